@@ -1,0 +1,232 @@
+"""What a run is: one frozen dataclass, its checks, and TOML in and out.
+
+Every field is a command-line flag and a TOML key of the same name; its unit stands in its name or its help. Presets are
+functions in `presets.py` that return a `RunConfig`.
+"""
+
+import dataclasses
+import difflib
+import json
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from handgrad.errors import DataError, UsageError
+
+VOCABULARY_MULTIPLE = 128  # the padded vocabulary is a multiple of this, so that products run on full tiles
+
+DEVICES = ("auto", "cpu", "cuda", "mps")
+PRECISIONS = ("fp32", "bf16", "tf32")
+SCHEDULES = ("cosine", "linear", "constant", "wsd")
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes that define a GPT-2: everything the parameter table is made from."""
+
+    vocab_size: int  # V
+    sequence_length: int  # the longest T: rows of the position embedding
+    num_layers: int  # L
+    num_heads: int  # H
+    channels: int  # C
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Vp: V rounded up; the extra rows stay zero and are never trained."""
+        return -(-self.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+
+    @property
+    def feed_forward(self) -> int:
+        """F: the width of the hidden layer of the feed-forward half, 4 C in every GPT-2."""
+        return 4 * self.channels
+
+
+def option(default: Any, help: str, *, choices: tuple[str, ...] = (), free: bool = False) -> Any:
+    """A configuration field: its default, its help with the unit, its choices.
+
+    `free` marks what may change when a run is resumed, because it does not touch the numbers of the training.
+    """
+    return field(default=default, metadata={"help": help, "choices": choices, "free": free})
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that decides a training run. Two runs of equal configs on equal machines give equal bits."""
+
+    # where
+    data: str = option("shards", "folder of prepared shards (made by `handgrad prepare`)")
+    out: str = option("runs/run", "run folder: config, metrics, checkpoints, report", free=True)
+
+    # the model
+    num_layers: int = option(12, "number of transformer blocks")
+    num_heads: int = option(12, "attention heads per block; divides channels")
+    channels: int = option(768, "width of the residual stream")
+    sequence_length: int = option(1024, "tokens per sample, and the longest context of the model")
+    init_from: str = option("", "run folder or checkpoint whose weights start this run (empty: random)")
+
+    # the batch
+    steps: int = option(1000, "optimizer steps of the whole run")
+    tokens_per_step: int = option(524288, "tokens per optimizer step; a multiple of micro_batch * sequence_length")
+    micro_batch: int = option(8, "samples that go through the model at once; only memory and speed depend on it")
+    overfit_one_batch: bool = option(False, "train on the first batch over and over (to debug: the loss must go to 0)")
+
+    # the optimizer
+    learning_rate: float = option(6e-4, "peak learning rate")
+    schedule: str = option("cosine", "shape of the decay after the warm-up", choices=SCHEDULES)
+    warmup_steps: int = option(0, "steps of linear warm-up")
+    final_learning_rate_fraction: float = option(0.1, "learning rate at the end, as a fraction of the peak")
+    weight_decay: float = option(0.1, "AdamW decay of matrices and embeddings")
+    beta1: float = option(0.9, "AdamW decay of the first moment")
+    beta2: float = option(0.95, "AdamW decay of the second moment")
+    adam_epsilon: float = option(1e-8, "AdamW epsilon, added to the root of the second moment")
+    clip_norm: float = option(1.0, "largest global gradient norm; larger gradients are scaled down (0: off)")
+    skip_loss_z: float = option(0.0, "skip updates whose loss lies this many deviations above the last 128 (0: off)")
+    skip_norm_z: float = option(0.0, "the same for the gradient norm (0: off)")
+    max_skips: int = option(20, "stop with exit code 76 after this many skipped updates in a row")
+    seed: int = option(1337, "seed of the initial weights and of the order of samples")
+
+    # watching
+    eval_every: int = option(250, "steps between validations (0: only at the end)")
+    eval_tokens: int = option(1 << 20, "validation tokens per validation, at most the whole split")
+    sample_every: int = option(0, "steps between samples of text (0: only at the end)", free=True)
+    sample_tokens: int = option(96, "tokens per sample of text (0: no samples)", free=True)
+    log_every: int = option(10, "steps between plain log lines (every step goes into metrics.jsonl)", free=True)
+
+    # saving
+    save_every: int = option(1000, "steps between checkpoints (0: only at the end)", free=True)
+    keep_checkpoints: int = option(2, "newest checkpoints to keep (0: all)", free=True)
+
+    # the machine
+    device: str = option("auto", "auto takes a CUDA GPU if there is one, else the CPU", choices=DEVICES)
+    precision: str = option("fp32", "of weights, activations and products; moments stay fp32", choices=PRECISIONS)
+    recompute: int = option(0, "0: keep all activations; 1: redo GELU in the backward; 2: redo the layernorms too")
+    head_chunk_tokens: int = option(0, "tokens per chunk of the loss head (0: chosen so that logits take <= 256 MiB)")
+
+    def shape(self, vocab_size: int) -> ModelShape:
+        """The model's sizes with the vocabulary of the data at hand."""
+        return ModelShape(vocab_size, self.sequence_length, self.num_layers, self.num_heads, self.channels)
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.tokens_per_step // self.sequence_length
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches whose gradients are added up for one optimizer step."""
+        return self.samples_per_step // self.micro_batch
+
+
+FIELDS: dict[str, dataclasses.Field] = {f.name: f for f in dataclasses.fields(RunConfig)}
+
+_POSITIVE = ("num_layers", "num_heads", "channels", "sequence_length", "steps", "tokens_per_step", "micro_batch")
+_NOT_NEGATIVE = (
+    *("warmup_steps", "final_learning_rate_fraction", "weight_decay", "clip_norm", "skip_loss_z", "skip_norm_z"),
+    *("eval_every", "sample_every", "sample_tokens", "save_every", "keep_checkpoints", "head_chunk_tokens"),
+    *("learning_rate", "seed"),
+)
+
+
+def check(config: RunConfig) -> RunConfig:
+    """Returns `config` if it can run, else raises `UsageError` naming the field, what it is and what would do."""
+    for name in (*_POSITIVE, "eval_tokens", "log_every", "max_skips"):
+        if getattr(config, name) < 1:
+            raise UsageError(f"{name} must be at least 1, found {getattr(config, name)}")
+    for name in _NOT_NEGATIVE:
+        value = getattr(config, name)
+        if not 0 <= value < float("inf"):
+            raise UsageError(f"{name} must be a finite number, 0 or more, found {value}")
+    if not config.adam_epsilon > 0:
+        raise UsageError(f"adam_epsilon must be above 0, found {config.adam_epsilon}")
+    for name in ("beta1", "beta2"):
+        if not 0 <= getattr(config, name) < 1:
+            raise UsageError(f"{name} must be in [0, 1), found {getattr(config, name)}")
+    for name, known in FIELDS.items():
+        choices = known.metadata["choices"]
+        if choices and getattr(config, name) not in choices:
+            raise UsageError(f"{name} must be one of {', '.join(choices)}; found {getattr(config, name)!r}")
+    if config.channels % config.num_heads:
+        raise UsageError(
+            f"channels must be a multiple of num_heads, found {config.channels} and {config.num_heads};"
+            f" heads of 64 would need num_heads {max(1, config.channels // 64)}"
+        )
+    if config.recompute not in (0, 1, 2):
+        raise UsageError(f"recompute must be 0, 1 or 2, found {config.recompute}")
+    tokens_per_micro_batch = config.micro_batch * config.sequence_length
+    if config.tokens_per_step % tokens_per_micro_batch:
+        nearest = max(1, round(config.tokens_per_step / tokens_per_micro_batch)) * tokens_per_micro_batch
+        raise UsageError(
+            f"tokens_per_step must be a multiple of micro_batch * sequence_length = {config.micro_batch} *"
+            f" {config.sequence_length} = {tokens_per_micro_batch}, found {config.tokens_per_step};"
+            f" try --tokens-per-step {nearest}"
+        )
+    return config
+
+
+def nearest_name(name: str, known: Any) -> str:
+    """' (did you mean X?)' for the known name closest to a misspelt one, or nothing."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def convert(name: str, value: Any) -> Any:
+    """`value` (a string of the command line or a TOML value) as the type of field `name`; `UsageError` if it is none."""
+    if name not in FIELDS:
+        raise UsageError(f"unknown setting {name!r}{nearest_name(name, FIELDS)}; `handgrad train --help` lists all")
+    kind = FIELDS[name].type
+    try:
+        if kind is bool:
+            if isinstance(value, bool):
+                return value
+            return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[str(value).lower()]
+        if kind is int:
+            if isinstance(value, bool):
+                raise ValueError
+            number = float(value) if not isinstance(value, int) else value  # admits 1e6 and 2.0
+            if number != int(number):
+                raise ValueError
+            return int(value) if isinstance(value, str) and value.lstrip("-").isdigit() else int(number)
+        if kind is float:
+            if isinstance(value, bool):
+                raise ValueError
+            return float(value)
+        if not isinstance(value, str):
+            raise ValueError
+        return value
+    except (ValueError, KeyError, OverflowError, TypeError):
+        wanted = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[kind]
+        raise UsageError(f"{name} must be {wanted}, found {value!r}") from None
+
+
+def read_toml(path: str) -> dict[str, Any]:
+    """The settings in a TOML recipe, checked and converted by name; `preset` and `model` are passed through as text."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UsageError(f"config file {path} does not exist; the shipped ones lie in recipes/") from None
+    except (UnicodeDecodeError, OSError) as error:
+        raise DataError(f"config file {path} cannot be read: {error}") from None
+    try:
+        loaded = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise DataError(f"config file {path} is not valid TOML: {error}") from None
+    return {key: value if key in ("preset", "model") else convert(key, value) for key, value in loaded.items()}
+
+
+def to_dict(config: RunConfig) -> dict[str, Any]:
+    return dataclasses.asdict(config)
+
+
+def to_toml(config: RunConfig) -> str:
+    """`config` as a TOML recipe that gives it back: every key with its help as a comment."""
+    lines = []
+    for name, known in FIELDS.items():
+        lines.append(f"# {known.metadata['help']}")
+        lines.append(f"{name} = {json.dumps(getattr(config, name))}")  # JSON's scalars are TOML's
+    return "\n".join(lines) + "\n"
+
+
+def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """What differs between two configs and matters to the numbers: ['seed: 1 -> 2', ...]."""
+    names = [name for name, known in FIELDS.items() if not known.metadata["free"]]
+    return [f"{n}: {old.get(n)!r} -> {new.get(n)!r}" for n in names if old.get(n) != new.get(n)]

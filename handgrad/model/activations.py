@@ -1,0 +1,145 @@
+"""The activation table: one row per tensor with its shape, its dtype and the stages it lives through.
+
+The clock of a micro-step, in ticks: embedding 0; block l's attention half 1 + 2l and feed-forward half 2 + 2l; the loss
+head 2L + 1; then the same halves backwards, and the embedding's backward last. The arena places tensors by these
+lifetimes: a recomputed activation lives at its forward tick and again at its backward tick.
+"""
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from handgrad.arena import ALWAYS, Buffer, Interval
+from handgrad.config import ModelShape
+
+KIND = "activations"
+HEAD_CHUNK_BYTES = 256 << 20  # the default chunk's logits take at most this much
+
+
+@dataclass
+class BlockActivations:
+    """What one block computes; the same tensors serve its forward and its backward."""
+
+    ln1: Tensor  # (N, C) normalised input of the attention half
+    ln1_mean: Tensor  # (N)
+    ln1_rstd: Tensor  # (N)
+    qkv: Tensor  # (N, 3C)
+    atty: Tensor  # (N, C) attention's output, heads side by side
+    lse: Tensor  # (B, H, T) log of the softmax's denominators
+    residual_mid: Tensor  # (N, C) the stream after the attention half
+    ln2: Tensor  # (N, C) normalised input of the feed-forward half
+    ln2_mean: Tensor  # (N)
+    ln2_rstd: Tensor  # (N)
+    fc: Tensor  # (N, F) before GELU
+    gelu: Tensor  # (N, F)
+    residual_out: Tensor  # (N, C) the stream after the block
+
+
+@dataclass
+class Activations:
+    """What a micro-step computes. Gradients (`d...`) are shared by all blocks, one at a time."""
+
+    tokens: Tensor  # (B, T) int64
+    targets: Tensor  # (B, T) int64
+    embedded: Tensor  # (N, C) the stream before the first block
+    blocks: list[BlockActivations]
+    branch: Tensor  # (N, C) what a half adds to the stream
+    lnf: Tensor  # (N, C)
+    lnf_mean: Tensor  # (N)
+    lnf_rstd: Tensor  # (N)
+    logits: Tensor  # (chunk, Vp)
+    losses: Tensor  # (N)
+    dlnf: Tensor  # (N, C)
+    dresidual: Tensor  # (N, C) gradient of the residual stream, from the head down to the embedding
+    dln: Tensor  # (N, C) gradient of a layer norm's output
+    datty: Tensor  # (N, C)
+    dqkv: Tensor  # (N, 3C)
+    dhidden: Tensor  # (N, F) gradient of the hidden layer, after and then before GELU
+
+
+def head_chunk_tokens(requested: int, tokens: int, padded_vocab_size: int, itemsize: int) -> int:
+    """Tokens per chunk of the loss head: as requested, or as many as fit `HEAD_CHUNK_BYTES`, in multiples of 128."""
+    if requested:
+        return min(requested, tokens)
+    fitting = HEAD_CHUNK_BYTES // (padded_vocab_size * itemsize) // 128 * 128
+    return min(tokens, max(128, fitting))
+
+
+def activation_buffers(
+    shape: ModelShape, batch: int, length: int, dtype: torch.dtype, *, recompute: int, chunk: int
+) -> list[Buffer]:
+    """The rows as buffers for the arena: `batch` samples of `length` tokens, weights and activations of `dtype`."""
+    N, C, F, H, L = batch * length, shape.channels, shape.feed_forward, shape.num_heads, shape.num_layers
+    stats = torch.float64 if dtype == torch.float64 else torch.float32
+    head = 2 * L + 1
+    end = 4 * L + 2
+
+    def attention(layer: int) -> int:
+        return 1 + 2 * layer
+
+    def feed_forward(layer: int) -> int:
+        return 2 + 2 * layer
+
+    def mirrored(tick: int) -> int:  # the backward tick of a forward tick
+        return 2 * head - tick
+
+    def at(tick: int) -> Interval:
+        return (tick, tick)
+
+    buffers: list[Buffer] = []
+
+    def row(name: str, dims: tuple[int, ...], kind: torch.dtype, *lifetimes: Interval) -> None:
+        buffers.append(Buffer(name, dims, kind, KIND, lifetimes or ALWAYS))
+
+    row("tokens", (batch, length), torch.int64)
+    row("targets", (batch, length), torch.int64)
+    row("losses", (N,), stats)
+    row("embedded", (N, C), dtype, (0, mirrored(attention(0))))
+    for layer in range(L):
+        a, f = attention(layer), feed_forward(layer)
+        stream_end = mirrored(attention(layer + 1)) if layer + 1 < L else head
+        until_a, until_f = (a, mirrored(a)), (f, mirrored(f))
+        # name: (shape, dtype, lifetime when kept, recomputed from this level on)
+        rows: dict[str, tuple[tuple[int, ...], torch.dtype, Interval, int]] = {
+            "ln1": ((N, C), dtype, until_a, 2),
+            "ln1_mean": ((N,), stats, until_a, 9),
+            "ln1_rstd": ((N,), stats, until_a, 9),
+            "qkv": ((N, 3 * C), dtype, until_a, 9),
+            "atty": ((N, C), dtype, until_a, 9),
+            "lse": ((batch, H, length), stats, until_a, 9),
+            "residual_mid": ((N, C), dtype, (a, mirrored(f)), 9),
+            "ln2": ((N, C), dtype, until_f, 2),
+            "ln2_mean": ((N,), stats, until_f, 9),
+            "ln2_rstd": ((N,), stats, until_f, 9),
+            "fc": ((N, F), dtype, until_f, 9),
+            "gelu": ((N, F), dtype, until_f, 1),
+            "residual_out": ((N, C), dtype, (f, stream_end), 9),
+        }
+        assert list(rows) == [f.name for f in fields(BlockActivations)]
+        for name, (dims, kind, kept, recomputed_from) in rows.items():
+            lifetimes = (at(kept[0]), at(kept[1])) if recompute >= recomputed_from else (kept,)
+            row(f"blocks.{layer}.{name}", dims, kind, *lifetimes)
+
+    attention_backwards = [at(mirrored(attention(layer))) for layer in range(L)]
+    feed_forward_backwards = [at(mirrored(feed_forward(layer))) for layer in range(L)]
+    row("branch", (N, C), dtype, (attention(0), feed_forward(L - 1)))
+    row("lnf", (N, C), dtype, at(head))
+    row("lnf_mean", (N,), stats, at(head))
+    row("lnf_rstd", (N,), stats, at(head))
+    row("logits", (chunk, shape.padded_vocab_size), dtype, at(head))
+    row("dlnf", (N, C), dtype, at(head))
+    row("dresidual", (N, C), dtype, (head, end))
+    row("dln", (N, C), dtype, *attention_backwards, *feed_forward_backwards)
+    row("datty", (N, C), dtype, *attention_backwards)
+    row("dqkv", (N, 3 * C), dtype, *attention_backwards)
+    row("dhidden", (N, F), dtype, *feed_forward_backwards)
+    return buffers
+
+
+def activations(views: dict[str, Tensor]) -> Activations:
+    """The arena's views under the table's names."""
+    layers = sum(name.endswith(".qkv") for name in views)
+    names = [f.name for f in fields(BlockActivations)]
+    blocks = [BlockActivations(**{n: views[f"blocks.{layer}.{n}"] for n in names}) for layer in range(layers)]
+    return Activations(blocks=blocks, **{f.name: views[f.name] for f in fields(Activations) if f.name != "blocks"})

@@ -1,0 +1,160 @@
+"""The parameter table: one row per tensor. Allocation, initialisation, decay, checkpoints and formats derive from it.
+
+All parameters lie in one flat buffer, and so do their gradients, master weights and moments, at the same element
+offsets: an optimizer step walks flat memory, and names are views.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from handgrad.config import ModelShape
+
+# Every tensor starts at a multiple of this many elements (512 bytes of float32, 256 of bf16).
+ALIGN_ELEMENTS = 128
+# The flat buffers are a multiple of this: the unit of the global norm's partial sums.
+BLOCK_ELEMENTS = 1 << 16
+
+
+@dataclass
+class BlockTensors:
+    """One tensor per parameter of a block: the weights themselves, their gradients or their moments.
+
+    Matrices come first, then vectors, so that what decays is contiguous.
+    """
+
+    qkv_weight: Tensor  # (3C, C)
+    proj_weight: Tensor  # (C, C)
+    fc_weight: Tensor  # (F, C)
+    fcproj_weight: Tensor  # (C, F)
+    ln1_weight: Tensor  # (C)
+    ln1_bias: Tensor  # (C)
+    qkv_bias: Tensor  # (3C)
+    proj_bias: Tensor  # (C)
+    ln2_weight: Tensor  # (C)
+    ln2_bias: Tensor  # (C)
+    fc_bias: Tensor  # (F)
+    fcproj_bias: Tensor  # (C)
+
+
+@dataclass
+class ModelTensors:
+    """One tensor per parameter of the model."""
+
+    wte: Tensor  # (Vp, C) token embedding, shared with the head
+    wpe: Tensor  # (maxT, C) position embedding
+    blocks: list[BlockTensors]
+    lnf_weight: Tensor  # (C)
+    lnf_bias: Tensor  # (C)
+
+
+@dataclass(frozen=True)
+class ParameterRow:
+    """A parameter: `shape` as allocated, `stored_rows` as saved (the embedding without its padding)."""
+
+    name: str
+    shape: tuple[int, ...]
+    stored_rows: int
+    init: str  # "normal", "zeros" or "ones"
+    std: float
+    decays: bool
+    offset: int  # elements from the start of a flat buffer
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    def view(self, flat: Tensor) -> Tensor:
+        return flat[self.offset : self.offset + self.elements].view(self.shape)
+
+    def stored(self, flat: Tensor) -> Tensor:
+        """The part that is saved and exchanged: no padding rows."""
+        return self.view(flat)[: self.stored_rows]
+
+
+def block_name(layer: int, name: str) -> str:
+    return f"blocks.{layer}.{name}"
+
+
+def parameter_table(shape: ModelShape) -> tuple[ParameterRow, ...]:
+    """All parameters in memory order. Initialisation as GPT-2's: N(0, 0.02), the projections into the residual stream
+    scaled by 1/sqrt(2L), biases 0, layer norms 1. Matrices and embeddings decay, vectors do not."""
+    C, F, Vp = shape.channels, shape.feed_forward, shape.padded_vocab_size
+    std, residual_std = 0.02, 0.02 / math.sqrt(2 * shape.num_layers)
+    block: dict[str, tuple[tuple[int, ...], float | str]] = {
+        "qkv_weight": ((3 * C, C), std),
+        "proj_weight": ((C, C), residual_std),
+        "fc_weight": ((F, C), std),
+        "fcproj_weight": ((C, F), residual_std),
+        "ln1_weight": ((C,), "ones"),
+        "ln1_bias": ((C,), "zeros"),
+        "qkv_bias": ((3 * C,), "zeros"),
+        "proj_bias": ((C,), "zeros"),
+        "ln2_weight": ((C,), "ones"),
+        "ln2_bias": ((C,), "zeros"),
+        "fc_bias": ((F,), "zeros"),
+        "fcproj_bias": ((C,), "zeros"),
+    }
+    assert list(block) == [f.name for f in fields(BlockTensors)]
+    entries: dict[str, tuple[tuple[int, ...], float | str]] = {
+        "wte": ((Vp, C), std),
+        "wpe": ((shape.sequence_length, C), std),
+    }
+    for layer in range(shape.num_layers):
+        entries |= {block_name(layer, name): entry for name, entry in block.items()}
+    entries |= {"lnf_weight": ((C,), "ones"), "lnf_bias": ((C,), "zeros")}
+
+    rows, offset = [], 0
+    for name, (dims, init) in entries.items():
+        stored_rows = shape.vocab_size if name == "wte" else dims[0]
+        normal = isinstance(init, float)
+        kind, deviation = ("normal", init) if normal else (init, 0.0)
+        rows.append(ParameterRow(name, dims, stored_rows, str(kind), float(deviation), len(dims) == 2, offset))
+        offset += -(-math.prod(dims) // ALIGN_ELEMENTS) * ALIGN_ELEMENTS
+    return tuple(rows)
+
+
+def flat_elements(table: tuple[ParameterRow, ...]) -> int:
+    """Length of a flat buffer: the table's end, rounded up to whole blocks."""
+    end = table[-1].offset + table[-1].elements
+    return -(-end // BLOCK_ELEMENTS) * BLOCK_ELEMENTS
+
+
+def count_parameters(table: tuple[ParameterRow, ...]) -> int:
+    """Trained parameters: the padding is none."""
+    return sum(row.elements // row.shape[0] * row.stored_rows for row in table)
+
+
+def model_tensors(flat: Tensor, table: tuple[ParameterRow, ...]) -> ModelTensors:
+    """Views of a flat buffer under the parameters' names."""
+    views = {row.name: row.view(flat) for row in table}
+    layers = sum(name.endswith(".qkv_weight") for name in views)
+    names = [f.name for f in fields(BlockTensors)]
+    blocks = [BlockTensors(**{n: views[block_name(layer, n)] for n in names}) for layer in range(layers)]
+    return ModelTensors(views["wte"], views["wpe"], blocks, views["lnf_weight"], views["lnf_bias"])
+
+
+def initialize(flat: Tensor, table: tuple[ParameterRow, ...], seed: int) -> None:
+    """Fills a flat buffer with GPT-2's initial weights. Each tensor has a generator of its own, keyed by (seed, its place
+    in the table) and run on the CPU in float32, so that every device and precision starts from the same numbers."""
+    for index, row in enumerate(table):
+        if row.init == "normal":
+            generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
+            stored = row.stored(flat)
+            stored.copy_(torch.empty(stored.shape, dtype=torch.float32).normal_(0.0, row.std, generator=generator))
+        elif row.init == "ones":
+            row.view(flat).fill_(1.0)
+
+
+def decay_runs(table: tuple[ParameterRow, ...]) -> Iterator[tuple[slice, bool]]:
+    """The flat buffer as (range of elements, whether it decays): neighbours of one kind are one run. The alignment gaps
+    between tensors belong to the run before them; they hold zeros and stay zero."""
+    start = 0
+    for row, following in zip(table, (*table[1:], None), strict=True):
+        end = following.offset if following else flat_elements(table)
+        if following is None or following.decays != row.decays:
+            yield slice(start, end), row.decays
+            start = end

@@ -1,0 +1,139 @@
+"""Named starting points: a preset is a function that returns a `RunConfig`; flags and TOML keys change single fields.
+
+Sizes: the GPT-2 report (Radford et al. 2019) and Table 2.1 of the GPT-3 paper (Brown et al. 2020), whose learning
+rates the larger presets follow. The 124M and 1558M recipes are llm.c's published ones.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from handgrad.config import RunConfig, nearest_name
+from handgrad.errors import UsageError
+
+# name: (num_layers, num_heads, channels)
+MODELS = {
+    "tiny": (2, 4, 64),
+    "d12": (12, 12, 768),  # 124M
+    "d24": (24, 16, 1024),  # 350M
+    "d36": (36, 20, 1280),  # 774M
+    "d48": (48, 25, 1600),  # 1558M
+    "gpt3-125m": (12, 12, 768),
+    "gpt3-350m": (24, 16, 1024),
+    "gpt3-760m": (24, 16, 1536),
+    "gpt3-1300m": (24, 32, 2048),
+}
+
+
+def model(name: str) -> dict[str, int]:
+    """The fields that `--model NAME` sets."""
+    if name not in MODELS:
+        raise UsageError(f"unknown model {name!r}{nearest_name(name, MODELS)}; known: {', '.join(MODELS)}")
+    num_layers, num_heads, channels = MODELS[name]
+    return {"num_layers": num_layers, "num_heads": num_heads, "channels": channels}
+
+
+def sized(name: str, **settings: Any) -> RunConfig:
+    return replace(RunConfig(), **model(name), **settings)
+
+
+def tiny() -> RunConfig:
+    """Two layers of 64 channels: seconds on a laptop, for trying things and for tests."""
+    return sized(
+        "tiny",
+        sequence_length=64,
+        steps=200,
+        tokens_per_step=1024,
+        micro_batch=8,
+        learning_rate=3e-3,
+        warmup_steps=10,
+        eval_every=50,
+        eval_tokens=8192,
+        save_every=100,
+    )
+
+
+def demo() -> RunConfig:
+    """What `make train` runs: a small GPT on the built-in stories, about two minutes on two cores."""
+    return replace(
+        RunConfig(),
+        num_layers=4,
+        num_heads=4,
+        channels=128,
+        sequence_length=256,
+        steps=600,
+        tokens_per_step=8192,
+        micro_batch=16,
+        learning_rate=4e-3,
+        warmup_steps=40,
+        final_learning_rate_fraction=0.05,
+        eval_every=100,
+        eval_tokens=65536,
+        sample_every=200,
+        save_every=200,
+        log_every=20,
+    )
+
+
+def gpt2_124m() -> RunConfig:
+    """GPT-2 124M on 10B tokens: 19,560 steps of 524,288 tokens."""
+    return sized(
+        "d12",
+        steps=19560,
+        tokens_per_step=524288,
+        micro_batch=64,
+        learning_rate=6e-4,
+        final_learning_rate_fraction=0.0,
+        warmup_steps=700,
+        precision="bf16",
+        eval_tokens=10 << 20,
+        save_every=5000,
+    )
+
+
+def gpt2_350m() -> RunConfig:
+    return replace(gpt2_124m(), **model("d24"), micro_batch=32, learning_rate=3e-4)
+
+
+def gpt2_774m() -> RunConfig:
+    return replace(gpt2_124m(), **model("d36"), micro_batch=32, learning_rate=2.5e-4)
+
+
+def gpt2_1558m() -> RunConfig:
+    """GPT-2 1558M: 32,000 steps of 1,048,576 tokens, with spikes skipped."""
+    return replace(
+        gpt2_124m(),
+        **model("d48"),
+        steps=32000,
+        tokens_per_step=1048576,
+        micro_batch=16,
+        final_learning_rate_fraction=0.1,
+        skip_loss_z=5.0,
+        skip_norm_z=5.0,
+    )
+
+
+def gpt3(name: str, learning_rate: float) -> RunConfig:
+    """A GPT-3 size: the same architecture at twice the context, half the samples at once."""
+    base = replace(gpt2_124m(), **model(name), sequence_length=2048, learning_rate=learning_rate)
+    return replace(base, micro_batch=32 if name == "gpt3-125m" else 16, final_learning_rate_fraction=0.1)
+
+
+PRESETS: dict[str, Callable[[], RunConfig]] = {
+    "tiny": tiny,
+    "demo": demo,
+    "d12": gpt2_124m,
+    "d24": gpt2_350m,
+    "d36": gpt2_774m,
+    "d48": gpt2_1558m,
+    "gpt3-125m": lambda: gpt3("gpt3-125m", 6e-4),
+    "gpt3-350m": lambda: gpt3("gpt3-350m", 3e-4),
+    "gpt3-760m": lambda: gpt3("gpt3-760m", 2.5e-4),
+    "gpt3-1300m": lambda: gpt3("gpt3-1300m", 2e-4),
+}
+
+
+def preset(name: str) -> RunConfig:
+    if name not in PRESETS:
+        raise UsageError(f"unknown preset {name!r}{nearest_name(name, PRESETS)}; known: {', '.join(PRESETS)}")
+    return PRESETS[name]()
