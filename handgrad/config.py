@@ -87,8 +87,8 @@ class RunConfig:
     seed: int = option(1337, "seed of the initial weights and of the order of samples")
 
     # watching
-    eval_every: int = option(250, "steps between validations (0: only at the end)")
-    eval_tokens: int = option(1 << 20, "validation tokens per validation, at most the whole split")
+    eval_every: int = option(250, "steps between validations (0: only at the end)", free=True)
+    eval_tokens: int = option(1 << 20, "tokens per validation, at most the whole split", free=True)
     sample_every: int = option(0, "steps between samples of text (0: only at the end)", free=True)
     sample_tokens: int = option(96, "tokens per sample of text (0: no samples)", free=True)
     log_every: int = option(10, "steps between plain log lines (every step goes into metrics.jsonl)", free=True)
@@ -170,7 +170,7 @@ def nearest_name(name: str, known: Any) -> str:
 
 
 def convert(name: str, value: Any) -> Any:
-    """`value` (a string of the command line or a TOML value) as the type of field `name`; `UsageError` if it is none."""
+    """`value` (a command-line string or a TOML value) as the type of field `name`; `UsageError` if it is none."""
     if name not in FIELDS:
         raise UsageError(f"unknown setting {name!r}{nearest_name(name, FIELDS)}; `handgrad train --help` lists all")
     kind = FIELDS[name].type

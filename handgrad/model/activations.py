@@ -67,9 +67,19 @@ def head_chunk_tokens(requested: int, tokens: int, padded_vocab_size: int, items
 
 
 def activation_buffers(
-    shape: ModelShape, batch: int, length: int, dtype: torch.dtype, *, recompute: int, chunk: int
+    shape: ModelShape,
+    batch: int,
+    length: int,
+    dtype: torch.dtype,
+    *,
+    recompute: int = 0,
+    chunk: int,
+    training: bool = True,
 ) -> list[Buffer]:
-    """The rows as buffers for the arena: `batch` samples of `length` tokens, weights and activations of `dtype`."""
+    """The rows as buffers for the arena: `batch` samples of `length` tokens, weights and activations of `dtype`.
+
+    Without `training` nothing outlives its forward use, and the gradients have no rows.
+    """
     N, C, F, H, L = batch * length, shape.channels, shape.feed_forward, shape.num_heads, shape.num_layers
     stats = torch.float64 if dtype == torch.float64 else torch.float32
     head = 2 * L + 1
@@ -81,8 +91,9 @@ def activation_buffers(
     def feed_forward(layer: int) -> int:
         return 2 + 2 * layer
 
-    def mirrored(tick: int) -> int:  # the backward tick of a forward tick
-        return 2 * head - tick
+    def mirrored(tick: int) -> int:
+        """The backward tick of a forward tick; without a backward, what was kept for it ends at the forward tick."""
+        return 2 * head - tick if training else tick
 
     def at(tick: int) -> Interval:
         return (tick, tick)
@@ -121,19 +132,21 @@ def activation_buffers(
             lifetimes = (at(kept[0]), at(kept[1])) if recompute >= recomputed_from else (kept,)
             row(f"blocks.{layer}.{name}", dims, kind, *lifetimes)
 
-    attention_backwards = [at(mirrored(attention(layer))) for layer in range(L)]
-    feed_forward_backwards = [at(mirrored(feed_forward(layer))) for layer in range(L)]
     row("branch", (N, C), dtype, (attention(0), feed_forward(L - 1)))
     row("lnf", (N, C), dtype, at(head))
     row("lnf_mean", (N,), stats, at(head))
     row("lnf_rstd", (N,), stats, at(head))
     row("logits", (chunk, shape.padded_vocab_size), dtype, at(head))
-    row("dlnf", (N, C), dtype, at(head))
-    row("dresidual", (N, C), dtype, (head, end))
-    row("dln", (N, C), dtype, *attention_backwards, *feed_forward_backwards)
-    row("datty", (N, C), dtype, *attention_backwards)
-    row("dqkv", (N, 3 * C), dtype, *attention_backwards)
-    row("dhidden", (N, F), dtype, *feed_forward_backwards)
+
+    M = N if training else 0
+    attention_backwards = [at(mirrored(attention(layer))) for layer in range(L)]
+    feed_forward_backwards = [at(mirrored(feed_forward(layer))) for layer in range(L)]
+    row("dlnf", (M, C), dtype, at(head))
+    row("dresidual", (M, C), dtype, (head, end))
+    row("dln", (M, C), dtype, *attention_backwards, *feed_forward_backwards)
+    row("datty", (M, C), dtype, *attention_backwards)
+    row("dqkv", (M, 3 * C), dtype, *attention_backwards)
+    row("dhidden", (M, F), dtype, *feed_forward_backwards)
     return buffers
 
 

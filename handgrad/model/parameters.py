@@ -138,8 +138,11 @@ def model_tensors(flat: Tensor, table: tuple[ParameterRow, ...]) -> ModelTensors
 
 
 def initialize(flat: Tensor, table: tuple[ParameterRow, ...], seed: int) -> None:
-    """Fills a flat buffer with GPT-2's initial weights. Each tensor has a generator of its own, keyed by (seed, its place
-    in the table) and run on the CPU in float32, so that every device and precision starts from the same numbers."""
+    """Fills a flat buffer with GPT-2's initial weights.
+
+    Each tensor has a generator of its own, keyed by (seed, its place in the table) and run on the CPU in float32, so that
+    every device and precision starts from the same numbers.
+    """
     for index, row in enumerate(table):
         if row.init == "normal":
             generator = torch.Generator().manual_seed(seed * 1_000_003 + index)

@@ -2,8 +2,8 @@
 
 - Outputs first, then inputs, then keyword-only scalars. Shapes come from the tensors.
 - An operation fills the buffers it is given. (The reference's temporaries inside one call are its only allocations.)
-- A parameter gradient is added into: `*_acc`. An activation gradient is overwritten: `d*`. What is changed in place says
-  so: `*_inout`. No buffer ever holds what its name denies.
+- A parameter gradient is added into: `*_acc`. An activation gradient is overwritten: `d*`. What is changed in place
+  says so: `*_inout`. No buffer ever holds what its name denies.
 - `x_forward` and `x_backward` stand side by side, headed by their equation.
 - Parameters and activations share one dtype (float32, bfloat16; float64 in tests). Statistics (`mean`, `rstd`, `lse`,
   `losses`) and gradient accumulators are float32, or float64 where the activations are.

@@ -73,9 +73,7 @@ def layernorm_backward(
     N, C = inp.shape
     weight = weight.to(mean.dtype)
     mean, rstd = mean.view(N, 1), rstd.view(N, 1)
-    dinp, dweight, dbias = aten.native_layer_norm_backward(
-        dout, inp, (C,), mean, rstd, weight, weight, [True, True, True]
-    )
+    dinp, dweight, dbias = aten.native_layer_norm_backward(dout, inp, (C,), mean, rstd, weight, weight, [True, True, True])
     dresidual_inout.add_(dinp)
     dweight_acc.add_(dweight)
     dbias_acc.add_(dbias)
@@ -100,7 +98,7 @@ def linear_backward(
     if dweight_acc.dtype == inp.dtype:
         dweight_acc.addmm_(dout.t(), inp)  # accumulates inside the product
     else:
-        # A CPU's bf16 product can only be written in bf16: each micro-batch's sum is rounded once, then added in float32.
+        # A CPU's bf16 product is written in bf16: each micro-batch's sum is rounded once, then added in float32.
         for row in range(0, dweight_acc.shape[0], ACCUMULATE_ROWS):
             rows = slice(row, row + ACCUMULATE_ROWS)
             dweight_acc[rows].add_(torch.mm(dout[:, rows].t(), inp))
@@ -136,7 +134,7 @@ def residual_forward(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def split_heads(packed: Tensor, batch: int, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v as views (B, H, T, D) of the packed (N, 3C): rows hold q, k, v; each holds its heads one after another."""
+    """q, k, v as views (B, H, T, D) of the packed (N, 3C), whose rows hold q, k, v, each head after head."""
     N, C3 = packed.shape
     q, k, v = packed.view(batch, N // batch, 3, num_heads, C3 // (3 * num_heads)).permute(2, 0, 3, 1, 4)
     return q, k, v
@@ -227,8 +225,8 @@ def classifier_forward_backward(
 def _log_softmax_blocks(
     losses: Tensor, logits_inout: Tensor, targets: Tensor, vocab_size: int
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """(rows, targets (R, 1), log softmax (R, Vp)) by blocks of rows, whose temporaries stay in cache: 9 ms instead of 21
-    for 256 rows of GPT-2's vocabulary on two cores. Masking instead of slicing keeps the rows contiguous."""
+    """(rows, targets (R, 1), log softmax (R, Vp)) by blocks of rows, whose temporaries stay in cache: 9 ms instead of
+    21 for 256 rows of GPT-2's vocabulary on two cores. Masking instead of slicing keeps the rows contiguous."""
     N, Vp = logits_inout.shape
     logits_inout[:, vocab_size:] = -math.inf
     rows_per_block = max(1, CLASSIFIER_BLOCK_ELEMENTS // Vp)
@@ -242,9 +240,7 @@ def _log_softmax_blocks(
 
 def squared_norms(out: Tensor, flat: Tensor) -> None:
     """out (blocks) = sum of squares of each block of flat (blocks * block size), a buffer of gradients."""
-    torch.linalg.vector_norm(
-        flat.view(out.shape[0], -1), dim=1, out=out
-    )  # one pass over memory; square + sum takes 13x
+    torch.linalg.vector_norm(flat.view(out.shape[0], -1), dim=1, out=out)  # one pass over memory; square + sum takes 13x
     out.square_()
 
 

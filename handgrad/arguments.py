@@ -1,0 +1,66 @@
+"""Command-line arguments: every field of `RunConfig` as a flag, and mistakes answered in one line."""
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from handgrad import presets
+from handgrad.config import FIELDS, RunConfig, check, convert, nearest_name, read_toml
+from handgrad.errors import UsageError
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with our errors: one line, exit code 64, and the nearest name for an unknown flag."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, allow_abbrev=False, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; `{self.prog} --help` lists what there is")
+
+    def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """Like `parse_args`; an unknown flag is answered with the nearest known one."""
+        namespace, unknown = self.parse_known_args(arguments)
+        if unknown:
+            name = unknown[0].split("=")[0]
+            known = [option for action in self._actions for option in action.option_strings]
+            raise UsageError(f"unknown argument {name!r}{nearest_name(name, known)}; `{self.prog} --help` lists all")
+        return namespace
+
+
+def flag(name: str) -> str:
+    """tokens_per_step -> --tokens-per-step."""
+    return "--" + name.replace("_", "-")
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """A preset or a recipe, a model size, and a flag for every field."""
+    parser.add_argument("preset", nargs="?", help=f"starting point: {', '.join(presets.PRESETS)}")
+    parser.add_argument("--config", metavar="FILE", help="TOML recipe: field names as keys, and `preset` or `model`")
+    parser.add_argument("--model", metavar="NAME", help=f"sets layers, heads, channels: {', '.join(presets.MODELS)}")
+    for name, known in FIELDS.items():
+        choices = known.metadata["choices"]
+        text = known.metadata["help"].replace("%", "%%") + f" (default: {known.default})"
+        if known.type is bool:
+            parser.add_argument(flag(name), nargs="?", const="true", default=None, metavar="true|false", help=text)
+        else:
+            metavar = "|".join(choices) if choices else {int: "N", float: "X", str: "TEXT"}[known.type]
+            parser.add_argument(flag(name), default=None, metavar=metavar, help=text)
+
+
+def run_config(arguments: argparse.Namespace) -> RunConfig:
+    """The configuration that the arguments describe: preset, then recipe, then `--model`, then single flags."""
+    recipe = read_toml(arguments.config) if arguments.config else {}
+    name = arguments.preset or recipe.pop("preset", None)
+    recipe.pop("preset", None)
+    config = presets.preset(name) if name else RunConfig()
+    if "model" in recipe:
+        config = dataclasses.replace(config, **presets.model(recipe.pop("model")))
+    config = dataclasses.replace(config, **recipe)
+    if arguments.model:
+        config = dataclasses.replace(config, **presets.model(arguments.model))
+    given = {n: convert(n, getattr(arguments, n)) for n in FIELDS if getattr(arguments, n) is not None}
+    if not name and not arguments.config and not arguments.model and "num_layers" not in given:
+        raise UsageError(f"say what to train: a preset ({', '.join(presets.PRESETS)}), --config FILE or --model NAME")
+    return check(dataclasses.replace(config, **given))

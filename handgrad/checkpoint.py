@@ -1,0 +1,241 @@
+"""Checkpoints: complete and verified, or they do not exist.
+
+    checkpoints/step_00001000.partial/   written, hashed on the way, fsynced
+        model.safetensors                the weights, float32, under the names of the parameter table
+        optimizer.safetensors            first and second moments: m.NAME, v.NAME
+        tokenizer.json                   if the tokenizer needs a file
+        manifest.json                    sizes, SHA-256, config, position in the data, detector windows
+    checkpoints/step_00001000/           the same, renamed: only now it is a checkpoint
+
+Tensors are stored without padding and under names, so the layout in memory may change without them.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from torch import Tensor
+
+from handgrad.errors import DataError, storage_error
+
+SCHEMA = 1
+PARTIAL = ".partial"
+REMOVED = ".removed"
+MANIFEST = "manifest.json"
+WEIGHTS_FILE = "model.safetensors"
+OPTIMIZER_FILE = "optimizer.safetensors"
+SAFETENSORS_DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16"}
+MAX_MANIFEST_BYTES = 64 << 20
+HASH_CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A verified checkpoint on disk."""
+
+    folder: Path
+    manifest: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        return self.manifest["step"]
+
+    def load(self, file: str, destinations: Iterable[tuple[str, Tensor]]) -> None:
+        """Copies the file's tensors into `destinations`; raises `DataError` when names or shapes differ."""
+        path = self.folder / file
+        try:
+            with safetensors.safe_open(path, framework="pt") as stored:
+                names = set(stored.keys())
+                wanted = dict(destinations)
+                if names != set(wanted):
+                    odd = sorted(names ^ set(wanted))
+                    raise DataError(
+                        f"{path} holds other tensors than this model: {len(odd)} differ, the first is {odd[0]!r};"
+                        " it belongs to another model"
+                    )
+                for name, destination in wanted.items():
+                    tensor = stored.get_tensor(name)
+                    if tensor.shape != destination.shape:
+                        raise DataError(
+                            f"{path}: expected {name} of shape {tuple(destination.shape)}, found {tuple(tensor.shape)}"
+                        )
+                    destination.copy_(tensor)
+        except (safetensors.SafetensorError, OSError) as error:
+            raise DataError(f"{path} is not a readable safetensors file: {error}") from None
+
+
+def save(
+    checkpoints: Path,
+    step: int,
+    state: Iterable[tuple[str, Tensor]],
+    manifest: dict[str, Any],
+    extra_files: dict[str, bytes],
+) -> Path:
+    """Writes `checkpoints/step_XXXXXXXX` and returns it; raises `StorageError`, leaving nothing under that name.
+
+    `state` are named tensors, moments prefixed "m." and "v."; `manifest` is what else must survive (JSON).
+    """
+    final = checkpoints / f"step_{step:08d}"
+    partial = final.with_name(final.name + PARTIAL)
+    tensors = list(state)
+    weights = [(name, t) for name, t in tensors if not name.startswith(("m.", "v."))]
+    moments = [(name, t) for name, t in tensors if name.startswith(("m.", "v."))]
+    try:
+        _remove(partial)
+        partial.mkdir(parents=True)
+        files = {
+            WEIGHTS_FILE: _write(partial / WEIGHTS_FILE, _safetensors_bytes(weights)),
+            OPTIMIZER_FILE: _write(partial / OPTIMIZER_FILE, _safetensors_bytes(moments)),
+        }
+        for name, content in extra_files.items():
+            files[name] = _write(partial / name, [content])
+        content = {"schema": SCHEMA, "step": step, "files": files, **manifest}
+        _write(partial / MANIFEST, [json.dumps(content, indent=1).encode()])
+        _fsync_folder(partial)
+        _remove(final)  # a damaged folder of the same step, passed over when the run was resumed
+        partial.rename(final)
+        _fsync_folder(checkpoints)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise storage_error(error, f"saving {final}") from None
+    return final
+
+
+def _safetensors_bytes(tensors: list[tuple[str, Tensor]]) -> Iterator[bytes | memoryview]:
+    """The safetensors layout: header length, JSON header, raw tensors one after another.
+
+    The library's writer wants all tensors as bytes in memory and cannot hash on the way; the format is these 10 lines.
+    """
+    header: dict[str, Any] = {}
+    end = 0
+    for name, tensor in tensors:
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        dtype = SAFETENSORS_DTYPES[tensor.dtype]
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for _, tensor in tensors:
+        yield tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+
+
+def _write(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
+    """Writes and fsyncs a file; returns its size and SHA-256."""
+    digest, size = hashlib.sha256(), 0
+    with path.open("xb") as file:
+        for chunk in chunks:
+            file.write(chunk)
+            digest.update(chunk)
+            size += len(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def _fsync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _remove(folder: Path) -> None:
+    """Removes a folder so that a kill in between cannot leave a half one under its name."""
+    if folder.exists():
+        aside = folder.with_name(folder.name + REMOVED)
+        shutil.rmtree(aside, ignore_errors=True)
+        folder.rename(aside)
+        shutil.rmtree(aside)
+
+
+def prune(checkpoints: Path, keep: int) -> None:
+    """Removes all but the `keep` newest checkpoints (0: keeps all) and what interrupted saves left behind."""
+    try:
+        for leftover in (*checkpoints.glob(f"step_*{PARTIAL}"), *checkpoints.glob(f"step_*{REMOVED}")):
+            shutil.rmtree(leftover)
+        for folder in _folders(checkpoints)[keep:] if keep else []:
+            _remove(folder)
+    except OSError as error:
+        raise storage_error(error, f"removing old checkpoints in {checkpoints}") from None
+
+
+def _folders(checkpoints: Path) -> list[Path]:
+    """The folders named like checkpoints, newest first."""
+    found = [p for p in checkpoints.glob("step_*") if p.is_dir() and p.name.removeprefix("step_").isdigit()]
+    return sorted(found, key=lambda p: -int(p.name.removeprefix("step_")))
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """The checkpoint in `folder` once every file has its recorded size and hash; else `DataError` naming the file."""
+    path = folder / MANIFEST
+    try:
+        if path.stat().st_size > MAX_MANIFEST_BYTES:
+            raise DataError(f"{path} is larger than any manifest; this is no checkpoint")
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DataError(f"{folder} has no {MANIFEST}: it is not a complete checkpoint") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from None
+    if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
+        found = manifest.get("schema") if isinstance(manifest, dict) else type(manifest).__name__
+        raise DataError(f"{path}: expected checkpoint schema {SCHEMA}, found {found!r}")
+    files = manifest.get("files")
+    well_formed = isinstance(manifest.get("step"), int) and isinstance(manifest.get("config"), dict)
+    if not well_formed or not isinstance(files, dict) or not {WEIGHTS_FILE, OPTIMIZER_FILE} <= files.keys():
+        raise DataError(f"{path} lacks its step, config or file list; it was edited or damaged")
+    for name, entry in files.items():
+        _verify(folder / Path(name).name, entry)
+    return Checkpoint(folder, manifest)
+
+
+def _verify(path: Path, entry: Any) -> None:
+    if not isinstance(entry, dict):
+        raise DataError(f"{path}: its entry in the manifest is not readable")
+    try:
+        size = path.stat().st_size
+        if size != entry.get("bytes"):
+            raise DataError(f"{path}: expected {entry.get('bytes')} bytes, found {size}")
+        digest = hashlib.sha256()
+        with path.open("rb") as file:
+            while chunk := file.read(HASH_CHUNK_BYTES):
+                digest.update(chunk)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from None
+    if digest.hexdigest() != entry.get("sha256"):
+        raise DataError(f"{path}: its SHA-256 differs from the manifest's; the file is damaged")
+
+
+def newest(checkpoints: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The newest valid checkpoint (or None), and one line for each newer one that was passed over."""
+    passed_over = []
+    for folder in _folders(checkpoints):
+        try:
+            return open_checkpoint(folder), passed_over
+        except DataError as error:
+            passed_over.append(f"passed over {folder.name}: {error}")
+    return None, passed_over
+
+
+def find(path: str) -> Checkpoint:
+    """The checkpoint that a user means: a checkpoint's folder, or a run folder, whose newest valid one is taken."""
+    folder = Path(path)
+    if (folder / MANIFEST).exists() and folder.name.startswith("step_"):
+        return open_checkpoint(folder)
+    checkpoint, passed_over = newest(folder / "checkpoints")
+    if checkpoint is None:
+        reason = f" ({passed_over[0]})" if passed_over else ""
+        raise DataError(f"{path} holds no checkpoint{reason}; give a run folder or RUN/checkpoints/step_XXXXXXXX")
+    return checkpoint
+
+
+def versions() -> dict[str, str]:
+    """What, beside the config, the bits depend on."""
+    return {"torch": torch.__version__, "threads": str(torch.get_num_threads())}

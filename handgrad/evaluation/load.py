@@ -1,0 +1,64 @@
+"""A model from a checkpoint, ready to evaluate or to write: weights and the buffers asked for, nothing of training."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from handgrad.arena import Buffer, make_plan
+from handgrad.checkpoint import WEIGHTS_FILE, Checkpoint
+from handgrad.config import FIELDS, ModelShape, RunConfig, check, convert
+from handgrad.data.tokenizer import Tokenizer, read_tokenizer
+from handgrad.errors import DataError, UsageError
+from handgrad.model.parameters import ModelTensors, flat_elements, model_tensors, parameter_table
+from handgrad.ops import reference
+
+
+@dataclass
+class LoadedModel:
+    """Weights in the precision asked for, the tokenizer they were trained with, and the buffers that were asked for."""
+
+    config: RunConfig
+    shape: ModelShape
+    tokenizer: Tokenizer
+    ops: ModuleType
+    device: torch.device
+    weights: ModelTensors
+    views: dict[str, Tensor]
+    step: int
+
+
+def checkpoint_config(checkpoint: Checkpoint) -> RunConfig:
+    """The configuration of the run that saved the checkpoint; `DataError` if this version cannot read it."""
+    stored: dict[str, Any] = checkpoint.manifest["config"]
+    try:
+        return check(RunConfig(**{name: convert(name, stored[name]) for name in FIELDS}))
+    except KeyError as missing:
+        raise DataError(f"{checkpoint.folder}: its configuration lacks {missing}; another version wrote it") from None
+    except UsageError as error:
+        raise DataError(f"{checkpoint.folder}: its configuration does not hold: {error}") from None
+
+
+def load_model(
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    buffers: Callable[[RunConfig, ModelShape], list[Buffer]],
+) -> LoadedModel:
+    """Loads the weights; `buffers` says what else to allocate, given the run's configuration and the model's sizes.
+
+    Raises `DataError` when the checkpoint's parts do not belong together.
+    """
+    config = checkpoint_config(checkpoint)
+    tokenizer = read_tokenizer(checkpoint.folder, checkpoint.manifest.get("tokenizer"))
+    shape = config.shape(tokenizer.vocab_size)
+    table = parameter_table(shape)
+    parameters = Buffer("parameters", (flat_elements(table),), dtype, "parameters")
+    views = make_plan([parameters, *buffers(config, shape)]).allocate(device)
+    flat = views["parameters"]
+    checkpoint.load(WEIGHTS_FILE, [(row.name, row.stored(flat)) for row in table])
+    weights = model_tensors(flat, table)
+    return LoadedModel(config, shape, tokenizer, reference, device, weights, views, checkpoint.step)

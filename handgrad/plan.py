@@ -1,0 +1,49 @@
+"""What a run will take, before it takes it: memory by component, the largest micro-batch that fits, time at the least."""
+
+from dataclasses import replace
+
+from handgrad import world
+from handgrad.arena import make_plan
+from handgrad.config import ModelShape, RunConfig
+from handgrad.evaluation.generate import decode_buffers
+from handgrad.model.parameters import count_parameters, parameter_table
+from handgrad.training.console import human_bytes, human_count, human_flops, human_seconds, memory_table
+from handgrad.training.loop import flops_per_token
+from handgrad.training.state import largest_micro_batch, training_plan
+
+RECOMPUTE_LEVELS = (0, 1, 2)
+
+
+def describe_plan(config: RunConfig, vocab_size: int) -> list[str]:
+    """The lines of `handgrad plan`."""
+    device = world.resolve_device(config.device)
+    dtype = world.use_precision(device, config.precision)
+    shape = config.shape(vocab_size)
+    tokens = config.steps * config.tokens_per_step
+    operations = tokens * flops_per_token(shape)
+    rate = world.product_rate(device, dtype)
+    lines = [
+        f"model      {human_count(count_parameters(parameter_table(shape)))} parameters,"
+        f" {human_flops(flops_per_token(shape))} per token, forward and backward",
+        f"run        {config.steps} steps of {config.tokens_per_step} tokens = {config.micro_steps} x"
+        f" {config.micro_batch} x {config.sequence_length}: {human_count(tokens)} tokens, {human_flops(operations)}",
+        f"device     {world.describe(device)}; a large {config.precision} product runs at {human_flops(rate)}/s here",
+        f"at best    {human_count(rate / flops_per_token(shape))} tokens/s, {human_seconds(operations / rate)} in all;"
+        " expect half to three quarters of it",
+        "",
+        f"{'memory':<18}" + "".join(f"{f'recompute {level}':>16}" for level in RECOMPUTE_LEVELS),
+        *memory_table([memory_bytes(replace(config, recompute=level), shape) for level in RECOMPUTE_LEVELS]),
+        "",
+    ]
+    available = world.available_bytes(device)
+    for level in RECOMPUTE_LEVELS if available is not None else ():
+        fitting = largest_micro_batch(replace(config, recompute=level), shape, dtype, available or 0)
+        advice = f"--micro-batch {fitting}" if fitting else "not even one sample at a time"
+        lines.append(f"fits       {human_bytes(available or 0)} free at recompute {level}: {advice}")
+    return lines
+
+
+def memory_bytes(config: RunConfig, shape: ModelShape) -> dict[str, int]:
+    """Bytes of every allocation that a run with this configuration makes."""
+    dtype = world.DTYPES[config.precision]
+    return training_plan(config, shape, dtype).size_bytes | make_plan(decode_buffers(shape, dtype)).size_bytes

@@ -1,0 +1,90 @@
+"""What a person sees of a run: a header, a live progress line on a terminal, plain lines everywhere else."""
+
+import sys
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from handgrad.training.step import StepResult
+
+
+def human_count(number: float) -> str:
+    """124475904 -> '124.5M'."""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= size:
+            return f"{number / size:.1f}{unit}"
+    return f"{number:g}"
+
+
+def human_flops(operations: float) -> str:
+    """9.8e9 -> '9.8 GFLOP'."""
+    for size, unit in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G")):
+        if operations >= size:
+            return f"{operations / size:.1f} {unit}FLOP"
+    return f"{operations / 1e6:.1f} MFLOP"
+
+
+def human_bytes(size: float) -> str:
+    """1536 -> '1.5 KiB'."""
+    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if size >= 1 << power:
+            return f"{size / (1 << power):.1f} {unit}"
+    return f"{size:.0f} B"
+
+
+def human_seconds(seconds: float) -> str:
+    """3725 -> '1:02:05'."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+def memory_table(columns: list[dict[str, int]]) -> list[str]:
+    """One line per allocation, bytes by kind in each column, and their sums."""
+    totals = ("total", [sum(column.values()) for column in columns])
+    rows = [*((kind, [column[kind] for column in columns]) for kind in columns[0]), totals]
+    return [f"  {kind:<16}" + "".join(f"{human_bytes(size):>16}" for size in sizes) for kind, sizes in rows]
+
+
+def speed(tokens_per_second: float, flops_per_token: float, peak_flops: float | None) -> str:
+    """'48.3% MFU' against a known peak, else '152 GFLOP/s'."""
+    achieved = tokens_per_second * flops_per_token
+    return f"{achieved / peak_flops:.1%} MFU" if peak_flops else f"{achieved / 1e9:.0f} GFLOP/s"
+
+
+def step_line(step: int, steps: int, result: StepResult, seconds: float, tokens_per_second: float, rate: str) -> str:
+    """The plain line of one step."""
+    z = "".join(
+        f" {name}z {value:+.1f}" for name, value in (("l", result.loss_z), ("n", result.norm_z)) if value is not None
+    )
+    skipped = f" | skipped: {result.skipped}" if result.skipped else ""
+    return (
+        f"step {step:>{len(str(steps))}}/{steps} | loss {result.loss:.4f} | norm {result.norm:.3f}{z}"
+        f" | lr {result.learning_rate:.2e} | {seconds * 1e3:.0f} ms | {human_count(tokens_per_second)} tok/s | {rate}"
+        f"{skipped}"
+    )
+
+
+class Display:
+    """A live line with a bar on a terminal; nothing but the plain lines otherwise."""
+
+    def __init__(self, steps: int, completed: int):
+        self.console = Console(highlight=False)
+        self.live = sys.stdout.isatty()
+        columns = (BarColumn(bar_width=24), TextColumn("{task.description}"))
+        self.progress = Progress(*columns, console=self.console, transient=True)
+        self.task = self.progress.add_task("", total=steps, completed=completed)
+        if self.live:
+            self.progress.start()
+
+    def update(self, completed: int, line: str, eta_seconds: float) -> None:
+        if self.live:
+            text = f"{line} | {human_seconds(eta_seconds)} left".replace("[", "\\[")
+            self.progress.update(self.task, completed=completed, description=text)
+
+    def print(self, text: str) -> None:
+        self.console.print(text, markup=False, soft_wrap=True)
+
+    def close(self) -> None:
+        if self.live:
+            self.progress.stop()

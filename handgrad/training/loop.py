@@ -1,0 +1,335 @@
+"""A training run from its configuration to its last checkpoint: resume, step, watch, save, stop when asked."""
+
+import signal
+import time
+from collections import deque
+from types import ModuleType
+from typing import Any
+
+import torch
+
+import handgrad
+from handgrad import checkpoint, world
+from handgrad.arena import make_plan
+from handgrad.config import ModelShape, RunConfig, check, to_dict
+from handgrad.data.batches import Batches
+from handgrad.data.shards import Dataset, open_dataset
+from handgrad.data.tokenizer import tokenizer_files, tokenizer_record
+from handgrad.errors import DataError, NumericsError, Preempted
+from handgrad.evaluation.generate import decode_buffers, decode_tensors, generate, stream_text
+from handgrad.evaluation.loss import mean_loss
+from handgrad.model.parameters import count_parameters, parameter_table
+from handgrad.ops import reference
+from handgrad.training import console
+from handgrad.training.metrics import Metrics
+from handgrad.training.outliers import Outliers
+from handgrad.training.run_folder import SAMPLES, RunFolder, load_everything, load_weights, write_text
+from handgrad.training.state import allocate_state, largest_micro_batch, training_plan
+from handgrad.training.step import BatchFeed, StepResult, non_finite_tensors, train_step
+
+SPEED_WINDOW = 20  # steps over which tokens/s and the remaining time are averaged
+
+
+def train(config: RunConfig, *, ops: ModuleType = reference, allow_changes: bool = False) -> float | None:
+    """Trains (or goes on training) the run in `config.out`; returns the last validation loss in nats, if there is one.
+
+    Raises `Preempted` after saving when the process is told to stop, `NumericsError` when updates keep being skipped, and
+    the errors of whatever input or folder does not fit.
+    """
+    check(config)
+    device = world.resolve_device(config.device)
+    dtype = world.use_precision(device, config.precision)
+    dataset = open_dataset(config.data)
+    run = Run(config, dataset, device, dtype, ops, allow_changes=allow_changes)
+    try:
+        return run.train()
+    finally:
+        run.close()
+
+
+class Run:
+    """The parts of one run in one place. Everything here is made before the first step."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        dataset: Dataset,
+        device: torch.device,
+        dtype: torch.dtype,
+        ops: ModuleType,
+        *,
+        allow_changes: bool,
+    ):
+        self.config, self.dataset, self.device, self.ops = config, dataset, device, ops
+        self.tokenizer = dataset.tokenizer
+        self.shape = config.shape(self.tokenizer.vocab_size)
+        self.train_batches = Batches(dataset.splits["train"], config.sequence_length, config.seed)
+        self.validation_batches = validation_batches(dataset, config.sequence_length)
+        self.require_one_step()
+        self.require_memory(device, dtype)
+        self.folder = RunFolder(config, allow_changes=allow_changes)
+        self.folder.check_identity(self.identity(), allow_changes=allow_changes)
+
+        self.state = allocate_state(config, self.shape, dtype, device, ops)
+        generation = make_plan(decode_buffers(self.shape, dtype))
+        self.decode = decode_tensors(generation.allocate(device))
+        self.feed = BatchFeed(self.train_batches, self.state.activations.tokens, self.state.activations.targets)
+        self.losses, self.norms = Outliers(), Outliers()
+        self.completed, self.skips_in_a_row = 0, 0
+        self.restore()
+        self.metrics = Metrics(self.folder.path, self.completed)
+        self.display = console.Display(config.steps, self.completed)
+        self.seconds: deque[float] = deque(maxlen=SPEED_WINDOW)
+        self.stop_signal: int | None = None
+        self.last_saved = self.completed if self.folder.resumed else -1
+        self.memory_bytes = self.state.plan.size_bytes | generation.size_bytes
+
+    # Before the first step.
+
+    def identity(self) -> dict[str, Any]:
+        return {"data": self.dataset.identity, "tokenizer": self.tokenizer.sha256}
+
+    def require_one_step(self) -> None:
+        """An epoch shorter than one optimizer step would show tokens twice within a step."""
+        samples, needed = self.train_batches.samples_per_epoch, self.config.samples_per_step
+        if samples < needed:
+            length = self.config.sequence_length
+            raise DataError(
+                f"one step takes {needed} samples of {length} tokens, the training split of {self.config.data} has"
+                f" {samples}; prepare more text, or try --tokens-per-step {samples * length}"
+            )
+
+    def require_memory(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Says before anything is allocated that it will not fit, and which micro-batch would."""
+        available = world.available_bytes(device)
+        needed = training_plan(self.config, self.shape, dtype).total_bytes
+        if available is None or needed <= available:
+            return
+        fitting = largest_micro_batch(self.config, self.shape, dtype, available)
+        advice = f"try --micro-batch {fitting}" if fitting else "even one sample at a time does not fit"
+        raise DataError(
+            f"the run needs {console.human_bytes(needed)}, {device.type} has {console.human_bytes(available)} free;"
+            f" {advice} (`handgrad plan` shows what takes it)"
+        )
+
+    def restore(self) -> None:
+        """From the newest valid checkpoint, else from `init_from`, else as initialised."""
+        resumed = self.folder.resumed
+        if resumed is not None:
+            load_everything(resumed, self.state)
+            self.completed = resumed.step
+            self.losses = Outliers(resumed.manifest["loss_window"])
+            self.norms = Outliers(resumed.manifest["norm_window"])
+            self.skips_in_a_row = resumed.manifest["skips_in_a_row"]
+            then, now = resumed.manifest["versions"], checkpoint.versions()
+            changed = [f"{key} {then.get(key)} -> {now[key]}" for key in now if then.get(key) != now[key]]
+            self.folder.changes += [f"{change} (the bits may differ from an unbroken run's)" for change in changed]
+        elif self.config.init_from:
+            load_weights(checkpoint.find(self.config.init_from), self.state)
+
+    def header(self) -> list[str]:
+        c, shape = self.config, self.shape
+        table = parameter_table(shape)
+        train_tokens, validation_tokens = (self.dataset.tokens(split) for split in ("train", "validation"))
+        epochs = c.steps * c.samples_per_step / self.train_batches.samples_per_epoch
+        started = f"resumed at step {self.completed}" if self.folder.resumed else f"seed {c.seed}"
+        return [
+            f"handgrad {handgrad.__version__}, torch {torch.__version__}, {world.describe(self.device)}",
+            f"model      {shape.num_layers} layers, {shape.num_heads} heads, {shape.channels} channels,"
+            f" context {shape.sequence_length}: {console.human_count(count_parameters(table))} parameters",
+            f"data       {c.data}: {console.human_count(train_tokens)} training and"
+            f" {console.human_count(validation_tokens)} validation tokens, {self.tokenizer.kind} vocabulary of"
+            f" {shape.vocab_size} (padded to {shape.padded_vocab_size})",
+            f"batch      {c.tokens_per_step} tokens a step = {c.micro_steps} x {c.micro_batch} x {c.sequence_length};"
+            f" {c.steps} steps = {console.human_count(c.steps * c.tokens_per_step)} tokens, {epochs:.1f} epochs",
+            f"numbers    {c.precision}, recompute {c.recompute}, {started}",
+            "memory",
+            *console.memory_table([self.memory_bytes]),
+        ]
+
+    def record_run(self) -> None:
+        manifest = self.dataset.manifest
+        text_bytes = manifest["splits"]["validation"]["text_bytes"] if manifest else None
+        self.metrics.record(
+            "run",
+            step=self.completed,
+            handgrad=handgrad.__version__,
+            torch=torch.__version__,
+            device=world.describe(self.device),
+            precision=self.config.precision,
+            parameters=count_parameters(self.state.table),
+            tokens_per_step=self.config.tokens_per_step,
+            steps=self.config.steps,
+            vocab_size=self.shape.vocab_size,
+            memory_bytes=self.memory_bytes,
+            data={
+                "folder": self.config.data,
+                "identity": self.dataset.identity,
+                "tokenizer": self.tokenizer.kind,
+                "train_tokens": self.dataset.tokens("train"),
+                "validation_tokens": self.dataset.tokens("validation"),
+                "validation_text_bytes": text_bytes,
+            },
+            floor_nats_per_token=self.dataset.floor("validation"),
+            flops_per_token=flops_per_token(self.shape),
+        )
+
+    # The run.
+
+    def train(self) -> float | None:
+        for line in (*self.header(), *self.folder.passed_over):
+            self.say(line)
+        for change in self.folder.changes:
+            self.event(f"configuration changed: {change}")
+        self.record_run()
+        if self.completed >= self.config.steps:
+            self.say(f"{self.folder.path} is finished: {self.completed} of {self.config.steps} steps are done")
+            return None
+        validation_loss = None
+        previous = {s: signal.signal(s, self.on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            for step in range(self.completed, self.config.steps):
+                self.one_step(step)
+                if self.due(self.config.eval_every) and self.validation_batches:
+                    validation_loss = self.validate()
+                    self.metrics.validation(self.completed, validation_loss)
+                    self.say(
+                        f"step {self.completed}: validation loss {validation_loss:.4f}{self.floor_note(validation_loss)}"
+                    )
+                if self.due(self.config.sample_every) and self.config.sample_tokens:
+                    self.sample()
+                if self.due(self.config.save_every):
+                    self.save()
+                if self.stop_signal is not None:
+                    self.save()
+                    name = signal.Signals(self.stop_signal).name
+                    raise Preempted(f"stopped by {name} after step {self.completed}, saved; run the same command to go on")
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+        return validation_loss
+
+    def due(self, every: int) -> bool:
+        """Whether something done `every` steps (0: only at the end) is due after the completed step."""
+        return self.completed == self.config.steps or bool(every and self.completed % every == 0)
+
+    def one_step(self, step: int) -> None:
+        start = time.perf_counter()
+        result = train_step(self.config, self.state, self.feed, self.losses, self.norms, step)
+        world.synchronize(self.device)
+        elapsed_seconds = time.perf_counter() - start
+        self.completed = step + 1
+        self.metrics.step(self.completed, result, self.config.tokens_per_step, elapsed_seconds)
+        self.show(result, elapsed_seconds)
+        if result.skipped:
+            self.on_skip(result)
+        else:
+            self.skips_in_a_row = 0
+
+    def show(self, result: StepResult, elapsed_seconds: float) -> None:
+        self.seconds.append(elapsed_seconds)
+        mean_seconds = sum(self.seconds) / len(self.seconds)
+        tokens_per_second = self.config.tokens_per_step / mean_seconds
+        rate = console.speed(tokens_per_second, flops_per_token(self.shape), world.peak_flops(self.device))
+        line = console.step_line(self.completed, self.config.steps, result, elapsed_seconds, tokens_per_second, rate)
+        self.display.update(self.completed, line, (self.config.steps - self.completed) * mean_seconds)
+        if self.completed == 1 or self.due(self.config.log_every) or result.skipped:
+            self.say(line)
+
+    def on_skip(self, result: StepResult) -> None:
+        self.skips_in_a_row += 1
+        named = ", ".join(non_finite_tensors(self.state)[:4])
+        where = f"; non-finite gradients in {named}" if named else ""
+        self.event(f"step {self.completed} made no update: {result.skipped}{where}")
+        if self.skips_in_a_row >= self.config.max_skips:
+            raise NumericsError(
+                f"{self.skips_in_a_row} updates in a row were skipped, the last at step {self.completed}"
+                f" ({result.skipped}){where}; the last checkpoint is clean: lower --learning-rate and start from it"
+            )
+
+    def validate(self) -> float:
+        assert self.validation_batches is not None
+        samples = max(1, self.config.eval_tokens // self.config.sequence_length)
+        return mean_loss(
+            self.ops,
+            self.state.weights,
+            self.state.activations,
+            self.validation_batches,
+            samples=samples,
+            vocab_size=self.shape.vocab_size,
+            host_buffers=self.feed.host_buffers,
+        )
+
+    def floor_note(self, loss: float) -> str:
+        floor = self.dataset.floor("validation")
+        return f" ({loss / floor - 1:+.1%} above the source's entropy of {floor:.4f})" if floor else ""
+
+    def sample(self) -> None:
+        ids = generate(
+            self.ops,
+            self.state.weights,
+            self.decode,
+            [self.tokenizer.end_of_text],
+            vocab_size=self.shape.vocab_size,
+            max_tokens=self.config.sample_tokens,
+            temperature=0.8,
+            top_k=0,
+            seed=self.config.seed + self.completed,
+        )
+        text = "".join(stream_text(self.tokenizer, ids))
+        write_text(self.folder.path / SAMPLES / f"step_{self.completed:08d}.txt", text)
+        self.metrics.record("sample", step=self.completed, text=text)
+        self.say(f"step {self.completed}, the model writes: {text}")
+
+    def save(self) -> None:
+        if self.last_saved == self.completed:
+            return
+        extra = tokenizer_files(self.tokenizer)
+        manifest = {
+            "handgrad": handgrad.__version__,
+            "versions": checkpoint.versions(),
+            "config": to_dict(self.config),
+            "vocab_size": self.shape.vocab_size,
+            "tokenizer": tokenizer_record(self.tokenizer),
+            "identity": self.identity(),
+            "next_sample": self.completed * self.config.samples_per_step,
+            "loss_window": list(self.losses.values),
+            "norm_window": list(self.norms.values),
+            "skips_in_a_row": self.skips_in_a_row,
+        }
+        folder = checkpoint.save(self.folder.checkpoints, self.completed, self.state.named_state(), manifest, extra)
+        checkpoint.prune(self.folder.checkpoints, self.config.keep_checkpoints)
+        self.last_saved = self.completed
+        self.say(f"step {self.completed}: saved {folder}")
+
+    # Voice and end.
+
+    def say(self, line: str) -> None:
+        self.metrics.text(line)
+        self.display.print(line)
+
+    def event(self, line: str) -> None:
+        self.metrics.record("event", step=self.completed, text=line)
+        self.say(line)
+
+    def on_signal(self, number: int, frame: Any) -> None:
+        """Asks the loop to stop after this step; a second signal ends the process at once (saves are atomic)."""
+        self.stop_signal = number
+        signal.signal(number, signal.SIG_DFL)
+
+    def close(self) -> None:
+        self.display.close()
+        self.metrics.close()
+        self.folder.close()
+
+
+def validation_batches(dataset: Dataset, sequence_length: int) -> Batches | None:
+    """The validation split in order, or None if there is none."""
+    shards = dataset.splits["validation"]
+    return Batches(shards, sequence_length, 0, shuffle=False) if shards else None
+
+
+def flops_per_token(shape: ModelShape) -> float:
+    """Forward and backward, as llm.c counts: 6 per parameter, and 6 L C T for attention's two causal products."""
+    parameters = count_parameters(parameter_table(shape))
+    return 6.0 * parameters + 6.0 * shape.num_layers * shape.channels * shape.sequence_length

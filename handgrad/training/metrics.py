@@ -1,0 +1,94 @@
+"""The run's record: metrics.jsonl for programs, main.log in llm.c's format for its plotting tools, log.txt for people.
+
+Lines of steps that a resumed run will do again are cut off first, so the record reads like that of an unbroken run.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any, TextIO
+
+from handgrad.errors import storage_error
+from handgrad.training.step import StepResult
+
+METRICS_FILE, MAIN_LOG_FILE, LOG_FILE = "metrics.jsonl", "main.log", "log.txt"
+
+
+class Metrics:
+    """Appends to the three files of one run folder; raises `StorageError` when the disk does not take it."""
+
+    def __init__(self, folder: Path, resumed_step: int):
+        """Keeps what the files say of the first `resumed_step` steps and drops the rest."""
+        self.folder = folder
+        try:
+            _keep_lines(folder / METRICS_FILE, lambda line: _json_step(line) <= resumed_step)
+            _keep_lines(folder / MAIN_LOG_FILE, lambda line: _log_step(line) <= resumed_step)
+            self.metrics = self._open(METRICS_FILE)
+            self.main_log = self._open(MAIN_LOG_FILE)
+            self.log = self._open(LOG_FILE)
+        except OSError as error:
+            raise storage_error(error, f"opening the logs in {folder}") from None
+
+    def _open(self, name: str) -> TextIO:
+        return (self.folder / name).open("a", encoding="utf-8", buffering=1)  # by lines: a kill loses none written
+
+    def close(self) -> None:
+        for file in (self.metrics, self.main_log, self.log):
+            file.close()
+
+    def record(self, kind: str, **values: Any) -> None:
+        """One JSON line. Kinds: run, step, validation, sample, event; those of a step carry `step`, counted from 1."""
+        self._line(self.metrics, json.dumps({"kind": kind, **values}))
+
+    def step(self, step: int, result: StepResult, tokens: int, elapsed_seconds: float) -> None:
+        self.record(
+            "step",
+            step=step,
+            loss=result.loss,
+            learning_rate=result.learning_rate,
+            norm=result.norm,
+            loss_z=result.loss_z,
+            norm_z=result.norm_z,
+            skipped=result.skipped,
+            step_ms=round(elapsed_seconds * 1e3, 3),
+            tokens_per_second=round(tokens / elapsed_seconds, 1),
+            tokens=tokens * step,
+        )
+        # llm.c numbers a step's line from 0.
+        line = f"s:{step - 1} trl:{result.loss:.4f} lr:{result.learning_rate:.6f} norm:{result.norm:.2f}"
+        self._line(self.main_log, line)
+
+    def validation(self, step: int, loss: float) -> None:
+        self.record("validation", step=step, loss=loss)
+        self._line(self.main_log, f"s:{step} tel:{loss:.4f}")
+
+    def text(self, line: str) -> None:
+        self._line(self.log, line)
+
+    def _line(self, file: TextIO, line: str) -> None:
+        try:
+            file.write(line + "\n")
+        except OSError as error:
+            raise storage_error(error, f"writing {file.name}") from None
+
+
+def _json_step(line: str) -> int:
+    """The step a metrics line belongs to; a line cut by a kill belongs to a step that is done again."""
+    try:
+        return int(json.loads(line).get("step", 0))
+    except (ValueError, AttributeError):
+        return 1 << 60
+
+
+def _log_step(line: str) -> int:
+    """The number of completed steps after which a main.log line was written."""
+    match = re.match(r"s:(\d+) (tel|eval|trl):", line)
+    if not match:
+        return 1 << 60
+    return int(match[1]) + (match[2] == "trl")
+
+
+def _keep_lines(path: Path, keep: Any) -> None:
+    if path.exists():
+        lines = path.read_text(encoding="utf-8").splitlines()
+        path.write_text("".join(line + "\n" for line in lines if keep(line)), encoding="utf-8")
