@@ -16,6 +16,8 @@ from handgrad.errors import DataError, UsageError
 
 VOCABULARY_MULTIPLE = 128  # the padded vocabulary is a multiple of this, so that products run on full tiles
 
+WANTED: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
 DEVICES = ("auto", "cpu", "cuda", "mps")
 PRECISIONS = ("fp32", "bf16", "tf32")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
@@ -194,8 +196,7 @@ def convert(name: str, value: Any) -> Any:
             raise ValueError
         return value
     except (ValueError, KeyError, OverflowError, TypeError):
-        wanted = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[kind]
-        raise UsageError(f"{name} must be {wanted}, found {value!r}") from None
+        raise UsageError(f"{name} must be {WANTED[kind]}, found {value!r}") from None
 
 
 def read_toml(path: str) -> dict[str, Any]:

@@ -73,7 +73,6 @@ def check_operations() -> None:
             sequence_length=16,
             micro_batch=2,
             tokens_per_step=32,
-            precision=precision,
         )
         state = allocate_state(config, config.shape(257), dtype, device, reference)
         transformer.loss_and_gradients(

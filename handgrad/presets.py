@@ -25,7 +25,7 @@ MODELS = {
 }
 
 
-def model(name: str) -> dict[str, int]:
+def model(name: str) -> dict[str, Any]:
     """The fields that `--model NAME` sets."""
     if name not in MODELS:
         raise UsageError(f"unknown model {name!r}{nearest_name(name, MODELS)}; known: {', '.join(MODELS)}")

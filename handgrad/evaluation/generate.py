@@ -63,8 +63,8 @@ def decode_tensors(views: dict[str, Tensor]) -> DecodeTensors:
     return DecodeTensors(**{f.name: views[f"{KIND}.{f.name}"] for f in fields(DecodeTensors)})
 
 
-def decode_step(ops: ModuleType, w: ModelTensors, buf: DecodeTensors, token: int, position: int) -> Tensor:
-    """Takes in `token` at `position` (0-based; all earlier ones taken in before); returns logits (Vp) for the next."""
+def decode_step(ops: ModuleType, w: ModelTensors, buf: DecodeTensors, token: int, position: int) -> None:
+    """Takes in `token` at `position` (0-based; all earlier ones taken in before) -> buf.logits (1, Vp) for the next."""
     buf.token.fill_(token)
     ops.embedding_forward(buf.x, buf.token, w.wte, w.wpe[position:])
     for layer, block in enumerate(w.blocks):
@@ -80,7 +80,6 @@ def decode_step(ops: ModuleType, w: ModelTensors, buf: DecodeTensors, token: int
         ops.residual_forward(buf.x, buf.x, buf.branch)
     ops.layernorm_forward(buf.ln, buf.mean, buf.rstd, buf.x, w.lnf_weight, w.lnf_bias)
     ops.linear_forward(buf.logits, buf.ln, w.wte, None)
-    return buf.logits[0]
 
 
 def choose(logits: Tensor, *, temperature: float, top_k: int, generator: torch.Generator) -> int:
@@ -120,9 +119,9 @@ def generate(
         if len(context) > longest:
             context, taken = context[-max(1, longest // 2) :], 0
         for position in range(taken, len(context)):
-            logits = decode_step(ops, weights, buf, context[position], position)
+            decode_step(ops, weights, buf, context[position], position)
         taken = len(context)
-        token = choose(logits[:vocab_size], temperature=temperature, top_k=top_k, generator=generator)
+        token = choose(buf.logits[0, :vocab_size], temperature=temperature, top_k=top_k, generator=generator)
         yield token
         context.append(token)
 

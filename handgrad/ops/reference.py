@@ -21,6 +21,11 @@ ACCUMULATE_ROWS = 1024
 CLASSIFIER_BLOCK_ELEMENTS = 1 << 19  # of the softmax's float32 temporary: 2 MiB
 
 
+def uses_cpu_kernels(tensor: Tensor) -> bool:
+    """Whether the library's CPU-only kernels apply; elsewhere the same mathematics runs in plain products."""
+    return tensor.device.type == "cpu"
+
+
 # Embedding: x[n] = wte[token[n]] + wpe[position[n]].
 
 
@@ -38,7 +43,7 @@ def embedding_backward(dwte_acc: Tensor, dwpe_acc: Tensor, dout: Tensor, tokens:
     """
     B, T = tokens.shape
     dout = dout.to(dwte_acc.dtype)
-    if dwte_acc.device.type == "cpu":
+    if uses_cpu_kernels(dwte_acc):
         dwte_acc.index_add_(0, tokens.view(-1), dout)  # one row after another: 14 times faster than index_put_
     else:
         dwte_acc.index_put_((tokens.view(-1),), dout, accumulate=True)
@@ -145,7 +150,7 @@ def attention_forward(out: Tensor, lse: Tensor, qkv: Tensor) -> None:
     B, H, T = lse.shape
     q, k, v = split_heads(qkv, B, H)
     y = out.view(B, T, H, -1).transpose(1, 2)
-    if qkv.device.type == "cpu":  # the library's flash attention: never forms (T, T)
+    if uses_cpu_kernels(qkv):  # the library's flash attention: never forms (T, T)
         result, log_sums = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
         y.copy_(result)
         lse.copy_(log_sums)
@@ -163,7 +168,7 @@ def attention_backward(dqkv: Tensor, dout: Tensor, out: Tensor, lse: Tensor, qkv
     q, k, v = split_heads(qkv, B, H)
     y, dy = (t.view(B, T, H, -1).transpose(1, 2) for t in (out, dout))
     parts = split_heads(dqkv, B, H)
-    if qkv.device.type == "cpu":
+    if uses_cpu_kernels(qkv):
         results = aten._scaled_dot_product_flash_attention_for_cpu_backward(dy, q, k, v, y, lse, 0.0, True)
         for part, result in zip(parts, results, strict=True):
             part.copy_(result)

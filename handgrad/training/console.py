@@ -13,7 +13,7 @@ def human_count(number: float) -> str:
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= size:
             return f"{number / size:.1f}{unit}"
-    return f"{number:g}"
+    return f"{number:.4g}"
 
 
 def human_flops(operations: float) -> str:

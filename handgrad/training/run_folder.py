@@ -10,7 +10,6 @@ report.html     curves and tables
 """
 
 import fcntl
-import os
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +81,7 @@ def write_text(path: Path, text: str) -> None:
     aside = path.with_name(path.name + ".partial")
     try:
         aside.write_text(text, encoding="utf-8")
-        os.replace(aside, path)
+        aside.replace(path)
     except OSError as error:
         raise storage_error(error, f"writing {path}") from None
 

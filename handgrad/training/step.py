@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from handgrad.config import RunConfig
-from handgrad.data.batches import Batches
+from handgrad.data.batches import Batches, host_buffers
 from handgrad.model import transformer
 from handgrad.model.parameters import decay_runs
 from handgrad.training.outliers import Outliers
@@ -33,16 +33,12 @@ class BatchFeed:
     def __init__(self, batches: Batches, tokens: Tensor, targets: Tensor):
         self.batches = batches
         self.device_buffers = (tokens, targets)
-        if tokens.device.type == "cpu":
-            self.host_buffers = self.device_buffers
-        else:
-            pin = tokens.device.type == "cuda"
-            self.host_buffers = tuple(torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=pin) for _ in range(2))
+        self.host_buffers = host_buffers(tokens, targets)
 
     def fill(self, first_sample: int) -> None:
         """Samples `first_sample`... as the next micro-batch."""
         self.batches.fill(self.host_buffers[0], self.host_buffers[1], first_sample)
-        if self.host_buffers is not self.device_buffers:
+        if self.host_buffers[0] is not self.device_buffers[0]:
             for device_buffer, host_buffer in zip(self.device_buffers, self.host_buffers, strict=True):
                 device_buffer.copy_(host_buffer)
 

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from handgrad import presets
-from handgrad.config import FIELDS, RunConfig, check, convert, nearest_name, read_toml
+from handgrad.config import DEVICES, FIELDS, PRECISIONS, RunConfig, check, convert, nearest_name, read_toml
 from handgrad.errors import UsageError
+
+METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -45,7 +47,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         if known.type is bool:
             parser.add_argument(flag(name), nargs="?", const="true", default=None, metavar="true|false", help=text)
         else:
-            metavar = "|".join(choices) if choices else {int: "N", float: "X", str: "TEXT"}[known.type]
+            metavar = "|".join(choices) if choices else METAVARS[known.type]
             parser.add_argument(flag(name), default=None, metavar=metavar, help=text)
 
 
@@ -64,3 +66,9 @@ def run_config(arguments: argparse.Namespace) -> RunConfig:
     if not name and not arguments.config and not arguments.model and "num_layers" not in given:
         raise UsageError(f"say what to train: a preset ({', '.join(presets.PRESETS)}), --config FILE or --model NAME")
     return check(dataclasses.replace(config, **given))
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="run folder (its newest checkpoint) or checkpoint folder")
+    parser.add_argument("--device", default="auto", choices=DEVICES, help="(default: auto)")
+    parser.add_argument("--precision", default="fp32", choices=PRECISIONS, help="of weights and products (default: fp32)")

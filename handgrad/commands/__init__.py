@@ -1,0 +1,1 @@
+"""One module per command, each with `run(arguments) -> exit code`; `arguments` holds what they share."""

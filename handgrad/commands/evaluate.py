@@ -1,0 +1,67 @@
+"""handgrad evaluate: what a checkpoint's loss is on held-out text."""
+
+import math
+from collections.abc import Sequence
+
+from handgrad import checkpoint, world
+from handgrad.arena import Buffer
+from handgrad.commands.arguments import Parser, add_model_arguments
+from handgrad.config import ModelShape, RunConfig
+from handgrad.data.batches import Batches, host_buffers
+from handgrad.data.shards import open_dataset
+from handgrad.errors import DataError, UsageError
+from handgrad.evaluation.load import load_model
+from handgrad.evaluation.loss import mean_loss
+from handgrad.model.activations import activation_buffers, activations, head_chunk_tokens
+
+
+def run(arguments: Sequence[str]) -> int:
+    parser = Parser("handgrad evaluate", description="Loss of a checkpoint on a validation split.")
+    add_model_arguments(parser)
+    parser.add_argument("--data", default="", metavar="DIR", help="prepared shards (default: those of the run)")
+    parser.add_argument("--eval-tokens", type=int, default=0, metavar="N", help="tokens (default: the whole split)")
+    parser.add_argument("--micro-batch", type=int, default=8, metavar="N", help="samples at once (default: 8)")
+    parsed = parser.parse(arguments)
+    if parsed.eval_tokens < 0 or parsed.micro_batch < 1:
+        raise UsageError("--eval-tokens must be 0 or more and --micro-batch 1 or more")
+    device = world.resolve_device(parsed.device)
+    dtype = world.use_precision(device, parsed.precision)
+
+    def buffers(config: RunConfig, shape: ModelShape) -> list[Buffer]:
+        tokens = parsed.micro_batch * shape.sequence_length
+        chunk = head_chunk_tokens(config.head_chunk_tokens, tokens, shape.padded_vocab_size, dtype.itemsize)
+        return activation_buffers(shape, parsed.micro_batch, shape.sequence_length, dtype, chunk=chunk, training=False)
+
+    model = load_model(checkpoint.find(parsed.checkpoint), device, dtype, buffers)
+    folder = parsed.data or model.config.data
+    dataset = open_dataset(folder)
+    if dataset.tokenizer.sha256 != model.tokenizer.sha256:
+        raise DataError(
+            f"{folder} was made with another tokenizer ({dataset.tokenizer.kind}) than the model's"
+            f" ({model.tokenizer.kind}); prepare the text with the model's tokenizer"
+        )
+    if not dataset.splits["validation"]:
+        raise DataError(f"{folder} has no validation split; prepare it with --validation-fraction above 0")
+    length = model.shape.sequence_length
+    batches = Batches(dataset.splits["validation"], length, 0, shuffle=False)
+    samples = max(1, parsed.eval_tokens // length) if parsed.eval_tokens else batches.samples_per_epoch
+    act = activations(model.views)
+    loss = mean_loss(
+        model.ops,
+        model.weights,
+        act,
+        batches,
+        samples=samples,
+        vocab_size=model.shape.vocab_size,
+        host_buffers=host_buffers(act.tokens, act.targets),
+    )
+    tokens = min(samples, batches.samples_per_epoch) * length
+    print(f"checkpoint        {parsed.checkpoint} (step {model.step})")
+    print(f"validation tokens {tokens} of {dataset.tokens('validation')} in {folder}")
+    print(f"loss              {loss:.4f} nats per token")
+    print(f"perplexity        {math.exp(min(loss, 700)):.2f}")
+    if dataset.manifest and (text_bytes := dataset.manifest["splits"]["validation"]["text_bytes"]):
+        print(f"bits per byte     {loss / math.log(2) * dataset.tokens('validation') / text_bytes:.4f}")
+    if floor := dataset.floor("validation"):
+        print(f"source's entropy  {floor:.4f} nats per token; the loss is {loss / floor - 1:+.1%}")
+    return 0

@@ -1,0 +1,88 @@
+"""handgrad prepare: raw text to a folder of token shards."""
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
+
+from handgrad.commands.arguments import Parser
+from handgrad.data.prepare import Prepared, PrepareOptions, Progress
+from handgrad.data.prepare import prepare as write_shards
+from handgrad.training.console import human_count
+
+SOURCES = (
+    "stories (built in), shakespeare, tinystories, fineweb, fineweb-edu, any hub dataset as OWNER/NAME[:CONFIG],"
+    " or local .txt, .jsonl, .parquet: a file, a folder or a quoted glob"
+)
+
+
+def run(arguments: Sequence[str]) -> int:
+    parser = Parser("handgrad prepare", description="Raw text to a folder of token shards with a manifest.")
+    parser.add_argument("source", metavar="SOURCE", help=SOURCES)
+    parser.add_argument("--out", default="shards", metavar="DIR", help="folder to write (default: shards)")
+    parser.add_argument("--tokenizer", default="gpt2", metavar="NAME", help="gpt2, bytes, bpe:SIZE or a tokenizer.json")
+    parser.add_argument("--text-field", default="text", metavar="NAME", help="column of rows with the text")
+    parser.add_argument("--validation-fraction", type=float, default=None, metavar="X", help="share held out")
+    parser.add_argument("--shard-tokens", type=int, default=100_000_000, metavar="N", help="tokens per shard")
+    parser.add_argument("--documents", type=int, default=0, metavar="N", help="at most so many (0: all; stories: 100,000)")
+    parser.add_argument("--workers", type=int, default=0, metavar="N", help="processes (0: one per core)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the stories and of the validation rows")
+    parser.add_argument("--overwrite", action="store_true", help="replace a folder that holds other data")
+    parsed = parser.parse(arguments)
+    settings: dict[str, Any] = vars(parsed) | {"out": Path(parsed.out)}
+    show_prepared(prepare_with_progress(PrepareOptions(**settings)))
+    print(f"next       handgrad train tiny --data {parsed.out} --out runs/a")
+    return 0
+
+
+def prepare_with_progress(options: PrepareOptions) -> Prepared:
+    """Prepares with a live bar on a terminal, or a line every ten seconds elsewhere."""
+    if not sys.stdout.isatty():
+        return write_shards(options, PlainProgress().show)
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=32), TextColumn("{task.percentage:>3.0f}%"))
+    with Bars(*columns, TimeRemainingColumn(), console=Console(), transient=True) as bars:
+        task = bars.add_task("preparing", total=None)
+
+        def show(progress: Progress) -> None:
+            text = f"{progress.phase}, {human_count(progress.tokens)} tokens"
+            bars.update(task, total=progress.total, completed=progress.done, description=text)
+
+        return write_shards(options, show)
+
+
+class PlainProgress:
+    """A line every ten seconds, with the time left where the total is known."""
+
+    def __init__(self) -> None:
+        self.start = self.last = time.monotonic()
+
+    def show(self, progress: Progress) -> None:
+        now = time.monotonic()
+        if now - self.last < 10:
+            return
+        self.last = now
+        share = ""
+        if progress.total and progress.done:
+            fraction = min(1.0, progress.done / progress.total)
+            share = f", {fraction:.0%}, {(now - self.start) * (1 - fraction) / fraction:.0f} s left"
+        print(
+            f"{progress.phase}: {human_count(progress.done)} {progress.unit}, {human_count(progress.tokens)} tokens{share}"
+        )
+
+
+def show_prepared(prepared: Prepared) -> None:
+    dataset = prepared.dataset
+    assert dataset.manifest is not None
+    if prepared.already_prepared:
+        print(f"{dataset.folder} is prepared already")
+    for name, split in dataset.manifest["splits"].items():
+        print(
+            f"{name:<10} {split['text_tokens']} text tokens + {split['tokens'] - split['text_tokens']} end-of-text"
+            f" in {split['documents']} documents, {len(split['shards'])} shard(s)"
+        )
+    print(f"tokenizer  {dataset.tokenizer.kind}, {dataset.tokenizer.vocab_size} words")

@@ -1,0 +1,20 @@
+"""handgrad train: trains, or goes on training, the run in --out."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from handgrad.commands.arguments import Parser, add_run_arguments, run_config
+from handgrad.report.page import write_report
+from handgrad.training.loop import train
+
+
+def run(arguments: Sequence[str]) -> int:
+    parser = Parser("handgrad train", description="Trains a GPT-2, or goes on where the run in --out stopped.")
+    add_run_arguments(parser)
+    parser.add_argument("--allow-changes", action="store_true", help="resume although config or data changed (logged)")
+    parsed = parser.parse(arguments)
+    config = run_config(parsed)
+    train(config, allow_changes=parsed.allow_changes)
+    print(f"report     {write_report([Path(config.out)], Path(config.out) / 'report.html')}")
+    print(f"next       handgrad sample {config.out} | handgrad evaluate {config.out}")
+    return 0

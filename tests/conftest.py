@@ -1,0 +1,110 @@
+"""What the tests share: small shapes, a model in float64 or float32, prepared shards of a few kilobytes."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may look for a hub; the download tests run a server of their own
+
+import pytest
+import torch
+from torch import Tensor
+
+from handgrad.arena import Plan, make_plan
+from handgrad.config import ModelShape, RunConfig
+from handgrad.data.prepare import PrepareOptions, prepare
+from handgrad.model.activations import Activations, activation_buffers, activations
+from handgrad.model.parameters import ModelTensors, ParameterRow, flat_elements, initialize, model_tensors, parameter_table
+from handgrad.presets import tiny
+
+
+@dataclass
+class Model:
+    """A model's tensors over flat buffers, without a training run around them."""
+
+    shape: ModelShape
+    table: tuple[ParameterRow, ...]
+    flat: Tensor
+    flat_gradients: Tensor
+    weights: ModelTensors
+    gradients: ModelTensors
+    act: Activations
+    plan: Plan
+
+
+def make_model(
+    shape: ModelShape,
+    batch: int,
+    length: int,
+    dtype: torch.dtype = torch.float64,
+    *,
+    recompute: int = 0,
+    chunk: int = 1 << 20,
+    noise: float = 0.1,
+    seed: int = 5,
+) -> Model:
+    """Initial weights plus noise (so that no bias or layer norm is trivial), zero gradients, NaN-filled activations."""
+    table = parameter_table(shape)
+    elements = flat_elements(table)
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    flat = torch.zeros(elements, dtype=torch.float32)
+    initialize(flat, table, seed)
+    generator = torch.Generator().manual_seed(seed)
+    for row in table:
+        stored = row.stored(flat)
+        stored.add_(torch.randn(stored.shape, generator=generator), alpha=noise)
+    flat = flat.to(dtype)
+    flat_gradients = torch.zeros(elements, dtype=exact)
+    rows = activation_buffers(shape, batch, length, dtype, recompute=recompute, chunk=min(chunk, batch * length))
+    plan = make_plan(rows)
+    views = plan.allocate(torch.device("cpu"))
+    for view in views.values():
+        view.fill_(float("nan") if view.is_floating_point() else 0)
+    act = activations(views)
+    act.tokens.copy_(torch.randint(shape.vocab_size, (batch, length), generator=generator))
+    act.targets.copy_(torch.randint(shape.vocab_size, (batch, length), generator=generator))
+    weights, gradients = model_tensors(flat, table), model_tensors(flat_gradients, table)
+    return Model(shape, table, flat, flat_gradients, weights, gradients, act, plan)
+
+
+def write_text(path: Path, words: int = 6000) -> Path:
+    """A deterministic text with some structure, made up here."""
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = ["river", "stone", "old", "bright", "walks", "sings", "over", "under", "the", "a", "and", "hill", "crow"]
+    picks = torch.randint(len(vocabulary), (words,), generator=generator).tolist()
+    lines = [" ".join(vocabulary[i] for i in picks[start : start + 9]) for start in range(0, words, 9)]
+    path.write_text(".\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A prepared folder of bytes: about 30,000 training tokens."""
+    folder = tmp_path_factory.mktemp("shards")
+    source = write_text(folder / "text.txt")
+    prepare(PrepareOptions(str(source), folder / "bytes", tokenizer="bytes", workers=1))
+    return folder / "bytes"
+
+
+@pytest.fixture
+def config(shards: Path, tmp_path: Path) -> RunConfig:
+    """A run of seconds: two layers of 32 channels on bytes."""
+    import dataclasses
+
+    return dataclasses.replace(
+        tiny(),
+        data=str(shards),
+        out=str(tmp_path / "run"),
+        num_heads=2,
+        channels=32,
+        sequence_length=32,
+        steps=12,
+        tokens_per_step=256,
+        micro_batch=4,
+        warmup_steps=3,
+        eval_every=6,
+        eval_tokens=512,
+        save_every=4,
+        sample_tokens=8,
+        device="cpu",
+    )

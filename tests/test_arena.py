@@ -1,0 +1,108 @@
+"""The arena: buffers alive together never share a byte, plans are tight, and a poisoned plan gives the same numbers."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from handgrad.arena import ALWAYS, Buffer, Plan, make_plan
+from handgrad.config import ModelShape
+from handgrad.model import transformer
+from handgrad.model.activations import activation_buffers
+from handgrad.ops import reference as ops
+from tests.conftest import make_model
+
+BF16_BYTES = 2
+
+
+def overlapping_pairs(plan: Plan) -> list[tuple[str, str]]:
+    """Pairs that are alive at the same tick and share bytes."""
+    pairs = []
+    for i, a in enumerate(plan.buffers):
+        for b in plan.buffers[:i]:
+            if a.kind == b.kind and a.overlaps(b):
+                start_a, start_b = plan.offsets[a.name], plan.offsets[b.name]
+                if start_a < start_b + b.size_bytes and start_b < start_a + a.size_bytes:
+                    pairs.append((a.name, b.name))
+    return pairs
+
+
+def lower_bound(plan: Plan, kind: str) -> int:
+    """Bytes alive at the busiest tick: no placement can take less."""
+    mine = [b for b in plan.buffers if b.kind == kind]
+    ticks = {tick for b in mine for interval in b.lifetimes for tick in interval}
+    alive = (sum(b.padded_bytes for b in mine if any(s <= t <= e for s, e in b.lifetimes)) for t in ticks)
+    return max(alive, default=0)
+
+
+intervals = st.tuples(st.integers(0, 9), st.integers(0, 4)).map(lambda pair: (pair[0], pair[0] + pair[1]))
+lifetimes = st.one_of(st.just(ALWAYS), st.lists(intervals, min_size=1, max_size=3).map(tuple))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 5000), lifetimes), max_size=30))
+def test_no_two_living_buffers_share_bytes(rows: list) -> None:
+    buffers = [Buffer(f"b{i}", (size,), torch.uint8, "k", lives) for i, (size, lives) in enumerate(rows)]
+    plan = make_plan(buffers)
+    assert overlapping_pairs(plan) == []
+    assert all(plan.offsets[b.name] + b.size_bytes <= plan.size_bytes["k"] for b in buffers)
+
+
+@pytest.mark.parametrize("recompute", [0, 1, 2])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("layers", [1, 2, 12, 48])
+def test_the_activation_plan_is_tight(layers: int, recompute: int, training: bool) -> None:
+    shape = ModelShape(50257, 1024, layers, 12, 768)
+    rows = activation_buffers(shape, 4, 1024, torch.bfloat16, recompute=recompute, chunk=1024, training=training)
+    plan = make_plan(rows)
+    assert overlapping_pairs(plan) == []
+    assert plan.size_bytes["activations"] <= 1.01 * lower_bound(plan, "activations")
+
+
+@pytest.mark.parametrize(("recompute", "bytes_per_channel"), [(0, 32), (1, 24), (2, 20)])
+def test_kept_activations_take_what_the_levels_promise(recompute: int, bytes_per_channel: int) -> None:
+    """Bytes per layer and B*T*C in bf16, beside the few of the statistics (16 per token and 4 per head)."""
+    N, C, H = 4 * 1024, 768, 12
+
+    def size(layers: int) -> int:
+        rows = activation_buffers(
+            ModelShape(50257, 1024, layers, H, C), 4, 1024, torch.bfloat16, recompute=recompute, chunk=1024
+        )
+        return make_plan(rows).size_bytes["activations"]
+
+    per_layer = (size(30) - size(20)) / 10
+    assert abs(per_layer - N * (bytes_per_channel * C + 16 + 4 * H)) < 0.001 * per_layer
+
+
+@pytest.mark.parametrize("recompute", [0, 1, 2])
+def test_sharing_memory_changes_no_bit(recompute: int) -> None:
+    """The plan's lifetimes are right: with a private place for every buffer the numbers are the same."""
+    shape = ModelShape(57, 16, 4, 2, 32)
+    found = []
+    for private in (False, True):
+        model = make_model(shape, 2, 16, torch.float32, recompute=recompute, chunk=7)
+        if private:
+            rows = [dataclasses.replace(b, lifetimes=ALWAYS) for b in model.plan.buffers]
+            views = make_plan(rows).allocate(torch.device("cpu"))
+            private_model = make_model(shape, 2, 16, torch.float32, recompute=recompute, chunk=7)
+            for name in ("tokens", "targets"):
+                views[name].copy_(getattr(model.act, name))
+            from handgrad.model.activations import activations
+
+            private_model.act = activations(views)
+            model = private_model
+        transformer.loss_and_gradients(
+            ops, model.weights, model.gradients, model.act, vocab_size=57, scale=0.1, recompute=recompute
+        )
+        found.append(model.flat_gradients)
+    assert torch.equal(*found)
+
+
+def test_views_are_aligned_and_typed() -> None:
+    plan = make_plan([Buffer("a", (3,), torch.bfloat16, "k"), Buffer("b", (2, 5), torch.float32, "k")])
+    views = plan.allocate(torch.device("cpu"))
+    assert views["b"].shape == (2, 5) and views["b"].dtype == torch.float32
+    assert plan.offsets["b"] % 512 == 0 and plan.size_bytes["k"] == 1024
+    assert (views["a"] == 0).all()

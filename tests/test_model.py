@@ -1,0 +1,196 @@
+"""The whole model: gradients against float64 autograd, logits and loss against transformers, recompute levels bit-equal."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor
+
+from benchmarks.twin import Twin
+from handgrad.config import ModelShape
+from handgrad.evaluation.generate import decode_buffers, decode_step, decode_tensors
+from handgrad.model import transformer
+from handgrad.model.parameters import count_parameters, parameter_table
+from handgrad.ops import reference as ops
+from tests.conftest import Model, make_model, make_plan
+
+ODD = ModelShape(vocab_size=57, sequence_length=19, num_layers=3, num_heads=3, channels=33)
+
+
+def run(model: Model, *, recompute: int = 0, scale: float = 1.0) -> None:
+    transformer.loss_and_gradients(
+        ops,
+        model.weights,
+        model.gradients,
+        model.act,
+        vocab_size=model.shape.vocab_size,
+        scale=scale,
+        recompute=recompute,
+    )
+
+
+def autograd_twin(model: Model) -> tuple[Tensor, Tensor]:
+    """(mean loss, flat gradients) of the same weights in plain PyTorch."""
+    twin = Twin(model.shape, padded=True).to(model.flat.dtype)
+    twin.load(model.table, model.flat)
+    loss = twin(model.act.tokens, model.act.targets)
+    loss.backward()
+    flat = torch.zeros_like(model.flat)
+    for row in model.table:
+        gradient = twin.parameter_of(row).grad
+        assert gradient is not None
+        row.view(flat).copy_(gradient)
+    return loss.detach(), flat
+
+
+@pytest.mark.parametrize("recompute", [0, 1, 2])
+@pytest.mark.parametrize(("batch", "length", "chunk"), [(1, 1, 1), (3, 17, 20), (2, 19, 1 << 20)])
+def test_gradients_equal_autograd(batch: int, length: int, chunk: int, recompute: int) -> None:
+    model = make_model(ODD, batch, length, recompute=recompute, chunk=chunk)
+    run(model, recompute=recompute, scale=1 / (batch * length))
+    loss, expected = autograd_twin(model)
+    assert abs(model.act.losses.mean() - loss) <= 1e-12 * loss
+    for row in model.table:
+        found, wanted = row.view(model.flat_gradients), row.view(expected)
+        error = (found - wanted).norm() / wanted.norm().clamp_min(1e-12)
+        assert error <= 1e-10, f"{row.name}: relative error {error:.3g}"
+    assert (model.table[0].view(model.flat_gradients)[ODD.vocab_size :] == 0).all(), "padded rows have no gradient"
+
+
+def test_gradients_are_added() -> None:
+    model = make_model(ODD, 2, 5)
+    run(model)
+    once = model.flat_gradients.clone()
+    run(model)
+    torch.testing.assert_close(model.flat_gradients, 2 * once, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_recompute_levels_give_the_same_bits(dtype: torch.dtype) -> None:
+    found = []
+    for level in (0, 1, 2):
+        model = make_model(ODD, 3, 16, dtype, recompute=level)
+        run(model, recompute=level)
+        found.append((model.flat_gradients, model.act.losses.clone()))
+    for gradients, losses in found[1:]:
+        assert torch.equal(gradients, found[0][0]) and torch.equal(losses, found[0][1])
+
+
+def test_bf16_gradients_are_as_good_as_bf16_autograd() -> None:
+    """The error against float64 is at most twice that of PyTorch's own backward run wholly in bf16."""
+    exact = make_model(ODD, 3, 16)
+    rounded = exact.flat.to(torch.bfloat16)
+    exact.flat.copy_(rounded)
+    run(exact, scale=1 / 48)
+    ours = make_model(ODD, 3, 16, torch.bfloat16)
+    ours.flat.copy_(rounded)
+    run(ours, scale=1 / 48)
+    theirs = make_model(ODD, 3, 16, torch.bfloat16)
+    theirs.flat.copy_(rounded)
+    _, reference = autograd_twin(theirs)
+    our_error = (ours.flat_gradients.double() - exact.flat_gradients).norm()
+    their_error = (reference.double() - exact.flat_gradients).norm()
+    assert our_error <= 2 * their_error, f"{our_error:.3g} > 2 * {their_error:.3g}"
+
+
+def hugging_face(model: Model) -> transformers.GPT2LMHeadModel:
+    """transformers' GPT-2 with the same weights. Its Conv1D keeps (in, out), ours is (out, in)."""
+    s = model.shape
+    settings = transformers.GPT2Config(
+        vocab_size=s.vocab_size,
+        n_positions=s.sequence_length,
+        n_embd=s.channels,
+        n_layer=s.num_layers,
+        n_head=s.num_heads,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
+    theirs = transformers.GPT2LMHeadModel(settings).eval()
+    names = {
+        "qkv": "attn.c_attn",
+        "proj": "attn.c_proj",
+        "fc": "mlp.c_fc",
+        "fcproj": "mlp.c_proj",
+        "ln1": "ln_1",
+        "ln2": "ln_2",
+    }
+    state = {}
+    for row in model.table:
+        tensor = row.stored(model.flat)
+        if row.name in ("wte", "wpe"):
+            state[f"transformer.{row.name}.weight"] = tensor
+        elif row.name.startswith("lnf"):
+            state[f"transformer.ln_f.{row.name.removeprefix('lnf_')}"] = tensor
+        else:
+            _, layer, rest = row.name.split(".")
+            module, kind = rest.rsplit("_", 1)
+            matrix = kind == "weight" and not module.startswith("ln")
+            state[f"transformer.h.{layer}.{names[module]}.{kind}"] = tensor.t() if matrix else tensor
+    state["lm_head.weight"] = state["transformer.wte.weight"]
+    theirs.load_state_dict(state)
+    return theirs
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        ModelShape(101, 16, 2, 2, 32),
+        ModelShape(257, 33, 3, 5, 40),
+        ModelShape(50257, 64, 2, 4, 64),
+    ],
+)
+def test_logits_and_loss_equal_transformers(shape: ModelShape) -> None:
+    model = make_model(shape, 2, shape.sequence_length, torch.float32, noise=0.02)
+    transformer.forward_blocks(ops, model.weights, model.act)
+    logits = (model.act.lnf @ model.weights.wte.t())[:, : shape.vocab_size]
+    transformer.loss(ops, model.weights, model.act, vocab_size=shape.vocab_size)
+    theirs = hugging_face(model)
+    with torch.no_grad():
+        expected = theirs(model.act.tokens).logits.view(-1, shape.vocab_size)
+    expected_loss = F.cross_entropy(expected, model.act.targets.view(-1))
+    assert (logits - expected).abs().max() <= 1e-5
+    assert abs(model.act.losses.mean() - expected_loss) <= 1e-5
+
+
+def test_decoding_one_by_one_equals_the_whole_forward() -> None:
+    model = make_model(ODD, 1, 19)
+    transformer.forward_blocks(ops, model.weights, model.act)
+    expected = model.act.lnf @ model.weights.wte.t()
+    views = make_plan(decode_buffers(ODD, torch.float64)).allocate(torch.device("cpu"))
+    buf = decode_tensors(views)
+    for position in range(19):
+        decode_step(ops, model.weights, buf, int(model.act.tokens[0, position]), position)
+        torch.testing.assert_close(buf.logits[0], expected[position], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("shape", "millions"),
+    [
+        (ModelShape(50257, 1024, 12, 12, 768), 124.44),
+        (ModelShape(50257, 1024, 24, 16, 1024), 354.82),
+        (ModelShape(50257, 1024, 36, 20, 1280), 774.03),
+        (ModelShape(50257, 1024, 48, 25, 1600), 1557.61),
+    ],
+)
+def test_parameter_counts_are_those_of_gpt2(shape: ModelShape, millions: float) -> None:
+    assert round(count_parameters(parameter_table(shape)) / 1e6, 2) == millions
+
+
+def test_initial_weights_follow_gpt2() -> None:
+    shape = ModelShape(1000, 64, 4, 4, 128)
+    model = make_model(shape, 1, 4, torch.float32, noise=0.0)
+    for row in model.table:
+        stored = row.stored(model.flat)
+        if row.name.endswith(("proj_weight",)):
+            assert abs(stored.std() - 0.02 / math.sqrt(8)) < 0.001, row.name
+        elif len(row.shape) == 2:
+            assert abs(stored.std() - 0.02) < 0.001, row.name
+        else:
+            assert (stored == float("ln" in row.name and "weight" in row.name)).all(), row.name
+    assert (model.table[0].view(model.flat)[1000:] == 0).all(), "the padding starts at zero"
+    # The loss of an untrained model is that of guessing.
+    transformer.loss(ops, model.weights, model.act, vocab_size=1000)
+    assert abs(model.act.losses.mean().item() - math.log(1000)) < 0.3

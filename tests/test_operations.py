@@ -1,0 +1,227 @@
+"""Every operation's backward equals float64 autograd to 1e-10, at odd shapes, over NaN-filled outputs and sentinels."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from handgrad.ops import reference as ops
+
+SENTINEL = 3.25  # what accumulators hold before: adding into it must keep it
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def nan(*shape: int) -> Tensor:
+    return torch.full(shape, math.nan, dtype=torch.float64)
+
+
+def accumulator(like: Tensor) -> Tensor:
+    return torch.full_like(like, SENTINEL)
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    error = (found - expected).norm() / expected.norm().clamp_min(1e-300)
+    assert torch.isfinite(found).all() and error <= 1e-10, f"relative error {error:.3g}"
+
+
+def gradients(output: Tensor, dout: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(output, inputs, dout)
+
+
+def test_embedding() -> None:
+    B, T, C, Vp, longest = 3, 5, 7, 11, 9
+    tokens = torch.tensor([[0, 4, 4, 10, 1], [4, 4, 4, 4, 4], [2, 0, 9, 9, 3]])  # repeats, within and across samples
+    wte, wpe, dout = randn(Vp, C), randn(longest, C, seed=1), randn(B * T, C, seed=2)
+    out = nan(B * T, C)
+    ops.embedding_forward(out, tokens, wte, wpe)
+    wte.requires_grad_(), wpe.requires_grad_()
+    expected = (wte[tokens] + wpe[:T]).view(B * T, C)
+    assert torch.equal(out, expected.detach())
+    dwte, dwpe = gradients(expected, dout, wte, wpe)
+    dwte_acc, dwpe_acc = accumulator(dwte), accumulator(dwpe)
+    ops.embedding_backward(dwte_acc, dwpe_acc, dout, tokens)
+    close(dwte_acc - SENTINEL, dwte)
+    close(dwpe_acc - SENTINEL, dwpe)
+
+
+@pytest.mark.parametrize(("N", "C"), [(1, 3), (7, 13), (33, 64)])
+def test_layernorm(N: int, C: int) -> None:
+    inp, weight, bias = randn(N, C), randn(C, seed=1), randn(C, seed=2)
+    dout, residual = randn(N, C, seed=3), randn(N, C, seed=4)
+    out, mean, rstd = nan(N, C), nan(N), nan(N)
+    ops.layernorm_forward(out, mean, rstd, inp, weight, bias)
+    for leaf in (inp, weight, bias):
+        leaf.requires_grad_()
+    centred = inp - inp.mean(1, keepdim=True)
+    expected = centred / (centred.square().mean(1, keepdim=True) + 1e-5).sqrt() * weight + bias
+    close(out, expected.detach())
+    close(mean, inp.detach().mean(1))
+    dinp, dweight, dbias = gradients(expected, dout, inp, weight, bias)
+    dresidual_inout, dweight_acc, dbias_acc = residual.clone(), accumulator(dweight), accumulator(dbias)
+    detached = inp.detach(), mean, rstd, weight.detach()
+    ops.layernorm_backward(dresidual_inout, dweight_acc, dbias_acc, dout, *detached)
+    close(dresidual_inout - residual, dinp)
+    close(dweight_acc - SENTINEL, dweight)
+    close(dbias_acc - SENTINEL, dbias)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("N", "inputs", "outputs"), [(1, 1, 1), (5, 3, 7), (17, 40, 1300)])
+def test_linear(N: int, inputs: int, outputs: int, bias: bool) -> None:
+    inp, weight, dout = randn(N, inputs), randn(outputs, inputs, seed=1), randn(N, outputs, seed=2)
+    b = randn(outputs, seed=3) if bias else None
+    out = nan(N, outputs)
+    ops.linear_forward(out, inp, weight, b)
+    leaves = [leaf.requires_grad_() for leaf in (inp, weight, b) if leaf is not None]
+    expected = inp @ weight.t() + (b if b is not None else 0)
+    close(out, expected.detach())
+    found = gradients(expected, dout, *leaves)
+    dinp, dweight_acc = nan(N, inputs), accumulator(weight.detach())
+    dbias_acc = accumulator(b.detach()) if b is not None else None
+    ops.linear_backward(dinp, dweight_acc, dbias_acc, dout, inp.detach(), weight.detach())
+    close(dinp, found[0])
+    close(dweight_acc - SENTINEL, found[1])
+    if dbias_acc is not None:
+        close(dbias_acc - SENTINEL, found[2])
+
+
+def test_gelu() -> None:
+    inp, dout = randn(9, 31) * 3, randn(9, 31, seed=1)
+    out = nan(9, 31)
+    ops.gelu_forward(out, inp)
+    inp.requires_grad_()
+    u = math.sqrt(2 / math.pi) * (inp + 0.044715 * inp**3)
+    expected = 0.5 * inp * (1 + torch.tanh(u))
+    close(out, expected.detach())
+    (dinp,) = gradients(expected, dout, inp)
+    dhidden_inout = dout.clone()
+    ops.gelu_backward(dhidden_inout, inp.detach())
+    close(dhidden_inout, dinp)
+
+
+def test_residual() -> None:
+    a, b, out = randn(4, 6), randn(4, 6, seed=1), nan(4, 6)
+    ops.residual_forward(out, a, b)
+    assert torch.equal(out, a + b)
+
+
+def attention(qkv: Tensor, B: int, T: int, H: int) -> tuple[Tensor, Tensor]:
+    """Attention as the definition has it, and its log-sums."""
+    D = qkv.shape[1] // (3 * H)
+    q, k, v = qkv.view(B, T, 3, H, D).permute(2, 0, 3, 1, 4)
+    scores = (q @ k.transpose(-1, -2)) / math.sqrt(D)
+    scores = scores.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -math.inf)
+    y = (scores.softmax(-1) @ v).transpose(1, 2).reshape(B * T, H * D)
+    return y, scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize("path", ["cpu", "any device"])
+@pytest.mark.parametrize(("B", "T", "H", "D"), [(1, 1, 1, 1), (2, 7, 3, 5), (3, 65, 2, 16)])
+def test_attention(B: int, T: int, H: int, D: int, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if path == "any device":
+        monkeypatch.setattr(ops, "uses_cpu_kernels", lambda tensor: False)
+    qkv, dout = randn(B * T, 3 * H * D), randn(B * T, H * D, seed=1)
+    out, lse, dqkv = nan(B * T, H * D), nan(B, H, T), nan(B * T, 3 * H * D)
+    ops.attention_forward(out, lse, qkv)
+    ops.attention_backward(dqkv, dout, out, lse, qkv)
+    qkv.requires_grad_()
+    expected, log_sums = attention(qkv, B, T, H)
+    close(out, expected.detach())
+    close(lse, log_sums.detach())
+    (expected_dqkv,) = gradients(expected, dout, qkv)
+    close(dqkv, expected_dqkv)
+
+
+def test_attention_sees_no_later_token() -> None:
+    B, T, H, D = 1, 9, 2, 4
+    qkv, out, lse = randn(T, 3 * H * D), nan(T, H * D), nan(B, H, T)
+    ops.attention_forward(out, lse, qkv)
+    before = out.clone()
+    qkv[6:] += 1
+    ops.attention_forward(out, lse, qkv)
+    assert torch.equal(out[:6], before[:6]) and not torch.equal(out[6:], before[6:])
+
+
+def test_attention_decode_equals_attention() -> None:
+    B, T, H, D = 2, 11, 3, 4
+    qkv, out, lse = randn(B * T, 3 * H * D), nan(B * T, H * D), nan(B, H, T)
+    ops.attention_forward(out, lse, qkv)
+    keys, values = nan(B, H, T + 2, D), nan(B, H, T + 2, D)
+    step = nan(B, H * D)
+    for position in range(T):
+        rows = qkv.view(B, T, -1)[:, position].contiguous()
+        ops.attention_decode(step, keys, values, rows, position=position)
+        close(step, out.view(B, T, -1)[:, position])
+
+
+@pytest.mark.parametrize(("N", "V", "Vp"), [(1, 2, 128), (9, 57, 128), (5, 128, 128)])
+def test_classifier(N: int, V: int, Vp: int) -> None:
+    logits = randn(N, Vp) * 4
+    targets = torch.randint(V, (N,), generator=torch.Generator().manual_seed(1))
+    scale = 0.37
+    leaf = logits.clone().requires_grad_()
+    expected = F.cross_entropy(leaf[:, :V], targets, reduction="none")
+    (dlogits,) = torch.autograd.grad(expected.sum() * scale, leaf)
+    losses, forward_losses = nan(N), nan(N)
+    ops.classifier_forward(forward_losses, logits.clone(), targets, vocab_size=V)
+    found = logits.clone()
+    ops.classifier_forward_backward(losses, found, targets, vocab_size=V, scale=scale)
+    close(losses, expected.detach())
+    assert torch.equal(losses, forward_losses)
+    close(found, dlogits)
+    assert (found[:, V:] == 0).all(), "the padded vocabulary must have no gradient at all"
+
+
+def test_classifier_survives_extreme_logits() -> None:
+    logits = torch.tensor([[1e30, -1e30, 0.0, math.nan], [-1e4, 1e4, 0.0, math.nan]], dtype=torch.float64)
+    losses = nan(2)
+    ops.classifier_forward_backward(losses, logits, torch.tensor([0, 0]), vocab_size=3, scale=1.0)
+    assert losses.tolist() == [0.0, 2e4]
+    assert torch.isfinite(logits).all()
+
+
+def test_squared_norms_do_not_depend_on_neighbours() -> None:
+    flat = torch.randn(8 * 1000, generator=torch.Generator().manual_seed(0))
+    whole, part = torch.full((8,), math.nan), torch.full((2,), math.nan)
+    ops.squared_norms(whole, flat)
+    ops.squared_norms(part, flat[2000:4000])
+    assert torch.equal(whole[2:4], part), "a block's sum must be the same wherever the block lies"
+    torch.testing.assert_close(whole.sum(), flat.double().square().sum().float())
+
+
+@pytest.mark.parametrize("clip", [1.0, 0.25])
+def test_adamw(clip: float) -> None:
+    n = 1037
+    w, m, v, g = randn(n), randn(n, seed=1) * 0.1, randn(n, seed=2).square() * 0.1, randn(n, seed=3)
+    lr, beta1, beta2, eps, decay, step = 3e-3, 0.9, 0.95, 1e-8, 0.1, 7
+    scaled = g * clip
+    m2 = beta1 * m + (1 - beta1) * scaled
+    v2 = beta2 * v + (1 - beta2) * scaled**2
+    root = (v2 / (1 - beta2**step)).sqrt() + eps
+    expected = (1 - lr * decay) * w - lr * (m2 / (1 - beta1**step)) / root
+    settings = {"learning_rate": lr, "beta1": beta1, "beta2": beta2, "epsilon": eps, "weight_decay": decay}
+    ops.adamw_update(w, m, v, g, step=step, gradient_scale=clip, **settings)
+    close(w, expected)
+    close(m, m2)
+    close(v, v2)
+
+
+def test_adamw_does_not_depend_on_how_the_buffer_is_cut() -> None:
+    generator = torch.Generator().manual_seed(0)
+    buffers = [torch.randn(3 * 1024 + 131, generator=generator) for _ in range(3)]
+    buffers.append(torch.rand(3 * 1024 + 131, generator=generator))
+    whole, parts = [b.clone() for b in buffers], [b.clone() for b in buffers]
+    settings = {"step": 3, "learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8}
+
+    def update(w: Tensor, m: Tensor, g: Tensor, v: Tensor) -> None:
+        ops.adamw_update(w, m, v, g, weight_decay=0.1, gradient_scale=0.5, **settings)
+
+    update(*whole)
+    for cut in (slice(0, 128), slice(128, 1024), slice(1024, 2944), slice(2944, None)):
+        update(*[b[cut] for b in parts])
+    assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))

@@ -1,0 +1,200 @@
+"""The training step against a plain PyTorch twin; schedules, decay, clipping, spike skipping; planned memory."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from benchmarks.twin import Twin, optimizer_of, twin_step
+from handgrad.config import RunConfig
+from handgrad.data.batches import Batches
+from handgrad.data.shards import open_dataset
+from handgrad.model.parameters import decay_runs
+from handgrad.ops import reference
+from handgrad.training.outliers import WINDOW, Outliers
+from handgrad.training.schedule import learning_rate
+from handgrad.training.state import TrainingState, allocate_state, largest_micro_batch, training_plan
+from handgrad.training.step import BatchFeed, StepResult, train_step
+
+CPU = torch.device("cpu")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def steps_of(config: RunConfig, count: int) -> tuple[TrainingState, list[StepResult]]:
+    dataset = open_dataset(config.data)
+    shape = config.shape(dataset.tokenizer.vocab_size)
+    state = allocate_state(config, shape, DTYPES[config.precision], CPU, reference)
+    batches = Batches(dataset.splits["train"], config.sequence_length, config.seed)
+    feed = BatchFeed(batches, state.activations.tokens, state.activations.targets)
+    losses, norms = Outliers(), Outliers()
+    return state, [train_step(config, state, feed, losses, norms, step) for step in range(count)]
+
+
+def test_twenty_steps_equal_the_autograd_twin(config: RunConfig) -> None:
+    config = dataclasses.replace(config, steps=20, learning_rate=3e-3, tokens_per_step=512)
+    state, results = steps_of(config, 20)
+    fresh, _ = steps_of(config, 0)
+    twin = Twin(state.shape)
+    twin.load(fresh.table, fresh.master)
+    optimizer = optimizer_of(twin, config, fused=False)
+    batches = Batches(open_dataset(config.data).splits["train"], config.sequence_length, config.seed)
+    for step, result in enumerate(results):
+        micro_batches = []
+        for micro_step in range(config.micro_steps):
+            tokens, targets = (torch.empty(config.micro_batch, config.sequence_length, dtype=torch.int64) for _ in range(2))
+            batches.fill(tokens, targets, step * config.samples_per_step + micro_step * config.micro_batch)
+            micro_batches.append((tokens, targets))
+        loss, norm = twin_step(twin, optimizer, config, micro_batches, step)
+        assert abs(result.loss - loss) <= 1e-4, f"step {step}: {result.loss} against {loss}"
+        assert abs(result.norm - norm) <= 1e-3 * norm, f"step {step}: norm {result.norm} against {norm}"
+    assert results[-1].loss < results[0].loss - 1, "twenty steps must learn something"
+
+
+def test_the_micro_batch_changes_nothing_but_rounding(config: RunConfig) -> None:
+    _, small = steps_of(dataclasses.replace(config, micro_batch=1), 4)
+    _, large = steps_of(dataclasses.replace(config, micro_batch=8), 4)
+    for a, b in zip(small, large, strict=True):
+        assert abs(a.loss - b.loss) < 1e-5
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_two_runs_and_all_recompute_levels_give_the_same_bits(config: RunConfig, precision: str) -> None:
+    config = dataclasses.replace(config, precision=precision)
+    reference_state, reference_results = steps_of(config, 5)
+    for recompute in (0, 1, 2):
+        state, results = steps_of(dataclasses.replace(config, recompute=recompute), 5)
+        assert results == reference_results
+        for (name, a), (_, b) in zip(state.named_state(), reference_state.named_state(), strict=True):
+            assert torch.equal(a, b), name
+
+
+def test_bf16_follows_fp32(config: RunConfig) -> None:
+    """Rounding to 8 bits of mantissa moves a loss of about 5 by less than 2^-8 relative in the mean over 10 steps."""
+    _, exact = steps_of(config, 10)
+    _, rounded = steps_of(dataclasses.replace(config, precision="bf16"), 10)
+    for a, b in zip(exact, rounded, strict=True):
+        assert abs(a.loss - b.loss) <= a.loss * 2**-8
+
+
+def test_only_matrices_decay_and_padding_stays_zero(config: RunConfig) -> None:
+    state, _ = steps_of(dataclasses.replace(config, weight_decay=0.5), 3)
+    decayed = torch.zeros_like(state.master, dtype=torch.bool)
+    covered = 0
+    for run, decays in decay_runs(state.table):
+        decayed[run] = decays
+        covered += run.stop - run.start
+    assert covered == state.master.numel(), "every element belongs to exactly one run"
+    for row in state.table:
+        assert (row.view(decayed) == (len(row.shape) == 2)).all(), row.name
+    named = torch.zeros_like(state.master, dtype=torch.bool)
+    for row in state.table:
+        row.stored(named).fill_(True)
+    for flat in (state.master, state.gradients, state.first_moments, state.second_moments):
+        assert (flat[~named] == 0).all(), "padding and alignment gaps stay zero"
+
+
+def test_clipping_bounds_the_update(config: RunConfig) -> None:
+    settings = {"learning_rate": 1e-3, "warmup_steps": 0, "weight_decay": 0.0}
+    config = dataclasses.replace(config, clip_norm=1e-3, **settings)
+    state, results = steps_of(config, 1)
+    assert results[0].norm > 1e-2
+    # m = (1 - beta1) * clipped gradient after the first step.
+    clipped = state.first_moments.norm() / (1 - config.beta1)
+    assert abs(clipped - 1e-3) < 1e-6
+
+
+def test_overfitting_one_batch_drives_the_loss_down(config: RunConfig) -> None:
+    settings = {"overfit_one_batch": True, "steps": 60, "learning_rate": 1e-2, "warmup_steps": 5}
+    _, results = steps_of(dataclasses.replace(config, **settings), 60)
+    assert results[-1].loss < 0.5 * math.log(13), "one batch of a thirteen-word text must be learnt by heart"
+    assert min(r.loss for r in results) == min(r.loss for r in results[-10:])
+
+
+def test_no_buffer_is_made_after_the_first_step(config: RunConfig) -> None:
+    """All state lies in the planned allocations, and a step leaves no new tensor behind."""
+    import gc
+
+    state, _ = steps_of(config, 1)
+    planned = {view.untyped_storage().data_ptr() for _, view in state.named_state()}
+    for structure in (state.weights, state.weight_gradients, state.activations):
+        planned |= {t.untyped_storage().data_ptr() for t in tensors_in(structure)}
+    assert len(planned) == len(state.plan.size_bytes), "one allocation per kind, and everything lies in one of them"
+
+    dataset = open_dataset(config.data)
+    batches = Batches(dataset.splits["train"], config.sequence_length, config.seed)
+    feed = BatchFeed(batches, state.activations.tokens, state.activations.targets)
+    losses, norms = Outliers(), Outliers()
+
+    def living() -> set[int]:
+        gc.collect()
+        return {t.untyped_storage().data_ptr() for t in gc.get_objects() if isinstance(t, torch.Tensor)}
+
+    train_step(config, state, feed, losses, norms, 1)
+    before = living()
+    for step in range(2, 5):
+        train_step(config, state, feed, losses, norms, step)
+    assert living() <= before
+
+
+def tensors_in(structure: object) -> list[torch.Tensor]:
+    found = []
+    for value in vars(structure).values():
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, list):
+            found += [t for item in value for t in tensors_in(item)]
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
+def test_schedules(config: RunConfig, schedule: str) -> None:
+    settings = {"steps": 100, "warmup_steps": 10, "learning_rate": 1.0, "final_learning_rate_fraction": 0.1}
+    config = dataclasses.replace(config, schedule=schedule, **settings)
+    rates = [learning_rate(config, step) for step in range(101)]
+    assert rates[0] == 0.1 and rates[9] == 1.0 and rates[10] == 1.0
+    if schedule == "constant":
+        assert set(rates[9:]) == {1.0}
+        return
+    assert all(a >= b for a, b in zip(rates[10:], rates[11:], strict=False))
+    assert abs(rates[100] - 0.1) < 1e-12
+    middle = {"cosine": 0.55, "linear": 0.55, "wsd": 1.0}[schedule]
+    assert abs(rates[55] - middle) < 1e-12
+    if schedule == "wsd":
+        assert rates[80] == 1.0 and abs(rates[85] - (0.1 + 0.9 * (1 - math.sqrt(0.25)))) < 1e-12
+
+
+def test_outliers_are_judged_against_the_window_before_them() -> None:
+    outliers = Outliers()
+    for i in range(WINDOW - 1):
+        outliers.add(float(i % 2))
+    assert outliers.z_score(100.0) is None, "no verdict before the window is full"
+    outliers.add(1.0)
+    assert outliers.z_score(0.5) == 0.0
+    spike = outliers.z_score(100.0)
+    assert spike is not None and abs(spike - 199) < 1e-9, "(100 - 0.5) / 0.5: not capped by its own weight"
+    outliers.add(math.nan)
+    outliers.add(math.inf)
+    assert outliers.z_score(100.0) == spike, "a NaN must not blind the detector"
+
+
+def test_a_spike_is_skipped_and_leaves_the_weights_alone(config: RunConfig) -> None:
+    config = dataclasses.replace(config, skip_norm_z=3.0, steps=WINDOW + 8)
+    dataset = open_dataset(config.data)
+    state = allocate_state(config, config.shape(257), torch.float32, CPU, reference)
+    batches = Batches(dataset.splits["train"], config.sequence_length, config.seed)
+    feed = BatchFeed(batches, state.activations.tokens, state.activations.targets)
+    losses, norms = Outliers(), Outliers([1e-6 * (i % 2) for i in range(WINDOW)])
+    before = state.master.clone()
+    result = train_step(config, state, feed, losses, norms, 0)
+    assert result.skipped is not None and "norm" in result.skipped
+    assert torch.equal(state.master, before) and (state.first_moments == 0).all()
+    assert train_step(config, state, feed, losses, Outliers(), 1).skipped is None
+    assert not torch.equal(state.master, before)
+
+
+def test_largest_micro_batch_fits(config: RunConfig) -> None:
+    shape = config.shape(257)
+    budget = training_plan(dataclasses.replace(config, micro_batch=2), shape, torch.float32).total_bytes
+    assert largest_micro_batch(config, shape, torch.float32, budget) == 2
+    assert largest_micro_batch(config, shape, torch.float32, 1000) == 0
