@@ -57,7 +57,7 @@ class RunConfig:
     """Everything that decides a training run. Two runs of equal configs on equal machines give equal bits."""
 
     # where
-    data: str = option("shards", "folder of prepared shards (made by `handgrad prepare`)")
+    data: str = option("shards", "folder of prepared shards (made by `handgrad prepare`)", free=True)
     out: str = option("runs/run", "run folder: config, metrics, checkpoints, report", free=True)
 
     # the model

@@ -6,9 +6,8 @@ from handgrad import world
 from handgrad.arena import make_plan
 from handgrad.config import ModelShape, RunConfig
 from handgrad.evaluation.generate import decode_buffers
-from handgrad.model.parameters import count_parameters, parameter_table
+from handgrad.model.parameters import count_parameters, flops_per_token, parameter_table
 from handgrad.training.console import human_bytes, human_count, human_flops, human_seconds, memory_table
-from handgrad.training.loop import flops_per_token
 from handgrad.training.state import largest_micro_batch, training_plan
 
 RECOMPUTE_LEVELS = (0, 1, 2)

@@ -14,6 +14,7 @@ from handgrad.arena import ALWAYS, Buffer, Interval
 from handgrad.config import ModelShape
 
 KIND = "activations"
+NEVER = 3  # above every recompute level
 HEAD_CHUNK_BYTES = 256 << 20  # the default chunk's logits take at most this much
 
 
@@ -114,18 +115,18 @@ def activation_buffers(
         # name: (shape, dtype, lifetime when kept, recomputed from this level on)
         rows: dict[str, tuple[tuple[int, ...], torch.dtype, Interval, int]] = {
             "ln1": ((N, C), dtype, until_a, 2),
-            "ln1_mean": ((N,), stats, until_a, 9),
-            "ln1_rstd": ((N,), stats, until_a, 9),
-            "qkv": ((N, 3 * C), dtype, until_a, 9),
-            "atty": ((N, C), dtype, until_a, 9),
-            "lse": ((batch, H, length), stats, until_a, 9),
-            "residual_mid": ((N, C), dtype, (a, mirrored(f)), 9),
+            "ln1_mean": ((N,), stats, until_a, NEVER),
+            "ln1_rstd": ((N,), stats, until_a, NEVER),
+            "qkv": ((N, 3 * C), dtype, until_a, NEVER),
+            "atty": ((N, C), dtype, until_a, NEVER),
+            "lse": ((batch, H, length), stats, until_a, NEVER),
+            "residual_mid": ((N, C), dtype, (a, mirrored(f)), NEVER),
             "ln2": ((N, C), dtype, until_f, 2),
-            "ln2_mean": ((N,), stats, until_f, 9),
-            "ln2_rstd": ((N,), stats, until_f, 9),
-            "fc": ((N, F), dtype, until_f, 9),
+            "ln2_mean": ((N,), stats, until_f, NEVER),
+            "ln2_rstd": ((N,), stats, until_f, NEVER),
+            "fc": ((N, F), dtype, until_f, NEVER),
             "gelu": ((N, F), dtype, until_f, 1),
-            "residual_out": ((N, C), dtype, (f, stream_end), 9),
+            "residual_out": ((N, C), dtype, (f, stream_end), NEVER),
         }
         assert list(rows) == [f.name for f in fields(BlockActivations)]
         for name, (dims, kind, kept, recomputed_from) in rows.items():

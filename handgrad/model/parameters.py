@@ -128,6 +128,12 @@ def count_parameters(table: tuple[ParameterRow, ...]) -> int:
     return sum(row.elements // row.shape[0] * row.stored_rows for row in table)
 
 
+def flops_per_token(shape: ModelShape) -> float:
+    """Forward and backward, as llm.c counts: 6 per parameter, and 6 L C T for attention's two causal products."""
+    parameters = count_parameters(parameter_table(shape))
+    return 6.0 * parameters + 6.0 * shape.num_layers * shape.channels * shape.sequence_length
+
+
 def model_tensors(flat: Tensor, table: tuple[ParameterRow, ...]) -> ModelTensors:
     """Views of a flat buffer under the parameters' names."""
     views = {row.name: row.view(flat) for row in table}

@@ -1,5 +1,6 @@
 """A training run from its configuration to its last checkpoint: resume, step, watch, save, stop when asked."""
 
+import math
 import signal
 import time
 from collections import deque
@@ -11,20 +12,21 @@ import torch
 import handgrad
 from handgrad import checkpoint, world
 from handgrad.arena import make_plan
-from handgrad.config import ModelShape, RunConfig, check, to_dict
+from handgrad.config import RunConfig, check, to_dict
 from handgrad.data.batches import Batches
 from handgrad.data.shards import Dataset, open_dataset
 from handgrad.data.tokenizer import tokenizer_files, tokenizer_record
-from handgrad.errors import DataError, NumericsError, Preempted
+from handgrad.errors import NumericsError, Preempted
 from handgrad.evaluation.generate import decode_buffers, decode_tensors, generate, stream_text
 from handgrad.evaluation.loss import mean_loss
-from handgrad.model.parameters import count_parameters, parameter_table
+from handgrad.model.parameters import flops_per_token
 from handgrad.ops import reference
 from handgrad.training import console
+from handgrad.training.header import check_fits, header_lines, run_record
 from handgrad.training.metrics import Metrics
 from handgrad.training.outliers import Outliers
 from handgrad.training.run_folder import SAMPLES, RunFolder, load_everything, load_weights, write_text
-from handgrad.training.state import allocate_state, largest_micro_batch, training_plan
+from handgrad.training.state import allocate_state
 from handgrad.training.step import BatchFeed, StepResult, non_finite_tensors, train_step
 
 SPEED_WINDOW = 20  # steps over which tokens/s and the remaining time are averaged
@@ -40,11 +42,16 @@ def train(config: RunConfig, *, ops: ModuleType = reference, allow_changes: bool
     device = world.resolve_device(config.device)
     dtype = world.use_precision(device, config.precision)
     dataset = open_dataset(config.data)
-    run = Run(config, dataset, device, dtype, ops, allow_changes=allow_changes)
+    check_fits(config, dataset, device, dtype)
+    folder = RunFolder(config, allow_changes=allow_changes)
     try:
-        return run.train()
+        run = Run(config, dataset, folder, device, dtype, ops, allow_changes=allow_changes)
+        try:
+            return run.train()
+        finally:
+            run.close()
     finally:
-        run.close()
+        folder.close()
 
 
 class Run:
@@ -54,6 +61,7 @@ class Run:
         self,
         config: RunConfig,
         dataset: Dataset,
+        folder: RunFolder,
         device: torch.device,
         dtype: torch.dtype,
         ops: ModuleType,
@@ -65,10 +73,8 @@ class Run:
         self.shape = config.shape(self.tokenizer.vocab_size)
         self.train_batches = Batches(dataset.splits["train"], config.sequence_length, config.seed)
         self.validation_batches = validation_batches(dataset, config.sequence_length)
-        self.require_one_step()
-        self.require_memory(device, dtype)
-        self.folder = RunFolder(config, allow_changes=allow_changes)
-        self.folder.check_identity(self.identity(), allow_changes=allow_changes)
+        self.folder = folder
+        folder.check_identity(self.identity(), allow_changes=allow_changes)
 
         self.state = allocate_state(config, self.shape, dtype, device, ops)
         generation = make_plan(decode_buffers(self.shape, dtype))
@@ -81,6 +87,7 @@ class Run:
         self.display = console.Display(config.steps, self.completed)
         self.seconds: deque[float] = deque(maxlen=SPEED_WINDOW)
         self.stop_signal: int | None = None
+        self.poisoned = False  # the last step's loss or gradient was not finite: its state is not worth keeping
         self.last_saved = self.completed if self.folder.resumed else -1
         self.memory_bytes = self.state.plan.size_bytes | generation.size_bytes
 
@@ -88,29 +95,6 @@ class Run:
 
     def identity(self) -> dict[str, Any]:
         return {"data": self.dataset.identity, "tokenizer": self.tokenizer.sha256}
-
-    def require_one_step(self) -> None:
-        """An epoch shorter than one optimizer step would show tokens twice within a step."""
-        samples, needed = self.train_batches.samples_per_epoch, self.config.samples_per_step
-        if samples < needed:
-            length = self.config.sequence_length
-            raise DataError(
-                f"one step takes {needed} samples of {length} tokens, the training split of {self.config.data} has"
-                f" {samples}; prepare more text, or try --tokens-per-step {samples * length}"
-            )
-
-    def require_memory(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Says before anything is allocated that it will not fit, and which micro-batch would."""
-        available = world.available_bytes(device)
-        needed = training_plan(self.config, self.shape, dtype).total_bytes
-        if available is None or needed <= available:
-            return
-        fitting = largest_micro_batch(self.config, self.shape, dtype, available)
-        advice = f"try --micro-batch {fitting}" if fitting else "even one sample at a time does not fit"
-        raise DataError(
-            f"the run needs {console.human_bytes(needed)}, {device.type} has {console.human_bytes(available)} free;"
-            f" {advice} (`handgrad plan` shows what takes it)"
-        )
 
     def restore(self) -> None:
         """From the newest valid checkpoint, else from `init_from`, else as initialised."""
@@ -127,61 +111,17 @@ class Run:
         elif self.config.init_from:
             load_weights(checkpoint.find(self.config.init_from), self.state)
 
-    def header(self) -> list[str]:
-        c, shape = self.config, self.shape
-        table = parameter_table(shape)
-        train_tokens, validation_tokens = (self.dataset.tokens(split) for split in ("train", "validation"))
-        epochs = c.steps * c.samples_per_step / self.train_batches.samples_per_epoch
-        started = f"resumed at step {self.completed}" if self.folder.resumed else f"seed {c.seed}"
-        return [
-            f"handgrad {handgrad.__version__}, torch {torch.__version__}, {world.describe(self.device)}",
-            f"model      {shape.num_layers} layers, {shape.num_heads} heads, {shape.channels} channels,"
-            f" context {shape.sequence_length}: {console.human_count(count_parameters(table))} parameters",
-            f"data       {c.data}: {console.human_count(train_tokens)} training and"
-            f" {console.human_count(validation_tokens)} validation tokens, {self.tokenizer.kind} vocabulary of"
-            f" {shape.vocab_size} (padded to {shape.padded_vocab_size})",
-            f"batch      {c.tokens_per_step} tokens a step = {c.micro_steps} x {c.micro_batch} x {c.sequence_length};"
-            f" {c.steps} steps = {console.human_count(c.steps * c.tokens_per_step)} tokens, {epochs:.1f} epochs",
-            f"numbers    {c.precision}, recompute {c.recompute}, {started}",
-            "memory",
-            *console.memory_table([self.memory_bytes]),
-        ]
-
-    def record_run(self) -> None:
-        manifest = self.dataset.manifest
-        text_bytes = manifest["splits"]["validation"]["text_bytes"] if manifest else None
-        self.metrics.record(
-            "run",
-            step=self.completed,
-            handgrad=handgrad.__version__,
-            torch=torch.__version__,
-            device=world.describe(self.device),
-            precision=self.config.precision,
-            parameters=count_parameters(self.state.table),
-            tokens_per_step=self.config.tokens_per_step,
-            steps=self.config.steps,
-            vocab_size=self.shape.vocab_size,
-            memory_bytes=self.memory_bytes,
-            data={
-                "folder": self.config.data,
-                "identity": self.dataset.identity,
-                "tokenizer": self.tokenizer.kind,
-                "train_tokens": self.dataset.tokens("train"),
-                "validation_tokens": self.dataset.tokens("validation"),
-                "validation_text_bytes": text_bytes,
-            },
-            floor_nats_per_token=self.dataset.floor("validation"),
-            flops_per_token=flops_per_token(self.shape),
-        )
-
     # The run.
 
     def train(self) -> float | None:
-        for line in (*self.header(), *self.folder.passed_over):
+        started = f"resumed at step {self.completed}" if self.folder.resumed else f"seed {self.config.seed}"
+        header = header_lines(self.config, self.dataset, self.device, self.memory_bytes, started)
+        for line in (*header, *self.folder.passed_over):
             self.say(line)
         for change in self.folder.changes:
             self.event(f"configuration changed: {change}")
-        self.record_run()
+        record = run_record(self.config, self.dataset, self.device, self.memory_bytes)
+        self.metrics.record("run", step=self.completed, **record)
         if self.completed >= self.config.steps:
             self.say(f"{self.folder.path} is finished: {self.completed} of {self.config.steps} steps are done")
             return None
@@ -203,7 +143,10 @@ class Run:
                 if self.stop_signal is not None:
                     self.save()
                     name = signal.Signals(self.stop_signal).name
-                    raise Preempted(f"stopped by {name} after step {self.completed}, saved; run the same command to go on")
+                    raise Preempted(
+                        f"stopped by {name} after step {self.completed}, saved step {self.last_saved};"
+                        " run the same command to go on"
+                    )
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
@@ -221,6 +164,7 @@ class Run:
         self.completed = step + 1
         self.metrics.step(self.completed, result, self.config.tokens_per_step, elapsed_seconds)
         self.show(result, elapsed_seconds)
+        self.poisoned = not (math.isfinite(result.loss) and math.isfinite(result.norm))
         if result.skipped:
             self.on_skip(result)
         else:
@@ -284,6 +228,9 @@ class Run:
     def save(self) -> None:
         if self.last_saved == self.completed:
             return
+        if self.poisoned:
+            self.event(f"step {self.completed}: not saved, because the step's numbers were not finite")
+            return
         extra = tokenizer_files(self.tokenizer)
         manifest = {
             "handgrad": handgrad.__version__,
@@ -320,16 +267,9 @@ class Run:
     def close(self) -> None:
         self.display.close()
         self.metrics.close()
-        self.folder.close()
 
 
 def validation_batches(dataset: Dataset, sequence_length: int) -> Batches | None:
     """The validation split in order, or None if there is none."""
     shards = dataset.splits["validation"]
     return Batches(shards, sequence_length, 0, shuffle=False) if shards else None
-
-
-def flops_per_token(shape: ModelShape) -> float:
-    """Forward and backward, as llm.c counts: 6 per parameter, and 6 L C T for attention's two causal products."""
-    parameters = count_parameters(parameter_table(shape))
-    return 6.0 * parameters + 6.0 * shape.num_layers * shape.channels * shape.sequence_length

@@ -44,8 +44,12 @@ class RunFolder:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise ConfigError(f"another process is training in {self.path}; wait for it or choose another --out") from None
-        self.resumed, self.passed_over = checkpoint.newest(self.checkpoints)
-        self._settle_config(config, allow_changes)
+        try:
+            self.resumed, self.passed_over = checkpoint.newest(self.checkpoints)
+            self._settle_config(config, allow_changes)
+        except BaseException:
+            self.close()
+            raise
 
     def _settle_config(self, config: RunConfig, allow_changes: bool) -> None:
         path = self.path / CONFIG_FILE

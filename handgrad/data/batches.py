@@ -1,0 +1,94 @@
+"""The order of the data: sample i is a pure function of (seed, i), and the integer is all there is to resume.
+
+A window is `sequence_length` + 1 tokens of one shard, its inputs and, one further, its targets; windows of a shard
+start `sequence_length` tokens apart, so that each token is predicted once. An epoch visits every window once: the
+shards in a shuffled order, the windows of a shard in a shuffled order, and nothing of these orders is stored
+(`permutation`). The tokens that do not fill a window are skipped at the start or the end of a shard, a different share
+in each epoch.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from handgrad.data.permutation import mix, permute
+from handgrad.data.shards import Shard
+from handgrad.errors import DataError
+
+# What a key is for, so that no two uses of a seed draw the same numbers.
+SHARD_ORDER, WINDOW_ORDER, OFFSET = 1, 2, 3
+
+
+class Batches:
+    """Samples of `sequence_length` tokens from `shards`; without `shuffle` in order and from the first token on.
+
+    Raises DataError: no shard holds a single window.
+    """
+
+    def __init__(self, shards: Sequence[Shard], sequence_length: int, seed: int, shuffle: bool = True):
+        assert sequence_length > 0
+        self.shards = tuple(shards)
+        self.sequence_length = sequence_length
+        self.seed = seed
+        self.shuffle = shuffle
+        self._windows = [max(0, shard.token_count - 1) // sequence_length for shard in self.shards]
+        self.samples_per_epoch = sum(self._windows)
+        if self.samples_per_epoch == 0:
+            longest = max((shard.token_count for shard in self.shards), default=0)
+            where = self.shards[0].path.parent if self.shards else "the dataset, which has no shard in this split"
+            raise DataError(
+                f"expected a shard of at least {sequence_length + 1} tokens, found at most {longest} in {where}; "
+                "prepare more text, or lower --sequence-length"
+            )
+        self._epoch = -1  # the epoch that the two tables below describe; a cache, not a state
+        self._order: list[int] = []
+        self._first: np.ndarray = np.empty(0, np.int64)
+
+    def fill(self, inputs: torch.Tensor, targets: torch.Tensor, first_sample: int) -> None:
+        """Writes samples `first_sample`, `first_sample` + 1, ... into `inputs` and `targets`, int64 CPU tensors (B, T).
+
+        Raises DataError: a shard, touched for the first time, is damaged.
+        """
+        assert first_sample >= 0 and inputs.shape == targets.shape and inputs.shape[1] == self.sequence_length
+        inputs_array, targets_array = inputs.numpy(), targets.numpy()  # the same memory; pinned tensors too
+        for row in range(len(inputs_array)):
+            window = self.window(first_sample + row)
+            inputs_array[row] = window[:-1]
+            targets_array[row] = window[1:]
+
+    def window(self, sample: int) -> np.ndarray:
+        """The tokens of a sample, uint16, (T + 1,), a read-only view of its shard."""
+        shard, start = self.locate(sample)
+        return self.shards[shard].tokens[start : start + self.sequence_length + 1]
+
+    def locate(self, sample: int) -> tuple[int, int]:
+        """Where a sample lies: the number of its shard, and its first token's offset in it."""
+        epoch, position = divmod(sample, self.samples_per_epoch)
+        if epoch != self._epoch:
+            self._enter(epoch)
+        visit = int(np.searchsorted(self._first, position, side="right")) - 1
+        shard, window, offset = self._order[visit], position - int(self._first[visit]), 0
+        if self.shuffle:
+            window = permute(window, self._windows[shard], mix(self.seed, WINDOW_ORDER, epoch, shard))
+            slack = self.shards[shard].token_count - 1 - self._windows[shard] * self.sequence_length
+            offset = mix(self.seed, OFFSET, epoch, shard) % (slack + 1)
+        return shard, offset + window * self.sequence_length
+
+    def _enter(self, epoch: int) -> None:
+        """Tabulates the order of the shards that hold a window, and the position in the epoch where each begins."""
+        used = [shard for shard, windows in enumerate(self._windows) if windows]
+        if self.shuffle:
+            key = mix(self.seed, SHARD_ORDER, epoch)
+            used = [used[permute(i, len(used), key)] for i in range(len(used))]
+        self._order = used
+        self._first = np.cumsum([0] + [self._windows[shard] for shard in used[:-1]])
+        self._epoch = epoch
+
+
+def host_buffers(tokens: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """CPU tensors like `tokens` and `targets` (B, T) to fill: they themselves on a CPU, pinned ones for a CUDA device."""
+    if tokens.device.type == "cpu":
+        return tokens, targets
+    pin = tokens.device.type == "cuda"
+    return torch.empty_like(tokens, device="cpu", pin_memory=pin), torch.empty_like(targets, device="cpu", pin_memory=pin)

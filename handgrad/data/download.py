@@ -1,0 +1,152 @@
+"""One file over HTTP: resumed, retried, and under its final name only once verified."""
+
+import hashlib
+import http.client
+import os
+import re
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+from handgrad.data.sources import Download
+from handgrad.errors import DataError, StorageError, storage_error
+
+ATTEMPTS = 5  # in a row without a byte gained
+BACKOFF_SECONDS = 1.0  # before the second attempt; doubled for each one after
+TIMEOUT_SECONDS = 60.0  # without a byte
+BLOCK_BYTES = 1 << 20
+
+OnBytes = Callable[[int, int | None], None]  # (bytes on the disk, of how many if known)
+
+
+def download(source: Download, path: Path, on_bytes: OnBytes | None = None) -> None:
+    """Downloads to `path`, which appears only once its size and hash are verified; goes on from `path`.partial.
+
+    A lost connection, a short body or a server error is tried again, up to five times in a row without progress; wrong
+    content once, from its first byte. Raises DataError: no such file, no access, or content that stays wrong;
+    StorageError: the network or the disk.
+    """
+    if path.is_file():
+        return
+    partial = path.with_name(path.name + ".partial")
+    attempts_left, wrong_contents, backoff_seconds = ATTEMPTS, 0, BACKOFF_SECONDS
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            before = _size(partial)
+            reason = _continue_download(source, partial, on_bytes)
+            if not reason:
+                reason = _verify(source, partial)
+                if not reason:
+                    partial.replace(path)
+                    return
+                partial.unlink()
+                wrong_contents += 1
+                if wrong_contents == 2:
+                    raise DataError(f"expected {reason} from {source.url}; it was replaced or damaged there, try later")
+            if _size(partial) > before:
+                attempts_left, backoff_seconds = ATTEMPTS, BACKOFF_SECONDS
+            else:
+                attempts_left -= 1
+            if not attempts_left:
+                raise StorageError(
+                    f"expected {source.url}, found {reason} in {ATTEMPTS} attempts; check the connection and run the "
+                    f"same command again, it goes on from {partial}"
+                )
+            time.sleep(backoff_seconds)
+            backoff_seconds = min(2 * backoff_seconds, 30.0)
+    except OSError as error:
+        raise storage_error(error, f"writing {partial}") from None
+
+
+def _continue_download(source: Download, partial: Path, on_bytes: OnBytes | None) -> str:
+    """One attempt to complete `partial`: "" if it is, else what went wrong. DataError where another cannot help."""
+    have = _size(partial)
+    if have and have == source.size_bytes:
+        return ""
+    request = urllib.request.Request(source.url, headers={"User-Agent": "handgrad", "Accept-Encoding": "identity"})
+    if have:
+        request.add_header("Range", f"bytes={have}-")
+    _authorize(request)
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:
+            length = response.headers.get("Content-Length")
+            start = re.match(r"bytes (\d+)-", response.headers.get("Content-Range") or "")
+            if response.status == 206 and (start is None or int(start[1]) != have):
+                partial.unlink(missing_ok=True)
+                return "a range that was not asked for"
+            if response.status != 206:  # the server ignores ranges: it sends all of it
+                have = 0
+            total = have + int(length) if length is not None else source.size_bytes
+            try:
+                with partial.open("ab" if have else "wb") as file:
+                    while block := _read(response):
+                        file.write(block)
+                        have += len(block)
+                        if on_bytes:
+                            on_bytes(have, total)
+                    file.flush()
+                    os.fsync(file.fileno())
+            except OSError as error:
+                raise storage_error(error, f"writing {partial}") from None
+    except urllib.error.HTTPError as error:
+        if error.code == 416:
+            partial.unlink(missing_ok=True)  # longer than the file: not a part of it
+            return "a partial file that does not fit"
+        if error.code < 500 and error.code not in (408, 429):
+            hint = "log in with `hf auth login`" if error.code in (401, 403) else "check the name"
+            raise DataError(f"expected {source.url}, found HTTP {error.code}; {hint}") from None
+        return f"HTTP {error.code}"
+    except _Dropped as error:
+        return str(error)
+    except (OSError, http.client.HTTPException) as error:  # urllib.error.URLError is an OSError
+        return f"no answer ({getattr(error, 'reason', None) or error})"
+    if total is not None and have < total:
+        return f"{have} of {total} bytes"
+    return ""
+
+
+class _Dropped(Exception):
+    """The connection broke while a body was read; kept apart from an OSError of the disk."""
+
+
+def _read(response: http.client.HTTPResponse) -> bytes:
+    try:
+        return response.read1(BLOCK_BYTES)
+    except (OSError, http.client.HTTPException) as error:
+        raise _Dropped(f"a dropped connection ({error})") from None
+
+
+def _authorize(request: urllib.request.Request) -> None:
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+    if request.full_url.startswith(endpoint + "/"):
+        import huggingface_hub
+
+        token = huggingface_hub.get_token()
+        if token:  # unredirected: the storage that the hub refers to must not see it
+            request.add_unredirected_header("Authorization", f"Bearer {token}")
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _verify(source: Download, path: Path) -> str:
+    """What `path` should be and is not, or ""."""
+    size_bytes = path.stat().st_size
+    if source.size_bytes is not None and size_bytes != source.size_bytes:
+        return f"{source.size_bytes} bytes, found {size_bytes}"
+    for algorithm, expected in (("sha256", source.sha256), ("sha1", source.git_sha1)):
+        if expected is None:
+            continue
+        digest = hashlib.new(algorithm)
+        if algorithm == "sha1":
+            digest.update(b"blob %d\0" % size_bytes)  # how git names a file's content
+        with path.open("rb") as file:
+            while block := file.read(BLOCK_BYTES):
+                digest.update(block)
+        if digest.hexdigest() != expected:
+            return f"{algorithm} {expected}, found {digest.hexdigest()}"
+    return ""

@@ -1,0 +1,160 @@
+"""Text from the network: a hub dataset by name, and tiny Shakespeare."""
+
+import fnmatch
+import os
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from handgrad.data.download import ATTEMPTS, BACKOFF_SECONDS, OnBytes, download
+from handgrad.data.sources import SUFFIXES, Download, SourceFile
+from handgrad.errors import DataError, StorageError
+
+ALIASES = {
+    "tinystories": "roneneldan/TinyStories",
+    "fineweb": "HuggingFaceFW/fineweb:sample-10BT",
+    "fineweb-edu": "HuggingFaceFW/fineweb-edu:sample-10BT",
+}
+SHAKESPEARE = Download(
+    "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
+    size_bytes=1115394,
+    sha256="86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
+)
+Answer = TypeVar("Answer")
+
+
+def is_hub_name(spec: str) -> bool:
+    """Whether `spec` names a source of this module: an alias, shakespeare, or OWNER/NAME[:CONFIG]."""
+    named_like_a_file = spec.lower().endswith(tuple(SUFFIXES))
+    return (
+        spec in ALIASES
+        or spec == "shakespeare"
+        or (not named_like_a_file and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*(:[\w.+-]+)?", spec) is not None)
+    )
+
+
+def default_cache() -> Path:
+    """Where downloads are kept for the next time: $HANDGRAD_CACHE, or handgrad/ in the user's cache folder."""
+    if "HANDGRAD_CACHE" in os.environ:
+        return Path(os.environ["HANDGRAD_CACHE"])
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "handgrad"
+
+
+def find_hub(spec: str, cache: Path) -> list[SourceFile]:
+    """The files of a dataset, at the revision that is newest now, to be downloaded below `cache`.
+
+    Of several configurations without a name given, the default one counts; of several splits, only train: validation
+    text is dealt out of it. Raises DataError: no such dataset, configuration or text; StorageError: no connection.
+    """
+    if spec == "shakespeare":
+        path = cache / "shakespeare" / "shakespeare.txt"
+        return [SourceFile(path.name, path, SHAKESPEARE.size_bytes or 0, str(SHAKESPEARE.sha256), SHAKESPEARE)]
+    import huggingface_hub  # here and not above: local sources, and every worker, do without it
+
+    name, _, config = ALIASES.get(spec, spec).partition(":")
+    endpoint = os.environ.get("HF_ENDPOINT", huggingface_hub.constants.ENDPOINT).rstrip("/")
+    api = huggingface_hub.HfApi(endpoint=endpoint)
+    info = _ask(lambda: api.dataset_info(name), f"asking {endpoint} for the dataset {name}")
+    names = [sibling.rfilename for sibling in info.siblings or []]
+    card = info.card_data.to_dict() if info.card_data else {}
+    chosen = choose_files(names, card.get("configs"), config, name)
+    paths = []
+    for start in range(0, len(chosen), 100):
+        part = chosen[start : start + 100]
+        paths += _ask(
+            lambda part=part: api.get_paths_info(name, part, repo_type="dataset", revision=info.sha),
+            f"asking {endpoint} for the files of {name}",
+        )
+    files = []
+    for entry in sorted(paths, key=lambda entry: entry.path):
+        url = huggingface_hub.hf_hub_url(name, entry.path, repo_type="dataset", revision=info.sha, endpoint=endpoint)
+        lfs_sha256 = entry.lfs.sha256 if entry.lfs else None
+        download = Download(url, entry.size, lfs_sha256, None if lfs_sha256 else entry.blob_id)
+        path = cache / name / str(info.sha) / entry.path
+        files.append(SourceFile(entry.path, path, entry.size, str(lfs_sha256 or entry.blob_id), download))
+    return files
+
+
+def choose_files(names: list[str], configs: Any, config: str, dataset: str) -> list[str]:
+    """Those of a dataset's files `names` that hold the training text of `config` ("": the default one).
+
+    `configs` is the list of that name in the dataset's card, which people write: any shape is possible. Raises
+    DataError: there is no such configuration, or no text.
+    """
+    texts = [name for name in names if name.lower().endswith(tuple(SUFFIXES)) and not name.startswith(".")]
+    known = {c["config_name"]: c for c in configs or [] if isinstance(c, dict) and isinstance(c.get("config_name"), str)}
+    if config:
+        entry = known.get(config)
+    else:
+        entry = next((c for c in known.values() if c.get("default")), known.get("default"))
+        if entry is None and len(known) == 1:
+            entry = next(iter(known.values()))
+    patterns = _train_patterns(entry.get("data_files")) if entry else []
+    chosen = [name for name in texts if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+    if not chosen and config:
+        chosen = [name for name in texts if f"/{config}/" in f"/{name}"]
+        if not chosen:
+            found = ", ".join(known) or "none"
+            raise DataError(
+                f"expected a configuration {config!r} of {dataset}, found {found:.300}; name one as {dataset}:CONFIG"
+            )
+    if not chosen:
+        # No card says what is what: one format, and the training files where the names tell.
+        for format in ("parquet", "jsonl", "txt"):
+            chosen = chosen or [n for n in texts if any(n.lower().endswith(s) for s, f in SUFFIXES.items() if f == format)]
+        chosen = [name for name in chosen if "train" in name.lower()] or chosen
+    if not chosen:
+        raise DataError(f"expected {', '.join(SUFFIXES)} files in {dataset}, found none; download it and convert it to one")
+    return chosen
+
+
+def fetch(file: SourceFile, on_bytes: OnBytes | None = None) -> Path:
+    """The path of a source file, downloaded first where it has to be. Raises as `download`."""
+    if file.download is not None:
+        download(file.download, file.path, on_bytes)
+    return file.path
+
+
+def _train_patterns(data_files: Any) -> list[str]:
+    """The file patterns of the training split, from a card's `data_files`: text, a list of it, or a list per split."""
+    patterns = []
+    for entry in data_files if isinstance(data_files, list) else [data_files]:
+        if isinstance(entry, dict):
+            if entry.get("split", "train") != "train":
+                continue
+            entry = entry.get("path")
+        patterns += [pattern for pattern in (entry if isinstance(entry, list) else [entry]) if isinstance(pattern, str)]
+    return patterns
+
+
+def _ask(question: Callable[[], Answer], doing: str) -> Answer:
+    """The answer of the hub, asked again after a failure that may pass."""
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+
+    # The base of HfHubHTTPError is the HTTP library's own: it changed twice, and no name of it is stable.
+    failures: tuple[type[BaseException], ...] = (HfHubHTTPError.__bases__[0], OSError)
+    attempt, backoff_seconds = 1, BACKOFF_SECONDS
+    while True:
+        try:
+            return question()
+        except HFValidationError as error:
+            raise DataError(f"expected a dataset OWNER/NAME, found {error!s:.200}; check the name") from None
+        except OfflineModeIsEnabled:
+            raise StorageError(
+                f"{doing}: expected a connection, found HF_HUB_OFFLINE set; unset it, or use a local file or stories"
+            ) from None
+        except failures as error:
+            status = getattr(getattr(error, "response", None), "status_code", None)
+            if status is not None and 400 <= status < 500 and status not in (408, 429):
+                raise DataError(
+                    f"{doing}: expected an answer, found HTTP {status}; there is no such public dataset, nor a local "
+                    "file of that name: check it, or log in with `hf auth login`"
+                ) from None
+            if attempt == ATTEMPTS:
+                raise StorageError(
+                    f"{doing} failed: {error!s:.200}; check the connection, or use a local file or stories"
+                ) from None
+            time.sleep(backoff_seconds)
+            attempt, backoff_seconds = attempt + 1, 2 * backoff_seconds

@@ -1,0 +1,113 @@
+"""Sources to units of work: which documents there are, the split of each, and how they are cut and grouped."""
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from handgrad.data.cutting import cut, slices
+from handgrad.data.permutation import mix
+from handgrad.data.sources import SourceFile, read_rows, read_text, text_parts
+
+TRAIN, VALIDATION = 0, 1  # places in shards.SPLITS
+UNIT_CHARACTERS = 1 << 20
+STORIES_PER_UNIT = 1000
+DEAL = 4  # what the key is for (batches has 1 to 3)
+
+
+class Piece(NamedTuple):
+    """A stretch of one document; `starts_document` asks for an end-of-text token before it."""
+
+    split: int
+    starts_document: bool
+    text: str
+
+
+class Stories(NamedTuple):
+    """The built-in stories first..first+count-1 of a seed, to be written where they are tokenised."""
+
+    seed: int
+    first: int
+    count: int
+    block: int
+
+
+class Position(NamedTuple):
+    """How far reading has come: bytes of the source files as they lie on disk, and documents begun."""
+
+    size_bytes: int
+    documents: int
+
+
+Unit = tuple[Piece, ...] | Stories
+
+
+def block_length(validation_fraction: float) -> int:
+    """Rows are dealt out in blocks of this many, one of each to validation."""
+    return max(2, round(1 / validation_fraction))
+
+
+def deal(seed: int, document: int, block: int) -> int:
+    """The split of row `document`: one of every `block` is validation, at a place that the block's hash chooses."""
+    number, place = divmod(document, block)
+    return VALIDATION if place == mix(seed, DEAL, number) % block else TRAIN
+
+
+def read_pieces(
+    files: Iterable[SourceFile],
+    fetch: Callable[[SourceFile], Path],
+    *,
+    text_field: str,
+    text_fraction: float,
+    row_fraction: float,
+    seed: int,
+    max_documents: int,
+) -> Iterator[tuple[Position, Piece]]:
+    """Every piece of every document, in order, with the position after it; at most `max_documents` documents if not 0.
+
+    A file is fetched when its turn comes. Of a text file the last `text_fraction` is validation, as a document of its
+    own; of rows, `row_fraction`. Raises DataError and StorageError as the readers in `sources` and `hub` do.
+    """
+    block, bytes_before, documents = block_length(row_fraction), 0, 0
+    for file in files:
+        if max_documents and documents >= max_documents:
+            return
+        path = fetch(file)
+        if file.format == "txt":
+            middle, end = text_parts(path, text_fraction)
+            documents += 1
+            for split, start, stop in ((TRAIN, 0, middle), (VALIDATION, middle, end)):
+                read = 0
+                for n, text in enumerate(cut(read_text(path, start, stop))):
+                    read += len(text.encode())
+                    position = bytes_before + int(file.size_bytes * min(start + read, stop) / max(1, end))
+                    yield Position(position, documents), Piece(split, n == 0, text)
+        else:
+            for row_position, text in read_rows(file, text_field):
+                split = deal(seed, documents, block)
+                documents += 1
+                for n, part in enumerate(cut(slices(text))):
+                    yield Position(bytes_before + row_position, documents), Piece(split, n == 0, part)
+                if documents == max_documents:
+                    return
+        bytes_before += file.size_bytes
+
+
+def in_units(pieces: Iterable[tuple[Position, Piece]]) -> Iterator[tuple[Position, Unit]]:
+    """Pieces grouped into units of at least a million characters, each with the position after it."""
+    unit: list[Piece] = []
+    characters, position = 0, Position(0, 0)
+    for position, piece in pieces:
+        unit.append(piece)
+        characters += len(piece.text)
+        if characters >= UNIT_CHARACTERS:
+            yield position, tuple(unit)
+            unit, characters = [], 0
+    if unit:
+        yield position, tuple(unit)
+
+
+def story_units(seed: int, count: int, row_fraction: float) -> Iterator[tuple[Position, Unit]]:
+    """The units of `count` built-in stories."""
+    for first in range(0, count, STORIES_PER_UNIT):
+        size = min(STORIES_PER_UNIT, count - first)
+        yield Position(0, first + size), Stories(seed, first, size, block_length(row_fraction))

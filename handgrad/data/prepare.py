@@ -1,0 +1,358 @@
+"""Documents to shards, read in one process, tokenised in many; the same bytes for any number of workers.
+
+The main process reads documents, cuts long ones and groups the pieces into units (`pieces`). Workers tokenise units;
+the main process appends their tokens in order and journals how far it has come (`writer`). A run that was stopped
+reads the source again but tokenises only what is missing. The folder gets its name when it is complete.
+"""
+
+import contextlib
+import fcntl
+import importlib.metadata
+import itertools
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from handgrad.data import hub
+from handgrad.data.pieces import TRAIN, Position, Unit, in_units, read_pieces, story_units
+from handgrad.data.shards import MANIFEST_FILE, MAX_SHARD_TOKENS, SCHEMA, SPLITS, Dataset, open_dataset, read_manifest
+from handgrad.data.sources import SourceFile, find_local
+from handgrad.data.tokenizer import (
+    TOKENIZER_FILE,
+    Tokenizer,
+    load_tokenizer,
+    read_tokenizer,
+    train_bpe,
+    write_tokenizer,
+)
+from handgrad.data.workers import tokenize_in_order, unit_pieces
+from handgrad.data.writer import (
+    JOURNAL_FILE,
+    SplitState,
+    SplitWriter,
+    read_journal,
+    sync_folder,
+    write_durably,
+    write_journal,
+)
+from handgrad.errors import DataError, StorageError, UsageError, storage_error
+
+DEFAULT_STORIES = 100_000
+BPE_SAMPLE_CHARACTERS = 16 << 20
+CHECKPOINT_UNITS = 32  # about 32 MB of text, some seconds of one core
+# A worker takes a third of a second to start: none for less work than that.
+BYTES_PER_WORKER, STORIES_PER_WORKER = 2 << 20, 5000
+# Validation shares without --validation-fraction: about a million tokens of a large corpus, enough of a small one.
+TEXT_FRACTION, LOCAL_ROW_FRACTION, HUB_ROW_FRACTION, STORY_FRACTION = 0.1, 0.05, 0.005, 0.01
+
+
+@dataclass(frozen=True)
+class PrepareOptions:
+    """What to prepare, from what, and where to."""
+
+    source: str  # stories, a path or glob, shakespeare, tinystories, fineweb, fineweb-edu, or OWNER/NAME[:CONFIG]
+    out: Path
+    tokenizer: str = "gpt2"  # gpt2, bytes, bpe:SIZE (trained on the source), or a tokenizer.json
+    text_field: str = "text"  # column of rows that holds the text
+    shard_tokens: int = 100_000_000
+    validation_fraction: float | None = None  # None: 0.1 of text files, 0.05 of rows, 0.005 of hub rows, 0.01 of stories
+    workers: int = 0  # processes; 0: one a core
+    seed: int = 0  # of the stories, and of which rows are validation
+    documents: int = 0  # at most so many; 0: all (stories: 100,000)
+    overwrite: bool = False
+    cache: Path | None = None  # where downloads are kept; None: hub.default_cache()
+
+
+class Progress(NamedTuple):
+    """`done` of `total` (None: unknown) `unit`s ("bytes" or "documents") of `phase`, and the tokens written so far."""
+
+    phase: str
+    done: int
+    total: int | None
+    unit: str
+    tokens: int
+
+
+class Prepared(NamedTuple):
+    """The dataset, and whether it was there already."""
+
+    dataset: Dataset
+    already_prepared: bool
+
+
+def prepare(options: PrepareOptions, progress: Callable[[Progress], None] | None = None) -> Prepared:
+    """Writes the shards that `options` describe, or goes on with an interrupted attempt, or finds them done.
+
+    Raises UsageError: options that make no sense, or another dataset in the way; DataError: the source is missing,
+    damaged, or too small for two splits; StorageError: disk, network, or a killed worker.
+    """
+    _check(options)
+    out, report = options.out, progress or (lambda _: None)
+    from_hub = (
+        options.source != "stories" and not Path(options.source).expanduser().exists() and hub.is_hub_name(options.source)
+    )
+    try:
+        files = None if from_hub else _find(options, from_hub)
+        if _is_prepared(options, _recipe(options, files, from_hub)):
+            return Prepared(open_dataset(out), True)
+        files = files if files is not None else _find(options, from_hub)
+        recipe = _recipe(options, files, from_hub)
+        partial = out.with_name(out.name + ".partial")
+        partial.mkdir(parents=True, exist_ok=True)
+        with _locked(partial):
+            _write(options, recipe, files, from_hub, partial, report)
+            _rename(partial, out)
+        return Prepared(open_dataset(out), False)
+    except OSError as error:
+        raise storage_error(error, f"writing {out}") from None
+
+
+def _check(options: PrepareOptions) -> None:
+    fraction = options.validation_fraction
+    if not options.out.name or options.out.name == "..":
+        raise UsageError(f"expected a folder to write, found --out {options.out}; name a new one, for example shards")
+    if not 2 <= options.shard_tokens <= MAX_SHARD_TOKENS:
+        raise UsageError(f"expected 2 to {MAX_SHARD_TOKENS} tokens a shard, found {options.shard_tokens}; try 100000000")
+    if fraction is not None and not 0 < fraction <= 0.5:
+        raise UsageError(f"expected a validation fraction above 0 and up to 0.5, found {fraction}; try 0.1")
+    for name in ("workers", "documents", "seed"):
+        if getattr(options, name) < 0:
+            raise UsageError(
+                f"expected --{name} of 0 or more, found {getattr(options, name)}; leave it out for the default"
+            )
+    if options.tokenizer.startswith("bpe:"):
+        if not re.fullmatch(r"bpe:\d{3,5}", options.tokenizer) or not 257 <= int(options.tokenizer[4:]) <= 65536:
+            raise UsageError(f"expected bpe:SIZE with 257 to 65536 tokens, found {options.tokenizer!r}; try bpe:4096")
+    else:
+        load_tokenizer(options.tokenizer)
+
+
+def _find(options: PrepareOptions, from_hub: bool) -> list[SourceFile]:
+    if options.source == "stories":
+        return []
+    return hub.find_hub(options.source, options.cache or hub.default_cache()) if from_hub else find_local(options.source)
+
+
+def _recipe(options: PrepareOptions, files: list[SourceFile] | None, from_hub: bool) -> dict[str, Any]:
+    """Everything that decides the bytes of the shards. `files` None: those of a hub dataset not asked for yet."""
+    tokenizer = options.tokenizer
+    if tokenizer not in ("gpt2", "bytes") and not tokenizer.startswith("bpe:"):
+        tokenizer = f"file {load_tokenizer(tokenizer).sha256}"
+    return {
+        "source": options.source if from_hub or options.source == "stories" else Path(options.source).name,
+        "files": None if files is None else [[f.name, f.size_bytes, f.fingerprint] for f in files],
+        "tokenizer": tokenizer,
+        "text_field": options.text_field,
+        "shard_tokens": options.shard_tokens,
+        "validation_fraction": options.validation_fraction,
+        "seed": options.seed,
+        "documents": options.documents,
+    }
+
+
+def _is_prepared(options: PrepareOptions, recipe: dict[str, Any]) -> bool:
+    """Whether `out` holds this dataset. UsageError: it holds something else that is not to be overwritten."""
+    out = options.out
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return False
+    if not (out / MANIFEST_FILE).is_file():
+        raise UsageError(f"expected no folder or a prepared dataset at {out}, found something else; choose another --out")
+    if options.overwrite:
+        return False
+    found = read_manifest(out).get("recipe")
+    found = found if isinstance(found, dict) else {}
+    # A hub dataset is compared by name only: what was prepared once needs no connection.
+    different = [key for key in recipe if found.get(key) != recipe[key] and not (key == "files" and recipe[key] is None)]
+    if not different:
+        return True
+    key = different[0]
+    what = "other source files" if key == "files" else f"{key} {found.get(key)!r:.60} instead of {recipe[key]!r:.60}"
+    raise UsageError(
+        f"expected the dataset asked for at {out}, found one with {what}; choose another --out, or --overwrite"
+    )
+
+
+def _write(
+    options: PrepareOptions,
+    recipe: dict[str, Any],
+    files: list[SourceFile],
+    from_hub: bool,
+    partial: Path,
+    report: Callable[[Progress], None],
+) -> None:
+    fraction = options.validation_fraction
+    story_count = options.documents or DEFAULT_STORIES
+    by_documents = options.source == "stories" or options.documents > 0
+    total = (story_count if options.source == "stories" else options.documents) or sum(f.size_bytes for f in files)
+
+    def fetch(file: SourceFile) -> Path:
+        return hub.fetch(file, lambda done, size: report(Progress(f"downloading {file.name}", done, size, "bytes", 0)))
+
+    def units() -> Iterator[tuple[Position, Unit]]:
+        if options.source == "stories":
+            return story_units(options.seed, story_count, fraction or STORY_FRACTION)
+        pieces = read_pieces(
+            files,
+            fetch,
+            text_field=options.text_field,
+            text_fraction=fraction or TEXT_FRACTION,
+            row_fraction=fraction or (HUB_ROW_FRACTION if from_hub else LOCAL_ROW_FRACTION),
+            seed=options.seed,
+            max_documents=options.documents,
+        )
+        return in_units(pieces)
+
+    tokenizer, units_done, states = _begin(options, recipe, partial, units, report)
+    record = write_tokenizer(tokenizer, partial)
+    spec = tokenizer.kind if tokenizer.kind != "bpe" else str(partial / TOKENIZER_FILE)
+    write_journal(partial, recipe, record, units_done, states)
+    enough = (
+        total // STORIES_PER_WORKER if options.source == "stories" else sum(f.size_bytes for f in files) // BYTES_PER_WORKER
+    )
+    workers = max(1, min(options.workers or _cores(), enough))
+    writers = [SplitWriter(partial, split, options.shard_tokens, states[split]) for split in SPLITS]
+
+    def checkpoint() -> None:
+        for writer in writers:
+            writer.checkpoint()
+        write_journal(partial, recipe, record, units_done, states)
+
+    try:
+        missing = itertools.islice(units(), units_done, None)
+        # Closed at once when anything fails, so that no worker outlives the attempt.
+        with contextlib.closing(tokenize_in_order(tokenizer, spec, missing, workers)) as results:
+            for position, encoded in results:
+                for writer, part in zip(writers, encoded, strict=True):
+                    writer.append(*part)
+                units_done += 1
+                if units_done % CHECKPOINT_UNITS == 0:
+                    checkpoint()
+                done = position.documents if by_documents else position.size_bytes
+                tokens = sum(state.tokens for state in states.values())
+                report(Progress("tokenising", done, total, "documents" if by_documents else "bytes", tokens))
+        for writer in writers:
+            writer.finish_shard()
+    except StorageError:  # reading or a worker failed, between two units: nothing done needs to be done again
+        checkpoint()
+        raise
+    finally:
+        with contextlib.suppress(OSError):  # a full disk fails again here, and has been said
+            for writer in writers:
+                writer.close()
+    _check_splits(options, states)
+    manifest = _manifest(recipe, record, states, options, files)
+    write_durably(partial / MANIFEST_FILE, json.dumps(manifest, indent=1) + "\n")
+
+
+def _begin(
+    options: PrepareOptions,
+    recipe: dict[str, Any],
+    partial: Path,
+    units: Callable[[], Iterator[tuple[Position, Unit]]],
+    report: Callable[[Progress], None],
+) -> tuple[Tokenizer, int, dict[str, SplitState]]:
+    """(tokenizer, units done, state per split): from the journal if it is of this recipe, else a clean start."""
+    journal = read_journal(partial, recipe)
+    if journal is not None:
+        record, units_done, states = journal
+        with contextlib.suppress(DataError):  # a tokenizer.json that changed: start over
+            return read_tokenizer(partial, record), units_done, states
+    for path in partial.iterdir():  # only files that are ours by name
+        if re.fullmatch(r"(train|validation)_\d{6}\.(bin|idx)|(journal|manifest|tokenizer)\.json(\.new)?", path.name):
+            path.unlink()
+    if options.tokenizer.startswith("bpe:"):
+        report(Progress("training the tokenizer", 0, None, "bytes", 0))
+        tokenizer = train_bpe(_training_texts(units()), int(options.tokenizer[4:]))
+    else:
+        tokenizer = load_tokenizer(options.tokenizer)
+    return tokenizer, 0, {split: SplitState() for split in SPLITS}
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _training_texts(units: Iterator[tuple[Position, Unit]]) -> Iterator[str]:
+    """The first 16 Mi characters of the training split."""
+    characters = 0
+    for _, unit in units:
+        for piece, _ in unit_pieces(unit):
+            if piece.split == TRAIN:
+                yield piece.text
+                characters += len(piece.text)
+        if characters >= BPE_SAMPLE_CHARACTERS:
+            return
+
+
+def _check_splits(options: PrepareOptions, states: dict[str, SplitState]) -> None:
+    if not any(state.documents for state in states.values()):
+        raise DataError(f"expected text, found no document in {options.source}; name a source that holds some")
+    for split in SPLITS:
+        if not states[split].documents:
+            documents = sum(state.documents for state in states.values())
+            raise DataError(
+                f"expected documents for training and validation, found none for {split} among the {documents} of "
+                f"{options.source}; raise --validation-fraction (up to 0.5), or add text"
+            )
+
+
+def _manifest(
+    recipe: dict[str, Any],
+    tokenizer: dict[str, Any],
+    states: dict[str, SplitState],
+    options: PrepareOptions,
+    files: list[SourceFile],
+) -> dict[str, Any]:
+    splits = {
+        split: {
+            "tokens": state.tokens,
+            "text_tokens": state.tokens - state.documents,  # without the end-of-text markers
+            "documents": state.documents,
+            "text_bytes": state.text_bytes,
+            "source_nats": state.source_nats if options.source == "stories" else None,
+            "shards": state.shards,
+        }
+        for split, state in states.items()
+    }
+    return {
+        "schema": SCHEMA,
+        "handgrad_version": importlib.metadata.version("handgrad"),
+        "tokenizer": tokenizer,
+        "splits": splits,
+        "recipe": recipe,
+        "urls": [file.download.url for file in files if file.download],
+    }
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Holds a folder against another process; the lock goes with the process, however it ends."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(f"expected {folder} to be free, found another prepare writing it; wait for that one") from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _rename(partial: Path, out: Path) -> None:
+    """Gives a complete folder its name; a dataset that has it is moved aside first and removed last."""
+    (partial / JOURNAL_FILE).unlink()
+    sync_folder(partial)
+    aside = out.with_name(out.name + ".replaced")
+    if out.exists():
+        if aside.exists():
+            shutil.rmtree(aside)
+        out.replace(aside)
+    partial.replace(out)
+    sync_folder(out.parent)
+    if aside.exists():
+        shutil.rmtree(aside)

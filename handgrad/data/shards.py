@@ -1,0 +1,294 @@
+"""A folder of token shards, opened and verified.
+
+A shard is a llm.c token file, little-endian: 256 int32 (magic 20240520, version 1, token count, zeros), then the
+tokens as uint16. Beside `train_000000.bin` lies `train_000000.idx`: the offsets within the shard, uint32, where a
+document starts. `manifest.json` names the files with their hashes. A folder of llm.c `.bin` files without a manifest
+opens too, as GPT-2 tokens.
+
+Opening reads the manifest and the file sizes. A shard's content is hashed and checked once, when its tokens are first
+used.
+"""
+
+import functools
+import hashlib
+import json
+import math
+import mmap
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from handgrad.data.tokenizer import Tokenizer, load_tokenizer, read_tokenizer
+from handgrad.errors import DataError, storage_error
+
+MAGIC, VERSION = 20240520, 1
+LLAMA_MAGIC = 20240801
+HEADER_BYTES = 256 * 4
+MAX_SHARD_TOKENS = (1 << 31) - 1  # the header's count is an int32
+
+MANIFEST_FILE = "manifest.json"
+SCHEMA = 1
+MAX_MANIFEST_BYTES = 64 << 20
+SPLITS = ("train", "validation")
+
+
+def header(token_count: int) -> bytes:
+    """The 1024 bytes that precede `token_count` uint16 tokens."""
+    words = np.zeros(256, "<i4")
+    words[:3] = MAGIC, VERSION, token_count
+    return words.tobytes()
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file, as hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """One token file. The hashes are None in a folder without a manifest."""
+
+    path: Path
+    token_count: int
+    vocab_size: int
+    document_count: int | None = None
+    sha256: str | None = None
+    index_sha256: str | None = None
+
+    @functools.cached_property
+    def tokens(self) -> np.ndarray:
+        """All tokens, uint16, (token_count,): a read-only memory map, verified on first use.
+
+        Raises DataError: header, size, hash or a token id is wrong; StorageError: the file cannot be read.
+        """
+        content = _memory_map(self.path)
+        found = _parse_header(content[:HEADER_BYTES], len(content), self.path)
+        if found != self.token_count:
+            raise DataError(f"expected {self.token_count} tokens in {self.path}, found {found}; prepare the data again")
+        if self.sha256 is not None:
+            _check_hash(content, self.sha256, self.path)
+        tokens = np.frombuffer(content, "<u2", offset=HEADER_BYTES)
+        step = 1 << 24  # a bounded temporary for the comparison
+        for start in range(0, len(tokens), step):
+            part = tokens[start : start + step]
+            if int(part.max()) >= self.vocab_size:
+                offset = start + int(np.argmax(part >= self.vocab_size))
+                raise DataError(
+                    f"expected token ids below {self.vocab_size}, found {tokens[offset]} at token {offset} of "
+                    f"{self.path}; the shard was made with another tokenizer, prepare the data again"
+                )
+        return tokens
+
+    @functools.cached_property
+    def document_starts(self) -> np.ndarray:
+        """Offsets of the tokens that start a document, uint32, (document_count,), rising; DataError: a wrong file."""
+        path = self.path.with_suffix(".idx")
+        if self.document_count is None or self.index_sha256 is None:
+            raise DataError(
+                f"expected a manifest with document boundaries beside {self.path}, found none; prepare the data again"
+            )
+        content = _memory_map(path)
+        if len(content) != 4 * self.document_count:
+            raise DataError(
+                f"expected {4 * self.document_count} bytes in {path}, found {len(content)}; prepare the data again"
+            )
+        _check_hash(content, self.index_sha256, path)
+        starts = np.frombuffer(content, "<u4")
+        if len(starts) and (int(starts[-1]) >= self.token_count or not np.all(starts[1:] > starts[:-1])):
+            raise DataError(
+                f"expected rising offsets below {self.token_count} in {path}, found others; prepare the data again"
+            )
+        return starts
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """A prepared folder. `manifest` is the parsed manifest.json, or None for a bare folder of llm.c files."""
+
+    folder: Path
+    tokenizer: Tokenizer
+    splits: Mapping[str, tuple[Shard, ...]]
+    manifest: dict[str, Any] | None
+
+    @functools.cached_property
+    def identity(self) -> str:
+        """SHA-256, as hex, over what defines the tokens: the tokenizer, and the shards of each split in order.
+
+        Without a manifest a shard counts by its length and 64 samples of 4 KiB, since hashing hundreds of gigabytes at
+        every start would cost minutes.
+        """
+        shards = {
+            name: [[s.token_count, s.sha256 or _sampled_sha256(s.path)] for s in self.splits[name]] for name in SPLITS
+        }
+        content = {"tokenizer": [self.tokenizer.sha256, self.tokenizer.vocab_size], "splits": shards}
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    def tokens(self, split: str) -> int:
+        """Tokens of a split, the end-of-text markers included."""
+        return sum(shard.token_count for shard in self.splits[split])
+
+    def floor(self, split: str) -> float | None:
+        """The least loss, in nats a token, that a model can reach on average, where the source knows it; else None."""
+        nats = self.manifest["splits"][split]["source_nats"] if self.manifest else None
+        return None if nats is None else nats / self.tokens(split)
+
+
+def open_dataset(folder: str | Path) -> Dataset:
+    """Opens a prepared folder, or a bare folder of llm.c token files.
+
+    Raises DataError: not such a folder, or damaged; StorageError: it cannot be read.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        partial = folder.with_name(folder.name + ".partial")
+        hint = (
+            "finish it by running its `handgrad prepare` again" if partial.is_dir() else "make one with `handgrad prepare`"
+        )
+        raise DataError(f"expected a folder of token shards, found none at {folder}; {hint}")
+    try:
+        if (folder / MANIFEST_FILE).is_file():
+            return _open_prepared(folder)
+        return _open_bare(folder)
+    except OSError as error:
+        raise storage_error(error, f"reading {folder}") from None
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of `folder`, with every field that handgrad uses checked for type and range; DataError otherwise."""
+    path = folder / MANIFEST_FILE
+    if path.stat().st_size > MAX_MANIFEST_BYTES:
+        raise DataError(f"expected a manifest of at most {MAX_MANIFEST_BYTES} bytes, found {path.stat().st_size} in {path}")
+    try:
+        manifest = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        raise DataError(f"expected JSON, found none in {path}; prepare the data again") from None
+    schema = manifest.get("schema") if isinstance(manifest, dict) else None
+    if schema != SCHEMA:
+        raise DataError(f"expected schema {SCHEMA}, found {schema!r:.100} in {path}; prepare the data with this version")
+    splits = _field(manifest, "splits", dict, path)
+    if set(splits) != set(SPLITS):
+        raise DataError(
+            f"expected the splits train and validation, found {sorted(splits)!r:.100} in {path}; prepare the data again"
+        )
+    for name in SPLITS:
+        split = _field(splits, name, dict, path)
+        counts = {key: _field(split, key, int, path) for key in ("tokens", "text_tokens", "documents", "text_bytes")}
+        if split.get("source_nats") is not None and not math.isfinite(_field(split, "source_nats", float, path)):
+            raise DataError(f"expected source_nats to be finite in {path}; prepare the data again")
+        shards = _field(split, "shards", list, path)
+        for shard in shards:
+            if not isinstance(shard, dict) or not re.fullmatch(r"[A-Za-z0-9_]+\.bin", _field(shard, "file", str, path)):
+                raise DataError(
+                    f"expected shards with plain file names, found {shard!r:.100} in {path}; prepare the data again"
+                )
+            for key in ("sha256", "index_sha256"):
+                if not re.fullmatch(r"[0-9a-f]{64}", _field(shard, key, str, path)):
+                    raise DataError(
+                        f"expected a SHA-256 as {key} in {path}, found {shard[key]!r:.100}; prepare the data again"
+                    )
+        for key in ("tokens", "documents"):
+            total = sum(_field(shard, key, int, path) for shard in shards)
+            if counts[key] != total:
+                raise DataError(
+                    f"expected {counts[key]} {key} in the {name} shards, found {total} in {path}; prepare again"
+                )
+    return manifest
+
+
+def _field(record: Mapping[str, Any], key: str, kind: type, path: Path) -> Any:
+    value = record.get(key)
+    if type(value) is kind and (kind is not int or 0 <= value < 1 << 63):
+        return value
+    raise DataError(f"expected {key} as {kind.__name__}, found {value!r:.100} in {path}; prepare the data again")
+
+
+def _open_prepared(folder: Path) -> Dataset:
+    manifest = read_manifest(folder)
+    tokenizer = read_tokenizer(folder, manifest.get("tokenizer"))
+    splits = {}
+    for name in SPLITS:
+        shards = []
+        for record in manifest["splits"][name]["shards"]:
+            path = folder / record["file"]
+            if not path.is_file():
+                raise DataError(f"expected the shard {path}, found no such file; restore it or prepare the data again")
+            _check_size(path.stat().st_size, record["tokens"], path)
+            hashes = record["sha256"], record["index_sha256"]
+            shards.append(Shard(path, record["tokens"], tokenizer.vocab_size, record["documents"], *hashes))
+        splits[name] = tuple(shards)
+    return Dataset(folder, tokenizer, splits, manifest)
+
+
+def _open_bare(folder: Path) -> Dataset:
+    tokenizer = load_tokenizer("gpt2")
+    splits: dict[str, list[Shard]] = {name: [] for name in SPLITS}
+    for path in sorted(folder.glob("*.bin")):
+        match = re.search(r"(?:^|_)(train|val|validation)(?:_|\.)", path.name)
+        if match and path.is_file():
+            with path.open("rb") as file:
+                token_count = _parse_header(file.read(HEADER_BYTES), path.stat().st_size, path)
+            splits["train" if match[1] == "train" else "validation"].append(Shard(path, token_count, tokenizer.vocab_size))
+    if not any(splits.values()):
+        raise DataError(
+            f"expected {MANIFEST_FILE} or llm.c files *_train_*.bin and *_val_*.bin, found none in {folder}; "
+            "make shards with `handgrad prepare`"
+        )
+    return Dataset(folder, tokenizer, {name: tuple(shards) for name, shards in splits.items()}, None)
+
+
+def _parse_header(first: bytes, size_bytes: int, path: Path) -> int:
+    """The token count that a shard's header states, checked against the size of its file."""
+    if len(first) < HEADER_BYTES:
+        raise DataError(
+            f"expected a header of {HEADER_BYTES} bytes, found a file of {len(first)} in {path}; prepare the data again"
+        )
+    magic, version, token_count = (int(word) for word in np.frombuffer(first, "<i4", 3))
+    if magic == LLAMA_MAGIC:
+        raise DataError(f"expected GPT-2 tokens (uint16), found Llama 3 tokens (uint32) in {path}; prepare the data again")
+    if (magic, version) != (MAGIC, VERSION):
+        raise DataError(
+            f"expected magic {MAGIC} and version {VERSION}, found {magic} and {version} in {path}; "
+            "it is no llm.c token file, prepare the data again"
+        )
+    _check_size(size_bytes, token_count, path)
+    return token_count
+
+
+def _check_size(size_bytes: int, token_count: int, path: Path) -> None:
+    if size_bytes != HEADER_BYTES + 2 * token_count:
+        raise DataError(
+            f"expected {HEADER_BYTES + 2 * token_count} bytes for {token_count} tokens, found {size_bytes} in {path}; "
+            "restore it or prepare the data again"
+        )
+
+
+def _check_hash(content: Any, expected: str, path: Path) -> None:
+    found = hashlib.sha256(content).hexdigest()
+    if found != expected:
+        raise DataError(f"expected SHA-256 {expected}, found {found} in {path}; it changed, restore it or prepare again")
+
+
+def _memory_map(path: Path) -> Any:
+    try:
+        with path.open("rb") as file:
+            if path.stat().st_size == 0:
+                return b""
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except FileNotFoundError:
+        raise DataError(f"expected the file {path}, found none; restore it or prepare the data again") from None
+    except OSError as error:
+        raise storage_error(error, f"reading {path}") from None
+
+
+def _sampled_sha256(path: Path) -> str:
+    content = _memory_map(path)
+    digest = hashlib.sha256()
+    for n in range(64):
+        start = n * max(0, len(content) - 4096) // 63
+        digest.update(content[start : start + 4096])
+    return digest.hexdigest()

@@ -1,0 +1,228 @@
+"""Local text as streams of documents: .txt (a file is one), .jsonl and .parquet (a row is one), in bounded memory.
+
+`.txt.gz` and `.jsonl.gz` are read too. Text is UTF-8; anything else is refused with its place. A position is how far
+into the file as it lies on disk reading has come, in bytes, for progress.
+"""
+
+import codecs
+import glob
+import gzip
+import json
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal, cast
+
+from handgrad.data.cutting import file_cut
+from handgrad.errors import DataError, storage_error
+
+Format = Literal["txt", "jsonl", "parquet"]
+SUFFIXES: dict[str, Format] = {
+    ".txt": "txt",
+    ".txt.gz": "txt",
+    ".jsonl": "jsonl",
+    ".jsonl.gz": "jsonl",
+    ".parquet": "parquet",
+}
+BLOCK_BYTES = 1 << 18
+MAX_ROW_BYTES = 64 << 20  # a row is held in memory whole; a longer document belongs into a .txt, which is not
+PARQUET_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Download:
+    """Where a file comes from, and how to know that it is right: its SHA-256, or git's SHA-1 of a small file."""
+
+    url: str
+    size_bytes: int | None = None
+    sha256: str | None = None
+    git_sha1: str | None = None
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One input file. `fingerprint` changes when its content does; a `download` must be fetched to `path` first."""
+
+    name: str
+    path: Path
+    size_bytes: int
+    fingerprint: str
+    download: Download | None = None
+
+    @property
+    def format(self) -> Format:
+        """How to read it, from its name; DataError: a name that says nothing."""
+        for suffix, format in SUFFIXES.items():
+            if self.name.lower().endswith(suffix):
+                return format
+        raise DataError(f"expected a file named {', '.join(SUFFIXES)}, found {self.path}; rename it if it is one of these")
+
+
+def find_local(spec: str) -> list[SourceFile]:
+    """The files that a path means: a file, the files below a folder, or those that match a glob; sorted by name.
+
+    Raises DataError: there is none, or a single file has an unknown type.
+    """
+    path = Path(spec).expanduser()
+    if path.is_file():
+        found, root = [path], path.parent
+    elif path.is_dir():
+        found, root = sorted(p for p in path.rglob("*") if _is_text(p)), path
+        if not found:
+            raise DataError(f"expected {', '.join(SUFFIXES)} files in {path}, found none; name another folder")
+    else:
+        found = sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if _is_text(p))  # noqa: PTH207
+        root = Path()
+        if not found:
+            hint = "the glob matches no text file" if glob.has_magic(spec) else "there is no such file or folder"
+            raise DataError(
+                f"expected a text source, found {spec!r}, but {hint}; sources are a file, a folder, a quoted glob, "
+                "stories, shakespeare, tinystories, fineweb, fineweb-edu, or a hub dataset OWNER/NAME[:CONFIG]"
+            )
+    files = []
+    for path in found:
+        status = path.stat()
+        name = path.relative_to(root).as_posix() if path.is_relative_to(root) else path.as_posix()
+        files.append(SourceFile(name, path, status.st_size, f"modified {status.st_mtime_ns}"))
+        _ = files[-1].format  # refuses a single file of unknown type before any work
+    return files
+
+
+def text_parts(path: Path, fraction: float) -> tuple[int, int]:
+    """(byte where the validation part of a text file begins, size in bytes); uncompressed bytes, both.
+
+    Raises DataError: a damaged .gz; StorageError: the file cannot be read.
+    """
+    with _reading(path), _open(path) as file:
+        if path.suffix == ".gz":  # the size that a .gz states is only its last four bytes, modulo 4 GiB
+            size_bytes = sum(len(block) for block in iter(lambda: file.read(BLOCK_BYTES), b""))
+        else:
+            size_bytes = path.stat().st_size
+        return file_cut(cast(Any, file), size_bytes, fraction), size_bytes
+
+
+def read_text(path: Path, start: int, stop: int) -> Iterator[str]:
+    """The text in bytes [start, stop) of a file, in blocks.
+
+    Raises DataError: bytes that are not UTF-8, with their offset, or a damaged .gz; StorageError: as `text_parts`.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    with _reading(path), _open(path) as file:
+        file.seek(start)
+        while start < stop:
+            block = file.read(min(BLOCK_BYTES, stop - start))
+            if not block:
+                raise DataError(f"expected {stop} bytes, found {start} in {path}; it shrank while it was read")
+            pending = len(decoder.getstate()[0])  # bytes of a character that the last block cut
+            start += len(block)
+            try:
+                text = decoder.decode(block, final=start >= stop)
+            except UnicodeDecodeError as error:
+                raise _not_utf8(path, start - len(block) - pending + error.start) from None
+            yield text
+
+
+def read_rows(file: SourceFile, text_field: str) -> Iterator[tuple[int, str]]:
+    """(position, text) of every row that has text; empty and null ones are passed over.
+
+    Raises DataError: damaged, not UTF-8, no column or key `text_field`, or a row above 64 MiB; StorageError:
+    unreadable.
+    """
+    rows = _read_jsonl if file.format == "jsonl" else _read_parquet
+    with _reading(file.path):
+        for position, text in rows(file.path, text_field):
+            if text:
+                yield position, text
+
+
+def _read_jsonl(path: Path, text_field: str) -> Iterator[tuple[int, str | None]]:
+    offset = 0
+    with path.open("rb") as raw, _open(path, raw) as file:
+        for number in range(1, 1 << 62):
+            line = file.readline(MAX_ROW_BYTES + 1)
+            if not line:
+                return
+            where = f"line {number} of {path}"
+            if len(line) > MAX_ROW_BYTES:
+                raise DataError(f"expected lines of at most {MAX_ROW_BYTES} bytes, found more in {where}; use a .txt file")
+            try:
+                row = json.loads(line.decode()) if not line.isspace() else {text_field: None}
+            except UnicodeDecodeError as error:
+                raise _not_utf8(path, offset + error.start) from None
+            except (ValueError, RecursionError):
+                raise DataError(
+                    f"expected a JSON object, found {line[:60]!r} in {where}; repair or remove the line"
+                ) from None
+            if not isinstance(row, dict) or text_field not in row:
+                found = f"the keys {', '.join(map(str, row))}" if isinstance(row, dict) else f"a {type(row).__name__}"
+                raise DataError(f"expected an object with {text_field!r}, found {found:.200} in {where}; try --text-field")
+            text = row[text_field]
+            if text is not None and not isinstance(text, str):
+                raise DataError(f"expected text in {text_field!r}, found {text!r:.60} in {where}; try --text-field")
+            try:
+                (text or "").encode()
+            except UnicodeEncodeError:
+                raise DataError(
+                    f"expected text, found half a surrogate pair (\\ud800...) in {where}; repair the line"
+                ) from None
+            offset += len(line)
+            yield raw.tell(), text
+
+
+def _read_parquet(path: Path, text_field: str) -> Iterator[tuple[int, str | None]]:
+    import pyarrow  # here and not above: workers, and runs on other sources, do without its 50 MB
+    import pyarrow.parquet
+
+    try:
+        # Without pre_buffer, and with a small buffer, a row group of any size is read page by page.
+        with pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
+            column = file.schema_arrow.get_field_index(text_field)
+            if column < 0:
+                names = ", ".join(file.schema_arrow.names)
+                raise DataError(f"expected a column {text_field!r}, found {names:.200} in {path}; try --text-field")
+            kind = file.schema_arrow.field(column).type
+            if kind not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
+                raise DataError(f"expected text in column {text_field!r}, found {kind} in {path}; try --text-field")
+            size_bytes, row, row_count = path.stat().st_size, 0, file.metadata.num_rows
+            for batch in file.iter_batches(PARQUET_ROWS, columns=[text_field], use_threads=False):
+                for value in batch.column(0):
+                    row += 1
+                    try:
+                        text = value.as_py()
+                    except UnicodeDecodeError:
+                        raise DataError(f"expected UTF-8, found other bytes in row {row} of {path}; repair it") from None
+                    if text is not None and len(text) > MAX_ROW_BYTES:
+                        raise DataError(
+                            f"expected rows below {MAX_ROW_BYTES} characters, found {len(text)} in row {row} of {path}"
+                        )
+                    yield size_bytes * row // row_count, text
+    except (pyarrow.ArrowException, OSError) as error:  # pyarrow raises plain OSError for a damaged page
+        raise DataError(f"expected a parquet file, found {error!s:.200} in {path}; fetch it again") from None
+
+
+def _is_text(path: Path) -> bool:
+    return path.is_file() and not path.name.startswith(".") and path.name.lower().endswith(tuple(SUFFIXES))
+
+
+def _open(path: Path, raw: IO[bytes] | None = None) -> IO[bytes]:
+    if path.suffix == ".gz":
+        return cast(IO[bytes], gzip.open(raw or path, "rb"))
+    return raw or path.open("rb")
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise DataError(f"expected a gzip file, found {error!s:.100} in {path}; fetch it again") from None
+    except FileNotFoundError:
+        raise DataError(f"expected the file {path}, found none; it was removed, name another source") from None
+    except OSError as error:
+        raise storage_error(error, f"reading {path}") from None
+
+
+def _not_utf8(path: Path, offset: int) -> DataError:
+    return DataError(f"expected UTF-8, found other bytes at byte {offset} of {path}; convert it, for example with iconv")

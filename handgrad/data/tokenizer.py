@@ -1,0 +1,316 @@
+"""Text to token ids and back: GPT-2's vocabulary, plain bytes, or a byte-pair vocabulary trained on your own text.
+
+The three classes have one shape (`Tokenizer`): `kind`, `vocab_size` (end-of-text included), `end_of_text`, `sha256`
+(the identity that travels with shards), `encode`, `decode`, `decode_bytes`, and `token_bytes`, the bytes of every id.
+All of them work on UTF-8 bytes, so every text has an encoding and `decode(encode(text)) == text`.
+"""
+
+import base64
+import contextlib
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import tiktoken
+import tokenizers
+
+from handgrad.errors import DataError, UsageError, storage_error
+
+END_OF_TEXT = "<|endoftext|>"
+TOKENIZER_FILE = "tokenizer.json"
+MAX_VOCAB_SIZE = 1 << 16  # token files hold uint16
+MAX_TOKENIZER_BYTES = 64 << 20
+
+GPT2_FILE = Path(__file__).parent / "assets" / "gpt2.tiktoken"
+GPT2_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
+# GPT-2's splitter, with possessive `++` where giving back can never help, and `\s++$` so that blanks at the end of a
+# text take no stack. It splits every text as the published pattern does.
+GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+
+# `\s+(?!\S)` still needs stack for each blank of a run inside a text, and the regex engine gives up at a million of
+# them. The two ends of such a run are token boundaries anyway: its start, and the place before its last blank.
+_BLANK = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"  # Unicode White_Space, the `\s` of the pattern
+_LONG_BLANKS = re.compile(f"(?<![{_BLANK}])[{_BLANK}]{{65536,}}")
+
+
+def _decode_bytes(token_bytes: tuple[bytes, ...], ids: Iterable[int]) -> bytes:
+    ids = [int(i) for i in ids]
+    bad = next((i for i in ids if not 0 <= i < len(token_bytes)), None)
+    if bad is not None:
+        raise DataError(
+            f"expected token ids from 0 to {len(token_bytes) - 1}, found {bad}; decode with the tokenizer of the data"
+        )
+    return b"".join(token_bytes[i] for i in ids)
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"expected text, found a lone surrogate {text[error.start]!a} at character {error.start}; "
+            "repair the encoding of the source"
+        ) from None
+
+
+@dataclass(frozen=True, eq=False)
+class Gpt2Tokenizer:
+    """GPT-2's 50,257 tokens, from the shipped file; nothing is downloaded."""
+
+    encoding: tiktoken.Encoding
+    token_bytes: tuple[bytes, ...]
+    kind: Literal["gpt2"] = "gpt2"
+    vocab_size: int = 50257
+    end_of_text: int = 50256
+    sha256: str = GPT2_SHA256
+
+    def encode(self, text: str) -> np.ndarray:
+        """`text` as uint16 ids, (tokens,). A literal "<|endoftext|>" is ordinary text. DataError: a lone surrogate."""
+        _utf8(text)
+        parts = [self.encoding.encode_to_numpy(part, disallowed_special=()) for part in _without_long_blanks(text)]
+        return np.concatenate(parts).astype(np.uint16)
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        """The bytes of `ids`. DataError: an id outside the vocabulary."""
+        return _decode_bytes(self.token_bytes, ids)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids`; bytes that are not UTF-8 (a cut character) become U+FFFD. DataError: as `decode_bytes`."""
+        return self.decode_bytes(ids).decode(errors="replace")
+
+
+@dataclass(frozen=True, eq=False)
+class BytesTokenizer:
+    """The 256 bytes of UTF-8, and end-of-text: 257 tokens, for small models and quick tests."""
+
+    token_bytes: tuple[bytes, ...] = (*(bytes([b]) for b in range(256)), END_OF_TEXT.encode())
+    kind: Literal["bytes"] = "bytes"
+    vocab_size: int = 257
+    end_of_text: int = 256
+    sha256: str = hashlib.sha256(b"256 bytes, then end-of-text").hexdigest()
+
+    def encode(self, text: str) -> np.ndarray:
+        """`text` as uint16 ids, (bytes,). DataError: a lone surrogate."""
+        return np.frombuffer(_utf8(text), np.uint8).astype(np.uint16)
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        """The bytes of `ids`. DataError: an id outside the vocabulary."""
+        return _decode_bytes(self.token_bytes, ids)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids`; bytes that are not UTF-8 become U+FFFD. DataError: as `decode_bytes`."""
+        return self.decode_bytes(ids).decode(errors="replace")
+
+
+@dataclass(frozen=True, eq=False)
+class BpeTokenizer:
+    """A byte-level byte-pair vocabulary with GPT-2's splitter, as a `tokenizer.json` of the `tokenizers` library."""
+
+    model: tokenizers.Tokenizer
+    token_bytes: tuple[bytes, ...]
+    end_of_text: int
+    json_bytes: bytes = field(repr=False)
+    kind: Literal["bpe"] = "bpe"
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.token_bytes)
+
+    @functools.cached_property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.json_bytes).hexdigest()
+
+    def encode(self, text: str) -> np.ndarray:
+        """`text` as uint16 ids, (tokens,). A literal "<|endoftext|>" is ordinary text. DataError: a lone surrogate."""
+        _utf8(text)
+        return np.array(self.model.encode_batch_fast([text], add_special_tokens=False)[0].ids, dtype=np.uint16)
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        """The bytes of `ids`. DataError: an id outside the vocabulary."""
+        return _decode_bytes(self.token_bytes, ids)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids`; bytes that are not UTF-8 become U+FFFD. DataError: as `decode_bytes`."""
+        return self.decode_bytes(ids).decode(errors="replace")
+
+
+Tokenizer = Gpt2Tokenizer | BytesTokenizer | BpeTokenizer
+
+
+def load_tokenizer(spec: str) -> Tokenizer:
+    """The tokenizer "gpt2", "bytes", or the one in the `tokenizer.json` at path `spec`.
+
+    Raises UsageError: no such tokenizer; DataError: the file is not a byte-level BPE with GPT-2's splitter.
+    """
+    if spec == "gpt2":
+        return _load_gpt2()
+    if spec == "bytes":
+        return BytesTokenizer()
+    path = Path(spec)
+    if path.is_dir():
+        path = path / TOKENIZER_FILE
+    if not path.is_file():
+        raise UsageError(
+            f"expected the tokenizer gpt2, bytes, bpe:SIZE or a tokenizer.json, found {spec!r}, which is no file"
+        )
+    return _parse_bpe(_read_small(path), where=str(path))
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> BpeTokenizer:
+    """Trains a byte-level BPE of at most `vocab_size` tokens (fewer if `texts` has fewer pairs that repeat).
+
+    Deterministic in the sequence of texts. The ids: 256 bytes, the merges in their order, end-of-text last.
+    Raises UsageError: `vocab_size` outside 257..65536.
+    """
+    if not 257 <= vocab_size <= MAX_VOCAB_SIZE:
+        raise UsageError(
+            f"expected a vocabulary of 257 to {MAX_VOCAB_SIZE} tokens (uint16), found {vocab_size}; try bpe:4096"
+        )
+    byte_level = tokenizers.pre_tokenizers.ByteLevel
+    model = tokenizers.Tokenizer(tokenizers.models.BPE())
+    model.pre_tokenizer = byte_level(add_prefix_space=False)
+    model.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size - 1, min_frequency=2, initial_alphabet=byte_level.alphabet(), show_progress=False
+    )
+    model.train_from_iterator(texts, trainer)
+    model.add_special_tokens([END_OF_TEXT])
+    return _parse_bpe(model.to_str().encode(), where="the trained tokenizer")
+
+
+def tokenizer_record(tokenizer: Tokenizer) -> dict[str, Any]:
+    """What a manifest says of `tokenizer`; `read_tokenizer` takes it."""
+    return {name: getattr(tokenizer, name) for name in ("kind", "vocab_size", "end_of_text", "sha256")}
+
+
+def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
+    """The files, by name, that must lie beside that manifest: one for a trained vocabulary, none for the others."""
+    return {TOKENIZER_FILE: tokenizer.json_bytes} if isinstance(tokenizer, BpeTokenizer) else {}
+
+
+def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
+    """Writes the tokenizer's files to `folder`; returns the manifest's record of it."""
+    for name, content in tokenizer_files(tokenizer).items():
+        (folder / name).write_bytes(content)
+    return tokenizer_record(tokenizer)
+
+
+def read_tokenizer(folder: Path, record: Any) -> Tokenizer:
+    """The tokenizer that `record`, a manifest's entry, names; DataError if it is not the one that made the shards."""
+    kind = record.get("kind") if isinstance(record, dict) else None
+    if kind not in ("gpt2", "bytes", "bpe"):
+        raise DataError(
+            f"expected a tokenizer of kind gpt2, bytes or bpe in {folder}, found {kind!r:.100}; prepare the data again"
+        )
+    if kind == "bpe" and not (folder / TOKENIZER_FILE).is_file():
+        raise DataError(f"expected {TOKENIZER_FILE} in {folder}, found no such file; restore it or prepare the data again")
+    tokenizer = load_tokenizer(str(folder / TOKENIZER_FILE) if kind == "bpe" else kind)
+    for name in ("sha256", "vocab_size", "end_of_text"):
+        if record.get(name) != getattr(tokenizer, name):
+            raise DataError(
+                f"expected the tokenizer with {name} {record.get(name)!r:.100} that made the shards in {folder}, "
+                f"found {getattr(tokenizer, name)}; restore it or prepare the data again"
+            )
+    return tokenizer
+
+
+def _without_long_blanks(text: str) -> Iterator[str]:
+    start = 0
+    for run in _LONG_BLANKS.finditer(text):
+        for end in (run.start(), run.end() - 1):
+            yield text[start:end]
+            start = end
+    yield text[start:]
+
+
+@functools.cache
+def _load_gpt2() -> Gpt2Tokenizer:
+    content = GPT2_FILE.read_bytes()
+    found = hashlib.sha256(content).hexdigest()
+    if found != GPT2_SHA256:
+        raise DataError(f"expected SHA-256 {GPT2_SHA256}, found {found} in {GPT2_FILE}; install handgrad again")
+    token_bytes = [base64.b64decode(line.split()[0]) for line in content.splitlines()]  # line number = rank = id
+    encoding = tiktoken.Encoding(
+        "gpt2",
+        pat_str=GPT2_PATTERN,
+        mergeable_ranks={token: rank for rank, token in enumerate(token_bytes)},
+        special_tokens={END_OF_TEXT: len(token_bytes)},
+    )
+    return Gpt2Tokenizer(encoding, (*token_bytes, END_OF_TEXT.encode()))
+
+
+def _read_small(path: Path) -> bytes:
+    try:
+        if path.stat().st_size > MAX_TOKENIZER_BYTES:
+            raise DataError(
+                f"expected a tokenizer of at most {MAX_TOKENIZER_BYTES} bytes, found {path.stat().st_size} in {path}"
+            )
+        return path.read_bytes()
+    except OSError as error:
+        raise storage_error(error, f"reading {path}") from None
+
+
+@functools.cache
+def _byte_of_character() -> dict[str, int]:
+    # GPT-2's byte-level alphabet: printable bytes stand for themselves, the 68 others for the characters from U+0100
+    # on.
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}
+
+
+def _parse_bpe(content: bytes, where: str) -> BpeTokenizer:
+    # Built from the parsed tables and not by the library's own loader: that one takes any pipeline, some of which do
+    # not give the text back or split differently from what `cutting` relies on.
+    def expect(condition: bool, what: str) -> None:
+        if not condition:
+            raise DataError(f"expected {what} in {where}; use a tokenizer made by `handgrad prepare --tokenizer bpe:SIZE`")
+
+    tables: Any = None
+    with contextlib.suppress(ValueError, RecursionError):
+        tables = json.loads(content)
+    expect(isinstance(tables, dict), "a JSON object")
+    model: Any = tables.get("model")
+    splitter: Any = tables.get("pre_tokenizer")
+    added: Any = tables.get("added_tokens")
+    expect(isinstance(model, dict) and model.get("type") == "BPE", "a BPE model")
+    plain = not any(
+        model.get(key) for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "ignore_merges")
+    )
+    expect(plain and not model.get("byte_fallback"), "a BPE model without dropout, affixes, fallbacks or ignored merges")
+    expect(tables.get("normalizer") is None, "no normalizer")
+    expect(isinstance(splitter, dict) and splitter.get("type") == "ByteLevel", "a ByteLevel pre_tokenizer")
+    expect(splitter.get("add_prefix_space") is False and splitter.get("use_regex", True) is True, "GPT-2's splitter")
+    vocab, merges = model.get("vocab"), model.get("merges")
+    expect(
+        isinstance(vocab, dict) and isinstance(merges, list) and isinstance(added, list),
+        "vocab, merges and added_tokens",
+    )
+    special = added[0] if len(added) == 1 and isinstance(added[0], dict) else {}
+    expect(special.get("content") == END_OF_TEXT, f"{END_OF_TEXT} as the only added token")
+    end_of_text = vocab.pop(END_OF_TEXT, special.get("id"))
+    ids = [*vocab.values(), end_of_text]
+    expect(len(ids) <= MAX_VOCAB_SIZE, f"at most {MAX_VOCAB_SIZE} tokens (uint16)")
+    expect(all(type(i) is int for i in ids) and sorted(ids) == list(range(len(ids))), "ids without gaps or repeats")
+    byte_of = _byte_of_character()
+    expect(all(token and all(c in byte_of for c in token) for token in vocab), "tokens in the byte-level alphabet")
+    expect(all(c in vocab for c in byte_of), "a token for each of the 256 bytes")
+    pairs = []
+    for merge in merges:
+        pair = merge.split(" ") if isinstance(merge, str) else merge
+        two = isinstance(pair, list) and len(pair) == 2 and all(isinstance(t, str) and t in vocab for t in pair)
+        expect(two and pair[0] + pair[1] in vocab, "merges of two tokens into a third")
+        pairs.append((pair[0], pair[1]))
+
+    token_bytes = [END_OF_TEXT.encode()] * len(ids)
+    for token, i in vocab.items():
+        token_bytes[i] = bytes(byte_of[c] for c in token)
+    encoder = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=pairs))
+    encoder.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return BpeTokenizer(encoder, tuple(token_bytes), end_of_text, content)

@@ -1,0 +1,105 @@
+"""Plots as PNG and as SVG for a page: no global state of matplotlib, and the same bytes for the same runs."""
+
+import io
+import re
+from collections.abc import Sequence
+from html import escape
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from handgrad.report.plots import Plot, tick_sparsely
+from handgrad.report.runs import Run
+from handgrad.report.style import PALETTE, light
+
+# Inches at 72 points: the page shows a figure at about 1.4 times its points, which makes 8 points 11 pixels.
+LARGE, SMALL = (8.6, 3.5), (4.3, 2.6)
+PNG_DOTS_PER_INCH = 200
+
+SETTINGS = {
+    "svg.fonttype": "none",  # text stays text: it can be selected, and takes the page's font
+    "font.size": 8.0,
+    "axes.titlesize": 9.0,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlecolor": light("ink"),
+    "axes.labelsize": 8.0,
+    "axes.labelcolor": light("faint"),
+    "axes.edgecolor": light("line"),
+    "axes.facecolor": "none",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "axes.xmargin": 0.015,
+    "grid.color": light("line"),
+    "grid.linewidth": 0.6,
+    "xtick.color": light("line"),
+    "xtick.labelcolor": light("faint"),
+    "ytick.color": light("line"),
+    "ytick.labelcolor": light("faint"),
+    "ytick.major.size": 0.0,
+    "ytick.minor.size": 0.0,
+    "legend.frameon": False,
+    "legend.labelcolor": light("ink"),
+    "legend.handlelength": 1.6,
+    "lines.solid_capstyle": "round",
+}
+
+
+def figure(plot: Plot, runs: Sequence[Run], size: tuple[float, float]) -> Figure:
+    drawn = Figure(figsize=size, layout="constrained", facecolor=light("page"))
+    axes = drawn.add_subplot()
+    plot.draw(axes, runs)
+    axes.set_title(plot.title)
+    if not axes.get_xlabel():
+        axes.set_xlabel("step")
+    tick_sparsely(axes, 8 if size is LARGE else 5)
+    return drawn
+
+
+def render(plot: Plot, runs: Sequence[Run], size: tuple[float, float], file_format: str) -> bytes:
+    """`plot` as the bytes of a file, whatever the reader's own matplotlibrc says."""
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        # Ids in an SVG are hashes; a salt per plot and size keeps them apart in a page that holds several.
+        salt = f"{plot.name} {size}"
+        matplotlib.rcParams.update({**SETTINGS, "svg.hashsalt": salt})
+        buffer = io.BytesIO()
+        # Neither a date nor a version: equal runs give equal files.
+        metadata = {"Date": None, "Creator": None} if file_format == "svg" else {"Software": None}
+        figure(plot, runs, size).savefig(buffer, format=file_format, dpi=PNG_DOTS_PER_INCH, metadata=metadata)
+    return buffer.getvalue()
+
+
+def png(plot: Plot, runs: Sequence[Run]) -> bytes:
+    return render(plot, runs, LARGE if plot.wide else SMALL, "png")
+
+
+def inline_svg(plot: Plot, runs: Sequence[Run], size: tuple[float, float]) -> str:
+    """`plot` as an <svg> element of an HTML page, in the page's colours and font."""
+    svg = render(plot, runs, size, "svg").decode("utf-8")
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"<!--.*?-->", "", svg, flags=re.DOTALL)
+    # HTML knows SVG without namespaces; "href" has replaced "xlink:href" since SVG 2.
+    svg = re.sub(r"""\sxmlns(:xlink)?="[^"]*\"""", "", svg).replace("xlink:href", "href")
+    # Groups are named figure_1, axes_1, ... in every figure; nothing refers to them and a page must not repeat an id.
+    svg = re.sub(r"""<g id="[^"]*\"""", "<g", svg)
+    view_box = re.search(r'viewBox="[^"]*"', svg)
+    assert view_box, "matplotlib writes a viewBox"
+    kind = "large" if size is LARGE else "small"
+    head = f'<svg class="{kind}" {view_box.group()} role="img" aria-label="{escape(plot.title)}">'
+    svg = re.sub(r"<svg\b[^>]*>", head, svg, count=1)
+    svg = re.sub(r"<style\b.*?</style>", "", svg, flags=re.DOTALL)  # it would hold for the whole page
+    svg = re.sub(r"<[^>]*>", lambda found: restyle(found.group()), svg)
+    return re.sub(r"\n\s*", "\n", svg).strip()
+
+
+def restyle(tag: str) -> str:
+    """One SVG tag with the page's colours, and coordinates to a hundredth of a point instead of a millionth."""
+    for name, (color, _) in PALETTE.items():
+        tag = tag.replace(color, f"var(--{name})")
+    return re.sub(r"(\d\.\d\d)\d+", r"\1", tag)

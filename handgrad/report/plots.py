@@ -1,0 +1,233 @@
+"""The plots of a report: what each one shows, as functions that draw into an axes. `drawing` makes files of them."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+from handgrad.report.curves import envelope, smooth, thin
+from handgrad.report.results import short_text
+from handgrad.report.runs import Run
+from handgrad.report.style import DASHES, RUN_COLORS, light
+
+RAW_BINS = 500  # bins of a raw curve in a plot of one run: finer than the screen shows
+MARKS = 150  # validation points or skip marks per run
+CLOSE_UP_STEPS = 50  # shorter runs need no close-up
+
+
+@dataclass(frozen=True)
+class Plot:
+    """One figure. `name` goes into the file name, `title` into the figure, `caption` below it in the page."""
+
+    name: str
+    title: str
+    caption: str
+    wide: bool
+    draw: Callable[[Axes, Sequence[Run]], None]
+
+
+def choose_plots(runs: Sequence[Run]) -> list[Plot]:
+    """The plots that say something about these runs, in reading order."""
+    dots = " Dots: validation." if any(run.validations for run in runs) else ""
+    floor = " Dashed: entropy of the source, which no model can beat." if floors(runs) else ""
+    crosses = " Crosses: skipped updates." if any(run.skipped for run in runs) else ""
+    caption = "Thin: every step. Thick: running mean." + dots + floor
+    plots = [Plot("loss", "Loss, nats per token", caption, True, draw_loss_by_step)]
+    if all(len(run.steps.step) >= CLOSE_UP_STEPS for run in runs):
+        caption = "The same, without the fall of the first fifth."
+        plots.append(Plot("loss_close_up", "Loss, close-up", caption, True, draw_loss_close_up))
+    if len({run.start.tokens_per_step for run in runs}) > 1:
+        caption = "The same curves by tokens seen, because the runs take steps of different sizes."
+        plots.append(Plot("loss_by_tokens", "Loss against tokens seen", caption, True, draw_loss_by_tokens))
+    return [
+        *plots,
+        Plot("gradient_norm", "Gradient norm", "Before clipping, log scale." + crosses, False, draw_norm),
+        Plot("learning_rate", "Learning rate", "As scheduled.", False, draw_learning_rate),
+        Plot("tokens_per_second", "Tokens per second", "Thick: running median.", False, draw_tokens_per_second),
+        Plot("step_time", "Milliseconds per step", "Rare peaks may pass the top.", False, draw_step_time),
+    ]
+
+
+def look(index: int) -> dict[str, Any]:
+    """Colour and dash of the run at `index`."""
+    return {
+        "color": light(f"run{index % RUN_COLORS}"),
+        "linestyle": DASHES[index // RUN_COLORS % len(DASHES)],
+    }
+
+
+def label(name: str) -> str:
+    """A run's name for a legend: short, without matplotlib's formulas ($) and its "do not show" mark (_ in front)."""
+    name = name if len(name) <= 34 else f"{name[:15]}…{name[-18:]}"
+    name = "".join(c if c.isprintable() else "?" for c in name).replace("$", r"\$")
+    return f" {name}" if name.startswith("_") else name
+
+
+def floors(runs: Sequence[Run]) -> list[float]:
+    """The known entropies of the runs' sources (nats per token), each once."""
+    return sorted({run.start.floor_nats_per_token for run in runs if math.isfinite(run.start.floor_nats_per_token)})
+
+
+def draw_curve(axes: Axes, x: np.ndarray, y: np.ndarray, index: int, runs: int, average: Callable = np.median) -> None:
+    """The raw curve thin and pale, and its running average on top: a median, so that a spike stays a spike."""
+    bins = max(60, RAW_BINS // runs)  # so the file does not grow with the number of runs
+    style = look(index)
+    axes.plot(*envelope(x, y, bins), color=style["color"], alpha=0.28, linewidth=0.6)
+    places = thin(len(y), bins)
+    axes.plot(x[places], smooth(y, smoothing(len(y)), places, average), linewidth=1.5, **style)
+    # All steps, also those whose value is not finite: a run that diverged shows how long it did.
+    end = max(float(x[-1]), axes.get_xlim()[1] / 1.015, 1.0)
+    axes.set_xlim(-0.015 * end, 1.015 * end)
+
+
+def smoothing(steps: int) -> int:
+    """Neighbours on each side that a running average takes in."""
+    return max(2, steps // 100)
+
+
+def draw_loss_by_step(axes: Axes, runs: Sequence[Run]) -> None:
+    draw_loss(axes, runs, [1] * len(runs))
+
+
+def draw_loss_by_tokens(axes: Axes, runs: Sequence[Run]) -> None:
+    draw_loss(axes, runs, [run.start.tokens_per_step for run in runs])
+    axes.set_xlabel("tokens")
+
+
+def draw_loss_close_up(axes: Axes, runs: Sequence[Run]) -> None:
+    """From the lowest value to where the running mean was after a fifth of the run."""
+    draw_loss_by_step(axes, runs)
+    lows, tops = floors(runs), []
+    for run in runs:
+        fifth = len(run.steps.loss) // 5
+        places = np.arange(fifth, len(run.steps.loss), max(1, fifth // 50))
+        means = smooth(run.steps.loss, smoothing(len(run.steps.loss)), places)
+        if np.isfinite(means).any():
+            lows.append(float(np.nanmin(means)))
+            tops.append(float(means[np.isfinite(means)][0]))
+    if tops and (room := max(tops) - min(lows)) > 0:
+        axes.set_ylim(min(lows) - 0.08 * room, max(tops) + 0.05 * room)
+
+
+def draw_loss(axes: Axes, runs: Sequence[Run], step_widths: Sequence[int]) -> None:
+    """Training and validation loss; `step_widths` is what one step counts for on the x axis."""
+    key: list[Line2D] = []
+    for index, (run, width) in enumerate(zip(runs, step_widths, strict=True)):
+        draw_curve(axes, run.steps.step * width, run.steps.loss, index, len(runs), np.mean)
+        if len(runs) > 1:
+            key.append(Line2D([], [], linewidth=1.5, label=label(run.name), **look(index)))
+        places = thin(len(run.validations), MARKS)
+        if len(places):
+            points = np.array(run.validations, dtype=float)[places]
+            points[~np.isfinite(points)] = np.nan
+            # One run: the second colour tells validation from training. Several: the colour tells the runs apart.
+            color = light("run1") if len(runs) == 1 else look(index)["color"]
+            dots: dict[str, Any] = {"color": color, "marker": "o", "markersize": 4.6, "linestyle": "none"}
+            dots |= {"markeredgecolor": light("page"), "markeredgewidth": 0.7, "zorder": 4}
+            axes.plot(points[:, 0] * width, points[:, 1], **dots)
+            if len(runs) == 1:
+                key.append(Line2D([], [], label="validation", **dots))
+    if len(runs) == 1:
+        key.insert(0, Line2D([], [], linewidth=1.5, label="training", **look(0)))
+    dashed: dict[str, Any] = {"color": light("floor"), "linewidth": 1.0, "linestyle": (0, (4, 3))}
+    for floor in floors(runs):
+        axes.axhline(floor, zorder=1.5, **dashed)
+        key.append(Line2D([], [], label=f"entropy of the source, {floor:.3f}", **dashed))
+    limit_loss(axes, runs)
+    axes.legend(handles=key, loc="best", ncols=1 if len(key) <= 6 else 2)
+
+
+def limit_loss(axes: Axes, runs: Sequence[Run]) -> None:
+    """Cuts the top where a few steps of a diverging run would flatten all the rest."""
+    tops = []
+    for run in runs:
+        finite = run.steps.loss[np.isfinite(run.steps.loss)]
+        if len(finite):
+            tops.append(min(finite.max(), 1.3 * max(finite[0], np.quantile(finite, 0.98))))
+    bottom, top = axes.get_ylim()
+    if tops and max(tops) > bottom:
+        axes.set_ylim(bottom, min(top, max(tops) + 0.04 * (max(tops) - bottom)))
+
+
+def draw_norm(axes: Axes, runs: Sequence[Run]) -> None:
+    drawn = False
+    for index, run in enumerate(runs):
+        norm = np.where(np.isfinite(run.steps.norm) & (run.steps.norm > 0), run.steps.norm, np.nan)
+        drawn = drawn or not np.isnan(norm).all()
+        draw_curve(axes, run.steps.step, norm, index, len(runs))
+        skipped = np.isin(run.steps.step, list(run.skipped))
+        places = np.flatnonzero(skipped)[thin(int(skipped.sum()), MARKS)]
+        color = light("warning") if len(runs) == 1 else look(index)["color"]
+        cross: dict[str, Any] = {
+            "color": color,
+            "marker": "x",
+            "markersize": 4.5,
+            "markeredgewidth": 1.2,
+            "linestyle": "none",
+        }
+        known = places[~np.isnan(norm[places])]
+        axes.plot(run.steps.step[known], norm[known], zorder=4, **cross)
+        # A norm that is not finite has no height: its cross stands at the upper edge.
+        edge = places[np.isnan(norm[places])]
+        axes.plot(run.steps.step[edge], np.full(len(edge), 0.97), transform=axes.get_xaxis_transform(), **cross)
+    clips = {run.config.get("clip_norm") for run in runs}
+    if len(clips) == 1 and isinstance(clip := clips.pop(), int | float) and clip > 0:
+        axes.axhline(clip, color=light("floor"), linewidth=0.9, linestyle=(0, (1, 2)), zorder=1.5)
+        style: dict[str, Any] = {"ha": "right", "color": light("faint"), "fontsize": 7}
+        offset = {"xytext": (0, 2.5), "textcoords": "offset points"}
+        axes.annotate(f"clipped at {clip:g}", (0.99, clip), xycoords=("axes fraction", "data"), **offset, **style)
+        drawn = True
+    if drawn:
+        axes.set_yscale("log")
+        low, high = axes.get_ylim()
+        # Over one decade the powers of ten alone would leave an axis with a single number.
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0,) if high / low > 300 else (1.0, 2.0, 5.0)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    name_runs(axes, runs, "upper right")
+
+
+def draw_learning_rate(axes: Axes, runs: Sequence[Run]) -> None:
+    for index, run in enumerate(runs):
+        axes.plot(*envelope(run.steps.step, run.steps.learning_rate, RAW_BINS // 2), linewidth=1.5, **look(index))
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    name_runs(axes, runs, "lower center")
+
+
+def draw_tokens_per_second(axes: Axes, runs: Sequence[Run]) -> None:
+    draw_speed(axes, runs, [run.steps.tokens_per_second for run in runs])
+
+
+def draw_step_time(axes: Axes, runs: Sequence[Run]) -> None:
+    draw_speed(axes, runs, [run.steps.step_ms for run in runs])
+
+
+def draw_speed(axes: Axes, runs: Sequence[Run], series: Sequence[np.ndarray]) -> None:
+    """From zero, so that a wobble looks as small as it is; cut above what 99 % of the steps need."""
+    tops = []
+    for index, (run, values) in enumerate(zip(runs, series, strict=True)):
+        draw_curve(axes, run.steps.step, values, index, len(runs))
+        finite = values[np.isfinite(values)]
+        tops.append(np.quantile(finite, 0.99) if len(finite) else 0.0)
+    axes.set_ylim(0, 1.15 * max(tops) or 1)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short_text(value)))
+    name_runs(axes, runs, "lower right")
+
+
+def name_runs(axes: Axes, runs: Sequence[Run], place: Literal["upper right", "lower center", "lower right"]) -> None:
+    """A legend of the runs' names, where there is more than one."""
+    if len(runs) > 1:
+        key = [Line2D([], [], linewidth=1.5, label=label(run.name), **look(index)) for index, run in enumerate(runs)]
+        axes.legend(handles=key, loc=place, ncols=1 if len(runs) <= 4 else 2, fontsize=7)
+
+
+def tick_sparsely(axes: Axes, count: int) -> None:
+    """A few whole numbers along x, in thousands and millions where they are that large."""
+    axes.xaxis.set_major_locator(MaxNLocator(count, integer=True, steps=[1, 2, 2.5, 5, 10]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_text(value)))

@@ -1,0 +1,136 @@
+"""What a run achieved, as numbers, and numbers as text. NaN stands for unknown and is shown as a dash."""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from handgrad.report.runs import Run
+
+DASH = "–"
+
+
+def steps_done(run: Run) -> int:
+    return int(run.steps.step[-1])
+
+
+def tokens_seen(run: Run) -> int:
+    return steps_done(run) * run.start.tokens_per_step
+
+
+def epochs(run: Run) -> float:
+    """Passes over the training tokens."""
+    return tokens_seen(run) / run.start.train_tokens if run.start.train_tokens > 0 else math.nan
+
+
+def seconds_in_steps(run: Run) -> float:
+    """Time spent in the steps; validations, samples and checkpoints come on top."""
+    return float(np.nansum(run.steps.step_ms)) / 1000
+
+
+def median(values: np.ndarray) -> float:
+    finite = values[np.isfinite(values)]
+    return float(np.median(finite)) if len(finite) else math.nan
+
+
+def median_tokens_per_second(run: Run) -> float:
+    return median(run.steps.tokens_per_second)
+
+
+def flops_per_second(run: Run) -> float:
+    """Arithmetic of the model at the median speed; recomputed work is not counted."""
+    return run.start.flops_per_token * median_tokens_per_second(run)
+
+
+def final_training_loss(run: Run) -> float:
+    """Mean loss of the last 2 % of the steps (nats per token), because a single batch is noisy."""
+    last = run.steps.loss[-max(1, len(run.steps.loss) // 50) :]
+    finite = last[np.isfinite(last)]
+    return float(finite.mean()) if len(finite) else math.nan
+
+
+def final_validation(run: Run) -> float:
+    """The last validation loss, nats per token."""
+    return run.validations[-1][1] if run.validations else math.nan
+
+
+def best_validation(run: Run) -> tuple[int, float] | None:
+    """Step and loss (nats per token) of the lowest validation loss."""
+    finite = [(step, loss) for step, loss in run.validations if math.isfinite(loss)]
+    return min(finite, key=lambda pair: pair[1], default=None)
+
+
+def perplexity(loss: float) -> float:
+    return math.exp(loss) if not loss > 700 else math.inf  # e^710 is beyond a float
+
+
+def bits_per_byte(run: Run, loss: float) -> float:
+    """Bits per byte of validation text: the loss in a unit that does not depend on the tokenizer."""
+    start = run.start
+    if not start.validation_text_bytes > 0:
+        return math.nan
+    return loss * start.validation_tokens / start.validation_text_bytes / math.log(2)
+
+
+def percent_above_floor(run: Run, loss: float) -> float:
+    """How far the loss lies above the entropy of the source, which no model can beat, in percent of it."""
+    floor = run.start.floor_nats_per_token
+    return 100 * (loss / floor - 1) if floor > 0 else math.nan
+
+
+def shown(value: float, form: Callable[[float], str]) -> str:
+    """`value` through `form`, or a word for what is not a number."""
+    if math.isnan(value):
+        return DASH
+    return form(value) if math.isfinite(value) else "∞" if value > 0 else "-∞"
+
+
+def loss_text(value: float) -> str:
+    return shown(value, "{:.4f}".format)
+
+
+def validation_text(run: Run) -> str:
+    """The last validation loss; NaN says that the run diverged, a dash that there was no validation."""
+    loss = final_validation(run)
+    return "NaN" if run.validations and math.isnan(loss) else loss_text(loss)
+
+
+def perplexity_text(value: float) -> str:
+    return shown(value, lambda v: f"{v:.2f}" if v < 1000 else f"{v:,.0f}" if v < 1e9 else f"{v:.1e}")
+
+
+def floor_text(run: Run, loss: float) -> str:
+    return shown(percent_above_floor(run, loss), lambda v: f"{v:+.1f} %" if abs(v) < 100 else f"{v:+,.0f} %")
+
+
+def count_text(value: float) -> str:
+    """A count in full: 961,536."""
+    return shown(value, "{:,.0f}".format)
+
+
+def short_text(value: float) -> str:
+    """A count to three digits or so: 600, 8.19k, 4.92M."""
+    return shown(value, lambda v: scaled(v, 1000, ("", "k", "M", "G", "T", "P", "E")))
+
+
+def bytes_text(value: float) -> str:
+    return shown(value, lambda v: scaled(v, 1024, (" B", " KiB", " MiB", " GiB", " TiB")))
+
+
+def scaled(value: float, base: int, units: tuple[str, ...]) -> str:
+    """`value` to three digits, in the unit that leaves fewer than `base` of it."""
+    power = 0
+    while abs(float(f"{value:.3g}")) >= base and power < len(units) - 1:
+        value, power = value / base, power + 1
+    digits = f"{value:.3g}" if abs(value) < 999.5 else f"{value:.0f}"
+    return digits + units[power]
+
+
+def duration_text(seconds: float) -> str:
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"

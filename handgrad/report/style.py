@@ -1,0 +1,101 @@
+"""The look of the report: one palette for the page and its plots, and the page's style sheet."""
+
+# Name: (light, dark). The plots are drawn in the light colours; in the page each becomes `var(--name)`, so a plot
+# follows the reader's colour scheme. The light ones must therefore all differ.
+PALETTE = {
+    "page": ("#fcfcfa", "#16181b"),
+    "card": ("#f3f3ef", "#1e2125"),
+    "line": ("#dcdcd5", "#34383e"),
+    "ink": ("#22252a", "#e4e4e0"),
+    "faint": ("#666b73", "#9aa0a8"),
+    "floor": ("#7d828a", "#8b9199"),
+    "warning": ("#b3261e", "#ff8a80"),
+    "run0": ("#2364aa", "#6fb1f5"),
+    "run1": ("#d1600a", "#ff9d52"),
+    "run2": ("#2b8a57", "#63cf95"),
+    "run3": ("#8a4fb0", "#c594ea"),
+    "run4": ("#b8336a", "#f284b0"),
+    "run5": ("#7a6a12", "#d3c25a"),
+}
+RUN_COLORS = 6
+DASHES = ("solid", (0, (5, 2)), (0, (1.5, 1.5)))  # after RUN_COLORS runs the colours repeat in another dash
+
+
+def light(name: str) -> str:
+    return PALETTE[name][0]
+
+
+def variables(scheme: int) -> str:
+    return "".join(f"--{name}:{colors[scheme]};" for name, colors in PALETTE.items())
+
+
+def style_sheet() -> str:
+    """The whole CSS of the page. Paper always gets the light colours."""
+    return f"""
+:root {{ color-scheme: light; {variables(0)} }}
+@media screen and (prefers-color-scheme: dark) {{ :root {{ color-scheme: dark; {variables(1)} }} }}
+{RULES}"""
+
+
+RULES = """
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--page); color: var(--ink); font: 16px/1.55 system-ui, -apple-system, "Segoe UI",
+  Roboto, "Helvetica Neue", "DejaVu Sans", sans-serif; -webkit-text-size-adjust: 100%; }
+main { max-width: 920px; margin: 0 auto; padding: 2.2rem 1.2rem 4rem; }
+h1 { font-size: 1.8rem; line-height: 1.2; margin: 0 0 .6rem; letter-spacing: -.01em; overflow-wrap: anywhere; }
+h2 { font-size: 1.1rem; margin: 2.6rem 0 .8rem; }
+h3 { font-size: .95rem; margin: 1.4rem 0 .4rem; }
+p { margin: 0 0 .8rem; max-width: 46rem; overflow-wrap: anywhere; }
+.faint, figcaption { color: var(--faint); font-size: .85rem; line-height: 1.4; }
+.warning { color: var(--warning); }
+.swatch { display: inline-block; width: .75em; height: .75em; border-radius: 2px; margin-right: .45em; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(9.5rem, 1fr)); gap: .7rem; margin: 1.4rem 0; }
+.tile { background: var(--card); border-radius: 8px; padding: .75rem .9rem; }
+.tile dt { color: var(--faint); font-size: .8rem; line-height: 1.3; }
+.tile dd { margin: 0; }
+.tile .value { font-size: 1.5rem; line-height: 1.35; font-weight: 600; white-space: nowrap;
+  font-variant-numeric: tabular-nums; }
+.tile .note { color: var(--faint); font-size: .78rem; line-height: 1.3; }
+.plots { display: grid; grid-template-columns: 1fr 1fr; gap: 1.6rem 1.4rem; }
+.plots .wide { grid-column: 1 / -1; }
+figure { margin: 0; min-width: 0; break-inside: avoid; }
+figcaption { margin-top: .2rem; }
+figure svg { display: block; width: 100%; height: auto; }
+figure svg * { stroke-linejoin: round; stroke-linecap: butt; }
+figure svg text { font-family: inherit !important; }
+.wide svg.small { display: none; }
+.scroll { overflow-x: auto; margin: 0 0 .8rem; }
+table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums; }
+th, td { text-align: left; padding: .3rem 1.3rem .3rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
+th { font-weight: 600; }
+thead th { color: var(--faint); font-weight: 500; overflow-wrap: anywhere; }
+tbody th { font-weight: 400; color: var(--faint); white-space: nowrap; }
+td.number, th.number { text-align: right; white-space: nowrap; }
+tr.total td, tr.total th { font-weight: 600; border-bottom: 0; }
+pre { background: var(--card); border-radius: 8px; padding: .8rem .95rem; margin: 0 0 .9rem;
+  white-space: pre-wrap; overflow-wrap: anywhere;
+  font: .84rem/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace; }
+.sample { margin: 0 0 .8rem; }
+.sample pre { margin: .15rem 0 0; }
+details { margin: 0 0 .6rem; }
+summary { cursor: pointer; padding: .2rem 0; }
+footer { margin-top: 3rem; color: var(--faint); font-size: .8rem; }
+@media (max-width: 640px) {
+  main { padding: 1.4rem .9rem 3rem; }
+  h1 { font-size: 1.45rem; }
+  .plots { grid-template-columns: 1fr; }
+  .wide svg.large { display: none; }
+  .wide svg.small { display: block; }
+  .tiles { grid-template-columns: 1fr 1fr; gap: .5rem; }
+  .tile .value { font-size: 1.25rem; }
+}
+@media print {
+  body { font-size: 10.5pt; }
+  main { max-width: none; padding: 0; }
+  .tile, pre { border: 1px solid var(--line); }
+  .scroll { overflow: visible; }
+  h2, h3 { break-after: avoid; }
+  .tiles { grid-template-columns: repeat(auto-fit, minmax(7.5rem, 1fr)); }
+  .tiles, .sample, pre, table { break-inside: avoid; }
+}
+"""

@@ -1,0 +1,86 @@
+"""What is said and recorded of a run before its first step, and what is refused."""
+
+from typing import Any
+
+import torch
+
+import handgrad
+from handgrad import world
+from handgrad.config import ModelShape, RunConfig
+from handgrad.data.batches import Batches
+from handgrad.data.shards import Dataset
+from handgrad.errors import DataError
+from handgrad.model.parameters import count_parameters, flops_per_token, parameter_table
+from handgrad.training.console import human_bytes, human_count, memory_table
+from handgrad.training.state import largest_micro_batch, training_plan
+
+
+def check_fits(config: RunConfig, dataset: Dataset, device: torch.device, dtype: torch.dtype) -> None:
+    """Refuses, before anything is written or allocated, a step larger than an epoch and a plan larger than the memory."""
+    samples = Batches(dataset.splits["train"], config.sequence_length, config.seed).samples_per_epoch
+    if samples < config.samples_per_step:
+        micro_batch = min(config.micro_batch, samples)
+        fitting = samples // micro_batch * micro_batch * config.sequence_length
+        raise DataError(
+            f"one step takes {config.samples_per_step} samples of {config.sequence_length} tokens, the training split of"
+            f" {config.data} has {samples}; add text, or try --micro-batch {micro_batch} --tokens-per-step {fitting}"
+        )
+    shape = config.shape(dataset.tokenizer.vocab_size)
+    available = world.available_bytes(device)
+    needed = training_plan(config, shape, dtype).total_bytes
+    if available is not None and needed > available:
+        fitting = largest_micro_batch(config, shape, dtype, available)
+        advice = f"try --micro-batch {fitting}" if fitting else "even one sample at a time does not fit"
+        raise DataError(
+            f"the run needs {human_bytes(needed)}, {device.type} has {human_bytes(available)} free;"
+            f" {advice} (`handgrad plan` shows what takes it)"
+        )
+
+
+def header_lines(
+    config: RunConfig, dataset: Dataset, device: torch.device, memory_bytes: dict[str, int], started: str
+) -> list[str]:
+    """The header of a run: versions, model, data, batch, numbers, memory. `started`: from where, in a word or two."""
+    shape = config.shape(dataset.tokenizer.vocab_size)
+    samples_per_epoch = Batches(dataset.splits["train"], config.sequence_length, config.seed).samples_per_epoch
+    return [
+        f"handgrad {handgrad.__version__}, torch {torch.__version__}, {world.describe(device)}",
+        f"model      {shape.num_layers} layers, {shape.num_heads} heads, {shape.channels} channels,"
+        f" context {shape.sequence_length}: {human_count(count_parameters(parameter_table(shape)))} parameters",
+        f"data       {config.data}: {human_count(dataset.tokens('train'))} training and"
+        f" {human_count(dataset.tokens('validation'))} validation tokens, {dataset.tokenizer.kind} vocabulary of"
+        f" {shape.vocab_size} (padded to {shape.padded_vocab_size})",
+        f"batch      {config.tokens_per_step} tokens a step = {config.micro_steps} x {config.micro_batch} x"
+        f" {config.sequence_length}; {config.steps} steps = {human_count(config.steps * config.tokens_per_step)} tokens,"
+        f" {config.steps * config.samples_per_step / samples_per_epoch:.1f} epochs",
+        f"numbers    {config.precision}, recompute {config.recompute}, {started}",
+        "memory",
+        *memory_table([memory_bytes]),
+    ]
+
+
+def run_record(config: RunConfig, dataset: Dataset, device: torch.device, memory_bytes: dict[str, int]) -> dict[str, Any]:
+    """The same for programs: the "run" line of metrics.jsonl."""
+    shape: ModelShape = config.shape(dataset.tokenizer.vocab_size)
+    manifest = dataset.manifest
+    return {
+        "handgrad": handgrad.__version__,
+        "torch": torch.__version__,
+        "device": world.describe(device),
+        "precision": config.precision,
+        "parameters": count_parameters(parameter_table(shape)),
+        "tokens_per_step": config.tokens_per_step,
+        "steps": config.steps,
+        "vocab_size": shape.vocab_size,
+        "memory_bytes": memory_bytes,
+        "data": {
+            "folder": config.data,
+            "identity": dataset.identity,
+            "tokenizer": dataset.tokenizer.kind,
+            "train_tokens": dataset.tokens("train"),
+            "validation_tokens": dataset.tokens("validation"),
+            "validation_text_bytes": manifest["splits"]["validation"]["text_bytes"] if manifest else None,
+        },
+        "floor_nats_per_token": dataset.floor("validation"),
+        "flops_per_token": flops_per_token(shape),
+    }

@@ -1,0 +1,138 @@
+"""The order of samples: a pure function of (seed, i), every window once an epoch, well mixed at every size."""
+
+import itertools
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from handgrad.data.batches import Batches
+from handgrad.data.permutation import mix, permute
+from handgrad.data.shards import open_dataset
+from handgrad.errors import DataError
+from tests.data.conftest import flip_bit
+
+T = 8
+
+
+@pytest.fixture
+def shards(make_dataset):
+    lengths = (100, 5, 8 * 12 + 1, 300)  # the second holds no window; the third has no slack
+    return open_dataset(make_dataset([np.arange(n) % 250 for n in lengths], [np.arange(60)])).splits["train"]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 400), st.integers(0, 2**70))
+def test_permute_is_a_bijection(size, key):
+    assert sorted(permute(i, size, key) for i in range(size)) == list(range(size))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_small_permutations_are_uniform(size):
+    orders = list(itertools.permutations(range(size)))
+    draws = 40 * len(orders)
+    counts = Counter(tuple(permute(i, size, key) for i in range(size)) for key in range(draws))
+    chi_square = sum((counts[order] - 40) ** 2 / 40 for order in orders)
+    freedom = len(orders) - 1
+    assert chi_square < freedom + 5 * (2 * freedom) ** 0.5  # five standard deviations
+
+
+@pytest.mark.parametrize("size", [7, 16, 100, 300])
+def test_large_permutations_mix(size):
+    keys = range(2000)
+    first = np.array([[permute(i, size, key) for i in (0, 1)] for key in keys]) / size
+    assert abs(first.mean() - (size - 1) / (2 * size)) < 5 * (1 / 12 / first.size) ** 0.5
+    assert abs(np.corrcoef(first.T)[0, 1] + 1 / (size - 1)) < 5 / len(keys) ** 0.5
+    neighbours = np.mean([(permute(1, size, k) - permute(0, size, k)) % size == 1 for k in keys])
+    assert abs(neighbours - 1 / (size - 1)) < 5 * (1 / (size - 1) / len(keys)) ** 0.5
+    fixed = np.mean([sum(permute(i, size, k) == i for i in range(size)) for k in range(200)])
+    assert abs(fixed - 1) < 5 / 200**0.5  # a random permutation has one fixed point on average, with variance one
+
+
+def test_mix_depends_on_every_value_and_its_place():
+    values = {mix(), mix(0), mix(0, 0), mix(1), mix(0, 1), mix(1, 0), mix(1, 1), mix(2**40), mix(2**40, 1)}
+    assert len(values) == 9
+
+
+def test_every_window_once_an_epoch(shards):
+    batches = Batches(shards, T, seed=3)
+    assert batches.samples_per_epoch == 12 + 12 + 37
+    orders, offsets = [], []
+    for epoch in range(6):
+        first = epoch * batches.samples_per_epoch
+        places = [batches.locate(first + i) for i in range(batches.samples_per_epoch)]
+        offset = {shard: min(start for s, start in places if s == shard) for shard in (0, 2, 3)}
+        expected = {(s, offset[s] + T * w) for s, windows in ((0, 12), (2, 12), (3, 37)) for w in range(windows)}
+        assert len(places) == len(set(places)) and set(places) == expected
+        assert all(start + T + 1 <= shards[s].token_count for s, start in places)
+        assert places != sorted(places)
+        orders.append(places)
+        offsets.append((offset[0], offset[2], offset[3]))
+    assert len({tuple(order) for order in orders}) == 6
+    assert len(set(offsets)) > 1 and {o[1] for o in offsets} == {0}  # the tail left out varies where there is one
+    assert len({tuple(dict.fromkeys(s for s, _ in order)) for order in orders}) > 1  # so does the order of the shards
+
+
+def test_every_token_of_the_slack_is_seen_in_some_epoch(shards):
+    batches = Batches(shards[:1], T, seed=0)
+    starts = {batches.locate(e * batches.samples_per_epoch + i)[1] for e in range(40) for i in range(12)}
+    assert 0 in starts and max(starts) == 100 - T - 1
+
+
+def test_a_sample_depends_on_seed_and_number_only(shards):
+    reference = [Batches(shards, T, seed=7).window(i).tolist() for i in range(200)]
+    batches = Batches(shards, T, seed=7)
+    for i in np.random.default_rng(0).permutation(200):  # any order, across epochs, one object
+        assert batches.window(int(i)).tolist() == reference[i]
+    for size in (1, 3, 16):
+        filled = []
+        for first in range(0, 190, size):
+            inputs, targets = torch.full((size, T), -1), torch.full((size, T), -1)
+            Batches(shards, T, seed=7).fill(inputs, targets, first)
+            assert torch.equal(inputs[:, 1:], targets[:, :-1])
+            filled += torch.cat([inputs, targets[:, -1:]], 1).tolist()
+        assert filled == reference[: len(filled)]
+    assert [Batches(shards, T, seed=8).window(i).tolist() for i in range(200)] != reference
+
+
+def test_without_shuffle_in_order(shards):
+    batches = Batches(shards, T, seed=1, shuffle=False)
+    places = [batches.locate(i) for i in range(batches.samples_per_epoch)]
+    assert places == [(s, T * w) for s, windows in ((0, 12), (2, 12), (3, 37)) for w in range(windows)]
+    assert batches.locate(batches.samples_per_epoch) == (0, 0)
+
+
+def test_a_corpus_shorter_than_one_sequence(make_dataset):
+    splits = open_dataset(make_dataset([np.arange(T)], [np.arange(T + 1)])).splits
+    with pytest.raises(DataError, match=r"at least 9 tokens, found at most 8 .*--sequence-length"):
+        Batches(splits["train"], T, seed=0)
+    with pytest.raises(DataError, match="no shard"):
+        Batches((), T, seed=0)
+    assert Batches(splits["validation"], T, seed=0).samples_per_epoch == 1
+
+
+def test_a_damaged_shard_is_refused_before_use(make_dataset):
+    folder = make_dataset([np.arange(100)], [np.arange(100)])
+    flip_bit(folder / "train_000000.bin", 1100)
+    batches = Batches(open_dataset(folder).splits["train"], T, seed=0)
+    inputs = torch.full((2, T), -1)
+    with pytest.raises(DataError, match="SHA-256"):
+        batches.fill(inputs, inputs.clone(), 0)
+    assert (inputs == -1).all()
+
+
+def test_a_sample_costs_microseconds(make_dataset):
+    shards = open_dataset(make_dataset([np.arange(400_000) % 250] * 3, [np.arange(60)])).splits["train"]
+    batches = Batches(shards, 1024, seed=0)
+    inputs, targets = torch.empty(64, 1024, dtype=torch.int64), torch.empty(64, 1024, dtype=torch.int64)
+    batches.fill(inputs, targets, 0)  # verifies
+    seconds = []
+    for n in range(20):
+        start = time.perf_counter()
+        batches.fill(inputs, targets, n * 64)
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) / 64 < 200e-6  # 600,000 tokens/s leave 1,700 us a sample

@@ -1,0 +1,249 @@
+"""Whatever the bytes are: one readable error of the documented kind, quickly, and nothing under the final name."""
+
+import json
+import time
+import tracemalloc
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from handgrad.data.prepare import PrepareOptions, prepare
+from handgrad.data.shards import header, open_dataset
+from handgrad.data.tokenizer import load_tokenizer, train_bpe
+from handgrad.errors import DataError, HandgradError
+
+FUZZ = settings(max_examples=150, deadline=1000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+def touch(folder) -> None:
+    """Uses everything that a dataset has."""
+    dataset = open_dataset(folder)
+    for split in ("train", "validation"):
+        for shard in dataset.splits[split]:
+            assert len(shard.tokens) == shard.token_count
+            if dataset.manifest is not None:
+                assert len(shard.document_starts) == shard.document_count
+        dataset.floor(split) if dataset.tokens(split) else None
+    assert len(dataset.identity) == 64
+
+
+def only_a_data_error(folder) -> bool:
+    """Whether `touch` refused; any other exception goes through."""
+    try:
+        touch(folder)
+    except DataError as error:
+        assert "\n" not in str(error) and len(str(error)) < 1000
+        return True
+    return False
+
+
+@FUZZ
+@given(content=st.binary(max_size=3000) | st.binary(max_size=50).map(lambda b: header(len(b) // 2) + b))
+def test_any_bytes_as_a_shard(tmp_path, content):
+    (tmp_path / "x_train_0.bin").write_bytes(content)
+    only_a_data_error(tmp_path)
+
+
+@FUZZ
+@given(place=st.integers(0, 11), value=st.integers(0, 255))
+def test_any_header(tmp_path, place, value):
+    content = bytearray(header(100) + np.arange(100, dtype="<u2").tobytes())
+    changed = content[place] != value
+    content[place] = value
+    (tmp_path / "x_train_0.bin").write_bytes(content)
+    assert only_a_data_error(tmp_path) == changed
+
+
+@FUZZ
+@given(content=st.binary(max_size=200) | JSON.map(lambda j: json.dumps(j).encode()))
+def test_any_bytes_as_a_manifest(tmp_path, content):
+    (tmp_path / "manifest.json").write_bytes(content)
+    assert only_a_data_error(tmp_path)
+
+
+def test_hostile_json(tmp_path):
+    for content in (
+        b"[" * 100_000,
+        b'{"schema": 1' + b"0" * 10_000 + b"}",
+        b'{"schema": NaN}',
+        b"\xff\xfe",
+        b'{"schema": 1e999}',
+    ):
+        (tmp_path / "manifest.json").write_bytes(content)
+        assert only_a_data_error(tmp_path)
+        (tmp_path / "tokenizer.json").write_bytes(content)
+        with pytest.raises(DataError):
+            load_tokenizer(str(tmp_path))
+
+
+@st.composite
+def edited(draw):
+    """A path into a manifest and what to put there."""
+    path = draw(
+        st.sampled_from(
+            [(k,) for k in ("schema", "tokenizer", "splits")]
+            + [("tokenizer", k) for k in ("kind", "vocab_size", "end_of_text", "sha256")]
+            + [("splits", "train")]
+            + [
+                ("splits", "train", k)
+                for k in ("tokens", "text_tokens", "documents", "text_bytes", "source_nats", "shards")
+            ]
+            + [("splits", "train", "shards", 0)]
+            + [("splits", "train", "shards", 0, k) for k in ("file", "tokens", "documents", "sha256", "index_sha256")]
+        )
+    )
+    return path, draw(JSON | st.sampled_from([2**62, 10**30, -1, "/dev/zero", "..", "train_000000.bin\n", 1.0, True]))
+
+
+@FUZZ
+@given(edit=edited())
+def test_an_edited_manifest(make_dataset, tmp_path, edit):
+    folder = tmp_path / "shards"
+    if not folder.exists():
+        make_dataset([np.arange(50)], [np.arange(50)])
+        touch(folder)
+        (tmp_path / "intact").write_bytes((folder / "manifest.json").read_bytes())
+    manifest = json.loads((tmp_path / "intact").read_text())
+    (path, value), place = edit, manifest
+    for key in path[:-1]:
+        place = place[key]
+    harmless = path[-1] in ("text_tokens", "text_bytes", "source_nats") or place[path[-1]] == value
+    place[path[-1]] = value
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert only_a_data_error(folder) or harmless
+
+
+def test_counts_beyond_the_file_allocate_nothing(make_dataset):
+    folder = make_dataset([np.arange(50)], [np.arange(50)])
+    manifest = json.loads((folder / "manifest.json").read_text())
+    train = manifest["splits"]["train"]
+    train["tokens"] = train["shards"][0]["tokens"] = train["documents"] = train["shards"][0]["documents"] = 2**40
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    tracemalloc.start()
+    start = time.monotonic()
+    assert only_a_data_error(folder)
+    assert time.monotonic() - start < 1 and tracemalloc.get_traced_memory()[1] < 1 << 24
+    tracemalloc.stop()
+
+
+@settings(max_examples=60, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(place=st.integers(0, 10**9), value=st.binary(min_size=1, max_size=3))
+def test_a_damaged_tokenizer_file(tmp_path, place, value):
+    path = tmp_path / "tokenizer.json"
+    if not (tmp_path / "intact").exists():
+        (tmp_path / "intact").write_bytes(train_bpe(["to be or not to be " * 9], 262).json_bytes)
+    content = bytearray((tmp_path / "intact").read_bytes())
+    content[place % len(content) : place % len(content) + len(value)] = value
+    path.write_bytes(content)
+    try:
+        tokenizer = load_tokenizer(str(path))
+    except DataError:
+        return
+    assert tokenizer.decode(tokenizer.encode("to be, über")) == "to be, über"  # what is accepted still works
+
+
+# ---- sources
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.jsonl.gz", "a.txt.gz", "a.txt"])
+@settings(max_examples=25, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    content=st.binary(max_size=300)
+    | st.binary(max_size=40).map(lambda b: b"PAR1" + b + b"PAR1")
+    | JSON.map(lambda j: json.dumps(j).encode())
+)
+def test_any_bytes_as_a_source(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    try:
+        prepare(PrepareOptions(str(tmp_path / name), tmp_path / "out", "bytes", workers=1, overwrite=True))
+    except HandgradError as error:
+        assert error.exit_code == 65 and "\n" not in str(error) and len(str(error)) < 1000
+    else:
+        touch(tmp_path / "out")
+
+
+def refuse(tmp_path, content: bytes, name: str, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        prepare(PrepareOptions(str(tmp_path / name), tmp_path / "out", "bytes"))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("offset", [0, 1000, 262_143, 262_144, 270_000, 299_999])
+def test_text_that_is_not_utf8_is_named_with_its_byte(tmp_path, offset):
+    content = bytearray("é".encode() * 150_000)
+    content[offset] = 0xFF
+    first = offset - offset % 2 if offset % 2 else offset  # the broken second byte belongs to the character before it
+    refuse(tmp_path, bytes(content), "a.txt", rf"expected UTF-8.*at byte {first} of .*a\.txt")
+
+
+def test_rows_that_are_not_utf8(tmp_path):
+    refuse(tmp_path, b'{"text": "fine"}\n{"text": "\xff"}\n', "a.jsonl", r"at byte 27 of .*a\.jsonl")
+    refuse(tmp_path, b'{"text": "\\ud800"}\n', "a.jsonl", "surrogate")
+    binary = pyarrow.array([b"fine", b"\xff"], pyarrow.binary()).cast(pyarrow.string(), safe=False)
+    pyarrow.parquet.write_table(pyarrow.table({"text": binary}), tmp_path / "b.parquet")
+    refuse(tmp_path, (tmp_path / "b.parquet").read_bytes(), "a.parquet", "UTF-8.* row 2")
+
+
+def test_truncated_files(tmp_path, make_text):
+    import gzip
+
+    whole = gzip.compress(make_text(50_000).encode())
+    refuse(tmp_path, whole[:-100], "a.txt.gz", "gzip")
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["abc" * 1000] * 100}), tmp_path / "b.parquet")
+    refuse(tmp_path, (tmp_path / "b.parquet").read_bytes()[:-1], "a.parquet", "parquet file")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"", "no document"),
+        ("a.jsonl", b"", "no document"),
+        ("a.jsonl", b'{"text": ""}\n\n{"text": null}\n', "no document"),
+        ("a.jsonl", b'{"body": "x"}\n', "'text', found the keys body in line 1"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": 3}\n', "found 3 in line 2"),
+        ("a.jsonl", b'{"text": "x"}\n{"text":\n', "JSON object.* in line 2"),
+        ("a.jsonl", b"[1]\n", "found a list"),
+        ("a.csv", b"x", "rename it"),
+        ("a.txt", b"x", "none for (train|validation)"),
+    ],
+)
+def test_sources_without_usable_text(tmp_path, name, content, message):
+    refuse(tmp_path, content, name, message)
+
+
+def test_parquet_columns(tmp_path):
+    pyarrow.parquet.write_table(pyarrow.table({"body": ["x"], "n": [1]}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="column 'text', found body, n"):
+        prepare(PrepareOptions(str(tmp_path / "a.parquet"), tmp_path / "out"))
+    with pytest.raises(DataError, match="found int64"):
+        prepare(PrepareOptions(str(tmp_path / "a.parquet"), tmp_path / "out", text_field="n"))
+
+
+def test_a_row_too_long_to_hold(tmp_path, monkeypatch):
+    from handgrad.data import sources
+
+    monkeypatch.setattr(sources, "MAX_ROW_BYTES", 1000)
+    refuse(tmp_path, json.dumps({"text": "x" * 2000}).encode(), "a.jsonl", "at most 1000 bytes.*line 1")
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["x" * 2000]}), tmp_path / "b.parquet")
+    refuse(tmp_path, (tmp_path / "b.parquet").read_bytes(), "a.parquet", "below 1000.*row 1")
+
+
+def test_missing_sources(tmp_path):
+    (tmp_path / "empty").mkdir()
+    for given_source, message in (
+        (tmp_path / "no.txt", "no such file"),
+        (tmp_path / "*.txt", "matches no text"),
+        (tmp_path / "empty", "found none"),
+    ):
+        with pytest.raises(DataError, match=message):
+            prepare(PrepareOptions(str(given_source), tmp_path / "out"))

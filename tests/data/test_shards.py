@@ -1,0 +1,159 @@
+"""Shards: the llm.c layout, lazy verification, and every kind of damage named before a token is used."""
+
+import json
+import struct
+
+import numpy as np
+import pytest
+
+from handgrad.data.shards import header, open_dataset
+from handgrad.errors import DataError
+from tests.data.conftest import flip_bit
+
+TOKENS = np.arange(1000, dtype=np.uint16) % 257
+
+
+@pytest.fixture
+def folder(make_dataset):
+    return make_dataset([TOKENS, TOKENS[:500]], [TOKENS[:100]])
+
+
+def edit(folder, change):
+    manifest = json.loads((folder / "manifest.json").read_text())
+    change(manifest)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_the_layout_is_that_of_llmc():
+    words = struct.unpack("<256i", header(12345))
+    assert words[:3] == (20240520, 1, 12345) and set(words[3:]) == {0}
+
+
+def test_an_intact_folder(folder):
+    dataset = open_dataset(folder)
+    first, second = dataset.splits["train"]
+    assert np.array_equal(first.tokens, TOKENS) and np.array_equal(second.tokens, TOKENS[:500])
+    assert dataset.tokenizer.kind == "bytes" and dataset.tokens("train") == 1500 and dataset.floor("train") is None
+    assert first.document_starts.tolist() == [0]
+    with pytest.raises(ValueError, match="read-only"):
+        first.tokens[0] = 1
+
+
+def test_a_flipped_bit_is_found_at_first_touch_and_the_file_named(folder):
+    flip_bit(folder / "train_000001.bin", 1500)
+    first, second = open_dataset(folder).splits["train"]  # opening hashes nothing
+    assert len(first.tokens) == 1000
+    with pytest.raises(DataError, match=r"SHA-256.*train_000001\.bin"):
+        _ = second.tokens
+
+
+@pytest.mark.parametrize("size", [0, 1, 100, 1023, 1024, 1025, 3022, 3023, 3025, 5000])
+def test_any_other_size_is_refused(folder, size):
+    path = folder / "train_000000.bin"
+    path.write_bytes((path.read_bytes() + bytes(5000))[:size])
+    with pytest.raises(DataError, match=f"found {size} in .*train_000000"):
+        open_dataset(folder)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((20240521, 1, 1000), "magic"),
+        ((20240520, 2, 1000), "version"),
+        ((20240801, 7, 1000), "Llama"),
+        ((20240520, 1, 999), "3022 bytes"),
+        ((20240520, 1, -1), "bytes for -1"),
+    ],
+)
+def test_a_wrong_header_is_refused(folder, words, message):
+    path = folder / "train_000000.bin"
+    path.write_bytes(struct.pack("<3i", *words) + path.read_bytes()[12:])
+    with pytest.raises(DataError, match=message):
+        _ = open_dataset(folder).splits["train"][0].tokens
+
+
+def test_a_token_outside_the_vocabulary_is_named_with_shard_and_offset(make_dataset):
+    bad = TOKENS.copy()
+    bad[[700, 800]] = 257, 60000
+    dataset = open_dataset(make_dataset([TOKENS, bad], [TOKENS]))
+    assert len(dataset.splits["train"][0].tokens) == 1000
+    with pytest.raises(DataError, match=r"below 257, found 257 at token 700 of .*train_000001\.bin"):
+        _ = dataset.splits["train"][1].tokens
+
+
+def test_a_missing_shard_and_a_damaged_index(folder):
+    flip_bit(folder / "validation_000000.idx", 0)
+    with pytest.raises(DataError, match=r"SHA-256.*validation_000000\.idx"):
+        _ = open_dataset(folder).splits["validation"][0].document_starts
+    (folder / "validation_000000.idx").unlink()
+    with pytest.raises(DataError, match="found none"):
+        _ = open_dataset(folder).splits["validation"][0].document_starts
+    (folder / "train_000001.bin").unlink()
+    with pytest.raises(DataError, match="no such file"):
+        open_dataset(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m.update(schema=2), "schema 1, found 2"),
+        (lambda m: m["splits"].pop("validation"), "splits"),
+        (lambda m: m["splits"]["train"].update(tokens=7), "expected 7 tokens"),
+        (lambda m: m["splits"]["train"].update(tokens=True), "expected tokens as int"),
+        (lambda m: m["splits"]["train"].update(text_bytes=-1), "expected text_bytes as int"),
+        (lambda m: m["splits"]["train"].update(source_nats=float("inf")), "finite"),
+        (lambda m: m["splits"]["train"]["shards"][0].update(file="../secret.bin"), "plain file names"),
+        (lambda m: m["splits"]["train"]["shards"][0].update(sha256="x"), "SHA-256"),
+        (lambda m: m["tokenizer"].update(kind="words"), "words"),
+        (lambda m: m["tokenizer"].update(vocab_size=50257), "vocab_size"),
+    ],
+)
+def test_an_edited_manifest_is_refused(folder, change, message):
+    edit(folder, change)
+    with pytest.raises(DataError, match=message):
+        open_dataset(folder)
+
+
+def test_the_identity_is_that_of_the_tokens(make_dataset):
+    one = open_dataset(make_dataset([TOKENS], [TOKENS], "one"))
+    same = open_dataset(make_dataset([TOKENS], [TOKENS], "same"))
+    changed = TOKENS.copy()
+    changed[5] += 1
+    other = open_dataset(make_dataset([changed], [TOKENS], "other"))
+    assert one.identity == same.identity != other.identity and len(one.identity) == 64
+    edit(same.folder, lambda m: m.update(recipe={"source": "elsewhere"}))
+    assert open_dataset(same.folder).identity == one.identity
+
+
+def test_a_bare_folder_of_llmc_files(tmp_path):
+    for name, tokens in (
+        ("fineweb_train_000001", [1, 2, 50256]),
+        ("fineweb_train_000002", [3]),
+        ("fineweb_val_000000", [4, 5]),
+    ):
+        (tmp_path / f"{name}.bin").write_bytes(header(len(tokens)) + np.array(tokens, "<u2").tobytes())
+    dataset = open_dataset(tmp_path)
+    assert dataset.manifest is None and dataset.tokenizer.kind == "gpt2"
+    assert [s.tokens.tolist() for s in dataset.splits["train"]] == [[1, 2, 50256], [3]]
+    assert [s.tokens.tolist() for s in dataset.splits["validation"]] == [[4, 5]]
+    before = dataset.identity
+    flip_bit(tmp_path / "fineweb_val_000000.bin", 1024)
+    assert open_dataset(tmp_path).identity != before
+    (tmp_path / "fineweb_val_000000.bin").write_bytes(header(2) + np.array([1, 50257], "<u2").tobytes())
+    with pytest.raises(DataError, match="found 50257 at token 1"):
+        _ = open_dataset(tmp_path).splits["validation"][0].tokens
+
+
+def test_an_empty_shard_is_no_error(tmp_path):
+    (tmp_path / "a_train_0.bin").write_bytes(header(0))
+    assert len(open_dataset(tmp_path).splits["train"][0].tokens) == 0
+
+
+def test_what_is_no_dataset(tmp_path):
+    with pytest.raises(DataError, match="none at"):
+        open_dataset(tmp_path / "nowhere")
+    (tmp_path / "half.partial").mkdir()
+    with pytest.raises(DataError, match="finish it"):
+        open_dataset(tmp_path / "half")
+    with pytest.raises(DataError, match="none in"):
+        open_dataset(tmp_path)

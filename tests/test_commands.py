@@ -1,0 +1,266 @@
+"""The command line: what works end to end, and that every mistake gets one clear line, its exit code and no half output."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from handgrad.cli import COMMANDS, main
+from handgrad.config import FIELDS, RunConfig, read_toml, to_dict, to_toml
+from handgrad.data.shards import HEADER_BYTES, header
+from tests.conftest import write_text
+
+SMALL = [
+    *("tiny", "--num-heads", "2", "--channels", "32", "--sequence-length", "32", "--tokens-per-step", "256"),
+    *("--micro-batch", "4", "--steps", "4", "--device", "cpu", "--sample-tokens", "4", "--eval-every", "2"),
+]
+
+
+def refused(capsys: pytest.CaptureFixture, code: int, *arguments: str) -> str:
+    """Runs a command that must fail with `code`; returns its one line."""
+    assert main(list(arguments)) == code, capsys.readouterr().err
+    line = capsys.readouterr().err
+    assert line.startswith("handgrad: ") and line.count("\n") == 1, f"expected one line, found {line!r}"
+    assert "Traceback" not in line
+    return line
+
+
+def test_from_text_to_text(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """prepare, plan, train, evaluate, sample, report: the whole way, once."""
+    text, data, run = write_text(tmp_path / "my.txt"), str(tmp_path / "data"), str(tmp_path / "run")
+    assert main(["prepare", str(text), "--out", data, "--tokenizer", "bpe:300", "--workers", "1"]) == 0
+    assert main(["plan", *SMALL, "--data", data]) == 0
+    assert "at best" in capsys.readouterr().out
+    assert main(["train", *SMALL, "--data", data, "--out", run]) == 0
+    shown = capsys.readouterr().out
+    assert "step 4/4 | loss" in shown and "validation loss" in shown and "memory" in shown
+    assert main(["evaluate", run]) == 0
+    assert "bits per byte" in capsys.readouterr().out
+    # The checkpoint alone is enough: its tokenizer travels with it.
+    text.unlink()
+    assert main(["sample", run, "--prompt", "the river", "--max-tokens", "8", "--seed", "3"]) == 0
+    first = capsys.readouterr().out
+    assert first.startswith("the river")
+    assert main(["sample", run, "--prompt", "the river", "--max-tokens", "8", "--seed", "3"]) == 0
+    assert capsys.readouterr().out == first, "a seed means the same text"
+    assert main(["report", run, "--out", str(tmp_path / "page.html")]) == 0
+    assert (tmp_path / "page.html").exists()
+    for name in ("config.toml", "metrics.jsonl", "main.log", "log.txt", "report.html", "samples/step_00000004.txt"):
+        assert (Path(run) / name).stat().st_size > 0, name
+    assert "s:3 trl:" in (Path(run) / "main.log").read_text() and "s:4 tel:" in (Path(run) / "main.log").read_text()
+    assert json.loads((Path(run) / "metrics.jsonl").read_text().splitlines()[0])["kind"] == "run"
+
+
+def test_every_field_is_a_flag_and_a_toml_key(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main(["train", "--help"])
+    assert raised.value.code == 0
+    shown = capsys.readouterr().out
+    for name in FIELDS:
+        assert f"--{name.replace('_', '-')} " in shown, name
+    recipe = tmp_path / "recipe.toml"
+    config = RunConfig(seed=7, learning_rate=1.5e-4, overfit_one_batch=True)
+    recipe.write_text(to_toml(config))
+    assert read_toml(str(recipe)) == to_dict(config)
+
+
+def test_flags_beat_recipe_beats_preset(tmp_path: Path) -> None:
+    from handgrad.commands.arguments import Parser, add_run_arguments, run_config
+
+    recipe = tmp_path / "r.toml"
+    recipe.write_text('preset = "tiny"\nmodel = "d12"\nsteps = 7\nseed = 3\n')
+    parser = Parser("x")
+    add_run_arguments(parser)
+    config = run_config(
+        parser.parse(
+            [
+                "--config",
+                str(recipe),
+                "--seed",
+                "9",
+                "--tokens-per-step",
+                "2e3",
+                "--micro-batch=125",
+                "--sequence-length",
+                "16",
+            ]
+        )
+    )
+    assert (config.num_layers, config.steps, config.seed, config.tokens_per_step) == (12, 7, 9, 2000)
+
+
+@pytest.mark.parametrize("recipe", sorted((Path(__file__).parents[1] / "recipes").glob("*.toml")), ids=lambda p: p.stem)
+def test_shipped_recipes_are_valid(recipe: Path) -> None:
+    from handgrad.commands.arguments import Parser, add_run_arguments, run_config
+
+    parser = Parser("x")
+    add_run_arguments(parser)
+    run_config(parser.parse(["--config", str(recipe)]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["trian"], "invalid choice"),
+        (["train"], "say what to train"),
+        (["train", "tinny"], "did you mean tiny?"),
+        (["train", "tiny", "--model", "d122"], "did you mean d12?"),
+        (["train", "tiny", "--sted", "3"], "did you mean --seed?"),
+        (["train", "tiny", "--steps", "many"], "steps must be a whole number, found 'many'"),
+        (["train", "tiny", "--steps", "0"], "steps must be at least 1"),
+        (["train", "tiny", "--learning-rate", "nan"], "learning_rate must be a finite number"),
+        (["train", "tiny", "--precision", "fp7"], "precision must be one of"),
+        (["train", "tiny", "--precision", "tf32", "--device", "cpu"], "use fp32 or bf16"),
+        (["train", "tiny", "--channels", "65"], "channels must be a multiple of num_heads"),
+        (["train", "tiny", "--tokens-per-step", "1000"], "try --tokens-per-step 1024"),
+        (["train", "tiny", "--recompute", "3"], "recompute must be 0, 1 or 2"),
+        (["train", "tiny", "extra"], "unknown argument 'extra'"),
+        (["train", "--config", "no-such.toml"], "no-such.toml does not exist"),
+        (["sample", "run", "--temperature", "-1"], "--temperature"),
+        (["plan", "d12", "--vocab-size", "0"], "--vocab-size"),
+        (["prepare", "stories", "--tokenizer", "gpt5"], "gpt5"),
+        (["prepare", "stories", "--validation-fraction", "2"], "validation"),
+    ],
+)
+def test_usage_errors(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert told in refused(capsys, 64, *arguments)
+    assert list(tmp_path.iterdir()) == [], "a refused command writes nothing"
+
+
+def test_unknown_toml_key(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    recipe = tmp_path / "r.toml"
+    recipe.write_text("learningrate = 1\n")
+    assert "did you mean learning_rate?" in refused(capsys, 64, "train", "--config", str(recipe))
+    recipe.write_text("steps = [\n")
+    assert "not valid TOML" in refused(capsys, 65, "train", "--config", str(recipe))
+    recipe.write_bytes(b"\xff\xfe")
+    refused(capsys, 65, "train", "--config", str(recipe))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("missing.txt", None, "missing.txt"),
+        ("empty.txt", b"", "empty"),
+        ("latin.txt", b"caf\xe9 au lait\n" * 50, "UTF-8"),
+        ("broken.jsonl", b'{"text": "a"}\n{"text": \n', "line 2"),
+        ("nofield.jsonl", b'{"body": "a"}\n', "text"),
+        ("table.parquet", b"PAR1 not really", "parquet"),
+    ],
+)
+def test_bad_text(name: str, content: bytes | None, told: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    source, out = tmp_path / name, tmp_path / "out"
+    if content is not None:
+        source.write_bytes(content)
+    line = refused(capsys, 65, "prepare", str(source), "--out", str(out), "--workers", "1")
+    assert told.lower() in line.lower() and name in line
+    assert not out.exists(), "nothing half-written stands under the final name"
+
+
+def bare_shards(folder: Path, train: bytes, validation: bytes) -> None:
+    folder.mkdir()
+    (folder / "x_train_000000.bin").write_bytes(train)
+    (folder / "x_val_000000.bin").write_bytes(validation)
+
+
+def shard(tokens: int, first: int = 0) -> bytes:
+    return header(tokens) + ((np.arange(tokens) + first) % 50257).astype("<u2").tobytes()
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda b: b"\0" * 4 + b[4:], "20240520"),
+        (lambda b: b[:4] + (7).to_bytes(4, "little") + b[8:], "version"),
+        (lambda b: b[:-2], "tokens"),
+        (lambda b: b[:-1], "byte"),
+        (lambda b: b + b"\0\0", "tokens"),
+        (lambda b: b[:500], "header"),
+        (lambda b: b"", "header"),
+        (lambda b: b[: HEADER_BYTES + 200] + b"\xff\xff" + b[HEADER_BYTES + 202 :], "65535"),
+    ],
+    ids=["magic", "version", "short", "odd", "long", "cut header", "empty", "token beyond the vocabulary"],
+)
+def test_bad_shards(damage, told: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    data = tmp_path / "data"
+    bare_shards(data, damage(shard(4000)), shard(400))
+    line = refused(capsys, 65, "train", *SMALL, "--data", str(data), "--out", str(tmp_path / "run"))
+    assert told in line and "x_train_000000.bin" in line, line
+
+
+def test_corpus_shorter_than_a_sample_or_a_step(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    run = str(tmp_path / "run")
+    bare_shards(tmp_path / "sample", shard(20), shard(20))
+    line = refused(capsys, 65, "train", *SMALL, "--data", str(tmp_path / "sample"), "--out", run)
+    assert "33 tokens" in line and "--sequence-length" in line
+    bare_shards(tmp_path / "step", shard(200), shard(200))
+    line = refused(capsys, 65, "train", *SMALL, "--data", str(tmp_path / "step"), "--out", run)
+    assert "--micro-batch 4 --tokens-per-step 128" in line
+    assert not Path(run).exists()
+
+
+def test_data_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    line = refused(capsys, 65, "train", *SMALL, "--data", str(tmp_path / "none"), "--out", str(tmp_path / "run"))
+    assert "handgrad prepare" in line
+    assert "no checkpoint" in refused(capsys, 65, "sample", str(tmp_path))
+    refused(capsys, 65, "evaluate", str(tmp_path / "none"))
+    refused(capsys, 65, "report", str(tmp_path / "none"))
+
+
+def test_out_cannot_be_written(shards: Path, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    refused(capsys, 64, "train", *SMALL, "--data", str(shards), "--out", str(tmp_path / "file"))
+    refused(capsys, 74, "train", *SMALL, "--data", str(shards), "--out", str(tmp_path / "file" / "run"))
+
+
+def test_logs_on_a_full_disk(
+    shards: Path, capsys: pytest.CaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """/dev/full takes no byte, like a disk without space."""
+    from handgrad.training.metrics import METRICS_FILE, Metrics
+
+    original = Metrics._open
+
+    def full(self: Metrics, name: str):
+        return open("/dev/full", "w", buffering=1) if name == METRICS_FILE else original(self, name)  # noqa: PTH123, SIM115
+
+    monkeypatch.setattr(Metrics, "_open", full)
+    line = refused(capsys, 74, "train", *SMALL, "--data", str(shards), "--out", str(tmp_path / "run"))
+    assert "No space left" in line
+
+
+def test_a_run_that_does_not_fit_in_memory(
+    shards: Path, capsys: pytest.CaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from handgrad import world
+
+    monkeypatch.setattr(world, "available_bytes", lambda device: 1_500_000)
+    line = refused(capsys, 65, "train", *SMALL, "--data", str(shards), "--out", str(tmp_path / "run"))
+    assert "try --micro-batch 2" in line
+
+
+def test_as_a_program() -> None:
+    """`python -m handgrad`: exit codes reach the shell; a closed pipe is no error."""
+    environment = {**os.environ, "COLUMNS": "100"}
+    run = subprocess.run(
+        [sys.executable, "-m", "handgrad", "train", "tny"], capture_output=True, text=True, env=environment
+    )
+    assert run.returncode == 64 and run.stdout == "" and run.stderr.startswith("handgrad: unknown preset 'tny'")
+    run = subprocess.run([sys.executable, "-m", "handgrad", "--help"], capture_output=True, text=True, env=environment)
+    assert run.returncode == 0 and all(f"  {name} " in run.stdout for name in COMMANDS)
+    command = f"{sys.executable} -m handgrad doctor | head -1"
+    run = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
+    assert run.stderr == "", run.stderr
+
+
+def test_doctor_is_well(capsys: pytest.CaptureFixture) -> None:
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert "forward and backward, fp32 and bf16 works" in shown and "FAIL" not in shown

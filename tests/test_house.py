@@ -1,0 +1,150 @@
+"""The laws of the house: who imports whom, what the package never uses, how long a file may be, that the docs run."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "handgrad"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+# Which parts of the package a part may import, besides itself. `errors` is for all.
+FOUNDATION = {"config", "presets"}
+BELOW_TRAINING = {*FOUNDATION, "arena", "world", "data", "model", "checkpoint", "ops"}
+LAW = {
+    "errors": set(),
+    "config": set(),
+    "presets": {"config"},
+    "ops": set(),
+    "arena": {"config"},
+    "world": {"config"},
+    "checkpoint": {"config"},
+    "data": {"config"},
+    "model": {"config", "arena"},
+    "evaluation": {"config", "arena", "data", "model", "checkpoint", "ops"},
+    "training": {*BELOW_TRAINING, "evaluation"},
+    "report": {*BELOW_TRAINING, "evaluation", "training"},
+    "plan": {*BELOW_TRAINING, "evaluation", "training"},
+    "doctor": {*BELOW_TRAINING, "evaluation", "training"},
+    "commands": {*BELOW_TRAINING, "evaluation", "training", "report", "plan", "doctor"},
+    "cli": {*BELOW_TRAINING, "evaluation", "training", "report", "plan", "doctor", "commands"},
+    "__main__": {"cli"},
+    "__init__": set(),
+}
+
+
+def part_of(module: Path) -> str:
+    return module.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported_parts(module: Path) -> set[str]:
+    """Parts of handgrad that a file imports, wherever in it the import stands."""
+    found = set()
+    for node in ast.walk(ast.parse(module.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: relative imports hide where a thing comes from"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            path = name.split(".")
+            if path[0] == "handgrad" and len(path) > 1:
+                found.add(path[1])
+    return found - {"__version__"}
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda m: str(m.relative_to(PACKAGE)))
+def test_imports_follow_the_law(module: Path) -> None:
+    part = part_of(module)
+    assert part in LAW, f"{part} is new: give it a row in the law, and in docs/architecture.md"
+    forbidden = imported_parts(module) - LAW[part] - {part, "errors"}
+    assert not forbidden, f"{part} may not import {', '.join(sorted(forbidden))}"
+
+
+def test_the_law_is_the_one_in_the_docs() -> None:
+    """docs/architecture.md shows the same table."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    for part in LAW:
+        if not part.startswith("__"):
+            assert re.search(rf"\| `[^|]*\b{part}\b[^|]*` \|", text), f"{part} has no row in docs/architecture.md"
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda m: str(m.relative_to(PACKAGE)))
+def test_gradients_are_by_hand(module: Path) -> None:
+    """No autograd, no modules, no tracing, no pickles in the package."""
+    source = module.read_text()
+    for banned in (
+        "requires_grad",
+        "torch.autograd",
+        "nn.Module",
+        "torch.compile",
+        ".backward()",
+        "torch.jit",
+        "pickle",
+        "torch.load",
+    ):
+        assert banned not in source, f"{module} uses {banned}"
+
+
+@pytest.mark.parametrize("folder", ["handgrad", "tests", "benchmarks"])
+def test_files_stay_short(folder: str) -> None:
+    long = {str(p): n for p in (ROOT / folder).rglob("*.py") if (n := len(p.read_text().splitlines())) > 400}
+    assert not long, f"over 400 lines: {long}"
+
+
+def code_blocks(path: Path) -> list[tuple[str, str]]:
+    return re.findall(r"^```(\w+)\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def python_blocks() -> list:
+    pages = sorted((ROOT / "docs").rglob("*.md"))
+    return [
+        pytest.param(code, id=f"{page.relative_to(ROOT)}:{number}")
+        for page in pages
+        for number, (language, code) in enumerate(code_blocks(page))
+        if language == "python"
+    ]
+
+
+@pytest.mark.parametrize("code", python_blocks())
+def test_python_in_the_docs_runs(code: str) -> None:
+    exec(compile(code, "docs", "exec"), {"__name__": "__main__"})
+
+
+def test_links_in_the_docs_lead_somewhere() -> None:
+    for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
+            if not target.startswith(("http:", "https:")):
+                assert (page.parent / target).exists(), f"{page.relative_to(ROOT)} links to {target}, which is not there"
+
+
+def test_figures_in_prose_stand_in_results() -> None:
+    """A results file says on what machine, with what versions, at which commit it was made."""
+    import json
+
+    for path in (ROOT / "benchmarks" / "results").glob("*.json"):
+        content = json.loads(path.read_text())
+        assert {"machine", "versions", "commit", "date"} <= content.keys(), path.name
+
+
+def test_the_package_speaks_of_itself_alone() -> None:
+    """No path of a machine it was made on, no host of a package index."""
+    pattern = re.compile(r"/(wor[k]|hom[e]|roo[t])/|pypi\.or[g]|pythonhoste[d]")
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split("\n")
+    for name in tracked:
+        path = ROOT / name
+        if path.suffix in (".py", ".md", ".toml", ".txt", ".json") or name in ("Makefile", ".ci/run", "NOTICE"):
+            found = pattern.search(path.read_text(errors="replace"))
+            assert not found, f"{name} mentions {found[0] if found else ''}"
+
+
+def test_help_needs_no_torch() -> None:
+    """`handgrad --help` answers before the heavy libraries load."""
+    code = "import sys; from handgrad.cli import main; main([]); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
