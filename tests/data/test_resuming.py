@@ -8,6 +8,7 @@ import signal
 
 import pytest
 
+from handgrad.data import prepare as module
 from handgrad.data import workers, writer
 from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.errors import StorageError
@@ -54,6 +55,7 @@ class Kill:
 def test_a_killed_worker_is_named_and_the_rerun_gives_the_same_bytes(tmp_path, make_text, small_units, monkeypatch):
     source = str(everything(tmp_path, make_text))
     prepare(PrepareOptions(source, tmp_path / "control", workers=2, shard_tokens=5000))
+    monkeypatch.setattr(module, "CHECKPOINT_UNITS", 1000)  # only the failure itself journals
     kill, options = Kill(after=5), PrepareOptions(source, tmp_path / "out", workers=2, shard_tokens=5000)
     with pytest.raises(StorageError, match="killed"):
         prepare(options, kill)

@@ -1,0 +1,34 @@
+"""Where a figure comes from: machine, versions, commit and date, kept beside it."""
+
+import json
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from handgrad import world
+
+ROOT = Path(__file__).parents[1]
+
+
+def provenance(device: torch.device) -> dict[str, Any]:
+    """What a results file says about itself."""
+    commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return {
+        "machine": f"{world.describe(device)}; {os.cpu_count()} cores, {platform.machine()}, {platform.system()}",
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        # A copy without its history (a tarball, a rented machine) is told its commit by the environment.
+        "commit": os.environ.get("HANDGRAD_COMMIT") or commit.stdout.strip() or "unknown",
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+    }
+
+
+def write_record(path: str | Path, device: torch.device, **content: Any) -> None:
+    """Writes a results file: provenance first, then the figures."""
+    text = json.dumps({**provenance(device), **content}, indent=1) + "\n"
+    Path(path).write_text(text, encoding="utf-8")
+    print(f"written    {path}")

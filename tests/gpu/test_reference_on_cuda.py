@@ -1,0 +1,81 @@
+"""The reference on a CUDA GPU: the CPU's numbers, and the same bits every time. Collected everywhere, run where there is one."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from handgrad.config import ModelShape, RunConfig
+from handgrad.model import transformer
+from handgrad.model.activations import activation_buffers, activations
+from handgrad.model.parameters import model_tensors
+from handgrad.ops import reference as ops
+from handgrad.training.loop import train
+from tests.conftest import make_model, make_plan
+from tests.test_runs import elsewhere, same_bits, tensors
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+SHAPE = ModelShape(301, 48, 3, 4, 64)
+
+
+def gradients_on(device: str, dtype: torch.dtype, recompute: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """(flat gradients, losses) of the same model and batch, on the CPU."""
+    source = make_model(SHAPE, 5, 48, torch.float64)
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    flat = source.flat.to(torch.bfloat16).to(device, dtype)  # values that every dtype can hold
+    flat_gradients = torch.zeros(flat.shape, dtype=exact, device=device)
+    rows = activation_buffers(SHAPE, 5, 48, dtype, recompute=recompute, chunk=100)
+    act = activations(make_plan(rows).allocate(torch.device(device)))
+    act.tokens.copy_(source.act.tokens)
+    act.targets.copy_(source.act.targets)
+    w, g = model_tensors(flat, source.table), model_tensors(flat_gradients, source.table)
+    transformer.loss_and_gradients(ops, w, g, act, vocab_size=301, scale=1 / 240, recompute=recompute)
+    return flat_gradients.cpu(), act.losses.cpu()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_gradients_are_as_good_as_on_the_cpu(dtype: torch.dtype) -> None:
+    """The error against float64 on the CPU is at most twice the CPU's own in the same dtype (plus float64's floor)."""
+    exact, exact_losses = gradients_on("cpu", torch.float64)
+    cpu, cpu_losses = gradients_on("cpu", dtype)
+    gpu, gpu_losses = gradients_on("cuda", dtype)
+    floor = 1e-12 * exact.norm()
+    assert (gpu.double() - exact).norm() <= 2 * (cpu.double() - exact).norm() + floor
+    assert (gpu_losses.double() - exact_losses).norm() <= 2 * (cpu_losses.double() - exact_losses).norm() + 1e-10
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_same_bits_at_every_recompute_level(dtype: torch.dtype) -> None:
+    first = gradients_on("cuda", dtype)
+    for recompute in (0, 1, 2):
+        for found, expected in zip(gradients_on("cuda", dtype, recompute), first, strict=True):
+            assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
+def test_two_runs_and_a_resumed_one(config: RunConfig, precision: str) -> None:
+    """The same bits; the third stops after 8 of 12 steps and goes on from its checkpoint."""
+    config = dataclasses.replace(config, device="cuda", precision=precision)
+    train(config)
+    again = elsewhere(config, "again")
+    train(again)
+    same_bits(config.out, again.out, config.steps)
+    import shutil
+    from pathlib import Path
+
+    folder = Path(again.out) / "checkpoints" / "step_00000012"
+    expected = tensors(again.out, 12)
+    shutil.rmtree(folder)
+    train(again)
+    assert all(torch.equal(a, b) for a, b in zip(expected.values(), tensors(again.out, 12).values(), strict=True))
+
+
+def test_the_loss_follows_the_cpu(config: RunConfig) -> None:
+    from tests.test_runs import records
+
+    train(dataclasses.replace(config))
+    on_gpu = elsewhere(config, "gpu", device="cuda")
+    train(on_gpu)
+    for a, b in zip(records(config.out, ("step",)), records(on_gpu.out, ("step",)), strict=True):
+        assert abs(a["loss"] - b["loss"]) <= 1e-4
