@@ -56,7 +56,7 @@ def imported_parts(module: Path) -> set[str]:
             path = name.split(".")
             if path[0] == "handgrad" and len(path) > 1:
                 found.add(path[1])
-    return found - {"__version__"}
+    return found - {"__version__"}  # the package's own name and version are for all
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda m: str(m.relative_to(PACKAGE)))

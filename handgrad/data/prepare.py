@@ -7,7 +7,6 @@ reads the source again but tokenises only what is missing. The folder gets its n
 
 import contextlib
 import fcntl
-import importlib.metadata
 import itertools
 import json
 import os
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import handgrad
 from handgrad.data import hub
 from handgrad.data.pieces import TRAIN, Position, Unit, in_units, read_pieces, story_units
 from handgrad.data.shards import MANIFEST_FILE, MAX_SHARD_TOKENS, SCHEMA, SPLITS, Dataset, open_dataset, read_manifest
@@ -321,7 +321,7 @@ def _manifest(
     }
     return {
         "schema": SCHEMA,
-        "handgrad_version": importlib.metadata.version("handgrad"),
+        "handgrad_version": handgrad.__version__,
         "tokenizer": tokenizer,
         "splits": splits,
         "recipe": recipe,

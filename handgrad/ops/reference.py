@@ -59,9 +59,14 @@ def layernorm_forward(out: Tensor, mean: Tensor, rstd: Tensor, inp: Tensor, weig
     # Weights of the statistics' dtype make the library keep the statistics in that dtype for bf16 inputs, too.
     weight, bias = weight.to(mean.dtype), bias.to(mean.dtype)
     N, C = inp.shape
-    aten.native_layer_norm.out(
-        inp, (C,), weight, bias, LAYERNORM_EPSILON, out0=out, out1=mean.view(N, 1), out2=rstd.view(N, 1)
-    )
+    if uses_cpu_kernels(inp):
+        results = {"out0": out, "out1": mean.view(N, 1), "out2": rstd.view(N, 1)}
+        aten.native_layer_norm.out(inp, (C,), weight, bias, LAYERNORM_EPSILON, **results)
+        return
+    # A GPU's kernel wants one dtype for all.
+    results = aten.native_layer_norm(inp.to(mean.dtype), (C,), weight, bias, LAYERNORM_EPSILON)
+    for destination, result in zip((out, mean, rstd), results, strict=True):
+        destination.copy_(result.view(destination.shape))
 
 
 def layernorm_backward(
@@ -77,6 +82,8 @@ def layernorm_backward(
     """Adds dL/dinp to the residual stream's gradient (N, C), and the parameter gradients (C) to theirs."""
     N, C = inp.shape
     weight = weight.to(mean.dtype)
+    if not uses_cpu_kernels(inp):
+        dout, inp = dout.to(mean.dtype), inp.to(mean.dtype)
     mean, rstd = mean.view(N, 1), rstd.view(N, 1)
     dinp, dweight, dbias = aten.native_layer_norm_backward(dout, inp, (C,), mean, rstd, weight, weight, [True, True, True])
     dresidual_inout.add_(dinp)

@@ -178,17 +178,17 @@ def refuse(tmp_path, content: bytes, name: str, message: str) -> None:
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("offset", [0, 1000, 262_143, 262_144, 270_000, 299_999])
+@pytest.mark.parametrize("offset", [0, 1, 2, 1001, 262_143, 262_144, 262_145, 270_000])
 def test_text_that_is_not_utf8_is_named_with_its_byte(tmp_path, offset):
-    content = bytearray("é".encode() * 150_000)
+    content = bytearray(b"a" + "é".encode() * 150_000)  # reading in blocks of 262,144 bytes tears a character
     content[offset] = 0xFF
-    first = offset - offset % 2 if offset % 2 else offset  # the broken second byte belongs to the character before it
+    first = offset if offset % 2 or offset == 0 else offset - 1  # a broken second byte belongs to the first
     refuse(tmp_path, bytes(content), "a.txt", rf"expected UTF-8.*at byte {first} of .*a\.txt")
 
 
 def test_rows_that_are_not_utf8(tmp_path):
     refuse(tmp_path, b'{"text": "fine"}\n{"text": "\xff"}\n', "a.jsonl", r"at byte 27 of .*a\.jsonl")
-    refuse(tmp_path, b'{"text": "\\ud800"}\n', "a.jsonl", "surrogate")
+    refuse(tmp_path, b'{"text": "\\ud800"}\n', "a.jsonl", "surrogate.* line 1 of")
     binary = pyarrow.array([b"fine", b"\xff"], pyarrow.binary()).cast(pyarrow.string(), safe=False)
     pyarrow.parquet.write_table(pyarrow.table({"text": binary}), tmp_path / "b.parquet")
     refuse(tmp_path, (tmp_path / "b.parquet").read_bytes(), "a.parquet", "UTF-8.* row 2")
@@ -233,7 +233,11 @@ def test_a_row_too_long_to_hold(tmp_path, monkeypatch):
     from handgrad.data import sources
 
     monkeypatch.setattr(sources, "MAX_ROW_BYTES", 1000)
-    refuse(tmp_path, json.dumps({"text": "x" * 2000}).encode(), "a.jsonl", "at most 1000 bytes.*line 1")
+    content = json.dumps({"text": "x" * 20_000_000}).encode()
+    tracemalloc.start()
+    refuse(tmp_path, content, "a.jsonl", "at most 1000 bytes.*line 1")
+    assert tracemalloc.get_traced_memory()[1] < 10_000_000  # it was not read to its end
+    tracemalloc.stop()
     pyarrow.parquet.write_table(pyarrow.table({"text": ["x" * 2000]}), tmp_path / "b.parquet")
     refuse(tmp_path, (tmp_path / "b.parquet").read_bytes(), "a.parquet", "below 1000.*row 1")
 

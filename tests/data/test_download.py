@@ -241,7 +241,8 @@ def test_a_dataset_is_prepared_from_the_hub_and_found_again_without_it(dataset, 
 
 
 def test_a_limit_fetches_only_what_it_needs(dataset, tmp_path):
-    prepare(PrepareOptions("owner/name", tmp_path / "out", "bytes", cache=tmp_path / "cache", documents=250))
+    result = prepare(PrepareOptions("owner/name", tmp_path / "out", "bytes", cache=tmp_path / "cache", documents=250))
+    assert sum(split["documents"] for split in result.dataset.manifest["splits"].values()) == 250
     assert [path.rpartition("/")[2] for path, *_ in dataset.requests if "resolve" in path] == ["train-0.parquet"]
 
 
