@@ -229,7 +229,7 @@ def test_logs_on_a_full_disk(
     original = Metrics._open
 
     def full(self: Metrics, name: str):
-        return open("/dev/full", "w", buffering=1) if name == METRICS_FILE else original(self, name)  # noqa: PTH123, SIM115
+        return open("/dev/full", "w", buffering=1) if name == METRICS_FILE else original(self, name)  # noqa: PTH123
 
     monkeypatch.setattr(Metrics, "_open", full)
     line = refused(capsys, 74, "train", *SMALL, "--data", str(shards), "--out", str(tmp_path / "run"))

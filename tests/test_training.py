@@ -1,7 +1,9 @@
 """The training step against a plain PyTorch twin; schedules, decay, clipping, spike skipping; planned memory."""
 
 import dataclasses
+import gc
 import math
+import warnings
 
 import pytest
 import torch
@@ -113,8 +115,6 @@ def test_overfitting_one_batch_drives_the_loss_down(config: RunConfig) -> None:
 
 def test_no_buffer_is_made_after_the_first_step(config: RunConfig) -> None:
     """All state lies in the planned allocations, and a step leaves no new tensor behind."""
-    import gc
-
     state, _ = steps_of(config, 1)
     planned = {view.untyped_storage().data_ptr() for _, view in state.named_state()}
     for structure in (state.weights, state.weight_gradients, state.activations):
@@ -128,7 +128,9 @@ def test_no_buffer_is_made_after_the_first_step(config: RunConfig) -> None:
 
     def living() -> set[int]:
         gc.collect()
-        return {t.untyped_storage().data_ptr() for t in gc.get_objects() if isinstance(t, torch.Tensor)}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # looking at every object wakes deprecated ones
+            return {t.untyped_storage().data_ptr() for t in gc.get_objects() if isinstance(t, torch.Tensor)}
 
     train_step(config, state, feed, losses, norms, 1)
     before = living()
@@ -156,7 +158,7 @@ def test_schedules(config: RunConfig, schedule: str) -> None:
     if schedule == "constant":
         assert set(rates[9:]) == {1.0}
         return
-    assert all(a >= b for a, b in zip(rates[10:], rates[11:], strict=False))
+    assert rates[10:] == sorted(rates[10:], reverse=True)
     assert abs(rates[100] - 0.1) < 1e-12
     middle = {"cosine": 0.55, "linear": 0.55, "wsd": 1.0}[schedule]
     assert abs(rates[55] - middle) < 1e-12

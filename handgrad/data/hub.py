@@ -51,7 +51,7 @@ def find_hub(spec: str, cache: Path) -> list[SourceFile]:
     if spec == "shakespeare":
         path = cache / "shakespeare" / "shakespeare.txt"
         return [SourceFile(path.name, path, SHAKESPEARE.size_bytes or 0, str(SHAKESPEARE.sha256), SHAKESPEARE)]
-    import huggingface_hub  # here and not above: local sources, and every worker, do without it
+    import huggingface_hub.constants  # here and not above: local sources, and every worker, do without it
 
     name, _, config = ALIASES.get(spec, spec).partition(":")
     endpoint = os.environ.get("HF_ENDPOINT", huggingface_hub.constants.ENDPOINT).rstrip("/")

@@ -1,4 +1,4 @@
-"""The reference on a CUDA GPU: the CPU's numbers, and the same bits every time. Collected everywhere, run where there is one."""
+"""The reference on a CUDA GPU: the numbers of the CPU, and the same bits every time."""
 
 import dataclasses
 
