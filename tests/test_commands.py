@@ -246,6 +246,19 @@ def test_a_run_that_does_not_fit_in_memory(
     assert "try --micro-batch 2" in line
 
 
+def test_a_run_whose_checkpoints_do_not_fit(
+    shards: Path, capsys: pytest.CaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import shutil
+    from collections import namedtuple
+
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1 << 20, 1 << 19, 1 << 19))
+    line = refused(capsys, 74, "train", *SMALL, "--data", str(shards), "--out", str(tmp_path / "run"))
+    assert "3 checkpoints take" in line and "--keep-checkpoints" in line
+    assert not (tmp_path / "run").exists()
+
+
 def test_as_a_program() -> None:
     """`python -m handgrad`: exit codes reach the shell; a closed pipe is no error."""
     environment = {**os.environ, "COLUMNS": "100"}

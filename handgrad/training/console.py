@@ -72,7 +72,7 @@ class Display:
         self.console = Console(highlight=False)
         self.live = sys.stdout.isatty()
         columns = (BarColumn(bar_width=24), TextColumn("{task.description}"))
-        self.progress = Progress(*columns, console=self.console, transient=True)
+        self.progress = Progress(*columns, console=self.console, transient=True, refresh_per_second=4)
         self.task = self.progress.add_task("", total=steps, completed=completed)
         if self.live:
             self.progress.start()

@@ -1,5 +1,7 @@
 """What is said and recorded of a run before its first step, and what is refused."""
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,7 +11,7 @@ from handgrad import world
 from handgrad.config import ModelShape, RunConfig
 from handgrad.data.batches import Batches
 from handgrad.data.shards import Dataset
-from handgrad.errors import DataError
+from handgrad.errors import DataError, StorageError
 from handgrad.model.parameters import count_parameters, flops_per_token, parameter_table
 from handgrad.training.console import human_bytes, human_count, memory_table
 from handgrad.training.state import largest_micro_batch, training_plan
@@ -34,6 +36,19 @@ def check_fits(config: RunConfig, dataset: Dataset, device: torch.device, dtype:
         raise DataError(
             f"the run needs {human_bytes(needed)}, {device.type} has {human_bytes(available)} free;"
             f" {advice} (`handgrad plan` shows what takes it)"
+        )
+
+
+def check_disk(config: RunConfig, vocab_size: int) -> None:
+    """Refuses a run whose checkpoints will not fit in `config.out`: float32 weights and two moments each."""
+    checkpoints = config.keep_checkpoints + 1  # the oldest goes only after the newest stands
+    needed = checkpoints * 3 * 4 * count_parameters(parameter_table(config.shape(vocab_size)))
+    existing = [folder for folder in (Path(config.out), *Path(config.out).absolute().parents) if folder.is_dir()]
+    free = shutil.disk_usage(existing[0]).free
+    if needed > free:
+        raise StorageError(
+            f"{checkpoints} checkpoints take {human_bytes(needed)}, {existing[0]} has {human_bytes(free)} free;"
+            " free some space, choose another --out or keep fewer with --keep-checkpoints"
         )
 
 

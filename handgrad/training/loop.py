@@ -22,7 +22,7 @@ from handgrad.evaluation.loss import mean_loss
 from handgrad.model.parameters import flops_per_token
 from handgrad.ops import reference
 from handgrad.training import console
-from handgrad.training.header import check_fits, header_lines, run_record
+from handgrad.training.header import check_disk, check_fits, header_lines, run_record
 from handgrad.training.metrics import Metrics
 from handgrad.training.outliers import Outliers
 from handgrad.training.run_folder import SAMPLES, RunFolder, load_everything, load_weights, write_text
@@ -43,6 +43,7 @@ def train(config: RunConfig, *, ops: ModuleType = reference, allow_changes: bool
     dtype = world.use_precision(device, config.precision)
     dataset = open_dataset(config.data)
     check_fits(config, dataset, device, dtype)
+    check_disk(config, dataset.tokenizer.vocab_size)
     folder = RunFolder(config, allow_changes=allow_changes)
     try:
         run = Run(config, dataset, folder, device, dtype, ops, allow_changes=allow_changes)
@@ -86,6 +87,7 @@ class Run:
         self.metrics = Metrics(self.folder.path, self.completed)
         self.display = console.Display(config.steps, self.completed)
         self.seconds: deque[float] = deque(maxlen=SPEED_WINDOW)
+        self.warming_up = True
         self.stop_signal: int | None = None
         self.poisoned = False  # the last step's loss or gradient was not finite: its state is not worth keeping
         self.last_saved = self.completed if self.folder.resumed else -1
@@ -171,6 +173,9 @@ class Run:
             self.skips_in_a_row = 0
 
     def show(self, result: StepResult, elapsed_seconds: float) -> None:
+        if len(self.seconds) == 1 and self.warming_up:  # the first step also waits for libraries and page faults
+            self.seconds.clear()
+            self.warming_up = False
         self.seconds.append(elapsed_seconds)
         mean_seconds = sum(self.seconds) / len(self.seconds)
         tokens_per_second = self.config.tokens_per_step / mean_seconds
