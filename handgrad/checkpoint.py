@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from handgrad.errors import DataError, storage_error
+from handgrad.files import file_sha256, sync_folder
 
 SCHEMA = 1
 PARTIAL = ".partial"
@@ -33,7 +34,6 @@ WEIGHTS_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 SAFETENSORS_DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16"}
 MAX_MANIFEST_BYTES = 64 << 20
-HASH_CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -98,10 +98,10 @@ def save(
             files[name] = _write(partial / name, [content])
         content = {"schema": SCHEMA, "step": step, "files": files, **manifest}
         _write(partial / MANIFEST, [json.dumps(content, indent=1).encode()])
-        _fsync_folder(partial)
+        sync_folder(partial)
         _remove(final)  # a damaged folder of the same step, passed over when the run was resumed
         partial.rename(final)
-        _fsync_folder(checkpoints)
+        sync_folder(checkpoints)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise storage_error(error, f"saving {final}") from None
@@ -137,14 +137,6 @@ def _write(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
         file.flush()
         os.fsync(file.fileno())
     return {"bytes": size, "sha256": digest.hexdigest()}
-
-
-def _fsync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _remove(folder: Path) -> None:
@@ -203,13 +195,10 @@ def _verify(path: Path, entry: Any) -> None:
         size = path.stat().st_size
         if size != entry.get("bytes"):
             raise DataError(f"{path}: expected {entry.get('bytes')} bytes, found {size}")
-        digest = hashlib.sha256()
-        with path.open("rb") as file:
-            while chunk := file.read(HASH_CHUNK_BYTES):
-                digest.update(chunk)
+        found = file_sha256(path)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
-    if digest.hexdigest() != entry.get("sha256"):
+    if found != entry.get("sha256"):
         raise DataError(f"{path}: its SHA-256 differs from the manifest's; the file is damaged")
 
 

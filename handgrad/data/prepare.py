@@ -36,11 +36,10 @@ from handgrad.data.writer import (
     SplitState,
     SplitWriter,
     read_journal,
-    sync_folder,
-    write_durably,
     write_journal,
 )
 from handgrad.errors import DataError, StorageError, UsageError, storage_error
+from handgrad.files import sync_folder, write_durably
 
 DEFAULT_STORIES = 100_000
 BPE_SAMPLE_CHARACTERS = 16 << 20

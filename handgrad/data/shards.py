@@ -43,12 +43,6 @@ def header(token_count: int) -> bytes:
     return words.tobytes()
 
 
-def file_sha256(path: Path) -> str:
-    """SHA-256 of a file, as hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 @dataclass(frozen=True, eq=False)
 class Shard:
     """One token file. The hashes are None in a folder without a manifest."""

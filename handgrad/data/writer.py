@@ -10,7 +10,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from handgrad.data.shards import HEADER_BYTES, file_sha256, header
+from handgrad.data.shards import HEADER_BYTES, header
+from handgrad.files import file_sha256, write_durably
 
 JOURNAL_FILE = "journal.json"
 
@@ -139,26 +140,6 @@ def read_journal(folder: Path, recipe: Mapping[str, Any]) -> tuple[dict[str, Any
             if not path.is_file() or path.stat().st_size < size_bytes:
                 return None
     return content["tokenizer"], content["units_done"], states
-
-
-def write_durably(path: Path, text: str) -> None:
-    """Replaces `path` by a file with `text`, on the disk when this returns; never half of it. Raises OSError."""
-    aside = path.with_name(path.name + ".new")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Forces the names in a folder to the disk. Raises OSError."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _cut_back(path: Path, size_bytes: int) -> BinaryIO:

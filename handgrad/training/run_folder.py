@@ -17,6 +17,7 @@ from handgrad import checkpoint
 from handgrad.checkpoint import Checkpoint
 from handgrad.config import RunConfig, differences, read_toml, to_dict, to_toml
 from handgrad.errors import ConfigError, UsageError, storage_error
+from handgrad.files import write_durably
 
 CONFIG_FILE, LOCK_FILE, SAMPLES, CHECKPOINTS = "config.toml", ".lock", "samples", "checkpoints"
 
@@ -81,11 +82,9 @@ class RunFolder:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a small file so that a kill leaves the old one or the new one; raises `StorageError`."""
-    aside = path.with_name(path.name + ".partial")
+    """`write_durably` with our error; raises `StorageError`."""
     try:
-        aside.write_text(text, encoding="utf-8")
-        aside.replace(path)
+        write_durably(path, text)
     except OSError as error:
         raise storage_error(error, f"writing {path}") from None
 
