@@ -1,4 +1,4 @@
-# make train   the main job: prepares a corpus, trains a small GPT on it, writes a report   (about 3 minutes on 2 cores)
+# make train   the main job: prepares a corpus, trains a small GPT on it, writes a report   (about 2 minutes on 2 cores)
 # make test    every test
 # make check   lint, formatting, types
 

@@ -97,7 +97,7 @@ def save(
         for name, content in extra_files.items():
             files[name] = _write(partial / name, [content])
         content = {"schema": SCHEMA, "step": step, "files": files, **manifest}
-        _write(partial / MANIFEST, [json.dumps(content, indent=1).encode()])
+        _write(partial / MANIFEST, [json.dumps({"sha256": _content_sha256(content), **content}, indent=1).encode()])
         sync_folder(partial)
         _remove(final)  # a damaged folder of the same step, passed over when the run was resumed
         partial.rename(final)
@@ -148,12 +148,16 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(aside)
 
 
-def prune(checkpoints: Path, keep: int) -> None:
-    """Removes all but the `keep` newest checkpoints (0: keeps all) and what interrupted saves left behind."""
+def prune(checkpoints: Path, newest_step: int, keep: int) -> None:
+    """Removes all but the `keep` newest checkpoints up to `newest_step` (0: keeps all), what interrupted saves left
+    behind, and later folders: those were damaged, or the run would not be at `newest_step`."""
     try:
         for leftover in (*checkpoints.glob(f"step_*{PARTIAL}"), *checkpoints.glob(f"step_*{REMOVED}")):
             shutil.rmtree(leftover)
-        for folder in _folders(checkpoints)[keep:] if keep else []:
+        folders = _folders(checkpoints)
+        later = [folder for folder in folders if _step_of(folder) > newest_step]
+        earlier = folders[len(later) :][keep:] if keep else []
+        for folder in later + earlier:
             _remove(folder)
     except OSError as error:
         raise storage_error(error, f"removing old checkpoints in {checkpoints}") from None
@@ -162,7 +166,11 @@ def prune(checkpoints: Path, keep: int) -> None:
 def _folders(checkpoints: Path) -> list[Path]:
     """The folders named like checkpoints, newest first."""
     found = [p for p in checkpoints.glob("step_*") if p.is_dir() and p.name.removeprefix("step_").isdigit()]
-    return sorted(found, key=lambda p: -int(p.name.removeprefix("step_")))
+    return sorted(found, key=lambda folder: -_step_of(folder))
+
+
+def _step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step_"))
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
@@ -179,6 +187,9 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
         found = manifest.get("schema") if isinstance(manifest, dict) else type(manifest).__name__
         raise DataError(f"{path}: expected checkpoint schema {SCHEMA}, found {found!r}")
+    digest = manifest.pop("sha256", None)
+    if digest != _content_sha256(manifest):
+        raise DataError(f"{path}: its SHA-256 differs from its content's; it was edited or damaged")
     files = manifest.get("files")
     well_formed = isinstance(manifest.get("step"), int) and isinstance(manifest.get("config"), dict)
     if not well_formed or not isinstance(files, dict) or not {WEIGHTS_FILE, OPTIMIZER_FILE} <= files.keys():
@@ -186,6 +197,11 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     for name, entry in files.items():
         _verify(folder / Path(name).name, entry)
     return Checkpoint(folder, manifest)
+
+
+def _content_sha256(content: dict[str, Any]) -> str:
+    """SHA-256 of a manifest's content, however it is laid out in the file."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _verify(path: Path, entry: Any) -> None:
@@ -216,15 +232,10 @@ def newest(checkpoints: Path) -> tuple[Checkpoint | None, list[str]]:
 def find(path: str) -> Checkpoint:
     """The checkpoint that a user means: a checkpoint's folder, or a run folder, whose newest valid one is taken."""
     folder = Path(path)
-    if (folder / MANIFEST).exists() and folder.name.startswith("step_"):
+    if (folder / MANIFEST).exists() and (folder / WEIGHTS_FILE).exists():
         return open_checkpoint(folder)
     checkpoint, passed_over = newest(folder / "checkpoints")
     if checkpoint is None:
         reason = f" ({passed_over[0]})" if passed_over else ""
         raise DataError(f"{path} holds no checkpoint{reason}; give a run folder or RUN/checkpoints/step_XXXXXXXX")
     return checkpoint
-
-
-def versions() -> dict[str, str]:
-    """What, beside the config, the bits depend on."""
-    return {"torch": torch.__version__, "threads": str(torch.get_num_threads())}

@@ -138,6 +138,8 @@ def check(config: RunConfig) -> RunConfig:
         value = getattr(config, name)
         if not 0 <= value < float("inf"):
             raise UsageError(f"{name} must be a finite number, 0 or more, found {value}")
+    if config.seed >= 1 << 32:
+        raise UsageError(f"seed must be below 2^32, found {config.seed}")
     if not config.adam_epsilon > 0:
         raise UsageError(f"adam_epsilon must be above 0, found {config.adam_epsilon}")
     for name in ("beta1", "beta2"):
@@ -211,6 +213,9 @@ def read_toml(path: str) -> dict[str, Any]:
         loaded = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise DataError(f"config file {path} is not valid TOML: {error}") from None
+    for key in ("preset", "model"):
+        if not isinstance(loaded.get(key, ""), str):
+            raise UsageError(f"{key} in {path} must be text, found {loaded[key]!r}")
     return {key: value if key in ("preset", "model") else convert(key, value) for key, value in loaded.items()}
 
 
@@ -223,7 +228,8 @@ def to_toml(config: RunConfig) -> str:
     lines = []
     for name, known in FIELDS.items():
         lines.append(f"# {known.metadata['help']}")
-        lines.append(f"{name} = {json.dumps(getattr(config, name))}")  # JSON's scalars are TOML's
+        value = json.dumps(getattr(config, name), ensure_ascii=False).replace("\x7f", "\\u007f")
+        lines.append(f"{name} = {value}")  # JSON's scalars are TOML's, but for escaped pairs and DEL
     return "\n".join(lines) + "\n"
 
 

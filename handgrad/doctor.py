@@ -15,6 +15,7 @@ from handgrad.data.tokenizer import load_tokenizer
 from handgrad.errors import HandgradError
 from handgrad.model import transformer
 from handgrad.ops import reference
+from handgrad.plan import product_rate
 from handgrad.training.console import human_bytes
 from handgrad.training.state import allocate_state
 
@@ -48,9 +49,9 @@ def examine() -> Iterator[tuple[bool, str]]:
         yield True, f"{human_bytes(memory)} of memory free on {device.type}"
     yield True, f"{human_bytes(shutil.disk_usage('.').free)} of disk free here"
     for precision in ("fp32", "bf16"):
-        rate = world.product_rate(device, world.DTYPES[precision])
+        rate = product_rate(device, world.DTYPES[precision])
         note = ""
-        if precision == "bf16" and device.type == "cpu" and rate < 2 * world.product_rate(device, torch.float32):
+        if precision == "bf16" and device.type == "cpu" and rate < 2 * product_rate(device, torch.float32):
             note = "; this processor has no bf16 instructions worth using, train in fp32"
         yield True, f"{precision} products run at {rate / 1e9:.0f} GFLOP/s{note}"
     for name, attempt in CHECKS.items():

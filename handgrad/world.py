@@ -1,7 +1,6 @@
 """The machine a run sees: its device, what that device can do, and how it is described."""
 
 import platform
-import time
 from pathlib import Path
 
 import torch
@@ -35,7 +34,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def use_precision(device: torch.device, precision: str) -> torch.dtype:
-    """The dtype of weights and activations; sets what torch keeps as a global switch (TF32 products, determinism)."""
+    """The dtype of weights and activations; sets what torch keeps as global switches (TF32, bf16 reductions)."""
     if precision == "tf32" and device.type != "cuda":
         raise UsageError(f"precision tf32 exists on NVIDIA GPUs only, the device is {device.type}; use fp32 or bf16")
     if device.type == "cuda":
@@ -90,17 +89,3 @@ def available_bytes(device: torch.device) -> int | None:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     return None
-
-
-def product_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of a square matrix product, the best of seven: of 1024 rows on a CPU, of 8192 on a GPU."""
-    size = 1024 if device.type == "cpu" else 8192
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    out, best = torch.empty_like(a), float("inf")
-    for _ in range(7):
-        synchronize(device)
-        start = time.perf_counter()
-        torch.mm(a, b, out=out)
-        synchronize(device)
-        best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best

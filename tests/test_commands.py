@@ -63,7 +63,7 @@ def test_every_field_is_a_flag_and_a_toml_key(tmp_path: Path, capsys: pytest.Cap
     for name in FIELDS:
         assert f"--{name.replace('_', '-')} " in shown, name
     recipe = tmp_path / "recipe.toml"
-    config = RunConfig(seed=7, learning_rate=1.5e-4, overfit_one_batch=True)
+    config = RunConfig(out='runs/\N{GRINNING FACE} \x7f"', seed=7, learning_rate=1.5e-4, overfit_one_batch=True)
     recipe.write_text(to_toml(config))
     assert read_toml(str(recipe)) == to_dict(config)
 
@@ -122,6 +122,9 @@ def test_shipped_recipes_are_valid(recipe: Path) -> None:
         (["train", "--config", "no-such.toml"], "no-such.toml does not exist"),
         (["sample", "run", "--temperature", "-1"], "--temperature"),
         (["plan", "d12", "--vocab-size", "0"], "--vocab-size"),
+        (["train", "tiny", "--seed", "99999999999"], "seed must be below 2^32"),
+        (["sample", "run", "--seed", "99999999999"], "--seed"),
+        (["bench", "step", "--model", "d122"], "did you mean d12?"),
         (["prepare", "stories", "--tokenizer", "gpt5"], "gpt5"),
         (["prepare", "stories", "--validation-fraction", "2"], "validation"),
     ],
@@ -138,6 +141,8 @@ def test_unknown_toml_key(tmp_path: Path, capsys: pytest.CaptureFixture) -> None
     recipe = tmp_path / "r.toml"
     recipe.write_text("learningrate = 1\n")
     assert "did you mean learning_rate?" in refused(capsys, 64, "train", "--config", str(recipe))
+    recipe.write_text("preset = 3\n")
+    assert "preset in" in refused(capsys, 64, "train", "--config", str(recipe))
     recipe.write_text("steps = [\n")
     assert "not valid TOML" in refused(capsys, 65, "train", "--config", str(recipe))
     recipe.write_bytes(b"\xff\xfe")
@@ -254,7 +259,8 @@ def test_a_run_whose_checkpoints_do_not_fit(
 
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1 << 20, 1 << 19, 1 << 19))
-    line = refused(capsys, 74, "train", *SMALL, "--data", str(shards), "--out", str(tmp_path / "run"))
+    arguments = [*SMALL, "--save-every", "1", "--data", str(shards), "--out", str(tmp_path / "run")]
+    line = refused(capsys, 74, "train", *arguments)
     assert "3 checkpoints take" in line and "--keep-checkpoints" in line
     assert not (tmp_path / "run").exists()
 
@@ -270,7 +276,16 @@ def test_as_a_program() -> None:
     assert run.returncode == 0 and all(f"  {name} " in run.stdout for name in COMMANDS)
     command = f"{sys.executable} -m handgrad doctor | head -1"
     run = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
-    assert run.stderr == "", run.stderr
+    assert run.returncode == 0 and run.stderr == "", run.stderr
+
+
+def test_training_goes_on_when_nobody_listens(shards: Path, tmp_path: Path) -> None:
+    """`handgrad train ... | head -1` loses its console, not its run."""
+    arguments = [*SMALL, "--data", str(shards), "--out", str(tmp_path / "run")]
+    command = f"{sys.executable} -m handgrad train {' '.join(arguments)} | head -1"
+    run = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
+    assert run.returncode == 0 and run.stderr == "", run.stderr
+    assert (tmp_path / "run" / "checkpoints" / "step_00000004").is_dir()
 
 
 def test_doctor_is_well(capsys: pytest.CaptureFixture) -> None:

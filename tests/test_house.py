@@ -30,7 +30,7 @@ LAW = {
     "training": {*BELOW_TRAINING, "evaluation"},
     "report": {*BELOW_TRAINING, "evaluation", "training"},
     "plan": {*BELOW_TRAINING, "evaluation", "training"},
-    "doctor": {*BELOW_TRAINING, "evaluation", "training"},
+    "doctor": {*BELOW_TRAINING, "evaluation", "training", "plan"},
     "commands": {*BELOW_TRAINING, "evaluation", "training", "report", "plan", "doctor"},
     "cli": {*BELOW_TRAINING, "evaluation", "training", "report", "plan", "doctor", "commands"},
     "__main__": {"cli"},

@@ -12,7 +12,7 @@ from benchmarks.twin import Twin
 from handgrad.config import ModelShape
 from handgrad.evaluation.generate import decode_buffers, decode_step, decode_tensors
 from handgrad.model import transformer
-from handgrad.model.parameters import count_parameters, parameter_table
+from handgrad.model.parameters import count_parameters, flops_per_token, parameter_table
 from handgrad.ops import reference as ops
 from tests.conftest import Model, make_model, make_plan
 
@@ -179,6 +179,11 @@ def test_parameter_counts_are_those_of_gpt2(shape: ModelShape, millions: float) 
     assert round(count_parameters(parameter_table(shape)) / 1e6, 2) == millions
 
 
+def test_operations_are_counted_as_llm_c_counts_them() -> None:
+    """6 N + 6 L C T: 6 * 124,439,808 + 6 * 12 * 768 * 1024 for GPT-2 124M."""
+    assert flops_per_token(ModelShape(50257, 1024, 12, 12, 768)) == 6 * 124_439_808 + 56_623_104
+
+
 def test_initial_weights_follow_gpt2() -> None:
     shape = ModelShape(1000, 64, 4, 4, 128)
     model = make_model(shape, 1, 4, torch.float32, noise=0.0)
@@ -191,6 +196,8 @@ def test_initial_weights_follow_gpt2() -> None:
         else:
             assert (stored == float("ln" in row.name and "weight" in row.name)).all(), row.name
     assert (model.table[0].view(model.flat)[1000:] == 0).all(), "the padding starts at zero"
+    beginnings = {tuple(row.stored(model.flat).flatten()[:4].tolist()) for row in model.table if len(row.shape) == 2}
+    assert len(beginnings) == sum(len(row.shape) == 2 for row in model.table), "every tensor has numbers of its own"
     # The loss of an untrained model is that of guessing.
     transformer.loss(ops, model.weights, model.act, vocab_size=1000)
     assert abs(model.act.losses.mean().item() - math.log(1000)) < 0.3

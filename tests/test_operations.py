@@ -33,6 +33,14 @@ def gradients(output: Tensor, dout: Tensor, *inputs: Tensor) -> tuple[Tensor, ..
     return torch.autograd.grad(output, inputs, dout)
 
 
+@pytest.fixture(params=["cpu", "any device"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both paths of the reference: a CPU's own kernels, and what runs everywhere else."""
+    if request.param == "any device":
+        monkeypatch.setattr(ops, "uses_cpu_kernels", lambda tensor: False)
+
+
+@pytest.mark.usefixtures("path")
 def test_embedding() -> None:
     B, T, C, Vp, longest = 3, 5, 7, 11, 9
     tokens = torch.tensor([[0, 4, 4, 10, 1], [4, 4, 4, 4, 4], [2, 0, 9, 9, 3]])  # repeats, within and across samples
@@ -49,6 +57,7 @@ def test_embedding() -> None:
     close(dwpe_acc - SENTINEL, dwpe)
 
 
+@pytest.mark.usefixtures("path")
 @pytest.mark.parametrize(("N", "C"), [(1, 3), (7, 13), (33, 64)])
 def test_layernorm(N: int, C: int) -> None:
     inp, weight, bias = randn(N, C), randn(C, seed=1), randn(C, seed=2)
@@ -61,6 +70,7 @@ def test_layernorm(N: int, C: int) -> None:
     expected = centred / (centred.square().mean(1, keepdim=True) + 1e-5).sqrt() * weight + bias
     close(out, expected.detach())
     close(mean, inp.detach().mean(1))
+    close(rstd, (inp.detach().var(1, correction=0) + 1e-5).rsqrt())
     dinp, dweight, dbias = gradients(expected, dout, inp, weight, bias)
     dresidual_inout, dweight_acc, dbias_acc = residual.clone(), accumulator(dweight), accumulator(dbias)
     detached = inp.detach(), mean, rstd, weight.detach()
@@ -88,6 +98,25 @@ def test_linear(N: int, inputs: int, outputs: int, bias: bool) -> None:
     close(dweight_acc - SENTINEL, found[1])
     if dbias_acc is not None:
         close(dbias_acc - SENTINEL, found[2])
+
+
+def test_float32_products_are_float32() -> None:
+    """The float32 path of a CPU, past one block of weight-gradient rows, within the probabilistic rounding bound of an
+    inner product of K terms, 4 sqrt(K) u |x| |w| with u = 2^-24 (Higham & Mary 2019): TF32 or bf16 would exceed it."""
+    N, I, O = 37, 65, 2500
+    generator = torch.Generator().manual_seed(0)
+    inp, weight, dout, bias = (torch.randn(*s, generator=generator) for s in ((N, I), (O, I), (N, O), (O,)))
+    out, dinp, dweight_acc = torch.full((N, O), math.nan), torch.full((N, I), math.nan), torch.full((O, I), SENTINEL)
+    ops.linear_forward(out, inp, weight, bias)
+    ops.linear_backward(dinp, dweight_acc, None, dout, inp, weight)
+    x, w, dy = inp.double(), weight.double(), dout.double()
+    for found, a, b, added in (
+        (out, x, w.t(), bias.double()),
+        (dinp, dy, w, torch.zeros((), dtype=torch.float64)),
+        (dweight_acc, dy.t(), x, torch.tensor(SENTINEL, dtype=torch.float64)),
+    ):
+        bound = 4 * math.sqrt(a.shape[1]) * 2**-24 * (a.abs() @ b.abs() + added.abs())
+        assert ((found - (a @ b + added)).abs() <= bound).all()
 
 
 def test_gelu() -> None:
@@ -120,11 +149,9 @@ def attention(qkv: Tensor, B: int, T: int, H: int) -> tuple[Tensor, Tensor]:
     return y, scores.logsumexp(-1)
 
 
-@pytest.mark.parametrize("path", ["cpu", "any device"])
+@pytest.mark.usefixtures("path")
 @pytest.mark.parametrize(("B", "T", "H", "D"), [(1, 1, 1, 1), (2, 7, 3, 5), (3, 65, 2, 16)])
-def test_attention(B: int, T: int, H: int, D: int, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if path == "any device":
-        monkeypatch.setattr(ops, "uses_cpu_kernels", lambda tensor: False)
+def test_attention(B: int, T: int, H: int, D: int) -> None:
     qkv, dout = randn(B * T, 3 * H * D), randn(B * T, H * D, seed=1)
     out, lse, dqkv = nan(B * T, H * D), nan(B, H, T), nan(B * T, 3 * H * D)
     ops.attention_forward(out, lse, qkv)
@@ -159,6 +186,7 @@ def test_attention_decode_equals_attention() -> None:
         close(step, out.view(B, T, -1)[:, position])
 
 
+@pytest.mark.usefixtures("path")
 @pytest.mark.parametrize(("N", "V", "Vp"), [(1, 2, 128), (9, 57, 128), (5, 128, 128)])
 def test_classifier(N: int, V: int, Vp: int) -> None:
     logits = randn(N, Vp) * 4

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.twin import Twin, optimizer_of, twin_step
-from handgrad.config import RunConfig
+from handgrad.config import FIELDS, RunConfig
 from handgrad.data.batches import Batches
 from handgrad.data.shards import open_dataset
 from handgrad.model.parameters import decay_runs
@@ -193,6 +193,35 @@ def test_a_spike_is_skipped_and_leaves_the_weights_alone(config: RunConfig) -> N
     assert torch.equal(state.master, before) and (state.first_moments == 0).all()
     assert train_step(config, state, feed, losses, Outliers(), 1).skipped is None
     assert not torch.equal(state.master, before)
+
+
+def test_the_verdict_is_on_the_window_before_the_step(config: RunConfig) -> None:
+    """Skipped steps do not enter the window: the third spike in a row stands out as much as the first."""
+    config = dataclasses.replace(config, skip_loss_z=4.0)
+    dataset = open_dataset(config.data)
+    state = allocate_state(config, config.shape(257), torch.float32, CPU, reference)
+    batches = Batches(dataset.splits["train"], config.sequence_length, config.seed)
+    feed = BatchFeed(batches, state.activations.tokens, state.activations.targets)
+    losses, norms = Outliers([0.1 * (i % 2) for i in range(WINDOW)]), Outliers([2.0 + i % 2 for i in range(WINDOW)])
+    for step in range(3):
+        result = train_step(config, state, feed, losses, norms, step)
+        assert result.loss_z is not None and abs(result.loss_z - (result.loss - 0.05) / 0.05) < 1e-6
+        assert result.norm_z is not None and abs(result.norm_z - (result.norm - 2.5) / 0.5) < 1e-6
+        assert result.skipped is not None and "loss" in result.skipped and result.loss_z > 11.3
+
+
+def test_clipping_can_be_turned_off(config: RunConfig) -> None:
+    state, results = steps_of(dataclasses.replace(config, clip_norm=0.0), 1)
+    assert results[0].norm > 1
+    assert abs(state.first_moments.norm() / (1 - config.beta1) - results[0].norm) < 1e-4 * results[0].norm
+
+
+def test_what_may_change_in_a_resumed_run() -> None:
+    """Only where things lie and how often they are looked at: nothing that touches a number."""
+    free = {name for name, known in FIELDS.items() if known.metadata["free"]}
+    where = {"data", "out"}
+    how_often = {"eval_every", "sample_every", "log_every", "save_every"}
+    assert free == where | how_often | {"eval_tokens", "sample_tokens", "keep_checkpoints"}
 
 
 def test_largest_micro_batch_fits(config: RunConfig) -> None:

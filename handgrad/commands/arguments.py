@@ -54,8 +54,8 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 def run_config(arguments: argparse.Namespace) -> RunConfig:
     """The configuration that the arguments describe: preset, then recipe, then `--model`, then single flags."""
     recipe = read_toml(arguments.config) if arguments.config else {}
-    name = arguments.preset or recipe.pop("preset", None)
-    recipe.pop("preset", None)
+    recipe_preset = recipe.pop("preset", None)
+    name = arguments.preset or recipe_preset
     config = presets.preset(name) if name else RunConfig()
     if "model" in recipe:
         config = dataclasses.replace(config, **presets.model(recipe.pop("model")))

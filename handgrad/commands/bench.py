@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import handgrad
+from handgrad import presets
 from handgrad.commands.arguments import Parser
 from handgrad.errors import UsageError
 
@@ -21,6 +22,7 @@ def run(arguments: Sequence[str]) -> int:
     parsed = parser.parse(arguments)
     if min(parsed.micro_batch, parsed.sequence_length, parsed.rounds) < 1:
         raise UsageError("--micro-batch, --sequence-length and --rounds must be at least 1")
+    presets.model(parsed.model)  # refuses an unknown one
     checkout = Path(handgrad.__file__).parents[1]
     if not (checkout / "benchmarks" / "step.py").exists():
         raise UsageError(f"the benchmarks lie in a checkout of handgrad, none found at {checkout}; clone the repository")

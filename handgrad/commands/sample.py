@@ -24,6 +24,8 @@ def run(arguments: Sequence[str]) -> int:
     parsed = parser.parse(arguments)
     if not 0 <= parsed.temperature < math.inf or parsed.max_tokens < 1 or parsed.top_k < 0 or parsed.samples < 1:
         raise UsageError("--temperature and --top-k must be 0 or more, --max-tokens and --samples 1 or more")
+    if not 0 <= parsed.seed < 1 << 32:
+        raise UsageError(f"--seed must be at least 0 and below 2^32, found {parsed.seed}")
     device = world.resolve_device(parsed.device)
     dtype = world.use_precision(device, parsed.precision)
     model = load_model(

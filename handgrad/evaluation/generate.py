@@ -84,11 +84,11 @@ def decode_step(ops: ModuleType, w: ModelTensors, buf: DecodeTensors, token: int
 
 def choose(logits: Tensor, *, temperature: float, top_k: int, generator: torch.Generator) -> int:
     """One token id from logits (V): the likeliest at temperature 0, else drawn from softmax(logits / temperature),
-    among the `top_k` likeliest if that is not 0. Drawn on the CPU in float32, so a seed means the same everywhere."""
-    logits = logits.to("cpu", torch.float32)
+    among the `top_k` likeliest if that is not 0. Drawn on the CPU in float64, so a seed means the same everywhere."""
+    logits = logits.to("cpu", torch.float64)
     if temperature == 0:
         return int(logits.argmax())
-    logits = logits / temperature
+    logits = (logits - logits.max()) / temperature  # at most 0: no temperature is too low
     if top_k and top_k < logits.numel():
         logits[logits < logits.topk(top_k).values[-1]] = -torch.inf
     return int(torch.multinomial(torch.softmax(logits, 0), 1, generator=generator))

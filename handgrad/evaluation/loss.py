@@ -35,5 +35,5 @@ def mean_loss(
             act.targets.copy_(host_buffers[1])
         transformer.loss(ops, weights, act, vocab_size=vocab_size)
         counted = min(batch, samples - first)
-        total += act.losses.view(act.tokens.shape)[:counted].double().sum().item()
+        total += act.losses.view(act.tokens.shape)[:counted].cpu().double().sum().item()
     return total / (samples * act.tokens.shape[1])

@@ -144,7 +144,7 @@ def model_tensors(flat: Tensor, table: tuple[ParameterRow, ...]) -> ModelTensors
 
 
 def initialize(flat: Tensor, table: tuple[ParameterRow, ...], seed: int) -> None:
-    """Fills a flat buffer with GPT-2's initial weights.
+    """Writes GPT-2's initial weights into a zeroed flat buffer.
 
     Each tensor has a generator of its own, keyed by (seed, its place in the table) and run on the CPU in float32, so that
     every device and precision starts from the same numbers.

@@ -129,8 +129,9 @@ def linear_backward(
     else:
         # By blocks of rows, whose temporary stays in cache. The library writes a bf16 product in bf16: there the sum over
         # this call's tokens is rounded once, then added in float32.
-        for row in range(0, dweight_acc.shape[0], ACCUMULATE_ROWS):
-            rows = slice(row, row + ACCUMULATE_ROWS)
+        step = ACCUMULATE_ROWS if uses_cpu_kernels(inp) else dweight_acc.shape[0]
+        for row in range(0, dweight_acc.shape[0], step):
+            rows = slice(row, row + step)
             left = dout[:, rows].t()
             dweight_acc[rows].add_(product(left, inp.t()) if onednn else torch.mm(left, inp))
     if dbias_acc is not None:
@@ -258,7 +259,7 @@ def _log_softmax_blocks(
     21 for 256 rows of GPT-2's vocabulary on two cores. Masking instead of slicing keeps the rows contiguous."""
     N, Vp = logits_inout.shape
     logits_inout[:, vocab_size:] = -math.inf
-    rows_per_block = max(1, CLASSIFIER_BLOCK_ELEMENTS // Vp)
+    rows_per_block = max(1, CLASSIFIER_BLOCK_ELEMENTS // Vp) if uses_cpu_kernels(logits_inout) else N
     for row in range(0, N, rows_per_block):
         rows = slice(row, min(row + rows_per_block, N))
         yield rows, targets[rows].unsqueeze(1), torch.log_softmax(logits_inout[rows], 1, dtype=dtype)
@@ -293,7 +294,7 @@ def adamw_update(
     gradient_scale: float,
 ) -> None:
     """One update of flat float32 (or float64) buffers of equal length; `step` counts from 1. The gradient is left
-    multiplied by `gradient_scale` (a factor <= 1 from clipping).
+    multiplied by `gradient_scale` (a factor <= 1 from clipping, rounded to float32).
 
     Cut flat buffers at multiples of 128 elements only: the library's kernel rounds a cut vector's tail differently.
     """

@@ -1,1 +1,1 @@
-"""From gradients to a trained model: state and step, schedule, outliers, checkpoints, metrics, and the loop over them."""
+"""From gradients to a trained model: state, step, schedule, outliers, run folder, metrics, and the loop over them."""

@@ -1,5 +1,6 @@
 """What a person sees of a run: a header, a live progress line on a terminal, plain lines everywhere else."""
 
+import os
 import sys
 
 from rich.console import Console
@@ -71,6 +72,7 @@ class Display:
     def __init__(self, steps: int, completed: int):
         self.console = Console(highlight=False)
         self.live = sys.stdout.isatty()
+        self.closed = False
         columns = (BarColumn(bar_width=24), TextColumn("{task.description}"))
         self.progress = Progress(*columns, console=self.console, transient=True, refresh_per_second=4)
         self.task = self.progress.add_task("", total=steps, completed=completed)
@@ -83,7 +85,14 @@ class Display:
             self.progress.update(self.task, completed=completed, description=text)
 
     def print(self, text: str) -> None:
-        self.console.print(text, markup=False, soft_wrap=True)
+        """A line on the console. When its reader has gone (`| head`), the run goes on without it; the log has it all."""
+        if self.closed:
+            return
+        try:
+            self.console.print(text, markup=False, soft_wrap=True)
+        except (BrokenPipeError, SystemExit):  # rich turns the first into the second
+            self.closed = True
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def close(self) -> None:
         if self.live:

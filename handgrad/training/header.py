@@ -8,10 +8,12 @@ import torch
 
 import handgrad
 from handgrad import world
+from handgrad.arena import make_plan
 from handgrad.config import ModelShape, RunConfig
 from handgrad.data.batches import Batches
 from handgrad.data.shards import Dataset
 from handgrad.errors import DataError, StorageError
+from handgrad.evaluation.generate import decode_buffers
 from handgrad.model.parameters import count_parameters, flops_per_token, parameter_table
 from handgrad.training.console import human_bytes, human_count, memory_table
 from handgrad.training.state import largest_micro_batch, training_plan
@@ -20,6 +22,8 @@ from handgrad.training.state import largest_micro_batch, training_plan
 def check_fits(config: RunConfig, dataset: Dataset, device: torch.device, dtype: torch.dtype) -> None:
     """Refuses, before anything is written or allocated, a step larger than an epoch and a plan larger than the memory."""
     samples = Batches(dataset.splits["train"], config.sequence_length, config.seed).samples_per_epoch
+    if dataset.splits["validation"]:
+        Batches(dataset.splits["validation"], config.sequence_length, config.seed)  # refuses a split without one sample
     if samples < config.samples_per_step:
         micro_batch = min(config.micro_batch, samples)
         fitting = samples // micro_batch * micro_batch * config.sequence_length
@@ -29,7 +33,7 @@ def check_fits(config: RunConfig, dataset: Dataset, device: torch.device, dtype:
         )
     shape = config.shape(dataset.tokenizer.vocab_size)
     available = world.available_bytes(device)
-    needed = training_plan(config, shape, dtype).total_bytes
+    needed = training_plan(config, shape, dtype).total_bytes + make_plan(decode_buffers(shape, dtype)).total_bytes
     if available is not None and needed > available:
         fitting = largest_micro_batch(config, shape, dtype, available)
         advice = f"try --micro-batch {fitting}" if fitting else "even one sample at a time does not fit"
@@ -41,7 +45,10 @@ def check_fits(config: RunConfig, dataset: Dataset, device: torch.device, dtype:
 
 def check_disk(config: RunConfig, vocab_size: int) -> None:
     """Refuses a run whose checkpoints will not fit in `config.out`: float32 weights and two moments each."""
-    checkpoints = config.keep_checkpoints + 1  # the oldest goes only after the newest stands
+    saves = -(-config.steps // (config.save_every or config.steps))
+    # The oldest goes only after the newest stands; those of an earlier start are there already.
+    checkpoints = saves if config.keep_checkpoints == 0 else min(saves, config.keep_checkpoints + 1)
+    checkpoints -= len(list(Path(config.out).glob("checkpoints/step_*")))
     needed = checkpoints * 3 * 4 * count_parameters(parameter_table(config.shape(vocab_size)))
     existing = [folder for folder in (Path(config.out), *Path(config.out).absolute().parents) if folder.is_dir()]
     free = shutil.disk_usage(existing[0]).free

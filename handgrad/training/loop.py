@@ -16,7 +16,7 @@ from handgrad.config import RunConfig, check, to_dict
 from handgrad.data.batches import Batches
 from handgrad.data.shards import Dataset, open_dataset
 from handgrad.data.tokenizer import tokenizer_files, tokenizer_record
-from handgrad.errors import NumericsError, Preempted
+from handgrad.errors import DataError, NumericsError, Preempted
 from handgrad.evaluation.generate import decode_buffers, decode_tensors, generate, stream_text
 from handgrad.evaluation.loss import mean_loss
 from handgrad.model.parameters import flops_per_token
@@ -75,7 +75,7 @@ class Run:
         self.train_batches = Batches(dataset.splits["train"], config.sequence_length, config.seed)
         self.validation_batches = validation_batches(dataset, config.sequence_length)
         self.folder = folder
-        folder.check_identity(self.identity(), allow_changes=allow_changes)
+        folder.settle(self.identity(), allow_changes=allow_changes)
 
         self.state = allocate_state(config, self.shape, dtype, device, ops)
         generation = make_plan(decode_buffers(self.shape, dtype))
@@ -95,6 +95,10 @@ class Run:
 
     # Before the first step.
 
+    def versions(self) -> dict[str, str]:
+        """What, beside the configuration and the data, the bits depend on."""
+        return {"torch": torch.__version__, "device": world.describe(self.device)}
+
     def identity(self) -> dict[str, Any]:
         return {"data": self.dataset.identity, "tokenizer": self.tokenizer.sha256}
 
@@ -107,11 +111,17 @@ class Run:
             self.losses = Outliers(resumed.manifest["loss_window"])
             self.norms = Outliers(resumed.manifest["norm_window"])
             self.skips_in_a_row = resumed.manifest["skips_in_a_row"]
-            then, now = resumed.manifest["versions"], checkpoint.versions()
+            then, now = resumed.manifest["versions"], self.versions()
             changed = [f"{key} {then.get(key)} -> {now[key]}" for key in now if then.get(key) != now[key]]
             self.folder.changes += [f"{change} (the bits may differ from an unbroken run's)" for change in changed]
         elif self.config.init_from:
-            load_weights(checkpoint.find(self.config.init_from), self.state)
+            source = checkpoint.find(self.config.init_from)
+            if source.manifest["tokenizer"]["sha256"] != self.tokenizer.sha256:
+                raise DataError(
+                    f"{self.config.init_from} was trained with another tokenizer than {self.config.data};"
+                    " prepare the text with the tokenizer of the weights"
+                )
+            load_weights(source, self.state)
 
     # The run.
 
@@ -142,16 +152,20 @@ class Run:
                     self.sample()
                 if self.due(self.config.save_every):
                     self.save()
-                if self.stop_signal is not None:
+                if self.stop_signal is not None and self.completed < self.config.steps:
                     self.save()
                     name = signal.Signals(self.stop_signal).name
                     raise Preempted(
-                        f"stopped by {name} after step {self.completed}, saved step {self.last_saved};"
-                        " run the same command to go on"
+                        f"stopped by {name} after step {self.completed}, {self.saved_note()}; run the same command to go on"
                     )
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
+        if self.last_saved != self.completed:
+            raise NumericsError(
+                f"the last step's numbers were not finite and were not saved; the newest checkpoint is of step"
+                f" {max(0, self.last_saved)}: lower --learning-rate and start from it"
+            )
         return validation_loss
 
     def due(self, every: int) -> bool:
@@ -230,6 +244,9 @@ class Run:
         self.metrics.record("sample", step=self.completed, text=text)
         self.say(f"step {self.completed}, the model writes: {text}")
 
+    def saved_note(self) -> str:
+        return f"saved step {self.last_saved}" if self.last_saved >= 0 else "nothing saved yet"
+
     def save(self) -> None:
         if self.last_saved == self.completed:
             return
@@ -239,18 +256,18 @@ class Run:
         extra = tokenizer_files(self.tokenizer)
         manifest = {
             "handgrad": handgrad.__version__,
-            "versions": checkpoint.versions(),
+            "versions": self.versions(),
             "config": to_dict(self.config),
             "vocab_size": self.shape.vocab_size,
             "tokenizer": tokenizer_record(self.tokenizer),
             "identity": self.identity(),
-            "next_sample": self.completed * self.config.samples_per_step,
             "loss_window": list(self.losses.values),
             "norm_window": list(self.norms.values),
             "skips_in_a_row": self.skips_in_a_row,
         }
+        self.metrics.sync()
         folder = checkpoint.save(self.folder.checkpoints, self.completed, self.state.named_state(), manifest, extra)
-        checkpoint.prune(self.folder.checkpoints, self.config.keep_checkpoints)
+        checkpoint.prune(self.folder.checkpoints, self.completed, self.config.keep_checkpoints)
         self.last_saved = self.completed
         self.say(f"step {self.completed}: saved {folder}")
 
@@ -265,7 +282,7 @@ class Run:
         self.say(line)
 
     def on_signal(self, number: int, frame: Any) -> None:
-        """Asks the loop to stop after this step; a second signal ends the process at once (saves are atomic)."""
+        """Asks the loop to stop after this step; the same signal again ends the process at once (saves are atomic)."""
         self.stop_signal = number
         signal.signal(number, signal.SIG_DFL)
 

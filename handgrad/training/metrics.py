@@ -1,14 +1,16 @@
 """The run's record: metrics.jsonl for programs, main.log in llm.c's format for its plotting tools, log.txt for people.
 
-Lines of steps that a resumed run will do again are cut off first, so the record reads like that of an unbroken run.
+In the first two, lines of steps that a resumed run will do again are cut off, so they read like those of an unbroken run.
 """
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any, TextIO
 
 from handgrad.errors import storage_error
+from handgrad.files import write_durably
 from handgrad.training.step import StepResult
 
 METRICS_FILE, MAIN_LOG_FILE, LOG_FILE = "metrics.jsonl", "main.log", "log.txt"
@@ -31,6 +33,14 @@ class Metrics:
 
     def _open(self, name: str) -> TextIO:
         return (self.folder / name).open("a", encoding="utf-8", buffering=1)  # by lines: a kill loses none written
+
+    def sync(self) -> None:
+        """Forces the files to the disk, so that no checkpoint is ahead of its record."""
+        try:
+            for file in (self.metrics, self.main_log, self.log):
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise storage_error(error, f"writing the logs in {self.folder}") from None
 
     def close(self) -> None:
         for file in (self.metrics, self.main_log, self.log):
@@ -91,4 +101,6 @@ def _log_step(line: str) -> int:
 def _keep_lines(path: Path, keep: Any) -> None:
     if path.exists():
         lines = path.read_text(encoding="utf-8").splitlines()
-        path.write_text("".join(line + "\n" for line in lines if keep(line)), encoding="utf-8")
+        kept = [line for line in lines if keep(line)]
+        if kept != lines or not path.read_text(encoding="utf-8").endswith("\n"):
+            write_durably(path, "".join(line + "\n" for line in kept))

@@ -15,9 +15,10 @@ from typing import Any
 
 from handgrad import checkpoint
 from handgrad.checkpoint import Checkpoint
-from handgrad.config import RunConfig, differences, read_toml, to_dict, to_toml
+from handgrad.config import RunConfig, differences, to_dict, to_toml
 from handgrad.errors import ConfigError, UsageError, storage_error
-from handgrad.files import write_durably
+from handgrad.files import sync_folder, write_durably
+from handgrad.training.state import TrainingState
 
 CONFIG_FILE, LOCK_FILE, SAMPLES, CHECKPOINTS = "config.toml", ".lock", "samples", "checkpoints"
 
@@ -28,6 +29,7 @@ class RunFolder:
     def __init__(self, config: RunConfig, *, allow_changes: bool):
         """Raises `ConfigError` if another trainer holds the folder or another configuration made it, `UsageError` if it is
         no run folder, `StorageError` if it cannot be written."""
+        self.config = config
         self.path = Path(config.out)
         self.checkpoints = self.path / CHECKPOINTS
         self.changes: list[str] = []
@@ -36,38 +38,39 @@ class RunFolder:
         if self.path.is_dir() and any(self.path.iterdir()) and not (self.path / LOCK_FILE).exists():
             raise UsageError(f"--out {self.path} has files in it but is no run folder; choose another folder")
         try:
-            (self.path / SAMPLES).mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.path / LOCK_FILE).open("a")  # first: it is what makes a folder a run folder
+            (self.path / SAMPLES).mkdir(exist_ok=True)
             self.checkpoints.mkdir(exist_ok=True)
-            self._lock = (self.path / LOCK_FILE).open("a")
+            sync_folder(self.path)
+            sync_folder(self.path.parent)
         except OSError as error:
             raise storage_error(error, f"making the run folder {self.path}") from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
+            self.close()
             raise ConfigError(f"another process is training in {self.path}; wait for it or choose another --out") from None
         try:
             self.resumed, self.passed_over = checkpoint.newest(self.checkpoints)
-            self._settle_config(config, allow_changes)
+            self._compare_config(config, allow_changes)
         except BaseException:
             self.close()
             raise
 
-    def _settle_config(self, config: RunConfig, allow_changes: bool) -> None:
-        path = self.path / CONFIG_FILE
-        if self.resumed is not None and path.exists():
-            self.changes = differences(read_toml(str(path)), to_dict(config))
+    def _compare_config(self, config: RunConfig, allow_changes: bool) -> None:
+        if self.resumed is not None:
+            self.changes = differences(self.resumed.manifest["config"], to_dict(config))
             if self.changes and not allow_changes:
                 raise ConfigError(
                     f"{self.path} was started with another configuration ({'; '.join(self.changes)});"
                     " use the old settings, another --out, or --allow-changes"
                 )
-        write_text(path, to_toml(config))
 
-    def check_identity(self, identity: dict[str, Any], *, allow_changes: bool) -> None:
-        """Compares what the checkpoint says of its data with the data at hand; raises `ConfigError` on a difference."""
-        if self.resumed is None:
-            return
-        old = self.resumed.manifest.get("identity")
+    def settle(self, identity: dict[str, Any], *, allow_changes: bool) -> None:
+        """Compares what the checkpoint says of its data with the data at hand, raising `ConfigError` on a difference, and
+        writes the configuration: from here on the folder is this run's."""
+        old = self.resumed.manifest.get("identity") if self.resumed else identity
         old = old if isinstance(old, dict) else {}
         changed = [f"{key}: {old.get(key)} -> {value}" for key, value in identity.items() if old.get(key) != value]
         if changed and not allow_changes:
@@ -76,6 +79,7 @@ class RunFolder:
                 " use the old data, another --out, or --allow-changes"
             )
         self.changes += changed
+        write_text(self.path / CONFIG_FILE, to_toml(self.config))
 
     def close(self) -> None:
         self._lock.close()
@@ -89,13 +93,13 @@ def write_text(path: Path, text: str) -> None:
         raise storage_error(error, f"writing {path}") from None
 
 
-def load_weights(source: Checkpoint, state: Any) -> None:
+def load_weights(source: Checkpoint, state: TrainingState) -> None:
     """The weights of a checkpoint into a state; the optimizer starts afresh. Raises `DataError` if shapes differ."""
     source.load(checkpoint.WEIGHTS_FILE, [(row.name, row.stored(state.master)) for row in state.table])
     state.publish_master()
 
 
-def load_everything(source: Checkpoint, state: Any) -> None:
+def load_everything(source: Checkpoint, state: TrainingState) -> None:
     """Weights and moments of a checkpoint into a state."""
     load_weights(source, state)
     source.load(checkpoint.OPTIMIZER_FILE, [(n, t) for n, t in state.named_state() if n.startswith(("m.", "v."))])

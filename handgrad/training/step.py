@@ -52,10 +52,10 @@ def train_step(
     norm = gradient_norm(state)
     loss_z, norm_z = losses.z_score(loss), norms.z_score(norm)
     skipped = verdict(config, loss, norm, loss_z, norm_z)
-    losses.add(loss)
-    norms.add(norm)
     rate = learning_rate(config, step)
     if skipped is None:
+        losses.add(loss)
+        norms.add(norm)
         update(config, state, step, rate, norm)
     return StepResult(loss, norm, rate, loss_z, norm_z, skipped)
 
@@ -76,14 +76,14 @@ def accumulate_gradients(config: RunConfig, state: TrainingState, feed: BatchFee
             scale=1.0 / config.tokens_per_step,
             recompute=config.recompute,
         )
-        loss_sum += state.activations.losses.double().sum().item()
+        loss_sum += state.activations.losses.cpu().double().sum().item()
     return loss_sum
 
 
 def gradient_norm(state: TrainingState) -> float:
     """The norm over all gradients: squares by blocks of fixed size in float32, the blocks' sums in float64."""
     state.ops.squared_norms(state.norm_partials, state.gradients)
-    return math.sqrt(state.norm_partials.double().sum().item())
+    return math.sqrt(state.norm_partials.cpu().double().sum().item())
 
 
 def verdict(config: RunConfig, loss: float, norm: float, loss_z: float | None, norm_z: float | None) -> str | None:

@@ -1,0 +1,149 @@
+"""Checkpoints are complete and verified, or they do not exist; damaged ones are named and passed over."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from handgrad import checkpoint
+from handgrad.config import RunConfig
+from handgrad.errors import DataError, StorageError
+from handgrad.training.loop import train
+from tests.test_runs import elsewhere, finished, same_bits, tensors
+
+__all__ = ["finished"]  # a fixture
+
+
+def damage(path: Path, how: str) -> None:
+    content = bytearray(path.read_bytes())
+    if how == "flip":
+        content[len(content) // 2] ^= 4
+    elif how == "cut":
+        content = content[: len(content) // 2]
+    elif how == "empty":
+        content = bytearray()
+    elif how == "append":
+        content += b"x"
+    path.write_bytes(content)
+    if how == "missing":
+        path.unlink()
+
+
+@pytest.mark.parametrize("how", ["flip", "cut", "empty", "append", "missing"])
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "manifest.json"])
+def test_a_damaged_checkpoint_is_named_and_passed_over(config: RunConfig, file: str, how: str) -> None:
+    checkpoints = Path(config.out)
+    state = [("a", torch.arange(40.0)), ("m.a", torch.ones(40)), ("v.a", torch.ones(40))]
+    for step in (1, 2):
+        checkpoint.save(checkpoints, step, state, {"config": {}}, {})
+    assert checkpoint.newest(checkpoints)[0].step == 2
+    damage(checkpoints / "step_00000002" / file, how)
+    found, passed_over = checkpoint.newest(checkpoints)
+    assert found is not None and found.step == 1
+    assert len(passed_over) == 1 and "step_00000002" in passed_over[0] and file.split(".")[0] in passed_over[0]
+    with pytest.raises(DataError, match="step_00000002"):
+        checkpoint.open_checkpoint(checkpoints / "step_00000002")
+
+
+def test_a_resumed_run_says_what_it_passed_over(finished: RunConfig) -> None:
+    newest = Path(finished.out) / "checkpoints" / f"step_{finished.steps:08d}"
+    reference = tensors(finished.out, finished.steps)
+    damage(newest / "optimizer.safetensors", "flip")
+    train(finished)
+    assert "passed over step_00000012" in (Path(finished.out) / "log.txt").read_text()
+    again = tensors(finished.out, finished.steps)
+    assert all(torch.equal(reference[name], again[name]) for name in reference)
+
+
+def test_an_interrupted_save_is_no_checkpoint(finished: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crash before the rename leaves a .partial folder, which nobody takes for a checkpoint."""
+    run = elsewhere(finished, "interrupted")
+    original = Path.rename
+
+    def crash(self: Path, target: Path) -> Path:
+        if str(target).endswith("step_00000008"):
+            raise KeyboardInterrupt
+        return original(self, target)
+
+    monkeypatch.setattr(Path, "rename", crash)
+    with pytest.raises(KeyboardInterrupt):
+        train(run)
+    monkeypatch.undo()
+    checkpoints = Path(run.out) / "checkpoints"
+    assert (checkpoints / "step_00000008.partial").exists()
+    assert checkpoint.newest(checkpoints)[0].step == 4
+    train(run)
+    assert not list(checkpoints.glob("*.partial"))
+    same_bits(finished.out, run.out, finished.steps)
+
+
+def test_a_full_disk_in_a_save(finished: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    import errno
+
+    run = elsewhere(finished, "full")
+    original = checkpoint._write
+
+    def full(path: Path, chunks) -> dict:
+        if "step_00000008" in str(path) and path.name == "optimizer.safetensors":
+            path.write_bytes(b"half")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return original(path, chunks)
+
+    monkeypatch.setattr(checkpoint, "_write", full)
+    with pytest.raises(StorageError, match="No space left") as raised:
+        train(run)
+    assert raised.value.exit_code == 74
+    checkpoints = Path(run.out) / "checkpoints"
+    assert sorted(p.name for p in checkpoints.iterdir()) == ["step_00000004"]
+
+
+def test_an_edited_manifest_is_refused(finished: RunConfig) -> None:
+    newest = Path(finished.out) / "checkpoints" / f"step_{finished.steps:08d}"
+    manifest = newest / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"step": 12', '"step": 13'))
+    with pytest.raises(DataError, match="edited or damaged"):
+        checkpoint.open_checkpoint(newest)
+
+
+def test_a_damaged_checkpoint_never_crowds_out_a_valid_one(tmp_path: Path) -> None:
+    state = [("a", torch.ones(4)), ("m.a", torch.ones(4)), ("v.a", torch.ones(4))]
+    for step in (4, 12):
+        checkpoint.save(tmp_path, step, state, {"config": {}}, {})
+    damage(tmp_path / "step_00000012" / "model.safetensors", "flip")
+    checkpoint.save(tmp_path, 6, state, {"config": {}}, {})  # the run went on from step 4
+    checkpoint.prune(tmp_path, 6, 1)
+    assert [p.name for p in tmp_path.iterdir()] == ["step_00000006"]
+
+
+def test_a_save_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files, then their folder, then the rename, then the parent."""
+    calls = []
+    real_fsync, real_rename = os.fsync, Path.rename
+
+    def fsync(descriptor: int) -> None:
+        calls.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        real_fsync(descriptor)
+
+    def rename(self: Path, target: Path) -> Path:
+        calls.append(f"rename to {Path(target).name}")
+        return real_rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "rename", rename)
+    state = [("a", torch.ones(4)), ("m.a", torch.ones(4)), ("v.a", torch.ones(4))]
+    checkpoint.save(tmp_path / "c", 1, state, {"config": {}}, {})
+    files = ["model.safetensors", "optimizer.safetensors", "manifest.json"]
+    assert calls == [*files, "step_00000001.partial", "rename to step_00000001", "c"]
+
+
+def test_old_checkpoints_are_removed(finished: RunConfig) -> None:
+    kept = sorted(p.name for p in (Path(finished.out) / "checkpoints").iterdir())
+    assert kept == ["step_00000008", "step_00000012"]
+
+
+def test_a_checkpoint_of_another_model_is_refused(finished: RunConfig) -> None:
+    with pytest.raises(DataError, match="another model"):
+        train(elsewhere(finished, "deeper", init_from=finished.out, num_layers=3))
+    with pytest.raises(DataError, match=r"expected .* of shape"):
+        train(elsewhere(finished, "wider", init_from=finished.out, channels=64))
