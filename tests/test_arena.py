@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from handgrad.arena import ALWAYS, Buffer, Plan, make_plan
 from handgrad.config import ModelShape
 from handgrad.model import transformer
-from handgrad.model.activations import activation_buffers
+from handgrad.model.activations import activation_buffers, activations
 from handgrad.ops import reference as ops
 from tests.conftest import make_model
 
@@ -89,8 +89,6 @@ def test_sharing_memory_changes_no_bit(recompute: int) -> None:
             private_model = make_model(shape, 2, 16, torch.float32, recompute=recompute, chunk=7)
             for name in ("tokens", "targets"):
                 views[name].copy_(getattr(model.act, name))
-            from handgrad.model.activations import activations
-
             private_model.act = activations(views)
             model = private_model
         transformer.loss_and_gradients(
@@ -98,6 +96,62 @@ def test_sharing_memory_changes_no_bit(recompute: int) -> None:
         )
         found.append(model.flat_gradients)
     assert torch.equal(*found)
+
+
+CLOSES_A_TICK = ("embedding_forward", "residual_forward", "layernorm_backward")
+
+
+class Recorder:
+    """The reference, noting at which tick each buffer is touched. Every tick ends with one of three operations."""
+
+    def __init__(self, views: dict[str, torch.Tensor]):
+        self.starts = sorted((view.data_ptr(), name) for name, view in views.items() if view.numel())
+        self.ends = {name: view.data_ptr() + view.numel() * view.element_size() for name, view in views.items()}
+        self.touched: dict[str, set[int]] = {}
+        self.tick = 0
+
+    def __getattr__(self, operation: str):
+        def call(*tensors: torch.Tensor | None, **settings: object) -> None:
+            for tensor in tensors:
+                if tensor is not None:
+                    self.note(tensor.data_ptr())
+            getattr(ops, operation)(*tensors, **settings)
+            self.tick += operation in CLOSES_A_TICK
+
+        return call
+
+    def note(self, pointer: int) -> None:
+        before = [name for start, name in self.starts if start <= pointer]
+        if before and pointer < self.ends[before[-1]]:
+            self.touched.setdefault(before[-1], set()).add(self.tick)
+
+
+@pytest.mark.parametrize("recompute", [0, 1, 2])
+def test_lifetimes_are_neither_too_short_nor_too_long(recompute: int) -> None:
+    """Every buffer is touched only while it lives, and at both ends of each of its intervals."""
+    shape = ModelShape(57, 16, 3, 2, 32)
+    model = make_model(shape, 2, 16, torch.float32, recompute=recompute, chunk=7)
+    private = [dataclasses.replace(b, lifetimes=ALWAYS) for b in model.plan.buffers]
+    views = make_plan(private).allocate(torch.device("cpu"))
+    recorder = Recorder(views)
+    transformer.loss_and_gradients(
+        recorder,  # type: ignore[arg-type]
+        model.weights,
+        model.gradients,
+        activations(views),
+        vocab_size=57,
+        scale=0.1,
+        recompute=recompute,
+    )
+    assert recorder.tick == 4 * 3 + 2
+    for buffer in model.plan.buffers:
+        if buffer.lifetimes == ALWAYS:
+            continue
+        alive = {tick for first, last in buffer.lifetimes for tick in range(first, last + 1)}
+        touched = recorder.touched[buffer.name]
+        assert touched <= alive, f"{buffer.name} is touched at {sorted(touched - alive)}, when it is not alive"
+        ends = {tick for interval in buffer.lifetimes for tick in interval}
+        assert ends <= touched, f"{buffer.name} is kept alive for {sorted(ends - touched)} without need"
 
 
 def test_views_are_aligned_and_typed() -> None:
