@@ -2,12 +2,14 @@
 
 import argparse
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import handgrad
-from handgrad.errors import HandgradError, storage_error
+from handgrad.errors import HandgradError, UsageError, storage_error
 
 COMMANDS = {
     "prepare": "raw text -> a folder of token shards",
@@ -25,6 +27,10 @@ COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if sys.stdout is None:  # started with `>&-`
+        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character must not end a run
     try:
         return run_command(arguments)
     except HandgradError as error:
@@ -45,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run_command(arguments: list[str]) -> int:
     from handgrad.commands.arguments import Parser
+    from handgrad.config import nearest_name
 
     parser = Parser(
         "handgrad",
@@ -57,6 +64,9 @@ def run_command(arguments: list[str]) -> int:
     if not arguments:
         parser.print_help()
         return 64
+    if not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
+        near = nearest_name(arguments[0], COMMANDS)
+        raise UsageError(f"unknown command {arguments[0]!r}{near}; commands: {', '.join(COMMANDS)}")
     command = parser.parse(arguments[:1]).command
     # Imported only now: `handgrad --help` answers at once, and `prepare` never loads what only `train` needs.
     return importlib.import_module(f"handgrad.commands.{command}").run(arguments[1:])

@@ -16,7 +16,7 @@ from handgrad.errors import DataError, UsageError
 
 VOCABULARY_MULTIPLE = 128  # the padded vocabulary is a multiple of this, so that products run on full tiles
 
-WANTED: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+WANTED: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text without NUL"}
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
 PRECISIONS = ("fp32", "bf16", "tf32")
@@ -70,7 +70,7 @@ class RunConfig:
     # the batch
     steps: int = option(1000, "optimizer steps of the whole run")
     tokens_per_step: int = option(524288, "tokens per optimizer step; a multiple of micro_batch * sequence_length")
-    micro_batch: int = option(8, "samples that go through the model at once; only memory and speed depend on it")
+    micro_batch: int = option(8, "samples that go through the model at once: decides memory and speed (and rounding)")
     overfit_one_batch: bool = option(False, "train on the first batch over and over (to debug: the loss must go to 0)")
 
     # the optimizer
@@ -138,6 +138,9 @@ def check(config: RunConfig) -> RunConfig:
         value = getattr(config, name)
         if not 0 <= value < float("inf"):
             raise UsageError(f"{name} must be a finite number, 0 or more, found {value}")
+    for name, most in (("num_layers", 1000), ("channels", 1 << 16), ("sequence_length", 1 << 20)):
+        if getattr(config, name) > most:
+            raise UsageError(f"{name} must be at most {most}, found {getattr(config, name)}")
     if config.seed >= 1 << 32:
         raise UsageError(f"seed must be below 2^32, found {config.seed}")
     if not config.adam_epsilon > 0:
@@ -194,7 +197,7 @@ def convert(name: str, value: Any) -> Any:
             if isinstance(value, bool):
                 raise ValueError
             return float(value)
-        if not isinstance(value, str):
+        if not isinstance(value, str) or "\0" in value:
             raise ValueError
         return value
     except (ValueError, KeyError, OverflowError, TypeError):
@@ -206,7 +209,7 @@ def read_toml(path: str) -> dict[str, Any]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise UsageError(f"config file {path} does not exist; the shipped ones lie in recipes/") from None
+        raise UsageError(f"config file {path} does not exist; the shipped ones lie in recipes/ of a checkout") from None
     except (UnicodeDecodeError, OSError) as error:
         raise DataError(f"config file {path} cannot be read: {error}") from None
     try:

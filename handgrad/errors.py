@@ -57,9 +57,9 @@ class ConfigError(HandgradError):
 def storage_error(error: OSError, doing: str) -> StorageError:
     """Turns an `OSError` met while `doing` something ("writing shards/train_000000.bin") into one readable line."""
     hint = {
-        errno.ENOSPC: "; free some space or choose another --out",
-        errno.EDQUOT: "; your quota is used up, choose another --out",
-        errno.EACCES: "; check the permissions or choose another --out",
-        errno.EROFS: "; the file system is read-only, choose another --out",
+        errno.ENOSPC: "; free some space, or write elsewhere",
+        errno.EDQUOT: "; your quota is used up, write elsewhere",
+        errno.EACCES: "; check its permissions",
+        errno.EROFS: "; the file system is read-only, write elsewhere",
     }.get(error.errno or 0, "")
     return StorageError(f"{doing} failed: {error.strerror or error}{hint}")

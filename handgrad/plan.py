@@ -41,7 +41,8 @@ def describe_plan(config: RunConfig, vocab_size: int) -> list[str]:
     available = world.available_bytes(device)
     for level in RECOMPUTE_LEVELS if available is not None else ():
         fitting = largest_micro_batch(replace(config, recompute=level), shape, dtype, available or 0)
-        advice = f"--micro-batch {fitting}" if fitting else "not even one sample at a time"
+        whole = " (a whole step at once)" if fitting == config.samples_per_step else ""
+        advice = f"--micro-batch {fitting}{whole}" if fitting else "not even one sample at a time"
         lines.append(f"fits       {human_bytes(available or 0)} free at recompute {level}: {advice}")
     return lines
 

@@ -137,6 +137,13 @@ def test_a_save_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatc
     assert calls == [*files, "step_00000001.partial", "rename to step_00000001", "c"]
 
 
+def test_a_run_without_a_usable_checkpoint_does_not_start_over(finished: RunConfig) -> None:
+    for folder in (Path(finished.out) / "checkpoints").iterdir():
+        damage(folder / "model.safetensors", "flip")
+    with pytest.raises(DataError, match=r"none that can be used .*remove .* to start over"):
+        train(finished)
+
+
 def test_old_checkpoints_are_removed(finished: RunConfig) -> None:
     kept = sorted(p.name for p in (Path(finished.out) / "checkpoints").iterdir())
     assert kept == ["step_00000008", "step_00000012"]

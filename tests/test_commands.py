@@ -105,7 +105,7 @@ def test_shipped_recipes_are_valid(recipe: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["trian"], "invalid choice"),
+        (["trian"], "did you mean train?"),
         (["train"], "say what to train"),
         (["train", "tinny"], "did you mean tiny?"),
         (["train", "tiny", "--model", "d122"], "did you mean d12?"),
@@ -118,6 +118,8 @@ def test_shipped_recipes_are_valid(recipe: Path) -> None:
         (["train", "tiny", "--channels", "65"], "channels must be a multiple of num_heads"),
         (["train", "tiny", "--tokens-per-step", "1000"], "try --tokens-per-step 1024"),
         (["train", "tiny", "--recompute", "3"], "recompute must be 0, 1 or 2"),
+        (["train", "tiny", "--num-layers", "100000000"], "num_layers must be at most 1000"),
+        (["train", "tiny", "--out", "a\0b"], "out must be text without NUL"),
         (["train", "tiny", "extra"], "unknown argument 'extra'"),
         (["train", "--config", "no-such.toml"], "no-such.toml does not exist"),
         (["sample", "run", "--temperature", "-1"], "--temperature"),
@@ -286,6 +288,23 @@ def test_training_goes_on_when_nobody_listens(shards: Path, tmp_path: Path) -> N
     run = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
     assert run.returncode == 0 and run.stderr == "", run.stderr
     assert (tmp_path / "run" / "checkpoints" / "step_00000004").is_dir()
+
+
+@pytest.mark.parametrize("how", ["PYTHONIOENCODING=ascii {}", "{} >&-"])
+def test_consoles_that_show_little(how: str, shards: Path, tmp_path: Path) -> None:
+    """An ASCII console, or none at all, is no reason to lose a run."""
+    command = f"{sys.executable} -m handgrad train {' '.join(SMALL)} --data {shards} --out {tmp_path / 'run'}"
+    run = subprocess.run(["bash", "-c", how.format(command)], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    command = f"{sys.executable} -m handgrad sample {tmp_path / 'run'} --prompt 你好 --max-tokens 3"
+    run = subprocess.run(["bash", "-c", how.format(command)], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+def test_an_evaluation_that_does_not_fit(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["train", *SMALL, "--data", str(shards), "--out", str(tmp_path / "run")]) == 0
+    capsys.readouterr()
+    assert "--micro-batch" in refused(capsys, 65, "evaluate", str(tmp_path / "run"), "--micro-batch", "100000000")
 
 
 def test_doctor_is_well(capsys: pytest.CaptureFixture) -> None:

@@ -26,7 +26,7 @@ LAW = {
     "checkpoint": {"config"},
     "data": {"config"},
     "model": {"config", "arena"},
-    "evaluation": {"config", "arena", "data", "model", "checkpoint", "ops"},
+    "evaluation": {"config", "arena", "world", "data", "model", "checkpoint", "ops"},
     "training": {*BELOW_TRAINING, "evaluation"},
     "report": {*BELOW_TRAINING, "evaluation", "training"},
     "plan": {*BELOW_TRAINING, "evaluation", "training"},

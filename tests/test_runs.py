@@ -224,6 +224,12 @@ def test_skips_are_counted_in_a_row_and_across_a_resume(config: RunConfig, monke
         train(config)
 
 
+def test_a_model_that_diverged_does_not_write(config: RunConfig) -> None:
+    """A learning rate of 1e30 without NaN in the losses yet: the sample finds the infinite weights."""
+    with pytest.raises(NumericsError):
+        train(dataclasses.replace(config, learning_rate=1e30, warmup_steps=0, steps=3))
+
+
 def test_a_changed_library_is_said(finished: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop.Run, "versions", lambda self: {"torch": "9.9", "device": "abacus"})
     train(finished)

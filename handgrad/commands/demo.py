@@ -30,10 +30,10 @@ def run(arguments: Sequence[str]) -> int:
     train(config)
     page = write_report([Path(parsed.out)], Path(parsed.out) / "report.html")
     print(f"""
-The report is {page}. What to try next:
-  handgrad sample {parsed.out} --prompt "Once upon a time"        # let it write
-  handgrad evaluate {parsed.out}                                  # how good is it
-  handgrad prepare MY_TEXT.txt --out shards/mine                  # your own text, GPT-2's tokenizer
-  handgrad train tiny --data shards/mine --out runs/mine          # a model of your own
-(activate the environment first: source .venv/bin/activate)""")
+The report is {page.absolute().as_uri()}
+What to try next (after `source .venv/bin/activate`, if make did the set-up):
+  handgrad sample {parsed.out} --prompt "Once upon a time"   # let it write
+  handgrad evaluate {parsed.out}   # how good is it
+  handgrad prepare MY_TEXT.txt --out shards/mine   # your own text, GPT-2's tokenizer
+  handgrad train tiny --data shards/mine --out runs/mine   # a model of your own""")
     return 0

@@ -1,5 +1,6 @@
 """handgrad prepare: raw text to a folder of token shards."""
 
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -36,7 +37,7 @@ def run(arguments: Sequence[str]) -> int:
     parsed = parser.parse(arguments)
     settings: dict[str, Any] = vars(parsed) | {"out": Path(parsed.out)}
     show_prepared(prepare_with_progress(PrepareOptions(**settings)))
-    print(f"next       handgrad train tiny --data {parsed.out} --out runs/a")
+    print(f"next       handgrad train tiny --data {shlex.quote(parsed.out)} --out runs/a")
     return 0
 
 

@@ -10,7 +10,12 @@ from handgrad.report.page import write_report
 def run(arguments: Sequence[str]) -> int:
     parser = Parser("handgrad report", description="Curves, samples, memory and settings of runs on one page.")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders; several are overlaid")
-    parser.add_argument("--out", default="", metavar="FILE", help="the page (default: RUN/report.html, or report.html)")
+    parser.add_argument(
+        "--out",
+        default="",
+        metavar="FILE",
+        help="the page, plots beside it (default: RUN/report.html)",
+    )
     parsed = parser.parse(arguments)
     runs = [Path(folder) for folder in parsed.runs]
     default = runs[0] / "report.html" if len(runs) == 1 else Path("report.html")

@@ -1,5 +1,6 @@
 """handgrad train: trains, or goes on training, the run in --out."""
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,5 +17,6 @@ def run(arguments: Sequence[str]) -> int:
     config = run_config(parsed)
     train(config, allow_changes=parsed.allow_changes)
     print(f"report     {write_report([Path(config.out)], Path(config.out) / 'report.html')}")
-    print(f"next       handgrad sample {config.out} | handgrad evaluate {config.out}")
+    run_folder = shlex.quote(config.out)
+    print(f"next       handgrad sample {run_folder}   or   handgrad evaluate {run_folder}")
     return 0

@@ -11,6 +11,7 @@ from torch import Tensor
 from handgrad.arena import Buffer
 from handgrad.config import ModelShape
 from handgrad.data.tokenizer import Tokenizer
+from handgrad.errors import NumericsError
 from handgrad.model.parameters import ModelTensors
 
 KIND = "generation"
@@ -86,6 +87,11 @@ def choose(logits: Tensor, *, temperature: float, top_k: int, generator: torch.G
     """One token id from logits (V): the likeliest at temperature 0, else drawn from softmax(logits / temperature),
     among the `top_k` likeliest if that is not 0. Drawn on the CPU in float64, so a seed means the same everywhere."""
     logits = logits.to("cpu", torch.float64)
+    if not torch.isfinite(logits).all():
+        raise NumericsError(
+            "the model's logits are not finite: its weights have diverged; use an earlier checkpoint, or train again with a"
+            " lower --learning-rate"
+        )
     if temperature == 0:
         return int(logits.argmax())
     logits = (logits - logits.max()) / temperature  # at most 0: no temperature is too low

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from handgrad import world
 from handgrad.arena import Buffer, make_plan
 from handgrad.checkpoint import WEIGHTS_FILE, Checkpoint
 from handgrad.config import FIELDS, ModelShape, RunConfig, check, convert
@@ -57,7 +58,14 @@ def load_model(
     shape = config.shape(tokenizer.vocab_size)
     table = parameter_table(shape)
     parameters = Buffer("parameters", (flat_elements(table),), dtype, "parameters")
-    views = make_plan([parameters, *buffers(config, shape)]).allocate(device)
+    plan = make_plan([parameters, *buffers(config, shape)])
+    available = world.available_bytes(device)
+    if available is not None and plan.total_bytes > available:
+        raise DataError(
+            f"{checkpoint.folder} needs {plan.total_bytes >> 20} MiB so, {device.type} has {available >> 20} MiB free;"
+            " try a smaller --micro-batch or --precision bf16"
+        )
+    views = plan.allocate(device)
     flat = views["parameters"]
     checkpoint.load(WEIGHTS_FILE, [(row.name, row.stored(flat)) for row in table])
     weights = model_tensors(flat, table)

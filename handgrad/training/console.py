@@ -55,12 +55,10 @@ def speed(tokens_per_second: float, flops_per_token: float, peak_flops: float | 
 
 def step_line(step: int, steps: int, result: StepResult, seconds: float, tokens_per_second: float, rate: str) -> str:
     """The plain line of one step."""
-    z = "".join(
-        f" {name}z {value:+.1f}" for name, value in (("l", result.loss_z), ("n", result.norm_z)) if value is not None
-    )
+    loss_z, norm_z = (f" (z {z:+.1f})" if z is not None else "" for z in (result.loss_z, result.norm_z))
     skipped = f" | skipped: {result.skipped}" if result.skipped else ""
     return (
-        f"step {step:>{len(str(steps))}}/{steps} | loss {result.loss:.4f} | norm {result.norm:.3f}{z}"
+        f"step {step:>{len(str(steps))}}/{steps} | loss {result.loss:.4f}{loss_z} | norm {result.norm:.3f}{norm_z}"
         f" | lr {result.learning_rate:.2e} | {seconds * 1e3:.0f} ms | {human_count(tokens_per_second)} tok/s | {rate}"
         f"{skipped}"
     )

@@ -16,7 +16,7 @@ from typing import Any
 from handgrad import checkpoint
 from handgrad.checkpoint import Checkpoint
 from handgrad.config import RunConfig, differences, to_dict, to_toml
-from handgrad.errors import ConfigError, UsageError, storage_error
+from handgrad.errors import ConfigError, DataError, UsageError, storage_error
 from handgrad.files import sync_folder, write_durably
 from handgrad.training.state import TrainingState
 
@@ -53,6 +53,11 @@ class RunFolder:
             raise ConfigError(f"another process is training in {self.path}; wait for it or choose another --out") from None
         try:
             self.resumed, self.passed_over = checkpoint.newest(self.checkpoints)
+            if self.resumed is None and self.passed_over:
+                raise DataError(
+                    f"{self.path} has checkpoints, but none that can be used ({self.passed_over[0]}); restore one,"
+                    f" or remove {self.checkpoints} to start over"
+                )
             self._compare_config(config, allow_changes)
         except BaseException:
             self.close()
