@@ -27,8 +27,8 @@ COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if sys.stdout is None:  # started with `>&-`
-        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115: open as long as the process
+    if sys.stdout is None:  # started with `>&-`; this stays open as long as the process
+        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character must not end a run
     try:
