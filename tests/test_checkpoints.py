@@ -9,7 +9,7 @@ import torch
 from handgrad import checkpoint
 from handgrad.config import RunConfig
 from handgrad.errors import DataError, StorageError
-from handgrad.training.loop import train
+from handgrad.training.loop import Run, train
 from tests.test_runs import elsewhere, finished, same_bits, tensors
 
 __all__ = ["finished"]  # a fixture
@@ -135,6 +135,23 @@ def test_a_save_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatc
     checkpoint.save(tmp_path / "c", 1, state, {"config": {}}, {})
     files = ["model.safetensors", "optimizer.safetensors", "manifest.json"]
     assert calls == [*files, "step_00000001.partial", "rename to step_00000001", "c"]
+
+
+def test_an_evaluation_that_crashes_costs_no_step(finished: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint of that step is there already; the resumed run makes up for the missing validation."""
+    settings = {"save_every": 6, "eval_every": 6}
+    whole, crashed = (elsewhere(finished, name, **settings) for name in ("whole", "crashed"))
+    train(whole)
+
+    def crash(self: Run) -> float:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Run, "validate", crash)
+        train(crashed)
+    assert sorted(p.name for p in (Path(crashed.out) / "checkpoints").iterdir()) == ["step_00000006"]
+    train(crashed)
+    same_bits(whole.out, crashed.out, whole.steps)
 
 
 def test_a_run_without_a_usable_checkpoint_does_not_start_over(finished: RunConfig) -> None:

@@ -134,24 +134,17 @@ class Run:
             self.event(f"configuration changed: {change}")
         record = run_record(self.config, self.dataset, self.device, self.memory_bytes)
         self.metrics.record("run", step=self.completed, **record)
+        validation_loss = self.watch() if self.folder.resumed else None  # what was due when the last process ended
         if self.completed >= self.config.steps:
             self.say(f"{self.folder.path} is finished: {self.completed} of {self.config.steps} steps are done")
-            return None
-        validation_loss = None
+            return validation_loss
         previous = {s: signal.signal(s, self.on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
         try:
             for step in range(self.completed, self.config.steps):
                 self.one_step(step)
-                if self.due(self.config.eval_every) and self.validation_batches:
-                    validation_loss = self.validate()
-                    self.metrics.validation(self.completed, validation_loss)
-                    self.say(
-                        f"step {self.completed}: validation loss {validation_loss:.4f}{self.floor_note(validation_loss)}"
-                    )
-                if self.due(self.config.sample_every) and self.config.sample_tokens:
-                    self.sample()
                 if self.due(self.config.save_every):
-                    self.save()
+                    self.save()  # before anything that could fail
+                validation_loss = self.watch()
                 if self.stop_signal is not None and self.completed < self.config.steps:
                     self.save()
                     name = signal.Signals(self.stop_signal).name
@@ -167,6 +160,18 @@ class Run:
                 f" {max(0, self.last_saved)}: lower --learning-rate and start from it"
             )
         return validation_loss
+
+    def watch(self) -> float | None:
+        """The validation and the sample that are due after the completed step and not yet in the record."""
+        loss = None
+        recorded = self.metrics.recorded
+        if self.due(self.config.eval_every) and self.validation_batches and ("validation", self.completed) not in recorded:
+            loss = self.validate()
+            self.metrics.validation(self.completed, loss)
+            self.say(f"step {self.completed}: validation loss {loss:.4f}{self.floor_note(loss)}")
+        if self.due(self.config.sample_every) and self.config.sample_tokens and ("sample", self.completed) not in recorded:
+            self.sample()
+        return loss
 
     def due(self, every: int) -> bool:
         """Whether something done `every` steps (0: only at the end) is due after the completed step."""

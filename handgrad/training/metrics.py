@@ -6,6 +6,7 @@ In the first two, lines of steps that a resumed run will do again are cut off, s
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -23,7 +24,9 @@ class Metrics:
         """Keeps what the files say of the first `resumed_step` steps and drops the rest."""
         self.folder = folder
         try:
-            _keep_lines(folder / METRICS_FILE, lambda line: _json_step(line) <= resumed_step)
+            kept = _keep_lines(folder / METRICS_FILE, lambda line: _json_step(line) <= resumed_step)
+            # (kind, step) of what the files already say: a resumed run does only what is missing.
+            self.recorded = {(record["kind"], record.get("step")) for record in map(json.loads, kept)}
             _keep_lines(folder / MAIN_LOG_FILE, lambda line: _log_step(line) <= resumed_step)
             self.metrics = self._open(METRICS_FILE)
             self.main_log = self._open(MAIN_LOG_FILE)
@@ -85,8 +88,9 @@ class Metrics:
 def _json_step(line: str) -> int:
     """The step a metrics line belongs to; a line cut by a kill belongs to a step that is done again."""
     try:
-        return int(json.loads(line).get("step", 0))
-    except (ValueError, AttributeError):
+        record = json.loads(line)
+        return int(record.get("step", 0)) if "kind" in record else 1 << 60
+    except (ValueError, AttributeError, TypeError):
         return 1 << 60
 
 
@@ -98,9 +102,12 @@ def _log_step(line: str) -> int:
     return int(match[1]) + (match[2] == "trl")
 
 
-def _keep_lines(path: Path, keep: Any) -> None:
-    if path.exists():
-        lines = path.read_text(encoding="utf-8").splitlines()
-        kept = [line for line in lines if keep(line)]
-        if kept != lines or not path.read_text(encoding="utf-8").endswith("\n"):
-            write_durably(path, "".join(line + "\n" for line in kept))
+def _keep_lines(path: Path, keep: Callable[[str], bool]) -> list[str]:
+    """Cuts a file down to the lines to keep, and returns them."""
+    if not path.exists():
+        return []
+    content = path.read_text(encoding="utf-8")
+    kept = [line for line in content.splitlines() if keep(line)]
+    if content != "".join(line + "\n" for line in kept):
+        write_durably(path, "".join(line + "\n" for line in kept))
+    return kept
