@@ -78,7 +78,7 @@ def save(
     manifest: dict[str, Any],
     extra_files: dict[str, bytes],
 ) -> Path:
-    """Writes `checkpoints/step_XXXXXXXX` and returns it; raises `StorageError`, leaving nothing under that name.
+    """Writes `checkpoints/step_` and the step in eight digits and returns it; raises `StorageError`, leaving nothing under that name.
 
     `state` are named tensors, moments prefixed "m." and "v."; `manifest` is what else must survive (JSON).
     """
@@ -237,5 +237,5 @@ def find(path: str) -> Checkpoint:
     checkpoint, passed_over = newest(folder / "checkpoints")
     if checkpoint is None:
         reason = f" ({passed_over[0]})" if passed_over else ""
-        raise DataError(f"{path} holds no checkpoint{reason}; give a run folder or RUN/checkpoints/step_XXXXXXXX")
+        raise DataError(f"{path} holds no checkpoint{reason}; give a run folder or RUN/checkpoints/step_00001000")
     return checkpoint
