@@ -78,7 +78,7 @@ def save(
     manifest: dict[str, Any],
     extra_files: dict[str, bytes],
 ) -> Path:
-    """Writes `checkpoints/step_` and the step in eight digits and returns it; raises `StorageError`, leaving nothing under that name.
+    """Writes a folder like `checkpoints/step_00001000` and returns it; raises `StorageError`, leaving none of that name.
 
     `state` are named tensors, moments prefixed "m." and "v."; `manifest` is what else must survive (JSON).
     """
