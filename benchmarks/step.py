@@ -23,9 +23,8 @@ from handgrad import presets, world
 from handgrad.config import RunConfig
 from handgrad.model.parameters import flops_per_token, parameter_table
 from handgrad.ops import reference
-from handgrad.training.outliers import Outliers
 from handgrad.training.state import allocate_state
-from handgrad.training.step import train_step
+from handgrad.training.step import Stepper
 
 VOCABULARY = 50257
 CPU = torch.device("cpu")
@@ -49,7 +48,7 @@ class SameBatch:
         pass
 
 
-def stepper(kind: str, config: RunConfig, fused: bool) -> Callable[[int], float]:
+def step_of(kind: str, config: RunConfig, fused: bool) -> Callable[[int], float]:
     """A function that makes step n and returns its loss. All contenders start from the same weights and batch."""
     shape = config.shape(VOCABULARY)
     generator = torch.Generator().manual_seed(0)
@@ -59,8 +58,8 @@ def stepper(kind: str, config: RunConfig, fused: bool) -> Callable[[int], float]
         state = allocate_state(config, shape, world.use_precision(CPU, config.precision), CPU, reference)
         state.activations.tokens.copy_(tokens)
         state.activations.targets.copy_(targets)
-        losses, norms = Outliers(), Outliers()
-        return lambda step: train_step(config, state, SameBatch(), losses, norms, step).loss  # type: ignore[arg-type]
+        stepper = Stepper(config, state, SameBatch())
+        return lambda step: stepper.step(step).loss
     twin = Twin(shape)
     with torch.no_grad():  # GPT-2's initial scales; the exact numbers do not matter to the speed
         for row in parameter_table(shape):
@@ -82,7 +81,7 @@ def contend(name: str, model: str, micro_batch: int, sequence_length: int) -> No
         precision=precision,
         learning_rate=1e-4,
     )
-    step_function = stepper(kind, config, fused)
+    step_function = step_of(kind, config, fused)
     for step, _ in enumerate(sys.stdin):
         start = time.perf_counter()
         loss = step_function(step)

@@ -19,7 +19,8 @@ VOCABULARY_MULTIPLE = 128  # the padded vocabulary is a multiple of this, so tha
 WANTED: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text without NUL"}
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
-PRECISIONS = ("fp32", "bf16", "tf32")
+PRECISIONS = ("fp32", "bf16", "fp16", "tf32")
+BACKENDS = ("auto", "kernels", "reference")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 
 
@@ -102,8 +103,9 @@ class RunConfig:
     # the machine
     device: str = option("auto", "auto takes a CUDA GPU if there is one, else the CPU", choices=DEVICES)
     precision: str = option("fp32", "of weights, activations and products; moments stay fp32", choices=PRECISIONS)
-    recompute: int = option(0, "0: keep all activations; 1: redo GELU in the backward; 2: redo the layernorms too")
-    head_chunk_tokens: int = option(0, "tokens per chunk of the loss head (0: chosen so that logits take <= 256 MiB)")
+    backend: str = option("auto", "auto takes the kernels on a CUDA GPU, else the reference", choices=BACKENDS)
+    recompute: int = option(0, "0: keep all activations; 1: redo the hidden layer in the backward; 2: layernorms too")
+    head_chunk_tokens: int = option(0, "tokens per chunk of the loss head (0: chosen so that logits take <= 512 MiB)")
 
     def shape(self, vocab_size: int) -> ModelShape:
         """The model's sizes with the vocabulary of the data at hand."""

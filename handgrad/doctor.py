@@ -81,8 +81,8 @@ def check_operations() -> None:
             state.weights,
             state.weight_gradients,
             state.activations,
+            state.loss_scale[:1],
             vocab_size=257,
-            scale=1 / 32,
             recompute=0,
         )
         assert torch.isfinite(state.gradients).all(), f"non-finite gradients in {precision}"

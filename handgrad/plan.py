@@ -7,6 +7,7 @@ import torch
 
 from handgrad import world
 from handgrad.arena import make_plan
+from handgrad.backend import choose_backend
 from handgrad.config import ModelShape, RunConfig
 from handgrad.evaluation.generate import decode_buffers
 from handgrad.model.parameters import count_parameters, flops_per_token, parameter_table
@@ -21,6 +22,7 @@ def describe_plan(config: RunConfig, vocab_size: int) -> list[str]:
     """The lines of `handgrad plan`."""
     device = world.resolve_device(config.device)
     dtype = world.use_precision(device, config.precision)
+    ops = choose_backend(config.backend, device)
     shape = config.shape(vocab_size)
     tokens = config.steps * config.tokens_per_step
     operations = tokens * flops_per_token(shape)
@@ -40,7 +42,7 @@ def describe_plan(config: RunConfig, vocab_size: int) -> list[str]:
     ]
     available = world.available_bytes(device)
     for level in RECOMPUTE_LEVELS if available is not None else ():
-        fitting = largest_micro_batch(replace(config, recompute=level), shape, dtype, available or 0)
+        fitting = largest_micro_batch(replace(config, recompute=level), shape, dtype, device, ops, available or 0)
         whole = " (a whole step at once)" if fitting == config.samples_per_step else ""
         advice = f"--micro-batch {fitting}{whole}" if fitting else "not even one sample at a time"
         lines.append(f"fits       {human_bytes(available or 0)} free at recompute {level}: {advice}")
@@ -50,7 +52,10 @@ def describe_plan(config: RunConfig, vocab_size: int) -> list[str]:
 def memory_bytes(config: RunConfig, shape: ModelShape) -> dict[str, int]:
     """Bytes of every allocation that a run with this configuration makes."""
     dtype = world.DTYPES[config.precision]
-    return training_plan(config, shape, dtype).size_bytes | make_plan(decode_buffers(shape, dtype)).size_bytes
+    device = world.resolve_device(config.device)
+    ops = choose_backend(config.backend, device)
+    generation = make_plan(decode_buffers(shape, dtype, ops))
+    return training_plan(config, shape, dtype, device, ops).size_bytes | generation.size_bytes
 
 
 def product_rate(device: torch.device, dtype: torch.dtype) -> float:

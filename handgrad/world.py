@@ -7,7 +7,7 @@ import torch
 
 from handgrad.errors import UsageError
 
-DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 # Dense bf16 peak in FLOP/s, by the data sheets, for GPUs whose torch name contains the key (the longest match counts).
 # MFU is printed only for these; every other device gets GFLOP/s.
@@ -40,6 +40,9 @@ def use_precision(device: torch.device, precision: str) -> torch.dtype:
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+        if precision == "bf16" and torch.cuda.get_device_capability(device) < (8, 0):
+            raise UsageError(f"{torch.cuda.get_device_name(device)} has no bf16; use --precision fp16")
     return DTYPES[precision]
 
 

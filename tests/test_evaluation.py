@@ -31,7 +31,7 @@ def test_greedy_text_equals_fresh_forwards_also_past_the_context() -> None:
     """Every token is the likeliest after a whole forward over the context as it then is."""
     shape = ModelShape(23, 8, 2, 2, 16)
     model = make_model(shape, 1, 8, noise=0.3)
-    buf = decode_tensors(make_plan(decode_buffers(shape, torch.float64)).allocate(torch.device("cpu")))
+    buf = decode_tensors(make_plan(decode_buffers(shape, torch.float64, ops)).allocate(torch.device("cpu")))
     settings = {"vocab_size": 23, "max_tokens": 20, "temperature": 0.0, "top_k": 0, "seed": 0}
     found = list(generate(ops, model.weights, buf, [5, 1], **settings))
     context = [5, 1]

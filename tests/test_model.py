@@ -25,8 +25,8 @@ def run(model: Model, *, recompute: int = 0, scale: float = 1.0) -> None:
         model.weights,
         model.gradients,
         model.act,
+        torch.tensor([scale], dtype=model.act.losses.dtype),
         vocab_size=model.shape.vocab_size,
-        scale=scale,
         recompute=recompute,
     )
 
@@ -159,7 +159,7 @@ def test_decoding_one_by_one_equals_the_whole_forward() -> None:
     model = make_model(ODD, 1, 19)
     transformer.forward_blocks(ops, model.weights, model.act)
     expected = model.act.lnf @ model.weights.wte.t()
-    views = make_plan(decode_buffers(ODD, torch.float64)).allocate(torch.device("cpu"))
+    views = make_plan(decode_buffers(ODD, torch.float64, ops)).allocate(torch.device("cpu"))
     buf = decode_tensors(views)
     for position in range(19):
         decode_step(ops, model.weights, buf, int(model.act.tokens[0, position]), position)

@@ -7,7 +7,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from handgrad.ops import (
+    CONTROL_LEARNING_RATE,
+    CONTROL_STEP,
+    CONTROLS,
+    LOSS_NOT_FINITE,
+    LOSS_OUTLIER,
+    LOSS_SCALE_GROWTH_STEPS,
+    NORM_NOT_FINITE,
+    NORM_OUTLIER,
+    RESULT_SCALE,
+    RESULT_VERDICT,
+    RESULTS,
+    UPDATE,
+)
 from handgrad.ops import reference as ops
+from handgrad.ops.reference import device as reference_device
 
 SENTINEL = 3.25  # what accumulators hold before: adding into it must keep it
 
@@ -37,7 +52,7 @@ def gradients(output: Tensor, dout: Tensor, *inputs: Tensor) -> tuple[Tensor, ..
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both paths of the reference: a CPU's own kernels, and what runs everywhere else."""
     if request.param == "any device":
-        monkeypatch.setattr(ops, "uses_cpu_kernels", lambda tensor: False)
+        monkeypatch.setattr(reference_device, "uses_cpu_kernels", lambda tensor: False)
 
 
 @pytest.mark.usefixtures("path")
@@ -52,7 +67,8 @@ def test_embedding() -> None:
     assert torch.equal(out, expected.detach())
     dwte, dwpe = gradients(expected, dout, wte, wpe)
     dwte_acc, dwpe_acc = accumulator(dwte), accumulator(dwpe)
-    ops.embedding_backward(dwte_acc, dwpe_acc, dout, tokens)
+    sorted_positions = torch.argsort(tokens.view(-1), stable=True).int()
+    ops.embedding_backward(dwte_acc, dwpe_acc, dout, tokens, sorted_positions)
     close(dwte_acc - SENTINEL, dwte)
     close(dwpe_acc - SENTINEL, dwpe)
 
@@ -74,7 +90,9 @@ def test_layernorm(N: int, C: int) -> None:
     dinp, dweight, dbias = gradients(expected, dout, inp, weight, bias)
     dresidual_inout, dweight_acc, dbias_acc = residual.clone(), accumulator(dweight), accumulator(dbias)
     detached = inp.detach(), mean, rstd, weight.detach()
-    ops.layernorm_backward(dresidual_inout, dweight_acc, dbias_acc, dout, *detached)
+    dbias_below_acc = accumulator(dbias)
+    ops.layernorm_backward(dresidual_inout, dweight_acc, dbias_acc, dout, *detached, dbias_below_acc)
+    close(dbias_below_acc - SENTINEL, (residual + dinp).sum(0))
     close(dresidual_inout - residual, dinp)
     close(dweight_acc - SENTINEL, dweight)
     close(dbias_acc - SENTINEL, dbias)
@@ -198,7 +216,7 @@ def test_classifier(N: int, V: int, Vp: int) -> None:
     losses, forward_losses = nan(N), nan(N)
     ops.classifier_forward(forward_losses, logits.clone(), targets, vocab_size=V)
     found = logits.clone()
-    ops.classifier_forward_backward(losses, found, targets, vocab_size=V, scale=scale)
+    ops.classifier_forward_backward(losses, found, targets, torch.tensor([scale], dtype=torch.float64), vocab_size=V)
     close(losses, expected.detach())
     assert torch.equal(losses, forward_losses)
     close(found, dlogits)
@@ -222,6 +240,58 @@ def test_squared_norms_do_not_depend_on_neighbours() -> None:
     torch.testing.assert_close(whole.sum(), flat.double().square().sum().float())
 
 
+def told(step: int, learning_rate: float, scale: float, verdict: int = UPDATE) -> tuple[Tensor, Tensor]:
+    """`controls` and `results` of a step, as the update reads them."""
+    controls, results = torch.zeros(CONTROLS, dtype=torch.float64), torch.zeros(RESULTS, dtype=torch.float64)
+    controls[CONTROL_STEP], controls[CONTROL_LEARNING_RATE] = step, learning_rate
+    results[RESULT_SCALE], results[RESULT_VERDICT] = scale, verdict
+    return controls, results
+
+
+VERDICTS = [
+    # sum of losses, gradient, loss limit, norm limit, verdict
+    (30.0, 2.0, math.inf, math.inf, UPDATE),
+    (30.0, 2.0, 3.0, 4.0, UPDATE),
+    (30.0, 2.0, 2.9, math.inf, LOSS_OUTLIER),
+    (30.0, 2.0, math.inf, 3.9, NORM_OUTLIER),
+    (math.nan, 2.0, math.inf, math.inf, LOSS_NOT_FINITE),
+    (30.0, math.inf, math.inf, math.inf, NORM_NOT_FINITE),
+    (math.inf, math.nan, math.inf, math.inf, LOSS_NOT_FINITE),
+]
+
+
+@pytest.mark.parametrize("scale", [1.0, 8.0])
+@pytest.mark.parametrize(("sum_of_losses", "gradient", "loss_limit", "norm_limit", "expected"), VERDICTS)
+def test_verdict(
+    sum_of_losses: float, gradient: float, loss_limit: float, norm_limit: float, expected: int, scale: float
+) -> None:
+    """Four gradients of 2 have the norm 4, ten tokens' losses of 30 in all the mean 3; a loss scale changes neither."""
+    controls, results = torch.tensor([5, 1e-3, loss_limit, norm_limit], dtype=torch.float64), nan(RESULTS)
+    partials = torch.tensor([2 * (gradient * scale) ** 2, 2 * (gradient * scale) ** 2])
+    loss_scale = torch.tensor([scale / 10, scale, 7.0])
+    before = loss_scale.clone()
+    losses = torch.tensor([sum_of_losses], dtype=torch.float64)
+    settings = {"tokens_per_step": 10, "clip_norm": 1.0}
+    ops.verdict(results, loss_scale, losses, partials, controls, dynamic_loss_scale=False, **settings)
+    assert results[RESULT_VERDICT] == expected and torch.equal(loss_scale, before)
+    if expected == UPDATE:
+        assert results.tolist() == [3.0, 4.0, 0.25 / scale, UPDATE, scale]
+    ops.verdict(results, loss_scale, losses, partials, controls, dynamic_loss_scale=True, **settings)
+    halved = torch.tensor([max(1.0, scale / 2) / 10, max(1.0, scale / 2), 0.0])
+    counted = torch.tensor([scale / 10, scale, 8.0])
+    assert torch.equal(loss_scale, halved if expected == NORM_NOT_FINITE else counted)
+
+
+def test_the_loss_scale_grows_after_so_many_good_steps() -> None:
+    results, controls = nan(RESULTS), torch.tensor([1, 0, math.inf, math.inf], dtype=torch.float64)
+    loss_scale, one = torch.tensor([1.0, 4.0, LOSS_SCALE_GROWTH_STEPS - 2]), torch.ones(1, dtype=torch.float64)
+    for expected in (4.0, 8.0, 8.0):
+        settings = {"tokens_per_step": 2, "clip_norm": 0.0, "dynamic_loss_scale": True}
+        ops.verdict(results, loss_scale, one, torch.ones(1), controls, **settings)
+        assert loss_scale[1] == expected and loss_scale[0] == expected / 2
+    assert loss_scale[2] == 1.0
+
+
 @pytest.mark.parametrize("clip", [1.0, 0.25])
 def test_adamw(clip: float) -> None:
     n = 1037
@@ -232,8 +302,12 @@ def test_adamw(clip: float) -> None:
     v2 = beta2 * v + (1 - beta2) * scaled**2
     root = (v2 / (1 - beta2**step)).sqrt() + eps
     expected = (1 - lr * decay) * w - lr * (m2 / (1 - beta1**step)) / root
-    settings = {"learning_rate": lr, "beta1": beta1, "beta2": beta2, "epsilon": eps, "weight_decay": decay}
-    ops.adamw_update(w, m, v, g, step=step, gradient_scale=clip, **settings)
+    settings = {"beta1": beta1, "beta2": beta2, "epsilon": eps, "weight_decay": decay}
+    before, published = w.clone(), torch.full((n,), math.nan)
+    ops.adamw_update(published, w, m, v, g, *told(step, lr, clip, verdict=NORM_OUTLIER), **settings)
+    assert torch.equal(w, before) and published.isnan().all(), "a verdict against the update leaves everything alone"
+    ops.adamw_update(published, w, m, v, g, *told(step, lr, clip), **settings)
+    assert torch.equal(published, w.float())
     close(w, expected)
     close(m, m2)
     close(v, v2)
@@ -244,10 +318,10 @@ def test_adamw_does_not_depend_on_how_the_buffer_is_cut() -> None:
     buffers = [torch.randn(3 * 1024 + 131, generator=generator) for _ in range(3)]
     buffers.append(torch.rand(3 * 1024 + 131, generator=generator))
     whole, parts = [b.clone() for b in buffers], [b.clone() for b in buffers]
-    settings = {"step": 3, "learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8}
+    settings = {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8}
 
     def update(w: Tensor, m: Tensor, g: Tensor, v: Tensor) -> None:
-        ops.adamw_update(w, m, v, g, weight_decay=0.1, gradient_scale=0.5, **settings)
+        ops.adamw_update(w, w, m, v, g, *told(3, 1e-3, 0.5), weight_decay=0.1, **settings)
 
     update(*whole)
     for cut in (slice(0, 128), slice(128, 1024), slice(1024, 2944), slice(2944, None)):

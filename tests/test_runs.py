@@ -99,14 +99,14 @@ def test_killed_and_resumed_gives_the_same_bits(finished: RunConfig, tmp_path: P
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_exits_75(finished: RunConfig, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     stopped = elsewhere(finished, f"stopped{number}")
-    original = loop.train_step
+    original = loop.Stepper.begin
 
-    def with_signal(*arguments):
-        if arguments[-1] == 6:
+    def with_signal(stepper, step):
+        if step == 6:
             os.kill(os.getpid(), number)
-        return original(*arguments)
+        return original(stepper, step)
 
-    monkeypatch.setattr(loop, "train_step", with_signal)
+    monkeypatch.setattr(loop.Stepper, "begin", with_signal)
     with pytest.raises(Preempted, match="after step 7") as raised:
         train(stopped)
     assert raised.value.exit_code == 75
@@ -120,15 +120,15 @@ def test_resume_of_a_resume(finished: RunConfig, precision: str, monkeypatch: py
     settings = {"skip_loss_z": 4.0, "save_every": 3, "precision": precision}
     pieces, whole = (elsewhere(finished, name, **settings) for name in ("pieces", "whole"))
     train(whole)
-    original = loop.train_step
+    original = loop.Stepper.begin
     for last in (2, 6, 8):
 
-        def stopping(*arguments, last=last):
-            if arguments[-1] == last:
+        def stopping(stepper, step, last=last):
+            if step == last:
                 raise KeyboardInterrupt  # like a crash: nothing is saved
-            return original(*arguments)
+            return original(stepper, step)
 
-        monkeypatch.setattr(loop, "train_step", stopping)
+        monkeypatch.setattr(loop.Stepper, "begin", stopping)
         with pytest.raises(KeyboardInterrupt):
             train(pieces)
     monkeypatch.undo()
@@ -188,38 +188,37 @@ def test_a_folder_of_something_else_is_left_alone(config: RunConfig) -> None:
 
 
 def test_a_run_whose_last_step_is_not_finite_does_not_end_well(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = loop.train_step
+    original = loop.Stepper.result
 
-    def poisoned(run_config, state, *arguments):
-        result = original(run_config, state, *arguments)
-        last = arguments[-1] == run_config.steps - 1
+    def poisoned(stepper, step):
+        result = original(stepper, step)
+        last = step == stepper.config.steps - 1
         return dataclasses.replace(result, norm=float("inf"), skipped="norm is inf") if last else result
 
-    monkeypatch.setattr(loop, "train_step", poisoned)
+    monkeypatch.setattr(loop.Stepper, "result", poisoned)
     with pytest.raises(NumericsError, match="newest checkpoint is of step 8"):
         train(config)
 
 
 def test_skips_are_counted_in_a_row_and_across_a_resume(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two skipped steps, a good one, then skips for ever, with a stop in between: the run ends at the third in a row."""
-    original = loop.train_step
+    original = loop.Stepper.result
 
-    def skipping(run_config, state, *arguments):
-        result = original(run_config, state, *arguments)
-        return dataclasses.replace(result, skipped="said so") if arguments[-1] not in (2, 3) else result
+    def skipping(stepper, step):
+        result = original(stepper, step)
+        return dataclasses.replace(result, skipped="said so") if step not in (2, 3) else result
 
-    monkeypatch.setattr(loop, "train_step", skipping)
     config = dataclasses.replace(config, max_skips=3, save_every=1)
 
-    def stopping(*arguments):
-        if arguments[-1] == 6:
+    def stopping(stepper, step):
+        if step == 6:
             raise KeyboardInterrupt
-        return skipping(*arguments)
+        return skipping(stepper, step)
 
-    monkeypatch.setattr(loop, "train_step", stopping)
+    monkeypatch.setattr(loop.Stepper, "result", stopping)
     with pytest.raises(KeyboardInterrupt):
         train(config)
-    monkeypatch.setattr(loop, "train_step", skipping)
+    monkeypatch.setattr(loop.Stepper, "result", skipping)
     with pytest.raises(NumericsError, match="the last at step 7"):
         train(config)
 
@@ -261,19 +260,19 @@ def test_init_from_starts_from_the_weights(finished: RunConfig) -> None:
 
 
 def test_non_finite_losses_are_skipped_then_end_the_run(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = loop.train_step
+    original = loop.Stepper.begin
 
-    def poisoned(run_config, state, *arguments):
-        if arguments[-1] >= 6:
-            state.weights.lnf_bias[0] = float("nan")
-        return original(run_config, state, *arguments)
+    def poisoned(stepper, step):
+        if step >= 6:
+            stepper.state.weights.lnf_bias[0] = float("nan")
+        return original(stepper, step)
 
-    monkeypatch.setattr(loop, "train_step", poisoned)
+    monkeypatch.setattr(loop.Stepper, "begin", poisoned)
     with pytest.raises(NumericsError, match="3 updates in a row") as raised:
         train(dataclasses.replace(config, max_skips=3, save_every=2))
     assert raised.value.exit_code == 76
     events = [r["text"] for r in records(config.out, ("event",)) if "no update" in r["text"]]
-    assert len(events) == 3 and "loss is nan" in events[0] and "non-finite gradients in wte" in events[0]
+    assert len(events) == 3 and "loss is nan" in events[0] and "non-finite gradients at wte" in events[0]
     newest = checkpoint.newest(Path(config.out) / "checkpoints")[0]
     stored = safetensors.torch.load_file(newest.folder / "model.safetensors")
     assert newest.step == 6 and all(torch.isfinite(t).all() for t in stored.values())

@@ -14,10 +14,11 @@ from handgrad.data.batches import Batches
 from handgrad.data.shards import open_dataset
 from handgrad.model.parameters import decay_runs
 from handgrad.ops import reference
+from handgrad.training.feed import BatchFeed
 from handgrad.training.outliers import WINDOW, Outliers
 from handgrad.training.schedule import learning_rate
 from handgrad.training.state import TrainingState, allocate_state, largest_micro_batch, training_plan
-from handgrad.training.step import BatchFeed, StepResult, train_step
+from handgrad.training.step import Stepper, StepResult
 
 CPU = torch.device("cpu")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -28,9 +29,8 @@ def steps_of(config: RunConfig, count: int) -> tuple[TrainingState, list[StepRes
     shape = config.shape(dataset.tokenizer.vocab_size)
     state = allocate_state(config, shape, DTYPES[config.precision], CPU, reference)
     batches = Batches(dataset.splits["train"], config.sequence_length, config.seed)
-    feed = BatchFeed(batches, state.activations.tokens, state.activations.targets)
-    losses, norms = Outliers(), Outliers()
-    return state, [train_step(config, state, feed, losses, norms, step) for step in range(count)]
+    stepper = Stepper(config, state, BatchFeed(batches, state.activations))
+    return state, [stepper.step(step) for step in range(count)]
 
 
 def test_twenty_steps_equal_the_autograd_twin(config: RunConfig) -> None:
@@ -123,8 +123,7 @@ def test_no_buffer_is_made_after_the_first_step(config: RunConfig) -> None:
 
     dataset = open_dataset(config.data)
     batches = Batches(dataset.splits["train"], config.sequence_length, config.seed)
-    feed = BatchFeed(batches, state.activations.tokens, state.activations.targets)
-    losses, norms = Outliers(), Outliers()
+    stepper = Stepper(config, state, BatchFeed(batches, state.activations))
 
     def living() -> set[int]:
         gc.collect()
@@ -132,10 +131,10 @@ def test_no_buffer_is_made_after_the_first_step(config: RunConfig) -> None:
             warnings.simplefilter("ignore")  # looking at every object wakes deprecated ones
             return {t.untyped_storage().data_ptr() for t in gc.get_objects() if isinstance(t, torch.Tensor)}
 
-    train_step(config, state, feed, losses, norms, 1)
+    stepper.step(1)
     before = living()
     for step in range(2, 5):
-        train_step(config, state, feed, losses, norms, step)
+        stepper.step(step)
     assert living() <= before
 
 
@@ -185,13 +184,14 @@ def test_a_spike_is_skipped_and_leaves_the_weights_alone(config: RunConfig) -> N
     dataset = open_dataset(config.data)
     state = allocate_state(config, config.shape(257), torch.float32, CPU, reference)
     batches = Batches(dataset.splits["train"], config.sequence_length, config.seed)
-    feed = BatchFeed(batches, state.activations.tokens, state.activations.targets)
-    losses, norms = Outliers(), Outliers([1e-6 * (i % 2) for i in range(WINDOW)])
+    stepper = Stepper(config, state, BatchFeed(batches, state.activations))
+    stepper.norms = Outliers([1e-6 * (i % 2) for i in range(WINDOW)])
     before = state.master.clone()
-    result = train_step(config, state, feed, losses, norms, 0)
+    result = stepper.step(0)
     assert result.skipped is not None and "norm" in result.skipped
     assert torch.equal(state.master, before) and (state.first_moments == 0).all()
-    assert train_step(config, state, feed, losses, Outliers(), 1).skipped is None
+    stepper.norms = Outliers()
+    assert stepper.step(1).skipped is None
     assert not torch.equal(state.master, before)
 
 
@@ -201,10 +201,13 @@ def test_the_verdict_is_on_the_window_before_the_step(config: RunConfig) -> None
     dataset = open_dataset(config.data)
     state = allocate_state(config, config.shape(257), torch.float32, CPU, reference)
     batches = Batches(dataset.splits["train"], config.sequence_length, config.seed)
-    feed = BatchFeed(batches, state.activations.tokens, state.activations.targets)
-    losses, norms = Outliers([0.1 * (i % 2) for i in range(WINDOW)]), Outliers([2.0 + i % 2 for i in range(WINDOW)])
+    stepper = Stepper(config, state, BatchFeed(batches, state.activations))
+    stepper.losses, stepper.norms = (
+        Outliers([0.1 * (i % 2) for i in range(WINDOW)]),
+        Outliers([2.0 + i % 2 for i in range(WINDOW)]),
+    )
     for step in range(3):
-        result = train_step(config, state, feed, losses, norms, step)
+        result = stepper.step(step)
         assert result.loss_z is not None and abs(result.loss_z - (result.loss - 0.05) / 0.05) < 1e-6
         assert result.norm_z is not None and abs(result.norm_z - (result.norm - 2.5) / 0.5) < 1e-6
         assert result.skipped is not None and "loss" in result.skipped and result.loss_z > 11.3
@@ -226,6 +229,6 @@ def test_what_may_change_in_a_resumed_run() -> None:
 
 def test_largest_micro_batch_fits(config: RunConfig) -> None:
     shape = config.shape(257)
-    budget = training_plan(dataclasses.replace(config, micro_batch=2), shape, torch.float32).total_bytes
-    assert largest_micro_batch(config, shape, torch.float32, budget) == 2
-    assert largest_micro_batch(config, shape, torch.float32, 1000) == 0
+    budget = training_plan(dataclasses.replace(config, micro_batch=2), shape, torch.float32, CPU, reference).total_bytes
+    assert largest_micro_batch(config, shape, torch.float32, CPU, reference, budget) == 2
+    assert largest_micro_batch(config, shape, torch.float32, CPU, reference, 1000) == 0

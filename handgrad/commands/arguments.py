@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from handgrad import presets
-from handgrad.config import DEVICES, FIELDS, PRECISIONS, RunConfig, check, convert, nearest_name, read_toml
+from handgrad.config import BACKENDS, DEVICES, FIELDS, PRECISIONS, RunConfig, check, convert, nearest_name, read_toml
 from handgrad.errors import UsageError
 
 METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT"}
@@ -72,3 +72,4 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="run folder (its newest checkpoint) or checkpoint folder")
     parser.add_argument("--device", default="auto", choices=DEVICES, help="(default: auto)")
     parser.add_argument("--precision", default="fp32", choices=PRECISIONS, help="of weights and products (default: fp32)")
+    parser.add_argument("--backend", default="auto", choices=BACKENDS, help="(default: auto: kernels on a CUDA GPU)")

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from handgrad import checkpoint, world
 from handgrad.arena import Buffer
+from handgrad.backend import choose_backend
 from handgrad.commands.arguments import Parser, add_model_arguments
 from handgrad.config import ModelShape, RunConfig
 from handgrad.data.batches import Batches, host_buffers
@@ -12,7 +13,7 @@ from handgrad.data.shards import open_dataset
 from handgrad.errors import DataError, UsageError
 from handgrad.evaluation.load import load_model
 from handgrad.evaluation.loss import mean_loss
-from handgrad.model.activations import activation_buffers, activations, head_chunk_tokens
+from handgrad.model.activations import activations, model_buffers
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -26,13 +27,12 @@ def run(arguments: Sequence[str]) -> int:
         raise UsageError("--eval-tokens must be 0 or more and --micro-batch 1 or more")
     device = world.resolve_device(parsed.device)
     dtype = world.use_precision(device, parsed.precision)
+    ops = choose_backend(parsed.backend, device)
 
     def buffers(config: RunConfig, shape: ModelShape) -> list[Buffer]:
-        tokens = parsed.micro_batch * shape.sequence_length
-        chunk = head_chunk_tokens(config.head_chunk_tokens, tokens, shape.padded_vocab_size, dtype.itemsize)
-        return activation_buffers(shape, parsed.micro_batch, shape.sequence_length, dtype, chunk=chunk, training=False)
+        return model_buffers(config, shape, parsed.micro_batch, dtype, ops, training=False)
 
-    model = load_model(checkpoint.find(parsed.checkpoint), device, dtype, buffers)
+    model = load_model(checkpoint.find(parsed.checkpoint), device, dtype, ops, buffers)
     folder = parsed.data or model.config.data
     dataset = open_dataset(folder)
     if dataset.tokenizer.sha256 != model.tokenizer.sha256:

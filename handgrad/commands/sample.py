@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from handgrad import checkpoint, world
+from handgrad.backend import choose_backend
 from handgrad.commands.arguments import Parser, add_model_arguments
 from handgrad.errors import UsageError
 from handgrad.evaluation.generate import decode_buffers, decode_tensors, generate, stream_text
@@ -28,8 +29,9 @@ def run(arguments: Sequence[str]) -> int:
         raise UsageError(f"--seed must be at least 0 and below 2^32, found {parsed.seed}")
     device = world.resolve_device(parsed.device)
     dtype = world.use_precision(device, parsed.precision)
+    ops = choose_backend(parsed.backend, device)
     model = load_model(
-        checkpoint.find(parsed.checkpoint), device, dtype, lambda config, shape: decode_buffers(shape, dtype)
+        checkpoint.find(parsed.checkpoint), device, dtype, ops, lambda config, shape: decode_buffers(shape, dtype, ops)
     )
     for number in range(parsed.samples):
         if parsed.samples > 1:

@@ -34,11 +34,13 @@ class DecodeTensors:
     logits: Tensor  # (1, Vp)
     keys: Tensor  # (L, 1, H, maxT, D)
     values: Tensor  # (L, 1, H, maxT, D)
+    scratch: Tensor  # (bytes) uint8: what an operation needs for itself
 
 
-def decode_buffers(shape: ModelShape, dtype: torch.dtype) -> list[Buffer]:
+def decode_buffers(shape: ModelShape, dtype: torch.dtype, ops: ModuleType) -> list[Buffer]:
     """The rows of `DecodeTensors` for the arena."""
     C, F, L = shape.channels, shape.feed_forward, shape.num_layers
+    scratch_bytes = ops.scratch_bytes(batch=1, length=1, channels=C, padded_vocab_size=shape.padded_vocab_size)
     stats = torch.float64 if dtype == torch.float64 else torch.float32
     cache = (L, 1, shape.num_heads, shape.sequence_length, C // shape.num_heads)
     rows: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
@@ -55,6 +57,7 @@ def decode_buffers(shape: ModelShape, dtype: torch.dtype) -> list[Buffer]:
         "logits": ((1, shape.padded_vocab_size), dtype),
         "keys": (cache, dtype),
         "values": (cache, dtype),
+        "scratch": ((scratch_bytes,), torch.uint8),
     }
     assert list(rows) == [f.name for f in fields(DecodeTensors)]
     return [Buffer(f"{KIND}.{name}", dims, kind, KIND) for name, (dims, kind) in rows.items()]
@@ -70,17 +73,16 @@ def decode_step(ops: ModuleType, w: ModelTensors, buf: DecodeTensors, token: int
     ops.embedding_forward(buf.x, buf.token, w.wte, w.wpe[position:])
     for layer, block in enumerate(w.blocks):
         ops.layernorm_forward(buf.ln, buf.mean, buf.rstd, buf.x, block.ln1_weight, block.ln1_bias)
-        ops.linear_forward(buf.qkv, buf.ln, block.qkv_weight, block.qkv_bias)
+        ops.linear_forward(buf.qkv, buf.ln, block.qkv_weight, block.qkv_bias, scratch=buf.scratch)
         ops.attention_decode(buf.atty, buf.keys[layer], buf.values[layer], buf.qkv, position=position)
-        ops.linear_forward(buf.branch, buf.atty, block.proj_weight, block.proj_bias)
+        ops.linear_forward(buf.branch, buf.atty, block.proj_weight, block.proj_bias, scratch=buf.scratch)
         ops.residual_forward(buf.x, buf.x, buf.branch)
         ops.layernorm_forward(buf.ln, buf.mean, buf.rstd, buf.x, block.ln2_weight, block.ln2_bias)
-        ops.linear_forward(buf.fc, buf.ln, block.fc_weight, block.fc_bias)
-        ops.gelu_forward(buf.gelu, buf.fc)
-        ops.linear_forward(buf.branch, buf.gelu, block.fcproj_weight, block.fcproj_bias)
+        ops.linear_gelu_forward(buf.gelu, buf.fc, buf.ln, block.fc_weight, block.fc_bias, scratch=buf.scratch)
+        ops.linear_forward(buf.branch, buf.gelu, block.fcproj_weight, block.fcproj_bias, scratch=buf.scratch)
         ops.residual_forward(buf.x, buf.x, buf.branch)
     ops.layernorm_forward(buf.ln, buf.mean, buf.rstd, buf.x, w.lnf_weight, w.lnf_bias)
-    ops.linear_forward(buf.logits, buf.ln, w.wte, None)
+    ops.linear_forward(buf.logits, buf.ln, w.wte, None, scratch=buf.scratch)
 
 
 def choose(logits: Tensor, *, temperature: float, top_k: int, generator: torch.Generator) -> int:

@@ -15,7 +15,6 @@ from handgrad.config import FIELDS, ModelShape, RunConfig, check, convert
 from handgrad.data.tokenizer import Tokenizer, read_tokenizer
 from handgrad.errors import DataError, UsageError
 from handgrad.model.parameters import ModelTensors, flat_elements, model_tensors, parameter_table
-from handgrad.ops import reference
 
 
 @dataclass
@@ -47,6 +46,7 @@ def load_model(
     checkpoint: Checkpoint,
     device: torch.device,
     dtype: torch.dtype,
+    ops: ModuleType,
     buffers: Callable[[RunConfig, ModelShape], list[Buffer]],
 ) -> LoadedModel:
     """Loads the weights; `buffers` says what else to allocate, given the run's configuration and the model's sizes.
@@ -69,4 +69,4 @@ def load_model(
     flat = views["parameters"]
     checkpoint.load(WEIGHTS_FILE, [(row.name, row.stored(flat)) for row in table])
     weights = model_tensors(flat, table)
-    return LoadedModel(config, shape, tokenizer, reference, device, weights, views, checkpoint.step)
+    return LoadedModel(config, shape, tokenizer, ops, device, weights, views, checkpoint.step)

@@ -6,16 +6,17 @@ lifetimes: a recomputed activation lives at its forward tick and again at its ba
 """
 
 from dataclasses import dataclass, fields
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from handgrad.arena import ALWAYS, Buffer, Interval
-from handgrad.config import ModelShape
+from handgrad.config import ModelShape, RunConfig
 
 KIND = "activations"
 NEVER = 3  # above every recompute level
-HEAD_CHUNK_BYTES = 256 << 20  # the default chunk's logits take at most this much
+HEAD_CHUNK_BYTES = 512 << 20  # the default chunk's logits take at most this much
 
 
 @dataclass
@@ -43,9 +44,11 @@ class Activations:
 
     tokens: Tensor  # (B, T) int64
     targets: Tensor  # (B, T) int64
+    sorted_positions: Tensor  # (N) int32: 0..N-1 ordered by token, for the embedding's backward
+    scratch: Tensor  # (bytes) uint8: what an operation needs for itself
+    attention_scratch: Tensor  # (bytes) uint8: the same for attention's backward
     embedded: Tensor  # (N, C) the stream before the first block
     blocks: list[BlockActivations]
-    branch: Tensor  # (N, C) what a half adds to the stream
     lnf: Tensor  # (N, C)
     lnf_mean: Tensor  # (N)
     lnf_rstd: Tensor  # (N)
@@ -60,11 +63,12 @@ class Activations:
 
 
 def head_chunk_tokens(requested: int, tokens: int, padded_vocab_size: int, itemsize: int) -> int:
-    """Tokens per chunk of the loss head: as requested, or as many as fit `HEAD_CHUNK_BYTES`, in multiples of 128."""
+    """Tokens per chunk of the loss head: as requested, or the largest power of two that fits `HEAD_CHUNK_BYTES`, at least
+    128. With GPT-2's vocabulary in bf16 it is 4096, where all three products run at their best rate."""
     if requested:
         return min(requested, tokens)
-    fitting = HEAD_CHUNK_BYTES // (padded_vocab_size * itemsize) // 128 * 128
-    return min(tokens, max(128, fitting))
+    fitting = HEAD_CHUNK_BYTES // (padded_vocab_size * itemsize)
+    return min(tokens, max(128, 1 << (fitting.bit_length() - 1)))
 
 
 def activation_buffers(
@@ -75,10 +79,13 @@ def activation_buffers(
     *,
     recompute: int = 0,
     chunk: int,
+    scratch_bytes: int = 0,
+    attention_scratch_bytes: int = 0,
     training: bool = True,
 ) -> list[Buffer]:
     """The rows as buffers for the arena: `batch` samples of `length` tokens, weights and activations of `dtype`.
 
+    What the operations need for themselves, `scratch_bytes` and `attention_scratch_bytes`, is the backend's to say.
     Without `training` nothing outlives its forward use, and the gradients have no rows.
     """
     N, C, F, H, L = batch * length, shape.channels, shape.feed_forward, shape.num_heads, shape.num_layers
@@ -106,7 +113,9 @@ def activation_buffers(
 
     row("tokens", (batch, length), torch.int64)
     row("targets", (batch, length), torch.int64)
+    row("sorted_positions", (N,), torch.int32)
     row("losses", (N,), stats)
+    row("scratch", (scratch_bytes,), torch.uint8)
     row("embedded", (N, C), dtype, (0, mirrored(attention(0))))
     for layer in range(L):
         a, f = attention(layer), feed_forward(layer)
@@ -124,7 +133,7 @@ def activation_buffers(
             "ln2": ((N, C), dtype, until_f, 2),
             "ln2_mean": ((N,), stats, until_f, NEVER),
             "ln2_rstd": ((N,), stats, until_f, NEVER),
-            "fc": ((N, F), dtype, until_f, NEVER),
+            "fc": ((N, F), dtype, until_f, 1),
             "gelu": ((N, F), dtype, until_f, 1),
             "residual_out": ((N, C), dtype, (f, stream_end), NEVER),
         }
@@ -133,7 +142,6 @@ def activation_buffers(
             lifetimes = (at(kept[0]), at(kept[1])) if recompute >= recomputed_from else (kept,)
             row(f"blocks.{layer}.{name}", dims, kind, *lifetimes)
 
-    row("branch", (N, C), dtype, (attention(0), feed_forward(L - 1)))
     row("lnf", (N, C), dtype, at(head))
     row("lnf_mean", (N,), stats, at(head))
     row("lnf_rstd", (N,), stats, at(head))
@@ -148,7 +156,27 @@ def activation_buffers(
     row("datty", (M, C), dtype, *attention_backwards)
     row("dqkv", (M, 3 * C), dtype, *attention_backwards)
     row("dhidden", (M, F), dtype, *feed_forward_backwards)
+    row("attention_scratch", (attention_scratch_bytes if training else 0,), torch.uint8, *attention_backwards)
     return buffers
+
+
+def model_buffers(
+    config: RunConfig, shape: ModelShape, batch: int, dtype: torch.dtype, ops: ModuleType, *, training: bool = True
+) -> list[Buffer]:
+    """The activations of `batch` samples as `config` wants them, with what the operations of `ops` need for themselves."""
+    length = shape.sequence_length
+    sizes = {"batch": batch, "length": length, "channels": shape.channels}
+    return activation_buffers(
+        shape,
+        batch,
+        length,
+        dtype,
+        recompute=config.recompute,
+        chunk=head_chunk_tokens(config.head_chunk_tokens, batch * length, shape.padded_vocab_size, dtype.itemsize),
+        scratch_bytes=ops.scratch_bytes(padded_vocab_size=shape.padded_vocab_size, **sizes),
+        attention_scratch_bytes=ops.attention_scratch_bytes(num_heads=shape.num_heads, dtype=dtype, **sizes),
+        training=training,
+    )
 
 
 def activations(views: dict[str, Tensor]) -> Activations:

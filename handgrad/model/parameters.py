@@ -5,7 +5,9 @@ offsets: an optimizer step walks flat memory, and names are views.
 """
 
 import math
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 
 import torch
@@ -149,13 +151,19 @@ def initialize(flat: Tensor, table: tuple[ParameterRow, ...], seed: int) -> None
     Each tensor has a generator of its own, keyed by (seed, its place in the table) and run on the CPU in float32, so that
     every device and precision starts from the same numbers.
     """
-    for index, row in enumerate(table):
-        if row.init == "normal":
-            generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
-            stored = row.stored(flat)
-            stored.copy_(torch.empty(stored.shape, dtype=torch.float32).normal_(0.0, row.std, generator=generator))
-        elif row.init == "ones":
+
+    def draw(index: int) -> None:
+        row = table[index]
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
+        stored = row.stored(flat)
+        stored.copy_(torch.empty(stored.shape, dtype=torch.float32).normal_(0.0, row.std, generator=generator))
+
+    for row in table:
+        if row.init == "ones":
             row.view(flat).fill_(1.0)
+    # A thread per processor: the draws of a tensor are one sequence, those of different tensors are not.
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
+        list(threads.map(draw, [index for index, row in enumerate(table) if row.init == "normal"]))
 
 
 def decay_runs(table: tuple[ParameterRow, ...]) -> Iterator[tuple[slice, bool]]:

@@ -29,7 +29,7 @@ def loss(ops: ModuleType, w: ModelTensors, act: Activations, *, vocab_size: int)
     """act.tokens, act.targets (B, T) -> act.losses (N): the cross-entropy of each token in nats."""
     forward_blocks(ops, w, act)
     for rows, logits in _chunks(act):
-        ops.linear_forward(logits, act.lnf[rows], w.wte, None)
+        ops.linear_forward(logits, act.lnf[rows], w.wte, None, scratch=act.scratch)
         ops.classifier_forward(act.losses[rows], logits, act.targets.view(-1)[rows], vocab_size=vocab_size)
 
 
@@ -38,31 +38,34 @@ def loss_and_gradients(
     w: ModelTensors,
     g: ModelTensors,
     act: Activations,
+    scale: Tensor,
     *,
     vocab_size: int,
-    scale: float,
     recompute: int,
 ) -> None:
     """act.losses (N), and `g` += scale * the gradient of their sum.
 
-    For the mean over an optimizer step's tokens, `scale` is 1 / tokens_per_step in every micro-step.
+    For the mean over an optimizer step's tokens, `scale` (1) is 1 / tokens_per_step in every micro-step.
     """
+    s = act.scratch
     last = forward_blocks(ops, w, act)
     for rows, logits in _chunks(act):
-        ops.linear_forward(logits, act.lnf[rows], w.wte, None)
-        ops.classifier_forward_backward(
-            act.losses[rows], logits, act.targets.view(-1)[rows], vocab_size=vocab_size, scale=scale
-        )
+        ops.linear_forward(logits, act.lnf[rows], w.wte, None, scratch=s)
+        ops.classifier_forward_backward(act.losses[rows], logits, act.targets.view(-1)[rows], scale, vocab_size=vocab_size)
         dlogits = logits
-        ops.linear_backward(act.dlnf[rows], g.wte, None, dlogits, act.lnf[rows], w.wte)
+        ops.linear_backward(act.dlnf[rows], g.wte, None, dlogits, act.lnf[rows], w.wte, scratch=s)
     act.dresidual.zero_()
+    statistics = act.lnf_mean, act.lnf_rstd
+    dbias_below = g.blocks[-1].fcproj_bias
     ops.layernorm_backward(
-        act.dresidual, g.lnf_weight, g.lnf_bias, act.dlnf, last, act.lnf_mean, act.lnf_rstd, w.lnf_weight
+        act.dresidual, g.lnf_weight, g.lnf_bias, act.dlnf, last, *statistics, w.lnf_weight, dbias_below, scratch=s
     )
     for layer in reversed(range(len(w.blocks))):
         x = act.blocks[layer - 1].residual_out if layer else act.embedded
-        gpt2_block.backward(ops, w.blocks[layer], g.blocks[layer], act.blocks[layer], act, x, recompute=recompute)
-    ops.embedding_backward(g.wte, g.wpe, act.dresidual, act.tokens)
+        dbias_below = g.blocks[layer - 1].fcproj_bias if layer else None
+        gradients = g.blocks[layer]
+        gpt2_block.backward(ops, w.blocks[layer], gradients, act.blocks[layer], act, x, dbias_below, recompute=recompute)
+    ops.embedding_backward(g.wte, g.wpe, act.dresidual, act.tokens, act.sorted_positions, scratch=s)
 
 
 def _chunks(act: Activations) -> Iterator[tuple[slice, Tensor]]:

@@ -1,15 +1,35 @@
 """The contract of an operation. A backend is a module of functions that keep it; `reference` is the specification.
 
 - Outputs first, then inputs, then keyword-only scalars. Shapes come from the tensors.
-- An operation fills the buffers it is given. (The reference's temporaries inside one call are its only allocations.)
+- An operation fills the buffers it is given. What a kernel needs beside them it takes from `scratch`, a uint8 buffer of
+  at least `scratch_bytes(...)` whose contents mean nothing between operations. (The reference's temporaries inside one
+  call are the only allocations.)
 - A parameter gradient is added into: `*_acc`. An activation gradient is overwritten: `d*`. What is changed in place
   says so: `*_inout`. No buffer ever holds what its name denies.
-- `x_forward` and `x_backward` stand side by side, headed by their equation.
-- Parameters and activations share one dtype (float32, bfloat16; float64 in tests). Statistics (`mean`, `rstd`, `lse`,
-  `losses`) and gradient accumulators are float32, or float64 where the activations are.
+- `x_forward` and `x_backward` stand side by side, headed by their equation. A fused operation is the composition of two
+  that stand in `reference` already, and is tested against that composition.
+- Parameters and activations share one dtype (float32, bfloat16, float16; float64 in tests). Statistics (`mean`, `rstd`,
+  `lse`, `losses`) and gradient accumulators are float32, or float64 where the activations are.
+- What changes from step to step (learning rate, step number, limits) lies in the buffer `controls`, and what a step finds
+  out (loss, norm, verdict) in `results`, on the device: a launched step can be replayed without the host.
 
 One alphabet for the whole repository:
 
     B batch     T position      N = B T tokens      C channels      F feed-forward width
     H heads     D head width    V vocabulary        Vp padded vocabulary        L layers
 """
+
+# Places in `controls` (float64): what the host decides for a step.
+CONTROL_STEP, CONTROL_LEARNING_RATE, CONTROL_LOSS_LIMIT, CONTROL_NORM_LIMIT = range(4)
+CONTROLS = 4
+
+# Places in `results` (float64): what a step found out. `scale` multiplies the gradient in the update.
+RESULT_LOSS, RESULT_NORM, RESULT_SCALE, RESULT_VERDICT, RESULT_LOSS_SCALE = range(5)
+RESULTS = 5
+
+# Verdicts: an update is made only at UPDATE.
+UPDATE, LOSS_NOT_FINITE, NORM_NOT_FINITE, LOSS_OUTLIER, NORM_OUTLIER = range(5)
+
+# Dynamic loss scaling (Micikevicius et al. 2018): halved when a gradient overflows, doubled after so many good steps.
+LOSS_SCALE_GROWTH_STEPS = 2000
+LARGEST_LOSS_SCALE, SMALLEST_LOSS_SCALE = 2.0**24, 1.0

@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from handgrad.training.console import human_bytes, human_count, memory_table
 from handgrad.training.state import largest_micro_batch, training_plan
 
 
-def check_fits(config: RunConfig, dataset: Dataset, device: torch.device, dtype: torch.dtype) -> None:
+def check_fits(config: RunConfig, dataset: Dataset, device: torch.device, dtype: torch.dtype, ops: ModuleType) -> None:
     """Refuses, before anything is written or allocated, a step larger than an epoch and a plan larger than the memory."""
     samples = Batches(dataset.splits["train"], config.sequence_length, config.seed).samples_per_epoch
     if dataset.splits["validation"]:
@@ -33,9 +34,10 @@ def check_fits(config: RunConfig, dataset: Dataset, device: torch.device, dtype:
         )
     shape = config.shape(dataset.tokenizer.vocab_size)
     available = world.available_bytes(device)
-    needed = training_plan(config, shape, dtype).total_bytes + make_plan(decode_buffers(shape, dtype)).total_bytes
+    needed = training_plan(config, shape, dtype, device, ops).total_bytes
+    needed += make_plan(decode_buffers(shape, dtype, ops)).total_bytes
     if available is not None and needed > available:
-        fitting = largest_micro_batch(config, shape, dtype, available)
+        fitting = largest_micro_batch(config, shape, dtype, device, ops, available)
         advice = f"try --micro-batch {fitting}" if fitting else "even one sample at a time does not fit"
         raise DataError(
             f"the run needs {human_bytes(needed)}, {device.type} has {human_bytes(available)} free;"
@@ -60,7 +62,12 @@ def check_disk(config: RunConfig, vocab_size: int) -> None:
 
 
 def header_lines(
-    config: RunConfig, dataset: Dataset, device: torch.device, memory_bytes: dict[str, int], started: str
+    config: RunConfig,
+    dataset: Dataset,
+    device: torch.device,
+    ops: ModuleType,
+    memory_bytes: dict[str, int],
+    started: str,
 ) -> list[str]:
     """The header of a run: versions, model, data, batch, numbers, memory. `started`: from where, in a word or two."""
     shape = config.shape(dataset.tokenizer.vocab_size)
@@ -76,6 +83,7 @@ def header_lines(
         f" {config.sequence_length}; {config.steps} steps = {human_count(config.steps * config.tokens_per_step)} tokens,"
         f" {config.steps * config.samples_per_step / samples_per_epoch:.1f} epochs",
         f"numbers    {config.precision}, recompute {config.recompute}, {started}",
+        f"operations {', '.join([ops.__name__.rsplit('.', 1)[-1], *(f'{k}: {v}' for k, v in ops.versions().items())])}",
         "memory",
         *memory_table([memory_bytes]),
     ]

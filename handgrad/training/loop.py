@@ -12,27 +12,28 @@ import torch
 import handgrad
 from handgrad import checkpoint, world
 from handgrad.arena import make_plan
+from handgrad.backend import choose_backend
 from handgrad.config import RunConfig, check, to_dict
-from handgrad.data.batches import Batches
+from handgrad.data.batches import Batches, host_buffers
 from handgrad.data.shards import Dataset, open_dataset
 from handgrad.data.tokenizer import tokenizer_files, tokenizer_record
 from handgrad.errors import DataError, NumericsError, Preempted
 from handgrad.evaluation.generate import decode_buffers, decode_tensors, generate, stream_text
 from handgrad.evaluation.loss import mean_loss
 from handgrad.model.parameters import flops_per_token
-from handgrad.ops import reference
 from handgrad.training import console
+from handgrad.training.feed import BatchFeed
 from handgrad.training.header import check_disk, check_fits, header_lines, run_record
 from handgrad.training.metrics import Metrics
 from handgrad.training.outliers import Outliers
 from handgrad.training.run_folder import SAMPLES, RunFolder, load_everything, load_weights, write_text
 from handgrad.training.state import allocate_state
-from handgrad.training.step import BatchFeed, StepResult, non_finite_tensors, train_step
+from handgrad.training.step import Stepper, StepResult, non_finite_tensors
 
 SPEED_WINDOW = 20  # steps over which tokens/s and the remaining time are averaged
 
 
-def train(config: RunConfig, *, ops: ModuleType = reference, allow_changes: bool = False) -> float | None:
+def train(config: RunConfig, *, allow_changes: bool = False) -> float | None:
     """Trains (or goes on training) the run in `config.out`; returns the last validation loss in nats, if there is one.
 
     Raises `Preempted` after saving when the process is told to stop, `NumericsError` when updates keep being skipped, and
@@ -41,8 +42,9 @@ def train(config: RunConfig, *, ops: ModuleType = reference, allow_changes: bool
     check(config)
     device = world.resolve_device(config.device)
     dtype = world.use_precision(device, config.precision)
+    ops = choose_backend(config.backend, device)
     dataset = open_dataset(config.data)
-    check_fits(config, dataset, device, dtype)
+    check_fits(config, dataset, device, dtype, ops)
     check_disk(config, dataset.tokenizer.vocab_size)
     folder = RunFolder(config, allow_changes=allow_changes)
     try:
@@ -78,10 +80,9 @@ class Run:
         folder.settle(self.identity(), allow_changes=allow_changes)
 
         self.state = allocate_state(config, self.shape, dtype, device, ops)
-        generation = make_plan(decode_buffers(self.shape, dtype))
+        generation = make_plan(decode_buffers(self.shape, dtype, ops))
         self.decode = decode_tensors(generation.allocate(device))
-        self.feed = BatchFeed(self.train_batches, self.state.activations.tokens, self.state.activations.targets)
-        self.losses, self.norms = Outliers(), Outliers()
+        self.stepper = Stepper(config, self.state, BatchFeed(self.train_batches, self.state.activations))
         self.completed, self.skips_in_a_row = 0, 0
         self.restore()
         self.metrics = Metrics(self.folder.path, self.completed)
@@ -97,7 +98,7 @@ class Run:
 
     def versions(self) -> dict[str, str]:
         """What, beside the configuration and the data, the bits depend on."""
-        return {"torch": torch.__version__, "device": world.describe(self.device)}
+        return {"torch": torch.__version__, "device": world.describe(self.device), **self.ops.versions()}
 
     def identity(self) -> dict[str, Any]:
         return {"data": self.dataset.identity, "tokenizer": self.tokenizer.sha256}
@@ -108,8 +109,10 @@ class Run:
         if resumed is not None:
             load_everything(resumed, self.state)
             self.completed = resumed.step
-            self.losses = Outliers(resumed.manifest["loss_window"])
-            self.norms = Outliers(resumed.manifest["norm_window"])
+            self.stepper.losses = Outliers(resumed.manifest["loss_window"])
+            self.stepper.norms = Outliers(resumed.manifest["norm_window"])
+            scale, good_steps = resumed.manifest["loss_scale"]
+            self.state.set_loss_scale(scale, good_steps, self.config.tokens_per_step)
             self.skips_in_a_row = resumed.manifest["skips_in_a_row"]
             then, now = resumed.manifest["versions"], self.versions()
             changed = [f"{key} {then.get(key)} -> {now[key]}" for key in now if then.get(key) != now[key]]
@@ -127,7 +130,7 @@ class Run:
 
     def train(self) -> float | None:
         started = f"resumed at step {self.completed}" if self.folder.resumed else f"seed {self.config.seed}"
-        header = header_lines(self.config, self.dataset, self.device, self.memory_bytes, started)
+        header = header_lines(self.config, self.dataset, self.device, self.ops, self.memory_bytes, started)
         for line in (*header, *self.folder.passed_over):
             self.say(line)
         for change in self.folder.changes:
@@ -138,13 +141,16 @@ class Run:
         if self.completed >= self.config.steps:
             self.say(f"{self.folder.path} is finished: {self.completed} of {self.config.steps} steps are done")
             return validation_loss
+        self.first_step, self.clock = self.completed, time.perf_counter()
         previous = {s: signal.signal(s, self.on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
         try:
             for step in range(self.completed, self.config.steps):
-                self.one_step(step)
+                if not self.one_step(step):
+                    continue  # its result comes with the next step's
                 if self.due(self.config.save_every):
                     self.save()  # before anything that could fail
                 validation_loss = self.watch()
+                self.clock = time.perf_counter()
                 if self.stop_signal is not None and self.completed < self.config.steps:
                     self.save()
                     name = signal.Signals(self.stop_signal).name
@@ -173,19 +179,38 @@ class Run:
             self.sample()
         return loss
 
-    def due(self, every: int) -> bool:
+    def due(self, every: int, completed: int | None = None) -> bool:
         """Whether something done `every` steps (0: only at the end) is due after the completed step."""
-        return self.completed == self.config.steps or bool(every and self.completed % every == 0)
+        completed = self.completed if completed is None else completed
+        return completed == self.config.steps or bool(every and completed % every == 0)
 
-    def one_step(self, step: int) -> None:
-        start = time.perf_counter()
-        result = train_step(self.config, self.state, self.feed, self.losses, self.norms, step)
-        world.synchronize(self.device)
-        elapsed_seconds = time.perf_counter() - start
+    def one_step(self, step: int) -> bool:
+        """Launches `step`, and takes in the result of the one before while the device works on this one's micro-batches.
+
+        True when the run stands still after `step`, so that it can be saved and watched: where something is due, when a
+        signal has come, and always on a CPU, which has nothing to work on meanwhile.
+        """
+        self.stepper.begin(step)
+        if self.completed < step:
+            self.take_in(step - 1)
+        self.stepper.finish(step)
+        every = (self.config.save_every, self.config.eval_every, self.config.sample_every)
+        pause = self.device.type != "cuda" or self.stop_signal is not None or step == self.first_step
+        if pause or any(self.due(n, step + 1) for n in every):
+            self.take_in(step)
+            return True
+        return False
+
+    def take_in(self, step: int) -> None:
+        """Waits for the result of `step`, records and shows it."""
+        result = self.stepper.result(step)
+        now = time.perf_counter()
+        elapsed_seconds, self.clock = now - self.clock, now
         self.completed = step + 1
         self.metrics.step(self.completed, result, self.config.tokens_per_step, elapsed_seconds)
         self.show(result, elapsed_seconds)
-        self.poisoned = not (math.isfinite(result.loss) and math.isfinite(result.norm))
+        overflow_is_regular = self.config.precision == "fp16"  # dynamic loss scaling looks for the largest scale so
+        self.poisoned = not (math.isfinite(result.loss) and (overflow_is_regular or math.isfinite(result.norm)))
         if result.skipped:
             self.on_skip(result)
         else:
@@ -207,7 +232,7 @@ class Run:
     def on_skip(self, result: StepResult) -> None:
         self.skips_in_a_row += 1
         named = ", ".join(non_finite_tensors(self.state)[:4])
-        where = f"; non-finite gradients in {named}" if named else ""
+        where = f"; non-finite gradients at {named}" if named else ""
         self.event(f"step {self.completed} made no update: {result.skipped}{where}")
         if self.skips_in_a_row >= self.config.max_skips:
             raise NumericsError(
@@ -225,7 +250,7 @@ class Run:
             self.validation_batches,
             samples=samples,
             vocab_size=self.shape.vocab_size,
-            host_buffers=self.feed.host_buffers,
+            host_buffers=host_buffers(self.state.activations.tokens, self.state.activations.targets),
         )
 
     def floor_note(self, loss: float) -> str:
@@ -266,8 +291,9 @@ class Run:
             "vocab_size": self.shape.vocab_size,
             "tokenizer": tokenizer_record(self.tokenizer),
             "identity": self.identity(),
-            "loss_window": list(self.losses.values),
-            "norm_window": list(self.norms.values),
+            "loss_window": list(self.stepper.losses.values),
+            "norm_window": list(self.stepper.norms.values),
+            "loss_scale": self.state.loss_scale[1:].tolist(),
             "skips_in_a_row": self.skips_in_a_row,
         }
         self.metrics.sync()

@@ -27,6 +27,14 @@ class Outliers:
             return 0.0 if value == mean else math.copysign(math.inf, value - mean)
         return (value - mean) / math.sqrt(variance)
 
+    def limit(self, z: float) -> float:
+        """The value above which a z-score exceeds `z`: infinite while the window is not full, or where `z` is 0."""
+        if not z or len(self.values) < WINDOW:
+            return math.inf
+        mean = math.fsum(self.values) / WINDOW
+        variance = math.fsum((x - mean) ** 2 for x in self.values) / WINDOW
+        return mean + z * math.sqrt(variance)
+
     def add(self, value: float) -> None:
         """Takes a value into the window. Non-finite ones stay out: they would blind the detector for 128 steps."""
         if math.isfinite(value):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from handgrad.arena import Buffer, Plan, make_plan
 from handgrad.config import ModelShape, RunConfig
-from handgrad.model.activations import Activations, activation_buffers, activations, head_chunk_tokens
+from handgrad.model.activations import Activations, activations, model_buffers
 from handgrad.model.parameters import (
     BLOCK_ELEMENTS,
     ModelTensors,
@@ -20,6 +20,9 @@ from handgrad.model.parameters import (
     model_tensors,
     parameter_table,
 )
+from handgrad.ops import CONTROLS, RESULTS
+
+INITIAL_LOSS_SCALE = 2.0**16  # of fp16: halved within a few skipped steps where it is too large
 
 
 @dataclass
@@ -37,6 +40,10 @@ class TrainingState:
     first_moments: Tensor  # flat float32
     second_moments: Tensor  # flat float32
     norm_partials: Tensor  # one float32 per block of the flat buffers
+    controls: Tensor  # what the host decides for a step (places in `handgrad.ops`)
+    results: Tensor  # what a step found out
+    sum_of_losses: Tensor  # (1) over the step's tokens
+    loss_scale: Tensor  # (3) S / tokens_per_step, S, updates since S last changed; S is 1 but in fp16
     weights: ModelTensors
     weight_gradients: ModelTensors
     activations: Activations
@@ -47,16 +54,21 @@ class TrainingState:
             for row in self.table:
                 yield prefix + row.name, row.stored(flat)
 
+    def set_loss_scale(self, scale: float, good_steps: float, tokens_per_step: int) -> None:
+        """Sets the factor of the loss, and for how many updates it has held."""
+        self.loss_scale.copy_(torch.tensor([scale / tokens_per_step, scale, good_steps], dtype=self.loss_scale.dtype))
+
     def publish_master(self) -> None:
         """Rounds the master weights into the weights that the model reads."""
         if self.parameters is not self.master:
             self.parameters.copy_(self.master)
 
 
-def training_plan(config: RunConfig, shape: ModelShape, dtype: torch.dtype) -> Plan:
+def training_plan(config: RunConfig, shape: ModelShape, dtype: torch.dtype, device: torch.device, ops: ModuleType) -> Plan:
     """Every tensor of a run as a row: what `TrainingState` allocates and what `handgrad plan` prints."""
     elements = flat_elements(parameter_table(shape))
     exact = torch.float64 if dtype == torch.float64 else torch.float32
+    double = torch.float32 if device.type == "mps" else torch.float64  # which Apple GPUs do not have
     buffers = [Buffer("parameters", (elements,), dtype, "parameters")]
     if dtype != exact:
         buffers.append(Buffer("master", (elements,), exact, "master weights"))
@@ -65,20 +77,21 @@ def training_plan(config: RunConfig, shape: ModelShape, dtype: torch.dtype) -> P
         Buffer("first_moments", (elements,), exact, "moments"),
         Buffer("second_moments", (elements,), exact, "moments"),
         Buffer("norm_partials", (elements // BLOCK_ELEMENTS,), exact, "gradients"),
+        Buffer("controls", (CONTROLS,), double, "gradients"),
+        Buffer("results", (RESULTS,), double, "gradients"),
+        Buffer("sum_of_losses", (1,), double, "gradients"),
+        Buffer("loss_scale", (3,), exact, "gradients"),
     ]
-    tokens = config.micro_batch * config.sequence_length
-    chunk = head_chunk_tokens(config.head_chunk_tokens, tokens, shape.padded_vocab_size, dtype.itemsize)
-    buffers += activation_buffers(
-        shape, config.micro_batch, config.sequence_length, dtype, recompute=config.recompute, chunk=chunk
-    )
-    return make_plan(buffers)
+    return make_plan([*buffers, *model_buffers(config, shape, config.micro_batch, dtype, ops)])
 
 
-def largest_micro_batch(config: RunConfig, shape: ModelShape, dtype: torch.dtype, available_bytes: int) -> int:
+def largest_micro_batch(
+    config: RunConfig, shape: ModelShape, dtype: torch.dtype, device: torch.device, ops: ModuleType, available_bytes: int
+) -> int:
     """The largest micro-batch (samples) that divides the step and whose plan fits; 0 if not even one sample does."""
     divisors = [n for n in range(config.samples_per_step, 0, -1) if config.samples_per_step % n == 0]
     for micro_batch in divisors:
-        plan = training_plan(dataclasses.replace(config, micro_batch=micro_batch), shape, dtype)
+        plan = training_plan(dataclasses.replace(config, micro_batch=micro_batch), shape, dtype, device, ops)
         if plan.total_bytes <= available_bytes:
             return micro_batch
     return 0
@@ -88,7 +101,7 @@ def allocate_state(
     config: RunConfig, shape: ModelShape, dtype: torch.dtype, device: torch.device, ops: ModuleType
 ) -> TrainingState:
     """Allocates the plan and fills in the initial weights of `config.seed`."""
-    plan = training_plan(config, shape, dtype)
+    plan = training_plan(config, shape, dtype, device, ops)
     views = plan.allocate(device)
     table = parameter_table(shape)
     parameters = views["parameters"]
@@ -104,10 +117,15 @@ def allocate_state(
         first_moments=views["first_moments"],
         second_moments=views["second_moments"],
         norm_partials=views["norm_partials"],
+        controls=views["controls"],
+        results=views["results"],
+        sum_of_losses=views["sum_of_losses"],
+        loss_scale=views["loss_scale"],
         weights=model_tensors(parameters, table),
         weight_gradients=model_tensors(views["gradients"], table),
         activations=activations(views),
     )
+    state.set_loss_scale(INITIAL_LOSS_SCALE if dtype == torch.float16 else 1.0, 0.0, config.tokens_per_step)
     initialize(state.master, table, config.seed)
     state.publish_master()
     return state

@@ -1,18 +1,26 @@
-"""One optimizer step: micro-batches, their gradients, the norm, the verdict on it, AdamW."""
+"""One optimizer step: micro-batches, their gradients, the verdict on them, AdamW.
 
-import math
+The device does all of it without asking the host. What the host decides for a step (learning rate, limits) goes to the
+device ahead of it, what the step found out comes back behind it, and in between the host may launch the next step's
+micro-batches. On a CUDA GPU with the kernels backend, micro-step and update are recorded as CUDA graphs after their
+first run.
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from handgrad.config import RunConfig
-from handgrad.data.batches import Batches, host_buffers
 from handgrad.model import transformer
-from handgrad.model.parameters import decay_runs
+from handgrad.model.parameters import BLOCK_ELEMENTS, ParameterRow, decay_runs
+from handgrad.ops import CONTROLS, LOSS_NOT_FINITE, LOSS_OUTLIER, NORM_NOT_FINITE, NORM_OUTLIER, RESULTS, UPDATE
 from handgrad.training.outliers import Outliers
 from handgrad.training.schedule import learning_rate
 from handgrad.training.state import TrainingState
+
+IN_FLIGHT = 2  # steps whose results are not yet read, at most
 
 
 @dataclass(frozen=True)
@@ -25,100 +33,152 @@ class StepResult:
     loss_z: float | None
     norm_z: float | None
     skipped: str | None
+    loss_scale: float = 1.0  # of fp16's dynamic loss scaling
 
 
-class BatchFeed:
-    """Micro-batches into the model's buffers; through pinned host memory where the model lives on a GPU."""
+class Feed(Protocol):
+    """What puts micro-batches into the model's buffers: `BatchFeed`, or a benchmark's own."""
 
-    def __init__(self, batches: Batches, tokens: Tensor, targets: Tensor):
-        self.batches = batches
-        self.device_buffers = (tokens, targets)
-        self.host_buffers = host_buffers(tokens, targets)
-
-    def fill(self, first_sample: int) -> None:
-        """Samples `first_sample`... as the next micro-batch."""
-        self.batches.fill(self.host_buffers[0], self.host_buffers[1], first_sample)
-        if self.host_buffers[0] is not self.device_buffers[0]:
-            for device_buffer, host_buffer in zip(self.device_buffers, self.host_buffers, strict=True):
-                device_buffer.copy_(host_buffer)
+    def fill(self, first_sample: int) -> None: ...
 
 
-def train_step(
-    config: RunConfig, state: TrainingState, feed: BatchFeed, losses: Outliers, norms: Outliers, step: int
-) -> StepResult:
-    """Runs 0-based `step`. Its samples are `step * samples_per_step` onwards, whatever happened in earlier steps."""
-    loss_sum = accumulate_gradients(config, state, feed, step)
-    loss = loss_sum / config.tokens_per_step
-    norm = gradient_norm(state)
-    loss_z, norm_z = losses.z_score(loss), norms.z_score(norm)
-    skipped = verdict(config, loss, norm, loss_z, norm_z)
-    rate = learning_rate(config, step)
-    if skipped is None:
-        losses.add(loss)
-        norms.add(norm)
-        update(config, state, step, rate, norm)
-    return StepResult(loss, norm, rate, loss_z, norm_z, skipped)
+class Stepper:
+    """Makes the steps of a run: `begin`, `finish` and `result`, in this order for each; `begin` of the next step may come
+    before `result` of the last."""
 
+    def __init__(self, config: RunConfig, state: TrainingState, feed: Feed, *, graphs: bool | None = None):
+        """`graphs`: record CUDA graphs (default: where the device and the backend can)."""
+        self.config, self.state, self.feed = config, state, feed
+        self.losses, self.norms = Outliers(), Outliers()
+        cuda = state.device.type == "cuda"
+        graphs = cuda and getattr(state.ops, "CAPTURABLE", False) if graphs is None else graphs
+        self.micro_step = Replayed(self.launch_micro_step) if graphs else self.launch_micro_step
+        self.update = Replayed(self.launch_update) if graphs else self.launch_update
+        dtype = state.controls.dtype
+        self.controls = [torch.zeros(CONTROLS, dtype=dtype, pin_memory=cuda) for _ in range(IN_FLIGHT)]
+        self.results = [torch.zeros(RESULTS, dtype=dtype, pin_memory=cuda) for _ in range(IN_FLIGHT)]
+        self.done = [torch.cuda.Event() for _ in range(IN_FLIGHT)] if cuda else []
 
-def accumulate_gradients(config: RunConfig, state: TrainingState, feed: BatchFeed, step: int) -> float:
-    """Fills `state.gradients` with the gradient of the step's mean loss; returns the sum of its tokens' losses."""
-    state.gradients.zero_()
-    first = 0 if config.overfit_one_batch else step * config.samples_per_step
-    loss_sum = 0.0
-    for micro_step in range(config.micro_steps):
-        feed.fill(first + micro_step * config.micro_batch)
+    def step(self, step: int) -> StepResult:
+        """The whole of 0-based `step`, waiting for its result."""
+        self.begin(step)
+        self.finish(step)
+        return self.result(step)
+
+    def begin(self, step: int) -> None:
+        """Launches the micro-batches of `step`: samples `step * samples_per_step` onwards, whatever happened before."""
+        self.state.gradients.zero_()
+        self.state.sum_of_losses.zero_()
+        first = 0 if self.config.overfit_one_batch else step * self.config.samples_per_step
+        for micro_step in range(self.config.micro_steps):
+            self.feed.fill(first + micro_step * self.config.micro_batch)
+            self.micro_step()
+
+    def finish(self, step: int) -> None:
+        """Launches the update of `step`. The spike limits follow from the results before it, so they are read by now."""
+        config, slot = self.config, step % IN_FLIGHT
+        controls = [
+            step + 1,
+            learning_rate(config, step),
+            self.losses.limit(config.skip_loss_z),
+            self.norms.limit(config.skip_norm_z),
+        ]
+        self.controls[slot].copy_(torch.tensor(controls, dtype=self.controls[slot].dtype))
+        self.state.controls.copy_(self.controls[slot], non_blocking=True)
+        self.update()
+        self.results[slot].copy_(self.state.results, non_blocking=True)
+        if self.done:
+            self.done[slot].record()
+
+    def result(self, step: int) -> StepResult:
+        """Waits for `step` and takes its loss and norm into the windows, unless it was skipped."""
+        slot = step % IN_FLIGHT
+        if self.done:
+            self.done[slot].synchronize()
+        loss, norm, _, code, loss_scale = self.results[slot].tolist()
+        loss_z, norm_z = self.losses.z_score(loss), self.norms.z_score(norm)
+        reasons = {
+            LOSS_NOT_FINITE: f"loss is {loss}",
+            NORM_NOT_FINITE: f"gradient norm is {norm}",
+            LOSS_OUTLIER: f"loss z-score {loss_z or 0:.1f} > {self.config.skip_loss_z:g}",
+            NORM_OUTLIER: f"norm z-score {norm_z or 0:.1f} > {self.config.skip_norm_z:g}",
+        }
+        if code == UPDATE:
+            self.losses.add(loss)
+            self.norms.add(norm)
+        return StepResult(loss, norm, learning_rate(self.config, step), loss_z, norm_z, reasons.get(int(code)), loss_scale)
+
+    def launch_micro_step(self) -> None:
+        state = self.state
         transformer.loss_and_gradients(
             state.ops,
             state.weights,
             state.weight_gradients,
             state.activations,
+            state.loss_scale[:1],
             vocab_size=state.shape.vocab_size,
-            scale=1.0 / config.tokens_per_step,
-            recompute=config.recompute,
+            recompute=self.config.recompute,
         )
-        loss_sum += state.activations.losses.cpu().double().sum().item()
-    return loss_sum
+        state.ops.loss_sum(state.sum_of_losses, state.activations.losses)
 
-
-def gradient_norm(state: TrainingState) -> float:
-    """The norm over all gradients: squares by blocks of fixed size in float32, the blocks' sums in float64."""
-    state.ops.squared_norms(state.norm_partials, state.gradients)
-    return math.sqrt(state.norm_partials.cpu().double().sum().item())
-
-
-def verdict(config: RunConfig, loss: float, norm: float, loss_z: float | None, norm_z: float | None) -> str | None:
-    """Why this step's update must not be made, or None."""
-    if not math.isfinite(loss):
-        return f"loss is {loss}"
-    if not math.isfinite(norm):
-        return f"gradient norm is {norm}"
-    for name, z, limit in (("loss", loss_z, config.skip_loss_z), ("norm", norm_z, config.skip_norm_z)):
-        if limit and z is not None and z > limit:
-            return f"{name} z-score {z:.1f} > {limit:g}"
-    return None
-
-
-def update(config: RunConfig, state: TrainingState, step: int, rate: float, norm: float) -> None:
-    """AdamW on the flat buffers, one call per run of equal decay, then the weights that the model reads."""
-    clip = config.clip_norm
-    gradient_scale = clip / norm if clip and norm > clip else 1.0
-    for run, decays in decay_runs(state.table):
-        state.ops.adamw_update(
-            state.master[run],
-            state.first_moments[run],
-            state.second_moments[run],
-            state.gradients[run],
-            step=step + 1,
-            learning_rate=rate,
-            beta1=config.beta1,
-            beta2=config.beta2,
-            epsilon=config.adam_epsilon,
-            weight_decay=config.weight_decay if decays else 0.0,
-            gradient_scale=gradient_scale,
+    def launch_update(self) -> None:
+        """The norm in blocks of fixed size, the verdict, AdamW on the flat buffers, one call per run of equal decay."""
+        state, config = self.state, self.config
+        state.ops.squared_norms(state.norm_partials, state.gradients)
+        state.ops.verdict(
+            state.results,
+            state.loss_scale,
+            state.sum_of_losses,
+            state.norm_partials,
+            state.controls,
+            tokens_per_step=config.tokens_per_step,
+            clip_norm=config.clip_norm,
+            dynamic_loss_scale=config.precision == "fp16",
         )
-    state.publish_master()
+        for run, decays in decay_runs(state.table):
+            state.ops.adamw_update(
+                state.parameters[run],
+                state.master[run],
+                state.first_moments[run],
+                state.second_moments[run],
+                state.gradients[run],
+                state.controls,
+                state.results,
+                beta1=config.beta1,
+                beta2=config.beta2,
+                epsilon=config.adam_epsilon,
+                weight_decay=config.weight_decay if decays else 0.0,
+            )
+
+
+class Replayed:
+    """A sequence of launches that is made once as it is (which loads and compiles what it needs), then recorded as a CUDA
+    graph, then replayed. It must not allocate, and must not read what the host changes."""
+
+    def __init__(self, launch: Callable[[], None]):
+        self.launch = launch
+        self.launched = False
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self) -> None:
+        if not self.launched:
+            self.launch()
+            self.launched = True
+            return
+        if self.graph is None:
+            self.graph = torch.cuda.CUDAGraph()
+            # Other threads (a sampler of the GPU's power, say) may call the driver during the recording.
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+                self.launch()
+        self.graph.replay()
 
 
 def non_finite_tensors(state: TrainingState) -> list[str]:
-    """Names of the parameters whose gradient holds a NaN or an infinity, for the message about a skipped step."""
-    return [row.name for row in state.table if not torch.isfinite(row.view(state.gradients)).all()]
+    """Names of the parameters in blocks of the gradient that hold a NaN or an infinity, for the message about a skipped
+    step. The blocks' sums are the last update's; the gradients themselves may be the next step's already."""
+    blocks = (~torch.isfinite(state.norm_partials)).nonzero().flatten().tolist()
+
+    def touches(row: ParameterRow) -> bool:
+        return any(row.offset < (b + 1) * BLOCK_ELEMENTS and row.offset + row.elements > b * BLOCK_ELEMENTS for b in blocks)
+
+    return [row.name for row in state.table if touches(row)]

@@ -30,7 +30,8 @@ def gradients_on(device: str, dtype: torch.dtype, recompute: int = 0) -> tuple[t
     act.tokens.copy_(source.act.tokens)
     act.targets.copy_(source.act.targets)
     w, g = model_tensors(flat, source.table), model_tensors(flat_gradients, source.table)
-    transformer.loss_and_gradients(ops, w, g, act, vocab_size=301, scale=1 / 240, recompute=recompute)
+    scale = torch.tensor([1 / 240], dtype=exact, device=device)
+    transformer.loss_and_gradients(ops, w, g, act, scale, vocab_size=301, recompute=recompute)
     return flat_gradients.cpu(), act.losses.cpu()
 
 

@@ -1,0 +1,179 @@
+"""Who takes part in the GPU benchmarks, and what they share: settings, tokens, and turns of asynchronous steps."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_twin import Switches, TwinTrainer
+from handgrad import presets, world
+from handgrad.backend import choose_backend
+from handgrad.config import FIELDS, RunConfig, check
+from handgrad.data.batches import Batches
+from handgrad.data.shards import open_dataset
+from handgrad.training.feed import BatchFeed, Source
+from handgrad.training.state import allocate_state
+from handgrad.training.step import Stepper
+
+# Told after every launched step: how many steps the turn has launched so far. True: another one.
+More = Callable[[int], bool]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all contenders of a run share; it travels to their processes as JSON."""
+
+    model: str = "d12"
+    micro_batch: int = 64  # samples
+    sequence_length: int = 1024  # tokens per sample
+    micro_steps: int = 1  # micro-batches per optimizer step
+    precision: str = "bf16"  # of handgrad
+    recompute: int = 0  # of handgrad
+    device: str = "cuda"
+    data: str = ""  # folder of prepared shards; empty: made-up tokens
+    vocab_size: int = 50257  # of made-up tokens
+    twin_mode: str = "default"  # torch.compile's
+    learning_rate: float = 1e-4
+    schedule: str = "constant"
+    warmup_steps: int = 0
+    steps: int = 1000  # that the schedule is made for
+    seed: int = 1337
+
+    def config(self) -> RunConfig:
+        """The run that these settings describe; raises `UsageError` if there is none."""
+        values = {name: getattr(self, name) for name in NAMES & FIELDS.keys()}
+        tokens_per_step = self.micro_steps * self.micro_batch * self.sequence_length
+        return check(RunConfig(**{**values, **presets.model(self.model)}, tokens_per_step=tokens_per_step))
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> "Settings":
+        return Settings(**json.loads(text))
+
+
+NAMES = {f.name for f in dataclasses.fields(Settings)}
+
+
+class Tokens(NamedTuple):
+    source: Source
+    vocab_size: int
+    words: str  # what they are, for the record
+
+
+def tokens_of(settings: Settings) -> Tokens:
+    """The samples that all contenders see, in the same order; raises `DataError` for a folder that does not fit."""
+    if settings.data:
+        dataset = open_dataset(settings.data)
+        batches = Batches(dataset.splits["train"], settings.sequence_length, settings.seed)
+        words = f"{dataset.tokenizer.kind} tokens of real text, {dataset.tokens('train')} in all"
+        return Tokens(batches, dataset.tokenizer.vocab_size, words)
+    words = f"made up: drawn one by one, the k-th of {settings.vocab_size} words at a rate of 1 / (k + 2.7)"
+    return Tokens(ZipfTokens(settings.vocab_size, settings.seed), settings.vocab_size, words)
+
+
+class ZipfTokens:
+    """Random tokens that repeat about as often as words do; sample i is a pure function of (seed, i)."""
+
+    POOL = 1 << 20  # tokens; then they repeat
+
+    def __init__(self, vocab_size: int, seed: int):
+        generator = np.random.default_rng(seed)
+        rates = np.cumsum(1.0 / (np.arange(vocab_size) + 2.7))
+        ranks = np.searchsorted(rates, generator.random(self.POOL) * rates[-1], side="right")
+        self.pool = generator.permutation(vocab_size)[ranks].astype(np.int64)
+
+    def fill(self, inputs: Tensor, targets: Tensor, first_sample: int) -> None:
+        """Samples `first_sample`, ... into inputs and targets (B, T)."""
+        B, T = inputs.shape
+        places = first_sample * T + np.arange(B * T + 1)
+        tokens = self.pool.take(places, mode="wrap")
+        inputs.numpy()[:] = tokens[:-1].reshape(B, T)
+        targets.numpy()[:] = tokens[1:].reshape(B, T)
+
+
+class HandgradRun:
+    """handgrad's own steps, launched one ahead of their results."""
+
+    def __init__(self, config: RunConfig, tokens: Tokens, *, backend: str = "auto", graphs: bool | None = None):
+        device = world.resolve_device(config.device)
+        dtype = world.use_precision(device, config.precision)
+        ops = choose_backend(backend, device)
+        self.state = allocate_state(config, config.shape(tokens.vocab_size), dtype, device, ops)
+        self.stepper = Stepper(config, self.state, BatchFeed(tokens.source, self.state.activations), graphs=graphs)
+        self.completed = 0
+
+    def turn(self, more: More) -> list[float]:
+        """Makes steps as long as `more` says so, at least one; returns their losses."""
+        losses: list[float] = []
+        self.stepper.begin(self.completed)
+        while True:
+            step = self.completed
+            self.stepper.finish(step)
+            self.completed += 1
+            another = more(len(losses) + 1)
+            if another:
+                self.stepper.begin(step + 1)
+            losses.append(self.stepper.result(step).loss)
+            if not another:
+                return losses
+
+
+class Slot:
+    """Host memory for the tokens of one optimizer step of the twin and for its loss, and when the device has done it."""
+
+    def __init__(self, config: RunConfig, cuda: bool):
+        size = (config.micro_steps, config.micro_batch, config.sequence_length)
+        self.tokens, self.targets = (torch.zeros(size, dtype=torch.int64, pin_memory=cuda) for _ in range(2))
+        self.loss = torch.zeros((), pin_memory=cuda)
+        self.done = torch.cuda.Event() if cuda else None
+
+    def wait(self) -> float:
+        if self.done is not None:
+            self.done.synchronize()
+        return self.loss.item()
+
+
+class TwinRun:
+    """The twin's steps, launched one ahead of their results, too."""
+
+    def __init__(self, config: RunConfig, tokens: Tokens, switches: Switches, *, same_weights: bool = False):
+        """`same_weights`: handgrad's initial numbers, else numbers of the same kind, which are there sooner."""
+        self.config, self.source = config, tokens.source
+        self.device = world.resolve_device(config.device)
+        self.trainer = TwinTrainer(config, config.shape(tokens.vocab_size), self.device, switches)
+        if same_weights:
+            self.trainer.load_initial()
+        else:
+            self.trainer.draw_initial()
+        self.slots = [Slot(config, self.device.type == "cuda") for _ in range(2)]
+        self.completed = 0
+
+    def launch(self) -> Slot:
+        config, slot = self.config, self.slots[self.completed % 2]
+        first = self.completed * config.samples_per_step
+        for m in range(config.micro_steps):
+            self.source.fill(slot.tokens[m], slot.targets[m], first + m * config.micro_batch)
+        tokens, targets = (host.to(self.device, non_blocking=True) for host in (slot.tokens, slot.targets))
+        loss = self.trainer.step(list(zip(tokens, targets, strict=True)))
+        slot.loss.copy_(loss, non_blocking=True)
+        if slot.done is not None:
+            slot.done.record()
+        self.completed += 1
+        return slot
+
+    def turn(self, more: More) -> list[float]:
+        """Makes steps as long as `more` says so, at least one; returns their losses."""
+        losses: list[float] = []
+        under_way = self.launch()
+        while more(len(losses) + 1):
+            following = self.launch()
+            losses.append(under_way.wait())
+            under_way = following
+        return [*losses, under_way.wait()]

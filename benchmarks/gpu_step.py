@@ -1,0 +1,270 @@
+"""Whole training steps of handgrad and of the tuned twin on one GPU, in turns: speed, power, memory, time to step 1.
+
+An H200 trains against its power limit, so a contender is measured under lasting load: in turns of many seconds, one
+after the other, until each has had its time. All contenders are started and stay in memory; those whose turn it is not
+sleep.
+
+    handgrad bench step --device cuda
+"""
+
+import contextlib
+import dataclasses
+import math
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.contenders import HandgradRun, Settings, TwinRun, tokens_of
+from benchmarks.gpu_twin import Switches
+from benchmarks.record import write_record
+from benchmarks.turns import Peer, PeerFailed, Run, answers, contend, note
+from handgrad import world
+from handgrad.config import PRECISIONS, nearest_name
+from handgrad.errors import UsageError
+from handgrad.model.parameters import flops_per_token
+
+TWINS = {
+    "twin-flash": Switches(attention="flash"),
+    "twin-cudnn": Switches(attention="cudnn"),
+    "twin-flash-bf16-stream": Switches(attention="flash", bf16_stream=True),
+    "twin-cudnn-bf16-stream": Switches(attention="cudnn", bf16_stream=True),
+}
+# "handgrad" computes in --precision, "handgrad-PRECISION" in another.
+HANDGRADS = ("handgrad", *(f"handgrad-{precision}" for precision in PRECISIONS))
+DEFAULT_CONTENDERS = "handgrad,twin-flash,twin-cudnn"
+
+WARM_UP_SECONDS = 3.0  # per contender, not counted: clocks fall within a second of load
+
+CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")
+
+GIB = 2**30
+
+
+def make_run(name: str, settings: Settings) -> Run:
+    """A contender, in its own process."""
+    config, tokens = settings.config(), tokens_of(settings)
+    if name in TWINS:
+        compiled = config.device == "cuda"
+        switches = dataclasses.replace(TWINS[name], compiled=compiled, mode=settings.twin_mode)
+        return TwinRun(config, tokens, switches)
+    precision = name.removeprefix("handgrad").removeprefix("-") or settings.precision
+    backend = "kernels" if config.device == "cuda" else "auto"
+    return HandgradRun(dataclasses.replace(config, precision=precision), tokens, backend=backend)
+
+
+def command(name: str, settings: Settings) -> list[str]:
+    return [sys.executable, "-m", "benchmarks.gpu_step", name, settings.to_json()]
+
+
+def check_contenders(text: str) -> list[str]:
+    """The names in a comma-separated list; raises `UsageError` for an unknown one."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    known = [*HANDGRADS, *TWINS]
+    for name in names:
+        if name not in known:
+            raise UsageError(f"unknown contender {name!r}{nearest_name(name, known)}; known: {', '.join(known)}")
+    if not names:
+        raise UsageError(f"--contenders names nobody; known: {', '.join(known)}")
+    return names
+
+
+def used_bytes(device: torch.device) -> int:
+    """What the driver says is taken of the device, by all processes together; 0 where there is no such driver."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
+
+
+def started(name: str, line: list[str], folder: Path, row: dict[str, Any]) -> Peer:
+    """Starts a contender twice, with empty kernel caches and with full ones; the second stays. Raises `PeerFailed`."""
+    environment = {}
+    for variable in CACHES:
+        cache = folder / name / variable.lower()
+        cache.mkdir(parents=True)
+        environment[variable] = str(cache)
+    cold = Peer(name, line, environment)
+    try:
+        cold.answer()
+        row["first_step_cold_seconds"] = cold.elapsed_seconds()
+    finally:
+        cold.close()
+    warm = Peer(name, line, environment)
+    try:
+        row["first_loss"] = warm.answer()["loss"]
+        row["first_step_warm_seconds"] = warm.elapsed_seconds()
+    except PeerFailed:
+        warm.close()
+        raise
+    note(
+        f"{name}: step 1 after {row['first_step_cold_seconds']:.1f} s with empty caches,"
+        f" {row['first_step_warm_seconds']:.1f} s with full ones"
+    )
+    return warm
+
+
+def measure(commands: dict[str, list[str]], seconds: float, turn_seconds: float, device: torch.device) -> dict[str, Any]:
+    """Starts all contenders, lets them work in turns and returns a row of raw figures for each. One that fails leaves the
+    field, with its reason in the row.
+
+    While one is started or works, the others sleep, so what the device's memory grew by belongs to that one.
+    """
+    rows: dict[str, dict[str, Any]] = {name: {"turns": []} for name in commands}
+    peers: dict[str, Peer] = {}
+    rounds = math.ceil(seconds / turn_seconds)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, contextlib.ExitStack() as stack:
+        for name, line in commands.items():
+            before = used_bytes(device)
+            try:
+                peers[name] = started(name, line, Path(folder), rows[name])
+            except PeerFailed as failure:
+                rows[name]["failed"] = str(failure)
+                note(f"{name}: {failure}")
+                continue
+            stack.callback(peers[name].close)
+            rows[name]["driver_bytes"] = used_bytes(device) - before
+        for turn in range(rounds + 1):  # the first is the warm-up
+            length = turn_seconds if turn else min(WARM_UP_SECONDS, turn_seconds)
+            for name in [name for name in peers if "failed" not in rows[name]]:
+                before = used_bytes(device)
+                try:
+                    answer = peers[name].ask(f"go {length}")
+                except PeerFailed as failure:
+                    rows[name]["failed"] = str(failure)
+                    note(f"{name}: {failure}")
+                    peers[name].close()
+                    continue
+                rows[name]["driver_bytes"] += used_bytes(device) - before
+                if turn:
+                    rows[name]["turns"].append(answer)
+                    note(f"turn {turn} of {rounds}: {name}, {answer['steps'] / answer['seconds']:.3f} steps/s")
+    return rows
+
+
+def figures(row: dict[str, Any], tokens_per_step: int, flops: float, peak: float | None) -> dict[str, Any]:
+    """The figures of one contender from its turns; `flops` per token, `peak` in FLOP/s."""
+    turns, driver_bytes = row.pop("turns"), row.pop("driver_bytes", 0)
+    if "failed" in row or not turns:
+        return row
+    seconds = sum(turn["seconds"] for turn in turns)
+    tokens = tokens_per_step * sum(turn["steps"] for turn in turns)
+    power = [turn["power"] for turn in turns if turn["power"] is not None]
+    energies = [sample["joules"] for sample in power if sample["joules"] is not None]
+    joules = sum(energies) if len(energies) == len(turns) else None
+    clocks = [sample["sm_megahertz"]["mean"] for sample in power if sample["sm_megahertz"]]
+    return {
+        **row,
+        "tokens_per_second": tokens / seconds,
+        "tokens_per_second_by_turn": [tokens_per_step * turn["steps"] / turn["seconds"] for turn in turns],
+        "milliseconds_per_step": 1e3 * seconds * tokens_per_step / tokens,
+        "mfu": tokens / seconds * flops / peak if peak else None,
+        "gflop_per_second": tokens / seconds * flops / 1e9,
+        "seconds": seconds,
+        "steps": tokens // tokens_per_step,
+        "mean_watts": joules / seconds if joules is not None else None,
+        "mean_sm_megahertz": sum(clocks) / len(clocks) if clocks else None,
+        "millijoules_per_token": 1e3 * joules / tokens if joules is not None else None,
+        "allocated_gib": in_gib(turns[-1]["allocated_bytes"]),
+        "reserved_gib": in_gib(turns[-1]["reserved_bytes"]),
+        "driver_gib": in_gib(driver_bytes or None),
+        "last_loss": turns[-1]["loss"],
+        "power_by_turn": power,
+    }
+
+
+def in_gib(size_bytes: int | None) -> float | None:
+    return None if size_bytes is None else size_bytes / GIB
+
+
+def best_twin(rows: dict[str, Any]) -> str | None:
+    """The fastest contender that is not handgrad."""
+    done = {name: row["tokens_per_second"] for name, row in rows.items() if "tokens_per_second" in row}
+    twins = {name: speed for name, speed in done.items() if name not in HANDGRADS}
+    return max(twins, key=lambda name: twins[name]) if twins else None
+
+
+# Heading, width, key, format.
+COLUMNS = (
+    ("tok/s", 9, "tokens_per_second", ".0f"),
+    ("MFU", 7, "mfu", ".1%"),
+    ("ms/step", 9, "milliseconds_per_step", ".2f"),
+    ("W", 6, "mean_watts", ".0f"),
+    ("MHz", 6, "mean_sm_megahertz", ".0f"),
+    ("mJ/tok", 8, "millijoules_per_token", ".3f"),
+    ("alloc", 7, "allocated_gib", ".1f"),
+    ("reserv", 7, "reserved_gib", ".1f"),
+    ("driver", 7, "driver_gib", ".1f"),
+    ("cold s", 7, "first_step_cold_seconds", ".1f"),
+    ("warm s", 7, "first_step_warm_seconds", ".1f"),
+    ("x twin", 7, "times_best_twin", ".3f"),
+)
+
+
+def table(rows: dict[str, Any]) -> list[str]:
+    """The lines to print; memory in GiB, '-' for what was not measured."""
+    lines = [f"{'':<24}" + "".join(f"{heading:>{width}}" for heading, width, _, _ in COLUMNS)]
+    for name, row in rows.items():
+        if "failed" in row:
+            lines.append(f"{name:<24} failed: {row['failed']}")
+            continue
+        cells = (f"{'-' if row.get(key) is None else format(row[key], shape):>{width}}" for _, width, key, shape in COLUMNS)
+        lines.append(f"{name:<24}" + "".join(cells))
+    return lines
+
+
+def rounded(value: Any) -> Any:
+    """Numbers as a record keeps them: five figures."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, dict):
+        return {key: rounded(entry) for key, entry in value.items()}
+    return [rounded(entry) for entry in value] if isinstance(value, list) else value
+
+
+def libraries() -> dict[str, Any]:
+    """Versions that the figures depend on, beside torch's."""
+    found: dict[str, Any] = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+    try:
+        import triton
+
+        found["triton"] = triton.__version__
+    except ImportError:
+        found["triton"] = None
+    return found
+
+
+def compare(settings: Settings, contenders: str, seconds: float, turn_seconds: float, out: str) -> dict[str, Any]:
+    """Measures, prints the table, writes the record to `out` if that is not empty; returns the figures by contender."""
+    names = check_contenders(contenders)
+    device = world.resolve_device(settings.device)
+    config, tokens = settings.config(), tokens_of(settings)
+    raw = measure({name: command(name, settings) for name in names}, seconds, turn_seconds, device)
+    flops, peak = flops_per_token(config.shape(tokens.vocab_size)), world.peak_flops(device)
+    rows = {name: figures(row, config.tokens_per_step, flops, peak) for name, row in raw.items()}
+    twin = best_twin(rows)
+    for row in rows.values():
+        if twin and "tokens_per_second" in row:
+            row["times_best_twin"] = row["tokens_per_second"] / rows[twin]["tokens_per_second"]
+    print(
+        f"\n{settings.model}, steps of {settings.micro_steps} x {settings.micro_batch} x {settings.sequence_length} tokens"
+        f" ({tokens.words}), {world.describe(device)}, {seconds:g} s each in turns of {turn_seconds:g} s; GiB\n"
+    )
+    print("\n".join(table(rows)))
+    for name in (name for name in rows if twin and name in HANDGRADS and "times_best_twin" in rows[name]):
+        print(f"\n{name} / best twin ({twin}): {rows[name]['times_best_twin']:.3f}")
+    if out:
+        described = {**dataclasses.asdict(settings), "seconds": seconds, "turn_seconds": turn_seconds}
+        counted = {"flops_per_token": flops, "peak_flop_per_second": peak}
+        write_record(
+            out, device, settings=described, tokens=tokens.words, libraries=libraries(), **counted, figures=rounded(rows)
+        )
+    return rows
+
+
+if __name__ == "__main__":
+    _name, _settings = sys.argv[1], Settings.from_json(sys.argv[2])
+    _pipe = answers()
+    contend(lambda: make_run(_name, _settings), world.resolve_device(_settings.device), sys.stdin, _pipe)

@@ -1,0 +1,148 @@
+"""Contenders in processes of their own, that work when told to and sleep while another does.
+
+A process of its own has its own peak memory, its own start and its own state of the libraries. The protocol is lines: a
+contender makes its first step unasked and says so, then answers each line on its stdin with one line of JSON on its
+stdout. "go 10" is ten seconds of steps. At the end of its stdin it ends.
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TextIO
+
+import torch
+
+from benchmarks.contenders import More
+from benchmarks.record import ROOT
+from handgrad import world
+from handgrad.errors import HandgradError
+from handgrad.power import Sampler
+
+PATIENCE_SECONDS = 30  # for a process to end by itself
+
+
+class PeerFailed(Exception):
+    """A contender that cannot take part; the others can."""
+
+
+class Run(Protocol):
+    """What a contender's process drives."""
+
+    completed: int
+
+    def turn(self, more: More) -> list[float]: ...
+
+
+# The contender's side.
+
+
+def answers() -> TextIO:
+    """The pipe to the asking process. Whatever else prints to stdout goes to stderr from now on."""
+    pipe = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    return pipe
+
+
+@contextlib.contextmanager
+def excuses(pipe: TextIO) -> Iterator[None]:
+    """Says into the pipe why the contender cannot go on, where the reason is one that a person can do something about."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        say(pipe, {"failed": "out of memory; a smaller --micro-batch or fewer --contenders may fit"})
+    except HandgradError as error:
+        say(pipe, {"failed": str(error)})
+
+
+def contend(make: Callable[[], Run], device: torch.device, lines: Iterable[str], pipe: TextIO) -> None:
+    """Makes the contender and its first step, then a turn for each line."""
+    with excuses(pipe):
+        run = make()
+        first = run.turn(lambda launched: False)
+        say(pipe, {"loss": first[0], **memory(device)})
+        for line in lines:
+            command, argument = line.split()
+            assert command == "go", f"expected 'go SECONDS', found {line!r}"
+            say(pipe, timed_turn(run, float(argument), device))
+
+
+def say(pipe: TextIO, answer: dict[str, Any]) -> None:
+    pipe.write(json.dumps(answer) + "\n")
+    pipe.flush()
+
+
+def timed_turn(run: Run, seconds: float, device: torch.device) -> dict[str, Any]:
+    """Steps for about `seconds`, from an idle device to an idle device: their number, their exact time, the power."""
+    world.synchronize(device)
+    with Sampler(device) as sampler:
+        start = time.perf_counter()
+        losses = run.turn(lambda launched: time.perf_counter() - start < seconds)
+        world.synchronize(device)
+        elapsed = time.perf_counter() - start
+    return {"steps": len(losses), "seconds": elapsed, "loss": losses[-1], "power": sampler.summary, **memory(device)}
+
+
+def memory(device: torch.device) -> dict[str, int | None]:
+    """The process's peak so far, in bytes, as torch's allocator counts it."""
+    cuda = device.type == "cuda"
+    return {
+        "allocated_bytes": torch.cuda.max_memory_allocated(device) if cuda else None,
+        "reserved_bytes": torch.cuda.max_memory_reserved(device) if cuda else None,
+    }
+
+
+# The asking side.
+
+
+class Peer:
+    """A contender's process, from outside."""
+
+    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None):
+        self.name = name
+        self.start = time.perf_counter()
+        pipe = subprocess.PIPE
+        variables = {**os.environ, **(environment or {})}
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT, env=variables)
+
+    def answer(self) -> dict[str, Any]:
+        """Its next line; raises `PeerFailed` if it says that it failed, or says nothing more."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise PeerFailed(f"stopped with exit code {self.process.wait()}; its last words stand above")
+        answer = json.loads(line)
+        if "failed" in answer:
+            raise PeerFailed(answer["failed"])
+        return answer
+
+    def ask(self, line: str) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # `answer` says what became of it
+            self.process.stdin.write(line + "\n")
+            self.process.stdin.flush()
+        return self.answer()
+
+    def elapsed_seconds(self) -> float:
+        """Since the process was started."""
+        return time.perf_counter() - self.start
+
+    def close(self) -> None:
+        """Ends the process, and waits until it has given its memory back."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        try:
+            self.process.wait(PATIENCE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.process.stdout.close()
+
+
+def note(text: str) -> None:
+    """Progress, for whoever watches; the figures go to stdout."""
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,42 @@
+"""Which module of operations a run uses."""
+
+import importlib
+import importlib.util
+from types import ModuleType
+
+import torch
+
+from handgrad.errors import UsageError
+from handgrad.ops import reference
+
+REQUIRED = {"triton": "triton", "nvmath": "nvmath-python"}  # module: package on the index
+OLDEST_CAPABILITY = (7, 5)  # Turing: the oldest GPU that Triton compiles for
+
+
+def choose_backend(name: str, device: torch.device) -> ModuleType:
+    """`kernels` or `reference`; "auto" takes the kernels on a CUDA GPU and the reference elsewhere.
+
+    Raises `UsageError` with the reason and the alternative when the kernels cannot run: a run never turns slow silently.
+    """
+    if name == "auto":
+        name = "kernels" if device.type == "cuda" else "reference"
+    if name == "reference":
+        return reference
+    problem = why_no_kernels(device)
+    if problem:
+        raise UsageError(f"the kernels cannot run here: {problem}; or use --backend reference, which is slow on a GPU")
+    return importlib.import_module("handgrad.ops.kernels")
+
+
+def why_no_kernels(device: torch.device) -> str:
+    """What stands in the way of the kernels on this device, and what to do about it; empty if nothing does."""
+    if device.type != "cuda":
+        return f"expected a CUDA GPU, found device {device.type}"
+    for module, package in REQUIRED.items():
+        if importlib.util.find_spec(module) is None:
+            return f"{package} is not installed (pip install 'handgrad[gpu]')"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < OLDEST_CAPABILITY:
+        found, least = (".".join(map(str, c)) for c in (capability, OLDEST_CAPABILITY))
+        return f"{torch.cuda.get_device_name(device)} has compute capability {found}, Triton needs {least}"
+    return ""

@@ -1,0 +1,95 @@
+"""The operations on NVIDIA GPUs: cuBLASLt for products, cuDNN or Triton for attention, Triton for the rest.
+
+The names and the contract are those of `handgrad.ops.reference`, against which every kernel is tested. All are
+deterministic, allocate nothing, and can be recorded in a CUDA graph.
+"""
+
+import torch
+import triton
+from torch import Tensor
+
+from handgrad.ops.kernels import attention, attention_cudnn, cublaslt
+from handgrad.ops.kernels.classifier import classifier_forward, classifier_forward_backward
+from handgrad.ops.kernels.column_sums import bias_backward
+from handgrad.ops.kernels.cublaslt import WORKSPACE_BYTES
+from handgrad.ops.kernels.embedding import embedding_backward, embedding_forward
+from handgrad.ops.kernels.gelu import gelu_backward, gelu_forward
+from handgrad.ops.kernels.layernorm import layernorm_backward, layernorm_forward
+from handgrad.ops.kernels.linear import (
+    gelu_linear_backward,
+    linear_backward,
+    linear_forward,
+    linear_gelu_forward,
+    linear_residual_forward,
+)
+from handgrad.ops.kernels.optimizer import adamw_update, loss_sum, squared_norms, verdict
+from handgrad.ops.kernels.scratch import scratch_bytes as memory_scratch_bytes
+from handgrad.ops.reference import attention_decode, residual_forward  # plain torch: a sum, and one token's attention
+
+CAPTURABLE = True  # every operation of a step can be recorded in a CUDA graph
+
+
+def versions() -> dict[str, str]:
+    """What, beside torch and the GPU, the bits depend on."""
+    return {"triton": triton.__version__, "products": cublaslt.describe(), "attention": attention_cudnn.describe()}
+
+
+def scratch_bytes(*, batch: int, length: int, channels: int, padded_vocab_size: int) -> int:
+    """Bytes of `scratch`: the largest need of any operation but attention's backward."""
+    sizes = {"batch": batch, "length": length, "channels": channels, "padded_vocab_size": padded_vocab_size}
+    return max(WORKSPACE_BYTES, memory_scratch_bytes(**sizes))
+
+
+def attention_scratch_bytes(*, batch: int, length: int, num_heads: int, channels: int, dtype: torch.dtype) -> int:
+    """Bytes of `scratch` that the backward of attention needs."""
+    if attention_cudnn.runs(dtype, channels // num_heads):
+        sizes = {"batch": batch, "length": length, "num_heads": num_heads, "channels": channels}
+        return attention_cudnn.attention_scratch_bytes(dtype=dtype, **sizes)
+    return attention.attention_scratch_bytes(batch, num_heads, length)
+
+
+def attention_forward(out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor) -> None:
+    """out (N, C), lse (B, H, T) = log of the softmax's denominator, from qkv (N, 3C)."""
+    if attention_cudnn.runs(qkv.dtype, out.shape[1] // lse.shape[1]):
+        attention_cudnn.attention_forward(out, lse, qkv, scratch=scratch)
+    else:
+        attention.attention_forward(out, lse, qkv, tf32=bool(torch.backends.cuda.matmul.allow_tf32))
+
+
+def attention_backward(dqkv: Tensor, dout: Tensor, out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor) -> None:
+    """dqkv (N, 3C) from dout, out (N, C), lse (B, H, T) and qkv (N, 3C)."""
+    if attention_cudnn.runs(qkv.dtype, out.shape[1] // lse.shape[1]):
+        attention_cudnn.attention_backward(dqkv, dout, out, lse, qkv, scratch=scratch)
+    else:
+        tf32 = bool(torch.backends.cuda.matmul.allow_tf32)
+        attention.attention_backward(dqkv, dout, out, lse, qkv, scratch=scratch, tf32=tf32)
+
+
+__all__ = [
+    "CAPTURABLE",
+    "adamw_update",
+    "attention_backward",
+    "attention_decode",
+    "attention_forward",
+    "attention_scratch_bytes",
+    "bias_backward",
+    "classifier_forward",
+    "classifier_forward_backward",
+    "embedding_backward",
+    "embedding_forward",
+    "gelu_backward",
+    "gelu_forward",
+    "gelu_linear_backward",
+    "layernorm_backward",
+    "layernorm_forward",
+    "linear_backward",
+    "linear_forward",
+    "linear_gelu_forward",
+    "linear_residual_forward",
+    "loss_sum",
+    "residual_forward",
+    "scratch_bytes",
+    "squared_norms",
+    "verdict",
+    "versions",
+]

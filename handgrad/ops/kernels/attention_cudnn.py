@@ -1,0 +1,167 @@
+"""Causal attention by cuDNN's flash attention, with its deterministic backward: for heads of more than 64 channels.
+
+The library's graph is built once per shape and works on the packed buffers through strides. The backward that torch
+reaches through its own bindings is not deterministic; this one, asked for `use_deterministic_algorithm`, is.
+https://docs.nvidia.com/deeplearning/cudnn/frontend/latest/operations/Attention.html
+"""
+
+import functools
+import importlib.util
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HOPPER = (9, 0)  # the oldest GPU on which it was measured against the Triton kernels
+SMALLEST_HEAD, LARGEST_HEAD = (
+    72,
+    128,
+)  # up to 64 channels per head the Triton kernels are faster (docs/operations/attention.md)
+
+
+@functools.cache
+def installed() -> bool:
+    """Whether the frontend's package is there."""
+    return importlib.util.find_spec("cudnn") is not None
+
+
+def runs(dtype: torch.dtype, head_width: int) -> bool:
+    """Whether these kernels take the shape on this GPU."""
+    fitting = (
+        dtype in (torch.bfloat16, torch.float16) and head_width % 8 == 0 and SMALLEST_HEAD <= head_width <= LARGEST_HEAD
+    )
+    return fitting and installed() and torch.cuda.get_device_capability() >= HOPPER
+
+
+def describe() -> str:
+    """Which kernels attention takes on this GPU in 16-bit precisions."""
+    if not installed():
+        return "Triton (nvidia-cudnn-frontend is not installed)"
+    if torch.cuda.get_device_capability() < HOPPER:
+        return "Triton"
+    import cudnn
+
+    return f"cuDNN {cudnn.backend_version()}"
+
+
+@functools.cache
+def handle() -> Any:
+    import cudnn
+
+    return cudnn.create_handle()
+
+
+class Graph:
+    """One of the library's graphs, its tensors by name, and the workspace it wants."""
+
+    def __init__(self, dtype: torch.dtype):
+        import cudnn
+
+        kind = {torch.bfloat16: cudnn.data_type.BFLOAT16, torch.float16: cudnn.data_type.HALF}[dtype]
+        single = cudnn.data_type.FLOAT
+        self.graph = cudnn.pygraph(
+            io_data_type=kind, intermediate_data_type=single, compute_data_type=single, handle=handle()
+        )
+        self.kind, self.single = kind, single
+        self.tensors: dict[str, Any] = {}
+        self.workspace_bytes = 0
+
+    def input(self, name: str, dims: tuple[int, ...], strides: tuple[int, ...], *, single: bool = False) -> Any:
+        kind = self.single if single else self.kind
+        self.tensors[name] = self.graph.tensor(name=name, dim=list(dims), stride=list(strides), data_type=kind)
+        return self.tensors[name]
+
+    def output(self, name: str, tensor: Any, dims: tuple[int, ...], strides: tuple[int, ...], *, single: bool = False):
+        tensor.set_output(True).set_dim(list(dims)).set_stride(list(strides))
+        if single:
+            tensor.set_data_type(self.single)
+        self.tensors[name] = tensor
+
+    def build(self) -> "Graph":
+        import cudnn
+
+        self.graph.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+        self.workspace_bytes = self.graph.get_workspace_size()
+        return self
+
+    def execute(self, scratch: Tensor, **values: Tensor) -> None:
+        import cudnn
+
+        cudnn.set_stream(handle=handle(), stream=torch.cuda.current_stream().cuda_stream)
+        assert scratch.numel() >= self.workspace_bytes, f"{self.workspace_bytes} bytes wanted, {scratch.numel()} there"
+        self.graph.execute({self.tensors[name]: value for name, value in values.items()}, scratch, handle=handle())
+
+
+def layouts(B: int, H: int, T: int, D: int) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(shape, strides) in elements of a part of packed qkv, of an output, and of lse."""
+    C = H * D
+    packed = (B, H, T, D), (3 * C * T, D, 3 * C, 1)
+    return {"packed": packed, "out": ((B, H, T, D), (C * T, D, C, 1)), "lse": ((B, H, T, 1), (H * T, T, 1, 1))}
+
+
+@functools.cache
+def forward_graph(B: int, H: int, T: int, D: int, dtype: torch.dtype) -> Graph:
+    layout = layouts(B, H, T, D)
+    g = Graph(dtype)
+    q, k, v = (g.input(name, *layout["packed"]) for name in "qkv")
+    scale = 1.0 / math.sqrt(D)
+    out, lse = g.graph.sdpa(name="forward", q=q, k=k, v=v, generate_stats=True, attn_scale=scale, use_causal_mask=True)
+    g.output("out", out, *layout["out"])
+    g.output("lse", lse, *layout["lse"], single=True)
+    return g.build()
+
+
+@functools.cache
+def backward_graph(B: int, H: int, T: int, D: int, dtype: torch.dtype) -> Graph:
+    layout = layouts(B, H, T, D)
+    g = Graph(dtype)
+    q, k, v = (g.input(name, *layout["packed"]) for name in "qkv")
+    out, dout = (g.input(name, *layout["out"]) for name in ("out", "dout"))
+    lse = g.input("lse", *layout["lse"], single=True)
+    gradients = g.graph.sdpa_backward(
+        name="backward",
+        q=q,
+        k=k,
+        v=v,
+        o=out,
+        dO=dout,
+        stats=lse,
+        attn_scale=1.0 / math.sqrt(D),
+        use_causal_mask=True,
+        use_deterministic_algorithm=True,
+    )
+    for name, tensor in zip(("dq", "dk", "dv"), gradients, strict=True):
+        g.output(name, tensor, *layout["packed"])
+    return g.build()
+
+
+def parts(packed: Tensor, B: int, H: int) -> tuple[Tensor, ...]:
+    """q, k, v as views (B, H, T, D) of the packed (N, 3C)."""
+    N, C3 = packed.shape
+    return packed.view(B, N // B, 3, H, C3 // (3 * H)).permute(2, 0, 3, 1, 4).unbind(0)
+
+
+def attention_scratch_bytes(*, batch: int, length: int, num_heads: int, channels: int, dtype: torch.dtype) -> int:
+    """The larger of the two workspaces."""
+    shape = batch, num_heads, length, channels // num_heads, dtype
+    return max(forward_graph(*shape).workspace_bytes, backward_graph(*shape).workspace_bytes)
+
+
+def attention_forward(out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor) -> None:
+    """out (N, C), lse (B, H, T) = log of the softmax's denominator, from qkv (N, 3C)."""
+    B, H, T = lse.shape
+    q, k, v = parts(qkv, B, H)
+    graph = forward_graph(B, H, T, q.shape[-1], qkv.dtype)
+    y = out.view(B, T, H, -1).transpose(1, 2)
+    graph.execute(scratch, q=q, k=k, v=v, out=y, lse=lse.unsqueeze(-1))
+
+
+def attention_backward(dqkv: Tensor, dout: Tensor, out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor) -> None:
+    """dqkv (N, 3C) from dout, out (N, C), lse (B, H, T) and qkv (N, 3C)."""
+    B, H, T = lse.shape
+    q, k, v = parts(qkv, B, H)
+    dq, dk, dv = parts(dqkv, B, H)
+    y, dy = (t.view(B, T, H, -1).transpose(1, 2) for t in (out, dout))
+    graph = backward_graph(B, H, T, q.shape[-1], qkv.dtype)
+    graph.execute(scratch, q=q, k=k, v=v, out=y, dout=dy, lse=lse.unsqueeze(-1), dq=dq, dk=dk, dv=dv)

@@ -1,0 +1,278 @@
+"""cuBLASLt called directly: one product at a time, its epilogue, its algorithm chosen once and kept.
+
+`torch.mm` chooses an algorithm at every call, by a heuristic of the library; a sum in another order is another result.
+Here an algorithm is frozen by the table of `tuned/` for this GPU and library version (`handgrad tune` writes one), and
+where the table has no row, the heuristic's first answer is taken, which is the same in every run with the same library.
+
+Row-major (tokens, features) is column-major (features, tokens). In the library's column-major terms every product here
+is d (m, n) = op(a) op(b) + beta c, with op the transposition or nothing.
+https://docs.nvidia.com/cuda/cublas/#using-the-cublaslt-api
+"""
+
+import functools
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from nvmath.bindings import cublasLt as lt
+from torch import Tensor
+
+from handgrad.errors import UsageError
+
+# Enumerators of the library's C headers (library_types.h, cublasLt.h).
+DATA_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
+COMPUTE_32F, COMPUTE_32F_FAST_TF32 = 68, 77
+PLAIN, BIAS, GELU_AUX_BIAS, DGELU = 1, 4, 164, 192
+EPILOGUES = {PLAIN: "plain", BIAS: "bias", GELU_AUX_BIAS: "gelu", DGELU: "dgelu"}
+
+SEPARATE = ["separate"]  # a table's row for an epilogue that is slower than a kernel of its own
+
+WORKSPACE_BYTES = 32 << 20  # what NVIDIA recommends for Hopper
+ALIGNMENT_BYTES = 256  # what the heuristic may assume of a pointer, unless the pointer says otherwise
+
+ONE = np.ones(1, np.float32)
+ZERO = np.zeros(1, np.float32)
+
+
+@dataclass(frozen=True)
+class Product:
+    """What an algorithm is chosen for."""
+
+    m: int
+    n: int
+    k: int
+    transpose_a: bool
+    transpose_b: bool
+    dtype: torch.dtype  # of a and b
+    out_dtype: torch.dtype
+    epilogue: int
+    adds: bool  # whether c is added (beta 1) or there is none (beta 0)
+    tf32: bool
+    alignment_bytes: int
+
+    def name(self) -> str:
+        """The key of a table of algorithms."""
+        op = "NT"[self.transpose_a] + "NT"[self.transpose_b]
+        kinds = (str(self.dtype), str(self.out_dtype))
+        kind = "-".join(k.removeprefix("torch.") for k in kinds) + ("-tf32" if self.tf32 else "")
+        aligned = "" if self.alignment_bytes == ALIGNMENT_BYTES else f" align{self.alignment_bytes}"
+        return f"{self.m}x{self.n}x{self.k} {op} {kind} {EPILOGUES[self.epilogue]}{' add' * self.adds}{aligned}"
+
+
+class Plan:
+    """A product's descriptors and its algorithm, ready to launch."""
+
+    def __init__(self, product: Product):
+        self.product = product
+        self.descriptor = lt.matmul_desc_create(*self.types()[:2])
+        attribute = lt.MatmulDescAttribute
+        self.set(attribute.TRANSA, int(product.transpose_a), np.int32)
+        self.set(attribute.TRANSB, int(product.transpose_b), np.int32)
+        self.set(attribute.EPILOGUE, product.epilogue, np.int32)
+        if product.epilogue in (GELU_AUX_BIAS, DGELU):
+            self.set(attribute.EPILOGUE_AUX_LD, product.m, np.int64)
+        m, n, k = product.m, product.n, product.k
+        kind = DATA_TYPES[product.dtype]
+        a_shape, b_shape = (k, m) if product.transpose_a else (m, k), (n, k) if product.transpose_b else (k, n)
+        self.a = lt.matrix_layout_create(kind, *a_shape, a_shape[0])
+        self.b = lt.matrix_layout_create(kind, *b_shape, b_shape[0])
+        self.d = lt.matrix_layout_create(DATA_TYPES[product.out_dtype], m, n, m)
+        self.beta = ONE if product.adds else ZERO
+        self.algorithm: np.ndarray = self.choose()
+
+    def set(self, attribute: int, value: int, dtype: type) -> None:
+        buffer = np.array([value], dtype)
+        lt.matmul_desc_set_attribute(self.descriptor, int(attribute), buffer.ctypes.data, buffer.nbytes)
+
+    def choose(self) -> np.ndarray:
+        """The table's algorithm, or the heuristic's first."""
+        frozen = self.frozen()
+        if frozen is not None:
+            return frozen
+        heuristic = self.candidates(1)
+        if not heuristic:
+            raise UsageError(
+                f"cuBLASLt has no algorithm for the product {self.product.name()}: channels must be a multiple of 8;"
+                " use --backend reference for other sizes"
+            )
+        return heuristic[0]
+
+    def frozen(self) -> np.ndarray | None:
+        """The table's algorithm: eight 64-bit words that mean something to this library version alone."""
+        words = frozen_algorithms().get(self.product.name())
+        if words is None or words == SEPARATE:
+            return None
+        algorithm = np.array([int(word, 16) for word in words], np.uint64)
+        found = lt.MatmulHeuristicResult(1)
+        layouts = self.a, self.b, self.d, self.d
+        lt.matmul_algo_check(library(), self.descriptor, *layouts, algorithm.ctypes.data, found.ptr)
+        return algorithm
+
+    def candidates(self, count: int, algorithm_id: int | None = None) -> list[np.ndarray]:
+        """Up to `count` algorithms of the library's heuristic, its favourite first; of one family if `algorithm_id`."""
+        preference = lt.matmul_preference_create()
+
+        def prefer(attribute: int, value: int, dtype: type) -> None:
+            buffer = np.array([value], dtype)
+            lt.matmul_preference_set_attribute(preference, int(attribute), buffer.ctypes.data, buffer.nbytes)
+
+        attribute = lt.MatmulPreferenceAttribute
+        prefer(attribute.MAX_WORKSPACE_BYTES, WORKSPACE_BYTES, np.uint64)
+        for matrix in "ABCD":
+            prefer(getattr(attribute, f"MIN_ALIGNMENT_{matrix}_BYTES"), self.product.alignment_bytes, np.uint32)
+        found, found_count = lt.MatmulHeuristicResult(count), np.zeros(1, np.int32)
+        words = found._data["algo"]["data_"].reshape(-1, 8)  # the opaque structs: the library's way to save one
+        if algorithm_id is not None:
+            prefer(attribute.SEARCH_MODE, int(lt.MatmulSearch.LIMITED_BY_ALGO_ID), np.int32)
+            words[0] = self.family(algorithm_id)
+        layouts = self.a, self.b, self.d, self.d
+        try:
+            lt.matmul_algo_get_heuristic(
+                library(), self.descriptor, *layouts, preference, count, found.ptr, found_count.ctypes.data
+            )
+        except lt.cuBLASLtError:  # NOT_SUPPORTED: no algorithm at all
+            return []
+        finally:
+            lt.matmul_preference_destroy(preference)
+        return [words[i].copy() for i in range(found_count[0])]
+
+    def types(self) -> tuple[int, ...]:
+        """Of the computation, the scale, a, b, c and d, as the library numbers them."""
+        kind, out = DATA_TYPES[self.product.dtype], DATA_TYPES[self.product.out_dtype]
+        compute = COMPUTE_32F_FAST_TF32 if self.product.tf32 else COMPUTE_32F
+        return compute, DATA_TYPES[torch.float32], kind, kind, out, out
+
+    def family(self, algorithm_id: int) -> np.ndarray:
+        """The words of a family's algorithm with nothing chosen yet."""
+        algorithm = np.zeros(8, np.uint64)
+        lt.matmul_algo_init(library(), *self.types(), algorithm_id, algorithm.ctypes.data)
+        return algorithm
+
+    def families(self) -> list[int]:
+        """Ids of the algorithm families that take these types."""
+        return list(lt.matmul_algo_get_ids(library(), *self.types(), 64))
+
+    def launch(self, d: Tensor, a: Tensor, b: Tensor, c: Tensor, bias: Tensor | None, aux: Tensor | None, scratch: Tensor):
+        """d = op(a) op(b) + beta c with this plan's epilogue, on the current stream."""
+        attribute = lt.MatmulDescAttribute
+        if bias is not None:
+            self.set(attribute.BIAS_POINTER, bias.data_ptr(), np.uint64)
+        if aux is not None:
+            self.set(attribute.EPILOGUE_AUX_POINTER, aux.data_ptr(), np.uint64)
+        assert scratch.numel() >= WORKSPACE_BYTES
+        lt.matmul(
+            library(),
+            self.descriptor,
+            ONE.ctypes.data,
+            a.data_ptr(),
+            self.a,
+            b.data_ptr(),
+            self.b,
+            self.beta.ctypes.data,
+            c.data_ptr(),
+            self.d,
+            d.data_ptr(),
+            self.d,
+            self.algorithm.ctypes.data,
+            scratch.data_ptr(),
+            WORKSPACE_BYTES,
+            torch.cuda.current_stream().cuda_stream,
+        )
+
+
+@functools.cache
+def library() -> int:
+    """The library's handle, one for the process."""
+    return lt.create()
+
+
+PLANS: dict[Product, Plan] = {}  # of every product that this process has launched
+
+
+def plan(product: Product) -> Plan:
+    """The product's plan, made at its first launch."""
+    found = PLANS.get(product)
+    if found is None:
+        found = PLANS[product] = Plan(product)
+    return found
+
+
+def product_of(
+    d: Tensor, a: Tensor, b: Tensor, added: Tensor | None, transpose_a: bool, transpose_b: bool, epilogue: int
+) -> Product:
+    """The column-major product d = op(a) op(b) + added of the row-major tensors d (n, m), a and b."""
+    n, m = d.shape
+    k = a.shape[1] if transpose_a else a.shape[0]
+    c = d if added is None else added
+    pointers = d.data_ptr() | a.data_ptr() | b.data_ptr() | c.data_ptr() | ALIGNMENT_BYTES
+    tf32 = a.dtype == torch.float32 and bool(torch.backends.cuda.matmul.allow_tf32)
+    return Product(
+        *(m, n, k, transpose_a, transpose_b, a.dtype, d.dtype, epilogue),
+        adds=added is not None,
+        tf32=tf32,
+        alignment_bytes=pointers & -pointers,
+    )
+
+
+def multiply(
+    d: Tensor,
+    a: Tensor,
+    b: Tensor,
+    *,
+    scratch: Tensor,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    epilogue: int = PLAIN,
+    added: Tensor | None = None,
+    bias: Tensor | None = None,
+    aux: Tensor | None = None,
+) -> None:
+    """d = op(a) op(b) + added, by the product's plan."""
+    product = product_of(d, a, b, added, transpose_a, transpose_b, epilogue)
+    plan(product).launch(d, a, b, d if added is None else added, bias, aux, scratch)
+
+
+def better_separate(d: Tensor, a: Tensor, b: Tensor, epilogue: int) -> bool:
+    """Whether the table says that this product is faster plain, with its epilogue as a kernel of its own."""
+    return frozen_algorithms().get(product_of(d, a, b, None, False, False, epilogue).name()) == SEPARATE
+
+
+# Frozen algorithms.
+
+
+def table_name() -> str:
+    """Of the table for this GPU and library: 'nvidia-h200-cublaslt-130100.json'."""
+    gpu = torch.cuda.get_device_name().lower().replace(" ", "-")
+    return f"{gpu}-cublaslt-{lt.get_version()}.json"
+
+
+def user_table() -> Path:
+    """Where `handgrad tune` writes; its rows come before the shipped ones."""
+    return Path.home() / ".cache" / "handgrad" / "tuned" / table_name()
+
+
+def shipped_table() -> Path:
+    return Path(__file__).parent / "tuned" / table_name()
+
+
+def describe() -> str:
+    """The library's version and which table decides, with the hash of its rows: what the bits depend on."""
+    rows = frozen_algorithms()
+    if not rows:
+        return f"cuBLASLt {lt.get_version()}, the heuristic's first algorithms (`handgrad tune` finds faster ones)"
+    digest = hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:12]
+    whose = "tuned here" if user_table().exists() else f"tuned for {torch.cuda.get_device_name()}"
+    return f"cuBLASLt {lt.get_version()}, {len(rows)} algorithms {whose} ({digest})"
+
+
+@functools.cache
+def frozen_algorithms() -> dict[str, list[str]]:
+    """Words of the algorithms by product, the user's table over the shipped one."""
+    rows: dict[str, list[str]] = {}
+    for path in (shipped_table(), user_table()):
+        if path.exists():
+            rows |= json.loads(path.read_text(encoding="utf-8"))["algorithms"]
+    return rows

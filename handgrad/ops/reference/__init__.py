@@ -1,0 +1,49 @@
+"""Every operation of GPT-2 in plain torch, on any device: the specification that other backends are tested against.
+
+On a CPU it is also the fast path: products, layer norm, GELU and attention call the library's own kernels with our
+buffers. No autograd anywhere: the forward and the backward of an operation stand next to each other.
+"""
+
+from handgrad.ops.reference.attention import attention_backward, attention_decode, attention_forward
+from handgrad.ops.reference.classifier import classifier_forward, classifier_forward_backward
+from handgrad.ops.reference.embedding import embedding_backward, embedding_forward
+from handgrad.ops.reference.gelu import (
+    gelu_backward,
+    gelu_forward,
+    gelu_linear_backward,
+    linear_gelu_forward,
+    linear_residual_forward,
+    residual_forward,
+)
+from handgrad.ops.reference.layernorm import layernorm_backward, layernorm_forward
+from handgrad.ops.reference.linear import bias_backward, linear_backward, linear_forward
+from handgrad.ops.reference.optimizer import adamw_update, loss_sum, squared_norms, verdict
+from handgrad.ops.reference.scratch import attention_scratch_bytes, scratch_bytes, versions
+
+__all__ = [
+    "adamw_update",
+    "attention_backward",
+    "attention_decode",
+    "attention_forward",
+    "attention_scratch_bytes",
+    "bias_backward",
+    "classifier_forward",
+    "classifier_forward_backward",
+    "embedding_backward",
+    "embedding_forward",
+    "gelu_backward",
+    "gelu_forward",
+    "gelu_linear_backward",
+    "layernorm_backward",
+    "layernorm_forward",
+    "linear_backward",
+    "linear_forward",
+    "linear_gelu_forward",
+    "linear_residual_forward",
+    "loss_sum",
+    "residual_forward",
+    "scratch_bytes",
+    "squared_norms",
+    "verdict",
+    "versions",
+]

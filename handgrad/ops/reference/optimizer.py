@@ -1,0 +1,142 @@
+"""What follows the gradients: the step's loss and norm, the verdict on it, AdamW."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from handgrad.ops import (
+    CONTROL_LEARNING_RATE,
+    CONTROL_LOSS_LIMIT,
+    CONTROL_NORM_LIMIT,
+    CONTROL_STEP,
+    LARGEST_LOSS_SCALE,
+    LOSS_NOT_FINITE,
+    LOSS_OUTLIER,
+    LOSS_SCALE_GROWTH_STEPS,
+    NORM_NOT_FINITE,
+    NORM_OUTLIER,
+    RESULT_SCALE,
+    RESULT_VERDICT,
+    SMALLEST_LOSS_SCALE,
+    UPDATE,
+)
+
+aten = torch.ops.aten
+
+
+# Loss of a step: the micro-steps' sums, added in their order.
+
+
+def loss_sum(sum_acc: Tensor, losses: Tensor) -> None:
+    """sum_acc (1) float64 += the sum of losses (N)."""
+    if sum_acc.dtype == torch.float64:
+        sum_acc.add_(losses.double().sum())
+    else:  # a device without float64
+        sum_acc.add_(losses.sum())
+
+
+# Global norm: sums of squares over fixed-size blocks, so that no number of threads, devices or shards changes the sum.
+
+
+def squared_norms(out: Tensor, flat: Tensor) -> None:
+    """out (blocks) = sum of squares of each block of flat (blocks * block size), a buffer of gradients."""
+    torch.linalg.vector_norm(flat.view(out.shape[0], -1), dim=1, out=out)  # one pass over memory; square + sum takes 13x
+    out.square_()
+
+
+# Verdict on a step: its mean loss, the norm of its gradient, the factor that clips it, and whether to update at all.
+# With dynamic loss scaling S (Micikevicius et al. 2018) the gradients hold S times their value.
+
+
+def verdict(
+    results: Tensor,
+    loss_scale_inout: Tensor,
+    sum_of_losses: Tensor,
+    norm_partials: Tensor,
+    controls: Tensor,
+    *,
+    tokens_per_step: int,
+    clip_norm: float,
+    dynamic_loss_scale: bool,
+) -> None:
+    """results from the sum of the step's losses (1), the blocks' sums of squares and the limits in `controls`.
+
+    loss_scale_inout (3): S / tokens_per_step, which scaled the gradients; S; updates since S last changed. It changes only
+    with `dynamic_loss_scale`.
+    """
+    limits = controls.tolist()
+    loss = sum_of_losses.item() / tokens_per_step
+    scale, good_steps = loss_scale_inout[1:].tolist()
+    norm = math.sqrt(norm_partials.cpu().double().sum().item()) / scale
+    if not math.isfinite(loss):
+        code = LOSS_NOT_FINITE
+    elif not math.isfinite(norm):
+        code = NORM_NOT_FINITE
+    elif loss > limits[CONTROL_LOSS_LIMIT]:
+        code = LOSS_OUTLIER
+    elif norm > limits[CONTROL_NORM_LIMIT]:
+        code = NORM_OUTLIER
+    else:
+        code = UPDATE
+    clip = clip_norm / norm if clip_norm and norm > clip_norm else 1.0
+    results.copy_(torch.tensor([loss, norm, clip / scale, code, scale], dtype=results.dtype))
+    if dynamic_loss_scale:
+        if code == NORM_NOT_FINITE:
+            scale, good_steps = max(scale / 2, SMALLEST_LOSS_SCALE), 0.0
+        elif good_steps + 1 == LOSS_SCALE_GROWTH_STEPS:
+            scale, good_steps = min(scale * 2, LARGEST_LOSS_SCALE), 0.0
+        else:
+            good_steps += 1
+        new = [scale / tokens_per_step, scale, good_steps]
+        loss_scale_inout.copy_(torch.tensor(new, dtype=loss_scale_inout.dtype))
+
+
+# AdamW (Loshchilov & Hutter 2019), with the gradient g scaled first:
+# m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2,
+# w = (1 - lr decay) w - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps).
+
+
+def adamw_update(
+    published: Tensor,
+    weight_inout: Tensor,
+    m_inout: Tensor,
+    v_inout: Tensor,
+    gradient_inout: Tensor,
+    controls: Tensor,
+    results: Tensor,
+    *,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    weight_decay: float,
+) -> None:
+    """One update of flat float32 (or float64) buffers of equal length, unless the verdict in `results` forbids it;
+    `published` (any dtype, possibly `weight_inout` itself) receives the new weights, rounded. The gradient's values
+    afterwards mean nothing. `controls` holds the learning rate and the step, which counts from 1.
+
+    Cut flat buffers at multiples of 128 elements only: the library's kernel rounds a cut vector's tail differently.
+    """
+    if results[RESULT_VERDICT].item() != UPDATE:
+        return
+    gradient_scale = results[RESULT_SCALE].item()
+    step, learning_rate = (controls[place].item() for place in (CONTROL_STEP, CONTROL_LEARNING_RATE))
+    one = torch.ones((), dtype=torch.float32, device=weight_inout.device)
+    aten._fused_adamw_(
+        [weight_inout],
+        [gradient_inout],
+        [m_inout],
+        [v_inout],
+        [],
+        [one * step],
+        lr=learning_rate,
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=weight_decay,
+        eps=epsilon,
+        amsgrad=False,
+        maximize=False,
+        grad_scale=None if gradient_scale == 1.0 else one / gradient_scale,
+    )
+    if published.data_ptr() != weight_inout.data_ptr():
+        published.copy_(weight_inout)

@@ -1,0 +1,18 @@
+"""What the operations need beside their buffers."""
+
+import torch
+
+
+def versions() -> dict[str, str]:
+    """What, beside torch and the device, the bits depend on: nothing."""
+    return {}
+
+
+def scratch_bytes(*, batch: int, length: int, channels: int, padded_vocab_size: int) -> int:
+    """Bytes of `scratch` that the operations of a model need: none."""
+    return 0
+
+
+def attention_scratch_bytes(*, batch: int, length: int, num_heads: int, channels: int, dtype: torch.dtype) -> int:
+    """Bytes of `scratch` that the backward of attention needs: none."""
+    return 0

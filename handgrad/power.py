@@ -1,0 +1,166 @@
+"""What NVIDIA's driver says of a GPU: watts, clock, temperature, what holds the clock back, energy.
+
+The readings come from NVML through the package `nvidia-ml-py`, which is optional: without it, without a driver or on
+another device there are none, and the callers show none.
+"""
+
+import functools
+import importlib
+import itertools
+import threading
+import time
+from statistics import fmean
+from types import ModuleType, TracebackType
+from typing import Any, NamedTuple
+
+import torch
+
+# NVML's "clocks event reasons": bit, and the word for it (nvml.h, nvmlClocksEventReason*).
+REASONS = {
+    0x1: "idle",
+    0x2: "application clocks",
+    0x4: "power cap",
+    0x8: "hardware slowdown",
+    0x10: "sync boost",
+    0x20: "thermal limit",
+    0x40: "hardware thermal limit",
+    0x80: "power brake",
+    0x100: "display clocks",
+}
+
+
+class Sensors(NamedTuple):
+    """The library and its handle of one GPU."""
+
+    nvml: ModuleType
+    handle: Any
+
+    def read(self, name: str, *arguments: int) -> Any:
+        """What the NVML function `name` says, or None where this GPU or driver does not support it."""
+        try:
+            return getattr(self.nvml, name)(self.handle, *arguments)
+        except (self.nvml.NVMLError, AttributeError):  # an older nvidia-ml-py lacks the newer names
+            return None
+
+    def watts(self) -> float | None:
+        """The board's power; on Ampere and later the driver's mean over the last second."""
+        milliwatts = self.read("nvmlDeviceGetPowerUsage")
+        return None if milliwatts is None else milliwatts / 1e3
+
+    def joules(self) -> float | None:
+        """Energy since the driver was loaded: only differences mean something."""
+        millijoules = self.read("nvmlDeviceGetTotalEnergyConsumption")
+        return None if millijoules is None else millijoules / 1e3
+
+    def sm_megahertz(self) -> int | None:
+        return self.read("nvmlDeviceGetClockInfo", self.nvml.NVML_CLOCK_SM)
+
+    def celsius(self) -> int | None:
+        return self.read("nvmlDeviceGetTemperature", self.nvml.NVML_TEMPERATURE_GPU)
+
+    def throttle(self) -> list[str]:
+        """What holds the clock back at the moment, in words."""
+        bits = self.read("nvmlDeviceGetCurrentClocksEventReasons")
+        if bits is None:
+            bits = self.read("nvmlDeviceGetCurrentClocksThrottleReasons")
+        return [word for bit, word in REASONS.items() if (bits or 0) & bit]
+
+
+@functools.cache
+def sensors(device: torch.device) -> Sensors | None:
+    """The sensors of a torch device, or None if there are none.
+
+    NVML counts all GPUs of the machine and torch those in CUDA_VISIBLE_DEVICES, so they meet at the UUID, or at the PCI
+    address where the UUID is not found.
+    """
+    if device.type != "cuda":
+        return None
+    try:
+        nvml = importlib.import_module("pynvml")
+    except ImportError:
+        return None
+    try:
+        nvml.nvmlInit()
+        properties: Any = torch.cuda.get_device_properties(device)
+        try:
+            return Sensors(nvml, nvml.nvmlDeviceGetHandleByUUID(f"GPU-{properties.uuid}"))
+        except nvml.NVMLError:
+            domain, bus, slot = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
+            return Sensors(nvml, nvml.nvmlDeviceGetHandleByPciBusId(f"{domain:08X}:{bus:02X}:{slot:02X}.0"))
+    except (nvml.NVMLError, AttributeError):
+        return None
+
+
+def snapshot(device: torch.device) -> dict[str, Any] | None:
+    """The readings of this moment: watts, sm_megahertz, celsius (each None if unsupported) and throttle, a list of words.
+
+    None without an NVIDIA GPU or without the package nvidia-ml-py, which `pip install nvidia-ml-py` brings.
+    """
+    found = sensors(device)
+    return None if found is None else reading(found)
+
+
+def reading(found: Sensors) -> dict[str, Any]:
+    return {
+        "watts": found.watts(),
+        "sm_megahertz": found.sm_megahertz(),
+        "celsius": found.celsius(),
+        "throttle": found.throttle(),
+    }
+
+
+class Sampler:
+    """Reads the sensors every `interval_seconds` in a thread while a `with` block runs; `summary` has the result.
+
+    with Sampler(device) as sampler: ...
+    sampler.summary["watts"]["mean"]
+    """
+
+    def __init__(self, device: torch.device, interval_seconds: float = 0.1):
+        self.sensors = sensors(device)
+        self.interval_seconds = interval_seconds
+        self.readings: list[tuple[float, dict[str, Any]]] = []  # (seconds on the clock, reading)
+        self.summary: dict[str, Any] | None = None
+
+    def __enter__(self) -> "Sampler":
+        if self.sensors is not None:
+            self.stopped = threading.Event()
+            self.joules_before = self.sensors.joules()
+            self.take()
+            self.thread = threading.Thread(target=self.watch, daemon=True)
+            self.thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self.sensors is not None:
+            self.stopped.set()
+            self.thread.join()
+            self.take()
+            self.summary = summarize(self.readings, self.joules_before, self.sensors.joules())
+
+    def watch(self) -> None:
+        while not self.stopped.wait(self.interval_seconds):
+            self.take()
+
+    def take(self) -> None:
+        assert self.sensors is not None
+        self.readings.append((time.perf_counter(), reading(self.sensors)))
+
+
+def summarize(
+    readings: list[tuple[float, dict[str, Any]]], joules_before: float | None, joules_after: float | None
+) -> dict[str, Any]:
+    """Mean, min and max of each quantity (None if unsupported), the share of readings with each throttle reason, and the
+    energy in joules: the difference of the driver's counter, or else watts integrated over time."""
+    summary: dict[str, Any] = {"readings": len(readings), "seconds": readings[-1][0] - readings[0][0]}
+    for name in ("watts", "sm_megahertz", "celsius"):
+        values = [values[name] for _, values in readings if values[name] is not None]
+        summary[name] = {"mean": fmean(values), "min": min(values), "max": max(values)} if values else None
+    words = [word for _, values in readings for word in values["throttle"]]
+    summary["throttle"] = {word: words.count(word) / len(readings) for word in REASONS.values() if word in words}
+    if joules_before is not None and joules_after is not None:
+        return summary | {"joules": joules_after - joules_before, "energy_from": "counter"}
+    power = [(seconds, values["watts"]) for seconds, values in readings if values["watts"] is not None]
+    pairs = itertools.pairwise(power)
+    joules = sum((later - start) * (first + second) / 2 for (start, first), (later, second) in pairs)
+    return summary | {"joules": joules if len(power) > 1 else None, "energy_from": "watts over time"}

@@ -1,0 +1,160 @@
+"""Every memory-bound kernel as it is launched at GPT-2's sizes, compiled without a GPU.
+
+    python -m tests.kernels.memory_kernel_table      prints registers, stack and the widest accesses as JSON
+
+Needs a process without TRITON_INTERPRET.
+"""
+
+import json
+import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import triton
+
+from handgrad.ops.kernels import classifier, column_sums, embedding, gelu, layernorm, optimizer
+from tests.kernels.compiling import compile_kernel
+
+ARCHITECTURES = (80, 90, 100)
+DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
+CHANNELS = (768, 1600)
+V, Vp = 50257, 50304
+
+INTEGER = dict.fromkeys(("N", "O", "T", "P", "B", "elements", "size"), "i32:16")
+FIXED_POINTERS = {
+    "mean": "*fp32",
+    "rstd": "*fp32",
+    "losses": "*fp32",
+    "scale": "*fp32",
+    "partials": "*fp32",
+    "parts": "*fp32",
+    "dwte": "*fp32",
+    "dwpe": "*fp32",
+    "first_acc": "*fp32",
+    "second_acc": "*fp32",
+    "third_acc": "*fp32",
+    "tokens": "*i64",
+    "targets": "*i64",
+    "sorted_positions": "*i32",
+    "controls": "*fp64",
+    "sum_acc": "*fp64",
+    "sum_of_losses": "*fp64",
+    "loss_scale": "*fp32",
+    "norm_partials": "*fp32",
+    "flat": "*fp32",
+    "weight_": "*fp32",
+    "m_buffer": "*fp32",
+    "v_buffer": "*fp32",
+    "gradient": "*fp32",
+}
+
+
+def launches(C: int, itemsize: int = 2) -> dict[str, tuple[triton.JITFunction, dict[str, object], int]]:
+    """name: (kernel, its constants, warps), as the operations launch them."""
+    block, rows, warps = layernorm.forward_tile(C)
+    _, back_block, back_rows, back_warps, stages = layernorm.backward_tile(C, itemsize)
+    forward = {"C": C, "BLOCK_C": block, "ROWS": rows, "EPSILON": 1e-5}
+    backward = {"C": C, "BLOCK_C": back_block, "ROWS": back_rows, "STAGES": stages}
+    softmax = {"V": V, "Vp": Vp, "BLOCK": classifier.BLOCK, "UNROLL": classifier.UNROLL}
+    chunk = {"C": C, "CHUNK": embedding.CHUNK}
+    sums = {"ROWS": optimizer.SUM_ROWS, "COLUMNS": optimizer.SUM_COLUMNS}
+    betas = {"BETA1": 0.9, "BETA2": 0.95, "LOG2_BETA1": -0.152, "LOG2_BETA2": -0.074, "EPSILON": 1e-8, "WEIGHT_DECAY": 0.1}
+    tiles = {"BLOCK": optimizer.UPDATE_ELEMENTS, "TILES": optimizer.UPDATE_TILES}
+    return {
+        "layernorm_forward": (layernorm._forward, forward, warps),
+        "layernorm_backward": (layernorm._backward, {**backward, "BELOW": True}, back_warps),
+        "layernorm_backward, nothing below": (layernorm._backward, {**backward, "BELOW": False}, back_warps),
+        "column sums": (
+            column_sums._sum_columns,
+            {"ROWS": column_sums.ROWS, "COLUMNS": column_sums.COLUMNS},
+            column_sums.WARPS,
+        ),
+        "partial sums": (
+            column_sums._add_partials,
+            {"SLOTS": 3, "ROWS": column_sums.PARTIAL_ROWS, "COLUMNS": column_sums.PARTIAL_COLUMNS},
+            column_sums.PARTIAL_WARPS,
+        ),
+        "classifier_forward": (classifier._forward, {**softmax, "PADDED": 64}, classifier.WARPS),
+        "classifier_forward_backward": (classifier._forward_backward, softmax, classifier.WARPS),
+        "gelu_forward": (gelu._forward, {"BLOCK": gelu.BLOCK}, gelu.WARPS),
+        "gelu_backward": (gelu._backward, {"BLOCK": gelu.BLOCK}, gelu.WARPS),
+        "embedding_forward": (embedding._forward, {"C": C, "BLOCK_C": block, "ROWS": rows}, warps),
+        "embedding runs": (embedding._sum_runs, {**chunk, "COLUMNS": embedding.RUN_COLUMNS}, embedding.RUN_WARPS),
+        "embedding parts": (
+            embedding._join_runs,
+            {**chunk, "PARTS": embedding.PARTS, "COLUMNS": embedding.PART_COLUMNS},
+            embedding.PART_WARPS,
+        ),
+        "embedding positions": (
+            embedding._sum_samples,
+            {"SAMPLES": embedding.SAMPLES, "BLOCK": embedding.POSITION_ELEMENTS},
+            embedding.POSITION_WARPS,
+        ),
+        "loss_sum": (optimizer._loss_sum, sums, optimizer.SUM_WARPS),
+        "squared_norms": (
+            optimizer._squared_norms,
+            {"ROWS": optimizer.NORM_ROWS, "COLUMNS": optimizer.NORM_COLUMNS},
+            optimizer.NORM_WARPS,
+        ),
+        "verdict": (
+            optimizer._verdict,
+            {"TOKENS": 524288.0, "CLIP_NORM": 1.0, "DYNAMIC": True, **sums},
+            optimizer.SUM_WARPS,
+        ),
+        "adamw_update": (optimizer._adamw, {"PUBLISH": True, **betas, **tiles}, optimizer.UPDATE_WARPS),
+        "adamw_update in place": (optimizer._adamw, {"PUBLISH": False, **betas, **tiles}, optimizer.UPDATE_WARPS),
+    }
+
+
+def signature_of(name: str, kernel: triton.JITFunction, dtype: str) -> dict[str, str]:
+    """Types of the arguments that are not constants. Buffers begin at multiples of 16 bytes, sizes are multiples of 16."""
+    own = {"results": "*fp64", "out": "*fp32" if name == "squared_norms" else f"*{dtype}"}
+    if name.startswith("adamw"):
+        own["weight"] = "*fp32"
+    types = {**FIXED_POINTERS, **own}
+    return {n: INTEGER.get(n) or types.get(n, f"*{dtype}") + ":16" for n in kernel.arg_names}
+
+
+def widest(ptx: str, operation: str) -> int:
+    """Bytes of the widest global load or store of one lane."""
+    found = re.findall(rf"{operation}\.global[\w.:]*?(?:\.v(\d))?\.b(\d+)\s", ptx)
+    return max((int(count or 1) * int(bits) // 8 for count, bits in found), default=0)
+
+
+def compile_one(job: tuple[str, int, str, int]) -> dict[str, object]:
+    name, C, dtype, arch = job
+    kernel, constants, warps = launches(C, DTYPES[dtype])[name]
+    made = compile_kernel(kernel, signature_of(name, kernel, dtype), constants, warps, 3, arch)
+    return {
+        "kernel": name,
+        "C": C,
+        "dtype": dtype,
+        "arch": arch,
+        "warps": warps,
+        "registers": made["registers"],
+        "stack": made["stack"],
+        "shared": made["shared"],
+        "load": widest(made["ptx"], "ld"),
+        "store": widest(made["ptx"], "st"),
+        "spills": len(re.findall(r"[ls][dt]\.local", made["ptx"])),
+    }
+
+
+def jobs(architectures: tuple[int, ...], dtypes: tuple[str, ...]) -> list[tuple[str, int, str, int]]:
+    """Kernels without C among their constants are compiled once."""
+    found = []
+    for name, (_, constants, _) in launches(768).items():
+        for C in CHANNELS if "C" in constants else CHANNELS[:1]:
+            found += [(name, C, dtype, arch) for dtype in dtypes for arch in architectures]
+    return found
+
+
+def main() -> None:
+    architectures = tuple(map(int, sys.argv[1].split(","))) if len(sys.argv) > 1 else ARCHITECTURES
+    dtypes = tuple(sys.argv[2].split(",")) if len(sys.argv) > 2 else tuple(DTYPES)
+    with ThreadPoolExecutor(2) as pool:
+        print(json.dumps(list(pool.map(compile_one, jobs(architectures, dtypes)))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Attention's kernels: right in the interpreter (float32), and without spills when compiled for GPUs that are not there.
+
+    TRITON_INTERPRET=0 python -m tests.kernels.test_attention_kernels [all]      prints what each configuration costs
+
+The interpreter's products of 16-bit inputs are garbage: those are checked on a GPU.
+"""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton")
+
+from handgrad.ops import reference
+from handgrad.ops.kernels import attention
+from handgrad.ops.kernels.attention import CONFIGS, Config
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ROUNDING = 2.0**-24
+GARBAGE = 255  # bytes that are NaN as float32
+
+# Queries per tile more and fewer than keys; and what is shipped.
+TILES = {"wide": Config(32, 16, 4, 1), "tall": Config(16, 32, 4, 1), "square": Config(32, 32, 4, 1), "shipped": None}
+
+
+def randn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def run(dtype: torch.dtype, B: int, T: int, H: int, D: int, config: Config | None = None, *, kernels: bool) -> list[Tensor]:
+    """out, lse and dqkv over NaN-filled buffers, from the same random inputs, of float32's precision."""
+    N, C = B * T, H * D
+    qkv, dout = (randn(*shape, seed=seed).float().to(DEVICE, dtype) for seed, shape in enumerate([(N, 3 * C), (N, C)]))
+    out, lse, dqkv = (torch.full(s, math.nan, dtype=dtype, device=DEVICE) for s in [(N, C), (B, H, T), (N, 3 * C)])
+    if kernels:
+        size = attention.attention_scratch_bytes(B, H, T)
+        scratch = torch.full((size + 16,), GARBAGE, dtype=torch.uint8, device=DEVICE)
+        attention.attention_forward(out, lse, qkv, config=config)
+        attention.attention_backward(dqkv, dout, out, lse, qkv, scratch=scratch, dq_config=config, dkdv_config=config)
+        assert (scratch[size:] == GARBAGE).all()
+    else:
+        reference.attention_forward(out, lse, qkv)
+        reference.attention_backward(dqkv, dout, out, lse, qkv)
+    return [out, lse, *dqkv.view(N, 3, C).unbind(1)]
+
+
+@pytest.mark.parametrize("tiles", TILES)
+@pytest.mark.parametrize(
+    ("B", "T", "H", "D"),
+    [(1, 1, 1, 16), (2, 37, 3, 16), (1, 96, 2, 64), (2, 70, 2, 24), (1, 33, 1, 128), (1, 128, 1, 16), (3, 64, 1, 8)],
+)
+def test_float32(B: int, T: int, H: int, D: int, tiles: str) -> None:
+    """As exact as the reference in float32, up to a factor of two and one rounding."""
+    exact = run(torch.float64, B, T, H, D, kernels=False)
+    plain = run(torch.float32, B, T, H, D, kernels=False)
+    found = run(torch.float32, B, T, H, D, TILES[tiles], kernels=True)
+    for name, e, p, f in zip(("out", "lse", "dq", "dk", "dv"), exact, plain, found, strict=True):
+        # One token attends to itself alone: dq and dk are zero but for rounding, relative to nothing.
+        floor = ROUNDING * (e.norm() if T > 1 else math.sqrt(D) * 8)
+        error, allowed = (f - e).norm(), 2 * (p - e).norm() + floor
+        assert torch.isfinite(f).all() and error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
+
+
+def test_scratch_is_checked() -> None:
+    tensors = [torch.zeros(shape, device=DEVICE) for shape in [(16, 48), (16, 16), (16, 16), (1, 1, 16), (16, 48)]]
+    with pytest.raises(AssertionError, match="scratch holds"):
+        attention.attention_backward(*tensors, scratch=torch.zeros(64, dtype=torch.uint8, device=DEVICE))
+
+
+def arguments(kernel, D: int, dtype: str, config: Config, *, tail: bool, tf32: bool) -> tuple[dict, dict, dict]:
+    """(signature, constants, options) of a kernel as it is launched at GPT-2's sizes."""
+    types = {"lse": "*fp32:16", "rows": "*fp32:16", "H": "i32", "T": "i32" if tail else "i32:16", "C": "i32:16"}
+    signature = {name: types.get(name, f"*{dtype}:16") for name in kernel.arg_names} | {"row_stride": "i32:16"}
+    tiles = {"D": D, "WIDTH": D, "QUERIES": config.queries, "KEYS": config.keys}
+    constants = {**tiles, "TAIL": tail, "PRECISION": "tf32" if tf32 else "ieee"}
+    return signature, constants, {"maxnreg": config.registers} if config.registers else {}
+
+
+def compiled_table(*, everything: bool) -> list[dict]:
+    """What each shipped configuration costs. `everything`: also fp16, lengths that leave a tail, and tf32."""
+    from tests.kernels.compiling import SHARED_LIMIT, compile_kernel
+
+    def cost(case: tuple) -> dict:
+        (name, D, narrow, newer), config, dtype, arch, tail, tf32 = case
+        kernel = getattr(attention, f"{name}_kernel")
+        signature, constants, options = arguments(kernel, D, dtype, config, tail=tail, tf32=tf32)
+        made = compile_kernel(kernel, signature, constants, config.warps, config.stages, arch, **options)
+        return {
+            "kernel": f"{name} D {D} sm_{arch} {dtype}{' tf32' * tf32}{' tail' * tail} {tuple(config)}",
+            "registers": made["registers"],
+            "stack": made["stack"],
+            "shared": made["shared"],
+            "limit": SHARED_LIMIT[arch if newer else 86],
+            "tail": tail,
+            "wgmma": "wgmma.mma_async" in made["ptx"] if arch == 90 and narrow else None,
+            "serialized": made["serialized"],
+        }
+
+    cases = []
+    for (name, D, narrow, newer), config in CONFIGS.items():
+        dtypes = (("bf16", "fp16") if everything else ("bf16",)) if narrow else ("fp32",)
+        tf32s = (False, True) if everything and not narrow else (False,)
+        for case in product(dtypes, (90, 100) if newer else (80,), (False, True) if everything else (False,), tf32s):
+            cases.append(((name, D, narrow, newer), config, *case))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(cost, cases))
+
+
+def test_shipped_configurations_compile() -> None:
+    """No spills, within shared memory, and on Hopper with its own tensor-core instructions."""
+    command = [sys.executable, "-m", "tests.kernels.test_attention_kernels"]
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    result = subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-2000:]
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert len(rows) == 36
+    check(rows)
+
+
+def check(rows: list[dict]) -> None:
+    for row in rows:
+        # Lengths that leave a tail may keep a few words outside the loops in memory.
+        assert row["stack"] <= (32 if row["tail"] else 0) and row["shared"] <= row["limit"], row
+        assert row["wgmma"] in (None, True) and not row["serialized"], row
+
+
+if __name__ == "__main__":
+    table = compiled_table(everything="all" in sys.argv)
+    print("\n".join(map(json.dumps, table)))
+    check(table)

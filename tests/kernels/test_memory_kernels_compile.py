@@ -1,0 +1,57 @@
+"""The memory-bound kernels compiled for GPUs that are not there: nothing spills, and bf16 moves in 16-byte pieces."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+ROOT = Path(__file__).parents[2]
+
+# What reads or writes less than 16 bytes at a time, because there is no more: single numbers, and a strip's 64 bytes.
+NARROW_STORES = {
+    "column sums",
+    "partial sums",
+    "classifier_forward",
+    "embedding parts",
+    "loss_sum",
+    "squared_norms",
+    "verdict",
+}
+# How many programs' registers fit a multiprocessor decides how many rows are under way.
+MULTIPROCESSORS, REGISTER_FILE = 132, 65536  # of an H200
+ROWS_UNDER_WAY = {"classifier_forward_backward": 3, "classifier_forward": 3}  # on each
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[dict]:
+    """One process for all: the interpreter's environment variable must not be in it."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.kernels.memory_kernel_table"]
+    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr[-2000:]
+    return json.loads(process.stdout)
+
+
+def test_nothing_spills(compiled: list[dict]) -> None:
+    assert [row for row in compiled if row["stack"] or row["spills"]] == []
+
+
+def test_accesses_are_wide(compiled: list[dict]) -> None:
+    assert [row for row in compiled if row["load"] < 16] == []
+    narrow = {row["kernel"] for row in compiled if row["store"] < 16}
+    assert narrow <= NARROW_STORES, narrow - NARROW_STORES
+
+
+def test_registers_leave_room(compiled: list[dict]) -> None:
+    """All programs of the layer norm's backward run at once; of the classifier, three rows on every multiprocessor."""
+    for row in compiled:
+        if row["dtype"] != "fp32" and row["arch"] >= 90:
+            resident = REGISTER_FILE // (32 * row["warps"] * -(-row["registers"] // 8) * 8)
+            if row["kernel"].startswith("layernorm_backward"):
+                assert resident * MULTIPROCESSORS >= (512 if row["C"] == 768 else 256), row
+            assert resident >= ROWS_UNDER_WAY.get(row["kernel"], 1), row

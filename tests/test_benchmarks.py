@@ -1,0 +1,330 @@
+"""The benchmarks: contenders that compute the same thing, fair turns, figures that follow from what was measured."""
+
+import dataclasses
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import gpu_loss, gpu_step, ladder
+from benchmarks.contenders import HandgradRun, Settings, TwinRun, ZipfTokens, tokens_of
+from benchmarks.gpu_twin import Switches
+from benchmarks.turns import Peer, PeerFailed, contend, timed_turn
+from handgrad.cli import main
+from handgrad.errors import UsageError
+
+CPU = torch.device("cpu")
+SMALL = Settings(
+    model="tiny", micro_batch=2, sequence_length=16, micro_steps=2, precision="fp32", device="cpu", vocab_size=301
+)
+EAGER = Switches(attention="flash", compiled=False, autocast=False)
+
+# A contender without a model: three steps a second, by its own account; what else it does, its arguments say.
+DUMMY = """
+import json, os, sys
+name, log, behaviour = sys.argv[1:]
+print(json.dumps({"loss": 9.0}), flush=True)
+for number, line in enumerate(sys.stdin):
+    seconds = float(line.split()[1])
+    with open(log, "a") as file:
+        file.write(f"{name} {seconds:g} {os.environ.get('TRITON_CACHE_DIR', '')}\\n")
+    if behaviour == "dies" and number == 1:
+        sys.exit(3)
+    if behaviour == "gives up" and number == 1:
+        print(json.dumps({"failed": "out of memory"}), flush=True)
+        break
+    speed = 3 if behaviour == "fast" else 2
+    answer = {"steps": int(speed * seconds), "seconds": seconds, "loss": 8.5, "power": None}
+    print(json.dumps({**answer, "allocated_bytes": 2 << 30, "reserved_bytes": 3 << 30}), flush=True)
+"""
+
+
+def dummy(name: str, log: Path, behaviour: str = "slow") -> list[str]:
+    return [sys.executable, "-c", DUMMY, name, str(log), behaviour]
+
+
+# The contenders.
+
+
+def gradients_of_twin(settings: Settings, switches: Switches, dtype: torch.dtype) -> tuple[float, dict[str, torch.Tensor]]:
+    """(loss, gradients by handgrad's names) of the first step's micro-batches."""
+    config, tokens = dataclasses.replace(settings.config(), clip_norm=0.0), tokens_of(settings)
+    run = TwinRun(config, tokens, switches, same_weights=True)
+    twin = run.trainer.twin.to(dtype)
+    micro_batches = []
+    for m in range(config.micro_steps):
+        inputs, targets = (torch.zeros(config.micro_batch, config.sequence_length, dtype=torch.int64) for _ in range(2))
+        tokens.source.fill(inputs, targets, m * config.micro_batch)
+        micro_batches.append((inputs, targets))
+    total = run.trainer.step(micro_batches).item()
+    return total, {row.name: twin.parameter_of(row).grad.double() for row in run.trainer.table}
+
+
+@pytest.mark.parametrize("attention", ["plain", "flash"])
+@pytest.mark.parametrize("padded", [True, False])
+def test_the_twin_is_the_same_model(attention: str, padded: bool) -> None:
+    """handgrad's float32 loss and gradients lie at most twice as far from the twin's float64 ones as its float32 ones."""
+    switches = dataclasses.replace(EAGER, attention=attention, padded=padded)
+    exact_loss, exact = gradients_of_twin(SMALL, switches, torch.float64)
+    twin_loss, twin = gradients_of_twin(SMALL, switches, torch.float32)
+    run = HandgradRun(SMALL.config(), tokens_of(SMALL))
+    run.stepper.begin(0)
+    loss_error = abs(run.state.sum_of_losses.item() / SMALL.config().tokens_per_step - exact_loss)
+    assert loss_error <= 2 * abs(twin_loss - exact_loss) + 1e-6 * exact_loss
+    for row in run.state.table:
+        found, stored = row.stored(run.state.gradients).double(), slice(row.stored_rows)
+        norm = exact[row.name].norm()
+        assert norm > 0, row.name
+        twin_error = (twin[row.name] - exact[row.name]).norm()
+        assert (found - exact[row.name][stored]).norm() <= 2 * twin_error + 1e-6 * norm, row.name
+
+
+def test_the_twins_padding_is_never_trained() -> None:
+    run = TwinRun(SMALL.config(), tokens_of(SMALL), EAGER)
+    assert run.trainer.twin.wte.weight.shape[0] == 384
+    run.turn(lambda launched: launched < 3)
+    weight = run.trainer.twin.wte.weight.detach()
+    assert (weight[301:] == 0).all() and (weight[:301] != 0).any(1).all()
+
+
+def test_all_contenders_make_the_same_steps() -> None:
+    """Eight steps in two turns, one launched ahead of the last result: the losses of plain steps, and of the twin."""
+    settings = dataclasses.replace(SMALL, learning_rate=1e-2, schedule="linear", warmup_steps=2, steps=8)
+    config, tokens = settings.config(), tokens_of(settings)
+    run, plain = HandgradRun(config, tokens), HandgradRun(config, tokens)
+    losses = run.turn(lambda launched: launched < 5) + run.turn(lambda launched: launched < 3)
+    assert losses == [plain.stepper.step(step).loss for step in range(8)]
+    twin = TwinRun(config, tokens, EAGER, same_weights=True)
+    theirs = twin.turn(lambda launched: launched < 5) + twin.turn(lambda launched: launched < 3)
+    assert theirs == pytest.approx(losses, abs=2e-5)
+    assert losses[-1] < losses[0] - 0.05, "they learn that some tokens are frequent"
+
+
+def test_made_up_tokens_are_a_function_of_the_sample() -> None:
+    source = ZipfTokens(301, seed=3)
+    whole, halves = torch.zeros(2, 4, 8, dtype=torch.int64), torch.zeros(2, 4, 8, dtype=torch.int64)
+    source.fill(whole[0], whole[1], 10)
+    for first in (2, 0):
+        ZipfTokens(301, seed=3).fill(halves[0, first : first + 2], halves[1, first : first + 2], 10 + first)
+    assert torch.equal(whole, halves)
+    assert torch.equal(whole[0, :, 1:], whole[1, :, :-1]), "a target is the next token"
+    assert torch.equal(whole[0, 1:, 0], whole[1, :-1, -1]), "a sample begins where the one before it ends"
+    counts = torch.bincount(torch.as_tensor(source.pool)).sort(descending=True).values
+    assert len(counts) == 301 and 1.5 < counts[0] / counts[2] < 2.1, "1 / 2.7 against 1 / 4.7 would be 1.74"
+
+
+# The turns.
+
+
+def test_a_contender_answers_lines() -> None:
+    class Run:
+        completed = 0
+
+        def turn(self, more: Any) -> list[float]:
+            losses = [1.0]
+            while more(len(losses)):
+                losses.append(losses[-1] / 2)
+            return losses
+
+    pipe = io.StringIO()
+    contend(Run, CPU, ["go 0.05\n", "go 0\n"], pipe)
+    first, turn, short = map(json.loads, pipe.getvalue().splitlines())
+    assert first["loss"] == 1.0
+    assert turn["steps"] > 1 and 0.05 <= turn["seconds"] < 1 and turn["power"] is None
+    assert short["steps"] == 1
+
+    def refuses() -> Run:
+        raise UsageError("expected a GPU")
+
+    pipe = io.StringIO()
+    contend(refuses, CPU, [], pipe)
+    assert json.loads(pipe.getvalue()) == {"failed": "expected a GPU"}
+
+
+def test_what_a_contender_prints_is_no_answer(capfd: pytest.CaptureFixture) -> None:
+    code = (
+        "import os; from benchmarks.turns import answers, say; pipe = answers();"
+        "print('chatter', flush=True); os.system('echo more'); say(pipe, {'loss': 4.0})"
+    )
+    peer = Peer("chatty", [sys.executable, "-c", code])
+    assert peer.answer() == {"loss": 4.0}
+    with pytest.raises(PeerFailed, match="exit code 0"):
+        peer.answer()
+    peer.close()
+    captured = capfd.readouterr()
+    assert "chatter" in captured.err and "more" in captured.err and captured.out == ""
+
+
+def test_turns_alternate_and_a_failure_stops_nobody_else(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    behaviours = {"a": "slow", "b": "dies", "c": "gives up", "d": "fast"}
+    commands = {name: dummy(name, log, behaviour) for name, behaviour in behaviours.items()}
+    commands["e"] = [sys.executable, "-c", "raise SystemExit(5)"]
+    rows = gpu_step.measure(commands, seconds=20, turn_seconds=10, device=CPU)
+    calls = [line.split() for line in log.read_text().splitlines()]
+    assert [call[:2] for call in calls] == [
+        *([name, "3"] for name in "abcd"),  # the warm-up
+        *([name, "10"] for name in "abcd"),
+        *([name, "10"] for name in "ad"),
+    ]
+    assert len({call[2] for call in calls}) == 4 and "" not in {call[2] for call in calls}, "caches are nobody else's"
+    assert not any(Path(call[2]).exists() for call in calls), "and are removed"
+    assert "exit code 3" in rows["b"]["failed"] and rows["c"]["failed"] == "out of memory"
+    assert "exit code 5" in rows["e"]["failed"]
+    assert [turn["steps"] for turn in rows["d"]["turns"]] == [30, 30]
+    assert rows["a"]["first_loss"] == 9.0
+    assert rows["a"]["first_step_warm_seconds"] > 0 and rows["a"]["first_step_cold_seconds"] > 0
+
+
+def test_a_turn_has_an_end() -> None:
+    run = HandgradRun(SMALL.config(), tokens_of(SMALL))
+    turn = timed_turn(run, 0.05, CPU)
+    assert turn["steps"] == run.completed >= 1 and 0.05 <= turn["seconds"] < 5
+
+
+# The figures.
+
+
+def turn_of(steps: int, seconds: float, joules: float, megahertz: float) -> dict[str, Any]:
+    power = {"joules": joules, "sm_megahertz": {"mean": megahertz}}
+    return {
+        "steps": steps,
+        "seconds": seconds,
+        "loss": 3.0,
+        "power": power,
+        "allocated_bytes": 1 << 30,
+        "reserved_bytes": 0,
+    }
+
+
+def test_figures_follow_from_the_turns() -> None:
+    row = {"turns": [turn_of(30, 10.0, 6000.0, 1400), turn_of(10, 6.0, 3600.0, 1500)], "driver_bytes": 5 << 30}
+    found = gpu_step.figures(row, tokens_per_step=1000, flops=1e9, peak=1e13)
+    assert found["tokens_per_second"] == 2500 and found["tokens_per_second_by_turn"] == [3000, 1000 / 0.6]
+    assert found["milliseconds_per_step"] == 400 and found["steps"] == 40 and found["mfu"] == 0.25
+    assert found["mean_watts"] == 600 and found["mean_sm_megahertz"] == 1450
+    assert found["millijoules_per_token"] == pytest.approx(240)
+    assert (found["allocated_gib"], found["reserved_gib"], found["driver_gib"]) == (1, 0, 5)
+    rows = {"handgrad-fp32": found, "twin-flash": {"tokens_per_second": 3}, "twin-cudnn": {"tokens_per_second": 4}}
+    assert gpu_step.best_twin(rows) == "twin-cudnn" and gpu_step.best_twin({"handgrad": found}) is None
+    failed = gpu_step.figures({"turns": [], "failed": "out of memory"}, 1000, 1e9, None)
+    assert failed == {"failed": "out of memory"}
+
+
+def test_the_step_benchmark_prints_and_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    behaviour = {"handgrad": "fast", "twin-flash": "slow", "twin-cudnn": "gives up"}
+    monkeypatch.setattr(gpu_step, "command", lambda name, settings: dummy(name, tmp_path / "log", behaviour[name]))
+    out = tmp_path / "step.json"
+    settings = dataclasses.replace(SMALL, micro_steps=1)
+    gpu_step.compare(settings, gpu_step.DEFAULT_CONTENDERS, seconds=2, turn_seconds=1, out=str(out))
+    printed = capsys.readouterr().out
+    assert "handgrad / best twin (twin-flash): 1.500" in printed and "failed: out of memory" in printed
+    line = next(line for line in printed.splitlines() if line.startswith("twin-flash"))
+    assert line.split()[1:4] == ["64", "-", "500.00"], "2 steps of 32 tokens a second; no MFU on a CPU"
+    record = json.loads(out.read_text())
+    assert {"machine", "versions", "commit", "date", "settings", "tokens", "libraries"} <= record.keys()
+    assert record["settings"]["model"] == "tiny" and record["settings"]["turn_seconds"] == 1
+    assert record["figures"]["handgrad"]["times_best_twin"] == 1.5
+    assert record["figures"]["twin-cudnn"]["failed"] == "out of memory"
+
+
+def test_losses_of_real_runs(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Six steps, handgrad's in a process of their own: the curves of a run here, a table, a record and a picture."""
+    in_a_process = gpu_loss.curve
+
+    def curve(name: str, settings: Settings) -> list[float]:
+        if name == "handgrad-fp32":
+            return in_a_process(name, settings)
+        return gpu_loss.make_run(name, settings).turn(lambda launched: launched < settings.steps)
+
+    monkeypatch.setattr(gpu_loss, "curve", curve)
+    settings = dataclasses.replace(SMALL, data=str(shards), learning_rate=1e-2, steps=6)
+    out = tmp_path / "loss.json"
+    curves = gpu_loss.compare(settings, "handgrad-fp32,twin-flash", str(out))
+    config = settings.config()
+    assert curves["handgrad-fp32"] == HandgradRun(config, tokens_of(settings)).turn(lambda launched: launched < 6)
+    record = json.loads(out.read_text())
+    distances = [abs(a - b) for a, b in zip(curves["twin-flash"], curves["handgrad-fp32"], strict=True)]
+    assert record["differences"]["twin-flash"]["largest"] == max(distances) and 0 < max(distances) < 0.1
+    assert [len(curve) for curve in record["curves"].values()] == [6, 6]
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert "from handgrad-fp32" in capsys.readouterr().out
+
+
+def test_differences_of_curves() -> None:
+    found = gpu_loss.differences([5.0, 4.0, 3.5], [5.5, 4.0, 3.25])
+    assert found == {"first": 0.5, "largest": 0.5, "mean": 0.25, "late_mean": pytest.approx(-0.25 / 3)}
+
+
+def test_the_ladder_adds_one_thing_a_row() -> None:
+    before = ladder.switches_of(0, cuda=True)
+    assert before == ladder.BOTTOM
+    for rung, row in enumerate(ladder.RUNGS):
+        if row.handgrad or rung == 0:
+            continue
+        switches = ladder.switches_of(rung, cuda=True)
+        changed = {name for name, value in dataclasses.asdict(switches).items() if value != getattr(before, name)}
+        assert changed == set(row.changes), row.title
+        before = switches
+    on_cpu = ladder.switches_of(6, cuda=False)
+    assert not on_cpu.compiled and not on_cpu.tf32 and on_cpu.fused and on_cpu.attention == "flash"
+
+
+def test_the_ladder_on_a_cpu(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    """A row that is skipped, and one in a process of its own."""
+    out = tmp_path / "ladder.json"
+    rows = ladder.compare(SMALL, 0.2, str(out), rungs=[1, 5])
+    assert rows[0] == {"title": "+ TF32", "skipped": "needs a CUDA GPU"}
+    assert rows[1]["title"] == "+ vocabulary padded to 384"
+    assert rows[1]["tokens_per_second"] == pytest.approx(32e3 / rows[1]["milliseconds_per_micro_batch"])
+    printed = capsys.readouterr().out
+    assert "skipped: needs a CUDA GPU" in printed and f"{rows[1]['tokens_per_second']:.0f}" in printed
+    assert len(json.loads(out.read_text())["figures"]) == 2
+
+
+def test_gains_are_over_the_measured_row_before() -> None:
+    row = {"milliseconds_per_micro_batch": 1.0, "reserved_bytes": None, "first_step_seconds": 1.0}
+    speeds = {"a": 100.0, "b": None, "c": 150.0, "d": None, "e": 600.0}
+    rows = [{"title": t, "tokens_per_second": s, **row} if s else {"title": t, "failed": "no"} for t, s in speeds.items()]
+    ladder.add_gains(rows)
+    assert [(row.get("gain"), row.get("gain_from_the_bottom")) for row in rows] == [
+        *((None, None), (None, None), (1.5, 1.5), (None, None), (4.0, 6.0))
+    ]
+    lines = ladder.table(rows)
+    assert "x 4.00   x 6.00" in lines[5] and "no" in lines[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["step", "--device", "cpu", "--contenders", "handgrad"], "--contenders does nothing in `bench step on a CPU`"),
+        (["ladder", "--rounds", "3"], "--rounds does nothing in `bench ladder`"),
+        (["ladder", "--seconds", "0"], "--seconds must be above 0"),
+        (["ladder", "--device", "cuda"], "device cuda"),
+        (["loss"], "give --data DIR"),
+        (["loss", "--data", "{shards}", "--contenders", "twin-flsh,handgrad-bf16"], "did you mean twin-flash?"),
+        (["loss", "--data", "{shards}", "--contenders", "twin-flash"], "two names"),
+        (["loss", "--out", "{shards}/none/x.json"], "there is no folder"),
+        (["kernels"], "needs a CUDA GPU"),
+    ],
+)
+def test_usage(arguments: list[str], told: str, shards: Path, capsys: pytest.CaptureFixture) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("what is refused without a GPU")
+    assert main(["bench", *(argument.replace("{shards}", str(shards)) for argument in arguments)]) == 64
+    line = capsys.readouterr().err
+    assert told in line and line.count("\n") == 1, line
+
+
+def test_an_unknown_contender_of_steps() -> None:
+    with pytest.raises(UsageError, match=r"did you mean twin-cudnn\?"):
+        gpu_step.check_contenders("handgrad, twin-cudn")
+    assert gpu_step.check_contenders("handgrad, twin-cudnn,") == ["handgrad", "twin-cudnn"]
