@@ -20,6 +20,7 @@ COMMANDS = {
     "report": "a self-contained HTML page of one or more runs",
     "bench": "handgrad beside a PyTorch autograd twin, on this machine",
     "tune": "freezes the fastest algorithm of every product of a model on this GPU",
+    "profile": "where the time of a step goes, kernel by kernel",
     "doctor": "what this machine has, what will be used, what is missing",
     "demo": "the whole way in about two minutes: stories, training, a report",
 }

@@ -95,6 +95,7 @@ class RunConfig:
     sample_every: int = option(0, "steps between samples of text (0: only at the end)", free=True)
     sample_tokens: int = option(96, "tokens per sample of text (0: no samples)", free=True)
     log_every: int = option(10, "steps between plain log lines (every step goes into metrics.jsonl)", free=True)
+    gpu_every: int = option(10, "steps between readings of the GPU's power, clocks and temperature (0: never)", free=True)
 
     # saving
     save_every: int = option(1000, "steps between checkpoints (0: only at the end)", free=True)
@@ -127,7 +128,7 @@ _POSITIVE = ("num_layers", "num_heads", "channels", "sequence_length", "steps", 
 _NOT_NEGATIVE = (
     *("warmup_steps", "final_learning_rate_fraction", "weight_decay", "clip_norm", "skip_loss_z", "skip_norm_z"),
     *("eval_every", "sample_every", "sample_tokens", "save_every", "keep_checkpoints", "head_chunk_tokens"),
-    *("learning_rate", "seed"),
+    *("learning_rate", "seed", "gpu_every"),
 )
 
 

@@ -223,7 +223,7 @@ def test_what_may_change_in_a_resumed_run() -> None:
     """Only where things lie and how often they are looked at: nothing that touches a number."""
     free = {name for name, known in FIELDS.items() if known.metadata["free"]}
     where = {"data", "out"}
-    how_often = {"eval_every", "sample_every", "log_every", "save_every"}
+    how_often = {"eval_every", "sample_every", "log_every", "gpu_every", "save_every"}
     assert free == where | how_often | {"eval_tokens", "sample_tokens", "keep_checkpoints"}
 
 

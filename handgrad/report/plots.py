@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -50,7 +51,20 @@ def choose_plots(runs: Sequence[Run]) -> list[Plot]:
         Plot("learning_rate", "Learning rate", "As scheduled.", False, draw_learning_rate),
         Plot("tokens_per_second", "Tokens per second", "Thick: running median.", False, draw_tokens_per_second),
         Plot("step_time", "Milliseconds per step", "Rare peaks may pass the top.", False, draw_step_time),
+        *gpu_plots(runs),
     ]
+
+
+def gpu_plots(runs: Sequence[Run]) -> list[Plot]:
+    """Power and clock, where a GPU reported them."""
+    plots = []
+    for quantity, title, caption in (
+        ("watts", "GPU power, watts", "Of the board, in the last second before the reading."),
+        ("sm_megahertz", "GPU clock, MHz", "Of the multiprocessors. It falls where the power limit holds it back."),
+    ):
+        if any(math.isfinite(getattr(reading, quantity)) for run in runs for reading in run.gpu):
+            plots.append(Plot(f"gpu_{quantity}", title, caption, False, partial(draw_gpu, quantity=quantity)))
+    return plots
 
 
 def look(index: int) -> dict[str, Any]:
@@ -217,6 +231,16 @@ def draw_speed(axes: Axes, runs: Sequence[Run], series: Sequence[np.ndarray]) ->
         tops.append(np.quantile(finite, 0.99) if len(finite) else 0.0)
     axes.set_ylim(0, 1.15 * max(tops) or 1)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short_text(value)))
+    name_runs(axes, runs, "lower right")
+
+
+def draw_gpu(axes: Axes, runs: Sequence[Run], *, quantity: str) -> None:
+    """A quantity of the GPU's readings, from zero; runs without readings have no line."""
+    for index, run in enumerate(runs):
+        if run.gpu:
+            values = np.array([getattr(reading, quantity) for reading in run.gpu])
+            draw_curve(axes, np.array([reading.step for reading in run.gpu], dtype=float), values, index, len(runs))
+    axes.set_ylim(bottom=0)
     name_runs(axes, runs, "lower right")
 
 

@@ -52,6 +52,15 @@ class Steps:
 
 
 @dataclass(frozen=True)
+class GpuReading:
+    """What the GPU's sensors said after a step. NaN where the GPU does not report it."""
+
+    step: int
+    watts: float
+    sm_megahertz: float
+
+
+@dataclass(frozen=True)
 class Run:
     """One run folder, read."""
 
@@ -64,6 +73,7 @@ class Run:
     validations: list[tuple[int, float]]  # step, nats per token
     samples: list[tuple[int, str]]
     events: list[tuple[int, str]]
+    gpu: list[GpuReading]
     last_line_cut: bool
 
     @property
@@ -212,6 +222,7 @@ def collect(parsed: tuple[list[Line], bool], name: str, folder: Path, config: di
     validations: dict[int, float] = {}
     samples: dict[int, str] = {}
     events: list[tuple[int, str]] = []
+    gpu: dict[int, GpuReading] = {}
     for line in lines:
         kind = line.record["kind"]
         if kind == "run":
@@ -231,6 +242,8 @@ def collect(parsed: tuple[list[Line], bool], name: str, folder: Path, config: di
             samples[line.count("step")] = line.text("text")
         elif kind == "event":
             events.append((line.count("step"), line.text("text")))
+        elif kind == "gpu":
+            gpu[line.count("step")] = GpuReading(line.count("step"), line.number("watts"), line.number("sm_megahertz"))
     if not launches:
         raise DataError(f"{folder / 'metrics.jsonl'} has no 'run' line, so it was not written by `handgrad train`")
     if not rows:
@@ -245,5 +258,6 @@ def collect(parsed: tuple[list[Line], bool], name: str, folder: Path, config: di
         validations=sorted(validations.items()),
         samples=sorted(samples.items()),
         events=events,
+        gpu=[gpu[step] for step in sorted(gpu)],
         last_line_cut=last_line_cut,
     )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import handgrad
-from handgrad import checkpoint, world
+from handgrad import checkpoint, power, world
 from handgrad.arena import make_plan
 from handgrad.backend import choose_backend
 from handgrad.config import RunConfig, check, to_dict
@@ -141,6 +141,7 @@ class Run:
         if self.completed >= self.config.steps:
             self.say(f"{self.folder.path} is finished: {self.completed} of {self.config.steps} steps are done")
             return validation_loss
+        power.sensors(self.device)  # loads NVML, which takes longer than a step
         self.first_step, self.clock = self.completed, time.perf_counter()
         previous = {s: signal.signal(s, self.on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
         try:
@@ -208,6 +209,8 @@ class Run:
         elapsed_seconds, self.clock = now - self.clock, now
         self.completed = step + 1
         self.metrics.step(self.completed, result, self.config.tokens_per_step, elapsed_seconds)
+        if self.config.gpu_every and self.completed % self.config.gpu_every == 0:
+            self.read_gpu()
         self.show(result, elapsed_seconds)
         overflow_is_regular = self.config.precision == "fp16"  # dynamic loss scaling looks for the largest scale so
         self.poisoned = not (math.isfinite(result.loss) and (overflow_is_regular or math.isfinite(result.norm)))
@@ -215,6 +218,12 @@ class Run:
             self.on_skip(result)
         else:
             self.skips_in_a_row = 0
+
+    def read_gpu(self) -> None:
+        """Records what the GPU's sensors say now: the driver's last readings, without waiting for the GPU's work."""
+        reading = power.snapshot(self.device)
+        if reading is not None:
+            self.metrics.record("gpu", step=self.completed, **reading)
 
     def show(self, result: StepResult, elapsed_seconds: float) -> None:
         if len(self.seconds) == 1 and self.warming_up:  # the first step also waits for libraries and page faults

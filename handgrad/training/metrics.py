@@ -50,7 +50,7 @@ class Metrics:
             file.close()
 
     def record(self, kind: str, **values: Any) -> None:
-        """One JSON line. Kinds: run, step, validation, sample, event; those of a step carry `step`, counted from 1."""
+        """One JSON line. Kinds: run, step, gpu, validation, sample, event; those of a step carry `step`, counted from 1."""
         self._line(self.metrics, json.dumps({"kind": kind, **values}))
 
     def step(self, step: int, result: StepResult, tokens: int, elapsed_seconds: float) -> None:

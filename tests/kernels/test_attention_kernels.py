@@ -78,26 +78,26 @@ def test_scratch_is_checked() -> None:
         attention.attention_backward(*tensors, scratch=torch.zeros(64, dtype=torch.uint8, device=DEVICE))
 
 
-def arguments(kernel, D: int, dtype: str, config: Config, *, tail: bool, tf32: bool) -> tuple[dict, dict, dict]:
+def arguments(kernel, D: int, dtype: str, config: Config, *, tail: bool) -> tuple[dict, dict, dict]:
     """(signature, constants, options) of a kernel as it is launched at GPT-2's sizes."""
     types = {"lse": "*fp32:16", "rows": "*fp32:16", "H": "i32", "T": "i32" if tail else "i32:16", "C": "i32:16"}
     signature = {name: types.get(name, f"*{dtype}:16") for name in kernel.arg_names} | {"row_stride": "i32:16"}
     tiles = {"D": D, "WIDTH": D, "QUERIES": config.queries, "KEYS": config.keys}
-    constants = {**tiles, "TAIL": tail, "PRECISION": "tf32" if tf32 else "ieee"}
+    constants = {**tiles, "TAIL": tail}
     return signature, constants, {"maxnreg": config.registers} if config.registers else {}
 
 
 def compiled_table(*, everything: bool) -> list[dict]:
-    """What each shipped configuration costs. `everything`: also fp16, lengths that leave a tail, and tf32."""
+    """What each shipped configuration costs. `everything`: also fp16, and lengths that leave a tail."""
     from tests.kernels.compiling import SHARED_LIMIT, compile_kernel
 
     def cost(case: tuple) -> dict:
-        (name, D, narrow, newer), config, dtype, arch, tail, tf32 = case
+        (name, D, narrow, newer), config, dtype, arch, tail = case
         kernel = getattr(attention, f"{name}_kernel")
-        signature, constants, options = arguments(kernel, D, dtype, config, tail=tail, tf32=tf32)
+        signature, constants, options = arguments(kernel, D, dtype, config, tail=tail)
         made = compile_kernel(kernel, signature, constants, config.warps, config.stages, arch, **options)
         return {
-            "kernel": f"{name} D {D} sm_{arch} {dtype}{' tf32' * tf32}{' tail' * tail} {tuple(config)}",
+            "kernel": f"{name} D {D} sm_{arch} {dtype}{' tail' * tail} {tuple(config)}",
             "registers": made["registers"],
             "stack": made["stack"],
             "shared": made["shared"],
@@ -110,8 +110,7 @@ def compiled_table(*, everything: bool) -> list[dict]:
     cases = []
     for (name, D, narrow, newer), config in CONFIGS.items():
         dtypes = (("bf16", "fp16") if everything else ("bf16",)) if narrow else ("fp32",)
-        tf32s = (False, True) if everything and not narrow else (False,)
-        for case in product(dtypes, (90, 100) if newer else (80,), (False, True) if everything else (False,), tf32s):
+        for case in product(dtypes, (90, 100) if newer else (80,), (False, True) if everything else (False,)):
             cases.append(((name, D, narrow, newer), config, *case))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(cost, cases))

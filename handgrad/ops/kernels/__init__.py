@@ -53,7 +53,7 @@ def attention_forward(out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor)
     if attention_cudnn.runs(qkv.dtype, out.shape[1] // lse.shape[1]):
         attention_cudnn.attention_forward(out, lse, qkv, scratch=scratch)
     else:
-        attention.attention_forward(out, lse, qkv, tf32=bool(torch.backends.cuda.matmul.allow_tf32))
+        attention.attention_forward(out, lse, qkv)
 
 
 def attention_backward(dqkv: Tensor, dout: Tensor, out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor) -> None:
@@ -61,8 +61,7 @@ def attention_backward(dqkv: Tensor, dout: Tensor, out: Tensor, lse: Tensor, qkv
     if attention_cudnn.runs(qkv.dtype, out.shape[1] // lse.shape[1]):
         attention_cudnn.attention_backward(dqkv, dout, out, lse, qkv, scratch=scratch)
     else:
-        tf32 = bool(torch.backends.cuda.matmul.allow_tf32)
-        attention.attention_backward(dqkv, dout, out, lse, qkv, scratch=scratch, tf32=tf32)
+        attention.attention_backward(dqkv, dout, out, lse, qkv, scratch=scratch)
 
 
 __all__ = [

@@ -1,0 +1,268 @@
+"""The kernels on a GPU: products and attention against float64, the whole model, whole runs, the same bits every time."""
+
+import dataclasses
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+
+from handgrad import presets, world
+from handgrad.config import ModelShape, RunConfig
+from handgrad.model import transformer
+from handgrad.model.activations import activations, model_buffers
+from handgrad.model.parameters import model_tensors
+from handgrad.ops import kernels, reference
+from handgrad.training.feed import BatchFeed
+from handgrad.training.loop import train
+from handgrad.training.state import allocate_state
+from handgrad.training.step import Stepper
+from tests.conftest import make_model, make_plan
+from tests.test_runs import elsewhere, records, same_bits, tensors
+
+GPU = torch.device("cuda")
+HALVES = [torch.bfloat16, torch.float16]
+DTYPES = [*HALVES, torch.float32]
+ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+SENTINEL = 3.25
+
+
+@pytest.fixture(autouse=True)
+def exact_products() -> None:
+    """No TF32 and no reduced-precision sums: neither in the kernels nor in the reference they are held against."""
+    world.use_precision(GPU, "fp32")
+
+
+def randn(*shape: int, dtype: torch.dtype, seed: int, scale: float = 1.0) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return (torch.randn(*shape, generator=generator, device=GPU) * scale).to(dtype)
+
+
+def compare(run: Callable[[ModuleType, torch.dtype], dict[str, Tensor]], dtype: torch.dtype) -> None:
+    """Each result's error against float64 on the same (rounded) inputs: at most twice the reference's own in this dtype,
+    plus one rounding; and ten runs give the same bits."""
+    exact, own, found = run(reference, torch.float64), run(reference, dtype), run(kernels, dtype)
+    for name, result in found.items():
+        assert torch.isfinite(result).all(), name
+        error, reference_error = ((t[name].double() - exact[name]).norm().item() for t in (found, own))
+        floor = ROUNDING[result.dtype] * exact[name].norm().item()
+        assert error <= 2 * reference_error + floor, f"{name}: {error:.3g}, reference {reference_error:.3g}"
+    for _ in range(9):
+        again = run(kernels, dtype)
+        assert all(torch.equal(again[name], result) for name, result in found.items())
+
+
+def statistics(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.full(shape, math.nan, dtype=dtype, device=GPU)
+
+
+@pytest.fixture(scope="module")
+def scratch() -> Tensor:
+    size = kernels.scratch_bytes(batch=16, length=1024, channels=1600, padded_vocab_size=50304)
+    return torch.full((size,), 255, dtype=torch.uint8, device=GPU)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("N", "I", "O"), [(128, 64, 192), (1000, 96, 40), (4096, 768, 2304), (77, 1600, 1600)])
+def test_linear(N: int, I: int, O: int, dtype: torch.dtype, scratch: Tensor) -> None:
+    inp, weight = randn(N, I, dtype=dtype, seed=1), randn(O, I, dtype=dtype, seed=2, scale=I**-0.5)
+    bias, dout = randn(O, dtype=dtype, seed=3), randn(N, O, dtype=dtype, seed=4)
+
+    def run(ops: ModuleType, kind: torch.dtype) -> dict[str, Tensor]:
+        x, w, b, dy = (t.to(kind) for t in (inp, weight, bias, dout))
+        out, dx = empty(N, O, dtype=kind), empty(N, I, dtype=kind)
+        dw, db = (torch.full(s, SENTINEL, dtype=statistics(kind), device=GPU) for s in ((O, I), (O,)))
+        ops.linear_forward(out, x, w, b, scratch=scratch)
+        ops.linear_backward(dx, dw, db, dy, x, w, scratch=scratch)
+        return {"out": out, "dx": dx, "dw": dw, "db": db}
+
+    compare(run, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("N", "C"), [(200, 64), (4096, 768), (1024, 1600)])
+def test_fused_products(N: int, C: int, dtype: torch.dtype, scratch: Tensor) -> None:
+    """The hidden layer forward, its backward, and the residual sum, each against the composition it stands for."""
+    F = 4 * C
+    inp, residual, dout = (randn(N, C, dtype=dtype, seed=seed) for seed in (1, 2, 3))
+    wide, narrow = randn(F, C, dtype=dtype, seed=4, scale=C**-0.5), randn(C, F, dtype=dtype, seed=5, scale=F**-0.5)
+    wide_bias, narrow_bias = randn(F, dtype=dtype, seed=6), randn(C, dtype=dtype, seed=7)
+
+    def run(ops: ModuleType, kind: torch.dtype) -> dict[str, Tensor]:
+        x, r, dy, w, v, b, c = (t.to(kind) for t in (inp, residual, dout, wide, narrow, wide_bias, narrow_bias))
+        hidden, gelu, dhidden = (empty(N, F, dtype=kind) for _ in range(3))
+        out = empty(N, C, dtype=kind)
+        dv = torch.full((C, F), SENTINEL, dtype=statistics(kind), device=GPU)
+        ops.linear_gelu_forward(gelu, hidden, x, w, b, scratch=scratch)
+        ops.linear_residual_forward(out, r, gelu, v, c, scratch=scratch)
+        ops.gelu_linear_backward(dhidden, dv, None, dy, gelu, hidden, v, scratch=scratch)
+        return {"hidden": hidden, "gelu": gelu, "out": out, "dhidden": dhidden, "dv": dv}
+
+    compare(run, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("B", "T", "H", "D"),
+    [(1, 1, 1, 16), (2, 65, 3, 64), (3, 200, 2, 32), (2, 1024, 12, 64), (1, 777, 2, 128), (2, 256, 2, 96)],
+)
+def test_attention(B: int, T: int, H: int, D: int, dtype: torch.dtype, scratch: Tensor) -> None:
+    C = H * D
+    packed, dy = randn(B * T, 3 * C, dtype=dtype, seed=1), randn(B * T, C, dtype=dtype, seed=2)
+    sizes = {"batch": B, "length": T, "num_heads": H, "channels": C}
+    own_scratch = torch.full((kernels.attention_scratch_bytes(dtype=dtype, **sizes),), 255, dtype=torch.uint8, device=GPU)
+
+    def run(ops: ModuleType, kind: torch.dtype) -> dict[str, Tensor]:
+        qkv, dout = packed.to(kind), dy.to(kind)
+        out, lse, dqkv = (
+            empty(B * T, C, dtype=kind),
+            empty(B, H, T, dtype=statistics(kind)),
+            empty(B * T, 3 * C, dtype=kind),
+        )
+        ops.attention_forward(out, lse, qkv, scratch=scratch)
+        ops.attention_backward(dqkv, dout, out, lse, qkv, scratch=own_scratch)
+        return {"out": out, "lse": lse, "dqkv": dqkv}
+
+    compare(run, dtype)
+
+
+SHAPE = ModelShape(301, 48, 3, 4, 64)
+
+
+def gradients(ops: ModuleType, dtype: torch.dtype, precision: str, recompute: int = 0) -> dict[str, Tensor]:
+    """Of the same small model and batch; the weights are numbers that every dtype holds."""
+    world.use_precision(GPU, precision)
+    source = make_model(SHAPE, 5, 48, torch.float64)
+    flat = source.flat.to(torch.bfloat16).to(torch.float16).to(GPU, dtype)
+    flat_gradients = torch.zeros(flat.shape, dtype=statistics(dtype), device=GPU)
+    config = RunConfig(sequence_length=48, head_chunk_tokens=100, recompute=recompute)
+    act = activations(make_plan(model_buffers(config, SHAPE, 5, dtype, ops)).allocate(GPU))
+    act.tokens.copy_(source.act.tokens)
+    act.targets.copy_(source.act.targets)
+    act.sorted_positions.copy_(torch.argsort(source.act.tokens.view(-1), stable=True))
+    w, g = model_tensors(flat, source.table), model_tensors(flat_gradients, source.table)
+    scale = torch.tensor([1.0], dtype=statistics(dtype), device=GPU)
+    transformer.loss_and_gradients(ops, w, g, act, scale, vocab_size=301, recompute=recompute)
+    world.use_precision(GPU, "fp32")
+    return {"losses": act.losses} | {row.name: row.view(flat_gradients) for row in source.table}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision"),
+    [(torch.bfloat16, "bf16"), (torch.float16, "fp16"), (torch.float32, "fp32"), (torch.float32, "tf32")],
+)
+def test_the_model_is_as_good_as_the_reference(dtype: torch.dtype, precision: str) -> None:
+    exact = gradients(reference, torch.float64, "fp32")
+    own, found = gradients(reference, dtype, precision), gradients(kernels, dtype, precision)
+    for name in found:
+        error, reference_error = ((t[name].double() - exact[name]).norm().item() for t in (found, own))
+        assert error <= 2 * reference_error + ROUNDING[torch.float32] * exact[name].norm().item(), name
+    assert (found["wte"][SHAPE.vocab_size :] == 0).all(), "the padded vocabulary has no gradient at all"
+
+
+def state_after(steps: int, *, micro_batch: int, graphs: bool, recompute: int = 0, layers: int = 2) -> tuple[Tensor, list]:
+    """Master weights and results of steps of a d12-wide model in bf16 on Zipf-like tokens."""
+    sizes = presets.model("d12") | {"num_layers": layers}
+    tokens = 2 * micro_batch * 1024
+    settings = {"micro_batch": micro_batch, "tokens_per_step": tokens, "precision": "bf16", "recompute": recompute}
+    config = RunConfig(**sizes, **settings, steps=50, warmup_steps=5)
+    state = allocate_state(config, config.shape(50257), world.use_precision(GPU, "bf16"), GPU, kernels)
+    stepper = Stepper(config, state, BatchFeed(ZipfTokens(), state.activations), graphs=graphs)
+    results = [stepper.step(step) for step in range(steps)]
+    return state.master, results
+
+
+class ZipfTokens:
+    """Samples of ids whose frequency falls as 1 / rank, a pure function of their number."""
+
+    def fill(self, inputs: Tensor, targets: Tensor, first_sample: int) -> None:
+        for row in range(len(inputs)):
+            generator = torch.Generator().manual_seed(first_sample + row)
+            ranks = torch.exp(torch.rand(inputs.shape[1] + 1, generator=generator) * math.log(50257)).long() - 1
+            inputs[row], targets[row] = ranks[:-1], ranks[1:]
+
+
+def test_the_same_bits_with_and_without_graphs_at_every_recompute_level() -> None:
+    first, results = state_after(6, micro_batch=8, graphs=True)
+    assert results[-1].loss < results[0].loss - 0.5
+    for graphs, recompute in ((False, 0), (True, 1), (True, 2), (False, 2)):
+        again, other = state_after(6, micro_batch=8, graphs=graphs, recompute=recompute)
+        assert torch.equal(again, first) and other == results, (graphs, recompute)
+
+
+def test_fifty_steps_of_a_large_micro_batch_twice() -> None:
+    """Large batches are where non-determinism hides."""
+    first, results = state_after(50, micro_batch=64, graphs=True, layers=12)
+    second, again = state_after(50, micro_batch=64, graphs=True, layers=12)
+    assert torch.equal(first, second) and results == again
+
+
+def test_nothing_is_allocated_after_the_first_steps() -> None:
+    sizes = presets.model("d12") | {"num_layers": 2}
+    config = RunConfig(**sizes, micro_batch=4, tokens_per_step=8192, precision="bf16")
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    state = allocate_state(config, config.shape(50257), world.use_precision(GPU, "bf16"), GPU, kernels)
+    stepper = Stepper(config, state, BatchFeed(ZipfTokens(), state.activations))
+    for step in range(2):  # the second records the graphs
+        stepper.step(step)
+    torch.cuda.synchronize()
+    counters = [torch.cuda.memory_stats()[name] for name in ("allocation.all.allocated", "num_device_alloc")]
+    for step in range(2, 6):
+        stepper.step(step)
+    assert counters == [torch.cuda.memory_stats()[name] for name in ("allocation.all.allocated", "num_device_alloc")]
+    taken = torch.cuda.max_memory_allocated() - before
+    assert abs(taken - state.plan.total_bytes) <= 0.03 * state.plan.total_bytes
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32", "tf32"])
+def test_two_runs_and_a_resumed_one(config: RunConfig, precision: str) -> None:
+    """The same bits; the third goes on from the checkpoint of step 8."""
+    config = dataclasses.replace(config, device="cuda", backend="kernels", precision=precision)
+    train(config)
+    again = elsewhere(config, "again")
+    train(again)
+    same_bits(config.out, again.out, config.steps)
+    expected = tensors(again.out, 12)
+    shutil.rmtree(Path(again.out) / "checkpoints" / "step_00000012")
+    train(again)
+    assert all(torch.equal(a, b) for a, b in zip(expected.values(), tensors(again.out, 12).values(), strict=True))
+
+
+def test_the_loss_follows_the_cpu(config: RunConfig) -> None:
+    train(config)
+    on_gpu = elsewhere(config, "gpu", device="cuda", backend="kernels")
+    train(on_gpu)
+    for a, b in zip(records(config.out, ("step",)), records(on_gpu.out, ("step",)), strict=True):
+        assert abs(a["loss"] - b["loss"]) <= 1e-4
+
+
+def test_a_gradient_that_overflows_halves_the_loss_scale_and_leaves_the_weights_alone(config: RunConfig) -> None:
+    config = dataclasses.replace(config, device="cuda", backend="kernels", precision="fp16")
+    state = allocate_state(config, config.shape(257), world.use_precision(GPU, "fp16"), GPU, kernels)
+    stepper = Stepper(config, state, BatchFeed(ZipfBytes(), state.activations))
+    state.set_loss_scale(2.0**24, 0.0, config.tokens_per_step)
+    state.weights.lnf_weight.fill_(4096.0)
+    before = state.master.clone()
+    result = stepper.step(0)
+    assert result.skipped is not None and torch.equal(state.master, before)
+    assert state.loss_scale[1] == 2.0**23
+
+
+class ZipfBytes(ZipfTokens):
+    def fill(self, inputs: Tensor, targets: Tensor, first_sample: int) -> None:
+        super().fill(inputs, targets, first_sample)
+        inputs.remainder_(257)
+        targets.remainder_(257)
