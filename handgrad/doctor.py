@@ -1,8 +1,10 @@
 """What this machine has, what handgrad will use, and what to do about what is missing. Everything named is run once."""
 
+import importlib
 import platform
+import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -10,9 +12,11 @@ import torch
 
 import handgrad
 from handgrad import world
+from handgrad.backend import REQUIRED, why_no_kernels
 from handgrad.config import RunConfig
 from handgrad.data.tokenizer import load_tokenizer
 from handgrad.errors import HandgradError
+from handgrad.kernel_checks import check_kernels
 from handgrad.model import transformer
 from handgrad.ops import reference
 from handgrad.plan import product_rate
@@ -30,6 +34,12 @@ PACKAGES = (
     "rich",
     "matplotlib",
 )
+# On an NVIDIA GPU. Package: how it is without it, and with it.
+OPTIONAL = {
+    "nvidia-cudnn-frontend": "heads of more than 64 channels take Triton's attention; with it cuDNN's, which is faster",
+    "nvidia-ml-py": "metrics and benchmarks have no power, clock and temperature of the GPU; with it they do",
+}
+DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def examine() -> Iterator[tuple[bool, str]]:
@@ -42,19 +52,24 @@ def examine() -> Iterator[tuple[bool, str]]:
             yield False, f"{package} is not installed; try: pip install {package}"
     device = world.resolve_device("auto")
     yield True, f"device {world.describe(device)}: this is what --device auto takes"
-    if device.type == "cpu" and torch.version.cuda is None and Path("/proc/driver/nvidia/version").exists():
+    if device.type == "cpu" and torch.version.cuda is None and DRIVER.exists():
         yield False, "there is an NVIDIA driver, but this torch is a CPU build; install a CUDA build of torch"
     memory = world.available_bytes(device)
     if memory is not None:
         yield True, f"{human_bytes(memory)} of memory free on {device.type}"
     yield True, f"{human_bytes(shutil.disk_usage('.').free)} of disk free here"
-    for precision in ("fp32", "bf16"):
+    for precision in ("fp32", half_precision(device)):
         rate = product_rate(device, world.DTYPES[precision])
         note = ""
         if precision == "bf16" and device.type == "cpu" and rate < 2 * product_rate(device, torch.float32):
             note = "; this processor has no bf16 instructions worth using, train in fp32"
         yield True, f"{precision} products run at {rate / 1e9:.0f} GFLOP/s{note}"
-    for name, attempt in CHECKS.items():
+    yield from examine_gpu(device)
+    checks = {
+        f"forward and backward, fp32 and {half_precision(device)}": check_operations,
+        "GPT-2 tokenizer": check_tokenizer,
+    }
+    for name, attempt in checks.items():
         try:
             attempt()
             yield True, f"{name} works"
@@ -62,10 +77,50 @@ def examine() -> Iterator[tuple[bool, str]]:
             yield False, f"{name} failed: {error}"
 
 
+def half_precision(device: torch.device) -> str:
+    """The 16-bit precision to train in: bf16 but on GPUs before Ampere."""
+    return "fp16" if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0) else "bf16"
+
+
+def examine_gpu(device: torch.device) -> Iterator[tuple[bool, str]]:
+    """The driver, what the kernels need, what decides their products, and each of them launched."""
+    if device.type != "cuda":
+        yield True, f"the kernels need an NVIDIA GPU; on {device.type} runs take the reference operations"
+        return
+    capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+    yield True, f"driver {driver_version()}, CUDA {torch.version.cuda}, compute capability {capability}"
+    for package in (*REQUIRED.values(), *OPTIONAL):
+        try:
+            yield True, f"{package} {version(package)}"
+        except PackageNotFoundError:
+            if package in OPTIONAL:
+                yield True, f"{package} is not installed: {OPTIONAL[package]} (pip install {package})"
+            else:
+                yield False, f"{package} is not installed; try: pip install 'handgrad[gpu]'"
+    problem = why_no_kernels(device)
+    if problem:
+        yield False, f"the kernels cannot run: {problem}; until then use --backend reference"
+        return
+    try:
+        kernels = importlib.import_module("handgrad.ops.kernels")  # only where they can run
+        used = kernels.versions()
+    except Exception as error:  # whatever a library raises that does not fit the driver
+        yield False, f"the kernels cannot be loaded: {' '.join(repr(error).split()):.200}; use --backend reference"
+        return
+    yield True, f"products by {used['products']}; attention by {used['attention']}"
+    yield from check_kernels(kernels, device, world.use_precision(device, half_precision(device)))
+
+
+def driver_version() -> str:
+    """As the kernel module says it: '570.86.15'."""
+    found = re.search(r"\s(\d+\.\d+(\.\d+)?)\s", DRIVER.read_text(encoding="utf-8")) if DRIVER.exists() else None
+    return found[1] if found else "of unknown version"
+
+
 def check_operations() -> None:
     """One tiny model, forward and backward, in both precisions on this machine's device."""
     device = world.resolve_device("auto")
-    for precision in ("fp32", "bf16"):
+    for precision in ("fp32", half_precision(device)):
         dtype = world.use_precision(device, precision)
         config = RunConfig(
             num_layers=2,
@@ -93,9 +148,3 @@ def check_tokenizer() -> None:
     expected = [15496, 995, 11, 340, 338, 5433, 0]
     found = load_tokenizer("gpt2").encode("Hello world, it's 42!").tolist()
     assert found == expected, f"expected {expected}, found {found}"
-
-
-CHECKS: dict[str, Callable[[], None]] = {
-    "forward and backward, fp32 and bf16": check_operations,
-    "GPT-2 tokenizer": check_tokenizer,
-}

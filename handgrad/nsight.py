@@ -78,7 +78,7 @@ def parse(text: str) -> dict[str, Traffic]:
     places = {names.index(name): field for name, field in METRICS.items()}
     found: dict[str, Traffic] = defaultdict(Traffic)
     for cells in kernels:
-        kinds = re.findall(rf"{PREFIX}([\w ,]+)", " ".join(cells[: min(places)]))
+        kinds = re.findall(rf"{PREFIX}([\w ,]+)", "\n".join(cells[: min(places)]))
         row = found[kinds[-1].strip() if kinds else OTHER]
         row.launches += 1
         for place, field in places.items():

@@ -324,7 +324,7 @@ def table(
 ) -> list[str]:
     """A row per kernel type, the longest first, in means over `micro_steps` recorded micro-steps, `per_step` in a step."""
     wall = wall_ms / per_step
-    head = f"{'per micro-step':<32}{'launches':>9}{'ms':>10}{'share':>8}{'counted':>15}{'achieved':>18}{'of ceiling':>12}"
+    head = f"{'per micro-step':<32}{'launches':>9}{'ms':>10}{'share':>8}{'counted':>17}{'achieved':>18}{'of ceiling':>12}"
     lines = [head]
     for kind, row in sorted(spent.items(), key=lambda item: -item[1].microseconds):
         ms = row.microseconds / 1e3 / micro_steps
@@ -334,7 +334,7 @@ def table(
             in_flops, rate = kind in recorder.in_flops, work / ms * 1e3
             amount = f"{work / 1e9:.4g} GFLOP" if in_flops else f"{work / 1e6:.4g} MB"
             speed = f"{rate / 1e12:.3g} {'TFLOP' if in_flops else 'TB'}/s"
-            line += f"{amount:>15}{speed:>18}{rate / ceilings[in_flops]:>12.1%}"
+            line += f"{amount:>17}{speed:>18}{rate / ceilings[in_flops]:>12.1%}"
         lines.append(line)
     total = sum(row.microseconds for row in spent.values()) / 1e3 / micro_steps
     launches = sum(row.launches for row in spent.values()) / micro_steps

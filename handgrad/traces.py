@@ -71,12 +71,12 @@ def innermost(ranges: Sequence[Range], moments: Sequence[float]) -> list[str | N
 def spent_on_gpu(events: Sequence[Event]) -> dict[str, Spent]:
     """Kernels, copies and fills of a GPU by type. One whose launch is not in the trace goes by the range that the
     profiler shows on the device at its time."""
-    calls = {e["args"].get("correlation"): e["ts"] for e in events if e["cat"] in ("cuda_runtime", "cuda_driver")}
+    calls = {e.get("args", {}).get("correlation"): e["ts"] for e in events if e["cat"] in ("cuda_runtime", "cuda_driver")}
     by_call: list[tuple[float, Event]] = []
     by_time: list[tuple[float, Event]] = []
     for event in events:
         if event["cat"] in ("kernel", "gpu_memcpy", "gpu_memset"):
-            call = calls.get(event["args"].get("correlation"))
+            call = calls.get(event["args"]["correlation"])
             if call is None:
                 by_time.append((event["ts"], event))
             else:

@@ -14,25 +14,32 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # Which parts of the package a part may import, besides itself. `errors` and `files` are for all.
 FOUNDATION = {"config", "presets"}
-BELOW_TRAINING = {*FOUNDATION, "arena", "world", "data", "model", "checkpoint", "ops"}
+BELOW_TRAINING = {*FOUNDATION, "arena", "world", "data", "model", "checkpoint", "ops", "backend", "power"}
+RUNNING = {*BELOW_TRAINING, "evaluation", "training"}
 LAW = {
     "errors": set(),
     "files": set(),
     "config": set(),
     "presets": {"config"},
     "ops": set(),
+    "power": set(),
+    "traces": set(),
+    "nsight": {"traces"},
+    "backend": {"ops"},
+    "kernel_checks": {"ops"},
     "arena": {"config"},
     "world": {"config"},
     "checkpoint": {"config"},
     "data": {"config"},
     "model": {"config", "arena"},
-    "evaluation": {"config", "arena", "world", "data", "model", "checkpoint", "ops"},
+    "evaluation": BELOW_TRAINING - {"presets"},
     "training": {*BELOW_TRAINING, "evaluation"},
-    "report": {*BELOW_TRAINING, "evaluation", "training"},
-    "plan": {*BELOW_TRAINING, "evaluation", "training"},
-    "doctor": {*BELOW_TRAINING, "evaluation", "training", "plan"},
-    "commands": {*BELOW_TRAINING, "evaluation", "training", "report", "plan", "doctor"},
-    "cli": {*BELOW_TRAINING, "evaluation", "training", "report", "plan", "doctor", "commands"},
+    "report": RUNNING,
+    "plan": RUNNING,
+    "profile": {*RUNNING, "traces"},
+    "doctor": {*RUNNING, "plan", "kernel_checks"},
+    "commands": {*RUNNING, "report", "plan", "profile", "nsight", "doctor"},
+    "cli": {*RUNNING, "report", "plan", "profile", "nsight", "doctor", "commands"},
     "__main__": {"cli"},
     "__init__": set(),
 }

@@ -11,6 +11,7 @@ from torch import Tensor
 from handgrad.ops.kernels import attention, attention_cudnn, cublaslt
 from handgrad.ops.kernels.classifier import classifier_forward, classifier_forward_backward
 from handgrad.ops.kernels.column_sums import bias_backward
+from handgrad.ops.kernels.compile_ahead import compile_ahead
 from handgrad.ops.kernels.cublaslt import WORKSPACE_BYTES
 from handgrad.ops.kernels.embedding import embedding_backward, embedding_forward
 from handgrad.ops.kernels.gelu import gelu_backward, gelu_forward
@@ -74,6 +75,7 @@ __all__ = [
     "bias_backward",
     "classifier_forward",
     "classifier_forward_backward",
+    "compile_ahead",
     "embedding_backward",
     "embedding_forward",
     "gelu_backward",

@@ -1,11 +1,17 @@
 """What the operations need beside their buffers."""
 
+from collections.abc import Callable
+
 import torch
 
 
 def versions() -> dict[str, str]:
     """What, beside torch and the device, the bits depend on: nothing."""
     return {}
+
+
+def compile_ahead(*launches: Callable[[], None]) -> None:
+    """Compiles what the launches need: nothing."""
 
 
 def scratch_bytes(*, batch: int, length: int, channels: int, padded_vocab_size: int) -> int:

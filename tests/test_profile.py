@@ -1,0 +1,239 @@
+"""handgrad profile: what is counted, whose a kernel's time is, what Nsight Compute's CSV says, and the whole command."""
+
+import contextlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from handgrad.cli import main
+from handgrad.errors import UsageError
+from handgrad.nsight import METRICS, parse, table
+from handgrad.ops import reference
+from handgrad.profile import OPERATIONS, PARTS, MadeUpTokens, Recorder, size_bytes
+from handgrad.traces import COPIES, OTHER, Spent, innermost, ranges_of, spent_on_cpu, spent_on_gpu
+
+TINY = [
+    *("profile", "tiny", "--device", "cpu", "--num-layers", "2", "--num-heads", "2", "--channels", "32"),
+    *("--sequence-length", "16", "--tokens-per-step", "64", "--micro-batch", "2", "--profile-steps", "2"),
+]
+N, I, O = 24, 16, 40
+KINDS = {*(entry.kind for entry in OPERATIONS.values()), COPIES}
+
+
+def recorder(head: torch.Tensor | None = None) -> Recorder:
+    made = Recorder(reference, torch.empty(1) if head is None else head, lambda name: contextlib.nullcontext())
+    made.counting = True
+    return made
+
+
+def linear_tensors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.randn(N, O), torch.randn(N, I), torch.randn(O, I)
+
+
+def test_a_product_counts_two_flops_per_multiplication() -> None:
+    out, inp, weight = linear_tensors()
+    made = recorder()
+    made.ops.linear_forward(out, inp, weight, None)
+    assert made.counted == {"block products, forward": 2 * N * I * O}
+    made.ops.linear_backward(torch.empty(N, I), torch.zeros(O, I), None, out, inp, weight)
+    assert made.counted["block products, dgrad and wgrad"] == 2 * (2 * N * I * O)
+    assert made.in_flops == set(made.counted)
+    made.counting = False
+    made.ops.linear_forward(out, inp, weight, None)
+    assert made.counted["block products, forward"] == 2 * N * I * O
+
+
+def test_the_head_is_known_by_its_weight() -> None:
+    out, inp, weight = linear_tensors()
+    made = recorder(weight)
+    made.ops.linear_forward(out, inp, weight, None)
+    made.ops.linear_forward(out, inp, weight.clone(), None)
+    assert made.counted == {f"{place} products, forward": 2 * N * I * O for place in ("head", "block")}
+
+
+def test_the_parts_of_a_product_take_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend that tells its products apart, as the kernels do: each has its role, and nothing is counted twice."""
+    from handgrad.ops.reference import linear
+
+    def multiply(d, a, b, *, transpose_a=False, transpose_b=False) -> None:
+        pass
+
+    def linear_backward(dinp, dweight_acc, dbias_acc, dout, inp, weight) -> None:
+        linear.multiply(dinp, weight, dout)
+        linear.multiply(dweight_acc, inp, dout, transpose_b=True)
+        linear.bias_backward(dbias_acc, dout)
+
+    monkeypatch.setattr(linear, "multiply", multiply, raising=False)
+    monkeypatch.setattr(reference, "linear_backward", linear_backward)
+    out, inp, weight = linear_tensors()
+    made, before = recorder(weight), linear.bias_backward
+    with made.recording():
+        made.ops.linear_backward(torch.empty(N, I), torch.zeros(O, I), torch.zeros(O), out, inp, weight)
+    roles = {f"head products, {role}": 2 * N * I * O for role in ("dgrad", "wgrad")}
+    assert made.counted == {**roles, "bias sums": 4 * (N * O + 2 * O)}
+    assert linear.bias_backward is before and linear.multiply is multiply, "the backend is left as it was"
+
+
+def test_attention_counts_the_keys_that_a_query_may_see() -> None:
+    B, H, T, D = 2, 3, 5, 4
+    out, lse, qkv = torch.empty(B * T, H * D), torch.empty(B, H, T), torch.randn(B * T, 3 * H * D)
+    pairs = B * H * sum(range(1, T + 1))
+    made = recorder()
+    made.ops.attention_forward(out, lse, qkv)
+    made.ops.attention_backward(torch.empty_like(qkv), torch.randn_like(out), out, lse, qkv)
+    assert made.counted == {"attention forward": 2 * 2 * pairs * D, "attention backward": 5 * 2 * pairs * D}
+
+
+def test_bytes_are_read_once_written_once_and_twice_in_place() -> None:
+    a, b = torch.zeros(8, 4, dtype=torch.bfloat16), torch.zeros(4)
+    scratch = torch.zeros(1000, dtype=torch.uint8)
+    assert size_bytes({"out": a, "inp": a.clone(), "bias": b, "scratch": scratch, "vocab_size": 9}) == 64 + 64 + 16
+    assert size_bytes({"dbias_acc": b, "dout": a}) == 2 * 16 + 64
+    assert size_bytes({"dhidden_inout": a, "inp": a.clone()}) == 2 * 64 + 64
+    assert size_bytes({"published": b, "weight_inout": b, "gradient_inout": b.clone()}) == 16 + 16
+    tokens, wte, wpe = torch.tensor([[3, 3], [1, 3]]), torch.zeros(50, 4), torch.zeros(9, 4)
+    assert size_bytes({"tokens": tokens, "wte": wte, "wpe": wpe}) == 4 * 8 + 2 * 16 + 2 * 16, "two words, two positions"
+
+
+def test_every_operation_of_a_backend_is_known() -> None:
+    others = {"attention_decode", "attention_scratch_bytes", "scratch_bytes", "versions"}
+    assert set(reference.__all__) == OPERATIONS.keys() | others
+    assert PARTS.keys() - OPERATIONS.keys() == {"multiply"}
+
+
+def test_made_up_tokens_repeat_as_words_do() -> None:
+    inputs, targets = torch.empty(40, 64, dtype=torch.int64), torch.empty(40, 64, dtype=torch.int64)
+    MadeUpTokens(300, 1).fill(inputs, targets, 0)
+    assert torch.equal(inputs.view(-1)[1:], targets.view(-1)[:-1])
+    assert inputs.min() == 0 and 250 < inputs.max() < 300
+    shares = torch.bincount(inputs.view(-1)) / inputs.numel()
+    assert 0.10 < shares[0] < 0.15, "ln 2 / ln 301 = 0.12 are the commonest word"
+
+
+def event(category: str, name: str, ts: float, dur: float, **args: object) -> dict:
+    return {"ph": "X", "cat": category, "name": name, "ts": ts, "dur": dur, "args": args}
+
+
+def test_a_kernel_belongs_to_the_innermost_range_that_launched_it() -> None:
+    """Kernels run late and overlap other ranges' time on the host: only the launch counts."""
+    events = [
+        event("user_annotation", "handgrad/outer", 10, 20),
+        event("user_annotation", "handgrad/inner", 12, 4),
+        event("cpu_op", "aten::copy_", 17, 2),  # inside an operation: the operation's
+        event("cpu_op", "aten::copy_", 40, 5),
+        event("cuda_driver", "cuLaunchKernelEx", 13, 1, correlation=1),
+        event("cuda_runtime", "cudaLaunchKernel", 18, 1, correlation=2),
+        event("cuda_runtime", "cudaMemcpyAsync", 41, 1, correlation=3),
+        event("cuda_runtime", "cudaLaunchKernel", 60, 1, correlation=4),
+        event("kernel", "nvjet", 100, 7, correlation=1),
+        event("kernel", "elementwise", 110, 5, correlation=2),
+        event("gpu_memcpy", "Memcpy HtoD", 14, 3, correlation=3),
+        event("kernel", "stray", 15, 2, correlation=4),
+        event("kernel", "by hand", 203, 1, correlation=99),  # its launch is not in the trace
+        event("gpu_user_annotation", "handgrad/inner", 200, 9),
+    ]
+    expected = {"inner": Spent(2, 8), "outer": Spent(1, 5), COPIES: Spent(1, 3), OTHER: Spent(1, 2)}
+    assert spent_on_gpu(events) == expected
+    assert spent_on_cpu(events) == {"outer": Spent(1, 16), "inner": Spent(1, 4), COPIES: Spent(1, 5)}
+    assert innermost(ranges_of(events, "user_annotation"), [5, 12, 16.5, 31]) == [None, "inner", "outer", None]
+
+
+# As ncu writes it: lines of its own, names, units, kernels; quotes in a cell are doubled.
+CSV = """==PROF== Connected to process 73 (/usr/bin/python3.12)
+tokens     made up
+"ID","Process ID","thread Domain:Push/Pop_Range:PL_Type:Msg","Kernel Name","CC",METRICS
+"","","","","","byte","Kbyte","byte","inst"
+"0","73","1  ""<default domain>:handgrad/head products, wgrad:none"" ","handgrad/head products, wgrad","9.0","1,000,000","500","3e6","2000"
+"1","73","1  ""<default domain>:handgrad/outer:none""  ""<default domain>:handgrad/GELU alone:none"" ","void k(int)","9.0","10","20","30","40"
+"2","73","","handgrad/GELU alone","9.0","30","40","50","60"
+"3","73","","at::fill<int>","9.0","1","2","3","4"
+==PROF== Disconnected from process 73
+""".replace("METRICS", ",".join(f'"{name}"' for name in METRICS))  # noqa: E501
+
+
+def test_the_csv_of_nsight_compute() -> None:
+    found = parse(CSV)
+    assert set(found) == {"head products, wgrad", "GELU alone", OTHER}
+    product, gelu = found["head products, wgrad"], found["GELU alone"]
+    assert (product.dram_read, product.dram_written, product.l2, product.instructions) == (1e6, 5e5, 3e6, 2000)
+    assert (gelu.launches, gelu.dram_read, gelu.dram_written, gelu.l2, gelu.instructions) == (2, 40, 60e3, 80, 100)
+    lines = table(found)
+    assert lines[1].split() == ["head", "products,", "wgrad", "1", "1.00", "0.50", "3.00", "0.002M"], "the most first"
+    assert lines[-1].startswith("sum of all launches") and lines[-1].split()[4] == "4"
+
+
+def test_a_csv_without_kernels_or_metrics() -> None:
+    with pytest.raises(UsageError, match="counted no kernel"):
+        parse("==ERROR== ERR_NVGPUCTRPERM\n")
+    with pytest.raises(UsageError, match=r"did not count smsp__inst_executed\.sum"):
+        parse(CSV.replace("smsp__inst_executed.sum", "n"))
+
+
+def test_the_whole_command(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    trace = tmp_path / "trace.json"
+    assert main([*TINY, "--vocab-size", "60", "--trace", str(trace)]) == 0
+    shown = capsys.readouterr().out
+    rows = {line[:32].strip(): line[32:].split() for line in shown.splitlines()}
+    # Per micro-step of 32 tokens: 2 blocks of 12 C^2 weights, and the head's Vp = 128 words.
+    assert rows["block products, forward"][0] == "8" and rows["block products, forward"][3:5] == ["0.001573", "GFLOP"]
+    assert rows["head products, forward"][3] == f"{2 * 32 * 32 * 128 / 1e9:.4g}"
+    assert rows["attention backward"][0] == "2" and rows["layernorm backward"][0] == "5"
+    assert rows["norm"][0] == "0.5", "two micro-steps share an update"
+    assert rows["AdamW"][4] == "MB" and rows["AdamW"][-1].endswith("%")
+    for name in ("sum of kernels", "wall time", "gap", "per micro-step"):
+        assert name in rows, name
+    kinds = [name for name in rows if {name.split(",")[0]} & {*KINDS} or " products, " in name]
+    total = sum(float(rows[name][1]) for name in kinds)
+    assert total == pytest.approx(float(rows["sum of kernels"][1]), rel=0.01, abs=0.02)
+    assert any(e.get("name") == "handgrad/AdamW" for e in json.loads(trace.read_text())["traceEvents"])
+
+
+def test_real_tokens_if_asked_for(shards: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main([*TINY, "--data", str(shards), "--profile-steps", "1"]) == 0
+    assert f"of {shards}, a vocabulary of 257" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        (["--profile-stepz", "3"], 64, "did you mean --profile-steps?"),
+        (["--profile-steps", "0"], 64, "--profile-steps must be at least 1"),
+        (["--vocab-size", "0"], 64, "--vocab-size must be at least 1"),
+        (["--trace", "nowhere/trace.json"], 64, "there is no folder"),
+        (["--data", "no-shards"], 65, "no-shards"),
+        (["--ncu"], 64, "ncu is not installed"),
+    ],
+)
+def test_mistakes(
+    arguments: list[str],
+    code: int,
+    told: str,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("handgrad.nsight.ORDINARY_PLACE", tmp_path / "ncu")
+    assert main([*TINY, *arguments]) == code
+    line = capsys.readouterr().err
+    assert told in line and line.count("\n") == 1
+
+
+def test_ncu_runs_the_same_command_inside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A stand-in for ncu that shows how it was called, and then the sample above."""
+    from handgrad import nsight
+
+    stand_in = tmp_path / "ncu"
+    stand_in.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/called\ncat {tmp_path}/sample\n')
+    stand_in.chmod(0o755)
+    (tmp_path / "sample").write_text(CSV)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert nsight.run_ncu(["tiny", "--inside-ncu"]) == table(parse(CSV))
+    called = (tmp_path / "called").read_text()
+    assert "--clock-control none" in called and called.endswith("-m handgrad profile tiny --inside-ncu\n")
+    (tmp_path / "sample").write_text("==ERROR== ERR_NVGPUCTRPERM - no permission\n")
+    with pytest.raises(UsageError, match="counted no kernel; it said: ==ERROR== ERR_NVGPUCTRPERM"):
+        nsight.run_ncu([])
