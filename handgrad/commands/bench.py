@@ -37,7 +37,7 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("--contenders", **text, help="step on a GPU, loss: names, by commas; a wrong one lists all")
     parser.add_argument("--seconds", **fraction, help="per contender (default: 20; ladder: per row, 5)")
     parser.add_argument("--turn-seconds", **fraction, help="step on a GPU: length of a turn (default: 10)")
-    parser.add_argument("--twin-mode", **text, help="step on a GPU: the twin's torch.compile mode (default: default)")
+    parser.add_argument("--twin-mode", **text, help="step on a GPU: the mode of the twin's compiler (default: default)")
     parser.add_argument("--steps", **number, help="loss: optimizer steps (default: 200)")
     parser.add_argument("--learning-rate", **fraction, help="loss: at its peak (default: 6e-4)")
     parser.add_argument("--rounds", **number, help="step on a CPU: turns of every contender (default: 5)")
