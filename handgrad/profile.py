@@ -8,6 +8,7 @@ step comes from steps as `handgrad train` makes them.
 import functools
 import importlib
 import inspect
+import math
 import tempfile
 import time
 from collections import defaultdict
@@ -34,6 +35,7 @@ from handgrad.training.state import TrainingState, allocate_state, training_plan
 from handgrad.training.step import Stepper, StepResult
 
 WARMUP_STEPS = 3
+HOT_SECONDS = 3.0  # of steps on a GPU before each measurement: its clock falls to what its power limit allows
 
 Named = dict[str, Any]  # an operation's arguments by their names
 
@@ -242,15 +244,20 @@ def profile_run(config: RunConfig, vocab_size: int, source: Source, steps: int, 
     device = world.resolve_device(config.device)
     dtype = world.use_precision(device, config.precision)
     cuda = device.type == "cuda"
-    config = replace(config, steps=max(config.steps, 3 * (steps + WARMUP_STEPS)), skip_loss_z=0.0, skip_norm_z=0.0)
+    config = replace(config, schedule="constant", skip_loss_z=0.0, skip_norm_z=0.0)
     ceilings = copy_bandwidth(device), product_rate(device, dtype)
     if cuda:
         torch.cuda.empty_cache()
     state = set_up(config, config.shape(vocab_size), device, dtype)
     feed = BatchFeed(source, state.activations)
+    stepper = Stepper(config, state, feed)
+    _, clock = make_steps(stepper, 0, WARMUP_STEPS)
+    hot_steps = math.ceil(HOT_SECONDS / (clock[-1] - clock[-2])) if cuda else 0
+    done = WARMUP_STEPS
     with power.Sampler(device) as sampler:
-        results, clock = make_steps(Stepper(config, state, feed), 0, WARMUP_STEPS + steps)
-    wall_ms = (clock[-1] - clock[WARMUP_STEPS - 1]) / steps * 1e3
+        _, clock = make_steps(stepper, done, hot_steps + 1 + steps)
+    wall_ms = (clock[-1] - clock[-1 - steps]) / steps * 1e3
+    done += hot_steps + 1 + steps
 
     recorder = Recorder(state.ops, state.weights.wte, torch.profiler.record_function)
     state.ops = recorder.ops
@@ -258,11 +265,15 @@ def profile_run(config: RunConfig, vocab_size: int, source: Source, steps: int, 
     activity = torch.profiler.ProfilerActivity
     with recorder.recording(), tempfile.TemporaryDirectory() as folder:
         recorder.counting = True
-        make_steps(stepper, len(results), 1)
+        make_steps(stepper, done, 1)
         recorder.counting = False
-        make_steps(stepper, len(results) + 1, 1)
-        with torch.profiler.profile(activities=[activity.CPU, *([activity.CUDA] if cuda else [])]) as profiler:
-            more, _ = make_steps(stepper, len(results) + 2, steps)
+        done += 1
+        activities = [activity.CPU, *([activity.CUDA] if cuda else [])]
+        once = torch.profiler.schedule(wait=0, warmup=1, active=1)  # the profiler's own start lets a GPU cool down
+        with torch.profiler.profile(activities=activities, schedule=once) as profiler:
+            make_steps(stepper, done, hot_steps + 1)
+            profiler.step()
+            more, _ = make_steps(stepper, done + hot_steps + 1, steps)
             world.synchronize(device)
         path = trace or Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))

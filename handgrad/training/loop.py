@@ -2,7 +2,6 @@
 
 import math
 import signal
-import time
 from collections import deque
 from types import ModuleType
 from typing import Any
@@ -142,7 +141,7 @@ class Run:
             self.say(f"{self.folder.path} is finished: {self.completed} of {self.config.steps} steps are done")
             return validation_loss
         power.sensors(self.device)  # loads NVML, which takes longer than a step
-        self.first_step, self.clock = self.completed, time.perf_counter()
+        self.first_step = self.completed
         previous = {s: signal.signal(s, self.on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
         try:
             for step in range(self.completed, self.config.steps):
@@ -151,7 +150,6 @@ class Run:
                 if self.due(self.config.save_every):
                     self.save()  # before anything that could fail
                 validation_loss = self.watch()
-                self.clock = time.perf_counter()
                 if self.stop_signal is not None and self.completed < self.config.steps:
                     self.save()
                     name = signal.Signals(self.stop_signal).name
@@ -205,13 +203,11 @@ class Run:
     def take_in(self, step: int) -> None:
         """Waits for the result of `step`, records and shows it."""
         result = self.stepper.result(step)
-        now = time.perf_counter()
-        elapsed_seconds, self.clock = now - self.clock, now
         self.completed = step + 1
-        self.metrics.step(self.completed, result, self.config.tokens_per_step, elapsed_seconds)
+        self.metrics.step(self.completed, result, self.config.tokens_per_step)
         if self.config.gpu_every and self.completed % self.config.gpu_every == 0:
             self.read_gpu()
-        self.show(result, elapsed_seconds)
+        self.show(result)
         overflow_is_regular = self.config.precision == "fp16"  # dynamic loss scaling looks for the largest scale so
         self.poisoned = not (math.isfinite(result.loss) and (overflow_is_regular or math.isfinite(result.norm)))
         if result.skipped:
@@ -225,7 +221,8 @@ class Run:
         if reading is not None:
             self.metrics.record("gpu", step=self.completed, **reading)
 
-    def show(self, result: StepResult, elapsed_seconds: float) -> None:
+    def show(self, result: StepResult) -> None:
+        elapsed_seconds = result.elapsed_seconds
         if len(self.seconds) == 1 and self.warming_up:  # the first step also waits for libraries and page faults
             self.seconds.clear()
             self.warming_up = False

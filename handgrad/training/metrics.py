@@ -53,7 +53,7 @@ class Metrics:
         """One JSON line. Kinds: run, step, gpu, validation, sample, event; those of a step carry `step`, counted from 1."""
         self._line(self.metrics, json.dumps({"kind": kind, **values}))
 
-    def step(self, step: int, result: StepResult, tokens: int, elapsed_seconds: float) -> None:
+    def step(self, step: int, result: StepResult, tokens: int) -> None:
         self.record(
             "step",
             step=step,
@@ -63,8 +63,8 @@ class Metrics:
             loss_z=result.loss_z,
             norm_z=result.norm_z,
             skipped=result.skipped,
-            step_ms=round(elapsed_seconds * 1e3, 3),
-            tokens_per_second=round(tokens / elapsed_seconds, 1),
+            step_ms=round(result.elapsed_seconds * 1e3, 3),
+            tokens_per_second=round(tokens / result.elapsed_seconds, 1),
             tokens=tokens * step,
         )
         # llm.c numbers a step's line from 0.

@@ -6,8 +6,9 @@ micro-batches. On a CUDA GPU with the kernels backend, micro-step and update are
 first run.
 """
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -34,6 +35,7 @@ class StepResult:
     norm_z: float | None
     skipped: str | None
     loss_scale: float = 1.0  # of fp16's dynamic loss scaling
+    elapsed_seconds: float = field(default=0.0, compare=False)  # from its first micro-batch to its update
 
 
 class Feed(Protocol):
@@ -58,7 +60,9 @@ class Stepper:
         dtype = state.controls.dtype
         self.controls = [torch.zeros(CONTROLS, dtype=dtype, pin_memory=cuda) for _ in range(IN_FLIGHT)]
         self.results = [torch.zeros(RESULTS, dtype=dtype, pin_memory=cuda) for _ in range(IN_FLIGHT)]
-        self.done = [torch.cuda.Event() for _ in range(IN_FLIGHT)] if cuda else []
+        events = range(IN_FLIGHT if cuda else 0)
+        self.begun, self.done = ([torch.cuda.Event(enable_timing=True) for _ in events] for _ in range(2))
+        self.clock = [0.0] * IN_FLIGHT  # where the host makes the steps itself: their beginning, then their length
 
     def step(self, step: int) -> StepResult:
         """The whole of 0-based `step`, waiting for its result."""
@@ -68,6 +72,10 @@ class Stepper:
 
     def begin(self, step: int) -> None:
         """Launches the micro-batches of `step`: samples `step * samples_per_step` onwards, whatever happened before."""
+        slot = step % IN_FLIGHT
+        self.clock[slot] = time.perf_counter()
+        if self.begun:
+            self.begun[slot].record()
         self.state.gradients.zero_()
         self.state.sum_of_losses.zero_()
         first = 0 if self.config.overfit_one_batch else step * self.config.samples_per_step
@@ -90,12 +98,16 @@ class Stepper:
         self.results[slot].copy_(self.state.results, non_blocking=True)
         if self.done:
             self.done[slot].record()
+        else:
+            self.clock[slot] = time.perf_counter() - self.clock[slot]
 
     def result(self, step: int) -> StepResult:
         """Waits for `step` and takes its loss and norm into the windows, unless it was skipped."""
         slot = step % IN_FLIGHT
+        elapsed_seconds = self.clock[slot]
         if self.done:
             self.done[slot].synchronize()
+            elapsed_seconds = self.begun[slot].elapsed_time(self.done[slot]) / 1e3
         loss, norm, _, code, loss_scale = self.results[slot].tolist()
         loss_z, norm_z = self.losses.z_score(loss), self.norms.z_score(norm)
         reasons = {
@@ -107,7 +119,8 @@ class Stepper:
         if code == UPDATE:
             self.losses.add(loss)
             self.norms.add(norm)
-        return StepResult(loss, norm, learning_rate(self.config, step), loss_z, norm_z, reasons.get(int(code)), loss_scale)
+        rate, skipped = learning_rate(self.config, step), reasons.get(int(code))
+        return StepResult(loss, norm, rate, loss_z, norm_z, skipped, loss_scale, elapsed_seconds)
 
     def launch_micro_step(self) -> None:
         state = self.state

@@ -137,6 +137,30 @@ def test_attention(B: int, T: int, H: int, D: int, dtype: torch.dtype, scratch: 
     compare(run, dtype)
 
 
+def test_tuning_writes_a_table_that_products_then_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scratch: Tensor
+) -> None:
+    from handgrad.ops.kernels import cublaslt, tune
+
+    monkeypatch.setattr(tune, "SUSTAINED_SECONDS", 0.02)
+    monkeypatch.setattr(tune, "WARM_SECONDS", 0.0)
+    monkeypatch.setattr(cublaslt, "user_table", lambda: tmp_path / "table.json")
+    monkeypatch.setattr(cublaslt, "PLANS", {})
+    inp, weight = randn(512, 256, dtype=torch.bfloat16, seed=1), randn(384, 256, dtype=torch.bfloat16, seed=2)
+    found, again = (empty(512, 384, dtype=torch.bfloat16) for _ in range(2))
+    kernels.linear_forward(found, inp, weight, None, scratch=scratch)
+    (product,) = cublaslt.PLANS
+    (line,) = tune.tune([product], tmp_path / "table.json")
+    assert product.name() in line and product.name() in cublaslt.frozen_algorithms()
+    chosen = cublaslt.PLANS[product].algorithm.copy()
+    cublaslt.PLANS.clear()
+    kernels.linear_forward(again, inp, weight, None, scratch=scratch)
+    assert (cublaslt.PLANS[product].algorithm == chosen).all()
+    exact = inp.double() @ weight.double().t()
+    assert (again.double() - exact).norm() <= 2 * (found.double() - exact).norm()
+    cublaslt.frozen_algorithms.cache_clear()
+
+
 SHAPE = ModelShape(301, 48, 3, 4, 64)
 
 

@@ -144,8 +144,8 @@ def is_later(first_query, first_key, QUERIES: tl.constexpr, KEYS: tl.constexpr):
 
 # The tiles that the diagonal crosses are taken apart, so that the loop over the others runs without masks: a second loop
 # for queries; unrolled ahead of the loop for keys and values. This is for ptxas, which else runs a loop's tensor-core
-# instructions one after another (its warning C7515, which tests/kernels looks for): so it did for keys and values with two
-# loops in either order, and for queries with the diagonal first.
+# instructions one after another (its warning C7515; tests/kernels looks for such warnings): so it did for keys and values
+# with two loops in either order, and for queries with the diagonal first.
 
 
 @triton.jit

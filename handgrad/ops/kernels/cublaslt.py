@@ -28,8 +28,6 @@ COMPUTE_32F, COMPUTE_32F_FAST_TF32 = 68, 77
 PLAIN, BIAS, GELU_AUX_BIAS, DGELU = 1, 4, 164, 192
 EPILOGUES = {PLAIN: "plain", BIAS: "bias", GELU_AUX_BIAS: "gelu", DGELU: "dgelu"}
 
-SEPARATE = ["separate"]  # a table's row for an epilogue that is slower than a kernel of its own
-
 WORKSPACE_BYTES = 32 << 20  # what NVIDIA recommends for Hopper
 ALIGNMENT_BYTES = 256  # what the heuristic may assume of a pointer, unless the pointer says otherwise
 
@@ -103,7 +101,7 @@ class Plan:
     def frozen(self) -> np.ndarray | None:
         """The table's algorithm: eight 64-bit words that mean something to this library version alone."""
         words = frozen_algorithms().get(self.product.name())
-        if words is None or words == SEPARATE:
+        if words is None:
             return None
         algorithm = np.array([int(word, 16) for word in words], np.uint64)
         found = lt.MatmulHeuristicResult(1)
@@ -200,23 +198,6 @@ def plan(product: Product) -> Plan:
     return found
 
 
-def product_of(
-    d: Tensor, a: Tensor, b: Tensor, added: Tensor | None, transpose_a: bool, transpose_b: bool, epilogue: int
-) -> Product:
-    """The column-major product d = op(a) op(b) + added of the row-major tensors d (n, m), a and b."""
-    n, m = d.shape
-    k = a.shape[1] if transpose_a else a.shape[0]
-    c = d if added is None else added
-    pointers = d.data_ptr() | a.data_ptr() | b.data_ptr() | c.data_ptr() | ALIGNMENT_BYTES
-    tf32 = a.dtype == torch.float32 and bool(torch.backends.cuda.matmul.allow_tf32)
-    return Product(
-        *(m, n, k, transpose_a, transpose_b, a.dtype, d.dtype, epilogue),
-        adds=added is not None,
-        tf32=tf32,
-        alignment_bytes=pointers & -pointers,
-    )
-
-
 def multiply(
     d: Tensor,
     a: Tensor,
@@ -230,14 +211,18 @@ def multiply(
     bias: Tensor | None = None,
     aux: Tensor | None = None,
 ) -> None:
-    """d = op(a) op(b) + added, by the product's plan."""
-    product = product_of(d, a, b, added, transpose_a, transpose_b, epilogue)
-    plan(product).launch(d, a, b, d if added is None else added, bias, aux, scratch)
-
-
-def better_separate(d: Tensor, a: Tensor, b: Tensor, epilogue: int) -> bool:
-    """Whether the table says that this product is faster plain, with its epilogue as a kernel of its own."""
-    return frozen_algorithms().get(product_of(d, a, b, None, False, False, epilogue).name()) == SEPARATE
+    """The column-major product d = op(a) op(b) + added of the row-major tensors d (n, m), a and b."""
+    n, m = d.shape
+    k = a.shape[1] if transpose_a else a.shape[0]
+    c = d if added is None else added
+    pointers = d.data_ptr() | a.data_ptr() | b.data_ptr() | c.data_ptr() | ALIGNMENT_BYTES
+    product = Product(
+        *(m, n, k, transpose_a, transpose_b, a.dtype, d.dtype, epilogue),
+        adds=added is not None,
+        tf32=a.dtype == torch.float32 and bool(torch.backends.cuda.matmul.allow_tf32),
+        alignment_bytes=pointers & -pointers,
+    )
+    plan(product).launch(d, a, b, c, bias, aux, scratch)
 
 
 # Frozen algorithms.

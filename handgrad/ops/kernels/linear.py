@@ -2,14 +2,14 @@
 
 y = x W^T + b.  dx = dy W,  dW += dy^T x (accumulated in float32 inside the product),  db += column sums of dy.
 
-What pays in an epilogue and what does not was measured: docs/operations/products.md.
+What pays in an epilogue and what does not was measured: docs/operations/linear.md.
 """
 
 import torch
 from torch import Tensor
 
 from handgrad.ops.kernels.column_sums import bias_backward
-from handgrad.ops.kernels.cublaslt import BIAS, DGELU, GELU_AUX_BIAS, PLAIN, better_separate, multiply
+from handgrad.ops.kernels.cublaslt import BIAS, DGELU, GELU_AUX_BIAS, PLAIN, multiply
 from handgrad.ops.kernels.gelu import gelu_backward, gelu_forward
 
 
@@ -73,7 +73,7 @@ def gelu_linear_backward(
     scratch: Tensor,
 ) -> None:
     """`linear_backward` of a product whose input (N, F) is GELU(hidden): dhidden is the gradient before the GELU."""
-    if has_gelu_epilogue(inp) and not better_separate(dhidden, weight, dout, DGELU):
+    if has_gelu_epilogue(inp):
         multiply(dhidden, weight, dout, epilogue=DGELU, aux=hidden, scratch=scratch)
     else:
         multiply(dhidden, weight, dout, scratch=scratch)

@@ -7,7 +7,7 @@ busy, in turns. https://docs.nvidia.com/cuda/cublas/#cublasltmatmulalgogetheuris
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from statistics import median
@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from handgrad.ops.kernels import cublaslt
-from handgrad.ops.kernels.cublaslt import DGELU, GELU_AUX_BIAS, PLAIN, SEPARATE, WORKSPACE_BYTES, Plan, Product
-from handgrad.ops.kernels.gelu import gelu_backward
+from handgrad.ops.kernels.cublaslt import DGELU, GELU_AUX_BIAS, PLAIN, WORKSPACE_BYTES, Plan, Product
 
 HEURISTICS = 16  # algorithms asked for, in all and of each family
 TURNS = 12  # single launches of every candidate, one after the other, so that all see the same clock
@@ -94,17 +93,15 @@ def sustained(launch: Callable[[], None], milliseconds: float) -> float:
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen for a product: milliseconds before and after, and the row for the table."""
+    """What was chosen for a product: milliseconds before and after, and among how many."""
 
     before: float
     after: float
     candidates: int
-    row: list[str]  # the algorithm's words, or SEPARATE
 
 
 def choose(product: Product, scratch: Tensor) -> Choice:
-    """The product's fastest algorithm. For one with the GELU's backward in its epilogue, the alternative is a plain product
-    and a kernel of its own, where that takes less time."""
+    """Gives the product's plan the algorithm that is fastest under load."""
     plan = cublaslt.plan(product)
     tensors = operands(product)
 
@@ -123,19 +120,7 @@ def choose(product: Product, scratch: Tensor) -> Choice:
     long = {i: sustained(launches[i], short[i]) for i in finalists}
     best = min(long, key=lambda i: (long[i], i))
     plan.algorithm = found[best]
-    after, row = long[best], [f"{int(word):x}" for word in found[best]]
-    if product.epilogue == DGELU:
-        apart = replace(product, epilogue=PLAIN)
-        choose(apart, scratch)
-
-        def both() -> None:
-            cublaslt.plan(apart).launch(**(tensors | {"aux": None}), scratch=scratch)  # type: ignore[arg-type]
-            gelu_backward(tensors["d"], tensors["aux"])  # type: ignore[arg-type]
-
-        separate = sustained(both, after)
-        if separate < after:
-            after, row = separate, SEPARATE
-    return Choice(long[0], after, len(found), row)
+    return Choice(long[0], long[best], len(found))
 
 
 def tune(products: list[Product], path: Path) -> Iterator[str]:
@@ -151,15 +136,11 @@ def tune(products: list[Product], path: Path) -> Iterator[str]:
     rows = json.loads(path.read_text(encoding="utf-8"))["algorithms"] if path.exists() else {}
     for product in products:
         choice = choose(product, scratch)
-        rows[product.name()] = choice.row
-        if choice.row is SEPARATE:
-            apart = replace(product, epilogue=PLAIN)
-            rows[apart.name()] = [f"{int(word):x}" for word in cublaslt.plan(apart).algorithm]
+        rows[product.name()] = [f"{int(word):x}" for word in cublaslt.plan(product).algorithm]
         tera = 2e-9 * product.m * product.n * product.k / choice.after
-        note = ", the GELU apart" if choice.row is SEPARATE else ""
         yield (
             f"{product.name():<52} {choice.before:7.3f} -> {choice.after:7.3f} ms  {tera:5.0f} TFLOP/s"
-            f"  of {choice.candidates} algorithms{note}"
+            f"  of {choice.candidates} algorithms"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     record = {
