@@ -105,6 +105,7 @@ class RunConfig:
     device: str = option("auto", "auto takes a CUDA GPU if there is one, else the CPU", choices=DEVICES)
     precision: str = option("fp32", "of weights, activations and products; moments stay fp32", choices=PRECISIONS)
     backend: str = option("auto", "auto takes the kernels on a CUDA GPU, else the reference", choices=BACKENDS)
+    master_weights: bool = option(True, "keep fp32 weights beside bf16 ones; false: bf16 only, rounded stochastically")
     recompute: int = option(0, "0: keep all activations; 1: redo the hidden layer in the backward; 2: layernorms too")
     head_chunk_tokens: int = option(0, "tokens per chunk of the loss head (0: chosen so that logits take <= 512 MiB)")
 
@@ -160,6 +161,8 @@ def check(config: RunConfig) -> RunConfig:
             f"channels must be a multiple of num_heads, found {config.channels} and {config.num_heads};"
             f" heads of 64 would need num_heads {max(1, config.channels // 64)}"
         )
+    if not config.master_weights and config.precision != "bf16":
+        raise UsageError(f"master_weights false needs precision bf16, found {config.precision}")
     if config.recompute not in (0, 1, 2):
         raise UsageError(f"recompute must be 0, 1 or 2, found {config.recompute}")
     tokens_per_micro_batch = config.micro_batch * config.sequence_length

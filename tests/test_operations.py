@@ -23,6 +23,7 @@ from handgrad.ops import (
 )
 from handgrad.ops import reference as ops
 from handgrad.ops.reference import device as reference_device
+from handgrad.ops.reference.optimizer import round_stochastically
 
 SENTINEL = 3.25  # what accumulators hold before: adding into it must keep it
 
@@ -327,3 +328,32 @@ def test_adamw_does_not_depend_on_how_the_buffer_is_cut() -> None:
     for cut in (slice(0, 128), slice(128, 1024), slice(1024, 2944), slice(2944, None)):
         update(*[b[cut] for b in parts])
     assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
+
+
+def test_bf16_weights_are_rounded_up_and_down_with_the_right_chances() -> None:
+    """Only to the two neighbours, the mean within five deviations of the float32, keyed by place, step and seed."""
+    n = 1 << 16
+    exact = torch.full((n,), 1.0 + 2**-9 + 2**-11)  # 5/16 of the way from 1 to the next bf16, 1 + 2^-7
+    settings = {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "weight_decay": 0.0}
+
+    def updated(step: int = 1, seed: int = 0, cut: int = 0) -> Tensor:
+        rounded = torch.empty(n - cut, dtype=torch.bfloat16)
+        round_stochastically(rounded, exact[cut:], step, seed, cut)
+        return rounded
+
+    first = updated()
+    assert set(first.unique().tolist()) == {1.0, 1.0 + 2**-7}
+    share = (first > 1).double().mean().item()
+    assert abs(share - 5 / 16) < 5 * math.sqrt(5 / 16 * 11 / 16 / n)
+    assert torch.equal(updated(), first) and torch.equal(updated(cut=384), first[384:])
+    for other in (updated(step=2), updated(seed=1)):
+        assert 0.3 < (other != first).double().mean() < 0.56, "independent draws differ with chance 2 * 5/16 * 11/16 = 0.43"
+    # An update of zero length rounds nothing: a bf16 number is its own neighbour.
+    weight, moments = torch.randn(256).bfloat16(), [torch.zeros(256) for _ in range(3)]
+    before = weight.clone()
+    ops.adamw_update(weight, weight, *moments, *told(1, 0.0, 1.0), **settings)
+    assert torch.equal(weight, before)
+    # And infinities stay what they are.
+    wild = torch.tensor([math.inf, -math.inf])
+    round_stochastically(weight[:2], wild, 1, 0, 0)
+    assert torch.equal(weight[:2].float(), wild)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -136,6 +137,17 @@ def test_resume_of_a_resume(finished: RunConfig, precision: str, monkeypatch: py
     same_bits(whole.out, pieces.out, whole.steps)
 
 
+def test_a_resumed_run_without_master_weights(config: RunConfig) -> None:
+    config = dataclasses.replace(config, precision="bf16", master_weights=False)
+    train(config)
+    expected = tensors(config.out, 12)
+    shutil.rmtree(Path(config.out) / "checkpoints" / "step_00000012")
+    train(config)
+    found = tensors(config.out, 12)
+    assert found["wte"].dtype == torch.bfloat16
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
 def test_a_finished_run_stays_as_it_is(finished: RunConfig) -> None:
     before = records(finished.out)
     assert train(finished) is None
@@ -153,7 +165,6 @@ def test_another_configuration_is_refused_and_named(finished: RunConfig) -> None
 
 
 def test_other_data_is_refused(finished: RunConfig, shards: Path, tmp_path: Path) -> None:
-    import shutil
 
     from handgrad.data.shards import HEADER_BYTES, header
 

@@ -232,3 +232,14 @@ def test_largest_micro_batch_fits(config: RunConfig) -> None:
     budget = training_plan(dataclasses.replace(config, micro_batch=2), shape, torch.float32, CPU, reference).total_bytes
     assert largest_micro_batch(config, shape, torch.float32, CPU, reference, budget) == 2
     assert largest_micro_batch(config, shape, torch.float32, CPU, reference, 1000) == 0
+
+
+def test_without_master_weights_training_learns_and_repeats(config: RunConfig) -> None:
+    """bf16 alone: four bytes a parameter less, the same bits every time, and a loss near that with master weights."""
+    config = dataclasses.replace(config, precision="bf16", learning_rate=3e-3, tokens_per_step=512)
+    kept_state, kept = steps_of(config, 20)
+    state, results = steps_of(dataclasses.replace(config, master_weights=False), 20)
+    again, _ = steps_of(dataclasses.replace(config, master_weights=False), 20)
+    assert state.master.dtype == torch.bfloat16 and torch.equal(state.master, again.master)
+    assert kept_state.plan.total_bytes - state.plan.total_bytes == 4 * state.master.numel()
+    assert results[-1].loss < results[0].loss - 1 and abs(results[-1].loss - kept[-1].loss) < 0.1 * kept[-1].loss

@@ -27,7 +27,8 @@ INITIAL_LOSS_SCALE = 2.0**16  # of fp16: halved within a few skipped steps where
 
 @dataclass
 class TrainingState:
-    """The run's memory, and the two structures of names over it. `master` is `parameters` itself in fp32."""
+    """The run's memory, and the two structures of names over it. `master` is `parameters` itself in fp32, and without
+    master weights."""
 
     shape: ModelShape
     table: tuple[ParameterRow, ...]
@@ -70,7 +71,7 @@ def training_plan(config: RunConfig, shape: ModelShape, dtype: torch.dtype, devi
     exact = torch.float64 if dtype == torch.float64 else torch.float32
     double = torch.float32 if device.type == "mps" else torch.float64  # which Apple GPUs do not have
     buffers = [Buffer("parameters", (elements,), dtype, "parameters")]
-    if dtype != exact:
+    if dtype != exact and config.master_weights:
         buffers.append(Buffer("master", (elements,), exact, "master weights"))
     buffers += [
         Buffer("gradients", (elements,), exact, "gradients"),

@@ -162,6 +162,8 @@ class Stepper:
                 beta2=config.beta2,
                 epsilon=config.adam_epsilon,
                 weight_decay=config.weight_decay if decays else 0.0,
+                seed=config.seed,
+                first_element=run.start,
             )
 
 

@@ -251,10 +251,13 @@ def test_nothing_is_allocated_after_the_first_steps() -> None:
     assert abs(taken - state.plan.total_bytes) <= 0.03 * state.plan.total_bytes
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32", "tf32"])
-def test_two_runs_and_a_resumed_one(config: RunConfig, precision: str) -> None:
+@pytest.mark.parametrize(
+    ("precision", "master_weights"), [("bf16", True), ("bf16", False), ("fp16", True), ("fp32", True), ("tf32", True)]
+)
+def test_two_runs_and_a_resumed_one(config: RunConfig, precision: str, master_weights: bool) -> None:
     """The same bits; the third goes on from the checkpoint of step 8."""
-    config = dataclasses.replace(config, device="cuda", backend="kernels", precision=precision)
+    settings = {"precision": precision, "master_weights": master_weights}
+    config = dataclasses.replace(config, device="cuda", backend="kernels", **settings)
     train(config)
     again = elsewhere(config, "again")
     train(again)

@@ -176,3 +176,7 @@ def test_a_captured_step_follows_its_buffers() -> None:
         graph.replay()
         update(*launched)
     assert all(torch.equal(a, b) for a, b in zip(recorded, launched, strict=True))
+
+
+def test_stochastic_rounding_as_the_reference_does_it() -> None:
+    checks.check_stochastic_rounding("cuda")

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from handgrad import ops
 from handgrad.ops import reference
 from handgrad.ops.kernels import classifier, column_sums, embedding, gelu, layernorm, optimizer
 from handgrad.ops.kernels.scratch import scratch_bytes
@@ -267,3 +268,20 @@ def adamw(draw: Draw, elements: int, steps: int, *, betas: tuple[float, float], 
         return {"weight": like, "m": t["m"], "v": t["v"], "published": published}
 
     return inputs, run
+
+
+def check_stochastic_rounding(device: str) -> None:
+    draw, n, first = Draw(torch.float32, device), 5000, 3 << 30
+    weight, m, g = draw.normal(n).bfloat16(), draw.normal(n) * 0.1, draw.normal(n)
+    controls, results = (torch.zeros(8, dtype=torch.float64, device=device) for _ in range(2))
+    controls[ops.CONTROL_STEP], controls[ops.CONTROL_LEARNING_RATE] = 7, 1e-3
+    results[ops.RESULT_SCALE] = 0.5
+    settings = {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "weight_decay": 0.1, "seed": 1337, "first_element": first}
+    found = []
+    for backend in (reference, kernels):
+        w = weight.clone()
+        backend.adamw_update(w, w, m.clone(), m.square(), g.clone(), controls, results, **settings)
+        found.append(w)
+    assert (found[0] != weight).float().mean() > 0.1, "an update that moves nothing shows nothing"
+    assert (found[0] == found[1]).float().mean() > 0.999
+    assert ((found[0].view(torch.int16).int() - found[1].view(torch.int16).int()).abs() <= 1).all()

@@ -21,6 +21,7 @@ CHANNELS = (768, 1600)
 V, Vp = 50257, 50304
 
 INTEGER = dict.fromkeys(("N", "O", "T", "P", "B", "elements", "size"), "i32:16")
+INTEGER |= {"seed": "i32", "first_element": "i32"}
 FIXED_POINTERS = {
     "mean": "*fp32",
     "rstd": "*fp32",
@@ -101,8 +102,17 @@ def launches(C: int, itemsize: int = 2) -> dict[str, tuple[triton.JITFunction, d
             {"TOKENS": 524288.0, "CLIP_NORM": 1.0, "DYNAMIC": True, **sums},
             optimizer.SUM_WARPS,
         ),
-        "adamw_update": (optimizer._adamw, {"PUBLISH": True, **betas, **tiles}, optimizer.UPDATE_WARPS),
-        "adamw_update in place": (optimizer._adamw, {"PUBLISH": False, **betas, **tiles}, optimizer.UPDATE_WARPS),
+        "adamw_update": (optimizer._adamw, {"PUBLISH": True, "ROUNDED": False, **betas, **tiles}, optimizer.UPDATE_WARPS),
+        "adamw_update in place": (
+            optimizer._adamw,
+            {"PUBLISH": False, "ROUNDED": False, **betas, **tiles},
+            optimizer.UPDATE_WARPS,
+        ),
+        "adamw_update rounded": (
+            optimizer._adamw,
+            {"PUBLISH": False, "ROUNDED": True, **betas, **tiles},
+            optimizer.UPDATE_WARPS,
+        ),
     }
 
 
@@ -110,7 +120,7 @@ def signature_of(name: str, kernel: triton.JITFunction, dtype: str) -> dict[str,
     """Types of the arguments that are not constants. Buffers begin at multiples of 16 bytes, sizes are multiples of 16."""
     own = {"results": "*fp64", "out": "*fp32" if name == "squared_norms" else f"*{dtype}"}
     if name.startswith("adamw"):
-        own["weight"] = "*fp32"
+        own["weight"] = "*i16" if name == "adamw_update rounded" else "*fp32"
     types = {**FIXED_POINTERS, **own}
     return {n: INTEGER.get(n) or types.get(n, f"*{dtype}") + ":16" for n in kernel.arg_names}
 

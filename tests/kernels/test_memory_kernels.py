@@ -204,3 +204,8 @@ def test_adamw_does_not_depend_on_how_the_buffer_is_cut() -> None:
         w, m, g, v = buffers
         kernels.adamw_update(w, w, m, v, g, controls, results, **settings)
     assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
+
+
+def test_adamw_on_bf16_weights_rounds_as_the_reference_does() -> None:
+    """The same random numbers; where the float32 updates differ in the last bit, a rounding may, once in thousands."""
+    checks.check_stochastic_rounding("cpu" if not torch.cuda.is_available() else "cuda")

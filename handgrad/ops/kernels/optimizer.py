@@ -2,6 +2,7 @@
 
 import math
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -178,21 +179,30 @@ def adamw_update(
     beta2: float,
     epsilon: float,
     weight_decay: float,
+    seed: int = 0,
+    first_element: int = 0,
 ) -> None:
     """One update of flat float32 buffers of equal length, unless the verdict in `results` forbids it; `published` (any
     dtype, possibly `weight_inout` itself) receives the new weights, rounded. `controls` holds the learning rate and the
-    step, which counts from 1. An element's bits depend on nothing but that element."""
+    step, which counts from 1. An element's bits depend on nothing but that element.
+
+    Weights of bf16 are `published` themselves and rounded stochastically, as the reference says.
+    """
     elements = weight_inout.numel()
+    rounded = weight_inout.dtype == torch.bfloat16
     _adamw[(triton.cdiv(elements, UPDATE_ELEMENTS * UPDATE_TILES),)](
         published,
-        weight_inout,
+        weight_inout.view(torch.int16) if rounded else weight_inout,
         m_inout,
         v_inout,
         gradient_inout,
         controls,
         results,
         elements,
+        seed,
+        first_element,
         published.data_ptr() != weight_inout.data_ptr(),
+        rounded,
         float(beta1),
         float(beta2),
         math.log2(beta1) if beta1 else -math.inf,
@@ -205,7 +215,7 @@ def adamw_update(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seed", "first_element"])  # one kernel for all runs of the flat buffers
 def _adamw(
     published,
     weight,
@@ -215,7 +225,10 @@ def _adamw(
     controls,
     results,
     elements,
+    seed,
+    first_element,
     PUBLISH: tl.constexpr,
+    ROUNDED: tl.constexpr,
     BETA1: tl.constexpr,  # constants, as above: 1 - beta of a float32 beta is off by 1e-5 at 0.999
     BETA2: tl.constexpr,
     LOG2_BETA1: tl.constexpr,
@@ -237,7 +250,10 @@ def _adamw(
             place = start + tl.arange(0, BLOCK)
             inside = tl.arange(0, BLOCK) < elements - start
             g = tl.load(gradient + place, mask=inside, other=0.0) * scale
-            w = tl.load(weight + place, mask=inside, other=0.0)
+            if ROUNDED:
+                w = (tl.load(weight + place, mask=inside, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+            else:
+                w = tl.load(weight + place, mask=inside, other=0.0)
             m = tl.load(m_buffer + place, mask=inside, other=0.0)
             v = tl.load(v_buffer + place, mask=inside, other=0.0)
             m = BETA1 * m + (1.0 - BETA1) * g
@@ -245,6 +261,33 @@ def _adamw(
             w -= decay * w + tl.div_rn(m_rate * m, tl.sqrt_rn(v) * v_factor + EPSILON)
             tl.store(m_buffer + place, m, mask=inside)
             tl.store(v_buffer + place, v, mask=inside)
-            tl.store(weight + place, w, mask=inside)
+            if ROUNDED:
+                rounded = stochastically(w, first_element + place, step.to(tl.int32), seed)
+                tl.store(weight + place, rounded, mask=inside)
+            else:
+                tl.store(weight + place, w, mask=inside)
             if PUBLISH:
                 tl.store(published + place, w.to(published.dtype.element_ty), mask=inside)
+
+
+# Stochastic rounding to bf16: the upper half of a float's bits plus a random lower half (see the reference).
+
+
+@triton.jit
+def mixed(x):
+    """The hash of uint32 numbers: MurmurHash3's finaliser."""
+    x = x ^ (x >> 16)
+    x = x * 0x85EBCA6B
+    x = x ^ (x >> 13)
+    x = x * 0xC2B2AE35
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def stochastically(w, place, step, seed):
+    """The bits (int16) of w (float32) rounded to bf16 at random, keyed by its place, the step and the seed."""
+    key = mixed(step.to(tl.uint32) ^ mixed(seed.to(tl.uint32)))
+    added = mixed(place.to(tl.uint32) * 0x9E3779B1 + key) & 0xFFFF
+    bits = w.to(tl.uint32, bitcast=True)
+    added = tl.where((bits & 0x7F800000) != 0x7F800000, added, 0)
+    return ((bits + added) >> 16).to(tl.int16)

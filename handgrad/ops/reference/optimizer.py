@@ -110,10 +110,16 @@ def adamw_update(
     beta2: float,
     epsilon: float,
     weight_decay: float,
+    seed: int = 0,
+    first_element: int = 0,
 ) -> None:
     """One update of flat float32 (or float64) buffers of equal length, unless the verdict in `results` forbids it;
     `published` (any dtype, possibly `weight_inout` itself) receives the new weights, rounded. The gradient's values
     afterwards mean nothing. `controls` holds the learning rate and the step, which counts from 1.
+
+    Weights of bf16 are all there is of them: they are `published` themselves, updated in float32 and rounded to one of
+    their two neighbours at random, keyed by `seed`, the step and the element's place in the whole buffer, where these
+    begin at `first_element`.
 
     Cut flat buffers at multiples of 128 elements only: the library's kernel rounds a cut vector's tail differently.
     """
@@ -122,8 +128,10 @@ def adamw_update(
     gradient_scale = results[RESULT_SCALE].item()
     step, learning_rate = (controls[place].item() for place in (CONTROL_STEP, CONTROL_LEARNING_RATE))
     one = torch.ones((), dtype=torch.float32, device=weight_inout.device)
+    rounded = weight_inout.dtype == torch.bfloat16
+    weight = weight_inout.float() if rounded else weight_inout
     aten._fused_adamw_(
-        [weight_inout],
+        [weight],
         [gradient_inout],
         [m_inout],
         [v_inout],
@@ -138,5 +146,34 @@ def adamw_update(
         maximize=False,
         grad_scale=None if gradient_scale == 1.0 else one / gradient_scale,
     )
-    if published.data_ptr() != weight_inout.data_ptr():
+    if rounded:
+        round_stochastically(weight_inout, weight, int(step), seed, first_element)
+    elif published.data_ptr() != weight_inout.data_ptr():
         published.copy_(weight_inout)
+
+
+# Stochastic rounding to bf16: with r uniform in 0..65535, the upper 16 of the 32 bits of a float plus r. The chance to move
+# away from zero is the part that rounding cuts off, so the mean over r is the float itself. r is a hash: the finaliser of
+# MurmurHash3 (Appleby 2011).
+
+BITS32 = 0xFFFFFFFF
+
+
+def mixed(x: Tensor) -> Tensor:
+    """The hash of 32-bit numbers, held in int64."""
+    x = x ^ (x >> 16)
+    x = (x * 0x85EBCA6B) & BITS32
+    x = x ^ (x >> 13)
+    x = (x * 0xC2B2AE35) & BITS32
+    return x ^ (x >> 16)
+
+
+def round_stochastically(out: Tensor, exact: Tensor, step: int, seed: int, first_element: int) -> None:
+    """out (bf16) = exact (float32), each rounded up or down at random; infinities and NaN stay."""
+    number = torch.tensor([seed, step], dtype=torch.int64)
+    key = mixed(number[1] ^ mixed(number[0])).item()
+    places = torch.arange(first_element, first_element + exact.numel(), dtype=torch.int64, device=exact.device)
+    added = mixed((places * 0x9E3779B1 + key) & BITS32) & 0xFFFF
+    bits = exact.view(torch.int32).to(torch.int64) & BITS32
+    added = added.where((bits & 0x7F800000) != 0x7F800000, torch.zeros_like(added))
+    out.copy_(((bits + added) >> 16).to(torch.int16).view(torch.bfloat16))
