@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from types import ModuleType
 from typing import Any
 
@@ -226,17 +227,16 @@ def set_up(config: RunConfig, shape: ModelShape, device: torch.device, dtype: to
     return allocate_state(config, shape, dtype, device, ops)
 
 
-def make_steps(stepper: Stepper, first: int, count: int) -> tuple[list[StepResult], list[float]]:
-    """Steps launched one ahead of their results, as in training: the results, and the seconds on the clock at each."""
-    results, clock = [], []
+def make_steps(stepper: Stepper, first: int, count: int) -> list[StepResult]:
+    """Results of steps launched one ahead of their results, as in training."""
+    results = []
     stepper.begin(first)
     for step in range(first, first + count):
         stepper.finish(step)
         if step + 1 < first + count:
             stepper.begin(step + 1)
         results.append(stepper.result(step))
-        clock.append(time.perf_counter())
-    return results, clock
+    return results
 
 
 def profile_run(config: RunConfig, vocab_size: int, source: Source, steps: int, trace: Path | None) -> list[str]:
@@ -251,13 +251,13 @@ def profile_run(config: RunConfig, vocab_size: int, source: Source, steps: int, 
     state = set_up(config, config.shape(vocab_size), device, dtype)
     feed = BatchFeed(source, state.activations)
     stepper = Stepper(config, state, feed)
-    _, clock = make_steps(stepper, 0, WARMUP_STEPS)
-    hot_steps = math.ceil(HOT_SECONDS / (clock[-1] - clock[-2])) if cuda else 0
+    results = make_steps(stepper, 0, WARMUP_STEPS)
+    hot_steps = math.ceil(HOT_SECONDS / results[-1].elapsed_seconds) if cuda else 0
     done = WARMUP_STEPS
     with power.Sampler(device) as sampler:
-        _, clock = make_steps(stepper, done, hot_steps + 1 + steps)
-    wall_ms = (clock[-1] - clock[-1 - steps]) / steps * 1e3
-    done += hot_steps + 1 + steps
+        results = make_steps(stepper, done, hot_steps + steps)
+    wall_ms = fmean(result.elapsed_seconds for result in results[-steps:]) * 1e3
+    done += hot_steps + steps
 
     recorder = Recorder(state.ops, state.weights.wte, torch.profiler.record_function)
     state.ops = recorder.ops
@@ -273,7 +273,7 @@ def profile_run(config: RunConfig, vocab_size: int, source: Source, steps: int, 
         with torch.profiler.profile(activities=activities, schedule=once) as profiler:
             make_steps(stepper, done, hot_steps + 1)
             profiler.step()
-            more, _ = make_steps(stepper, done + hot_steps + 1, steps)
+            more = make_steps(stepper, done + hot_steps + 1, steps)
             world.synchronize(device)
         path = trace or Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))

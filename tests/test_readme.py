@@ -1,4 +1,8 @@
-"""Every block of the README runs, in its order, in one folder, as a reader would run them."""
+"""Every block of the README runs, in its order, in one folder, as a reader would run them; and every figure that it and
+docs/results.md quote stands in benchmarks/results.
+
+    python -m tests.test_readme      prints the tables that the two pages quote, to be pasted
+"""
 
 import io
 import json
@@ -8,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -18,6 +23,7 @@ from tests.data.test_download import Server
 
 ROOT = Path(__file__).parents[1]
 BLOCKS = re.findall(r"^```bash\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+RESULTS = ROOT / "benchmarks" / "results"
 HUB_NAME = "HuggingFaceFW/fineweb"
 
 
@@ -91,10 +97,189 @@ def test_what_the_blocks_left_behind(folder: Path) -> None:
     assert json.loads((folder / "shards/bpe/manifest.json").read_text())["tokenizer"]["kind"] == "bpe"
 
 
-def test_the_table_quotes_the_results() -> None:
-    """Every figure in the README's tables stands in benchmarks/results."""
-    text = (ROOT / "README.md").read_text().split("## How fast")[1].split("## Ten things")[0]
+def result(name: str) -> dict[str, Any]:
+    """A results file; empty if it is not there."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+STEPS = {model: result(f"h200-step-{model.lower()}") for model in ("124M", "350M", "774M", "1558M")}
+
+
+def line(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def gigabytes(gib: float) -> str:
+    return f"{gib * 2**30 / 1e9:.1f}"
+
+
+def first_steps(row: dict[str, Any]) -> str:
+    return f"{row['first_step_cold_seconds']:.1f} / {row['first_step_warm_seconds']:.1f}"
+
+
+def speed_row(model: str) -> str:
+    """handgrad beside the fastest twin of its run, as the README shows them."""
+    figures = STEPS[model]["figures"]
+    ours = figures["handgrad"]
+    speeds = {n: row["tokens_per_second"] for n, row in figures.items() if "twin" in n and "tokens_per_second" in row}
+    twin = figures[max(speeds, key=lambda name: speeds[name])] if speeds else None
+    return line(
+        model,
+        str(STEPS[model]["settings"]["micro_batch"]),
+        f"**{ours['tokens_per_second'] / 1e3:.1f}k**",
+        f"{ours['mfu']:.1%}",
+        f"{ours['mean_watts']:.0f}",
+        f"{ours['millijoules_per_token']:.3g}",
+        gigabytes(ours["allocated_gib"]),
+        first_steps(ours),
+        f"{twin['tokens_per_second'] / 1e3:.1f}k" if twin else "–",
+        gigabytes(twin["allocated_gib"]) if twin else "–",
+        first_steps(twin) if twin else "–",
+        f"{ours['tokens_per_second'] / twin['tokens_per_second']:.2f}x" if twin else "–",
+    )
+
+
+def step_rows(model: str) -> list[str]:
+    """Every contender of a run."""
+    return [
+        line(
+            model,
+            name,
+            f"{row['tokens_per_second'] / 1e3:.1f}k",
+            f"{row['mfu']:.1%}",
+            f"{row['milliseconds_per_step']:.1f}",
+            f"{row['mean_watts']:.0f}",
+            f"{row['mean_sm_megahertz']:.0f}",
+            f"{row['millijoules_per_token']:.3g}",
+            gigabytes(row["allocated_gib"]),
+            gigabytes(row["reserved_gib"]),
+            first_steps(row),
+            f"{row['times_best_twin']:.3f}" if "times_best_twin" in row else "–",
+        )
+        if "tokens_per_second" in row
+        else line(model, name, "failed", *[""] * 9)
+        for name, row in STEPS[model]["figures"].items()
+    ]
+
+
+CHAPTERS = {"bias_backward": "linear", "adamw_update": "adamw", "squared_norms": "norm"}  # others: the name's first word
+CHANNELS = {"124M": 768, "1558M": 1600}
+
+
+def kernel_rows() -> list[str]:
+    """An operation's share of a copy's bandwidth at both sizes, and what torch.compile takes for its every millisecond."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in result("h200-kernels")["figures"]:
+        name, _, width = row["operation"].partition(" ")
+        label = f"{name}, {int(width) // CHANNELS[row['size']]}C wide" if width else name
+        known = row["size"] in CHANNELS
+        found.setdefault(label if known else f"{name}, {row['size']}", {})[row["size"] if known else "124M"] = row
+    lines = []
+    for label, sizes in found.items():
+        name, comma, rest = label.partition(",")
+        rows = [sizes.get(size) for size in CHANNELS]
+        lines.append(
+            line(
+                f"[`{name}`](operations/{CHAPTERS.get(name, name.split('_')[0])}.md#the-kernel){comma}{rest}",
+                *(f"{row['share_of_copy']:.1%}" if row else "–" for row in rows),
+                *(f"{row['compiled_milliseconds'] / row['milliseconds']:.2f}x" if row else "–" for row in rows),
+            )
+        )
+    return lines
+
+
+def loss_lines() -> list[str]:
+    if not (record := result("h200-loss")):
+        return []
+    s = record["settings"]
+    size = f"{s['micro_steps']} x {s['micro_batch']} x {s['sequence_length']}"
+    return [
+        f"{s['model']}, {s['steps']} steps of {size} tokens, learning rate {s['learning_rate']:g} at its peak"
+        " ([figures](../benchmarks/results/h200-loss.json)):",
+        "| from " + record["measure"] + ", nats per token | first | largest | mean | late mean |",
+        *(
+            line(name, f"{d['first']:.5f}", f"{d['largest']:.4f}", f"{d['mean']:.4f}", f"{d['late_mean']:+.4f}")
+            for name, d in record["differences"].items()
+        ),
+    ]
+
+
+def ladder_lines() -> list[str]:
+    if not (record := result("h200-ladder")):
+        return []
+    s = record["settings"]
+    size = f"{s['micro_steps']} x {s['micro_batch']} x {s['sequence_length']}"
+    return [
+        f"{s['model']}, steps of {size} tokens, {s['seconds']:g} s a row"
+        " ([figures](../benchmarks/results/h200-ladder.json)):",
+        *(
+            line(
+                row["title"],
+                f"{row['milliseconds_per_micro_batch']:.1f}",
+                f"{row['tokens_per_second'] / 1e3:.1f}k",
+                f"{row['gain']:.2f}x" if "gain" in row else "",
+                f"{row['gain_from_the_bottom']:.2f}x" if "gain_from_the_bottom" in row else "",
+                f"{row['reserved_bytes'] / 1e9:.1f}",
+                f"{row['first_step_seconds']:.1f}",
+            )
+            if "tokens_per_second" in row
+            else line(row["title"], "failed", *[""] * 5)
+            for row in record["figures"]
+        ),
+    ]
+
+
+def quoted() -> dict[str, list[str]]:
+    """The lines that a page quotes, made from the results."""
+    return {
+        "README.md": [speed_row(model) for model in STEPS],
+        "docs/results.md": [
+            *(row for model in STEPS for row in step_rows(model)),
+            *kernel_rows(),
+            *loss_lines(),
+            *ladder_lines(),
+        ],
+    }
+
+
+def section(page: str, heading: str) -> str:
+    return (ROOT / page).read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/results.md"])
+def test_the_tables_are_those_of_the_results(page: str) -> None:
+    """Tables made on a GPU, line by line: none missing, none changed, none left over from an earlier run."""
+    lines = section(page, "How fast" if page == "README.md" else "On one H200").split("\n")
+    expected = quoted()[page]
+    missing = [row for row in expected if row not in lines]
+    assert not missing, "\n".join(["not in the page; `python -m tests.test_readme` prints all:", *missing])
+    rows = [row for row in lines if row.startswith(tuple(f"| {model} |" for model in STEPS))]
+    assert sorted(rows) == sorted(row for row in expected if row in rows), "a row is left over"
+
+
+def test_the_text_says_how_it_was_measured() -> None:
+    text = section("README.md", "How fast")
+    for record in STEPS.values():
+        assert f"{record['peak_flop_per_second'] / 1e12:.1f} TFLOP/s" in text
+        assert f"torch {record['versions']['torch']}, Triton {record['libraries']['triton']} " in text
+        turn, whole = record["settings"]["turn_seconds"], record["settings"]["seconds"]
+        assert f"turns of {turn:g} s until each has had {whole:g}," in text
+
+
+def test_the_text_quotes_the_results() -> None:
+    """Every other figure of these sections, and of the validation losses."""
+    known = {row for rows in quoted().values() for row in rows}
+    text = section("README.md", "How fast").replace("989.4 TFLOP/s", "")
+    text = re.sub(r"^llm\.c, another run.*?\n\n", "", text, flags=re.MULTILINE | re.DOTALL)  # not ours, and said so
+    text += section("docs/results.md", "On one H200")
+    text = "\n".join(row for row in text.split("\n") if row not in known)
     text += "".join(re.findall(r"^\| validation loss.*$", (ROOT / "docs" / "results.md").read_text(), re.MULTILINE))
-    measured = "".join(path.read_text() for path in (ROOT / "benchmarks" / "results").glob("*.json"))
+    measured = "".join(path.read_text() for path in RESULTS.glob("*.json"))
     for figure in re.findall(r"\d+\.\d+", text):
         assert re.search(rf"(?<![\d.]){re.escape(figure.rstrip('0'))}\d*", measured), f"{figure} stands in no results file"
+
+
+if __name__ == "__main__":
+    for _page, _rows in quoted().items():
+        print("\n".join([f"\n{_page}\n", *_rows]))
