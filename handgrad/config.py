@@ -243,6 +243,7 @@ def to_toml(config: RunConfig) -> str:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """What differs between two configs and matters to the numbers: ['seed: 1 -> 2', ...]."""
-    names = [name for name, known in FIELDS.items() if not known.metadata["free"]]
-    return [f"{n}: {old.get(n)!r} -> {new.get(n)!r}" for n in names if old.get(n) != new.get(n)]
+    """What differs between two configs and matters to the numbers: ['seed: 1 -> 2', ...]. A setting that an older version
+    did not know had its default."""
+    then = {name: old.get(name, known.default) for name, known in FIELDS.items() if not known.metadata["free"]}
+    return [f"{n}: {value!r} -> {new.get(n)!r}" for n, value in then.items() if value != new.get(n)]

@@ -1,6 +1,7 @@
 """Whole runs: the same bits twice, after a kill, after a signal; checkpoints that are complete or do not exist."""
 
 import dataclasses
+import hashlib
 import json
 import os
 import shutil
@@ -162,6 +163,21 @@ def test_another_configuration_is_refused_and_named(finished: RunConfig) -> None
     assert any("steps: 12 -> 14" in r["text"] for r in records(finished.out, ("event",)))
     # What does not touch the numbers may change freely.
     train(dataclasses.replace(finished, steps=14, log_every=1, save_every=5))
+
+
+def test_a_checkpoint_of_an_older_version_goes_on(finished: RunConfig) -> None:
+    """One that knew neither backends nor loss scales: its settings are the defaults of today's."""
+    config = dataclasses.replace(finished, steps=14)
+    for manifest in (Path(finished.out) / "checkpoints").glob("*/manifest.json"):
+        content = json.loads(manifest.read_text())
+        for name in ("backend", "master_weights", "gpu_every"):
+            del content["config"][name]
+        del content["loss_scale"], content["sha256"]
+        digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        manifest.write_text(json.dumps({"sha256": digest, **content}))
+    train(config, allow_changes=True)
+    changes = [r["text"] for r in records(config.out, ("event",))]
+    assert changes == ["configuration changed: steps: 12 -> 14"]
 
 
 def test_other_data_is_refused(finished: RunConfig, shards: Path, tmp_path: Path) -> None:

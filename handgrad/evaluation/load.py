@@ -32,12 +32,11 @@ class LoadedModel:
 
 
 def checkpoint_config(checkpoint: Checkpoint) -> RunConfig:
-    """The configuration of the run that saved the checkpoint; `DataError` if this version cannot read it."""
+    """The configuration of the run that saved the checkpoint, with the default of what an older version did not know;
+    `DataError` if it does not hold."""
     stored: dict[str, Any] = checkpoint.manifest["config"]
     try:
-        return check(RunConfig(**{name: convert(name, stored[name]) for name in FIELDS}))
-    except KeyError as missing:
-        raise DataError(f"{checkpoint.folder}: its configuration lacks {missing}; another version wrote it") from None
+        return check(RunConfig(**{name: convert(name, stored[name]) for name in FIELDS if name in stored}))
     except UsageError as error:
         raise DataError(f"{checkpoint.folder}: its configuration does not hold: {error}") from None
 

@@ -110,7 +110,7 @@ class Run:
             self.completed = resumed.step
             self.stepper.losses = Outliers(resumed.manifest["loss_window"])
             self.stepper.norms = Outliers(resumed.manifest["norm_window"])
-            scale, good_steps = resumed.manifest["loss_scale"]
+            scale, good_steps = resumed.manifest.get("loss_scale", (1.0, 0.0))  # absent before there was fp16
             self.state.set_loss_scale(scale, good_steps, self.config.tokens_per_step)
             self.skips_in_a_row = resumed.manifest["skips_in_a_row"]
             then, now = resumed.manifest["versions"], self.versions()
