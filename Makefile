@@ -1,5 +1,6 @@
 # make train   the main job: prepares a corpus, trains a small GPT on it, writes a report   (about 2 minutes on 2 cores)
 # make test    every test
+# make test-gpu  the kernels' tests on this machine's GPU, into benchmarks/results/gpu-tests.json (PYTHON: one that has torch)
 # make check   lint, formatting, types
 
 PYTHON ?= python3
@@ -7,13 +8,16 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: train test check format clean
+.PHONY: train test test-gpu check format clean
 
 train: $(VENV)/.installed
 	@$(BIN)/handgrad demo
 
 test: $(VENV)/.installed-test
 	@$(BIN)/python -m pytest
+
+test-gpu:
+	@$(PYTHON) -m pytest tests/gpu --record benchmarks/results/gpu-tests.json
 
 check: $(VENV)/.installed-check
 	@$(BIN)/ruff check .

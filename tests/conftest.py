@@ -3,6 +3,7 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may look for a hub; the download tests run a server of their own
 
@@ -14,12 +15,27 @@ if not torch.cuda.is_available():  # Triton reads it when it is first imported: 
 
 from torch import Tensor
 
+from benchmarks.record import write_record
 from handgrad.arena import Plan, make_plan
 from handgrad.config import ModelShape, RunConfig
 from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.model.activations import Activations, activation_buffers, activations
 from handgrad.model.parameters import ModelTensors, ParameterRow, flat_elements, initialize, model_tensors, parameter_table
 from handgrad.presets import tiny
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record", metavar="FILE", help="write what passed and failed, with machine and versions, as JSON")
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """The results file that `make test-gpu` leaves."""
+    if path := config.getoption("--record"):
+        found = {outcome: terminalreporter.stats.get(outcome, []) for outcome in ("passed", "failed", "error", "skipped")}
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        names = [report.nodeid for outcome in ("failed", "error") for report in found[outcome]]
+        tests = {outcome: len(reports) for outcome, reports in found.items()}
+        write_record(path, device, tests=tests, not_passed=names)
 
 
 @dataclass
