@@ -1,7 +1,7 @@
 """Checkpoints: complete and verified, or they do not exist.
 
     checkpoints/step_00001000.partial/   written, hashed on the way, fsynced
-        model.safetensors                the weights, float32, under the names of the parameter table
+        model.safetensors                the weights (float32; bf16 without masters), by the names of the parameter table
         optimizer.safetensors            first and second moments: m.NAME, v.NAME
         tokenizer.json                   if the tokenizer needs a file
         manifest.json                    sizes, SHA-256, config, position in the data, detector windows

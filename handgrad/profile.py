@@ -218,6 +218,7 @@ def product_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 def set_up(config: RunConfig, shape: ModelShape, device: torch.device, dtype: torch.dtype) -> TrainingState:
     ops = choose_backend(config.backend, device)
+    ops.check_sizes(length=shape.sequence_length, num_heads=shape.num_heads, channels=shape.channels)
     needed, available = training_plan(config, shape, dtype, device, ops).total_bytes, world.available_bytes(device)
     if available is not None and needed > available:
         raise DataError(
@@ -254,10 +255,12 @@ def profile_run(config: RunConfig, vocab_size: int, source: Source, steps: int, 
     results = make_steps(stepper, 0, WARMUP_STEPS)
     hot_steps = math.ceil(HOT_SECONDS / results[-1].elapsed_seconds) if cuda else 0
     done = WARMUP_STEPS
+    make_steps(stepper, done, hot_steps + 1)
+    done += hot_steps + 1
     with power.Sampler(device) as sampler:
-        results = make_steps(stepper, done, hot_steps + steps)
-    wall_ms = fmean(result.elapsed_seconds for result in results[-steps:]) * 1e3
-    done += hot_steps + steps
+        results = make_steps(stepper, done, steps)
+    wall_ms = fmean(result.elapsed_seconds for result in results) * 1e3
+    done += steps
 
     recorder = Recorder(state.ops, state.weights.wte, torch.profiler.record_function)
     state.ops = recorder.ops

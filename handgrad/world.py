@@ -41,8 +41,8 @@ def use_precision(device: torch.device, precision: str) -> torch.dtype:
         torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-        if precision == "bf16" and torch.cuda.get_device_capability(device) < (8, 0):
-            raise UsageError(f"{torch.cuda.get_device_name(device)} has no bf16; use --precision fp16")
+        if precision in ("bf16", "tf32") and torch.cuda.get_device_capability(device) < (8, 0):
+            raise UsageError(f"{torch.cuda.get_device_name(device)} has no {precision}; use --precision fp16 or fp32")
     return DTYPES[precision]
 
 

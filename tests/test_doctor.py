@@ -27,6 +27,7 @@ def test_every_kernel_has_a_case() -> None:
         "attention_decode",
         "residual_forward",
         "attention_scratch_bytes",
+        "check_sizes",
         "compile_ahead",
         "scratch_bytes",
         "versions",

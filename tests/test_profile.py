@@ -98,7 +98,7 @@ def test_bytes_are_read_once_written_once_and_twice_in_place() -> None:
 
 
 def test_every_operation_of_a_backend_is_known() -> None:
-    others = {"attention_decode", "attention_scratch_bytes", "compile_ahead", "scratch_bytes", "versions"}
+    others = {"attention_decode", "attention_scratch_bytes", "check_sizes", "compile_ahead", "scratch_bytes", "versions"}
     assert set(reference.__all__) == OPERATIONS.keys() | others
     assert PARTS.keys() - OPERATIONS.keys() == {"multiply"}
 

@@ -98,6 +98,32 @@ def test_killed_and_resumed_gives_the_same_bits(finished: RunConfig, tmp_path: P
     same_bits(finished.out, killed.out, finished.steps)
 
 
+@pytest.fixture(params=["serial", "ahead"])
+def launching(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways of the loop: each step waited for, as on a CPU, and the next one launched first, as on a GPU."""
+    if request.param == "ahead":
+        monkeypatch.setattr(loop, "works_ahead", lambda device: True)
+
+
+def test_launching_ahead_changes_nothing(finished: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead = elsewhere(finished, "ahead", save_every=5)
+    monkeypatch.setattr(loop, "works_ahead", lambda device: True)
+    launched, original = [], loop.Stepper.result
+
+    def noting(stepper, step):
+        launched.append(step)
+        return original(stepper, step)
+
+    monkeypatch.setattr(loop.Stepper, "result", noting)
+    train(ahead)
+    assert launched == list(range(12))
+    same_bits(finished.out, ahead.out, finished.steps)
+    names = ("loss", "norm", "learning_rate", "tokens")
+    serial, pipelined = ([[r[n] for n in names] for r in records(run.out, ("step",))] for run in (finished, ahead))
+    assert serial == pipelined
+
+
+@pytest.mark.usefixtures("launching")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_exits_75(finished: RunConfig, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     stopped = elsewhere(finished, f"stopped{number}")
@@ -214,6 +240,7 @@ def test_a_folder_of_something_else_is_left_alone(config: RunConfig) -> None:
     assert [p.name for p in folder.iterdir()] == ["thesis.tex"]
 
 
+@pytest.mark.usefixtures("launching")
 def test_a_run_whose_last_step_is_not_finite_does_not_end_well(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     original = loop.Stepper.result
 
@@ -227,6 +254,7 @@ def test_a_run_whose_last_step_is_not_finite_does_not_end_well(config: RunConfig
         train(config)
 
 
+@pytest.mark.usefixtures("launching")
 def test_skips_are_counted_in_a_row_and_across_a_resume(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two skipped steps, a good one, then skips for ever, with a stop in between: the run ends at the third in a row."""
     original = loop.Stepper.result
@@ -279,6 +307,40 @@ def test_weights_of_another_tokenizer_are_refused(finished: RunConfig, tmp_path:
         train(elsewhere(finished, "warm", init_from=finished.out, data=str(tmp_path / "bpe")))
 
 
+def test_overflows_of_fp16_are_no_skips_until_the_scale_cannot_fall(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = loop.Stepper.result
+
+    def overflowing(stepper, step):
+        result = original(stepper, step)
+        scale = 2.0 if step < 5 else 1.0
+        return dataclasses.replace(result, norm=float("inf"), skipped="gradient norm is inf", loss_scale=scale)
+
+    monkeypatch.setattr(loop.Stepper, "result", overflowing)
+    with pytest.raises(NumericsError, match="2 updates in a row were skipped, the last at step 7"):
+        train(dataclasses.replace(config, max_skips=2))
+    told = [r["text"] for r in records(config.out, ("event",))]
+    assert sum("overflowed at loss scale 2" in text for text in told) == 5
+
+
+def test_the_loss_scale_belongs_to_fp16(config: RunConfig) -> None:
+    """A run resumed in another precision starts with that precision's own scale."""
+    train(dataclasses.replace(config, steps=2, save_every=2))
+    run = loop.Run.restore
+    found = []
+
+    def watching(self):
+        run(self)
+        found.append(self.state.loss_scale[1].item())
+
+    changed = dataclasses.replace(config, steps=3, precision="fp16")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop.Run, "restore", watching)
+        train(changed, allow_changes=True)
+    assert found == [2.0**16]
+
+
 def test_init_from_starts_from_the_weights(finished: RunConfig) -> None:
     run = elsewhere(finished, "warm", init_from=finished.out, steps=1, learning_rate=0.0)
     train(run)
@@ -286,6 +348,7 @@ def test_init_from_starts_from_the_weights(finished: RunConfig) -> None:
     assert all(torch.equal(old[n], new[n]) for n in old if not n.startswith(("m.", "v.")))
 
 
+@pytest.mark.usefixtures("launching")
 def test_non_finite_losses_are_skipped_then_end_the_run(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     original = loop.Stepper.begin
 

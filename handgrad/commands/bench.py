@@ -10,6 +10,7 @@ from types import ModuleType
 
 import handgrad
 from handgrad import presets, world
+from handgrad.backend import choose_backend
 from handgrad.commands.arguments import Parser
 from handgrad.config import PRECISIONS
 from handgrad.errors import UsageError
@@ -120,6 +121,7 @@ def bench_ladder(parsed: Namespace, device: str) -> None:
 def bench_kernels(parsed: Namespace, device: str) -> None:
     if device != "cuda":
         raise UsageError("bench kernels needs a CUDA GPU; `handgrad bench step --device cpu` measures what a CPU can do")
+    choose_backend("kernels", world.resolve_device("cuda"))  # says what is missing
     module("gpu_kernels").compare(parsed.out)
 
 

@@ -1,6 +1,7 @@
 """handgrad tune: freezes the fastest algorithm of every product of a model on this GPU."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -8,11 +9,10 @@ import torch
 from handgrad import world
 from handgrad.backend import choose_backend
 from handgrad.commands.arguments import Parser, add_run_arguments, run_config
+from handgrad.commands.plan import GPT2_VOCABULARY
 from handgrad.errors import UsageError
-from handgrad.training.state import allocate_state
+from handgrad.profile import set_up
 from handgrad.training.step import Stepper
-
-GPT2_VOCABULARY = 50257
 
 
 class NoFeed:
@@ -29,14 +29,16 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("--table", default="", metavar="FILE", help="where to write (default: this user's table)")
     parsed = parser.parse(arguments)
     config = run_config(parsed)
+    if parsed.vocab_size < 1:
+        raise UsageError(f"--vocab-size must be at least 1, found {parsed.vocab_size}")
     device = world.resolve_device(config.device)
     if device.type != "cuda":
         raise UsageError(f"expected a CUDA GPU to tune for, found device {device.type}")
     dtype = world.use_precision(device, config.precision)
-    ops = choose_backend("kernels", device)
+    choose_backend("kernels", device)  # says what is missing
     from handgrad.ops.kernels import cublaslt, tune  # only where the kernels can run
 
-    state = allocate_state(config, config.shape(parsed.vocab_size), dtype, device, ops)
+    state = set_up(replace(config, backend="kernels"), config.shape(parsed.vocab_size), device, dtype)
     Stepper(config, state, NoFeed(), graphs=False).begin(0)
     torch.cuda.synchronize()
     del state
@@ -44,5 +46,6 @@ def run(arguments: Sequence[str]) -> int:
     path = Path(parsed.table) if parsed.table else cublaslt.user_table()
     for line in tune.tune(list(cublaslt.PLANS), path):
         print(line, flush=True)
-    print(f"wrote {path}; runs with these shapes use it from now on (their bits change)")
+    use = "runs with these shapes use it from now on (their bits change)"
+    print(f"wrote {path}; {use if path == cublaslt.user_table() else f'copy it to {cublaslt.user_table()} to use it'}")
     return 0

@@ -55,6 +55,7 @@ def load_model(
     config = checkpoint_config(checkpoint)
     tokenizer = read_tokenizer(checkpoint.folder, checkpoint.manifest.get("tokenizer"))
     shape = config.shape(tokenizer.vocab_size)
+    ops.check_sizes(length=shape.sequence_length, num_heads=shape.num_heads, channels=shape.channels)
     table = parameter_table(shape)
     parameters = Buffer("parameters", (flat_elements(table),), dtype, "parameters")
     plan = make_plan([parameters, *buffers(config, shape)])

@@ -33,6 +33,7 @@ def check_fits(config: RunConfig, dataset: Dataset, device: torch.device, dtype:
             f" {config.data} has {samples}; add text, or try --micro-batch {micro_batch} --tokens-per-step {fitting}"
         )
     shape = config.shape(dataset.tokenizer.vocab_size)
+    ops.check_sizes(length=shape.sequence_length, num_heads=shape.num_heads, channels=shape.channels)
     available = world.available_bytes(device)
     needed = training_plan(config, shape, dtype, device, ops).total_bytes
     needed += make_plan(decode_buffers(shape, dtype, ops)).total_bytes
@@ -46,12 +47,13 @@ def check_fits(config: RunConfig, dataset: Dataset, device: torch.device, dtype:
 
 
 def check_disk(config: RunConfig, vocab_size: int) -> None:
-    """Refuses a run whose checkpoints will not fit in `config.out`: float32 weights and two moments each."""
+    """Refuses a run whose checkpoints will not fit in `config.out`: weights and two moments each."""
     saves = -(-config.steps // (config.save_every or config.steps))
     # The oldest goes only after the newest stands; those of an earlier start are there already.
     checkpoints = saves if config.keep_checkpoints == 0 else min(saves, config.keep_checkpoints + 1)
     checkpoints -= len(list(Path(config.out).glob("checkpoints/step_*")))
-    needed = checkpoints * 3 * 4 * count_parameters(parameter_table(config.shape(vocab_size)))
+    bytes_per_parameter = (4 if config.master_weights else 2) + 8
+    needed = checkpoints * bytes_per_parameter * count_parameters(parameter_table(config.shape(vocab_size)))
     existing = [folder for folder in (Path(config.out), *Path(config.out).absolute().parents) if folder.is_dir()]
     free = shutil.disk_usage(existing[0]).free
     if needed > free:

@@ -20,6 +20,7 @@ from handgrad.errors import DataError, NumericsError, Preempted
 from handgrad.evaluation.generate import decode_buffers, decode_tensors, generate, stream_text
 from handgrad.evaluation.loss import mean_loss
 from handgrad.model.parameters import flops_per_token
+from handgrad.ops import SMALLEST_LOSS_SCALE
 from handgrad.training import console
 from handgrad.training.feed import BatchFeed
 from handgrad.training.header import check_disk, check_fits, header_lines, run_record
@@ -97,7 +98,12 @@ class Run:
 
     def versions(self) -> dict[str, str]:
         """What, beside the configuration and the data, the bits depend on."""
-        return {"torch": torch.__version__, "device": world.describe(self.device), **self.ops.versions()}
+        return {
+            "handgrad": handgrad.__version__,
+            "torch": torch.__version__,
+            "device": world.describe(self.device),
+            **self.ops.versions(),
+        }
 
     def identity(self) -> dict[str, Any]:
         return {"data": self.dataset.identity, "tokenizer": self.tokenizer.sha256}
@@ -110,11 +116,14 @@ class Run:
             self.completed = resumed.step
             self.stepper.losses = Outliers(resumed.manifest["loss_window"])
             self.stepper.norms = Outliers(resumed.manifest["norm_window"])
-            scale, good_steps = resumed.manifest.get("loss_scale", (1.0, 0.0))  # absent before there was fp16
-            self.state.set_loss_scale(scale, good_steps, self.config.tokens_per_step)
+            if resumed.manifest["config"]["precision"] == self.config.precision == "fp16":
+                scale, good_steps = resumed.manifest["loss_scale"]
+                self.state.set_loss_scale(scale, good_steps, self.config.tokens_per_step)
             self.skips_in_a_row = resumed.manifest["skips_in_a_row"]
             then, now = resumed.manifest["versions"], self.versions()
-            changed = [f"{key} {then.get(key)} -> {now[key]}" for key in now if then.get(key) != now[key]]
+            changed = [
+                f"{key} {then.get(key)} -> {now.get(key)}" for key in {**then, **now} if then.get(key) != now.get(key)
+            ]
             self.folder.changes += [f"{change} (the bits may differ from an unbroken run's)" for change in changed]
         elif self.config.init_from:
             source = checkpoint.find(self.config.init_from)
@@ -194,7 +203,7 @@ class Run:
             self.take_in(step - 1)
         self.stepper.finish(step)
         every = (self.config.save_every, self.config.eval_every, self.config.sample_every)
-        pause = self.device.type != "cuda" or self.stop_signal is not None or step == self.first_step
+        pause = not works_ahead(self.device) or self.stop_signal is not None or step == self.first_step
         if pause or any(self.due(n, step + 1) for n in every):
             self.take_in(step)
             return True
@@ -208,9 +217,13 @@ class Run:
         if self.config.gpu_every and self.completed % self.config.gpu_every == 0:
             self.read_gpu()
         self.show(result)
-        overflow_is_regular = self.config.precision == "fp16"  # dynamic loss scaling looks for the largest scale so
-        self.poisoned = not (math.isfinite(result.loss) and (overflow_is_regular or math.isfinite(result.norm)))
-        if result.skipped:
+        # Dynamic loss scaling looks for the largest scale by overflowing: down to the smallest one that is no fault.
+        overflow = math.isfinite(result.loss) and not math.isfinite(result.norm)
+        regular = overflow and result.loss_scale > SMALLEST_LOSS_SCALE
+        self.poisoned = not regular and not (math.isfinite(result.loss) and math.isfinite(result.norm))
+        if regular:
+            self.event(f"step {self.completed} made no update: a gradient overflowed at loss scale {result.loss_scale:g}")
+        elif result.skipped:
             self.on_skip(result)
         else:
             self.skips_in_a_row = 0
@@ -326,6 +339,11 @@ class Run:
     def close(self) -> None:
         self.display.close()
         self.metrics.close()
+
+
+def works_ahead(device: torch.device) -> bool:
+    """Whether the next step's micro-batches are launched before the last step's result is read."""
+    return device.type == "cuda"
 
 
 def validation_batches(dataset: Dataset, sequence_length: int) -> Batches | None:

@@ -66,6 +66,7 @@ class Metrics:
             step_ms=round(result.elapsed_seconds * 1e3, 3),
             tokens_per_second=round(tokens / result.elapsed_seconds, 1),
             tokens=tokens * step,
+            **({"loss_scale": result.loss_scale} if result.loss_scale != 1.0 else {}),
         )
         # llm.c numbers a step's line from 0.
         line = f"s:{step - 1} trl:{result.loss:.4f} lr:{result.learning_rate:.6f} norm:{result.norm:.2f}"

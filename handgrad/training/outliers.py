@@ -21,19 +21,22 @@ class Outliers:
         """
         if len(self.values) < WINDOW or not math.isfinite(value):
             return None
-        mean = math.fsum(self.values) / WINDOW
-        variance = math.fsum((x - mean) ** 2 for x in self.values) / WINDOW
-        if variance == 0:
+        mean, deviation = self.statistics()
+        if deviation == 0:
             return 0.0 if value == mean else math.copysign(math.inf, value - mean)
-        return (value - mean) / math.sqrt(variance)
+        return (value - mean) / deviation
 
     def limit(self, z: float) -> float:
         """The value above which a z-score exceeds `z`: infinite while the window is not full, or where `z` is 0."""
         if not z or len(self.values) < WINDOW:
             return math.inf
+        mean, deviation = self.statistics()
+        return mean + z * deviation
+
+    def statistics(self) -> tuple[float, float]:
+        """Mean and standard deviation of a full window."""
         mean = math.fsum(self.values) / WINDOW
-        variance = math.fsum((x - mean) ** 2 for x in self.values) / WINDOW
-        return mean + z * math.sqrt(variance)
+        return mean, math.sqrt(math.fsum((x - mean) ** 2 for x in self.values) / WINDOW)
 
     def add(self, value: float) -> None:
         """Takes a value into the window. Non-finite ones stay out: they would blind the detector for 128 steps."""

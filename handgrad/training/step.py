@@ -95,7 +95,7 @@ class Stepper:
         self.controls[slot].copy_(torch.tensor(controls, dtype=self.controls[slot].dtype))
         self.state.controls.copy_(self.controls[slot], non_blocking=True)
         self.update()
-        self.results[slot].copy_(self.state.results, non_blocking=True)
+        self.results[slot].copy_(self.state.results, non_blocking=bool(self.done))
         if self.done:
             self.done[slot].record()
         else:

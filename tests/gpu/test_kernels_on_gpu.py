@@ -1,6 +1,7 @@
 """The kernels on a GPU: products and attention against float64, the whole model, whole runs, the same bits every time."""
 
 import dataclasses
+import json
 import math
 import shutil
 from collections.abc import Callable
@@ -138,10 +139,11 @@ def test_attention(B: int, T: int, H: int, D: int, dtype: torch.dtype, scratch: 
 
 
 def test_tuning_writes_a_table_that_products_then_use(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scratch: Tensor
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, scratch: Tensor
 ) -> None:
     from handgrad.ops.kernels import cublaslt, tune
 
+    request.addfinalizer(cublaslt.frozen_algorithms.cache_clear)
     monkeypatch.setattr(tune, "SUSTAINED_SECONDS", 0.02)
     monkeypatch.setattr(tune, "WARM_SECONDS", 0.0)
     monkeypatch.setattr(cublaslt, "user_table", lambda: tmp_path / "table.json")
@@ -152,13 +154,17 @@ def test_tuning_writes_a_table_that_products_then_use(
     (product,) = cublaslt.PLANS
     (line,) = tune.tune([product], tmp_path / "table.json")
     assert product.name() in line and product.name() in cublaslt.frozen_algorithms()
-    chosen = cublaslt.PLANS[product].algorithm.copy()
+    # Another algorithm in the table than the one that would be taken without it.
+    other = cublaslt.PLANS[product].candidates(8)[-1]
+    table = json.loads((tmp_path / "table.json").read_text())
+    table["algorithms"][product.name()] = [f"{int(word):x}" for word in other]
+    (tmp_path / "table.json").write_text(json.dumps(table))
+    cublaslt.frozen_algorithms.cache_clear()
     cublaslt.PLANS.clear()
     kernels.linear_forward(again, inp, weight, None, scratch=scratch)
-    assert (cublaslt.PLANS[product].algorithm == chosen).all()
+    assert (cublaslt.PLANS[product].algorithm == other).all()
     exact = inp.double() @ weight.double().t()
     assert (again.double() - exact).norm() <= 2 * (found.double() - exact).norm()
-    cublaslt.frozen_algorithms.cache_clear()
 
 
 SHAPE = ModelShape(301, 48, 3, 4, 64)
@@ -284,8 +290,10 @@ def test_a_gradient_that_overflows_halves_the_loss_scale_and_leaves_the_weights_
     state.weights.lnf_weight.fill_(4096.0)
     before = state.master.clone()
     result = stepper.step(0)
-    assert result.skipped is not None and torch.equal(state.master, before)
+    assert result.skipped is not None and "norm" in result.skipped and math.isfinite(result.loss)
+    assert torch.equal(state.master, before)
     assert state.loss_scale[1] == 2.0**23
+    assert stepper.step(1).loss_scale == 2.0**23
 
 
 class ZipfBytes(ZipfTokens):

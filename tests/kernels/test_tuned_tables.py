@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import handgrad
+from handgrad.errors import UsageError
 
 TABLES = sorted((Path(handgrad.__file__).parent / "ops" / "kernels" / "tuned").glob("*.json"))
 ROW = re.compile(r"\d+x\d+x\d+ [NT][NT] (bfloat16|float16|float32)-\w+(-tf32)? (plain|bias|gelu|dgelu)( add)?( align\d+)?")
@@ -21,11 +22,38 @@ def test_a_table_belongs_to_one_gpu_and_library(path: Path) -> None:
         assert len(words) == 8 and all(0 <= int(word, 16) < 1 << 64 for word in words), name
 
 
-def test_there_is_one_for_the_h200() -> None:
-    """With the products of every GPT-2 size: fifteen each."""
+MICRO_BATCHES = {768: 64, 1024: 32, 1280: 32, 1600: 16}  # by channels
+
+
+@pytest.mark.parametrize("C", MICRO_BATCHES)
+def test_every_product_of_gpt2_is_tuned_for_the_h200(C: int) -> None:
+    """Forward, input gradient and weight gradient of the four products of a block and of the head."""
     rows = json.loads(next(path for path in TABLES if "h200" in path.stem).read_text())["algorithms"]
-    for channels in (768, 1024, 1280, 1600):
-        assert (
-            sum(str(channels) in re.split("[x ]", name) or str(4 * channels) in re.split("[x ]", name) for name in rows)
-            >= 15
-        )
+    N, F, Vp, chunk = MICRO_BATCHES[C] * 1024, 4 * C, 50304, 4096
+    forward = {(3 * C, C): "bias", (C, C): "bias add", (F, C): "gelu", (C, F): "bias add"}
+    backward = {(3 * C, C): "plain", (C, C): "plain", (F, C): "plain", (C, F): "dgelu"}
+    wanted = [f"{O}x{N}x{I} TN bfloat16-bfloat16 {epilogue}" for (O, I), epilogue in forward.items()]
+    wanted += [f"{I}x{N}x{O} NN bfloat16-bfloat16 {epilogue}" for (O, I), epilogue in backward.items()]
+    wanted += [f"{I}x{O}x{N} NT bfloat16-float32 plain add" for O, I in forward]
+    wanted += [f"{Vp}x{chunk}x{C} TN bfloat16-bfloat16 plain", f"{C}x{chunk}x{Vp} NN bfloat16-bfloat16 plain"]
+    wanted += [f"{C}x{Vp}x{chunk} NT bfloat16-float32 plain add"]
+    assert [name for name in wanted if name not in rows] == []
+
+
+@pytest.mark.parametrize(
+    ("length", "num_heads", "channels", "problem"),
+    [
+        (1024, 12, 768, ""),
+        (1024, 4, 768, "heads may have up to 128"),
+        (64, 1, 20, "multiple of 8"),
+        (1 << 20, 12, 768, "2\\^31"),
+    ],
+)
+def test_sizes_that_the_kernels_do_not_take(length: int, num_heads: int, channels: int, problem: str) -> None:
+    kernels = pytest.importorskip("handgrad.ops.kernels")
+    sizes = {"length": length, "num_heads": num_heads, "channels": channels}
+    if not problem:
+        kernels.check_sizes(**sizes)
+        return
+    with pytest.raises(UsageError, match=f"{problem}.*--backend reference"):
+        kernels.check_sizes(**sizes)

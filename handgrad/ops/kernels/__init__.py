@@ -8,6 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
+from handgrad.errors import UsageError
 from handgrad.ops.kernels import attention, attention_cudnn, cublaslt
 from handgrad.ops.kernels.classifier import classifier_forward, classifier_forward_backward
 from handgrad.ops.kernels.column_sums import bias_backward
@@ -27,12 +28,29 @@ from handgrad.ops.kernels.optimizer import adamw_update, loss_sum, squared_norms
 from handgrad.ops.kernels.scratch import scratch_bytes as memory_scratch_bytes
 from handgrad.ops.reference import attention_decode, residual_forward  # plain torch: a sum, and one token's attention
 
+WIDEST_HEAD = 128
 CAPTURABLE = True  # every operation of a step can be recorded in a CUDA graph
 
 
 def versions() -> dict[str, str]:
     """What, beside torch and the GPU, the bits depend on."""
     return {"triton": triton.__version__, "products": cublaslt.describe(), "attention": attention_cudnn.describe()}
+
+
+def check_sizes(*, length: int, num_heads: int, channels: int) -> None:
+    """Raises `UsageError` for a model that the kernels do not take."""
+    width = channels // num_heads
+    problem = ""
+    if channels % 8:
+        problem = f"channels must be a multiple of 8, found {channels}"
+    elif width > WIDEST_HEAD:
+        problem = (
+            f"heads may have up to {WIDEST_HEAD} channels, found {width} (--num-heads {-(-channels // WIDEST_HEAD)} fits)"
+        )
+    elif length * 3 * channels >= 1 << 31:
+        problem = f"3 * channels * sequence_length must be below 2^31, found {3 * channels * length}"
+    if problem:
+        raise UsageError(f"the kernels cannot run this model: {problem}; or use --backend reference")
 
 
 def scratch_bytes(*, batch: int, length: int, channels: int, padded_vocab_size: int) -> int:
@@ -73,6 +91,7 @@ __all__ = [
     "attention_forward",
     "attention_scratch_bytes",
     "bias_backward",
+    "check_sizes",
     "classifier_forward",
     "classifier_forward_backward",
     "compile_ahead",

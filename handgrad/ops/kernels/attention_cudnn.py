@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-HOPPER = (9, 0)  # the oldest GPU on which it was measured against the Triton kernels
+HOPPER = (9, 0)  # the GPUs on which it was measured against the Triton kernels
 SMALLEST_HEAD, LARGEST_HEAD = (
     72,
     128,
@@ -31,12 +31,12 @@ def runs(dtype: torch.dtype, head_width: int) -> bool:
     fitting = (
         dtype in (torch.bfloat16, torch.float16) and head_width % 8 == 0 and SMALLEST_HEAD <= head_width <= LARGEST_HEAD
     )
-    return fitting and installed() and torch.cuda.get_device_capability() >= HOPPER
+    return fitting and installed() and torch.cuda.get_device_capability() == HOPPER
 
 
 def describe() -> str:
     """Which kernels attention takes on this GPU in 16-bit precisions."""
-    if torch.cuda.get_device_capability() < HOPPER:
+    if torch.cuda.get_device_capability() != HOPPER:
         return "Triton"
     if not installed():
         return f"Triton (from {SMALLEST_HEAD} channels per head cuDNN is faster: pip install nvidia-cudnn-frontend)"
@@ -143,9 +143,8 @@ def parts(packed: Tensor, B: int, H: int) -> tuple[Tensor, ...]:
 
 
 def attention_scratch_bytes(*, batch: int, length: int, num_heads: int, channels: int, dtype: torch.dtype) -> int:
-    """The larger of the two workspaces."""
-    shape = batch, num_heads, length, channels // num_heads, dtype
-    return max(forward_graph(*shape).workspace_bytes, backward_graph(*shape).workspace_bytes)
+    """The backward's workspace. The forward's, 256 bytes where it was seen, lies in the operations' common scratch."""
+    return backward_graph(batch, num_heads, length, channels // num_heads, dtype).workspace_bytes
 
 
 def attention_forward(out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor) -> None:

@@ -13,8 +13,8 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 def compile_ahead(*launches: Callable[[], None]) -> None:
     """Calls `launches` with every Triton launch in them noted instead of made, then compiles what was noted, a thread per
-    kernel. (The compiler spends its time outside of Python's lock.) Products and copies in them do run, over whatever the
-    buffers hold: call it before they hold anything."""
+    kernel. (The compiler spends much of its time outside of Python's lock.) Products and copies in them do run: weights and
+    moments are only read, but gradients, activations and scratch hold nonsense afterwards."""
     noted: dict[JITFunction, list[Call]] = {}
     launch = JITFunction.run
 

@@ -20,7 +20,7 @@ import torch
 from nvmath.bindings import cublasLt as lt
 from torch import Tensor
 
-from handgrad.errors import UsageError
+from handgrad.errors import DataError, UsageError
 
 # Enumerators of the library's C headers (library_types.h, cublasLt.h).
 DATA_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
@@ -106,7 +106,13 @@ class Plan:
         algorithm = np.array([int(word, 16) for word in words], np.uint64)
         found = lt.MatmulHeuristicResult(1)
         layouts = self.a, self.b, self.d, self.d
-        lt.matmul_algo_check(library(), self.descriptor, *layouts, algorithm.ctypes.data, found.ptr)
+        try:
+            lt.matmul_algo_check(library(), self.descriptor, *layouts, algorithm.ctypes.data, found.ptr)
+        except lt.cuBLASLtError as error:
+            raise DataError(
+                f"cuBLASLt refuses the tuned algorithm of {self.product.name()} ({error}); remove {user_table()} or run"
+                " `handgrad tune` again"
+            ) from None
         return algorithm
 
     def candidates(self, count: int, algorithm_id: int | None = None) -> list[np.ndarray]:
@@ -259,5 +265,13 @@ def frozen_algorithms() -> dict[str, list[str]]:
     rows: dict[str, list[str]] = {}
     for path in (shipped_table(), user_table()):
         if path.exists():
-            rows |= json.loads(path.read_text(encoding="utf-8"))["algorithms"]
+            rows |= read_table(path)
     return rows
+
+
+def read_table(path: Path) -> dict[str, list[str]]:
+    """A table's rows; raises `DataError` if it is damaged."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))["algorithms"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} is no table of algorithms ({error}); remove it, or run `handgrad tune` again") from None

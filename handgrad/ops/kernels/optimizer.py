@@ -150,9 +150,10 @@ def _verdict(
     tl.store(results + VERDICT, code.to(tl.float64))
     tl.store(results + LOSS_SCALE, scale)
     if DYNAMIC:
-        grows = good_steps + 1 == GROWTH_STEPS
+        good_steps = tl.where(code == UPDATE, good_steps + 1, good_steps)
+        grows = good_steps == GROWTH_STEPS
         new = tl.where(grows, tl.minimum(scale * 2, LARGEST), scale)
-        new_steps = tl.where(grows, 0.0, good_steps + 1)
+        new_steps = tl.where(grows, 0.0, good_steps)
         overflowed = code == NORM_NOT_FINITE
         new = tl.where(overflowed, tl.maximum(scale / 2, SMALLEST), new)
         new_steps = tl.where(overflowed, 0.0, new_steps)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from handgrad.files import write_durably
 from handgrad.ops.kernels import cublaslt
 from handgrad.ops.kernels.cublaslt import DGELU, GELU_AUX_BIAS, PLAIN, WORKSPACE_BYTES, Plan, Product
 
@@ -133,7 +134,8 @@ def tune(products: list[Product], path: Path) -> Iterator[str]:
             a @ a
         torch.cuda.synchronize()
     del a
-    rows = json.loads(path.read_text(encoding="utf-8"))["algorithms"] if path.exists() else {}
+    rows = cublaslt.read_table(path) if path.exists() else {}
+    path.parent.mkdir(parents=True, exist_ok=True)
     for product in products:
         choice = choose(product, scratch)
         rows[product.name()] = [f"{int(word):x}" for word in cublaslt.plan(product).algorithm]
@@ -142,12 +144,11 @@ def tune(products: list[Product], path: Path) -> Iterator[str]:
             f"{product.name():<52} {choice.before:7.3f} -> {choice.after:7.3f} ms  {tera:5.0f} TFLOP/s"
             f"  of {choice.candidates} algorithms"
         )
-    path.parent.mkdir(parents=True, exist_ok=True)
     record = {
         "gpu": torch.cuda.get_device_name(),
         "cublaslt": cublaslt.lt.get_version(),
         "chosen_by": "time under sustained load (`handgrad tune`)",
         "algorithms": dict(sorted(rows.items())),
     }
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_durably(path, json.dumps(record, indent=1) + "\n")
     cublaslt.frozen_algorithms.cache_clear()

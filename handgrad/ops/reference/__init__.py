@@ -18,7 +18,7 @@ from handgrad.ops.reference.gelu import (
 from handgrad.ops.reference.layernorm import layernorm_backward, layernorm_forward
 from handgrad.ops.reference.linear import bias_backward, linear_backward, linear_forward
 from handgrad.ops.reference.optimizer import adamw_update, loss_sum, squared_norms, verdict
-from handgrad.ops.reference.scratch import attention_scratch_bytes, compile_ahead, scratch_bytes, versions
+from handgrad.ops.reference.scratch import attention_scratch_bytes, check_sizes, compile_ahead, scratch_bytes, versions
 
 __all__ = [
     "adamw_update",
@@ -27,6 +27,7 @@ __all__ = [
     "attention_forward",
     "attention_scratch_bytes",
     "bias_backward",
+    "check_sizes",
     "classifier_forward",
     "classifier_forward_backward",
     "compile_ahead",

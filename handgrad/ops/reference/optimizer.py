@@ -84,10 +84,10 @@ def verdict(
     if dynamic_loss_scale:
         if code == NORM_NOT_FINITE:
             scale, good_steps = max(scale / 2, SMALLEST_LOSS_SCALE), 0.0
-        elif good_steps + 1 == LOSS_SCALE_GROWTH_STEPS:
-            scale, good_steps = min(scale * 2, LARGEST_LOSS_SCALE), 0.0
-        else:
+        elif code == UPDATE:
             good_steps += 1
+            if good_steps == LOSS_SCALE_GROWTH_STEPS:
+                scale, good_steps = min(scale * 2, LARGEST_LOSS_SCALE), 0.0
         new = [scale / tokens_per_step, scale, good_steps]
         loss_scale_inout.copy_(torch.tensor(new, dtype=loss_scale_inout.dtype))
 
