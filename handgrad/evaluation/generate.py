@@ -40,7 +40,7 @@ class DecodeTensors:
 def decode_buffers(shape: ModelShape, dtype: torch.dtype, ops: ModuleType) -> list[Buffer]:
     """The rows of `DecodeTensors` for the arena."""
     C, F, L = shape.channels, shape.feed_forward, shape.num_layers
-    scratch_bytes = ops.scratch_bytes(batch=1, length=1, channels=C, padded_vocab_size=shape.padded_vocab_size)
+    scratch_bytes = ops.scratch_bytes(batch=1, length=1, channels=C)
     stats = torch.float64 if dtype == torch.float64 else torch.float32
     cache = (L, 1, shape.num_heads, shape.sequence_length, C // shape.num_heads)
     rows: dict[str, tuple[tuple[int, ...], torch.dtype]] = {

@@ -173,7 +173,7 @@ def model_buffers(
         dtype,
         recompute=config.recompute,
         chunk=head_chunk_tokens(config.head_chunk_tokens, batch * length, shape.padded_vocab_size, dtype.itemsize),
-        scratch_bytes=ops.scratch_bytes(padded_vocab_size=shape.padded_vocab_size, **sizes),
+        scratch_bytes=ops.scratch_bytes(**sizes),
         attention_scratch_bytes=ops.attention_scratch_bytes(num_heads=shape.num_heads, dtype=dtype, **sizes),
         training=training,
     )

@@ -70,7 +70,7 @@ def empty(*shape: int, dtype: torch.dtype) -> Tensor:
 
 @pytest.fixture(scope="module")
 def scratch() -> Tensor:
-    size = kernels.scratch_bytes(batch=16, length=1024, channels=1600, padded_vocab_size=50304)
+    size = kernels.scratch_bytes(batch=16, length=1024, channels=1600)
     return torch.full((size,), 255, dtype=torch.uint8, device=GPU)
 
 

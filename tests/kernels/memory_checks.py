@@ -46,7 +46,7 @@ def accumulator(like: Tensor, *shape: int) -> Tensor:
 
 def poisoned(like: Tensor, **sizes: int) -> Tensor:
     """Scratch of exactly the promised size, all NaN as float32."""
-    return torch.full((scratch_bytes(padded_vocab_size=128, **sizes),), 255, dtype=torch.uint8, device=like.device)
+    return torch.full((scratch_bytes(**sizes),), 255, dtype=torch.uint8, device=like.device)
 
 
 class Draw:

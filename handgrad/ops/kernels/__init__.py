@@ -53,10 +53,9 @@ def check_sizes(*, length: int, num_heads: int, channels: int) -> None:
         raise UsageError(f"the kernels cannot run this model: {problem}; or use --backend reference")
 
 
-def scratch_bytes(*, batch: int, length: int, channels: int, padded_vocab_size: int) -> int:
+def scratch_bytes(*, batch: int, length: int, channels: int) -> int:
     """Bytes of `scratch`: the largest need of any operation but attention's backward."""
-    sizes = {"batch": batch, "length": length, "channels": channels, "padded_vocab_size": padded_vocab_size}
-    return max(WORKSPACE_BYTES, memory_scratch_bytes(**sizes))
+    return max(WORKSPACE_BYTES, memory_scratch_bytes(batch=batch, length=length, channels=channels))
 
 
 def attention_scratch_bytes(*, batch: int, length: int, num_heads: int, channels: int, dtype: torch.dtype) -> int:

@@ -5,7 +5,7 @@ from handgrad.ops.kernels.embedding import chunks_of
 from handgrad.ops.kernels.layernorm import BACKWARD_PROGRAMS
 
 
-def scratch_bytes(*, batch: int, length: int, channels: int, padded_vocab_size: int) -> int:
+def scratch_bytes(*, batch: int, length: int, channels: int) -> int:
     """Bytes of `scratch` that the largest of them needs: rows of float32 partial sums."""
     tokens = batch * length
     layernorm = BACKWARD_PROGRAMS * 3 * channels

@@ -18,7 +18,7 @@ def compile_ahead(*launches: Callable[[], None]) -> None:
     """Compiles what the launches need: nothing."""
 
 
-def scratch_bytes(*, batch: int, length: int, channels: int, padded_vocab_size: int) -> int:
+def scratch_bytes(*, batch: int, length: int, channels: int) -> int:
     """Bytes of `scratch` that the operations of a model need: none."""
     return 0
 
