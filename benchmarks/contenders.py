@@ -13,9 +13,10 @@ from torch import Tensor
 from benchmarks.gpu_twin import Switches, TwinTrainer
 from handgrad import presets, world
 from handgrad.backend import choose_backend
-from handgrad.config import FIELDS, RunConfig, check
+from handgrad.config import FIELDS, RunConfig, check, nearest_name
 from handgrad.data.batches import Batches
 from handgrad.data.shards import open_dataset
+from handgrad.errors import UsageError
 from handgrad.training.feed import BatchFeed, Source
 from handgrad.training.state import allocate_state
 from handgrad.training.step import Stepper
@@ -177,3 +178,12 @@ class TwinRun:
             losses.append(under_way.wait())
             under_way = following
         return [*losses, under_way.wait()]
+
+
+def known_names(text: str, known: list[str]) -> list[str]:
+    """The names in a comma-separated list; raises `UsageError` for one that is not among the known."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in known:
+            raise UsageError(f"unknown contender {name!r}{nearest_name(name, known)}; known: {', '.join(known)}")
+    return names

@@ -12,12 +12,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.contenders import HandgradRun, Settings, TwinRun, tokens_of
+from benchmarks.contenders import HandgradRun, Settings, TwinRun, known_names, tokens_of
 from benchmarks.gpu_twin import Switches
 from benchmarks.record import write_record
 from benchmarks.turns import Peer, PeerFailed, Run, answers, excuses, note, say
 from handgrad import world
-from handgrad.config import nearest_name
 from handgrad.errors import UsageError
 
 # name: (backend, precision) of handgrad
@@ -107,11 +106,8 @@ def plot(curves: dict[str, list[float]], measure: str, path: Path) -> None:
 
 def check_contenders(text: str) -> list[str]:
     """The names in a comma-separated list, at least two; raises `UsageError` for an unknown one."""
-    names = [name.strip() for name in text.split(",") if name.strip()]
     known = [*HANDGRADS, *TWINS]
-    for name in names:
-        if name not in known:
-            raise UsageError(f"unknown contender {name!r}{nearest_name(name, known)}; known: {', '.join(known)}")
+    names = known_names(text, known)
     if len(set(names)) < 2:
         raise UsageError(f"--contenders needs two names to compare, found {text!r}; known: {', '.join(known)}")
     return names

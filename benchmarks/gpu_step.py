@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.contenders import HandgradRun, Settings, TwinRun, tokens_of
+from benchmarks.contenders import HandgradRun, Settings, TwinRun, known_names, tokens_of
 from benchmarks.gpu_twin import Switches
 from benchmarks.record import write_record
 from benchmarks.turns import Peer, PeerFailed, Run, answers, contend, note
 from handgrad import world
-from handgrad.config import PRECISIONS, nearest_name
+from handgrad.config import PRECISIONS
 from handgrad.errors import UsageError
 from handgrad.model.parameters import flops_per_token
 
@@ -61,13 +61,9 @@ def command(name: str, settings: Settings) -> list[str]:
 
 def check_contenders(text: str) -> list[str]:
     """The names in a comma-separated list; raises `UsageError` for an unknown one."""
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    known = [*HANDGRADS, *TWINS]
-    for name in names:
-        if name not in known:
-            raise UsageError(f"unknown contender {name!r}{nearest_name(name, known)}; known: {', '.join(known)}")
+    names = known_names(text, [*HANDGRADS, *TWINS])
     if not names:
-        raise UsageError(f"--contenders names nobody; known: {', '.join(known)}")
+        raise UsageError(f"--contenders names nobody; known: {', '.join((*HANDGRADS, *TWINS))}")
     return names
 
 

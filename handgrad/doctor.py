@@ -1,6 +1,5 @@
 """What this machine has, what handgrad will use, and what to do about what is missing. Everything named is run once."""
 
-import importlib
 import platform
 import re
 import shutil
@@ -12,7 +11,7 @@ import torch
 
 import handgrad
 from handgrad import world
-from handgrad.backend import REQUIRED, why_no_kernels
+from handgrad.backend import REQUIRED, choose_backend
 from handgrad.config import RunConfig
 from handgrad.data.tokenizer import load_tokenizer
 from handgrad.errors import HandgradError
@@ -97,15 +96,11 @@ def examine_gpu(device: torch.device) -> Iterator[tuple[bool, str]]:
                 yield True, f"{package} is not installed: {OPTIONAL[package]} (pip install {package})"
             else:
                 yield False, f"{package} is not installed; try: pip install 'handgrad[gpu]'"
-    problem = why_no_kernels(device)
-    if problem:
-        yield False, f"the kernels cannot run: {problem}; until then use --backend reference"
-        return
     try:
-        kernels = importlib.import_module("handgrad.ops.kernels")  # only where they can run
+        kernels = choose_backend("kernels", device)
         used = kernels.versions()
-    except Exception as error:  # whatever a library raises that does not fit the driver
-        yield False, f"the kernels cannot be loaded: {' '.join(repr(error).split()):.200}; use --backend reference"
+    except HandgradError as error:
+        yield False, str(error)
         return
     yield True, f"products by {used['products']}; attention by {used['attention']}"
     yield from check_kernels(kernels, device, world.use_precision(device, half_precision(device)))

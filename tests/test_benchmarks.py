@@ -316,9 +316,10 @@ def test_gains_are_over_the_measured_row_before() -> None:
         (["kernels"], "needs a CUDA GPU"),
     ],
 )
-def test_usage(arguments: list[str], told: str, shards: Path, capsys: pytest.CaptureFixture) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("what is refused without a GPU")
+def test_usage(
+    arguments: list[str], told: str, shards: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # what is refused without a GPU
     assert main(["bench", *(argument.replace("{shards}", str(shards)) for argument in arguments)]) == 64
     line = capsys.readouterr().err
     assert told in line and line.count("\n") == 1, line

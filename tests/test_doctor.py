@@ -122,7 +122,7 @@ def test_what_is_missing_on_a_gpu(gpu: Path, monkeypatch: pytest.MonkeyPatch) ->
         "nvidia-ml-py": True,
     }
     assert len(lines) == 6 and not lines[5][0]
-    assert lines[5][1].startswith("the kernels cannot run: triton is not installed (pip install 'handgrad[gpu]')")
+    assert lines[5][1].startswith("the kernels cannot run here: triton is not installed (pip install 'handgrad[gpu]')")
     assert lines[5][1].endswith("use --backend reference")
 
 
@@ -130,12 +130,12 @@ def test_a_gpu_that_is_too_old(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     lines = list(doctor.examine_gpu(CUDA))
     assert "driver of unknown version" in lines[0][1]
-    assert "has compute capability 7.0, Triton needs 7.5; until then use --backend reference" in lines[-1][1]
+    assert "has compute capability 7.0, Triton needs 7.5; or use --backend reference" in lines[-1][1]
     assert doctor.half_precision(CUDA) == "fp16" and doctor.half_precision(CPU) == "bf16"
 
 
 def test_the_kernels_are_launched(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "why_no_kernels", lambda device: "")
+    monkeypatch.setattr("handgrad.backend.why_no_kernels", lambda device: "")
     ops = backend(versions=lambda: {"products": "cuBLASLt 13, 42 algorithms", "attention": "Triton"})
     monkeypatch.setattr("importlib.import_module", {"handgrad.ops.kernels": ops}.__getitem__)
     monkeypatch.setattr(doctor, "check_kernels", lambda *found: iter([(found == (ops, CUDA, torch.float16), "checked")]))
@@ -148,7 +148,7 @@ def test_the_kernels_are_launched(gpu: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_kernels_that_cannot_be_loaded(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "why_no_kernels", lambda device: "")
+    monkeypatch.setattr("handgrad.backend.why_no_kernels", lambda device: "")
 
     def fail(name: str) -> None:
         raise OSError("libcublasLt.so.13:\ncannot open")

@@ -53,7 +53,7 @@ class Stepper:
         self.config, self.state, self.feed = config, state, feed
         self.losses, self.norms = Outliers(), Outliers()
         cuda = state.device.type == "cuda"
-        graphs = cuda and getattr(state.ops, "CAPTURABLE", False) if graphs is None else graphs
+        graphs = cuda and state.ops.CAPTURABLE if graphs is None else graphs
         state.ops.compile_ahead(self.launch_micro_step, self.launch_update)
         self.micro_step = Replayed(self.launch_micro_step) if graphs else self.launch_micro_step
         self.update = Replayed(self.launch_update) if graphs else self.launch_update

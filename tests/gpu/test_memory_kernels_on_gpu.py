@@ -7,7 +7,6 @@ import torch
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
-pytest.importorskip("triton")
 
 from handgrad import ops as contract
 from handgrad.ops import reference

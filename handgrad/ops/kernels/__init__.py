@@ -83,7 +83,6 @@ def attention_backward(dqkv: Tensor, dout: Tensor, out: Tensor, lse: Tensor, qkv
 
 
 __all__ = [
-    "CAPTURABLE",
     "adamw_update",
     "attention_backward",
     "attention_decode",

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from handgrad.ops.reference.attention import split_heads
+
 HOPPER = (9, 0)  # the GPUs on which it was measured against the Triton kernels
-SMALLEST_HEAD, LARGEST_HEAD = (
-    72,
-    128,
-)  # up to 64 channels per head the Triton kernels are faster (docs/operations/attention.md)
+# Up to 64 channels per head the Triton kernels are faster (docs/operations/attention.md).
+SMALLEST_HEAD, LARGEST_HEAD = 72, 128
+HALVES = (torch.bfloat16, torch.float16)
 
 
 @functools.cache
@@ -28,9 +29,7 @@ def installed() -> bool:
 
 def runs(dtype: torch.dtype, head_width: int) -> bool:
     """Whether these kernels take the shape on this GPU."""
-    fitting = (
-        dtype in (torch.bfloat16, torch.float16) and head_width % 8 == 0 and SMALLEST_HEAD <= head_width <= LARGEST_HEAD
-    )
+    fitting = dtype in HALVES and head_width % 8 == 0 and SMALLEST_HEAD <= head_width <= LARGEST_HEAD
     return fitting and installed() and torch.cuda.get_device_capability() == HOPPER
 
 
@@ -136,12 +135,6 @@ def backward_graph(B: int, H: int, T: int, D: int, dtype: torch.dtype) -> Graph:
     return g.build()
 
 
-def parts(packed: Tensor, B: int, H: int) -> tuple[Tensor, ...]:
-    """q, k, v as views (B, H, T, D) of the packed (N, 3C)."""
-    N, C3 = packed.shape
-    return packed.view(B, N // B, 3, H, C3 // (3 * H)).permute(2, 0, 3, 1, 4).unbind(0)
-
-
 def attention_scratch_bytes(*, batch: int, length: int, num_heads: int, channels: int, dtype: torch.dtype) -> int:
     """The backward's workspace. The forward's, 256 bytes where it was seen, lies in the operations' common scratch."""
     return backward_graph(batch, num_heads, length, channels // num_heads, dtype).workspace_bytes
@@ -150,7 +143,7 @@ def attention_scratch_bytes(*, batch: int, length: int, num_heads: int, channels
 def attention_forward(out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor) -> None:
     """out (N, C), lse (B, H, T) = log of the softmax's denominator, from qkv (N, 3C)."""
     B, H, T = lse.shape
-    q, k, v = parts(qkv, B, H)
+    q, k, v = split_heads(qkv, B, H)
     graph = forward_graph(B, H, T, q.shape[-1], qkv.dtype)
     y = out.view(B, T, H, -1).transpose(1, 2)
     graph.execute(scratch, q=q, k=k, v=v, out=y, lse=lse.unsqueeze(-1))
@@ -159,8 +152,8 @@ def attention_forward(out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor)
 def attention_backward(dqkv: Tensor, dout: Tensor, out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor) -> None:
     """dqkv (N, 3C) from dout, out (N, C), lse (B, H, T) and qkv (N, 3C)."""
     B, H, T = lse.shape
-    q, k, v = parts(qkv, B, H)
-    dq, dk, dv = parts(dqkv, B, H)
+    q, k, v = split_heads(qkv, B, H)
+    dq, dk, dv = split_heads(dqkv, B, H)
     y, dy = (t.view(B, T, H, -1).transpose(1, 2) for t in (out, dout))
     graph = backward_graph(B, H, T, q.shape[-1], qkv.dtype)
     graph.execute(scratch, q=q, k=k, v=v, out=y, dout=dy, lse=lse.unsqueeze(-1), dq=dq, dk=dk, dv=dv)
