@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.gpu_twin import Switches, TwinTrainer
 from handgrad import presets, world
-from handgrad.backend import choose_backend
+from handgrad.backend import choose_backend, settle_products
 from handgrad.config import FIELDS, RunConfig, check, nearest_name
 from handgrad.data.batches import Batches
 from handgrad.data.shards import open_dataset
@@ -106,6 +106,7 @@ class HandgradRun:
         device = world.resolve_device(config.device)
         dtype = world.use_precision(device, config.precision)
         ops = choose_backend(backend, device)
+        config = settle_products(config, ops)
         self.state = allocate_state(config, config.shape(tokens.vocab_size), dtype, device, ops)
         self.stepper = Stepper(config, self.state, BatchFeed(tokens.source, self.state.activations), graphs=graphs)
         self.completed = 0

@@ -9,6 +9,7 @@ sleep.
 
 import contextlib
 import dataclasses
+import importlib.metadata
 import math
 import sys
 import tempfile
@@ -18,11 +19,11 @@ from typing import Any
 import torch
 
 from benchmarks.contenders import HandgradRun, Settings, TwinRun, known_names, tokens_of
-from benchmarks.gpu_twin import Switches
+from benchmarks.gpu_twin import Switches, check_torchao
 from benchmarks.record import write_record
 from benchmarks.turns import Peer, PeerFailed, Run, answers, contend, note
 from handgrad import world
-from handgrad.config import PRECISIONS
+from handgrad.config import PRECISIONS, check
 from handgrad.errors import UsageError
 from handgrad.model.parameters import flops_per_token
 
@@ -31,6 +32,11 @@ TWINS = {
     "twin-cudnn": Switches(attention="cudnn"),
     "twin-flash-bf16-stream": Switches(attention="flash", bf16_stream=True),
     "twin-cudnn-bf16-stream": Switches(attention="cudnn", bf16_stream=True),
+    # fp8 by torchao; its filter leaves out the products that its authors found too small to gain.
+    "twin-torchao": Switches(attention="cudnn", float8="all"),
+    "twin-torchao-stream": Switches(attention="cudnn", float8="all", bf16_stream=True),
+    "twin-torchao-filtered": Switches(attention="cudnn", float8="filtered"),
+    "twin-torchao-filtered-stream": Switches(attention="cudnn", float8="filtered", bf16_stream=True),
 }
 # "handgrad" computes in --precision, "handgrad-PRECISION" in another.
 HANDGRADS = ("handgrad", *(f"handgrad-{precision}" for precision in PRECISIONS))
@@ -43,6 +49,13 @@ CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")
 GIB = 2**30
 
 
+def precision_of(name: str, settings: Settings) -> str:
+    """What a contender computes most products in."""
+    if name in TWINS:
+        return TWINS[name].precision
+    return name.removeprefix("handgrad").removeprefix("-") or settings.precision
+
+
 def make_run(name: str, settings: Settings) -> Run:
     """A contender, in its own process."""
     config, tokens = settings.config(), tokens_of(settings)
@@ -50,9 +63,8 @@ def make_run(name: str, settings: Settings) -> Run:
         compiled = config.device == "cuda"
         switches = dataclasses.replace(TWINS[name], compiled=compiled, mode=settings.twin_mode)
         return TwinRun(config, tokens, switches)
-    precision = name.removeprefix("handgrad").removeprefix("-") or settings.precision
     backend = "kernels" if config.device == "cuda" else "auto"
-    return HandgradRun(dataclasses.replace(config, precision=precision), tokens, backend=backend)
+    return HandgradRun(check(dataclasses.replace(config, precision=precision_of(name, settings))), tokens, backend=backend)
 
 
 def command(name: str, settings: Settings) -> list[str]:
@@ -141,7 +153,7 @@ def measure(commands: dict[str, list[str]], seconds: float, turn_seconds: float,
 
 
 def figures(row: dict[str, Any], tokens_per_step: int, flops: float, peak: float | None) -> dict[str, Any]:
-    """The figures of one contender from its turns; `flops` per token, `peak` in FLOP/s."""
+    """The figures of one contender from its turns; `flops` per token, `peak` in FLOP/s, bf16's for all."""
     turns, driver_bytes = row.pop("turns"), row.pop("driver_bytes", 0)
     if "failed" in row or not turns:
         return row
@@ -182,6 +194,8 @@ def best_twin(rows: dict[str, Any]) -> str | None:
     return max(twins, key=lambda name: twins[name]) if twins else None
 
 
+NAME_WIDTH = 30
+
 # Heading, width, key, format.
 COLUMNS = (
     ("tok/s", 9, "tokens_per_second", ".0f"),
@@ -201,13 +215,13 @@ COLUMNS = (
 
 def table(rows: dict[str, Any]) -> list[str]:
     """The lines to print; memory in GiB, '-' for what was not measured."""
-    lines = [f"{'':<24}" + "".join(f"{heading:>{width}}" for heading, width, _, _ in COLUMNS)]
+    lines = [f"{'':<{NAME_WIDTH}}" + "".join(f"{heading:>{width}}" for heading, width, _, _ in COLUMNS)]
     for name, row in rows.items():
         if "failed" in row:
-            lines.append(f"{name:<24} failed: {row['failed']}")
+            lines.append(f"{name:<{NAME_WIDTH}} failed: {row['failed']}")
             continue
         cells = (f"{'-' if row.get(key) is None else format(row[key], shape):>{width}}" for _, width, key, shape in COLUMNS)
-        lines.append(f"{name:<24}" + "".join(cells))
+        lines.append(f"{name:<{NAME_WIDTH}}" + "".join(cells))
     return lines
 
 
@@ -229,17 +243,26 @@ def libraries() -> dict[str, Any]:
         found["triton"] = triton.__version__
     except ImportError:
         found["triton"] = None
+    try:
+        found["torchao"] = importlib.metadata.version("torchao")  # without importing it
+    except importlib.metadata.PackageNotFoundError:
+        found["torchao"] = None
     return found
 
 
 def compare(settings: Settings, contenders: str, seconds: float, turn_seconds: float, out: str) -> dict[str, Any]:
     """Measures, prints the table, writes the record to `out` if that is not empty; returns the figures by contender."""
     names = check_contenders(contenders)
+    if any(name in TWINS and TWINS[name].float8 != "none" for name in names):
+        check_torchao()
     device = world.resolve_device(settings.device)
     config, tokens = settings.config(), tokens_of(settings)
     raw = measure({name: command(name, settings) for name in names}, seconds, turn_seconds, device)
     flops, peak = flops_per_token(config.shape(tokens.vocab_size)), world.peak_flops(device)
-    rows = {name: figures(row, config.tokens_per_step, flops, peak) for name, row in raw.items()}
+    rows = {
+        name: {"precision": precision_of(name, settings), **figures(row, config.tokens_per_step, flops, peak)}
+        for name, row in raw.items()
+    }
     twin = best_twin(rows)
     for row in rows.values():
         if twin and "tokens_per_second" in row:

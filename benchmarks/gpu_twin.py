@@ -1,9 +1,12 @@
 """The peer on a GPU: the twin as one would tune it without writing a kernel, one switch per choice.
 
 Everything on is the best honest `torch.compile` contender: bf16 autocast over float32 weights, the vocabulary padded to
-full tiles, a fused attention kernel, fused AdamW. Everything off is GPT-2 as a lecture first writes it.
+full tiles, a fused attention kernel, fused AdamW. Everything off is GPT-2 as a lecture first writes it. `float8` takes
+the blocks' products into fp8 by torchao's own conversion.
 """
 
+import dataclasses
+import importlib.util
 import math
 from dataclasses import dataclass
 
@@ -18,6 +21,9 @@ from handgrad.model.parameters import flat_elements, initialize, parameter_table
 from handgrad.training.schedule import learning_rate
 
 ATTENTIONS = ("plain", "flash", "cudnn")
+FLOAT8S = ("none", "all", "filtered")
+FLOAT8_MULTIPLE = 16  # torch's fp8 products take sizes that are multiples of this
+FLOAT8_CAPABILITY = (8, 9)  # the first GPUs with fp8 tensor cores
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,14 @@ class Switches:
     padded: bool = True  # the vocabulary, to a multiple of 128
     fused: bool = True  # AdamW in one kernel
     bf16_stream: bool = False  # the residual stream in bf16, too; autocast keeps it in float32
+    float8: str = "none"  # the blocks' products in fp8, by torchao: all, or (filtered) those that its authors' filter takes
+
+    @property
+    def precision(self) -> str:
+        """What most products are computed in, in handgrad's words."""
+        if self.float8 != "none":
+            return "fp8"
+        return "bf16" if self.autocast else "tf32" if self.tf32 else "fp32"
 
 
 class PlainBlock(Block):
@@ -85,6 +99,40 @@ def use_attention(name: str, device: torch.device) -> None:
         torch.backends.cuda.enable_math_sdp(False)
 
 
+def check_torchao() -> None:
+    """Raises `UsageError` where torchao is not installed."""
+    if importlib.util.find_spec("torchao") is None:
+        raise UsageError("the torchao twins need torchao, which is not installed: pip install 'torchao>=0.18'")
+
+
+def use_float8(blocks: nn.Module, which: str, config: RunConfig, device: torch.device) -> None:
+    """Takes the blocks' linear layers into fp8 as torchao's default recipe does: one scale per tensor, from the tensor
+    itself, e4m3 forward, e5m2 for gradients. The parameters stay what and where they are. A CPU emulates the products.
+
+    Of the recipe's other options, `enable_fsdp_float8_all_gather` is for several GPUs, `pad_inner_dim` for odd sizes,
+    and `force_recompute_fp8_weight_in_bwd` does nothing any more.
+    """
+    if which not in FLOAT8S:
+        raise UsageError(f"unknown float8 {which!r}; known: {', '.join(FLOAT8S)}")
+    if which == "none":
+        return
+    sizes = {"channels": config.channels, "micro_batch x sequence_length": config.micro_batch * config.sequence_length}
+    for name, size in sizes.items():
+        if size % FLOAT8_MULTIPLE:
+            raise UsageError(f"the torchao twins need {name} to be a multiple of {FLOAT8_MULTIPLE}, found {size}")
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < FLOAT8_CAPABILITY:
+        raise UsageError(f"{torch.cuda.get_device_name(device)} has no fp8; the torchao twins need Ada, Hopper or later")
+    check_torchao()
+    from torchao import float8
+
+    recipe = float8.Float8LinearRecipeName.TENSORWISE
+    wanted = float8.Float8LinearConfig.from_recipe_name(recipe)
+    if device.type != "cuda":
+        wanted = dataclasses.replace(wanted, emulate=True)
+    taken = float8._auto_filter_for_recipe(recipe, []) if which == "filtered" else None
+    float8.convert_to_float8_training(blocks, config=wanted, module_filter_fn=taken)
+
+
 class TwinTrainer:
     """The twin, its optimizer and its steps. Sets torch's global switches: one trainer per process."""
 
@@ -96,6 +144,7 @@ class TwinTrainer:
             torch.backends.cuda.matmul.allow_tf32 = switches.tf32
         with device:
             self.twin = GpuTwin(shape, switches)
+        use_float8(self.twin.blocks, switches.float8, config, device)
         self.optimizer = optimizer_of(self.twin, config, fused=switches.fused)
         self.parameters = list(self.twin.parameters())
         self.model = torch.compile(self.twin, mode=switches.mode) if switches.compiled else self.twin

@@ -2,10 +2,12 @@
 
 import importlib
 import importlib.util
+from dataclasses import replace
 from types import ModuleType
 
 import torch
 
+from handgrad.config import TUNED, RunConfig
 from handgrad.errors import UsageError
 from handgrad.ops import reference
 
@@ -32,6 +34,14 @@ def choose_backend(name: str, device: torch.device) -> ModuleType:
         told = " ".join(f"{type(failure).__name__}: {failure}".split())
         raise UsageError(f"the kernels cannot run here: {told:.200}; or use --backend reference") from failure
     return kernels
+
+
+def settle_products(config: RunConfig, ops: ModuleType) -> RunConfig:
+    """`config` with what `handgrad tune` found about its fp8 products in the place of "tuned"."""
+    if config.precision != "fp8" or config.fp8_keep_bf16 != TUNED:
+        return config
+    kept = ops.tuned_keep_bf16(tokens=config.micro_batch * config.sequence_length, channels=config.channels)
+    return replace(config, fp8_keep_bf16=kept)
 
 
 def why_no_kernels(device: torch.device) -> str:

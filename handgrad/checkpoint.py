@@ -71,6 +71,10 @@ class Checkpoint:
             raise DataError(f"{path} is not a readable safetensors file: {error}") from None
 
 
+def folder_of(checkpoints: Path, step: int) -> Path:
+    return checkpoints / f"step_{step:08d}"
+
+
 def save(
     checkpoints: Path,
     step: int,
@@ -82,7 +86,7 @@ def save(
 
     `state` are named tensors, moments prefixed "m." and "v."; `manifest` is what else must survive (JSON).
     """
-    final = checkpoints / f"step_{step:08d}"
+    final = folder_of(checkpoints, step)
     partial = final.with_name(final.name + PARTIAL)
     tensors = list(state)
     weights = [(name, t) for name, t in tensors if not name.startswith(("m.", "v."))]

@@ -19,7 +19,11 @@ VOCABULARY_MULTIPLE = 128  # the padded vocabulary is a multiple of this, so tha
 WANTED: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text without NUL"}
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
-PRECISIONS = ("fp32", "bf16", "fp16", "tf32")
+PRECISIONS = ("fp32", "bf16", "fp16", "tf32", "fp8")
+FP8_GRADIENTS = ("e5m2", "e4m3")
+FP8_SCALINGS = ("delayed", "current")
+ON_SATURATION = ("warn", "widen", "bf16")
+TUNED = "tuned"
 BACKENDS = ("auto", "kernels", "reference")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 
@@ -88,6 +92,19 @@ class RunConfig:
     skip_norm_z: float = option(0.0, "the same for the gradient norm (0: off)")
     max_skips: int = option(20, "stop with exit code 76 after this many skipped updates in a row")
     seed: int = option(1337, "seed of the initial weights and of the order of samples")
+
+    # fp8: block products on 8-bit numbers, the rest in bf16
+    fp8_keep_bf16: str = option(
+        TUNED, "products that stay in bf16: qkv, proj, mlp, of one layer like 3.mlp; tuned: what `handgrad tune` found"
+    )
+    fp8_head: str = option("", "products of the loss head that go to fp8: forward, dgrad; with commas")
+    fp8_gradients: str = option("e5m2", "format of gradients: more range or more digits", choices=FP8_GRADIENTS)
+    fp8_scaling: str = option("delayed", "scales from the steps before, or (slower) current ones", choices=FP8_SCALINGS)
+    fp8_window: int = option(16, "steps whose largest number a delayed scale is made for")
+    fp8_margin: int = option(0, "binades that a scale leaves free above that number")
+    fp8_count_every: int = option(50, "steps between counts of clipped and vanished numbers")
+    fp8_on_saturation: str = option("warn", "what is done about a tensor that saturates", choices=ON_SATURATION)
+    fp8_saturation_steps: int = option(8, "steps in a row that clip numbers before something is done about it")
 
     # watching
     eval_every: int = option(250, "steps between validations (0: only at the end)", free=True)
@@ -161,8 +178,10 @@ def check(config: RunConfig) -> RunConfig:
             f"channels must be a multiple of num_heads, found {config.channels} and {config.num_heads};"
             f" heads of 64 would need num_heads {max(1, config.channels // 64)}"
         )
-    if not config.master_weights and config.precision != "bf16":
-        raise UsageError(f"master_weights false needs precision bf16, found {config.precision}")
+    if not config.master_weights and config.precision not in ("bf16", "fp8"):
+        raise UsageError(f"master_weights false needs precision bf16 or fp8, found {config.precision}")
+    if config.precision == "fp8":
+        check_fp8(config)
     if config.recompute not in (0, 1, 2):
         raise UsageError(f"recompute must be 0, 1 or 2, found {config.recompute}")
     tokens_per_micro_batch = config.micro_batch * config.sequence_length
@@ -174,6 +193,18 @@ def check(config: RunConfig) -> RunConfig:
             f" try --tokens-per-step {nearest}"
         )
     return config
+
+
+def check_fp8(config: RunConfig) -> None:
+    """Raises `UsageError` for sizes that fp8 products do not take: they read 16 numbers at a time along every side."""
+    for name, size in (("channels", config.channels), ("sequence_length", config.sequence_length)):
+        if size % 16:
+            raise UsageError(f"{name} must be a multiple of 16 for precision fp8, found {size}")
+    for name in ("fp8_window", "fp8_count_every", "fp8_saturation_steps"):
+        if getattr(config, name) < 1:
+            raise UsageError(f"{name} must be at least 1, found {getattr(config, name)}")
+    if not 0 <= config.fp8_margin <= 8:
+        raise UsageError(f"fp8_margin must be 0 to 8 binades, found {config.fp8_margin}")
 
 
 def nearest_name(name: str, known: Any) -> str:

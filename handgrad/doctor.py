@@ -15,7 +15,8 @@ from handgrad.backend import REQUIRED, choose_backend
 from handgrad.config import RunConfig
 from handgrad.data.tokenizer import load_tokenizer
 from handgrad.errors import HandgradError
-from handgrad.kernel_checks import check_kernels
+from handgrad.kernel_checks.fp8 import OLDEST_FP8, check_fp8_kernels
+from handgrad.kernel_checks.operations import check_kernels
 from handgrad.model import transformer
 from handgrad.ops import reference
 from handgrad.plan import product_rate
@@ -86,8 +87,8 @@ def examine_gpu(device: torch.device) -> Iterator[tuple[bool, str]]:
     if device.type != "cuda":
         yield True, f"the kernels need an NVIDIA GPU; on {device.type} runs take the reference operations"
         return
-    capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
-    yield True, f"driver {driver_version()}, CUDA {torch.version.cuda}, compute capability {capability}"
+    capability = torch.cuda.get_device_capability(device)
+    yield True, f"driver {driver_version()}, CUDA {torch.version.cuda}, compute capability {dotted(capability)}"
     for package in (*REQUIRED.values(), *OPTIONAL):
         try:
             yield True, f"{package} {version(package)}"
@@ -104,6 +105,15 @@ def examine_gpu(device: torch.device) -> Iterator[tuple[bool, str]]:
         return
     yield True, f"products by {used['products']}; attention by {used['attention']}"
     yield from check_kernels(kernels, device, world.use_precision(device, half_precision(device)))
+    if capability < OLDEST_FP8:
+        needed = f"compute capability {dotted(OLDEST_FP8)} (Ada, Hopper or newer)"
+        yield True, f"--precision fp8 needs {needed}, this GPU has {dotted(capability)}: train in {half_precision(device)}"
+    else:
+        yield from check_fp8_kernels(kernels, device)
+
+
+def dotted(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"
 
 
 def driver_version() -> str:

@@ -7,7 +7,7 @@ import torch
 
 from handgrad import world
 from handgrad.arena import make_plan
-from handgrad.backend import choose_backend
+from handgrad.backend import choose_backend, settle_products
 from handgrad.config import ModelShape, RunConfig
 from handgrad.evaluation.generate import decode_buffers
 from handgrad.model.parameters import count_parameters, flops_per_token, parameter_table
@@ -23,6 +23,7 @@ def describe_plan(config: RunConfig, vocab_size: int) -> list[str]:
     device = world.resolve_device(config.device)
     dtype = world.use_precision(device, config.precision)
     ops = choose_backend(config.backend, device)
+    config = settle_products(config, ops)
     shape = config.shape(vocab_size)
     tokens = config.steps * config.tokens_per_step
     operations = tokens * flops_per_token(shape)

@@ -26,9 +26,10 @@ from torch import Tensor
 
 import handgrad
 from handgrad import power, world
-from handgrad.backend import choose_backend
+from handgrad.backend import choose_backend, settle_products
 from handgrad.config import ModelShape, RunConfig
 from handgrad.errors import DataError
+from handgrad.ops.fp8 import Form, Quantized, plain
 from handgrad.traces import PREFIX, Spent, read_trace, spent_on_cpu, spent_on_gpu
 from handgrad.training.console import human_bytes, human_count
 from handgrad.training.feed import BatchFeed, Source
@@ -49,12 +50,20 @@ class Counted:
     flops: Callable[[Named], int] | None = None
 
 
+def width(form: Form) -> int:
+    """Channels of a tensor (N, C)."""
+    if isinstance(form, Tensor):
+        return form.shape[1]
+    return form.rows.shape[1] if form.rows is not None else plain(form).shape[1]
+
+
 def product_flops(t: Named) -> int:
-    return 2 * t["out"].numel() * t["inp"].shape[1]
+    return 2 * t["out"].numel() * width(t["inp"])
 
 
 def two_products_flops(t: Named) -> int:
-    return 4 * t["dout"].numel() * t["inp"].shape[1]
+    rows = t["dinp"] if "dinp" in t else t["hidden"]
+    return 4 * rows.numel() * t["dweight_acc"].shape[0]
 
 
 FORWARD, BACKWARD = "{place} products, forward", "{place} products, dgrad and wgrad"
@@ -71,8 +80,8 @@ OPERATIONS = {
     "linear_gelu_forward": Counted(FORWARD, product_flops),
     "linear_backward": Counted(BACKWARD, two_products_flops),
     "gelu_linear_backward": Counted(BACKWARD, two_products_flops),
-    "attention_forward": Counted("attention forward", lambda t: 2 * t["out"].numel() * (t["lse"].shape[-1] + 1)),
-    "attention_backward": Counted("attention backward", lambda t: 5 * t["out"].numel() * (t["lse"].shape[-1] + 1)),
+    "attention_forward": Counted("attention forward", lambda t: 2 * plain(t["out"]).numel() * (t["lse"].shape[-1] + 1)),
+    "attention_backward": Counted("attention backward", lambda t: 5 * plain(t["out"]).numel() * (t["lse"].shape[-1] + 1)),
     "residual_forward": Counted("residual sum"),
     "gelu_forward": Counted("GELU alone"),
     "gelu_backward": Counted("GELU alone"),
@@ -83,12 +92,17 @@ OPERATIONS = {
     "verdict": Counted("loss and verdict"),
     "squared_norms": Counted("norm"),
     "adamw_update": Counted("AdamW"),
+    "quantize": Counted("quantising weights"),
+    "fold_statistics": Counted("fp8 scales"),
+    "update_scaling": Counted("fp8 scales"),
 }
 
 # What an operation of `linear` calls within its backend, and what is counted instead of it where it does.
 PARTS = {
     "multiply": Counted("{place} products, {role}", lambda t: 2 * t["d"].numel() * t["b"].shape[0 if is_wgrad(t) else 1]),
     **{name: OPERATIONS[name] for name in ("bias_backward", "gelu_forward", "gelu_backward")},
+    "gelu_forward_fp8": Counted("GELU to fp8, forward"),
+    "gelu_backward_fp8": Counted("GELU to fp8, backward"),
 }
 
 ONCE = {"gradient_inout", "logits_inout"}  # may be spoilt, or changes in its padded columns alone
@@ -96,13 +110,14 @@ BY_TOKEN, BY_POSITION = {"wte", "dwte_acc"}, {"wpe", "dwpe_acc"}  # tables of wh
 
 
 def is_wgrad(t: Named) -> bool:
-    return bool(t.get("transpose_b"))
+    """Whether a product is a weight gradient: with both operands transposed in fp8, where it is known by its float32."""
+    return bool(t.get("transpose_b")) or ("d" in t and t["a"].itemsize == 1 and t["d"].dtype == torch.float32)
 
 
 def size_bytes(t: Named) -> int:
     """Bytes an operation cannot avoid: an input read once, an output written once, what changes in place twice."""
     total, seen = 0, set()
-    for name, tensor in t.items():
+    for name, tensor in flattened(t):
         if not isinstance(tensor, Tensor) or name == "scratch" or tensor.data_ptr() in seen:
             continue
         seen.add(tensor.data_ptr())
@@ -117,6 +132,15 @@ def size_bytes(t: Named) -> int:
     return total
 
 
+def flattened(t: Named) -> Iterator[tuple[str, Any]]:
+    """The arguments with each form of a quantised tensor on its own; of these only the plain one changes in place."""
+    for name, value in t.items():
+        if isinstance(value, Quantized):
+            yield from ((name, value.plain), (f"{name}.rows", value.rows), (f"{name}.columns", value.columns))
+        else:
+            yield name, value
+
+
 class Recorder:
     """A backend (`ops`) whose every operation runs inside a range named after its kernel type.
 
@@ -126,7 +150,7 @@ class Recorder:
 
     def __init__(self, backend: ModuleType, head: Tensor, span: Callable[[str], AbstractContextManager]):
         self.backend, self.head, self.span = backend, head.data_ptr(), span
-        self.place, self.products, self.counting = "block", 0, False
+        self.place, self.forward, self.products, self.counting = "block", True, 0, False
         self.counted: dict[str, int] = defaultdict(int)
         self.in_flops: set[str] = set()
         self.ops = ModuleType(backend.__name__)
@@ -141,8 +165,9 @@ class Recorder:
         def run(*arguments: Any, **settings: Any) -> None:
             t = signature.bind(*arguments, **settings).arguments
             if entry.kind in (FORWARD, BACKWARD):
-                self.place = "head" if t["weight"].data_ptr() == self.head else "block"
-            role = "wgrad" if is_wgrad(t) else "forward" if t.get("transpose_a") else "dgrad"
+                self.place = "head" if plain(t["weight"]).data_ptr() == self.head else "block"
+                self.forward = entry.kind == FORWARD
+            role = "wgrad" if is_wgrad(t) else "forward" if self.forward else "dgrad"
             kind, products = entry.kind.format(place=self.place, role=role), self.products
             with self.span(PREFIX + kind):
                 operation(*arguments, **settings)
@@ -218,6 +243,7 @@ def product_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 def set_up(config: RunConfig, shape: ModelShape, device: torch.device, dtype: torch.dtype) -> TrainingState:
     ops = choose_backend(config.backend, device)
+    config = settle_products(config, ops)
     ops.check_sizes(length=shape.sequence_length, num_heads=shape.num_heads, channels=shape.channels)
     needed, available = training_plan(config, shape, dtype, device, ops).total_bytes, world.available_bytes(device)
     if available is not None and needed > available:
@@ -289,7 +315,8 @@ def profile_run(config: RunConfig, vocab_size: int, source: Source, steps: int, 
         f"run        {config.num_layers} layers, {config.channels} channels, {config.precision}, recompute"
         f" {config.recompute}; {config.micro_steps} micro-steps of {config.micro_batch} x {config.sequence_length} tokens",
         f"ceilings   {ceilings[0] / 1e12:.3g} TB/s by a copy of 2 GB, {ceilings[1] / 1e12:.3g} TFLOP/s by a large"
-        f" {config.precision} product under load" + ("" if cuda else " (smaller ones on a CPU)"),
+        f" {'bf16' if config.precision == 'fp8' else config.precision} product under load"
+        + ("" if cuda else " (smaller ones on a CPU)"),
         f"recorded   launches and ms: {steps} steps without CUDA graphs; wall time: {steps} steps as in training",
         *([f"           {idle} of the recorded steps made no update, so their AdamW did nothing"] if idle else []),
         *power_lines(sampler.summary),

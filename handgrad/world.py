@@ -7,7 +7,14 @@ import torch
 
 from handgrad.errors import UsageError
 
-DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Of weights and activations; in fp8 they stay bf16 beside what the products read.
+DTYPES = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.bfloat16,
+}
 
 # Dense bf16 peak in FLOP/s, by the data sheets, for GPUs whose torch name contains the key (the longest match counts).
 # MFU is printed only for these; every other device gets GFLOP/s.
@@ -41,8 +48,10 @@ def use_precision(device: torch.device, precision: str) -> torch.dtype:
         torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-        if precision in ("bf16", "tf32") and torch.cuda.get_device_capability(device) < (8, 0):
+        if precision in ("bf16", "tf32", "fp8") and torch.cuda.get_device_capability(device) < (8, 0):
             raise UsageError(f"{torch.cuda.get_device_name(device)} has no {precision}; use --precision fp16 or fp32")
+        if precision == "fp8" and torch.cuda.get_device_capability(device) < (8, 9):
+            raise UsageError(f"{torch.cuda.get_device_name(device)} has no fp8 (Ada, Hopper or newer have); use bf16")
     return DTYPES[precision]
 
 

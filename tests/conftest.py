@@ -1,5 +1,6 @@
 """What the tests share: small shapes, a model in float64 or float32, prepared shards of a few kilobytes."""
 
+import dataclasses
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +17,14 @@ if not torch.cuda.is_available():  # Triton reads it when it is first imported: 
 from torch import Tensor
 
 from benchmarks.record import write_record
-from handgrad.arena import Plan, make_plan
+from handgrad.arena import ALWAYS, Plan, make_plan
 from handgrad.config import ModelShape, RunConfig
 from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.model.activations import Activations, activation_buffers, activations
 from handgrad.model.parameters import ModelTensors, ParameterRow, flat_elements, initialize, model_tensors, parameter_table
+from handgrad.model.quantized import Forms, fp8_products, quantized_table, scaling_buffers, weight_buffers
+from handgrad.ops import reference
+from handgrad.ops.fp8 import COUNTING, FORMATS, INVERSE, LARGEST_EXPONENT, SCALE, Quantized
 from handgrad.presets import tiny
 
 
@@ -50,6 +54,20 @@ class Model:
     gradients: ModelTensors
     act: Activations
     plan: Plan
+    views: dict[str, Tensor]  # of the plan, or private ones
+
+
+def fp8_config(shape: ModelShape, **settings: Any) -> RunConfig:
+    """What `make_model` takes for a model of this shape in fp8."""
+    return dataclasses.replace(RunConfig(), precision="fp8", num_layers=shape.num_layers, **settings)
+
+
+def quantized_weights(model: Model) -> dict[str, Quantized]:
+    """Those of a model in fp8, by name."""
+    found = {"wte": model.weights.head}
+    for layer, block in enumerate(model.weights.blocks):
+        found |= {f"blocks.{layer}.{name}": form for name, form in vars(block).items()}
+    return {name: form for name, form in found.items() if isinstance(form, Quantized)}
 
 
 def make_model(
@@ -62,8 +80,15 @@ def make_model(
     chunk: int = 1 << 20,
     noise: float = 0.1,
     seed: int = 5,
+    fp8: RunConfig | None = None,
+    private: bool = False,
 ) -> Model:
-    """Initial weights plus noise (so that no bias or layer norm is trivial), zero gradients, NaN-filled activations."""
+    """Initial weights plus noise (so that no bias or layer norm is trivial), zero gradients, NaN-filled activations.
+
+    `fp8`: with the products that this configuration wants in fp8, every tensor at its own current scale (the logits'
+    gradient at a scale for a loss that is multiplied by at most 1). `private`: nothing shares the plan's memory.
+    """
+    config = fp8 or RunConfig()
     table = parameter_table(shape)
     elements = flat_elements(table)
     exact = torch.float64 if dtype == torch.float64 else torch.float32
@@ -75,17 +100,44 @@ def make_model(
         stored.add_(torch.randn(stored.shape, generator=generator), alpha=noise)
     flat = flat.to(dtype)
     flat_gradients = torch.zeros(elements, dtype=exact)
-    own = {"scratch_bytes": 64, "attention_scratch_bytes": 64}  # no reference operation uses it
-    rows = activation_buffers(shape, batch, length, dtype, recompute=recompute, chunk=min(chunk, batch * length), **own)
+    rows = activation_buffers(
+        shape,
+        batch,
+        length,
+        dtype,
+        recompute=recompute,
+        chunk=min(chunk, batch * length),
+        scratch_bytes=64,  # no reference operation uses it
+        attention_scratch_bytes=64,
+        products=fp8_products(config),
+        gradient_format=FORMATS[config.fp8_gradients],
+    )
+    rows += [*weight_buffers(config, shape), *scaling_buffers(config, statistics_parts=1)]
     plan = make_plan(rows)
-    views = plan.allocate(torch.device("cpu"))
+    placed = make_plan(dataclasses.replace(b, lifetimes=ALWAYS) for b in rows) if private else plan
+    views = placed.allocate(torch.device("cpu"))
     for view in views.values():
         view.fill_(float("nan") if view.is_floating_point() else 0)
-    act = activations(views)
+    if fp8 is not None:
+        set_scales(views["fp8.scaling"])
+    forms = Forms(quantized_table(config), views, current=True)
+    act = activations(views, forms)
     act.tokens.copy_(torch.randint(shape.vocab_size, (batch, length), generator=generator))
     act.targets.copy_(torch.randint(shape.vocab_size, (batch, length), generator=generator))
-    weights, gradients = model_tensors(flat, table), model_tensors(flat_gradients, table)
-    return Model(shape, table, flat, flat_gradients, weights, gradients, act, plan)
+    weights, gradients = model_tensors(flat, table, forms), model_tensors(flat_gradients, table)
+    model = Model(shape, table, flat, flat_gradients, weights, gradients, act, plan, views)
+    for form in quantized_weights(model).values():
+        assert form.plain is not None
+        reference.quantize(form, form.plain)
+    return model
+
+
+def set_scales(scaling: Tensor) -> None:
+    """Scales of 1 without margin, numbers counted; in the last row, the one of the logits' gradient."""
+    scaling.zero_()
+    scaling[:, [SCALE, INVERSE, COUNTING]] = 1.0
+    scaling[-1, SCALE] = 2.0 ** LARGEST_EXPONENT[torch.float8_e5m2]
+    scaling[-1, INVERSE] = 1 / scaling[-1, SCALE]
 
 
 def write_text(path: Path, words: int = 6000) -> Path:
@@ -110,12 +162,14 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def config(shards: Path, tmp_path: Path) -> RunConfig:
     """A run of seconds: two layers of 32 channels on bytes."""
-    import dataclasses
+    return small_run(shards, tmp_path / "run")
 
+
+def small_run(shards: Path, out: Path) -> RunConfig:
     return dataclasses.replace(
         tiny(),
         data=str(shards),
-        out=str(tmp_path / "run"),
+        out=str(out),
         num_heads=2,
         channels=32,
         sequence_length=32,

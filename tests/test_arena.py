@@ -1,18 +1,21 @@
 """The arena: buffers alive together never share a byte, plans are tight, and a poisoned plan gives the same numbers."""
 
-import dataclasses
+from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from handgrad.arena import ALWAYS, Buffer, Plan, make_plan
 from handgrad.config import ModelShape
 from handgrad.model import transformer
-from handgrad.model.activations import activation_buffers, activations
+from handgrad.model.activations import activation_buffers
+from handgrad.model.quantized import fp8_products
 from handgrad.ops import reference as ops
-from tests.conftest import make_model
+from handgrad.ops.fp8 import Form
+from tests.conftest import fp8_config, make_model
 
 BF16_BYTES = 2
 
@@ -51,58 +54,81 @@ def test_no_two_living_buffers_share_bytes(rows: list) -> None:
 
 
 @pytest.mark.parametrize("recompute", [0, 1, 2])
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("use", ["training", "fp8 training", "evaluation"])
 @pytest.mark.parametrize("layers", [1, 2, 12, 48])
-def test_the_activation_plan_is_tight(layers: int, recompute: int, training: bool) -> None:
+def test_the_activation_plan_is_tight(layers: int, recompute: int, use: str) -> None:
     shape = ModelShape(50257, 1024, layers, 12, 768)
-    rows = activation_buffers(shape, 4, 1024, torch.bfloat16, recompute=recompute, chunk=1024, training=training)
+    products = fp8_products(fp8_config(shape)) if use == "fp8 training" else None
+    settings = {"training": use != "evaluation", "products": products}
+    rows = activation_buffers(shape, 4, 1024, torch.bfloat16, recompute=recompute, chunk=1024, **settings)
     plan = make_plan(rows)
     assert overlapping_pairs(plan) == []
     assert plan.size_bytes["activations"] <= 1.01 * lower_bound(plan, "activations")
 
 
-@pytest.mark.parametrize(("recompute", "bytes_per_channel"), [(0, 32), (1, 16), (2, 12)])
-def test_kept_activations_take_what_the_levels_promise(recompute: int, bytes_per_channel: int) -> None:
-    """Bytes per layer and B*T*C in bf16, beside the few of the statistics (16 per token and 4 per head)."""
+@pytest.mark.parametrize(
+    ("precision", "recompute", "bytes_per_channel"),
+    [("bf16", 0, 32), ("bf16", 1, 16), ("bf16", 2, 12), ("fp8", 0, 23), ("fp8", 1, 16), ("fp8", 2, 13)],
+)
+def test_kept_activations_take_what_the_levels_promise(precision: str, recompute: int, bytes_per_channel: int) -> None:
+    """Bytes per layer and B*T*C, beside the few of the statistics (16 per token and 4 per head)."""
     N, C, H = 4 * 1024, 768, 12
 
     def size(layers: int) -> int:
-        rows = activation_buffers(
-            ModelShape(50257, 1024, layers, H, C), 4, 1024, torch.bfloat16, recompute=recompute, chunk=1024
-        )
-        return make_plan(rows).size_bytes["activations"]
+        shape = ModelShape(50257, 1024, layers, H, C)
+        products = fp8_products(fp8_config(shape)) if precision == "fp8" else None
+        settings = {"recompute": recompute, "chunk": 1024, "products": products}
+        return make_plan(activation_buffers(shape, 4, 1024, torch.bfloat16, **settings)).size_bytes["activations"]
 
     per_layer = (size(30) - size(20)) / 10
     assert abs(per_layer - N * (bytes_per_channel * C + 16 + 4 * H)) < 0.001 * per_layer
 
 
+SHARING = ModelShape(57, 16, 4, 2, 32)
+PRODUCTS = {
+    "16 bits": None,
+    "fp8": fp8_config(SHARING),
+    "fp8 in some layers, and in the head": fp8_config(
+        SHARING, fp8_keep_bf16="0.mlp,1.qkv,2.proj", fp8_head="forward,dgrad"
+    ),
+}
+
+
+@pytest.mark.parametrize("products", PRODUCTS)
 @pytest.mark.parametrize("recompute", [0, 1, 2])
-def test_sharing_memory_changes_no_bit(recompute: int) -> None:
+def test_sharing_memory_changes_no_bit(recompute: int, products: str) -> None:
     """The plan's lifetimes are right: with a private place for every buffer the numbers are the same."""
-    shape = ModelShape(57, 16, 4, 2, 32)
+    settings = {"recompute": recompute, "chunk": 7, "fp8": PRODUCTS[products]}
     found = []
     for private in (False, True):
-        model = make_model(shape, 2, 16, torch.float32, recompute=recompute, chunk=7)
-        if private:
-            rows = [dataclasses.replace(b, lifetimes=ALWAYS) for b in model.plan.buffers]
-            views = make_plan(rows).allocate(torch.device("cpu"))
-            private_model = make_model(shape, 2, 16, torch.float32, recompute=recompute, chunk=7)
-            for name in ("tokens", "targets"):
-                views[name].copy_(getattr(model.act, name))
-            private_model.act = activations(views)
-            model = private_model
+        model = make_model(SHARING, 2, 16, torch.float32, private=private, **settings)
         transformer.loss_and_gradients(
             ops, model.weights, model.gradients, model.act, torch.tensor([0.1]), vocab_size=57, recompute=recompute
         )
         found.append(model.flat_gradients)
-    assert torch.equal(*found)
+    assert torch.isfinite(found[0]).all() and torch.equal(*found)
 
 
 CLOSES_A_TICK = ("embedding_forward", "linear_residual_forward", "layernorm_backward")
 
 
+class Touches(TorchDispatchMode):
+    """Notes the address of every tensor that torch's own operations are given."""
+
+    def __init__(self, note: Callable[[int], None]):
+        super().__init__()
+        self.note = note
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        for argument in (*args, *(kwargs or {}).values()):
+            if isinstance(argument, torch.Tensor):
+                self.note(argument.data_ptr())
+        return function(*args, **(kwargs or {}))
+
+
 class Recorder:
-    """The reference, noting at which tick each buffer is touched. Every tick ends with one of three operations."""
+    """The reference, noting at which tick each buffer is touched: passed as a tensor, or read or written in one of its
+    forms. Every tick ends with one of three operations."""
 
     def __init__(self, views: dict[str, torch.Tensor]):
         self.starts = sorted((view.data_ptr(), name) for name, view in views.items() if view.numel())
@@ -111,11 +137,12 @@ class Recorder:
         self.tick = 0
 
     def __getattr__(self, operation: str):
-        def call(*tensors: torch.Tensor | None, **settings: object) -> None:
+        def call(*tensors: Form | None, **settings: object) -> None:
             for tensor in (*tensors, settings.get("scratch")):
-                if tensor is not None:
+                if isinstance(tensor, torch.Tensor):
                     self.note(tensor.data_ptr())
-            getattr(ops, operation)(*tensors, **settings)
+            with Touches(self.note):
+                getattr(ops, operation)(*tensors, **settings)
             self.tick += operation in CLOSES_A_TICK
 
         return call
@@ -126,24 +153,23 @@ class Recorder:
             self.touched.setdefault(before[-1], set()).add(self.tick)
 
 
+@pytest.mark.parametrize("products", PRODUCTS)
 @pytest.mark.parametrize("recompute", [0, 1, 2])
-def test_lifetimes_are_neither_too_short_nor_too_long(recompute: int) -> None:
+def test_lifetimes_are_neither_too_short_nor_too_long(recompute: int, products: str) -> None:
     """Every buffer is touched only while it lives, and at both ends of each of its intervals."""
-    shape = ModelShape(57, 16, 3, 2, 32)
-    model = make_model(shape, 2, 16, torch.float32, recompute=recompute, chunk=7)
-    private = [dataclasses.replace(b, lifetimes=ALWAYS) for b in model.plan.buffers]
-    views = make_plan(private).allocate(torch.device("cpu"))
-    recorder = Recorder(views)
+    settings = {"recompute": recompute, "chunk": 7, "fp8": PRODUCTS[products]}
+    model = make_model(SHARING, 2, 16, torch.float32, private=True, **settings)
+    recorder = Recorder(model.views)
     transformer.loss_and_gradients(
         recorder,  # type: ignore[arg-type]
         model.weights,
         model.gradients,
-        activations(views),
+        model.act,
         torch.tensor([0.1]),
         vocab_size=57,
         recompute=recompute,
     )
-    assert recorder.tick == 4 * 3 + 2
+    assert recorder.tick == 4 * SHARING.num_layers + 2
     for buffer in model.plan.buffers:
         if buffer.lifetimes == ALWAYS:
             continue

@@ -15,6 +15,7 @@ from benchmarks.contenders import HandgradRun, Settings, TwinRun, ZipfTokens, to
 from benchmarks.gpu_twin import Switches
 from benchmarks.turns import Peer, PeerFailed, contend, timed_turn
 from handgrad.cli import main
+from handgrad.config import PRECISIONS
 from handgrad.errors import UsageError
 
 CPU = torch.device("cpu")
@@ -102,6 +103,44 @@ def test_all_contenders_make_the_same_steps() -> None:
     theirs = twin.turn(lambda launched: launched < 5) + twin.turn(lambda launched: launched < 3)
     assert theirs == pytest.approx(losses, abs=2e-5)
     assert losses[-1] < losses[0] - 0.05, "they learn that some tokens are frequent"
+
+
+@pytest.mark.parametrize("bf16_stream", [False, True])
+def test_the_torchao_twin_is_the_twin_in_fp8(bf16_stream: bool) -> None:
+    """torchao computes its block products, with fp8's error; weights, their names and their decay stay."""
+    pytest.importorskip("torchao", reason="torchao is optional")
+    from torchao.float8.float8_linear import Float8Linear
+
+    config, tokens = dataclasses.replace(SMALL, learning_rate=1e-2).config(), tokens_of(SMALL)
+    plain = dataclasses.replace(EAGER, autocast=bf16_stream, bf16_stream=bf16_stream)
+    exact = TwinRun(config, tokens, plain, same_weights=True)
+    run = TwinRun(config, tokens, dataclasses.replace(plain, float8="all"), same_weights=True)
+    converted = {name for name, part in run.trainer.twin.named_modules() if isinstance(part, Float8Linear)}
+    layers = range(config.num_layers)
+    assert converted == {f"blocks.{i}.{name}" for i in layers for name in ("qkv", "proj", "fc", "fcproj")}
+    for row in run.trainer.table:
+        parameter = run.trainer.twin.parameter_of(row)
+        assert parameter.dtype == torch.float32 and torch.equal(parameter, exact.trainer.twin.parameter_of(row)), row.name
+    groups, theirs = ([len(g["params"]) for g in r.trainer.optimizer.param_groups] for r in (run, exact))
+    assert groups == theirs
+    losses, plain_losses = (r.turn(lambda launched: launched < 8) for r in (run, exact))
+    assert losses != plain_losses and losses == pytest.approx(plain_losses, abs=0.03)
+    assert losses[-1] < losses[0] - 0.05
+    filtered = TwinRun(config, tokens, dataclasses.replace(plain, float8="filtered"))
+    assert not any(isinstance(part, Float8Linear) for part in filtered.trainer.twin.modules()), "all are small here"
+
+
+def test_the_torchao_twins_refuse_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", None)  # as if it were not installed
+    monkeypatch.setattr(gpu_step, "measure", lambda *_: pytest.fail("nobody may start"))
+    with pytest.raises(UsageError, match=r"^the torchao twins need torchao, .*: pip install 'torchao>=0.18'$"):
+        gpu_step.compare(SMALL, "handgrad,twin-torchao", seconds=1, turn_seconds=1, out="")
+    pipe = io.StringIO()
+    contend(lambda: gpu_step.make_run("twin-torchao-stream", SMALL), CPU, [], pipe)
+    assert "pip install" in json.loads(pipe.getvalue())["failed"]
+    odd = dataclasses.replace(SMALL, sequence_length=12)
+    with pytest.raises(UsageError, match=r"micro_batch x sequence_length to be a multiple of 16, found 24"):
+        gpu_step.make_run("twin-torchao", odd)
 
 
 def test_made_up_tokens_are_a_function_of_the_sample() -> None:
@@ -232,6 +271,8 @@ def test_the_step_benchmark_prints_and_records(
     assert record["settings"]["model"] == "tiny" and record["settings"]["turn_seconds"] == 1
     assert record["figures"]["handgrad"]["times_best_twin"] == 1.5
     assert record["figures"]["twin-cudnn"]["failed"] == "out of memory"
+    precisions = {name: row["precision"] for name, row in record["figures"].items()}
+    assert precisions == {"handgrad": "fp32", "twin-flash": "bf16", "twin-cudnn": "bf16"}
 
 
 def test_losses_of_real_runs(
@@ -329,3 +370,12 @@ def test_an_unknown_contender_of_steps() -> None:
     with pytest.raises(UsageError, match=r"did you mean twin-cudnn\?"):
         gpu_step.check_contenders("handgrad, twin-cudn")
     assert gpu_step.check_contenders("handgrad, twin-cudnn,") == ["handgrad", "twin-cudnn"]
+    names = ["handgrad", *(f"handgrad-{precision}" for precision in PRECISIONS), *gpu_step.TWINS]
+    assert gpu_step.check_contenders(",".join(names)) == names
+
+
+def test_the_precision_of_a_contender() -> None:
+    names = ("handgrad", "handgrad-tf32", "twin-cudnn", "twin-torchao", "twin-torchao-filtered-stream")
+    assert [gpu_step.precision_of(name, SMALL) for name in names] == ["fp32", "tf32", "bf16", "fp8", "fp8"]
+    run = gpu_step.make_run("handgrad-bf16", SMALL)
+    assert isinstance(run, HandgradRun) and run.state.parameters.dtype == torch.bfloat16

@@ -2,15 +2,20 @@
 
 import inspect
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
-from handgrad import doctor, kernel_checks
-from handgrad.kernel_checks import CASES, Draw, check_kernels
+from handgrad import doctor
+from handgrad.kernel_checks import checking
+from handgrad.kernel_checks.draw import Draw
+from handgrad.kernel_checks.fp8 import FP8_CASES, Fp8Draw, check_fp8_kernels
+from handgrad.kernel_checks.operations import CASES, check_kernels
 from handgrad.ops import reference
+from handgrad.ops.fp8 import AMAX, CLIPPED, E4M3, VANISHED, Form, Quantized
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -22,14 +27,17 @@ def backend(**changed: object) -> ModuleType:
 
 
 def test_every_kernel_has_a_case() -> None:
-    """Attention in one token and the sum of two tensors are plain torch in both backends."""
+    """Attention in one token and the sum of two tensors are plain torch in both backends. `quantize` makes fp8 numbers."""
     not_kernels = {
         "attention_decode",
         "residual_forward",
+        "quantize",
         "attention_scratch_bytes",
         "check_sizes",
         "compile_ahead",
         "scratch_bytes",
+        "statistics_parts",
+        "tuned_keep_bf16",
         "versions",
     }
     assert {operation for operation, _ in CASES.values()} == set(reference.__all__) - not_kernels
@@ -46,6 +54,35 @@ def test_the_cases_fit_the_kernels() -> None:
         )
 
 
+def test_the_fp8_cases_fit_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the cases launch is launched as the kernels take it, here on the reference; each quantising operation is."""
+    pytest.importorskip("triton")
+    pytest.importorskip("nvmath")
+    from handgrad.ops import kernels
+
+    monkeypatch.setattr(checking, "SCRATCH_BYTES", 64)
+    launched: set[str] = set()
+
+    def taken(name: str):
+        def operation(*arguments: object, scratch: object = None, **named: object) -> None:
+            signature = inspect.signature(getattr(kernels, name))
+            with_scratch = {"scratch": scratch} if "scratch" in signature.parameters else {}
+            signature.bind(*arguments, **named, **with_scratch)
+            launched.add(name)
+            getattr(reference, name)(*arguments, **named)
+
+        return operation
+
+    kept = {"statistics_parts": reference.statistics_parts}
+    ops = backend(**{name: taken(name) for name in reference.__all__} | kept)
+    lines = list(check_fp8_kernels(ops, CPU))
+    assert all(well for well, _ in lines), lines
+    operations = {name for name in reference.__all__ if "Quantized" in str(inspect.signature(getattr(reference, name)))}
+    quantised_on_the_way = {"bias_backward"}  # the end of `linear_backward`
+    assert operations >= {"layernorm_forward", "attention_backward", "linear_residual_forward"}
+    assert launched >= {"quantize", "classifier_forward_backward"} | operations - quantised_on_the_way
+
+
 def scratch(ops: ModuleType, operation: str) -> dict[str, torch.Tensor]:
     takes = "scratch" in inspect.signature(getattr(ops, operation)).parameters
     return {"scratch": torch.empty(0, dtype=torch.uint8)} if takes else {}
@@ -53,10 +90,27 @@ def scratch(ops: ModuleType, operation: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_the_reference_passes(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_checks, "SCRATCH_BYTES", 64)
+    monkeypatch.setattr(checking, "SCRATCH_BYTES", 64)
     lines = list(check_kernels(reference, CPU, dtype))
     assert len(lines) == len(CASES) and all(well for well, _ in lines), lines
     assert any(re.fullmatch(r"layernorm_backward works \(relative error \d\.\de-\d+, .*\)", line) for _, line in lines)
+
+
+def test_the_reference_passes_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checking, "SCRATCH_BYTES", 64)
+    lines = list(check_fp8_kernels(reference, CPU))
+    assert len(lines) == len(FP8_CASES) and all(well for well, _ in lines), lines
+    assert (True, "quantize to fp8 works (no difference)") in lines
+    assert any(re.fullmatch(r"linear_backward in fp8 works \(relative error \d\.\de-\d+, .*\)", line) for _, line in lines)
+
+
+def test_what_the_fp8_cases_quantise_saturates_and_vanishes() -> None:
+    """Else a kernel that wraps around or does not count would pass."""
+    draw = Fp8Draw(reference, CPU)
+    out = draw.output((192, 128), E4M3, 2)
+    reference.quantize(out, draw(192, 128) ** 7)
+    assert (out.statistics[[CLIPPED, VANISHED]] > 10).all()
+    assert out.statistics[AMAX].max() * 2.0**2 > 448
 
 
 def half_written(out, inp) -> None:
@@ -82,10 +136,62 @@ def spoils_an_input(dbias_acc, dout, *, scratch=None) -> None:
     ],
 )
 def test_a_wrong_kernel_does_not_pass(operation: str, broken, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_checks, "SCRATCH_BYTES", 64)
+    monkeypatch.setattr(checking, "SCRATCH_BYTES", 64)
     failed = [line for well, line in check_kernels(backend(**{operation: broken}), CPU, torch.bfloat16) if not well]
     assert len(failed) == 1 and failed[0].startswith(told) and "\n" not in failed[0], failed
     assert failed[0].endswith("use --backend reference")
+
+
+def rounds_elsewhere(out: Quantized, inp: torch.Tensor) -> None:
+    reference.quantize(out, inp)
+    assert out.rows is not None
+    bits = out.rows.view(torch.uint8)
+    bits[bits == bits[0, 0]] ^= 1  # another number in the last place, where it stands
+
+
+def counts_nothing(out: Form, **arguments: torch.Tensor) -> None:
+    reference.layernorm_forward(out, **arguments)
+    if isinstance(out, Quantized):
+        out.statistics[CLIPPED:] = 0
+
+
+def forgets_to_transpose(dqkv: Form, **arguments: torch.Tensor) -> None:
+    reference.attention_backward(replace(dqkv, columns=None) if isinstance(dqkv, Quantized) else dqkv, **arguments)
+
+
+def one_percent_off(dweight_acc, **arguments) -> None:
+    reference.linear_backward(dweight_acc=dweight_acc, **arguments)
+    dweight_acc *= 0.99
+
+
+def no_such_product(**arguments) -> None:
+    raise RuntimeError("no algorithm for\ntypes 28 and 29")
+
+
+@pytest.mark.parametrize(
+    ("operation", "broken", "told"),
+    [
+        ("quantize", rounds_elsewhere, ["quantize to fp8 failed: relative error"]),
+        ("layernorm_forward", counts_nothing, ["layernorm_forward to fp8 failed: relative error 1.0e+00, at most 0.0e+00"]),
+        ("attention_backward", forgets_to_transpose, ["attention_backward to fp8 failed: relative error inf"]),
+        (
+            "linear_backward",
+            one_percent_off,
+            ["linear_backward in fp8 failed: relative error 1.0e-02, at most 9.8e-04 expected"],
+        ),
+        (
+            "gelu_linear_backward",
+            no_such_product,
+            ["gelu_linear_backward in fp8 failed: RuntimeError: no algorithm for types 28 and 29; use"],
+        ),
+    ],
+)
+def test_a_wrong_fp8_kernel_does_not_pass(operation: str, broken, told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checking, "SCRATCH_BYTES", 64)
+    failed = [line for well, line in check_fp8_kernels(backend(**{operation: broken}), CPU) if not well]
+    assert len(failed) == len(told), failed
+    for line, beginning in zip(failed, told, strict=True):
+        assert line.startswith(beginning) and line.endswith("use --backend reference") and "\n" not in line, line
 
 
 def test_without_a_gpu() -> None:
@@ -141,10 +247,19 @@ def test_the_kernels_are_launched(gpu: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(doctor, "check_kernels", lambda *found: iter([(found == (ops, CUDA, torch.float16), "checked")]))
     monkeypatch.setattr(doctor.world, "use_precision", lambda device, precision: doctor.world.DTYPES[precision])
     lines = list(doctor.examine_gpu(CUDA))
-    assert lines[-2:] == [
+    assert lines[-3:] == [
         (True, "products by cuBLASLt 13, 42 algorithms; attention by Triton"),
         (True, "checked"),
+        (
+            True,
+            "--precision fp8 needs compute capability 8.9 (Ada, Hopper or newer), this GPU has 7.0: train in fp16",
+        ),
     ]
+    monkeypatch.setattr(doctor, "check_fp8_kernels", lambda *found: iter([(found == (ops, CUDA), "checked in fp8")]))
+    for capability in ((8, 9), (9, 0), (12, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None, of=capability: of)
+        monkeypatch.setattr(doctor, "check_kernels", lambda *found: iter([]))
+        assert list(doctor.examine_gpu(CUDA))[-1] == (True, "checked in fp8")
 
 
 def test_kernels_that_cannot_be_loaded(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -330,8 +330,8 @@ def test_the_loss_scale_belongs_to_fp16(config: RunConfig) -> None:
     run = loop.Run.restore
     found = []
 
-    def watching(self):
-        run(self)
+    def watching(self, resumed):
+        run(self, resumed)
         found.append(self.state.loss_scale[1].item())
 
     changed = dataclasses.replace(config, steps=3, precision="fp16")

@@ -71,5 +71,10 @@ def run_config(arguments: argparse.Namespace) -> RunConfig:
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="run folder (its newest checkpoint) or checkpoint folder")
     parser.add_argument("--device", default="auto", choices=DEVICES, help="(default: auto)")
-    parser.add_argument("--precision", default="fp32", choices=PRECISIONS, help="of weights and products (default: fp32)")
+    parser.add_argument(
+        "--precision",
+        default="fp32",
+        choices=[p for p in PRECISIONS if p != "fp8"],
+        help="of weights and products (default: fp32)",
+    )
     parser.add_argument("--backend", default="auto", choices=BACKENDS, help="(default: auto: kernels on a CUDA GPU)")

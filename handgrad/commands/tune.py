@@ -1,6 +1,7 @@
 """handgrad tune: freezes the fastest algorithm of every product of a model on this GPU."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +11,14 @@ from handgrad import world
 from handgrad.backend import choose_backend
 from handgrad.commands.arguments import Parser, add_run_arguments, run_config
 from handgrad.commands.plan import GPT2_VOCABULARY
+from handgrad.config import ModelShape, RunConfig
 from handgrad.errors import UsageError
+from handgrad.model.quantized import PARTS
 from handgrad.profile import set_up
 from handgrad.training.step import Stepper
+
+SUSTAINED_SECONDS = 4.0  # of micro-steps before the measured ones, and about twice that measured
+NOISE = 0.005  # what two measurements of the same may differ by
 
 
 class NoFeed:
@@ -38,14 +44,60 @@ def run(arguments: Sequence[str]) -> int:
     choose_backend("kernels", device)  # says what is missing
     from handgrad.ops.kernels import cublaslt, tune  # only where the kernels can run
 
-    state = set_up(replace(config, backend="kernels"), config.shape(parsed.vocab_size), device, dtype)
-    Stepper(config, state, NoFeed(), graphs=False).begin(0)
+    config = replace(config, backend="kernels")
+    shape = config.shape(parsed.vocab_size)
+    path = Path(parsed.table) if parsed.table else cublaslt.user_table()
+    every = replace(config, fp8_keep_bf16="") if config.precision == "fp8" else config
+    state = set_up(every, shape, device, dtype)
+    Stepper(every, state, NoFeed(), graphs=False).begin(0)
     torch.cuda.synchronize()
     del state
     torch.cuda.empty_cache()
-    path = Path(parsed.table) if parsed.table else cublaslt.user_table()
     for line in tune.tune(list(cublaslt.PLANS), path):
         print(line, flush=True)
+    if config.precision == "fp8":
+        kept = []
+        for line in slower_in_fp8(every, shape, device, dtype, kept):
+            print(line, flush=True)
+        key = cublaslt.keep_bf16_key(config.micro_batch * config.sequence_length, config.channels)
+        decided = cublaslt.read_table(path, "keep_bf16") | {key: ",".join(kept)}
+        tune.write_table(path, cublaslt.read_table(path, "algorithms"), decided)
     use = "runs with these shapes use it from now on (their bits change)"
     print(f"wrote {path}; {use if path == cublaslt.user_table() else f'copy it to {cublaslt.user_table()} to use it'}")
     return 0
+
+
+def slower_in_fp8(
+    config: RunConfig, shape: ModelShape, device: torch.device, dtype: torch.dtype, kept: list[str]
+) -> Iterator[str]:
+    """Appends to `kept` the parts of a block whose products make a whole step slower in fp8 than in bf16."""
+    all_fp8 = step_milliseconds(config, shape, device, dtype)
+    yield f"{'a step with all products in fp8':<52} {all_fp8:9.2f} ms"
+    for part in PARTS:
+        without = step_milliseconds(replace(config, fp8_keep_bf16=part), shape, device, dtype)
+        if without < all_fp8 * (1 - NOISE):
+            kept.append(part)
+        yield f"{f'the same with {part} in bf16':<52} {without:9.2f} ms  {'bf16' if part in kept else 'fp8'}"
+
+
+def step_milliseconds(config: RunConfig, shape: ModelShape, device: torch.device, dtype: torch.dtype) -> float:
+    """Of a micro-batch, forward and backward, under sustained load."""
+    torch.cuda.empty_cache()
+    state = set_up(config, shape, device, dtype)
+    stepper = Stepper(config, state, NoFeed())
+    stepper.step(0)
+    begin, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+    begin.record()
+    stepper.micro_step()  # recorded
+    stepper.micro_step()
+    middle.record()
+    middle.synchronize()
+    count = math.ceil(SUSTAINED_SECONDS * 1e3 / begin.elapsed_time(middle))
+    for _ in range(count):
+        stepper.micro_step()
+    middle.record()
+    for _ in range(count):
+        stepper.micro_step()
+    end.record()
+    end.synchronize()
+    return middle.elapsed_time(end) / count

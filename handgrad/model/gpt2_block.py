@@ -11,8 +11,9 @@ from types import ModuleType
 
 from torch import Tensor
 
-from handgrad.model.activations import Activations, BlockActivations
+from handgrad.model.activations import Activations, BlockActivations, BlockGradients
 from handgrad.model.parameters import BlockTensors
+from handgrad.ops.fp8 import Form
 
 
 def forward(ops: ModuleType, w: BlockTensors, act: BlockActivations, shared: Activations, x: Tensor) -> None:
@@ -33,35 +34,37 @@ def backward(
     w: BlockTensors,
     g: BlockTensors,
     act: BlockActivations,
+    d: BlockGradients,
     shared: Activations,
     x: Tensor,
+    dx: Form,
     dbias_below: Tensor | None,
     *,
     recompute: int,
 ) -> None:
     """shared.dresidual: from dL/dresidual_out to dL/dx, in place; adds the weights' gradients to `g`.
 
-    The bias gradient of a product that writes into the stream is made by the layer norm backward above it, which has
-    that gradient in its hands: this block's `fcproj_bias` came with the call before, and `dbias_below` is the one of the
-    block below (None in the lowest). What was not kept is computed again with the operation that made it, so every
-    recompute level gives the same bits.
+    That buffer's forms are d.dresidual_out at the beginning, d.dresidual_mid in the middle, and dx at the end. The bias
+    gradient of a product that writes into the stream is made by the layer norm backward above it, which has that gradient
+    in its hands: this block's `fcproj_bias` came with the call before, and `dbias_below` is the one of the block below
+    (None in the lowest). What was not kept is computed again with the operation that made it, so every recompute level
+    gives the same bits.
     """
-    d, s = shared.dresidual, shared.scratch
+    s = shared.scratch
     if recompute >= 2:
         ops.layernorm_forward(act.ln2, act.ln2_mean, act.ln2_rstd, act.residual_mid, w.ln2_weight, w.ln2_bias)
     if recompute >= 1:
         ops.linear_gelu_forward(act.gelu, act.fc, act.ln2, w.fc_weight, w.fc_bias, scratch=s)
-    ops.gelu_linear_backward(shared.dhidden, g.fcproj_weight, None, d, act.gelu, act.fc, w.fcproj_weight, scratch=s)
-    ops.linear_backward(shared.dln, g.fc_weight, g.fc_bias, shared.dhidden, act.ln2, w.fc_weight, scratch=s)
-    statistics = act.ln2_mean, act.ln2_rstd
-    ops.layernorm_backward(
-        d, g.ln2_weight, g.ln2_bias, shared.dln, act.residual_mid, *statistics, w.ln2_weight, g.proj_bias, scratch=s
-    )
+    fcproj = d.dresidual_out, act.gelu, act.fc, w.fcproj_weight
+    ops.gelu_linear_backward(d.dhidden, g.fcproj_weight, None, *fcproj, dgelu=shared.dgelu, scratch=s)
+    ops.linear_backward(shared.dln, g.fc_weight, g.fc_bias, d.dhidden, act.ln2, w.fc_weight, scratch=s)
+    ln2 = act.residual_mid, act.ln2_mean, act.ln2_rstd, w.ln2_weight
+    ops.layernorm_backward(d.dresidual_mid, g.ln2_weight, g.ln2_bias, shared.dln, *ln2, g.proj_bias, scratch=s)
 
     if recompute >= 2:
         ops.layernorm_forward(act.ln1, act.ln1_mean, act.ln1_rstd, x, w.ln1_weight, w.ln1_bias)
-    ops.linear_backward(shared.datty, g.proj_weight, None, d, act.atty, w.proj_weight, scratch=s)
-    ops.attention_backward(shared.dqkv, shared.datty, act.atty, act.lse, act.qkv, scratch=shared.attention_scratch)
-    ops.linear_backward(shared.dln, g.qkv_weight, g.qkv_bias, shared.dqkv, act.ln1, w.qkv_weight, scratch=s)
-    statistics = act.ln1_mean, act.ln1_rstd
-    ops.layernorm_backward(d, g.ln1_weight, g.ln1_bias, shared.dln, x, *statistics, w.ln1_weight, dbias_below, scratch=s)
+    ops.linear_backward(shared.datty, g.proj_weight, None, d.dresidual_mid, act.atty, w.proj_weight, scratch=s)
+    ops.attention_backward(d.dqkv, shared.datty, act.atty, act.lse, act.qkv, scratch=shared.attention_scratch)
+    ops.linear_backward(shared.dln, g.qkv_weight, g.qkv_bias, d.dqkv, act.ln1, w.qkv_weight, scratch=s)
+    ln1 = x, act.ln1_mean, act.ln1_rstd, w.ln1_weight
+    ops.layernorm_backward(dx, g.ln1_weight, g.ln1_bias, shared.dln, *ln1, dbias_below, scratch=s)

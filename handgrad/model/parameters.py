@@ -9,11 +9,14 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from handgrad.config import ModelShape
+from handgrad.model.quantized import Forms
+from handgrad.ops.fp8 import Form
 
 # Every tensor starts at a multiple of this many elements (512 bytes of float32, 256 of bf16).
 ALIGN_ELEMENTS = 128
@@ -23,15 +26,16 @@ BLOCK_ELEMENTS = 1 << 16
 
 @dataclass
 class BlockTensors:
-    """One tensor per parameter of a block: the weights themselves, their gradients or their moments.
+    """One tensor per parameter of a block: the weights themselves, their gradients or their moments. Matrices that
+    products read in fp8 have those forms, too.
 
     Matrices come first, then vectors, so that what decays is contiguous.
     """
 
-    qkv_weight: Tensor  # (3C, C)
-    proj_weight: Tensor  # (C, C)
-    fc_weight: Tensor  # (F, C)
-    fcproj_weight: Tensor  # (C, F)
+    qkv_weight: Form  # (3C, C)
+    proj_weight: Form  # (C, C)
+    fc_weight: Form  # (F, C)
+    fcproj_weight: Form  # (C, F)
     ln1_weight: Tensor  # (C)
     ln1_bias: Tensor  # (C)
     qkv_bias: Tensor  # (3C)
@@ -46,7 +50,8 @@ class BlockTensors:
 class ModelTensors:
     """One tensor per parameter of the model."""
 
-    wte: Tensor  # (Vp, C) token embedding, shared with the head
+    wte: Tensor  # (Vp, C) token embedding
+    head: Form  # (Vp, C) the same, as the loss head reads it
     wpe: Tensor  # (maxT, C) position embedding
     blocks: list[BlockTensors]
     lnf_weight: Tensor  # (C)
@@ -136,13 +141,16 @@ def flops_per_token(shape: ModelShape) -> float:
     return 6.0 * parameters + 6.0 * shape.num_layers * shape.channels * shape.sequence_length
 
 
-def model_tensors(flat: Tensor, table: tuple[ParameterRow, ...]) -> ModelTensors:
-    """Views of a flat buffer under the parameters' names."""
+def model_tensors(flat: Tensor, table: tuple[ParameterRow, ...], forms: Forms | None = None) -> ModelTensors:
+    """Views of a flat buffer under the parameters' names; `forms` knows what is quantised."""
+    forms = forms or Forms((), {})
     views = {row.name: row.view(flat) for row in table}
+    head = forms("wte", plain=views["wte"])
     layers = sum(name.endswith(".qkv_weight") for name in views)
     names = [f.name for f in fields(BlockTensors)]
-    blocks = [BlockTensors(**{n: views[block_name(layer, n)] for n in names}) for layer in range(layers)]
-    return ModelTensors(views["wte"], views["wpe"], blocks, views["lnf_weight"], views["lnf_bias"])
+    quantized: dict[str, Any] = {name: forms(name, plain=view) for name, view in views.items()}
+    blocks = [BlockTensors(**{n: quantized[block_name(layer, n)] for n in names}) for layer in range(layers)]
+    return ModelTensors(views["wte"], head, views["wpe"], blocks, views["lnf_weight"], views["lnf_bias"])
 
 
 def initialize(flat: Tensor, table: tuple[ParameterRow, ...], seed: int) -> None:

@@ -5,6 +5,7 @@ gradient, so the full (N, Vp) logits never exist.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from types import ModuleType
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from handgrad.model import gpt2_block
 from handgrad.model.activations import Activations
 from handgrad.model.parameters import ModelTensors
+from handgrad.ops.fp8 import Form, plain
 
 
 def forward_blocks(ops: ModuleType, w: ModelTensors, act: Activations) -> Tensor:
@@ -29,7 +31,7 @@ def loss(ops: ModuleType, w: ModelTensors, act: Activations, *, vocab_size: int)
     """act.tokens, act.targets (B, T) -> act.losses (N): the cross-entropy of each token in nats."""
     forward_blocks(ops, w, act)
     for rows, logits in _chunks(act):
-        ops.linear_forward(logits, act.lnf[rows], w.wte, None, scratch=act.scratch)
+        ops.linear_forward(logits, part(act.lnf, rows), w.head, None, scratch=act.scratch)
         ops.classifier_forward(act.losses[rows], logits, act.targets.view(-1)[rows], vocab_size=vocab_size)
 
 
@@ -50,27 +52,38 @@ def loss_and_gradients(
     s = act.scratch
     last = forward_blocks(ops, w, act)
     for rows, logits in _chunks(act):
-        ops.linear_forward(logits, act.lnf[rows], w.wte, None, scratch=s)
-        ops.classifier_forward_backward(act.losses[rows], logits, act.targets.view(-1)[rows], scale, vocab_size=vocab_size)
-        dlogits = logits
-        ops.linear_backward(act.dlnf[rows], g.wte, None, dlogits, act.lnf[rows], w.wte, scratch=s)
+        targets, lnf = act.targets.view(-1)[rows], part(act.lnf, rows)
+        ops.linear_forward(logits, lnf, w.head, None, scratch=s)
+        quantized = None if act.dlogits is None else part(replace(act.dlogits, plain=logits), slice(0, len(logits)))
+        options = {"vocab_size": vocab_size, "quantized": quantized}
+        ops.classifier_forward_backward(act.losses[rows], logits, targets, scale, **options)
+        dlogits = logits if quantized is None else quantized
+        ops.linear_backward(act.dlnf[rows], g.wte, None, dlogits, lnf, w.head, scratch=s)
     act.dresidual.zero_()
     statistics = act.lnf_mean, act.lnf_rstd
-    dbias_below = g.blocks[-1].fcproj_bias
-    ops.layernorm_backward(
-        act.dresidual, g.lnf_weight, g.lnf_bias, act.dlnf, last, *statistics, w.lnf_weight, dbias_below, scratch=s
-    )
+    top, dbias_below = act.gradients[-1].dresidual_out, g.blocks[-1].fcproj_bias
+    ops.layernorm_backward(top, g.lnf_weight, g.lnf_bias, act.dlnf, last, *statistics, w.lnf_weight, dbias_below, scratch=s)
     for layer in reversed(range(len(w.blocks))):
-        x = act.blocks[layer - 1].residual_out if layer else act.embedded
-        dbias_below = g.blocks[layer - 1].fcproj_bias if layer else None
-        gradients = g.blocks[layer]
-        gpt2_block.backward(ops, w.blocks[layer], gradients, act.blocks[layer], act, x, dbias_below, recompute=recompute)
+        block = w.blocks[layer], g.blocks[layer], act.blocks[layer], act.gradients[layer], act
+        x, dx, dbias_below = act.embedded, act.dresidual, None
+        if layer:
+            x, dx = act.blocks[layer - 1].residual_out, act.gradients[layer - 1].dresidual_out
+            dbias_below = g.blocks[layer - 1].fcproj_bias
+        gpt2_block.backward(ops, *block, x, dx, dbias_below, recompute=recompute)
     ops.embedding_backward(g.wte, g.wpe, act.dresidual, act.tokens, act.sorted_positions, scratch=s)
+
+
+def part(form: Form, rows: slice) -> Form:
+    """Some rows of a tensor (N, C), in all the forms it has for the head's products."""
+    if isinstance(form, Tensor):
+        return form[rows]
+    assert form.rows is not None and form.columns is None
+    return replace(form, rows=form.rows[rows], plain=plain(form)[rows])
 
 
 def _chunks(act: Activations) -> Iterator[tuple[slice, Tensor]]:
     """The head's chunks: (rows, the logits buffer for them); the last may be shorter."""
-    N, chunk = act.lnf.shape[0], act.logits.shape[0]
+    N, chunk = act.losses.shape[0], act.logits.shape[0]
     for start in range(0, N, chunk):
         rows = slice(start, min(start + chunk, N))
         yield rows, act.logits[: rows.stop - rows.start]

@@ -43,13 +43,18 @@ def title(runs: Sequence[Run]) -> str:
 
 def page(runs: Sequence[Run], plots: Sequence[Plot]) -> str:
     """The whole page. It loads nothing: style and plots are inline, and its own policy forbids the rest."""
-    figures = "\n".join(figure(plot, runs) for plot in plots)
+
+    def figures(name: str) -> str:
+        drawn = "\n".join(figure(plot, runs) for plot in plots if plot.section == name)
+        return f'<div class="plots">\n{drawn}\n</div>' if drawn else ""
+
     body = [
         f"<h1>{text(title(runs))}</h1>",
         sections.description(runs[0]) if len(runs) == 1 else "",
         per_run(runs, sections.warnings),
         sections.tiles(runs[0]) if len(runs) == 1 else sections.comparison(runs),
-        section("Curves", f'<div class="plots">\n{figures}\n</div>'),
+        section("Curves", figures("Curves")),
+        section("fp8", per_run(runs, sections.fp8), figures("fp8")),
         section("Samples", per_run(runs, sections.samples)),
         section("What to do next", per_run(runs, sections.commands)),
         section("Memory", per_run(runs, sections.memory)),

@@ -18,6 +18,7 @@ from handgrad.report.style import DASHES, RUN_COLORS, light
 
 RAW_BINS = 500  # bins of a raw curve in a plot of one run: finer than the screen shows
 MARKS = 150  # validation points or skip marks per run
+NAMED_CLASSES = 6  # of fp8 tensors in a plot's legend
 CLOSE_UP_STEPS = 50  # shorter runs need no close-up
 
 
@@ -30,6 +31,7 @@ class Plot:
     caption: str
     wide: bool
     draw: Callable[[Axes, Sequence[Run]], None]
+    section: str = "Curves"  # of the page
 
 
 def choose_plots(runs: Sequence[Run]) -> list[Plot]:
@@ -52,6 +54,7 @@ def choose_plots(runs: Sequence[Run]) -> list[Plot]:
         Plot("tokens_per_second", "Tokens per second", "Thick: running median.", False, draw_tokens_per_second),
         Plot("step_time", "Milliseconds per step", "Rare peaks may pass the top.", False, draw_step_time),
         *gpu_plots(runs),
+        *fp8_plots(runs),
     ]
 
 
@@ -65,6 +68,20 @@ def gpu_plots(runs: Sequence[Run]) -> list[Plot]:
         if any(math.isfinite(getattr(reading, quantity)) for run in runs for reading in run.gpu):
             plots.append(Plot(f"gpu_{quantity}", title, caption, False, partial(draw_gpu, quantity=quantity)))
     return plots
+
+
+def fp8_plots(runs: Sequence[Run]) -> list[Plot]:
+    """Numbers that fp8 lost, where a run has counted them."""
+    if not any(classes for run in runs for _, classes in run.fp8):
+        return []
+    of = "Worst layer of each class of tensors." if len(runs) == 1 else "Worst tensor of each run."
+    return [
+        Plot(f"fp8_{quantity}", title, f"{caption} {of}", False, partial(draw_fp8, quantity=quantity), "fp8")
+        for quantity, title, caption in (
+            ("vanished", "Vanished numbers, percent", "Too small for their scale: they became zero."),
+            ("clipped", "Clipped numbers, percent", "Too large for their scale: they became the largest number."),
+        )
+    ]
 
 
 def look(index: int) -> dict[str, Any]:
@@ -242,6 +259,47 @@ def draw_gpu(axes: Axes, runs: Sequence[Run], *, quantity: str) -> None:
             draw_curve(axes, np.array([reading.step for reading in run.gpu], dtype=float), values, index, len(runs))
     axes.set_ylim(bottom=0)
     name_runs(axes, runs, "lower right")
+
+
+def draw_fp8(axes: Axes, runs: Sequence[Run], *, quantity: str) -> None:
+    """From zero. One run: a line per class of tensors, those that lose the most named. Several: the worst class of each."""
+    top, end = 0.0, 1.0
+    for index, run in enumerate(runs):
+        lines = percents(run, quantity)
+        if not lines:
+            continue
+        if len(runs) > 1:
+            lines = {"": np.fmax.reduce([*lines.values()])}
+        steps = np.array([step for step, _ in run.fp8], dtype=float)
+        for place, (name, values) in enumerate(lines.items()):
+            largest = float(np.nanmax(values, initial=0.0))
+            named = bool(name) and place < NAMED_CLASSES and largest > 0
+            faint: dict[str, Any] = {"color": light("floor"), "alpha": 0.5, "linewidth": 0.7}
+            strong: dict[str, Any] = {"linewidth": 1.3, **look(place if name else index)}
+            axes.plot(
+                *envelope(steps, values, RAW_BINS // 2),
+                marker="." if len(steps) == 1 else "",
+                label=label(name) if named else None,
+                **(strong if named or not name else faint),
+            )
+            top = max(top, largest)
+        end = max(end, steps[-1])
+    axes.set_xlim(-0.015 * end, 1.015 * end)
+    axes.set_ylim(0, 1.45 * top or 1)  # with room for the legend
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    if len(runs) == 1 and top > 0:
+        axes.legend(loc="upper right", ncols=3, fontsize=7)
+    name_runs(axes, runs, "upper right")
+
+
+def percents(run: Run, quantity: str) -> dict[str, np.ndarray]:
+    """Fractions of each class of tensors in percent, in the steps of `run.fp8`; those that lost the most first."""
+    names = dict.fromkeys(name for _, classes in run.fp8 for name in classes)
+    lines = {}
+    for name in names:
+        found = [100 * getattr(classes[name], quantity) if name in classes else math.nan for _, classes in run.fp8]
+        lines[name] = np.where(np.isfinite(found), found, math.nan)
+    return dict(sorted(lines.items(), key=lambda line: -np.nanmax([*line[1], 0.0])))
 
 
 def name_runs(axes: Axes, runs: Sequence[Run], place: Literal["upper right", "lower center", "lower right"]) -> None:

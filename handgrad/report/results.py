@@ -103,6 +103,17 @@ def floor_text(run: Run, loss: float) -> str:
     return shown(percent_above_floor(run, loss), lambda v: f"{v:+.1f} %" if abs(v) < 100 else f"{v:+,.0f} %")
 
 
+def fraction_text(value: float) -> str:
+    """A fraction in percent, to three digits; what is not zero does not look so."""
+    return shown(value, lambda v: "0 %" if v == 0 else f"{100 * v:.3g} %" if v >= 1e-6 else f"{100 * v:.0e} %")
+
+
+def scales_text(smallest: float, largest: float) -> str:
+    """A range of scales, powers of two: 2^6 or 2^6 to 2^8."""
+    ends = [shown(scale, lambda v: f"2^{math.log2(v):g}" if v > 0 else f"{v:g}") for scale in (smallest, largest)]
+    return " to ".join(dict.fromkeys(ends))
+
+
 def count_text(value: float) -> str:
     """A count in full: 961,536."""
     return shown(value, "{:,.0f}".format)

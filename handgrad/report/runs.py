@@ -61,6 +61,18 @@ class GpuReading:
 
 
 @dataclass(frozen=True)
+class Quantized:
+    """What an fp8 run found out about a class of tensors in one step, the worst of all layers."""
+
+    largest: float  # magnitude
+    smallest_scale: float
+    largest_scale: float
+    clipped: float  # fraction of the numbers that were too large for their scale
+    vanished: float  # fraction that became zero
+    most_vanished: str  # the tensor with that fraction
+
+
+@dataclass(frozen=True)
 class Run:
     """One run folder, read."""
 
@@ -74,6 +86,7 @@ class Run:
     samples: list[tuple[int, str]]
     events: list[tuple[int, str]]
     gpu: list[GpuReading]
+    fp8: list[tuple[int, dict[str, Quantized]]]  # step, classes of tensors by name
     last_line_cut: bool
 
     @property
@@ -210,6 +223,24 @@ def read_start(line: Line, first_step: int | None) -> Start:
     )
 
 
+def read_quantized(line: Line) -> dict[str, Quantized]:
+    tensors = line.field("tensors")
+    if not isinstance(tensors, dict):
+        raise DataError(f"{line.where}: 'tensors' must be an object, found {tensors!r:.60}")
+    found = {}
+    for name, record in tensors.items():
+        within = Line(record, f"{line.where}: tensors.{name:.60}")
+        found[name] = Quantized(
+            largest=within.number("largest_amax"),
+            smallest_scale=within.number("smallest_scale"),
+            largest_scale=within.number("largest_scale"),
+            clipped=within.number("clipped_fraction"),
+            vanished=within.number("vanished_fraction"),
+            most_vanished=within.text("most_vanished"),
+        )
+    return found
+
+
 def collect(parsed: tuple[list[Line], bool], name: str, folder: Path, config: dict[str, Any]) -> Run:
     """Sorts the lines by kind; of a step that a resumed run did again, the last one counts.
 
@@ -223,6 +254,7 @@ def collect(parsed: tuple[list[Line], bool], name: str, folder: Path, config: di
     samples: dict[int, str] = {}
     events: list[tuple[int, str]] = []
     gpu: dict[int, GpuReading] = {}
+    fp8: dict[int, dict[str, Quantized]] = {}
     for line in lines:
         kind = line.record["kind"]
         if kind == "run":
@@ -244,6 +276,8 @@ def collect(parsed: tuple[list[Line], bool], name: str, folder: Path, config: di
             events.append((line.count("step"), line.text("text")))
         elif kind == "gpu":
             gpu[line.count("step")] = GpuReading(line.count("step"), line.number("watts"), line.number("sm_megahertz"))
+        elif kind == "fp8":
+            fp8[line.count("step")] = read_quantized(line)
     if not launches:
         raise DataError(f"{folder / 'metrics.jsonl'} has no 'run' line, so it was not written by `handgrad train`")
     if not rows:
@@ -259,5 +293,6 @@ def collect(parsed: tuple[list[Line], bool], name: str, folder: Path, config: di
         samples=sorted(samples.items()),
         events=events,
         gpu=[gpu[step] for step in sorted(gpu)],
+        fp8=sorted(fp8.items()),
         last_line_cut=last_line_cut,
     )

@@ -6,7 +6,10 @@ import math
 import re
 import shlex
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
+from handgrad.config import FIELDS, RunConfig, convert
+from handgrad.errors import DataError, UsageError
 from handgrad.report import results
 from handgrad.report.curves import thin
 from handgrad.report.runs import Run
@@ -15,6 +18,7 @@ from handgrad.report.style import RUN_COLORS
 SAMPLES = 6  # per run, spread from the first to the last
 SAMPLE_CHARACTERS = 4000
 NUMBER = re.compile(r"[-+–∞]?[\d,.]*([kMGTPE]| [%a-zA-Z]+)?")
+SATURATION = "clipped numbers in"  # of the events about fp8 tensors that saturate
 ROWS = 100  # of the long tables: events, skipped updates, validations
 
 
@@ -77,7 +81,25 @@ def description(run: Run) -> str:
         f" {text(start.tokenizer)}, vocabulary {results.count_text(start.vocab_size)}), in {text(start.precision)} on"
         f" {text(start.device)}. It has done {done:,} of {planned:,} steps of {start.tokens_per_step:,} tokens:"
         f" {results.short_text(results.tokens_seen(run))} tokens{passes}, in"
-        f" {results.duration_text(results.seconds_in_steps(run))} of steps.</p>"
+        f" {results.duration_text(results.seconds_in_steps(run))} of steps.{text(fp8_sentence(run))}</p>"
+    )
+
+
+def fp8_sentence(run: Run) -> str:
+    """Which products of an fp8 run are in fp8, as configured; the history has what left it on the way."""
+    if run.start.precision != "fp8":
+        return ""
+    from handgrad.model.quantized import fp8_products  # torch takes longer to load than most reports to write
+
+    try:
+        known = {name: convert(name, value) for name, value in run.config.items() if name in FIELDS}
+        config = replace(RunConfig(**known), precision="fp8")
+        products = fp8_products(config).describe(config.num_layers)
+    except UsageError as error:
+        raise DataError(f"{run.folder / 'config.toml'}: {error}; mend that line or restore the file") from None
+    return (
+        f" In fp8: the products {products}; gradients in {config.fp8_gradients}, {config.fp8_scaling} scaling; the rest in"
+        " bf16."
     )
 
 
@@ -92,6 +114,10 @@ def warnings(run: Run) -> str:
         found.append(f"The loss was not finite in {len(broken):,} steps, first in step {broken[0]:.0f}.")
     if run.skipped:
         found.append(f"{len(run.skipped):,} updates were skipped; they are listed below.")
+    saturated = [step for step, event in run.events if SATURATION in event]
+    if saturated:
+        times = "once" if len(saturated) == 1 else f"{len(saturated):,} times, first"
+        found.append(f"Tensors in fp8 saturated {times} in step {saturated[0]:,}; they are listed below.")
     if run.last_line_cut:
         found.append("The last line of metrics.jsonl was cut in half, as a kill does, and is left out.")
     return f'<p class="warning">{text(" ".join(found))}</p>' if found else ""
@@ -217,6 +243,23 @@ def memory(run: Run) -> str:
     whole = sizes["total"] or 1
     rows = [[name.replace("_", " "), results.bytes_text(n), f"{100 * n / whole:.1f} %"] for name, n in sizes.items()]
     return table(["", "size", "share"], rows, total=True)
+
+
+def fp8(run: Run) -> str:
+    """What the last counts of an fp8 run say, by class of tensors."""
+    step, classes = run.fp8[-1] if run.fp8 else (0, {})
+    if not classes:
+        return ""
+    rows = []
+    for name, found in classes.items():
+        scales = results.scales_text(found.smallest_scale, found.largest_scale)
+        largest = results.shown(found.largest, "{:.3g}".format)
+        fractions = (results.fraction_text(fraction) for fraction in (found.clipped, found.vanished))
+        where = found.most_vanished.removesuffix(f".{name}") if found.vanished > 0 else results.DASH
+        rows.append([name, largest, scales, *fractions, where])
+    head = ["", "largest magnitude", "scale", "clipped", "vanished", "most in"]
+    note = f"In step {step:,}; of each class of tensors the worst layer."
+    return table(head, rows) + f'<p class="faint">{text(note)}</p>'
 
 
 def settings(run: Run) -> str:

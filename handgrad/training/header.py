@@ -16,6 +16,7 @@ from handgrad.data.shards import Dataset
 from handgrad.errors import DataError, StorageError
 from handgrad.evaluation.generate import decode_buffers
 from handgrad.model.parameters import count_parameters, flops_per_token, parameter_table
+from handgrad.model.quantized import fp8_products
 from handgrad.training.console import human_bytes, human_count, memory_table
 from handgrad.training.state import largest_micro_batch, training_plan
 
@@ -85,10 +86,20 @@ def header_lines(
         f" {config.sequence_length}; {config.steps} steps = {human_count(config.steps * config.tokens_per_step)} tokens,"
         f" {config.steps * config.samples_per_step / samples_per_epoch:.1f} epochs",
         f"numbers    {config.precision}, recompute {config.recompute}, {started}",
+        *fp8_lines(config),
         f"operations {', '.join([ops.__name__.rsplit('.', 1)[-1], *(f'{k}: {v}' for k, v in ops.versions().items())])}",
         "memory",
         *memory_table([memory_bytes]),
     ]
+
+
+def fp8_lines(config: RunConfig) -> list[str]:
+    """Which products of an fp8 run are in fp8, and how they are scaled."""
+    if config.precision != "fp8":
+        return []
+    window = f" over {config.fp8_window} steps, margin {config.fp8_margin}" if config.fp8_scaling == "delayed" else ""
+    products = fp8_products(config).describe(config.num_layers)
+    return [f"fp8        {products}; gradients {config.fp8_gradients}, {config.fp8_scaling} scaling{window}"]
 
 
 def run_record(config: RunConfig, dataset: Dataset, device: torch.device, memory_bytes: dict[str, int]) -> dict[str, Any]:

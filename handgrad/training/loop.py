@@ -3,6 +3,7 @@
 import math
 import signal
 from collections import deque
+from dataclasses import asdict
 from types import ModuleType
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 import handgrad
 from handgrad import checkpoint, power, world
 from handgrad.arena import make_plan
-from handgrad.backend import choose_backend
+from handgrad.backend import choose_backend, settle_products
 from handgrad.config import RunConfig, check, to_dict
 from handgrad.data.batches import Batches, host_buffers
 from handgrad.data.shards import Dataset, open_dataset
@@ -20,6 +21,7 @@ from handgrad.errors import DataError, NumericsError, Preempted
 from handgrad.evaluation.generate import decode_buffers, decode_tensors, generate, stream_text
 from handgrad.evaluation.loss import mean_loss
 from handgrad.model.parameters import flops_per_token
+from handgrad.model.quantized import part_of
 from handgrad.ops import SMALLEST_LOSS_SCALE
 from handgrad.training import console
 from handgrad.training.feed import BatchFeed
@@ -27,8 +29,10 @@ from handgrad.training.header import check_disk, check_fits, header_lines, run_r
 from handgrad.training.metrics import Metrics
 from handgrad.training.outliers import Outliers
 from handgrad.training.run_folder import SAMPLES, RunFolder, load_everything, load_weights, write_text
+from handgrad.training.scaling import SCALING_RULES
 from handgrad.training.state import allocate_state
 from handgrad.training.step import Stepper, StepResult, non_finite_tensors
+from handgrad.training.watching import LeftFp8, saturation_line
 
 SPEED_WINDOW = 20  # steps over which tokens/s and the remaining time are averaged
 
@@ -43,6 +47,7 @@ def train(config: RunConfig, *, allow_changes: bool = False) -> float | None:
     device = world.resolve_device(config.device)
     dtype = world.use_precision(device, config.precision)
     ops = choose_backend(config.backend, device)
+    config = settle_products(config, ops)
     dataset = open_dataset(config.data)
     check_fits(config, dataset, device, dtype, ops)
     check_disk(config, dataset.tokenizer.vocab_size)
@@ -79,12 +84,13 @@ class Run:
         self.folder = folder
         folder.settle(self.identity(), allow_changes=allow_changes)
 
-        self.state = allocate_state(config, self.shape, dtype, device, ops)
+        self.dtype = dtype
+        self.left_fp8 = LeftFp8(**({} if folder.resumed is None else folder.resumed.manifest.get("left_fp8", {})))
         generation = make_plan(decode_buffers(self.shape, dtype, ops))
         self.decode = decode_tensors(generation.allocate(device))
-        self.stepper = Stepper(config, self.state, BatchFeed(self.train_batches, self.state.activations))
         self.completed, self.skips_in_a_row = 0, 0
-        self.restore()
+        self.allocate()
+        self.restore(folder.resumed)
         self.metrics = Metrics(self.folder.path, self.completed)
         self.display = console.Display(config.steps, self.completed)
         self.seconds: deque[float] = deque(maxlen=SPEED_WINDOW)
@@ -108,9 +114,14 @@ class Run:
     def identity(self) -> dict[str, Any]:
         return {"data": self.dataset.identity, "tokenizer": self.tokenizer.sha256}
 
-    def restore(self) -> None:
+    def allocate(self) -> None:
+        """State and stepper, with the products in bf16 that have left fp8."""
+        config = self.left_fp8.config(self.config)
+        self.state = allocate_state(config, self.shape, self.dtype, self.device, self.ops)
+        self.stepper = Stepper(config, self.state, BatchFeed(self.train_batches, self.state.activations))
+
+    def restore(self, resumed: checkpoint.Checkpoint | None) -> None:
         """From the newest valid checkpoint, else from `init_from`, else as initialised."""
-        resumed = self.folder.resumed
         if resumed is not None:
             load_everything(resumed, self.state)
             self.completed = resumed.step
@@ -120,6 +131,10 @@ class Run:
                 scale, good_steps = resumed.manifest["loss_scale"]
                 self.state.set_loss_scale(scale, good_steps, self.config.tokens_per_step)
             self.skips_in_a_row = resumed.manifest["skips_in_a_row"]
+            # Scales that were made by other rules are made anew.
+            unchanged = all(resumed.manifest["config"].get(name) == getattr(self.config, name) for name in SCALING_RULES)
+            if self.state.scaling is not None and unchanged and self.state.scaling.restore(resumed.manifest.get("fp8", {})):
+                self.state.requantize()
             then, now = resumed.manifest["versions"], self.versions()
             changed = [
                 f"{key} {then.get(key)} -> {now.get(key)}" for key in {**then, **now} if then.get(key) != now.get(key)
@@ -145,6 +160,7 @@ class Run:
             self.event(f"configuration changed: {change}")
         record = run_record(self.config, self.dataset, self.device, self.memory_bytes)
         self.metrics.record("run", step=self.completed, **record)
+        self.stepper.calibrate(self.completed)
         validation_loss = self.watch() if self.folder.resumed else None  # what was due when the last process ended
         if self.completed >= self.config.steps:
             self.say(f"{self.folder.path} is finished: {self.completed} of {self.config.steps} steps are done")
@@ -156,6 +172,8 @@ class Run:
             for step in range(self.completed, self.config.steps):
                 if not self.one_step(step):
                     continue  # its result comes with the next step's
+                if self.left_fp8.due(self.completed):
+                    self.leave_fp8()
                 if self.due(self.config.save_every):
                     self.save()  # before anything that could fail
                 validation_loss = self.watch()
@@ -204,6 +222,7 @@ class Run:
         self.stepper.finish(step)
         every = (self.config.save_every, self.config.eval_every, self.config.sample_every)
         pause = not works_ahead(self.device) or self.stop_signal is not None or step == self.first_step
+        pause = pause or self.left_fp8.due(step + 1)
         if pause or any(self.due(n, step + 1) for n in every):
             self.take_in(step)
             return True
@@ -217,6 +236,7 @@ class Run:
         if self.config.gpu_every and self.completed % self.config.gpu_every == 0:
             self.read_gpu()
         self.show(result)
+        self.watch_fp8(result)
         # Dynamic loss scaling looks for the largest scale by overflowing: down to the smallest one that is no fault.
         overflow = math.isfinite(result.loss) and not math.isfinite(result.norm)
         regular = overflow and result.loss_scale > SMALLEST_LOSS_SCALE
@@ -227,6 +247,27 @@ class Run:
             self.on_skip(result)
         else:
             self.skips_in_a_row = 0
+
+    def watch_fp8(self, result: StepResult) -> None:
+        """Names the tensors that saturate; their products leave fp8 where that is the policy, one step later: that step may
+        be on its way already."""
+        policy = self.config.fp8_on_saturation
+        for line in result.quantized:
+            if line.saturated_steps == self.config.fp8_saturation_steps:
+                self.event(saturation_line(line, self.completed, policy))
+                if policy == "bf16":
+                    self.left_fp8.leave(part_of(line.name), self.completed + 1)
+
+    def leave_fp8(self) -> None:
+        """Goes on with other products in bf16: another plan, so the run is saved and taken up from there."""
+        if self.poisoned:
+            return  # nothing to take up; the next good step asks again
+        parts = self.left_fp8.settle(self.completed)
+        self.save()
+        del self.state, self.stepper
+        self.allocate()
+        self.restore(checkpoint.open_checkpoint(checkpoint.folder_of(self.folder.checkpoints, self.completed)))
+        self.event(f"step {self.completed}: {', '.join(parts)} goes on in bf16")
 
     def read_gpu(self) -> None:
         """Records what the GPU's sensors say now: the driver's last readings, without waiting for the GPU's work."""
@@ -279,7 +320,7 @@ class Run:
     def sample(self) -> None:
         ids = generate(
             self.ops,
-            self.state.weights,
+            self.state.plain_weights,
             self.decode,
             [self.tokenizer.end_of_text],
             vocab_size=self.shape.vocab_size,
@@ -314,6 +355,8 @@ class Run:
             "norm_window": list(self.stepper.norms.values),
             "loss_scale": self.state.loss_scale[1:].tolist(),
             "skips_in_a_row": self.skips_in_a_row,
+            "left_fp8": asdict(self.left_fp8),
+            **({} if self.state.scaling is None else {"fp8": self.state.scaling.saved()}),
         }
         self.metrics.sync()
         folder = checkpoint.save(self.folder.checkpoints, self.completed, self.state.named_state(), manifest, extra)

@@ -13,6 +13,7 @@ from typing import Any, TextIO
 from handgrad.errors import storage_error
 from handgrad.files import write_durably
 from handgrad.training.step import StepResult
+from handgrad.training.watching import summary
 
 METRICS_FILE, MAIN_LOG_FILE, LOG_FILE = "metrics.jsonl", "main.log", "log.txt"
 
@@ -50,7 +51,7 @@ class Metrics:
             file.close()
 
     def record(self, kind: str, **values: Any) -> None:
-        """One JSON line. Kinds: run, step, gpu, validation, sample, event; those of a step carry `step`, counted from 1."""
+        """One JSON line. Kinds: run, step, fp8, gpu, validation, sample, event; most carry `step`, counted from 1."""
         self._line(self.metrics, json.dumps({"kind": kind, **values}))
 
     def step(self, step: int, result: StepResult, tokens: int) -> None:
@@ -68,6 +69,8 @@ class Metrics:
             tokens=tokens * step,
             **({"loss_scale": result.loss_scale} if result.loss_scale != 1.0 else {}),
         )
+        if result.quantized and result.quantized[0].clipped is not None:
+            self.record("fp8", step=step, tensors=summary(result.quantized))
         # llm.c numbers a step's line from 0.
         line = f"s:{step - 1} trl:{result.loss:.4f} lr:{result.learning_rate:.6f} norm:{result.norm:.2f}"
         self._line(self.main_log, line)

@@ -20,7 +20,9 @@ from handgrad.model.parameters import (
     model_tensors,
     parameter_table,
 )
+from handgrad.model.quantized import Forms, quantized_table
 from handgrad.ops import CONTROLS, RESULTS
+from handgrad.training.scaling import Scaling, fp8_buffers, make_scaling, tensors_of
 
 INITIAL_LOSS_SCALE = 2.0**16  # of fp16: halved within a few skipped steps where it is too large
 
@@ -45,9 +47,11 @@ class TrainingState:
     results: Tensor  # what a step found out
     sum_of_losses: Tensor  # (1) over the step's tokens
     loss_scale: Tensor  # (3) S / tokens_per_step, S, updates since S last changed; S is 1 but in fp16
-    weights: ModelTensors
+    weights: ModelTensors  # as the training's products read them
+    plain_weights: ModelTensors  # the same without fp8 forms
     weight_gradients: ModelTensors
     activations: Activations
+    scaling: Scaling | None  # of an fp8 run
 
     def named_state(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of all that a checkpoint holds beside its numbers; weights under their own names."""
@@ -63,6 +67,13 @@ class TrainingState:
         """Rounds the master weights into the weights that the model reads."""
         if self.parameters is not self.master:
             self.parameters.copy_(self.master)
+
+    def requantize(self) -> None:
+        """Makes the fp8 weights of a resumed run, at the scales they had."""
+        if self.scaling is not None and self.scaling.calibrated:
+            totals = self.scaling.totals.clone()
+            self.scaling.quantize_weights(self.ops)
+            self.scaling.totals.copy_(totals)  # which have counted them already
 
 
 def training_plan(config: RunConfig, shape: ModelShape, dtype: torch.dtype, device: torch.device, ops: ModuleType) -> Plan:
@@ -83,6 +94,7 @@ def training_plan(config: RunConfig, shape: ModelShape, dtype: torch.dtype, devi
         Buffer("sum_of_losses", (1,), double, "gradients"),
         Buffer("loss_scale", (3,), exact, "gradients"),
     ]
+    buffers += fp8_buffers(config, shape, ops)
     return make_plan([*buffers, *model_buffers(config, shape, config.micro_batch, dtype, ops)])
 
 
@@ -105,7 +117,7 @@ def allocate_state(
     plan = training_plan(config, shape, dtype, device, ops)
     views = plan.allocate(device)
     table = parameter_table(shape)
-    parameters = views["parameters"]
+    parameters, quantized = views["parameters"], quantized_table(config)
     state = TrainingState(
         shape=shape,
         table=table,
@@ -122,10 +134,14 @@ def allocate_state(
         results=views["results"],
         sum_of_losses=views["sum_of_losses"],
         loss_scale=views["loss_scale"],
-        weights=model_tensors(parameters, table),
+        weights=tensors_of(config, table, views, current=config.fp8_scaling == "current"),
+        plain_weights=model_tensors(parameters, table),
         weight_gradients=model_tensors(views["gradients"], table),
-        activations=activations(views),
+        activations=activations(views, Forms(quantized, views, current=config.fp8_scaling == "current")),
+        scaling=make_scaling(config, table, views) if quantized else None,
     )
+    if state.scaling is not None:
+        state.scaling.reset(config, 1.0 / config.tokens_per_step)
     state.set_loss_scale(INITIAL_LOSS_SCALE if dtype == torch.float16 else 1.0, 0.0, config.tokens_per_step)
     initialize(state.master, table, config.seed)
     state.publish_master()

@@ -15,11 +15,14 @@ import torch
 
 from handgrad.config import RunConfig
 from handgrad.model import transformer
+from handgrad.model.activations import Activations
 from handgrad.model.parameters import BLOCK_ELEMENTS, ParameterRow, decay_runs
 from handgrad.ops import CONTROLS, LOSS_NOT_FINITE, LOSS_OUTLIER, NORM_NOT_FINITE, NORM_OUTLIER, RESULTS, UPDATE
+from handgrad.ops.fp8 import REPORT_PLACES
 from handgrad.training.outliers import Outliers
 from handgrad.training.schedule import learning_rate
 from handgrad.training.state import TrainingState
+from handgrad.training.watching import Watched, watched
 
 IN_FLIGHT = 2  # steps whose results are not yet read, at most
 
@@ -36,6 +39,7 @@ class StepResult:
     skipped: str | None
     loss_scale: float = 1.0  # of fp16's dynamic loss scaling
     elapsed_seconds: float = field(default=0.0, compare=False)  # from its first micro-batch to its update
+    quantized: tuple[Watched, ...] = ()  # what an fp8 step found out about its quantised tensors
 
 
 class Feed(Protocol):
@@ -54,7 +58,8 @@ class Stepper:
         self.losses, self.norms = Outliers(), Outliers()
         cuda = state.device.type == "cuda"
         graphs = cuda and state.ops.CAPTURABLE if graphs is None else graphs
-        state.ops.compile_ahead(self.launch_micro_step, self.launch_update)
+        calibration = [] if state.scaling is None else [self.launch_calibration]
+        state.ops.compile_ahead(self.launch_micro_step, self.launch_update, *calibration)
         self.micro_step = Replayed(self.launch_micro_step) if graphs else self.launch_micro_step
         self.update = Replayed(self.launch_update) if graphs else self.launch_update
         dtype = state.controls.dtype
@@ -62,6 +67,8 @@ class Stepper:
         self.results = [torch.zeros(RESULTS, dtype=dtype, pin_memory=cuda) for _ in range(IN_FLIGHT)]
         events = range(IN_FLIGHT if cuda else 0)
         self.begun, self.done = ([torch.cuda.Event(enable_timing=True) for _ in events] for _ in range(2))
+        report = 0 if state.scaling is None else len(state.scaling.table)
+        self.reports = [torch.zeros(report, REPORT_PLACES, dtype=torch.float64, pin_memory=cuda) for _ in range(IN_FLIGHT)]
         self.clock = [0.0] * IN_FLIGHT  # where the host makes the steps itself: their beginning, then their length
 
     def step(self, step: int) -> StepResult:
@@ -76,12 +83,26 @@ class Stepper:
         self.clock[slot] = time.perf_counter()
         if self.begun:
             self.begun[slot].record()
+        first = 0 if self.config.overfit_one_batch else step * self.config.samples_per_step
+        self.calibrate(step)
         self.state.gradients.zero_()
         self.state.sum_of_losses.zero_()
-        first = 0 if self.config.overfit_one_batch else step * self.config.samples_per_step
         for micro_step in range(self.config.micro_steps):
             self.feed.fill(first + micro_step * self.config.micro_batch)
             self.micro_step()
+
+    def calibrate(self, step: int) -> None:
+        """Gives an fp8 run its first scales, unless it has some: from its weights and the first micro-batch of `step`."""
+        scaling = self.state.scaling
+        if scaling is not None and not scaling.calibrated:
+            self.feed.fill(0 if self.config.overfit_one_batch else step * self.config.samples_per_step)
+            scaling.count(self.counts(step))
+            self.launch_calibration()
+            scaling.calibrated = True
+
+    def counts(self, step: int) -> bool:
+        """Whether an fp8 step counts the numbers that were clipped or vanished."""
+        return (step + 1) % self.config.fp8_count_every == 0
 
     def finish(self, step: int) -> None:
         """Launches the update of `step`. The spike limits follow from the results before it, so they are read by now."""
@@ -96,6 +117,8 @@ class Stepper:
         self.state.controls.copy_(self.controls[slot], non_blocking=True)
         self.update()
         self.results[slot].copy_(self.state.results, non_blocking=bool(self.done))
+        if self.state.scaling is not None:
+            self.reports[slot].copy_(self.state.scaling.report, non_blocking=bool(self.done))
         if self.done:
             self.done[slot].record()
         else:
@@ -120,20 +143,36 @@ class Stepper:
             self.losses.add(loss)
             self.norms.add(norm)
         rate, skipped = learning_rate(self.config, step), reasons.get(int(code))
-        return StepResult(loss, norm, rate, loss_z, norm_z, skipped, loss_scale, elapsed_seconds)
+        found: tuple[Watched, ...] = ()
+        if self.state.scaling is not None:
+            found = watched(self.state.scaling, self.reports[slot], self.config.micro_steps, counted=self.counts(step))
+        return StepResult(loss, norm, rate, loss_z, norm_z, skipped, loss_scale, elapsed_seconds, found)
 
     def launch_micro_step(self) -> None:
+        self.launch_gradients(self.state.activations)
+        self.state.ops.loss_sum(self.state.sum_of_losses, self.state.activations.losses)
+        if self.state.scaling is not None:
+            self.state.scaling.fold_micro_step(self.state.ops)
+
+    def launch_gradients(self, act: Activations) -> None:
         state = self.state
         transformer.loss_and_gradients(
             state.ops,
             state.weights,
             state.weight_gradients,
-            state.activations,
+            act,
             state.loss_scale[:1],
             vocab_size=state.shape.vocab_size,
             recompute=self.config.recompute,
         )
-        state.ops.loss_sum(state.sum_of_losses, state.activations.losses)
+
+    def launch_calibration(self) -> None:
+        """The first scales of an fp8 run: of its weights, and of one micro-batch whose gradients nobody takes."""
+        scaling = self.state.scaling
+        assert scaling is not None
+        scaling.quantize_weights(self.state.ops, calibrate=True)
+        self.launch_gradients(scaling.calibrating_activations)
+        scaling.statistics[: scaling.first_weight].zero_()  # whose parts may be other kernels' than a step's
 
     def launch_update(self) -> None:
         """The norm in blocks of fixed size, the verdict, AdamW on the flat buffers, one call per run of equal decay."""
@@ -165,6 +204,9 @@ class Stepper:
                 seed=config.seed,
                 first_element=run.start,
             )
+        if state.scaling is not None:
+            state.scaling.update(state.ops, state.controls, config)
+            state.scaling.quantize_weights(state.ops)
 
 
 class Replayed:

@@ -78,12 +78,24 @@ def test_scratch_is_checked() -> None:
         attention.attention_backward(*tensors, scratch=torch.zeros(64, dtype=torch.uint8, device=DEVICE))
 
 
-def arguments(kernel, D: int, dtype: str, config: Config, *, tail: bool) -> tuple[dict, dict, dict]:
-    """(signature, constants, options) of a kernel as it is launched at GPT-2's sizes."""
-    types = {"lse": "*fp32:16", "rows": "*fp32:16", "H": "i32", "T": "i32" if tail else "i32:16", "C": "i32:16"}
-    signature = {name: types.get(name, f"*{dtype}:16") for name in kernel.arg_names} | {"row_stride": "i32:16"}
-    tiles = {"D": D, "WIDTH": D, "QUERIES": config.queries, "KEYS": config.keys}
-    constants = {**tiles, "TAIL": tail}
+NEITHER = dict.fromkeys(("rows", "columns", "scaling", "statistics", "N", "PARTS", "LARGEST", "VANISHES_AT"))
+FORMATS = {"fp8e4nv": (448.0, 2.0**-10), "fp8e5": (57344.0, 2.0**-17)}
+
+
+def arguments(kernel, D: int, dtype: str, config: Config, *, tail: bool, form: str | None) -> tuple[dict, dict, dict]:
+    """(signature, constants, options) of a kernel as it is launched at GPT-2's sizes; `form`: fp8 outputs."""
+    types = {"lse": "*fp32:16", "sums": "*fp32:16", "H": "i32", "T": "i32" if tail else "i32:16", "C": "i32:16"}
+    types |= {"row_stride": "i32:16", "N": types["T"], "PARTS": "i32:16", "scaling": "*fp32", "statistics": "*fp32"}
+    types |= {"rows": f"*{form}:16", "columns": f"*{form}:16"}
+    signature = {name: types.get(name, f"*{dtype}:16") for name in kernel.arg_names}
+    constants = {"D": D, "WIDTH": D, "QUERIES": config.queries, "KEYS": config.keys, "TAIL": tail}
+    if form is None:
+        constants |= NEITHER
+    else:
+        largest, vanishes_at = FORMATS[form]
+        constants |= {"LARGEST": largest, "VANISHES_AT": vanishes_at}
+        if "dqkv" in kernel.arg_names:
+            constants["dqkv"] = None
     return signature, constants, {"maxnreg": config.registers} if config.registers else {}
 
 
@@ -92,12 +104,12 @@ def compiled_table(*, everything: bool) -> list[dict]:
     from tests.kernels.compiling import SHARED_LIMIT, compile_kernel
 
     def cost(case: tuple) -> dict:
-        (name, D, narrow, newer), config, dtype, arch, tail = case
+        (name, D, narrow, newer), config, dtype, form, arch, tail = case
         kernel = getattr(attention, f"{name}_kernel")
-        signature, constants, options = arguments(kernel, D, dtype, config, tail=tail)
+        signature, constants, options = arguments(kernel, D, dtype, config, tail=tail, form=form)
         made = compile_kernel(kernel, signature, constants, config.warps, config.stages, arch, **options)
         return {
-            "kernel": f"{name} D {D} sm_{arch} {dtype}{' tail' * tail} {tuple(config)}",
+            "kernel": f"{name} D {D} sm_{arch} {dtype}{f' {form}' * bool(form)}{' tail' * tail} {tuple(config)}",
             "registers": made["registers"],
             "stack": made["stack"],
             "shared": made["shared"],
@@ -110,8 +122,11 @@ def compiled_table(*, everything: bool) -> list[dict]:
     cases = []
     for (name, D, narrow, newer), config in CONFIGS.items():
         dtypes = (("bf16", "fp16") if everything else ("bf16",)) if narrow else ("fp32",)
-        for case in product(dtypes, (90, 100) if newer else (80,), (False, True) if everything else (False,)):
-            cases.append(((name, D, narrow, newer), config, *case))
+        tails = (False, True) if everything else (False,)
+        cuts = list(product(dtypes, (None,), (90, 100) if newer else (80,), tails))
+        if narrow and newer:  # Triton (3.6, 3.7) compiles the statistics' reductions to one number not for sm_100
+            cuts += product(("bf16",), FORMATS, (90,), tails)
+        cases += [((name, D, narrow, newer), config, *cut) for cut in cuts]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(cost, cases))
 
@@ -123,7 +138,7 @@ def test_shipped_configurations_compile() -> None:
     result = subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-2000:]
     rows = [json.loads(line) for line in result.stdout.splitlines()]
-    assert len(rows) == 36
+    assert len(rows) == 48
     check(rows)
 
 

@@ -10,7 +10,8 @@ import handgrad
 from handgrad.errors import UsageError
 
 TABLES = sorted((Path(handgrad.__file__).parent / "ops" / "kernels" / "tuned").glob("*.json"))
-ROW = re.compile(r"\d+x\d+x\d+ [NT][NT] (bfloat16|float16|float32)-\w+(-tf32)? (plain|bias|gelu|dgelu)( add)?( align\d+)?")
+KINDS = r"(bfloat16|float16|float32|float8_e4m3fn|float8_e4m3fn-float8_e5m2)-(bfloat16|float16|float32)(-tf32|-fast)?"
+ROW = re.compile(rf"\d+x\d+x\d+ [NT][NT] {KINDS} (plain|bias|gelu|dgelu)( add)?( align\d+)?")
 
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
@@ -37,6 +38,12 @@ def test_every_product_of_gpt2_is_tuned_for_the_h200(C: int) -> None:
     wanted += [f"{I}x{O}x{N} NT bfloat16-float32 plain add" for O, I in forward]
     wanted += [f"{Vp}x{chunk}x{C} TN bfloat16-bfloat16 plain", f"{C}x{chunk}x{Vp} NN bfloat16-bfloat16 plain"]
     wanted += [f"{C}x{Vp}x{chunk} NT bfloat16-float32 plain add"]
+    e4m3, both = "float8_e4m3fn-bfloat16-fast", "float8_e4m3fn-float8_e5m2"
+    forward[F, C] = "bias"  # with no GELU in fp8
+    wanted += [f"{O}x{N}x{I} TN {e4m3} {epilogue}" for (O, I), epilogue in forward.items()]
+    wanted += [f"{I}x{N}x{O} TN {both}-bfloat16-fast plain" for O, I in forward]
+    wanted += [f"{I}x{O}x{N} TN {both}-float32 plain add" for O, I in forward]
+    wanted += [f"{Vp}x{chunk}x{C} TN {e4m3} plain", f"{C}x{chunk}x{Vp} TN {both}-bfloat16-fast plain"]
     assert [name for name in wanted if name not in rows] == []
 
 

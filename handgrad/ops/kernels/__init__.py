@@ -9,12 +9,14 @@ import triton
 from torch import Tensor
 
 from handgrad.errors import UsageError
+from handgrad.ops.fp8 import Form
 from handgrad.ops.kernels import attention, attention_cudnn, cublaslt
 from handgrad.ops.kernels.classifier import classifier_forward, classifier_forward_backward
 from handgrad.ops.kernels.column_sums import bias_backward
 from handgrad.ops.kernels.compile_ahead import compile_ahead
-from handgrad.ops.kernels.cublaslt import WORKSPACE_BYTES
+from handgrad.ops.kernels.cublaslt import WORKSPACE_BYTES, tuned_keep_bf16
 from handgrad.ops.kernels.embedding import embedding_backward, embedding_forward
+from handgrad.ops.kernels.fp8 import fold_statistics, quantize, update_scaling
 from handgrad.ops.kernels.gelu import gelu_backward, gelu_forward
 from handgrad.ops.kernels.layernorm import layernorm_backward, layernorm_forward
 from handgrad.ops.kernels.linear import (
@@ -26,6 +28,7 @@ from handgrad.ops.kernels.linear import (
 )
 from handgrad.ops.kernels.optimizer import adamw_update, loss_sum, squared_norms, verdict
 from handgrad.ops.kernels.scratch import scratch_bytes as memory_scratch_bytes
+from handgrad.ops.kernels.scratch import statistics_parts
 from handgrad.ops.reference import attention_decode, residual_forward  # plain torch: a sum, and one token's attention
 
 WIDEST_HEAD = 128
@@ -66,17 +69,23 @@ def attention_scratch_bytes(*, batch: int, length: int, num_heads: int, channels
     return attention.attention_scratch_bytes(batch, num_heads, length)
 
 
-def attention_forward(out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor) -> None:
-    """out (N, C), lse (B, H, T) = log of the softmax's denominator, from qkv (N, 3C)."""
-    if attention_cudnn.runs(qkv.dtype, out.shape[1] // lse.shape[1]):
+def attention_forward(out: Form, lse: Tensor, qkv: Tensor, *, scratch: Tensor) -> None:
+    """out (N, C), lse (B, H, T) = log of the softmax's denominator, from qkv (N, 3C). A quantised out has a plain form,
+    too, for the backward."""
+    if isinstance(out, Tensor) and attention_cudnn.runs(qkv.dtype, out.shape[1] // lse.shape[1]):
         attention_cudnn.attention_forward(out, lse, qkv, scratch=scratch)
     else:
         attention.attention_forward(out, lse, qkv)
 
 
-def attention_backward(dqkv: Tensor, dout: Tensor, out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor) -> None:
-    """dqkv (N, 3C) from dout, out (N, C), lse (B, H, T) and qkv (N, 3C)."""
-    if attention_cudnn.runs(qkv.dtype, out.shape[1] // lse.shape[1]):
+def attention_backward(dqkv: Form, dout: Tensor, out: Form, lse: Tensor, qkv: Tensor, *, scratch: Tensor) -> None:
+    """dqkv (N, 3C) from dout, out (N, C), lse (B, H, T) and qkv (N, 3C). What is quantised comes from our own kernels, of
+    any head width, which write it in the same pass."""
+    if (
+        isinstance(dqkv, Tensor)
+        and isinstance(out, Tensor)
+        and attention_cudnn.runs(qkv.dtype, dout.shape[1] // lse.shape[1])
+    ):
         attention_cudnn.attention_backward(dqkv, dout, out, lse, qkv, scratch=scratch)
     else:
         attention.attention_backward(dqkv, dout, out, lse, qkv, scratch=scratch)
@@ -95,6 +104,7 @@ __all__ = [
     "compile_ahead",
     "embedding_backward",
     "embedding_forward",
+    "fold_statistics",
     "gelu_backward",
     "gelu_forward",
     "gelu_linear_backward",
@@ -105,9 +115,13 @@ __all__ = [
     "linear_gelu_forward",
     "linear_residual_forward",
     "loss_sum",
+    "quantize",
     "residual_forward",
     "scratch_bytes",
     "squared_norms",
+    "statistics_parts",
+    "tuned_keep_bf16",
+    "update_scaling",
     "verdict",
     "versions",
 ]

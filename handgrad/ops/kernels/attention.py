@@ -6,13 +6,24 @@ gradients of queries and of keys and values come from two kernels (seven product
 every output is written once, by one program, after a loop of fixed order.
 """
 
-import functools
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from handgrad.ops.fp8 import Form, Quantized, plain
+from handgrad.ops.kernels.attention_configs import CONFIGS, Config, choose_config, rows_of
+from handgrad.ops.kernels.attention_tiles import (
+    head_of,
+    is_later,
+    load_tile,
+    load_vector,
+    mask_of,
+    store_quantized,
+    store_tile,
+    store_vector,
+)
+from handgrad.ops.kernels.fp8 import UNALIGNED, limits, quantize, rescale, store_statistics
 
 # Causal attention (Vaswani et al. 2017), per head: S = q k^T / sqrt(D) for keys at or before the query,
 # P = softmax(S) = exp(S - lse),  y = P v.
@@ -31,115 +42,6 @@ LN_2 = tl.constexpr(0.6931471805599453)
 # Of products of float32 inputs, also in a run with TF32: Triton truncates where the hardware's rounding would need an
 # instruction more, and the gradients of a block came out five times worse than the reference's in TF32.
 PRECISION = tl.constexpr("ieee")
-
-
-class Config(NamedTuple):
-    """How one kernel is cut: queries and keys per tile, warps per program, depth of the load pipeline (3 loads one tile
-    ahead of the products), and a cap on the registers of a thread where it lets one more program run beside."""
-
-    queries: int
-    keys: int
-    warps: int
-    stages: int
-    registers: int | None = None
-
-
-# Frozen: choosing at run time would change the order of the sums, and so the bits. The key is (kernel, head width up to,
-# inputs of 16 bits, a data-centre GPU with the shared memory and the tensor cores of Hopper or Blackwell). The rows for
-# the others fit in the 99 KB of shared memory of sm_86, sm_89 and sm_120.
-CONFIGS: dict[tuple[str, int, bool, bool], Config] = {
-    ("forward", 64, True, True): Config(64, 64, 4, 3, 128),
-    ("forward", 128, True, True): Config(64, 64, 4, 3),
-    ("forward", 64, True, False): Config(128, 64, 8, 2),
-    ("forward", 128, True, False): Config(128, 32, 8, 2),
-    ("forward", 64, False, True): Config(32, 32, 8, 2),
-    ("forward", 128, False, True): Config(32, 16, 8, 2),
-    ("forward", 64, False, False): Config(32, 32, 8, 2),
-    ("forward", 128, False, False): Config(32, 16, 8, 2),
-    ("dq", 64, True, True): Config(64, 64, 4, 2, 128),
-    ("dq", 128, True, True): Config(128, 64, 8, 3),
-    ("dq", 64, True, False): Config(64, 64, 4, 2),
-    ("dq", 128, True, False): Config(64, 32, 4, 2),
-    ("dq", 64, False, True): Config(32, 32, 8, 2),
-    ("dq", 128, False, True): Config(32, 16, 8, 2),
-    ("dq", 64, False, False): Config(32, 32, 8, 2),
-    ("dq", 128, False, False): Config(32, 16, 8, 2),
-    ("dkdv", 64, True, True): Config(64, 64, 4, 3),
-    ("dkdv", 128, True, True): Config(64, 64, 8, 3),
-    ("dkdv", 64, True, False): Config(32, 64, 8, 2),
-    ("dkdv", 128, True, False): Config(32, 32, 4, 2),
-    ("dkdv", 64, False, True): Config(32, 32, 8, 2),
-    ("dkdv", 128, False, True): Config(16, 16, 4, 2),
-    ("dkdv", 64, False, False): Config(32, 32, 8, 2),
-    ("dkdv", 128, False, False): Config(16, 16, 4, 2),
-}
-
-
-@triton.jit
-def head_of(blocks, H, T):
-    """(block, batch entry, head, head counted over the batch) of this program. The blocks of one head run side by side,
-    so that its keys and values are read from memory once and then from the L2 cache."""
-    program = tl.program_id(0)
-    head = program // blocks
-    return program % blocks, (head // H).to(tl.int64), head % H, head.to(tl.int64) * T
-
-
-@triton.jit
-def pointers_of(tile, row_stride, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    return tile + tl.arange(0, ROWS)[:, None] * row_stride + tl.arange(0, WIDTH)[None, :]
-
-
-@triton.jit
-def mask_of(rows, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TAIL: tl.constexpr):
-    """Which elements of a tile exist: the first `rows` rows where it may reach over the end, the first D columns."""
-    if not TAIL:
-        return (tl.arange(0, WIDTH) < D)[None, :]
-    elif WIDTH == D:
-        return (tl.arange(0, ROWS) < rows)[:, None]
-    else:
-        return (tl.arange(0, ROWS) < rows)[:, None] & (tl.arange(0, WIDTH) < D)[None, :]
-
-
-@triton.jit
-def load_tile(tile, row_stride, rows, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TAIL: tl.constexpr):
-    """(ROWS, WIDTH) from the address of its first element; zero where nothing exists."""
-    pointers = pointers_of(tile, row_stride, ROWS, WIDTH)
-    if TAIL or WIDTH != D:
-        return tl.load(pointers, mask=mask_of(rows, D, ROWS, WIDTH, TAIL), other=0.0)
-    else:
-        return tl.load(pointers)
-
-
-@triton.jit
-def store_tile(tile, row_stride, rows, x, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TAIL: tl.constexpr):
-    pointers = pointers_of(tile, row_stride, ROWS, WIDTH)
-    x = x.to(tile.dtype.element_ty)
-    if TAIL or WIDTH != D:
-        tl.store(pointers, x, mask=mask_of(rows, D, ROWS, WIDTH, TAIL))
-    else:
-        tl.store(pointers, x)
-
-
-@triton.jit
-def load_vector(vector, count, COUNT: tl.constexpr, TAIL: tl.constexpr):
-    if TAIL:
-        return tl.load(vector + tl.arange(0, COUNT), mask=tl.arange(0, COUNT) < count, other=0.0)
-    else:
-        return tl.load(vector + tl.arange(0, COUNT))
-
-
-@triton.jit
-def store_vector(vector, count, x, COUNT: tl.constexpr, TAIL: tl.constexpr):
-    if TAIL:
-        tl.store(vector + tl.arange(0, COUNT), x, mask=tl.arange(0, COUNT) < count)
-    else:
-        tl.store(vector + tl.arange(0, COUNT), x)
-
-
-@triton.jit
-def is_later(first_query, first_key, QUERIES: tl.constexpr, KEYS: tl.constexpr):
-    """(QUERIES, KEYS): whether the key comes after the query."""
-    return (first_key + tl.arange(0, KEYS))[None, :] > (first_query + tl.arange(0, QUERIES))[:, None]
 
 
 # The tiles that the diagonal crosses are taken apart, so that the loop over the others runs without masks: a second loop
@@ -170,10 +72,10 @@ def forward_step(
     return y, m_new, l
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def forward_kernel(
-    out, lse, qkv, H, T, C, row_stride, D: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    TAIL: tl.constexpr,
+    out, lse, qkv, rows, columns, scaling, statistics, H, T, C, row_stride, N, PARTS, D: tl.constexpr, WIDTH: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr, LARGEST: tl.constexpr, VANISHES_AT: tl.constexpr,
 ):  # fmt: skip
     """y and lse of one block of queries of one head. Row n of qkv begins at n row_stride."""
     blocks = tl.cdiv(T, QUERIES)
@@ -191,8 +93,16 @@ def forward_kernel(
         y, m, l = forward_step(y, m, l, q, k_head, C, row_stride, first, key, T, D, KEYS, False, False)
     for key in range(diagonal, first + QUERIES, KEYS):
         y, m, l = forward_step(y, m, l, q, k_head, C, row_stride, first, key, T, D, KEYS, True, TAIL)
-    store_tile(out + (b * T + first) * C + h * D, C, left, y / l[:, None], D, QUERIES, WIDTH, TAIL)
+    y_tile = out + (b * T + first) * C + h * D
+    y = y / l[:, None]
+    store_tile(y_tile, C, left, y, D, QUERIES, WIDTH, TAIL)
     store_vector(lse + vector + first, left, (m + tl.log2(l)) * LN_2, QUERIES, TAIL)
+    if scaling is not None:
+        y = y.to(qkv.dtype.element_ty).to(tl.float32)
+        if TAIL:
+            y = tl.where(mask_of(left, WIDTH, QUERIES, WIDTH, TAIL), y, 0.0)
+        store_quantized(rows, columns, scaling, y, b * T + first, h * D, C, N, left, D, QUERIES, WIDTH, TAIL)
+        store_statistics(statistics, PARTS, tl.program_id(0), y, scaling, LARGEST, VANISHES_AT)
 
 
 @triton.jit
@@ -215,10 +125,11 @@ def dq_step(
     return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def dq_kernel(
-    dqkv, rows, dout, out, lse, qkv, H, T, C, row_stride, D: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr,
-    KEYS: tl.constexpr, TAIL: tl.constexpr,
+    dqkv, sums, dout, out, lse, qkv, rows, columns, scaling, statistics, H, T, C, row_stride, N, PARTS,
+    D: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
+    LARGEST: tl.constexpr, VANISHES_AT: tl.constexpr,
 ):  # fmt: skip
     """dq of one block of queries of one head, and its rows of (lse log2(e), delta), which `dkdv_kernel` reads after it."""
     blocks = tl.cdiv(T, QUERIES)
@@ -233,21 +144,26 @@ def dq_kernel(
     y = load_tile(out + y_start, C, left, D, QUERIES, WIDTH, TAIL)
     delta = tl.sum(dy.to(tl.float32) * y.to(tl.float32), 1)
     lse2 = load_vector(lse + vector + first, left, QUERIES, TAIL) * LOG2_E
-    store_tile(rows + 2 * (vector + first), 2, left, tl.join(lse2, delta), 2, QUERIES, 2, TAIL)
+    store_tile(sums + 2 * (vector + first), 2, left, tl.join(lse2, delta), 2, QUERIES, 2, TAIL)
     dq = tl.zeros((QUERIES, WIDTH), tl.float32)
     diagonal = first // KEYS * KEYS
     for key in range(0, diagonal, KEYS):
         dq = dq_step(dq, q, dy, lse2, delta, k_head, C, row_stride, first, key, T, D, KEYS, False, False)
     for key in range(diagonal, first + QUERIES, KEYS):
         dq = dq_step(dq, q, dy, lse2, delta, k_head, C, row_stride, first, key, T, D, KEYS, True, TAIL)
-    dq_tile = dqkv + (b * T + first) * row_stride + h * D
-    store_tile(dq_tile, row_stride, left, dq * (1.0 / D**0.5), D, QUERIES, WIDTH, TAIL)
+    dq = dq * (1.0 / D**0.5)
+    if dqkv is not None:
+        store_tile(dqkv + (b * T + first) * row_stride + h * D, row_stride, left, dq, D, QUERIES, WIDTH, TAIL)
+    if scaling is not None:
+        dq = dq.to(qkv.dtype.element_ty).to(tl.float32)
+        store_quantized(rows, columns, scaling, dq, b * T + first, h * D, row_stride, N, left, D, QUERIES, WIDTH, TAIL)
+        store_statistics(statistics, PARTS, tl.program_id(0), dq, scaling, LARGEST, VANISHES_AT)
 
 
 @triton.jit
 def dkdv_step(
-    dk, dv, k, v, q_head, dy_head, rows, C, row_stride, first_query, first_key, T, D: tl.constexpr, QUERIES: tl.constexpr,
-    DIAGONAL: tl.constexpr, TAIL: tl.constexpr,
+    dk, dv, k, v, q_head, dy_head, sums, C, row_stride, first_query, first_key, T, D: tl.constexpr,
+    QUERIES: tl.constexpr, DIAGONAL: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     # Everything transposed, keys in rows: so P^T and dS^T are left operands straight from the registers.
     KEYS: tl.constexpr = k.shape[0]
@@ -260,7 +176,7 @@ def dkdv_step(
     dp = tl.dot(v, tl.trans(dy), input_precision=PRECISION)
     # Both vectors in one load: two loads of fewer elements than threads would become a 4-byte copy per thread and query.
     # A query past the end has a q, dy and delta of zero, which add nothing.
-    lse2, delta = tl.split(load_tile(rows + 2 * first_query, 2, left, 2, QUERIES, 2, TAIL))
+    lse2, delta = tl.split(load_tile(sums + 2 * first_query, 2, left, 2, QUERIES, 2, TAIL))
     p = tl.exp2(s * scale2 - lse2[None, :])
     if DIAGONAL:
         p = tl.where(tl.trans(is_later(first_query, first_key, QUERIES, KEYS)), 0.0, p)
@@ -270,10 +186,11 @@ def dkdv_step(
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def dkdv_kernel(
-    dqkv, rows, dout, qkv, H, T, C, row_stride, D: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr,
-    KEYS: tl.constexpr, TAIL: tl.constexpr,
+    dqkv, sums, dout, qkv, rows, columns, scaling, statistics, H, T, C, row_stride, N, PARTS, D: tl.constexpr,
+    WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr, LARGEST: tl.constexpr,
+    VANISHES_AT: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one block of keys of one head. The first keys are seen by the most queries: longest programs first."""
     block, b, h, vector = head_of(tl.cdiv(T, KEYS), H, T)
@@ -281,7 +198,7 @@ def dkdv_kernel(
     left = T - first
     q_head = qkv + b * T * row_stride + h * D
     dy_head = dout + b * T * C + h * D
-    rows += 2 * vector
+    sums += 2 * vector
     k_tile = q_head + C + first * row_stride
     k = load_tile(k_tile, row_stride, left, D, KEYS, WIDTH, TAIL)
     v = load_tile(k_tile + C, row_stride, left, D, KEYS, WIDTH, TAIL)
@@ -292,60 +209,108 @@ def dkdv_kernel(
     CROSSED: tl.constexpr = (KEYS + QUERIES - 1) // QUERIES
     for crossed in tl.static_range(CROSSED):
         query = diagonal + crossed * QUERIES
-        dk, dv = dkdv_step(dk, dv, k, v, q_head, dy_head, rows, C, row_stride, query, first, T, D, QUERIES, True, TAIL)
+        dk, dv = dkdv_step(dk, dv, k, v, q_head, dy_head, sums, C, row_stride, query, first, T, D, QUERIES, True, TAIL)
     after = diagonal + CROSSED * QUERIES
     full = tl.maximum(T // QUERIES * QUERIES, after)
     for query in range(after, full, QUERIES):
-        dk, dv = dkdv_step(dk, dv, k, v, q_head, dy_head, rows, C, row_stride, query, first, T, D, QUERIES, False, False)
+        dk, dv = dkdv_step(dk, dv, k, v, q_head, dy_head, sums, C, row_stride, query, first, T, D, QUERIES, False, False)
     if TAIL:
         for query in range(full, T, QUERIES):
-            dk, dv = dkdv_step(dk, dv, k, v, q_head, dy_head, rows, C, row_stride, query, first, T, D, QUERIES, False, True)
-    dk_tile = dqkv + (b * T + first) * row_stride + C + h * D
-    store_tile(dk_tile, row_stride, left, dk * (1.0 / D**0.5), D, KEYS, WIDTH, TAIL)
-    store_tile(dk_tile + C, row_stride, left, dv, D, KEYS, WIDTH, TAIL)
+            dk, dv = dkdv_step(dk, dv, k, v, q_head, dy_head, sums, C, row_stride, query, first, T, D, QUERIES, False, True)
+    dk = dk * (1.0 / D**0.5)
+    if dqkv is not None:
+        dk_tile = dqkv + (b * T + first) * row_stride + C + h * D
+        store_tile(dk_tile, row_stride, left, dk, D, KEYS, WIDTH, TAIL)
+        store_tile(dk_tile + C, row_stride, left, dv, D, KEYS, WIDTH, TAIL)
+    if scaling is not None:
+        # Joined in 16 bits, and before the stores: else ptxas (CUDA 12.8) serializes the loops' instructions.
+        dk = dk.to(qkv.dtype.element_ty)
+        dv = dv.to(qkv.dtype.element_ty)
+        both = tl.reshape(tl.join(dk, dv), (KEYS, 2 * WIDTH)).to(tl.float32)
+        store_statistics(statistics, PARTS, tl.program_id(0), both, scaling, LARGEST, VANISHES_AT)
+        row, column = b * T + first, C + h * D
+        store_quantized(rows, columns, scaling, dk, row, column, row_stride, N, left, D, KEYS, WIDTH, TAIL)
+        store_quantized(rows, columns, scaling, dv, row, column + C, row_stride, N, left, D, KEYS, WIDTH, TAIL)
 
 
-@functools.cache
-def is_hopper_or_newer(device: torch.device) -> bool:
-    """Whether the rows for data-centre GPUs apply. sm_120 has Blackwell's name, but not its shared memory."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
+def forward_parts(batch: int, num_heads: int, length: int, width: int) -> int:
+    """Parts of the statistics that `attention_forward` may write for heads of `width` channels in 16 bits."""
+    return batch * num_heads * most_blocks("forward", length, width)
 
 
-def choose_config(kernel: str, qkv: Tensor, D: int) -> Config:
-    return CONFIGS[kernel, 64 if D <= 64 else 128, qkv.element_size() == 2, is_hopper_or_newer(qkv.device)]
+def backward_parts(batch: int, num_heads: int, length: int, width: int) -> int:
+    """Parts of the statistics that `attention_backward` may write: first those of dq, behind them those of dk and dv."""
+    return batch * num_heads * (most_blocks("dq", length, width) + most_blocks("dkdv", length, width))
 
 
-def launch(name: str, kernel: triton.JITFunction, tensors: tuple[Tensor, ...], lse: Tensor, config: Config | None) -> None:
-    """Runs a kernel whose last tensor is qkv, over all blocks of all heads. Offsets within one batch entry are 32 bits
-    wide: T 3C < 2^31."""
+def most_blocks(kernel: str, length: int, width: int) -> int:
+    """Programs per head, with the smallest tiles that any GPU gets."""
+    sizes = (rows_of(kernel, CONFIGS[kernel, 64 if width <= 64 else 128, True, newer]) for newer in (True, False))
+    return triton.cdiv(length, min(sizes))
+
+
+def launch(
+    name: str,
+    kernel: triton.JITFunction,
+    tensors: tuple[Tensor | None, ...],
+    quantized: Quantized | None,
+    first_part: int,
+    lse: Tensor,
+    config: Config | None,
+) -> int:
+    """Runs a kernel whose last tensor is qkv, over all blocks of all heads, and returns the number of its programs; each
+    writes a part of the statistics of `quantized`, from `first_part` on. Offsets within one batch entry are 32 bits wide:
+    T 3C < 2^31."""
     B, H, T = lse.shape
-    N, C3 = tensors[-1].shape
+    qkv = tensors[-1]
+    assert qkv is not None
+    N, C3 = qkv.shape
     D = C3 // (3 * H)
-    assert N == B * T and C3 == 3 * H * D and D <= 128, f"{tuple(tensors[-1].shape)} does not pack {tuple(lse.shape)}"
-    assert all(t.is_contiguous() for t in (*tensors, lse)) and lse.dtype == torch.float32
-    config = config or choose_config(name, tensors[-1], D)
-    rows = config.keys if name == "dkdv" else config.queries
+    assert N == B * T and C3 == 3 * H * D and D <= 128, f"{tuple(qkv.shape)} does not pack {tuple(lse.shape)}"
+    config = config or choose_config(name, qkv, D)
+    programs = triton.cdiv(T, rows_of(name, config)) * B * H
+    forms: tuple[Tensor | None, ...] = (None, None, None, None)
+    parts = largest = vanishes_at = None
+    if quantized is not None:
+        parts = quantized.statistics.shape[1]
+        assert first_part + programs <= parts, f"{parts} parts, {first_part + programs} needed"
+        assert quantized.statistics.is_contiguous()
+        forms = (quantized.rows, quantized.columns, quantized.scaling, quantized.statistics.view(-1)[first_part:])
+        largest, vanishes_at = limits(quantized)
+    assert all(t is None or t.is_contiguous() for t in (*tensors, *forms, lse)) and lse.dtype == torch.float32
     options = {"maxnreg": config.registers} if config.registers else {}
-    kernel[(triton.cdiv(T, rows) * B * H,)](
+    kernel[(programs,)](
         *tensors,
+        *forms,
         H,
         T,
         C3 // 3,
         C3,
+        None if quantized is None else N,
+        parts,
         D=D,
         WIDTH=max(16, triton.next_power_of_2(D)),
         QUERIES=config.queries,
         KEYS=config.keys,
         TAIL=T % config.queries != 0 or T % config.keys != 0,
+        LARGEST=largest,
+        VANISHES_AT=vanishes_at,
         num_warps=config.warps,
         num_stages=config.stages,
         **options,
     )
+    return programs
 
 
-def attention_forward(out: Tensor, lse: Tensor, qkv: Tensor, *, config: Config | None = None) -> None:
+def attention_forward(out: Form, lse: Tensor, qkv: Tensor, *, config: Config | None = None) -> None:
     """out (N, C), lse (B, H, T) = log of the softmax's denominator, from qkv (N, 3C)."""
-    launch("forward", forward_kernel, (out, lse, qkv), lse, config)
+    tensors = (plain(out), lse, qkv)
+    if isinstance(out, Quantized) and not out.current:
+        launch("forward", forward_kernel, tensors, out, 0, lse, config)
+        return
+    launch("forward", forward_kernel, tensors, None, 0, lse, config)
+    if isinstance(out, Quantized):
+        quantize(out, plain(out))
 
 
 def attention_scratch_bytes(batch: int, num_heads: int, length: int) -> int:
@@ -354,9 +319,9 @@ def attention_scratch_bytes(batch: int, num_heads: int, length: int) -> int:
 
 
 def attention_backward(
-    dqkv: Tensor,
+    dqkv: Form,
     dout: Tensor,
-    out: Tensor,
+    out: Form,
     lse: Tensor,
     qkv: Tensor,
     *,
@@ -364,9 +329,20 @@ def attention_backward(
     dq_config: Config | None = None,
     dkdv_config: Config | None = None,
 ) -> None:
-    """dqkv (N, 3C) from dout, out (N, C), lse (B, H, T) and qkv (N, 3C)."""
+    """dqkv (N, 3C) from dout, out (N, C), lse (B, H, T) and qkv (N, 3C). Of a quantised dqkv there need not be a 16-bit
+    form: where its scale is made from dqkv itself, all is computed twice."""
     needed = attention_scratch_bytes(*lse.shape)
     assert scratch.dtype == torch.uint8 and scratch.numel() >= needed, f"scratch holds {scratch.numel()} of {needed} bytes"
-    rows = scratch[:needed].view(torch.float32)
-    launch("dq", dq_kernel, (dqkv, rows, dout, out, lse, qkv), lse, dq_config)
-    launch("dkdv", dkdv_kernel, (dqkv, rows, dout, qkv), lse, dkdv_config)
+    sums = scratch[:needed].view(torch.float32)
+    quantized = dqkv if isinstance(dqkv, Quantized) else None
+    written = dqkv.plain if isinstance(dqkv, Quantized) else dqkv
+
+    def run() -> None:
+        dq_tensors = (written, sums, dout, plain(out), lse, qkv)
+        parts = launch("dq", dq_kernel, dq_tensors, quantized, 0, lse, dq_config)
+        launch("dkdv", dkdv_kernel, (written, sums, dout, qkv), quantized, parts, lse, dkdv_config)
+
+    run()
+    if quantized is not None and quantized.current:
+        rescale(quantized)
+        run()

@@ -4,6 +4,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from handgrad.ops import fp8
+from handgrad.ops.fp8 import Quantized
+from handgrad.ops.kernels.fp8 import UNALIGNED, rounded, transpose_rows, write_forms
+
 # Classifier: loss = logsumexp(logits) - logits[target], over the V real words; the padded columns do not exist.
 # Backward: dlogits = (softmax(logits) - onehot(target)) * scale, and 0 in the padded columns.
 #
@@ -13,6 +17,7 @@ from torch import Tensor
 # V is odd (50257), which would break 16-byte loads if it were a mask's limit. So whole tiles up to V are read without a
 # mask, and the tail up to Vp, a multiple of 128, is masked in registers.
 
+SCALE = tl.constexpr(fp8.SCALE)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e38)  # a maximum to start from: unlike minus infinity it can be subtracted from itself
 
@@ -30,12 +35,29 @@ def classifier_forward(losses: Tensor, logits_inout: Tensor, targets: Tensor, *,
 
 
 def classifier_forward_backward(
-    losses: Tensor, logits_to_dlogits_inout: Tensor, targets: Tensor, scale: Tensor, *, vocab_size: int
+    losses: Tensor,
+    logits_to_dlogits_inout: Tensor,
+    targets: Tensor,
+    scale: Tensor,
+    *,
+    vocab_size: int,
+    quantized: Quantized | None = None,
 ) -> None:
     """losses (N), and the logits (N, Vp) turned into scale * dlosses/dlogits in place, from targets (N); scale (1) is
-    float32."""
+    float32. `quantized` takes the same gradient in fp8, at the scale that it has; with both of its forms nobody reads the
+    gradient in 16 bits, which is not written then."""
     N, Vp = logits_to_dlogits_inout.shape
-    _forward_backward[(N,)](losses, logits_to_dlogits_inout, targets, scale, vocab_size, Vp, BLOCK, UNROLL, num_warps=WARPS)
+    rows, columns, scaling = None, None, None
+    if quantized is not None:
+        rows, columns, scaling = quantized.rows, quantized.columns, quantized.scaling
+    in_place = rows is None or columns is None
+    tensors = losses, logits_to_dlogits_inout, rows, scaling, targets, scale
+    _forward_backward[(N,)](*tensors, vocab_size, Vp, BLOCK, UNROLL, in_place, num_warps=WARPS)
+    if quantized is not None:
+        if rows is not None:
+            transpose_rows(quantized)
+        else:
+            write_forms(quantized, logits_to_dlogits_inout)
 
 
 @triton.jit
@@ -59,12 +81,26 @@ def _forward(
         tl.store(logits + beyond, tl.full((PADDED,), float("-inf"), tl.float32).to(logits.dtype.element_ty), beyond < Vp)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def _forward_backward(
-    losses, logits, targets, scale, V: tl.constexpr, Vp: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr
+    losses,
+    logits,
+    rows,
+    scaling,
+    targets,
+    scale,
+    V: tl.constexpr,
+    Vp: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
+    IN_PLACE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     logits += row * Vp
+    fp8_scale = None
+    if rows is not None:
+        rows += row * Vp
+        fp8_scale = tl.load(scaling + SCALE)
     target = tl.load(targets + row)
     of_target = tl.load(logits + target).to(tl.float32)
     maximum, total = softmax_sums(logits, V, Vp, BLOCK, UNROLL, "evict_last")
@@ -76,20 +112,34 @@ def _forward_backward(
     TILE: tl.constexpr = BLOCK * UNROLL
     WHOLE: tl.constexpr = V // TILE * TILE
     for start in range(WHOLE, Vp, BLOCK):
-        column = start + tl.arange(0, BLOCK)
+        column = start + tl.arange(0, BLOCK)[None, :]
         x = tl.load(logits + column, mask=column < Vp, other=0.0, eviction_policy="evict_first").to(tl.float32)
         d = tl.where(column < V, tl.exp2((x - maximum) * LOG2_E) * per_exponential, 0.0)
-        tl.store(logits + column, d.to(logits.dtype.element_ty), mask=column < Vp, eviction_policy="evict_first")
+        store_gradient(logits, rows, fp8_scale, column, d, column < Vp, IN_PLACE, "evict_first")
     for back in range(0, WHOLE, TILE):
         column = tile_columns(WHOLE - TILE - back, BLOCK, UNROLL)
         x = tl.load(logits + column, eviction_policy="evict_first").to(tl.float32)
         d = tl.exp2((x - maximum) * LOG2_E) * per_exponential
-        tl.store(logits + column, d.to(logits.dtype.element_ty), eviction_policy="evict_first")
+        store_gradient(logits, rows, fp8_scale, column, d, None, IN_PLACE, "evict_first")
 
     # The target's own gradient replaces what the sweep wrote there: cheaper than a comparison for every column.
     tl.debug_barrier()
     d = (tl.exp2((of_target - maximum) * LOG2_E) / total - 1.0) * factor
-    tl.store(logits + target, d.to(logits.dtype.element_ty))
+    store_gradient(logits, rows, fp8_scale, target, d, None, IN_PLACE, "")
+
+
+@triton.jit
+def store_gradient(logits, rows, fp8_scale, column, d, mask, IN_PLACE: tl.constexpr, EVICTION: tl.constexpr):
+    """d in place, and in fp8 as it is rounded there."""
+    d = d.to(logits.dtype.element_ty)
+    if IN_PLACE:
+        tl.store(logits + column, d, mask=mask, eviction_policy=EVICTION)
+    if rows is not None:
+        d8 = rounded(d.to(tl.float32), fp8_scale, rows.dtype.element_ty)
+        place = rows + column
+        if len(column.shape) == 2:  # stores of 8 bytes: those of 16 would move a tile of 16-bit numbers from lane to lane
+            place = tl.max_contiguous(place, (1, 8))
+        tl.store(place, d8, mask=mask)
 
 
 @triton.jit

@@ -14,6 +14,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,13 +24,21 @@ from torch import Tensor
 from handgrad.errors import DataError, UsageError
 
 # Enumerators of the library's C headers (library_types.h, cublasLt.h).
-DATA_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
+DATA_TYPES = {
+    torch.float32: 0,
+    torch.float16: 2,
+    torch.bfloat16: 14,
+    torch.float8_e4m3fn: 28,
+    torch.float8_e5m2: 29,
+}
 COMPUTE_32F, COMPUTE_32F_FAST_TF32 = 68, 77
 PLAIN, BIAS, GELU_AUX_BIAS, DGELU = 1, 4, 164, 192
 EPILOGUES = {PLAIN: "plain", BIAS: "bias", GELU_AUX_BIAS: "gelu", DGELU: "dgelu"}
 
 WORKSPACE_BYTES = 32 << 20  # what NVIDIA recommends for Hopper
 ALIGNMENT_BYTES = 256  # what the heuristic may assume of a pointer, unless the pointer says otherwise
+
+InverseScales = tuple[Tensor, Tensor]  # what a 1 in the fp8 operands a and b stands for: float32, on the device
 
 ONE = np.ones(1, np.float32)
 ZERO = np.zeros(1, np.float32)
@@ -44,18 +53,21 @@ class Product:
     k: int
     transpose_a: bool
     transpose_b: bool
-    dtype: torch.dtype  # of a and b
+    a_dtype: torch.dtype
+    b_dtype: torch.dtype  # a's, but for the two kinds of fp8
     out_dtype: torch.dtype
     epilogue: int
     adds: bool  # whether c is added (beta 1) or there is none (beta 0)
     tf32: bool
     alignment_bytes: int
+    fast_sums: bool = False  # of fp8: sums of the tensor cores' own width throughout
 
     def name(self) -> str:
         """The key of a table of algorithms."""
         op = "NT"[self.transpose_a] + "NT"[self.transpose_b]
-        kinds = (str(self.dtype), str(self.out_dtype))
-        kind = "-".join(k.removeprefix("torch.") for k in kinds) + ("-tf32" if self.tf32 else "")
+        inputs = (self.a_dtype,) if self.a_dtype == self.b_dtype else (self.a_dtype, self.b_dtype)
+        kind = "-".join(str(k).removeprefix("torch.") for k in (*inputs, self.out_dtype))
+        kind += "-tf32" * self.tf32 + "-fast" * self.fast_sums
         aligned = "" if self.alignment_bytes == ALIGNMENT_BYTES else f" align{self.alignment_bytes}"
         return f"{self.m}x{self.n}x{self.k} {op} {kind} {EPILOGUES[self.epilogue]}{' add' * self.adds}{aligned}"
 
@@ -65,6 +77,7 @@ class Plan:
 
     def __init__(self, product: Product):
         self.product = product
+        self.is_fp8 = product.a_dtype.itemsize == 1
         self.descriptor = lt.matmul_desc_create(*self.types()[:2])
         attribute = lt.MatmulDescAttribute
         self.set(attribute.TRANSA, int(product.transpose_a), np.int32)
@@ -73,10 +86,11 @@ class Plan:
         if product.epilogue in (GELU_AUX_BIAS, DGELU):
             self.set(attribute.EPILOGUE_AUX_LD, product.m, np.int64)
         m, n, k = product.m, product.n, product.k
-        kind = DATA_TYPES[product.dtype]
+        if self.is_fp8:
+            self.set(attribute.FAST_ACCUM, int(product.fast_sums), np.int8)
         a_shape, b_shape = (k, m) if product.transpose_a else (m, k), (n, k) if product.transpose_b else (k, n)
-        self.a = lt.matrix_layout_create(kind, *a_shape, a_shape[0])
-        self.b = lt.matrix_layout_create(kind, *b_shape, b_shape[0])
+        self.a = lt.matrix_layout_create(DATA_TYPES[product.a_dtype], *a_shape, a_shape[0])
+        self.b = lt.matrix_layout_create(DATA_TYPES[product.b_dtype], *b_shape, b_shape[0])
         self.d = lt.matrix_layout_create(DATA_TYPES[product.out_dtype], m, n, m)
         self.beta = ONE if product.adds else ZERO
         self.algorithm: np.ndarray = self.choose()
@@ -145,9 +159,10 @@ class Plan:
 
     def types(self) -> tuple[int, ...]:
         """Of the computation, the scale, a, b, c and d, as the library numbers them."""
-        kind, out = DATA_TYPES[self.product.dtype], DATA_TYPES[self.product.out_dtype]
-        compute = COMPUTE_32F_FAST_TF32 if self.product.tf32 else COMPUTE_32F
-        return compute, DATA_TYPES[torch.float32], kind, kind, out, out
+        product = self.product
+        compute = COMPUTE_32F_FAST_TF32 if product.tf32 else COMPUTE_32F
+        kinds = (torch.float32, product.a_dtype, product.b_dtype, product.out_dtype, product.out_dtype)
+        return compute, *(DATA_TYPES[kind] for kind in kinds)
 
     def family(self, algorithm_id: int) -> np.ndarray:
         """The words of a family's algorithm with nothing chosen yet."""
@@ -159,9 +174,22 @@ class Plan:
         """Ids of the algorithm families that take these types."""
         return list(lt.matmul_algo_get_ids(library(), *self.types(), 64))
 
-    def launch(self, d: Tensor, a: Tensor, b: Tensor, c: Tensor, bias: Tensor | None, aux: Tensor | None, scratch: Tensor):
+    def launch(
+        self,
+        d: Tensor,
+        a: Tensor,
+        b: Tensor,
+        c: Tensor,
+        bias: Tensor | None,
+        aux: Tensor | None,
+        inverse_scales: InverseScales | None,
+        scratch: Tensor,
+    ) -> None:
         """d = op(a) op(b) + beta c with this plan's epilogue, on the current stream."""
         attribute = lt.MatmulDescAttribute
+        if inverse_scales is not None:
+            self.set(attribute.A_SCALE_POINTER, inverse_scales[0].data_ptr(), np.uint64)
+            self.set(attribute.B_SCALE_POINTER, inverse_scales[1].data_ptr(), np.uint64)
         if bias is not None:
             self.set(attribute.BIAS_POINTER, bias.data_ptr(), np.uint64)
         if aux is not None:
@@ -216,19 +244,25 @@ def multiply(
     added: Tensor | None = None,
     bias: Tensor | None = None,
     aux: Tensor | None = None,
+    inverse_scales: InverseScales | None = None,
+    fast_sums: bool = False,
 ) -> None:
-    """The column-major product d = op(a) op(b) + added of the row-major tensors d (n, m), a and b."""
+    """The column-major product d = op(a) op(b) + added of the row-major tensors d (n, m), a and b.
+
+    Operands in fp8 have `inverse_scales`, and Hopper multiplies them only with `transpose_a` and without `transpose_b`.
+    """
     n, m = d.shape
     k = a.shape[1] if transpose_a else a.shape[0]
     c = d if added is None else added
     pointers = d.data_ptr() | a.data_ptr() | b.data_ptr() | c.data_ptr() | ALIGNMENT_BYTES
     product = Product(
-        *(m, n, k, transpose_a, transpose_b, a.dtype, d.dtype, epilogue),
+        *(m, n, k, transpose_a, transpose_b, a.dtype, b.dtype, d.dtype, epilogue),
         adds=added is not None,
         tf32=a.dtype == torch.float32 and bool(torch.backends.cuda.matmul.allow_tf32),
         alignment_bytes=pointers & -pointers,
+        fast_sums=fast_sums,
     )
-    plan(product).launch(d, a, b, c, bias, aux, scratch)
+    plan(product).launch(d, a, b, c, bias, aux, inverse_scales, scratch)
 
 
 # Frozen algorithms.
@@ -262,16 +296,25 @@ def describe() -> str:
 @functools.cache
 def frozen_algorithms() -> dict[str, list[str]]:
     """Words of the algorithms by product, the user's table over the shipped one."""
-    rows: dict[str, list[str]] = {}
-    for path in (shipped_table(), user_table()):
-        if path.exists():
-            rows |= read_table(path)
-    return rows
+    return read_table(shipped_table(), "algorithms") | read_table(user_table(), "algorithms")
 
 
-def read_table(path: Path) -> dict[str, list[str]]:
-    """A table's rows; raises `DataError` if it is damaged."""
+def keep_bf16_key(tokens: int, channels: int) -> str:
+    return f"{tokens}x{channels}"
+
+
+def tuned_keep_bf16(*, tokens: int, channels: int) -> str:
+    """Products of fp8 runs that were found faster in bf16, for micro-batches and models of this size: "qkv,proj" or ""."""
+    found = read_table(shipped_table(), "keep_bf16") | read_table(user_table(), "keep_bf16")
+    return found.get(keep_bf16_key(tokens, channels), "")
+
+
+def read_table(path: Path, part: str) -> dict[str, Any]:
+    """The "algorithms" or the "keep_bf16" of a table, if there is one; raises `DataError` if it is damaged."""
+    if not path.exists():
+        return {}
     try:
-        return json.loads(path.read_text(encoding="utf-8"))["algorithms"]
+        table = json.loads(path.read_text(encoding="utf-8"))
+        return dict(table[part] if part in table or part == "algorithms" else {})  # the other came later
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} is no table of algorithms ({error}); remove it, or run `handgrad tune` again") from None

@@ -1,5 +1,6 @@
 """What the memory-bound kernels need beside their buffers."""
 
+from handgrad.ops.kernels import attention, fp8, gelu_fp8, layernorm
 from handgrad.ops.kernels.column_sums import row_split
 from handgrad.ops.kernels.embedding import chunks_of
 from handgrad.ops.kernels.layernorm import BACKWARD_PROGRAMS
@@ -12,3 +13,19 @@ def scratch_bytes(*, batch: int, length: int, channels: int) -> int:
     bias = row_split(tokens) * 4 * channels  # the widest output of a block: the feed-forward's
     embedding = chunks_of(tokens) * 2 * channels
     return 4 * max(layernorm, bias, embedding)
+
+
+def statistics_parts(*, batch: int, length: int, num_heads: int, channels: int, padded_vocab_size: int) -> int:
+    """Parts in which a tensor's statistics come at most: one for each program of the kernel with the most of them."""
+    tokens, hidden = batch * length, 4 * channels
+    heads = batch, num_heads, length, channels // num_heads
+    return max(
+        fp8.quantize_parts(max(tokens, hidden), hidden),
+        fp8.quantize_parts(padded_vocab_size, channels),
+        layernorm.forward_parts(tokens, channels),
+        layernorm.backward_parts(tokens, channels),
+        attention.forward_parts(*heads),
+        attention.backward_parts(*heads),
+        gelu_fp8.forward_parts(tokens, hidden),
+        gelu_fp8.backward_parts(tokens, hidden),
+    )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,22 +28,26 @@ SUSTAINED_SECONDS = 0.6  # ... run so long each, and count in the second half, a
 WARM_SECONDS = 3.0  # of products before the first timing
 
 
-def operands(product: Product) -> dict[str, Tensor | None]:
+def operands(product: Product) -> dict[str, Any]:
     """Random numbers for a product: zeros would draw less power and run faster."""
     m, n, k = product.m, product.n, product.k
+    fp8 = product.a_dtype.itemsize == 1
+    narrow = product.out_dtype if fp8 else product.a_dtype
 
     def random(rows: int, columns: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
         return (torch.randn(rows, columns, device="cuda") * scale).to(dtype)
 
     d = random(n, m, product.out_dtype)
-    small = k**-0.5
+    small = 1.0 if fp8 else k**-0.5
+    one = torch.ones(1, device="cuda")
     return {
         "d": d,
-        "a": random(m, k, product.dtype, small) if product.transpose_a else random(k, m, product.dtype, small),
-        "b": random(k, n, product.dtype) if product.transpose_b else random(n, k, product.dtype),
-        "c": random(n, m, product.out_dtype) if product.adds and product.out_dtype == product.dtype else d,
-        "bias": None if product.epilogue in (PLAIN, DGELU) else random(1, m, product.dtype),
-        "aux": random(n, m, product.dtype) if product.epilogue in (GELU_AUX_BIAS, DGELU) else None,
+        "a": random(*((m, k) if product.transpose_a else (k, m)), product.a_dtype, small),
+        "b": random(*((k, n) if product.transpose_b else (n, k)), product.b_dtype),
+        "c": random(n, m, product.out_dtype) if product.adds and product.out_dtype != torch.float32 else d,
+        "bias": None if product.epilogue in (PLAIN, DGELU) else random(1, m, narrow),
+        "aux": random(n, m, narrow) if product.epilogue in (GELU_AUX_BIAS, DGELU) else None,
+        "inverse_scales": (one, one) if fp8 else None,
     }
 
 
@@ -109,7 +114,7 @@ def choose(product: Product, scratch: Tensor) -> Choice:
     def launcher(words: np.ndarray) -> Callable[[], None]:
         def launch() -> None:
             plan.algorithm = words
-            plan.launch(**tensors, scratch=scratch)  # type: ignore[arg-type]
+            plan.launch(**tensors, scratch=scratch)
 
         return launch
 
@@ -134,8 +139,7 @@ def tune(products: list[Product], path: Path) -> Iterator[str]:
             a @ a
         torch.cuda.synchronize()
     del a
-    rows = cublaslt.read_table(path) if path.exists() else {}
-    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = cublaslt.read_table(path, "algorithms")
     for product in products:
         choice = choose(product, scratch)
         rows[product.name()] = [f"{int(word):x}" for word in cublaslt.plan(product).algorithm]
@@ -144,11 +148,17 @@ def tune(products: list[Product], path: Path) -> Iterator[str]:
             f"{product.name():<52} {choice.before:7.3f} -> {choice.after:7.3f} ms  {tera:5.0f} TFLOP/s"
             f"  of {choice.candidates} algorithms"
         )
+    write_table(path, rows, cublaslt.read_table(path, "keep_bf16"))
+
+
+def write_table(path: Path, algorithms: dict[str, list[str]], keep_bf16: dict[str, str]) -> None:
     record = {
         "gpu": torch.cuda.get_device_name(),
         "cublaslt": cublaslt.lt.get_version(),
         "chosen_by": "time under sustained load (`handgrad tune`)",
-        "algorithms": dict(sorted(rows.items())),
+        "keep_bf16": dict(sorted(keep_bf16.items())),
+        "algorithms": dict(sorted(algorithms.items())),
     }
+    path.parent.mkdir(parents=True, exist_ok=True)
     write_durably(path, json.dumps(record, indent=1) + "\n")
     cublaslt.frozen_algorithms.cache_clear()

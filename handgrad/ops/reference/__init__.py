@@ -7,6 +7,7 @@ buffers. No autograd anywhere: the forward and the backward of an operation stan
 from handgrad.ops.reference.attention import attention_backward, attention_decode, attention_forward
 from handgrad.ops.reference.classifier import classifier_forward, classifier_forward_backward
 from handgrad.ops.reference.embedding import embedding_backward, embedding_forward
+from handgrad.ops.reference.fp8 import fold_statistics, quantize, update_scaling
 from handgrad.ops.reference.gelu import (
     gelu_backward,
     gelu_forward,
@@ -18,7 +19,15 @@ from handgrad.ops.reference.gelu import (
 from handgrad.ops.reference.layernorm import layernorm_backward, layernorm_forward
 from handgrad.ops.reference.linear import bias_backward, linear_backward, linear_forward
 from handgrad.ops.reference.optimizer import adamw_update, loss_sum, squared_norms, verdict
-from handgrad.ops.reference.scratch import attention_scratch_bytes, check_sizes, compile_ahead, scratch_bytes, versions
+from handgrad.ops.reference.scratch import (
+    attention_scratch_bytes,
+    check_sizes,
+    compile_ahead,
+    scratch_bytes,
+    statistics_parts,
+    tuned_keep_bf16,
+    versions,
+)
 
 CAPTURABLE = False  # the verdict and the update ask the host
 
@@ -35,6 +44,7 @@ __all__ = [
     "compile_ahead",
     "embedding_backward",
     "embedding_forward",
+    "fold_statistics",
     "gelu_backward",
     "gelu_forward",
     "gelu_linear_backward",
@@ -45,9 +55,13 @@ __all__ = [
     "linear_gelu_forward",
     "linear_residual_forward",
     "loss_sum",
+    "quantize",
     "residual_forward",
     "scratch_bytes",
     "squared_norms",
+    "statistics_parts",
+    "tuned_keep_bf16",
+    "update_scaling",
     "verdict",
     "versions",
 ]

@@ -5,7 +5,9 @@ import math
 import torch
 from torch import Tensor
 
+from handgrad.ops.fp8 import Form, Quantized, plain
 from handgrad.ops.reference import device
+from handgrad.ops.reference.fp8 import quantize
 
 aten = torch.ops.aten
 
@@ -21,8 +23,13 @@ def split_heads(packed: Tensor, batch: int, num_heads: int) -> tuple[Tensor, Ten
     return q, k, v
 
 
-def attention_forward(out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor | None = None) -> None:
-    """out (N, C), lse (B, H, T) = log of the softmax's denominator, from qkv (N, 3C)."""
+def attention_forward(out: Form, lse: Tensor, qkv: Tensor, *, scratch: Tensor | None = None) -> None:
+    """out (N, C), lse (B, H, T) = log of the softmax's denominator, from qkv (N, 3C). A quantised out has a plain form,
+    too, for the backward."""
+    if isinstance(out, Quantized):
+        attention_forward(plain(out), lse, qkv)
+        quantize(out, plain(out))
+        return
     B, H, T = lse.shape
     q, k, v = split_heads(qkv.to(lse.dtype), B, H)  # a CPU's flash attention is 1.6 to 1.8 times slower in bf16
     y = out.view(B, T, H, -1).transpose(1, 2)
@@ -38,9 +45,15 @@ def attention_forward(out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor 
 
 
 def attention_backward(
-    dqkv: Tensor, dout: Tensor, out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor | None = None
+    dqkv: Form, dout: Tensor, out: Form, lse: Tensor, qkv: Tensor, *, scratch: Tensor | None = None
 ) -> None:
     """dqkv (N, 3C) from dout, out (N, C), lse (B, H, T) and qkv (N, 3C)."""
+    if isinstance(dqkv, Quantized):
+        result = torch.empty_like(qkv)
+        attention_backward(result, dout, out, lse, qkv)
+        quantize(dqkv, result)
+        return
+    out = plain(out)
     B, H, T = lse.shape
     q, k, v = split_heads(qkv.to(lse.dtype), B, H)
     y, dy = (t.to(lse.dtype).view(B, T, H, -1).transpose(1, 2) for t in (out, dout))

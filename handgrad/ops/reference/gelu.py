@@ -1,9 +1,13 @@
 """GELU and the residual sum, alone and as the end of a product."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from handgrad.ops.reference.linear import linear_backward, linear_forward
+from handgrad.ops.fp8 import Form, Quantized
+from handgrad.ops.reference.fp8 import quantize, write_forms
+from handgrad.ops.reference.linear import input_backward, linear_backward, linear_forward, weight_backward
 
 aten = torch.ops.aten
 
@@ -26,27 +30,48 @@ def gelu_backward(dhidden_inout: Tensor, inp: Tensor) -> None:
 
 
 def linear_gelu_forward(
-    out: Tensor, hidden: Tensor, inp: Tensor, weight: Tensor, bias: Tensor, *, scratch: Tensor | None = None
+    out: Form, hidden: Tensor, inp: Form, weight: Form, bias: Tensor, *, scratch: Tensor | None = None
 ) -> None:
-    """hidden (N, F) = inp (N, I) weight (F, I)^T + bias (F); out (N, F) = GELU(hidden)."""
+    """hidden (N, F) = inp (N, I) weight (F, I)^T + bias (F); out (N, F) = GELU(hidden). Of a quantised out this writes
+    `rows`; its `columns` come in the backward, where they are needed."""
     linear_forward(hidden, inp, weight, bias)
-    gelu_forward(out, hidden)
+    if isinstance(out, Tensor):
+        gelu_forward(out, hidden)
+    else:
+        result = torch.empty_like(hidden)
+        gelu_forward(result, hidden)
+        quantize(replace(out, columns=None), result)
 
 
 def gelu_linear_backward(
-    dhidden: Tensor,
+    dhidden: Form,
     dweight_acc: Tensor,
     dbias_acc: Tensor | None,
-    dout: Tensor,
-    inp: Tensor,
+    dout: Form,
+    inp: Form,
     hidden: Tensor,
-    weight: Tensor,
+    weight: Form,
     *,
+    dgelu: Tensor | None = None,
     scratch: Tensor | None = None,
 ) -> None:
-    """`linear_backward` of a product whose input (N, F) is GELU(hidden): dhidden is the gradient before the GELU."""
-    linear_backward(dhidden, dweight_acc, dbias_acc, dout, inp, weight)
-    gelu_backward(dhidden, hidden)
+    """`linear_backward` of a product whose input (N, F) is GELU(hidden): dhidden is the gradient before the GELU.
+
+    Where dhidden is quantised, the gradient after the GELU passes through dgelu (N, F), and the `columns` of inp are made
+    from hidden.
+    """
+    if isinstance(dhidden, Tensor):
+        linear_backward(dhidden, dweight_acc, dbias_acc, dout, inp, weight)
+        gelu_backward(dhidden, hidden)
+        return
+    assert dgelu is not None and isinstance(inp, Quantized)
+    input_backward(dgelu, dout, weight)
+    gelu_backward(dgelu, hidden)
+    quantize(dhidden, dgelu)
+    result = torch.empty_like(hidden)
+    gelu_forward(result, hidden)
+    write_forms(replace(inp, rows=None), result)
+    weight_backward(dweight_acc, dbias_acc, dout, inp)
 
 
 # Residual: out = a + b. Its backward is the identity: both inputs receive the residual stream's gradient.
@@ -58,7 +83,7 @@ def residual_forward(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def linear_residual_forward(
-    out: Tensor, residual: Tensor, inp: Tensor, weight: Tensor, bias: Tensor, *, scratch: Tensor | None = None
+    out: Tensor, residual: Tensor, inp: Form, weight: Form, bias: Tensor, *, scratch: Tensor | None = None
 ) -> None:
     """out (N, C) = residual (N, C) + inp (N, I) weight (C, I)^T + bias (C). `out` is not `residual`."""
     linear_forward(out, inp, weight, bias)

@@ -1,51 +1,21 @@
-"""Each kernel launched once on small tensors, beside the reference in float64.
+"""Every operation in 16 or 32 bits, beside the reference in float64.
 
-A kernel works when its largest relative error over the tensors it changed is at most one unit in the last place of the
+A kernel works when its largest relative error over the tensors it changed is at most two units in the last place of the
 precision, plus twice what the reference itself is wrong by in that precision.
 """
 
-import inspect
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from handgrad.kernel_checks.checking import attempt, compare
+from handgrad.kernel_checks.draw import Arguments, B, C, Draw, F, H, N, T, V, Vp
 from handgrad.ops import CONTROLS, RESULTS, UPDATE, reference
-
-B, T, V, Vp = 2, 96, 300, 384
-N, C, H, F = B * T, 128, 2, 512
-SCRATCH_BYTES = 64 << 20  # more than any of them needs at this size
-
-Arguments = dict[str, Any]
-
-
-class Draw:
-    """Inputs of a precision, outputs full of NaN, accumulators that hold something already."""
-
-    def __init__(self, dtype: torch.dtype, device: torch.device):
-        self.dtype, self.device, self.generator = dtype, device, torch.Generator().manual_seed(0)
-
-    def __call__(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
-        return (torch.randn(*shape, generator=self.generator) * scale).to(self.device, dtype or self.dtype)
-
-    def float32(self, *shape: int, scale: float = 1.0) -> Tensor:
-        return self(*shape, scale=scale, dtype=torch.float32)
-
-    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.full(shape, math.nan, dtype=dtype or self.dtype, device=self.device)
-
-    def words(self, *shape: int) -> Tensor:
-        return torch.randint(V, shape, generator=self.generator).to(self.device)
-
-    def product(self, O: int, I: int) -> Arguments:
-        """Input and weight of a product, scaled so that its result is about 1."""
-        return {"inp": self(N, I), "weight": self(O, I, scale=I**-0.5)}
-
-    def float64(self, *values: float) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=self.device)
+from handgrad.ops.fp8 import CLIPPED, E4M3, E5M2, LARGEST_EXPONENT, REPORT_PLACES, STATISTICS_PLACES
 
 
 def statistics(draw: Draw, inp: Tensor) -> Arguments:
@@ -113,6 +83,30 @@ def sums(d: Draw) -> Arguments:
     return {"sum_acc": d.float64(2.0), "losses": d.float32(N).square()}
 
 
+def fold_statistics(d: Draw) -> Arguments:
+    found = d.float32(4, STATISTICS_PLACES, 300).square()
+    found[:, CLIPPED:].round_()  # counts
+    return {"totals_inout": d.float64(*range(12)).view(4, STATISTICS_PLACES), "statistics": found}
+
+
+def update_scaling(d: Draw) -> Arguments:
+    """Tensors in both formats, of which one saturates for the last time before it gets more margin."""
+    scaling = torch.tensor([[2.0**e, 2.0**-e, 0.0, 0.0, 2.0] for e in (7, 15, 10, 3)], device=d.device)
+    totals = torch.cat([d.float64(3.0, 4.0, 1e-9, 1e4).view(4, 1), d.float64(*range(8)).view(4, 2)], 1)
+    formats = [LARGEST_EXPONENT[form] for form in (E4M3, E5M2, E4M3, E4M3)]
+    return {
+        "scaling_inout": scaling,
+        "history_inout": d.float32(4, 5, scale=1e-3).abs(),
+        "totals_inout": totals,
+        "report": d.empty(4, REPORT_PLACES, dtype=torch.float64),
+        "largest_exponents": torch.tensor(formats, dtype=torch.int32, device=d.device),
+        "controls": d.float64(7.0, *[math.inf] * (CONTROLS - 1)),
+        "count_every": 4,
+        "saturation_steps": 3,
+        "widen": True,
+    }
+
+
 # Line: the operation it launches, and that operation's arguments by name. `scratch` is added where it takes one.
 CASES: dict[str, tuple[str, Callable[[Draw], Arguments]]] = {
     name: (name.split(",")[0], make)
@@ -160,6 +154,8 @@ CASES: dict[str, tuple[str, Callable[[Draw], Arguments]]] = {
         "squared_norms": lambda d: {"out": d.empty(16, dtype=torch.float32), "flat": d.float32(16 * 4096)},
         "verdict": verdict,
         "adamw_update": adamw_update,
+        "fold_statistics": fold_statistics,
+        "update_scaling": update_scaling,
     }.items()
 }
 
@@ -167,55 +163,5 @@ CASES: dict[str, tuple[str, Callable[[Draw], Arguments]]] = {
 def check_kernels(kernels: ModuleType, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[bool, str]]:
     """(whether it works, line) for each case."""
     for line, (operation, make) in CASES.items():
-        try:
-            error, allowed = errors(getattr(kernels, operation), getattr(reference, operation), make(Draw(dtype, device)))
-        # The compiler, cuBLASLt, cuDNN and the driver have no exception in common. Nothing is hidden: each failure is a
-        # line of its own that makes `doctor` fail, and the cases after it still run.
-        except Exception as failure:
-            told = " ".join(f"{type(failure).__name__}: {failure}".split())
-            yield False, f"{line} failed: {told:.200}; use --backend reference"
-            continue
-        figures = f"relative error {error:.1e}, at most {allowed:.1e} expected"
-        if error <= allowed:  # false for NaN, too
-            yield True, f"{line} works ({figures})"
-        else:
-            yield False, f"{line} failed: {figures}; use --backend reference"
-
-
-def errors(kernel: Callable[..., None], specified: Callable[..., None], arguments: Arguments) -> tuple[float, float]:
-    """The kernel's relative error and what is allowed."""
-    tensors = [t for t in arguments.values() if isinstance(t, Tensor)]
-    if "scratch" in inspect.signature(kernel).parameters:
-        arguments["scratch"] = torch.full((SCRATCH_BYTES,), 255, dtype=torch.uint8, device=tensors[0].device)
-    found, own, exact = (copies(arguments, double=double) for double in (False, False, True))
-    for operation, values in ((kernel, found), (specified, own), (specified, exact)):
-        operation(**values)
-    # The tensor that is furthest beyond what its own precision allows (two units, and twice the reference's error) counts.
-    worst = (0.0, 1.0)
-    for name, tensor in exact.items():
-        if isinstance(tensor, Tensor) and tensor.is_floating_point():
-            error, own_error = (relative_error(t[name], tensor) for t in (found, own))
-            allowed = 2 * torch.finfo(found[name].dtype).eps + 2 * own_error
-            if not error * worst[1] <= worst[0] * allowed:  # true for NaN, too
-                worst = error, allowed
-    return worst
-
-
-def copies(arguments: Arguments, *, double: bool) -> Arguments:
-    """Copies of the tensors, in float64 if `double`; what is no tensor stays."""
-
-    def copied(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        return value.to(torch.float64 if double and value.is_floating_point() else value.dtype, copy=True)
-
-    return {name: copied(value) for name, value in arguments.items()}
-
-
-def relative_error(found: Tensor, exact: Tensor) -> float:
-    """The norm of the difference over that of what is right; infinite where one is finite and the other is not."""
-    finite = exact.isfinite()
-    if not (torch.equal(found.isfinite(), finite) and torch.equal(found.double()[~finite], exact[~finite])):
-        return math.inf  # a NaN here would get lost in the largest of several errors
-    difference = (found.double() - exact)[finite].norm().item()
-    return difference / max(exact[finite].norm().item(), 1e-30)
+        made = partial(make, Draw(dtype, device))
+        yield attempt(line, partial(compare, getattr(kernels, operation), getattr(reference, operation), made))

@@ -1,0 +1,88 @@
+"""Tensors in fp8: what a product reads instead of 16-bit numbers, and how they are scaled.
+
+fp8(x) = x * scale, rounded to the nearest number of the format (ties to even); what is larger than its largest number
+becomes that one, infinities too, and NaN stays NaN. x counts as it is rounded to the activations' 16-bit dtype, so that
+quantising is the same wherever it happens. A scale is a power of two: it changes no digit, only the exponent.
+
+The formats (Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433): e4m3 with 3 bits of mantissa, magnitudes from
+2^-9 to 448; e5m2 with 2 bits, from 2^-16 to 57344.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
+
+# Both formats' largest number is 1.75 * 2^e.
+LARGEST_MANTISSA = 1.75
+LARGEST_EXPONENT = {E4M3: 8, E5M2: 15}
+# What is at most half of the smallest number becomes zero.
+VANISHES_AT = {E4M3: 2.0**-10, E5M2: 2.0**-17}
+# Scales stay in the range where they and their inverses are normal float32 numbers.
+LARGEST_SCALE_EXPONENT = 100
+
+# Places in a row of `scaling` (float32), one row per quantised tensor. The inverse scale comes first and rows are 32 bytes
+# apart, because cuBLASLt refuses to read it from an address that is no multiple of 16.
+INVERSE, SCALE, COUNTING, MARGIN, SATURATED_STEPS = range(5)
+SCALING_PLACES = 8
+
+# Places in `statistics` (places, parts) and in a row of `totals` and `report`: the largest |x|, and how many numbers were
+# above the format's largest and how many vanished, where `scaling` says that they are counted.
+AMAX, CLIPPED, VANISHED = range(3)
+STATISTICS_PLACES = 3
+# The report's further places: the scale that these numbers met, and in how many steps in a row some were too large for it.
+USED_SCALE, SATURATED = 3, 4
+REPORT_PLACES = 5
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """An activation, a gradient or a weight (N, C) in the forms that its readers want; None where nobody wants one.
+
+    A product runs in fp8 where both operands have the form for it: a forward reads `rows` of input and weight, an input
+    gradient `rows` of the output gradient and `columns` of the weight, a weight gradient `columns` of both. Otherwise it
+    reads `plain` of both.
+    """
+
+    rows: Tensor | None  # (N, C) fp8
+    columns: Tensor | None  # (C, N) fp8: the same numbers, transposed
+    scaling: Tensor  # (SCALING_PLACES) float32
+    statistics: Tensor  # (STATISTICS_PLACES, parts) float32: what each part of the quantising found; unused parts are 0
+    plain: Tensor | None = None  # (N, C) in 16 bits
+    current: bool = False  # the scale is made from this very tensor, instead of from those of earlier steps
+
+    @property
+    def format(self) -> torch.dtype:
+        form = self.rows if self.rows is not None else self.columns
+        assert form is not None
+        return form.dtype
+
+    @property
+    def inverse_scale(self) -> Tensor:
+        """(1): what a 1 in fp8 stands for."""
+        return self.scaling[INVERSE : INVERSE + 1]
+
+
+Form = Tensor | Quantized  # what operations take for an activation or a weight of a product
+
+
+def plain(form: Form) -> Tensor:
+    """The 16-bit form."""
+    if isinstance(form, Tensor):
+        return form
+    assert form.plain is not None, "this tensor has no 16-bit form"
+    return form.plain
+
+
+Operands = tuple[Tensor, Tensor, tuple[Tensor, Tensor]]  # two fp8 tensors, and the inverse scale (1) of each
+
+
+def fp8_operands(left: Form, left_form: str, right: Form, right_form: str) -> Operands | None:
+    """Both tensors in the forms ("rows" or "columns") that a product reads, or None if it must read them in 16 bits."""
+    if isinstance(left, Tensor) or isinstance(right, Tensor):
+        return None
+    a, b = getattr(left, left_form), getattr(right, right_form)
+    return None if a is None or b is None else (a, b, (left.inverse_scale, right.inverse_scale))

@@ -1,0 +1,119 @@
+"""The kernels that quantise on a CUDA GPU, real sizes and odd ones: bit for bit what the reference makes of 16 bits."""
+
+import math
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+if torch.cuda.get_device_capability() < (8, 9):
+    pytest.skip("needs a GPU that computes in fp8", allow_module_level=True)
+
+from handgrad.ops import CONTROL_STEP, CONTROLS, fp8
+from handgrad.ops.fp8 import E4M3, E5M2
+from handgrad.ops.kernels import fp8 as kernels
+from handgrad.ops.reference import fp8 as reference
+from tests.kernels import fp8_checks as checks
+from tests.kernels.memory_checks import Draw
+
+formats = pytest.mark.parametrize("kind", [E4M3, E5M2], ids=str)
+counting = pytest.mark.parametrize("counting", [True, False])
+ODD = [(208, 80), (65, 130), (1, 8), (333, 100)]
+
+
+@pytest.fixture(params=[torch.bfloat16, torch.float16], ids=str)
+def draw(request: pytest.FixtureRequest) -> Draw:
+    return Draw(request.param, "cuda")
+
+
+@formats
+@counting
+@pytest.mark.parametrize(("N", "C"), [*ODD, (65536, 768), (2304, 768), (6400, 1600)])
+def test_quantize(draw: Draw, N: int, C: int, kind: torch.dtype, counting: bool) -> None:
+    checks.quantize(draw, N, C, kind, counting=counting)
+
+
+@formats
+def test_every_16_bit_number(draw: Draw, kind: torch.dtype) -> None:
+    """Infinities become the largest number; NaN, whose sign does not matter, stays NaN and counts nowhere."""
+    inp = torch.arange(1 << 16, device="cuda").to(torch.int16).view(draw.dtype).view(512, 128)
+    for scale in (2.0**-20, 1.0, 2.0**9):
+        found = checks.make(512, 128, kernels.quantize_parts(512, 128), kind, "cuda", scale=scale)
+        expected = checks.copy(found)
+        kernels.quantize(found, inp)
+        reference.quantize(expected, inp)
+        assert found.rows is not None and expected.rows is not None
+        torch.testing.assert_close(found.rows.float(), expected.rows.float(), rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(checks.totals(found), checks.totals(expected))
+
+
+@formats
+@pytest.mark.parametrize(("N", "C"), [*ODD, (65536, 768), (4096, 50304)])
+def test_transpose(N: int, C: int, kind: torch.dtype) -> None:
+    checks.transpose(Draw(torch.bfloat16, "cuda"), N, C, kind)
+
+
+@formats
+def test_rescale(kind: torch.dtype) -> None:
+    checks.rescale("cuda", kind)
+
+
+@pytest.mark.parametrize("widen", [True, False])
+@pytest.mark.parametrize(("tensors", "parts", "window"), [(5, 5001, 6), (700, 4096, 16), (8, 50_000, 100)])
+def test_scaling_over_steps(tensors: int, parts: int, window: int, widen: bool) -> None:
+    checks.scaling_over_steps("cuda", tensors=tensors, parts=parts, window=window, widen=widen)
+
+
+@formats
+@counting
+@pytest.mark.parametrize(("N", "C"), [*ODD, (65536, 768), (16384, 1600)])
+def test_layernorm_forward(draw: Draw, N: int, C: int, kind: torch.dtype, counting: bool) -> None:
+    checks.layernorm_forward(draw, N, C, kind, counting=counting)
+
+
+@formats
+@counting
+@pytest.mark.parametrize(("N", "C"), [*ODD, (65536, 768), (16384, 1600)])
+def test_layernorm_backward(draw: Draw, N: int, C: int, kind: torch.dtype, counting: bool) -> None:
+    checks.layernorm_backward(draw, N, C, kind, counting=counting)
+
+
+@formats
+@pytest.mark.parametrize(("N", "V", "Vp"), [(1024, 50257, 50304), (5, 57, 128), (3, 16384, 16512)])
+def test_classifier(draw: Draw, N: int, V: int, Vp: int, kind: torch.dtype) -> None:
+    checks.classifier_forward_backward(draw, N, V, Vp, kind)
+
+
+def test_a_captured_step_follows_its_buffers() -> None:
+    """Quantising, folding and rescaling, recorded once, read the data and the step that stand there when replayed."""
+    N, C = 256, 384
+    inp = torch.empty(N, C, dtype=torch.bfloat16, device="cuda")
+    start = checks.make(N, C, kernels.quantize_parts(N, C), E4M3, "cuda", counting=False)
+    ours, theirs = ({"tensor": checks.copy(start), "totals": torch.zeros(1, 3, device="cuda").double()} for _ in range(2))
+    for state in (ours, theirs):
+        state["history"] = torch.zeros(1, 4, device="cuda")
+        state["report"] = torch.full((1, fp8.REPORT_PLACES), math.nan, dtype=torch.float64, device="cuda")
+    exponents = torch.tensor([fp8.LARGEST_EXPONENT[E4M3]], dtype=torch.int32, device="cuda")
+    controls = torch.zeros(CONTROLS, dtype=torch.float64, device="cuda")
+
+    def step(backend, state: dict) -> None:
+        tensor = state["tensor"]
+        backend.quantize(tensor, inp)
+        backend.fold_statistics(state["totals"], tensor.statistics.unsqueeze(0))
+        tables = tensor.scaling.unsqueeze(0), state["history"], state["totals"], state["report"]
+        backend.update_scaling(*tables, exponents, controls, count_every=2, saturation_steps=2, widen=True)
+
+    inp.zero_()
+    step(kernels, {name: checks.copy(t) if name == "tensor" else t.clone() for name, t in ours.items()})  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(kernels, ours)
+    draw = Draw(torch.bfloat16, "cuda")
+    for number in range(1, 9):
+        inp.copy_(checks.wide(draw, N, C) * 2.0 ** (number * 3 % 7))
+        controls[CONTROL_STEP] = number
+        graph.replay()
+        step(reference, theirs)
+        checks.same(ours["tensor"], theirs["tensor"])
+        assert torch.equal(ours["report"], theirs["report"]) and torch.equal(ours["history"], theirs["history"])

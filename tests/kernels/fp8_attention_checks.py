@@ -1,0 +1,86 @@
+"""Checks of attention with quantised outputs, for the interpreter on a CPU and for a GPU alike.
+
+What the kernels write in fp8 must be, bit for bit, what the reference's `quantize` makes of the plain output of the same
+kernels. Outputs, and the parts of the statistics that must be written, hold NaN before.
+"""
+
+import math
+from dataclasses import replace
+
+import torch
+import triton
+from torch import Tensor
+
+from handgrad.ops import fp8
+from handgrad.ops.fp8 import CLIPPED, VANISHED, Quantized
+from handgrad.ops.kernels import attention
+from handgrad.ops.kernels.attention import Config, choose_config, rows_of
+from handgrad.ops.kernels.fp8 import quantize_parts
+from handgrad.ops.reference import fp8 as reference
+from tests.kernels.fp8_checks import copy, forms_of, make, same, totals
+from tests.kernels.memory_checks import Draw
+
+# Scales at which some of the numbers below are too large for a format; in e4m3 some vanish at the same scale.
+SCALES = {fp8.E4M3: 2.0**10, fp8.E5M2: 2.0**18}
+
+
+def spread(draw: Draw, N: int, C: int) -> Tensor:
+    """Channels of magnitudes from 1 to 2^-22: so are those of their averages."""
+    x = draw.normal(N, C, dtype=torch.float32)
+    return (x * torch.exp2(-2.0 * (torch.arange(C, device=x.device) % 12))).to(draw.dtype)
+
+
+def prepared(tensor: Quantized, used: int) -> Quantized:
+    """A copy whose parts that must be written hold NaN."""
+    tensor = copy(tensor)
+    tensor.statistics[:, :used] = math.nan
+    return tensor
+
+
+def expected(found: Quantized, inp: Tensor) -> Quantized:
+    result = copy(found)
+    result.statistics.zero_()
+    reference.quantize(result, inp)
+    return result
+
+
+def run(
+    draw: Draw, B: int, T: int, H: int, D: int, kind: torch.dtype, *, counting: bool, config: Config | None = None
+) -> None:
+    N, C = B * T, H * D
+    qkv, dout = spread(draw, N, 3 * C), spread(draw, N, C)
+    out, dqkv = (torch.full((N, width), math.nan, dtype=draw.dtype, device=draw.device) for width in (C, 3 * C))
+    lse = torch.full((B, H, T), math.nan, device=draw.device)
+    scratch = torch.full((attention.attention_scratch_bytes(B, H, T),), 255, dtype=torch.uint8, device=draw.device)
+    cut = {"scratch": scratch, "dq_config": config, "dkdv_config": config}
+    attention.attention_forward(out, lse, qkv, config=config)
+    attention.attention_backward(dqkv, dout, out, lse, qkv, **cut)
+
+    def programs(kernel: str) -> int:
+        return B * H * triton.cdiv(T, rows_of(kernel, config or choose_config(kernel, qkv, D)))
+
+    used = programs("forward")
+    tensor = make(N, C, max(used, quantize_parts(N, C)), kind, draw.device, scale=SCALES[kind], counting=counting)
+    for name, form in forms_of(tensor).items():
+        found = replace(prepared(form, used), plain=torch.full_like(out, math.nan))
+        wanted = expected(found, out)
+        found_lse = torch.full_like(lse, math.nan)
+        attention.attention_forward(found, found_lse, qkv, config=config)
+        assert torch.equal(found.plain, out) and torch.equal(found_lse, lse), name
+        same(found, wanted)
+        counts(found, kind, counting)
+
+    used = programs("dq") + programs("dkdv")
+    tensor = make(N, 3 * C, used, kind, draw.device, scale=SCALES[kind], counting=counting)
+    for form in forms_of(tensor).values():
+        found = prepared(form, used)
+        wanted = expected(found, dqkv)
+        attention.attention_backward(found, dout, replace(copy(tensor), plain=out), lse, qkv, **cut)
+        same(found, wanted)
+        counts(found, kind, counting)
+
+
+def counts(found: Quantized, kind: torch.dtype, counting: bool) -> None:
+    """The inputs are such that there is something to count."""
+    if counting and not found.current:
+        assert totals(found)[CLIPPED] > 0 and (totals(found)[VANISHED] > 0 or kind == fp8.E5M2)

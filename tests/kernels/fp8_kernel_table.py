@@ -1,0 +1,103 @@
+"""Every kernel that quantises as it is launched at GPT-2's sizes, compiled without a GPU.
+
+    python -m tests.kernels.fp8_kernel_table      prints registers, stack and the widest accesses as JSON
+
+Needs a process without TRITON_INTERPRET.
+"""
+
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+
+import triton
+
+from handgrad.ops import fp8
+from handgrad.ops.kernels import classifier, layernorm
+from handgrad.ops.kernels import fp8 as quantising
+from tests.kernels.compiling import compile_kernel
+from tests.kernels.memory_kernel_table import CHANNELS, FIXED_POINTERS, INTEGER, V, Vp, widest
+
+ARCHITECTURES = (90, 100)
+TYPES = {"fp8e4nv": fp8.E4M3, "fp8e5": fp8.E5M2}
+UNALIGNED = dict.fromkeys(("scaling", "statistics", "history"), "*fp32")
+UNALIGNED |= {"totals": "*fp64", "report": "*fp64", "largest_exponents": "*i32"}
+
+
+def launches(C: int, form: str) -> dict[str, tuple[triton.JITFunction, dict[str, object], int]]:
+    """name: (kernel, its constants, warps), as the operations launch them."""
+    kind = TYPES[form]
+    limits = {"LARGEST": fp8.LARGEST_MANTISSA * 2.0 ** fp8.LARGEST_EXPONENT[kind], "VANISHES_AT": fp8.VANISHES_AT[kind]}
+    block, rows, warps = layernorm.forward_tile(C)
+    _, back_block, back_rows, back_warps, stages = layernorm.backward_tile(C, 2)
+    forward = {"C": C, "BLOCK_C": block, "ROWS": rows, "EPSILON": 1e-5, **limits}
+    backward = {"C": C, "BLOCK_C": back_block, "ROWS": back_rows, "BELOW": True, "STAGES": stages}
+    softmax = {"V": V, "Vp": Vp, "BLOCK": classifier.BLOCK, "UNROLL": classifier.UNROLL}
+    tile = {"ROWS": quantising.ROWS, "COLUMNS": quantising.COLUMNS}
+    window = {"WINDOW": 16, "BLOCK": 16, "COUNT_EVERY": 100, "SATURATION_STEPS": 3, "WIDEN": True}
+    parts = {"BLOCK": quantising.PARTS_BLOCK}
+    return {
+        "quantize": (quantising._quantize, {**tile, **limits}, quantising.WARPS),
+        "quantize, amax": (
+            quantising._quantize,
+            {**tile, **limits, "rows": None, "columns": None},
+            quantising.WARPS,
+        ),
+        "transpose": (quantising._transpose, tile, quantising.WARPS),
+        "count_numbers": (quantising._count_numbers, {"BLOCK": quantising.COUNT_BLOCK, **limits}, quantising.WARPS),
+        "rescale": (quantising._rescale, {**parts, "LARGEST_EXPONENT": 8}, quantising.PARTS_WARPS),
+        "fold_statistics": (quantising._fold_statistics, parts, quantising.PARTS_WARPS),
+        "update_scaling": (quantising._update_scaling, window, 1),
+        "layernorm_forward": (layernorm._forward, {**forward, "out": None}, warps),
+        "layernorm_forward, both": (layernorm._forward, forward, warps),
+        "layernorm_backward": (layernorm._backward, backward, back_warps),
+        "classifier_forward_backward": (classifier._forward_backward, {**softmax, "IN_PLACE": False}, classifier.WARPS),
+        "classifier_forward_backward, both": (
+            classifier._forward_backward,
+            {**softmax, "IN_PLACE": True},
+            classifier.WARPS,
+        ),
+    }
+
+
+def compile_one(job: tuple[str, int, str, str, int]) -> dict[str, object]:
+    name, C, dtype, form, arch = job
+    kernel, constants, warps = launches(C, form)[name]
+    types = {**FIXED_POINTERS, "rows": f"*{form}", "columns": f"*{form}", **INTEGER, "C": "i32:16"}
+    signature = {n: UNALIGNED.get(n) or types.get(n, f"*{dtype}").removesuffix(":16") + ":16" for n in kernel.arg_names}
+    made = compile_kernel(kernel, signature | {"PARTS": "i32"}, constants, warps, 3, arch)
+    return {
+        "kernel": name,
+        "C": C,
+        "dtype": dtype,
+        "form": form,
+        "arch": arch,
+        "warps": warps,
+        "registers": made["registers"],
+        "stack": made["stack"],
+        "shared": made["shared"],
+        "load": widest(made["ptx"], "ld"),
+        "store": widest(made["ptx"], "st"),
+        "copies": len(re.findall(r"cp\.async\.c[ag]\.", made["ptx"])),
+        "conversions": sorted(set(re.findall(r"cvt\.rn[\w.]*\.e[45]m[23]x2\.\w+", made["ptx"]))),
+        "spills": len(re.findall(r"[ls][dt]\.local", made["ptx"])),
+    }
+
+
+def jobs() -> list[tuple[str, int, str, str, int]]:
+    """Kernels without C among their constants are compiled once."""
+    found = []
+    for name, (_, constants, _) in launches(768, "fp8e4nv").items():
+        for C in CHANNELS if "C" in constants else CHANNELS[:1]:
+            found += [
+                (name, C, dtype, form, arch) for dtype in ("bf16", "fp16") for form in TYPES for arch in ARCHITECTURES
+            ]
+    return found
+
+
+def main() -> None:
+    with ThreadPoolExecutor(2) as pool:
+        print(json.dumps(list(pool.map(compile_one, jobs()))))
+
+
+if __name__ == "__main__":
+    main()

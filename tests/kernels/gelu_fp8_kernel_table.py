@@ -1,0 +1,81 @@
+"""The GELU kernels that write fp8, and the sums of fp8 rows, as they are launched at GPT-2's sizes, compiled without a GPU.
+
+    python -m tests.kernels.gelu_fp8_kernel_table      prints what they cost as JSON
+
+Needs a process without TRITON_INTERPRET.
+"""
+
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+
+from handgrad.ops.fp8 import E4M3, E5M2, LARGEST_EXPONENT, LARGEST_MANTISSA, VANISHES_AT
+from handgrad.ops.kernels import column_sums, gelu_fp8
+from tests.kernels.compiling import compile_kernel
+from tests.kernels.memory_kernel_table import widest
+
+ARCHITECTURES = (90, 100)
+TYPES = {"fp8e4nv": E4M3, "fp8e5": E5M2}
+SIZES = dict.fromkeys(("elements", "N4", "F", "O", "N"), "i32:16")
+UNALIGNED = dict.fromkeys(("scaling", "inp_scaling", "statistics"), "*fp32")
+
+
+def compile_one(job: tuple[str, str, str, bool, int]) -> dict[str, object]:
+    name, dtype, form, even, arch = job
+    kind = TYPES[form]
+    largest = LARGEST_MANTISSA * 2.0 ** LARGEST_EXPONENT[kind]
+    limits: dict[str, object] = {"LARGEST": largest, "VANISHES_AT": VANISHES_AT[kind], "EVEN": even}
+    tile: dict[str, object] = {"QUADS": gelu_fp8.QUADS, "COLUMNS": gelu_fp8.COLUMNS}
+    rows, columns, stages = column_sums.FP8_ROWS, column_sums.FP8_COLUMNS, column_sums.FP8_STAGES
+    sums: dict[str, object] = {"ROWS": rows, "COLUMNS": columns, "STAGES": stages}
+    forward, backward = gelu_fp8.WARPS, gelu_fp8.BACKWARD_WARPS
+    kernel, constants, warps, elements = {
+        "forward": (gelu_fp8._forward, limits | {"BLOCK": gelu_fp8.BLOCK}, forward, gelu_fp8.BLOCK),
+        "backward": (gelu_fp8._backward, limits | tile, backward, 4 * gelu_fp8.QUADS * gelu_fp8.COLUMNS),
+        "sums": (column_sums._sum_fp8_rows, sums, column_sums.FP8_WARPS, 0),
+    }[name]
+    types = dict.fromkeys(("rows", "drows", "dcolumns"), f"*{form}:16") | {"columns": "*fp8e4nv:16", "sums_acc": "*fp32:16"}
+    types |= dict.fromkeys(("hidden", "dgelu"), f"*{dtype}:16") | {"dout": f"*{form}:16", "PARTS": "i32"}
+    signature = SIZES | UNALIGNED | types
+    made = compile_kernel(kernel, {n: signature.get(n, "") for n in kernel.arg_names}, constants, warps, 3, arch)
+    ptx = made["ptx"]
+    return {
+        "kernel": name,
+        "dtype": dtype,
+        "form": form,
+        "even": even,
+        "arch": arch,
+        "warps": warps,
+        "lane_elements": elements // (32 * warps),
+        "registers": made["registers"],
+        "stack": made["stack"],
+        "shared": made["shared"],
+        "load": widest(ptx, "ld"),
+        "store": widest(ptx, "st"),
+        "spills": len(re.findall(r"[ls][dt]\.local", ptx)),
+        "exponentials": ptx.count("ex2."),
+        "quotients": ptx.count("rcp.") + ptx.count("div."),
+        "conversions": sorted(set(re.findall(r"cvt\.rn[\w.]*\.e[45]m[23]x2\.\w+", ptx))),
+        "single_conversions": ptx.count("cvt.rn.bf16.f32"),
+    }
+
+
+def jobs() -> list[tuple[str, str, str, bool, int]]:
+    return [
+        (name, dtype, form, even, arch)
+        for name in ("forward", "backward", "sums")
+        for dtype in ("bf16", "fp16")
+        for form in TYPES
+        for even in (True, False)
+        for arch in ARCHITECTURES
+        if name != "sums" or (dtype == "bf16" and even)
+    ]
+
+
+def main() -> None:
+    with ThreadPoolExecutor(2) as pool:
+        print(json.dumps(list(pool.map(compile_one, jobs()))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""Attention with quantised outputs in float32 by Triton's interpreter, where there is no GPU (tests/gpu has it on one)."""
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+if torch.cuda.is_available():
+    pytest.skip("a GPU runs tests/gpu/test_fp8_attention_on_gpu.py", allow_module_level=True)
+os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: it decides what @triton.jit makes of a kernel
+pytest.importorskip("triton")
+
+from handgrad.ops.fp8 import E4M3, E5M2
+from handgrad.ops.kernels import attention, attention_tiles, fp8
+from handgrad.ops.kernels.attention import CONFIGS, Config
+from tests.kernels import fp8_attention_checks as checks
+from tests.kernels.fp8_checks import make
+from tests.kernels.memory_checks import Draw
+from tests.kernels.test_fp8_kernels import rounded
+
+formats = pytest.mark.parametrize("kind", [E4M3, E5M2], ids=str)
+TILES = {"wide": Config(32, 16, 4, 1), "tall": Config(16, 32, 4, 1), "shipped": None}
+
+
+@pytest.fixture(autouse=True)
+def exact_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter's own conversion to fp8 rounds wrongly."""
+    for module in (fp8, attention_tiles):
+        monkeypatch.setattr(module, "rounded", rounded)
+
+
+@formats
+@pytest.mark.parametrize("tiles", TILES)
+@pytest.mark.parametrize(("B", "T", "H", "D"), [(2, 37, 2, 16), (1, 64, 2, 24)])
+def test_bits(B: int, T: int, H: int, D: int, kind: torch.dtype, tiles: str) -> None:
+    checks.run(Draw(torch.float32, "cpu"), B, T, H, D, kind, counting=tiles != "wide", config=TILES[tiles])
+
+
+def test_room_for_statistics() -> None:
+    """As many parts as programs, with every configuration for 16 bits; and fewer are refused."""
+    for kernel, width, narrow, newer in CONFIGS:
+        if narrow:
+            rows = [attention.rows_of(name, CONFIGS[name, width, True, newer]) for name in ("forward", "dq", "dkdv")]
+            forward, dq, dkdv = (6 * -(-1000 // size) for size in rows)
+            assert attention.forward_parts(2, 3, 1000, width) >= forward, kernel
+            assert attention.backward_parts(2, 3, 1000, width) >= dq + dkdv, kernel
+    assert attention.forward_parts(64, 12, 1024, 64) == 64 * 12 * 16 == attention.backward_parts(64, 12, 1024, 64) // 2
+    qkv, lse = torch.zeros(64, 48), torch.zeros(1, 1, 64)
+    scratch = torch.zeros(8 * 64, dtype=torch.uint8)
+    dqkv = make(64, 48, 3, E4M3, "cpu")
+    dqkv = replace(dqkv, statistics=dqkv.statistics[:, :3].contiguous())
+    out = torch.zeros(64, 16)
+    with pytest.raises(AssertionError, match="3 parts, 4 needed"):
+        attention.attention_backward(dqkv, out, out, lse, qkv, scratch=scratch)

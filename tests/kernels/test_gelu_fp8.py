@@ -1,0 +1,116 @@
+"""The GELU kernels that write fp8, in float16 by Triton's interpreter (tests/gpu has the same in bf16 on a GPU)."""
+
+import os
+
+import pytest
+import torch
+
+if torch.cuda.is_available():
+    pytest.skip("a GPU runs tests/gpu/test_gelu_fp8_on_gpu.py", allow_module_level=True)
+os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: it decides what @triton.jit makes of a kernel
+pytest.importorskip("triton")
+import triton
+import triton.language as tl
+
+from handgrad.ops.fp8 import E4M3, E5M2
+from handgrad.ops.kernels import gelu_fp8
+from handgrad.ops.kernels.gelu import gelu, gelu_derivative
+from tests.kernels import gelu_fp8_checks as checks
+from tests.kernels.memory_checks import Draw
+from tests.kernels.test_fp8_kernels import rounded
+
+# The interpreter has no PTX. Its exact quotient is not the GPU's, so that bits are compared with `gelu` in its place.
+
+
+@triton.jit
+def word(a, b, c, d, TYPE: tl.constexpr):
+    low = byte(a, TYPE) | (byte(b, TYPE) << 8)
+    return low | (byte(c, TYPE) << 16) | (byte(d, TYPE) << 24)
+
+
+@triton.jit
+def byte(x, TYPE: tl.constexpr):
+    return rounded(x, 1.0, TYPE).to(tl.uint8, bitcast=True).to(tl.int32)
+
+
+@triton.jit
+def separately(x):
+    return gelu(x), gelu_derivative(x)
+
+
+@triton.jit
+def exp2_of_minus_abs(x):
+    return tl.exp2(-tl.abs(x))
+
+
+@triton.jit
+def reciprocal(x):
+    return 1.0 / x
+
+
+@triton.jit
+def both_ways(together, apart, inp, BLOCK: tl.constexpr):
+    place = tl.arange(0, BLOCK)
+    x = tl.load(inp + place)
+    y, derivative = gelu_fp8.gelu_and_derivative(x)
+    tl.store(together + place, y)
+    tl.store(together + BLOCK + place, derivative)
+    tl.store(apart + place, gelu(x))
+    tl.store(apart + BLOCK + place, gelu_derivative(x))
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, function in {"rounded": rounded, "word": word, "gelu_and_derivative": separately}.items():
+        monkeypatch.setattr(gelu_fp8, name, function)
+
+
+@pytest.fixture
+def draw() -> Draw:
+    return Draw(torch.float16, "cpu")
+
+
+formats = pytest.mark.parametrize("kind", [E4M3, E5M2], ids=str)
+counting = pytest.mark.parametrize("counting", [True, False])
+current = pytest.mark.parametrize("current", [True, False])
+
+
+@counting
+@current
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize(("N", "F"), [(208, 320), (128, 64), (4, 8)])
+def test_forward(draw: Draw, N: int, F: int, counting: bool, current: bool) -> None:
+    checks.forward(draw, N, F, counting=counting, current=current)
+
+
+@formats
+@counting
+@current
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize(("N", "F"), [(208, 320), (128, 64), (4, 8)])
+def test_backward(draw: Draw, N: int, F: int, kind: torch.dtype, counting: bool, current: bool) -> None:
+    checks.backward(draw, N, F, kind, counting=counting, current=current)
+
+
+def test_gelu_and_derivative_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gelu_fp8, "exp2_of_minus_abs", exp2_of_minus_abs)
+    monkeypatch.setattr(gelu_fp8, "reciprocal", reciprocal)
+    x = torch.cat([torch.linspace(-12, 12, 4096 - len(checks.EXTREMES)), torch.tensor(checks.EXTREMES)])
+    together, apart = torch.full((2, 4096), torch.nan), torch.full((2, 4096), torch.nan)
+    both_ways[(1,)](together, apart, x, 4096)
+    torch.testing.assert_close(together, apart, rtol=3e-7, atol=0)
+
+
+def test_fewer_parts_than_programs(draw: Draw) -> None:
+    tensor = checks.make(208, 320, -5, E4M3, "cpu")
+    hidden = draw.normal(208, 320)
+    with pytest.raises(AssertionError, match="0 parts, 9 needed"):
+        gelu_fp8.gelu_forward_fp8(tensor, hidden)
+    with pytest.raises(AssertionError, match="0 parts, 21 needed"):
+        gelu_fp8.gelu_backward_fp8(tensor, tensor, hidden, hidden)
+
+
+@formats
+@pytest.mark.parametrize(("N", "O"), [(208, 320), (5000, 6), (4096, 8), (3, 1)])
+def test_bias_backward(draw: Draw, N: int, O: int, kind: torch.dtype) -> None:
+    checks.bias_backward(draw, N, O, kind)
