@@ -20,7 +20,7 @@ WANTED: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
 PRECISIONS = ("fp32", "bf16", "fp16", "tf32", "fp8")
-FP8_GRADIENTS = ("e5m2", "e4m3")
+FP8_GRADIENTS = ("e4m3", "e5m2")
 FP8_SCALINGS = ("delayed", "current")
 ON_SATURATION = ("warn", "widen", "bf16")
 TUNED = "tuned"
@@ -98,7 +98,7 @@ class RunConfig:
         TUNED, "products that stay in bf16: qkv, proj, mlp, of one layer like 3.mlp; tuned: what `handgrad tune` found"
     )
     fp8_head: str = option("", "products of the loss head that go to fp8: forward, dgrad; with commas")
-    fp8_gradients: str = option("e5m2", "format of gradients: more range or more digits", choices=FP8_GRADIENTS)
+    fp8_gradients: str = option("e4m3", "format of gradients: more digits or more range", choices=FP8_GRADIENTS)
     fp8_scaling: str = option("delayed", "scales from the steps before, or (slower) current ones", choices=FP8_SCALINGS)
     fp8_window: int = option(16, "steps whose largest number a delayed scale is made for")
     fp8_margin: int = option(0, "binades that a scale leaves free above that number")

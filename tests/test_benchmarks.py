@@ -355,6 +355,7 @@ def test_gains_are_over_the_measured_row_before() -> None:
         (["loss", "--data", "{shards}", "--contenders", "twin-flash"], "two names"),
         (["loss", "--out", "{shards}/none/x.json"], "there is no folder"),
         (["kernels"], "needs a CUDA GPU"),
+        (["fp8"], "needs a CUDA GPU"),
     ],
 )
 def test_usage(

@@ -20,6 +20,7 @@ WHATS = {
     "loss": "the same training run by handgrad and by the twin: how far their losses lie apart",
     "ladder": "from plain PyTorch to handgrad's kernels, one improvement a row",
     "kernels": "single operations beside torch's",
+    "fp8": "kernels and products of fp8 beside bf16: times, bytes, errors",
 }
 
 
@@ -125,6 +126,14 @@ def bench_kernels(parsed: Namespace, device: str) -> None:
     module("gpu_kernels").compare(parsed.out)
 
 
+def bench_fp8(parsed: Namespace, device: str) -> None:
+    if device != "cuda":
+        raise UsageError("bench fp8 needs a CUDA GPU")
+    world.use_precision(world.resolve_device("cuda"), "fp8")
+    choose_backend("kernels", world.resolve_device("cuda"))  # says what is missing
+    module("gpu_fp8").compare(parsed.out)
+
+
 # What each takes beside --device, --model and --out.
 BATCH = "micro_batch sequence_length micro_steps data"
 BENCHMARKS: dict[str, tuple[Callable[[Namespace, str], None], str]] = {
@@ -133,4 +142,5 @@ BENCHMARKS: dict[str, tuple[Callable[[Namespace, str], None], str]] = {
     "loss": (bench_loss, f"{BATCH} recompute contenders steps learning_rate"),
     "ladder": (bench_ladder, f"{BATCH} precision recompute seconds"),
     "kernels": (bench_kernels, ""),
+    "fp8": (bench_fp8, ""),
 }

@@ -94,6 +94,11 @@ def requantized(found: Quantized, scaling: Tensor, plain: Tensor, *, counted: bo
         yield found.statistics[CLIPPED:].sum(1), right.statistics[CLIPPED:].sum(1), 0
 
 
+# Whose 16-bit form is asked for, too: what changes in place, what the backward reads, and what two kernels need not add up
+# in one order (attention's backward).
+WITH_PLAIN = ("layernorm_backward", "attention_forward", "attention_backward")
+
+
 def fused(operation: str, place: str, make: Callable[[Draw], Arguments], form: torch.dtype, exponent: int) -> Fp8Case:
     """A case: the operation with a quantised tensor in the place of a 16-bit one, beside the same with that; at a scale
     that it has, then at one made from it."""
@@ -105,8 +110,7 @@ def fused(operation: str, place: str, make: Callable[[Draw], Arguments], form: t
     def beside_16_bits(ops: ModuleType, d: Fp8Draw, current: bool) -> Compared:
         plain = make(d)
         given = copies(plain)
-        # What is changed in place or read by the backward has a 16-bit form, too.
-        kept = given[place] if operation in ("layernorm_backward", "attention_forward") else None
+        kept = given[place] if operation in WITH_PLAIN else None
         out = d.output(given[place].shape, form, exponent, plain=kept, current=current)
         scaling = out.scaling.clone()
         launch(getattr(ops, operation), {**given, place: out})

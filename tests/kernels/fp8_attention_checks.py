@@ -73,11 +73,21 @@ def run(
     used = programs("dq") + programs("dkdv")
     tensor = make(N, 3 * C, used, kind, draw.device, scale=SCALES[kind], counting=counting)
     for form in forms_of(tensor).values():
+        with_plain = replace(prepared(form, used), plain=torch.full_like(dqkv, math.nan))
+        before = copy(with_plain)
+        attention.attention_backward(with_plain, dout, replace(copy(tensor), plain=out), lse, qkv, **cut)
+        assert with_plain.plain is not None
+        same(with_plain, expected(before, with_plain.plain))
+        counts(with_plain, kind, counting)
+        # A kernel of other outputs may add in another order (delta, a sum over a row): a rounding in a thousand flips.
+        eps = torch.finfo(draw.dtype).eps
+        assert (with_plain.plain - dqkv).norm() <= eps * dqkv.norm()
         found = prepared(form, used)
-        wanted = expected(found, dqkv)
         attention.attention_backward(found, dout, replace(copy(tensor), plain=out), lse, qkv, **cut)
-        same(found, wanted)
-        counts(found, kind, counting)
+        for name in ("rows", "columns"):
+            ours, theirs = getattr(found, name), getattr(with_plain, name)
+            if ours is not None:
+                assert (ours.view(torch.uint8) != theirs.view(torch.uint8)).float().mean() <= 0.01, name
 
 
 def counts(found: Quantized, kind: torch.dtype, counting: bool) -> None:

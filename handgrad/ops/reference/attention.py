@@ -49,7 +49,7 @@ def attention_backward(
 ) -> None:
     """dqkv (N, 3C) from dout, out (N, C), lse (B, H, T) and qkv (N, 3C)."""
     if isinstance(dqkv, Quantized):
-        result = torch.empty_like(qkv)
+        result = torch.empty_like(qkv) if dqkv.plain is None else dqkv.plain
         attention_backward(result, dout, out, lse, qkv)
         quantize(dqkv, result)
         return

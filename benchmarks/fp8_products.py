@@ -1,0 +1,213 @@
+"""The products of a block and of the loss head in fp8 beside bf16: operands, launches, and how far results are off."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.fp8_kernels import GRADIENT, NORMAL, WEIGHT_DEVIATION, Making, Step
+from handgrad.kernel_checks.checking import relative_error
+from handgrad.kernel_checks.fp8 import FP8_SUMS
+from handgrad.ops.fp8 import E4M3, E5M2, Form, Operands, Quantized, fp8_operands
+from handgrad.ops.kernels import linear
+
+FORWARD, DGRAD, WGRAD = "forward", "dgrad", "wgrad"
+
+# Layer: its outputs and inputs in units of C (0: the padded vocabulary), whether it adds the residual stream, and its
+# products that may run in fp8.
+LAYERS: dict[str, tuple[int, int, bool, tuple[str, ...]]] = {
+    "qkv": (3, 1, False, (FORWARD, DGRAD, WGRAD)),
+    "proj": (1, 1, True, (FORWARD, DGRAD, WGRAD)),
+    "fc": (4, 1, False, (FORWARD, DGRAD, WGRAD)),
+    "fcproj": (1, 4, True, (FORWARD, DGRAD, WGRAD)),
+    "head": (0, 1, False, (FORWARD, DGRAD)),
+}
+FAST_SUMS = {FORWARD: True, DGRAD: True, WGRAD: False}  # as handgrad.ops.kernels.linear has them
+
+# Rows of a result that are computed in float64, too.
+CHECKED_ROWS = {FORWARD: 2048, DGRAD: 2048, WGRAD: 512}
+
+# What quantising may cost at most: e5m2 rounds by 2^-3 at most, about 0.05 in the mean, e4m3 by half of that.
+LARGEST_COST = 0.1
+
+
+@dataclass
+class Variant:
+    """An fp8 product: as shipped, and its operands for the other kind of sums."""
+
+    gradients: str  # format of the output gradient; "" in the forward
+    step: Step
+    operands: Operands
+
+
+@dataclass
+class Product:
+    """out (M, N) = left (M, K) right (N, K)^T, where left and right are in 16 bits; out of a wgrad is added to."""
+
+    direction: str
+    out: Tensor
+    left: Tensor
+    right: Tensor
+    plain: Step
+    variants: list[Variant]
+    bias: Tensor | None
+    added: Tensor | None
+    scratch: Tensor
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """M, N, K."""
+        return self.left.shape[0], self.right.shape[0], self.left.shape[1]
+
+    def with_sums(self, variant: Variant, fast_sums: bool) -> None:
+        added = {"bias": self.bias, "added": self.added}
+        linear.fp8_product(self.out, variant.operands, **added, fast_sums=fast_sums, scratch=self.scratch)
+
+
+def make(m: Making, layer: str, direction: str) -> Product:
+    """Inputs are normal, weights small, output gradients heavy-tailed. Bias and residual stream are zero: the errors are
+    those of the product."""
+    outputs, inputs, residual, _ = LAYERS[layer]
+    rows, O, I = m.size.chunk if layer == "head" else m.N, outputs * m.C or m.Vp, inputs * m.C
+    inp, weight = m.normal(rows, I), m.normal(O, I, deviation=WEIGHT_DEVIATION)
+    inp8, weight8, scratch = m.operand(inp, E4M3), m.operand(weight, E4M3), m.scratch
+    if direction == FORWARD:
+        out, stream = m.empty(rows, O), torch.zeros(rows, O, device=m.device, dtype=m.dtype) if residual else None
+        bias = None if layer == "head" else torch.zeros(O, device=m.device, dtype=m.dtype)
+
+        def forward(x: Form, w: Form) -> None:
+            if stream is None:
+                linear.linear_forward(out, x, w, bias, scratch=scratch)
+            else:
+                assert bias is not None
+                linear.linear_residual_forward(out, stream, x, w, bias, scratch=scratch)
+
+        operands = operands_of(inp8, "rows", weight8, "rows")
+        shipped = Variant("", lambda: forward(inp8, weight8), operands)
+        return Product(direction, out, inp, weight, lambda: forward(inp, weight), [shipped], bias, stream, scratch)
+
+    dout = m.gradient(rows, O)
+    forms = {name: m.operand(dout, form) for name, form in (("e5m2", E5M2), ("e4m3", E4M3))}
+    if direction == DGRAD:
+        out = m.empty(rows, I)
+        variants = [
+            Variant(
+                name,
+                lambda form=form: linear.input_backward(out, form, weight8, scratch),
+                operands_of(form, "rows", weight8, "columns"),
+            )
+            for name, form in forms.items()
+        ]
+        plain = lambda: linear.input_backward(out, dout, weight, scratch)  # noqa: E731
+        return Product(direction, out, dout, weight.t(), plain, variants, None, None, scratch)
+    out = m.zeros(O, I)
+    variants = [
+        Variant(
+            name,
+            lambda form=form: linear.weight_backward(out, None, form, inp8, scratch),
+            operands_of(form, "columns", inp8, "columns"),
+        )
+        for name, form in forms.items()
+    ]
+    plain = lambda: linear.weight_backward(out, None, dout, inp, scratch)  # noqa: E731
+    return Product(direction, out, dout.t(), inp.t(), plain, variants, None, out, scratch)
+
+
+def operands_of(left: Quantized, left_form: str, right: Quantized, right_form: str) -> Operands:
+    operands = fp8_operands(left, left_form, right, right_form)
+    assert operands is not None
+    return operands
+
+
+def result(product: Product, step: Step) -> Tensor:
+    """All of it, made once."""
+    product.out.zero_()
+    step()
+    return product.out.clone()
+
+
+def rows_in_float64(tensor: Tensor, rows: Tensor) -> Tensor:
+    """Some rows of a tensor, which may be in fp8."""
+    if tensor.itemsize == 1:
+        return tensor.view(torch.uint8)[rows].view(tensor.dtype).double()
+    return tensor[rows].double()
+
+
+@dataclass
+class Exact:
+    """Some rows of the product of the operands in 16 bits, in float64, and how far the bf16 product is off there."""
+
+    rows: Tensor
+    result: Tensor
+    bf16_error: float
+
+
+def exact(product: Product) -> Exact:
+    M = product.sizes[0]
+    rows = torch.randperm(M, device=product.out.device)[: CHECKED_ROWS[product.direction]]
+    right = rows_in_float64(product.left, rows) @ product.right.double().t()
+    return Exact(rows, right, relative_error(result(product, product.plain)[rows], right))
+
+
+def errors(product: Product, variant: Variant, right: Exact) -> dict[str, Any]:
+    """Relative errors of the Frobenius norm: `sums_error` and `other_sums_error`, of the result with the shipped and with
+    the other kind of sums, from the exact product of the very fp8 operands; `error` and `bf16_error`, of the fp8 and of the
+    bf16 result, from that of the operands in 16 bits. `failed`: what is beyond what it may be."""
+    fast = FAST_SUMS[product.direction]
+    a, b, (a_inverse, b_inverse) = variant.operands
+    own = rows_in_float64(a, right.rows) @ b.double().t() * (a_inverse.double() * b_inverse.double())
+    shipped = result(product, variant.step)
+    same = torch.equal(shipped, result(product, lambda: product.with_sums(variant, fast)))
+    other = result(product, lambda: product.with_sums(variant, not fast))
+    sums_error, error = relative_error(shipped[right.rows], own), relative_error(shipped[right.rows], right.result)
+    largest = torch.finfo(product.out.dtype).eps / 2 + FP8_SUMS
+    failed = {
+        f"as shipped is not the product with fast_sums={fast}": not same,
+        f"sums off by {sums_error:.1e}": not sums_error <= largest,
+        f"fp8 off by {error:.1e}": not error <= LARGEST_COST,
+        f"bf16 off by {right.bf16_error:.1e}": not right.bf16_error <= largest,
+    }
+    return {
+        "sums_error": sums_error,
+        "other_sums_error": relative_error(other[right.rows], own),
+        "error": error,
+        "bf16_error": right.bf16_error,
+        "failed": [text for text, is_so in failed.items() if is_so],
+    }
+
+
+# What bf16 does in one launch and fp8 in two.
+
+
+def fc_with_gelu(m: Making) -> tuple[Step, Step]:
+    """(in 16 bits, in fp8)."""
+    inp, weight, bias = m.normal(m.N, m.C), m.normal(m.F, m.C, deviation=WEIGHT_DEVIATION), m.normal(m.F)
+    inp8, weight8, hidden, out = m.operand(inp, E4M3), m.operand(weight, E4M3), m.empty(m.N, m.F), m.empty(m.N, m.F)
+    out8 = replace(m.quantized((m.N, m.F), E4M3, NORMAL), columns=None)
+    return (
+        lambda: linear.linear_gelu_forward(out, hidden, inp, weight, bias, scratch=m.scratch),
+        lambda: linear.linear_gelu_forward(out8, hidden, inp8, weight8, bias, scratch=m.scratch),
+    )
+
+
+def fcproj_backward_with_gelu(m: Making) -> tuple[Step, Step]:
+    """Both gradients of fcproj, and the one before the GELU: (in 16 bits, in fp8)."""
+    hidden, dout, weight = m.normal(m.N, m.F), m.gradient(m.N, m.C), m.normal(m.C, m.F, deviation=WEIGHT_DEVIATION)
+    gelu, dhidden, dweight = m.normal(m.N, m.F), m.empty(m.N, m.F), m.zeros(m.C, m.F)
+    dout8, weight8, dgelu = m.operand(dout, E5M2), m.operand(weight, E4M3), m.empty(m.N, m.F)
+    gelu8 = replace(m.quantized((m.N, m.F), E4M3, NORMAL), rows=None)
+    dhidden8 = m.quantized((m.N, m.F), E5M2, GRADIENT)
+
+    def step(dhidden: Form, dout: Form, inp: Form, weight: Form, dgelu: Tensor | None) -> None:
+        inputs = dout, inp, hidden, weight
+        linear.gelu_linear_backward(dhidden, dweight, None, *inputs, dgelu=dgelu, scratch=m.scratch)
+
+    return lambda: step(dhidden, dout, gelu, weight, None), lambda: step(dhidden8, dout8, gelu8, weight8, dgelu)
+
+
+JOINED: dict[str, Callable[[Making], tuple[Step, Step]]] = {
+    "fc with GELU, forward": fc_with_gelu,
+    "fcproj with GELU', backward": fcproj_backward_with_gelu,
+}
