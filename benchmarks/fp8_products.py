@@ -24,7 +24,6 @@ LAYERS: dict[str, tuple[int, int, bool, tuple[str, ...]]] = {
     "fcproj": (1, 4, True, (FORWARD, DGRAD, WGRAD)),
     "head": (0, 1, False, (FORWARD, DGRAD)),
 }
-FAST_SUMS = {FORWARD: True, DGRAD: True, WGRAD: False}  # as handgrad.ops.kernels.linear has them
 
 # Rows of a result that are computed in float64, too.
 CHECKED_ROWS = {FORWARD: 2048, DGRAD: 2048, WGRAD: 512}
@@ -155,7 +154,7 @@ def errors(product: Product, variant: Variant, right: Exact) -> dict[str, Any]:
     """Relative errors of the Frobenius norm: `sums_error` and `other_sums_error`, of the result with the shipped and with
     the other kind of sums, from the exact product of the very fp8 operands; `error` and `bf16_error`, of the fp8 and of the
     bf16 result, from that of the operands in 16 bits. `failed`: what is beyond what it may be."""
-    fast = FAST_SUMS[product.direction]
+    fast = linear.has_fast_sums(product.out, product.sizes[2])
     a, b, (a_inverse, b_inverse) = variant.operands
     own = rows_in_float64(a, right.rows) @ b.double().t() * (a_inverse.double() * b_inverse.double())
     shipped = result(product, variant.step)

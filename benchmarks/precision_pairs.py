@@ -30,8 +30,10 @@ def read(folder: Path) -> dict[str, Any]:
     return {
         "config": read_toml(str(folder / "config.toml")),
         "device": header["device"],
+        "torch": header["torch"],
         "tokens": steps[-1]["tokens"],
-        "validation": [[line["step"], line["loss"]] for line in lines if line["kind"] == "validation"],
+        "validation": [[line["step"], round(line["loss"], 4)] for line in lines if line["kind"] == "validation"],
+        "final_validation": [line["loss"] for line in lines if line["kind"] == "validation"][-1],
         "late_mean": fmean(line["loss"] for line in steps[-LATE:]),
         "training": [[line["step"], round(line["loss"], 5)] for line in steps if line["step"] % EVERY == 0],
         "skipped_steps": sum(line["skipped"] is not None for line in steps),
@@ -50,7 +52,7 @@ def compare(folders: list[Path]) -> list[dict[str, Any]]:
     for measure, other in zip(folders[::2], folders[1::2], strict=True):
         a, b = read(measure), read(other)
         differ = differences(a["config"], b["config"])
-        final = a["validation"][-1][1], b["validation"][-1][1]
+        final = a.pop("final_validation"), b.pop("final_validation")
         pairs.append(
             {
                 "differ_in": differ,
@@ -92,5 +94,7 @@ def plot(pairs: list[dict[str, Any]], path: Path) -> None:
 
 if __name__ == "__main__":
     made = compare([Path(folder) for folder in sys.argv[2:]])
-    write_record(sys.argv[1], torch.device("cuda" if torch.cuda.is_available() else "cpu"), pairs=made)
+    # The runs say themselves what they ran on, not the machine that compares them.
+    origin = {"machine": made[0]["runs"][0]["device"], "versions": {"torch": made[0]["runs"][0]["torch"]}}
+    write_record(sys.argv[1], torch.device("cpu"), **origin, pairs=made)
     plot(made, Path(sys.argv[1]).with_suffix(".png"))

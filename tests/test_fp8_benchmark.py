@@ -127,7 +127,7 @@ def test_all_of_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypat
 
 @pytest.mark.usefixtures("interpreted")
 def test_a_wrong_product_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Operands whose scales got lost, and sums that are not those of its direction."""
+    """Sums that are off by half."""
     product = fp8_products.make(Making(TINY), "qkv", "dgrad")
     variant, right = product.variants[0], fp8_products.exact(product)
     assert fp8_products.errors(product, variant, right)["failed"] == []
@@ -139,5 +139,3 @@ def test_a_wrong_product_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "multiply", halved)
     failed = fp8_products.errors(product, variant, right)["failed"]
     assert failed == ["sums off by 5.0e-01", "fp8 off by 5.0e-01"]
-    monkeypatch.setitem(fp8_products.FAST_SUMS, "dgrad", False)
-    assert "as shipped is not the product with fast_sums=False" in fp8_products.errors(product, variant, right)["failed"]

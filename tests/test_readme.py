@@ -106,6 +106,9 @@ def result(name: str) -> dict[str, Any]:
 STEPS = {model: result(f"h200-step-{model.lower()}") for model in ("124M", "350M", "774M", "1558M")}
 
 
+FP8_STEPS = {model: result(f"h200-fp8-step-{model.lower()}") for model in ("124M", "350M", "774M", "1558M")}
+
+
 def line(*cells: str) -> str:
     return f"| {' | '.join(cells)} |"
 
@@ -138,6 +141,28 @@ def speed_row(model: str) -> str:
         first_steps(twin) if twin else "–",
         f"{ours['tokens_per_second'] / twin['tokens_per_second']:.2f}x" if twin else "–",
     )
+
+
+def fp8_row(model: str) -> list[str]:
+    """An fp8 run, beside bf16 where both took turns."""
+    if not (record := FP8_STEPS[model]):
+        return []
+    ours, bf16 = record["figures"]["handgrad-fp8"], record["figures"].get("handgrad")
+    return [
+        line(
+            f"{model} fp8",
+            str(record["settings"]["micro_batch"]),
+            f"**{ours['tokens_per_second'] / 1e3:.1f}k**",
+            f"{ours['mfu']:.1%}",
+            f"{ours['mean_watts']:.0f}",
+            f"{ours['millijoules_per_token']:.3g}",
+            gigabytes(ours["allocated_gib"]),
+            first_steps(ours),
+            f"{bf16['tokens_per_second'] / 1e3:.1f}k" if bf16 else "–",
+            f"{bf16['millijoules_per_token']:.3g}" if bf16 else "–",
+            f"{ours['tokens_per_second'] / bf16['tokens_per_second']:.2f}x" if bf16 else "–",
+        )
+    ]
 
 
 def step_rows(model: str) -> list[str]:
@@ -233,7 +258,7 @@ def ladder_lines() -> list[str]:
 def quoted() -> dict[str, list[str]]:
     """The lines that a page quotes, made from the results."""
     return {
-        "README.md": [speed_row(model) for model in STEPS],
+        "README.md": [*(speed_row(model) for model in STEPS), *(row for model in FP8_STEPS for row in fp8_row(model))],
         "docs/results.md": [
             *(row for model in STEPS for row in step_rows(model)),
             *kernel_rows(),
