@@ -27,13 +27,13 @@ def describe_plan(config: RunConfig, vocab_size: int) -> list[str]:
     shape = config.shape(vocab_size)
     tokens = config.steps * config.tokens_per_step
     operations = tokens * flops_per_token(shape)
-    rate = product_rate(device, dtype)
+    rate, kind = product_rate(device, dtype), "bf16" if config.precision == "fp8" else config.precision
     lines = [
         f"model      {human_count(count_parameters(parameter_table(shape)))} parameters,"
         f" {human_flops(flops_per_token(shape))} per token, forward and backward",
         f"run        {config.steps} steps of {config.tokens_per_step} tokens = {config.micro_steps} x"
         f" {config.micro_batch} x {config.sequence_length}: {human_count(tokens)} tokens, {human_flops(operations)}",
-        f"device     {world.describe(device)}; a large {config.precision} product runs at {human_flops(rate)}/s here",
+        f"device     {world.describe(device)}; a large {kind} product runs at {human_flops(rate)}/s here",
         f"at best    {human_count(rate / flops_per_token(shape))} tokens/s, {human_seconds(operations / rate)} in all;"
         " expect half to three quarters of it",
         "",

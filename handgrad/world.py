@@ -50,8 +50,11 @@ def use_precision(device: torch.device, precision: str) -> torch.dtype:
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         if precision in ("bf16", "tf32", "fp8") and torch.cuda.get_device_capability(device) < (8, 0):
             raise UsageError(f"{torch.cuda.get_device_name(device)} has no {precision}; use --precision fp16 or fp32")
-        if precision == "fp8" and torch.cuda.get_device_capability(device) < (8, 9):
-            raise UsageError(f"{torch.cuda.get_device_name(device)} has no fp8 (Ada, Hopper or newer have); use bf16")
+        capability, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
+        if precision == "fp8" and capability < (8, 9):
+            raise UsageError(f"{name} has no fp8 (Ada and Hopper have); use --precision bf16")
+        if precision == "fp8" and capability[0] == 10:  # Triton 3.6 and 3.7 fail on fp8 attention's kernels there
+            raise UsageError(f"precision fp8 does not run on {name} yet: its kernels do not compile; use --precision bf16")
     return DTYPES[precision]
 
 
