@@ -133,7 +133,7 @@ def scales_at_the_start(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, dic
     [
         {"fp8_window": 5},
         {"fp8_margin": 2},
-        {"fp8_gradients": "e4m3"},
+        {"fp8_gradients": "e5m2"},
         {"fp8_count_every": 5},
         {"fp8_scaling": "current"},
     ],
@@ -215,7 +215,7 @@ def test_a_run_in_another_precision_has_no_such_line(again: RunConfig) -> None:
 
 def test_the_header_names_the_products(whole: RunConfig) -> None:
     log = (Path(whole.out) / "log.txt").read_text()
-    assert "fp8        qkv, proj, mlp, head.forward, head.dgrad; gradients e5m2, delayed scaling over 3 steps" in log
+    assert "fp8        qkv, proj, mlp, head.forward, head.dgrad; gradients e4m3, delayed scaling over 3 steps" in log
 
 
 # The command line.
@@ -257,7 +257,7 @@ def test_from_data_to_text(shards: Path, tmp_path: Path, capsys: pytest.CaptureF
         (["--fp8-count-every", "0"], "fp8_count_every must be at least 1"),
         (["--fp8-saturation-steps", "0"], "fp8_saturation_steps must be at least 1"),
         (["--fp8-margin", "9"], "fp8_margin must be 0 to 8 binades, found 9"),
-        (["--fp8-gradients", "e3m4"], "fp8_gradients must be one of e5m2, e4m3"),
+        (["--fp8-gradients", "e3m4"], "fp8_gradients must be one of e4m3, e5m2"),
         (["--fp8-on-saturation", "stop"], "fp8_on_saturation must be one of warn, widen, bf16"),
     ],
 )

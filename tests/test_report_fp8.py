@@ -52,7 +52,7 @@ def test_page_of_an_fp8_run(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", fp8_lines(), precision="fp8", fp8_keep_bf16="0.mlp, proj", fp8_head="forward")
     page = report(tmp_path, run)
     assert "in fp8 on cpu" in page.text
-    words = "the products qkv, mlp (but 0.mlp), head.forward; gradients in e5m2, delayed scaling; the rest in bf16"
+    words = "the products qkv, mlp (but 0.mlp), head.forward; gradients in e4m3, delayed scaling; the rest in bf16"
     assert words in page.text
     assert page.text.index(words) < page.text.index("Curves")
     shown = page.text[page.text.index("fp8 largest magnitude scale clipped vanished most in") :]
