@@ -16,7 +16,8 @@ from handgrad.ops.kernels.gelu import CUBIC, CUBIC3, SATURATED, SLOPE, SLOPE_LN2
 BLOCK, WARPS = 8192, 8
 
 # Backward: a program's tile, in quads of rows. A lane has 8 columns of a quad, whose fp8 numbers are one word of the
-# transposed forms: 128 rows are 128 bytes of a column there.
+# transposed forms: 32 rows are 32 bytes of a column there, one sector. Small tiles are faster: 413 us at 124M, where 128
+# rows of 64 columns with 8 warps take 511 (benchmarks/results/h200-fp8-choices.json).
 QUAD = tl.constexpr(4)
 QUADS, COLUMNS, BACKWARD_WARPS = 8, 128, 4
 
