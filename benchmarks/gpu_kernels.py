@@ -17,7 +17,7 @@ from torch import Tensor
 from benchmarks.record import write_record
 from handgrad import world
 from handgrad.ops import CONTROLS, RESULTS
-from handgrad.ops.kernels import classifier, column_sums, embedding, gelu, layernorm, optimizer
+from handgrad.ops.kernels import classifier, column_sums, embedding, gelu, layernorm, optimizer, reduction
 from handgrad.ops.kernels.scratch import scratch_bytes
 
 aten = torch.ops.aten
@@ -28,6 +28,7 @@ SIZES = {"124M": (64, 1024, 768), "1558M": (16, 1024, 1600)}  # batch, length, c
 V, Vp = 50257, 50304
 CLASSIFIER_ROWS = 4096
 OPTIMIZER_BLOCKS, OPTIMIZER_BLOCK = 1900, 65536  # 124.5 million parameters
+LANES, LANE_ELEMENTS = 4, 7_087_872  # the gradients of one block of 124M
 FLUSH_BYTES = 1 << 30
 GOAL = 0.85  # of the copy bandwidth
 
@@ -87,6 +88,7 @@ def cases() -> Iterator[Case]:
         yield from embedding_cases(size, B, T, C, scratch)
     yield from classifier_cases()
     yield from optimizer_cases()
+    yield from reduction_cases()
 
 
 def layernorm_cases(size: str, N: int, C: int, scratch: Tensor) -> Iterator[Case]:
@@ -207,11 +209,35 @@ def optimizer_cases() -> Iterator[Case]:
         weight.mul_(1 - 1e-5).sub_(1e-4 * (m / (1 - 0.9**100)) / root)
         published.copy_(weight)
 
+    def ours_squared() -> None:
+        optimizer.squared_norms(norms, gradient, block_elements=OPTIMIZER_BLOCK)
+
     def squares() -> Tensor:
         return gradient.view(OPTIMIZER_BLOCKS, -1).square().sum(1)
 
     yield Case("adamw_update", "124M", 30 * elements, ours, fused, traced)
-    yield Case("squared_norms", "124M", 4 * elements, lambda: optimizer.squared_norms(norms, gradient), squares)
+    yield Case("squared_norms", "124M", 4 * elements, ours_squared, squares)
+
+
+def reduction_cases() -> Iterator[Case]:
+    """Lanes added in place; as bf16, as another device's sums come, beside our own. And a checksum of all weights,
+    beside the plain sum of their bits."""
+    pieces = normal(LANES, LANE_ELEMENTS, dtype=torch.float32)
+    sent, out = pieces.bfloat16(), torch.empty_like(pieces[0])
+    flat = normal(OPTIMIZER_BLOCKS * OPTIMIZER_BLOCK, dtype=torch.float32)
+    found, words = torch.zeros(1, dtype=torch.int64, device=CUDA), flat.view(torch.int32)
+
+    def total(rows: Tensor) -> Tensor:
+        return rows.sum(0, dtype=torch.float32)
+
+    unit = 4 * LANE_ELEMENTS
+    ours = lambda: reduction.tree_sum(pieces[0], pieces, rounded=False)  # noqa: E731
+    yield Case("tree_sum", "4 rows", (LANES + 1) * unit, ours, lambda: total(pieces))
+    ours = lambda: reduction.tree_sum(out, pieces, rounded=True)  # noqa: E731
+    yield Case("tree_sum", "4 rounded", (LANES + 1) * unit, ours, lambda: total(pieces.bfloat16()))
+    ours = lambda: reduction.tree_sum(out, sent, rounded=True)  # noqa: E731
+    yield Case("tree_sum", "4 of bf16", LANES * unit // 2 + unit, ours, lambda: total(sent))
+    yield Case("checksum", "124M", 4 * flat.numel(), lambda: reduction.checksum(found, flat), lambda: words.sum())
 
 
 def compare(out: str) -> None:

@@ -154,7 +154,7 @@ class TwinTrainer:
     def load_initial(self) -> None:
         """handgrad's initial weights of `config.seed`, number for number (drawn on the CPU)."""
         flat = torch.zeros(flat_elements(self.table))
-        initialize(flat, self.table, self.config.seed)
+        initialize(self.table, self.config.seed, lambda row, values: row.stored(flat).copy_(values))
         self.twin.load(self.table, flat)
 
     @torch.no_grad()

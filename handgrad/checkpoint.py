@@ -12,9 +12,10 @@ Tensors are stored without padding and under names, so the layout in memory may 
 
 import hashlib
 import json
+import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,28 +48,49 @@ class Checkpoint:
     def step(self) -> int:
         return self.manifest["step"]
 
-    def load(self, file: str, destinations: Iterable[tuple[str, Tensor]]) -> None:
-        """Copies the file's tensors into `destinations`; raises `DataError` when names or shapes differ."""
+    def load(self, file: str, takers: Mapping[str, tuple[tuple[int, ...], Callable[[Tensor], object]]]) -> None:
+        """Gives each of the file's tensors to its taker, by name with the shape it expects; raises `DataError` when names
+        or shapes differ."""
         path = self.folder / file
         try:
             with safetensors.safe_open(path, framework="pt") as stored:
                 names = set(stored.keys())
-                wanted = dict(destinations)
-                if names != set(wanted):
-                    odd = sorted(names ^ set(wanted))
+                if names != set(takers):
+                    odd = sorted(names ^ set(takers))
                     raise DataError(
                         f"{path} holds other tensors than this model: {len(odd)} differ, the first is {odd[0]!r};"
                         " it belongs to another model"
                     )
-                for name, destination in wanted.items():
+                for name, (shape, take) in takers.items():
                     tensor = stored.get_tensor(name)
-                    if tensor.shape != destination.shape:
-                        raise DataError(
-                            f"{path}: expected {name} of shape {tuple(destination.shape)}, found {tuple(tensor.shape)}"
-                        )
-                    destination.copy_(tensor)
+                    if tensor.shape != shape:
+                        raise DataError(f"{path}: expected {name} of shape {tuple(shape)}, found {tuple(tensor.shape)}")
+                    take(tensor)
         except (safetensors.SafetensorError, OSError) as error:
             raise DataError(f"{path} is not a readable safetensors file: {error}") from None
+
+
+@dataclass
+class Stored:
+    """A tensor that goes into a checkpoint: what its header says, and where to get it when its turn comes."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    get: Callable[[], Tensor]
+    fetched: bool = False
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> "Stored":
+        return cls(name, tensor.dtype, tuple(tensor.shape), lambda: tensor)
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def fetch(self) -> Tensor:
+        self.fetched = True
+        return self.get()
 
 
 def folder_of(checkpoints: Path, step: int) -> Path:
@@ -78,19 +100,20 @@ def folder_of(checkpoints: Path, step: int) -> Path:
 def save(
     checkpoints: Path,
     step: int,
-    state: Iterable[tuple[str, Tensor]],
+    state: Iterable[Stored],
     manifest: dict[str, Any],
     extra_files: dict[str, bytes],
 ) -> Path:
     """Writes a folder like `checkpoints/step_00001000` and returns it; raises `StorageError`, leaving none of that name.
 
-    `state` are named tensors, moments prefixed "m." and "v."; `manifest` is what else must survive (JSON).
+    `state` are tensors, moments prefixed "m." and "v.", fetched in this order, weights first; `manifest` is what else must
+    survive (JSON).
     """
     final = folder_of(checkpoints, step)
     partial = final.with_name(final.name + PARTIAL)
     tensors = list(state)
-    weights = [(name, t) for name, t in tensors if not name.startswith(("m.", "v."))]
-    moments = [(name, t) for name, t in tensors if name.startswith(("m.", "v."))]
+    weights = [tensor for tensor in tensors if not tensor.name.startswith(("m.", "v."))]
+    moments = [tensor for tensor in tensors if tensor.name.startswith(("m.", "v."))]
     try:
         _remove(partial)
         partial.mkdir(parents=True)
@@ -112,22 +135,22 @@ def save(
     return final
 
 
-def _safetensors_bytes(tensors: list[tuple[str, Tensor]]) -> Iterator[bytes | memoryview]:
+def _safetensors_bytes(tensors: list[Stored]) -> Iterator[bytes | memoryview]:
     """The safetensors layout: header length, JSON header, raw tensors one after another.
 
     The library's writer wants all tensors as bytes in memory and cannot hash on the way; the format is these 10 lines.
     """
     header: dict[str, Any] = {}
     end = 0
-    for name, tensor in tensors:
-        start, end = end, end + tensor.numel() * tensor.element_size()
+    for tensor in tensors:
+        start, end = end, end + tensor.size_bytes
         dtype = SAFETENSORS_DTYPES[tensor.dtype]
-        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[tensor.name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
-    for _, tensor in tensors:
-        yield tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+    for tensor in tensors:
+        yield tensor.fetch().cpu().contiguous().flatten().view(torch.uint8).numpy().data
 
 
 def _write(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:

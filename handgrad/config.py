@@ -7,6 +7,7 @@ functions in `presets.py` that return a `RunConfig`.
 import dataclasses
 import difflib
 import json
+import math
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 from handgrad.errors import DataError, UsageError
 
+MOST_LANES = 4096
 VOCABULARY_MULTIPLE = 128  # the padded vocabulary is a multiple of this, so that products run on full tiles
 
 WANTED: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text without NUL"}
@@ -24,6 +26,7 @@ FP8_GRADIENTS = ("e4m3", "e5m2")
 FP8_SCALINGS = ("delayed", "current")
 ON_SATURATION = ("warn", "widen", "bf16")
 TUNED = "tuned"
+REDUCE_PRECISIONS = ("fp32", "bf16")
 BACKENDS = ("auto", "kernels", "reference")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 
@@ -76,6 +79,9 @@ class RunConfig:
     steps: int = option(1000, "optimizer steps of the whole run")
     tokens_per_step: int = option(524288, "tokens per optimizer step; a multiple of micro_batch * sequence_length")
     micro_batch: int = option(8, "samples that go through the model at once: decides memory and speed (and rounding)")
+    lanes: int = option(
+        0, "logical data-parallel width, a power of two that ranks divide (0: the ranks at the first start)"
+    )
     overfit_one_batch: bool = option(False, "train on the first batch over and over (to debug: the loss must go to 0)")
 
     # the optimizer
@@ -92,6 +98,14 @@ class RunConfig:
     skip_norm_z: float = option(0.0, "the same for the gradient norm (0: off)")
     max_skips: int = option(20, "stop with exit code 76 after this many skipped updates in a row")
     seed: int = option(1337, "seed of the initial weights and of the order of samples")
+
+    # several processes
+    zero: int = option(1, "ranks share 0: nothing; 1: master weights and moments; 2: gradients, too", free=True)
+    reduce_precision: str = option("fp32", "of gradients on their way between lanes", choices=REDUCE_PRECISIONS)
+    check_ranks_every: int = option(100, "steps between checks that ranks agree, bit by bit (0: never)", free=True)
+    join_seconds: int = option(300, "how long to wait for the other ranks at the start", free=True)
+    silence_seconds: int = option(30, "how long a rank may give no sign of life", free=True)
+    stall_seconds: int = option(600, "how long a rank may be at one and the same operation", free=True)
 
     # fp8: block products on 8-bit numbers, the rest in bf16
     fp8_keep_bf16: str = option(
@@ -136,8 +150,8 @@ class RunConfig:
 
     @property
     def micro_steps(self) -> int:
-        """Micro-batches whose gradients are added up for one optimizer step."""
-        return self.samples_per_step // self.micro_batch
+        """Micro-batches of a lane whose gradients are added up for one optimizer step."""
+        return self.samples_per_step // (self.micro_batch * max(1, self.lanes))
 
 
 FIELDS: dict[str, dataclasses.Field] = {f.name: f for f in dataclasses.fields(RunConfig)}
@@ -146,7 +160,7 @@ _POSITIVE = ("num_layers", "num_heads", "channels", "sequence_length", "steps", 
 _NOT_NEGATIVE = (
     *("warmup_steps", "final_learning_rate_fraction", "weight_decay", "clip_norm", "skip_loss_z", "skip_norm_z"),
     *("eval_every", "sample_every", "sample_tokens", "save_every", "keep_checkpoints", "head_chunk_tokens"),
-    *("learning_rate", "seed", "gpu_every"),
+    *("learning_rate", "seed", "gpu_every", "lanes", "check_ranks_every"),
 )
 
 
@@ -184,15 +198,29 @@ def check(config: RunConfig) -> RunConfig:
         check_fp8(config)
     if config.recompute not in (0, 1, 2):
         raise UsageError(f"recompute must be 0, 1 or 2, found {config.recompute}")
-    tokens_per_micro_batch = config.micro_batch * config.sequence_length
-    if config.tokens_per_step % tokens_per_micro_batch:
-        nearest = max(1, round(config.tokens_per_step / tokens_per_micro_batch)) * tokens_per_micro_batch
+    check_lanes(config)
+    factors = {"micro_batch": config.micro_batch, "sequence_length": config.sequence_length}
+    if config.lanes > 1:
+        factors = {"lanes": config.lanes, **factors}
+    least = math.prod(factors.values())
+    if config.tokens_per_step % least:
+        nearest = max(1, round(config.tokens_per_step / least)) * least
         raise UsageError(
-            f"tokens_per_step must be a multiple of micro_batch * sequence_length = {config.micro_batch} *"
-            f" {config.sequence_length} = {tokens_per_micro_batch}, found {config.tokens_per_step};"
-            f" try --tokens-per-step {nearest}"
+            f"tokens_per_step must be a multiple of {' * '.join(factors)} = {' * '.join(map(str, factors.values()))} ="
+            f" {least}, found {config.tokens_per_step}; try --tokens-per-step {nearest}"
         )
     return config
+
+
+def check_lanes(config: RunConfig) -> None:
+    """Raises `UsageError` for what several lanes and ranks cannot do."""
+    if config.lanes and (config.lanes & (config.lanes - 1) or config.lanes > MOST_LANES):
+        raise UsageError(f"lanes must be a power of two up to {MOST_LANES}, or 0, found {config.lanes}")
+    if config.zero not in (0, 1, 2):
+        raise UsageError(f"zero must be 0, 1 or 2, found {config.zero}")
+    for name in ("join_seconds", "silence_seconds", "stall_seconds"):
+        if not 1 <= getattr(config, name) <= 86400:
+            raise UsageError(f"{name} must be 1 to 86400, found {getattr(config, name)}")
 
 
 def check_fp8(config: RunConfig) -> None:
@@ -276,5 +304,6 @@ def to_toml(config: RunConfig) -> str:
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """What differs between two configs and matters to the numbers: ['seed: 1 -> 2', ...]. A setting that an older version
     did not know had its default."""
+    old = {"lanes": 1, **old}
     then = {name: old.get(name, known.default) for name, known in FIELDS.items() if not known.metadata["free"]}
     return [f"{n}: {value!r} -> {new.get(n)!r}" for n, value in then.items() if value != new.get(n)]

@@ -12,6 +12,7 @@ class HandgradError(ValueError):
     """Base of all messages meant for users; `exit_code` is the exit status of the command that raised it."""
 
     exit_code = 64
+    shared = False  # whether every rank of the run ends by it
 
     def __init__(self, message: str):
         # One line, whatever was interpolated: a message is read in a log as often as on a terminal.
@@ -40,12 +41,20 @@ class Preempted(HandgradError):
     """The run was asked to stop, saved its state and can be launched again with the same command."""
 
     exit_code = 75
+    shared = True
+
+
+class LostRank(HandgradError):
+    """Another process of the run is gone; launched again with the same command, all go on from the last checkpoint."""
+
+    exit_code = 75
 
 
 class NumericsError(HandgradError):
-    """The training diverged: losses or gradients stayed non-finite."""
+    """The training diverged: losses or gradients stayed non-finite, or ranks that should agree do not."""
 
     exit_code = 76
+    shared = True
 
 
 class ConfigError(HandgradError):

@@ -8,55 +8,63 @@ import torch
 from handgrad import world
 from handgrad.arena import make_plan
 from handgrad.backend import choose_backend, settle_products
-from handgrad.config import ModelShape, RunConfig
+from handgrad.config import ModelShape, RunConfig, check
 from handgrad.evaluation.generate import decode_buffers
 from handgrad.model.parameters import count_parameters, flops_per_token, parameter_table
 from handgrad.ops import reference
 from handgrad.training.console import human_bytes, human_count, human_flops, human_seconds, memory_table
+from handgrad.training.header import check_shared_gradients
+from handgrad.training.run_folder import settled_lanes
 from handgrad.training.state import largest_micro_batch, training_plan
 
 RECOMPUTE_LEVELS = (0, 1, 2)
 
 
-def describe_plan(config: RunConfig, vocab_size: int) -> list[str]:
-    """The lines of `handgrad plan`."""
+def describe_plan(config: RunConfig, vocab_size: int, ranks: int = 1) -> list[str]:
+    """The lines of `handgrad plan`; memory is that of one of `ranks` equal ones. Raises `ConfigError` for lanes that they
+    cannot share."""
     device = world.resolve_device(config.device)
     dtype = world.use_precision(device, config.precision)
     ops = choose_backend(config.backend, device)
-    config = settle_products(config, ops)
+    config = check(replace(settle_products(config, ops), lanes=settled_lanes(config, ranks)))
+    check_shared_gradients(config, ranks)
     shape = config.shape(vocab_size)
     tokens = config.steps * config.tokens_per_step
     operations = tokens * flops_per_token(shape)
     rate, kind = product_rate(device, dtype), "bf16" if config.precision == "fp8" else config.precision
+    lanes = f"{config.lanes} lanes x " if config.lanes > 1 else ""
+    memory = "memory per rank" if ranks > 1 else "memory"
     lines = [
         f"model      {human_count(count_parameters(parameter_table(shape)))} parameters,"
         f" {human_flops(flops_per_token(shape))} per token, forward and backward",
-        f"run        {config.steps} steps of {config.tokens_per_step} tokens = {config.micro_steps} x"
+        f"run        {config.steps} steps of {config.tokens_per_step} tokens = {lanes}{config.micro_steps} x"
         f" {config.micro_batch} x {config.sequence_length}: {human_count(tokens)} tokens, {human_flops(operations)}",
         f"device     {world.describe(device)}; a large {kind} product runs at {human_flops(rate)}/s here",
-        f"at best    {human_count(rate / flops_per_token(shape))} tokens/s, {human_seconds(operations / rate)} in all;"
+        f"at best    {human_count(ranks * rate / flops_per_token(shape))} tokens/s,"
+        f" {human_seconds(operations / rate / ranks)} in all{' on ' + str(ranks) + ' such' if ranks > 1 else ''};"
         " expect half to three quarters of it",
         "",
-        f"{'memory':<18}" + "".join(f"{f'recompute {level}':>16}" for level in RECOMPUTE_LEVELS),
-        *memory_table([memory_bytes(replace(config, recompute=level), shape) for level in RECOMPUTE_LEVELS]),
+        f"{memory:<18}" + "".join(f"{f'recompute {level}':>16}" for level in RECOMPUTE_LEVELS),
+        *memory_table([memory_bytes(replace(config, recompute=level), shape, ranks) for level in RECOMPUTE_LEVELS]),
         "",
     ]
     available = world.available_bytes(device)
     for level in RECOMPUTE_LEVELS if available is not None else ():
-        fitting = largest_micro_batch(replace(config, recompute=level), shape, dtype, device, ops, available or 0)
-        whole = " (a whole step at once)" if fitting == config.samples_per_step else ""
+        level_config = replace(config, recompute=level)
+        fitting = largest_micro_batch(level_config, shape, dtype, device, ops, available or 0, ranks)
+        whole = " (a whole step at once)" if fitting * config.lanes == config.samples_per_step else ""
         advice = f"--micro-batch {fitting}{whole}" if fitting else "not even one sample at a time"
         lines.append(f"fits       {human_bytes(available or 0)} free at recompute {level}: {advice}")
     return lines
 
 
-def memory_bytes(config: RunConfig, shape: ModelShape) -> dict[str, int]:
-    """Bytes of every allocation that a run with this configuration makes."""
+def memory_bytes(config: RunConfig, shape: ModelShape, ranks: int = 1) -> dict[str, int]:
+    """Bytes of every allocation that a rank of a run with this configuration makes."""
     dtype = world.DTYPES[config.precision]
     device = world.resolve_device(config.device)
     ops = choose_backend(config.backend, device)
     generation = make_plan(decode_buffers(shape, dtype, ops))
-    return training_plan(config, shape, dtype, device, ops).size_bytes | generation.size_bytes
+    return training_plan(config, shape, dtype, device, ops, ranks).size_bytes | generation.size_bytes
 
 
 def product_rate(device: torch.device, dtype: torch.dtype) -> float:

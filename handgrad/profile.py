@@ -91,6 +91,8 @@ OPERATIONS = {
     "loss_sum": Counted("loss and verdict"),
     "verdict": Counted("loss and verdict"),
     "squared_norms": Counted("norm"),
+    "tree_sum": Counted("sums over lanes"),
+    "checksum": Counted("checksum"),
     "adamw_update": Counted("AdamW"),
     "quantize": Counted("quantising weights"),
     "fold_statistics": Counted("fp8 scales"),
@@ -99,7 +101,9 @@ OPERATIONS = {
 
 # What an operation of `linear` calls within its backend, and what is counted instead of it where it does.
 PARTS = {
-    "multiply": Counted("{place} products, {role}", lambda t: 2 * t["d"].numel() * t["b"].shape[0 if is_wgrad(t) else 1]),
+    "multiply": Counted(
+        "{place} products, {role}", lambda t: 2 * t["d"].numel() * t["a"].shape[bool(t.get("transpose_a"))]
+    ),
     **{name: OPERATIONS[name] for name in ("bias_backward", "gelu_forward", "gelu_backward")},
     "gelu_forward_fp8": Counted("GELU to fp8, forward"),
     "gelu_backward_fp8": Counted("GELU to fp8, backward"),
@@ -118,9 +122,9 @@ def size_bytes(t: Named) -> int:
     """Bytes an operation cannot avoid: an input read once, an output written once, what changes in place twice."""
     total, seen = 0, set()
     for name, tensor in flattened(t):
-        if not isinstance(tensor, Tensor) or name == "scratch" or tensor.data_ptr() in seen:
+        if not isinstance(tensor, Tensor) or name == "scratch" or (tensor.data_ptr(), tensor.shape) in seen:
             continue
-        seen.add(tensor.data_ptr())
+        seen.add((tensor.data_ptr(), tensor.shape))
         if name in BY_TOKEN:
             elements = tensor[0].numel() * t["tokens"].unique().numel()
         elif name in BY_POSITION:

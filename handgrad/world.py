@@ -29,14 +29,23 @@ PEAK_BF16_FLOPS = {
 }
 
 
-def resolve_device(name: str) -> torch.device:
-    """The torch device for `--device`; raises `UsageError` when it was asked for and is not there."""
+def resolve_device(name: str, local_rank: int = 0) -> torch.device:
+    """The torch device for `--device`, of several GPUs the one for this rank of the machine, made the current one; raises
+    `UsageError` when it was asked for and is not there."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
         raise UsageError("device cuda asked for, but torch finds no CUDA GPU; use --device cpu or install a CUDA build")
     if name == "mps" and not torch.backends.mps.is_available():
         raise UsageError("device mps asked for, but torch finds no Apple GPU; use --device cpu")
+    if name == "cuda" and local_rank:
+        if local_rank >= torch.cuda.device_count():
+            raise UsageError(
+                f"rank {local_rank} of this machine needs a GPU of its own, torch finds {torch.cuda.device_count()};"
+                " start as many processes as there are GPUs"
+            )
+        torch.cuda.set_device(local_rank)
+        return torch.device("cuda", local_rank)
     return torch.device(name)
 
 

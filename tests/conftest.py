@@ -93,7 +93,7 @@ def make_model(
     elements = flat_elements(table)
     exact = torch.float64 if dtype == torch.float64 else torch.float32
     flat = torch.zeros(elements, dtype=torch.float32)
-    initialize(flat, table, seed)
+    initialize(table, seed, lambda row, values: row.stored(flat).copy_(values))
     generator = torch.Generator().manual_seed(seed)
     for row in table:
         stored = row.stored(flat)

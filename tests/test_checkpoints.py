@@ -7,12 +7,18 @@ import pytest
 import torch
 
 from handgrad import checkpoint
+from handgrad.checkpoint import Stored
 from handgrad.config import RunConfig
 from handgrad.errors import DataError, StorageError
-from handgrad.training.loop import Run, train
+from handgrad.training.loop import Run
+from handgrad.training.start import train
 from tests.test_runs import elsewhere, finished, same_bits, tensors
 
 __all__ = ["finished"]  # a fixture
+
+
+def stored(tensors: dict[str, torch.Tensor]) -> list[Stored]:
+    return [Stored.of(name, tensor) for name, tensor in tensors.items()]
 
 
 def damage(path: Path, how: str) -> None:
@@ -34,7 +40,7 @@ def damage(path: Path, how: str) -> None:
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "manifest.json"])
 def test_a_damaged_checkpoint_is_named_and_passed_over(config: RunConfig, file: str, how: str) -> None:
     checkpoints = Path(config.out)
-    state = [("a", torch.arange(40.0)), ("m.a", torch.ones(40)), ("v.a", torch.ones(40))]
+    state = stored({"a": torch.arange(40.0), "m.a": torch.ones(40), "v.a": torch.ones(40)})
     for step in (1, 2):
         checkpoint.save(checkpoints, step, state, {"config": {}}, {})
     assert checkpoint.newest(checkpoints)[0].step == 2
@@ -107,7 +113,7 @@ def test_an_edited_manifest_is_refused(finished: RunConfig) -> None:
 
 
 def test_a_damaged_checkpoint_never_crowds_out_a_valid_one(tmp_path: Path) -> None:
-    state = [("a", torch.ones(4)), ("m.a", torch.ones(4)), ("v.a", torch.ones(4))]
+    state = stored({"a": torch.ones(4), "m.a": torch.ones(4), "v.a": torch.ones(4)})
     for step in (4, 12):
         checkpoint.save(tmp_path, step, state, {"config": {}}, {})
     damage(tmp_path / "step_00000012" / "model.safetensors", "flip")
@@ -131,7 +137,7 @@ def test_a_save_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(Path, "rename", rename)
-    state = [("a", torch.ones(4)), ("m.a", torch.ones(4)), ("v.a", torch.ones(4))]
+    state = stored({"a": torch.ones(4), "m.a": torch.ones(4), "v.a": torch.ones(4)})
     checkpoint.save(tmp_path / "c", 1, state, {"config": {}}, {})
     files = ["model.safetensors", "optimizer.safetensors", "manifest.json"]
     assert calls == [*files, "step_00000001.partial", "rename to step_00000001", "c"]

@@ -133,6 +133,7 @@ def spoils_an_input(dbias_acc, dout, *, scratch=None) -> None:
         ("verdict", no_memory, "verdict failed: RuntimeError: out of resources; use --backend reference"),
         ("bias_backward", spoils_an_input, "bias_backward failed: relative error 1.0e+00"),
         ("loss_sum", lambda sum_acc, losses: None, "loss_sum failed"),
+        ("checksum", lambda out, flat: reference.checksum(out, flat[1:]), "checksum failed: relative error"),
     ],
 )
 def test_a_wrong_kernel_does_not_pass(operation: str, broken, told: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from handgrad.config import RunConfig
 from handgrad.errors import Preempted
 from handgrad.ops.fp8 import COUNTING, MARGIN, SCALE
 from handgrad.training import loop
-from handgrad.training.loop import train
+from handgrad.training.start import train
 from tests.conftest import small_run
 from tests.test_commands import SMALL, refused
 from tests.test_runs import elsewhere, records, same_bits

@@ -10,7 +10,7 @@ import pytest
 from handgrad.config import RunConfig
 from handgrad.ops.fp8 import INVERSE, MARGIN, SCALE
 from handgrad.training import loop
-from handgrad.training.loop import train
+from handgrad.training.start import train
 from handgrad.training.scaling import Scaling
 from tests.conftest import small_run
 from tests.test_fp8_runs import manifest, same, train_until

@@ -14,7 +14,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # Which parts of the package a part may import, besides itself. `errors` and `files` are for all.
 FOUNDATION = {"config", "presets"}
-BELOW_TRAINING = {*FOUNDATION, "arena", "world", "data", "model", "checkpoint", "ops", "backend", "power"}
+BELOW_TRAINING = {*FOUNDATION, "arena", "world", "distributed", "data", "model", "checkpoint", "ops", "backend", "power"}
 RUNNING = {*BELOW_TRAINING, "evaluation", "training"}
 LAW = {
     "errors": set(),
@@ -29,6 +29,7 @@ LAW = {
     "kernel_checks": {"ops"},
     "arena": {"config"},
     "world": {"config"},
+    "distributed": {"config"},
     "checkpoint": {"config"},
     "data": {"config"},
     "model": {"config", "arena", "ops"},

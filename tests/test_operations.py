@@ -233,11 +233,13 @@ def test_classifier_survives_extreme_logits() -> None:
 
 
 def test_squared_norms_do_not_depend_on_neighbours() -> None:
-    flat = torch.randn(8 * 1000, generator=torch.Generator().manual_seed(0))
-    whole, part = torch.full((8,), math.nan), torch.full((2,), math.nan)
-    ops.squared_norms(whole, flat)
-    ops.squared_norms(part, flat[2000:4000])
+    flat = torch.randn(8 * 1000 - 300, generator=torch.Generator().manual_seed(0))
+    whole, part, last = (torch.full((blocks,), math.nan) for blocks in (8, 2, 1))
+    ops.squared_norms(whole, flat, block_elements=1000)
+    ops.squared_norms(part, flat[2000:4000], block_elements=1000)
+    ops.squared_norms(last, flat[7000:], block_elements=1000)
     assert torch.equal(whole[2:4], part), "a block's sum must be the same wherever the block lies"
+    assert torch.equal(whole[7:], last), "a short block's, too"
     torch.testing.assert_close(whole.sum(), flat.double().square().sum().float())
 
 

@@ -11,6 +11,7 @@ from handgrad.cli import main
 from handgrad.errors import UsageError
 from handgrad.nsight import METRICS, parse, table
 from handgrad.ops import reference
+from handgrad.ops.fp8 import E4M3
 from handgrad.profile import OPERATIONS, PARTS, MadeUpTokens, Recorder, size_bytes
 from handgrad.traces import COPIES, OTHER, Spent, innermost, ranges_of, spent_on_cpu, spent_on_gpu
 
@@ -65,6 +66,9 @@ def test_the_parts_of_a_product_take_its_place(monkeypatch: pytest.MonkeyPatch) 
         linear.multiply(dweight_acc, inp, dout, transpose_b=True)
         linear.bias_backward(dbias_acc, dout)
 
+    def fp8_wgrad(dweight_acc, inp, dout) -> None:  # both operands transposed, as fp8 products want them
+        linear.multiply(dweight_acc, inp.t().to(E4M3), dout.t().to(E4M3), transpose_a=True)
+
     monkeypatch.setattr(linear, "multiply", multiply, raising=False)
     monkeypatch.setattr(reference, "linear_backward", linear_backward)
     out, inp, weight = linear_tensors()
@@ -74,6 +78,10 @@ def test_the_parts_of_a_product_take_its_place(monkeypatch: pytest.MonkeyPatch) 
     roles = {f"head products, {role}": 2 * N * I * O for role in ("dgrad", "wgrad")}
     assert made.counted == {**roles, "bias sums": 4 * (N * O + 2 * O)}
     assert linear.bias_backward is before and linear.multiply is multiply, "the backend is left as it was"
+    made = recorder(weight)
+    with made.recording():
+        fp8_wgrad(torch.zeros(O, I), inp, out)
+    assert list(made.counted.values()) == [2 * N * I * O] and next(iter(made.counted)).endswith("wgrad")
 
 
 def test_attention_counts_the_keys_that_a_query_may_see() -> None:
@@ -93,6 +101,7 @@ def test_bytes_are_read_once_written_once_and_twice_in_place() -> None:
     assert size_bytes({"dbias_acc": b, "dout": a}) == 2 * 16 + 64
     assert size_bytes({"dhidden_inout": a, "inp": a.clone()}) == 2 * 64 + 64
     assert size_bytes({"published": b, "weight_inout": b, "gradient_inout": b.clone()}) == 16 + 16
+    assert size_bytes({"out": a[0], "pieces": a, "rounded": True}) == 8 + 64, "a row of the pieces, written"
     tokens, wte, wpe = torch.tensor([[3, 3], [1, 3]]), torch.zeros(50, 4), torch.zeros(9, 4)
     assert size_bytes({"tokens": tokens, "wte": wte, "wpe": wpe}) == 4 * 8 + 2 * 16 + 2 * 16, "two words, two positions"
 

@@ -188,7 +188,13 @@ def step_rows(model: str) -> list[str]:
     ]
 
 
-CHAPTERS = {"bias_backward": "linear", "adamw_update": "adamw", "squared_norms": "norm"}  # others: the name's first word
+CHAPTERS = {  # others: the name's first word
+    "bias_backward": "linear",
+    "adamw_update": "adamw",
+    "squared_norms": "norm",
+    "tree_sum": "reduction",
+    "checksum": "reduction",
+}
 CHANNELS = {"124M": 768, "1558M": 1600}
 
 

@@ -12,7 +12,7 @@ from benchmarks.twin import Twin, optimizer_of, twin_step
 from handgrad.config import FIELDS, RunConfig
 from handgrad.data.batches import Batches
 from handgrad.data.shards import open_dataset
-from handgrad.model.parameters import decay_runs
+from handgrad.model.buckets import update_runs
 from handgrad.ops import reference
 from handgrad.training.feed import BatchFeed
 from handgrad.training.outliers import WINDOW, Outliers
@@ -83,9 +83,10 @@ def test_only_matrices_decay_and_padding_stays_zero(config: RunConfig) -> None:
     state, _ = steps_of(dataclasses.replace(config, weight_decay=0.5), 3)
     decayed = torch.zeros_like(state.master, dtype=torch.bool)
     covered = 0
-    for run, decays in decay_runs(state.table):
-        decayed[run] = decays
-        covered += run.stop - run.start
+    for run in update_runs(state.table, state.buckets, 0, 1):
+        assert run.flat == run.local
+        decayed[run.flat] = run.decays
+        covered += run.flat.stop - run.flat.start
     assert covered == state.master.numel(), "every element belongs to exactly one run"
     for row in state.table:
         assert (row.view(decayed) == (len(row.shape) == 2)).all(), row.name
@@ -224,7 +225,8 @@ def test_what_may_change_in_a_resumed_run() -> None:
     free = {name for name, known in FIELDS.items() if known.metadata["free"]}
     where = {"data", "out"}
     how_often = {"eval_every", "sample_every", "log_every", "gpu_every", "save_every"}
-    assert free == where | how_often | {"eval_tokens", "sample_tokens", "keep_checkpoints"}
+    ranks = {"zero", "check_ranks_every", "join_seconds", "silence_seconds", "stall_seconds"}
+    assert free == where | how_often | ranks | {"eval_tokens", "sample_tokens", "keep_checkpoints"}
 
 
 def test_largest_micro_batch_fits(config: RunConfig) -> None:

@@ -1,7 +1,11 @@
 """handgrad evaluate: what a checkpoint's loss is on held-out text."""
 
 import math
+import os
+from argparse import Namespace
 from collections.abc import Sequence
+
+import torch
 
 from handgrad import checkpoint, world
 from handgrad.arena import Buffer
@@ -10,6 +14,8 @@ from handgrad.commands.arguments import Parser, add_model_arguments
 from handgrad.config import ModelShape, RunConfig
 from handgrad.data.batches import Batches, host_buffers
 from handgrad.data.shards import open_dataset
+from handgrad.distributed.launchers import find_place
+from handgrad.distributed.ranks import Ranks, joined
 from handgrad.errors import DataError, UsageError
 from handgrad.evaluation.load import load_model
 from handgrad.evaluation.loss import mean_loss
@@ -25,7 +31,17 @@ def run(arguments: Sequence[str]) -> int:
     parsed = parser.parse(arguments)
     if parsed.eval_tokens < 0 or parsed.micro_batch < 1:
         raise UsageError("--eval-tokens must be 0 or more and --micro-batch 1 or more")
-    device = world.resolve_device(parsed.device)
+    place = find_place(os.environ)
+    device = world.resolve_device(parsed.device, place.local_rank)
+    with joined(place, device, RunConfig()) as ranks:
+        lines = evaluate(parsed, device, ranks)
+    if ranks.leads:
+        print("\n".join(lines))
+    return 0
+
+
+def evaluate(parsed: Namespace, device: torch.device, ranks: Ranks) -> list[str]:
+    """What there is to say, from the share of each of the `ranks`."""
     dtype = world.use_precision(device, parsed.precision)
     ops = choose_backend(parsed.backend, device)
 
@@ -54,14 +70,17 @@ def run(arguments: Sequence[str]) -> int:
         samples=samples,
         vocab_size=model.shape.vocab_size,
         host_buffers=host_buffers(act.tokens, act.targets),
+        ranks=ranks,
     )
     tokens = min(samples, batches.samples_per_epoch) * length
-    print(f"checkpoint        {parsed.checkpoint} (step {model.step})")
-    print(f"validation tokens {tokens} of {dataset.tokens('validation')} in {folder}")
-    print(f"loss              {loss:.4f} nats per token")
-    print(f"perplexity        {math.exp(min(loss, 700)):.2f}")
+    lines = [
+        f"checkpoint        {parsed.checkpoint} (step {model.step})",
+        f"validation tokens {tokens} of {dataset.tokens('validation')} in {folder}",
+        f"loss              {loss:.4f} nats per token",
+        f"perplexity        {math.exp(min(loss, 700)):.2f}",
+    ]
     if dataset.manifest and (text_bytes := dataset.manifest["splits"]["validation"]["text_bytes"]):
-        print(f"bits per byte     {loss / math.log(2) * dataset.tokens('validation') / text_bytes:.4f}")
+        lines.append(f"bits per byte     {loss / math.log(2) * dataset.tokens('validation') / text_bytes:.4f}")
     if floor := dataset.floor("validation"):
-        print(f"source's entropy  {floor:.4f} nats per token; the loss is {loss / floor - 1:+.1%}")
-    return 0
+        lines.append(f"source's entropy  {floor:.4f} nats per token; the loss is {loss / floor - 1:+.1%}")
+    return lines

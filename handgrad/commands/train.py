@@ -1,12 +1,14 @@
 """handgrad train: trains, or goes on training, the run in --out."""
 
+import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 from handgrad.commands.arguments import Parser, add_run_arguments, run_config
+from handgrad.distributed.launchers import find_place
 from handgrad.report.page import write_report
-from handgrad.training.loop import train
+from handgrad.training.start import train
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -16,6 +18,8 @@ def run(arguments: Sequence[str]) -> int:
     parsed = parser.parse(arguments)
     config = run_config(parsed)
     train(config, allow_changes=parsed.allow_changes)
+    if find_place(os.environ).rank:
+        return 0  # the first rank speaks
     print(f"report     {write_report([Path(config.out)], Path(config.out) / 'report.html')}")
     run_folder = shlex.quote(config.out)
     print(f"next       handgrad sample {run_folder}   or   handgrad evaluate {run_folder}")

@@ -67,6 +67,6 @@ def load_model(
         )
     views = plan.allocate(device)
     flat = views["parameters"]
-    checkpoint.load(WEIGHTS_FILE, [(row.name, row.stored(flat)) for row in table])
+    checkpoint.load(WEIGHTS_FILE, {row.name: (row.stored_shape, row.stored(flat).copy_) for row in table})
     weights = model_tensors(flat, table)
     return LoadedModel(config, shape, tokenizer, ops, device, weights, views, checkpoint.step)

@@ -5,6 +5,7 @@ from types import ModuleType
 from torch import Tensor
 
 from handgrad.data.batches import Batches
+from handgrad.distributed.ranks import Ranks
 from handgrad.model import transformer
 from handgrad.model.activations import Activations
 from handgrad.model.parameters import ModelTensors
@@ -19,21 +20,31 @@ def mean_loss(
     samples: int,
     vocab_size: int,
     host_buffers: tuple[Tensor, Tensor],
+    ranks: Ranks | None = None,
 ) -> float:
     """Mean cross-entropy in nats over the tokens of the first `samples` samples (at most one epoch).
 
     The model's micro-batch is used as it is; the last one may be padded with samples that are not counted. `host_buffers`
-    are the CPU tensors (B, T) that samples are read into: the model's own on a CPU.
+    are the CPU tensors (B, T) that samples are read into: the model's own on a CPU. Several ranks take the micro-batches
+    in turns, and all add up their sums in the order of the samples, as a single rank does.
     """
+    ranks = Ranks() if ranks is None else ranks
     samples = min(samples, batches.samples_per_epoch)
     batch = act.tokens.shape[0]
-    total = 0.0
-    for first in range(0, samples, batch):
+    starts = range(0, samples, batch)
+    turns = -(-len(starts) // ranks.size)
+    sums = [0.0] * turns
+    for turn, first in enumerate(starts[ranks.rank :: ranks.size]):
         batches.fill(*host_buffers, first)
         if host_buffers[0] is not act.tokens:
             act.tokens.copy_(host_buffers[0])
             act.targets.copy_(host_buffers[1])
+        ranks.at(f"evaluation, sample {first}")
         transformer.loss(ops, weights, act, vocab_size=vocab_size)
         counted = min(batch, samples - first)
-        total += act.losses.view(act.tokens.shape)[:counted].cpu().double().sum().item()
+        sums[turn] = act.losses.view(act.tokens.shape)[:counted].cpu().double().sum().item()
+    everyone = ranks.tell(sums, "losses of the evaluation")
+    total = 0.0
+    for index in range(len(starts)):
+        total += everyone[index % ranks.size][index // ranks.size]
     return total / (samples * act.tokens.shape[1])

@@ -51,7 +51,7 @@ def launch(operation: Callable[..., None], arguments: Arguments) -> None:
 
 def compare(kernel: Callable[..., None], specified: Callable[..., None], make: Callable[[], Arguments]) -> Compared:
     """The kernel beside the reference in float64; two units of the precision are allowed, and twice what the reference is
-    wrong by in it."""
+    wrong by in it. Integers must be equal."""
     arguments = make()
     found, own, exact = (copies(arguments, double=double) for double in (False, False, True))
     for operation, values in ((kernel, found), (specified, own), (specified, exact)):
@@ -59,6 +59,8 @@ def compare(kernel: Callable[..., None], specified: Callable[..., None], make: C
     for name, tensor in exact.items():
         if isinstance(tensor, Tensor) and tensor.is_floating_point():
             yield found[name], tensor, 2 * torch.finfo(found[name].dtype).eps + 2 * relative_error(own[name], tensor)
+        elif isinstance(tensor, Tensor):
+            yield found[name], own[name], 0.0
 
 
 def copies(arguments: Arguments, *, double: bool = False) -> Arguments:

@@ -15,7 +15,18 @@ from torch import Tensor
 from handgrad.kernel_checks.checking import attempt, compare
 from handgrad.kernel_checks.draw import Arguments, B, C, Draw, F, H, N, T, V, Vp
 from handgrad.ops import CONTROLS, RESULTS, UPDATE, reference
-from handgrad.ops.fp8 import CLIPPED, E4M3, E5M2, LARGEST_EXPONENT, REPORT_PLACES, STATISTICS_PLACES
+from handgrad.ops.fp8 import (
+    CLIPPED,
+    E4M3,
+    E5M2,
+    INVERSE,
+    LARGEST_EXPONENT,
+    REPORT_PLACES,
+    SATURATED_STEPS,
+    SCALE,
+    SCALING_PLACES,
+    STATISTICS_PLACES,
+)
 
 
 def statistics(draw: Draw, inp: Tensor) -> Arguments:
@@ -58,7 +69,7 @@ def embedding_backward(d: Draw) -> Arguments:
 
 
 def verdict(d: Draw) -> Arguments:
-    sums = {"sum_of_losses": d.float64(3.0 * N), "norm_partials": d.float32(64).square()}
+    sums = {"sum_of_losses": d.float64(2.5 * N, 0.5 * N), "norm_partials": d.float32(64).square()}
     scale = {"loss_scale_inout": torch.tensor([1 / N, 1.0, 0.0], device=d.device)}
     limits = {"controls": d.float64(1.0, 1e-3, math.inf, math.inf)}
     settings = {"tokens_per_step": N, "clip_norm": 1.0, "dynamic_loss_scale": False}
@@ -83,6 +94,10 @@ def sums(d: Draw) -> Arguments:
     return {"sum_acc": d.float64(2.0), "losses": d.float32(N).square()}
 
 
+def tree(d: Draw, rows: int) -> Arguments:
+    return {"out": d.empty(2 * 4096, dtype=torch.float32), "pieces": d.float32(rows, 2 * 4096)}
+
+
 def fold_statistics(d: Draw) -> Arguments:
     found = d.float32(4, STATISTICS_PLACES, 300).square()
     found[:, CLIPPED:].round_()  # counts
@@ -91,7 +106,9 @@ def fold_statistics(d: Draw) -> Arguments:
 
 def update_scaling(d: Draw) -> Arguments:
     """Tensors in both formats, of which one saturates for the last time before it gets more margin."""
-    scaling = torch.tensor([[2.0**e, 2.0**-e, 0.0, 0.0, 2.0] for e in (7, 15, 10, 3)], device=d.device)
+    scaling = torch.zeros(4, SCALING_PLACES, device=d.device)
+    exponents = torch.tensor([7.0, 15.0, 10.0, 3.0], device=d.device)
+    scaling[:, SCALE], scaling[:, INVERSE], scaling[:, SATURATED_STEPS] = exponents.exp2(), (-exponents).exp2(), 2.0
     totals = torch.cat([d.float64(3.0, 4.0, 1e-9, 1e4).view(4, 1), d.float64(*range(8)).view(4, 2)], 1)
     formats = [LARGEST_EXPONENT[form] for form in (E4M3, E5M2, E4M3, E4M3)]
     return {
@@ -151,7 +168,14 @@ CASES: dict[str, tuple[str, Callable[[Draw], Arguments]]] = {
             "scale": torch.tensor([0.37], device=d.device),
         },
         "loss_sum": sums,
-        "squared_norms": lambda d: {"out": d.empty(16, dtype=torch.float32), "flat": d.float32(16 * 4096)},
+        "squared_norms": lambda d: {
+            "out": d.empty(16, dtype=torch.float32),
+            "flat": d.float32(15 * 4096 + 640),
+            "block_elements": 4096,
+        },
+        "tree_sum": lambda d: {**tree(d, 4), "rounded": False},
+        "tree_sum, rounded": lambda d: {**tree(d, 16), "rounded": True},
+        "checksum": lambda d: {"out": torch.zeros(1, dtype=torch.int64, device=d.device), "flat": d(3 * 4096 + 5)},
         "verdict": verdict,
         "adamw_update": adamw_update,
         "fold_statistics": fold_statistics,

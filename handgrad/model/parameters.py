@@ -6,7 +6,7 @@ offsets: an optimizer step walks flat memory, and names are views.
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from typing import Any
@@ -20,7 +20,7 @@ from handgrad.ops.fp8 import Form
 
 # Every tensor starts at a multiple of this many elements (512 bytes of float32, 256 of bf16).
 ALIGN_ELEMENTS = 128
-# The flat buffers are a multiple of this: the unit of the global norm's partial sums.
+# The unit of the global norm's partial sums.
 BLOCK_ELEMENTS = 1 << 16
 
 
@@ -74,6 +74,10 @@ class ParameterRow:
     def elements(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        return (self.stored_rows, *self.shape[1:])
+
     def view(self, flat: Tensor) -> Tensor:
         return flat[self.offset : self.offset + self.elements].view(self.shape)
 
@@ -86,9 +90,16 @@ def block_name(layer: int, name: str) -> str:
     return f"blocks.{layer}.{name}"
 
 
-def parameter_table(shape: ModelShape) -> tuple[ParameterRow, ...]:
+def bucket_name(name: str) -> str:
+    """The bucket of a parameter: what is complete at the same moment of a backward pass."""
+    return "embedding" if name in ("wte", "wpe") else "lnf" if name.startswith("lnf") else name.rpartition(".")[0]
+
+
+def parameter_table(shape: ModelShape, lanes: int = 1) -> tuple[ParameterRow, ...]:
     """All parameters in memory order. Initialisation as GPT-2's: N(0, 0.02), the projections into the residual stream
-    scaled by 1/sqrt(2L), biases 0, layer norms 1. Matrices and embeddings decay, vectors do not."""
+    scaled by 1/sqrt(2L), biases 0, layer norms 1. Matrices and embeddings decay, vectors do not.
+
+    With several `lanes` every bucket can be cut into as many aligned parts of equal length (see `buckets`)."""
     C, F, Vp = shape.channels, shape.feed_forward, shape.padded_vocab_size
     std, residual_std = 0.02, 0.02 / math.sqrt(2 * shape.num_layers)
     block: dict[str, tuple[tuple[int, ...], float | str]] = {
@@ -119,15 +130,21 @@ def parameter_table(shape: ModelShape) -> tuple[ParameterRow, ...]:
         stored_rows = shape.vocab_size if name == "wte" else dims[0]
         normal = isinstance(init, float)
         kind, deviation = ("normal", init) if normal else (init, 0.0)
+        if rows and lanes > 1 and bucket_name(name) != bucket_name(rows[-1].name):
+            offset = rounded_up(offset, ALIGN_ELEMENTS * lanes)
         rows.append(ParameterRow(name, dims, stored_rows, str(kind), float(deviation), len(dims) == 2, offset))
-        offset += -(-math.prod(dims) // ALIGN_ELEMENTS) * ALIGN_ELEMENTS
+        offset += rounded_up(math.prod(dims), ALIGN_ELEMENTS)
     return tuple(rows)
 
 
-def flat_elements(table: tuple[ParameterRow, ...]) -> int:
-    """Length of a flat buffer: the table's end, rounded up to whole blocks."""
+def rounded_up(elements: int, multiple: int) -> int:
+    return -(-elements // multiple) * multiple
+
+
+def flat_elements(table: tuple[ParameterRow, ...], lanes: int = 1) -> int:
+    """Length of a flat buffer: the table's end, rounded up to whole blocks, or to a part for every lane."""
     end = table[-1].offset + table[-1].elements
-    return -(-end // BLOCK_ELEMENTS) * BLOCK_ELEMENTS
+    return rounded_up(end, BLOCK_ELEMENTS if lanes == 1 else ALIGN_ELEMENTS * lanes)
 
 
 def count_parameters(table: tuple[ParameterRow, ...]) -> int:
@@ -153,33 +170,21 @@ def model_tensors(flat: Tensor, table: tuple[ParameterRow, ...], forms: Forms | 
     return ModelTensors(views["wte"], head, views["wpe"], blocks, views["lnf_weight"], views["lnf_bias"])
 
 
-def initialize(flat: Tensor, table: tuple[ParameterRow, ...], seed: int) -> None:
-    """Writes GPT-2's initial weights into a zeroed flat buffer.
+def initialize(table: tuple[ParameterRow, ...], seed: int, put: Callable[[ParameterRow, Tensor], None]) -> None:
+    """Gives GPT-2's initial weights to `put`, the stored part of each parameter in float32 on the CPU, from several
+    threads; those that are zero are left out.
 
-    Each tensor has a generator of its own, keyed by (seed, its place in the table) and run on the CPU in float32, so that
-    every device and precision starts from the same numbers.
+    Each tensor has a generator of its own, keyed by (seed, its place in the table), so that every device, precision and
+    number of ranks starts from the same numbers.
     """
 
     def draw(index: int) -> None:
         row = table[index]
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
-        stored = row.stored(flat)
-        stored.copy_(torch.empty(stored.shape, dtype=torch.float32).normal_(0.0, row.std, generator=generator))
+        values = torch.ones(row.stored_shape)
+        if row.init == "normal":
+            values.normal_(0.0, row.std, generator=torch.Generator().manual_seed(seed * 1_000_003 + index))
+        put(row, values)
 
-    for row in table:
-        if row.init == "ones":
-            row.view(flat).fill_(1.0)
     # A thread per processor: the draws of a tensor are one sequence, those of different tensors are not.
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
-        list(threads.map(draw, [index for index, row in enumerate(table) if row.init == "normal"]))
-
-
-def decay_runs(table: tuple[ParameterRow, ...]) -> Iterator[tuple[slice, bool]]:
-    """The flat buffer as (range of elements, whether it decays): neighbours of one kind are one run. The alignment gaps
-    between tensors belong to the run before them; they hold zeros and stay zero."""
-    start = 0
-    for row, following in zip(table, (*table[1:], None), strict=True):
-        end = following.offset if following else flat_elements(table)
-        if following is None or following.decays != row.decays:
-            yield slice(start, end), row.decays
-            start = end
+        list(threads.map(draw, [index for index, row in enumerate(table) if row.init != "zeros"]))

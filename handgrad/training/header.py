@@ -13,7 +13,8 @@ from handgrad.arena import make_plan
 from handgrad.config import ModelShape, RunConfig
 from handgrad.data.batches import Batches
 from handgrad.data.shards import Dataset
-from handgrad.errors import DataError, StorageError
+from handgrad.distributed.ranks import Ranks
+from handgrad.errors import DataError, StorageError, UsageError
 from handgrad.evaluation.generate import decode_buffers
 from handgrad.model.parameters import count_parameters, flops_per_token, parameter_table
 from handgrad.model.quantized import fp8_products
@@ -21,14 +22,17 @@ from handgrad.training.console import human_bytes, human_count, memory_table
 from handgrad.training.state import largest_micro_batch, training_plan
 
 
-def check_fits(config: RunConfig, dataset: Dataset, device: torch.device, dtype: torch.dtype, ops: ModuleType) -> None:
+def check_fits(
+    config: RunConfig, dataset: Dataset, device: torch.device, dtype: torch.dtype, ops: ModuleType, ranks: int = 1
+) -> None:
     """Refuses, before anything is written or allocated, a step larger than an epoch and a plan larger than the memory."""
     samples = Batches(dataset.splits["train"], config.sequence_length, config.seed).samples_per_epoch
     if dataset.splits["validation"]:
         Batches(dataset.splits["validation"], config.sequence_length, config.seed)  # refuses a split without one sample
     if samples < config.samples_per_step:
-        micro_batch = min(config.micro_batch, samples)
-        fitting = samples // micro_batch * micro_batch * config.sequence_length
+        lanes = config.lanes if config.lanes <= samples else 1
+        micro_batch = min(config.micro_batch, samples // lanes)
+        fitting = samples // (micro_batch * lanes) * micro_batch * lanes * config.sequence_length
         raise DataError(
             f"one step takes {config.samples_per_step} samples of {config.sequence_length} tokens, the training split of"
             f" {config.data} has {samples}; add text, or try --micro-batch {micro_batch} --tokens-per-step {fitting}"
@@ -36,14 +40,24 @@ def check_fits(config: RunConfig, dataset: Dataset, device: torch.device, dtype:
     shape = config.shape(dataset.tokenizer.vocab_size)
     ops.check_sizes(length=shape.sequence_length, num_heads=shape.num_heads, channels=shape.channels)
     available = world.available_bytes(device)
-    needed = training_plan(config, shape, dtype, device, ops).total_bytes
+    needed = training_plan(config, shape, dtype, device, ops, ranks).total_bytes
     needed += make_plan(decode_buffers(shape, dtype, ops)).total_bytes
     if available is not None and needed > available:
-        fitting = largest_micro_batch(config, shape, dtype, device, ops, available)
+        fitting = largest_micro_batch(config, shape, dtype, device, ops, available, ranks)
         advice = f"try --micro-batch {fitting}" if fitting else "even one sample at a time does not fit"
         raise DataError(
             f"the run needs {human_bytes(needed)}, {device.type} has {human_bytes(available)} free;"
             f" {advice} (`handgrad plan` shows what takes it)"
+        )
+
+
+def check_shared_gradients(config: RunConfig, ranks: int) -> None:
+    """Refuses zero 2 where a rank would have to keep sums of gradients that it has sent away."""
+    micro_batches = config.samples_per_step // config.micro_batch // ranks
+    if config.zero == 2 and ranks > 1 and micro_batches > 1:
+        raise UsageError(
+            f"zero 2 keeps no gradients from one micro-batch to the next, so each of {ranks} ranks can have one a step,"
+            f" found {micro_batches}; use --zero 1, or --micro-batch {config.micro_batch * micro_batches}, or more ranks"
         )
 
 
@@ -71,10 +85,12 @@ def header_lines(
     ops: ModuleType,
     memory_bytes: dict[str, int],
     started: str,
+    ranks: Ranks,
 ) -> list[str]:
     """The header of a run: versions, model, data, batch, numbers, memory. `started`: from where, in a word or two."""
     shape = config.shape(dataset.tokenizer.vocab_size)
     samples_per_epoch = Batches(dataset.splits["train"], config.sequence_length, config.seed).samples_per_epoch
+    lanes = f"{config.lanes} lanes x " if config.lanes > 1 else ""
     return [
         f"handgrad {handgrad.__version__}, torch {torch.__version__}, {world.describe(device)}",
         f"model      {shape.num_layers} layers, {shape.num_heads} heads, {shape.channels} channels,"
@@ -82,7 +98,8 @@ def header_lines(
         f"data       {config.data}: {human_count(dataset.tokens('train'))} training and"
         f" {human_count(dataset.tokens('validation'))} validation tokens, {dataset.tokenizer.kind} vocabulary of"
         f" {shape.vocab_size} (padded to {shape.padded_vocab_size})",
-        f"batch      {config.tokens_per_step} tokens a step = {config.micro_steps} x {config.micro_batch} x"
+        *rank_lines(config, ranks),
+        f"batch      {config.tokens_per_step} tokens a step = {lanes}{config.micro_steps} x {config.micro_batch} x"
         f" {config.sequence_length}; {config.steps} steps = {human_count(config.steps * config.tokens_per_step)} tokens,"
         f" {config.steps * config.samples_per_step / samples_per_epoch:.1f} epochs",
         f"numbers    {config.precision}, recompute {config.recompute}, {started}",
@@ -90,6 +107,19 @@ def header_lines(
         f"operations {', '.join([ops.__name__.rsplit('.', 1)[-1], *(f'{k}: {v}' for k, v in ops.versions().items())])}",
         "memory",
         *memory_table([memory_bytes]),
+    ]
+
+
+def rank_lines(config: RunConfig, ranks: Ranks) -> list[str]:
+    """How many processes train, and what they share."""
+    if ranks.size == 1:
+        return []
+    shared = ("nothing", "master weights and moments", "master weights, moments and gradients")[config.zero]
+    nodes = f" on {ranks.nodes} nodes" if ranks.nodes > 1 else ""
+    lanes = config.lanes // ranks.size
+    return [
+        f"ranks      {ranks.size}{nodes}, {lanes} of {config.lanes} lanes each; shared (zero {config.zero}): {shared};"
+        f" gradients travel in {config.reduce_precision}"
     ]
 
 

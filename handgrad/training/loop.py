@@ -12,11 +12,12 @@ import torch
 import handgrad
 from handgrad import checkpoint, power, world
 from handgrad.arena import make_plan
-from handgrad.backend import choose_backend, settle_products
-from handgrad.config import RunConfig, check, to_dict
+from handgrad.config import RunConfig, to_dict
 from handgrad.data.batches import Batches, host_buffers
-from handgrad.data.shards import Dataset, open_dataset
+from handgrad.data.shards import Dataset
 from handgrad.data.tokenizer import tokenizer_files, tokenizer_record
+from handgrad.distributed.ranks import Ranks
+from handgrad.distributed.stragglers import Stragglers
 from handgrad.errors import DataError, NumericsError, Preempted
 from handgrad.evaluation.generate import decode_buffers, decode_tensors, generate, stream_text
 from handgrad.evaluation.loss import mean_loss
@@ -25,41 +26,17 @@ from handgrad.model.quantized import part_of
 from handgrad.ops import SMALLEST_LOSS_SCALE
 from handgrad.training import console
 from handgrad.training.feed import BatchFeed
-from handgrad.training.header import check_disk, check_fits, header_lines, run_record
-from handgrad.training.metrics import Metrics
+from handgrad.training.header import header_lines, run_record
 from handgrad.training.outliers import Outliers
-from handgrad.training.run_folder import SAMPLES, RunFolder, load_everything, load_weights, write_text
+from handgrad.training.run_folder import SAMPLES, RunFolder, write_text
+from handgrad.training.saving import load_everything, load_weights, save_state
 from handgrad.training.scaling import SCALING_RULES
 from handgrad.training.state import allocate_state
 from handgrad.training.step import Stepper, StepResult, non_finite_tensors
+from handgrad.training.voice import Voice
 from handgrad.training.watching import LeftFp8, saturation_line
 
 SPEED_WINDOW = 20  # steps over which tokens/s and the remaining time are averaged
-
-
-def train(config: RunConfig, *, allow_changes: bool = False) -> float | None:
-    """Trains (or goes on training) the run in `config.out`; returns the last validation loss in nats, if there is one.
-
-    Raises `Preempted` after saving when the process is told to stop, `NumericsError` when updates keep being skipped, and
-    the errors of whatever input or folder does not fit.
-    """
-    check(config)
-    device = world.resolve_device(config.device)
-    dtype = world.use_precision(device, config.precision)
-    ops = choose_backend(config.backend, device)
-    config = settle_products(config, ops)
-    dataset = open_dataset(config.data)
-    check_fits(config, dataset, device, dtype, ops)
-    check_disk(config, dataset.tokenizer.vocab_size)
-    folder = RunFolder(config, allow_changes=allow_changes)
-    try:
-        run = Run(config, dataset, folder, device, dtype, ops, allow_changes=allow_changes)
-        try:
-            return run.train()
-        finally:
-            run.close()
-    finally:
-        folder.close()
 
 
 class Run:
@@ -73,29 +50,32 @@ class Run:
         device: torch.device,
         dtype: torch.dtype,
         ops: ModuleType,
+        ranks: Ranks,
         *,
         allow_changes: bool,
     ):
-        self.config, self.dataset, self.device, self.ops = config, dataset, device, ops
+        self.config, self.dataset, self.device, self.ops, self.ranks = config, dataset, device, ops, ranks
         self.tokenizer = dataset.tokenizer
         self.shape = config.shape(self.tokenizer.vocab_size)
         self.train_batches = Batches(dataset.splits["train"], config.sequence_length, config.seed)
         self.validation_batches = validation_batches(dataset, config.sequence_length)
         self.folder = folder
-        folder.settle(self.identity(), allow_changes=allow_changes)
+        ranks.agree("versions and data", {**self.versions(), **self.identity()})
+        folder.settle(self.identity(), ranks, allow_changes=allow_changes)
 
         self.dtype = dtype
         self.left_fp8 = LeftFp8(**({} if folder.resumed is None else folder.resumed.manifest.get("left_fp8", {})))
         generation = make_plan(decode_buffers(self.shape, dtype, ops))
         self.decode = decode_tensors(generation.allocate(device))
-        self.completed, self.skips_in_a_row = 0, 0
+        self.completed, self.skips_in_a_row, self.compute_seconds = 0, 0, 0.0
         self.allocate()
         self.restore(folder.resumed)
-        self.metrics = Metrics(self.folder.path, self.completed)
-        self.display = console.Display(config.steps, self.completed)
+        self.voice = Voice(self.folder.path, config.steps, self.completed, ranks)
+        self.stragglers = Stragglers()
         self.seconds: deque[float] = deque(maxlen=SPEED_WINDOW)
         self.warming_up = True
         self.stop_signal: int | None = None
+        self.told_to_stop: int | None = None  # what any of the ranks was told, as all of them know it
         self.poisoned = False  # the last step's loss or gradient was not finite: its state is not worth keeping
         self.last_saved = self.completed if self.folder.resumed else -1
         self.memory_bytes = self.state.plan.size_bytes | generation.size_bytes
@@ -117,8 +97,9 @@ class Run:
     def allocate(self) -> None:
         """State and stepper, with the products in bf16 that have left fp8."""
         config = self.left_fp8.config(self.config)
-        self.state = allocate_state(config, self.shape, self.dtype, self.device, self.ops)
-        self.stepper = Stepper(config, self.state, BatchFeed(self.train_batches, self.state.activations))
+        place = self.ranks.rank, self.ranks.size
+        self.state = allocate_state(config, self.shape, self.dtype, self.device, self.ops, *place)
+        self.stepper = Stepper(config, self.state, BatchFeed(self.train_batches, self.state.activations), self.ranks)
 
     def restore(self, resumed: checkpoint.Checkpoint | None) -> None:
         """From the newest valid checkpoint, else from `init_from`, else as initialised."""
@@ -153,17 +134,17 @@ class Run:
 
     def train(self) -> float | None:
         started = f"resumed at step {self.completed}" if self.folder.resumed else f"seed {self.config.seed}"
-        header = header_lines(self.config, self.dataset, self.device, self.ops, self.memory_bytes, started)
+        header = header_lines(self.config, self.dataset, self.device, self.ops, self.memory_bytes, started, self.ranks)
         for line in (*header, *self.folder.passed_over):
-            self.say(line)
+            self.voice.say(line)
         for change in self.folder.changes:
             self.event(f"configuration changed: {change}")
         record = run_record(self.config, self.dataset, self.device, self.memory_bytes)
-        self.metrics.record("run", step=self.completed, **record)
+        self.voice.record("run", step=self.completed, ranks=self.ranks.size, **record)
         self.stepper.calibrate(self.completed)
         validation_loss = self.watch() if self.folder.resumed else None  # what was due when the last process ended
         if self.completed >= self.config.steps:
-            self.say(f"{self.folder.path} is finished: {self.completed} of {self.config.steps} steps are done")
+            self.voice.say(f"{self.folder.path} is finished: {self.completed} of {self.config.steps} steps are done")
             return validation_loss
         power.sensors(self.device)  # loads NVML, which takes longer than a step
         self.first_step = self.completed
@@ -174,12 +155,14 @@ class Run:
                     continue  # its result comes with the next step's
                 if self.left_fp8.due(self.completed):
                     self.leave_fp8()
+                if self.checks_ranks(self.completed):
+                    self.compare_replicas()
                 if self.due(self.config.save_every):
                     self.save()  # before anything that could fail
                 validation_loss = self.watch()
-                if self.stop_signal is not None and self.completed < self.config.steps:
+                if self.told_to_stop is not None and self.completed < self.config.steps:
                     self.save()
-                    name = signal.Signals(self.stop_signal).name
+                    name = signal.Signals(self.told_to_stop).name
                     raise Preempted(
                         f"stopped by {name} after step {self.completed}, {self.saved_note()}; run the same command to go on"
                     )
@@ -196,13 +179,15 @@ class Run:
     def watch(self) -> float | None:
         """The validation and the sample that are due after the completed step and not yet in the record."""
         loss = None
-        recorded = self.metrics.recorded
+        recorded = self.voice.recorded
         if self.due(self.config.eval_every) and self.validation_batches and ("validation", self.completed) not in recorded:
             loss = self.validate()
-            self.metrics.validation(self.completed, loss)
-            self.say(f"step {self.completed}: validation loss {loss:.4f}{self.floor_note(loss)}")
+            line = f"step {self.completed}: validation loss {loss:.4f}{self.floor_note(loss)}"
+            self.voice.validation(self.completed, loss, line)
         if self.due(self.config.sample_every) and self.config.sample_tokens and ("sample", self.completed) not in recorded:
-            self.sample()
+            if self.ranks.leads:
+                self.sample()
+            self.ranks.barrier("a sample of text")
         return loss
 
     def due(self, every: int, completed: int | None = None) -> bool:
@@ -216,26 +201,52 @@ class Run:
         True when the run stands still after `step`, so that it can be saved and watched: where something is due, when a
         signal has come, and always on a CPU, which has nothing to work on meanwhile.
         """
+        self.ranks.begin(step, checking=self.checks_ranks(step + 1))
+        self.ranks.at("its micro-batches")
         self.stepper.begin(step)
         if self.completed < step:
             self.take_in(step - 1)
         self.stepper.finish(step)
+        self.roll_call()
         every = (self.config.save_every, self.config.eval_every, self.config.sample_every)
-        pause = not works_ahead(self.device) or self.stop_signal is not None or step == self.first_step
-        pause = pause or self.left_fp8.due(step + 1)
+        pause = not works_ahead(self.device) or self.told_to_stop is not None or step == self.first_step
+        pause = pause or self.left_fp8.due(step + 1) or self.checks_ranks(step + 1)
         if pause or any(self.due(n, step + 1) for n in every):
             self.take_in(step)
             return True
         return False
 
+    def roll_call(self) -> None:
+        """Makes sure that all ranks stand at the same place, and shares what each has to say: a signal, its pace."""
+        told = self.ranks.roll_call([self.stop_signal or 0, self.compute_seconds], "roll call")
+        self.told_to_stop = int(max(row[0] for row in told)) or None
+        if self.ranks.size > 1:
+            self.stragglers.add([row[1] for row in told])
+
+    def checks_ranks(self, completed: int) -> bool:
+        every = self.config.check_ranks_every
+        return self.ranks.size > 1 and bool(every and completed % every == 0)
+
+    def compare_replicas(self) -> None:
+        """Raises `NumericsError` unless all ranks hold the same weights, bit by bit."""
+        self.stepper.reduction.await_all_weights()
+        self.ops.checksum(self.state.checksum, self.state.parameters)
+        self.ranks.compare_replicas(int(self.state.checksum.item()))
+
     def take_in(self, step: int) -> None:
         """Waits for the result of `step`, records and shows it."""
         result = self.stepper.result(step)
         self.completed = step + 1
-        self.metrics.step(self.completed, result, self.config.tokens_per_step)
+        self.compute_seconds = result.compute_seconds
+        self.voice.step(self.completed, result, self.config.tokens_per_step)
         if self.config.gpu_every and self.completed % self.config.gpu_every == 0:
             self.read_gpu()
         self.show(result)
+        if self.completed % self.config.log_every == 0 and (found := self.stragglers.report()):
+            figures, line = found
+            self.voice.record("ranks", step=self.completed, **figures)
+            if line:
+                self.event(f"step {self.completed}: {line}")
         self.watch_fp8(result)
         # Dynamic loss scaling looks for the largest scale by overflowing: down to the smallest one that is no fault.
         overflow = math.isfinite(result.loss) and not math.isfinite(result.norm)
@@ -273,7 +284,7 @@ class Run:
         """Records what the GPU's sensors say now: the driver's last readings, without waiting for the GPU's work."""
         reading = power.snapshot(self.device)
         if reading is not None:
-            self.metrics.record("gpu", step=self.completed, **reading)
+            self.voice.record("gpu", step=self.completed, **reading)
 
     def show(self, result: StepResult) -> None:
         elapsed_seconds = result.elapsed_seconds
@@ -285,9 +296,9 @@ class Run:
         tokens_per_second = self.config.tokens_per_step / mean_seconds
         rate = console.speed(tokens_per_second, flops_per_token(self.shape), world.peak_flops(self.device))
         line = console.step_line(self.completed, self.config.steps, result, elapsed_seconds, tokens_per_second, rate)
-        self.display.update(self.completed, line, (self.config.steps - self.completed) * mean_seconds)
+        self.voice.show(self.completed, line, (self.config.steps - self.completed) * mean_seconds)
         if self.completed == 1 or self.due(self.config.log_every) or result.skipped:
-            self.say(line)
+            self.voice.say(line)
 
     def on_skip(self, result: StepResult) -> None:
         self.skips_in_a_row += 1
@@ -303,6 +314,7 @@ class Run:
     def validate(self) -> float:
         assert self.validation_batches is not None
         samples = max(1, self.config.eval_tokens // self.config.sequence_length)
+        self.stepper.reduction.await_all_weights()
         return mean_loss(
             self.ops,
             self.state.weights,
@@ -311,6 +323,7 @@ class Run:
             samples=samples,
             vocab_size=self.shape.vocab_size,
             host_buffers=host_buffers(self.state.activations.tokens, self.state.activations.targets),
+            ranks=self.ranks,
         )
 
     def floor_note(self, loss: float) -> str:
@@ -318,6 +331,7 @@ class Run:
         return f" ({loss / floor - 1:+.1%} above the source's entropy of {floor:.4f})" if floor else ""
 
     def sample(self) -> None:
+        self.stepper.reduction.await_all_weights()
         ids = generate(
             self.ops,
             self.state.plain_weights,
@@ -331,8 +345,8 @@ class Run:
         )
         text = "".join(stream_text(self.tokenizer, ids))
         write_text(self.folder.path / SAMPLES / f"step_{self.completed:08d}.txt", text)
-        self.metrics.record("sample", step=self.completed, text=text)
-        self.say(f"step {self.completed}, the model writes: {text}")
+        self.voice.record("sample", step=self.completed, text=text)
+        self.voice.say(f"step {self.completed}, the model writes: {text}")
 
     def saved_note(self) -> str:
         return f"saved step {self.last_saved}" if self.last_saved >= 0 else "nothing saved yet"
@@ -358,30 +372,20 @@ class Run:
             "left_fp8": asdict(self.left_fp8),
             **({} if self.state.scaling is None else {"fp8": self.state.scaling.saved()}),
         }
-        self.metrics.sync()
-        folder = checkpoint.save(self.folder.checkpoints, self.completed, self.state.named_state(), manifest, extra)
-        checkpoint.prune(self.folder.checkpoints, self.completed, self.config.keep_checkpoints)
+        self.voice.sync()
+        self.stepper.reduction.await_all_weights()
+        keep = self.config.keep_checkpoints
+        folder = save_state(self.folder.checkpoints, self.completed, self.state, self.ranks, manifest, extra, keep=keep)
         self.last_saved = self.completed
-        self.say(f"step {self.completed}: saved {folder}")
-
-    # Voice and end.
-
-    def say(self, line: str) -> None:
-        self.metrics.text(line)
-        self.display.print(line)
+        self.voice.say(f"step {self.completed}: saved {folder}")
 
     def event(self, line: str) -> None:
-        self.metrics.record("event", step=self.completed, text=line)
-        self.say(line)
+        self.voice.event(self.completed, line)
 
     def on_signal(self, number: int, frame: Any) -> None:
         """Asks the loop to stop after this step; the same signal again ends the process at once (saves are atomic)."""
         self.stop_signal = number
         signal.signal(number, signal.SIG_DFL)
-
-    def close(self) -> None:
-        self.display.close()
-        self.metrics.close()
 
 
 def works_ahead(device: torch.device) -> bool:

@@ -10,15 +10,16 @@ report.html     curves and tables
 """
 
 import fcntl
+import json
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from handgrad import checkpoint
 from handgrad.checkpoint import Checkpoint
 from handgrad.config import RunConfig, differences, to_dict, to_toml
+from handgrad.distributed.ranks import Ranks
 from handgrad.errors import ConfigError, DataError, UsageError, storage_error
 from handgrad.files import sync_folder, write_durably
-from handgrad.training.state import TrainingState
 
 CONFIG_FILE, LOCK_FILE, SAMPLES, CHECKPOINTS = "config.toml", ".lock", "samples", "checkpoints"
 
@@ -26,13 +27,24 @@ CONFIG_FILE, LOCK_FILE, SAMPLES, CHECKPOINTS = "config.toml", ".lock", "samples"
 class RunFolder:
     """A run folder opened for training: locked, its configuration written, its newest valid checkpoint found."""
 
-    def __init__(self, config: RunConfig, *, allow_changes: bool):
-        """Raises `ConfigError` if another trainer holds the folder or another configuration made it, `UsageError` if it is
+    def __init__(self, config: RunConfig, ranks: Ranks, *, allow_changes: bool):
+        """Of several ranks the first one holds the folder; the others know what it found.
+
+        Raises `ConfigError` if another trainer holds the folder or another configuration made it, `UsageError` if it is
         no run folder, `StorageError` if it cannot be written."""
         self.config = config
         self.path = Path(config.out)
         self.checkpoints = self.path / CHECKPOINTS
         self.changes: list[str] = []
+        self.passed_over: list[str] = []
+        self._lock: TextIO | None = None
+        self.resumed: Checkpoint | None = None
+        found = ranks.from_first(lambda: self._open(allow_changes=allow_changes), "the run folder")
+        if not ranks.leads and found is not None:
+            self.resumed = checkpoint.open_checkpoint(found)
+
+    def _open(self, *, allow_changes: bool) -> Path | None:
+        """Takes the folder; returns the newest valid checkpoint's."""
         if self.path.exists() and not self.path.is_dir():
             raise UsageError(f"--out {self.path} is a file; give a folder for the run")
         if self.path.is_dir() and any(self.path.iterdir()) and not (self.path / LOCK_FILE).exists():
@@ -58,10 +70,11 @@ class RunFolder:
                     f"{self.path} has checkpoints, but none that can be used ({self.passed_over[0]}); restore one,"
                     f" or remove {self.checkpoints} to start over"
                 )
-            self._compare_config(config, allow_changes)
+            self._compare_config(self.config, allow_changes)
         except BaseException:
             self.close()
             raise
+        return None if self.resumed is None else self.resumed.folder
 
     def _compare_config(self, config: RunConfig, allow_changes: bool) -> None:
         if self.resumed is not None:
@@ -72,9 +85,12 @@ class RunFolder:
                     " use the old settings, another --out, or --allow-changes"
                 )
 
-    def settle(self, identity: dict[str, Any], *, allow_changes: bool) -> None:
+    def settle(self, identity: dict[str, Any], ranks: Ranks, *, allow_changes: bool) -> None:
         """Compares what the checkpoint says of its data with the data at hand, raising `ConfigError` on a difference, and
         writes the configuration: from here on the folder is this run's."""
+        ranks.from_first(lambda: self._settle(identity, allow_changes=allow_changes), "the run's data")
+
+    def _settle(self, identity: dict[str, Any], *, allow_changes: bool) -> None:
         old = self.resumed.manifest.get("identity") if self.resumed else identity
         old = old if isinstance(old, dict) else {}
         changed = [f"{key}: {old.get(key)} -> {value}" for key, value in identity.items() if old.get(key) != value]
@@ -87,7 +103,8 @@ class RunFolder:
         write_text(self.path / CONFIG_FILE, to_toml(self.config))
 
     def close(self) -> None:
-        self._lock.close()
+        if self._lock is not None:
+            self._lock.close()
 
 
 def write_text(path: Path, text: str) -> None:
@@ -98,13 +115,28 @@ def write_text(path: Path, text: str) -> None:
         raise storage_error(error, f"writing {path}") from None
 
 
-def load_weights(source: Checkpoint, state: TrainingState) -> None:
-    """The weights of a checkpoint into a state; the optimizer starts afresh. Raises `DataError` if shapes differ."""
-    source.load(checkpoint.WEIGHTS_FILE, [(row.name, row.stored(state.master)) for row in state.table])
-    state.publish_master()
+def settled_lanes(config: RunConfig, ranks: int) -> int:
+    """The run's lanes: as the configuration says, or those of the run that `config.out` holds, or one for each rank.
+
+    Raises `ConfigError` when the ranks cannot share them equally.
+    """
+    lanes = config.lanes or lanes_of(Path(config.out)) or ranks
+    if lanes & (lanes - 1):
+        raise ConfigError(f"expected a power of two of ranks, found {lanes}; start {1 << lanes.bit_length() - 1} processes")
+    if lanes % ranks:
+        widths = ", ".join(str(1 << power) for power in range(lanes.bit_length()))
+        raise ConfigError(
+            f"expected ranks that share the run's {lanes} lanes equally, found {ranks}; start {widths} processes"
+        )
+    return lanes
 
 
-def load_everything(source: Checkpoint, state: TrainingState) -> None:
-    """Weights and moments of a checkpoint into a state."""
-    load_weights(source, state)
-    source.load(checkpoint.OPTIMIZER_FILE, [(n, t) for n, t in state.named_state() if n.startswith(("m.", "v."))])
+def lanes_of(run: Path) -> int | None:
+    """The lanes of the run in a folder, as its newest checkpoint says; None if there is none to be read. (Whether it is
+    valid is found out later.)"""
+    for path in sorted((run / CHECKPOINTS).glob(f"step_*/{checkpoint.MANIFEST}"), reverse=True):
+        try:
+            return int(json.loads(path.read_text(encoding="utf-8"))["config"].get("lanes", 1))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            continue
+    return None

@@ -20,6 +20,7 @@ from handgrad.model.activations import Activations, activations
 from handgrad.model.parameters import ModelTensors, ParameterRow, model_tensors
 from handgrad.model.quantized import WEIGHT, Forms, QuantizedRow, quantized_table, scaling_buffers, weight_buffers
 from handgrad.ops.fp8 import (
+    AMAX,
     COUNTING,
     E5M2,
     INVERSE,
@@ -37,7 +38,7 @@ from handgrad.ops.fp8 import (
 SCALING_RULES = ("fp8_gradients", "fp8_scaling", "fp8_window", "fp8_margin", "fp8_count_every")
 
 
-def fp8_buffers(config: RunConfig, shape: ModelShape, ops: ModuleType) -> list[Buffer]:
+def fp8_buffers(config: RunConfig, shape: ModelShape, ops: ModuleType, ranks: int) -> list[Buffer]:
     """The rows of the plan that an fp8 run has beside its activations."""
     count = len(quantized_table(config))
     if not count:
@@ -57,6 +58,7 @@ def fp8_buffers(config: RunConfig, shape: ModelShape, ops: ModuleType) -> list[B
         Buffer("fp8.totals", (count, STATISTICS_PLACES), torch.float64, kind),
         Buffer("fp8.report", (count, REPORT_PLACES), torch.float64, kind),
         Buffer("fp8.largest_exponents", (count,), torch.int32, kind),
+        Buffer("fp8.everyone", (ranks, made_in_step(config), STATISTICS_PLACES), torch.float64, kind),
     ]
 
 
@@ -72,6 +74,7 @@ class Scaling:
     totals: Tensor  # (n, STATISTICS_PLACES) of this step
     report: Tensor  # (n, REPORT_PLACES) of the step before, for the host
     largest_exponents: Tensor  # (n) int32, of the tensors' formats
+    everyone: Tensor  # (ranks, first_weight, STATISTICS_PLACES): the ranks' totals
     numbers: list[int]  # in each tensor
     weights: list[Quantized]  # of this step
     calibrating_weights: list[Quantized]  # the same, which make their own scales
@@ -88,6 +91,13 @@ class Scaling:
     def fold_micro_step(self, ops: ModuleType) -> None:
         """Adds what a micro-step found in activations and gradients to the step's totals."""
         ops.fold_statistics(self.totals[: self.first_weight], self.statistics[: self.first_weight])
+
+    def join_ranks(self) -> None:
+        """The step's totals from those of all ranks: the largest amax, the sums of the counts, which are whole numbers; so
+        they do not depend on how many ranks there are."""
+        totals = self.totals[: self.first_weight]
+        torch.amax(self.everyone[..., AMAX], 0, out=totals[:, AMAX])
+        torch.sum(self.everyone[..., AMAX + 1 :], 0, out=totals[:, AMAX + 1 :])
 
     def update(self, ops: ModuleType, controls: Tensor, config: RunConfig) -> None:
         """The next step's scales. A current scale admits its own micro-batch, however large another one's numbers are: that
@@ -145,10 +155,14 @@ class Scaling:
         return True
 
 
+def made_in_step(config: RunConfig) -> int:
+    """How many quantised tensors a micro-step makes: all but the weights, which come last in the table."""
+    return sum(row.kind != WEIGHT for row in quantized_table(config))
+
+
 def make_scaling(config: RunConfig, table: tuple[ParameterRow, ...], views: dict[str, Tensor]) -> Scaling:
     """The run's scales over the arena's views."""
     rows = quantized_table(config)
-    first_weight = sum(row.kind != WEIGHT for row in rows)
 
     def weights(*, current: bool) -> list[Quantized]:
         model = tensors_of(config, table, views, current=current)
@@ -157,13 +171,14 @@ def make_scaling(config: RunConfig, table: tuple[ParameterRow, ...], views: dict
 
     return Scaling(
         table=rows,
-        first_weight=first_weight,
+        first_weight=made_in_step(config),
         scaling=views["fp8.scaling"],
         statistics=views["fp8.statistics"],
         history=views["fp8.history"],
         totals=views["fp8.totals"],
         report=views["fp8.report"],
         largest_exponents=views["fp8.largest_exponents"],
+        everyone=views["fp8.everyone"],
         numbers=[numbers_of(row, views) for row in rows],
         weights=weights(current=config.fp8_scaling == "current"),
         calibrating_weights=weights(current=True),

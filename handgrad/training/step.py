@@ -7,19 +7,24 @@ first run.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
 from handgrad.config import RunConfig
+from handgrad.distributed.ranks import Ranks
 from handgrad.model import transformer
 from handgrad.model.activations import Activations
-from handgrad.model.parameters import BLOCK_ELEMENTS, ParameterRow, decay_runs
+from handgrad.model.buckets import norm_segments, update_runs
+from handgrad.model.parameters import BLOCK_ELEMENTS
+from handgrad.model.transformer import Pause
 from handgrad.ops import CONTROLS, LOSS_NOT_FINITE, LOSS_OUTLIER, NORM_NOT_FINITE, NORM_OUTLIER, RESULTS, UPDATE
 from handgrad.ops.fp8 import REPORT_PLACES
+from handgrad.training.graphs import Replayed, ReplayedStages
 from handgrad.training.outliers import Outliers
+from handgrad.training.reduction import Reduction
 from handgrad.training.schedule import learning_rate
 from handgrad.training.state import TrainingState
 from handgrad.training.watching import Watched, watched
@@ -39,6 +44,7 @@ class StepResult:
     skipped: str | None
     loss_scale: float = 1.0  # of fp16's dynamic loss scaling
     elapsed_seconds: float = field(default=0.0, compare=False)  # from its first micro-batch to its update
+    compute_seconds: float = field(default=0.0, compare=False)  # of them, this rank's own work on micro-batches
     quantized: tuple[Watched, ...] = ()  # what an fp8 step found out about its quantised tensors
 
 
@@ -52,24 +58,41 @@ class Stepper:
     """Makes the steps of a run: `begin`, `finish` and `result`, in this order for each; `begin` of the next step may come
     before `result` of the last."""
 
-    def __init__(self, config: RunConfig, state: TrainingState, feed: Feed, *, graphs: bool | None = None):
+    def __init__(
+        self,
+        config: RunConfig,
+        state: TrainingState,
+        feed: Feed,
+        ranks: Ranks | None = None,
+        *,
+        graphs: bool | None = None,
+    ):
         """`graphs`: record CUDA graphs (default: where the device and the backend can)."""
         self.config, self.state, self.feed = config, state, feed
+        self.ranks = Ranks() if ranks is None else ranks
+        self.reduction = Reduction(config, state, self.ranks)
         self.losses, self.norms = Outliers(), Outliers()
         cuda = state.device.type == "cuda"
         graphs = cuda and state.ops.CAPTURABLE if graphs is None else graphs
         calibration = [] if state.scaling is None else [self.launch_calibration]
-        state.ops.compile_ahead(self.launch_micro_step, self.launch_update, *calibration)
-        self.micro_step = Replayed(self.launch_micro_step) if graphs else self.launch_micro_step
-        self.update = Replayed(self.launch_update) if graphs else self.launch_update
+        launches = (self.launch_micro_step, self.launch_norms, self.launch_update, self.launch_requantizing)
+        state.ops.compile_ahead(*launches, self.reduction.launch_sums, *calibration)
+        replayed = Replayed if graphs else lambda launch: launch
+        self.micro_step = replayed(self.launch_micro_step)
+        self.staged = ReplayedStages(self.stages, graphs=graphs) if self.ranks.size > 1 else None
+        self.take_norms, self.update = replayed(self.launch_norms), replayed(self.launch_update)
+        self.requantize = replayed(self.launch_requantizing)
         dtype = state.controls.dtype
         self.controls = [torch.zeros(CONTROLS, dtype=dtype, pin_memory=cuda) for _ in range(IN_FLIGHT)]
         self.results = [torch.zeros(RESULTS, dtype=dtype, pin_memory=cuda) for _ in range(IN_FLIGHT)]
         events = range(IN_FLIGHT if cuda else 0)
-        self.begun, self.done = ([torch.cuda.Event(enable_timing=True) for _ in events] for _ in range(2))
+        self.begun, self.done, self.computing, self.computed = (
+            [torch.cuda.Event(enable_timing=True) for _ in events] for _ in range(4)
+        )
         report = 0 if state.scaling is None else len(state.scaling.table)
         self.reports = [torch.zeros(report, REPORT_PLACES, dtype=torch.float64, pin_memory=cuda) for _ in range(IN_FLIGHT)]
         self.clock = [0.0] * IN_FLIGHT  # where the host makes the steps itself: their beginning, then their length
+        self.compute_clock = [0.0] * IN_FLIGHT  # the same of its own work
 
     def step(self, step: int) -> StepResult:
         """The whole of 0-based `step`, waiting for its result."""
@@ -83,19 +106,56 @@ class Stepper:
         self.clock[slot] = time.perf_counter()
         if self.begun:
             self.begun[slot].record()
-        first = 0 if self.config.overfit_one_batch else step * self.config.samples_per_step
         self.calibrate(step)
-        self.state.gradients.zero_()
-        self.state.sum_of_losses.zero_()
-        for micro_step in range(self.config.micro_steps):
+        self.reduction.await_weights(self.state.buckets[0].name)
+        self.clock_compute(slot, begins=True)
+        for lane in range(self.reduction.lanes):
+            self.run_lane(step, lane)
+        self.clock_compute(slot, begins=False)
+        self.reduction.all_received()
+
+    def run_lane(self, step: int, lane: int) -> None:
+        """The micro-batches of one of this rank's lanes, from zeroed sums."""
+        state, lanes, micro_steps = self.state, self.reduction.lanes, self.config.micro_steps
+        place = self.ranks.rank * lanes + lane
+        first = self.first_sample(step) + place * micro_steps * self.config.micro_batch
+        state.gradients.zero_()
+        state.sum_of_losses.zero_()
+        for micro_step in range(micro_steps):
             self.feed.fill(first + micro_step * self.config.micro_batch)
-            self.micro_step()
+            if self.staged is not None:
+                opens, closes = lane == micro_step == 0, lane == lanes - 1 and micro_step == micro_steps - 1
+                self.staged(lambda pause, opens=opens, closes=closes: self.pause(pause, opens=opens, closes=closes))
+            else:
+                self.micro_step()
+        state.lane_losses[place].copy_(state.sum_of_losses[0])
+        last = lane == lanes - 1
+        if not last or self.ranks.size == 1:
+            self.reduction.stack_lane(lane, slice(None), last=last)
+
+    def pause(self, pause: Pause, *, opens: bool, closes: bool) -> None:
+        """Between two stages of a micro-step: the first one of a step has to wait for weights, the last sends gradients."""
+        if opens and not pause.gradients_are_done:
+            self.reduction.await_weights(pause.bucket)
+        if closes:
+            self.reduction.on_its_way(pause)
+
+    def clock_compute(self, slot: int, *, begins: bool) -> None:
+        """Notes when this rank's own work begins or ends; what a CPU waited for others in between does not count."""
+        if self.done:
+            (self.computing if begins else self.computed)[slot].record()
+            return
+        own = time.perf_counter() - self.ranks.waited_seconds
+        self.compute_clock[slot] = own if begins else own - self.compute_clock[slot]
+
+    def first_sample(self, step: int) -> int:
+        return 0 if self.config.overfit_one_batch else step * self.config.samples_per_step
 
     def calibrate(self, step: int) -> None:
         """Gives an fp8 run its first scales, unless it has some: from its weights and the first micro-batch of `step`."""
         scaling = self.state.scaling
         if scaling is not None and not scaling.calibrated:
-            self.feed.fill(0 if self.config.overfit_one_batch else step * self.config.samples_per_step)
+            self.feed.fill(self.first_sample(step))
             scaling.count(self.counts(step))
             self.launch_calibration()
             scaling.calibrated = True
@@ -115,7 +175,14 @@ class Stepper:
         ]
         self.controls[slot].copy_(torch.tensor(controls, dtype=self.controls[slot].dtype))
         self.state.controls.copy_(self.controls[slot], non_blocking=True)
+        self.take_norms()
+        if self.ranks.size > 1:
+            self.reduction.collect_sums()
         self.update()
+        self.reduction.publish()
+        if self.state.scaling is not None:
+            self.reduction.await_all_weights()
+            self.requantize()
         self.results[slot].copy_(self.state.results, non_blocking=bool(self.done))
         if self.state.scaling is not None:
             self.reports[slot].copy_(self.state.scaling.report, non_blocking=bool(self.done))
@@ -127,10 +194,12 @@ class Stepper:
     def result(self, step: int) -> StepResult:
         """Waits for `step` and takes its loss and norm into the windows, unless it was skipped."""
         slot = step % IN_FLIGHT
-        elapsed_seconds = self.clock[slot]
+        elapsed_seconds, compute_seconds = self.clock[slot], self.compute_clock[slot]
         if self.done:
-            self.done[slot].synchronize()
+            with self.ranks.waiting("the result of the step"):
+                self.done[slot].synchronize()
             elapsed_seconds = self.begun[slot].elapsed_time(self.done[slot]) / 1e3
+            compute_seconds = self.computing[slot].elapsed_time(self.computed[slot]) / 1e3
         loss, norm, _, code, loss_scale = self.results[slot].tolist()
         loss_z, norm_z = self.losses.z_score(loss), self.norms.z_score(norm)
         reasons = {
@@ -145,18 +214,25 @@ class Stepper:
         rate, skipped = learning_rate(self.config, step), reasons.get(int(code))
         found: tuple[Watched, ...] = ()
         if self.state.scaling is not None:
-            found = watched(self.state.scaling, self.reports[slot], self.config.micro_steps, counted=self.counts(step))
-        return StepResult(loss, norm, rate, loss_z, norm_z, skipped, loss_scale, elapsed_seconds, found)
+            micro_steps = self.config.samples_per_step // self.config.micro_batch
+            found = watched(self.state.scaling, self.reports[slot], micro_steps, counted=self.counts(step))
+        times = {"elapsed_seconds": elapsed_seconds, "compute_seconds": compute_seconds}
+        return StepResult(loss, norm, rate, loss_z, norm_z, skipped, loss_scale, **times, quantized=found)
 
     def launch_micro_step(self) -> None:
-        self.launch_gradients(self.state.activations)
+        for _ in self.stages():
+            pass
+
+    def stages(self) -> Iterator[Pause]:
+        """One micro-batch: its gradients, its losses, what fp8 found out."""
+        yield from self.gradient_stages(self.state.activations)
         self.state.ops.loss_sum(self.state.sum_of_losses, self.state.activations.losses)
         if self.state.scaling is not None:
             self.state.scaling.fold_micro_step(self.state.ops)
 
-    def launch_gradients(self, act: Activations) -> None:
+    def gradient_stages(self, act: Activations) -> Iterator[Pause]:
         state = self.state
-        transformer.loss_and_gradients(
+        return transformer.gradient_stages(
             state.ops,
             state.weights,
             state.weight_gradients,
@@ -171,72 +247,64 @@ class Stepper:
         scaling = self.state.scaling
         assert scaling is not None
         scaling.quantize_weights(self.state.ops, calibrate=True)
-        self.launch_gradients(scaling.calibrating_activations)
+        for _ in self.gradient_stages(scaling.calibrating_activations):
+            pass
         scaling.statistics[: scaling.first_weight].zero_()  # whose parts may be other kernels' than a step's
 
+    def launch_norms(self) -> None:
+        """The sums of squares of what this rank owns, in blocks of fixed size."""
+        state, place = self.state, self.state.sharer
+        share = state.norm_partials.view(state.sharers, -1)[place]
+        for segment in norm_segments(state.buckets, state.lane_losses.numel(), place, state.sharers):
+            partials = share[segment.partials]
+            state.ops.squared_norms(partials, state.reduced(segment), block_elements=BLOCK_ELEMENTS)
+
     def launch_update(self) -> None:
-        """The norm in blocks of fixed size, the verdict, AdamW on the flat buffers, one call per run of equal decay."""
+        """The verdict, and AdamW on what this rank owns of the flat buffers, one call per run of equal decay."""
         state, config = self.state, self.config
-        state.ops.squared_norms(state.norm_partials, state.gradients)
         state.ops.verdict(
             state.results,
             state.loss_scale,
-            state.sum_of_losses,
+            state.lane_losses,
             state.norm_partials,
             state.controls,
             tokens_per_step=config.tokens_per_step,
             clip_norm=config.clip_norm,
             dynamic_loss_scale=config.precision == "fp16",
         )
-        for run, decays in decay_runs(state.table):
+        for run in update_runs(state.table, state.buckets, state.sharer, state.sharers):
+            parameters = state.parameters[run.flat]
             state.ops.adamw_update(
-                state.parameters[run],
-                state.master[run],
-                state.first_moments[run],
-                state.second_moments[run],
-                state.gradients[run],
+                parameters,
+                parameters if state.master is state.parameters else state.master[run.local],
+                state.first_moments[run.local],
+                state.second_moments[run.local],
+                state.reduced(run),
                 state.controls,
                 state.results,
                 beta1=config.beta1,
                 beta2=config.beta2,
                 epsilon=config.adam_epsilon,
-                weight_decay=config.weight_decay if decays else 0.0,
+                weight_decay=config.weight_decay if run.decays else 0.0,
                 seed=config.seed,
-                first_element=run.start,
+                first_element=run.flat.start,
             )
         if state.scaling is not None:
             state.scaling.update(state.ops, state.controls, config)
-            state.scaling.quantize_weights(state.ops)
 
-
-class Replayed:
-    """A sequence of launches that is made once as it is (which loads and compiles what it needs), then recorded as a CUDA
-    graph, then replayed. It must not allocate, and must not read what the host changes."""
-
-    def __init__(self, launch: Callable[[], None]):
-        self.launch = launch
-        self.launched = False
-        self.graph: torch.cuda.CUDAGraph | None = None
-
-    def __call__(self) -> None:
-        if not self.launched:
-            self.launch()
-            self.launched = True
-            return
-        if self.graph is None:
-            self.graph = torch.cuda.CUDAGraph()
-            # Other threads (a sampler of the GPU's power, say) may call the driver during the recording.
-            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-                self.launch()
-        self.graph.replay()
+    def launch_requantizing(self) -> None:
+        """The new weights in fp8, at their new scales."""
+        if self.state.scaling is not None:
+            self.state.scaling.quantize_weights(self.state.ops)
 
 
 def non_finite_tensors(state: TrainingState) -> list[str]:
     """Names of the parameters in blocks of the gradient that hold a NaN or an infinity, for the message about a skipped
     step. The blocks' sums are the last update's; the gradients themselves may be the next step's already."""
-    blocks = (~torch.isfinite(state.norm_partials)).nonzero().flatten().tolist()
-
-    def touches(row: ParameterRow) -> bool:
-        return any(row.offset < (b + 1) * BLOCK_ELEMENTS and row.offset + row.elements > b * BLOCK_ELEMENTS for b in blocks)
-
-    return [row.name for row in state.table if touches(row)]
+    sums = state.norm_partials.cpu()
+    odd: list[tuple[int, int]] = []
+    for segment in norm_segments(state.buckets, state.lane_losses.numel(), 0, 1):
+        for block in (~torch.isfinite(sums[segment.partials])).nonzero().flatten().tolist():
+            start = segment.flat.start + block * BLOCK_ELEMENTS
+            odd.append((start, min(start + BLOCK_ELEMENTS, segment.flat.stop)))
+    return [row.name for row in state.table if any(row.offset < b and row.offset + row.elements > a for a, b in odd)]

@@ -22,7 +22,7 @@ from handgrad.model.activations import activations, model_buffers
 from handgrad.model.parameters import model_tensors
 from handgrad.ops import kernels, reference
 from handgrad.training.feed import BatchFeed
-from handgrad.training.loop import train
+from handgrad.training.start import train
 from handgrad.training.state import allocate_state
 from handgrad.training.step import Stepper
 from tests.conftest import make_model, make_plan

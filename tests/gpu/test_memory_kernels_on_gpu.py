@@ -1,6 +1,7 @@
 """The memory-bound kernels on a CUDA GPU, real sizes and odd ones: as exact as the reference, the same bits every time."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ if not torch.cuda.is_available():
 from handgrad import ops as contract
 from handgrad.ops import reference
 from tests.kernels import memory_checks as checks
+from tests.kernels import reduction_checks
 from tests.kernels.memory_checks import Draw, check, check_repeats, kernels
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -94,10 +96,50 @@ def test_embedding(draw: Draw, name: str) -> None:
     check_all(checks.embedding_backward(draw, tokens, C, rows))
 
 
-@pytest.mark.parametrize(("blocks", "size"), [(1900, 65536), (3, 1000)])
-def test_squared_norms(blocks: int, size: int) -> None:
+@pytest.mark.parametrize(("blocks", "size", "last"), [(1900, 65536, 65536), (3, 1000, 1000), (3, 65536, 9001)])
+def test_squared_norms(blocks: int, size: int, last: int) -> None:
     draw = Draw(FP32, "cuda")
-    check_all(checks.squared_norms(draw, blocks, size))
+    check_all(checks.squared_norms(draw, blocks, size, last))
+
+
+@pytest.mark.parametrize("backend", [reference, kernels], ids=["reference", "kernels"])
+@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize("P", [*reduction_checks.ROWS, 64])
+def test_tree_sum(backend: SimpleNamespace, P: int, rounded: bool) -> None:
+    draw = Draw(FP32, "cuda")
+    for n in (*reduction_checks.SIZES, 3_000_000):
+        reduction_checks.check_tree(backend, draw, P, n, rounded)
+        if rounded:
+            reduction_checks.check_tree(backend, draw, P, n, rounded, sent=True)
+    reduction_checks.check_aliasing(backend, draw, P, rounded)
+    reduction_checks.check_not_finite(backend, draw, rounded)
+    for world in (2, 4, 8):
+        reduction_checks.check_cuts(backend, draw, world, rounded)
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_tree_sums_of_both_backends_are_the_same(rounded: bool) -> None:
+    rows = reduction_checks.different_sizes(Draw(FP32, "cuda"), 8, 1_000_003)
+    found, expected = torch.empty(1_000_003, device="cuda"), torch.empty(1_000_003)
+    kernels.tree_sum(found, rows, rounded=rounded)
+    reference.tree_sum(expected, rows.cpu(), rounded=rounded)
+    assert torch.equal(found.cpu(), expected)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32, torch.float64, torch.int64])
+def test_checksum(dtype: torch.dtype) -> None:
+    draw = Draw(FP32, "cuda")
+    for n in (1, 131, 40_009):
+        reduction_checks.check_checksum(kernels, draw, dtype, n)
+    reduction_checks.check_checksum_sees(kernels, draw, dtype)
+    flat = reduction_checks.numbers(draw, dtype, 20_000_003)
+    found = {reduction_checks.checksum(kernels, flat) for _ in range(10)}
+    assert found == {reduction_checks.checksum(reference, flat)}
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 3, 16, 64])
+def test_losses_of_lanes_are_added_in_order(lanes: int) -> None:
+    reduction_checks.check_losses_in_order(kernels, "cuda", lanes)
 
 
 @pytest.mark.parametrize("N", [1, 65536, 70_001])

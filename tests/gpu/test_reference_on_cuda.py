@@ -10,7 +10,7 @@ from handgrad.model import transformer
 from handgrad.model.activations import activation_buffers, activations
 from handgrad.model.parameters import model_tensors
 from handgrad.ops import reference as ops
-from handgrad.training.loop import train
+from handgrad.training.start import train
 from tests.conftest import make_model, make_plan
 from tests.test_runs import elsewhere, same_bits, tensors
 

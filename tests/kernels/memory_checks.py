@@ -15,10 +15,10 @@ from torch import Tensor
 
 from handgrad import ops
 from handgrad.ops import reference
-from handgrad.ops.kernels import classifier, column_sums, embedding, gelu, layernorm, optimizer
+from handgrad.ops.kernels import classifier, column_sums, embedding, gelu, layernorm, optimizer, reduction
 from handgrad.ops.kernels.scratch import scratch_bytes
 
-MODULES = (classifier, column_sums, embedding, gelu, layernorm, optimizer)
+MODULES = (classifier, column_sums, embedding, gelu, layernorm, optimizer, reduction)
 kernels = SimpleNamespace(
     **{name: function for module in MODULES for name, function in vars(module).items() if name in reference.__all__}
 )
@@ -233,13 +233,15 @@ def zipf_tokens(V: int, B: int, T: int) -> Tensor:
     return torch.multinomial(weights, B * T, replacement=True, generator=generator).view(B, T) * 7919 % V
 
 
-def squared_norms(draw: Draw, blocks: int, size: int) -> Case:
+def squared_norms(draw: Draw, blocks: int, size: int, last: int) -> Case:
+    """`last`: elements of the last block."""
+
     def run(ops: SimpleNamespace, t: Tensors) -> Tensors:
         out = nan(t["flat"], blocks)
-        ops.squared_norms(out, t["flat"])
+        ops.squared_norms(out, t["flat"], block_elements=size)
         return {"norms": out}
 
-    return {"flat": draw.normal(blocks * size, dtype=torch.float32)}, run
+    return {"flat": draw.normal((blocks - 1) * size + last, dtype=torch.float32)}, run
 
 
 def adamw(draw: Draw, elements: int, steps: int, *, betas: tuple[float, float], clip: float) -> Case:

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import triton
 
-from handgrad.ops.kernels import classifier, column_sums, embedding, gelu, layernorm, optimizer
+from handgrad.ops.kernels import classifier, column_sums, embedding, gelu, layernorm, optimizer, reduction
 from tests.kernels.compiling import compile_kernel
 
 ARCHITECTURES = (80, 90, 100)
@@ -20,8 +20,8 @@ DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
 CHANNELS = (768, 1600)
 V, Vp = 50257, 50304
 
-INTEGER = dict.fromkeys(("N", "O", "T", "P", "B", "elements", "size"), "i32:16")
-INTEGER |= {"seed": "i32", "first_element": "i32"}
+INTEGER = dict.fromkeys(("N", "O", "T", "P", "B", "n", "elements", "size", "stride"), "i32:16")
+INTEGER |= {"seed": "i32", "first_element": "i32", "lanes": "i32"}
 FIXED_POINTERS = {
     "mean": "*fp32",
     "rstd": "*fp32",
@@ -99,6 +99,20 @@ def launches(C: int, itemsize: int = 2) -> dict[str, tuple[triton.JITFunction, d
             {"ROWS": optimizer.NORM_ROWS, "COLUMNS": optimizer.NORM_COLUMNS},
             optimizer.NORM_WARPS,
         ),
+        **{
+            f"tree_sum of {rows}{', rounded' * rounded}": (
+                reduction._tree_sum,
+                {"P": rows, "ROUNDED": rounded, "BLOCK": reduction.tree_block(rows, itemsize)},
+                reduction.TREE_WARPS,
+            )
+            for rows in (2, 4, 16, 64)
+            for rounded in (False, True)
+        },
+        "checksum": (
+            reduction._checksum,
+            {"BLOCK": reduction.CHECKSUM_WORDS, "TILES": reduction.CHECKSUM_TILES},
+            reduction.CHECKSUM_WARPS,
+        ),
         "verdict": (
             optimizer._verdict,
             {"TOKENS": 524288.0, "CLIP_NORM": 1.0, "DYNAMIC": True, **sums},
@@ -120,7 +134,11 @@ def launches(C: int, itemsize: int = 2) -> dict[str, tuple[triton.JITFunction, d
 
 def signature_of(name: str, kernel: triton.JITFunction, dtype: str) -> dict[str, str]:
     """Types of the arguments that are not constants. Buffers begin at multiples of 16 bytes, sizes are multiples of 16."""
-    own = {"results": "*fp64", "out": "*fp32" if name == "squared_norms" else f"*{dtype}"}
+    own = {"results": "*fp64", "words": "*i32" if dtype == "fp32" else "*i16"}
+    if name.startswith(("squared_norms", "tree_sum")):
+        own["out"] = "*fp32"
+    if name == "checksum":
+        own["out"] = "*i64"
     if name.startswith("adamw"):
         own["weight"] = "*i16" if name == "adamw_update rounded" else "*fp32"
     types = {**FIXED_POINTERS, **own}

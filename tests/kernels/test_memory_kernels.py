@@ -133,9 +133,12 @@ def test_loss_sum() -> None:
     assert abs(total.item() - SENTINEL - math.fsum(losses.tolist())) <= 1e-14 * total.item()
 
 
-@pytest.mark.parametrize(("blocks", "size"), [(1, 1000), (3, 65536), (5, 8192)])
-def test_squared_norms(draw: Draw, blocks: int, size: int) -> None:
-    check(checks.squared_norms(draw, blocks, size))
+@pytest.mark.parametrize(
+    ("blocks", "size", "last"),
+    [(1, 1000, 1000), (3, 1000, 77), (3, 65536, 65536), (5, 8192, 8192), (3, 65536, 9001), (1, 65536, 1)],
+)
+def test_squared_norms(draw: Draw, blocks: int, size: int, last: int) -> None:
+    check(checks.squared_norms(draw, blocks, size, last))
 
 
 INF, NAN = math.inf, math.nan

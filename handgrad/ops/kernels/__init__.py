@@ -27,6 +27,7 @@ from handgrad.ops.kernels.linear import (
     linear_residual_forward,
 )
 from handgrad.ops.kernels.optimizer import adamw_update, loss_sum, squared_norms, verdict
+from handgrad.ops.kernels.reduction import checksum, tree_sum
 from handgrad.ops.kernels.scratch import scratch_bytes as memory_scratch_bytes
 from handgrad.ops.kernels.scratch import statistics_parts
 from handgrad.ops.reference import attention_decode, residual_forward  # plain torch: a sum, and one token's attention
@@ -99,6 +100,7 @@ __all__ = [
     "attention_scratch_bytes",
     "bias_backward",
     "check_sizes",
+    "checksum",
     "classifier_forward",
     "classifier_forward_backward",
     "compile_ahead",
@@ -120,6 +122,7 @@ __all__ = [
     "scratch_bytes",
     "squared_norms",
     "statistics_parts",
+    "tree_sum",
     "tuned_keep_bf16",
     "update_scaling",
     "verdict",

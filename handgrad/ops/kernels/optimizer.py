@@ -64,20 +64,21 @@ def _loss_sum(sum_acc, losses, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 # Global norm: sums of squares over fixed-size blocks, so that no number of threads, devices or shards changes the sum.
 
 
-def squared_norms(out: Tensor, flat: Tensor) -> None:
-    """out (blocks) = sum of squares of each block of flat (blocks * block size), a buffer of gradients."""
-    blocks = out.shape[0]
-    _squared_norms[(blocks,)](out, flat, flat.numel() // blocks, NORM_ROWS, NORM_COLUMNS, num_warps=NORM_WARPS)
+def squared_norms(out: Tensor, flat: Tensor, *, block_elements: int) -> None:
+    """out (blocks) = sum of squares of each block of flat, a buffer of gradients; the last block may be shorter."""
+    blocks, elements = out.shape[0], flat.numel()
+    _squared_norms[(blocks,)](out, flat, block_elements, elements, NORM_ROWS, NORM_COLUMNS, num_warps=NORM_WARPS)
 
 
 @triton.jit
-def _squared_norms(out, flat, size, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _squared_norms(out, flat, size, elements, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     block = tl.program_id(0).to(tl.int64)
     flat += block * size
+    left = elements - block * size
     sums = tl.zeros((1, COLUMNS), tl.float32)
     for start in range(0, size, ROWS * COLUMNS):
         place = start + tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-        x = tl.load(flat + place, mask=place < size, other=0.0)
+        x = tl.load(flat + place, mask=(place < size) & (place < left), other=0.0)
         sums += tl.sum(x * x, 0, keep_dims=True)
     tl.store(out + block, tl.sum(sums))
 
@@ -97,7 +98,7 @@ def verdict(
     clip_norm: float,
     dynamic_loss_scale: bool,
 ) -> None:
-    """results from the sum of the step's losses (1), the blocks' sums of squares and the limits in `controls`.
+    """results from the lanes' sums of the step's losses (lanes), the blocks' sums of squares and the limits in `controls`.
 
     loss_scale_inout (3): S / tokens_per_step, which scaled the gradients; S; updates since S last changed. It changes only
     with `dynamic_loss_scale`.
@@ -108,6 +109,7 @@ def verdict(
         sum_of_losses,
         norm_partials,
         controls,
+        sum_of_losses.numel(),
         norm_partials.numel(),
         float(tokens_per_step),
         float(clip_norm),
@@ -125,6 +127,7 @@ def _verdict(
     sum_of_losses,
     norm_partials,
     controls,
+    lanes,
     N,
     TOKENS: tl.constexpr,  # constants: an argument that is a float would arrive as float32
     CLIP_NORM: tl.constexpr,
@@ -132,7 +135,10 @@ def _verdict(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    loss = tl.load(sum_of_losses).to(tl.float64) / TOKENS
+    loss = tl.load(sum_of_losses).to(tl.float64)
+    for lane in range(1, lanes):
+        loss += tl.load(sum_of_losses + lane).to(tl.float64)
+    loss /= TOKENS
     scale = tl.load(loss_scale + 1).to(tl.float64)
     good_steps = tl.load(loss_scale + 2).to(tl.float64)
     norm = tl.sqrt(float64_sum(norm_partials, N, ROWS, COLUMNS)) / scale

@@ -19,6 +19,7 @@ from handgrad.ops.reference.gelu import (
 from handgrad.ops.reference.layernorm import layernorm_backward, layernorm_forward
 from handgrad.ops.reference.linear import bias_backward, linear_backward, linear_forward
 from handgrad.ops.reference.optimizer import adamw_update, loss_sum, squared_norms, verdict
+from handgrad.ops.reference.reduction import checksum, tree_sum
 from handgrad.ops.reference.scratch import (
     attention_scratch_bytes,
     check_sizes,
@@ -39,6 +40,7 @@ __all__ = [
     "attention_scratch_bytes",
     "bias_backward",
     "check_sizes",
+    "checksum",
     "classifier_forward",
     "classifier_forward_backward",
     "compile_ahead",
@@ -60,6 +62,7 @@ __all__ = [
     "scratch_bytes",
     "squared_norms",
     "statistics_parts",
+    "tree_sum",
     "tuned_keep_bf16",
     "update_scaling",
     "verdict",

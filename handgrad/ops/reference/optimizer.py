@@ -1,6 +1,8 @@
 """What follows the gradients: the step's loss and norm, the verdict on it, AdamW."""
 
+import functools
 import math
+import operator
 
 import torch
 from torch import Tensor
@@ -39,9 +41,14 @@ def loss_sum(sum_acc: Tensor, losses: Tensor) -> None:
 # Global norm: sums of squares over fixed-size blocks, so that no number of threads, devices or shards changes the sum.
 
 
-def squared_norms(out: Tensor, flat: Tensor) -> None:
-    """out (blocks) = sum of squares of each block of flat (blocks * block size), a buffer of gradients."""
-    torch.linalg.vector_norm(flat.view(out.shape[0], -1), dim=1, out=out)  # one pass over memory; square + sum takes 13x
+def squared_norms(out: Tensor, flat: Tensor, *, block_elements: int) -> None:
+    """out (blocks) = sum of squares of each block of flat, a buffer of gradients; the last block may be shorter."""
+    whole = flat.numel() // block_elements
+    end = whole * block_elements
+    norm = torch.linalg.vector_norm  # one pass over memory; square + sum takes 13x
+    norm(flat[:end].view(whole, block_elements), dim=1, out=out[:whole])
+    if end < flat.numel():
+        norm(flat[end:].view(1, -1), dim=1, out=out[whole:])
     out.square_()
 
 
@@ -60,13 +67,13 @@ def verdict(
     clip_norm: float,
     dynamic_loss_scale: bool,
 ) -> None:
-    """results from the sum of the step's losses (1), the blocks' sums of squares and the limits in `controls`.
+    """results from the lanes' sums of the step's losses (lanes), the blocks' sums of squares and the limits in `controls`.
 
     loss_scale_inout (3): S / tokens_per_step, which scaled the gradients; S; updates since S last changed. It changes only
     with `dynamic_loss_scale`.
     """
     limits = controls.tolist()
-    loss = sum_of_losses.item() / tokens_per_step
+    loss = functools.reduce(operator.add, sum_of_losses.tolist()) / tokens_per_step  # `sum` would compensate its rounding
     scale, good_steps = loss_scale_inout[1:].tolist()
     norm = math.sqrt(norm_partials.cpu().double().sum().item()) / scale
     if not math.isfinite(loss):

@@ -1,0 +1,270 @@
+"""Several GPUs of one machine against as many times one: handgrad, what its order costs, and torch's data parallelism.
+
+    torchrun --standalone --nproc-per-node=4 -m benchmarks.scaling --model d12 --micro-batch 64 --out scaling.json
+
+All contenders make the same optimizer steps of `--tokens-per-step` tokens:
+
+    alone           every GPU makes whole steps for itself, all at once: the reference for linear scaling
+    together        handgrad on all GPUs
+    no-exchange     the same, but every collective returns at once: what is left are the kernels (its numbers mean nothing)
+    reduce-scatter  the same, with NCCL's own sum in the place of the exchange and the fixed tree: what the order costs
+    ddp, fsdp       the torch.compile twin under DistributedDataParallel and FSDP2
+"""
+
+import argparse
+import dataclasses
+import gc
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.contenders import Settings, Tokens, tokens_of
+from benchmarks.distributed_twin import DdpTrainer, FsdpTrainer
+from benchmarks.distributed_twin import step as twin_step
+from benchmarks.record import write_record
+from handgrad import presets, world
+from handgrad.backend import choose_backend, settle_products
+from handgrad.config import RunConfig, check
+from handgrad.distributed.launchers import find_place
+from handgrad.distributed.ranks import Ranks, join
+from handgrad.model.buckets import Bucket
+from handgrad.power import Sampler
+from handgrad.traces import read_trace
+from handgrad.training.feed import BatchFeed
+from handgrad.training.reduction import Reduction
+from handgrad.training.state import allocate_state
+from handgrad.training.step import Stepper
+
+CONTENDERS = ("alone", "together", "no-exchange", "reduce-scatter", "ddp", "fsdp")
+WARM_UP_STEPS = 3
+WARM_UP_SECONDS = 4.0  # clocks fall within a second of load
+
+
+class Done:
+    """A collective that has nothing to do."""
+
+    def wait(self) -> None:
+        pass
+
+
+class SilentRanks(Ranks):
+    """Ranks that send nothing."""
+
+    def exchange(self, received: Tensor, sent: Tensor, operation: str) -> Any:
+        return Done()
+
+    def collect(self, full: Tensor, part: Tensor, operation: str) -> Any:
+        return Done()
+
+
+class ReduceScatter(Reduction):
+    """NCCL adds, in whatever order it likes."""
+
+    def send(self, bucket: Bucket) -> None:
+        gradients = self.state.gradients[bucket.flat]
+        dist.reduce_scatter_tensor(self.state.reduced(bucket), gradients)
+        self.sending = None
+
+
+class HandgradSteps:
+    """handgrad's steps, launched one ahead of their results."""
+
+    def __init__(self, config: RunConfig, tokens: Tokens, device: torch.device, ranks: Ranks, reduction: type[Reduction]):
+        config = dataclasses.replace(config, lanes=ranks.size)
+        dtype = world.use_precision(device, config.precision)
+        ops = choose_backend("auto", device)
+        config = settle_products(check(config), ops)
+        self.state = allocate_state(config, config.shape(tokens.vocab_size), dtype, device, ops, ranks.rank, ranks.size)
+        self.stepper = Stepper(config, self.state, BatchFeed(tokens.source, self.state.activations), ranks)
+        if reduction is not Reduction:
+            self.stepper.reduction = reduction(config, self.state, ranks)
+        self.completed = 0
+
+    def run(self, steps: int) -> float:
+        """Makes `steps` steps; returns the last loss."""
+        loss = math.nan
+        self.stepper.begin(self.completed)
+        for step in range(self.completed, self.completed + steps):
+            self.stepper.finish(step)
+            if step + 1 < self.completed + steps:
+                self.stepper.begin(step + 1)
+            loss = self.stepper.result(step).loss
+        self.completed += steps
+        return loss
+
+
+class TwinSteps:
+    """A twin's steps on this rank's share of the same samples."""
+
+    def __init__(self, config: RunConfig, tokens: Tokens, device: torch.device, ranks: Ranks, trainer: type):
+        self.config, self.source, self.device, self.ranks = config, tokens.source, device, ranks
+        self.trainer = trainer(config, config.shape(tokens.vocab_size), device)
+        size = (config.samples_per_step // config.micro_batch // ranks.size, config.micro_batch, config.sequence_length)
+        self.host = torch.zeros(2, 2, *size, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.completed = 0
+
+    def run(self, steps: int) -> float:
+        loss = torch.zeros(())
+        for step in range(self.completed, self.completed + steps):
+            tokens, targets = self.host[step % 2]
+            first = step * self.config.samples_per_step + self.ranks.rank * len(tokens) * self.config.micro_batch
+            for index in range(len(tokens)):
+                self.source.fill(tokens[index], targets[index], first + index * self.config.micro_batch)
+            on_device = [host.to(self.device, non_blocking=True) for host in (tokens, targets)]
+            previous, loss = loss, twin_step(self.trainer, list(zip(*on_device, strict=True)))
+            previous.item()  # one step ahead of its result, as handgrad
+        self.completed += steps
+        return loss.item()
+
+
+def make(name: str, config: RunConfig, tokens: Tokens, device: torch.device, ranks: Ranks) -> HandgradSteps | TwinSteps:
+    if name in ("ddp", "fsdp"):
+        return TwinSteps(config, tokens, device, ranks, DdpTrainer if name == "ddp" else FsdpTrainer)
+    group = ranks
+    if name == "alone":
+        group = Ranks()
+    elif name == "no-exchange":
+        group = SilentRanks(ranks.rank, ranks.size)
+    return HandgradSteps(config, tokens, device, group, ReduceScatter if name == "reduce-scatter" else Reduction)
+
+
+def timed(run: Callable[[int], float], steps: int, ranks: Ranks, device: torch.device) -> float:
+    """Seconds of `steps` steps, from when all ranks begin to when all have ended."""
+    world.synchronize(device)
+    ranks.barrier("a turn begins")
+    start = time.perf_counter()
+    run(steps)
+    world.synchronize(device)
+    ranks.barrier("a turn ends")
+    return time.perf_counter() - start
+
+
+def own_seconds(run: Callable[[int], float], steps: int, device: torch.device) -> float:
+    world.synchronize(device)
+    start = time.perf_counter()
+    run(steps)
+    world.synchronize(device)
+    return time.perf_counter() - start
+
+
+def turn(name: str, made: HandgradSteps | TwinSteps, config: RunConfig, seconds: float, ranks: Ranks, device) -> dict:
+    """One contender's turn: warm-up, then `seconds` of steps; a row of figures, the same on every rank."""
+    step_seconds = timed(made.run, WARM_UP_STEPS, ranks, device) / WARM_UP_STEPS
+    step_seconds = ranks.from_first(lambda: step_seconds, "a turn's length")
+    timed(made.run, max(1, math.ceil(WARM_UP_SECONDS / step_seconds)), ranks, device)
+    steps = max(2, math.ceil(seconds / step_seconds))
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    with Sampler(device) as sampler:
+        own = own_seconds(made.run, steps, device) if name == "alone" else timed(made.run, steps, ranks, device)
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    watts = (sampler.summary or {}).get("watts") or {}
+    clock = (sampler.summary or {}).get("sm_megahertz") or {}
+    rows = ranks.tell([own, peak, watts.get("mean") or 0.0, clock.get("mean") or 0.0], "figures")
+    rates = [steps * config.tokens_per_step / row[0] for row in rows]
+    return {
+        "tokens_per_second": sum(rates) if name == "alone" else rates[0],
+        "tokens_per_second_by_gpu": rates if name == "alone" else None,
+        "milliseconds_per_step": 1e3 * rows[0][0] / steps,
+        "steps": steps,
+        "allocated_gib": max(row[1] for row in rows) / 2**30,
+        "mean_watts": sum(row[2] for row in rows) / len(rows),
+        "mean_sm_megahertz": sum(row[3] for row in rows) / len(rows),
+    }
+
+
+def exposed(made: HandgradSteps, steps: int, path: Path | None) -> dict[str, float]:
+    """From a trace of `steps` steps: how long collectives ran, and how long while no other kernel did, per step."""
+    activity = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[activity.CUDA]) as profiler:
+        made.run(steps)
+        torch.cuda.synchronize()
+    target = path or Path(f"/tmp/trace-{os.getpid()}.json.gz")
+    profiler.export_chrome_trace(str(target))
+    kernels = [e for e in read_trace(target) if e["cat"] in ("kernel", "gpu_memcpy", "gpu_memset")]
+    talking = merged([(e["ts"], e["ts"] + e["dur"]) for e in kernels if "nccl" in e["name"].lower()])
+    working = merged([(e["ts"], e["ts"] + e["dur"]) for e in kernels if "nccl" not in e["name"].lower()])
+    both = sum(overlap(a, working) for a in talking)
+    total = sum(b - a for a, b in talking)
+    return {"collectives_ms_per_step": total / 1e3 / steps, "exposed_ms_per_step": (total - both) / 1e3 / steps}
+
+
+def merged(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The same stretches of time without overlaps, in order."""
+    found: list[tuple[float, float]] = []
+    for start, end in sorted(intervals):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((start, end))
+    return found
+
+
+def overlap(one: tuple[float, float], others: Sequence[tuple[float, float]]) -> float:
+    return sum(max(0.0, min(one[1], end) - max(one[0], start)) for start, end in others)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="d12")
+    parser.add_argument("--micro-batch", type=int, default=64)
+    parser.add_argument("--sequence-length", type=int, default=1024)
+    parser.add_argument("--tokens-per-step", type=int, default=524288)
+    parser.add_argument("--precision", default="bf16")
+    parser.add_argument("--zero", type=int, default=1)
+    parser.add_argument("--data", default="")
+    parser.add_argument("--vocab-size", type=int, default=50257)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--turns", default=",".join(CONTENDERS), help="contenders in their order, possibly several times")
+    parser.add_argument("--keep", action="store_true", help="keep all in memory instead of making each anew for its turn")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of a turn")
+    parser.add_argument("--trace", default="", help="file for a trace of `together` on rank 0")
+    parser.add_argument("--out", default="")
+    asked = parser.parse_args()
+    place = find_place(os.environ)
+    device = world.resolve_device(asked.device, place.local_rank)
+    settings = Settings(
+        **{name: getattr(asked, name) for name in ("model", "micro_batch", "sequence_length", "precision", "data")},
+        vocab_size=asked.vocab_size,
+        device=device.type,
+    )
+    config = dataclasses.replace(settings.config(), tokens_per_step=asked.tokens_per_step, zero=asked.zero)
+    config = check(dataclasses.replace(config, **presets.model(asked.model)))
+    ranks = join(place, device, dataclasses.replace(config, out=str(Path(asked.out or ".").parent)))
+    tokens, rows, held = tokens_of(settings), [], {}
+    for name in asked.turns.split(","):
+        begun = time.perf_counter()
+        made = held.pop(name, None) or make(name, config, tokens, device, ranks)
+        row: dict[str, Any] = {"contender": name, **turn(name, made, config, asked.seconds, ranks, device)}
+        if name == "together" and device.type == "cuda" and not any("exposed_ms_per_step" in r for r in rows):
+            row |= exposed(made, 2, Path(asked.trace) if asked.trace and ranks.leads else None)
+        rows.append(row)
+        if ranks.leads:
+            shown = ", ".join(f"{key} {value:.6g}" for key, value in row.items() if isinstance(value, float | int))
+            print(f"{name:<15} {shown} ({time.perf_counter() - begun:.0f} s)", flush=True)
+        if asked.keep:
+            held[name] = made
+        del made
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    if ranks.leads:
+        linear = max((row["tokens_per_second"] for row in rows if row["contender"] == "alone"), default=math.nan)
+        for name in dict.fromkeys(row["contender"] for row in rows):
+            mine = [row["tokens_per_second"] for row in rows if row["contender"] == name]
+            print(f"{name:<15} {sum(mine) / len(mine):>12.0f} tok/s, {sum(mine) / len(mine) / linear:.4f} of linear")
+        if asked.out:
+            method = __doc__.strip().splitlines()[0]
+            write_record(asked.out, device, method=method, settings=vars(asked), gpus=ranks.size, rows=rows)
+    ranks.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Where this process stands among those that were started together, as the launcher's environment tells."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from handgrad.errors import UsageError
+
+DEFAULT_PORT = 29500
+SLURM_PORTS = range(20000, 40000)  # one by job number, so that two jobs on a node do not meet
+
+
+@dataclass(frozen=True)
+class Place:
+    """A process among those that train together."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0  # among the processes of this machine: which GPU it takes
+    local_size: int = 1
+    launcher: str = ""  # empty for a single process
+    address: str = ""  # of the machine where the ranks meet
+    port: int = 0
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.size // self.local_size)
+
+
+def find_place(environment: Mapping[str, str]) -> Place:
+    """The place that torchrun, srun or mpirun gave this process; of several that left traces the innermost counts.
+
+    Raises `UsageError` for an environment that is incomplete or contradicts itself.
+    """
+    if "RANK" in environment or "WORLD_SIZE" in environment:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        return made("torchrun", environment, names, address="", port=DEFAULT_PORT)
+    if slurm_starts_several(environment):
+        names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "")
+        nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST") or ""
+        job = number(environment, "SLURM_JOB_ID", 0)
+        port = SLURM_PORTS[job % len(SLURM_PORTS)]
+        local_size = tasks_here(environment)
+        return made("srun", environment, names, address=first_host(nodes), port=port, local_size=local_size)
+    for prefix, names in (
+        ("mpirun", tuple(f"OMPI_COMM_WORLD_{part}" for part in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
+        ("mpirun", ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")),
+    ):
+        if names[0] in environment:
+            local = environment.get(names[3]) in (None, environment.get(names[1]))
+            return made(prefix, environment, names, address="127.0.0.1" if local else "", port=DEFAULT_PORT)
+    return Place()
+
+
+def slurm_starts_several(environment: Mapping[str, str]) -> bool:
+    """Whether this process is one of several tasks of an `srun`. The script of an `sbatch` and the shell of an `salloc`
+    know the job's tasks as well, but they are a single process: only a step's tasks have SLURM_STEP_NUM_TASKS."""
+    return "SLURM_PROCID" in environment and number(environment, "SLURM_STEP_NUM_TASKS", 1) > 1
+
+
+def tasks_here(environment: Mapping[str, str]) -> int:
+    """Tasks of this step on this node, of a list like "4(x2),3" in the order of nodes."""
+    text = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE") or ""
+    counts: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        counts += [int(count)] * int(times or 1)
+    node = number(environment, "SLURM_NODEID", 0)
+    return counts[node] if node < len(counts) else number(environment, "SLURM_STEP_NUM_TASKS", 1)
+
+
+def first_host(nodes: str) -> str:
+    """The first name of a list as SLURM writes it: "gpu[003-006,9]-ib,x7" begins with gpu003-ib."""
+    found = re.match(r"([^,\[]*)(?:\[([^\]]*)\]([^,\[]*))?", nodes)
+    if found is None:
+        return ""
+    inside = re.split(r"[-,]", found[2])[0] if found[2] else ""
+    return f"{found[1]}{inside}{found[3] or ''}"
+
+
+def made(
+    launcher: str,
+    environment: Mapping[str, str],
+    names: tuple[str, ...],
+    *,
+    address: str,
+    port: int,
+    local_size: int | None = None,
+) -> Place:
+    """A place from variables called `names` (rank, size, local rank, local size), checked."""
+    rank, size = (number(environment, name) for name in names[:2])
+    if size < 1 or not 0 <= rank < size:
+        raise UsageError(
+            f"expected {names[0]} from 0 to {names[1]} - 1, found {rank} and {size}; start again with {launcher}"
+        )
+    if size == 1:
+        return Place(launcher=launcher)
+    local_rank = number(environment, names[2], rank)
+    local_size = number(environment, names[3], size) if local_size is None else local_size
+    if not 0 <= local_rank < local_size:
+        raise UsageError(f"expected {names[2]} below {local_size}, found {local_rank}; start again with {launcher}")
+    address = environment.get("MASTER_ADDR") or address
+    if not address:
+        raise UsageError(
+            f"MASTER_ADDR is not set; set it to the name of the machine of rank 0, the same for all {size} ranks"
+        )
+    return Place(rank, size, local_rank, local_size, launcher, address, number(environment, "MASTER_PORT", port))
+
+
+def number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environment.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not re.fullmatch(r"\d+", text):
+        raise UsageError(f"expected {name} to be a whole number, found {text!r}; start again with torchrun, srun or mpirun")
+    return int(text)

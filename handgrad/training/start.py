@@ -1,0 +1,52 @@
+"""From a configuration to a run: device, ranks, data, run folder, and what is refused before anything is written."""
+
+import os
+from dataclasses import replace
+
+import torch
+
+from handgrad import world
+from handgrad.backend import choose_backend, settle_products
+from handgrad.config import RunConfig, check, to_dict
+from handgrad.data.shards import open_dataset
+from handgrad.distributed.launchers import find_place
+from handgrad.distributed.ranks import Ranks, joined
+from handgrad.training.header import check_disk, check_fits, check_shared_gradients
+from handgrad.training.loop import Run
+from handgrad.training.run_folder import RunFolder, settled_lanes
+
+
+def train(config: RunConfig, *, allow_changes: bool = False) -> float | None:
+    """Trains (or goes on training) the run in `config.out`; returns the last validation loss in nats, if there is one.
+
+    Raises `Preempted` after saving when the process is told to stop, `NumericsError` when updates keep being skipped, and
+    the errors of whatever input or folder does not fit.
+    """
+    check(config)
+    place = find_place(os.environ)
+    device = world.resolve_device(config.device, place.local_rank)
+    with joined(place, device, config) as ranks:
+        return train_with(config, device, ranks, allow_changes=allow_changes)
+
+
+def train_with(config: RunConfig, device: torch.device, ranks: Ranks, *, allow_changes: bool) -> float | None:
+    """`train` as one of `ranks`."""
+    dtype = world.use_precision(device, config.precision)
+    ops = choose_backend(config.backend, device)
+    config = settle_products(config, ops)
+    ranks.agree("configuration", to_dict(config))
+    config = check(replace(config, lanes=ranks.from_first(lambda: settled_lanes(config, ranks.size), "lanes")))
+    check_shared_gradients(config, ranks.size)
+    dataset = open_dataset(config.data)
+    check_fits(config, dataset, device, dtype, ops, ranks.size)
+    if ranks.leads:
+        check_disk(config, dataset.tokenizer.vocab_size)
+    folder = RunFolder(config, ranks, allow_changes=allow_changes)
+    try:
+        run = Run(config, dataset, folder, device, dtype, ops, ranks, allow_changes=allow_changes)
+        try:
+            return run.train()
+        finally:
+            run.voice.close()
+    finally:
+        folder.close()

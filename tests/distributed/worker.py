@@ -1,0 +1,235 @@
+"""One rank of a run, with a fault built into its own process: `python -m tests.distributed.worker FAULT COMMAND...`.
+
+A fault is NAME:RANK or NAME:RANK:STEP (steps counted from 0, as `Stepper.begin` does) and hits that rank alone, in the first
+start by torchrun and not in a restart. It says `fault fired` on stderr when it does.
+
+`python -m tests.distributed.worker serve` imports everything once and then forks a rank for every line on its stdin: the
+seconds that an import takes would else be most of a test's time.
+"""
+
+import errno
+import json
+import os
+import select
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import handgrad.commands.train
+from handgrad import checkpoint
+from handgrad.cli import main
+from handgrad.distributed.ranks import Ranks
+from handgrad.training.saving import GatheredBucket
+from handgrad.training.step import Stepper
+
+FIRED = "fault fired"
+SLOW_SECONDS = 0.2
+POLL_SECONDS = 0.01
+
+
+def fired() -> None:
+    print(FIRED, file=sys.stderr, flush=True)
+
+
+def before(owner: type, name: str, due: Callable[..., bool], act: Callable[[], Any]) -> None:
+    """`act` before the first call of a method that is `due` by its arguments."""
+    original, done = getattr(owner, name), []
+
+    def patched(*given: Any, **named: Any) -> Any:
+        if not done and due(*given):
+            done.append(True)
+            fired()
+            act()
+        return original(*given, **named)
+
+    setattr(owner, name, patched)
+
+
+def send(number: int) -> Callable[[], None]:
+    """A signal to this process."""
+    return lambda: os.kill(os.getpid(), number)
+
+
+def in_exchange(number: int) -> Callable[[int], None]:
+    """A signal while a block's gradients are on their way."""
+
+    def install(step: int) -> None:
+        due = lambda ranks, work, operation: ranks.step == step and operation.startswith("gradients of blocks.")  # noqa: E731
+        before(Ranks, "finish", due, send(number))
+
+    return install
+
+
+def told_to_stop(step: int) -> None:
+    before(Stepper, "begin", lambda stepper, now: now == step, send(signal.SIGTERM))
+
+
+def killed_in_save(step: int) -> None:
+    """After the weights have been gathered, in the middle of the first moments."""
+
+    def due(gathered: GatheredBucket, shard: torch.Tensor, bucket: Any) -> bool:
+        moments = shard.data_ptr() == gathered.state.first_moments.data_ptr()
+        return gathered.ranks.step == step and moments and bucket.name == "blocks.1"
+
+    before(GatheredBucket, "__call__", due, send(signal.SIGKILL))
+
+
+def full_disk(step: int) -> None:
+    """When the weights of a checkpoint are written and the moments are not; of the run's second save, with step 1."""
+    original, calls = checkpoint._write, []
+
+    def write(path: Path, chunks: Any) -> dict[str, Any]:
+        if path.name == checkpoint.OPTIMIZER_FILE:
+            calls.append(path)
+            if len(calls) == step + 1:
+                fired()
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return original(path, chunks)
+
+    checkpoint._write = write
+
+
+class Finished:
+    """What an exchange returns that never took place."""
+
+    def wait(self) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def skipped(step: int) -> None:
+    """Leaves out the exchange of the upper block's gradients; the lower block's has the same shape."""
+    original = Ranks.exchange
+
+    def exchange(ranks: Ranks, received: torch.Tensor, sent: torch.Tensor, operation: str) -> Any:
+        if ranks.step == step and operation == "gradients of blocks.1":
+            fired()
+            return Finished()
+        return original(ranks, received, sent, operation)
+
+    Ranks.exchange = exchange
+
+
+def slow(step: int) -> None:
+    """In every step, while its first micro-batch is read."""
+    original = Stepper.run_lane
+
+    def run_lane(stepper: Stepper, now: int, lane: int) -> None:
+        if lane == 0:
+            if now == 0:
+                fired()
+            time.sleep(SLOW_SECONDS)
+        original(stepper, now, lane)
+
+    Stepper.run_lane = run_lane
+
+
+def flipped(step: int) -> None:
+    """The lowest bit of one weight that rank 0 updates, after the step's weights have come from their owners."""
+    original = Stepper.finish
+
+    def finish(stepper: Stepper, now: int) -> None:
+        original(stepper, now)
+        if now == step:
+            stepper.reduction.await_all_weights()
+            state = stepper.state
+            bits = state.parameters.view(torch.int16 if state.parameters.itemsize == 2 else torch.int32)
+            bits[state.buckets[2].start + 5] ^= 1
+            fired()
+
+    Stepper.finish = finish
+
+
+def broken(step: int) -> None:
+    """A mistake of our own in one rank."""
+
+    def act() -> None:
+        raise AssertionError("a mistake of our own")
+
+    before(Stepper, "run_lane", lambda stepper, now, lane: now == step, act)
+
+
+FAULTS: dict[str, Callable[[int], None]] = {
+    "signal": told_to_stop,
+    "kill": in_exchange(signal.SIGKILL),
+    "freeze": in_exchange(signal.SIGSTOP),
+    "kill-save": killed_in_save,
+    "disk": full_disk,
+    "skip": skipped,
+    "slow": slow,
+    "flip": flipped,
+    "break": broken,
+}
+
+
+def run(fault: str, command: list[str]) -> int:
+    handgrad.commands.train.write_report = lambda runs, out: out  # plots take longer than these runs
+    name, *numbers = fault.split(":")
+    if name != "none":
+        rank, step = (int(number) for number in (*numbers, "0")[:2])
+        restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        if int(os.environ.get("RANK", "0")) == rank and not restarted:
+            FAULTS[name](step)
+    return main(command)
+
+
+def serve() -> None:
+    """Forks a rank for every line, a JSON object: fault, command, environment, cwd, and a folder that gets the rank's
+    `output`, `errors`, `pid` and, in the end, its exit `code`."""
+    folders: dict[int, Path] = {}
+    waiting = b""
+    while True:
+        if select.select([0], [], [], POLL_SECONDS)[0]:
+            came = os.read(0, 1 << 16)
+            if not came:
+                return
+            *lines, waiting = (waiting + came).split(b"\n")
+            for line in lines:
+                order = json.loads(line)
+                if not (pid := os.fork()):
+                    become(order)
+                folders[pid] = Path(order["folder"])
+                put(folders[pid] / "pid", pid)
+        for pid in list(folders):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                put(folders.pop(pid) / "code", os.waitstatus_to_exitcode(status))
+
+
+def become(order: dict[str, Any]) -> None:
+    """The rank that was ordered."""
+    for number, name in ((0, os.devnull), (1, "output"), (2, "errors")):
+        handle = os.open(Path(order["folder"]) / name, os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT)
+        os.dup2(handle, number)
+    os.chdir(order["cwd"])
+    os.environ.update(order["environment"])
+    try:
+        code = run(order["fault"], order["command"])
+    except SystemExit as left:
+        code = left.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.exit(code)
+
+
+def put(path: Path, number: int) -> None:
+    """Written whole, or not there."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(str(number))
+    partial.rename(path)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["serve"]:
+        serve()
+    else:
+        sys.exit(run(sys.argv[1], sys.argv[2:]))
