@@ -5,6 +5,7 @@ rank has a thread that writes a beat into the store that the ranks met at, and r
 Whoever finds something wrong says so under one key, which all read. Clocks of machines are never compared.
 """
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -116,10 +117,8 @@ class Watch:
         return Beat(self.beats, step, operation, waiting, time.monotonic() - since, left)
 
     def say(self, last: Beat) -> None:
-        try:
+        with contextlib.suppress(dist.DistError, RuntimeError):  # the store is gone, and with it whoever would read this
             self.store.set(self.key(self.rank), json.dumps(last))
-        except (dist.DistError, RuntimeError):
-            pass  # the store is gone, and with it whoever would read this
 
     def key(self, rank: int) -> str:
         return f"beat/{rank}"
