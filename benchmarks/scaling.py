@@ -5,7 +5,7 @@
 All contenders make the same optimizer steps of `--tokens-per-step` tokens:
 
     alone           every GPU makes whole steps for itself, all at once: the reference for linear scaling
-    together        handgrad on all GPUs
+    together        handgrad on all GPUs; together-8: with as many thread blocks for collectives beside kernels
     no-exchange     the same, but every collective returns at once: what is left are the kernels (its numbers mean nothing)
     reduce-scatter  the same, with NCCL's own sum in the place of the exchange and the fixed tree: what the order costs
     ddp, fsdp       the torch.compile twin under DistributedDataParallel and FSDP2
@@ -13,6 +13,7 @@ All contenders make the same optimizer steps of `--tokens-per-step` tokens:
 
 import argparse
 import dataclasses
+import datetime
 import gc
 import math
 import os
@@ -33,7 +34,7 @@ from handgrad import presets, world
 from handgrad.backend import choose_backend, settle_products
 from handgrad.config import RunConfig, check
 from handgrad.distributed.launchers import find_place
-from handgrad.distributed.ranks import Ranks, join
+from handgrad.distributed.ranks import Ranks, group_aside, join
 from handgrad.model.buckets import Bucket
 from handgrad.power import Sampler
 from handgrad.traces import read_trace
@@ -57,10 +58,10 @@ class Done:
 class SilentRanks(Ranks):
     """Ranks that send nothing."""
 
-    def exchange(self, received: Tensor, sent: Tensor, operation: str) -> Any:
+    def exchange(self, received: Tensor, sent: Tensor, operation: str, *, beside: bool = False) -> Any:
         return Done()
 
-    def collect(self, full: Tensor, part: Tensor, operation: str) -> Any:
+    def collect(self, full: Tensor, part: Tensor, operation: str, *, beside: bool = False) -> Any:
         return Done()
 
 
@@ -69,7 +70,8 @@ class ReduceScatter(Reduction):
 
     def send(self, bucket: Bucket) -> None:
         gradients = self.state.gradients[bucket.flat]
-        dist.reduce_scatter_tensor(self.state.reduced(bucket), gradients)
+        group = self.ranks.aside if bucket is not self.state.buckets[0] else None
+        dist.reduce_scatter_tensor(self.state.reduced(bucket), gradients, group=group)
         self.sending = None
 
 
@@ -132,6 +134,9 @@ def make(name: str, config: RunConfig, tokens: Tokens, device: torch.device, ran
         group = Ranks()
     elif name == "no-exchange":
         group = SilentRanks(ranks.rank, ranks.size)
+    elif name.startswith("together-"):
+        limit = datetime.timedelta(seconds=600)
+        group = dataclasses.replace(ranks, aside=group_aside(limit, int(name.removeprefix("together-"))))
     return HandgradSteps(config, tokens, device, group, ReduceScatter if name == "reduce-scatter" else Reduction)
 
 
@@ -174,6 +179,7 @@ def turn(name: str, made: HandgradSteps | TwinSteps, config: RunConfig, seconds:
         "tokens_per_second_by_gpu": rates if name == "alone" else None,
         "milliseconds_per_step": 1e3 * rows[0][0] / steps,
         "steps": steps,
+        "planned_gib": made.state.plan.total_bytes / 2**30 if isinstance(made, HandgradSteps) else None,
         "allocated_gib": max(row[1] for row in rows) / 2**30,
         "mean_watts": sum(row[2] for row in rows) / len(rows),
         "mean_sm_megahertz": sum(row[3] for row in rows) / len(rows),

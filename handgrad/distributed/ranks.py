@@ -27,6 +27,7 @@ from handgrad.errors import HandgradError, LostRank, NumericsError, UsageError
 
 T = TypeVar("T")
 RETRY_SECONDS = 0.5
+CTAS_ASIDE = 4  # thread blocks of a collective that runs beside kernels
 # torch renames it: 2.11 has only the old name, 2.13 warns about it.
 all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 
@@ -40,6 +41,7 @@ class Ranks:
     nodes: int = 1
     watch: Watch | None = None
     host: dist.ProcessGroup | None = None  # gloo: what the hosts tell each other, beside the devices' NCCL
+    aside: dist.ProcessGroup | None = None  # for collectives that run beside kernels: takes few processors of a GPU
     step: int = 0
     checking: bool = False  # compare the names of collectives before each
     count: int = 0  # collectives so far
@@ -79,24 +81,27 @@ class Ranks:
 
     # On the device, in the order of the current stream. `work.wait()` through `finish`.
 
-    def exchange(self, received: Tensor, sent: Tensor, operation: str) -> dist.Work:
-        """sent (W pieces) -> received (W pieces): every rank's piece for this one, in the order of ranks."""
+    def exchange(self, received: Tensor, sent: Tensor, operation: str, *, beside: bool = False) -> dist.Work:
+        """sent (W pieces) -> received (W pieces): every rank's piece for this one, in the order of ranks. `beside`: while
+        kernels run that it should not disturb."""
         self._enter(operation)
-        return self._started(dist.all_to_all_single, as_bytes(received), as_bytes(sent), operation)
+        return self._started(dist.all_to_all_single, as_bytes(received), as_bytes(sent), operation, beside=beside)
 
-    def collect(self, full: Tensor, part: Tensor, operation: str) -> dist.Work:
+    def collect(self, full: Tensor, part: Tensor, operation: str, *, beside: bool = False) -> dist.Work:
         """full (W parts) = the ranks' `part`s in their order; `part` may be this rank's place in `full`."""
         self._enter(operation)
-        return self._started(all_gather, as_bytes(full), as_bytes(part), operation)
+        return self._started(all_gather, as_bytes(full), as_bytes(part), operation, beside=beside)
 
     def finish(self, work: dist.Work, operation: str) -> None:
         """Waits: the host on a CPU, the current stream on a GPU."""
         with self.waiting(operation):
             work.wait()
 
-    def _started(self, collective: Callable[..., Any], out: Tensor, given: Tensor, operation: str) -> dist.Work:
+    def _started(
+        self, collective: Callable[..., Any], out: Tensor, given: Tensor, operation: str, *, beside: bool
+    ) -> dist.Work:
         with self.waiting(operation):
-            work = collective(out, given, async_op=True)
+            work = collective(out, given, group=self.aside if beside else None, async_op=True)
         self.launched.append((operation, work))
         return work
 
@@ -272,11 +277,11 @@ def join(place: Place, device: torch.device, config: RunConfig) -> Ranks:
         rank=place.rank,
         world_size=place.size,
         timeout=limit,
-        device_id=device if cuda else None,
+        device_id=torch.device("cuda", place.local_rank) if cuda else None,
     )
     host = dist.new_group(backend="gloo", timeout=limit)
     assert isinstance(host, dist.ProcessGroup)
-    ranks = Ranks(place.rank, place.size, place.nodes, watch, host)
+    ranks = Ranks(place.rank, place.size, place.nodes, watch, host, group_aside(limit) if cuda else None)
     watch.pending = ranks.pending
     watch.start()
     return ranks
@@ -294,6 +299,17 @@ def joined(place: Place, device: torch.device, config: RunConfig) -> Iterator[Ra
         raise
     finally:
         ranks.close(error)
+
+
+def group_aside(limit: datetime.timedelta, ctas: int = CTAS_ASIDE) -> dist.ProcessGroup:
+    """A communicator of all ranks for what goes on beside kernels. NCCL's own choice for an exchange on four H200 was 32
+    thread blocks, each of which keeps a processor for as long as it waits for the slowest rank."""
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.min_ctas, options.config.max_ctas = 1, ctas
+    options.is_high_priority_stream = True  # or it would wait for kernels that fill the GPU
+    group = dist.new_group(backend="nccl", pg_options=options, timeout=limit)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 def open_store(place: Place, limit_seconds: float, *, keeps: bool = True) -> dist.Store:

@@ -294,7 +294,8 @@ class Run:
         self.seconds.append(elapsed_seconds)
         mean_seconds = sum(self.seconds) / len(self.seconds)
         tokens_per_second = self.config.tokens_per_step / mean_seconds
-        rate = console.speed(tokens_per_second, flops_per_token(self.shape), world.peak_flops(self.device))
+        peak = world.peak_flops(self.device)
+        rate = console.speed(tokens_per_second, flops_per_token(self.shape), peak and peak * self.ranks.size)
         line = console.step_line(self.completed, self.config.steps, result, elapsed_seconds, tokens_per_second, rate)
         self.voice.show(self.completed, line, (self.config.steps - self.completed) * mean_seconds)
         if self.completed == 1 or self.due(self.config.log_every) or result.skipped:

@@ -76,7 +76,13 @@ class Reduction:
         sent, received = self.buffers(bucket)
         if self.rounded:
             sent.copy_(self.state.gradients[self.state.gradient_places[bucket.name]])
-        self.sending = bucket, self.ranks.exchange(received, sent, f"gradients of {bucket.name}")
+        operation = f"gradients of {bucket.name}"
+        self.sending = bucket, self.ranks.exchange(received, sent, operation, beside=self.beside(bucket))
+
+    def beside(self, bucket: Bucket) -> bool:
+        """Whether kernels run while this bucket travels: not with the first in memory, the last of a backward and the one
+        that the next forward begins with."""
+        return bucket is not self.state.buckets[0]
 
     def make_place(self, index: int) -> None:
         """With zero 2: clears the place of a block's gradients, which the block RING above it had until it was received.
@@ -96,7 +102,8 @@ class Reduction:
         owned = self.sum_pieces(bucket)
         if not self.zero:
             operation = f"gradients of {bucket.name} to all"
-            self.ranks.finish(self.ranks.collect(self.state.gradients[bucket.flat], owned, operation), operation)
+            work = self.ranks.collect(self.state.gradients[bucket.flat], owned, operation, beside=self.beside(bucket))
+            self.ranks.finish(work, operation)
 
     def sum_pieces(self, bucket: Bucket) -> Tensor:
         """Adds the ranks' sums of what this rank owns of a bucket; returns its place in `gradients`."""
@@ -144,7 +151,7 @@ class Reduction:
         for bucket in self.state.buckets:
             weights, operation = self.state.parameters, f"weights of {bucket.name}"
             mine = weights[bucket.owned(self.ranks.rank, self.ranks.size)]
-            work = self.ranks.collect(weights[bucket.flat], mine, operation)
+            work = self.ranks.collect(weights[bucket.flat], mine, operation, beside=self.beside(bucket))
             if self.stream is None:
                 self.publishing[bucket.name] = work
             else:
