@@ -163,8 +163,9 @@ def turn(name: str, made: HandgradSteps | TwinSteps, config: RunConfig, seconds:
     """One contender's turn: warm-up, then `seconds` of steps; a row of figures, the same on every rank."""
     step_seconds = timed(made.run, WARM_UP_STEPS, ranks, device) / WARM_UP_STEPS
     step_seconds = ranks.from_first(lambda: step_seconds, "a turn's length")
-    timed(made.run, max(1, math.ceil(WARM_UP_SECONDS / step_seconds)), ranks, device)
-    steps = max(2, math.ceil(seconds / step_seconds))
+    warming = max(1, math.ceil(WARM_UP_SECONDS / step_seconds))  # slow ones: they compile, and record graphs
+    step_seconds = timed(made.run, warming, ranks, device) / warming
+    steps = ranks.from_first(lambda: max(2, math.ceil(seconds / step_seconds)), "a turn's length")
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     with Sampler(device) as sampler:

@@ -104,7 +104,8 @@ def time_collective(ranks: Ranks, device: torch.device, operation: str, size: in
         begun = time.perf_counter()
         for _ in range(calls):
             call()
-        synchronize(device)
+        with ranks.waiting(name):
+            synchronize(device)
         took = (time.perf_counter() - begun) / calls
         best = min(best, max(row[0] for row in ranks.tell([took], name)))
     return best
@@ -125,7 +126,7 @@ def measure_links(ranks: Ranks, device: torch.device, hosts: list[str]) -> list[
 
 
 def tournament(size: int) -> list[list[tuple[int, int]]]:
-    """Rounds of pairs (a < b), no rank twice in a round: all pairs, or those a power of two apart among many ranks."""
+    """Rounds of pairs (a < b), no rank twice in a round: all pairs, or, of many ranks, those that differ in one bit."""
     if size > MOST_PAIRED:
         steps = [1 << bit for bit in range((size - 1).bit_length())]
         return [[(a, a ^ step) for a in range(size) if a < a ^ step < size] for step in steps]
@@ -143,10 +144,8 @@ def time_pair(ranks: Ranks, sent: Tensor, received: Tensor, peer: int) -> float:
     best = math.inf
     for attempt in range(ROUNDS + 1):
         swap(ranks, sent[:1], received[:1], peer)  # both stand here
-        synchronize(sent.device)
         begun = time.perf_counter()
         swap(ranks, sent, received, peer)
-        synchronize(sent.device)
         if attempt:  # the first one makes the connection
             best = min(best, time.perf_counter() - begun)
     return best
@@ -158,6 +157,7 @@ def swap(ranks: Ranks, sent: Tensor, received: Tensor, peer: int) -> None:
     with ranks.waiting(f"rank {ranks.rank} with rank {peer}"):
         for work in dist.batch_isend_irecv(both):
             work.wait()
+        synchronize(sent.device)
 
 
 def told_links(links: list[Link], hosts: list[str]) -> Iterator[tuple[bool, str]]:

@@ -8,6 +8,7 @@ import contextlib
 import datetime
 import os
 import sys
+import threading
 import time
 import zlib
 from collections import deque
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from handgrad.config import RunConfig
 from handgrad.distributed.launchers import Place
-from handgrad.distributed.watch import Watch
+from handgrad.distributed.watch import WORK_FACTOR, Watch
 from handgrad.errors import HandgradError, LostRank, NumericsError, UsageError
 
 T = TypeVar("T")
@@ -237,7 +238,7 @@ class Ranks:
             if words:
                 self.watch.leave(words)
             self.watch.close()
-        if error is None:
+        if not words:
             dist.destroy_process_group()
 
 
@@ -270,16 +271,22 @@ def join(place: Place, device: torch.device, config: RunConfig) -> Ranks:
         stacks=Path(config.out) / "stacks",
     )
     cuda = device.type == "cuda"
-    limit = datetime.timedelta(seconds=config.stall_seconds + 60)  # after our own watch
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if cuda else "gloo",
-        store=dist.PrefixStore("collectives", store),
-        rank=place.rank,
-        world_size=place.size,
-        timeout=limit,
-        device_id=torch.device("cuda", place.local_rank) if cuda else None,
-    )
-    host = dist.new_group(backend="gloo", timeout=limit)
+    limit = datetime.timedelta(seconds=WORK_FACTOR * config.stall_seconds + 60)  # after our own watch
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            store=dist.PrefixStore("collectives", store),
+            rank=place.rank,
+            world_size=place.size,
+            timeout=limit,
+            device_id=torch.device("cuda", place.local_rank) if cuda else None,
+        )
+        host = dist.new_group(backend="gloo", timeout=limit)
+    except (dist.DistError, RuntimeError) as error:
+        raise LostRank(
+            f"rank {place.rank} cannot reach the other ranks ({' '.join(str(error).split()):.200}); check the network with"
+            " `handgrad doctor --net`, and GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME on machines with several"
+        ) from None
     assert isinstance(host, dist.ProcessGroup)
     ranks = Ranks(place.rank, place.size, place.nodes, watch, host, group_aside(limit) if cuda else None)
     watch.pending = ranks.pending
@@ -289,16 +296,17 @@ def join(place: Place, device: torch.device, config: RunConfig) -> Ranks:
 
 @contextlib.contextmanager
 def joined(place: Place, device: torch.device, config: RunConfig) -> Iterator[Ranks]:
-    """`join`, until the end of a `with` block; an error in it that the other ranks do not have is told to them."""
+    """`join`, until the end of a `with` block. An error in it that the other ranks do not have is told to them; of one that
+    all have rank 0 tells, and the others end with its exit code."""
     ranks = join(place, device, config)
-    error: BaseException | None = None
     try:
         yield ranks
-    except BaseException as raised:
-        error = raised
-        raise
-    finally:
+    except BaseException as error:
         ranks.close(error)
+        if isinstance(error, HandgradError) and error.shared and not ranks.leads:
+            raise SystemExit(error.exit_code) from None
+        raise
+    ranks.close()
 
 
 def group_aside(limit: datetime.timedelta, ctas: int = CTAS_ASIDE) -> dist.ProcessGroup:
@@ -316,26 +324,38 @@ def open_store(place: Place, limit_seconds: float, *, keeps: bool = True) -> dis
     """A connection to the table that all ranks write to, whose calls take at most `limit_seconds`; rank 0 keeps the table,
     or torchrun's agent."""
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    try:
-        store = dist.TCPStore(
-            place.address,
-            place.port,
-            place.size,
-            is_master=keeps and place.rank == 0 and not agent,
-            timeout=datetime.timedelta(seconds=limit_seconds),
-            wait_for_workers=False,
-        )
-    except (dist.DistError, RuntimeError) as error:
-        told = " ".join(str(error).split())
+    made: list[dist.Store | Exception] = []
+
+    def make() -> None:
+        try:
+            made.append(
+                dist.TCPStore(
+                    place.address,
+                    place.port,
+                    place.size,
+                    is_master=keeps and place.rank == 0 and not agent,
+                    timeout=datetime.timedelta(seconds=limit_seconds),
+                    wait_for_workers=False,
+                )
+            )
+        except (dist.DistError, RuntimeError) as error:
+            made.append(error)
+
+    connecting = threading.Thread(target=make, daemon=True)  # for a program that takes the call and never answers
+    connecting.start()
+    connecting.join(limit_seconds + 5)  # torch may try a little longer than it is told
+    store = made[0] if made else None
+    if not isinstance(store, dist.Store):
+        told = " ".join(str(store).split())
         where = f"{place.address}:{place.port}"
         if "EADDRINUSE" in told or "address already in use" in told.lower():
             raise UsageError(
                 f"port {where} is in use by another program; set MASTER_PORT (torchrun: --master-port, or --standalone)"
-            ) from None
+            )
         raise LostRank(
             f"rank {place.rank} found no rank 0 at {where} within {limit_seconds:g} s; check that it was started, that"
             " MASTER_ADDR names its machine and that no firewall stands between"
-        ) from None
+        )
     return dist.PrefixStore(f"handgrad/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
@@ -345,7 +365,13 @@ def await_everyone(store: dist.Store, place: Place, join_seconds: float) -> None
     store.set(f"joined/{place.rank}", "here")
     missing = list(range(place.size))
     while True:
-        missing = [rank for rank in missing if not store.check([f"joined/{rank}"])]
+        try:
+            missing = [rank for rank in missing if not store.check([f"joined/{rank}"])]
+        except (dist.DistError, RuntimeError):
+            raise LostRank(
+                f"rank {place.rank} lost contact to rank 0 at {place.address}:{place.port} while waiting for others;"
+                " see what rank 0 said, and start all ranks again"
+            ) from None
         if not missing:
             return
         if time.monotonic() > deadline:

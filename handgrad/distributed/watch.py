@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 EXIT_CODE = 75  # relaunch the same command
 WORK_FACTOR = 6  # a rank may be busy so many times as long as all may wait for each other
+SUSPECT_SECONDS = 5.0  # of silence are enough once a collective has failed
 GRACE_SECONDS = 3.0  # between finding something wrong and ending: this rank may be about to end by itself
 
 
@@ -62,6 +63,7 @@ class Watch:
         ranks have made their watch, `start` may be called. `stacks`: a folder for the stacks of what ends."""
         self.store, self.rank, self.size, self.stacks, self.end = store, rank, size, stacks, end
         self.silence_seconds, self.stall_seconds = silence_seconds, stall_seconds
+        self.limit_seconds = silence_seconds
         self.interval = min(1.0, silence_seconds / 4)
         self.place: tuple[int, str, bool, float] = (0, "the start", True, time.monotonic())
         self.pending: Callable[[], str] = str  # names what the device is at
@@ -69,10 +71,14 @@ class Watch:
         self.closing = threading.Event()
         self.seen: dict[int, Seen] = {}
         self.thread = threading.Thread(target=self.run, name="watch", daemon=True)
+        self.guard = threading.Thread(target=self.await_answers, name="watch of the store", daemon=True)
+        self.answered = time.monotonic()  # when the store did so last
         self.write()
 
     def start(self) -> None:
+        self.answered = time.monotonic()
         self.thread.start()
+        self.guard.start()
 
     def at(self, step: int, operation: str, *, waiting: bool = True) -> None:
         """Notes what this rank does now: waits for others, or works."""
@@ -92,6 +98,7 @@ class Watch:
 
     def suspect(self) -> None:
         """A collective failed: gives the watch the time to find out whose fault it was, and to end the process."""
+        self.limit_seconds = min(self.silence_seconds, SUSPECT_SECONDS)
         self.closing.wait(self.silence_seconds + 2 * GRACE_SECONDS)
 
     # The thread.
@@ -101,11 +108,20 @@ class Watch:
             try:
                 self.write()
                 trouble = self.look()
+                self.answered = time.monotonic()
             except (dist.DistError, RuntimeError) as error:
                 told = " ".join(str(error).split())
                 trouble = f"lost contact to the rendezvous, so to rank 0's machine or the launcher ({told:.120})"
             if trouble and not self.closing.wait(GRACE_SECONDS):
                 self.stop(trouble)
+                return
+
+    def await_answers(self) -> None:
+        """The other thread: a store whose process is stopped, or whose machine is gone, never answers, whatever limit."""
+        while not self.closing.wait(self.interval):
+            if time.monotonic() - self.answered > self.silence_seconds + GRACE_SECONDS:
+                silence = f"no answer from the rendezvous for {self.silence_seconds:g} s"
+                self.stop(f"{silence}, so rank 0 or the launcher was stopped, or its machine is gone")
                 return
 
     def write(self) -> None:
@@ -143,9 +159,10 @@ class Watch:
         for rank, seen in self.seen.items():
             if seen.beat.left:
                 return f"rank {rank} ended by an error: {seen.beat.left}"
-            if seen.beat.left is None and time.monotonic() - seen.since > self.silence_seconds:
+            silence = time.monotonic() - seen.since
+            if seen.beat.left is None and silence > self.limit_seconds:
                 return (
-                    f"lost rank {rank}: no sign of life for {self.silence_seconds:g} s, last seen at step {seen.beat.step},"
+                    f"lost rank {rank}: no sign of life for {silence:.0f} s, last seen at step {seen.beat.step},"
                     f" {seen.beat.operation}; it was killed or stopped, or its machine is gone"
                 )
         return ""

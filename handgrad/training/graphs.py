@@ -31,17 +31,17 @@ class Replayed:
 
 
 class ReplayedStages:
-    """A sequence of launches with pauses, each stretch between two of them a graph of its own."""
+    """A sequence of launches with pauses, each stretch between two of those that count a graph of its own."""
 
-    def __init__(self, stages: Callable[[], Iterator[Pause]], *, graphs: bool):
-        self.stages, self.graphs = stages, graphs
+    def __init__(self, stages: Callable[[], Iterator[Pause]], counts: Callable[[Pause], bool], *, graphs: bool):
+        self.stages, self.counts, self.graphs = stages, counts, graphs
         self.launched = False
         self.recorded: list[tuple[torch.cuda.CUDAGraph, Pause | None]] = []
 
     def __call__(self, at: Callable[[Pause], None]) -> None:
-        """Goes through all stages; at each pause `at` does what is to be done there."""
+        """Goes through all stages; at each pause that counts `at` does what is to be done there."""
         if not (self.graphs and self.launched):
-            for pause in self.stages():
+            for pause in self.paused():
                 at(pause)
             self.launched = True
             return
@@ -52,9 +52,12 @@ class ReplayedStages:
             if pause is not None:
                 at(pause)
 
+    def paused(self) -> Iterator[Pause]:
+        return (pause for pause in self.stages() if self.counts(pause))
+
     def record(self) -> None:
         """Records every stretch without running it. (`torch.cuda.graph` would collect garbage before each.)"""
-        stages = self.stages()
+        stages = self.paused()
         torch.cuda.synchronize()
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):

@@ -34,7 +34,7 @@ class Reduction:
         self.stream = torch.cuda.Stream() if cuda else None
         self.published = {bucket.name: torch.cuda.Event() for bucket in state.buckets} if cuda else {}
         self.received = torch.cuda.Event() if cuda else None
-        self.sending: tuple[Bucket, dist.Work] | None = None
+        self.sending: list[tuple[Bucket, dist.Work]] = []
         self.publishing: dict[str, dist.Work] = {}  # on a CPU: the buckets whose weights are on their way
 
     # A rank's own lanes.
@@ -60,15 +60,14 @@ class Reduction:
 
     def on_its_way(self, pause: Pause) -> None:
         """In the last micro-step of the last lane: sends a bucket as soon as it is complete."""
-        if not pause.gradients_are_done:
-            return
         bucket = self.by_name[pause.bucket]
         self.aside(lambda: self.send(bucket))
         if self.zero == 2:
             self.make_place(self.state.buckets.index(bucket) - RING + 1)
 
     def send(self, bucket: Bucket) -> None:
-        self.receive()  # before the buffer is used again
+        if self.beside(bucket):
+            self.receive()  # before its buffer is used again; the first bucket in memory has another
         if self.received is not None:
             self.received.record()
         if self.lanes > 1:
@@ -77,7 +76,7 @@ class Reduction:
         if self.rounded:
             sent.copy_(self.state.gradients[self.state.gradient_places[bucket.name]])
         operation = f"gradients of {bucket.name}"
-        self.sending = bucket, self.ranks.exchange(received, sent, operation, beside=self.beside(bucket))
+        self.sending.append((bucket, self.ranks.exchange(received, sent, operation, beside=self.beside(bucket))))
 
     def beside(self, bucket: Bucket) -> bool:
         """Whether kernels run while this bucket travels: not with the first in memory, the last of a backward and the one
@@ -93,17 +92,15 @@ class Reduction:
             self.state.gradients[self.state.gradient_places[self.state.buckets[index].name]].zero_()
 
     def receive(self) -> None:
-        """Takes in the bucket that is on its way: the sum of the ranks' sums, where this rank owns it."""
-        if self.sending is None:
-            return
-        bucket, work = self.sending
-        self.sending = None
-        self.ranks.finish(work, f"gradients of {bucket.name}")
-        owned = self.sum_pieces(bucket)
-        if not self.zero:
-            operation = f"gradients of {bucket.name} to all"
-            work = self.ranks.collect(self.state.gradients[bucket.flat], owned, operation, beside=self.beside(bucket))
-            self.ranks.finish(work, operation)
+        """Takes in the buckets that are on their way: the sum of the ranks' sums, where this rank owns it."""
+        while self.sending:
+            bucket, work = self.sending.pop(0)
+            self.ranks.finish(work, f"gradients of {bucket.name}")
+            owned = self.sum_pieces(bucket)
+            if not self.zero:
+                operation = f"gradients of {bucket.name} to all"
+                work = self.ranks.collect(self.state.gradients[bucket.flat], owned, operation, beside=self.beside(bucket))
+                self.ranks.finish(work, operation)
 
     def sum_pieces(self, bucket: Bucket) -> Tensor:
         """Adds the ranks' sums of what this rank owns of a bucket; returns its place in `gradients`."""
@@ -115,9 +112,11 @@ class Reduction:
     def buffers(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
         """(what a rank sends of a bucket, what it receives): its gradients as they are, or rounded on their way."""
         gradients = self.state.gradients[self.state.gradient_places[bucket.name]]
+        start = self.state.buckets[0].elements if self.beside(bucket) else 0
+        received = self.state.exchange.view(gradients.dtype)[start : start + bucket.elements]
         if not self.rounded:
-            return gradients, self.state.exchange.view(gradients.dtype)[: bucket.elements]
-        halves = self.state.exchange[: bucket.elements * 4].view(torch.bfloat16)
+            return gradients, received
+        halves = received.view(torch.bfloat16)[: 2 * bucket.elements]
         return halves[: bucket.elements], halves[bucket.elements :]
 
     def all_received(self) -> None:

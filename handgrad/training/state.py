@@ -48,7 +48,7 @@ class TrainingState:
     sum_of_losses: Tensor  # (1) over the tokens of a lane's step
     lane_losses: Tensor  # (lanes) those sums
     checksum: Tensor  # (1) int64 of the parameters
-    exchange: Tensor  # bytes: a bucket on its way between ranks; empty for one rank
+    exchange: Tensor  # bytes: buckets on their way between ranks; empty for one rank
     loss_scale: Tensor  # (3) S / tokens_per_step, S, updates since S last changed; S is 1 but in fp16
     weights: ModelTensors  # as the training's products read them
     plain_weights: ModelTensors  # the same without fp8 forms
@@ -134,8 +134,9 @@ def training_plan(
         Buffer("checksum", (1,), torch.int64, "gradients"),
     ]
     if ranks > 1:
-        largest = max(bucket.elements for bucket in all_buckets) * exact.itemsize
-        buffers.append(Buffer("exchange", (largest,), torch.uint8, "exchange"))
+        # The first in memory is the last to be sent, and may be on its way together with the one before.
+        travelling = all_buckets[0].elements + max(bucket.elements for bucket in all_buckets[1:])
+        buffers.append(Buffer("exchange", (travelling * exact.itemsize,), torch.uint8, "exchange"))
     buffers += fp8_buffers(config, shape, ops, ranks)
     return make_plan([*buffers, *model_buffers(config, shape, config.micro_batch, dtype, ops)])
 

@@ -7,8 +7,9 @@ first run.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -79,7 +80,8 @@ class Stepper:
         state.ops.compile_ahead(*launches, self.reduction.launch_sums, *calibration)
         replayed = Replayed if graphs else lambda launch: launch
         self.micro_step = replayed(self.launch_micro_step)
-        self.staged = ReplayedStages(self.stages, graphs=graphs) if self.ranks.size > 1 else None
+        kinds = ((True, False), (False, True), (True, True)) if self.ranks.size > 1 else ()
+        self.staged = {kind: ReplayedStages(self.stages, partial(concerns, *kind), graphs=graphs) for kind in kinds}
         self.take_norms, self.update = replayed(self.launch_norms), replayed(self.launch_update)
         self.requantize = replayed(self.launch_requantizing)
         dtype = state.controls.dtype
@@ -123,22 +125,23 @@ class Stepper:
         state.sum_of_losses.zero_()
         for micro_step in range(micro_steps):
             self.feed.fill(first + micro_step * self.config.micro_batch)
-            if self.staged is not None:
-                opens, closes = lane == micro_step == 0, lane == lanes - 1 and micro_step == micro_steps - 1
-                self.staged(lambda pause, opens=opens, closes=closes: self.pause(pause, opens=opens, closes=closes))
-            else:
-                self.micro_step()
+            opens, closes = lane == micro_step == 0, lane == lanes - 1 and micro_step == micro_steps - 1
+            self.staged.get((opens, closes), self.micro_step_alone)(self.pause)
         state.lane_losses[place].copy_(state.sum_of_losses[0])
         last = lane == lanes - 1
         if not last or self.ranks.size == 1:
             self.reduction.stack_lane(lane, slice(None), last=last)
 
-    def pause(self, pause: Pause, *, opens: bool, closes: bool) -> None:
-        """Between two stages of a micro-step: the first one of a step has to wait for weights, the last sends gradients."""
-        if opens and not pause.gradients_are_done:
-            self.reduction.await_weights(pause.bucket)
-        if closes:
+    def micro_step_alone(self, pause: Callable[[Pause], None]) -> None:
+        """A micro-step that has nothing to do with other ranks."""
+        self.micro_step()
+
+    def pause(self, pause: Pause) -> None:
+        """Between two stages: a step's first micro-step has to wait for weights, its last sends gradients."""
+        if pause.gradients_are_done:
             self.reduction.on_its_way(pause)
+        else:
+            self.reduction.await_weights(pause.bucket)
 
     def clock_compute(self, slot: int, *, begins: bool) -> None:
         """Notes when this rank's own work begins or ends; what a CPU waited for others in between does not count."""
@@ -296,6 +299,11 @@ class Stepper:
         """The new weights in fp8, at their new scales."""
         if self.state.scaling is not None:
             self.state.scaling.quantize_weights(self.state.ops)
+
+
+def concerns(opens: bool, closes: bool, pause: Pause) -> bool:
+    """Whether other ranks have to do with a pause of a step's first micro-step (`opens`) or of its last (`closes`)."""
+    return closes if pause.gradients_are_done else opens
 
 
 def non_finite_tensors(state: TrainingState) -> list[str]:

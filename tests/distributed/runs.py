@@ -139,7 +139,7 @@ class Launcher:
         port: int | None = None,
         cwds: Sequence[Path] = (),
     ) -> Started:
-        """`size` ranks, or `only` some of them; `others`: the command of all ranks but the first; `cwds`: where they start."""
+        """`size` ranks, or `only` some of them; `others`: the command of all but the first; `cwds`: where they start."""
         port, folder = port or free_port(), self.folder / str(len(self.all))
         ranks = []
         for rank in range(size) if only is None else only:

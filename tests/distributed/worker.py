@@ -1,13 +1,14 @@
 """One rank of a run, with a fault built into its own process: `python -m tests.distributed.worker FAULT COMMAND...`.
 
-A fault is NAME:RANK or NAME:RANK:STEP (steps counted from 0, as `Stepper.begin` does) and hits that rank alone, in the first
-start by torchrun and not in a restart. It says `fault fired` on stderr when it does.
+A fault is NAME:RANK or NAME:RANK:STEP (steps counted from 0, as `Stepper.begin` does) and hits that rank alone, in
+torchrun's first start and not in a restart. It says `fault fired` on stderr when it does.
 
 `python -m tests.distributed.worker serve` imports everything once and then forks a rank for every line on its stdin: the
 seconds that an import takes would else be most of a test's time.
 """
 
 import errno
+import gc
 import json
 import os
 import select
@@ -24,6 +25,7 @@ import torch
 import handgrad.commands.train
 from handgrad import checkpoint
 from handgrad.cli import main
+from handgrad.distributed import ranks as joining
 from handgrad.distributed.ranks import Ranks
 from handgrad.training.saving import GatheredBucket
 from handgrad.training.step import Stepper
@@ -109,11 +111,11 @@ def skipped(step: int) -> None:
     """Leaves out the exchange of the upper block's gradients; the lower block's has the same shape."""
     original = Ranks.exchange
 
-    def exchange(ranks: Ranks, received: torch.Tensor, sent: torch.Tensor, operation: str) -> Any:
+    def exchange(ranks: Ranks, received: torch.Tensor, sent: torch.Tensor, operation: str, **named: Any) -> Any:
         if ranks.step == step and operation == "gradients of blocks.1":
             fired()
             return Finished()
-        return original(ranks, received, sent, operation)
+        return original(ranks, received, sent, operation, **named)
 
     Ranks.exchange = exchange
 
@@ -172,6 +174,7 @@ FAULTS: dict[str, Callable[[int], None]] = {
 
 def run(fault: str, command: list[str]) -> int:
     handgrad.commands.train.write_report = lambda runs, out: out  # plots take longer than these runs
+    joining.RETRY_SECONDS = 0.02
     name, *numbers = fault.split(":")
     if name != "none":
         rank, step = (int(number) for number in (*numbers, "0")[:2])
@@ -184,6 +187,7 @@ def run(fault: str, command: list[str]) -> int:
 def serve() -> None:
     """Forks a rank for every line, a JSON object: fault, command, environment, cwd, and a folder that gets the rank's
     `output`, `errors`, `pid` and, in the end, its exit `code`."""
+    gc.freeze()  # what was imported is not looked at again, so a fork need not copy it
     folders: dict[int, Path] = {}
     waiting = b""
     while True:
@@ -218,6 +222,9 @@ def become(order: dict[str, Any]) -> None:
     except BaseException:
         traceback.print_exc()
         code = 1
+    if code == 0:  # what is left is to take down the interpreter, for a fork a copy of its whole memory
+        sys.stdout.flush()
+        os._exit(0)
     sys.exit(code)
 
 

@@ -1,0 +1,71 @@
+"""Starting handgrad as other programs start it: a tiny run, its environment, what it leaves."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+TWO_NODES = Path(__file__).parent / "two_nodes.sh"
+TINY = {
+    "num_layers": 1,
+    "num_heads": 2,
+    "channels": 32,
+    "sequence_length": 16,
+    "micro_batch": 2,
+    "tokens_per_step": 64,
+    "steps": 2,
+    "warmup_steps": 0,
+    "eval_every": 0,
+    "eval_tokens": 64,
+    "sample_tokens": 0,
+    "lanes": 2,
+    "join_seconds": 60,
+}
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Ours, with the commands of this Python first, without what a launcher of the tests may have left."""
+    kept = {n: v for n, v in os.environ.items() if not n.startswith(("SLURM_", "OMPI_", "PMI_", "PET_", "TORCHELASTIC"))}
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        kept.pop(name, None)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}"
+    return {**kept, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+
+
+def launch(command: list[str], folder: Path, *, code: int | None = 0, **more: str) -> str:
+    """Runs `command` in `folder`; returns all that it said."""
+    run = subprocess.run(command, cwd=folder, env=environment(**more), capture_output=True, text=True, timeout=120)
+    told = run.stdout + run.stderr
+    assert code is None or run.returncode == code, told
+    return told
+
+
+def files_of(out: Path, step: int) -> dict[str, bytes]:
+    """A checkpoint's tensors: weights, moments, master weights."""
+    folder = out / "checkpoints" / f"step_{step:08d}"
+    return {name: (folder / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")}
+
+
+def free_port(least: int = 20000) -> int:
+    for port in range(least + os.getpid() % 10000, 40000):
+        with socket.socket() as held:
+            if held.connect_ex(("127.0.0.1", port)):
+                return port
+    raise AssertionError("no free port")
+
+
+def write_recipe(path: Path, **settings: Any) -> Path:
+    path.write_text("".join(f"{name} = {value!r}\n" for name, value in {**TINY, **settings}.items()))
+    return path
+
+
+def wait_for(path: Path, *, containing: str = "") -> None:
+    """Until `path` is there, and has `containing` in it if that is given."""
+    deadline = time.monotonic() + 60
+    while not path.exists() or (containing and containing not in path.read_text()):
+        assert time.monotonic() < deadline, f"{path} does not come"
+        time.sleep(0.02)

@@ -1,0 +1,251 @@
+"""What happens to a run when one of its ranks is lost, stopped, slow, wrong or never there.
+
+Each test sees its fault fire; `unharmed` is the same run without any, which all that goes on afterwards must equal.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from handgrad.data.prepare import PrepareOptions, prepare
+from tests.conftest import write_text
+from tests.distributed.runs import ENVIRONMENT, ROOT, Launcher, Started, arguments, free_port, same_run, saved_steps
+from tests.distributed.worker import FIRED
+from tests.test_runs import records, tensors
+
+SOON = 10.0  # seconds in which the others must have ended: silence_seconds, the watch's grace, and a few
+
+
+@pytest.fixture(scope="module")
+def unharmed(launcher: Launcher, shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The control of all faults."""
+    run = tmp_path_factory.mktemp("unharmed") / "run"
+    started = launcher.run(2, arguments(shards, run))
+    assert not any(started.fired) and not any(rank.told for rank in started.ranks)
+    assert not (run / "stacks").exists() and saved_steps(run) == [4, 8]
+    return run
+
+
+@pytest.fixture(scope="module", autouse=True)
+def restarting(shards: Path, tmp_path_factory: pytest.TempPathFactory):
+    """A run under torchrun, a rank of which is killed in a collective; it takes its time while the other tests run."""
+    folder = tmp_path_factory.mktemp("torchrun")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
+    command += ["--master-addr=127.0.0.1", f"--master-port={free_port()}", "-m", "tests.distributed.worker", "kill:1:5"]
+    with (folder / "output").open("w") as output:
+        process = subprocess.Popen(
+            [*command, *arguments(shards, folder / "run")],
+            cwd=ROOT,
+            env={**os.environ, **ENVIRONMENT},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        yield process, folder
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def hit(started: Started) -> list[int]:
+    """The ranks whose fault fired."""
+    return [rank for rank, fired in enumerate(started.fired) if fired]
+
+
+def ended_alike(started: Started, codes: list[int | None], *, without: tuple[int, ...] = (), seconds: float = SOON) -> None:
+    """All ranks end with these codes, soon; those that speak say one line."""
+    begun = time.monotonic()
+    assert started.wait(without=without) == codes, started.errors
+    assert time.monotonic() - begun < seconds + 5, "starting takes its time as well"
+    assert all(len(rank.told) <= 1 for rank in started.ranks), started.errors
+    assert not any("Traceback" in rank.errors for rank in started.ranks), started.errors
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_killed_in_a_save(rank: int, launcher: Launcher, shards: Path, tmp_path: Path, unharmed: Path) -> None:
+    """Row 3. One of two ranks dies while the second checkpoint is gathered: it never exists, and both go on from the first."""
+    run = tmp_path / "run"
+    started = launcher.start(2, arguments(shards, run), f"kill-save:{rank}:7")
+    ended_alike(started, [75, -9] if rank else [-9, 75])
+    assert hit(started) == [rank] and "checkpoint, blocks.1" in started.ranks[1 - rank].told[0]
+    assert saved_steps(run) == [4] and len(records(run, ("step",))) == 8
+    launcher.run(2, arguments(shards, run))
+    assert "resumed at step 4" in (run / "log.txt").read_text()
+    same_run(unharmed, run, 8)
+
+
+def test_a_full_disk_ends_all_ranks(launcher: Launcher, shards: Path, tmp_path: Path, unharmed: Path) -> None:
+    """Row 4 with two ranks: the one that does not write has shards to hand over, and must not wait for ever."""
+    run = tmp_path / "run"
+    started = launcher.start(2, arguments(shards, run), "disk:0:1")
+    ended_alike(started, [74, 74], seconds=3)
+    assert hit(started) == [0] and "No space left" in started.ranks[0].told[0] and saved_steps(run) == [4]
+    launcher.run(2, arguments(shards, run))
+    same_run(unharmed, run, 8)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_killed_in_a_collective(rank: int, launcher: Launcher, shards: Path, tmp_path: Path) -> None:
+    """Row 29. The other one ends, says where it stood, and whom it lost."""
+    started = launcher.start(2, arguments(shards, tmp_path / "run"), f"kill:{rank}:5")
+    ended_alike(started, [75, -9] if rank else [-9, 75])
+    (told,) = started.ranks[1 - rank].told
+    assert hit(started) == [rank] and f"rank {1 - rank}, at step 5, gradients of blocks." in told
+    assert "lost rank 1" in told if rank else "rank 0's machine" in told
+    assert saved_steps(tmp_path / "run") == [4]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_stopped_in_a_collective(rank: int, launcher: Launcher, shards: Path, tmp_path: Path) -> None:
+    """Row 30. A process that is there but does nothing; rank 0's keeps the table that the others would read it from."""
+    started = launcher.start(2, arguments(shards, tmp_path / "run"), f"freeze:{rank}:5")
+    ended_alike(started, [75, None] if rank else [None, 75], without=(rank,))
+    (told,) = started.ranks[1 - rank].told
+    assert hit(started) == [rank] and f"rank {1 - rank}, at step 5, gradients of blocks." in told
+    assert "lost rank 1: no sign of life for 3 s" in told if rank else "rank 0 or the launcher was stopped" in told
+    stacks = (tmp_path / "run" / "stacks" / f"rank_{1 - rank:04d}.txt").read_text()
+    assert told in stacks and "in finish" in stacks and "in launch_micro_step" not in stacks
+
+
+def test_a_mistake_of_one_rank_ends_the_others(launcher: Launcher, shards: Path, tmp_path: Path) -> None:
+    started = launcher.start(2, arguments(shards, tmp_path / "run"), "break:1:3")
+    assert started.wait(SOON + 5) == [75, 1], started.errors
+    assert hit(started) == [1] and "rank 1 ended by an error: a mistake of our own" in started.ranks[0].told[0]
+
+
+def test_a_skipped_collective_is_found_in_its_step(
+    launcher: Launcher, shards: Path, tmp_path: Path, unharmed: Path
+) -> None:
+    """Row 31."""
+    run = tmp_path / "run"
+    started = launcher.start(2, arguments(shards, run, check_ranks_every=1), "skip:1:5")
+    ended_alike(started, [76, 76], seconds=3)
+    expected = (
+        "rank 0 at step 5, collective {0}, gradients of blocks.1; rank 1 at step 5, collective {0}, gradients of blocks.0"
+    )
+    for rank in started.ranks:
+        count = rank.told[0].partition("collective ")[2].partition("collective ")[2].partition(",")[0]
+        assert expected.format(count) in rank.told[0]
+    assert hit(started) == [1] and len(records(run, ("step",))) == 5 and saved_steps(run) == [4]
+    launcher.run(2, arguments(shards, run, check_ranks_every=1))
+    same_run(unharmed, run, 8)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_without_checks_a_skipped_collective_hangs(zero: int, launcher: Launcher, shards: Path, tmp_path: Path) -> None:
+    """What the check is good for. With zero 0 the ranks wait for each other; with 1, gloo meets two sizes and aborts a rank.
+    The watch ends both, later, and nothing is saved."""
+    settings = {"check_ranks_every": 0, "stall_seconds": 3, "zero": zero}
+    started = launcher.start(2, arguments(shards, tmp_path / "run", **settings), "skip:1:5")
+    codes = started.wait()
+    assert hit(started) == [1] and codes[0] == 75 and codes[1] in (75, -signal.SIGABRT), started.errors
+    if zero == 0:
+        told = "nothing has moved for 3 s: rank 0 at step 5, gradients of blocks.1; rank 1 at step 5, gradients of blocks.1 to all"
+        assert codes[1] == 75 and all(told in rank.told[0] for rank in started.ranks)
+    assert len(records(tmp_path / "run", ("step",))) == 5 and saved_steps(tmp_path / "run") == [4]
+
+
+def test_other_settings_of_a_rank_are_named(launcher: Launcher, shards: Path, tmp_path: Path) -> None:
+    """Row 32. What would give the ranks other shapes."""
+    run = tmp_path / "run"
+    for name, value, usual in (("micro_batch", 4, 2), ("channels", 32, 64), ("zero", 0, 1)):
+        started = launcher.start(2, arguments(shards, run), others=arguments(shards, run, **{name: value}))
+        ended_alike(started, [64, 64], seconds=3)
+        assert f"{name} is {usual} on rank 0 and {value} on rank 1" in started.ranks[0].told[0]
+        assert f"{name} is {value} on rank 1 and {usual} on rank 0" in started.ranks[1].told[0]
+        assert not run.exists()
+
+
+def test_other_data_of_a_rank_is_named(launcher: Launcher, shards: Path, tmp_path: Path) -> None:
+    """A folder of the same name that holds another text, as on another machine."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+    (here / "text").symlink_to(shards)
+    source = write_text(tmp_path / "text.txt", words=6100)
+    prepare(PrepareOptions(str(source), there / "text", tokenizer="bytes", workers=1))
+    started = launcher.start(2, arguments("text", tmp_path / "run"), cwds=(here, there))
+    ended_alike(started, [64, 64], seconds=3)
+    assert all("versions and data: data is" in rank.told[0] for rank in started.ranks)
+    assert not saved_steps(tmp_path / "run")
+
+
+@pytest.mark.parametrize(("size", "zero", "step"), [(2, 0, 4), (4, 0, 3), (2, 1, 5)])
+def test_a_flipped_bit_of_a_weight_is_found(
+    size: int, zero: int, step: int, launcher: Launcher, shards: Path, tmp_path: Path
+) -> None:
+    """Row 34. With zero 0 each rank keeps its own copy, so at the next check; with shared weights the next step would
+    bring the bit back, so in the step of a check. Among more than two ranks it is known who is wrong."""
+    run = tmp_path / "run"
+    settings = {"zero": zero, "check_ranks_every": 3, "save_every": 3}
+    started = launcher.start(size, arguments(shards, run, **settings), f"flip:1:{step}")
+    ended_alike(started, [76] * size, seconds=3)
+    who = "rank 1 other than the rest" if size > 2 else "no majority is right"
+    assert hit(started) == [1]
+    assert all(f"after step 6 the ranks hold different weights ({who})" in rank.told[0] for rank in started.ranks)
+    assert saved_steps(run) == [3]
+
+
+def test_without_checks_a_flipped_bit_stays(launcher: Launcher, shards: Path, tmp_path: Path, unharmed: Path) -> None:
+    started = launcher.start(2, arguments(shards, tmp_path / "run", zero=0, check_ranks_every=0), "flip:1:4")
+    assert started.wait() == [0, 0], started.errors
+    found, expected = tensors(tmp_path / "run", 8), tensors(unharmed, 8)
+    assert hit(started) == [1] and any(not found[name].equal(expected[name]) for name in found)
+
+
+@pytest.mark.parametrize(("only", "size", "missing"), [((0,), 2, "1"), ((0, 2), 3, "1"), ((1,), 2, None)])
+def test_a_rank_that_never_comes(
+    only: tuple[int, ...], size: int, missing: str | None, launcher: Launcher, shards: Path, tmp_path: Path
+) -> None:
+    """Row 35. Those that are there wait so long as they were told, and no longer; rank 0 knows who is missing."""
+    started = launcher.start(size, arguments(shards, tmp_path / "run", lanes=None, join_seconds=2), only=only)
+    begun = time.monotonic()
+    assert started.wait() == [75] * len(only), started.errors
+    assert 1.5 < time.monotonic() - begun < 8
+    assert all(len(rank.told) == 1 and "Traceback" not in rank.errors for rank in started.ranks)
+    expected = "found no rank 0" if missing is None else f"expected {size} ranks"
+    assert expected in started.ranks[0].told[0] and (
+        missing is None or f"not there: {missing};" in started.ranks[0].told[0]
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_port_that_is_taken(launcher: Launcher, shards: Path, tmp_path: Path) -> None:
+    """By a program that accepts connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        started = launcher.start(2, arguments(shards, tmp_path / "run", join_seconds=2), port=port)
+        ended_alike(started, [64, 75])
+    assert "in use by another program; set MASTER_PORT" in started.ranks[0].told[0]
+    assert "found no rank 0" in started.ranks[1].told[0]
+
+
+def test_torchrun_restarts_after_a_kill(restarting: tuple[subprocess.Popen, Path], unharmed: Path) -> None:
+    """Row 29, the rest of it."""
+    process, folder = restarting
+    assert process.wait(60) == 0, (folder / "output").read_text()
+    output = (folder / "output").read_text()
+    assert output.count(FIRED) == 1 and "resumed at step 4" in output
+    same_run(unharmed, folder / "run", 8)
+
+
+@pytest.mark.parametrize("fault", ["slow:1", "none"])
+def test_a_slow_rank_is_named(fault: str, launcher: Launcher, shards: Path, tmp_path: Path) -> None:
+    """Row 33. It has 200 ms more to do in each step."""
+    run = tmp_path / "run"
+    started = launcher.start(2, arguments(shards, run, steps=10, log_every=5, eval_every=0), fault)
+    assert started.wait() == [0, 0], started.errors
+    told = [record["text"] for record in records(run, ("event",)) if "is slow" in record["text"]]
+    figures = records(run, ("ranks",))
+    assert [record["step"] for record in figures] == [5, 10]
+    if fault == "none":
+        assert not told
+        return
+    assert hit(started) == [1] and len(told) == 1 and "rank 1 is slow" in told[0]
+    assert all(record["slowest"] == 1 and record["slowest_ms"] - record["median_ms"] > 150 for record in figures)
