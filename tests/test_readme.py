@@ -20,6 +20,7 @@ import pytest
 
 from tests.conftest import write_text
 from tests.data.test_download import Server
+from tests.test_scaling_docs import scaling_rows
 
 ROOT = Path(__file__).parents[1]
 BLOCKS = re.findall(r"^```bash\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
@@ -264,7 +265,11 @@ def ladder_lines() -> list[str]:
 def quoted() -> dict[str, list[str]]:
     """The lines that a page quotes, made from the results."""
     return {
-        "README.md": [*(speed_row(model) for model in STEPS), *(row for model in FP8_STEPS for row in fp8_row(model))],
+        "README.md": [
+            *(speed_row(model) for model in STEPS),
+            *(row for model in FP8_STEPS for row in fp8_row(model)),
+            *scaling_rows(),
+        ],
         "docs/results.md": [
             *(row for model in STEPS for row in step_rows(model)),
             *kernel_rows(),

@@ -8,6 +8,8 @@ from handgrad.errors import UsageError
 
 DEFAULT_PORT = 29500
 SLURM_PORTS = range(20000, 40000)  # one by job number, so that two jobs on a node do not meet
+OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{part}" for part in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,12 @@ def find_place(environment: Mapping[str, str]) -> Place:
     if "RANK" in environment or "WORLD_SIZE" in environment:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         return made("torchrun", environment, names, address="", port=DEFAULT_PORT)
+    # mpirun in a job of SLURM starts its daemons by srun, and what they start inherits SLURM's numbers of the daemon. But
+    # `srun --mpi=pmi2` sets PMI_RANK as well: without a rank on the machine it is srun that started this process.
+    names = OPEN_MPI if OPEN_MPI[0] in environment else MPICH
+    if names[0] in environment and (names[2] in environment or not slurm_starts_several(environment)):
+        local = environment.get(names[3]) == environment.get(names[1])
+        return made("mpirun", environment, names, address="127.0.0.1" if local else "", port=DEFAULT_PORT)
     if slurm_starts_several(environment):
         names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "")
         nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST") or ""
@@ -42,13 +50,6 @@ def find_place(environment: Mapping[str, str]) -> Place:
         port = SLURM_PORTS[job % len(SLURM_PORTS)]
         local_size = tasks_here(environment)
         return made("srun", environment, names, address=first_host(nodes), port=port, local_size=local_size)
-    for prefix, names in (
-        ("mpirun", tuple(f"OMPI_COMM_WORLD_{part}" for part in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
-        ("mpirun", ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")),
-    ):
-        if names[0] in environment:
-            local = environment.get(names[3]) in (None, environment.get(names[1]))
-            return made(prefix, environment, names, address="127.0.0.1" if local else "", port=DEFAULT_PORT)
     return Place()
 
 
@@ -69,12 +70,9 @@ def tasks_here(environment: Mapping[str, str]) -> int:
 
 
 def first_host(nodes: str) -> str:
-    """The first name of a list as SLURM writes it: "gpu[003-006,9]-ib,x7" begins with gpu003-ib."""
-    found = re.match(r"([^,\[]*)(?:\[([^\]]*)\]([^,\[]*))?", nodes)
-    if found is None:
-        return ""
-    inside = re.split(r"[-,]", found[2])[0] if found[2] else ""
-    return f"{found[1]}{inside}{found[3] or ''}"
+    """The first name of a list as SLURM writes it: "rack[1-2]gpu[003-006,9]-ib,x7" begins with rack1gpu003-ib."""
+    first = re.findall(r"(?:[^,\[]|\[[^\]]*\])*", nodes)[0]  # up to a comma that is in no brackets
+    return re.sub(r"\[(\w*)[^\]]*\]", r"\1", first)
 
 
 def made(
@@ -93,9 +91,9 @@ def made(
             f"expected {names[0]} from 0 to {names[1]} - 1, found {rank} and {size}; start again with {launcher}"
         )
     if size == 1:
-        return Place(launcher=launcher)
-    local_rank = number(environment, names[2], rank)
-    local_size = number(environment, names[3], size) if local_size is None else local_size
+        return Place()
+    local_rank = number(environment, names[2])
+    local_size = number(environment, names[3]) if local_size is None else local_size
     if not 0 <= local_rank < local_size:
         raise UsageError(f"expected {names[2]} below {local_size}, found {local_rank}; start again with {launcher}")
     address = environment.get("MASTER_ADDR") or address
@@ -103,7 +101,10 @@ def made(
         raise UsageError(
             f"MASTER_ADDR is not set; set it to the name of the machine of rank 0, the same for all {size} ranks"
         )
-    return Place(rank, size, local_rank, local_size, launcher, address, number(environment, "MASTER_PORT", port))
+    port = number(environment, "MASTER_PORT", port)
+    if not 1 <= port <= 65535:
+        raise UsageError(f"expected MASTER_PORT from 1 to 65535, found {port}; set it to a free port, or not at all")
+    return Place(rank, size, local_rank, local_size, launcher, address, port)
 
 
 def number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:

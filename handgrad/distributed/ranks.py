@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -238,7 +239,7 @@ class Ranks:
             if words:
                 self.watch.leave(words)
             self.watch.close()
-        if not words:
+        if error is None:
             dist.destroy_process_group()
 
 
@@ -297,16 +298,34 @@ def join(place: Place, device: torch.device, config: RunConfig) -> Ranks:
 @contextlib.contextmanager
 def joined(place: Place, device: torch.device, config: RunConfig) -> Iterator[Ranks]:
     """`join`, until the end of a `with` block. An error in it that the other ranks do not have is told to them; of one that
-    all have rank 0 tells, and the others end with its exit code."""
+    all have rank 0 tells. Either ends the process at once."""
     ranks = join(place, device, config)
     try:
         yield ranks
     except BaseException as error:
         ranks.close(error)
-        if isinstance(error, HandgradError) and error.shared and not ranks.leads:
-            raise SystemExit(error.exit_code) from None
+        if ranks.size > 1:
+            end_at_once(error, speaks=ranks.leads)
         raise
     ranks.close()
+
+
+def end_at_once(error: BaseException, *, speaks: bool) -> NoReturn:
+    """Says what the entry point would say, and ends the process without the libraries' tidying up: that waits for
+    collectives which another rank will never join."""
+    code = 1
+    if isinstance(error, HandgradError):
+        code = error.exit_code
+        if speaks or not error.shared:
+            print(f"handgrad: {error}", file=sys.stderr)
+    elif isinstance(error, SystemExit) and isinstance(error.code, int):
+        code = error.code
+    else:
+        traceback.print_exception(error)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 def group_aside(limit: datetime.timedelta, ctas: int = CTAS_ASIDE) -> dist.ProcessGroup:

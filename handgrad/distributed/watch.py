@@ -3,6 +3,9 @@
 A collective that waits for a dead, stopped or stuck rank waits for ever, or until a library's limit without a name. So each
 rank has a thread that writes a beat into the store that the ranks met at, and reads: rank 0 all beats, the others rank 0's.
 Whoever finds something wrong says so under one key, which all read. Clocks of machines are never compared.
+
+A call to a store whose host is stopped does not return, whatever its time limit. So a second thread, which never calls the
+store, watches the first, and it is the one that ends the process.
 """
 
 import contextlib
@@ -70,13 +73,13 @@ class Watch:
         self.beats = 0
         self.closing = threading.Event()
         self.seen: dict[int, Seen] = {}
+        self.rounds = 0  # of beats written and read
+        self.trouble = ""
         self.thread = threading.Thread(target=self.run, name="watch", daemon=True)
-        self.guard = threading.Thread(target=self.await_answers, name="watch of the store", daemon=True)
-        self.answered = time.monotonic()  # when the store did so last
+        self.guard = threading.Thread(target=self.judge, name="guard", daemon=True)
         self.write()
 
     def start(self) -> None:
-        self.answered = time.monotonic()
         self.thread.start()
         self.guard.start()
 
@@ -85,43 +88,45 @@ class Watch:
         self.place = step, operation, waiting, time.monotonic()
 
     def leave(self, words: str) -> None:
-        """The last words of a rank that ends by an error which the others do not have."""
+        """The last words of a rank that ends by an error which the others do not have. Returns within `silence_seconds`."""
         self.closing.set()
-        self.say(self.beat(left=words))
+        if self.thread.is_alive():  # a beat on its way must not come after these words: it would be waited for
+            self.thread.join(self.silence_seconds)
+        if not self.thread.is_alive():  # else the store does not answer: nobody would read them
+            self.say(self.beat(left=words))
 
     def close(self) -> None:
         """An orderly end: the others will not miss this rank."""
         if not self.closing.is_set():
             self.leave("")
-        if self.thread.is_alive():
-            self.thread.join(self.silence_seconds)
 
     def suspect(self) -> None:
         """A collective failed: gives the watch the time to find out whose fault it was, and to end the process."""
         self.limit_seconds = min(self.silence_seconds, SUSPECT_SECONDS)
         self.closing.wait(self.silence_seconds + 2 * GRACE_SECONDS)
 
-    # The thread.
+    # The threads.
 
     def run(self) -> None:
-        while not self.closing.wait(self.interval):
+        while not self.trouble and not self.closing.wait(self.interval):
             try:
                 self.write()
-                trouble = self.look()
-                self.answered = time.monotonic()
+                self.trouble = self.look()
             except (dist.DistError, RuntimeError) as error:
-                told = " ".join(str(error).split())
-                trouble = f"lost contact to the rendezvous, so to rank 0's machine or the launcher ({told:.120})"
-            if trouble and not self.closing.wait(GRACE_SECONDS):
-                self.stop(trouble)
-                return
+                self.trouble = no_contact(str(error))
+            self.rounds += 1
 
-    def await_answers(self) -> None:
-        """The other thread: a store whose process is stopped, or whose machine is gone, never answers, whatever limit."""
+    def judge(self) -> None:
+        """Ends the process when `run` has found trouble, or has come to a halt itself. Counts its own turns instead of
+        reading a clock: this process may have been stopped, too, and that is the others' to tell."""
+        rounds, turns = -1, 0
         while not self.closing.wait(self.interval):
-            if time.monotonic() - self.answered > self.silence_seconds + GRACE_SECONDS:
-                silence = f"no answer from the rendezvous for {self.silence_seconds:g} s"
-                self.stop(f"{silence}, so rank 0 or the launcher was stopped, or its machine is gone")
+            turns = 0 if self.rounds != rounds else turns + 1
+            rounds = self.rounds
+            if not self.trouble and turns * self.interval > self.limit_seconds:
+                self.trouble = no_contact(f"no answer for {turns * self.interval:.0f} s")
+            if self.trouble and not self.closing.wait(GRACE_SECONDS):
+                self.stop(self.trouble)
                 return
 
     def write(self) -> None:
@@ -189,11 +194,22 @@ class Watch:
     def stop(self, trouble: str) -> None:
         """Says in one line what is wrong and where this rank stood, writes the stacks of its threads, ends the process."""
         step, operation, _, _ = self.place
-        device = self.pending()
+        try:
+            device = self.pending()
+        except RuntimeError:  # the device has failed as well
+            device = ""
         where = f"step {step}, {operation}" + (f" (on the device: {device})" if device else "")
         advice = "relaunch the same command to go on from the last checkpoint"
         line = f"handgrad: rank {self.rank}, at {where}: {trouble}; {advice}"
-        print(line, file=sys.stderr, flush=True)
+        try:
+            with contextlib.suppress(OSError):  # the launcher that read this is gone
+                print(line, file=sys.stderr, flush=True)
+            self.write_stacks(line)
+        finally:  # whatever could not be said
+            self.end(EXIT_CODE)
+
+    def write_stacks(self, line: str) -> None:
+        """Into the folder, or to stderr where there is none or it cannot be written."""
         try:
             if self.stacks is None or not self.stacks.parent.is_dir():
                 raise OSError
@@ -203,4 +219,7 @@ class Watch:
                 faulthandler.dump_traceback(file, all_threads=True)
         except OSError:
             faulthandler.dump_traceback(all_threads=True)
-        self.end(EXIT_CODE)
+
+
+def no_contact(told: str) -> str:
+    return f"lost contact to the rendezvous, so to rank 0's machine or the launcher ({' '.join(told.split()):.120})"

@@ -1,5 +1,6 @@
 """Runs of several processes on this machine: started, waited for with a limit, none left behind; and what they wrote."""
 
+import contextlib
 import json
 import os
 import signal
@@ -106,7 +107,8 @@ class Started:
         for rank in self.ranks:
             while rank.code is None and time.monotonic() < deadline:
                 if pid := rank.number("pid"):
-                    os.kill(pid, signal.SIGKILL)  # its parent has not yet asked for it: the number is still its own
+                    with contextlib.suppress(ProcessLookupError):  # it has just ended, and its code is not yet written
+                        os.kill(pid, signal.SIGKILL)
                 time.sleep(0.02)
 
     @property

@@ -1,0 +1,112 @@
+"""What data parallelism costs on more GPUs than were measured: arithmetic over measured rates, as a table.
+
+    python -m benchmarks.efficiency
+
+A step of W ranks is their micro-batches, and what of the collectives is not hidden behind them. All gradients but the
+embeddings' travel while the backward of the last micro-batch runs, all weights but the embeddings' while the forward of the
+first one does. A collective of n bytes over W ranks moves n (W - 1) / W out of each, at the rate of the slowest link, and
+costs each of its W - 1 messages a fixed time.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from handgrad import presets
+from handgrad.config import ModelShape
+from handgrad.model.buckets import buckets
+from handgrad.model.parameters import flat_elements, parameter_table
+
+RESULTS = Path(__file__).parent / "results"
+GPUS = (8, 32, 128, 512)
+NODE = 8  # GPUs of a machine
+FORWARD, BACKWARD = 0.23, 0.55  # of a micro-batch: the blocks' share; the rest is the loss head
+PAYS = 0.9  # of linear: below, more GPUs are said not to pay
+
+
+@dataclass(frozen=True)
+class Network:
+    name: str
+    gigabytes_per_second: float  # out of each GPU, between machines
+    microseconds_per_message: float
+
+
+@dataclass(frozen=True)
+class Model:
+    name: str
+    preset: str
+    micro_batch: int  # samples of 1024 tokens
+    tokens_per_second: float  # of the slowest GPU alone
+
+
+def measured(name: str) -> dict:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def networks() -> list[Network]:
+    """NVLink as measured. The others by their nominal rates, a link for every GPU or one for the eight of a machine."""
+    nvlink = measured("h200-x4-collectives")
+    return [
+        Network("NVLink", nvlink["exchange_gigabytes_per_second"], nvlink["small_collective_microseconds"] / 3),
+        Network("InfiniBand, 400 Gb/s a GPU", 50.0, 5.0),
+        Network("Ethernet, 400 Gb/s a machine", 50.0 / NODE, 20.0),
+        Network("Ethernet, 100 Gb/s a machine", 12.5 / NODE, 20.0),
+    ]
+
+
+def models() -> list[Model]:
+    found = []
+    for name, preset, micro_batch in (("124M", "d12", 64), ("1558M", "d48", 16)):
+        rows = measured(f"h200-x4-scaling-{name.lower()}")["rows"]
+        alone = [min(row["tokens_per_second_by_gpu"]) for row in rows if row["contender"] == "alone"]
+        found.append(Model(name, preset, micro_batch, sum(alone) / len(alone)))
+    return found
+
+
+def step_seconds(model: Model, network: Network, ranks: int, micro_steps: int) -> float:
+    """Of one optimizer step of `micro_steps` micro-batches on each rank; gradients travel in float32, weights in bf16."""
+    sizes = presets.model(model.preset)
+    shape = ModelShape(50257, 1024, sizes["num_layers"], sizes["num_heads"], sizes["channels"])
+    table = parameter_table(shape, ranks)
+    parameters, bare = flat_elements(table, ranks), buckets(table, ranks)[0].elements
+
+    def collective(elements: int, itemsize: int, count: int) -> float:
+        moved = elements * itemsize * (ranks - 1) / ranks / (network.gigabytes_per_second * 1e9)
+        return moved + count * (ranks - 1) * network.microseconds_per_message * 1e-6
+
+    micro_batch = model.micro_batch * 1024 / model.tokens_per_second
+    hidden = len(buckets(table, ranks)) - 1
+    bare_seconds = collective(bare, 4, 1) + collective(bare, 2, 1)
+    backward = max(0.0, collective(parameters - bare, 4, hidden) - BACKWARD * micro_batch)
+    forward = max(0.0, collective(parameters - bare, 2, hidden) - FORWARD * micro_batch)
+    return micro_steps * micro_batch + bare_seconds + backward + forward
+
+
+def efficiency(model: Model, network: Network, ranks: int, micro_steps: int) -> float:
+    linear = micro_steps * model.micro_batch * 1024 / model.tokens_per_second
+    return linear / step_seconds(model, network, ranks, micro_steps)
+
+
+def pays_from(model: Model, network: Network, ranks: int) -> int:
+    """The smallest number of micro-batches a rank and step with which it reaches `PAYS` of linear."""
+    return next(n for n in range(1, 1 << 20) if efficiency(model, network, ranks, n) >= PAYS)
+
+
+def lines() -> list[str]:
+    """A row per model, network and number of GPUs: efficiency with one and with eight micro-batches a rank, and the tokens
+    of a step from which it is 90 % of linear."""
+    found = []
+    for model in models():
+        for network in networks():
+            for ranks in GPUS:
+                if network.name == "NVLink" and ranks > NODE:
+                    continue
+                least = pays_from(model, network, ranks)
+                tokens = least * model.micro_batch * 1024 * ranks
+                shares = " | ".join(f"{efficiency(model, network, ranks, n):.0%}" for n in (1, 8))
+                found.append(f"| {model.name} | {network.name} | {ranks} | {shares} | {tokens / 1e6:.1f}M tokens a step |")
+    return found
+
+
+if __name__ == "__main__":
+    print("\n".join(lines()))

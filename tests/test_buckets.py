@@ -1,0 +1,210 @@
+"""How lanes and ranks divide the flat buffers: nothing twice, nothing left out, in an order that ranks do not change."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from handgrad.config import ModelShape
+from handgrad.model.buckets import (
+    RING,
+    Bucket,
+    buckets,
+    decay_kinds,
+    gradient_places,
+    norm_blocks,
+    norm_segments,
+    placed,
+    update_runs,
+)
+from handgrad.model.parameters import ALIGN_ELEMENTS, BLOCK_ELEMENTS, ParameterRow, flat_elements, parameter_table
+
+TINY = ModelShape(vocab_size=257, sequence_length=32, num_layers=3, num_heads=2, channels=64)
+ODD = ModelShape(vocab_size=1000, sequence_length=50, num_layers=7, num_heads=1, channels=40)  # nothing fits anything
+GPT2 = ModelShape(vocab_size=50257, sequence_length=1024, num_layers=12, num_heads=12, channels=768)  # many norm blocks
+SHAPES = [TINY, ODD, GPT2]
+WIDTHS = [(lanes, ranks) for lanes in (1, 2, 4, 8, 64) for ranks in (1, 2, 4, 8, 64) if ranks <= lanes]
+
+shapes = pytest.mark.parametrize("shape", SHAPES, ids=["tiny", "odd", "gpt2"])
+widths = pytest.mark.parametrize(("lanes", "ranks"), WIDTHS)
+
+
+def layout(shape: ModelShape, lanes: int) -> tuple[tuple[ParameterRow, ...], tuple[Bucket, ...], int]:
+    table = parameter_table(shape, lanes)
+    return table, buckets(table, lanes), flat_elements(table, lanes)
+
+
+def tiles(pieces: list[slice], start: int, stop: int) -> bool:
+    """Whether the pieces, in any order, cover the range exactly once."""
+    ordered = sorted(pieces, key=lambda piece: piece.start)
+    edges = [start, *(edge for piece in ordered for edge in (piece.start, piece.stop)), stop]
+    return edges[::2] == edges[1::2] and all(piece.start < piece.stop for piece in ordered)
+
+
+@shapes
+@widths
+def test_every_element_has_one_owner(shape: ModelShape, lanes: int, ranks: int) -> None:
+    table, all_buckets, elements = layout(shape, lanes)
+    assert tiles([bucket.flat for bucket in all_buckets], 0, elements)
+    assert tiles([bucket.owned(rank, ranks) for bucket in all_buckets for rank in range(ranks)], 0, elements)
+    assert tiles([bucket.local(ranks) for bucket in all_buckets], 0, elements // ranks)
+    for bucket in all_buckets:
+        assert bucket.elements % (lanes * ALIGN_ELEMENTS) == 0, "parts of equal length that kernels can take whole"
+        lengths = {bucket.owned(rank, ranks).stop - bucket.owned(rank, ranks).start for rank in range(ranks)}
+        assert lengths == {bucket.local(ranks).stop - bucket.local(ranks).start}
+    for row in table:  # no tensor lies in two buckets
+        assert sum(b.start <= row.offset and row.offset + row.elements <= b.stop for b in all_buckets) == 1
+
+
+@shapes
+@widths
+def test_a_rank_owns_neighbouring_parts_of_lanes(shape: ModelShape, lanes: int, ranks: int) -> None:
+    """So that what is done part by part is the same whoever does it."""
+    _, all_buckets, _ = layout(shape, lanes)
+    share = lanes // ranks
+    for bucket, rank in itertools.product(all_buckets, range(ranks)):
+        parts = [bucket.owned(part, lanes) for part in range(rank * share, (rank + 1) * share)]
+        owned = bucket.owned(rank, ranks)
+        assert tiles(parts, owned.start, owned.stop)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=["tiny", "odd", "gpt2"])
+def test_a_lane_alone_has_no_buckets(shape: ModelShape) -> None:
+    """The layout of runs that knew no lanes: tensor after tensor, each aligned; the end a whole block of the norm."""
+    table, all_buckets, elements = layout(shape, 1)
+    assert all_buckets == (Bucket("all", 0, elements),) and elements % BLOCK_ELEMENTS == 0
+    offset = 0
+    for row in table:
+        assert row.offset == offset
+        offset += -(-row.elements // ALIGN_ELEMENTS) * ALIGN_ELEMENTS
+    assert elements - BLOCK_ELEMENTS < offset <= elements
+    wide = parameter_table(shape, 4)
+    assert [(r.name, r.shape, r.stored_rows, r.init, r.std, r.decays) for r in wide] == [
+        (r.name, r.shape, r.stored_rows, r.init, r.std, r.decays) for r in table
+    ]
+
+
+def test_the_buckets_of_a_model() -> None:
+    _, all_buckets, _ = layout(TINY, 4)
+    assert [bucket.name for bucket in all_buckets] == ["embedding", "blocks.0", "blocks.1", "blocks.2", "lnf"]
+    assert len({bucket.elements for bucket in all_buckets[1:-1]}) == 1  # blocks are alike
+
+
+@shapes
+@widths
+def test_norms_of_all_ranks_are_those_of_one(shape: ModelShape, lanes: int, ranks: int) -> None:
+    """The ranks' sums one after another: the same blocks of the flat buffer in the same order."""
+
+    def blocks(rank: int, of: int) -> list[tuple[int, int]]:
+        """(start, stop) of each block in the order of its place among the rank's sums."""
+        found: dict[int, tuple[int, int]] = {}
+        for segment in norm_segments(all_buckets, lanes, rank, of):
+            starts = range(segment.flat.start, segment.flat.stop, BLOCK_ELEMENTS)
+            places = range(segment.partials.start, segment.partials.stop)
+            for place, start in zip(places, starts, strict=True):
+                assert place not in found
+                found[place] = start, min(start + BLOCK_ELEMENTS, segment.flat.stop)
+        assert sorted(found) == list(range(norm_blocks(all_buckets, lanes) // of))
+        return [found[place] for place in sorted(found)]
+
+    _, all_buckets, elements = layout(shape, lanes)
+    alone = blocks(0, 1)
+    assert [block for rank in range(ranks) for block in blocks(rank, ranks)] == alone
+    assert tiles([slice(*block) for block in alone], 0, elements)
+
+
+@shapes
+@widths
+def test_norm_segments_lie_in_the_shard(shape: ModelShape, lanes: int, ranks: int) -> None:
+    """Their places in it are those of the same numbers."""
+    _, all_buckets, elements = layout(shape, lanes)
+    for rank in {0, 1 % ranks, ranks - 1}:
+        segments = norm_segments(all_buckets, lanes, rank, ranks)
+        assert tiles([segment.local for segment in segments], 0, elements // ranks)
+        assert all(in_shard(all_buckets, rank, ranks, s.flat.start) == s.local.start for s in segments)
+        assert all(s.flat.stop - s.flat.start == s.local.stop - s.local.start for s in segments)
+
+
+def in_shard(all_buckets: tuple[Bucket, ...], rank: int, ranks: int, element: int) -> int:
+    """Where an element of the flat buffer lies in the shard of its owner: the owned parts, one after another."""
+    before = 0
+    for bucket in all_buckets:
+        owned = bucket.owned(rank, ranks)
+        if owned.start <= element < owned.stop:
+            return before + element - owned.start
+        before += owned.stop - owned.start
+    raise AssertionError(f"{element} is not owned by rank {rank}")
+
+
+@shapes
+@widths
+def test_updates_cover_the_shard(shape: ModelShape, lanes: int, ranks: int) -> None:
+    """Every number once, with the decay of its tensor, cut where kernels that take numbers by the dozen may be cut."""
+    table, all_buckets, elements = layout(shape, lanes)
+    everywhere = []
+    for rank in range(ranks):
+        runs = list(update_runs(table, all_buckets, rank, ranks))
+        assert tiles([run.local for run in runs], 0, elements // ranks)
+        for run in runs:
+            assert run.flat.stop - run.flat.start == run.local.stop - run.local.start
+            assert in_shard(all_buckets, rank, ranks, run.flat.start) == run.local.start
+            for edge in (run.flat.start, run.flat.stop, run.local.start, run.local.stop):
+                assert edge % ALIGN_ELEMENTS == 0
+        everywhere += runs
+    assert tiles([run.flat for run in everywhere], 0, elements)
+    starts = sorted((run.flat.start, run.flat.stop, run.decays) for run in everywhere)
+    for row in table:
+        touched = [decays for start, stop, decays in starts if start < row.offset + row.elements and stop > row.offset]
+        assert set(touched) == {row.decays}, row.name
+
+
+@shapes
+def test_neighbouring_updates_are_one(shape: ModelShape) -> None:
+    """A call for each kind of tensor, not for each tensor: of a rank that is alone the buckets do not cut them either."""
+    for lanes in (1, 4):
+        table, all_buckets, _ = layout(shape, lanes)
+        runs = list(update_runs(table, all_buckets, 0, 1))
+        assert all(a.decays != b.decays for a, b in itertools.pairwise(runs))
+        assert len(runs) == 2 * shape.num_layers
+        assert all(run.flat == run.local for run in runs)
+
+
+def test_decay_kinds_reach_to_the_end_of_their_bucket() -> None:
+    table, all_buckets, _ = layout(ODD, 4)
+    for bucket in all_buckets:
+        kinds = list(decay_kinds(table, bucket))
+        assert tiles([slice(kind.start, kind.stop) for kind in kinds], bucket.start, bucket.stop)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_gradients_that_are_kept_lie_flat(zero: int) -> None:
+    table, all_buckets, _ = layout(TINY, 4)
+    places = gradient_places(all_buckets, zero)
+    assert all(places[bucket.name] == bucket.flat for bucket in all_buckets)
+    assert placed(table, all_buckets, places) == table
+
+
+@settings(max_examples=60, deadline=None)
+@given(layers=st.integers(1, 40), lanes=st.sampled_from([2, 4, 8, 16]), channels=st.sampled_from([16, 40, 64]))
+def test_the_ring_has_room(layers: int, lanes: int, channels: int) -> None:
+    """With zero 2: while a block's gradients are made, those of the block above are on their way, and the bias gradient of
+    the block below begins. So any RING neighbours have places of their own, and the embedding and the last norm theirs."""
+    shape = ModelShape(vocab_size=100, sequence_length=16, num_layers=layers, num_heads=1, channels=channels)
+    table, all_buckets, elements = layout(shape, lanes)
+    places = gradient_places(all_buckets, 2)
+    assert all(places[b.name].stop - places[b.name].start == b.elements for b in all_buckets)
+    for index in range(len(all_buckets)):
+        alive = [places[b.name] for b in (all_buckets[0], *all_buckets[max(1, index - 1) : index + 2])]
+        if index + 2 <= len(all_buckets) - 1:
+            alive.append(places["lnf"])
+        distinct = {(place.start, place.stop) for place in alive}
+        stops = sorted(distinct)
+        assert len(distinct) == len(alive) and all(a[1] <= b[0] for a, b in itertools.pairwise(stops)), index
+    room = max(place.stop for place in places.values())
+    block, kept = all_buckets[1].elements, all_buckets[0].elements + all_buckets[-1].elements
+    assert room == kept + min(RING, layers) * block <= elements
+    moved = placed(table, all_buckets, places)
+    for old, new in zip(table, moved, strict=True):
+        bucket = next(b for b in all_buckets if b.start <= old.offset < b.stop)
+        assert new.offset - places[bucket.name].start == old.offset - bucket.start

@@ -1,0 +1,65 @@
+"""The tables of docs/distributed.md and the README about several GPUs are those of the results.
+
+python -m tests.test_scaling_docs      prints them, to be pasted
+"""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import efficiency
+
+ROOT = Path(__file__).parents[1]
+RUNS = {"124M": ("h200-x4-scaling-124m", "h200-x4-scaling-124m-ddp-fsdp"), "1558M": ("h200-x4-scaling-1558m",) * 2}
+
+
+def mean(rows: list[dict], contender: str, key: str = "tokens_per_second") -> float:
+    found = [row[key] for row in rows if row["contender"] == contender]
+    return sum(found) / len(found)
+
+
+def scaling_rows() -> list[str]:
+    """Per model: handgrad on four GPUs, its share of four times one, the same with NCCL's sums, and the twins."""
+    lines = []
+    for model, (ours, twins) in RUNS.items():
+        record = efficiency.measured(ours)
+        rows, others = record["rows"], efficiency.measured(twins)["rows"]
+        together, alone = mean(rows, "together"), mean(rows, "alone")
+        slowest = [4 * min(row["tokens_per_second_by_gpu"]) for row in rows if row["contender"] == "alone"]
+        share = together / (sum(slowest) / len(slowest))
+        memory = [mean(table, name, "allocated_gib") * 1.073741824 for table, name in
+                  ((rows, "together"), (others, "ddp"), (others, "fsdp"))]  # fmt: skip
+        speeds = [mean(rows, "reduce-scatter"), mean(others, "ddp"), mean(others, "fsdp")]
+        cells = [
+            model,
+            f"{record['settings']['micro_batch']}",
+            f"**{together / 1e3:.0f}k**",
+            f"{share:.1%}",
+            f"{together / alone:.1%}",
+            *(f"{speed / 1e3:.0f}k" for speed in speeds),
+            " / ".join(f"{size:.0f}" for size in memory),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+@pytest.mark.parametrize(("page", "made"), [("README.md", scaling_rows), ("docs/distributed.md", scaling_rows),
+                                            ("docs/distributed.md", efficiency.lines)])  # fmt: skip
+def test_the_tables_are_those_of_the_results(page: str, made) -> None:
+    lines = (ROOT / page).read_text().split("\n")
+    missing = [row for row in made() if row not in lines]
+    assert not missing, "\n".join(["not in the page; `python -m tests.test_scaling_docs` prints all:", *missing])
+
+
+def test_arithmetic_agrees_with_what_was_measured() -> None:
+    """At four GPUs over NVLink, within two percent: what the estimate leaves out (kernels disturbed by collectives, a
+    step's norms and launches) is no more."""
+    for model in efficiency.models():
+        rows = efficiency.measured(f"h200-x4-scaling-{model.name.lower()}")["rows"]
+        micro_steps = 524288 // (model.micro_batch * 1024 * 4)
+        expected = efficiency.efficiency(model, efficiency.networks()[0], 4, micro_steps)
+        assert abs(expected - mean(rows, "together") / (4 * model.tokens_per_second)) < 0.02
+
+
+if __name__ == "__main__":
+    print("\n".join([*scaling_rows(), "", *efficiency.lines()]))
