@@ -33,8 +33,9 @@ from benchmarks.record import write_record
 from handgrad import presets, world
 from handgrad.backend import choose_backend, settle_products
 from handgrad.config import RunConfig, check
+from handgrad.distributed.joining import group_aside, join
 from handgrad.distributed.launchers import find_place
-from handgrad.distributed.ranks import Ranks, group_aside, join
+from handgrad.distributed.ranks import Ranks
 from handgrad.model.buckets import Bucket
 from handgrad.power import Sampler
 from handgrad.traces import read_trace

@@ -14,8 +14,9 @@ from handgrad.commands.arguments import Parser, add_model_arguments
 from handgrad.config import ModelShape, RunConfig
 from handgrad.data.batches import Batches, host_buffers
 from handgrad.data.shards import open_dataset
+from handgrad.distributed.joining import joined
 from handgrad.distributed.launchers import find_place
-from handgrad.distributed.ranks import Ranks, joined
+from handgrad.distributed.ranks import Ranks
 from handgrad.errors import DataError, UsageError
 from handgrad.evaluation.load import load_model
 from handgrad.evaluation.loss import mean_loss

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from handgrad.config import RunConfig
+from handgrad.distributed.joining import joined
 from handgrad.distributed.launchers import find_place
-from handgrad.distributed.ranks import Ranks, joined
+from handgrad.distributed.ranks import Ranks
 from handgrad.errors import UsageError
 
 MIB = 1 << 20

@@ -9,8 +9,9 @@ from handgrad import world
 from handgrad.backend import choose_backend, settle_products
 from handgrad.config import RunConfig, check, to_dict
 from handgrad.data.shards import open_dataset
+from handgrad.distributed.joining import joined
 from handgrad.distributed.launchers import find_place
-from handgrad.distributed.ranks import Ranks, joined
+from handgrad.distributed.ranks import Ranks
 from handgrad.training.header import check_disk, check_fits, check_shared_gradients
 from handgrad.training.loop import Run
 from handgrad.training.run_folder import RunFolder, settled_lanes

@@ -25,7 +25,7 @@ import torch
 import handgrad.commands.train
 from handgrad import checkpoint
 from handgrad.cli import main
-from handgrad.distributed import ranks as joining
+from handgrad.distributed import joining
 from handgrad.distributed.ranks import Ranks
 from handgrad.training.saving import GatheredBucket
 from handgrad.training.step import Stepper
