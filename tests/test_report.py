@@ -375,3 +375,12 @@ def test_numbers_as_text(tmp_path):
     assert perplexity(1e6) == math.inf
     run = read_run(make_run(tmp_path / "run"), "run")
     assert bits_per_byte(run, 4 * math.log(2)) == pytest.approx(1.0)  # 1 token is 4 bytes here, each worth one bit
+
+
+def test_the_rank_that_others_wait_for(tmp_path: Path) -> None:
+    paces = [(10, 1, 120.0, 100.0), (20, 1, 130.0, 100.0), (30, 0, 101.0, 100.0), (40, 1, 110.0, 100.0)]
+    keys = ("step", "slowest", "slowest_ms", "median_ms")
+    lines = [{"kind": "ranks", **dict(zip(keys, pace, strict=True))} for pace in paces]
+    text = report(tmp_path, make_run(tmp_path / "run", [*run_lines(), *lines])).text
+    assert "rank 1 75 % 20.0 % 130.0 ms" in text and "rank 0 25 % 1.0 % 101.0 ms" in text
+    assert "rank 1" not in report(tmp_path, make_run(tmp_path / "alone")).text

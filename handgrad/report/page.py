@@ -55,6 +55,7 @@ def page(runs: Sequence[Run], plots: Sequence[Plot]) -> str:
         sections.tiles(runs[0]) if len(runs) == 1 else sections.comparison(runs),
         section("Curves", figures("Curves")),
         section("fp8", per_run(runs, sections.fp8), figures("fp8")),
+        section("Ranks", per_run(runs, sections.ranks)),
         section("Samples", per_run(runs, sections.samples)),
         section("What to do next", per_run(runs, sections.commands)),
         section("Memory", per_run(runs, sections.memory)),

@@ -61,6 +61,16 @@ class GpuReading:
 
 
 @dataclass(frozen=True)
+class Pace:
+    """How long ranks took for their own work, over some steps up to one."""
+
+    step: int
+    slowest: int  # rank
+    slowest_ms: float  # a step
+    median_ms: float
+
+
+@dataclass(frozen=True)
 class Quantized:
     """What an fp8 run found out about a class of tensors in one step, the worst of all layers."""
 
@@ -86,6 +96,7 @@ class Run:
     samples: list[tuple[int, str]]
     events: list[tuple[int, str]]
     gpu: list[GpuReading]
+    paces: list[Pace]  # of a run on several ranks
     fp8: list[tuple[int, dict[str, Quantized]]]  # step, classes of tensors by name
     last_line_cut: bool
 
@@ -254,6 +265,7 @@ def collect(parsed: tuple[list[Line], bool], name: str, folder: Path, config: di
     samples: dict[int, str] = {}
     events: list[tuple[int, str]] = []
     gpu: dict[int, GpuReading] = {}
+    paces: dict[int, Pace] = {}
     fp8: dict[int, dict[str, Quantized]] = {}
     for line in lines:
         kind = line.record["kind"]
@@ -276,6 +288,9 @@ def collect(parsed: tuple[list[Line], bool], name: str, folder: Path, config: di
             events.append((line.count("step"), line.text("text")))
         elif kind == "gpu":
             gpu[line.count("step")] = GpuReading(line.count("step"), line.number("watts"), line.number("sm_megahertz"))
+        elif kind == "ranks":
+            step, slowest = line.count("step"), line.count("slowest")
+            paces[step] = Pace(step, slowest, line.number("slowest_ms"), line.number("median_ms"))
         elif kind == "fp8":
             fp8[line.count("step")] = read_quantized(line)
     if not launches:
@@ -293,6 +308,7 @@ def collect(parsed: tuple[list[Line], bool], name: str, folder: Path, config: di
         samples=sorted(samples.items()),
         events=events,
         gpu=[gpu[step] for step in sorted(gpu)],
+        paces=[paces[step] for step in sorted(paces)],
         fp8=sorted(fp8.items()),
         last_line_cut=last_line_cut,
     )

@@ -262,6 +262,22 @@ def fp8(run: Run) -> str:
     return table(head, rows) + f'<p class="faint">{text(note)}</p>'
 
 
+def ranks(run: Run) -> str:
+    """Which of several ranks the others waited for, and how long."""
+    if not run.paces:
+        return ""
+    rows = []
+    for rank in sorted({pace.slowest for pace in run.paces}):
+        mine = [pace for pace in run.paces if pace.slowest == rank]
+        ahead = [pace.slowest_ms / pace.median_ms - 1 for pace in mine if pace.median_ms]
+        share = f"{100 * len(mine) / len(run.paces):.0f} %"
+        longest = max(pace.slowest_ms for pace in mine)
+        rows.append([f"rank {rank}", share, f"{100 * math.fsum(ahead) / max(1, len(ahead)):.1f} %", f"{longest:.1f} ms"])
+    head = ["slowest", "of the reports", "behind the median, mean", "longest step of its own work"]
+    note = "All ranks wait for the slowest. Its own work is its micro-batches, without waiting for others."
+    return table(head, rows) + f'<p class="faint">{text(note)}</p>'
+
+
 def settings(run: Run) -> str:
     lines = [f"{key} = {setting(run, key)}" for key in run.config]
     return f"<pre>{text(chr(10).join(lines))}</pre>"
