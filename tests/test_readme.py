@@ -62,6 +62,9 @@ def environment(folder: Path):
     command = binaries / "handgrad"
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m handgrad "$@"\n')
     command.chmod(0o755)
+    torchrun = binaries / "torchrun"
+    torchrun.write_text(f'#!/bin/sh\nexec {sys.executable} -m torch.distributed.run "$@"\n')
+    torchrun.chmod(0o755)
     yield {
         **{name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"},
         "PATH": f"{binaries}:{os.environ['PATH']}",
