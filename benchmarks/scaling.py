@@ -270,7 +270,8 @@ def main() -> None:
             print(f"{name:<15} {sum(mine) / len(mine):>12.0f} tok/s, {sum(mine) / len(mine) / linear:.4f} of linear")
         if asked.out:
             method = __doc__.strip().splitlines()[0]
-            write_record(asked.out, device, method=method, settings=vars(asked), gpus=ranks.size, rows=rows)
+            settings = {name: value for name, value in vars(asked).items() if name not in ("out", "trace")}
+            write_record(asked.out, device, method=method, settings=settings, gpus=ranks.size, rows=rows)
     ranks.close()
 
 
