@@ -11,6 +11,7 @@ Data goes one way, and so do the packages:
     model                     parameters and activations as tables; block and transformer as equations
     checkpoint                named tensors under a verified manifest
     evaluation                held-out loss, generated text
+    interop                   weights and tokenizers to Hugging Face's transformers and back
     training                  state, step, schedule, outliers, run folder, metrics, the loop
     report, plan, doctor      what a run was, what it will take, what this machine can do
     commands, cli             one module per command, and the entry point

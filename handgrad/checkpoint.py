@@ -118,13 +118,13 @@ def save(
         _remove(partial)
         partial.mkdir(parents=True)
         files = {
-            WEIGHTS_FILE: _write(partial / WEIGHTS_FILE, _safetensors_bytes(weights)),
-            OPTIMIZER_FILE: _write(partial / OPTIMIZER_FILE, _safetensors_bytes(moments)),
+            WEIGHTS_FILE: write_file(partial / WEIGHTS_FILE, safetensors_bytes(weights)),
+            OPTIMIZER_FILE: write_file(partial / OPTIMIZER_FILE, safetensors_bytes(moments)),
         }
         for name, content in extra_files.items():
-            files[name] = _write(partial / name, [content])
+            files[name] = write_file(partial / name, [content])
         content = {"schema": SCHEMA, "step": step, "files": files, **manifest}
-        _write(partial / MANIFEST, [json.dumps({"sha256": _content_sha256(content), **content}, indent=1).encode()])
+        write_file(partial / MANIFEST, [json.dumps({"sha256": _content_sha256(content), **content}, indent=1).encode()])
         sync_folder(partial)
         _remove(final)  # a damaged folder of the same step, passed over when the run was resumed
         partial.rename(final)
@@ -135,12 +135,12 @@ def save(
     return final
 
 
-def _safetensors_bytes(tensors: list[Stored]) -> Iterator[bytes | memoryview]:
-    """The safetensors layout: header length, JSON header, raw tensors one after another.
+def safetensors_bytes(tensors: list[Stored], metadata: dict[str, str] | None = None) -> Iterator[bytes | memoryview]:
+    """The safetensors layout: header length, JSON header (with `metadata`, if any), raw tensors one after another.
 
     The library's writer wants all tensors as bytes in memory and cannot hash on the way; the format is these 10 lines.
     """
-    header: dict[str, Any] = {}
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     end = 0
     for tensor in tensors:
         start, end = end, end + tensor.size_bytes
@@ -153,7 +153,7 @@ def _safetensors_bytes(tensors: list[Stored]) -> Iterator[bytes | memoryview]:
         yield tensor.fetch().cpu().contiguous().flatten().view(torch.uint8).numpy().data
 
 
-def _write(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
+def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
     """Writes and fsyncs a file; returns its size and SHA-256."""
     digest, size = hashlib.sha256(), 0
     with path.open("xb") as file:

@@ -17,6 +17,8 @@ COMMANDS = {
     "plan": "what a run will take, from the same arguments as train",
     "evaluate": "validation loss, perplexity and bits per byte of a checkpoint",
     "sample": "text from a checkpoint, streamed",
+    "export": "a checkpoint -> a folder for Hugging Face's transformers, read back and compared",
+    "import": "a GPT-2 of transformers, from a folder or the Hub -> a checkpoint",
     "report": "a self-contained HTML page of one or more runs",
     "bench": "handgrad beside a PyTorch autograd twin, on this machine",
     "tune": "freezes the fastest algorithm of every product of a model on this GPU",

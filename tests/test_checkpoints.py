@@ -88,7 +88,7 @@ def test_a_full_disk_in_a_save(finished: RunConfig, monkeypatch: pytest.MonkeyPa
     import errno
 
     run = elsewhere(finished, "full")
-    original = checkpoint._write
+    original = checkpoint.write_file
 
     def full(path: Path, chunks) -> dict:
         if "step_00000008" in str(path) and path.name == "optimizer.safetensors":
@@ -96,7 +96,7 @@ def test_a_full_disk_in_a_save(finished: RunConfig, monkeypatch: pytest.MonkeyPa
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return original(path, chunks)
 
-    monkeypatch.setattr(checkpoint, "_write", full)
+    monkeypatch.setattr(checkpoint, "write_file", full)
     with pytest.raises(StorageError, match="No space left") as raised:
         train(run)
     assert raised.value.exit_code == 74

@@ -51,6 +51,8 @@ def evaluate(parsed: Namespace, device: torch.device, ranks: Ranks) -> list[str]
 
     model = load_model(checkpoint.find(parsed.checkpoint), device, dtype, ops, buffers)
     folder = parsed.data or model.config.data
+    if not folder:
+        raise UsageError(f"{parsed.checkpoint} was imported and knows no data; give --data DIR, of the model's tokenizer")
     dataset = open_dataset(folder)
     if dataset.tokenizer.sha256 != model.tokenizer.sha256:
         raise DataError(

@@ -159,7 +159,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
         raise UsageError(
             f"expected the tokenizer gpt2, bytes, bpe:SIZE or a tokenizer.json, found {spec!r}, which is no file"
         )
-    return _parse_bpe(_read_small(path), where=str(path))
+    return parse_bpe(read_small(path), where=str(path))
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> BpeTokenizer:
@@ -181,7 +181,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> BpeTokenizer:
     )
     model.train_from_iterator(texts, trainer)
     model.add_special_tokens([END_OF_TEXT])
-    return _parse_bpe(model.to_str().encode(), where="the trained tokenizer")
+    return parse_bpe(model.to_str().encode(), where="the trained tokenizer")
 
 
 def tokenizer_record(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -245,7 +245,8 @@ def _load_gpt2() -> Gpt2Tokenizer:
     return Gpt2Tokenizer(encoding, (*token_bytes, END_OF_TEXT.encode()))
 
 
-def _read_small(path: Path) -> bytes:
+def read_small(path: Path) -> bytes:
+    """A tokenizer's file. Raises DataError: larger than any is; StorageError: not readable."""
     try:
         if path.stat().st_size > MAX_TOKENIZER_BYTES:
             raise DataError(
@@ -257,15 +258,17 @@ def _read_small(path: Path) -> bytes:
 
 
 @functools.cache
-def _byte_of_character() -> dict[str, int]:
-    # GPT-2's byte-level alphabet: printable bytes stand for themselves, the 68 others for the characters from U+0100
-    # on.
+def byte_of_character() -> dict[str, int]:
+    """GPT-2's byte-level alphabet: printable bytes stand for themselves, the 68 others for the characters from U+0100
+    on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}
 
 
-def _parse_bpe(content: bytes, where: str) -> BpeTokenizer:
+def parse_bpe(content: bytes, where: str) -> BpeTokenizer:
+    """The tokenizer in a `tokenizer.json` of this `content`; DataError if it is no byte-level BPE with GPT-2's splitter."""
+
     # Built from the parsed tables and not by the library's own loader: that one takes any pipeline, some of which do
     # not give the text back or split differently from what `cutting` relies on.
     def expect(condition: bool, what: str) -> None:
@@ -298,7 +301,7 @@ def _parse_bpe(content: bytes, where: str) -> BpeTokenizer:
     ids = [*vocab.values(), end_of_text]
     expect(len(ids) <= MAX_VOCAB_SIZE, f"at most {MAX_VOCAB_SIZE} tokens (uint16)")
     expect(all(type(i) is int for i in ids) and sorted(ids) == list(range(len(ids))), "ids without gaps or repeats")
-    byte_of = _byte_of_character()
+    byte_of = byte_of_character()
     expect(all(token and all(c in byte_of for c in token) for token in vocab), "tokens in the byte-level alphabet")
     expect(all(c in vocab for c in byte_of), "a token for each of the 256 bytes")
     pairs = []

@@ -84,7 +84,7 @@ def killed_in_save(step: int) -> None:
 
 def full_disk(step: int) -> None:
     """When the weights of a checkpoint are written and the moments are not; of the run's second save, with step 1."""
-    original, calls = checkpoint._write, []
+    original, calls = checkpoint.write_file, []
 
     def write(path: Path, chunks: Any) -> dict[str, Any]:
         if path.name == checkpoint.OPTIMIZER_FILE:
@@ -94,7 +94,7 @@ def full_disk(step: int) -> None:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return original(path, chunks)
 
-    checkpoint._write = write
+    checkpoint.write_file = write
 
 
 class Finished:

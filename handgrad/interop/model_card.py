@@ -1,0 +1,104 @@
+"""The README.md of an exported model: what it is, what it was trained on, how well, how to load it."""
+
+import json
+from typing import Any
+
+import torch
+
+import handgrad
+from handgrad.checkpoint import Checkpoint
+from handgrad.evaluation.load import LoadedModel
+from handgrad.model.parameters import count_parameters, parameter_table
+
+CARD_FILE = "README.md"
+METRICS_FILE = "metrics.jsonl"
+LAST_LOSSES = 5
+TOKENIZERS = {
+    "gpt2": "GPT-2's, 50,257 tokens",
+    "bytes": "the 256 bytes of UTF-8, each its own id, and end-of-text",
+    "bpe": "a byte-level BPE with GPT-2's splitter, trained on the data",
+}
+SETTINGS = ("precision", "steps", "tokens_per_step", "learning_rate", "schedule", "warmup_steps", "weight_decay", "seed")
+
+
+def validation_losses(checkpoint: Checkpoint) -> list[tuple[int, float]]:
+    """(step, nats per token) of the last validations up to the checkpoint, from the metrics of the run around it; none
+    if there is no such run, or its metrics cannot be read."""
+    found = {}
+    try:
+        lines = (checkpoint.folder.resolve().parent.parent / METRICS_FILE).read_text(encoding="utf-8").splitlines()
+        for record in map(json.loads, lines):
+            if record.get("kind") == "validation" and record["step"] <= checkpoint.step:
+                found[int(record["step"])] = float(record["loss"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        pass  # a card without losses is still a card
+    return sorted(found.items())[-LAST_LOSSES:]
+
+
+def row(name: str, value: Any) -> str:
+    text = str(value).replace("|", "\\|").replace("\n", " ")
+    return f"| {name} | {text} |"
+
+
+def training_lines(checkpoint: Checkpoint) -> list[str]:
+    """Where the weights come from."""
+    manifest = checkpoint.manifest
+    if origin := manifest.get("imported"):
+        return [f"Imported from `{origin.get('source')}`, and not trained since."]
+    config = manifest["config"]
+    data = (manifest.get("identity") or {}).get("data")
+    tokens = checkpoint.step * config["tokens_per_step"]
+    lines = ["| training | |", "|---|---|", row("data, its identity", f"`{data}`")]
+    lines += [row("tokens seen", f"{tokens:,} in {checkpoint.step:,} steps")]
+    if config.get("init_from"):
+        lines.append(row("started from the weights of", f"`{config['init_from']}`"))
+    lines += [row(name, config[name]) for name in SETTINGS if name in config]
+    lines += [row(name, value) for name, value in (manifest.get("versions") or {}).items()]
+    losses = validation_losses(checkpoint)
+    if losses:
+        lines += ["", "| step | validation loss, nats per token |", "|---|---|"]
+        lines += [row(f"{step:,}", f"{loss:.4f}") for step, loss in losses]
+    return lines
+
+
+def model_card(checkpoint: Checkpoint, model: LoadedModel, dtype: torch.dtype) -> str:
+    """The card as Markdown under the Hub's YAML header."""
+    shape, kind = model.shape, str(dtype).removeprefix("torch.")
+    parameters = count_parameters(parameter_table(shape))
+    prompt = "Once upon a time"
+    lines = [
+        "---",
+        "library_name: transformers",
+        "pipeline_tag: text-generation",
+        "tags:",
+        "- gpt2",
+        "- handgrad",
+        "---",
+        "",
+        f"# A GPT-2 of {parameters:,} parameters",
+        "",
+        f"Exported by handgrad {handgrad.__version__} from a checkpoint of step {checkpoint.step}.",
+        "",
+        "| model | |",
+        "|---|---|",
+        row("layers, heads, channels", f"{shape.num_layers}, {shape.num_heads}, {shape.channels}"),
+        row("context, tokens", shape.sequence_length),
+        row("vocabulary, tokens", shape.vocab_size),
+        row("tokenizer", f"{TOKENIZERS[model.tokenizer.kind]} (SHA-256 `{model.tokenizer.sha256}`)"),
+        row("numbers", kind),
+        "",
+        *training_lines(checkpoint),
+        "",
+        "```python",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        'folder = "."  # of this file',
+        "tokenizer = AutoTokenizer.from_pretrained(folder)",
+        f'model = AutoModelForCausalLM.from_pretrained(folder, dtype="{kind}")',
+        f'ids = tokenizer("<|endoftext|>{prompt}", return_tensors="pt")',
+        "print(tokenizer.decode(model.generate(**ids, max_new_tokens=40)[0]))",
+        "```",
+        "",
+        'A document begins with the token "<|endoftext|>", as in training.',
+    ]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,182 @@
+"""Tokenizers as transformers keeps them: `tokenizer.json`, `vocab.json`, `merges.txt`, `tokenizer_config.json`.
+
+All three kinds can be said exactly, bytes as a byte-level BPE without merges. One thing differs on purpose: to
+transformers a literal "<|endoftext|>" in a text is the special token, to us it is text.
+"""
+
+import functools
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from handgrad.data.tokenizer import (
+    END_OF_TEXT,
+    TOKENIZER_FILE,
+    BpeTokenizer,
+    BytesTokenizer,
+    Gpt2Tokenizer,
+    Tokenizer,
+    byte_of_character,
+    load_tokenizer,
+    parse_bpe,
+    read_small,
+)
+from handgrad.errors import DataError
+
+VOCAB_FILE, MERGES_FILE, SETTINGS_FILE = "vocab.json", "merges.txt", "tokenizer_config.json"
+Merges = list[tuple[str, str]]
+
+
+def characters(token: bytes) -> str:
+    """A token in the byte-level alphabet: one printable character per byte."""
+    names = _character_of_byte()
+    return "".join(names[b] for b in token)
+
+
+@functools.cache
+def _character_of_byte() -> dict[int, str]:
+    return {byte: character for character, byte in byte_of_character().items()}
+
+
+def vocabulary(tokenizer: Tokenizer) -> dict[str, int]:
+    """Token (in the byte-level alphabet) -> id, end-of-text included, in the order of the ids."""
+    tokens = [characters(token) for token in tokenizer.token_bytes]
+    tokens[tokenizer.end_of_text] = END_OF_TEXT
+    return {token: i for i, token in enumerate(tokens)}
+
+
+@functools.cache
+def gpt2_merges() -> tuple[tuple[str, str], ...]:
+    """GPT-2's merges, in their order, out of the ranks of its tokens.
+
+    A token of rank r is made by the last merge of its own bytes: applying the merges of lower rank leaves its two parts.
+    """
+    tokenizer = load_tokenizer("gpt2")
+    tokens = tokenizer.token_bytes[: tokenizer.end_of_text]
+    ranks = {token: rank for rank, token in enumerate(tokens)}
+    return tuple(
+        (characters(left), characters(right))
+        for rank, token in enumerate(tokens)
+        if len(token) > 1
+        for left, right in [_two_parts(token, rank, ranks)]
+    )
+
+
+def _two_parts(token: bytes, below: int, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
+    parts = [token[i : i + 1] for i in range(len(token))]
+    while len(parts) > 2:
+        pairs = [ranks.get(left + right, below) for left, right in itertools.pairwise(parts)]
+        first = min(range(len(pairs)), key=pairs.__getitem__)
+        assert pairs[first] < below, f"{token!r} is no merge of tokens of lower rank"
+        parts[first : first + 2] = [parts[first] + parts[first + 1]]
+    return parts[0], parts[1]
+
+
+def merges(tokenizer: Tokenizer) -> Merges:
+    """The merges in their order; none for bytes."""
+    if isinstance(tokenizer, Gpt2Tokenizer):
+        return list(gpt2_merges())
+    if isinstance(tokenizer, BytesTokenizer):
+        return []
+    stored = json.loads(tokenizer.json_bytes)["model"]["merges"]
+    pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in stored]
+    return [(left, right) for left, right in pairs]
+
+
+def tokenizer_json(vocab: dict[str, int], pairs: Merges, *, splits: bool = True) -> bytes:
+    """A `tokenizer.json` of a byte-level BPE; `splits`: a text is cut by GPT-2's splitter first."""
+    # The library gives an added token the id that the vocabulary has for it.
+    model = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=pairs))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splits)
+    model.decoder = tokenizers.decoders.ByteLevel()
+    model.add_special_tokens([END_OF_TEXT])
+    return model.to_str().encode()
+
+
+def vocabulary_files(tokenizer: Tokenizer, longest: int) -> dict[str, bytes]:
+    """The four files by name; `longest` is the model's context in tokens."""
+    vocab, pairs = vocabulary(tokenizer), merges(tokenizer)
+    if isinstance(tokenizer, BpeTokenizer):
+        content = tokenizer.json_bytes  # as it is: its hash is the identity of shards
+    else:
+        content = tokenizer_json(vocab, pairs, splits=not isinstance(tokenizer, BytesTokenizer))
+    settings = {
+        # Bytes have no splitter, which the class GPT2Tokenizer would put back.
+        "tokenizer_class": "PreTrainedTokenizerFast" if isinstance(tokenizer, BytesTokenizer) else "GPT2Tokenizer",
+        "add_prefix_space": False,
+        "bos_token": END_OF_TEXT,
+        "eos_token": END_OF_TEXT,
+        "unk_token": END_OF_TEXT,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": longest,
+    }
+    lines = ["#version: 0.2", *(f"{left} {right}" for left, right in pairs)]
+    return {
+        TOKENIZER_FILE: content,
+        VOCAB_FILE: json.dumps(vocab, ensure_ascii=False).encode(),
+        MERGES_FILE: ("\n".join(lines) + "\n").encode(),
+        SETTINGS_FILE: json.dumps(settings, indent=2).encode(),
+    }
+
+
+def read_vocabulary(folder: Path) -> Tokenizer:
+    """The tokenizer of a transformers folder: GPT-2's, bytes, or another byte-level BPE of GPT-2's make.
+
+    Raises `DataError` if there is none, or one that cuts texts by other rules.
+    """
+    path = folder / TOKENIZER_FILE
+    if path.is_file():
+        content = read_small(path)
+    elif (folder / VOCAB_FILE).is_file() and (folder / MERGES_FILE).is_file():
+        path = folder / VOCAB_FILE
+        content = _joined(path, folder / MERGES_FILE)
+    else:
+        raise DataError(
+            f"expected {TOKENIZER_FILE}, or {VOCAB_FILE} and {MERGES_FILE}, in {folder}, found neither; add the model's"
+            " tokenizer files, or name one with --tokenizer gpt2, bytes or FILE"
+        )
+    if _is_bytes(content):
+        return BytesTokenizer()
+    tokenizer = parse_bpe(content, where=str(path))
+    gpt2 = load_tokenizer("gpt2")
+    if tokenizer.token_bytes == gpt2.token_bytes and tuple(merges(tokenizer)) == gpt2_merges():
+        return gpt2
+    return tokenizer
+
+
+def _joined(vocab_path: Path, merges_path: Path) -> bytes:
+    """The two files that GPT-2 came with, as one `tokenizer.json`."""
+    try:
+        vocab: Any = json.loads(read_small(vocab_path))
+        lines = read_small(merges_path).decode().split("\n")
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"expected JSON in {vocab_path} and text in {merges_path}, found {error}; fetch them again"
+        ) from None
+    if not isinstance(vocab, dict) or not all(type(i) is int and 0 <= i < 1 << 32 for i in vocab.values()):
+        raise DataError(f"expected a JSON object of tokens and ids in {vocab_path}, found something else; fetch it again")
+    if END_OF_TEXT not in vocab:
+        raise DataError(f"expected {END_OF_TEXT} in {vocab_path}, found no such token; use a GPT-2 tokenizer")
+    pairs = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
+    bad = next((pair for pair in pairs if len(pair) != 2), None)
+    if bad is not None:
+        raise DataError(f"expected two tokens in a line of {merges_path}, found {' '.join(bad)!r:.80}; fetch it again")
+    try:
+        return tokenizer_json(vocab, [(left, right) for left, right in pairs])
+    except Exception as error:  # the library raises nothing narrower
+        raise DataError(f"expected merges of tokens of {vocab_path} in {merges_path}, found {error!s:.200}") from None
+
+
+def _is_bytes(content: bytes) -> bool:
+    """Whether a `tokenizer.json` says: every byte is its own id, and end-of-text is 256."""
+    try:
+        tables = json.loads(content)
+        model, splitter = tables["model"], tables["pre_tokenizer"]
+        same = model["type"] == "BPE" and model["vocab"] == vocabulary(BytesTokenizer()) and model["merges"] == []
+        plain = tables["normalizer"] is None and splitter["type"] == "ByteLevel" and splitter["add_prefix_space"] is False
+        return same and plain and [token["content"] for token in tables["added_tokens"]] == [END_OF_TEXT]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return False

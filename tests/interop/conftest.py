@@ -1,0 +1,36 @@
+"""Exported folders, made once."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from handgrad.cli import main
+from handgrad.config import ModelShape
+from tests.interop.models import make_checkpoint
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models this small are faster so, most of all beside other work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="package")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path, ModelShape]]:
+    """kind -> (run folder, exported folder, sizes), made once through the command line."""
+    made: dict[str, tuple[Path, Path, ModelShape]] = {}
+
+    def get(kind: str) -> tuple[Path, Path, ModelShape]:
+        if kind not in made:
+            root = tmp_path_factory.mktemp(kind)
+            run, shape = make_checkpoint(root / "run", kind)
+            assert main(["export", str(run), "--to", "hf", str(root / "hf")]) == 0
+            made[kind] = run, root / "hf", shape
+        return made[kind]
+
+    return get

@@ -1,0 +1,94 @@
+"""Checkpoints with random weights, and the logits of them."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+
+from handgrad import checkpoint
+from handgrad.checkpoint import Stored
+from handgrad.config import ModelShape, to_dict
+from handgrad.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_files, tokenizer_record, train_bpe
+from handgrad.evaluation.load import load_model
+from handgrad.interop.folders import imported_config
+from handgrad.model import transformer
+from handgrad.model.activations import activations, model_buffers
+from handgrad.model.parameters import parameter_table
+from handgrad.ops import reference
+
+transformers.logging.set_verbosity_error()
+TRICKY = (
+    "Hello world, it's 42!",
+    "  two  blanks\n\n\tand a tab   \n   ",
+    "naïve café – 你好, мир! 👩‍👩‍👧 e\u0301 \ufeff\u200b\u00a0\u3000x",
+    "1234567 3.14159 ½ Ⅷ ٣٤٥ 0x1F",
+    "don't WE'LL 'tis 's's ''ll I'M",
+    "\r\n\x00\x7f\x85 end \n",
+    "def f(x):\n        return x**2  # ok\n",
+    "<|endoftext |> <|end",
+    "",
+)
+
+
+def bpe() -> Tokenizer:
+    return train_bpe([f"the old river number {i} sings over a bright stone. " * 3 for i in range(40)], 320)
+
+
+TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
+    "gpt2": lambda: load_tokenizer("gpt2"),
+    "bytes": lambda: load_tokenizer("bytes"),
+    "bpe": bpe,
+}
+# Layers, heads, channels, context: a tiny one and two odd ones.
+SIZES = {"bytes": (2, 2, 32, 96), "bpe": (3, 3, 33, 97), "gpt2": (1, 5, 35, 77)}
+
+
+def make_checkpoint(out: Path, kind: str, seed: int = 3) -> tuple[Path, ModelShape]:
+    """A run-like folder with random weights, large enough that no text is trivial."""
+    layers, heads, channels, context = SIZES[kind]
+    tokenizer = TOKENIZERS[kind]()
+    shape = ModelShape(tokenizer.vocab_size, context, layers, heads, channels)
+    generator = torch.Generator().manual_seed(seed)
+    state = []
+    for row in parameter_table(shape):
+        center = 1.0 if row.init == "ones" else 0.0
+        state.append(Stored.of(row.name, center + 0.2 * torch.randn(row.stored_shape, generator=generator)))
+    manifest = {
+        "config": to_dict(imported_config(shape)),
+        "vocab_size": shape.vocab_size,
+        "tokenizer": tokenizer_record(tokenizer),
+        "identity": {"data": "abc123", "tokenizer": tokenizer.sha256},
+    }
+    checkpoint.save(out / "checkpoints", 40, state, manifest, tokenizer_files(tokenizer))
+    return out, shape
+
+
+def our_logits(run: Path, tokens: list[int]) -> Tensor:
+    """(tokens, V) float32, by handgrad's own forward; as many tokens as the context has."""
+    model = load_model(
+        checkpoint.find(str(run)),
+        torch.device("cpu"),
+        torch.float32,
+        reference,
+        lambda config, shape: model_buffers(config, shape, 1, torch.float32, reference, training=False),
+    )
+    act = activations(model.views)
+    act.tokens.copy_(torch.tensor([tokens]))
+    transformer.forward_blocks(reference, model.weights, act)
+    return (act.lnf @ model.weights.wte.t())[:, : model.shape.vocab_size]
+
+
+def random_tokens(shape: ModelShape) -> list[int]:
+    return torch.randint(shape.vocab_size, (shape.sequence_length,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+def their_logits(model: transformers.GPT2LMHeadModel, tokens: list[int]) -> Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([tokens])).logits[0]
+
+
+def weights(run: Path) -> dict[str, Tensor]:
+    return load_file(checkpoint.find(str(run)).folder / checkpoint.WEIGHTS_FILE)

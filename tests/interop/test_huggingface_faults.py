@@ -1,0 +1,196 @@
+"""Folders that are damaged or foreign, names that are taken, disks that refuse: one line, and nothing half written."""
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from handgrad import checkpoint
+from handgrad.cli import main
+from handgrad.errors import StorageError
+from handgrad.interop import hf_export, huggingface
+from tests.test_commands import refused
+
+
+def change_config(folder: Path, **values: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    tensors = load_file(folder / huggingface.WEIGHTS_FILE)
+    change(tensors)
+    save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, folder / huggingface.WEIGHTS_FILE)
+
+
+def cut(path: Path, size: int) -> None:
+    path.write_bytes(path.read_bytes()[:size])
+
+
+FC, WTE = "transformer.h.1.mlp.c_fc.weight", "transformer.wte.weight"
+WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
+    "cut weights": (lambda f: cut(f / "model.safetensors", 9000), "expected a whole safetensors file at"),
+    "empty weights": (lambda f: cut(f / "model.safetensors", 0), "model.safetensors"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "found neither"),
+    "no config": (lambda f: (f / "config.json").unlink(), "expected config.json in"),
+    "cut config": (lambda f: cut(f / "config.json", 40), "expected JSON in"),
+    "no tokenizer": (
+        lambda f: [(f / n).unlink() for n in ("tokenizer.json", "vocab.json")],
+        "--tokenizer gpt2, bytes or FILE",
+    ),
+    "missing tensor": (
+        lambda f: change_tensors(f, lambda t: t.pop(FC)),
+        f"expected a tensor {FC} of shape (32, 128) in",
+    ),
+    "wrong shape": (
+        lambda f: change_tensors(f, lambda t: t.update({FC: t[FC].t()})),
+        f"expected {FC} of shape (32, 128) in",
+    ),
+    "padded vocabulary": (
+        lambda f: change_tensors(f, lambda t: t.update({WTE: torch.zeros(384, 32)})),
+        "(257, 32)",
+    ),
+    "foreign tensor": (lambda f: change_tensors(f, lambda t: t.update({"score.weight": t[FC]})), "'score.weight'"),
+    "integers": (lambda f: change_tensors(f, lambda t: t.update({FC: t[FC].to(torch.int8)})), "found I8"),
+    "not finite": (lambda f: change_tensors(f, lambda t: t[FC].fill_(math.nan)), "found 4096 that are not"),
+    "untied head": (
+        lambda f: change_tensors(f, lambda t: t.update({"lm_head.weight": t[WTE] + 1})),
+        "expected lm_head.weight equal to wte.weight",
+    ),
+    "other architecture": (lambda f: change_config(f, model_type="llama"), 'expected model_type "gpt2" in'),
+    "other activation": (lambda f: change_config(f, activation_function="relu"), "found 'relu'"),
+    "other epsilon": (lambda f: change_config(f, layer_norm_epsilon=1e-6), "expected layer_norm_epsilon 1e-05"),
+    "other scaling": (lambda f: change_config(f, scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx"),
+    "other width": (lambda f: change_config(f, n_inner=100), "expected n_inner null or 128"),
+    "untied by config": (lambda f: change_config(f, tie_word_embeddings=False), "tie_word_embeddings"),
+    "no layers": (lambda f: change_config(f, n_layer=None), "expected n_layer of 1 or more"),
+    "more layers": (lambda f: change_config(f, n_layer=3), "transformer.h.2."),
+    "fewer layers": (lambda f: change_config(f, n_layer=1), "found also 'transformer.h.1."),
+    "heads that do not divide": (lambda f: change_config(f, n_head=3), "channels must be a multiple of num_heads"),
+    "other vocabulary": (lambda f: change_config(f, vocab_size=300), "expected a tokenizer of 300 tokens"),
+}
+
+
+@pytest.mark.parametrize("damage", WRONG)
+def test_wrong_folders(damage: str, exported: Callable, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    folder = shutil.copytree(exported("bytes")[1], tmp_path / "hf")
+    change, told = WRONG[damage]
+    change(folder)
+    capsys.readouterr()
+    line = refused(capsys, 65, "import", str(folder), "--out", str(tmp_path / "run"))
+    assert told in line and str(folder) in line
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"], "nothing is left behind"
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b"}}'), "weight_map"),
+        (lambda f: next(f.glob("model-00002*")).unlink(), "model-00002"),
+        (lambda f: cut(next(f.glob("model-00002*")), 100), "model-00002"),
+    ],
+    ids=["index", "missing shard", "cut shard"],
+)
+def test_wrong_shards(
+    damage: Callable, told: str, tmp_path: Path, capsys: pytest.CaptureFixture, exported: Callable
+) -> None:
+    folder = shutil.copytree(exported("bytes")[1], tmp_path / "hf")
+    (folder / "model.safetensors").unlink()
+    model = transformers.GPT2LMHeadModel.from_pretrained(exported("bytes")[1])
+    model.save_pretrained(folder, max_shard_size="30KB")
+    damage(folder)
+    capsys.readouterr()
+    assert told in refused(capsys, 65, "import", str(folder), "--out", str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_taken_targets_and_names(exported: Callable, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    run, folder, _ = exported("bytes")
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").write_text("mine")
+    capsys.readouterr()
+    assert "taken" in refused(capsys, 64, "export", str(run), "--to", "hf", str(tmp_path / "taken"))
+    assert "taken" in refused(capsys, 64, "import", str(folder), "--out", str(tmp_path / "taken"))
+    assert "--to" in refused(capsys, 64, "export", str(run), str(tmp_path / "x"))
+    assert "invalid choice" in refused(capsys, 64, "export", str(run), "--to", "onnx", str(tmp_path / "x"))
+    assert "holds no checkpoint" in refused(capsys, 65, "export", str(folder), "--to", "hf", str(tmp_path / "x"))
+    line = refused(capsys, 65, "import", "somebody/some-gpt2", "--out", str(tmp_path / "x"))
+    assert "expected a folder somebody/some-gpt2 or a model of that name on the Hub" in line
+    assert "found none at no/such/folder" in refused(capsys, 65, "import", "no/such/folder", "--out", str(tmp_path / "x"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["taken"]
+    assert [path.name for path in (tmp_path / "taken").iterdir()] == ["file"]
+    (tmp_path / "empty").mkdir()
+    assert main(["import", str(folder), "--out", str(tmp_path / "empty")]) == 0, "an empty folder is as good as none"
+
+
+def test_the_hub(exported: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name is downloaded by huggingface_hub, an export uploaded, and a refusal is one line."""
+    import huggingface_hub
+
+    run, folder, _ = exported("bytes")
+    asked = []
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda name, **rest: asked.append((name, rest)) or str(folder)
+    )
+    assert main(["import", "somebody/some-gpt2", "--out", str(tmp_path / "run")]) == 0
+    assert asked[0][0] == "somebody/some-gpt2" and "model*.safetensors" in asked[0][1]["allow_patterns"]
+
+    class Api:
+        def create_repo(self, name: str, **rest: object) -> str:
+            assert rest["private"] is True
+            return f"https://hub/{name}"
+
+        def upload_folder(self, **rest: object) -> None:
+            asked.append(rest)
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    assert main(["export", str(run), "--to", "hf", str(tmp_path / "hf"), "--push", "me/mine"]) == 0
+    assert asked[1]["repo_id"] == "me/mine" and asked[1]["folder_path"] == tmp_path / "hf"
+
+    def full(self: Api, **rest: object) -> None:
+        raise OSError("no route")
+
+    monkeypatch.setattr(Api, "upload_folder", full)
+    with pytest.raises(StorageError, match="the folder itself is complete"):
+        hf_export.push(tmp_path / "hf", "me/mine")
+
+
+def test_an_export_that_reads_back_otherwise(exported: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writer that is wrong, or a disk that lies, leaves no folder."""
+    run, _, _ = exported("bytes")
+    original = hf_export.write_weights
+
+    def swapped(path: Path, *rest: object) -> None:
+        original(path, *rest)
+        names = ["transformer.h.0.ln_1.weight", "transformer.h.1.ln_1.weight"]
+        change_tensors(path.parent, lambda t: t.update(dict(zip(names, (t[names[1]], t[names[0]]), strict=True))))
+
+    monkeypatch.setattr(hf_export, "write_weights", swapped)
+    with pytest.raises(StorageError, match="gave other logits"):
+        hf_export.export_model(checkpoint.find(str(run)), tmp_path / "deep" / "hf")
+    monkeypatch.setattr(hf_export, "write_weights", lambda path, *rest: path.write_bytes(b"no"))
+    with pytest.raises(StorageError, match="does not read back"):
+        hf_export.export_model(checkpoint.find(str(run)), tmp_path / "deep" / "hf")
+    assert not list((tmp_path / "deep").iterdir())
+
+
+def test_a_full_disk_leaves_nothing(exported: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, folder, _ = exported("bytes")
+
+    def full(path: Path, chunks: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "write_file", full)
+    monkeypatch.setattr(hf_export, "write_file", full)
+    with pytest.raises(StorageError, match="free some space"):
+        hf_export.export_model(checkpoint.find(str(run)), tmp_path / "hf")
+    with pytest.raises(StorageError, match="free some space"):
+        huggingface.import_model(str(folder), tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []
