@@ -21,7 +21,7 @@ from handgrad.training.state import TrainingState, allocate_state, largest_micro
 from handgrad.training.step import Stepper, StepResult
 
 CPU = torch.device("cpu")
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 
 
 def steps_of(config: RunConfig, count: int) -> tuple[TrainingState, list[StepResult]]:
