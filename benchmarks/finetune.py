@@ -1,9 +1,9 @@
 """Finetuning beside training from scratch: python -m benchmarks.finetune TEXT.txt --out results/NAME.json
 
-A model of the preset `demo` is trained on the built-in stories, then goes on with another text; the same model starts on that
-text from random weights, with the same tokens. Both with several learning rates, each taken at its best. Then the same model
-goes on with a short excerpt of the text, many times over, once as it is and once with its lower half frozen: that overfits.
-Runs and a report page with both curves are left in --folder.
+A model of the preset `demo` is trained on the built-in stories, then goes on with another text; the same model starts on
+that text from random weights, with the same tokens. Both with several learning rates, each taken at its best. Then the
+model of the stories goes on with a short excerpt of the text, many times over, once as it is and once with its lower half
+frozen: that overfits. Runs and a report page with both curves are left in --folder.
 """
 
 import argparse
