@@ -22,7 +22,7 @@ from handgrad.report.page import write_report
 from handgrad.training.start import train
 
 STORIES, STORY_STEPS, STEPS = 30_000, 1500, 500
-LEARNING_RATES = (1e-3, 2e-3, 4e-3)
+LEARNING_RATES = (2e-3, 4e-3)
 EXCERPT_CHARACTERS, EXCERPT_VALIDATION, EXCERPT_LEARNING_RATE = 40_000, 0.25, 1e-3
 LOWER_HALF = "wte,wpe,blocks.0-1"
 

@@ -20,6 +20,7 @@ from handgrad.interop.hf_export import logits
 from handgrad.model.freezing import freeze
 from handgrad.model.parameters import count_parameters, parameter_table
 from handgrad.ops import reference
+from handgrad.report.page import write_report
 from handgrad.training import loop
 from handgrad.training.header import most_checkpoints
 from handgrad.training.start import train
@@ -191,6 +192,19 @@ def test_fewer_positions_are_the_first_ones(trained: Trained, tmp_path: Path) ->
         assert torch.equal(loaded_logits(out), loaded_logits(trained.run))
 
 
+@pytest.mark.parametrize("recipe", ["finetune_shakespeare", "finetune_jsonl"])
+def test_the_recipes_take_other_weights(recipe: str, trained: Trained, tmp_path: Path) -> None:
+    """A few steps of each, on a model with fewer positions than GPT-2; the best is kept."""
+    path, out = Path(__file__).parents[1] / "recipes" / f"{recipe}.toml", tmp_path / "on"
+    settings = {"init-from": trained.run, "data": trained.data, "out": out, "sequence-length": 32, "tokens-per-step": 256}
+    settings |= {"micro-batch": 4, "steps": 3, "eval-every": 1, "sample-tokens": 0, "eval-tokens": 512}
+    flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+    assert main(["train", "--config", str(path), *flags]) == 0
+    losses = {record["step"]: record["loss"] for record in records(out, ("validation",))}
+    assert checkpoint.find(f"{out}/best").step == min(losses, key=losses.__getitem__)
+    assert tensors(out, 3)["wpe"].shape == (32, 33)
+
+
 # Freezing.
 
 
@@ -257,17 +271,25 @@ def test_the_norm_is_that_of_what_is_trained(config: RunConfig) -> None:
 
 def test_a_gradient_that_is_not_trained_may_be_anything(config: RunConfig) -> None:
     """Not finite where it is frozen: no update is skipped for it. Where it is trained: the step is, and named."""
-    broken = lambda stepper: stepper.state.weight_gradients.wpe.fill_(math.nan)  # noqa: E731
 
-    def losing(patch: pytest.MonkeyPatch) -> None:
+    def losing(patch: pytest.MonkeyPatch, name: str) -> None:
         original = loop.Stepper.finish
-        patch.setattr(loop.Stepper, "finish", lambda stepper, step: (broken(stepper), original(stepper, step)))
+
+        def finish(stepper: loop.Stepper, step: int) -> None:
+            getattr(stepper.state.weight_gradients, name).fill_(math.nan)
+            original(stepper, step)
+
+        patch.setattr(loop.Stepper, "finish", finish)
 
     with pytest.MonkeyPatch.context() as patch:
-        losing(patch)
+        losing(patch, "wpe")
         train(dataclasses.replace(config, freeze="wpe", steps=2))
-        with pytest.raises(NumericsError, match="non-finite gradients at wte, wpe"):
+        with pytest.raises(NumericsError, match="non-finite gradients at wte, wpe, blocks"):
             train(elsewhere(config, "thawed", steps=2, max_skips=1))
+    with pytest.MonkeyPatch.context() as patch:
+        losing(patch, "wte")
+        with pytest.raises(NumericsError, match="non-finite gradients at wte, blocks"):
+            train(elsewhere(config, "other", freeze="wpe", steps=2, max_skips=1))
 
 
 def test_a_frozen_run_goes_on_with_the_same_bits(config: RunConfig) -> None:
@@ -283,6 +305,8 @@ def test_a_frozen_run_goes_on_with_the_same_bits(config: RunConfig) -> None:
     assert started["parameters"] == count_parameters(table)
     assert started["trained_parameters"] == count_parameters(row for row in table if not row.frozen)
     assert f"frozen: {FROZEN}" in (Path(config.out) / "log.txt").read_text()
+    page = write_report([Path(config.out)], Path(config.out) / "report.html").read_text()
+    assert f"({started['trained_parameters']:,} of them not frozen)" in page
 
 
 def test_nothing_frozen_launches_what_it_always_did(config: RunConfig) -> None:
