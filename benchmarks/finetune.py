@@ -30,7 +30,8 @@ LOWER_HALF = "wte,wpe,blocks.0-1"
 def finetune(text: Path, folder: Path, out: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     excerpt = folder / "excerpt.txt"
-    excerpt.write_text(text.read_text(encoding="utf-8")[:EXCERPT_CHARACTERS], encoding="utf-8")
+    if not excerpt.exists():  # the command goes on where it was stopped
+        excerpt.write_text(text.read_text(encoding="utf-8")[:EXCERPT_CHARACTERS], encoding="utf-8")
     sources: dict[str, tuple[str, dict[str, Any]]] = {
         "stories": ("stories", {"documents": STORIES}),
         "text": (str(text), {}),
