@@ -226,7 +226,7 @@ def test_what_may_change_in_a_resumed_run() -> None:
     where = {"data", "out"}
     how_often = {"eval_every", "sample_every", "log_every", "gpu_every", "save_every"}
     ranks = {"zero", "check_ranks_every", "join_seconds", "silence_seconds", "stall_seconds"}
-    assert free == where | how_often | ranks | {"eval_tokens", "sample_tokens", "keep_checkpoints"}
+    assert free == where | how_often | ranks | {"eval_tokens", "sample_tokens", "keep_checkpoints", "keep_best"}
 
 
 def test_largest_micro_batch_fits(config: RunConfig) -> None:
