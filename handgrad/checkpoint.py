@@ -10,6 +10,7 @@
 Tensors are stored without padding and under names, so the layout in memory may change without them.
 """
 
+import contextlib
 import hashlib
 import json
 import math
@@ -34,6 +35,8 @@ MANIFEST = "manifest.json"
 WEIGHTS_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 SAFETENSORS_DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16"}
+RECORD_FILE = "metrics.jsonl"  # of the run that the checkpoints belong to
+BEST = "best"  # RUN/best: its checkpoint with the lowest validation loss
 MAX_MANIFEST_BYTES = 64 << 20
 
 
@@ -62,12 +65,25 @@ class Checkpoint:
                         " it belongs to another model"
                     )
                 for name, (shape, take) in takers.items():
-                    tensor = stored.get_tensor(name)
-                    if tensor.shape != shape:
-                        raise DataError(f"{path}: expected {name} of shape {tuple(shape)}, found {tuple(tensor.shape)}")
-                    take(tensor)
+                    take(_tensor(stored, path, name, shape))
         except (safetensors.SafetensorError, OSError) as error:
             raise DataError(f"{path} is not a readable safetensors file: {error}") from None
+
+    def tensor(self, file: str, name: str, shape: tuple[int, ...]) -> Tensor:
+        """One of the file's tensors; raises `DataError` when it is not there, or of another shape."""
+        path = self.folder / file
+        try:
+            with safetensors.safe_open(path, framework="pt") as stored:
+                return _tensor(stored, path, name, shape)
+        except (safetensors.SafetensorError, OSError) as error:
+            raise DataError(f"{path} has no readable tensor {name}: {error}") from None
+
+
+def _tensor(stored: Any, path: Path, name: str, shape: tuple[int, ...]) -> Tensor:
+    tensor = stored.get_tensor(name)
+    if tensor.shape != shape:
+        raise DataError(f"{path}: expected {name} of shape {tuple(shape)}, found {tuple(tensor.shape)}")
+    return tensor
 
 
 @dataclass
@@ -175,9 +191,9 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(aside)
 
 
-def prune(checkpoints: Path, newest_step: int, keep: int) -> None:
-    """Removes all but the `keep` newest checkpoints up to `newest_step` (0: keeps all), what interrupted saves left
-    behind, and later folders: those were damaged, or the run would not be at `newest_step`."""
+def prune(checkpoints: Path, newest_step: int, keep: int, best_step: int | None = None) -> None:
+    """Removes all but the `keep` newest checkpoints up to `newest_step` (0: keeps all) and that of `best_step`, what
+    interrupted saves left behind, and later folders: those were damaged, or the run would not be at `newest_step`."""
     try:
         for leftover in (*checkpoints.glob(f"step_*{PARTIAL}"), *checkpoints.glob(f"step_*{REMOVED}")):
             shutil.rmtree(leftover)
@@ -185,7 +201,8 @@ def prune(checkpoints: Path, newest_step: int, keep: int) -> None:
         later = [folder for folder in folders if _step_of(folder) > newest_step]
         earlier = folders[len(later) :][keep:] if keep else []
         for folder in later + earlier:
-            _remove(folder)
+            if folder in later or _step_of(folder) != best_step:
+                _remove(folder)
     except OSError as error:
         raise storage_error(error, f"removing old checkpoints in {checkpoints}") from None
 
@@ -257,12 +274,66 @@ def newest(checkpoints: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def find(path: str) -> Checkpoint:
-    """The checkpoint that a user means: a checkpoint's folder, or a run folder, whose newest valid one is taken."""
+    """The checkpoint that a user means: a checkpoint's folder, a run folder (its newest valid one), or RUN/best."""
     folder = Path(path)
     if (folder / MANIFEST).exists() and (folder / WEIGHTS_FILE).exists():
         return open_checkpoint(folder)
+    if means_best(folder):
+        return best(folder.parent)
     checkpoint, passed_over = newest(folder / "checkpoints")
     if checkpoint is None:
         reason = f" ({passed_over[0]})" if passed_over else ""
         raise DataError(f"{path} holds no checkpoint{reason}; give a run folder or RUN/checkpoints/step_00001000")
     return checkpoint
+
+
+def means_best(path: Path) -> bool:
+    return path.name == BEST and not path.exists() and (path.parent / "checkpoints").is_dir()
+
+
+def best(run: Path) -> Checkpoint:
+    """The checkpoint with the lowest validation loss of those that the run still has; `DataError` if there is none or it
+    is damaged: another one would not be what was asked for."""
+    found = best_validated(run)
+    if found is None:
+        raise DataError(
+            f"{run} holds no checkpoint of a step that was validated; give {run} for its newest, and train with --keep-best"
+        )
+    return open_checkpoint(folder_of(run / "checkpoints", found[0]))
+
+
+def best_validated(run: Path) -> tuple[int, float] | None:
+    """(step, loss) of the lowest validation loss, the first if there are several, among the steps whose checkpoints are
+    there; as the run's record says, so that no second file has to agree with it."""
+    path, found = run / RECORD_FILE, dict[int, float]()
+    there = {_step_of(folder) for folder in _folders(run / "checkpoints")}
+    try:
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                if '"validation"' not in line:
+                    continue
+                with contextlib.suppress(ValueError, TypeError, RecursionError):  # a line that a kill cut
+                    record = json.loads(line)
+                    if isinstance(record, dict) and record.get("kind") == "validation" and record.get("step") in there:
+                        found[record["step"]] = float(record.get("loss") or math.nan)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise storage_error(error, f"reading {path}") from None
+    finite = [(loss, step) for step, loss in found.items() if math.isfinite(loss)]
+    if not finite:
+        return None
+    loss, step = min(finite)
+    return step, loss
+
+
+def peek_config(path: Path) -> dict[str, Any] | None:
+    """The configuration in the newest manifest that can be read of a checkpoint's or a run's folder, or None. (Whether the
+    checkpoint is valid is found out later.)"""
+    manifests = (path / MANIFEST, *sorted((path / "checkpoints").glob(f"step_*/{MANIFEST}"), reverse=True))
+    for manifest in manifests:
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            content = json.loads(manifest.read_text(encoding="utf-8"))
+            if isinstance(content, dict) and isinstance(content.get("config"), dict):
+                return content["config"]
+    return None

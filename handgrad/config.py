@@ -73,7 +73,8 @@ class RunConfig:
     num_heads: int = option(12, "attention heads per block; divides channels")
     channels: int = option(768, "width of the residual stream")
     sequence_length: int = option(1024, "tokens per sample, and the longest context of the model")
-    init_from: str = option("", "run folder or checkpoint whose weights start this run (empty: random)")
+    init_from: str = option("", "weights to start from: run, RUN/best, checkpoint, transformers folder, Hub name, .bin")
+    freeze: str = option("", "parameters that are not trained, with commas: wte,wpe,blocks.0-5,blocks.*.ln1_*")
 
     # the batch
     steps: int = option(1000, "optimizer steps of the whole run")
@@ -131,6 +132,7 @@ class RunConfig:
     # saving
     save_every: int = option(1000, "steps between checkpoints (0: only at the end)", free=True)
     keep_checkpoints: int = option(2, "newest checkpoints to keep (0: all)", free=True)
+    keep_best: bool = option(False, "also save and keep the step with the lowest validation loss, RUN/best", free=True)
 
     # the machine
     device: str = option("auto", "auto takes a CUDA GPU if there is one, else the CPU", choices=DEVICES)

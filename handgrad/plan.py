@@ -13,7 +13,7 @@ from handgrad.evaluation.generate import decode_buffers
 from handgrad.model.parameters import count_parameters, flops_per_token, parameter_table
 from handgrad.ops import reference
 from handgrad.training.console import human_bytes, human_count, human_flops, human_seconds, memory_table
-from handgrad.training.header import check_shared_gradients
+from handgrad.training.header import check_shared_gradients, checkpoint_bytes, most_checkpoints
 from handgrad.training.run_folder import settled_lanes
 from handgrad.training.state import largest_micro_batch, training_plan
 
@@ -34,6 +34,7 @@ def describe_plan(config: RunConfig, vocab_size: int, ranks: int = 1) -> list[st
     rate, kind = product_rate(device, dtype), "bf16" if config.precision == "fp8" else config.precision
     lanes = f"{config.lanes} lanes x " if config.lanes > 1 else ""
     memory = "memory per rank" if ranks > 1 else "memory"
+    checkpoints = most_checkpoints(config)
     lines = [
         f"model      {human_count(count_parameters(parameter_table(shape)))} parameters,"
         f" {human_flops(flops_per_token(shape))} per token, forward and backward",
@@ -43,6 +44,7 @@ def describe_plan(config: RunConfig, vocab_size: int, ranks: int = 1) -> list[st
         f"at best    {human_count(ranks * rate / flops_per_token(shape))} tokens/s,"
         f" {human_seconds(operations / rate / ranks)} in all{' on ' + str(ranks) + ' such' if ranks > 1 else ''};"
         " expect half to three quarters of it",
+        f"disk       {human_bytes(checkpoints * checkpoint_bytes(config, vocab_size))}: at most {checkpoints} checkpoints",
         "",
         f"{memory:<18}" + "".join(f"{f'recompute {level}':>16}" for level in RECOMPUTE_LEVELS),
         *memory_table([memory_bytes(replace(config, recompute=level), shape, ranks) for level in RECOMPUTE_LEVELS]),

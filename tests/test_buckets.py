@@ -11,8 +11,8 @@ from handgrad.model.buckets import (
     RING,
     Bucket,
     buckets,
-    decay_kinds,
     gradient_places,
+    kind_ranges,
     norm_blocks,
     norm_segments,
     placed,
@@ -170,10 +170,10 @@ def test_neighbouring_updates_are_one(shape: ModelShape) -> None:
         assert all(run.flat == run.local for run in runs)
 
 
-def test_decay_kinds_reach_to_the_end_of_their_bucket() -> None:
+def test_kinds_reach_to_the_end_of_their_bucket() -> None:
     table, all_buckets, _ = layout(ODD, 4)
     for bucket in all_buckets:
-        kinds = list(decay_kinds(table, bucket))
+        kinds = list(kind_ranges(table, bucket))
         assert tiles([slice(kind.start, kind.stop) for kind in kinds], bucket.start, bucket.stop)
 
 

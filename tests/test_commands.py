@@ -94,12 +94,16 @@ def test_flags_beat_recipe_beats_preset(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("recipe", sorted((Path(__file__).parents[1] / "recipes").glob("*.toml")), ids=lambda p: p.stem)
-def test_shipped_recipes_are_valid(recipe: Path) -> None:
+def test_shipped_recipes_are_valid(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from handgrad.commands.arguments import Parser, add_run_arguments, run_config
+    from handgrad.interop import sources
 
+    gpt2 = {"num_layers": 12, "num_heads": 12, "channels": 768, "sequence_length": 1024}
+    monkeypatch.setattr(sources, "read_sizes", {"gpt2": gpt2}.__getitem__)  # as they are on the Hub
     parser = Parser("x")
     add_run_arguments(parser)
-    run_config(parser.parse(["--config", str(recipe)]))
+    config = run_config(parser.parse(["--config", str(recipe)]))
+    assert config.channels == 768 or not config.init_from
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # Which parts of the package a part may import, besides itself. `errors` and `files` are for all.
 FOUNDATION = {"config", "presets"}
 BELOW_TRAINING = {*FOUNDATION, "arena", "world", "distributed", "data", "model", "checkpoint", "ops", "backend", "power"}
-RUNNING = {*BELOW_TRAINING, "evaluation", "training"}
+RUNNING = {*BELOW_TRAINING, "evaluation", "interop", "training"}
 LAW = {
     "errors": set(),
     "files": set(),
@@ -35,13 +35,13 @@ LAW = {
     "model": {"config", "arena", "ops"},
     "evaluation": BELOW_TRAINING - {"presets"},
     "interop": {"config", "arena", "data", "model", "checkpoint", "ops", "evaluation"},
-    "training": {*BELOW_TRAINING, "evaluation"},
+    "training": {*BELOW_TRAINING, "evaluation", "interop"},
     "report": RUNNING,
     "plan": RUNNING,
     "profile": {*RUNNING, "traces"},
     "doctor": {*RUNNING, "plan", "kernel_checks"},
-    "commands": {*RUNNING, "interop", "report", "plan", "profile", "nsight", "doctor"},
-    "cli": {*RUNNING, "interop", "report", "plan", "profile", "nsight", "doctor", "commands"},
+    "commands": {*RUNNING, "report", "plan", "profile", "nsight", "doctor"},
+    "cli": {*RUNNING, "report", "plan", "profile", "nsight", "doctor", "commands"},
     "__main__": {"cli"},
     "__init__": set(),
 }

@@ -59,6 +59,17 @@ def elsewhere(config: RunConfig, name: str, **settings: object) -> RunConfig:
     return dataclasses.replace(config, out=str(Path(config.out).with_name(name)), **settings)
 
 
+def interrupt_at(patch: pytest.MonkeyPatch, step: int) -> None:
+    original = loop.Stepper.begin
+
+    def begin(stepper: loop.Stepper, now: int) -> None:
+        if now == step:
+            raise KeyboardInterrupt
+        original(stepper, now)
+
+    patch.setattr(loop.Stepper, "begin", begin)
+
+
 def launch(config: RunConfig, folder: Path) -> subprocess.Popen:
     recipe = folder / f"{Path(config.out).name}.toml"
     recipe.write_text(to_toml(config))

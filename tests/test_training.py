@@ -21,7 +21,7 @@ from handgrad.training.state import TrainingState, allocate_state, largest_micro
 from handgrad.training.step import Stepper, StepResult
 
 CPU = torch.device("cpu")
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 
 
 def steps_of(config: RunConfig, count: int) -> tuple[TrainingState, list[StepResult]]:
@@ -226,7 +226,7 @@ def test_what_may_change_in_a_resumed_run() -> None:
     where = {"data", "out"}
     how_often = {"eval_every", "sample_every", "log_every", "gpu_every", "save_every"}
     ranks = {"zero", "check_ranks_every", "join_seconds", "silence_seconds", "stall_seconds"}
-    assert free == where | how_often | ranks | {"eval_tokens", "sample_tokens", "keep_checkpoints"}
+    assert free == where | how_often | ranks | {"eval_tokens", "sample_tokens", "keep_checkpoints", "keep_best"}
 
 
 def test_largest_micro_batch_fits(config: RunConfig) -> None:

@@ -1,12 +1,23 @@
 """Command-line arguments: every field of `RunConfig` as a flag, and mistakes answered in one line."""
 
 import argparse
-import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from handgrad import presets
-from handgrad.config import BACKENDS, DEVICES, FIELDS, PRECISIONS, RunConfig, check, convert, nearest_name, read_toml
+from handgrad.config import (
+    BACKENDS,
+    DEVICES,
+    FIELDS,
+    PRECISIONS,
+    RunConfig,
+    check,
+    convert,
+    nearest_name,
+    read_toml,
+    to_dict,
+)
 from handgrad.errors import UsageError
 
 METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT"}
@@ -56,16 +67,35 @@ def run_config(arguments: argparse.Namespace) -> RunConfig:
     recipe = read_toml(arguments.config) if arguments.config else {}
     recipe_preset = recipe.pop("preset", None)
     name = arguments.preset or recipe_preset
-    config = presets.preset(name) if name else RunConfig()
+    settings = to_dict(presets.preset(name)) if name else {}
     if "model" in recipe:
-        config = dataclasses.replace(config, **presets.model(recipe.pop("model")))
-    config = dataclasses.replace(config, **recipe)
+        settings |= presets.model(recipe.pop("model"))
+    settings |= recipe
     if arguments.model:
-        config = dataclasses.replace(config, **presets.model(arguments.model))
-    given = {n: convert(n, getattr(arguments, n)) for n in FIELDS if getattr(arguments, n) is not None}
-    if not name and not arguments.config and not arguments.model and "num_layers" not in given:
-        raise UsageError(f"say what to train: a preset ({', '.join(presets.PRESETS)}), --config FILE or --model NAME")
-    return check(dataclasses.replace(config, **given))
+        settings |= presets.model(arguments.model)
+    settings |= {n: convert(n, getattr(arguments, n)) for n in FIELDS if getattr(arguments, n) is not None}
+    if settings.get("init_from"):
+        settings = {**sizes_of_weights(settings), **settings}
+    elif not name and not arguments.config and "num_layers" not in settings:
+        raise UsageError(
+            f"say what to train: a preset ({', '.join(presets.PRESETS)}), --config FILE, --model NAME or"
+            " --init-from WEIGHTS"
+        )
+    return check(RunConfig(**settings))
+
+
+def sizes_of_weights(settings: dict[str, Any]) -> dict[str, Any]:
+    """The model's sizes as the weights in `init_from` have them. A run that has begun from them has them, too, and goes on
+    without the weights."""
+    from handgrad import checkpoint  # which needs torch, as `--help` does not
+    from handgrad.interop.sources import SIZES, read_sizes
+
+    if settings.keys() >= set(SIZES):
+        return {}
+    begun = checkpoint.peek_config(Path(settings.get("out", RunConfig.out)))
+    if begun is not None and begun.get("init_from") == settings["init_from"]:
+        return {name: begun[name] for name in SIZES}
+    return read_sizes(settings["init_from"])
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:

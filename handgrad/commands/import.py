@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from handgrad.commands.arguments import Parser
-from handgrad.interop.huggingface import import_model
-from handgrad.model.parameters import count_parameters
+from handgrad.interop.sources import import_model
+from handgrad.model.parameters import count_parameters, parameter_table
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -19,8 +19,8 @@ def run(arguments: Sequence[str]) -> int:
     print(f"source     {parsed.source}")
     print(
         f"model      {shape.num_layers} layers, {shape.num_heads} heads, {shape.channels} channels, context"
-        f" {shape.sequence_length}: {count_parameters(found.table):,} parameters, {found.tokenizer.kind} vocabulary"
-        f" of {shape.vocab_size}"
+        f" {shape.sequence_length}: {count_parameters(parameter_table(shape)):,} parameters, {found.tokenizer.kind}"
+        f" vocabulary of {shape.vocab_size}"
     )
     print(f"written    {parsed.out}; try `handgrad sample {parsed.out}`, or train with --init-from {parsed.out}")
     return 0

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from handgrad.data.permutation import mix, permute
-from handgrad.data.shards import Shard
+from handgrad.data.shards import Dataset, Shard
 from handgrad.errors import DataError
 
 # What a key is for, so that no two uses of a seed draw the same numbers.
@@ -92,3 +92,9 @@ def host_buffers(tokens: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Ten
         return tokens, targets
     pin = tokens.device.type == "cuda"
     return torch.empty_like(tokens, device="cpu", pin_memory=pin), torch.empty_like(targets, device="cpu", pin_memory=pin)
+
+
+def validation_batches(dataset: Dataset, sequence_length: int) -> Batches | None:
+    """The validation split in order, or None if there is none."""
+    shards = dataset.splits["validation"]
+    return Batches(shards, sequence_length, 0, shuffle=False) if shards else None

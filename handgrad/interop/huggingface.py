@@ -26,12 +26,10 @@ import safetensors
 import torch
 from torch import Tensor
 
-from handgrad.checkpoint import Stored
 from handgrad.config import ModelShape, check
 from handgrad.data.tokenizer import Tokenizer, load_tokenizer
 from handgrad.errors import DataError, UsageError
-from handgrad.files import file_sha256
-from handgrad.interop.folders import check_free, imported_config, write_imported
+from handgrad.interop.folders import imported_config
 from handgrad.interop.vocabulary import read_vocabulary
 from handgrad.model.parameters import ParameterRow, parameter_table
 
@@ -41,6 +39,7 @@ PREFIX = "transformer."
 HEAD = "lm_head.weight"
 MASKS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")  # buffers of old versions: the causal mask
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+MODEL_FILES = ("*.json", "model*.safetensors", "merges.txt")
 MAX_JSON_BYTES = 64 << 20
 
 BLOCK_NAMES = {
@@ -153,7 +152,7 @@ def read_folder(folder: Path, tokenizer: str = "") -> HuggingFaceFolder:
     if words.vocab_size != shape.vocab_size:
         raise DataError(
             f"expected a tokenizer of {shape.vocab_size} tokens as {folder / CONFIG_FILE} says, found one of"
-            f" {words.vocab_size} ({words.kind}); name the model's own with --tokenizer gpt2, bytes or FILE"
+            f" {words.vocab_size} ({words.kind}); name the model's own with `handgrad import --tokenizer gpt2|bytes|FILE`"
         )
     table = parameter_table(shape)
     found = HuggingFaceFolder(folder, shape, words, table, find_tensors(folder))
@@ -290,40 +289,25 @@ def check_tensors(found: HuggingFaceFolder) -> None:
             )
 
 
-def fetch(source: str) -> Path:
-    """The folder that a user means: one on this machine, or a model of the Hub by name, downloaded to its cache.
+def on_hub(source: str) -> bool:
+    """Whether only the Hub can have it: nothing here has the name, and it may be one there."""
+    return not Path(source).exists() and re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", source) is not None
 
-    Raises `DataError`: no such folder nor model; the line says when there was no connection.
+
+def fetch(source: str, files: tuple[str, ...] = MODEL_FILES) -> Path:
+    """The folder of a model of the Hub, these `files` downloaded to its cache, where another process may be at it, too.
+
+    Raises `DataError`: no such model; the line says when there was no connection.
     """
-    folder = Path(source)
-    if folder.exists() or not re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", source):
-        return folder
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    files = ["*.json", "model*.safetensors", "merges.txt"]
     http: tuple[type[BaseException], ...] = (HfHubHTTPError, HfHubHTTPError.__bases__[0])  # the client library's own, too
     failures: tuple[type[BaseException], ...] = (*http, HFValidationError, LocalEntryNotFoundError, OSError)
     try:
-        return Path(huggingface_hub.snapshot_download(source, allow_patterns=files))
+        return Path(huggingface_hub.snapshot_download(source, allow_patterns=list(files)))
     except failures as error:
         raise DataError(
             f"expected a folder {source} or a model of that name on the Hub, found neither ({error!s:.200});"
             " check the name and the connection"
         ) from None
-
-
-def import_model(source: str, out: Path, tokenizer: str = "") -> HuggingFaceFolder:
-    """`handgrad import`: a folder of theirs, or a name on the Hub, into a run-like folder `out`. Weights become float32,
-    which holds float16 and bf16 exactly. Raises as `read_folder` and `write_imported`; nothing is left at `out` then."""
-    check_free(out)
-    found = read_folder(fetch(source), tokenizer)
-    # `row` is bound now: the tensors are fetched one by one, when they are written.
-    tensors = [
-        Stored(row.name, torch.float32, row.stored_shape, lambda row=row: found.weight(row).contiguous())
-        for row in found.table
-    ]
-    files = sorted({path for path, _ in found.places.values()})
-    origin = {"from": "hf", "source": source, "sha256": {path.name: file_sha256(path) for path in files}}
-    write_imported(out, found.shape, found.tokenizer, tensors, origin)
-    return found

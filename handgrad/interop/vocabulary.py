@@ -136,7 +136,7 @@ def read_vocabulary(folder: Path) -> Tokenizer:
     else:
         raise DataError(
             f"expected {TOKENIZER_FILE}, or {VOCAB_FILE} and {MERGES_FILE}, in {folder}, found neither; add the model's"
-            " tokenizer files, or name one with --tokenizer gpt2, bytes or FILE"
+            " tokenizer files, or name one with `handgrad import --tokenizer gpt2|bytes|FILE`"
         )
     if _is_bytes(content):
         return BytesTokenizer()

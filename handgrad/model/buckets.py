@@ -116,43 +116,45 @@ class UpdateRun:
     flat: slice
     local: slice
     decays: bool
+    frozen: bool  # or leaves as it is: the weights, and moments of zero
 
     def goes_on_in(self, other: "UpdateRun") -> bool:
         """Whether `other` is of the same kind and begins where this one ends."""
         neighbours = self.flat.stop == other.flat.start and self.local.stop == other.local.start
-        return neighbours and self.decays == other.decays
+        return neighbours and (self.decays, self.frozen) == (other.decays, other.frozen)
 
 
 def update_runs(
     table: tuple[ParameterRow, ...], all_buckets: tuple[Bucket, ...], rank: int, ranks: int
 ) -> Iterator[UpdateRun]:
-    """The rank's shard as runs of equal decay. The alignment gaps between tensors belong to the run before them; they
-    hold zeros and stay zero."""
+    """The rank's shard as runs of one kind: equal decay, frozen or not. The alignment gaps between tensors belong to the
+    run before them; they hold zeros and stay zero."""
     runs: list[UpdateRun] = []
     for bucket in all_buckets:
         owned, shard = bucket.owned(rank, ranks), bucket.local(ranks)
-        for kind in decay_kinds(table, bucket):
+        for kind in kind_ranges(table, bucket):
             start, stop = max(kind.start, owned.start), min(kind.stop, owned.stop)
             if start >= stop:
                 continue
             local = slice(shard.start + start - owned.start, shard.start + stop - owned.start)
-            run = UpdateRun(slice(start, stop), local, kind.decays)
+            run = UpdateRun(slice(start, stop), local, kind.decays, kind.frozen)
             if runs and runs[-1].goes_on_in(run):
                 last = runs.pop()
-                run = UpdateRun(slice(last.flat.start, stop), slice(last.local.start, local.stop), run.decays)
+                run = replace(run, flat=slice(last.flat.start, stop), local=slice(last.local.start, local.stop))
             runs.append(run)
     yield from runs
 
 
 @dataclass(frozen=True)
-class DecayRange:
+class KindRange:
     start: int
     stop: int
     decays: bool
+    frozen: bool
 
 
-def decay_kinds(table: tuple[ParameterRow, ...], bucket: Bucket) -> Iterator[DecayRange]:
+def kind_ranges(table: tuple[ParameterRow, ...], bucket: Bucket) -> Iterator[KindRange]:
     """The bucket's tensors as ranges, each up to the beginning of the next."""
     rows = [row for row in table if bucket.start <= row.offset < bucket.stop]
     for row, following in zip(rows, (*rows[1:], None), strict=True):
-        yield DecayRange(row.offset, following.offset if following else bucket.stop, row.decays)
+        yield KindRange(row.offset, following.offset if following else bucket.stop, row.decays, row.frozen)

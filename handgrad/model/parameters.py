@@ -6,7 +6,7 @@ offsets: an optimizer step walks flat memory, and names are views.
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from typing import Any
@@ -69,6 +69,7 @@ class ParameterRow:
     std: float
     decays: bool
     offset: int  # elements from the start of a flat buffer
+    frozen: bool = False  # not trained: see `freezing`
 
     @property
     def elements(self) -> int:
@@ -147,9 +148,9 @@ def flat_elements(table: tuple[ParameterRow, ...], lanes: int = 1) -> int:
     return rounded_up(end, BLOCK_ELEMENTS if lanes == 1 else ALIGN_ELEMENTS * lanes)
 
 
-def count_parameters(table: tuple[ParameterRow, ...]) -> int:
-    """Trained parameters: the padding is none."""
-    return sum(row.elements // row.shape[0] * row.stored_rows for row in table)
+def count_parameters(table: Iterable[ParameterRow]) -> int:
+    """Without the padding."""
+    return sum(math.prod(row.stored_shape) for row in table)
 
 
 def flops_per_token(shape: ModelShape) -> float:

@@ -25,6 +25,7 @@ class Start:
     device: str
     precision: str
     parameters: float
+    trained_parameters: float
     tokens_per_step: int
     planned_steps: int
     vocab_size: float
@@ -219,6 +220,7 @@ def read_start(line: Line, first_step: int | None) -> Start:
         device=line.text("device"),
         precision=line.text("precision"),
         parameters=line.number("parameters"),
+        trained_parameters=line.number("trained_parameters"),
         tokens_per_step=tokens_per_step,
         planned_steps=planned_steps,
         vocab_size=line.number("vocab_size"),

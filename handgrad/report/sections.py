@@ -75,9 +75,11 @@ def description(run: Run) -> str:
     epochs = results.epochs(run)
     passes = f", {epochs:.3g} times the training data" if math.isfinite(epochs) else ""
     done, planned = results.steps_done(run), start.planned_steps
+    frozen = start.trained_parameters < start.parameters
+    part = f" ({results.count_text(start.trained_parameters)} of them not frozen)" if frozen else ""
     return (
-        f"<p>A GPT-2{text(of_shape)}: {results.count_text(start.parameters)} parameters, trained with gradients written"
-        f" by hand on {text(start.data_folder)} ({results.count_text(start.train_tokens)} tokens, tokenizer"
+        f"<p>A GPT-2{text(of_shape)}: {results.count_text(start.parameters)} parameters{part}, trained with gradients"
+        f" written by hand on {text(start.data_folder)} ({results.count_text(start.train_tokens)} tokens, tokenizer"
         f" {text(start.tokenizer)}, vocabulary {results.count_text(start.vocab_size)}), in {text(start.precision)} on"
         f" {text(start.device)}. It has done {done:,} of {planned:,} steps of {start.tokens_per_step:,} tokens:"
         f" {results.short_text(results.tokens_seen(run))} tokens{passes}, in"

@@ -16,6 +16,7 @@ from handgrad.data.shards import Dataset
 from handgrad.distributed.ranks import Ranks
 from handgrad.errors import DataError, StorageError, UsageError
 from handgrad.evaluation.generate import decode_buffers
+from handgrad.model.freezing import freeze
 from handgrad.model.parameters import count_parameters, flops_per_token, parameter_table
 from handgrad.model.quantized import fp8_products
 from handgrad.training.console import human_bytes, human_count, memory_table
@@ -38,6 +39,7 @@ def check_fits(
             f" {config.data} has {samples}; add text, or try --micro-batch {micro_batch} --tokens-per-step {fitting}"
         )
     shape = config.shape(dataset.tokenizer.vocab_size)
+    freeze(parameter_table(shape), config.freeze)  # refuses names of no parameter
     ops.check_sizes(length=shape.sequence_length, num_heads=shape.num_heads, channels=shape.channels)
     available = world.available_bytes(device)
     needed = training_plan(config, shape, dtype, device, ops, ranks).total_bytes
@@ -61,14 +63,26 @@ def check_shared_gradients(config: RunConfig, ranks: int) -> None:
         )
 
 
+def most_checkpoints(config: RunConfig) -> int:
+    """How many are on the disk at once, at most: the oldest goes only after the newest stands."""
+    saves = -(-config.steps // (config.save_every or config.steps))
+    kept = config.keep_checkpoints
+    if config.keep_best:  # and one that is to be the best does not take the place of the best before
+        saves, kept = saves + -(-config.steps // (config.eval_every or config.steps)), kept and kept + 1
+    return min(saves, kept + 1) if kept else saves
+
+
+def checkpoint_bytes(config: RunConfig, vocab_size: int) -> int:
+    """Weights and two moments."""
+    bytes_per_parameter = (4 if config.master_weights else 2) + 8
+    return bytes_per_parameter * count_parameters(parameter_table(config.shape(vocab_size)))
+
+
 def check_disk(config: RunConfig, vocab_size: int) -> None:
     """Refuses a run whose checkpoints will not fit in `config.out`: weights and two moments each."""
-    saves = -(-config.steps // (config.save_every or config.steps))
-    # The oldest goes only after the newest stands; those of an earlier start are there already.
-    checkpoints = saves if config.keep_checkpoints == 0 else min(saves, config.keep_checkpoints + 1)
-    checkpoints -= len(list(Path(config.out).glob("checkpoints/step_*")))
-    bytes_per_parameter = (4 if config.master_weights else 2) + 8
-    needed = checkpoints * bytes_per_parameter * count_parameters(parameter_table(config.shape(vocab_size)))
+    # Those of an earlier start are there already.
+    checkpoints = most_checkpoints(config) - len(list(Path(config.out).glob("checkpoints/step_*")))
+    needed = checkpoints * checkpoint_bytes(config, vocab_size)
     existing = [folder for folder in (Path(config.out), *Path(config.out).absolute().parents) if folder.is_dir()]
     free = shutil.disk_usage(existing[0]).free
     if needed > free:
@@ -95,6 +109,7 @@ def header_lines(
         f"handgrad {handgrad.__version__}, torch {torch.__version__}, {world.describe(device)}",
         f"model      {shape.num_layers} layers, {shape.num_heads} heads, {shape.channels} channels,"
         f" context {shape.sequence_length}: {human_count(count_parameters(parameter_table(shape)))} parameters",
+        *freezing_lines(config, shape),
         f"data       {config.data}: {human_count(dataset.tokens('train'))} training and"
         f" {human_count(dataset.tokens('validation'))} validation tokens, {dataset.tokenizer.kind} vocabulary of"
         f" {shape.vocab_size} (padded to {shape.padded_vocab_size})",
@@ -108,6 +123,18 @@ def header_lines(
         "memory",
         *memory_table([memory_bytes]),
     ]
+
+
+def trained_parameters(config: RunConfig, shape: ModelShape) -> int:
+    return count_parameters(row for row in freeze(parameter_table(shape), config.freeze) if not row.frozen)
+
+
+def freezing_lines(config: RunConfig, shape: ModelShape) -> list[str]:
+    """What is trained, if it is not everything."""
+    if not config.freeze:
+        return []
+    trained, everything = trained_parameters(config, shape), count_parameters(parameter_table(shape))
+    return [f"trained    {human_count(trained)} of {human_count(everything)} parameters; frozen: {config.freeze}"]
 
 
 def rank_lines(config: RunConfig, ranks: Ranks) -> list[str]:
@@ -142,6 +169,7 @@ def run_record(config: RunConfig, dataset: Dataset, device: torch.device, memory
         "device": world.describe(device),
         "precision": config.precision,
         "parameters": count_parameters(parameter_table(shape)),
+        "trained_parameters": trained_parameters(config, shape),
         "tokens_per_step": config.tokens_per_step,
         "steps": config.steps,
         "vocab_size": shape.vocab_size,

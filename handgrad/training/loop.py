@@ -13,24 +13,24 @@ import handgrad
 from handgrad import checkpoint, power, world
 from handgrad.arena import make_plan
 from handgrad.config import RunConfig, to_dict
-from handgrad.data.batches import Batches, host_buffers
+from handgrad.data.batches import Batches, host_buffers, validation_batches
 from handgrad.data.shards import Dataset
 from handgrad.data.tokenizer import tokenizer_files, tokenizer_record
 from handgrad.distributed.ranks import Ranks
 from handgrad.distributed.stragglers import Stragglers
-from handgrad.errors import DataError, NumericsError, Preempted
+from handgrad.errors import NumericsError, Preempted
 from handgrad.evaluation.generate import decode_buffers, decode_tensors, generate, stream_text
 from handgrad.evaluation.loss import mean_loss
+from handgrad.interop.sources import Weights
 from handgrad.model.parameters import flops_per_token
 from handgrad.model.quantized import part_of
 from handgrad.ops import SMALLEST_LOSS_SCALE
 from handgrad.training import console
 from handgrad.training.feed import BatchFeed
 from handgrad.training.header import header_lines, run_record
-from handgrad.training.outliers import Outliers
 from handgrad.training.run_folder import SAMPLES, RunFolder, write_text
-from handgrad.training.saving import load_everything, load_weights, save_state
-from handgrad.training.scaling import SCALING_RULES
+from handgrad.training.saving import changed_versions, load_run, run_numbers, save_state
+from handgrad.training.starting import take_weights
 from handgrad.training.state import allocate_state
 from handgrad.training.step import Stepper, StepResult, non_finite_tensors
 from handgrad.training.voice import Voice
@@ -51,9 +51,11 @@ class Run:
         dtype: torch.dtype,
         ops: ModuleType,
         ranks: Ranks,
+        weights: Weights | None = None,
         *,
         allow_changes: bool,
     ):
+        """`weights`: what it starts from, unless it is resumed or they are drawn."""
         self.config, self.dataset, self.device, self.ops, self.ranks = config, dataset, device, ops, ranks
         self.tokenizer = dataset.tokenizer
         self.shape = config.shape(self.tokenizer.vocab_size)
@@ -69,8 +71,12 @@ class Run:
         self.decode = decode_tensors(generation.allocate(device))
         self.completed, self.skips_in_a_row, self.compute_seconds = 0, 0, 0.0
         self.allocate()
+        self.origin = weights.origin if weights else folder.resumed and folder.resumed.manifest.get("init")
+        if weights is not None:
+            take_weights(weights, self.state)
         self.restore(folder.resumed)
         self.voice = Voice(self.folder.path, config.steps, self.completed, ranks)
+        self.best: tuple[int, float] | None = ranks.from_first(self.folder.best_validated, "the best checkpoint")
         self.stragglers = Stragglers()
         self.seconds: deque[float] = deque(maxlen=SPEED_WINDOW)
         self.warming_up = True
@@ -102,33 +108,11 @@ class Run:
         self.stepper = Stepper(config, self.state, BatchFeed(self.train_batches, self.state.activations), self.ranks)
 
     def restore(self, resumed: checkpoint.Checkpoint | None) -> None:
-        """From the newest valid checkpoint, else from `init_from`, else as initialised."""
+        """From the newest valid checkpoint; without one, as it is."""
         if resumed is not None:
-            load_everything(resumed, self.state)
-            self.completed = resumed.step
-            self.stepper.losses = Outliers(resumed.manifest["loss_window"])
-            self.stepper.norms = Outliers(resumed.manifest["norm_window"])
-            if resumed.manifest["config"]["precision"] == self.config.precision == "fp16":
-                scale, good_steps = resumed.manifest["loss_scale"]
-                self.state.set_loss_scale(scale, good_steps, self.config.tokens_per_step)
-            self.skips_in_a_row = resumed.manifest["skips_in_a_row"]
-            # Scales that were made by other rules are made anew.
-            unchanged = all(resumed.manifest["config"].get(name) == getattr(self.config, name) for name in SCALING_RULES)
-            if self.state.scaling is not None and unchanged and self.state.scaling.restore(resumed.manifest.get("fp8", {})):
-                self.state.requantize()
-            then, now = resumed.manifest["versions"], self.versions()
-            changed = [
-                f"{key} {then.get(key)} -> {now.get(key)}" for key in {**then, **now} if then.get(key) != now.get(key)
-            ]
-            self.folder.changes += [f"{change} (the bits may differ from an unbroken run's)" for change in changed]
-        elif self.config.init_from:
-            source = checkpoint.find(self.config.init_from)
-            if source.manifest["tokenizer"]["sha256"] != self.tokenizer.sha256:
-                raise DataError(
-                    f"{self.config.init_from} was trained with another tokenizer than {self.config.data};"
-                    " prepare the text with the tokenizer of the weights"
-                )
-            load_weights(source, self.state)
+            load_run(resumed, self.config, self.state, self.stepper)
+            self.completed, self.skips_in_a_row = resumed.step, resumed.manifest["skips_in_a_row"]
+            self.folder.changes += changed_versions(resumed, self.versions())
 
     # The run.
 
@@ -182,13 +166,27 @@ class Run:
         recorded = self.voice.recorded
         if self.due(self.config.eval_every) and self.validation_batches and ("validation", self.completed) not in recorded:
             loss = self.validate()
-            line = f"step {self.completed}: validation loss {loss:.4f}{self.floor_note(loss)}"
-            self.voice.validation(self.completed, loss, line)
+            better = self.config.keep_best and self.is_best(loss)
+            note = f"{self.floor_note(loss)}{', the best so far' if better else ''}"
+            self.voice.validation(self.completed, loss, f"step {self.completed}: validation loss {loss:.4f}{note}")
+            if better:
+                self.prune()  # the best one before
         if self.due(self.config.sample_every) and self.config.sample_tokens and ("sample", self.completed) not in recorded:
             if self.ranks.leads:
                 self.sample()
             self.ranks.barrier("a sample of text")
         return loss
+
+    def is_best(self, loss: float) -> bool:
+        """Whether a loss is the lowest of a step that has, or now gets, a checkpoint. The checkpoint comes before the
+        record of the loss: a run that ends in between makes this validation again."""
+        if not math.isfinite(loss) or (self.best is not None and loss >= self.best[1]):
+            return False
+        self.save()
+        if self.last_saved != self.completed:
+            return False
+        self.best = self.completed, loss
+        return True
 
     def due(self, every: int, completed: int | None = None) -> bool:
         """Whether something done `every` steps (0: only at the end) is due after the completed step."""
@@ -366,19 +364,23 @@ class Run:
             "vocab_size": self.shape.vocab_size,
             "tokenizer": tokenizer_record(self.tokenizer),
             "identity": self.identity(),
-            "loss_window": list(self.stepper.losses.values),
-            "norm_window": list(self.stepper.norms.values),
-            "loss_scale": self.state.loss_scale[1:].tolist(),
+            **run_numbers(self.state, self.stepper),
             "skips_in_a_row": self.skips_in_a_row,
             "left_fp8": asdict(self.left_fp8),
-            **({} if self.state.scaling is None else {"fp8": self.state.scaling.saved()}),
+            **({"init": self.origin} if self.origin else {}),
         }
         self.voice.sync()
         self.stepper.reduction.await_all_weights()
-        keep = self.config.keep_checkpoints
-        folder = save_state(self.folder.checkpoints, self.completed, self.state, self.ranks, manifest, extra, keep=keep)
+        folder = save_state(self.folder.checkpoints, self.completed, self.state, self.ranks, manifest, extra)
         self.last_saved = self.completed
+        self.prune()
         self.voice.say(f"step {self.completed}: saved {folder}")
+
+    def prune(self) -> None:
+        """Removes the checkpoints that need not be kept."""
+        best = self.best[0] if self.best and self.config.keep_best else None
+        keep = self.folder.checkpoints, self.last_saved, self.config.keep_checkpoints, best
+        self.ranks.from_first(lambda: checkpoint.prune(*keep), "old checkpoints")
 
     def event(self, line: str) -> None:
         self.voice.event(self.completed, line)
@@ -392,9 +394,3 @@ class Run:
 def works_ahead(device: torch.device) -> bool:
     """Whether the next step's micro-batches are launched before the last step's result is read."""
     return device.type == "cuda"
-
-
-def validation_batches(dataset: Dataset, sequence_length: int) -> Batches | None:
-    """The validation split in order, or None if there is none."""
-    shards = dataset.splits["validation"]
-    return Batches(shards, sequence_length, 0, shuffle=False) if shards else None

@@ -10,12 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
+from handgrad.checkpoint import RECORD_FILE
 from handgrad.errors import storage_error
 from handgrad.files import write_durably
 from handgrad.training.step import StepResult
 from handgrad.training.watching import summary
 
-METRICS_FILE, MAIN_LOG_FILE, LOG_FILE = "metrics.jsonl", "main.log", "log.txt"
+METRICS_FILE, MAIN_LOG_FILE, LOG_FILE = RECORD_FILE, "main.log", "log.txt"
 
 
 class Metrics:

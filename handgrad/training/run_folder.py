@@ -10,7 +10,6 @@ report.html     curves and tables
 """
 
 import fcntl
-import json
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -85,6 +84,10 @@ class RunFolder:
                     " use the old settings, another --out, or --allow-changes"
                 )
 
+    def best_validated(self) -> tuple[int, float] | None:
+        """(step, loss) of the checkpoint with the lowest validation loss."""
+        return checkpoint.best_validated(self.path)
+
     def settle(self, identity: dict[str, Any], ranks: Ranks, *, allow_changes: bool) -> None:
         """Compares what the checkpoint says of its data with the data at hand, raising `ConfigError` on a difference, and
         writes the configuration: from here on the folder is this run's."""
@@ -132,11 +135,9 @@ def settled_lanes(config: RunConfig, ranks: int) -> int:
 
 
 def lanes_of(run: Path) -> int | None:
-    """The lanes of the run in a folder, as its newest checkpoint says; None if there is none to be read. (Whether it is
-    valid is found out later.)"""
-    for path in sorted((run / CHECKPOINTS).glob(f"step_*/{checkpoint.MANIFEST}"), reverse=True):
-        try:
-            return int(json.loads(path.read_text(encoding="utf-8"))["config"].get("lanes", 1))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            continue
-    return None
+    """The lanes of the run in a folder, as its newest checkpoint says; None if there is none to be read."""
+    config = checkpoint.peek_config(run)
+    try:
+        return None if config is None else int(config.get("lanes", 1))
+    except (ValueError, TypeError):
+        return None

@@ -8,9 +8,13 @@ from torch import Tensor
 
 from handgrad import checkpoint
 from handgrad.checkpoint import Checkpoint, Stored
+from handgrad.config import RunConfig
 from handgrad.distributed.ranks import Ranks
 from handgrad.model.buckets import Bucket
+from handgrad.training.outliers import Outliers
+from handgrad.training.scaling import SCALING_RULES
 from handgrad.training.state import TrainingState
+from handgrad.training.step import Stepper
 
 PREFIXES = ("", "m.", "v.")  # of weights and their moments
 
@@ -22,10 +26,8 @@ def save_state(
     ranks: Ranks,
     manifest: dict[str, Any],
     extra_files: dict[str, bytes],
-    *,
-    keep: int,
 ) -> Path:
-    """Saves the state and removes what is older than the `keep` newest checkpoints; returns the new one's folder.
+    """Saves the state; returns the checkpoint's folder.
 
     Rank 0 writes; the others hand it, bucket by bucket, what they hold. None goes on before the checkpoint stands. Raises
     `StorageError`, on all ranks, when the disk does not take it.
@@ -34,11 +36,9 @@ def save_state(
 
     def write() -> Path:
         try:
-            folder = checkpoint.save(checkpoints, step, tensors, manifest, extra_files)
+            return checkpoint.save(checkpoints, step, tensors, manifest, extra_files)
         finally:
             hand_over(tensors)  # what an error left: the others have it ready, and wait
-        checkpoint.prune(checkpoints, step, keep)
-        return folder
 
     if not ranks.leads:
         hand_over(tensors)
@@ -85,15 +85,44 @@ class GatheredBucket:
         return whole
 
 
-def load_weights(source: Checkpoint, state: TrainingState) -> None:
-    """The weights of a checkpoint into a state; the optimizer starts afresh. Raises `DataError` if shapes differ."""
-    takers = {row.name: (row.stored_shape, lambda values, row=row: state.take_weight(row, values)) for row in state.table}
-    source.load(checkpoint.WEIGHTS_FILE, takers)
+def run_numbers(state: TrainingState, stepper: Stepper) -> dict[str, Any]:
+    """What a run goes on with beside its tensors, for the manifest."""
+    return {
+        "loss_window": list(stepper.losses.values),
+        "norm_window": list(stepper.norms.values),
+        "loss_scale": state.loss_scale[1:].tolist(),
+        **({} if state.scaling is None else {"fp8": state.scaling.saved()}),
+    }
+
+
+def load_run(source: Checkpoint, config: RunConfig, state: TrainingState, stepper: Stepper) -> None:
+    """Takes up a checkpoint: its tensors and `run_numbers`, as far as they hold for the configuration."""
+    load_everything(source, state)
+    manifest = source.manifest
+    stepper.losses, stepper.norms = Outliers(manifest["loss_window"]), Outliers(manifest["norm_window"])
+    if manifest["config"]["precision"] == config.precision == "fp16":
+        scale, good_steps = manifest["loss_scale"]
+        state.set_loss_scale(scale, good_steps, config.tokens_per_step)
+    # Scales that were made by other rules are made anew.
+    unchanged = all(manifest["config"].get(name) == getattr(config, name) for name in SCALING_RULES)
+    if state.scaling is not None and unchanged and state.scaling.restore(manifest.get("fp8", {})):
+        state.requantize()
+
+
+def changed_versions(source: Checkpoint, now: dict[str, str]) -> list[str]:
+    """What a checkpoint's bits depended on and this run's do not, or the other way round, in lines for the log."""
+    then = source.manifest["versions"]
+    return [
+        f"{key} {then.get(key)} -> {now.get(key)} (the bits may differ from an unbroken run's)"
+        for key in {**then, **now}
+        if then.get(key) != now.get(key)
+    ]
 
 
 def load_everything(source: Checkpoint, state: TrainingState) -> None:
-    """Weights and moments of a checkpoint into a state."""
-    load_weights(source, state)
+    """Weights and moments of a checkpoint into a state. Raises `DataError` if shapes differ."""
+    takers = {row.name: (row.stored_shape, lambda values, row=row: state.take_weight(row, values)) for row in state.table}
+    source.load(checkpoint.WEIGHTS_FILE, takers)
     takers = {}
     for prefix, flat in (("m.", state.first_moments), ("v.", state.second_moments)):
         for row in state.table:

@@ -15,6 +15,7 @@ from handgrad.distributed.ranks import Ranks
 from handgrad.training.header import check_disk, check_fits, check_shared_gradients
 from handgrad.training.loop import Run
 from handgrad.training.run_folder import RunFolder, settled_lanes
+from handgrad.training.starting import open_start
 
 
 def train(config: RunConfig, *, allow_changes: bool = False) -> float | None:
@@ -44,7 +45,8 @@ def train_with(config: RunConfig, device: torch.device, ranks: Ranks, *, allow_c
         check_disk(config, dataset.tokenizer.vocab_size)
     folder = RunFolder(config, ranks, allow_changes=allow_changes)
     try:
-        run = Run(config, dataset, folder, device, dtype, ops, ranks, allow_changes=allow_changes)
+        weights = None if folder.resumed else open_start(config, dataset, ranks)
+        run = Run(config, dataset, folder, device, dtype, ops, ranks, weights, allow_changes=allow_changes)
         try:
             return run.train()
         finally:

@@ -12,6 +12,7 @@ from handgrad.arena import Buffer, Plan, make_plan
 from handgrad.config import ModelShape, RunConfig
 from handgrad.model.activations import Activations, activations, model_buffers
 from handgrad.model.buckets import Bucket, NormSegment, UpdateRun, buckets, gradient_places, norm_blocks, placed
+from handgrad.model.freezing import freeze
 from handgrad.model.parameters import ModelTensors, ParameterRow, flat_elements, initialize, model_tensors, parameter_table
 from handgrad.model.quantized import Forms, quantized_table
 from handgrad.ops import CONTROLS, RESULTS
@@ -173,7 +174,7 @@ def allocate_state(
     plan = training_plan(config, shape, dtype, device, ops, ranks)
     views = plan.allocate(device)
     lanes = max(1, config.lanes)
-    table = parameter_table(shape, lanes)
+    table = freeze(parameter_table(shape, lanes), config.freeze)
     all_buckets = buckets(table, lanes)
     parameters, quantized = views["parameters"], quantized_table(config)
     gradients = views["gradients"][0]

@@ -18,7 +18,7 @@ from handgrad.config import RunConfig
 from handgrad.distributed.ranks import Ranks
 from handgrad.model import transformer
 from handgrad.model.activations import Activations
-from handgrad.model.buckets import norm_segments, update_runs
+from handgrad.model.buckets import UpdateRun, norm_segments, update_runs
 from handgrad.model.parameters import BLOCK_ELEMENTS
 from handgrad.model.transformer import Pause
 from handgrad.ops import CONTROLS, LOSS_NOT_FINITE, LOSS_OUTLIER, NORM_NOT_FINITE, NORM_OUTLIER, RESULTS, UPDATE
@@ -255,12 +255,21 @@ class Stepper:
         scaling.statistics[: scaling.first_weight].zero_()  # whose parts may be other kernels' than a step's
 
     def launch_norms(self) -> None:
-        """The sums of squares of what this rank owns, in blocks of fixed size."""
+        """The sums of squares of what this rank owns, in blocks of fixed size. Frozen parameters' gradients become zeros
+        first, so that the blocks stay where they are however many ranks there are."""
         state, place = self.state, self.state.sharer
+        for run in self.update_runs(frozen=True):
+            state.reduced(run).zero_()
         share = state.norm_partials.view(state.sharers, -1)[place]
         for segment in norm_segments(state.buckets, state.lane_losses.numel(), place, state.sharers):
             partials = share[segment.partials]
             state.ops.squared_norms(partials, state.reduced(segment), block_elements=BLOCK_ELEMENTS)
+
+    def update_runs(self, *, frozen: bool) -> list[UpdateRun]:
+        """What this rank owns of the flat buffers and does not update, or does."""
+        state = self.state
+        runs = update_runs(state.table, state.buckets, state.sharer, state.sharers)
+        return [run for run in runs if run.frozen == frozen]
 
     def launch_update(self) -> None:
         """The verdict, and AdamW on what this rank owns of the flat buffers, one call per run of equal decay."""
@@ -275,7 +284,7 @@ class Stepper:
             clip_norm=config.clip_norm,
             dynamic_loss_scale=config.precision == "fp16",
         )
-        for run in update_runs(state.table, state.buckets, state.sharer, state.sharers):
+        for run in self.update_runs(frozen=False):
             parameters = state.parameters[run.flat]
             state.ops.adamw_update(
                 parameters,
@@ -315,4 +324,5 @@ def non_finite_tensors(state: TrainingState) -> list[str]:
         for block in (~torch.isfinite(sums[segment.partials])).nonzero().flatten().tolist():
             start = segment.flat.start + block * BLOCK_ELEMENTS
             odd.append((start, min(start + BLOCK_ELEMENTS, segment.flat.stop)))
-    return [row.name for row in state.table if any(row.offset < b and row.offset + row.elements > a for a, b in odd)]
+    rows = [row for row in state.table if not row.frozen]
+    return [row.name for row in rows if any(row.offset < b and row.offset + row.elements > a for a, b in odd)]

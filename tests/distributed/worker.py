@@ -29,6 +29,7 @@ from handgrad.distributed import joining
 from handgrad.distributed.ranks import Ranks
 from handgrad.training.saving import GatheredBucket
 from handgrad.training.step import Stepper
+from handgrad.training.voice import Voice
 
 FIRED = "fault fired"
 SLOW_SECONDS = 0.2
@@ -95,6 +96,11 @@ def full_disk(step: int) -> None:
         return original(path, chunks)
 
     checkpoint.write_file = write
+
+
+def killed_before_record(step: int) -> None:
+    """When the checkpoint of the best validation stands and its loss is not yet in the record."""
+    before(Voice, "validation", lambda voice, now, *_: now == step, send(signal.SIGKILL))
 
 
 class Finished:
@@ -164,6 +170,7 @@ FAULTS: dict[str, Callable[[int], None]] = {
     "kill": in_exchange(signal.SIGKILL),
     "freeze": in_exchange(signal.SIGSTOP),
     "kill-save": killed_in_save,
+    "kill-record": killed_before_record,
     "disk": full_disk,
     "skip": skipped,
     "slow": slow,

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from handgrad import checkpoint
 from handgrad.cli import main
 from handgrad.errors import DataError
-from handgrad.interop import huggingface
+from handgrad.interop import huggingface, sources
 from handgrad.interop.vocabulary import gpt2_merges, read_vocabulary, vocabulary_files
 from tests.interop.models import (
     SIZES,
@@ -205,7 +205,7 @@ def test_a_tokenizer_that_is_named(exported: Callable, tmp_path: Path) -> None:
     for name in ("tokenizer.json", "vocab.json", "merges.txt"):
         (folder / name).rename(tmp_path / name)
     with pytest.raises(DataError, match="--tokenizer"):
-        huggingface.import_model(str(folder), tmp_path / "run")
+        sources.import_model(str(folder), tmp_path / "run")
     named = str(tmp_path / "tokenizer.json")
     assert main(["import", str(folder), "--out", str(tmp_path / "run"), "--tokenizer", named]) == 0
     assert checkpoint.find(str(tmp_path / "run")).manifest["tokenizer"]["kind"] == "bpe"

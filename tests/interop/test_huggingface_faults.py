@@ -15,7 +15,7 @@ from torch import Tensor
 from handgrad import checkpoint
 from handgrad.cli import main
 from handgrad.errors import StorageError
-from handgrad.interop import hf_export, huggingface
+from handgrad.interop import hf_export, huggingface, sources
 from tests.test_commands import refused
 
 
@@ -39,11 +39,11 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut weights": (lambda f: cut(f / "model.safetensors", 9000), "expected a whole safetensors file at"),
     "empty weights": (lambda f: cut(f / "model.safetensors", 0), "model.safetensors"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "found neither"),
-    "no config": (lambda f: (f / "config.json").unlink(), "expected config.json in"),
+    "no config": (lambda f: (f / "config.json").unlink(), "found a folder without them"),
     "cut config": (lambda f: cut(f / "config.json", 40), "expected JSON in"),
     "no tokenizer": (
         lambda f: [(f / n).unlink() for n in ("tokenizer.json", "vocab.json")],
-        "--tokenizer gpt2, bytes or FILE",
+        "--tokenizer gpt2|bytes|FILE",
     ),
     "missing tensor": (
         lambda f: change_tensors(f, lambda t: t.pop(FC)),
@@ -123,7 +123,7 @@ def test_taken_targets_and_names(exported: Callable, tmp_path: Path, capsys: pyt
     assert "holds no checkpoint" in refused(capsys, 65, "export", str(folder), "--to", "hf", str(tmp_path / "x"))
     line = refused(capsys, 65, "import", "somebody/some-gpt2", "--out", str(tmp_path / "x"))
     assert "expected a folder somebody/some-gpt2 or a model of that name on the Hub" in line
-    assert "found none at no/such/folder" in refused(capsys, 65, "import", "no/such/folder", "--out", str(tmp_path / "x"))
+    assert "found nothing" in refused(capsys, 65, "import", "no/such/folder", "--out", str(tmp_path / "x"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["taken"]
     assert [path.name for path in (tmp_path / "taken").iterdir()] == ["file"]
     (tmp_path / "empty").mkdir()
@@ -192,5 +192,5 @@ def test_a_full_disk_leaves_nothing(exported: Callable, tmp_path: Path, monkeypa
     with pytest.raises(StorageError, match="free some space"):
         hf_export.export_model(checkpoint.find(str(run)), tmp_path / "hf")
     with pytest.raises(StorageError, match="free some space"):
-        huggingface.import_model(str(folder), tmp_path / "run")
+        sources.import_model(str(folder), tmp_path / "run")
     assert list(tmp_path.iterdir()) == []
