@@ -136,11 +136,11 @@ def choose_tokens(
     repetition_penalty is 1. Arithmetic in float32, of float64 logits in float64.
     """
     assert temperature == 0 or temperature >= SMALLEST_TEMPERATURE
-    assert repetition_penalty == 1 or seen_inout is not None
     scores = logits[:, :vocab_size].to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
     finite = torch.isfinite(scores).all(1)
     scores = scores.masked_fill(~finite.unsqueeze(1), 0)
     if repetition_penalty != 1:
+        assert seen_inout is not None
         penalised = torch.where(scores > 0, scores / repetition_penalty, scores * repetition_penalty)
         scores = torch.where(seen_inout, penalised, scores)
     if temperature:
