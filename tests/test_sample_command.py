@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from handgrad import world
 from handgrad.cli import main
 from handgrad.evaluation import jsonl
 from handgrad.evaluation.generate import Decoder
@@ -214,6 +215,10 @@ def test_mistakes(arguments: list[str], code: int, told: str, run: str, capsys: 
     assert told in refused(capsys, code, "sample", run, *arguments)
 
 
-def test_a_batch_that_does_not_fit(run: str, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+def test_a_batch_that_does_not_fit(run: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     capsys.readouterr()
-    assert "--batch" in refused(capsys, 65, "sample", run, "--samples", "1000000", "--batch", "1000000")
+    monkeypatch.setattr(world, "available_bytes", lambda device: 4 << 20)
+    assert main(["sample", run, "--max-tokens", "1", "--device", "cpu"]) == 0
+    capsys.readouterr()
+    told = refused(capsys, 65, "sample", run, "--samples", "200", "--batch", "200", "--device", "cpu")
+    assert "has 4 MiB free" in told and "--batch of `sample`" in told
