@@ -174,10 +174,17 @@ def test_a_batch_that_fails_leaves_nothing(
         broken.setattr(Decoder, "take", interrupted)
         assert main(arguments) == 130
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
-    (tmp_path / "out.jsonl").write_text("mine")
+
+    def overtaken(self: Decoder, launched: Any) -> Any:
+        (tmp_path / "out.jsonl").write_text("mine")
+        yield from take(self, launched)
+
     capsys.readouterr()
+    with monkeypatch.context() as broken:
+        broken.setattr(Decoder, "take", overtaken)
+        assert "expected nothing at" in refused(capsys, 64, *arguments)
     assert "expected nothing at" in refused(capsys, 64, *arguments)
-    assert (tmp_path / "out.jsonl").read_text() == "mine"
+    assert (tmp_path / "out.jsonl").read_text() == "mine" and len(list(tmp_path.iterdir())) == 2
 
 
 def test_lines_come_out_in_order(tmp_path: Path) -> None:

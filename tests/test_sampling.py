@@ -57,6 +57,30 @@ def written(decoder: Decoder, texts: list[Continuation]) -> list[list[int]]:
     return [text.tokens for text in texts]
 
 
+def behind(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> Decoder:
+    """The decoder as on a GPU: tokens arrive when the next step is on its way already."""
+
+    class Event:
+        def record(self) -> None: ...
+        def synchronize(self) -> None: ...
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    decoder.arrivals = [torch.empty_like(decoder.buf.chosen) for _ in range(2)]
+    return decoder
+
+
+def counted_steps(decoder: Decoder) -> list[int]:
+    """A list that grows by one element with every step."""
+    steps: list[int] = []
+
+    def step() -> None:
+        steps.append(len(steps))
+        decoder.launch_step()
+
+    decoder.step = step
+    return steps
+
+
 def in_precision(model: Model, dtype: torch.dtype) -> Model:
     """The same weights, rounded to `dtype` already, in another precision."""
     other = make_model(model.shape, 1, model.shape.sequence_length, dtype)
@@ -68,7 +92,7 @@ def in_precision(model: Model, dtype: torch.dtype) -> Model:
 def test_cached_logits_are_the_uncached_ones(dtype: torch.dtype) -> None:
     """Four ragged sequences: a part of each taken in at once, padded, and the rest one by one. Beside float64, the error is
     at most twice that of the uncached forward in the same precision."""
-    shape, lengths, starts = ModelShape(57, 80, 2, 2, 16), [80, 9, 66, 31], [70, 0, 64, 20]
+    shape, lengths, starts = ModelShape(57, 80, 2, 2, 16), [80, 9, 79, 31], [70, 0, 66, 20]
     model = make_model(shape, 1, 80, dtype)
     exact = model if dtype == torch.float64 else in_precision(model, torch.float64)
     texts = [torch.randint(57, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in lengths]
@@ -99,17 +123,22 @@ def test_greedy_text_equals_that_of_fresh_forwards(prompt: list[int]) -> None:
     assert found == expected and len(found) == 200 and len(set(found)) > 1
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("prompt", [[5, 1], [3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4, 5]])
-def test_past_the_context_the_older_half_is_forgotten(prompt: list[int]) -> None:
+def test_past_the_context_the_older_half_is_forgotten(prompt: list[int], temperature: float) -> None:
+    """Beside another text, which ends where its context is full. Draws go by the place in the text, not in the context."""
     model = make_model(ModelShape(23, 8, 2, 2, 16), 1, 8, noise=0.8)
-    # In a batch, whose other text gets there at another time.
-    texts = [Continuation(prompt, 20, 0), Continuation([1, 2, 3], 9, 0)]
-    found, _ = written(make_decoder(model, 2), texts)
-    context = prompt[-8:]
-    for token in found:
+    texts = [Continuation(prompt, 20, 77), Continuation([1, 2, 3], 6, 0)]
+    found, _ = written(make_decoder(model, 2, SamplingOptions(temperature)), texts)
+    context, expected = prompt[-8:], torch.zeros(1, dtype=torch.int64)
+    settings = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+    for count, token in enumerate(found):
         if len(context) > 8:
             context = context[-4:]
-        assert token == int(uncached(model, context)[-1].argmax())
+        seed, place = torch.tensor([77]), torch.tensor([len(prompt) + count])
+        logits = uncached(model, context)[-1:]
+        ops.choose_tokens(expected, logits, None, seed, place, vocab_size=23, temperature=temperature, **settings)
+        assert token == int(expected)
         context.append(token)
     assert len(found) == 20 and len(set(found)) > 1
 
@@ -123,6 +152,7 @@ def test_a_context_of_one_token() -> None:
         context = [token]
 
 
+END = 9
 OPTIONS = [GREEDY, SamplingOptions(1.0), SamplingOptions(0.9, 15, 0.9, 0.01, 1.2)]
 
 
@@ -132,59 +162,43 @@ def made_up_texts() -> list[Continuation]:
     return [Continuation(prompt, 5 + 9 * (n % 4), seed=n) for n, prompt in enumerate(prompts)]
 
 
+@pytest.fixture(scope="module")
+def chatty() -> Model:
+    """In float32, with texts that end at token 9 and texts that do not."""
+    return make_model(ModelShape(23, 48, 2, 2, 16), 1, 48, torch.float32, noise=0.8)
+
+
 @pytest.mark.parametrize("options", OPTIONS)
-def test_a_text_is_the_same_alone_and_in_any_batch(options: SamplingOptions) -> None:
-    """Eight texts in 1, 3 and 8 slots, in float32: a slot that a text has left goes to the next."""
-    model = make_model(ModelShape(23, 48, 2, 2, 16), 1, 48, torch.float32, noise=0.8)
-    found = [written(make_decoder(model, batch, options, end_of_text=9), made_up_texts()) for batch in (1, 3, 8)]
+def test_a_text_is_the_same_alone_and_in_any_batch(options: SamplingOptions, chatty: Model) -> None:
+    """Eight texts in 1, 3 and 8 slots: a slot that a text has left goes to the next."""
+    found = [written(make_decoder(chatty, batch, options, end_of_text=END), made_up_texts()) for batch in (1, 3, 8)]
     assert found[0] == found[1] == found[2]
     alone = made_up_texts()[3]
-    assert written(make_decoder(model, 1, options, end_of_text=9), [alone]) == [found[0][3]]
+    assert written(make_decoder(chatty, 1, options, end_of_text=END), [alone]) == [found[0][3]]
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_a_host_that_is_one_step_behind_reads_the_same(options: SamplingOptions, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: tokens arrive when the next step is on its way already."""
-    model = make_model(ModelShape(23, 48, 2, 2, 16), 1, 48, torch.float32, noise=0.8)
-    expected = written(make_decoder(model, 3, options, end_of_text=9), made_up_texts())
-
-    class Event:
-        def record(self) -> None: ...
-        def synchronize(self) -> None: ...
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    decoder, texts = make_decoder(model, 3, options, end_of_text=9), made_up_texts()
-    decoder.arrivals = [torch.empty_like(decoder.buf.chosen) for _ in range(2)]
-    launched = 0
-
-    def step() -> None:
-        nonlocal launched
-        launched += 1
-        decoder.launch_step()
-
-    decoder.step = step
-    at_first = 0
+def test_a_host_that_is_one_step_behind_reads_the_same(
+    options: SamplingOptions, chatty: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = written(make_decoder(chatty, 3, options, end_of_text=END), made_up_texts())
+    decoder, texts = behind(make_decoder(chatty, 3, options, end_of_text=END), monkeypatch), made_up_texts()
+    steps, at_first = counted_steps(decoder), 0
     for _ in decoder.generate(texts):
-        at_first = at_first or launched
+        at_first = at_first or len(steps)
     assert at_first == 2
-    assert [text.tokens for text in texts] == expected and all(text.stopped for text in texts)
+    assert [text.tokens for text in texts] == expected
+    assert {text.stopped for text in texts} == {"end_of_text", "max_tokens"}
 
 
-def test_slots_never_idle_while_texts_wait() -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_slots_never_idle_while_texts_wait(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nine texts of 4 and 8 tokens in two slots: 24 steps instead of the 32 of one pair after the other."""
-    model = make_model(ModelShape(23, 48, 1, 2, 16), 1, 48)
-    decoder = make_decoder(model, 2)
-    steps = 0
-
-    def step() -> None:
-        nonlocal steps
-        steps += 1
-        decoder.launch_step()
-
-    decoder.step = step
+    decoder = make_decoder(make_model(ModelShape(23, 48, 1, 2, 16), 1, 48), 2)
+    steps = counted_steps(behind(decoder, monkeypatch) if late else decoder)
     texts = [Continuation([n], 8 if n in (0, 3, 5) else 4, 0) for n in range(9)]
     written(decoder, texts)
-    assert steps == 24 and sum(len(text.tokens) for text in texts) == 48
+    assert len(steps) == 24 and sum(len(text.tokens) for text in texts) == 48
 
 
 def test_why_a_text_ended() -> None:
@@ -213,29 +227,35 @@ def test_a_decoder_forgets_a_reader_that_went_away() -> None:
     assert written(decoder, [Continuation([5, 1], 9, 0)]) == expected and len(left.tokens) == 1
 
 
-def test_penalised_tokens_are_those_of_prompt_and_text() -> None:
-    """Greedily, beside a plain penalty on fresh logits; the end-of-text that began the document is not penalised."""
-    shape = ModelShape(23, 48, 2, 2, 16)
-    model = make_model(shape, 1, 48, noise=0.8)
+@pytest.mark.parametrize("longest", [48, 8])
+def test_penalised_tokens_are_those_of_prompt_and_text(longest: int) -> None:
+    """Greedily, beside a plain penalty on fresh logits, also for tokens that left the context; the end-of-text that began
+    the document is not penalised."""
+    model = make_model(ModelShape(23, longest, 2, 2, 16), 1, longest, noise=0.8)
     options = SamplingOptions(temperature=0, repetition_penalty=1000)
     [plain] = written(make_decoder(model, 1, end_of_text=0), [Continuation([0, 5, 1], 15, 0)])
     [found] = written(make_decoder(model, 1, options, end_of_text=0), [Continuation([0, 5, 1], 15, 0)])
     assert len(set(plain)) < len(plain), "without it tokens repeat"
     context, seen = [0, 5, 1], {5, 1}
     for token in found:
+        if len(context) > longest:
+            context = context[-longest // 2 :]
         logits = uncached(model, context)[-1]
         for other in seen:
             logits[other] = logits[other] / 1000 if logits[other] > 0 else logits[other] * 1000
         assert token == int(logits.argmax())
         context.append(token)
         seen.add(token)
+    assert len(found) > 8
 
 
-def test_a_model_that_diverged_is_told() -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_a_model_that_diverged_is_told(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model(ModelShape(23, 48, 2, 2, 16), 1, 48)
     model.weights.wte[7] = float("inf")
+    decoder = make_decoder(model, 1)
     with pytest.raises(NumericsError, match="logits are not finite"):
-        written(make_decoder(model, 1), [Continuation([5, 1], 30, 3)])
+        written(behind(decoder, monkeypatch) if late else decoder, [Continuation([5, 1], 30, 3)])
 
 
 @pytest.mark.parametrize(
