@@ -152,7 +152,7 @@ def test_a_context_of_one_token() -> None:
         context = [token]
 
 
-END = 9
+END = 7
 OPTIONS = [GREEDY, SamplingOptions(1.0), SamplingOptions(0.9, 15, 0.9, 0.01, 1.2)]
 
 
@@ -164,7 +164,7 @@ def made_up_texts() -> list[Continuation]:
 
 @pytest.fixture(scope="module")
 def chatty() -> Model:
-    """In float32, with texts that end at token 9 and texts that do not."""
+    """In float32, with texts that end at token 7 (`END`) and texts that do not."""
     return make_model(ModelShape(23, 48, 2, 2, 16), 1, 48, torch.float32, noise=0.8)
 
 
