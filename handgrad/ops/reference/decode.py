@@ -9,7 +9,6 @@ import math
 import torch
 from torch import Tensor
 
-from handgrad.ops.fp8 import Form
 from handgrad.ops.reference import device
 from handgrad.ops.reference.attention import split_heads
 from handgrad.ops.reference.gelu import linear_gelu_forward
@@ -35,7 +34,7 @@ def layernorm_linear_forward(
     x: Tensor,
     ln_weight: Tensor,
     ln_bias: Tensor,
-    weight: Form,
+    weight: Tensor,
     bias: Tensor | None,
     *,
     scratch: Tensor | None = None,
@@ -55,7 +54,7 @@ def layernorm_linear_gelu_forward(
     x: Tensor,
     ln_weight: Tensor,
     ln_bias: Tensor,
-    weight: Form,
+    weight: Tensor,
     bias: Tensor,
     *,
     scratch: Tensor | None = None,
