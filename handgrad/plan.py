@@ -9,7 +9,7 @@ from handgrad import world
 from handgrad.arena import make_plan
 from handgrad.backend import choose_backend, settle_products
 from handgrad.config import ModelShape, RunConfig, check
-from handgrad.evaluation.generate import decode_buffers
+from handgrad.evaluation.decode import decode_buffers
 from handgrad.model.parameters import count_parameters, flops_per_token, parameter_table
 from handgrad.ops import reference
 from handgrad.training.console import human_bytes, human_count, human_flops, human_seconds, memory_table
@@ -65,7 +65,7 @@ def memory_bytes(config: RunConfig, shape: ModelShape, ranks: int = 1) -> dict[s
     dtype = world.DTYPES[config.precision]
     device = world.resolve_device(config.device)
     ops = choose_backend(config.backend, device)
-    generation = make_plan(decode_buffers(shape, dtype, ops))
+    generation = make_plan(decode_buffers(shape, 1, dtype, ops))
     return training_plan(config, shape, dtype, device, ops, ranks).size_bytes | generation.size_bytes
 
 

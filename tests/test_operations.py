@@ -193,16 +193,20 @@ def test_attention_sees_no_later_token() -> None:
     assert torch.equal(out[:6], before[:6]) and not torch.equal(out[6:], before[6:])
 
 
+@pytest.mark.usefixtures("path")
 def test_attention_decode_equals_attention() -> None:
+    """Two sequences, the second three tokens behind the first; what was never written is not read."""
     B, T, H, D = 2, 11, 3, 4
     qkv, out, lse = randn(B * T, 3 * H * D), nan(B * T, H * D), nan(B, H, T)
     ops.attention_forward(out, lse, qkv)
     keys, values = nan(B, H, T + 2, D), nan(B, H, T + 2, D)
     step = nan(B, H * D)
-    for position in range(T):
-        rows = qkv.view(B, T, -1)[:, position].contiguous()
-        ops.attention_decode(step, keys, values, rows, position=position)
-        close(step, out.view(B, T, -1)[:, position])
+    behind = torch.tensor([0, 3])
+    for position in range(T + 3):
+        positions = torch.tensor([position, position]).sub(behind).clamp(0, T - 1)
+        rows = qkv.view(B, T, -1)[torch.arange(B), positions]
+        ops.attention_decode(step, keys, values, rows, positions)
+        close(step, out.view(B, T, -1)[torch.arange(B), positions])
 
 
 @pytest.mark.usefixtures("path")

@@ -63,7 +63,7 @@ def load_model(
     if available is not None and plan.total_bytes > available:
         raise DataError(
             f"{checkpoint.folder} needs {plan.total_bytes >> 20} MiB so, {device.type} has {available >> 20} MiB free;"
-            " try a smaller --micro-batch or --precision bf16"
+            " try fewer at once (--micro-batch of `evaluate`, --batch of `sample`) or --precision bf16"
         )
     views = plan.allocate(device)
     flat = views["parameters"]

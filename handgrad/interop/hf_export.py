@@ -9,7 +9,7 @@ from torch import Tensor
 
 from handgrad.checkpoint import Checkpoint, Stored, safetensors_bytes, write_file
 from handgrad.errors import DataError, StorageError
-from handgrad.evaluation.generate import decode_buffers, decode_step, decode_tensors
+from handgrad.evaluation.decode import decode_buffers, decode_step, decode_tensors
 from handgrad.evaluation.load import LoadedModel, load_model
 from handgrad.interop.folders import check_free, whole_folder, write_text
 from handgrad.interop.huggingface import (
@@ -55,7 +55,7 @@ def export_model(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype = torc
         torch.device("cpu"),
         torch.float32,
         reference,
-        lambda config, shape: decode_buffers(shape, torch.float32, reference),
+        lambda config, shape: decode_buffers(shape, 1, torch.float32, reference),
     )
     flat = model.views["parameters"]
     table = parameter_table(model.shape)
@@ -114,7 +114,9 @@ def logits(model: LoadedModel) -> Tensor:
     buffers = decode_tensors(model.views)
     rows = []
     for position, token in enumerate(picks):
-        decode_step(model.ops, model.weights, buffers, token, position)
+        buffers.tokens.fill_(token)
+        buffers.positions.fill_(position)
+        decode_step(model.ops, model.weights, buffers)
         rows.append(buffers.logits[0, : model.shape.vocab_size].clone())
     return torch.stack(rows)
 

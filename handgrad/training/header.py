@@ -15,7 +15,7 @@ from handgrad.data.batches import Batches
 from handgrad.data.shards import Dataset
 from handgrad.distributed.ranks import Ranks
 from handgrad.errors import DataError, StorageError, UsageError
-from handgrad.evaluation.generate import decode_buffers
+from handgrad.evaluation.decode import decode_buffers
 from handgrad.model.freezing import freeze
 from handgrad.model.parameters import count_parameters, flops_per_token, parameter_table
 from handgrad.model.quantized import fp8_products
@@ -43,7 +43,7 @@ def check_fits(
     ops.check_sizes(length=shape.sequence_length, num_heads=shape.num_heads, channels=shape.channels)
     available = world.available_bytes(device)
     needed = training_plan(config, shape, dtype, device, ops, ranks).total_bytes
-    needed += make_plan(decode_buffers(shape, dtype, ops)).total_bytes
+    needed += make_plan(decode_buffers(shape, 1, dtype, ops)).total_bytes
     if available is not None and needed > available:
         fitting = largest_micro_batch(config, shape, dtype, device, ops, available, ranks)
         advice = f"try --micro-batch {fitting}" if fitting else "even one sample at a time does not fit"

@@ -19,8 +19,9 @@ from handgrad.data.tokenizer import tokenizer_files, tokenizer_record
 from handgrad.distributed.ranks import Ranks
 from handgrad.distributed.stragglers import Stragglers
 from handgrad.errors import NumericsError, Preempted
-from handgrad.evaluation.generate import decode_buffers, decode_tensors, generate, stream_text
+from handgrad.evaluation.decode import decode_buffers, decode_tensors
 from handgrad.evaluation.loss import mean_loss
+from handgrad.evaluation.text import write_document
 from handgrad.interop.sources import Weights
 from handgrad.model.parameters import flops_per_token
 from handgrad.model.quantized import part_of
@@ -67,7 +68,7 @@ class Run:
 
         self.dtype = dtype
         self.left_fp8 = LeftFp8(**({} if folder.resumed is None else folder.resumed.manifest.get("left_fp8", {})))
-        generation = make_plan(decode_buffers(self.shape, dtype, ops))
+        generation = make_plan(decode_buffers(self.shape, 1, dtype, ops))
         self.decode = decode_tensors(generation.allocate(device))
         self.completed, self.skips_in_a_row, self.compute_seconds = 0, 0, 0.0
         self.allocate()
@@ -331,18 +332,9 @@ class Run:
 
     def sample(self) -> None:
         self.stepper.reduction.await_all_weights()
-        ids = generate(
-            self.ops,
-            self.state.plain_weights,
-            self.decode,
-            [self.tokenizer.end_of_text],
-            vocab_size=self.shape.vocab_size,
-            max_tokens=self.config.sample_tokens,
-            temperature=0.8,
-            top_k=0,
-            seed=self.config.seed + self.completed,
-        )
-        text = "".join(stream_text(self.tokenizer, ids))
+        model = self.ops, self.state.plain_weights, self.decode, self.tokenizer
+        seed = self.config.seed + self.completed
+        text = write_document(*model, max_tokens=self.config.sample_tokens, seed=seed)
         write_text(self.folder.path / SAMPLES / f"step_{self.completed:08d}.txt", text)
         self.voice.record("sample", step=self.completed, text=text)
         self.voice.say(f"step {self.completed}, the model writes: {text}")

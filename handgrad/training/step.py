@@ -16,6 +16,7 @@ import torch
 
 from handgrad.config import RunConfig
 from handgrad.distributed.ranks import Ranks
+from handgrad.graphs import Replayed, ReplayedStages
 from handgrad.model import transformer
 from handgrad.model.activations import Activations
 from handgrad.model.buckets import UpdateRun, norm_segments, update_runs
@@ -23,7 +24,6 @@ from handgrad.model.parameters import BLOCK_ELEMENTS
 from handgrad.model.transformer import Pause
 from handgrad.ops import CONTROLS, LOSS_NOT_FINITE, LOSS_OUTLIER, NORM_NOT_FINITE, NORM_OUTLIER, RESULTS, UPDATE
 from handgrad.ops.fp8 import REPORT_PLACES
-from handgrad.training.graphs import Replayed, ReplayedStages
 from handgrad.training.outliers import Outliers
 from handgrad.training.reduction import Reduction
 from handgrad.training.schedule import learning_rate

@@ -30,7 +30,15 @@ from handgrad.ops.kernels.optimizer import adamw_update, loss_sum, squared_norms
 from handgrad.ops.kernels.reduction import checksum, tree_sum
 from handgrad.ops.kernels.scratch import scratch_bytes as memory_scratch_bytes
 from handgrad.ops.kernels.scratch import statistics_parts
-from handgrad.ops.reference import attention_decode, residual_forward  # plain torch: a sum, and one token's attention
+from handgrad.ops.reference import residual_forward  # plain torch: a sum
+from handgrad.ops.reference.decode import (  # plain torch, which runs and can be recorded on a GPU as well
+    attention_decode,
+    choose_tokens,
+    embedding_decode,
+    layernorm_linear_forward,
+    layernorm_linear_gelu_forward,
+    store_keys_values,
+)
 
 WIDEST_HEAD = 128
 CAPTURABLE = True  # every operation of a step can be recorded in a CUDA graph
@@ -101,10 +109,12 @@ __all__ = [
     "bias_backward",
     "check_sizes",
     "checksum",
+    "choose_tokens",
     "classifier_forward",
     "classifier_forward_backward",
     "compile_ahead",
     "embedding_backward",
+    "embedding_decode",
     "embedding_forward",
     "fold_statistics",
     "gelu_backward",
@@ -112,6 +122,8 @@ __all__ = [
     "gelu_linear_backward",
     "layernorm_backward",
     "layernorm_forward",
+    "layernorm_linear_forward",
+    "layernorm_linear_gelu_forward",
     "linear_backward",
     "linear_forward",
     "linear_gelu_forward",
@@ -122,6 +134,7 @@ __all__ = [
     "scratch_bytes",
     "squared_norms",
     "statistics_parts",
+    "store_keys_values",
     "tree_sum",
     "tuned_keep_bf16",
     "update_scaling",

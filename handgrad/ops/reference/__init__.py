@@ -4,8 +4,16 @@ On a CPU it is also the fast path: products, layer norm, GELU and attention call
 buffers. No autograd anywhere: the forward and the backward of an operation stand next to each other.
 """
 
-from handgrad.ops.reference.attention import attention_backward, attention_decode, attention_forward
+from handgrad.ops.reference.attention import attention_backward, attention_forward
 from handgrad.ops.reference.classifier import classifier_forward, classifier_forward_backward
+from handgrad.ops.reference.decode import (
+    attention_decode,
+    choose_tokens,
+    embedding_decode,
+    layernorm_linear_forward,
+    layernorm_linear_gelu_forward,
+    store_keys_values,
+)
 from handgrad.ops.reference.embedding import embedding_backward, embedding_forward
 from handgrad.ops.reference.fp8 import fold_statistics, quantize, update_scaling
 from handgrad.ops.reference.gelu import (
@@ -41,10 +49,12 @@ __all__ = [
     "bias_backward",
     "check_sizes",
     "checksum",
+    "choose_tokens",
     "classifier_forward",
     "classifier_forward_backward",
     "compile_ahead",
     "embedding_backward",
+    "embedding_decode",
     "embedding_forward",
     "fold_statistics",
     "gelu_backward",
@@ -52,6 +62,8 @@ __all__ = [
     "gelu_linear_backward",
     "layernorm_backward",
     "layernorm_forward",
+    "layernorm_linear_forward",
+    "layernorm_linear_gelu_forward",
     "linear_backward",
     "linear_forward",
     "linear_gelu_forward",
@@ -62,6 +74,7 @@ __all__ = [
     "scratch_bytes",
     "squared_norms",
     "statistics_parts",
+    "store_keys_values",
     "tree_sum",
     "tuned_keep_bf16",
     "update_scaling",

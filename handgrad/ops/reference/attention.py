@@ -79,17 +79,3 @@ def causal_scores(q: Tensor, k: Tensor) -> Tensor:
     T = q.shape[-2]
     later = torch.ones(T, T, dtype=torch.bool, device=q.device).triu_(1)
     return scores.masked_fill_(later, -math.inf)
-
-
-def attention_decode(out: Tensor, keys_inout: Tensor, values_inout: Tensor, qkv: Tensor, *, position: int) -> None:
-    """One new token per sequence: appends its key and value to the caches (B, H, maxT, D) at `position`, and attends to
-    positions 0..position. out (B, C), qkv (B, 3C). Forward only: it serves generation."""
-    B, H, _, _ = keys_inout.shape
-    q, k, v = split_heads(qkv, B, H)  # (B, H, 1, D)
-    keys_inout[:, :, position] = k[:, :, 0]
-    values_inout[:, :, position] = v[:, :, 0]
-    keys, values = keys_inout[:, :, : position + 1], values_inout[:, :, : position + 1]
-    exact = torch.float64 if qkv.dtype == torch.float64 else torch.float32
-    scores = torch.matmul(q.to(exact), keys.to(exact).transpose(-1, -2)).mul_(1.0 / math.sqrt(q.shape[-1]))
-    y = torch.matmul(torch.softmax(scores, -1), values.to(exact))
-    out.view(B, H, 1, -1).copy_(y)

@@ -1,0 +1,178 @@
+"""Generation, one token per sequence at a time: no operation here asks the host, so that a step can be replayed.
+
+Every sequence of the batch stands at a position of its own. What is fused (a layer norm into the product that reads it)
+is the composition of operations that stand elsewhere in `reference`.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from handgrad.ops.reference import device
+from handgrad.ops.reference.attention import split_heads
+from handgrad.ops.reference.gelu import linear_gelu_forward
+from handgrad.ops.reference.layernorm import layernorm_forward
+from handgrad.ops.reference.linear import linear_forward
+from handgrad.ops.reference.optimizer import BITS32, mixed
+
+DRAW_BITS = 23  # of a draw: with the half that is added, the 24 that a float32 holds exactly
+SMALLEST_TEMPERATURE = 1e-6  # but 0: far below the spacing of float32 logits, so that only equals are drawn from
+
+
+def embedding_decode(out: Tensor, tokens: Tensor, positions: Tensor, wte: Tensor, wpe: Tensor) -> None:
+    """out (B, C) = wte (Vp, C) at tokens (B) + wpe (maxT, C) at positions (B)."""
+    torch.index_select(wte, 0, tokens, out=out)
+    out.add_(wpe.index_select(0, positions))
+
+
+def layernorm_linear_forward(
+    out: Tensor,
+    ln: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    x: Tensor,
+    ln_weight: Tensor,
+    ln_bias: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    scratch: Tensor | None = None,
+) -> None:
+    """out (B, O) = LN(x) weight (O, C)^T + bias (O), x (B, C). `ln` (B, C), `mean` and `rstd` (B) are workspace: what they
+    hold afterwards means nothing."""
+    layernorm_forward(ln, mean, rstd, x, ln_weight, ln_bias)
+    linear_forward(out, ln, weight, bias)
+
+
+def layernorm_linear_gelu_forward(
+    out: Tensor,
+    fc: Tensor,
+    ln: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    x: Tensor,
+    ln_weight: Tensor,
+    ln_bias: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    *,
+    scratch: Tensor | None = None,
+) -> None:
+    """out (B, F) = GELU(LN(x) weight (F, C)^T + bias (F)), x (B, C). `fc` (B, F), `ln` (B, C), `mean` and `rstd` (B) are
+    workspace."""
+    layernorm_forward(ln, mean, rstd, x, ln_weight, ln_bias)
+    linear_gelu_forward(out, fc, ln, weight, bias)
+
+
+def attention_decode(
+    out: Tensor, keys_inout: Tensor, values_inout: Tensor, qkv: Tensor, positions: Tensor, *, scratch: Tensor | None = None
+) -> None:
+    """One new token per sequence: appends its key and value to the caches (B, H, maxT, D) at positions (B), and attends to
+    0..positions[b]. out (B, C), qkv (B, 3C). What the caches hold after that position is not read."""
+    B, H, maxT, _ = keys_inout.shape
+    q, k, v = split_heads(qkv, B, H)  # (B, H, 1, D)
+    rows = torch.arange(B, device=qkv.device)
+    keys_inout[rows, :, positions] = k[:, :, 0]
+    values_inout[rows, :, positions] = v[:, :, 0]
+    exact = torch.float64 if qkv.dtype == torch.float64 else torch.float32
+    q, y = q.to(exact) / math.sqrt(q.shape[-1]), out.view(B, H, 1, -1)
+    if device.uses_cpu_kernels(qkv):  # where the host may ask: only what each sequence has
+        for b, position in enumerate(positions.tolist()):
+            keys, values = (cache[b, :, : position + 1].to(exact) for cache in (keys_inout, values_inout))
+            y[b] = torch.matmul(torch.softmax(torch.matmul(q[b], keys.transpose(-1, -2)), -1), values)
+        return
+    later = torch.arange(maxT, device=qkv.device) > positions.unsqueeze(1)  # (B, maxT)
+    scores = torch.matmul(q, keys_inout.to(exact).transpose(-1, -2))
+    weights = torch.softmax(scores.masked_fill_(later.view(B, 1, 1, maxT), -math.inf), -1)
+    # What was never written may be no number, and 0 times that is none either.
+    values = values_inout.to(exact).masked_fill(later.view(B, 1, maxT, 1), 0)
+    y.copy_(torch.matmul(weights, values))
+
+
+def store_keys_values(keys_inout: Tensor, values_inout: Tensor, qkv: Tensor, slots: Tensor) -> None:
+    """The keys and values of whole prompts into the caches (B, H, maxT, D): qkv (B' T, 3C) of B' prompts, positions 0..T-1
+    of the sequences slots (B'), no two of which are equal."""
+    batch, H = slots.shape[0], keys_inout.shape[1]
+    _, k, v = split_heads(qkv, batch, H)
+    T = k.shape[2]
+    keys_inout[slots, :, :T] = k
+    values_inout[slots, :, :T] = v
+
+
+# The next token. Let l be the logits. Repetition penalty r (Keskar et al. 2019, CTRL, with the sign rule that later became
+# common: l / r if l > 0, else l r) for tokens that the sequence has; then l / temperature; then three filters, each on what
+# the one before left:
+#   top-k (Fan et al. 2018): the k likeliest;
+#   top-p (Holtzman et al. 2020): the likeliest until their probabilities add up to p or more;
+#   min-p (Nguyen et al. 2024): those at least min_p times as likely as the likeliest.
+# A token as likely as the last one that a filter keeps is kept, too: what is kept does not depend on an order of equals.
+# Drawn is argmax(l + g) over what is left, g = -log(-log u) (Gumbel-max trick; Maddison et al. 2014): token i with the
+# probability softmax(l)_i. u is a hash of (seed, position, token id), the one of stochastic rounding: a draw has no state,
+# and depends neither on the batch nor on the device.
+
+
+def choose_tokens(
+    tokens_out: Tensor,
+    logits: Tensor,
+    seen_inout: Tensor | None,
+    seeds: Tensor,
+    positions: Tensor,
+    *,
+    vocab_size: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    repetition_penalty: float,
+) -> None:
+    """tokens_out (B) int64 from logits (B, Vp), whose columns from vocab_size on are no tokens; -1 where one of the logits
+    is not finite.
+
+    seeds (B) int64; positions (B) int64: the place in its text of the token that is chosen. temperature 0: the likeliest,
+    of equals the lowest id; else it is at least `SMALLEST_TEMPERATURE`. top_k 0, top_p 1, min_p 0 and repetition_penalty 1
+    are without effect. seen_inout (B, V) bool: which tokens a sequence has, to which the chosen one is added; None where
+    repetition_penalty is 1. Arithmetic in float32, of float64 logits in float64.
+    """
+    assert temperature == 0 or temperature >= SMALLEST_TEMPERATURE
+    scores = logits[:, :vocab_size].to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
+    finite = torch.isfinite(scores).all(1)
+    scores = scores.masked_fill(~finite.unsqueeze(1), 0)
+    if repetition_penalty != 1:
+        assert seen_inout is not None
+        penalised = torch.where(scores > 0, scores / repetition_penalty, scores * repetition_penalty)
+        scores = torch.where(seen_inout, penalised, scores)
+    if temperature:
+        scores = (scores - scores.amax(1, keepdim=True)) / temperature  # at most 0: no exponential overflows
+        scores = filtered(scores, top_k=top_k, top_p=top_p, min_p=min_p)
+        scores = scores + gumbel(seeds, positions, vocab_size).to(scores.dtype)
+    chosen = scores.argmax(1)
+    if seen_inout is not None:
+        seen_inout.scatter_(1, chosen.unsqueeze(1), True)
+    tokens_out.copy_(chosen.masked_fill(~finite, -1))
+
+
+def filtered(scores: Tensor, *, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """scores (B, V), minus infinity where a filter takes a token away. The largest of each row is 0."""
+    if 0 < top_k < scores.shape[1]:
+        least = scores.topk(top_k).values[:, -1:]
+        scores = scores.masked_fill(scores < least, -math.inf)
+    if top_p < 1:
+        ordered = scores.sort(descending=True).values
+        probabilities = torch.softmax(ordered, 1)
+        likelier = probabilities.cumsum(1) - probabilities  # of a token: the sum over those before it
+        least = ordered.masked_fill(likelier >= top_p, math.inf).amin(1, keepdim=True)
+        scores = scores.masked_fill(scores < least, -math.inf)
+    if min_p > 0:
+        scores = scores.masked_fill(scores < math.log(min_p), -math.inf)
+    return scores
+
+
+def gumbel(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """(B, V) float32: Gumbel-distributed, a function of seed, position and token id. u = (r + 1/2) / 2^23 with r of 23
+    bits is exact in float32, and never 0 or 1."""
+    key = mixed((positions & BITS32) ^ mixed((seeds & BITS32) ^ mixed((seeds >> 32) & BITS32)))
+    ids = torch.arange(vocab_size, dtype=torch.int64, device=seeds.device)
+    bits = mixed((ids * 0x9E3779B1 + key.unsqueeze(1)) & BITS32) >> (32 - DRAW_BITS)
+    u = (bits.float() + 0.5) * 2.0**-DRAW_BITS
+    return -torch.log(-torch.log(u))
