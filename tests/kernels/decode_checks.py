@@ -96,7 +96,8 @@ def choices(draw: Draw, V: int, Vp: int, **options: float) -> None:
         seen = torch.zeros(B, V, dtype=torch.bool, device=draw.device)
         seen[:, ::3] = True
         tokens = torch.full((B,), -7, device=draw.device)
-        extra = {**PLAIN, **options, "vocab_size": V}
+        scratch = torch.full((1 << 20,), 255, dtype=torch.uint8, device=draw.device)
+        extra = {**PLAIN, **options, "vocab_size": V, "scratch": scratch}
         ops.choose_tokens(tokens, logits.clone(), seen if penalised else None, seeds, positions, **extra)
         results.append((tokens.tolist(), seen[:4]))
     assert results[0][0] == results[1][0]

@@ -71,6 +71,15 @@ def test_draws_are_the_references() -> None:
     """Of one token id over many positions: logits that are equal, so that the draw alone decides."""
     positions = torch.arange(300)
     tokens, seeds = torch.empty(300, dtype=torch.int64), torch.full((300,), 77)
-    decode.choose_tokens(tokens, torch.zeros(300, 64), None, seeds, positions, vocab_size=50, **checks.PLAIN)
+    decode.choose_tokens(
+        tokens,
+        torch.zeros(300, 64),
+        None,
+        seeds,
+        positions,
+        vocab_size=50,
+        **checks.PLAIN,
+        scratch=torch.zeros(1 << 16, dtype=torch.uint8),
+    )
     assert torch.equal(tokens, gumbel(seeds, positions, 50).argmax(1))
     assert len(set(tokens.tolist())) > 45

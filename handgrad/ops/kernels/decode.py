@@ -33,8 +33,9 @@ ELEMENTS_PER_WARP = 2048
 LONGEST_ROW = 1 << 15  # of a tile of one row
 FEWEST_PROGRAMS = 264  # two on each of 132 multiprocessors, while a program still has rows to give
 
-KEYS = 64  # of an attention tile
-CHOICES = 4096  # of a tile of logits
+KEY_ELEMENTS = 16384  # of an attention tile: 256 keys of 64 channels at once
+ATTENTION_WARPS = 8
+CHOICES = 1024  # logits of a program
 
 GOLDEN = tl.constexpr(0x9E3779B1)
 SHIFT, UNIT = tl.constexpr(32 - DRAW_BITS), tl.constexpr(2.0**-DRAW_BITS)
@@ -154,8 +155,11 @@ def attention_decode(
     0..positions[b]. out (B, C), qkv (B, 3C). What the caches hold after that position is not read."""
     B, H, maxT, D = keys_inout.shape
     tensors = out, keys_inout, values_inout, qkv, positions
-    scale = 1 / (math.sqrt(D) * math.log(2))
-    _attention[(H, B)](*tensors, H, maxT, D, scale, KEYS, triton.next_power_of_2(D), **launched(out, 4))
+    scale, block = 1 / (math.sqrt(D) * math.log(2)), triton.next_power_of_2(D)
+    # Not before the kernel before it has ended: its few programs would all be put where the first place becomes free.
+    _attention[(H, B)](
+        *tensors, H, maxT, D, scale, max(16, KEY_ELEMENTS // block), block, OVERLAPS=overlaps(out.device), num_warps=8
+    )
 
 
 def choose_tokens(
@@ -171,6 +175,7 @@ def choose_tokens(
     top_p: float,
     min_p: float,
     repetition_penalty: float,
+    scratch: Tensor,
 ) -> None:
     """tokens_out (B) int64 from logits (B, Vp), whose columns from vocab_size on are no tokens; -1 where one of the logits
     is not finite. Arguments as the reference's, which also does what needs an order of the tokens: top-k and top-p."""
@@ -179,13 +184,20 @@ def choose_tokens(
         options = {"vocab_size": vocab_size, "temperature": temperature, "repetition_penalty": repetition_penalty}
         reference.choose_tokens(tokens_out, logits, seen_inout, seeds, positions, **filters, **options)
         return
+    B, parts = logits.shape[0], triton.cdiv(vocab_size, CHOICES)
+    # Of every part: its largest logit and what is drawn, the ids of both, and whether a logit is not finite.
+    largest, drawn = scratch.view(torch.float32)[: 2 * B * parts].view(2, B, parts)
+    ids, broken = scratch.view(torch.int32)[2 * B * parts : 4 * B * parts].view(2, B, parts)
     seen = None if seen_inout is None else seen_inout.view(torch.uint8)
-    least = math.log(min_p) if min_p else -math.inf
-    tensors = tokens_out, logits, seen, seeds, positions
-    _choose[(logits.shape[0],)](
-        *tensors, vocab_size, logits.shape[1], temperature, repetition_penalty, least, not temperature, CHOICES,
-        **launched(logits, 16),
-    )  # fmt: skip
+    sizes = vocab_size, logits.shape[1]
+    _greatest[(parts, B)](largest, ids, broken, logits, seen, *sizes, repetition_penalty, CHOICES, **launched(logits, 4))
+    padded, values = triton.next_power_of_2(parts), largest
+    if temperature:
+        least = math.log(min_p) if min_p else -math.inf
+        drawing = seeds, positions, *sizes, temperature, repetition_penalty, least
+        _draw[(parts, B)](drawn, ids, largest, logits, seen, *drawing, CHOICES, padded, **launched(logits, 4))
+        values = drawn
+    _join[(B,)](tokens_out, seen, values, ids, broken, vocab_size, parts, padded, **launched(logits, 1))
 
 
 @triton.jit
@@ -249,25 +261,13 @@ def _row_product(
 
 @triton.jit
 def _attention(
-    out,
-    keys,
-    values,
-    qkv,
-    positions,
-    H,
-    maxT,
-    D,
-    SCALE,
-    KEYS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    out, keys, values, qkv, positions, H, maxT, D, SCALE, KEYS: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr
 ):
     h, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     channel = tl.arange(0, BLOCK)
     inside = channel < D
     if OVERLAPS:
         gdc_launch_dependents()
-        gdc_wait()
     position = tl.load(positions + b).to(tl.int32)
     mine = qkv + b * 3 * H * D + h * D + channel
     q = tl.load(mine, mask=inside, other=0.0).to(tl.float32) * SCALE
@@ -276,30 +276,59 @@ def _attention(
     cache = (b * H + h) * maxT * D
     tl.store(keys + cache + position.to(tl.int64) * D + channel, k, mask=inside)
     tl.store(values + cache + position.to(tl.int64) * D + channel, v, mask=inside)
-    # The new token is at hand; the caches are read before it only.
-    largest = tl.sum(q * k.to(tl.float32))
-    total = 1.0
-    y = v.to(tl.float32)
-    for start in tl.range(0, position, KEYS, num_stages=3):
+    # Every row of the tile keeps a softmax of its own over the keys it meets: nothing in the loop waits for another warp.
+    # A row that meets none stays at a maximum far below all scores, and at a sum of 0.
+    largest = tl.full([KEYS], -1e30, tl.float32)
+    total = tl.zeros([KEYS], tl.float32)
+    y = tl.zeros([KEYS, BLOCK], tl.float32)
+    for start in range(0, position, KEYS):
         n = start + tl.arange(0, KEYS)
         earlier = n < position
         place = cache + n.to(tl.int64)[:, None] * D + channel[None, :]
         mask = earlier[:, None] & inside[None, :]
-        key = tl.load(keys + place, mask=mask, other=0.0).to(tl.float32)
-        value = tl.load(values + place, mask=mask, other=0.0).to(tl.float32)
-        scores = tl.where(earlier, tl.sum(key * q[None, :], 1), float("-inf"))
-        above = tl.maximum(largest, tl.max(scores))
-        weights = tl.exp2(scores - above)
+        key = tl.load(keys + place, mask=mask, other=0.0)
+        value = tl.load(values + place, mask=mask, other=0.0)
+        scores = tl.where(earlier, tl.sum(key.to(tl.float32) * q[None, :], 1), -1e30)
+        above = tl.maximum(largest, scores)
+        weights = tl.where(earlier, tl.exp2(scores - above), 0.0)
         before = tl.exp2(largest - above)
-        total = total * before + tl.sum(weights)
-        y = y * before + tl.sum(weights[:, None] * value, 0)
+        total = total * before + weights
+        y = y * before[:, None] + weights[:, None] * value.to(tl.float32)
         largest = above
-    tl.store(out + b * H * D + h * D + channel, (y / total).to(out.dtype.element_ty), mask=inside)
+    # The new token is at hand; the caches are read before it only.
+    own = tl.sum(q * k.to(tl.float32))
+    top = tl.maximum(own, tl.max(largest))
+    share = tl.exp2(largest - top)
+    mine_weight = tl.exp2(own - top)
+    sums = tl.sum(total * share) + mine_weight
+    result = tl.sum(y * share[:, None], 0) + mine_weight * v.to(tl.float32)
+    tl.store(out + b * H * D + h * D + channel, (result / sums).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _choose(
-    tokens_out,
+def _greatest(
+    values_out, ids_out, broken_out, logits, seen, V, stride, penalty, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr
+):
+    """Of a part of the logits: the largest, its id, and whether one is not finite."""
+    part, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
+    place = part * BLOCK + tl.arange(0, BLOCK)
+    scores = _scores(logits, seen, b, place, V, stride, penalty)
+    broken = (place < V) & ~(tl.abs(scores) < float("inf"))
+    largest = tl.max(scores)
+    out = b * tl.num_programs(0) + part
+    tl.store(values_out + out, largest)
+    tl.store(ids_out + out, tl.min(tl.where(scores == largest, place, V)))
+    tl.store(broken_out + out, tl.max(broken.to(tl.int32)))
+
+
+@triton.jit
+def _draw(
+    values_out,
+    ids_out,
+    largest,
     logits,
     seen,
     seeds,
@@ -309,38 +338,41 @@ def _choose(
     temperature,
     penalty,
     least,
-    GREEDY: tl.constexpr,
     BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
+    """Of a part of the logits: the largest of what is drawn, and its id."""
+    part, b, parts = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(0)
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
+    of = tl.arange(0, PARTS)
+    top = tl.max(tl.load(largest + b * parts + of, mask=of < parts, other=float("-inf")))
+    place = part * BLOCK + tl.arange(0, BLOCK)
+    scores = tl.div_rn(_scores(logits, seen, b, place, V, stride, penalty) - top, temperature)
+    seed, position = tl.load(seeds + b), tl.load(positions + b)
+    key = mixed(position.to(tl.uint32) ^ mixed(seed.to(tl.uint32) ^ mixed((seed >> 32).to(tl.uint32))))
+    bits = mixed(place.to(tl.uint32) * GOLDEN + key) >> SHIFT
+    drawn = tl.where((scores >= least) & (place < V), scores + _gumbel(bits), float("-inf"))
+    best = tl.max(drawn)
+    tl.store(values_out + b * parts + part, best)
+    tl.store(ids_out + b * parts + part, tl.min(tl.where(drawn == best, place, V)))
+
+
+@triton.jit
+def _join(tokens_out, seen, values, ids, broken, V, parts, PARTS: tl.constexpr, OVERLAPS: tl.constexpr):
+    """The largest of all parts; of equals the lowest id."""
     b = tl.program_id(0).to(tl.int64)
     if OVERLAPS:
         gdc_launch_dependents()
         gdc_wait()
-    # The largest of each lane and its id; of equals the lower id, which came first.
-    place = tl.arange(0, BLOCK)
-    best = tl.full([BLOCK], float("-inf"), tl.float32)
-    ids = tl.zeros([BLOCK], tl.int32)
-    broken = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, V, BLOCK):
-        scores = _scores(logits, seen, b, start + place, V, stride, penalty)
-        broken |= ((start + place < V) & ~(tl.abs(scores) < float("inf"))).to(tl.int32)
-        ids = tl.where(scores > best, start + place, ids)
-        best = tl.maximum(best, scores)
-    if not GREEDY:
-        top = tl.max(best)
-        seed, position = tl.load(seeds + b), tl.load(positions + b)
-        high = mixed((seed >> 32).to(tl.uint32))
-        key = mixed(position.to(tl.uint32) ^ mixed(seed.to(tl.uint32) ^ high))
-        best = tl.full([BLOCK], float("-inf"), tl.float32)
-        for start in range(0, V, BLOCK):
-            scores = tl.div_rn(_scores(logits, seen, b, start + place, V, stride, penalty) - top, temperature)
-            bits = mixed((start + place).to(tl.uint32) * GOLDEN + key) >> SHIFT
-            drawn = tl.where(scores >= least, scores + _gumbel(bits), float("-inf"))
-            ids = tl.where(drawn > best, start + place, ids)
-            best = tl.maximum(best, drawn)
-    chosen = tl.min(tl.where(best == tl.max(best), ids, V))
-    finite = tl.max(broken) == 0
+    of = tl.arange(0, PARTS)
+    here = of < parts
+    value = tl.load(values + b * parts + of, mask=here, other=float("-inf"))
+    candidates = tl.load(ids + b * parts + of, mask=here, other=V)
+    chosen = tl.min(tl.where(value == tl.max(value), candidates, V))
+    finite = tl.max(tl.load(broken + b * parts + of, mask=here, other=0)) == 0
     tl.store(tokens_out + b, tl.where(finite, chosen, -1).to(tl.int64))
     if seen is not None:
         tl.store(seen + b * V + tl.where(finite, chosen, 0), 1, mask=finite)

@@ -126,6 +126,7 @@ def choose_tokens(
     top_p: float,
     min_p: float,
     repetition_penalty: float,
+    scratch: Tensor | None = None,
 ) -> None:
     """tokens_out (B) int64 from logits (B, Vp), whose columns from vocab_size on are no tokens; -1 where one of the logits
     is not finite.
