@@ -37,7 +37,7 @@ class SamplingOptions:
         expect(self.top_k >= 0, "top_k", "0 (all tokens) or more")
         expect(0 < self.top_p <= 1, "top_p", "above 0 and at most 1 (all tokens)")
         expect(0 <= self.min_p <= 1, "min_p", "from 0 (all tokens) to 1")
-        expect(0 < self.repetition_penalty < math.inf, "repetition_penalty", "above 0, and 1 for none")
+        expect(0.001 <= self.repetition_penalty <= 1000, "repetition_penalty", "from 0.001 to 1000 (1: none)")
 
 
 @dataclass(eq=False)

@@ -32,7 +32,7 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
             except (ValueError, RecursionError):  # not JSON, not UTF-8, nested beyond measure
                 row, problem = {}, 'expected a JSON object like {"prompt": "Once"}, found something else'
             if problem := problem or what_is_wrong(row):
-                raise DataError(f"{path}, line {number}: {problem}; nothing was written")
+                raise DataError(f"line {number} of {path}: {problem}; nothing was written")
             prompts.append(row)
     if not prompts:
         raise DataError(f'{path}: expected lines like {{"prompt": "Once"}}, found none')

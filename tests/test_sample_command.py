@@ -1,0 +1,231 @@
+"""`handgrad sample`: what it prints, what it answers to a file of prompts, and one line for every mistake."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from handgrad import world
+from handgrad.cli import main
+from handgrad.evaluation import jsonl
+from handgrad.evaluation.generate import Decoder
+from tests.test_commands import SMALL, refused
+
+
+@pytest.fixture(scope="module")
+def run(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A run of four steps on bytes, with a context of 32."""
+    folder = str(tmp_path_factory.mktemp("sampled") / "run")
+    assert main(["train", *SMALL, "--data", str(shards), "--out", folder, "--sample-tokens", "0"]) == 0
+    return folder
+
+
+@pytest.fixture
+def sample(run: str, capsys: pytest.CaptureFixture) -> Callable[..., str]:
+    """What `handgrad sample RUN ...` prints."""
+
+    def printed(*arguments: str) -> str:
+        capsys.readouterr()
+        assert main(["sample", run, "--device", "cpu", *arguments]) == 0, capsys.readouterr().err
+        return capsys.readouterr().out
+
+    return printed
+
+
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n\n" for row in rows))
+    return str(path)
+
+
+def test_samples_are_those_of_their_seeds(sample: Callable[..., str]) -> None:
+    """Three at once, or in two slots, or one by one."""
+    arguments = "--prompt", "the river", "--max-tokens", "50", "--temperature", "1"
+    single = [sample(*arguments, "--seed", str(seed)) for seed in (5, 6, 7)]
+    assert len(set(single)) == 3 and all(text.startswith("the river") and text.endswith("\n") for text in single)
+    expected = "".join(f"--- sample {n + 1}, seed {5 + n}\n{text}" for n, text in enumerate(single))
+    assert sample(*arguments, "--seed", "5", "--samples", "3") == expected
+    assert sample(*arguments, "--seed", "5", "--samples", "3", "--batch", "2") == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "equal"),
+    [
+        (("--temperature", "0"), True),
+        (("--temperature", "0", "--repetition-penalty", "1.5"), False),
+        (("--top-k", "1"), True),
+        (("--top-p", "0.000001"), True),
+        (("--min-p", "1"), True),
+        (("--temperature", "0.000001"), True),
+        (("--temperature", "1"), False),
+    ],
+)
+def test_every_option_reaches_the_choice(sample: Callable[..., str], options: tuple[str, ...], equal: bool) -> None:
+    """Each of them at the end where it is greedy, or is not."""
+    greedy = sample("--max-tokens", "60", "--temperature", "0")
+    assert (sample("--max-tokens", "60", *options) == greedy) is equal
+
+
+def test_where_prompts_come_from(sample: Callable[..., str], run: str, tmp_path: Path) -> None:
+    prompt = "the 東京 river\n over\r\n"
+    expected = sample("--prompt", prompt, "--max-tokens", "9")
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(prompt.encode())
+    assert sample("--prompt-file", str(file), "--max-tokens", "9") == expected
+    command = [
+        sys.executable,
+        "-m",
+        "handgrad",
+        "sample",
+        run,
+        "--prompt-file",
+        "-",
+        "--max-tokens",
+        "9",
+        "--device",
+        "cpu",
+    ]
+    piped = subprocess.run(command, input=prompt.encode(), capture_output=True, env=os.environ | {"PYTHONUTF8": "1"})
+    assert piped.returncode == 0 and piped.stdout.decode() == expected, piped.stderr
+    last = piped.stderr.decode().splitlines()[-1]
+    assert last.startswith("9 tokens in ") and last.endswith(" tokens/s"), "the speed, apart from the text"
+
+
+def test_stop_strings(sample: Callable[..., str]) -> None:
+    whole = sample("--max-tokens", "60", "--temperature", "1").removesuffix("\n")
+    middle = whole[20:23]
+    at = min(whole.index(middle), whole.index(whole[40]))
+    found = sample("--max-tokens", "60", "--temperature", "1", "--stop", middle, "--stop", whole[40])
+    assert found == whole[:at] + "\n"
+
+
+def test_a_file_of_prompts(sample: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """In the order of the input, whoever is done first; the text of each is what it is alone."""
+    rows = [{"prompt": "river " * n, "max_tokens": 40 - 7 * n, "id": f"n{n}", "nested": {"é": [n, None]}} for n in range(5)]
+    rows.append({"prompt": "stone"})
+    source, out = write_lines(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    options = "--temperature", "1", "--max-tokens", "12"
+    assert sample(*options, "--in", source, "--out", str(out), "--batch", "2", "--seed", "8") == ""
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(found) == 6
+    for number, (row, answer) in enumerate(zip(rows, found, strict=True)):
+        assert {key: answer[key] for key in row} == row and answer.keys() - row.keys() == {"text", "stopped", "tokens"}
+        most = row.get("max_tokens", 12)
+        alone = sample(
+            "--temperature", "1", "--prompt", row["prompt"], "--max-tokens", str(most), "--seed", str(8 + number)
+        )
+        assert row["prompt"] + answer["text"] + "\n" == alone
+        assert answer["stopped"] == ("max_tokens" if answer["tokens"] == most else "end_of_text")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
+    letter = found[0]["text"][5]
+    again = tmp_path / "stopped.jsonl"
+    sample(*options, "--in", source, "--out", str(again), "--seed", "8", "--stop", letter)
+    first = json.loads(again.read_text().splitlines()[0])
+    assert first["stopped"] == "stop" and first["text"] == found[0]["text"].split(letter)[0]
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (b"nonsense", "expected a JSON object"),
+        (b"\xff\xfe", "expected a JSON object"),
+        (b"[" * 100_000, "expected a JSON object"),
+        (b'["a"]', "found a list"),
+        (b'{"text": "a"}', '"prompt" must be text, found null'),
+        (b'{"prompt": 3}', '"prompt" must be text, found 3'),
+        (b'{"prompt": "a", "max_tokens": 0}', '"max_tokens" must be a whole number of 1 or more, found 0'),
+        (b'{"prompt": "a", "max_tokens": true}', '"max_tokens" must be'),
+        (b'{"prompt": "a", "stopped": 1}', '"stopped" is a key of the output'),
+    ],
+)
+def test_a_bad_line_is_named(line: bytes, told: str, run: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b'{"prompt": "a"}\n\n' + line + b"\n")
+    message = refused(capsys, 65, "sample", run, "--in", str(source), "--out", str(tmp_path / "out.jsonl"))
+    assert f"line 3 of {source}" in message and told in message and "nothing was written" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_a_batch_that_fails_leaves_nothing(
+    run: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk, a file that came in between, an interrupt in the middle."""
+    source = write_lines(tmp_path / "in.jsonl", [{"prompt": "a", "max_tokens": 3}] * 3)
+    arguments = ["sample", run, "--in", source, "--out", str(tmp_path / "out.jsonl")]
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(jsonl.os, "fsync", full)
+        assert "No space left" in refused(capsys, 74, *arguments)
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+    take = Decoder.take
+
+    def interrupted(self: Decoder, launched: Any) -> Any:
+        yield from take(self, launched)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Decoder, "take", interrupted)
+        assert main(arguments) == 130
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+    def overtaken(self: Decoder, launched: Any) -> Any:
+        (tmp_path / "out.jsonl").write_text("mine")
+        yield from take(self, launched)
+
+    capsys.readouterr()
+    with monkeypatch.context() as broken:
+        broken.setattr(Decoder, "take", overtaken)
+        assert "expected nothing at" in refused(capsys, 64, *arguments)
+    assert "expected nothing at" in refused(capsys, 64, *arguments)
+    assert (tmp_path / "out.jsonl").read_text() == "mine" and len(list(tmp_path.iterdir())) == 2
+
+
+def test_lines_come_out_in_order(tmp_path: Path) -> None:
+    with jsonl.whole_lines(tmp_path / "out") as write:
+        for number in (2, 0, 3, 1):
+            write(number, {"number": number})
+            assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
+    assert [json.loads(line)["number"] for line in (tmp_path / "out").read_text().splitlines()] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        (["--prompt", "a", "--prompt-file", "b"], 64, "one of --prompt, --prompt-file and --in"),
+        (["--in", "a.jsonl"], 64, "--in FILE.jsonl and --out FILE.jsonl go together"),
+        (["--out", "a.jsonl"], 64, "--in FILE.jsonl and --out FILE.jsonl go together"),
+        (["--in", "a.jsonl", "--out", "b.jsonl", "--samples", "2"], 64, "--samples is not for --in"),
+        (["--in", "no-such.jsonl", "--out", "b.jsonl"], 74, "reading no-such.jsonl failed"),
+        (["--in", os.devnull, "--out", "b.jsonl"], 65, "found none"),
+        (["--prompt-file", "no-such.txt"], 74, "reading no-such.txt failed"),
+        (["--prompt-file", sys.executable], 65, "expected UTF-8"),
+        (["--stop", ""], 64, "--stop"),
+        (["--samples", "0"], 64, "--samples must be 1 or more, found 0"),
+        (["--max-tokens", "0"], 64, "--max-tokens must be 1 or more, found 0"),
+        (["--batch", "-1"], 64, "--batch must be 1 or more, found -1"),
+        (["--batch", "x"], 64, "--batch"),
+        (["--top-p", "0"], 64, "--top-p must be above 0 and at most 1"),
+        (["--min-p", "nan"], 64, "--min-p must be from 0"),
+        (["--temperature", "inf"], 64, "--temperature must be 0 (greedy) or at least"),
+        (["--repetition-penalty", "0"], 64, "--repetition-penalty must be"),
+    ],
+)
+def test_mistakes(arguments: list[str], code: int, told: str, run: str, capsys: pytest.CaptureFixture) -> None:
+    capsys.readouterr()
+    assert told in refused(capsys, code, "sample", run, *arguments)
+
+
+def test_a_batch_that_does_not_fit(run: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    capsys.readouterr()
+    monkeypatch.setattr(world, "available_bytes", lambda device: 4 << 20)
+    assert main(["sample", run, "--max-tokens", "1", "--device", "cpu"]) == 0
+    capsys.readouterr()
+    told = refused(capsys, 65, "sample", run, "--samples", "200", "--batch", "200", "--device", "cpu")
+    assert "has 4 MiB free" in told and "--batch of `sample`" in told
