@@ -1,28 +1,30 @@
-"""Texts per second: handgrad's sampling beside `transformers.generate`, in one run, each contender in a process of its own.
+"""Tokens per second of texts: handgrad's sampling beside `transformers.generate`, each contender in a process of its own.
 
 All continue the same random prompts greedily with random weights of the same sizes, in the same precision, to the same
-length; a call's time is everything from the prompts' tokens on the host to the texts' tokens on the host. Each contender
-makes a call that does not count (it loads, compiles and records), then `CALLS` that do, of which the median is taken.
+length; a call's time is everything from the prompts' tokens on the host to the texts' tokens on the host. All contenders
+load, compile and record side by side, in a call that does not count; then one after another makes `CALLS` that do, while
+the others sleep, and the median is taken.
 
     handgrad bench sampling --model d12
 """
 
-import json
+import itertools
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any
 
 import torch
 
-from benchmarks.record import ROOT, write_record
+from benchmarks.contenders import known_names
+from benchmarks.record import write_record
+from benchmarks.turns import Peer, PeerFailed, answers, excuses, memory, say
 from handgrad import presets, world
 from handgrad.arena import Buffer, make_plan
 from handgrad.backend import choose_backend
 from handgrad.config import ModelShape
-from handgrad.errors import UsageError
 from handgrad.evaluation.decode import decode_buffers, decode_tensors
 from handgrad.evaluation.generate import Continuation, Decoder, SamplingOptions
 from handgrad.model.parameters import count_parameters, flat_elements, initialize, model_tensors, parameter_table
@@ -32,7 +34,6 @@ VOCABULARY, CONTEXT = 50257, 1024
 PROMPT_TOKENS, NEW_TOKENS = 32, 256
 CALLS = 3
 CONTENDERS = ("handgrad", "transformers", "transformers-compiled")
-PATIENCE_SECONDS = 400  # for a contender, its compiler included
 
 Call = Callable[[list[list[int]]], list[list[int]]]
 
@@ -81,76 +82,78 @@ def transformers_call(shape: ModelShape, device: torch.device, dtype: torch.dtyp
     return call
 
 
-def measure(name: str, model: str, batch: int, device: torch.device, precision: str) -> dict[str, Any]:
-    """One contender, in this process."""
-    shape, dtype = sizes(model), world.use_precision(device, precision)
-    begun = time.perf_counter()
-    if name == "handgrad":
-        call = handgrad_call(shape, batch, device, dtype)
-    else:
-        call = transformers_call(shape, device, dtype, compiled=name == "transformers-compiled")
-    generator = torch.Generator().manual_seed(0)
-    prompts = torch.randint(shape.vocab_size, (batch, PROMPT_TOKENS), generator=generator).tolist()
-    first = call(prompts)
-    assert [len(text) for text in first] == [NEW_TOKENS] * batch
-    ready_seconds, seconds = time.perf_counter() - begun, []
-    for _ in range(CALLS):
-        begun = time.perf_counter()
-        call(prompts)
-        seconds.append(time.perf_counter() - begun)
-    middle = statistics.median(seconds)
-    return {
-        "contender": name,
-        "model": model,
-        "batch": batch,
-        "tokens_per_second": round(batch * NEW_TOKENS / middle, 1),
-        "milliseconds_per_token": round(middle * 1e3 / NEW_TOKENS, 4),
-        "ready_seconds": round(ready_seconds, 1),
-        "seconds_of_calls": [round(s, 4) for s in seconds],
-        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if device.type == "cuda" else None,
-    }
+def contend(name: str, model: str, batch: int, device: torch.device, precision: str) -> None:
+    """One contender, in this process: says when it is ready, then answers each line with its calls' times."""
+    pipe = answers()
+    with excuses(pipe):
+        shape, dtype = sizes(model), world.use_precision(device, precision)
+        if name == "handgrad":
+            call = handgrad_call(shape, batch, device, dtype)
+        else:
+            call = transformers_call(shape, device, dtype, compiled=name == "transformers-compiled")
+        generator = torch.Generator().manual_seed(0)
+        prompts = torch.randint(shape.vocab_size, (batch, PROMPT_TOKENS), generator=generator).tolist()
+        assert [len(text) for text in call(prompts)] == [NEW_TOKENS] * batch
+        say(pipe, {"ready": True})
+        for _ in sys.stdin:
+            seconds = []
+            for _ in range(CALLS):
+                begun = time.perf_counter()
+                call(prompts)
+                seconds.append(time.perf_counter() - begun)
+            say(pipe, {"seconds_of_calls": [round(s, 4) for s in seconds], **memory(device)})
 
 
-def compare(model: str, batches: list[int], names: list[str], device: torch.device, precision: str, out: str) -> None:
+def compare(model: str, batches: list[int], chosen: str, device: torch.device, precision: str, out: str) -> None:
     """Prints the table, and writes it to `out`."""
-    unknown = sorted(set(names) - set(CONTENDERS))
-    if unknown:
-        raise UsageError(f"unknown contender {unknown[0]!r}; there are {', '.join(CONTENDERS)}")
+    names = known_names(chosen, list(CONTENDERS))
     bandwidth = copy_bandwidth(device)
     weight_bytes = count_parameters(parameter_table(sizes(model))) * world.DTYPES[precision].itemsize
     limit = bandwidth / weight_bytes
     print(f"{model}, {precision}: {PROMPT_TOKENS} tokens in, {NEW_TOKENS} out, greedy; {world.describe(device)}")
     print(f"reading the weights at the {bandwidth / 1e12:.2f} TB/s of a copy: {limit:.0f} tokens/s a sequence at most")
-    print(f"{'':<24}{'batch':>6}{'tokens/s':>12}{'ms/token':>10}{'of limit':>10}{'ready after, s':>16}{'handgrad is':>13}")
-    rows = []
-    for batch in batches:
-        ours = None
-        for name in names:
-            command = [sys.executable, "-m", "benchmarks.sampling", name, model, str(batch), device.type, precision]
-            try:
-                process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
-            except subprocess.TimeoutExpired:
-                print(f"{name:<24}{batch:>6}  not ready after {PATIENCE_SECONDS} s")
-                continue
-            if process.returncode:
-                print(f"{name:<24}{batch:>6}  failed: {(process.stderr.strip().splitlines() or ['no word'])[-1]:.200}")
-                continue
-            row = json.loads(process.stdout.splitlines()[-1])
-            ours = row["tokens_per_second"] if name == "handgrad" else ours
-            row["of_limit"] = round(row["tokens_per_second"] / batch / limit, 4)
-            row["handgrad_is"] = round(ours / row["tokens_per_second"], 2) if ours else None
-            rows.append(row)
-            times = f"{row['handgrad_is']:.2f}x" if row["handgrad_is"] else ""
-            numbers = f"{row['tokens_per_second']:>12.0f}{row['milliseconds_per_token']:>10.3f}{row['of_limit']:>10.1%}"
-            print(f"{name:<24}{batch:>6}{numbers}{row['ready_seconds']:>16.1f}{times:>13}", flush=True)
+    peers = {}
+    for batch, name in itertools.product(batches, names):
+        arguments = name, model, str(batch), device.type, precision
+        peers[batch, name] = Peer(name, [sys.executable, "-m", "benchmarks.sampling", *arguments])
+    print(f"{'':<24}{'batch':>6}{'tokens/s':>12}{'ms/token':>10}{'of limit':>10}{'GB':>8}{'handgrad is':>13}")
+    rows: list[dict[str, Any]] = []
+    try:
+        ready = {key: is_ready(peer) for key, peer in peers.items()}
+        for (batch, name), peer in peers.items():
+            if ready[batch, name]:
+                answer = peer.ask("go")
+                seconds = statistics.median(answer["seconds_of_calls"])
+                row = {"contender": name, "batch": batch, "tokens_per_second": round(batch * NEW_TOKENS / seconds, 1)}
+                row |= {"milliseconds_per_token": round(seconds * 1e3 / NEW_TOKENS, 4), **answer}
+                rows.append(row | {"of_limit": round(row["tokens_per_second"] / batch / limit, 4)})
+                print(line_of(rows[-1], rows), flush=True)
+    finally:
+        for peer in peers.values():
+            peer.close()
     if out:
-        import transformers
-
-        settings = {"prompt_tokens": PROMPT_TOKENS, "new_tokens": NEW_TOKENS, "precision": precision}
+        settings = {"model": model, "prompt_tokens": PROMPT_TOKENS, "new_tokens": NEW_TOKENS, "precision": precision}
         figures = {"copy_bytes_per_second": round(bandwidth), "weight_bytes": weight_bytes, "rows": rows}
-        write_record(out, device, transformers=transformers.__version__, **settings, **figures)
+        write_record(out, device, transformers=version("transformers"), **settings, **figures)
+
+
+def is_ready(peer: Peer) -> bool:
+    try:
+        peer.answer()
+    except PeerFailed as failure:
+        print(f"{peer.name:<24}  takes no part: {failure}")
+        return False
+    return True
+
+
+def line_of(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    ours = next((r for r in rows if r["contender"] == "handgrad" and r["batch"] == row["batch"]), None)
+    times = f"{ours['tokens_per_second'] / row['tokens_per_second']:.2f}x" if ours else ""
+    reserved = f"{row['reserved_bytes'] / 1e9:.1f}" if row["reserved_bytes"] else ""
+    numbers = f"{row['tokens_per_second']:>12.0f}{row['milliseconds_per_token']:>10.3f}{row['of_limit']:>10.1%}"
+    return f"{row['contender']:<24}{row['batch']:>6}{numbers}{reserved:>8}{times:>13}"
 
 
 if __name__ == "__main__":
     contender, of_model, of_batch, on, in_precision = sys.argv[1:]
-    print(json.dumps(measure(contender, of_model, int(of_batch), world.resolve_device(on), in_precision)))
+    contend(contender, of_model, int(of_batch), world.resolve_device(on), in_precision)

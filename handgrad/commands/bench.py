@@ -138,11 +138,11 @@ def bench_fp8(parsed: Namespace, device: str) -> None:
 def bench_sampling(parsed: Namespace, device: str) -> None:
     sampling = module("sampling")
     batches = [parsed.micro_batch] if parsed.micro_batch else [1, 64]
-    names = parsed.contenders.split(",") if parsed.contenders else list(sampling.CONTENDERS)
+    chosen = parsed.contenders or ",".join(sampling.CONTENDERS)
     precision = parsed.precision or ("bf16" if device == "cuda" else "fp32")
     if precision == "fp8":
         raise UsageError("texts are written in fp32, tf32, bf16 or fp16; fp8 is for training")
-    sampling.compare(parsed.model, batches, names, world.resolve_device(device), precision, parsed.out)
+    sampling.compare(parsed.model, batches, chosen, world.resolve_device(device), precision, parsed.out)
 
 
 # What each takes beside --device, --model and --out.

@@ -33,8 +33,13 @@ ELEMENTS_PER_WARP = 2048
 LONGEST_ROW = 1 << 15  # of a tile of one row
 FEWEST_PROGRAMS = 264  # two on each of 132 multiprocessors, while a program still has rows to give
 
-KEY_ELEMENTS = 16384  # of an attention tile: 256 keys of 64 channels at once
-ATTENTION_WARPS = 8
+# Of the weight that the next product will read, so much is asked for while this one is at work: the memory is then never
+# idle, and the next product finds its weight in the L2 cache (50 MB on an H200).
+AHEAD_BYTES = 24 << 20
+
+# (numbers, warps) of an attention tile: 256 keys of 64 channels at once where there are few programs, which then have a
+# multiprocessor each; less where many share one.
+FEW_ATTENTIONS, MANY_ATTENTIONS = (16384, 8), (4096, 4)
 CHOICES = 1024  # logits of a program
 
 GOLDEN = tl.constexpr(0x9E3779B1)
@@ -87,11 +92,12 @@ def layernorm_linear_forward(
     bias: Tensor | None,
     *,
     scratch: Tensor,
+    ahead: Tensor | None = None,
 ) -> None:
     """out (B, O) = LN(x) weight (O, C)^T + bias (O), x (B, C). `ln` (B, C), `mean` and `rstd` (B) are workspace: what they
     hold afterwards means nothing."""
     if takes(x, weight):
-        row_product(out, x, plain(weight), bias, norm=(ln_weight, ln_bias))
+        row_product(out, x, plain(weight), bias, norm=(ln_weight, ln_bias), ahead=ahead)
         return
     layernorm_forward(ln, mean, rstd, x, ln_weight, ln_bias)
     linear_forward(out, ln, weight, bias, scratch=scratch)
@@ -110,22 +116,30 @@ def layernorm_linear_gelu_forward(
     bias: Tensor,
     *,
     scratch: Tensor,
+    ahead: Tensor | None = None,
 ) -> None:
     """out (B, F) = GELU(LN(x) weight (F, C)^T + bias (F)), x (B, C). `fc` (B, F), `ln` (B, C), `mean` and `rstd` (B) are
     workspace."""
     if takes(x, weight):
-        row_product(out, x, plain(weight), bias, norm=(ln_weight, ln_bias), with_gelu=True)
+        row_product(out, x, plain(weight), bias, norm=(ln_weight, ln_bias), with_gelu=True, ahead=ahead)
         return
     layernorm_forward(ln, mean, rstd, x, ln_weight, ln_bias)
     linear_gelu_forward(out, fc, ln, weight, bias, scratch=scratch)
 
 
 def linear_residual_forward(
-    out: Tensor, residual: Tensor, inp: Form, weight: Form, bias: Tensor, *, scratch: Tensor
+    out: Tensor,
+    residual: Tensor,
+    inp: Form,
+    weight: Form,
+    bias: Tensor,
+    *,
+    scratch: Tensor,
+    ahead: Tensor | None = None,
 ) -> None:
     """out (N, C) = residual (N, C) + inp (N, I) weight (C, I)^T + bias (C), summed in float32 and rounded once."""
     if takes(inp, weight):
-        row_product(out, plain(inp), plain(weight), bias, residual=residual)
+        row_product(out, plain(inp), plain(weight), bias, residual=residual, ahead=ahead)
     else:
         residual_product(out, residual, inp, weight, bias, scratch=scratch)
 
@@ -139,13 +153,24 @@ def row_product(
     norm: tuple[Tensor, Tensor] | None = None,
     residual: Tensor | None = None,
     with_gelu: bool = False,
+    ahead: Tensor | None = None,
 ) -> None:
-    """out (1, O) = f(LN(x)) weight (O, K)^T + bias (O) + residual (1, O), of one row x (1, K)."""
+    """out (1, O) = f(LN(x) weight (O, K)^T + bias (O) + residual (1, O)), of one row x (1, K); f is the GELU or nothing."""
     O, K = weight.shape
     rows, block, warps = product_tile(O, K)
     ln_weight, ln_bias = norm or (None, None)
     tensors = out, x, ln_weight, ln_bias, weight, bias, residual
-    _row_product[(triton.cdiv(O, rows),)](*tensors, O, K, rows, block, LAYERNORM_EPSILON, with_gelu, **launched(out, warps))
+    programs, chunk = triton.cdiv(O, rows), 0
+    if ahead is not None and overlaps(out.device):
+        ahead_bytes = min(AHEAD_BYTES, ahead.numel() * ahead.element_size())
+        chunk = 16 * triton.cdiv(ahead_bytes, 16 * programs * 32 * warps)
+        ahead, ahead_bytes = ahead.view(torch.uint8), ahead_bytes // 16 * 16
+    else:
+        ahead, ahead_bytes = None, 0
+    sizes = O, K, ahead_bytes, chunk
+    _row_product[(programs,)](
+        *tensors, ahead, *sizes, rows, block, 32 * warps, LAYERNORM_EPSILON, with_gelu, **launched(out, warps)
+    )
 
 
 def attention_decode(
@@ -157,9 +182,9 @@ def attention_decode(
     tensors = out, keys_inout, values_inout, qkv, positions
     scale, block = 1 / (math.sqrt(D) * math.log(2)), triton.next_power_of_2(D)
     # Not before the kernel before it has ended: its few programs would all be put where the first place becomes free.
-    _attention[(H, B)](
-        *tensors, H, maxT, D, scale, max(16, KEY_ELEMENTS // block), block, OVERLAPS=overlaps(out.device), num_warps=8
-    )
+    elements, warps = FEW_ATTENTIONS if B * H < FEWEST_PROGRAMS else MANY_ATTENTIONS
+    tile = max(16, elements // block), block
+    _attention[(H, B)](*tensors, H, maxT, D, scale, *tile, overlaps(out.device), num_warps=warps)
 
 
 def choose_tokens(
@@ -223,10 +248,14 @@ def _row_product(
     weight,
     bias,
     residual,
+    ahead,
     O,
     K,
+    ahead_bytes,
+    chunk,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    THREADS: tl.constexpr,
     EPSILON: tl.constexpr,
     GELU: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -243,6 +272,9 @@ def _row_product(
     added = tl.zeros([ROWS], tl.float32)
     if bias is not None:
         added += tl.load(bias + row, mask=here, other=0.0).to(tl.float32)
+    if ahead is not None:
+        start = (tl.program_id(0).to(tl.int64) * THREADS + tl.arange(0, THREADS)) * chunk
+        prefetch(ahead + start, tl.minimum(ahead_bytes - start, chunk).to(tl.int32))
     if OVERLAPS:
         gdc_launch_dependents()
         gdc_wait()
@@ -257,6 +289,19 @@ def _row_product(
     if GELU:
         y = gelu(y)
     tl.store(out + row, y.to(out.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def prefetch(pointers, sizes):
+    """Asks for bytes (multiples of 16) to be brought into the L2 cache, each thread for its own, if there are any."""
+    tl.inline_asm_elementwise(
+        "{.reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;}",
+        "=r,l,r",
+        [pointers, sizes],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit

@@ -39,6 +39,7 @@ def layernorm_linear_forward(
     bias: Tensor | None,
     *,
     scratch: Tensor | None = None,
+    ahead: Tensor | None = None,
 ) -> None:
     """out (B, O) = LN(x) weight (O, C)^T + bias (O), x (B, C). `ln` (B, C), `mean` and `rstd` (B) are workspace: what they
     hold afterwards means nothing."""
@@ -59,6 +60,7 @@ def layernorm_linear_gelu_forward(
     bias: Tensor,
     *,
     scratch: Tensor | None = None,
+    ahead: Tensor | None = None,
 ) -> None:
     """out (B, F) = GELU(LN(x) weight (F, C)^T + bias (F)), x (B, C). `fc` (B, F), `ln` (B, C), `mean` and `rstd` (B) are
     workspace."""
