@@ -36,13 +36,15 @@ FEWEST_PROGRAMS = 264  # two on each of 132 multiprocessors, while a program sti
 # Of the weight that the next product will read, so much is asked for while this one is at work: the memory is then never
 # idle, and the next product finds its weight in the L2 cache (50 MB on an H200).
 AHEAD_BYTES = 24 << 20
+AHEAD_PARTS = 1  # by which a program asks
 
 # (numbers, warps) of an attention tile: 256 keys of 64 channels at once where there are few programs, which then have a
 # multiprocessor each; less where many share one.
-FEW_ATTENTIONS, MANY_ATTENTIONS = (16384, 8), (4096, 4)
+FEW_ATTENTIONS, MANY_ATTENTIONS = (16384, 8), (4096, 2)
 CHOICES = 1024  # logits of a program
 
 GOLDEN = tl.constexpr(0x9E3779B1)
+NOTHING = tl.constexpr(-1e30)  # a score below all scores
 SHIFT, UNIT = tl.constexpr(32 - DRAW_BITS), tl.constexpr(2.0**-DRAW_BITS)
 
 
@@ -97,7 +99,7 @@ def layernorm_linear_forward(
     """out (B, O) = LN(x) weight (O, C)^T + bias (O), x (B, C). `ln` (B, C), `mean` and `rstd` (B) are workspace: what they
     hold afterwards means nothing."""
     if takes(x, weight):
-        row_product(out, x, plain(weight), bias, norm=(ln_weight, ln_bias), ahead=ahead)
+        row_product(out, x, plain(weight), bias, norm=(ln_weight, ln_bias), ahead=ahead, late=True)
         return
     layernorm_forward(ln, mean, rstd, x, ln_weight, ln_bias)
     linear_forward(out, ln, weight, bias, scratch=scratch)
@@ -154,6 +156,7 @@ def row_product(
     residual: Tensor | None = None,
     with_gelu: bool = False,
     ahead: Tensor | None = None,
+    late: bool = False,
 ) -> None:
     """out (1, O) = f(LN(x) weight (O, K)^T + bias (O) + residual (1, O)), of one row x (1, K); f is the GELU or nothing."""
     O, K = weight.shape
@@ -163,13 +166,23 @@ def row_product(
     programs, chunk = triton.cdiv(O, rows), 0
     if ahead is not None and overlaps(out.device):
         ahead_bytes = min(AHEAD_BYTES, ahead.numel() * ahead.element_size())
-        chunk = 16 * triton.cdiv(ahead_bytes, 16 * programs * 32 * warps)
+        chunk = 16 * triton.cdiv(ahead_bytes, 16 * programs * AHEAD_PARTS)
         ahead, ahead_bytes = ahead.view(torch.uint8), ahead_bytes // 16 * 16
     else:
         ahead, ahead_bytes = None, 0
     sizes = O, K, ahead_bytes, chunk
     _row_product[(programs,)](
-        *tensors, ahead, *sizes, rows, block, 32 * warps, LAYERNORM_EPSILON, with_gelu, **launched(out, warps)
+        *tensors,
+        ahead,
+        *sizes,
+        rows,
+        block,
+        32 * warps,
+        AHEAD_PARTS,
+        late,
+        LAYERNORM_EPSILON,
+        with_gelu,
+        **launched(out, warps),
     )
 
 
@@ -181,10 +194,9 @@ def attention_decode(
     B, H, maxT, D = keys_inout.shape
     tensors = out, keys_inout, values_inout, qkv, positions
     scale, block = 1 / (math.sqrt(D) * math.log(2)), triton.next_power_of_2(D)
-    # Not before the kernel before it has ended: its few programs would all be put where the first place becomes free.
     elements, warps = FEW_ATTENTIONS if B * H < FEWEST_PROGRAMS else MANY_ATTENTIONS
     tile = max(16, elements // block), block
-    _attention[(H, B)](*tensors, H, maxT, D, scale, *tile, overlaps(out.device), num_warps=warps)
+    _attention[(H, B)](*tensors, H, maxT, D, scale, *tile, **launched(out, warps))
 
 
 def choose_tokens(
@@ -256,6 +268,8 @@ def _row_product(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     THREADS: tl.constexpr,
+    PARTS: tl.constexpr,
+    LATE: tl.constexpr,
     EPSILON: tl.constexpr,
     GELU: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -273,22 +287,33 @@ def _row_product(
     if bias is not None:
         added += tl.load(bias + row, mask=here, other=0.0).to(tl.float32)
     if ahead is not None:
-        start = (tl.program_id(0).to(tl.int64) * THREADS + tl.arange(0, THREADS)) * chunk
-        prefetch(ahead + start, tl.minimum(ahead_bytes - start, chunk).to(tl.int32))
+        part = tl.arange(0, THREADS)
+        start = (tl.program_id(0).to(tl.int64) * PARTS + part) * chunk
+        prefetch(ahead + start, tl.where(part < PARTS, tl.minimum(ahead_bytes - start, chunk), 0).to(tl.int32))
     if OVERLAPS:
-        gdc_launch_dependents()
+        if not LATE:
+            gdc_launch_dependents()
         gdc_wait()
     v = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
     if ln_weight is not None:
-        centred = tl.where(inside, v - tl.sum(v) / K, 0.0)
-        rstd = tl.rsqrt(tl.sum(centred * centred) / K + EPSILON)
-        v = (centred * rstd * scale + shift).to(x.dtype.element_ty).to(tl.float32)
+        # Both sums in one exchange between the warps.
+        total, squares = tl.reduce((v, v * v), 0, _add_pairs)
+        mean = total / K
+        rstd = tl.rsqrt(tl.maximum(squares / K - mean * mean, 0.0) + EPSILON)
+        v = ((v - mean) * rstd * scale + shift).to(x.dtype.element_ty).to(tl.float32)
     y = tl.sum(w.to(tl.float32) * v[None, :], 1) + added
     if residual is not None:
         y += tl.load(residual + row, mask=here, other=0.0).to(tl.float32)
     if GELU:
         y = gelu(y)
     tl.store(out + row, y.to(out.dtype.element_ty), mask=here)
+    if OVERLAPS and LATE:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def _add_pairs(a, b, c, d):
+    return a + c, b + d
 
 
 @triton.jit
@@ -309,31 +334,35 @@ def _attention(
     out, keys, values, qkv, positions, H, maxT, D, SCALE, KEYS: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr
 ):
     h, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    channel = tl.arange(0, BLOCK)
+    channel, n = tl.arange(0, BLOCK), tl.arange(0, KEYS)
     inside = channel < D
+    # What was there before this step needs no waiting.
+    position = tl.load(positions + b).to(tl.int32)
+    cache = (b * H + h) * maxT * D
+    place = cache + n.to(tl.int64)[:, None] * D + channel[None, :]
+    mask = (n < position)[:, None] & inside[None, :]
+    key = tl.load(keys + place, mask=mask, other=0.0)
+    value = tl.load(values + place, mask=mask, other=0.0)
     if OVERLAPS:
         gdc_launch_dependents()
-    position = tl.load(positions + b).to(tl.int32)
+        gdc_wait()
     mine = qkv + b * 3 * H * D + h * D + channel
     q = tl.load(mine, mask=inside, other=0.0).to(tl.float32) * SCALE
     k = tl.load(mine + H * D, mask=inside, other=0.0)
     v = tl.load(mine + 2 * H * D, mask=inside, other=0.0)
-    cache = (b * H + h) * maxT * D
     tl.store(keys + cache + position.to(tl.int64) * D + channel, k, mask=inside)
     tl.store(values + cache + position.to(tl.int64) * D + channel, v, mask=inside)
     # Every row of the tile keeps a softmax of its own over the keys it meets: nothing in the loop waits for another warp.
     # A row that meets none stays at a maximum far below all scores, and at a sum of 0.
-    largest = tl.full([KEYS], -1e30, tl.float32)
-    total = tl.zeros([KEYS], tl.float32)
-    y = tl.zeros([KEYS, BLOCK], tl.float32)
-    for start in range(0, position, KEYS):
-        n = start + tl.arange(0, KEYS)
-        earlier = n < position
-        place = cache + n.to(tl.int64)[:, None] * D + channel[None, :]
+    largest = tl.where(n < position, tl.sum(key.to(tl.float32) * q[None, :], 1), NOTHING)
+    total = tl.where(n < position, 1.0, 0.0)
+    y = total[:, None] * value.to(tl.float32)
+    for start in range(KEYS, position, KEYS):
+        earlier = start + n < position
         mask = earlier[:, None] & inside[None, :]
-        key = tl.load(keys + place, mask=mask, other=0.0)
-        value = tl.load(values + place, mask=mask, other=0.0)
-        scores = tl.where(earlier, tl.sum(key.to(tl.float32) * q[None, :], 1), -1e30)
+        key = tl.load(keys + place + start * D, mask=mask, other=0.0)
+        value = tl.load(values + place + start * D, mask=mask, other=0.0)
+        scores = tl.where(earlier, tl.sum(key.to(tl.float32) * q[None, :], 1), NOTHING)
         above = tl.maximum(largest, scores)
         weights = tl.where(earlier, tl.exp2(scores - above), 0.0)
         before = tl.exp2(largest - above)
