@@ -20,6 +20,7 @@ WHATS = {
     "loss": "the same training run by handgrad and by the twin: how far their losses lie apart",
     "ladder": "from plain PyTorch to handgrad's kernels, one improvement a row",
     "kernels": "single operations beside torch's",
+    "sampling": "texts of a model with random weights, beside transformers.generate, one and 64 at a time",
     "fp8": "kernels and products of fp8 beside bf16: times, bytes, errors",
 }
 
@@ -134,6 +135,16 @@ def bench_fp8(parsed: Namespace, device: str) -> None:
     module("gpu_fp8").compare(parsed.out)
 
 
+def bench_sampling(parsed: Namespace, device: str) -> None:
+    sampling = module("sampling")
+    batches = [parsed.micro_batch] if parsed.micro_batch else [1, 64]
+    chosen = parsed.contenders or ",".join(sampling.CONTENDERS)
+    precision = parsed.precision or ("bf16" if device == "cuda" else "fp32")
+    if precision == "fp8":
+        raise UsageError("texts are written in fp32, tf32, bf16 or fp16; fp8 is for training")
+    sampling.compare(parsed.model, batches, chosen, world.resolve_device(device), precision, parsed.out)
+
+
 # What each takes beside --device, --model and --out.
 BATCH = "micro_batch sequence_length micro_steps data"
 BENCHMARKS: dict[str, tuple[Callable[[Namespace, str], None], str]] = {
@@ -142,5 +153,6 @@ BENCHMARKS: dict[str, tuple[Callable[[Namespace, str], None], str]] = {
     "loss": (bench_loss, f"{BATCH} recompute contenders steps learning_rate"),
     "ladder": (bench_ladder, f"{BATCH} precision recompute seconds"),
     "kernels": (bench_kernels, ""),
+    "sampling": (bench_sampling, "micro_batch precision contenders"),
     "fp8": (bench_fp8, ""),
 }

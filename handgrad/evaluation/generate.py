@@ -113,6 +113,7 @@ class Decoder:
             top_p=o.top_p,
             min_p=o.min_p,
             repetition_penalty=o.repetition_penalty,
+            scratch=buf.scratch,
         )
         torch.clamp(buf.chosen, min=0, out=buf.tokens)  # -1 is no token; the host ends the text when it sees it
         buf.positions.add_(buf.active)

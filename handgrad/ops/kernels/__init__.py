@@ -15,6 +15,14 @@ from handgrad.ops.kernels.classifier import classifier_forward, classifier_forwa
 from handgrad.ops.kernels.column_sums import bias_backward
 from handgrad.ops.kernels.compile_ahead import compile_ahead
 from handgrad.ops.kernels.cublaslt import WORKSPACE_BYTES, tuned_keep_bf16
+from handgrad.ops.kernels.decode import (
+    attention_decode,
+    choose_tokens,
+    embedding_decode,
+    layernorm_linear_forward,
+    layernorm_linear_gelu_forward,
+    linear_residual_forward,
+)
 from handgrad.ops.kernels.embedding import embedding_backward, embedding_forward
 from handgrad.ops.kernels.fp8 import fold_statistics, quantize, update_scaling
 from handgrad.ops.kernels.gelu import gelu_backward, gelu_forward
@@ -24,21 +32,12 @@ from handgrad.ops.kernels.linear import (
     linear_backward,
     linear_forward,
     linear_gelu_forward,
-    linear_residual_forward,
 )
 from handgrad.ops.kernels.optimizer import adamw_update, loss_sum, squared_norms, verdict
 from handgrad.ops.kernels.reduction import checksum, tree_sum
 from handgrad.ops.kernels.scratch import scratch_bytes as memory_scratch_bytes
 from handgrad.ops.kernels.scratch import statistics_parts
-from handgrad.ops.reference import residual_forward  # plain torch: a sum
-from handgrad.ops.reference.decode import (  # plain torch, which runs and can be recorded on a GPU as well
-    attention_decode,
-    choose_tokens,
-    embedding_decode,
-    layernorm_linear_forward,
-    layernorm_linear_gelu_forward,
-    store_keys_values,
-)
+from handgrad.ops.reference import residual_forward, store_keys_values  # plain torch: a sum, copies
 
 WIDEST_HEAD = 128
 CAPTURABLE = True  # every operation of a step can be recorded in a CUDA graph

@@ -38,6 +38,7 @@ def layernorm_linear_forward(
     bias: Tensor | None,
     *,
     scratch: Tensor | None = None,
+    ahead: Tensor | None = None,
 ) -> None:
     """out (B, O) = LN(x) weight (O, C)^T + bias (O), x (B, C). `ln` (B, C), `mean` and `rstd` (B) are workspace: what they
     hold afterwards means nothing."""
@@ -58,6 +59,7 @@ def layernorm_linear_gelu_forward(
     bias: Tensor,
     *,
     scratch: Tensor | None = None,
+    ahead: Tensor | None = None,
 ) -> None:
     """out (B, F) = GELU(LN(x) weight (F, C)^T + bias (F)), x (B, C). `fc` (B, F), `ln` (B, C), `mean` and `rstd` (B) are
     workspace."""
@@ -125,6 +127,7 @@ def choose_tokens(
     top_p: float,
     min_p: float,
     repetition_penalty: float,
+    scratch: Tensor | None = None,
 ) -> None:
     """tokens_out (B) int64 from logits (B, Vp), whose columns from vocab_size on are no tokens; -1 where one of the logits
     is not finite.

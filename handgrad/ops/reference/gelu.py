@@ -83,8 +83,16 @@ def residual_forward(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def linear_residual_forward(
-    out: Tensor, residual: Tensor, inp: Form, weight: Form, bias: Tensor, *, scratch: Tensor | None = None
+    out: Tensor,
+    residual: Tensor,
+    inp: Form,
+    weight: Form,
+    bias: Tensor,
+    *,
+    scratch: Tensor | None = None,
+    ahead: Tensor | None = None,
 ) -> None:
-    """out (N, C) = residual (N, C) + inp (N, I) weight (C, I)^T + bias (C). `out` is not `residual`."""
+    """out (N, C) = residual (N, C) + inp (N, I) weight (C, I)^T + bias (C). `out` is not `residual`. `ahead`: the weight
+    that will be read next, for who can use the hint."""
     linear_forward(out, inp, weight, bias)
     residual_forward(out, residual, out)

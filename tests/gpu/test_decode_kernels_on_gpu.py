@@ -1,0 +1,114 @@
+"""The kernels of generation compiled for this machine's GPU, and a whole step of them as a CUDA graph."""
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+
+from handgrad.arena import Buffer, make_plan
+from handgrad.backend import choose_backend
+from handgrad.config import ModelShape
+from handgrad.evaluation.decode import DecodeTensors, decode_buffers, decode_step, decode_tensors, prefill
+from handgrad.evaluation.generate import Continuation, Decoder, SamplingOptions
+from handgrad.model.parameters import ModelTensors, flat_elements, initialize, model_tensors, parameter_table
+from tests.kernels import decode_checks as checks
+from tests.kernels.decode_checks import check
+from tests.kernels.memory_checks import Draw
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(params=DTYPES, ids=["fp32", "bf16", "fp16"])
+def draw(request: pytest.FixtureRequest) -> Draw:
+    return Draw(request.param, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("C", "O"), [(24, 7), (100, 33), (768, 2304), (768, 50304), (1600, 4800), (1600, 1600), (6400, 1600), (3072, 768)]
+)
+def test_row_products(draw: Draw, C: int, O: int) -> None:
+    check(checks.row_products(draw, C, O), terms=4)
+
+
+@pytest.mark.parametrize(
+    ("B", "H", "maxT", "D", "positions"),
+    [
+        (1, 2, 8, 16, [0]),
+        (3, 1, 200, 24, [0, 64, 199]),
+        (2, 12, 1024, 64, [1023, 500]),
+        (1, 25, 1024, 64, [700]),
+        (2, 3, 300, 128, [128, 299]),
+    ],
+)
+def test_attention(draw: Draw, B: int, H: int, maxT: int, D: int, positions: list[int]) -> None:
+    check(checks.attention(draw, B, H, maxT, D, positions))
+
+
+@pytest.mark.parametrize(("B", "C"), [(1, 24), (64, 768), (2, 1600)])
+def test_embedding(draw: Draw, B: int, C: int) -> None:
+    checks.embedding(draw, B, C)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.0},
+        {"temperature": 0.0, "repetition_penalty": 1.7},
+        {},
+        {"temperature": 0.7, "min_p": 0.05},
+        {"temperature": 1.3, "repetition_penalty": 1.2},
+        {"top_k": 5, "top_p": 0.9},
+    ],
+    ids=str,
+)
+def test_choices(draw: Draw, options: dict[str, float]) -> None:
+    checks.choices(draw, 50257, 50304, **options)
+
+
+def model(ops: object, dtype: torch.dtype, batch: int) -> tuple[ModelShape, ModelTensors, DecodeTensors]:
+    shape = ModelShape(50257, 256, 3, 5, 320)
+    table = parameter_table(shape)
+    rows = [Buffer("parameters", (flat_elements(table),), dtype, "parameters"), *decode_buffers(shape, batch, dtype, ops)]
+    views = make_plan(rows).allocate(torch.device("cuda"))
+    initialize(table, 0, lambda row, values: row.stored(views["parameters"]).copy_(values * (8 if row.std else 1)))
+    return shape, model_tensors(views["parameters"], table), decode_tensors(views)
+
+
+@pytest.mark.parametrize("batch", [1, 5])
+def test_a_step_is_the_references(batch: int) -> None:
+    """bf16 logits after a prefill, against float64's: no further off than twice the reference's."""
+    prompts = [list(range(3, 40 + 7 * b)) for b in range(batch)]
+    found = []
+    for ops, dtype in (("kernels", torch.bfloat16), ("reference", torch.bfloat16), ("reference", torch.float64)):
+        backend = choose_backend(ops, torch.device("cuda"))
+        shape, weights, buf = model(backend, dtype, batch)
+        prefill(backend, weights, buf, [prompt[:-1] for prompt in prompts], list(range(batch)))
+        buf.tokens.copy_(torch.tensor([prompt[-1] for prompt in prompts]))
+        buf.positions.copy_(torch.tensor([len(prompt) - 1 for prompt in prompts]))
+        decode_step(backend, weights, buf)
+        found.append(buf.logits[:, : shape.vocab_size].double())
+    error, own = ((logits - found[2]).norm().item() for logits in found[:2])
+    assert torch.isfinite(found[0]).all() and error <= 2 * own, f"{error:.3g}, reference {own:.3g}"
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0.0}, {"temperature": 0.9}, {"temperature": 0.9, "top_k": 20}], ids=str
+)
+def test_replayed_steps_write_the_same_text(batch: int, options: dict[str, float]) -> None:
+    """As launches one by one, twice, over a full context: 400 tokens in 256."""
+    backend = choose_backend("kernels", torch.device("cuda"))
+    shape, weights, buf = model(backend, torch.bfloat16, batch)
+    texts = []
+    for replay in (True, True, False):
+        chosen = SamplingOptions(**options)
+        decoder = Decoder(backend, weights, buf, chosen, vocab_size=shape.vocab_size, end_of_text=None)
+        if not replay:
+            decoder.step = decoder.launch_step
+        written = [Continuation([5, 6, 7 + b], 400, b) for b in range(batch)]
+        for _ in decoder.generate(written):
+            pass
+        texts.append([text.tokens for text in written])
+    assert texts[0] == texts[1] == texts[2] and all(len(text) == 400 for text in texts[0])
+    assert len(set(texts[0][0])) > 20, "no text to speak of"

@@ -1,0 +1,105 @@
+"""Checks of the kernels of generation, for the interpreter on a CPU and for a GPU alike: the rules are those of
+`memory_checks`."""
+
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from handgrad.ops import reference
+from handgrad.ops.kernels import decode
+from tests.kernels.memory_checks import Case, Draw, Tensors, close, copy, nan, statistics_dtype
+
+kernels = SimpleNamespace(**{name: function for name, function in vars(decode).items() if name in reference.__all__})
+
+PLAIN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+def check(case: Case, *, terms: int = 1) -> None:
+    inputs, run = case
+    found = run(kernels, copy(inputs))
+    own = run(reference, copy(inputs))
+    exact = run(reference, copy(inputs, torch.float64))
+    for name, result in found.items():
+        close(name, result, own[name], exact[name], terms=terms)
+
+
+def workspace(x: Tensor, F: int = 0) -> list[Tensor]:
+    """fc if there is one, ln, mean, rstd."""
+    B, C = x.shape
+    statistics = [nan(x, B, dtype=statistics_dtype(x)) for _ in range(2)]
+    return [*([nan(x, B, F)] if F else []), nan(x, B, C), *statistics]
+
+
+def row_products(draw: Draw, C: int, O: int) -> Case:
+    """The products of one row: after a layer norm (with and without bias), into a GELU, onto the residual stream."""
+    inputs = {"x": draw.normal(1, C) * 2 + 0.5, "ln_weight": draw.normal(C), "ln_bias": draw.normal(C)}
+    inputs |= {"weight": draw.normal(O, C) / C**0.5, "bias": draw.normal(O), "residual": draw.normal(1, O)}
+
+    def run(ops: SimpleNamespace, t: Tensors) -> Tensors:
+        norm, scratch = (t["x"], t["ln_weight"], t["ln_bias"], t["weight"]), {"scratch": torch.empty(0)}
+        out = {name: nan(t["x"], 1, O) for name in ("with bias", "without", "gelu", "residual")}
+        ops.layernorm_linear_forward(out["with bias"], *workspace(t["x"]), *norm, t["bias"], **scratch)
+        ops.layernorm_linear_forward(out["without"], *workspace(t["x"]), *norm, None, **scratch)
+        ops.layernorm_linear_gelu_forward(out["gelu"], *workspace(t["x"], O), *norm, t["bias"], **scratch)
+        residual = {} if ops is reference else scratch
+        ops.linear_residual_forward(out["residual"], t["residual"], t["x"], t["weight"], t["bias"], **residual)
+        return out
+
+    return inputs, run
+
+
+def attention(draw: Draw, B: int, H: int, maxT: int, D: int, positions: list[int]) -> Case:
+    """The result, and the caches: what lies behind a sequence's position may be anything, and stays."""
+    inputs = {"qkv": draw.normal(B, 3 * H * D), "positions": torch.tensor(positions, device=draw.device)}
+    inputs |= {name: draw.normal(B, H, maxT, D) for name in ("keys", "values")}
+
+    def run(ops: SimpleNamespace, t: Tensors) -> Tensors:
+        out = nan(t["qkv"], B, H * D)
+        keys, values = t["keys"].clone(), t["values"].clone()
+        for b, position in enumerate(positions):
+            keys[b, :, position:] = torch.nan
+            values[b, :, position:] = torch.nan
+        ops.attention_decode(out, keys, values, t["qkv"], t["positions"], scratch=torch.empty(0))
+        written = [cache[b, :, p] for cache in (keys, values) for b, p in enumerate(positions)]
+        untouched = [cache[b, :, p + 1 :] for cache in (keys, values) for b, p in enumerate(positions)]
+        assert all(torch.isnan(part).all() for part in untouched)
+        return {"out": out, "written": torch.stack(written)}
+
+    return inputs, run
+
+
+def embedding(draw: Draw, B: int, C: int) -> None:
+    """Exactly the reference's: one sum, rounded once."""
+    wte, wpe = draw.normal(50, C), draw.normal(20, C)
+    tokens, positions = draw.integers(50, B), draw.integers(20, B)
+    out, expected = nan(wte, B, C), nan(wte, B, C)
+    decode.embedding_decode(out, tokens, positions, wte, wpe)
+    reference.embedding_decode(expected, tokens, positions, wte, wpe)
+    assert torch.equal(out, expected)
+
+
+def choices(draw: Draw, V: int, Vp: int, **options: float) -> None:
+    """The reference's tokens: greedy ones always; drawn ones unless two scores lie within the logarithm's error, which
+    among these never happens."""
+    B = 6
+    logits = draw.normal(B, Vp) * 3
+    logits[:, V:] = 1e4  # behind the vocabulary: never chosen
+    logits[0, 7] = logits[0, 3] = 50.0  # equals: the lower id
+    logits[4, V - 1] = torch.inf
+    logits[5, 0] = torch.nan
+    seeds = torch.tensor([0, 1, 1 << 31, (1 << 40) + 5, 4, 5], device=draw.device)
+    positions = torch.tensor([0, 9, 1 << 20, 3, 4, 5], device=draw.device)
+    penalised = options.get("repetition_penalty", 1.0) != 1
+    results = []
+    for ops in (kernels, reference):
+        seen = torch.zeros(B, V, dtype=torch.bool, device=draw.device)
+        seen[:, ::3] = True
+        tokens = torch.full((B,), -7, device=draw.device)
+        scratch = torch.full((1 << 20,), 255, dtype=torch.uint8, device=draw.device)
+        extra = {**PLAIN, **options, "vocab_size": V, "scratch": scratch}
+        ops.choose_tokens(tokens, logits.clone(), seen if penalised else None, seeds, positions, **extra)
+        results.append((tokens.tolist(), seen[:4]))
+    assert results[0][0] == results[1][0]
+    assert results[0][0][4:] == [-1, -1] and all(0 <= token < V for token in results[0][0][:4])
+    assert torch.equal(results[0][1], results[1][1])

@@ -1,0 +1,85 @@
+"""The kernels of generation in float32 by Triton's interpreter, where there is no GPU (tests/gpu has the same on one)."""
+
+import os
+
+import pytest
+import torch
+
+if torch.cuda.is_available():
+    pytest.skip("a GPU runs tests/gpu/test_decode_kernels_on_gpu.py", allow_module_level=True)
+os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: it decides what @triton.jit makes of a kernel
+pytest.importorskip("triton")
+
+from handgrad.ops.kernels import decode
+from handgrad.ops.reference.decode import gumbel
+from tests.kernels import decode_checks as checks
+from tests.kernels.decode_checks import check
+from tests.kernels.memory_checks import Draw
+
+
+@pytest.fixture
+def draw() -> Draw:
+    return Draw(torch.float32, "cpu")
+
+
+@pytest.mark.parametrize(("C", "O"), [(24, 7), (100, 33), (768, 11), (1600, 5), (6400, 40)])
+def test_row_products(draw: Draw, C: int, O: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(checks.row_products(draw, C, O), terms=4)  # of the layer norm: as its own check has it
+    monkeypatch.setattr(decode, "FEWEST_PROGRAMS", 2)  # several rows in a program, the last one cut
+    check(checks.row_products(draw, C, O), terms=4)
+
+
+def test_a_program_has_rows_while_there_are_enough_programs() -> None:
+    assert decode.product_tile(4800, 1600) == (4, 2048, 4)
+    assert decode.product_tile(50304, 768) == (8, 1024, 4)
+    assert decode.product_tile(768, 768) == (2, 1024, 1)
+    assert decode.product_tile(1600, 6400) == (1, 8192, 4)
+
+
+@pytest.mark.parametrize(
+    ("B", "H", "maxT", "D", "positions"),
+    [(1, 2, 8, 16, [0]), (3, 1, 200, 24, [0, 64, 199]), (2, 3, 150, 64, [63, 65]), (1, 1, 140, 100, [128])],
+)
+def test_attention(draw: Draw, B: int, H: int, maxT: int, D: int, positions: list[int]) -> None:
+    check(checks.attention(draw, B, H, maxT, D, positions))
+
+
+@pytest.mark.parametrize(("B", "C"), [(1, 24), (3, 100), (2, 1600)])
+def test_embedding(draw: Draw, B: int, C: int) -> None:
+    checks.embedding(draw, B, C)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("V", [100, 9001])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.0},
+        {"temperature": 0.0, "repetition_penalty": 1.7},
+        {},
+        {"temperature": 0.7, "min_p": 0.05},
+        {"temperature": 1.3, "repetition_penalty": 1.2},
+        {"top_k": 5, "top_p": 0.9},
+    ],
+    ids=str,
+)
+def test_choices(draw: Draw, V: int, options: dict[str, float]) -> None:
+    checks.choices(draw, V, V + 28, **options)
+
+
+def test_draws_are_the_references() -> None:
+    """Of one token id over many positions: logits that are equal, so that the draw alone decides."""
+    positions = torch.arange(300)
+    tokens, seeds = torch.empty(300, dtype=torch.int64), torch.full((300,), 77)
+    decode.choose_tokens(
+        tokens,
+        torch.zeros(300, 64),
+        None,
+        seeds,
+        positions,
+        vocab_size=50,
+        **checks.PLAIN,
+        scratch=torch.zeros(1 << 16, dtype=torch.uint8),
+    )
+    assert torch.equal(tokens, gumbel(seeds, positions, 50).argmax(1))
+    assert len(set(tokens.tolist())) > 45
