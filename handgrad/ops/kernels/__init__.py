@@ -11,13 +11,13 @@ from torch import Tensor
 from handgrad.errors import UsageError
 from handgrad.ops.fp8 import Form
 from handgrad.ops.kernels import attention, attention_cudnn, cublaslt
+from handgrad.ops.kernels.choosing import choose_tokens
 from handgrad.ops.kernels.classifier import classifier_forward, classifier_forward_backward
 from handgrad.ops.kernels.column_sums import bias_backward
 from handgrad.ops.kernels.compile_ahead import compile_ahead
 from handgrad.ops.kernels.cublaslt import WORKSPACE_BYTES, tuned_keep_bf16
 from handgrad.ops.kernels.decode import (
     attention_decode,
-    choose_tokens,
     embedding_decode,
     layernorm_linear_forward,
     layernorm_linear_gelu_forward,
