@@ -253,7 +253,7 @@ def _row_product(
     v = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
     if ln_weight is not None:
         # Both sums in one exchange between the warps.
-        total, squares = tl.reduce((v, v * v), 0, _add_pairs)
+        total, squares = tl.split(tl.sum(tl.join(v, v * v), 0))
         mean = total / K
         rstd = tl.rsqrt(tl.maximum(squares / K - mean * mean, 0.0) + EPSILON)
         v = ((v - mean) * rstd * scale + shift).to(x.dtype.element_ty).to(tl.float32)
@@ -265,11 +265,6 @@ def _row_product(
     tl.store(out + row, y.to(out.dtype.element_ty), mask=here)
     if OVERLAPS and LATE:
         gdc_launch_dependents()
-
-
-@triton.jit
-def _add_pairs(a, b, c, d):
-    return a + c, b + d
 
 
 @triton.jit
