@@ -39,8 +39,6 @@ def run(arguments: Sequence[str]) -> int:
     )
     if state:
         masters = "moments and master weights" if state.has_master else "moments"
-        print(
-            f"optimizer  {masters} after {state.step} steps; go on with `train --out {out} --allow-changes` and its settings"
-        )
+        print(f"optimizer  {masters} after {state.step} steps; `train --out {out} --allow-changes` goes on from there")
     print(f"written    {out}; try `handgrad sample {out}`, or train with --init-from {out}")
     return 0

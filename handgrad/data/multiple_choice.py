@@ -6,8 +6,8 @@
 
 A question is a context and four endings in tokens of GPT-2; to score one, each ending follows the context directly.
 
-Source: llm.c, dev/data/hellaswag.py (`render_example`) and dev/data/data_common.py (`write_evalfile`); HellaSwag, Zellers et
-al. 2019, arXiv:1905.07830.
+Source: llm.c, dev/data/hellaswag.py (`render_example`) and dev/data/data_common.py (`write_evalfile`); HellaSwag, Zellers
+et al. 2019, arXiv:1905.07830.
 """
 
 import json

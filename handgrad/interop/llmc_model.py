@@ -5,9 +5,9 @@
     attprojb (L, C) · ln2w (L, C) · ln2b (L, C) · fcw (L, 4C, C) · fcb (L, 4C) · fcprojw (L, C, 4C) · fcprojb (L, C)
     lnfw (C) · lnfb (C)
 
-Matrices are (out, in), as ours. The head is the token embedding. Gradients, moments and master weights lie in other files in
-the same order. The embedding's rows from V to Vp are zero in all of them: llm.c starts them so, its softmax leaves them out,
-so they never get a gradient, and a decay of zero is zero.
+Matrices are (out, in), as ours. The head is the token embedding. Gradients, moments and master weights lie in other files
+in the same order. The embedding's rows from V to Vp are zero in all of them: llm.c starts them so, its softmax leaves them
+out, so they never get a gradient, and a decay of zero is zero.
 
 Source: llm.c, train_gpt2.cu (`ParameterTensors`, `gpt2_write_to_checkpoint`) and train_gpt2.py (`write_model`).
 """

@@ -22,7 +22,8 @@ def tokenizer_bytes(tokenizer: Tokenizer) -> bytes:
     longest = max(map(len, tokenizer.token_bytes))
     if longest > LONGEST_TOKEN_BYTES:
         raise UsageError(
-            f"expected tokens of at most {LONGEST_TOKEN_BYTES} bytes, as llm.c's tokenizer file holds, found one of {longest}"
+            f"expected tokens of at most {LONGEST_TOKEN_BYTES} bytes, for llm.c's tokenizer file, found one of {longest};"
+            " train the tokenizer on other text"
         )
     words = {0: TOKENIZER, 1: 2, 2: tokenizer.vocab_size, 3: tokenizer.end_of_text}
     return make_header(words) + b"".join(bytes([len(token)]) + token for token in tokenizer.token_bytes)
@@ -50,8 +51,8 @@ def read_tokens(path: Path) -> tuple[tuple[bytes, ...], int]:
 
 
 def tokenizer_beside(path: Path, vocab_size: int, named: str) -> Tokenizer:
-    """The tokenizer of the model file at `path`: the one `named`; else a `tokenizer.json` beside it; else the one of GPT-2 or
-    of bytes whose size the vocabulary has. A `*tokenizer.bin` beside the model must hold its tokens.
+    """The tokenizer of the model file at `path`: the one `named`; else a `tokenizer.json` beside it; else the one of GPT-2
+    or of bytes whose size the vocabulary has. A `*tokenizer.bin` beside the model must hold its tokens.
 
     Raises `DataError` if there is none, or another.
     """

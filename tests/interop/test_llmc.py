@@ -1,4 +1,4 @@
-"""Files of llm.c, written and read: the layout byte by byte, the same bits after export and import, and going on from one."""
+"""Files of llm.c, written and read: the layout byte by byte, the same bits after export and import, and going on."""
 
 import json
 import math
@@ -181,7 +181,8 @@ def test_master_weights_are_the_weights(tmp_path: Path) -> None:
     found = checkpoint.find(str(run))
     moments = [Stored.of(f"{part}.{name}", value**2) for part in "mv" for name, value in weights(run).items()]
     state = [Stored.of(name, value) for name, value in weights(run).items()]
-    checkpoint.save(found.folder.parent, 41, [*state, *moments], found.manifest, {})
+    manifest = {key: found.manifest[key] for key in ("config", "vocab_size", "tokenizer", "identity")}
+    checkpoint.save(found.folder.parent, 41, [*state, *moments], manifest, {})
     arguments = ["export", str(run), "--to", "llmc", str(tmp_path / "c"), "--dtype", "bf16", "--with-optimizer"]
     assert main(arguments) == 0
     model, optimizer = tmp_path / "c" / "model.bin", tmp_path / "c" / "state_00000041_00000.bin"
