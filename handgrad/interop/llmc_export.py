@@ -9,7 +9,8 @@ state_<step>_00000.bin  moments and master weights
 DONE_<step>             empty: all of them are there
 """
 
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,8 +25,8 @@ from handgrad.interop.folders import check_free, whole_folder, write_imported
 from handgrad.interop.hf_export import Exported, load_exact, logits
 from handgrad.interop.huggingface import opened
 from handgrad.interop.llmc_model import LlmcModel, Values, read_model, write_model
-from handgrad.interop.llmc_state import OptimizerState, read_state, write_state
-from handgrad.interop.llmc_tokenizer import read_tokens, tokenizer_bytes
+from handgrad.interop.llmc_state import PARTS, OptimizerState, read_state, write_state
+from handgrad.interop.llmc_tokenizer import tokenizer_bytes
 from handgrad.model.parameters import ParameterRow, parameter_table
 
 MODEL_FILE, TOKENS_FILE = "model.bin", "gpt2_tokenizer.bin"
@@ -46,31 +47,28 @@ def export_llmc(
     model = load_exact(checkpoint)
     flat, shape, table = model.views["parameters"], model.shape, parameter_table(model.shape)
     weights = stored_tensors(checkpoint, WEIGHTS_FILE)
+    moments = tuple(stored_tensors(checkpoint, OPTIMIZER_FILE, f"{part}.") for part in ("m", "v"))
+    masters = weights if stored_dtype(checkpoint) == torch.float32 else None
     tokens = tokenizer_bytes(model.tokenizer)
     with whole_folder(folder) as partial:
         write_model(partial / MODEL_FILE, shape, weights, dtype)
         write_file(partial / TOKENS_FILE, [tokens])
         for name, content in tokenizer_files(model.tokenizer).items():
             write_file(partial / name, [content])
-        moments = [stored_tensors(checkpoint, OPTIMIZER_FILE, f"{part}.") for part in ("m", "v")]
+        state_file = partial / f"state_{checkpoint.step:08d}_00000.bin"
         if with_optimizer:
-            state_file = partial / f"state_{checkpoint.step:08d}_00000.bin"
-            masters = weights if stored_dtype(checkpoint) == torch.float32 else None
-            write_state(state_file, shape, checkpoint.step, (moments[0], moments[1]), masters)
+            write_state(state_file, shape, checkpoint.step, moments, masters)
             (partial / f"model_{checkpoint.step:08d}.bin").symlink_to(MODEL_FILE)
             write_file(partial / f"DONE_{checkpoint.step:08d}", [])
         try:
             found = read_model(partial / MODEL_FILE)
             same = found.shape == shape and found.tokenizer.sha256 == model.tokenizer.sha256
-            same = same and read_tokens(partial / TOKENS_FILE)[0] == model.tokenizer.token_bytes
             same = same and all_equal(table, found.weight, lambda row: weights(row).to(dtype))
             if with_optimizer:
                 state = read_state(state_file, found)
-                same = same and state.step == checkpoint.step
-                for part, wanted in zip(("m", "v"), moments, strict=True):
-                    same = same and all_equal(table, lambda row, part=part: state.values(part, row), wanted)
-                if masters:
-                    same = same and all_equal(table, lambda row: state.values("master", row), masters)
+                same = same and state.step == checkpoint.step and state.has_master == (masters is not None)
+                for part, wanted in zip(PARTS, (*moments, masters), strict=True):
+                    same = same and (not wanted or all_equal(table, functools.partial(state.values, part), wanted))
         except DataError as error:
             raise StorageError(f"what was written does not read back: {error}") from None
         if not same:
@@ -128,7 +126,7 @@ def import_llmc(source: Path, out: Path, tokenizer: str = "", optimizer: Path | 
     state = read_state(optimizer, model) if optimizer else None
     table, words = parameter_table(model.shape), model.tokenizer
 
-    def stored(name: str, row: ParameterRow, values: Callable[[ParameterRow], Tensor]) -> Stored:
+    def stored(name: str, row: ParameterRow, values: Values) -> Stored:
         return Stored(name, torch.float32, row.stored_shape, lambda: values(row).contiguous())
 
     def master(row: ParameterRow) -> Tensor:
@@ -140,7 +138,7 @@ def import_llmc(source: Path, out: Path, tokenizer: str = "", optimizer: Path | 
     files = [source]
     if state:
         for part in ("m", "v"):
-            tensors += [stored(f"{part}.{row.name}", row, lambda row, part=part: state.values(part, row)) for row in table]
+            tensors += [stored(f"{part}.{row.name}", row, functools.partial(state.values, part)) for row in table]
         files += state.paths
     origin = {"from": "llm.c", "source": str(source), "sha256": {path.name: file_sha256(path) for path in files}}
     write_imported(out, model.shape, words, tensors, origin, resume_step=state.step if state else None)

@@ -124,7 +124,7 @@ def data_state_bytes(path: Path, size: int) -> Callable[[int], int]:
     return length
 
 
-def write_state(path: Path, shape: ModelShape, step: int, moments: tuple[Values, Values], master: Values | None) -> None:
+def write_state(path: Path, shape: ModelShape, step: int, moments: tuple[Values, ...], master: Values | None) -> None:
     """Writes and fsyncs the state of one process: first and second moments, and float32 weights if the model's are rounded
     or llm.c is to keep masters. The data starts from its beginning. Raises OSError."""
     words = {0: OPTIMIZER, 1: 1, PROCESSES: 1, RANK: 0, HAS_MASTER: int(master is not None), SHUFFLES: 0, STEP: step}
