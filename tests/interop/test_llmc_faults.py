@@ -108,7 +108,7 @@ STATES = {
     "a part of a whole": (lambda c: words(c, w2=2, w4=0), "1/2 of the moments"),
     "shuffled, without the order": (lambda c: words(c, w5=1), "for the moments and master weights"),
     "NaN": (lambda c: c[:-4] + NAN, "master.lnf_bias"),
-    "a second moment below zero": (lambda c: c[:-4] + struct.pack("<f", 1e3), "they are of different steps or runs"),
+    "a master weight of another model": (lambda c: c[:-4] + struct.pack("<f", 1e3), "they are of different steps or runs"),
 }
 
 
