@@ -50,13 +50,7 @@ def export_model(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype = torc
     hold; `StorageError`: the disk refuses, or what it gives back is not what was written.
     """
     check_free(folder)
-    model = load_model(
-        checkpoint,
-        torch.device("cpu"),
-        torch.float32,
-        reference,
-        lambda config, shape: decode_buffers(shape, 1, torch.float32, reference),
-    )
+    model = load_exact(checkpoint)
     flat = model.views["parameters"]
     table = parameter_table(model.shape)
     before = logits(model)
@@ -105,6 +99,17 @@ def read_back(folder: Path, model: LoadedModel, table: tuple[ParameterRow, ...])
             row.stored(model.views["parameters"]).copy_(found.weight(row))
     except DataError as error:
         raise StorageError(f"what was written does not read back: {error}") from None
+
+
+def load_exact(checkpoint: Checkpoint) -> LoadedModel:
+    """The model in float32 on the CPU, with the buffers that `logits` needs."""
+    return load_model(
+        checkpoint,
+        torch.device("cpu"),
+        torch.float32,
+        reference,
+        lambda config, shape: decode_buffers(shape, 1, torch.float32, reference),
+    )
 
 
 def logits(model: LoadedModel) -> Tensor:

@@ -236,6 +236,7 @@ def _row_product(
     place = row.to(tl.int64)[:, None] * K + column[None, :]
     # Everything that no kernel of this step writes, before waiting for the one before.
     w = tl.load(weight + place, mask=here[:, None] & inside[None, :], other=0.0, eviction_policy="evict_first")
+    scale, shift = 1.0, 0.0
     if ln_weight is not None:
         scale = tl.load(ln_weight + column, mask=inside, other=0.0).to(tl.float32)
         shift = tl.load(ln_bias + column, mask=inside, other=0.0).to(tl.float32)
