@@ -12,7 +12,7 @@ from handgrad import checkpoint
 from handgrad.cli import main
 from handgrad.config import read_toml
 from handgrad.data.prepare import PrepareOptions, prepare
-from handgrad.evaluation.generate import decode_buffers
+from handgrad.evaluation.decode import decode_buffers
 from handgrad.evaluation.load import load_model
 from handgrad.interop.hf_export import logits
 from handgrad.ops import reference
