@@ -6,6 +6,7 @@ buffers. No autograd anywhere: the forward and the backward of an operation stan
 
 from handgrad.ops.reference.attention import attention_backward, attention_decode, attention_forward
 from handgrad.ops.reference.classifier import classifier_forward, classifier_forward_backward
+from handgrad.ops.reference.dropout import dropout_backward, dropout_forward, dropout_residual_forward
 from handgrad.ops.reference.embedding import embedding_backward, embedding_forward
 from handgrad.ops.reference.fp8 import fold_statistics, quantize, update_scaling
 from handgrad.ops.reference.gelu import (
@@ -44,6 +45,9 @@ __all__ = [
     "classifier_forward",
     "classifier_forward_backward",
     "compile_ahead",
+    "dropout_backward",
+    "dropout_forward",
+    "dropout_residual_forward",
     "embedding_backward",
     "embedding_forward",
     "fold_statistics",

@@ -5,7 +5,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from handgrad.ops.dropout import Dropout
 from handgrad.ops.fp8 import Form, Quantized
+from handgrad.ops.reference.dropout import dropout_residual_forward
 from handgrad.ops.reference.fp8 import quantize, write_forms
 from handgrad.ops.reference.linear import input_backward, linear_backward, linear_forward, weight_backward
 
@@ -83,8 +85,18 @@ def residual_forward(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def linear_residual_forward(
-    out: Tensor, residual: Tensor, inp: Form, weight: Form, bias: Tensor, *, scratch: Tensor | None = None
+    out: Tensor,
+    residual: Tensor,
+    inp: Form,
+    weight: Form,
+    bias: Tensor,
+    *,
+    dropout: Dropout | None = None,
+    scratch: Tensor | None = None,
 ) -> None:
-    """out (N, C) = residual (N, C) + inp (N, I) weight (C, I)^T + bias (C). `out` is not `residual`."""
+    """out (N, C) = residual (N, C) + dropout(inp (N, I) weight (C, I)^T + bias (C)). `out` is not `residual`."""
     linear_forward(out, inp, weight, bias)
-    residual_forward(out, residual, out)
+    if dropout is None:
+        residual_forward(out, residual, out)
+    else:
+        dropout_residual_forward(out, residual, out, dropout)
