@@ -86,8 +86,9 @@ def kept(keys, first, column, threshold):
     """Whether the numbers in columns first + column are kept, where `first` is a multiple of 16. Columns that differ in bit
     3 share a hash: a lane that has both makes it once."""
     first, column = tl.cast(first, tl.uint32), column.to(tl.uint32)
-    number = mixed(keys + (column - column % (2 * PAIR) + column % PAIR) * WEYL + first * WEYL)
-    bits = tl.where(column // PAIR % 2 == 0, number & 0xFFFF, number >> 16)
+    first_of_pair = (column // (2 * PAIR) * (2 * PAIR)) | (column % PAIR)
+    number = mixed(keys + first * WEYL + first_of_pair * WEYL)
+    bits = tl.where(column & PAIR == 0, number & 0xFFFF, number >> 16)
     return bits.to(tl.int32) >= threshold
 
 
