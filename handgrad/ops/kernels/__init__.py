@@ -74,8 +74,8 @@ def attention_scratch_bytes(
     return attention.attention_scratch_bytes(batch, num_heads, length)
 
 
-# cuDNN draws dropout's masks from a generator of its own, which the reference could not repeat: with dropout all heads go to
-# our own kernels.
+# cuDNN draws dropout's masks from a generator of its own, which the reference could not repeat: with dropout our own
+# kernels serve heads of any width.
 
 
 def attention_forward(out: Form, lse: Tensor, qkv: Tensor, *, dropout: Dropout | None = None, scratch: Tensor) -> None:

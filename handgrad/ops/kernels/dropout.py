@@ -74,8 +74,8 @@ def head_key(key, head):
 
 @triton.jit
 def row_keys(key, first, row):
-    """What `kept` wants to know of the rows first + row, where `first` is a multiple of 16: the key that 16 rows share, plus
-    what is a row's own."""
+    """What `kept` wants to know of the rows first + row, where `first` is a multiple of 16: the key that 16 rows share, and
+    a row's own part."""
     first, row = tl.cast(first, tl.uint32), row.to(tl.uint32)
     shared = mixed((first // ROWS) * WEYL + (row // ROWS) * WEYL + key)
     return (row % ROWS) * ROW_STRIDE * WEYL + shared
