@@ -45,10 +45,9 @@ def dropout_backward(dinp: Tensor, dout: Tensor, dropout: Dropout) -> None:
     _launch(dinp, None, dout, dropout)
 
 
-def dropout_residual_forward(out: Tensor, residual: Tensor, inp: Tensor, dropout: Dropout) -> None:
-    """out (N, C) = residual + dropout(inp), summed in float32 and rounded once. `out` may be `inp`. For the backward the
-    residual's gradient is that of out, and inp's comes from `dropout_backward`."""
-    _launch(out, residual, inp, dropout)
+def dropout_residual_forward(branch_to_out_inout: Tensor, residual: Tensor, dropout: Dropout) -> None:
+    """Turns a branch (N, C) into residual (N, C) + dropout(branch), in place, summed in float32 and rounded once."""
+    _launch(branch_to_out_inout, residual, branch_to_out_inout, dropout)
 
 
 def _launch(out: Tensor, residual: Tensor | None, inp: Tensor, dropout: Dropout) -> None:
@@ -100,7 +99,7 @@ def _dropout(
     samples,
     stream,
     threshold,
-    scale,
+    dropout_scale,
     N,
     T,
     C: tl.constexpr,
@@ -114,7 +113,7 @@ def _dropout(
     place = row.to(tl.int64) * C + column
     keys = row_keys(sample_key(samples, tl.where(in_rows, row // T, 0), stream), 0, row % T)
     x = tl.load(inp + place, mask=inside, other=0.0).to(tl.float32)
-    x = tl.where(kept(keys, 0, column, threshold), x * scale, 0.0)
+    x = tl.where(kept(keys, 0, column, threshold), x * dropout_scale, 0.0)
     if residual is not None:
         x += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + place, x.to(out.dtype.element_ty), mask=inside)

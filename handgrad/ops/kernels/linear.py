@@ -114,7 +114,7 @@ def linear_residual_forward(
     rounded once. With it the product is written to `out` and read again: the library has no such epilogue."""
     if dropout is not None:
         linear_forward(out, inp, weight, bias, scratch=scratch)
-        dropout_residual_forward(out, residual, out, dropout)
+        dropout_residual_forward(out, residual, dropout)
         return
     operands = fp8_operands(inp, "rows", weight, "rows")
     if operands is not None:

@@ -53,10 +53,13 @@ def dropout_backward(dinp: Tensor, dout: Tensor, dropout: Dropout) -> None:
     dropout_forward(dinp, dout, dropout)
 
 
-def dropout_residual_forward(out: Tensor, residual: Tensor, inp: Tensor, dropout: Dropout) -> None:
-    """out (N, C) = residual + dropout(inp), summed in float32 and rounded once. `out` may be `inp`. For the backward the
-    residual's gradient is that of out, and inp's comes from `dropout_backward`."""
-    exact = torch.float64 if inp.dtype == torch.float64 else torch.float32
-    for rows, mask in masks(dropout, inp):
-        branch = (inp[rows].to(exact) * dropout.scale).masked_fill_(~mask, 0)
-        out[rows] = branch.add_(residual[rows])
+# Dropout and residual in one: out = residual + M x / (1 - p). Backward: the residual's gradient is that of out, and x has
+# that of `dropout_backward`.
+
+
+def dropout_residual_forward(branch_to_out_inout: Tensor, residual: Tensor, dropout: Dropout) -> None:
+    """Turns a branch (N, C) into residual (N, C) + dropout(branch), in place, summed in float32 and rounded once."""
+    exact = torch.float64 if residual.dtype == torch.float64 else torch.float32
+    for rows, mask in masks(dropout, residual):
+        branch = (branch_to_out_inout[rows].to(exact) * dropout.scale).masked_fill_(~mask, 0)
+        branch_to_out_inout[rows] = branch.add_(residual[rows])

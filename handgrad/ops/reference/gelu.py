@@ -99,4 +99,4 @@ def linear_residual_forward(
     if dropout is None:
         residual_forward(out, residual, out)
     else:
-        dropout_residual_forward(out, residual, out, dropout)
+        dropout_residual_forward(out, residual, dropout)
