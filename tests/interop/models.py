@@ -46,8 +46,8 @@ TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
 SIZES = {"bytes": (2, 2, 32, 96), "bpe": (3, 3, 33, 97), "gpt2": (1, 5, 35, 77)}
 
 
-def make_checkpoint(out: Path, kind: str, seed: int = 3) -> tuple[Path, ModelShape]:
-    """A run-like folder with random weights, large enough that no text is trivial."""
+def make_checkpoint(out: Path, kind: str, seed: int = 3, **settings: object) -> tuple[Path, ModelShape]:
+    """A run-like folder with random weights, large enough that no text is trivial; of a run with these settings."""
     layers, heads, channels, context = SIZES[kind]
     tokenizer = TOKENIZERS[kind]()
     shape = ModelShape(tokenizer.vocab_size, context, layers, heads, channels)
@@ -57,7 +57,7 @@ def make_checkpoint(out: Path, kind: str, seed: int = 3) -> tuple[Path, ModelSha
         center = 1.0 if row.init == "ones" else 0.0
         state.append(Stored.of(row.name, center + 0.2 * torch.randn(row.stored_shape, generator=generator)))
     manifest = {
-        "config": to_dict(imported_config(shape)),
+        "config": to_dict(imported_config(shape)) | settings,
         "vocab_size": shape.vocab_size,
         "tokenizer": tokenizer_record(tokenizer),
         "identity": {"data": "abc123", "tokenizer": tokenizer.sha256},

@@ -26,6 +26,7 @@ from handgrad.ops import reference
 from handgrad.ops.dropout import Dropout
 from handgrad.ops.kernels import attention
 from handgrad.ops.kernels.attention import CONFIGS, Config
+from handgrad.ops.reference.attention import attention_mask as reference_mask
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROUNDING = 2.0**-24
@@ -93,6 +94,26 @@ def check_float32(B: int, T: int, H: int, D: int, config: Config | None, p: floa
         floor = ROUNDING * (e.norm() if T > 1 else math.sqrt(D) * 8)
         error, allowed = (f - e).norm(), 2 * (p - e).norm() + floor
         assert torch.isfinite(f).all() and error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
+
+
+@pytest.mark.parametrize("tiles", TILES)
+def test_masks_are_the_references(tiles: str) -> None:
+    """Queries of zero look at all keys alike: values that are unit vectors show which keys were kept, and output gradients
+    that are unit vectors show the same in the values' gradient."""
+    B, T, H, D = 2, 64, 2, 64
+    site = Dropout(torch.arange(B, device=DEVICE) + (1 << 32) - 1, 0.3, 1337, 4)
+    unit = torch.eye(D, device=DEVICE)[None, :, None].expand(B, T, H, D)
+    qkv = torch.stack([torch.zeros_like(unit), torch.zeros_like(unit), unit], 2).reshape(B * T, 3 * H * D)
+    out, dqkv, lse = torch.empty(B * T, H * D), torch.empty(B * T, 3 * H * D), torch.empty(B, H, T)
+    out, dqkv, lse = (t.fill_(math.nan).to(DEVICE) for t in (out, dqkv, lse))
+    scratch = torch.zeros(attention.attention_scratch_bytes(B, H, T), dtype=torch.uint8, device=DEVICE)
+    options = {"dq_config": TILES[tiles], "dkdv_config": TILES[tiles], "scratch": scratch}
+    attention.attention_forward(out, lse, qkv, dropout=site, config=TILES[tiles])
+    attention.attention_backward(dqkv, unit.reshape(B * T, H * D), out, lse, qkv, dropout=site, **options)
+    mask = torch.stack([reference_mask(torch.empty(H, T, T, device=DEVICE), site, b) for b in range(B)]) > 0
+    mask &= torch.ones(T, T, dtype=torch.bool, device=DEVICE).tril()
+    assert torch.equal(out.view(B, T, H, D).transpose(1, 2) > 0, mask)
+    assert torch.equal(dqkv.view(B, T, 3, H, D)[:, :, 2].permute(0, 2, 3, 1) > 0, mask)
 
 
 def test_scratch_is_checked() -> None:
