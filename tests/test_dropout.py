@@ -23,6 +23,7 @@ from handgrad.ops import reference as ops
 from handgrad.ops.dropout import Dropout
 from handgrad.ops.reference.attention import attention_mask
 from handgrad.training.feed import BatchFeed
+from handgrad.training.header import dropout_lines
 from handgrad.training.start import train
 from handgrad.training.state import allocate_state, training_plan
 from tests.conftest import Model, make_model
@@ -267,6 +268,16 @@ def test_memory_is_the_numbers_of_the_samples(config: RunConfig) -> None:
     without, with_dropout = ({name: view.shape for name, view in plan.allocate(CPU).items()} for plan in plans)
     assert with_dropout == without | {SAMPLES: (config.micro_batch,)}
     assert plans[1].total_bytes - plans[0].total_bytes <= 512, "one row, aligned"
+
+
+def test_header_and_plan_say_what_it_costs(config: RunConfig) -> None:
+    """Two layers: 24 passes over 4 x 32 tokens of 32 channels in float32, half of that in bf16."""
+    for precision, moved in (("fp32", "384.0 KiB"), ("bf16", "192.0 KiB")):
+        (line,) = dropout_lines(dataclasses.replace(config, dropout=0.1, precision=precision))
+        assert line.startswith("dropout    0.1 ") and line.endswith(
+            f"masks take no memory, and a micro-batch moves {moved} more"
+        )
+    assert dropout_lines(config) == []
 
 
 def test_nothing_is_left_out_unless_asked_for(config: RunConfig) -> None:
