@@ -60,7 +60,7 @@ def export_model(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype = torc
     expected = logits(model)
     with whole_folder(folder) as partial:
         write_weights(partial / WEIGHTS_FILE, table, flat, dtype)
-        config = their_config(model.shape, model.tokenizer, dtype)
+        config = their_config(model.shape, model.tokenizer, dtype, model.config.dropout)
         ids = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
         write_text(partial / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
         write_text(partial / GENERATION_FILE, json.dumps(ids, indent=2) + "\n")

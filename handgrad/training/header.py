@@ -119,6 +119,7 @@ def header_lines(
         f" {config.steps * config.samples_per_step / samples_per_epoch:.1f} epochs",
         f"numbers    {config.precision}, recompute {config.recompute}, {started}",
         *fp8_lines(config),
+        *dropout_lines(config),
         f"operations {', '.join([ops.__name__.rsplit('.', 1)[-1], *(f'{k}: {v}' for k, v in ops.versions().items())])}",
         "memory",
         *memory_table([memory_bytes]),
@@ -157,6 +158,21 @@ def fp8_lines(config: RunConfig) -> list[str]:
     window = f" over {config.fp8_window} steps, margin {config.fp8_margin}" if config.fp8_scaling == "delayed" else ""
     products = fp8_products(config).describe(config.num_layers)
     return [f"fp8        {products}; gradients {config.fp8_gradients}, {config.fp8_scaling} scaling{window}"]
+
+
+def dropout_lines(config: RunConfig) -> list[str]:
+    """What is left out in training, and what it costs: beside the masks' arithmetic, passes over (N, C)."""
+    if not config.dropout:
+        return []
+    # A branch is written and read again, forward; its gradient, backward, and that once more for the bias (5 a half).
+    # The embedding is changed in place both ways.
+    passes = 10 * config.num_layers + 4
+    tokens = config.micro_batch * config.sequence_length
+    moved = passes * tokens * config.channels * world.DTYPES[config.precision].itemsize
+    return [
+        f"dropout    {config.dropout:g} after the embedding, in attention and on both branches of a block;"
+        f" masks take no memory, and a micro-batch moves {human_bytes(moved)} more"
+    ]
 
 
 def run_record(config: RunConfig, dataset: Dataset, device: torch.device, memory_bytes: dict[str, int]) -> dict[str, Any]:

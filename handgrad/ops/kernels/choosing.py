@@ -14,12 +14,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from handgrad.ops import reference
 from handgrad.ops.kernels.decode import launched
-from handgrad.ops.kernels.optimizer import mixed
+from handgrad.ops.kernels.hashing import WEYL, mixed
 from handgrad.ops.reference.decode import DRAW_BITS
 
 CHOICES = 1024  # logits of a program
 
-GOLDEN = tl.constexpr(0x9E3779B1)
 SHIFT, UNIT = tl.constexpr(32 - DRAW_BITS), tl.constexpr(2.0**-DRAW_BITS)
 
 
@@ -109,7 +108,7 @@ def _draw(
     scores = tl.div_rn(_scores(logits, seen, b, place, V, stride, penalty) - top, temperature)
     seed, position = tl.load(seeds + b), tl.load(positions + b)
     key = mixed(position.to(tl.uint32) ^ mixed(seed.to(tl.uint32) ^ mixed((seed >> 32).to(tl.uint32))))
-    bits = mixed(place.to(tl.uint32) * GOLDEN + key) >> SHIFT
+    bits = mixed(place.to(tl.uint32) * WEYL + key) >> SHIFT
     drawn = tl.where((scores >= least) & (place < V), scores + _gumbel(bits), float("-inf"))
     best = tl.max(drawn)
     tl.store(values_out + b * parts + part, best)

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from handgrad.ops.dropout import Dropout
 from handgrad.ops.fp8 import Form, plain
 from handgrad.ops.kernels.gelu import gelu
 from handgrad.ops.kernels.layernorm import layernorm_forward
@@ -29,11 +30,6 @@ TILE_ELEMENTS = 8192
 ELEMENTS_PER_WARP = 2048
 LONGEST_ROW = 1 << 15  # of a tile of one row
 FEWEST_PROGRAMS = 264  # two on each of 132 multiprocessors, while a program still has rows to give
-
-# Of the weight that the next product will read, so much is asked for while this one is at work: the memory is then never
-# idle, and the next product finds its weight in the L2 cache (50 MB on an H200).
-AHEAD_BYTES = 24 << 20
-AHEAD_PARTS = 1  # by which a program asks
 
 # (numbers, warps) of an attention tile: 256 keys of 64 channels at once where there are few programs, which then have a
 # multiprocessor each; less where many share one.
@@ -88,12 +84,11 @@ def layernorm_linear_forward(
     bias: Tensor | None,
     *,
     scratch: Tensor,
-    ahead: Tensor | None = None,
 ) -> None:
     """out (B, O) = LN(x) weight (O, C)^T + bias (O), x (B, C). `ln` (B, C), `mean` and `rstd` (B) are workspace: what they
     hold afterwards means nothing."""
     if takes(x, weight):
-        row_product(out, x, plain(weight), bias, norm=(ln_weight, ln_bias), ahead=ahead, late=True)
+        row_product(out, x, plain(weight), bias, norm=(ln_weight, ln_bias), late=True)
         return
     layernorm_forward(ln, mean, rstd, x, ln_weight, ln_bias)
     linear_forward(out, ln, weight, bias, scratch=scratch)
@@ -112,12 +107,11 @@ def layernorm_linear_gelu_forward(
     bias: Tensor,
     *,
     scratch: Tensor,
-    ahead: Tensor | None = None,
 ) -> None:
     """out (B, F) = GELU(LN(x) weight (F, C)^T + bias (F)), x (B, C). `fc` (B, F), `ln` (B, C), `mean` and `rstd` (B) are
     workspace."""
     if takes(x, weight):
-        row_product(out, x, plain(weight), bias, norm=(ln_weight, ln_bias), with_gelu=True, ahead=ahead)
+        row_product(out, x, plain(weight), bias, norm=(ln_weight, ln_bias), with_gelu=True)
         return
     layernorm_forward(ln, mean, rstd, x, ln_weight, ln_bias)
     linear_gelu_forward(out, fc, ln, weight, bias, scratch=scratch)
@@ -130,14 +124,15 @@ def linear_residual_forward(
     weight: Form,
     bias: Tensor,
     *,
+    dropout: Dropout | None = None,
     scratch: Tensor,
-    ahead: Tensor | None = None,
 ) -> None:
-    """out (N, C) = residual (N, C) + inp (N, I) weight (C, I)^T + bias (C), summed in float32 and rounded once."""
-    if takes(inp, weight):
-        row_product(out, plain(inp), plain(weight), bias, residual=residual, ahead=ahead)
+    """out (N, C) = residual (N, C) + dropout(inp (N, I) weight (C, I)^T + bias (C)), without dropout summed in float32 and
+    rounded once."""
+    if dropout is None and takes(inp, weight):
+        row_product(out, plain(inp), plain(weight), bias, residual=residual)
     else:
-        residual_product(out, residual, inp, weight, bias, scratch=scratch)
+        residual_product(out, residual, inp, weight, bias, dropout=dropout, scratch=scratch)
 
 
 def row_product(
@@ -149,7 +144,6 @@ def row_product(
     norm: tuple[Tensor, Tensor] | None = None,
     residual: Tensor | None = None,
     with_gelu: bool = False,
-    ahead: Tensor | None = None,
     late: bool = False,
 ) -> None:
     """out (1, O) = f(LN(x) weight (O, K)^T + bias (O) + residual (1, O)), of one row x (1, K); f is the GELU or nothing."""
@@ -157,26 +151,8 @@ def row_product(
     rows, block, warps = product_tile(O, K)
     ln_weight, ln_bias = norm or (None, None)
     tensors = out, x, ln_weight, ln_bias, weight, bias, residual
-    programs, chunk = triton.cdiv(O, rows), 0
-    if ahead is not None and overlaps(out.device):
-        ahead_bytes = min(AHEAD_BYTES, ahead.numel() * ahead.element_size())
-        chunk = 16 * triton.cdiv(ahead_bytes, 16 * programs * AHEAD_PARTS)
-        ahead, ahead_bytes = ahead.view(torch.uint8), ahead_bytes // 16 * 16
-    else:
-        ahead, ahead_bytes = None, 0
-    sizes = O, K, ahead_bytes, chunk
-    _row_product[(programs,)](
-        *tensors,
-        ahead,
-        *sizes,
-        rows,
-        block,
-        32 * warps,
-        AHEAD_PARTS,
-        late,
-        LAYERNORM_EPSILON,
-        with_gelu,
-        **launched(out, warps),
+    _row_product[(triton.cdiv(O, rows),)](
+        *tensors, O, K, rows, block, late, LAYERNORM_EPSILON, with_gelu, **launched(out, warps)
     )
 
 
@@ -216,15 +192,10 @@ def _row_product(
     weight,
     bias,
     residual,
-    ahead,
     O,
     K,
-    ahead_bytes,
-    chunk,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    THREADS: tl.constexpr,
-    PARTS: tl.constexpr,
     LATE: tl.constexpr,
     EPSILON: tl.constexpr,
     GELU: tl.constexpr,
@@ -243,10 +214,6 @@ def _row_product(
     added = tl.zeros([ROWS], tl.float32)
     if bias is not None:
         added += tl.load(bias + row, mask=here, other=0.0).to(tl.float32)
-    if ahead is not None:
-        part = tl.arange(0, THREADS)
-        start = (tl.program_id(0).to(tl.int64) * PARTS + part) * chunk
-        prefetch(ahead + start, tl.where(part < PARTS, tl.minimum(ahead_bytes - start, chunk), 0).to(tl.int32))
     if OVERLAPS:
         if not LATE:
             gdc_launch_dependents()
@@ -266,19 +233,6 @@ def _row_product(
     tl.store(out + row, y.to(out.dtype.element_ty), mask=here)
     if OVERLAPS and LATE:
         gdc_launch_dependents()
-
-
-@triton.jit
-def prefetch(pointers, sizes):
-    """Asks for bytes (multiples of 16) to be brought into the L2 cache, each thread for its own, if there are any."""
-    tl.inline_asm_elementwise(
-        "{.reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;}",
-        "=r,l,r",
-        [pointers, sizes],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit
