@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from handgrad.data.permutation import mix, permute
-from handgrad.data.shards import Shard
+from handgrad.data.shards import Dataset, Shard
 from handgrad.errors import DataError
 
 # What a key is for, so that no two uses of a seed draw the same numbers.
@@ -84,6 +84,12 @@ class Batches:
         self._order = used
         self._first = np.cumsum([0] + [self._windows[shard] for shard in used[:-1]])
         self._epoch = epoch
+
+
+def validation_batches(dataset: Dataset, sequence_length: int) -> Batches | None:
+    """The validation split in order, or None if there is none."""
+    shards = dataset.splits["validation"]
+    return Batches(shards, sequence_length, 0, shuffle=False) if shards else None
 
 
 def host_buffers(tokens: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,14 +13,14 @@ import handgrad
 from handgrad import checkpoint, power, world
 from handgrad.arena import make_plan
 from handgrad.config import RunConfig, to_dict
-from handgrad.data.batches import Batches, host_buffers
+from handgrad.data.batches import Batches, host_buffers, validation_batches
 from handgrad.data.shards import Dataset
 from handgrad.data.tokenizer import tokenizer_files, tokenizer_record
 from handgrad.distributed.ranks import Ranks
 from handgrad.distributed.stragglers import Stragglers
 from handgrad.errors import DataError, NumericsError, Preempted
 from handgrad.evaluation.generate import decode_buffers, decode_tensors, generate, stream_text
-from handgrad.evaluation.loss import mean_loss
+from handgrad.evaluation.loss import bits_per_byte, floor_note, mean_loss
 from handgrad.model.parameters import flops_per_token
 from handgrad.model.quantized import part_of
 from handgrad.ops import SMALLEST_LOSS_SCALE
@@ -33,6 +33,7 @@ from handgrad.training.saving import load_everything, load_weights, save_state
 from handgrad.training.scaling import SCALING_RULES
 from handgrad.training.state import allocate_state
 from handgrad.training.step import Stepper, StepResult, non_finite_tensors
+from handgrad.training.tasks import TaskWatch
 from handgrad.training.voice import Voice
 from handgrad.training.watching import LeftFp8, saturation_line
 
@@ -51,10 +52,12 @@ class Run:
         dtype: torch.dtype,
         ops: ModuleType,
         ranks: Ranks,
+        tasks: TaskWatch | None = None,
         *,
         allow_changes: bool,
     ):
         self.config, self.dataset, self.device, self.ops, self.ranks = config, dataset, device, ops, ranks
+        self.tasks = tasks
         self.tokenizer = dataset.tokenizer
         self.shape = config.shape(self.tokenizer.vocab_size)
         self.train_batches = Batches(dataset.splits["train"], config.sequence_length, config.seed)
@@ -79,6 +82,9 @@ class Run:
         self.poisoned = False  # the last step's loss or gradient was not finite: its state is not worth keeping
         self.last_saved = self.completed if self.folder.resumed else -1
         self.memory_bytes = self.state.plan.size_bytes | generation.size_bytes
+        if tasks is not None:
+            tasks.allocate()
+            self.memory_bytes |= tasks.plan.size_bytes
 
     # Before the first step.
 
@@ -135,7 +141,7 @@ class Run:
     def train(self) -> float | None:
         started = f"resumed at step {self.completed}" if self.folder.resumed else f"seed {self.config.seed}"
         header = header_lines(self.config, self.dataset, self.device, self.ops, self.memory_bytes, started, self.ranks)
-        for line in (*header, *self.folder.passed_over):
+        for line in (*header, *self.folder.passed_over, *(self.tasks.notes if self.tasks else ())):
             self.voice.say(line)
         for change in self.folder.changes:
             self.event(f"configuration changed: {change}")
@@ -182,8 +188,11 @@ class Run:
         recorded = self.voice.recorded
         if self.due(self.config.eval_every) and self.validation_batches and ("validation", self.completed) not in recorded:
             loss = self.validate()
-            line = f"step {self.completed}: validation loss {loss:.4f}{self.floor_note(loss)}"
-            self.voice.validation(self.completed, loss, line)
+            line = f"step {self.completed}: validation loss {loss:.4f}{floor_note(loss, self.dataset)}"
+            self.voice.validation(self.completed, loss, bits_per_byte(loss, self.dataset), line)
+        if self.tasks is not None and self.due(self.config.eval_every):
+            self.stepper.reduction.await_all_weights()
+            self.tasks.watch(self.completed, self.state, self.voice)
         if self.due(self.config.sample_every) and self.config.sample_tokens and ("sample", self.completed) not in recorded:
             if self.ranks.leads:
                 self.sample()
@@ -327,10 +336,6 @@ class Run:
             ranks=self.ranks,
         )
 
-    def floor_note(self, loss: float) -> str:
-        floor = self.dataset.floor("validation")
-        return f" ({loss / floor - 1:+.1%} above the source's entropy of {floor:.4f})" if floor else ""
-
     def sample(self) -> None:
         self.stepper.reduction.await_all_weights()
         ids = generate(
@@ -392,9 +397,3 @@ class Run:
 def works_ahead(device: torch.device) -> bool:
     """Whether the next step's micro-batches are launched before the last step's result is read."""
     return device.type == "cuda"
-
-
-def validation_batches(dataset: Dataset, sequence_length: int) -> Batches | None:
-    """The validation split in order, or None if there is none."""
-    shards = dataset.splits["validation"]
-    return Batches(shards, sequence_length, 0, shuffle=False) if shards else None

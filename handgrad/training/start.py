@@ -15,6 +15,7 @@ from handgrad.distributed.ranks import Ranks
 from handgrad.training.header import check_disk, check_fits, check_shared_gradients
 from handgrad.training.loop import Run
 from handgrad.training.run_folder import RunFolder, settled_lanes
+from handgrad.training.tasks import task_watch
 
 
 def train(config: RunConfig, *, allow_changes: bool = False) -> float | None:
@@ -39,12 +40,14 @@ def train_with(config: RunConfig, device: torch.device, ranks: Ranks, *, allow_c
     config = check(replace(config, lanes=ranks.from_first(lambda: settled_lanes(config, ranks.size), "lanes")))
     check_shared_gradients(config, ranks.size)
     dataset = open_dataset(config.data)
-    check_fits(config, dataset, device, dtype, ops, ranks.size)
+    tasks = task_watch(config, dataset.tokenizer, dtype, device, ops, ranks)
+    more_bytes = 0 if tasks is None else tasks.plan.total_bytes
+    check_fits(config, dataset, device, dtype, ops, ranks.size, more_bytes=more_bytes)
     if ranks.leads:
         check_disk(config, dataset.tokenizer.vocab_size)
     folder = RunFolder(config, ranks, allow_changes=allow_changes)
     try:
-        run = Run(config, dataset, folder, device, dtype, ops, ranks, allow_changes=allow_changes)
+        run = Run(config, dataset, folder, device, dtype, ops, ranks, tasks, allow_changes=allow_changes)
         try:
             return run.train()
         finally:
