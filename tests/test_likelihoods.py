@@ -1,6 +1,5 @@
 """Scoring in batches gives what one request at a time gives, in whatever batches, by however many ranks."""
 
-import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -98,13 +97,12 @@ class Together(Ranks):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_ranks_share_the_same_batches(model: Model, dtype: torch.dtype) -> None:
+def test_ranks_share_the_same_batches(dtype: torch.dtype) -> None:
     """Equal, bit by bit, for 1, 2 and 4 ranks, and for more ranks than batches."""
     requests = some_requests(60)
-    flat = model.flat.to(dtype)
-    weights = dataclasses.replace(make_model(SHAPE, 1, 1, dtype)).weights
+    weights = make_model(SHAPE, 1, 1, dtype).weights
     alone = score(ops, weights, requests, SHAPE, dtype, CPU, positions_per_batch=128)
-    assert flat.dtype == dtype and np.isfinite(alone.sums).all()
+    assert np.isfinite(alone.sums).all()
     for size in (2, 4, 40):
         told: list = [None] * size
         for rank in reversed(range(size)):  # the first rank hears the others
@@ -123,7 +121,7 @@ def test_batches_hold_every_request_once_within_the_bound() -> None:
     requests = some_requests(60)
     batches = make_batches(requests, 40, 128)
     assert sorted(n for batch in batches for n in batch.requests) == list(range(60))
-    assert all(batch.positions <= 128 and batch.length % 16 == 0 or batch.length == 40 for batch in batches)
+    assert all((batch.positions <= 128 and batch.length % 16 == 0) or batch.length == 40 for batch in batches)
     lengths = [batch.length for batch in batches]
     assert lengths == sorted(lengths, reverse=True)
     for batch in batches:
@@ -131,5 +129,5 @@ def test_batches_hold_every_request_once_within_the_bound() -> None:
 
 
 def test_what_is_scored_must_fit_the_context() -> None:
-    with pytest.raises(DataError, match="at most 40 tokens to be scored.* found 41"):
+    with pytest.raises(DataError, match=r"at most 40 tokens to be scored.* found 41"):
         make_batches([Request(np.zeros(50, np.uint16), 41)], 40, 128)
