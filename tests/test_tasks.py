@@ -45,7 +45,7 @@ WORDS = [
 ]
 
 
-def hellaswag_row(draw: random.Random) -> dict:
+def hellaswag_row(draw: random.Random, words: int = 8) -> dict:
     """A made-up row in the shape of the Hub's, with brackets, double blanks and other letters."""
 
     def text(least: int, most: int) -> str:
@@ -58,7 +58,7 @@ def hellaswag_row(draw: random.Random) -> dict:
         "ctx_a": first,
         "ctx_b": second,
         "ctx": f"{first} {second}".rstrip(),
-        "endings": [text(1, 8) + draw.choice([".", " [substeps] y", ""]) for _ in range(4)],
+        "endings": [text(1, words) + draw.choice([".", " [substeps] y", ""]) for _ in range(4)],
         "label": str(draw.randrange(4)),
     }
 
@@ -248,7 +248,11 @@ def test_nothing_to_score_is_told_with_its_place(tmp_path: Path) -> None:
     (tmp_path / "own.jsonl").write_text(json.dumps({**GOOD, "context": "   "}) + "\n")
     tasks = load_tasks(f"own={tmp_path / 'own.jsonl'}")
     with pytest.raises(DataError, match=r"line 1 of .*own.jsonl"):
-        make_requests(tasks, load_tokenizer("bytes"))
+        make_requests(tasks, load_tokenizer("bytes"), 64)
+    (tmp_path / "own.jsonl").write_text(json.dumps(GOOD) + "\n" + json.dumps({**GOOD, "choices": ["b" * 64, "c"]}) + "\n")
+    tasks = load_tasks(f"own={tmp_path / 'own.jsonl'}")
+    with pytest.raises(DataError, match=r"at most 64 tokens.*found 65 in line 2 of .*own.jsonl"):
+        make_requests(tasks, load_tokenizer("bytes"), 64)
 
 
 def test_which_tasks() -> None:

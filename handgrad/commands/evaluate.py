@@ -86,7 +86,7 @@ def evaluate(parsed: Namespace, device: torch.device, ranks: Ranks) -> list[str]
     source = checkpoint.find(parsed.checkpoint)
     tokenizer = read_tokenizer(source.folder, source.manifest.get("tokenizer"))
     asked = Asked(source, checkpoint_config(source), tokenizer, dtype, ops, ranks)
-    tasks, requests = ranks.from_first(lambda: questions(parsed, tokenizer), "the tasks")
+    tasks, requests = ranks.from_first(lambda: questions(parsed, asked), "the tasks")
     dataset = None if tasks and not parsed.data else split_of(parsed, asked)
 
     shape = asked.config.shape(tokenizer.vocab_size)
@@ -116,14 +116,14 @@ def evaluate(parsed: Namespace, device: torch.device, ranks: Ranks) -> list[str]
     return lines
 
 
-def questions(parsed: Namespace, tokenizer: Tokenizer) -> tuple[list[TaskData], list[Request]]:
+def questions(parsed: Namespace, asked: Asked) -> tuple[list[TaskData], list[Request]]:
     """The tasks and their requests, read by one rank for all."""
     if not parsed.tasks:
         return [], []
     if parsed.out:
         check_writable(Path(parsed.out))
     tasks = load_tasks(parsed.tasks, parsed.limit)
-    return tasks, make_requests(tasks, tokenizer)
+    return tasks, make_requests(tasks, asked.tokenizer, asked.config.sequence_length)
 
 
 def split_of(parsed: Namespace, asked: Asked) -> Dataset:

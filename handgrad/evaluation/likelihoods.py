@@ -21,7 +21,6 @@ from torch import Tensor
 from handgrad.arena import Buffer, make_plan
 from handgrad.config import ModelShape
 from handgrad.distributed.ranks import Ranks
-from handgrad.errors import DataError
 from handgrad.model import transformer
 from handgrad.model.activations import Activations, activation_buffers, activations, head_chunk_tokens
 from handgrad.model.parameters import ModelTensors
@@ -64,16 +63,12 @@ class Likelihoods:
 def make_batches(requests: Sequence[Request], context: int, positions_per_batch: int) -> list[Batch]:
     """All requests, the longest first, in batches of at most `positions_per_batch` positions (or a single request).
 
-    Of a request longer than the model's `context` allows, the last context + 1 tokens count. Raises `DataError` if that
-    would cut what is scored.
+    Of a request longer than the model's `context` allows, the last context + 1 tokens count; no more than the context may
+    be scored.
     """
     for number, request in enumerate(requests):
-        assert 1 <= request.scored < len(request.tokens), f"request {number} scores {request.scored} of {request.tokens}"
-        if request.scored > context:
-            raise DataError(
-                f"expected at most {context} tokens to be scored, the model's context, found {request.scored}; use a"
-                " model with a longer one, or shorten the text"
-            )
+        asked, given = request.scored, len(request.tokens)
+        assert 1 <= asked < given and asked <= context, f"request {number} scores {asked} of {given} tokens"
     lengths = np.array([min(len(request.tokens) - 1, context) for request in requests], dtype=np.int64)
     order = np.argsort(-lengths, kind="stable")
     batches, start = [], 0

@@ -86,20 +86,26 @@ class Encoder:
         return np.concatenate([self.ids(context), tail]), len(tail)
 
 
-def make_requests(tasks: Sequence[TaskData], tokenizer: Tokenizer) -> list[Request]:
+def make_requests(tasks: Sequence[TaskData], tokenizer: Tokenizer, longest: int) -> list[Request]:
     """The requests of all tasks in order: of every example its continuations, then those for llm.c.
 
-    Raises `DataError` with file and line where there is nothing to score, or nothing before it.
+    Raises `DataError` with file and line where there is nothing to score, nothing before it, or more than the model's
+    context of `longest` tokens holds.
     """
     encoder, requests = Encoder(tokenizer), []
     for task in tasks:
         for example in task.examples:
-            for encode, context, continuation in pairs_of(encoder, task, example):
-                ids, scored = encode(context, continuation)
+            for encode, context, rest in pairs_of(encoder, task, example):
+                ids, scored = encode(context, rest)
                 if not 1 <= scored < len(ids):
                     raise DataError(
                         f"expected tokens in the context and in what follows it, found {len(ids) - scored} and {scored}"
                         f" in {example.where}; repair or remove it"
+                    )
+                if scored > longest:
+                    raise DataError(
+                        f"expected at most {longest} tokens to be scored, the model's context, found {scored} in"
+                        f" {example.where}; shorten or remove it, or use a model with a longer context"
                     )
                 requests.append(Request(ids, scored))
     return requests

@@ -93,7 +93,7 @@ def task_watch(
 
     def questions() -> tuple[list[TaskData], list[Request]]:
         tasks = load_tasks(config.eval_tasks, config.eval_task_examples)
-        return tasks, make_requests(tasks, tokenizer)
+        return tasks, make_requests(tasks, tokenizer, config.sequence_length)
 
     made = ranks.from_first(questions, "the tasks")
     return TaskWatch(config, config.shape(tokenizer.vocab_size), dtype, device, ops, ranks, made)
