@@ -98,8 +98,16 @@ def test_afterwards_the_same_figures(watched: RunConfig, tasks: str, tmp_path: P
             assert other["metrics"][metric][0] == pytest.approx(value, rel=1e-4)
     told = capsys.readouterr().out
     assert "acc_norm_llmc" in told and f"recorded in {run / 'metrics.jsonl'}" in told
+    assert main(["evaluate", str(run), "--device", "cpu"]) == 0
+    loss_alone = capsys.readouterr().out.splitlines()
+    assert main([*arguments, "--data", watched.data]) == 0  # both, in turns in one memory
+    both = capsys.readouterr().out.splitlines()
+    assert both[: len(loss_alone)] == loss_alone and any(line.startswith("lambada") for line in both)
+    for one, other in zip(first, evaluations(run)[8:], strict=True):
+        assert other["metrics"].keys() == one["metrics"].keys()
+        assert other["metrics"]["acc"][0] == one["metrics"]["acc"][0]
     train(dataclasses.replace(watched, out=str(run)))  # a finished run: the record is kept
-    assert len(evaluations(run)) == 8
+    assert len(evaluations(run)) == 10
 
 
 def test_a_resumed_run_does_what_is_missing(watched: RunConfig, tasks: str, tmp_path: Path) -> None:

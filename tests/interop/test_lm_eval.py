@@ -165,3 +165,32 @@ def test_equal_to_lm_eval_example_for_example(kind: str, exported, data: Path, t
                 assert float(line.split()[2]) == pytest.approx(value, abs=1e-4 * max(1.0, abs(value)))
     picks = [int(np.argmax(row["loglikelihoods"])) for row in ours["hellaswag"]]
     assert any(a != b for a, b in pairwise(picks))
+
+
+@pytest.mark.parametrize("kind", ["bpe", "bytes"])
+def test_whole_texts_and_generation(kind: str, exported) -> None:
+    """Rolling likelihoods of texts longer than the context, and greedy text up to a stop, as transformers gives them. The
+    texts have some hundred tokens, each within 1e-4."""
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    from handgrad.evaluation.lm_eval_adapter import HandgradLM
+
+    run, folder, shape = exported(kind)
+    words = " ".join(WORDS)
+    texts = [words * 5, "river", "a stone, " * 30]
+
+    def asked(request_type: str, *arguments: Any) -> list[Any]:
+        return [Instance(request_type, {}, one, index) for index, one in enumerate(arguments)]
+
+    ours, theirs = HandgradLM(str(run), device="cpu"), HFLM(pretrained=str(folder), dtype="float32", device="cpu")
+    rolling = asked("loglikelihood_rolling", *((text,) for text in texts))
+    assert len(ours.tok_encode(texts[0])) > shape.sequence_length
+    found, expected = (model.loglikelihood_rolling(rolling) for model in (ours, theirs))
+    assert np.abs(np.array(found) - expected).max() < 1e-4 * 500
+    settings = {"until": ["\n\n"], "max_gen_toks": 12, "do_sample": False}
+    wanted = asked("generate_until", ("the old river", settings), ("a", settings))
+    assert ours.generate_until(wanted) == theirs.generate_until(wanted)
+    (text,) = ours.generate_until(wanted[:1])
+    stopped = asked("generate_until", ("the old river", {**settings, "until": [text[3:5], "never"]}))
+    assert ours.generate_until(stopped) == [text[: text.find(text[3:5])]]
