@@ -126,6 +126,8 @@ class RunConfig:
     # watching
     eval_every: int = option(250, "steps between validations (0: only at the end)", free=True)
     eval_tokens: int = option(1 << 20, "tokens per validation, at most the whole split", free=True)
+    eval_tasks: str = option("", "tasks after each validation: hellaswag=FILE,lambada=FILE,... (empty: none)", free=True)
+    eval_task_examples: int = option(1000, "of each task the first so many examples (0: all)", free=True)
     sample_every: int = option(0, "steps between samples of text (0: only at the end)", free=True)
     sample_tokens: int = option(96, "tokens per sample of text (0: no samples)", free=True)
     log_every: int = option(10, "steps between plain log lines (every step goes into metrics.jsonl)", free=True)
@@ -164,7 +166,7 @@ _POSITIVE = ("num_layers", "num_heads", "channels", "sequence_length", "steps", 
 _NOT_NEGATIVE = (
     *("warmup_steps", "final_learning_rate_fraction", "weight_decay", "clip_norm", "skip_loss_z", "skip_norm_z"),
     *("eval_every", "sample_every", "sample_tokens", "save_every", "keep_checkpoints", "head_chunk_tokens"),
-    *("learning_rate", "seed", "gpu_every", "lanes", "check_ranks_every"),
+    *("learning_rate", "seed", "gpu_every", "lanes", "check_ranks_every", "eval_task_examples"),
 )
 
 

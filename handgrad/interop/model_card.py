@@ -35,9 +35,30 @@ def validation_losses(checkpoint: Checkpoint) -> list[tuple[int, float]]:
     return sorted(found.items())[-LAST_LOSSES:]
 
 
-def row(name: str, value: Any) -> str:
-    text = str(value).replace("|", "\\|").replace("\n", " ")
-    return f"| {name} | {text} |"
+def evaluation_lines(checkpoint: Checkpoint) -> list[str]:
+    """A table of the newest results on tasks up to the checkpoint, from the same metrics; nothing if there are none."""
+    newest: dict[str, dict[str, Any]] = {}
+    try:
+        lines = (checkpoint.folder.resolve().parent.parent / METRICS_FILE).read_text(encoding="utf-8").splitlines()
+        for record in map(json.loads, lines):
+            if record.get("kind") == "evaluation" and record["step"] <= checkpoint.step:
+                known = newest.get(record["task"])
+                if known is None or known["step"] <= record["step"]:
+                    newest[record["task"]] = record
+        rows = [
+            row(task, metric, f"{value:.4f}", f"{stderr:.4f}", f"{record['examples']:,}", f"{record['step']:,}")
+            for task, record in newest.items()
+            for metric, (value, stderr) in record["metrics"].items()
+        ]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return []  # a card without results is still a card
+    head = ["", row("task", "metric", "value", "standard error", "examples", "step"), "|---|---|---|---|---|---|"]
+    return [*head, *rows] if rows else []
+
+
+def row(*cells: Any) -> str:
+    texts = [str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells]
+    return f"| {' | '.join(texts)} |"
 
 
 def training_lines(checkpoint: Checkpoint) -> list[str]:
@@ -88,6 +109,7 @@ def model_card(checkpoint: Checkpoint, model: LoadedModel, dtype: torch.dtype) -
         row("numbers", kind),
         "",
         *training_lines(checkpoint),
+        *evaluation_lines(checkpoint),
         "",
         "```python",
         "from transformers import AutoModelForCausalLM, AutoTokenizer",

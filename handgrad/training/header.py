@@ -24,9 +24,17 @@ from handgrad.training.state import largest_micro_batch, training_plan
 
 
 def check_fits(
-    config: RunConfig, dataset: Dataset, device: torch.device, dtype: torch.dtype, ops: ModuleType, ranks: int = 1
+    config: RunConfig,
+    dataset: Dataset,
+    device: torch.device,
+    dtype: torch.dtype,
+    ops: ModuleType,
+    ranks: int = 1,
+    *,
+    more_bytes: int = 0,
 ) -> None:
-    """Refuses, before anything is written or allocated, a step larger than an epoch and a plan larger than the memory."""
+    """Refuses, before anything is written or allocated, a step larger than an epoch and a plan larger than the memory, with
+    the `more_bytes` of what is beside it."""
     samples = Batches(dataset.splits["train"], config.sequence_length, config.seed).samples_per_epoch
     if dataset.splits["validation"]:
         Batches(dataset.splits["validation"], config.sequence_length, config.seed)  # refuses a split without one sample
@@ -43,9 +51,9 @@ def check_fits(
     ops.check_sizes(length=shape.sequence_length, num_heads=shape.num_heads, channels=shape.channels)
     available = world.available_bytes(device)
     needed = training_plan(config, shape, dtype, device, ops, ranks).total_bytes
-    needed += make_plan(decode_buffers(shape, 1, dtype, ops)).total_bytes
+    needed += make_plan(decode_buffers(shape, 1, dtype, ops)).total_bytes + more_bytes
     if available is not None and needed > available:
-        fitting = largest_micro_batch(config, shape, dtype, device, ops, available, ranks)
+        fitting = largest_micro_batch(config, shape, dtype, device, ops, available - more_bytes, ranks)
         advice = f"try --micro-batch {fitting}" if fitting else "even one sample at a time does not fit"
         raise DataError(
             f"the run needs {human_bytes(needed)}, {device.type} has {human_bytes(available)} free;"

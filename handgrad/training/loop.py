@@ -20,7 +20,7 @@ from handgrad.distributed.ranks import Ranks
 from handgrad.distributed.stragglers import Stragglers
 from handgrad.errors import NumericsError, Preempted
 from handgrad.evaluation.decode import decode_buffers, decode_tensors
-from handgrad.evaluation.loss import mean_loss
+from handgrad.evaluation.loss import bits_per_byte, floor_note, mean_loss
 from handgrad.evaluation.text import write_document
 from handgrad.interop.sources import Weights
 from handgrad.model.parameters import flops_per_token
@@ -34,6 +34,7 @@ from handgrad.training.saving import changed_versions, load_run, run_numbers, sa
 from handgrad.training.starting import take_weights
 from handgrad.training.state import allocate_state
 from handgrad.training.step import Stepper, StepResult, non_finite_tensors
+from handgrad.training.tasks import TaskWatch
 from handgrad.training.voice import Voice
 from handgrad.training.watching import LeftFp8, saturation_line
 
@@ -53,11 +54,13 @@ class Run:
         ops: ModuleType,
         ranks: Ranks,
         weights: Weights | None = None,
+        tasks: TaskWatch | None = None,
         *,
         allow_changes: bool,
     ):
         """`weights`: what it starts from, unless it is resumed or they are drawn."""
         self.config, self.dataset, self.device, self.ops, self.ranks = config, dataset, device, ops, ranks
+        self.tasks = tasks
         self.tokenizer = dataset.tokenizer
         self.shape = config.shape(self.tokenizer.vocab_size)
         self.train_batches = Batches(dataset.splits["train"], config.sequence_length, config.seed)
@@ -86,6 +89,9 @@ class Run:
         self.poisoned = False  # the last step's loss or gradient was not finite: its state is not worth keeping
         self.last_saved = self.completed if self.folder.resumed else -1
         self.memory_bytes = self.state.plan.size_bytes | generation.size_bytes
+        if tasks is not None:
+            tasks.allocate()
+            self.memory_bytes |= tasks.plan.size_bytes
 
     # Before the first step.
 
@@ -120,7 +126,7 @@ class Run:
     def train(self) -> float | None:
         started = f"resumed at step {self.completed}" if self.folder.resumed else f"seed {self.config.seed}"
         header = header_lines(self.config, self.dataset, self.device, self.ops, self.memory_bytes, started, self.ranks)
-        for line in (*header, *self.folder.passed_over):
+        for line in (*header, *self.folder.passed_over, *(self.tasks.notes if self.tasks else ())):
             self.voice.say(line)
         for change in self.folder.changes:
             self.event(f"configuration changed: {change}")
@@ -168,10 +174,14 @@ class Run:
         if self.due(self.config.eval_every) and self.validation_batches and ("validation", self.completed) not in recorded:
             loss = self.validate()
             better = self.config.keep_best and self.is_best(loss)
-            note = f"{self.floor_note(loss)}{', the best so far' if better else ''}"
-            self.voice.validation(self.completed, loss, f"step {self.completed}: validation loss {loss:.4f}{note}")
+            note = f"{floor_note(loss, self.dataset)}{', the best so far' if better else ''}"
+            line = f"step {self.completed}: validation loss {loss:.4f}{note}"
+            self.voice.validation(self.completed, loss, bits_per_byte(loss, self.dataset), line)
             if better:
                 self.prune()  # the best one before
+        if self.tasks is not None and self.due(self.config.eval_every):
+            self.stepper.reduction.await_all_weights()
+            self.tasks.watch(self.completed, self.state, self.voice)
         if self.due(self.config.sample_every) and self.config.sample_tokens and ("sample", self.completed) not in recorded:
             if self.ranks.leads:
                 self.sample()
@@ -325,10 +335,6 @@ class Run:
             host_buffers=host_buffers(self.state.activations.tokens, self.state.activations.targets),
             ranks=self.ranks,
         )
-
-    def floor_note(self, loss: float) -> str:
-        floor = self.dataset.floor("validation")
-        return f" ({loss / floor - 1:+.1%} above the source's entropy of {floor:.4f})" if floor else ""
 
     def sample(self) -> None:
         self.stepper.reduction.await_all_weights()

@@ -37,9 +37,13 @@ class Voice:
         if self.metrics is not None:
             self.metrics.step(step, result, tokens)
 
-    def validation(self, step: int, loss: float, line: str) -> None:
+    def main_log(self, line: str) -> None:
         if self.metrics is not None:
-            self.metrics.validation(step, loss)
+            self.metrics.main_line(line)
+
+    def validation(self, step: int, loss: float, bits_per_byte: float | None, line: str) -> None:
+        if self.metrics is not None:
+            self.metrics.validation(step, loss, bits_per_byte)
             self.say(line)
 
     def show(self, step: int, line: str, remaining_seconds: float) -> None:
