@@ -23,7 +23,7 @@ from handgrad.interop.huggingface import (
     their_shape,
     transposed,
 )
-from handgrad.interop.model_card import CARD_FILE, model_card
+from handgrad.interop.model_card import CARD_FILE, CURVE_FILE, curve_png, model_card
 from handgrad.interop.vocabulary import vocabulary_files
 from handgrad.model.parameters import ParameterRow, parameter_table
 from handgrad.ops import reference
@@ -67,6 +67,8 @@ def export_model(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype = torc
         for name, content in vocabulary_files(model.tokenizer, model.shape.sequence_length).items():
             write_file(partial / name, [content])
         write_text(partial / CARD_FILE, model_card(checkpoint, model, dtype))
+        if curve := curve_png(checkpoint):
+            write_file(partial / CURVE_FILE, [curve])
         read_back(partial, model, table)
         if not torch.equal(logits(model), expected):
             raise StorageError(

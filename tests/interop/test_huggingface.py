@@ -186,6 +186,8 @@ def test_from_a_run_to_transformers_and_back(shards: Path, tmp_path: Path, capsy
     last = [record["loss"] for record in losses if record["kind"] == "validation"][-1]
     identity = checkpoint.find(str(run)).manifest["identity"]["data"]
     assert "1,024 in 4 steps" in card and f"| 4 | {last:.4f} |" in card and f"`{identity}`" in card
+    several = sum(record["kind"] == "validation" for record in losses) > 1
+    assert several and "](curve.png)" in card and (folder / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert main(["import", str(folder), "--out", back]) == 0
     capsys.readouterr()
     told = []
