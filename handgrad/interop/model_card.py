@@ -6,12 +6,11 @@ from typing import Any
 import torch
 
 import handgrad
-from handgrad.checkpoint import Checkpoint
+from handgrad.checkpoint import RECORD_FILE, Checkpoint
 from handgrad.evaluation.load import LoadedModel
 from handgrad.model.parameters import count_parameters, parameter_table
 
 CARD_FILE = "README.md"
-METRICS_FILE = "metrics.jsonl"
 LAST_LOSSES = 5
 TOKENIZERS = {
     "gpt2": "GPT-2's, 50,257 tokens",
@@ -26,7 +25,7 @@ def validation_losses(checkpoint: Checkpoint) -> list[tuple[int, float]]:
     if there is no such run, or its metrics cannot be read."""
     found = {}
     try:
-        lines = (checkpoint.folder.resolve().parent.parent / METRICS_FILE).read_text(encoding="utf-8").splitlines()
+        lines = (checkpoint.folder.resolve().parent.parent / RECORD_FILE).read_text(encoding="utf-8").splitlines()
         for record in map(json.loads, lines):
             if record.get("kind") == "validation" and record["step"] <= checkpoint.step:
                 found[int(record["step"])] = float(record["loss"])
@@ -39,7 +38,7 @@ def evaluation_lines(checkpoint: Checkpoint) -> list[str]:
     """A table of the newest results on tasks up to the checkpoint, from the same metrics; nothing if there are none."""
     newest: dict[str, dict[str, Any]] = {}
     try:
-        lines = (checkpoint.folder.resolve().parent.parent / METRICS_FILE).read_text(encoding="utf-8").splitlines()
+        lines = (checkpoint.folder.resolve().parent.parent / RECORD_FILE).read_text(encoding="utf-8").splitlines()
         for record in map(json.loads, lines):
             if record.get("kind") == "evaluation" and record["step"] <= checkpoint.step:
                 known = newest.get(record["task"])
@@ -71,8 +70,8 @@ def training_lines(checkpoint: Checkpoint) -> list[str]:
     tokens = checkpoint.step * config["tokens_per_step"]
     lines = ["| training | |", "|---|---|", row("data, its identity", f"`{data}`")]
     lines += [row("tokens seen", f"{tokens:,} in {checkpoint.step:,} steps")]
-    if config.get("init_from"):
-        lines.append(row("started from the weights of", f"`{config['init_from']}`"))
+    if origin := manifest.get("init"):
+        lines.append(row("started from the weights of", f"`{origin.get('source')}`"))
     lines += [row(name, config[name]) for name in SETTINGS if name in config]
     lines += [row(name, value) for name, value in (manifest.get("versions") or {}).items()]
     losses = validation_losses(checkpoint)

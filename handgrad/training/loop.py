@@ -30,7 +30,7 @@ from handgrad.training import console
 from handgrad.training.feed import BatchFeed
 from handgrad.training.header import header_lines, run_record
 from handgrad.training.run_folder import SAMPLES, RunFolder, write_text
-from handgrad.training.saving import changed_versions, load_run, run_numbers, save_state
+from handgrad.training.saving import changed_versions, load_run, origin_of, run_numbers, save_state
 from handgrad.training.starting import take_weights
 from handgrad.training.state import allocate_state
 from handgrad.training.step import Stepper, StepResult, non_finite_tensors
@@ -75,7 +75,7 @@ class Run:
         self.decode = decode_tensors(generation.allocate(device))
         self.completed, self.skips_in_a_row, self.compute_seconds = 0, 0, 0.0
         self.allocate()
-        self.origin = weights.origin if weights else folder.resumed and folder.resumed.manifest.get("init")
+        self.origin = weights.origin if weights else folder.resumed and origin_of(folder.resumed)
         if weights is not None:
             take_weights(weights, self.state)
         self.restore(folder.resumed)
