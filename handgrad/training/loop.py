@@ -20,9 +20,9 @@ from handgrad.distributed.ranks import Ranks
 from handgrad.distributed.stragglers import Stragglers
 from handgrad.errors import NumericsError, Preempted
 from handgrad.evaluation.decode import decode_buffers, decode_tensors
+from handgrad.evaluation.load import Weights
 from handgrad.evaluation.loss import bits_per_byte, floor_note, mean_loss
 from handgrad.evaluation.text import write_document
-from handgrad.interop.sources import Weights
 from handgrad.model.parameters import flops_per_token
 from handgrad.model.quantized import part_of
 from handgrad.ops import SMALLEST_LOSS_SCALE
