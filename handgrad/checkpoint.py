@@ -36,6 +36,7 @@ WEIGHTS_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 SAFETENSORS_DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16"}
 RECORD_FILE = "metrics.jsonl"  # of the run that the checkpoints belong to
+LOCK_FILE = ".lock"  # by which a folder is known as a run's, and taken by one trainer at a time
 BEST = "best"  # RUN/best: its checkpoint with the lowest validation loss
 MAX_MANIFEST_BYTES = 64 << 20
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from handgrad.ops import reference as ops
-from handgrad.ops.reference.decode import gumbel
+from handgrad.ops.reference.decode import filtered, gumbel
 
 OFF: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 # (what differs from OFF); all of them on logits without equals.
@@ -192,3 +192,15 @@ def test_the_chosen_token_is_seen() -> None:
     settings = OFF | {"temperature": 0.0, "repetition_penalty": 1.1}
     ops.choose_tokens(out, rows, seen, zeros, zeros, vocab_size=V, **settings)
     assert [row.nonzero().flatten().tolist() for row in seen] == [sorted([3, int(out[0])]), [int(out[1])]]
+
+
+def test_top_p_adds_up_integers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of integers are those of any order: a GPU's running sum of one row has none that is fixed."""
+    add_up, added = torch.Tensor.cumsum, []
+    monkeypatch.setattr(torch.Tensor, "cumsum", lambda t, dim: added.append(t.dtype) or add_up(t, dim))
+    scores = torch.linspace(0, -1, 50_000).view(1, -1)
+    left = filtered(scores, top_k=0, top_p=0.5, min_p=0.0)
+    assert added == [torch.int64]
+    exact = torch.softmax(scores, 1).double()[0]
+    assert int(torch.isfinite(left).sum()) == int((add_up(exact, 0) - exact < 0.5).sum())
+    assert int(torch.isfinite(filtered(scores, top_k=0, top_p=1e-30, min_p=0.0)).sum()) == 1

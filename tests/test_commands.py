@@ -224,7 +224,7 @@ def test_corpus_shorter_than_a_sample_or_a_step(tmp_path: Path, capsys: pytest.C
 def test_data_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     line = refused(capsys, 65, "train", *SMALL, "--data", str(tmp_path / "none"), "--out", str(tmp_path / "run"))
     assert "handgrad prepare" in line
-    assert "no checkpoint" in refused(capsys, 65, "sample", str(tmp_path))
+    assert "expected weights at" in refused(capsys, 65, "sample", str(tmp_path))
     refused(capsys, 65, "evaluate", str(tmp_path / "none"))
     refused(capsys, 65, "report", str(tmp_path / "none"))
 

@@ -99,7 +99,11 @@ def sizes_of_weights(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="run folder (its newest checkpoint) or checkpoint folder")
+    parser.add_argument(
+        "checkpoint",
+        metavar="MODEL",
+        help="run (its newest checkpoint), RUN/best, checkpoint, transformers folder, Hub name, .bin of llm.c",
+    )
     parser.add_argument("--device", default="auto", choices=DEVICES, help="(default: auto)")
     parser.add_argument(
         "--precision",

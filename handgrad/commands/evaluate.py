@@ -5,33 +5,31 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from handgrad import checkpoint, world
+from handgrad import world
 from handgrad.arena import Buffer, Plan, make_plan
 from handgrad.backend import choose_backend
-from handgrad.checkpoint import Checkpoint
 from handgrad.commands.arguments import Parser, add_model_arguments
 from handgrad.config import RunConfig
 from handgrad.data.batches import Batches, host_buffers
 from handgrad.data.shards import Dataset, open_dataset
-from handgrad.data.tokenizer import Tokenizer, read_tokenizer
 from handgrad.distributed.joining import joined
 from handgrad.distributed.launchers import find_place
 from handgrad.distributed.ranks import Ranks
 from handgrad.errors import DataError, NumericsError, UsageError
 from handgrad.evaluation.likelihoods import Request, Workload
-from handgrad.evaluation.load import LoadedModel, checkpoint_config, load_model
+from handgrad.evaluation.load import LoadedModel, Weights, load_model
 from handgrad.evaluation.loss import bits_per_byte, mean_loss, perplexity
 from handgrad.evaluation.records import AFTERWARDS, append_to_run, check_writable, task_record, write_rows
 from handgrad.evaluation.scoring import TaskResult, make_requests, results_of
 from handgrad.evaluation.tasks import TASKS, TaskData, load_tasks, parse_tasks
+from handgrad.interop.sources import open_weights
 from handgrad.model.activations import KIND, activations, model_buffers
+from handgrad.training.starting import opened_in_turn
 
 MEMORY = "evaluation.memory"  # the loss and the tasks take turns in it
 PROGRESS_SECONDS = 2.0
@@ -67,29 +65,15 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What is to be evaluated, before the weights are there."""
-
-    source: Checkpoint
-    config: RunConfig
-    tokenizer: Tokenizer
-    dtype: torch.dtype
-    ops: ModuleType
-    ranks: Ranks
-
-
 def evaluate(parsed: Namespace, device: torch.device, ranks: Ranks) -> list[str]:
     """What there is to say, from the share of each of the `ranks`."""
     dtype = world.use_precision(device, parsed.precision)
     ops = choose_backend(parsed.backend, device)
-    source = checkpoint.find(parsed.checkpoint)
-    tokenizer = read_tokenizer(source.folder, source.manifest.get("tokenizer"))
-    asked = Asked(source, checkpoint_config(source), tokenizer, dtype, ops, ranks)
+    asked = opened_in_turn(lambda: open_weights(parsed.checkpoint), ranks)
     tasks, requests = ranks.from_first(lambda: questions(parsed, asked), "the tasks")
     dataset = None if tasks and not parsed.data else split_of(parsed, asked)
 
-    shape = asked.config.shape(tokenizer.vocab_size)
+    shape = asked.shape
     plans: dict[str, Plan] = {}  # by what takes its turn in the memory
     buffers: list[Buffer] = []
     work = None
@@ -103,10 +87,11 @@ def evaluate(parsed: Namespace, device: torch.device, ranks: Ranks) -> list[str]
         buffers += work.buffers()
     memory_bytes = max(plan.size_bytes[KIND] for plan in plans.values())
     buffers.append(Buffer(MEMORY, (memory_bytes,), torch.uint8, KIND))
-    model = load_model(source, device, dtype, ops, lambda config, shape: buffers)
+    model = load_model(asked, device, dtype, ops, lambda config, shape: buffers)
     views = {name: plan.lay_over({KIND: model.views[MEMORY]}) for name, plan in plans.items()}
 
-    lines = [f"checkpoint        {parsed.checkpoint} (step {model.step})"]
+    step = "" if asked.checkpoint is None else f" (step {asked.checkpoint.step})"
+    lines = [f"checkpoint        {parsed.checkpoint}{step}"]
     if dataset is not None:
         lines += loss_lines(parsed, model, dataset, views["loss"], ranks)
     if work is not None:
@@ -116,7 +101,7 @@ def evaluate(parsed: Namespace, device: torch.device, ranks: Ranks) -> list[str]
     return lines
 
 
-def questions(parsed: Namespace, asked: Asked) -> tuple[list[TaskData], list[Request]]:
+def questions(parsed: Namespace, asked: Weights) -> tuple[list[TaskData], list[Request]]:
     """The tasks and their requests, read by one rank for all."""
     if not parsed.tasks:
         return [], []
@@ -126,11 +111,11 @@ def questions(parsed: Namespace, asked: Asked) -> tuple[list[TaskData], list[Req
     return tasks, make_requests(tasks, asked.tokenizer, asked.config.sequence_length)
 
 
-def split_of(parsed: Namespace, asked: Asked) -> Dataset:
+def split_of(parsed: Namespace, asked: Weights) -> Dataset:
     """The data whose validation split is evaluated; raises `DataError` if it is not the model's."""
     folder = parsed.data or asked.config.data
     if not folder:
-        raise UsageError(f"{parsed.checkpoint} was imported and knows no data; give --data DIR, of the model's tokenizer")
+        raise UsageError(f"{parsed.checkpoint} is of no run and knows no data; give --data DIR, of the model's tokenizer")
     dataset = open_dataset(folder)
     if dataset.tokenizer.sha256 != asked.tokenizer.sha256:
         raise DataError(
@@ -173,7 +158,7 @@ def loss_lines(
     return lines
 
 
-def task_lines(parsed: Namespace, asked: Asked, tasks: list[TaskData], results: list[TaskResult]) -> list[str]:
+def task_lines(parsed: Namespace, asked: Weights, tasks: list[TaskData], results: list[TaskResult]) -> list[str]:
     """The table of results; writes `--out`, and the record of the run."""
     if any(figure.value != figure.value for result in results for figure in result.figures):
         raise NumericsError(
@@ -186,7 +171,7 @@ def task_lines(parsed: Namespace, asked: Asked, tasks: list[TaskData], results: 
         write_rows(Path(parsed.out), results)
         lines.append(f"every example in {parsed.out}")
     records = [task_record(*pair, parsed.precision, AFTERWARDS) for pair in zip(tasks, results, strict=True)]
-    if told := append_to_run(asked.source, records):
+    if asked.checkpoint is not None and (told := append_to_run(asked.checkpoint, records)):
         lines.append(told)
     return lines
 

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from handgrad.commands.arguments import Parser
+from handgrad.commands.arguments import Parser, flag
 from handgrad.errors import UsageError
 from handgrad.interop.llmc_export import import_llmc
-from handgrad.interop.sources import import_model
+from handgrad.interop.sources import SIZES, import_model
 from handgrad.model.parameters import count_parameters, parameter_table
 
 
@@ -39,6 +39,8 @@ def run(arguments: Sequence[str]) -> int:
     )
     if state:
         masters = "moments and master weights" if state.has_master else "moments"
-        print(f"optimizer  {masters} after {state.step} steps; `train --out {out} --allow-changes` goes on from there")
+        sizes = " ".join(f"{flag(name)} {getattr(shape, name)}" for name in SIZES)
+        print(f"optimizer  {masters} after {state.step} steps; to go on from there:")
+        print(f"           handgrad train {sizes} --data SHARDS --out {out} --allow-changes")
     print(f"written    {out}; try `handgrad sample {out}`, or train with --init-from {out}")
     return 0

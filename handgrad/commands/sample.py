@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from handgrad import checkpoint, world
+from handgrad import world
 from handgrad.backend import choose_backend
 from handgrad.commands.arguments import Parser, add_model_arguments
 from handgrad.errors import DataError, UsageError, storage_error
@@ -15,6 +15,7 @@ from handgrad.evaluation.generate import Continuation, Decoder, SamplingOptions
 from handgrad.evaluation.jsonl import check_free, read_prompts, whole_lines
 from handgrad.evaluation.load import LoadedModel, load_model
 from handgrad.evaluation.text import stream_text
+from handgrad.interop.sources import open_weights
 
 PROGRESS_SECONDS = 5  # between two lines about a file of prompts
 
@@ -30,7 +31,7 @@ def run(arguments: Sequence[str]) -> int:
     dtype = world.use_precision(device, parsed.precision)
     ops = choose_backend(parsed.backend, device)
     model = load_model(
-        checkpoint.find(parsed.checkpoint),
+        open_weights(parsed.checkpoint),
         device,
         dtype,
         ops,

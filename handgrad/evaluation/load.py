@@ -1,4 +1,5 @@
-"""A model from a checkpoint, ready to evaluate or to write: weights and the buffers asked for, nothing of training."""
+"""A model from a checkpoint or from other weights, ready to evaluate or to write: its weights and the buffers asked for,
+nothing of training."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +15,33 @@ from handgrad.checkpoint import WEIGHTS_FILE, Checkpoint
 from handgrad.config import FIELDS, ModelShape, RunConfig, check, convert
 from handgrad.data.tokenizer import Tokenizer, read_tokenizer
 from handgrad.errors import DataError, UsageError
-from handgrad.model.parameters import ModelTensors, flat_elements, model_tensors, parameter_table
+from handgrad.model.parameters import ModelTensors, ParameterRow, flat_elements, model_tensors, parameter_table
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A model's weights wherever they lie, read one by one when they are asked for (`interop.sources` opens them)."""
+
+    shape: ModelShape
+    tokenizer: Tokenizer
+    weight: Callable[[ParameterRow], Tensor]  # of a row of `shape`'s table: float32, row.stored_shape; or `DataError`
+    origin: dict[str, Any]  # for a manifest: what they were "from", the "source" as it was named, "sha256" by file
+    config: RunConfig  # of the run that they are from; of weights from elsewhere the sizes alone
+    checkpoint: Checkpoint | None = None  # that holds them, if it is one of ours
+
+
+def checkpoint_weights(found: Checkpoint, named: str = "") -> Weights:
+    """The weights of a checkpoint of ours, `named` so by the user. Raises `DataError` when its configuration or its
+    tokenizer does not hold."""
+    tokenizer, config = read_tokenizer(found.folder, found.manifest.get("tokenizer")), checkpoint_config(found)
+    digest = found.manifest["files"][WEIGHTS_FILE]["sha256"]
+    source = named or str(found.folder)
+    origin = {"from": "checkpoint", "source": source, "step": found.step, "sha256": {WEIGHTS_FILE: digest}}
+
+    def weight(row: ParameterRow) -> Tensor:
+        return found.tensor(WEIGHTS_FILE, row.name, row.stored_shape).to(torch.float32)
+
+    return Weights(config.shape(tokenizer.vocab_size), tokenizer, weight, origin, config, found)
 
 
 @dataclass
@@ -28,7 +55,6 @@ class LoadedModel:
     device: torch.device
     weights: ModelTensors
     views: dict[str, Tensor]
-    step: int
 
 
 def checkpoint_config(checkpoint: Checkpoint) -> RunConfig:
@@ -42,7 +68,7 @@ def checkpoint_config(checkpoint: Checkpoint) -> RunConfig:
 
 
 def load_model(
-    checkpoint: Checkpoint,
+    source: Checkpoint | Weights,
     device: torch.device,
     dtype: torch.dtype,
     ops: ModuleType,
@@ -50,11 +76,10 @@ def load_model(
 ) -> LoadedModel:
     """Loads the weights; `buffers` says what else to allocate, given the run's configuration and the model's sizes.
 
-    Raises `DataError` when the checkpoint's parts do not belong together.
+    Raises `DataError` when the checkpoint's parts do not belong together, or what `Weights.weight` finds.
     """
-    config = checkpoint_config(checkpoint)
-    tokenizer = read_tokenizer(checkpoint.folder, checkpoint.manifest.get("tokenizer"))
-    shape = config.shape(tokenizer.vocab_size)
+    weights = checkpoint_weights(source) if isinstance(source, Checkpoint) else source
+    config, shape = weights.config, weights.shape
     ops.check_sizes(length=shape.sequence_length, num_heads=shape.num_heads, channels=shape.channels)
     table = parameter_table(shape)
     parameters = Buffer("parameters", (flat_elements(table),), dtype, "parameters")
@@ -62,11 +87,15 @@ def load_model(
     available = world.available_bytes(device)
     if available is not None and plan.total_bytes > available:
         raise DataError(
-            f"{checkpoint.folder} needs {plan.total_bytes >> 20} MiB so, {device.type} has {available >> 20} MiB free;"
+            f"{weights.origin['source']} needs {plan.total_bytes >> 20} MiB so,"
+            f" {device.type} has {available >> 20} MiB free;"
             " try fewer at once (--micro-batch of `evaluate`, --batch of `sample`) or --precision bf16"
         )
     views = plan.allocate(device)
     flat = views["parameters"]
-    checkpoint.load(WEIGHTS_FILE, {row.name: (row.stored_shape, row.stored(flat).copy_) for row in table})
-    weights = model_tensors(flat, table)
-    return LoadedModel(config, shape, tokenizer, ops, device, weights, views, checkpoint.step)
+    if weights.checkpoint is not None:
+        weights.checkpoint.load(WEIGHTS_FILE, {row.name: (row.stored_shape, row.stored(flat).copy_) for row in table})
+    else:
+        for row in table:
+            row.stored(flat).copy_(weights.weight(row))
+    return LoadedModel(config, shape, weights.tokenizer, ops, device, model_tensors(flat, table), views)

@@ -10,14 +10,13 @@ import torch
 
 import handgrad
 from handgrad import checkpoint
-from handgrad.checkpoint import Stored
+from handgrad.checkpoint import LOCK_FILE, Stored
 from handgrad.config import ModelShape, RunConfig, to_dict
 from handgrad.data.tokenizer import Tokenizer, tokenizer_files, tokenizer_record
 from handgrad.errors import StorageError, UsageError, storage_error
 from handgrad.files import sync_folder
 
 PARTIAL = ".partial"
-LOCK_FILE = ".lock"  # by which `train` knows a run folder
 
 
 def check_free(final: Path) -> None:

@@ -84,12 +84,7 @@ def export_llmc(
 
 def stored_tensors(checkpoint: Checkpoint, file: str, prefix: str = "") -> Values:
     """A checkpoint's tensors by row, read when they are asked for. They raise `DataError`."""
-
-    def get(row: ParameterRow) -> Tensor:
-        with opened(checkpoint.folder / file) as stored:
-            return stored.get_tensor(prefix + row.name)
-
-    return get
+    return lambda row: checkpoint.tensor(file, prefix + row.name, row.stored_shape)
 
 
 def has_moments(checkpoint: Checkpoint) -> bool:

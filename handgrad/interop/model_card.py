@@ -8,12 +8,11 @@ import torch
 from matplotlib.figure import Figure
 
 import handgrad
-from handgrad.checkpoint import Checkpoint
+from handgrad.checkpoint import RECORD_FILE, Checkpoint
 from handgrad.evaluation.load import LoadedModel
 from handgrad.model.parameters import count_parameters, parameter_table
 
 CARD_FILE, CURVE_FILE = "README.md", "curve.png"
-METRICS_FILE = "metrics.jsonl"
 LAST_LOSSES = 5
 TOKENIZERS = {
     "gpt2": "GPT-2's, 50,257 tokens",
@@ -27,7 +26,7 @@ def run_records(checkpoint: Checkpoint, kind: str) -> list[dict[str, Any]]:
     """The records of a kind up to the checkpoint, from the metrics of the run around it; none if there is no such run, or
     its metrics cannot be read: a card without them is still a card."""
     try:
-        lines = (checkpoint.folder.resolve().parent.parent / METRICS_FILE).read_text(encoding="utf-8").splitlines()
+        lines = (checkpoint.folder.resolve().parent.parent / RECORD_FILE).read_text(encoding="utf-8").splitlines()
         records = [json.loads(line) for line in lines]
         return [record for record in records if record.get("kind") == kind and record["step"] <= checkpoint.step]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -90,8 +89,8 @@ def training_lines(checkpoint: Checkpoint) -> list[str]:
     tokens = checkpoint.step * config["tokens_per_step"]
     lines = ["| training | |", "|---|---|", row("data, its identity", f"`{data}`")]
     lines += [row("tokens seen", f"{tokens:,} in {checkpoint.step:,} steps")]
-    if config.get("init_from"):
-        lines.append(row("started from the weights of", f"`{config['init_from']}`"))
+    if origin := manifest.get("init"):
+        lines.append(row("started from the weights of", f"`{origin.get('source')}`"))
     lines += [row(name, config[name]) for name in SETTINGS if name in config]
     lines += [row(name, value) for name, value in (manifest.get("versions") or {}).items()]
     losses = validation_losses(checkpoint)

@@ -1,4 +1,4 @@
-"""Weights from wherever they are: one way to open them for `train --init-from` and `import`.
+"""Weights from wherever they are: one way to open them for `train --init-from`, `import`, `evaluate` and `sample`.
 
     source                                          is
     a file ending in .bin                           a model of llm.c
@@ -9,37 +9,21 @@
 The first line that fits decides.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from handgrad import checkpoint
-from handgrad.checkpoint import MANIFEST, WEIGHTS_FILE, Checkpoint, Stored
-from handgrad.config import ModelShape
-from handgrad.data.tokenizer import Tokenizer, read_tokenizer
+from handgrad.checkpoint import MANIFEST, Stored
 from handgrad.errors import DataError, UsageError
-from handgrad.evaluation.load import checkpoint_config
+from handgrad.evaluation.load import Weights, checkpoint_weights
 from handgrad.files import file_sha256
-from handgrad.interop.folders import check_free, write_imported
+from handgrad.interop.folders import check_free, imported_config, write_imported
 from handgrad.interop.huggingface import CONFIG_FILE, MODEL_FILES, fetch, on_hub, read_folder, read_shape
 from handgrad.interop.llmc_model import read_model
-from handgrad.model.parameters import ParameterRow, parameter_table
+from handgrad.model.parameters import parameter_table
 
 SIZES = ("num_layers", "num_heads", "channels", "sequence_length")
-
-
-@dataclass(frozen=True)
-class Weights:
-    """A model's weights, read one by one when they are asked for."""
-
-    shape: ModelShape
-    tokenizer: Tokenizer
-    weight: Callable[[ParameterRow], Tensor]  # of a row of `shape`'s table: float32, row.stored_shape; or `DataError`
-    origin: dict[str, Any]  # for a manifest: what they were "from", the "source" as it was named, "sha256" by file
 
 
 def open_weights(source: str, tokenizer: str = "") -> Weights:
@@ -49,12 +33,12 @@ def open_weights(source: str, tokenizer: str = "") -> Weights:
     Raises `DataError` in one line: there is nothing of the kind, or it is damaged, or no GPT-2 of ours.
     """
     path = Path(source)
-    if path.suffix == ".bin":
+    if is_llmc(path):
         return open_bin(path, tokenizer)
     if is_ours(path):
         if tokenizer:
             raise UsageError(f"{source} is a run or checkpoint and has its tokenizer; leave --tokenizer out")
-        return open_checkpoint(source)
+        return checkpoint_weights(checkpoint.find(source), source)
     return open_folder(source, tokenizer)
 
 
@@ -62,7 +46,7 @@ def read_sizes(source: str) -> dict[str, int]:
     """The fields of a configuration that the weights decide: their `SIZES`. Reads no weights, and of the Hub only the
     model's config.json."""
     path = Path(source)
-    if path.suffix == ".bin":
+    if is_llmc(path):
         shape = read_model(path).shape
     elif is_ours(path):
         run = path.parent if checkpoint.means_best(path) else path
@@ -73,6 +57,10 @@ def read_sizes(source: str) -> dict[str, int]:
     else:
         shape = read_shape(folder_of(source, (CONFIG_FILE,)) / CONFIG_FILE)
     return {name: getattr(shape, name) for name in SIZES}
+
+
+def is_llmc(path: Path) -> bool:
+    return path.suffix == ".bin" and not path.is_dir()
 
 
 def is_ours(path: Path) -> bool:
@@ -96,27 +84,14 @@ def folder_of(source: str, files: tuple[str, ...]) -> Path:
 def open_bin(path: Path, tokenizer: str) -> Weights:
     found = read_model(path, tokenizer)
     origin = {"from": "llm.c", "source": str(path), "sha256": {path.name: file_sha256(path)}}
-    return Weights(found.shape, found.tokenizer, found.weight, origin)
-
-
-def open_checkpoint(source: str) -> Weights:
-    found = checkpoint.find(source)
-    words = read_tokenizer(found.folder, found.manifest.get("tokenizer"))
-    shape = checkpoint_config(found).shape(words.vocab_size)
-    digest = found.manifest["files"][WEIGHTS_FILE]["sha256"]
-    origin = {"from": "checkpoint", "source": source, "step": found.step, "sha256": {WEIGHTS_FILE: digest}}
-    return Weights(shape, words, lambda row: stored_weight(found, row), origin)
-
-
-def stored_weight(found: Checkpoint, row: ParameterRow) -> Tensor:
-    return found.tensor(WEIGHTS_FILE, row.name, row.stored_shape).to(torch.float32)
+    return Weights(found.shape, found.tokenizer, found.weight, origin, imported_config(found.shape))
 
 
 def open_folder(source: str, tokenizer: str) -> Weights:
     found = read_folder(folder_of(source, MODEL_FILES), tokenizer)
     files = sorted({file for file, _ in found.places.values()})
     origin = {"from": "hf", "source": source, "sha256": {file.name: file_sha256(file) for file in files}}
-    return Weights(found.shape, found.tokenizer, found.weight, origin)
+    return Weights(found.shape, found.tokenizer, found.weight, origin, imported_config(found.shape))
 
 
 def import_model(source: str, out: Path, tokenizer: str = "") -> Weights:

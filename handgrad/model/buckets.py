@@ -116,7 +116,7 @@ class UpdateRun:
     flat: slice
     local: slice
     decays: bool
-    frozen: bool  # or leaves as it is: the weights, and moments of zero
+    frozen: bool  # or leaves as it is: the weights, and their moments
 
     def goes_on_in(self, other: "UpdateRun") -> bool:
         """Whether `other` is of the same kind and begins where this one ends."""

@@ -20,9 +20,9 @@ from handgrad.distributed.ranks import Ranks
 from handgrad.distributed.stragglers import Stragglers
 from handgrad.errors import NumericsError, Preempted
 from handgrad.evaluation.decode import decode_buffers, decode_tensors
+from handgrad.evaluation.load import Weights
 from handgrad.evaluation.loss import bits_per_byte, floor_note, mean_loss
 from handgrad.evaluation.text import write_document
-from handgrad.interop.sources import Weights
 from handgrad.model.parameters import flops_per_token
 from handgrad.model.quantized import part_of
 from handgrad.ops import SMALLEST_LOSS_SCALE
@@ -30,7 +30,7 @@ from handgrad.training import console
 from handgrad.training.feed import BatchFeed
 from handgrad.training.header import header_lines, run_record
 from handgrad.training.run_folder import SAMPLES, RunFolder, write_text
-from handgrad.training.saving import changed_versions, load_run, run_numbers, save_state
+from handgrad.training.saving import changed_versions, load_run, origin_of, run_numbers, save_state
 from handgrad.training.starting import take_weights
 from handgrad.training.state import allocate_state
 from handgrad.training.step import Stepper, StepResult, non_finite_tensors
@@ -75,7 +75,7 @@ class Run:
         self.decode = decode_tensors(generation.allocate(device))
         self.completed, self.skips_in_a_row, self.compute_seconds = 0, 0, 0.0
         self.allocate()
-        self.origin = weights.origin if weights else folder.resumed and folder.resumed.manifest.get("init")
+        self.origin = weights.origin if weights else folder.resumed and origin_of(folder.resumed)
         if weights is not None:
             take_weights(weights, self.state)
         self.restore(folder.resumed)

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from handgrad import checkpoint
-from handgrad.checkpoint import Checkpoint
+from handgrad.checkpoint import LOCK_FILE, Checkpoint
 from handgrad.config import RunConfig, differences, to_dict, to_toml
 from handgrad.distributed.ranks import Ranks
 from handgrad.errors import ConfigError, DataError, UsageError, storage_error
 from handgrad.files import sync_folder, write_durably
 
-CONFIG_FILE, LOCK_FILE, SAMPLES, CHECKPOINTS = "config.toml", ".lock", "samples", "checkpoints"
+CONFIG_FILE, SAMPLES, CHECKPOINTS = "config.toml", "samples", "checkpoints"
 
 
 class RunFolder:

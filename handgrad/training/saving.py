@@ -109,6 +109,11 @@ def load_run(source: Checkpoint, config: RunConfig, state: TrainingState, steppe
         state.requantize()
 
 
+def origin_of(source: Checkpoint) -> dict[str, Any] | None:
+    """What the run of a checkpoint started from, or None: weights that were opened, or imported together with moments."""
+    return source.manifest.get("init") or source.manifest.get("imported")
+
+
 def changed_versions(source: Checkpoint, now: dict[str, str]) -> list[str]:
     """What a checkpoint's bits depended on and this run's do not, or the other way round, in lines for the log."""
     then = source.manifest["versions"]

@@ -1,10 +1,13 @@
 """The weights that a run starts from when they are not drawn: opened, held against the run, taken up."""
 
+from collections.abc import Callable
+
 from handgrad.config import RunConfig
 from handgrad.data.shards import Dataset
 from handgrad.distributed.ranks import Ranks
 from handgrad.errors import DataError, UsageError
-from handgrad.interop.sources import SIZES, Weights, open_weights
+from handgrad.evaluation.load import Weights
+from handgrad.interop.sources import SIZES, open_weights
 from handgrad.model.parameters import parameter_table
 from handgrad.training.state import TrainingState
 
@@ -15,11 +18,14 @@ def open_start(config: RunConfig, dataset: Dataset, ranks: Ranks) -> Weights | N
 
     Raises `UsageError`: the run has other sizes; `DataError`: another tokenizer, or what `open_weights` finds.
     """
-    if not config.init_from:
-        return None
+    return opened_in_turn(lambda: open_fitting(config, dataset), ranks) if config.init_from else None
+
+
+def opened_in_turn(opening: Callable[[], Weights], ranks: Ranks) -> Weights:
+    """What `opening` opens, by the first rank before the others. Raises what it raises."""
     found: list[Weights] = []
-    ranks.from_first(lambda: found.append(open_fitting(config, dataset)), "the weights to start from")
-    return found[0] if found else open_fitting(config, dataset)
+    ranks.from_first(lambda: found.append(opening()), "the weights")
+    return found[0] if found else opening()
 
 
 def open_fitting(config: RunConfig, dataset: Dataset) -> Weights:

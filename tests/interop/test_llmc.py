@@ -1,5 +1,6 @@
 """Files of llm.c, written and read: the layout byte by byte, the same bits after export and import, and going on."""
 
+import itertools
 import json
 import math
 import struct
@@ -110,10 +111,16 @@ def test_a_run_goes_on_through_llmc(shards: Path, tmp_path: Path, capsys: pytest
     assert header[:6] == (20240527, 1, 1, 0, 1, 0) and header[10] == 3
     model, state = c / "model_00000003.bin", c / "state_00000003_00000.bin"
     assert main(["import", str(model), "--out", str(tmp_path / "on"), "--optimizer", str(state)]) == 0
-    assert "after 3 steps" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "after 3 steps" in told
+    hint = next(line.split() for line in told.splitlines() if line.strip().startswith("handgrad train"))
+    command = [str(shards) if word == "SHARDS" else word for word in hint[1:]]
     assert main(["evaluate", str(tmp_path / "on"), "--data", str(shards)]) == 0
     assert "was started with another" in refused(capsys, 78, "train", *settings, "--out", str(tmp_path / "on"))
-    assert main(["train", *settings, "--out", str(tmp_path / "on"), "--allow-changes"]) == 0
+    others = dict(zip(settings[1::2], settings[2::2], strict=True))  # after the preset
+    others = {flag: value for flag, value in others.items() if flag not in command}
+    assert main([command[0], settings[0], *command[1:], *itertools.chain(*others.items())]) == 0
+    assert checkpoint.find(str(tmp_path / "on")).manifest["init"]["sha256"].keys() == {model.name, state.name}
     last = []
     for run in ("whole", "on"):
         folder = checkpoint.find(str(tmp_path / run))

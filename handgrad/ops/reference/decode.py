@@ -16,6 +16,7 @@ from handgrad.ops.reference.gelu import linear_gelu_forward
 from handgrad.ops.reference.layernorm import layernorm_forward
 from handgrad.ops.reference.linear import linear_forward
 
+SHARE_UNIT = 2.0**60  # of probabilities as integers: those above 2^-36 are exact, and their sum fits 63 bits
 DRAW_BITS = 23  # of a draw: with the half that is added, the 24 that a float32 holds exactly
 SMALLEST_TEMPERATURE = 1e-6  # but 0: far below the spacing of float32 logits, so that only equals are drawn from
 
@@ -160,9 +161,10 @@ def filtered(scores: Tensor, *, top_k: int, top_p: float, min_p: float) -> Tenso
         scores = scores.masked_fill(scores < least, -math.inf)
     if top_p < 1:
         ordered = scores.sort(descending=True).values
-        probabilities = torch.softmax(ordered, 1)
-        likelier = probabilities.cumsum(1) - probabilities  # of a token: the sum over those before it
-        least = ordered.masked_fill(likelier >= top_p, math.inf).amin(1, keepdim=True)
+        # Integers, whose sum no order changes: a GPU adds up a single row in the order in which its blocks end.
+        shares = (torch.softmax(ordered, 1) * SHARE_UNIT).to(torch.int64)
+        likelier = shares.cumsum(1) - shares  # of a token: the sum over those before it
+        least = ordered.masked_fill(likelier >= max(1, int(top_p * SHARE_UNIT)), math.inf).amin(1, keepdim=True)
         scores = scores.masked_fill(scores < least, -math.inf)
     if min_p > 0:
         scores = scores.masked_fill(scores < math.log(min_p), -math.inf)
