@@ -316,7 +316,7 @@ def best_validated(run: Path) -> tuple[int, float] | None:
                 with contextlib.suppress(ValueError, TypeError, RecursionError):  # a line that a kill cut
                     record = json.loads(line)
                     if isinstance(record, dict) and record.get("kind") == "validation" and record.get("step") in there:
-                        found[record["step"]] = float(record.get("loss") or math.nan)
+                        found[record["step"]] = float(record.get("loss", math.nan))
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -89,6 +89,8 @@ def test_afterwards_the_same_figures(watched: RunConfig, tasks: str, tmp_path: P
     first, again = evaluations(run)[2:4], evaluations(run)[4:]
     assert [r["metrics"] for r in first] == [r["metrics"] for r in again]
     assert [r["by"] for r in evaluations(run)] == ["train"] * 4 + ["evaluate"] * 2
+    assert main([*arguments, "--micro-batch", "1"]) == 64, "what is there is not overwritten"
+    (tmp_path / "o").unlink()
     assert main([*arguments, "--micro-batch", "1"]) == 0
     rows = [json.loads(line) for line in (tmp_path / "o").read_text().splitlines()]
     assert len(rows) == 20 and rows[0]["where"].startswith("line 1 of ")

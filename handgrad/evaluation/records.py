@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from handgrad.checkpoint import LOCK_FILE, RECORD_FILE, Checkpoint
-from handgrad.errors import StorageError, storage_error
+from handgrad.errors import StorageError, UsageError, storage_error
 from handgrad.evaluation.scoring import TaskResult
 from handgrad.evaluation.tasks import TaskData
 from handgrad.files import write_durably
@@ -60,7 +60,10 @@ def append_to_run(checkpoint: Checkpoint, records: Sequence[dict[str, Any]]) -> 
 
 
 def check_writable(path: Path) -> None:
-    """Raises `StorageError` before the work for a file that could not be written after it."""
+    """Raises, before the work, `UsageError` for a file that is there already, `StorageError` for one that could not be
+    written after it."""
+    if path.is_file():
+        raise UsageError(f"expected nothing at {path}, found a file; give --out another name or remove it")
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise StorageError(f"expected a file to write at {path}, in a folder that is there; give --out another name")
 
