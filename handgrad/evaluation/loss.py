@@ -1,10 +1,12 @@
 """Mean loss over held-out samples."""
 
+import math
 from types import ModuleType
 
 from torch import Tensor
 
 from handgrad.data.batches import Batches
+from handgrad.data.shards import Dataset
 from handgrad.distributed.ranks import Ranks
 from handgrad.model import transformer
 from handgrad.model.activations import Activations
@@ -48,3 +50,20 @@ def mean_loss(
     for index in range(len(starts)):
         total += everyone[index % ranks.size][index // ranks.size]
     return total / (samples * act.tokens.shape[1])
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), for a loss in nats per token; no larger than a float can be."""
+    return math.exp(min(loss, 700.0))
+
+
+def bits_per_byte(loss: float, dataset: Dataset) -> float | None:
+    """The validation split's loss in nats per token as bits per byte of its text; None where its bytes are unknown."""
+    text_bytes = dataset.manifest["splits"]["validation"]["text_bytes"] if dataset.manifest else 0
+    return loss / math.log(2) * dataset.tokens("validation") / text_bytes if text_bytes else None
+
+
+def floor_note(loss: float, dataset: Dataset) -> str:
+    """How far a validation loss lies above the least that the source allows, where that is known."""
+    floor = dataset.floor("validation")
+    return f" ({loss / floor - 1:+.1%} above the source's entropy of {floor:.4f})" if floor else ""

@@ -52,7 +52,7 @@ class Metrics:
             file.close()
 
     def record(self, kind: str, **values: Any) -> None:
-        """One JSON line. Kinds: run, step, fp8, gpu, validation, sample, event; most carry `step`, counted from 1."""
+        """One JSON line. Kinds: run, step, fp8, gpu, validation, sample, event, end; most carry `step`, counted from 1."""
         self._line(self.metrics, json.dumps({"kind": kind, **values}))
 
     def step(self, step: int, result: StepResult, tokens: int) -> None:
