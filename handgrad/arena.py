@@ -6,7 +6,7 @@ again at its backward tick, and lends its bytes to others in between.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +55,11 @@ class Plan:
     def allocate(self, device: torch.device) -> dict[str, torch.Tensor]:
         """One zeroed allocation per kind, and a view of it for every buffer, by name."""
         storage = {kind: torch.zeros(size, dtype=torch.uint8, device=device) for kind, size in self.size_bytes.items()}
+        return self.lay_over(storage)
+
+    def lay_over(self, storage: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The same views in memory that is there: uint8, of each kind at least `size_bytes`. So one allocation can serve
+        two plans that are never at work at the same time."""
         views = {}
         for buffer in self.buffers:
             start = self.offsets[buffer.name]

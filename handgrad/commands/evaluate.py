@@ -1,6 +1,5 @@
 """handgrad evaluate: what a checkpoint's loss is on held-out text."""
 
-import math
 import os
 from argparse import Namespace
 from collections.abc import Sequence
@@ -12,14 +11,12 @@ from handgrad.arena import Buffer
 from handgrad.backend import choose_backend
 from handgrad.commands.arguments import Parser, add_model_arguments
 from handgrad.config import ModelShape, RunConfig
-from handgrad.data.batches import Batches, host_buffers
-from handgrad.data.shards import open_dataset
 from handgrad.distributed.joining import joined
 from handgrad.distributed.launchers import find_place
 from handgrad.distributed.ranks import Ranks
-from handgrad.errors import DataError, UsageError
+from handgrad.errors import UsageError
+from handgrad.evaluation.held_out import held_out_loss, open_held_out
 from handgrad.evaluation.load import load_model
-from handgrad.evaluation.loss import mean_loss
 from handgrad.model.activations import activations, model_buffers
 
 
@@ -53,37 +50,24 @@ def evaluate(parsed: Namespace, device: torch.device, ranks: Ranks) -> list[str]
     folder = parsed.data or model.config.data
     if not folder:
         raise UsageError(f"{parsed.checkpoint} was imported and knows no data; give --data DIR, of the model's tokenizer")
-    dataset = open_dataset(folder)
-    if dataset.tokenizer.sha256 != model.tokenizer.sha256:
-        raise DataError(
-            f"{folder} was made with another tokenizer ({dataset.tokenizer.kind}) than the model's"
-            f" ({model.tokenizer.kind}); prepare the text with the model's tokenizer"
-        )
-    if not dataset.splits["validation"]:
-        raise DataError(f"{folder} has no validation split; prepare it with --validation-fraction above 0")
-    length = model.shape.sequence_length
-    batches = Batches(dataset.splits["validation"], length, 0, shuffle=False)
-    samples = max(1, parsed.eval_tokens // length) if parsed.eval_tokens else batches.samples_per_epoch
-    act = activations(model.views)
-    loss = mean_loss(
+    dataset = open_held_out(folder, model.tokenizer)
+    found = held_out_loss(
         model.ops,
         model.weights,
-        act,
-        batches,
-        samples=samples,
+        activations(model.views),
+        dataset,
         vocab_size=model.shape.vocab_size,
-        host_buffers=host_buffers(act.tokens, act.targets),
+        eval_tokens=parsed.eval_tokens,
         ranks=ranks,
     )
-    tokens = min(samples, batches.samples_per_epoch) * length
     lines = [
         f"checkpoint        {parsed.checkpoint} (step {model.step})",
-        f"validation tokens {tokens} of {dataset.tokens('validation')} in {folder}",
-        f"loss              {loss:.4f} nats per token",
-        f"perplexity        {math.exp(min(loss, 700)):.2f}",
+        f"validation tokens {found.tokens} of {dataset.tokens('validation')} in {folder}",
+        f"loss              {found.loss:.4f} nats per token",
+        f"perplexity        {found.perplexity:.2f}",
     ]
-    if dataset.manifest and (text_bytes := dataset.manifest["splits"]["validation"]["text_bytes"]):
-        lines.append(f"bits per byte     {loss / math.log(2) * dataset.tokens('validation') / text_bytes:.4f}")
+    if found.bits_per_byte is not None:
+        lines.append(f"bits per byte     {found.bits_per_byte:.4f}")
     if floor := dataset.floor("validation"):
-        lines.append(f"source's entropy  {floor:.4f} nats per token; the loss is {loss / floor - 1:+.1%}")
+        lines.append(f"source's entropy  {floor:.4f} nats per token; the loss is {found.loss / floor - 1:+.1%}")
     return lines

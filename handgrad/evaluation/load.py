@@ -59,14 +59,17 @@ def load_model(
     table = parameter_table(shape)
     parameters = Buffer("parameters", (flat_elements(table),), dtype, "parameters")
     plan = make_plan([parameters, *buffers(config, shape)])
-    available = world.available_bytes(device)
-    if available is not None and plan.total_bytes > available:
-        raise DataError(
-            f"{checkpoint.folder} needs {plan.total_bytes >> 20} MiB so, {device.type} has {available >> 20} MiB free;"
-            " try fewer at once (--micro-batch of `evaluate`, --batch of `sample`) or --precision bf16"
-        )
+    fewer = "try fewer at once (--micro-batch of `evaluate`, --batch of `sample`) or --precision bf16"
+    check_available(plan.total_bytes, device, str(checkpoint.folder), fewer)
     views = plan.allocate(device)
     flat = views["parameters"]
     checkpoint.load(WEIGHTS_FILE, {row.name: (row.stored_shape, row.stored(flat).copy_) for row in table})
     weights = model_tensors(flat, table)
     return LoadedModel(config, shape, tokenizer, ops, device, weights, views, checkpoint.step)
+
+
+def check_available(needed_bytes: int, device: torch.device, what: str, advice: str) -> None:
+    """Raises `DataError` when the device has not that much memory left."""
+    available = world.available_bytes(device)
+    if available is not None and needed_bytes > available:
+        raise DataError(f"{what} needs {needed_bytes >> 20} MiB so, {device.type} has {available >> 20} MiB free; {advice}")
