@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, overload
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from handgrad.model.parameters import count_parameters, flat_elements, model_ten
 
 MICRO_BATCH = 8  # rows that go through the model at once, as in `handgrad evaluate`
 
+Prompts = TypeVar("Prompts", str, list[str])
 Tokens = str | Tensor | np.ndarray | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
 
 
@@ -102,10 +103,9 @@ class Model:
                 f"expected at most {self.shape.sequence_length} tokens, the model's context, found {longest};"
                 " cut the text (`losses` and `loss` take longer ones)"
             )
-        V, size = self.shape.vocab_size, len(rows) * longest * self.shape.vocab_size
-        check_available(
-            size * self.dtype.itemsize, self.device, f"logits of {len(rows)} x {longest} tokens", "ask for fewer"
-        )
+        V = self.shape.vocab_size
+        size_bytes = len(rows) * longest * V * self.dtype.itemsize
+        check_available(size_bytes, self.device, f"logits of {len(rows)} x {longest} tokens", "ask for fewer")
         found = torch.full((len(rows), longest, V), math.nan, dtype=self.dtype, device=self.device)
         for first in range(0, len(rows), MICRO_BATCH):
             group = rows[first : first + MICRO_BATCH]
@@ -199,13 +199,9 @@ class Model:
 
     # Text.
 
-    @overload
-    def generate(self, prompts: str = "", **options: Any) -> str: ...
-    @overload
-    def generate(self, prompts: Sequence[str], **options: Any) -> list[str]: ...
     def generate(
         self,
-        prompts: str | Sequence[str] = "",
+        prompts: Prompts = "",
         *,
         max_tokens: int = 200,
         temperature: float = 0.8,
@@ -216,7 +212,7 @@ class Model:
         stop: str | Sequence[str] = (),
         seed: int = 0,
         batch: int = 8,
-    ) -> str | list[str]:
+    ) -> Prompts:
         """What follows a prompt: a str, or of a list of prompts a list of them. The options are those of `handgrad sample`;
         prompt number i has the seed `seed` + i, and `batch` texts are written at once.
 
@@ -224,16 +220,16 @@ class Model:
         """
         options = SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty)
         given = [prompts] if isinstance(prompts, str) else list(prompts)
-        if not given:
-            return []
         if batch < 1:
             raise UsageError(f"--batch must be 1 or more, found {batch}")
         stops = checked_stops(max_tokens, seed, stop)
         texts = [Continuation(self.tokens(prompt), max_tokens, seed + number) for number, prompt in enumerate(given)]
         written: dict[Continuation, str] = dict.fromkeys(texts, "")
-        for text, piece in self._write(texts, options, stops, min(batch, len(texts))):
-            written[text] += piece
-        return written[texts[0]] if isinstance(prompts, str) else list(written.values())
+        if texts:
+            for text, piece in self._write(texts, options, stops, min(batch, len(texts))):
+                written[text] += piece
+        found: Any = "".join(written.values()) if isinstance(prompts, str) else list(written.values())
+        return found
 
     def stream(
         self,

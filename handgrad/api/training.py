@@ -150,8 +150,8 @@ class Training:
         return model
 
     def save(self) -> Path:
-        """A checkpoint of now, if there is none yet; returns its folder. Raises `NumericsError` when the last step's numbers
-        were not finite: there is nothing to keep."""
+        """A checkpoint of now, if there is none yet; returns its folder. Raises `NumericsError` when the last step's
+        numbers were not finite: there is nothing to keep."""
         run = self._standing()
         run.save()
         if run.last_saved != run.completed:
@@ -184,8 +184,8 @@ class Training:
             raise UsageError("on_step cannot make or save steps itself: the next one may be under way")
         if self._torn:
             raise UsageError(
-                f"the run in {self.config.out} was ended within a step; close it and open it again: it goes on from its last"
-                " checkpoint"
+                f"the run in {self.config.out} was ended within a step; close it and open it again: it goes on from its"
+                " last checkpoint"
             )
         return run
 
@@ -210,8 +210,8 @@ def train(
     quiet: bool = False,
     **settings: Any,
 ) -> float | None:
-    """`Training` with the same arguments, all of its steps; returns the validation loss in nats, if one was made. A run that
-    is finished stays as it is."""
+    """`Training` with the same arguments, all of its steps; returns the validation loss in nats, if one was made. A run
+    that is finished stays as it is."""
     how = {"allow_changes": allow_changes, "quiet": quiet}
     with Training(preset, config=config, model=model, **how, **settings) as run:
         run.steps()
