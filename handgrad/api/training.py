@@ -16,6 +16,7 @@ from handgrad.training.loop import Run
 from handgrad.training.settings import run_config
 from handgrad.training.start import open_run
 from handgrad.training.step import StepResult
+from handgrad.training.stopping import preempted
 
 
 @dataclass(frozen=True)
@@ -123,8 +124,12 @@ class Training:
         self._stepping = True
         try:
             run.advance(until, take, keeps_process=True)
+            if (
+                run.signals.told is not None
+            ):  # with the last of all steps, which needs no stopping; but they were told to us
+                raise preempted(run.signals.told, run.completed, run.last_saved)
         except Preempted as stopped:
-            if run.told_to_stop == signal.SIGINT:
+            if signal.SIGINT in (run.told_to_stop, run.signals.told):
                 raise KeyboardInterrupt(str(stopped)) from None
             raise
         except BaseException as error:

@@ -182,6 +182,8 @@ class Run:
         self.watch()
         if self.raised is not None:
             raise self.raised
+        if self.ranks.size == 1:
+            self.told_to_stop = self.signals.told  # also what came after the roll call
         if self.told_to_stop is not None and self.completed < self.config.steps:
             self.save()
             raise preempted(self.told_to_stop, self.completed, self.last_saved)
