@@ -22,18 +22,18 @@ SHOWN = {
         r"<handgrad.Training: runs/stories, 500 of 500 steps, closed>",
     ],
     "2_generate": [
-        r"The brave girl \.\.\.' \w+",
+        r"The brave girl \.\.\.['\"].*\w.*\n.*\nA kind farmer",
         r"'Once upon a' goes on with\n    ' time' +(\d+\.\d)% #+\n",
         r"\nOnce upon a time Tom, a brave boy, lived above a purple volcano\.\n",
-        r"the least expected came after 'Once upon a time Tom, a brave boy, lived above",
+        r"the least expected came after 'Once",
     ],
     "3_finetune": [
-        r"before +(\d\.\d+) +(\d\.\d+)\nfinetuned +(\d\.\d+) +(\d\.\d+)\nlower half frozen +(\d\.\d+) +(\d\.\d+)\n",
+        r"before +([\d.]+) +([\d.]+)\nfinetuned +([\d.]+) +([\d.]+)\nlower half frozen +([\d.]+) +([\d.]+)\n",
         r"block 0 is unchanged\nblock 1 is another\nA king",
     ],
     "4_evaluate": [
         r"held-out tokens: loss (\d\.\d+) nats per token",
-        r"a story +\d+\.\d+ +\d+\.\d +(\d+\.\d+)\nnews +\d+\.\d+ +\d+\.\d +(\d+\.\d+)\nnoise +\d+\.\d+ +\d+\.\d +(\d+\.\d+)\n",
+        r"a story +[\d.]+ +[\d.]+ +([\d.]+)\nnews +[\d.]+ +[\d.]+ +([\d.]+)\nnoise +[\d.]+ +[\d.]+ +([\d.]+)\n",
         r"'Once upon a time there lived a brave girl\.' is e\^",
         r"'He went home proud\.' is e\^",
     ],
