@@ -31,7 +31,7 @@ from handgrad.model.parameters import count_parameters, flat_elements, initializ
 from handgrad.profile import copy_bandwidth
 
 VOCABULARY, CONTEXT = 50257, 1024
-PROMPT_TOKENS, NEW_TOKENS = 32, 256
+PROMPT_TOKENS, NEW_TOKENS = 32, 128
 CALLS = 3
 CONTENDERS = ("handgrad", "transformers", "transformers-compiled")
 

@@ -68,6 +68,11 @@ class Plan:
         return views
 
 
+def allocation_of(view: torch.Tensor) -> torch.Tensor:
+    """The whole allocation that a view of a plan lies in, as bytes (uint8)."""
+    return torch.empty(0, dtype=torch.uint8, device=view.device).set_(view.untyped_storage())
+
+
 def make_plan(buffers: Iterable[Buffer]) -> Plan:
     """Places the buffers of each kind: the lasting ones in the order given, then the others, largest first, each at the
     lowest offset where no buffer alive at the same time lies (greedy by size; within 1 % of the lower bound of the

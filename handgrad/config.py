@@ -16,6 +16,7 @@ from typing import Any
 from handgrad.errors import DataError, UsageError
 
 MOST_LANES = 4096
+MOST_DROPOUT = 0.99
 VOCABULARY_MULTIPLE = 128  # the padded vocabulary is a multiple of this, so that products run on full tiles
 
 WANTED: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text without NUL"}
@@ -98,7 +99,8 @@ class RunConfig:
     skip_loss_z: float = option(0.0, "skip updates whose loss lies this many deviations above the last 128 (0: off)")
     skip_norm_z: float = option(0.0, "the same for the gradient norm (0: off)")
     max_skips: int = option(20, "stop with exit code 76 after this many skipped updates in a row")
-    seed: int = option(1337, "seed of the initial weights and of the order of samples")
+    seed: int = option(1337, "seed of the initial weights, of the order of samples and of dropout's masks")
+    dropout: float = option(0.0, "share of numbers left out in training, at GPT-2's four places (0: none)")
 
     # several processes
     zero: int = option(1, "ranks share 0: nothing; 1: master weights and moments; 2: gradients, too", free=True)
@@ -124,6 +126,8 @@ class RunConfig:
     # watching
     eval_every: int = option(250, "steps between validations (0: only at the end)", free=True)
     eval_tokens: int = option(1 << 20, "tokens per validation, at most the whole split", free=True)
+    eval_tasks: str = option("", "tasks after each validation: hellaswag=FILE,lambada=FILE,... (empty: none)", free=True)
+    eval_task_examples: int = option(1000, "of each task the first so many examples (0: all)", free=True)
     sample_every: int = option(0, "steps between samples of text (0: only at the end)", free=True)
     sample_tokens: int = option(96, "tokens per sample of text (0: no samples)", free=True)
     log_every: int = option(10, "steps between plain log lines (every step goes into metrics.jsonl)", free=True)
@@ -162,7 +166,7 @@ _POSITIVE = ("num_layers", "num_heads", "channels", "sequence_length", "steps", 
 _NOT_NEGATIVE = (
     *("warmup_steps", "final_learning_rate_fraction", "weight_decay", "clip_norm", "skip_loss_z", "skip_norm_z"),
     *("eval_every", "sample_every", "sample_tokens", "save_every", "keep_checkpoints", "head_chunk_tokens"),
-    *("learning_rate", "seed", "gpu_every", "lanes", "check_ranks_every"),
+    *("learning_rate", "seed", "gpu_every", "lanes", "check_ranks_every", "eval_task_examples"),
 )
 
 
@@ -182,6 +186,8 @@ def check(config: RunConfig) -> RunConfig:
         raise UsageError(f"seed must be below 2^32, found {config.seed}")
     if not config.adam_epsilon > 0:
         raise UsageError(f"adam_epsilon must be above 0, found {config.adam_epsilon}")
+    if not 0 <= config.dropout <= MOST_DROPOUT:
+        raise UsageError(f"dropout must be 0 to {MOST_DROPOUT}, found {config.dropout:g}")
     for name in ("beta1", "beta2"):
         if not 0 <= getattr(config, name) < 1:
             raise UsageError(f"{name} must be in [0, 1), found {getattr(config, name)}")
@@ -226,7 +232,9 @@ def check_lanes(config: RunConfig) -> None:
 
 
 def check_fp8(config: RunConfig) -> None:
-    """Raises `UsageError` for sizes that fp8 products do not take: they read 16 numbers at a time along every side."""
+    """Raises `UsageError` for what fp8 products do not do: they read 16 numbers at a time along every side."""
+    if config.dropout:
+        raise UsageError(f"precision fp8 has no dropout, found dropout {config.dropout:g}; bf16 has: --precision bf16")
     for name, size in (("channels", config.channels), ("sequence_length", config.sequence_length)):
         if size % 16:
             raise UsageError(f"{name} must be a multiple of 16 for precision fp8, found {size}")

@@ -13,10 +13,15 @@ def file_sha256(path: Path) -> str:
 
 def write_durably(path: Path, text: str) -> None:
     """Replaces `path` by a file with `text`, on the disk when this returns; never half of it. Raises OSError."""
-    aside = path.with_name(path.name + ".new")
     # A sample may hold half a surrogate pair, which UTF-8 cannot.
-    with aside.open("w", encoding="utf-8", errors="replace") as file:
-        file.write(text)
+    write_bytes_durably(path, text.encode(errors="replace"))
+
+
+def write_bytes_durably(path: Path, content: bytes) -> None:
+    """`write_durably` of bytes. Raises OSError."""
+    aside = path.with_name(path.name + ".new")
+    with aside.open("wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     aside.replace(path)

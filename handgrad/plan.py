@@ -13,7 +13,7 @@ from handgrad.evaluation.decode import decode_buffers
 from handgrad.model.parameters import count_parameters, flops_per_token, parameter_table
 from handgrad.ops import reference
 from handgrad.training.console import human_bytes, human_count, human_flops, human_seconds, memory_table
-from handgrad.training.header import check_shared_gradients, checkpoint_bytes, most_checkpoints
+from handgrad.training.header import check_shared_gradients, checkpoint_bytes, dropout_lines, most_checkpoints
 from handgrad.training.run_folder import settled_lanes
 from handgrad.training.state import largest_micro_batch, training_plan
 
@@ -41,6 +41,7 @@ def describe_plan(config: RunConfig, vocab_size: int, ranks: int = 1) -> list[st
         f"run        {config.steps} steps of {config.tokens_per_step} tokens = {lanes}{config.micro_steps} x"
         f" {config.micro_batch} x {config.sequence_length}: {human_count(tokens)} tokens, {human_flops(operations)}",
         f"device     {world.describe(device)}; a large {kind} product runs at {human_flops(rate)}/s here",
+        *dropout_lines(config),
         f"at best    {human_count(ranks * rate / flops_per_token(shape))} tokens/s,"
         f" {human_seconds(operations / rate / ranks)} in all{' on ' + str(ranks) + ' such' if ranks > 1 else ''};"
         " expect half to three quarters of it",

@@ -21,6 +21,7 @@ from handgrad.arena import ALWAYS, Plan, make_plan
 from handgrad.config import ModelShape, RunConfig
 from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.model.activations import Activations, activation_buffers, activations
+from handgrad.model.dropout import model_dropout
 from handgrad.model.parameters import ModelTensors, ParameterRow, flat_elements, initialize, model_tensors, parameter_table
 from handgrad.model.quantized import Forms, fp8_products, quantized_table, scaling_buffers, weight_buffers
 from handgrad.ops import reference
@@ -81,14 +82,16 @@ def make_model(
     noise: float = 0.1,
     seed: int = 5,
     fp8: RunConfig | None = None,
+    dropout: float = 0.0,
     private: bool = False,
 ) -> Model:
     """Initial weights plus noise (so that no bias or layer norm is trivial), zero gradients, NaN-filled activations.
 
     `fp8`: with the products that this configuration wants in fp8, every tensor at its own current scale (the logits'
-    gradient at a scale for a loss that is multiplied by at most 1). `private`: nothing shares the plan's memory.
+    gradient at a scale for a loss that is multiplied by at most 1). `dropout`: of the samples 0, 1, ... `private`: nothing
+    shares the plan's memory.
     """
-    config = fp8 or RunConfig()
+    config = dataclasses.replace(fp8 or RunConfig(), num_layers=shape.num_layers, dropout=dropout)
     table = parameter_table(shape)
     elements = flat_elements(table)
     exact = torch.float64 if dtype == torch.float64 else torch.float32
@@ -111,6 +114,7 @@ def make_model(
         attention_scratch_bytes=64,
         products=fp8_products(config),
         gradient_format=FORMATS[config.fp8_gradients],
+        dropout=bool(dropout),
     )
     rows += [*weight_buffers(config, shape), *scaling_buffers(config, statistics_parts=1)]
     plan = make_plan(rows)
@@ -121,7 +125,9 @@ def make_model(
     if fp8 is not None:
         set_scales(views["fp8.scaling"])
     forms = Forms(quantized_table(config), views, current=True)
-    act = activations(views, forms)
+    act = activations(views, forms, model_dropout(config, views))
+    if act.dropout is not None:
+        torch.arange(batch, out=act.dropout.samples)
     act.tokens.copy_(torch.randint(shape.vocab_size, (batch, length), generator=generator))
     act.targets.copy_(torch.randint(shape.vocab_size, (batch, length), generator=generator))
     weights, gradients = model_tensors(flat, table, forms), model_tensors(flat_gradients, table)

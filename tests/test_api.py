@@ -307,10 +307,19 @@ def test_data_that_do_not_fit(model: handgrad.Model, run: str, tmp_path: Path) -
         handgrad.evaluate(tmp_path / "hf")
 
 
-def test_to_transformers_and_back(model: handgrad.Model, run: str, rows: list[list[int]], tmp_path: Path) -> None:
-    done = handgrad.export(run, tmp_path / "hf")
-    back = handgrad.load(done.folder, device="cpu")
-    assert back.origin["from"] == "hf" and model.origin["from"] == "checkpoint" and model.origin["step"] == 12
+@pytest.mark.parametrize(("to", "name"), [("hf", ""), ("llmc", "model.bin")])
+def test_to_other_programs_and_back(
+    model: handgrad.Model, run: str, rows: list[list[int]], tmp_path: Path, to: str, name: str
+) -> None:
+    done = handgrad.export(run, tmp_path / to, to=to)
+    back = handgrad.load(done.folder / name, device="cpu", tokenizer="bytes")
+    assert (
+        back.origin["from"] == {"hf": "hf", "llmc": "llm.c"}[to]
+        and model.origin["from"] == "checkpoint"
+        and model.origin["step"] == 12
+    )
     assert back.logits(rows[1]).equal(model.logits(rows[1]))
+    with pytest.raises(UsageError, match="to must be one of hf, llmc; found 'gguf'"):
+        handgrad.export(run, tmp_path / "again", to="gguf")
     with pytest.raises(UsageError, match="dtype must be one of fp32, bf16"):
         handgrad.export(run, tmp_path / "again", dtype="fp64")

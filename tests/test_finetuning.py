@@ -12,7 +12,7 @@ from handgrad import checkpoint
 from handgrad.cli import main
 from handgrad.config import read_toml
 from handgrad.data.prepare import PrepareOptions, prepare
-from handgrad.evaluation.generate import decode_buffers
+from handgrad.evaluation.decode import decode_buffers
 from handgrad.evaluation.load import load_model
 from handgrad.interop.hf_export import logits
 from handgrad.ops import reference
@@ -55,6 +55,8 @@ def as_named(kind: str, trained: Trained, tmp_path: Path, monkeypatch: pytest.Mo
     """The trained weights as a user would name them."""
     if kind == "imported":
         assert main(["import", str(trained.folder), "--out", str(tmp_path / "imported")]) == 0
+    if kind == "llm.c":
+        assert main(["export", str(trained.run), "--to", "llmc", str(tmp_path / "llmc")]) == 0
     if kind == "hub":
 
         def download(name: str, allow_patterns: list[str]) -> str:
@@ -75,10 +77,11 @@ def as_named(kind: str, trained: Trained, tmp_path: Path, monkeypatch: pytest.Mo
         "hf": str(trained.folder),
         "hub": "someone/model",
         "imported": str(tmp_path / "imported"),
+        "llm.c": str(tmp_path / "llmc" / "model.bin"),
     }[kind]
 
 
-@pytest.mark.parametrize("kind", ["run", "checkpoint", "best", "hf", "hub", "imported"])
+@pytest.mark.parametrize("kind", ["run", "checkpoint", "best", "hf", "hub", "imported", "llm.c"])
 def test_a_run_begins_where_the_weights_are(
     kind: str, trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,7 +94,9 @@ def test_a_run_begins_where_the_weights_are(
     saved = read_toml(str(out / "config.toml"))
     assert {name: saved[name] for name in SIZES} == {name: ODD[name] for name in SIZES}
     origin = checkpoint.find(str(out)).manifest["init"]
-    assert origin["from"] == ("hf" if kind in ("hf", "hub") else "checkpoint") and origin["source"] == source
+    assert (
+        origin["from"] == {"hf": "hf", "hub": "hf", "llm.c": "llm.c"}.get(kind, "checkpoint") and origin["source"] == source
+    )
     assert all(len(digest) == 64 for digest in origin["sha256"].values())
 
 
@@ -131,7 +136,7 @@ def test_a_run_goes_on_without_the_weights(trained: Trained, tmp_path: Path) -> 
         (65, ["--init-from", "someone/model"], "a model of that name on the Hub, found neither"),
         (65, ["--init-from", "{run}/log.txt"], "log.txt: a run, a checkpoint,"),
         (65, ["--init-from", "{run}/samples"], "found a folder without them"),
-        (64, ["--init-from", "gpt2_124M.bin"], "llm.c"),
+        (65, ["--init-from", "gpt2_124M.bin"], "gpt2_124M.bin"),
     ],
 )
 def test_what_does_not_fit_is_told_in_one_line(
@@ -154,7 +159,7 @@ def test_the_tokenizer_must_be_that_of_the_weights(trained: Trained, tmp_path: P
 def loaded_logits(run: Path) -> Tensor:
     """(tokens, V) of a few random tokens."""
     found = checkpoint.find(str(run))
-    buffers = lambda config, shape: decode_buffers(shape, torch.float32, reference)  # noqa: E731
+    buffers = lambda config, shape: decode_buffers(shape, 1, torch.float32, reference)  # noqa: E731
     return logits(load_model(found, torch.device("cpu"), torch.float32, reference, buffers))
 
 

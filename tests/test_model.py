@@ -10,11 +10,10 @@ from torch import Tensor
 
 from benchmarks.twin import Twin
 from handgrad.config import ModelShape
-from handgrad.evaluation.generate import decode_buffers, decode_step, decode_tensors
 from handgrad.model import transformer
 from handgrad.model.parameters import count_parameters, flops_per_token, parameter_table
 from handgrad.ops import reference as ops
-from tests.conftest import Model, make_model, make_plan
+from tests.conftest import Model, make_model
 
 ODD = ModelShape(vocab_size=57, sequence_length=19, num_layers=3, num_heads=3, channels=33)
 
@@ -153,17 +152,6 @@ def test_logits_and_loss_equal_transformers(shape: ModelShape) -> None:
     expected_loss = F.cross_entropy(expected, model.act.targets.view(-1))
     assert (logits - expected).abs().max() <= 1e-5
     assert abs(model.act.losses.mean() - expected_loss) <= 1e-5
-
-
-def test_decoding_one_by_one_equals_the_whole_forward() -> None:
-    model = make_model(ODD, 1, 19)
-    transformer.forward_blocks(ops, model.weights, model.act)
-    expected = model.act.lnf @ model.weights.wte.t()
-    views = make_plan(decode_buffers(ODD, torch.float64, ops)).allocate(torch.device("cpu"))
-    buf = decode_tensors(views)
-    for position in range(19):
-        decode_step(ops, model.weights, buf, int(model.act.tokens[0, position]), position)
-        torch.testing.assert_close(buf.logits[0], expected[position], rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize(

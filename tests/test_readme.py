@@ -169,6 +169,29 @@ def fp8_row(model: str) -> list[str]:
     ]
 
 
+SAMPLING = {model: result(f"h200-sampling-{model.lower()}") for model in ("124M", "1558M")}
+
+
+def sampling_rows() -> list[str]:
+    """Tokens per second of texts, beside transformers, and the share of what reading the weights allows."""
+    lines = []
+    for model, record in SAMPLING.items():
+        rows = {(row["contender"], row["batch"]): row for row in record["rows"]}
+        for batch in sorted({batch for _, batch in rows}):
+            ours, eager, compiled = (rows[name, batch] for name in ("handgrad", "transformers", "transformers-compiled"))
+            speeds = [row["tokens_per_second"] for row in (ours, eager, compiled)]
+            lines.append(
+                line(
+                    f"{model}, {batch} text{'s' * (batch > 1)}",
+                    f"**{speeds[0]:.0f}**",
+                    *(f"{speed:.0f}" for speed in speeds[1:]),
+                    *(f"{speeds[0] / speed:.1f}x" for speed in speeds[1:]),
+                    f"{ours['of_limit']:.1%}" if batch == 1 else "–",
+                )
+            )
+    return lines
+
+
 def step_rows(model: str) -> list[str]:
     """Every contender of a run."""
     return [
@@ -272,6 +295,7 @@ def quoted() -> dict[str, list[str]]:
             *(speed_row(model) for model in STEPS),
             *(row for model in FP8_STEPS for row in fp8_row(model)),
             *scaling_rows(),
+            *sampling_rows(),
         ],
         "docs/results.md": [
             *(row for model in STEPS for row in step_rows(model)),

@@ -10,6 +10,7 @@ from handgrad.data.shards import Dataset
 from handgrad.errors import UsageError
 from handgrad.evaluation.held_out import HeldOut, held_out_loss, open_held_out
 from handgrad.interop.hf_export import EXPORT_DTYPES, Exported, export_model
+from handgrad.interop.llmc_export import export_llmc
 
 
 def prepare(
@@ -75,9 +76,13 @@ def evaluate(
     return held_out_loss(model.ops, model.weights, act, dataset, **sizes)
 
 
-def export(source: str | os.PathLike[str], folder: str | os.PathLike[str], *, dtype: str = "fp32") -> Exported:
-    """`handgrad export --to hf`: a run or checkpoint into a folder that transformers opens, read back and compared before
-    it stands. Raises `UsageError`: `folder` is taken; `DataError`, `StorageError` as the command does."""
-    if dtype not in EXPORT_DTYPES:
-        raise UsageError(f"dtype must be one of {', '.join(EXPORT_DTYPES)}; found {dtype!r}")
-    return export_model(checkpoint.find(os.fspath(source)), Path(folder), EXPORT_DTYPES[dtype])
+def export(
+    source: str | os.PathLike[str], folder: str | os.PathLike[str], *, to: str = "hf", dtype: str = "fp32"
+) -> Exported:
+    """`handgrad export`: a run or checkpoint into a folder that transformers ("hf") or llm.c ("llmc") opens, read back and
+    compared before it stands. Raises `UsageError`: `folder` is taken; `DataError`, `StorageError` as the command does."""
+    formats = {"hf": export_model, "llmc": export_llmc}
+    for name, value, known in (("to", to, formats), ("dtype", dtype, EXPORT_DTYPES)):
+        if value not in known:
+            raise UsageError(f"{name} must be one of {', '.join(known)}; found {value!r}")
+    return formats[to](checkpoint.find(os.fspath(source)), Path(folder), EXPORT_DTYPES[dtype])

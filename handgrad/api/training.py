@@ -133,7 +133,7 @@ class Training:
                 raise KeyboardInterrupt(str(stopped)) from None
             raise
         except BaseException as error:
-            self._torn = error is not run.raised
+            self._torn = error is not run.onlooker.raised
             raise
         finally:
             self._stepping = False

@@ -1,14 +1,19 @@
-"""handgrad doctor: what this machine has, what will be used, what is missing; and what the network between ranks gives."""
+"""handgrad doctor: what this machine has, what will be used, what is missing; what the network between ranks gives; and
+whether a gradient made elsewhere is the one made here."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from handgrad import world
+from handgrad.backend import choose_backend
 from handgrad.commands.arguments import Parser
 from handgrad.distributed.launchers import find_place
 from handgrad.distributed.network import examine_network
 from handgrad.doctor import examine
-from handgrad.errors import ConfigError
+from handgrad.errors import ConfigError, UsageError
+from handgrad.interop.llmc_debug import compare, read_debug_state
+from handgrad.interop.llmc_model import read_model
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -16,15 +21,38 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--net", action="store_true", help="measure between the processes of a launch instead (torchrun, srun)"
     )
-    if parser.parse(arguments).net:
+    parser.add_argument(
+        "--debug-state", default="", metavar="FILE", help="instead: logits, loss, gradients against llm.c's debug state"
+    )
+    parser.add_argument("--model", default="", metavar="FILE", help="the model.bin that the debug state is of")
+    parsed = parser.parse(arguments)
+    if bool(parsed.debug_state) != bool(parsed.model):
+        raise UsageError("--debug-state and --model go together: a debug state and the model file that it was made with")
+    speaks = True
+    if parsed.debug_state:
+        lines = examine_gradients(Path(parsed.debug_state), Path(parsed.model))
+    elif parsed.net:
         place = find_place(os.environ)
         lines = examine_network(world.resolve_device("auto", place.local_rank))
         speaks = place.rank == 0
     else:
-        lines, speaks = examine(), True
+        lines = examine()
     well = True
     for fine, line in lines:
         well = well and fine
         if speaks:
             print(f"{'ok  ' if fine else 'FAIL'}  {line}", flush=True)
     return 0 if well else ConfigError.exit_code
+
+
+def examine_gradients(state_file: Path, model_file: Path) -> Iterator[tuple[bool, str]]:
+    """(whether it is well, line) for the logits, the loss and each gradient, by the operations that training takes here."""
+    device = world.resolve_device("auto")
+    world.use_precision(device, "fp32")
+    ops = choose_backend("auto", device)
+    state = read_debug_state(state_file, read_model(model_file))
+    batch, length = state.tokens.shape
+    yield True, f"{batch} texts of {length} tokens on {world.describe(device)}, by the {ops.__name__.rpartition('.')[2]}"
+    for found in compare(state, device, ops):
+        what = found.name if found.name in ("logits", "loss") else f"gradient of {found.name}"
+        yield found.fine, f"{what}: relative error {found.error:.2g}, at most {found.tolerance:.2g}"

@@ -1,34 +1,62 @@
-"""handgrad evaluate: what a checkpoint's loss is on held-out text."""
+"""handgrad evaluate: what a checkpoint's loss is on held-out text, and how it does on tasks."""
 
 import os
+import sys
+import time
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 
 import torch
+from torch import Tensor
 
 from handgrad import checkpoint, world
-from handgrad.arena import Buffer
+from handgrad.arena import Buffer, Plan, make_plan
 from handgrad.backend import choose_backend
+from handgrad.checkpoint import Checkpoint
 from handgrad.commands.arguments import Parser, add_model_arguments
-from handgrad.config import ModelShape, RunConfig
+from handgrad.config import RunConfig
+from handgrad.data.shards import Dataset
+from handgrad.data.tokenizer import Tokenizer, read_tokenizer
 from handgrad.distributed.joining import joined
 from handgrad.distributed.launchers import find_place
 from handgrad.distributed.ranks import Ranks
-from handgrad.errors import UsageError
+from handgrad.errors import NumericsError, UsageError
 from handgrad.evaluation.held_out import held_out_loss, open_held_out
-from handgrad.evaluation.load import load_model
-from handgrad.model.activations import activations, model_buffers
+from handgrad.evaluation.likelihoods import Request, Workload
+from handgrad.evaluation.load import LoadedModel, checkpoint_config, load_model
+from handgrad.evaluation.records import AFTERWARDS, append_to_run, check_writable, task_record, write_rows
+from handgrad.evaluation.scoring import TaskResult, make_requests, results_of
+from handgrad.evaluation.tasks import TASKS, TaskData, load_tasks, parse_tasks
+from handgrad.model.activations import KIND, activations, model_buffers
+
+MEMORY = "evaluation.memory"  # the loss and the tasks take turns in it
+PROGRESS_SECONDS = 2.0
 
 
 def run(arguments: Sequence[str]) -> int:
-    parser = Parser("handgrad evaluate", description="Loss of a checkpoint on a validation split.")
+    parser = Parser(
+        "handgrad evaluate", description="Loss of a checkpoint on a validation split, and its results on tasks."
+    )
     add_model_arguments(parser)
-    parser.add_argument("--data", default="", metavar="DIR", help="prepared shards (default: those of the run)")
+    parser.add_argument("--data", default="", metavar="DIR", help="prepared shards (default without --tasks: the run's)")
     parser.add_argument("--eval-tokens", type=int, default=0, metavar="N", help="tokens (default: the whole split)")
-    parser.add_argument("--micro-batch", type=int, default=8, metavar="N", help="samples at once (default: 8)")
+    parser.add_argument("--micro-batch", type=int, default=8, metavar="N", help="contexts' worth at once (default: 8)")
+    known = ", ".join(TASKS)
+    parser.add_argument(
+        "--tasks", default="", metavar="NAME[=FILE],...", help=f"{known}, or your own; without a FILE from the Hub"
+    )
+    parser.add_argument(
+        "--limit", type=int, default=0, metavar="N", help="of each task the first N examples (default: all)"
+    )
+    parser.add_argument("--out", default="", metavar="FILE", help="of each task's example a line of JSON")
     parsed = parser.parse(arguments)
-    if parsed.eval_tokens < 0 or parsed.micro_batch < 1:
-        raise UsageError("--eval-tokens must be 0 or more and --micro-batch 1 or more")
+    if parsed.eval_tokens < 0 or parsed.micro_batch < 1 or parsed.limit < 0:
+        raise UsageError("--eval-tokens and --limit must be 0 or more and --micro-batch 1 or more")
+    if not parse_tasks(parsed.tasks) and (parsed.out or parsed.limit):
+        raise UsageError("--out and --limit belong to --tasks; name some, like --tasks hellaswag=FILE")
     place = find_place(os.environ)
     device = world.resolve_device(parsed.device, place.local_rank)
     with joined(place, device, RunConfig()) as ranks:
@@ -38,31 +66,88 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What is to be evaluated, before the weights are there."""
+
+    source: Checkpoint
+    config: RunConfig
+    tokenizer: Tokenizer
+    dtype: torch.dtype
+    ops: ModuleType
+    ranks: Ranks
+
+
 def evaluate(parsed: Namespace, device: torch.device, ranks: Ranks) -> list[str]:
     """What there is to say, from the share of each of the `ranks`."""
     dtype = world.use_precision(device, parsed.precision)
     ops = choose_backend(parsed.backend, device)
+    source = checkpoint.find(parsed.checkpoint)
+    tokenizer = read_tokenizer(source.folder, source.manifest.get("tokenizer"))
+    asked = Asked(source, checkpoint_config(source), tokenizer, dtype, ops, ranks)
+    tasks, requests = ranks.from_first(lambda: questions(parsed, asked), "the tasks")
+    dataset = None if tasks and not parsed.data else split_of(parsed, asked)
 
-    def buffers(config: RunConfig, shape: ModelShape) -> list[Buffer]:
-        return model_buffers(config, shape, parsed.micro_batch, dtype, ops, training=False)
+    shape = asked.config.shape(tokenizer.vocab_size)
+    plans: dict[str, Plan] = {}  # by what takes its turn in the memory
+    buffers: list[Buffer] = []
+    work = None
+    if dataset is not None:
+        rows = model_buffers(asked.config, shape, parsed.micro_batch, dtype, ops, training=False)
+        plans["loss"] = make_plan(rows)
+    if tasks:
+        positions = parsed.micro_batch * shape.sequence_length
+        work = Workload(requests, shape, dtype, ops, device, positions_per_batch=positions, ranks=ranks)
+        plans["tasks"] = make_plan(work.activation_buffers())
+        buffers += work.buffers()
+    memory_bytes = max(plan.size_bytes[KIND] for plan in plans.values())
+    buffers.append(Buffer(MEMORY, (memory_bytes,), torch.uint8, KIND))
+    model = load_model(source, device, dtype, ops, lambda config, shape: buffers)
+    views = {name: plan.lay_over({KIND: model.views[MEMORY]}) for name, plan in plans.items()}
 
-    model = load_model(checkpoint.find(parsed.checkpoint), device, dtype, ops, buffers)
-    folder = parsed.data or model.config.data
+    lines = [f"checkpoint        {parsed.checkpoint} (step {model.step})"]
+    if dataset is not None:
+        lines += loss_lines(parsed, model, dataset, views["loss"], ranks)
+    if work is not None:
+        found = work.score(model.weights, model.views | views["tasks"], Progress(ranks) if ranks.leads else None)
+        results = results_of(tasks, requests, found)
+        lines += ranks.from_first(lambda: task_lines(parsed, asked, tasks, results), "the results")
+    return lines
+
+
+def questions(parsed: Namespace, asked: Asked) -> tuple[list[TaskData], list[Request]]:
+    """The tasks and their requests, read by one rank for all."""
+    if not parsed.tasks:
+        return [], []
+    if parsed.out:
+        check_writable(Path(parsed.out))
+    tasks = load_tasks(parsed.tasks, parsed.limit)
+    return tasks, make_requests(tasks, asked.tokenizer, asked.config.sequence_length)
+
+
+def split_of(parsed: Namespace, asked: Asked) -> Dataset:
+    """The data whose validation split is evaluated; raises `DataError` if it is not the model's."""
+    folder = parsed.data or asked.config.data
     if not folder:
         raise UsageError(f"{parsed.checkpoint} was imported and knows no data; give --data DIR, of the model's tokenizer")
-    dataset = open_held_out(folder, model.tokenizer)
+    return open_held_out(folder, asked.tokenizer)
+
+
+def loss_lines(
+    parsed: Namespace, model: LoadedModel, dataset: Dataset, views: dict[str, Tensor], ranks: Ranks
+) -> list[str]:
+    """The validation loss, in the units people compare."""
     found = held_out_loss(
         model.ops,
         model.weights,
-        activations(model.views),
+        activations(views),
         dataset,
         vocab_size=model.shape.vocab_size,
         eval_tokens=parsed.eval_tokens,
         ranks=ranks,
     )
     lines = [
-        f"checkpoint        {parsed.checkpoint} (step {model.step})",
-        f"validation tokens {found.tokens} of {dataset.tokens('validation')} in {folder}",
+        f"validation tokens {found.tokens} of {dataset.tokens('validation')} in {parsed.data or model.config.data}",
         f"loss              {found.loss:.4f} nats per token",
         f"perplexity        {found.perplexity:.2f}",
     ]
@@ -71,3 +156,52 @@ def evaluate(parsed: Namespace, device: torch.device, ranks: Ranks) -> list[str]
     if floor := dataset.floor("validation"):
         lines.append(f"source's entropy  {floor:.4f} nats per token; the loss is {found.loss / floor - 1:+.1%}")
     return lines
+
+
+def task_lines(parsed: Namespace, asked: Asked, tasks: list[TaskData], results: list[TaskResult]) -> list[str]:
+    """The table of results; writes `--out`, and the record of the run."""
+    if any(figure.value != figure.value for result in results for figure in result.figures):
+        raise NumericsError(
+            "the model's likelihoods are not finite: its weights have diverged; use an earlier checkpoint, or another"
+            " --precision"
+        )
+    lines = [*table([("task", "metric", "value", "stderr", "n"), *(row for result in results for row in result.lines())])]
+    lines += [note for task in tasks for note in task.notes]
+    if parsed.out:
+        write_rows(Path(parsed.out), results)
+        lines.append(f"every example in {parsed.out}")
+    records = [task_record(*pair, parsed.precision, AFTERWARDS) for pair in zip(tasks, results, strict=True)]
+    if told := append_to_run(asked.source, records):
+        lines.append(told)
+    return lines
+
+
+def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Columns in line: names left, numbers right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(
+            f"{cell:<{width}}" if n < 2 else f"{cell:>{width}}"
+            for n, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+
+
+class Progress:
+    """How far the tasks are, on stderr: a line that is written over on a terminal, now and then one elsewhere."""
+
+    def __init__(self, ranks: Ranks):
+        self.ranks, self.begun = ranks, time.monotonic()
+        self.told, self.terminal = self.begun, sys.stderr.isatty()
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        every = PROGRESS_SECONDS if self.terminal else 10 * PROGRESS_SECONDS
+        if now - self.told < every and (done < total or self.told == self.begun):
+            return
+        self.told = now
+        rate = done * self.ranks.size / max(now - self.begun, 1e-9)
+        line = f"tasks: {done / total:.0%} launched, {rate:,.0f} positions/s"
+        ending = "\n" if done == total or not self.terminal else ""
+        print(f"\r\x1b[K{line}" if self.terminal else line, end=ending, file=sys.stderr, flush=True)

@@ -5,9 +5,14 @@ from pathlib import Path
 
 from handgrad import checkpoint
 from handgrad.commands.arguments import Parser
+from handgrad.errors import UsageError
 from handgrad.interop.hf_export import EXPORT_DTYPES, export_model, push
+from handgrad.interop.llmc_export import export_llmc
 
-FORMATS = {"hf": "a folder for Hugging Face's transformers: weights, config, tokenizer, model card"}
+FORMATS = {
+    "hf": "a folder for Hugging Face's transformers: weights, config, tokenizer, model card",
+    "llmc": "a folder for llm.c: model.bin, the tokenizer file",
+}
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -18,14 +23,25 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("--to", required=True, choices=list(FORMATS), help=formats)
     parser.add_argument("--dtype", default="fp32", choices=list(EXPORT_DTYPES), help="of the weights (default: fp32)")
     parser.add_argument(
-        "--push", default="", metavar="NAME", help="then upload DIR to the Hub as OWNER/NAME, private if new"
+        "--push", default="", metavar="NAME", help="hf: then upload DIR to the Hub as OWNER/NAME, private if new"
     )
+    parser.add_argument("--with-optimizer", action="store_true", help="llmc: moments, too, so that llm.c can go on (-y 1)")
     parsed = parser.parse(arguments)
+    if parsed.push and parsed.to != "hf":
+        raise UsageError("--push uploads to the Hub and needs --to hf")
+    if parsed.with_optimizer and parsed.to != "llmc":
+        raise UsageError("--with-optimizer needs --to llmc; transformers keeps no moments")
     source = checkpoint.find(parsed.checkpoint)
-    done = export_model(source, Path(parsed.folder), EXPORT_DTYPES[parsed.dtype])
+    dtype = EXPORT_DTYPES[parsed.dtype]
+    if parsed.to == "hf":
+        done = export_model(source, Path(parsed.folder), dtype)
+        read_back = f"the logits of {done.tokens} random tokens are the same bits"
+    else:
+        done = export_llmc(source, Path(parsed.folder), dtype, with_optimizer=parsed.with_optimizer)
+        read_back = "every number is the same bits"
     print(f"checkpoint {source.folder} (step {source.step})")
     print(f"written    {done.folder}: {done.parameters_bytes >> 10} KiB of weights in {parsed.dtype}")
-    print(f"read back  the logits of {done.tokens} random tokens are the same bits")
+    print(f"read back  {read_back}")
     if parsed.dtype != "fp32":
         print(f"rounding   to {parsed.dtype} moves a logit by {done.rounding:.2g} at most")
     if parsed.push:

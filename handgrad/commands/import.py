@@ -4,23 +4,41 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from handgrad.commands.arguments import Parser
+from handgrad.errors import UsageError
+from handgrad.interop.llmc_export import import_llmc
 from handgrad.interop.sources import import_model
 from handgrad.model.parameters import count_parameters, parameter_table
 
 
 def run(arguments: Sequence[str]) -> int:
-    parser = Parser("handgrad import", description="Takes weights of Hugging Face's GPT-2 (`GPT2LMHeadModel`).")
-    parser.add_argument("source", metavar="SOURCE", help="a transformers folder, or a model of the Hub by name")
+    parser = Parser("handgrad import", description="Takes a GPT-2 of Hugging Face's transformers or of llm.c.")
+    parser.add_argument(
+        "source", metavar="SOURCE", help="a transformers folder, a model of the Hub by name, or a model file of llm.c"
+    )
     parser.add_argument("--out", required=True, metavar="DIR", help="to be made; evaluate, sample, --init-from take it")
     parser.add_argument("--tokenizer", default="", metavar="gpt2|bytes|FILE", help="in the place of the source's own")
+    parser.add_argument(
+        "--optimizer", default="", metavar="FILE", help="llm.c's state_*.bin of that step: `train --out DIR` can go on"
+    )
     parsed = parser.parse(arguments)
-    found = import_model(parsed.source, Path(parsed.out), parsed.tokenizer)
+    source, out = Path(parsed.source), Path(parsed.out)
+    state = None
+    if source.is_file() or source.suffix == ".bin":
+        read = import_llmc(source, out, parsed.tokenizer, Path(parsed.optimizer) if parsed.optimizer else None)
+        found, state = read.model, read.state
+    elif parsed.optimizer:
+        raise UsageError(f"--optimizer goes with a model file of llm.c, found {source}")
+    else:
+        found = import_model(parsed.source, out, parsed.tokenizer)
     shape = found.shape
-    print(f"source     {parsed.source}")
+    print(f"source     {source}")
     print(
         f"model      {shape.num_layers} layers, {shape.num_heads} heads, {shape.channels} channels, context"
-        f" {shape.sequence_length}: {count_parameters(parameter_table(shape)):,} parameters, {found.tokenizer.kind}"
-        f" vocabulary of {shape.vocab_size}"
+        f" {shape.sequence_length}: {count_parameters(parameter_table(shape)):,} parameters,"
+        f" {found.tokenizer.kind} vocabulary of {shape.vocab_size}"
     )
-    print(f"written    {parsed.out}; try `handgrad sample {parsed.out}`, or train with --init-from {parsed.out}")
+    if state:
+        masters = "moments and master weights" if state.has_master else "moments"
+        print(f"optimizer  {masters} after {state.step} steps; `train --out {out} --allow-changes` goes on from there")
+    print(f"written    {out}; try `handgrad sample {out}`, or train with --init-from {out}")
     return 0

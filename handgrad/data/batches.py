@@ -86,15 +86,15 @@ class Batches:
         self._epoch = epoch
 
 
+def validation_batches(dataset: Dataset, sequence_length: int) -> Batches | None:
+    """The validation split in order, or None if there is none."""
+    shards = dataset.splits["validation"]
+    return Batches(shards, sequence_length, 0, shuffle=False) if shards else None
+
+
 def host_buffers(tokens: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """CPU tensors like `tokens` and `targets` (B, T) to fill: they themselves on a CPU, pinned ones for a CUDA device."""
     if tokens.device.type == "cpu":
         return tokens, targets
     pin = tokens.device.type == "cuda"
     return torch.empty_like(tokens, device="cpu", pin_memory=pin), torch.empty_like(targets, device="cpu", pin_memory=pin)
-
-
-def validation_batches(dataset: Dataset, sequence_length: int) -> Batches | None:
-    """The validation split in order, or None if there is none."""
-    shards = dataset.splits["validation"]
-    return Batches(shards, sequence_length, 0, shuffle=False) if shards else None

@@ -42,11 +42,12 @@ def default_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "handgrad"
 
 
-def find_hub(spec: str, cache: Path) -> list[SourceFile]:
+def find_hub(spec: str, cache: Path, split: str = "train") -> list[SourceFile]:
     """The files of a dataset, at the revision that is newest now, to be downloaded below `cache`.
 
-    Of several configurations without a name given, the default one counts; of several splits, only train: validation
-    text is dealt out of it. Raises DataError: no such dataset, configuration or text; StorageError: no connection.
+    Of several configurations without a name given, the default one counts; of several splits, `split` alone (a training's
+    validation text is dealt out of train). Raises DataError: no such dataset, configuration or text; StorageError: no
+    connection.
     """
     if spec == "shakespeare":
         path = cache / "shakespeare" / "shakespeare.txt"
@@ -59,7 +60,7 @@ def find_hub(spec: str, cache: Path) -> list[SourceFile]:
     info = _ask(lambda: api.dataset_info(name), f"asking {endpoint} for the dataset {name}")
     names = [sibling.rfilename for sibling in info.siblings or []]
     card = info.card_data.to_dict() if info.card_data else {}
-    chosen = choose_files(names, card.get("configs"), config, name)
+    chosen = choose_files(names, card.get("configs"), config, name, split)
     paths = []
     for start in range(0, len(chosen), 100):
         part = chosen[start : start + 100]
@@ -77,8 +78,8 @@ def find_hub(spec: str, cache: Path) -> list[SourceFile]:
     return files
 
 
-def choose_files(names: list[str], configs: Any, config: str, dataset: str) -> list[str]:
-    """Those of a dataset's files `names` that hold the training text of `config` ("": the default one).
+def choose_files(names: list[str], configs: Any, config: str, dataset: str, split: str = "train") -> list[str]:
+    """Those of a dataset's files `names` that hold the `split` of `config` ("": the default one).
 
     `configs` is the list of that name in the dataset's card, which people write: any shape is possible. Raises
     DataError: there is no such configuration, or no text.
@@ -91,10 +92,12 @@ def choose_files(names: list[str], configs: Any, config: str, dataset: str) -> l
         entry = next((c for c in known.values() if c.get("default")), known.get("default"))
         if entry is None and len(known) == 1:
             entry = next(iter(known.values()))
-    patterns = _train_patterns(entry.get("data_files")) if entry else []
+    patterns = _split_patterns(entry.get("data_files"), split) if entry else []
     chosen = [name for name in texts if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
     if not chosen and config:
         chosen = [name for name in texts if f"/{config}/" in f"/{name}"]
+        if split != "train":  # what is not of the split would be another question
+            chosen = [name for name in chosen if split in name.lower()]
         if not chosen:
             found = ", ".join(known) or "none"
             raise DataError(
@@ -104,9 +107,13 @@ def choose_files(names: list[str], configs: Any, config: str, dataset: str) -> l
         # No card says what is what: one format, and the training files where the names tell.
         for format in ("parquet", "jsonl", "txt"):
             chosen = chosen or [n for n in texts if any(n.lower().endswith(s) for s, f in SUFFIXES.items() if f == format)]
-        chosen = [name for name in chosen if "train" in name.lower()] or chosen
+        named = [name for name in chosen if split in name.lower()]
+        chosen = named or (chosen if split == "train" else [])
     if not chosen:
-        raise DataError(f"expected {', '.join(SUFFIXES)} files in {dataset}, found none; download it and convert it to one")
+        what = "" if split == "train" else f" of its {split} split"
+        raise DataError(
+            f"expected {', '.join(SUFFIXES)} files{what} in {dataset}, found none; download it and convert it to one"
+        )
     return chosen
 
 
@@ -117,14 +124,16 @@ def fetch(file: SourceFile, on_bytes: OnBytes | None = None) -> Path:
     return file.path
 
 
-def _train_patterns(data_files: Any) -> list[str]:
-    """The file patterns of the training split, from a card's `data_files`: text, a list of it, or a list per split."""
+def _split_patterns(data_files: Any, split: str) -> list[str]:
+    """The file patterns of a split, from a card's `data_files`: text, a list of it, or a list per split."""
     patterns = []
     for entry in data_files if isinstance(data_files, list) else [data_files]:
         if isinstance(entry, dict):
-            if entry.get("split", "train") != "train":
+            if entry.get("split", "train") != split:
                 continue
             entry = entry.get("path")
+        elif split != "train":
+            continue
         patterns += [pattern for pattern in (entry if isinstance(entry, list) else [entry]) if isinstance(pattern, str)]
     return patterns
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from handgrad.data.llmc_header import EVALUATION
 from handgrad.data.tokenizer import Tokenizer, load_tokenizer, read_tokenizer
 from handgrad.errors import DataError, storage_error
 
@@ -225,7 +226,10 @@ def _open_bare(folder: Path) -> Dataset:
         match = re.search(r"(?:^|_)(train|val|validation)(?:_|\.)", path.name)
         if match and path.is_file():
             with path.open("rb") as file:
-                token_count = _parse_header(file.read(HEADER_BYTES), path.stat().st_size, path)
+                first = file.read(HEADER_BYTES)
+            if first[:4] == EVALUATION.to_bytes(4, "little"):  # hellaswag_val.bin is named like tokens, and is none
+                continue
+            token_count = _parse_header(first, path.stat().st_size, path)
             splits["train" if match[1] == "train" else "validation"].append(Shard(path, token_count, tokenizer.vocab_size))
     if not any(splits.values()):
         raise DataError(

@@ -133,20 +133,17 @@ def decode_step(ops: ModuleType, w: ModelTensors, buf: DecodeTensors) -> None:
     the tokens that follow."""
     s = buf.scratch
     norm = buf.ln, buf.mean, buf.rstd
-    after: list[Any] = [b.qkv_weight for b in w.blocks[1:]] + [w.wte]  # what is read after a block
     ops.embedding_decode(buf.x, buf.tokens, buf.positions, w.wte, w.wpe)
     for layer, b in enumerate(w.blocks):
         ln1, ln2 = (b.ln1_weight, b.ln1_bias), (b.ln2_weight, b.ln2_bias)
-        qkv, proj, fc, fcproj = b.qkv_weight, b.proj_weight, b.fc_weight, b.fcproj_weight
-        ops.layernorm_linear_forward(buf.qkv, *norm, buf.x, *ln1, qkv, b.qkv_bias, scratch=s, ahead=proj)
+        ops.layernorm_linear_forward(buf.qkv, *norm, buf.x, *ln1, b.qkv_weight, b.qkv_bias, scratch=s)
         ops.attention_decode(buf.atty, buf.keys[layer], buf.values[layer], buf.qkv, buf.positions, scratch=s)
-        ops.linear_residual_forward(buf.residual_mid, buf.x, buf.atty, proj, b.proj_bias, scratch=s, ahead=fc)
+        ops.linear_residual_forward(buf.residual_mid, buf.x, buf.atty, b.proj_weight, b.proj_bias, scratch=s)
         ops.layernorm_linear_gelu_forward(
-            buf.gelu, buf.fc, *norm, buf.residual_mid, *ln2, fc, b.fc_bias, scratch=s, ahead=fcproj
+            buf.gelu, buf.fc, *norm, buf.residual_mid, *ln2, b.fc_weight, b.fc_bias, scratch=s
         )
-        ops.linear_residual_forward(buf.x, buf.residual_mid, buf.gelu, fcproj, b.fcproj_bias, scratch=s, ahead=after[layer])
-    first: Any = w.blocks[0].qkv_weight  # of the next step
-    ops.layernorm_linear_forward(buf.logits, *norm, buf.x, w.lnf_weight, w.lnf_bias, w.wte, None, scratch=s, ahead=first)
+        ops.linear_residual_forward(buf.x, buf.residual_mid, buf.gelu, b.fcproj_weight, b.fcproj_bias, scratch=s)
+    ops.layernorm_linear_forward(buf.logits, *norm, buf.x, w.lnf_weight, w.lnf_bias, w.wte, None, scratch=s)
 
 
 def prefill(

@@ -17,6 +17,7 @@ from handgrad.errors import StorageError, UsageError, storage_error
 from handgrad.files import sync_folder
 
 PARTIAL = ".partial"
+LOCK_FILE = ".lock"  # by which `train` knows a run folder
 
 
 def check_free(final: Path) -> None:
@@ -71,10 +72,18 @@ def imported_config(shape: ModelShape) -> RunConfig:
 
 
 def write_imported(
-    out: Path, shape: ModelShape, tokenizer: Tokenizer, tensors: Iterable[Stored], origin: dict[str, Any]
+    out: Path,
+    shape: ModelShape,
+    tokenizer: Tokenizer,
+    tensors: Iterable[Stored],
+    origin: dict[str, Any],
+    *,
+    resume_step: int | None = None,
 ) -> Path:
     """A folder that `evaluate`, `sample`, `export` and `train --init-from` take like a run's: a checkpoint of step 0
     without moments. `origin` is what its manifest says of where the weights come from. Returns the checkpoint's folder.
+
+    With `resume_step` the tensors include moments (m.NAME, v.NAME), and `train --out` goes on from that many steps.
 
     Raises `UsageError` if `out` is taken, `StorageError` if the disk refuses; nothing is left then.
     """
@@ -87,10 +96,15 @@ def write_imported(
         "identity": {"data": None, "tokenizer": tokenizer.sha256},
         "imported": origin,
     }
+    if resume_step is not None:  # what a run has beside its tensors, as at its start
+        manifest |= {"loss_window": [], "norm_window": [], "skips_in_a_row": 0}
+    step = resume_step or 0
     with whole_folder(out) as partial:
-        written = checkpoint.save(partial / "checkpoints", 0, tensors, manifest, tokenizer_files(tokenizer))
+        written = checkpoint.save(partial / "checkpoints", step, tensors, manifest, tokenizer_files(tokenizer))
+        if resume_step is not None:
+            checkpoint.write_file(partial / LOCK_FILE, [])
         try:
             checkpoint.open_checkpoint(written)  # sizes and hashes, read back from the disk
         except ValueError as error:
             raise StorageError(f"reading back {out} failed: {error}") from None
-    return checkpoint.folder_of(out / "checkpoints", 0)
+    return checkpoint.folder_of(out / "checkpoints", step)

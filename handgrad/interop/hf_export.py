@@ -23,7 +23,7 @@ from handgrad.interop.huggingface import (
     their_shape,
     transposed,
 )
-from handgrad.interop.model_card import CARD_FILE, model_card
+from handgrad.interop.model_card import CARD_FILE, CURVE_FILE, curve_png, model_card
 from handgrad.interop.vocabulary import vocabulary_files
 from handgrad.model.parameters import ParameterRow, parameter_table
 from handgrad.ops import reference
@@ -50,13 +50,7 @@ def export_model(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype = torc
     hold; `StorageError`: the disk refuses, or what it gives back is not what was written.
     """
     check_free(folder)
-    model = load_model(
-        checkpoint,
-        torch.device("cpu"),
-        torch.float32,
-        reference,
-        lambda config, shape: decode_buffers(shape, 1, torch.float32, reference),
-    )
+    model = load_exact(checkpoint)
     flat = model.views["parameters"]
     table = parameter_table(model.shape)
     before = logits(model)
@@ -66,13 +60,15 @@ def export_model(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype = torc
     expected = logits(model)
     with whole_folder(folder) as partial:
         write_weights(partial / WEIGHTS_FILE, table, flat, dtype)
-        config = their_config(model.shape, model.tokenizer, dtype)
+        config = their_config(model.shape, model.tokenizer, dtype, model.config.dropout)
         ids = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
         write_text(partial / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
         write_text(partial / GENERATION_FILE, json.dumps(ids, indent=2) + "\n")
         for name, content in vocabulary_files(model.tokenizer, model.shape.sequence_length).items():
             write_file(partial / name, [content])
         write_text(partial / CARD_FILE, model_card(checkpoint, model, dtype))
+        if curve := curve_png(checkpoint):
+            write_file(partial / CURVE_FILE, [curve])
         read_back(partial, model, table)
         if not torch.equal(logits(model), expected):
             raise StorageError(
@@ -105,6 +101,17 @@ def read_back(folder: Path, model: LoadedModel, table: tuple[ParameterRow, ...])
             row.stored(model.views["parameters"]).copy_(found.weight(row))
     except DataError as error:
         raise StorageError(f"what was written does not read back: {error}") from None
+
+
+def load_exact(checkpoint: Checkpoint) -> LoadedModel:
+    """The model in float32 on the CPU, with the buffers that `logits` needs."""
+    return load_model(
+        checkpoint,
+        torch.device("cpu"),
+        torch.float32,
+        reference,
+        lambda config, shape: decode_buffers(shape, 1, torch.float32, reference),
+    )
 
 
 def logits(model: LoadedModel) -> Tensor:

@@ -85,8 +85,8 @@ def their_shape(row: ParameterRow) -> tuple[int, ...]:
     return row.stored_shape[::-1] if transposed(row) else row.stored_shape
 
 
-def their_config(shape: ModelShape, tokenizer: Tokenizer, dtype: torch.dtype) -> dict[str, Any]:
-    """The content of config.json."""
+def their_config(shape: ModelShape, tokenizer: Tokenizer, dtype: torch.dtype, dropout: float) -> dict[str, Any]:
+    """The content of config.json. `dropout`: what the run was trained with, at all places."""
     kind = str(dtype).removeprefix("torch.")
     return {
         "architectures": ["GPT2LMHeadModel"],
@@ -104,9 +104,9 @@ def their_config(shape: ModelShape, tokenizer: Tokenizer, dtype: torch.dtype) ->
         "scale_attn_by_inverse_layer_idx": False,
         "reorder_and_upcast_attn": False,
         "tie_word_embeddings": True,
-        "resid_pdrop": 0.0,  # trained without dropout; those who fine-tune may want other values
-        "embd_pdrop": 0.0,
-        "attn_pdrop": 0.0,
+        "resid_pdrop": dropout,  # those who fine-tune may want other values
+        "embd_pdrop": dropout,
+        "attn_pdrop": dropout,
         "initializer_range": 0.02,
         "use_cache": True,
         "bos_token_id": tokenizer.end_of_text,

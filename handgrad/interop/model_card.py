@@ -1,16 +1,18 @@
 """The README.md of an exported model: what it is, what it was trained on, how well, how to load it."""
 
+import io
 import json
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 
 import handgrad
 from handgrad.checkpoint import Checkpoint
 from handgrad.evaluation.load import LoadedModel
 from handgrad.model.parameters import count_parameters, parameter_table
 
-CARD_FILE = "README.md"
+CARD_FILE, CURVE_FILE = "README.md", "curve.png"
 METRICS_FILE = "metrics.jsonl"
 LAST_LOSSES = 5
 TOKENIZERS = {
@@ -21,23 +23,61 @@ TOKENIZERS = {
 SETTINGS = ("precision", "steps", "tokens_per_step", "learning_rate", "schedule", "warmup_steps", "weight_decay", "seed")
 
 
-def validation_losses(checkpoint: Checkpoint) -> list[tuple[int, float]]:
-    """(step, nats per token) of the last validations up to the checkpoint, from the metrics of the run around it; none
-    if there is no such run, or its metrics cannot be read."""
-    found = {}
+def run_records(checkpoint: Checkpoint, kind: str) -> list[dict[str, Any]]:
+    """The records of a kind up to the checkpoint, from the metrics of the run around it; none if there is no such run, or
+    its metrics cannot be read: a card without them is still a card."""
     try:
         lines = (checkpoint.folder.resolve().parent.parent / METRICS_FILE).read_text(encoding="utf-8").splitlines()
-        for record in map(json.loads, lines):
-            if record.get("kind") == "validation" and record["step"] <= checkpoint.step:
-                found[int(record["step"])] = float(record["loss"])
+        records = [json.loads(line) for line in lines]
+        return [record for record in records if record.get("kind") == kind and record["step"] <= checkpoint.step]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        pass  # a card without losses is still a card
-    return sorted(found.items())[-LAST_LOSSES:]
+        return []
 
 
-def row(name: str, value: Any) -> str:
-    text = str(value).replace("|", "\\|").replace("\n", " ")
-    return f"| {name} | {text} |"
+def validation_losses(checkpoint: Checkpoint) -> list[tuple[int, float]]:
+    """(step, nats per token) of the validations, in their order."""
+    try:
+        return sorted({int(r["step"]): float(r["loss"]) for r in run_records(checkpoint, "validation")}.items())
+    except (ValueError, KeyError, TypeError):
+        return []
+
+
+def curve_png(checkpoint: Checkpoint) -> bytes | None:
+    """The curve of the validation losses as an image; None if they are fewer than two."""
+    losses = validation_losses(checkpoint)
+    if len(losses) < 2:
+        return None
+    figure = Figure(figsize=(6, 3), layout="constrained")
+    axes = figure.add_subplot(xlabel="step", ylabel="validation loss, nats per token")
+    axes.plot(*zip(*losses, strict=True), marker="o", markersize=3)
+    axes.grid(alpha=0.3)
+    content = io.BytesIO()
+    figure.savefig(content, dpi=150, metadata={"Software": None})  # the same bytes for the same run
+    return content.getvalue()
+
+
+def evaluation_lines(checkpoint: Checkpoint) -> list[str]:
+    """A table of the newest results on tasks; nothing if there are none."""
+    newest: dict[str, dict[str, Any]] = {}
+    try:
+        for record in run_records(checkpoint, "evaluation"):
+            known = newest.get(record["task"])
+            if known is None or known["step"] <= record["step"]:
+                newest[record["task"]] = record
+        rows = [
+            row(task, metric, f"{value:.4f}", f"{stderr:.4f}", f"{record['examples']:,}", f"{record['step']:,}")
+            for task, record in newest.items()
+            for metric, (value, stderr) in record["metrics"].items()
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return []
+    head = ["", row("task", "metric", "value", "standard error", "examples", "step"), "|---|---|---|---|---|---|"]
+    return [*head, *rows] if rows else []
+
+
+def row(*cells: Any) -> str:
+    texts = [str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells]
+    return f"| {' | '.join(texts)} |"
 
 
 def training_lines(checkpoint: Checkpoint) -> list[str]:
@@ -57,7 +97,9 @@ def training_lines(checkpoint: Checkpoint) -> list[str]:
     losses = validation_losses(checkpoint)
     if losses:
         lines += ["", "| step | validation loss, nats per token |", "|---|---|"]
-        lines += [row(f"{step:,}", f"{loss:.4f}") for step, loss in losses]
+        lines += [row(f"{step:,}", f"{loss:.4f}") for step, loss in losses[-LAST_LOSSES:]]
+    if len(losses) > 1:
+        lines += ["", f"![validation loss by step]({CURVE_FILE})"]
     return lines
 
 
@@ -88,6 +130,7 @@ def model_card(checkpoint: Checkpoint, model: LoadedModel, dtype: torch.dtype) -
         row("numbers", kind),
         "",
         *training_lines(checkpoint),
+        *evaluation_lines(checkpoint),
         "",
         "```python",
         "from transformers import AutoModelForCausalLM, AutoTokenizer",

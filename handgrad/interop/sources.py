@@ -26,6 +26,7 @@ from handgrad.evaluation.load import checkpoint_config
 from handgrad.files import file_sha256
 from handgrad.interop.folders import check_free, write_imported
 from handgrad.interop.huggingface import CONFIG_FILE, MODEL_FILES, fetch, on_hub, read_folder, read_shape
+from handgrad.interop.llmc_model import read_model
 from handgrad.model.parameters import ParameterRow, parameter_table
 
 SIZES = ("num_layers", "num_heads", "channels", "sequence_length")
@@ -62,7 +63,7 @@ def read_sizes(source: str) -> dict[str, int]:
     model's config.json."""
     path = Path(source)
     if path.suffix == ".bin":
-        shape = open_bin(path, "").shape
+        shape = read_model(path).shape
     elif is_ours(path):
         run = path.parent if checkpoint.means_best(path) else path
         config = checkpoint.peek_config(run)
@@ -93,8 +94,9 @@ def folder_of(source: str, files: tuple[str, ...]) -> Path:
 
 
 def open_bin(path: Path, tokenizer: str) -> Weights:
-    """A file of llm.c."""
-    raise UsageError(f"{path} is named like a model of llm.c, which this version cannot read; give a run or a folder")
+    found = read_model(path, tokenizer)
+    origin = {"from": "llm.c", "source": str(path), "sha256": {path.name: file_sha256(path)}}
+    return Weights(found.shape, found.tokenizer, found.weight, origin)
 
 
 def open_checkpoint(source: str) -> Weights:

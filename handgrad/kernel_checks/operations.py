@@ -15,6 +15,7 @@ from torch import Tensor
 from handgrad.kernel_checks.checking import attempt, compare
 from handgrad.kernel_checks.draw import Arguments, B, C, Draw, F, H, N, T, V, Vp
 from handgrad.ops import CONTROLS, RESULTS, UPDATE, reference
+from handgrad.ops.dropout import Dropout
 from handgrad.ops.fp8 import (
     CLIPPED,
     E4M3,
@@ -54,11 +55,17 @@ def gelu_product_backward(d: Draw) -> Arguments:
     return {"dhidden": d.empty(N, F), **accumulators, "dout": d(N, C), "hidden": d(N, F), **d.product(C, F)}
 
 
-def attention_backward(d: Draw, heads: int) -> Arguments:
+def dropout(d: Draw) -> Dropout:
+    """Samples on both sides of 2^32."""
+    return Dropout(torch.tensor([7, (1 << 32) + 7], device=d.device), 0.1, 1337, 2)
+
+
+def attention_backward(d: Draw, heads: int, site: Dropout | None = None) -> Arguments:
     """With an output and log-sums that belong to the queries, keys and values."""
     qkv, out, lse = d(N, 3 * C), d.empty(N, C), d.empty(B, heads, T, dtype=torch.float32)
-    reference.attention_forward(out, lse, qkv)
-    return {"dqkv": d.empty(N, 3 * C), "dout": d(N, C), "out": out, "lse": lse, "qkv": qkv}
+    reference.attention_forward(out, lse, qkv, dropout=site)
+    arguments = {"dqkv": d.empty(N, 3 * C), "dout": d(N, C), "out": out, "lse": lse, "qkv": qkv}
+    return arguments if site is None else {**arguments, "dropout": site}
 
 
 def embedding_backward(d: Draw) -> Arguments:
@@ -157,6 +164,15 @@ CASES: dict[str, tuple[str, Callable[[Draw], Arguments]]] = {
         "gelu_forward": lambda d: {"out": d.empty(N, F), "inp": d(N, F)},
         "gelu_backward": lambda d: {"dhidden_inout": d(N, F), "inp": d(N, F)},
         "bias_backward": lambda d: {"dbias_acc": d.float32(F), "dout": d(N, F)},
+        "dropout_forward": lambda d: {"out": d.empty(N, C), "inp": d(N, C), "dropout": dropout(d)},
+        "dropout_backward": lambda d: {"dinp": d.empty(N, C), "dout": d(N, C), "dropout": dropout(d)},
+        "dropout_residual_forward": lambda d: {
+            "branch_to_out_inout": d(N, C),
+            "residual": d(N, C),
+            "dropout": dropout(d),
+        },
+        "attention_forward, with dropout": lambda d: {**attention(d, H), "dropout": dropout(d)},
+        "attention_backward, with dropout": lambda d: attention_backward(d, H, dropout(d)),
         "attention_forward, heads of 64 channels": lambda d: attention(d, H),
         "attention_backward, heads of 64 channels": lambda d: attention_backward(d, H),
         "attention_forward, heads of 128 channels": lambda d: attention(d, 1),

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from handgrad.arena import ALWAYS, Buffer, Interval
 from handgrad.config import ModelShape, RunConfig
+from handgrad.model.dropout import SAMPLES, ModelDropout
 from handgrad.model.quantized import Forms, Fp8Products, fp8_products
 from handgrad.ops.fp8 import E4M3, E5M2, FORMATS, Form, Quantized
 
@@ -77,7 +78,9 @@ class Activations:
     dresidual: Tensor  # (N, C) gradient of the residual stream, from the head down to the embedding
     dln: Tensor  # (N, C) gradient of a layer norm's output
     datty: Tensor  # (N, C)
+    dbranch: Tensor  # (N, C) with dropout: gradient of a projection's output; lies where dln, which comes after it, will
     dgelu: Tensor | None  # (N, F) gradient of the hidden layer after GELU, where it cannot lie in dhidden: in fp8
+    dropout: ModelDropout | None  # what is left out in training, if anything
 
 
 def head_chunk_tokens(requested: int, tokens: int, padded_vocab_size: int, itemsize: int) -> int:
@@ -102,11 +105,13 @@ def activation_buffers(
     training: bool = True,
     products: Fp8Products | None = None,
     gradient_format: torch.dtype = E5M2,
+    dropout: bool = False,
 ) -> list[Buffer]:
     """The rows as buffers for the arena: `batch` samples of `length` tokens, weights and activations of `dtype`.
 
     What the operations need for themselves, `scratch_bytes` and `attention_scratch_bytes`, is the backend's to say.
-    Without `training` nothing outlives its forward use, and the gradients have no rows. `products` run in fp8.
+    Without `training` nothing outlives its forward use, and the gradients have no rows. `products` run in fp8. With
+    `dropout` there is a row for the samples' numbers; masks are made where they are needed.
     """
     products = products or Fp8Products()
     assert training or not products, "fp8 is for training"
@@ -136,6 +141,8 @@ def activation_buffers(
     row("tokens", (batch, length), torch.int64)
     row("targets", (batch, length), torch.int64)
     row("sorted_positions", (N,), torch.int32)
+    if dropout and training:
+        row(SAMPLES, (batch,), torch.int64)
     row("losses", (N,), stats)
     row("scratch", (scratch_bytes,), torch.uint8)
     row("embedded", (N, C), dtype, (0, mirrored(attention(0))))
@@ -235,14 +242,19 @@ def model_buffers(
         recompute=config.recompute,
         chunk=head_chunk_tokens(config.head_chunk_tokens, batch * length, shape.padded_vocab_size, dtype.itemsize),
         scratch_bytes=ops.scratch_bytes(**sizes),
-        attention_scratch_bytes=ops.attention_scratch_bytes(num_heads=shape.num_heads, dtype=dtype, **sizes),
+        attention_scratch_bytes=ops.attention_scratch_bytes(
+            num_heads=shape.num_heads, dtype=dtype, dropout=bool(config.dropout), **sizes
+        ),
         training=training,
         products=fp8_products(config) if training else None,
         gradient_format=FORMATS[config.fp8_gradients],
+        dropout=bool(config.dropout),
     )
 
 
-def activations(views: Mapping[str, Tensor], forms: Forms | None = None) -> Activations:
+def activations(
+    views: Mapping[str, Tensor], forms: Forms | None = None, dropout: ModelDropout | None = None
+) -> Activations:
     """The arena's views under the table's names; `forms` knows what is quantised."""
     forms = forms or Forms((), views)
     layers = sum(name.endswith(".qkv") for name in views)
@@ -265,5 +277,7 @@ def activations(views: Mapping[str, Tensor], forms: Forms | None = None) -> Acti
         "lnf": forms("lnf", plain=views["lnf"]),
         "dlogits": forms.dlogits(),
         "dgelu": views.get("dgelu"),
+        "dbranch": views["dln"],
+        "dropout": dropout,
     }
     return Activations(**composed, **{f.name: views[f.name] for f in fields(Activations) if f.name not in composed})

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from handgrad.model import gpt2_block
 from handgrad.model.activations import Activations
+from handgrad.model.dropout import BlockDropout, ModelDropout
 from handgrad.model.parameters import ModelTensors
 from handgrad.ops.fp8 import Form, plain
 
@@ -27,16 +28,24 @@ class Pause:
     gradients_are_done: bool = False
 
 
-def forward_stages(ops: ModuleType, w: ModelTensors, act: Activations) -> Iterator[Pause]:
+def forward_stages(ops: ModuleType, w: ModelTensors, act: Activations, dropout: ModelDropout | None) -> Iterator[Pause]:
     """act.tokens (B, T) -> act.lnf (N, C), the normalised stream after the last block, with a pause before each bucket."""
     yield Pause("embedding")
     ops.embedding_forward(act.embedded, act.tokens, w.wte, w.wpe)
-    for layer, (weights, block) in enumerate(zip(w.blocks, act.blocks, strict=True)):
+    if dropout is not None:
+        ops.dropout_forward(act.embedded, act.embedded, dropout.embedding)
+    blocks = zip(w.blocks, act.blocks, block_dropouts(act, dropout), strict=True)
+    for layer, (weights, block, block_dropout) in enumerate(blocks):
         yield Pause(f"blocks.{layer}")
-        gpt2_block.forward(ops, weights, block, act, stream_into(act, layer))
+        gpt2_block.forward(ops, weights, block, act, stream_into(act, layer), block_dropout)
     yield Pause("lnf")
     last = stream_into(act, len(act.blocks))
     ops.layernorm_forward(act.lnf, act.lnf_mean, act.lnf_rstd, last, w.lnf_weight, w.lnf_bias)
+
+
+def block_dropouts(act: Activations, dropout: ModelDropout | None) -> tuple[BlockDropout, ...]:
+    """What each block leaves out."""
+    return (BlockDropout(),) * len(act.blocks) if dropout is None else dropout.blocks
 
 
 def stream_into(act: Activations, layer: int) -> Tensor:
@@ -45,14 +54,14 @@ def stream_into(act: Activations, layer: int) -> Tensor:
 
 
 def forward_blocks(ops: ModuleType, w: ModelTensors, act: Activations) -> Tensor:
-    """`forward_stages` in one go; returns the stream before the last layer norm."""
-    for _ in forward_stages(ops, w, act):
+    """`forward_stages` in one go, with nothing left out; returns the stream before the last layer norm."""
+    for _ in forward_stages(ops, w, act, None):
         pass
     return stream_into(act, len(act.blocks))
 
 
 def loss(ops: ModuleType, w: ModelTensors, act: Activations, *, vocab_size: int) -> None:
-    """act.tokens, act.targets (B, T) -> act.losses (N): the cross-entropy of each token in nats."""
+    """act.tokens, act.targets (B, T) -> act.losses (N): the cross-entropy of each token in nats, without dropout."""
     forward_blocks(ops, w, act)
     for rows, logits in head_logits(ops, w, act):
         ops.classifier_forward(act.losses[rows], logits, act.targets.view(-1)[rows], vocab_size=vocab_size)
@@ -75,7 +84,7 @@ def loss_and_gradients(
     vocab_size: int,
     recompute: int,
 ) -> None:
-    """act.losses (N), and `g` += scale * the gradient of their sum.
+    """act.losses (N), and `g` += scale * the gradient of their sum, with the activations' dropout.
 
     For the mean over an optimizer step's tokens, `scale` (1) is 1 / tokens_per_step in every micro-step.
     """
@@ -94,8 +103,8 @@ def gradient_stages(
     recompute: int,
 ) -> Iterator[Pause]:
     """`loss_and_gradients`, with a pause before each bucket's weights and one after each bucket's gradients."""
-    s = act.scratch
-    yield from forward_stages(ops, w, act)
+    s, dropout = act.scratch, act.dropout
+    yield from forward_stages(ops, w, act, dropout)
     for rows, logits in _chunks(act):
         targets, lnf = act.targets.view(-1)[rows], part(act.lnf, rows)
         ops.linear_forward(logits, lnf, w.head, None, scratch=s)
@@ -106,17 +115,22 @@ def gradient_stages(
         ops.linear_backward(act.dlnf[rows], g.wte, None, dlogits, lnf, w.head, scratch=s)
     act.dresidual.zero_()
     statistics = act.lnf_mean, act.lnf_rstd
-    top, dbias_below = act.gradients[-1].dresidual_out, g.blocks[-1].fcproj_bias
+    top, dbias_below = act.gradients[-1].dresidual_out, g.blocks[-1].fcproj_bias if dropout is None else None
     last = stream_into(act, len(act.blocks))
     ops.layernorm_backward(top, g.lnf_weight, g.lnf_bias, act.dlnf, last, *statistics, w.lnf_weight, dbias_below, scratch=s)
     yield Pause("lnf", gradients_are_done=True)
+    block_dropout = block_dropouts(act, dropout)
     for layer in reversed(range(len(w.blocks))):
         block = w.blocks[layer], g.blocks[layer], act.blocks[layer], act.gradients[layer], act
         dx, dbias_below = act.dresidual, None
         if layer:
-            dx, dbias_below = act.gradients[layer - 1].dresidual_out, g.blocks[layer - 1].fcproj_bias
-        gpt2_block.backward(ops, *block, stream_into(act, layer), dx, dbias_below, recompute=recompute)
+            dx = act.gradients[layer - 1].dresidual_out
+            dbias_below = g.blocks[layer - 1].fcproj_bias if dropout is None else None
+        stream = stream_into(act, layer), dx, dbias_below
+        gpt2_block.backward(ops, *block, *stream, block_dropout[layer], recompute=recompute)
         yield Pause(f"blocks.{layer}", gradients_are_done=True)
+    if dropout is not None:
+        ops.dropout_backward(act.dresidual, act.dresidual, dropout.embedding)
     ops.embedding_backward(g.wte, g.wpe, act.dresidual, act.tokens, act.sorted_positions, scratch=s)
     yield Pause("embedding", gradients_are_done=True)
 

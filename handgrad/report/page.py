@@ -54,6 +54,7 @@ def page(runs: Sequence[Run], plots: Sequence[Plot]) -> str:
         per_run(runs, sections.warnings),
         sections.tiles(runs[0]) if len(runs) == 1 else sections.comparison(runs),
         section("Curves", figures("Curves")),
+        section("Tasks", per_run(runs, sections.tasks), figures("Tasks")),
         section("fp8", per_run(runs, sections.fp8), figures("fp8")),
         section("Ranks", per_run(runs, sections.ranks)),
         section("Samples", per_run(runs, sections.samples)),

@@ -13,11 +13,12 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 
 from handgrad.report.curves import envelope, smooth, thin
 from handgrad.report.results import short_text
-from handgrad.report.runs import Run
+from handgrad.report.runs import Run, TaskFigure
 from handgrad.report.style import DASHES, RUN_COLORS, light
 
 RAW_BINS = 500  # bins of a raw curve in a plot of one run: finer than the screen shows
 MARKS = 150  # validation points or skip marks per run
+HEADLINES = ("acc_norm", "acc_norm_llmc", "acc")  # the first that a task has is its line
 NAMED_CLASSES = 6  # of fp8 tensors in a plot's legend
 CLOSE_UP_STEPS = 50  # shorter runs need no close-up
 
@@ -54,8 +55,43 @@ def choose_plots(runs: Sequence[Run]) -> list[Plot]:
         Plot("tokens_per_second", "Tokens per second", "Thick: running median.", False, draw_tokens_per_second),
         Plot("step_time", "Milliseconds per step", "Rare peaks may pass the top.", False, draw_step_time),
         *gpu_plots(runs),
+        *task_plots(runs),
         *fp8_plots(runs),
     ]
+
+
+def task_plots(runs: Sequence[Run]) -> list[Plot]:
+    """Accuracies over the steps, where a run has been evaluated at several."""
+    if not any(len(figures) > 1 for run in runs for figures in headline_figures(run).values()):
+        return []
+    caption = "Of each task acc_norm, else acc. Bars: a standard error."
+    return [Plot("tasks", "Accuracy on tasks", caption, True, draw_tasks, "Tasks")]
+
+
+def headline_figures(run: Run) -> dict[str, list[tuple[int, TaskFigure]]]:
+    """Of each task the figures of one accuracy."""
+    found = {}
+    for task in dict.fromkeys(task for task, _ in run.tasks):
+        metric = next((m for m in HEADLINES if (task, m) in run.tasks), None)
+        if metric is not None:
+            found[task] = run.tasks[task, metric]
+    return found
+
+
+def draw_tasks(axes: Axes, runs: Sequence[Run]) -> None:
+    """A line per run and task; colours tell the tasks of one run apart, and several runs from each other."""
+    end, lines = 1.0, 0
+    for index, run in enumerate(runs):
+        for place, (task, figures) in enumerate(headline_figures(run).items()):
+            steps = [float(step) for step, _ in figures]
+            values, bars = [figure.value for _, figure in figures], [figure.stderr for _, figure in figures]
+            name = task if len(runs) == 1 else f"{run.name}: {task}"
+            color, dash = look(place if len(runs) == 1 else index)["color"], DASHES[place % len(DASHES)]
+            axes.errorbar(steps, values, bars, marker=".", color=color, linestyle=dash, elinewidth=0.6, label=label(name))
+            end, lines = max(end, steps[-1]), lines + 1
+    axes.set_xlim(-0.015 * end, 1.015 * end)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.legend(loc="upper left", ncols=1 if lines <= 4 else 2, fontsize=7)
 
 
 def gpu_plots(runs: Sequence[Run]) -> list[Plot]:

@@ -84,6 +84,15 @@ class Quantized:
 
 
 @dataclass(frozen=True)
+class TaskFigure:
+    """A metric of a task after a step, with its standard error, both NaN where unknown."""
+
+    value: float
+    stderr: float
+    examples: int
+
+
+@dataclass(frozen=True)
 class Run:
     """One run folder, read."""
 
@@ -94,6 +103,7 @@ class Run:
     steps: Steps
     skipped: dict[int, str]  # step: why its update was left out
     validations: list[tuple[int, float]]  # step, nats per token
+    tasks: dict[tuple[str, str], list[tuple[int, TaskFigure]]]  # (task, metric): its figures by step
     samples: list[tuple[int, str]]
     events: list[tuple[int, str]]
     gpu: list[GpuReading]
@@ -236,6 +246,20 @@ def read_start(line: Line, first_step: int | None) -> Start:
     )
 
 
+def read_figures(line: Line) -> dict[str, TaskFigure]:
+    """The metrics of an evaluation on a task."""
+    metrics = line.field("metrics")
+    if not isinstance(metrics, dict):
+        raise DataError(f"{line.where}: 'metrics' must be an object, found {metrics!r:.60}")
+    found = {}
+    for name, pair in metrics.items():
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise DataError(f"{line.where}: metrics.{name:.60} must be a value and its standard error, found {pair!r:.60}")
+        within = Line({"value": pair[0], "stderr": pair[1]}, f"{line.where}: metrics.{name:.60}")
+        found[name] = TaskFigure(within.number("value"), within.number("stderr"), line.count("examples"))
+    return found
+
+
 def read_quantized(line: Line) -> dict[str, Quantized]:
     tensors = line.field("tensors")
     if not isinstance(tensors, dict):
@@ -264,6 +288,7 @@ def collect(parsed: tuple[list[Line], bool], name: str, folder: Path, config: di
     rows: dict[int, tuple[float, ...]] = {}
     skipped: dict[int, str] = {}
     validations: dict[int, float] = {}
+    tasks: dict[tuple[str, str], dict[int, TaskFigure]] = {}
     samples: dict[int, str] = {}
     events: list[tuple[int, str]] = []
     gpu: dict[int, GpuReading] = {}
@@ -284,6 +309,9 @@ def collect(parsed: tuple[list[Line], bool], name: str, folder: Path, config: di
                 skipped[step] = line.text("skipped")
         elif kind == "validation":
             validations[line.count("step")] = line.number("loss")
+        elif kind == "evaluation":
+            for metric, figure in read_figures(line).items():
+                tasks.setdefault((line.text("task"), metric), {})[line.count("step")] = figure
         elif kind == "sample":
             samples[line.count("step")] = line.text("text")
         elif kind == "event":
@@ -307,6 +335,7 @@ def collect(parsed: tuple[list[Line], bool], name: str, folder: Path, config: di
         steps=Steps(*np.array([rows[step] for step in sorted(rows)]).T),
         skipped=dict(sorted(skipped.items())),
         validations=sorted(validations.items()),
+        tasks={name: sorted(figures.items()) for name, figures in tasks.items()},
         samples=sorted(samples.items()),
         events=events,
         gpu=[gpu[step] for step in sorted(gpu)],

@@ -236,6 +236,18 @@ def validations(run: Run) -> str:
     return table(["step", "tokens", "nats per token", "perplexity", "bits per byte"], rows)
 
 
+def tasks(run: Run) -> str:
+    """The newest figure of every task and metric."""
+    if not run.tasks:
+        return ""
+    rows = []
+    for (task, metric), figures in run.tasks.items():
+        step, figure = figures[-1]
+        stderr = results.shown(figure.stderr, "± {:.4f}".format)
+        rows.append([task, metric, results.loss_text(figure.value), stderr, f"{figure.examples:,}", f"{step:,}"])
+    return table(["task", "metric", "value", "standard error", "examples", "step"], rows)
+
+
 def memory(run: Run) -> str:
     """Planned device memory per component."""
     sizes = run.start.memory_bytes

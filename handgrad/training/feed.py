@@ -26,7 +26,7 @@ def sort_positions(sorted_positions: Tensor, tokens: Tensor) -> None:
 
 
 class BatchFeed:
-    """Fills `act.tokens`, `act.targets` and `act.sorted_positions`.
+    """Fills `act.tokens`, `act.targets` and `act.sorted_positions`; with dropout also the samples' numbers.
 
     On a CPU they are written in place. For a CUDA device a micro-batch goes through one of two slots: pinned host memory,
     from there by a stream of its own into device memory, and at the micro-step's turn into the buffers. The host waits
@@ -35,7 +35,9 @@ class BatchFeed:
 
     def __init__(self, source: Source, act: Activations):
         self.source = source
-        self.targets = (act.tokens, act.targets, act.sorted_positions)
+        self.targets: tuple[Tensor, ...] = (act.tokens, act.targets, act.sorted_positions)
+        if act.dropout is not None:
+            self.targets += (act.dropout.samples,)
         self.on_host = act.tokens.device.type != "cuda"
         if act.tokens.device.type == "mps":
             self.host = [tuple(torch.empty_like(t, device="cpu") for t in self.targets)]
@@ -54,11 +56,13 @@ class BatchFeed:
     def fill(self, first_sample: int) -> None:
         """Samples `first_sample`, ... as the next micro-batch; on CUDA in the order of the current stream."""
         slot, self.slot = self.slot, (self.slot + 1) % len(self.host)
-        tokens, targets, sorted_positions = self.host[slot]
+        tokens, targets, sorted_positions, *samples = self.host[slot]
         if not self.on_host:
             self.arrived[slot].synchronize()  # the slot's last copy has left its pinned memory
         self.source.fill(tokens, targets, first_sample)
         sort_positions(sorted_positions, tokens)
+        for numbers in samples:
+            torch.arange(first_sample, first_sample + len(numbers), out=numbers)
         if self.on_host:
             if tokens is not self.targets[0]:
                 for destination, value in zip(self.targets, self.host[slot], strict=True):

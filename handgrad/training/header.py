@@ -24,9 +24,17 @@ from handgrad.training.state import largest_micro_batch, training_plan
 
 
 def check_fits(
-    config: RunConfig, dataset: Dataset, device: torch.device, dtype: torch.dtype, ops: ModuleType, ranks: int = 1
+    config: RunConfig,
+    dataset: Dataset,
+    device: torch.device,
+    dtype: torch.dtype,
+    ops: ModuleType,
+    ranks: int = 1,
+    *,
+    more_bytes: int = 0,
 ) -> None:
-    """Refuses, before anything is written or allocated, a step larger than an epoch and a plan larger than the memory."""
+    """Refuses, before anything is written or allocated, a step larger than an epoch and a plan larger than the memory, with
+    the `more_bytes` of what is beside it."""
     samples = Batches(dataset.splits["train"], config.sequence_length, config.seed).samples_per_epoch
     if dataset.splits["validation"]:
         Batches(dataset.splits["validation"], config.sequence_length, config.seed)  # refuses a split without one sample
@@ -43,9 +51,9 @@ def check_fits(
     ops.check_sizes(length=shape.sequence_length, num_heads=shape.num_heads, channels=shape.channels)
     available = world.available_bytes(device)
     needed = training_plan(config, shape, dtype, device, ops, ranks).total_bytes
-    needed += make_plan(decode_buffers(shape, 1, dtype, ops)).total_bytes
+    needed += make_plan(decode_buffers(shape, 1, dtype, ops)).total_bytes + more_bytes
     if available is not None and needed > available:
-        fitting = largest_micro_batch(config, shape, dtype, device, ops, available, ranks)
+        fitting = largest_micro_batch(config, shape, dtype, device, ops, available - more_bytes, ranks)
         advice = f"try --micro-batch {fitting}" if fitting else "even one sample at a time does not fit"
         raise DataError(
             f"the run needs {human_bytes(needed)}, {device.type} has {human_bytes(available)} free;"
@@ -119,6 +127,7 @@ def header_lines(
         f" {config.steps * config.samples_per_step / samples_per_epoch:.1f} epochs",
         f"numbers    {config.precision}, recompute {config.recompute}, {started}",
         *fp8_lines(config),
+        *dropout_lines(config),
         f"operations {', '.join([ops.__name__.rsplit('.', 1)[-1], *(f'{k}: {v}' for k, v in ops.versions().items())])}",
         "memory",
         *memory_table([memory_bytes]),
@@ -157,6 +166,21 @@ def fp8_lines(config: RunConfig) -> list[str]:
     window = f" over {config.fp8_window} steps, margin {config.fp8_margin}" if config.fp8_scaling == "delayed" else ""
     products = fp8_products(config).describe(config.num_layers)
     return [f"fp8        {products}; gradients {config.fp8_gradients}, {config.fp8_scaling} scaling{window}"]
+
+
+def dropout_lines(config: RunConfig) -> list[str]:
+    """What is left out in training, and what it costs: beside the masks' arithmetic, passes over (N, C)."""
+    if not config.dropout:
+        return []
+    # A branch is written and read again, forward; its gradient, backward, and that once more for the bias (5 a half).
+    # The embedding is changed in place both ways.
+    passes = 10 * config.num_layers + 4
+    tokens = config.micro_batch * config.sequence_length
+    moved = passes * tokens * config.channels * world.DTYPES[config.precision].itemsize
+    return [
+        f"dropout    {config.dropout:g} after the embedding, in attention and on both branches of a block;"
+        f" masks take no memory, and a micro-batch moves {human_bytes(moved)} more"
+    ]
 
 
 def run_record(config: RunConfig, dataset: Dataset, device: torch.device, memory_bytes: dict[str, int]) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """A training run from its configuration to its last checkpoint: resume, step, watch, save, stop when asked."""
 
 import math
-from collections.abc import Callable
 from dataclasses import asdict
 from types import ModuleType
 from typing import Any
@@ -19,7 +18,7 @@ from handgrad.distributed.ranks import Ranks
 from handgrad.distributed.stragglers import Stragglers
 from handgrad.errors import NumericsError
 from handgrad.evaluation.decode import decode_buffers, decode_tensors
-from handgrad.evaluation.loss import floor_note, mean_loss
+from handgrad.evaluation.loss import bits_per_byte, floor_note, mean_loss
 from handgrad.evaluation.text import write_document
 from handgrad.interop.sources import Weights
 from handgrad.model.parameters import flops_per_token
@@ -33,11 +32,10 @@ from handgrad.training.saving import changed_versions, load_run, run_numbers, sa
 from handgrad.training.starting import take_weights
 from handgrad.training.state import allocate_state
 from handgrad.training.step import Stepper, StepResult, non_finite_tensors
-from handgrad.training.stopping import StopSignals, preempted
+from handgrad.training.stopping import Onlooker, OnStep, StopSignals, preempted
+from handgrad.training.tasks import TaskWatch
 from handgrad.training.voice import Voice
 from handgrad.training.watching import LeftFp8, saturation_line
-
-OnStep = Callable[[int, StepResult], None]
 
 
 class Run:
@@ -53,12 +51,14 @@ class Run:
         ops: ModuleType,
         ranks: Ranks,
         weights: Weights | None = None,
+        tasks: TaskWatch | None = None,
         *,
         allow_changes: bool,
         shows: console.Shows,
     ):
         """`weights`: what it starts from, unless it is resumed or they are drawn."""
         self.config, self.dataset, self.device, self.ops, self.ranks = config, dataset, device, ops, ranks
+        self.tasks = tasks
         self.tokenizer = dataset.tokenizer
         self.shape = config.shape(self.tokenizer.vocab_size)
         self.train_batches = Batches(dataset.splits["train"], config.sequence_length, config.seed)
@@ -84,12 +84,14 @@ class Run:
         self.validation_loss: float | None = None  # the last one, in nats
         self.first_step = self.until = self.completed  # of this process, and where it is to stop for now
         self.signals = StopSignals(keeps_process=False)
-        self.on_step: OnStep | None = None
-        self.raised: BaseException | None = None  # by `on_step`
+        self.onlooker = Onlooker(None)
         self.told_to_stop: int | None = None  # what any of the ranks was told, as all of them know it
         self.poisoned = False  # the last step's loss or gradient was not finite: its state is not worth keeping
         self.last_saved = self.completed if self.folder.resumed else -1
         self.memory_bytes = self.state.plan.size_bytes | generation.size_bytes
+        if tasks is not None:
+            tasks.allocate()
+            self.memory_bytes |= tasks.plan.size_bytes
 
     # Before the first step.
 
@@ -131,7 +133,7 @@ class Run:
         """Says what the run is, and makes up for what was due when the last process ended."""
         started = f"resumed at step {self.completed}" if self.folder.resumed else f"seed {self.config.seed}"
         header = header_lines(self.config, self.dataset, self.device, self.ops, self.memory_bytes, started, self.ranks)
-        for line in (*header, *self.folder.passed_over):
+        for line in (*header, *self.folder.passed_over, *(self.tasks.notes if self.tasks else ())):
             self.voice.say(line)
         for change in self.folder.changes:
             self.event(f"configuration changed: {change}")
@@ -154,7 +156,7 @@ class Run:
         by then. What it raises is raised here, when the run stands still after a whole step. A signal to stop becomes
         `Preempted`, after the step that was under way and a save (`keeps_process`: see `StopSignals`).
         """
-        self.until, self.on_step, self.raised, self.told_to_stop = until, on_step, None, None
+        self.until, self.onlooker, self.told_to_stop = until, Onlooker(on_step), None
         steps = range(self.completed, until)
         with StopSignals(keeps_process=keeps_process) as self.signals:
             for step in steps:
@@ -180,10 +182,10 @@ class Run:
         if self.due(self.config.save_every):
             self.save()  # before anything that could fail
         self.watch()
-        if self.raised is not None:
-            raise self.raised
-        if self.ranks.size == 1:
-            self.told_to_stop = self.signals.told  # also what came after the roll call
+        self.onlooker.pass_on()
+        self.told_to_stop = self.told_to_stop or (
+            self.signals.told if self.ranks.size == 1 else None
+        )  # since the roll call
         if self.told_to_stop is not None and self.completed < self.config.steps:
             self.save()
             raise preempted(self.told_to_stop, self.completed, self.last_saved)
@@ -195,9 +197,13 @@ class Run:
             self.validation_loss = loss = self.validate()
             better = self.config.keep_best and self.is_best(loss)
             note = f"{floor_note(loss, self.dataset)}{', the best so far' if better else ''}"
-            self.voice.validation(self.completed, loss, f"step {self.completed}: validation loss {loss:.4f}{note}")
+            line = f"step {self.completed}: validation loss {loss:.4f}{note}"
+            self.voice.validation(self.completed, loss, bits_per_byte(loss, self.dataset), line)
             if better:
                 self.prune()  # the best one before
+        if self.tasks is not None and self.due(self.config.eval_every):
+            self.stepper.reduction.await_all_weights()
+            self.tasks.watch(self.completed, self.state, self.voice)
         if self.due(self.config.sample_every) and self.config.sample_tokens and ("sample", self.completed) not in recorded:
             if self.ranks.leads:
                 self.sample()
@@ -234,7 +240,7 @@ class Run:
         self.roll_call()
         every = (self.config.save_every, self.config.eval_every, self.config.sample_every)
         pause = not works_ahead(self.device) or self.told_to_stop is not None or step == self.first_step
-        pause = pause or step + 1 == self.until or self.raised is not None
+        pause = pause or step + 1 == self.until or self.onlooker.raised is not None
         pause = pause or self.left_fp8.due(step + 1) or self.checks_ranks(step + 1)
         if pause or any(self.due(n, step + 1) for n in every):
             self.take_in(step)
@@ -283,11 +289,7 @@ class Run:
             self.on_skip(result)
         else:
             self.skips_in_a_row = 0
-        if self.on_step is not None and self.raised is None:
-            try:
-                self.on_step(self.completed, result)
-            except BaseException as error:  # the step that may be under way is finished first
-                self.raised = error
+        self.onlooker.show(self.completed, result)
 
     def watch_fp8(self, result: StepResult) -> None:
         """Names the tensors that saturate; their products leave fp8 where that is the policy, one step later: that step may
@@ -311,12 +313,11 @@ class Run:
         self.event(f"step {self.completed}: {', '.join(parts)} goes on in bf16")
 
     def show(self, result: StepResult) -> None:
-        elapsed_seconds = result.elapsed_seconds
-        mean_seconds = self.pace.add(elapsed_seconds)
+        mean_seconds = self.pace.add(result.elapsed_seconds)
         tokens_per_second = self.config.tokens_per_step / mean_seconds
         peak = world.peak_flops(self.device)
         rate = console.speed(tokens_per_second, flops_per_token(self.shape), peak and peak * self.ranks.size)
-        line = console.step_line(self.completed, self.config.steps, result, elapsed_seconds, tokens_per_second, rate)
+        line = console.step_line(self.completed, self.config.steps, result, result.elapsed_seconds, tokens_per_second, rate)
         self.voice.show(self.completed, line, (self.config.steps - self.completed) * mean_seconds)
         if self.completed == 1 or self.due(self.config.log_every) or result.skipped:
             self.voice.say(line)
@@ -334,10 +335,10 @@ class Run:
 
     def validate(self) -> float:
         assert self.validation_batches is not None
-        samples = max(1, self.config.eval_tokens // self.config.sequence_length)
         self.stepper.reduction.await_all_weights()
         act = self.state.activations
         model = self.ops, self.state.weights, act, self.validation_batches
+        samples = max(1, self.config.eval_tokens // self.config.sequence_length)
         sizes = {"samples": samples, "vocab_size": self.shape.vocab_size}
         return mean_loss(*model, **sizes, host_buffers=host_buffers(act.tokens, act.targets), ranks=self.ranks)
 

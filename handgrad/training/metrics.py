@@ -12,6 +12,8 @@ from typing import Any, TextIO
 
 from handgrad.checkpoint import RECORD_FILE
 from handgrad.errors import storage_error
+from handgrad.evaluation.loss import perplexity
+from handgrad.evaluation.records import IN_TRAINING
 from handgrad.files import write_durably
 from handgrad.training.step import StepResult
 from handgrad.training.watching import summary
@@ -28,7 +30,7 @@ class Metrics:
         try:
             kept = _keep_lines(folder / METRICS_FILE, lambda line: _json_step(line) <= resumed_step)
             # (kind, step) of what the files already say: a resumed run does only what is missing.
-            self.recorded = {(record["kind"], record.get("step")) for record in map(json.loads, kept)}
+            self.recorded = {(_said(record), record.get("step")) for record in map(json.loads, kept)}
             _keep_lines(folder / MAIN_LOG_FILE, lambda line: _log_step(line) <= resumed_step)
             self.metrics = self._open(METRICS_FILE)
             self.main_log = self._open(MAIN_LOG_FILE)
@@ -52,7 +54,7 @@ class Metrics:
             file.close()
 
     def record(self, kind: str, **values: Any) -> None:
-        """One JSON line. Kinds: run, step, fp8, gpu, validation, sample, event, end; most carry `step`, counted from 1."""
+        """One JSON line. Kinds: run, step, fp8, gpu, validation, evaluation, sample, event, end; most have a step."""
         self._line(self.metrics, json.dumps({"kind": kind, **values}))
 
     def step(self, step: int, result: StepResult, tokens: int) -> None:
@@ -76,9 +78,12 @@ class Metrics:
         line = f"s:{step - 1} trl:{result.loss:.4f} lr:{result.learning_rate:.6f} norm:{result.norm:.2f}"
         self._line(self.main_log, line)
 
-    def validation(self, step: int, loss: float) -> None:
-        self.record("validation", step=step, loss=loss)
-        self._line(self.main_log, f"s:{step} tel:{loss:.4f}")
+    def validation(self, step: int, loss: float, bits_per_byte: float | None) -> None:
+        self.record("validation", step=step, loss=loss, perplexity=perplexity(loss), bits_per_byte=bits_per_byte)
+        self.main_line(f"s:{step} tel:{loss:.4f}")
+
+    def main_line(self, line: str) -> None:
+        self._line(self.main_log, line)
 
     def text(self, line: str) -> None:
         self._line(self.log, line)
@@ -88,6 +93,13 @@ class Metrics:
             file.write(line + "\n")
         except OSError as error:
             raise storage_error(error, f"writing {file.name}") from None
+
+
+def _said(record: dict[str, Any]) -> str:
+    """A record's kind; a training's evaluation on a task counts apart from one that was made afterwards."""
+    if record["kind"] == "evaluation" and record.get("by") == IN_TRAINING:
+        return f"evaluation of {record.get('task')}"
+    return record["kind"]
 
 
 def _json_step(line: str) -> int:

@@ -19,6 +19,7 @@ from handgrad.training.header import check_disk, check_fits, check_shared_gradie
 from handgrad.training.loop import Run
 from handgrad.training.run_folder import RunFolder, settled_lanes
 from handgrad.training.starting import open_start
+from handgrad.training.tasks import task_watch
 
 
 def train(config: RunConfig, *, allow_changes: bool = False) -> float | None:
@@ -51,13 +52,16 @@ def open_with(config: RunConfig, device: torch.device, ranks: Ranks, *, allow_ch
     config = check(replace(config, lanes=ranks.from_first(lambda: settled_lanes(config, ranks.size), "lanes")))
     check_shared_gradients(config, ranks.size)
     dataset = open_dataset(config.data)
-    check_fits(config, dataset, device, dtype, ops, ranks.size)
+    tasks = task_watch(config, dataset.tokenizer, dtype, device, ops, ranks)
+    more_bytes = 0 if tasks is None else tasks.plan.total_bytes
+    check_fits(config, dataset, device, dtype, ops, ranks.size, more_bytes=more_bytes)
     if ranks.leads:
         check_disk(config, dataset.tokenizer.vocab_size)
     folder = RunFolder(config, ranks, allow_changes=allow_changes)
     try:
         weights = None if folder.resumed else open_start(config, dataset, ranks)
-        run = Run(config, dataset, folder, device, dtype, ops, ranks, weights, allow_changes=allow_changes, shows=shows)
+        settings = {"allow_changes": allow_changes, "shows": shows}
+        run = Run(config, dataset, folder, device, dtype, ops, ranks, weights, tasks, **settings)
         try:
             yield run
         finally:

@@ -12,6 +12,7 @@ from handgrad.arena import Buffer, Plan, make_plan
 from handgrad.config import ModelShape, RunConfig
 from handgrad.model.activations import Activations, activations, model_buffers
 from handgrad.model.buckets import Bucket, NormSegment, UpdateRun, buckets, gradient_places, norm_blocks, placed
+from handgrad.model.dropout import model_dropout
 from handgrad.model.freezing import freeze
 from handgrad.model.parameters import ModelTensors, ParameterRow, flat_elements, initialize, model_tensors, parameter_table
 from handgrad.model.quantized import Forms, quantized_table
@@ -208,7 +209,9 @@ def allocate_state(
         weights=tensors_of(config, table, views, current=config.fp8_scaling == "current"),
         plain_weights=model_tensors(parameters, table),
         weight_gradients=model_tensors(gradients, placed(table, all_buckets, places)),
-        activations=activations(views, Forms(quantized, views, current=config.fp8_scaling == "current")),
+        activations=activations(
+            views, Forms(quantized, views, current=config.fp8_scaling == "current"), model_dropout(config, views)
+        ),
         scaling=make_scaling(config, table, views) if quantized else None,
     )
     if state.scaling is not None:

@@ -2,12 +2,38 @@
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 from handgrad.errors import Preempted
+from handgrad.training.step import StepResult
 
 STOPPING = (signal.SIGTERM, signal.SIGINT)
+
+
+OnStep = Callable[[int, StepResult], None]  # a step's number, counted from 1, and what it was
+
+
+class Onlooker:
+    """Somebody who is shown the steps. What they raise is kept until the run stands still: the next step may be under way,
+    and is finished first."""
+
+    def __init__(self, on_step: OnStep | None):
+        self.on_step = on_step
+        self.raised: BaseException | None = None
+
+    def show(self, step: int, result: StepResult) -> None:
+        if self.on_step is not None and self.raised is None:
+            try:
+                self.on_step(step, result)
+            except BaseException as error:
+                self.raised = error
+
+    def pass_on(self) -> None:
+        """Raises what was kept."""
+        if self.raised is not None:
+            raise self.raised
 
 
 class StopSignals:

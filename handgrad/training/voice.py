@@ -40,9 +40,13 @@ class Voice:
         if self.metrics is not None:
             self.metrics.step(step, result, tokens)
 
-    def validation(self, step: int, loss: float, line: str) -> None:
+    def main_log(self, line: str) -> None:
         if self.metrics is not None:
-            self.metrics.validation(step, loss)
+            self.metrics.main_line(line)
+
+    def validation(self, step: int, loss: float, bits_per_byte: float | None, line: str) -> None:
+        if self.metrics is not None:
+            self.metrics.validation(step, loss, bits_per_byte)
             self.say(line)
 
     def gpu(self, step: int, device: torch.device) -> None:

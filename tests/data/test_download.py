@@ -19,6 +19,7 @@ from handgrad.data.hub import choose_files, find_hub, is_hub_name
 from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.data.sources import Download
 from handgrad.errors import DataError, StorageError
+from handgrad.evaluation.tasks import load_tasks
 
 CONTENT = bytes(range(256)) * 400
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
@@ -316,3 +317,46 @@ def test_which_files_without_a_card():
 def test_which_names_are_the_hubs():
     assert all(map(is_hub_name, ["fineweb", "shakespeare", "owner/name", "owner/na-me.x:sample-10BT"]))
     assert not any(map(is_hub_name, ["stories", "folder/a.txt", "a/b/c", "/etc/passwd", "../x", "folder/a.parquet", "a/*"]))
+
+
+MMLU_CARD = [
+    {
+        "config_name": config,
+        "data_files": [{"split": split, "path": f"{config}/{split}-*"} for split in ("auxiliary_train", "test", "dev")],
+    }
+    for config in ("all", "anatomy")
+]
+MMLU_NAMES = [
+    f"{config}/{split}-0.parquet" for config in ("all", "anatomy") for split in ("auxiliary_train", "test", "dev")
+]
+
+
+def test_which_files_of_a_split():
+    assert choose_files(MMLU_NAMES, MMLU_CARD, "all", "o/n", "test") == ["all/test-0.parquet"]
+    assert choose_files(MMLU_NAMES, None, "anatomy", "o/n", "dev") == ["anatomy/dev-0.parquet"]
+    assert choose_files(["data/validation-0.parquet", "data/train-0.parquet"], None, "", "o/n", "validation") == [
+        "data/validation-0.parquet"
+    ]
+    for configs, config in ((None, ""), (MMLU_CARD, "all"), ([{"config_name": "default", "data_files": "all/*"}], "")):
+        with pytest.raises(DataError):  # never another split than the one asked for
+            choose_files([name for name in MMLU_NAMES if "test" not in name], configs, config, "o/n", "test")
+
+
+def test_a_task_from_the_hub(server, tmp_path, monkeypatch):
+    """The questions and the solved ones, each from its split; the second time from the cache."""
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    for split, count in (("auxiliary_train", 9), ("test", 4), ("dev", 6)):
+        rows = [{"question": f"{split} {n}?", "subject": "s", "choices": list("wxyz"), "answer": 1} for n in range(count)]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "table")
+        server.files[f"/datasets/cais/mmlu/resolve/c0ffee/all/{split}-0.parquet"] = (tmp_path / "table").read_bytes()
+    siblings = [{"rfilename": name} for name in MMLU_NAMES if name.startswith("all/")]
+    info = {"id": "cais/mmlu", "sha": "c0ffee", "private": False, "downloads": 0, "likes": 0, "tags": []}
+    info |= {"siblings": siblings, "cardData": {"configs": MMLU_CARD}}
+    server.files["/api/datasets/cais/mmlu"] = json.dumps(info).encode()
+    for _ in range(2):
+        (task,) = load_tasks("mmlu,mmlu_dev", limit=3, cache=tmp_path / "cache")
+        assert len(task.examples) == 3 and list(task.sources) == ["test-0.parquet", "dev-0.parquet"]
+        context = task.examples[2].context
+        assert [f"dev {n}?" in context for n in range(6)] == [True] * 5 + [False] and "test 2?" in context
+    assert sum("/resolve/" in path for path, *_ in server.requests) == 2

@@ -6,6 +6,7 @@ import struct
 import numpy as np
 import pytest
 
+from handgrad.data.multiple_choice import Question, write_evaluation
 from handgrad.data.shards import header, open_dataset
 from handgrad.errors import DataError
 from tests.data.conftest import flip_bit
@@ -142,6 +143,21 @@ def test_a_bare_folder_of_llmc_files(tmp_path):
     (tmp_path / "fineweb_val_000000.bin").write_bytes(header(2) + np.array([1, 50257], "<u2").tobytes())
     with pytest.raises(DataError, match="found 50257 at token 1"):
         _ = open_dataset(tmp_path).splits["validation"][0].tokens
+
+
+def test_llmcs_own_names(tmp_path):
+    """As its data scripts name their files; the multiple-choice questions beside them are not tokens."""
+    content = header(2) + np.array([7, 8], "<u2").tobytes()
+    splits = {
+        "train": ["tiny_shakespeare_train", "TinyStories_train", "edu_fineweb_train_000001", "fineweb_train_000103"],
+        "validation": ["tiny_shakespeare_val", "TinyStories_val", "edu_fineweb_val_000000", "fineweb_val_000000"],
+    }
+    for name in (*splits["train"], *splits["validation"]):
+        (tmp_path / f"{name}.bin").write_bytes(content)
+    (tmp_path / "gpt2_tokenizer.bin").write_bytes(b"no tokens")
+    write_evaluation(tmp_path / "hellaswag_val.bin", [Question((1,), ((2,),) * 4, 3)])
+    found = open_dataset(tmp_path).splits
+    assert {split: [s.path.stem for s in found[split]] for split in found} == {s: sorted(n) for s, n in splits.items()}
 
 
 def test_an_empty_shard_is_no_error(tmp_path):

@@ -46,18 +46,27 @@ TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
 SIZES = {"bytes": (2, 2, 32, 96), "bpe": (3, 3, 33, 97), "gpt2": (1, 5, 35, 77)}
 
 
-def make_checkpoint(out: Path, kind: str, seed: int = 3) -> tuple[Path, ModelShape]:
-    """A run-like folder with random weights, large enough that no text is trivial."""
-    layers, heads, channels, context = SIZES[kind]
+def make_checkpoint(
+    out: Path,
+    kind: str,
+    seed: int = 3,
+    *,
+    sizes: tuple[int, int, int, int] | None = None,
+    spread: float = 0.2,
+    **settings: object,
+) -> tuple[Path, ModelShape]:
+    """A run-like folder with random weights of this `spread`, large enough that no text is trivial; of a run with these
+    settings."""
+    layers, heads, channels, context = sizes or SIZES[kind]
     tokenizer = TOKENIZERS[kind]()
     shape = ModelShape(tokenizer.vocab_size, context, layers, heads, channels)
     generator = torch.Generator().manual_seed(seed)
     state = []
     for row in parameter_table(shape):
         center = 1.0 if row.init == "ones" else 0.0
-        state.append(Stored.of(row.name, center + 0.2 * torch.randn(row.stored_shape, generator=generator)))
+        state.append(Stored.of(row.name, center + spread * torch.randn(row.stored_shape, generator=generator)))
     manifest = {
-        "config": to_dict(imported_config(shape)),
+        "config": to_dict(imported_config(shape)) | settings,
         "vocab_size": shape.vocab_size,
         "tokenizer": tokenizer_record(tokenizer),
         "identity": {"data": "abc123", "tokenizer": tokenizer.sha256},

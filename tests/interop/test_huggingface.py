@@ -19,6 +19,7 @@ from tests.interop.models import (
     SIZES,
     TOKENIZERS,
     TRICKY,
+    make_checkpoint,
     our_logits,
     random_tokens,
     their_logits,
@@ -36,6 +37,14 @@ def test_transformers_loads_an_export(kind: str, exported: Callable) -> None:
     tokens = random_tokens(shape)
     error = (their_logits(model.eval(), tokens) - our_logits(run, tokens)).abs().max()
     assert error <= 1e-4, f"logits differ by {error:.3g}"
+
+
+def test_the_config_says_what_was_left_out_in_training(exported: Callable, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "run", "bytes", dropout=0.15)
+    assert main(["export", str(tmp_path / "run"), "--to", "hf", str(tmp_path / "hf")]) == 0
+    for folder, dropout in ((exported("bytes")[1], 0.0), (tmp_path / "hf", 0.15)):
+        config = transformers.AutoConfig.from_pretrained(folder)
+        assert [config.resid_pdrop, config.embd_pdrop, config.attn_pdrop] == [dropout] * 3
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -177,6 +186,8 @@ def test_from_a_run_to_transformers_and_back(shards: Path, tmp_path: Path, capsy
     last = [record["loss"] for record in losses if record["kind"] == "validation"][-1]
     identity = checkpoint.find(str(run)).manifest["identity"]["data"]
     assert "1,024 in 4 steps" in card and f"| 4 | {last:.4f} |" in card and f"`{identity}`" in card
+    several = sum(record["kind"] == "validation" for record in losses) > 1
+    assert several and "](curve.png)" in card and (folder / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert main(["import", str(folder), "--out", back]) == 0
     capsys.readouterr()
     told = []

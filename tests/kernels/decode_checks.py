@@ -7,10 +7,13 @@ import torch
 from torch import Tensor
 
 from handgrad.ops import reference
-from handgrad.ops.kernels import decode
+from handgrad.ops.kernels import choosing, decode
 from tests.kernels.memory_checks import Case, Draw, Tensors, close, copy, nan, statistics_dtype
 
-kernels = SimpleNamespace(**{name: function for name, function in vars(decode).items() if name in reference.__all__})
+MODULES = (decode, choosing)
+kernels = SimpleNamespace(
+    **{name: function for module in MODULES for name, function in vars(module).items() if name in reference.__all__}
+)
 
 PLAIN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 

@@ -15,7 +15,7 @@ from handgrad.ops import fp8
 from handgrad.ops.kernels import classifier, layernorm
 from handgrad.ops.kernels import fp8 as quantising
 from tests.kernels.compiling import compile_kernel
-from tests.kernels.memory_kernel_table import CHANNELS, FIXED_POINTERS, INTEGER, V, Vp, widest
+from tests.kernels.memory_kernel_table import CHANNELS, FIXED_POINTERS, NUMBERS, V, Vp, widest
 
 ARCHITECTURES = (90, 100)
 TYPES = {"fp8e4nv": fp8.E4M3, "fp8e5": fp8.E5M2}
@@ -62,7 +62,7 @@ def launches(C: int, form: str) -> dict[str, tuple[triton.JITFunction, dict[str,
 def compile_one(job: tuple[str, int, str, str, int]) -> dict[str, object]:
     name, C, dtype, form, arch = job
     kernel, constants, warps = launches(C, form)[name]
-    types = {**FIXED_POINTERS, "rows": f"*{form}", "columns": f"*{form}", **INTEGER, "C": "i32:16"}
+    types = {**FIXED_POINTERS, "rows": f"*{form}", "columns": f"*{form}", **NUMBERS, "C": "i32:16"}
     signature = {n: UNALIGNED.get(n) or types.get(n, f"*{dtype}").removesuffix(":16") + ":16" for n in kernel.arg_names}
     made = compile_kernel(kernel, signature | {"PARTS": "i32"}, constants, warps, 3, arch)
     return {

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from handgrad import ops
 from handgrad.ops import reference
-from handgrad.ops.kernels import classifier, column_sums, embedding, gelu, layernorm, optimizer, reduction
+from handgrad.ops.dropout import Dropout
+from handgrad.ops.kernels import classifier, column_sums, dropout, embedding, gelu, layernorm, optimizer, reduction
 from handgrad.ops.kernels.scratch import scratch_bytes
 
-MODULES = (classifier, column_sums, embedding, gelu, layernorm, optimizer, reduction)
+MODULES = (classifier, column_sums, dropout, embedding, gelu, layernorm, optimizer, reduction)
 kernels = SimpleNamespace(
     **{name: function for module in MODULES for name, function in vars(module).items() if name in reference.__all__}
 )
@@ -231,6 +232,33 @@ def zipf_tokens(V: int, B: int, T: int) -> Tensor:
     weights = 1.0 / torch.arange(1, V + 1)
     generator = torch.Generator().manual_seed(1)
     return torch.multinomial(weights, B * T, replacement=True, generator=generator).view(B, T) * 7919 % V
+
+
+def dropouts(draw: Draw, B: int, T: int, C: int) -> Case:
+    """Samples of both halves of their numbers, a stream whose highest bit is set, and a tensor of ones for the mask."""
+    samples = torch.arange(B, device=draw.device) * ((1 << 33) + 1) + 5
+    site = next(place for place in (Dropout(samples, 0.3, 1337, n) for n in range(99)) if place.stream >> 31)
+
+    def run(ops: SimpleNamespace, t: Tensors) -> Tensors:
+        x, stream = t["x"], t["stream"]
+        out, dx, branch, ones = nan(x, B * T, C), nan(x, B * T, C), x.clone(), torch.ones_like(x)
+        ops.dropout_forward(out, x, site)
+        ops.dropout_backward(dx, x, site)
+        ops.dropout_backward(ones, ones, site)
+        ops.dropout_residual_forward(branch, stream, site)
+        return {"out": out, "dx": dx, "mask": ones, "joined": branch}
+
+    return {"x": draw.normal(B * T, C), "stream": draw.normal(B * T, C)}, run
+
+
+def check_dropouts(draw: Draw, B: int, T: int, C: int) -> None:
+    """The same factor in the same precision gives the same bits; but of the sum, where one rounding may be missing."""
+    case = dropouts(draw, B, T, C)
+    check(case)
+    inputs, run = case
+    found, own = run(kernels, copy(inputs)), run(reference, copy(inputs))
+    assert all(torch.equal(found[name], own[name]) for name in ("out", "dx", "mask"))
+    assert 0 < (found["mask"] == 0).double().mean() < 1 or B * T * C < 9
 
 
 def squared_norms(draw: Draw, blocks: int, size: int, last: int) -> Case:

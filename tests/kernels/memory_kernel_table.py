@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import triton
 
-from handgrad.ops.kernels import classifier, column_sums, embedding, gelu, layernorm, optimizer, reduction
+from handgrad.ops.kernels import classifier, column_sums, dropout, embedding, gelu, layernorm, optimizer, reduction
 from tests.kernels.compiling import compile_kernel
 
 ARCHITECTURES = (80, 90, 100)
@@ -20,8 +20,8 @@ DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
 CHANNELS = (768, 1600)
 V, Vp = 50257, 50304
 
-INTEGER = dict.fromkeys(("N", "O", "T", "P", "B", "n", "elements", "size", "stride"), "i32:16")
-INTEGER |= {"seed": "i32", "first_element": "i32", "lanes": "i32"}
+NUMBERS = dict.fromkeys(("N", "O", "T", "P", "B", "n", "elements", "size", "stride"), "i32:16")
+NUMBERS |= dict.fromkeys(("seed", "first_element", "lanes", "stream", "threshold"), "i32") | {"dropout_scale": "fp32"}
 FIXED_POINTERS = {
     "mean": "*fp32",
     "rstd": "*fp32",
@@ -36,6 +36,7 @@ FIXED_POINTERS = {
     "third_acc": "*fp32",
     "tokens": "*i64",
     "targets": "*i64",
+    "samples": "*i64",
     "sorted_positions": "*i32",
     "controls": "*fp64",
     "sum_acc": "*fp64",
@@ -82,6 +83,8 @@ def launches(C: int, itemsize: int = 2) -> dict[str, tuple[triton.JITFunction, d
         "gelu_forward": (gelu._forward, {"BLOCK": gelu.BLOCK}, gelu.WARPS),
         "gelu_backward": (gelu._backward, {"BLOCK": gelu.BLOCK}, gelu.WARPS),
         "embedding_forward": (embedding._forward, {"C": C, "BLOCK_C": block, "ROWS": rows}, warps),
+        "dropout": (dropout._dropout, {"C": C, "BLOCK_C": block, "TILE_ROWS": rows, "residual": None}, warps),
+        "dropout and residual": (dropout._dropout, {"C": C, "BLOCK_C": block, "TILE_ROWS": rows}, warps),
         "embedding runs": (embedding._sum_runs, {**chunk, "COLUMNS": embedding.RUN_COLUMNS}, embedding.RUN_WARPS),
         "embedding parts": (
             embedding._join_runs,
@@ -142,7 +145,7 @@ def signature_of(name: str, kernel: triton.JITFunction, dtype: str) -> dict[str,
     if name.startswith("adamw"):
         own["weight"] = "*i16" if name == "adamw_update rounded" else "*fp32"
     types = {**FIXED_POINTERS, **own}
-    return {n: INTEGER.get(n) or types.get(n, f"*{dtype}") + ":16" for n in kernel.arg_names}
+    return {n: NUMBERS.get(n) or types.get(n, f"*{dtype}") + ":16" for n in kernel.arg_names}
 
 
 def widest(ptx: str, operation: str) -> int:

@@ -23,8 +23,10 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from handgrad.ops import reference
+from handgrad.ops.dropout import Dropout
 from handgrad.ops.kernels import attention
 from handgrad.ops.kernels.attention import CONFIGS, Config
+from handgrad.ops.reference.attention import attention_mask as reference_mask
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROUNDING = 2.0**-24
@@ -38,20 +40,32 @@ def randn(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def run(dtype: torch.dtype, B: int, T: int, H: int, D: int, config: Config | None = None, *, kernels: bool) -> list[Tensor]:
-    """out, lse and dqkv over NaN-filled buffers, from the same random inputs, of float32's precision."""
+def run(
+    dtype: torch.dtype,
+    B: int,
+    T: int,
+    H: int,
+    D: int,
+    config: Config | None = None,
+    *,
+    kernels: bool,
+    p: float = 0.0,
+) -> list[Tensor]:
+    """out, lse and dqkv over NaN-filled buffers, from the same random inputs, of float32's precision. `p`: dropout's."""
     N, C = B * T, H * D
+    dropout = Dropout(torch.arange(B, device=DEVICE) + (1 << 32) - 1, p, 1337, 4) if p else None
     qkv, dout = (randn(*shape, seed=seed).float().to(DEVICE, dtype) for seed, shape in enumerate([(N, 3 * C), (N, C)]))
     out, lse, dqkv = (torch.full(s, math.nan, dtype=dtype, device=DEVICE) for s in [(N, C), (B, H, T), (N, 3 * C)])
     if kernels:
         size = attention.attention_scratch_bytes(B, H, T)
         scratch = torch.full((size + 16,), GARBAGE, dtype=torch.uint8, device=DEVICE)
-        attention.attention_forward(out, lse, qkv, config=config)
-        attention.attention_backward(dqkv, dout, out, lse, qkv, scratch=scratch, dq_config=config, dkdv_config=config)
+        options = {"scratch": scratch, "dq_config": config, "dkdv_config": config}
+        attention.attention_forward(out, lse, qkv, dropout=dropout, config=config)
+        attention.attention_backward(dqkv, dout, out, lse, qkv, dropout=dropout, **options)
         assert (scratch[size:] == GARBAGE).all()
     else:
-        reference.attention_forward(out, lse, qkv)
-        reference.attention_backward(dqkv, dout, out, lse, qkv)
+        reference.attention_forward(out, lse, qkv, dropout=dropout)
+        reference.attention_backward(dqkv, dout, out, lse, qkv, dropout=dropout)
     return [out, lse, *dqkv.view(N, 3, C).unbind(1)]
 
 
@@ -61,15 +75,45 @@ def run(dtype: torch.dtype, B: int, T: int, H: int, D: int, config: Config | Non
     [(1, 1, 1, 16), (2, 37, 3, 16), (1, 96, 2, 64), (2, 70, 2, 24), (1, 33, 1, 128), (1, 128, 1, 16), (3, 64, 1, 8)],
 )
 def test_float32(B: int, T: int, H: int, D: int, tiles: str) -> None:
+    check_float32(B, T, H, D, TILES[tiles], 0.0)
+
+
+@pytest.mark.parametrize("tiles", TILES)
+@pytest.mark.parametrize(("B", "T", "H", "D"), [(2, 37, 3, 16), (1, 70, 2, 24), (1, 33, 1, 128)])
+def test_float32_with_dropout(B: int, T: int, H: int, D: int, tiles: str) -> None:
+    check_float32(B, T, H, D, TILES[tiles], 0.3)
+
+
+def check_float32(B: int, T: int, H: int, D: int, config: Config | None, p: float) -> None:
     """As exact as the reference in float32, up to a factor of two and one rounding."""
-    exact = run(torch.float64, B, T, H, D, kernels=False)
-    plain = run(torch.float32, B, T, H, D, kernels=False)
-    found = run(torch.float32, B, T, H, D, TILES[tiles], kernels=True)
+    exact = run(torch.float64, B, T, H, D, kernels=False, p=p)
+    plain = run(torch.float32, B, T, H, D, kernels=False, p=p)
+    found = run(torch.float32, B, T, H, D, config, kernels=True, p=p)
     for name, e, p, f in zip(("out", "lse", "dq", "dk", "dv"), exact, plain, found, strict=True):
         # One token attends to itself alone: dq and dk are zero but for rounding, relative to nothing.
         floor = ROUNDING * (e.norm() if T > 1 else math.sqrt(D) * 8)
         error, allowed = (f - e).norm(), 2 * (p - e).norm() + floor
         assert torch.isfinite(f).all() and error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
+
+
+@pytest.mark.parametrize("tiles", TILES)
+def test_masks_are_the_references(tiles: str) -> None:
+    """Queries of zero look at all keys alike: values that are unit vectors show which keys were kept, and output gradients
+    that are unit vectors show the same in the values' gradient."""
+    B, T, H, D = 2, 64, 2, 64
+    site = Dropout(torch.arange(B, device=DEVICE) + (1 << 32) - 1, 0.3, 1337, 4)
+    unit = torch.eye(D, device=DEVICE)[None, :, None].expand(B, T, H, D)
+    qkv = torch.stack([torch.zeros_like(unit), torch.zeros_like(unit), unit], 2).reshape(B * T, 3 * H * D)
+    out, dqkv, lse = torch.empty(B * T, H * D), torch.empty(B * T, 3 * H * D), torch.empty(B, H, T)
+    out, dqkv, lse = (t.fill_(math.nan).to(DEVICE) for t in (out, dqkv, lse))
+    scratch = torch.zeros(attention.attention_scratch_bytes(B, H, T), dtype=torch.uint8, device=DEVICE)
+    options = {"dq_config": TILES[tiles], "dkdv_config": TILES[tiles], "scratch": scratch}
+    attention.attention_forward(out, lse, qkv, dropout=site, config=TILES[tiles])
+    attention.attention_backward(dqkv, unit.reshape(B * T, H * D), out, lse, qkv, dropout=site, **options)
+    mask = torch.stack([reference_mask(torch.empty(H, T, T, device=DEVICE), site, b) for b in range(B)]) > 0
+    mask &= torch.ones(T, T, dtype=torch.bool, device=DEVICE).tril()
+    assert torch.equal(out.view(B, T, H, D).transpose(1, 2) > 0, mask)
+    assert torch.equal(dqkv.view(B, T, 3, H, D)[:, :, 2].permute(0, 2, 3, 1) > 0, mask)
 
 
 def test_scratch_is_checked() -> None:
@@ -79,16 +123,21 @@ def test_scratch_is_checked() -> None:
 
 
 NEITHER = dict.fromkeys(("rows", "columns", "scaling", "statistics", "N", "PARTS", "LARGEST", "VANISHES_AT"))
+RANDOM = {"samples": "*i64:16", "stream": "i32", "threshold": "i32", "dropout_scale": "fp32"}
 FORMATS = {"fp8e4nv": (448.0, 2.0**-10), "fp8e5": (57344.0, 2.0**-17)}
 
 
-def arguments(kernel, D: int, dtype: str, config: Config, *, tail: bool, form: str | None) -> tuple[dict, dict, dict]:
+def arguments(
+    kernel, D: int, dtype: str, config: Config, *, tail: bool, form: str | None, dropout: bool = False
+) -> tuple[dict, dict, dict]:
     """(signature, constants, options) of a kernel as it is launched at GPT-2's sizes; `form`: fp8 outputs."""
     types = {"lse": "*fp32:16", "sums": "*fp32:16", "H": "i32", "T": "i32" if tail else "i32:16", "C": "i32:16"}
     types |= {"row_stride": "i32:16", "N": types["T"], "PARTS": "i32:16", "scaling": "*fp32", "statistics": "*fp32"}
-    types |= {"rows": f"*{form}:16", "columns": f"*{form}:16"}
+    types |= {"rows": f"*{form}:16", "columns": f"*{form}:16", **RANDOM}
     signature = {name: types.get(name, f"*{dtype}:16") for name in kernel.arg_names}
     constants = {"D": D, "WIDTH": D, "QUERIES": config.queries, "KEYS": config.keys, "TAIL": tail}
+    if not dropout:
+        constants |= dict.fromkeys(RANDOM)
     if form is None:
         constants |= NEITHER
     else:
@@ -104,17 +153,19 @@ def compiled_table(*, everything: bool) -> list[dict]:
     from tests.kernels.compiling import SHARED_LIMIT, compile_kernel
 
     def cost(case: tuple) -> dict:
-        (name, D, narrow, newer), config, dtype, form, arch, tail = case
+        (name, D, narrow, newer), config, dtype, form, arch, tail, dropout = case
         kernel = getattr(attention, f"{name}_kernel")
-        signature, constants, options = arguments(kernel, D, dtype, config, tail=tail, form=form)
+        signature, constants, options = arguments(kernel, D, dtype, config, tail=tail, form=form, dropout=dropout)
         made = compile_kernel(kernel, signature, constants, config.warps, config.stages, arch, **options)
         return {
-            "kernel": f"{name} D {D} sm_{arch} {dtype}{f' {form}' * bool(form)}{' tail' * tail} {tuple(config)}",
+            "kernel": f"{name} D {D} sm_{arch} {dtype}{f' {form}' * bool(form)}{' tail' * tail}"
+            f"{' dropout' * dropout} {tuple(config)}",
             "registers": made["registers"],
             "stack": made["stack"],
             "shared": made["shared"],
             "limit": SHARED_LIMIT[arch if newer else 86],
             "tail": tail,
+            "dropout": dropout,
             "wgmma": "wgmma.mma_async" in made["ptx"] if arch == 90 and narrow else None,
             "serialized": made["serialized"],
         }
@@ -123,9 +174,11 @@ def compiled_table(*, everything: bool) -> list[dict]:
     for (name, D, narrow, newer), config in CONFIGS.items():
         dtypes = (("bf16", "fp16") if everything else ("bf16",)) if narrow else ("fp32",)
         tails = (False, True) if everything else (False,)
-        cuts = list(product(dtypes, (None,), (90, 100) if newer else (80,), tails))
+        cuts = list(product(dtypes, (None,), (90, 100) if newer else (80,), tails, (False,)))
+        if narrow and (D == 64 or everything):
+            cuts += product(dtypes, (None,), (90, 100) if newer else (80,), tails, (True,))
         if narrow and newer:  # Triton (3.6, 3.7) compiles the statistics' reductions to one number not for sm_100
-            cuts += product(("bf16",), FORMATS, (90,), tails)
+            cuts += product(("bf16",), FORMATS, (90,), tails, (False,))
         cases += [((name, D, narrow, newer), config, *cut) for cut in cuts]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(cost, cases))
@@ -138,7 +191,7 @@ def test_shipped_configurations_compile() -> None:
     result = subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-2000:]
     rows = [json.loads(line) for line in result.stdout.splitlines()]
-    assert len(rows) == 48
+    assert len(rows) == 57
     check(rows)
 
 

@@ -10,7 +10,7 @@ if torch.cuda.is_available():
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: it decides what @triton.jit makes of a kernel
 pytest.importorskip("triton")
 
-from handgrad.ops.kernels import decode
+from handgrad.ops.kernels import choosing, decode
 from handgrad.ops.reference.decode import gumbel
 from tests.kernels import decode_checks as checks
 from tests.kernels.decode_checks import check
@@ -71,7 +71,7 @@ def test_draws_are_the_references() -> None:
     """Of one token id over many positions: logits that are equal, so that the draw alone decides."""
     positions = torch.arange(300)
     tokens, seeds = torch.empty(300, dtype=torch.int64), torch.full((300,), 77)
-    decode.choose_tokens(
+    choosing.choose_tokens(
         tokens,
         torch.zeros(300, 64),
         None,

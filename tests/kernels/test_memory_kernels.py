@@ -126,6 +126,11 @@ def test_embedding_of_more_channels_than_a_program_takes(draw: Draw) -> None:
     check(checks.embedding_backward(draw, TOKENS["runs that end at borders"], 300, 8))
 
 
+@pytest.mark.parametrize(("B", "T", "C"), [(1, 1, 8), (3, 37, 100), (2, 20, 768), (1, 3, 1600), (1, 2, 2500)])
+def test_dropout(draw: Draw, B: int, T: int, C: int) -> None:
+    checks.check_dropouts(draw, B, T, C)
+
+
 def test_loss_sum() -> None:
     losses = torch.rand(20_011, generator=torch.Generator().manual_seed(0))
     total = torch.tensor([SENTINEL := 3.25], dtype=torch.float64)

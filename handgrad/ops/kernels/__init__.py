@@ -9,20 +9,22 @@ import triton
 from torch import Tensor
 
 from handgrad.errors import UsageError
+from handgrad.ops.dropout import Dropout
 from handgrad.ops.fp8 import Form
 from handgrad.ops.kernels import attention, attention_cudnn, cublaslt
+from handgrad.ops.kernels.choosing import choose_tokens
 from handgrad.ops.kernels.classifier import classifier_forward, classifier_forward_backward
 from handgrad.ops.kernels.column_sums import bias_backward
 from handgrad.ops.kernels.compile_ahead import compile_ahead
 from handgrad.ops.kernels.cublaslt import WORKSPACE_BYTES, tuned_keep_bf16
 from handgrad.ops.kernels.decode import (
     attention_decode,
-    choose_tokens,
     embedding_decode,
     layernorm_linear_forward,
     layernorm_linear_gelu_forward,
     linear_residual_forward,
 )
+from handgrad.ops.kernels.dropout import dropout_backward, dropout_forward, dropout_residual_forward
 from handgrad.ops.kernels.embedding import embedding_backward, embedding_forward
 from handgrad.ops.kernels.fp8 import fold_statistics, quantize, update_scaling
 from handgrad.ops.kernels.gelu import gelu_backward, gelu_forward
@@ -69,34 +71,43 @@ def scratch_bytes(*, batch: int, length: int, channels: int) -> int:
     return max(WORKSPACE_BYTES, memory_scratch_bytes(batch=batch, length=length, channels=channels))
 
 
-def attention_scratch_bytes(*, batch: int, length: int, num_heads: int, channels: int, dtype: torch.dtype) -> int:
-    """Bytes of `scratch` that the backward of attention needs."""
-    if attention_cudnn.runs(dtype, channels // num_heads):
+def attention_scratch_bytes(
+    *, batch: int, length: int, num_heads: int, channels: int, dtype: torch.dtype, dropout: bool = False
+) -> int:
+    """Bytes of `scratch` that the backward of attention needs, of one with `dropout` or without."""
+    if not dropout and attention_cudnn.runs(dtype, channels // num_heads):
         sizes = {"batch": batch, "length": length, "num_heads": num_heads, "channels": channels}
         return attention_cudnn.attention_scratch_bytes(dtype=dtype, **sizes)
     return attention.attention_scratch_bytes(batch, num_heads, length)
 
 
-def attention_forward(out: Form, lse: Tensor, qkv: Tensor, *, scratch: Tensor) -> None:
+# cuDNN draws dropout's masks from a generator of its own, which the reference could not repeat: with dropout our own
+# kernels serve heads of any width.
+
+
+def attention_forward(out: Form, lse: Tensor, qkv: Tensor, *, dropout: Dropout | None = None, scratch: Tensor) -> None:
     """out (N, C), lse (B, H, T) = log of the softmax's denominator, from qkv (N, 3C). A quantised out has a plain form,
-    too, for the backward."""
-    if isinstance(out, Tensor) and attention_cudnn.runs(qkv.dtype, out.shape[1] // lse.shape[1]):
+    too, for the backward. `dropout` is that of the probabilities, each head with masks of its own."""
+    if isinstance(out, Tensor) and dropout is None and attention_cudnn.runs(qkv.dtype, out.shape[1] // lse.shape[1]):
         attention_cudnn.attention_forward(out, lse, qkv, scratch=scratch)
     else:
-        attention.attention_forward(out, lse, qkv)
+        attention.attention_forward(out, lse, qkv, dropout=dropout)
 
 
-def attention_backward(dqkv: Form, dout: Tensor, out: Form, lse: Tensor, qkv: Tensor, *, scratch: Tensor) -> None:
-    """dqkv (N, 3C) from dout, out (N, C), lse (B, H, T) and qkv (N, 3C). What is quantised comes from our own kernels, of
-    any head width, which write it in the same pass."""
+def attention_backward(
+    dqkv: Form, dout: Tensor, out: Form, lse: Tensor, qkv: Tensor, *, dropout: Dropout | None = None, scratch: Tensor
+) -> None:
+    """dqkv (N, 3C) from dout, out (N, C), lse (B, H, T) and qkv (N, 3C), with the `dropout` of the forward. What is
+    quantised comes from our own kernels, of any head width, which write it in the same pass."""
     if (
         isinstance(dqkv, Tensor)
         and isinstance(out, Tensor)
+        and dropout is None
         and attention_cudnn.runs(qkv.dtype, dout.shape[1] // lse.shape[1])
     ):
         attention_cudnn.attention_backward(dqkv, dout, out, lse, qkv, scratch=scratch)
     else:
-        attention.attention_backward(dqkv, dout, out, lse, qkv, scratch=scratch)
+        attention.attention_backward(dqkv, dout, out, lse, qkv, dropout=dropout, scratch=scratch)
 
 
 __all__ = [
@@ -112,6 +123,9 @@ __all__ = [
     "classifier_forward",
     "classifier_forward_backward",
     "compile_ahead",
+    "dropout_backward",
+    "dropout_forward",
+    "dropout_residual_forward",
     "embedding_backward",
     "embedding_decode",
     "embedding_forward",

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from handgrad.ops.dropout import Dropout
 from handgrad.ops.fp8 import Form, Quantized, plain
 from handgrad.ops.kernels.attention_configs import CONFIGS, Config, choose_config, rows_of
 from handgrad.ops.kernels.attention_tiles import (
@@ -23,6 +24,7 @@ from handgrad.ops.kernels.attention_tiles import (
     store_tile,
     store_vector,
 )
+from handgrad.ops.kernels.dropout import RANDOM, head_key, kept, kernel_arguments, row_keys, sample_key
 from handgrad.ops.kernels.fp8 import UNALIGNED, limits, quantize, rescale, store_statistics
 
 # Causal attention (Vaswani et al. 2017), per head: S = q k^T / sqrt(D) for keys at or before the query,
@@ -32,6 +34,10 @@ from handgrad.ops.kernels.fp8 import UNALIGNED, limits, quantize, rescale, store
 # lse = m + log l.
 # Backward: delta = rowsum(dy y),  dv = P^T dy,  dP = dy v^T,  dS = P (dP - delta),
 # dq = dS k / sqrt(D),  dk = dS^T q / sqrt(D).
+#
+# With dropout, M a mask of zeros and ones and c = 1 / (1 - p):  y = c (M P) v,  dv = c (M P)^T dy,
+# dS = P (c M dP - delta) = c P (M dP - delta / c). So c stays out of the loops: they take M and delta / c, and what they
+# add up is multiplied by c at the end.
 #
 # All exponents are to base 2 with log2(e) folded into the scale: exp(S - m) = 2^(q k^T scale2 - m2), one fused
 # multiply-add and one exponential instruction per score. P and dS are rounded to the inputs' dtype before their products.
@@ -52,7 +58,7 @@ PRECISION = tl.constexpr("ieee")
 
 @triton.jit
 def forward_step(
-    y, m, l, q, k_head, C, row_stride, first_query, first_key, T, D: tl.constexpr, KEYS: tl.constexpr,
+    y, m, l, q, k_head, mask, C, row_stride, first_query, first_key, T, D: tl.constexpr, KEYS: tl.constexpr,
     DIAGONAL: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     QUERIES: tl.constexpr = q.shape[0]
@@ -67,15 +73,18 @@ def forward_step(
     p = tl.exp2(s * scale2 - m_new[:, None])
     shrink = tl.exp2(m - m_new)
     l = l * shrink + tl.sum(p, 1)
+    if mask is not None:
+        p = tl.where(kept(mask[0][:, None], first_key, tl.arange(0, KEYS)[None, :], mask[1]), p, 0.0)
     v = load_tile(k_tile + C, row_stride, T - first_key, D, KEYS, WIDTH, TAIL)
     y = tl.dot(p.to(v.dtype), v, y * shrink[:, None], input_precision=PRECISION)
     return y, m_new, l
 
 
-@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
+@triton.jit(do_not_specialize=RANDOM, do_not_specialize_on_alignment=UNALIGNED)
 def forward_kernel(
-    out, lse, qkv, rows, columns, scaling, statistics, H, T, C, row_stride, N, PARTS, D: tl.constexpr, WIDTH: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr, LARGEST: tl.constexpr, VANISHES_AT: tl.constexpr,
+    out, lse, qkv, rows, columns, scaling, statistics, samples, stream, threshold, dropout_scale, H, T, C, row_stride, N,
+    PARTS, D: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
+    LARGEST: tl.constexpr, VANISHES_AT: tl.constexpr,
 ):  # fmt: skip
     """y and lse of one block of queries of one head. Row n of qkv begins at n row_stride."""
     blocks = tl.cdiv(T, QUERIES)
@@ -88,13 +97,19 @@ def forward_kernel(
     y = tl.zeros((QUERIES, WIDTH), tl.float32)
     m = tl.full((QUERIES,), -float("inf"), tl.float32)
     l = tl.zeros((QUERIES,), tl.float32)
+    mask = None
+    if samples is not None:
+        key = head_key(sample_key(samples, b, stream), h)
+        mask = row_keys(key, first, tl.arange(0, QUERIES)), threshold
     diagonal = first // KEYS * KEYS
     for key in range(0, diagonal, KEYS):  # before this block's first query: all exist, and every query sees them
-        y, m, l = forward_step(y, m, l, q, k_head, C, row_stride, first, key, T, D, KEYS, False, False)
+        y, m, l = forward_step(y, m, l, q, k_head, mask, C, row_stride, first, key, T, D, KEYS, False, False)
     for key in range(diagonal, first + QUERIES, KEYS):
-        y, m, l = forward_step(y, m, l, q, k_head, C, row_stride, first, key, T, D, KEYS, True, TAIL)
+        y, m, l = forward_step(y, m, l, q, k_head, mask, C, row_stride, first, key, T, D, KEYS, True, TAIL)
     y_tile = out + (b * T + first) * C + h * D
     y = y / l[:, None]
+    if samples is not None:
+        y *= dropout_scale
     store_tile(y_tile, C, left, y, D, QUERIES, WIDTH, TAIL)
     store_vector(lse + vector + first, left, (m + tl.log2(l)) * LN_2, QUERIES, TAIL)
     if scaling is not None:
@@ -107,7 +122,7 @@ def forward_kernel(
 
 @triton.jit
 def dq_step(
-    dq, q, dy, lse2, delta, k_head, C, row_stride, first_query, first_key, T, D: tl.constexpr, KEYS: tl.constexpr,
+    dq, q, dy, lse2, delta, k_head, mask, C, row_stride, first_query, first_key, T, D: tl.constexpr, KEYS: tl.constexpr,
     DIAGONAL: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     QUERIES: tl.constexpr = q.shape[0]
@@ -121,15 +136,17 @@ def dq_step(
     p = tl.exp2(s * scale2 - lse2[:, None])
     if DIAGONAL:
         p = tl.where(is_later(first_query, first_key, QUERIES, KEYS), 0.0, p)
+    if mask is not None:
+        dp = tl.where(kept(mask[0][:, None], first_key, tl.arange(0, KEYS)[None, :], mask[1]), dp, 0.0)
     ds = p * (dp - delta[:, None])
     return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
 
 
-@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
+@triton.jit(do_not_specialize=RANDOM, do_not_specialize_on_alignment=UNALIGNED)
 def dq_kernel(
-    dqkv, sums, dout, out, lse, qkv, rows, columns, scaling, statistics, H, T, C, row_stride, N, PARTS,
-    D: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
-    LARGEST: tl.constexpr, VANISHES_AT: tl.constexpr,
+    dqkv, sums, dout, out, lse, qkv, rows, columns, scaling, statistics, samples, stream, threshold, dropout_scale, H, T, C,
+    row_stride, N, PARTS, D: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    TAIL: tl.constexpr, LARGEST: tl.constexpr, VANISHES_AT: tl.constexpr,
 ):  # fmt: skip
     """dq of one block of queries of one head, and its rows of (lse log2(e), delta), which `dkdv_kernel` reads after it."""
     blocks = tl.cdiv(T, QUERIES)
@@ -143,15 +160,22 @@ def dq_kernel(
     dy = load_tile(dout + y_start, C, left, D, QUERIES, WIDTH, TAIL)
     y = load_tile(out + y_start, C, left, D, QUERIES, WIDTH, TAIL)
     delta = tl.sum(dy.to(tl.float32) * y.to(tl.float32), 1)
+    mask = None
+    if samples is not None:
+        key = head_key(sample_key(samples, b, stream), h)
+        mask = row_keys(key, first, tl.arange(0, QUERIES)), threshold
+        delta /= dropout_scale
     lse2 = load_vector(lse + vector + first, left, QUERIES, TAIL) * LOG2_E
     store_tile(sums + 2 * (vector + first), 2, left, tl.join(lse2, delta), 2, QUERIES, 2, TAIL)
     dq = tl.zeros((QUERIES, WIDTH), tl.float32)
     diagonal = first // KEYS * KEYS
     for key in range(0, diagonal, KEYS):
-        dq = dq_step(dq, q, dy, lse2, delta, k_head, C, row_stride, first, key, T, D, KEYS, False, False)
+        dq = dq_step(dq, q, dy, lse2, delta, k_head, mask, C, row_stride, first, key, T, D, KEYS, False, False)
     for key in range(diagonal, first + QUERIES, KEYS):
-        dq = dq_step(dq, q, dy, lse2, delta, k_head, C, row_stride, first, key, T, D, KEYS, True, TAIL)
+        dq = dq_step(dq, q, dy, lse2, delta, k_head, mask, C, row_stride, first, key, T, D, KEYS, True, TAIL)
     dq = dq * (1.0 / D**0.5)
+    if samples is not None:
+        dq *= dropout_scale
     if dqkv is not None:
         store_tile(dqkv + (b * T + first) * row_stride + h * D, row_stride, left, dq, D, QUERIES, WIDTH, TAIL)
     if scaling is not None:
@@ -162,7 +186,7 @@ def dq_kernel(
 
 @triton.jit
 def dkdv_step(
-    dk, dv, k, v, q_head, dy_head, sums, C, row_stride, first_query, first_key, T, D: tl.constexpr,
+    dk, dv, k, v, q_head, dy_head, sums, mask, C, row_stride, first_query, first_key, T, D: tl.constexpr,
     QUERIES: tl.constexpr, DIAGONAL: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     # Everything transposed, keys in rows: so P^T and dS^T are left operands straight from the registers.
@@ -180,17 +204,23 @@ def dkdv_step(
     p = tl.exp2(s * scale2 - lse2[None, :])
     if DIAGONAL:
         p = tl.where(tl.trans(is_later(first_query, first_key, QUERIES, KEYS)), 0.0, p)
-    dv = tl.dot(p.to(dy.dtype), dy, dv, input_precision=PRECISION)
+    seen = p
+    if mask is not None:
+        queries = row_keys(mask[0], first_query, tl.arange(0, QUERIES))
+        keep = kept(queries[None, :], first_key, tl.arange(0, KEYS)[:, None], mask[1])
+        seen = tl.where(keep, p, 0.0)
+        dp = tl.where(keep, dp, 0.0)
+    dv = tl.dot(seen.to(dy.dtype), dy, dv, input_precision=PRECISION)
     ds = p * (dp - delta[None, :])
     dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv
 
 
-@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
+@triton.jit(do_not_specialize=RANDOM, do_not_specialize_on_alignment=UNALIGNED)
 def dkdv_kernel(
-    dqkv, sums, dout, qkv, rows, columns, scaling, statistics, H, T, C, row_stride, N, PARTS, D: tl.constexpr,
-    WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr, LARGEST: tl.constexpr,
-    VANISHES_AT: tl.constexpr,
+    dqkv, sums, dout, qkv, rows, columns, scaling, statistics, samples, stream, threshold, dropout_scale, H, T, C,
+    row_stride, N, PARTS, D: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    TAIL: tl.constexpr, LARGEST: tl.constexpr, VANISHES_AT: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one block of keys of one head. The first keys are seen by the most queries: longest programs first."""
     block, b, h, vector = head_of(tl.cdiv(T, KEYS), H, T)
@@ -204,20 +234,32 @@ def dkdv_kernel(
     v = load_tile(k_tile + C, row_stride, left, D, KEYS, WIDTH, TAIL)
     dk = tl.zeros((KEYS, WIDTH), tl.float32)
     dv = tl.zeros((KEYS, WIDTH), tl.float32)
+    mask = None
+    if samples is not None:
+        mask = head_key(sample_key(samples, b, stream), h), threshold
     # Blocks of queries that the diagonal crosses, full blocks of queries after all these keys, and at most one tail.
     diagonal = first // QUERIES * QUERIES
     CROSSED: tl.constexpr = (KEYS + QUERIES - 1) // QUERIES
     for crossed in tl.static_range(CROSSED):
         query = diagonal + crossed * QUERIES
-        dk, dv = dkdv_step(dk, dv, k, v, q_head, dy_head, sums, C, row_stride, query, first, T, D, QUERIES, True, TAIL)
+        dk, dv = dkdv_step(
+            dk, dv, k, v, q_head, dy_head, sums, mask, C, row_stride, query, first, T, D, QUERIES, True, TAIL
+        )
     after = diagonal + CROSSED * QUERIES
     full = tl.maximum(T // QUERIES * QUERIES, after)
     for query in range(after, full, QUERIES):
-        dk, dv = dkdv_step(dk, dv, k, v, q_head, dy_head, sums, C, row_stride, query, first, T, D, QUERIES, False, False)
+        dk, dv = dkdv_step(
+            dk, dv, k, v, q_head, dy_head, sums, mask, C, row_stride, query, first, T, D, QUERIES, False, False
+        )
     if TAIL:
         for query in range(full, T, QUERIES):
-            dk, dv = dkdv_step(dk, dv, k, v, q_head, dy_head, sums, C, row_stride, query, first, T, D, QUERIES, False, True)
+            dk, dv = dkdv_step(
+                dk, dv, k, v, q_head, dy_head, sums, mask, C, row_stride, query, first, T, D, QUERIES, False, True
+            )
     dk = dk * (1.0 / D**0.5)
+    if samples is not None:
+        dk *= dropout_scale
+        dv *= dropout_scale
     if dqkv is not None:
         dk_tile = dqkv + (b * T + first) * row_stride + C + h * D
         store_tile(dk_tile, row_stride, left, dk, D, KEYS, WIDTH, TAIL)
@@ -257,6 +299,7 @@ def launch(
     first_part: int,
     lse: Tensor,
     config: Config | None,
+    dropout: Dropout | None = None,
 ) -> int:
     """Runs a kernel whose last tensor is qkv, over all blocks of all heads, and returns the number of its programs; each
     writes a part of the statistics of `quantized`, from `first_part` on. Offsets within one batch entry are 32 bits wide:
@@ -282,6 +325,7 @@ def launch(
     kernel[(programs,)](
         *tensors,
         *forms,
+        *kernel_arguments(dropout),
         H,
         T,
         C3 // 3,
@@ -302,13 +346,16 @@ def launch(
     return programs
 
 
-def attention_forward(out: Form, lse: Tensor, qkv: Tensor, *, config: Config | None = None) -> None:
+def attention_forward(
+    out: Form, lse: Tensor, qkv: Tensor, *, dropout: Dropout | None = None, config: Config | None = None
+) -> None:
     """out (N, C), lse (B, H, T) = log of the softmax's denominator, from qkv (N, 3C)."""
+    assert dropout is None or isinstance(out, Tensor), "fp8 has no dropout"
     tensors = (plain(out), lse, qkv)
     if isinstance(out, Quantized) and not out.current:
         launch("forward", forward_kernel, tensors, out, 0, lse, config)
         return
-    launch("forward", forward_kernel, tensors, None, 0, lse, config)
+    launch("forward", forward_kernel, tensors, None, 0, lse, config, dropout)
     if isinstance(out, Quantized):
         quantize(out, plain(out))
 
@@ -325,12 +372,14 @@ def attention_backward(
     lse: Tensor,
     qkv: Tensor,
     *,
+    dropout: Dropout | None = None,
     scratch: Tensor,
     dq_config: Config | None = None,
     dkdv_config: Config | None = None,
 ) -> None:
     """dqkv (N, 3C) from dout, out (N, C), lse (B, H, T) and qkv (N, 3C). Of a quantised dqkv there need not be a 16-bit
     form: where its scale is made from dqkv itself, all is computed twice."""
+    assert dropout is None or isinstance(dqkv, Tensor), "fp8 has no dropout"
     needed = attention_scratch_bytes(*lse.shape)
     assert scratch.dtype == torch.uint8 and scratch.numel() >= needed, f"scratch holds {scratch.numel()} of {needed} bytes"
     sums = scratch[:needed].view(torch.float32)
@@ -339,8 +388,8 @@ def attention_backward(
 
     def run() -> None:
         dq_tensors = (written, sums, dout, plain(out), lse, qkv)
-        parts = launch("dq", dq_kernel, dq_tensors, quantized, 0, lse, dq_config)
-        launch("dkdv", dkdv_kernel, (written, sums, dout, qkv), quantized, parts, lse, dkdv_config)
+        parts = launch("dq", dq_kernel, dq_tensors, quantized, 0, lse, dq_config, dropout)
+        launch("dkdv", dkdv_kernel, (written, sums, dout, qkv), quantized, parts, lse, dkdv_config, dropout)
 
     run()
     if quantized is not None and quantized.current:

@@ -16,14 +16,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from handgrad.ops import reference
+from handgrad.ops.dropout import Dropout
 from handgrad.ops.fp8 import Form, plain
 from handgrad.ops.kernels.gelu import gelu
 from handgrad.ops.kernels.layernorm import layernorm_forward
 from handgrad.ops.kernels.linear import linear_forward, linear_gelu_forward
 from handgrad.ops.kernels.linear import linear_residual_forward as residual_product
-from handgrad.ops.kernels.optimizer import mixed
-from handgrad.ops.reference.decode import DRAW_BITS
 from handgrad.ops.reference.layernorm import LAYERNORM_EPSILON
 
 # A program's tile of the weight, 64 numbers a thread: with a few programs on each multiprocessor as many bytes are on their
@@ -33,19 +31,11 @@ ELEMENTS_PER_WARP = 2048
 LONGEST_ROW = 1 << 15  # of a tile of one row
 FEWEST_PROGRAMS = 264  # two on each of 132 multiprocessors, while a program still has rows to give
 
-# Of the weight that the next product will read, so much is asked for while this one is at work: the memory is then never
-# idle, and the next product finds its weight in the L2 cache (50 MB on an H200).
-AHEAD_BYTES = 24 << 20
-AHEAD_PARTS = 1  # by which a program asks
-
 # (numbers, warps) of an attention tile: 256 keys of 64 channels at once where there are few programs, which then have a
 # multiprocessor each; less where many share one.
 FEW_ATTENTIONS, MANY_ATTENTIONS = (16384, 8), (4096, 2)
-CHOICES = 1024  # logits of a program
 
-GOLDEN = tl.constexpr(0x9E3779B1)
 NOTHING = tl.constexpr(-1e30)  # a score below all scores
-SHIFT, UNIT = tl.constexpr(32 - DRAW_BITS), tl.constexpr(2.0**-DRAW_BITS)
 
 
 @functools.cache
@@ -94,12 +84,11 @@ def layernorm_linear_forward(
     bias: Tensor | None,
     *,
     scratch: Tensor,
-    ahead: Tensor | None = None,
 ) -> None:
     """out (B, O) = LN(x) weight (O, C)^T + bias (O), x (B, C). `ln` (B, C), `mean` and `rstd` (B) are workspace: what they
     hold afterwards means nothing."""
     if takes(x, weight):
-        row_product(out, x, plain(weight), bias, norm=(ln_weight, ln_bias), ahead=ahead, late=True)
+        row_product(out, x, plain(weight), bias, norm=(ln_weight, ln_bias), late=True)
         return
     layernorm_forward(ln, mean, rstd, x, ln_weight, ln_bias)
     linear_forward(out, ln, weight, bias, scratch=scratch)
@@ -118,12 +107,11 @@ def layernorm_linear_gelu_forward(
     bias: Tensor,
     *,
     scratch: Tensor,
-    ahead: Tensor | None = None,
 ) -> None:
     """out (B, F) = GELU(LN(x) weight (F, C)^T + bias (F)), x (B, C). `fc` (B, F), `ln` (B, C), `mean` and `rstd` (B) are
     workspace."""
     if takes(x, weight):
-        row_product(out, x, plain(weight), bias, norm=(ln_weight, ln_bias), with_gelu=True, ahead=ahead)
+        row_product(out, x, plain(weight), bias, norm=(ln_weight, ln_bias), with_gelu=True)
         return
     layernorm_forward(ln, mean, rstd, x, ln_weight, ln_bias)
     linear_gelu_forward(out, fc, ln, weight, bias, scratch=scratch)
@@ -136,14 +124,15 @@ def linear_residual_forward(
     weight: Form,
     bias: Tensor,
     *,
+    dropout: Dropout | None = None,
     scratch: Tensor,
-    ahead: Tensor | None = None,
 ) -> None:
-    """out (N, C) = residual (N, C) + inp (N, I) weight (C, I)^T + bias (C), summed in float32 and rounded once."""
-    if takes(inp, weight):
-        row_product(out, plain(inp), plain(weight), bias, residual=residual, ahead=ahead)
+    """out (N, C) = residual (N, C) + dropout(inp (N, I) weight (C, I)^T + bias (C)), without dropout summed in float32 and
+    rounded once."""
+    if dropout is None and takes(inp, weight):
+        row_product(out, plain(inp), plain(weight), bias, residual=residual)
     else:
-        residual_product(out, residual, inp, weight, bias, scratch=scratch)
+        residual_product(out, residual, inp, weight, bias, dropout=dropout, scratch=scratch)
 
 
 def row_product(
@@ -155,7 +144,6 @@ def row_product(
     norm: tuple[Tensor, Tensor] | None = None,
     residual: Tensor | None = None,
     with_gelu: bool = False,
-    ahead: Tensor | None = None,
     late: bool = False,
 ) -> None:
     """out (1, O) = f(LN(x) weight (O, K)^T + bias (O) + residual (1, O)), of one row x (1, K); f is the GELU or nothing."""
@@ -163,26 +151,8 @@ def row_product(
     rows, block, warps = product_tile(O, K)
     ln_weight, ln_bias = norm or (None, None)
     tensors = out, x, ln_weight, ln_bias, weight, bias, residual
-    programs, chunk = triton.cdiv(O, rows), 0
-    if ahead is not None and overlaps(out.device):
-        ahead_bytes = min(AHEAD_BYTES, ahead.numel() * ahead.element_size())
-        chunk = 16 * triton.cdiv(ahead_bytes, 16 * programs * AHEAD_PARTS)
-        ahead, ahead_bytes = ahead.view(torch.uint8), ahead_bytes // 16 * 16
-    else:
-        ahead, ahead_bytes = None, 0
-    sizes = O, K, ahead_bytes, chunk
-    _row_product[(programs,)](
-        *tensors,
-        ahead,
-        *sizes,
-        rows,
-        block,
-        32 * warps,
-        AHEAD_PARTS,
-        late,
-        LAYERNORM_EPSILON,
-        with_gelu,
-        **launched(out, warps),
+    _row_product[(triton.cdiv(O, rows),)](
+        *tensors, O, K, rows, block, late, LAYERNORM_EPSILON, with_gelu, **launched(out, warps)
     )
 
 
@@ -197,44 +167,6 @@ def attention_decode(
     elements, warps = FEW_ATTENTIONS if B * H < FEWEST_PROGRAMS else MANY_ATTENTIONS
     tile = max(16, elements // block), block
     _attention[(H, B)](*tensors, H, maxT, D, scale, *tile, **launched(out, warps))
-
-
-def choose_tokens(
-    tokens_out: Tensor,
-    logits: Tensor,
-    seen_inout: Tensor | None,
-    seeds: Tensor,
-    positions: Tensor,
-    *,
-    vocab_size: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    min_p: float,
-    repetition_penalty: float,
-    scratch: Tensor,
-) -> None:
-    """tokens_out (B) int64 from logits (B, Vp), whose columns from vocab_size on are no tokens; -1 where one of the logits
-    is not finite. Arguments as the reference's, which also does what needs an order of the tokens: top-k and top-p."""
-    if temperature and (0 < top_k < vocab_size or top_p < 1):
-        filters = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
-        options = {"vocab_size": vocab_size, "temperature": temperature, "repetition_penalty": repetition_penalty}
-        reference.choose_tokens(tokens_out, logits, seen_inout, seeds, positions, **filters, **options)
-        return
-    B, parts = logits.shape[0], triton.cdiv(vocab_size, CHOICES)
-    # Of every part: its largest logit and what is drawn, the ids of both, and whether a logit is not finite.
-    largest, drawn = scratch.view(torch.float32)[: 2 * B * parts].view(2, B, parts)
-    ids, broken = scratch.view(torch.int32)[2 * B * parts : 4 * B * parts].view(2, B, parts)
-    seen = None if seen_inout is None else seen_inout.view(torch.uint8)
-    sizes = vocab_size, logits.shape[1]
-    _greatest[(parts, B)](largest, ids, broken, logits, seen, *sizes, repetition_penalty, CHOICES, **launched(logits, 4))
-    padded, values = triton.next_power_of_2(parts), largest
-    if temperature:
-        least = math.log(min_p) if min_p else -math.inf
-        drawing = seeds, positions, *sizes, temperature, repetition_penalty, least
-        _draw[(parts, B)](drawn, ids, largest, logits, seen, *drawing, CHOICES, padded, **launched(logits, 4))
-        values = drawn
-    _join[(B,)](tokens_out, seen, values, ids, broken, vocab_size, parts, padded, **launched(logits, 1))
 
 
 @triton.jit
@@ -260,15 +192,10 @@ def _row_product(
     weight,
     bias,
     residual,
-    ahead,
     O,
     K,
-    ahead_bytes,
-    chunk,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    THREADS: tl.constexpr,
-    PARTS: tl.constexpr,
     LATE: tl.constexpr,
     EPSILON: tl.constexpr,
     GELU: tl.constexpr,
@@ -280,16 +207,13 @@ def _row_product(
     place = row.to(tl.int64)[:, None] * K + column[None, :]
     # Everything that no kernel of this step writes, before waiting for the one before.
     w = tl.load(weight + place, mask=here[:, None] & inside[None, :], other=0.0, eviction_policy="evict_first")
+    scale, shift = 1.0, 0.0
     if ln_weight is not None:
         scale = tl.load(ln_weight + column, mask=inside, other=0.0).to(tl.float32)
         shift = tl.load(ln_bias + column, mask=inside, other=0.0).to(tl.float32)
     added = tl.zeros([ROWS], tl.float32)
     if bias is not None:
         added += tl.load(bias + row, mask=here, other=0.0).to(tl.float32)
-    if ahead is not None:
-        part = tl.arange(0, THREADS)
-        start = (tl.program_id(0).to(tl.int64) * PARTS + part) * chunk
-        prefetch(ahead + start, tl.where(part < PARTS, tl.minimum(ahead_bytes - start, chunk), 0).to(tl.int32))
     if OVERLAPS:
         if not LATE:
             gdc_launch_dependents()
@@ -297,7 +221,7 @@ def _row_product(
     v = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
     if ln_weight is not None:
         # Both sums in one exchange between the warps.
-        total, squares = tl.reduce((v, v * v), 0, _add_pairs)
+        total, squares = tl.split(tl.sum(tl.join(v, v * v), 0))
         mean = total / K
         rstd = tl.rsqrt(tl.maximum(squares / K - mean * mean, 0.0) + EPSILON)
         v = ((v - mean) * rstd * scale + shift).to(x.dtype.element_ty).to(tl.float32)
@@ -309,24 +233,6 @@ def _row_product(
     tl.store(out + row, y.to(out.dtype.element_ty), mask=here)
     if OVERLAPS and LATE:
         gdc_launch_dependents()
-
-
-@triton.jit
-def _add_pairs(a, b, c, d):
-    return a + c, b + d
-
-
-@triton.jit
-def prefetch(pointers, sizes):
-    """Asks for bytes (multiples of 16) to be brought into the L2 cache, each thread for its own, if there are any."""
-    tl.inline_asm_elementwise(
-        "{.reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;}",
-        "=r,l,r",
-        [pointers, sizes],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit
@@ -377,96 +283,3 @@ def _attention(
     sums = tl.sum(total * share) + mine_weight
     result = tl.sum(y * share[:, None], 0) + mine_weight * v.to(tl.float32)
     tl.store(out + b * H * D + h * D + channel, (result / sums).to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _greatest(
-    values_out, ids_out, broken_out, logits, seen, V, stride, penalty, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr
-):
-    """Of a part of the logits: the largest, its id, and whether one is not finite."""
-    part, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    if OVERLAPS:
-        gdc_launch_dependents()
-        gdc_wait()
-    place = part * BLOCK + tl.arange(0, BLOCK)
-    scores = _scores(logits, seen, b, place, V, stride, penalty)
-    broken = (place < V) & ~(tl.abs(scores) < float("inf"))
-    largest = tl.max(scores)
-    out = b * tl.num_programs(0) + part
-    tl.store(values_out + out, largest)
-    tl.store(ids_out + out, tl.min(tl.where(scores == largest, place, V)))
-    tl.store(broken_out + out, tl.max(broken.to(tl.int32)))
-
-
-@triton.jit
-def _draw(
-    values_out,
-    ids_out,
-    largest,
-    logits,
-    seen,
-    seeds,
-    positions,
-    V,
-    stride,
-    temperature,
-    penalty,
-    least,
-    BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
-    """Of a part of the logits: the largest of what is drawn, and its id."""
-    part, b, parts = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(0)
-    if OVERLAPS:
-        gdc_launch_dependents()
-        gdc_wait()
-    of = tl.arange(0, PARTS)
-    top = tl.max(tl.load(largest + b * parts + of, mask=of < parts, other=float("-inf")))
-    place = part * BLOCK + tl.arange(0, BLOCK)
-    scores = tl.div_rn(_scores(logits, seen, b, place, V, stride, penalty) - top, temperature)
-    seed, position = tl.load(seeds + b), tl.load(positions + b)
-    key = mixed(position.to(tl.uint32) ^ mixed(seed.to(tl.uint32) ^ mixed((seed >> 32).to(tl.uint32))))
-    bits = mixed(place.to(tl.uint32) * GOLDEN + key) >> SHIFT
-    drawn = tl.where((scores >= least) & (place < V), scores + _gumbel(bits), float("-inf"))
-    best = tl.max(drawn)
-    tl.store(values_out + b * parts + part, best)
-    tl.store(ids_out + b * parts + part, tl.min(tl.where(drawn == best, place, V)))
-
-
-@triton.jit
-def _join(tokens_out, seen, values, ids, broken, V, parts, PARTS: tl.constexpr, OVERLAPS: tl.constexpr):
-    """The largest of all parts; of equals the lowest id."""
-    b = tl.program_id(0).to(tl.int64)
-    if OVERLAPS:
-        gdc_launch_dependents()
-        gdc_wait()
-    of = tl.arange(0, PARTS)
-    here = of < parts
-    value = tl.load(values + b * parts + of, mask=here, other=float("-inf"))
-    candidates = tl.load(ids + b * parts + of, mask=here, other=V)
-    chosen = tl.min(tl.where(value == tl.max(value), candidates, V))
-    finite = tl.max(tl.load(broken + b * parts + of, mask=here, other=0)) == 0
-    tl.store(tokens_out + b, tl.where(finite, chosen, -1).to(tl.int64))
-    if seen is not None:
-        tl.store(seen + b * V + tl.where(finite, chosen, 0), 1, mask=finite)
-
-
-@triton.jit
-def _scores(logits, seen, b, place, V, stride, penalty):
-    """float32 logits, with the repetition penalty if there is one; minus infinity behind the vocabulary."""
-    scores = tl.load(logits + b * stride + place, mask=place < V, other=float("-inf")).to(tl.float32)
-    if seen is not None:
-        penalised = tl.where(scores > 0, tl.div_rn(scores, penalty), scores * penalty)
-        scores = tl.where(tl.load(seen + b * V + place, mask=place < V, other=0) != 0, penalised, scores)
-    return scores
-
-
-@triton.jit
-def _gumbel(bits):
-    """-log(-log u), u = (bits + 1/2) / 2^23. Near 1, where the hardware's logarithm has no digits left, and where the large
-    draws are, -log u is a series in 1 - u, which is exact."""
-    u = (bits.to(tl.float32) + 0.5) * UNIT
-    v = 1.0 - u
-    series = v * (1.0 + v * (1.0 / 2 + v * (1.0 / 3 + v * (1.0 / 4 + v * (1.0 / 5)))))
-    return -tl.log(tl.where(v < 1.0 / 32, series, -tl.log(u)))

@@ -9,9 +9,11 @@ What pays in an epilogue and what does not was measured: docs/operations/linear.
 import torch
 from torch import Tensor
 
+from handgrad.ops.dropout import Dropout
 from handgrad.ops.fp8 import Form, Operands, Quantized, fp8_operands, plain
 from handgrad.ops.kernels.column_sums import bias_backward
 from handgrad.ops.kernels.cublaslt import BIAS, DGELU, GELU_AUX_BIAS, PLAIN, multiply
+from handgrad.ops.kernels.dropout import dropout_residual_forward
 from handgrad.ops.kernels.gelu import gelu_backward, gelu_forward
 from handgrad.ops.kernels.gelu_fp8 import gelu_backward_fp8, gelu_forward_fp8
 
@@ -99,9 +101,21 @@ def weight_backward(dweight_acc: Tensor, dbias_acc: Tensor | None, dout: Form, i
 
 
 def linear_residual_forward(
-    out: Tensor, residual: Tensor, inp: Form, weight: Form, bias: Tensor, *, scratch: Tensor
+    out: Tensor,
+    residual: Tensor,
+    inp: Form,
+    weight: Form,
+    bias: Tensor,
+    *,
+    dropout: Dropout | None = None,
+    scratch: Tensor,
 ) -> None:
-    """out (N, C) = residual (N, C) + inp (N, I) weight (C, I)^T + bias (C), summed in float32 and rounded once."""
+    """out (N, C) = residual (N, C) + dropout(inp (N, I) weight (C, I)^T + bias (C)), without dropout summed in float32 and
+    rounded once. With it the product is written to `out` and read again: the library has no such epilogue."""
+    if dropout is not None:
+        linear_forward(out, inp, weight, bias, scratch=scratch)
+        dropout_residual_forward(out, residual, dropout)
+        return
     operands = fp8_operands(inp, "rows", weight, "rows")
     if operands is not None:
         fp8_product(out, operands, bias=bias, added=residual, scratch=scratch)

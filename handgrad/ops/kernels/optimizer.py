@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from handgrad import ops
+from handgrad.ops.kernels.hashing import WEYL, mixed
 
 # The places of `controls` and `results`, as the kernels need them.
 STEP = tl.constexpr(ops.CONTROL_STEP)
@@ -281,20 +282,10 @@ def _adamw(
 
 
 @triton.jit
-def mixed(x):
-    """The hash of uint32 numbers: MurmurHash3's finaliser."""
-    x = x ^ (x >> 16)
-    x = x * 0x85EBCA6B
-    x = x ^ (x >> 13)
-    x = x * 0xC2B2AE35
-    return x ^ (x >> 16)
-
-
-@triton.jit
 def stochastically(w, place, step, seed):
     """The bits (int16) of w (float32) rounded to bf16 at random, keyed by its place, the step and the seed."""
     key = mixed(step.to(tl.uint32) ^ mixed(seed.to(tl.uint32)))
-    added = mixed(place.to(tl.uint32) * 0x9E3779B1 + key) & 0xFFFF
+    added = mixed(place.to(tl.uint32) * WEYL + key) & 0xFFFF
     bits = w.to(tl.uint32, bitcast=True)
     added = tl.where((bits & 0x7F800000) != 0x7F800000, added, 0)
     return ((bits + added) >> 16).to(tl.int16)

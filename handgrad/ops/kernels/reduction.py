@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from handgrad.ops.kernels.optimizer import mixed
+from handgrad.ops.kernels.hashing import mixed
 
 # A program of 256 threads has 32 KB under way, whatever the rows: up to eight in 16-byte loads. With such loads of 16 rows
 # ptxas spills on sm_100.

@@ -14,6 +14,7 @@ from handgrad.ops.reference.decode import (
     layernorm_linear_gelu_forward,
     store_keys_values,
 )
+from handgrad.ops.reference.dropout import dropout_backward, dropout_forward, dropout_residual_forward
 from handgrad.ops.reference.embedding import embedding_backward, embedding_forward
 from handgrad.ops.reference.fp8 import fold_statistics, quantize, update_scaling
 from handgrad.ops.reference.gelu import (
@@ -53,6 +54,9 @@ __all__ = [
     "classifier_forward",
     "classifier_forward_backward",
     "compile_ahead",
+    "dropout_backward",
+    "dropout_forward",
+    "dropout_residual_forward",
     "embedding_backward",
     "embedding_decode",
     "embedding_forward",

@@ -9,12 +9,12 @@ import math
 import torch
 from torch import Tensor
 
+from handgrad.ops.hashing import BITS32, WEYL, mixed
 from handgrad.ops.reference import device
 from handgrad.ops.reference.attention import split_heads
 from handgrad.ops.reference.gelu import linear_gelu_forward
 from handgrad.ops.reference.layernorm import layernorm_forward
 from handgrad.ops.reference.linear import linear_forward
-from handgrad.ops.reference.optimizer import BITS32, mixed
 
 DRAW_BITS = 23  # of a draw: with the half that is added, the 24 that a float32 holds exactly
 SMALLEST_TEMPERATURE = 1e-6  # but 0: far below the spacing of float32 logits, so that only equals are drawn from
@@ -38,7 +38,6 @@ def layernorm_linear_forward(
     bias: Tensor | None,
     *,
     scratch: Tensor | None = None,
-    ahead: Tensor | None = None,
 ) -> None:
     """out (B, O) = LN(x) weight (O, C)^T + bias (O), x (B, C). `ln` (B, C), `mean` and `rstd` (B) are workspace: what they
     hold afterwards means nothing."""
@@ -59,7 +58,6 @@ def layernorm_linear_gelu_forward(
     bias: Tensor,
     *,
     scratch: Tensor | None = None,
-    ahead: Tensor | None = None,
 ) -> None:
     """out (B, F) = GELU(LN(x) weight (F, C)^T + bias (F)), x (B, C). `fc` (B, F), `ln` (B, C), `mean` and `rstd` (B) are
     workspace."""
@@ -176,6 +174,6 @@ def gumbel(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     bits is exact in float32, and never 0 or 1."""
     key = mixed((positions & BITS32) ^ mixed((seeds & BITS32) ^ mixed((seeds >> 32) & BITS32)))
     ids = torch.arange(vocab_size, dtype=torch.int64, device=seeds.device)
-    bits = mixed((ids * 0x9E3779B1 + key.unsqueeze(1)) & BITS32) >> (32 - DRAW_BITS)
+    bits = mixed((ids * WEYL + key.unsqueeze(1)) & BITS32) >> (32 - DRAW_BITS)
     u = (bits.float() + 0.5) * 2.0**-DRAW_BITS
     return -torch.log(-torch.log(u))

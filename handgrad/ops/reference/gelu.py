@@ -5,7 +5,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from handgrad.ops.dropout import Dropout
 from handgrad.ops.fp8 import Form, Quantized
+from handgrad.ops.reference.dropout import dropout_residual_forward
 from handgrad.ops.reference.fp8 import quantize, write_forms
 from handgrad.ops.reference.linear import input_backward, linear_backward, linear_forward, weight_backward
 
@@ -89,10 +91,12 @@ def linear_residual_forward(
     weight: Form,
     bias: Tensor,
     *,
+    dropout: Dropout | None = None,
     scratch: Tensor | None = None,
-    ahead: Tensor | None = None,
 ) -> None:
-    """out (N, C) = residual (N, C) + inp (N, I) weight (C, I)^T + bias (C). `out` is not `residual`. `ahead`: the weight
-    that will be read next, for who can use the hint."""
+    """out (N, C) = residual (N, C) + dropout(inp (N, I) weight (C, I)^T + bias (C)). `out` is not `residual`."""
     linear_forward(out, inp, weight, bias)
-    residual_forward(out, residual, out)
+    if dropout is None:
+        residual_forward(out, residual, out)
+    else:
+        dropout_residual_forward(out, residual, dropout)

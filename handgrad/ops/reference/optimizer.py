@@ -23,6 +23,7 @@ from handgrad.ops import (
     SMALLEST_LOSS_SCALE,
     UPDATE,
 )
+from handgrad.ops.hashing import BITS32, WEYL, mixed
 
 aten = torch.ops.aten
 
@@ -160,27 +161,14 @@ def adamw_update(
 
 
 # Stochastic rounding to bf16: with r uniform in 0..65535, the upper 16 of the 32 bits of a float plus r. The chance to move
-# away from zero is the part that rounding cuts off, so the mean over r is the float itself. r is a hash: the finaliser of
-# MurmurHash3 (Appleby 2011).
-
-BITS32 = 0xFFFFFFFF
-
-
-def mixed(x: Tensor) -> Tensor:
-    """The hash of 32-bit numbers, held in int64."""
-    x = x ^ (x >> 16)
-    x = (x * 0x85EBCA6B) & BITS32
-    x = x ^ (x >> 13)
-    x = (x * 0xC2B2AE35) & BITS32
-    return x ^ (x >> 16)
+# away from zero is the part that rounding cuts off, so the mean over r is the float itself. r is a hash.
 
 
 def round_stochastically(out: Tensor, exact: Tensor, step: int, seed: int, first_element: int) -> None:
     """out (bf16) = exact (float32), each rounded up or down at random; infinities and NaN stay."""
-    number = torch.tensor([seed, step], dtype=torch.int64)
-    key = mixed(number[1] ^ mixed(number[0])).item()
+    key = mixed(step ^ mixed(seed))
     places = torch.arange(first_element, first_element + exact.numel(), dtype=torch.int64, device=exact.device)
-    added = mixed((places * 0x9E3779B1 + key) & BITS32) & 0xFFFF
+    added = mixed((places * WEYL + key) & BITS32) & 0xFFFF
     bits = exact.view(torch.int32).to(torch.int64) & BITS32
     added = added.where((bits & 0x7F800000) != 0x7F800000, torch.zeros_like(added))
     out.copy_(((bits + added) >> 16).to(torch.int16).view(torch.bfloat16))

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from handgrad.ops.reference.optimizer import BITS32, mixed
+from handgrad.ops.hashing import BITS32, mixed
 
 CHUNK = 1 << 22  # words of a checksum at a time, for its temporaries to stay small
 

@@ -28,7 +28,9 @@ def scratch_bytes(*, batch: int, length: int, channels: int) -> int:
     return 0
 
 
-def attention_scratch_bytes(*, batch: int, length: int, num_heads: int, channels: int, dtype: torch.dtype) -> int:
+def attention_scratch_bytes(
+    *, batch: int, length: int, num_heads: int, channels: int, dtype: torch.dtype, dropout: bool = False
+) -> int:
     """Bytes of `scratch` that the backward of attention needs: none."""
     return 0
 

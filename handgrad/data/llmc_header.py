@@ -1,0 +1,66 @@
+"""The first kilobyte of every llm.c file: 256 little-endian int32, of which the first names the kind and the second the
+layout's version.
+
+Source: llm.c, train_gpt2.py, train_gpt2.cu, dev/data/data_common.py, train_llama3.py.
+"""
+
+from pathlib import Path
+
+import numpy as np
+
+from handgrad.errors import DataError, storage_error
+
+HEADER_WORDS = 256
+HEADER_BYTES = HEADER_WORDS * 4
+MODEL, DEBUG_STATE, TOKENIZER, TOKENS, EVALUATION, OPTIMIZER = 20240326, 20240327, 20240328, 20240520, 20240522, 20240527
+KINDS = {
+    MODEL: "a GPT-2 model",
+    DEBUG_STATE: "a debug state",
+    TOKENIZER: "a tokenizer",
+    TOKENS: "GPT-2 tokens",
+    EVALUATION: "multiple-choice questions",
+    OPTIMIZER: "an optimizer state",
+    20240801: "Llama 3 tokens",
+    20240803: "a Llama 3 model",
+}
+
+
+def make_header(words: dict[int, int]) -> bytes:
+    """The 1024 bytes with these numbers at these places, zeros elsewhere."""
+    content = np.zeros(HEADER_WORDS, "<i4")
+    for place, value in words.items():
+        content[place] = value
+    return content.tobytes()
+
+
+def read_header(path: Path, magic: int, versions: tuple[int, ...]) -> tuple[list[int], int]:
+    """The 256 numbers that a file of the kind `magic` begins with, and the file's size in bytes.
+
+    Raises `DataError`: no such file, too short, of another kind or version; `StorageError`: it cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            first = file.read(HEADER_BYTES)
+        size = path.stat().st_size
+    except FileNotFoundError:
+        raise DataError(f"expected {KINDS[magic]} of llm.c at {path}, found no such file") from None
+    except OSError as error:
+        raise storage_error(error, f"reading {path}") from None
+    if len(first) < HEADER_BYTES:
+        raise DataError(f"expected a llm.c header of {HEADER_BYTES} bytes in {path}, found {len(first)}; the file was cut")
+    words = np.frombuffer(first, "<i4").tolist()
+    if words[0] != magic:
+        kind = f"{words[0]}, {KINDS[words[0]]}" if words[0] in KINDS else f"{words[0]}, which is no llm.c file's"
+        raise DataError(f"expected magic {magic} ({KINDS[magic]}) in {path}, found {kind}; give another file")
+    if words[1] not in versions:
+        wanted = " or ".join(map(str, versions))
+        raise DataError(
+            f"expected version {wanted} of {KINDS[magic]} in {path}, found {words[1]}; write it again with a newer llm.c"
+        )
+    return words, size
+
+
+def check_size(path: Path, expected: int, found: int, what: str) -> None:
+    """Raises `DataError` if a file is not as long as its header says; `what` are the sizes it states."""
+    if found != expected:
+        raise DataError(f"expected {expected} bytes for {what} in {path}, found {found}; copy or export it again")

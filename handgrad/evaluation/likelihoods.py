@@ -1,0 +1,264 @@
+"""How likely a model finds given tokens: many requests in few batches, each token's log-likelihood summed up.
+
+A request is a sequence of which the last tokens are scored. Requests are sorted by length, the longest first, and cut into
+batches of about equally many tokens, so hardly anything is padding. Padding stands on the right, where no token that is
+scored can see it. Of the last layer norm's rows only those go through the head whose next token is scored.
+
+The memory is that of a model's activations, planned for one size: batches of other shapes view the same buffers. Whatever
+comes from the host comes in one copy per batch, and what was found out stays on the device until the end.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from types import ModuleType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from handgrad.arena import Buffer, make_plan
+from handgrad.config import ModelShape
+from handgrad.distributed.ranks import Ranks
+from handgrad.model import transformer
+from handgrad.model.activations import Activations, activation_buffers, activations, head_chunk_tokens
+from handgrad.model.parameters import ModelTensors
+
+KIND = "evaluation"
+LENGTH_MULTIPLE = 16  # of a batch's positions: few shapes, which kernels are compiled and tuned for
+ROWS_MULTIPLE = 64  # the same for the rows that go through the head
+
+OnTokens = Callable[[int, int], None]  # (positions done by this rank, of how many)
+
+
+@dataclass(frozen=True)
+class Request:
+    """Token ids (n), of which the last `scored` are asked for, each given all before it: 1 <= scored < n."""
+
+    tokens: np.ndarray
+    scored: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Requests that go through the model together, by their numbers, as a (rows, length) array of tokens."""
+
+    requests: tuple[int, ...]
+    length: int
+
+    @property
+    def positions(self) -> int:
+        return len(self.requests) * self.length
+
+
+@dataclass(frozen=True)
+class Likelihoods:
+    """Of each request: the sum of its scored tokens' log-likelihoods in nats, and whether each was the likeliest."""
+
+    sums: np.ndarray  # (requests) float64
+    greedy: np.ndarray  # (requests) bool
+
+
+def make_batches(requests: Sequence[Request], context: int, positions_per_batch: int) -> list[Batch]:
+    """All requests, the longest first, in batches of at most `positions_per_batch` positions (or a single request).
+
+    Of a request longer than the model's `context` allows, the last context + 1 tokens count; no more than the context may
+    be scored.
+    """
+    for number, request in enumerate(requests):
+        asked, given = request.scored, len(request.tokens)
+        assert 1 <= asked < given and asked <= context, f"request {number} scores {asked} of {given} tokens"
+    lengths = np.array([min(len(request.tokens) - 1, context) for request in requests], dtype=np.int64)
+    order = np.argsort(-lengths, kind="stable")
+    batches, start = [], 0
+    while start < len(order):
+        length = min(-(-int(lengths[order[start]]) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, context)
+        rows = max(1, positions_per_batch // length)
+        batches.append(Batch(tuple(order[start : start + rows].tolist()), length))
+        start += rows
+    return batches
+
+
+@dataclass(frozen=True)
+class Block:
+    """A batch as it travels to the device, in one piece of int32: tokens (B, T), then for every scored token the row of
+    the (B T, C) activations that predicts it, then its id."""
+
+    start: int  # in the ids of all blocks
+    rows: int  # B
+    length: int  # T
+    scored: int  # tokens; rounded up, the rest scores token 0 in row 0 and is not looked at
+    first_result: int
+
+    @property
+    def size(self) -> int:
+        return self.rows * self.length + 2 * self.scored
+
+
+class Workload:
+    """The batches of one rank, packed on the host and ready to be scored again and again as the weights change."""
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        shape: ModelShape,
+        dtype: torch.dtype,
+        ops: ModuleType,
+        device: torch.device,
+        *,
+        positions_per_batch: int,
+        ranks: Ranks,
+        head_chunk: int = 0,
+    ):
+        """`positions_per_batch` (at least the model's context) bounds memory, and decides the rounding as a micro-batch
+        does. Batches are made before the ranks share them, so nothing depends on how many ranks there are."""
+        assert positions_per_batch >= shape.sequence_length
+        self.shape, self.dtype, self.ops, self.ranks = shape, dtype, ops, ranks
+        self.count = len(requests)
+        self.batches = make_batches(requests, shape.sequence_length, positions_per_batch)
+        self.mine = self.batches[ranks.rank :: ranks.size]
+        # The table is for the most positions of any rank's batches: the same plan everywhere.
+        self.positions = max((batch.positions for batch in self.batches), default=1)
+        self.chunk = head_chunk_tokens(head_chunk, self.positions, shape.padded_vocab_size, dtype.itemsize)
+        self.blocks: list[Block] = []
+        self._pack(requests, pinned=device.type == "cuda")
+
+    def _pack(self, requests: Sequence[Request], *, pinned: bool) -> None:
+        pieces: list[np.ndarray] = []
+        counts = []  # scored tokens of each of this rank's requests
+        places = []  # where each one's results begin
+        start = first_result = 0
+        for batch in self.mine:
+            tokens = np.zeros((len(batch.requests), batch.length), np.int32)
+            rows, targets = [], []
+            scored = 0
+            for row, number in enumerate(batch.requests):
+                request = requests[number]
+                ids = request.tokens[-(self.shape.sequence_length + 1) :]
+                inputs = len(ids) - 1
+                tokens[row, :inputs] = ids[:-1]
+                last = row * batch.length + inputs
+                rows.append(np.arange(last - request.scored, last, dtype=np.int32))
+                targets.append(ids[-request.scored :].astype(np.int32))
+                counts.append(request.scored)
+                places.append(first_result + scored)
+                scored += request.scored
+            padding = np.zeros(-scored % ROWS_MULTIPLE, np.int32)
+            pieces += [tokens.reshape(-1), *rows, padding, *targets, padding]
+            block = Block(start, *tokens.shape, scored + len(padding), first_result)
+            self.blocks.append(block)
+            start, first_result = start + block.size, first_result + block.scored
+        self.ids = torch.from_numpy(np.concatenate(pieces) if pieces else np.zeros(0, np.int32))
+        if pinned:
+            self.ids = self.ids.pin_memory()
+        self.counts, self.places = np.array(counts, np.int64), np.array(places, np.int64)
+        self.results = first_result
+
+    def activation_buffers(self) -> list[Buffer]:
+        """The model's forward for the most positions of a batch: the rows of the table that other shapes view, too."""
+        sizes = {(len(batch.requests), batch.length) for batch in self.batches} or {(1, 1)}
+        C = self.shape.channels
+        scratch_bytes = max(self.ops.scratch_bytes(batch=rows, length=length, channels=C) for rows, length in sizes)
+        return self._table(1, self.positions, scratch_bytes)
+
+    def _table(self, rows: int, length: int, scratch_bytes: int) -> list[Buffer]:
+        chunk, dtype = self.chunk, self.dtype
+        return activation_buffers(self.shape, rows, length, dtype, chunk=chunk, scratch_bytes=scratch_bytes, training=False)
+
+    def buffers(self) -> list[Buffer]:
+        """What scoring needs beside the activations: what came from the host, the head's input, and the results."""
+        stats = torch.float64 if self.dtype == torch.float64 else torch.float32
+        most = max((block.scored for block in self.blocks), default=0)
+        rows: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "block": ((max((block.size for block in self.blocks), default=0),), torch.int32),
+            "targets": ((most,), torch.int64),
+            "picked": ((self.chunk, self.shape.channels), self.dtype),
+            "likeliest": ((self.chunk,), torch.int64),
+            "losses": ((self.results,), stats),
+            "hits": ((self.results,), torch.bool),
+        }
+        return [Buffer(f"{KIND}.{name}", dims, kind, KIND) for name, (dims, kind) in rows.items()]
+
+    @cached_property
+    def scratch_bytes(self) -> int:
+        return next(buffer.size_bytes for buffer in self.activation_buffers() if buffer.name == "scratch")
+
+    def score(self, weights: ModelTensors, views: dict[str, Tensor], progress: OnTokens | None = None) -> Likelihoods:
+        """The likelihoods of all requests, on every rank; `views`: of `activation_buffers` and `buffers`.
+
+        The device works behind the host's back until all batches are launched.
+        """
+        losses, hits = views[f"{KIND}.losses"], views[f"{KIND}.hits"]
+        shapes: dict[tuple[int, int], Activations] = {}
+        done, total = 0, sum(batch.positions for batch in self.mine)
+        for turn, block in enumerate(self.blocks):
+            self.ranks.at(f"evaluation on tasks, batch {turn}")
+            size = block.rows, block.length
+            if size not in shapes:
+                shapes[size] = self._view(views, *size)
+            self._score_block(weights, views, shapes[size], block)
+            done += block.rows * block.length
+            if progress is not None:
+                progress(done, total)
+        if not self.blocks:
+            mine = np.zeros(0), np.zeros(0, bool)
+        else:
+            nats, hit = losses.cpu().double().numpy(), hits.cpu().numpy()
+            inside = np.concatenate([np.arange(p, p + n) for p, n in zip(self.places, self.counts, strict=True)])
+            firsts = np.concatenate([[0], np.cumsum(self.counts)[:-1]])
+            mine = -np.add.reduceat(nats[inside], firsts), np.logical_and.reduceat(hit[inside], firsts)
+        return self._everyone(mine)
+
+    def _view(self, views: dict[str, Tensor], rows: int, length: int) -> Activations:
+        """The activations of one shape of batch, over the front of each buffer."""
+        table = self._table(rows, length, self.scratch_bytes)
+        return activations({b.name: views[b.name].view(-1)[: math.prod(b.shape)].view(b.shape) for b in table})
+
+    def _score_block(self, w: ModelTensors, views: dict[str, Tensor], act: Activations, block: Block) -> None:
+        inbox = views[f"{KIND}.block"][: block.size]
+        inbox.copy_(self.ids[block.start : block.start + block.size], non_blocking=True)
+        tokens, rows, targets = inbox.split([block.rows * block.length, block.scored, block.scored])
+        act.tokens.copy_(tokens.view(block.rows, block.length))
+        wanted = views[f"{KIND}.targets"][: block.scored]
+        wanted.copy_(targets)
+        transformer.forward_blocks(self.ops, w, act)
+        assert isinstance(act.lnf, Tensor)
+        for start in range(0, block.scored, self.chunk):
+            stop = min(start + self.chunk, block.scored)
+            part, results = slice(0, stop - start), slice(block.first_result + start, block.first_result + stop)
+            picked, logits = views[f"{KIND}.picked"][part], act.logits[part]
+            likeliest = views[f"{KIND}.likeliest"][part]
+            torch.index_select(act.lnf, 0, rows[start:stop], out=picked)
+            self.ops.linear_forward(logits, picked, w.head, None, scratch=act.scratch)
+            losses = views[f"{KIND}.losses"][results]
+            self.ops.classifier_forward(losses, logits, wanted[start:stop], vocab_size=self.shape.vocab_size)
+            torch.argmax(logits[:, : self.shape.vocab_size], 1, out=likeliest)
+            torch.eq(likeliest, wanted[start:stop], out=views[f"{KIND}.hits"][results])
+
+    def _everyone(self, mine: tuple[np.ndarray, np.ndarray]) -> Likelihoods:
+        """All ranks' results, each request's in its place."""
+        sums, greedy = np.full(self.count, np.nan), np.zeros(self.count, bool)
+        for rank, (their_sums, their_greedy) in enumerate(self.ranks.objects(mine, "results of the tasks")):
+            numbers = [number for batch in self.batches[rank :: self.ranks.size] for number in batch.requests]
+            sums[numbers], greedy[numbers] = their_sums, their_greedy
+        return Likelihoods(sums, greedy)
+
+
+def score(
+    ops: ModuleType,
+    weights: ModelTensors,
+    requests: Sequence[Request],
+    shape: ModelShape,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    positions_per_batch: int,
+    ranks: Ranks | None = None,
+    progress: OnTokens | None = None,
+) -> Likelihoods:
+    """`requests` scored once, in memory of their own."""
+    sizes = {"positions_per_batch": positions_per_batch, "ranks": ranks or Ranks()}
+    work = Workload(requests, shape, dtype, ops, device, **sizes)
+    views = make_plan([*work.activation_buffers(), *work.buffers()]).allocate(device)
+    return work.score(weights, views, progress)

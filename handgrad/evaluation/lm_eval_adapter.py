@@ -1,0 +1,145 @@
+"""lm-eval drives handgrad's own forward: `python -m handgrad.evaluation.lm_eval_adapter --model handgrad --model_args
+checkpoint=RUN --tasks ...`, with lm-eval's other flags.
+
+Needs the lm-evaluation-harness (`pip install 'handgrad[lm-eval]'`). Its model class gets tokens' likelihoods from
+`likelihoods` and text from `generate`; contexts and continuations are split by its own code.
+"""
+
+from typing import Any
+
+import lm_eval.models  # registers lm-eval's own: it looks for them only while its list is empty
+import numpy as np
+import torch
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from handgrad import checkpoint, world
+from handgrad.backend import choose_backend
+from handgrad.errors import UsageError
+from handgrad.evaluation.decode import decode_buffers, decode_tensors
+from handgrad.evaluation.generate import Continuation, Decoder, SamplingOptions
+from handgrad.evaluation.likelihoods import Request, score
+from handgrad.evaluation.load import LoadedModel, load_model
+from handgrad.evaluation.text import TextStream
+
+assert lm_eval.models
+SLOTS = 8  # texts at a time
+LONGEST_ANSWER_TOKENS = 256  # of `generate_until`, where a task says nothing
+
+
+@register_model("handgrad")
+class HandgradLM(TemplateLM):
+    """A checkpoint as lm-eval wants a model to be."""
+
+    def __init__(
+        self,
+        checkpoint: str,
+        device: str | None = None,
+        precision: str = "fp32",
+        backend: str = "auto",
+        batch_size: int | str = 8,
+        max_batch_size: int | None = None,
+    ):
+        """`checkpoint`: a run folder or a checkpoint's. `batch_size`: contexts' worth of tokens at once ("auto": 8)."""
+        super().__init__()
+        self.model, self.dtype = open_model(checkpoint, device or "auto", precision, backend)
+        self._device = self.model.device
+        self.micro_batch = 8 if str(batch_size).startswith("auto") else int(batch_size)
+        if self.micro_batch < 1:
+            raise UsageError(f"batch_size must be 1 or more, or auto, found {batch_size}")
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.model.tokenizer.end_of_text
+
+    @property
+    def tokenizer_name(self) -> str:
+        return f"handgrad {self.model.tokenizer.kind} {self.model.tokenizer.sha256}"
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        return self.model.tokenizer.encode(string).tolist()
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        asked = [Request(np.array(context + rest), len(rest)) for _, context, rest in requests]
+        model = self.model
+        positions = self.micro_batch * model.shape.sequence_length
+        found = score(model.ops, model.weights, asked, model.shape, self.dtype, model.device, positions_per_batch=positions)
+        answers = list(zip(found.sums.tolist(), found.greedy.tolist(), strict=True))
+        for (key, _, _), answer in zip(requests, answers, strict=True):
+            if key is not None:
+                self.cache_hook.add_partial("loglikelihood", key, answer)
+        return answers
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """The log-likelihood of whole texts, in windows of the model's context as lm-eval cuts them."""
+        windows: list[tuple[None, list[int], list[int]]] = []
+        counts = []
+        for request in requests:
+            (text,) = request.args
+            cut = get_rolling_token_windows(
+                self.tok_encode(text), self.prefix_token_id, self.model.shape.sequence_length, context_len=1
+            )
+            mine = [(None, *make_disjoint_window(pair)) for pair in cut]
+            windows += mine
+            counts.append(len(mine))
+        sums = iter(total for total, _ in self._loglikelihood_tokens(windows))
+        totals = [sum(next(sums) for _ in range(count)) for count in counts]
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """Texts after contexts, as many at a time as there are slots, those of one temperature together."""
+        asked = [Wanted(*request.args) for request in requests]
+        answers = dict[Wanted, str]()
+        for temperature in sorted({wanted.temperature for wanted in asked}):
+            answers |= complete(self.model, [wanted for wanted in asked if wanted.temperature == temperature], temperature)
+        for request, wanted in zip(requests, asked, strict=True):
+            self.cache_hook.add_partial("generate_until", request.args, answers[wanted])
+        return [answers[wanted] for wanted in asked]
+
+
+class Wanted:
+    """What lm-eval wants after a context: stop strings, a length, a temperature."""
+
+    def __init__(self, context: str, settings: dict[str, Any]):
+        until = settings.get("until") or []
+        self.context = context
+        self.stops = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
+        self.max_tokens = int(settings.get("max_gen_toks", LONGEST_ANSWER_TOKENS))
+        sampled = settings.get("do_sample", float(settings.get("temperature", 0.0)) > 0)
+        self.temperature = float(settings.get("temperature", 1.0)) if sampled else 0.0
+
+
+def open_model(where: str, device: str, precision: str, backend: str) -> tuple[LoadedModel, torch.dtype]:
+    found = world.resolve_device(device)
+    dtype = world.use_precision(found, precision)
+    ops = choose_backend(backend, found)
+    buffers = lambda config, shape: decode_buffers(shape, SLOTS, dtype, ops)  # noqa: E731
+    return load_model(checkpoint.find(where), found, dtype, ops, buffers), dtype
+
+
+def complete(model: LoadedModel, asked: list[Wanted], temperature: float) -> dict[Wanted, str]:
+    """The text after each context, up to one of its stop strings, end-of-text or its length."""
+    tokenizer = model.tokenizer
+    vocabulary = {"vocab_size": model.shape.vocab_size, "end_of_text": tokenizer.end_of_text}
+    options = SamplingOptions(temperature=temperature)
+    decoder = Decoder(model.ops, model.weights, decode_tensors(model.views), options, **vocabulary)
+    answers = dict.fromkeys(asked, "")
+    streams: dict[Continuation, tuple[Wanted, TextStream]] = {}
+    for wanted in asked:
+        prompt = tokenizer.encode(wanted.context).tolist() or [tokenizer.end_of_text]
+        streams[Continuation(prompt, wanted.max_tokens, 0)] = wanted, TextStream(tokenizer, wanted.stops)
+    for text in decoder.generate(list(streams)):
+        wanted, stream = streams[text]
+        answers[wanted] += stream.take(text)
+    return answers
+
+
+if __name__ == "__main__":
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()

@@ -1,0 +1,75 @@
+"""The record of an evaluation in the run it belongs to: lines of metrics.jsonl, of kind "evaluation"."""
+
+import fcntl
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from handgrad.checkpoint import Checkpoint
+from handgrad.errors import StorageError, storage_error
+from handgrad.evaluation.scoring import TaskResult
+from handgrad.evaluation.tasks import TaskData
+from handgrad.files import write_durably
+
+METRICS_FILE, LOCK_FILE = "metrics.jsonl", ".lock"
+IN_TRAINING, AFTERWARDS = "train", "evaluate"  # who made a record
+
+
+def task_record(task: TaskData, result: TaskResult, precision: str, by: str) -> dict[str, Any]:
+    """A line's content but for `kind` and `step`; a metric is (value, standard error)."""
+    return {
+        "task": result.name,
+        "examples": result.examples,
+        "metrics": {f.metric: [f.value, f.stderr] for f in result.figures},
+        "sources": task.sources,
+        "precision": precision,
+        "by": by,
+    }
+
+
+def append_to_run(checkpoint: Checkpoint, records: Sequence[dict[str, Any]]) -> str:
+    """Appends the records to the metrics of the run around a checkpoint; returns what to tell about it, "" if there is no
+    such run. While a trainer holds the run nothing is written: its lines and ours could mix.
+
+    Raises `StorageError` when the disk does not take it; the file is then as it was, or has whole lines more.
+    """
+    run = checkpoint.folder.resolve().parent.parent
+    path, lock = run / METRICS_FILE, run / LOCK_FILE
+    if not path.is_file() or not lock.is_file():
+        return ""
+    lines = [json.dumps({"kind": "evaluation", "step": checkpoint.step, **record}) for record in records]
+    try:
+        with lock.open("a") as held:
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return f"not recorded: a trainer is at work in {run}; evaluate again when it has ended, or keep --out"
+            with path.open("r+b") as file:
+                content = file.read()
+                # A line that a kill cut in half would spoil ours; a resumed run drops it as well.
+                whole = content.rfind(b"\n") + 1
+                file.truncate(whole)
+                file.seek(whole)
+                file.write("".join(line + "\n" for line in lines).encode())
+                file.flush()
+                os.fsync(file.fileno())
+    except OSError as error:
+        raise storage_error(error, f"writing {path}") from None
+    return f"recorded in {path}"
+
+
+def check_writable(path: Path) -> None:
+    """Raises `StorageError` before the work for a file that could not be written after it."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise StorageError(f"expected a file to write at {path}, in a folder that is there; give --out another name")
+
+
+def write_rows(path: Path, results: Sequence[TaskResult]) -> None:
+    """One JSON object per example. Raises `StorageError`."""
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for result in results for row in result.rows]
+    try:
+        write_durably(path, "".join(lines))
+    except OSError as error:
+        raise storage_error(error, f"writing {path}") from None

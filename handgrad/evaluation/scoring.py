@@ -1,0 +1,173 @@
+"""From questions to requests, and from likelihoods to the figures of a task.
+
+With s_i the sum of the log-likelihoods of the tokens of choice i, and y the right one:
+
+    acc            argmax s_i = y
+    acc_norm       argmax s_i / characters of choice i = y
+    acc_bytes      argmax s_i / UTF-8 bytes of choice i = y
+    acc_norm_llmc  argmin -s_i / tokens of choice i = y, for llm.c's texts
+    perplexity     exp(-mean s), of a task with one choice, whose acc is: each token is the likeliest
+
+The first equal maximum counts. A mean's standard error is the sample's deviation / sqrt(n); that of the perplexity follows
+from the mean's by the delta method.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from handgrad.data.tokenizer import Tokenizer
+from handgrad.errors import DataError
+from handgrad.evaluation.likelihoods import Likelihoods, Request
+from handgrad.evaluation.tasks import LLMC, Example, TaskData
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A measured value and its standard error; NaN where they cannot be told."""
+
+    metric: str
+    value: float
+    stderr: float
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """What a model reached on a task; `rows`: what --out writes of each example."""
+
+    name: str
+    examples: int
+    figures: tuple[Figure, ...]
+    rows: list[dict[str, Any]]
+
+    def lines(self) -> list[tuple[str, ...]]:
+        """Rows of a table: task, metric, value, standard error, n."""
+        return [(self.name, f.metric, f"{f.value:.4f}", f"{f.stderr:.4f}", str(self.examples)) for f in self.figures]
+
+
+class Encoder:
+    """Token ids of contexts with their continuations; every text is encoded once."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.tokenizer = tokenizer
+        self.known: dict[str, np.ndarray] = {}
+
+    def ids(self, text: str) -> np.ndarray:
+        found = self.known.get(text)
+        if found is None:
+            found = self.known[text] = self.tokenizer.encode(text)
+        return found
+
+    def together(self, context: str, continuation: str) -> tuple[np.ndarray, int]:
+        """(ids, how many of the last belong to the continuation), as lm-eval splits them.
+
+        Blanks at the context's end belong to the continuation. Both are encoded as one text, of which the tokens after as
+        many as the context alone has are the continuation's. An empty context is end-of-text.
+        """
+        if not context:
+            ids = self.ids(continuation)
+            return np.concatenate([np.array([self.tokenizer.end_of_text], ids.dtype), ids]), len(ids)
+        stripped = context.rstrip()
+        continuation = context[len(stripped) :] + continuation
+        head = self.ids(stripped)
+        # GPT-2's splitter cuts wherever a blank follows something else, so the parts have the tokens of the whole.
+        if stripped and continuation.startswith(" "):
+            tail = self.ids(continuation)
+            return np.concatenate([head, tail]), len(tail)
+        whole = self.ids(stripped + continuation)
+        return whole, len(whole) - len(head)
+
+    def apart(self, context: str, continuation: str) -> tuple[np.ndarray, int]:
+        """The same as llm.c has it: two texts, encoded one by one."""
+        tail = self.ids(continuation)
+        return np.concatenate([self.ids(context), tail]), len(tail)
+
+
+def make_requests(tasks: Sequence[TaskData], tokenizer: Tokenizer, longest: int) -> list[Request]:
+    """The requests of all tasks in order: of every example its continuations, then those for llm.c.
+
+    Raises `DataError` with file and line where there is nothing to score, nothing before it, or more than the model's
+    context of `longest` tokens holds.
+    """
+    encoder, requests = Encoder(tokenizer), []
+    for task in tasks:
+        for example in task.examples:
+            for encode, context, rest in pairs_of(encoder, task, example):
+                ids, scored = encode(context, rest)
+                if not 1 <= scored < len(ids):
+                    raise DataError(
+                        f"expected tokens in the context and in what follows it, found {len(ids) - scored} and {scored}"
+                        f" in {example.where}; repair or remove it"
+                    )
+                if scored > longest:
+                    raise DataError(
+                        f"expected at most {longest} tokens to be scored, the model's context, found {scored} in"
+                        f" {example.where}; shorten or remove it, or use a model with a longer context"
+                    )
+                requests.append(Request(ids, scored))
+    return requests
+
+
+def pairs_of(encoder: Encoder, task: TaskData, example: Example) -> list[tuple[Callable[..., Any], str, str]]:
+    pairs = []
+    if task.metrics != (LLMC,):
+        pairs += [(encoder.together, example.context, text) for text in example.continuations]
+    if LLMC in task.metrics:
+        assert example.apart is not None
+        pairs += [(encoder.apart, example.apart[0], text) for text in example.apart[1]]
+    return pairs
+
+
+def results_of(tasks: Sequence[TaskData], requests: Sequence[Request], found: Likelihoods) -> list[TaskResult]:
+    """The figures of all tasks from the likelihoods of `make_requests`."""
+    results, start = [], 0
+    for task in tasks:
+        hits: dict[str, list[float]] = {metric: [] for metric in task.metrics}
+        rows = []
+        for number, example in enumerate(task.examples):
+            row: dict[str, Any] = {"task": task.name, "example": number, "where": example.where, "answer": example.answer}
+            if task.metrics != (LLMC,):
+                stop = start + len(example.continuations)
+                sums = found.sums[start:stop]
+                row |= {"loglikelihoods": sums.tolist(), "greedy": found.greedy[start:stop].tolist()}
+                row |= judged(task, example, sums, bool(found.greedy[start]))
+                start = stop
+            if LLMC in task.metrics:
+                assert example.apart is not None
+                stop = start + len(example.apart[1])
+                losses = -found.sums[start:stop] / [request.scored for request in requests[start:stop]]
+                hit = float(int(np.argmin(losses)) == example.answer) if np.isfinite(losses).all() else math.nan
+                row |= {"mean_losses": losses.tolist(), LLMC: hit}
+                start = stop
+            for metric in task.metrics:
+                hits[metric].append(row[metric])
+            rows.append(row)
+        figures = tuple(figure(metric, np.array(values)) for metric, values in hits.items())
+        results.append(TaskResult(task.name, len(rows), figures, rows))
+    assert start == len(requests)
+    return results
+
+
+def judged(task: TaskData, example: Example, sums: np.ndarray, greedy: bool) -> dict[str, float]:
+    """What an example adds to each metric's mean."""
+    if "perplexity" in task.metrics:
+        return {"acc": float(greedy), "perplexity": float(sums[0])}
+    characters = [len(choice) for choice in example.choices]
+    sizes = {"acc": 1.0, "acc_norm": characters, "acc_bytes": [len(choice.encode()) for choice in example.choices]}
+    wanted = {metric: size for metric, size in sizes.items() if metric in task.metrics}
+    if not np.isfinite(sums).all():
+        return dict.fromkeys(wanted, math.nan)
+    with np.errstate(divide="ignore", invalid="ignore"):  # a cleaned ending may be empty
+        return {metric: float(int(np.argmax(sums / size)) == example.answer) for metric, size in wanted.items()}
+
+
+def figure(metric: str, values: np.ndarray) -> Figure:
+    mean = float(values.mean())
+    stderr = float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    if metric == "perplexity":
+        perplexity = math.exp(min(-mean, 700.0))
+        return Figure(metric, perplexity, perplexity * stderr)
+    return Figure(metric, mean, stderr)

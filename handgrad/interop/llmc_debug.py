@@ -1,0 +1,188 @@
+"""llm.c's debug state: a batch, and what PyTorch found for it: logits, loss, gradients. Here it is made again and compared.
+
+    header    [0] 20240327  [1] 2  [2] B  [3] T
+    inputs (B, T) int32 · targets (B, T) int32 · logits (B, T, V) float32 · loss float32
+    gradients of the mean loss, float32, in the order of the model file, the vocabulary padded
+
+Source: llm.c, train_gpt2.py (`write_state`) and test_gpt2.c.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from handgrad.arena import Buffer, make_plan
+from handgrad.checkpoint import write_file
+from handgrad.config import ModelShape
+from handgrad.data.llmc_header import DEBUG_STATE, HEADER_BYTES, check_size, make_header, read_header
+from handgrad.errors import DataError
+from handgrad.interop.llmc_model import (
+    ORDER,
+    LlmcModel,
+    Values,
+    all_bytes,
+    as_bytes,
+    count_elements,
+    read_numbers,
+    without_padding,
+)
+from handgrad.model import transformer
+from handgrad.model.activations import activation_buffers, activations
+from handgrad.model.parameters import ParameterRow, flat_elements, model_tensors, parameter_table
+from handgrad.ops import reference
+
+
+@dataclass(frozen=True)
+class DebugState:
+    """A batch of a model, with what its writer computed for it."""
+
+    model: LlmcModel
+    path: Path
+    tokens: Tensor  # (B, T) int64
+    targets: Tensor  # (B, T) int64
+    loss: float  # the mean over the batch, in nats
+
+    @property
+    def logits_offset(self) -> int:
+        return HEADER_BYTES + 8 * self.tokens.numel()
+
+    def logits(self) -> Tensor:
+        """(B T, V) float32, from the mapped file."""
+        rows, width = self.tokens.numel(), self.model.shape.vocab_size
+        return read_numbers(self.path, torch.float32, self.logits_offset, rows * width).view(rows, width)
+
+    def gradient(self, row: ParameterRow) -> Tensor:
+        """Of a parameter, (`row.stored_shape`) float32. Raises `DataError`: not finite, or padding that is not zero."""
+        place = self.model.places[row.name]
+        before = self.logits_offset + 4 * (self.tokens.numel() * self.model.shape.vocab_size + 1)
+        values = read_numbers(self.path, torch.float32, before + 4 * place.offset, place.elements)
+        return without_padding(values, row, f"the gradient of {row.name} in {self.path}")
+
+
+def read_debug_state(path: Path, model: LlmcModel) -> DebugState:
+    """Opens a debug state of `model`; `DataError` in one line if it is none, not whole, or of another model."""
+    words, size = read_header(path, DEBUG_STATE, (2,))
+    batch, length = words[2:4]
+    shape = model.shape
+    if batch < 1 or not 1 <= length <= shape.sequence_length:
+        raise DataError(
+            f"expected a batch of 1 or more texts of 1 to {shape.sequence_length} tokens in {path}, found {batch} of"
+            f" {length}; it is not {model.path.name}'s"
+        )
+    tokens = batch * length
+    parameters = count_elements(tuple(model.places.values()))
+    expected = HEADER_BYTES + 4 * (2 * tokens + tokens * shape.vocab_size + 1 + parameters)
+    check_size(path, expected, size, f"{batch} texts of {length} tokens through {model.path.name}")
+    ids = torch.from_numpy(np.fromfile(path, "<i4", 2 * tokens, offset=HEADER_BYTES)).long().view(2, batch, length)
+    if not ((ids >= 0) & (ids < shape.vocab_size)).all():
+        raise DataError(f"expected token ids from 0 to {shape.vocab_size - 1} in {path}, found others; it is damaged")
+    loss = float(read_numbers(path, torch.float32, HEADER_BYTES + 4 * (2 + shape.vocab_size) * tokens, 1))
+    return DebugState(model, path, ids[0], ids[1], loss)
+
+
+def write_debug_state(
+    path: Path, shape: ModelShape, tokens: Tensor, targets: Tensor, logits: Tensor, loss: float, gradient: Values
+) -> None:
+    """Writes and fsyncs a debug state: tokens and targets (B, T), logits (B, T, V), the mean loss, and the gradients of
+    that mean by parameter (`row.stored_shape`). Raises OSError."""
+    assert logits.numel() == tokens.numel() * shape.vocab_size
+
+    def content() -> Iterator[memoryview | bytes]:
+        yield make_header({0: DEBUG_STATE, 1: 2, 2: tokens.shape[0], 3: tokens.shape[1]})
+        for part, dtype in ((tokens, torch.int32), (targets, torch.int32), (logits, torch.float32)):
+            yield as_bytes(part, dtype)
+        yield as_bytes(torch.tensor([loss]), torch.float32)
+        yield from all_bytes(shape, gradient, torch.float32)
+
+    write_file(path, content())
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Something of the debug state beside what was computed here, as norms over all layers: ||here - file|| / ||file||."""
+
+    name: str
+    error: float
+    tolerance: float  # twice what float32 errs by itself: ||float32 - float64|| / ||float64||, of the reference operations
+
+    @property
+    def fine(self) -> bool:
+        return self.error <= self.tolerance
+
+
+def compare(state: DebugState, device: torch.device, ops: ModuleType) -> Iterator[Compared]:
+    """Forward and backward of the state's batch in float32 by `ops` on `device`, held against the state: the logits, the
+    loss and the gradient of each parameter.
+
+    The tolerance is measured, not chosen: the same batch by the reference operations on the CPU, once in float64 and once
+    in float32. What is compared are two computations in float32, each of which may err that much.
+    """
+    cpu = torch.device("cpu")
+    exact = compute(state, torch.float64, cpu, reference)
+    rounded = compute(state, torch.float32, cpu, reference)
+    here = rounded if ops is reference and device == cpu else compute(state, torch.float32, device, ops)
+    table = parameter_table(state.model.shape)
+    # A mean errs at most as its terms do (root mean square), and it is rounded; what a single number errs is chance.
+    yield Compared(
+        "loss",
+        distance([here["losses"][0].mean()], [torch.tensor(state.loss)]),
+        2 * (distance(rounded["losses"], exact["losses"]) + 2.0**-24),
+    )
+    file = {"logits": [state.logits()]}
+    for name in ORDER:
+        file[name] = [state.gradient(row) for row in table if row.name.rpartition(".")[2] == name]
+    for name, theirs in file.items():
+        yield Compared(name, distance(here[name], theirs), 2 * distance(rounded[name], exact[name]))
+
+
+def distance(found: list[Tensor], wanted: list[Tensor]) -> float:
+    """||found - wanted|| / ||wanted|| over all of them, in float64."""
+    pairs = [(a.double(), b.double()) for a, b in zip(found, wanted, strict=True)]
+    difference = sum(float((a - b).square().sum()) for a, b in pairs)
+    size = sum(float(b.square().sum()) for _, b in pairs)
+    return (difference / size) ** 0.5 if size else float(difference > 0)
+
+
+def compute(state: DebugState, dtype: torch.dtype, device: torch.device, ops: ModuleType) -> dict[str, list[Tensor]]:
+    """The logits (N, V), the losses (N), and the gradients of their mean by name, a tensor a layer, on the CPU."""
+    shape, (batch, length) = state.model.shape, state.tokens.shape
+    table, tokens = parameter_table(shape), state.tokens.numel()
+    sizes = {"batch": batch, "length": length, "channels": shape.channels}
+    ops.check_sizes(length=length, num_heads=shape.num_heads, channels=shape.channels)
+    plan = make_plan(
+        [
+            Buffer("parameters", (flat_elements(table),), dtype, "parameters"),
+            Buffer("gradients", (flat_elements(table),), dtype, "gradients"),
+            *activation_buffers(
+                shape,
+                batch,
+                length,
+                dtype,
+                chunk=tokens,
+                scratch_bytes=ops.scratch_bytes(**sizes),
+                attention_scratch_bytes=ops.attention_scratch_bytes(num_heads=shape.num_heads, dtype=dtype, **sizes),
+            ),
+        ]
+    )
+    views = plan.allocate(device)
+    act, flat, flat_gradients = activations(views), views["parameters"], views["gradients"]
+    for row in table:
+        row.stored(flat).copy_(state.model.weight(row))
+    act.tokens.copy_(state.tokens)
+    act.targets.copy_(state.targets)
+    act.sorted_positions.copy_(torch.argsort(state.tokens.flatten(), stable=True))
+    weights, gradients = model_tensors(flat, table), model_tensors(flat_gradients, table)
+    transformer.forward_blocks(ops, weights, act)
+    ops.linear_forward(act.logits, act.lnf, weights.head, None, scratch=act.scratch)
+    found = {"logits": [act.logits[:, : shape.vocab_size].cpu().clone()]}
+    scale = torch.full((1,), 1 / tokens, dtype=act.losses.dtype, device=device)
+    transformer.loss_and_gradients(ops, weights, gradients, act, scale, vocab_size=shape.vocab_size, recompute=0)
+    found["losses"] = [act.losses.cpu()]
+    for row in table:
+        found.setdefault(row.name.rpartition(".")[2], []).append(row.stored(flat_gradients).cpu())
+    return found

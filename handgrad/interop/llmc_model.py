@@ -1,0 +1,166 @@
+"""GPT-2 as llm.c keeps it: one file, a header and the parameters, each tensor for all layers before the next.
+
+    header    [0] 20240326  [1] 3: float32, 5: bf16  [2] maxT  [3] V  [4] L  [5] H  [6] C  [7] Vp
+    wte (Vp, C) · wpe (maxT, C) · ln1w (L, C) · ln1b (L, C) · qkvw (L, 3C, C) · qkvb (L, 3C) · attprojw (L, C, C)
+    attprojb (L, C) · ln2w (L, C) · ln2b (L, C) · fcw (L, 4C, C) · fcb (L, 4C) · fcprojw (L, C, 4C) · fcprojb (L, C)
+    lnfw (C) · lnfb (C)
+
+Matrices are (out, in), as ours. The head is the token embedding. Gradients, moments and master weights lie in other files
+in the same order. The embedding's rows from V to Vp are zero in all of them: llm.c starts them so, its softmax leaves them
+out, so they never get a gradient, and a decay of zero is zero.
+
+Source: llm.c, train_gpt2.cu (`ParameterTensors`, `gpt2_write_to_checkpoint`) and train_gpt2.py (`write_model`).
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from handgrad.checkpoint import write_file
+from handgrad.config import ModelShape, check
+from handgrad.data.llmc_header import HEADER_BYTES, MODEL, check_size, make_header, read_header
+from handgrad.data.tokenizer import MAX_VOCAB_SIZE, Tokenizer
+from handgrad.errors import DataError, UsageError
+from handgrad.interop.folders import imported_config
+from handgrad.interop.llmc_tokenizer import tokenizer_beside
+from handgrad.model.parameters import ParameterRow, block_name, parameter_table
+
+# Our names in their order; those of a block stand for all layers.
+ORDER = (
+    *("wte", "wpe", "ln1_weight", "ln1_bias", "qkv_weight", "qkv_bias", "proj_weight", "proj_bias"),
+    *("ln2_weight", "ln2_bias", "fc_weight", "fc_bias", "fcproj_weight", "fcproj_bias", "lnf_weight", "lnf_bias"),
+)
+VERSIONS = {3: torch.float32, 5: torch.bfloat16}
+STORED_AS = {torch.float32: np.dtype("<f4"), torch.bfloat16: np.dtype("<i2")}  # numpy has no bf16: its bits
+Values = Callable[[ParameterRow], Tensor]  # a parameter, or what belongs to it, with the shape `row.stored_shape`
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter lies among all of them, in elements; the embedding with its padded rows."""
+
+    row: ParameterRow
+    offset: int
+    elements: int
+
+
+def layout(shape: ModelShape, padded_vocab_size: int) -> tuple[Place, ...]:
+    """The parameters in llm.c's order."""
+    rows = {row.name: row for row in parameter_table(shape)}
+    places, offset = [], 0
+    for name in ORDER:
+        names = [name] if name in rows else [block_name(layer, name) for layer in range(shape.num_layers)]
+        for row in (rows.pop(each) for each in names):
+            count = padded_vocab_size if row.name == "wte" else row.shape[0]
+            places.append(Place(row, offset, count * math.prod(row.shape[1:])))
+            offset += places[-1].elements
+    assert not rows, f"{next(iter(rows))} has no place in llm.c's files"
+    return tuple(places)
+
+
+def count_elements(places: tuple[Place, ...]) -> int:
+    return places[-1].offset + places[-1].elements
+
+
+def read_numbers(path: Path, dtype: torch.dtype, offset_bytes: int, count: int) -> Tensor:
+    """`count` numbers of a file, flat, in float32: the mapped file itself if it holds float32. Raises `DataError`."""
+    try:
+        mapped = np.memmap(path, STORED_AS[dtype], "c", offset_bytes, (count,))
+    except (OSError, ValueError) as error:
+        raise DataError(f"expected {count} numbers at byte {offset_bytes} of {path}, found {error}") from None
+    return torch.from_numpy(mapped).view(dtype).float()
+
+
+def without_padding(values: Tensor, row: ParameterRow, where: str) -> Tensor:
+    """Flat numbers of a parameter -> those of `row.stored_shape`.
+
+    Raises `DataError` if one is not finite, or a padded row is not zero.
+    """
+    finite = torch.isfinite(values)
+    if not finite.all():
+        raise DataError(f"expected finite numbers in {where}, found {int((~finite).sum())} that are not; it diverged")
+    stored, padding = values.split([math.prod(row.stored_shape), values.numel() - math.prod(row.stored_shape)])
+    if padding.any():
+        raise DataError(
+            f"expected zeros in the padded rows of {where}, found {int(padding.count_nonzero())} other numbers;"
+            " llm.c keeps them zero, so the file is damaged or not llm.c's"
+        )
+    return stored.view(row.stored_shape)
+
+
+@dataclass(frozen=True)
+class LlmcModel:
+    """A model file whose header holds and whose size is what the header says."""
+
+    path: Path
+    shape: ModelShape
+    padded_vocab_size: int
+    dtype: torch.dtype
+    places: dict[str, Place]
+    named_tokenizer: str
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The one named, or the one that lies beside the file, or the one of this size. `DataError` if there is none."""
+        return tokenizer_beside(self.path, self.shape.vocab_size, self.named_tokenizer)
+
+    def weight(self, row: ParameterRow) -> Tensor:
+        """A parameter in float32, (`row.stored_shape`), from the mapped file. `DataError`: not finite, or padding that is
+        not zero."""
+        place = self.places[row.name]
+        start = HEADER_BYTES + place.offset * self.dtype.itemsize
+        values = read_numbers(self.path, self.dtype, start, place.elements)
+        return without_padding(values, row, f"{row.name} of {self.path}")
+
+
+def read_model(path: Path, tokenizer: str = "") -> LlmcModel:
+    """Opens a model file; `tokenizer` (gpt2, bytes or a file) takes the place of what lies beside it.
+
+    Raises `DataError` in one line if it is none, or not whole. Weights and tokenizer are read when asked for.
+    """
+    words, size = read_header(path, MODEL, tuple(VERSIONS))
+    length, vocab_size, layers, heads, channels, padded = words[2:8]
+    shape = ModelShape(vocab_size, length, layers, heads, channels)
+    try:
+        check(imported_config(shape))
+    except UsageError as error:
+        raise DataError(f"{path}: the sizes in its header do not hold: {error}") from None
+    if not 1 <= vocab_size <= min(padded, MAX_VOCAB_SIZE):
+        raise DataError(
+            f"expected a vocabulary of 1 to {MAX_VOCAB_SIZE} tokens, padded to no fewer, in the header of {path},"
+            f" found {vocab_size} and {padded}; the file is damaged"
+        )
+    dtype, places = VERSIONS[words[1]], layout(shape, padded)
+    sizes = f"{layers} layers of {channels} channels and {padded} rows of vocabulary"
+    check_size(path, HEADER_BYTES + count_elements(places) * dtype.itemsize, size, sizes)
+    return LlmcModel(path, shape, padded, dtype, {place.row.name: place for place in places}, tokenizer)
+
+
+def as_bytes(values: Tensor, dtype: torch.dtype) -> memoryview:
+    return values.to(dtype).cpu().contiguous().flatten().view(torch.uint8).numpy().data
+
+
+def all_bytes(shape: ModelShape, values: Values, dtype: torch.dtype) -> Iterator[memoryview | bytes]:
+    """Everything in llm.c's order, the vocabulary padded with zeros; fetched one parameter at a time."""
+    for place in layout(shape, shape.padded_vocab_size):
+        yield as_bytes(values(place.row), dtype)
+        yield bytes((place.elements - math.prod(place.row.stored_shape)) * dtype.itemsize)
+
+
+def write_model(path: Path, shape: ModelShape, weight: Values, dtype: torch.dtype) -> None:
+    """Writes and fsyncs a model file in float32 or bf16. Raises OSError."""
+    version = next(number for number, kind in VERSIONS.items() if kind == dtype)
+    sizes = (shape.sequence_length, shape.vocab_size, shape.num_layers, shape.num_heads, shape.channels)
+    words = dict(enumerate((MODEL, version, *sizes, shape.padded_vocab_size)))
+
+    def content() -> Iterator[memoryview | bytes]:
+        yield make_header(words)
+        yield from all_bytes(shape, weight, dtype)
+
+    write_file(path, content())

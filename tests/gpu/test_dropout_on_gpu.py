@@ -1,0 +1,207 @@
+"""Dropout on a GPU: the reference's masks bit by bit, gradients as good as the reference's, runs that repeat their bits."""
+
+import dataclasses
+import math
+import shutil
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+
+from handgrad import presets, world
+from handgrad.config import RunConfig
+from handgrad.model import transformer
+from handgrad.model.activations import activations, model_buffers
+from handgrad.model.dropout import model_dropout
+from handgrad.model.parameters import model_tensors
+from handgrad.ops import kernels, reference
+from handgrad.ops.dropout import Dropout
+from handgrad.ops.reference.attention import attention_mask
+from handgrad.training.feed import BatchFeed
+from handgrad.training.start import train
+from handgrad.training.state import allocate_state
+from handgrad.training.step import Stepper
+from tests.conftest import make_model, make_plan
+from tests.gpu.test_kernels_on_gpu import (
+    DTYPES,
+    GPU,
+    HALVES,
+    ROUNDING,
+    SHAPE,
+    ZipfBytes,
+    ZipfTokens,
+    compare,
+    empty,
+    randn,
+    statistics,
+)
+from tests.kernels import memory_checks as checks
+from tests.kernels.memory_checks import Draw, check_repeats
+from tests.test_runs import elsewhere, same_bits, tensors
+
+P = 0.3
+
+
+@pytest.fixture(autouse=True)
+def exact_products() -> None:
+    world.use_precision(GPU, "fp32")
+
+
+@pytest.fixture(scope="module")
+def scratch() -> Tensor:
+    return torch.full((kernels.scratch_bytes(batch=16, length=1024, channels=1600),), 255, dtype=torch.uint8, device=GPU)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("B", "T", "C"), [(64, 1024, 768), (16, 1024, 1600), (3, 37, 24), (2, 50, 2500)])
+def test_alone_and_with_the_residual_sum(B: int, T: int, C: int, dtype: torch.dtype) -> None:
+    checks.check_dropouts(Draw(dtype, "cuda"), B, T, C)
+    check_repeats(checks.dropouts(Draw(dtype, "cuda"), B, T, C))
+
+
+def site(B: int) -> Dropout:
+    return Dropout(torch.arange(B, device=GPU) + (1 << 32) - 1, P, 1337, 4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_product_with_dropout_and_residual(dtype: torch.dtype, scratch: Tensor) -> None:
+    B, T, C, F = 4, 256, 768, 3072
+    x, r, w, b = (randn(*s, dtype=dtype, seed=i) for i, s in enumerate([(B * T, F), (B * T, C), (C, F), (C,)]))
+    w *= F**-0.5
+
+    def run(ops: ModuleType, kind: torch.dtype) -> dict[str, Tensor]:
+        out = empty(B * T, C, dtype=kind)
+        ops.linear_residual_forward(out, *(t.to(kind) for t in (r, x, w, b)), dropout=site(B), scratch=scratch)
+        return {"out": out}
+
+    compare(run, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("B", "T", "H", "D"),
+    [(1, 1, 1, 16), (2, 65, 3, 64), (3, 200, 2, 32), (2, 1024, 12, 64), (1, 777, 2, 128), (2, 256, 2, 96)],
+)
+def test_attention(B: int, T: int, H: int, D: int, dtype: torch.dtype, scratch: Tensor) -> None:
+    """Heads of more than 64 channels, too, which without dropout are cuDNN's."""
+    C = H * D
+    packed, dy = randn(B * T, 3 * C, dtype=dtype, seed=1), randn(B * T, C, dtype=dtype, seed=2)
+    sizes = {"batch": B, "length": T, "num_heads": H, "channels": C, "dropout": True}
+    own_scratch = torch.full((kernels.attention_scratch_bytes(dtype=dtype, **sizes),), 255, dtype=torch.uint8, device=GPU)
+
+    def run(ops: ModuleType, kind: torch.dtype) -> dict[str, Tensor]:
+        qkv, dout = packed.to(kind), dy.to(kind)
+        out, dqkv = empty(B * T, C, dtype=kind), empty(B * T, 3 * C, dtype=kind)
+        lse = empty(B, H, T, dtype=statistics(kind))
+        ops.attention_forward(out, lse, qkv, dropout=site(B), scratch=scratch)
+        ops.attention_backward(dqkv, dout, out, lse, qkv, dropout=site(B), scratch=own_scratch)
+        return {"out": out, "lse": lse, "dqkv": dqkv}
+
+    compare(run, dtype)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("D", [64, 128])
+def test_attentions_masks_bit_by_bit(D: int, dtype: torch.dtype, scratch: Tensor) -> None:
+    """Queries of zero look at all keys alike; values that are unit vectors show which of D keys were kept, and output
+    gradients that are unit vectors show the same in the values' gradient."""
+    B, T, H = 2, 512, 2
+    C = H * D
+    mask = torch.stack([attention_mask(torch.empty(H, T, T, device=GPU), site(B), b) for b in range(B)]) > 0
+    sees = mask & torch.ones(T, T, dtype=torch.bool, device=GPU).tril()
+    lse, out, dqkv = empty(B, H, T, dtype=torch.float32), empty(B * T, C, dtype=dtype), empty(B * T, 3 * C, dtype=dtype)
+    size = kernels.attention_scratch_bytes(batch=B, length=T, num_heads=H, channels=C, dtype=dtype, dropout=True)
+    own_scratch = torch.zeros(size, dtype=torch.uint8, device=GPU)
+    for first in range(0, T, D):
+        unit = torch.zeros(T, D, dtype=dtype, device=GPU)
+        unit[first : first + D] = torch.eye(D, dtype=dtype, device=GPU)
+        qkv = torch.zeros(B, T, 3, H, D, dtype=dtype, device=GPU)
+        qkv[:, :, 2] = unit[:, None]
+        packed = qkv.view(B * T, 3 * C)
+        dout = unit[None, :, None].expand(B, T, H, D).reshape(B * T, C)
+        kernels.attention_forward(out, lse, packed, dropout=site(B), scratch=scratch)
+        kernels.attention_backward(dqkv, dout, out, lse, packed, dropout=site(B), scratch=own_scratch)
+        kept = out.view(B, T, H, D).transpose(1, 2) > 0
+        assert torch.equal(kept, sees[..., first : first + D])
+        dv = dqkv.view(B, T, 3, H, D)[:, :, 2].permute(0, 2, 3, 1) > 0
+        assert torch.equal(dv, sees[:, :, first : first + D])
+
+
+def gradients(ops: ModuleType, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Of the same small model and batch; the weights are numbers that every dtype holds."""
+    source = make_model(SHAPE, 5, 48, torch.float64)
+    flat = source.flat.to(torch.bfloat16).to(torch.float16).to(GPU, dtype)
+    flat_gradients = torch.zeros(flat.shape, dtype=statistics(dtype), device=GPU)
+    config = RunConfig(sequence_length=48, head_chunk_tokens=100, num_layers=SHAPE.num_layers, dropout=P)
+    views = make_plan(model_buffers(config, SHAPE, 5, dtype, ops)).allocate(GPU)
+    act = activations(views, dropout=model_dropout(config, views))
+    assert act.dropout is not None
+    act.dropout.samples.copy_(torch.arange(5) + 11)
+    act.tokens.copy_(source.act.tokens)
+    act.targets.copy_(source.act.targets)
+    act.sorted_positions.copy_(torch.argsort(source.act.tokens.view(-1), stable=True))
+    w, g = model_tensors(flat, source.table), model_tensors(flat_gradients, source.table)
+    scale = torch.tensor([1.0], dtype=statistics(dtype), device=GPU)
+    transformer.loss_and_gradients(ops, w, g, act, scale, vocab_size=301, recompute=0)
+    return {"losses": act.losses} | {row.name: row.view(flat_gradients) for row in source.table}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_model_is_as_good_as_the_reference(dtype: torch.dtype) -> None:
+    exact, own, found = gradients(reference, torch.float64), gradients(reference, dtype), gradients(kernels, dtype)
+    for name in found:
+        error, reference_error = ((t[name].double() - exact[name]).norm().item() for t in (found, own))
+        assert error <= 2 * reference_error + ROUNDING[torch.float32] * exact[name].norm().item(), name
+
+
+def state_after(steps: int, *, graphs: bool, recompute: int = 0, dropout: float = P) -> tuple[Tensor, list]:
+    """Master weights and results of steps of a d12-wide model in bf16."""
+    sizes = presets.model("d12") | {"num_layers": 2}
+    settings = {"micro_batch": 8, "tokens_per_step": 16384, "precision": "bf16", "recompute": recompute, "dropout": dropout}
+    config = RunConfig(**sizes, **settings, steps=50, warmup_steps=5)
+    state = allocate_state(config, config.shape(50257), world.use_precision(GPU, "bf16"), GPU, kernels)
+    stepper = Stepper(config, state, BatchFeed(ZipfTokens(), state.activations), graphs=graphs)
+    return state.master, [stepper.step(step) for step in range(steps)]
+
+
+def test_the_same_bits_with_and_without_graphs_at_every_recompute_level() -> None:
+    """A recorded micro-step takes the samples of its own micro-batch: with the first one's masks the bits would differ."""
+    first, results = state_after(6, graphs=True)
+    assert results[-1].loss < results[0].loss - 0.3
+    for graphs, recompute in ((False, 0), (True, 1), (True, 2), (False, 2)):
+        again, other = state_after(6, graphs=graphs, recompute=recompute)
+        assert torch.equal(again, first) and other == results, (graphs, recompute)
+    _, without = state_after(2, graphs=True, dropout=0.0)
+    assert without[0].loss != results[0].loss
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_two_runs_and_a_resumed_one(config: RunConfig, precision: str) -> None:
+    config = dataclasses.replace(config, device="cuda", backend="kernels", precision=precision, dropout=P)
+    train(config)
+    again = elsewhere(config, "again")
+    train(again)
+    same_bits(config.out, again.out, config.steps)
+    expected = tensors(again.out, 12)
+    shutil.rmtree(Path(again.out) / "checkpoints" / "step_00000012")
+    train(again)
+    assert all(torch.equal(a, b) for a, b in zip(expected.values(), tensors(again.out, 12).values(), strict=True))
+
+
+def test_the_loss_follows_the_cpu(config: RunConfig) -> None:
+    """The same masks on both machines."""
+    config = dataclasses.replace(config, dropout=P, steps=6)
+    losses = []
+    for name, device, backend in (("cpu", "cpu", "reference"), ("gpu", "cuda", "kernels")):
+        run = elsewhere(config, name, device=device, backend=backend)
+        state = allocate_state(
+            run, run.shape(257), torch.float32, torch.device(device), kernels if name == "gpu" else reference
+        )
+        stepper = Stepper(run, state, BatchFeed(ZipfBytes(), state.activations))
+        losses.append([stepper.step(step).loss for step in range(6)])
+    assert all(math.isclose(a, b, abs_tol=1e-4) for a, b in zip(*losses, strict=True))

@@ -1,0 +1,86 @@
+"""The kernels of generation as they are launched at GPT-2's sizes, compiled without a GPU.
+
+    python -m tests.kernels.decode_kernel_table      prints what they cost as JSON
+
+Needs a process without TRITON_INTERPRET.
+"""
+
+import json
+import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import triton
+
+from handgrad.ops.kernels import choosing, decode
+from tests.kernels.compiling import compile_kernel
+
+ARCHITECTURES = (80, 90, 100)
+POINTERS = (
+    "out",
+    "x",
+    "ln_weight",
+    "ln_bias",
+    "weight",
+    "bias",
+    "residual",
+    "keys",
+    "values",
+    "qkv",
+    "logits",
+    "wte",
+    "wpe",
+)
+SIGNATURE = dict.fromkeys(POINTERS, "*bf16:16")
+SIGNATURE |= dict.fromkeys(("positions", "tokens", "tokens_out", "seeds"), "*i64:16")
+SIGNATURE |= dict.fromkeys(("values_out", "largest"), "*fp32:16") | dict.fromkeys(
+    ("ids", "ids_out", "broken", "broken_out"), "*i32:16"
+)
+SIGNATURE |= dict.fromkeys(("O", "K", "C", "maxT", "D", "stride"), "i32:16") | dict.fromkeys(("H", "V", "parts"), "i32")
+SIGNATURE |= dict.fromkeys(("SCALE", "temperature", "penalty", "least"), "fp32")
+
+
+def launches() -> dict[str, tuple[triton.JITFunction, dict[str, object], int]]:
+    """name: (kernel, its constants, warps), as the operations launch them."""
+    found: dict[str, tuple[triton.JITFunction, dict[str, object], int]] = {}
+    nothing = {"ln_weight": None, "ln_bias": None, "residual": None}
+    for C in (768, 1600):
+        for name, O, K in (("qkv", 3 * C, C), ("proj", C, C), ("fc", 4 * C, C), ("fcproj", C, 4 * C), ("head", 50304, C)):
+            rows, block, warps = decode.product_tile(O, K)
+            absent = set(nothing) - ({"residual"} if "proj" in name else {"ln_weight", "ln_bias"})
+            constants = {"ROWS": rows, "BLOCK": block, "LATE": name == "qkv", "EPSILON": 1e-5, "GELU": name == "fc"}
+            absent |= {"bias"} if name == "head" else set()
+            found[f"{name} of {C}"] = decode._row_product, constants | dict.fromkeys(absent), warps
+    for name, (elements, warps) in {"few": decode.FEW_ATTENTIONS, "many": decode.MANY_ATTENTIONS}.items():
+        found[f"attention, {name}"] = decode._attention, {"KEYS": elements // 64, "BLOCK": 64}, warps
+    found["embedding"] = decode._embedding, {"BLOCK": 1024}, 2
+    found["greatest"] = choosing._greatest, {"seen": None, "BLOCK": choosing.CHOICES}, 4
+    found["draw"] = choosing._draw, {"seen": None, "BLOCK": choosing.CHOICES, "PARTS": 64}, 4
+    found["join"] = choosing._join, {"seen": None, "PARTS": 64}, 1
+    return found
+
+
+def compiled(name: str, arch: int) -> dict[str, object]:
+    kernel, constants, warps = launches()[name]
+    signature = dict(SIGNATURE)
+    if name == "join":
+        signature["values"] = "*fp32:16"
+    overlaps = arch >= 90
+    options = {"launch_pdl": True} if overlaps else {}
+    result = compile_kernel(kernel, signature, constants | {"OVERLAPS": overlaps}, warps, 3, arch, **options)
+    before, _, _ = result["ptx"].partition("griddepcontrol.wait")
+    widths = [int(v or 1) * int(b) // 8 for v, b in re.findall(r"ld\.global[\w.:]*?(?:\.v(\d))?\.b(\d+)", before)]
+    return {
+        "kernel": name,
+        "arch": arch,
+        "registers": result["registers"],
+        "stack": result["stack"],
+        "weight_bytes_before_waiting": 32 * warps * sum(w for w in widths if w == 16) if overlaps else None,
+        "tile_bytes": 2 * int(constants.get("ROWS", 0)) * int(constants.get("BLOCK", 0)),
+    }
+
+
+if __name__ == "__main__":
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(compiled, name, arch) for name in launches() for arch in ARCHITECTURES]
+        json.dump([job.result() for job in jobs], sys.stdout, indent=1)

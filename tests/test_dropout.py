@@ -1,0 +1,300 @@
+"""Dropout: gradients against float64 autograd, masks that follow from numbers alone, and that nothing else sees them."""
+
+import dataclasses
+import itertools
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.twin import Twin
+from handgrad.config import RunConfig, check
+from handgrad.data.batches import Batches
+from handgrad.data.shards import open_dataset
+from handgrad.errors import UsageError
+from handgrad.model import transformer
+from handgrad.model.dropout import SAMPLES, BlockDropout, ModelDropout
+from handgrad.ops import reference as ops
+from handgrad.ops.dropout import Dropout
+from handgrad.ops.reference.attention import attention_mask
+from handgrad.training.feed import BatchFeed
+from handgrad.training.header import dropout_lines
+from handgrad.training.start import train
+from handgrad.training.state import allocate_state, training_plan
+from tests.conftest import Model, make_model
+from tests.test_model import ODD, run
+from tests.test_runs import elsewhere, same_bits
+from tests.test_training import CPU, steps_of
+
+P = 0.3
+
+
+def factors(dropout: Dropout, N: int, C: int) -> Tensor:
+    """(N, C) of 0 and 1 / (1 - p), as the operation multiplies."""
+    out = torch.full((N, C), math.nan, dtype=torch.float64)
+    ops.dropout_forward(out, torch.ones(N, C, dtype=torch.float64), dropout)
+    return out
+
+
+def place(site: int = 0, *, samples: Tensor | None = None, seed: int = 1337, p: float = P) -> Dropout:
+    return Dropout(torch.arange(4) if samples is None else samples, p, seed, site)
+
+
+# The gradient.
+
+
+def places(dropout: ModelDropout) -> Iterator[Dropout]:
+    yield dropout.embedding
+    for block in dropout.blocks:
+        yield from (place for place in (block.attention, block.proj, block.fcproj) if place is not None)
+
+
+def loss_of_twin(twin: Twin, model: Model) -> Tensor:
+    """The twin's loss with the operations' masks at GPT-2's places."""
+    tokens, dropout = model.act.tokens, model.act.dropout
+    assert dropout is not None
+    B, T = tokens.shape
+    C, H = model.shape.channels, model.shape.num_heads
+
+    def drop(x: Tensor, site: Dropout | None) -> Tensor:
+        assert site is not None
+        return x * factors(site, B * T, C).view(B, T, C)
+
+    x = drop(twin.wte(tokens) + twin.wpe.weight[:T], dropout.embedding)
+    for block, sites in zip(twin.blocks, dropout.blocks, strict=True):
+        q, k, v = block.qkv(block.ln1(x)).view(B, T, 3, H, C // H).permute(2, 0, 3, 1, 4)
+        scores = q @ k.transpose(-1, -2) / math.sqrt(C // H)
+        weights = scores.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -math.inf).softmax(-1)
+        assert sites.attention is not None
+        weights = weights * torch.stack([attention_mask(weights[b].detach(), sites.attention, b) for b in range(B)])
+        x = x + drop(block.proj((weights @ v).transpose(1, 2).reshape(B, T, C)), sites.proj)
+        x = x + drop(block.fcproj(F.gelu(block.fc(block.ln2(x)), approximate="tanh")), sites.fcproj)
+    logits = F.linear(twin.lnf(x), twin.wte.weight)[..., : twin.vocab_size]
+    return F.cross_entropy(logits.reshape(-1, twin.vocab_size), model.act.targets.reshape(-1))
+
+
+@pytest.mark.parametrize("recompute", [0, 1, 2])
+@pytest.mark.parametrize(("batch", "length", "chunk"), [(1, 1, 1), (3, 17, 20)])
+def test_gradients_equal_autograd(batch: int, length: int, chunk: int, recompute: int) -> None:
+    model = make_model(ODD, batch, length, recompute=recompute, chunk=chunk, dropout=P)
+    run(model, recompute=recompute, scale=1 / (batch * length))
+    twin = Twin(model.shape, padded=True).double()
+    twin.load(model.table, model.flat)
+    loss = loss_of_twin(twin, model)
+    loss.backward()
+    assert abs(model.act.losses.mean() - loss) <= 1e-12 * loss
+    for row in model.table:
+        wanted = twin.parameter_of(row).grad
+        assert wanted is not None
+        error = (row.view(model.flat_gradients) - wanted).norm() / wanted.norm().clamp_min(1e-12)
+        assert error <= 1e-10, f"{row.name}: relative error {error:.3g}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_recompute_levels_give_the_same_bits(dtype: torch.dtype) -> None:
+    found = []
+    for level in (0, 1, 2):
+        model = make_model(ODD, 3, 16, dtype, recompute=level, dropout=P)
+        run(model, recompute=level)
+        found.append((model.flat_gradients, model.act.losses.clone()))
+    for gradients, losses in found[1:]:
+        assert torch.equal(gradients, found[0][0]) and torch.equal(losses, found[0][1])
+
+
+def test_evaluation_leaves_nothing_out() -> None:
+    with_dropout, without = (make_model(ODD, 3, 16, torch.float32, dropout=p) for p in (P, 0.0))
+    for model in (with_dropout, without):
+        transformer.loss(ops, model.weights, model.act, vocab_size=ODD.vocab_size)
+    evaluated = with_dropout.act.losses.clone()
+    assert torch.equal(evaluated, without.act.losses)
+    run(with_dropout)
+    assert (with_dropout.act.losses != evaluated).all(), "training leaves something out"
+
+
+def test_the_branch_in_16_bits_is_rounded_once() -> None:
+    """Kept numbers of the branch, times 1 / (1 - p), and the stream are added in float32."""
+    residual, branch = (torch.randn(64, 48, generator=torch.Generator().manual_seed(s)).bfloat16() for s in (1, 2))
+    out, site = branch.clone(), place()
+    ops.dropout_residual_forward(out, residual, site)
+    kept = factors(site, 64, 48) > 0
+    exact = residual.float() + torch.where(kept, branch.float() * site.scale, 0.0)
+    assert torch.equal(out, exact.bfloat16())
+
+
+# The masks.
+
+
+def hashed(x: int) -> int:
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        x = (x ^ (x >> shift)) * factor % 2**32
+    return x ^ (x >> 16)
+
+
+def kept_by_the_book(seed: int, site: int, sample: int, head: int | None, row: int, column: int, p: float) -> bool:
+    """docs/operations/dropout.md, number by number."""
+    weyl = 0x9E3779B1
+    key = hashed(sample % 2**32 ^ hashed(sample >> 32 ^ hashed(site ^ hashed(seed))))
+    if head is not None:
+        key = hashed((head * weyl + key) % 2**32)
+    shared = hashed((row // 16 * weyl + key) % 2**32)
+    place = row % 16 * 2**20 + column // 16 * 16 + column % 8
+    number = hashed((place * weyl + shared) % 2**32)
+    return (number >> 16 if column & 8 else number % 2**16) >= round(p * 2**16)
+
+
+def test_a_mask_follows_the_book() -> None:
+    samples = torch.tensor([7, 2**32 + 7, 2**40 - 1])
+    dropout = place(5, samples=samples, seed=2**32 - 1)
+    T, C = 37, 21
+    found = factors(dropout, 3 * T, C).view(3, T, C)
+    heads = attention_mask(torch.empty(2, T, T, dtype=torch.float64), dropout, 1)
+    for row, column in itertools.product(range(T), range(C)):
+        for b, sample in enumerate(samples.tolist()):
+            kept = kept_by_the_book(dropout.seed, 5, sample, None, row, column, P)
+            assert found[b, row, column] == kept * dropout.scale
+        for head in range(2):
+            kept = kept_by_the_book(dropout.seed, 5, 2**32 + 7, head, row, column, P)
+            assert heads[head, row, column] == kept * dropout.scale
+
+
+def unlikely(share: float, expected: float, count: int) -> bool:
+    """Whether a share of `count` trials is more than five standard deviations off."""
+    return abs(share - expected) > 5 * math.sqrt(expected * (1 - expected) / count)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_masks_look_random(p: float) -> None:
+    """The share of kept numbers is right over all, in every row, column and sample; and pairs of numbers are kept together
+    as often as if they were independent: neighbours, the two halves of a hash, rows of a common key and of two, samples,
+    sites, seeds, heads."""
+    T, C, H = 256, 256, 2
+    site = place(3, p=p)
+    threshold = site.threshold / 2**16
+
+    def kept(dropout: Dropout) -> Tensor:
+        return factors(dropout, 4 * T, C).view(4, T, C) > 0
+
+    mask = kept(site)
+    for dims in ((0, 1, 2), (1, 2), (0, 1), (0, 2)):
+        shares = mask.double().mean(dims).flatten()
+        count = mask.numel() // shares.numel()
+        assert not any(unlikely(share, 1 - threshold, count) for share in shares.tolist()), dims
+    heads = attention_mask(torch.empty(H, T, C), site, 0) > 0
+    pairs = {
+        **{f"columns {n} apart": (mask[..., :-n], mask[..., n:]) for n in (1, 2, 7, 8, 9, 16)},
+        **{f"rows {n} apart": (mask[:, :-n], mask[:, n:]) for n in (1, 2, 15, 16, 17)},
+        "halves of a hash": (mask.view(4, T, -1, 2, 8)[..., 0, :], mask.view(4, T, -1, 2, 8)[..., 1, :]),
+        "neighbouring samples": (mask[:-1], mask[1:]),
+        "neighbouring sites": (mask, kept(dataclasses.replace(site, site=4))),
+        "neighbouring seeds": (mask, kept(dataclasses.replace(site, seed=1338))),
+        "heads": (heads[0], heads[1]),
+        "head and sample": (heads[0], mask[0]),
+    }
+    for name, (a, b) in pairs.items():
+        both = (a & b).double().mean().item()
+        assert not unlikely(both, (1 - threshold) ** 2, a.numel()), name
+
+
+def test_every_place_of_a_model_has_masks_of_its_own() -> None:
+    dropout = make_model(ODD, 1, 19, dropout=P).act.dropout
+    assert dropout is not None
+    sites = list(places(dropout))
+    assert len(sites) == 1 + 3 * ODD.num_layers and len({site.stream for site in sites}) == len(sites)
+
+
+def test_the_mean_stays() -> None:
+    """What is kept is scaled by the share that really is kept, a multiple of 2^-16."""
+    for p in (1e-4, 0.1, 0.3, 0.99):
+        site = place(p=p)
+        assert site.scale * (1 - site.threshold / 2**16) == pytest.approx(1, rel=1e-15)
+        assert abs(site.threshold / 2**16 - p) <= 2**-17
+
+
+def test_masks_do_not_depend_on_the_micro_batch() -> None:
+    T, C = 19, 24
+    whole = factors(place(samples=torch.arange(5, 9)), 4 * T, C)
+    halves = [factors(place(samples=torch.arange(first, first + 2)), 2 * T, C) for first in (5, 7)]
+    assert torch.equal(whole, torch.cat(halves))
+    scores = torch.empty(2, T, T)
+    a, b = place(samples=torch.arange(5, 9)), place(samples=torch.tensor([8]))
+    assert torch.equal(attention_mask(scores, a, 3), attention_mask(scores, b, 0))
+
+
+# In a run.
+
+
+@pytest.fixture
+def dropping(config: RunConfig) -> RunConfig:
+    return dataclasses.replace(config, dropout=P)
+
+
+def test_the_feed_says_which_samples(dropping: RunConfig) -> None:
+    dataset = open_dataset(dropping.data)
+    state = allocate_state(dropping, dropping.shape(dataset.tokenizer.vocab_size), torch.float32, CPU, ops)
+    feed = BatchFeed(Batches(dataset.splits["train"], dropping.sequence_length, 1), state.activations)
+    assert state.activations.dropout is not None
+    for first in (0, 2**33 + 5):
+        feed.fill(first)
+        assert state.activations.dropout.samples.tolist() == list(range(first, first + dropping.micro_batch))
+
+
+def test_the_micro_batch_changes_nothing_but_rounding(dropping: RunConfig) -> None:
+    _, small = steps_of(dataclasses.replace(dropping, micro_batch=1), 3)
+    _, large = steps_of(dataclasses.replace(dropping, micro_batch=8), 3)
+    _, without = steps_of(dataclasses.replace(dropping, dropout=0.0), 3)
+    for a, b, c in zip(small, large, without, strict=True):
+        assert abs(a.loss - b.loss) < 1e-5 and abs(a.loss - c.loss) > 1e-4
+
+
+def test_a_resumed_run_has_the_same_bits(dropping: RunConfig) -> None:
+    dropping = dataclasses.replace(dropping, steps=8, sample_tokens=0, keep_checkpoints=0)
+    train(dropping)
+    again = elsewhere(dropping, "again")
+    shutil.copytree(dropping.out, again.out)
+    shutil.rmtree(Path(again.out) / "checkpoints" / "step_00000008")
+    train(again)
+    assert "resumed at step 4" in (Path(again.out) / "log.txt").read_text()
+    same_bits(dropping.out, again.out, 8)
+
+
+def test_memory_is_the_numbers_of_the_samples(config: RunConfig) -> None:
+    shape = config.shape(257)
+    plans = [training_plan(dataclasses.replace(config, dropout=p), shape, torch.float32, CPU, ops) for p in (0.0, P)]
+    without, with_dropout = ({name: view.shape for name, view in plan.allocate(CPU).items()} for plan in plans)
+    assert with_dropout == without | {SAMPLES: (config.micro_batch,)}
+    assert plans[1].total_bytes - plans[0].total_bytes <= 512, "one row, aligned"
+
+
+def test_header_and_plan_say_what_it_costs(config: RunConfig) -> None:
+    """Two layers: 24 passes over 4 x 32 tokens of 32 channels in float32, half of that in bf16."""
+    for precision, moved in (("fp32", "384.0 KiB"), ("bf16", "192.0 KiB")):
+        (line,) = dropout_lines(dataclasses.replace(config, dropout=0.1, precision=precision))
+        assert line.startswith("dropout    0.1 ") and line.endswith(
+            f"masks take no memory, and a micro-batch moves {moved} more"
+        )
+    assert dropout_lines(config) == []
+
+
+def test_nothing_is_left_out_unless_asked_for(config: RunConfig) -> None:
+    state, _ = steps_of(config, 0)
+    assert config.dropout == 0 and state.activations.dropout is None
+    assert BlockDropout() == BlockDropout(None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"dropout": 1.0}, "dropout must be 0 to 0.99, found 1"),
+        ({"dropout": -0.1}, "dropout must be 0 to 0.99, found -0.1"),
+        ({"dropout": math.nan}, "dropout must be 0 to 0.99, found nan"),
+        ({"dropout": 0.1, "precision": "fp8"}, "precision fp8 has no dropout, found dropout 0.1; bf16 has"),
+    ],
+)
+def test_what_cannot_run_is_refused(config: RunConfig, settings: dict, told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        check(dataclasses.replace(config, **settings))
