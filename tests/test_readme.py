@@ -23,7 +23,7 @@ from tests.data.test_download import Server
 from tests.test_scaling_docs import scaling_rows
 
 ROOT = Path(__file__).parents[1]
-BLOCKS = re.findall(r"^```bash\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+BLOCKS = re.findall(r"^```(?:bash|python)\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
 RESULTS = ROOT / "benchmarks" / "results"
 HUB_NAME = "HuggingFaceFW/fineweb"
 
@@ -84,7 +84,8 @@ def test_block(number: int, folder: Path, environment: dict[str, str]) -> None:
         targets = re.findall(r"^make (\w+)", block, re.MULTILINE)
         assert targets == ["train", "test"]
         block = f"make --dry-run {' '.join(targets)}"
-    command = ["bash", "-euo", "pipefail", "-c", block]
+    python = block.startswith("import ")
+    command = [sys.executable, "-c", block] if python else ["bash", "-euo", "pipefail", "-c", block]
     run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, f"{block}\n{run.stdout}\n{run.stderr}"
 

@@ -2,23 +2,12 @@
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 from handgrad import presets
-from handgrad.config import (
-    BACKENDS,
-    DEVICES,
-    FIELDS,
-    PRECISIONS,
-    RunConfig,
-    check,
-    convert,
-    nearest_name,
-    read_toml,
-    to_dict,
-)
+from handgrad.config import BACKENDS, DEVICES, FIELDS, PRECISIONS, RunConfig, nearest_name
 from handgrad.errors import UsageError
+from handgrad.training import settings
 
 METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT"}
 
@@ -63,39 +52,9 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_config(arguments: argparse.Namespace) -> RunConfig:
-    """The configuration that the arguments describe: preset, then recipe, then `--model`, then single flags."""
-    recipe = read_toml(arguments.config) if arguments.config else {}
-    recipe_preset = recipe.pop("preset", None)
-    name = arguments.preset or recipe_preset
-    settings = to_dict(presets.preset(name)) if name else {}
-    if "model" in recipe:
-        settings |= presets.model(recipe.pop("model"))
-    settings |= recipe
-    if arguments.model:
-        settings |= presets.model(arguments.model)
-    settings |= {n: convert(n, getattr(arguments, n)) for n in FIELDS if getattr(arguments, n) is not None}
-    if settings.get("init_from"):
-        settings = {**sizes_of_weights(settings), **settings}
-    elif not name and not arguments.config and "num_layers" not in settings:
-        raise UsageError(
-            f"say what to train: a preset ({', '.join(presets.PRESETS)}), --config FILE, --model NAME or"
-            " --init-from WEIGHTS"
-        )
-    return check(RunConfig(**settings))
-
-
-def sizes_of_weights(settings: dict[str, Any]) -> dict[str, Any]:
-    """The model's sizes as the weights in `init_from` have them. A run that has begun from them has them, too, and goes on
-    without the weights."""
-    from handgrad import checkpoint  # which needs torch, as `--help` does not
-    from handgrad.interop.sources import SIZES, read_sizes
-
-    if settings.keys() >= set(SIZES):
-        return {}
-    begun = checkpoint.peek_config(Path(settings.get("out", RunConfig.out)))
-    if begun is not None and begun.get("init_from") == settings["init_from"]:
-        return {name: begun[name] for name in SIZES}
-    return read_sizes(settings["init_from"])
+    """The configuration that the arguments describe (`training.settings`)."""
+    given = {name: value for name in FIELDS if (value := getattr(arguments, name)) is not None}
+    return settings.run_config(arguments.preset or "", arguments.config or "", arguments.model or "", given)
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:

@@ -15,15 +15,14 @@ from handgrad.arena import Buffer, Plan, make_plan
 from handgrad.backend import choose_backend
 from handgrad.commands.arguments import Parser, add_model_arguments
 from handgrad.config import RunConfig
-from handgrad.data.batches import Batches, host_buffers
-from handgrad.data.shards import Dataset, open_dataset
+from handgrad.data.shards import Dataset
 from handgrad.distributed.joining import joined
 from handgrad.distributed.launchers import find_place
 from handgrad.distributed.ranks import Ranks
-from handgrad.errors import DataError, NumericsError, UsageError
+from handgrad.errors import NumericsError, UsageError
+from handgrad.evaluation.held_out import held_out_loss, open_held_out
 from handgrad.evaluation.likelihoods import Request, Workload
 from handgrad.evaluation.load import LoadedModel, Weights, load_model
-from handgrad.evaluation.loss import bits_per_byte, mean_loss, perplexity
 from handgrad.evaluation.records import AFTERWARDS, append_to_run, check_writable, task_record, write_rows
 from handgrad.evaluation.scoring import TaskResult, make_requests, results_of
 from handgrad.evaluation.tasks import TASKS, TaskData, load_tasks, parse_tasks
@@ -116,45 +115,31 @@ def split_of(parsed: Namespace, asked: Weights) -> Dataset:
     folder = parsed.data or asked.config.data
     if not folder:
         raise UsageError(f"{parsed.checkpoint} is of no run and knows no data; give --data DIR, of the model's tokenizer")
-    dataset = open_dataset(folder)
-    if dataset.tokenizer.sha256 != asked.tokenizer.sha256:
-        raise DataError(
-            f"{folder} was made with another tokenizer ({dataset.tokenizer.kind}) than the model's"
-            f" ({asked.tokenizer.kind}); prepare the text with the model's tokenizer"
-        )
-    if not dataset.splits["validation"]:
-        raise DataError(f"{folder} has no validation split; prepare it with --validation-fraction above 0")
-    return dataset
+    return open_held_out(folder, asked.tokenizer)
 
 
 def loss_lines(
     parsed: Namespace, model: LoadedModel, dataset: Dataset, views: dict[str, Tensor], ranks: Ranks
 ) -> list[str]:
     """The validation loss, in the units people compare."""
-    length = model.shape.sequence_length
-    batches = Batches(dataset.splits["validation"], length, 0, shuffle=False)
-    samples = max(1, parsed.eval_tokens // length) if parsed.eval_tokens else batches.samples_per_epoch
-    act = activations(views)
-    loss = mean_loss(
+    found = held_out_loss(
         model.ops,
         model.weights,
-        act,
-        batches,
-        samples=samples,
+        activations(views),
+        dataset,
         vocab_size=model.shape.vocab_size,
-        host_buffers=host_buffers(act.tokens, act.targets),
+        eval_tokens=parsed.eval_tokens,
         ranks=ranks,
     )
-    tokens = min(samples, batches.samples_per_epoch) * length
     lines = [
-        f"validation tokens {tokens} of {dataset.tokens('validation')} in {parsed.data or model.config.data}",
-        f"loss              {loss:.4f} nats per token",
-        f"perplexity        {perplexity(loss):.2f}",
+        f"validation tokens {found.tokens} of {dataset.tokens('validation')} in {parsed.data or model.config.data}",
+        f"loss              {found.loss:.4f} nats per token",
+        f"perplexity        {found.perplexity:.2f}",
     ]
-    if (bits := bits_per_byte(loss, dataset)) is not None:
-        lines.append(f"bits per byte     {bits:.4f}")
+    if found.bits_per_byte is not None:
+        lines.append(f"bits per byte     {found.bits_per_byte:.4f}")
     if floor := dataset.floor("validation"):
-        lines.append(f"source's entropy  {floor:.4f} nats per token; the loss is {loss / floor - 1:+.1%}")
+        lines.append(f"source's entropy  {floor:.4f} nats per token; the loss is {found.loss / floor - 1:+.1%}")
     return lines
 
 

@@ -11,10 +11,10 @@ from handgrad.backend import choose_backend
 from handgrad.commands.arguments import Parser, add_model_arguments
 from handgrad.errors import DataError, UsageError, storage_error
 from handgrad.evaluation.decode import decode_buffers, decode_tensors
-from handgrad.evaluation.generate import Continuation, Decoder, SamplingOptions
+from handgrad.evaluation.generate import Continuation, Decoder, SamplingOptions, check_writing
 from handgrad.evaluation.jsonl import check_free, read_prompts, whole_lines
 from handgrad.evaluation.load import LoadedModel, load_model
-from handgrad.evaluation.text import stream_text
+from handgrad.evaluation.text import document, stream_text
 from handgrad.interop.sources import open_weights
 
 PROGRESS_SECONDS = 5  # between two lines about a file of prompts
@@ -38,7 +38,9 @@ def run(arguments: Sequence[str]) -> int:
         lambda config, shape: decode_buffers(shape, batch, dtype, ops),
     )
     texts = [
-        Continuation(encoded(model, row["prompt"]), row.get("max_tokens", parsed.max_tokens), parsed.seed + number)
+        Continuation(
+            document(model.tokenizer, row["prompt"]), row.get("max_tokens", parsed.max_tokens), parsed.seed + number
+        )
         for number, row in enumerate(prompts)
     ]
     settings = {"vocab_size": model.shape.vocab_size, "end_of_text": model.tokenizer.end_of_text}
@@ -77,14 +79,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--out", metavar="FILE", help="for --in: the same lines with text, tokens and why it stopped")
     add("--batch", type=int, default=8, metavar="N", help="texts at once, of samples or prompts (default: 8)")
     parsed = parser.parse(arguments)
-    for name, least in {"samples": 1, "max_tokens": 1, "batch": 1}.items():
+    for name in ("samples", "batch"):
         value = getattr(parsed, name)
-        if value is not None and value < least:
-            raise UsageError(f"--{name.replace('_', '-')} must be {least} or more, found {value}")
-    if not 0 <= parsed.seed < 1 << 32:
-        raise UsageError(f"--seed must be at least 0 and below 2^32, found {parsed.seed}")
-    if not all(parsed.stop):
-        raise UsageError("--stop must be some text, found none")
+        if value is not None and value < 1:
+            raise UsageError(f"--{name} must be 1 or more, found {value}")
+    check_writing(parsed.max_tokens, parsed.seed, parsed.stop)
     if bool(parsed.input) != bool(parsed.out):
         raise UsageError("--in FILE.jsonl and --out FILE.jsonl go together")
     if sum(given is not None for given in (parsed.prompt, parsed.prompt_file, parsed.input)) > 1:
@@ -106,11 +105,6 @@ def prompt_of(parsed: argparse.Namespace) -> str:
         raise storage_error(error, f"reading {where}") from None
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: expected UTF-8, found something else at byte {error.start}") from None
-
-
-def encoded(model: LoadedModel, prompt: str) -> list[int]:
-    """A document starts with end-of-text, as in training."""
-    return [model.tokenizer.end_of_text, *model.tokenizer.encode(prompt).tolist()]
 
 
 def write_terminal(

@@ -1,7 +1,7 @@
 """Texts from a model, a batch at a time: whoever ends makes room for the next, and the device never waits for the host."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 
@@ -38,6 +38,16 @@ class SamplingOptions:
         expect(0 < self.top_p <= 1, "top_p", "above 0 and at most 1 (all tokens)")
         expect(0 <= self.min_p <= 1, "min_p", "from 0 (all tokens) to 1")
         expect(0.001 <= self.repetition_penalty <= 1000, "repetition_penalty", "from 0.001 to 1000 (1: none)")
+
+
+def check_writing(max_tokens: int, seed: int, stops: Sequence[str]) -> None:
+    """Raises `UsageError` for what no text can be written with."""
+    if max_tokens < 1:
+        raise UsageError(f"--max-tokens must be 1 or more, found {max_tokens}")
+    if not 0 <= seed < 1 << 32:
+        raise UsageError(f"--seed must be at least 0 and below 2^32, found {seed}")
+    if not all(stops):
+        raise UsageError("--stop must be some text, found none")
 
 
 @dataclass(eq=False)

@@ -84,13 +84,8 @@ def load_model(
     table = parameter_table(shape)
     parameters = Buffer("parameters", (flat_elements(table),), dtype, "parameters")
     plan = make_plan([parameters, *buffers(config, shape)])
-    available = world.available_bytes(device)
-    if available is not None and plan.total_bytes > available:
-        raise DataError(
-            f"{weights.origin['source']} needs {plan.total_bytes >> 20} MiB so,"
-            f" {device.type} has {available >> 20} MiB free;"
-            " try fewer at once (--micro-batch of `evaluate`, --batch of `sample`) or --precision bf16"
-        )
+    fewer = "try fewer at once (--micro-batch of `evaluate`, --batch of `sample`) or --precision bf16"
+    check_available(plan.total_bytes, device, weights.origin["source"], fewer)
     views = plan.allocate(device)
     flat = views["parameters"]
     if weights.checkpoint is not None:
@@ -99,3 +94,10 @@ def load_model(
         for row in table:
             row.stored(flat).copy_(weights.weight(row))
     return LoadedModel(config, shape, weights.tokenizer, ops, device, model_tensors(flat, table), views)
+
+
+def check_available(needed_bytes: int, device: torch.device, what: str, advice: str) -> None:
+    """Raises `DataError` when the device has not that much memory left."""
+    available = world.available_bytes(device)
+    if available is not None and needed_bytes > available:
+        raise DataError(f"{what} needs {needed_bytes >> 20} MiB so, {device.type} has {available >> 20} MiB free; {advice}")

@@ -10,6 +10,11 @@ from handgrad.evaluation.generate import STOP, Continuation, Decoder, SamplingOp
 from handgrad.model.parameters import ModelTensors
 
 
+def document(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The tokens of a document that begins with `text`: end-of-text first, as in training."""
+    return [tokenizer.end_of_text, *tokenizer.encode(text).tolist()]
+
+
 class TextStream:
     """The text of one continuation, piece by piece.
 

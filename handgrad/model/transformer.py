@@ -63,9 +63,15 @@ def forward_blocks(ops: ModuleType, w: ModelTensors, act: Activations) -> Tensor
 def loss(ops: ModuleType, w: ModelTensors, act: Activations, *, vocab_size: int) -> None:
     """act.tokens, act.targets (B, T) -> act.losses (N): the cross-entropy of each token in nats, without dropout."""
     forward_blocks(ops, w, act)
+    for rows, logits in head_logits(ops, w, act):
+        ops.classifier_forward(act.losses[rows], logits, act.targets.view(-1)[rows], vocab_size=vocab_size)
+
+
+def head_logits(ops: ModuleType, w: ModelTensors, act: Activations) -> Iterator[tuple[slice, Tensor]]:
+    """act.lnf (N, C) -> chunk by chunk (which of the N, their logits (rows, Vp)); the next chunk takes the same memory."""
     for rows, logits in _chunks(act):
         ops.linear_forward(logits, part(act.lnf, rows), w.head, None, scratch=act.scratch)
-        ops.classifier_forward(act.losses[rows], logits, act.targets.view(-1)[rows], vocab_size=vocab_size)
+        yield rows, logits
 
 
 def loss_and_gradients(

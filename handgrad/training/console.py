@@ -2,11 +2,16 @@
 
 import os
 import sys
+from collections import deque
+from typing import Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from handgrad.training.step import StepResult
+
+SPEED_WINDOW = 20  # steps over which tokens/s and the remaining time are averaged
+Shows = Literal["live", "lines", "nothing"]  # on the console: a live line where there is a terminal, plain lines, nothing
 
 
 def human_count(number: float) -> str:
@@ -64,13 +69,29 @@ def step_line(step: int, steps: int, result: StepResult, seconds: float, tokens_
     )
 
 
+class Pace:
+    """The mean length of the last steps."""
+
+    def __init__(self) -> None:
+        self.seconds: deque[float] = deque(maxlen=SPEED_WINDOW)
+        self.warming_up = True
+
+    def add(self, elapsed_seconds: float) -> float:
+        """Takes in a step; returns the mean in seconds."""
+        if len(self.seconds) == 1 and self.warming_up:  # the first step also waits for libraries and page faults
+            self.seconds.clear()
+            self.warming_up = False
+        self.seconds.append(elapsed_seconds)
+        return sum(self.seconds) / len(self.seconds)
+
+
 class Display:
     """A live line with a bar on a terminal; nothing but the plain lines otherwise."""
 
-    def __init__(self, steps: int, completed: int):
+    def __init__(self, steps: int, completed: int, shows: Shows):
         self.console = Console(highlight=False)
-        self.live = sys.stdout.isatty()
-        self.closed = False
+        self.live = shows == "live" and sys.stdout.isatty()
+        self.closed = shows == "nothing"
         columns = (BarColumn(bar_width=24), TextColumn("{task.description}"))
         self.progress = Progress(*columns, console=self.console, transient=True, refresh_per_second=4)
         self.task = self.progress.add_task("", total=steps, completed=completed)

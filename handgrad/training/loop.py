@@ -1,8 +1,6 @@
 """A training run from its configuration to its last checkpoint: resume, step, watch, save, stop when asked."""
 
 import math
-import signal
-from collections import deque
 from dataclasses import asdict
 from types import ModuleType
 from typing import Any
@@ -18,7 +16,7 @@ from handgrad.data.shards import Dataset
 from handgrad.data.tokenizer import tokenizer_files, tokenizer_record
 from handgrad.distributed.ranks import Ranks
 from handgrad.distributed.stragglers import Stragglers
-from handgrad.errors import NumericsError, Preempted
+from handgrad.errors import NumericsError
 from handgrad.evaluation.decode import decode_buffers, decode_tensors
 from handgrad.evaluation.load import Weights
 from handgrad.evaluation.loss import bits_per_byte, floor_note, mean_loss
@@ -34,11 +32,10 @@ from handgrad.training.saving import changed_versions, load_run, origin_of, run_
 from handgrad.training.starting import take_weights
 from handgrad.training.state import allocate_state
 from handgrad.training.step import Stepper, StepResult, non_finite_tensors
+from handgrad.training.stopping import Onlooker, OnStep, StopSignals, preempted
 from handgrad.training.tasks import TaskWatch
 from handgrad.training.voice import Voice
 from handgrad.training.watching import LeftFp8, saturation_line
-
-SPEED_WINDOW = 20  # steps over which tokens/s and the remaining time are averaged
 
 
 class Run:
@@ -57,6 +54,7 @@ class Run:
         tasks: TaskWatch | None = None,
         *,
         allow_changes: bool,
+        shows: console.Shows,
     ):
         """`weights`: what it starts from, unless it is resumed or they are drawn."""
         self.config, self.dataset, self.device, self.ops, self.ranks = config, dataset, device, ops, ranks
@@ -79,12 +77,14 @@ class Run:
         if weights is not None:
             take_weights(weights, self.state)
         self.restore(folder.resumed)
-        self.voice = Voice(self.folder.path, config.steps, self.completed, ranks)
+        self.voice = Voice(self.folder.path, config.steps, self.completed, ranks, shows)
         self.best: tuple[int, float] | None = ranks.from_first(self.folder.best_validated, "the best checkpoint")
         self.stragglers = Stragglers()
-        self.seconds: deque[float] = deque(maxlen=SPEED_WINDOW)
-        self.warming_up = True
-        self.stop_signal: int | None = None
+        self.pace = console.Pace()
+        self.validation_loss: float | None = None  # the last one, in nats
+        self.first_step = self.until = self.completed  # of this process, and where it is to stop for now
+        self.signals = StopSignals(keeps_process=False)
+        self.onlooker = Onlooker(None)
         self.told_to_stop: int | None = None  # what any of the ranks was told, as all of them know it
         self.poisoned = False  # the last step's loss or gradient was not finite: its state is not worth keeping
         self.last_saved = self.completed if self.folder.resumed else -1
@@ -124,6 +124,13 @@ class Run:
     # The run.
 
     def train(self) -> float | None:
+        """The whole of what is left; returns the last validation loss of this process in nats, if there was one."""
+        self.begin()
+        self.advance(self.config.steps)
+        return self.validation_loss
+
+    def begin(self) -> None:
+        """Says what the run is, and makes up for what was due when the last process ended."""
         started = f"resumed at step {self.completed}" if self.folder.resumed else f"seed {self.config.seed}"
         header = header_lines(self.config, self.dataset, self.device, self.ops, self.memory_bytes, started, self.ranks)
         for line in (*header, *self.folder.passed_over, *(self.tasks.notes if self.tasks else ())):
@@ -133,46 +140,61 @@ class Run:
         record = run_record(self.config, self.dataset, self.device, self.memory_bytes)
         self.voice.record("run", step=self.completed, ranks=self.ranks.size, **record)
         self.stepper.calibrate(self.completed)
-        validation_loss = self.watch() if self.folder.resumed else None  # what was due when the last process ended
+        if self.folder.resumed:
+            self.watch()
         if self.completed >= self.config.steps:
             self.voice.say(f"{self.folder.path} is finished: {self.completed} of {self.config.steps} steps are done")
-            return validation_loss
+            self.finish()
+            return
         power.sensors(self.device)  # loads NVML, which takes longer than a step
-        self.first_step = self.completed
-        previous = {s: signal.signal(s, self.on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            for step in range(self.completed, self.config.steps):
-                if not self.one_step(step):
-                    continue  # its result comes with the next step's
-                if self.left_fp8.due(self.completed):
-                    self.leave_fp8()
-                if self.checks_ranks(self.completed):
-                    self.compare_replicas()
-                if self.due(self.config.save_every):
-                    self.save()  # before anything that could fail
-                validation_loss = self.watch()
-                if self.told_to_stop is not None and self.completed < self.config.steps:
-                    self.save()
-                    name = signal.Signals(self.told_to_stop).name
-                    raise Preempted(
-                        f"stopped by {name} after step {self.completed}, {self.saved_note()}; run the same command to go on"
-                    )
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+
+    def advance(self, until: int, on_step: OnStep | None = None, *, keeps_process: bool = False) -> None:
+        """Makes the steps that are left up to `until`, with all that is due after each. Where it stops makes no difference
+        to what is computed.
+
+        `on_step` is called with each step's number and result once they are there: on a GPU the next step may be at work
+        by then. What it raises is raised here, when the run stands still after a whole step. A signal to stop becomes
+        `Preempted`, after the step that was under way and a save (`keeps_process`: see `StopSignals`).
+        """
+        self.until, self.onlooker, self.told_to_stop = until, Onlooker(on_step), None
+        steps = range(self.completed, until)
+        with StopSignals(keeps_process=keeps_process) as self.signals:
+            for step in steps:
+                if self.one_step(step):  # else its result comes with the next step's
+                    self.stand_still()
+        if steps and self.completed == self.config.steps:
+            self.finish()
+
+    def finish(self) -> None:
         if self.last_saved != self.completed:
             raise NumericsError(
                 f"the last step's numbers were not finite and were not saved; the newest checkpoint is of step"
                 f" {max(0, self.last_saved)}: lower --learning-rate and start from it"
             )
-        return validation_loss
+        self.voice.record("end", step=self.completed)
 
-    def watch(self) -> float | None:
+    def stand_still(self) -> None:
+        """Between two steps: what is due then, and what ends the steps here."""
+        if self.left_fp8.due(self.completed):
+            self.leave_fp8()
+        if self.checks_ranks(self.completed):
+            self.compare_replicas()
+        if self.due(self.config.save_every):
+            self.save()  # before anything that could fail
+        self.watch()
+        self.onlooker.pass_on()
+        self.told_to_stop = self.told_to_stop or (
+            self.signals.told if self.ranks.size == 1 else None
+        )  # since the roll call
+        if self.told_to_stop is not None and self.completed < self.config.steps:
+            self.save()
+            raise preempted(self.told_to_stop, self.completed, self.last_saved)
+
+    def watch(self) -> None:
         """The validation and the sample that are due after the completed step and not yet in the record."""
-        loss = None
         recorded = self.voice.recorded
         if self.due(self.config.eval_every) and self.validation_batches and ("validation", self.completed) not in recorded:
-            loss = self.validate()
+            self.validation_loss = loss = self.validate()
             better = self.config.keep_best and self.is_best(loss)
             note = f"{floor_note(loss, self.dataset)}{', the best so far' if better else ''}"
             line = f"step {self.completed}: validation loss {loss:.4f}{note}"
@@ -186,7 +208,6 @@ class Run:
             if self.ranks.leads:
                 self.sample()
             self.ranks.barrier("a sample of text")
-        return loss
 
     def is_best(self, loss: float) -> bool:
         """Whether a loss is the lowest of a step that has, or now gets, a checkpoint. The checkpoint comes before the
@@ -219,6 +240,7 @@ class Run:
         self.roll_call()
         every = (self.config.save_every, self.config.eval_every, self.config.sample_every)
         pause = not works_ahead(self.device) or self.told_to_stop is not None or step == self.first_step
+        pause = pause or step + 1 == self.until or self.onlooker.raised is not None
         pause = pause or self.left_fp8.due(step + 1) or self.checks_ranks(step + 1)
         if pause or any(self.due(n, step + 1) for n in every):
             self.take_in(step)
@@ -227,7 +249,7 @@ class Run:
 
     def roll_call(self) -> None:
         """Makes sure that all ranks stand at the same place, and shares what each has to say: a signal, its pace."""
-        told = self.ranks.roll_call([self.stop_signal or 0, self.compute_seconds], "roll call")
+        told = self.ranks.roll_call([self.signals.told or 0, self.compute_seconds], "roll call")
         self.told_to_stop = int(max(row[0] for row in told)) or None
         if self.ranks.size > 1:
             self.stragglers.add([row[1] for row in told])
@@ -249,7 +271,7 @@ class Run:
         self.compute_seconds = result.compute_seconds
         self.voice.step(self.completed, result, self.config.tokens_per_step)
         if self.config.gpu_every and self.completed % self.config.gpu_every == 0:
-            self.read_gpu()
+            self.voice.gpu(self.completed, self.device)
         self.show(result)
         if self.completed % self.config.log_every == 0 and (found := self.stragglers.report()):
             figures, line = found
@@ -267,6 +289,7 @@ class Run:
             self.on_skip(result)
         else:
             self.skips_in_a_row = 0
+        self.onlooker.show(self.completed, result)
 
     def watch_fp8(self, result: StepResult) -> None:
         """Names the tensors that saturate; their products leave fp8 where that is the policy, one step later: that step may
@@ -289,23 +312,12 @@ class Run:
         self.restore(checkpoint.open_checkpoint(checkpoint.folder_of(self.folder.checkpoints, self.completed)))
         self.event(f"step {self.completed}: {', '.join(parts)} goes on in bf16")
 
-    def read_gpu(self) -> None:
-        """Records what the GPU's sensors say now: the driver's last readings, without waiting for the GPU's work."""
-        reading = power.snapshot(self.device)
-        if reading is not None:
-            self.voice.record("gpu", step=self.completed, **reading)
-
     def show(self, result: StepResult) -> None:
-        elapsed_seconds = result.elapsed_seconds
-        if len(self.seconds) == 1 and self.warming_up:  # the first step also waits for libraries and page faults
-            self.seconds.clear()
-            self.warming_up = False
-        self.seconds.append(elapsed_seconds)
-        mean_seconds = sum(self.seconds) / len(self.seconds)
+        mean_seconds = self.pace.add(result.elapsed_seconds)
         tokens_per_second = self.config.tokens_per_step / mean_seconds
         peak = world.peak_flops(self.device)
         rate = console.speed(tokens_per_second, flops_per_token(self.shape), peak and peak * self.ranks.size)
-        line = console.step_line(self.completed, self.config.steps, result, elapsed_seconds, tokens_per_second, rate)
+        line = console.step_line(self.completed, self.config.steps, result, result.elapsed_seconds, tokens_per_second, rate)
         self.voice.show(self.completed, line, (self.config.steps - self.completed) * mean_seconds)
         if self.completed == 1 or self.due(self.config.log_every) or result.skipped:
             self.voice.say(line)
@@ -323,18 +335,12 @@ class Run:
 
     def validate(self) -> float:
         assert self.validation_batches is not None
-        samples = max(1, self.config.eval_tokens // self.config.sequence_length)
         self.stepper.reduction.await_all_weights()
-        return mean_loss(
-            self.ops,
-            self.state.weights,
-            self.state.activations,
-            self.validation_batches,
-            samples=samples,
-            vocab_size=self.shape.vocab_size,
-            host_buffers=host_buffers(self.state.activations.tokens, self.state.activations.targets),
-            ranks=self.ranks,
-        )
+        act = self.state.activations
+        model = self.ops, self.state.weights, act, self.validation_batches
+        samples = max(1, self.config.eval_tokens // self.config.sequence_length)
+        sizes = {"samples": samples, "vocab_size": self.shape.vocab_size}
+        return mean_loss(*model, **sizes, host_buffers=host_buffers(act.tokens, act.targets), ranks=self.ranks)
 
     def sample(self) -> None:
         self.stepper.reduction.await_all_weights()
@@ -344,9 +350,6 @@ class Run:
         write_text(self.folder.path / SAMPLES / f"step_{self.completed:08d}.txt", text)
         self.voice.record("sample", step=self.completed, text=text)
         self.voice.say(f"step {self.completed}, the model writes: {text}")
-
-    def saved_note(self) -> str:
-        return f"saved step {self.last_saved}" if self.last_saved >= 0 else "nothing saved yet"
 
     def save(self) -> None:
         if self.last_saved == self.completed:
@@ -382,11 +385,6 @@ class Run:
 
     def event(self, line: str) -> None:
         self.voice.event(self.completed, line)
-
-    def on_signal(self, number: int, frame: Any) -> None:
-        """Asks the loop to stop after this step; the same signal again ends the process at once (saves are atomic)."""
-        self.stop_signal = number
-        signal.signal(number, signal.SIG_DFL)
 
 
 def works_ahead(device: torch.device) -> bool:

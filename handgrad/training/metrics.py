@@ -54,7 +54,7 @@ class Metrics:
             file.close()
 
     def record(self, kind: str, **values: Any) -> None:
-        """One JSON line. Kinds: run, step, fp8, gpu, validation, evaluation, sample, event; most have `step`, from 1 on."""
+        """One JSON line. Kinds: run, step, fp8, gpu, validation, evaluation, sample, event, end; most have a step."""
         self._line(self.metrics, json.dumps({"kind": kind, **values}))
 
     def step(self, step: int, result: StepResult, tokens: int) -> None:

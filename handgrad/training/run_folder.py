@@ -61,7 +61,10 @@ class RunFolder:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.close()
-            raise ConfigError(f"another process is training in {self.path}; wait for it or choose another --out") from None
+            raise ConfigError(
+                f"another process is training in {self.path}, or a `handgrad.Training` that is not closed; wait for it or"
+                " choose another --out"
+            ) from None
         try:
             self.resumed, self.passed_over = checkpoint.newest(self.checkpoints)
             if self.resumed is None and self.passed_over:

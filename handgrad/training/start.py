@@ -1,6 +1,8 @@
 """From a configuration to a run: device, ranks, data, run folder, and what is refused before anything is written."""
 
+import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -12,6 +14,7 @@ from handgrad.data.shards import open_dataset
 from handgrad.distributed.joining import joined
 from handgrad.distributed.launchers import find_place
 from handgrad.distributed.ranks import Ranks
+from handgrad.training.console import Shows
 from handgrad.training.header import check_disk, check_fits, check_shared_gradients
 from handgrad.training.loop import Run
 from handgrad.training.run_folder import RunFolder, settled_lanes
@@ -25,15 +28,23 @@ def train(config: RunConfig, *, allow_changes: bool = False) -> float | None:
     Raises `Preempted` after saving when the process is told to stop, `NumericsError` when updates keep being skipped, and
     the errors of whatever input or folder does not fit.
     """
+    with open_run(config, allow_changes=allow_changes) as run:
+        return run.train()
+
+
+@contextlib.contextmanager
+def open_run(config: RunConfig, *, allow_changes: bool = False, shows: Shows = "live") -> Iterator[Run]:
+    """The run in `config.out`, ready to make steps; the folder is this process's own until the end of the `with` block.
+    Raises the errors of whatever input or folder does not fit."""
     check(config)
     place = find_place(os.environ)
     device = world.resolve_device(config.device, place.local_rank)
     with joined(place, device, config) as ranks:
-        return train_with(config, device, ranks, allow_changes=allow_changes)
+        yield from open_with(config, device, ranks, allow_changes=allow_changes, shows=shows)
 
 
-def train_with(config: RunConfig, device: torch.device, ranks: Ranks, *, allow_changes: bool) -> float | None:
-    """`train` as one of `ranks`."""
+def open_with(config: RunConfig, device: torch.device, ranks: Ranks, *, allow_changes: bool, shows: Shows) -> Iterator[Run]:
+    """`open_run` as one of `ranks`."""
     dtype = world.use_precision(device, config.precision)
     ops = choose_backend(config.backend, device)
     config = settle_products(config, ops)
@@ -49,9 +60,10 @@ def train_with(config: RunConfig, device: torch.device, ranks: Ranks, *, allow_c
     folder = RunFolder(config, ranks, allow_changes=allow_changes)
     try:
         weights = None if folder.resumed else open_start(config, dataset, ranks)
-        run = Run(config, dataset, folder, device, dtype, ops, ranks, weights, tasks, allow_changes=allow_changes)
+        settings = {"allow_changes": allow_changes, "shows": shows}
+        run = Run(config, dataset, folder, device, dtype, ops, ranks, weights, tasks, **settings)
         try:
-            return run.train()
+            yield run
         finally:
             run.voice.close()
     finally:

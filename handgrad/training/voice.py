@@ -3,8 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from handgrad import power
 from handgrad.distributed.ranks import Ranks
-from handgrad.training.console import Display
+from handgrad.training.console import Display, Shows
 from handgrad.training.metrics import Metrics
 from handgrad.training.step import StepResult
 
@@ -12,9 +15,9 @@ from handgrad.training.step import StepResult
 class Voice:
     """The metrics, the logs and the console of one run."""
 
-    def __init__(self, folder: Path, steps: int, completed: int, ranks: Ranks):
+    def __init__(self, folder: Path, steps: int, completed: int, ranks: Ranks, shows: Shows = "live"):
         self.metrics = Metrics(folder, completed) if ranks.leads else None
-        self.display = Display(steps, completed) if ranks.leads else None
+        self.display = Display(steps, completed, shows) if ranks.leads else None
         # (kind, step) of what the record already says: a resumed run does only what is missing.
         self.recorded: set[tuple[str, int]] = ranks.from_first(
             lambda: set() if self.metrics is None else self.metrics.recorded, "what the record says"
@@ -45,6 +48,11 @@ class Voice:
         if self.metrics is not None:
             self.metrics.validation(step, loss, bits_per_byte)
             self.say(line)
+
+    def gpu(self, step: int, device: torch.device) -> None:
+        """Records what the GPU's sensors say now: the driver's last readings, without waiting for the GPU's work."""
+        if (reading := power.snapshot(device)) is not None:
+            self.record("gpu", step=step, **reading)
 
     def show(self, step: int, line: str, remaining_seconds: float) -> None:
         """Moves the progress line."""

@@ -1,0 +1,39 @@
+"""Take a model to Hugging Face's transformers, check that it computes the same there, and bring it back."""
+
+# %% The model of 1_train.py; it is trained now if it is not there yet.
+import shutil
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import handgrad
+
+handgrad.prepare("stories", out="shards/stories", tokenizer="bpe:512", documents=4000)
+settings = {"steps": 500, "tokens_per_step": 512, "learning_rate": 4e-3, "schedule": "linear"}
+handgrad.train("tiny", data="shards/stories", out="runs/stories", **settings, quiet=True)
+model = handgrad.load("runs/stories", device="cpu")
+
+# %% There: a folder with weights, config, tokenizer and model card. It was read back and compared before it got its name.
+shutil.rmtree("exported", ignore_errors=True)
+done = handgrad.export("runs/stories", "exported")
+print(f"{done.folder}: {done.parameters_bytes:,} bytes of weights")
+
+# %% The same tokens, and the same logits up to the rounding of float32.
+theirs, words = AutoModelForCausalLM.from_pretrained("exported"), AutoTokenizer.from_pretrained("exported")
+text = "One quiet evening Tom was near the garden."
+ids = model.tokenizer.encode(text).tolist()
+print("same tokens:", words(text)["input_ids"] == ids)
+with torch.no_grad():
+    difference = (theirs(torch.tensor([ids])).logits - model.logits(ids)).abs().max().item()
+print(f"largest difference of a logit: {difference:.1e}")
+
+# %% The same text, greedily. A document of ours begins with end-of-text.
+prompt = torch.tensor([model.tokens("Once upon a time")])
+written = theirs.generate(prompt, max_new_tokens=20, do_sample=False, pad_token_id=model.tokenizer.end_of_text)
+ours = model.generate("Once upon a time", max_tokens=20, temperature=0)
+print("same text:", words.decode(written[0, prompt.shape[1] :], skip_special_tokens=True) == ours)
+print(f"Once upon a time{ours}")
+
+# %% And back: any GPT-2 of transformers, from a folder or by its name on the Hub, `handgrad.load("gpt2")`.
+back = handgrad.load("exported", device="cpu")
+print("same bits after the way there and back:", bool((back.logits(ids) == model.logits(ids)).all()))

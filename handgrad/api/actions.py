@@ -1,0 +1,88 @@
+"""prepare, evaluate, export: what these commands do, as functions that return what the commands print."""
+
+import os
+from pathlib import Path
+
+from handgrad import checkpoint
+from handgrad.api.model import Model, load
+from handgrad.data import prepare as preparing
+from handgrad.data.shards import Dataset
+from handgrad.errors import UsageError
+from handgrad.evaluation.held_out import HeldOut, held_out_loss, open_held_out
+from handgrad.interop.hf_export import EXPORT_DTYPES, Exported, export_model
+from handgrad.interop.llmc_export import export_llmc
+
+
+def prepare(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str] = "shards",
+    *,
+    tokenizer: str = "gpt2",
+    text_field: str = "text",
+    validation_fraction: float | None = None,
+    shard_tokens: int = 100_000_000,
+    documents: int = 0,
+    workers: int = 1,
+    seed: int = 0,
+    overwrite: bool = False,
+) -> Dataset:
+    """`handgrad prepare`: text into a folder of token shards, which is returned open. What is prepared already is found.
+
+    Unlike the command it works in this process alone unless `workers` says otherwise (0: one per core): processes that
+    Python starts import a script again, which therefore needs `if __name__ == "__main__":`; a notebook does not.
+
+    Raises `UsageError`, `DataError`, `StorageError` as the command does.
+    """
+    options = preparing.PrepareOptions(
+        os.fspath(source),
+        Path(out),
+        tokenizer=os.fspath(tokenizer),
+        text_field=text_field,
+        shard_tokens=shard_tokens,
+        validation_fraction=validation_fraction,
+        workers=workers,
+        seed=seed,
+        documents=documents,
+        overwrite=overwrite,
+    )
+    return preparing.prepare(options).dataset
+
+
+def evaluate(
+    model: Model | str | os.PathLike[str],
+    data: str | os.PathLike[str] = "",
+    *,
+    eval_tokens: int = 0,
+    micro_batch: int = 8,
+    device: str = "auto",
+    precision: str = "fp32",
+    backend: str = "auto",
+) -> HeldOut:
+    """`handgrad evaluate`: the loss on the validation split of `data`, by default of what the model was trained on. `model`
+    is one that is loaded, in its own precision, or what `load` takes.
+
+    Raises `UsageError`, `DataError`: there are no such data, or they are not in the model's tokens.
+    """
+    if eval_tokens < 0 or micro_batch < 1:
+        raise UsageError("--eval-tokens must be 0 or more and --micro-batch 1 or more")
+    if not isinstance(model, Model):
+        model = load(model, device=device, precision=precision, backend=backend)
+    folder = os.fspath(data) or model.data
+    if not folder:
+        raise UsageError("the model knows no data; give data=DIR, prepared with the model's tokenizer")
+    dataset = open_held_out(folder, model.tokenizer)
+    act = model.forward_buffers(micro_batch, model.shape.sequence_length)
+    sizes = {"vocab_size": model.shape.vocab_size, "eval_tokens": eval_tokens}
+    return held_out_loss(model.ops, model.weights, act, dataset, **sizes)
+
+
+def export(
+    source: str | os.PathLike[str], folder: str | os.PathLike[str], *, to: str = "hf", dtype: str = "fp32"
+) -> Exported:
+    """`handgrad export`: a run or checkpoint into a folder that transformers ("hf") or llm.c ("llmc") opens, read back and
+    compared before it stands. Raises `UsageError`: `folder` is taken; `DataError`, `StorageError` as the command does."""
+    formats = {"hf": export_model, "llmc": export_llmc}
+    for name, value, known in (("to", to, formats), ("dtype", dtype, EXPORT_DTYPES)):
+        if value not in known:
+            raise UsageError(f"{name} must be one of {', '.join(known)}; found {value!r}")
+    return formats[to](checkpoint.find(os.fspath(source)), Path(folder), EXPORT_DTYPES[dtype])

@@ -1,0 +1,223 @@
+"""A run, driven step by step: the run of `handgrad train`, bit for bit."""
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from handgrad import checkpoint, world
+from handgrad.api.model import Model
+from handgrad.config import RunConfig, to_dict
+from handgrad.errors import NumericsError, Preempted, UsageError
+from handgrad.training.loop import Run
+from handgrad.training.settings import run_config
+from handgrad.training.start import open_run
+from handgrad.training.step import StepResult
+from handgrad.training.stopping import preempted
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step was."""
+
+    step: int  # counted from 1
+    loss: float  # mean over the step's tokens, nats
+    norm: float  # of the whole gradient, before clipping
+    learning_rate: float
+    tokens_per_second: float
+    skipped: str | None  # why no update was made
+
+
+OnStep = Callable[[Step], object]
+
+
+def preset(name: str, **settings: Any) -> RunConfig:
+    """The configuration that `handgrad train NAME` has, with the settings that its flags would set; all are listed by
+    `handgrad train --help`. Raises `UsageError` for a name or a value that does not exist."""
+    return configuration(name, settings)
+
+
+def configuration(start: str | RunConfig, settings: dict[str, Any], recipe_file: str = "", model: str = "") -> RunConfig:
+    """What `Training` is given as a configuration: as the command does it, or single settings in the place of those of a
+    whole configuration."""
+    given = {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in settings.items()}
+    if isinstance(start, RunConfig):
+        given, start = to_dict(start) | given, ""
+    return run_config(start, os.fspath(recipe_file), model, given)
+
+
+class Training:
+    """The run in a folder, begun or resumed, that makes steps when it is told to.
+
+        with handgrad.Training("tiny", data="shards", out="runs/a", steps=100) as run:
+            run.steps(50)
+            print(run.model().generate("Once"))
+            run.steps()
+
+    It is the run of `handgrad train` with the same settings: the same bits, the same files, saved, validated and sampled
+    when that is due; what the one began the other goes on with. Until it is closed, the folder is this process's own.
+    """
+
+    def __init__(
+        self,
+        preset: str | RunConfig = "",
+        *,
+        config: str = "",
+        model: str = "",
+        allow_changes: bool = False,
+        quiet: bool = False,
+        **settings: Any,
+    ):
+        """`preset`: a name or a whole `RunConfig`; `config`: a recipe's file; `model`: a name of sizes; `settings`: single
+        fields of `RunConfig`. `quiet`: the console stays empty, log.txt has the lines.
+
+        Raises the errors of `handgrad train`: a setting, the data or the folder does not fit.
+        """
+        settled = configuration(preset, settings, config, model)
+        with contextlib.ExitStack() as opening:
+            shows = "nothing" if quiet else "lines"
+            run = opening.enter_context(open_run(settled, allow_changes=allow_changes, shows=shows))
+            self.config: RunConfig = run.config
+            run.begin()
+            self._run: Run | None = run
+            self._opened = opening.pop_all()
+        self._stepping = self._torn = False
+        self.completed = run.completed  # steps
+        self.validation_loss = run.validation_loss  # the last one that was made here, in nats
+
+    def __repr__(self) -> str:
+        state = "" if self._run else ", closed"
+        return f"<handgrad.Training: {self.config.out}, {self.completed} of {self.config.steps} steps{state}>"
+
+    @property
+    def folder(self) -> Path:
+        """The run folder, for `handgrad.load`, `handgrad.metrics` and the commands."""
+        return Path(self.config.out)
+
+    def steps(self, count: int | None = None, on_step: OnStep | None = None) -> list[Step]:
+        """Makes `count` steps, or those that are left if they are fewer or no count is given, and returns them. What is due
+        after a step (a validation, a sample, a checkpoint) is done after it.
+
+        `on_step` is called with each of them as soon as its numbers are there; `model()` has its weights then. An exception
+        that it raises ends the steps after a whole one (on a GPU the one that is under way): nothing is lost, `steps` goes
+        on from there. So does Ctrl-C: the step is finished, the run saved, then `KeyboardInterrupt` raised; a second Ctrl-C
+        is raised at once, wherever the run stands, and then it has to be opened again, at its last checkpoint. SIGTERM is
+        `Preempted`, after a save. Also raises `NumericsError` when updates keep being skipped.
+        """
+        run = self._standing()
+        if count is not None and count < 1:
+            raise UsageError(f"expected 1 or more steps, found {count}")
+        until = self.config.steps if count is None else min(self.config.steps, run.completed + count)
+        made: list[Step] = []
+
+        def take(number: int, result: StepResult) -> None:
+            rate = self.config.tokens_per_step / result.elapsed_seconds
+            made.append(Step(number, result.loss, result.norm, result.learning_rate, rate, result.skipped))
+            self.completed = number
+            if on_step is not None:
+                on_step(made[-1])
+
+        world.use_precision(run.device, self.config.precision)  # torch keeps it for the process; a model may differ
+        self._stepping = True
+        try:
+            run.advance(until, take, keeps_process=True)
+            if (
+                run.signals.told is not None
+            ):  # with the last of all steps, which needs no stopping; but they were told to us
+                raise preempted(run.signals.told, run.completed, run.last_saved)
+        except Preempted as stopped:
+            if signal.SIGINT in (run.told_to_stop, run.signals.told):
+                raise KeyboardInterrupt(str(stopped)) from None
+            raise
+        except BaseException as error:
+            self._torn = error is not run.onlooker.raised
+            raise
+        finally:
+            self._stepping = False
+            self.completed, self.validation_loss = run.completed, run.validation_loss
+        return made
+
+    def model(self) -> Model:
+        """A copy of the weights of now, to look at and to write with; later steps do not change it. Of an fp8 run it
+        computes in bf16."""
+        run = self._open()
+        state = run.state
+        run.stepper.reduction.await_all_weights()
+        precision = "bf16" if self.config.precision == "fp8" else self.config.precision
+        origin = {"from": "training", "source": self.config.out, "step": self.completed}
+        what = run.shape, run.tokenizer, run.ops, run.device, precision
+        model = Model(*what, origin=origin, data=self.config.data)
+        for ours, theirs in zip(model.table, state.table, strict=True):
+            ours.stored(model.flat).copy_(theirs.stored(state.parameters))
+        return model
+
+    def save(self) -> Path:
+        """A checkpoint of now, if there is none yet; returns its folder. Raises `NumericsError` when the last step's
+        numbers were not finite: there is nothing to keep."""
+        run = self._standing()
+        run.save()
+        if run.last_saved != run.completed:
+            raise NumericsError(f"the numbers of step {run.completed} are not finite and were not saved")
+        return checkpoint.folder_of(run.folder.checkpoints, run.last_saved)
+
+    def close(self) -> None:
+        """Saves what is not saved, and gives the folder and the memory back. `Training` or `handgrad train` with the same
+        settings goes on."""
+        self._close(saves=True)
+
+    def _close(self, *, saves: bool) -> None:
+        if self._stepping:
+            raise UsageError("a run cannot be closed while it makes a step; raise an exception in on_step, then close it")
+        run, self._run = self._run, None
+        if run is None:
+            return
+        with self._opened:
+            if saves and not self._torn and run.completed > max(0, run.last_saved):
+                run.save()
+
+    def _open(self) -> Run:
+        if self._run is None:
+            raise UsageError(f"the run in {self.config.out} is closed; open it again, or handgrad.load it")
+        return self._run
+
+    def _standing(self) -> Run:
+        run = self._open()
+        if self._stepping:
+            raise UsageError("on_step cannot make or save steps itself: the next one may be under way")
+        if self._torn:
+            raise UsageError(
+                f"the run in {self.config.out} was ended within a step; close it and open it again: it goes on from its"
+                " last checkpoint"
+            )
+        return run
+
+    def __enter__(self) -> "Training":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        """`close`; of several ranks one that fails alone saves nothing, since a checkpoint takes all of them."""
+        if error is None or self._run is None or self._run.ranks.size == 1:
+            self._close(saves=True)
+            return
+        self._run = None
+        self._opened.__exit__(kind, error, trace)
+
+
+def train(
+    preset: str | RunConfig = "",
+    *,
+    config: str = "",
+    model: str = "",
+    allow_changes: bool = False,
+    quiet: bool = False,
+    **settings: Any,
+) -> float | None:
+    """`Training` with the same arguments, all of its steps; returns the validation loss in nats, if one was made. A run
+    that is finished stays as it is."""
+    how = {"allow_changes": allow_changes, "quiet": quiet}
+    with Training(preset, config=config, model=model, **how, **settings) as run:
+        run.steps()
+        return run.validation_loss

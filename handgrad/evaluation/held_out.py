@@ -1,0 +1,58 @@
+"""The loss of a model on the validation split of prepared data, in the units that people compare."""
+
+from dataclasses import dataclass
+from types import ModuleType
+
+from handgrad.data.batches import Batches, host_buffers
+from handgrad.data.shards import Dataset, open_dataset
+from handgrad.data.tokenizer import Tokenizer
+from handgrad.distributed.ranks import Ranks
+from handgrad.errors import DataError
+from handgrad.evaluation.loss import bits_per_byte, mean_loss, perplexity
+from handgrad.model.activations import Activations
+from handgrad.model.parameters import ModelTensors
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """What a model's loss is on a validation split."""
+
+    loss: float  # nats per token
+    perplexity: float
+    bits_per_byte: float | None  # of text; None where its bytes are unknown
+    tokens: int  # that were predicted
+
+
+def open_held_out(folder: str, tokenizer: Tokenizer) -> Dataset:
+    """Prepared data with a validation split in the model's tokens; raises `DataError` for any other."""
+    dataset = open_dataset(folder)
+    if dataset.tokenizer.sha256 != tokenizer.sha256:
+        raise DataError(
+            f"{folder} was made with another tokenizer ({dataset.tokenizer.kind}) than the model's"
+            f" ({tokenizer.kind}); prepare the text with the model's tokenizer"
+        )
+    if not dataset.splits["validation"]:
+        raise DataError(f"{folder} has no validation split; prepare it with --validation-fraction above 0")
+    return dataset
+
+
+def held_out_loss(
+    ops: ModuleType,
+    weights: ModelTensors,
+    act: Activations,
+    dataset: Dataset,
+    *,
+    vocab_size: int,
+    eval_tokens: int = 0,
+    ranks: Ranks | None = None,
+) -> HeldOut:
+    """The loss on the first `eval_tokens` tokens (0: all) of the validation split, in micro-batches as `act` has them, of
+    whole contexts."""
+    length = act.tokens.shape[1]
+    batches = Batches(dataset.splits["validation"], length, 0, shuffle=False)
+    samples = max(1, eval_tokens // length) if eval_tokens else batches.samples_per_epoch
+    sizes = {"samples": samples, "vocab_size": vocab_size}
+    buffers = host_buffers(act.tokens, act.targets)
+    loss = mean_loss(ops, weights, act, batches, **sizes, host_buffers=buffers, ranks=ranks)
+    tokens = min(samples, batches.samples_per_epoch) * length
+    return HeldOut(loss, perplexity(loss), bits_per_byte(loss, dataset), tokens)

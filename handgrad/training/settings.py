@@ -1,0 +1,49 @@
+"""A run's configuration from what its user says: a preset, a recipe, a model's name, single settings."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from handgrad import presets
+from handgrad.config import RunConfig, check, convert, read_toml, to_dict
+from handgrad.errors import UsageError
+
+
+def run_config(preset: str, recipe_file: str, model: str, settings: Mapping[str, Any]) -> RunConfig:
+    """Preset, then recipe, then the model's sizes, then single settings, each in the place of what came before; what is not
+    given is empty. Sizes that nobody gave are those of the weights to start from.
+
+    Raises `UsageError`, `DataError`: a name that does not exist, a value that does not fit, nothing to train.
+    """
+    recipe = read_toml(recipe_file) if recipe_file else {}
+    recipe_preset = recipe.pop("preset", None)
+    name = preset or recipe_preset
+    merged = to_dict(presets.preset(name)) if name else {}
+    if "model" in recipe:
+        merged |= presets.model(recipe.pop("model"))
+    merged |= recipe
+    if model:
+        merged |= presets.model(model)
+    merged |= {name: convert(name, value) for name, value in settings.items()}
+    if merged.get("init_from"):
+        merged = {**sizes_of_weights(merged), **merged}
+    elif not name and not recipe_file and "num_layers" not in merged:
+        raise UsageError(
+            f"say what to train: a preset ({', '.join(presets.PRESETS)}), --config FILE, --model NAME or"
+            " --init-from WEIGHTS"
+        )
+    return check(RunConfig(**merged))
+
+
+def sizes_of_weights(settings: dict[str, Any]) -> dict[str, Any]:
+    """The model's sizes as the weights in `init_from` have them. A run that has begun from them has them, too, and goes on
+    without the weights."""
+    from handgrad import checkpoint  # which needs torch, as `--help` does not
+    from handgrad.interop.sources import SIZES, read_sizes
+
+    if settings.keys() >= set(SIZES):
+        return {}
+    begun = checkpoint.peek_config(Path(settings.get("out", RunConfig.out)))
+    if begun is not None and begun.get("init_from") == settings["init_from"]:
+        return {name: begun[name] for name in SIZES}
+    return read_sizes(settings["init_from"])

@@ -1,0 +1,67 @@
+"""How a run that makes steps is told to stop: by a signal, or by the exception of whoever looks on."""
+
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from handgrad.errors import Preempted
+from handgrad.training.step import StepResult
+
+STOPPING = (signal.SIGTERM, signal.SIGINT)
+
+
+OnStep = Callable[[int, StepResult], None]  # a step's number, counted from 1, and what it was
+
+
+class Onlooker:
+    """Somebody who is shown the steps. What they raise is kept until the run stands still: the next step may be under way,
+    and is finished first."""
+
+    def __init__(self, on_step: OnStep | None):
+        self.on_step = on_step
+        self.raised: BaseException | None = None
+
+    def show(self, step: int, result: StepResult) -> None:
+        if self.on_step is not None and self.raised is None:
+            try:
+                self.on_step(step, result)
+            except BaseException as error:
+                self.raised = error
+
+    def pass_on(self) -> None:
+        """Raises what was kept."""
+        if self.raised is not None:
+            raise self.raised
+
+
+class StopSignals:
+    """Within a `with` block SIGTERM and SIGINT do nothing but be noted in `told`, so that a step can be finished first. The
+    same signal again ends the process at once (saves are atomic), or with `keeps_process` does what it did before the
+    block. Outside of the main thread, where Python takes no handlers, signals are left alone."""
+
+    def __init__(self, *, keeps_process: bool):
+        self.keeps_process = keeps_process
+        self.told: int | None = None
+        self.previous: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopSignals":
+        if threading.current_thread() is threading.main_thread():
+            self.previous = {number: signal.signal(number, self.note) for number in STOPPING}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        self.told = number
+        signal.signal(number, self.previous[number] if self.keeps_process else signal.SIG_DFL)
+
+
+def preempted(told: int, completed: int, last_saved: int) -> Preempted:
+    """The error of a run that was told to stop by signal `told`; `last_saved` is the newest checkpoint's step, or -1."""
+    saved = f"saved step {last_saved}" if last_saved >= 0 else "nothing saved yet"
+    name = signal.Signals(told).name
+    return Preempted(f"stopped by {name} after step {completed}, {saved}; run the same command to go on")

@@ -1,0 +1,103 @@
+"""The examples run as they stand, one after the other in one folder, and show what they promise."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+# What each must print, in this order; numbers in it are captured.
+SHOWN = {
+    "1_train": [
+        r"[\d,]+ tokens to learn from",
+        r"<handgrad.Model: 2 layers",
+        r"step  50   loss (\d\.\d+)   +[\d,]+ tokens/s\n(?:.*\n)*?step 500   loss (\d\.\d+) ",
+        r"    Once upon a time \w+",
+        r"step 500   validation loss \d\.\d+ =+\n",
+        r"<handgrad.Training: runs/stories, 500 of 500 steps, closed>",
+    ],
+    "2_generate": [
+        r"The brave girl \.\.\.['\"].*\w.*\n.*\nA kind farmer",
+        r"'Once upon a' goes on with\n    ' time' +(\d+\.\d)% #+\n",
+        r"\nOnce upon a time Tom, a brave boy, lived above a purple volcano\.\n",
+        r"the least expected came after 'Once",
+    ],
+    "3_finetune": [
+        r"before +([\d.]+) +([\d.]+)\nfinetuned +([\d.]+) +([\d.]+)\nlower half frozen +([\d.]+) +([\d.]+)\n",
+        r"block 0 is unchanged\nblock 1 is another\nA king",
+    ],
+    "4_evaluate": [
+        r"held-out tokens: loss (\d\.\d+) nats per token",
+        r"a story +[\d.]+ +[\d.]+ +([\d.]+)\nnews +[\d.]+ +[\d.]+ +([\d.]+)\nnoise +[\d.]+ +[\d.]+ +([\d.]+)\n",
+        r"'Once upon a time there lived a brave girl\.' is e\^",
+        r"'He went home proud\.' is e\^",
+    ],
+    "5_transformers": [
+        r"same tokens: True\nlargest difference of a logit: (\d\.\de-\d+)\nsame text: True\n",
+        r"same bits after the way there and back: True",
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("examples")
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_example(example: Path, folder: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, str(example)], cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rest, numbers = done.stdout, []
+    for pattern in SHOWN[example.stem]:
+        found = re.search(pattern, rest)
+        assert found, f"{pattern!r} is not in what is left of\n{done.stdout}"
+        numbers += [float(number) for number in found.groups()]
+        rest = rest[found.start() + 1 :]
+    CHECKS[example.stem](numbers)
+
+
+def check_training(numbers: list[float]) -> None:
+    first, last = numbers
+    assert last < first - 2, "it learns"
+
+
+def check_probabilities(numbers: list[float]) -> None:
+    assert numbers[0] > 20, "it knows how stories begin"
+
+
+def check_finetuning(numbers: list[float]) -> None:
+    """What finetuning gains, and what it costs; freezing lies between, on both texts."""
+    (new_before, old_before), (new_whole, old_whole), (new_frozen, old_frozen) = zip(*[iter(numbers)] * 2, strict=True)
+    assert new_whole < new_frozen < new_before - 2
+    assert old_before < old_frozen < old_whole
+
+
+def check_texts(numbers: list[float]) -> None:
+    held_out, story, news, noise = numbers
+    assert held_out < 2 and story < news < noise, "bits per byte tell what it has read from what not"
+
+
+def check_logits(numbers: list[float]) -> None:
+    assert numbers[0] < 1e-4  # the promise of tests/interop
+
+
+CHECKS = {
+    "1_train": check_training,
+    "2_generate": check_probabilities,
+    "3_finetune": check_finetuning,
+    "4_evaluate": check_texts,
+    "5_transformers": check_logits,
+}
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_are_short_cells(example: Path) -> None:
+    lines = example.read_text().splitlines()
+    assert 30 <= len(lines) <= 60 and lines[0].startswith('"""') and sum(line.startswith("# %% ") for line in lines) >= 4
