@@ -194,6 +194,7 @@ def test_many_texts_are_those_of_their_seeds(model: handgrad.Model) -> None:
     assert len(set(alone)) == 4
     for batch in (1, 3, 8):
         assert model.generate(prompts, max_tokens=30, seed=3, batch=batch) == alone
+        assert model._decoder is not None and model._decoder[0] == min(batch, 4), "memory for those at once"
     pieces = list(model.stream("the", max_tokens=30, seed=3))
     assert "".join(pieces) == alone[0] and len(pieces) > 5 and all(pieces)
     cut = list(model.stream("the", max_tokens=30, seed=3, stop=[alone[0][4:6]]))

@@ -280,3 +280,21 @@ def test_metrics_follow_a_run_that_is_stopped_and_resumed(config: RunConfig, mon
     follower.join(20)
     assert not follower.is_alive()
     assert [record["step"] for record in found] == [1, 2, 3, 4, 5, 6, 5, 6, 7, 8, 9, 10, 11, 12]
+
+
+def test_what_a_resumed_run_wrote_anew_is_told_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it is word for word what stood there before, after the first line that is not."""
+    monkeypatch.setattr(api_records, "POLL_SECONDS", 0.002)
+
+    def write(*kinds: str) -> None:
+        lines = "".join(f'{{"kind": "{kind}"}}\n' for kind in kinds)
+        (tmp_path / "new").write_text(lines)
+        (tmp_path / "new").replace(tmp_path / "metrics.jsonl")
+
+    write("run", "step", "sample", "event")
+    following = handgrad.metrics(tmp_path, follow=True)
+    assert [next(following)["kind"] for _ in range(4)] == ["run", "step", "sample", "event"]
+    write("run", "gpu", "sample", "event")
+    assert [next(following)["kind"] for _ in range(3)] == ["gpu", "sample", "event"]
+    write("run", "gpu", "sample", "event", "end")
+    assert [record["kind"] for record in following] == ["end"]

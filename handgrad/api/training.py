@@ -124,9 +124,7 @@ class Training:
         self._stepping = True
         try:
             run.advance(until, take, keeps_process=True)
-            if (
-                run.signals.told is not None
-            ):  # with the last of all steps, which needs no stopping; but they were told to us
+            if run.signals.told is not None:  # in the last of all steps: nothing is left to be stopped but the caller
                 raise preempted(run.signals.told, run.completed, run.last_saved)
         except Preempted as stopped:
             if signal.SIGINT in (run.told_to_stop, run.signals.told):
