@@ -61,7 +61,8 @@ def evaluation_lines(checkpoint: Checkpoint) -> list[str]:
     try:
         for record in run_records(checkpoint, "evaluation"):
             known = newest.get(record["task"])
-            if known is None or known["step"] <= record["step"]:
+            worth = record["step"], record["examples"]  # a glance at a few examples does not displace a whole evaluation
+            if known is None or (known["step"], known["examples"]) <= worth:
                 newest[record["task"]] = record
         rows = [
             row(task, metric, f"{value:.4f}", f"{stderr:.4f}", f"{record['examples']:,}", f"{record['step']:,}")
@@ -107,6 +108,8 @@ def model_card(checkpoint: Checkpoint, model: LoadedModel, dtype: torch.dtype) -
     shape, kind = model.shape, str(dtype).removeprefix("torch.")
     parameters = count_parameters(parameter_table(shape))
     prompt = "Once upon a time"
+    # Their generation does not slide: prompt and text have to fit, here even if each byte of the prompt is a token.
+    room = max(1, min(40, shape.sequence_length - 1 - len(prompt)))
     lines = [
         "---",
         "library_name: transformers",
@@ -138,7 +141,7 @@ def model_card(checkpoint: Checkpoint, model: LoadedModel, dtype: torch.dtype) -
         "tokenizer = AutoTokenizer.from_pretrained(folder)",
         f'model = AutoModelForCausalLM.from_pretrained(folder, dtype="{kind}")',
         f'ids = tokenizer("<|endoftext|>{prompt}", return_tensors="pt")',
-        "print(tokenizer.decode(model.generate(**ids, max_new_tokens=40)[0]))",
+        f"print(tokenizer.decode(model.generate(**ids, max_new_tokens={room})[0]))",
         "```",
         "",
         'A document begins with the token "<|endoftext|>", as in training.',
