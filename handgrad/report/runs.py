@@ -230,7 +230,8 @@ def read_start(line: Line, first_step: int | None) -> Start:
         device=line.text("device"),
         precision=line.text("precision"),
         parameters=line.number("parameters"),
-        trained_parameters=line.number("trained_parameters"),
+        # An older version froze nothing, and has no such number.
+        trained_parameters=line.number("trained_parameters" if "trained_parameters" in line.record else "parameters"),
         tokens_per_step=tokens_per_step,
         planned_steps=planned_steps,
         vocab_size=line.number("vocab_size"),
