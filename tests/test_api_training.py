@@ -5,6 +5,7 @@ import dataclasses
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -138,8 +139,9 @@ def test_a_second_ctrl_c_is_raised_at_once(finished: RunConfig, monkeypatch: pyt
 
     def pressed_twice(stepper, step):
         if step == 5:
-            os.kill(os.getpid(), signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGINT)
+            for _ in range(2):
+                signal.raise_signal(signal.SIGINT)
+                time.sleep(0.01)  # two that come at once are one
         original(stepper, step)
 
     monkeypatch.setattr(loop.Stepper, "finish", pressed_twice)

@@ -102,6 +102,7 @@ def test_afterwards_the_same_figures(watched: RunConfig, tasks: str, tmp_path: P
     assert "acc_norm_llmc" in told and f"recorded in {run / 'metrics.jsonl'}" in told
     assert main(["evaluate", str(run), "--device", "cpu"]) == 0
     loss_alone = capsys.readouterr().out.splitlines()
+    (tmp_path / "o").unlink()
     assert main([*arguments, "--data", watched.data]) == 0  # both, in turns in one memory
     both = capsys.readouterr().out.splitlines()
     assert both[: len(loss_alone)] == loss_alone and any(line.startswith("lambada") for line in both)
