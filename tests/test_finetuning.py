@@ -91,6 +91,7 @@ def test_a_run_begins_where_the_weights_are(
     assert [record["loss"] for record in records(out, ("validation",))] == [trained.loss]
     before, after = tensors(trained.run, 12), tensors(out, 1)
     assert all(torch.equal(before[name], after[name]) for name in before if not name.startswith(("m.", "v.")))
+    assert f"weights of {source}, seed" in (out / "log.txt").read_text()
     saved = read_toml(str(out / "config.toml"))
     assert {name: saved[name] for name in SIZES} == {name: ODD[name] for name in SIZES}
     origin = checkpoint.find(str(out)).manifest["init"]

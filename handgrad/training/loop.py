@@ -131,7 +131,9 @@ class Run:
 
     def begin(self) -> None:
         """Says what the run is, and makes up for what was due when the last process ended."""
-        started = f"resumed at step {self.completed}" if self.folder.resumed else f"seed {self.config.seed}"
+        source = f"weights of {self.config.init_from}, " if self.config.init_from else ""
+        fresh = f"{source}seed {self.config.seed}"
+        started = f"resumed at step {self.completed}" if self.folder.resumed else fresh
         header = header_lines(self.config, self.dataset, self.device, self.ops, self.memory_bytes, started, self.ranks)
         for line in (*header, *self.folder.passed_over, *(self.tasks.notes if self.tasks else ())):
             self.voice.say(line)
