@@ -226,7 +226,8 @@ def test_what_may_change_in_a_resumed_run() -> None:
     where = {"data", "out"}
     how_often = {"eval_every", "sample_every", "log_every", "gpu_every", "save_every"}
     ranks = {"zero", "check_ranks_every", "join_seconds", "silence_seconds", "stall_seconds"}
-    assert free == where | how_often | ranks | {"eval_tokens", "sample_tokens", "keep_checkpoints", "keep_best"}
+    of_those = {"eval_tokens", "eval_tasks", "eval_task_examples", "sample_tokens", "keep_checkpoints", "keep_best"}
+    assert free == where | how_often | ranks | of_those
 
 
 def test_largest_micro_batch_fits(config: RunConfig) -> None:
