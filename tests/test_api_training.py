@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,14 @@ from handgrad.errors import ConfigError, NumericsError, Preempted, UsageError
 from handgrad.training import loop
 from handgrad.training.start import train
 from tests.test_runs import elsewhere, interrupt_at, records, same_bits
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c_means_something() -> Iterator[None]:
+    """A shell starts what runs in its background with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture
