@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_twin import Switches, TwinTrainer
-from handgrad import presets, world
+from handgrad import devices, presets
 from handgrad.backend import choose_backend, settle_products
 from handgrad.config import FIELDS, RunConfig, check, nearest_name
 from handgrad.data.batches import Batches
@@ -103,8 +103,8 @@ class HandgradRun:
     """handgrad's own steps, launched one ahead of their results."""
 
     def __init__(self, config: RunConfig, tokens: Tokens, *, backend: str = "auto", graphs: bool | None = None):
-        device = world.resolve_device(config.device)
-        dtype = world.use_precision(device, config.precision)
+        device = devices.resolve_device(config.device)
+        dtype = devices.use_precision(device, config.precision)
         ops = choose_backend(backend, device)
         config = settle_products(config, ops)
         self.state = allocate_state(config, config.shape(tokens.vocab_size), dtype, device, ops)
@@ -148,7 +148,7 @@ class TwinRun:
     def __init__(self, config: RunConfig, tokens: Tokens, switches: Switches, *, same_weights: bool = False):
         """`same_weights`: handgrad's initial numbers, else numbers of the same kind, which are there sooner."""
         self.config, self.source = config, tokens.source
-        self.device = world.resolve_device(config.device)
+        self.device = devices.resolve_device(config.device)
         self.trainer = TwinTrainer(config, config.shape(tokens.vocab_size), self.device, switches)
         if same_weights:
             self.trainer.load_initial()

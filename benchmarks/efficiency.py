@@ -14,8 +14,8 @@ from pathlib import Path
 
 from handgrad import presets
 from handgrad.config import ModelShape
-from handgrad.model.buckets import buckets
-from handgrad.model.parameters import flat_elements, parameter_table
+from handgrad.models.parameters import flat_elements, parameter_table
+from handgrad.parallel.buckets import buckets
 
 RESULTS = Path(__file__).parent / "results"
 GPUS = (8, 32, 128, 512)

@@ -11,8 +11,8 @@ import torch
 
 from handgrad.arena import Buffer
 from handgrad.config import ModelShape
-from handgrad.model.activations import activation_buffers
-from handgrad.model.quantized import PARTS, Fp8Products
+from handgrad.fp8.tables import PARTS, Fp8Products
+from handgrad.models.activations import activation_buffers
 
 Units = tuple[int, int]  # read and written
 

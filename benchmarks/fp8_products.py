@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.fp8_kernels import GRADIENT, NORMAL, WEIGHT_DEVIATION, Making, Step
-from handgrad.kernel_checks.checking import relative_error
-from handgrad.kernel_checks.fp8 import FP8_SUMS
-from handgrad.ops.fp8 import E4M3, E5M2, Form, Operands, Quantized, fp8_operands
-from handgrad.ops.kernels import linear
+from handgrad.fp8.formats import E4M3, E5M2, Form, Operands, Quantized, fp8_operands
+from handgrad.ops.cuda import linear
+from handgrad.tools.kernel_checks.checking import relative_error
+from handgrad.tools.kernel_checks.fp8 import FP8_SUMS
 
 FORWARD, DGRAD, WGRAD = "forward", "dgrad", "wgrad"
 

@@ -21,12 +21,12 @@ from benchmarks import fp8_bytes, fp8_kernels, fp8_products
 from benchmarks.fp8_kernels import Making, Size, Step
 from benchmarks.gpu_kernels import FLUSH_BYTES, copy_bandwidth, milliseconds
 from benchmarks.record import write_record
-from handgrad import world
+from handgrad import devices
 from handgrad.backend import choose_backend
 from handgrad.config import ModelShape
-from handgrad.kernel_checks.checking import relative_error
-from handgrad.ops import kernels
-from handgrad.ops.kernels import linear
+from handgrad.ops import cuda as kernels
+from handgrad.ops.cuda import linear
+from handgrad.tools.kernel_checks.checking import relative_error
 
 SIZES = (
     Size("124M", ModelShape(50257, 1024, 12, 12, 768), batch=64),
@@ -204,7 +204,7 @@ def compare(out: str, sizes: Sequence[Size] = SIZES) -> None:
     device = torch.device(sizes[0].device)
     clock = Clock()
     versions = kernels.versions()
-    print(f"{world.describe(device)}, device copy {clock.bandwidth / 1e12:.2f} TB/s, torch {torch.__version__}")
+    print(f"{devices.describe(device)}, device copy {clock.bandwidth / 1e12:.2f} TB/s, torch {torch.__version__}")
     print(f"{versions['products']}\n")
     for size in sizes:
         fp8_bytes.check(size.shape, size.batch)
@@ -243,8 +243,8 @@ def main() -> None:
     out = parser.parse_args().out
     if not Path(out).absolute().parent.is_dir():
         parser.error(f"--out {out}: there is no such folder")
-    device = world.resolve_device("cuda")
-    world.use_precision(device, "fp8")
+    device = devices.resolve_device("cuda")
+    devices.use_precision(device, "fp8")
     choose_backend("kernels", device)  # says what is missing
     compare(out)
 

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.record import write_record
-from handgrad import world
+from handgrad import devices
 from handgrad.ops import CONTROLS, RESULTS
-from handgrad.ops.kernels import classifier, column_sums, embedding, gelu, layernorm, optimizer, reduction
-from handgrad.ops.kernels.scratch import scratch_bytes
+from handgrad.ops.cuda import classifier, column_sums, embedding, gelu, layernorm, optimizer, reduction
+from handgrad.ops.cuda.scratch import scratch_bytes
 
 aten = torch.ops.aten
 
@@ -245,7 +245,7 @@ def compare(out: str) -> None:
     torch.manual_seed(0)
     flush = torch.zeros(FLUSH_BYTES // 4, device=CUDA)
     bandwidth = copy_bandwidth(flush)
-    print(f"{world.describe(CUDA)}, device copy {bandwidth / 1e12:.2f} TB/s; times in ms, torch {torch.__version__}\n")
+    print(f"{devices.describe(CUDA)}, device copy {bandwidth / 1e12:.2f} TB/s; times in ms, torch {torch.__version__}\n")
     columns = {"MB": 7, "ours": 9, "TB/s": 7, "of copy": 9, "eager": 9, "compile": 9, "x eager": 9, "x comp.": 9}
     print(" " * 41 + "".join(f"{name:>{width}}" for name, width in columns.items()))
     figures, below = [], 0

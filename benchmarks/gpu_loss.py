@@ -16,7 +16,7 @@ from benchmarks.contenders import HandgradRun, Settings, TwinRun, known_names, t
 from benchmarks.gpu_twin import Switches
 from benchmarks.record import write_record
 from benchmarks.turns import Peer, PeerFailed, Run, answers, excuses, note, say
-from handgrad import world
+from handgrad import devices
 from handgrad.errors import UsageError
 
 # name: (backend, precision) of handgrad
@@ -117,7 +117,7 @@ def compare(settings: Settings, contenders: str, out: str) -> dict[str, list[flo
     """Makes the runs one after the other, prints the table, writes `out` (JSON) and a plot beside it if `out` is not
     empty; returns the curves."""
     names = check_contenders(contenders)
-    device = world.resolve_device(settings.device)
+    device = devices.resolve_device(settings.device)
     tokens = tokens_of(settings)
     curves: dict[str, list[float]] = {}
     failed: dict[str, str] = {}
@@ -133,7 +133,7 @@ def compare(settings: Settings, contenders: str, out: str) -> dict[str, list[flo
     measure = MEASURE if MEASURE in curves else next(iter(curves))
     print(
         f"\n{settings.model}, {settings.steps} steps of {settings.micro_steps} x {settings.micro_batch} x"
-        f" {settings.sequence_length} tokens ({tokens.words}), {world.describe(device)}; nats per token, late mean: of"
+        f" {settings.sequence_length} tokens ({tokens.words}), {devices.describe(device)}; nats per token, late mean: of"
         f" {LATE} steps\n"
     )
     print("\n".join([*table(curves, measure), *(f"{name:<26} failed: {why}" for name, why in failed.items())]))

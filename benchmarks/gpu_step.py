@@ -22,10 +22,10 @@ from benchmarks.contenders import HandgradRun, Settings, TwinRun, known_names, t
 from benchmarks.gpu_twin import Switches, check_torchao
 from benchmarks.record import write_record
 from benchmarks.turns import Peer, PeerFailed, Run, answers, contend, note
-from handgrad import world
+from handgrad import devices
 from handgrad.config import PRECISIONS, check
 from handgrad.errors import UsageError
-from handgrad.model.parameters import flops_per_token
+from handgrad.models.parameters import flops_per_token
 
 TWINS = {
     "twin-flash": Switches(attention="flash"),
@@ -255,10 +255,10 @@ def compare(settings: Settings, contenders: str, seconds: float, turn_seconds: f
     names = check_contenders(contenders)
     if any(name in TWINS and TWINS[name].float8 != "none" for name in names):
         check_torchao()
-    device = world.resolve_device(settings.device)
+    device = devices.resolve_device(settings.device)
     config, tokens = settings.config(), tokens_of(settings)
     raw = measure({name: command(name, settings) for name in names}, seconds, turn_seconds, device)
-    flops, peak = flops_per_token(config.shape(tokens.vocab_size)), world.peak_flops(device)
+    flops, peak = flops_per_token(config.shape(tokens.vocab_size)), devices.peak_flops(device)
     rows = {
         name: {"precision": precision_of(name, settings), **figures(row, config.tokens_per_step, flops, peak)}
         for name, row in raw.items()
@@ -269,7 +269,7 @@ def compare(settings: Settings, contenders: str, seconds: float, turn_seconds: f
             row["times_best_twin"] = row["tokens_per_second"] / rows[twin]["tokens_per_second"]
     print(
         f"\n{settings.model}, steps of {settings.micro_steps} x {settings.micro_batch} x {settings.sequence_length} tokens"
-        f" ({tokens.words}), {world.describe(device)}, {seconds:g} s each in turns of {turn_seconds:g} s; GiB\n"
+        f" ({tokens.words}), {devices.describe(device)}, {seconds:g} s each in turns of {turn_seconds:g} s; GiB\n"
     )
     print("\n".join(table(rows)))
     for name in (name for name in rows if twin and name in HANDGRADS and "times_best_twin" in rows[name]):
@@ -286,4 +286,4 @@ def compare(settings: Settings, contenders: str, seconds: float, turn_seconds: f
 if __name__ == "__main__":
     _name, _settings = sys.argv[1], Settings.from_json(sys.argv[2])
     _pipe = answers()
-    contend(lambda: make_run(_name, _settings), world.resolve_device(_settings.device), sys.stdin, _pipe)
+    contend(lambda: make_run(_name, _settings), devices.resolve_device(_settings.device), sys.stdin, _pipe)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from benchmarks.twin import Block, Twin, optimizer_of
 from handgrad.config import ModelShape, RunConfig
 from handgrad.errors import UsageError
-from handgrad.model.parameters import flat_elements, initialize, parameter_table
+from handgrad.models.parameters import flat_elements, initialize, parameter_table
 from handgrad.training.schedule import learning_rate
 
 ATTENTIONS = ("plain", "flash", "cudnn")

@@ -18,7 +18,7 @@ from benchmarks.gpu_step import rounded
 from benchmarks.gpu_twin import Switches
 from benchmarks.record import write_record
 from benchmarks.turns import Peer, PeerFailed, Run, answers, contend, note
-from handgrad import world
+from handgrad import devices
 from handgrad.config import ModelShape
 
 WARM_UP_SECONDS = 1.0
@@ -122,7 +122,7 @@ def titled(rung: Rung, shape: ModelShape) -> str:
 
 def compare(settings: Settings, seconds: float, out: str, rungs: list[int] | None = None) -> list[dict[str, Any]]:
     """Climbs (all rungs, or those at the places given), prints the table, writes it to `out` if that is not empty."""
-    device = world.resolve_device(settings.device)
+    device = devices.resolve_device(settings.device)
     tokens = tokens_of(settings)
     shape = settings.config().shape(tokens.vocab_size)
     rows = []
@@ -137,7 +137,7 @@ def compare(settings: Settings, seconds: float, out: str, rungs: list[int] | Non
     add_gains(rows)
     print(
         f"\n{settings.model}, micro-batches of {settings.micro_batch} x {settings.sequence_length} tokens ({tokens.words}),"
-        f" an optimizer step after every {settings.micro_steps}, {world.describe(device)}, {seconds:g} s a row\n"
+        f" an optimizer step after every {settings.micro_steps}, {devices.describe(device)}, {seconds:g} s a row\n"
     )
     print("\n".join(table(rows)))
     if out:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from handgrad import world
+from handgrad import devices
 
 ROOT = Path(__file__).parents[1]
 
@@ -19,7 +19,7 @@ def provenance(device: torch.device) -> dict[str, Any]:
     """What a results file says about itself."""
     commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     return {
-        "machine": f"{world.describe(device)}; {os.cpu_count()} cores, {platform.machine()}, {platform.system()}",
+        "machine": f"{devices.describe(device)}; {os.cpu_count()} cores, {platform.machine()}, {platform.system()}",
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         # A copy without its history (a tarball, a rented machine) is told its commit by the environment.
         "commit": os.environ.get("HANDGRAD_COMMIT") or commit.stdout.strip() or "unknown",

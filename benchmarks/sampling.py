@@ -21,14 +21,14 @@ import torch
 from benchmarks.contenders import known_names
 from benchmarks.record import write_record
 from benchmarks.turns import Peer, PeerFailed, answers, excuses, memory, say
-from handgrad import presets, world
+from handgrad import devices, presets
 from handgrad.arena import Buffer, make_plan
 from handgrad.backend import choose_backend
 from handgrad.config import ModelShape
-from handgrad.evaluation.decode import decode_buffers, decode_tensors
-from handgrad.evaluation.generate import Continuation, Decoder, SamplingOptions
-from handgrad.model.parameters import count_parameters, flat_elements, initialize, model_tensors, parameter_table
-from handgrad.profile import copy_bandwidth
+from handgrad.generation.decode import decode_buffers, decode_tensors
+from handgrad.generation.generate import Continuation, Decoder, SamplingOptions
+from handgrad.models.parameters import count_parameters, flat_elements, initialize, model_tensors, parameter_table
+from handgrad.tools.profile import copy_bandwidth
 
 VOCABULARY, CONTEXT = 50257, 1024
 PROMPT_TOKENS, NEW_TOKENS = 32, 128
@@ -86,7 +86,7 @@ def contend(name: str, model: str, batch: int, device: torch.device, precision: 
     """One contender, in this process: says when it is ready, then answers each line with its calls' times."""
     pipe = answers()
     with excuses(pipe):
-        shape, dtype = sizes(model), world.use_precision(device, precision)
+        shape, dtype = sizes(model), devices.use_precision(device, precision)
         if name == "handgrad":
             call = handgrad_call(shape, batch, device, dtype)
         else:
@@ -108,9 +108,9 @@ def compare(model: str, batches: list[int], chosen: str, device: torch.device, p
     """Prints the table, and writes it to `out`."""
     names = known_names(chosen, list(CONTENDERS))
     bandwidth = copy_bandwidth(device)
-    weight_bytes = count_parameters(parameter_table(sizes(model))) * world.DTYPES[precision].itemsize
+    weight_bytes = count_parameters(parameter_table(sizes(model))) * devices.DTYPES[precision].itemsize
     limit = bandwidth / weight_bytes
-    print(f"{model}, {precision}: {PROMPT_TOKENS} tokens in, {NEW_TOKENS} out, greedy; {world.describe(device)}")
+    print(f"{model}, {precision}: {PROMPT_TOKENS} tokens in, {NEW_TOKENS} out, greedy; {devices.describe(device)}")
     print(f"reading the weights at the {bandwidth / 1e12:.2f} TB/s of a copy: {limit:.0f} tokens/s a sequence at most")
     peers = {}
     for batch, name in itertools.product(batches, names):
@@ -156,4 +156,4 @@ def line_of(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
 
 if __name__ == "__main__":
     contender, of_model, of_batch, on, in_precision = sys.argv[1:]
-    contend(contender, of_model, int(of_batch), world.resolve_device(on), in_precision)
+    contend(contender, of_model, int(of_batch), devices.resolve_device(on), in_precision)

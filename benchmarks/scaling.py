@@ -30,17 +30,17 @@ from benchmarks.contenders import Settings, Tokens, tokens_of
 from benchmarks.distributed_twin import DdpTrainer, FsdpTrainer
 from benchmarks.distributed_twin import step as twin_step
 from benchmarks.record import write_record
-from handgrad import presets, world
+from handgrad import devices, presets
 from handgrad.backend import choose_backend, settle_products
 from handgrad.config import RunConfig, check
-from handgrad.distributed.joining import group_aside, join
-from handgrad.distributed.launchers import find_place
-from handgrad.distributed.ranks import Ranks
-from handgrad.model.buckets import Bucket
+from handgrad.parallel.buckets import Bucket
+from handgrad.parallel.gradient_sync import Reduction
+from handgrad.parallel.joining import group_aside, join
+from handgrad.parallel.launchers import find_place
+from handgrad.parallel.ranks import Ranks
 from handgrad.power import Sampler
-from handgrad.traces import read_trace
+from handgrad.tools.traces import read_trace
 from handgrad.training.feed import BatchFeed
-from handgrad.training.reduction import Reduction
 from handgrad.training.state import allocate_state
 from handgrad.training.step import Stepper
 
@@ -81,7 +81,7 @@ class HandgradSteps:
 
     def __init__(self, config: RunConfig, tokens: Tokens, device: torch.device, ranks: Ranks, reduction: type[Reduction]):
         config = dataclasses.replace(config, lanes=ranks.size)
-        dtype = world.use_precision(device, config.precision)
+        dtype = devices.use_precision(device, config.precision)
         ops = choose_backend("auto", device)
         config = settle_products(check(config), ops)
         self.state = allocate_state(config, config.shape(tokens.vocab_size), dtype, device, ops, ranks.rank, ranks.size)
@@ -143,20 +143,20 @@ def make(name: str, config: RunConfig, tokens: Tokens, device: torch.device, ran
 
 def timed(run: Callable[[int], float], steps: int, ranks: Ranks, device: torch.device) -> float:
     """Seconds of `steps` steps, from when all ranks begin to when all have ended."""
-    world.synchronize(device)
+    devices.synchronize(device)
     ranks.barrier("a turn begins")
     start = time.perf_counter()
     run(steps)
-    world.synchronize(device)
+    devices.synchronize(device)
     ranks.barrier("a turn ends")
     return time.perf_counter() - start
 
 
 def own_seconds(run: Callable[[int], float], steps: int, device: torch.device) -> float:
-    world.synchronize(device)
+    devices.synchronize(device)
     start = time.perf_counter()
     run(steps)
-    world.synchronize(device)
+    devices.synchronize(device)
     return time.perf_counter() - start
 
 
@@ -237,7 +237,7 @@ def main() -> None:
     parser.add_argument("--out", default="")
     asked = parser.parse_args()
     place = find_place(os.environ)
-    device = world.resolve_device(asked.device, place.local_rank)
+    device = devices.resolve_device(asked.device, place.local_rank)
     settings = Settings(
         **{name: getattr(asked, name) for name in ("model", "micro_batch", "sequence_length", "precision", "data")},
         vocab_size=asked.vocab_size,

@@ -19,9 +19,9 @@ import torch
 
 from benchmarks.record import ROOT, write_record
 from benchmarks.twin import Twin, optimizer_of, twin_step
-from handgrad import presets, world
+from handgrad import devices, presets
 from handgrad.config import RunConfig
-from handgrad.model.parameters import flops_per_token, parameter_table
+from handgrad.models.parameters import flops_per_token, parameter_table
 from handgrad.ops import reference
 from handgrad.training.state import allocate_state
 from handgrad.training.step import Stepper
@@ -55,7 +55,7 @@ def step_of(kind: str, config: RunConfig, fused: bool) -> Callable[[int], float]
     size = (config.micro_batch, config.sequence_length)
     tokens, targets = (torch.randint(VOCABULARY, size, generator=generator) for _ in range(2))
     if kind == "handgrad":
-        state = allocate_state(config, shape, world.use_precision(CPU, config.precision), CPU, reference)
+        state = allocate_state(config, shape, devices.use_precision(CPU, config.precision), CPU, reference)
         state.activations.tokens.copy_(tokens)
         state.activations.targets.copy_(targets)
         stepper = Stepper(config, state, SameBatch())
@@ -129,7 +129,7 @@ def compare(model: str, micro_batch: int, sequence_length: int, rounds: int, out
         row["times_torch_eager_fp32"] = round(figures[PEER]["seconds_per_step"] / row["seconds_per_step"], 2)
         row["times_torch_fused_fp32"] = round(figures[BEST_PEER]["seconds_per_step"] / row["seconds_per_step"], 2)
     print(
-        f"\n{model}, {micro_batch} samples of {sequence_length} tokens, {world.describe(CPU)}, median of {rounds} turns\n"
+        f"\n{model}, {micro_batch} samples of {sequence_length} tokens, {devices.describe(CPU)}, median of {rounds} turns\n"
     )
     print(f"{'':<40}{'s/step':>8}{'tok/s':>8}{'GFLOP/s':>9}{'x eager':>9}{'x fused':>9}{'peak GiB':>10}")
     for name, row in figures.items():

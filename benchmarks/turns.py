@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.contenders import More
 from benchmarks.record import ROOT
-from handgrad import world
+from handgrad import devices
 from handgrad.errors import HandgradError
 from handgrad.power import Sampler
 
@@ -77,11 +77,11 @@ def say(pipe: TextIO, answer: dict[str, Any]) -> None:
 
 def timed_turn(run: Run, seconds: float, device: torch.device) -> dict[str, Any]:
     """Steps for about `seconds`, from an idle device to an idle device: their number, their exact time, the power."""
-    world.synchronize(device)
+    devices.synchronize(device)
     with Sampler(device) as sampler:
         start = time.perf_counter()
         losses = run.turn(lambda launched: time.perf_counter() - start < seconds)
-        world.synchronize(device)
+        devices.synchronize(device)
         elapsed = time.perf_counter() - start
     return {"steps": len(losses), "seconds": elapsed, "loss": losses[-1], "power": sampler.summary, **memory(device)}
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from handgrad.config import ModelShape, RunConfig
-from handgrad.model.parameters import ParameterRow
+from handgrad.models.parameters import ParameterRow
 from handgrad.training.schedule import learning_rate
 
 

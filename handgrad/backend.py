@@ -28,7 +28,7 @@ def choose_backend(name: str, device: torch.device) -> ModuleType:
     if problem:
         raise UsageError(f"the kernels cannot run here: {problem}; or use --backend reference")
     try:
-        kernels = importlib.import_module("handgrad.ops.kernels")
+        kernels = importlib.import_module("handgrad.ops.cuda")
         kernels.versions()  # loads the libraries
     except (ImportError, OSError, RuntimeError) as failure:  # a library that does not load, a driver that is too old
         told = " ".join(f"{type(failure).__name__}: {failure}".split())

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from handgrad.model.transformer import Pause
+from handgrad.models.transformer import Pause
 
 
 class Replayed:

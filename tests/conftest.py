@@ -20,12 +20,12 @@ from benchmarks.record import write_record
 from handgrad.arena import ALWAYS, Plan, make_plan
 from handgrad.config import ModelShape, RunConfig
 from handgrad.data.prepare import PrepareOptions, prepare
-from handgrad.model.activations import Activations, activation_buffers, activations
-from handgrad.model.dropout import model_dropout
-from handgrad.model.parameters import ModelTensors, ParameterRow, flat_elements, initialize, model_tensors, parameter_table
-from handgrad.model.quantized import Forms, fp8_products, quantized_table, scaling_buffers, weight_buffers
+from handgrad.dropout.model import model_dropout
+from handgrad.fp8.formats import COUNTING, FORMATS, INVERSE, LARGEST_EXPONENT, SCALE, Quantized
+from handgrad.fp8.tables import Forms, fp8_products, quantized_table, scaling_buffers, weight_buffers
+from handgrad.models.activations import Activations, activation_buffers, activations
+from handgrad.models.parameters import ModelTensors, ParameterRow, flat_elements, initialize, model_tensors, parameter_table
 from handgrad.ops import reference
-from handgrad.ops.fp8 import COUNTING, FORMATS, INVERSE, LARGEST_EXPONENT, SCALE, Quantized
 from handgrad.presets import tiny
 
 

@@ -16,8 +16,8 @@ import handgrad
 from handgrad.api import records as api_records
 from handgrad.config import RunConfig
 from handgrad.errors import ConfigError, NumericsError, Preempted, UsageError
-from handgrad.training import loop
-from handgrad.training.start import train
+from handgrad.run import loop
+from handgrad.run.start import train
 from tests.test_runs import elsewhere, interrupt_at, records, same_bits
 
 

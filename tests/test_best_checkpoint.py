@@ -11,9 +11,9 @@ from handgrad import checkpoint
 from handgrad.cli import main
 from handgrad.config import RunConfig
 from handgrad.errors import DataError
-from handgrad.training import loop
-from handgrad.training.header import most_checkpoints
-from handgrad.training.start import train
+from handgrad.run import loop
+from handgrad.run.header import most_checkpoints
+from handgrad.run.start import train
 from tests.test_runs import elsewhere, finished, interrupt_at, same_bits
 
 __all__ = ["finished"]  # a fixture

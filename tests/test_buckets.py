@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from handgrad.config import ModelShape
-from handgrad.model.buckets import (
+from handgrad.models.parameters import ALIGN_ELEMENTS, BLOCK_ELEMENTS, ParameterRow, flat_elements, parameter_table
+from handgrad.parallel.buckets import (
     RING,
     Bucket,
     buckets,
@@ -18,7 +19,6 @@ from handgrad.model.buckets import (
     placed,
     update_runs,
 )
-from handgrad.model.parameters import ALIGN_ELEMENTS, BLOCK_ELEMENTS, ParameterRow, flat_elements, parameter_table
 
 TINY = ModelShape(vocab_size=257, sequence_length=32, num_layers=3, num_heads=2, channels=64)
 ODD = ModelShape(vocab_size=1000, sequence_length=50, num_layers=7, num_heads=1, channels=40)  # nothing fits anything

@@ -11,8 +11,8 @@ from handgrad import checkpoint
 from handgrad.checkpoint import Stored
 from handgrad.config import RunConfig
 from handgrad.errors import DataError, StorageError
-from handgrad.training.loop import Run
-from handgrad.training.start import train
+from handgrad.run.loop import Run
+from handgrad.run.start import train
 from tests.test_runs import elsewhere, finished, same_bits, tensors
 
 __all__ = ["finished"]  # a fixture

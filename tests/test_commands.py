@@ -239,7 +239,7 @@ def test_logs_on_a_full_disk(
     shards: Path, capsys: pytest.CaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """/dev/full takes no byte, like a disk without space."""
-    from handgrad.training.metrics import METRICS_FILE, Metrics
+    from handgrad.run.metrics import METRICS_FILE, Metrics
 
     original = Metrics._open
 
@@ -254,9 +254,9 @@ def test_logs_on_a_full_disk(
 def test_a_run_that_does_not_fit_in_memory(
     shards: Path, capsys: pytest.CaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from handgrad import world
+    from handgrad import devices
 
-    monkeypatch.setattr(world, "available_bytes", lambda device: 1_500_000)
+    monkeypatch.setattr(devices, "available_bytes", lambda device: 1_500_000)
     line = refused(capsys, 65, "train", *SMALL, "--data", str(shards), "--out", str(tmp_path / "run"))
     assert "try --micro-batch 2" in line
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from handgrad import presets
 from handgrad.commands.demo import DEMO_TOKENIZER
 from handgrad.data.prepare import PrepareOptions, prepare
-from handgrad.training.start import train
+from handgrad.run.start import train
 
 
 def test_stories_are_learnt_to_within_ten_percent_of_their_entropy(tmp_path: Path) -> None:

@@ -9,13 +9,13 @@ from types import ModuleType
 import pytest
 import torch
 
-from handgrad import doctor
-from handgrad.kernel_checks import checking
-from handgrad.kernel_checks.draw import Draw
-from handgrad.kernel_checks.fp8 import FP8_CASES, Fp8Draw, check_fp8_kernels
-from handgrad.kernel_checks.operations import CASES, check_kernels
+from handgrad.fp8.formats import AMAX, CLIPPED, E4M3, VANISHED, Form, Quantized
 from handgrad.ops import reference
-from handgrad.ops.fp8 import AMAX, CLIPPED, E4M3, VANISHED, Form, Quantized
+from handgrad.tools import doctor
+from handgrad.tools.kernel_checks import checking
+from handgrad.tools.kernel_checks.draw import Draw
+from handgrad.tools.kernel_checks.fp8 import FP8_CASES, Fp8Draw, check_fp8_kernels
+from handgrad.tools.kernel_checks.operations import CASES, check_kernels
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -51,7 +51,7 @@ def test_every_kernel_has_a_case() -> None:
 def test_the_cases_fit_the_kernels() -> None:
     pytest.importorskip("triton")
     pytest.importorskip("nvmath")
-    from handgrad.ops import kernels
+    from handgrad.ops import cuda as kernels
 
     for operation, make in CASES.values():
         inspect.signature(getattr(kernels, operation)).bind(
@@ -63,7 +63,7 @@ def test_the_fp8_cases_fit_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the cases launch is launched as the kernels take it, here on the reference; each quantising operation is."""
     pytest.importorskip("triton")
     pytest.importorskip("nvmath")
-    from handgrad.ops import kernels
+    from handgrad.ops import cuda as kernels
 
     monkeypatch.setattr(checking, "SCRATCH_BYTES", 64)
     launched: set[str] = set()
@@ -249,7 +249,7 @@ def test_a_gpu_that_is_too_old(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_kernels_are_launched(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("handgrad.backend.why_no_kernels", lambda device: "")
     ops = backend(versions=lambda: {"products": "cuBLASLt 13, 42 algorithms", "attention": "Triton"})
-    monkeypatch.setattr("importlib.import_module", {"handgrad.ops.kernels": ops}.__getitem__)
+    monkeypatch.setattr("importlib.import_module", {"handgrad.ops.cuda": ops}.__getitem__)
     monkeypatch.setattr(doctor, "check_kernels", lambda *found: iter([(found == (ops, CUDA, torch.float16), "checked")]))
     monkeypatch.setattr(doctor.world, "use_precision", lambda device, precision: doctor.world.DTYPES[precision])
     lines = list(doctor.examine_gpu(CUDA))

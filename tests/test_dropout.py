@@ -16,15 +16,15 @@ from benchmarks.twin import Twin
 from handgrad.config import RunConfig, check
 from handgrad.data.batches import Batches
 from handgrad.data.shards import open_dataset
+from handgrad.dropout.masks import Dropout
+from handgrad.dropout.model import SAMPLES, BlockDropout, ModelDropout
 from handgrad.errors import UsageError
-from handgrad.model import transformer
-from handgrad.model.dropout import SAMPLES, BlockDropout, ModelDropout
+from handgrad.models import transformer
 from handgrad.ops import reference as ops
-from handgrad.ops.dropout import Dropout
 from handgrad.ops.reference.attention import attention_mask
+from handgrad.run.header import dropout_lines
+from handgrad.run.start import train
 from handgrad.training.feed import BatchFeed
-from handgrad.training.header import dropout_lines
-from handgrad.training.start import train
 from handgrad.training.state import allocate_state, training_plan
 from tests.conftest import Model, make_model
 from tests.test_model import ODD, run

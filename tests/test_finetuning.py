@@ -12,11 +12,11 @@ from handgrad import checkpoint
 from handgrad.cli import main
 from handgrad.config import read_toml
 from handgrad.data.prepare import PrepareOptions, prepare
-from handgrad.evaluation.decode import decode_buffers
 from handgrad.evaluation.load import load_model
+from handgrad.generation.decode import decode_buffers
 from handgrad.interop.hf_export import logits
 from handgrad.ops import reference
-from handgrad.training.start import train
+from handgrad.run.start import train
 from tests.conftest import small_run, write_text
 from tests.test_commands import refused
 from tests.test_runs import interrupt_at, records, same_bits, tensors

@@ -19,8 +19,10 @@ pytest.importorskip("nvmath")
 from benchmarks import fp8_bytes, fp8_kernels, fp8_products, gpu_fp8
 from benchmarks.fp8_kernels import Making, Size
 from handgrad.config import ModelShape
-from handgrad.ops import kernels
-from handgrad.ops.kernels import attention_tiles, classifier, fp8, gelu_fp8, layernorm, linear
+from handgrad.fp8.cuda import gelu as gelu_fp8
+from handgrad.fp8.cuda import quantize as fp8
+from handgrad.ops import cuda as kernels
+from handgrad.ops.cuda import attention_tiles, classifier, layernorm, linear
 from tests.conftest import fp8_config, make_model
 from tests.kernels.test_fp8_kernels import rounded
 from tests.kernels.test_gelu_fp8 import separately, word

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from handgrad.config import ModelShape, RunConfig
-from handgrad.model import transformer
-from handgrad.model.quantized import fp8_products
+from handgrad.fp8.formats import E4M3, E5M2, FORMATS
+from handgrad.fp8.tables import fp8_products
+from handgrad.models import transformer
 from handgrad.ops import reference as ops
-from handgrad.ops.fp8 import E4M3, E5M2, FORMATS
 from handgrad.presets import gpt2_124m
 from handgrad.training.state import training_plan
 from tests.conftest import Model, fp8_config, make_model, quantized_weights

@@ -10,9 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from handgrad.ops import CONTROL_STEP, CONTROLS
-from handgrad.ops import reference as ops
-from handgrad.ops.fp8 import (
+from handgrad.fp8.formats import (
     AMAX,
     CLIPPED,
     COUNTING,
@@ -31,6 +29,8 @@ from handgrad.ops.fp8 import (
     VANISHED,
     Quantized,
 )
+from handgrad.ops import CONTROL_STEP, CONTROLS
+from handgrad.ops import reference as ops
 
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 BOTH = pytest.mark.parametrize("kind", [E4M3, E5M2], ids=["e4m3", "e5m2"])

@@ -13,9 +13,9 @@ from handgrad import checkpoint
 from handgrad.cli import main
 from handgrad.config import RunConfig
 from handgrad.errors import Preempted
-from handgrad.ops.fp8 import COUNTING, MARGIN, SCALE
-from handgrad.training import loop
-from handgrad.training.start import train
+from handgrad.fp8.formats import COUNTING, MARGIN, SCALE
+from handgrad.run import loop
+from handgrad.run.start import train
 from tests.conftest import small_run
 from tests.test_commands import SMALL, refused
 from tests.test_runs import elsewhere, records, same_bits

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from handgrad.config import RunConfig
-from handgrad.ops.fp8 import INVERSE, MARGIN, SCALE
-from handgrad.training import loop
-from handgrad.training.scaling import Scaling
-from handgrad.training.start import train
+from handgrad.fp8.formats import INVERSE, MARGIN, SCALE
+from handgrad.fp8.scaling import Scaling
+from handgrad.run import loop
+from handgrad.run.start import train
 from tests.conftest import small_run
 from tests.test_fp8_runs import manifest, same, train_until
 from tests.test_runs import elsewhere, records

@@ -9,9 +9,9 @@ import torch
 from handgrad.config import RunConfig
 from handgrad.data.batches import Batches
 from handgrad.data.shards import open_dataset
-from handgrad.model.quantized import WEIGHT, fp8_products
+from handgrad.fp8.formats import AMAX, E4M3, E5M2, FORMATS, MARGIN, SCALE
+from handgrad.fp8.tables import WEIGHT, fp8_products
 from handgrad.ops import reference
-from handgrad.ops.fp8 import AMAX, E4M3, E5M2, FORMATS, MARGIN, SCALE
 from handgrad.training.feed import BatchFeed
 from handgrad.training.state import TrainingState, allocate_state
 from handgrad.training.step import Stepper, StepResult

@@ -9,11 +9,11 @@ import torch
 
 from handgrad.config import ModelShape, RunConfig
 from handgrad.errors import NumericsError
-from handgrad.model.freezing import freeze
-from handgrad.model.parameters import count_parameters, parameter_table
+from handgrad.models.freezing import freeze
+from handgrad.models.parameters import count_parameters, parameter_table
 from handgrad.report.page import write_report
-from handgrad.training import loop
-from handgrad.training.start import train
+from handgrad.run import loop
+from handgrad.run.start import train
 from tests.test_runs import elsewhere, interrupt_at, records, same_bits
 from tests.test_training import steps_of
 

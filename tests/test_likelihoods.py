@@ -8,10 +8,10 @@ import torch
 
 from handgrad.arena import make_plan
 from handgrad.config import ModelShape
-from handgrad.distributed.ranks import Ranks
 from handgrad.evaluation.likelihoods import Likelihoods, Request, Workload, make_batches, score
-from handgrad.model import transformer
+from handgrad.models import transformer
 from handgrad.ops import reference as ops
+from handgrad.parallel.ranks import Ranks
 from tests.conftest import Model, make_model
 
 SHAPE = ModelShape(37, 40, 2, 2, 16)

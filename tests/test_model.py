@@ -10,8 +10,8 @@ from torch import Tensor
 
 from benchmarks.twin import Twin
 from handgrad.config import ModelShape
-from handgrad.model import transformer
-from handgrad.model.parameters import count_parameters, flops_per_token, parameter_table
+from handgrad.models import transformer
+from handgrad.models.parameters import count_parameters, flops_per_token, parameter_table
 from handgrad.ops import reference as ops
 from tests.conftest import Model, make_model
 

@@ -9,11 +9,11 @@ import torch
 
 from handgrad.cli import main
 from handgrad.errors import UsageError
-from handgrad.nsight import METRICS, parse, table
+from handgrad.fp8.formats import E4M3
 from handgrad.ops import reference
-from handgrad.ops.fp8 import E4M3
-from handgrad.profile import OPERATIONS, PARTS, MadeUpTokens, Recorder, size_bytes
-from handgrad.traces import COPIES, OTHER, Spent, innermost, ranges_of, spent_on_cpu, spent_on_gpu
+from handgrad.tools.nsight import METRICS, parse, table
+from handgrad.tools.profile import OPERATIONS, PARTS, MadeUpTokens, Recorder, size_bytes
+from handgrad.tools.traces import COPIES, OTHER, Spent, innermost, ranges_of, spent_on_cpu, spent_on_gpu
 
 TINY = [
     *("profile", "tiny", "--device", "cpu", "--num-layers", "2", "--num-heads", "2", "--channels", "32"),
@@ -228,7 +228,7 @@ def test_mistakes(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr("handgrad.nsight.ORDINARY_PLACE", tmp_path / "ncu")
+    monkeypatch.setattr("handgrad.tools.nsight.ORDINARY_PLACE", tmp_path / "ncu")
     assert main([*TINY, *arguments]) == code
     line = capsys.readouterr().err
     assert told in line and line.count("\n") == 1
@@ -236,7 +236,7 @@ def test_mistakes(
 
 def test_ncu_runs_the_same_command_inside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A stand-in for ncu that shows how it was called, and then the sample above."""
-    from handgrad import nsight
+    from handgrad.tools import nsight
 
     stand_in = tmp_path / "ncu"
     stand_in.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/called\ncat {tmp_path}/sample\n')

@@ -10,12 +10,12 @@ import pytest
 from matplotlib.figure import Figure
 
 from handgrad.errors import DataError
+from handgrad.fp8.monitor import Watched, saturation_line, summary
 from handgrad.report.page import write_report
 from handgrad.report.plots import draw_fp8
 from handgrad.report.results import fraction_text, scales_text
 from handgrad.report.runs import read_run, read_runs
 from handgrad.report.style import light
-from handgrad.training.watching import Watched, saturation_line, summary
 from tests.test_report import Page, make_run, report, run_lines, start_line
 
 CLASSES = ("ln1", "dqkv", "atty", "dresidual_mid", "ln2", "gelu", "dhidden", "dresidual_out", "qkv_weight")

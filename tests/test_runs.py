@@ -18,8 +18,8 @@ import torch
 from handgrad import checkpoint
 from handgrad.config import RunConfig, to_toml
 from handgrad.errors import ConfigError, DataError, NumericsError, Preempted, UsageError
-from handgrad.training import loop
-from handgrad.training.start import train
+from handgrad.run import loop
+from handgrad.run.start import train
 
 TIMES = ("step_ms", "tokens_per_second")  # the only fields of a record that may differ between equal runs
 
@@ -232,8 +232,8 @@ def test_other_data_is_refused(finished: RunConfig, shards: Path, tmp_path: Path
 
 
 def test_two_trainers_in_one_folder(finished: RunConfig) -> None:
-    from handgrad.distributed.ranks import Ranks
-    from handgrad.training.run_folder import RunFolder
+    from handgrad.parallel.ranks import Ranks
+    from handgrad.run.folder import RunFolder
 
     held = RunFolder(dataclasses.replace(finished, lanes=1), Ranks(), allow_changes=False)
     try:

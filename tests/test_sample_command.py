@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from handgrad import world
+from handgrad import devices
 from handgrad.cli import main
 from handgrad.evaluation import jsonl
-from handgrad.evaluation.generate import Decoder
+from handgrad.generation.generate import Decoder
 from tests.test_commands import SMALL, refused
 
 
@@ -224,7 +224,7 @@ def test_mistakes(arguments: list[str], code: int, told: str, run: str, capsys: 
 
 def test_a_batch_that_does_not_fit(run: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     capsys.readouterr()
-    monkeypatch.setattr(world, "available_bytes", lambda device: 4 << 20)
+    monkeypatch.setattr(devices, "available_bytes", lambda device: 4 << 20)
     assert main(["sample", run, "--max-tokens", "1", "--device", "cpu"]) == 0
     capsys.readouterr()
     told = refused(capsys, 65, "sample", run, "--samples", "200", "--batch", "200", "--device", "cpu")

@@ -10,9 +10,9 @@ from torch import Tensor
 from handgrad.arena import make_plan
 from handgrad.config import ModelShape
 from handgrad.errors import NumericsError, UsageError
-from handgrad.evaluation.decode import DecodeTensors, decode_buffers, decode_step, decode_tensors, prefill
-from handgrad.evaluation.generate import Continuation, Decoder, SamplingOptions
-from handgrad.model import transformer
+from handgrad.generation.decode import DecodeTensors, decode_buffers, decode_step, decode_tensors, prefill
+from handgrad.generation.generate import Continuation, Decoder, SamplingOptions
+from handgrad.models import transformer
 from handgrad.ops import reference as ops
 from tests.conftest import Model, make_model
 

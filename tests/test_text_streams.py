@@ -6,8 +6,8 @@ import random
 import pytest
 
 from handgrad.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
-from handgrad.evaluation.generate import Continuation
-from handgrad.evaluation.text import TextStream
+from handgrad.generation.generate import Continuation
+from handgrad.generation.text import TextStream
 
 
 def shown(tokenizer: Tokenizer, text: str, stops: list[str], cuts: list[int] | None = None) -> tuple[list[str], str]:

@@ -12,11 +12,11 @@ from benchmarks.twin import Twin, optimizer_of, twin_step
 from handgrad.config import FIELDS, RunConfig
 from handgrad.data.batches import Batches
 from handgrad.data.shards import open_dataset
-from handgrad.model.buckets import update_runs
 from handgrad.ops import reference
+from handgrad.parallel.buckets import update_runs
 from handgrad.training.feed import BatchFeed
-from handgrad.training.outliers import WINDOW, Outliers
 from handgrad.training.schedule import learning_rate
+from handgrad.training.spikes import WINDOW, Outliers
 from handgrad.training.state import TrainingState, allocate_state, largest_micro_batch, training_plan
 from handgrad.training.step import Stepper, StepResult
 

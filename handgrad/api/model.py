@@ -11,21 +11,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from handgrad import checkpoint, world
+from handgrad import checkpoint, devices
 from handgrad.api.memory import GrowingMemory
 from handgrad.arena import Buffer, make_plan
 from handgrad.backend import choose_backend
 from handgrad.config import BACKENDS, DEVICES, PRECISIONS, ModelShape
 from handgrad.data.tokenizer import Tokenizer
 from handgrad.errors import UsageError
-from handgrad.evaluation.decode import decode_buffers, decode_tensors
-from handgrad.evaluation.generate import Continuation, Decoder, SamplingOptions, check_writing
 from handgrad.evaluation.load import check_available
-from handgrad.evaluation.text import document, stream_text
+from handgrad.generation.decode import decode_buffers, decode_tensors
+from handgrad.generation.generate import Continuation, Decoder, SamplingOptions, check_writing
+from handgrad.generation.text import document, stream_text
 from handgrad.interop.sources import is_ours, open_weights
-from handgrad.model import transformer
-from handgrad.model.activations import Activations, activation_buffers, activations, head_chunk_tokens
-from handgrad.model.parameters import count_parameters, flat_elements, model_tensors, parameter_table
+from handgrad.models import transformer
+from handgrad.models.activations import Activations, activation_buffers, activations, head_chunk_tokens
+from handgrad.models.parameters import count_parameters, flat_elements, model_tensors, parameter_table
 
 MICRO_BATCH = 8  # rows that go through the model at once, as in `handgrad evaluate`
 
@@ -62,7 +62,7 @@ class Model:
         ops.check_sizes(length=shape.sequence_length, num_heads=shape.num_heads, channels=shape.channels)
         self.shape, self.tokenizer, self.ops = shape, tokenizer, ops
         self.device, self.precision = device, precision
-        self.dtype = world.use_precision(device, precision)
+        self.dtype = devices.use_precision(device, precision)
         self.origin = origin  # where the weights are from
         self.data = data  # the shards they were trained on, if they are known
         self.table = parameter_table(shape)
@@ -181,7 +181,7 @@ class Model:
 
     def forward_buffers(self, batch: int, length: int) -> Activations:
         """The buffers of a forward pass over `batch` rows of `length` tokens: those of the last one, if it was as large."""
-        world.use_precision(self.device, self.precision)  # torch keeps it for the process; another model may differ
+        devices.use_precision(self.device, self.precision)  # torch keeps it for the process; another model may differ
         if self._passed is None or self._passed[0] != (batch, length):
             self._passed = None  # which would keep its memory
             table = activation_buffers(
@@ -254,7 +254,7 @@ class Model:
     def _write(
         self, texts: list[Continuation], options: SamplingOptions, stops: Sequence[str], batch: int
     ) -> Iterator[tuple[Continuation, str]]:
-        world.use_precision(self.device, self.precision)
+        devices.use_precision(self.device, self.precision)
         mine = self._writing = object()
         for text, piece in stream_text(self._decoder_of(batch, options), self.tokenizer, iter(texts), stops):
             yield text, piece
@@ -309,7 +309,7 @@ def load(
             raise UsageError(f"{name} must be one of {names}; found {value!r}")
     name = os.fspath(source)
     found = open_weights(name, tokenizer)
-    where = world.resolve_device(device)
+    where = devices.resolve_device(device)
     path = Path(name)
     config = (checkpoint.peek_config(path.parent if checkpoint.means_best(path) else path) or {}) if is_ours(path) else {}
     model = Model(

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from handgrad import checkpoint, world
+from handgrad import checkpoint, devices
 from handgrad.api.model import Model
 from handgrad.config import RunConfig, to_dict
 from handgrad.errors import NumericsError, Preempted, UsageError
-from handgrad.training.loop import Run
-from handgrad.training.settings import run_config
-from handgrad.training.start import open_run
+from handgrad.run.loop import Run
+from handgrad.run.settings import run_config
+from handgrad.run.signals import preempted
+from handgrad.run.start import open_run
 from handgrad.training.step import StepResult
-from handgrad.training.stopping import preempted
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Training:
             if on_step is not None:
                 on_step(made[-1])
 
-        world.use_precision(run.device, self.config.precision)  # torch keeps it for the process; a model may differ
+        devices.use_precision(run.device, self.config.precision)  # torch keeps it for the process; a model may differ
         self._stepping = True
         try:
             run.advance(until, take, keeps_process=True)

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 from handgrad import presets
 from handgrad.config import BACKENDS, DEVICES, FIELDS, PRECISIONS, RunConfig, nearest_name
 from handgrad.errors import UsageError
-from handgrad.training import settings
+from handgrad.run import settings
 
 METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT"}
 

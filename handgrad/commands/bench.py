@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import handgrad
-from handgrad import presets, world
+from handgrad import devices, presets
 from handgrad.backend import choose_backend
 from handgrad.commands.arguments import Parser
 from handgrad.config import PRECISIONS
@@ -47,7 +47,7 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("--out", default="", metavar="FILE", help="also write the figures as JSON")
     parsed = parser.parse(arguments)
     presets.model(parsed.model)  # refuses an unknown one
-    device = world.resolve_device(parsed.device).type
+    device = devices.resolve_device(parsed.device).type
     folder = Path(parsed.out).absolute().parent
     if parsed.out and not folder.is_dir():
         raise UsageError(f"--out {parsed.out}: there is no folder {folder}; make it, or write elsewhere")
@@ -123,15 +123,15 @@ def bench_ladder(parsed: Namespace, device: str) -> None:
 def bench_kernels(parsed: Namespace, device: str) -> None:
     if device != "cuda":
         raise UsageError("bench kernels needs a CUDA GPU; `handgrad bench step --device cpu` measures what a CPU can do")
-    choose_backend("kernels", world.resolve_device("cuda"))  # says what is missing
+    choose_backend("kernels", devices.resolve_device("cuda"))  # says what is missing
     module("gpu_kernels").compare(parsed.out)
 
 
 def bench_fp8(parsed: Namespace, device: str) -> None:
     if device != "cuda":
         raise UsageError("bench fp8 needs a CUDA GPU")
-    world.use_precision(world.resolve_device("cuda"), "fp8")
-    choose_backend("kernels", world.resolve_device("cuda"))  # says what is missing
+    devices.use_precision(devices.resolve_device("cuda"), "fp8")
+    choose_backend("kernels", devices.resolve_device("cuda"))  # says what is missing
     module("gpu_fp8").compare(parsed.out)
 
 
@@ -142,7 +142,7 @@ def bench_sampling(parsed: Namespace, device: str) -> None:
     precision = parsed.precision or ("bf16" if device == "cuda" else "fp32")
     if precision == "fp8":
         raise UsageError("texts are written in fp32, tf32, bf16 or fp16; fp8 is for training")
-    sampling.compare(parsed.model, batches, chosen, world.resolve_device(device), precision, parsed.out)
+    sampling.compare(parsed.model, batches, chosen, devices.resolve_device(device), precision, parsed.out)
 
 
 # What each takes beside --device, --model and --out.

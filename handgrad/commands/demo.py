@@ -9,7 +9,7 @@ from handgrad.commands.arguments import Parser
 from handgrad.commands.prepare import prepare_with_progress, show_prepared
 from handgrad.data.prepare import PrepareOptions
 from handgrad.report.page import write_report
-from handgrad.training.start import train
+from handgrad.run.start import train
 
 DEMO_DOCUMENTS = 60_000
 DEMO_TOKENIZER = "bpe:1024"

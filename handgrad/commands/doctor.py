@@ -5,15 +5,15 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from handgrad import world
+from handgrad import devices
 from handgrad.backend import choose_backend
 from handgrad.commands.arguments import Parser
-from handgrad.distributed.launchers import find_place
-from handgrad.distributed.network import examine_network
-from handgrad.doctor import examine
 from handgrad.errors import ConfigError, UsageError
 from handgrad.interop.llmc_debug import compare, read_debug_state
 from handgrad.interop.llmc_model import read_model
+from handgrad.parallel.launchers import find_place
+from handgrad.tools.doctor import examine
+from handgrad.tools.network import examine_network
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -33,7 +33,7 @@ def run(arguments: Sequence[str]) -> int:
         lines = examine_gradients(Path(parsed.debug_state), Path(parsed.model))
     elif parsed.net:
         place = find_place(os.environ)
-        lines = examine_network(world.resolve_device("auto", place.local_rank))
+        lines = examine_network(devices.resolve_device("auto", place.local_rank))
         speaks = place.rank == 0
     else:
         lines = examine()
@@ -47,12 +47,12 @@ def run(arguments: Sequence[str]) -> int:
 
 def examine_gradients(state_file: Path, model_file: Path) -> Iterator[tuple[bool, str]]:
     """(whether it is well, line) for the logits, the loss and each gradient, by the operations that training takes here."""
-    device = world.resolve_device("auto")
-    world.use_precision(device, "fp32")
+    device = devices.resolve_device("auto")
+    devices.use_precision(device, "fp32")
     ops = choose_backend("auto", device)
     state = read_debug_state(state_file, read_model(model_file))
     batch, length = state.tokens.shape
-    yield True, f"{batch} texts of {length} tokens on {world.describe(device)}, by the {ops.__name__.rpartition('.')[2]}"
+    yield True, f"{batch} texts of {length} tokens on {devices.describe(device)}, by the {ops.__name__.rpartition('.')[2]}"
     for found in compare(state, device, ops):
         what = found.name if found.name in ("logits", "loss") else f"gradient of {found.name}"
         yield found.fine, f"{what}: relative error {found.error:.2g}, at most {found.tolerance:.2g}"

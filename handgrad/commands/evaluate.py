@@ -10,15 +10,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from handgrad import world
+from handgrad import devices
 from handgrad.arena import Buffer, Plan, make_plan
 from handgrad.backend import choose_backend
 from handgrad.commands.arguments import Parser, add_model_arguments
 from handgrad.config import RunConfig
 from handgrad.data.shards import Dataset
-from handgrad.distributed.joining import joined
-from handgrad.distributed.launchers import find_place
-from handgrad.distributed.ranks import Ranks
 from handgrad.errors import NumericsError, UsageError
 from handgrad.evaluation.held_out import held_out_loss, open_held_out
 from handgrad.evaluation.likelihoods import Request, Workload
@@ -27,8 +24,11 @@ from handgrad.evaluation.records import AFTERWARDS, append_to_run, check_writabl
 from handgrad.evaluation.scoring import TaskResult, make_requests, results_of
 from handgrad.evaluation.tasks import TASKS, TaskData, load_tasks, parse_tasks
 from handgrad.interop.sources import open_weights
-from handgrad.model.activations import KIND, activations, model_buffers
-from handgrad.training.starting import opened_in_turn
+from handgrad.models.activations import KIND, activations, model_buffers
+from handgrad.parallel.joining import joined
+from handgrad.parallel.launchers import find_place
+from handgrad.parallel.ranks import Ranks
+from handgrad.run.initial_weights import opened_in_turn
 
 MEMORY = "evaluation.memory"  # the loss and the tasks take turns in it
 PROGRESS_SECONDS = 2.0
@@ -56,7 +56,7 @@ def run(arguments: Sequence[str]) -> int:
     if not parse_tasks(parsed.tasks) and (parsed.out or parsed.limit):
         raise UsageError("--out and --limit belong to --tasks; name some, like --tasks hellaswag=FILE")
     place = find_place(os.environ)
-    device = world.resolve_device(parsed.device, place.local_rank)
+    device = devices.resolve_device(parsed.device, place.local_rank)
     with joined(place, device, RunConfig()) as ranks:
         lines = evaluate(parsed, device, ranks)
     if ranks.leads:
@@ -66,7 +66,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def evaluate(parsed: Namespace, device: torch.device, ranks: Ranks) -> list[str]:
     """What there is to say, from the share of each of the `ranks`."""
-    dtype = world.use_precision(device, parsed.precision)
+    dtype = devices.use_precision(device, parsed.precision)
     ops = choose_backend(parsed.backend, device)
     asked = opened_in_turn(lambda: open_weights(parsed.checkpoint), ranks)
     tasks, requests = ranks.from_first(lambda: questions(parsed, asked), "the tasks")

@@ -7,7 +7,7 @@ from handgrad.commands.arguments import Parser, flag
 from handgrad.errors import UsageError
 from handgrad.interop.llmc_export import import_llmc
 from handgrad.interop.sources import SIZES, import_model
-from handgrad.model.parameters import count_parameters, parameter_table
+from handgrad.models.parameters import count_parameters, parameter_table
 
 
 def run(arguments: Sequence[str]) -> int:

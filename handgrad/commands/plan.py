@@ -6,7 +6,7 @@ from pathlib import Path
 from handgrad.commands.arguments import Parser, add_run_arguments, run_config
 from handgrad.data.shards import open_dataset
 from handgrad.errors import UsageError
-from handgrad.plan import describe_plan
+from handgrad.tools.plan import describe_plan
 
 GPT2_VOCABULARY = 50257
 

@@ -14,7 +14,7 @@ from rich.progress import Progress as Bars
 from handgrad.commands.arguments import Parser
 from handgrad.data.prepare import Prepared, PrepareOptions, Progress
 from handgrad.data.prepare import prepare as write_shards
-from handgrad.training.console import human_count
+from handgrad.run.console import human_count
 
 SOURCES = (
     "stories (built in), shakespeare, tinystories, fineweb, fineweb-edu, any hub dataset as OWNER/NAME[:CONFIG],"

@@ -4,14 +4,15 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from handgrad import nsight, world
+from handgrad import devices
 from handgrad.commands.arguments import Parser, add_run_arguments, run_config
 from handgrad.commands.plan import GPT2_VOCABULARY
 from handgrad.config import RunConfig
 from handgrad.data.batches import Batches
 from handgrad.data.shards import open_dataset
 from handgrad.errors import UsageError
-from handgrad.profile import MadeUpTokens, one_micro_step, profile_run
+from handgrad.tools import nsight
+from handgrad.tools.profile import MadeUpTokens, one_micro_step, profile_run
 from handgrad.training.feed import Source
 
 
@@ -27,7 +28,7 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("--inside-ncu", action="store_true", help=argparse.SUPPRESS)  # what --ncu runs
     parsed = parser.parse(arguments)
     config = run_config(parsed)
-    device = world.resolve_device(config.device)
+    device = devices.resolve_device(config.device)
     if parsed.profile_steps < 1:
         raise UsageError(f"--profile-steps must be at least 1, found {parsed.profile_steps}")
     if parsed.vocab_size is not None and parsed.vocab_size < 1:

@@ -6,15 +6,15 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from handgrad import world
+from handgrad import devices
 from handgrad.backend import choose_backend
 from handgrad.commands.arguments import Parser, add_model_arguments
 from handgrad.errors import DataError, UsageError, storage_error
-from handgrad.evaluation.decode import decode_buffers, decode_tensors
-from handgrad.evaluation.generate import Continuation, Decoder, SamplingOptions, check_writing
 from handgrad.evaluation.jsonl import check_free, read_prompts, whole_lines
 from handgrad.evaluation.load import LoadedModel, load_model
-from handgrad.evaluation.text import document, stream_text
+from handgrad.generation.decode import decode_buffers, decode_tensors
+from handgrad.generation.generate import Continuation, Decoder, SamplingOptions, check_writing
+from handgrad.generation.text import document, stream_text
 from handgrad.interop.sources import open_weights
 
 PROGRESS_SECONDS = 5  # between two lines about a file of prompts
@@ -27,8 +27,8 @@ def run(arguments: Sequence[str]) -> int:
     if parsed.out:
         check_free(Path(parsed.out))
     batch = min(parsed.batch, len(prompts))
-    device = world.resolve_device(parsed.device)
-    dtype = world.use_precision(device, parsed.precision)
+    device = devices.resolve_device(parsed.device)
+    dtype = devices.use_precision(device, parsed.precision)
     ops = choose_backend(parsed.backend, device)
     model = load_model(
         open_weights(parsed.checkpoint),

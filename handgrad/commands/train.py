@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from handgrad.commands.arguments import Parser, add_run_arguments, run_config
-from handgrad.distributed.launchers import find_place
+from handgrad.parallel.launchers import find_place
 from handgrad.report.page import write_report
-from handgrad.training.start import train
+from handgrad.run.start import train
 
 
 def run(arguments: Sequence[str]) -> int:

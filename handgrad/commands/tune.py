@@ -7,14 +7,14 @@ from pathlib import Path
 
 import torch
 
-from handgrad import world
+from handgrad import devices
 from handgrad.backend import choose_backend
 from handgrad.commands.arguments import Parser, add_run_arguments, run_config
 from handgrad.commands.plan import GPT2_VOCABULARY
 from handgrad.config import ModelShape, RunConfig
 from handgrad.errors import UsageError
-from handgrad.model.quantized import PARTS
-from handgrad.profile import set_up
+from handgrad.fp8.tables import PARTS
+from handgrad.tools.profile import set_up
 from handgrad.training.step import Stepper
 
 SUSTAINED_SECONDS = 4.0  # of micro-steps before the measured ones, and about twice that measured
@@ -37,12 +37,13 @@ def run(arguments: Sequence[str]) -> int:
     config = run_config(parsed)
     if parsed.vocab_size < 1:
         raise UsageError(f"--vocab-size must be at least 1, found {parsed.vocab_size}")
-    device = world.resolve_device(config.device)
+    device = devices.resolve_device(config.device)
     if device.type != "cuda":
         raise UsageError(f"expected a CUDA GPU to tune for, found device {device.type}")
-    dtype = world.use_precision(device, config.precision)
+    dtype = devices.use_precision(device, config.precision)
     choose_backend("kernels", device)  # says what is missing
-    from handgrad.ops.kernels import cublaslt, tune  # only where the kernels can run
+    from handgrad.ops.cuda import cublaslt
+    from handgrad.tools import tune  # only where the kernels can run
 
     config = replace(config, backend="kernels")
     shape = config.shape(parsed.vocab_size)

@@ -22,22 +22,9 @@ from handgrad.data import hub
 from handgrad.data.pieces import TRAIN, Position, Unit, in_units, read_pieces, story_units
 from handgrad.data.shards import MANIFEST_FILE, MAX_SHARD_TOKENS, SCHEMA, SPLITS, Dataset, open_dataset, read_manifest
 from handgrad.data.sources import SourceFile, find_local
-from handgrad.data.tokenizer import (
-    TOKENIZER_FILE,
-    Tokenizer,
-    load_tokenizer,
-    read_tokenizer,
-    train_bpe,
-    write_tokenizer,
-)
+from handgrad.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer, read_tokenizer, train_bpe, write_tokenizer
 from handgrad.data.workers import tokenize_in_order, unit_pieces
-from handgrad.data.writer import (
-    JOURNAL_FILE,
-    SplitState,
-    SplitWriter,
-    read_journal,
-    write_journal,
-)
+from handgrad.data.writer import JOURNAL_FILE, SplitState, SplitWriter, read_journal, write_journal
 from handgrad.errors import DataError, StorageError, UsageError, storage_error
 from handgrad.files import sync_folder, write_durably
 

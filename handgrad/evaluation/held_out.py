@@ -6,11 +6,11 @@ from types import ModuleType
 from handgrad.data.batches import Batches, host_buffers
 from handgrad.data.shards import Dataset, open_dataset
 from handgrad.data.tokenizer import Tokenizer
-from handgrad.distributed.ranks import Ranks
 from handgrad.errors import DataError
 from handgrad.evaluation.loss import bits_per_byte, mean_loss, perplexity
-from handgrad.model.activations import Activations
-from handgrad.model.parameters import ModelTensors
+from handgrad.models.activations import Activations
+from handgrad.models.parameters import ModelTensors
+from handgrad.parallel.ranks import Ranks
 
 
 @dataclass(frozen=True)

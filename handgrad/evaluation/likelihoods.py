@@ -20,10 +20,10 @@ from torch import Tensor
 
 from handgrad.arena import Buffer, make_plan
 from handgrad.config import ModelShape
-from handgrad.distributed.ranks import Ranks
-from handgrad.model import transformer
-from handgrad.model.activations import Activations, activation_buffers, activations, head_chunk_tokens
-from handgrad.model.parameters import ModelTensors
+from handgrad.models import transformer
+from handgrad.models.activations import Activations, activation_buffers, activations, head_chunk_tokens
+from handgrad.models.parameters import ModelTensors
+from handgrad.parallel.ranks import Ranks
 
 KIND = "evaluation"
 LENGTH_MULTIPLE = 16  # of a batch's positions: few shapes, which kernels are compiled and tuned for

@@ -14,14 +14,14 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from handgrad import checkpoint, world
+from handgrad import checkpoint, devices
 from handgrad.backend import choose_backend
 from handgrad.errors import UsageError
-from handgrad.evaluation.decode import decode_buffers, decode_tensors
-from handgrad.evaluation.generate import Continuation, Decoder, SamplingOptions
 from handgrad.evaluation.likelihoods import Request, score
 from handgrad.evaluation.load import LoadedModel, load_model
-from handgrad.evaluation.text import TextStream
+from handgrad.generation.decode import decode_buffers, decode_tensors
+from handgrad.generation.generate import Continuation, Decoder, SamplingOptions
+from handgrad.generation.text import TextStream
 
 assert lm_eval.models
 SLOTS = 8  # texts at a time
@@ -115,8 +115,8 @@ class Wanted:
 
 
 def open_model(where: str, device: str, precision: str, backend: str) -> tuple[LoadedModel, torch.dtype]:
-    found = world.resolve_device(device)
-    dtype = world.use_precision(found, precision)
+    found = devices.resolve_device(device)
+    dtype = devices.use_precision(found, precision)
     ops = choose_backend(backend, found)
     buffers = lambda config, shape: decode_buffers(shape, SLOTS, dtype, ops)  # noqa: E731
     return load_model(checkpoint.find(where), found, dtype, ops, buffers), dtype

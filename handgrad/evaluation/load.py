@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from handgrad import world
+from handgrad import devices
 from handgrad.arena import Buffer, make_plan
 from handgrad.checkpoint import WEIGHTS_FILE, Checkpoint
 from handgrad.config import FIELDS, ModelShape, RunConfig, check, convert
 from handgrad.data.tokenizer import Tokenizer, read_tokenizer
 from handgrad.errors import DataError, UsageError
-from handgrad.model.parameters import ModelTensors, ParameterRow, flat_elements, model_tensors, parameter_table
+from handgrad.models.parameters import ModelTensors, ParameterRow, flat_elements, model_tensors, parameter_table
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,6 @@ def load_model(
 
 def check_available(needed_bytes: int, device: torch.device, what: str, advice: str) -> None:
     """Raises `DataError` when the device has not that much memory left."""
-    available = world.available_bytes(device)
+    available = devices.available_bytes(device)
     if available is not None and needed_bytes > available:
         raise DataError(f"{what} needs {needed_bytes >> 20} MiB so, {device.type} has {available >> 20} MiB free; {advice}")

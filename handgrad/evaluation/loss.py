@@ -7,10 +7,10 @@ from torch import Tensor
 
 from handgrad.data.batches import Batches
 from handgrad.data.shards import Dataset
-from handgrad.distributed.ranks import Ranks
-from handgrad.model import transformer
-from handgrad.model.activations import Activations
-from handgrad.model.parameters import ModelTensors
+from handgrad.models import transformer
+from handgrad.models.activations import Activations
+from handgrad.models.parameters import ModelTensors
+from handgrad.parallel.ranks import Ranks
 
 
 def mean_loss(

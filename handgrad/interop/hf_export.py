@@ -9,8 +9,8 @@ from torch import Tensor
 
 from handgrad.checkpoint import Checkpoint, Stored, safetensors_bytes, write_file
 from handgrad.errors import DataError, StorageError
-from handgrad.evaluation.decode import decode_buffers, decode_step, decode_tensors
 from handgrad.evaluation.load import LoadedModel, load_model
+from handgrad.generation.decode import decode_buffers, decode_step, decode_tensors
 from handgrad.interop.folders import check_free, whole_folder, write_text
 from handgrad.interop.huggingface import (
     CONFIG_FILE,
@@ -25,7 +25,7 @@ from handgrad.interop.huggingface import (
 )
 from handgrad.interop.model_card import CARD_FILE, CURVE_FILE, curve_png, model_card
 from handgrad.interop.vocabulary import vocabulary_files
-from handgrad.model.parameters import ParameterRow, parameter_table
+from handgrad.models.parameters import ParameterRow, parameter_table
 from handgrad.ops import reference
 
 CHECKED_TOKENS = 8  # random tokens whose logits are compared

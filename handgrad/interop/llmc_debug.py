@@ -31,9 +31,9 @@ from handgrad.interop.llmc_model import (
     read_numbers,
     without_padding,
 )
-from handgrad.model import transformer
-from handgrad.model.activations import activation_buffers, activations
-from handgrad.model.parameters import ParameterRow, flat_elements, model_tensors, parameter_table
+from handgrad.models import transformer
+from handgrad.models.activations import activation_buffers, activations
+from handgrad.models.parameters import ParameterRow, flat_elements, model_tensors, parameter_table
 from handgrad.ops import reference
 
 

@@ -29,7 +29,7 @@ from handgrad.data.tokenizer import MAX_VOCAB_SIZE, Tokenizer
 from handgrad.errors import DataError, UsageError
 from handgrad.interop.folders import imported_config
 from handgrad.interop.llmc_tokenizer import tokenizer_beside
-from handgrad.model.parameters import ParameterRow, block_name, parameter_table
+from handgrad.models.parameters import ParameterRow, block_name, parameter_table
 
 # Our names in their order; those of a block stand for all layers.
 ORDER = (

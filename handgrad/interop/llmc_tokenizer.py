@@ -11,7 +11,7 @@ from pathlib import Path
 from handgrad.data.llmc_header import HEADER_BYTES, TOKENIZER, make_header, read_header
 from handgrad.data.tokenizer import MAX_VOCAB_SIZE, TOKENIZER_FILE, Tokenizer, load_tokenizer, read_small
 from handgrad.errors import DataError, UsageError
-from handgrad.model.parameters import rounded_up
+from handgrad.models.parameters import rounded_up
 
 GPT2_VOCAB_SIZE = 50257
 LONGEST_TOKEN_BYTES = 255

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 import handgrad
 from handgrad.checkpoint import RECORD_FILE, Checkpoint
 from handgrad.evaluation.load import LoadedModel
-from handgrad.model.parameters import count_parameters, parameter_table
+from handgrad.models.parameters import count_parameters, parameter_table
 
 CARD_FILE, CURVE_FILE = "README.md", "curve.png"
 LAST_LOSSES = 5

@@ -91,7 +91,7 @@ def fp8_sentence(run: Run) -> str:
     """Which products of an fp8 run are in fp8, as configured; the history has what left it on the way."""
     if run.start.precision != "fp8":
         return ""
-    from handgrad.model.quantized import fp8_products  # torch takes longer to load than most reports to write
+    from handgrad.fp8.tables import fp8_products  # torch takes longer to load than most reports to write
 
     try:
         known = {name: convert(name, value) for name, value in run.config.items() if name in FIELDS}

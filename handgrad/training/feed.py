@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from handgrad.model.activations import Activations
+from handgrad.models.activations import Activations
 
 SLOTS = 2  # micro-batches on their way at once
 

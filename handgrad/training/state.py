@@ -10,14 +10,14 @@ from torch import Tensor
 
 from handgrad.arena import Buffer, Plan, make_plan
 from handgrad.config import ModelShape, RunConfig
-from handgrad.model.activations import Activations, activations, model_buffers
-from handgrad.model.buckets import Bucket, NormSegment, UpdateRun, buckets, gradient_places, norm_blocks, placed
-from handgrad.model.dropout import model_dropout
-from handgrad.model.freezing import freeze
-from handgrad.model.parameters import ModelTensors, ParameterRow, flat_elements, initialize, model_tensors, parameter_table
-from handgrad.model.quantized import Forms, quantized_table
+from handgrad.dropout.model import model_dropout
+from handgrad.fp8.scaling import Scaling, fp8_buffers, make_scaling, tensors_of
+from handgrad.fp8.tables import Forms, quantized_table
+from handgrad.models.activations import Activations, activations, model_buffers
+from handgrad.models.freezing import freeze
+from handgrad.models.parameters import ModelTensors, ParameterRow, flat_elements, initialize, model_tensors, parameter_table
 from handgrad.ops import CONTROLS, RESULTS
-from handgrad.training.scaling import Scaling, fp8_buffers, make_scaling, tensors_of
+from handgrad.parallel.buckets import Bucket, NormSegment, UpdateRun, buckets, gradient_places, norm_blocks, placed
 
 INITIAL_LOSS_SCALE = 2.0**16  # of fp16: halved within a few skipped steps where it is too large
 

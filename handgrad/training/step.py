@@ -15,20 +15,20 @@ from typing import Protocol
 import torch
 
 from handgrad.config import RunConfig
-from handgrad.distributed.ranks import Ranks
+from handgrad.fp8.formats import REPORT_PLACES
+from handgrad.fp8.monitor import Watched, watched
 from handgrad.graphs import Replayed, ReplayedStages
-from handgrad.model import transformer
-from handgrad.model.activations import Activations
-from handgrad.model.buckets import UpdateRun, norm_segments, update_runs
-from handgrad.model.parameters import BLOCK_ELEMENTS
-from handgrad.model.transformer import Pause
+from handgrad.models import transformer
+from handgrad.models.activations import Activations
+from handgrad.models.parameters import BLOCK_ELEMENTS
+from handgrad.models.transformer import Pause
 from handgrad.ops import CONTROLS, LOSS_NOT_FINITE, LOSS_OUTLIER, NORM_NOT_FINITE, NORM_OUTLIER, RESULTS, UPDATE
-from handgrad.ops.fp8 import REPORT_PLACES
-from handgrad.training.outliers import Outliers
-from handgrad.training.reduction import Reduction
+from handgrad.parallel.buckets import UpdateRun, norm_segments, update_runs
+from handgrad.parallel.gradient_sync import Reduction
+from handgrad.parallel.ranks import Ranks
 from handgrad.training.schedule import learning_rate
+from handgrad.training.spikes import Outliers
 from handgrad.training.state import TrainingState
-from handgrad.training.watching import Watched, watched
 
 IN_FLIGHT = 2  # steps whose results are not yet read, at most
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from handgrad.distributed.launchers import Place, find_place, first_host, tasks_here
 from handgrad.errors import UsageError
+from handgrad.parallel.launchers import Place, find_place, first_host, tasks_here
 
 TORCHRUN = {
     "RANK": "5",

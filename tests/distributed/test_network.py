@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from handgrad.distributed.network import Link, leaving, told_links, tournament
+from handgrad.tools.network import Link, leaving, told_links, tournament
 from tests.distributed.launching import launch
 
 # `doctor --net` in which every swap of the pairs in TEST_SLOW takes 50 ms longer.
 SLOWED = """
 import os, sys, time
 from handgrad.cli import main
-from handgrad.distributed import network
+from handgrad.parallel import network
 swap, slow = network.swap, os.environ["TEST_SLOW"].split()
 def slowed(ranks, sent, received, peer):
     if f"{min(ranks.rank, peer)}-{max(ranks.rank, peer)}" in slow and len(sent) > 1:

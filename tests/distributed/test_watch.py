@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from handgrad.distributed import watch
-from handgrad.distributed.watch import Beat, Watch
+from handgrad.parallel import watch
+from handgrad.parallel.watch import Beat, Watch
 
 SILENCE = 1.5  # seconds
 STALL = 1.0
@@ -27,7 +27,7 @@ STEP, OPERATION = 12, "exchange of blocks.3"
 
 # Forks of one process that has imported torch: each rank starts in milliseconds.
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["handgrad.distributed.watch", "tests.distributed.test_watch"])
+FORKS.set_forkserver_preload(["handgrad.parallel.watch", "tests.distributed.test_watch"])
 
 
 # What a rank does. The name of the function must be found in its stacks.

@@ -25,11 +25,11 @@ import torch
 import handgrad.commands.train
 from handgrad import checkpoint
 from handgrad.cli import main
-from handgrad.distributed import joining
-from handgrad.distributed.ranks import Ranks
-from handgrad.training.saving import GatheredBucket
+from handgrad.parallel import joining
+from handgrad.parallel.ranks import Ranks
+from handgrad.run.log import Voice
+from handgrad.run.saving import GatheredBucket
 from handgrad.training.step import Stepper
-from handgrad.training.voice import Voice
 
 FIRED = "fault fired"
 SLOW_SECONDS = 0.2

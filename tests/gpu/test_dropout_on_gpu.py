@@ -13,17 +13,18 @@ from torch import Tensor
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from handgrad import presets, world
+from handgrad import devices, presets
 from handgrad.config import RunConfig
-from handgrad.model import transformer
-from handgrad.model.activations import activations, model_buffers
-from handgrad.model.dropout import model_dropout
-from handgrad.model.parameters import model_tensors
-from handgrad.ops import kernels, reference
-from handgrad.ops.dropout import Dropout
+from handgrad.dropout.masks import Dropout
+from handgrad.dropout.model import model_dropout
+from handgrad.models import transformer
+from handgrad.models.activations import activations, model_buffers
+from handgrad.models.parameters import model_tensors
+from handgrad.ops import cuda as kernels
+from handgrad.ops import reference
 from handgrad.ops.reference.attention import attention_mask
+from handgrad.run.start import train
 from handgrad.training.feed import BatchFeed
-from handgrad.training.start import train
 from handgrad.training.state import allocate_state
 from handgrad.training.step import Stepper
 from tests.conftest import make_model, make_plan
@@ -49,7 +50,7 @@ P = 0.3
 
 @pytest.fixture(autouse=True)
 def exact_products() -> None:
-    world.use_precision(GPU, "fp32")
+    devices.use_precision(GPU, "fp32")
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +165,7 @@ def state_after(steps: int, *, graphs: bool, recompute: int = 0, dropout: float 
     sizes = presets.model("d12") | {"num_layers": 2}
     settings = {"micro_batch": 8, "tokens_per_step": 16384, "precision": "bf16", "recompute": recompute, "dropout": dropout}
     config = RunConfig(**sizes, **settings, steps=50, warmup_steps=5)
-    state = allocate_state(config, config.shape(50257), world.use_precision(GPU, "bf16"), GPU, kernels)
+    state = allocate_state(config, config.shape(50257), devices.use_precision(GPU, "bf16"), GPU, kernels)
     stepper = Stepper(config, state, BatchFeed(ZipfTokens(), state.activations), graphs=graphs)
     return state.master, [stepper.step(step) for step in range(steps)]
 

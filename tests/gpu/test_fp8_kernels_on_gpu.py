@@ -10,10 +10,11 @@ if not torch.cuda.is_available():
 if torch.cuda.get_device_capability() < (8, 9):
     pytest.skip("needs a GPU that computes in fp8", allow_module_level=True)
 
-from handgrad.ops import CONTROL_STEP, CONTROLS, fp8
-from handgrad.ops.fp8 import E4M3, E5M2
-from handgrad.ops.kernels import fp8 as kernels
-from handgrad.ops.reference import fp8 as reference
+from handgrad.fp8 import formats as fp8
+from handgrad.fp8 import reference as reference
+from handgrad.fp8.cuda import quantize as kernels
+from handgrad.fp8.formats import E4M3, E5M2
+from handgrad.ops import CONTROL_STEP, CONTROLS
 from tests.kernels import fp8_checks as checks
 from tests.kernels.memory_checks import Draw
 

@@ -15,14 +15,15 @@ from torch import Tensor
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from handgrad import presets, world
+from handgrad import devices, presets
 from handgrad.config import ModelShape, RunConfig
-from handgrad.model import transformer
-from handgrad.model.activations import activations, model_buffers
-from handgrad.model.parameters import model_tensors
-from handgrad.ops import kernels, reference
+from handgrad.models import transformer
+from handgrad.models.activations import activations, model_buffers
+from handgrad.models.parameters import model_tensors
+from handgrad.ops import cuda as kernels
+from handgrad.ops import reference
+from handgrad.run.start import train
 from handgrad.training.feed import BatchFeed
-from handgrad.training.start import train
 from handgrad.training.state import allocate_state
 from handgrad.training.step import Stepper
 from tests.conftest import make_model, make_plan
@@ -38,7 +39,7 @@ SENTINEL = 3.25
 @pytest.fixture(autouse=True)
 def exact_products() -> None:
     """No TF32 and no reduced-precision sums: neither in the kernels nor in the reference they are held against."""
-    world.use_precision(GPU, "fp32")
+    devices.use_precision(GPU, "fp32")
 
 
 def randn(*shape: int, dtype: torch.dtype, seed: int, scale: float = 1.0) -> Tensor:
@@ -141,7 +142,8 @@ def test_attention(B: int, T: int, H: int, D: int, dtype: torch.dtype, scratch: 
 def test_tuning_writes_a_table_that_products_then_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, scratch: Tensor
 ) -> None:
-    from handgrad.ops.kernels import cublaslt, tune
+    from handgrad.ops.cuda import cublaslt
+    from handgrad.tools import tune
 
     request.addfinalizer(cublaslt.frozen_algorithms.cache_clear)
     monkeypatch.setattr(tune, "SUSTAINED_SECONDS", 0.02)
@@ -172,7 +174,7 @@ SHAPE = ModelShape(301, 48, 3, 4, 64)
 
 def gradients(ops: ModuleType, dtype: torch.dtype, precision: str, recompute: int = 0) -> dict[str, Tensor]:
     """Of the same small model and batch; the weights are numbers that every dtype holds."""
-    world.use_precision(GPU, precision)
+    devices.use_precision(GPU, precision)
     source = make_model(SHAPE, 5, 48, torch.float64)
     flat = source.flat.to(torch.bfloat16).to(torch.float16).to(GPU, dtype)
     flat_gradients = torch.zeros(flat.shape, dtype=statistics(dtype), device=GPU)
@@ -184,7 +186,7 @@ def gradients(ops: ModuleType, dtype: torch.dtype, precision: str, recompute: in
     w, g = model_tensors(flat, source.table), model_tensors(flat_gradients, source.table)
     scale = torch.tensor([1.0], dtype=statistics(dtype), device=GPU)
     transformer.loss_and_gradients(ops, w, g, act, scale, vocab_size=301, recompute=recompute)
-    world.use_precision(GPU, "fp32")
+    devices.use_precision(GPU, "fp32")
     return {"losses": act.losses} | {row.name: row.view(flat_gradients) for row in source.table}
 
 
@@ -207,7 +209,7 @@ def state_after(steps: int, *, micro_batch: int, graphs: bool, recompute: int = 
     tokens = 2 * micro_batch * 1024
     settings = {"micro_batch": micro_batch, "tokens_per_step": tokens, "precision": "bf16", "recompute": recompute}
     config = RunConfig(**sizes, **settings, steps=50, warmup_steps=5)
-    state = allocate_state(config, config.shape(50257), world.use_precision(GPU, "bf16"), GPU, kernels)
+    state = allocate_state(config, config.shape(50257), devices.use_precision(GPU, "bf16"), GPU, kernels)
     stepper = Stepper(config, state, BatchFeed(ZipfTokens(), state.activations), graphs=graphs)
     results = [stepper.step(step) for step in range(steps)]
     return state.master, results
@@ -244,7 +246,7 @@ def test_nothing_is_allocated_after_the_first_steps() -> None:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    state = allocate_state(config, config.shape(50257), world.use_precision(GPU, "bf16"), GPU, kernels)
+    state = allocate_state(config, config.shape(50257), devices.use_precision(GPU, "bf16"), GPU, kernels)
     stepper = Stepper(config, state, BatchFeed(ZipfTokens(), state.activations))
     for step in range(2):  # the second records the graphs
         stepper.step(step)
@@ -284,7 +286,7 @@ def test_the_loss_follows_the_cpu(config: RunConfig) -> None:
 
 def test_a_gradient_that_overflows_halves_the_loss_scale_and_leaves_the_weights_alone(config: RunConfig) -> None:
     config = dataclasses.replace(config, device="cuda", backend="kernels", precision="fp16")
-    state = allocate_state(config, config.shape(257), world.use_precision(GPU, "fp16"), GPU, kernels)
+    state = allocate_state(config, config.shape(257), devices.use_precision(GPU, "fp16"), GPU, kernels)
     stepper = Stepper(config, state, BatchFeed(ZipfBytes(), state.activations))
     state.set_loss_scale(2.0**24, 0.0, config.tokens_per_step)
     state.weights.lnf_weight.fill_(4096.0)

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from handgrad.config import ModelShape, RunConfig
-from handgrad.model import transformer
-from handgrad.model.activations import activation_buffers, activations
-from handgrad.model.parameters import model_tensors
+from handgrad.models import transformer
+from handgrad.models.activations import activation_buffers, activations
+from handgrad.models.parameters import model_tensors
 from handgrad.ops import reference as ops
-from handgrad.training.start import train
+from handgrad.run.start import train
 from tests.conftest import make_model, make_plan
 from tests.test_runs import elsewhere, same_bits, tensors
 

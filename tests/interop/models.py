@@ -14,9 +14,9 @@ from handgrad.config import ModelShape, to_dict
 from handgrad.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_files, tokenizer_record, train_bpe
 from handgrad.evaluation.load import load_model
 from handgrad.interop.folders import imported_config
-from handgrad.model import transformer
-from handgrad.model.activations import activations, model_buffers
-from handgrad.model.parameters import parameter_table
+from handgrad.models import transformer
+from handgrad.models.activations import activations, model_buffers
+from handgrad.models.parameters import parameter_table
 from handgrad.ops import reference
 
 transformers.logging.set_verbosity_error()

@@ -13,8 +13,8 @@ from handgrad.cli import main
 from handgrad.config import ModelShape
 from handgrad.interop.llmc_debug import DebugState, compare, read_debug_state, write_debug_state
 from handgrad.interop.llmc_model import read_model, write_model
-from handgrad.model import gpt2_block
-from handgrad.model.parameters import flat_elements, parameter_table
+from handgrad.models import gpt2_block
+from handgrad.models.parameters import flat_elements, parameter_table
 from handgrad.ops import reference
 from tests.test_commands import refused
 

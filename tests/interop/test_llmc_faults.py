@@ -17,7 +17,7 @@ from handgrad.interop import llmc_export
 from handgrad.interop.llmc_model import read_model, write_model
 from handgrad.interop.llmc_state import read_state, write_state
 from handgrad.interop.llmc_tokenizer import read_tokens, tokenizer_bytes
-from handgrad.model.parameters import ParameterRow, parameter_table
+from handgrad.models.parameters import ParameterRow, parameter_table
 from tests.interop.models import make_checkpoint, weights
 from tests.interop.test_llmc import make_state
 from tests.test_commands import refused

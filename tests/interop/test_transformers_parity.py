@@ -14,8 +14,8 @@ from handgrad.cli import main
 from handgrad.config import ModelShape
 from handgrad.data.tokenizer import Gpt2Tokenizer, Tokenizer, load_tokenizer, read_tokenizer
 from handgrad.evaluation.load import load_model
-from handgrad.model import transformer
-from handgrad.model.activations import activation_buffers, activations
+from handgrad.models import transformer
+from handgrad.models.activations import activation_buffers, activations
 from handgrad.ops import reference
 from tests.interop.models import make_checkpoint, their_logits
 

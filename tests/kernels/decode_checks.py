@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from handgrad.ops import reference
-from handgrad.ops.kernels import choosing, decode
+from handgrad.ops.cuda import choosing, decode
 from tests.kernels.memory_checks import Case, Draw, Tensors, close, copy, nan, statistics_dtype
 
 MODULES = (decode, choosing)

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import triton
 
-from handgrad.ops.kernels import choosing, decode
+from handgrad.ops.cuda import choosing, decode
 from tests.kernels.compiling import compile_kernel
 
 ARCHITECTURES = (80, 90, 100)

@@ -11,17 +11,17 @@ import torch
 import triton
 from torch import Tensor
 
-from handgrad.ops import fp8
-from handgrad.ops.fp8 import CLIPPED, VANISHED, Quantized
-from handgrad.ops.kernels import attention
-from handgrad.ops.kernels.attention import Config, choose_config, rows_of
-from handgrad.ops.kernels.fp8 import quantize_parts
-from handgrad.ops.reference import fp8 as reference
+from handgrad.fp8 import formats
+from handgrad.fp8 import reference as reference
+from handgrad.fp8.cuda.quantize import quantize_parts
+from handgrad.fp8.formats import CLIPPED, VANISHED, Quantized
+from handgrad.ops.cuda import attention
+from handgrad.ops.cuda.attention import Config, choose_config, rows_of
 from tests.kernels.fp8_checks import copy, forms_of, make, same, totals
 from tests.kernels.memory_checks import Draw
 
 # Scales at which some of the numbers below are too large for a format; in e4m3 some vanish at the same scale.
-SCALES = {fp8.E4M3: 2.0**10, fp8.E5M2: 2.0**18}
+SCALES = {formats.E4M3: 2.0**10, formats.E5M2: 2.0**18}
 
 
 def spread(draw: Draw, N: int, C: int) -> Tensor:
@@ -93,4 +93,4 @@ def run(
 def counts(found: Quantized, kind: torch.dtype, counting: bool) -> None:
     """The inputs are such that there is something to count."""
     if counting and not found.current:
-        assert totals(found)[CLIPPED] > 0 and (totals(found)[VANISHED] > 0 or kind == fp8.E5M2)
+        assert totals(found)[CLIPPED] > 0 and (totals(found)[VANISHED] > 0 or kind == formats.E5M2)

@@ -10,16 +10,17 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from handgrad.ops import CONTROL_STEP, CONTROLS, fp8
-from handgrad.ops.fp8 import AMAX, CLIPPED, COUNTING, INVERSE, MARGIN, SCALE, VANISHED, Quantized
-from handgrad.ops.kernels import classifier, layernorm
-from handgrad.ops.kernels import fp8 as kernels
-from handgrad.ops.kernels.scratch import scratch_bytes
-from handgrad.ops.reference import fp8 as reference
+from handgrad.fp8 import formats
+from handgrad.fp8 import reference as reference
+from handgrad.fp8.cuda import quantize as kernels
+from handgrad.fp8.formats import AMAX, CLIPPED, COUNTING, INVERSE, MARGIN, SCALE, VANISHED, Quantized
+from handgrad.ops import CONTROL_STEP, CONTROLS
+from handgrad.ops.cuda import classifier, layernorm
+from handgrad.ops.cuda.scratch import scratch_bytes
 from tests.kernels.memory_checks import Draw
 
 # Scales at which some numbers of `wide` are too large for a format; in e4m3 some vanish at the same scale.
-SCALES = {fp8.E4M3: 64.0, fp8.E5M2: 8192.0}
+SCALES = {formats.E4M3: 64.0, formats.E5M2: 8192.0}
 SPARE = 5  # parts that nothing writes
 NAN = 0x7F  # NaN in both formats
 
@@ -29,9 +30,9 @@ def make(
 ) -> Quantized:
     """Both forms full of NaN, and room for statistics, full of zeros."""
     rows, columns = (torch.full(shape, NAN, dtype=torch.uint8, device=device).view(kind) for shape in ((N, C), (C, N)))
-    scaling = torch.zeros(fp8.SCALING_PLACES, device=device)
+    scaling = torch.zeros(formats.SCALING_PLACES, device=device)
     scaling[SCALE], scaling[INVERSE], scaling[COUNTING] = scale, 1 / scale, float(counting)
-    return Quantized(rows, columns, scaling, torch.zeros(fp8.STATISTICS_PLACES, parts + SPARE, device=device))
+    return Quantized(rows, columns, scaling, torch.zeros(formats.STATISTICS_PLACES, parts + SPARE, device=device))
 
 
 def copy(tensor: Quantized) -> Quantized:
@@ -88,7 +89,7 @@ def quantize(draw: Draw, N: int, C: int, kind: torch.dtype, *, counting: bool) -
         kernels.quantize(found, inp)
         same(found, expected)
         if counting and not found.current and N * C > 1000:
-            assert totals(found)[CLIPPED] > 0 and (totals(found)[VANISHED] > 0 or kind == fp8.E5M2)
+            assert totals(found)[CLIPPED] > 0 and (totals(found)[VANISHED] > 0 or kind == formats.E5M2)
         written = copy(tensor)
         kernels.write_forms(written, inp)
         assert torch.equal(written.statistics, tensor.statistics) and torch.equal(written.scaling, tensor.scaling)
@@ -119,20 +120,20 @@ def rescale(device: str, kind: torch.dtype) -> None:
 def scaling_over_steps(device: str, *, tensors: int, parts: int, window: int, widen: bool, steps: int = 12) -> None:
     """Delayed scaling: a tensor that stays zero, one that grows, one with an infinity, one that saturates for long."""
     draw = Draw(torch.float32, device)
-    kinds = [fp8.E4M3 if i % 2 else fp8.E5M2 for i in range(tensors)]
-    exponents = torch.tensor([fp8.LARGEST_EXPONENT[k] for k in kinds], dtype=torch.int32, device=device)
-    scaling = torch.zeros(tensors, fp8.SCALING_PLACES, device=device)
+    kinds = [formats.E4M3 if i % 2 else formats.E5M2 for i in range(tensors)]
+    exponents = torch.tensor([formats.LARGEST_EXPONENT[k] for k in kinds], dtype=torch.int32, device=device)
+    scaling = torch.zeros(tensors, formats.SCALING_PLACES, device=device)
     scaling[:, SCALE] = scaling[:, INVERSE] = 1.0
     history = torch.zeros(tensors, window, device=device)
-    sums = torch.zeros(tensors, fp8.STATISTICS_PLACES, dtype=torch.float64, device=device)
-    report = torch.full((tensors, fp8.REPORT_PLACES), math.nan, dtype=torch.float64, device=device)
+    sums = torch.zeros(tensors, formats.STATISTICS_PLACES, dtype=torch.float64, device=device)
+    report = torch.full((tensors, formats.REPORT_PLACES), math.nan, dtype=torch.float64, device=device)
     controls = torch.zeros(CONTROLS, dtype=torch.float64, device=device)
     ours, theirs = ([t.clone() for t in (scaling, history, sums, report)] for _ in range(2))
     settings = {"count_every": 3, "saturation_steps": 2, "widen": widen}
     for step in range(1, steps + 1):
         controls[CONTROL_STEP] = step
         for _ in range(2):  # micro-steps
-            statistics = draw.integers(1 << 24, tensors, fp8.STATISTICS_PLACES, parts).float()
+            statistics = draw.integers(1 << 24, tensors, formats.STATISTICS_PLACES, parts).float()
             statistics[:, AMAX] *= torch.exp2(draw.integers(40, tensors, 1).float() - 40)
             statistics[0] = 0
             statistics[2, AMAX] = 1024.0**step  # more than the last step's scale takes
@@ -147,7 +148,7 @@ def scaling_over_steps(device: str, *, tensors: int, parts: int, window: int, wi
             backend.update_scaling(rows, past, found, told, exponents, controls, **settings)
         for a, b in zip(ours, theirs, strict=True):
             assert torch.equal(a, b), (step, a, b)
-    saturated, margin = theirs[3][2, fp8.SATURATED], theirs[0][2, MARGIN]
+    saturated, margin = theirs[3][2, formats.SATURATED], theirs[0][2, MARGIN]
     assert (saturated, margin) == ((1, (steps - 1) // 2) if widen else (steps - 1, 0))
 
 
@@ -183,7 +184,7 @@ def layernorm_backward(draw: Draw, N: int, C: int, kind: torch.dtype, *, countin
     stream = wide(draw, N, C)
     scratch = torch.full((scratch_bytes(batch=1, length=N, channels=C),), 255, dtype=torch.uint8, device=draw.device)
 
-    def run(dresidual: fp8.Form) -> list[Tensor]:
+    def run(dresidual: formats.Form) -> list[Tensor]:
         sums = [torch.zeros(C, device=draw.device) for _ in range(3)]
         tensors = dout, inp, mean, rstd, weight
         layernorm.layernorm_backward(dresidual, *sums[:2], *tensors, sums[2], scratch=scratch)

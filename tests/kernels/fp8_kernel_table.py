@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import triton
 
-from handgrad.ops import fp8
-from handgrad.ops.kernels import classifier, layernorm
-from handgrad.ops.kernels import fp8 as quantising
+from handgrad.fp8 import formats as fp8
+from handgrad.fp8.cuda import quantize as quantising
+from handgrad.ops.cuda import classifier, layernorm
 from tests.kernels.compiling import compile_kernel
 from tests.kernels.memory_kernel_table import CHANNELS, FIXED_POINTERS, NUMBERS, V, Vp, widest
 

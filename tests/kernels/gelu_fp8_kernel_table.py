@@ -9,8 +9,9 @@ import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 
-from handgrad.ops.fp8 import E4M3, E5M2, LARGEST_EXPONENT, LARGEST_MANTISSA, VANISHES_AT
-from handgrad.ops.kernels import column_sums, gelu_fp8
+from handgrad.fp8.cuda import gelu as gelu_fp8
+from handgrad.fp8.formats import E4M3, E5M2, LARGEST_EXPONENT, LARGEST_MANTISSA, VANISHES_AT
+from handgrad.ops.cuda import column_sums
 from tests.kernels.compiling import compile_kernel
 from tests.kernels.memory_kernel_table import widest
 

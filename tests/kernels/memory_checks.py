@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from handgrad import ops
+from handgrad.dropout import cuda as dropout
+from handgrad.dropout.masks import Dropout
 from handgrad.ops import reference
-from handgrad.ops.dropout import Dropout
-from handgrad.ops.kernels import classifier, column_sums, dropout, embedding, gelu, layernorm, optimizer, reduction
-from handgrad.ops.kernels.scratch import scratch_bytes
+from handgrad.ops.cuda import classifier, column_sums, embedding, gelu, layernorm, optimizer, reduction
+from handgrad.ops.cuda.scratch import scratch_bytes
 
 MODULES = (classifier, column_sums, dropout, embedding, gelu, layernorm, optimizer, reduction)
 kernels = SimpleNamespace(

@@ -12,7 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import triton
 
-from handgrad.ops.kernels import classifier, column_sums, dropout, embedding, gelu, layernorm, optimizer, reduction
+from handgrad.dropout import cuda
+from handgrad.ops.cuda import classifier, column_sums, embedding, gelu, layernorm, optimizer, reduction
 from tests.kernels.compiling import compile_kernel
 
 ARCHITECTURES = (80, 90, 100)
@@ -83,8 +84,8 @@ def launches(C: int, itemsize: int = 2) -> dict[str, tuple[triton.JITFunction, d
         "gelu_forward": (gelu._forward, {"BLOCK": gelu.BLOCK}, gelu.WARPS),
         "gelu_backward": (gelu._backward, {"BLOCK": gelu.BLOCK}, gelu.WARPS),
         "embedding_forward": (embedding._forward, {"C": C, "BLOCK_C": block, "ROWS": rows}, warps),
-        "dropout": (dropout._dropout, {"C": C, "BLOCK_C": block, "TILE_ROWS": rows, "residual": None}, warps),
-        "dropout and residual": (dropout._dropout, {"C": C, "BLOCK_C": block, "TILE_ROWS": rows}, warps),
+        "dropout": (cuda._dropout, {"C": C, "BLOCK_C": block, "TILE_ROWS": rows, "residual": None}, warps),
+        "dropout and residual": (cuda._dropout, {"C": C, "BLOCK_C": block, "TILE_ROWS": rows}, warps),
         "embedding runs": (embedding._sum_runs, {**chunk, "COLUMNS": embedding.RUN_COLUMNS}, embedding.RUN_WARPS),
         "embedding parts": (
             embedding._join_runs,

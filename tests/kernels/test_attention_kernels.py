@@ -22,10 +22,10 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
+from handgrad.dropout.masks import Dropout
 from handgrad.ops import reference
-from handgrad.ops.dropout import Dropout
-from handgrad.ops.kernels import attention
-from handgrad.ops.kernels.attention import CONFIGS, Config
+from handgrad.ops.cuda import attention
+from handgrad.ops.cuda.attention import CONFIGS, Config
 from handgrad.ops.reference.attention import attention_mask as reference_mask
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

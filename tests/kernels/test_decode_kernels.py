@@ -10,7 +10,7 @@ if torch.cuda.is_available():
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: it decides what @triton.jit makes of a kernel
 pytest.importorskip("triton")
 
-from handgrad.ops.kernels import choosing, decode
+from handgrad.ops.cuda import choosing, decode
 from handgrad.ops.reference.decode import gumbel
 from tests.kernels import decode_checks as checks
 from tests.kernels.decode_checks import check

@@ -11,9 +11,10 @@ if torch.cuda.is_available():
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: it decides what @triton.jit makes of a kernel
 pytest.importorskip("triton")
 
-from handgrad.ops.fp8 import E4M3, E5M2
-from handgrad.ops.kernels import attention, attention_tiles, fp8
-from handgrad.ops.kernels.attention import CONFIGS, Config
+from handgrad.fp8.cuda import quantize as fp8
+from handgrad.fp8.formats import E4M3, E5M2
+from handgrad.ops.cuda import attention, attention_tiles
+from handgrad.ops.cuda.attention import CONFIGS, Config
 from tests.kernels import fp8_attention_checks as checks
 from tests.kernels.fp8_checks import make
 from tests.kernels.memory_checks import Draw

@@ -12,8 +12,9 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from handgrad.ops.fp8 import E4M3, E5M2
-from handgrad.ops.kernels import classifier, fp8, layernorm
+from handgrad.fp8.cuda import quantize as fp8
+from handgrad.fp8.formats import E4M3, E5M2
+from handgrad.ops.cuda import classifier, layernorm
 from tests.kernels import fp8_checks as checks
 from tests.kernels.memory_checks import Draw
 

@@ -12,9 +12,9 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from handgrad.ops.fp8 import E4M3, E5M2
-from handgrad.ops.kernels import gelu_fp8
-from handgrad.ops.kernels.gelu import gelu, gelu_derivative
+from handgrad.fp8.cuda import gelu as gelu_fp8
+from handgrad.fp8.formats import E4M3, E5M2
+from handgrad.ops.cuda.gelu import gelu, gelu_derivative
 from tests.kernels import gelu_fp8_checks as checks
 from tests.kernels.memory_checks import Draw
 from tests.kernels.test_fp8_kernels import rounded

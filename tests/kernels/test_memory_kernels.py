@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from handgrad import ops as contract
 from handgrad.ops import reference
-from handgrad.ops.kernels import column_sums, layernorm
+from handgrad.ops.cuda import column_sums, layernorm
 from tests.kernels import memory_checks as checks
 from tests.kernels.memory_checks import Draw, check, kernels
 

@@ -58,7 +58,7 @@ def test_every_product_of_gpt2_is_tuned_for_the_h200(C: int) -> None:
     ],
 )
 def test_sizes_that_the_kernels_do_not_take(length: int, num_heads: int, channels: int, problem: str) -> None:
-    kernels = pytest.importorskip("handgrad.ops.kernels")
+    kernels = pytest.importorskip("handgrad.ops.cuda")
     sizes = {"length": length, "num_heads": num_heads, "channels": channels}
     if not problem:
         kernels.check_sizes(**sizes)

@@ -4,6 +4,8 @@ On a CPU it is also the fast path: products, layer norm, GELU and attention call
 buffers. No autograd anywhere: the forward and the backward of an operation stand next to each other.
 """
 
+from handgrad.dropout.reference import dropout_backward, dropout_forward, dropout_residual_forward
+from handgrad.fp8.reference import fold_statistics, quantize, update_scaling
 from handgrad.ops.reference.attention import attention_backward, attention_forward
 from handgrad.ops.reference.classifier import classifier_forward, classifier_forward_backward
 from handgrad.ops.reference.decode import (
@@ -14,9 +16,7 @@ from handgrad.ops.reference.decode import (
     layernorm_linear_gelu_forward,
     store_keys_values,
 )
-from handgrad.ops.reference.dropout import dropout_backward, dropout_forward, dropout_residual_forward
 from handgrad.ops.reference.embedding import embedding_backward, embedding_forward
-from handgrad.ops.reference.fp8 import fold_statistics, quantize, update_scaling
 from handgrad.ops.reference.gelu import (
     gelu_backward,
     gelu_forward,

@@ -5,11 +5,11 @@ import math
 import torch
 from torch import Tensor
 
-from handgrad.ops.dropout import Dropout
-from handgrad.ops.fp8 import Form, Quantized, plain
+from handgrad.dropout.masks import Dropout
+from handgrad.dropout.reference import head_keys, kept, sample_keys
+from handgrad.fp8.formats import Form, Quantized, plain
+from handgrad.fp8.reference import quantize
 from handgrad.ops.reference import device
-from handgrad.ops.reference.dropout import head_keys, kept, sample_keys
-from handgrad.ops.reference.fp8 import quantize
 
 aten = torch.ops.aten
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from handgrad.ops.fp8 import Quantized
+from handgrad.fp8.formats import Quantized
+from handgrad.fp8.reference import write_forms
 from handgrad.ops.reference import device
-from handgrad.ops.reference.fp8 import write_forms
 
 CLASSIFIER_BLOCK_ELEMENTS = 1 << 19  # of the softmax's float32 temporary: 2 MiB
 

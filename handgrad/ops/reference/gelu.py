@@ -5,10 +5,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from handgrad.ops.dropout import Dropout
-from handgrad.ops.fp8 import Form, Quantized
-from handgrad.ops.reference.dropout import dropout_residual_forward
-from handgrad.ops.reference.fp8 import quantize, write_forms
+from handgrad.dropout.masks import Dropout
+from handgrad.dropout.reference import dropout_residual_forward
+from handgrad.fp8.formats import Form, Quantized
+from handgrad.fp8.reference import quantize, write_forms
 from handgrad.ops.reference.linear import input_backward, linear_backward, linear_forward, weight_backward
 
 aten = torch.ops.aten

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from handgrad.ops.fp8 import Form, Quantized, plain
+from handgrad.fp8.formats import Form, Quantized, plain
+from handgrad.fp8.reference import quantize
 from handgrad.ops.reference import device
-from handgrad.ops.reference.fp8 import quantize
 from handgrad.ops.reference.linear import bias_backward
 
 aten = torch.ops.aten

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from handgrad.ops.fp8 import Form, fp8_operands, plain
+from handgrad.fp8.formats import Form, fp8_operands, plain
+from handgrad.fp8.reference import fp8_product
 from handgrad.ops.reference import device
-from handgrad.ops.reference.fp8 import fp8_product
 
 # Rows of a weight gradient that are multiplied before they are added to the accumulator, where the product itself cannot
 # accumulate: the temporary of 1024 rows stays in the last-level cache, and the product runs as fast as in one piece.

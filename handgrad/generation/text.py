@@ -1,0 +1,72 @@
+"""Tokens to text as they come: whole characters only, and nothing of a stop string."""
+
+import codecs
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+
+from handgrad.data.tokenizer import Tokenizer
+from handgrad.generation.decode import DecodeTensors
+from handgrad.generation.generate import STOP, Continuation, Decoder, SamplingOptions
+from handgrad.models.parameters import ModelTensors
+
+
+def document(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The tokens of a document that begins with `text`: end-of-text first, as in training."""
+    return [tokenizer.end_of_text, *tokenizer.encode(text).tolist()]
+
+
+class TextStream:
+    """The text of one continuation, piece by piece.
+
+    It ends before the stop string that is complete first (of several that end at the same place, the one that begins
+    first), however the tokens cut it: what could be the beginning of one is held back until it is clear.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()):
+        assert all(stops)
+        self.tokenizer, self.stops = tokenizer, stops
+        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self.taken = 0  # tokens of the continuation that were taken in
+        self.held = ""
+
+    def take(self, text: Continuation) -> str:
+        """What may be shown now; ends the continuation where it finds a stop string."""
+        ids = text.tokens[self.taken :]
+        self.taken += len(ids)
+        self.held += self.decoder.decode(self.tokenizer.decode_bytes(ids), final=bool(text.stopped))
+        ends = [(place + len(stop), place) for stop in self.stops if (place := self.held.find(stop)) >= 0]
+        if ends:
+            text.stopped = STOP
+            show, self.held = self.held[: min(ends)[1]], ""
+            return show
+        kept = 0 if text.stopped else max((beginning(stop, self.held) for stop in self.stops), default=0)
+        show, self.held = self.held[: len(self.held) - kept], self.held[len(self.held) - kept :]
+        return show
+
+
+def beginning(stop: str, text: str) -> int:
+    """The length of the longest end of `text` that is a beginning of `stop`, but not all of it."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def stream_text(
+    decoder: Decoder, tokenizer: Tokenizer, texts: Iterator[Continuation], stops: Sequence[str] = ()
+) -> Iterator[tuple[Continuation, str]]:
+    """`Decoder.generate`, with what each text has to show; the piece may be empty."""
+    streams: dict[Continuation, TextStream] = {}
+    for text in decoder.generate(texts):
+        stream = streams.setdefault(text, TextStream(tokenizer, stops))
+        piece = stream.take(text)
+        if text.stopped:
+            del streams[text]
+        yield text, piece
+
+
+def write_document(
+    ops: ModuleType, weights: ModelTensors, buf: DecodeTensors, tokenizer: Tokenizer, *, max_tokens: int, seed: int
+) -> str:
+    """A document of up to `max_tokens` tokens from its beginning, sampled as `handgrad sample` does by default."""
+    settings = {"vocab_size": tokenizer.vocab_size, "end_of_text": tokenizer.end_of_text}
+    decoder = Decoder(ops, weights, buf, SamplingOptions(), **settings)
+    document = Continuation([tokenizer.end_of_text], max_tokens, seed)
+    return "".join(piece for _, piece in stream_text(decoder, tokenizer, iter([document])))

@@ -1,0 +1,176 @@
+"""The loss: cross-entropy over the real vocabulary, and its gradient in place. One program per row of logits."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from handgrad.fp8 import formats
+from handgrad.fp8.cuda.quantize import UNALIGNED, rounded, transpose_rows, write_forms
+from handgrad.fp8.formats import Quantized
+
+# Classifier: loss = logsumexp(logits) - logits[target], over the V real words; the padded columns do not exist.
+# Backward: dlogits = (softmax(logits) - onehot(target)) * scale, and 0 in the padded columns.
+#
+# The softmax runs online (Milakov & Gimelshein 2018), but every lane keeps a maximum and a sum of its own: across the
+# program they are joined once, after the sweep. Joining them in every turn of the loop halves the bandwidth.
+#
+# V is odd (50257), which would break 16-byte loads if it were a mask's limit. So whole tiles up to V are read without a
+# mask, and the tail up to Vp, a multiple of 128, is masked in registers.
+
+SCALE = tl.constexpr(formats.SCALE)
+LOG2_E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-1e38)  # a maximum to start from: unlike minus infinity it can be subtracted from itself
+
+# A few rows of 100 KB per multiprocessor are under way, which the L2 cache of 50 MB holds until the second sweep. Eight
+# 16-byte loads per lane are in flight, and the running maximum moves once for eight of them, which saves seven of sixteen
+# exponentials: 89 % of the copy bandwidth, where 16 warps with four loads reach 86 %.
+WARPS, BLOCK, UNROLL = 8, 2048, 8
+
+
+def classifier_forward(losses: Tensor, logits_inout: Tensor, targets: Tensor, *, vocab_size: int) -> None:
+    """losses (N) from logits (N, Vp) and targets (N). Masks the padded columns of the logits with minus infinity."""
+    N, Vp = logits_inout.shape
+    padded = triton.next_power_of_2(max(1, Vp - vocab_size))
+    _forward[(N,)](losses, logits_inout, targets, vocab_size, Vp, padded, BLOCK, UNROLL, num_warps=WARPS)
+
+
+def classifier_forward_backward(
+    losses: Tensor,
+    logits_to_dlogits_inout: Tensor,
+    targets: Tensor,
+    scale: Tensor,
+    *,
+    vocab_size: int,
+    quantized: Quantized | None = None,
+) -> None:
+    """losses (N), and the logits (N, Vp) turned into scale * dlosses/dlogits in place, from targets (N); scale (1) is
+    float32. `quantized` takes the same gradient in fp8, at the scale that it has; with both of its forms nobody reads the
+    gradient in 16 bits, which is not written then."""
+    N, Vp = logits_to_dlogits_inout.shape
+    rows, columns, scaling = None, None, None
+    if quantized is not None:
+        rows, columns, scaling = quantized.rows, quantized.columns, quantized.scaling
+    in_place = rows is None or columns is None
+    tensors = losses, logits_to_dlogits_inout, rows, scaling, targets, scale
+    _forward_backward[(N,)](*tensors, vocab_size, Vp, BLOCK, UNROLL, in_place, num_warps=WARPS)
+    if quantized is not None:
+        if rows is not None:
+            transpose_rows(quantized)
+        else:
+            write_forms(quantized, logits_to_dlogits_inout)
+
+
+@triton.jit
+def _forward(
+    losses,
+    logits,
+    targets,
+    V: tl.constexpr,
+    Vp: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * Vp
+    of_target = tl.load(logits + tl.load(targets + row)).to(tl.float32)
+    maximum, total = softmax_sums(logits, V, Vp, BLOCK, UNROLL, "evict_first")
+    tl.store(losses + row, tl.log(total) - (of_target - maximum))
+    if Vp > V:
+        beyond = V + tl.arange(0, PADDED)
+        tl.store(logits + beyond, tl.full((PADDED,), float("-inf"), tl.float32).to(logits.dtype.element_ty), beyond < Vp)
+
+
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
+def _forward_backward(
+    losses,
+    logits,
+    rows,
+    scaling,
+    targets,
+    scale,
+    V: tl.constexpr,
+    Vp: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
+    IN_PLACE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * Vp
+    fp8_scale = None
+    if rows is not None:
+        rows += row * Vp
+        fp8_scale = tl.load(scaling + SCALE)
+    target = tl.load(targets + row)
+    of_target = tl.load(logits + target).to(tl.float32)
+    maximum, total = softmax_sums(logits, V, Vp, BLOCK, UNROLL, "evict_last")
+    tl.store(losses + row, tl.log(total) - (of_target - maximum))
+    factor = tl.load(scale)
+    per_exponential = factor / total
+
+    # Backwards: what was read last is the likeliest still to be in the L1 cache.
+    TILE: tl.constexpr = BLOCK * UNROLL
+    WHOLE: tl.constexpr = V // TILE * TILE
+    for start in range(WHOLE, Vp, BLOCK):
+        column = start + tl.arange(0, BLOCK)[None, :]
+        x = tl.load(logits + column, mask=column < Vp, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        d = tl.where(column < V, tl.exp2((x - maximum) * LOG2_E) * per_exponential, 0.0)
+        store_gradient(logits, rows, fp8_scale, column, d, column < Vp, IN_PLACE, "evict_first")
+    for back in range(0, WHOLE, TILE):
+        column = tile_columns(WHOLE - TILE - back, BLOCK, UNROLL)
+        x = tl.load(logits + column, eviction_policy="evict_first").to(tl.float32)
+        d = tl.exp2((x - maximum) * LOG2_E) * per_exponential
+        store_gradient(logits, rows, fp8_scale, column, d, None, IN_PLACE, "evict_first")
+
+    # The target's own gradient replaces what the sweep wrote there: cheaper than a comparison for every column.
+    tl.debug_barrier()
+    d = (tl.exp2((of_target - maximum) * LOG2_E) / total - 1.0) * factor
+    store_gradient(logits, rows, fp8_scale, target, d, None, IN_PLACE, "")
+
+
+@triton.jit
+def store_gradient(logits, rows, fp8_scale, column, d, mask, IN_PLACE: tl.constexpr, EVICTION: tl.constexpr):
+    """d in place, and in fp8 as it is rounded there."""
+    d = d.to(logits.dtype.element_ty)
+    if IN_PLACE:
+        tl.store(logits + column, d, mask=mask, eviction_policy=EVICTION)
+    if rows is not None:
+        d8 = rounded(d.to(tl.float32), fp8_scale, rows.dtype.element_ty)
+        place = rows + column
+        if len(column.shape) == 2:  # stores of 8 bytes: those of 16 would move a tile of 16-bit numbers from lane to lane
+            place = tl.max_contiguous(place, (1, 8))
+        tl.store(place, d8, mask=mask)
+
+
+@triton.jit
+def softmax_sums(
+    logits, V: tl.constexpr, Vp: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr, EVICTION: tl.constexpr
+):
+    """(m, sum of exp(logits - m)) of a row, with m the largest of its V logits."""
+    TILE: tl.constexpr = BLOCK * UNROLL
+    WHOLE: tl.constexpr = V // TILE * TILE
+    maximum = tl.full((1, BLOCK), LOWEST, tl.float32)
+    total = tl.zeros((1, BLOCK), tl.float32)
+    for start in range(0, WHOLE, TILE):
+        x = tl.load(logits + tile_columns(start, BLOCK, UNROLL), eviction_policy=EVICTION).to(tl.float32)
+        maximum, total = include(maximum, total, x)
+    for start in range(WHOLE, Vp, BLOCK):
+        column = start + tl.arange(0, BLOCK)[None, :]
+        x = tl.load(logits + column, mask=column < Vp, other=0.0, eviction_policy=EVICTION).to(tl.float32)
+        maximum, total = include(maximum, total, tl.where(column < V, x, float("-inf")))
+    largest = tl.max(maximum)
+    return largest, tl.sum(total * tl.exp2((maximum - largest) * LOG2_E))
+
+
+@triton.jit
+def tile_columns(start, BLOCK: tl.constexpr, UNROLL: tl.constexpr):
+    """Columns (UNROLL, BLOCK): a lane's loads of all rows are in flight together."""
+    return start + tl.arange(0, UNROLL)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+
+
+@triton.jit
+def include(maximum, total, x):
+    """Maxima and sums (1, BLOCK) of every column of lanes, with x (rows, BLOCK) included."""
+    larger = tl.maximum(maximum, tl.max(x, 0, keep_dims=True))
+    new = tl.sum(tl.exp2((x - larger) * LOG2_E), 0, keep_dims=True)
+    return larger, total * tl.exp2((maximum - larger) * LOG2_E) + new

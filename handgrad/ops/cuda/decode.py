@@ -1,0 +1,285 @@
+"""Generation: what a step does for one new token per sequence.
+
+A step of one sequence reads every weight once and does next to nothing with it, so it is as fast as memory if the reading
+never stops. Its products are kernels of their own: a program reads its rows of the weight first and only then waits for
+the kernel before (programmatic dependent launch, from Hopper on), so that the memory is busy across the border between
+two kernels; layer norm, bias, GELU and residual sum are done by every program for itself. Several sequences share the
+reading, and their products run on the tensor cores like a training's.
+"""
+
+import functools
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from handgrad.dropout.masks import Dropout
+from handgrad.fp8.formats import Form, plain
+from handgrad.ops.cuda.gelu import gelu
+from handgrad.ops.cuda.layernorm import layernorm_forward
+from handgrad.ops.cuda.linear import linear_forward, linear_gelu_forward
+from handgrad.ops.cuda.linear import linear_residual_forward as residual_product
+from handgrad.ops.reference.layernorm import LAYERNORM_EPSILON
+
+# A program's tile of the weight, 64 numbers a thread: with a few programs on each multiprocessor as many bytes are on their
+# way as the memory's latency asks for (4.8 TB/s times about 800 ns are 29 KB a multiprocessor).
+TILE_ELEMENTS = 8192
+ELEMENTS_PER_WARP = 2048
+LONGEST_ROW = 1 << 15  # of a tile of one row
+FEWEST_PROGRAMS = 264  # two on each of 132 multiprocessors, while a program still has rows to give
+
+# (numbers, warps) of an attention tile: 256 keys of 64 channels at once where there are few programs, which then have a
+# multiprocessor each; less where many share one.
+FEW_ATTENTIONS, MANY_ATTENTIONS = (16384, 8), (4096, 2)
+
+NOTHING = tl.constexpr(-1e30)  # a score below all scores
+
+
+@functools.cache
+def overlaps(device: torch.device) -> bool:
+    """Whether a kernel may begin before the one before it has ended."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def launched(tensor: Tensor, warps: int) -> dict[str, bool | int]:
+    """The options of a launch: the kernel's switch, and the driver's."""
+    if overlaps(tensor.device):
+        return {"OVERLAPS": True, "launch_pdl": True, "num_warps": warps}
+    return {"OVERLAPS": False, "num_warps": warps}
+
+
+def takes(x: Form, weight: Form) -> bool:
+    """Whether the product of one row is ours."""
+    return isinstance(x, Tensor) and x.shape[0] == 1 and plain(weight).shape[1] <= LONGEST_ROW
+
+
+def product_tile(O: int, K: int) -> tuple[int, int, int]:
+    """(rows, padded row length, warps) of a program."""
+    block = triton.next_power_of_2(K)
+    rows = max(1, TILE_ELEMENTS // block)
+    while rows > 1 and triton.cdiv(O, rows) < FEWEST_PROGRAMS:
+        rows //= 2
+    return rows, block, min(16, max(1, rows * block // ELEMENTS_PER_WARP))
+
+
+def embedding_decode(out: Tensor, tokens: Tensor, positions: Tensor, wte: Tensor, wpe: Tensor) -> None:
+    """out (B, C) = wte (Vp, C) at tokens (B) + wpe (maxT, C) at positions (B)."""
+    B, C = out.shape
+    block = triton.next_power_of_2(C)
+    _embedding[(B,)](out, tokens, positions, wte, wpe, C, block, **launched(out, min(16, max(1, block // 512))))
+
+
+def layernorm_linear_forward(
+    out: Tensor,
+    ln: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    x: Tensor,
+    ln_weight: Tensor,
+    ln_bias: Tensor,
+    weight: Form,
+    bias: Tensor | None,
+    *,
+    scratch: Tensor,
+) -> None:
+    """out (B, O) = LN(x) weight (O, C)^T + bias (O), x (B, C). `ln` (B, C), `mean` and `rstd` (B) are workspace: what they
+    hold afterwards means nothing."""
+    if takes(x, weight):
+        row_product(out, x, plain(weight), bias, norm=(ln_weight, ln_bias), late=True)
+        return
+    layernorm_forward(ln, mean, rstd, x, ln_weight, ln_bias)
+    linear_forward(out, ln, weight, bias, scratch=scratch)
+
+
+def layernorm_linear_gelu_forward(
+    out: Tensor,
+    fc: Tensor,
+    ln: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    x: Tensor,
+    ln_weight: Tensor,
+    ln_bias: Tensor,
+    weight: Form,
+    bias: Tensor,
+    *,
+    scratch: Tensor,
+) -> None:
+    """out (B, F) = GELU(LN(x) weight (F, C)^T + bias (F)), x (B, C). `fc` (B, F), `ln` (B, C), `mean` and `rstd` (B) are
+    workspace."""
+    if takes(x, weight):
+        row_product(out, x, plain(weight), bias, norm=(ln_weight, ln_bias), with_gelu=True)
+        return
+    layernorm_forward(ln, mean, rstd, x, ln_weight, ln_bias)
+    linear_gelu_forward(out, fc, ln, weight, bias, scratch=scratch)
+
+
+def linear_residual_forward(
+    out: Tensor,
+    residual: Tensor,
+    inp: Form,
+    weight: Form,
+    bias: Tensor,
+    *,
+    dropout: Dropout | None = None,
+    scratch: Tensor,
+) -> None:
+    """out (N, C) = residual (N, C) + dropout(inp (N, I) weight (C, I)^T + bias (C)), without dropout summed in float32 and
+    rounded once."""
+    if dropout is None and takes(inp, weight):
+        row_product(out, plain(inp), plain(weight), bias, residual=residual)
+    else:
+        residual_product(out, residual, inp, weight, bias, dropout=dropout, scratch=scratch)
+
+
+def row_product(
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    norm: tuple[Tensor, Tensor] | None = None,
+    residual: Tensor | None = None,
+    with_gelu: bool = False,
+    late: bool = False,
+) -> None:
+    """out (1, O) = f(LN(x) weight (O, K)^T + bias (O) + residual (1, O)), of one row x (1, K); f is the GELU or nothing."""
+    O, K = weight.shape
+    rows, block, warps = product_tile(O, K)
+    ln_weight, ln_bias = norm or (None, None)
+    tensors = out, x, ln_weight, ln_bias, weight, bias, residual
+    _row_product[(triton.cdiv(O, rows),)](
+        *tensors, O, K, rows, block, late, LAYERNORM_EPSILON, with_gelu, **launched(out, warps)
+    )
+
+
+def attention_decode(
+    out: Tensor, keys_inout: Tensor, values_inout: Tensor, qkv: Tensor, positions: Tensor, *, scratch: Tensor
+) -> None:
+    """One new token per sequence: appends its key and value to the caches (B, H, maxT, D) at positions (B), and attends to
+    0..positions[b]. out (B, C), qkv (B, 3C). What the caches hold after that position is not read."""
+    B, H, maxT, D = keys_inout.shape
+    tensors = out, keys_inout, values_inout, qkv, positions
+    scale, block = 1 / (math.sqrt(D) * math.log(2)), triton.next_power_of_2(D)
+    elements, warps = FEW_ATTENTIONS if B * H < FEWEST_PROGRAMS else MANY_ATTENTIONS
+    tile = max(16, elements // block), block
+    _attention[(H, B)](*tensors, H, maxT, D, scale, *tile, **launched(out, warps))
+
+
+@triton.jit
+def _embedding(out, tokens, positions, wte, wpe, C, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
+    b = tl.program_id(0).to(tl.int64)
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
+    channel = tl.arange(0, BLOCK)
+    inside = channel < C
+    token, position = tl.load(tokens + b), tl.load(positions + b)
+    word = tl.load(wte + token * C + channel, mask=inside, other=0.0).to(tl.float32)
+    place = tl.load(wpe + position * C + channel, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + b * C + channel, (word + place).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _row_product(
+    out,
+    x,
+    ln_weight,
+    ln_bias,
+    weight,
+    bias,
+    residual,
+    O,
+    K,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LATE: tl.constexpr,
+    EPSILON: tl.constexpr,
+    GELU: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    here, inside = row < O, column < K
+    place = row.to(tl.int64)[:, None] * K + column[None, :]
+    # Everything that no kernel of this step writes, before waiting for the one before.
+    w = tl.load(weight + place, mask=here[:, None] & inside[None, :], other=0.0, eviction_policy="evict_first")
+    scale, shift = 1.0, 0.0
+    if ln_weight is not None:
+        scale = tl.load(ln_weight + column, mask=inside, other=0.0).to(tl.float32)
+        shift = tl.load(ln_bias + column, mask=inside, other=0.0).to(tl.float32)
+    added = tl.zeros([ROWS], tl.float32)
+    if bias is not None:
+        added += tl.load(bias + row, mask=here, other=0.0).to(tl.float32)
+    if OVERLAPS:
+        if not LATE:
+            gdc_launch_dependents()
+        gdc_wait()
+    v = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
+    if ln_weight is not None:
+        # Both sums in one exchange between the warps.
+        total, squares = tl.split(tl.sum(tl.join(v, v * v), 0))
+        mean = total / K
+        rstd = tl.rsqrt(tl.maximum(squares / K - mean * mean, 0.0) + EPSILON)
+        v = ((v - mean) * rstd * scale + shift).to(x.dtype.element_ty).to(tl.float32)
+    y = tl.sum(w.to(tl.float32) * v[None, :], 1) + added
+    if residual is not None:
+        y += tl.load(residual + row, mask=here, other=0.0).to(tl.float32)
+    if GELU:
+        y = gelu(y)
+    tl.store(out + row, y.to(out.dtype.element_ty), mask=here)
+    if OVERLAPS and LATE:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def _attention(
+    out, keys, values, qkv, positions, H, maxT, D, SCALE, KEYS: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr
+):
+    h, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    channel, n = tl.arange(0, BLOCK), tl.arange(0, KEYS)
+    inside = channel < D
+    # What was there before this step needs no waiting.
+    position = tl.load(positions + b).to(tl.int32)
+    cache = (b * H + h) * maxT * D
+    place = cache + n.to(tl.int64)[:, None] * D + channel[None, :]
+    mask = (n < position)[:, None] & inside[None, :]
+    key = tl.load(keys + place, mask=mask, other=0.0)
+    value = tl.load(values + place, mask=mask, other=0.0)
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
+    mine = qkv + b * 3 * H * D + h * D + channel
+    q = tl.load(mine, mask=inside, other=0.0).to(tl.float32) * SCALE
+    k = tl.load(mine + H * D, mask=inside, other=0.0)
+    v = tl.load(mine + 2 * H * D, mask=inside, other=0.0)
+    tl.store(keys + cache + position.to(tl.int64) * D + channel, k, mask=inside)
+    tl.store(values + cache + position.to(tl.int64) * D + channel, v, mask=inside)
+    # Every row of the tile keeps a softmax of its own over the keys it meets: nothing in the loop waits for another warp.
+    # A row that meets none stays at a maximum far below all scores, and at a sum of 0.
+    largest = tl.where(n < position, tl.sum(key.to(tl.float32) * q[None, :], 1), NOTHING)
+    total = tl.where(n < position, 1.0, 0.0)
+    y = total[:, None] * value.to(tl.float32)
+    for start in range(KEYS, position, KEYS):
+        earlier = start + n < position
+        mask = earlier[:, None] & inside[None, :]
+        key = tl.load(keys + place + start * D, mask=mask, other=0.0)
+        value = tl.load(values + place + start * D, mask=mask, other=0.0)
+        scores = tl.where(earlier, tl.sum(key.to(tl.float32) * q[None, :], 1), NOTHING)
+        above = tl.maximum(largest, scores)
+        weights = tl.where(earlier, tl.exp2(scores - above), 0.0)
+        before = tl.exp2(largest - above)
+        total = total * before + weights
+        y = y * before[:, None] + weights[:, None] * value.to(tl.float32)
+        largest = above
+    # The new token is at hand; the caches are read before it only.
+    own = tl.sum(q * k.to(tl.float32))
+    top = tl.maximum(own, tl.max(largest))
+    share = tl.exp2(largest - top)
+    mine_weight = tl.exp2(own - top)
+    sums = tl.sum(total * share) + mine_weight
+    result = tl.sum(y * share[:, None], 0) + mine_weight * v.to(tl.float32)
+    tl.store(out + b * H * D + h * D + channel, (result / sums).to(out.dtype.element_ty), mask=inside)

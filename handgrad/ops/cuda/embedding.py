@@ -1,0 +1,204 @@
+"""Token and position embedding; the backward adds equal tokens in a fixed order, without atomics."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from handgrad.ops.cuda.column_sums import float32_of
+
+# Embedding: x[n] = wte[token[n]] + wpe[position[n]].
+# Backward: dwte[w] = sum of dy[n] over the n with token[n] = w;  dwpe[t] = sum over the batch of dy[b, t].
+#
+# dwte in two stages over the positions sorted by token, where equal tokens form runs. Stage 1 cuts the sorted positions
+# into chunks and sums the runs of each chunk in order. A run that lies inside its chunk has no other owner and is added to
+# dwte at once. The parts of a run that crosses a border go to `parts` (chunks, 2, C): 0 where the run came from the chunk
+# before, 1 where it begins here. Stage 2: the chunk where a run begins adds its parts in order. A word that makes up 4 % of
+# all tokens is 80 parts long; they are summed as tiles, not one after another.
+
+# Forward: a warp holds whole rows, 64 elements per lane.
+FORWARD_ELEMENTS_PER_WARP = 2048
+
+# Stage 1: a warp walks a chunk's entries in 256 columns, four rows ahead.
+CHUNK, RUN_COLUMNS, RUN_WARPS = 32, 256, 1
+
+# Stage 2: 32 parts at a time.
+PARTS, PART_COLUMNS, PART_WARPS = 32, 128, 4
+
+# Positions: four samples at a time.
+SAMPLES, POSITION_ELEMENTS, POSITION_WARPS = 4, 1024, 4
+
+
+def chunks_of(tokens: int) -> int:
+    return triton.cdiv(tokens, CHUNK)
+
+
+def embedding_forward(out: Tensor, tokens: Tensor, wte: Tensor, wpe: Tensor) -> None:
+    """out (N, C) = wte (Vp, C) at tokens (B, T) + wpe (maxT, C) at 0..T-1."""
+    N, C = out.shape
+    block = triton.next_power_of_2(C)
+    rows = min(16, max(1, FORWARD_ELEMENTS_PER_WARP // block))
+    warps = min(16, max(1, block // FORWARD_ELEMENTS_PER_WARP))
+    _forward[(triton.cdiv(N, rows),)](out, tokens, wte, wpe, N, tokens.shape[1], C, block, rows, num_warps=warps)
+
+
+def embedding_backward(
+    dwte_acc: Tensor, dwpe_acc: Tensor, dout: Tensor, tokens: Tensor, sorted_positions: Tensor, *, scratch: Tensor
+) -> None:
+    """dwte_acc[token[n]] += dout[n]; dwpe_acc[t] += sum over the batch of dout[b, t]. dout is (N, C).
+
+    `sorted_positions` (N) int32 holds 0..N-1 ordered by token, equal tokens in their order.
+    """
+    N, C = dout.shape
+    B, T = tokens.shape
+    chunks = chunks_of(N)
+    parts = float32_of(scratch, chunks * 2 * C)
+    _sum_runs[(triton.cdiv(C, RUN_COLUMNS), chunks)](
+        dwte_acc, parts, dout, tokens, sorted_positions, N, C, CHUNK, RUN_COLUMNS, num_warps=RUN_WARPS
+    )
+    if chunks > 1:
+        _join_runs[(triton.cdiv(C, PART_COLUMNS), chunks - 1)](
+            dwte_acc, parts, tokens, sorted_positions, N, C, CHUNK, PARTS, PART_COLUMNS, num_warps=PART_WARPS
+        )
+    _sum_samples[(triton.cdiv(T * C, POSITION_ELEMENTS),)](
+        dwpe_acc, dout, B, T * C, SAMPLES, POSITION_ELEMENTS, num_warps=POSITION_WARPS
+    )
+
+
+@triton.jit
+def _forward(out, tokens, wte, wpe, N, T, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK_C)[None, :]
+    in_rows = row < N
+    inside = in_rows & (column < C)
+    token = tl.load(tokens + row, mask=in_rows, other=0)
+    of_token = tl.load(wte + token * C + column, mask=inside, other=0.0).to(tl.float32)
+    of_position = tl.load(wpe + row % T * C + column, mask=inside, other=0.0).to(tl.float32)
+    x = (of_token + of_position).to(out.dtype.element_ty)
+    tl.store(out + row.to(tl.int64) * C + column, x, mask=inside)
+
+
+@triton.jit
+def _sum_runs(
+    dwte,
+    parts,
+    dout,
+    tokens,
+    sorted_positions,
+    N,
+    C: tl.constexpr,
+    CHUNK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    chunk = tl.program_id(1)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    start = chunk * CHUNK
+    end = tl.minimum(start + CHUNK, N)
+    before = sorted_token(tokens, sorted_positions, start - 1, N)
+    after = sorted_token(tokens, sorted_positions, end, N)
+    head = sorted_token(tokens, sorted_positions, start, N)
+    parts += chunk.to(tl.int64) * 2 * C
+    token = head
+    sums = tl.zeros((COLUMNS,), tl.float32)
+    for place in range(start, start + CHUNK, 4):
+        token0, row0 = entry(dout, tokens, sorted_positions, column, place, N, C)
+        token1, row1 = entry(dout, tokens, sorted_positions, column, place + 1, N, C)
+        token2, row2 = entry(dout, tokens, sorted_positions, column, place + 2, N, C)
+        token3, row3 = entry(dout, tokens, sorted_positions, column, place + 3, N, C)
+        token, sums = follow(dwte, parts, sums, token, token0, row0, column, head, before, after, C)
+        token, sums = follow(dwte, parts, sums, token, token1, row1, column, head, before, after, C)
+        token, sums = follow(dwte, parts, sums, token, token2, row2, column, head, before, after, C)
+        token, sums = follow(dwte, parts, sums, token, token3, row3, column, head, before, after, C)
+    put_run(dwte, parts, sums, token, column, head, before, after, C)
+
+
+@triton.jit
+def sorted_token(tokens, sorted_positions, place, N):
+    """The token at a place of the sorted order, -1 before its begin and after its end."""
+    inside = (place >= 0) & (place < N)
+    position = tl.load(sorted_positions + place, mask=inside, other=0)
+    return tl.load(tokens + position, mask=inside, other=-1)
+
+
+@triton.jit
+def entry(dout, tokens, sorted_positions, column, place, N, C: tl.constexpr):
+    """(token, its output gradient) at a place of the sorted order, (-1, 0) after its end."""
+    inside = place < N
+    position = tl.load(sorted_positions + place, mask=inside, other=0)
+    token = tl.load(tokens + position, mask=inside, other=-1)
+    row = tl.load(dout + position.to(tl.int64) * C + column, mask=inside & (column < C), other=0.0)
+    return token, row.to(tl.float32)
+
+
+@triton.jit
+def follow(dwte, parts, sums, token, next_token, row, column, head, before, after, C: tl.constexpr):
+    """Adds a row to its run; if a new run begins, the old one is put away first."""
+    if (next_token != token) & (next_token >= 0):
+        put_run(dwte, parts, sums, token, column, head, before, after, C)
+        sums = tl.zeros_like(sums)
+        token = next_token
+    return token, sums + row
+
+
+@triton.jit
+def put_run(dwte, parts, sums, token, column, head, before, after, C: tl.constexpr):
+    """Tokens ascend: a run of the head's token that is the token before came from there; one of the token after goes on."""
+    if (token == head) & (token == before):
+        tl.store(parts + column, sums, mask=column < C)
+    elif token == after:
+        tl.store(parts + C + column, sums, mask=column < C)
+    else:
+        add_row(dwte, sums, token, column, C)
+
+
+@triton.jit
+def add_row(dwte, sums, token, column, C: tl.constexpr):
+    place = dwte + token * C + column
+    tl.store(place, tl.load(place, mask=column < C, other=0.0) + sums, mask=column < C)
+
+
+@triton.jit
+def _join_runs(
+    dwte,
+    parts,
+    tokens,
+    sorted_positions,
+    N,
+    C: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PARTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    chunk = tl.program_id(1)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    start = chunk * CHUNK
+    before = sorted_token(tokens, sorted_positions, start - 1, N)
+    head = sorted_token(tokens, sorted_positions, start, N)
+    token = sorted_token(tokens, sorted_positions, start + CHUNK - 1, N)
+    after = sorted_token(tokens, sorted_positions, start + CHUNK, N)
+    begins_here = (token != head) | (token != before)
+    if (token == after) & begins_here:
+        sums = tl.zeros((PARTS, COLUMNS), tl.float32)
+        first = chunk + 1
+        found = PARTS
+        while found == PARTS:  # parts of this run among the next ones: fewer than all of them end it
+            other = first + tl.arange(0, PARTS)[:, None]
+            belongs = sorted_token(tokens, sorted_positions, other * CHUNK, N) == token
+            place = parts + other.to(tl.int64) * 2 * C + column[None, :]
+            sums += tl.load(place, mask=belongs & (column < C)[None, :], other=0.0)
+            found = tl.sum(belongs.to(tl.int32))
+            first += PARTS
+        begin = tl.load(parts + (chunk.to(tl.int64) * 2 + 1) * C + column, mask=column < C, other=0.0)
+        add_row(dwte, begin + tl.sum(sums, 0), token, column, C)
+
+
+@triton.jit
+def _sum_samples(dwpe, dout, B, elements, SAMPLES: tl.constexpr, BLOCK: tl.constexpr):
+    """dwpe (elements) += the sum over the samples of dout (B, elements)."""
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = place < elements
+    sums = tl.zeros((1, BLOCK), tl.float32)
+    for first in range(0, B, SAMPLES):
+        sample = first + tl.arange(0, SAMPLES)[:, None]
+        x = tl.load(dout + sample.to(tl.int64) * elements + place, mask=(sample < B) & inside, other=0.0)
+        sums += tl.sum(x.to(tl.float32), 0, keep_dims=True)
+    tl.store(dwpe + place, tl.load(dwpe + place, mask=inside, other=0.0) + sums, mask=inside)

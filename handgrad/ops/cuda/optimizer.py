@@ -1,0 +1,291 @@
+"""What follows the gradients, without asking the host: the step's loss and norm, the verdict on it, AdamW."""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from handgrad import ops
+from handgrad.ops.cuda.hashing import WEYL, mixed
+
+# The places of `controls` and `results`, as the kernels need them.
+STEP = tl.constexpr(ops.CONTROL_STEP)
+LEARNING_RATE = tl.constexpr(ops.CONTROL_LEARNING_RATE)
+LOSS_LIMIT = tl.constexpr(ops.CONTROL_LOSS_LIMIT)
+NORM_LIMIT = tl.constexpr(ops.CONTROL_NORM_LIMIT)
+LOSS = tl.constexpr(ops.RESULT_LOSS)
+NORM = tl.constexpr(ops.RESULT_NORM)
+SCALE = tl.constexpr(ops.RESULT_SCALE)
+VERDICT = tl.constexpr(ops.RESULT_VERDICT)
+LOSS_SCALE = tl.constexpr(ops.RESULT_LOSS_SCALE)
+UPDATE = tl.constexpr(ops.UPDATE)
+LOSS_NOT_FINITE = tl.constexpr(ops.LOSS_NOT_FINITE)
+NORM_NOT_FINITE = tl.constexpr(ops.NORM_NOT_FINITE)
+LOSS_OUTLIER = tl.constexpr(ops.LOSS_OUTLIER)
+NORM_OUTLIER = tl.constexpr(ops.NORM_OUTLIER)
+GROWTH_STEPS = tl.constexpr(ops.LOSS_SCALE_GROWTH_STEPS)
+LARGEST = tl.constexpr(ops.LARGEST_LOSS_SCALE)
+SMALLEST = tl.constexpr(ops.SMALLEST_LOSS_SCALE)
+
+# One program adds up to 65,536 losses or 24,000 partial norms: 16 of them per lane and turn.
+SUM_ROWS, SUM_COLUMNS, SUM_WARPS = 4, 4096, 32
+
+# One program per block of 256 KB, eight 16-byte loads per lane in flight.
+NORM_ROWS, NORM_COLUMNS, NORM_WARPS = 8, 1024, 8
+
+# A program updates several tiles, one after another, for the float64 of the bias corrections to cost nothing.
+UPDATE_ELEMENTS, UPDATE_TILES, UPDATE_WARPS = 1024, 4, 8
+
+
+# Loss of a step: the micro-steps' sums, added in their order.
+
+
+def loss_sum(sum_acc: Tensor, losses: Tensor) -> None:
+    """sum_acc (1) float64 += the sum of losses (N)."""
+    _loss_sum[(1,)](sum_acc, losses, losses.numel(), SUM_ROWS, SUM_COLUMNS, num_warps=SUM_WARPS)
+
+
+@triton.jit
+def float64_sum(values, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The sum of values (N) float32, by one program."""
+    sums = tl.zeros((1, COLUMNS), tl.float64)
+    for start in range(0, N, ROWS * COLUMNS):
+        place = start + tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        sums += tl.sum(tl.load(values + place, mask=place < N, other=0.0).to(tl.float64), 0, keep_dims=True)
+    return tl.sum(sums)
+
+
+@triton.jit
+def _loss_sum(sum_acc, losses, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    tl.store(sum_acc, tl.load(sum_acc) + float64_sum(losses, N, ROWS, COLUMNS))
+
+
+# Global norm: sums of squares over fixed-size blocks, so that no number of threads, devices or shards changes the sum.
+
+
+def squared_norms(out: Tensor, flat: Tensor, *, block_elements: int) -> None:
+    """out (blocks) = sum of squares of each block of flat, a buffer of gradients; the last block may be shorter."""
+    blocks, elements = out.shape[0], flat.numel()
+    _squared_norms[(blocks,)](out, flat, block_elements, elements, NORM_ROWS, NORM_COLUMNS, num_warps=NORM_WARPS)
+
+
+@triton.jit
+def _squared_norms(out, flat, size, elements, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    block = tl.program_id(0).to(tl.int64)
+    flat += block * size
+    left = elements - block * size
+    sums = tl.zeros((1, COLUMNS), tl.float32)
+    for start in range(0, size, ROWS * COLUMNS):
+        place = start + tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        x = tl.load(flat + place, mask=(place < size) & (place < left), other=0.0)
+        sums += tl.sum(x * x, 0, keep_dims=True)
+    tl.store(out + block, tl.sum(sums))
+
+
+# Verdict on a step: its mean loss, the norm of its gradient, the factor that clips it, and whether to update at all.
+# With dynamic loss scaling S (Micikevicius et al. 2018) the gradients hold S times their value.
+
+
+def verdict(
+    results: Tensor,
+    loss_scale_inout: Tensor,
+    sum_of_losses: Tensor,
+    norm_partials: Tensor,
+    controls: Tensor,
+    *,
+    tokens_per_step: int,
+    clip_norm: float,
+    dynamic_loss_scale: bool,
+) -> None:
+    """results from the lanes' sums of the step's losses (lanes), the blocks' sums of squares and the limits in `controls`.
+
+    loss_scale_inout (3): S / tokens_per_step, which scaled the gradients; S; updates since S last changed. It changes only
+    with `dynamic_loss_scale`.
+    """
+    _verdict[(1,)](
+        results,
+        loss_scale_inout,
+        sum_of_losses,
+        norm_partials,
+        controls,
+        sum_of_losses.numel(),
+        norm_partials.numel(),
+        float(tokens_per_step),
+        float(clip_norm),
+        dynamic_loss_scale,
+        SUM_ROWS,
+        SUM_COLUMNS,
+        num_warps=SUM_WARPS,
+    )
+
+
+@triton.jit
+def _verdict(
+    results,
+    loss_scale,
+    sum_of_losses,
+    norm_partials,
+    controls,
+    lanes,
+    N,
+    TOKENS: tl.constexpr,  # constants: an argument that is a float would arrive as float32
+    CLIP_NORM: tl.constexpr,
+    DYNAMIC: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    loss = tl.load(sum_of_losses).to(tl.float64)
+    for lane in range(1, lanes):
+        loss += tl.load(sum_of_losses + lane).to(tl.float64)
+    loss /= TOKENS
+    scale = tl.load(loss_scale + 1).to(tl.float64)
+    good_steps = tl.load(loss_scale + 2).to(tl.float64)
+    norm = tl.sqrt(float64_sum(norm_partials, N, ROWS, COLUMNS)) / scale
+    norm_is_finite = tl.abs(norm) < float("inf")  # false for NaN, too
+    code = tl.where(norm > tl.load(controls + NORM_LIMIT), NORM_OUTLIER, UPDATE)
+    code = tl.where(loss > tl.load(controls + LOSS_LIMIT), LOSS_OUTLIER, code)
+    code = tl.where(norm_is_finite, code, NORM_NOT_FINITE)
+    code = tl.where(tl.abs(loss) < float("inf"), code, LOSS_NOT_FINITE)
+    factor = 1.0 / scale
+    if CLIP_NORM != 0:
+        factor = tl.where(norm > CLIP_NORM, CLIP_NORM / norm / scale, factor)
+    tl.store(results + LOSS, loss)
+    tl.store(results + NORM, norm)
+    tl.store(results + SCALE, factor)
+    tl.store(results + VERDICT, code.to(tl.float64))
+    tl.store(results + LOSS_SCALE, scale)
+    if DYNAMIC:
+        good_steps = tl.where(code == UPDATE, good_steps + 1, good_steps)
+        grows = good_steps == GROWTH_STEPS
+        new = tl.where(grows, tl.minimum(scale * 2, LARGEST), scale)
+        new_steps = tl.where(grows, 0.0, good_steps)
+        overflowed = code == NORM_NOT_FINITE
+        new = tl.where(overflowed, tl.maximum(scale / 2, SMALLEST), new)
+        new_steps = tl.where(overflowed, 0.0, new_steps)
+        tl.store(loss_scale, (new / TOKENS).to(tl.float32))
+        tl.store(loss_scale + 1, new.to(tl.float32))
+        tl.store(loss_scale + 2, new_steps.to(tl.float32))
+
+
+# AdamW (Loshchilov & Hutter 2019), with the gradient g scaled first:
+# m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2,
+# w = (1 - lr decay) w - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps).
+
+
+def adamw_update(
+    published: Tensor,
+    weight_inout: Tensor,
+    m_inout: Tensor,
+    v_inout: Tensor,
+    gradient_inout: Tensor,
+    controls: Tensor,
+    results: Tensor,
+    *,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    weight_decay: float,
+    seed: int = 0,
+    first_element: int = 0,
+) -> None:
+    """One update of flat float32 buffers of equal length, unless the verdict in `results` forbids it; `published` (any
+    dtype, possibly `weight_inout` itself) receives the new weights, rounded. `controls` holds the learning rate and the
+    step, which counts from 1. An element's bits depend on nothing but that element.
+
+    Weights of bf16 are `published` themselves and rounded stochastically, as the reference says.
+    """
+    elements = weight_inout.numel()
+    rounded = weight_inout.dtype == torch.bfloat16
+    _adamw[(triton.cdiv(elements, UPDATE_ELEMENTS * UPDATE_TILES),)](
+        published,
+        weight_inout.view(torch.int16) if rounded else weight_inout,
+        m_inout,
+        v_inout,
+        gradient_inout,
+        controls,
+        results,
+        elements,
+        seed,
+        first_element,
+        published.data_ptr() != weight_inout.data_ptr(),
+        rounded,
+        float(beta1),
+        float(beta2),
+        math.log2(beta1) if beta1 else -math.inf,
+        math.log2(beta2) if beta2 else -math.inf,
+        float(epsilon),
+        float(weight_decay),
+        UPDATE_ELEMENTS,
+        UPDATE_TILES,
+        num_warps=UPDATE_WARPS,
+    )
+
+
+@triton.jit(do_not_specialize=["seed", "first_element"])  # one kernel for all runs of the flat buffers
+def _adamw(
+    published,
+    weight,
+    m_buffer,
+    v_buffer,
+    gradient,
+    controls,
+    results,
+    elements,
+    seed,
+    first_element,
+    PUBLISH: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    BETA1: tl.constexpr,  # constants, as above: 1 - beta of a float32 beta is off by 1e-5 at 0.999
+    BETA2: tl.constexpr,
+    LOG2_BETA1: tl.constexpr,
+    LOG2_BETA2: tl.constexpr,
+    EPSILON: tl.constexpr,
+    WEIGHT_DECAY: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    if tl.load(results + VERDICT) == UPDATE:
+        scale = tl.load(results + SCALE).to(tl.float32)
+        step, rate = tl.load(controls + STEP), tl.load(controls + LEARNING_RATE)
+        m_rate = (rate / (1.0 - tl.exp2(step * LOG2_BETA1))).to(tl.float32)
+        v_factor = (1.0 / tl.sqrt(1.0 - tl.exp2(step * LOG2_BETA2))).to(tl.float32)
+        decay = (rate * WEIGHT_DECAY).to(tl.float32)
+        first = tl.program_id(0).to(tl.int64) * (BLOCK * TILES)
+        for tile in range(TILES):
+            start = first + tile * BLOCK
+            place = start + tl.arange(0, BLOCK)
+            inside = tl.arange(0, BLOCK) < elements - start
+            g = tl.load(gradient + place, mask=inside, other=0.0) * scale
+            if ROUNDED:
+                w = (tl.load(weight + place, mask=inside, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+            else:
+                w = tl.load(weight + place, mask=inside, other=0.0)
+            m = tl.load(m_buffer + place, mask=inside, other=0.0)
+            v = tl.load(v_buffer + place, mask=inside, other=0.0)
+            m = BETA1 * m + (1.0 - BETA1) * g
+            v = BETA2 * v + (1.0 - BETA2) * (g * g)
+            w -= decay * w + tl.div_rn(m_rate * m, tl.sqrt_rn(v) * v_factor + EPSILON)
+            tl.store(m_buffer + place, m, mask=inside)
+            tl.store(v_buffer + place, v, mask=inside)
+            if ROUNDED:
+                rounded = stochastically(w, first_element + place, step.to(tl.int32), seed)
+                tl.store(weight + place, rounded, mask=inside)
+            else:
+                tl.store(weight + place, w, mask=inside)
+            if PUBLISH:
+                tl.store(published + place, w.to(published.dtype.element_ty), mask=inside)
+
+
+# Stochastic rounding to bf16: the upper half of a float's bits plus a random lower half (see the reference).
+
+
+@triton.jit
+def stochastically(w, place, step, seed):
+    """The bits (int16) of w (float32) rounded to bf16 at random, keyed by its place, the step and the seed."""
+    key = mixed(step.to(tl.uint32) ^ mixed(seed.to(tl.uint32)))
+    added = mixed(place.to(tl.uint32) * WEYL + key) & 0xFFFF
+    bits = w.to(tl.uint32, bitcast=True)
+    added = tl.where((bits & 0x7F800000) != 0x7F800000, added, 0)
+    return ((bits + added) >> 16).to(tl.int16)

@@ -1,0 +1,146 @@
+"""The folder of a run: who may write to it, which configuration it belongs to, and where it goes on.
+
+config.toml     the resolved configuration
+metrics.jsonl   one JSON object per step, validation, sample and event
+main.log        losses in llm.c's format
+log.txt         what the console said
+samples/        texts written during training
+checkpoints/    step_00001000/, ...
+report.html     curves and tables
+"""
+
+import fcntl
+from pathlib import Path
+from typing import Any, TextIO
+
+from handgrad import checkpoint
+from handgrad.checkpoint import LOCK_FILE, Checkpoint
+from handgrad.config import RunConfig, differences, to_dict, to_toml
+from handgrad.errors import ConfigError, DataError, UsageError, storage_error
+from handgrad.files import sync_folder, write_durably
+from handgrad.parallel.ranks import Ranks
+
+CONFIG_FILE, SAMPLES, CHECKPOINTS = "config.toml", "samples", "checkpoints"
+
+
+class RunFolder:
+    """A run folder opened for training: locked, its configuration written, its newest valid checkpoint found."""
+
+    def __init__(self, config: RunConfig, ranks: Ranks, *, allow_changes: bool):
+        """Of several ranks the first one holds the folder; the others know what it found.
+
+        Raises `ConfigError` if another trainer holds the folder or another configuration made it, `UsageError` if it is
+        no run folder, `StorageError` if it cannot be written."""
+        self.config = config
+        self.path = Path(config.out)
+        self.checkpoints = self.path / CHECKPOINTS
+        self.changes: list[str] = []
+        self.passed_over: list[str] = []
+        self._lock: TextIO | None = None
+        self.resumed: Checkpoint | None = None
+        found = ranks.from_first(lambda: self._open(allow_changes=allow_changes), "the run folder")
+        if not ranks.leads and found is not None:
+            self.resumed = checkpoint.open_checkpoint(found)
+
+    def _open(self, *, allow_changes: bool) -> Path | None:
+        """Takes the folder; returns the newest valid checkpoint's."""
+        if self.path.exists() and not self.path.is_dir():
+            raise UsageError(f"--out {self.path} is a file; give a folder for the run")
+        if self.path.is_dir() and any(self.path.iterdir()) and not (self.path / LOCK_FILE).exists():
+            raise UsageError(f"--out {self.path} has files in it but is no run folder; choose another folder")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.path / LOCK_FILE).open("a")  # first: it is what makes a folder a run folder
+            (self.path / SAMPLES).mkdir(exist_ok=True)
+            self.checkpoints.mkdir(exist_ok=True)
+            sync_folder(self.path)
+            sync_folder(self.path.parent)
+        except OSError as error:
+            raise storage_error(error, f"making the run folder {self.path}") from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            raise ConfigError(
+                f"another process is training in {self.path}, or a `handgrad.Training` that is not closed; wait for it or"
+                " choose another --out"
+            ) from None
+        try:
+            self.resumed, self.passed_over = checkpoint.newest(self.checkpoints)
+            if self.resumed is None and self.passed_over:
+                raise DataError(
+                    f"{self.path} has checkpoints, but none that can be used ({self.passed_over[0]}); restore one,"
+                    f" or remove {self.checkpoints} to start over"
+                )
+            self._compare_config(self.config, allow_changes)
+        except BaseException:
+            self.close()
+            raise
+        return None if self.resumed is None else self.resumed.folder
+
+    def _compare_config(self, config: RunConfig, allow_changes: bool) -> None:
+        if self.resumed is not None:
+            self.changes = differences(self.resumed.manifest["config"], to_dict(config))
+            if self.changes and not allow_changes:
+                raise ConfigError(
+                    f"{self.path} was started with another configuration ({'; '.join(self.changes)});"
+                    " use the old settings, another --out, or --allow-changes"
+                )
+
+    def best_validated(self) -> tuple[int, float] | None:
+        """(step, loss) of the checkpoint with the lowest validation loss."""
+        return checkpoint.best_validated(self.path)
+
+    def settle(self, identity: dict[str, Any], ranks: Ranks, *, allow_changes: bool) -> None:
+        """Compares what the checkpoint says of its data with the data at hand, raising `ConfigError` on a difference, and
+        writes the configuration: from here on the folder is this run's."""
+        ranks.from_first(lambda: self._settle(identity, allow_changes=allow_changes), "the run's data")
+
+    def _settle(self, identity: dict[str, Any], *, allow_changes: bool) -> None:
+        old = self.resumed.manifest.get("identity") if self.resumed else identity
+        old = old if isinstance(old, dict) else {}
+        changed = [f"{key}: {old.get(key)} -> {value}" for key, value in identity.items() if old.get(key) != value]
+        if changed and not allow_changes:
+            raise ConfigError(
+                f"{self.path} was trained on other data ({'; '.join(changed)});"
+                " use the old data, another --out, or --allow-changes"
+            )
+        self.changes += changed
+        write_text(self.path / CONFIG_FILE, to_toml(self.config))
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+
+
+def write_text(path: Path, text: str) -> None:
+    """`write_durably` with our error; raises `StorageError`."""
+    try:
+        write_durably(path, text)
+    except OSError as error:
+        raise storage_error(error, f"writing {path}") from None
+
+
+def settled_lanes(config: RunConfig, ranks: int) -> int:
+    """The run's lanes: as the configuration says, or those of the run that `config.out` holds, or one for each rank.
+
+    Raises `ConfigError` when the ranks cannot share them equally.
+    """
+    lanes = config.lanes or lanes_of(Path(config.out)) or ranks
+    if lanes & (lanes - 1):
+        raise ConfigError(f"expected a power of two of ranks, found {lanes}; start {1 << lanes.bit_length() - 1} processes")
+    if lanes % ranks:
+        widths = ", ".join(str(1 << power) for power in range(lanes.bit_length()))
+        raise ConfigError(
+            f"expected ranks that share the run's {lanes} lanes equally, found {ranks}; start {widths} processes"
+        )
+    return lanes
+
+
+def lanes_of(run: Path) -> int | None:
+    """The lanes of the run in a folder, as its newest checkpoint says; None if there is none to be read."""
+    config = checkpoint.peek_config(run)
+    try:
+        return None if config is None else int(config.get("lanes", 1))
+    except (ValueError, TypeError):
+        return None

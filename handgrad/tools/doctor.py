@@ -1,0 +1,155 @@
+"""What this machine has, what handgrad will use, and what to do about what is missing. Everything named is run once."""
+
+import platform
+import re
+import shutil
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+import handgrad
+from handgrad import devices
+from handgrad.backend import REQUIRED, choose_backend
+from handgrad.config import RunConfig
+from handgrad.data.tokenizer import load_tokenizer
+from handgrad.errors import HandgradError
+from handgrad.models import transformer
+from handgrad.ops import reference
+from handgrad.run.console import human_bytes
+from handgrad.tools.kernel_checks.fp8 import OLDEST_FP8, check_fp8_kernels
+from handgrad.tools.kernel_checks.operations import check_kernels
+from handgrad.tools.plan import product_rate
+from handgrad.training.state import allocate_state
+
+PACKAGES = (
+    "torch",
+    "numpy",
+    "tiktoken",
+    "tokenizers",
+    "safetensors",
+    "huggingface_hub",
+    "pyarrow",
+    "rich",
+    "matplotlib",
+)
+# On an NVIDIA GPU. Package: how it is without it, and with it.
+OPTIONAL = {
+    "nvidia-cudnn-frontend": "heads of more than 64 channels take Triton's attention; with it cuDNN's, which is faster",
+    "nvidia-ml-py": "metrics and benchmarks have no power, clock and temperature of the GPU; with it they do",
+}
+DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def examine() -> Iterator[tuple[bool, str]]:
+    """(whether it is well, line) for each thing looked at."""
+    yield True, f"handgrad {handgrad.__version__}, Python {platform.python_version()}, {platform.platform()}"
+    for package in PACKAGES:
+        try:
+            yield True, f"{package} {version(package)}"
+        except PackageNotFoundError:
+            yield False, f"{package} is not installed; try: pip install {package}"
+    device = devices.resolve_device("auto")
+    yield True, f"device {devices.describe(device)}: this is what --device auto takes"
+    if device.type == "cpu" and torch.version.cuda is None and DRIVER.exists():
+        yield False, "there is an NVIDIA driver, but this torch is a CPU build; install a CUDA build of torch"
+    memory = devices.available_bytes(device)
+    if memory is not None:
+        yield True, f"{human_bytes(memory)} of memory free on {device.type}"
+    yield True, f"{human_bytes(shutil.disk_usage('.').free)} of disk free here"
+    for precision in ("fp32", half_precision(device)):
+        rate = product_rate(device, devices.DTYPES[precision])
+        note = ""
+        if precision == "bf16" and device.type == "cpu" and rate < 2 * product_rate(device, torch.float32):
+            note = "; this processor has no bf16 instructions worth using, train in fp32"
+        yield True, f"{precision} products run at {rate / 1e9:.0f} GFLOP/s{note}"
+    yield from examine_gpu(device)
+    checks = {
+        f"forward and backward, fp32 and {half_precision(device)}": check_operations,
+        "GPT-2 tokenizer": check_tokenizer,
+    }
+    for name, attempt in checks.items():
+        try:
+            attempt()
+            yield True, f"{name} works"
+        except (HandgradError, RuntimeError, OSError, AssertionError) as error:
+            yield False, f"{name} failed: {error}"
+
+
+def half_precision(device: torch.device) -> str:
+    """The 16-bit precision to train in: bf16 but on GPUs before Ampere."""
+    return "fp16" if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0) else "bf16"
+
+
+def examine_gpu(device: torch.device) -> Iterator[tuple[bool, str]]:
+    """The driver, what the kernels need, what decides their products, and each of them launched."""
+    if device.type != "cuda":
+        yield True, f"the kernels need an NVIDIA GPU; on {device.type} runs take the reference operations"
+        return
+    capability = torch.cuda.get_device_capability(device)
+    yield True, f"driver {driver_version()}, CUDA {torch.version.cuda}, compute capability {dotted(capability)}"
+    for package in (*REQUIRED.values(), *OPTIONAL):
+        try:
+            yield True, f"{package} {version(package)}"
+        except PackageNotFoundError:
+            if package in OPTIONAL:
+                yield True, f"{package} is not installed: {OPTIONAL[package]} (pip install {package})"
+            else:
+                yield False, f"{package} is not installed; try: pip install 'handgrad[gpu]'"
+    try:
+        kernels = choose_backend("kernels", device)
+        used = kernels.versions()
+    except HandgradError as error:
+        yield False, str(error)
+        return
+    yield True, f"products by {used['products']}; attention by {used['attention']}"
+    yield from check_kernels(kernels, device, devices.use_precision(device, half_precision(device)))
+    if capability < OLDEST_FP8:
+        needed = f"compute capability {dotted(OLDEST_FP8)} (Ada, Hopper or newer)"
+        yield True, f"--precision fp8 needs {needed}, this GPU has {dotted(capability)}: train in {half_precision(device)}"
+    else:
+        yield from check_fp8_kernels(kernels, device)
+
+
+def dotted(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"
+
+
+def driver_version() -> str:
+    """As the kernel module says it: '570.86.15'."""
+    found = re.search(r"\s(\d+\.\d+(\.\d+)?)\s", DRIVER.read_text(encoding="utf-8")) if DRIVER.exists() else None
+    return found[1] if found else "of unknown version"
+
+
+def check_operations() -> None:
+    """One tiny model, forward and backward, in both precisions on this machine's device."""
+    device = devices.resolve_device("auto")
+    for precision in ("fp32", half_precision(device)):
+        dtype = devices.use_precision(device, precision)
+        config = RunConfig(
+            num_layers=2,
+            num_heads=2,
+            channels=32,
+            sequence_length=16,
+            micro_batch=2,
+            tokens_per_step=32,
+        )
+        state = allocate_state(config, config.shape(257), dtype, device, reference)
+        transformer.loss_and_gradients(
+            reference,
+            state.weights,
+            state.weight_gradients,
+            state.activations,
+            state.loss_scale[:1],
+            vocab_size=257,
+            recompute=0,
+        )
+        assert torch.isfinite(state.gradients).all(), f"non-finite gradients in {precision}"
+        assert state.gradients.abs().max() > 0, f"no gradients in {precision}"
+
+
+def check_tokenizer() -> None:
+    expected = [15496, 995, 11, 340, 338, 5433, 0]
+    found = load_tokenizer("gpt2").encode("Hello world, it's 42!").tolist()
+    assert found == expected, f"expected {expected}, found {found}"

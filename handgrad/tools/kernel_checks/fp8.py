@@ -1,0 +1,232 @@
+"""What makes and multiplies fp8 numbers.
+
+A kernel that quantises works when it writes, to the bit, what the reference makes of the 16-bit numbers that it writes
+otherwise; a product, when it is off by little more than the rounding of its result.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from handgrad.fp8.formats import (
+    AMAX,
+    CLIPPED,
+    COUNTING,
+    E4M3,
+    E5M2,
+    INVERSE,
+    SCALE,
+    SCALING_PLACES,
+    STATISTICS_PLACES,
+    Quantized,
+)
+from handgrad.ops import reference
+from handgrad.tools.kernel_checks.checking import Compared, attempt, copies, launch
+from handgrad.tools.kernel_checks.draw import Arguments, B, C, Draw, F, H, N, T, Vp
+from handgrad.tools.kernel_checks.operations import (
+    CASES,
+    attention,
+    attention_backward,
+    gelu_product_backward,
+    layernorm_backward,
+    product_backward,
+)
+
+OLDEST_FP8 = (8, 9)  # compute capability of the first GPUs whose tensor cores take fp8: Ada, then Hopper
+# The tensor cores add fp8 products up in fewer bits than float32 has; so much more than by the rounding of its result may
+# a product be off.
+FP8_SUMS = 2.0**-10
+
+
+class Fp8Draw(Draw):
+    """Quantised tensors, too, with room for the statistics of a backend."""
+
+    def __init__(self, ops: ModuleType, device: torch.device):
+        super().__init__(torch.bfloat16, device)
+        sizes = {"batch": B, "length": T, "channels": C, "padded_vocab_size": Vp}
+        self.parts = max(ops.statistics_parts(num_heads=heads, **sizes) for heads in (1, H))
+
+    def output(self, shape: Sequence[int], form: torch.dtype, exponent: int, **changes: Any) -> Quantized:
+        """Forms of a tensor of this shape, full of NaN, at a scale of 2^exponent."""
+        rows, columns = (
+            torch.full(sides, 0x7F, dtype=torch.uint8, device=self.device).view(form)
+            for sides in (tuple(shape), tuple(shape)[::-1])
+        )
+        scaling = torch.zeros(SCALING_PLACES, device=self.device)
+        scaling[SCALE], scaling[INVERSE], scaling[COUNTING] = 2.0**exponent, 2.0**-exponent, 1.0
+        statistics = torch.zeros(STATISTICS_PLACES, self.parts, device=self.device)
+        return replace(Quantized(rows, columns, scaling, statistics), **changes)
+
+    def operand(self, x: Tensor, form: torch.dtype = E4M3) -> Quantized:
+        """x in fp8, at the scale that suits it."""
+        made = self.output(x.shape, form, 0, current=True)
+        reference.quantize(made, x)
+        return made
+
+
+Fp8Case = Callable[[ModuleType, Fp8Draw], Compared]
+
+
+def numbers(tensor: Quantized) -> Tensor:
+    """What a tensor in fp8 stands for, in float64."""
+    if tensor.rows is not None:
+        return tensor.rows.double() * tensor.inverse_scale
+    assert tensor.columns is not None
+    return tensor.columns.t().double() * tensor.inverse_scale
+
+
+def requantized(found: Quantized, scaling: Tensor, plain: Tensor, *, counted: bool = True) -> Compared:
+    """What was quantised beside what the reference makes of the 16-bit numbers, at the scaling that was."""
+    rows, columns = (None if form is None else torch.empty_like(form) for form in (found.rows, found.columns))
+    right = Quantized(rows, columns, scaling, torch.zeros_like(found.statistics), current=found.current)
+    reference.quantize(right, plain)
+    for made, wanted in ((found.rows, right.rows), (found.columns, right.columns)):
+        if made is not None and wanted is not None:
+            yield made.float(), wanted.float(), 0
+    if counted:
+        yield found.scaling, right.scaling, 0
+        yield found.statistics[AMAX].amax(), right.statistics[AMAX].amax(), 0
+        yield found.statistics[CLIPPED:].sum(1), right.statistics[CLIPPED:].sum(1), 0
+
+
+# Whose 16-bit form is asked for, too: what changes in place, what the backward reads, and what two kernels need not add up
+# in one order (attention's backward).
+WITH_PLAIN = ("layernorm_backward", "attention_forward", "attention_backward")
+
+
+def fused(operation: str, place: str, make: Callable[[Draw], Arguments], form: torch.dtype, exponent: int) -> Fp8Case:
+    """A case: the operation with a quantised tensor in the place of a 16-bit one, beside the same with that; at a scale
+    that it has, then at one made from it."""
+
+    def case(ops: ModuleType, d: Fp8Draw) -> Compared:
+        for current in (False, True):
+            yield from beside_16_bits(ops, d, current)
+
+    def beside_16_bits(ops: ModuleType, d: Fp8Draw, current: bool) -> Compared:
+        plain = make(d)
+        given = copies(plain)
+        kept = given[place] if operation in WITH_PLAIN else None
+        out = d.output(given[place].shape, form, exponent, plain=kept, current=current)
+        scaling = out.scaling.clone()
+        launch(getattr(ops, operation), {**given, place: out})
+        launch(getattr(ops, operation), plain)
+        yield from requantized(out, scaling, plain[place] if kept is None else kept)
+        for name, tensor in plain.items():
+            if isinstance(tensor, Tensor) and (name != place or kept is not None):
+                yield given[name], tensor, 2 * torch.finfo(d.dtype).eps
+
+    return case
+
+
+def quantize(ops: ModuleType, d: Fp8Draw) -> Compared:
+    """Numbers of which some are too large and some vanish; then at a scale of their own."""
+    inp = d(N, C) ** 7
+    for form, current in ((E4M3, False), (E5M2, False), (E4M3, True)):
+        out = d.output((N, C), form, 2, current=current)
+        scaling = out.scaling.clone()
+        ops.quantize(out, inp)
+        yield from requantized(out, scaling, inp)
+
+
+def product(found: Tensor, exact: Tensor) -> tuple[Tensor, Tensor, float]:
+    return found, exact, torch.finfo(found.dtype).eps / 2 + FP8_SUMS
+
+
+def fp8_forward(ops: ModuleType, d: Fp8Draw) -> Compared:
+    """With a bias, and with a residual sum."""
+    inp, weight = (d.operand(tensor) for tensor in d.product(C, F).values())
+    out, residual, bias = d.empty(N, C), d(N, C), d(C)
+    exact = numbers(inp) @ numbers(weight).t() + bias
+    launch(ops.linear_forward, {"out": out, "inp": inp, "weight": weight, "bias": bias})
+    yield product(out, exact)
+    arguments = {"out": out, "residual": residual, "inp": inp, "weight": weight, "bias": bias}
+    launch(ops.linear_residual_forward, arguments)
+    yield product(out, exact + residual)
+
+
+def fp8_backward(ops: ModuleType, d: Fp8Draw) -> Compared:
+    """The input's gradient, the weight's and the bias'."""
+    arguments = product_backward(d)
+    dout, inp, weight = d.operand(arguments["dout"], E5M2), d.operand(arguments["inp"]), d.operand(arguments["weight"])
+    exact = {
+        "dinp": numbers(dout) @ numbers(weight),
+        "dweight_acc": arguments["dweight_acc"] + numbers(dout).t() @ numbers(inp),
+        "dbias_acc": arguments["dbias_acc"] + numbers(dout).sum(0),
+    }
+    launch(ops.linear_backward, {**arguments, "dout": dout, "inp": inp, "weight": weight})
+    for name, tensor in exact.items():
+        yield product(arguments[name], tensor)
+
+
+def fp8_gelu(ops: ModuleType, d: Fp8Draw) -> Compared:
+    """Forward: the product, and the fp8 rows of its GELU."""
+    inp, weight = (d.operand(tensor) for tensor in d.product(F, C).values())
+    out, hidden, bias, plain = d.output((N, F), E4M3, 7, columns=None), d.empty(N, F), d(F), d.empty(N, F)
+    scaling = out.scaling.clone()
+    launch(ops.linear_gelu_forward, {"out": out, "hidden": hidden, "inp": inp, "weight": weight, "bias": bias})
+    yield product(hidden, numbers(inp) @ numbers(weight).t() + bias)
+    ops.gelu_forward(plain, hidden)
+    yield from requantized(out, scaling, plain)
+
+
+def fp8_gelu_backward(ops: ModuleType, d: Fp8Draw) -> Compared:
+    """The gradient before the GELU, the columns of the GELU's output, and the weight's gradient from these."""
+    arguments = gelu_product_backward(d)
+    hidden, before = arguments["hidden"], arguments["dweight_acc"].double()
+    dout, weight = d.operand(arguments["dout"], E5M2), d.operand(arguments["weight"])
+    dhidden, gelu = d.output((N, F), E5M2, 14), d.output((N, F), E4M3, 7, rows=None)
+    scaling = dhidden.scaling.clone()
+    given: Arguments = {**arguments, "dhidden": dhidden, "dbias_acc": None, "dout": dout, "inp": gelu, "weight": weight}
+    launch(ops.gelu_linear_backward, {**given, "dgelu": d.empty(N, F)})
+    yield product(arguments["dweight_acc"], before + numbers(dout).t() @ numbers(gelu))
+
+    dgelu, plain = d.empty(N, F), d.empty(N, F)
+    gradients = {"dinp": dgelu, "dweight_acc": d.float32(C, F), "dbias_acc": None}
+    launch(ops.linear_backward, {**gradients, "dout": dout, "inp": gelu, "weight": weight})
+    ops.gelu_backward(dgelu, hidden)
+    yield from requantized(dhidden, scaling, dgelu)
+    ops.gelu_forward(plain, hidden)
+    yield from requantized(gelu, gelu.scaling.clone(), plain, counted=False)
+
+
+def fp8_classifier(ops: ModuleType, d: Fp8Draw) -> Compared:
+    """The gradient of the logits, at a scale that admits every number of it."""
+    plain = CASES["classifier_forward_backward"][1](d)
+    given, logits = copies(plain), "logits_to_dlogits_inout"
+    out = d.output((N, Vp), E5M2, 16, columns=None, plain=given[logits])
+    launch(ops.classifier_forward_backward, {**given, "quantized": out})
+    launch(ops.classifier_forward_backward, plain)
+    yield from requantized(out, out.scaling.clone(), plain[logits], counted=False)
+    for name in ("losses", logits):
+        yield given[name], plain[name], 0
+
+
+# Line: a case, which launches the operations of a backend and yields what is to be compared.
+FP8_CASES: dict[str, Fp8Case] = {
+    "quantize to fp8": quantize,
+    "layernorm_forward to fp8": fused("layernorm_forward", "out", CASES["layernorm_forward"][1], E4M3, 7),
+    "layernorm_backward to fp8": fused("layernorm_backward", "dresidual_inout", layernorm_backward, E5M2, 14),
+    "attention_forward to fp8, heads of 64 channels": fused(
+        "attention_forward", "out", partial(attention, heads=H), E4M3, 7
+    ),
+    "attention_forward to fp8, heads of 128 channels": fused(
+        "attention_forward", "out", partial(attention, heads=1), E4M3, 7
+    ),
+    "attention_backward to fp8": fused("attention_backward", "dqkv", partial(attention_backward, heads=H), E5M2, 14),
+    "linear_gelu_forward in fp8": fp8_gelu,
+    "gelu_linear_backward in fp8": fp8_gelu_backward,
+    "linear_forward in fp8": fp8_forward,
+    "linear_backward in fp8": fp8_backward,
+    "classifier_forward_backward to fp8": fp8_classifier,
+}
+
+
+def check_fp8_kernels(kernels: ModuleType, device: torch.device) -> Iterator[tuple[bool, str]]:
+    """(whether it works, line) for each case."""
+    for line, case in FP8_CASES.items():
+        yield attempt(line, partial(case, kernels, Fp8Draw(kernels, device)))

@@ -1,0 +1,207 @@
+"""Every operation in 16 or 32 bits, beside the reference in float64.
+
+A kernel works when its largest relative error over the tensors it changed is at most two units in the last place of the
+precision, plus twice what the reference itself is wrong by in that precision.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from handgrad.dropout.masks import Dropout
+from handgrad.fp8.formats import (
+    CLIPPED,
+    E4M3,
+    E5M2,
+    INVERSE,
+    LARGEST_EXPONENT,
+    REPORT_PLACES,
+    SATURATED_STEPS,
+    SCALE,
+    SCALING_PLACES,
+    STATISTICS_PLACES,
+)
+from handgrad.ops import CONTROLS, RESULTS, UPDATE, reference
+from handgrad.tools.kernel_checks.checking import attempt, compare
+from handgrad.tools.kernel_checks.draw import Arguments, B, C, Draw, F, H, N, T, V, Vp
+
+
+def statistics(draw: Draw, inp: Tensor) -> Arguments:
+    x = inp.float()
+    return {"mean": x.mean(1), "rstd": (x.var(1, correction=0) + 1e-5).rsqrt()}
+
+
+def layernorm_backward(d: Draw) -> Arguments:
+    inp = d(N, C)
+    accumulators = {name: d.float32(C) for name in ("dweight_acc", "dbias_acc", "dbias_below_acc")}
+    return {"dresidual_inout": d(N, C), "dout": d(N, C), "inp": inp, **statistics(d, inp), "weight": d(C), **accumulators}
+
+
+def classifier(d: Draw) -> Arguments:
+    return {"losses": d.empty(N, dtype=torch.float32), "targets": d.words(N), "vocab_size": V}
+
+
+def product_backward(d: Draw) -> Arguments:
+    accumulators = {"dweight_acc": d.float32(F, C), "dbias_acc": d.float32(F)}
+    return {"dinp": d.empty(N, C), **accumulators, "dout": d(N, F), **d.product(F, C)}
+
+
+def gelu_product_backward(d: Draw) -> Arguments:
+    accumulators = {"dweight_acc": d.float32(C, F), "dbias_acc": d.float32(C)}
+    return {"dhidden": d.empty(N, F), **accumulators, "dout": d(N, C), "hidden": d(N, F), **d.product(C, F)}
+
+
+def dropout(d: Draw) -> Dropout:
+    """Samples on both sides of 2^32."""
+    return Dropout(torch.tensor([7, (1 << 32) + 7], device=d.device), 0.1, 1337, 2)
+
+
+def attention_backward(d: Draw, heads: int, site: Dropout | None = None) -> Arguments:
+    """With an output and log-sums that belong to the queries, keys and values."""
+    qkv, out, lse = d(N, 3 * C), d.empty(N, C), d.empty(B, heads, T, dtype=torch.float32)
+    reference.attention_forward(out, lse, qkv, dropout=site)
+    arguments = {"dqkv": d.empty(N, 3 * C), "dout": d(N, C), "out": out, "lse": lse, "qkv": qkv}
+    return arguments if site is None else {**arguments, "dropout": site}
+
+
+def embedding_backward(d: Draw) -> Arguments:
+    tokens = d.words(B, T)
+    positions = torch.sort(tokens.view(-1), stable=True).indices.int()
+    accumulators = {"dwte_acc": d.float32(Vp, C), "dwpe_acc": d.float32(T, C)}
+    return {**accumulators, "dout": d(N, C), "tokens": tokens, "sorted_positions": positions}
+
+
+def verdict(d: Draw) -> Arguments:
+    sums = {"sum_of_losses": d.float64(2.5 * N, 0.5 * N), "norm_partials": d.float32(64).square()}
+    scale = {"loss_scale_inout": torch.tensor([1 / N, 1.0, 0.0], device=d.device)}
+    limits = {"controls": d.float64(1.0, 1e-3, math.inf, math.inf)}
+    settings = {"tokens_per_step": N, "clip_norm": 1.0, "dynamic_loss_scale": False}
+    return {"results": d.empty(RESULTS, dtype=torch.float64), **sums, **scale, **limits, **settings}
+
+
+def adamw_update(d: Draw) -> Arguments:
+    size = 3 * 4096
+    state = {name: d.float32(size) for name in ("weight_inout", "m_inout", "gradient_inout")}
+    results = d.float64(1.0, 1.0, 1.0, float(UPDATE), 1.0)
+    settings = {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "weight_decay": 0.1}
+    controls = d.float64(3.0, 0.5, *[math.inf] * (CONTROLS - 2))
+    published = {"published": d.empty(size), "v_inout": d.float32(size).square()}
+    return {**published, **state, "controls": controls, "results": results, **settings}
+
+
+def attention(d: Draw, heads: int) -> Arguments:
+    return {"out": d.empty(N, C), "lse": d.empty(B, heads, T, dtype=torch.float32), "qkv": d(N, 3 * C)}
+
+
+def sums(d: Draw) -> Arguments:
+    return {"sum_acc": d.float64(2.0), "losses": d.float32(N).square()}
+
+
+def tree(d: Draw, rows: int) -> Arguments:
+    return {"out": d.empty(2 * 4096, dtype=torch.float32), "pieces": d.float32(rows, 2 * 4096)}
+
+
+def fold_statistics(d: Draw) -> Arguments:
+    found = d.float32(4, STATISTICS_PLACES, 300).square()
+    found[:, CLIPPED:].round_()  # counts
+    return {"totals_inout": d.float64(*range(12)).view(4, STATISTICS_PLACES), "statistics": found}
+
+
+def update_scaling(d: Draw) -> Arguments:
+    """Tensors in both formats, of which one saturates for the last time before it gets more margin."""
+    scaling = torch.zeros(4, SCALING_PLACES, device=d.device)
+    exponents = torch.tensor([7.0, 15.0, 10.0, 3.0], device=d.device)
+    scaling[:, SCALE], scaling[:, INVERSE], scaling[:, SATURATED_STEPS] = exponents.exp2(), (-exponents).exp2(), 2.0
+    totals = torch.cat([d.float64(3.0, 4.0, 1e-9, 1e4).view(4, 1), d.float64(*range(8)).view(4, 2)], 1)
+    formats = [LARGEST_EXPONENT[form] for form in (E4M3, E5M2, E4M3, E4M3)]
+    return {
+        "scaling_inout": scaling,
+        "history_inout": d.float32(4, 5, scale=1e-3).abs(),
+        "totals_inout": totals,
+        "report": d.empty(4, REPORT_PLACES, dtype=torch.float64),
+        "largest_exponents": torch.tensor(formats, dtype=torch.int32, device=d.device),
+        "controls": d.float64(7.0, *[math.inf] * (CONTROLS - 1)),
+        "count_every": 4,
+        "saturation_steps": 3,
+        "widen": True,
+    }
+
+
+# Line: the operation it launches, and that operation's arguments by name. `scratch` is added where it takes one.
+CASES: dict[str, tuple[str, Callable[[Draw], Arguments]]] = {
+    name: (name.split(",")[0], make)
+    for name, make in {
+        "embedding_forward": lambda d: {"out": d.empty(N, C), "tokens": d.words(B, T), "wte": d(Vp, C), "wpe": d(T, C)},
+        "embedding_backward": embedding_backward,
+        "layernorm_forward": lambda d: {
+            "out": d.empty(N, C),
+            "mean": d.empty(N, dtype=torch.float32),
+            "rstd": d.empty(N, dtype=torch.float32),
+            "inp": d(N, C),
+            "weight": d(C),
+            "bias": d(C),
+        },
+        "layernorm_backward": layernorm_backward,
+        "linear_forward": lambda d: {"out": d.empty(N, F), **d.product(F, C), "bias": d(F)},
+        "linear_backward": product_backward,
+        "linear_residual_forward": lambda d: {
+            "out": d.empty(N, C),
+            "residual": d(N, C),
+            **d.product(C, F),
+            "bias": d(C),
+        },
+        "linear_gelu_forward": lambda d: {
+            "out": d.empty(N, F),
+            "hidden": d.empty(N, F),
+            **d.product(F, C),
+            "bias": d(F),
+        },
+        "gelu_linear_backward": gelu_product_backward,
+        "gelu_forward": lambda d: {"out": d.empty(N, F), "inp": d(N, F)},
+        "gelu_backward": lambda d: {"dhidden_inout": d(N, F), "inp": d(N, F)},
+        "bias_backward": lambda d: {"dbias_acc": d.float32(F), "dout": d(N, F)},
+        "dropout_forward": lambda d: {"out": d.empty(N, C), "inp": d(N, C), "dropout": dropout(d)},
+        "dropout_backward": lambda d: {"dinp": d.empty(N, C), "dout": d(N, C), "dropout": dropout(d)},
+        "dropout_residual_forward": lambda d: {
+            "branch_to_out_inout": d(N, C),
+            "residual": d(N, C),
+            "dropout": dropout(d),
+        },
+        "attention_forward, with dropout": lambda d: {**attention(d, H), "dropout": dropout(d)},
+        "attention_backward, with dropout": lambda d: attention_backward(d, H, dropout(d)),
+        "attention_forward, heads of 64 channels": lambda d: attention(d, H),
+        "attention_backward, heads of 64 channels": lambda d: attention_backward(d, H),
+        "attention_forward, heads of 128 channels": lambda d: attention(d, 1),
+        "attention_backward, heads of 128 channels": lambda d: attention_backward(d, 1),
+        "classifier_forward": lambda d: {**classifier(d), "logits_inout": d(N, Vp, scale=4)},
+        "classifier_forward_backward": lambda d: {
+            **classifier(d),
+            "logits_to_dlogits_inout": d(N, Vp, scale=4),
+            "scale": torch.tensor([0.37], device=d.device),
+        },
+        "loss_sum": sums,
+        "squared_norms": lambda d: {
+            "out": d.empty(16, dtype=torch.float32),
+            "flat": d.float32(15 * 4096 + 640),
+            "block_elements": 4096,
+        },
+        "tree_sum": lambda d: {**tree(d, 4), "rounded": False},
+        "tree_sum, rounded": lambda d: {**tree(d, 16), "rounded": True},
+        "checksum": lambda d: {"out": torch.zeros(1, dtype=torch.int64, device=d.device), "flat": d(3 * 4096 + 5)},
+        "verdict": verdict,
+        "adamw_update": adamw_update,
+        "fold_statistics": fold_statistics,
+        "update_scaling": update_scaling,
+    }.items()
+}
+
+
+def check_kernels(kernels: ModuleType, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[bool, str]]:
+    """(whether it works, line) for each case."""
+    for line, (operation, make) in CASES.items():
+        made = partial(make, Draw(dtype, device))
+        yield attempt(line, partial(compare, getattr(kernels, operation), getattr(reference, operation), made))

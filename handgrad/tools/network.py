@@ -1,0 +1,206 @@
+"""What the wires between the ranks carry: the collectives of a training step, and every pair of ranks by itself.
+
+All ranks walk through the same measurements and learn all results, so that all come to the same verdict.
+"""
+
+import math
+import os
+import socket
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from handgrad.config import RunConfig
+from handgrad.errors import UsageError
+from handgrad.parallel.joining import joined
+from handgrad.parallel.launchers import find_place
+from handgrad.parallel.ranks import Ranks
+
+MIB = 1 << 20
+SIZES = (1 << 10, MIB)  # bytes of a buffer, and the large one:
+LARGE = {"cuda": 64 * MIB, "cpu": 16 * MIB}
+PAIR = {"cuda": 64 * MIB, "cpu": 4 * MIB}  # bytes each way
+ROUNDS = 5  # the best of them counts
+MOST_PAIRED = 64  # among more ranks, pairing all with all takes too long
+SLOW = 0.7  # of the median of its class
+WHERE = {True: "inside a node", False: "between nodes"}
+MODELS = {"124M": 124.4e6, "1558M": 1557.6e6}  # parameters
+
+
+@dataclass(frozen=True)
+class Link:
+    """A pair of ranks, and the bytes per second that went from each to the other while both were sending."""
+
+    first: int
+    second: int
+    rate: float
+    inside: bool  # whether both are on one host
+
+
+def examine_network(device: torch.device) -> Iterator[tuple[bool, str]]:
+    """(whether it is well, line), on every rank, for what the ranks of this launch can send each other.
+
+    Raises `UsageError` for a single process and what `join` raises.
+    """
+    place = find_place(os.environ)
+    if place.size == 1:
+        raise UsageError(
+            "--net measures between processes and found one; start several, on each node:"
+            " torchrun --nproc-per-node=2 -m handgrad doctor --net"
+        )
+    if device.type not in LARGE:
+        device = torch.device("cpu")
+    with joined(place, device, RunConfig()) as ranks:
+        yield from measure(ranks, device)
+
+
+def measure(ranks: Ranks, device: torch.device) -> Iterator[tuple[bool, str]]:
+    """Collectives, links, and what follows for a training step."""
+    hosts = ranks.objects(socket.gethostname(), "names of the hosts")
+    backend = "NCCL" if device.type == "cuda" else "gloo"
+    yield True, f"{ranks.size} ranks on {len(set(hosts))} host(s), {device.type} buffers, {backend}"
+    large = {}
+    for operation in ("all_to_all", "all_gather"):
+        for size in (*SIZES, LARGE[device.type]):
+            seconds = time_collective(ranks, device, operation, size)
+            large[operation] = leaving(size, ranks.size) / seconds
+            yield (
+                True,
+                f"{operation:<10} of {human(size):>6}: {seconds * 1e6:9.0f} us, {speed(large[operation])} out of each rank",
+            )
+    links = measure_links(ranks, device, hosts)
+    yield from told_links(links, hosts)
+    for name, parameters in MODELS.items():
+        yield True, step_cost(name, parameters, large, ranks.size)
+
+
+def leaving(size: float, ranks: int) -> float:
+    """Bytes of a buffer of `size` that a rank sends to the others: all but its own part."""
+    return size * (ranks - 1) / ranks
+
+
+def time_collective(ranks: Ranks, device: torch.device, operation: str, size: int) -> float:
+    """Seconds that `operation` over buffers of `size` bytes (rounded up to equal parts) takes the slowest rank."""
+    part = -(-size // ranks.size)
+    full = torch.zeros(part * ranks.size, dtype=torch.uint8, device=device)
+    gathers = operation == "all_gather"
+    given = torch.zeros(part if gathers else len(full), dtype=torch.uint8, device=device)
+    name = f"{operation} of {human(size)}"
+
+    def call() -> None:
+        ranks.finish((ranks.collect if gathers else ranks.exchange)(full, given, name), name)
+
+    call()  # makes the connections
+    calls = max(2, min(20, 32 * MIB // size))
+    best = math.inf
+    for _ in range(ROUNDS):
+        synchronize(device)
+        ranks.barrier(name)
+        begun = time.perf_counter()
+        for _ in range(calls):
+            call()
+        with ranks.waiting(name):
+            synchronize(device)
+        took = (time.perf_counter() - begun) / calls
+        best = min(best, max(row[0] for row in ranks.tell([took], name)))
+    return best
+
+
+def measure_links(ranks: Ranks, device: torch.device, hosts: list[str]) -> list[Link]:
+    """Every pair of `tournament`, one round after the other; pairs of a round run at the same time."""
+    size = PAIR[device.type]
+    sent, received = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+    links = []
+    for pairs in tournament(ranks.size):
+        peers = {a: b for pair in pairs for a, b in (pair, pair[::-1])}
+        peer = peers.get(ranks.rank)
+        took = 0.0 if peer is None else time_pair(ranks, sent, received, peer)
+        rows = ranks.tell([took], "times of pairs")
+        links += [Link(a, b, size / max(rows[a][0], rows[b][0]), hosts[a] == hosts[b]) for a, b in pairs]
+    return links
+
+
+def tournament(size: int) -> list[list[tuple[int, int]]]:
+    """Rounds of pairs (a < b), no rank twice in a round: all pairs, or, of many ranks, those that differ in one bit."""
+    if size > MOST_PAIRED:
+        steps = [1 << bit for bit in range((size - 1).bit_length())]
+        return [[(a, a ^ step) for a in range(size) if a < a ^ step < size] for step in steps]
+    seats = list(range(size + size % 2))  # an odd one sits out beside the seat that is too much
+    rounds = []
+    for _ in range(len(seats) - 1):
+        pairs = zip(seats[: len(seats) // 2], reversed(seats), strict=False)
+        rounds.append(sorted((min(pair), max(pair)) for pair in pairs if max(pair) < size))
+        seats = [seats[0], seats[-1], *seats[1:-1]]  # all but the first move on
+    return rounds
+
+
+def time_pair(ranks: Ranks, sent: Tensor, received: Tensor, peer: int) -> float:
+    """Seconds until this rank and `peer` have sent each other their buffers, which happens at once."""
+    best = math.inf
+    for attempt in range(ROUNDS + 1):
+        swap(ranks, sent[:1], received[:1], peer)  # both stand here
+        begun = time.perf_counter()
+        swap(ranks, sent, received, peer)
+        if attempt:  # the first one makes the connection
+            best = min(best, time.perf_counter() - begun)
+    return best
+
+
+def swap(ranks: Ranks, sent: Tensor, received: Tensor, peer: int) -> None:
+    """sent -> `peer`'s received and the other way round; raises `LostRank` if the peer is gone."""
+    both = [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received, peer)]
+    with ranks.waiting(f"rank {ranks.rank} with rank {peer}"):
+        for work in dist.batch_isend_irecv(both):
+            work.wait()
+        synchronize(sent.device)
+
+
+def told_links(links: list[Link], hosts: list[str]) -> Iterator[tuple[bool, str]]:
+    """A line for each class of links, and one for each link that is slower than its class lets expect."""
+    classes: dict[bool, list[Link]] = defaultdict(list)
+    for link in links:
+        classes[link.inside].append(link)
+    for inside, alike in sorted(classes.items(), reverse=True):
+        rates = [link.rate for link in alike]
+        usual = statistics.median(rates)
+        yield (
+            True,
+            f"{len(alike)} link(s) {WHERE[inside]}, each alone: slowest {speed(min(rates))}, median {speed(usual)},"
+            f" fastest {speed(max(rates))}, both ways at once",
+        )
+        for link in sorted(alike, key=lambda link: link.rate):
+            if link.rate < SLOW * usual:
+                ends = " <-> ".join(f"rank {rank} (host {hosts[rank]})" for rank in (link.first, link.second))
+                yield False, f"{ends}: {speed(link.rate)}, the median {WHERE[inside]} is {speed(usual)}"
+
+
+def step_cost(name: str, parameters: float, rates: dict[str, float], ranks: int) -> str:
+    """What the collectives of a step would take: float32 gradients to their owners, bf16 weights back to all."""
+    gradients, weights = leaving(4 * parameters, ranks), leaving(2 * parameters, ranks)
+    there, back = gradients / rates["all_to_all"], weights / rates["all_gather"]
+    return (
+        f"a step of {name} would spend {(there + back) * 1e3:.0f} ms in collectives, computed from the rates of the largest"
+        f" buffers: gradients {gradients / 1e9:.2f} GB {there * 1e3:.0f} ms, weights {weights / 1e9:.2f} GB"
+        f" {back * 1e3:.0f} ms; training overlaps some of it"
+    )
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def human(size: int) -> str:
+    """'64 MiB'."""
+    return f"{size // MIB} MiB" if size >= MIB else f"{size >> 10} KiB"
+
+
+def speed(rate: float) -> str:
+    """Bytes per second as '11.0 GB/s'; three digits where it is less."""
+    return f"{rate / 1e9:.1f} GB/s" if rate >= 1e9 else f"{rate / 1e9:.3f} GB/s"

@@ -1,0 +1,394 @@
+"""Where the time of a step goes: every kernel by its type, against what this machine's memory and tensor cores can do.
+
+Launches and times come from a pass of their own, recorded by torch's profiler without CUDA graphs: there each operation
+runs inside a named range, and a kernel belongs to the innermost range in which the host launched it. The wall time of a
+step comes from steps as `handgrad train` makes them.
+"""
+
+import functools
+import importlib
+import inspect
+import math
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import handgrad
+from handgrad import devices, power
+from handgrad.backend import choose_backend, settle_products
+from handgrad.config import ModelShape, RunConfig
+from handgrad.errors import DataError
+from handgrad.fp8.formats import Form, Quantized, plain
+from handgrad.run.console import human_bytes, human_count
+from handgrad.tools.traces import PREFIX, Spent, read_trace, spent_on_cpu, spent_on_gpu
+from handgrad.training.feed import BatchFeed, Source
+from handgrad.training.state import TrainingState, allocate_state, training_plan
+from handgrad.training.step import Stepper, StepResult
+
+WARMUP_STEPS = 3
+HOT_SECONDS = 3.0  # of steps on a GPU before each measurement: its clock falls to what its power limit allows
+
+Named = dict[str, Any]  # an operation's arguments by their names
+
+
+@dataclass(frozen=True)
+class Counted:
+    """The kernel type of an operation, and how much work it is. Without `flops` it counts in bytes."""
+
+    kind: str
+    flops: Callable[[Named], int] | None = None
+
+
+def width(form: Form) -> int:
+    """Channels of a tensor (N, C)."""
+    if isinstance(form, Tensor):
+        return form.shape[1]
+    return form.rows.shape[1] if form.rows is not None else plain(form).shape[1]
+
+
+def product_flops(t: Named) -> int:
+    return 2 * t["out"].numel() * width(t["inp"])
+
+
+def two_products_flops(t: Named) -> int:
+    rows = t["dinp"] if "dinp" in t else t["hidden"]
+    return 4 * rows.numel() * t["dweight_acc"].shape[0]
+
+
+FORWARD, BACKWARD = "{place} products, forward", "{place} products, dgrad and wgrad"
+
+# Causal attention: query q meets q + 1 keys, (T + 1) / 2 in the mean. Two products forward; five backward, the scores once
+# again among them, however often a kernel forms them.
+OPERATIONS = {
+    "embedding_forward": Counted("embedding"),
+    "embedding_backward": Counted("embedding"),
+    "layernorm_forward": Counted("layernorm forward"),
+    "layernorm_backward": Counted("layernorm backward"),
+    "linear_forward": Counted(FORWARD, product_flops),
+    "linear_residual_forward": Counted(FORWARD, product_flops),
+    "linear_gelu_forward": Counted(FORWARD, product_flops),
+    "linear_backward": Counted(BACKWARD, two_products_flops),
+    "gelu_linear_backward": Counted(BACKWARD, two_products_flops),
+    "attention_forward": Counted("attention forward", lambda t: 2 * plain(t["out"]).numel() * (t["lse"].shape[-1] + 1)),
+    "attention_backward": Counted("attention backward", lambda t: 5 * plain(t["out"]).numel() * (t["lse"].shape[-1] + 1)),
+    "residual_forward": Counted("residual sum"),
+    "dropout_forward": Counted("dropout"),
+    "dropout_backward": Counted("dropout"),
+    "dropout_residual_forward": Counted("dropout and residual sum"),
+    "gelu_forward": Counted("GELU alone"),
+    "gelu_backward": Counted("GELU alone"),
+    "bias_backward": Counted("bias sums"),
+    "classifier_forward": Counted("classifier"),
+    "classifier_forward_backward": Counted("classifier"),
+    "loss_sum": Counted("loss and verdict"),
+    "verdict": Counted("loss and verdict"),
+    "squared_norms": Counted("norm"),
+    "tree_sum": Counted("sums over lanes"),
+    "checksum": Counted("checksum"),
+    "adamw_update": Counted("AdamW"),
+    "quantize": Counted("quantising weights"),
+    "fold_statistics": Counted("fp8 scales"),
+    "update_scaling": Counted("fp8 scales"),
+}
+
+# What an operation of `linear` calls within its backend, and what is counted instead of it where it does.
+PARTS = {
+    "multiply": Counted(
+        "{place} products, {role}", lambda t: 2 * t["d"].numel() * t["a"].shape[bool(t.get("transpose_a"))]
+    ),
+    **{name: OPERATIONS[name] for name in ("bias_backward", "dropout_residual_forward", "gelu_forward", "gelu_backward")},
+    "gelu_forward_fp8": Counted("GELU to fp8, forward"),
+    "gelu_backward_fp8": Counted("GELU to fp8, backward"),
+}
+
+ONCE = {"gradient_inout", "logits_inout"}  # may be spoilt, or changes in its padded columns alone
+BY_TOKEN, BY_POSITION = {"wte", "dwte_acc"}, {"wpe", "dwpe_acc"}  # tables of which not all rows are touched
+
+
+def is_wgrad(t: Named) -> bool:
+    """Whether a product is a weight gradient: with both operands transposed in fp8, where it is known by its float32."""
+    return bool(t.get("transpose_b")) or ("d" in t and t["a"].itemsize == 1 and t["d"].dtype == torch.float32)
+
+
+def size_bytes(t: Named) -> int:
+    """Bytes an operation cannot avoid: an input read once, an output written once, what changes in place twice."""
+    total, seen = 0, set()
+    for name, tensor in flattened(t):
+        if not isinstance(tensor, Tensor) or name == "scratch" or (tensor.data_ptr(), tensor.shape) in seen:
+            continue
+        seen.add((tensor.data_ptr(), tensor.shape))
+        if name in BY_TOKEN:
+            elements = tensor[0].numel() * t["tokens"].unique().numel()
+        elif name in BY_POSITION:
+            elements = tensor[0].numel() * t["tokens"].shape[1]
+        else:
+            elements = tensor.numel()
+        twice = name.endswith(("_acc", "_inout")) and name not in ONCE
+        total += elements * tensor.element_size() * (2 if twice else 1)
+    return total
+
+
+def flattened(t: Named) -> Iterator[tuple[str, Any]]:
+    """The arguments with each form of a quantised tensor on its own; of these only the plain one changes in place."""
+    for name, value in t.items():
+        if isinstance(value, Quantized):
+            yield from ((name, value.plain), (f"{name}.rows", value.rows), (f"{name}.columns", value.columns))
+        else:
+            yield name, value
+
+
+class Recorder:
+    """A backend (`ops`) whose every operation runs inside a range named after its kernel type.
+
+    `counted` has the work of each type, FLOPs or bytes, of what ran while `counting`. `head` is the weight of the loss
+    head; all other products are a block's.
+    """
+
+    def __init__(self, backend: ModuleType, head: Tensor, span: Callable[[str], AbstractContextManager]):
+        self.backend, self.head, self.span = backend, head.data_ptr(), span
+        self.place, self.forward, self.products, self.counting = "block", True, 0, False
+        self.counted: dict[str, int] = defaultdict(int)
+        self.in_flops: set[str] = set()
+        self.ops = ModuleType(backend.__name__)
+        vars(self.ops).update(vars(backend))
+        for name, entry in OPERATIONS.items():
+            setattr(self.ops, name, self.recorded(getattr(backend, name), entry))
+
+    def recorded(self, operation: Callable[..., None], entry: Counted) -> Callable[..., None]:
+        signature = inspect.signature(operation)
+
+        @functools.wraps(operation)
+        def run(*arguments: Any, **settings: Any) -> None:
+            t = signature.bind(*arguments, **settings).arguments
+            if entry.kind in (FORWARD, BACKWARD):
+                self.place = "head" if plain(t["weight"]).data_ptr() == self.head else "block"
+                self.forward = entry.kind == FORWARD
+            role = "wgrad" if is_wgrad(t) else "forward" if self.forward else "dgrad"
+            kind, products = entry.kind.format(place=self.place, role=role), self.products
+            with self.span(PREFIX + kind):
+                operation(*arguments, **settings)
+            if self.products == products and self.counting:  # else its parts are counted
+                self.counted[kind] += entry.flops(t) if entry.flops else size_bytes(t)
+            if entry.flops:
+                self.in_flops.add(kind)
+                self.products += entry is PARTS["multiply"]
+
+        return run
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Also names the parts of a product's operation, for as long as this lasts."""
+        linear = importlib.import_module(f"{self.backend.__name__}.linear")
+        parts = {name: vars(linear)[name] for name in PARTS if name in vars(linear)}
+        try:
+            for name, part in parts.items():
+                setattr(linear, name, self.recorded(part, PARTS[name]))
+            yield
+        finally:
+            for name, part in parts.items():
+                setattr(linear, name, part)
+
+
+class MadeUpTokens:
+    """Random tokens that repeat about as often as words do: word k at a rate of about 1 / k."""
+
+    def __init__(self, vocab_size: int, seed: int):
+        self.vocab_size, self.generator = vocab_size, np.random.default_rng(seed)
+
+    def fill(self, inputs: Tensor, targets: Tensor, first_sample: int) -> None:
+        drawn = np.exp(self.generator.random(inputs.numel() + 1) * np.log(self.vocab_size + 1)) - 1
+        tokens = drawn.astype(np.int64).clip(0, self.vocab_size - 1)
+        inputs.numpy()[:] = tokens[:-1].reshape(inputs.shape)
+        targets.numpy()[:] = tokens[1:].reshape(inputs.shape)
+
+
+# What this machine can do.
+
+
+def seconds_of(device: torch.device, launch: Callable[[], object], seconds: float, burst: int) -> float:
+    """Mean seconds of a launch under load: the second half of `seconds` of nothing else."""
+    count, started, first = 0, time.perf_counter(), 0.0
+    while (now := time.perf_counter() - started) < seconds or count == 0:
+        if now >= seconds / 2 and not first:
+            first, count = now, 0
+        for _ in range(burst):
+            launch()
+        devices.synchronize(device)
+        count += burst
+    return (time.perf_counter() - started - first) / count
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second, read and written, of a copy of 2 GB on the device (64 MB on a CPU)."""
+    source = torch.ones(2_000_000_000 if device.type == "cuda" else 64_000_000, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    large = device.type == "cuda"
+    return 2 * source.numel() / seconds_of(device, lambda: target.copy_(source), 0.5 if large else 0.1, 10 if large else 1)
+
+
+def product_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of a square product of 8192 rows under sustained load (512 rows on a CPU)."""
+    size, seconds, burst = (8192, 3.0, 20) if device.type == "cuda" else (512, 0.1, 1)
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    return 2 * size**3 / seconds_of(device, lambda: torch.mm(a, b, out=out), seconds, burst)
+
+
+# The measurement.
+
+
+def set_up(config: RunConfig, shape: ModelShape, device: torch.device, dtype: torch.dtype) -> TrainingState:
+    ops = choose_backend(config.backend, device)
+    config = settle_products(config, ops)
+    ops.check_sizes(length=shape.sequence_length, num_heads=shape.num_heads, channels=shape.channels)
+    needed, available = training_plan(config, shape, dtype, device, ops).total_bytes, devices.available_bytes(device)
+    if available is not None and needed > available:
+        raise DataError(
+            f"the run needs {human_bytes(needed)}, {device.type} has {human_bytes(available)} free; `handgrad plan` shows"
+            " what takes it, and the --micro-batch that fits"
+        )
+    return allocate_state(config, shape, dtype, device, ops)
+
+
+def make_steps(stepper: Stepper, first: int, count: int) -> list[StepResult]:
+    """Results of steps launched one ahead of their results, as in training."""
+    results = []
+    stepper.begin(first)
+    for step in range(first, first + count):
+        stepper.finish(step)
+        if step + 1 < first + count:
+            stepper.begin(step + 1)
+        results.append(stepper.result(step))
+    return results
+
+
+def profile_run(config: RunConfig, vocab_size: int, source: Source, steps: int, trace: Path | None) -> list[str]:
+    """Measures `steps` optimizer steps twice, as training makes them and recorded; returns the lines to print."""
+    device = devices.resolve_device(config.device)
+    dtype = devices.use_precision(device, config.precision)
+    cuda = device.type == "cuda"
+    config = replace(config, schedule="constant", skip_loss_z=0.0, skip_norm_z=0.0)
+    ceilings = copy_bandwidth(device), product_rate(device, dtype)
+    if cuda:
+        torch.cuda.empty_cache()
+    state = set_up(config, config.shape(vocab_size), device, dtype)
+    feed = BatchFeed(source, state.activations)
+    stepper = Stepper(config, state, feed)
+    results = make_steps(stepper, 0, WARMUP_STEPS)
+    hot_steps = math.ceil(HOT_SECONDS / results[-1].elapsed_seconds) if cuda else 0
+    done = WARMUP_STEPS
+    make_steps(stepper, done, hot_steps + 1)
+    done += hot_steps + 1
+    with power.Sampler(device) as sampler:
+        results = make_steps(stepper, done, steps)
+    wall_ms = fmean(result.elapsed_seconds for result in results) * 1e3
+    done += steps
+
+    recorder = Recorder(state.ops, state.weights.wte, torch.profiler.record_function)
+    state.ops = recorder.ops
+    stepper = Stepper(config, state, feed, graphs=False)
+    activity = torch.profiler.ProfilerActivity
+    with recorder.recording(), tempfile.TemporaryDirectory() as folder:
+        recorder.counting = True
+        make_steps(stepper, done, 1)
+        recorder.counting = False
+        done += 1
+        activities = [activity.CPU, *([activity.CUDA] if cuda else [])]
+        once = torch.profiler.schedule(wait=0, warmup=1, active=1)  # the profiler's own start lets a GPU cool down
+        with torch.profiler.profile(activities=activities, schedule=once) as profiler:
+            make_steps(stepper, done, hot_steps + 1)
+            profiler.step()
+            more = make_steps(stepper, done + hot_steps + 1, steps)
+            devices.synchronize(device)
+        path = trace or Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = read_trace(path)
+    spent = spent_on_gpu(events) if cuda else spent_on_cpu(events)
+    micro_steps = steps * config.micro_steps
+    idle = sum(result.skipped is not None for result in more)
+    return [
+        f"handgrad {handgrad.__version__}, torch {torch.__version__}, {devices.describe(device)}",
+        f"run        {config.num_layers} layers, {config.channels} channels, {config.precision}, recompute"
+        f" {config.recompute}; {config.micro_steps} micro-steps of {config.micro_batch} x {config.sequence_length} tokens",
+        f"ceilings   {ceilings[0] / 1e12:.3g} TB/s by a copy of 2 GB, {ceilings[1] / 1e12:.3g} TFLOP/s by a large"
+        f" {'bf16' if config.precision == 'fp8' else config.precision} product under load"
+        + ("" if cuda else " (smaller ones on a CPU)"),
+        f"recorded   launches and ms: {steps} steps without CUDA graphs; wall time: {steps} steps as in training",
+        *([f"           {idle} of the recorded steps made no update, so their AdamW did nothing"] if idle else []),
+        *power_lines(sampler.summary),
+        "",
+        *table(spent, recorder, micro_steps, config.micro_steps, wall_ms, ceilings),
+        "",
+        f"{human_count(config.tokens_per_step / wall_ms * 1e3)} tokens/s",
+        *([f"trace      {trace} (open it at ui.perfetto.dev)"] if trace else []),
+    ]
+
+
+def one_micro_step(config: RunConfig, vocab_size: int, source: Source) -> None:
+    """What `ncu` watches: after a step to load everything, one step of a single micro-batch, its operations in ranges."""
+    device = devices.resolve_device(config.device)
+    dtype = devices.use_precision(device, config.precision)
+    config = replace(config, tokens_per_step=config.micro_batch * config.sequence_length)
+    state = set_up(config, config.shape(vocab_size), device, dtype)
+    recorder = Recorder(state.ops, state.weights.wte, torch.cuda.nvtx.range)
+    state.ops = recorder.ops
+    stepper = Stepper(config, state, BatchFeed(source, state.activations), graphs=False)
+    with recorder.recording():
+        stepper.step(0)
+        devices.synchronize(device)
+        torch.cuda.profiler.start()
+        stepper.step(1)
+        devices.synchronize(device)
+        torch.cuda.profiler.stop()
+
+
+def power_lines(summary: dict[str, Any] | None) -> list[str]:
+    """Power and clock while the steps ran as in training."""
+    if not summary or not summary["watts"] or not summary["sm_megahertz"]:
+        return []
+    held = ", ".join(f"{word} in {share:.0%}" for word, share in summary["throttle"].items()) or "nothing"
+    watts, clock = summary["watts"]["mean"], summary["sm_megahertz"]["mean"]
+    return [f"GPU        {watts:.0f} W and {clock:.0f} MHz in the mean of the timed steps, held back by {held}"]
+
+
+def table(
+    spent: dict[str, Spent],
+    recorder: Recorder,
+    micro_steps: int,
+    per_step: int,
+    wall_ms: float,
+    ceilings: tuple[float, float],
+) -> list[str]:
+    """A row per kernel type, the longest first, in means over `micro_steps` recorded micro-steps, `per_step` in a step."""
+    wall = wall_ms / per_step
+    head = f"{'per micro-step':<32}{'launches':>9}{'ms':>10}{'share':>8}{'counted':>17}{'achieved':>18}{'of ceiling':>12}"
+    lines = [head]
+    for kind, row in sorted(spent.items(), key=lambda item: -item[1].microseconds):
+        ms = row.microseconds / 1e3 / micro_steps
+        line = f"{kind:<32}{row.launches / micro_steps:>9.4g}{ms:>10.3f}{ms / wall:>8.1%}"
+        work = recorder.counted.get(kind, 0) / per_step
+        if work and ms > 0:
+            in_flops, rate = kind in recorder.in_flops, work / ms * 1e3
+            amount = f"{work / 1e9:.4g} GFLOP" if in_flops else f"{work / 1e6:.4g} MB"
+            speed = f"{rate / 1e12:.3g} {'TFLOP' if in_flops else 'TB'}/s"
+            line += f"{amount:>17}{speed:>18}{rate / ceilings[in_flops]:>12.1%}"
+        lines.append(line)
+    total = sum(row.microseconds for row in spent.values()) / 1e3 / micro_steps
+    launches = sum(row.launches for row in spent.values()) / micro_steps
+    return [
+        *lines,
+        f"{'sum of kernels':<32}{launches:>9.4g}{total:>10.3f}{total / wall:>8.1%}",
+        f"{'wall time':<41}{wall:>10.3f}    a step takes {wall_ms:.2f} ms: {per_step} micro-steps and its update",
+        f"{'gap':<41}{wall - total:>10.3f}{1 - total / wall:>8.1%}",
+    ]

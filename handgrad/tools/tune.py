@@ -1,0 +1,164 @@
+"""Chooses the algorithm of every product by its time under sustained load, and writes the table that freezes them.
+
+A GPU at its power limit runs at other clocks than in a burst, so the candidates are timed on a GPU that has been kept
+busy, in turns. https://docs.nvidia.com/cuda/cublas/#cublasltmatmulalgogetheuristic
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from handgrad.files import write_durably
+from handgrad.ops.cuda import cublaslt
+from handgrad.ops.cuda.cublaslt import DGELU, GELU_AUX_BIAS, PLAIN, WORKSPACE_BYTES, Plan, Product
+
+HEURISTICS = 16  # algorithms asked for, in all and of each family
+TURNS = 12  # single launches of every candidate, one after the other, so that all see the same clock
+FINALISTS = 3  # fastest of these, and the one in use, ...
+SUSTAINED_SECONDS = 0.6  # ... run so long each, and count in the second half, at the clock that their power allows
+WARM_SECONDS = 3.0  # of products before the first timing
+
+
+def operands(product: Product) -> dict[str, Any]:
+    """Random numbers for a product: zeros would draw less power and run faster."""
+    m, n, k = product.m, product.n, product.k
+    fp8 = product.a_dtype.itemsize == 1
+    narrow = product.out_dtype if fp8 else product.a_dtype
+
+    def random(rows: int, columns: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+        return (torch.randn(rows, columns, device="cuda") * scale).to(dtype)
+
+    d = random(n, m, product.out_dtype)
+    small = 1.0 if fp8 else k**-0.5
+    one = torch.ones(1, device="cuda")
+    return {
+        "d": d,
+        "a": random(*((m, k) if product.transpose_a else (k, m)), product.a_dtype, small),
+        "b": random(*((k, n) if product.transpose_b else (n, k)), product.b_dtype),
+        "c": random(n, m, product.out_dtype) if product.adds and product.out_dtype != torch.float32 else d,
+        "bias": None if product.epilogue in (PLAIN, DGELU) else random(1, m, narrow),
+        "aux": random(n, m, narrow) if product.epilogue in (GELU_AUX_BIAS, DGELU) else None,
+        "inverse_scales": (one, one) if fp8 else None,
+    }
+
+
+def candidates(plan: Plan) -> list[np.ndarray]:
+    """All algorithms that the library proposes, the one in use first, each once."""
+    found = [plan.algorithm, *plan.candidates(HEURISTICS)]
+    for family in plan.families():
+        found += plan.candidates(HEURISTICS, family)
+    return list({tuple(words): words for words in found}.values())
+
+
+def in_turns(launches: list[Callable[[], None]]) -> list[float]:
+    """Median milliseconds of each launch, all at the same clock; infinite for one that the library refuses."""
+    times: list[list[float]] = [[] for _ in launches]
+    refused = set()
+    for _ in range(TURNS + 1):  # the first is to load them
+        events = {}
+        for i, launch in enumerate(launches):
+            if i in refused:
+                continue
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            try:
+                launch()
+            except cublaslt.lt.cuBLASLtError:  # proposed, but not for these pointers
+                refused.add(i)
+                continue
+            stop.record()
+            events[i] = start, stop
+        torch.cuda.synchronize()
+        for i, (start, stop) in events.items():
+            times[i].append(start.elapsed_time(stop))
+    return [inf if i in refused else median(found[1:]) for i, found in enumerate(times)]
+
+
+def sustained(launch: Callable[[], None], milliseconds: float) -> float:
+    """Mean milliseconds of a launch in the second half of `SUSTAINED_SECONDS` of nothing else."""
+    count = max(4, round(SUSTAINED_SECONDS / 2 * 1e3 / milliseconds))
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(count):
+        launch()
+    start.record()
+    for _ in range(count):
+        launch()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop) / count
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen for a product: milliseconds before and after, and among how many."""
+
+    before: float
+    after: float
+    candidates: int
+
+
+def choose(product: Product, scratch: Tensor) -> Choice:
+    """Gives the product's plan the algorithm that is fastest under load."""
+    plan = cublaslt.plan(product)
+    tensors = operands(product)
+
+    def launcher(words: np.ndarray) -> Callable[[], None]:
+        def launch() -> None:
+            plan.algorithm = words
+            plan.launch(**tensors, scratch=scratch)
+
+        return launch
+
+    found = candidates(plan)
+    launches = [launcher(words) for words in found]
+    short = in_turns(launches)
+    order = sorted(range(len(found)), key=lambda i: (short[i], i))
+    finalists = list(dict.fromkeys([0, *order[:FINALISTS]]))
+    long = {i: sustained(launches[i], short[i]) for i in finalists}
+    best = min(long, key=lambda i: (long[i], i))
+    plan.algorithm = found[best]
+    return Choice(long[0], long[best], len(found))
+
+
+def tune(products: list[Product], path: Path) -> Iterator[str]:
+    """Tunes `products` and writes their rows into the table at `path`, keeping its other rows. Yields a line for each."""
+    scratch = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.float16)
+    stop = time.monotonic() + WARM_SECONDS
+    while time.monotonic() < stop:
+        for _ in range(20):
+            a @ a
+        torch.cuda.synchronize()
+    del a
+    rows = cublaslt.read_table(path, "algorithms")
+    for product in products:
+        choice = choose(product, scratch)
+        rows[product.name()] = [f"{int(word):x}" for word in cublaslt.plan(product).algorithm]
+        tera = 2e-9 * product.m * product.n * product.k / choice.after
+        yield (
+            f"{product.name():<52} {choice.before:7.3f} -> {choice.after:7.3f} ms  {tera:5.0f} TFLOP/s"
+            f"  of {choice.candidates} algorithms"
+        )
+    write_table(path, rows, cublaslt.read_table(path, "keep_bf16"))
+
+
+def write_table(path: Path, algorithms: dict[str, list[str]], keep_bf16: dict[str, str]) -> None:
+    record = {
+        "gpu": torch.cuda.get_device_name(),
+        "cublaslt": cublaslt.lt.get_version(),
+        "chosen_by": "time under sustained load (`handgrad tune`)",
+        "keep_bf16": dict(sorted(keep_bf16.items())),
+        "algorithms": dict(sorted(algorithms.items())),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_durably(path, json.dumps(record, indent=1) + "\n")
+    cublaslt.frozen_algorithms.cache_clear()
