@@ -251,7 +251,7 @@ def test_the_kernels_are_launched(gpu: Path, monkeypatch: pytest.MonkeyPatch) ->
     ops = backend(versions=lambda: {"products": "cuBLASLt 13, 42 algorithms", "attention": "Triton"})
     monkeypatch.setattr("importlib.import_module", {"handgrad.ops.cuda": ops}.__getitem__)
     monkeypatch.setattr(doctor, "check_kernels", lambda *found: iter([(found == (ops, CUDA, torch.float16), "checked")]))
-    monkeypatch.setattr(doctor.world, "use_precision", lambda device, precision: doctor.world.DTYPES[precision])
+    monkeypatch.setattr(doctor.devices, "use_precision", lambda device, precision: doctor.devices.DTYPES[precision])
     lines = list(doctor.examine_gpu(CUDA))
     assert lines[-3:] == [
         (True, "products by cuBLASLt 13, 42 algorithms; attention by Triton"),

@@ -9,7 +9,7 @@ import pytest
 import handgrad
 from handgrad.errors import UsageError
 
-TABLES = sorted((Path(handgrad.__file__).parent / "ops" / "kernels" / "tuned").glob("*.json"))
+TABLES = sorted((Path(handgrad.__file__).parent / "ops" / "cuda" / "tuned").glob("*.json"))
 KINDS = r"(bfloat16|float16|float32|float8_e4m3fn|float8_e4m3fn-float8_e5m2)-(bfloat16|float16|float32)(-tf32|-fast)?"
 ROW = re.compile(rf"\d+x\d+x\d+ [NT][NT] {KINDS} (plain|bias|gelu|dgelu)( add)?( align\d+)?")
 
