@@ -106,9 +106,9 @@ class RunConfig:
     zero: int = option(1, "ranks share 0: nothing; 1: master weights and moments; 2: gradients, too", free=True)
     reduce_precision: str = option("fp32", "of gradients on their way between lanes", choices=REDUCE_PRECISIONS)
     check_ranks_every: int = option(100, "steps between checks that ranks agree, bit by bit (0: never)", free=True)
-    join_seconds: int = option(300, "how long to wait for the other ranks at the start", free=True)
-    silence_seconds: int = option(30, "how long a rank may give no sign of life", free=True)
-    stall_seconds: int = option(600, "how long a rank may be at one and the same operation", free=True)
+    join_seconds: int = option(300, "rendezvous timeout, seconds", free=True)
+    silence_seconds: int = option(30, "heartbeat timeout, seconds", free=True)
+    stall_seconds: int = option(600, "stall timeout, seconds, for ranks that all wait for each other", free=True)
 
     # fp8: block products on 8-bit numbers, the rest in bf16
     fp8_keep_bf16: str = option(

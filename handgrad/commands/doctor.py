@@ -11,7 +11,7 @@ from handgrad.commands.arguments import Parser
 from handgrad.errors import ConfigError, UsageError
 from handgrad.interop.llmc_debug import compare, read_debug_state
 from handgrad.interop.llmc_model import read_model
-from handgrad.parallel.launchers import find_place
+from handgrad.parallel.launchers import find_rank_info
 from handgrad.tools.doctor import examine
 from handgrad.tools.network import examine_network
 
@@ -28,19 +28,19 @@ def run(arguments: Sequence[str]) -> int:
     parsed = parser.parse(arguments)
     if bool(parsed.debug_state) != bool(parsed.model):
         raise UsageError("--debug-state and --model go together: a debug state and the model file that it was made with")
-    speaks = True
+    is_rank_0 = True
     if parsed.debug_state:
         lines = examine_gradients(Path(parsed.debug_state), Path(parsed.model))
     elif parsed.net:
-        place = find_place(os.environ)
-        lines = examine_network(devices.resolve_device("auto", place.local_rank))
-        speaks = place.rank == 0
+        info = find_rank_info(os.environ)
+        lines = examine_network(devices.resolve_device("auto", info.local_rank))
+        is_rank_0 = info.rank == 0
     else:
         lines = examine()
     well = True
     for fine, line in lines:
         well = well and fine
-        if speaks:
+        if is_rank_0:
             print(f"{'ok  ' if fine else 'FAIL'}  {line}", flush=True)
     return 0 if well else ConfigError.exit_code
 

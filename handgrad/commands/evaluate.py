@@ -25,9 +25,9 @@ from handgrad.evaluation.scoring import TaskResult, make_requests, results_of
 from handgrad.evaluation.tasks import TASKS, TaskData, load_tasks, parse_tasks
 from handgrad.interop.sources import open_weights
 from handgrad.models.activations import KIND, activations, model_buffers
-from handgrad.parallel.joining import joined
-from handgrad.parallel.launchers import find_place
+from handgrad.parallel.launchers import find_rank_info
 from handgrad.parallel.ranks import Ranks
+from handgrad.parallel.rendezvous import joined
 from handgrad.run.initial_weights import opened_in_turn
 
 MEMORY = "evaluation.memory"  # the loss and the tasks take turns in it
@@ -55,11 +55,11 @@ def run(arguments: Sequence[str]) -> int:
         raise UsageError("--eval-tokens and --limit must be 0 or more and --micro-batch 1 or more")
     if not parse_tasks(parsed.tasks) and (parsed.out or parsed.limit):
         raise UsageError("--out and --limit belong to --tasks; name some, like --tasks hellaswag=FILE")
-    place = find_place(os.environ)
-    device = devices.resolve_device(parsed.device, place.local_rank)
-    with joined(place, device, RunConfig()) as ranks:
+    info = find_rank_info(os.environ)
+    device = devices.resolve_device(parsed.device, info.local_rank)
+    with joined(info, device, RunConfig()) as ranks:
         lines = evaluate(parsed, device, ranks)
-    if ranks.leads:
+    if ranks.is_rank_0:
         print("\n".join(lines))
     return 0
 
@@ -69,7 +69,7 @@ def evaluate(parsed: Namespace, device: torch.device, ranks: Ranks) -> list[str]
     dtype = devices.use_precision(device, parsed.precision)
     ops = choose_backend(parsed.backend, device)
     asked = opened_in_turn(lambda: open_weights(parsed.checkpoint), ranks)
-    tasks, requests = ranks.from_first(lambda: questions(parsed, asked), "the tasks")
+    tasks, requests = ranks.from_rank_0(lambda: questions(parsed, asked), "the tasks")
     dataset = None if tasks and not parsed.data else split_of(parsed, asked)
 
     shape = asked.shape
@@ -94,9 +94,9 @@ def evaluate(parsed: Namespace, device: torch.device, ranks: Ranks) -> list[str]
     if dataset is not None:
         lines += loss_lines(parsed, model, dataset, views["loss"], ranks)
     if work is not None:
-        found = work.score(model.weights, model.views | views["tasks"], Progress(ranks) if ranks.leads else None)
+        found = work.score(model.weights, model.views | views["tasks"], Progress(ranks) if ranks.is_rank_0 else None)
         results = results_of(tasks, requests, found)
-        lines += ranks.from_first(lambda: task_lines(parsed, asked, tasks, results), "the results")
+        lines += ranks.from_rank_0(lambda: task_lines(parsed, asked, tasks, results), "the results")
     return lines
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from handgrad.commands.arguments import Parser, add_run_arguments, run_config
-from handgrad.parallel.launchers import find_place
+from handgrad.parallel.launchers import find_rank_info
 from handgrad.report.page import write_report
 from handgrad.run.start import train
 
@@ -18,7 +18,7 @@ def run(arguments: Sequence[str]) -> int:
     parsed = parser.parse(arguments)
     config = run_config(parsed)
     train(config, allow_changes=parsed.allow_changes)
-    if find_place(os.environ).rank:
+    if find_rank_info(os.environ).rank:
         return 0  # the first rank speaks
     print(f"report     {write_report([Path(config.out)], Path(config.out) / 'report.html')}")
     run_folder = shlex.quote(config.out)

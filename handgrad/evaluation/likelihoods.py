@@ -193,7 +193,7 @@ class Workload:
         shapes: dict[tuple[int, int], Activations] = {}
         done, total = 0, sum(batch.positions for batch in self.mine)
         for turn, block in enumerate(self.blocks):
-            self.ranks.at(f"evaluation on tasks, batch {turn}")
+            self.ranks.set_status(f"evaluation on tasks, batch {turn}")
             size = block.rows, block.length
             if size not in shapes:
                 shapes[size] = self._view(views, *size)
@@ -239,7 +239,7 @@ class Workload:
     def _everyone(self, mine: tuple[np.ndarray, np.ndarray]) -> Likelihoods:
         """All ranks' results, each request's in its place."""
         sums, greedy = np.full(self.count, np.nan), np.zeros(self.count, bool)
-        for rank, (their_sums, their_greedy) in enumerate(self.ranks.objects(mine, "results of the tasks")):
+        for rank, (their_sums, their_greedy) in enumerate(self.ranks.all_gather_objects(mine, "results of the tasks")):
             numbers = [number for batch in self.batches[rank :: self.ranks.size] for number in batch.requests]
             sums[numbers], greedy[numbers] = their_sums, their_greedy
         return Likelihoods(sums, greedy)

@@ -41,11 +41,11 @@ def mean_loss(
         if host_buffers[0] is not act.tokens:
             act.tokens.copy_(host_buffers[0])
             act.targets.copy_(host_buffers[1])
-        ranks.at(f"evaluation, sample {first}")
+        ranks.set_status(f"evaluation, sample {first}")
         transformer.loss(ops, weights, act, vocab_size=vocab_size)
         counted = min(batch, samples - first)
         sums[turn] = act.losses.view(act.tokens.shape)[:counted].cpu().double().sum().item()
-    everyone = ranks.tell(sums, "losses of the evaluation")
+    everyone = ranks.all_gather_numbers(sums, "losses of the evaluation")
     total = 0.0
     for index in range(len(starts)):
         total += everyone[index % ranks.size][index // ranks.size]

@@ -76,7 +76,7 @@ class Reduction:
         if self.rounded:
             sent.copy_(self.state.gradients[self.state.gradient_places[bucket.name]])
         operation = f"gradients of {bucket.name}"
-        self.sending.append((bucket, self.ranks.exchange(received, sent, operation, beside=self.beside(bucket))))
+        self.sending.append((bucket, self.ranks.all_to_all(received, sent, operation, overlapped=self.beside(bucket))))
 
     def beside(self, bucket: Bucket) -> bool:
         """Whether kernels run while this bucket travels: not with the first in memory, the last of a backward and the one
@@ -95,12 +95,14 @@ class Reduction:
         """Takes in the buckets that are on their way: the sum of the ranks' sums, where this rank owns it."""
         while self.sending:
             bucket, work = self.sending.pop(0)
-            self.ranks.finish(work, f"gradients of {bucket.name}")
+            self.ranks.wait(work, f"gradients of {bucket.name}")
             owned = self.sum_pieces(bucket)
             if not self.zero:
                 operation = f"gradients of {bucket.name} to all"
-                work = self.ranks.collect(self.state.gradients[bucket.flat], owned, operation, beside=self.beside(bucket))
-                self.ranks.finish(work, operation)
+                work = self.ranks.all_gather(
+                    self.state.gradients[bucket.flat], owned, operation, overlapped=self.beside(bucket)
+                )
+                self.ranks.wait(work, operation)
 
     def sum_pieces(self, bucket: Bucket) -> Tensor:
         """Adds the ranks' sums of what this rank owns of a bucket; returns its place in `gradients`."""
@@ -133,10 +135,10 @@ class Reduction:
             parts.append(("norms", state.norm_partials))
         for what, full in parts:
             mine = full.view(ranks.size, -1)[ranks.rank]
-            ranks.finish(ranks.collect(full, mine, what), what)
+            ranks.wait(ranks.all_gather(full, mine, what), what)
         if state.scaling is not None:
             scaling, what = state.scaling, "fp8 statistics"
-            ranks.finish(ranks.collect(scaling.everyone, scaling.totals[: scaling.first_weight], what), what)
+            ranks.wait(ranks.all_gather(scaling.everyone, scaling.totals[: scaling.first_weight], what), what)
             scaling.join_ranks()
 
     # The new weights.
@@ -150,11 +152,11 @@ class Reduction:
         for bucket in self.state.buckets:
             weights, operation = self.state.parameters, f"weights of {bucket.name}"
             mine = weights[bucket.owned(self.ranks.rank, self.ranks.size)]
-            work = self.ranks.collect(weights[bucket.flat], mine, operation, beside=self.beside(bucket))
+            work = self.ranks.all_gather(weights[bucket.flat], mine, operation, overlapped=self.beside(bucket))
             if self.stream is None:
                 self.publishing[bucket.name] = work
             else:
-                self.ranks.finish(work, operation)
+                self.ranks.wait(work, operation)
                 self.published[bucket.name].record()
 
     def await_weights(self, name: str) -> None:
@@ -162,7 +164,7 @@ class Reduction:
         if self.stream is not None:
             torch.cuda.current_stream().wait_event(self.published[name])
         elif name in self.publishing:
-            self.ranks.finish(self.publishing.pop(name), f"weights of {name}")
+            self.ranks.wait(self.publishing.pop(name), f"weights of {name}")
 
     def await_all_weights(self) -> None:
         for bucket in self.state.buckets:

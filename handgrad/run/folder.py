@@ -38,8 +38,8 @@ class RunFolder:
         self.passed_over: list[str] = []
         self._lock: TextIO | None = None
         self.resumed: Checkpoint | None = None
-        found = ranks.from_first(lambda: self._open(allow_changes=allow_changes), "the run folder")
-        if not ranks.leads and found is not None:
+        found = ranks.from_rank_0(lambda: self._open(allow_changes=allow_changes), "the run folder")
+        if not ranks.is_rank_0 and found is not None:
             self.resumed = checkpoint.open_checkpoint(found)
 
     def _open(self, *, allow_changes: bool) -> Path | None:
@@ -94,7 +94,7 @@ class RunFolder:
     def settle(self, identity: dict[str, Any], ranks: Ranks, *, allow_changes: bool) -> None:
         """Compares what the checkpoint says of its data with the data at hand, raising `ConfigError` on a difference, and
         writes the configuration: from here on the folder is this run's."""
-        ranks.from_first(lambda: self._settle(identity, allow_changes=allow_changes), "the run's data")
+        ranks.from_rank_0(lambda: self._settle(identity, allow_changes=allow_changes), "the run's data")
 
     def _settle(self, identity: dict[str, Any], *, allow_changes: bool) -> None:
         old = self.resumed.manifest.get("identity") if self.resumed else identity

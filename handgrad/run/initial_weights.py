@@ -24,7 +24,7 @@ def open_start(config: RunConfig, dataset: Dataset, ranks: Ranks) -> Weights | N
 def opened_in_turn(opening: Callable[[], Weights], ranks: Ranks) -> Weights:
     """What `opening` opens, by the first rank before the others. Raises what it raises."""
     found: list[Weights] = []
-    ranks.from_first(lambda: found.append(opening()), "the weights")
+    ranks.from_rank_0(lambda: found.append(opening()), "the weights")
     return found[0] if found else opening()
 
 

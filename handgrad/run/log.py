@@ -16,10 +16,10 @@ class Voice:
     """The metrics, the logs and the console of one run."""
 
     def __init__(self, folder: Path, steps: int, completed: int, ranks: Ranks, shows: Shows = "live"):
-        self.metrics = Metrics(folder, completed) if ranks.leads else None
-        self.display = Display(steps, completed, shows) if ranks.leads else None
+        self.metrics = Metrics(folder, completed) if ranks.is_rank_0 else None
+        self.display = Display(steps, completed, shows) if ranks.is_rank_0 else None
         # (kind, step) of what the record already says: a resumed run does only what is missing.
-        self.recorded: set[tuple[str, int]] = ranks.from_first(
+        self.recorded: set[tuple[str, int]] = ranks.from_rank_0(
             lambda: set() if self.metrics is None else self.metrics.recorded, "what the record says"
         )
 

@@ -64,7 +64,7 @@ class Run:
         self.train_batches = Batches(dataset.splits["train"], config.sequence_length, config.seed)
         self.validation_batches = validation_batches(dataset, config.sequence_length)
         self.folder = folder
-        ranks.agree("versions and data", {**self.versions(), **self.identity()})
+        ranks.check_equal("versions and data", {**self.versions(), **self.identity()})
         folder.settle(self.identity(), ranks, allow_changes=allow_changes)
 
         self.dtype = dtype
@@ -78,7 +78,7 @@ class Run:
             take_weights(weights, self.state)
         self.restore(folder.resumed)
         self.voice = Voice(self.folder.path, config.steps, self.completed, ranks, shows)
-        self.best: tuple[int, float] | None = ranks.from_first(self.folder.best_validated, "the best checkpoint")
+        self.best: tuple[int, float] | None = ranks.from_rank_0(self.folder.best_validated, "the best checkpoint")
         self.stragglers = Stragglers()
         self.pace = console.Pace()
         self.validation_loss: float | None = None  # the last one, in nats
@@ -187,7 +187,7 @@ class Run:
         self.onlooker.pass_on()
         self.told_to_stop = self.told_to_stop or (
             self.signals.told if self.ranks.size == 1 else None
-        )  # since the roll call
+        )  # since the last exchange between hosts
         if self.told_to_stop is not None and self.completed < self.config.steps:
             self.save()
             raise preempted(self.told_to_stop, self.completed, self.last_saved)
@@ -207,7 +207,7 @@ class Run:
             self.stepper.reduction.await_all_weights()
             self.tasks.watch(self.completed, self.state, self.voice)
         if self.due(self.config.sample_every) and self.config.sample_tokens and ("sample", self.completed) not in recorded:
-            if self.ranks.leads:
+            if self.ranks.is_rank_0:
                 self.sample()
             self.ranks.barrier("a sample of text")
 
@@ -233,8 +233,8 @@ class Run:
         True when the run stands still after `step`, so that it can be saved and watched: where something is due, when a
         signal has come, and always on a CPU, which has nothing to work on meanwhile.
         """
-        self.ranks.begin(step, checking=self.checks_ranks(step + 1))
-        self.ranks.at("its micro-batches")
+        self.ranks.begin_step(step, checking=self.checks_ranks(step + 1))
+        self.ranks.set_status("its micro-batches")
         self.stepper.begin(step)
         if self.completed < step:
             self.take_in(step - 1)
@@ -251,7 +251,7 @@ class Run:
 
     def roll_call(self) -> None:
         """Makes sure that all ranks stand at the same place, and shares what each has to say: a signal, its pace."""
-        told = self.ranks.roll_call([self.signals.told or 0, self.compute_seconds], "roll call")
+        told = self.ranks.all_gather_checked([self.signals.told or 0, self.compute_seconds], "the end of the step")
         self.told_to_stop = int(max(row[0] for row in told)) or None
         if self.ranks.size > 1:
             self.stragglers.add([row[1] for row in told])
@@ -383,7 +383,7 @@ class Run:
         """Removes the checkpoints that need not be kept."""
         best = self.best[0] if self.best and self.config.keep_best else None
         keep = self.folder.checkpoints, self.last_saved, self.config.keep_checkpoints, best
-        self.ranks.from_first(lambda: checkpoint.prune(*keep), "old checkpoints")
+        self.ranks.from_rank_0(lambda: checkpoint.prune(*keep), "old checkpoints")
 
     def event(self, line: str) -> None:
         self.voice.event(self.completed, line)

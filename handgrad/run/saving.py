@@ -40,9 +40,9 @@ def save_state(
         finally:
             hand_over(tensors)  # what an error left: the others have it ready, and wait
 
-    if not ranks.leads:
+    if not ranks.is_rank_0:
         hand_over(tensors)
-    return ranks.from_first(write, "a checkpoint")
+    return ranks.from_rank_0(write, "a checkpoint")
 
 
 def hand_over(tensors: list[Stored]) -> None:
@@ -80,7 +80,7 @@ class GatheredBucket:
         wanted = shard.data_ptr(), bucket.name
         if self.held != wanted:
             operation = f"checkpoint, {bucket.name}"
-            self.ranks.finish(self.ranks.collect(whole, shard[bucket.local(self.ranks.size)], operation), operation)
+            self.ranks.wait(self.ranks.all_gather(whole, shard[bucket.local(self.ranks.size)], operation), operation)
             self.held = wanted
         return whole
 

@@ -11,9 +11,9 @@ from handgrad import devices
 from handgrad.backend import choose_backend, settle_products
 from handgrad.config import RunConfig, check, to_dict
 from handgrad.data.shards import open_dataset
-from handgrad.parallel.joining import joined
-from handgrad.parallel.launchers import find_place
+from handgrad.parallel.launchers import find_rank_info
 from handgrad.parallel.ranks import Ranks
+from handgrad.parallel.rendezvous import joined
 from handgrad.run.console import Shows
 from handgrad.run.folder import RunFolder, settled_lanes
 from handgrad.run.header import check_disk, check_fits, check_shared_gradients
@@ -37,9 +37,9 @@ def open_run(config: RunConfig, *, allow_changes: bool = False, shows: Shows = "
     """The run in `config.out`, ready to make steps; the folder is this process's own until the end of the `with` block.
     Raises the errors of whatever input or folder does not fit."""
     check(config)
-    place = find_place(os.environ)
-    device = devices.resolve_device(config.device, place.local_rank)
-    with joined(place, device, config) as ranks:
+    info = find_rank_info(os.environ)
+    device = devices.resolve_device(config.device, info.local_rank)
+    with joined(info, device, config) as ranks:
         yield from open_with(config, device, ranks, allow_changes=allow_changes, shows=shows)
 
 
@@ -48,14 +48,14 @@ def open_with(config: RunConfig, device: torch.device, ranks: Ranks, *, allow_ch
     dtype = devices.use_precision(device, config.precision)
     ops = choose_backend(config.backend, device)
     config = settle_products(config, ops)
-    ranks.agree("configuration", to_dict(config))
-    config = check(replace(config, lanes=ranks.from_first(lambda: settled_lanes(config, ranks.size), "lanes")))
+    ranks.check_equal("configuration", to_dict(config))
+    config = check(replace(config, lanes=ranks.from_rank_0(lambda: settled_lanes(config, ranks.size), "lanes")))
     check_shared_gradients(config, ranks.size)
     dataset = open_dataset(config.data)
     tasks = task_watch(config, dataset.tokenizer, dtype, device, ops, ranks)
     more_bytes = 0 if tasks is None else tasks.plan.total_bytes
     check_fits(config, dataset, device, dtype, ops, ranks.size, more_bytes=more_bytes)
-    if ranks.leads:
+    if ranks.is_rank_0:
         check_disk(config, dataset.tokenizer.vocab_size)
     folder = RunFolder(config, ranks, allow_changes=allow_changes)
     try:

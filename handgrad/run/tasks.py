@@ -95,5 +95,5 @@ def task_watch(
         tasks = load_tasks(config.eval_tasks, config.eval_task_examples)
         return tasks, make_requests(tasks, tokenizer, config.sequence_length)
 
-    made = ranks.from_first(questions, "the tasks")
+    made = ranks.from_rank_0(questions, "the tasks")
     return TaskWatch(config, config.shape(tokenizer.vocab_size), dtype, device, ops, ranks, made)

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from handgrad.config import RunConfig
 from handgrad.errors import UsageError
-from handgrad.parallel.joining import joined
-from handgrad.parallel.launchers import find_place
+from handgrad.parallel.launchers import find_rank_info
 from handgrad.parallel.ranks import Ranks
+from handgrad.parallel.rendezvous import joined
 
 MIB = 1 << 20
 SIZES = (1 << 10, MIB)  # bytes of a buffer, and the large one:
@@ -48,39 +48,39 @@ def examine_network(device: torch.device) -> Iterator[tuple[bool, str]]:
 
     Raises `UsageError` for a single process and what `join` raises.
     """
-    place = find_place(os.environ)
-    if place.size == 1:
+    info = find_rank_info(os.environ)
+    if info.size == 1:
         raise UsageError(
             "--net measures between processes and found one; start several, on each node:"
             " torchrun --nproc-per-node=2 -m handgrad doctor --net"
         )
     if device.type not in LARGE:
         device = torch.device("cpu")
-    with joined(place, device, RunConfig()) as ranks:
+    with joined(info, device, RunConfig()) as ranks:
         yield from measure(ranks, device)
 
 
 def measure(ranks: Ranks, device: torch.device) -> Iterator[tuple[bool, str]]:
     """Collectives, links, and what follows for a training step."""
-    hosts = ranks.objects(socket.gethostname(), "names of the hosts")
+    hosts = ranks.all_gather_objects(socket.gethostname(), "names of the hosts")
     backend = "NCCL" if device.type == "cuda" else "gloo"
     yield True, f"{ranks.size} ranks on {len(set(hosts))} host(s), {device.type} buffers, {backend}"
     large = {}
     for operation in ("all_to_all", "all_gather"):
         for size in (*SIZES, LARGE[device.type]):
             seconds = time_collective(ranks, device, operation, size)
-            large[operation] = leaving(size, ranks.size) / seconds
+            large[operation] = sent_bytes(size, ranks.size) / seconds
             yield (
                 True,
                 f"{operation:<10} of {human(size):>6}: {seconds * 1e6:9.0f} us, {speed(large[operation])} out of each rank",
             )
     links = measure_links(ranks, device, hosts)
-    yield from told_links(links, hosts)
+    yield from link_lines(links, hosts)
     for name, parameters in MODELS.items():
         yield True, step_cost(name, parameters, large, ranks.size)
 
 
-def leaving(size: float, ranks: int) -> float:
+def sent_bytes(size: float, ranks: int) -> float:
     """Bytes of a buffer of `size` that a rank sends to the others: all but its own part."""
     return size * (ranks - 1) / ranks
 
@@ -94,7 +94,7 @@ def time_collective(ranks: Ranks, device: torch.device, operation: str, size: in
     name = f"{operation} of {human(size)}"
 
     def call() -> None:
-        ranks.finish((ranks.collect if gathers else ranks.exchange)(full, given, name), name)
+        ranks.wait((ranks.all_gather if gathers else ranks.all_to_all)(full, given, name), name)
 
     call()  # makes the connections
     calls = max(2, min(20, 32 * MIB // size))
@@ -108,25 +108,25 @@ def time_collective(ranks: Ranks, device: torch.device, operation: str, size: in
         with ranks.waiting(name):
             synchronize(device)
         took = (time.perf_counter() - begun) / calls
-        best = min(best, max(row[0] for row in ranks.tell([took], name)))
+        best = min(best, max(row[0] for row in ranks.all_gather_numbers([took], name)))
     return best
 
 
 def measure_links(ranks: Ranks, device: torch.device, hosts: list[str]) -> list[Link]:
-    """Every pair of `tournament`, one round after the other; pairs of a round run at the same time."""
+    """Every pair of `round_robin`, one round after the other; pairs of a round run at the same time."""
     size = PAIR[device.type]
     sent, received = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
     links = []
-    for pairs in tournament(ranks.size):
+    for pairs in round_robin(ranks.size):
         peers = {a: b for pair in pairs for a, b in (pair, pair[::-1])}
         peer = peers.get(ranks.rank)
         took = 0.0 if peer is None else time_pair(ranks, sent, received, peer)
-        rows = ranks.tell([took], "times of pairs")
+        rows = ranks.all_gather_numbers([took], "times of pairs")
         links += [Link(a, b, size / max(rows[a][0], rows[b][0]), hosts[a] == hosts[b]) for a, b in pairs]
     return links
 
 
-def tournament(size: int) -> list[list[tuple[int, int]]]:
+def round_robin(size: int) -> list[list[tuple[int, int]]]:
     """Rounds of pairs (a < b), no rank twice in a round: all pairs, or, of many ranks, those that differ in one bit."""
     if size > MOST_PAIRED:
         steps = [1 << bit for bit in range((size - 1).bit_length())]
@@ -161,7 +161,7 @@ def swap(ranks: Ranks, sent: Tensor, received: Tensor, peer: int) -> None:
         synchronize(sent.device)
 
 
-def told_links(links: list[Link], hosts: list[str]) -> Iterator[tuple[bool, str]]:
+def link_lines(links: list[Link], hosts: list[str]) -> Iterator[tuple[bool, str]]:
     """A line for each class of links, and one for each link that is slower than its class lets expect."""
     classes: dict[bool, list[Link]] = defaultdict(list)
     for link in links:
@@ -182,7 +182,7 @@ def told_links(links: list[Link], hosts: list[str]) -> Iterator[tuple[bool, str]
 
 def step_cost(name: str, parameters: float, rates: dict[str, float], ranks: int) -> str:
     """What the collectives of a step would take: float32 gradients to their owners, bf16 weights back to all."""
-    gradients, weights = leaving(4 * parameters, ranks), leaving(2 * parameters, ranks)
+    gradients, weights = sent_bytes(4 * parameters, ranks), sent_bytes(2 * parameters, ranks)
     there, back = gradients / rates["all_to_all"], weights / rates["all_gather"]
     return (
         f"a step of {name} would spend {(there + back) * 1e3:.0f} ms in collectives, computed from the rates of the largest"

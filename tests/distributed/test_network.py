@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from handgrad.tools.network import Link, leaving, told_links, tournament
+from handgrad.tools.network import Link, link_lines, round_robin, sent_bytes
 from tests.distributed.launching import launch
 
 # `doctor --net` in which every swap of the pairs in TEST_SLOW takes 50 ms longer.
 SLOWED = """
 import os, sys, time
 from handgrad.cli import main
-from handgrad.parallel import network
+from handgrad.tools import network
 swap, slow = network.swap, os.environ["TEST_SLOW"].split()
 def slowed(ranks, sent, received, peer):
     if f"{min(ranks.rank, peer)}-{max(ranks.rank, peer)}" in slow and len(sent) > 1:
@@ -72,7 +72,7 @@ def test_a_single_process_is_told_how_to_start(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7, 16, 64])
 def test_every_pair_meets_once(size: int) -> None:
-    rounds = tournament(size)
+    rounds = round_robin(size)
     for pairs in rounds:
         ranks = [rank for pair in pairs for rank in pair]
         assert len(ranks) == len(set(ranks)), "pairs of a round run at the same time"
@@ -82,7 +82,7 @@ def test_every_pair_meets_once(size: int) -> None:
 
 @pytest.mark.parametrize("size", [65, 96, 1024])
 def test_many_ranks_meet_their_neighbours(size: int) -> None:
-    rounds = tournament(size)
+    rounds = round_robin(size)
     assert len(rounds) == (size - 1).bit_length()
     for bit, pairs in enumerate(rounds):
         assert all(b - a == 1 << bit and b < size for a, b in pairs)
@@ -94,7 +94,7 @@ def test_links_are_held_against_their_own_class() -> None:
     hosts = ["a", "a", "b", "b"]
     rates = {(0, 1): 100e9, (2, 3): 98e9, (0, 2): 11e9, (0, 3): 11.2e9, (1, 2): 1.2e9, (1, 3): 7.8e9}
     links = [Link(*pair, rate, hosts[pair[0]] == hosts[pair[1]]) for pair, rate in rates.items()]
-    assert list(told_links(links, hosts)) == [
+    assert list(link_lines(links, hosts)) == [
         (
             True,
             "2 link(s) inside a node, each alone: slowest 98.0 GB/s, median 99.0 GB/s, fastest 100.0 GB/s,"
@@ -109,4 +109,4 @@ def test_links_are_held_against_their_own_class() -> None:
 
 
 def test_a_rank_keeps_its_own_part() -> None:
-    assert [leaving(64, ranks) for ranks in (2, 4, 64)] == [32, 48, 63]
+    assert [sent_bytes(64, ranks) for ranks in (2, 4, 64)] == [32, 48, 63]

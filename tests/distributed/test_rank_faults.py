@@ -119,7 +119,7 @@ def test_stopped_in_a_collective(launcher: Launcher, shards: Path, tmp_path: Pat
             "lost rank 1: no sign of life for 3 s" if rank else "rank 0's machine or the launcher (no answer for"
         ) in told
         stacks = (tmp_path / str(rank) / "stacks" / f"rank_{1 - rank:04d}.txt").read_text()
-        assert told in stacks and "ranks.py" in stacks and " in finish" in stacks
+        assert told in stacks and "ranks.py" in stacks and " in wait" in stacks
 
 
 def test_a_mistake_of_one_rank_ends_the_others(launcher: Launcher, shards: Path, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ import torch
 import handgrad.commands.train
 from handgrad import checkpoint
 from handgrad.cli import main
-from handgrad.parallel import joining
+from handgrad.parallel import rendezvous
 from handgrad.parallel.ranks import Ranks
 from handgrad.run.log import Voice
 from handgrad.run.saving import GatheredBucket
@@ -64,7 +64,7 @@ def in_exchange(number: int) -> Callable[[int], None]:
 
     def install(step: int) -> None:
         due = lambda ranks, work, operation: ranks.step == step and operation.startswith("gradients of blocks.")  # noqa: E731
-        before(Ranks, "finish", due, send(number))
+        before(Ranks, "wait", due, send(number))
 
     return install
 
@@ -115,15 +115,15 @@ class Finished:
 
 def skipped(step: int) -> None:
     """Leaves out the exchange of the upper block's gradients; the lower block's has the same shape."""
-    original = Ranks.exchange
+    original = Ranks.all_to_all
 
-    def exchange(ranks: Ranks, received: torch.Tensor, sent: torch.Tensor, operation: str, **named: Any) -> Any:
+    def all_to_all(ranks: Ranks, received: torch.Tensor, sent: torch.Tensor, operation: str, **named: Any) -> Any:
         if ranks.step == step and operation == "gradients of blocks.1":
             fired()
             return Finished()
         return original(ranks, received, sent, operation, **named)
 
-    Ranks.exchange = exchange
+    Ranks.all_to_all = all_to_all
 
 
 def slow(step: int) -> None:
@@ -181,7 +181,7 @@ FAULTS: dict[str, Callable[[int], None]] = {
 
 def run(fault: str, command: list[str]) -> int:
     handgrad.commands.train.write_report = lambda runs, out: out  # plots take longer than these runs
-    joining.RETRY_SECONDS = 0.02
+    rendezvous.RETRY_SECONDS = 0.02
     name, *numbers = fault.split(":")
     if name != "none":
         rank, step = (int(number) for number in (*numbers, "0")[:2])

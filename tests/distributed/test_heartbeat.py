@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from handgrad.parallel import watch
-from handgrad.parallel.watch import Beat, Watch
+from handgrad.parallel import heartbeat
+from handgrad.parallel.heartbeat import Beat, Heartbeat
 
 SILENCE = 1.5  # seconds
 STALL = 1.0
@@ -27,53 +27,53 @@ STEP, OPERATION = 12, "exchange of blocks.3"
 
 # Forks of one process that has imported torch: each rank starts in milliseconds.
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["handgrad.parallel.watch", "tests.distributed.test_watch"])
+FORKS.set_forkserver_preload(["handgrad.parallel.heartbeat", "tests.distributed.test_heartbeat"])
 
 
 # What a rank does. The name of the function must be found in its stacks.
 
 
-def rank_that_works(rank: int, watched: Watch, folder: Path) -> None:
+def rank_that_works(rank: int, heart: Heartbeat, folder: Path) -> None:
     """Goes from step to step, until the test says that it is enough."""
     step = 0
     while not (folder / "enough").exists():
-        watched.at(step, OPERATION, waiting=bool(step % 2))
+        heart.set_status(step, OPERATION, waiting=bool(step % 2))
         step += 1
         time.sleep(0.02)
-    watched.close()
+    heart.close()
 
 
-def rank_that_closes(rank: int, watched: Watch, folder: Path) -> None:
-    watched.close()
+def rank_that_closes(rank: int, heart: Heartbeat, folder: Path) -> None:
+    heart.close()
 
 
-def rank_that_waits(rank: int, watched: Watch, folder: Path) -> None:
+def rank_that_waits(rank: int, heart: Heartbeat, folder: Path) -> None:
     """Is in a collective that never ends."""
-    watched.at(STEP, OPERATION)
+    heart.set_status(STEP, OPERATION)
     (folder / f"waits_{rank}").touch()
     time.sleep(60)
 
 
-def rank_that_waits_elsewhere(rank: int, watched: Watch, folder: Path) -> None:
-    watched.at(STEP, "exchange of blocks.2")
+def rank_that_waits_elsewhere(rank: int, heart: Heartbeat, folder: Path) -> None:
+    heart.set_status(STEP, "exchange of blocks.2")
     time.sleep(60)
 
 
-def rank_that_fails(rank: int, watched: Watch, folder: Path) -> None:
-    watched.at(STEP, OPERATION)
+def rank_that_fails(rank: int, heart: Heartbeat, folder: Path) -> None:
+    heart.set_status(STEP, OPERATION)
     time.sleep(0.2)
-    watched.leave("shards/train_000003.bin: expected 100 bytes, found 99")
-    watched.close()
+    heart.leave("shards/train_000003.bin: expected 100 bytes, found 99")
+    heart.close()
     sys.exit(65)
 
 
-Role = Callable[[int, Watch, Path], None]
+Role = Callable[[int, Heartbeat, Path], None]
 
 
 def be_rank(rank: int, roles: list[Role], port: int, hosts: bool, stall: float, folder: Path) -> None:
     """The process. With `hosts`, rank 0 keeps the store."""
     os.dup2(os.open(folder / f"told_{rank}", os.O_CREAT | os.O_WRONLY), 2)
-    watch.GRACE_SECONDS = GRACE
+    heartbeat.GRACE_SECONDS = GRACE
     limit = datetime.timedelta(seconds=SILENCE)
     keeper = dist.TCPStore("127.0.0.1", port, None, True, limit, wait_for_workers=False) if hosts and rank == 0 else None
     if keeper is not None:
@@ -84,11 +84,11 @@ def be_rank(rank: int, roles: list[Role], port: int, hosts: bool, stall: float, 
     port = int((folder / "port").read_text()) if hosts else port
     store = dist.TCPStore("127.0.0.1", port, None, False, datetime.timedelta(seconds=10), wait_for_workers=False)
     size = len(roles)
-    watched = Watch(store, rank, size, silence_seconds=SILENCE, stall_seconds=stall, stacks=folder / "stacks")
+    heart = Heartbeat(store, rank, size, silence_seconds=SILENCE, stall_seconds=stall, stacks=folder / "stacks")
     store.wait([f"beat/{other}" for other in range(size)])
     store.set_timeout(limit)
-    watched.start()
-    roles[rank](rank, watched, folder)
+    heart.start()
+    roles[rank](rank, heart, folder)
 
 
 class Group:
@@ -248,23 +248,23 @@ def test_nothing_moves(group: Callable[..., Group]) -> None:
 
 def alone(folder: Path | None, ends: list[int], *, size: int = 1, stall: float = 60.0, store: dist.Store | None = None):
     store = store or dist.HashStore()
-    return Watch(store, 0, size, silence_seconds=0.4, stall_seconds=stall, stacks=folder, end=ends.append)
+    return Heartbeat(store, 0, size, silence_seconds=0.4, stall_seconds=stall, stacks=folder, end=ends.append)
 
 
 def test_work_may_take_longer_than_waiting() -> None:
-    watched = alone(None, [], stall=STALL)
+    heart = alone(None, [], stall=STALL)
     now = time.monotonic()
     for waiting, seconds, stalled in ((True, 0.9, False), (True, 1.1, True), (False, 5.9, False), (False, 6.1, True)):
-        watched.place = STEP, OPERATION, waiting, now - seconds
-        assert bool(watched.stalled()) == stalled, (waiting, seconds)
+        heart.status = STEP, OPERATION, waiting, now - seconds
+        assert bool(heart.stalled_ranks()) == stalled, (waiting, seconds)
 
 
 def test_one_that_waits_for_one_that_works_is_patient() -> None:
-    watched = alone(None, [], size=2, stall=STALL)
-    watched.place = STEP, OPERATION, True, time.monotonic() - 3
+    heart = alone(None, [], size=2, stall=STALL)
+    heart.status = STEP, OPERATION, True, time.monotonic() - 3
     for waiting, stalled in ((True, True), (False, False)):
-        watched.seen[1] = watch.Seen(Beat(1, STEP, "saving", waiting, 3.0), time.monotonic())
-        assert bool(watched.stalled()) == stalled
+        heart.seen[1] = heartbeat.Seen(Beat(1, STEP, "saving", waiting, 3.0), time.monotonic())
+        assert bool(heart.stalled_ranks()) == stalled
 
 
 class BrokenPipe(io.StringIO):
@@ -295,13 +295,13 @@ def test_it_ends_though_nothing_can_be_written(tmp_path: Path, monkeypatch: pyte
 
 def test_it_ends_though_the_device_fails(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     ends: list[int] = []
-    watched = alone(tmp_path / "stacks", ends)
+    heart = alone(tmp_path / "stacks", ends)
 
     def pending() -> str:
         raise RuntimeError("CUDA error")
 
-    watched.pending = pending
-    watched.stop("lost rank 1")
+    heart.pending = pending
+    heart.stop("lost rank 1")
     assert ends == [75] and "lost rank 1" in capfd.readouterr().err
 
 
@@ -323,7 +323,7 @@ class SlowStore(dist.HashStore):
             super().set(key, value)
 
     def wait_for_answer(self) -> None:
-        if threading.current_thread().name == "watch" and not self.answers.is_set():
+        if threading.current_thread().name == "heartbeat" and not self.answers.is_set():
             self.held.set()
             self.answers.wait(10)
 
@@ -331,39 +331,39 @@ class SlowStore(dist.HashStore):
 def test_the_last_beat_is_the_last() -> None:
     """A beat that was on its way when the rank closed must not come after its farewell: it would be missed."""
     store = SlowStore(late=True)
-    watched = alone(None, [], store=store)
-    watched.start()
+    heart = alone(None, [], store=store)
+    heart.start()
     store.answers.clear()
     assert store.held.wait(5)
-    closing = threading.Thread(target=watched.close)
+    closing = threading.Thread(target=heart.close)
     closing.start()
     time.sleep(0.1)
     store.answers.set()
     closing.join(5)
-    watched.thread.join(5)
+    heart.thread.join(5)
     assert Beat(*json.loads(store.get("beat/0"))).left == ""
 
 
 def test_closing_does_not_wait_for_a_store_that_is_gone() -> None:
     store = SlowStore()
-    watched = alone(None, [], store=store)
-    watched.start()
+    heart = alone(None, [], store=store)
+    heart.start()
     store.answers.clear()
     assert store.held.wait(5)
     begun = time.monotonic()
-    watched.leave("an error")
-    watched.close()
+    heart.leave("an error")
+    heart.close()
     assert time.monotonic() - begun < 2
     store.answers.set()
 
 
 def test_a_rank_that_ends_by_itself_in_the_grace_is_left_to_it() -> None:
     ends: list[int] = []
-    watched = alone(None, ends)
-    watched.store.set("trouble", "lost rank 1")
-    watched.start()
+    heart = alone(None, ends)
+    heart.store.set("trouble", "lost rank 1")
+    heart.start()
     time.sleep(0.4)
-    watched.leave("my own error")
-    watched.close()
+    heart.leave("my own error")
+    heart.close()
     time.sleep(0.2)
     assert not ends

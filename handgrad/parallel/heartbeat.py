@@ -5,7 +5,7 @@ rank has a thread that writes a beat into the store that the ranks met at, and r
 Whoever finds something wrong says so under one key, which all read. Clocks of machines are never compared.
 
 A call to a store whose host is stopped does not return, whatever its time limit. So a second thread, which never calls the
-store, watches the first, and it is the one that ends the process.
+store, watches the first and ends the process.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ class Seen:
     since: float
 
 
-class Watch:
+class Heartbeat:
     """Tells the other ranks that this one lives and where it stands; ends the process when one of them is lost, has left
     with an error, or all of them wait for each other for `stall_seconds`."""
 
@@ -63,29 +63,29 @@ class Watch:
         end: Callable[[int], None] = os._exit,
     ):
         """`store`: a connection of its own, whose calls take at most `silence_seconds`. Writes the first beat: once all
-        ranks have made their watch, `start` may be called. `stacks`: a folder for the stacks of what ends."""
+        ranks have made theirs, `start` may be called. `stacks`: a folder for the stacks of what ends."""
         self.store, self.rank, self.size, self.stacks, self.end = store, rank, size, stacks, end
         self.silence_seconds, self.stall_seconds = silence_seconds, stall_seconds
         self.limit_seconds = silence_seconds
         self.interval = min(1.0, silence_seconds / 4)
-        self.place: tuple[int, str, bool, float] = (0, "the start", True, time.monotonic())
+        self.status: tuple[int, str, bool, float] = (0, "the start", True, time.monotonic())
         self.pending: Callable[[], str] = str  # names what the device is at
         self.beats = 0
         self.closing = threading.Event()
         self.seen: dict[int, Seen] = {}
         self.rounds = 0  # of beats written and read
         self.trouble = ""
-        self.thread = threading.Thread(target=self.run, name="watch", daemon=True)
-        self.guard = threading.Thread(target=self.judge, name="guard", daemon=True)
+        self.thread = threading.Thread(target=self.run, name="heartbeat", daemon=True)
+        self.guard = threading.Thread(target=self.watch_thread, name="guard", daemon=True)
         self.write()
 
     def start(self) -> None:
         self.thread.start()
         self.guard.start()
 
-    def at(self, step: int, operation: str, *, waiting: bool = True) -> None:
+    def set_status(self, step: int, operation: str, *, waiting: bool = True) -> None:
         """Notes what this rank does now: waits for others, or works."""
-        self.place = step, operation, waiting, time.monotonic()
+        self.status = step, operation, waiting, time.monotonic()
 
     def leave(self, words: str) -> None:
         """The last words of a rank that ends by an error which the others do not have. Returns within `silence_seconds`."""
@@ -100,8 +100,8 @@ class Watch:
         if not self.closing.is_set():
             self.leave("")
 
-    def suspect(self) -> None:
-        """A collective failed: gives the watch the time to find out whose fault it was, and to end the process."""
+    def await_verdict(self) -> None:
+        """A collective failed: gives the threads the time to find out whose fault it was, and to end the process."""
         self.limit_seconds = min(self.silence_seconds, SUSPECT_SECONDS)
         self.closing.wait(self.silence_seconds + 2 * GRACE_SECONDS)
 
@@ -111,12 +111,12 @@ class Watch:
         while not self.trouble and not self.closing.wait(self.interval):
             try:
                 self.write()
-                self.trouble = self.look()
+                self.trouble = self.read()
             except (dist.DistError, RuntimeError) as error:
                 self.trouble = no_contact(str(error))
             self.rounds += 1
 
-    def judge(self) -> None:
+    def watch_thread(self) -> None:
         """Ends the process when `run` has found trouble, or has come to a halt itself. Counts its own turns instead of
         reading a clock: this process may have been stopped, too, and that is the others' to tell."""
         rounds, turns = -1, 0
@@ -134,7 +134,7 @@ class Watch:
         self.store.set(self.key(self.rank), json.dumps(self.beat()))
 
     def beat(self, left: str | None = None) -> Beat:
-        step, operation, waiting, since = self.place
+        step, operation, waiting, since = self.status
         return Beat(self.beats, step, operation, waiting, time.monotonic() - since, left)
 
     def say(self, last: Beat) -> None:
@@ -144,7 +144,7 @@ class Watch:
     def key(self, rank: int) -> str:
         return f"beat/{rank}"
 
-    def look(self) -> str:
+    def read(self) -> str:
         """What is wrong, in words; empty if nothing is."""
         if self.store.check(["trouble"]):
             return self.store.get("trouble").decode()
@@ -154,12 +154,12 @@ class Watch:
             beat = Beat(*json.loads(text))
             if rank not in self.seen or self.seen[rank].beat != beat:
                 self.seen[rank] = Seen(beat, now)
-        trouble = self.gone() or self.stalled()
+        trouble = self.lost_rank() or self.stalled_ranks()
         if trouble:
             self.store.set("trouble", trouble)
         return trouble
 
-    def gone(self) -> str:
+    def lost_rank(self) -> str:
         """A rank that has left with words, or whose beat has not changed for too long."""
         for rank, seen in self.seen.items():
             if seen.beat.left:
@@ -172,7 +172,7 @@ class Watch:
                 )
         return ""
 
-    def stalled(self) -> str:
+    def stalled_ranks(self) -> str:
         """Ranks that all wait for each other for too long, or one that works for much longer."""
         if self.rank != 0:
             return ""
@@ -193,7 +193,7 @@ class Watch:
 
     def stop(self, trouble: str) -> None:
         """Says in one line what is wrong and where this rank stood, writes the stacks of its threads, ends the process."""
-        step, operation, _, _ = self.place
+        step, operation, _, _ = self.status
         try:
             device = self.pending()
         except RuntimeError:  # the device has failed as well
