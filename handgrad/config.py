@@ -34,13 +34,14 @@ SCHEDULES = ("cosine", "linear", "constant", "wsd")
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes that define a GPT-2: everything the parameter table is made from."""
+    """The architecture and the sizes that its parameter table is made from."""
 
     vocab_size: int  # V
     sequence_length: int  # the longest T: rows of the position embedding
     num_layers: int  # L
     num_heads: int  # H
     channels: int  # C
+    architecture: str = "gpt2"  # a name in `models.ARCHITECTURES`
 
     @property
     def padded_vocab_size(self) -> int:

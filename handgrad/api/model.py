@@ -23,7 +23,7 @@ from handgrad.generation.decode import decode_buffers, decode_tensors
 from handgrad.generation.generate import Continuation, Decoder, SamplingOptions, check_writing
 from handgrad.generation.text import document, stream_text
 from handgrad.interop.sources import is_ours, open_weights
-from handgrad.models import transformer
+from handgrad.models import architecture, transformer
 from handgrad.models.activations import Activations, activation_buffers, activations, head_chunk_tokens
 from handgrad.models.parameters import count_parameters, flat_elements, model_tensors, parameter_table
 
@@ -266,14 +266,14 @@ class Model:
         if self._decoder is None or self._decoder[0] != batch:
             self._decoder = None  # which would keep its memory
             table = decode_buffers(self.shape, batch, self.dtype, self.ops)
-            buffers = decode_tensors(self._decoding_memory.lay(table, f"writing {batch} text(s) at once"))
+            buffers = decode_tensors(self.shape, self._decoding_memory.lay(table, f"writing {batch} text(s) at once"))
         else:
             last = self._decoder[1]
             if last.options == options:
                 return last
             buffers = last.buf
         settings = {"vocab_size": self.shape.vocab_size, "end_of_text": self.tokenizer.end_of_text}
-        decoder = Decoder(self.ops, self.weights, buffers, options, **settings)
+        decoder = Decoder(architecture(self.shape), self.ops, self.weights, buffers, options, **settings)
         self._decoder = batch, decoder
         return decoder
 

@@ -124,14 +124,14 @@ class Training:
         self._stepping = True
         try:
             run.advance(until, take, keeps_process=True)
-            if run.signals.told is not None:  # in the last of all steps: nothing is left to be stopped but the caller
-                raise preempted(run.signals.told, run.completed, run.last_saved)
+            if run.signals.received is not None:  # in the last of all steps: nothing is left to be stopped but the caller
+                raise preempted(run.signals.received, run.completed, run.last_saved)
         except Preempted as stopped:
-            if signal.SIGINT in (run.told_to_stop, run.signals.told):
+            if signal.SIGINT in (run.stop_signal, run.signals.received):
                 raise KeyboardInterrupt(str(stopped)) from None
             raise
         except BaseException as error:
-            self._torn = error is not run.onlooker.raised
+            self._torn = error is not run.observer.raised
             raise
         finally:
             self._stepping = False

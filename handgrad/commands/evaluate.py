@@ -24,11 +24,12 @@ from handgrad.evaluation.records import AFTERWARDS, append_to_run, check_writabl
 from handgrad.evaluation.scoring import TaskResult, make_requests, results_of
 from handgrad.evaluation.tasks import TASKS, TaskData, load_tasks, parse_tasks
 from handgrad.interop.sources import open_weights
-from handgrad.models.activations import KIND, activations, model_buffers
+from handgrad.models import architecture, forward_buffers, named_activations
+from handgrad.models.rows import KIND
 from handgrad.parallel.launchers import find_rank_info
 from handgrad.parallel.ranks import Ranks
 from handgrad.parallel.rendezvous import joined
-from handgrad.run.initial_weights import opened_in_turn
+from handgrad.run.start import opened_in_turn
 
 MEMORY = "evaluation.memory"  # the loss and the tasks take turns in it
 PROGRESS_SECONDS = 2.0
@@ -77,7 +78,8 @@ def evaluate(parsed: Namespace, device: torch.device, ranks: Ranks) -> list[str]
     buffers: list[Buffer] = []
     work = None
     if dataset is not None:
-        rows = model_buffers(asked.config, shape, parsed.micro_batch, dtype, ops, training=False)
+        chunk = asked.config.head_chunk_tokens
+        rows = forward_buffers(shape, parsed.micro_batch, shape.sequence_length, dtype, ops, chunk=chunk)
         plans["loss"] = make_plan(rows)
     if tasks:
         positions = parsed.micro_batch * shape.sequence_length
@@ -123,9 +125,10 @@ def loss_lines(
 ) -> list[str]:
     """The validation loss, in the units people compare."""
     found = held_out_loss(
+        architecture(model.shape),
         model.ops,
         model.weights,
-        activations(views),
+        named_activations(model.shape, views),
         dataset,
         vocab_size=model.shape.vocab_size,
         eval_tokens=parsed.eval_tokens,

@@ -13,6 +13,7 @@ from handgrad.errors import DataError, UsageError, storage_error
 from handgrad.evaluation.jsonl import check_free, read_prompts, whole_lines
 from handgrad.evaluation.load import LoadedModel, load_model
 from handgrad.generation.decode import decode_buffers, decode_tensors
+from handgrad.models import architecture
 from handgrad.generation.generate import Continuation, Decoder, SamplingOptions, check_writing
 from handgrad.generation.text import document, stream_text
 from handgrad.interop.sources import open_weights
@@ -44,7 +45,7 @@ def run(arguments: Sequence[str]) -> int:
         for number, row in enumerate(prompts)
     ]
     settings = {"vocab_size": model.shape.vocab_size, "end_of_text": model.tokenizer.end_of_text}
-    decoder = Decoder(ops, model.weights, decode_tensors(model.views), options, **settings)
+    decoder = Decoder(architecture(model.shape), ops, model.weights, decode_tensors(model.shape, model.views), options, **settings)
     started = time.perf_counter()
     if parsed.out:
         write_file(decoder, model, texts, prompts, parsed)

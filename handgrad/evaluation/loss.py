@@ -2,21 +2,20 @@
 
 import math
 from types import ModuleType
+from typing import Any
 
 from torch import Tensor
 
 from handgrad.data.batches import Batches
 from handgrad.data.shards import Dataset
-from handgrad.models import transformer
-from handgrad.models.activations import Activations
-from handgrad.models.parameters import ModelTensors
 from handgrad.parallel.ranks import Ranks
 
 
 def mean_loss(
+    model: ModuleType,
     ops: ModuleType,
-    weights: ModelTensors,
-    act: Activations,
+    weights: Any,
+    act: Any,
     batches: Batches,
     *,
     samples: int,
@@ -42,7 +41,7 @@ def mean_loss(
             act.tokens.copy_(host_buffers[0])
             act.targets.copy_(host_buffers[1])
         ranks.set_status(f"evaluation, sample {first}")
-        transformer.loss(ops, weights, act, vocab_size=vocab_size)
+        model.loss(ops, weights, act, vocab_size=vocab_size)
         counted = min(batch, samples - first)
         sums[turn] = act.losses.view(act.tokens.shape)[:counted].cpu().double().sum().item()
     everyone = ranks.all_gather_numbers(sums, "losses of the evaluation")

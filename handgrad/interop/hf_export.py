@@ -10,7 +10,8 @@ from torch import Tensor
 from handgrad.checkpoint import Checkpoint, Stored, safetensors_bytes, write_file
 from handgrad.errors import DataError, StorageError
 from handgrad.evaluation.load import LoadedModel, load_model
-from handgrad.generation.decode import decode_buffers, decode_step, decode_tensors
+from handgrad.generation.decode import decode_buffers, decode_tensors
+from handgrad.models import architecture
 from handgrad.interop.folders import check_free, whole_folder, write_text
 from handgrad.interop.huggingface import (
     CONFIG_FILE,
@@ -118,12 +119,12 @@ def logits(model: LoadedModel) -> Tensor:
     """The logits (tokens, V) of a few random tokens, always the same ones, in float32."""
     tokens = min(CHECKED_TOKENS, model.shape.sequence_length)
     picks = torch.randint(model.shape.vocab_size, (tokens,), generator=torch.Generator().manual_seed(0)).tolist()
-    buffers = decode_tensors(model.views)
+    buffers = decode_tensors(model.shape, model.views)
     rows = []
     for position, token in enumerate(picks):
         buffers.tokens.fill_(token)
         buffers.positions.fill_(position)
-        decode_step(model.ops, model.weights, buffers)
+        architecture(model.shape).decode_step(model.ops.decode, model.weights, buffers)
         rows.append(buffers.logits[0, : model.shape.vocab_size].clone())
     return torch.stack(rows)
 

@@ -1,17 +1,19 @@
-"""How lanes and ranks divide the flat buffers: buckets, their parts, and what one rank owns of them.
+"""Buckets of the flat buffers, and the shard that a rank owns of each.
 
-A bucket is what is complete at the same moment of a backward pass: a block's parameters, the embeddings, the last layer
-norm. It is cut into as many equal parts as the run has lanes; of R ranks, each owns lanes / R neighbouring parts of every
-bucket. So what is done part by part does not depend on R. With one lane there is one bucket: everything.
+A bucket is complete at one moment of a backward pass: a block's parameters, the embeddings, the last layer norm. It is cut
+into as many equal parts as the run has lanes; of R ranks, each owns lanes / R neighbouring parts of every bucket. Work that
+is done part by part does not depend on R. With one lane there is one bucket: everything.
 
-A rank's own share of a flat buffer, its shard, is its parts of the first bucket, then those of the second, and so on. The
-shard of a rank that is alone is the flat buffer itself.
+A rank's shard of a flat buffer is its parts of the first bucket, then those of the second, and so on. The shard of a single
+rank is the flat buffer itself.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 
-from handgrad.models.parameters import BLOCK_ELEMENTS, ParameterRow, bucket_name, flat_elements
+from handgrad.models.rows import BLOCK_ELEMENTS, ParameterRow, Table, flat_elements
+
+RING = 3  # blocks whose gradients exist at once with ZeRO 2: at work, in flight, and next
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Bucket:
         return slice(self.start, self.stop)
 
     def owned(self, rank: int, ranks: int) -> slice:
-        """What `rank` of `ranks` owns of it, in a flat buffer."""
+        """The range in the flat buffer that `rank` of `ranks` owns."""
         share = self.elements // ranks
         return slice(self.start + rank * share, self.start + (rank + 1) * share)
 
@@ -40,121 +42,110 @@ class Bucket:
         return slice(self.start // ranks, self.stop // ranks)
 
 
-def buckets(table: tuple[ParameterRow, ...], lanes: int) -> tuple[Bucket, ...]:
-    """The buckets of a table made for as many lanes, in memory order."""
+Buckets = tuple[Bucket, ...]
+
+
+def buckets_of(table: Table, lanes: int) -> Buckets:
+    """The buckets of a table laid out for as many lanes, in memory order."""
     if lanes == 1:
         return (Bucket("all", 0, flat_elements(table)),)
     starts: dict[str, int] = {}
     for row in table:
-        starts.setdefault(bucket_name(row.name), row.offset)
+        starts.setdefault(row.bucket, row.offset)
     stops = [*list(starts.values())[1:], flat_elements(table, lanes)]
     return tuple(Bucket(name, start, stop) for (name, start), stop in zip(starts.items(), stops, strict=True))
 
 
-RING = 3  # blocks whose gradients are there at once with zero 2: at work, on their way, and about to be used
-
-
-def gradient_places(all_buckets: tuple[Bucket, ...], zero: int) -> dict[str, slice]:
-    """Where each bucket's gradients are made: in a flat buffer, or, with zero 2, blocks in a ring of places."""
-    if zero < 2:
-        return {bucket.name: bucket.flat for bucket in all_buckets}
+def gradient_ring(buckets: Buckets) -> dict[str, slice]:
+    """With ZeRO 2, the range that each bucket's gradients take: `RING` blocks in turn, the others on their own."""
     places, stop = {}, 0
-    for index, bucket in enumerate(all_buckets):  # the first is the embedding's, blocks follow, the last norm's is the last
+    for index, bucket in enumerate(buckets):  # the embedding's is the first, blocks follow, the last norm's is the last
         block = index - 1
-        if RING <= block < len(all_buckets) - 2:
-            places[bucket.name] = places[all_buckets[index - RING].name]
+        if RING <= block < len(buckets) - 2:
+            places[bucket.name] = places[buckets[index - RING].name]
             continue
         places[bucket.name] = slice(stop, stop + bucket.elements)
         stop += bucket.elements
     return places
 
 
-def placed(
-    table: tuple[ParameterRow, ...], all_buckets: tuple[Bucket, ...], places: dict[str, slice]
-) -> tuple[ParameterRow, ...]:
-    """The table with its rows where `gradient_places` has their buckets."""
-    moves = [(bucket, places[bucket.name].start - bucket.start) for bucket in all_buckets]
-    return tuple(
-        replace(row, offset=row.offset + next(move for b, move in moves if b.start <= row.offset < b.stop)) for row in table
-    )
+def moved(table: Table, buckets: Buckets, places: dict[str, slice]) -> Table:
+    """The table with its rows where `places` has their buckets."""
+    shifts = {bucket.name: places[bucket.name].start - bucket.start for bucket in buckets}
+    return tuple(replace(row, offset=row.offset + shifts[bucket_of(row, buckets).name]) for row in table)
+
+
+def bucket_of(row: ParameterRow, buckets: Buckets) -> Bucket:
+    return next(bucket for bucket in buckets if bucket.start <= row.offset < bucket.stop)
 
 
 @dataclass(frozen=True)
-class NormSegment:
-    """A part of a bucket in the flat buffer and in the rank's shard, and the places of its blocks' sums among those of the
-    rank."""
+class Part:
+    """A range in the flat buffer and in the rank's shard."""
 
     flat: slice
     local: slice
+
+
+@dataclass(frozen=True)
+class NormPart(Part):
+    """A part whose blocks' sums of squares lie at `partials` among those of the rank."""
+
     partials: slice
 
 
-def norm_segments(all_buckets: tuple[Bucket, ...], lanes: int, rank: int, ranks: int) -> list[NormSegment]:
-    """The rank's parts, each cut into blocks of its own: part after part, and in each bucket after bucket, so that the
-    ranks' sums one after another are those of a single rank."""
-    segments, place = [], 0
+def norm_parts(buckets: Buckets, lanes: int, rank: int, ranks: int) -> list[NormPart]:
+    """The rank's parts, each cut into blocks of its own: part after part, in each bucket after bucket, so that the ranks'
+    sums one after another are those of a single rank."""
+    parts, place = [], 0
     for part in range(rank * lanes // ranks, (rank + 1) * lanes // ranks):
-        for bucket in all_buckets:
+        for bucket in buckets:
             flat = bucket.owned(part, lanes)
             first = bucket.local(ranks).start - bucket.owned(rank, ranks).start
             blocks = -(-(flat.stop - flat.start) // BLOCK_ELEMENTS)
             local = slice(first + flat.start, first + flat.stop)
-            segments.append(NormSegment(flat, local, slice(place, place + blocks)))
+            parts.append(NormPart(flat, local, slice(place, place + blocks)))
             place += blocks
-    return segments
+    return parts
 
 
-def norm_blocks(all_buckets: tuple[Bucket, ...], lanes: int) -> int:
-    """How many sums the global norm is made of."""
-    return lanes * sum(-(-(bucket.elements // lanes) // BLOCK_ELEMENTS) for bucket in all_buckets)
-
-
-@dataclass(frozen=True)
-class UpdateRun:
-    """A range that the optimizer updates in one call: in the flat buffers and in the rank's shard."""
-
-    flat: slice
-    local: slice
-    decays: bool
-    frozen: bool  # or leaves as it is: the weights, and their moments
-
-    def goes_on_in(self, other: "UpdateRun") -> bool:
-        """Whether `other` is of the same kind and begins where this one ends."""
-        neighbours = self.flat.stop == other.flat.start and self.local.stop == other.local.start
-        return neighbours and (self.decays, self.frozen) == (other.decays, other.frozen)
-
-
-def update_runs(
-    table: tuple[ParameterRow, ...], all_buckets: tuple[Bucket, ...], rank: int, ranks: int
-) -> Iterator[UpdateRun]:
-    """The rank's shard as runs of one kind: equal decay, frozen or not. The alignment gaps between tensors belong to the
-    run before them; they hold zeros and stay zero."""
-    runs: list[UpdateRun] = []
-    for bucket in all_buckets:
-        owned, shard = bucket.owned(rank, ranks), bucket.local(ranks)
-        for kind in kind_ranges(table, bucket):
-            start, stop = max(kind.start, owned.start), min(kind.stop, owned.stop)
-            if start >= stop:
-                continue
-            local = slice(shard.start + start - owned.start, shard.start + stop - owned.start)
-            run = UpdateRun(slice(start, stop), local, kind.decays, kind.frozen)
-            if runs and runs[-1].goes_on_in(run):
-                last = runs.pop()
-                run = replace(run, flat=slice(last.flat.start, stop), local=slice(last.local.start, local.stop))
-            runs.append(run)
-    yield from runs
+def norm_blocks(buckets: Buckets, lanes: int) -> int:
+    """The number of sums of squares behind the global norm."""
+    return lanes * sum(-(-(bucket.elements // lanes) // BLOCK_ELEMENTS) for bucket in buckets)
 
 
 @dataclass(frozen=True)
-class KindRange:
-    start: int
-    stop: int
-    decays: bool
+class UpdatePart(Part):
+    """A part that the optimizer updates in one call, or, frozen, leaves as it is."""
+
+    kind: Hashable
     frozen: bool
 
 
-def kind_ranges(table: tuple[ParameterRow, ...], bucket: Bucket) -> Iterator[KindRange]:
-    """The bucket's tensors as ranges, each up to the beginning of the next."""
+def update_parts(
+    table: Table, buckets: Buckets, rank: int, ranks: int, kind: Callable[[ParameterRow], Hashable]
+) -> list[UpdatePart]:
+    """The rank's shard as ranges of one kind, frozen or not. The alignment gaps between tensors belong to the range before
+    them; they hold zeros and stay zero."""
+    parts: list[UpdatePart] = []
+    for bucket in buckets:
+        owned, shard = bucket.owned(rank, ranks), bucket.local(ranks)
+        for first, end, row in row_ranges(table, bucket):
+            start, stop = max(first, owned.start), min(end, owned.stop)
+            if start >= stop:
+                continue
+            local = slice(shard.start + start - owned.start, shard.start + stop - owned.start)
+            last = parts[-1] if parts else None
+            if last and (last.flat.stop, last.local.stop) == (start, local.start):
+                if (last.kind, last.frozen) == (kind(row), row.frozen):
+                    parts[-1] = replace(last, flat=slice(last.flat.start, stop), local=slice(last.local.start, local.stop))
+                    continue
+            parts.append(UpdatePart(slice(start, stop), local, kind(row), row.frozen))
+    return parts
+
+
+def row_ranges(table: Table, bucket: Bucket) -> Iterator[tuple[int, int, ParameterRow]]:
+    """The bucket's parameters as ranges (start, stop), each up to the beginning of the next."""
     rows = [row for row in table if bucket.start <= row.offset < bucket.stop]
     for row, following in zip(rows, (*rows[1:], None), strict=True):
-        yield KindRange(row.offset, following.offset if following else bucket.stop, row.decays, row.frozen)
+        yield row.offset, following.offset if following else bucket.stop, row

@@ -91,12 +91,12 @@ class RunFolder:
         """(step, loss) of the checkpoint with the lowest validation loss."""
         return checkpoint.best_validated(self.path)
 
-    def settle(self, identity: dict[str, Any], ranks: Ranks, *, allow_changes: bool) -> None:
+    def claim(self, identity: dict[str, Any], ranks: Ranks, *, allow_changes: bool) -> None:
         """Compares what the checkpoint says of its data with the data at hand, raising `ConfigError` on a difference, and
         writes the configuration: from here on the folder is this run's."""
-        ranks.from_rank_0(lambda: self._settle(identity, allow_changes=allow_changes), "the run's data")
+        ranks.from_rank_0(lambda: self._claim(identity, allow_changes=allow_changes), "the run's data")
 
-    def _settle(self, identity: dict[str, Any], *, allow_changes: bool) -> None:
+    def _claim(self, identity: dict[str, Any], *, allow_changes: bool) -> None:
         old = self.resumed.manifest.get("identity") if self.resumed else identity
         old = old if isinstance(old, dict) else {}
         changed = [f"{key}: {old.get(key)} -> {value}" for key, value in identity.items() if old.get(key) != value]
