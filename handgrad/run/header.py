@@ -14,12 +14,12 @@ from handgrad.config import ModelShape, RunConfig
 from handgrad.data.batches import Batches
 from handgrad.data.shards import Dataset
 from handgrad.errors import DataError, StorageError, UsageError
+from handgrad.format import human_bytes, human_count, memory_table
 from handgrad.fp8.tables import fp8_products
 from handgrad.generation.decode import decode_buffers
 from handgrad.models.freezing import freeze
 from handgrad.models.parameters import count_parameters, flops_per_token, parameter_table
 from handgrad.parallel.ranks import Ranks
-from handgrad.run.console import human_bytes, human_count, memory_table
 from handgrad.training.state import largest_micro_batch, training_plan
 
 

@@ -11,12 +11,13 @@ import handgrad
 from handgrad import checkpoint, devices, power
 from handgrad.arena import make_plan
 from handgrad.config import RunConfig, to_dict
-from handgrad.data.batches import Batches, host_buffers, validation_batches
+from handgrad.data.batches import Batches, validation_batches
 from handgrad.data.shards import Dataset
 from handgrad.data.tokenizer import tokenizer_files, tokenizer_record
 from handgrad.errors import NumericsError
 from handgrad.evaluation.load import Weights
 from handgrad.evaluation.loss import bits_per_byte, floor_note, mean_loss
+from handgrad.format import speed
 from handgrad.fp8.monitor import LeftFp8, saturation_line
 from handgrad.fp8.tables import part_of
 from handgrad.generation.decode import decode_buffers, decode_tensors
@@ -26,13 +27,14 @@ from handgrad.ops import SMALLEST_LOSS_SCALE
 from handgrad.parallel.ranks import Ranks
 from handgrad.parallel.stragglers import Stragglers
 from handgrad.run import console
-from handgrad.run.folder import SAMPLES, RunFolder, write_text
+from handgrad.run.folder import RunFolder, write_text
 from handgrad.run.header import header_lines, run_record
 from handgrad.run.initial_weights import take_weights
 from handgrad.run.log import Voice
 from handgrad.run.saving import changed_versions, load_run, origin_of, run_numbers, save_state
 from handgrad.run.signals import Onlooker, OnStep, StopSignals, preempted
 from handgrad.run.tasks import TaskWatch
+from handgrad.run_files import SAMPLES
 from handgrad.training.feed import BatchFeed
 from handgrad.training.state import allocate_state
 from handgrad.training.step import Stepper, StepResult, non_finite_tensors
@@ -318,7 +320,7 @@ class Run:
         mean_seconds = self.pace.add(result.elapsed_seconds)
         tokens_per_second = self.config.tokens_per_step / mean_seconds
         peak = devices.peak_flops(self.device)
-        rate = console.speed(tokens_per_second, flops_per_token(self.shape), peak and peak * self.ranks.size)
+        rate = speed(tokens_per_second, flops_per_token(self.shape), peak and peak * self.ranks.size)
         line = console.step_line(self.completed, self.config.steps, result, result.elapsed_seconds, tokens_per_second, rate)
         self.voice.show(self.completed, line, (self.config.steps - self.completed) * mean_seconds)
         if self.completed == 1 or self.due(self.config.log_every) or result.skipped:
@@ -342,7 +344,7 @@ class Run:
         model = self.ops, self.state.weights, act, self.validation_batches
         samples = max(1, self.config.eval_tokens // self.config.sequence_length)
         sizes = {"samples": samples, "vocab_size": self.shape.vocab_size}
-        return mean_loss(*model, **sizes, host_buffers=host_buffers(act.tokens, act.targets), ranks=self.ranks)
+        return mean_loss(*model, **sizes, host_buffers=devices.host_buffers(act.tokens, act.targets), ranks=self.ranks)
 
     def sample(self) -> None:
         self.stepper.reduction.await_all_weights()
