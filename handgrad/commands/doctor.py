@@ -2,12 +2,12 @@
 whether a gradient made elsewhere is the one made here."""
 
 import os
-from collections.abc import Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 
 from handgrad import devices
 from handgrad.backend import choose_backend
-from handgrad.commands.arguments import Parser
 from handgrad.errors import ConfigError, UsageError
 from handgrad.interop.llmc_debug import compare, read_debug_state
 from handgrad.interop.llmc_model import read_model
@@ -16,16 +16,7 @@ from handgrad.tools.doctor import examine
 from handgrad.tools.network import examine_network
 
 
-def run(arguments: Sequence[str]) -> int:
-    parser = Parser("handgrad doctor", description="Looks at this machine and runs each part once.")
-    parser.add_argument(
-        "--net", action="store_true", help="measure between the processes of a launch instead (torchrun, srun)"
-    )
-    parser.add_argument(
-        "--debug-state", default="", metavar="FILE", help="instead: logits, loss, gradients against llm.c's debug state"
-    )
-    parser.add_argument("--model", default="", metavar="FILE", help="the model.bin that the debug state is of")
-    parsed = parser.parse(arguments)
+def run(parsed: Namespace) -> int:
     if bool(parsed.debug_state) != bool(parsed.model):
         raise UsageError("--debug-state and --model go together: a debug state and the model file that it was made with")
     is_rank_0 = True

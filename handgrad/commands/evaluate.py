@@ -13,7 +13,6 @@ from torch import Tensor
 from handgrad import devices
 from handgrad.arena import Buffer, Plan, make_plan
 from handgrad.backend import choose_backend
-from handgrad.commands.arguments import Parser, add_model_arguments
 from handgrad.config import RunConfig
 from handgrad.data.shards import Dataset
 from handgrad.errors import NumericsError, UsageError
@@ -22,7 +21,7 @@ from handgrad.evaluation.likelihoods import Request, Workload
 from handgrad.evaluation.load import LoadedModel, Weights, load_model
 from handgrad.evaluation.records import AFTERWARDS, append_to_run, check_writable, task_record, write_rows
 from handgrad.evaluation.scoring import TaskResult, make_requests, results_of
-from handgrad.evaluation.tasks import TASKS, TaskData, load_tasks, parse_tasks
+from handgrad.evaluation.tasks import TaskData, load_tasks, parse_tasks
 from handgrad.interop.sources import open_weights
 from handgrad.models import architecture, forward_buffers, named_activations
 from handgrad.models.rows import KIND
@@ -35,25 +34,7 @@ MEMORY = "evaluation.memory"  # the loss and the tasks take turns in it
 PROGRESS_SECONDS = 2.0
 
 
-def run(arguments: Sequence[str]) -> int:
-    parser = Parser(
-        "handgrad evaluate", description="Loss of a checkpoint on a validation split, and its results on tasks."
-    )
-    add_model_arguments(parser)
-    parser.add_argument("--data", default="", metavar="DIR", help="prepared shards (default without --tasks: the run's)")
-    parser.add_argument("--eval-tokens", type=int, default=0, metavar="N", help="tokens (default: the whole split)")
-    parser.add_argument("--micro-batch", type=int, default=8, metavar="N", help="contexts' worth at once (default: 8)")
-    known = ", ".join(TASKS)
-    parser.add_argument(
-        "--tasks", default="", metavar="NAME[=FILE],...", help=f"{known}, or your own; without a FILE from the Hub"
-    )
-    parser.add_argument(
-        "--limit", type=int, default=0, metavar="N", help="of each task the first N examples (default: all)"
-    )
-    parser.add_argument("--out", default="", metavar="FILE", help="of each task's example a line of JSON")
-    parsed = parser.parse(arguments)
-    if parsed.eval_tokens < 0 or parsed.micro_batch < 1 or parsed.limit < 0:
-        raise UsageError("--eval-tokens and --limit must be 0 or more and --micro-batch 1 or more")
+def run(parsed: Namespace) -> int:
     if not parse_tasks(parsed.tasks) and (parsed.out or parsed.limit):
         raise UsageError("--out and --limit belong to --tasks; name some, like --tasks hellaswag=FILE")
     info = find_rank_info(os.environ)

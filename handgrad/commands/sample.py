@@ -8,23 +8,22 @@ from pathlib import Path
 
 from handgrad import devices
 from handgrad.backend import choose_backend
-from handgrad.commands.arguments import Parser, add_model_arguments
 from handgrad.errors import DataError, UsageError, storage_error
 from handgrad.evaluation.jsonl import check_free, read_prompts, whole_lines
 from handgrad.evaluation.load import LoadedModel, load_model
 from handgrad.generation.decode import decode_buffers, decode_tensors
-from handgrad.models import architecture
 from handgrad.generation.generate import Continuation, Decoder, SamplingOptions, check_writing
 from handgrad.generation.text import document, stream_text
 from handgrad.interop.sources import open_weights
+from handgrad.models import architecture
 
 PROGRESS_SECONDS = 5  # between two lines about a file of prompts
 
 
-def run(arguments: Sequence[str]) -> int:
-    parsed = parse(arguments)
+def run(parsed: argparse.Namespace) -> int:
+    check_flags(parsed)
     options = SamplingOptions(parsed.temperature, parsed.top_k, parsed.top_p, parsed.min_p, parsed.repetition_penalty)
-    prompts = read_prompts(Path(parsed.input)) if parsed.input else [{"prompt": prompt_of(parsed)}] * parsed.samples
+    prompts = read_prompts(Path(parsed.input)) if parsed.input else [{"prompt": prompt_of(parsed)}] * (parsed.samples or 1)
     if parsed.out:
         check_free(Path(parsed.out))
     batch = min(parsed.batch, len(prompts))
@@ -45,7 +44,9 @@ def run(arguments: Sequence[str]) -> int:
         for number, row in enumerate(prompts)
     ]
     settings = {"vocab_size": model.shape.vocab_size, "end_of_text": model.tokenizer.end_of_text}
-    decoder = Decoder(architecture(model.shape), ops, model.weights, decode_tensors(model.shape, model.views), options, **settings)
+    decoder = Decoder(
+        architecture(model.shape), ops, model.weights, decode_tensors(model.shape, model.views), options, **settings
+    )
     started = time.perf_counter()
     if parsed.out:
         write_file(decoder, model, texts, prompts, parsed)
@@ -55,35 +56,7 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = Parser("handgrad sample", description="Writes text, token by token; or one for each prompt of a file.")
-    add_model_arguments(parser)
-    add = parser.add_argument
-    add("--prompt", metavar="TEXT", help="the beginning (default: a new document)")
-    add("--prompt-file", metavar="FILE", help="the beginning is what this file holds; - is standard input")
-    add("--samples", type=int, metavar="N", help="how many (default: 1)")
-    add("--max-tokens", type=int, default=200, metavar="N", help="longest sample (default: 200)")
-    add("--temperature", type=float, default=0.8, metavar="X", help="divides the logits; 0 is greedy (default: 0.8)")
-    add("--top-k", type=int, default=0, metavar="N", help="only the N likeliest tokens (0: all)")
-    add("--top-p", type=float, default=1.0, metavar="X", help="only the likeliest that X of the chance falls on (1: all)")
-    add("--min-p", type=float, default=0.0, metavar="X", help="only tokens X times as likely as the likeliest (0: all)")
-    add(
-        "--repetition-penalty",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="divides logits of tokens already there (1: none)",
-    )
-    add("--stop", action="append", default=[], metavar="TEXT", help="ends a sample before this text; may be repeated")
-    add("--seed", type=int, default=0, metavar="N", help="of the first sample or prompt; each further one counts up")
-    add("--in", dest="input", metavar="FILE", help='prompts, one {"prompt": TEXT} a line; may have "max_tokens"')
-    add("--out", metavar="FILE", help="for --in: the same lines with text, tokens and why it stopped")
-    add("--batch", type=int, default=8, metavar="N", help="texts at once, of samples or prompts (default: 8)")
-    parsed = parser.parse(arguments)
-    for name in ("samples", "batch"):
-        value = getattr(parsed, name)
-        if value is not None and value < 1:
-            raise UsageError(f"--{name} must be 1 or more, found {value}")
+def check_flags(parsed: argparse.Namespace) -> None:
     check_writing(parsed.max_tokens, parsed.seed, parsed.stop)
     if bool(parsed.input) != bool(parsed.out):
         raise UsageError("--in FILE.jsonl and --out FILE.jsonl go together")
@@ -91,8 +64,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         raise UsageError("expected one of --prompt, --prompt-file and --in, found several")
     if parsed.input and parsed.samples is not None:
         raise UsageError("--samples is not for --in: repeat the lines")
-    parsed.samples = parsed.samples or 1
-    return parsed
 
 
 def prompt_of(parsed: argparse.Namespace) -> str:

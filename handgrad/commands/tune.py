@@ -1,7 +1,8 @@
 """handgrad tune: freezes the fastest algorithm of every product of a model on this GPU."""
 
 import math
-from collections.abc import Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,8 +10,6 @@ import torch
 
 from handgrad import devices
 from handgrad.backend import choose_backend
-from handgrad.commands.arguments import Parser, add_run_arguments, run_config
-from handgrad.commands.plan import GPT2_VOCABULARY
 from handgrad.config import ModelShape, RunConfig
 from handgrad.errors import UsageError
 from handgrad.fp8.tables import PARTS
@@ -28,15 +27,8 @@ class NoFeed:
         pass
 
 
-def run(arguments: Sequence[str]) -> int:
-    parser = Parser("handgrad tune", description="Times the algorithms of every product of a run, and keeps the fastest.")
-    add_run_arguments(parser)
-    parser.add_argument("--vocab-size", type=int, default=GPT2_VOCABULARY, metavar="N", help="words (default: GPT-2's)")
-    parser.add_argument("--table", default="", metavar="FILE", help="where to write (default: this user's table)")
-    parsed = parser.parse(arguments)
-    config = run_config(parsed)
-    if parsed.vocab_size < 1:
-        raise UsageError(f"--vocab-size must be at least 1, found {parsed.vocab_size}")
+def run(parsed: Namespace) -> int:
+    config = parsed.run_config
     device = devices.resolve_device(config.device)
     if device.type != "cuda":
         raise UsageError(f"expected a CUDA GPU to tune for, found device {device.type}")

@@ -1,6 +1,6 @@
 """A folder of token shards, opened and verified.
 
-A shard is a llm.c token file, little-endian: 256 int32 (magic 20240520, version 1, token count, zeros), then the
+A shard is an llm.c token file, little-endian: 256 int32 (magic 20240520, version 1, token count, zeros), then the
 tokens as uint16. Beside `train_000000.bin` lies `train_000000.idx`: the offsets within the shard, uint32, where a
 document starts. `manifest.json` names the files with their hashes. A folder of llm.c `.bin` files without a manifest
 opens too, as GPT-2 tokens.
@@ -22,13 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from handgrad.data.llmc_header import EVALUATION
+from handgrad.data.llmc_header import EVALUATION, HEADER_BYTES, TOKENS, check_size, make_header, parse_header
 from handgrad.data.tokenizer import Tokenizer, load_tokenizer, read_tokenizer
 from handgrad.errors import DataError, storage_error
 
-MAGIC, VERSION = 20240520, 1
-LLAMA_MAGIC = 20240801
-HEADER_BYTES = 256 * 4
 MAX_SHARD_TOKENS = (1 << 31) - 1  # the header's count is an int32
 
 MANIFEST_FILE = "manifest.json"
@@ -39,9 +36,7 @@ SPLITS = ("train", "validation")
 
 def header(token_count: int) -> bytes:
     """The 1024 bytes that precede `token_count` uint16 tokens."""
-    words = np.zeros(256, "<i4")
-    words[:3] = MAGIC, VERSION, token_count
-    return words.tobytes()
+    return make_header({0: TOKENS, 1: 1, 2: token_count})
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +57,7 @@ class Shard:
         Raises DataError: header, size, hash or a token id is wrong; StorageError: the file cannot be read.
         """
         content = _memory_map(self.path)
-        found = _parse_header(content[:HEADER_BYTES], len(content), self.path)
+        found = _token_count(content[:HEADER_BYTES], len(content), self.path)
         if found != self.token_count:
             raise DataError(f"expected {self.token_count} tokens in {self.path}, found {found}; prepare the data again")
         if self.sha256 is not None:
@@ -229,7 +224,7 @@ def _open_bare(folder: Path) -> Dataset:
                 first = file.read(HEADER_BYTES)
             if first[:4] == EVALUATION.to_bytes(4, "little"):  # hellaswag_val.bin is named like tokens, and is none
                 continue
-            token_count = _parse_header(first, path.stat().st_size, path)
+            token_count = _token_count(first, path.stat().st_size, path)
             splits["train" if match[1] == "train" else "validation"].append(Shard(path, token_count, tokenizer.vocab_size))
     if not any(splits.values()):
         raise DataError(
@@ -239,30 +234,15 @@ def _open_bare(folder: Path) -> Dataset:
     return Dataset(folder, tokenizer, {name: tuple(shards) for name, shards in splits.items()}, None)
 
 
-def _parse_header(first: bytes, size_bytes: int, path: Path) -> int:
-    """The token count that a shard's header states, checked against the size of its file."""
-    if len(first) < HEADER_BYTES:
-        raise DataError(
-            f"expected a header of {HEADER_BYTES} bytes, found a file of {len(first)} in {path}; prepare the data again"
-        )
-    magic, version, token_count = (int(word) for word in np.frombuffer(first, "<i4", 3))
-    if magic == LLAMA_MAGIC:
-        raise DataError(f"expected GPT-2 tokens (uint16), found Llama 3 tokens (uint32) in {path}; prepare the data again")
-    if (magic, version) != (MAGIC, VERSION):
-        raise DataError(
-            f"expected magic {MAGIC} and version {VERSION}, found {magic} and {version} in {path}; "
-            "it is no llm.c token file, prepare the data again"
-        )
+def _token_count(first: bytes, size_bytes: int, path: Path) -> int:
+    """The token count in a shard's header, checked against the size of its file."""
+    token_count = parse_header(first, path, TOKENS, (1,))[2]
     _check_size(size_bytes, token_count, path)
     return token_count
 
 
 def _check_size(size_bytes: int, token_count: int, path: Path) -> None:
-    if size_bytes != HEADER_BYTES + 2 * token_count:
-        raise DataError(
-            f"expected {HEADER_BYTES + 2 * token_count} bytes for {token_count} tokens, found {size_bytes} in {path}; "
-            "restore it or prepare the data again"
-        )
+    check_size(path, HEADER_BYTES + 2 * token_count, size_bytes, f"{token_count} tokens")
 
 
 def _check_hash(content: Any, expected: str, path: Path) -> None:

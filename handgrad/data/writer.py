@@ -10,7 +10,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from handgrad.data.shards import HEADER_BYTES, header
+from handgrad.data.llmc_header import HEADER_BYTES
+from handgrad.data.shards import header
 from handgrad.files import file_sha256, write_durably
 
 JOURNAL_FILE = "journal.json"

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from handgrad.data.batches import Batches, host_buffers
+from handgrad import devices
+from handgrad.data.batches import Batches
 from handgrad.data.shards import Dataset, open_dataset
 from handgrad.data.tokenizer import Tokenizer
 from handgrad.errors import DataError
@@ -52,7 +53,7 @@ def held_out_loss(
     batches = Batches(dataset.splits["validation"], length, 0, shuffle=False)
     samples = max(1, eval_tokens // length) if eval_tokens else batches.samples_per_epoch
     sizes = {"samples": samples, "vocab_size": vocab_size}
-    buffers = host_buffers(act.tokens, act.targets)
+    buffers = devices.host_buffers(act.tokens, act.targets)
     loss = mean_loss(model, ops, weights, act, batches, **sizes, host_buffers=buffers, ranks=ranks)
     tokens = min(samples, batches.samples_per_epoch) * length
     return HeldOut(loss, perplexity(loss), bits_per_byte(loss, dataset), tokens)

@@ -20,9 +20,9 @@ from handgrad.errors import UsageError
 from handgrad.evaluation.likelihoods import Request, score
 from handgrad.evaluation.load import LoadedModel, load_model
 from handgrad.generation.decode import decode_buffers, decode_tensors
-from handgrad.models import architecture
 from handgrad.generation.generate import Continuation, Decoder, SamplingOptions
 from handgrad.generation.text import TextStream
+from handgrad.models import architecture
 
 assert lm_eval.models
 SLOTS = 8  # texts at a time
@@ -128,7 +128,9 @@ def complete(model: LoadedModel, asked: list[Wanted], temperature: float) -> dic
     tokenizer = model.tokenizer
     vocabulary = {"vocab_size": model.shape.vocab_size, "end_of_text": tokenizer.end_of_text}
     options = SamplingOptions(temperature=temperature)
-    decoder = Decoder(architecture(model.shape), model.ops, model.weights, decode_tensors(model.shape, model.views), options, **vocabulary)
+    decoder = Decoder(
+        architecture(model.shape), model.ops, model.weights, decode_tensors(model.shape, model.views), options, **vocabulary
+    )
     answers = dict.fromkeys(asked, "")
     streams: dict[Continuation, tuple[Wanted, TextStream]] = {}
     for wanted in asked:

@@ -10,11 +10,12 @@ import torch
 
 import handgrad
 from handgrad import checkpoint
-from handgrad.checkpoint import LOCK_FILE, Stored
+from handgrad.checkpoint import Stored
 from handgrad.config import ModelShape, RunConfig, to_dict
 from handgrad.data.tokenizer import Tokenizer, tokenizer_files, tokenizer_record
 from handgrad.errors import StorageError, UsageError, storage_error
 from handgrad.files import sync_folder
+from handgrad.run_files import CHECKPOINTS, LOCK_FILE
 
 PARTIAL = ".partial"
 
@@ -99,11 +100,11 @@ def write_imported(
         manifest |= {"loss_window": [], "norm_window": [], "skips_in_a_row": 0}
     step = resume_step or 0
     with whole_folder(out) as partial:
-        written = checkpoint.save(partial / "checkpoints", step, tensors, manifest, tokenizer_files(tokenizer))
+        written = checkpoint.save(partial / CHECKPOINTS, step, tensors, manifest, tokenizer_files(tokenizer))
         if resume_step is not None:
             checkpoint.write_file(partial / LOCK_FILE, [])
         try:
             checkpoint.open_checkpoint(written)  # sizes and hashes, read back from the disk
         except ValueError as error:
             raise StorageError(f"reading back {out} failed: {error}") from None
-    return checkpoint.folder_of(out / "checkpoints", step)
+    return checkpoint.folder_of(out / CHECKPOINTS, step)

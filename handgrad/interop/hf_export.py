@@ -11,7 +11,6 @@ from handgrad.checkpoint import Checkpoint, Stored, safetensors_bytes, write_fil
 from handgrad.errors import DataError, StorageError
 from handgrad.evaluation.load import LoadedModel, load_model
 from handgrad.generation.decode import decode_buffers, decode_tensors
-from handgrad.models import architecture
 from handgrad.interop.folders import check_free, whole_folder, write_text
 from handgrad.interop.huggingface import (
     CONFIG_FILE,
@@ -26,6 +25,7 @@ from handgrad.interop.huggingface import (
 )
 from handgrad.interop.model_card import CARD_FILE, CURVE_FILE, curve_png, model_card
 from handgrad.interop.vocabulary import vocabulary_files
+from handgrad.models import architecture
 from handgrad.models.parameters import ParameterRow, parameter_table
 from handgrad.ops import reference
 

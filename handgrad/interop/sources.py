@@ -22,6 +22,7 @@ from handgrad.interop.folders import check_free, imported_config, write_imported
 from handgrad.interop.huggingface import CONFIG_FILE, MODEL_FILES, fetch, on_hub, read_folder, read_shape
 from handgrad.interop.llmc_model import read_model
 from handgrad.models.parameters import parameter_table
+from handgrad.run_files import CHECKPOINTS
 
 SIZES = ("num_layers", "num_heads", "channels", "sequence_length")
 
@@ -64,7 +65,7 @@ def is_llmc(path: Path) -> bool:
 
 
 def is_ours(path: Path) -> bool:
-    return (path / MANIFEST).exists() or (path / "checkpoints").is_dir() or checkpoint.means_best(path)
+    return (path / MANIFEST).exists() or (path / CHECKPOINTS).is_dir() or checkpoint.means_best(path)
 
 
 def folder_of(source: str, files: tuple[str, ...]) -> Path:

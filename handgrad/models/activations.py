@@ -1,12 +1,12 @@
 """Transition."""
 
 from handgrad.models import gpt2
-from handgrad.models.gpt2 import Activations
-from handgrad.models.rows import KIND, named
-from handgrad.models import head_chunk_tokens
+from handgrad.models.rows import named
 
 
-def activation_buffers(shape, batch, length, dtype, *, recompute=0, chunk, scratch_bytes=0, attention_scratch_bytes=0, training=True):
+def activation_buffers(
+    shape, batch, length, dtype, *, recompute=0, chunk, scratch_bytes=0, attention_scratch_bytes=0, training=True
+):
     from handgrad.ops import reference
 
     rows = gpt2.activations(shape, batch, length, dtype, reference, chunk=chunk, training=training)

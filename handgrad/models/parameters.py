@@ -1,7 +1,7 @@
 """Transition."""
 
-from handgrad.models import gpt2, named_weights, parameter_table
-from handgrad.models.rows import ParameterRow, count_parameters, flat_elements, initialize, named
+from handgrad.models import gpt2
+from handgrad.models.rows import named
 
 ModelTensors = gpt2.Weights
 flops_per_token = gpt2.flops_per_token

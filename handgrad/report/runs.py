@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from handgrad.errors import DataError, storage_error
+from handgrad.run_files import CONFIG_FILE, METRICS_FILE
 
 LARGEST_COUNT = 1 << 53  # beyond it a float64, which the plots use, no longer holds every whole number
 
@@ -137,7 +138,7 @@ def read_run(folder: Path, name: str) -> Run:
     """Reads one run folder; `DataError` says in one line what is missing or broken and what to do about it."""
     if not folder.is_dir():
         raise DataError(f"run folder {folder} does not exist; `handgrad train ... --out {folder}` makes it")
-    config_path, metrics_path = folder / "config.toml", folder / "metrics.jsonl"
+    config_path, metrics_path = folder / CONFIG_FILE, folder / METRICS_FILE
     for path in (metrics_path, config_path):
         if not path.is_file():
             raise DataError(f"{folder} holds no {path.name}; name a folder that was the --out of `handgrad train`")

@@ -14,6 +14,7 @@ from handgrad.report import results
 from handgrad.report.curves import thin
 from handgrad.report.runs import Run
 from handgrad.report.style import RUN_COLORS
+from handgrad.run_files import CONFIG_FILE
 
 SAMPLES = 6  # per run, spread from the first to the last
 SAMPLE_CHARACTERS = 4000
@@ -299,7 +300,7 @@ def settings(run: Run) -> str:
 
 def commands(run: Run) -> str:
     """What to type next. `steps` shapes the schedule, so a finished run is not resumed but starts another one."""
-    folder, config = shlex.quote(str(run.folder)), shlex.quote(str(run.folder / "config.toml"))
+    folder, config = shlex.quote(str(run.folder)), shlex.quote(str(run.folder / CONFIG_FILE))
     if results.steps_done(run) < run.start.planned_steps:
         train = ["# go on from the last checkpoint", f"handgrad train --config {config} --out {folder}"]
     else:

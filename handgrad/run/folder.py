@@ -1,26 +1,16 @@
-"""The folder of a run: who may write to it, which configuration it belongs to, and where it goes on.
-
-config.toml     the resolved configuration
-metrics.jsonl   one JSON object per step, validation, sample and event
-main.log        losses in llm.c's format
-log.txt         what the console said
-samples/        texts written during training
-checkpoints/    step_00001000/, ...
-report.html     curves and tables
-"""
+"""The folder of a run: who may write to it, which configuration it belongs to, and where it goes on."""
 
 import fcntl
 from pathlib import Path
 from typing import Any, TextIO
 
 from handgrad import checkpoint
-from handgrad.checkpoint import LOCK_FILE, Checkpoint
+from handgrad.checkpoint import Checkpoint
 from handgrad.config import RunConfig, differences, to_dict, to_toml
 from handgrad.errors import ConfigError, DataError, UsageError, storage_error
 from handgrad.files import sync_folder, write_durably
 from handgrad.parallel.ranks import Ranks
-
-CONFIG_FILE, SAMPLES, CHECKPOINTS = "config.toml", "samples", "checkpoints"
+from handgrad.run_files import CHECKPOINTS, CONFIG_FILE, LOCK_FILE, SAMPLES
 
 
 class RunFolder:

@@ -10,7 +10,7 @@ import handgrad
 from handgrad import checkpoint, devices, power
 from handgrad.arena import make_plan
 from handgrad.config import RunConfig, to_dict
-from handgrad.data.batches import Batches, host_buffers, validation_batches
+from handgrad.data.batches import Batches, validation_batches
 from handgrad.data.shards import Dataset
 from handgrad.data.tokenizer import tokenizer_files, tokenizer_record
 from handgrad.errors import NumericsError
@@ -27,13 +27,14 @@ from handgrad.parallel.step import ParallelStep
 from handgrad.parallel.stragglers import Stragglers
 from handgrad.run import console
 from handgrad.run.assemble import assemble
-from handgrad.run.folder import SAMPLES, RunFolder, write_text
+from handgrad.run.folder import RunFolder, write_text
 from handgrad.run.header import header_lines, run_record
 from handgrad.run.log import RunLog
 from handgrad.run.resolve import resolve
 from handgrad.run.saving import changed_versions, load_run, origin_of, run_numbers, save_state
 from handgrad.run.signals import Observer, OnStep, StopSignals, preempted
 from handgrad.run.tasks import TaskWatch
+from handgrad.run_files import SAMPLES
 from handgrad.training.design import Design
 from handgrad.training.step import StepResult
 
@@ -121,12 +122,6 @@ class Run:
             self.folder.changes += changed_versions(resumed, self.versions())
 
     # The run.
-
-    def train(self) -> float | None:
-        """Begins, and makes the steps that are left; returns the last validation loss of this process in nats, if any."""
-        self.begin()
-        self.advance(self.config.steps)
-        return self.validation_loss
 
     def begin(self) -> None:
         """Logs the header, and makes up for what was due when the last process ended."""
@@ -363,7 +358,7 @@ class Run:
         state, samples = self.training.state, max(1, self.config.eval_tokens // self.config.sequence_length)
         model = self.design.model, self.design.ops, state.weights, state.activations
         sizes = {"samples": samples, "vocab_size": self.design.shape.vocab_size}
-        buffers = host_buffers(state.activations.tokens, state.activations.targets)
+        buffers = devices.host_buffers(state.activations.tokens, state.activations.targets)
         return mean_loss(*model, self.validation_batches, **sizes, host_buffers=buffers, ranks=self.ranks)
 
     def sample(self) -> None:

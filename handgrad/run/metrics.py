@@ -10,14 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
-from handgrad.checkpoint import RECORD_FILE
 from handgrad.errors import storage_error
 from handgrad.evaluation.loss import perplexity
 from handgrad.evaluation.records import IN_TRAINING
 from handgrad.files import write_durably
+from handgrad.run_files import LOG_FILE, MAIN_LOG_FILE, METRICS_FILE
 from handgrad.training.step import StepResult
-
-METRICS_FILE, MAIN_LOG_FILE, LOG_FILE = RECORD_FILE, "main.log", "log.txt"
 
 
 class Metrics:

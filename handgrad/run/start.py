@@ -14,7 +14,7 @@ from handgrad.data.shards import Dataset, open_dataset
 from handgrad.errors import DataError, UsageError
 from handgrad.evaluation.load import Weights
 from handgrad.interop.sources import SIZES, open_weights
-from handgrad.parallel.launchers import find_place
+from handgrad.parallel.launchers import find_rank_info
 from handgrad.parallel.ranks import Ranks
 from handgrad.parallel.rendezvous import joined
 from handgrad.run.checks import check_disk, check_fits, check_shared_gradients
@@ -32,9 +32,9 @@ def open_run(config: RunConfig, *, allow_changes: bool = False, shows: Shows = "
     Raises the errors of an input or a folder that does not fit.
     """
     check(config)
-    place = find_place(os.environ)
-    device = devices.resolve_device(config.device, place.local_rank)
-    with joined(place, device, config) as ranks:
+    info = find_rank_info(os.environ)
+    device = devices.resolve_device(config.device, info.local_rank)
+    with joined(info, device, config) as ranks:
         yield from open_as_rank(config, device, ranks, allow_changes=allow_changes, shows=shows)
 
 

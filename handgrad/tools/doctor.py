@@ -15,9 +15,9 @@ from handgrad.backend import REQUIRED, choose_backend
 from handgrad.config import RunConfig
 from handgrad.data.tokenizer import load_tokenizer
 from handgrad.errors import HandgradError
+from handgrad.format import human_bytes
 from handgrad.models import transformer
 from handgrad.ops import reference
-from handgrad.run.console import human_bytes
 from handgrad.tools.kernel_checks.fp8 import OLDEST_FP8, check_fp8_kernels
 from handgrad.tools.kernel_checks.operations import check_kernels
 from handgrad.tools.plan import product_rate

@@ -9,10 +9,10 @@ from handgrad import devices
 from handgrad.arena import make_plan
 from handgrad.backend import choose_backend, settle_products
 from handgrad.config import ModelShape, RunConfig, check
+from handgrad.format import human_bytes, human_count, human_flops, human_seconds, memory_table
 from handgrad.generation.decode import decode_buffers
 from handgrad.models.parameters import count_parameters, flops_per_token, parameter_table
 from handgrad.ops import reference
-from handgrad.run.console import human_bytes, human_count, human_flops, human_seconds, memory_table
 from handgrad.run.folder import settled_lanes
 from handgrad.run.header import check_shared_gradients, checkpoint_bytes, dropout_lines, most_checkpoints
 from handgrad.training.state import largest_micro_batch, training_plan

@@ -29,8 +29,8 @@ from handgrad import devices, power
 from handgrad.backend import choose_backend, settle_products
 from handgrad.config import ModelShape, RunConfig
 from handgrad.errors import DataError
+from handgrad.format import human_bytes, human_count
 from handgrad.fp8.formats import Form, Quantized, plain
-from handgrad.run.console import human_bytes, human_count
 from handgrad.tools.traces import PREFIX, Spent, read_trace, spent_on_cpu, spent_on_gpu
 from handgrad.training.feed import BatchFeed, Source
 from handgrad.training.state import TrainingState, allocate_state, training_plan

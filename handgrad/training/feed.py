@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-
 SLOTS = 2  # micro-batches in flight
 
 
