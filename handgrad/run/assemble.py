@@ -58,7 +58,7 @@ def assemble(design: Design, source: Source, ranks: Ranks | None = None, *, grap
 def bind(
     state: TrainingState,
     scaling: Scaling | None,
-    source: Source,
+    source: Source | None = None,
     ranks: Ranks | None = None,
     *,
     feed: Feed | None = None,
@@ -70,13 +70,16 @@ def bind(
     ranks, design = ranks or Ranks(), state.design
     ops = ops or design.ops
     samples = state.views.get(SAMPLES)
-    feed = feed or BatchFeed(source, state.activations, samples)
+    if feed is None:
+        assert source is not None
+        feed = BatchFeed(source, state.activations, samples)
     sync = None if design.sharding.lanes == 1 else GradientSync(state, ranks)
     graphs = design.device.type == "cuda" and ops.CAPTURABLE if graphs is None else graphs
-    program = plain_program(state, with_dropout(ops, state) if design.dropout else ops)
+    program = plain_program(state, ops, with_dropout(ops, state) if design.dropout else ops)
     if sync is not None:
         program = with_sync(program, sync)
     if scaling is not None:
+        scaling.ops = ops
         program = with_fp8(program, state, scaling, feed, sync, graphs=graphs)
     if sync is None:
         step = TrainStep(state, feed, program, graphs=graphs)

@@ -95,3 +95,15 @@ def open_fitting(config: RunConfig, dataset: Dataset) -> Weights:
             " prepare the text with the tokenizer of the weights"
         )
     return weights
+
+
+def train(config: RunConfig, *, allow_changes: bool = False) -> float | None:
+    """Trains the run in `config.out`, or resumes it; returns the last validation loss in nats, if there is one.
+
+    Raises `Preempted` after saving when a signal stops the process, `NumericsError` when updates keep being skipped, and the
+    errors of `open_run`.
+    """
+    with open_run(config, allow_changes=allow_changes) as run:
+        run.begin()
+        run.advance(config.steps)
+        return run.validation_loss

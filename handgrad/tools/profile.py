@@ -26,15 +26,17 @@ from torch import Tensor
 
 import handgrad
 from handgrad import devices, power
-from handgrad.backend import choose_backend, settle_products
-from handgrad.config import ModelShape, RunConfig
+from handgrad.backend import choose_backend
+from handgrad.config import RunConfig
 from handgrad.errors import DataError
 from handgrad.format import human_bytes, human_count
 from handgrad.fp8.formats import Form, Quantized, plain
+from handgrad.run.assemble import allocate, assemble, bind
+from handgrad.run.resolve import resolve, with_tuned_gemms
 from handgrad.tools.traces import PREFIX, Spent, read_trace, spent_on_cpu, spent_on_gpu
-from handgrad.training.feed import BatchFeed, Source
-from handgrad.training.state import TrainingState, allocate_state, training_plan
-from handgrad.training.step import Stepper, StepResult
+from handgrad.training.feed import Source
+from handgrad.training.design import Design
+from handgrad.training.step import StepResult, TrainStep
 
 WARMUP_STEPS = 3
 HOT_SECONDS = 3.0  # of steps on a GPU before each measurement: its clock falls to what its power limit allows
@@ -248,20 +250,23 @@ def product_rate(device: torch.device, dtype: torch.dtype) -> float:
 # The measurement.
 
 
-def set_up(config: RunConfig, shape: ModelShape, device: torch.device, dtype: torch.dtype) -> TrainingState:
-    ops = choose_backend(config.backend, device)
-    config = settle_products(config, ops)
-    ops.check_sizes(length=shape.sequence_length, num_heads=shape.num_heads, channels=shape.channels)
-    needed, available = training_plan(config, shape, dtype, device, ops).total_bytes, devices.available_bytes(device)
+def set_up(config: RunConfig, vocab_size: int) -> Design:
+    """The design of a run on one process; raises `DataError` if it does not fit."""
+    device = devices.resolve_device(config.device)
+    config = with_tuned_gemms(config, choose_backend(config.backend, device, config.precision))
+    design = resolve(config, vocab_size, device=device)
+    shape, needed = design.shape, design.plan.total_bytes
+    design.plain_ops.check_sizes(length=shape.sequence_length, num_heads=shape.num_heads, channels=shape.channels)
+    available = devices.available_bytes(device)
     if available is not None and needed > available:
         raise DataError(
             f"the run needs {human_bytes(needed)}, {device.type} has {human_bytes(available)} free; `handgrad plan` shows"
             " what takes it, and the --micro-batch that fits"
         )
-    return allocate_state(config, shape, dtype, device, ops)
+    return design
 
 
-def make_steps(stepper: Stepper, first: int, count: int) -> list[StepResult]:
+def make_steps(stepper: TrainStep, first: int, count: int) -> list[StepResult]:
     """Results of steps launched one ahead of their results, as in training."""
     results = []
     stepper.begin(first)
@@ -282,9 +287,8 @@ def profile_run(config: RunConfig, vocab_size: int, source: Source, steps: int, 
     ceilings = copy_bandwidth(device), product_rate(device, dtype)
     if cuda:
         torch.cuda.empty_cache()
-    state = set_up(config, config.shape(vocab_size), device, dtype)
-    feed = BatchFeed(source, state.activations)
-    stepper = Stepper(config, state, feed)
+    training = assemble(set_up(config, vocab_size), source)
+    stepper, state = training.step, training.state
     results = make_steps(stepper, 0, WARMUP_STEPS)
     hot_steps = math.ceil(HOT_SECONDS / results[-1].elapsed_seconds) if cuda else 0
     done = WARMUP_STEPS
@@ -295,9 +299,8 @@ def profile_run(config: RunConfig, vocab_size: int, source: Source, steps: int, 
     wall_ms = fmean(result.elapsed_seconds for result in results) * 1e3
     done += steps
 
-    recorder = Recorder(state.ops, state.weights.wte, torch.profiler.record_function)
-    state.ops = recorder.ops
-    stepper = Stepper(config, state, feed, graphs=False)
+    recorder = Recorder(training.design.ops, state.plain_weights.head, torch.profiler.record_function)
+    stepper = bind(state, training.scaling, source, ops=recorder.ops, graphs=False).step
     activity = torch.profiler.ProfilerActivity
     with recorder.recording(), tempfile.TemporaryDirectory() as folder:
         recorder.counting = True
@@ -337,13 +340,11 @@ def profile_run(config: RunConfig, vocab_size: int, source: Source, steps: int, 
 
 def one_micro_step(config: RunConfig, vocab_size: int, source: Source) -> None:
     """What `ncu` watches: after a step to load everything, one step of a single micro-batch, its operations in ranges."""
-    device = devices.resolve_device(config.device)
-    dtype = devices.use_precision(device, config.precision)
     config = replace(config, tokens_per_step=config.micro_batch * config.sequence_length)
-    state = set_up(config, config.shape(vocab_size), device, dtype)
-    recorder = Recorder(state.ops, state.weights.wte, torch.cuda.nvtx.range)
-    state.ops = recorder.ops
-    stepper = Stepper(config, state, BatchFeed(source, state.activations), graphs=False)
+    design = set_up(config, vocab_size)
+    device, (state, scaling) = design.device, allocate(design)
+    recorder = Recorder(design.ops, state.plain_weights.head, torch.cuda.nvtx.range)
+    stepper = bind(state, scaling, source, ops=recorder.ops, graphs=False).step
     with recorder.recording():
         stepper.step(0)
         devices.synchronize(device)

@@ -59,18 +59,18 @@ class Program:
     reports: list[Tensor] = field(default_factory=list)  # device tensors that travel with a step's results
 
 
-def plain_program(state: TrainingState, ops: Any) -> Program:
-    """Forward and backward of a micro-batch, the norm, the verdict, the optimizer. `ops`: of the passes through the model."""
+def plain_program(state: TrainingState, ops: Any, model_ops: Any) -> Program:
+    """Forward and backward of a micro-batch with `model_ops`, then norm, verdict and optimizer with `ops`."""
     design = state.design
     model, act, d, w = design.model, state.activations, state.activation_gradients, state.weights
     options = {"vocab_size": design.shape.vocab_size, "recompute": design.recompute}
     passes = [
-        *model.forward(ops, w, act),
-        *model.backward(ops, w, state.weight_gradients, act, d, state.loss_scale[:1], **options),
+        *model.forward(model_ops, w, act),
+        *model.backward(model_ops, w, state.weight_gradients, act, d, state.loss_scale[:1], **options),
     ]
-    losses = Stage("", partial(design.ops.loss_sum, state.sum_of_losses, act.losses))
+    losses = Stage("", partial(ops.loss_sum, state.sum_of_losses, act.losses))
     verdict = partial(
-        design.ops.verdict,
+        ops.verdict,
         state.results,
         state.loss_scale,
         state.losses_of_step,
@@ -80,10 +80,10 @@ def plain_program(state: TrainingState, ops: Any) -> Program:
         clip_norm=design.guards.clip_norm,
         dynamic_loss_scale=design.guards.loss_scaling,
     )
-    norms = [partial(design.ops.squared_norms, sums, part, block_elements=BLOCK_ELEMENTS) for sums, part in state.norms]
+    norms = [partial(ops.squared_norms, sums, part, block_elements=BLOCK_ELEMENTS) for sums, part in state.norms]
     # Frozen parameters' gradients become zeros first: the norm's blocks stay where they are.
     frozen = [gradient.zero_ for gradient in state.frozen]
-    update = partial(design.optimizer.update, design.ops, state.owned, state.controls, state.results)
+    update = partial(design.optimizer.update, ops, state.owned, state.controls, state.results)
     return Program([*passes, losses], [*frozen, *norms], [verdict, update])
 
 
