@@ -7,7 +7,8 @@ from handgrad.commands.arguments import flag
 from handgrad.errors import UsageError
 from handgrad.interop.llmc_export import import_llmc
 from handgrad.interop.sources import SIZES, import_model
-from handgrad.models.parameters import count_parameters, parameter_table
+from handgrad.models import parameter_table
+from handgrad.models.rows import count_parameters
 
 
 def run(parsed: Namespace) -> int:

@@ -25,8 +25,8 @@ from handgrad.interop.huggingface import (
 )
 from handgrad.interop.model_card import CARD_FILE, CURVE_FILE, curve_png, model_card
 from handgrad.interop.vocabulary import vocabulary_files
-from handgrad.models import architecture
-from handgrad.models.parameters import ParameterRow, parameter_table
+from handgrad.models import architecture, parameter_table
+from handgrad.models.rows import ParameterRow
 from handgrad.ops import reference
 
 CHECKED_TOKENS = 8  # random tokens whose logits are compared

@@ -27,7 +27,8 @@ from handgrad.interop.huggingface import opened
 from handgrad.interop.llmc_model import LlmcModel, Values, read_model, write_model
 from handgrad.interop.llmc_state import PARTS, OptimizerState, read_state, write_state
 from handgrad.interop.llmc_tokenizer import tokenizer_bytes
-from handgrad.models.parameters import ParameterRow, parameter_table
+from handgrad.models import parameter_table
+from handgrad.models.rows import ParameterRow
 
 MODEL_FILE, TOKENS_FILE = "model.bin", "gpt2_tokenizer.bin"
 

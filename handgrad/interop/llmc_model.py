@@ -29,7 +29,8 @@ from handgrad.data.tokenizer import MAX_VOCAB_SIZE, Tokenizer
 from handgrad.errors import DataError, UsageError
 from handgrad.interop.folders import imported_config
 from handgrad.interop.llmc_tokenizer import tokenizer_beside
-from handgrad.models.parameters import ParameterRow, block_name, parameter_table
+from handgrad.models import parameter_table
+from handgrad.models.rows import ParameterRow
 
 # Our names in their order; those of a block stand for all layers.
 ORDER = (
@@ -55,7 +56,7 @@ def layout(shape: ModelShape, padded_vocab_size: int) -> tuple[Place, ...]:
     rows = {row.name: row for row in parameter_table(shape)}
     places, offset = [], 0
     for name in ORDER:
-        names = [name] if name in rows else [block_name(layer, name) for layer in range(shape.num_layers)]
+        names = [name] if name in rows else [f"blocks.{layer}.{name}" for layer in range(shape.num_layers)]
         for row in (rows.pop(each) for each in names):
             count = padded_vocab_size if row.name == "wte" else row.shape[0]
             places.append(Place(row, offset, count * math.prod(row.shape[1:])))

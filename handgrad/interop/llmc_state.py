@@ -25,7 +25,7 @@ from handgrad.config import ModelShape
 from handgrad.data.llmc_header import HEADER_BYTES, OPTIMIZER, check_size, make_header, read_header
 from handgrad.errors import DataError
 from handgrad.interop.llmc_model import LlmcModel, Values, all_bytes, count_elements, read_numbers, without_padding
-from handgrad.models.parameters import ParameterRow
+from handgrad.models.rows import ParameterRow
 
 PARTS = ("m", "v", "master")
 ROUNDING_SEED = 13371337  # what llm.c starts its generator of stochastic rounding from

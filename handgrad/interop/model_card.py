@@ -10,7 +10,8 @@ from matplotlib.figure import Figure
 import handgrad
 from handgrad.checkpoint import Checkpoint
 from handgrad.evaluation.load import LoadedModel
-from handgrad.models.parameters import count_parameters, parameter_table
+from handgrad.models import parameter_table
+from handgrad.models.rows import count_parameters
 from handgrad.run_files import METRICS_FILE
 
 CARD_FILE, CURVE_FILE = "README.md", "curve.png"

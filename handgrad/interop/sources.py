@@ -21,7 +21,7 @@ from handgrad.files import file_sha256
 from handgrad.interop.folders import check_free, imported_config, write_imported
 from handgrad.interop.huggingface import CONFIG_FILE, MODEL_FILES, fetch, on_hub, read_folder, read_shape
 from handgrad.interop.llmc_model import read_model
-from handgrad.models.parameters import parameter_table
+from handgrad.models import parameter_table
 from handgrad.run_files import CHECKPOINTS
 
 SIZES = ("num_layers", "num_heads", "channels", "sequence_length")

@@ -1,6 +1,6 @@
 """A pass through a model as a list of stages."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 
@@ -12,3 +12,8 @@ class Stage:
     bucket: str
     run: Callable[[], None]
     done: bool = False
+
+
+def run(stages: Iterable[Stage]) -> None:
+    for stage in stages:
+        stage.run()

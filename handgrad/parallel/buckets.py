@@ -136,10 +136,10 @@ def update_parts(
                 continue
             local = slice(shard.start + start - owned.start, shard.start + stop - owned.start)
             last = parts[-1] if parts else None
-            if last and (last.flat.stop, last.local.stop) == (start, local.start):
-                if (last.kind, last.frozen) == (kind(row), row.frozen):
-                    parts[-1] = replace(last, flat=slice(last.flat.start, stop), local=slice(last.local.start, local.stop))
-                    continue
+            follows = last and (last.flat.stop, last.local.stop) == (start, local.start)
+            if last and follows and (last.kind, last.frozen) == (kind(row), row.frozen):
+                parts[-1] = replace(last, flat=slice(last.flat.start, stop), local=slice(last.local.start, local.stop))
+                continue
             parts.append(UpdatePart(slice(start, stop), local, kind(row), row.frozen))
     return parts
 

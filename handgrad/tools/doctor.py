@@ -17,10 +17,10 @@ from handgrad.data.tokenizer import load_tokenizer
 from handgrad.errors import HandgradError
 from handgrad.format import human_bytes
 from handgrad.ops import reference
-from handgrad.tools.kernel_checks.fp8 import OLDEST_FP8, check_fp8_kernels
-from handgrad.tools.kernel_checks.operations import check_kernels
 from handgrad.run.assemble import assemble
 from handgrad.run.resolve import resolve
+from handgrad.tools.kernel_checks.fp8 import OLDEST_FP8, check_fp8_kernels
+from handgrad.tools.kernel_checks.operations import check_kernels
 from handgrad.tools.plan import gemm_flops
 
 PACKAGES = (

@@ -34,8 +34,8 @@ from handgrad.fp8.formats import Form, Quantized, plain
 from handgrad.run.assemble import allocate, assemble, bind
 from handgrad.run.resolve import resolve, with_tuned_gemms
 from handgrad.tools.traces import PREFIX, Spent, read_trace, spent_on_cpu, spent_on_gpu
-from handgrad.training.feed import Source
 from handgrad.training.design import Design
+from handgrad.training.feed import Source
 from handgrad.training.step import StepResult, TrainStep
 
 WARMUP_STEPS = 3

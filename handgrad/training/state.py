@@ -1,6 +1,5 @@
 """All tensors of a training run: planned as rows, allocated once, named."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,14 +98,14 @@ class TrainingState:
 
 
 def make_state(
-    design: Design, views: dict[str, Tensor], forms: Mapping[str, Any], gradients: Mapping[str, Tensor]
+    design: Design, views: dict[str, Tensor], forms: dict[str, Any], gradients: dict[str, Tensor]
 ) -> TrainingState:
     """Names the plan's `views` and draws the initial weights. `forms`: tensors that GEMMs read in another form than the
     view of that name; `gradients`: of the parameters by name, where they are not all in one flat buffer."""
     table, model, layers, sharding = design.parameters, design.model, design.shape.num_layers, design.sharding
     parameters = views["parameters"]
     master, flat = views.get("master", parameters), views["gradients"].view(-1)[: flat_elements(table, sharding.lanes)]
-    weights = {row.name: row.view(parameters) for row in table}
+    weights: dict[str, Any] = {row.name: row.view(parameters) for row in table}
     optimizer = {name: views[f"optimizer.{name}"] for name in design.optimizer.state}
     shard = sharding.shard, sharding.shards
     reduced = views.get("gradient_shard")

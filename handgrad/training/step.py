@@ -50,8 +50,8 @@ class Program:
     """The launches of a step, in their order. Rooms beside the plain path add theirs before the step is made."""
 
     micro_step: list[Stage]
-    norms: list[Callable[[], None]]
-    update: list[Callable[[], None]]
+    norms: list[Callable[[], object]]
+    update: list[Callable[[], object]]
     before_step: list[Callable[[int], None]] = field(default_factory=list)  # of a step's number
     before_update: list[Callable[[], None]] = field(default_factory=list)  # between norms and update; eager
     after_update: list[Callable[[], None]] = field(default_factory=list)  # eager
