@@ -1,4 +1,4 @@
-"""Where this process stands among those that were started together, as the launcher's environment tells."""
+"""The rank of this process, from the environment that a launcher gives it."""
 
 import re
 from collections.abc import Mapping
@@ -14,14 +14,14 @@ MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
 @dataclass(frozen=True)
 class RankInfo:
-    """A process among those that train together."""
+    """One of the processes that were started together."""
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0  # among the processes of this machine: which GPU it takes
     local_size: int = 1
     launcher: str = ""  # empty for a single process
-    address: str = ""  # of the machine where the ranks meet
+    address: str = ""  # of the machine of rank 0
     port: int = 0
 
     @property
@@ -30,7 +30,7 @@ class RankInfo:
 
 
 def find_rank_info(environment: Mapping[str, str]) -> RankInfo:
-    """The rank that torchrun, srun or mpirun gave this process; of several that left traces the innermost counts.
+    """Reads the variables of torchrun, srun or mpirun; of several launchers the innermost counts.
 
     Raises `UsageError` for an environment that is incomplete or contradicts itself.
     """
@@ -54,7 +54,7 @@ def find_rank_info(environment: Mapping[str, str]) -> RankInfo:
 
 
 def slurm_starts_several(environment: Mapping[str, str]) -> bool:
-    """Whether this process is one of several tasks of an `srun`. The script of an `sbatch` and the shell of an `salloc`
+    """True in one of several tasks of an `srun`. The script of an `sbatch` and the shell of an `salloc`
     know the job's tasks as well, but they are a single process: only a step's tasks have SLURM_STEP_NUM_TASKS."""
     return "SLURM_PROCID" in environment and number(environment, "SLURM_STEP_NUM_TASKS", 1) > 1
 

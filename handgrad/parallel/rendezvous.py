@@ -1,4 +1,4 @@
-"""How the processes of a run find each other at its beginning, and part at its end."""
+"""The beginning and the end of a group: its processes find each other, and leave."""
 
 import contextlib
 import datetime
@@ -18,14 +18,14 @@ from handgrad.config import RunConfig
 from handgrad.errors import HandgradError, LostRank, UsageError
 from handgrad.parallel.heartbeat import WORK_FACTOR, Heartbeat
 from handgrad.parallel.launchers import RankInfo
-from handgrad.parallel.ranks import Ranks
+from handgrad.parallel.ranks import Ranks, exit_code
 
 RETRY_SECONDS = 0.5
 OVERLAPPED_CTAS = 4  # thread blocks of a collective that runs beside kernels
 
 
 def join(info: RankInfo, device: torch.device, config: RunConfig) -> Ranks:
-    """The group of all processes that were started together.
+    """Forms the group of all processes that were started together.
 
     Raises `LostRank` when not all of them come within `config.join_seconds`, `UsageError` when the port is taken.
     """
@@ -39,7 +39,7 @@ def join(info: RankInfo, device: torch.device, config: RunConfig) -> Ranks:
         open_store(info, config.silence_seconds, hosts_store=False),
         info.rank,
         info.size,
-        silence_seconds=config.silence_seconds,
+        timeout_seconds=config.silence_seconds,
         stall_seconds=config.stall_seconds,
         stacks=Path(config.out) / "stacks",
     )
@@ -61,7 +61,8 @@ def join(info: RankInfo, device: torch.device, config: RunConfig) -> Ranks:
             " `handgrad doctor --net`, and GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME on machines with several"
         ) from None
     assert isinstance(host_group, dist.ProcessGroup)
-    ranks = Ranks(info.rank, info.size, info.nodes, heartbeat, host_group, new_overlapped_group(limit) if cuda else None)
+    overlapped_group = new_overlapped_group(limit) if cuda else None
+    ranks = Ranks(info.rank, info.size, info.nodes, heartbeat, host_group, overlapped_group)
     heartbeat.pending = ranks.pending
     heartbeat.start()
     return ranks
@@ -69,8 +70,8 @@ def join(info: RankInfo, device: torch.device, config: RunConfig) -> Ranks:
 
 @contextlib.contextmanager
 def joined(info: RankInfo, device: torch.device, config: RunConfig) -> Iterator[Ranks]:
-    """`join`, until the end of a `with` block. An error in it that the other ranks do not have is told to them; of one that
-    all have rank 0 tells. Either ends the process at once."""
+    """`join`, until the end of a `with` block. An error in the block ends the process at once; one that the other ranks do
+    not have is sent to them, one that all have is printed by rank 0."""
     ranks = join(info, device, config)
     try:
         yield ranks
@@ -83,26 +84,21 @@ def joined(info: RankInfo, device: torch.device, config: RunConfig) -> Iterator[
 
 
 def exit_now(error: BaseException, *, prints: bool) -> NoReturn:
-    """Says what the entry point would say, and ends the process without the libraries' tidying up: that waits for
+    """Prints the error as the entry point would, and ends the process without the libraries' cleanup: that waits for
     collectives which another rank will never join."""
-    code = 1
-    if isinstance(error, HandgradError):
-        code = error.exit_code
-        if prints or not error.shared:
-            print(f"handgrad: {error}", file=sys.stderr)
-    elif isinstance(error, SystemExit) and isinstance(error.code, int):
-        code = error.code
-    else:
+    if not isinstance(error, HandgradError | SystemExit):
         traceback.print_exception(error)
+    elif isinstance(error, HandgradError) and (prints or not error.shared):
+        print(f"handgrad: {error}", file=sys.stderr)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    os._exit(code)
+    os._exit(exit_code(error))
 
 
 def new_overlapped_group(limit: datetime.timedelta, ctas: int = OVERLAPPED_CTAS) -> dist.ProcessGroup:
-    """A communicator of all ranks for what goes on beside kernels. NCCL's own choice for an exchange on four H200 was 32
-    thread blocks, each of which hosts_store a processor for as long as it waits for the slowest rank."""
+    """A communicator of all ranks for collectives beside kernels. NCCL's own choice for an exchange on four H200 was 32
+    thread blocks, each of which occupies a multiprocessor for as long as it waits for the slowest rank."""
     options = dist.ProcessGroupNCCL.Options()
     options.config.min_ctas, options.config.max_ctas = 1, ctas
     options.is_high_priority_stream = True  # or it would wait for kernels that fill the GPU
@@ -112,8 +108,8 @@ def new_overlapped_group(limit: datetime.timedelta, ctas: int = OVERLAPPED_CTAS)
 
 
 def open_store(info: RankInfo, limit_seconds: float, *, hosts_store: bool = True) -> dist.Store:
-    """A connection to the table that all ranks write to, whose calls take at most `limit_seconds`; rank 0 hosts
-    it (`hosts_store`), or torchrun's agent."""
+    """A connection to the store of all ranks, whose calls take at most `limit_seconds`. Rank 0 hosts the store unless
+    torchrun's agent does."""
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     made: list[dist.Store | Exception] = []
 
@@ -137,9 +133,9 @@ def open_store(info: RankInfo, limit_seconds: float, *, hosts_store: bool = True
     connecting.join(limit_seconds + 5)  # torch may try a little longer than it is told
     store = made[0] if made else None
     if not isinstance(store, dist.Store):
-        told = " ".join(str(store).split())
+        reason = " ".join(str(store).split())
         where = f"{info.address}:{info.port}"
-        if "EADDRINUSE" in told or "address already in use" in told.lower():
+        if "EADDRINUSE" in reason or "address already in use" in reason.lower():
             raise UsageError(
                 f"port {where} is in use by another program; set MASTER_PORT (torchrun: --master-port, or --standalone)"
             )
@@ -151,7 +147,7 @@ def open_store(info: RankInfo, limit_seconds: float, *, hosts_store: bool = True
 
 
 def wait_for_all(store: dist.Store, info: RankInfo, join_seconds: float) -> None:
-    """Waits until every rank has shown up; raises `LostRank` naming those that have not."""
+    """Waits until every rank has joined; raises `LostRank` naming those that have not."""
     deadline = time.monotonic() + join_seconds
     store.set(f"joined/{info.rank}", "here")
     missing = list(range(info.size))

@@ -1,6 +1,6 @@
-"""What the wires between the ranks carry: the collectives of a training step, and every pair of ranks by itself.
+"""Bandwidth between ranks: the collectives of a training step, and every pair of ranks by itself.
 
-All ranks walk through the same measurements and learn all results, so that all come to the same verdict.
+All ranks take the same measurements and gather all results, so they reach the same verdict.
 """
 
 import math
@@ -26,8 +26,8 @@ MIB = 1 << 20
 SIZES = (1 << 10, MIB)  # bytes of a buffer, and the large one:
 LARGE = {"cuda": 64 * MIB, "cpu": 16 * MIB}
 PAIR = {"cuda": 64 * MIB, "cpu": 4 * MIB}  # bytes each way
-ROUNDS = 5  # the best of them counts
-MOST_PAIRED = 64  # among more ranks, pairing all with all takes too long
+ROUNDS = 5  # the best one counts
+MOST_PAIRED = 64  # more ranks than this take too long to pair all with all
 SLOW = 0.7  # of the median of its class
 WHERE = {True: "inside a node", False: "between nodes"}
 MODELS = {"124M": 124.4e6, "1558M": 1557.6e6}  # parameters
@@ -35,16 +35,16 @@ MODELS = {"124M": 124.4e6, "1558M": 1557.6e6}  # parameters
 
 @dataclass(frozen=True)
 class Link:
-    """A pair of ranks, and the bytes per second that went from each to the other while both were sending."""
+    """A pair of ranks, and the bytes per second that each received while both sent."""
 
     first: int
     second: int
     rate: float
-    inside: bool  # whether both are on one host
+    inside: bool  # both are on one host
 
 
 def examine_network(device: torch.device) -> Iterator[tuple[bool, str]]:
-    """(whether it is well, line), on every rank, for what the ranks of this launch can send each other.
+    """Yields (passed, line) for the network between the ranks of this launch, on every rank.
 
     Raises `UsageError` for a single process and what `join` raises.
     """
@@ -61,7 +61,7 @@ def examine_network(device: torch.device) -> Iterator[tuple[bool, str]]:
 
 
 def measure(ranks: Ranks, device: torch.device) -> Iterator[tuple[bool, str]]:
-    """Collectives, links, and what follows for a training step."""
+    """Yields the lines for collectives, for links, and for a training step over them."""
     hosts = ranks.all_gather_objects(socket.gethostname(), "names of the hosts")
     backend = "NCCL" if device.type == "cuda" else "gloo"
     yield True, f"{ranks.size} ranks on {len(set(hosts))} host(s), {device.type} buffers, {backend}"
@@ -81,12 +81,12 @@ def measure(ranks: Ranks, device: torch.device) -> Iterator[tuple[bool, str]]:
 
 
 def sent_bytes(size: float, ranks: int) -> float:
-    """Bytes of a buffer of `size` that a rank sends to the others: all but its own part."""
+    """Bytes of a buffer of `size` that a rank sends: all but its own part."""
     return size * (ranks - 1) / ranks
 
 
 def time_collective(ranks: Ranks, device: torch.device, operation: str, size: int) -> float:
-    """Seconds that `operation` over buffers of `size` bytes (rounded up to equal parts) takes the slowest rank."""
+    """Seconds of the slowest rank for `operation` over buffers of `size` bytes, rounded up to equal parts."""
     part = -(-size // ranks.size)
     full = torch.zeros(part * ranks.size, dtype=torch.uint8, device=device)
     gathers = operation == "all_gather"
@@ -113,7 +113,7 @@ def time_collective(ranks: Ranks, device: torch.device, operation: str, size: in
 
 
 def measure_links(ranks: Ranks, device: torch.device, hosts: list[str]) -> list[Link]:
-    """Every pair of `round_robin`, one round after the other; pairs of a round run at the same time."""
+    """Measures every pair of `round_robin`; the pairs of a round run at the same time."""
     size = PAIR[device.type]
     sent, received = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
     links = []
@@ -131,7 +131,7 @@ def round_robin(size: int) -> list[list[tuple[int, int]]]:
     if size > MOST_PAIRED:
         steps = [1 << bit for bit in range((size - 1).bit_length())]
         return [[(a, a ^ step) for a in range(size) if a < a ^ step < size] for step in steps]
-    seats = list(range(size + size % 2))  # an odd one sits out beside the seat that is too much
+    seats = list(range(size + size % 2))  # with an odd number, the partner of the last seat sits out
     rounds = []
     for _ in range(len(seats) - 1):
         pairs = zip(seats[: len(seats) // 2], reversed(seats), strict=False)
@@ -141,10 +141,10 @@ def round_robin(size: int) -> list[list[tuple[int, int]]]:
 
 
 def time_pair(ranks: Ranks, sent: Tensor, received: Tensor, peer: int) -> float:
-    """Seconds until this rank and `peer` have sent each other their buffers, which happens at once."""
+    """Seconds until this rank and `peer` have exchanged their buffers, both ways at once."""
     best = math.inf
     for attempt in range(ROUNDS + 1):
-        swap(ranks, sent[:1], received[:1], peer)  # both stand here
+        swap(ranks, sent[:1], received[:1], peer)  # a barrier of the two
         begun = time.perf_counter()
         swap(ranks, sent, received, peer)
         if attempt:  # the first one makes the connection
@@ -162,7 +162,7 @@ def swap(ranks: Ranks, sent: Tensor, received: Tensor, peer: int) -> None:
 
 
 def link_lines(links: list[Link], hosts: list[str]) -> Iterator[tuple[bool, str]]:
-    """A line for each class of links, and one for each link that is slower than its class lets expect."""
+    """Yields a line for each class of links, and one for each link below `SLOW` times its class's median."""
     classes: dict[bool, list[Link]] = defaultdict(list)
     for link in links:
         classes[link.inside].append(link)
@@ -181,7 +181,7 @@ def link_lines(links: list[Link], hosts: list[str]) -> Iterator[tuple[bool, str]
 
 
 def step_cost(name: str, parameters: float, rates: dict[str, float], ranks: int) -> str:
-    """What the collectives of a step would take: float32 gradients to their owners, bf16 weights back to all."""
+    """The predicted time of a step's collectives: float32 gradients to their owners, bf16 weights back to all."""
     gradients, weights = sent_bytes(4 * parameters, ranks), sent_bytes(2 * parameters, ranks)
     there, back = gradients / rates["all_to_all"], weights / rates["all_gather"]
     return (

@@ -1,4 +1,4 @@
-"""Ranks that are killed, stopped, stuck or end by an error, as processes of their own: the others say so and end."""
+"""Ranks that are killed, stopped, stuck or end by an error: the others say so and end."""
 
 import datetime
 import io
@@ -17,15 +17,17 @@ import pytest
 import torch.distributed as dist
 
 from handgrad.parallel import heartbeat
-from handgrad.parallel.heartbeat import Beat, Heartbeat
+from handgrad.parallel.heartbeat import Fault, Heartbeat
 
-SILENCE = 1.5  # seconds
+TIMEOUT = 4.0  # seconds without a beat
 STALL = 1.0
 GRACE = 0.3
-SLACK = 2.0  # besides the silence: the interval of beats, the grace, a busy machine
+PATIENCE = 60.0  # of the tests, which wait for events: reached by no machine that works
 STEP, OPERATION = 12, "exchange of blocks.3"
+ENDED = "shards/train_000003.bin: expected 100 bytes, found 99"
 
-# Forks of one process that has imported torch: each rank starts in milliseconds.
+# Ranks as processes: forks of one that has imported torch, so that each starts in milliseconds.
+
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["handgrad.parallel.heartbeat", "tests.distributed.test_heartbeat"])
 
@@ -33,37 +35,38 @@ FORKS.set_forkserver_preload(["handgrad.parallel.heartbeat", "tests.distributed.
 # What a rank does. The name of the function must be found in its stacks.
 
 
-def rank_that_works(rank: int, heart: Heartbeat, folder: Path) -> None:
+def rank_that_works(rank: int, beating: Heartbeat, folder: Path) -> None:
     """Goes from step to step, until the test says that it is enough."""
     step = 0
     while not (folder / "enough").exists():
-        heart.set_status(step, OPERATION, waiting=bool(step % 2))
+        beating.set_status(step, OPERATION, waiting=bool(step % 2))
         step += 1
         time.sleep(0.02)
-    heart.close()
+    beating.leave("")
 
 
-def rank_that_closes(rank: int, heart: Heartbeat, folder: Path) -> None:
-    heart.close()
+def rank_that_closes(rank: int, beating: Heartbeat, folder: Path) -> None:
+    beating.leave("")
 
 
-def rank_that_waits(rank: int, heart: Heartbeat, folder: Path) -> None:
+def rank_that_waits(rank: int, beating: Heartbeat, folder: Path) -> None:
     """Is in a collective that never ends."""
-    heart.set_status(STEP, OPERATION)
+    beating.set_status(STEP, OPERATION)
+    rounds = beating.rounds
+    wait_until(lambda: beating.rounds > rounds + 1, "beat with this status")
     (folder / f"waits_{rank}").touch()
-    time.sleep(60)
+    time.sleep(2 * PATIENCE)
 
 
-def rank_that_waits_elsewhere(rank: int, heart: Heartbeat, folder: Path) -> None:
-    heart.set_status(STEP, "exchange of blocks.2")
-    time.sleep(60)
+def rank_that_waits_elsewhere(rank: int, beating: Heartbeat, folder: Path) -> None:
+    beating.set_status(STEP, "exchange of blocks.2")
+    time.sleep(2 * PATIENCE)
 
 
-def rank_that_fails(rank: int, heart: Heartbeat, folder: Path) -> None:
-    heart.set_status(STEP, OPERATION)
-    time.sleep(0.2)
-    heart.leave("shards/train_000003.bin: expected 100 bytes, found 99")
-    heart.close()
+def rank_that_fails(rank: int, beating: Heartbeat, folder: Path) -> None:
+    beating.set_status(STEP, OPERATION)
+    wait_until(lambda: all((folder / f"waits_{other}").exists() for other in range(3) if other != rank), "others")
+    beating.leave(ENDED, 65)
     sys.exit(65)
 
 
@@ -71,200 +74,242 @@ Role = Callable[[int, Heartbeat, Path], None]
 
 
 def be_rank(rank: int, roles: list[Role], port: int, hosts: bool, stall: float, folder: Path) -> None:
-    """The process. With `hosts`, rank 0 keeps the store."""
-    os.dup2(os.open(folder / f"told_{rank}", os.O_CREAT | os.O_WRONLY), 2)
+    """The process. With `hosts`, rank 0 has the store."""
+    os.dup2(os.open(folder / f"said_{rank}", os.O_CREAT | os.O_WRONLY), 2)
     heartbeat.GRACE_SECONDS = GRACE
-    limit = datetime.timedelta(seconds=SILENCE)
-    keeper = dist.TCPStore("127.0.0.1", port, None, True, limit, wait_for_workers=False) if hosts and rank == 0 else None
-    if keeper is not None:
-        (folder / "port.part").write_text(str(keeper.port))
+    limit, patience = datetime.timedelta(seconds=TIMEOUT), datetime.timedelta(seconds=PATIENCE)
+    host = dist.TCPStore("127.0.0.1", port, None, True, limit, wait_for_workers=False) if hosts and rank == 0 else None
+    if host is not None:
+        (folder / "port.part").write_text(str(host.port))
         (folder / "port.part").rename(folder / "port")
     elif hosts:
-        wait_until(lambda: (folder / "port").exists(), 10, "the store of rank 0")
+        wait_until((folder / "port").exists, "the store of rank 0")
     port = int((folder / "port").read_text()) if hosts else port
-    store = dist.TCPStore("127.0.0.1", port, None, False, datetime.timedelta(seconds=10), wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", port, None, False, patience, wait_for_workers=False)
     size = len(roles)
-    heart = Heartbeat(store, rank, size, silence_seconds=SILENCE, stall_seconds=stall, stacks=folder / "stacks")
+    beating = Heartbeat(store, rank, size, timeout_seconds=TIMEOUT, stall_seconds=stall, stacks=folder / "stacks")
     store.wait([f"beat/{other}" for other in range(size)])
     store.set_timeout(limit)
-    heart.start()
-    roles[rank](rank, heart, folder)
+    beating.start()
+    roles[rank](rank, beating, folder)
 
 
 class Group:
     """The processes of one test."""
 
-    def __init__(self, folder: Path, roles: list[Role], *, hosts: bool = False, stall: float = 60.0):
-        folder.mkdir(exist_ok=True)
+    def __init__(self, folder: Path, *roles: Role, hosts: bool = False, stall: float = PATIENCE):
+        folder.mkdir()
+        self.begun = time.monotonic()
         self.folder, self.size = folder, len(roles)
-        limit = datetime.timedelta(seconds=10)
+        limit = datetime.timedelta(seconds=PATIENCE)
         self.store = None if hosts else dist.TCPStore("127.0.0.1", 0, None, True, limit, wait_for_workers=False)
         port = self.store.port if self.store is not None else 0
         self.ranks = [
-            FORKS.Process(target=be_rank, args=(rank, roles, port, hosts, stall, folder)) for rank in range(self.size)
+            FORKS.Process(target=be_rank, args=(rank, list(roles), port, hosts, stall, folder)) for rank in range(self.size)
         ]
         for process in self.ranks:
             process.start()
 
-    def send(self, rank: int, number: int) -> float:
-        """Sends a signal once all ranks wait and have told where; returns the time."""
-        wait_until(lambda: all((self.folder / f"waits_{other}").exists() for other in range(self.size)), 15, "ranks")
-        time.sleep(SILENCE / 4 + 0.1)  # a beat
+    def send(self, rank: int, number: int) -> None:
+        """Sends a signal once all ranks wait and have written where."""
+        wait_until(lambda: all((self.folder / f"waits_{other}").exists() for other in range(self.size)), "ranks")
         pid = self.ranks[rank].pid
         assert pid is not None
         os.kill(pid, number)
-        return time.monotonic()
 
-    def codes(self, ranks: list[int], within: float) -> list[int | None]:
-        """Exit codes of `ranks`, None for one that does not end `within` so many seconds."""
-        deadline = time.monotonic() + within
+    def codes(self, *ranks: int) -> list[int | None]:
         for rank in ranks:
-            self.ranks[rank].join(max(0.0, deadline - time.monotonic()))
+            self.ranks[rank].join(PATIENCE)
         return [self.ranks[rank].exitcode for rank in ranks]
 
-    def told(self, rank: int) -> str:
-        """The single line that the rank said; warnings of torch's network layer set aside."""
-        lines = [x for x in (self.folder / f"told_{rank}").read_text().splitlines() if x.startswith("handgrad:")]
-        assert len(lines) == 1, (self.folder / f"told_{rank}").read_text()
-        return lines[0]
+    def line(self, rank: int) -> str:
+        """The single line of the rank; warnings of torch's network layer set aside."""
+        said = (self.folder / f"said_{rank}").read_text()
+        (line,) = [line for line in said.splitlines() if line.startswith("handgrad:")]
+        return line
 
-    def stacks(self, rank: int) -> str:
-        return (self.folder / "stacks" / f"rank_{rank:04d}.txt").read_text()
-
-    def check(self, ranks: list[int], expected: str, function: str = "rank_that_waits") -> None:
-        """All of `ranks` said the `expected`, where they stood and what to do, and left stacks that name the function."""
+    def check(self, *ranks: int, expected: str, function: str = "rank_that_waits", relaunch: bool = True) -> None:
+        """All of `ranks` printed the `expected` and where they stood, and left stacks that name the function."""
         for rank in ranks:
-            assert re.search(expected, self.told(rank)), self.told(rank)
-            assert self.told(rank).startswith(f"handgrad: rank {rank}, at step {STEP}, ")
-            assert self.told(rank).endswith("; relaunch the same command to go on from the last checkpoint")
-            assert f"in {function}" in self.stacks(rank) and self.told(rank) in self.stacks(rank)
+            line, stacks = self.line(rank), (self.folder / "stacks" / f"rank_{rank:04d}.txt").read_text()
+            assert re.search(expected, line) and line.startswith(f"handgrad: rank {rank}, at step {STEP}, "), line
+            assert line.endswith("; relaunch the same command to go on from the last checkpoint") == relaunch
+            assert f"in {function}" in stacks and line in stacks
 
 
-def wait_until(holds: Callable[[], bool], seconds: float, what: str) -> None:
-    deadline = time.monotonic() + seconds
+def wait_until(holds: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE
     while not holds():
-        assert time.monotonic() < deadline, f"no {what} in {seconds:g} s"
+        assert time.monotonic() < deadline, f"no {what} in {PATIENCE:g} s"
         time.sleep(0.02)
 
 
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[Callable[..., Group]]:
-    """Starts groups of ranks, and ends what is left of them."""
-    groups: list[Group] = []
-
-    def start(*roles: Role, **options: bool | float) -> Group:
-        groups.append(Group(tmp_path / str(len(groups)), list(roles), **options))  # pyrefly: ignore
-        return groups[-1]
-
-    yield start
-    for process in [process for started in groups for process in started.ranks]:
+@pytest.fixture(scope="module")
+def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Group]]:
+    """The groups of all tests at once, and their signals: they wait for seconds and compute nothing."""
+    folder, three = tmp_path_factory.mktemp("groups"), [rank_that_waits] * 3
+    started = {
+        "well": Group(folder / "well", rank_that_works, rank_that_closes, rank_that_works, hosts=True, stall=2 * STALL),
+        "killed": Group(folder / "killed", *three),
+        "stopped": Group(folder / "stopped", *three),
+        "host stopped": Group(folder / "host-stopped", *three, hosts=True),
+        "host killed": Group(folder / "host-killed", *three, hosts=True),
+        "failed": Group(folder / "failed", rank_that_waits, rank_that_fails, rank_that_waits),
+        "stalled": Group(folder / "stalled", rank_that_waits, rank_that_waits_elsewhere, rank_that_waits, stall=STALL),
+    }
+    started["killed"].send(1, signal.SIGKILL)
+    started["stopped"].send(1, signal.SIGSTOP)
+    started["host stopped"].send(0, signal.SIGSTOP)
+    started["host killed"].send(0, signal.SIGKILL)
+    yield started
+    for process in [process for group in started.values() for process in group.ranks]:
         process.kill()
         process.join()
 
 
-def test_all_is_well(group: Callable[..., Group]) -> None:
-    """The control: ranks that move are left alone, also after one of them has closed in an orderly way."""
-    groups = [
-        group(rank_that_works, rank_that_closes, rank_that_works, stall=STALL),
-        group(rank_that_closes, rank_that_works, rank_that_works, stall=STALL),
-        group(rank_that_works, rank_that_works, hosts=True, stall=STALL),
-    ]
-    time.sleep(3 * SILENCE)
-    for ranks in groups:
-        (ranks.folder / "enough").touch()
-        everyone = list(range(ranks.size))
-        assert ranks.codes(everyone, 5) == [0] * ranks.size
-        assert not any("handgrad:" in (ranks.folder / f"told_{rank}").read_text() for rank in everyone)
-        assert not (ranks.folder / "stacks").exists()
+def test_killed(groups: dict[str, Group]) -> None:
+    group = groups["killed"]
+    assert group.codes(0, 2) == [75, 75]
+    group.check(0, 2, expected=rf"lost rank 1: no heartbeat for [4-9]\d* s, last seen at step {STEP}, {OPERATION}")
 
 
-def test_killed(group: Callable[..., Group]) -> None:
-    """Rank 1 of a group, and rank 0 of another: whom the others read."""
-    groups = {lost: group(rank_that_waits, rank_that_waits, rank_that_waits) for lost in (0, 1)}
-    begun = [ranks.send(lost, signal.SIGKILL) for lost, ranks in groups.items()]
-    for lost, ranks in groups.items():
-        others = [rank for rank in range(3) if rank != lost]
-        assert ranks.codes(others, SILENCE + SLACK) == [75, 75]
-        assert time.monotonic() - begun[0] > SILENCE / 2, "not before the silence was long"
-        where = f"last seen at step {STEP}, {OPERATION}"
-        ranks.check(others, rf"lost rank {lost}: no sign of life for \d s, {where}")
-
-
-def test_stopped(group: Callable[..., Group]) -> None:
+def test_stopped(groups: dict[str, Group]) -> None:
     """The others end; the stopped one ends when it is continued."""
-    ranks = group(rank_that_waits, rank_that_waits, rank_that_waits)
-    ranks.send(1, signal.SIGSTOP)
-    assert ranks.codes([0, 2], SILENCE + SLACK) == [75, 75]
-    expected = rf"lost rank 1: no sign of life for \d s, last seen at step {STEP}, {OPERATION}"
-    ranks.check([0, 2], expected)
-    assert ranks.codes([1], 0) == [None] and not (ranks.folder / "stacks" / "rank_0001.txt").exists()
-    ranks.send(1, signal.SIGCONT)
-    assert ranks.codes([1], SLACK) == [75]
-    ranks.check([1], expected)
+    group = groups["stopped"]
+    pid = group.ranks[1].pid
+    assert pid is not None
+    assert group.codes(0, 2) == [75, 75]
+    expected = rf"lost rank 1: no heartbeat for \d+ s, last seen at step {STEP}, {OPERATION}"
+    group.check(0, 2, expected=expected)
+    assert group.ranks[1].exitcode is None and not (group.folder / "stacks" / "rank_0001.txt").exists()
+    os.kill(pid, signal.SIGCONT)
+    assert group.codes(1) == [75]
+    group.check(1, expected=expected)
 
 
-def test_the_store_is_stopped(group: Callable[..., Group]) -> None:
+def test_the_host_of_the_store_is_stopped(groups: dict[str, Group]) -> None:
     """Calls to a store whose host is stopped do not return, whatever their time limit."""
-    ranks = group(rank_that_waits, rank_that_waits, rank_that_waits, hosts=True)
-    ranks.send(0, signal.SIGSTOP)
-    assert ranks.codes([1, 2], SILENCE + SLACK) == [75, 75]
-    ranks.check([1, 2], "the rendezvous")
-    ranks.send(0, signal.SIGCONT)
-    assert ranks.codes([0], SILENCE + SLACK) == [75]
-    assert "lost rank " in ranks.told(0)
+    group = groups["host stopped"]
+    pid = group.ranks[0].pid
+    assert pid is not None
+    assert group.codes(1, 2) == [75, 75]
+    group.check(1, 2, expected="the rendezvous")
+    os.kill(pid, signal.SIGCONT)
+    assert group.codes(0) == [75]
+    assert "lost rank " in group.line(0)
 
 
-def test_the_store_is_killed(group: Callable[..., Group]) -> None:
-    ranks = group(rank_that_waits, rank_that_waits, rank_that_waits, hosts=True)
-    ranks.send(0, signal.SIGKILL)
-    assert ranks.codes([1, 2], SILENCE + SLACK) == [75, 75]
-    ranks.check([1, 2], "the rendezvous")
+def test_the_host_of_the_store_is_killed(groups: dict[str, Group]) -> None:
+    group = groups["host killed"]
+    assert group.codes(1, 2) == [75, 75]
+    group.check(1, 2, expected="the rendezvous")
+
+
+def test_a_rank_that_fails_takes_the_others_along(groups: dict[str, Group]) -> None:
+    """With its own exit code: relaunched, they would meet the same error."""
+    group = groups["failed"]
+    assert group.codes(0, 1, 2) == [65, 65, 65]
+    group.check(0, 2, expected=f"rank 1 ended by an error: {ENDED}$", relaunch=False)
+
+
+def test_nothing_moves(groups: dict[str, Group]) -> None:
+    group = groups["stalled"]
+    assert group.codes(0, 1, 2) == [75, 75, 75]
+    where = f"rank 1 at step {STEP}, exchange of blocks.2; ranks 0, 2 at step {STEP}, {OPERATION}; relaunch"
+    group.check(0, 2, expected=rf"nothing has moved for [1-9]\d* s: {where}")
+    group.check(1, expected="nothing has moved for ", function="rank_that_waits_elsewhere")
+
+
+def test_all_is_well(groups: dict[str, Group]) -> None:
+    """The control, for longer than every limit: ranks that move are left alone, also after one has closed."""
+    group = groups["well"]
+    time.sleep(max(0.0, group.begun + 2 * TIMEOUT - time.monotonic()))
+    (group.folder / "enough").touch()
+    assert group.codes(0, 1, 2) == [0, 0, 0]
+    assert not any("handgrad:" in (group.folder / f"said_{rank}").read_text() for rank in range(3))
+    assert not (group.folder / "stacks").exists()
+
+
+# A single process, its store a dictionary, a clock that the test turns, and a list in the place of the process's end.
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], None]]:
+    """Lets seconds pass."""
+    now = [1000.0]
+    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now[0])
+
+    def wait(seconds: float) -> None:
+        now[0] += seconds
+
+    yield wait
+    monkeypatch.undo()
+
+
+def alone(
+    folder: Path | None = None,
+    ends: list[int] | None = None,
+    *,
+    rank: int = 0,
+    size: int = 1,
+    stall: float = PATIENCE,
+    timeout: float = TIMEOUT,
+    store: dist.Store | None = None,
+) -> Heartbeat:
+    store, end = store or dist.HashStore(), ([] if ends is None else ends).append
+    return Heartbeat(store, rank, size, timeout_seconds=timeout, stall_seconds=stall, stacks=folder, end=end)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_silence_is_told_to_all(lost: int, clock: Callable[[float], None]) -> None:
+    store = dist.HashStore()
+    ranks = [alone(rank=rank, size=3, store=store) for rank in range(3)]
+    for _ in range(3):
+        clock(0.9 * TIMEOUT)
+        for beating in ranks:
+            beating.write(beating.beat())
+        assert [beating.read() for beating in ranks] == [None] * 3, "all is well"
+    others = [beating for beating in ranks if beating.rank != lost]
+    clock(0.9 * TIMEOUT)
+    for beating in others:
+        beating.write(beating.beat())
+    assert [beating.read() for beating in others] == [None] * 2
+    clock(0.2 * TIMEOUT)
+    for beating in others:
+        beating.write(beating.beat())
+    faults = [beating.read() for beating in others]
+    assert faults[0] is not None and faults[0].text.startswith(f"lost rank {lost}: no heartbeat for 4 s"), faults
+    assert faults[1] == faults[0] and faults[0].exit_code == 75
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_last_words(group: Callable[..., Group], failing: int) -> None:
-    roles: list[Role] = [rank_that_waits] * 3
-    roles[failing] = rank_that_fails
-    ranks = group(*roles)
-    others = [rank for rank in range(3) if rank != failing]
-    assert ranks.codes([failing], 10) == [65]
-    assert ranks.codes(others, SILENCE + SLACK) == [75, 75]
-    words = "shards/train_000003.bin: expected 100 bytes, found 99"
-    ranks.check(others, f"rank {failing} ended by an error: {words}")
+def test_an_error_is_told_to_all(failing: int) -> None:
+    store = dist.HashStore()
+    ranks = [alone(rank=rank, size=4, store=store) for rank in range(4)]
+    ranks[3].leave("")  # an orderly end: nobody misses it
+    ranks[failing].leave("MemoryError", 1)
+    finder, reader = ranks[1 - failing], ranks[2]
+    expected = Fault(f"rank {failing} ended by an error: MemoryError", 1)
+    assert finder.read() == expected and reader.read() == expected
 
 
-def test_nothing_moves(group: Callable[..., Group]) -> None:
-    ranks = group(rank_that_waits, rank_that_waits_elsewhere, rank_that_waits, stall=STALL)
-    assert ranks.codes([0, 1, 2], 10) == [75, 75, 75]
-    ranks.check([0, 2], "nothing has moved for ")
-    ranks.check([1], "nothing has moved for ", "rank_that_waits_elsewhere")
-    told = re.search(r"nothing has moved for (\d+) s: (.*); relaunch", ranks.told(2))
-    assert told and 1 <= int(told[1]) <= 3
-    assert told[2] == f"rank 1 at step {STEP}, exchange of blocks.2; ranks 0, 2 at step {STEP}, {OPERATION}"
-
-
-# A single process, its store a dictionary, and a list in the place of its end.
-
-
-def alone(folder: Path | None, ends: list[int], *, size: int = 1, stall: float = 60.0, store: dist.Store | None = None):
-    store = store or dist.HashStore()
-    return Heartbeat(store, 0, size, silence_seconds=0.4, stall_seconds=stall, stacks=folder, end=ends.append)
-
-
-def test_work_may_take_longer_than_waiting() -> None:
-    heart = alone(None, [], stall=STALL)
-    now = time.monotonic()
+def test_work_may_take_longer_than_waiting(clock: Callable[[float], None]) -> None:
     for waiting, seconds, stalled in ((True, 0.9, False), (True, 1.1, True), (False, 5.9, False), (False, 6.1, True)):
-        heart.status = STEP, OPERATION, waiting, now - seconds
-        assert bool(heart.stalled_ranks()) == stalled, (waiting, seconds)
+        beating = alone(stall=STALL)
+        beating.set_status(STEP, OPERATION, waiting=waiting)
+        clock(seconds)
+        assert (beating.stalled_ranks() is not None) == stalled, (waiting, seconds)
 
 
-def test_one_that_waits_for_one_that_works_is_patient() -> None:
-    heart = alone(None, [], size=2, stall=STALL)
-    heart.status = STEP, OPERATION, True, time.monotonic() - 3
-    for waiting, stalled in ((True, True), (False, False)):
-        heart.seen[1] = heartbeat.Seen(Beat(1, STEP, "saving", waiting, 3.0), time.monotonic())
-        assert bool(heart.stalled_ranks()) == stalled
+def test_one_that_waits_for_one_that_works_is_patient(clock: Callable[[float], None]) -> None:
+    for waiting in (True, False):
+        store = dist.HashStore()
+        first, second = (alone(rank=rank, size=2, store=store, stall=STALL) for rank in (0, 1))
+        first.set_status(STEP, OPERATION)
+        second.set_status(STEP, "saving", waiting=waiting)
+        clock(3 * STALL)
+        second.write(second.beat())
+        assert (first.read() is not None) == waiting
 
 
 class BrokenPipe(io.StringIO):
@@ -280,7 +325,7 @@ class BrokenPipe(io.StringIO):
 def test_it_ends_though_nobody_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ends: list[int] = []
     monkeypatch.setattr(sys, "stderr", BrokenPipe())
-    alone(tmp_path / "stacks", ends).stop("lost rank 1")
+    alone(tmp_path / "stacks", ends).stop(Fault("lost rank 1"))
     assert ends == [75]
     assert "lost rank 1" in (tmp_path / "stacks" / "rank_0000.txt").read_text()
 
@@ -289,24 +334,24 @@ def test_it_ends_though_nothing_can_be_written(tmp_path: Path, monkeypatch: pyte
     ends: list[int] = []
     monkeypatch.setattr(sys, "stderr", BrokenPipe())
     with pytest.raises(OSError, match="no file"):  # `os._exit` comes before anyone sees it
-        alone(tmp_path / "missing" / "stacks", ends).stop("lost rank 1")
-    assert ends == [75]
+        alone(tmp_path / "missing" / "stacks", ends).stop(Fault("rank 1 ended by an error", 65))
+    assert ends == [65]
 
 
 def test_it_ends_though_the_device_fails(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     ends: list[int] = []
-    heart = alone(tmp_path / "stacks", ends)
+    beating = alone(tmp_path / "stacks", ends)
 
     def pending() -> str:
         raise RuntimeError("CUDA error")
 
-    heart.pending = pending
-    heart.stop("lost rank 1")
+    beating.pending = pending
+    beating.stop(Fault("lost rank 1"))
     assert ends == [75] and "lost rank 1" in capfd.readouterr().err
 
 
 class SlowStore(dist.HashStore):
-    """Holds the watch's thread up, with `answers` cleared as a store does whose host is stopped: one call at a time, so
+    """Holds the heartbeat's thread up, with `answers` cleared as a store does whose host is stopped: one call at a time, so
     nobody else's call returns either. `late`: before the call has begun."""
 
     def __init__(self, *, late: bool = False) -> None:
@@ -325,45 +370,44 @@ class SlowStore(dist.HashStore):
     def wait_for_answer(self) -> None:
         if threading.current_thread().name == "heartbeat" and not self.answers.is_set():
             self.held.set()
-            self.answers.wait(10)
+            self.answers.wait(PATIENCE)
 
 
 def test_the_last_beat_is_the_last() -> None:
     """A beat that was on its way when the rank closed must not come after its farewell: it would be missed."""
     store = SlowStore(late=True)
-    heart = alone(None, [], store=store)
-    heart.start()
+    beating = alone(store=store, timeout=PATIENCE)
+    beating.interval = 0.1
+    beating.start()
     store.answers.clear()
-    assert store.held.wait(5)
-    closing = threading.Thread(target=heart.close)
+    assert store.held.wait(PATIENCE)
+    closing = threading.Thread(target=beating.leave, args=("",))
     closing.start()
-    time.sleep(0.1)
+    assert beating.closing.wait(PATIENCE)
     store.answers.set()
-    closing.join(5)
-    heart.thread.join(5)
-    assert Beat(*json.loads(store.get("beat/0"))).left == ""
+    closing.join(PATIENCE)
+    beating.thread.join(PATIENCE)
+    assert heartbeat.Beat(*json.loads(store.get("beat/0"))).left == ""
 
 
 def test_closing_does_not_wait_for_a_store_that_is_gone() -> None:
     store = SlowStore()
-    heart = alone(None, [], store=store)
-    heart.start()
+    beating = alone(store=store, timeout=0.4)
+    beating.start()
     store.answers.clear()
-    assert store.held.wait(5)
-    begun = time.monotonic()
-    heart.leave("an error")
-    heart.close()
-    assert time.monotonic() - begun < 2
+    assert store.held.wait(PATIENCE)
+    beating.leave("an error")
+    assert not store.answers.is_set() and beating.thread.is_alive(), "the store has not answered yet"
     store.answers.set()
 
 
-def test_a_rank_that_ends_by_itself_in_the_grace_is_left_to_it() -> None:
+def test_a_rank_that_ends_by_itself_in_the_grace_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     ends: list[int] = []
-    heart = alone(None, ends)
-    heart.store.set("trouble", "lost rank 1")
-    heart.start()
-    time.sleep(0.4)
-    heart.leave("my own error")
-    heart.close()
-    time.sleep(0.2)
-    assert not ends
+    monkeypatch.setattr(heartbeat, "GRACE_SECONDS", PATIENCE)
+    beating = alone(ends=ends, timeout=0.4)
+    beating.store.set("fault", json.dumps(Fault("lost rank 1")))
+    beating.start()
+    wait_until(lambda: beating.fault is not None, "fault")
+    beating.leave("my own error")
+    beating.guard.join(PATIENCE)
+    assert not beating.guard.is_alive() and not ends

@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ import torch
 import handgrad.commands.train
 from handgrad import checkpoint
 from handgrad.cli import main
-from handgrad.parallel import rendezvous
+from handgrad.parallel import heartbeat, rendezvous
 from handgrad.parallel.ranks import Ranks
 from handgrad.run.log import Voice
 from handgrad.run.saving import GatheredBucket
@@ -156,13 +157,42 @@ def flipped(step: int) -> None:
     Stepper.finish = finish
 
 
-def broken(step: int) -> None:
-    """A mistake of our own in one rank."""
+def resized(step: int) -> None:
+    """Half of the upper block's gradients."""
+    original = Ranks.all_to_all
+
+    def all_to_all(ranks: Ranks, received: torch.Tensor, sent: torch.Tensor, operation: str, **named: Any) -> Any:
+        if ranks.step == step and operation == "gradients of blocks.1":
+            fired()
+            received, sent = received[: len(received) // 2], sent[: len(sent) // 2]
+        return original(ranks, received, sent, operation, **named)
+
+    Ranks.all_to_all = all_to_all
+
+
+def fails(error: BaseException) -> Callable[[int], None]:
+    """An error in a rank's own work on a step."""
 
     def act() -> None:
-        raise AssertionError("a mistake of our own")
+        raise error
 
-    before(Stepper, "run_lane", lambda stepper, now, lane: now == step, act)
+    return lambda step: before(Stepper, "run_lane", lambda stepper, now, lane: now == step, act)
+
+
+def out_of_memory(step: int) -> None:
+    """The device's memory is full when the host waits for the collective."""
+
+    def wait(work: Any) -> None:
+        fired()
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    original = Ranks.wait
+
+    def patched(ranks: Ranks, work: Any, operation: str) -> None:
+        full = ranks.step == step and operation.startswith("gradients of blocks.")
+        original(ranks, SimpleNamespace(wait=lambda: wait(work)) if full else work, operation)
+
+    Ranks.wait = patched
 
 
 FAULTS: dict[str, Callable[[int], None]] = {
@@ -175,13 +205,17 @@ FAULTS: dict[str, Callable[[int], None]] = {
     "skip": skipped,
     "slow": slow,
     "flip": flipped,
-    "break": broken,
+    "resize": resized,
+    "break": fails(AssertionError("a mistake of our own")),
+    "break-silent": fails(MemoryError()),
+    "memory": out_of_memory,
 }
 
 
 def run(fault: str, command: list[str]) -> int:
     handgrad.commands.train.write_report = lambda runs, out: out  # plots take longer than these runs
     rendezvous.RETRY_SECONDS = 0.02
+    heartbeat.GRACE_SECONDS = 0.5
     name, *numbers = fault.split(":")
     if name != "none":
         rank, step = (int(number) for number in (*numbers, "0")[:2])
