@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from handgrad.errors import DataError, storage_error
+from handgrad.errors import DataError, storage_errors
 
 HEADER_WORDS = 256
 HEADER_BYTES = HEADER_WORDS * 4
@@ -37,15 +37,12 @@ def read_header(path: Path, magic: int, versions: tuple[int, ...]) -> tuple[list
 
     Raises `DataError`: no such file, too short, of another kind or version; `StorageError`: it cannot be read.
     """
-    try:
+    with storage_errors(f"reading {path}"):
+        if not path.exists():
+            raise DataError(f"expected {KINDS[magic]} of llm.c at {path}, found no such file")
         with path.open("rb") as file:
             first = file.read(HEADER_BYTES)
-        size = path.stat().st_size
-    except FileNotFoundError:
-        raise DataError(f"expected {KINDS[magic]} of llm.c at {path}, found no such file") from None
-    except OSError as error:
-        raise storage_error(error, f"reading {path}") from None
-    return parse_header(first, path, magic, versions), size
+        return parse_header(first, path, magic, versions), path.stat().st_size
 
 
 def parse_header(first: bytes, path: Path, magic: int, versions: tuple[int, ...]) -> list[int]:

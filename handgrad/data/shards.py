@@ -24,7 +24,7 @@ import numpy as np
 
 from handgrad.data.llmc_header import EVALUATION, HEADER_BYTES, TOKENS, check_size, make_header, parse_header
 from handgrad.data.tokenizer import Tokenizer, load_tokenizer, read_tokenizer
-from handgrad.errors import DataError, storage_error
+from handgrad.errors import DataError, storage_errors
 
 MAX_SHARD_TOKENS = (1 << 31) - 1  # the header's count is an int32
 
@@ -63,7 +63,7 @@ class Shard:
         if self.sha256 is not None:
             _check_hash(content, self.sha256, self.path)
         tokens = np.frombuffer(content, "<u2", offset=HEADER_BYTES)
-        step = 1 << 24  # a bounded temporary for the comparison
+        step = 1 << 24  # bounds the temporary of the comparison
         for start in range(0, len(tokens), step):
             part = tokens[start : start + step]
             if int(part.max()) >= self.vocab_size:
@@ -107,7 +107,7 @@ class Dataset:
 
     @functools.cached_property
     def identity(self) -> str:
-        """SHA-256, as hex, over what defines the tokens: the tokenizer, and the shards of each split in order.
+        """SHA-256, as hex, over the tokenizer and the shards of each split in order.
 
         Without a manifest a shard counts by its length and 64 samples of 4 KiB, since hashing hundreds of gigabytes at
         every start would cost minutes.
@@ -123,7 +123,7 @@ class Dataset:
         return sum(shard.token_count for shard in self.splits[split])
 
     def floor(self, split: str) -> float | None:
-        """The least loss, in nats a token, that a model can reach on average, where the source knows it; else None."""
+        """The least loss, in nats a token, that a model can reach on average; None if the source does not know it."""
         nats = self.manifest["splits"][split]["source_nats"] if self.manifest else None
         return None if nats is None else nats / self.tokens(split)
 
@@ -140,12 +140,8 @@ def open_dataset(folder: str | Path) -> Dataset:
             "finish it by running its `handgrad prepare` again" if partial.is_dir() else "make one with `handgrad prepare`"
         )
         raise DataError(f"expected a folder of token shards, found none at {folder}; {hint}")
-    try:
-        if (folder / MANIFEST_FILE).is_file():
-            return _open_prepared(folder)
-        return _open_bare(folder)
-    except OSError as error:
-        raise storage_error(error, f"reading {folder}") from None
+    with storage_errors(f"reading {folder}"):
+        return _open_prepared(folder) if (folder / MANIFEST_FILE).is_file() else _open_bare(folder)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -222,8 +218,8 @@ def _open_bare(folder: Path) -> Dataset:
         if match and path.is_file():
             with path.open("rb") as file:
                 first = file.read(HEADER_BYTES)
-            if first[:4] == EVALUATION.to_bytes(4, "little"):  # hellaswag_val.bin is named like tokens, and is none
-                continue
+            if first[:4] == EVALUATION.to_bytes(4, "little"):
+                continue  # hellaswag_val.bin holds questions under the name of a shard
             token_count = _token_count(first, path.stat().st_size, path)
             splits["train" if match[1] == "train" else "validation"].append(Shard(path, token_count, tokenizer.vocab_size))
     if not any(splits.values()):
@@ -252,15 +248,11 @@ def _check_hash(content: Any, expected: str, path: Path) -> None:
 
 
 def _memory_map(path: Path) -> Any:
-    try:
+    with storage_errors(f"reading {path}"):
+        if not path.exists():
+            raise DataError(f"expected the file {path}, found none; restore it or prepare the data again")
         with path.open("rb") as file:
-            if path.stat().st_size == 0:
-                return b""
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except FileNotFoundError:
-        raise DataError(f"expected the file {path}, found none; restore it or prepare the data again") from None
-    except OSError as error:
-        raise storage_error(error, f"reading {path}") from None
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
 
 
 def _sampled_sha256(path: Path) -> str:

@@ -18,7 +18,7 @@ import numpy as np
 import tiktoken
 import tokenizers
 
-from handgrad.errors import DataError, UsageError, storage_error
+from handgrad.errors import DataError, UsageError, storage_errors
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
@@ -198,14 +198,10 @@ def read_tokenizer(folder: Path, record: Any) -> Tokenizer:
 
 def read_small(path: Path) -> bytes:
     """A tokenizer's file. Raises DataError: larger than any is; StorageError: not readable."""
-    try:
-        if path.stat().st_size > MAX_TOKENIZER_BYTES:
-            raise DataError(
-                f"expected a tokenizer of at most {MAX_TOKENIZER_BYTES} bytes, found {path.stat().st_size} in {path}"
-            )
+    with storage_errors(f"reading {path}"):
+        if (size := path.stat().st_size) > MAX_TOKENIZER_BYTES:
+            raise DataError(f"expected a tokenizer of at most {MAX_TOKENIZER_BYTES} bytes, found {size} in {path}")
         return path.read_bytes()
-    except OSError as error:
-        raise storage_error(error, f"reading {path}") from None
 
 
 @functools.cache
