@@ -13,7 +13,6 @@ from torch import Tensor
 from handgrad import devices
 from handgrad.arena import Buffer, Plan, make_plan
 from handgrad.backend import choose_backend
-from handgrad.config import RunConfig
 from handgrad.data.shards import Dataset
 from handgrad.errors import NumericsError, UsageError
 from handgrad.evaluation.held_out import held_out_loss, open_held_out
@@ -27,7 +26,7 @@ from handgrad.models import architecture, forward_buffers, named_activations
 from handgrad.models.rows import KIND
 from handgrad.parallel.launchers import find_rank_info
 from handgrad.parallel.ranks import Ranks
-from handgrad.parallel.rendezvous import joined
+from handgrad.parallel.rendezvous import Timeouts, joined
 from handgrad.run.start import opened_in_turn
 
 MEMORY = "evaluation.memory"  # the loss and the tasks take turns in it
@@ -39,7 +38,7 @@ def run(parsed: Namespace) -> int:
         raise UsageError("--out and --limit belong to --tasks; name some, like --tasks hellaswag=FILE")
     info = find_rank_info(os.environ)
     device = devices.resolve_device(parsed.device, info.local_rank)
-    with joined(info, device, RunConfig()) as ranks:
+    with joined(info, device, Timeouts()) as ranks:
         lines = evaluate(parsed, device, ranks)
     if ranks.is_rank_0:
         print("\n".join(lines))

@@ -4,6 +4,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -16,7 +17,7 @@ from handgrad.evaluation.load import Weights
 from handgrad.interop.sources import SIZES, open_weights
 from handgrad.parallel.launchers import find_rank_info
 from handgrad.parallel.ranks import Ranks
-from handgrad.parallel.rendezvous import joined
+from handgrad.parallel.rendezvous import Timeouts, joined
 from handgrad.run.checks import check_disk, check_fits, check_shared_gradients
 from handgrad.run.console import Shows
 from handgrad.run.folder import RunFolder, settled_lanes
@@ -34,7 +35,8 @@ def open_run(config: RunConfig, *, allow_changes: bool = False, shows: Shows = "
     check(config)
     info = find_rank_info(os.environ)
     device = devices.resolve_device(config.device, info.local_rank)
-    with joined(info, device, config) as ranks:
+    seconds = config.join_seconds, config.silence_seconds, config.stall_seconds
+    with joined(info, device, Timeouts(*seconds, Path(config.out) / "stacks")) as ranks:
         yield from open_as_rank(config, device, ranks, allow_changes=allow_changes, shows=shows)
 
 
