@@ -14,7 +14,6 @@ from handgrad.data.tokenizer import load_tokenizer, train_bpe
 from handgrad.errors import DataError, UsageError
 from handgrad.evaluation.likelihoods import Likelihoods, Request
 from handgrad.evaluation.scoring import Encoder, make_requests, results_of
-from handgrad.jsonl import Record
 from handgrad.evaluation.tasks import (
     Example,
     TaskData,
@@ -26,6 +25,7 @@ from handgrad.evaluation.tasks import (
     load_tasks,
     parse_tasks,
 )
+from handgrad.jsonl import Record
 
 WORDS = [
     "river",

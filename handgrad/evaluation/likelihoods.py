@@ -1,8 +1,8 @@
 """Log-likelihoods of given tokens under a model: many requests in few batches, summed per request.
 
-A request is a sequence whose last tokens are scored. Requests are sorted by length, the longest first, and cut into batches
-of about equally many tokens, so hardly anything is padding. Padding stands on the right, where no scored token sees it. Only
-those rows of the last layer norm go through the head whose next token is scored.
+A request is a sequence whose last tokens are scored. Requests are sorted by length, the longest first, and cut into
+batches of about equally many tokens, so hardly anything is padding. Padding stands on the right, where no scored token
+sees it. Of the last layer norm's rows, only those go through the head whose next token is scored.
 
 The memory is that of a model's activations, planned for one size: batches of other shapes view the same buffers. One copy
 per batch brings all input from the host, and the results stay on the device until the end.

@@ -66,7 +66,8 @@ class HandgradLM(TemplateLM):
         scored = [Request(np.array(context + rest), len(rest)) for _, context, rest in requests]
         model = self.model
         positions = self.micro_batch * model.shape.sequence_length
-        found = score(model.ops, model.weights, scored, model.shape, self.dtype, model.device, positions_per_batch=positions)
+        target = model.shape, self.dtype, model.device
+        found = score(model.ops, model.weights, scored, *target, positions_per_batch=positions)
         answers = list(zip(found.sums.tolist(), found.greedy.tolist(), strict=True))
         for (key, _, _), answer in zip(requests, answers, strict=True):
             if key is not None:

@@ -1,4 +1,4 @@
-"""Opens and loads a model to evaluate it or to sample from it: its weights and the requested buffers, nothing of training."""
+"""Opens and loads a model to evaluate or to sample: its weights and the requested buffers, nothing of training."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

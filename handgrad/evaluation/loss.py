@@ -26,9 +26,9 @@ def mean_loss(
 ) -> float:
     """Mean cross-entropy in nats over the tokens of the first `samples` samples (at most one epoch).
 
-    The last micro-batch may be padded with samples that do not count. `host_buffers` are the CPU tensors (B, T) that receive
-    samples: the model's own on a CPU. Several ranks share the micro-batches round-robin; each adds all their sums in the
-    order of the samples, as a single rank does.
+    The last micro-batch may be padded with samples that do not count. `host_buffers` are the CPU tensors (B, T) that
+    receive samples: the model's own on a CPU. Several ranks share the micro-batches round-robin; each adds all their sums
+    in the order of the samples, as a single rank does.
     """
     ranks = Ranks() if ranks is None else ranks
     samples = min(samples, batches.samples_per_epoch)
@@ -58,7 +58,7 @@ def perplexity(loss: float) -> float:
 
 
 def bits_per_byte(loss: float, dataset: Dataset) -> float | None:
-    """The validation split's loss in nats per token as bits per byte of its text; None if the number of bytes is unknown."""
+    """The validation split's loss in nats per token as bits per byte of its text; None if its size is unknown."""
     text_bytes = dataset.manifest["splits"]["validation"]["text_bytes"] if dataset.manifest else 0
     return loss / math.log(2) * dataset.tokens("validation") / text_bytes if text_bytes else None
 

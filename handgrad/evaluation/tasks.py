@@ -1,4 +1,4 @@
-"""The tasks: their files, and the question that a row asks a model, in the words of lm-eval, and of llm.c where that differs.
+"""The tasks: their files, and the question of a row in the words of lm-eval, and of llm.c where that differs.
 
 lm-eval: EleutherAI's lm-evaluation-harness 0.4 (its tasks hellaswag, mmlu, arc_easy, arc_challenge, lambada_openai). llm.c:
 its dev/data/hellaswag.py and dev/data/mmlu.py.
@@ -215,8 +215,8 @@ OWN = Task(ask_own, OF_CHOICE)
 
 
 def parse_tasks(spec: str) -> dict[str, str]:
-    """ "hellaswag=FILE,arc_easy" -> {"hellaswag": "FILE", "arc_easy": ""}. Raises `UsageError` for an unknown name without a
-    file, and for one given twice."""
+    """ "hellaswag=FILE,arc_easy" -> {"hellaswag": "FILE", "arc_easy": ""}. Raises `UsageError` for an unknown name without
+    a file, and for one given twice."""
     files: dict[str, str] = {}
     for entry in filter(None, (entry.strip() for entry in spec.split(","))):
         name, _, file = (piece.strip() for piece in entry.partition("="))
