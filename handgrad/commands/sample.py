@@ -9,10 +9,11 @@ from pathlib import Path
 from handgrad import devices
 from handgrad.backend import choose_backend
 from handgrad.errors import DataError, UsageError, storage_error
-from handgrad.evaluation.jsonl import check_free, read_prompts, whole_lines
 from handgrad.evaluation.load import LoadedModel, load_model
+from handgrad.files import check_free
 from handgrad.generation.decode import decode_buffers, decode_tensors
 from handgrad.generation.generate import Continuation, Decoder, SamplingOptions, check_writing
+from handgrad.generation.prompts import read_prompts, whole_lines
 from handgrad.generation.text import document, stream_text
 from handgrad.interop.sources import open_weights
 from handgrad.models import architecture

@@ -15,16 +15,16 @@ from handgrad.parallel.ranks import Ranks
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What a model's loss is on a validation split."""
+    """A model's loss on a validation split."""
 
     loss: float  # nats per token
     perplexity: float
-    bits_per_byte: float | None  # of text; None where its bytes are unknown
-    tokens: int  # that were predicted
+    bits_per_byte: float | None  # of text; None if the number of its bytes is unknown
+    tokens: int  # predicted
 
 
 def open_held_out(folder: str, tokenizer: Tokenizer) -> Dataset:
-    """Prepared data with a validation split in the model's tokens; raises `DataError` for any other."""
+    """Opens prepared data with a validation split in the model's tokens; raises `DataError` for any other."""
     dataset = open_dataset(folder)
     if dataset.tokenizer.sha256 != tokenizer.sha256:
         raise DataError(
@@ -47,8 +47,8 @@ def held_out_loss(
     eval_tokens: int = 0,
     ranks: Ranks | None = None,
 ) -> HeldOut:
-    """The loss on the first `eval_tokens` tokens (0: all) of the validation split, in micro-batches as `act` has them, of
-    whole contexts."""
+    """The loss on the first `eval_tokens` tokens (0: all) of the validation split, in whole contexts, `act`'s micro-batch
+    at a time."""
     length = act.tokens.shape[1]
     batches = Batches(dataset.splits["validation"], length, 0, shuffle=False)
     samples = max(1, eval_tokens // length) if eval_tokens else batches.samples_per_epoch

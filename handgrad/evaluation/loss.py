@@ -25,9 +25,9 @@ def mean_loss(
 ) -> float:
     """Mean cross-entropy in nats over the tokens of the first `samples` samples (at most one epoch).
 
-    The model's micro-batch is used as it is; the last one may be padded with samples that are not counted. `host_buffers`
-    are the CPU tensors (B, T) that samples are read into: the model's own on a CPU. Several ranks take the micro-batches
-    in turns, and all add up their sums in the order of the samples, as a single rank does.
+    The last micro-batch may be padded with samples that do not count. `host_buffers` are the CPU tensors (B, T) that
+    receive samples: the model's own on a CPU. Several ranks share the micro-batches round-robin; each adds all their sums
+    in the order of the samples, as a single rank does.
     """
     ranks = Ranks() if ranks is None else ranks
     samples = min(samples, batches.samples_per_epoch)
@@ -52,17 +52,17 @@ def mean_loss(
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), for a loss in nats per token; no larger than a float can be."""
+    """exp(loss), for a loss in nats per token; below the largest float."""
     return math.exp(min(loss, 700.0))
 
 
 def bits_per_byte(loss: float, dataset: Dataset) -> float | None:
-    """The validation split's loss in nats per token as bits per byte of its text; None where its bytes are unknown."""
+    """The validation split's loss in nats per token as bits per byte of its text; None if its size is unknown."""
     text_bytes = dataset.manifest["splits"]["validation"]["text_bytes"] if dataset.manifest else 0
     return loss / math.log(2) * dataset.tokens("validation") / text_bytes if text_bytes else None
 
 
 def floor_note(loss: float, dataset: Dataset) -> str:
-    """How far a validation loss lies above the least that the source allows, where that is known."""
+    """The excess of a validation loss over the source's entropy, if that is known."""
     floor = dataset.floor("validation")
     return f" ({loss / floor - 1:+.1%} above the source's entropy of {floor:.4f})" if floor else ""
