@@ -11,7 +11,6 @@ from handgrad.errors import UsageError
 from handgrad.evaluation.held_out import HeldOut, held_out_loss, open_held_out
 from handgrad.interop.hf_export import EXPORT_DTYPES, Exported, export_model
 from handgrad.interop.llmc_export import export_llmc
-from handgrad.models import architecture
 
 
 def prepare(
@@ -73,8 +72,7 @@ def evaluate(
         raise UsageError("the model knows no data; give data=DIR, prepared with the model's tokenizer")
     dataset = open_held_out(folder, model.tokenizer)
     act = model.forward_buffers(micro_batch, model.shape.sequence_length)
-    sizes = {"vocab_size": model.shape.vocab_size, "eval_tokens": eval_tokens}
-    return held_out_loss(architecture(model.shape), model.ops, model.weights, act, dataset, **sizes)
+    return held_out_loss(model.shape, model.ops, model.weights, act, dataset, eval_tokens=eval_tokens)
 
 
 def export(

@@ -271,8 +271,8 @@ class Model:
             if last.options == options:
                 return last
             buffers = last.buf
-        settings = {"vocab_size": self.shape.vocab_size, "end_of_text": self.tokenizer.end_of_text}
-        decoder = Decoder(self.model, self.ops, self.weights, buffers, options, **settings)
+        end_of_text = self.tokenizer.end_of_text
+        decoder = Decoder(self.shape, self.ops, self.weights, buffers, options, end_of_text=end_of_text)
         self._decoder = batch, decoder
         return decoder
 

@@ -22,7 +22,7 @@ from handgrad.evaluation.records import AFTERWARDS, append_to_run, check_writabl
 from handgrad.evaluation.scoring import TaskResult, make_requests, results_of
 from handgrad.evaluation.tasks import TaskData, load_tasks, parse_tasks
 from handgrad.interop.sources import open_weights
-from handgrad.models import architecture, forward_buffers, named_activations
+from handgrad.models import forward_buffers, named_activations
 from handgrad.models.rows import KIND
 from handgrad.parallel.launchers import find_rank_info
 from handgrad.parallel.ranks import Ranks
@@ -105,12 +105,11 @@ def loss_lines(
 ) -> list[str]:
     """The validation loss, in the units people compare."""
     found = held_out_loss(
-        architecture(model.shape),
+        model.shape,
         model.ops,
         model.weights,
         named_activations(model.shape, views),
         dataset,
-        vocab_size=model.shape.vocab_size,
         eval_tokens=parsed.eval_tokens,
         ranks=ranks,
     )

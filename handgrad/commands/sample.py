@@ -16,7 +16,6 @@ from handgrad.generation.generate import Continuation, Decoder, SamplingOptions,
 from handgrad.generation.prompts import read_prompts, whole_lines
 from handgrad.generation.text import document, stream_text
 from handgrad.interop.sources import open_weights
-from handgrad.models import architecture
 
 PROGRESS_SECONDS = 5  # between two lines about a file of prompts
 
@@ -44,10 +43,8 @@ def run(parsed: argparse.Namespace) -> int:
         )
         for number, row in enumerate(prompts)
     ]
-    settings = {"vocab_size": model.shape.vocab_size, "end_of_text": model.tokenizer.end_of_text}
-    decoder = Decoder(
-        architecture(model.shape), ops, model.weights, decode_tensors(model.shape, model.views), options, **settings
-    )
+    buf, end_of_text = decode_tensors(model.shape, model.views), model.tokenizer.end_of_text
+    decoder = Decoder(model.shape, ops, model.weights, buf, options, end_of_text=end_of_text)
     started = time.perf_counter()
     if parsed.out:
         write_file(decoder, model, texts, prompts, parsed)

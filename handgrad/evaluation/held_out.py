@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from handgrad import devices
+from handgrad.config import ModelShape
 from handgrad.data.batches import Batches
 from handgrad.data.shards import Dataset, open_dataset
 from handgrad.data.tokenizer import Tokenizer
@@ -37,13 +37,12 @@ def open_held_out(folder: str, tokenizer: Tokenizer) -> Dataset:
 
 
 def held_out_loss(
-    model: ModuleType,
+    shape: ModelShape,
     ops: ModuleType,
     weights: Any,
     act: Any,
     dataset: Dataset,
     *,
-    vocab_size: int,
     eval_tokens: int = 0,
     ranks: Ranks | None = None,
 ) -> HeldOut:
@@ -52,8 +51,6 @@ def held_out_loss(
     length = act.tokens.shape[1]
     batches = Batches(dataset.splits["validation"], length, 0, shuffle=False)
     samples = max(1, eval_tokens // length) if eval_tokens else batches.samples_per_epoch
-    sizes = {"samples": samples, "vocab_size": vocab_size}
-    buffers = devices.host_buffers(act.tokens, act.targets)
-    loss = mean_loss(model, ops, weights, act, batches, **sizes, host_buffers=buffers, ranks=ranks)
+    loss = mean_loss(shape, ops, weights, act, batches, samples=samples, ranks=ranks)
     tokens = min(samples, batches.samples_per_epoch) * length
     return HeldOut(loss, perplexity(loss), bits_per_byte(loss, dataset), tokens)

@@ -22,7 +22,6 @@ from handgrad.evaluation.load import LoadedModel, load_model
 from handgrad.generation.decode import decode_buffers, decode_tensors
 from handgrad.generation.generate import Continuation, Decoder, SamplingOptions
 from handgrad.generation.text import TextStream
-from handgrad.models import architecture
 
 assert lm_eval.models
 SLOTS = 8  # texts at a time
@@ -126,17 +125,14 @@ def open_model(source: str, device: str, precision: str, backend: str) -> tuple[
 
 def complete(model: LoadedModel, orders: list[Order], temperature: float) -> dict[Order, str]:
     """Writes the text after each context, up to one of its stop strings, end-of-text or its length."""
-    tokenizer = model.tokenizer
-    vocabulary = {"vocab_size": model.shape.vocab_size, "end_of_text": tokenizer.end_of_text}
+    tokenizer, buf = model.tokenizer, decode_tensors(model.shape, model.views)
     options = SamplingOptions(temperature=temperature)
-    decoder = Decoder(
-        architecture(model.shape), model.ops, model.weights, decode_tensors(model.shape, model.views), options, **vocabulary
-    )
-    answers = dict.fromkeys(asked, "")
-    streams: dict[Continuation, tuple[Wanted, TextStream]] = {}
-    for wanted in asked:
-        prompt = tokenizer.encode(wanted.context).tolist() or [tokenizer.end_of_text]
-        streams[Continuation(prompt, wanted.max_tokens, 0)] = wanted, TextStream(tokenizer, wanted.stops)
+    decoder = Decoder(model.shape, model.ops, model.weights, buf, options, end_of_text=tokenizer.end_of_text)
+    answers = dict.fromkeys(orders, "")
+    streams: dict[Continuation, tuple[Order, TextStream]] = {}
+    for order in orders:
+        prompt = tokenizer.encode(order.context).tolist() or [tokenizer.end_of_text]
+        streams[Continuation(prompt, order.max_tokens, 0)] = order, TextStream(tokenizer, order.stops)
     for text in decoder.generate(list(streams)):
         order, stream = streams[text]
         answers[order] += stream.take(text)

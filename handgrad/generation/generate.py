@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from handgrad.config import ModelShape
 from handgrad.errors import NumericsError, UsageError
 from handgrad.generation.decode import prefill
 from handgrad.graphs import Replayed
+from handgrad.models import architecture
 from handgrad.ops.reference.decode import SMALLEST_TEMPERATURE
 
 END_OF_TEXT, STOP, MAX_TOKENS = "end_of_text", "stop", "max_tokens"  # why a text ended
@@ -89,18 +91,18 @@ class Decoder:
 
     def __init__(
         self,
-        model: ModuleType,
+        shape: ModelShape,
         ops: ModuleType,
         weights: Any,
         buf: Any,
         options: SamplingOptions,
         *,
-        vocab_size: int,
         end_of_text: int | None,
     ):
-        """`end_of_text`: the token that ends a text, and that no repetition is held against; None if there is none."""
-        self.model, self.ops, self.weights, self.buf, self.options = model, ops, weights, buf, options
-        self.vocab_size, self.end_of_text = vocab_size, end_of_text
+        """`weights` and `buf`: of the architecture of `shape`; `end_of_text`: the token that ends a text, and that no
+        repetition is held against; None if there is none."""
+        self.model, self.ops, self.weights, self.buf, self.options = architecture(shape), ops, weights, buf, options
+        self.vocab_size, self.end_of_text = shape.vocab_size, end_of_text
         self.longest = buf.keys.shape[3]
         self.slots: list[Slot | None] = [None] * buf.tokens.shape[0]
         cuda = buf.tokens.is_cuda

@@ -356,14 +356,12 @@ class Run:
         assert self.validation_batches is not None
         self.training.await_weights()
         state, samples = self.training.state, max(1, self.config.eval_tokens // self.config.sequence_length)
-        model = self.design.model, self.design.ops, state.weights, state.activations
-        sizes = {"samples": samples, "vocab_size": self.design.shape.vocab_size}
-        buffers = devices.host_buffers(state.activations.tokens, state.activations.targets)
-        return mean_loss(*model, self.validation_batches, **sizes, host_buffers=buffers, ranks=self.ranks)
+        model = self.design.shape, self.design.ops, state.weights, state.activations
+        return mean_loss(*model, self.validation_batches, samples=samples, ranks=self.ranks)
 
     def sample(self) -> None:
         self.training.await_weights()
-        model = self.design.model, self.design.plain_ops, self.training.state.plain_weights, self.decode, self.tokenizer
+        model = self.design.shape, self.design.plain_ops, self.training.state.plain_weights, self.decode, self.tokenizer
         text = write_document(*model, max_tokens=self.config.sample_tokens, seed=self.config.seed + self.completed)
         write_text(self.folder.path / SAMPLES / f"step_{self.completed:08d}.txt", text)
         self.log.record("sample", step=self.completed, text=text)
