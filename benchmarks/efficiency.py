@@ -15,7 +15,7 @@ from pathlib import Path
 from handgrad import presets
 from handgrad.config import ModelShape
 from handgrad.models.parameters import flat_elements, parameter_table
-from handgrad.parallel.buckets import buckets
+from handgrad.layout import buckets
 
 RESULTS = Path(__file__).parent / "results"
 GPUS = (8, 32, 128, 512)

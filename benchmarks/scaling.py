@@ -33,7 +33,7 @@ from benchmarks.record import write_record
 from handgrad import devices, presets
 from handgrad.backend import choose_backend, settle_products
 from handgrad.config import RunConfig, check
-from handgrad.parallel.buckets import Bucket
+from handgrad.layout import Bucket
 from handgrad.parallel.gradient_sync import Reduction
 from handgrad.parallel.launchers import find_rank_info
 from handgrad.parallel.ranks import Ranks

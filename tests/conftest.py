@@ -14,6 +14,8 @@ import torch
 if not torch.cuda.is_available():  # Triton reads it when it is first imported: without a GPU its kernels are interpreted
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from handgrad.models.activations import Activations, activation_buffers, activations
+from handgrad.models.parameters import ModelTensors, ParameterRow, flat_elements, initialize, model_tensors, parameter_table
 from torch import Tensor
 
 from benchmarks.record import write_record
@@ -23,8 +25,6 @@ from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.dropout.model import model_dropout
 from handgrad.fp8.formats import COUNTING, FORMATS, INVERSE, LARGEST_EXPONENT, SCALE, Quantized
 from handgrad.fp8.tables import Forms, fp8_products, quantized_table, scaling_buffers, weight_buffers
-from handgrad.models.activations import Activations, activation_buffers, activations
-from handgrad.models.parameters import ModelTensors, ParameterRow, flat_elements, initialize, model_tensors, parameter_table
 from handgrad.ops import reference
 from handgrad.presets import tiny
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from handgrad.models.activations import activation_buffers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -13,7 +14,6 @@ from handgrad.config import ModelShape
 from handgrad.fp8.formats import Form
 from handgrad.fp8.tables import fp8_products
 from handgrad.models import transformer
-from handgrad.models.activations import activation_buffers
 from handgrad.ops import reference as ops
 from tests.conftest import fp8_config, make_model
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from handgrad.models.parameters import count_parameters, flops_per_token, parameter_table
 from torch import Tensor
 
 from benchmarks.twin import Twin
 from handgrad.config import ModelShape
 from handgrad.models import transformer
-from handgrad.models.parameters import count_parameters, flops_per_token, parameter_table
 from handgrad.ops import reference as ops
 from tests.conftest import Model, make_model
 

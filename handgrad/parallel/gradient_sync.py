@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from handgrad.parallel.buckets import RING, Bucket, gradient_ring
+from handgrad.layout import RING, Bucket, gradient_ring
 from handgrad.parallel.ranks import Ranks
 from handgrad.training.state import TrainingState
 

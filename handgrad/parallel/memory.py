@@ -5,8 +5,7 @@ from dataclasses import replace
 import torch
 
 from handgrad.arena import Buffer
-from handgrad.parallel.buckets import Buckets, gradient_ring
-from handgrad.parallel.sharding import Sharding
+from handgrad.layout import Buckets, Sharding, gradient_ring
 
 
 def with_sharding(

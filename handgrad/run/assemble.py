@@ -6,7 +6,7 @@ from typing import Any
 from handgrad.dropout.bind import SAMPLES, with_dropout
 from handgrad.fp8.bind import with_fp8
 from handgrad.fp8.scaling import Scaling
-from handgrad.parallel.buckets import gradient_ring, moved
+from handgrad.layout import gradient_ring, moved
 from handgrad.parallel.gradient_sync import GradientSync
 from handgrad.parallel.ranks import Ranks
 from handgrad.parallel.step import ParallelStep, with_sync

@@ -13,12 +13,11 @@ from handgrad.dropout.bind import dropout_buffers
 from handgrad.fp8 import tables
 from handgrad.fp8.formats import FORMATS
 from handgrad.fp8.scaling import Fp8Design
+from handgrad.layout import Sharding, buckets_of, norm_blocks
 from handgrad.models.freezing import freeze
 from handgrad.models.rows import ActivationRow, Table, flat_elements, laid_out
 from handgrad.optimizers.adamw import AdamW
-from handgrad.parallel.buckets import buckets_of, norm_blocks
 from handgrad.parallel.memory import with_sharding
-from handgrad.parallel.sharding import Sharding
 from handgrad.training.design import Batch, Design, Guards
 from handgrad.training.schedule import Schedule
 from handgrad.training.state import flat_buffers

@@ -9,7 +9,7 @@ from torch import Tensor
 from handgrad import checkpoint
 from handgrad.checkpoint import Checkpoint, Stored
 from handgrad.config import RunConfig
-from handgrad.parallel.buckets import Bucket, bucket_of
+from handgrad.layout import Bucket, bucket_of
 from handgrad.parallel.ranks import Ranks
 from handgrad.run.assemble import Assembly
 from handgrad.training.spikes import SpikeWindow

@@ -12,9 +12,8 @@ import torch
 
 from handgrad.arena import Plan
 from handgrad.config import ModelShape
+from handgrad.layout import Buckets, Sharding
 from handgrad.models.rows import Table
-from handgrad.parallel.buckets import Buckets
-from handgrad.parallel.sharding import Sharding
 from handgrad.training.schedule import Schedule
 
 

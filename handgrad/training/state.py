@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from handgrad.arena import Buffer
+from handgrad.layout import norm_parts, update_parts
 from handgrad.models.rows import BLOCK_ELEMENTS, ParameterRow, flat_elements, initialize, named
 from handgrad.ops import CONTROLS, RESULTS
 from handgrad.optimizers import Owned
-from handgrad.parallel.buckets import norm_parts, update_parts
 from handgrad.training.design import Design
 
 INITIAL_LOSS_SCALE = 2.0**16  # of fp16: halved within a few skipped steps where it is too large

@@ -13,13 +13,14 @@ from torch import Tensor
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
+from handgrad.models.activations import activations, model_buffers
+from handgrad.models.parameters import model_tensors
+
 from handgrad import devices, presets
 from handgrad.config import RunConfig
 from handgrad.dropout.masks import Dropout
 from handgrad.dropout.model import model_dropout
 from handgrad.models import transformer
-from handgrad.models.activations import activations, model_buffers
-from handgrad.models.parameters import model_tensors
 from handgrad.ops import cuda as kernels
 from handgrad.ops import reference
 from handgrad.ops.reference.attention import attention_mask

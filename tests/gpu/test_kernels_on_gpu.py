@@ -15,11 +15,12 @@ from torch import Tensor
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
+from handgrad.models.activations import activations, model_buffers
+from handgrad.models.parameters import model_tensors
+
 from handgrad import devices, presets
 from handgrad.config import ModelShape, RunConfig
 from handgrad.models import transformer
-from handgrad.models.activations import activations, model_buffers
-from handgrad.models.parameters import model_tensors
 from handgrad.ops import cuda as kernels
 from handgrad.ops import reference
 from handgrad.run.start import train

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import torch
 import transformers
+from handgrad.models.activations import activations, model_buffers
+from handgrad.models.parameters import parameter_table
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -15,8 +17,6 @@ from handgrad.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_files, 
 from handgrad.evaluation.load import load_model
 from handgrad.interop.folders import imported_config
 from handgrad.models import transformer
-from handgrad.models.activations import activations, model_buffers
-from handgrad.models.parameters import parameter_table
 from handgrad.ops import reference
 
 transformers.logging.set_verbosity_error()

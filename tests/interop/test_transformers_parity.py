@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from handgrad.models.activations import activation_buffers, activations
 from torch import Tensor
 
 from handgrad import checkpoint
@@ -15,7 +16,6 @@ from handgrad.config import ModelShape
 from handgrad.data.tokenizer import Tokenizer, load_tokenizer, read_tokenizer
 from handgrad.evaluation.load import load_model
 from handgrad.models import transformer
-from handgrad.models.activations import activation_buffers, activations
 from handgrad.ops import reference
 from tests.interop.models import make_checkpoint, their_logits
 

@@ -1,4 +1,4 @@
-"""Buckets of the flat buffers, and the shard that a rank owns of each.
+"""The layout of the flat buffers: lanes and ranks, buckets, the shard that a rank owns of each.
 
 A bucket is complete at one moment of a backward pass: a block's parameters, the embeddings, the last layer norm. It is cut
 into as many equal parts as the run has lanes; of R ranks, each owns lanes / R neighbouring parts of every bucket. Work that
@@ -14,6 +14,41 @@ from dataclasses import dataclass, replace
 from handgrad.models.rows import BLOCK_ELEMENTS, ParameterRow, Table, flat_elements
 
 RING = 3  # blocks whose gradients exist at once with ZeRO 2: at work, in flight, and next
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """A rank hosts lanes / ranks neighbouring lanes. With ZeRO 0 every rank keeps everything, with 1 its shard of master
+    weights and optimizer state, with 2 also its shard of the gradients alone."""
+
+    lanes: int = 1
+    rank: int = 0
+    ranks: int = 1
+    zero: int = 1
+    rounded: bool = False  # gradients are rounded to bf16 on their way
+
+    @property
+    def lanes_per_rank(self) -> int:
+        return self.lanes // self.ranks
+
+    @property
+    def levels(self) -> int:
+        """Gradient buffers of a rank: the lane at work, and a partial sum for every level of the tree over its lanes."""
+        return self.lanes_per_rank.bit_length()
+
+    @property
+    def shards(self) -> int:
+        """Parts into which master weights and optimizer state are cut."""
+        return self.ranks if self.zero else 1
+
+    @property
+    def shard(self) -> int:
+        """This process's part."""
+        return self.rank if self.zero else 0
+
+    @property
+    def shards_gradients(self) -> bool:
+        return self.zero == 2 and self.ranks > 1
 
 
 @dataclass(frozen=True)
