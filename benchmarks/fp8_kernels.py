@@ -5,13 +5,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from handgrad.models.activations import head_chunk_tokens
 from torch import Tensor
 
 from benchmarks.fp8_bytes import ROWS
 from handgrad.config import ModelShape
 from handgrad.fp8.cuda import gelu as gelu_fp8
 from handgrad.fp8.formats import COUNTING, E4M3, E5M2, INVERSE, SCALE, SCALING_PLACES, STATISTICS_PLACES, Form, Quantized
-from handgrad.models.activations import head_chunk_tokens
 from handgrad.ops import cuda as kernels
 from handgrad.ops import reference
 from handgrad.ops.cuda import attention, layernorm

@@ -1,6 +1,6 @@
 """Two source trees of handgrad on one GPU, alternating: training steps, generation, the time to step 1.
 
-    python -m benchmarks.two_trees --trees /path/to/old . --cases d12-bf16,d12-fp8,d48-bf16,d48-fp8,text
+    python -m benchmarks.two_trees --trees OLD . --cases d12-bf16,d12-fp8,d48-bf16,d48-fp8,text
 
 Each tree runs in a process of its own that keeps its model on the GPU. The processes take turns of `SLICE_SECONDS` until each
 has had `SECONDS`; while one works, the other waits. Both use the public Python API alone, the same data and settings.
@@ -39,7 +39,14 @@ def worker(case: str, data: str, out: str) -> None:
         print(json.dumps(values), flush=True)
 
     if case == TEXT:
-        settings = {**CASES["d12-bf16"], "steps": 1, "eval_every": 0, "sample_tokens": 0, "micro_batch": 8, "tokens_per_step": 8192}
+        settings = {
+            **CASES["d12-bf16"],
+            "steps": 1,
+            "eval_every": 0,
+            "sample_tokens": 0,
+            "micro_batch": 8,
+            "tokens_per_step": 8192,
+        }
         if not Path(out).exists():
             with handgrad.Training(data=data, out=out, quiet=True, **settings) as run:
                 run.steps()
@@ -141,7 +148,8 @@ def main() -> None:
         print(f"{case:<10} {old:12.0f} {new:12.0f} tokens/s  {row['ratio']:.4f}   to step 1: {begun} s", flush=True)
     if parsed.record:
         revisions = [
-            subprocess.run(["git", "-C", tree, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip() for tree in trees
+            subprocess.run(["git", "-C", tree, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+            for tree in trees
         ]
         write_record(parsed.record, torch.device("cuda"), rows=rows, trees=revisions)
 

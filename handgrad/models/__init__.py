@@ -30,9 +30,9 @@ def architecture(shape: ModelShape) -> ModuleType:
     return import_module(ARCHITECTURES[shape.architecture])
 
 
-def parameter_table(shape: ModelShape) -> Table:
-    """The parameters in memory order, for one lane."""
-    return laid_out(architecture(shape).parameters(shape))
+def parameter_table(shape: ModelShape, lanes: int = 1) -> Table:
+    """The parameters in memory order."""
+    return laid_out(architecture(shape).parameters(shape), lanes)
 
 
 def named_weights(shape: ModelShape, flat: Tensor, table: Table) -> Any:

@@ -15,7 +15,7 @@ from handgrad.fp8.formats import FORMATS
 from handgrad.fp8.scaling import Fp8Design
 from handgrad.layout import Sharding, buckets_of, norm_blocks
 from handgrad.models.freezing import freeze
-from handgrad.models.rows import ActivationRow, Table, flat_elements, laid_out
+from handgrad.models.rows import ActivationRow, Table, flat_elements
 from handgrad.optimizers.adamw import AdamW
 from handgrad.parallel.memory import with_sharding
 from handgrad.training.design import Batch, Design, Guards
@@ -45,7 +45,7 @@ def resolve(
     model = models.architecture(shape)
     lanes = max(1, config.lanes)
     sharding = Sharding(lanes, rank, ranks, config.zero, config.reduce_precision == "bf16")
-    parameters = freeze(laid_out(model.parameters(shape), lanes), config.freeze)
+    parameters = freeze(models.parameter_table(shape, lanes), config.freeze)
     buckets = buckets_of(parameters, lanes)
     optimizer = AdamW(config.beta1, config.beta2, config.adam_epsilon, config.weight_decay, config.seed)
     tokens = config.micro_batch * shape.sequence_length
@@ -86,13 +86,7 @@ def resolve(
         sharding=sharding,
         batch=Batch(config.micro_batch, config.micro_steps, lanes, config.sequence_length, config.overfit_one_batch),
         optimizer=optimizer,
-        schedule=Schedule(
-            config.schedule,
-            config.learning_rate,
-            config.final_learning_rate_fraction,
-            config.warmup_steps,
-            config.steps,
-        ),
+        schedule=schedule_of(config),
         guards=Guards(config.clip_norm, config.skip_loss_z, config.skip_norm_z, config.precision == "fp16"),
         seed=config.seed,
         recompute=config.recompute,
@@ -144,6 +138,11 @@ def largest_micro_batch(config: RunConfig, vocab_size: int, available_bytes: int
         if design.plan.total_bytes <= available_bytes:
             return micro_batch
     return 0
+
+
+def schedule_of(config: RunConfig) -> Schedule:
+    peak, final_fraction = config.learning_rate, config.final_learning_rate_fraction
+    return Schedule(config.schedule, peak, final_fraction, config.warmup_steps, config.steps)
 
 
 def with_tuned_gemms(config: RunConfig, ops: ModuleType) -> RunConfig:
