@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
-from handgrad.models.activations import activation_buffers
-
 from handgrad.arena import Buffer
 from handgrad.config import ModelShape
 
@@ -66,9 +64,9 @@ HEAD = {"lnf", "dlnf", "logits"}
 
 def block_buffers(shape: ModelShape, batch: int, *, fp8: bool) -> dict[str, Buffer]:
     """The activations of a model's first block and what the blocks share, as large as (N, C) or larger."""
-    every = frozenset((layer, part) for layer in range(shape.num_layers) for part in gpt2.FP8_PARTS)
-    N, gemms = batch * shape.sequence_length, Fp8Gemms(every if fp8 else frozenset())
     model = architecture(shape)
+    every = frozenset((layer, part) for layer in range(shape.num_layers) for part in model.FP8_PARTS)
+    N, gemms = batch * shape.sequence_length, Fp8Gemms(every if fp8 else frozenset())
     rows = model.activations(shape, batch, shape.sequence_length, torch.bfloat16, reference, chunk=N, training=True)
     rows = activation_buffers(rows, gemms, E5M2, recompute=0)
     named = {row.name.removeprefix("blocks.0."): row for row in rows}

@@ -1,6 +1,6 @@
 """Two source trees of handgrad on one GPU, alternating: training steps, generation, the time to step 1.
 
-    python -m benchmarks.two_trees --trees OLD . --cases d12-bf16,d12-fp8,d48-bf16,d48-fp8,text
+    python -m benchmarks.two_trees --trees OLD . --cases d12-bf16,d48-fp8,text
 
 Each tree runs in a process of its own that keeps its model on the GPU. The processes take turns of `SLICE_SECONDS` until each
 has had `SECONDS`; while one works, the other waits. Both use the public Python API alone, the same data and settings.
