@@ -17,7 +17,6 @@ from handgrad.ops.cuda import attention, attention_cudnn, cublaslt
 from handgrad.ops.cuda.choosing import choose_tokens
 from handgrad.ops.cuda.classifier import classifier_forward, classifier_forward_backward
 from handgrad.ops.cuda.column_sums import bias_backward
-from handgrad.ops.cuda.compile_ahead import compile_ahead
 from handgrad.ops.cuda.cublaslt import WORKSPACE_BYTES, tuned_keep_bf16
 from handgrad.ops.cuda.decode import (
     attention_decode,
@@ -28,6 +27,7 @@ from handgrad.ops.cuda.decode import (
 )
 from handgrad.ops.cuda.embedding import embedding_backward, embedding_forward
 from handgrad.ops.cuda.gelu import gelu_backward, gelu_forward
+from handgrad.ops.cuda.launch import compile_ahead
 from handgrad.ops.cuda.layernorm import layernorm_backward, layernorm_forward
 from handgrad.ops.cuda.linear import gelu_linear_backward, linear_backward, linear_forward, linear_gelu_forward
 from handgrad.ops.cuda.optimizer import adamw_update, loss_sum, squared_norms, verdict
