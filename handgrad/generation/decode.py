@@ -79,6 +79,7 @@ def decode_buffers(
     C, F, H, longest = shape.channels, shape.feed_forward, shape.num_heads, shape.sequence_length
     B, R = batch, max(longest, min(prefill_tokens, batch * longest))
     scratch_bytes = ops.scratch_bytes(batch=1, length=max(B, R), channels=C)
+    scratch_bytes = max(scratch_bytes, ops.choosing_scratch_bytes(batch=B, vocab_size=shape.vocab_size))
     stats = torch.float64 if dtype == torch.float64 else torch.float32
     cache = (shape.num_layers, B, H, longest, C // H)
     step: Rows = {
@@ -136,14 +137,12 @@ def decode_step(ops: ModuleType, w: ModelTensors, buf: DecodeTensors) -> None:
     ops.embedding_decode(buf.x, buf.tokens, buf.positions, w.wte, w.wpe)
     for layer, b in enumerate(w.blocks):
         ln1, ln2 = (b.ln1_weight, b.ln1_bias), (b.ln2_weight, b.ln2_bias)
-        ops.layernorm_linear_forward(buf.qkv, *norm, buf.x, *ln1, b.qkv_weight, b.qkv_bias, scratch=s)
+        ops.layernorm_linear_decode(buf.qkv, *norm, buf.x, *ln1, b.qkv_weight, b.qkv_bias, scratch=s)
         ops.attention_decode(buf.atty, buf.keys[layer], buf.values[layer], buf.qkv, buf.positions, scratch=s)
-        ops.linear_residual_forward(buf.residual_mid, buf.x, buf.atty, b.proj_weight, b.proj_bias, scratch=s)
-        ops.layernorm_linear_gelu_forward(
-            buf.gelu, buf.fc, *norm, buf.residual_mid, *ln2, b.fc_weight, b.fc_bias, scratch=s
-        )
-        ops.linear_residual_forward(buf.x, buf.residual_mid, buf.gelu, b.fcproj_weight, b.fcproj_bias, scratch=s)
-    ops.layernorm_linear_forward(buf.logits, *norm, buf.x, w.lnf_weight, w.lnf_bias, w.wte, None, scratch=s)
+        ops.linear_residual_decode(buf.residual_mid, buf.x, buf.atty, b.proj_weight, b.proj_bias, scratch=s)
+        ops.layernorm_linear_gelu_decode(buf.gelu, buf.fc, *norm, buf.residual_mid, *ln2, b.fc_weight, b.fc_bias, scratch=s)
+        ops.linear_residual_decode(buf.x, buf.residual_mid, buf.gelu, b.fcproj_weight, b.fcproj_bias, scratch=s)
+    ops.layernorm_linear_decode(buf.logits, *norm, buf.x, w.lnf_weight, w.lnf_bias, w.wte, None, scratch=s)
 
 
 def prefill(

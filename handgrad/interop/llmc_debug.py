@@ -165,7 +165,13 @@ def compute(state: DebugState, dtype: torch.dtype, device: torch.device, ops: Mo
                 dtype,
                 chunk=tokens,
                 scratch_bytes=ops.scratch_bytes(**sizes),
-                attention_scratch_bytes=ops.attention_scratch_bytes(num_heads=shape.num_heads, dtype=dtype, **sizes),
+                attention_scratch_bytes=ops.attention_scratch_bytes(
+                    batch=batch,
+                    length=length,
+                    num_heads=shape.num_heads,
+                    head_width=shape.channels // shape.num_heads,
+                    dtype=dtype,
+                ),
             ),
         ]
     )

@@ -8,6 +8,7 @@ What products read in fp8 has up to three rows: itself in 16 bits where somethin
 `.columns` transposed.
 """
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from types import ModuleType
@@ -18,11 +19,11 @@ from torch import Tensor
 
 from handgrad.arena import ALWAYS, Buffer, Interval
 from handgrad.config import ModelShape, RunConfig
-from handgrad.dropout.model import SAMPLES, ModelDropout
 from handgrad.fp8.formats import E4M3, E5M2, FORMATS, Form, Quantized
 from handgrad.fp8.tables import Forms, Fp8Products, fp8_products
 
 KIND = "activations"
+SAMPLES = "dropout_samples"
 NEVER = 3  # above every recompute level
 HEAD_CHUNK_BYTES = 512 << 20  # the default chunk's logits take at most this much
 
@@ -78,9 +79,8 @@ class Activations:
     dresidual: Tensor  # (N, C) gradient of the residual stream, from the head down to the embedding
     dln: Tensor  # (N, C) gradient of a layer norm's output
     datty: Tensor  # (N, C)
-    dbranch: Tensor  # (N, C) with dropout: gradient of a projection's output; lies where dln, which comes after it, will
     dgelu: Tensor | None  # (N, F) gradient of the hidden layer after GELU, where it cannot lie in dhidden: in fp8
-    dropout: ModelDropout | None  # what is left out in training, if anything
+    samples: Tensor | None  # (B) int64: with dropout, the numbers of the micro-batch's samples in the run
 
 
 def head_chunk_tokens(requested: int, tokens: int, padded_vocab_size: int, itemsize: int) -> int:
@@ -234,6 +234,8 @@ def model_buffers(
     """The activations of `batch` samples as `config` wants them, with what the operations of `ops` need for themselves."""
     length = shape.sequence_length
     sizes = {"batch": batch, "length": length, "channels": shape.channels}
+    attention = {"batch": batch, "length": length, "num_heads": shape.num_heads, "dtype": dtype}
+    attention_ops = dropout_operations(ops) if config.dropout else ops
     return activation_buffers(
         shape,
         batch,
@@ -242,8 +244,8 @@ def model_buffers(
         recompute=config.recompute,
         chunk=head_chunk_tokens(config.head_chunk_tokens, batch * length, shape.padded_vocab_size, dtype.itemsize),
         scratch_bytes=ops.scratch_bytes(**sizes),
-        attention_scratch_bytes=ops.attention_scratch_bytes(
-            num_heads=shape.num_heads, dtype=dtype, dropout=bool(config.dropout), **sizes
+        attention_scratch_bytes=attention_ops.attention_scratch_bytes(
+            head_width=shape.channels // shape.num_heads, **attention
         ),
         training=training,
         products=fp8_products(config) if training else None,
@@ -252,9 +254,11 @@ def model_buffers(
     )
 
 
-def activations(
-    views: Mapping[str, Tensor], forms: Forms | None = None, dropout: ModelDropout | None = None
-) -> Activations:
+def dropout_operations(ops: ModuleType) -> ModuleType:
+    return importlib.import_module(f"handgrad.dropout.{ops.__name__.split('.')[-1]}")
+
+
+def activations(views: Mapping[str, Tensor], forms: Forms | None = None) -> Activations:
     """The arena's views under the table's names; `forms` knows what is quantised."""
     forms = forms or Forms((), views)
     layers = sum(name.endswith(".qkv") for name in views)
@@ -277,7 +281,6 @@ def activations(
         "lnf": forms("lnf", plain=views["lnf"]),
         "dlogits": forms.dlogits(),
         "dgelu": views.get("dgelu"),
-        "dbranch": views["dln"],
-        "dropout": dropout,
+        "samples": views.get(SAMPLES),
     }
     return Activations(**composed, **{f.name: views[f.name] for f in fields(Activations) if f.name not in composed})

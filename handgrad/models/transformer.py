@@ -13,7 +13,6 @@ from types import ModuleType
 
 from torch import Tensor
 
-from handgrad.dropout.model import BlockDropout, ModelDropout
 from handgrad.fp8.formats import Form, plain
 from handgrad.models import gpt2_block
 from handgrad.models.activations import Activations
@@ -28,24 +27,16 @@ class Pause:
     gradients_are_done: bool = False
 
 
-def forward_stages(ops: ModuleType, w: ModelTensors, act: Activations, dropout: ModelDropout | None) -> Iterator[Pause]:
+def forward_stages(ops: ModuleType, w: ModelTensors, act: Activations) -> Iterator[Pause]:
     """act.tokens (B, T) -> act.lnf (N, C), the normalised stream after the last block, with a pause before each bucket."""
     yield Pause("embedding")
     ops.embedding_forward(act.embedded, act.tokens, w.wte, w.wpe)
-    if dropout is not None:
-        ops.dropout_forward(act.embedded, act.embedded, dropout.embedding)
-    blocks = zip(w.blocks, act.blocks, block_dropouts(act, dropout), strict=True)
-    for layer, (weights, block, block_dropout) in enumerate(blocks):
+    for layer, (weights, block) in enumerate(zip(w.blocks, act.blocks, strict=True)):
         yield Pause(f"blocks.{layer}")
-        gpt2_block.forward(ops, weights, block, act, stream_into(act, layer), block_dropout)
+        gpt2_block.forward(ops, weights, block, act, stream_into(act, layer))
     yield Pause("lnf")
     last = stream_into(act, len(act.blocks))
     ops.layernorm_forward(act.lnf, act.lnf_mean, act.lnf_rstd, last, w.lnf_weight, w.lnf_bias)
-
-
-def block_dropouts(act: Activations, dropout: ModelDropout | None) -> tuple[BlockDropout, ...]:
-    """What each block leaves out."""
-    return (BlockDropout(),) * len(act.blocks) if dropout is None else dropout.blocks
 
 
 def stream_into(act: Activations, layer: int) -> Tensor:
@@ -54,14 +45,14 @@ def stream_into(act: Activations, layer: int) -> Tensor:
 
 
 def forward_blocks(ops: ModuleType, w: ModelTensors, act: Activations) -> Tensor:
-    """`forward_stages` in one go, with nothing left out; returns the stream before the last layer norm."""
-    for _ in forward_stages(ops, w, act, None):
+    """`forward_stages` in one go; returns the stream before the last layer norm."""
+    for _ in forward_stages(ops, w, act):
         pass
     return stream_into(act, len(act.blocks))
 
 
 def loss(ops: ModuleType, w: ModelTensors, act: Activations, *, vocab_size: int) -> None:
-    """act.tokens, act.targets (B, T) -> act.losses (N): the cross-entropy of each token in nats, without dropout."""
+    """act.tokens, act.targets (B, T) -> act.losses (N): the cross-entropy of each token in nats."""
     forward_blocks(ops, w, act)
     for rows, logits in head_logits(ops, w, act):
         ops.classifier_forward(act.losses[rows], logits, act.targets.view(-1)[rows], vocab_size=vocab_size)
@@ -84,7 +75,7 @@ def loss_and_gradients(
     vocab_size: int,
     recompute: int,
 ) -> None:
-    """act.losses (N), and `g` += scale * the gradient of their sum, with the activations' dropout.
+    """act.losses (N), and `g` += scale * the gradient of their sum.
 
     For the mean over an optimizer step's tokens, `scale` (1) is 1 / tokens_per_step in every micro-step.
     """
@@ -103,8 +94,8 @@ def gradient_stages(
     recompute: int,
 ) -> Iterator[Pause]:
     """`loss_and_gradients`, with a pause before each bucket's weights and one after each bucket's gradients."""
-    s, dropout = act.scratch, act.dropout
-    yield from forward_stages(ops, w, act, dropout)
+    s = act.scratch
+    yield from forward_stages(ops, w, act)
     for rows, logits in _chunks(act):
         targets, lnf = act.targets.view(-1)[rows], part(act.lnf, rows)
         ops.linear_forward(logits, lnf, w.head, None, scratch=s)
@@ -115,22 +106,19 @@ def gradient_stages(
         ops.linear_backward(act.dlnf[rows], g.wte, None, dlogits, lnf, w.head, scratch=s)
     act.dresidual.zero_()
     statistics = act.lnf_mean, act.lnf_rstd
-    top, dbias_below = act.gradients[-1].dresidual_out, g.blocks[-1].fcproj_bias if dropout is None else None
+    top, dbias_below = act.gradients[-1].dresidual_out, g.blocks[-1].fcproj_bias
     last = stream_into(act, len(act.blocks))
     ops.layernorm_backward(top, g.lnf_weight, g.lnf_bias, act.dlnf, last, *statistics, w.lnf_weight, dbias_below, scratch=s)
     yield Pause("lnf", gradients_are_done=True)
-    block_dropout = block_dropouts(act, dropout)
     for layer in reversed(range(len(w.blocks))):
         block = w.blocks[layer], g.blocks[layer], act.blocks[layer], act.gradients[layer], act
         dx, dbias_below = act.dresidual, None
         if layer:
             dx = act.gradients[layer - 1].dresidual_out
-            dbias_below = g.blocks[layer - 1].fcproj_bias if dropout is None else None
+            dbias_below = g.blocks[layer - 1].fcproj_bias
         stream = stream_into(act, layer), dx, dbias_below
-        gpt2_block.backward(ops, *block, *stream, block_dropout[layer], recompute=recompute)
+        gpt2_block.backward(ops, *block, *stream, recompute=recompute)
         yield Pause(f"blocks.{layer}", gradients_are_done=True)
-    if dropout is not None:
-        ops.dropout_backward(act.dresidual, act.dresidual, dropout.embedding)
     ops.embedding_backward(g.wte, g.wpe, act.dresidual, act.tokens, act.sorted_positions, scratch=s)
     yield Pause("embedding", gradients_are_done=True)
 

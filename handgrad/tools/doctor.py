@@ -1,5 +1,6 @@
 """What this machine has, what handgrad will use, and what to do about what is missing. Everything named is run once."""
 
+import importlib
 import platform
 import re
 import shutil
@@ -18,6 +19,7 @@ from handgrad.errors import HandgradError
 from handgrad.models import transformer
 from handgrad.ops import reference
 from handgrad.run.console import human_bytes
+from handgrad.tools.kernel_checks.dropout import check_dropout_kernels
 from handgrad.tools.kernel_checks.fp8 import OLDEST_FP8, check_fp8_kernels
 from handgrad.tools.kernel_checks.operations import check_kernels
 from handgrad.tools.plan import product_rate
@@ -104,7 +106,9 @@ def examine_gpu(device: torch.device) -> Iterator[tuple[bool, str]]:
         yield False, str(error)
         return
     yield True, f"products by {used['products']}; attention by {used['attention']}"
-    yield from check_kernels(kernels, device, devices.use_precision(device, half_precision(device)))
+    dtype = devices.use_precision(device, half_precision(device))
+    yield from check_kernels(kernels, device, dtype)
+    yield from check_dropout_kernels(importlib.import_module("handgrad.dropout.cuda"), device, dtype)
     if capability < OLDEST_FP8:
         needed = f"compute capability {dotted(OLDEST_FP8)} (Ada, Hopper or newer)"
         yield True, f"--precision fp8 needs {needed}, this GPU has {dotted(capability)}: train in {half_precision(device)}"

@@ -36,8 +36,8 @@ class BatchFeed:
     def __init__(self, source: Source, act: Activations):
         self.source = source
         self.targets: tuple[Tensor, ...] = (act.tokens, act.targets, act.sorted_positions)
-        if act.dropout is not None:
-            self.targets += (act.dropout.samples,)
+        if act.samples is not None:
+            self.targets += (act.samples,)
         self.on_host = act.tokens.device.type != "cuda"
         if act.tokens.device.type == "mps":
             self.host = [tuple(torch.empty_like(t, device="cpu") for t in self.targets)]

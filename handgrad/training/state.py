@@ -10,10 +10,10 @@ from torch import Tensor
 
 from handgrad.arena import Buffer, Plan, make_plan
 from handgrad.config import ModelShape, RunConfig
-from handgrad.dropout.model import model_dropout
+from handgrad.dropout.bind import Block, WithDropout
 from handgrad.fp8.scaling import Scaling, fp8_buffers, make_scaling, tensors_of
 from handgrad.fp8.tables import Forms, quantized_table
-from handgrad.models.activations import Activations, activations, model_buffers
+from handgrad.models.activations import Activations, activations, dropout_operations, model_buffers
 from handgrad.models.freezing import freeze
 from handgrad.models.parameters import ModelTensors, ParameterRow, flat_elements, initialize, model_tensors, parameter_table
 from handgrad.ops import CONTROLS, RESULTS
@@ -104,6 +104,28 @@ class TrainingState:
             totals = self.scaling.totals.clone()
             self.scaling.quantize_weights(self.ops)
             self.scaling.totals.copy_(totals)  # which have counted them already
+
+
+def with_dropout(
+    ops: ModuleType, w: ModelTensors, g: ModelTensors, act: Activations, probability: float, seed: int
+) -> ModuleType:
+    """The operations of a micro-step."""
+    if act.samples is None:
+        return ops
+    blocks = [
+        Block(
+            lse=a.lse,
+            proj_bias=w.proj_bias,
+            fcproj_bias=w.fcproj_bias,
+            dproj_weight_acc=g.proj_weight,
+            dproj_bias_acc=g.proj_bias,
+            dfcproj_weight_acc=g.fcproj_weight,
+            dfcproj_bias_acc=g.fcproj_bias,
+        )
+        for a, w, g in zip(act.blocks, w.blocks, g.blocks, strict=True)
+    ]
+    sites = {"samples": act.samples, "probability": probability, "seed": seed, "blocks": blocks, "dbranch": act.dln}
+    return WithDropout(ops, dropout_operations(ops), **sites)
 
 
 def training_plan(
@@ -209,9 +231,7 @@ def allocate_state(
         weights=tensors_of(config, table, views, current=config.fp8_scaling == "current"),
         plain_weights=model_tensors(parameters, table),
         weight_gradients=model_tensors(gradients, placed(table, all_buckets, places)),
-        activations=activations(
-            views, Forms(quantized, views, current=config.fp8_scaling == "current"), model_dropout(config, views)
-        ),
+        activations=activations(views, Forms(quantized, views, current=config.fp8_scaling == "current")),
         scaling=make_scaling(config, table, views) if quantized else None,
     )
     if state.scaling is not None:

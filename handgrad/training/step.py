@@ -28,7 +28,7 @@ from handgrad.parallel.gradient_sync import Reduction
 from handgrad.parallel.ranks import Ranks
 from handgrad.training.schedule import learning_rate
 from handgrad.training.spikes import Outliers
-from handgrad.training.state import TrainingState
+from handgrad.training.state import TrainingState, with_dropout
 
 IN_FLIGHT = 2  # steps whose results are not yet read, at most
 
@@ -234,9 +234,9 @@ class Stepper:
             self.state.scaling.fold_micro_step(self.state.ops)
 
     def gradient_stages(self, act: Activations) -> Iterator[Pause]:
-        state = self.state
+        state, config = self.state, self.config
         return transformer.gradient_stages(
-            state.ops,
+            with_dropout(state.ops, state.weights, state.weight_gradients, act, config.dropout, config.seed),
             state.weights,
             state.weight_gradients,
             act,
