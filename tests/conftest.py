@@ -22,7 +22,6 @@ from benchmarks.record import write_record
 from handgrad.arena import ALWAYS, Plan, make_plan
 from handgrad.config import ModelShape, RunConfig
 from handgrad.data.prepare import PrepareOptions, prepare
-from handgrad.dropout.model import model_dropout
 from handgrad.fp8.formats import COUNTING, FORMATS, INVERSE, LARGEST_EXPONENT, SCALE, Quantized
 from handgrad.fp8.tables import Forms, fp8_products, quantized_table, scaling_buffers, weight_buffers
 from handgrad.ops import reference
@@ -125,9 +124,9 @@ def make_model(
     if fp8 is not None:
         set_scales(views["fp8.scaling"])
     forms = Forms(quantized_table(config), views, current=True)
-    act = activations(views, forms, model_dropout(config, views))
-    if act.dropout is not None:
-        torch.arange(batch, out=act.dropout.samples)
+    act = activations(views, forms)
+    if act.samples is not None:
+        torch.arange(batch, out=act.samples)
     act.tokens.copy_(torch.randint(shape.vocab_size, (batch, length), generator=generator))
     act.targets.copy_(torch.randint(shape.vocab_size, (batch, length), generator=generator))
     weights, gradients = model_tensors(flat, table, forms), model_tensors(flat_gradients, table)

@@ -1,6 +1,7 @@
 """The whole model: gradients against float64 autograd, logits and loss against transformers, recompute levels bit-equal."""
 
 import math
+from types import ModuleType
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from tests.conftest import Model, make_model
 ODD = ModelShape(vocab_size=57, sequence_length=19, num_layers=3, num_heads=3, channels=33)
 
 
-def run(model: Model, *, recompute: int = 0, scale: float = 1.0) -> None:
+def run(model: Model, *, recompute: int = 0, scale: float = 1.0, ops: ModuleType = ops) -> None:
     transformer.loss_and_gradients(
         ops,
         model.weights,

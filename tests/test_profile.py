@@ -109,8 +109,8 @@ def test_bytes_are_read_once_written_once_and_twice_in_place() -> None:
 def test_every_operation_of_a_backend_is_known() -> None:
     others = {"check_sizes", "compile_ahead", "versions"}
     others |= {"attention_decode", "choose_tokens", "embedding_decode", "store_keys_values"}  # of generation
-    others |= {"layernorm_linear_forward", "layernorm_linear_gelu_forward"}
-    others |= {"attention_scratch_bytes", "scratch_bytes", "statistics_parts", "tuned_keep_bf16"}
+    others |= {"layernorm_linear_decode", "layernorm_linear_gelu_decode", "linear_residual_decode"}
+    others |= {"attention_scratch_bytes", "choosing_scratch_bytes", "scratch_bytes", "statistics_parts", "tuned_keep_bf16"}
     assert set(reference.__all__) == OPERATIONS.keys() | others
     assert PARTS.keys() - OPERATIONS.keys() == {"multiply", "gelu_forward_fp8", "gelu_backward_fp8"}
 

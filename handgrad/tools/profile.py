@@ -85,9 +85,6 @@ OPERATIONS = {
     "attention_forward": Counted("attention forward", lambda t: 2 * plain(t["out"]).numel() * (t["lse"].shape[-1] + 1)),
     "attention_backward": Counted("attention backward", lambda t: 5 * plain(t["out"]).numel() * (t["lse"].shape[-1] + 1)),
     "residual_forward": Counted("residual sum"),
-    "dropout_forward": Counted("dropout"),
-    "dropout_backward": Counted("dropout"),
-    "dropout_residual_forward": Counted("dropout and residual sum"),
     "gelu_forward": Counted("GELU alone"),
     "gelu_backward": Counted("GELU alone"),
     "bias_backward": Counted("bias sums"),
@@ -109,7 +106,7 @@ PARTS = {
     "multiply": Counted(
         "{place} products, {role}", lambda t: 2 * t["d"].numel() * t["a"].shape[bool(t.get("transpose_a"))]
     ),
-    **{name: OPERATIONS[name] for name in ("bias_backward", "dropout_residual_forward", "gelu_forward", "gelu_backward")},
+    **{name: OPERATIONS[name] for name in ("bias_backward", "gelu_forward", "gelu_backward")},
     "gelu_forward_fp8": Counted("GELU to fp8, forward"),
     "gelu_backward_fp8": Counted("GELU to fp8, backward"),
 }

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import triton
 
-from handgrad.dropout import cuda
+from handgrad.dropout.cuda import elementwise
 from handgrad.ops.cuda import classifier, column_sums, embedding, gelu, layernorm, optimizer, reduction
 from tests.kernels.compiling import compile_kernel
 
@@ -84,8 +84,8 @@ def launches(C: int, itemsize: int = 2) -> dict[str, tuple[triton.JITFunction, d
         "gelu_forward": (gelu._forward, {"BLOCK": gelu.BLOCK}, gelu.WARPS),
         "gelu_backward": (gelu._backward, {"BLOCK": gelu.BLOCK}, gelu.WARPS),
         "embedding_forward": (embedding._forward, {"C": C, "BLOCK_C": block, "ROWS": rows}, warps),
-        "dropout": (cuda._dropout, {"C": C, "BLOCK_C": block, "TILE_ROWS": rows, "residual": None}, warps),
-        "dropout and residual": (cuda._dropout, {"C": C, "BLOCK_C": block, "TILE_ROWS": rows}, warps),
+        "dropout": (elementwise._dropout, {"C": C, "BLOCK_C": block, "TILE_ROWS": rows, "residual": None}, warps),
+        "dropout and residual": (elementwise._dropout, {"C": C, "BLOCK_C": block, "TILE_ROWS": rows}, warps),
         "embedding runs": (embedding._sum_runs, {**chunk, "COLUMNS": embedding.RUN_COLUMNS}, embedding.RUN_WARPS),
         "embedding parts": (
             embedding._join_runs,

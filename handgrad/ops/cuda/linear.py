@@ -9,8 +9,6 @@ What pays in an epilogue and what does not was measured: docs/operations/linear.
 import torch
 from torch import Tensor
 
-from handgrad.dropout.cuda import dropout_residual_forward
-from handgrad.dropout.masks import Dropout
 from handgrad.fp8.cuda.gelu import gelu_backward_fp8, gelu_forward_fp8
 from handgrad.fp8.formats import Form, Operands, Quantized, fp8_operands, plain
 from handgrad.ops.cuda.column_sums import bias_backward
@@ -107,15 +105,9 @@ def linear_residual_forward(
     weight: Form,
     bias: Tensor,
     *,
-    dropout: Dropout | None = None,
     scratch: Tensor,
 ) -> None:
-    """out (N, C) = residual (N, C) + dropout(inp (N, I) weight (C, I)^T + bias (C)), without dropout summed in float32 and
-    rounded once. With it the product is written to `out` and read again: the library has no such epilogue."""
-    if dropout is not None:
-        linear_forward(out, inp, weight, bias, scratch=scratch)
-        dropout_residual_forward(out, residual, dropout)
-        return
+    """out (N, C) = residual (N, C) + inp (N, I) weight (C, I)^T + bias (C), summed in float32 and rounded once."""
     operands = fp8_operands(inp, "rows", weight, "rows")
     if operands is not None:
         fp8_product(out, operands, bias=bias, added=residual, scratch=scratch)
@@ -144,7 +136,6 @@ def linear_gelu_forward(out: Form, hidden: Tensor, inp: Form, weight: Form, bias
 def gelu_linear_backward(
     dhidden: Form,
     dweight_acc: Tensor,
-    dbias_acc: Tensor | None,
     dout: Form,
     inp: Form,
     hidden: Tensor,
@@ -168,4 +159,4 @@ def gelu_linear_backward(
     else:
         multiply(dhidden, plain(weight), plain(dout), scratch=scratch)
         gelu_backward(dhidden, hidden)
-    weight_backward(dweight_acc, dbias_acc, dout, inp, scratch)
+    weight_backward(dweight_acc, None, dout, inp, scratch)

@@ -1,7 +1,7 @@
 """What the memory-bound kernels need beside their buffers."""
 
-from handgrad.fp8.cuda import gelu, quantize
-from handgrad.ops.cuda import attention, layernorm
+from handgrad.fp8.cuda import attention, gelu, quantize
+from handgrad.ops.cuda import layernorm
 from handgrad.ops.cuda.column_sums import row_split
 from handgrad.ops.cuda.embedding import chunks_of
 from handgrad.ops.cuda.layernorm import BACKWARD_PROGRAMS

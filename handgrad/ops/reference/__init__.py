@@ -4,16 +4,17 @@ On a CPU it is also the fast path: products, layer norm, GELU and attention call
 buffers. No autograd anywhere: the forward and the backward of an operation stand next to each other.
 """
 
-from handgrad.dropout.reference import dropout_backward, dropout_forward, dropout_residual_forward
 from handgrad.fp8.reference import fold_statistics, quantize, update_scaling
-from handgrad.ops.reference.attention import attention_backward, attention_forward
+from handgrad.ops.reference.attention import attention_backward, attention_forward, attention_scratch_bytes
 from handgrad.ops.reference.classifier import classifier_forward, classifier_forward_backward
 from handgrad.ops.reference.decode import (
     attention_decode,
     choose_tokens,
+    choosing_scratch_bytes,
     embedding_decode,
-    layernorm_linear_forward,
-    layernorm_linear_gelu_forward,
+    layernorm_linear_decode,
+    layernorm_linear_gelu_decode,
+    linear_residual_decode,
     store_keys_values,
 )
 from handgrad.ops.reference.embedding import embedding_backward, embedding_forward
@@ -30,7 +31,6 @@ from handgrad.ops.reference.linear import bias_backward, linear_backward, linear
 from handgrad.ops.reference.optimizer import adamw_update, loss_sum, squared_norms, verdict
 from handgrad.ops.reference.reduction import checksum, tree_sum
 from handgrad.ops.reference.scratch import (
-    attention_scratch_bytes,
     check_sizes,
     compile_ahead,
     scratch_bytes,
@@ -51,12 +51,10 @@ __all__ = [
     "check_sizes",
     "checksum",
     "choose_tokens",
+    "choosing_scratch_bytes",
     "classifier_forward",
     "classifier_forward_backward",
     "compile_ahead",
-    "dropout_backward",
-    "dropout_forward",
-    "dropout_residual_forward",
     "embedding_backward",
     "embedding_decode",
     "embedding_forward",
@@ -66,11 +64,12 @@ __all__ = [
     "gelu_linear_backward",
     "layernorm_backward",
     "layernorm_forward",
-    "layernorm_linear_forward",
-    "layernorm_linear_gelu_forward",
+    "layernorm_linear_decode",
+    "layernorm_linear_gelu_decode",
     "linear_backward",
     "linear_forward",
     "linear_gelu_forward",
+    "linear_residual_decode",
     "linear_residual_forward",
     "loss_sum",
     "quantize",

@@ -12,7 +12,7 @@ from torch import Tensor
 from handgrad.ops.hashing import BITS32, WEYL, mixed
 from handgrad.ops.reference import device
 from handgrad.ops.reference.attention import split_heads
-from handgrad.ops.reference.gelu import linear_gelu_forward
+from handgrad.ops.reference.gelu import linear_gelu_forward, linear_residual_forward
 from handgrad.ops.reference.layernorm import layernorm_forward
 from handgrad.ops.reference.linear import linear_forward
 
@@ -27,7 +27,7 @@ def embedding_decode(out: Tensor, tokens: Tensor, positions: Tensor, wte: Tensor
     out.add_(wpe.index_select(0, positions))
 
 
-def layernorm_linear_forward(
+def layernorm_linear_decode(
     out: Tensor,
     ln: Tensor,
     mean: Tensor,
@@ -46,7 +46,7 @@ def layernorm_linear_forward(
     linear_forward(out, ln, weight, bias)
 
 
-def layernorm_linear_gelu_forward(
+def layernorm_linear_gelu_decode(
     out: Tensor,
     fc: Tensor,
     ln: Tensor,
@@ -64,6 +64,13 @@ def layernorm_linear_gelu_forward(
     workspace."""
     layernorm_forward(ln, mean, rstd, x, ln_weight, ln_bias)
     linear_gelu_forward(out, fc, ln, weight, bias)
+
+
+def linear_residual_decode(
+    out: Tensor, residual: Tensor, inp: Tensor, weight: Tensor, bias: Tensor, *, scratch: Tensor | None = None
+) -> None:
+    """out (B, C) = residual (B, C) + inp (B, I) weight (C, I)^T + bias (C). `out` is not `residual`."""
+    linear_residual_forward(out, residual, inp, weight, bias)
 
 
 def attention_decode(
@@ -111,6 +118,11 @@ def store_keys_values(keys_inout: Tensor, values_inout: Tensor, qkv: Tensor, slo
 # Drawn is argmax(l + g) over what is left, g = -log(-log u) (Gumbel-max trick; Maddison et al. 2014): token i with the
 # probability softmax(l)_i. u is a hash of (seed, position, token id), the one of stochastic rounding: a draw has no state,
 # and depends neither on the batch nor on the device.
+
+
+def choosing_scratch_bytes(*, batch: int, vocab_size: int) -> int:
+    """Bytes of `scratch` that the choice needs: none here."""
+    return 0
 
 
 def choose_tokens(

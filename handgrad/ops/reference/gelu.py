@@ -5,8 +5,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from handgrad.dropout.masks import Dropout
-from handgrad.dropout.reference import dropout_residual_forward
 from handgrad.fp8.formats import Form, Quantized
 from handgrad.fp8.reference import quantize, write_forms
 from handgrad.ops.reference.linear import input_backward, linear_backward, linear_forward, weight_backward
@@ -48,7 +46,6 @@ def linear_gelu_forward(
 def gelu_linear_backward(
     dhidden: Form,
     dweight_acc: Tensor,
-    dbias_acc: Tensor | None,
     dout: Form,
     inp: Form,
     hidden: Tensor,
@@ -63,7 +60,7 @@ def gelu_linear_backward(
     from hidden.
     """
     if isinstance(dhidden, Tensor):
-        linear_backward(dhidden, dweight_acc, dbias_acc, dout, inp, weight)
+        linear_backward(dhidden, dweight_acc, None, dout, inp, weight)
         gelu_backward(dhidden, hidden)
         return
     assert dgelu is not None and isinstance(inp, Quantized)
@@ -73,7 +70,7 @@ def gelu_linear_backward(
     result = torch.empty_like(hidden)
     gelu_forward(result, hidden)
     write_forms(replace(inp, rows=None), result)
-    weight_backward(dweight_acc, dbias_acc, dout, inp)
+    weight_backward(dweight_acc, None, dout, inp)
 
 
 # Residual: out = a + b. Its backward is the identity: both inputs receive the residual stream's gradient.
@@ -91,12 +88,8 @@ def linear_residual_forward(
     weight: Form,
     bias: Tensor,
     *,
-    dropout: Dropout | None = None,
     scratch: Tensor | None = None,
 ) -> None:
-    """out (N, C) = residual (N, C) + dropout(inp (N, I) weight (C, I)^T + bias (C)). `out` is not `residual`."""
+    """out (N, C) = residual (N, C) + inp (N, I) weight (C, I)^T + bias (C). `out` is not `residual`."""
     linear_forward(out, inp, weight, bias)
-    if dropout is None:
-        residual_forward(out, residual, out)
-    else:
-        dropout_residual_forward(out, residual, dropout)
+    residual_forward(out, residual, out)

@@ -2,8 +2,6 @@
 
 from collections.abc import Callable
 
-import torch
-
 
 def versions() -> dict[str, str]:
     """What, beside torch and the device, the bits depend on: nothing."""
@@ -25,13 +23,6 @@ def compile_ahead(*launches: Callable[[], None]) -> None:
 
 def scratch_bytes(*, batch: int, length: int, channels: int) -> int:
     """Bytes of `scratch` that the operations of a model need: none."""
-    return 0
-
-
-def attention_scratch_bytes(
-    *, batch: int, length: int, num_heads: int, channels: int, dtype: torch.dtype, dropout: bool = False
-) -> int:
-    """Bytes of `scratch` that the backward of attention needs: none."""
     return 0
 
 

@@ -1,0 +1,56 @@
+"""Launches Triton kernels, or notes the launches, to compile the kernels ahead of them."""
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+Launch = tuple[tuple[int, ...], tuple[Any, ...], dict[str, Any]]  # grid, arguments, options
+Noted = dict[Any, list[Launch]]  # by kernel
+
+_noted: ContextVar[Noted | None] = ContextVar("noted", default=None)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """Launches the kernel on the current stream; inside `collecting`, notes the launch instead."""
+    noted = _noted.get()
+    if noted is None:
+        kernel[grid](*arguments, **options)
+    else:
+        noted.setdefault(kernel, []).append((grid, arguments, options))
+
+
+@contextmanager
+def collecting() -> Iterator[Noted]:
+    """Notes this thread's launches instead of making them."""
+    noted: Noted = {}
+    token = _noted.set(noted)
+    try:
+        yield noted
+    finally:
+        _noted.reset(token)
+
+
+def compile_ahead(*steps: Callable[[], None]) -> None:
+    """Compiles all kernels that `steps` launch at once, a thread per kernel, instead of each at its first launch. (The
+    compiler spends much of its time outside of Python's lock.)
+
+    `steps` are called with their kernel launches noted instead of made. Products and copies in them do run: weights and
+    moments are only read, but gradients, activations and scratch hold nonsense afterwards.
+    """
+    with collecting() as noted:
+        for step in steps:
+            step()
+
+    def compile_all(kernel: Any) -> None:
+        for grid, arguments, options in noted[kernel]:
+            kernel.run(*arguments, grid=grid, warmup=True, **options)
+
+    if noted:
+        device = {"initializer": torch.cuda.set_device, "initargs": (torch.cuda.current_device(),)}
+        with ThreadPoolExecutor(min(len(noted), os.cpu_count() or 1), **device) as threads:
+            list(threads.map(compile_all, noted))
