@@ -6,13 +6,63 @@ they join the residual stream. The model calls operations by their plain names; 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from itertools import count
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from handgrad.arena import Buffer
 from handgrad.dropout.masks import Dropout
+from handgrad.models.rows import KIND
+from handgrad.training.state import TrainingState
+
+SAMPLES = "dropout_samples"  # the buffer of the numbers of a micro-batch's samples
+
+
+def dropout_buffers(batch: int) -> list[Buffer]:
+    """The rows that dropout adds to a plan: masks take no memory."""
+    return [Buffer(SAMPLES, (batch,), torch.int64, KIND)]
+
+
+def dropout_operations(ops: ModuleType) -> ModuleType:
+    """`handgrad.dropout.reference` or `handgrad.dropout.cuda`, beside the plain operations `ops`."""
+    backend = ops.__name__.removeprefix("handgrad.ops.").split(".")[0]
+    return import_module(f"handgrad.dropout.{backend}")
+
+
+def sizing(ops: ModuleType) -> Any:
+    """The sizes of scratch that a run with dropout needs: its attention has kernels of its own."""
+    own = dropout_operations(ops).attention_scratch_bytes
+    return SimpleNamespace(scratch_bytes=ops.scratch_bytes, attention_scratch_bytes=own)
+
+
+def with_dropout(ops: ModuleType, state: TrainingState) -> "WithDropout":
+    """The operations of a training's passes: the plain ones, with dropout at the sites of GPT-2."""
+    w, g, act = state.weights, state.weight_gradients, state.activations
+    blocks = [
+        Block(
+            lse=a.lse,
+            proj_bias=b.proj_bias,
+            fcproj_bias=b.fcproj_bias,
+            dproj_weight_acc=db.proj_weight,
+            dproj_bias_acc=db.proj_bias,
+            dfcproj_weight_acc=db.fcproj_weight,
+            dfcproj_bias_acc=db.fcproj_bias,
+        )
+        for a, b, db in zip(act.blocks, w.blocks, g.blocks, strict=True)
+    ]
+    return WithDropout(
+        ops,
+        dropout_operations(state.design.plain_ops),
+        samples=state.views[SAMPLES],
+        probability=state.design.dropout,
+        seed=state.design.seed,
+        blocks=blocks,
+        dbranch=state.activation_gradients.dln,
+    )
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
+from types import ModuleType
 
 from handgrad.fp8.scaling import Scaling
 from handgrad.graphs import Replayed
@@ -11,6 +13,12 @@ from handgrad.models.rows import named
 from handgrad.parallel.gradient_sync import GradientSync
 from handgrad.training.state import TrainingState
 from handgrad.training.step import Feed, Program
+
+
+def fp8_operations(ops: ModuleType) -> ModuleType:
+    """`handgrad.fp8.reference` or `handgrad.fp8.cuda`, beside the plain operations `ops`."""
+    backend = ops.__name__.removeprefix("handgrad.ops.").split(".")[0]
+    return import_module(f"handgrad.fp8.{backend}")
 
 
 def with_fp8(

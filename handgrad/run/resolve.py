@@ -9,8 +9,9 @@ from handgrad import devices, models
 from handgrad.arena import make_plan
 from handgrad.backend import choose_backend
 from handgrad.config import TUNED, ModelShape, RunConfig
-from handgrad.dropout.bind import dropout_buffers
+from handgrad.dropout.bind import dropout_buffers, sizing
 from handgrad.fp8 import tables
+from handgrad.fp8.bind import fp8_operations
 from handgrad.fp8.formats import FORMATS
 from handgrad.fp8.scaling import Fp8Design
 from handgrad.layout import Sharding, buckets_of, norm_blocks
@@ -50,12 +51,13 @@ def resolve(
     optimizer = AdamW(config.beta1, config.beta2, config.adam_epsilon, config.weight_decay, config.seed)
     tokens = config.micro_batch * shape.sequence_length
     chunk = models.head_chunk_tokens(config.head_chunk_tokens, tokens, shape.padded_vocab_size, dtype)
+    sizes = sizing(plain_ops) if config.dropout else plain_ops
     rows = tuple(
-        model.activations(shape, config.micro_batch, shape.sequence_length, dtype, plain_ops, chunk=chunk, training=True)
+        model.activations(shape, config.micro_batch, shape.sequence_length, dtype, sizes, chunk=chunk, training=True)
     )
     training_ops, fp8 = plain_ops, None
     if config.precision == "fp8":
-        training_ops = choose_backend(plain_ops, device, "fp8")
+        training_ops = fp8_operations(plain_ops)
         fp8 = resolve_fp8(config, shape, model, parameters, rows, training_ops, left_fp8)
     flat = flat_buffers(
         flat_elements(parameters, lanes),
