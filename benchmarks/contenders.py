@@ -105,7 +105,7 @@ class HandgradRun:
     def __init__(self, config: RunConfig, tokens: Tokens, *, backend: str = "auto", graphs: bool | None = None):
         device = devices.resolve_device(config.device)
         dtype = devices.use_precision(device, config.precision)
-        ops = choose_backend(backend, device)
+        ops = choose_backend(backend, device, config.precision)
         config = settle_products(config, ops)
         self.state = allocate_state(config, config.shape(tokens.vocab_size), dtype, device, ops)
         self.stepper = Stepper(config, self.state, BatchFeed(tokens.source, self.state.activations), graphs=graphs)

@@ -82,7 +82,7 @@ class HandgradSteps:
     def __init__(self, config: RunConfig, tokens: Tokens, device: torch.device, ranks: Ranks, reduction: type[Reduction]):
         config = dataclasses.replace(config, lanes=ranks.size)
         dtype = devices.use_precision(device, config.precision)
-        ops = choose_backend("auto", device)
+        ops = choose_backend("auto", device, config.precision)
         config = settle_products(check(config), ops)
         self.state = allocate_state(config, config.shape(tokens.vocab_size), dtype, device, ops, ranks.rank, ranks.size)
         self.stepper = Stepper(config, self.state, BatchFeed(tokens.source, self.state.activations), ranks)

@@ -21,11 +21,11 @@ from handgrad.arena import ALWAYS, Plan, make_plan
 from handgrad.config import ModelShape, RunConfig
 from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.dropout.model import model_dropout
+from handgrad.fp8 import reference as fp8_reference
 from handgrad.fp8.formats import COUNTING, FORMATS, INVERSE, LARGEST_EXPONENT, SCALE, Quantized
 from handgrad.fp8.tables import Forms, fp8_products, quantized_table, scaling_buffers, weight_buffers
 from handgrad.models.activations import Activations, activation_buffers, activations
 from handgrad.models.parameters import ModelTensors, ParameterRow, flat_elements, initialize, model_tensors, parameter_table
-from handgrad.ops import reference
 from handgrad.presets import tiny
 
 
@@ -134,7 +134,7 @@ def make_model(
     model = Model(shape, table, flat, flat_gradients, weights, gradients, act, plan, views)
     for form in quantized_weights(model).values():
         assert form.plain is not None
-        reference.quantize(form, form.plain)
+        fp8_reference.quantize(form, form.plain)
     return model
 
 

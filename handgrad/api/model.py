@@ -190,7 +190,9 @@ class Model:
                 length,
                 self.dtype,
                 chunk=head_chunk_tokens(0, batch * length, self.shape.padded_vocab_size, self.dtype.itemsize),
-                scratch_bytes=self.ops.scratch_bytes(batch=batch, length=length, channels=self.shape.channels),
+                scratch_bytes=self.ops.scratch_bytes(
+                    tokens=batch * length, channels=self.shape.channels, widest=self.shape.feed_forward
+                ),
                 training=False,
             )
             act = activations(self._activation_memory.lay(table, f"{batch} x {length} tokens"))
@@ -315,7 +317,7 @@ def load(
     model = Model(
         found.shape,
         found.tokenizer,
-        choose_backend(backend, where),
+        choose_backend(backend, where, precision),
         where,
         precision,
         origin=found.origin,

@@ -67,7 +67,7 @@ def run(arguments: Sequence[str]) -> int:
 def evaluate(parsed: Namespace, device: torch.device, ranks: Ranks) -> list[str]:
     """What there is to say, from the share of each of the `ranks`."""
     dtype = devices.use_precision(device, parsed.precision)
-    ops = choose_backend(parsed.backend, device)
+    ops = choose_backend(parsed.backend, device, parsed.precision)
     asked = opened_in_turn(lambda: open_weights(parsed.checkpoint), ranks)
     tasks, requests = ranks.from_first(lambda: questions(parsed, asked), "the tasks")
     dataset = None if tasks and not parsed.data else split_of(parsed, asked)

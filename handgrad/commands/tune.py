@@ -41,7 +41,8 @@ def run(arguments: Sequence[str]) -> int:
     if device.type != "cuda":
         raise UsageError(f"expected a CUDA GPU to tune for, found device {device.type}")
     dtype = devices.use_precision(device, config.precision)
-    choose_backend("kernels", device)  # says what is missing
+    choose_backend("kernels", device, config.precision)  # says what is missing
+    from handgrad.fp8.cuda.linear import keep_bf16_key
     from handgrad.ops.cuda import cublaslt
     from handgrad.tools import tune  # only where the kernels can run
 
@@ -60,7 +61,7 @@ def run(arguments: Sequence[str]) -> int:
         kept = []
         for line in slower_in_fp8(every, shape, device, dtype, kept):
             print(line, flush=True)
-        key = cublaslt.keep_bf16_key(config.micro_batch * config.sequence_length, config.channels)
+        key = keep_bf16_key(config.micro_batch * config.sequence_length, config.channels)
         decided = cublaslt.read_table(path, "keep_bf16") | {key: ",".join(kept)}
         tune.write_table(path, cublaslt.read_table(path, "algorithms"), decided)
     use = "runs with these shapes use it from now on (their bits change)"

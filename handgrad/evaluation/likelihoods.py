@@ -158,8 +158,8 @@ class Workload:
     def activation_buffers(self) -> list[Buffer]:
         """The model's forward for the most positions of a batch: the rows of the table that other shapes view, too."""
         sizes = {(len(batch.requests), batch.length) for batch in self.batches} or {(1, 1)}
-        C = self.shape.channels
-        scratch_bytes = max(self.ops.scratch_bytes(batch=rows, length=length, channels=C) for rows, length in sizes)
+        widths = {"channels": self.shape.channels, "widest": self.shape.feed_forward}
+        scratch_bytes = max(self.ops.scratch_bytes(tokens=rows * length, **widths) for rows, length in sizes)
         return self._table(1, self.positions, scratch_bytes)
 
     def _table(self, rows: int, length: int, scratch_bytes: int) -> list[Buffer]:

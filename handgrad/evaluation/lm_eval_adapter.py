@@ -117,7 +117,7 @@ class Wanted:
 def open_model(where: str, device: str, precision: str, backend: str) -> tuple[LoadedModel, torch.dtype]:
     found = devices.resolve_device(device)
     dtype = devices.use_precision(found, precision)
-    ops = choose_backend(backend, found)
+    ops = choose_backend(backend, found, precision)
     buffers = lambda config, shape: decode_buffers(shape, SLOTS, dtype, ops)  # noqa: E731
     return load_model(checkpoint.find(where), found, dtype, ops, buffers), dtype
 

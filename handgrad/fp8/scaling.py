@@ -47,7 +47,9 @@ def fp8_buffers(config: RunConfig, shape: ModelShape, ops: ModuleType, ranks: in
         batch=config.micro_batch,
         length=shape.sequence_length,
         num_heads=shape.num_heads,
+        head_width=shape.channels // shape.num_heads,
         channels=shape.channels,
+        widest=shape.feed_forward,
         padded_vocab_size=shape.padded_vocab_size,
     )
     kind = "fp8 scales"

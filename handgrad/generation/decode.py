@@ -78,7 +78,7 @@ def decode_buffers(
     time, but at least by one whole context."""
     C, F, H, longest = shape.channels, shape.feed_forward, shape.num_heads, shape.sequence_length
     B, R = batch, max(longest, min(prefill_tokens, batch * longest))
-    scratch_bytes = ops.scratch_bytes(batch=1, length=max(B, R), channels=C)
+    scratch_bytes = ops.scratch_bytes(tokens=max(B, R), channels=C, widest=F)
     stats = torch.float64 if dtype == torch.float64 else torch.float32
     cache = (shape.num_layers, B, H, longest, C // H)
     step: Rows = {

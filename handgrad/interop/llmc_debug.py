@@ -152,7 +152,6 @@ def compute(state: DebugState, dtype: torch.dtype, device: torch.device, ops: Mo
     """The logits (N, V), the losses (N), and the gradients of their mean by name, a tensor a layer, on the CPU."""
     shape, (batch, length) = state.model.shape, state.tokens.shape
     table, tokens = parameter_table(shape), state.tokens.numel()
-    sizes = {"batch": batch, "length": length, "channels": shape.channels}
     ops.check_sizes(length=length, num_heads=shape.num_heads, channels=shape.channels)
     plan = make_plan(
         [
@@ -164,8 +163,10 @@ def compute(state: DebugState, dtype: torch.dtype, device: torch.device, ops: Mo
                 length,
                 dtype,
                 chunk=tokens,
-                scratch_bytes=ops.scratch_bytes(**sizes),
-                attention_scratch_bytes=ops.attention_scratch_bytes(num_heads=shape.num_heads, dtype=dtype, **sizes),
+                scratch_bytes=ops.scratch_bytes(tokens=tokens, channels=shape.channels, widest=shape.feed_forward),
+                attention_scratch_bytes=ops.attention_scratch_bytes(
+                    batch=batch, length=length, num_heads=shape.num_heads, channels=shape.channels, dtype=dtype
+                ),
             ),
         ]
     )

@@ -9,7 +9,7 @@ What products read in fp8 has up to three rows: itself in 16 bits where somethin
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from types import ModuleType
 from typing import Any
 
@@ -79,7 +79,6 @@ class Activations:
     dln: Tensor  # (N, C) gradient of a layer norm's output
     datty: Tensor  # (N, C)
     dbranch: Tensor  # (N, C) with dropout: gradient of a projection's output; lies where dln, which comes after it, will
-    dgelu: Tensor | None  # (N, F) gradient of the hidden layer after GELU, where it cannot lie in dhidden: in fp8
     dropout: ModelDropout | None  # what is left out in training, if anything
 
 
@@ -241,7 +240,7 @@ def model_buffers(
         dtype,
         recompute=config.recompute,
         chunk=head_chunk_tokens(config.head_chunk_tokens, batch * length, shape.padded_vocab_size, dtype.itemsize),
-        scratch_bytes=ops.scratch_bytes(**sizes),
+        scratch_bytes=ops.scratch_bytes(tokens=batch * length, channels=shape.channels, widest=shape.feed_forward),
         attention_scratch_bytes=ops.attention_scratch_bytes(
             num_heads=shape.num_heads, dtype=dtype, dropout=bool(config.dropout), **sizes
         ),
@@ -270,13 +269,14 @@ def activations(
             name = f"blocks.{layer}.{n}"
             # The 16-bit dqkv and dhidden are those of other layers: one that has them in fp8 has no others.
             each[n] = forms(name, stored_as=n, plain=None if n not in stream and name in forms.places else tensor)
+            if n == "dhidden" and isinstance(each[n], Quantized):
+                each[n] = replace(each[n], workspace=views["dgelu"])
         gradients.append(BlockGradients(**each))
     composed = {
         "blocks": blocks,
         "gradients": gradients,
         "lnf": forms("lnf", plain=views["lnf"]),
         "dlogits": forms.dlogits(),
-        "dgelu": views.get("dgelu"),
         "dbranch": views["dln"],
         "dropout": dropout,
     }

@@ -27,14 +27,28 @@ def forward(
     s = shared.scratch
     ops.layernorm_forward(act.ln1, act.ln1_mean, act.ln1_rstd, x, w.ln1_weight, w.ln1_bias)
     ops.linear_forward(act.qkv, act.ln1, w.qkv_weight, w.qkv_bias, scratch=s)
-    ops.attention_forward(act.atty, act.lse, act.qkv, dropout=dropout.attention, scratch=s)
+    ops.attention_forward(act.atty, act.lse, act.qkv, **masked(dropout.attention), scratch=s)
     proj = act.atty, w.proj_weight, w.proj_bias
-    ops.linear_residual_forward(act.residual_mid, x, *proj, dropout=dropout.proj, scratch=s)
+    add_branch(ops, act.residual_mid, x, *proj, dropout.proj, s)
 
     ops.layernorm_forward(act.ln2, act.ln2_mean, act.ln2_rstd, act.residual_mid, w.ln2_weight, w.ln2_bias)
     ops.linear_gelu_forward(act.gelu, act.fc, act.ln2, w.fc_weight, w.fc_bias, scratch=s)
     fcproj = act.gelu, w.fcproj_weight, w.fcproj_bias
-    ops.linear_residual_forward(act.residual_out, act.residual_mid, *fcproj, dropout=dropout.fcproj, scratch=s)
+    add_branch(ops, act.residual_out, act.residual_mid, *fcproj, dropout.fcproj, s)
+
+
+def masked(dropout: Dropout | None) -> dict[str, Dropout]:
+    return {} if dropout is None else {"dropout": dropout}
+
+
+def add_branch(
+    ops: ModuleType, out: Tensor, stream: Tensor, inp: Form, weight: Form, bias: Tensor, dropout: Dropout | None, s: Tensor
+) -> None:
+    if dropout is None:
+        ops.linear_residual_forward(out, stream, inp, weight, bias, scratch=s)
+    else:
+        ops.linear_forward(out, inp, weight, bias, scratch=s)
+        ops.dropout_residual_forward(out, stream, dropout)
 
 
 def backward(
@@ -67,7 +81,9 @@ def backward(
         ops.linear_gelu_forward(act.gelu, act.fc, act.ln2, w.fc_weight, w.fc_bias, scratch=s)
     dout, dbias = branch_gradient(ops, shared, d.dresidual_out, g.fcproj_bias, dropout.fcproj)
     fcproj = dout, act.gelu, act.fc, w.fcproj_weight
-    ops.gelu_linear_backward(d.dhidden, g.fcproj_weight, dbias, *fcproj, dgelu=shared.dgelu, scratch=s)
+    ops.gelu_linear_backward(d.dhidden, g.fcproj_weight, *fcproj, scratch=s)
+    if dbias is not None:
+        ops.bias_backward(dbias, dout, scratch=s)
     ops.linear_backward(shared.dln, g.fc_weight, g.fc_bias, d.dhidden, act.ln2, w.fc_weight, scratch=s)
     ln2 = act.residual_mid, act.ln2_mean, act.ln2_rstd, w.ln2_weight
     dbias_mid = g.proj_bias if dropout.proj is None else None
@@ -78,7 +94,7 @@ def backward(
     dout, dbias = branch_gradient(ops, shared, d.dresidual_mid, g.proj_bias, dropout.proj)
     ops.linear_backward(shared.datty, g.proj_weight, dbias, dout, act.atty, w.proj_weight, scratch=s)
     attention = shared.datty, act.atty, act.lse, act.qkv
-    ops.attention_backward(d.dqkv, *attention, dropout=dropout.attention, scratch=shared.attention_scratch)
+    ops.attention_backward(d.dqkv, *attention, **masked(dropout.attention), scratch=shared.attention_scratch)
     ops.linear_backward(shared.dln, g.qkv_weight, g.qkv_bias, d.dqkv, act.ln1, w.qkv_weight, scratch=s)
     ln1 = x, act.ln1_mean, act.ln1_rstd, w.ln1_weight
     ops.layernorm_backward(dx, g.ln1_weight, g.ln1_bias, shared.dln, *ln1, dbias_below, scratch=s)

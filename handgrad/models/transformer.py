@@ -14,7 +14,6 @@ from types import ModuleType
 from torch import Tensor
 
 from handgrad.dropout.model import BlockDropout, ModelDropout
-from handgrad.fp8.formats import Form, plain
 from handgrad.models import gpt2_block
 from handgrad.models.activations import Activations
 from handgrad.models.parameters import ModelTensors
@@ -70,7 +69,7 @@ def loss(ops: ModuleType, w: ModelTensors, act: Activations, *, vocab_size: int)
 def head_logits(ops: ModuleType, w: ModelTensors, act: Activations) -> Iterator[tuple[slice, Tensor]]:
     """act.lnf (N, C) -> chunk by chunk (which of the N, their logits (rows, Vp)); the next chunk takes the same memory."""
     for rows, logits in _chunks(act):
-        ops.linear_forward(logits, part(act.lnf, rows), w.head, None, scratch=act.scratch)
+        ops.linear_forward(logits, act.lnf[rows], w.head, None, scratch=act.scratch)
         yield rows, logits
 
 
@@ -106,13 +105,11 @@ def gradient_stages(
     s, dropout = act.scratch, act.dropout
     yield from forward_stages(ops, w, act, dropout)
     for rows, logits in _chunks(act):
-        targets, lnf = act.targets.view(-1)[rows], part(act.lnf, rows)
-        ops.linear_forward(logits, lnf, w.head, None, scratch=s)
-        quantized = None if act.dlogits is None else part(replace(act.dlogits, plain=logits), slice(0, len(logits)))
-        options = {"vocab_size": vocab_size, "quantized": quantized}
-        ops.classifier_forward_backward(act.losses[rows], logits, targets, scale, **options)
-        dlogits = logits if quantized is None else quantized
-        ops.linear_backward(act.dlnf[rows], g.wte, None, dlogits, lnf, w.head, scratch=s)
+        targets, lnf = act.targets.view(-1)[rows], act.lnf[rows]
+        form = logits if act.dlogits is None else replace(act.dlogits, plain=act.logits)[: len(logits)]
+        ops.linear_forward(form, lnf, w.head, None, scratch=s)
+        ops.classifier_forward_backward(act.losses[rows], form, targets, scale, vocab_size=vocab_size)
+        ops.linear_backward(act.dlnf[rows], g.wte, None, form, lnf, w.head, scratch=s)
     act.dresidual.zero_()
     statistics = act.lnf_mean, act.lnf_rstd
     top, dbias_below = act.gradients[-1].dresidual_out, g.blocks[-1].fcproj_bias if dropout is None else None
@@ -133,14 +130,6 @@ def gradient_stages(
         ops.dropout_backward(act.dresidual, act.dresidual, dropout.embedding)
     ops.embedding_backward(g.wte, g.wpe, act.dresidual, act.tokens, act.sorted_positions, scratch=s)
     yield Pause("embedding", gradients_are_done=True)
-
-
-def part(form: Form, rows: slice) -> Form:
-    """Some rows of a tensor (N, C), in all the forms it has for the head's products."""
-    if isinstance(form, Tensor):
-        return form[rows]
-    assert form.rows is not None and form.columns is None
-    return replace(form, rows=form.rows[rows], plain=plain(form)[rows])
 
 
 def _chunks(act: Activations) -> Iterator[tuple[slice, Tensor]]:

@@ -46,7 +46,7 @@ def open_run(config: RunConfig, *, allow_changes: bool = False, shows: Shows = "
 def open_with(config: RunConfig, device: torch.device, ranks: Ranks, *, allow_changes: bool, shows: Shows) -> Iterator[Run]:
     """`open_run` as one of `ranks`."""
     dtype = devices.use_precision(device, config.precision)
-    ops = choose_backend(config.backend, device)
+    ops = choose_backend(config.backend, device, config.precision)
     config = settle_products(config, ops)
     ranks.agree("configuration", to_dict(config))
     config = check(replace(config, lanes=ranks.from_first(lambda: settled_lanes(config, ranks.size), "lanes")))

@@ -25,7 +25,7 @@ def describe_plan(config: RunConfig, vocab_size: int, ranks: int = 1) -> list[st
     cannot share."""
     device = devices.resolve_device(config.device)
     dtype = devices.use_precision(device, config.precision)
-    ops = choose_backend(config.backend, device)
+    ops = choose_backend(config.backend, device, config.precision)
     config = check(replace(settle_products(config, ops), lanes=settled_lanes(config, ranks)))
     check_shared_gradients(config, ranks)
     shape = config.shape(vocab_size)
@@ -65,7 +65,7 @@ def memory_bytes(config: RunConfig, shape: ModelShape, ranks: int = 1) -> dict[s
     """Bytes of every allocation that a rank of a run with this configuration makes."""
     dtype = devices.DTYPES[config.precision]
     device = devices.resolve_device(config.device)
-    ops = choose_backend(config.backend, device)
+    ops = choose_backend(config.backend, device, config.precision)
     generation = make_plan(decode_buffers(shape, 1, dtype, ops))
     return training_plan(config, shape, dtype, device, ops, ranks).size_bytes | generation.size_bytes
 

@@ -4,6 +4,8 @@ The names and the contract are those of `handgrad.ops.reference`, against which 
 deterministic, allocate nothing, and can be recorded in a CUDA graph.
 """
 
+# ruff: noqa: F401
+
 import torch
 import triton
 from torch import Tensor
@@ -11,13 +13,11 @@ from torch import Tensor
 from handgrad.dropout.cuda import dropout_backward, dropout_forward, dropout_residual_forward
 from handgrad.dropout.masks import Dropout
 from handgrad.errors import UsageError
-from handgrad.fp8.cuda.quantize import fold_statistics, quantize, update_scaling
 from handgrad.fp8.formats import Form
-from handgrad.ops.cuda import attention, attention_cudnn, cublaslt
+from handgrad.ops.cuda import attention_cudnn, cublaslt
 from handgrad.ops.cuda.choosing import choose_tokens
 from handgrad.ops.cuda.classifier import classifier_forward, classifier_forward_backward
 from handgrad.ops.cuda.column_sums import bias_backward
-from handgrad.ops.cuda.cublaslt import WORKSPACE_BYTES, tuned_keep_bf16
 from handgrad.ops.cuda.decode import (
     attention_decode,
     embedding_decode,
@@ -32,8 +32,7 @@ from handgrad.ops.cuda.layernorm import layernorm_backward, layernorm_forward
 from handgrad.ops.cuda.linear import gelu_linear_backward, linear_backward, linear_forward, linear_gelu_forward
 from handgrad.ops.cuda.optimizer import adamw_update, loss_sum, squared_norms, verdict
 from handgrad.ops.cuda.reduction import checksum, tree_sum
-from handgrad.ops.cuda.scratch import scratch_bytes as memory_scratch_bytes
-from handgrad.ops.cuda.scratch import statistics_parts
+from handgrad.ops.cuda.scratch import scratch_bytes
 from handgrad.ops.reference import residual_forward, store_keys_values  # plain torch: a sum, copies
 
 WIDEST_HEAD = 128
@@ -61,15 +60,12 @@ def check_sizes(*, length: int, num_heads: int, channels: int) -> None:
         raise UsageError(f"the kernels cannot run this model: {problem}; or use --backend reference")
 
 
-def scratch_bytes(*, batch: int, length: int, channels: int) -> int:
-    """Bytes of `scratch`: the largest need of any operation but attention's backward."""
-    return max(WORKSPACE_BYTES, memory_scratch_bytes(batch=batch, length=length, channels=channels))
-
-
 def attention_scratch_bytes(
     *, batch: int, length: int, num_heads: int, channels: int, dtype: torch.dtype, dropout: bool = False
 ) -> int:
     """Bytes of `scratch` that the backward of attention needs, of one with `dropout` or without."""
+    from handgrad.ops.cuda import attention
+
     if not dropout and attention_cudnn.runs(dtype, channels // num_heads):
         sizes = {"batch": batch, "length": length, "num_heads": num_heads, "channels": channels}
         return attention_cudnn.attention_scratch_bytes(dtype=dtype, **sizes)
@@ -83,6 +79,8 @@ def attention_scratch_bytes(
 def attention_forward(out: Form, lse: Tensor, qkv: Tensor, *, dropout: Dropout | None = None, scratch: Tensor) -> None:
     """out (N, C), lse (B, H, T) = log of the softmax's denominator, from qkv (N, 3C). A quantised out has a plain form,
     too, for the backward. `dropout` is that of the probabilities, each head with masks of its own."""
+    from handgrad.ops.cuda import attention
+
     if isinstance(out, Tensor) and dropout is None and attention_cudnn.runs(qkv.dtype, out.shape[1] // lse.shape[1]):
         attention_cudnn.attention_forward(out, lse, qkv, scratch=scratch)
     else:
@@ -94,6 +92,8 @@ def attention_backward(
 ) -> None:
     """dqkv (N, 3C) from dout, out (N, C), lse (B, H, T) and qkv (N, 3C), with the `dropout` of the forward. What is
     quantised comes from our own kernels, of any head width, which write it in the same pass."""
+    from handgrad.ops.cuda import attention
+
     if (
         isinstance(dqkv, Tensor)
         and isinstance(out, Tensor)
@@ -103,49 +103,3 @@ def attention_backward(
         attention_cudnn.attention_backward(dqkv, dout, out, lse, qkv, scratch=scratch)
     else:
         attention.attention_backward(dqkv, dout, out, lse, qkv, dropout=dropout, scratch=scratch)
-
-
-__all__ = [
-    "adamw_update",
-    "attention_backward",
-    "attention_decode",
-    "attention_forward",
-    "attention_scratch_bytes",
-    "bias_backward",
-    "check_sizes",
-    "checksum",
-    "choose_tokens",
-    "classifier_forward",
-    "classifier_forward_backward",
-    "compile_ahead",
-    "dropout_backward",
-    "dropout_forward",
-    "dropout_residual_forward",
-    "embedding_backward",
-    "embedding_decode",
-    "embedding_forward",
-    "fold_statistics",
-    "gelu_backward",
-    "gelu_forward",
-    "gelu_linear_backward",
-    "layernorm_backward",
-    "layernorm_forward",
-    "layernorm_linear_forward",
-    "layernorm_linear_gelu_forward",
-    "linear_backward",
-    "linear_forward",
-    "linear_gelu_forward",
-    "linear_residual_forward",
-    "loss_sum",
-    "quantize",
-    "residual_forward",
-    "scratch_bytes",
-    "squared_norms",
-    "statistics_parts",
-    "store_keys_values",
-    "tree_sum",
-    "tuned_keep_bf16",
-    "update_scaling",
-    "verdict",
-    "versions",
-]

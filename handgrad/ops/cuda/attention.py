@@ -13,7 +13,7 @@ from torch import Tensor
 
 from handgrad.dropout.cuda import RANDOM, head_key, kept, kernel_arguments, row_keys, sample_key
 from handgrad.dropout.masks import Dropout
-from handgrad.fp8.cuda.quantize import UNALIGNED, limits, quantize, rescale, store_statistics
+from handgrad.fp8.cuda.quantizing import UNALIGNED, limits, quantize, rescale, store_statistics
 from handgrad.fp8.formats import Form, Quantized, plain
 from handgrad.ops.cuda.attention_configs import CONFIGS, Config, choose_config, rows_of
 from handgrad.ops.cuda.attention_tiles import (

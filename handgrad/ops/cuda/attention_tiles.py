@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from handgrad.fp8 import formats
-from handgrad.fp8.cuda.quantize import rounded
+from handgrad.fp8.cuda.quantizing import rounded
 
 SCALE = tl.constexpr(formats.SCALE)
 

@@ -16,7 +16,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from handgrad.dropout.masks import Dropout
 from handgrad.fp8.formats import Form, plain
 from handgrad.ops.cuda.gelu import gelu
 from handgrad.ops.cuda.layernorm import layernorm_forward
@@ -84,6 +83,7 @@ def layernorm_linear_forward(
     bias: Tensor | None,
     *,
     scratch: Tensor,
+    tf32: bool = False,
 ) -> None:
     """out (B, O) = LN(x) weight (O, C)^T + bias (O), x (B, C). `ln` (B, C), `mean` and `rstd` (B) are workspace: what they
     hold afterwards means nothing."""
@@ -91,7 +91,7 @@ def layernorm_linear_forward(
         row_product(out, x, plain(weight), bias, norm=(ln_weight, ln_bias), late=True)
         return
     layernorm_forward(ln, mean, rstd, x, ln_weight, ln_bias)
-    linear_forward(out, ln, weight, bias, scratch=scratch)
+    linear_forward(out, ln, weight, bias, scratch=scratch, tf32=tf32)
 
 
 def layernorm_linear_gelu_forward(
@@ -107,6 +107,7 @@ def layernorm_linear_gelu_forward(
     bias: Tensor,
     *,
     scratch: Tensor,
+    tf32: bool = False,
 ) -> None:
     """out (B, F) = GELU(LN(x) weight (F, C)^T + bias (F)), x (B, C). `fc` (B, F), `ln` (B, C), `mean` and `rstd` (B) are
     workspace."""
@@ -114,7 +115,7 @@ def layernorm_linear_gelu_forward(
         row_product(out, x, plain(weight), bias, norm=(ln_weight, ln_bias), with_gelu=True)
         return
     layernorm_forward(ln, mean, rstd, x, ln_weight, ln_bias)
-    linear_gelu_forward(out, fc, ln, weight, bias, scratch=scratch)
+    linear_gelu_forward(out, fc, ln, weight, bias, scratch=scratch, tf32=tf32)
 
 
 def linear_residual_forward(
@@ -124,15 +125,13 @@ def linear_residual_forward(
     weight: Form,
     bias: Tensor,
     *,
-    dropout: Dropout | None = None,
     scratch: Tensor,
+    tf32: bool = False,
 ) -> None:
-    """out (N, C) = residual (N, C) + dropout(inp (N, I) weight (C, I)^T + bias (C)), without dropout summed in float32 and
-    rounded once."""
-    if dropout is None and takes(inp, weight):
+    if takes(inp, weight):
         row_product(out, plain(inp), plain(weight), bias, residual=residual)
     else:
-        residual_product(out, residual, inp, weight, bias, dropout=dropout, scratch=scratch)
+        residual_product(out, residual, inp, weight, bias, scratch=scratch, tf32=tf32)
 
 
 def row_product(

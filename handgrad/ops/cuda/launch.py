@@ -35,16 +35,16 @@ def collecting() -> Iterator[Noted]:
         _noted.reset(token)
 
 
-def compile_ahead(*steps: Callable[[], None]) -> None:
-    """Compiles all kernels that `steps` launch at once, a thread per kernel, instead of each at its first launch. (The
-    compiler spends much of its time outside of Python's lock.)
+def compile_ahead(*launches: Callable[[], None]) -> None:
+    """Compiles all kernels of `launches` at once, a thread per kernel, instead of each at its first launch. (The compiler
+    spends much of its time outside of Python's lock.)
 
-    `steps` are called with their kernel launches noted instead of made. Products and copies in them do run: weights and
-    moments are only read, but gradients, activations and scratch hold nonsense afterwards.
+    Calls `launches` with their kernels noted instead of launched. Products and copies in them do run: weights and moments
+    are only read, but gradients, activations and scratch hold nonsense afterwards.
     """
     with collecting() as noted:
-        for step in steps:
-            step()
+        for each in launches:
+            each()
 
     def compile_all(kernel: Any) -> None:
         for grid, arguments, options in noted[kernel]:

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from handgrad.dropout.masks import Dropout
 from handgrad.dropout.reference import head_keys, kept, sample_keys
-from handgrad.fp8.formats import Form, Quantized, plain
-from handgrad.fp8.reference import quantize
 from handgrad.ops.reference import device
 
 aten = torch.ops.aten
@@ -28,15 +26,10 @@ def split_heads(packed: Tensor, batch: int, num_heads: int) -> tuple[Tensor, Ten
 
 
 def attention_forward(
-    out: Form, lse: Tensor, qkv: Tensor, *, dropout: Dropout | None = None, scratch: Tensor | None = None
+    out: Tensor, lse: Tensor, qkv: Tensor, *, dropout: Dropout | None = None, scratch: Tensor | None = None
 ) -> None:
     """out (N, C), lse (B, H, T) = log of the softmax's denominator, from qkv (N, 3C). A quantised out has a plain form,
     too, for the backward. `dropout` is that of the probabilities, each head with masks of its own."""
-    if isinstance(out, Quantized):
-        assert dropout is None, "fp8 has no dropout"
-        attention_forward(plain(out), lse, qkv)
-        quantize(out, plain(out))
-        return
     B, H, T = lse.shape
     q, k, v = split_heads(qkv.to(lse.dtype), B, H)  # a CPU's flash attention is 1.6 to 1.8 times slower in bf16
     y = out.view(B, T, H, -1).transpose(1, 2)
@@ -55,9 +48,9 @@ def attention_forward(
 
 
 def attention_backward(
-    dqkv: Form,
+    dqkv: Tensor,
     dout: Tensor,
-    out: Form,
+    out: Tensor,
     lse: Tensor,
     qkv: Tensor,
     *,
@@ -65,13 +58,6 @@ def attention_backward(
     scratch: Tensor | None = None,
 ) -> None:
     """dqkv (N, 3C) from dout, out (N, C), lse (B, H, T) and qkv (N, 3C), with the `dropout` of the forward."""
-    if isinstance(dqkv, Quantized):
-        assert dropout is None, "fp8 has no dropout"
-        result = torch.empty_like(qkv) if dqkv.plain is None else dqkv.plain
-        attention_backward(result, dout, out, lse, qkv)
-        quantize(dqkv, result)
-        return
-    out = plain(out)
     B, H, T = lse.shape
     q, k, v = split_heads(qkv.to(lse.dtype), B, H)
     y, dy = (t.to(lse.dtype).view(B, T, H, -1).transpose(1, 2) for t in (out, dout))
