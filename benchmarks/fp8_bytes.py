@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
+
 from handgrad.arena import Buffer
 from handgrad.config import ModelShape
 

@@ -44,8 +44,9 @@ def sizes(model: str) -> ModelShape:
     return ModelShape(VOCABULARY, CONTEXT, known["num_layers"], known["num_heads"], known["channels"])
 
 
-def handgrad_call(shape: ModelShape, batch: int, device: torch.device, dtype: torch.dtype) -> Call:
-    ops, table = choose_backend("auto", device), parameter_table(shape)
+def handgrad_call(shape: ModelShape, batch: int, device: torch.device, precision: str) -> Call:
+    ops, dtype = choose_backend("auto", device, precision), devices.DTYPES[precision]
+    table = parameter_table(shape)
     parameters = Buffer("parameters", (flat_elements(table),), dtype, "parameters")
     views = make_plan([parameters, *decode_buffers(shape, batch, dtype, ops)]).allocate(device)
     initialize(table, 0, lambda row, values: row.stored(views["parameters"]).copy_(values))
@@ -89,7 +90,7 @@ def contend(name: str, model: str, batch: int, device: torch.device, precision: 
     with excuses(pipe):
         shape, dtype = sizes(model), devices.use_precision(device, precision)
         if name == "handgrad":
-            call = handgrad_call(shape, batch, device, dtype)
+            call = handgrad_call(shape, batch, device, precision)
         else:
             call = transformers_call(shape, device, dtype, compiled=name == "transformers-compiled")
         generator = torch.Generator().manual_seed(0)

@@ -133,7 +133,7 @@ def make_model(
     model = Model(shape, table, flat, flat_gradients, weights, gradients, act, plan, views)
     for form in quantized_weights(model).values():
         assert form.plain is not None
-        reference.quantize(form, form.plain)
+        fp8_reference.quantize(form, form.plain)
     return model
 
 

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from handgrad.arena import ALWAYS, Buffer, Plan, make_plan
 from handgrad.config import ModelShape
+from handgrad.fp8 import reference as ops
 from handgrad.fp8.formats import Form
 from handgrad.fp8.tables import fp8_products
 from handgrad.models import transformer

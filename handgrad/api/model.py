@@ -314,7 +314,7 @@ def load(
     model = Model(
         found.shape,
         found.tokenizer,
-        choose_backend(backend, where),
+        choose_backend(backend, where, precision),
         where,
         precision,
         origin=found.origin,

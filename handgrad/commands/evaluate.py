@@ -48,7 +48,7 @@ def run(parsed: Namespace) -> int:
 def evaluate(parsed: Namespace, device: torch.device, ranks: Ranks) -> list[str]:
     """What there is to say, from the share of each of the `ranks`."""
     dtype = devices.use_precision(device, parsed.precision)
-    ops = choose_backend(parsed.backend, device)
+    ops = choose_backend(parsed.backend, device, parsed.precision)
     asked = opened_in_turn(lambda: open_weights(parsed.checkpoint), ranks)
     tasks, requests = ranks.from_rank_0(lambda: questions(parsed, asked), "the tasks")
     dataset = None if tasks and not parsed.data else split_of(parsed, asked)

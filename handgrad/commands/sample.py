@@ -29,7 +29,7 @@ def run(parsed: argparse.Namespace) -> int:
     batch = min(parsed.batch, len(prompts))
     device = devices.resolve_device(parsed.device)
     dtype = devices.use_precision(device, parsed.precision)
-    ops = choose_backend(parsed.backend, device)
+    ops = choose_backend(parsed.backend, device, parsed.precision)
     model = load_model(
         open_weights(parsed.checkpoint),
         device,

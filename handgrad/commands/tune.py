@@ -33,7 +33,7 @@ def run(parsed: Namespace) -> int:
     device = devices.resolve_device(config.device)
     if device.type != "cuda":
         raise UsageError(f"expected a CUDA GPU to tune for, found device {device.type}")
-    choose_backend("kernels", device)  # says what is missing
+    choose_backend("kernels", device, config.precision)  # says what is missing
     from handgrad.ops.cuda import cublaslt
     from handgrad.tools import tune  # only where the kernels can run
 
@@ -48,7 +48,9 @@ def run(parsed: Namespace) -> int:
         kept = []
         for line in slower_in_fp8(every, parsed.vocab_size, kept):
             print(line, flush=True)
-        key = cublaslt.keep_bf16_key(config.micro_batch * config.sequence_length, config.channels)
+        from handgrad.fp8.cuda.linear import keep_bf16_key
+
+        key = keep_bf16_key(config.micro_batch * config.sequence_length, config.channels)
         decided = cublaslt.read_table(path, "keep_bf16") | {key: ",".join(kept)}
         tune.write_table(path, cublaslt.read_table(path, "algorithms"), decided)
     use = "runs with these shapes use it from now on (their bits change)"

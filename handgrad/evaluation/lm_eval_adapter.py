@@ -118,7 +118,7 @@ class Order:
 def open_model(source: str, device: str, precision: str, backend: str) -> tuple[LoadedModel, torch.dtype]:
     found = devices.resolve_device(device)
     dtype = devices.use_precision(found, precision)
-    ops = choose_backend(backend, found)
+    ops = choose_backend(backend, found, precision)
     buffers = lambda config, shape: decode_buffers(shape, SLOTS, dtype, ops)  # noqa: E731
     return load_model(checkpoint.find(source), found, dtype, ops, buffers), dtype
 

@@ -350,7 +350,8 @@ def decoding(
     """The rows of `Decoding` for `batch` sequences, and for prompts that are taken in by `prompt_tokens` at a time."""
     tokens, C = max(batch, prompt_tokens), shape.channels
     sizes = dims(shape) | {"B": batch, "R": prompt_tokens}
-    sizes["scratch"] = ops.scratch_bytes(tokens=tokens, channels=C, widest=shape.feed_forward)
+    choosing = ops.decode.choosing_scratch_bytes(batch=batch, vocab_size=shape.vocab_size)
+    sizes["scratch"] = max(choosing, ops.scratch_bytes(tokens=tokens, channels=C, widest=shape.feed_forward))
     clock, dtypes = Clock(layers=2, stages=2, training=False), dtypes_of(dtype)
     turns = [sizes | {"B": 1, "T": prompt_tokens, "N": prompt_tokens}, sizes | {"T": 1, "N": batch}]
     for row in activation_rows(Decoding, turns[0] | sizes, dtypes, clock):

@@ -1,7 +1,6 @@
 """Assembles a training from its design: memory, feed and step. Here fp8, dropout, lanes and ranks join the plain path."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from handgrad.dropout.bind import SAMPLES, with_dropout
 from handgrad.fp8.bind import with_fp8
@@ -62,13 +61,10 @@ def bind(
     ranks: Ranks | None = None,
     *,
     feed: Feed | None = None,
-    ops: Any = None,
     graphs: bool | None = None,
 ) -> Assembly:
-    """The step over a state. `feed`: in the place of one that reads `source`; `ops`: in the place of the design's (a
-    profiler's)."""
-    ranks, design = ranks or Ranks(), state.design
-    ops = ops or design.ops
+    """The step over a state. `feed`: in the place of one that reads `source`."""
+    ranks, design, ops = ranks or Ranks(), state.design, state.design.ops
     samples = state.views.get(SAMPLES)
     if feed is None:
         assert source is not None
@@ -79,7 +75,6 @@ def bind(
     if sync is not None:
         program = with_sync(program, sync)
     if scaling is not None:
-        scaling.ops = ops
         program = with_fp8(program, state, scaling, feed, sync, graphs=graphs)
     if sync is None:
         step = TrainStep(state, feed, program, graphs=graphs)

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 import triton
+from handgrad.fp8.cuda.quantize import quantize_parts
 from torch import Tensor
 
 from handgrad.fp8 import formats

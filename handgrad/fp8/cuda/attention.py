@@ -5,7 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from handgrad.fp8 import formats
-from handgrad.fp8.cuda.quantize import UNALIGNED, limits, quantize, rescale, rounded, store_statistics
+from handgrad.fp8.cuda.quantizing import UNALIGNED, limits, quantize, rescale, rounded, store_statistics
 from handgrad.fp8.formats import Form, Quantized, plain
 from handgrad.ops.cuda import attention, attention_triton
 from handgrad.ops.cuda.attention_configs import CONFIGS, Config, rows_of

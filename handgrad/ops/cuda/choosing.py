@@ -12,10 +12,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from handgrad.ops import reference
-from handgrad.ops.cuda.decode import options
 from handgrad.ops.cuda.hashing import WEYL, mixed
-from handgrad.ops.cuda.launch import launch
+from handgrad.ops.cuda.launch import launch, overlapping
+from handgrad.ops.reference import decode as reference
 from handgrad.ops.reference.decode import DRAW_BITS
 
 CHOICES = 1024  # logits of a program
@@ -59,13 +58,13 @@ def choose_tokens(
     seen = None if seen_inout is None else seen_inout.view(torch.uint8)
     sizes, padded, grid = (vocab_size, logits.shape[1]), triton.next_power_of_2(parts), (parts, B)
     found = largest, ids, broken, logits, seen
-    launch(_greatest, grid, *found, *sizes, repetition_penalty, CHOICES, **options(logits, 4))
+    launch(_greatest, grid, *found, *sizes, repetition_penalty, CHOICES, **overlapping(logits, 4))
     if temperature:
         least = math.log(min_p) if min_p else -math.inf
         drawing = seeds, positions, *sizes, temperature, repetition_penalty, least
-        launch(_draw, grid, drawn, ids, largest, logits, seen, *drawing, CHOICES, padded, **options(logits, 4))
+        launch(_draw, grid, drawn, ids, largest, logits, seen, *drawing, CHOICES, padded, **overlapping(logits, 4))
     chosen = drawn if temperature else largest
-    launch(_join, (B,), tokens_out, seen, chosen, ids, broken, vocab_size, parts, padded, **options(logits, 1))
+    launch(_join, (B,), tokens_out, seen, chosen, ids, broken, vocab_size, parts, padded, **overlapping(logits, 1))
 
 
 @triton.jit

@@ -7,19 +7,18 @@ two kernels; layer norm, bias, GELU and residual sum are done by every program f
 reading, and their products run on the tensor cores like a training's.
 """
 
-import functools
 import math
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from handgrad.ops.cuda import linear
+from handgrad.ops.cuda.choosing import choose_tokens, choosing_scratch_bytes  # noqa: F401
 from handgrad.ops.cuda.gelu import gelu
-from handgrad.ops.cuda.launch import launch
+from handgrad.ops.cuda.launch import launch, overlapping
 from handgrad.ops.cuda.layernorm import layernorm_forward
-from handgrad.ops.cuda.linear import linear_forward, linear_gelu_forward, linear_residual_forward
 from handgrad.ops.reference.layernorm import LAYERNORM_EPSILON
 
 # A program's tile of the weight, 64 numbers a thread: with a few programs on each multiprocessor as many bytes are on their
@@ -34,19 +33,6 @@ FEWEST_PROGRAMS = 264  # two on each of 132 multiprocessors, while a program sti
 FEW_ATTENTIONS, MANY_ATTENTIONS = (16384, 8), (4096, 2)
 
 NOTHING = tl.constexpr(-1e30)  # a score below all scores
-
-
-@functools.cache
-def overlaps(device: torch.device) -> bool:
-    """Whether a kernel may begin before the one before it has ended."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
-
-
-def options(tensor: Tensor, warps: int) -> dict[str, bool | int]:
-    """The options of a launch: the kernel's switch, and the driver's."""
-    if overlaps(tensor.device):
-        return {"OVERLAPS": True, "launch_pdl": True, "num_warps": warps}
-    return {"OVERLAPS": False, "num_warps": warps}
 
 
 def takes(x: Tensor, weight: Tensor) -> bool:
@@ -67,10 +53,10 @@ def embedding_decode(out: Tensor, tokens: Tensor, positions: Tensor, wte: Tensor
     B, C = out.shape
     block = triton.next_power_of_2(C)
     warps = min(16, max(1, block // 512))
-    launch(_embedding, (B,), out, tokens, positions, wte, wpe, C, block, **options(out, warps))
+    launch(_embedding, (B,), out, tokens, positions, wte, wpe, C, block, **overlapping(out, warps))
 
 
-def layernorm_linear_decode(
+def layernorm_linear_forward(
     out: Tensor,
     ln: Tensor,
     mean: Tensor,
@@ -82,16 +68,17 @@ def layernorm_linear_decode(
     bias: Tensor | None,
     *,
     scratch: Tensor,
+    tf32: bool = False,
 ) -> None:
     """Of one row in one kernel, which does not use the workspace."""
     if takes(x, weight):
         row_product(out, x, weight, bias, norm=(ln_weight, ln_bias), late=True)
         return
     layernorm_forward(ln, mean, rstd, x, ln_weight, ln_bias)
-    linear_forward(out, ln, weight, bias, scratch=scratch)
+    linear.linear_forward(out, ln, weight, bias, scratch=scratch, tf32=tf32)
 
 
-def layernorm_linear_gelu_decode(
+def layernorm_linear_gelu_forward(
     out: Tensor,
     fc: Tensor,
     ln: Tensor,
@@ -104,23 +91,24 @@ def layernorm_linear_gelu_decode(
     bias: Tensor,
     *,
     scratch: Tensor,
+    tf32: bool = False,
 ) -> None:
     """Of one row in one kernel, which does not use the workspace."""
     if takes(x, weight):
         row_product(out, x, weight, bias, norm=(ln_weight, ln_bias), with_gelu=True)
         return
     layernorm_forward(ln, mean, rstd, x, ln_weight, ln_bias)
-    linear_gelu_forward(out, fc, ln, weight, bias, scratch=scratch)
+    linear.linear_gelu_forward(out, fc, ln, weight, bias, scratch=scratch, tf32=tf32)
 
 
-def linear_residual_decode(
-    out: Tensor, residual: Tensor, inp: Tensor, weight: Tensor, bias: Tensor, *, scratch: Tensor
+def linear_residual_forward(
+    out: Tensor, residual: Tensor, inp: Tensor, weight: Tensor, bias: Tensor, *, scratch: Tensor, tf32: bool = False
 ) -> None:
     """Of one row in a kernel of its own."""
     if takes(inp, weight):
         row_product(out, inp, weight, bias, residual=residual)
     else:
-        linear_residual_forward(out, residual, inp, weight, bias, scratch=scratch)
+        linear.linear_residual_forward(out, residual, inp, weight, bias, scratch=scratch, tf32=tf32)
 
 
 def row_product(
@@ -140,7 +128,7 @@ def row_product(
     ln_weight, ln_bias = norm or (None, None)
     tensors = out, x, ln_weight, ln_bias, weight, bias, residual
     constants = O, K, rows, block, late, LAYERNORM_EPSILON, with_gelu
-    launch(_row_product, (triton.cdiv(O, rows),), *tensors, *constants, **options(out, warps))
+    launch(_row_product, (triton.cdiv(O, rows),), *tensors, *constants, **overlapping(out, warps))
 
 
 def attention_decode(
@@ -151,7 +139,7 @@ def attention_decode(
     scale, block = 1 / (math.sqrt(D) * math.log(2)), triton.next_power_of_2(D)
     elements, warps = FEW_ATTENTIONS if B * H < FEWEST_PROGRAMS else MANY_ATTENTIONS
     tile = max(16, elements // block), block
-    launch(_attention, (H, B), *tensors, H, maxT, D, scale, *tile, **options(out, warps))
+    launch(_attention, (H, B), *tensors, H, maxT, D, scale, *tile, **overlapping(out, warps))
 
 
 @triton.jit

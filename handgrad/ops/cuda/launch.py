@@ -1,5 +1,6 @@
 """Launches Triton kernels, or notes the launches, to compile the kernels ahead of them."""
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -35,16 +36,16 @@ def collecting() -> Iterator[Noted]:
         _noted.reset(token)
 
 
-def compile_ahead(*steps: Callable[[], None]) -> None:
-    """Compiles all kernels that `steps` launch at once, a thread per kernel, instead of each at its first launch. (The
-    compiler spends much of its time outside of Python's lock.)
+def compile_ahead(*launches: Callable[[], None]) -> None:
+    """Compiles all kernels of `launches` at once, a thread per kernel, instead of each at its first launch. (The compiler
+    spends much of its time outside of Python's lock.)
 
-    `steps` are called with their kernel launches noted instead of made. Products and copies in them do run: weights and
-    moments are only read, but gradients, activations and scratch hold nonsense afterwards.
+    Calls `launches` with their kernels noted instead of launched. Products and copies in them do run: weights and moments
+    are only read, but gradients, activations and scratch hold nonsense afterwards.
     """
     with collecting() as noted:
-        for step in steps:
-            step()
+        for each in launches:
+            each()
 
     def compile_all(kernel: Any) -> None:
         for grid, arguments, options in noted[kernel]:
@@ -54,3 +55,16 @@ def compile_ahead(*steps: Callable[[], None]) -> None:
         device = {"initializer": torch.cuda.set_device, "initargs": (torch.cuda.current_device(),)}
         with ThreadPoolExecutor(min(len(noted), os.cpu_count() or 1), **device) as threads:
             list(threads.map(compile_all, noted))
+
+
+@functools.cache
+def overlaps(device: torch.device) -> bool:
+    """True if a kernel may begin before the one before it has ended."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def overlapping(tensor: torch.Tensor, warps: int) -> dict[str, bool | int]:
+    """The options of a launch that may overlap with the one before it: the kernel's switch, and the driver's."""
+    if overlaps(tensor.device):
+        return {"OVERLAPS": True, "launch_pdl": True, "num_warps": warps}
+    return {"OVERLAPS": False, "num_warps": warps}

@@ -1,4 +1,4 @@
-"""Quantising to fp8, and the scales for it. What the producing kernels share stands at the end."""
+"""Quantising to fp8, and the scales for it. The end of the file serves all kernels that write fp8."""
 
 import triton
 import triton.language as tl
@@ -7,6 +7,7 @@ from torch import Tensor
 from handgrad import ops
 from handgrad.fp8 import formats
 from handgrad.fp8.formats import Quantized
+from handgrad.ops.cuda.launch import launch
 
 STEP = tl.constexpr(ops.CONTROL_STEP)
 SCALE, INVERSE, COUNTING = tl.constexpr(formats.SCALE), tl.constexpr(formats.INVERSE), tl.constexpr(formats.COUNTING)
@@ -38,32 +39,46 @@ def limits(tensor: Quantized) -> tuple[float, float]:
     return formats.LARGEST_MANTISSA * 2.0 ** formats.LARGEST_EXPONENT[tensor.format], formats.VANISHES_AT[tensor.format]
 
 
+def tiles(N: int, C: int) -> tuple[int, int]:
+    """Programs along both sides of a tensor."""
+    return triton.cdiv(N, ROWS), triton.cdiv(C, COLUMNS)
+
+
 def quantize_parts(N: int, C: int) -> int:
     """Parts of the statistics that `quantize` writes."""
-    return triton.cdiv(N, ROWS) * triton.cdiv(C, COLUMNS)
+    along, across = tiles(N, C)
+    return along * across
+
+
+def target(out: Quantized, parts: int) -> tuple[Tensor, Tensor, int]:
+    """scaling, statistics and its parts, as the kernels take them; `parts` are those that a kernel writes."""
+    room = out.statistics.shape[1]
+    assert room >= parts, f"{room} parts, {parts} needed"
+    return out.scaling, out.statistics, room
 
 
 def quantize(out: Quantized, inp: Tensor) -> None:
-    """Writes the fp8 forms of inp (N, C), and the statistics; with `current`, first the scale."""
+    parts = quantize_parts(*inp.shape)
     if out.current:
-        _launch_quantize(out, inp, None, None, out.statistics)
+        _launch_quantize(None, None, target(out, parts), inp, limits(out))
         rescale(out)
-    _launch_quantize(out, inp, out.rows, out.columns, out.statistics)
+    _launch_quantize(out.rows, out.columns, target(out, parts), inp, limits(out))
 
 
 def write_forms(out: Quantized, inp: Tensor) -> None:
     """Writes the fp8 forms of inp (N, C) that are wanted, at the scale as it stands."""
-    _launch_quantize(out, inp, out.rows, out.columns, None)
+    _launch_quantize(out.rows, out.columns, (out.scaling, None, 0), inp, limits(out))
 
 
 def _launch_quantize(
-    out: Quantized, inp: Tensor, rows: Tensor | None, columns: Tensor | None, statistics: Tensor | None
+    rows: Tensor | None,
+    columns: Tensor | None,
+    into: tuple[Tensor, Tensor | None, int],
+    inp: Tensor,
+    numbers: tuple[float, float],
 ) -> None:
-    N, C = inp.shape
-    parts = 0 if statistics is None else statistics.shape[1]
-    assert statistics is None or parts >= quantize_parts(N, C), f"{parts} parts, {quantize_parts(N, C)} needed"
-    grid = (triton.cdiv(N, ROWS), triton.cdiv(C, COLUMNS))
-    _quantize[grid](rows, columns, out.scaling, statistics, parts, inp, N, C, ROWS, COLUMNS, *limits(out), num_warps=WARPS)
+    grid = tiles(*inp.shape)
+    launch(_quantize, grid, rows, columns, *into, inp, *inp.shape, ROWS, COLUMNS, *numbers, num_warps=WARPS)
 
 
 def count_numbers(tensor: Quantized, inp: Tensor) -> None:
@@ -71,13 +86,12 @@ def count_numbers(tensor: Quantized, inp: Tensor) -> None:
     elements, parts = inp.numel(), tensor.statistics.shape[1]
     grid = (min(COUNTERS, parts, triton.cdiv(elements, COUNT_BLOCK)),)
     arguments = tensor.statistics, parts, inp, elements, tensor.scaling, COUNT_BLOCK, *limits(tensor)
-    _count_numbers[grid](*arguments, num_warps=WARPS)
+    launch(_count_numbers, grid, *arguments, num_warps=WARPS)
 
 
 def transpose(columns: Tensor, rows: Tensor) -> None:
     """columns (C, N) = the transpose of rows (N, C), both fp8."""
-    N, C = rows.shape
-    _transpose[(triton.cdiv(N, ROWS), triton.cdiv(C, COLUMNS))](columns, rows, N, C, ROWS, COLUMNS, num_warps=WARPS)
+    launch(_transpose, tiles(*rows.shape), columns, rows, *rows.shape, ROWS, COLUMNS, num_warps=WARPS)
 
 
 def transpose_rows(tensor: Quantized) -> None:
@@ -88,17 +102,14 @@ def transpose_rows(tensor: Quantized) -> None:
 
 
 def rescale(tensor: Quantized) -> None:
-    """The scale for what the tensor's own statistics say."""
-    exponent = formats.LARGEST_EXPONENT[tensor.format]
-    _rescale[(1,)](
-        tensor.scaling, tensor.statistics, tensor.statistics.shape[1], exponent, PARTS_BLOCK, num_warps=PARTS_WARPS
-    )
+    """The scale for the largest number in the tensor's own statistics."""
+    arguments = tensor.scaling, tensor.statistics, tensor.statistics.shape[1], formats.LARGEST_EXPONENT[tensor.format]
+    launch(_rescale, (1,), *arguments, PARTS_BLOCK, num_warps=PARTS_WARPS)
 
 
 def fold_statistics(totals_inout: Tensor, statistics: Tensor) -> None:
-    """totals (n, 3) float64 joined with statistics (n, 3, parts): the larger amax, the sums of the counts."""
     n, places, parts = statistics.shape
-    _fold_statistics[(n, places)](totals_inout, statistics, parts, PARTS_BLOCK, num_warps=PARTS_WARPS)
+    launch(_fold_statistics, (n, places), totals_inout, statistics, parts, PARTS_BLOCK, num_warps=PARTS_WARPS)
 
 
 def update_scaling(
@@ -113,25 +124,11 @@ def update_scaling(
     saturation_steps: int,
     widen: bool,
 ) -> None:
-    """Delayed scaling: every tensor's scale for the next step, from the largest amax of the last `window` steps.
-
-    totals (n, 3), history (n, window), report (n, REPORT_PLACES), largest_exponents (n) int32; one program per tensor.
-    """
+    """One program per tensor."""
     n, window = history_inout.shape
-    _update_scaling[(n,)](
-        scaling_inout,
-        history_inout,
-        totals_inout,
-        report,
-        largest_exponents,
-        controls,
-        window,
-        triton.next_power_of_2(window),
-        count_every,
-        saturation_steps,
-        widen,
-        num_warps=1,
-    )
+    tensors = scaling_inout, history_inout, totals_inout, report, largest_exponents, controls
+    sizes, settings = (window, triton.next_power_of_2(window)), (count_every, saturation_steps, widen)
+    launch(_update_scaling, (n,), *tensors, *sizes, *settings, num_warps=1)
 
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)

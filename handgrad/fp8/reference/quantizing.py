@@ -21,7 +21,6 @@ from handgrad.fp8.formats import (
     USED_SCALE,
     VANISHED,
     VANISHES_AT,
-    Operands,
     Quantized,
 )
 from handgrad.ops import CONTROL_STEP
@@ -118,13 +117,3 @@ def update_scaling(
     write_scales(scaling, history_inout.amax(1), largest_exponents)
     scaling[:, COUNTING] = float((step + 1) % count_every == 0)
     totals_inout.zero_()
-
-
-def fp8_product(out: Tensor, operands: Operands, *, bias: Tensor | None = None, added: Tensor | None = None) -> None:
-    """out (M, N) = left (M, K) right (N, K)^T + bias (N) + added (M, N), summed in float32 and rounded once."""
-    left, right, (left_inverse, right_inverse) = operands
-    product = torch.mm(left.float(), right.float().t()).mul_(left_inverse * right_inverse)
-    for term in (bias, added):
-        if term is not None:
-            product += term
-    out.copy_(product)
