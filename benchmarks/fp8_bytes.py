@@ -11,6 +11,10 @@ import torch
 
 from handgrad.arena import Buffer
 from handgrad.config import ModelShape
+from handgrad.fp8.formats import E5M2
+from handgrad.fp8.tables import Fp8Gemms, activation_buffers
+from handgrad.models import architecture
+from handgrad.ops import reference
 
 Units = tuple[int, int]  # read and written
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.two_trees --trees OLD . --cases d12-bf16,d48-fp8,text
 
-Each tree runs in a process of its own that keeps its model on the GPU. The processes take turns of `SLICE_SECONDS` until each
+Each tree runs in its own process, which keeps its model on the GPU. The processes take turns of `SLICE_SECONDS` until each
 has had `SECONDS`; while one works, the other waits. Both use the public Python API alone, the same data and settings.
 """
 

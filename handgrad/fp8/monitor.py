@@ -57,7 +57,7 @@ def summary(found_tensors: Iterable[Finding]) -> dict[str, dict[str, Any]]:
 
 @dataclass
 class LeftFp8:
-    """The parts of blocks (or the head) that a run has moved to bf16, and those it is about to, with the number of completed
+    """The parts of blocks (or the head) that a run has moved to bf16, and those next, with the number of completed
     steps after which it will."""
 
     left: list[str] = field(default_factory=list)

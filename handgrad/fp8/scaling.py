@@ -1,7 +1,7 @@
 """The scales of an fp8 run: how they begin, how they follow the numbers, what a checkpoint keeps of them.
 
 Delayed scaling (Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433): a step quantises with scales that follow from
-the largest numbers of earlier steps, so that one pass produces and quantises a tensor. Before the first step one micro-batch
+the largest numbers of earlier steps, so one pass produces and quantises a tensor. Before the first step one micro-batch
 runs ahead, with scales made from the very tensors they are for.
 """
 
@@ -107,8 +107,8 @@ class Scaling:
         self.ops.fold_statistics(self.totals[:first], self.statistics[:first])
 
     def join_ranks(self) -> None:
-        """The step's totals from those of all ranks: the largest amax, the sums of the counts, which are whole numbers, so no
-        number of ranks changes them."""
+        """The step's totals from those of all ranks: the largest amax, the sums of the counts. These are whole numbers:
+        no number of ranks changes them."""
         totals = self.totals[: self.fp8.first_weight]
         torch.amax(self.everyone[..., AMAX], 0, out=totals[:, AMAX])
         torch.sum(self.everyone[..., AMAX + 1 :], 0, out=totals[:, AMAX + 1 :])
@@ -155,7 +155,7 @@ class Scaling:
         return {row.name: list(parts) for row, parts in zip(self.fp8.table, rows, strict=True)}
 
     def restore(self, saved: Mapping[str, Any]) -> bool:
-        """Takes up the result of `saved`; returns False, and changes nothing, if a tensor or its whole window is missing."""
+        """Loads the result of `saved`; returns False and changes nothing if a tensor or its whole window is missing."""
         if not saved.keys() >= {row.name for row in self.fp8.table}:
             return False
         scaling, history, totals = zip(*(saved[row.name] for row in self.fp8.table), strict=True)

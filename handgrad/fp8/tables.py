@@ -1,8 +1,7 @@
 """The quantised tensors of an fp8 run: which they are, their buffers, and the forms that GEMMs read.
 
 A model's rows say which tensors may be in fp8 and which part of a block's GEMMs reads them (`models.rows.Fp8`); a part goes
-to fp8 with its forward, input gradient and weight gradient. Of the loss head, forward and input gradient are switched one by
-one.
+to fp8 with its forward, input gradient and weight gradient. Of the loss head, forward and input gradient are separate.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

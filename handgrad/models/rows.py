@@ -139,7 +139,7 @@ def at_head(clock: Clock) -> tuple[Interval, ...]:
 
 
 def backward_of(*stages: int, first: int = 0, last: int = 0) -> Lives:
-    """The backward ticks of these stages in all layers, a tick per layer; from `first` ticks before to `last` ticks after."""
+    """The backward ticks of these stages in all layers, from `first` ticks before to `last` ticks after."""
 
     def ticks(clock: Clock) -> tuple[Interval, ...]:
         middle = [layer.mirrored(layer.tick(stage)) for stage in stages for layer in clock.every_layer()]

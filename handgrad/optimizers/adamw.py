@@ -1,4 +1,4 @@
-"""AdamW (Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101), on matrices and embeddings with decay, on vectors without.
+"""AdamW (Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101); vectors do not decay.
 
 m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2
 w = (1 - lr decay) w - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
@@ -31,7 +31,7 @@ class AdamW:
         return row.group != "vector"
 
     def update(self, ops: ModuleType, owned: Iterable[Owned], controls: Tensor, results: Tensor) -> None:
-        """One call per range; `controls` holds the step and the learning rate, `results` the verdict and the clip factor."""
+        """A call per range; `controls` holds the step and the learning rate, `results` the verdict and the clip factor."""
         for part in owned:
             ops.adamw_update(
                 part.published,

@@ -1,7 +1,7 @@
 """Gradient sync: sums the lanes' gradients in a fixed tree, then all-gathers the updated weights.
 
-A rank first adds up its own lanes' gradients, as a stack of partial sums. Then it exchanges every bucket: each rank receives
-the other ranks' sums of the parts that it owns, and adds them by the same tree. A bucket leaves while the backward of the
+A rank first adds up its own lanes' gradients, as a stack of partial sums. Then it exchanges every bucket: it receives the
+other ranks' sums of the parts that it owns, and adds them by the same tree. A bucket leaves while the backward of the
 layers below still runs, on a stream of its own.
 
 With bf16 on the wire every operand of every addition is rounded first, wherever in the tree it travels.
@@ -82,8 +82,8 @@ class GradientSync:
         return bucket is not self.buckets[0]
 
     def clear_ring(self, index: int) -> None:
-        """With ZeRO 2: zeroes the ring slot of a block once the block `RING` layers above it has been received. The block in
-        between has not begun, but its backward already adds to one of this block's bias gradients."""
+        """With ZeRO 2: zeroes the ring slot of a block once the block `RING` layers above it has been received. The
+        block in between has not begun, but its backward already adds to one of this block's bias gradients."""
         if 0 < index < len(self.buckets) - 1:
             if self.received is not None:
                 torch.cuda.current_stream().wait_event(self.received)

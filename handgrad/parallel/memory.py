@@ -11,8 +11,8 @@ from handgrad.layout import Buckets, Sharding, gradient_ring
 def with_sharding(
     rows: dict[str, Buffer], buckets: Buckets, sharding: Sharding, optimizer_state: tuple[str, ...]
 ) -> dict[str, Buffer]:
-    """The flat buffers' rows (`training.state.flat_buffers`) as one rank has them: shards of what the ranks share, a stack of
-    sums for its lanes, and memory for buckets in flight."""
+    """The flat buffers' rows (`training.state.flat_buffers`) as one rank has them: shards of the ranks' common tensors, a
+    stack of sums for its lanes, and memory for buckets in flight."""
     elements, exact = rows["parameters"].shape[0], rows["gradients"].dtype
     shard = elements // sharding.shards
     rows = dict(rows)

@@ -235,8 +235,8 @@ class Run:
             self.ranks.barrier("a sample of text")
 
     def is_best(self, loss: float) -> bool:
-        """True if a loss is the lowest of a step that has, or now gets, a checkpoint. The checkpoint comes before the record
-        of the loss: a run that ends in between makes this validation again."""
+        """True if a loss is the lowest of a step that has, or now gets, a checkpoint. The checkpoint comes before the
+        record of the loss: a run that ends in between makes this validation again."""
         if not math.isfinite(loss) or (self.best is not None and loss >= self.best[1]):
             return False
         self.save()

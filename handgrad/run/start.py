@@ -102,8 +102,8 @@ def open_fitting(config: RunConfig, dataset: Dataset) -> Weights:
 def train(config: RunConfig, *, allow_changes: bool = False) -> float | None:
     """Trains the run in `config.out`, or resumes it; returns the last validation loss in nats, if there is one.
 
-    Raises `Preempted` after saving when a signal stops the process, `NumericsError` when updates keep being skipped, and the
-    errors of `open_run`.
+    Raises `Preempted` after saving when a signal stops the process, `NumericsError` when updates keep being skipped, and
+    the errors of `open_run`.
     """
     with open_run(config, allow_changes=allow_changes) as run:
         run.begin()

@@ -22,8 +22,8 @@ RECORD = "evaluation of"  # before a task's name: the kind of its records in `Ru
 
 
 class TaskWatch:
-    """The tasks of one run. Their activations lie in the memory of the training's, which are idle meanwhile; only where those
-    are too small do they have memory of their own."""
+    """The tasks of one run. Their activations lie in the memory of the training's, which are idle meanwhile; only where
+    those are too small do they have memory of their own."""
 
     def __init__(self, config: RunConfig, design: Design, ranks: Ranks, tasks: list[TaskData], requests: list[Request]):
         """As many positions go through the model at once as a micro-batch has, whatever the number of ranks."""

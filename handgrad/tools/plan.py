@@ -46,7 +46,7 @@ def describe_plan(config: RunConfig, vocab_size: int, ranks: int = 1) -> list[st
         f"device     {devices.describe(device)}; a large {kind} product runs at {human_flops(rate)}/s here",
         *dropout_lines(config, design),
         f"at best    {human_count(ranks * rate / flops_per_token)} tokens/s,"
-        f" {human_seconds(tokens * flops_per_token / rate / ranks)} in all{' on ' + str(ranks) + ' such' if ranks > 1 else ''};"
+        f" {human_seconds(tokens * flops_per_token / rate / ranks)} in all{f' on {ranks} such' if ranks > 1 else ''};"
         " expect half to three quarters of it",
         f"disk       {human_bytes(checkpoints * checkpoint_bytes(design))}: at most {checkpoints} checkpoints",
         "",

@@ -71,7 +71,7 @@ class TrainingState:
             self.take(self.master, row, values)
 
     def take(self, shard: Tensor, row: ParameterRow, values: Tensor) -> None:
-        """Copies the stored part of a parameter into the share of it that `shard` (master weights or optimizer state) has."""
+        """Copies the stored part of a parameter into its share of `shard` (master weights or optimizer state)."""
         start, flat, sharding = row.offset, values.reshape(-1), self.design.sharding
         for bucket in self.design.buckets:
             owned, local = bucket.owned(sharding.shard, sharding.shards), bucket.local(sharding.shards)
