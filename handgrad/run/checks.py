@@ -18,7 +18,10 @@ from handgrad.training.design import Design
 
 
 def check_fits(config: RunConfig, design: Design, dataset: Dataset, ranks: int = 1, *, more_bytes: int = 0) -> None:
-    """Refuses a step larger than an epoch, and a plan that does not fit the memory beside `more_bytes`. An fp8 run that may go on in bf16 is checked with that plan as well."""
+    """Refuses a step larger than an epoch, and a plan that does not fit into memory beside `more_bytes`.
+
+    An fp8 run that may go on in bf16 is checked with that plan as well.
+    """
     samples = Batches(dataset.splits["train"], config.sequence_length, config.seed).samples_per_epoch
     if dataset.splits["validation"]:
         Batches(dataset.splits["validation"], config.sequence_length, config.seed)  # refuses a split without one sample

@@ -36,9 +36,11 @@ class Observer:
 
 
 class StopSignals:
-    """Within a `with` block SIGTERM and SIGINT are only noted in `received`: a step is finished first. The same signal
-    again ends the process at once (saves are atomic), or with `keeps_process` acts as it did before the block. Outside of the
-    main thread, where Python takes no handlers, signals are left alone."""
+    """Within a `with` block SIGTERM and SIGINT are only noted in `received`: a step is finished first.
+
+    The same signal again ends the process at once (saves are atomic), or with `keeps_process` acts as it did before the
+    block. Outside of the main thread, where Python takes no handlers, signals are left alone.
+    """
 
     def __init__(self, *, keeps_process: bool):
         self.keeps_process = keeps_process
