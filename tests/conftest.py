@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may look for a hub; the download tests run a server of their own
+# One thread, read when torch is loaded: tests run side by side, and two threads that wait for each other on a busy machine
+# took 40 times as long as one.
+os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
 import pytest
 import torch
@@ -26,6 +29,12 @@ from handgrad.fp8.formats import COUNTING, FORMATS, INVERSE, LARGEST_EXPONENT, S
 from handgrad.fp8.tables import Forms, fp8_products, quantized_table, scaling_buffers, weight_buffers
 from handgrad.ops import reference
 from handgrad.presets import tiny
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """`-n auto`: a worker for each core that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

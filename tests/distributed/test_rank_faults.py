@@ -3,13 +3,9 @@
 Each test sees its fault fire; `unharmed` is the same run without any, which all that goes on afterwards must equal.
 """
 
-import contextlib
-import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,8 +14,7 @@ import pytest
 from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.parallel.stragglers import Stragglers
 from tests.conftest import write_text
-from tests.distributed.runs import ENVIRONMENT, ROOT, Launcher, Started, arguments, free_port, same_run, saved_steps
-from tests.distributed.worker import FIRED
+from tests.distributed.runs import Launcher, Started, arguments, same_run, saved_steps
 from tests.test_runs import records, tensors
 
 
@@ -31,30 +26,6 @@ def unharmed(launcher: Launcher, shards: Path, tmp_path_factory: pytest.TempPath
     assert not any(started.fired) and not any(rank.told for rank in started.ranks)
     assert not (run / "stacks").exists() and saved_steps(run) == [4, 8]
     return run
-
-
-@pytest.fixture(scope="module", autouse=True)
-def restarting(shards: Path, tmp_path_factory: pytest.TempPathFactory):
-    """A run under torchrun, a rank of which is killed in a collective; it takes its time while the other tests run."""
-    folder = tmp_path_factory.mktemp("torchrun")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
-    command += ["--master-addr=127.0.0.1", f"--master-port={free_port()}", "-m", "tests.distributed.worker", "kill:1:5"]
-    with (folder / "output").open("w") as output:
-        process = subprocess.Popen(
-            [*command, *arguments(shards, folder / "run")],
-            cwd=ROOT,
-            env={**os.environ, **ENVIRONMENT},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-        yield process, folder
-    if process.poll() is None:
-        ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        process.kill()  # first: it would start them again
-        process.wait()
-        for rank in ranks:  # in sessions of their own
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(rank), signal.SIGKILL)
 
 
 def on_either_rank(launcher: Launcher, data: Path, folder: Path, fault: str) -> dict[int, Started]:
@@ -249,15 +220,6 @@ def test_a_port_that_is_taken(launcher: Launcher, shards: Path, tmp_path: Path) 
         ended_alike(started, [64, 75])
     assert "in use by another program; set MASTER_PORT" in started.ranks[0].told[0]
     assert "found no rank 0" in started.ranks[1].told[0]
-
-
-def test_torchrun_restarts_after_a_kill(restarting: tuple[subprocess.Popen, Path], unharmed: Path) -> None:
-    """Row 29, the rest of it."""
-    process, folder = restarting
-    assert process.wait(60) == 0, (folder / "output").read_text()
-    output = (folder / "output").read_text()
-    assert output.count(FIRED) == 1 and "resumed at step 4" in output
-    same_run(unharmed, folder / "run", 8)
 
 
 def test_a_slow_rank_is_named(launcher: Launcher, shards: Path, tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from handgrad.parallel import heartbeat, rendezvous
 from handgrad.parallel.ranks import Ranks
 from handgrad.run.log import Voice
 from handgrad.run.saving import GatheredBucket
+from handgrad.tools import network
 from handgrad.training.step import Stepper
 
 FIRED = "fault fired"
@@ -141,6 +142,20 @@ def slow(step: int) -> None:
     Stepper.run_lane = run_lane
 
 
+def slow_link(peer: int) -> None:
+    """A hundredth of the measured speed."""
+    original = network.time_pair
+
+    def time_pair(ranks: Ranks, sent: torch.Tensor, received: torch.Tensor, other: int) -> float:
+        seconds = original(ranks, sent, received, other)
+        if other != peer:
+            return seconds
+        fired()
+        return 100 * seconds
+
+    network.time_pair = time_pair
+
+
 def flipped(step: int) -> None:
     """The lowest bit of one weight that rank 0 updates, after the step's weights have come from their owners."""
     original = Stepper.finish
@@ -204,6 +219,7 @@ FAULTS: dict[str, Callable[[int], None]] = {
     "disk": full_disk,
     "skip": skipped,
     "slow": slow,
+    "slow-link": slow_link,
     "flip": flipped,
     "resize": resized,
     "break": fails(AssertionError("a mistake of our own")),
@@ -212,7 +228,8 @@ FAULTS: dict[str, Callable[[int], None]] = {
 }
 
 
-def run(fault: str, command: list[str]) -> int:
+def install(fault: str) -> None:
+    """Gives this process the fault, if it is its rank's; and the short waits that all tests have."""
     handgrad.commands.train.write_report = lambda runs, out: out  # plots take longer than these runs
     rendezvous.RETRY_SECONDS = 0.02
     heartbeat.GRACE_SECONDS = 0.5
@@ -222,6 +239,10 @@ def run(fault: str, command: list[str]) -> int:
         restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
         if int(os.environ.get("RANK", "0")) == rank and not restarted:
             FAULTS[name](step)
+
+
+def run(fault: str, command: list[str]) -> int:
+    install(fault)
     return main(command)
 
 
