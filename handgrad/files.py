@@ -1,4 +1,4 @@
-"""Files that survive: on the disk when a call returns, whole or not there, and known by their hash."""
+"""Durable files: on the disk when a call returns, whole or absent, with their hash."""
 
 import hashlib
 import os
@@ -13,18 +13,12 @@ def file_sha256(path: Path) -> str:
 
 def write_durably(path: Path, text: str) -> None:
     """Replaces `path` by a file with `text`, on the disk when this returns; never half of it. Raises OSError."""
-    # A sample may hold half a surrogate pair, which UTF-8 cannot.
-    write_bytes_durably(path, text.encode(errors="replace"))
-
-
-def write_bytes_durably(path: Path, content: bytes) -> None:
-    """`write_durably` of bytes. Raises OSError."""
-    aside = path.with_name(path.name + ".new")
-    with aside.open("wb") as file:
-        file.write(content)
+    new = path.with_name(path.name + ".new")
+    with new.open("wb") as file:
+        file.write(text.encode(errors="replace"))  # a sample may hold half a surrogate pair, which UTF-8 cannot
         file.flush()
         os.fsync(file.fileno())
-    aside.replace(path)
+    new.replace(path)
     sync_folder(path.parent)
 
 

@@ -1,4 +1,4 @@
-"""handgrad tune: freezes the fastest algorithm of every product of a model on this GPU."""
+"""handgrad tune: freezes the fastest algorithm of every GEMM of a model on this GPU."""
 
 import math
 from argparse import Namespace
@@ -17,11 +17,11 @@ from handgrad.tools.profile import set_up
 from handgrad.training.step import Stepper
 
 SUSTAINED_SECONDS = 4.0  # of micro-steps before the measured ones, and about twice that measured
-NOISE = 0.005  # what two measurements of the same may differ by
+NOISE = 0.005  # relative difference of two equal measurements
 
 
 class NoFeed:
-    """Leaves the tokens as they are: only the shapes of a step matter here."""
+    """Keeps the tokens as they are: only the shapes of a step matter here."""
 
     def fill(self, first_sample: int) -> None:
         pass
@@ -33,7 +33,7 @@ def run(parsed: Namespace) -> int:
     if device.type != "cuda":
         raise UsageError(f"expected a CUDA GPU to tune for, found device {device.type}")
     dtype = devices.use_precision(device, config.precision)
-    choose_backend("kernels", device)  # says what is missing
+    choose_backend("kernels", device)  # raises if a library is missing
     from handgrad.ops.cuda import cublaslt
     from handgrad.tools import tune  # only where the kernels can run
 
@@ -63,9 +63,9 @@ def run(parsed: Namespace) -> int:
 def slower_in_fp8(
     config: RunConfig, shape: ModelShape, device: torch.device, dtype: torch.dtype, kept: list[str]
 ) -> Iterator[str]:
-    """Appends to `kept` the parts of a block whose products make a whole step slower in fp8 than in bf16."""
+    """Appends to `kept` the parts of a block whose GEMMs make a whole step slower in fp8 than in bf16."""
     all_fp8 = step_milliseconds(config, shape, device, dtype)
-    yield f"{'a step with all products in fp8':<52} {all_fp8:9.2f} ms"
+    yield f"{'a step with all GEMMs in fp8':<52} {all_fp8:9.2f} ms"
     for part in PARTS:
         without = step_milliseconds(replace(config, fp8_keep_bf16=part), shape, device, dtype)
         if without < all_fp8 * (1 - NOISE):
@@ -74,14 +74,14 @@ def slower_in_fp8(
 
 
 def step_milliseconds(config: RunConfig, shape: ModelShape, device: torch.device, dtype: torch.dtype) -> float:
-    """Of a micro-batch, forward and backward, under sustained load."""
+    """Time of a micro-batch, forward and backward, under sustained load."""
     torch.cuda.empty_cache()
     state = set_up(config, shape, device, dtype)
     stepper = Stepper(config, state, NoFeed())
     stepper.step(0)
     begin, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
     begin.record()
-    stepper.micro_step()  # recorded
+    stepper.micro_step()  # captured
     stepper.micro_step()
     middle.record()
     middle.synchronize()
