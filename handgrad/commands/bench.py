@@ -15,7 +15,7 @@ from handgrad.errors import UsageError
 
 
 def run(parsed: Namespace) -> int:
-    presets.model(parsed.model)  # refuses an unknown one
+    presets.model(parsed.model)  # raises for an unknown name
     device = devices.resolve_device(parsed.device).type
     folder = Path(parsed.out).absolute().parent
     if parsed.out and not folder.is_dir():
@@ -47,13 +47,10 @@ def module(name: str) -> ModuleType:
 def settings(parsed: Namespace, device: str, micro_batch: int, **others: object) -> object:
     """The `Settings` of a GPU benchmark: the flags given, else these defaults (small ones on a CPU)."""
     contenders = module("contenders")
-    sizes = (
-        {"micro_batch": micro_batch, "sequence_length": 1024}
-        if device == "cuda"
-        else {"micro_batch": 4, "sequence_length": 64}
-    )
+    batch, length = (micro_batch, 1024) if device == "cuda" else (4, 64)
+    defaults = {"micro_batch": batch, "sequence_length": length, **others}
     given = {name: value for name, value in vars(parsed).items() if value is not None and name in contenders.NAMES}
-    chosen = contenders.Settings(**{**sizes, **others, **given, "device": device})
+    chosen = contenders.Settings(**{**defaults, **given, "device": device})
     chosen.config()  # checks that the settings fit together
     return chosen
 
@@ -84,18 +81,20 @@ def bench_ladder(parsed: Namespace, device: str) -> None:
 
 
 def bench_kernels(parsed: Namespace, device: str) -> None:
-    if device != "cuda":
-        raise UsageError("bench kernels needs a CUDA GPU; `handgrad bench step --device cpu` measures what a CPU can do")
-    choose_backend("kernels", devices.resolve_device("cuda"))  # says what is missing
+    need_kernels(parsed, device)
     module("gpu_kernels").compare(parsed.out)
 
 
 def bench_fp8(parsed: Namespace, device: str) -> None:
-    if device != "cuda":
-        raise UsageError("bench fp8 needs a CUDA GPU")
+    need_kernels(parsed, device)
     devices.use_precision(devices.resolve_device("cuda"), "fp8")
-    choose_backend("kernels", devices.resolve_device("cuda"))  # says what is missing
     module("gpu_fp8").compare(parsed.out)
+
+
+def need_kernels(parsed: Namespace, device: str) -> None:
+    if device != "cuda":
+        raise UsageError(f"bench {parsed.what} needs a CUDA GPU; `handgrad bench step --device cpu` measures a CPU")
+    choose_backend("kernels", devices.resolve_device("cuda"))  # raises if a library is missing
 
 
 def bench_sampling(parsed: Namespace, device: str) -> None:
@@ -104,7 +103,7 @@ def bench_sampling(parsed: Namespace, device: str) -> None:
     chosen = parsed.contenders or ",".join(sampling.CONTENDERS)
     precision = parsed.precision or ("bf16" if device == "cuda" else "fp32")
     if precision == "fp8":
-        raise UsageError("texts are written in fp32, tf32, bf16 or fp16; fp8 is for training")
+        raise UsageError("expected precision fp32, tf32, bf16 or fp16 for bench sampling, found fp8, which is for training")
     sampling.compare(parsed.model, batches, chosen, devices.resolve_device(device), precision, parsed.out)
 
 

@@ -1,5 +1,4 @@
-"""handgrad doctor: what this machine has, what will be used, what is missing; what the network between ranks gives; and
-whether a gradient made elsewhere is the one made here."""
+"""handgrad doctor: this machine's parts, the network between ranks, or a comparison with llm.c's gradients."""
 
 import os
 from argparse import Namespace
@@ -28,16 +27,16 @@ def run(parsed: Namespace) -> int:
         is_rank_0 = info.rank == 0
     else:
         lines = examine()
-    well = True
-    for fine, line in lines:
-        well = well and fine
+    healthy = True
+    for ok, line in lines:
+        healthy = healthy and ok
         if is_rank_0:
-            print(f"{'ok  ' if fine else 'FAIL'}  {line}", flush=True)
-    return 0 if well else ConfigError.exit_code
+            print(f"{'ok  ' if ok else 'FAIL'}  {line}", flush=True)
+    return 0 if healthy else ConfigError.exit_code
 
 
 def examine_gradients(state_file: Path, model_file: Path) -> Iterator[tuple[bool, str]]:
-    """(whether it is well, line) for the logits, the loss and each gradient, by the operations that training takes here."""
+    """(ok, line) for the logits, the loss and each gradient, by the operations that training uses here."""
     device = devices.resolve_device("auto")
     devices.use_precision(device, "fp32")
     ops = choose_backend("auto", device)
@@ -45,5 +44,5 @@ def examine_gradients(state_file: Path, model_file: Path) -> Iterator[tuple[bool
     batch, length = state.tokens.shape
     yield True, f"{batch} texts of {length} tokens on {devices.describe(device)}, by the {ops.__name__.rpartition('.')[2]}"
     for found in compare(state, device, ops):
-        what = found.name if found.name in ("logits", "loss") else f"gradient of {found.name}"
-        yield found.fine, f"{what}: relative error {found.error:.2g}, at most {found.tolerance:.2g}"
+        name = found.name if found.name in ("logits", "loss") else f"gradient of {found.name}"
+        yield found.fine, f"{name}: relative error {found.error:.2g}, at most {found.tolerance:.2g}"

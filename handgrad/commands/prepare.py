@@ -39,7 +39,7 @@ def prepare_with_progress(options: PrepareOptions) -> Prepared:
 
 
 class PlainProgress:
-    """A line every ten seconds, with the time left where the total is known."""
+    """Prints a line every ten seconds, with the time left if the total is known."""
 
     def __init__(self) -> None:
         self.start = self.last = time.monotonic()

@@ -30,7 +30,7 @@ def run(parsed: Namespace) -> int:
         lines = nsight.run_ncu([*(a for a in parsed.arguments if a != "--ncu"), "--inside-ncu"])
         print("\n".join(lines))
         return 0
-    source, vocab_size, words = tokens_of(config, parsed.vocab_size, asked=parsed.data is not None)
+    source, vocab_size, words = tokens_of(config, parsed.vocab_size, wanted=parsed.data is not None)
     if parsed.inside_ncu:
         one_micro_step(config, vocab_size, source)
         return 0
@@ -39,11 +39,10 @@ def run(parsed: Namespace) -> int:
     return 0
 
 
-def tokens_of(config: RunConfig, vocab_size: int | None, *, asked: bool) -> tuple[Source, int, str]:
-    """Samples of the data folder if it was asked for (or a recipe names it, and it is there), else made-up ones; with the
-    size of their vocabulary and what they are. A vocabulary that was named means made-up ones."""
-    named = asked or (config.data != RunConfig.data and Path(config.data).exists())
-    if named and vocab_size is None:
+def tokens_of(config: RunConfig, vocab_size: int | None, *, wanted: bool) -> tuple[Source, int, str]:
+    """(samples, size of their vocabulary, description): of the data folder if it is `wanted` or named by a recipe and
+    exists, and no vocabulary is given; else random ones."""
+    if vocab_size is None and (wanted or (config.data != RunConfig.data and Path(config.data).exists())):
         dataset = open_dataset(config.data)
         batches = Batches(dataset.splits["train"], config.sequence_length, config.seed)
         return batches, dataset.tokenizer.vocab_size, f"of {config.data}, a vocabulary of {dataset.tokenizer.vocab_size}"

@@ -1,4 +1,4 @@
-"""handgrad tune: freezes the fastest algorithm of every product of a model on this GPU."""
+"""handgrad tune: freezes the fastest algorithm of every GEMM of a model on this GPU."""
 
 import math
 from argparse import Namespace
@@ -18,11 +18,11 @@ from handgrad.tools.profile import set_up
 from handgrad.training.step import TrainStep
 
 SUSTAINED_SECONDS = 4.0  # of micro-steps before the measured ones, and about twice that measured
-NOISE = 0.005  # what two measurements of the same may differ by
+NOISE = 0.005  # relative difference of two equal measurements
 
 
 class NoFeed:
-    """Leaves the tokens as they are: only the shapes of a step matter here."""
+    """Keeps the tokens as they are: only the shapes of a step matter here."""
 
     def fill(self, first_sample: int) -> None:
         pass
@@ -33,7 +33,7 @@ def run(parsed: Namespace) -> int:
     device = devices.resolve_device(config.device)
     if device.type != "cuda":
         raise UsageError(f"expected a CUDA GPU to tune for, found device {device.type}")
-    choose_backend("kernels", device, config.precision)  # says what is missing
+    choose_backend("kernels", device, config.precision)  # raises if a library is missing
     from handgrad.ops.cuda import cublaslt
     from handgrad.tools import tune  # only where the kernels can run
 
@@ -72,7 +72,7 @@ def launch_once(config: RunConfig, vocab_size: int) -> None:
 def slower_in_fp8(config: RunConfig, vocab_size: int, kept: list[str]) -> Iterator[str]:
     """Appends to `kept` the parts of a block whose GEMMs make a whole step slower in fp8 than in bf16."""
     all_fp8 = micro_step_milliseconds(config, vocab_size)
-    yield f"{'a step with all products in fp8':<52} {all_fp8:9.2f} ms"
+    yield f"{'a step with all GEMMs in fp8':<52} {all_fp8:9.2f} ms"
     for part in architecture(config.shape(vocab_size)).FP8_PARTS:
         without = micro_step_milliseconds(replace(config, fp8_keep_bf16=part), vocab_size)
         if without < all_fp8 * (1 - NOISE):

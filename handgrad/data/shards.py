@@ -32,6 +32,8 @@ MANIFEST_FILE = "manifest.json"
 SCHEMA = 1
 MAX_MANIFEST_BYTES = 64 << 20
 SPLITS = ("train", "validation")
+HASH = (r"[0-9a-f]{64}", "a SHA-256")
+SHARD_FIELDS = {"file": (r"[A-Za-z0-9_]+\.bin", "a plain file name"), "sha256": HASH, "index_sha256": HASH}
 
 
 def header(token_count: int) -> bytes:
@@ -79,20 +81,14 @@ class Shard:
         """Offsets of the tokens that start a document, uint32, (document_count,), rising; DataError: a wrong file."""
         path = self.path.with_suffix(".idx")
         if self.document_count is None or self.index_sha256 is None:
-            raise DataError(
-                f"expected a manifest with document boundaries beside {self.path}, found none; prepare the data again"
-            )
+            raise DataError(f"expected a manifest with document boundaries beside {self.path}, found none; prepare again")
         content = _memory_map(path)
         if len(content) != 4 * self.document_count:
-            raise DataError(
-                f"expected {4 * self.document_count} bytes in {path}, found {len(content)}; prepare the data again"
-            )
+            raise DataError(f"expected {4 * self.document_count} bytes in {path}, found {len(content)}; prepare again")
         _check_hash(content, self.index_sha256, path)
         starts = np.frombuffer(content, "<u4")
         if len(starts) and (int(starts[-1]) >= self.token_count or not np.all(starts[1:] > starts[:-1])):
-            raise DataError(
-                f"expected rising offsets below {self.token_count} in {path}, found others; prepare the data again"
-            )
+            raise DataError(f"expected rising offsets below {self.token_count} in {path}, found others; prepare again")
         return starts
 
 
@@ -135,10 +131,8 @@ def open_dataset(folder: str | Path) -> Dataset:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        partial = folder.with_name(folder.name + ".partial")
-        hint = (
-            "finish it by running its `handgrad prepare` again" if partial.is_dir() else "make one with `handgrad prepare`"
-        )
+        begun = folder.with_name(folder.name + ".partial").is_dir()
+        hint = "finish it by running its `handgrad prepare` again" if begun else "make one with `handgrad prepare`"
         raise DataError(f"expected a folder of token shards, found none at {folder}; {hint}")
     with storage_errors(f"reading {folder}"):
         return _open_prepared(folder) if (folder / MANIFEST_FILE).is_file() else _open_bare(folder)
@@ -158,9 +152,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise DataError(f"expected schema {SCHEMA}, found {schema!r:.100} in {path}; prepare the data with this version")
     splits = _field(manifest, "splits", dict, path)
     if set(splits) != set(SPLITS):
-        raise DataError(
-            f"expected the splits train and validation, found {sorted(splits)!r:.100} in {path}; prepare the data again"
-        )
+        raise DataError(f"expected the splits train and validation, found {sorted(splits)!r:.100} in {path}; prepare again")
     for name in SPLITS:
         split = _field(splits, name, dict, path)
         counts = {key: _field(split, key, int, path) for key in ("tokens", "text_tokens", "documents", "text_bytes")}
@@ -168,15 +160,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             raise DataError(f"expected source_nats to be finite in {path}; prepare the data again")
         shards = _field(split, "shards", list, path)
         for shard in shards:
-            if not isinstance(shard, dict) or not re.fullmatch(r"[A-Za-z0-9_]+\.bin", _field(shard, "file", str, path)):
-                raise DataError(
-                    f"expected shards with plain file names, found {shard!r:.100} in {path}; prepare the data again"
-                )
-            for key in ("sha256", "index_sha256"):
-                if not re.fullmatch(r"[0-9a-f]{64}", _field(shard, key, str, path)):
-                    raise DataError(
-                        f"expected a SHA-256 as {key} in {path}, found {shard[key]!r:.100}; prepare the data again"
-                    )
+            for key, (pattern, form) in SHARD_FIELDS.items():
+                if not isinstance(shard, dict) or not re.fullmatch(pattern, _field(shard, key, str, path)):
+                    raise DataError(f"expected {form} as {key} of a shard, found {shard!r:.100} in {path}; prepare again")
         for key in ("tokens", "documents"):
             total = sum(_field(shard, key, int, path) for shard in shards)
             if counts[key] != total:

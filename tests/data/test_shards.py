@@ -103,7 +103,7 @@ def test_a_missing_shard_and_a_damaged_index(folder):
         (lambda m: m["splits"]["train"].update(tokens=True), "expected tokens as int"),
         (lambda m: m["splits"]["train"].update(text_bytes=-1), "expected text_bytes as int"),
         (lambda m: m["splits"]["train"].update(source_nats=float("inf")), "finite"),
-        (lambda m: m["splits"]["train"]["shards"][0].update(file="../secret.bin"), "plain file names"),
+        (lambda m: m["splits"]["train"]["shards"][0].update(file="../secret.bin"), "plain file name"),
         (lambda m: m["splits"]["train"]["shards"][0].update(sha256="x"), "SHA-256"),
         (lambda m: m["tokenizer"].update(kind="words"), "words"),
         (lambda m: m["tokenizer"].update(vocab_size=50257), "vocab_size"),
