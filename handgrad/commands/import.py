@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from handgrad.commands.arguments import Parser, flag
-from handgrad.errors import UsageError
-from handgrad.interop.llmc_export import import_llmc
 from handgrad.interop.sources import SIZES, import_model
 from handgrad.models.parameters import count_parameters, parameter_table
 
@@ -21,17 +19,10 @@ def run(arguments: Sequence[str]) -> int:
         "--optimizer", default="", metavar="FILE", help="llm.c's state_*.bin of that step: `train --out DIR` can go on"
     )
     parsed = parser.parse(arguments)
-    source, out = Path(parsed.source), Path(parsed.out)
-    state = None
-    if source.is_file() or source.suffix == ".bin":
-        read = import_llmc(source, out, parsed.tokenizer, Path(parsed.optimizer) if parsed.optimizer else None)
-        found, state = read.model, read.state
-    elif parsed.optimizer:
-        raise UsageError(f"--optimizer goes with a model file of llm.c, found {source}")
-    else:
-        found = import_model(parsed.source, out, parsed.tokenizer)
+    out = Path(parsed.out)
+    found, state = import_model(parsed.source, out, parsed.tokenizer, parsed.optimizer)
     shape = found.shape
-    print(f"source     {source}")
+    print(f"source     {Path(parsed.source)}")
     print(
         f"model      {shape.num_layers} layers, {shape.num_heads} heads, {shape.channels} channels, context"
         f" {shape.sequence_length}: {count_parameters(parameter_table(shape)):,} parameters,"
