@@ -9,8 +9,7 @@ from handgrad.data import prepare as preparing
 from handgrad.data.shards import Dataset
 from handgrad.errors import UsageError
 from handgrad.evaluation.held_out import HeldOut, held_out_loss, open_held_out
-from handgrad.interop.hf_export import EXPORT_DTYPES, Exported, export_model
-from handgrad.interop.llmc_export import export_llmc
+from handgrad.interop.export import EXPORT_DTYPES, Exported, export_llmc, export_model
 
 
 def prepare(

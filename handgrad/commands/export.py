@@ -5,8 +5,7 @@ from pathlib import Path
 
 from handgrad import checkpoint
 from handgrad.errors import UsageError
-from handgrad.interop.hf_export import EXPORT_DTYPES, export_model, push
-from handgrad.interop.llmc_export import export_llmc
+from handgrad.interop.export import EXPORT_DTYPES, export_llmc, export_model, push
 
 
 def run(parsed: Namespace) -> int:

@@ -4,25 +4,16 @@ from argparse import Namespace
 from pathlib import Path
 
 from handgrad.commands.arguments import flag
-from handgrad.errors import UsageError
-from handgrad.interop.llmc_export import import_llmc
 from handgrad.interop.sources import SIZES, import_model
 from handgrad.models import parameter_table
 from handgrad.models.rows import count_parameters
 
 
 def run(parsed: Namespace) -> int:
-    source, out = Path(parsed.source), Path(parsed.out)
-    state = None
-    if source.is_file() or source.suffix == ".bin":
-        read = import_llmc(source, out, parsed.tokenizer, Path(parsed.optimizer) if parsed.optimizer else None)
-        found, state = read.model, read.state
-    elif parsed.optimizer:
-        raise UsageError(f"--optimizer goes with a model file of llm.c, found {source}")
-    else:
-        found = import_model(parsed.source, out, parsed.tokenizer)
+    out = Path(parsed.out)
+    found, state = import_model(parsed.source, out, parsed.tokenizer, parsed.optimizer)
     shape = found.shape
-    print(f"source     {source}")
+    print(f"source     {Path(parsed.source)}")
     print(
         f"model      {shape.num_layers} layers, {shape.num_heads} heads, {shape.channels} channels, context"
         f" {shape.sequence_length}: {count_parameters(parameter_table(shape)):,} parameters,"

@@ -17,7 +17,6 @@ from torch import Tensor
 from handgrad.arena import Buffer
 from handgrad.dropout.masks import Dropout
 from handgrad.models.rows import KIND
-from handgrad.training.state import TrainingState
 
 SAMPLES = "dropout_samples"  # the buffer of the numbers of a micro-batch's samples
 
@@ -39,9 +38,11 @@ def sizing(ops: ModuleType) -> Any:
     return SimpleNamespace(scratch_bytes=ops.scratch_bytes, attention_scratch_bytes=own)
 
 
-def with_dropout(ops: ModuleType, state: TrainingState) -> "WithDropout":
-    """The operations of a training's passes: the plain ones, with dropout at the sites of GPT-2."""
-    w, g, act = state.weights, state.weight_gradients, state.activations
+def with_dropout(
+    ops: ModuleType, w: Any, g: Any, act: Any, d: Any, *, samples: Tensor, probability: float, seed: int
+) -> "WithDropout":
+    """The plain operations `ops` with dropout at the sites of GPT-2, for passes over these weights, weight gradients,
+    activations and their gradients. samples (B) int64: the numbers of a micro-batch's samples in the run."""
     blocks = [
         Block(
             lse=a.lse,
@@ -56,12 +57,12 @@ def with_dropout(ops: ModuleType, state: TrainingState) -> "WithDropout":
     ]
     return WithDropout(
         ops,
-        dropout_operations(state.design.plain_ops),
-        samples=state.views[SAMPLES],
-        probability=state.design.dropout,
-        seed=state.design.seed,
+        dropout_operations(ops),
+        samples=samples,
+        probability=probability,
+        seed=seed,
         blocks=blocks,
-        dbranch=state.activation_gradients.dln,
+        dbranch=d.dln,
     )
 
 

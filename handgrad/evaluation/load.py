@@ -54,6 +54,17 @@ def checkpoint_config(checkpoint: Checkpoint) -> RunConfig:
         raise DataError(f"{checkpoint.folder}: its configuration does not hold: {error}") from None
 
 
+def imported_config(shape: ModelShape, where: str = "") -> RunConfig:
+    """The configuration for imported weights: the model's sizes, nothing of training. Raises `DataError` if they do not
+    hold."""
+    sizes = {name: getattr(shape, name) for name in ("num_layers", "num_heads", "channels", "sequence_length")}
+    step = {"steps": 1, "tokens_per_step": shape.sequence_length, "micro_batch": 1, "lanes": 1}
+    try:
+        return check(RunConfig(data="", out="", **sizes, **step))
+    except UsageError as error:
+        raise DataError(f"{where}: its sizes do not hold: {error}") from None
+
+
 @dataclass
 class LoadedModel:
     """Weights in the requested precision, their tokenizer, and the requested buffers."""

@@ -1,6 +1,7 @@
 """Assembles a training from its design: memory, feed and step. Here fp8, dropout, lanes and ranks join the plain path."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from handgrad.dropout.bind import SAMPLES, with_dropout
 from handgrad.fp8.bind import with_fp8
@@ -71,7 +72,11 @@ def bind(
         feed = BatchFeed(source, state.activations, samples)
     sync = None if design.sharding.lanes == 1 else GradientSync(state, ranks)
     graphs = design.device.type == "cuda" and ops.CAPTURABLE if graphs is None else graphs
-    program = plain_program(state, ops, with_dropout(ops, state) if design.dropout else ops)
+    passes: Any = ops
+    if samples is not None:
+        tensors = state.weights, state.weight_gradients, state.activations, state.activation_gradients
+        passes = with_dropout(ops, *tensors, samples=samples, probability=design.dropout, seed=design.seed)
+    program = plain_program(state, ops, passes)
     if sync is not None:
         program = with_sync(program, sync)
     if scaling is not None:

@@ -14,8 +14,7 @@ from handgrad import checkpoint
 from handgrad.checkpoint import Stored
 from handgrad.config import ModelShape, to_dict
 from handgrad.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_files, tokenizer_record, train_bpe
-from handgrad.evaluation.load import load_model
-from handgrad.interop.folders import imported_config
+from handgrad.evaluation.load import imported_config, load_model
 from handgrad.models import transformer
 from handgrad.ops import reference
 
