@@ -115,8 +115,8 @@ def make_model(
 ) -> Model:
     """Initial weights plus noise (so that no bias or layer norm is trivial), zero gradients, NaN-filled activations.
 
-    `fp8`: the GEMMs that go to fp8, every tensor at its own current scale (the logits' gradient at a scale for a loss that is
-    multiplied by at most 1). `dropout`: of the samples 0, 1, ... `private`: nothing shares the plan's memory.
+    `fp8`: the GEMMs that go to fp8, every tensor at its own current scale (the logits' gradient at a scale for a
+    loss that is multiplied by at most 1). `dropout`: of the samples 0, 1, ... `private`: nothing shares the plan's memory.
     """
     table = parameter_table(shape)
     elements = flat_elements(table)

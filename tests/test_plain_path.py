@@ -18,7 +18,9 @@ PACKAGE = Path(cli.__file__).parent
 MOST_FRAMES, MOST_FILES = 7, 5  # from the entry point to an operation, which does not count
 
 
-def test_a_command_is_few_frames_from_an_operation(config: RunConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_command_is_few_frames_from_an_operation(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     stacks: dict[str, list[str]] = {}
     for name in ("layernorm_linear_forward", "gelu_linear_backward"):
         operation = getattr(reference, name)
@@ -39,14 +41,27 @@ def test_a_command_is_few_frames_from_an_operation(config: RunConfig, monkeypatc
     assert len(stacks) == 2
 
 
-BELOW_THE_RUN = ("ops", "models", "optimizers", "training", "fp8", "dropout", "parallel", "generation", "arena.py", "graphs.py")
+BELOW_THE_RUN = (
+    "ops",
+    "models",
+    "optimizers",
+    "training",
+    "fp8",
+    "dropout",
+    "parallel",
+    "generation",
+    "arena.py",
+    "graphs.py",
+)
 
 
 @pytest.mark.parametrize("part", BELOW_THE_RUN)
 def test_nothing_below_the_run_asks_the_configuration(part: str) -> None:
     path = PACKAGE / part
     for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-        assert "RunConfig" not in file.read_text(), f"{file.relative_to(PACKAGE)} sees the configuration; give it the design"
+        assert "RunConfig" not in file.read_text(), (
+            f"{file.relative_to(PACKAGE)} sees the configuration; give it the design"
+        )
 
 
 ASIDE = re.compile(r"fp8|dropout|quanti[sz]e|\branks?\b|\blanes?\b|zero[ _-]?[012]\b|frozen", re.IGNORECASE)
@@ -63,7 +78,11 @@ EXCEPTIONS = {
 
 
 def plain_files() -> list[Path]:
-    folders = [*(PACKAGE / "ops").rglob("*.py"), *(PACKAGE / "training").glob("*.py"), *(PACKAGE / "optimizers").glob("*.py")]
+    folders = [
+        *(PACKAGE / "ops").rglob("*.py"),
+        *(PACKAGE / "training").glob("*.py"),
+        *(PACKAGE / "optimizers").glob("*.py"),
+    ]
     return sorted([*folders, PACKAGE / "models" / "passes.py", PACKAGE / "models" / "rows.py"])
 
 
@@ -72,9 +91,7 @@ def test_the_plain_path_names_nothing_that_stands_beside_it(path: Path) -> None:
     if str(path.relative_to(PACKAGE)) in EXCEPTIONS:
         return
     found = [
-        f"{number}: {line.strip()}"
-        for number, line in enumerate(path.read_text().splitlines(), 1)
-        if ASIDE.search(line)
+        f"{number}: {line.strip()}" for number, line in enumerate(path.read_text().splitlines(), 1) if ASIDE.search(line)
     ]
     assert not found, f"{path.relative_to(PACKAGE)} names what stands beside the plain path: {found}"
 

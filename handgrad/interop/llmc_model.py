@@ -165,6 +165,6 @@ def write_llmc(path: Path, words: dict[int, int], *contents: Iterable[memoryview
 def write_model(path: Path, shape: ModelShape, weight: Values, dtype: torch.dtype) -> None:
     """Writes and fsyncs a model file in float32 or bf16. Raises OSError."""
     version = next(number for number, kind in VERSIONS.items() if kind == dtype)
-    sizes = (getattr(shape, name) for name in HEADER_SIZES)
+    sizes = shape.sequence_length, shape.vocab_size, shape.num_layers, shape.num_heads, shape.channels
     words = dict(enumerate((MODEL, version, *sizes, shape.padded_vocab_size)))
     write_llmc(path, words, all_bytes(shape, weight, dtype))
