@@ -6,13 +6,14 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from handgrad.ops import reference
+from handgrad.ops import DECODE_OPERATIONS
 from handgrad.ops.cuda import choosing, decode
+from handgrad.ops.reference import decode as reference
 from tests.kernels.memory_checks import Case, Draw, Tensors, close, copy, nan, statistics_dtype
 
 MODULES = (decode, choosing)
 kernels = SimpleNamespace(
-    **{name: function for module in MODULES for name, function in vars(module).items() if name in reference.__all__}
+    **{name: function for module in MODULES for name, function in vars(module).items() if name in DECODE_OPERATIONS}
 )
 
 PLAIN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -42,10 +43,10 @@ def row_products(draw: Draw, C: int, O: int) -> Case:
     def run(ops: SimpleNamespace, t: Tensors) -> Tensors:
         norm, scratch = (t["x"], t["ln_weight"], t["ln_bias"], t["weight"]), {"scratch": torch.empty(0)}
         out = {name: nan(t["x"], 1, O) for name in ("with bias", "without", "gelu", "residual")}
-        ops.layernorm_linear_decode(out["with bias"], *workspace(t["x"]), *norm, t["bias"], **scratch)
-        ops.layernorm_linear_decode(out["without"], *workspace(t["x"]), *norm, None, **scratch)
-        ops.layernorm_linear_gelu_decode(out["gelu"], *workspace(t["x"], O), *norm, t["bias"], **scratch)
-        ops.linear_residual_decode(out["residual"], t["residual"], t["x"], t["weight"], t["bias"], **scratch)
+        ops.layernorm_linear_forward(out["with bias"], *workspace(t["x"]), *norm, t["bias"], **scratch)
+        ops.layernorm_linear_forward(out["without"], *workspace(t["x"]), *norm, None, **scratch)
+        ops.layernorm_linear_gelu_forward(out["gelu"], *workspace(t["x"], O), *norm, t["bias"], **scratch)
+        ops.linear_residual_forward(out["residual"], t["residual"], t["x"], t["weight"], t["bias"], **scratch)
         return out
 
     return inputs, run

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from handgrad.fp8 import formats
-from handgrad.fp8 import reference as reference
-from handgrad.fp8.cuda import quantize as kernels
+from handgrad.fp8.cuda import classifier, layernorm
+from handgrad.fp8.cuda import quantizing as kernels
 from handgrad.fp8.formats import AMAX, CLIPPED, COUNTING, INVERSE, MARGIN, SCALE, VANISHED, Quantized
+from handgrad.fp8.reference import quantizing as reference
 from handgrad.ops import CONTROL_STEP, CONTROLS
-from handgrad.ops.cuda import classifier, layernorm
-from handgrad.ops.cuda.scratch import scratch_bytes
-from tests.kernels.memory_checks import Draw
+from tests.kernels.memory_checks import Draw, poisoned
 
 # Scales at which some numbers of `wide` are too large for a format; in e4m3 some vanish at the same scale.
 SCALES = {formats.E4M3: 64.0, formats.E5M2: 8192.0}
@@ -182,7 +181,7 @@ def layernorm_backward(draw: Draw, N: int, C: int, kind: torch.dtype, *, countin
     dout[:2], inp[:2], weight[:], mean[:2], rstd[:2] = 1, 0.5, weight.abs(), 0.5, 300
     dout[:2] /= weight
     stream = wide(draw, N, C)
-    scratch = torch.full((scratch_bytes(batch=1, length=N, channels=C),), 255, dtype=torch.uint8, device=draw.device)
+    scratch = poisoned(dout, N, C)
 
     def run(dresidual: formats.Form) -> list[Tensor]:
         sums = [torch.zeros(C, device=draw.device) for _ in range(3)]
@@ -214,10 +213,10 @@ def classifier_forward_backward(draw: Draw, N: int, V: int, Vp: int, kind: torch
     tensor = make(N, Vp, 0, kind, draw.device, scale=512.0)
     tensor.statistics.fill_(7.0)
     for name, form in forms_of(tensor).items():
-        found, gradient = copy(form), logits.clone()
-        expected = copy(found)
+        gradient, expected = logits.clone(), copy(form)
         reference.write_forms(expected, plain)
-        classifier.classifier_forward_backward(losses[1], gradient, targets, scale, vocab_size=V, quantized=found)
+        found = replace(copy(form), plain=gradient)
+        classifier.classifier_forward_backward(losses[1], found, targets, scale, vocab_size=V)
         same(found, expected)
         if found.rows is not None:
             assert (codes(found.rows)[:, V:] == 0).all()

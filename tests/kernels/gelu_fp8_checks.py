@@ -8,10 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from handgrad.fp8 import reference as reference
+from handgrad.fp8.cuda import column_sums
 from handgrad.fp8.cuda import gelu as gelu_fp8
 from handgrad.fp8.formats import CLIPPED, E4M3, INVERSE, VANISHED, Quantized
-from handgrad.ops.cuda import column_sums, gelu
+from handgrad.fp8.reference import quantizing as reference
+from handgrad.ops.cuda import gelu
 from tests.kernels.fp8_checks import NAN, codes, copy, make, same, totals, wide
 from tests.kernels.memory_checks import SENTINEL, Draw
 

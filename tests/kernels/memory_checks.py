@@ -23,7 +23,7 @@ from handgrad.ops.cuda.scratch import scratch_bytes
 
 MODULES = (classifier, column_sums, embedding, gelu, layernorm, optimizer, reduction)
 kernels = SimpleNamespace(
-    **{name: function for module in MODULES for name, function in vars(module).items() if name in reference.__all__}
+    **{name: function for module in MODULES for name, function in vars(module).items() if name in ops.OPERATIONS}
 )
 
 SENTINEL = 3.25
@@ -47,9 +47,10 @@ def accumulator(like: Tensor, *shape: int) -> Tensor:
     return torch.full(shape, SENTINEL, dtype=statistics_dtype(like), device=like.device)
 
 
-def poisoned(like: Tensor, **sizes: int) -> Tensor:
+def poisoned(like: Tensor, tokens: int, width: int) -> Tensor:
     """Scratch of exactly the promised size, all NaN as float32."""
-    return torch.full((scratch_bytes(**sizes),), 255, dtype=torch.uint8, device=like.device)
+    size = scratch_bytes(tokens=tokens, channels=width, widest=width)
+    return torch.full((size,), 255, dtype=torch.uint8, device=like.device)
 
 
 class Draw:
@@ -124,7 +125,7 @@ def layernorm_backward(draw: Draw, N: int, C: int, below: bool) -> Case:
             acc["dbias"],
             *(t[name] for name in ("dout", "inp", "mean", "rstd", "weight")),
             lowest,
-            scratch=poisoned(t["inp"], batch=1, length=N, channels=C),
+            scratch=poisoned(t["inp"], N, C),
         )
         return {"dresidual": t["dresidual"], **acc}
 
@@ -143,7 +144,7 @@ def check_sums_of_what_was_stored(draw: Draw, N: int, C: int) -> None:
 def bias_backward(draw: Draw, N: int, O: int) -> Case:
     def run(ops: SimpleNamespace, t: Tensors) -> Tensors:
         dbias_acc = accumulator(t["dout"], O)
-        ops.bias_backward(dbias_acc, t["dout"], scratch=poisoned(dbias_acc, batch=1, length=N, channels=O))
+        ops.bias_backward(dbias_acc, t["dout"], scratch=poisoned(dbias_acc, N, O))
         return {"dbias": dbias_acc}
 
     return {"dout": draw.normal(N, O)}, run
@@ -220,7 +221,7 @@ def embedding_backward(draw: Draw, tokens: Tensor, C: int, Vp: int) -> Case:
 
     def run(ops: SimpleNamespace, t: Tensors) -> Tensors:
         dwte_acc, dwpe_acc = accumulator(t["dout"], Vp, C), accumulator(t["dout"], T + 3, C)
-        scratch = poisoned(dwte_acc, batch=B, length=T, channels=C)
+        scratch = poisoned(dwte_acc, B * T, C)
         places = sorted_by_token(t["tokens"])
         ops.embedding_backward(dwte_acc, dwpe_acc, t["dout"], t["tokens"], places, scratch=scratch)
         assert (dwpe_acc[T:] == SENTINEL).all()
