@@ -60,7 +60,7 @@ def make_checkpoint(
     generator = torch.Generator().manual_seed(seed)
     state = []
     for row in parameter_table(shape):
-        center = 1.0 if row.init == "ones" else 0.0
+        center = 1.0 if row.init.kind == "ones" else 0.0
         state.append(Stored.of(row.name, center + spread * torch.randn(row.stored_shape, generator=generator)))
     manifest = {
         "config": to_dict(imported_config(shape)) | settings,
