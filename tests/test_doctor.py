@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from handgrad import fp8
 from handgrad.fp8 import reference as fp8_reference
 from handgrad.fp8.formats import AMAX, CLIPPED, E4M3, VANISHED, Form, Quantized
 from handgrad.ops import OPERATIONS, SET_UP, reference
@@ -19,12 +20,11 @@ from handgrad.tools.kernel_checks.fp8 import FP8_CASES, Fp8Draw, check_fp8_kerne
 from handgrad.tools.kernel_checks.operations import CASES, check_kernels
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-FP8_OPERATIONS = ("quantize", "fold_statistics", "update_scaling", "statistics_parts")
 
 
 def backend(ops: ModuleType = reference, **changed: object) -> ModuleType:
     made = ModuleType("changed")
-    names = *OPERATIONS, *SET_UP, *FP8_OPERATIONS
+    names = *OPERATIONS, *SET_UP, *fp8.OPERATIONS
     vars(made).update({name: getattr(ops, name) for name in names if hasattr(ops, name)} | changed)
     return made
 
@@ -66,7 +66,7 @@ def test_the_fp8_cases_fit_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return operation
 
-    names = *OPERATIONS, *FP8_OPERATIONS
+    names = *OPERATIONS, *fp8.OPERATIONS
     kept = {"statistics_parts": fp8_reference.statistics_parts}
     ops = backend(fp8_reference, **{name: taken(name) for name in names} | kept)
     lines = list(check_fp8_kernels(ops, CPU))
