@@ -67,7 +67,7 @@ def run(
         wanted = expected(found, out)
         found_lse = torch.full_like(lse, math.nan)
         attention.attention_forward(found, found_lse, qkv, scratch=scratch, config=config)
-        assert torch.equal(found.plain, out) and torch.equal(found_lse, lse), name
+        assert found.plain is not None and torch.equal(found.plain, out) and torch.equal(found_lse, lse), name
         same(found, wanted)
         counts(found, kind, counting)
 

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from handgrad.fp8.cuda import classifier, layernorm, quantizing
 from handgrad.fp8.formats import E4M3, E5M2
+from handgrad.ops.cuda import layernorm as plain_layernorm
 from tests.kernels import fp8_checks as checks
 from tests.kernels.memory_checks import Draw
 
@@ -88,7 +89,7 @@ def test_layernorm_forward(draw: Draw, N: int, C: int, kind: torch.dtype, counti
 def test_layernorm_backward(
     draw: Draw, N: int, C: int, kind: torch.dtype, counting: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layernorm, "BACKWARD_PROGRAMS", 3)
+    monkeypatch.setattr(plain_layernorm, "BACKWARD_PROGRAMS", 3)
     checks.layernorm_backward(draw, N, C, kind, counting=counting)
 
 
