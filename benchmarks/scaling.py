@@ -31,18 +31,17 @@ from benchmarks.distributed_twin import DdpTrainer, FsdpTrainer
 from benchmarks.distributed_twin import step as twin_step
 from benchmarks.record import write_record
 from handgrad import devices, presets
-from handgrad.backend import choose_backend, settle_products
+from handgrad.backend import choose_backend
 from handgrad.config import RunConfig, check
-from handgrad.parallel.buckets import Bucket
-from handgrad.parallel.gradient_sync import Reduction
+from handgrad.parallel.gradient_sync import GradientSync
 from handgrad.parallel.launchers import find_rank_info
 from handgrad.parallel.ranks import Ranks
 from handgrad.parallel.rendezvous import join, new_overlapped_group
+from handgrad.parallel.step import ParallelStep
 from handgrad.power import Sampler
+from handgrad.run.assemble import assemble
+from handgrad.run.resolve import resolve, with_tuned_gemms
 from handgrad.tools.traces import read_trace
-from handgrad.training.feed import BatchFeed
-from handgrad.training.state import allocate_state
-from handgrad.training.step import Stepper
 
 CONTENDERS = ("alone", "together", "no-exchange", "reduce-scatter", "ddp", "fsdp")
 WARM_UP_STEPS = 3
@@ -66,28 +65,29 @@ class SilentRanks(Ranks):
         return Done()
 
 
-class ReduceScatter(Reduction):
+class ReduceScatter(GradientSync):
     """NCCL adds, in whatever order it likes."""
 
-    def send(self, bucket: Bucket) -> None:
-        gradients = self.state.gradients[bucket.flat]
-        group = self.ranks.overlapped_group if bucket is not self.state.buckets[0] else None
-        dist.reduce_scatter_tensor(self.state.reduced(bucket), gradients, group=group)
+    def send(self, name: str) -> None:
+        bucket = self.by_name[name]
+        with self.on_side_stream():
+            group = self.ranks.overlapped_group if self.overlaps(bucket) else None
+            owned = self.gradients[bucket.owned(self.ranks.rank, self.ranks.size)]
+            dist.reduce_scatter_tensor(owned, self.gradients[bucket.flat], group=group)
         self.sending = None
 
 
 class HandgradSteps:
     """handgrad's steps, launched one ahead of their results."""
 
-    def __init__(self, config: RunConfig, tokens: Tokens, device: torch.device, ranks: Ranks, reduction: type[Reduction]):
+    def __init__(self, config: RunConfig, tokens: Tokens, device: torch.device, ranks: Ranks, sync: type[GradientSync]):
         config = dataclasses.replace(config, lanes=ranks.size)
-        dtype = devices.use_precision(device, config.precision)
-        ops = choose_backend("auto", device)
-        config = settle_products(check(config), ops)
-        self.state = allocate_state(config, config.shape(tokens.vocab_size), dtype, device, ops, ranks.rank, ranks.size)
-        self.stepper = Stepper(config, self.state, BatchFeed(tokens.source, self.state.activations), ranks)
-        if reduction is not Reduction:
-            self.stepper.reduction = reduction(config, self.state, ranks)
+        config = with_tuned_gemms(check(config), choose_backend("auto", device, config.precision))
+        place = {"rank": ranks.rank, "ranks": ranks.size, "device": device}
+        training = assemble(resolve(config, tokens.vocab_size, **place), tokens.source, ranks)
+        self.state, self.stepper = training.state, training.step
+        if sync is not GradientSync and isinstance(self.stepper, ParallelStep):
+            self.stepper.sync = sync(self.state, ranks)
         self.completed = 0
 
     def run(self, steps: int) -> float:
@@ -140,7 +140,7 @@ def make(name: str, config: RunConfig, tokens: Tokens, device: torch.device, ran
         group = dataclasses.replace(
             ranks, overlapped_group=new_overlapped_group(limit, int(name.removeprefix("together-")))
         )
-    return HandgradSteps(config, tokens, device, group, ReduceScatter if name == "reduce-scatter" else Reduction)
+    return HandgradSteps(config, tokens, device, group, ReduceScatter if name == "reduce-scatter" else GradientSync)
 
 
 def timed(run: Callable[[int], float], steps: int, ranks: Ranks, device: torch.device) -> float:

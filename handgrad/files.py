@@ -1,8 +1,13 @@
-"""Files that survive: on the disk when a call returns, whole or not there, and known by their hash."""
+"""Durable files: on the disk when a call returns, whole or absent, with their hash."""
 
+import contextlib
 import hashlib
 import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
+
+from handgrad.errors import UsageError, storage_error
 
 
 def file_sha256(path: Path) -> str:
@@ -12,19 +17,18 @@ def file_sha256(path: Path) -> str:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Replaces `path` by a file with `text`, on the disk when this returns; never half of it. Raises OSError."""
-    # A sample may hold half a surrogate pair, which UTF-8 cannot.
+    """`write_bytes_durably` of `text` in UTF-8; half a surrogate pair, which a sample may hold, becomes "?"."""
     write_bytes_durably(path, text.encode(errors="replace"))
 
 
 def write_bytes_durably(path: Path, content: bytes) -> None:
-    """`write_durably` of bytes. Raises OSError."""
-    aside = path.with_name(path.name + ".new")
-    with aside.open("wb") as file:
+    """Replaces `path` by a file with `content`, on the disk when this returns; never half of it. Raises OSError."""
+    new = path.with_name(path.name + ".new")
+    with new.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    aside.replace(path)
+    new.replace(path)
     sync_folder(path.parent)
 
 
@@ -35,3 +39,38 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def check_free(path: Path) -> None:
+    """Raises `UsageError` if `path` exists; an empty folder counts as free."""
+    if path.is_symlink() or (path.exists() and (not path.is_dir() or any(path.iterdir()))):
+        raise UsageError(f"{path} already exists; give another name or remove it")
+
+
+@contextlib.contextmanager
+def whole(final: Path) -> Iterator[Path]:
+    """A path beside `final` for a file or folder: renamed to `final` when the block ends well, removed when it does not.
+
+    Raises `UsageError` if `final` exists, `StorageError` if the disk refuses.
+    """
+    check_free(final)
+    final = final.absolute()
+    partial = final.with_name(final.name + ".partial")
+    try:
+        _remove(partial)
+        yield partial
+        if partial.is_dir():
+            sync_folder(partial)
+        check_free(final)
+        partial.rename(final)
+        sync_folder(final.parent)
+    except OSError as error:
+        raise storage_error(error, f"writing {final}") from None
+    finally:
+        _remove(partial)
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        path.unlink()

@@ -153,7 +153,7 @@ def test_memory_is_kept_and_grows_only_when_it_must(run: str, rows: list[list[in
 def test_what_does_not_fit_is_said_before(model: handgrad.Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("handgrad.devices.available_bytes", lambda device: 1 << 20)
     before = model._decoding_memory.storage.numel()
-    with pytest.raises(DataError, match=r"writing 400 text\(s\) at once needs \d+ MiB so, cpu has 1 MiB free"):
+    with pytest.raises(DataError, match=r"writing 400 text\(s\) at once needs \d+ MiB, cpu has 1 MiB free"):
         model.generate(["a"] * 400, batch=400)
     assert model._decoding_memory.storage.numel() in (0, before)
     with pytest.raises(DataError, match="logits of 100 x 32 tokens needs 3 MiB"):

@@ -14,7 +14,7 @@ from handgrad.config import read_toml
 from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.evaluation.load import load_model
 from handgrad.generation.decode import decode_buffers
-from handgrad.interop.hf_export import logits
+from handgrad.interop.export import logits
 from handgrad.ops import reference
 from handgrad.run.start import train
 from tests.conftest import small_run, write_text

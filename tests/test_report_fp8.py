@@ -119,7 +119,7 @@ def test_of_a_step_done_again_the_last_counts(tmp_path: Path) -> None:
     lines = fp8_lines(start_line(precision="fp8"), fp8_line(40, vanished=0.25), fp8_line(30))
     run = read_run(make_run(tmp_path / "run", lines), "run")
     assert [step for step, _ in run.fp8] == [20, 30, 40]
-    assert run.fp8[-1][1]["dqkv"].vanished == 0.25
+    assert run.fp8[-1][1]["dqkv"].vanished_fraction == 0.25
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, None])
@@ -157,7 +157,7 @@ def damaged(**changes: Any) -> dict[str, Any]:
 )
 def test_a_damaged_line_is_refused_by_number(tmp_path: Path, broken: dict[str, Any]) -> None:
     lines = fp8_lines(broken, fp8_line(60))
-    with pytest.raises(DataError, match=rf"metrics\.jsonl line {len(lines) - 1}\b") as caught:
+    with pytest.raises(DataError, match=rf"line {len(lines) - 1} of .*metrics\.jsonl") as caught:
         report(tmp_path, make_run(tmp_path / "run", lines))
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400 + len(str(tmp_path))
     assert not (tmp_path / "report").exists()

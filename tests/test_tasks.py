@@ -14,7 +14,6 @@ from handgrad.data.tokenizer import load_tokenizer, train_bpe
 from handgrad.errors import DataError, UsageError
 from handgrad.evaluation.likelihoods import Likelihoods, Request
 from handgrad.evaluation.scoring import Encoder, make_requests, results_of
-from handgrad.evaluation.task_files import Row
 from handgrad.evaluation.tasks import (
     Example,
     TaskData,
@@ -26,6 +25,7 @@ from handgrad.evaluation.tasks import (
     load_tasks,
     parse_tasks,
 )
+from handgrad.jsonl import Record
 
 WORDS = [
     "river",
@@ -63,8 +63,8 @@ def hellaswag_row(draw: random.Random, words: int = 8) -> dict:
     }
 
 
-def row(**record) -> Row:
-    return Row(record, "line 1 of x.jsonl")
+def row(**record) -> Record:
+    return Record(record, "line 1 of x.jsonl")
 
 
 def test_hellaswag_in_the_words_of_both() -> None:
@@ -263,7 +263,7 @@ def test_which_tasks() -> None:
         ("arc_easy,arc_easy=x", "each once"),
         ("=x", "expected tasks like"),
         (",", "expected tasks like"),
-        ("mmlu_dev=x", "name mmlu, too"),
+        ("mmlu_dev=x", "name mmlu as well"),
     ):
         with pytest.raises(UsageError, match=told):
             parse_tasks(spec)

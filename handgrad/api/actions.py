@@ -9,8 +9,7 @@ from handgrad.data import prepare as preparing
 from handgrad.data.shards import Dataset
 from handgrad.errors import UsageError
 from handgrad.evaluation.held_out import HeldOut, held_out_loss, open_held_out
-from handgrad.interop.hf_export import EXPORT_DTYPES, Exported, export_model
-from handgrad.interop.llmc_export import export_llmc
+from handgrad.interop.export import EXPORT_DTYPES, Exported, export_llmc, export_model
 
 
 def prepare(
@@ -72,8 +71,7 @@ def evaluate(
         raise UsageError("the model knows no data; give data=DIR, prepared with the model's tokenizer")
     dataset = open_held_out(folder, model.tokenizer)
     act = model.forward_buffers(micro_batch, model.shape.sequence_length)
-    sizes = {"vocab_size": model.shape.vocab_size, "eval_tokens": eval_tokens}
-    return held_out_loss(model.ops, model.weights, act, dataset, **sizes)
+    return held_out_loss(model.shape, model.ops, model.weights, act, dataset, eval_tokens=eval_tokens)
 
 
 def export(

@@ -23,9 +23,15 @@ from handgrad.generation.decode import decode_buffers, decode_tensors
 from handgrad.generation.generate import Continuation, Decoder, SamplingOptions, check_writing
 from handgrad.generation.text import document, stream_text
 from handgrad.interop.sources import is_ours, open_weights
-from handgrad.models import transformer
-from handgrad.models.activations import Activations, activation_buffers, activations, head_chunk_tokens
-from handgrad.models.parameters import count_parameters, flat_elements, model_tensors, parameter_table
+from handgrad.models import (
+    architecture,
+    forward_buffers,
+    named_activations,
+    named_weights,
+    parameter_table,
+)
+from handgrad.models.passes import run
+from handgrad.models.rows import count_parameters, flat_elements
 
 MICRO_BATCH = 8  # rows that go through the model at once, as in `handgrad evaluate`
 
@@ -61,6 +67,7 @@ class Model:
         """Memory for the weights, zeroed; `load` and `Training.model` fill it. Raises `DataError` if it is not there."""
         ops.check_sizes(length=shape.sequence_length, num_heads=shape.num_heads, channels=shape.channels)
         self.shape, self.tokenizer, self.ops = shape, tokenizer, ops
+        self.model = architecture(shape)
         self.device, self.precision = device, precision
         self.dtype = devices.use_precision(device, precision)
         self.origin = origin  # where the weights are from
@@ -69,9 +76,9 @@ class Model:
         buffer = Buffer("parameters", (flat_elements(self.table),), self.dtype, "parameters")
         check_available(buffer.size_bytes, device, "a model", "try --precision bf16")
         self.flat = make_plan([buffer]).allocate(device)["parameters"]
-        self.weights = model_tensors(self.flat, self.table)
+        self.weights = named_weights(shape, self.flat, self.table)
         self._activation_memory, self._decoding_memory = GrowingMemory(device), GrowingMemory(device)
-        self._passed: tuple[tuple[int, int], Activations] | None = None  # and of how many rows, of how many tokens
+        self._passed: tuple[tuple[int, int], Any] | None = None  # and of how many rows, of how many tokens
         self._decoder: tuple[int, Decoder] | None = None  # and for how many texts
         self._writing: object = None  # what the decoder's memory holds at the moment
 
@@ -110,9 +117,9 @@ class Model:
         for first in range(0, len(rows), MICRO_BATCH):
             group = rows[first : first + MICRO_BATCH]
             act = self._take_in(group, longest)
-            transformer.forward_blocks(self.ops, self.weights, act)
+            run(self.model.forward(self.ops, self.weights, act))
             theirs = found[first : first + len(group)].view(-1, V)
-            for place, logits in transformer.head_logits(self.ops, self.weights, act):
+            for place, logits in self.model.head_logits(self.ops, self.weights, act):
                 theirs[place] = logits[:, :V]
         for row, line in zip(rows, found, strict=True):
             line[len(row) :] = math.nan
@@ -146,7 +153,7 @@ class Model:
             longest = max(map(len, parts)) - 1
             act = self._take_in([part[:-1] for part in parts], longest)
             act.targets.copy_(padded([part[1:] for part in parts], longest))
-            transformer.loss(self.ops, self.weights, act, vocab_size=self.shape.vocab_size)
+            self.model.loss(self.ops, self.weights, act, vocab_size=self.shape.vocab_size)
             for (number, start), part, losses in zip(group, parts, act.losses.view(len(group), longest), strict=True):
                 found[number, start : start + len(part) - 1] = losses[: len(part) - 1]
         return found
@@ -172,28 +179,20 @@ class Model:
             raise UsageError("expected tokens, found none; give a text, ids, or rows of them")
         return rows
 
-    def _take_in(self, rows: list[list[int]], length: int) -> Activations:
+    def _take_in(self, rows: list[list[int]], length: int) -> Any:
         """Activations of (rows, length), with the rows as their tokens. Padding stands on the right, where attention, which
         is causal, lets nobody see it."""
         act = self.forward_buffers(len(rows), length)
         act.tokens.copy_(padded(rows, length))
         return act
 
-    def forward_buffers(self, batch: int, length: int) -> Activations:
+    def forward_buffers(self, batch: int, length: int) -> Any:
         """The buffers of a forward pass over `batch` rows of `length` tokens: those of the last one, if it was as large."""
         devices.use_precision(self.device, self.precision)  # torch keeps it for the process; another model may differ
         if self._passed is None or self._passed[0] != (batch, length):
             self._passed = None  # which would keep its memory
-            table = activation_buffers(
-                self.shape,
-                batch,
-                length,
-                self.dtype,
-                chunk=head_chunk_tokens(0, batch * length, self.shape.padded_vocab_size, self.dtype.itemsize),
-                scratch_bytes=self.ops.scratch_bytes(batch=batch, length=length, channels=self.shape.channels),
-                training=False,
-            )
-            act = activations(self._activation_memory.lay(table, f"{batch} x {length} tokens"))
+            table = forward_buffers(self.shape, batch, length, self.dtype, self.ops)
+            act = named_activations(self.shape, self._activation_memory.lay(table, f"{batch} x {length} tokens"))
             self._passed = (batch, length), act
         return self._passed[1]
 
@@ -266,14 +265,14 @@ class Model:
         if self._decoder is None or self._decoder[0] != batch:
             self._decoder = None  # which would keep its memory
             table = decode_buffers(self.shape, batch, self.dtype, self.ops)
-            buffers = decode_tensors(self._decoding_memory.lay(table, f"writing {batch} text(s) at once"))
+            buffers = decode_tensors(self.shape, self._decoding_memory.lay(table, f"writing {batch} text(s) at once"))
         else:
             last = self._decoder[1]
             if last.options == options:
                 return last
             buffers = last.buf
-        settings = {"vocab_size": self.shape.vocab_size, "end_of_text": self.tokenizer.end_of_text}
-        decoder = Decoder(self.ops, self.weights, buffers, options, **settings)
+        end_of_text = self.tokenizer.end_of_text
+        decoder = Decoder(self.shape, self.ops, self.weights, buffers, options, end_of_text=end_of_text)
         self._decoder = batch, decoder
         return decoder
 
@@ -315,7 +314,7 @@ def load(
     model = Model(
         found.shape,
         found.tokenizer,
-        choose_backend(backend, where),
+        choose_backend(backend, where, precision),
         where,
         precision,
         origin=found.origin,

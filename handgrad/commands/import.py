@@ -1,37 +1,19 @@
 """handgrad import: weights from another program, as a checkpoint to evaluate, sample or start from."""
 
-from collections.abc import Sequence
+from argparse import Namespace
 from pathlib import Path
 
-from handgrad.commands.arguments import Parser, flag
-from handgrad.errors import UsageError
-from handgrad.interop.llmc_export import import_llmc
+from handgrad.commands.arguments import flag
 from handgrad.interop.sources import SIZES, import_model
-from handgrad.models.parameters import count_parameters, parameter_table
+from handgrad.models import parameter_table
+from handgrad.models.rows import count_parameters
 
 
-def run(arguments: Sequence[str]) -> int:
-    parser = Parser("handgrad import", description="Takes a GPT-2 of Hugging Face's transformers or of llm.c.")
-    parser.add_argument(
-        "source", metavar="SOURCE", help="a transformers folder, a model of the Hub by name, or a model file of llm.c"
-    )
-    parser.add_argument("--out", required=True, metavar="DIR", help="to be made; evaluate, sample, --init-from take it")
-    parser.add_argument("--tokenizer", default="", metavar="gpt2|bytes|FILE", help="in the place of the source's own")
-    parser.add_argument(
-        "--optimizer", default="", metavar="FILE", help="llm.c's state_*.bin of that step: `train --out DIR` can go on"
-    )
-    parsed = parser.parse(arguments)
-    source, out = Path(parsed.source), Path(parsed.out)
-    state = None
-    if source.is_file() or source.suffix == ".bin":
-        read = import_llmc(source, out, parsed.tokenizer, Path(parsed.optimizer) if parsed.optimizer else None)
-        found, state = read.model, read.state
-    elif parsed.optimizer:
-        raise UsageError(f"--optimizer goes with a model file of llm.c, found {source}")
-    else:
-        found = import_model(parsed.source, out, parsed.tokenizer)
+def run(parsed: Namespace) -> int:
+    out = Path(parsed.out)
+    found, state = import_model(parsed.source, out, parsed.tokenizer, parsed.optimizer)
     shape = found.shape
-    print(f"source     {source}")
+    print(f"source     {Path(parsed.source)}")
     print(
         f"model      {shape.num_layers} layers, {shape.num_heads} heads, {shape.channels} channels, context"
         f" {shape.sequence_length}: {count_parameters(parameter_table(shape)):,} parameters,"

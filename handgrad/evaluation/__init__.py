@@ -1,1 +1,1 @@
-"""What a model is worth: its loss on held-out text, and the text it writes."""
+"""Measures a model: its loss on held-out text, and its answers to tasks."""

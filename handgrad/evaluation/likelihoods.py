@@ -1,18 +1,18 @@
-"""How likely a model finds given tokens: many requests in few batches, each token's log-likelihood summed up.
+"""Log-likelihoods of given tokens under a model: many requests in few batches, summed per request.
 
-A request is a sequence of which the last tokens are scored. Requests are sorted by length, the longest first, and cut into
-batches of about equally many tokens, so hardly anything is padding. Padding stands on the right, where no token that is
-scored can see it. Of the last layer norm's rows only those go through the head whose next token is scored.
+A request is a sequence whose last tokens are scored. Requests are sorted by length, the longest first, and cut into
+batches of about equally many tokens, so hardly anything is padding. Padding stands on the right, where no scored token
+sees it. Of the last layer norm's rows, only those go through the head whose next token is scored.
 
-The memory is that of a model's activations, planned for one size: batches of other shapes view the same buffers. Whatever
-comes from the host comes in one copy per batch, and what was found out stays on the device until the end.
+The memory is that of a model's activations, planned for one size: batches of other shapes view the same buffers. One copy
+per batch brings all input from the host, and the results stay on the device until the end.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,21 +20,20 @@ from torch import Tensor
 
 from handgrad.arena import Buffer, make_plan
 from handgrad.config import ModelShape
-from handgrad.models import transformer
-from handgrad.models.activations import Activations, activation_buffers, activations, head_chunk_tokens
-from handgrad.models.parameters import ModelTensors
+from handgrad.models import architecture, forward_buffers, head_chunk_tokens, named_activations
+from handgrad.models.passes import run
 from handgrad.parallel.ranks import Ranks
 
 KIND = "evaluation"
-LENGTH_MULTIPLE = 16  # of a batch's positions: few shapes, which kernels are compiled and tuned for
+LENGTH_MULTIPLE = 16  # of a batch's positions: few shapes to compile and tune kernels for
 ROWS_MULTIPLE = 64  # the same for the rows that go through the head
 
-OnTokens = Callable[[int, int], None]  # (positions done by this rank, of how many)
+OnTokens = Callable[[int, int], None]  # (positions done by this rank, its total)
 
 
 @dataclass(frozen=True)
 class Request:
-    """Token ids (n), of which the last `scored` are asked for, each given all before it: 1 <= scored < n."""
+    """Token ids (n), of which the last `scored` count, each given all before it: 1 <= scored < n."""
 
     tokens: np.ndarray
     scored: int
@@ -54,21 +53,21 @@ class Batch:
 
 @dataclass(frozen=True)
 class Likelihoods:
-    """Of each request: the sum of its scored tokens' log-likelihoods in nats, and whether each was the likeliest."""
+    """Per request: the sum of its scored tokens' log-likelihoods in nats, and True if each was the likeliest."""
 
     sums: np.ndarray  # (requests) float64
     greedy: np.ndarray  # (requests) bool
 
 
 def make_batches(requests: Sequence[Request], context: int, positions_per_batch: int) -> list[Batch]:
-    """All requests, the longest first, in batches of at most `positions_per_batch` positions (or a single request).
+    """Cuts all requests, the longest first, into batches of at most `positions_per_batch` positions (or a single request).
 
-    Of a request longer than the model's `context` allows, the last context + 1 tokens count; no more than the context may
+    Of a request longer than the model's `context` allows, the last context + 1 tokens count; at most `context` of them may
     be scored.
     """
     for number, request in enumerate(requests):
-        asked, given = request.scored, len(request.tokens)
-        assert 1 <= asked < given and asked <= context, f"request {number} scores {asked} of {given} tokens"
+        scored, given = request.scored, len(request.tokens)
+        assert 1 <= scored < given and scored <= context, f"request {number} scores {scored} of {given} tokens"
     lengths = np.array([min(len(request.tokens) - 1, context) for request in requests], dtype=np.int64)
     order = np.argsort(-lengths, kind="stable")
     batches, start = [], 0
@@ -82,13 +81,13 @@ def make_batches(requests: Sequence[Request], context: int, positions_per_batch:
 
 @dataclass(frozen=True)
 class Block:
-    """A batch as it travels to the device, in one piece of int32: tokens (B, T), then for every scored token the row of
-    the (B T, C) activations that predicts it, then its id."""
+    """A batch in the one piece of int32 that goes to the device: tokens (B, T), then for every scored token the row of the
+    (B T, C) activations that predicts it, then its id."""
 
     start: int  # in the ids of all blocks
     rows: int  # B
     length: int  # T
-    scored: int  # tokens; rounded up, the rest scores token 0 in row 0 and is not looked at
+    scored: int  # tokens, rounded up; the rest scores token 0 in row 0, and nobody reads it
     first_result: int
 
     @property
@@ -97,7 +96,7 @@ class Block:
 
 
 class Workload:
-    """The batches of one rank, packed on the host and ready to be scored again and again as the weights change."""
+    """The batches of one rank, packed on the host, to be scored again whenever the weights change."""
 
     def __init__(
         self,
@@ -112,22 +111,21 @@ class Workload:
         head_chunk: int = 0,
     ):
         """`positions_per_batch` (at least the model's context) bounds memory, and decides the rounding as a micro-batch
-        does. Batches are made before the ranks share them, so nothing depends on how many ranks there are."""
+        does. The ranks share finished batches, so no number depends on how many ranks there are."""
         assert positions_per_batch >= shape.sequence_length
         self.shape, self.dtype, self.ops, self.ranks = shape, dtype, ops, ranks
         self.count = len(requests)
         self.batches = make_batches(requests, shape.sequence_length, positions_per_batch)
         self.mine = self.batches[ranks.rank :: ranks.size]
-        # The table is for the most positions of any rank's batches: the same plan everywhere.
+        # The most positions of any rank's batches: the same plan everywhere.
         self.positions = max((batch.positions for batch in self.batches), default=1)
-        self.chunk = head_chunk_tokens(head_chunk, self.positions, shape.padded_vocab_size, dtype.itemsize)
+        self.chunk = head_chunk_tokens(head_chunk, self.positions, shape.padded_vocab_size, dtype)
         self.blocks: list[Block] = []
         self._pack(requests, pinned=device.type == "cuda")
 
     def _pack(self, requests: Sequence[Request], *, pinned: bool) -> None:
         pieces: list[np.ndarray] = []
-        counts = []  # scored tokens of each of this rank's requests
-        places = []  # where each one's results begin
+        counts, firsts = [], []  # scored tokens of each of this rank's requests; the index of its first result
         start = first_result = 0
         for batch in self.mine:
             tokens = np.zeros((len(batch.requests), batch.length), np.int32)
@@ -142,7 +140,7 @@ class Workload:
                 rows.append(np.arange(last - request.scored, last, dtype=np.int32))
                 targets.append(ids[-request.scored :].astype(np.int32))
                 counts.append(request.scored)
-                places.append(first_result + scored)
+                firsts.append(first_result + scored)
                 scored += request.scored
             padding = np.zeros(-scored % ROWS_MULTIPLE, np.int32)
             pieces += [tokens.reshape(-1), *rows, padding, *targets, padding]
@@ -152,22 +150,26 @@ class Workload:
         self.ids = torch.from_numpy(np.concatenate(pieces) if pieces else np.zeros(0, np.int32))
         if pinned:
             self.ids = self.ids.pin_memory()
-        self.counts, self.places = np.array(counts, np.int64), np.array(places, np.int64)
+        self.counts, self.firsts = np.array(counts, np.int64), np.array(firsts, np.int64)
         self.results = first_result
 
-    def activation_buffers(self) -> list[Buffer]:
-        """The model's forward for the most positions of a batch: the rows of the table that other shapes view, too."""
-        sizes = {(len(batch.requests), batch.length) for batch in self.batches} or {(1, 1)}
-        C = self.shape.channels
-        scratch_bytes = max(self.ops.scratch_bytes(batch=rows, length=length, channels=C) for rows, length in sizes)
-        return self._table(1, self.positions, scratch_bytes)
+    # Memory.
 
-    def _table(self, rows: int, length: int, scratch_bytes: int) -> list[Buffer]:
-        chunk, dtype = self.chunk, self.dtype
-        return activation_buffers(self.shape, rows, length, dtype, chunk=chunk, scratch_bytes=scratch_bytes, training=False)
+    def activation_buffers(self) -> list[Buffer]:
+        """The buffers of the model's forward for the most positions of a batch; other shapes view them."""
+        return self._table(1, self.positions)
+
+    def _table(self, rows: int, length: int) -> list[Buffer]:
+        return forward_buffers(self.shape, rows, length, self.dtype, self.ops, chunk=self.chunk)
+
+    def _view(self, views: dict[str, Tensor], rows: int, length: int) -> Any:
+        """The activations of one shape of batch, over the front of each buffer."""
+        table = self._table(rows, length)
+        front = {b.name: views[b.name].view(-1)[: math.prod(b.shape)].view(b.shape) for b in table}
+        return named_activations(self.shape, front)
 
     def buffers(self) -> list[Buffer]:
-        """What scoring needs beside the activations: what came from the host, the head's input, and the results."""
+        """The buffers of scoring beside the activations: input from the host, the head's input, and the results."""
         stats = torch.float64 if self.dtype == torch.float64 else torch.float32
         most = max((block.scored for block in self.blocks), default=0)
         rows: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
@@ -180,20 +182,18 @@ class Workload:
         }
         return [Buffer(f"{KIND}.{name}", dims, kind, KIND) for name, (dims, kind) in rows.items()]
 
-    @cached_property
-    def scratch_bytes(self) -> int:
-        return next(buffer.size_bytes for buffer in self.activation_buffers() if buffer.name == "scratch")
+    # Scoring.
 
-    def score(self, weights: ModelTensors, views: dict[str, Tensor], progress: OnTokens | None = None) -> Likelihoods:
+    def score(self, weights: Any, views: dict[str, Tensor], progress: OnTokens | None = None) -> Likelihoods:
         """The likelihoods of all requests, on every rank; `views`: of `activation_buffers` and `buffers`.
 
-        The device works behind the host's back until all batches are launched.
+        Launches all batches without waiting for the device.
         """
         losses, hits = views[f"{KIND}.losses"], views[f"{KIND}.hits"]
-        shapes: dict[tuple[int, int], Activations] = {}
+        shapes: dict[tuple[int, int], Any] = {}
         done, total = 0, sum(batch.positions for batch in self.mine)
-        for turn, block in enumerate(self.blocks):
-            self.ranks.set_status(f"evaluation on tasks, batch {turn}")
+        for number, block in enumerate(self.blocks):
+            self.ranks.set_status(f"evaluation on tasks, batch {number}")
             size = block.rows, block.length
             if size not in shapes:
                 shapes[size] = self._view(views, *size)
@@ -205,30 +205,24 @@ class Workload:
             mine = np.zeros(0), np.zeros(0, bool)
         else:
             nats, hit = losses.cpu().double().numpy(), hits.cpu().numpy()
-            inside = np.concatenate([np.arange(p, p + n) for p, n in zip(self.places, self.counts, strict=True)])
-            firsts = np.concatenate([[0], np.cumsum(self.counts)[:-1]])
-            mine = -np.add.reduceat(nats[inside], firsts), np.logical_and.reduceat(hit[inside], firsts)
-        return self._everyone(mine)
+            inside = np.concatenate([np.arange(i, i + n) for i, n in zip(self.firsts, self.counts, strict=True)])
+            bounds = np.concatenate([[0], np.cumsum(self.counts)[:-1]])
+            mine = -np.add.reduceat(nats[inside], bounds), np.logical_and.reduceat(hit[inside], bounds)
+        return self._gather(mine)
 
-    def _view(self, views: dict[str, Tensor], rows: int, length: int) -> Activations:
-        """The activations of one shape of batch, over the front of each buffer."""
-        table = self._table(rows, length, self.scratch_bytes)
-        return activations({b.name: views[b.name].view(-1)[: math.prod(b.shape)].view(b.shape) for b in table})
-
-    def _score_block(self, w: ModelTensors, views: dict[str, Tensor], act: Activations, block: Block) -> None:
+    def _score_block(self, w: Any, views: dict[str, Tensor], act: Any, block: Block) -> None:
         inbox = views[f"{KIND}.block"][: block.size]
         inbox.copy_(self.ids[block.start : block.start + block.size], non_blocking=True)
         tokens, rows, targets = inbox.split([block.rows * block.length, block.scored, block.scored])
         act.tokens.copy_(tokens.view(block.rows, block.length))
         wanted = views[f"{KIND}.targets"][: block.scored]
         wanted.copy_(targets)
-        transformer.forward_blocks(self.ops, w, act)
-        assert isinstance(act.lnf, Tensor)
+        run(architecture(self.shape).forward(self.ops, w, act))
         for start in range(0, block.scored, self.chunk):
             stop = min(start + self.chunk, block.scored)
-            part, results = slice(0, stop - start), slice(block.first_result + start, block.first_result + stop)
-            picked, logits = views[f"{KIND}.picked"][part], act.logits[part]
-            likeliest = views[f"{KIND}.likeliest"][part]
+            chunk, results = slice(0, stop - start), slice(block.first_result + start, block.first_result + stop)
+            picked, logits = views[f"{KIND}.picked"][chunk], views["logits"][chunk]
+            likeliest = views[f"{KIND}.likeliest"][chunk]
             torch.index_select(act.lnf, 0, rows[start:stop], out=picked)
             self.ops.linear_forward(logits, picked, w.head, None, scratch=act.scratch)
             losses = views[f"{KIND}.losses"][results]
@@ -236,8 +230,8 @@ class Workload:
             torch.argmax(logits[:, : self.shape.vocab_size], 1, out=likeliest)
             torch.eq(likeliest, wanted[start:stop], out=views[f"{KIND}.hits"][results])
 
-    def _everyone(self, mine: tuple[np.ndarray, np.ndarray]) -> Likelihoods:
-        """All ranks' results, each request's in its place."""
+    def _gather(self, mine: tuple[np.ndarray, np.ndarray]) -> Likelihoods:
+        """The results of all ranks, by request."""
         sums, greedy = np.full(self.count, np.nan), np.zeros(self.count, bool)
         for rank, (their_sums, their_greedy) in enumerate(self.ranks.all_gather_objects(mine, "results of the tasks")):
             numbers = [number for batch in self.batches[rank :: self.ranks.size] for number in batch.requests]
@@ -247,7 +241,7 @@ class Workload:
 
 def score(
     ops: ModuleType,
-    weights: ModelTensors,
+    weights: Any,
     requests: Sequence[Request],
     shape: ModelShape,
     dtype: torch.dtype,
@@ -255,10 +249,9 @@ def score(
     *,
     positions_per_batch: int,
     ranks: Ranks | None = None,
-    progress: OnTokens | None = None,
 ) -> Likelihoods:
-    """`requests` scored once, in memory of their own."""
+    """Scores `requests` once, in memory of their own."""
     sizes = {"positions_per_batch": positions_per_batch, "ranks": ranks or Ranks()}
     work = Workload(requests, shape, dtype, ops, device, **sizes)
     views = make_plan([*work.activation_buffers(), *work.buffers()]).allocate(device)
-    return work.score(weights, views, progress)
+    return work.score(weights, views)

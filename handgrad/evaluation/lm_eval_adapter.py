@@ -1,8 +1,8 @@
-"""lm-eval drives handgrad's own forward: `python -m handgrad.evaluation.lm_eval_adapter --model handgrad --model_args
+"""lm-eval on handgrad's own forward: `python -m handgrad.evaluation.lm_eval_adapter --model handgrad --model_args
 checkpoint=RUN --tasks ...`, with lm-eval's other flags.
 
-Needs the lm-evaluation-harness (`pip install 'handgrad[lm-eval]'`). Its model class gets tokens' likelihoods from
-`likelihoods` and text from `generate`; contexts and continuations are split by its own code.
+Needs the lm-evaluation-harness (`pip install 'handgrad[lm-eval]'`). `likelihoods` scores tokens and `generate` writes text;
+lm-eval's own code splits contexts and continuations.
 """
 
 from typing import Any
@@ -25,12 +25,12 @@ from handgrad.generation.text import TextStream
 
 assert lm_eval.models
 SLOTS = 8  # texts at a time
-LONGEST_ANSWER_TOKENS = 256  # of `generate_until`, where a task says nothing
+LONGEST_ANSWER_TOKENS = 256  # of `generate_until`, unless the task sets it
 
 
 @register_model("handgrad")
 class HandgradLM(TemplateLM):
-    """A checkpoint as lm-eval wants a model to be."""
+    """A checkpoint under lm-eval's model interface."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class HandgradLM(TemplateLM):
         batch_size: int | str = 8,
         max_batch_size: int | None = None,
     ):
-        """`checkpoint`: a run folder or a checkpoint's. `batch_size`: contexts' worth of tokens at once ("auto": 8)."""
+        """`checkpoint`: a run's or a checkpoint's folder. `batch_size`: tokens at once, in contexts ("auto": 8)."""
         super().__init__()
         self.model, self.dtype = open_model(checkpoint, device or "auto", precision, backend)
         self._device = self.model.device
@@ -63,10 +63,11 @@ class HandgradLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        asked = [Request(np.array(context + rest), len(rest)) for _, context, rest in requests]
+        scored = [Request(np.array(context + rest), len(rest)) for _, context, rest in requests]
         model = self.model
         positions = self.micro_batch * model.shape.sequence_length
-        found = score(model.ops, model.weights, asked, model.shape, self.dtype, model.device, positions_per_batch=positions)
+        target = model.shape, self.dtype, model.device
+        found = score(model.ops, model.weights, scored, *target, positions_per_batch=positions)
         answers = list(zip(found.sums.tolist(), found.greedy.tolist(), strict=True))
         for (key, _, _), answer in zip(requests, answers, strict=True):
             if key is not None:
@@ -92,18 +93,18 @@ class HandgradLM(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Texts after contexts, as many at a time as there are slots, those of one temperature together."""
-        asked = [Wanted(*request.args) for request in requests]
-        answers = dict[Wanted, str]()
-        for temperature in sorted({wanted.temperature for wanted in asked}):
-            answers |= complete(self.model, [wanted for wanted in asked if wanted.temperature == temperature], temperature)
-        for request, wanted in zip(requests, asked, strict=True):
-            self.cache_hook.add_partial("generate_until", request.args, answers[wanted])
-        return [answers[wanted] for wanted in asked]
+        """Texts after contexts, a slot each, grouped by temperature."""
+        orders = [Order(*request.args) for request in requests]
+        answers = dict[Order, str]()
+        for temperature in sorted({order.temperature for order in orders}):
+            answers |= complete(self.model, [order for order in orders if order.temperature == temperature], temperature)
+        for request, order in zip(requests, orders, strict=True):
+            self.cache_hook.add_partial("generate_until", request.args, answers[order])
+        return [answers[order] for order in orders]
 
 
-class Wanted:
-    """What lm-eval wants after a context: stop strings, a length, a temperature."""
+class Order:
+    """lm-eval's request for text after a context: stop strings, a length, a temperature."""
 
     def __init__(self, context: str, settings: dict[str, Any]):
         until = settings.get("until") or []
@@ -114,28 +115,27 @@ class Wanted:
         self.temperature = float(settings.get("temperature", 1.0)) if sampled else 0.0
 
 
-def open_model(where: str, device: str, precision: str, backend: str) -> tuple[LoadedModel, torch.dtype]:
+def open_model(source: str, device: str, precision: str, backend: str) -> tuple[LoadedModel, torch.dtype]:
     found = devices.resolve_device(device)
     dtype = devices.use_precision(found, precision)
-    ops = choose_backend(backend, found)
+    ops = choose_backend(backend, found, precision)
     buffers = lambda config, shape: decode_buffers(shape, SLOTS, dtype, ops)  # noqa: E731
-    return load_model(checkpoint.find(where), found, dtype, ops, buffers), dtype
+    return load_model(checkpoint.find(source), found, dtype, ops, buffers), dtype
 
 
-def complete(model: LoadedModel, asked: list[Wanted], temperature: float) -> dict[Wanted, str]:
-    """The text after each context, up to one of its stop strings, end-of-text or its length."""
-    tokenizer = model.tokenizer
-    vocabulary = {"vocab_size": model.shape.vocab_size, "end_of_text": tokenizer.end_of_text}
+def complete(model: LoadedModel, orders: list[Order], temperature: float) -> dict[Order, str]:
+    """Writes the text after each context, up to one of its stop strings, end-of-text or its length."""
+    tokenizer, buf = model.tokenizer, decode_tensors(model.shape, model.views)
     options = SamplingOptions(temperature=temperature)
-    decoder = Decoder(model.ops, model.weights, decode_tensors(model.views), options, **vocabulary)
-    answers = dict.fromkeys(asked, "")
-    streams: dict[Continuation, tuple[Wanted, TextStream]] = {}
-    for wanted in asked:
-        prompt = tokenizer.encode(wanted.context).tolist() or [tokenizer.end_of_text]
-        streams[Continuation(prompt, wanted.max_tokens, 0)] = wanted, TextStream(tokenizer, wanted.stops)
+    decoder = Decoder(model.shape, model.ops, model.weights, buf, options, end_of_text=tokenizer.end_of_text)
+    answers = dict.fromkeys(orders, "")
+    streams: dict[Continuation, tuple[Order, TextStream]] = {}
+    for order in orders:
+        prompt = tokenizer.encode(order.context).tolist() or [tokenizer.end_of_text]
+        streams[Continuation(prompt, order.max_tokens, 0)] = order, TextStream(tokenizer, order.stops)
     for text in decoder.generate(list(streams)):
-        wanted, stream = streams[text]
-        answers[wanted] += stream.take(text)
+        order, stream = streams[text]
+        answers[order] += stream.take(text)
     return answers
 
 

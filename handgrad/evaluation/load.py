@@ -1,5 +1,4 @@
-"""A model from a checkpoint or from other weights, ready to evaluate or to write: its weights and the buffers asked for,
-nothing of training."""
+"""Opens and loads a model to evaluate or to sample: its weights and the requested buffers, nothing of training."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,24 +14,25 @@ from handgrad.checkpoint import WEIGHTS_FILE, Checkpoint
 from handgrad.config import FIELDS, ModelShape, RunConfig, check, convert
 from handgrad.data.tokenizer import Tokenizer, read_tokenizer
 from handgrad.errors import DataError, UsageError
-from handgrad.models.parameters import ModelTensors, ParameterRow, flat_elements, model_tensors, parameter_table
+from handgrad.models import named_weights, parameter_table
+from handgrad.models.rows import ParameterRow, flat_elements
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A model's weights wherever they lie, read one by one when they are asked for (`interop.sources` opens them)."""
+    """A model's weights in any format, each read on request (`interop.sources` opens them)."""
 
     shape: ModelShape
     tokenizer: Tokenizer
     weight: Callable[[ParameterRow], Tensor]  # of a row of `shape`'s table: float32, row.stored_shape; or `DataError`
-    origin: dict[str, Any]  # for a manifest: what they were "from", the "source" as it was named, "sha256" by file
-    config: RunConfig  # of the run that they are from; of weights from elsewhere the sizes alone
+    origin: dict[str, Any]  # for a manifest: "from" a format, "source" in the user's words, "sha256" by file
+    config: RunConfig  # of their run; the sizes alone for imported weights
     checkpoint: Checkpoint | None = None  # that holds them, if it is one of ours
 
 
 def checkpoint_weights(found: Checkpoint, named: str = "") -> Weights:
-    """The weights of a checkpoint of ours, `named` so by the user. Raises `DataError` when its configuration or its
-    tokenizer does not hold."""
+    """The weights of a checkpoint of ours; `named` is the user's word for it. Raises `DataError` for a configuration or a
+    tokenizer that does not hold."""
     tokenizer, config = read_tokenizer(found.folder, found.manifest.get("tokenizer")), checkpoint_config(found)
     digest = found.manifest["files"][WEIGHTS_FILE]["sha256"]
     source = named or str(found.folder)
@@ -44,27 +44,38 @@ def checkpoint_weights(found: Checkpoint, named: str = "") -> Weights:
     return Weights(config.shape(tokenizer.vocab_size), tokenizer, weight, origin, config, found)
 
 
+def checkpoint_config(checkpoint: Checkpoint) -> RunConfig:
+    """The configuration of the run that saved the checkpoint, with defaults for settings newer than it; `DataError` if it
+    does not hold."""
+    stored: dict[str, Any] = checkpoint.manifest["config"]
+    try:
+        return check(RunConfig(**{name: convert(name, stored[name]) for name in FIELDS if name in stored}))
+    except UsageError as error:
+        raise DataError(f"{checkpoint.folder}: its configuration does not hold: {error}") from None
+
+
+def imported_config(shape: ModelShape, where: str = "") -> RunConfig:
+    """The configuration for imported weights: the model's sizes, nothing of training. Raises `DataError` if they do not
+    hold."""
+    sizes = {name: getattr(shape, name) for name in ("num_layers", "num_heads", "channels", "sequence_length")}
+    step = {"steps": 1, "tokens_per_step": shape.sequence_length, "micro_batch": 1, "lanes": 1}
+    try:
+        return check(RunConfig(data="", out="", **sizes, **step))
+    except UsageError as error:
+        raise DataError(f"{where}: its sizes do not hold: {error}") from None
+
+
 @dataclass
 class LoadedModel:
-    """Weights in the precision asked for, the tokenizer they were trained with, and the buffers that were asked for."""
+    """Weights in the requested precision, their tokenizer, and the requested buffers."""
 
     config: RunConfig
     shape: ModelShape
     tokenizer: Tokenizer
     ops: ModuleType
     device: torch.device
-    weights: ModelTensors
+    weights: Any
     views: dict[str, Tensor]
-
-
-def checkpoint_config(checkpoint: Checkpoint) -> RunConfig:
-    """The configuration of the run that saved the checkpoint, with the default of what an older version did not know;
-    `DataError` if it does not hold."""
-    stored: dict[str, Any] = checkpoint.manifest["config"]
-    try:
-        return check(RunConfig(**{name: convert(name, stored[name]) for name in FIELDS if name in stored}))
-    except UsageError as error:
-        raise DataError(f"{checkpoint.folder}: its configuration does not hold: {error}") from None
 
 
 def load_model(
@@ -74,9 +85,9 @@ def load_model(
     ops: ModuleType,
     buffers: Callable[[RunConfig, ModelShape], list[Buffer]],
 ) -> LoadedModel:
-    """Loads the weights; `buffers` says what else to allocate, given the run's configuration and the model's sizes.
+    """Loads the weights; `buffers` names further allocations, given the run's configuration and the model's sizes.
 
-    Raises `DataError` when the checkpoint's parts do not belong together, or what `Weights.weight` finds.
+    Raises `DataError` if the parts of the checkpoint do not belong together, and the errors of `Weights.weight`.
     """
     weights = checkpoint_weights(source) if isinstance(source, Checkpoint) else source
     config, shape = weights.config, weights.shape
@@ -93,11 +104,11 @@ def load_model(
     else:
         for row in table:
             row.stored(flat).copy_(weights.weight(row))
-    return LoadedModel(config, shape, weights.tokenizer, ops, device, model_tensors(flat, table), views)
+    return LoadedModel(config, shape, weights.tokenizer, ops, device, named_weights(shape, flat, table), views)
 
 
-def check_available(needed_bytes: int, device: torch.device, what: str, advice: str) -> None:
-    """Raises `DataError` when the device has not that much memory left."""
+def check_available(needed_bytes: int, device: torch.device, name: str, advice: str) -> None:
+    """Raises `DataError` if `name` needs more memory than the device has left."""
     available = devices.available_bytes(device)
     if available is not None and needed_bytes > available:
-        raise DataError(f"{what} needs {needed_bytes >> 20} MiB so, {device.type} has {available >> 20} MiB free; {advice}")
+        raise DataError(f"{name} needs {needed_bytes >> 20} MiB, {device.type} has {available >> 20} MiB free; {advice}")

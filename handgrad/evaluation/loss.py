@@ -2,47 +2,45 @@
 
 import math
 from types import ModuleType
+from typing import Any
 
-from torch import Tensor
-
+from handgrad import devices
+from handgrad.config import ModelShape
 from handgrad.data.batches import Batches
 from handgrad.data.shards import Dataset
-from handgrad.models import transformer
-from handgrad.models.activations import Activations
-from handgrad.models.parameters import ModelTensors
+from handgrad.models import architecture
 from handgrad.parallel.ranks import Ranks
 
 
 def mean_loss(
+    shape: ModelShape,
     ops: ModuleType,
-    weights: ModelTensors,
-    act: Activations,
+    weights: Any,
+    act: Any,
     batches: Batches,
     *,
     samples: int,
-    vocab_size: int,
-    host_buffers: tuple[Tensor, Tensor],
     ranks: Ranks | None = None,
 ) -> float:
     """Mean cross-entropy in nats over the tokens of the first `samples` samples (at most one epoch).
 
-    The model's micro-batch is used as it is; the last one may be padded with samples that are not counted. `host_buffers`
-    are the CPU tensors (B, T) that samples are read into: the model's own on a CPU. Several ranks take the micro-batches
-    in turns, and all add up their sums in the order of the samples, as a single rank does.
+    The last micro-batch may be padded with samples that do not count. Several ranks share the micro-batches
+    round-robin; each adds all their sums in the order of the samples, as a single rank does.
     """
     ranks = Ranks() if ranks is None else ranks
+    model, (tokens, targets) = architecture(shape), devices.host_buffers(act.tokens, act.targets)
     samples = min(samples, batches.samples_per_epoch)
     batch = act.tokens.shape[0]
     starts = range(0, samples, batch)
     turns = -(-len(starts) // ranks.size)
     sums = [0.0] * turns
     for turn, first in enumerate(starts[ranks.rank :: ranks.size]):
-        batches.fill(*host_buffers, first)
-        if host_buffers[0] is not act.tokens:
-            act.tokens.copy_(host_buffers[0])
-            act.targets.copy_(host_buffers[1])
+        batches.fill(tokens, targets, first)
+        if tokens is not act.tokens:
+            act.tokens.copy_(tokens)
+            act.targets.copy_(targets)
         ranks.set_status(f"evaluation, sample {first}")
-        transformer.loss(ops, weights, act, vocab_size=vocab_size)
+        model.loss(ops, weights, act, vocab_size=shape.vocab_size)
         counted = min(batch, samples - first)
         sums[turn] = act.losses.view(act.tokens.shape)[:counted].cpu().double().sum().item()
     everyone = ranks.all_gather_numbers(sums, "losses of the evaluation")
@@ -53,17 +51,17 @@ def mean_loss(
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), for a loss in nats per token; no larger than a float can be."""
+    """exp(loss), for a loss in nats per token; below the largest float."""
     return math.exp(min(loss, 700.0))
 
 
 def bits_per_byte(loss: float, dataset: Dataset) -> float | None:
-    """The validation split's loss in nats per token as bits per byte of its text; None where its bytes are unknown."""
+    """The validation split's loss in nats per token as bits per byte of its text; None if its size is unknown."""
     text_bytes = dataset.manifest["splits"]["validation"]["text_bytes"] if dataset.manifest else 0
     return loss / math.log(2) * dataset.tokens("validation") / text_bytes if text_bytes else None
 
 
 def floor_note(loss: float, dataset: Dataset) -> str:
-    """How far a validation loss lies above the least that the source allows, where that is known."""
+    """The excess of a validation loss over the source's entropy, if that is known."""
     floor = dataset.floor("validation")
     return f" ({loss / floor - 1:+.1%} above the source's entropy of {floor:.4f})" if floor else ""

@@ -1,4 +1,4 @@
-"""The record of an evaluation in the run it belongs to: lines of metrics.jsonl, of kind "evaluation"."""
+"""The results of an evaluation on disk: lines of the run's metrics.jsonl, of kind "evaluation", and the file of --out."""
 
 import fcntl
 import json
@@ -7,17 +7,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from handgrad.checkpoint import LOCK_FILE, RECORD_FILE, Checkpoint
+from handgrad.checkpoint import Checkpoint
 from handgrad.errors import StorageError, UsageError, storage_error
 from handgrad.evaluation.scoring import TaskResult
 from handgrad.evaluation.tasks import TaskData
 from handgrad.files import write_durably
+from handgrad.run_files import LOCK_FILE, METRICS_FILE
 
-IN_TRAINING, AFTERWARDS = "train", "evaluate"  # who made a record
+IN_TRAINING, AFTERWARDS = "train", "evaluate"  # the maker of a record
 
 
 def task_record(task: TaskData, result: TaskResult, precision: str, by: str) -> dict[str, Any]:
-    """A line's content but for `kind` and `step`; a metric is (value, standard error)."""
+    """A line's content except `kind` and `step`; a metric is (value, standard error)."""
     return {
         "task": result.name,
         "examples": result.examples,
@@ -29,13 +30,13 @@ def task_record(task: TaskData, result: TaskResult, precision: str, by: str) -> 
 
 
 def append_to_run(checkpoint: Checkpoint, records: Sequence[dict[str, Any]]) -> str:
-    """Appends the records to the metrics of the run around a checkpoint; returns what to tell about it, "" if there is no
-    such run. While a trainer holds the run nothing is written: its lines and ours could mix.
+    """Appends the records to the metrics of the run around a checkpoint. Returns a line about it, "" without such a run.
+    Writes nothing while a trainer holds the run: its lines and ours could mix.
 
-    Raises `StorageError` when the disk does not take it; the file is then as it was, or has whole lines more.
+    Raises `StorageError` if the disk refuses; the file is then unchanged or has whole lines more.
     """
     run = checkpoint.folder.resolve().parent.parent
-    path, lock = run / RECORD_FILE, run / LOCK_FILE
+    path, lock = run / METRICS_FILE, run / LOCK_FILE
     if not path.is_file() or not lock.is_file():
         return ""
     lines = [json.dumps({"kind": "evaluation", "step": checkpoint.step, **record}) for record in records]
@@ -46,9 +47,8 @@ def append_to_run(checkpoint: Checkpoint, records: Sequence[dict[str, Any]]) -> 
             except BlockingIOError:
                 return f"not recorded: a trainer is at work in {run}; evaluate again when it has ended, or keep --out"
             with path.open("r+b") as file:
-                content = file.read()
                 # A line that a kill cut in half would spoil ours; a resumed run drops it as well.
-                whole = content.rfind(b"\n") + 1
+                whole = file.read().rfind(b"\n") + 1
                 file.truncate(whole)
                 file.seek(whole)
                 file.write("".join(line + "\n" for line in lines).encode())
@@ -60,16 +60,15 @@ def append_to_run(checkpoint: Checkpoint, records: Sequence[dict[str, Any]]) -> 
 
 
 def check_writable(path: Path) -> None:
-    """Raises, before the work, `UsageError` for a file that is there already, `StorageError` for one that could not be
-    written after it."""
+    """Raises, before the work, `UsageError` if the file exists, `StorageError` if it cannot be written afterwards."""
     if path.is_file():
-        raise UsageError(f"expected nothing at {path}, found a file; give --out another name or remove it")
+        raise UsageError(f"{path} already exists; give --out another name or remove it")
     if path.is_dir() or not path.absolute().parent.is_dir():
-        raise StorageError(f"expected a file to write at {path}, in a folder that is there; give --out another name")
+        raise StorageError(f"expected a file to write at {path}, in an existing folder; give --out another name")
 
 
 def write_rows(path: Path, results: Sequence[TaskResult]) -> None:
-    """One JSON object per example. Raises `StorageError`."""
+    """Writes one JSON object per example. Raises `StorageError`."""
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for result in results for row in result.rows]
     try:
         write_durably(path, "".join(lines))

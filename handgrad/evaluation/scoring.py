@@ -8,8 +8,8 @@ With s_i the sum of the log-likelihoods of the tokens of choice i, and y the rig
     acc_norm_llmc  argmin -s_i / tokens of choice i = y, for llm.c's texts
     perplexity     exp(-mean s), of a task with one choice, whose acc is: each token is the likeliest
 
-The first equal maximum counts. A mean's standard error is the sample's deviation / sqrt(n); that of the perplexity follows
-from the mean's by the delta method.
+Of equal maxima the first counts. A mean's standard error is the sample's deviation / sqrt(n); the perplexity's follows from
+it by the delta method.
 """
 
 import math
@@ -27,7 +27,7 @@ from handgrad.evaluation.tasks import LLMC, Example, TaskData
 
 @dataclass(frozen=True)
 class Figure:
-    """A measured value and its standard error; NaN where they cannot be told."""
+    """A measured value and its standard error; NaN where unknown."""
 
     metric: str
     value: float
@@ -36,7 +36,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """What a model reached on a task; `rows`: what --out writes of each example."""
+    """The results on a task; `rows` are the lines of --out, one per example."""
 
     name: str
     examples: int
@@ -49,7 +49,7 @@ class TaskResult:
 
 
 class Encoder:
-    """Token ids of contexts with their continuations; every text is encoded once."""
+    """Encodes contexts with their continuations; every text once."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
@@ -62,10 +62,10 @@ class Encoder:
         return found
 
     def together(self, context: str, continuation: str) -> tuple[np.ndarray, int]:
-        """(ids, how many of the last belong to the continuation), as lm-eval splits them.
+        """(ids, number of the last ones that belong to the continuation), as lm-eval splits them.
 
-        Blanks at the context's end belong to the continuation. Both are encoded as one text, of which the tokens after as
-        many as the context alone has are the continuation's. An empty context is end-of-text.
+        Blanks at the context's end belong to the continuation. Both are encoded as one text; the continuation begins after
+        as many tokens as the context alone has. An empty context is end-of-text.
         """
         if not context:
             ids = self.ids(continuation)
@@ -73,7 +73,7 @@ class Encoder:
         stripped = context.rstrip()
         continuation = context[len(stripped) :] + continuation
         head = self.ids(stripped)
-        # GPT-2's splitter cuts wherever a blank follows something else, so the parts have the tokens of the whole.
+        # GPT-2's splitter cuts wherever a blank follows something else, so both texts have the tokens of the whole.
         if stripped and continuation.startswith(" "):
             tail = self.ids(continuation)
             return np.concatenate([head, tail]), len(tail)
@@ -81,7 +81,7 @@ class Encoder:
         return whole, len(whole) - len(head)
 
     def apart(self, context: str, continuation: str) -> tuple[np.ndarray, int]:
-        """The same as llm.c has it: two texts, encoded one by one."""
+        """The same as llm.c splits them: two texts, encoded separately."""
         tail = self.ids(continuation)
         return np.concatenate([self.ids(context), tail]), len(tail)
 
@@ -89,8 +89,8 @@ class Encoder:
 def make_requests(tasks: Sequence[TaskData], tokenizer: Tokenizer, longest: int) -> list[Request]:
     """The requests of all tasks in order: of every example its continuations, then those for llm.c.
 
-    Raises `DataError` with file and line where there is nothing to score, nothing before it, or more than the model's
-    context of `longest` tokens holds.
+    Raises `DataError` with file and line if there is nothing to score, nothing before it, or more than the model's context
+    of `longest` tokens.
     """
     encoder, requests = Encoder(tokenizer), []
     for task in tasks:
@@ -99,12 +99,12 @@ def make_requests(tasks: Sequence[TaskData], tokenizer: Tokenizer, longest: int)
                 ids, scored = encode(context, rest)
                 if not 1 <= scored < len(ids):
                     raise DataError(
-                        f"expected tokens in the context and in what follows it, found {len(ids) - scored} and {scored}"
-                        f" in {example.where}; repair or remove it"
+                        f"expected tokens in the context and in its continuation, found {len(ids) - scored} and {scored} in"
+                        f" {example.where}; repair or remove it"
                     )
                 if scored > longest:
                     raise DataError(
-                        f"expected at most {longest} tokens to be scored, the model's context, found {scored} in"
+                        f"expected at most {longest} tokens to score, the model's context, found {scored} in"
                         f" {example.where}; shorten or remove it, or use a model with a longer context"
                     )
                 requests.append(Request(ids, scored))
@@ -112,6 +112,7 @@ def make_requests(tasks: Sequence[TaskData], tokenizer: Tokenizer, longest: int)
 
 
 def pairs_of(encoder: Encoder, task: TaskData, example: Example) -> list[tuple[Callable[..., Any], str, str]]:
+    """(encoding, context, continuation) of each request of an example."""
     pairs = []
     if task.metrics != (LLMC,):
         pairs += [(encoder.together, example.context, text) for text in example.continuations]
@@ -125,7 +126,6 @@ def results_of(tasks: Sequence[TaskData], requests: Sequence[Request], found: Li
     """The figures of all tasks from the likelihoods of `make_requests`."""
     results, start = [], 0
     for task in tasks:
-        hits: dict[str, list[float]] = {metric: [] for metric in task.metrics}
         rows = []
         for number, example in enumerate(task.examples):
             row: dict[str, Any] = {"task": task.name, "example": number, "where": example.where, "answer": example.answer}
@@ -133,7 +133,7 @@ def results_of(tasks: Sequence[TaskData], requests: Sequence[Request], found: Li
                 stop = start + len(example.continuations)
                 sums = found.sums[start:stop]
                 row |= {"loglikelihoods": sums.tolist(), "greedy": found.greedy[start:stop].tolist()}
-                row |= judged(task, example, sums, bool(found.greedy[start]))
+                row |= hits_of(task, example, sums, bool(found.greedy[start]))
                 start = stop
             if LLMC in task.metrics:
                 assert example.apart is not None
@@ -142,17 +142,15 @@ def results_of(tasks: Sequence[TaskData], requests: Sequence[Request], found: Li
                 hit = float(int(np.argmin(losses)) == example.answer) if np.isfinite(losses).all() else math.nan
                 row |= {"mean_losses": losses.tolist(), LLMC: hit}
                 start = stop
-            for metric in task.metrics:
-                hits[metric].append(row[metric])
             rows.append(row)
-        figures = tuple(figure(metric, np.array(values)) for metric, values in hits.items())
+        figures = tuple(figure(metric, np.array([row[metric] for row in rows])) for metric in task.metrics)
         results.append(TaskResult(task.name, len(rows), figures, rows))
     assert start == len(requests)
     return results
 
 
-def judged(task: TaskData, example: Example, sums: np.ndarray, greedy: bool) -> dict[str, float]:
-    """What an example adds to each metric's mean."""
+def hits_of(task: TaskData, example: Example, sums: np.ndarray, greedy: bool) -> dict[str, float]:
+    """The example's contribution to each metric's mean."""
     if "perplexity" in task.metrics:
         return {"acc": float(greedy), "perplexity": float(sums[0])}
     characters = [len(choice) for choice in example.choices]

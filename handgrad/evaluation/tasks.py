@@ -1,78 +1,135 @@
-"""The tasks: what a row of each asks a model, in the words of lm-eval, and of llm.c where that differs.
+"""The tasks: their files, and the question of a row in the words of lm-eval, and of llm.c where that differs.
 
 lm-eval: EleutherAI's lm-evaluation-harness 0.4 (its tasks hellaswag, mmlu, arc_easy, arc_challenge, lambada_openai). llm.c:
 its dev/data/hellaswag.py and dev/data/mmlu.py.
 """
 
+import gzip
+import json
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from handgrad.config import nearest_name
 from handgrad.data.hub import default_cache, fetch, find_hub
-from handgrad.errors import DataError, UsageError
-from handgrad.evaluation.task_files import Row, read_rows
+from handgrad.errors import DataError, UsageError, storage_error
 from handgrad.files import file_sha256
+from handgrad.jsonl import Record, numbered_lines, parse, record
 
 SHOTS = "mmlu_dev"  # solved questions that precede those of mmlu
 MOST_SHOTS = 5
+SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".txt")
+
+
+# A file's rows.
+
+
+def read_rows(path: Path) -> Iterator[Record]:
+    """The rows of a file, in order. Raises `UsageError`: no such file, or an unknown ending; `DataError`: a damaged file or
+    line; `StorageError`: an unreadable one."""
+    if not path.is_file():
+        raise UsageError(f"expected a task's file at {path}, found none; give NAME=FILE, or a known NAME for the Hub's")
+    name = path.name.lower()
+    if not name.endswith(SUFFIXES):
+        raise UsageError(f"expected a file named {', '.join(SUFFIXES)}, found {path}; rename it if it is one of these")
+    try:
+        if name.endswith(".parquet"):
+            yield from parquet_rows(path)
+            return
+        content = path.read_bytes()
+    except OSError as error:
+        raise storage_error(error, f"reading {path}") from None
+    if name.endswith(".gz"):
+        try:
+            content = gzip.decompress(content)
+        except (OSError, EOFError, zlib.error) as error:
+            raise DataError(f"expected a gzip file, found {error!s:.100} in {path}; fetch it again") from None
+    if name.endswith(".txt"):
+        yield from text_rows(content, path)
+    elif name.endswith(".json"):
+        yield from json_rows(content, path)
+    else:
+        yield from (parse(line, where) for line, where in numbered_lines(content, path))
+
+
+def text_rows(content: bytes, path: Path) -> Iterator[Record]:
+    """A text per line."""
+    for line, where in numbered_lines(content, path):
+        try:
+            yield Record({"text": line.decode().removesuffix("\r")}, where)
+        except UnicodeDecodeError:
+            raise DataError(f"expected UTF-8, found other bytes in {where}; convert it, for example with iconv") from None
+
+
+def json_rows(content: bytes, path: Path) -> Iterator[Record]:
+    """A list of objects; or an object per line, which the Hub names .json as well."""
+    try:
+        loaded = json.loads(content.decode())
+    except json.JSONDecodeError as error:
+        if error.msg != "Extra data":
+            raise DataError(f"expected JSON, found {error.msg} in line {error.lineno} of {path}; repair the file") from None
+        yield from (parse(line, where) for line, where in numbered_lines(content, path))
+        return
+    except (UnicodeDecodeError, RecursionError):
+        raise DataError(f"expected a list of objects in UTF-8, found something else in {path}; repair the file") from None
+    for number, row in enumerate(loaded if isinstance(loaded, list) else [loaded], start=1):
+        yield record(row, f"entry {number} of {path}")
+
+
+def parquet_rows(path: Path) -> Iterator[Record]:
+    import pyarrow  # here and not above: other formats do without its 50 MB
+    import pyarrow.parquet
+
+    try:
+        number = 0
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(1024):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield Record(row, f"row {number} of {path}")
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise DataError(f"expected a parquet file, found {error!s:.200} in {path}; fetch it again") from None
+
+
+# A row's question.
 
 
 @dataclass(frozen=True)
 class Example:
-    """A question: which of the `continuations` of `context` is likeliest. `apart`: the same for llm.c, as (context,
-    continuations), whose tokens are found apart from each other."""
+    """A question: the likeliest of the `continuations` of `context`. `apart`: the same for llm.c, as (context,
+    continuations), which it encodes separately."""
 
     where: str
     context: str
     continuations: tuple[str, ...]
-    choices: tuple[str, ...]  # the answers that lengths are counted of
+    choices: tuple[str, ...]  # the answers whose lengths count
     answer: int
     apart: tuple[str, tuple[str, ...]] | None = None
 
 
-Ask = Callable[[Row, Sequence[Row]], Example]  # (row, solved rows) -> its question
-
-
-@dataclass(frozen=True)
-class Task:
-    """How a task's rows are read, what is measured, and which (dataset, split) of the Hub it is."""
-
-    ask: Ask
-    metrics: tuple[str, ...]
-    hub: tuple[str, str] | None = None
-
-
-@dataclass(frozen=True)
-class TaskData:
-    """A task with the questions at hand."""
-
-    name: str
-    metrics: tuple[str, ...]
-    examples: list[Example]
-    sources: dict[str, str]  # file name: SHA-256
-    notes: list[str] = field(default_factory=list)
+Ask = Callable[[Record, Sequence[Record]], Example]  # (row, solved rows) -> its question
 
 
 def with_blanks(choices: Sequence[str]) -> tuple[str, ...]:
-    """lm-eval's target delimiter in front of each choice."""
+    """Puts lm-eval's target delimiter in front of each choice."""
     return tuple(" " + choice for choice in choices)
 
 
 def cleaned(text: str) -> str:
-    """HellaSwag's WikiHow half carries [title], [header], [step]; lm-eval's preprocess takes them out, and one of every
-    two blanks."""
+    """Removes [title], [header] and [step], which HellaSwag's WikiHow half carries, and one of every two blanks, as
+    lm-eval's preprocess does."""
     text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
     return text.replace("  ", " ")
 
 
-def ask_hellaswag(row: Row, solved: Sequence[Row] = ()) -> Example:
+def ask_hellaswag(row: Record, solved: Sequence[Record] = ()) -> Example:
     endings, apart = row.texts("endings"), None
-    if "ctx" in row.record:
+    if "ctx" in row.fields:
         apart = row.text("ctx"), with_blanks(endings)
-    answer = row.index("label", len(endings))
-    if "ctx_a" not in row.record and apart is not None:  # a file that llm.c's scoring alone can use
+    answer = row.count("label", len(endings), or_text=True)
+    if "ctx_a" not in row.fields and apart is not None:  # a file that serves llm.c's scoring alone
         return Example(row.where, "", (), (), answer, apart)
     second = row.text("ctx_b")
     context = cleaned(f"{row.text('activity_label')}: {row.text('ctx_a')} {second.capitalize()}")
@@ -83,21 +140,21 @@ def ask_hellaswag(row: Row, solved: Sequence[Row] = ()) -> Example:
 LETTERS = ("A", "B", "C", "D")
 
 
-def mmlu_question(row: Row) -> str:
+def mmlu_question(row: Record) -> str:
     lines = [f"{letter}. {choice}" for letter, choice in zip(LETTERS, row.texts("choices", count=4), strict=True)]
     return "\n".join([row.text("question").strip(), *lines, "Answer:"])
 
 
-def ask_mmlu(row: Row, solved: Sequence[Row] = ()) -> Example:
+def ask_mmlu(row: Record, solved: Sequence[Record] = ()) -> Example:
     subject = row.text("subject")
     shots = [shot for shot in solved if shot.text("subject") == subject][:MOST_SHOTS]
-    parts = [f"The following are multiple choice questions (with answers) about {subject.replace('_', ' ')}."]
-    parts += [f"{mmlu_question(shot)} {LETTERS[shot.index('answer', 4)]}" for shot in shots]
-    context = "\n\n".join([*parts, mmlu_question(row)])
-    return Example(row.where, context, with_blanks(LETTERS), LETTERS, row.index("answer", 4))
+    prompt = [f"The following are multiple choice questions (with answers) about {subject.replace('_', ' ')}."]
+    prompt += [f"{mmlu_question(shot)} {LETTERS[shot.count('answer', 4, or_text=True)]}" for shot in shots]
+    context = "\n\n".join([*prompt, mmlu_question(row)])
+    return Example(row.where, context, with_blanks(LETTERS), LETTERS, row.count("answer", 4, or_text=True))
 
 
-def ask_arc(row: Row, solved: Sequence[Row] = ()) -> Example:
+def ask_arc(row: Record, solved: Sequence[Record] = ()) -> Example:
     inner, key = row.inner("choices"), row.text("answerKey")
     choices, labels = inner.texts("text"), inner.texts("label")
     if len(labels) != len(choices) or key not in labels:
@@ -106,18 +163,42 @@ def ask_arc(row: Row, solved: Sequence[Row] = ()) -> Example:
     return Example(row.where, context, with_blanks(choices), choices, labels.index(key))
 
 
-def ask_lambada(row: Row, solved: Sequence[Row] = ()) -> Example:
+def ask_lambada(row: Record, solved: Sequence[Record] = ()) -> Example:
     context, _, word = row.text("text").rpartition(" ")
     if not word:
         raise row.wrong("text", "a last word", row.text("text"))
     return Example(row.where, context, (" " + word,), (word,), 0)
 
 
-def ask_own(row: Row, solved: Sequence[Row] = ()) -> Example:
+def ask_own(row: Record, solved: Sequence[Record] = ()) -> Example:
     choices = row.texts("choices")
     if "" in choices:
         raise row.wrong("choices", "texts that are not empty", list(choices))
-    return Example(row.where, row.text("context"), with_blanks(choices), choices, row.index("answer", len(choices)))
+    answer = row.count("answer", len(choices), or_text=True)
+    return Example(row.where, row.text("context"), with_blanks(choices), choices, answer)
+
+
+# The tasks.
+
+
+@dataclass(frozen=True)
+class Task:
+    """The reader of a task's rows, its metrics, and its (dataset, split) on the Hub."""
+
+    ask: Ask
+    metrics: tuple[str, ...]
+    hub: tuple[str, str] = ("", "")
+
+
+@dataclass(frozen=True)
+class TaskData:
+    """A task with its questions."""
+
+    name: str
+    metrics: tuple[str, ...]
+    examples: list[Example]
+    sources: dict[str, str]  # file name: SHA-256
+    notes: list[str] = field(default_factory=list)
 
 
 LLMC = "acc_norm_llmc"
@@ -134,32 +215,31 @@ OWN = Task(ask_own, OF_CHOICE)
 
 
 def parse_tasks(spec: str) -> dict[str, str]:
-    """ "hellaswag=FILE,arc_easy" -> {"hellaswag": "FILE", "arc_easy": ""}. Raises `UsageError` for names that are unknown
-    and have no file, or come twice."""
+    """ "hellaswag=FILE,arc_easy" -> {"hellaswag": "FILE", "arc_easy": ""}. Raises `UsageError` for an unknown name without
+    a file, and for one given twice."""
     files: dict[str, str] = {}
-    for part in filter(None, (part.strip() for part in spec.split(","))):
-        name, _, file = (piece.strip() for piece in part.partition("="))
+    for entry in filter(None, (entry.strip() for entry in spec.split(","))):
+        name, _, file = (piece.strip() for piece in entry.partition("="))
         if not re.fullmatch(r"[\w.-]+", name) or name in files:
-            raise UsageError(f"expected tasks like hellaswag=FILE,lambada, each once, found {part!r}")
+            raise UsageError(f"expected tasks like hellaswag=FILE,lambada, each once, found {entry!r}")
         if not file and name not in (*TASKS, SHOTS):
             known = ", ".join(TASKS)
             raise UsageError(f"unknown task {name!r}{nearest_name(name, TASKS)}; known are {known}, others need NAME=FILE")
         files[name] = file
     if SHOTS in files and "mmlu" not in files:
-        raise UsageError(f"{SHOTS} holds the solved questions of mmlu; name mmlu, too")
+        raise UsageError(f"{SHOTS} holds the solved questions of mmlu; name mmlu as well")
     if spec.strip() and not files:
         raise UsageError(f"expected tasks like hellaswag=FILE,lambada, found {spec!r}")
     return files
 
 
-def task_rows(name: str, file: str, cache: Path) -> tuple[list[Path], list[Row]]:
+def task_rows(name: str, file: str, cache: Path) -> tuple[list[Path], list[Record]]:
     """The files and rows of a task, from `file` or, without one, from the Hub through `cache`."""
     if file:
         paths = [Path(file).expanduser()]
     else:
-        hub = SHOTS_HUB if name == SHOTS else TASKS[name].hub
-        assert hub is not None
-        paths = [fetch(source) for source in find_hub(hub[0], cache, split=hub[1])]
+        dataset, split = SHOTS_HUB if name == SHOTS else TASKS[name].hub
+        paths = [fetch(source) for source in find_hub(dataset, cache, split=split)]
     rows = [row for path in paths for row in read_rows(path)]
     if not rows:
         raise DataError(f"expected examples of {name}, found none in {paths[0]}; give another file")
@@ -167,42 +247,40 @@ def task_rows(name: str, file: str, cache: Path) -> tuple[list[Path], list[Row]]
 
 
 def load_tasks(spec: str, limit: int = 0, cache: Path | None = None) -> list[TaskData]:
-    """The questions of all tasks in `spec`, of each the first `limit` (0: all).
+    """The first `limit` questions (0: all) of each task in `spec`.
 
-    Raises `UsageError` for what is no task, `DataError` with file and line for what is no example, and whatever a download
-    raises.
+    Raises `UsageError` for an unknown task, `DataError` with file and line for a broken example, and the errors of a
+    download.
     """
-    cache, files, loaded = cache or default_cache(), parse_tasks(spec), []
-    shots: tuple[list[Path], list[Row]] = task_rows(SHOTS, files[SHOTS], cache) if SHOTS in files else ([], [])
+    cache, files = cache or default_cache(), parse_tasks(spec)
+    shot_paths, shots = task_rows(SHOTS, files.pop(SHOTS), cache) if SHOTS in files else ([], [])
+    loaded = []
     for name, file in files.items():
-        if name == SHOTS:
-            continue
         task = TASKS.get(name, OWN)
         paths, rows = task_rows(name, file, cache)
-        solved: Sequence[Row] = ()
         if name == "mmlu":
-            paths, solved = [*paths, *shots[0]], shots[1]
-        examples = [task.ask(row, solved) for row in rows[: limit or None]]
+            paths = [*paths, *shot_paths]
+        examples = [task.ask(row, shots) for row in rows[: limit or None]]
         sources = {path.name: file_sha256(path) for path in paths}
-        loaded.append(settled(TaskData(name, task.metrics, examples, sources)))
+        loaded.append(with_possible_metrics(TaskData(name, task.metrics, examples, sources)))
     return loaded
 
 
-def settled(task: TaskData) -> TaskData:
-    """The task with the metrics that all its examples allow, and a note where those are not all."""
-    metrics, notes = list(task.metrics), list(task.notes)
-    if LLMC in metrics:
-        without_pairs = next((e.where for e in task.examples if not e.continuations), "")
-        without_apart = next((e.where for e in task.examples if e.apart is None), "")
-        if without_pairs:
-            if without_apart:
-                raise DataError(
-                    f"expected the same fields in all rows, found no 'ctx_a' in {without_pairs}, no 'ctx' in"
-                    f" {without_apart}; repair the file"
-                )
-            metrics = [LLMC]
-            notes.append(f"{task.name}: only {LLMC}, which needs 'ctx' alone: no 'ctx_a' and 'ctx_b' in {without_pairs}")
-        elif without_apart:
-            metrics.remove(LLMC)
-            notes.append(f"{task.name}: without {LLMC}, which needs 'ctx': there is none in {without_apart}")
-    return TaskData(task.name, tuple(metrics), task.examples, task.sources, notes)
+def with_possible_metrics(task: TaskData) -> TaskData:
+    """Keeps the metrics that all examples allow, with a note if that excludes one."""
+    if LLMC not in task.metrics:
+        return task
+    without_pairs = next((e.where for e in task.examples if not e.continuations), "")
+    without_apart = next((e.where for e in task.examples if e.apart is None), "")
+    if without_pairs and without_apart:
+        raise DataError(
+            f"expected the same fields in all rows, found no 'ctx_a' in {without_pairs}, no 'ctx' in {without_apart};"
+            " repair the file"
+        )
+    if without_pairs:
+        note = f"{task.name}: only {LLMC}, which needs 'ctx' alone: no 'ctx_a' and 'ctx_b' in {without_pairs}"
+        return replace(task, metrics=(LLMC,), notes=[note])
+    if without_apart:
+        note = f"{task.name}: without {LLMC}, which needs 'ctx': there is none in {without_apart}"
+        return replace(task, metrics=tuple(metric for metric in task.metrics if metric != LLMC), notes=[note])
+    return task

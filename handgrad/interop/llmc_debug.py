@@ -1,4 +1,4 @@
-"""llm.c's debug state: a batch, and what PyTorch found for it: logits, loss, gradients. Here it is made again and compared.
+"""llm.c's debug state: a batch with PyTorch's logits, loss and gradients. This module computes and compares them.
 
     header    [0] 20240327  [1] 2  [2] B  [3] T
     inputs (B, T) int32 · targets (B, T) int32 · logits (B, T, V) float32 · loss float32
@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from handgrad.arena import Buffer, make_plan
-from handgrad.checkpoint import write_file
 from handgrad.config import ModelShape
-from handgrad.data.llmc_header import DEBUG_STATE, HEADER_BYTES, check_size, make_header, read_header
+from handgrad.data.llmc_header import DEBUG_STATE, HEADER_BYTES, check_size, read_header
 from handgrad.errors import DataError
 from handgrad.interop.llmc_model import (
     ORDER,
@@ -30,16 +29,16 @@ from handgrad.interop.llmc_model import (
     count_elements,
     read_numbers,
     without_padding,
+    write_llmc,
 )
-from handgrad.models import transformer
-from handgrad.models.activations import activation_buffers, activations
-from handgrad.models.parameters import ParameterRow, flat_elements, model_tensors, parameter_table
+from handgrad.models import architecture, named_weights, parameter_table
+from handgrad.models.rows import ParameterRow, flat_elements, named
 from handgrad.ops import reference
 
 
 @dataclass(frozen=True)
 class DebugState:
-    """A batch of a model, with what its writer computed for it."""
+    """A batch of a model, with its writer's results for it."""
 
     model: LlmcModel
     path: Path
@@ -57,15 +56,15 @@ class DebugState:
         return read_numbers(self.path, torch.float32, self.logits_offset, rows * width).view(rows, width)
 
     def gradient(self, row: ParameterRow) -> Tensor:
-        """Of a parameter, (`row.stored_shape`) float32. Raises `DataError`: not finite, or padding that is not zero."""
-        place = self.model.places[row.name]
+        """Of a parameter, (`row.stored_shape`) float32. Raises `DataError`: non-finite, or padding that is not zero."""
+        span = self.model.spans[row.name]
         before = self.logits_offset + 4 * (self.tokens.numel() * self.model.shape.vocab_size + 1)
-        values = read_numbers(self.path, torch.float32, before + 4 * place.offset, place.elements)
+        values = read_numbers(self.path, torch.float32, before + 4 * span.offset, span.elements)
         return without_padding(values, row, f"the gradient of {row.name} in {self.path}")
 
 
 def read_debug_state(path: Path, model: LlmcModel) -> DebugState:
-    """Opens a debug state of `model`; `DataError` in one line if it is none, not whole, or of another model."""
+    """Opens a debug state of `model`; `DataError` if it is none, not whole, or of another model."""
     words, size = read_header(path, DEBUG_STATE, (2,))
     batch, length = words[2:4]
     shape = model.shape
@@ -75,8 +74,7 @@ def read_debug_state(path: Path, model: LlmcModel) -> DebugState:
             f" {length}; it is not {model.path.name}'s"
         )
     tokens = batch * length
-    parameters = count_elements(tuple(model.places.values()))
-    expected = HEADER_BYTES + 4 * (2 * tokens + tokens * shape.vocab_size + 1 + parameters)
+    expected = HEADER_BYTES + 4 * (2 * tokens + tokens * shape.vocab_size + 1 + count_elements(model.spans))
     check_size(path, expected, size, f"{batch} texts of {length} tokens through {model.path.name}")
     ids = torch.from_numpy(np.fromfile(path, "<i4", 2 * tokens, offset=HEADER_BYTES)).long().view(2, batch, length)
     if not ((ids >= 0) & (ids < shape.vocab_size)).all():
@@ -91,24 +89,19 @@ def write_debug_state(
     """Writes and fsyncs a debug state: tokens and targets (B, T), logits (B, T, V), the mean loss, and the gradients of
     that mean by parameter (`row.stored_shape`). Raises OSError."""
     assert logits.numel() == tokens.numel() * shape.vocab_size
-
-    def content() -> Iterator[memoryview | bytes]:
-        yield make_header({0: DEBUG_STATE, 1: 2, 2: tokens.shape[0], 3: tokens.shape[1]})
-        for part, dtype in ((tokens, torch.int32), (targets, torch.int32), (logits, torch.float32)):
-            yield as_bytes(part, dtype)
-        yield as_bytes(torch.tensor([loss]), torch.float32)
-        yield from all_bytes(shape, gradient, torch.float32)
-
-    write_file(path, content())
+    batch = [as_bytes(ids, torch.int32) for ids in (tokens, targets)]
+    results = [as_bytes(values, torch.float32) for values in (logits, torch.tensor([loss]))]
+    words = {0: DEBUG_STATE, 1: 2, 2: tokens.shape[0], 3: tokens.shape[1]}
+    write_llmc(path, words, batch, results, all_bytes(shape, gradient, torch.float32))
 
 
 @dataclass(frozen=True)
 class Compared:
-    """Something of the debug state beside what was computed here, as norms over all layers: ||here - file|| / ||file||."""
+    """A tensor of the debug state against ours, over all layers: ||here - file|| / ||file||."""
 
     name: str
     error: float
-    tolerance: float  # twice what float32 errs by itself: ||float32 - float64|| / ||float64||, of the reference operations
+    tolerance: float  # twice the error of float32 itself: ||float32 - float64|| / ||float64||, of the reference operations
 
     @property
     def fine(self) -> bool:
@@ -116,18 +109,18 @@ class Compared:
 
 
 def compare(state: DebugState, device: torch.device, ops: ModuleType) -> Iterator[Compared]:
-    """Forward and backward of the state's batch in float32 by `ops` on `device`, held against the state: the logits, the
-    loss and the gradient of each parameter.
+    """Runs forward and backward of the state's batch in float32 by `ops` on `device` and compares the logits, the loss and
+    the gradient of each parameter with the state.
 
-    The tolerance is measured, not chosen: the same batch by the reference operations on the CPU, once in float64 and once
-    in float32. What is compared are two computations in float32, each of which may err that much.
+    The tolerance is measured, not chosen: the reference operations compute the same batch on the CPU, once in float64 and
+    once in float32. Both sides of the comparison are float32 and may err that much.
     """
     cpu = torch.device("cpu")
     exact = compute(state, torch.float64, cpu, reference)
     rounded = compute(state, torch.float32, cpu, reference)
     here = rounded if ops is reference and device == cpu else compute(state, torch.float32, device, ops)
     table = parameter_table(state.model.shape)
-    # A mean errs at most as its terms do (root mean square), and it is rounded; what a single number errs is chance.
+    # A mean errs at most as its terms do (root mean square), plus its rounding; the error of a single number is chance.
     yield Compared(
         "loss",
         distance([here["losses"][0].mean()], [torch.tensor(state.loss)]),
@@ -141,7 +134,7 @@ def compare(state: DebugState, device: torch.device, ops: ModuleType) -> Iterato
 
 
 def distance(found: list[Tensor], wanted: list[Tensor]) -> float:
-    """||found - wanted|| / ||wanted|| over all of them, in float64."""
+    """||found - wanted|| / ||wanted|| over all tensors, in float64."""
     pairs = [(a.double(), b.double()) for a, b in zip(found, wanted, strict=True)]
     difference = sum(float((a - b).square().sum()) for a, b in pairs)
     size = sum(float(b.square().sum()) for _, b in pairs)
@@ -149,39 +142,37 @@ def distance(found: list[Tensor], wanted: list[Tensor]) -> float:
 
 
 def compute(state: DebugState, dtype: torch.dtype, device: torch.device, ops: ModuleType) -> dict[str, list[Tensor]]:
-    """The logits (N, V), the losses (N), and the gradients of their mean by name, a tensor a layer, on the CPU."""
+    """The logits (N, V), the losses (N), and the gradients of their mean by name, a tensor per layer, on the CPU."""
     shape, (batch, length) = state.model.shape, state.tokens.shape
     table, tokens = parameter_table(shape), state.tokens.numel()
-    sizes = {"batch": batch, "length": length, "channels": shape.channels}
+    model, layers = architecture(shape), shape.num_layers
+    rows = model.activations(shape, batch, length, dtype, ops, chunk=tokens, training=True)
     ops.check_sizes(length=length, num_heads=shape.num_heads, channels=shape.channels)
     plan = make_plan(
         [
             Buffer("parameters", (flat_elements(table),), dtype, "parameters"),
             Buffer("gradients", (flat_elements(table),), dtype, "gradients"),
-            *activation_buffers(
-                shape,
-                batch,
-                length,
-                dtype,
-                chunk=tokens,
-                scratch_bytes=ops.scratch_bytes(**sizes),
-                attention_scratch_bytes=ops.attention_scratch_bytes(num_heads=shape.num_heads, dtype=dtype, **sizes),
-            ),
+            *(row.buffer(recompute=0) for row in rows if not row.of),
         ]
     )
     views = plan.allocate(device)
-    act, flat, flat_gradients = activations(views), views["parameters"], views["gradients"]
+    act, d = named(model.Activations, views, layers), named(model.Gradients, views, layers)
+    flat, flat_gradients = views["parameters"], views["gradients"]
     for row in table:
         row.stored(flat).copy_(state.model.weight(row))
     act.tokens.copy_(state.tokens)
     act.targets.copy_(state.targets)
     act.sorted_positions.copy_(torch.argsort(state.tokens.flatten(), stable=True))
-    weights, gradients = model_tensors(flat, table), model_tensors(flat_gradients, table)
-    transformer.forward_blocks(ops, weights, act)
+    weights, gradients = named_weights(shape, flat, table), named_weights(shape, flat_gradients, table)
+    forward = model.forward(ops, weights, act)
+    for stage in forward:
+        stage.run()
     ops.linear_forward(act.logits, act.lnf, weights.head, None, scratch=act.scratch)
     found = {"logits": [act.logits[:, : shape.vocab_size].cpu().clone()]}
     scale = torch.full((1,), 1 / tokens, dtype=act.losses.dtype, device=device)
-    transformer.loss_and_gradients(ops, weights, gradients, act, scale, vocab_size=shape.vocab_size, recompute=0)
+    options = {"vocab_size": shape.vocab_size, "recompute": 0}
+    for stage in (*forward, *model.backward(ops, weights, gradients, act, d, scale, **options)):
+        stage.run()
     found["losses"] = [act.losses.cpu()]
     for row in table:
         found.setdefault(row.name.rpartition(".")[2], []).append(row.stored(flat_gradients).cpu())

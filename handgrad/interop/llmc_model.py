@@ -14,7 +14,7 @@ Source: llm.c, train_gpt2.cu (`ParameterTensors`, `gpt2_write_to_checkpoint`) an
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,49 +23,55 @@ import torch
 from torch import Tensor
 
 from handgrad.checkpoint import write_file
-from handgrad.config import ModelShape, check
+from handgrad.config import ModelShape
 from handgrad.data.llmc_header import HEADER_BYTES, MODEL, check_size, make_header, read_header
 from handgrad.data.tokenizer import MAX_VOCAB_SIZE, Tokenizer
-from handgrad.errors import DataError, UsageError
-from handgrad.interop.folders import imported_config
+from handgrad.errors import DataError
+from handgrad.evaluation.load import imported_config
 from handgrad.interop.llmc_tokenizer import tokenizer_beside
-from handgrad.models.parameters import ParameterRow, block_name, parameter_table
+from handgrad.models import parameter_table
+from handgrad.models.rows import ParameterRow
 
-# Our names in their order; those of a block stand for all layers.
+# Our names in their order; a block's name stands for all layers.
 ORDER = (
     *("wte", "wpe", "ln1_weight", "ln1_bias", "qkv_weight", "qkv_bias", "proj_weight", "proj_bias"),
     *("ln2_weight", "ln2_bias", "fc_weight", "fc_bias", "fcproj_weight", "fcproj_bias", "lnf_weight", "lnf_bias"),
 )
+# The header's words from 2 on, but the last: Vp.
 VERSIONS = {3: torch.float32, 5: torch.bfloat16}
 STORED_AS = {torch.float32: np.dtype("<f4"), torch.bfloat16: np.dtype("<i2")}  # numpy has no bf16: its bits
-Values = Callable[[ParameterRow], Tensor]  # a parameter, or what belongs to it, with the shape `row.stored_shape`
+Values = Callable[[ParameterRow], Tensor]  # a parameter, or its gradient or moment, with the shape `row.stored_shape`
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a parameter lies among all of them, in elements; the embedding with its padded rows."""
+class Span:
+    """The position of a parameter among all of them, in elements; the embedding's includes the padded rows."""
 
     row: ParameterRow
     offset: int
     elements: int
 
 
-def layout(shape: ModelShape, padded_vocab_size: int) -> tuple[Place, ...]:
-    """The parameters in llm.c's order."""
+def layout(shape: ModelShape, padded_vocab_size: int) -> dict[str, Span]:
+    """The parameters in llm.c's order, by name."""
     rows = {row.name: row for row in parameter_table(shape)}
-    places, offset = [], 0
+    spans: dict[str, Span] = {}
+    offset = 0
     for name in ORDER:
-        names = [name] if name in rows else [block_name(layer, name) for layer in range(shape.num_layers)]
-        for row in (rows.pop(each) for each in names):
-            count = padded_vocab_size if row.name == "wte" else row.shape[0]
-            places.append(Place(row, offset, count * math.prod(row.shape[1:])))
-            offset += places[-1].elements
-    assert not rows, f"{next(iter(rows))} has no place in llm.c's files"
-    return tuple(places)
+        for each in [name] if name in rows else [f"blocks.{layer}.{name}" for layer in range(shape.num_layers)]:
+            row = rows.pop(each)
+            count = padded_vocab_size if each == "wte" else row.shape[0]
+            spans[each] = Span(row, offset, count * math.prod(row.shape[1:]))
+            offset += spans[each].elements
+    assert not rows, f"llm.c's files do not have {next(iter(rows))}"
+    return spans
 
 
-def count_elements(places: tuple[Place, ...]) -> int:
-    return places[-1].offset + places[-1].elements
+def count_elements(spans: Mapping[str, Span]) -> int:
+    return sum(span.elements for span in spans.values())
+
+
+# Reading.
 
 
 def read_numbers(path: Path, dtype: torch.dtype, offset_bytes: int, count: int) -> Tensor:
@@ -96,50 +102,48 @@ def without_padding(values: Tensor, row: ParameterRow, where: str) -> Tensor:
 
 @dataclass(frozen=True)
 class LlmcModel:
-    """A model file whose header holds and whose size is what the header says."""
+    """A model file with a valid header and the size that the header implies."""
 
     path: Path
     shape: ModelShape
-    padded_vocab_size: int
     dtype: torch.dtype
-    places: dict[str, Place]
+    spans: dict[str, Span]
     named_tokenizer: str
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
-        """The one named, or the one that lies beside the file, or the one of this size. `DataError` if there is none."""
+        """The named one, or the one beside the file, or the one of this size. `DataError` if there is none."""
         return tokenizer_beside(self.path, self.shape.vocab_size, self.named_tokenizer)
 
     def weight(self, row: ParameterRow) -> Tensor:
-        """A parameter in float32, (`row.stored_shape`), from the mapped file. `DataError`: not finite, or padding that is
+        """A parameter in float32, (`row.stored_shape`), from the mapped file. `DataError`: non-finite, or padding that is
         not zero."""
-        place = self.places[row.name]
-        start = HEADER_BYTES + place.offset * self.dtype.itemsize
-        values = read_numbers(self.path, self.dtype, start, place.elements)
+        span = self.spans[row.name]
+        values = read_numbers(self.path, self.dtype, HEADER_BYTES + span.offset * self.dtype.itemsize, span.elements)
         return without_padding(values, row, f"{row.name} of {self.path}")
 
 
 def read_model(path: Path, tokenizer: str = "") -> LlmcModel:
-    """Opens a model file; `tokenizer` (gpt2, bytes or a file) takes the place of what lies beside it.
+    """Opens a model file; `tokenizer` (gpt2, bytes or a file) replaces the one beside it.
 
-    Raises `DataError` in one line if it is none, or not whole. Weights and tokenizer are read when asked for.
+    Raises `DataError` if it is none, or not whole. Reads weights and tokenizer on request.
     """
     words, size = read_header(path, MODEL, tuple(VERSIONS))
     length, vocab_size, layers, heads, channels, padded = words[2:8]
     shape = ModelShape(vocab_size, length, layers, heads, channels)
-    try:
-        check(imported_config(shape))
-    except UsageError as error:
-        raise DataError(f"{path}: the sizes in its header do not hold: {error}") from None
+    imported_config(shape, str(path))
     if not 1 <= vocab_size <= min(padded, MAX_VOCAB_SIZE):
         raise DataError(
             f"expected a vocabulary of 1 to {MAX_VOCAB_SIZE} tokens, padded to no fewer, in the header of {path},"
             f" found {vocab_size} and {padded}; the file is damaged"
         )
-    dtype, places = VERSIONS[words[1]], layout(shape, padded)
-    sizes = f"{layers} layers of {channels} channels and {padded} rows of vocabulary"
-    check_size(path, HEADER_BYTES + count_elements(places) * dtype.itemsize, size, sizes)
-    return LlmcModel(path, shape, padded, dtype, {place.row.name: place for place in places}, tokenizer)
+    dtype, spans = VERSIONS[words[1]], layout(shape, padded)
+    sizes = f"{shape.num_layers} layers of {shape.channels} channels and {padded} rows of vocabulary"
+    check_size(path, HEADER_BYTES + count_elements(spans) * dtype.itemsize, size, sizes)
+    return LlmcModel(path, shape, dtype, spans, tokenizer)
+
+
+# Writing.
 
 
 def as_bytes(values: Tensor, dtype: torch.dtype) -> memoryview:
@@ -147,20 +151,20 @@ def as_bytes(values: Tensor, dtype: torch.dtype) -> memoryview:
 
 
 def all_bytes(shape: ModelShape, values: Values, dtype: torch.dtype) -> Iterator[memoryview | bytes]:
-    """Everything in llm.c's order, the vocabulary padded with zeros; fetched one parameter at a time."""
-    for place in layout(shape, shape.padded_vocab_size):
-        yield as_bytes(values(place.row), dtype)
-        yield bytes((place.elements - math.prod(place.row.stored_shape)) * dtype.itemsize)
+    """All parameters in llm.c's order, one at a time, the vocabulary padded with zeros."""
+    for span in layout(shape, shape.padded_vocab_size).values():
+        yield as_bytes(values(span.row), dtype)
+        yield bytes((span.elements - math.prod(span.row.stored_shape)) * dtype.itemsize)
+
+
+def write_llmc(path: Path, words: dict[int, int], *contents: Iterable[memoryview | bytes]) -> None:
+    """Writes and fsyncs a header of these words, then the contents. Raises OSError."""
+    write_file(path, (chunk for content in ([make_header(words)], *contents) for chunk in content))
 
 
 def write_model(path: Path, shape: ModelShape, weight: Values, dtype: torch.dtype) -> None:
     """Writes and fsyncs a model file in float32 or bf16. Raises OSError."""
     version = next(number for number, kind in VERSIONS.items() if kind == dtype)
-    sizes = (shape.sequence_length, shape.vocab_size, shape.num_layers, shape.num_heads, shape.channels)
+    sizes = shape.sequence_length, shape.vocab_size, shape.num_layers, shape.num_heads, shape.channels
     words = dict(enumerate((MODEL, version, *sizes, shape.padded_vocab_size)))
-
-    def content() -> Iterator[memoryview | bytes]:
-        yield make_header(words)
-        yield from all_bytes(shape, weight, dtype)
-
-    write_file(path, content())
+    write_llmc(path, words, all_bytes(shape, weight, dtype))

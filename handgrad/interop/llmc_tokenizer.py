@@ -1,4 +1,4 @@
-"""llm.c's tokenizer file: the bytes of every token. It decodes, it cannot encode, so it names a tokenizer at best.
+"""llm.c's tokenizer file: the bytes of every token. It can decode but not encode, so at best it identifies a tokenizer.
 
     header    [0] 20240328  [1] 2 (1: without the id of end-of-text)  [2] V  [3] id of end-of-text
     per token    its length in bytes, one byte; its bytes
@@ -8,21 +8,22 @@ Source: llm.c, train_gpt2.py (`write_tokenizer`) and llmc/tokenizer.h.
 
 from pathlib import Path
 
+from handgrad.config import VOCABULARY_MULTIPLE
 from handgrad.data.llmc_header import HEADER_BYTES, TOKENIZER, make_header, read_header
 from handgrad.data.tokenizer import MAX_VOCAB_SIZE, TOKENIZER_FILE, Tokenizer, load_tokenizer, read_small
 from handgrad.errors import DataError, UsageError
-from handgrad.models.parameters import rounded_up
+from handgrad.models.rows import rounded_up
 
 GPT2_VOCAB_SIZE = 50257
 LONGEST_TOKEN_BYTES = 255
 
 
 def tokenizer_bytes(tokenizer: Tokenizer) -> bytes:
-    """The file's content. Raises `UsageError` if a token is too long for it."""
+    """The content of the file. Raises `UsageError` if a token is too long for it."""
     longest = max(map(len, tokenizer.token_bytes))
     if longest > LONGEST_TOKEN_BYTES:
         raise UsageError(
-            f"expected tokens of at most {LONGEST_TOKEN_BYTES} bytes, for llm.c's tokenizer file, found one of {longest};"
+            f"expected tokens of at most {LONGEST_TOKEN_BYTES} bytes for llm.c's tokenizer file, found one of {longest};"
             " train the tokenizer on other text"
         )
     words = {0: TOKENIZER, 1: 2, 2: tokenizer.vocab_size, 3: tokenizer.end_of_text}
@@ -51,10 +52,10 @@ def read_tokens(path: Path) -> tuple[tuple[bytes, ...], int]:
 
 
 def tokenizer_beside(path: Path, vocab_size: int, named: str) -> Tokenizer:
-    """The tokenizer of the model file at `path`: the one `named`; else a `tokenizer.json` beside it; else the one of GPT-2
-    or of bytes whose size the vocabulary has. A `*tokenizer.bin` beside the model must hold its tokens.
+    """The tokenizer of the model file at `path`: the one `named`; else a `tokenizer.json` beside it; else GPT-2's or bytes,
+    by the size of the vocabulary. A `*tokenizer.bin` beside the model must hold its tokens.
 
-    Raises `DataError` if there is none, or another.
+    Raises `DataError` if there is none, or if one of another model lies there.
     """
     if named:
         found = load_tokenizer(named)
@@ -62,10 +63,10 @@ def tokenizer_beside(path: Path, vocab_size: int, named: str) -> Tokenizer:
         found = load_tokenizer(str(path.parent / TOKENIZER_FILE))
     else:
         kinds = [load_tokenizer(kind) for kind in ("gpt2", "bytes")]
-        # A model may have been saved with its padding, which no token of GPT-2's has: that is another vocabulary.
+        # A model saved with its padding has more rows than GPT-2 has tokens: another vocabulary.
         sizes = {kind.vocab_size: kind for kind in kinds}
         if vocab_size not in sizes:
-            hint = "; its rows are padded" if vocab_size == rounded_up(GPT2_VOCAB_SIZE, 128) else ""
+            hint = "; its rows are padded" if vocab_size == rounded_up(GPT2_VOCAB_SIZE, VOCABULARY_MULTIPLE) else ""
             raise DataError(
                 f"expected the {GPT2_VOCAB_SIZE} tokens of GPT-2 in {path}, found {vocab_size}{hint};"
                 " name the model's tokenizer with --tokenizer gpt2, bytes or FILE"

@@ -1,4 +1,4 @@
-"""Weights from wherever they are: one way to open them for `train --init-from`, `import`, `evaluate` and `sample`.
+"""Weights in any format: one way to open them for `train --init-from`, `import`, `evaluate` and `sample`.
 
     source                                          is
     a file ending in .bin                           a model of llm.c
@@ -6,45 +6,69 @@
     a folder with config.json                       a model of transformers
     NAME or OWNER/NAME, and no such path here       a model of the Hub, downloaded to its cache
 
-The first line that fits decides.
+The first matching line decides.
 """
 
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
+import handgrad
 from handgrad import checkpoint
 from handgrad.checkpoint import MANIFEST, Stored
-from handgrad.errors import DataError, UsageError
-from handgrad.evaluation.load import Weights, checkpoint_weights
-from handgrad.files import file_sha256
-from handgrad.interop.folders import check_free, imported_config, write_imported
-from handgrad.interop.huggingface import CONFIG_FILE, MODEL_FILES, fetch, on_hub, read_folder, read_shape
-from handgrad.interop.llmc_model import read_model
-from handgrad.models.parameters import parameter_table
+from handgrad.config import to_dict
+from handgrad.data.tokenizer import tokenizer_files, tokenizer_record
+from handgrad.errors import DataError, StorageError, UsageError
+from handgrad.evaluation.load import Weights, checkpoint_weights, imported_config
+from handgrad.files import check_free, file_sha256, whole
+from handgrad.interop.huggingface import (
+    CONFIG_FILE,
+    MODEL_FILES,
+    HuggingFaceFolder,
+    fetch,
+    on_hub,
+    read_folder,
+    read_shape,
+)
+from handgrad.interop.llmc_model import LlmcModel, read_model
+from handgrad.interop.llmc_state import OptimizerState, read_state
+from handgrad.models import parameter_table
+from handgrad.models.rows import ParameterRow
+from handgrad.run_files import CHECKPOINTS, LOCK_FILE
 
 SIZES = ("num_layers", "num_heads", "channels", "sequence_length")
 
 
 def open_weights(source: str, tokenizer: str = "") -> Weights:
-    """The weights that a user means by `source` (see above). `tokenizer` (gpt2, bytes or a file) takes the place of the
-    source's own, which a checkpoint does not allow.
+    """The weights at a user's `source` (see above). `tokenizer` (gpt2, bytes or a file) replaces the source's own, except
+    a checkpoint's.
 
-    Raises `DataError` in one line: there is nothing of the kind, or it is damaged, or no GPT-2 of ours.
+    Raises `DataError` if there are none, or damaged ones, or no GPT-2 of ours.
     """
     path = Path(source)
     if is_llmc(path):
-        return open_bin(path, tokenizer)
+        return imported("llm.c", str(path), read_model(path, tokenizer), [path])
     if is_ours(path):
         if tokenizer:
             raise UsageError(f"{source} is a run or checkpoint and has its tokenizer; leave --tokenizer out")
         return checkpoint_weights(checkpoint.find(source), source)
-    return open_folder(source, tokenizer)
+    found = read_folder(folder_of(source, MODEL_FILES), tokenizer)
+    return imported("hf", source, found, sorted({file for file, _ in found.tensors.values()}))
+
+
+def imported(kind: str, source: str, found: HuggingFaceFolder | LlmcModel, files: Iterable[Path]) -> Weights:
+    origin = {"from": kind, "source": source, "sha256": {file.name: file_sha256(file) for file in files}}
+    return Weights(found.shape, found.tokenizer, found.weight, origin, imported_config(found.shape))
 
 
 def read_sizes(source: str) -> dict[str, int]:
-    """The fields of a configuration that the weights decide: their `SIZES`. Reads no weights, and of the Hub only the
-    model's config.json."""
+    """The fields of a configuration that the weights decide: their `SIZES`. Reads no weights; from the Hub it fetches only
+    the model's config.json."""
     path = Path(source)
     if is_llmc(path):
         shape = read_model(path).shape
@@ -64,7 +88,7 @@ def is_llmc(path: Path) -> bool:
 
 
 def is_ours(path: Path) -> bool:
-    return (path / MANIFEST).exists() or (path / "checkpoints").is_dir() or checkpoint.means_best(path)
+    return (path / MANIFEST).exists() or (path / CHECKPOINTS).is_dir() or checkpoint.means_best(path)
 
 
 def folder_of(source: str, files: tuple[str, ...]) -> Path:
@@ -81,28 +105,65 @@ def folder_of(source: str, files: tuple[str, ...]) -> Path:
     return path
 
 
-def open_bin(path: Path, tokenizer: str) -> Weights:
-    found = read_model(path, tokenizer)
-    origin = {"from": "llm.c", "source": str(path), "sha256": {path.name: file_sha256(path)}}
-    return Weights(found.shape, found.tokenizer, found.weight, origin, imported_config(found.shape))
+def import_model(source: str, out: Path, tokenizer: str = "", optimizer: str = "") -> tuple[Weights, OptimizerState | None]:
+    """`handgrad import`: weights into a run-like folder `out`, as float32, which holds float16 and bf16 exactly.
 
-
-def open_folder(source: str, tokenizer: str) -> Weights:
-    found = read_folder(folder_of(source, MODEL_FILES), tokenizer)
-    files = sorted({file for file, _ in found.places.values()})
-    origin = {"from": "hf", "source": source, "sha256": {file.name: file_sha256(file) for file in files}}
-    return Weights(found.shape, found.tokenizer, found.weight, origin, imported_config(found.shape))
-
-
-def import_model(source: str, out: Path, tokenizer: str = "") -> Weights:
-    """`handgrad import`: weights into a run-like folder `out`, as float32, which holds float16 and bf16 exactly. Raises as
-    `open_weights` and `write_imported`; nothing is left at `out` then."""
+    With an `optimizer` state of llm.c the weights are its masters, if it has any, the folder holds moments, and
+    `train --out` continues from its step. Raises the errors of `open_weights`, `read_state` and `write_imported`; then
+    `out` does not exist.
+    """
     check_free(out)
-    found = open_weights(source, tokenizer)
-    # `row` is bound now: the tensors are fetched one by one, when they are written.
+    path, state = Path(source), None
+    if path.is_file() or is_llmc(path):
+        model = read_model(path, tokenizer)
+        state = read_state(Path(optimizer), model) if optimizer else None
+        found = imported("llm.c", str(path), model, [path, *(state.paths if state else ())])
+        if state and state.has_master:
+            found = replace(found, weight=state.master)
+    elif optimizer:
+        raise UsageError(f"--optimizer goes with a model file of llm.c, found {path}")
+    else:
+        found = open_weights(source, tokenizer)
+    readers: dict[str, Callable[[ParameterRow], Tensor]] = {"": found.weight}
+    if state:
+        readers |= {f"{name}.": functools.partial(state.values, name) for name in ("m", "v")}
     tensors = [
-        Stored(row.name, torch.float32, row.stored_shape, lambda row=row: found.weight(row).contiguous())
+        Stored(prefix + row.name, torch.float32, row.stored_shape, functools.partial(contiguous, reader, row))
+        for prefix, reader in readers.items()
         for row in parameter_table(found.shape)
     ]
-    write_imported(out, found.shape, found.tokenizer, tensors, found.origin)
-    return found
+    write_imported(out, found, tensors, state)
+    return found, state
+
+
+def contiguous(reader: Callable[[ParameterRow], Tensor], row: ParameterRow) -> Tensor:
+    return reader(row).contiguous()
+
+
+def write_imported(out: Path, found: Weights, tensors: Iterable[Stored], state: OptimizerState | None) -> None:
+    """Writes a folder that `evaluate`, `sample`, `export` and `train --init-from` treat as a run's: a checkpoint of step 0
+    without moments, or of the step of `state` with them.
+
+    Raises `UsageError` if `out` exists, `StorageError` if the disk refuses; nothing remains then.
+    """
+    manifest: dict[str, Any] = {
+        "handgrad": handgrad.__version__,
+        "versions": {"handgrad": handgrad.__version__, "torch": torch.__version__},
+        "config": to_dict(found.config),
+        "vocab_size": found.shape.vocab_size,
+        "tokenizer": tokenizer_record(found.tokenizer),
+        "identity": {"data": None, "tokenizer": found.tokenizer.sha256},
+        "imported": found.origin,
+    }
+    if state:  # what a run keeps beside its tensors, as at its start
+        manifest |= {"loss_window": [], "norm_window": [], "skips_in_a_row": 0}
+    with whole(out) as partial:
+        partial.mkdir(parents=True)
+        step = state.step if state else 0
+        written = checkpoint.save(partial / CHECKPOINTS, step, tensors, manifest, tokenizer_files(found.tokenizer))
+        if state:
+            checkpoint.write_file(partial / LOCK_FILE, [])
+        try:
+            checkpoint.open_checkpoint(written)  # sizes and hashes, read back from the disk
+        except DataError as error:
+            raise StorageError(f"reading back {out} failed: {error}") from None

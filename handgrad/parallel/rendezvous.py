@@ -8,13 +8,13 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
-from handgrad.config import RunConfig
 from handgrad.errors import HandgradError, LostRank, UsageError
 from handgrad.parallel.heartbeat import WORK_FACTOR, Heartbeat
 from handgrad.parallel.launchers import RankInfo
@@ -24,27 +24,37 @@ RETRY_SECONDS = 0.5
 OVERLAPPED_CTAS = 4  # thread blocks of a collective that runs beside kernels
 
 
-def join(info: RankInfo, device: torch.device, config: RunConfig) -> Ranks:
+@dataclass(frozen=True)
+class Timeouts:
+    """Seconds that ranks wait for each other, and the folder for the stacks of a rank that waited too long."""
+
+    join_seconds: float = 300  # at the start
+    silence_seconds: float = 30  # without a heartbeat
+    stall_seconds: float = 600  # in one operation
+    stacks: Path | None = None
+
+
+def join(info: RankInfo, device: torch.device, timeouts: Timeouts) -> Ranks:
     """Forms the group of all processes that were started together.
 
-    Raises `LostRank` when not all of them come within `config.join_seconds`, `UsageError` when the port is taken.
+    Raises `LostRank` when not all of them come within `join_seconds`, `UsageError` when the port is taken.
     """
     if info.size == 1:
         return Ranks()
     if info.nodes == 1 and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine needs no network, and its name no address
-    store = open_store(info, config.join_seconds)
-    wait_for_all(store, info, config.join_seconds)
+    store = open_store(info, timeouts.join_seconds)
+    wait_for_all(store, info, timeouts.join_seconds)
     heartbeat = Heartbeat(
-        open_store(info, config.silence_seconds, hosts_store=False),
+        open_store(info, timeouts.silence_seconds, hosts_store=False),
         info.rank,
         info.size,
-        timeout_seconds=config.silence_seconds,
-        stall_seconds=config.stall_seconds,
-        stacks=Path(config.out) / "stacks",
+        timeout_seconds=timeouts.silence_seconds,
+        stall_seconds=timeouts.stall_seconds,
+        stacks=timeouts.stacks,
     )
     cuda = device.type == "cuda"
-    limit = datetime.timedelta(seconds=WORK_FACTOR * config.stall_seconds + 60)  # longer than the heartbeat's
+    limit = datetime.timedelta(seconds=WORK_FACTOR * timeouts.stall_seconds + 60)  # longer than the heartbeat's
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
@@ -69,10 +79,10 @@ def join(info: RankInfo, device: torch.device, config: RunConfig) -> Ranks:
 
 
 @contextlib.contextmanager
-def joined(info: RankInfo, device: torch.device, config: RunConfig) -> Iterator[Ranks]:
+def joined(info: RankInfo, device: torch.device, timeouts: Timeouts) -> Iterator[Ranks]:
     """`join`, until the end of a `with` block. An error in the block ends the process at once; one that the other ranks do
     not have is sent to them, one that all have is printed by rank 0."""
-    ranks = join(info, device, config)
+    ranks = join(info, device, timeouts)
     try:
         yield ranks
     except BaseException as error:

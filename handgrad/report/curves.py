@@ -1,22 +1,22 @@
-"""Thins long series for drawing: what the eye sees stays, the file stays small."""
+"""Thins long series for drawing: the curve looks the same, the file stays small."""
 
 from collections.abc import Callable
 
 import numpy as np
 
 
-def smooth(values: np.ndarray, half_width: int, places: np.ndarray, average: Callable = np.mean) -> np.ndarray:
-    """`average` at each of `places` over up to `half_width` neighbours on each side, non-finite ones left out.
+def smooth(values: np.ndarray, half_width: int, picked: np.ndarray, average: Callable = np.mean) -> np.ndarray:
+    """`average` at each of the indices `picked`, over up to `half_width` finite neighbours on each side.
 
-    The window is centred, so the curve does not lag. Where the series starts it shrinks on both sides alike, because
-    a loss falls steeply there; where it ends it stays wide and one-sided, because there the noise is all there is.
-    A place whose own value is not finite stays NaN: a diverged stretch is a gap, not a bridge.
+    The window is centred, so the curve does not lag. At the start of the series it shrinks on both sides alike, because
+    a loss falls steeply there; at the end it stays wide and one-sided, because only noise is left to average.
+    An index whose own value is not finite stays NaN: a diverged stretch is a gap, not a bridge.
     """
-    smoothed = np.full(len(places), np.nan)
-    for i, place in enumerate(places):
-        if np.isfinite(values[place]):
-            reach = min(place, half_width)
-            window = values[place - reach : place + reach + 1]
+    smoothed = np.full(len(picked), np.nan)
+    for i, index in enumerate(picked):
+        if np.isfinite(values[index]):
+            reach = min(index, half_width)
+            window = values[index - reach : index + reach + 1]
             smoothed[i] = average(window[np.isfinite(window)])
     return smoothed
 
@@ -27,12 +27,12 @@ def envelope(x: np.ndarray, y: np.ndarray, bins: int) -> tuple[np.ndarray, np.nd
     if len(y) <= 2 * bins:
         return x, y
     keep = []
-    for places in np.array_split(np.arange(len(y)), bins):
-        within = y[places]
+    for indices in np.array_split(np.arange(len(y)), bins):
+        within = y[indices]
         if np.isnan(within).all():
-            keep.append(int(places[0]))  # one NaN breaks the line here
+            keep.append(int(indices[0]))  # one NaN breaks the line here
             continue
-        keep.extend(sorted({int(places[np.nanargmin(within)]), int(places[np.nanargmax(within)])}))
+        keep.extend(sorted({int(indices[np.nanargmin(within)]), int(indices[np.nanargmax(within)])}))
     return x[keep], y[keep]
 
 

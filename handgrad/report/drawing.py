@@ -12,7 +12,7 @@ from handgrad.report.plots import Plot, tick_sparsely
 from handgrad.report.runs import Run
 from handgrad.report.style import PALETTE, light
 
-# Inches at 72 points: the page shows a figure at about 1.4 times its points, which makes 8 points 11 pixels.
+# Inches at 72 points. The page shows a figure at about 1.4 times its points, so 8 points become 11 pixels.
 LARGE, SMALL = (8.6, 3.5), (4.3, 2.6)
 PNG_DOTS_PER_INCH = 200
 
@@ -27,21 +27,15 @@ SETTINGS = {
     "axes.labelcolor": light("faint"),
     "axes.edgecolor": light("line"),
     "axes.facecolor": "none",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.spines.left": False,
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "axes.spines.left"), False),
     "axes.grid": True,
     "axes.grid.axis": "y",
     "axes.axisbelow": True,
     "axes.xmargin": 0.015,
-    "grid.color": light("line"),
     "grid.linewidth": 0.6,
-    "xtick.color": light("line"),
-    "xtick.labelcolor": light("faint"),
-    "ytick.color": light("line"),
-    "ytick.labelcolor": light("faint"),
-    "ytick.major.size": 0.0,
-    "ytick.minor.size": 0.0,
+    **dict.fromkeys(("grid.color", "xtick.color", "ytick.color"), light("line")),
+    **dict.fromkeys(("xtick.labelcolor", "ytick.labelcolor"), light("faint")),
+    **dict.fromkeys(("ytick.major.size", "ytick.minor.size"), 0.0),
     "legend.frameon": False,
     "legend.labelcolor": light("ink"),
     "legend.handlelength": 1.6,
@@ -61,10 +55,10 @@ def figure(plot: Plot, runs: Sequence[Run], size: tuple[float, float]) -> Figure
 
 
 def render(plot: Plot, runs: Sequence[Run], size: tuple[float, float], file_format: str) -> bytes:
-    """`plot` as the bytes of a file, whatever the reader's own matplotlibrc says."""
+    """`plot` as the bytes of a file, independent of the reader's own matplotlibrc."""
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
-        # Ids in an SVG are hashes; a salt per plot and size keeps them apart in a page that holds several.
+        # Ids in an SVG are hashes; a salt per plot and size keeps them distinct in a page of several.
         salt = f"{plot.name} {size}"
         matplotlib.rcParams.update({**SETTINGS, "svg.hashsalt": salt})
         buffer = io.BytesIO()

@@ -1,4 +1,4 @@
-"""The plots of a report: what each one shows, as functions that draw into an axes. `drawing` makes files of them."""
+"""The plots of a report, as functions that draw into an axes. `drawing` makes files of them."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,11 +16,13 @@ from handgrad.report.results import short_text
 from handgrad.report.runs import Run, TaskFigure
 from handgrad.report.style import DASHES, RUN_COLORS, light
 
-RAW_BINS = 500  # bins of a raw curve in a plot of one run: finer than the screen shows
+RAW_BINS = 500  # of a raw curve in a plot of one run: finer than the screen shows
 MARKS = 150  # validation points or skip marks per run
-HEADLINES = ("acc_norm", "acc_norm_llmc", "acc")  # the first that a task has is its line
+HEADLINES = ("acc_norm", "acc_norm_llmc", "acc")  # a task's line is the first of these that it has
 NAMED_CLASSES = 6  # of fp8 tensors in a plot's legend
 CLOSE_UP_STEPS = 50  # shorter runs need no close-up
+
+Style = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -41,98 +43,99 @@ def choose_plots(runs: Sequence[Run]) -> list[Plot]:
     floor = " Dashed: entropy of the source, which no model can beat." if floors(runs) else ""
     crosses = " Crosses: skipped updates." if any(run.skipped for run in runs) else ""
     caption = "Thin: every step. Thick: running mean." + dots + floor
-    plots = [Plot("loss", "Loss, nats per token", caption, True, draw_loss_by_step)]
+    plots = [Plot("loss", "Loss, nats per token", caption, True, draw_loss)]
     if all(len(run.steps.step) >= CLOSE_UP_STEPS for run in runs):
         caption = "The same, without the fall of the first fifth."
         plots.append(Plot("loss_close_up", "Loss, close-up", caption, True, draw_loss_close_up))
     if len({run.start.tokens_per_step for run in runs}) > 1:
         caption = "The same curves by tokens seen, because the runs take steps of different sizes."
-        plots.append(Plot("loss_by_tokens", "Loss against tokens seen", caption, True, draw_loss_by_tokens))
-    return [
-        *plots,
+        draw = partial(draw_loss, by_tokens=True)
+        plots.append(Plot("loss_by_tokens", "Loss against tokens seen", caption, True, draw))
+    speed, step_time = (partial(draw_speed, quantity=name) for name in ("tokens_per_second", "step_ms"))
+    plots += [
         Plot("gradient_norm", "Gradient norm", "Before clipping, log scale." + crosses, False, draw_norm),
         Plot("learning_rate", "Learning rate", "As scheduled.", False, draw_learning_rate),
-        Plot("tokens_per_second", "Tokens per second", "Thick: running median.", False, draw_tokens_per_second),
-        Plot("step_time", "Milliseconds per step", "Rare peaks may pass the top.", False, draw_step_time),
-        *gpu_plots(runs),
-        *task_plots(runs),
-        *fp8_plots(runs),
+        Plot("tokens_per_second", "Tokens per second", "Thick: running median.", False, speed),
+        Plot("step_time", "Milliseconds per step", "Rare peaks may pass the top.", False, step_time),
     ]
-
-
-def task_plots(runs: Sequence[Run]) -> list[Plot]:
-    """Accuracies over the steps, where a run has been evaluated at several."""
-    if not any(len(figures) > 1 for run in runs for figures in headline_figures(run).values()):
-        return []
-    caption = "Of each task acc_norm, else acc. Bars: a standard error."
-    return [Plot("tasks", "Accuracy on tasks", caption, True, draw_tasks, "Tasks")]
-
-
-def headline_figures(run: Run) -> dict[str, list[tuple[int, TaskFigure]]]:
-    """Of each task the figures of one accuracy."""
-    found = {}
-    for task in dict.fromkeys(task for task, _ in run.tasks):
-        metric = next((m for m in HEADLINES if (task, m) in run.tasks), None)
-        if metric is not None:
-            found[task] = run.tasks[task, metric]
-    return found
-
-
-def draw_tasks(axes: Axes, runs: Sequence[Run]) -> None:
-    """A line per run and task; colours tell the tasks of one run apart, and several runs from each other."""
-    end, lines = 1.0, 0
-    for index, run in enumerate(runs):
-        for place, (task, figures) in enumerate(headline_figures(run).items()):
-            steps = [float(step) for step, _ in figures]
-            values, bars = [figure.value for _, figure in figures], [figure.stderr for _, figure in figures]
-            name = task if len(runs) == 1 else f"{run.name}: {task}"
-            color, dash = look(place if len(runs) == 1 else index)["color"], DASHES[place % len(DASHES)]
-            axes.errorbar(steps, values, bars, marker=".", color=color, linestyle=dash, elinewidth=0.6, label=label(name))
-            end, lines = max(end, steps[-1]), lines + 1
-    axes.set_xlim(-0.015 * end, 1.015 * end)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.legend(loc="upper left", ncols=1 if lines <= 4 else 2, fontsize=7)
-
-
-def gpu_plots(runs: Sequence[Run]) -> list[Plot]:
-    """Power and clock, where a GPU reported them."""
-    plots = []
     for quantity, title, caption in (
         ("watts", "GPU power, watts", "Of the board, in the last second before the reading."),
         ("sm_megahertz", "GPU clock, MHz", "Of the multiprocessors. It falls where the power limit holds it back."),
     ):
         if any(math.isfinite(getattr(reading, quantity)) for run in runs for reading in run.gpu):
             plots.append(Plot(f"gpu_{quantity}", title, caption, False, partial(draw_gpu, quantity=quantity)))
+    if any(len(figures) > 1 for run in runs for figures in headline_figures(run).values()):
+        caption = "Of each task acc_norm, else acc. Bars: a standard error."
+        plots.append(Plot("tasks", "Accuracy on tasks", caption, True, draw_tasks, "Tasks"))
+    if any(classes for run in runs for _, classes in run.fp8):
+        of = "Worst layer of each class of tensors." if len(runs) == 1 else "Worst tensor of each run."
+        plots += [
+            Plot(f"fp8_{quantity}", title, f"{caption} {of}", False, partial(draw_fp8, quantity=quantity), "fp8")
+            for quantity, title, caption in (
+                ("vanished", "Vanished numbers, percent", "Too small for their scale: they became zero."),
+                ("clipped", "Clipped numbers, percent", "Too large for their scale: they became the largest number."),
+            )
+        ]
     return plots
 
 
-def fp8_plots(runs: Sequence[Run]) -> list[Plot]:
-    """Numbers that fp8 lost, where a run has counted them."""
-    if not any(classes for run in runs for _, classes in run.fp8):
-        return []
-    of = "Worst layer of each class of tensors." if len(runs) == 1 else "Worst tensor of each run."
-    return [
-        Plot(f"fp8_{quantity}", title, f"{caption} {of}", False, partial(draw_fp8, quantity=quantity), "fp8")
-        for quantity, title, caption in (
-            ("vanished", "Vanished numbers, percent", "Too small for their scale: they became zero."),
-            ("clipped", "Clipped numbers, percent", "Too large for their scale: they became the largest number."),
-        )
-    ]
+# Axes, styles and names.
 
 
-def look(index: int) -> dict[str, Any]:
+def look(index: int) -> Style:
     """Colour and dash of the run at `index`."""
-    return {
-        "color": light(f"run{index % RUN_COLORS}"),
-        "linestyle": DASHES[index // RUN_COLORS % len(DASHES)],
-    }
+    return {"color": light(f"run{index % RUN_COLORS}"), "linestyle": DASHES[index // RUN_COLORS % len(DASHES)]}
 
 
 def label(name: str) -> str:
-    """A run's name for a legend: short, without matplotlib's formulas ($) and its "do not show" mark (_ in front)."""
+    """A run's name for a legend: short, without matplotlib's formulas ($) and its "do not show" mark (leading _)."""
     name = name if len(name) <= 34 else f"{name[:15]}…{name[-18:]}"
     name = "".join(c if c.isprintable() else "?" for c in name).replace("$", r"\$")
     return f" {name}" if name.startswith("_") else name
+
+
+def key_of(run: Run, index: int) -> Line2D:
+    return Line2D([], [], linewidth=1.5, label=label(run.name), **look(index))
+
+
+def name_runs(axes: Axes, runs: Sequence[Run], corner: Literal["upper right", "lower center", "lower right"]) -> None:
+    """A legend of the runs' names, if there are several."""
+    if len(runs) > 1:
+        key = [key_of(run, index) for index, run in enumerate(runs)]
+        axes.legend(handles=key, loc=corner, ncols=1 if len(runs) <= 4 else 2, fontsize=7)
+
+
+def show_steps_to(axes: Axes, end: float) -> None:
+    axes.set_xlim(-0.015 * end, 1.015 * end)
+
+
+def show_values_as(axes: Axes, form: Callable[[float], str] = "{:g}".format) -> None:
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: form(value)))
+
+
+def tick_sparsely(axes: Axes, count: int) -> None:
+    """A few whole numbers along x, in thousands and millions where they are that large."""
+    axes.xaxis.set_major_locator(MaxNLocator(count, integer=True, steps=[1, 2, 2.5, 5, 10]))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_text(value)))
+
+
+def draw_curve(axes: Axes, x: np.ndarray, y: np.ndarray, index: int, runs: int, average: Callable = np.median) -> None:
+    """The raw curve thin and pale, its running average on top: a median, so that a spike stays a spike."""
+    bins = max(60, RAW_BINS // runs)  # so the file does not grow with the number of runs
+    style = look(index)
+    axes.plot(*envelope(x, y, bins), color=style["color"], alpha=0.28, linewidth=0.6)
+    picked = thin(len(y), bins)
+    axes.plot(x[picked], smooth(y, smoothing(len(y)), picked, average), linewidth=1.5, **style)
+    # All steps, also those whose value is not finite: a run that diverged shows how long it did.
+    show_steps_to(axes, max(float(x[-1]), axes.get_xlim()[1] / 1.015, 1.0))
+
+
+def smoothing(steps: int) -> int:
+    """Neighbours on each side in a running average."""
+    return max(2, steps // 100)
+
+
+# Loss.
 
 
 def floors(runs: Sequence[Run]) -> list[float]:
@@ -140,73 +143,50 @@ def floors(runs: Sequence[Run]) -> list[float]:
     return sorted({run.start.floor_nats_per_token for run in runs if math.isfinite(run.start.floor_nats_per_token)})
 
 
-def draw_curve(axes: Axes, x: np.ndarray, y: np.ndarray, index: int, runs: int, average: Callable = np.median) -> None:
-    """The raw curve thin and pale, and its running average on top: a median, so that a spike stays a spike."""
-    bins = max(60, RAW_BINS // runs)  # so the file does not grow with the number of runs
-    style = look(index)
-    axes.plot(*envelope(x, y, bins), color=style["color"], alpha=0.28, linewidth=0.6)
-    places = thin(len(y), bins)
-    axes.plot(x[places], smooth(y, smoothing(len(y)), places, average), linewidth=1.5, **style)
-    # All steps, also those whose value is not finite: a run that diverged shows how long it did.
-    end = max(float(x[-1]), axes.get_xlim()[1] / 1.015, 1.0)
-    axes.set_xlim(-0.015 * end, 1.015 * end)
-
-
-def smoothing(steps: int) -> int:
-    """Neighbours on each side that a running average takes in."""
-    return max(2, steps // 100)
-
-
-def draw_loss_by_step(axes: Axes, runs: Sequence[Run]) -> None:
-    draw_loss(axes, runs, [1] * len(runs))
-
-
-def draw_loss_by_tokens(axes: Axes, runs: Sequence[Run]) -> None:
-    draw_loss(axes, runs, [run.start.tokens_per_step for run in runs])
-    axes.set_xlabel("tokens")
-
-
-def draw_loss_close_up(axes: Axes, runs: Sequence[Run]) -> None:
-    """From the lowest value to where the running mean was after a fifth of the run."""
-    draw_loss_by_step(axes, runs)
-    lows, tops = floors(runs), []
-    for run in runs:
-        fifth = len(run.steps.loss) // 5
-        places = np.arange(fifth, len(run.steps.loss), max(1, fifth // 50))
-        means = smooth(run.steps.loss, smoothing(len(run.steps.loss)), places)
-        if np.isfinite(means).any():
-            lows.append(float(np.nanmin(means)))
-            tops.append(float(means[np.isfinite(means)][0]))
-    if tops and (room := max(tops) - min(lows)) > 0:
-        axes.set_ylim(min(lows) - 0.08 * room, max(tops) + 0.05 * room)
-
-
-def draw_loss(axes: Axes, runs: Sequence[Run], step_widths: Sequence[int]) -> None:
-    """Training and validation loss; `step_widths` is what one step counts for on the x axis."""
+def draw_loss(axes: Axes, runs: Sequence[Run], *, by_tokens: bool = False) -> None:
+    """Training and validation loss over the steps, or over the tokens."""
     key: list[Line2D] = []
-    for index, (run, width) in enumerate(zip(runs, step_widths, strict=True)):
+    for index, run in enumerate(runs):
+        width = run.start.tokens_per_step if by_tokens else 1
         draw_curve(axes, run.steps.step * width, run.steps.loss, index, len(runs), np.mean)
         if len(runs) > 1:
-            key.append(Line2D([], [], linewidth=1.5, label=label(run.name), **look(index)))
-        places = thin(len(run.validations), MARKS)
-        if len(places):
-            points = np.array(run.validations, dtype=float)[places]
+            key.append(key_of(run, index))
+        picked = thin(len(run.validations), MARKS)
+        if len(picked):
+            points = np.array(run.validations, dtype=float)[picked]
             points[~np.isfinite(points)] = np.nan
             # One run: the second colour tells validation from training. Several: the colour tells the runs apart.
             color = light("run1") if len(runs) == 1 else look(index)["color"]
-            dots: dict[str, Any] = {"color": color, "marker": "o", "markersize": 4.6, "linestyle": "none"}
+            dots: Style = {"color": color, "marker": "o", "markersize": 4.6, "linestyle": "none"}
             dots |= {"markeredgecolor": light("page"), "markeredgewidth": 0.7, "zorder": 4}
             axes.plot(points[:, 0] * width, points[:, 1], **dots)
             if len(runs) == 1:
                 key.append(Line2D([], [], label="validation", **dots))
     if len(runs) == 1:
         key.insert(0, Line2D([], [], linewidth=1.5, label="training", **look(0)))
-    dashed: dict[str, Any] = {"color": light("floor"), "linewidth": 1.0, "linestyle": (0, (4, 3))}
+    dashed: Style = {"color": light("floor"), "linewidth": 1.0, "linestyle": (0, (4, 3))}
     for floor in floors(runs):
         axes.axhline(floor, zorder=1.5, **dashed)
         key.append(Line2D([], [], label=f"entropy of the source, {floor:.3f}", **dashed))
     limit_loss(axes, runs)
     axes.legend(handles=key, loc="best", ncols=1 if len(key) <= 6 else 2)
+    if by_tokens:
+        axes.set_xlabel("tokens")
+
+
+def draw_loss_close_up(axes: Axes, runs: Sequence[Run]) -> None:
+    """From the lowest value to the running mean after a fifth of the run."""
+    draw_loss(axes, runs)
+    lows, tops = floors(runs), []
+    for run in runs:
+        fifth = len(run.steps.loss) // 5
+        picked = np.arange(fifth, len(run.steps.loss), max(1, fifth // 50))
+        means = smooth(run.steps.loss, smoothing(len(run.steps.loss)), picked)
+        if np.isfinite(means).any():
+            lows.append(float(np.nanmin(means)))
+            tops.append(float(means[np.isfinite(means)][0]))
+    if tops and (room := max(tops) - min(lows)) > 0:
+        axes.set_ylim(min(lows) - 0.08 * room, max(tops) + 0.05 * room)
 
 
 def limit_loss(axes: Axes, runs: Sequence[Run]) -> None:
@@ -221,6 +201,9 @@ def limit_loss(axes: Axes, runs: Sequence[Run]) -> None:
         axes.set_ylim(bottom, min(top, max(tops) + 0.04 * (max(tops) - bottom)))
 
 
+# The other curves of a step.
+
+
 def draw_norm(axes: Axes, runs: Sequence[Run]) -> None:
     drawn = False
     for index, run in enumerate(runs):
@@ -228,24 +211,18 @@ def draw_norm(axes: Axes, runs: Sequence[Run]) -> None:
         drawn = drawn or not np.isnan(norm).all()
         draw_curve(axes, run.steps.step, norm, index, len(runs))
         skipped = np.isin(run.steps.step, list(run.skipped))
-        places = np.flatnonzero(skipped)[thin(int(skipped.sum()), MARKS)]
+        picked = np.flatnonzero(skipped)[thin(int(skipped.sum()), MARKS)]
         color = light("warning") if len(runs) == 1 else look(index)["color"]
-        cross: dict[str, Any] = {
-            "color": color,
-            "marker": "x",
-            "markersize": 4.5,
-            "markeredgewidth": 1.2,
-            "linestyle": "none",
-        }
-        known = places[~np.isnan(norm[places])]
+        cross: Style = {"color": color, "marker": "x", "markersize": 4.5, "markeredgewidth": 1.2, "linestyle": "none"}
+        known = picked[~np.isnan(norm[picked])]
         axes.plot(run.steps.step[known], norm[known], zorder=4, **cross)
         # A norm that is not finite has no height: its cross stands at the upper edge.
-        edge = places[np.isnan(norm[places])]
+        edge = picked[np.isnan(norm[picked])]
         axes.plot(run.steps.step[edge], np.full(len(edge), 0.97), transform=axes.get_xaxis_transform(), **cross)
     clips = {run.config.get("clip_norm") for run in runs}
     if len(clips) == 1 and isinstance(clip := clips.pop(), int | float) and clip > 0:
         axes.axhline(clip, color=light("floor"), linewidth=0.9, linestyle=(0, (1, 2)), zorder=1.5)
-        style: dict[str, Any] = {"ha": "right", "color": light("faint"), "fontsize": 7}
+        style: Style = {"ha": "right", "color": light("faint"), "fontsize": 7}
         offset = {"xytext": (0, 2.5), "textcoords": "offset points"}
         axes.annotate(f"clipped at {clip:g}", (0.99, clip), xycoords=("axes fraction", "data"), **offset, **style)
         drawn = True
@@ -254,7 +231,7 @@ def draw_norm(axes: Axes, runs: Sequence[Run]) -> None:
         low, high = axes.get_ylim()
         # Over one decade the powers of ten alone would leave an axis with a single number.
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0,) if high / low > 300 else (1.0, 2.0, 5.0)))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        show_values_as(axes)
         axes.yaxis.set_minor_formatter(NullFormatter())
     name_runs(axes, runs, "upper right")
 
@@ -263,27 +240,20 @@ def draw_learning_rate(axes: Axes, runs: Sequence[Run]) -> None:
     for index, run in enumerate(runs):
         axes.plot(*envelope(run.steps.step, run.steps.learning_rate, RAW_BINS // 2), linewidth=1.5, **look(index))
     axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    show_values_as(axes)
     name_runs(axes, runs, "lower center")
 
 
-def draw_tokens_per_second(axes: Axes, runs: Sequence[Run]) -> None:
-    draw_speed(axes, runs, [run.steps.tokens_per_second for run in runs])
-
-
-def draw_step_time(axes: Axes, runs: Sequence[Run]) -> None:
-    draw_speed(axes, runs, [run.steps.step_ms for run in runs])
-
-
-def draw_speed(axes: Axes, runs: Sequence[Run], series: Sequence[np.ndarray]) -> None:
-    """From zero, so that a wobble looks as small as it is; cut above what 99 % of the steps need."""
+def draw_speed(axes: Axes, runs: Sequence[Run], *, quantity: str) -> None:
+    """A column of `Steps` from zero, so that a wobble looks as small as it is; cut above 99 % of the steps."""
     tops = []
-    for index, (run, values) in enumerate(zip(runs, series, strict=True)):
+    for index, run in enumerate(runs):
+        values = getattr(run.steps, quantity)
         draw_curve(axes, run.steps.step, values, index, len(runs))
         finite = values[np.isfinite(values)]
         tops.append(np.quantile(finite, 0.99) if len(finite) else 0.0)
     axes.set_ylim(0, 1.15 * max(tops) or 1)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short_text(value)))
+    show_values_as(axes, short_text)
     name_runs(axes, runs, "lower right")
 
 
@@ -297,9 +267,42 @@ def draw_gpu(axes: Axes, runs: Sequence[Run], *, quantity: str) -> None:
     name_runs(axes, runs, "lower right")
 
 
+# Tasks.
+
+
+def headline_figures(run: Run) -> dict[str, list[tuple[int, TaskFigure]]]:
+    """The figures of one accuracy of each task."""
+    found = {}
+    for task in dict.fromkeys(task for task, _ in run.tasks):
+        metric = next((m for m in HEADLINES if (task, m) in run.tasks), None)
+        if metric is not None:
+            found[task] = run.tasks[task, metric]
+    return found
+
+
+def draw_tasks(axes: Axes, runs: Sequence[Run]) -> None:
+    """A line per run and task; colours tell the tasks of one run apart, and several runs from each other."""
+    end, lines = 1.0, 0
+    for index, run in enumerate(runs):
+        for number, (task, figures) in enumerate(headline_figures(run).items()):
+            steps = [float(step) for step, _ in figures]
+            values, bars = [figure.value for _, figure in figures], [figure.stderr for _, figure in figures]
+            name = task if len(runs) == 1 else f"{run.name}: {task}"
+            color, dash = look(number if len(runs) == 1 else index)["color"], DASHES[number % len(DASHES)]
+            axes.errorbar(steps, values, bars, marker=".", color=color, linestyle=dash, elinewidth=0.6, label=label(name))
+            end, lines = max(end, steps[-1]), lines + 1
+    show_steps_to(axes, end)
+    show_values_as(axes)
+    axes.legend(loc="upper left", ncols=1 if lines <= 4 else 2, fontsize=7)
+
+
+# fp8.
+
+
 def draw_fp8(axes: Axes, runs: Sequence[Run], *, quantity: str) -> None:
-    """From zero. One run: a line per class of tensors, those that lose the most named. Several: the worst class of each."""
+    """From zero. One run: a line per class of tensors, the worst ones named. Several: the worst class of each run."""
     top, end = 0.0, 1.0
+    faint: Style = {"color": light("floor"), "alpha": 0.5, "linewidth": 0.7}
     for index, run in enumerate(runs):
         lines = percents(run, quantity)
         if not lines:
@@ -307,45 +310,28 @@ def draw_fp8(axes: Axes, runs: Sequence[Run], *, quantity: str) -> None:
         if len(runs) > 1:
             lines = {"": np.fmax.reduce([*lines.values()])}
         steps = np.array([step for step, _ in run.fp8], dtype=float)
-        for place, (name, values) in enumerate(lines.items()):
+        for number, (name, values) in enumerate(lines.items()):
             largest = float(np.nanmax(values, initial=0.0))
-            named = bool(name) and place < NAMED_CLASSES and largest > 0
-            faint: dict[str, Any] = {"color": light("floor"), "alpha": 0.5, "linewidth": 0.7}
-            strong: dict[str, Any] = {"linewidth": 1.3, **look(place if name else index)}
-            axes.plot(
-                *envelope(steps, values, RAW_BINS // 2),
-                marker="." if len(steps) == 1 else "",
-                label=label(name) if named else None,
-                **(strong if named or not name else faint),
-            )
+            named = bool(name) and number < NAMED_CLASSES and largest > 0
+            style: Style = {"linewidth": 1.3, **look(number if name else index)} if named or not name else faint
+            marker = "." if len(steps) == 1 else ""
+            curve = envelope(steps, values, RAW_BINS // 2)
+            axes.plot(*curve, marker=marker, label=label(name) if named else None, **style)
             top = max(top, largest)
         end = max(end, steps[-1])
-    axes.set_xlim(-0.015 * end, 1.015 * end)
+    show_steps_to(axes, end)
     axes.set_ylim(0, 1.45 * top or 1)  # with room for the legend
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    show_values_as(axes)
     if len(runs) == 1 and top > 0:
         axes.legend(loc="upper right", ncols=3, fontsize=7)
     name_runs(axes, runs, "upper right")
 
 
 def percents(run: Run, quantity: str) -> dict[str, np.ndarray]:
-    """Fractions of each class of tensors in percent, in the steps of `run.fp8`; those that lost the most first."""
-    names = dict.fromkeys(name for _, classes in run.fp8 for name in classes)
+    """A fraction of each class of tensors in percent, by the steps of `run.fp8`; the worst class first."""
     lines = {}
-    for name in names:
-        found = [100 * getattr(classes[name], quantity) if name in classes else math.nan for _, classes in run.fp8]
+    for name in dict.fromkeys(name for _, classes in run.fp8 for name in classes):
+        met = [classes.get(name) for _, classes in run.fp8]
+        found = [100 * getattr(statistics, f"{quantity}_fraction") if statistics else math.nan for statistics in met]
         lines[name] = np.where(np.isfinite(found), found, math.nan)
     return dict(sorted(lines.items(), key=lambda line: -np.nanmax([*line[1], 0.0])))
-
-
-def name_runs(axes: Axes, runs: Sequence[Run], place: Literal["upper right", "lower center", "lower right"]) -> None:
-    """A legend of the runs' names, where there is more than one."""
-    if len(runs) > 1:
-        key = [Line2D([], [], linewidth=1.5, label=label(run.name), **look(index)) for index, run in enumerate(runs)]
-        axes.legend(handles=key, loc=place, ncols=1 if len(runs) <= 4 else 2, fontsize=7)
-
-
-def tick_sparsely(axes: Axes, count: int) -> None:
-    """A few whole numbers along x, in thousands and millions where they are that large."""
-    axes.xaxis.set_major_locator(MaxNLocator(count, integer=True, steps=[1, 2, 2.5, 5, 10]))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_text(value)))

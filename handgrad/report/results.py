@@ -1,4 +1,4 @@
-"""What a run achieved, as numbers, and numbers as text. NaN stands for unknown and is shown as a dash."""
+"""The results of a run as numbers, and numbers as text. NaN stands for unknown and shows as a dash."""
 
 import math
 from collections.abc import Callable
@@ -18,11 +18,6 @@ def tokens_seen(run: Run) -> int:
     return steps_done(run) * run.start.tokens_per_step
 
 
-def epochs(run: Run) -> float:
-    """Passes over the training tokens."""
-    return tokens_seen(run) / run.start.train_tokens if run.start.train_tokens > 0 else math.nan
-
-
 def seconds_in_steps(run: Run) -> float:
     """Time spent in the steps; validations, samples and checkpoints come on top."""
     return float(np.nansum(run.steps.step_ms)) / 1000
@@ -31,15 +26,6 @@ def seconds_in_steps(run: Run) -> float:
 def median(values: np.ndarray) -> float:
     finite = values[np.isfinite(values)]
     return float(np.median(finite)) if len(finite) else math.nan
-
-
-def median_tokens_per_second(run: Run) -> float:
-    return median(run.steps.tokens_per_second)
-
-
-def flops_per_second(run: Run) -> float:
-    """Arithmetic of the model at the median speed; recomputed work is not counted."""
-    return run.start.flops_per_token * median_tokens_per_second(run)
 
 
 def final_training_loss(run: Run) -> float:
@@ -54,10 +40,10 @@ def final_validation(run: Run) -> float:
     return run.validations[-1][1] if run.validations else math.nan
 
 
-def best_validation(run: Run) -> tuple[int, float] | None:
+def best_validation(run: Run) -> tuple[int, float]:
     """Step and loss (nats per token) of the lowest validation loss."""
     finite = [(step, loss) for step, loss in run.validations if math.isfinite(loss)]
-    return min(finite, key=lambda pair: pair[1], default=None)
+    return min(finite, key=lambda pair: pair[1], default=(0, math.nan))
 
 
 def perplexity(loss: float) -> float:
@@ -66,20 +52,17 @@ def perplexity(loss: float) -> float:
 
 def bits_per_byte(run: Run, loss: float) -> float:
     """Bits per byte of validation text: the loss in a unit that does not depend on the tokenizer."""
-    start = run.start
-    if not start.validation_text_bytes > 0:
+    data = run.start.data
+    if not data.validation_text_bytes > 0:
         return math.nan
-    return loss * start.validation_tokens / start.validation_text_bytes / math.log(2)
+    return loss * data.validation_tokens / data.validation_text_bytes / math.log(2)
 
 
-def percent_above_floor(run: Run, loss: float) -> float:
-    """How far the loss lies above the entropy of the source, which no model can beat, in percent of it."""
-    floor = run.start.floor_nats_per_token
-    return 100 * (loss / floor - 1) if floor > 0 else math.nan
+# Numbers as text.
 
 
 def shown(value: float, form: Callable[[float], str]) -> str:
-    """`value` through `form`, or a word for what is not a number."""
+    """`value` through `form`, or a sign for NaN and infinity."""
     if math.isnan(value):
         return DASH
     return form(value) if math.isfinite(value) else "∞" if value > 0 else "-∞"
@@ -95,16 +78,20 @@ def validation_text(run: Run) -> str:
     return "NaN" if run.validations and math.isnan(loss) else loss_text(loss)
 
 
-def perplexity_text(value: float) -> str:
-    return shown(value, lambda v: f"{v:.2f}" if v < 1000 else f"{v:,.0f}" if v < 1e9 else f"{v:.1e}")
+def perplexity_text(loss: float) -> str:
+    """The perplexity of a loss."""
+    return shown(perplexity(loss), lambda v: f"{v:.2f}" if v < 1000 else f"{v:,.0f}" if v < 1e9 else f"{v:.1e}")
 
 
 def floor_text(run: Run, loss: float) -> str:
-    return shown(percent_above_floor(run, loss), lambda v: f"{v:+.1f} %" if abs(v) < 100 else f"{v:+,.0f} %")
+    """The excess of a loss over the entropy of the source, which no model can beat, in percent of the entropy."""
+    floor = run.start.floor_nats_per_token
+    percent = 100 * (loss / floor - 1) if floor > 0 else math.nan
+    return shown(percent, lambda v: f"{v:+.1f} %" if abs(v) < 100 else f"{v:+,.0f} %")
 
 
 def fraction_text(value: float) -> str:
-    """A fraction in percent, to three digits; what is not zero does not look so."""
+    """A fraction in percent, to three digits; a small one never shows as zero."""
     return shown(value, lambda v: "0 %" if v == 0 else f"{100 * v:.3g} %" if v >= 1e-6 else f"{100 * v:.0e} %")
 
 
@@ -120,7 +107,7 @@ def count_text(value: float) -> str:
 
 
 def short_text(value: float) -> str:
-    """A count to three digits or so: 600, 8.19k, 4.92M."""
+    """A count to about three digits: 600, 8.19k, 4.92M."""
     return shown(value, lambda v: scaled(v, 1000, ("", "k", "M", "G", "T", "P", "E")))
 
 

@@ -1,4 +1,4 @@
-"""The parts of the report page as HTML. Everything that comes from a run goes through `text`."""
+"""The sections of the report page as HTML. Everything from a run goes through `text`."""
 
 import html
 import json
@@ -7,25 +7,37 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
-from handgrad.config import FIELDS, RunConfig, convert
+from handgrad.config import FIELDS, TUNED, RunConfig, convert
 from handgrad.errors import DataError, UsageError
 from handgrad.report import results
 from handgrad.report.curves import thin
+from handgrad.report.results import loss_text
 from handgrad.report.runs import Run
 from handgrad.report.style import RUN_COLORS
+from handgrad.run_files import CONFIG_FILE
 
 SAMPLES = 6  # per run, spread from the first to the last
 SAMPLE_CHARACTERS = 4000
 NUMBER = re.compile(r"[-+–∞]?[\d,.]*([kMGTPE]| [%a-zA-Z]+)?")
 SATURATION = "clipped numbers in"  # of the events about fp8 tensors that saturate
 ROWS = 100  # of the long tables: events, skipped updates, validations
+SHAPE_WORDS = {"num_layers": "layers", "num_heads": "heads", "channels": "channels", "sequence_length": "positions"}
 
 
 def text(value: object) -> str:
-    """`value` as HTML text. Control characters, which a model of bytes may well write, become visible signs."""
+    """`value` as HTML text. Control characters, which a model of bytes may write, become visible signs."""
     visible = re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", lambda found: chr(0x2400 + min(ord(found.group()), 0x21)), str(value))
     return html.escape(visible)
+
+
+def faint(words: str) -> str:
+    return f'<p class="faint">{text(words)}</p>'
+
+
+def warning(words: str) -> str:
+    return f'<p class="warning">{text(words)}</p>'
 
 
 def table(head: Sequence[object], rows: Iterable[Sequence[object]], *, total: bool = False) -> str:
@@ -46,8 +58,8 @@ def table(head: Sequence[object], rows: Iterable[Sequence[object]], *, total: bo
     return f'<div class="scroll"><table>{header}<tbody>{"".join(body)}</tbody></table></div>'
 
 
-def section(title: str, *parts: str) -> str:
-    content = "\n".join(part for part in parts if part)
+def section(title: str, *contents: str) -> str:
+    content = "\n".join(content for content in contents if content)
     return f"<section>\n<h2>{text(title)}</h2>\n{content}\n</section>" if content else ""
 
 
@@ -56,60 +68,55 @@ def folded(summary: str, content: str) -> str:
 
 
 def per_run(runs: Sequence[Run], make: Callable[[Run], str]) -> str:
-    """`make(run)` for each run, under its name where there are several; runs with nothing to show are left out."""
+    """`make(run)` for each run, under its name if there are several; leaves out runs with nothing to show."""
     made = [(index, run, make(run)) for index, run in enumerate(runs)]
     if len(runs) == 1:
         return made[0][2]
-    return "\n".join(f"<h3>{swatch(index)}{text(run.name)}</h3>\n{part}" for index, run, part in made if part)
-
-
-def swatch(index: int) -> str:
-    return f'<span class="swatch" style="background:var(--run{index % RUN_COLORS})"></span>'
+    swatch = '<span class="swatch" style="background:var(--run{})"></span>'
+    heads = [f"<h3>{swatch.format(index % RUN_COLORS)}{text(run.name)}</h3>" for index, run, _ in made]
+    return "\n".join(f"{head}\n{content}" for head, (_, _, content) in zip(heads, made, strict=True) if content)
 
 
 def description(run: Run) -> str:
     """One paragraph: the model, its data, where it ran and how far it came."""
-    start, config = run.start, run.config
-    shape = [f"{config[key]} {word}" for key, word in SHAPE_WORDS.items() if key in config]
+    start, data, count = run.start, run.start.data, results.count_text
+    shape = [f"{run.config[key]} {word}" for key, word in SHAPE_WORDS.items() if key in run.config]
     of_shape = f" of {', '.join(shape[:-1])} and {shape[-1]}" if len(shape) > 1 else ""
-    epochs = results.epochs(run)
+    epochs = results.tokens_seen(run) / data.train_tokens if data.train_tokens > 0 else math.nan
     passes = f", {epochs:.3g} times the training data" if math.isfinite(epochs) else ""
-    done, planned = results.steps_done(run), start.planned_steps
     frozen = start.trained_parameters < start.parameters
-    part = f" ({results.count_text(start.trained_parameters)} of them not frozen)" if frozen else ""
-    return (
-        f"<p>A GPT-2{text(of_shape)}: {results.count_text(start.parameters)} parameters{part}, trained with gradients"
-        f" written by hand on {text(start.data_folder)} ({results.count_text(start.train_tokens)} tokens, tokenizer"
-        f" {text(start.tokenizer)}, vocabulary {results.count_text(start.vocab_size)}), in {text(start.precision)} on"
-        f" {text(start.device)}. It has done {done:,} of {planned:,} steps of {start.tokens_per_step:,} tokens:"
-        f" {results.short_text(results.tokens_seen(run))} tokens{passes}, in"
-        f" {results.duration_text(results.seconds_in_steps(run))} of steps.{text(fp8_sentence(run))}</p>"
+    trained = f" ({count(start.trained_parameters)} of them not frozen)" if frozen else ""
+    words = (
+        f"A GPT-2{of_shape}: {count(start.parameters)} parameters{trained}, trained with gradients written by hand on"
+        f" {data.folder} ({count(data.train_tokens)} tokens, tokenizer {data.tokenizer}, vocabulary"
+        f" {count(start.vocab_size)}), in {start.precision} on {start.device}. It has done {results.steps_done(run):,} of"
+        f" {start.steps:,} steps of {start.tokens_per_step:,} tokens: {results.short_text(results.tokens_seen(run))}"
+        f" tokens{passes}, in {results.duration_text(results.seconds_in_steps(run))} of steps.{fp8_sentence(run)}"
     )
+    return f"<p>{text(words)}</p>"
 
 
 def fp8_sentence(run: Run) -> str:
-    """Which products of an fp8 run are in fp8, as configured; the history has what left it on the way."""
+    """Names the products of an fp8 run that are in fp8, as configured; the history has what left it on the way."""
     if run.start.precision != "fp8":
         return ""
-    from handgrad.fp8.tables import fp8_products  # torch takes longer to load than most reports to write
+    from handgrad.fp8.tables import fp8_gemms  # torch takes longer to load than most reports to write
+    from handgrad.models import architecture
 
     try:
         known = {name: convert(name, value) for name, value in run.config.items() if name in FIELDS}
         config = replace(RunConfig(**known), precision="fp8")
-        products = fp8_products(config).describe(config.num_layers)
+        layers, parts = config.num_layers, architecture(config.shape(1)).FP8_PARTS
+        kept = config.fp8_keep_bf16.replace(TUNED, "")
+        products = fp8_gemms(kept, config.fp8_head, layers, parts).describe(layers, parts)
     except UsageError as error:
-        raise DataError(f"{run.folder / 'config.toml'}: {error}; mend that line or restore the file") from None
-    return (
-        f" In fp8: the products {products}; gradients in {config.fp8_gradients}, {config.fp8_scaling} scaling; the rest in"
-        " bf16."
-    )
-
-
-SHAPE_WORDS = {"num_layers": "layers", "num_heads": "heads", "channels": "channels", "sequence_length": "positions"}
+        raise DataError(f"{run.folder / 'config.toml'}: {error}; repair that line or restore the file") from None
+    gradients = f"gradients in {config.fp8_gradients}, {config.fp8_scaling} scaling"
+    return f" In fp8: the products {products}; {gradients}; the rest in bf16."
 
 
 def warnings(run: Run) -> str:
-    """What a reader should know before trusting the numbers."""
+    """Facts to know before trusting the numbers."""
     found = []
     broken = run.steps.step[~(abs(run.steps.loss) < math.inf)]
     if len(broken):
@@ -122,31 +129,53 @@ def warnings(run: Run) -> str:
         found.append(f"Tensors in fp8 saturated {times} in step {saturated[0]:,}; they are listed below.")
     if run.last_line_cut:
         found.append("The last line of metrics.jsonl was cut in half, as a kill does, and is left out.")
-    return f'<p class="warning">{text(" ".join(found))}</p>' if found else ""
+    return warning(" ".join(found)) if found else ""
 
 
 def tiles(run: Run) -> str:
     """The headline numbers of one run."""
-    loss, best = results.final_validation(run), results.best_validation(run)
-    speed, floor = results.median_tokens_per_second(run), run.start.floor_nats_per_token
     if run.validations:
-        last_step = run.validations[-1][0]
+        loss, last_step = results.final_validation(run), run.validations[-1][0]
         note = f"nats per token, step {last_step:,}"
-        if best and best[0] != last_step:
-            note += f"; best {results.loss_text(best[1])} in step {best[0]:,}"
+        best_step, best_loss = results.best_validation(run)
+        if best_step not in (0, last_step):
+            note += f"; best {loss_text(best_loss)} in step {best_step:,}"
         shown = [("Validation loss", results.validation_text(run), note)]
     else:
         loss = results.final_training_loss(run)
-        shown = [("Training loss", results.loss_text(loss), "nats per token; no validation yet")]
-    shown.append(("Perplexity", results.perplexity_text(results.perplexity(loss)), "per token"))
+        shown = [("Training loss", loss_text(loss), "nats per token; no validation yet")]
+    shown.append(("Perplexity", results.perplexity_text(loss), "per token"))
     if run.validations and not math.isnan(bits := results.bits_per_byte(run, loss)):
-        shown.append(("Bits per byte", results.loss_text(bits), "of validation text"))
+        shown.append(("Bits per byte", loss_text(bits), "of validation text"))
     if (above := results.floor_text(run, loss)) != results.DASH:
-        shown.append(("Above the floor", above, f"source entropy {results.loss_text(floor)}"))
+        shown.append(("Above the floor", above, f"source entropy {loss_text(run.start.floor_nats_per_token)}"))
     per_step = f"median; {results.median(run.steps.step_ms):,.0f} ms per step"
-    shown.append(("Tokens per second", results.count_text(speed), per_step))
+    shown.append(("Tokens per second", results.count_text(results.median(run.steps.tokens_per_second)), per_step))
     row = '<div class="tile"><dt>{}</dt><dd class="value">{}</dd><dd class="note">{}</dd></div>'
     return f'<dl class="tiles">{"".join(row.format(*map(text, tile)) for tile in shown)}</dl>'
+
+
+COMPARED: dict[str, Callable[[Run], str]] = {
+    "validation loss, nats per token": results.validation_text,
+    "best validation loss": lambda run: loss_text(results.best_validation(run)[1]),
+    "perplexity": lambda run: results.perplexity_text(results.final_validation(run)),
+    "bits per byte": lambda run: loss_text(results.bits_per_byte(run, results.final_validation(run))),
+    "above the floor": lambda run: results.floor_text(run, results.final_validation(run)),
+    "training loss, last 2 % of steps": lambda run: loss_text(results.final_training_loss(run)),
+    "steps": lambda run: f"{results.steps_done(run):,}",
+    "tokens": lambda run: results.short_text(results.tokens_seen(run)),
+    "tokens per second, median": lambda run: results.count_text(results.median(run.steps.tokens_per_second)),
+    # Arithmetic of the model; recomputed work does not count.
+    "model FLOP/s, median": lambda run: results.short_text(
+        run.start.flops_per_token * results.median(run.steps.tokens_per_second)
+    ),
+    "time in steps": lambda run: results.duration_text(results.seconds_in_steps(run)),
+    "parameters": lambda run: results.count_text(run.start.parameters),
+    "planned memory": lambda run: results.bytes_text(math.fsum(run.start.memory_bytes.values())),
+    "precision": lambda run: run.start.precision,
+    "device": lambda run: run.start.device,
+    "data": lambda run: f"{run.start.data.folder} ({run.start.data.identity[:8]})",
+}
 
 
 def comparison(runs: Sequence[Run]) -> str:
@@ -157,129 +186,96 @@ def comparison(runs: Sequence[Run]) -> str:
     keys = sorted({key for run in runs for key in run.config} - {"out"})
     settings = [[key, *(setting(run, key) for run in runs)] for key in keys]
     differing = [row for row in settings if len(set(row[1:])) > 1]
-    parts = [table(names, [row for row in measured if any(cell != results.DASH for cell in row[1:])])]
-    if len({(run.start.data_identity, run.start.tokenizer, run.start.vocab_size) for run in runs}) > 1:
-        parts.append(
-            '<p class="warning">The runs were not trained on the same shards. Losses per token compare only under the'
-            " same tokenizer and validation text; bits per byte, under the same validation text.</p>"
+    tables = [table(names, [row for row in measured if any(cell != results.DASH for cell in row[1:])])]
+    if len({(run.start.data.identity, run.start.data.tokenizer, run.start.vocab_size) for run in runs}) > 1:
+        tables.append(
+            warning(
+                "The runs were not trained on the same shards. Losses per token compare only under the same tokenizer and"
+                " validation text; bits per byte, under the same validation text."
+            )
         )
-    return section("Results", *parts) + section(
-        "Settings that differ", table(names, differing) if differing else '<p class="faint">None but the folder.</p>'
-    )
+    difference = table(names, differing) if differing else faint("None but the folder.")
+    return section("Results", *tables) + section("Settings that differ", difference)
 
 
 def setting(run: Run, key: str) -> str:
     return json.dumps(run.config[key], ensure_ascii=False, default=str) if key in run.config else results.DASH
 
 
-COMPARED: dict[str, Callable[[Run], str]] = {
-    "validation loss, nats per token": results.validation_text,
-    "best validation loss": lambda run: results.loss_text((results.best_validation(run) or (0, math.nan))[1]),
-    "perplexity": lambda run: results.perplexity_text(results.perplexity(results.final_validation(run))),
-    "bits per byte": lambda run: results.loss_text(results.bits_per_byte(run, results.final_validation(run))),
-    "above the floor": lambda run: results.floor_text(run, results.final_validation(run)),
-    "training loss, last 2 % of steps": lambda run: results.loss_text(results.final_training_loss(run)),
-    "steps": lambda run: f"{results.steps_done(run):,}",
-    "tokens": lambda run: results.short_text(results.tokens_seen(run)),
-    "tokens per second, median": lambda run: results.count_text(results.median_tokens_per_second(run)),
-    "model FLOP/s, median": lambda run: results.short_text(results.flops_per_second(run)),
-    "time in steps": lambda run: results.duration_text(results.seconds_in_steps(run)),
-    "parameters": lambda run: results.count_text(run.start.parameters),
-    "planned memory": lambda run: results.bytes_text(math.fsum(run.start.memory_bytes.values())),
-    "precision": lambda run: run.start.precision,
-    "device": lambda run: run.start.device,
-    "data": lambda run: f"{run.start.data_folder} ({run.start.data_identity[:8]})",
-}
-
-
 def samples(run: Run) -> str:
-    if not run.samples:
-        return ""
     shown = []
-    for place in thin(len(run.samples), SAMPLES):
-        step, sample = run.samples[place]
+    for index in thin(len(run.samples), SAMPLES):
+        step, sample = run.samples[index]
         cut = sample if len(sample) <= SAMPLE_CHARACTERS else sample[:SAMPLE_CHARACTERS] + " …"
         shown.append(f'<div class="sample"><span class="faint">step {step:,}</span><pre>{text(cut)}</pre></div>')
-    left_out = len(run.samples) - len(shown)
-    if left_out:
-        shown.append(f'<p class="faint">{left_out:,} more samples are in metrics.jsonl.</p>')
+    if left_out := len(run.samples) - len(shown):
+        shown.append(faint(f"{left_out:,} more samples are in metrics.jsonl."))
     return "\n".join(shown)
 
 
 def history(run: Run) -> str:
     """Launches, events and skipped updates."""
+    firsts = [results.DASH if first is None else f"{first:,}" for first in run.first_steps]
     starts = [
-        [n, "–" if s.first_step is None else f"{s.first_step:,}", s.handgrad, s.torch, s.precision, s.device]
-        for n, s in enumerate(run.starts, start=1)
+        [number, first, start.handgrad, start.torch, start.precision, start.device]
+        for number, (first, start) in enumerate(zip(firsts, run.starts, strict=True), start=1)
     ]
-    parts = [table(["start", "first step", "handgrad", "torch", "precision", "device"], starts[-ROWS:])]
-    if run.events:
-        parts.append(table(["step", "event"], [[f"{step:,}", event] for step, event in run.events[-ROWS:]]))
-    if run.skipped:
-        rows = [[f"{step:,}", why] for step, why in run.skipped.items()]
-        parts.append(table(["step", "update skipped because"], rows[-ROWS:]))
-    if max(len(starts), len(run.events), len(run.skipped)) > ROWS:
-        parts.append(f'<p class="faint">Tables end with the last {ROWS} rows; metrics.jsonl has all.</p>')
-    return "\n".join(parts)
+    tables = [table(["start", "first step", "handgrad", "torch", "precision", "device"], starts[-ROWS:])]
+    noted = {"event": run.events, "update skipped because": [*run.skipped.items()]}
+    for head, notes in noted.items():
+        if notes:
+            tables.append(table(["step", head], [[f"{step:,}", note] for step, note in notes[-ROWS:]]))
+    if max(map(len, (starts, *noted.values()))) > ROWS:
+        tables.append(faint(f"Tables end with the last {ROWS} rows; metrics.jsonl has all."))
+    return "\n".join(tables)
 
 
 def validations(run: Run) -> str:
-    if not run.validations:
-        return ""
     rows = []
-    for place in thin(len(run.validations), ROWS):
-        step, loss = run.validations[place]
-        tokens = results.short_text(step * run.start.tokens_per_step)
-        perplexity = results.perplexity_text(results.perplexity(loss))
-        bits = results.loss_text(results.bits_per_byte(run, loss))
-        rows.append([f"{step:,}", tokens, results.loss_text(loss), perplexity, bits])
-    return table(["step", "tokens", "nats per token", "perplexity", "bits per byte"], rows)
+    for index in thin(len(run.validations), ROWS):
+        step, loss = run.validations[index]
+        tokens, bits = results.short_text(step * run.start.tokens_per_step), results.bits_per_byte(run, loss)
+        rows.append([f"{step:,}", tokens, loss_text(loss), results.perplexity_text(loss), loss_text(bits)])
+    return table(["step", "tokens", "nats per token", "perplexity", "bits per byte"], rows) if rows else ""
 
 
 def tasks(run: Run) -> str:
     """The newest figure of every task and metric."""
-    if not run.tasks:
-        return ""
     rows = []
     for (task, metric), figures in run.tasks.items():
         step, figure = figures[-1]
         stderr = results.shown(figure.stderr, "± {:.4f}".format)
-        rows.append([task, metric, results.loss_text(figure.value), stderr, f"{figure.examples:,}", f"{step:,}"])
-    return table(["task", "metric", "value", "standard error", "examples", "step"], rows)
+        rows.append([task, metric, loss_text(figure.value), stderr, f"{figure.examples:,}", f"{step:,}"])
+    return table(["task", "metric", "value", "standard error", "examples", "step"], rows) if rows else ""
 
 
 def memory(run: Run) -> str:
     """Planned device memory per component."""
-    sizes = run.start.memory_bytes
-    if not sizes:
+    if not run.start.memory_bytes:
         return ""
-    sizes = {**sizes, "total": math.fsum(sizes.values())}
-    whole = sizes["total"] or 1
-    rows = [[name.replace("_", " "), results.bytes_text(n), f"{100 * n / whole:.1f} %"] for name, n in sizes.items()]
+    total = math.fsum(run.start.memory_bytes.values())
+    sizes = {**run.start.memory_bytes, "total": total}
+    rows = [[k.replace("_", " "), results.bytes_text(n), f"{100 * n / (total or 1):.1f} %"] for k, n in sizes.items()]
     return table(["", "size", "share"], rows, total=True)
 
 
 def fp8(run: Run) -> str:
-    """What the last counts of an fp8 run say, by class of tensors."""
+    """The last counts of an fp8 run by class of tensors."""
     step, classes = run.fp8[-1] if run.fp8 else (0, {})
-    if not classes:
-        return ""
-    rows = []
+    rows: list[list[Any]] = []
     for name, found in classes.items():
         scales = results.scales_text(found.smallest_scale, found.largest_scale)
-        largest = results.shown(found.largest, "{:.3g}".format)
-        fractions = (results.fraction_text(fraction) for fraction in (found.clipped, found.vanished))
-        where = found.most_vanished.removesuffix(f".{name}") if found.vanished > 0 else results.DASH
+        largest = results.shown(found.largest_amax, "{:.3g}".format)
+        fractions = map(results.fraction_text, (found.clipped_fraction, found.vanished_fraction))
+        where = found.most_vanished.removesuffix(f".{name}") if found.vanished_fraction > 0 else results.DASH
         rows.append([name, largest, scales, *fractions, where])
     head = ["", "largest magnitude", "scale", "clipped", "vanished", "most in"]
     note = f"In step {step:,}; of each class of tensors the worst layer."
-    return table(head, rows) + f'<p class="faint">{text(note)}</p>'
+    return table(head, rows) + faint(note) if rows else ""
 
 
 def ranks(run: Run) -> str:
-    """Which of several ranks the others waited for, and how long."""
-    if not run.paces:
-        return ""
+    """Each rank that the others waited for, and for how long."""
     rows = []
     for rank in sorted({pace.slowest for pace in run.paces}):
         mine = [pace for pace in run.paces if pace.slowest == rank]
@@ -289,29 +285,26 @@ def ranks(run: Run) -> str:
         rows.append([f"rank {rank}", share, f"{100 * math.fsum(ahead) / max(1, len(ahead)):.1f} %", f"{longest:.1f} ms"])
     head = ["slowest", "of the reports", "behind the median, mean", "longest step of its own work"]
     note = "All ranks wait for the slowest. Its own work is its micro-batches, without waiting for others."
-    return table(head, rows) + f'<p class="faint">{text(note)}</p>'
+    return table(head, rows) + faint(note) if rows else ""
 
 
-def settings(run: Run) -> str:
-    lines = [f"{key} = {setting(run, key)}" for key in run.config]
+def preformatted(lines: Iterable[str]) -> str:
     return f"<pre>{text(chr(10).join(lines))}</pre>"
 
 
+def settings(run: Run) -> str:
+    return preformatted(f"{key} = {setting(run, key)}" for key in run.config)
+
+
 def commands(run: Run) -> str:
-    """What to type next. `steps` shapes the schedule, so a finished run is not resumed but starts another one."""
-    folder, config = shlex.quote(str(run.folder)), shlex.quote(str(run.folder / "config.toml"))
-    if results.steps_done(run) < run.start.planned_steps:
-        train = ["# go on from the last checkpoint", f"handgrad train --config {config} --out {folder}"]
-    else:
+    """Commands to type next. `steps` shapes the schedule, so a finished run does not resume: another one starts."""
+    folder, config = shlex.quote(str(run.folder)), shlex.quote(str(run.folder / CONFIG_FILE))
+    train = ["# continue from the last checkpoint", f"handgrad train --config {config} --out {folder}"]
+    if results.steps_done(run) >= run.start.steps:
         other = shlex.quote(f"{run.folder}-2")
         train = [
             "# the run is complete; start another one from its weights",
             f"handgrad train --config {config} --out {other} --init-from {folder}",
         ]
-    lines = [
-        *train,
-        "# write text, measure the loss again",
-        f'handgrad sample {folder} --prompt "Once upon a time"',
-        f"handgrad evaluate {folder}",
-    ]
-    return f"<pre>{text(chr(10).join(lines))}</pre>"
+    sample = f'handgrad sample {folder} --prompt "Once upon a time"'
+    return preformatted([*train, "# write text, measure the loss again", sample, f"handgrad evaluate {folder}"])

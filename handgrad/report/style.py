@@ -1,7 +1,7 @@
 """The look of the report: one palette for the page and its plots, and the page's style sheet."""
 
-# Name: (light, dark). The plots are drawn in the light colours; in the page each becomes `var(--name)`, so a plot
-# follows the reader's colour scheme. The light ones must therefore all differ.
+# Name: (light, dark). `drawing` draws in the light colours and replaces each by `var(--name)` in the page, so a plot
+# follows the reader's colour scheme. Therefore the light ones must all differ.
 PALETTE = {
     "page": ("#fcfcfa", "#16181b"),
     "card": ("#f3f3ef", "#1e2125"),

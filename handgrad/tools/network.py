@@ -16,11 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from handgrad.config import RunConfig
 from handgrad.errors import UsageError
 from handgrad.parallel.launchers import find_rank_info
 from handgrad.parallel.ranks import Ranks
-from handgrad.parallel.rendezvous import joined
+from handgrad.parallel.rendezvous import Timeouts, joined
 
 MIB = 1 << 20
 SIZES = (1 << 10, MIB)  # bytes of a buffer, and the large one:
@@ -56,7 +55,7 @@ def examine_network(device: torch.device) -> Iterator[tuple[bool, str]]:
         )
     if device.type not in LARGE:
         device = torch.device("cpu")
-    with joined(info, device, RunConfig()) as ranks:
+    with joined(info, device, Timeouts()) as ranks:
         yield from measure(ranks, device)
 
 

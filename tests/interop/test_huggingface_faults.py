@@ -15,7 +15,7 @@ from torch import Tensor
 from handgrad import checkpoint
 from handgrad.cli import main
 from handgrad.errors import StorageError
-from handgrad.interop import hf_export, huggingface, sources
+from handgrad.interop import export, huggingface, sources
 from tests.test_commands import refused
 
 
@@ -159,25 +159,25 @@ def test_the_hub(exported: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Api, "upload_folder", full)
     with pytest.raises(StorageError, match="the folder itself is complete"):
-        hf_export.push(tmp_path / "hf", "me/mine")
+        export.push(tmp_path / "hf", "me/mine")
 
 
 def test_an_export_that_reads_back_otherwise(exported: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A writer that is wrong, or a disk that lies, leaves no folder."""
     run, _, _ = exported("bytes")
-    original = hf_export.write_weights
+    original = export.write_weights
 
     def swapped(path: Path, *rest: object) -> None:
         original(path, *rest)
         names = ["transformer.h.0.ln_1.weight", "transformer.h.1.ln_1.weight"]
         change_tensors(path.parent, lambda t: t.update(dict(zip(names, (t[names[1]], t[names[0]]), strict=True))))
 
-    monkeypatch.setattr(hf_export, "write_weights", swapped)
-    with pytest.raises(StorageError, match="gave other logits"):
-        hf_export.export_model(checkpoint.find(str(run)), tmp_path / "deep" / "hf")
-    monkeypatch.setattr(hf_export, "write_weights", lambda path, *rest: path.write_bytes(b"no"))
-    with pytest.raises(StorageError, match="does not read back"):
-        hf_export.export_model(checkpoint.find(str(run)), tmp_path / "deep" / "hf")
+    monkeypatch.setattr(export, "write_weights", swapped)
+    with pytest.raises(StorageError, match="gave other numbers"):
+        export.export_model(checkpoint.find(str(run)), tmp_path / "deep" / "hf")
+    monkeypatch.setattr(export, "write_weights", lambda path, *rest: path.write_bytes(b"no"))
+    with pytest.raises(StorageError, match="do not read back"):
+        export.export_model(checkpoint.find(str(run)), tmp_path / "deep" / "hf")
     assert not list((tmp_path / "deep").iterdir())
 
 
@@ -188,9 +188,9 @@ def test_a_full_disk_leaves_nothing(exported: Callable, tmp_path: Path, monkeypa
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "write_file", full)
-    monkeypatch.setattr(hf_export, "write_file", full)
+    monkeypatch.setattr(export, "write_file", full)
     with pytest.raises(StorageError, match="free some space"):
-        hf_export.export_model(checkpoint.find(str(run)), tmp_path / "hf")
+        export.export_model(checkpoint.find(str(run)), tmp_path / "hf")
     with pytest.raises(StorageError, match="free some space"):
         sources.import_model(str(folder), tmp_path / "run")
     assert list(tmp_path.iterdir()) == []

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from handgrad.models.parameters import ParameterRow, parameter_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,11 +14,10 @@ from handgrad.cli import main
 from handgrad.config import ModelShape
 from handgrad.data.tokenizer import load_tokenizer
 from handgrad.errors import DataError, StorageError
-from handgrad.interop import llmc_export
+from handgrad.interop import export
 from handgrad.interop.llmc_model import read_model, write_model
 from handgrad.interop.llmc_state import read_state, write_state
 from handgrad.interop.llmc_tokenizer import read_tokens, tokenizer_bytes
-from handgrad.models.parameters import ParameterRow, parameter_table
 from tests.interop.models import make_checkpoint, weights
 from tests.interop.test_llmc import make_state
 from tests.test_commands import refused
@@ -34,7 +34,7 @@ def tiny_files(folder: Path) -> tuple[bytes, bytes, bytes]:
         return torch.arange(row.elements).view(row.shape)[: row.stored_rows].float()
 
     write_model(folder / "model.bin", TINY, value, torch.float32)
-    write_state(folder / "state.bin", TINY, 7, (value, value), value)
+    write_state(folder / "state.bin", TINY, 7, dict.fromkeys(("m", "v", "master"), value))
     tokens = tokenizer_bytes(load_tokenizer("bytes"))
     return (folder / "model.bin").read_bytes(), (folder / "state.bin").read_bytes(), tokens
 
@@ -60,7 +60,7 @@ MODELS = {
     "empty": (lambda c: b"", "found 0; the file was cut"),
     "a cut header": (lambda c: c[:1023], "found 1023"),
     "cut": (lambda c: c[:-2], "expected 164352 bytes for 2 layers of 32 channels and 384 rows of vocabulary"),
-    "longer": (lambda c: c + b"\0\0", "copy or export it again"),
+    "longer": (lambda c: c + b"\0\0", "make it again"),
     "tokens": (lambda c: words(c, w0=20240520), "found 20240520, GPT-2 tokens"),
     "Llama": (lambda c: words(c, w0=20240803), "found 20240803, a Llama 3 model"),
     "foreign": (lambda c: b"PK\3\4" + c[4:], "which is no llm.c file's"),
@@ -184,8 +184,8 @@ def test_wrong_arguments(files: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert "needs --to llmc" in refused(capsys, 64, "export", run, "--to", "hf", out, "--with-optimizer")
     assert "model file of llm.c" in refused(capsys, 64, "import", run, "--out", out, "--optimizer", "state.bin")
     assert "found no such file" in refused(capsys, 65, "import", "no/model.bin", "--out", out)
-    assert "expected nothing at" in refused(capsys, 64, "import", str(files / "model.bin"), "--out", str(files))
-    assert "expected nothing at" in refused(capsys, 64, "export", run, "--to", "llmc", str(files))
+    assert "already exists" in refused(capsys, 64, "import", str(files / "model.bin"), "--out", str(files))
+    assert "already exists" in refused(capsys, 64, "export", run, "--to", "llmc", str(files))
     assert not Path(out).exists()
 
 
@@ -209,12 +209,12 @@ def test_an_export_that_reads_back_otherwise(tmp_path: Path, monkeypatch: pytest
         raise OSError(28, "No space left on device")
 
     for writer, told in ((swapped, "gave other numbers"), (full, "free some space")):
-        monkeypatch.setattr(llmc_export, "write_model", writer)
+        monkeypatch.setattr(export, "write_model", writer)
         with pytest.raises(StorageError, match=told):
-            llmc_export.export_llmc(found, tmp_path / "deep" / "c")
-    monkeypatch.setattr(llmc_export, "write_model", lambda path, *rest: path.write_bytes(b"no"))
-    with pytest.raises(StorageError, match="does not read back"):
-        llmc_export.export_llmc(found, tmp_path / "deep" / "c")
+            export.export_llmc(found, tmp_path / "deep" / "c")
+    monkeypatch.setattr(export, "write_model", lambda path, *rest: path.write_bytes(b"no"))
+    with pytest.raises(StorageError, match="do not read back"):
+        export.export_llmc(found, tmp_path / "deep" / "c")
     assert not list((tmp_path / "deep").iterdir())
 
 

@@ -1,0 +1,229 @@
+"""A checkpoint into a folder that transformers or llm.c open, read back and compared, bit for bit, before it gets its name.
+
+transformers    model.safetensors       the weights
+                config.json, generation_config.json, the files of the tokenizer
+                README.md, curve.png    the model card
+llm.c           model.bin               the weights
+                gpt2_tokenizer.bin      the tokens, for llm.c's sampling
+                tokenizer.json          of a trained vocabulary, since llm.c's file cannot encode
+                with the optimizer:
+                model_<step>.bin        model.bin, by the name that llm.c looks for when it resumes
+                state_<step>_00000.bin  moments and master weights
+                DONE_<step>             empty: all of them are complete
+"""
+
+import functools
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from handgrad.checkpoint import OPTIMIZER_FILE, Checkpoint, Stored, safetensors_bytes, write_file
+from handgrad.checkpoint import WEIGHTS_FILE as OUR_WEIGHTS_FILE
+from handgrad.data.tokenizer import tokenizer_files
+from handgrad.errors import DataError, StorageError, UsageError
+from handgrad.evaluation.load import LoadedModel, load_model
+from handgrad.files import check_free, whole
+from handgrad.generation.decode import decode_buffers, decode_tensors
+from handgrad.interop.huggingface import (
+    CONFIG_FILE,
+    GENERATION_FILE,
+    PREFIX,
+    WEIGHTS_FILE,
+    HuggingFaceFolder,
+    opened,
+    read_folder,
+    their_config,
+    their_name,
+    their_shape,
+    transposed,
+)
+from handgrad.interop.llmc_model import LlmcModel, read_model, write_model
+from handgrad.interop.llmc_state import TENSORS, read_state, write_state
+from handgrad.interop.llmc_tokenizer import tokenizer_bytes
+from handgrad.interop.model_card import CARD_FILE, CURVE_FILE, curve_png, model_card
+from handgrad.interop.vocabulary import vocabulary_files
+from handgrad.models import architecture, parameter_table
+from handgrad.models.rows import ParameterRow
+from handgrad.ops import reference
+
+MODEL_FILE, TOKENS_FILE = "model.bin", "gpt2_tokenizer.bin"
+CHECKED_TOKENS = 8  # random tokens, to measure how far rounding moves logits
+EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The result of an export: `rounding` is the largest change of a logit by the rounding to `dtype` (0 in float32)."""
+
+    folder: Path
+    parameters_bytes: int
+    tokens: int
+    rounding: float
+
+
+def export_model(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype = torch.float32) -> Exported:
+    """`handgrad export --to hf`. Raises the errors of `export`."""
+
+    def write(partial: Path, model: LoadedModel) -> None:
+        write_weights(partial / WEIGHTS_FILE, model.views["parameters"], parameter_table(model.shape), dtype)
+        config = their_config(model.shape, model.tokenizer, dtype, model.config.dropout)
+        ids = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
+        files = {
+            CONFIG_FILE: (json.dumps(config, indent=2) + "\n").encode(),
+            GENERATION_FILE: (json.dumps(ids, indent=2) + "\n").encode(),
+            **vocabulary_files(model.tokenizer, model.shape.sequence_length),
+            CARD_FILE: model_card(checkpoint, model, dtype).encode(),
+            CURVE_FILE: curve_png(checkpoint),
+        }
+        for name, content in files.items():
+            if content is not None:
+                write_file(partial / name, [content])
+
+    return export(checkpoint, folder, dtype, WEIGHTS_FILE, write, read_folder)
+
+
+def write_weights(path: Path, flat: Tensor, table: tuple[ParameterRow, ...], dtype: torch.dtype) -> None:
+    """Writes the parameters as one safetensors file of theirs. Raises OSError."""
+
+    def theirs(row: ParameterRow) -> Tensor:
+        stored = row.stored(flat)
+        return (stored.t() if transposed(row) else stored).to(dtype).contiguous()
+
+    tensors = [
+        Stored(PREFIX + their_name(row.name), dtype, their_shape(row), functools.partial(theirs, row)) for row in table
+    ]
+    write_file(path, safetensors_bytes(tensors, {"format": "pt"}))
+
+
+def export_llmc(
+    checkpoint: Checkpoint, folder: Path, dtype: torch.dtype = torch.float32, *, with_optimizer: bool = False
+) -> Exported:
+    """`handgrad export --to llmc`. Raises the errors of `export`, and `UsageError`: a token is too long for llm.c, or the
+    checkpoint has no moments."""
+    state_name = f"state_{checkpoint.step:08d}_00000.bin"
+    tensors: dict[str, Callable[[ParameterRow], Tensor]] = {}
+    if with_optimizer:
+        check_free(folder)
+        with opened(checkpoint.folder / OPTIMIZER_FILE) as moments, opened(checkpoint.folder / OUR_WEIGHTS_FILE) as weights:
+            if "m.wte" not in moments.keys():  # noqa: SIM118
+                raise UsageError(
+                    f"expected a run's moments in {checkpoint.folder}, found none: it was imported without them"
+                )
+            has_master = weights.get_slice("wte").get_dtype() != "BF16"  # a run without master weights stores bf16
+        files = {"m": (OPTIMIZER_FILE, "m."), "v": (OPTIMIZER_FILE, "v."), "master": (OUR_WEIGHTS_FILE, "")}
+        for name in TENSORS if has_master else TENSORS[:2]:
+            tensors[name] = functools.partial(stored_tensor, checkpoint, *files[name])
+
+    def write(partial: Path, model: LoadedModel) -> None:
+        flat = model.views["parameters"]
+        write_model(partial / MODEL_FILE, model.shape, lambda row: row.stored(flat), dtype)
+        write_file(partial / TOKENS_FILE, [tokenizer_bytes(model.tokenizer)])
+        for name, content in tokenizer_files(model.tokenizer).items():
+            write_file(partial / name, [content])
+        if with_optimizer:
+            write_state(partial / state_name, model.shape, checkpoint.step, tensors)
+            (partial / f"model_{checkpoint.step:08d}.bin").symlink_to(MODEL_FILE)
+            write_file(partial / f"DONE_{checkpoint.step:08d}", [])
+
+    def read(partial: Path) -> LlmcModel:
+        found = read_model(partial / MODEL_FILE)
+        if with_optimizer:
+            state = read_state(partial / state_name, found)
+            same = (state.step, state.has_master) == (checkpoint.step, "master" in tensors)
+            table = parameter_table(found.shape)
+            if not same or not all(
+                torch.equal(state.values(name, row), wanted(row).float())
+                for name, wanted in tensors.items()
+                for row in table
+            ):
+                raise DataError(
+                    f"expected the optimizer's numbers of {checkpoint.folder} in {partial / state_name}, found others"
+                )
+        return found
+
+    return export(checkpoint, folder, dtype, MODEL_FILE, write, read)
+
+
+def stored_tensor(checkpoint: Checkpoint, file: str, prefix: str, row: ParameterRow) -> Tensor:
+    return checkpoint.tensor(file, prefix + row.name, row.stored_shape)
+
+
+def export(
+    checkpoint: Checkpoint,
+    folder: Path,
+    dtype: torch.dtype,
+    weights_file: str,
+    write: Callable[[Path, LoadedModel], None],
+    read: Callable[[Path], HuggingFaceFolder | LlmcModel],
+) -> Exported:
+    """Writes `folder` with the weights rounded to `dtype`, whole and read back, or leaves nothing there.
+
+    Raises `UsageError`: `folder` exists; `DataError`: the checkpoint is damaged; `StorageError`: the disk refuses, or
+    returns other numbers than were written.
+    """
+    check_free(folder)
+    model = load_exact(checkpoint)
+    flat, table = model.views["parameters"], parameter_table(model.shape)
+    before = logits(model)
+    for row in table:
+        row.stored(flat).copy_(row.stored(flat).to(dtype))
+    with whole(folder) as partial:
+        partial.mkdir(parents=True)
+        write(partial, model)
+        try:
+            found = read(partial)
+            same = found.shape == model.shape and found.tokenizer.sha256 == model.tokenizer.sha256
+            same = same and all(torch.equal(found.weight(row), row.stored(flat)) for row in table)
+        except DataError as error:
+            raise StorageError(f"the written files do not read back: {error}") from None
+        if not same:
+            raise StorageError(
+                f"reading back {folder} gave other numbers than {checkpoint.folder}; check the disk, try again"
+            )
+    size = (folder / weights_file).stat().st_size
+    return Exported(folder, size, len(before), float((before - logits(model)).abs().max()))
+
+
+def load_exact(checkpoint: Checkpoint) -> LoadedModel:
+    """The model in float32 on the CPU, with the buffers that `logits` needs."""
+    buffers = lambda config, shape: decode_buffers(shape, 1, torch.float32, reference)  # noqa: E731
+    return load_model(checkpoint, torch.device("cpu"), torch.float32, reference, buffers)
+
+
+def logits(model: LoadedModel) -> Tensor:
+    """The logits (tokens, V) of a few fixed random tokens, in float32."""
+    tokens = min(CHECKED_TOKENS, model.shape.sequence_length)
+    picks = torch.randint(model.shape.vocab_size, (tokens,), generator=torch.Generator().manual_seed(0)).tolist()
+    buffers = decode_tensors(model.shape, model.views)
+    rows = []
+    for position, token in enumerate(picks):
+        buffers.tokens.fill_(token)
+        buffers.positions.fill_(position)
+        architecture(model.shape).decode_step(model.ops.decode, model.weights, buffers)
+        rows.append(buffers.logits[0, : model.shape.vocab_size].clone())
+    return torch.stack(rows)
+
+
+def push(folder: Path, name: str) -> str:
+    """Uploads an exported folder to the Hub as model `name`, private if it is new; returns its address.
+
+    Raises `StorageError` if the Hub refuses; the folder stays.
+    """
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    failures: tuple[type[BaseException], ...] = (HfHubHTTPError, HfHubHTTPError.__bases__[0], HFValidationError, OSError)
+    try:
+        api = huggingface_hub.HfApi()
+        address = api.create_repo(name, repo_type="model", private=True, exist_ok=True)
+        api.upload_folder(repo_id=name, repo_type="model", folder_path=folder, commit_message="Exported by handgrad")
+    except failures as error:
+        raise StorageError(
+            f"pushing {folder} to {name} failed: {error!s:.200}; check the name, the connection and `hf auth login`;"
+            " the folder itself is complete"
+        ) from None
+    return str(address)
