@@ -13,7 +13,7 @@ from handgrad.fp8.formats import E4M3, E5M2, FORMATS
 from handgrad.fp8.tables import fp8_products
 from handgrad.models import transformer
 from handgrad.ops import reference as ops
-from handgrad.presets import gpt2_124m
+from handgrad.presets import preset
 from handgrad.training.state import training_plan
 from tests.conftest import Model, fp8_config, make_model, quantized_weights
 from tests.test_fp8_numbers import LARGEST, bits, largest_scales, magnitudes, nearest_codes
@@ -214,7 +214,7 @@ def test_a_run_in_fp8_takes_less_memory(gradients: str) -> None:
     """GPT-2 124M as its recipe trains it. The two fp8 forms of the weights cost what bf16 weights take once more."""
 
     def sizes(**settings: str) -> dict[str, int]:
-        config = replace(gpt2_124m(), **settings)
+        config = replace(preset("d12"), **settings)
         return training_plan(config, config.shape(50257), torch.bfloat16, torch.device("cpu"), ops).size_bytes
 
     bf16, fp8 = sizes(), sizes(precision="fp8", fp8_gradients=gradients)

@@ -5,7 +5,8 @@ alternatives has probability 1 / (n_1 n_2 ... n_k). That product, the derivation
 here are exact, and `nats` = log(span) rounds once. The text determines its derivation, so log(span) is also the text's
 own -log p; `negative_log_probability` recovers it from the text alone, by parsing.
 
-Nothing can follow a story's last sentence, so the end of the text costs no nats. `stories_grammar` has the tables; docs/stories.md compares a training run with the floor.
+Nothing can follow a story's last sentence, so the end of the text costs no nats. `stories_grammar` has the tables;
+docs/stories.md compares a training run with the floor.
 """
 
 import hashlib
