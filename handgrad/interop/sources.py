@@ -106,8 +106,9 @@ def folder_of(source: str, files: tuple[str, ...]) -> Path:
 def import_model(source: str, out: Path, tokenizer: str = "", optimizer: str = "") -> tuple[Weights, OptimizerState | None]:
     """`handgrad import`: weights into a run-like folder `out`, as float32, which holds float16 and bf16 exactly.
 
-    With an `optimizer` state of llm.c the weights are its masters, if it has any, the folder holds moments, and `train --out`
-    continues from its step. Raises the errors of `open_weights`, `read_state` and `write_imported`; `out` does not exist then.
+    With an `optimizer` state of llm.c the weights are its masters, if it has any, the folder holds moments, and
+    `train --out` continues from its step. Raises the errors of `open_weights`, `read_state` and `write_imported`; then
+    `out` does not exist.
     """
     check_free(out)
     path, state = Path(source), None
