@@ -12,14 +12,14 @@ from torch import Tensor
 
 from benchmarks.gpu_twin import Switches, TwinTrainer
 from handgrad import devices, presets
-from handgrad.backend import choose_backend, settle_products
+from handgrad.backend import choose_backend
 from handgrad.config import FIELDS, RunConfig, check, nearest_name
 from handgrad.data.batches import Batches
 from handgrad.data.shards import open_dataset
 from handgrad.errors import UsageError
-from handgrad.training.feed import BatchFeed, Source
-from handgrad.training.state import allocate_state
-from handgrad.training.step import Stepper
+from handgrad.run.assemble import assemble
+from handgrad.run.resolve import resolve, with_tuned_gemms
+from handgrad.training.feed import Source
 
 # Told after every launched step: how many steps the turn has launched so far. True: another one.
 More = Callable[[int], bool]
@@ -103,12 +103,11 @@ class HandgradRun:
     """handgrad's own steps, launched one ahead of their results."""
 
     def __init__(self, config: RunConfig, tokens: Tokens, *, backend: str = "auto", graphs: bool | None = None):
+        config = dataclasses.replace(config, backend=backend)
         device = devices.resolve_device(config.device)
-        dtype = devices.use_precision(device, config.precision)
-        ops = choose_backend(backend, device)
-        config = settle_products(config, ops)
-        self.state = allocate_state(config, config.shape(tokens.vocab_size), dtype, device, ops)
-        self.stepper = Stepper(config, self.state, BatchFeed(tokens.source, self.state.activations), graphs=graphs)
+        config = with_tuned_gemms(config, choose_backend(backend, device, config.precision))
+        training = assemble(resolve(config, tokens.vocab_size, device=device), tokens.source, graphs=graphs)
+        self.state, self.stepper = training.state, training.step
         self.completed = 0
 
     def turn(self, more: More) -> list[float]:

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from handgrad import presets
 from handgrad.config import ModelShape
-from handgrad.models.parameters import flat_elements, parameter_table
-from handgrad.parallel.buckets import buckets
+from handgrad.layout import buckets_of
+from handgrad.models import parameter_table
+from handgrad.models.rows import flat_elements
 
 RESULTS = Path(__file__).parent / "results"
 GPUS = (8, 32, 128, 512)
@@ -68,14 +69,14 @@ def step_seconds(model: Model, network: Network, ranks: int, micro_steps: int) -
     sizes = presets.model(model.preset)
     shape = ModelShape(50257, 1024, sizes["num_layers"], sizes["num_heads"], sizes["channels"])
     table = parameter_table(shape, ranks)
-    parameters, bare = flat_elements(table, ranks), buckets(table, ranks)[0].elements
+    parameters, bare = flat_elements(table, ranks), buckets_of(table, ranks)[0].elements
 
     def collective(elements: int, itemsize: int, count: int) -> float:
         moved = elements * itemsize * (ranks - 1) / ranks / (network.gigabytes_per_second * 1e9)
         return moved + count * (ranks - 1) * network.microseconds_per_message * 1e-6
 
     micro_batch = model.micro_batch * 1024 / model.tokens_per_second
-    hidden = len(buckets(table, ranks)) - 1
+    hidden = len(buckets_of(table, ranks)) - 1
     bare_seconds = collective(bare, 4, 1) + collective(bare, 2, 1)
     backward = max(0.0, collective(parameters - bare, 4, hidden) - BACKWARD * micro_batch)
     forward = max(0.0, collective(parameters - bare, 2, hidden) - FORWARD * micro_batch)

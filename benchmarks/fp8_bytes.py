@@ -11,8 +11,10 @@ import torch
 
 from handgrad.arena import Buffer
 from handgrad.config import ModelShape
-from handgrad.fp8.tables import PARTS, Fp8Products
-from handgrad.models.activations import activation_buffers
+from handgrad.fp8.formats import E5M2
+from handgrad.fp8.tables import Fp8Gemms, activation_buffers
+from handgrad.models import architecture
+from handgrad.ops import reference
 
 Units = tuple[int, int]  # read and written
 
@@ -67,9 +69,11 @@ HEAD = {"lnf", "dlnf", "logits"}
 
 def block_buffers(shape: ModelShape, batch: int, *, fp8: bool) -> dict[str, Buffer]:
     """The activations of a model's first block and what the blocks share, as large as (N, C) or larger."""
-    every = frozenset((layer, part) for layer in range(shape.num_layers) for part in PARTS)
-    N, products = batch * shape.sequence_length, Fp8Products(every if fp8 else frozenset())
-    rows = activation_buffers(shape, batch, shape.sequence_length, torch.bfloat16, chunk=N, products=products)
+    model = architecture(shape)
+    every = frozenset((layer, part) for layer in range(shape.num_layers) for part in model.FP8_PARTS)
+    N, gemms = batch * shape.sequence_length, Fp8Gemms(every if fp8 else frozenset())
+    rows = model.activations(shape, batch, shape.sequence_length, torch.bfloat16, reference, chunk=N, training=True)
+    rows = activation_buffers(rows, gemms, E5M2, recompute=0)
     named = {row.name.removeprefix("blocks.0."): row for row in rows}
     others = {name for name in named if name.startswith("blocks.")} | HEAD
     return {name: row for name, row in named.items() if name not in others and prod(row.shape) >= N * shape.channels}

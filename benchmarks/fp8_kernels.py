@@ -5,16 +5,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from handgrad.models.activations import head_chunk_tokens
 from torch import Tensor
 
 from benchmarks.fp8_bytes import ROWS
 from handgrad.config import ModelShape
+from handgrad.fp8.cuda import attention
 from handgrad.fp8.cuda import gelu as gelu_fp8
 from handgrad.fp8.formats import COUNTING, E4M3, E5M2, INVERSE, SCALE, SCALING_PLACES, STATISTICS_PLACES, Form, Quantized
-from handgrad.models.activations import head_chunk_tokens
 from handgrad.ops import cuda as kernels
 from handgrad.ops import reference
-from handgrad.ops.cuda import attention, layernorm
+from handgrad.ops.cuda import layernorm
 
 Step = Callable[[], None]
 
@@ -80,7 +81,8 @@ class Making:
         sizes = {"batch": self.B, "length": self.T, "channels": self.C}
         self.parts = kernels.statistics_parts(num_heads=self.H, padded_vocab_size=self.Vp, **sizes)
         self.scratch = self.empty(kernels.scratch_bytes(**sizes), dtype=torch.uint8)
-        needed = kernels.attention_scratch_bytes(num_heads=self.H, dtype=self.dtype, **sizes)
+        heads = {"batch": self.B, "length": self.T, "num_heads": self.H, "head_width": self.C // self.H}
+        needed = kernels.attention_scratch_bytes(dtype=self.dtype, **heads)
         self.attention_scratch = self.empty(needed, dtype=torch.uint8)
 
     def normal(self, *shape: int, deviation: float = 1.0) -> Tensor:

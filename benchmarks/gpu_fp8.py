@@ -245,7 +245,7 @@ def main() -> None:
         parser.error(f"--out {out}: there is no such folder")
     device = devices.resolve_device("cuda")
     devices.use_precision(device, "fp8")
-    choose_backend("kernels", device)  # says what is missing
+    choose_backend("kernels", device, "fp8")  # says what is missing
     compare(out)
 
 

@@ -25,7 +25,7 @@ from benchmarks.turns import Peer, PeerFailed, Run, answers, contend, note
 from handgrad import devices
 from handgrad.config import PRECISIONS, check
 from handgrad.errors import UsageError
-from handgrad.models.parameters import flops_per_token
+from handgrad.models import architecture
 
 TWINS = {
     "twin-flash": Switches(attention="flash"),
@@ -258,7 +258,8 @@ def compare(settings: Settings, contenders: str, seconds: float, turn_seconds: f
     device = devices.resolve_device(settings.device)
     config, tokens = settings.config(), tokens_of(settings)
     raw = measure({name: command(name, settings) for name in names}, seconds, turn_seconds, device)
-    flops, peak = flops_per_token(config.shape(tokens.vocab_size)), devices.peak_flops(device)
+    shape = config.shape(tokens.vocab_size)
+    flops, peak = architecture(shape).flops_per_token(shape), devices.peak_flops(device)
     rows = {
         name: {"precision": precision_of(name, settings), **figures(row, config.tokens_per_step, flops, peak)}
         for name, row in raw.items()

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from benchmarks.twin import Block, Twin, optimizer_of
 from handgrad.config import ModelShape, RunConfig
 from handgrad.errors import UsageError
-from handgrad.models.parameters import flat_elements, initialize, parameter_table
-from handgrad.training.schedule import learning_rate
+from handgrad.models import parameter_table
+from handgrad.models.rows import flat_elements, initialize
+from handgrad.run.resolve import schedule_of
 
 ATTENTIONS = ("plain", "flash", "cudnn")
 FLOAT8S = ("none", "all", "filtered")
@@ -170,7 +171,7 @@ class TwinTrainer:
         """One optimizer step over the micro-batches of (tokens, targets) on the device; returns the mean loss, on the
         device: nothing here waits for it."""
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.config, self.steps)
+            group["lr"] = schedule_of(self.config).rate(self.steps)
         self.optimizer.zero_grad(set_to_none=True)
         total = torch.zeros((), device=self.device)
         for tokens, targets in micro_batches:

@@ -27,7 +27,8 @@ from handgrad.backend import choose_backend
 from handgrad.config import ModelShape
 from handgrad.generation.decode import decode_buffers, decode_tensors
 from handgrad.generation.generate import Continuation, Decoder, SamplingOptions
-from handgrad.models.parameters import count_parameters, flat_elements, initialize, model_tensors, parameter_table
+from handgrad.models import named_weights, parameter_table
+from handgrad.models.rows import count_parameters, flat_elements, initialize
 from handgrad.tools.profile import copy_bandwidth
 
 VOCABULARY, CONTEXT = 50257, 1024
@@ -43,14 +44,15 @@ def sizes(model: str) -> ModelShape:
     return ModelShape(VOCABULARY, CONTEXT, known["num_layers"], known["num_heads"], known["channels"])
 
 
-def handgrad_call(shape: ModelShape, batch: int, device: torch.device, dtype: torch.dtype) -> Call:
-    ops, table = choose_backend("auto", device), parameter_table(shape)
+def handgrad_call(shape: ModelShape, batch: int, device: torch.device, precision: str) -> Call:
+    ops, dtype = choose_backend("auto", device, precision), devices.DTYPES[precision]
+    table = parameter_table(shape)
     parameters = Buffer("parameters", (flat_elements(table),), dtype, "parameters")
     views = make_plan([parameters, *decode_buffers(shape, batch, dtype, ops)]).allocate(device)
     initialize(table, 0, lambda row, values: row.stored(views["parameters"]).copy_(values))
-    weights = model_tensors(views["parameters"], table)
+    weights = named_weights(shape, views["parameters"], table)
     options = SamplingOptions(temperature=0)
-    decoder = Decoder(ops, weights, decode_tensors(views), options, vocab_size=shape.vocab_size, end_of_text=None)
+    decoder = Decoder(shape, ops, weights, decode_tensors(shape, views), options, end_of_text=None)
 
     def call(prompts: list[list[int]]) -> list[list[int]]:
         texts = [Continuation(prompt, NEW_TOKENS, 0) for prompt in prompts]
@@ -88,7 +90,7 @@ def contend(name: str, model: str, batch: int, device: torch.device, precision: 
     with excuses(pipe):
         shape, dtype = sizes(model), devices.use_precision(device, precision)
         if name == "handgrad":
-            call = handgrad_call(shape, batch, device, dtype)
+            call = handgrad_call(shape, batch, device, precision)
         else:
             call = transformers_call(shape, device, dtype, compiled=name == "transformers-compiled")
         generator = torch.Generator().manual_seed(0)

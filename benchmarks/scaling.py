@@ -31,18 +31,17 @@ from benchmarks.distributed_twin import DdpTrainer, FsdpTrainer
 from benchmarks.distributed_twin import step as twin_step
 from benchmarks.record import write_record
 from handgrad import devices, presets
-from handgrad.backend import choose_backend, settle_products
+from handgrad.backend import choose_backend
 from handgrad.config import RunConfig, check
-from handgrad.parallel.buckets import Bucket
-from handgrad.parallel.gradient_sync import Reduction
-from handgrad.parallel.joining import group_aside, join
-from handgrad.parallel.launchers import find_place
+from handgrad.parallel.gradient_sync import GradientSync
+from handgrad.parallel.launchers import find_rank_info
 from handgrad.parallel.ranks import Ranks
+from handgrad.parallel.rendezvous import join, new_overlapped_group
+from handgrad.parallel.step import ParallelStep
 from handgrad.power import Sampler
+from handgrad.run.assemble import assemble
+from handgrad.run.resolve import resolve, with_tuned_gemms
 from handgrad.tools.traces import read_trace
-from handgrad.training.feed import BatchFeed
-from handgrad.training.state import allocate_state
-from handgrad.training.step import Stepper
 
 CONTENDERS = ("alone", "together", "no-exchange", "reduce-scatter", "ddp", "fsdp")
 WARM_UP_STEPS = 3
@@ -59,35 +58,36 @@ class Done:
 class SilentRanks(Ranks):
     """Ranks that send nothing."""
 
-    def exchange(self, received: Tensor, sent: Tensor, operation: str, *, beside: bool = False) -> Any:
+    def all_to_all(self, received: Tensor, sent: Tensor, operation: str, *, overlapped: bool = False) -> Any:
         return Done()
 
-    def collect(self, full: Tensor, part: Tensor, operation: str, *, beside: bool = False) -> Any:
+    def all_gather(self, full: Tensor, part: Tensor, operation: str, *, overlapped: bool = False) -> Any:
         return Done()
 
 
-class ReduceScatter(Reduction):
+class ReduceScatter(GradientSync):
     """NCCL adds, in whatever order it likes."""
 
-    def send(self, bucket: Bucket) -> None:
-        gradients = self.state.gradients[bucket.flat]
-        group = self.ranks.aside if bucket is not self.state.buckets[0] else None
-        dist.reduce_scatter_tensor(self.state.reduced(bucket), gradients, group=group)
+    def send(self, name: str) -> None:
+        bucket = self.by_name[name]
+        with self.on_side_stream():
+            group = self.ranks.overlapped_group if self.overlaps(bucket) else None
+            owned = self.gradients[bucket.owned(self.ranks.rank, self.ranks.size)]
+            dist.reduce_scatter_tensor(owned, self.gradients[bucket.flat], group=group)
         self.sending = None
 
 
 class HandgradSteps:
     """handgrad's steps, launched one ahead of their results."""
 
-    def __init__(self, config: RunConfig, tokens: Tokens, device: torch.device, ranks: Ranks, reduction: type[Reduction]):
+    def __init__(self, config: RunConfig, tokens: Tokens, device: torch.device, ranks: Ranks, sync: type[GradientSync]):
         config = dataclasses.replace(config, lanes=ranks.size)
-        dtype = devices.use_precision(device, config.precision)
-        ops = choose_backend("auto", device)
-        config = settle_products(check(config), ops)
-        self.state = allocate_state(config, config.shape(tokens.vocab_size), dtype, device, ops, ranks.rank, ranks.size)
-        self.stepper = Stepper(config, self.state, BatchFeed(tokens.source, self.state.activations), ranks)
-        if reduction is not Reduction:
-            self.stepper.reduction = reduction(config, self.state, ranks)
+        config = with_tuned_gemms(check(config), choose_backend("auto", device, config.precision))
+        place = {"rank": ranks.rank, "ranks": ranks.size, "device": device}
+        training = assemble(resolve(config, tokens.vocab_size, **place), tokens.source, ranks)
+        self.state, self.stepper = training.state, training.step
+        if sync is not GradientSync and isinstance(self.stepper, ParallelStep):
+            self.stepper.sync = sync(self.state, ranks)
         self.completed = 0
 
     def run(self, steps: int) -> float:
@@ -137,8 +137,10 @@ def make(name: str, config: RunConfig, tokens: Tokens, device: torch.device, ran
         group = SilentRanks(ranks.rank, ranks.size)
     elif name.startswith("together-"):
         limit = datetime.timedelta(seconds=600)
-        group = dataclasses.replace(ranks, aside=group_aside(limit, int(name.removeprefix("together-"))))
-    return HandgradSteps(config, tokens, device, group, ReduceScatter if name == "reduce-scatter" else Reduction)
+        group = dataclasses.replace(
+            ranks, overlapped_group=new_overlapped_group(limit, int(name.removeprefix("together-")))
+        )
+    return HandgradSteps(config, tokens, device, group, ReduceScatter if name == "reduce-scatter" else GradientSync)
 
 
 def timed(run: Callable[[int], float], steps: int, ranks: Ranks, device: torch.device) -> float:
@@ -163,10 +165,10 @@ def own_seconds(run: Callable[[int], float], steps: int, device: torch.device) -
 def turn(name: str, made: HandgradSteps | TwinSteps, config: RunConfig, seconds: float, ranks: Ranks, device) -> dict:
     """One contender's turn: warm-up, then `seconds` of steps; a row of figures, the same on every rank."""
     step_seconds = timed(made.run, WARM_UP_STEPS, ranks, device) / WARM_UP_STEPS
-    step_seconds = ranks.from_first(lambda: step_seconds, "a turn's length")
+    step_seconds = ranks.from_rank_0(lambda: step_seconds, "a turn's length")
     warming = max(1, math.ceil(WARM_UP_SECONDS / step_seconds))  # slow ones: they compile, and record graphs
     step_seconds = timed(made.run, warming, ranks, device) / warming
-    steps = ranks.from_first(lambda: max(2, math.ceil(seconds / step_seconds)), "a turn's length")
+    steps = ranks.from_rank_0(lambda: max(2, math.ceil(seconds / step_seconds)), "a turn's length")
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     with Sampler(device) as sampler:
@@ -174,7 +176,7 @@ def turn(name: str, made: HandgradSteps | TwinSteps, config: RunConfig, seconds:
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     watts = (sampler.summary or {}).get("watts") or {}
     clock = (sampler.summary or {}).get("sm_megahertz") or {}
-    rows = ranks.tell([own, peak, watts.get("mean") or 0.0, clock.get("mean") or 0.0], "figures")
+    rows = ranks.all_gather_numbers([own, peak, watts.get("mean") or 0.0, clock.get("mean") or 0.0], "figures")
     rates = [steps * config.tokens_per_step / row[0] for row in rows]
     return {
         "tokens_per_second": sum(rates) if name == "alone" else rates[0],
@@ -236,8 +238,8 @@ def main() -> None:
     parser.add_argument("--trace", default="", help="file for a trace of `together` on rank 0")
     parser.add_argument("--out", default="")
     asked = parser.parse_args()
-    place = find_place(os.environ)
-    device = devices.resolve_device(asked.device, place.local_rank)
+    info = find_rank_info(os.environ)
+    device = devices.resolve_device(asked.device, info.local_rank)
     settings = Settings(
         **{name: getattr(asked, name) for name in ("model", "micro_batch", "sequence_length", "precision", "data")},
         vocab_size=asked.vocab_size,
@@ -245,16 +247,16 @@ def main() -> None:
     )
     config = dataclasses.replace(settings.config(), tokens_per_step=asked.tokens_per_step, zero=asked.zero)
     config = check(dataclasses.replace(config, **presets.model(asked.model)))
-    ranks = join(place, device, dataclasses.replace(config, out=str(Path(asked.out or ".").parent)))
+    ranks = join(info, device, dataclasses.replace(config, out=str(Path(asked.out or ".").parent)))
     tokens, rows, held = tokens_of(settings), [], {}
     for name in asked.turns.split(","):
         begun = time.perf_counter()
         made = held.pop(name, None) or make(name, config, tokens, device, ranks)
         row: dict[str, Any] = {"contender": name, **turn(name, made, config, asked.seconds, ranks, device)}
         if name == "together" and device.type == "cuda" and not any("exposed_ms_per_step" in r for r in rows):
-            row |= exposed(made, 2, Path(asked.trace) if asked.trace and ranks.leads else None)
+            row |= exposed(made, 2, Path(asked.trace) if asked.trace and ranks.is_rank_0 else None)
         rows.append(row)
-        if ranks.leads:
+        if ranks.is_rank_0:
             shown = ", ".join(f"{key} {value:.6g}" for key, value in row.items() if isinstance(value, float | int))
             print(f"{name:<15} {shown} ({time.perf_counter() - begun:.0f} s)", flush=True)
         if asked.keep:
@@ -263,7 +265,7 @@ def main() -> None:
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    if ranks.leads:
+    if ranks.is_rank_0:
         linear = max((row["tokens_per_second"] for row in rows if row["contender"] == "alone"), default=math.nan)
         for name in dict.fromkeys(row["contender"] for row in rows):
             mine = [row["tokens_per_second"] for row in rows if row["contender"] == name]

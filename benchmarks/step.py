@@ -21,10 +21,10 @@ from benchmarks.record import ROOT, write_record
 from benchmarks.twin import Twin, optimizer_of, twin_step
 from handgrad import devices, presets
 from handgrad.config import RunConfig
-from handgrad.models.parameters import flops_per_token, parameter_table
+from handgrad.models import architecture, parameter_table
 from handgrad.ops import reference
-from handgrad.training.state import allocate_state
-from handgrad.training.step import Stepper
+from handgrad.run.assemble import allocate, bind
+from handgrad.run.resolve import resolve
 
 VOCABULARY = 50257
 CPU = torch.device("cpu")
@@ -55,15 +55,15 @@ def step_of(kind: str, config: RunConfig, fused: bool) -> Callable[[int], float]
     size = (config.micro_batch, config.sequence_length)
     tokens, targets = (torch.randint(VOCABULARY, size, generator=generator) for _ in range(2))
     if kind == "handgrad":
-        state = allocate_state(config, shape, devices.use_precision(CPU, config.precision), CPU, reference)
+        state, scaling = allocate(resolve(config, VOCABULARY, device=CPU, ops=reference))
         state.activations.tokens.copy_(tokens)
         state.activations.targets.copy_(targets)
-        stepper = Stepper(config, state, SameBatch())
+        stepper = bind(state, scaling, feed=SameBatch()).step
         return lambda step: stepper.step(step).loss
     twin = Twin(shape)
     with torch.no_grad():  # GPT-2's initial scales; the exact numbers do not matter to the speed
         for row in parameter_table(shape):
-            if row.init == "normal":
+            if row.init.kind == "normal":
                 twin.parameter_of(row).normal_(0, row.std)
     optimizer = optimizer_of(twin, config, fused=fused)
     batch = [(tokens, targets)]
@@ -122,7 +122,7 @@ def compare(model: str, micro_batch: int, sequence_length: int, rounds: int, out
             "seconds_per_step": round(seconds, 4),
             "fastest_seconds": round(min(t["seconds"] for t in measured[2:]), 4),
             "tokens_per_second": round(tokens / seconds, 1),
-            "gflop_per_second": round(tokens / seconds * flops_per_token(shape) / 1e9, 1),
+            "gflop_per_second": round(tokens / seconds * architecture(shape).flops_per_token(shape) / 1e9, 1),
             "peak_gib": round(measured[-1]["peak_bytes"] / 2**30, 3),
         }
     for row in figures.values():

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from handgrad.config import ModelShape, RunConfig
-from handgrad.models.parameters import ParameterRow
-from handgrad.training.schedule import learning_rate
+from handgrad.models.rows import ParameterRow
+from handgrad.run.resolve import schedule_of
 
 
 class Block(nn.Module):
@@ -87,7 +87,7 @@ def twin_step(
 ) -> tuple[float, float]:
     """One optimizer step over the micro-batches; returns (mean loss, gradient norm before clipping)."""
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate(config, step)
+        group["lr"] = schedule_of(config).rate(step)
     optimizer.zero_grad(set_to_none=True)
     total = 0.0
     for tokens, targets in micro_batches:

@@ -2,46 +2,39 @@
 
 import importlib
 import importlib.util
-from dataclasses import replace
 from types import ModuleType
 
 import torch
 
-from handgrad.config import TUNED, RunConfig
 from handgrad.errors import UsageError
-from handgrad.ops import reference
 
 REQUIRED = {"triton": "triton", "nvmath": "nvmath-python"}  # module: package on the index
+# The modules of operations for precisions that have their own. (In TF32 the reference asks torch's own switch.)
+KERNELS = {"fp8": "handgrad.fp8.cuda", "tf32": "handgrad.ops.cuda.tf32"}
+REFERENCE = {"fp8": "handgrad.fp8.reference"}
 OLDEST_CAPABILITY = (7, 5)  # Turing: the oldest GPU that Triton compiles for
 
 
-def choose_backend(name: str, device: torch.device) -> ModuleType:
-    """`kernels` or `reference`; "auto" takes the kernels on a CUDA GPU and the reference elsewhere.
+def choose_backend(name: str, device: torch.device, precision: str = "") -> ModuleType:
+    """The operations of `kernels` or `reference` for a precision (fp8, tf32 or any other); "auto" takes the kernels on a
+    CUDA GPU and the reference elsewhere.
 
     Raises `UsageError` with the reason and the alternative when the kernels cannot run: a run never turns slow silently.
     """
     if name == "auto":
         name = "kernels" if device.type == "cuda" else "reference"
     if name == "reference":
-        return reference
+        return importlib.import_module(REFERENCE.get(precision, "handgrad.ops.reference"))
     problem = why_no_kernels(device)
     if problem:
         raise UsageError(f"the kernels cannot run here: {problem}; or use --backend reference")
     try:
-        kernels = importlib.import_module("handgrad.ops.cuda")
+        kernels = importlib.import_module(KERNELS.get(precision, "handgrad.ops.cuda"))
         kernels.versions()  # loads the libraries
     except (ImportError, OSError, RuntimeError) as failure:  # a library that does not load, a driver that is too old
         told = " ".join(f"{type(failure).__name__}: {failure}".split())
         raise UsageError(f"the kernels cannot run here: {told:.200}; or use --backend reference") from failure
     return kernels
-
-
-def settle_products(config: RunConfig, ops: ModuleType) -> RunConfig:
-    """`config` with what `handgrad tune` found about its fp8 products in the place of "tuned"."""
-    if config.precision != "fp8" or config.fp8_keep_bf16 != TUNED:
-        return config
-    kept = ops.tuned_keep_bf16(tokens=config.micro_batch * config.sequence_length, channels=config.channels)
-    return replace(config, fp8_keep_bf16=kept)
 
 
 def why_no_kernels(device: torch.device) -> str:

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from handgrad.errors import DataError, storage_error
 from handgrad.files import file_sha256, sync_folder
+from handgrad.run_files import BEST, CHECKPOINTS, METRICS_FILE
 
 SCHEMA = 1
 PARTIAL = ".partial"
@@ -35,9 +36,6 @@ MANIFEST = "manifest.json"
 WEIGHTS_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 SAFETENSORS_DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16"}
-RECORD_FILE = "metrics.jsonl"  # of the run that the checkpoints belong to
-LOCK_FILE = ".lock"  # by which a folder is known as a run's, and taken by one trainer at a time
-BEST = "best"  # RUN/best: its checkpoint with the lowest validation loss
 MAX_MANIFEST_BYTES = 64 << 20
 
 
@@ -281,7 +279,7 @@ def find(path: str) -> Checkpoint:
         return open_checkpoint(folder)
     if means_best(folder):
         return best(folder.parent)
-    checkpoint, passed_over = newest(folder / "checkpoints")
+    checkpoint, passed_over = newest(folder / CHECKPOINTS)
     if checkpoint is None:
         reason = f" ({passed_over[0]})" if passed_over else ""
         raise DataError(f"{path} holds no checkpoint{reason}; give a run folder or RUN/checkpoints/step_00001000")
@@ -289,7 +287,7 @@ def find(path: str) -> Checkpoint:
 
 
 def means_best(path: Path) -> bool:
-    return path.name == BEST and not path.exists() and (path.parent / "checkpoints").is_dir()
+    return path.name == BEST and not path.exists() and (path.parent / CHECKPOINTS).is_dir()
 
 
 def best(run: Path) -> Checkpoint:
@@ -300,14 +298,14 @@ def best(run: Path) -> Checkpoint:
         raise DataError(
             f"{run} holds no checkpoint of a validated step; give {run} for its newest, and train with --keep-best"
         )
-    return open_checkpoint(folder_of(run / "checkpoints", found[0]))
+    return open_checkpoint(folder_of(run / CHECKPOINTS, found[0]))
 
 
 def best_validated(run: Path) -> tuple[int, float] | None:
     """(step, loss) of the lowest validation loss among the steps that have a checkpoint, the first if several are equal.
     Reads the run's record, so that no second file has to agree with it."""
-    path, found = run / RECORD_FILE, dict[int, float]()
-    saved = {_step_of(folder) for folder in _folders(run / "checkpoints")}
+    path, found = run / METRICS_FILE, dict[int, float]()
+    saved = {_step_of(folder) for folder in _folders(run / CHECKPOINTS)}
     try:
         with path.open(encoding="utf-8", errors="replace") as lines:
             for line in lines:
@@ -331,7 +329,7 @@ def best_validated(run: Path) -> tuple[int, float] | None:
 def peek_config(path: Path) -> dict[str, Any] | None:
     """The configuration in the newest readable manifest of a checkpoint's or a run's folder, or None. Does not verify the
     checkpoint."""
-    manifests = (path / MANIFEST, *sorted((path / "checkpoints").glob(f"step_*/{MANIFEST}"), reverse=True))
+    manifests = (path / MANIFEST, *sorted((path / CHECKPOINTS).glob(f"step_*/{MANIFEST}"), reverse=True))
     for manifest in manifests:
         with contextlib.suppress(OSError, ValueError, RecursionError):
             content = json.loads(manifest.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""The entry point: finds the command, runs it, and turns errors meant for users into one line and an exit code."""
+"""The entry point: parses a command line, runs the command, and turns errors for users into one line and an exit code."""
 
 import argparse
 import importlib
@@ -9,23 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import handgrad
+from handgrad.commands.arguments import COMMANDS, Parser, parse
+from handgrad.config import nearest_name
 from handgrad.errors import HandgradError, UsageError, storage_error
-
-COMMANDS = {
-    "prepare": "raw text -> a folder of token shards",
-    "train": "trains, or goes on training, the run in --out",
-    "plan": "what a run will take, from the same arguments as train",
-    "evaluate": "validation loss, perplexity and bits per byte of a checkpoint",
-    "sample": "text from a checkpoint, streamed",
-    "export": "a checkpoint -> a folder for Hugging Face's transformers or llm.c, read back and compared",
-    "import": "a GPT-2 of transformers or of llm.c -> a checkpoint",
-    "report": "a self-contained HTML page of one or more runs",
-    "bench": "handgrad beside a PyTorch autograd twin, on this machine",
-    "tune": "freezes the fastest algorithm of every product of a model on this GPU",
-    "profile": "where the time of a step goes, kernel by kernel",
-    "doctor": "what this machine has, what will be used, what is missing",
-    "demo": "the whole way in about two minutes: stories, training, a report",
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,7 +22,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character must not end a run
     try:
-        return run_command(arguments)
+        parser = top_parser()
+        if not arguments:
+            parser.print_help()
+            return UsageError.exit_code
+        command = parser.parse(arguments[:1]).command
+        if command not in COMMANDS:
+            near = nearest_name(command, COMMANDS)
+            raise UsageError(f"unknown command {command!r}{near}; commands: {', '.join(COMMANDS)}")
+        parsed = parse(command, arguments[1:])
+        # Imported only now: help and mistakes are answered at once, and `prepare` never loads torch.
+        return importlib.import_module(f"handgrad.commands.{command}").run(parsed)
     except HandgradError as error:
         print(f"handgrad: {error}", file=sys.stderr)
         return error.exit_code
@@ -48,29 +44,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("handgrad: interrupted", file=sys.stderr)
         return 130
     except OSError as error:
-        told = storage_error(error, f"using {error.filename}" if error.filename else "input or output")
-        print(f"handgrad: {told}", file=sys.stderr)
-        return told.exit_code
+        message = storage_error(error, f"using {error.filename}" if error.filename else "input or output")
+        print(f"handgrad: {message}", file=sys.stderr)
+        return message.exit_code
 
 
-def run_command(arguments: list[str]) -> int:
-    from handgrad.commands.arguments import Parser
-    from handgrad.config import nearest_name
-
+def top_parser() -> Parser:
     parser = Parser(
         "handgrad",
         description="Trains GPT-2 from raw text, with every gradient written by hand.",
-        epilog="commands:\n" + "\n".join(f"  {name:<10}{what}" for name, what in COMMANDS.items()),
+        epilog="commands:\n" + "\n".join(f"  {name:<10}{summary}" for name, (summary, _) in COMMANDS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"handgrad {handgrad.__version__}")
-    parser.add_argument("command", choices=list(COMMANDS), metavar="COMMAND", help="one of those below")
-    if not arguments:
-        parser.print_help()
-        return 64
-    if not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
-        near = nearest_name(arguments[0], COMMANDS)
-        raise UsageError(f"unknown command {arguments[0]!r}{near}; commands: {', '.join(COMMANDS)}")
-    command = parser.parse(arguments[:1]).command
-    # Imported only now: `handgrad --help` answers at once, and `prepare` never loads what only `train` needs.
-    return importlib.import_module(f"handgrad.commands.{command}").run(arguments[1:])
+    parser.add_argument("command", metavar="COMMAND", help="one of those below")
+    return parser

@@ -1,13 +1,14 @@
-"""The machine a run sees: its device, what that device can do, and how it is described."""
+"""The device of a run: its choice, precision, memory, and description."""
 
 import platform
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from handgrad.errors import UsageError
 
-# Of weights and activations; in fp8 they stay bf16 beside what the products read.
+# Of weights and activations; in fp8 they stay bf16, and GEMMs read fp8 copies.
 DTYPES = {
     "fp32": torch.float32,
     "tf32": torch.float32,
@@ -30,14 +31,14 @@ PEAK_BF16_FLOPS = {
 
 
 def resolve_device(name: str, local_rank: int = 0) -> torch.device:
-    """The torch device for `--device`, of several GPUs the one for this rank of the machine, made the current one; raises
-    `UsageError` when it was asked for and is not there."""
+    """The torch device for `--device`: of several GPUs the one of this local rank, made the current one. Raises
+    `UsageError` for a device that the machine lacks."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
-        raise UsageError("device cuda asked for, but torch finds no CUDA GPU; use --device cpu or install a CUDA build")
+        raise UsageError("expected a CUDA GPU for device cuda, torch finds none; use --device cpu or install a CUDA build")
     if name == "mps" and not torch.backends.mps.is_available():
-        raise UsageError("device mps asked for, but torch finds no Apple GPU; use --device cpu")
+        raise UsageError("expected an Apple GPU for device mps, torch finds none; use --device cpu")
     if name == "cuda" and local_rank:
         if local_rank >= torch.cuda.device_count():
             raise UsageError(
@@ -50,16 +51,16 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
 
 
 def use_precision(device: torch.device, precision: str) -> torch.dtype:
-    """The dtype of weights and activations; sets what torch keeps as global switches (TF32, bf16 reductions)."""
+    """The dtype of weights and activations; sets torch's global switches (TF32, bf16 reductions)."""
     if precision == "tf32" and device.type != "cuda":
         raise UsageError(f"precision tf32 exists on NVIDIA GPUs only, the device is {device.type}; use fp32 or bf16")
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-        if precision in ("bf16", "tf32", "fp8") and torch.cuda.get_device_capability(device) < (8, 0):
-            raise UsageError(f"{torch.cuda.get_device_name(device)} has no {precision}; use --precision fp16 or fp32")
         capability, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
+        if precision in ("bf16", "tf32", "fp8") and capability < (8, 0):
+            raise UsageError(f"{name} has no {precision}; use --precision fp16 or fp32")
         if precision == "fp8" and capability < (8, 9):
             raise UsageError(f"{name} has no fp8 (Ada and Hopper have); use --precision bf16")
         if precision == "fp8" and capability[0] == 10:  # Triton 3.6 and 3.7 fail on fp8 attention's kernels there
@@ -68,20 +69,30 @@ def use_precision(device: torch.device, precision: str) -> torch.dtype:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits for the device, so that a clock read next measures finished work."""
+    """Waits until the device has finished its work, as a clock needs it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":
         torch.mps.synchronize()
 
 
+def host_buffers(tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """CPU tensors like `tokens` and `targets` (B, T) to fill: they themselves on a CPU, pinned ones for a CUDA device."""
+    if tokens.device.type == "cpu":
+        return tokens, targets
+    pin = tokens.device.type == "cuda"
+    return torch.empty_like(tokens, device="cpu", pin_memory=pin), torch.empty_like(targets, device="cpu", pin_memory=pin)
+
+
+def proc_value(file: str, key: str) -> str:
+    """The first value of `key` in a file of "key: value" lines; "" if there is none."""
+    path = Path(file)
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(key)), "")
+
+
 def processor_name() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    return proc_value("/proc/cpuinfo", "model name") or platform.processor() or platform.machine()
 
 
 def describe(device: torch.device) -> str:
@@ -104,12 +115,8 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Free memory of the device in bytes, or None where it cannot be told."""
+    """Free memory of the device in bytes, or None where it is unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    info = Path("/proc/meminfo")
-    if device.type == "cpu" and info.exists():
-        for line in info.read_text(encoding="utf-8").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return None
+    kibibytes = proc_value("/proc/meminfo", "MemAvailable:") if device.type == "cpu" else ""
+    return int(kibibytes.split()[0]) * 1024 if kibibytes else None

@@ -1,18 +1,20 @@
-"""What a user may be told: one line that says what was expected, what was found, where, and what to try next.
+"""Errors for users: one line that says what was expected, what was found, where, and what to do next.
 
-Everything a user can cause is raised as one of these classes and printed by `cli.main`, which exits with the class's
-code. A mistake of our own is an `assert` or any other exception, and shows its traceback.
+`cli.main` prints the line and exits with the class's code. A bug is an `assert` or any other exception, and shows its
+traceback.
 """
 
 import errno
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class HandgradError(ValueError):
-    """Base of all messages meant for users; `exit_code` is the exit status of the command that raised it."""
+    """Base of all messages for users; `exit_code` is the exit status of the command that raised it."""
 
     exit_code = 64
-    shared = False  # whether every rank of the run ends by it
+    shared = False  # all ranks of the run raise it together
 
     def __init__(self, message: str):
         # One line, whatever was interpolated: a message is read in a log as often as on a terminal.
@@ -22,8 +24,6 @@ class HandgradError(ValueError):
 class UsageError(HandgradError):
     """The command line asks for something that does not exist or does not fit together."""
 
-    exit_code = 64
-
 
 class DataError(HandgradError):
     """An input file is missing, damaged or not what its name promises."""
@@ -32,20 +32,20 @@ class DataError(HandgradError):
 
 
 class StorageError(HandgradError):
-    """Reading or writing failed: no space, no permission, a device that gave up."""
+    """Reading or writing failed: no space, no permission, a broken device."""
 
     exit_code = 74
 
 
 class Preempted(HandgradError):
-    """The run was asked to stop, saved its state and can be launched again with the same command."""
+    """A signal stopped the run after it saved its state; the same command goes on."""
 
     exit_code = 75
     shared = True
 
 
 class LostRank(HandgradError):
-    """Another process of the run is gone; launched again with the same command, all go on from the last checkpoint."""
+    """Another process of the run is gone; the same command goes on from the last checkpoint."""
 
     exit_code = 75
 
@@ -63,12 +63,23 @@ class ConfigError(HandgradError):
     exit_code = 78
 
 
+HINTS = {
+    errno.ENOSPC: "; free some space, or write elsewhere",
+    errno.EDQUOT: "; your quota is used up, write elsewhere",
+    errno.EACCES: "; check its permissions",
+    errno.EROFS: "; the file system is read-only, write elsewhere",
+}
+
+
 def storage_error(error: OSError, doing: str) -> StorageError:
-    """Turns an `OSError` met while `doing` something ("writing shards/train_000000.bin") into one readable line."""
-    hint = {
-        errno.ENOSPC: "; free some space, or write elsewhere",
-        errno.EDQUOT: "; your quota is used up, write elsewhere",
-        errno.EACCES: "; check its permissions",
-        errno.EROFS: "; the file system is read-only, write elsewhere",
-    }.get(error.errno or 0, "")
-    return StorageError(f"{doing} failed: {error.strerror or error}{hint}")
+    """An `OSError` met while `doing` something ("writing shards/train_000000.bin") as one readable line."""
+    return StorageError(f"{doing} failed: {error.strerror or error}{HINTS.get(error.errno or 0, '')}")
+
+
+@contextmanager
+def storage_errors(doing: str) -> Iterator[None]:
+    """Raises an `OSError` of the block as the `storage_error` of `doing`."""
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(error, doing) from None

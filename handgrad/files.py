@@ -1,4 +1,4 @@
-"""Files that survive: on the disk when a call returns, whole or not there, and known by their hash."""
+"""Durable files: on the disk when a call returns, whole or absent, with their hash."""
 
 import contextlib
 import hashlib
@@ -17,19 +17,18 @@ def file_sha256(path: Path) -> str:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Replaces `path` by a file with `text`, on the disk when this returns; never half of it. Raises OSError."""
-    # A sample may hold half a surrogate pair, which UTF-8 cannot.
+    """`write_bytes_durably` of `text` in UTF-8; half a surrogate pair, which a sample may hold, becomes "?"."""
     write_bytes_durably(path, text.encode(errors="replace"))
 
 
 def write_bytes_durably(path: Path, content: bytes) -> None:
-    """`write_durably` of bytes. Raises OSError."""
-    aside = path.with_name(path.name + ".new")
-    with aside.open("wb") as file:
+    """Replaces `path` by a file with `content`, on the disk when this returns; never half of it. Raises OSError."""
+    new = path.with_name(path.name + ".new")
+    with new.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    aside.replace(path)
+    new.replace(path)
     sync_folder(path.parent)
 
 

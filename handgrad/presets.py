@@ -54,12 +54,11 @@ def tiny() -> RunConfig:
 
 
 def demo() -> RunConfig:
-    """What `make train` runs: a small GPT on the built-in stories, about two minutes on two cores.
+    """The run of `make train`: a small GPT on the built-in stories, about two minutes on two cores.
 
     Small steps: these stories are learnt by the number of updates more than by the number of tokens.
     """
-    return replace(
-        RunConfig(),
+    return RunConfig(
         num_layers=4,
         num_heads=4,
         channels=128,

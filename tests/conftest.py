@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may look for a hub; the download tests run a server of their own
+# One thread, read when torch is loaded: tests run side by side, and two threads that wait for each other on a busy machine
+# took 40 times as long as one.
+os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
 import pytest
 import torch
@@ -20,13 +23,28 @@ from benchmarks.record import write_record
 from handgrad.arena import ALWAYS, Plan, make_plan
 from handgrad.config import ModelShape, RunConfig
 from handgrad.data.prepare import PrepareOptions, prepare
-from handgrad.dropout.model import model_dropout
-from handgrad.fp8.formats import COUNTING, FORMATS, INVERSE, LARGEST_EXPONENT, SCALE, Quantized
-from handgrad.fp8.tables import Forms, fp8_products, quantized_table, scaling_buffers, weight_buffers
-from handgrad.models.activations import Activations, activation_buffers, activations
-from handgrad.models.parameters import ModelTensors, ParameterRow, flat_elements, initialize, model_tensors, parameter_table
+from handgrad.dropout.bind import with_dropout
+from handgrad.fp8 import reference as fp8_reference
+from handgrad.fp8.formats import COUNTING, INVERSE, LARGEST_EXPONENT, SCALE, Quantized
+from handgrad.fp8.tables import (
+    Fp8Gemms,
+    QuantizedRow,
+    activation_buffers,
+    quantized_table,
+    quantized_tensors,
+    scaling_buffers,
+    weight_buffers,
+)
+from handgrad.models import gpt2, named_weights, parameter_table
+from handgrad.models.rows import Table, flat_elements, initialize, named
 from handgrad.ops import reference
 from handgrad.presets import tiny
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """`-n auto`: a worker for each core that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -48,19 +66,28 @@ class Model:
     """A model's tensors over flat buffers, without a training run around them."""
 
     shape: ModelShape
-    table: tuple[ParameterRow, ...]
+    table: Table
     flat: Tensor
     flat_gradients: Tensor
-    weights: ModelTensors
-    gradients: ModelTensors
-    act: Activations
+    weights: gpt2.Weights
+    gradients: gpt2.Weights
+    act: gpt2.Activations
+    d: gpt2.Gradients
     plan: Plan
     views: dict[str, Tensor]  # of the plan, or private ones
+    ops: Any  # the reference, with fp8 or dropout where the model has it
 
+    def forward(self) -> None:
+        """act.tokens -> act.lnf"""
+        for stage in gpt2.forward(self.ops, self.weights, self.act):
+            stage.run()
 
-def fp8_config(shape: ModelShape, **settings: Any) -> RunConfig:
-    """What `make_model` takes for a model of this shape in fp8."""
-    return dataclasses.replace(RunConfig(), precision="fp8", num_layers=shape.num_layers, **settings)
+    def backward(self, scale: Tensor, recompute: int = 0) -> None:
+        """After `forward`: the losses, and gradients += scale (1) * the gradient of their sum."""
+        tensors = self.weights, self.gradients, self.act, self.d
+        vocab_size = self.shape.vocab_size
+        for stage in gpt2.backward(self.ops, *tensors, scale, vocab_size=vocab_size, recompute=recompute):
+            stage.run()
 
 
 def quantized_weights(model: Model) -> dict[str, Quantized]:
@@ -81,17 +108,16 @@ def make_model(
     chunk: int = 1 << 20,
     noise: float = 0.1,
     seed: int = 5,
-    fp8: RunConfig | None = None,
+    fp8: Fp8Gemms | None = None,
+    gradient_format: torch.dtype = torch.float8_e5m2,
     dropout: float = 0.0,
     private: bool = False,
 ) -> Model:
     """Initial weights plus noise (so that no bias or layer norm is trivial), zero gradients, NaN-filled activations.
 
-    `fp8`: with the products that this configuration wants in fp8, every tensor at its own current scale (the logits'
-    gradient at a scale for a loss that is multiplied by at most 1). `dropout`: of the samples 0, 1, ... `private`: nothing
-    shares the plan's memory.
+    `fp8`: the GEMMs that go to fp8, every tensor at its own current scale (the logits' gradient at a scale for a
+    loss that is multiplied by at most 1). `dropout`: of the samples 0, 1, ... `private`: nothing shares the plan's memory.
     """
-    config = dataclasses.replace(fp8 or RunConfig(), num_layers=shape.num_layers, dropout=dropout)
     table = parameter_table(shape)
     elements = flat_elements(table)
     exact = torch.float64 if dtype == torch.float64 else torch.float32
@@ -103,38 +129,42 @@ def make_model(
         stored.add_(torch.randn(stored.shape, generator=generator), alpha=noise)
     flat = flat.to(dtype)
     flat_gradients = torch.zeros(elements, dtype=exact)
-    rows = activation_buffers(
-        shape,
-        batch,
-        length,
-        dtype,
-        recompute=recompute,
-        chunk=min(chunk, batch * length),
-        scratch_bytes=64,  # no reference operation uses it
-        attention_scratch_bytes=64,
-        products=fp8_products(config),
-        gradient_format=FORMATS[config.fp8_gradients],
-        dropout=bool(dropout),
-    )
-    rows += [*weight_buffers(config, shape), *scaling_buffers(config, statistics_parts=1)]
-    plan = make_plan(rows)
-    placed = make_plan(dataclasses.replace(b, lifetimes=ALWAYS) for b in rows) if private else plan
+    ops = reference if fp8 is None else fp8_reference
+    rows = tuple(gpt2.activations(shape, batch, length, dtype, reference, chunk=min(chunk, batch * length), training=True))
+    quantized: tuple[QuantizedRow, ...] = ()
+    if fp8 is None:
+        buffers = [row.buffer(recompute) for row in rows if not row.of]
+    else:
+        quantized = quantized_table(table, rows, fp8, gpt2.FP8_PARTS, gradient_format)
+        buffers = [
+            *activation_buffers(rows, fp8, gradient_format, recompute),
+            *weight_buffers(quantized, table, fp8),
+            *scaling_buffers(len(quantized), statistics_parts=1),
+        ]
+    plan = make_plan(buffers)
+    placed = make_plan(dataclasses.replace(b, lifetimes=ALWAYS) for b in buffers) if private else plan
     views = placed.allocate(torch.device("cpu"))
     for view in views.values():
         view.fill_(float("nan") if view.is_floating_point() else 0)
+    plain = {row.name: row.view(flat) for row in table}
+    forms: dict[str, Any] = {}
     if fp8 is not None:
         set_scales(views["fp8.scaling"])
-    forms = Forms(quantized_table(config), views, current=True)
-    act = activations(views, forms, model_dropout(config, views))
-    if act.dropout is not None:
-        torch.arange(batch, out=act.dropout.samples)
+        forms = quantized_tensors(quantized, views, plain, current=True)
+    layers = shape.num_layers
+    act = named(gpt2.Activations, views | forms, layers)
+    d = named(gpt2.Gradients, views | forms, layers)
     act.tokens.copy_(torch.randint(shape.vocab_size, (batch, length), generator=generator))
     act.targets.copy_(torch.randint(shape.vocab_size, (batch, length), generator=generator))
-    weights, gradients = model_tensors(flat, table, forms), model_tensors(flat_gradients, table)
-    model = Model(shape, table, flat, flat_gradients, weights, gradients, act, plan, views)
+    weights = named(gpt2.Weights, plain | forms, layers)
+    gradients = named_weights(shape, flat_gradients, table)
+    model = Model(shape, table, flat, flat_gradients, weights, gradients, act, d, plan, views, ops)
+    if dropout:
+        tensors = weights, gradients, act, d
+        model.ops = with_dropout(reference, *tensors, samples=torch.arange(batch), probability=dropout, seed=1337)
     for form in quantized_weights(model).values():
         assert form.plain is not None
-        reference.quantize(form, form.plain)
+        fp8_reference.quantize(form, form.plain)
     return model
 
 

@@ -4,16 +4,17 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from handgrad.models.activations import activation_buffers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from handgrad.arena import ALWAYS, Buffer, Plan, make_plan
 from handgrad.config import ModelShape
+from handgrad.fp8 import reference as ops
 from handgrad.fp8.formats import Form
 from handgrad.fp8.tables import fp8_products
 from handgrad.models import transformer
-from handgrad.models.activations import activation_buffers
 from handgrad.ops import reference as ops
 from tests.conftest import fp8_config, make_model
 

@@ -3,12 +3,12 @@
 import itertools
 
 import pytest
+from handgrad.models.parameters import ALIGN_ELEMENTS, BLOCK_ELEMENTS, ParameterRow, flat_elements, parameter_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from handgrad.config import ModelShape
-from handgrad.models.parameters import ALIGN_ELEMENTS, BLOCK_ELEMENTS, ParameterRow, flat_elements, parameter_table
-from handgrad.parallel.buckets import (
+from handgrad.layout import (
     RING,
     Bucket,
     buckets,

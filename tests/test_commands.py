@@ -93,6 +93,34 @@ def test_flags_beat_recipe_beats_preset(tmp_path: Path) -> None:
     assert (config.num_layers, config.steps, config.seed, config.tokens_per_step) == (12, 7, 9, 2000)
 
 
+def libraries_after(code: str) -> set[str]:
+    """The heavy libraries that a Python of its own has loaded after `code`."""
+    heavy = {"torch", "numpy", "matplotlib", "pyarrow", "transformers", "tokenizers", "tiktoken"}
+    code = f"import sys\nfrom handgrad.cli import main\n{code}\nprint('\\nloaded', *({heavy} & set(sys.modules)))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return set(run.stdout.splitlines()[-1].split()[1:])
+
+
+def test_help_and_mistakes_load_no_library() -> None:
+    lines = [["train", "tinny"], ["train", "tiny", "--steps", "many"], ["sample"], ["evaluate", "x", "--micro-batch", "0"]]
+    lines += [[], ["trian"], *([name, flag] for name in COMMANDS for flag in ("--help", "--hepl"))]
+    code = f"""
+for line in {lines}:
+    try:
+        assert main(line) == 64, line
+    except SystemExit as ended:
+        assert ended.code == 0 and line[1] == "--help", line
+"""
+    assert libraries_after(code) == set()
+
+
+def test_prepare_loads_no_torch(tmp_path: Path) -> None:
+    line = ["prepare", str(write_text(tmp_path / "a.txt")), "--out", str(tmp_path / "data"), "--tokenizer", "bytes"]
+    assert "torch" not in libraries_after(f"main({line})")
+    assert (tmp_path / "data" / "manifest.json").exists()
+
+
 @pytest.mark.parametrize("recipe", sorted((Path(__file__).parents[1] / "recipes").glob("*.toml")), ids=lambda p: p.stem)
 def test_shipped_recipes_are_valid(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from handgrad.commands.arguments import Parser, add_run_arguments, run_config

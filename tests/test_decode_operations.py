@@ -35,12 +35,12 @@ def test_embedding_decode() -> None:
 def test_layernorm_linear(with_bias: bool) -> None:
     x, w, b, weight, bias = randn(3, 7), randn(7, seed=1), randn(7, seed=2), randn(12, 7, seed=3), randn(12, seed=4)
     out, ln, mean, rstd = nan(3, 12), nan(3, 7), nan(3), nan(3)
-    ops.layernorm_linear_forward(out, ln, mean, rstd, x, w, b, weight, bias if with_bias else None)
+    ops.layernorm_linear_decode(out, ln, mean, rstd, x, w, b, weight, bias if with_bias else None)
     expected = torch.nn.functional.layer_norm(x, (7,), w, b) @ weight.t() + (bias if with_bias else 0)
     assert torch.allclose(out, expected, rtol=1e-12, atol=1e-12)
     fc = nan(3, 12)
     if with_bias:
-        ops.layernorm_linear_gelu_forward(out, fc, ln, mean, rstd, x, w, b, weight, bias)
+        ops.layernorm_linear_gelu_decode(out, fc, ln, mean, rstd, x, w, b, weight, bias)
         expected = torch.nn.functional.gelu(expected, approximate="tanh")
         assert torch.allclose(out, expected, rtol=1e-12, atol=1e-12)
 

@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import math
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,16 +15,18 @@ from benchmarks.twin import Twin
 from handgrad.config import RunConfig, check
 from handgrad.data.batches import Batches
 from handgrad.data.shards import open_dataset
+from handgrad.dropout import reference as dropout_ops
+from handgrad.dropout.bind import WithDropout
 from handgrad.dropout.masks import Dropout
-from handgrad.dropout.model import SAMPLES, BlockDropout, ModelDropout
+from handgrad.dropout.reference import attention_mask
 from handgrad.errors import UsageError
 from handgrad.models import transformer
+from handgrad.models.activations import SAMPLES
 from handgrad.ops import reference as ops
-from handgrad.ops.reference.attention import attention_mask
 from handgrad.run.header import dropout_lines
 from handgrad.run.start import train
 from handgrad.training.feed import BatchFeed
-from handgrad.training.state import allocate_state, training_plan
+from handgrad.training.state import allocate_state, training_plan, with_dropout
 from tests.conftest import Model, make_model
 from tests.test_model import ODD, run
 from tests.test_runs import elsewhere, same_bits
@@ -37,7 +38,7 @@ P = 0.3
 def factors(dropout: Dropout, N: int, C: int) -> Tensor:
     """(N, C) of 0 and 1 / (1 - p), as the operation multiplies."""
     out = torch.full((N, C), math.nan, dtype=torch.float64)
-    ops.dropout_forward(out, torch.ones(N, C, dtype=torch.float64), dropout)
+    dropout_ops.dropout_forward(out, torch.ones(N, C, dtype=torch.float64), dropout)
     return out
 
 
@@ -48,32 +49,31 @@ def place(site: int = 0, *, samples: Tensor | None = None, seed: int = 1337, p: 
 # The gradient.
 
 
-def places(dropout: ModelDropout) -> Iterator[Dropout]:
-    yield dropout.embedding
-    for block in dropout.blocks:
-        yield from (place for place in (block.attention, block.proj, block.fcproj) if place is not None)
+def dropping(model: Model) -> WithDropout:
+    """The operations of a model that was made with dropout."""
+    bound = with_dropout(ops, model.weights, model.gradients, model.act, P, 1337)
+    assert isinstance(bound, WithDropout)
+    return bound
 
 
 def loss_of_twin(twin: Twin, model: Model) -> Tensor:
     """The twin's loss with the operations' masks at GPT-2's places."""
-    tokens, dropout = model.act.tokens, model.act.dropout
-    assert dropout is not None
+    tokens, bound = model.act.tokens, dropping(model)
     B, T = tokens.shape
     C, H = model.shape.channels, model.shape.num_heads
 
-    def drop(x: Tensor, site: Dropout | None) -> Tensor:
-        assert site is not None
+    def drop(x: Tensor, site: Dropout) -> Tensor:
         return x * factors(site, B * T, C).view(B, T, C)
 
-    x = drop(twin.wte(tokens) + twin.wpe.weight[:T], dropout.embedding)
-    for block, sites in zip(twin.blocks, dropout.blocks, strict=True):
+    x = drop(twin.wte(tokens) + twin.wpe.weight[:T], bound.embedding)
+    for block, w, act in zip(twin.blocks, model.weights.blocks, model.act.blocks, strict=True):
         q, k, v = block.qkv(block.ln1(x)).view(B, T, 3, H, C // H).permute(2, 0, 3, 1, 4)
         scores = q @ k.transpose(-1, -2) / math.sqrt(C // H)
         weights = scores.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -math.inf).softmax(-1)
-        assert sites.attention is not None
-        weights = weights * torch.stack([attention_mask(weights[b].detach(), sites.attention, b) for b in range(B)])
-        x = x + drop(block.proj((weights @ v).transpose(1, 2).reshape(B, T, C)), sites.proj)
-        x = x + drop(block.fcproj(F.gelu(block.fc(block.ln2(x)), approximate="tanh")), sites.fcproj)
+        site = bound.attention[act.lse]
+        weights = weights * torch.stack([attention_mask(weights[b].detach(), site, b) for b in range(B)])
+        x = x + drop(block.proj((weights @ v).transpose(1, 2).reshape(B, T, C)), bound.forward[w.proj_bias])
+        x = x + drop(block.fcproj(F.gelu(block.fc(block.ln2(x)), approximate="tanh")), bound.forward[w.fcproj_bias])
     logits = F.linear(twin.lnf(x), twin.wte.weight)[..., : twin.vocab_size]
     return F.cross_entropy(logits.reshape(-1, twin.vocab_size), model.act.targets.reshape(-1))
 
@@ -82,7 +82,7 @@ def loss_of_twin(twin: Twin, model: Model) -> Tensor:
 @pytest.mark.parametrize(("batch", "length", "chunk"), [(1, 1, 1), (3, 17, 20)])
 def test_gradients_equal_autograd(batch: int, length: int, chunk: int, recompute: int) -> None:
     model = make_model(ODD, batch, length, recompute=recompute, chunk=chunk, dropout=P)
-    run(model, recompute=recompute, scale=1 / (batch * length))
+    run(model, recompute=recompute, scale=1 / (batch * length), ops=dropping(model))
     twin = Twin(model.shape, padded=True).double()
     twin.load(model.table, model.flat)
     loss = loss_of_twin(twin, model)
@@ -100,27 +100,27 @@ def test_recompute_levels_give_the_same_bits(dtype: torch.dtype) -> None:
     found = []
     for level in (0, 1, 2):
         model = make_model(ODD, 3, 16, dtype, recompute=level, dropout=P)
-        run(model, recompute=level)
+        run(model, recompute=level, ops=dropping(model))
         found.append((model.flat_gradients, model.act.losses.clone()))
     for gradients, losses in found[1:]:
         assert torch.equal(gradients, found[0][0]) and torch.equal(losses, found[0][1])
 
 
 def test_evaluation_leaves_nothing_out() -> None:
-    with_dropout, without = (make_model(ODD, 3, 16, torch.float32, dropout=p) for p in (P, 0.0))
-    for model in (with_dropout, without):
+    dropped, without = (make_model(ODD, 3, 16, torch.float32, dropout=p) for p in (P, 0.0))
+    for model in (dropped, without):
         transformer.loss(ops, model.weights, model.act, vocab_size=ODD.vocab_size)
-    evaluated = with_dropout.act.losses.clone()
+    evaluated = dropped.act.losses.clone()
     assert torch.equal(evaluated, without.act.losses)
-    run(with_dropout)
-    assert (with_dropout.act.losses != evaluated).all(), "training leaves something out"
+    run(dropped, ops=dropping(dropped))
+    assert (dropped.act.losses != evaluated).all(), "training leaves something out"
 
 
 def test_the_branch_in_16_bits_is_rounded_once() -> None:
     """Kept numbers of the branch, times 1 / (1 - p), and the stream are added in float32."""
     residual, branch = (torch.randn(64, 48, generator=torch.Generator().manual_seed(s)).bfloat16() for s in (1, 2))
     out, site = branch.clone(), place()
-    ops.dropout_residual_forward(out, residual, site)
+    dropout_ops.dropout_residual_forward(out, residual, site)
     kept = factors(site, 64, 48) > 0
     exact = residual.float() + torch.where(kept, branch.float() * site.scale, 0.0)
     assert torch.equal(out, exact.bfloat16())
@@ -200,11 +200,18 @@ def test_masks_look_random(p: float) -> None:
         assert not unlikely(both, (1 - threshold) ** 2, a.numel()), name
 
 
-def test_every_place_of_a_model_has_masks_of_its_own() -> None:
-    dropout = make_model(ODD, 1, 19, dropout=P).act.dropout
-    assert dropout is not None
-    sites = list(places(dropout))
-    assert len(sites) == 1 + 3 * ODD.num_layers and len({site.stream for site in sites}) == len(sites)
+def test_sites_are_numbered_in_the_order_of_the_forward() -> None:
+    model = make_model(ODD, 1, 19, dropout=P)
+    bound, sites = dropping(model), [0]
+    assert bound.embedding.site == 0
+    for act, w, g in zip(model.act.blocks, model.weights.blocks, model.gradients.blocks, strict=True):
+        block = (bound.attention[act.lse], bound.forward[w.proj_bias], bound.forward[w.fcproj_bias])
+        branches = bound.backward[g.proj_weight], bound.backward[g.fcproj_weight]
+        assert tuple(branch.dropout for branch in branches) == block[1:]
+        assert branches[0].dbias_acc is g.proj_bias and branches[1].dbias_acc is g.fcproj_bias
+        sites += [site.site for site in block]
+    assert sites == list(range(1 + 3 * ODD.num_layers))
+    assert len({dataclasses.replace(bound.embedding, site=site).stream for site in sites}) == len(sites)
 
 
 def test_the_mean_stays() -> None:
@@ -229,37 +236,37 @@ def test_masks_do_not_depend_on_the_micro_batch() -> None:
 
 
 @pytest.fixture
-def dropping(config: RunConfig) -> RunConfig:
+def with_p(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, dropout=P)
 
 
-def test_the_feed_says_which_samples(dropping: RunConfig) -> None:
-    dataset = open_dataset(dropping.data)
-    state = allocate_state(dropping, dropping.shape(dataset.tokenizer.vocab_size), torch.float32, CPU, ops)
-    feed = BatchFeed(Batches(dataset.splits["train"], dropping.sequence_length, 1), state.activations)
-    assert state.activations.dropout is not None
+def test_the_feed_says_which_samples(with_p: RunConfig) -> None:
+    dataset = open_dataset(with_p.data)
+    state = allocate_state(with_p, with_p.shape(dataset.tokenizer.vocab_size), torch.float32, CPU, ops)
+    feed = BatchFeed(Batches(dataset.splits["train"], with_p.sequence_length, 1), state.activations)
+    assert state.activations.samples is not None
     for first in (0, 2**33 + 5):
         feed.fill(first)
-        assert state.activations.dropout.samples.tolist() == list(range(first, first + dropping.micro_batch))
+        assert state.activations.samples.tolist() == list(range(first, first + with_p.micro_batch))
 
 
-def test_the_micro_batch_changes_nothing_but_rounding(dropping: RunConfig) -> None:
-    _, small = steps_of(dataclasses.replace(dropping, micro_batch=1), 3)
-    _, large = steps_of(dataclasses.replace(dropping, micro_batch=8), 3)
-    _, without = steps_of(dataclasses.replace(dropping, dropout=0.0), 3)
+def test_the_micro_batch_changes_nothing_but_rounding(with_p: RunConfig) -> None:
+    _, small = steps_of(dataclasses.replace(with_p, micro_batch=1), 3)
+    _, large = steps_of(dataclasses.replace(with_p, micro_batch=8), 3)
+    _, without = steps_of(dataclasses.replace(with_p, dropout=0.0), 3)
     for a, b, c in zip(small, large, without, strict=True):
         assert abs(a.loss - b.loss) < 1e-5 and abs(a.loss - c.loss) > 1e-4
 
 
-def test_a_resumed_run_has_the_same_bits(dropping: RunConfig) -> None:
-    dropping = dataclasses.replace(dropping, steps=8, sample_tokens=0, keep_checkpoints=0)
-    train(dropping)
-    again = elsewhere(dropping, "again")
-    shutil.copytree(dropping.out, again.out)
+def test_a_resumed_run_has_the_same_bits(with_p: RunConfig) -> None:
+    with_p = dataclasses.replace(with_p, steps=8, sample_tokens=0, keep_checkpoints=0)
+    train(with_p)
+    again = elsewhere(with_p, "again")
+    shutil.copytree(with_p.out, again.out)
     shutil.rmtree(Path(again.out) / "checkpoints" / "step_00000008")
     train(again)
     assert "resumed at step 4" in (Path(again.out) / "log.txt").read_text()
-    same_bits(dropping.out, again.out, 8)
+    same_bits(with_p.out, again.out, 8)
 
 
 def test_memory_is_the_numbers_of_the_samples(config: RunConfig) -> None:
@@ -282,8 +289,7 @@ def test_header_and_plan_say_what_it_costs(config: RunConfig) -> None:
 
 def test_nothing_is_left_out_unless_asked_for(config: RunConfig) -> None:
     state, _ = steps_of(config, 0)
-    assert config.dropout == 0 and state.activations.dropout is None
-    assert BlockDropout() == BlockDropout(None, None, None)
+    assert config.dropout == 0 and state.activations.samples is None
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
+from handgrad import devices
 from handgrad.config import ModelShape
-from handgrad.data.batches import Batches, host_buffers
+from handgrad.data.batches import Batches
 from handgrad.data.shards import open_dataset
 from handgrad.evaluation.loss import mean_loss
 from handgrad.ops import reference as ops
@@ -16,6 +17,6 @@ def test_the_loss_does_not_depend_on_the_micro_batch(shards: Path) -> None:
     found = []
     for batch in (4, 1, 6):
         model = make_model(ModelShape(257, 16, 2, 2, 32), batch, 16)
-        act, buffers = model.act, host_buffers(model.act.tokens, model.act.targets)
+        act, buffers = model.act, devices.host_buffers(model.act.tokens, model.act.targets)
         found.append(mean_loss(ops, model.weights, act, batches, samples=6, vocab_size=257, host_buffers=buffers))
     assert max(found) - min(found) < 1e-12

@@ -19,10 +19,11 @@ pytest.importorskip("nvmath")
 from benchmarks import fp8_bytes, fp8_kernels, fp8_products, gpu_fp8
 from benchmarks.fp8_kernels import Making, Size
 from handgrad.config import ModelShape
+from handgrad.fp8.cuda import attention
 from handgrad.fp8.cuda import gelu as gelu_fp8
 from handgrad.fp8.cuda import quantize as fp8
 from handgrad.ops import cuda as kernels
-from handgrad.ops.cuda import attention_tiles, classifier, layernorm, linear
+from handgrad.ops.cuda import classifier, layernorm, linear
 from tests.conftest import fp8_config, make_model
 from tests.kernels.test_fp8_kernels import rounded
 from tests.kernels.test_gelu_fp8 import separately, word
@@ -60,7 +61,7 @@ def multiply(d: Tensor, a: Tensor, b: Tensor, *, scratch: Tensor, **options: Any
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """What there is on a GPU alone: fp8 conversions, PTX, cuBLASLt, a clock."""
-    for module in (fp8, layernorm, classifier, attention_tiles, gelu_fp8):
+    for module in (fp8, layernorm, classifier, attention, gelu_fp8):
         monkeypatch.setattr(module, "rounded", rounded)
     monkeypatch.setattr(gelu_fp8, "word", word)
     monkeypatch.setattr(gelu_fp8, "gelu_and_derivative", separately)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from handgrad.config import ModelShape, RunConfig
+from handgrad.fp8 import reference as ops
 from handgrad.fp8.formats import E4M3, E5M2, FORMATS
 from handgrad.fp8.tables import fp8_products
 from handgrad.models import transformer
-from handgrad.ops import reference as ops
 from handgrad.presets import gpt2_124m
 from handgrad.training.state import training_plan
 from tests.conftest import Model, fp8_config, make_model, quantized_weights
@@ -106,9 +106,9 @@ class RoundedProducts:
         else:
             ops.linear_backward(dinp, dweight, dbias, dout, inp, weight)
 
-    def gelu_linear_backward(self, dhidden: Tensor, dweight: Tensor, dbias: None, *rest: Tensor, **buffers: Any) -> None:
+    def gelu_linear_backward(self, dhidden: Tensor, dweight: Tensor, *rest: Tensor, **buffers: Any) -> None:
         dout, inp, hidden, weight = rest
-        self.linear_backward(dhidden, dweight, dbias, dout, inp, weight)
+        self.linear_backward(dhidden, dweight, None, dout, inp, weight)
         ops.gelu_backward(dhidden, hidden)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from handgrad.fp8 import reference as ops
 from handgrad.fp8.formats import (
     AMAX,
     CLIPPED,
@@ -30,7 +31,6 @@ from handgrad.fp8.formats import (
     Quantized,
 )
 from handgrad.ops import CONTROL_STEP, CONTROLS
-from handgrad.ops import reference as ops
 
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 BOTH = pytest.mark.parametrize("kind", [E4M3, E5M2], ids=["e4m3", "e5m2"])
@@ -370,8 +370,8 @@ def test_gelu_is_quantised_in_rows_forwards_and_in_columns_backwards(current: bo
     same(replace(out, columns=None), replace(wanted, columns=None))
 
     dweight, expected_dweight = torch.ones(C, F), torch.ones(C, F)
-    dhidden = make(N, F, E5M2, 2.0**7, current=current)
-    ops.gelu_linear_backward(dhidden, dweight, None, dout, out, hidden, projection, dgelu=dgelu)
+    dhidden = replace(make(N, F, E5M2, 2.0**7, current=current), workspace=dgelu)
+    ops.gelu_linear_backward(dhidden, dweight, dout, out, hidden, projection)
     expected_dhidden = torch.empty(N, F, dtype=torch.bfloat16)
     ops.linear_backward(expected_dhidden, expected_dweight, None, dout, wanted, projection)
     ops.gelu_backward(expected_dhidden, hidden)
@@ -386,8 +386,8 @@ def test_the_gradient_of_the_logits_has_a_static_scale() -> None:
     logits, targets = randn(N, Vp) * 4, torch.arange(N) % V
     plain, losses, losses_too = logits.clone(), torch.empty(N), torch.empty(N)
     ops.classifier_forward_backward(losses, plain, targets, scale, vocab_size=V)
-    found = make(N, Vp, E5M2, 2.0**24, forms="rows")
-    ops.classifier_forward_backward(losses_too, logits, targets, scale, vocab_size=V, quantized=found)
+    found = make(N, Vp, E5M2, 2.0**24, forms="rows", plain=logits)
+    ops.classifier_forward_backward(losses_too, found, targets, scale, vocab_size=V)
     expected = quantized(plain, E5M2, 2.0**24, forms="rows")
     assert found.rows is not None and expected.rows is not None
     assert torch.equal(bits(found.rows), bits(expected.rows)) and torch.equal(logits, plain)

@@ -6,12 +6,12 @@ import math
 import pytest
 import torch
 
+from handgrad.backend import choose_backend
 from handgrad.config import RunConfig
 from handgrad.data.batches import Batches
 from handgrad.data.shards import open_dataset
 from handgrad.fp8.formats import AMAX, E4M3, E5M2, FORMATS, MARGIN, SCALE
 from handgrad.fp8.tables import WEIGHT, fp8_products
-from handgrad.ops import reference
 from handgrad.training.feed import BatchFeed
 from handgrad.training.state import TrainingState, allocate_state
 from handgrad.training.step import Stepper, StepResult
@@ -30,7 +30,7 @@ def stepper_of(config: RunConfig) -> Stepper:
     dataset = open_dataset(config.data)
     shape = config.shape(dataset.tokenizer.vocab_size)
     dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
-    state = allocate_state(config, shape, dtype, CPU, reference)
+    state = allocate_state(config, shape, dtype, CPU, choose_backend("reference", CPU, config.precision))
     return Stepper(config, state, BatchFeed(Batches(dataset.splits["train"], config.sequence_length, 1), state.activations))
 
 

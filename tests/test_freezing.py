@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from handgrad.models.parameters import count_parameters, parameter_table
 
 from handgrad.config import ModelShape, RunConfig
 from handgrad.errors import NumericsError
 from handgrad.models.freezing import freeze
-from handgrad.models.parameters import count_parameters, parameter_table
 from handgrad.report.page import write_report
 from handgrad.run import loop
 from handgrad.run.start import train

@@ -1,24 +1,25 @@
 """The whole model: gradients against float64 autograd, logits and loss against transformers, recompute levels bit-equal."""
 
 import math
+from types import ModuleType
 
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from handgrad.models.parameters import count_parameters, flops_per_token, parameter_table
 from torch import Tensor
 
 from benchmarks.twin import Twin
 from handgrad.config import ModelShape
 from handgrad.models import transformer
-from handgrad.models.parameters import count_parameters, flops_per_token, parameter_table
 from handgrad.ops import reference as ops
 from tests.conftest import Model, make_model
 
 ODD = ModelShape(vocab_size=57, sequence_length=19, num_layers=3, num_heads=3, channels=33)
 
 
-def run(model: Model, *, recompute: int = 0, scale: float = 1.0) -> None:
+def run(model: Model, *, recompute: int = 0, scale: float = 1.0, ops: ModuleType = ops) -> None:
     transformer.loss_and_gradients(
         ops,
         model.weights,

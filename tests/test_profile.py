@@ -1,18 +1,24 @@
 """handgrad profile: what is counted, whose a kernel's time is, what Nsight Compute's CSV says, and the whole command."""
 
 import contextlib
+import functools
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
+from handgrad import fp8, ops
 from handgrad.cli import main
 from handgrad.errors import UsageError
+from handgrad.fp8 import reference as fp8_reference
 from handgrad.fp8.formats import E4M3
 from handgrad.ops import reference
 from handgrad.tools.nsight import METRICS, parse, table
-from handgrad.tools.profile import OPERATIONS, PARTS, MadeUpTokens, Recorder, size_bytes
+from handgrad.tools.profile import MadeUpTokens
+from handgrad.tools.recorder import OPERATIONS, PARTS, Recorder, size_bytes
 from handgrad.tools.traces import COPIES, OTHER, Spent, innermost, ranges_of, spent_on_cpu, spent_on_gpu
 
 TINY = [
@@ -23,10 +29,12 @@ N, I, O = 24, 16, 40
 KINDS = {*(entry.kind for entry in OPERATIONS.values()), COPIES}
 
 
-def recorder(head: torch.Tensor | None = None) -> Recorder:
-    made = Recorder(reference, torch.empty(1) if head is None else head, lambda name: contextlib.nullcontext())
+@contextlib.contextmanager
+def recorded(head: torch.Tensor | None = None, backend: ModuleType = reference) -> Iterator[Recorder]:
+    made = Recorder(backend, torch.empty(1) if head is None else head, lambda name: contextlib.nullcontext())
     made.counting = True
-    return made
+    with made.recording():
+        yield made
 
 
 def linear_tensors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -35,62 +43,77 @@ def linear_tensors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def test_a_product_counts_two_flops_per_multiplication() -> None:
     out, inp, weight = linear_tensors()
-    made = recorder()
-    made.ops.linear_forward(out, inp, weight, None)
-    assert made.counted == {"block products, forward": 2 * N * I * O}
-    made.ops.linear_backward(torch.empty(N, I), torch.zeros(O, I), None, out, inp, weight)
-    assert made.counted["block products, dgrad and wgrad"] == 2 * (2 * N * I * O)
-    assert made.in_flops == set(made.counted)
-    made.counting = False
-    made.ops.linear_forward(out, inp, weight, None)
+    with recorded() as made:
+        reference.linear_forward(out, inp, weight, None)
+        assert made.counted == {"block products, forward": 2 * N * I * O}
+        reference.linear_backward(torch.empty(N, I), torch.zeros(O, I), None, out, inp, weight)
+        assert made.counted["block products, dgrad and wgrad"] == 2 * (2 * N * I * O)
+        assert made.in_flops == set(made.counted)
+        made.counting = False
+        reference.linear_forward(out, inp, weight, None)
+    reference.linear_forward(out, inp, weight, None)
     assert made.counted["block products, forward"] == 2 * N * I * O
 
 
 def test_the_head_is_known_by_its_weight() -> None:
     out, inp, weight = linear_tensors()
-    made = recorder(weight)
-    made.ops.linear_forward(out, inp, weight, None)
-    made.ops.linear_forward(out, inp, weight.clone(), None)
+    with recorded(weight) as made:
+        reference.linear_forward(out, inp, weight, None)
+        reference.linear_forward(out, inp, weight.clone(), None)
     assert made.counted == {f"{place} products, forward": 2 * N * I * O for place in ("head", "block")}
 
 
-def test_the_parts_of_a_product_take_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+LINEAR = """
+def multiply(d, a, b, *, transpose_a=False, transpose_b=False):
+    pass
+
+def bias_backward(dbias_acc, dout):
+    pass
+
+def linear_backward(dinp, dweight_acc, dbias_acc, dout, inp, weight):
+    multiply(dinp, weight, dout)
+    if inp.itemsize == 1:  # both operands transposed, as fp8 products want them
+        multiply(dweight_acc, inp.t(), dout.t(), transpose_a=True)
+    else:
+        multiply(dweight_acc, inp, dout, transpose_b=True)
+    bias_backward(dbias_acc, dout)
+"""
+
+
+def test_the_parts_of_a_product_take_its_place() -> None:
     """A backend that tells its products apart, as the kernels do: each has its role, and nothing is counted twice."""
-    from handgrad.ops.reference import linear
-
-    def multiply(d, a, b, *, transpose_a=False, transpose_b=False) -> None:
-        pass
-
-    def linear_backward(dinp, dweight_acc, dbias_acc, dout, inp, weight) -> None:
-        linear.multiply(dinp, weight, dout)
-        linear.multiply(dweight_acc, inp, dout, transpose_b=True)
-        linear.bias_backward(dbias_acc, dout)
-
-    def fp8_wgrad(dweight_acc, inp, dout) -> None:  # both operands transposed, as fp8 products want them
-        linear.multiply(dweight_acc, inp.t().to(E4M3), dout.t().to(E4M3), transpose_a=True)
-
-    monkeypatch.setattr(linear, "multiply", multiply, raising=False)
-    monkeypatch.setattr(reference, "linear_backward", linear_backward)
+    backend = ModuleType("some.linear")
+    exec(LINEAR, vars(backend))
     out, inp, weight = linear_tensors()
-    made, before = recorder(weight), linear.bias_backward
-    with made.recording():
-        made.ops.linear_backward(torch.empty(N, I), torch.zeros(O, I), torch.zeros(O), out, inp, weight)
     roles = {f"head products, {role}": 2 * N * I * O for role in ("dgrad", "wgrad")}
-    assert made.counted == {**roles, "bias sums": 4 * (N * O + 2 * O)}
-    assert linear.bias_backward is before and linear.multiply is multiply, "the backend is left as it was"
-    made = recorder(weight)
-    with made.recording():
-        fp8_wgrad(torch.zeros(O, I), inp, out)
-    assert list(made.counted.values()) == [2 * N * I * O] and next(iter(made.counted)).endswith("wgrad")
+    for kind in (torch.float32, E4M3):
+        with recorded(weight, backend) as made:
+            sums = torch.zeros(O, I), torch.zeros(O)
+            backend.linear_backward(torch.empty(N, I), *sums, out.to(kind), inp.to(kind), weight)
+        assert made.counted == {**roles, "bias sums": kind.itemsize * N * O + 4 * 2 * O}
+    with recorded() as made:
+        reference.linear_backward(torch.empty(N, I), torch.zeros(O, I), torch.zeros(O), out, inp, weight)
+    assert list(made.counted) == ["bias sums", "block products, dgrad and wgrad"]
+
+
+def test_bound_and_decorated_operations_are_found() -> None:
+    backend = ModuleType("bound")
+    backend.linear_forward = functools.partial(reference.linear_forward, scratch=None)
+    backend.classifier_forward = fp8_reference.classifier_forward
+    out, inp, weight = linear_tensors()
+    with recorded(backend=backend) as made:
+        backend.linear_forward(out, inp, weight, None)
+        backend.classifier_forward(torch.empty(N), out, torch.zeros(N, dtype=torch.int64), vocab_size=O)
+    assert list(made.counted) == ["block products, forward", "classifier"]
 
 
 def test_attention_counts_the_keys_that_a_query_may_see() -> None:
     B, H, T, D = 2, 3, 5, 4
     out, lse, qkv = torch.empty(B * T, H * D), torch.empty(B, H, T), torch.randn(B * T, 3 * H * D)
     pairs = B * H * sum(range(1, T + 1))
-    made = recorder()
-    made.ops.attention_forward(out, lse, qkv)
-    made.ops.attention_backward(torch.empty_like(qkv), torch.randn_like(out), out, lse, qkv)
+    with recorded() as made:
+        reference.attention_forward(out, lse, qkv)
+        reference.attention_backward(torch.empty_like(qkv), torch.randn_like(out), out, lse, qkv)
     assert made.counted == {"attention forward": 2 * 2 * pairs * D, "attention backward": 5 * 2 * pairs * D}
 
 
@@ -109,8 +132,8 @@ def test_bytes_are_read_once_written_once_and_twice_in_place() -> None:
 def test_every_operation_of_a_backend_is_known() -> None:
     others = {"check_sizes", "compile_ahead", "versions"}
     others |= {"attention_decode", "choose_tokens", "embedding_decode", "store_keys_values"}  # of generation
-    others |= {"layernorm_linear_forward", "layernorm_linear_gelu_forward"}
-    others |= {"attention_scratch_bytes", "scratch_bytes", "statistics_parts", "tuned_keep_bf16"}
+    others |= {"layernorm_linear_decode", "layernorm_linear_gelu_decode", "linear_residual_decode"}
+    others |= {"attention_scratch_bytes", "choosing_scratch_bytes", "scratch_bytes", "statistics_parts", "tuned_keep_bf16"}
     assert set(reference.__all__) == OPERATIONS.keys() | others
     assert PARTS.keys() - OPERATIONS.keys() == {"multiply", "gelu_forward_fp8", "gelu_backward_fp8"}
 

@@ -12,8 +12,8 @@ from benchmarks.twin import Twin, optimizer_of, twin_step
 from handgrad.config import FIELDS, RunConfig
 from handgrad.data.batches import Batches
 from handgrad.data.shards import open_dataset
+from handgrad.layout import update_runs
 from handgrad.ops import reference
-from handgrad.parallel.buckets import update_runs
 from handgrad.training.feed import BatchFeed
 from handgrad.training.schedule import learning_rate
 from handgrad.training.spikes import WINDOW, Outliers

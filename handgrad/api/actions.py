@@ -71,8 +71,7 @@ def evaluate(
         raise UsageError("the model knows no data; give data=DIR, prepared with the model's tokenizer")
     dataset = open_held_out(folder, model.tokenizer)
     act = model.forward_buffers(micro_batch, model.shape.sequence_length)
-    sizes = {"vocab_size": model.shape.vocab_size, "eval_tokens": eval_tokens}
-    return held_out_loss(model.ops, model.weights, act, dataset, **sizes)
+    return held_out_loss(model.shape, model.ops, model.weights, act, dataset, eval_tokens=eval_tokens)
 
 
 def export(

@@ -21,9 +21,9 @@ from handgrad.generation.decode import decode_buffers, decode_tensors
 from handgrad.generation.generate import Continuation, Decoder, SamplingOptions, check_writing
 from handgrad.generation.text import document, stream_text
 from handgrad.interop.sources import open_weights
-from handgrad.models import transformer
-from handgrad.models.activations import Activations, activation_buffers, activations, head_chunk_tokens
-from handgrad.models.parameters import count_parameters, flat_elements, model_tensors, parameter_table
+from handgrad.models import architecture, forward_buffers, named_activations, named_weights, parameter_table
+from handgrad.models.passes import run
+from handgrad.models.rows import count_parameters, flat_elements
 
 MICRO_BATCH = 8  # rows that go through the model at once, as in `handgrad evaluate`
 
@@ -81,6 +81,7 @@ class Model:
         them."""
         ops.check_sizes(length=shape.sequence_length, num_heads=shape.num_heads, channels=shape.channels)
         self.shape, self.tokenizer, self.ops = shape, tokenizer, ops
+        self.model = architecture(shape)
         self.device, self.precision = device, precision
         self.dtype = devices.use_precision(device, precision)
         self.origin = origin  # the source of the weights
@@ -89,9 +90,9 @@ class Model:
         buffer = Buffer("parameters", (flat_elements(self.table),), self.dtype, "parameters")
         check_available(buffer.size_bytes, device, "a model", "try --precision bf16")
         self.flat = make_plan([buffer]).allocate(device)["parameters"]
-        self.weights = model_tensors(self.flat, self.table)
+        self.weights = named_weights(shape, self.flat, self.table)
         self._activation_memory, self._decoding_memory = GrowingMemory(device), GrowingMemory(device)
-        self._forward: tuple[tuple[int, int], Activations] | None = None  # ((rows, tokens), their buffers)
+        self._forward: tuple[tuple[int, int], Any] | None = None  # ((rows, tokens), their buffers)
         self._decoder: tuple[int, Decoder] | None = None  # (texts, their decoder)
         self._writer: object = None  # the call that owns the decoder's memory
 
@@ -131,9 +132,9 @@ class Model:
             group = rows[first : first + MICRO_BATCH]
             act = self.forward_buffers(len(group), longest)
             act.tokens.copy_(padded(group, longest))
-            transformer.forward_blocks(self.ops, self.weights, act)
+            run(self.model.forward(self.ops, self.weights, act))
             theirs = found[first : first + len(group)].view(-1, V)
-            for chunk, logits in transformer.head_logits(self.ops, self.weights, act):
+            for chunk, logits in self.model.head_logits(self.ops, self.weights, act):
                 theirs[chunk] = logits[:, :V]
         for row, line in zip(rows, found, strict=True):
             line[len(row) :] = math.nan
@@ -168,7 +169,7 @@ class Model:
             act = self.forward_buffers(len(cut), longest)
             act.tokens.copy_(padded([ids[:-1] for ids in cut], longest))
             act.targets.copy_(padded([ids[1:] for ids in cut], longest))
-            transformer.loss(self.ops, self.weights, act, vocab_size=self.shape.vocab_size)
+            self.model.loss(self.ops, self.weights, act, vocab_size=self.shape.vocab_size)
             for (number, start), ids, losses in zip(group, cut, act.losses.view(len(group), longest), strict=True):
                 found[number, start : start + len(ids) - 1] = losses[: len(ids) - 1]
         return found
@@ -193,7 +194,7 @@ class Model:
             raise UsageError("expected tokens, found none; give a text, ids, or rows of them")
         return rows
 
-    def forward_buffers(self, batch: int, length: int) -> Activations:
+    def forward_buffers(self, batch: int, length: int) -> Any:
         """The buffers of a forward pass over `batch` rows of `length` tokens, reused while these sizes stay.
 
         Padding of shorter rows belongs on the right, where causal attention hides it.
@@ -201,16 +202,8 @@ class Model:
         devices.use_precision(self.device, self.precision)  # torch keeps it for the process; another model may differ
         if self._forward is None or self._forward[0] != (batch, length):
             self._forward = None  # or it would keep its memory
-            table = activation_buffers(
-                self.shape,
-                batch,
-                length,
-                self.dtype,
-                chunk=head_chunk_tokens(0, batch * length, self.shape.padded_vocab_size, self.dtype.itemsize),
-                scratch_bytes=self.ops.scratch_bytes(batch=batch, length=length, channels=self.shape.channels),
-                training=False,
-            )
-            act = activations(self._activation_memory.lay(table, f"{batch} x {length} tokens"))
+            table = forward_buffers(self.shape, batch, length, self.dtype, self.ops)
+            act = named_activations(self.shape, self._activation_memory.lay(table, f"{batch} x {length} tokens"))
             self._forward = (batch, length), act
         return self._forward[1]
 
@@ -283,14 +276,14 @@ class Model:
         if self._decoder is None or self._decoder[0] != batch:
             self._decoder = None  # or it would keep its memory
             table = decode_buffers(self.shape, batch, self.dtype, self.ops)
-            buffers = decode_tensors(self._decoding_memory.lay(table, f"writing {batch} text(s) at once"))
+            buffers = decode_tensors(self.shape, self._decoding_memory.lay(table, f"writing {batch} text(s) at once"))
         else:
             last = self._decoder[1]
             if last.options == options:
                 return last
             buffers = last.buf
-        settings = {"vocab_size": self.shape.vocab_size, "end_of_text": self.tokenizer.end_of_text}
-        decoder = Decoder(self.ops, self.weights, buffers, options, **settings)
+        end_of_text = self.tokenizer.end_of_text
+        decoder = Decoder(self.shape, self.ops, self.weights, buffers, options, end_of_text=end_of_text)
         self._decoder = batch, decoder
         return decoder
 
@@ -327,7 +320,7 @@ def load(
     name = os.fspath(source)
     found = open_weights(name, tokenizer)
     where = devices.resolve_device(device)
-    ops, data = choose_backend(backend, where), found.config.data
+    ops, data = choose_backend(backend, where, precision), found.config.data
     model = Model(found.shape, found.tokenizer, ops, where, precision, origin=found.origin, data=data)
     for row in model.table:
         row.stored(model.flat).copy_(found.weight(row))

@@ -8,7 +8,7 @@ from typing import Any, BinaryIO
 
 from handgrad.errors import DataError, storage_error
 from handgrad.jsonl import parse
-from handgrad.run.metrics import METRICS_FILE
+from handgrad.run_files import METRICS_FILE
 
 POLL_SECONDS = 0.2
 

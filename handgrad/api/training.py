@@ -120,18 +120,20 @@ class Training:
             if on_step is not None:
                 on_step(made[-1])
 
-        devices.use_precision(run.device, self.config.precision)  # torch keeps it for the process; a model may differ
+        devices.use_precision(
+            run.design.device, self.config.precision
+        )  # torch keeps it for the process; a model may differ
         self._stepping = True
         try:
             run.advance(until, take, keeps_process=True)
-            if run.signals.told is not None:  # in the last of all steps: only the caller is left to stop
-                raise preempted(run.signals.told, run.completed, run.last_saved)
+            if run.signals.received is not None:  # in the last of all steps: only the caller is left to stop
+                raise preempted(run.signals.received, run.completed, run.last_saved)
         except Preempted as stopped:
-            if signal.SIGINT in (run.told_to_stop, run.signals.told):
+            if signal.SIGINT in (run.stop_signal, run.signals.received):
                 raise KeyboardInterrupt(str(stopped)) from None
             raise
         except BaseException as error:
-            self._torn = error is not run.onlooker.raised
+            self._torn = error is not run.observer.raised
             raise
         finally:
             self._stepping = False
@@ -142,14 +144,14 @@ class Training:
         """A copy of the current weights, to evaluate or to sample; later steps do not change it. For an fp8 run it computes
         in bf16."""
         run = self._open()
-        state = run.state
-        run.stepper.reduction.await_all_weights()
+        run.training.await_weights()
+        design, parameters = run.design, run.training.state.parameters
         precision = "bf16" if self.config.precision == "fp8" else self.config.precision
         origin = {"from": "training", "source": self.config.out, "step": self.completed}
-        what = run.shape, run.tokenizer, run.ops, run.device, precision
+        what = design.shape, run.tokenizer, design.plain_ops, design.device, precision
         model = Model(*what, origin=origin, data=self.config.data)
-        for ours, theirs in zip(model.table, state.table, strict=True):
-            ours.stored(model.flat).copy_(theirs.stored(state.parameters))
+        for ours, theirs in zip(model.table, design.parameters, strict=True):
+            ours.stored(model.flat).copy_(theirs.stored(parameters))
         return model
 
     def save(self) -> Path:

@@ -1,1 +1,1 @@
-"""One module per command, each with `run(arguments) -> exit code`; `arguments` holds what they share."""
+"""One module per command, each with `run(arguments) -> exit code`; `arguments` holds their flags and imports no library."""

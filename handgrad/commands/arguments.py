@@ -1,15 +1,32 @@
-"""Command-line arguments: every field of `RunConfig` as a flag, and mistakes answered in one line."""
+"""Every command's flags, parsed before the command and its libraries load: help and mistakes are answered at once."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from handgrad import presets
-from handgrad.config import BACKENDS, DEVICES, FIELDS, PRECISIONS, RunConfig, nearest_name
+from handgrad.config import (
+    ABOVE_0,
+    AT_LEAST_1,
+    BACKENDS,
+    DEVICES,
+    FIELDS,
+    GPT2_VOCABULARY,
+    NOT_NEGATIVE,
+    PRECISIONS,
+    Rule,
+    RunConfig,
+    nearest_name,
+)
 from handgrad.errors import UsageError
+from handgrad.evaluation.tasks import TASKS
 from handgrad.run import settings
 
 METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT"}
+SOURCES = (
+    "stories (built in), shakespeare, tinystories, fineweb, fineweb-edu, any hub dataset as OWNER/NAME[:CONFIG],"
+    " or local .txt, .jsonl, .parquet: a file, a folder or a quoted glob"
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -17,23 +34,45 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, allow_abbrev=False, **kwargs)
+        self.rules: dict[str, Rule] = {}
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; `{self.prog} --help` lists what there is")
 
+    def number(self, flag: str, help: str, *, rule: Rule | None = None, kind: type = int, default: Any = None) -> None:
+        """A flag with a whole number, or of `kind` float, that keeps to `rule`."""
+        action = self.add_argument(flag, type=kind, default=default, metavar=METAVARS[kind], help=help)
+        if rule is not None:
+            self.rules[action.dest] = rule
+
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """Like `parse_args`; an unknown flag is answered with the nearest known one."""
+        """Like `parse_args`; checks the numbers, and answers an unknown flag with the nearest known one."""
         namespace, unknown = self.parse_known_args(arguments)
         if unknown:
             name = unknown[0].split("=")[0]
             known = [option for action in self._actions for option in action.option_strings]
             raise UsageError(f"unknown argument {name!r}{nearest_name(name, known)}; `{self.prog} --help` lists all")
+        for name, rule in self.rules.items():
+            if getattr(namespace, name) is not None:
+                rule.check(flag(name), getattr(namespace, name))
         return namespace
 
 
 def flag(name: str) -> str:
     """tokens_per_step -> --tokens-per-step."""
     return "--" + name.replace("_", "-")
+
+
+def parse(command: str, arguments: Sequence[str]) -> argparse.Namespace:
+    """The arguments of a command; of those that take a run's, also its configuration as `run_config`."""
+    summary, add_arguments = COMMANDS[command]
+    parser = Parser(f"handgrad {command}", description=summary)
+    add_arguments(parser)
+    namespace = parser.parse(arguments)
+    namespace.arguments = list(arguments)
+    if "preset" in namespace:
+        namespace.run_config = run_config(namespace)
+    return namespace
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,10 +90,10 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(flag(name), default=None, metavar=metavar, help=text)
 
 
-def run_config(arguments: argparse.Namespace) -> RunConfig:
-    """The configuration that the arguments describe (`training.settings`)."""
-    given = {name: value for name in FIELDS if (value := getattr(arguments, name)) is not None}
-    return settings.run_config(arguments.preset or "", arguments.config or "", arguments.model or "", given)
+def run_config(namespace: argparse.Namespace) -> RunConfig:
+    """The configuration that the arguments describe (`run.settings`)."""
+    given = {name: value for name in FIELDS if (value := getattr(namespace, name)) is not None}
+    return settings.run_config(namespace.preset or "", namespace.config or "", namespace.model or "", given)
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,10 +103,173 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="run (its newest checkpoint), RUN/best, checkpoint, transformers folder, Hub name, .bin of llm.c",
     )
     parser.add_argument("--device", default="auto", choices=DEVICES, help="(default: auto)")
-    parser.add_argument(
-        "--precision",
-        default="fp32",
-        choices=[p for p in PRECISIONS if p != "fp8"],
-        help="of weights and products (default: fp32)",
-    )
+    without_fp8 = [precision for precision in PRECISIONS if precision != "fp8"]
+    parser.add_argument("--precision", default="fp32", choices=without_fp8, help="of weights and GEMMs (default: fp32)")
     parser.add_argument("--backend", default="auto", choices=BACKENDS, help="(default: auto: kernels on a CUDA GPU)")
+
+
+def prepare(parser: Parser) -> None:
+    parser.add_argument("source", metavar="SOURCE", help=SOURCES)
+    parser.add_argument("--out", default="shards", metavar="DIR", help="folder to write (default: shards)")
+    parser.add_argument("--tokenizer", default="gpt2", metavar="NAME", help="gpt2, bytes, bpe:SIZE or a tokenizer.json")
+    parser.add_argument("--text-field", default="text", metavar="NAME", help="column of rows with the text")
+    parser.number("--validation-fraction", "share held out", kind=float)
+    parser.number("--shard-tokens", "tokens per shard (default: 100 million)", default=100_000_000)
+    parser.number("--documents", "at most so many (0: all; stories: 100,000)", default=0)
+    parser.number("--workers", "processes (0: one per core)", default=0)
+    parser.number("--seed", "of the stories and of the validation rows", default=0)
+    parser.add_argument("--overwrite", action="store_true", help="replace a folder that holds other data")
+
+
+def train(parser: Parser) -> None:
+    add_run_arguments(parser)
+    parser.add_argument("--allow-changes", action="store_true", help="resume although config or data changed (logged)")
+
+
+def plan(parser: Parser) -> None:
+    add_run_arguments(parser)
+    parser.number("--vocab-size", "words (default: those of --data, or GPT-2's)", rule=AT_LEAST_1)
+    parser.number("--ranks", "processes that will train together (default: 1)", rule=AT_LEAST_1, default=1)
+
+
+def evaluate(parser: Parser) -> None:
+    add_model_arguments(parser)
+    parser.add_argument("--data", default="", metavar="DIR", help="prepared shards (default without --tasks: the run's)")
+    parser.number("--eval-tokens", "tokens (default: the whole split)", rule=NOT_NEGATIVE, default=0)
+    parser.number("--micro-batch", "contexts' worth at once (default: 8)", rule=AT_LEAST_1, default=8)
+    names = f"{', '.join(TASKS)}, or your own; without a FILE from the Hub"
+    parser.add_argument("--tasks", default="", metavar="NAME[=FILE],...", help=names)
+    parser.number("--limit", "first N examples of each task (default: all)", rule=NOT_NEGATIVE, default=0)
+    parser.add_argument("--out", default="", metavar="FILE", help="a line of JSON per example of the tasks")
+
+
+def sample(parser: Parser) -> None:
+    add_model_arguments(parser)
+    parser.add_argument("--prompt", metavar="TEXT", help="the beginning (default: a new document)")
+    parser.add_argument("--prompt-file", metavar="FILE", help="a file with the beginning; - is standard input")
+    parser.number("--samples", "number of samples (default: 1)", rule=AT_LEAST_1)
+    parser.number("--max-tokens", "longest sample (default: 200)", default=200)
+    real: dict[str, Any] = {"kind": float}
+    parser.number("--temperature", "divides the logits; 0 is greedy (default: 0.8)", **real, default=0.8)
+    parser.number("--top-k", "only the N likeliest tokens (0: all)", default=0)
+    parser.number("--top-p", "only the likeliest tokens of total probability X (1: all)", **real, default=1.0)
+    parser.number("--min-p", "only tokens X times as likely as the likeliest (0: all)", **real, default=0.0)
+    parser.number("--repetition-penalty", "divides logits of tokens in the text so far (1: none)", **real, default=1.0)
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="ends a sample before this text; may be repeated"
+    )
+    parser.number("--seed", "of the first sample or prompt; each further one counts up", default=0)
+    prompts = 'prompts, one {"prompt": TEXT} a line; may have "max_tokens"'
+    parser.add_argument("--in", dest="input", metavar="FILE", help=prompts)
+    parser.add_argument("--out", metavar="FILE", help="for --in: the same lines with text, tokens and why it stopped")
+    parser.number("--batch", "texts at once, of samples or prompts (default: 8)", rule=AT_LEAST_1, default=8)
+
+
+def export(parser: Parser) -> None:
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="run folder (its newest checkpoint) or checkpoint folder")
+    parser.add_argument("folder", metavar="DIR", help="a new folder")
+    formats = (
+        "hf: a folder for Hugging Face's transformers: weights, config, tokenizer, model card;"
+        " llmc: a folder for llm.c: model.bin, the tokenizer file"
+    )
+    parser.add_argument("--to", required=True, choices=("hf", "llmc"), help=formats)
+    parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16"), help="of the weights (default: fp32)")
+    hub = "hf: then upload DIR to the Hub as OWNER/NAME, private if new"
+    parser.add_argument("--push", default="", metavar="NAME", help=hub)
+    parser.add_argument("--with-optimizer", action="store_true", help="llmc: moments, too, so that llm.c can go on (-y 1)")
+
+
+def import_(parser: Parser) -> None:
+    sources = "a transformers folder, a model of the Hub by name, or a model file of llm.c"
+    parser.add_argument("source", metavar="SOURCE", help=sources)
+    parser.add_argument(
+        "--out", required=True, metavar="DIR", help="a new folder; evaluate, sample and --init-from accept it"
+    )
+    parser.add_argument("--tokenizer", default="", metavar="gpt2|bytes|FILE", help="in place of the source's own")
+    state = "llm.c's state_*.bin of that step: `train --out DIR` can go on"
+    parser.add_argument("--optimizer", default="", metavar="FILE", help=state)
+
+
+def report(parser: Parser) -> None:
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders; several are overlaid")
+    parser.add_argument("--out", default="", metavar="FILE", help="the page, plots beside it (default: RUN/report.html)")
+
+
+BENCHMARKS = {
+    "step": "whole optimizer steps, alternating with the twin: speed, memory; on a GPU power and time to step 1",
+    "loss": "the same training run by handgrad and by the twin: how far their losses lie apart",
+    "ladder": "from plain PyTorch to handgrad's kernels, one improvement a row",
+    "kernels": "single operations beside torch's",
+    "sampling": "texts of a model with random weights, beside transformers.generate, one and 64 at a time",
+    "fp8": "kernels and GEMMs of fp8 beside bf16: times, bytes, errors",
+}
+
+
+def bench(parser: Parser) -> None:
+    texts = "; ".join(f"{name}: {text}" for name, text in BENCHMARKS.items())
+    parser.add_argument("what", choices=list(BENCHMARKS), help=texts)
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="(default: auto)")
+    parser.add_argument("--model", default="d12", metavar="NAME", help="model size (default: d12)")
+    whole: dict[str, Any] = {"rule": AT_LEAST_1}
+    real: dict[str, Any] = {"rule": ABOVE_0, "kind": float}
+    parser.number("--micro-batch", "samples at once (default: step 64, loss 32, ladder 16; CPU: 4)", **whole)
+    parser.number("--sequence-length", "tokens per sample (default: 1024; CPU: 64)", **whole)
+    parser.number("--micro-steps", "micro-batches per optimizer step (default: 1)", **whole)
+    parser.add_argument("--precision", choices=PRECISIONS, help="of handgrad (default: bf16)")
+    parser.add_argument("--recompute", type=int, choices=(0, 1, 2), help="of handgrad, as in train (default: 0)")
+    parser.add_argument("--data", metavar="DIR", help="prepared shards to read the tokens from (default: random tokens)")
+    parser.add_argument("--contenders", metavar="TEXT", help="step on a GPU, loss: names, by commas; a wrong one lists all")
+    parser.number("--seconds", "per contender (default: 20; ladder: per row, 5)", **real)
+    parser.number("--turn-seconds", "step on a GPU: length of a slice (default: 10)", **real)
+    mode = "step on a GPU: the mode of the twin's compiler (default: default)"
+    parser.add_argument("--twin-mode", metavar="TEXT", help=mode)
+    parser.number("--steps", "loss: optimizer steps (default: 200)", **whole)
+    parser.number("--learning-rate", "loss: at its peak (default: 6e-4)", **real)
+    parser.number("--rounds", "step on a CPU: slices of every contender (default: 5)", **whole)
+    parser.add_argument("--out", default="", metavar="FILE", help="also write the figures as JSON")
+
+
+def tune(parser: Parser) -> None:
+    add_run_arguments(parser)
+    parser.number("--vocab-size", "words (default: GPT-2's)", rule=AT_LEAST_1, default=GPT2_VOCABULARY)
+    parser.add_argument("--table", default="", metavar="FILE", help="the table to write (default: this user's)")
+
+
+def profile(parser: Parser) -> None:
+    add_run_arguments(parser)
+    parser.number("--vocab-size", "words of random tokens (default: GPT-2's)", rule=AT_LEAST_1)
+    parser.number("--profile-steps", "optimizer steps recorded (default: 3)", rule=AT_LEAST_1, default=3)
+    parser.add_argument("--trace", default="", metavar="FILE", help="also write a trace for Perfetto (.json or .json.gz)")
+    parser.add_argument("--ncu", action="store_true", help="count DRAM, L2 and instructions by Nsight Compute instead")
+    parser.add_argument("--inside-ncu", action="store_true", help=argparse.SUPPRESS)  # --ncu starts the command with it
+
+
+def doctor(parser: Parser) -> None:
+    net = "measure between the processes of a launch instead (torchrun, srun)"
+    parser.add_argument("--net", action="store_true", help=net)
+    state = "instead: logits, loss, gradients against llm.c's debug state"
+    parser.add_argument("--debug-state", default="", metavar="FILE", help=state)
+    parser.add_argument("--model", default="", metavar="FILE", help="the model.bin of the debug state")
+
+
+def demo(parser: Parser) -> None:
+    parser.add_argument("--data", default="shards/stories", metavar="DIR", help="folder of the shards")
+    parser.add_argument("--out", default="runs/demo", metavar="DIR", help="folder of the run")
+    parser.number("--steps", "training steps", default=presets.demo().steps)
+
+
+COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
+    "prepare": ("raw text -> a folder of token shards", prepare),
+    "train": ("trains the run in --out, or resumes it", train),
+    "plan": ("memory, tokens and operations of a run, from the same arguments as train", plan),
+    "evaluate": ("validation loss, perplexity and bits per byte of a checkpoint, and its results on tasks", evaluate),
+    "sample": ("text from a checkpoint, streamed, or one for each prompt of a file", sample),
+    "export": ("a checkpoint -> a folder for Hugging Face's transformers or llm.c, read back and compared", export),
+    "import": ("a GPT-2 of transformers or of llm.c -> a checkpoint", import_),
+    "report": ("a self-contained HTML page of one or more runs", report),
+    "bench": ("handgrad beside a PyTorch autograd twin, on this machine", bench),
+    "tune": ("freezes the fastest algorithm of every GEMM of a model on this GPU", tune),
+    "profile": ("time per kernel of a run's steps, from the same arguments as train", profile),
+    "doctor": ("parts of this machine: present, in use, missing; each runs once", doctor),
+    "demo": ("the whole way in about two minutes: stories, training, a report", demo),
+}

@@ -1,26 +1,21 @@
 """handgrad demo: the whole way in about two minutes, from the built-in stories to a report and a story."""
 
 import dataclasses
-from collections.abc import Sequence
+from argparse import Namespace
 from pathlib import Path
 
 from handgrad import presets
-from handgrad.commands.arguments import Parser
 from handgrad.commands.prepare import prepare_with_progress, show_prepared
 from handgrad.data.prepare import PrepareOptions
 from handgrad.report.page import write_report
 from handgrad.run.start import train
+from handgrad.run_files import REPORT_FILE
 
 DEMO_DOCUMENTS = 60_000
 DEMO_TOKENIZER = "bpe:1024"
 
 
-def run(arguments: Sequence[str]) -> int:
-    parser = Parser("handgrad demo", description="Prepares the built-in stories, trains a small GPT on them, shows it.")
-    parser.add_argument("--data", default="shards/stories", metavar="DIR", help="where the shards go")
-    parser.add_argument("--out", default="runs/demo", metavar="DIR", help="where the run goes")
-    parser.add_argument("--steps", type=int, default=presets.demo().steps, metavar="N", help="training steps")
-    parsed = parser.parse(arguments)
+def run(parsed: Namespace) -> int:
     options = PrepareOptions(
         "stories", Path(parsed.data), tokenizer=DEMO_TOKENIZER, documents=DEMO_DOCUMENTS, validation_fraction=0.01
     )
@@ -28,7 +23,7 @@ def run(arguments: Sequence[str]) -> int:
     print()
     config = dataclasses.replace(presets.demo(), data=parsed.data, out=parsed.out, steps=parsed.steps)
     train(config)
-    page = write_report([Path(parsed.out)], Path(parsed.out) / "report.html")
+    page = write_report([Path(parsed.out)], Path(parsed.out) / REPORT_FILE)
     print(f"""
 The report is {page.absolute().as_uri()}
 What to try next (after `source .venv/bin/activate`, if make did the set-up):

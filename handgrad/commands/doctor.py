@@ -1,52 +1,42 @@
-"""handgrad doctor: what this machine has, what will be used, what is missing; what the network between ranks gives; and
-whether a gradient made elsewhere is the one made here."""
+"""handgrad doctor: this machine's parts, the network between ranks, or a comparison with llm.c's gradients."""
 
 import os
-from collections.abc import Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 
 from handgrad import devices
 from handgrad.backend import choose_backend
-from handgrad.commands.arguments import Parser
 from handgrad.errors import ConfigError, UsageError
 from handgrad.interop.llmc_debug import compare, read_debug_state
 from handgrad.interop.llmc_model import read_model
-from handgrad.parallel.launchers import find_place
+from handgrad.parallel.launchers import find_rank_info
 from handgrad.tools.doctor import examine
 from handgrad.tools.network import examine_network
 
 
-def run(arguments: Sequence[str]) -> int:
-    parser = Parser("handgrad doctor", description="Looks at this machine and runs each part once.")
-    parser.add_argument(
-        "--net", action="store_true", help="measure between the processes of a launch instead (torchrun, srun)"
-    )
-    parser.add_argument(
-        "--debug-state", default="", metavar="FILE", help="instead: logits, loss, gradients against llm.c's debug state"
-    )
-    parser.add_argument("--model", default="", metavar="FILE", help="the model.bin that the debug state is of")
-    parsed = parser.parse(arguments)
+def run(parsed: Namespace) -> int:
     if bool(parsed.debug_state) != bool(parsed.model):
         raise UsageError("--debug-state and --model go together: a debug state and the model file that it was made with")
-    speaks = True
+    is_rank_0 = True
     if parsed.debug_state:
         lines = examine_gradients(Path(parsed.debug_state), Path(parsed.model))
     elif parsed.net:
-        place = find_place(os.environ)
-        lines = examine_network(devices.resolve_device("auto", place.local_rank))
-        speaks = place.rank == 0
+        info = find_rank_info(os.environ)
+        lines = examine_network(devices.resolve_device("auto", info.local_rank))
+        is_rank_0 = info.rank == 0
     else:
         lines = examine()
-    well = True
-    for fine, line in lines:
-        well = well and fine
-        if speaks:
-            print(f"{'ok  ' if fine else 'FAIL'}  {line}", flush=True)
-    return 0 if well else ConfigError.exit_code
+    healthy = True
+    for ok, line in lines:
+        healthy = healthy and ok
+        if is_rank_0:
+            print(f"{'ok  ' if ok else 'FAIL'}  {line}", flush=True)
+    return 0 if healthy else ConfigError.exit_code
 
 
 def examine_gradients(state_file: Path, model_file: Path) -> Iterator[tuple[bool, str]]:
-    """(whether it is well, line) for the logits, the loss and each gradient, by the operations that training takes here."""
+    """(ok, line) for the logits, the loss and each gradient, by the operations that training uses here."""
     device = devices.resolve_device("auto")
     devices.use_precision(device, "fp32")
     ops = choose_backend("auto", device)
@@ -54,5 +44,5 @@ def examine_gradients(state_file: Path, model_file: Path) -> Iterator[tuple[bool
     batch, length = state.tokens.shape
     yield True, f"{batch} texts of {length} tokens on {devices.describe(device)}, by the {ops.__name__.rpartition('.')[2]}"
     for found in compare(state, device, ops):
-        what = found.name if found.name in ("logits", "loss") else f"gradient of {found.name}"
-        yield found.fine, f"{what}: relative error {found.error:.2g}, at most {found.tolerance:.2g}"
+        name = found.name if found.name in ("logits", "loss") else f"gradient of {found.name}"
+        yield found.fine, f"{name}: relative error {found.error:.2g}, at most {found.tolerance:.2g}"

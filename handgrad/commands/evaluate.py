@@ -1,4 +1,4 @@
-"""handgrad evaluate: what a checkpoint's loss is on held-out text, and how it does on tasks."""
+"""handgrad evaluate: the loss of a checkpoint on held-out text, and its results on tasks."""
 
 import os
 import sys
@@ -13,8 +13,6 @@ from torch import Tensor
 from handgrad import devices
 from handgrad.arena import Buffer, Plan, make_plan
 from handgrad.backend import choose_backend
-from handgrad.commands.arguments import Parser, add_model_arguments
-from handgrad.config import RunConfig
 from handgrad.data.shards import Dataset
 from handgrad.errors import NumericsError, UsageError
 from handgrad.evaluation.held_out import held_out_loss, open_held_out
@@ -22,62 +20,46 @@ from handgrad.evaluation.likelihoods import Request, Workload
 from handgrad.evaluation.load import LoadedModel, Weights, load_model
 from handgrad.evaluation.records import AFTERWARDS, append_to_run, check_writable, task_record, write_rows
 from handgrad.evaluation.scoring import TaskResult, make_requests, results_of
-from handgrad.evaluation.tasks import TASKS, TaskData, load_tasks, parse_tasks
+from handgrad.evaluation.tasks import TaskData, load_tasks, parse_tasks
 from handgrad.interop.sources import open_weights
-from handgrad.models.activations import KIND, activations, model_buffers
-from handgrad.parallel.joining import joined
-from handgrad.parallel.launchers import find_place
+from handgrad.models import forward_buffers, named_activations
+from handgrad.models.rows import KIND
+from handgrad.parallel.launchers import find_rank_info
 from handgrad.parallel.ranks import Ranks
-from handgrad.run.initial_weights import opened_in_turn
+from handgrad.parallel.rendezvous import Timeouts, joined
+from handgrad.run.start import opened_in_turn
 
-MEMORY = "evaluation.memory"  # the loss and the tasks take turns in it
+MEMORY = "evaluation.memory"  # of the loss, then of the tasks
 PROGRESS_SECONDS = 2.0
 
 
-def run(arguments: Sequence[str]) -> int:
-    parser = Parser(
-        "handgrad evaluate", description="Loss of a checkpoint on a validation split, and its results on tasks."
-    )
-    add_model_arguments(parser)
-    parser.add_argument("--data", default="", metavar="DIR", help="prepared shards (default without --tasks: the run's)")
-    parser.add_argument("--eval-tokens", type=int, default=0, metavar="N", help="tokens (default: the whole split)")
-    parser.add_argument("--micro-batch", type=int, default=8, metavar="N", help="contexts' worth at once (default: 8)")
-    known = ", ".join(TASKS)
-    parser.add_argument(
-        "--tasks", default="", metavar="NAME[=FILE],...", help=f"{known}, or your own; without a FILE from the Hub"
-    )
-    parser.add_argument(
-        "--limit", type=int, default=0, metavar="N", help="of each task the first N examples (default: all)"
-    )
-    parser.add_argument("--out", default="", metavar="FILE", help="of each task's example a line of JSON")
-    parsed = parser.parse(arguments)
-    if parsed.eval_tokens < 0 or parsed.micro_batch < 1 or parsed.limit < 0:
-        raise UsageError("--eval-tokens and --limit must be 0 or more and --micro-batch 1 or more")
+def run(parsed: Namespace) -> int:
     if not parse_tasks(parsed.tasks) and (parsed.out or parsed.limit):
         raise UsageError("--out and --limit belong to --tasks; name some, like --tasks hellaswag=FILE")
-    place = find_place(os.environ)
-    device = devices.resolve_device(parsed.device, place.local_rank)
-    with joined(place, device, RunConfig()) as ranks:
+    info = find_rank_info(os.environ)
+    device = devices.resolve_device(parsed.device, info.local_rank)
+    with joined(info, device, Timeouts()) as ranks:
         lines = evaluate(parsed, device, ranks)
-    if ranks.leads:
+    if ranks.is_rank_0:
         print("\n".join(lines))
     return 0
 
 
 def evaluate(parsed: Namespace, device: torch.device, ranks: Ranks) -> list[str]:
-    """What there is to say, from the share of each of the `ranks`."""
+    """The lines to print, computed by all `ranks` together."""
     dtype = devices.use_precision(device, parsed.precision)
-    ops = choose_backend(parsed.backend, device)
-    asked = opened_in_turn(lambda: open_weights(parsed.checkpoint), ranks)
-    tasks, requests = ranks.from_first(lambda: questions(parsed, asked), "the tasks")
-    dataset = None if tasks and not parsed.data else split_of(parsed, asked)
+    ops = choose_backend(parsed.backend, device, parsed.precision)
+    source = opened_in_turn(lambda: open_weights(parsed.checkpoint), ranks)
+    tasks, requests = ranks.from_rank_0(lambda: read_tasks(parsed, source), "the tasks")
+    dataset = None if tasks and not parsed.data else validation_data(parsed, source)
 
-    shape = asked.shape
-    plans: dict[str, Plan] = {}  # by what takes its turn in the memory
+    shape = source.shape
+    plans: dict[str, Plan] = {}  # by the evaluation that uses the memory
     buffers: list[Buffer] = []
     work = None
     if dataset is not None:
-        rows = model_buffers(asked.config, shape, parsed.micro_batch, dtype, ops, training=False)
+        chunk = source.config.head_chunk_tokens
+        rows = forward_buffers(shape, parsed.micro_batch, shape.sequence_length, dtype, ops, chunk=chunk)
         plans["loss"] = make_plan(rows)
     if tasks:
         positions = parsed.micro_batch * shape.sequence_length
@@ -86,48 +68,48 @@ def evaluate(parsed: Namespace, device: torch.device, ranks: Ranks) -> list[str]
         buffers += work.buffers()
     memory_bytes = max(plan.size_bytes[KIND] for plan in plans.values())
     buffers.append(Buffer(MEMORY, (memory_bytes,), torch.uint8, KIND))
-    model = load_model(asked, device, dtype, ops, lambda config, shape: buffers)
+    model = load_model(source, device, dtype, ops, lambda config, shape: buffers)
     views = {name: plan.lay_over({KIND: model.views[MEMORY]}) for name, plan in plans.items()}
 
-    step = "" if asked.checkpoint is None else f" (step {asked.checkpoint.step})"
+    step = "" if source.checkpoint is None else f" (step {source.checkpoint.step})"
     lines = [f"checkpoint        {parsed.checkpoint}{step}"]
     if dataset is not None:
         lines += loss_lines(parsed, model, dataset, views["loss"], ranks)
     if work is not None:
-        found = work.score(model.weights, model.views | views["tasks"], Progress(ranks) if ranks.leads else None)
+        found = work.score(model.weights, model.views | views["tasks"], Progress(ranks) if ranks.is_rank_0 else None)
         results = results_of(tasks, requests, found)
-        lines += ranks.from_first(lambda: task_lines(parsed, asked, tasks, results), "the results")
+        lines += ranks.from_rank_0(lambda: task_lines(parsed, source, tasks, results), "the results")
     return lines
 
 
-def questions(parsed: Namespace, asked: Weights) -> tuple[list[TaskData], list[Request]]:
-    """The tasks and their requests, read by one rank for all."""
+def read_tasks(parsed: Namespace, source: Weights) -> tuple[list[TaskData], list[Request]]:
+    """The tasks and their requests, read by rank 0 for all."""
     if not parsed.tasks:
         return [], []
     if parsed.out:
         check_writable(Path(parsed.out))
     tasks = load_tasks(parsed.tasks, parsed.limit)
-    return tasks, make_requests(tasks, asked.tokenizer, asked.config.sequence_length)
+    return tasks, make_requests(tasks, source.tokenizer, source.config.sequence_length)
 
 
-def split_of(parsed: Namespace, asked: Weights) -> Dataset:
+def validation_data(parsed: Namespace, source: Weights) -> Dataset:
     """The data whose validation split is evaluated; raises `DataError` if it is not the model's."""
-    folder = parsed.data or asked.config.data
+    folder = parsed.data or source.config.data
     if not folder:
-        raise UsageError(f"{parsed.checkpoint} is of no run and knows no data; give --data DIR, of the model's tokenizer")
-    return open_held_out(folder, asked.tokenizer)
+        raise UsageError(f"{parsed.checkpoint} belongs to no run; give --data DIR, prepared with its tokenizer")
+    return open_held_out(folder, source.tokenizer)
 
 
 def loss_lines(
     parsed: Namespace, model: LoadedModel, dataset: Dataset, views: dict[str, Tensor], ranks: Ranks
 ) -> list[str]:
-    """The validation loss, in the units people compare."""
+    """The validation loss in nats, as perplexity and in bits per byte."""
     found = held_out_loss(
+        model.shape,
         model.ops,
         model.weights,
-        activations(views),
+        named_activations(model.shape, views),
         dataset,
-        vocab_size=model.shape.vocab_size,
         eval_tokens=parsed.eval_tokens,
         ranks=ranks,
     )
@@ -143,8 +125,8 @@ def loss_lines(
     return lines
 
 
-def task_lines(parsed: Namespace, asked: Weights, tasks: list[TaskData], results: list[TaskResult]) -> list[str]:
-    """The table of results; writes `--out`, and the record of the run."""
+def task_lines(parsed: Namespace, source: Weights, tasks: list[TaskData], results: list[TaskResult]) -> list[str]:
+    """The table of results; writes `--out` and the record of the run."""
     if any(figure.value != figure.value for result in results for figure in result.figures):
         raise NumericsError(
             "the model's likelihoods are not finite: its weights have diverged; use an earlier checkpoint, or another"
@@ -156,13 +138,13 @@ def task_lines(parsed: Namespace, asked: Weights, tasks: list[TaskData], results
         write_rows(Path(parsed.out), results)
         lines.append(f"every example in {parsed.out}")
     records = [task_record(*pair, parsed.precision, AFTERWARDS) for pair in zip(tasks, results, strict=True)]
-    if asked.checkpoint is not None and (told := append_to_run(asked.checkpoint, records)):
-        lines.append(told)
+    if source.checkpoint is not None and (message := append_to_run(source.checkpoint, records)):
+        lines.append(message)
     return lines
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Columns in line: names left, numbers right."""
+    """Aligned columns: names left, numbers right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "  ".join(
@@ -174,18 +156,18 @@ def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 class Progress:
-    """How far the tasks are, on stderr: a line that is written over on a terminal, now and then one elsewhere."""
+    """Progress of the tasks on stderr: a line that changes on a terminal, one every 20 s elsewhere."""
 
     def __init__(self, ranks: Ranks):
         self.ranks, self.begun = ranks, time.monotonic()
-        self.told, self.terminal = self.begun, sys.stderr.isatty()
+        self.shown, self.terminal = self.begun, sys.stderr.isatty()
 
     def __call__(self, done: int, total: int) -> None:
         now = time.monotonic()
         every = PROGRESS_SECONDS if self.terminal else 10 * PROGRESS_SECONDS
-        if now - self.told < every and (done < total or self.told == self.begun):
+        if now - self.shown < every and (done < total or self.shown == self.begun):
             return
-        self.told = now
+        self.shown = now
         rate = done * self.ranks.size / max(now - self.begun, 1e-9)
         line = f"tasks: {done / total:.0%} launched, {rate:,.0f} positions/s"
         ending = "\n" if done == total or not self.terminal else ""

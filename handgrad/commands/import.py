@@ -1,24 +1,15 @@
 """handgrad import: weights from another program, as a checkpoint to evaluate, sample or start from."""
 
-from collections.abc import Sequence
+from argparse import Namespace
 from pathlib import Path
 
-from handgrad.commands.arguments import Parser, flag
+from handgrad.commands.arguments import flag
 from handgrad.interop.sources import SIZES, import_model
-from handgrad.models.parameters import count_parameters, parameter_table
+from handgrad.models import parameter_table
+from handgrad.models.rows import count_parameters
 
 
-def run(arguments: Sequence[str]) -> int:
-    parser = Parser("handgrad import", description="Takes a GPT-2 of Hugging Face's transformers or of llm.c.")
-    parser.add_argument(
-        "source", metavar="SOURCE", help="a transformers folder, a model of the Hub by name, or a model file of llm.c"
-    )
-    parser.add_argument("--out", required=True, metavar="DIR", help="to be made; evaluate, sample, --init-from take it")
-    parser.add_argument("--tokenizer", default="", metavar="gpt2|bytes|FILE", help="in the place of the source's own")
-    parser.add_argument(
-        "--optimizer", default="", metavar="FILE", help="llm.c's state_*.bin of that step: `train --out DIR` can go on"
-    )
-    parsed = parser.parse(arguments)
+def run(parsed: Namespace) -> int:
     out = Path(parsed.out)
     found, state = import_model(parsed.source, out, parsed.tokenizer, parsed.optimizer)
     shape = found.shape

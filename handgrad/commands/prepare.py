@@ -3,40 +3,22 @@
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from argparse import Namespace
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
-from handgrad.commands.arguments import Parser
 from handgrad.data.prepare import Prepared, PrepareOptions, Progress
 from handgrad.data.prepare import prepare as write_shards
-from handgrad.run.console import human_count
-
-SOURCES = (
-    "stories (built in), shakespeare, tinystories, fineweb, fineweb-edu, any hub dataset as OWNER/NAME[:CONFIG],"
-    " or local .txt, .jsonl, .parquet: a file, a folder or a quoted glob"
-)
+from handgrad.format import human_count
 
 
-def run(arguments: Sequence[str]) -> int:
-    parser = Parser("handgrad prepare", description="Raw text to a folder of token shards with a manifest.")
-    parser.add_argument("source", metavar="SOURCE", help=SOURCES)
-    parser.add_argument("--out", default="shards", metavar="DIR", help="folder to write (default: shards)")
-    parser.add_argument("--tokenizer", default="gpt2", metavar="NAME", help="gpt2, bytes, bpe:SIZE or a tokenizer.json")
-    parser.add_argument("--text-field", default="text", metavar="NAME", help="column of rows with the text")
-    parser.add_argument("--validation-fraction", type=float, default=None, metavar="X", help="share held out")
-    parser.add_argument("--shard-tokens", type=int, default=100_000_000, metavar="N", help="tokens per shard")
-    parser.add_argument("--documents", type=int, default=0, metavar="N", help="at most so many (0: all; stories: 100,000)")
-    parser.add_argument("--workers", type=int, default=0, metavar="N", help="processes (0: one per core)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the stories and of the validation rows")
-    parser.add_argument("--overwrite", action="store_true", help="replace a folder that holds other data")
-    parsed = parser.parse(arguments)
-    settings: dict[str, Any] = vars(parsed) | {"out": Path(parsed.out)}
-    show_prepared(prepare_with_progress(PrepareOptions(**settings)))
+def run(parsed: Namespace) -> int:
+    given = {field.name: getattr(parsed, field.name) for field in fields(PrepareOptions) if field.name in parsed}
+    show_prepared(prepare_with_progress(PrepareOptions(**given | {"out": Path(parsed.out)})))
     print(f"next       handgrad train tiny --data {shlex.quote(parsed.out)} --out runs/a")
     return 0
 
@@ -57,7 +39,7 @@ def prepare_with_progress(options: PrepareOptions) -> Prepared:
 
 
 class PlainProgress:
-    """A line every ten seconds, with the time left where the total is known."""
+    """Prints a line every ten seconds, with the time left if the total is known."""
 
     def __init__(self) -> None:
         self.start = self.last = time.monotonic()

@@ -1,13 +1,10 @@
-"""handgrad profile: where the time of a step goes, kernel by kernel, beside what this machine can do."""
+"""handgrad profile: time per kernel of a run's steps, beside the limits of this machine."""
 
-import argparse
-from collections.abc import Sequence
+from argparse import Namespace
 from pathlib import Path
 
 from handgrad import devices
-from handgrad.commands.arguments import Parser, add_run_arguments, run_config
-from handgrad.commands.plan import GPT2_VOCABULARY
-from handgrad.config import RunConfig
+from handgrad.config import GPT2_VOCABULARY, RunConfig
 from handgrad.data.batches import Batches
 from handgrad.data.shards import open_dataset
 from handgrad.errors import UsageError
@@ -16,23 +13,9 @@ from handgrad.tools.profile import MadeUpTokens, one_micro_step, profile_run
 from handgrad.training.feed import Source
 
 
-def run(arguments: Sequence[str]) -> int:
-    parser = Parser(
-        "handgrad profile", description="Time per kernel type of a run's steps, from the same arguments as train."
-    )
-    add_run_arguments(parser)
-    parser.add_argument("--vocab-size", type=int, metavar="N", help="words of made-up tokens (default: GPT-2's)")
-    parser.add_argument("--profile-steps", type=int, default=3, metavar="N", help="optimizer steps recorded (default: 3)")
-    parser.add_argument("--trace", default="", metavar="FILE", help="also write a trace for Perfetto (.json or .json.gz)")
-    parser.add_argument("--ncu", action="store_true", help="count DRAM, L2 and instructions by Nsight Compute instead")
-    parser.add_argument("--inside-ncu", action="store_true", help=argparse.SUPPRESS)  # what --ncu runs
-    parsed = parser.parse(arguments)
-    config = run_config(parsed)
+def run(parsed: Namespace) -> int:
+    config = parsed.run_config
     device = devices.resolve_device(config.device)
-    if parsed.profile_steps < 1:
-        raise UsageError(f"--profile-steps must be at least 1, found {parsed.profile_steps}")
-    if parsed.vocab_size is not None and parsed.vocab_size < 1:
-        raise UsageError(f"--vocab-size must be at least 1, found {parsed.vocab_size}")
     if device.type == "mps":
         raise UsageError("torch's profiler sees no kernels on Apple GPUs; use --device cpu")
     trace = Path(parsed.trace) if parsed.trace else None
@@ -44,10 +27,10 @@ def run(arguments: Sequence[str]) -> int:
             raise UsageError(f"--ncu counts on an NVIDIA GPU, the device is {device.type}; leave it out")
         if trace:
             raise UsageError("--ncu writes no trace; leave out --trace")
-        lines = nsight.run_ncu([*(a for a in arguments if a != "--ncu"), "--inside-ncu"])
+        lines = nsight.run_ncu([*(a for a in parsed.arguments if a != "--ncu"), "--inside-ncu"])
         print("\n".join(lines))
         return 0
-    source, vocab_size, words = tokens_of(config, parsed.vocab_size, asked=parsed.data is not None)
+    source, vocab_size, words = tokens_of(config, parsed.vocab_size, wanted=parsed.data is not None)
     if parsed.inside_ncu:
         one_micro_step(config, vocab_size, source)
         return 0
@@ -56,11 +39,10 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def tokens_of(config: RunConfig, vocab_size: int | None, *, asked: bool) -> tuple[Source, int, str]:
-    """Samples of the data folder if it was asked for (or a recipe names it, and it is there), else made-up ones; with the
-    size of their vocabulary and what they are. A vocabulary that was named means made-up ones."""
-    named = asked or (config.data != RunConfig.data and Path(config.data).exists())
-    if named and vocab_size is None:
+def tokens_of(config: RunConfig, vocab_size: int | None, *, wanted: bool) -> tuple[Source, int, str]:
+    """(samples, size of their vocabulary, description): of the data folder if it is `wanted` or named by a recipe and
+    exists, and no vocabulary is given; else random ones."""
+    if vocab_size is None and (wanted or (config.data != RunConfig.data and Path(config.data).exists())):
         dataset = open_dataset(config.data)
         batches = Batches(dataset.splits["train"], config.sequence_length, config.seed)
         return batches, dataset.tokenizer.vocab_size, f"of {config.data}, a vocabulary of {dataset.tokenizer.vocab_size}"

@@ -1,26 +1,24 @@
-"""handgrad train: trains, or goes on training, the run in --out."""
+"""handgrad train: trains the run in --out, or resumes it."""
 
 import os
 import shlex
-from collections.abc import Sequence
+from argparse import Namespace
 from pathlib import Path
 
-from handgrad.commands.arguments import Parser, add_run_arguments, run_config
-from handgrad.parallel.launchers import find_place
+from handgrad.parallel.launchers import find_rank_info
 from handgrad.report.page import write_report
-from handgrad.run.start import train
+from handgrad.run.start import open_run
+from handgrad.run_files import REPORT_FILE
 
 
-def run(arguments: Sequence[str]) -> int:
-    parser = Parser("handgrad train", description="Trains a GPT-2, or goes on where the run in --out stopped.")
-    add_run_arguments(parser)
-    parser.add_argument("--allow-changes", action="store_true", help="resume although config or data changed (logged)")
-    parsed = parser.parse(arguments)
-    config = run_config(parsed)
-    train(config, allow_changes=parsed.allow_changes)
-    if find_place(os.environ).rank:
-        return 0  # the first rank speaks
-    print(f"report     {write_report([Path(config.out)], Path(config.out) / 'report.html')}")
+def run(parsed: Namespace) -> int:
+    config = parsed.run_config
+    with open_run(config, allow_changes=parsed.allow_changes) as run:
+        run.begin()
+        run.advance(config.steps)
+    if find_rank_info(os.environ).rank:
+        return 0  # rank 0 logs
+    print(f"report     {write_report([Path(config.out)], Path(config.out) / REPORT_FILE)}")
     run_folder = shlex.quote(config.out)
     print(f"next       handgrad sample {run_folder}   or   handgrad evaluate {run_folder}")
     return 0

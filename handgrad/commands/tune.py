@@ -1,7 +1,8 @@
-"""handgrad tune: freezes the fastest algorithm of every product of a model on this GPU."""
+"""handgrad tune: freezes the fastest algorithm of every GEMM of a model on this GPU."""
 
 import math
-from collections.abc import Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,58 +10,47 @@ import torch
 
 from handgrad import devices
 from handgrad.backend import choose_backend
-from handgrad.commands.arguments import Parser, add_run_arguments, run_config
-from handgrad.commands.plan import GPT2_VOCABULARY
-from handgrad.config import ModelShape, RunConfig
+from handgrad.config import RunConfig
 from handgrad.errors import UsageError
-from handgrad.fp8.tables import PARTS
+from handgrad.models import architecture
+from handgrad.run.assemble import allocate, bind
 from handgrad.tools.profile import set_up
-from handgrad.training.step import Stepper
+from handgrad.training.step import TrainStep
 
 SUSTAINED_SECONDS = 4.0  # of micro-steps before the measured ones, and about twice that measured
-NOISE = 0.005  # what two measurements of the same may differ by
+NOISE = 0.005  # relative difference of two equal measurements
 
 
 class NoFeed:
-    """Leaves the tokens as they are: only the shapes of a step matter here."""
+    """Keeps the tokens as they are: only the shapes of a step matter here."""
 
     def fill(self, first_sample: int) -> None:
         pass
 
 
-def run(arguments: Sequence[str]) -> int:
-    parser = Parser("handgrad tune", description="Times the algorithms of every product of a run, and keeps the fastest.")
-    add_run_arguments(parser)
-    parser.add_argument("--vocab-size", type=int, default=GPT2_VOCABULARY, metavar="N", help="words (default: GPT-2's)")
-    parser.add_argument("--table", default="", metavar="FILE", help="where to write (default: this user's table)")
-    parsed = parser.parse(arguments)
-    config = run_config(parsed)
-    if parsed.vocab_size < 1:
-        raise UsageError(f"--vocab-size must be at least 1, found {parsed.vocab_size}")
+def run(parsed: Namespace) -> int:
+    config = parsed.run_config
     device = devices.resolve_device(config.device)
     if device.type != "cuda":
         raise UsageError(f"expected a CUDA GPU to tune for, found device {device.type}")
-    dtype = devices.use_precision(device, config.precision)
-    choose_backend("kernels", device)  # says what is missing
+    choose_backend("kernels", device, config.precision)  # raises if a library is missing
     from handgrad.ops.cuda import cublaslt
     from handgrad.tools import tune  # only where the kernels can run
 
     config = replace(config, backend="kernels")
-    shape = config.shape(parsed.vocab_size)
     path = Path(parsed.table) if parsed.table else cublaslt.user_table()
     every = replace(config, fp8_keep_bf16="") if config.precision == "fp8" else config
-    state = set_up(every, shape, device, dtype)
-    Stepper(every, state, NoFeed(), graphs=False).begin(0)
-    torch.cuda.synchronize()
-    del state
+    launch_once(every, parsed.vocab_size)
     torch.cuda.empty_cache()
     for line in tune.tune(list(cublaslt.PLANS), path):
         print(line, flush=True)
     if config.precision == "fp8":
         kept = []
-        for line in slower_in_fp8(every, shape, device, dtype, kept):
+        for line in slower_in_fp8(every, parsed.vocab_size, kept):
             print(line, flush=True)
-        key = cublaslt.keep_bf16_key(config.micro_batch * config.sequence_length, config.channels)
+        from handgrad.fp8.cuda.linear import keep_bf16_key
+
+        key = keep_bf16_key(config.micro_batch * config.sequence_length, config.channels)
         decided = cublaslt.read_table(path, "keep_bf16") | {key: ",".join(kept)}
         tune.write_table(path, cublaslt.read_table(path, "algorithms"), decided)
     use = "runs with these shapes use it from now on (their bits change)"
@@ -68,37 +58,46 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def slower_in_fp8(
-    config: RunConfig, shape: ModelShape, device: torch.device, dtype: torch.dtype, kept: list[str]
-) -> Iterator[str]:
-    """Appends to `kept` the parts of a block whose products make a whole step slower in fp8 than in bf16."""
-    all_fp8 = step_milliseconds(config, shape, device, dtype)
-    yield f"{'a step with all products in fp8':<52} {all_fp8:9.2f} ms"
-    for part in PARTS:
-        without = step_milliseconds(replace(config, fp8_keep_bf16=part), shape, device, dtype)
+def step_of(config: RunConfig, vocab_size: int, *, graphs: bool) -> TrainStep:
+    state, scaling = allocate(set_up(config, vocab_size))
+    return bind(state, scaling, feed=NoFeed(), graphs=graphs).step
+
+
+def launch_once(config: RunConfig, vocab_size: int) -> None:
+    """Launches every GEMM of a step."""
+    step_of(config, vocab_size, graphs=False).begin(0)
+    torch.cuda.synchronize()
+
+
+def slower_in_fp8(config: RunConfig, vocab_size: int, kept: list[str]) -> Iterator[str]:
+    """Appends to `kept` the parts of a block whose GEMMs make a whole step slower in fp8 than in bf16."""
+    all_fp8 = micro_step_milliseconds(config, vocab_size)
+    yield f"{'a step with all GEMMs in fp8':<52} {all_fp8:9.2f} ms"
+    for part in architecture(config.shape(vocab_size)).FP8_PARTS:
+        without = micro_step_milliseconds(replace(config, fp8_keep_bf16=part), vocab_size)
         if without < all_fp8 * (1 - NOISE):
             kept.append(part)
         yield f"{f'the same with {part} in bf16':<52} {without:9.2f} ms  {'bf16' if part in kept else 'fp8'}"
 
 
-def step_milliseconds(config: RunConfig, shape: ModelShape, device: torch.device, dtype: torch.dtype) -> float:
-    """Of a micro-batch, forward and backward, under sustained load."""
+def micro_step_milliseconds(config: RunConfig, vocab_size: int) -> float:
+    """The length of a micro-batch, forward and backward, under sustained load."""
     torch.cuda.empty_cache()
-    state = set_up(config, shape, device, dtype)
-    stepper = Stepper(config, state, NoFeed())
-    stepper.step(0)
+    step = step_of(config, vocab_size, graphs=True)
+    step.step(0)
+    (micro_step,) = step.micro_step
     begin, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
     begin.record()
-    stepper.micro_step()  # recorded
-    stepper.micro_step()
+    micro_step()  # captured
+    micro_step()
     middle.record()
     middle.synchronize()
     count = math.ceil(SUSTAINED_SECONDS * 1e3 / begin.elapsed_time(middle))
     for _ in range(count):
-        stepper.micro_step()
+        micro_step()
     middle.record()
     for _ in range(count):
-        stepper.micro_step()
+        micro_step()
     end.record()
     end.synchronize()
     return middle.elapsed_time(end) / count

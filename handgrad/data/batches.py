@@ -1,4 +1,4 @@
-"""The order of the data: sample i is a pure function of (seed, i), and the integer is all there is to resume.
+"""The order of the data: sample i is a pure function of (seed, i), so a run resumes from one integer.
 
 A window is `sequence_length` + 1 tokens of one shard, its inputs and, one further, its targets; windows of a shard
 start `sequence_length` tokens apart, so that each token is predicted once. An epoch visits every window once: the
@@ -8,15 +8,18 @@ in each epoch.
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from handgrad.data.permutation import mix, permute
 from handgrad.data.shards import Dataset, Shard
 from handgrad.errors import DataError
 
-# What a key is for, so that no two uses of a seed draw the same numbers.
+if TYPE_CHECKING:
+    from torch import Tensor  # `prepare` shares this package and runs without torch
+
+# The purpose in a key: no two uses of a seed draw the same numbers.
 SHARD_ORDER, WINDOW_ORDER, OFFSET = 1, 2, 3
 
 
@@ -36,16 +39,16 @@ class Batches:
         self.samples_per_epoch = sum(self._windows)
         if self.samples_per_epoch == 0:
             longest = max((shard.token_count for shard in self.shards), default=0)
-            where = self.shards[0].path.parent if self.shards else "the dataset, which has no shard in this split"
+            folder = self.shards[0].path.parent if self.shards else "the dataset, which has no shard in this split"
             raise DataError(
-                f"expected a shard of at least {sequence_length + 1} tokens, found at most {longest} in {where}; "
+                f"expected a shard of at least {sequence_length + 1} tokens, found at most {longest} in {folder}; "
                 "prepare more text, or lower --sequence-length"
             )
-        self._epoch = -1  # the epoch that the two tables below describe; a cache, not a state
+        self._epoch = -1  # the epoch of the two tables below; a cache, not a state
         self._order: list[int] = []
         self._first: np.ndarray = np.empty(0, np.int64)
 
-    def fill(self, inputs: torch.Tensor, targets: torch.Tensor, first_sample: int) -> None:
+    def fill(self, inputs: "Tensor", targets: "Tensor", first_sample: int) -> None:
         """Writes samples `first_sample`, `first_sample` + 1, ... into `inputs` and `targets`, int64 CPU tensors (B, T).
 
         Raises DataError: a shard, touched for the first time, is damaged.
@@ -63,7 +66,7 @@ class Batches:
         return self.shards[shard].tokens[start : start + self.sequence_length + 1]
 
     def locate(self, sample: int) -> tuple[int, int]:
-        """Where a sample lies: the number of its shard, and its first token's offset in it."""
+        """(number of a sample's shard, offset of its first token there)."""
         epoch, position = divmod(sample, self.samples_per_epoch)
         if epoch != self._epoch:
             self._enter(epoch)
@@ -90,11 +93,3 @@ def validation_batches(dataset: Dataset, sequence_length: int) -> Batches | None
     """The validation split in order, or None if there is none."""
     shards = dataset.splits["validation"]
     return Batches(shards, sequence_length, 0, shuffle=False) if shards else None
-
-
-def host_buffers(tokens: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """CPU tensors like `tokens` and `targets` (B, T) to fill: they themselves on a CPU, pinned ones for a CUDA device."""
-    if tokens.device.type == "cpu":
-        return tokens, targets
-    pin = tokens.device.type == "cuda"
-    return torch.empty_like(tokens, device="cpu", pin_memory=pin), torch.empty_like(targets, device="cpu", pin_memory=pin)

@@ -1,8 +1,8 @@
-"""Where a long text may be cut so that its pieces, tokenised one by one, give the tokens of the whole.
+"""Cuts of a long text whose pieces, tokenised one by one, give the tokens of the whole.
 
 GPT-2's splitter never matches a blank after a non-blank, so a boundary of its parts lies before every blank that
-follows a non-blank; what stands left of it is split without a look to the right of it. The same holds after a single
-newline between two non-blanks, which is a part of its own. Byte-pair merges stay inside a part.
+follows a non-blank; the text left of it is split without a look to the right of it. The same holds after a single newline
+between two non-blanks, which is a part of its own. Byte-pair merges stay inside a part.
 """
 
 import re
@@ -14,11 +14,10 @@ PIECE_CHARACTERS = 1 << 18
 MAX_PIECE_CHARACTERS = 1 << 20
 CUT_WINDOW_BYTES = 1 << 16
 
-# Python's \S excludes a few control characters more than the splitter's, so a place found here is one there.
+# Python's \S excludes a few control characters more than the splitter's, so a cut found here is one there.
 _SAFE = re.compile(r"(?<=\S)[ \n]")
-# Where a file is cut in two, best place first: after a line, before a blank (both safe), after any newline, anywhere
-# between two characters. Bytes, and only ASCII neighbours where safety needs them: a byte of a longer character tells
-# too little.
+# Cuts of a file in two, the best first: after a line, before a blank (both safe), after any newline, anywhere between two
+# characters. Bytes, and only ASCII neighbours where safety needs them: a byte of a longer character says too little.
 _FILE_CUTS = tuple(
     re.compile(pattern)
     for pattern in (rb"(?<=[!-~]\n)(?=[!-~])", rb"(?<=[!-~])(?=[ \n])", rb"(?<=\n)(?=\S)", rb"(?=[^\x80-\xbf])")
@@ -31,9 +30,8 @@ def cut(blocks: Iterable[str]) -> Iterator[str]:
     for block in blocks:
         pending += block
         while len(pending) > PIECE_CHARACTERS:
-            place = _SAFE.search(pending, PIECE_CHARACTERS)
-            if place is not None:
-                end = place.start()
+            if (blank := _SAFE.search(pending, PIECE_CHARACTERS)) is not None:
+                end = blank.start()
             elif len(pending) >= MAX_PIECE_CHARACTERS:
                 end = MAX_PIECE_CHARACTERS
             else:
@@ -45,19 +43,19 @@ def cut(blocks: Iterable[str]) -> Iterator[str]:
 
 
 def slices(text: str) -> Iterator[str]:
-    """A text in memory as blocks for `cut`, which keeps `cut` from copying the rest of it for every piece."""
+    """A text in memory as blocks for `cut`, so that `cut` does not copy the rest of it for every piece."""
     for start in range(0, len(text), PIECE_CHARACTERS):
         yield text[start : start + PIECE_CHARACTERS]
 
 
 def file_cut(file: BinaryIO, size_bytes: int, fraction: float) -> int:
-    """The byte where the last `fraction` of a UTF-8 file begins, at the next good place; `size_bytes` if none."""
+    """The byte where the last `fraction` of a UTF-8 file begins, at the next good cut; `size_bytes` if none."""
     target = int(size_bytes * (1 - fraction))
-    start = max(0, target - 2)  # two bytes of context for what stands before a place
+    start = max(0, target - 2)  # the patterns look two bytes back
     file.seek(start)
     window = file.read(CUT_WINDOW_BYTES)
     for pattern in _FILE_CUTS:
-        place = pattern.search(window, target - start)
-        if place is not None and start + place.start() < size_bytes:
-            return start + place.start()
+        found = pattern.search(window, target - start)
+        if found is not None and start + found.start() < size_bytes:
+            return start + found.start()
     return size_bytes

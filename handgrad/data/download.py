@@ -11,14 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from handgrad.data.sources import Download
-from handgrad.errors import DataError, StorageError, storage_error
+from handgrad.errors import DataError, StorageError, storage_errors
 
 ATTEMPTS = 5  # in a row without a byte gained
 BACKOFF_SECONDS = 1.0  # before the second attempt; doubled for each one after
 TIMEOUT_SECONDS = 60.0  # without a byte
 BLOCK_BYTES = 1 << 20
 
-OnBytes = Callable[[int, int | None], None]  # (bytes on the disk, of how many if known)
+OnBytes = Callable[[int, int | None], None]  # (bytes on the disk, total if known)
 
 
 def download(source: Download, path: Path, on_bytes: OnBytes | None = None) -> None:
@@ -32,7 +32,7 @@ def download(source: Download, path: Path, on_bytes: OnBytes | None = None) -> N
         return
     partial = path.with_name(path.name + ".partial")
     attempts_left, wrong_contents, backoff_seconds = ATTEMPTS, 0, BACKOFF_SECONDS
-    try:
+    with storage_errors(f"writing {partial}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         while True:
             before = _size(partial)
@@ -57,8 +57,6 @@ def download(source: Download, path: Path, on_bytes: OnBytes | None = None) -> N
                 )
             time.sleep(backoff_seconds)
             backoff_seconds = min(2 * backoff_seconds, 30.0)
-    except OSError as error:
-        raise storage_error(error, f"writing {partial}") from None
 
 
 def _continue_download(source: Download, partial: Path, on_bytes: OnBytes | None) -> str:
@@ -80,17 +78,14 @@ def _continue_download(source: Download, partial: Path, on_bytes: OnBytes | None
             if response.status != 206:  # the server ignores ranges: it sends all of it
                 have = 0
             total = have + int(length) if length is not None else source.size_bytes
-            try:
-                with partial.open("ab" if have else "wb") as file:
-                    while block := _read(response):
-                        file.write(block)
-                        have += len(block)
-                        if on_bytes:
-                            on_bytes(have, total)
-                    file.flush()
-                    os.fsync(file.fileno())
-            except OSError as error:
-                raise storage_error(error, f"writing {partial}") from None
+            with storage_errors(f"writing {partial}"), partial.open("ab" if have else "wb") as file:
+                while block := _read(response):
+                    file.write(block)
+                    have += len(block)
+                    if on_bytes:
+                        on_bytes(have, total)
+                file.flush()
+                os.fsync(file.fileno())
     except urllib.error.HTTPError as error:
         if error.code == 416:
             partial.unlink(missing_ok=True)  # longer than the file: not a part of it
@@ -125,7 +120,7 @@ def _authorize(request: urllib.request.Request) -> None:
         import huggingface_hub
 
         token = huggingface_hub.get_token()
-        if token:  # unredirected: the storage that the hub refers to must not see it
+        if token:  # unredirected: the storage behind the hub must not see it
             request.add_unredirected_header("Authorization", f"Bearer {token}")
 
 
@@ -134,16 +129,15 @@ def _size(path: Path) -> int:
 
 
 def _verify(source: Download, path: Path) -> str:
-    """What `path` should be and is not, or ""."""
+    """The difference between `path` and what the source promises, or ""."""
     size_bytes = path.stat().st_size
     if source.size_bytes is not None and size_bytes != source.size_bytes:
         return f"{source.size_bytes} bytes, found {size_bytes}"
     for algorithm, expected in (("sha256", source.sha256), ("sha1", source.git_sha1)):
         if expected is None:
             continue
-        digest = hashlib.new(algorithm)
-        if algorithm == "sha1":
-            digest.update(b"blob %d\0" % size_bytes)  # how git names a file's content
+        # Git hashes "blob SIZE", NUL, then the content.
+        digest = hashlib.new(algorithm, b"blob %d\0" % size_bytes if algorithm == "sha1" else b"")
         with path.open("rb") as file:
             while block := file.read(BLOCK_BYTES):
                 digest.update(block)

@@ -26,17 +26,15 @@ Answer = TypeVar("Answer")
 
 
 def is_hub_name(spec: str) -> bool:
-    """Whether `spec` names a source of this module: an alias, shakespeare, or OWNER/NAME[:CONFIG]."""
+    """True for a name of this module: an alias, shakespeare, or OWNER/NAME[:CONFIG]."""
+    if spec in ALIASES or spec == "shakespeare":
+        return True
     named_like_a_file = spec.lower().endswith(tuple(SUFFIXES))
-    return (
-        spec in ALIASES
-        or spec == "shakespeare"
-        or (not named_like_a_file and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*(:[\w.+-]+)?", spec) is not None)
-    )
+    return not named_like_a_file and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*(:[\w.+-]+)?", spec) is not None
 
 
 def default_cache() -> Path:
-    """Where downloads are kept for the next time: $HANDGRAD_CACHE, or handgrad/ in the user's cache folder."""
+    """The folder of downloads: $HANDGRAD_CACHE, or handgrad/ in the user's cache folder."""
     if "HANDGRAD_CACHE" in os.environ:
         return Path(os.environ["HANDGRAD_CACHE"])
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "handgrad"
@@ -79,7 +77,7 @@ def find_hub(spec: str, cache: Path, split: str = "train") -> list[SourceFile]:
 
 
 def choose_files(names: list[str], configs: Any, config: str, dataset: str, split: str = "train") -> list[str]:
-    """Those of a dataset's files `names` that hold the `split` of `config` ("": the default one).
+    """The files among a dataset's `names` that hold the `split` of `config` ("": the default one).
 
     `configs` is the list of that name in the dataset's card, which people write: any shape is possible. Raises
     DataError: there is no such configuration, or no text.
@@ -96,7 +94,7 @@ def choose_files(names: list[str], configs: Any, config: str, dataset: str, spli
     chosen = [name for name in texts if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
     if not chosen and config:
         chosen = [name for name in texts if f"/{config}/" in f"/{name}"]
-        if split != "train":  # what is not of the split would be another question
+        if split != "train":  # another split's rows are other questions
             chosen = [name for name in chosen if split in name.lower()]
         if not chosen:
             found = ", ".join(known) or "none"
@@ -104,7 +102,7 @@ def choose_files(names: list[str], configs: Any, config: str, dataset: str, spli
                 f"expected a configuration {config!r} of {dataset}, found {found:.300}; name one as {dataset}:CONFIG"
             )
     if not chosen:
-        # No card says what is what: one format, and the training files where the names tell.
+        # No card names the splits: take one format, and the training files if the names tell them.
         for format in ("parquet", "jsonl", "txt"):
             chosen = chosen or [n for n in texts if any(n.lower().endswith(s) for s, f in SUFFIXES.items() if f == format)]
         named = [name for name in chosen if split in name.lower()]
@@ -118,7 +116,7 @@ def choose_files(names: list[str], configs: Any, config: str, dataset: str, spli
 
 
 def fetch(file: SourceFile, on_bytes: OnBytes | None = None) -> Path:
-    """The path of a source file, downloaded first where it has to be. Raises as `download`."""
+    """The path of a source file, downloaded first if it has a `download`. Raises as `download`."""
     if file.download is not None:
         download(file.download, file.path, on_bytes)
     return file.path
@@ -139,7 +137,7 @@ def _split_patterns(data_files: Any, split: str) -> list[str]:
 
 
 def _ask(question: Callable[[], Answer], doing: str) -> Answer:
-    """The answer of the hub, asked again after a failure that may pass."""
+    """The answer of the hub; a failure that may pass is retried."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
     # The base of HfHubHTTPError is the HTTP library's own: it changed twice, and no name of it is stable.

@@ -1,5 +1,4 @@
-"""The first kilobyte of every llm.c file: 256 little-endian int32, of which the first names the kind and the second the
-layout's version.
+"""The first kilobyte of every llm.c file: 256 little-endian int32, the kind of the file, the version of its layout, sizes.
 
 Source: llm.c, train_gpt2.py, train_gpt2.cu, dev/data/data_common.py, train_llama3.py.
 """
@@ -8,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from handgrad.errors import DataError, storage_error
+from handgrad.errors import DataError, storage_errors
 
 HEADER_WORDS = 256
 HEADER_BYTES = HEADER_WORDS * 4
@@ -26,28 +25,30 @@ KINDS = {
 
 
 def make_header(words: dict[int, int]) -> bytes:
-    """The 1024 bytes with these numbers at these places, zeros elsewhere."""
+    """The 1024 bytes with these numbers by their index, zeros elsewhere."""
     content = np.zeros(HEADER_WORDS, "<i4")
-    for place, value in words.items():
-        content[place] = value
+    for index, value in words.items():
+        content[index] = value
     return content.tobytes()
 
 
 def read_header(path: Path, magic: int, versions: tuple[int, ...]) -> tuple[list[int], int]:
-    """The 256 numbers that a file of the kind `magic` begins with, and the file's size in bytes.
+    """(256 numbers at the start of a file of the kind `magic`, size of the file in bytes).
 
     Raises `DataError`: no such file, too short, of another kind or version; `StorageError`: it cannot be read.
     """
-    try:
+    with storage_errors(f"reading {path}"):
+        if not path.exists():
+            raise DataError(f"expected {KINDS[magic]} of llm.c at {path}, found no such file")
         with path.open("rb") as file:
             first = file.read(HEADER_BYTES)
-        size = path.stat().st_size
-    except FileNotFoundError:
-        raise DataError(f"expected {KINDS[magic]} of llm.c at {path}, found no such file") from None
-    except OSError as error:
-        raise storage_error(error, f"reading {path}") from None
+        return parse_header(first, path, magic, versions), path.stat().st_size
+
+
+def parse_header(first: bytes, path: Path, magic: int, versions: tuple[int, ...]) -> list[int]:
+    """The 256 numbers of the header of `path`. Raises `DataError`: too short, another kind or version."""
     if len(first) < HEADER_BYTES:
-        raise DataError(f"expected a llm.c header of {HEADER_BYTES} bytes in {path}, found {len(first)}; the file was cut")
+        raise DataError(f"expected an llm.c header of {HEADER_BYTES} bytes in {path}, found {len(first)}; the file was cut")
     words = np.frombuffer(first, "<i4").tolist()
     if words[0] != magic:
         kind = f"{words[0]}, {KINDS[words[0]]}" if words[0] in KINDS else f"{words[0]}, which is no llm.c file's"
@@ -57,10 +58,10 @@ def read_header(path: Path, magic: int, versions: tuple[int, ...]) -> tuple[list
         raise DataError(
             f"expected version {wanted} of {KINDS[magic]} in {path}, found {words[1]}; write it again with a newer llm.c"
         )
-    return words, size
+    return words
 
 
-def check_size(path: Path, expected: int, found: int, what: str) -> None:
-    """Raises `DataError` if a file is not as long as its header says; `what` are the sizes it states."""
+def check_size(path: Path, expected: int, found: int, content: str) -> None:
+    """Raises `DataError` if a file is not as long as its header says; `content` names the sizes in it."""
     if found != expected:
-        raise DataError(f"expected {expected} bytes for {what} in {path}, found {found}; copy or export it again")
+        raise DataError(f"expected {expected} bytes for {content} in {path}, found {found}; restore it or make it again")

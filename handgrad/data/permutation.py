@@ -16,7 +16,7 @@ def mix(*values: int) -> int:
 
 
 def permute(index: int, size: int, key: int) -> int:
-    """The place of `index` in a shuffle of range(`size`) that `key` chooses; a bijection of range(`size`).
+    """The position of `index` in a shuffle of range(`size`) that `key` chooses; a bijection of range(`size`).
 
     A Feistel network on a grid of `rows` x `columns` >= `size` cells: a round adds a hash of one coordinate to the
     other, which can be undone whatever the hash is. The grid exceeds `size` by less than one column of cells; a walk

@@ -1,4 +1,4 @@
-"""Sources to units of work: which documents there are, the split of each, and how they are cut and grouped."""
+"""Sources to units of work: documents, the split of each, cut and grouped."""
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -8,10 +8,10 @@ from handgrad.data.cutting import cut, slices
 from handgrad.data.permutation import mix
 from handgrad.data.sources import SourceFile, read_rows, read_text, text_parts
 
-TRAIN, VALIDATION = 0, 1  # places in shards.SPLITS
+TRAIN, VALIDATION = 0, 1  # indices into shards.SPLITS
 UNIT_CHARACTERS = 1 << 20
 STORIES_PER_UNIT = 1000
-DEAL = 4  # what the key is for (batches has 1 to 3)
+DEAL = 4  # the purpose in a key (batches has 1 to 3)
 
 
 class Piece(NamedTuple):
@@ -23,7 +23,7 @@ class Piece(NamedTuple):
 
 
 class Stories(NamedTuple):
-    """The built-in stories first..first+count-1 of a seed, to be written where they are tokenised."""
+    """The built-in stories first..first+count-1 of a seed; the worker that tokenises them writes them."""
 
     seed: int
     first: int
@@ -32,7 +32,7 @@ class Stories(NamedTuple):
 
 
 class Position(NamedTuple):
-    """How far reading has come: bytes of the source files as they lie on disk, and documents begun."""
+    """Progress of reading: bytes of the source files as they lie on disk, and documents begun."""
 
     size_bytes: int
     documents: int
@@ -42,14 +42,14 @@ Unit = tuple[Piece, ...] | Stories
 
 
 def block_length(validation_fraction: float) -> int:
-    """Rows are dealt out in blocks of this many, one of each to validation."""
+    """Rows per block, of which one goes to validation."""
     return max(2, round(1 / validation_fraction))
 
 
 def deal(seed: int, document: int, block: int) -> int:
-    """The split of row `document`: one of every `block` is validation, at a place that the block's hash chooses."""
-    number, place = divmod(document, block)
-    return VALIDATION if place == mix(seed, DEAL, number) % block else TRAIN
+    """The split of row `document`: of every `block` rows the one that the block's hash chooses is validation."""
+    number, row = divmod(document, block)
+    return VALIDATION if row == mix(seed, DEAL, number) % block else TRAIN
 
 
 def read_pieces(
@@ -64,7 +64,7 @@ def read_pieces(
 ) -> Iterator[tuple[Position, Piece]]:
     """Every piece of every document, in order, with the position after it; at most `max_documents` documents if not 0.
 
-    A file is fetched when its turn comes. Of a text file the last `text_fraction` is validation, as a document of its
+    Fetches each file just before it reads it. Of a text file the last `text_fraction` is validation, as a document of its
     own; of rows, `row_fraction`. Raises DataError and StorageError as the readers in `sources` and `hub` do.
     """
     block, bytes_before, documents = block_length(row_fraction), 0, 0

@@ -1,8 +1,8 @@
 """Documents to shards, read in one process, tokenised in many; the same bytes for any number of workers.
 
 The main process reads documents, cuts long ones and groups the pieces into units (`pieces`). Workers tokenise units;
-the main process appends their tokens in order and journals how far it has come (`writer`). A run that was stopped
-reads the source again but tokenises only what is missing. The folder gets its name when it is complete.
+the main process appends their tokens in order and journals its progress (`writer`). A second attempt reads the source again
+but tokenises only what is missing. The folder gets its name when it is complete.
 """
 
 import contextlib
@@ -25,13 +25,13 @@ from handgrad.data.sources import SourceFile, find_local
 from handgrad.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer, read_tokenizer, train_bpe, write_tokenizer
 from handgrad.data.workers import tokenize_in_order, unit_pieces
 from handgrad.data.writer import JOURNAL_FILE, SplitState, SplitWriter, read_journal, write_journal
-from handgrad.errors import DataError, StorageError, UsageError, storage_error
+from handgrad.errors import DataError, StorageError, UsageError, storage_errors
 from handgrad.files import sync_folder, write_durably
 
 DEFAULT_STORIES = 100_000
 BPE_SAMPLE_CHARACTERS = 16 << 20
 CHECKPOINT_UNITS = 32  # about 32 MB of text, some seconds of one core
-# A worker takes a third of a second to start: none for less work than that.
+# A worker starts in a third of a second: none for less work than that.
 BYTES_PER_WORKER, STORIES_PER_WORKER = 2 << 20, 5000
 # Validation shares without --validation-fraction: about a million tokens of a large corpus, enough of a small one.
 TEXT_FRACTION, LOCAL_ROW_FRACTION, HUB_ROW_FRACTION, STORY_FRACTION = 0.1, 0.05, 0.005, 0.01
@@ -39,7 +39,7 @@ TEXT_FRACTION, LOCAL_ROW_FRACTION, HUB_ROW_FRACTION, STORY_FRACTION = 0.1, 0.05,
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """What to prepare, from what, and where to."""
+    """The settings of `prepare`."""
 
     source: str  # stories, a path or glob, shakespeare, tinystories, fineweb, fineweb-edu, or OWNER/NAME[:CONFIG]
     out: Path
@@ -48,10 +48,10 @@ class PrepareOptions:
     shard_tokens: int = 100_000_000
     validation_fraction: float | None = None  # None: 0.1 of text files, 0.05 of rows, 0.005 of hub rows, 0.01 of stories
     workers: int = 0  # processes; 0: one a core
-    seed: int = 0  # of the stories, and of which rows are validation
+    seed: int = 0  # of the stories, and of the rows that are validation
     documents: int = 0  # at most so many; 0: all (stories: 100,000)
     overwrite: bool = False
-    cache: Path | None = None  # where downloads are kept; None: hub.default_cache()
+    cache: Path | None = None  # of downloads; None: hub.default_cache()
 
 
 class Progress(NamedTuple):
@@ -65,37 +65,34 @@ class Progress(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """The dataset, and whether it was there already."""
+    """The dataset; `already_prepared` if it needed no work."""
 
     dataset: Dataset
     already_prepared: bool
 
 
 def prepare(options: PrepareOptions, progress: Callable[[Progress], None] | None = None) -> Prepared:
-    """Writes the shards that `options` describe, or goes on with an interrupted attempt, or finds them done.
+    """Writes the shards that `options` describe, or finishes an interrupted attempt, or finds them done.
 
     Raises UsageError: options that make no sense, or another dataset in the way; DataError: the source is missing,
     damaged, or too small for two splits; StorageError: disk, network, or a killed worker.
     """
     _check(options)
-    out, report = options.out, progress or (lambda _: None)
-    from_hub = (
-        options.source != "stories" and not Path(options.source).expanduser().exists() and hub.is_hub_name(options.source)
-    )
-    try:
-        files = None if from_hub else _find(options, from_hub)
-        if _is_prepared(options, _recipe(options, files, from_hub)):
+    out, source = options.out, options.source
+    stories = source == "stories"
+    from_hub = not stories and not Path(source).expanduser().exists() and hub.is_hub_name(source)
+    with storage_errors(f"writing {out}"):
+        files = None if from_hub else [] if stories else find_local(source)
+        if _is_prepared(options, _recipe(options, files)):
             return Prepared(open_dataset(out), True)
-        files = files if files is not None else _find(options, from_hub)
-        recipe = _recipe(options, files, from_hub)
+        if files is None:
+            files = hub.find_hub(source, options.cache or hub.default_cache())
         partial = out.with_name(out.name + ".partial")
         partial.mkdir(parents=True, exist_ok=True)
         with _locked(partial):
-            _write(options, recipe, files, from_hub, partial, report)
+            _Attempt(options, files, partial, progress or (lambda _: None)).run()
             _rename(partial, out)
         return Prepared(open_dataset(out), False)
-    except OSError as error:
-        raise storage_error(error, f"writing {out}") from None
 
 
 def _check(options: PrepareOptions) -> None:
@@ -107,10 +104,8 @@ def _check(options: PrepareOptions) -> None:
     if fraction is not None and not 0 < fraction <= 0.5:
         raise UsageError(f"expected a validation fraction above 0 and up to 0.5, found {fraction}; try 0.1")
     for name in ("workers", "documents", "seed"):
-        if getattr(options, name) < 0:
-            raise UsageError(
-                f"expected --{name} of 0 or more, found {getattr(options, name)}; leave it out for the default"
-            )
+        if (value := getattr(options, name)) < 0:
+            raise UsageError(f"expected --{name} of 0 or more, found {value}; leave it out for the default")
     if options.tokenizer.startswith("bpe:"):
         if not re.fullmatch(r"bpe:\d{3,5}", options.tokenizer) or not 257 <= int(options.tokenizer[4:]) <= 65536:
             raise UsageError(f"expected bpe:SIZE with 257 to 65536 tokens, found {options.tokenizer!r}; try bpe:4096")
@@ -118,31 +113,25 @@ def _check(options: PrepareOptions) -> None:
         load_tokenizer(options.tokenizer)
 
 
-def _find(options: PrepareOptions, from_hub: bool) -> list[SourceFile]:
-    if options.source == "stories":
-        return []
-    return hub.find_hub(options.source, options.cache or hub.default_cache()) if from_hub else find_local(options.source)
-
-
-def _recipe(options: PrepareOptions, files: list[SourceFile] | None, from_hub: bool) -> dict[str, Any]:
-    """Everything that decides the bytes of the shards. `files` None: those of a hub dataset not asked for yet."""
+def _recipe(options: PrepareOptions, files: list[SourceFile] | None) -> dict[str, Any]:
+    """Everything that decides the bytes of the shards. `files` None: a hub dataset that is compared by name alone."""
     tokenizer = options.tokenizer
     if tokenizer not in ("gpt2", "bytes") and not tokenizer.startswith("bpe:"):
         tokenizer = f"file {load_tokenizer(tokenizer).sha256}"
+    local = files and not any(file.download for file in files)
     return {
-        "source": options.source if from_hub or options.source == "stories" else Path(options.source).name,
+        "source": Path(options.source).name if local else options.source,
         "files": None if files is None else [[f.name, f.size_bytes, f.fingerprint] for f in files],
         "tokenizer": tokenizer,
-        "text_field": options.text_field,
-        "shard_tokens": options.shard_tokens,
-        "validation_fraction": options.validation_fraction,
-        "seed": options.seed,
-        "documents": options.documents,
+        **{
+            name: getattr(options, name)
+            for name in ("text_field", "shard_tokens", "validation_fraction", "seed", "documents")
+        },
     }
 
 
 def _is_prepared(options: PrepareOptions, recipe: dict[str, Any]) -> bool:
-    """Whether `out` holds this dataset. UsageError: it holds something else that is not to be overwritten."""
+    """True if `out` holds this dataset. UsageError: it holds something else, and --overwrite was not given."""
     out = options.out
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return False
@@ -152,39 +141,33 @@ def _is_prepared(options: PrepareOptions, recipe: dict[str, Any]) -> bool:
         return False
     found = read_manifest(out).get("recipe")
     found = found if isinstance(found, dict) else {}
-    # A hub dataset is compared by name only: what was prepared once needs no connection.
+    # A hub dataset is compared by name alone: once prepared, it needs no connection.
     different = [key for key in recipe if found.get(key) != recipe[key] and not (key == "files" and recipe[key] is None)]
     if not different:
         return True
     key = different[0]
-    what = "other source files" if key == "files" else f"{key} {found.get(key)!r:.60} instead of {recipe[key]!r:.60}"
-    raise UsageError(
-        f"expected the dataset asked for at {out}, found one with {what}; choose another --out, or --overwrite"
-    )
+    change = "other source files" if key == "files" else f"{key} {found.get(key)!r:.60} instead of {recipe[key]!r:.60}"
+    raise UsageError(f"expected this dataset at {out}, found one with {change}; choose another --out, or --overwrite")
 
 
-def _write(
-    options: PrepareOptions,
-    recipe: dict[str, Any],
-    files: list[SourceFile],
-    from_hub: bool,
-    partial: Path,
-    report: Callable[[Progress], None],
-) -> None:
-    fraction = options.validation_fraction
-    story_count = options.documents or DEFAULT_STORIES
-    by_documents = options.source == "stories" or options.documents > 0
-    total = (story_count if options.source == "stories" else options.documents) or sum(f.size_bytes for f in files)
+class _Attempt:
+    """The work on one folder `partial`, begun or taken up again."""
 
-    def fetch(file: SourceFile) -> Path:
-        return hub.fetch(file, lambda done, size: report(Progress(f"downloading {file.name}", done, size, "bytes", 0)))
+    def __init__(self, options: PrepareOptions, files: list[SourceFile], partial: Path, report: Callable[[Progress], None]):
+        self.options, self.files, self.partial, self.report = options, files, partial, report
+        self.recipe = _recipe(options, files)
+        self.stories = options.source == "stories"
+        self.documents = options.documents or (DEFAULT_STORIES if self.stories else 0)
+        self.size_bytes = sum(file.size_bytes for file in files)
 
-    def units() -> Iterator[tuple[Position, Unit]]:
-        if options.source == "stories":
-            return story_units(options.seed, story_count, fraction or STORY_FRACTION)
+    def units(self) -> Iterator[tuple[Position, Unit]]:
+        options, fraction = self.options, self.options.validation_fraction
+        if self.stories:
+            return story_units(options.seed, self.documents, fraction or STORY_FRACTION)
+        from_hub = any(file.download for file in self.files)
         pieces = read_pieces(
-            files,
-            fetch,
+            self.files,
+            self.fetch,
             text_field=options.text_field,
             text_fraction=fraction or TEXT_FRACTION,
             row_fraction=fraction or (HUB_ROW_FRACTION if from_hub else LOCAL_ROW_FRACTION),
@@ -193,126 +176,113 @@ def _write(
         )
         return in_units(pieces)
 
-    tokenizer, units_done, states = _begin(options, recipe, partial, units, report)
-    record = write_tokenizer(tokenizer, partial)
-    spec = tokenizer.kind if tokenizer.kind != "bpe" else str(partial / TOKENIZER_FILE)
-    write_journal(partial, recipe, record, units_done, states)
-    enough = (
-        total // STORIES_PER_WORKER if options.source == "stories" else sum(f.size_bytes for f in files) // BYTES_PER_WORKER
-    )
-    workers = max(1, min(options.workers or _cores(), enough))
-    writers = [SplitWriter(partial, split, options.shard_tokens, states[split]) for split in SPLITS]
+    def fetch(self, file: SourceFile) -> Path:
+        phase = f"downloading {file.name}"
+        return hub.fetch(file, lambda done, size: self.report(Progress(phase, done, size, "bytes", 0)))
 
-    def checkpoint() -> None:
-        for writer in writers:
-            writer.checkpoint()
-        write_journal(partial, recipe, record, units_done, states)
+    def run(self) -> None:
+        tokenizer, units_done, states = self.begin()
+        record = write_tokenizer(tokenizer, self.partial)
+        spec = tokenizer.kind if tokenizer.kind != "bpe" else str(self.partial / TOKENIZER_FILE)
+        enough = self.documents // STORIES_PER_WORKER if self.stories else self.size_bytes // BYTES_PER_WORKER
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        workers = max(1, min(self.options.workers or cores, enough))
+        writers = [SplitWriter(self.partial, split, self.options.shard_tokens, states[split]) for split in SPLITS]
 
-    try:
-        missing = itertools.islice(units(), units_done, None)
-        # Closed at once when anything fails, so that no worker outlives the attempt.
-        with contextlib.closing(tokenize_in_order(tokenizer, spec, missing, workers)) as results:
-            for position, encoded in results:
-                for writer, part in zip(writers, encoded, strict=True):
-                    writer.append(*part)
-                units_done += 1
-                if units_done % CHECKPOINT_UNITS == 0:
-                    checkpoint()
-                done = position.documents if by_documents else position.size_bytes
-                tokens = sum(state.tokens for state in states.values())
-                report(Progress("tokenising", done, total, "documents" if by_documents else "bytes", tokens))
-        for writer in writers:
-            writer.finish_shard()
-    except StorageError:  # reading or a worker failed, between two units: nothing done needs to be done again
-        checkpoint()
-        raise
-    finally:
-        with contextlib.suppress(OSError):  # a full disk fails again here, and has been said
+        def checkpoint() -> None:
             for writer in writers:
-                writer.close()
-    _check_splits(options, states)
-    manifest = _manifest(recipe, record, states, options, files)
-    write_durably(partial / MANIFEST_FILE, json.dumps(manifest, indent=1) + "\n")
+                writer.checkpoint()
+            write_journal(self.partial, self.recipe, record, units_done, states)
 
+        checkpoint()
+        try:
+            missing = itertools.islice(self.units(), units_done, None)
+            # Closed at once when anything fails, so that no worker outlives the attempt.
+            with contextlib.closing(tokenize_in_order(tokenizer, spec, missing, workers)) as results:
+                for position, encoded in results:
+                    for writer, part in zip(writers, encoded, strict=True):
+                        writer.append(*part)
+                    units_done += 1
+                    if units_done % CHECKPOINT_UNITS == 0:
+                        checkpoint()
+                    self.report_tokens(position, sum(state.tokens for state in states.values()))
+            for writer in writers:
+                writer.finish_shard()
+        except StorageError:  # reading or a worker failed, between two units: nothing done needs to be done again
+            checkpoint()
+            raise
+        finally:
+            with contextlib.suppress(OSError):  # a full disk fails again here; its error is already raised
+                for writer in writers:
+                    writer.close()
+        self.check_splits(states)
+        write_durably(self.partial / MANIFEST_FILE, json.dumps(self.manifest(record, states), indent=1) + "\n")
 
-def _begin(
-    options: PrepareOptions,
-    recipe: dict[str, Any],
-    partial: Path,
-    units: Callable[[], Iterator[tuple[Position, Unit]]],
-    report: Callable[[Progress], None],
-) -> tuple[Tokenizer, int, dict[str, SplitState]]:
-    """(tokenizer, units done, state per split): from the journal if it is of this recipe, else a clean start."""
-    journal = read_journal(partial, recipe)
-    if journal is not None:
-        record, units_done, states = journal
-        with contextlib.suppress(DataError):  # a tokenizer.json that changed: start over
-            return read_tokenizer(partial, record), units_done, states
-    for path in partial.iterdir():  # only files that are ours by name
-        if re.fullmatch(r"(train|validation)_\d{6}\.(bin|idx)|(journal|manifest|tokenizer)\.json(\.new)?", path.name):
-            path.unlink()
-    if options.tokenizer.startswith("bpe:"):
-        report(Progress("training the tokenizer", 0, None, "bytes", 0))
-        tokenizer = train_bpe(_training_texts(units()), int(options.tokenizer[4:]))
-    else:
-        tokenizer = load_tokenizer(options.tokenizer)
-    return tokenizer, 0, {split: SplitState() for split in SPLITS}
+    def begin(self) -> tuple[Tokenizer, int, dict[str, SplitState]]:
+        """(tokenizer, units done, state per split): from the journal if it is of this recipe, else a clean start."""
+        journal = read_journal(self.partial, self.recipe)
+        if journal is not None:
+            record, units_done, states = journal
+            with contextlib.suppress(DataError):  # a tokenizer.json that changed: start over
+                return read_tokenizer(self.partial, record), units_done, states
+        for path in self.partial.iterdir():  # only files that are ours by name
+            if re.fullmatch(r"(train|validation)_\d{6}\.(bin|idx)|(journal|manifest|tokenizer)\.json(\.new)?", path.name):
+                path.unlink()
+        if self.options.tokenizer.startswith("bpe:"):
+            self.report(Progress("training the tokenizer", 0, None, "bytes", 0))
+            tokenizer = train_bpe(self.training_texts(), int(self.options.tokenizer[4:]))
+        else:
+            tokenizer = load_tokenizer(self.options.tokenizer)
+        return tokenizer, 0, {split: SplitState() for split in SPLITS}
 
+    def training_texts(self) -> Iterator[str]:
+        """The first 16 Mi characters of the training split."""
+        characters = 0
+        for _, unit in self.units():
+            for piece, _ in unit_pieces(unit):
+                if piece.split == TRAIN:
+                    yield piece.text
+                    characters += len(piece.text)
+            if characters >= BPE_SAMPLE_CHARACTERS:
+                return
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    def report_tokens(self, position: Position, tokens: int) -> None:
+        if self.documents:
+            self.report(Progress("tokenising", position.documents, self.documents, "documents", tokens))
+        else:
+            self.report(Progress("tokenising", position.size_bytes, self.size_bytes, "bytes", tokens))
 
+    def check_splits(self, states: dict[str, SplitState]) -> None:
+        source, documents = self.options.source, sum(state.documents for state in states.values())
+        if not documents:
+            raise DataError(f"expected text, found no document in {source}; name a source that holds some")
+        for split in SPLITS:
+            if not states[split].documents:
+                raise DataError(
+                    f"expected documents for training and validation, found none for {split} among the {documents} of "
+                    f"{source}; raise --validation-fraction (up to 0.5), or add text"
+                )
 
-def _training_texts(units: Iterator[tuple[Position, Unit]]) -> Iterator[str]:
-    """The first 16 Mi characters of the training split."""
-    characters = 0
-    for _, unit in units:
-        for piece, _ in unit_pieces(unit):
-            if piece.split == TRAIN:
-                yield piece.text
-                characters += len(piece.text)
-        if characters >= BPE_SAMPLE_CHARACTERS:
-            return
-
-
-def _check_splits(options: PrepareOptions, states: dict[str, SplitState]) -> None:
-    if not any(state.documents for state in states.values()):
-        raise DataError(f"expected text, found no document in {options.source}; name a source that holds some")
-    for split in SPLITS:
-        if not states[split].documents:
-            documents = sum(state.documents for state in states.values())
-            raise DataError(
-                f"expected documents for training and validation, found none for {split} among the {documents} of "
-                f"{options.source}; raise --validation-fraction (up to 0.5), or add text"
-            )
-
-
-def _manifest(
-    recipe: dict[str, Any],
-    tokenizer: dict[str, Any],
-    states: dict[str, SplitState],
-    options: PrepareOptions,
-    files: list[SourceFile],
-) -> dict[str, Any]:
-    splits = {
-        split: {
-            "tokens": state.tokens,
-            "text_tokens": state.tokens - state.documents,  # without the end-of-text markers
-            "documents": state.documents,
-            "text_bytes": state.text_bytes,
-            "source_nats": state.source_nats if options.source == "stories" else None,
-            "shards": state.shards,
+    def manifest(self, tokenizer: dict[str, Any], states: dict[str, SplitState]) -> dict[str, Any]:
+        splits = {
+            split: {
+                "tokens": state.tokens,
+                "text_tokens": state.tokens - state.documents,  # without the end-of-text markers
+                "documents": state.documents,
+                "text_bytes": state.text_bytes,
+                "source_nats": state.source_nats if self.stories else None,
+                "shards": state.shards,
+            }
+            for split, state in states.items()
         }
-        for split, state in states.items()
-    }
-    return {
-        "schema": SCHEMA,
-        "handgrad_version": handgrad.__version__,
-        "tokenizer": tokenizer,
-        "splits": splits,
-        "recipe": recipe,
-        "urls": [file.download.url for file in files if file.download],
-    }
+        return {
+            "schema": SCHEMA,
+            "handgrad_version": handgrad.__version__,
+            "tokenizer": tokenizer,
+            "splits": splits,
+            "recipe": self.recipe,
+            "urls": [file.download.url for file in self.files if file.download],
+        }
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """A folder of token shards, opened and verified.
 
-A shard is a llm.c token file, little-endian: 256 int32 (magic 20240520, version 1, token count, zeros), then the
+A shard is an llm.c token file, little-endian: 256 int32 (magic 20240520, version 1, token count, zeros), then the
 tokens as uint16. Beside `train_000000.bin` lies `train_000000.idx`: the offsets within the shard, uint32, where a
 document starts. `manifest.json` names the files with their hashes. A folder of llm.c `.bin` files without a manifest
 opens too, as GPT-2 tokens.
@@ -22,26 +22,23 @@ from typing import Any
 
 import numpy as np
 
-from handgrad.data.llmc_header import EVALUATION
+from handgrad.data.llmc_header import EVALUATION, HEADER_BYTES, TOKENS, check_size, make_header, parse_header
 from handgrad.data.tokenizer import Tokenizer, load_tokenizer, read_tokenizer
-from handgrad.errors import DataError, storage_error
+from handgrad.errors import DataError, storage_errors
 
-MAGIC, VERSION = 20240520, 1
-LLAMA_MAGIC = 20240801
-HEADER_BYTES = 256 * 4
 MAX_SHARD_TOKENS = (1 << 31) - 1  # the header's count is an int32
 
 MANIFEST_FILE = "manifest.json"
 SCHEMA = 1
 MAX_MANIFEST_BYTES = 64 << 20
 SPLITS = ("train", "validation")
+HASH = (r"[0-9a-f]{64}", "a SHA-256")
+SHARD_FIELDS = {"file": (r"[A-Za-z0-9_]+\.bin", "a plain file name"), "sha256": HASH, "index_sha256": HASH}
 
 
 def header(token_count: int) -> bytes:
     """The 1024 bytes that precede `token_count` uint16 tokens."""
-    words = np.zeros(256, "<i4")
-    words[:3] = MAGIC, VERSION, token_count
-    return words.tobytes()
+    return make_header({0: TOKENS, 1: 1, 2: token_count})
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,13 +59,13 @@ class Shard:
         Raises DataError: header, size, hash or a token id is wrong; StorageError: the file cannot be read.
         """
         content = _memory_map(self.path)
-        found = _parse_header(content[:HEADER_BYTES], len(content), self.path)
+        found = _token_count(content[:HEADER_BYTES], len(content), self.path)
         if found != self.token_count:
             raise DataError(f"expected {self.token_count} tokens in {self.path}, found {found}; prepare the data again")
         if self.sha256 is not None:
             _check_hash(content, self.sha256, self.path)
         tokens = np.frombuffer(content, "<u2", offset=HEADER_BYTES)
-        step = 1 << 24  # a bounded temporary for the comparison
+        step = 1 << 24  # bounds the temporary of the comparison
         for start in range(0, len(tokens), step):
             part = tokens[start : start + step]
             if int(part.max()) >= self.vocab_size:
@@ -84,20 +81,14 @@ class Shard:
         """Offsets of the tokens that start a document, uint32, (document_count,), rising; DataError: a wrong file."""
         path = self.path.with_suffix(".idx")
         if self.document_count is None or self.index_sha256 is None:
-            raise DataError(
-                f"expected a manifest with document boundaries beside {self.path}, found none; prepare the data again"
-            )
+            raise DataError(f"expected a manifest with document boundaries beside {self.path}, found none; prepare again")
         content = _memory_map(path)
         if len(content) != 4 * self.document_count:
-            raise DataError(
-                f"expected {4 * self.document_count} bytes in {path}, found {len(content)}; prepare the data again"
-            )
+            raise DataError(f"expected {4 * self.document_count} bytes in {path}, found {len(content)}; prepare again")
         _check_hash(content, self.index_sha256, path)
         starts = np.frombuffer(content, "<u4")
         if len(starts) and (int(starts[-1]) >= self.token_count or not np.all(starts[1:] > starts[:-1])):
-            raise DataError(
-                f"expected rising offsets below {self.token_count} in {path}, found others; prepare the data again"
-            )
+            raise DataError(f"expected rising offsets below {self.token_count} in {path}, found others; prepare again")
         return starts
 
 
@@ -112,7 +103,7 @@ class Dataset:
 
     @functools.cached_property
     def identity(self) -> str:
-        """SHA-256, as hex, over what defines the tokens: the tokenizer, and the shards of each split in order.
+        """SHA-256, as hex, over the tokenizer and the shards of each split in order.
 
         Without a manifest a shard counts by its length and 64 samples of 4 KiB, since hashing hundreds of gigabytes at
         every start would cost minutes.
@@ -128,7 +119,7 @@ class Dataset:
         return sum(shard.token_count for shard in self.splits[split])
 
     def floor(self, split: str) -> float | None:
-        """The least loss, in nats a token, that a model can reach on average, where the source knows it; else None."""
+        """The least loss, in nats a token, that a model can reach on average; None if the source does not know it."""
         nats = self.manifest["splits"][split]["source_nats"] if self.manifest else None
         return None if nats is None else nats / self.tokens(split)
 
@@ -140,17 +131,11 @@ def open_dataset(folder: str | Path) -> Dataset:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        partial = folder.with_name(folder.name + ".partial")
-        hint = (
-            "finish it by running its `handgrad prepare` again" if partial.is_dir() else "make one with `handgrad prepare`"
-        )
+        begun = folder.with_name(folder.name + ".partial").is_dir()
+        hint = "finish it by running its `handgrad prepare` again" if begun else "make one with `handgrad prepare`"
         raise DataError(f"expected a folder of token shards, found none at {folder}; {hint}")
-    try:
-        if (folder / MANIFEST_FILE).is_file():
-            return _open_prepared(folder)
-        return _open_bare(folder)
-    except OSError as error:
-        raise storage_error(error, f"reading {folder}") from None
+    with storage_errors(f"reading {folder}"):
+        return _open_prepared(folder) if (folder / MANIFEST_FILE).is_file() else _open_bare(folder)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -167,9 +152,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise DataError(f"expected schema {SCHEMA}, found {schema!r:.100} in {path}; prepare the data with this version")
     splits = _field(manifest, "splits", dict, path)
     if set(splits) != set(SPLITS):
-        raise DataError(
-            f"expected the splits train and validation, found {sorted(splits)!r:.100} in {path}; prepare the data again"
-        )
+        raise DataError(f"expected the splits train and validation, found {sorted(splits)!r:.100} in {path}; prepare again")
     for name in SPLITS:
         split = _field(splits, name, dict, path)
         counts = {key: _field(split, key, int, path) for key in ("tokens", "text_tokens", "documents", "text_bytes")}
@@ -177,15 +160,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             raise DataError(f"expected source_nats to be finite in {path}; prepare the data again")
         shards = _field(split, "shards", list, path)
         for shard in shards:
-            if not isinstance(shard, dict) or not re.fullmatch(r"[A-Za-z0-9_]+\.bin", _field(shard, "file", str, path)):
-                raise DataError(
-                    f"expected shards with plain file names, found {shard!r:.100} in {path}; prepare the data again"
-                )
-            for key in ("sha256", "index_sha256"):
-                if not re.fullmatch(r"[0-9a-f]{64}", _field(shard, key, str, path)):
-                    raise DataError(
-                        f"expected a SHA-256 as {key} in {path}, found {shard[key]!r:.100}; prepare the data again"
-                    )
+            for key, (pattern, form) in SHARD_FIELDS.items():
+                if not isinstance(shard, dict) or not re.fullmatch(pattern, _field(shard, key, str, path)):
+                    raise DataError(f"expected {form} as {key} of a shard, found {shard!r:.100} in {path}; prepare again")
         for key in ("tokens", "documents"):
             total = sum(_field(shard, key, int, path) for shard in shards)
             if counts[key] != total:
@@ -227,9 +204,9 @@ def _open_bare(folder: Path) -> Dataset:
         if match and path.is_file():
             with path.open("rb") as file:
                 first = file.read(HEADER_BYTES)
-            if first[:4] == EVALUATION.to_bytes(4, "little"):  # hellaswag_val.bin is named like tokens, and is none
-                continue
-            token_count = _parse_header(first, path.stat().st_size, path)
+            if first[:4] == EVALUATION.to_bytes(4, "little"):
+                continue  # hellaswag_val.bin holds questions under the name of a shard
+            token_count = _token_count(first, path.stat().st_size, path)
             splits["train" if match[1] == "train" else "validation"].append(Shard(path, token_count, tokenizer.vocab_size))
     if not any(splits.values()):
         raise DataError(
@@ -239,30 +216,15 @@ def _open_bare(folder: Path) -> Dataset:
     return Dataset(folder, tokenizer, {name: tuple(shards) for name, shards in splits.items()}, None)
 
 
-def _parse_header(first: bytes, size_bytes: int, path: Path) -> int:
-    """The token count that a shard's header states, checked against the size of its file."""
-    if len(first) < HEADER_BYTES:
-        raise DataError(
-            f"expected a header of {HEADER_BYTES} bytes, found a file of {len(first)} in {path}; prepare the data again"
-        )
-    magic, version, token_count = (int(word) for word in np.frombuffer(first, "<i4", 3))
-    if magic == LLAMA_MAGIC:
-        raise DataError(f"expected GPT-2 tokens (uint16), found Llama 3 tokens (uint32) in {path}; prepare the data again")
-    if (magic, version) != (MAGIC, VERSION):
-        raise DataError(
-            f"expected magic {MAGIC} and version {VERSION}, found {magic} and {version} in {path}; "
-            "it is no llm.c token file, prepare the data again"
-        )
+def _token_count(first: bytes, size_bytes: int, path: Path) -> int:
+    """The token count in a shard's header, checked against the size of its file."""
+    token_count = parse_header(first, path, TOKENS, (1,))[2]
     _check_size(size_bytes, token_count, path)
     return token_count
 
 
 def _check_size(size_bytes: int, token_count: int, path: Path) -> None:
-    if size_bytes != HEADER_BYTES + 2 * token_count:
-        raise DataError(
-            f"expected {HEADER_BYTES + 2 * token_count} bytes for {token_count} tokens, found {size_bytes} in {path}; "
-            "restore it or prepare the data again"
-        )
+    check_size(path, HEADER_BYTES + 2 * token_count, size_bytes, f"{token_count} tokens")
 
 
 def _check_hash(content: Any, expected: str, path: Path) -> None:
@@ -272,15 +234,11 @@ def _check_hash(content: Any, expected: str, path: Path) -> None:
 
 
 def _memory_map(path: Path) -> Any:
-    try:
+    with storage_errors(f"reading {path}"):
+        if not path.exists():
+            raise DataError(f"expected the file {path}, found none; restore it or prepare the data again")
         with path.open("rb") as file:
-            if path.stat().st_size == 0:
-                return b""
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except FileNotFoundError:
-        raise DataError(f"expected the file {path}, found none; restore it or prepare the data again") from None
-    except OSError as error:
-        raise storage_error(error, f"reading {path}") from None
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
 
 
 def _sampled_sha256(path: Path) -> str:

@@ -1,7 +1,7 @@
 """Local text as streams of documents: .txt (a file is one), .jsonl and .parquet (a row is one), in bounded memory.
 
-`.txt.gz` and `.jsonl.gz` are read too. Text is UTF-8; anything else is refused with its place. A position is how far
-into the file as it lies on disk reading has come, in bytes, for progress.
+`.txt.gz` and `.jsonl.gz` are read too. Text is UTF-8; anything else is refused with its offset. A position counts the bytes
+read of the file as it lies on disk, for progress.
 """
 
 import codecs
@@ -33,7 +33,7 @@ PARQUET_ROWS = 64
 
 @dataclass(frozen=True)
 class Download:
-    """Where a file comes from, and how to know that it is right: its SHA-256, or git's SHA-1 of a small file."""
+    """The origin of a file and its hash: SHA-256, or git's SHA-1 of a small file."""
 
     url: str
     size_bytes: int | None = None
@@ -53,7 +53,7 @@ class SourceFile:
 
     @property
     def format(self) -> Format:
-        """How to read it, from its name; DataError: a name that says nothing."""
+        """Its format, from its name; DataError: an unknown suffix."""
         for suffix, format in SUFFIXES.items():
             if self.name.lower().endswith(suffix):
                 return format
@@ -61,7 +61,7 @@ class SourceFile:
 
 
 def find_local(spec: str) -> list[SourceFile]:
-    """The files that a path means: a file, the files below a folder, or those that match a glob; sorted by name.
+    """The files of a path: a file, the files below a folder, or those that match a glob; sorted by name.
 
     Raises DataError: there is none, or a single file has an unknown type.
     """
@@ -125,7 +125,7 @@ def read_text(path: Path, start: int, stop: int) -> Iterator[str]:
 
 
 def read_rows(file: SourceFile, text_field: str) -> Iterator[tuple[int, str]]:
-    """(position, text) of every row that has text; empty and null ones are passed over.
+    """(position, text) of every row that has text; empty and null ones are skipped.
 
     Raises DataError: damaged, not UTF-8, no column or key `text_field`, or a row above 64 MiB; StorageError:
     unreadable.
@@ -172,7 +172,7 @@ def _read_jsonl(path: Path, text_field: str) -> Iterator[tuple[int, str | None]]
 
 
 def _read_parquet(path: Path, text_field: str) -> Iterator[tuple[int, str | None]]:
-    import pyarrow  # here and not above: workers, and runs on other sources, do without its 50 MB
+    import pyarrow  # here and not above: workers and other sources spare its 50 MB
     import pyarrow.parquet
 
     try:

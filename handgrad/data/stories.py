@@ -1,12 +1,12 @@
-"""The built-in corpus: short stories from a grammar whose probabilities are known, so a loss has a floor to stand on.
+"""The built-in corpus: short stories from a grammar whose probabilities are known, so the least possible loss is known.
 
 `story(seed, index)` draws one. Every choice is uniform, so a derivation made of choices among n_1, n_2, ... n_k
 alternatives has probability 1 / (n_1 n_2 ... n_k). That product, the derivation's *span*, is an integer: probabilities
 here are exact, and `nats` = log(span) rounds once. The text determines its derivation, so log(span) is also the text's
 own -log p; `negative_log_probability` recovers it from the text alone, by parsing.
 
-Nothing can follow a story's last sentence, so the end of the text costs no nats. The grammar's tables, and what a word
-and a phrase are, stand in `stories_grammar`; docs/stories.md says how to hold a training run against the floor.
+Nothing can follow a story's last sentence, so the end of the text costs no nats. `stories_grammar` has the
+tables; docs/stories.md compares a training run with the floor.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ class Story(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Word:
-    """A slot without slots inside: drawn where it first occurs, repeated where it occurs again."""
+    """A slot without slots inside: drawn at its first occurrence, repeated at the others."""
 
     name: str
     by: str  # the word that selects the row, or UNCONDITIONAL
@@ -102,7 +102,7 @@ def derive(start: Piece, number: int) -> tuple[str, int]:
 def story(seed: int, index: int) -> Story:
     """Story `index` of the corpus `seed`: the same text on every platform, in any order, in any process."""
     # SHA-256 of the counter and not a generator's state: no story needs the ones before it, and no library version
-    # or word size can change what comes out.
+    # or word size can change the text.
     digest = hashlib.sha256(f"{seed:d}/{index:d}".encode()).digest()
     text, span = derive(STORY, int.from_bytes(digest, "little"))
     return Story(text, math.log(span))
@@ -143,8 +143,8 @@ def negative_log_probability(text: str) -> float | None:
 def entropy_nats(start: Piece = STORY) -> float:
     """The exact mean of -log p over all stories, in nats per story.
 
-    Follows every combination of phrases and none of words: what a word costs does not depend on its value, because
-    the rows of a `By` table are equally long.
+    Follows every combination of phrases and none of words: the rows of a `By` table are equally long, so the cost of a word
+    does not depend on its value.
     """
 
     def expected(stack: tuple[Piece, ...], words: frozenset[str]) -> float:

@@ -1,18 +1,18 @@
 """The grammar of the built-in stories: words, phrases and who depends on whom. Read by `handgrad.data.stories`.
 
-A slot is written `{slot}` inside a text. There are two sorts:
+A slot is written `{slot}` inside a text; `|` parts its alternatives. There are two sorts:
 
 - A *word* has alternatives without slots. Its first occurrence in a story draws one, each with the same probability;
   later occurrences repeat it. `By` makes a word's alternatives depend on a word drawn before: {he} on {hero}.
 - A *phrase* has alternatives with slots. It is expanded where it stands.
 
 A new alternative must keep four promises, each with a test: the text still determines its derivation; rows of one `By`
-table are equally long (the entropy stays an exact sum); nothing that follows " a " starts with a vowel; the
-golden hashes in the tests change knowingly, for every corpus made before is then another corpus.
+table are equally long (the entropy stays an exact sum); nothing that follows " a " starts with a vowel; the golden hashes
+in the tests change knowingly, for the same seed then yields another corpus.
 
-Why the numbers are what they are: a word that comes back later is worth ln(alternatives) nats to whoever reads on from
-the middle, and a training window starts in the middle. So words that come back have at most 20 alternatives, and most
-of the entropy sits in words that are said once.
+The counts follow from one rule: a word that comes back later is worth ln(alternatives) nats to a reader who starts in the
+middle, as a training window does. So words that come back have at most 20 alternatives, and most of the entropy is in words
+that are said once.
 """
 
 from collections.abc import Mapping
@@ -29,14 +29,22 @@ class By:
 
 Alternatives = tuple[str, ...] | By
 
-GIRLS = ("Mia", "Lily", "Anna", "Rosa", "Emma", "Lucy", "Nora", "Ruby", "Clara", "Zoe")
-BOYS = ("Tom", "Ben", "Max", "Sam", "Leo", "Jack", "Finn", "Noah", "Omar", "Hugo")
+
+def one_of(text: str) -> tuple[str, ...]:
+    return tuple(text.split("|"))
 
 
-def _agrees(girl: str, boy: str) -> By:
-    """A word that agrees with the hero: one alternative in every row, so it costs no nats."""
-    return By("hero", dict.fromkeys(GIRLS, (girl,)) | dict.fromkeys(BOYS, (boy,)))
+def table(slot: str, words: str, rows: dict[str, str]) -> dict[str, By]:
+    """Words that depend on `slot`: of each of its values, or of several, a column of alternatives per word."""
+    columns = [
+        {value: one_of(row.split("; ")[n]) for values, row in rows.items() for value in one_of(values)}
+        for n in range(len(words.split()))
+    ]
+    return {word: By(slot, column) for word, column in zip(words.split(), columns, strict=True)}
 
+
+GIRLS = one_of("Mia|Lily|Anna|Rosa|Emma|Lucy|Nora|Ruby|Clara|Zoe")
+BOYS = one_of("Tom|Ben|Max|Sam|Leo|Jack|Finn|Noah|Omar|Hugo")
 
 START = "story"
 
@@ -68,276 +76,141 @@ GRAMMAR: dict[str, Alternatives] = {
         "{hero} and {his} {trait} {family} lived {home}.",
     ),
     "hero": GIRLS + BOYS,
-    "child": _agrees("girl", "boy"),
-    "he": _agrees("she", "he"),
-    "He": _agrees("She", "He"),
-    "his": _agrees("her", "his"),
-    "His": _agrees("Her", "His"),
-    "him": _agrees("her", "him"),
-    "trait": (
-        "brave",
-        "kind",
-        "clever",
-        "shy",
-        "busy",
-        "gentle",
-        "helpful",
-        "cheerful",
-        "curious",
-        "playful",
-        "lively",
-        "dreamy",
+    **table(
+        "hero",
+        "child he He his His him",
+        {"|".join(GIRLS): "girl; she; She; her; Her; her", "|".join(BOYS): "boy; he; He; his; His; him"},
     ),
-    "home": (
-        "near the river",
-        "by the sea",
-        "in a small town",
-        "on a green hill",
-        "in the forest",
-        "in a tall house",
-        "on a quiet farm",
-        "beside a deep lake",
-        "above a shop",
-        "next to a windmill",
-        "behind the school",
-        "in an old tower",
+    "trait": one_of("brave|kind|clever|shy|busy|gentle|helpful|cheerful|curious|playful|lively|dreamy"),
+    "home": one_of(
+        "near the river|by the sea|in a small town|on a green hill|in the forest|in a tall house|on a quiet farm"
+        "|beside a deep lake|above a shop|next to a windmill|behind the school|in an old tower"
     ),
-    "delight": (
-        "long walks",
-        "old songs",
-        "books",
-        "warm bread",
-        "rain",
-        "funny hats",
-        "sweet plums",
-        "the stars",
-        "jokes",
-        "tall trees",
-        "warm milk",
-        "big dogs",
+    "delight": one_of(
+        "long walks|old songs|books|warm bread|rain|funny hats|sweet plums|the stars|jokes|tall trees|warm milk|big dogs"
     ),
-    "family": ("sister", "brother", "grandmother", "grandfather", "cousin", "parents", "twin", "dog"),
-    "when": ("One {weather} {daytime}",),
-    "weather": ("sunny", "windy", "cloudy", "foggy", "chilly", "warm", "bright", "quiet", "gray", "mild"),
-    "daytime": ("morning", "afternoon", "evening"),
-    "went": ("walked", "ran", "skipped", "hurried", "raced", "rode"),
-    "place": (
-        "park",
-        "beach",
-        "garden",
-        "meadow",
-        "market",
-        "pond",
-        "orchard",
-        "playground",
-        "castle",
-        "bridge",
-        "mill",
-        "village",
-    ),
-    "color": ("red", "blue", "green", "yellow", "purple", "white", "pink", "golden", "black", "brown"),
-    "thing": ("ball", "kite", "cap", "scarf", "ribbon", "balloon", "doll", "mitten", "flag", "feather"),
+    "family": one_of("sister|brother|grandmother|grandfather|cousin|parents|twin|dog"),
+    "when": one_of("One {weather} {daytime}"),
+    "weather": one_of("sunny|windy|cloudy|foggy|chilly|warm|bright|quiet|gray|mild"),
+    "daytime": one_of("morning|afternoon|evening"),
+    "went": one_of("walked|ran|skipped|hurried|raced|rode"),
+    "place": one_of("park|beach|garden|meadow|market|pond|orchard|playground|castle|bridge|mill|village"),
+    "color": one_of("red|blue|green|yellow|purple|white|pink|golden|black|brown"),
+    "thing": one_of("ball|kite|cap|scarf|ribbon|balloon|doll|mitten|flag|feather"),
     # ------------------------------------------------------------------------------------------------ helpers and talk
-    "meet": (
-        "Then {he} met a {look} {animal}.",
-        "A {look} {animal} {appeared}.",
-    ),
-    "look": (
-        "friendly",
-        "tiny",
-        "sleepy",
-        "fluffy",
-        "wise",
-        "funny",
-        "spotted",
-        "round",
-        "shaggy",
-        "merry",
-        "polite",
-        "plump",
-    ),
-    "animal": ("rabbit", "fox", "turtle", "mouse", "goat", "pony", "badger", "puppy", "bear", "pig"),
-    "appeared": ("came by", "stopped to listen", "walked up", "looked out of a bush"),
-    "manner": ("tall", "patient", "young", "strong", "jolly", "famous", "careful", "retired", "thin", "proud"),
-    "worker": ("carpenter", "sailor", "farmer", "tailor", "blacksmith", "painter", "gardener", "baker"),
-    "said": ("said", "cried", "whispered", "sighed", "wept"),
-    "answer": (
-        "Do not worry,",
-        "I will help you,",
-        "Let us try together,",
-        "I have an idea,",
-        "Leave it to me,",
-        "That is easy,",
-    ),
-    "advised": ("said", "called", "laughed", "sang"),
-    "answered": ("answered", "replied", "laughed", "sang"),
+    "meet": one_of("Then {he} met a {look} {animal}.|A {look} {animal} {appeared}."),
+    "look": one_of("friendly|tiny|sleepy|fluffy|wise|funny|spotted|round|shaggy|merry|polite|plump"),
+    "animal": one_of("rabbit|fox|turtle|mouse|goat|pony|badger|puppy|bear|pig"),
+    "appeared": one_of("came by|stopped to listen|walked up|looked out of a bush"),
+    "manner": one_of("tall|patient|young|strong|jolly|famous|careful|retired|thin|proud"),
+    "worker": one_of("carpenter|sailor|farmer|tailor|blacksmith|painter|gardener|baker"),
+    "said": one_of("said|cried|whispered|sighed|wept"),
+    "answer": one_of("Do not worry,|I will help you,|Let us try together,|I have an idea,|Leave it to me,|That is easy,"),
+    "advised": one_of("said|called|laughed|sang"),
+    "answered": one_of("answered|replied|laughed|sang"),
     # ----------------------------------------------------------------------------------------------- something is lost
     "lose": (
         "While {he} {pastime}, the {thing} disappeared.",
         "{He} {pastime} and forgot where the {thing} was.",
     ),
-    "pastime": (
-        "picked flowers",
-        "climbed a tree",
-        "watched the sky",
-        "ate a sandwich",
-        "fed the ducks",
-        "chased a cat",
-        "drew a map",
-        "took a nap",
-        "counted ducks",
-        "chased a frog",
+    "pastime": one_of(
+        "picked flowers|climbed a tree|watched the sky|ate a sandwich|fed the ducks|chased a cat|drew a map|took a nap"
+        "|counted ducks|chased a frog"
     ),
-    "lost_plea": ("I lost my {thing},", "Have you seen my {thing}?", "My {thing} is missing,"),
-    "find": (
-        "They searched together and found it {hidden}.",
-        "After {number} minutes they saw it {hidden}.",
+    "lost_plea": one_of("I lost my {thing},|Have you seen my {thing}?|My {thing} is missing,"),
+    "find": one_of("They searched together and found it {hidden}.|After {number} minutes they saw it {hidden}."),
+    "hidden": one_of(
+        "under a bench|behind a rock|in the tall grass|beside a log|inside a hollow tree|near the gate|behind a bush"
+        "|under a bridge|near the river|by the fence|among the daisies|on a flat stone"
     ),
-    "hidden": (
-        "under a bench",
-        "behind a rock",
-        "in the tall grass",
-        "beside a log",
-        "inside a hollow tree",
-        "near the gate",
-        "behind a bush",
-        "under a bridge",
-        "near the river",
-        "by the fence",
-        "among the daisies",
-        "on a flat stone",
-    ),
-    "number": ("two", "three", "four", "five", "six", "seven", "eight", "nine"),
+    "number": one_of("two|three|four|five|six|seven|eight|nine"),
     # ---------------------------------------------------------------------------------------------- something is stuck
-    "cause": (
-        "The wind blew hard",
-        "{He} tripped on a root",
-        "{He} let go too soon",
-        "{He} threw it too far",
-        "A dog barked",
-        "{He} fell down",
+    "cause": one_of(
+        "The wind blew hard|{He} tripped on a root|{He} let go too soon|{He} threw it too far|A dog barked|{He} fell down"
     ),
-    "high": (
-        "in a tall tree",
-        "on a barn roof",
-        "on a high wall",
-        "on a lamp post",
-        "on a cliff",
-        "on a tower",
-        "on a chimney",
-        "on a bridge",
+    "high": one_of(
+        "in a tall tree|on a barn roof|on a high wall|on a lamp post|on a cliff|on a tower|on a chimney|on a bridge"
     ),
-    "climber": ("owl", "robin", "crow", "parrot", "squirrel", "monkey", "cat", "giraffe"),
-    "stuck_plea": ("I cannot reach my {thing},", "How do I get my {thing} back?", "My {thing} is too high for me,"),
-    "climb": By(
+    "climber": one_of("owl|robin|crow|parrot|squirrel|monkey|cat|giraffe"),
+    "stuck_plea": one_of("I cannot reach my {thing},|How do I get my {thing} back?|My {thing} is too high for me,"),
+    **table(
         "climber",
-        dict.fromkeys(("owl", "robin", "crow", "parrot"), ("flew up", "spread its wings"))
-        | dict.fromkeys(("squirrel", "monkey", "cat"), ("climbed up", "sprang up"))
-        | {"giraffe": ("reached up", "stretched its neck")},
+        "climb",
+        {
+            "owl|robin|crow|parrot": "flew up|spread its wings",
+            "squirrel|monkey|cat": "climbed up|sprang up",
+            "giraffe": "reached up|stretched its neck",
+        },
     ),
-    "fetch": ("brought it down", "pulled it free", "shook it loose", "pushed it off"),
+    "fetch": one_of("brought it down|pulled it free|shook it loose|pushed it off"),
     # --------------------------------------------------------------------------------------------- something is broken
-    "toy": ("wagon", "truck", "boat", "ship", "puppet", "bear", "harp", "fiddle"),
-    "fault": By(
+    "toy": one_of("wagon|truck|boat|ship|puppet|bear|harp|fiddle"),
+    **table(
         "toy",
-        dict.fromkeys(("wagon", "truck"), ("a wheel fell off", "the handle broke"))
-        | dict.fromkeys(("boat", "ship"), ("the sail tore", "the handle broke"))
-        | dict.fromkeys(("puppet", "bear"), ("an arm came off", "the belly tore"))
-        | dict.fromkeys(("harp", "fiddle"), ("a string broke", "the neck bent")),
-    ),
-    "broken_plea": ("Can you mend my {toy}?", "My {toy} is broken,", "Please save my {toy},"),
-    "fix": By(
         "fault",
         {
-            "a wheel fell off": ("hammered the wheel back on", "carved a new wheel"),
-            "the handle broke": ("glued the handle", "carved a new handle"),
-            "the sail tore": ("patched the sail", "cut a new sail"),
-            "an arm came off": ("glued the arm back on", "knitted a new arm"),
-            "the belly tore": ("patched the belly", "filled the belly with wool"),
-            "a string broke": ("tied the string again", "found a new string"),
-            "the neck bent": ("bent the neck back", "carved a new neck"),
+            "wagon|truck": "a wheel fell off|the handle broke",
+            "boat|ship": "the sail tore|the handle broke",
+            "puppet|bear": "an arm came off|the belly tore",
+            "harp|fiddle": "a string broke|the neck bent",
+        },
+    ),
+    "broken_plea": one_of("Can you mend my {toy}?|My {toy} is broken,|Please save my {toy},"),
+    **table(
+        "fault",
+        "fix",
+        {
+            "a wheel fell off": "hammered the wheel back on|carved a new wheel",
+            "the handle broke": "glued the handle|carved a new handle",
+            "the sail tore": "patched the sail|cut a new sail",
+            "an arm came off": "glued the arm back on|knitted a new arm",
+            "the belly tore": "patched the belly|filled the belly with wool",
+            "a string broke": "tied the string again|found a new string",
+            "the neck bent": "bent the neck back|carved a new neck",
         },
     ),
     # ---------------------------------------------------------------------------------------------- someone needs help
-    "trouble": ("hungry", "thirsty", "cold", "lost", "lonely", "tired", "stuck in the mud", "afraid of the storm"),
-    "groan": By(
+    "trouble": one_of("hungry|thirsty|cold|lost|lonely|tired|stuck in the mud|afraid of the storm"),
+    **table(
         "trouble",
+        "groan aid",
         {
-            "hungry": ("I want to eat,", "My belly is empty,"),
-            "thirsty": ("The river is dry,", "My throat is dry,"),
-            "cold": ("I am made of ice,", "My feet are frozen,"),
-            "lost": ("Where is my mother?", "Where is my home?"),
-            "lonely": ("Who will play with me?", "I have no friends,"),
-            "tired": ("I did not sleep,", "My legs are heavy,"),
-            "stuck in the mud": ("I cannot move my legs,", "Please pull me out,"),
-            "afraid of the storm": ("The sky is so loud,", "Where can I hide?"),
+            "hungry": "I want to eat,|My belly is empty,; shared a sandwich|cooked some soup",
+            "thirsty": "The river is dry,|My throat is dry,; found some water|poured some milk",
+            "cold": "I am made of ice,|My feet are frozen,; lit a small fire|brought a blanket",
+            "lost": "Where is my mother?|Where is my home?; drew a map|asked for the way",
+            "lonely": "Who will play with me?|I have no friends,; stayed for tea|played a game",
+            "tired": "I did not sleep,|My legs are heavy,; made a bed of straw|brought a pillow",
+            "stuck in the mud": "I cannot move my legs,|Please pull me out,; pulled with a rope|dug with a spade",
+            "afraid of the storm": "The sky is so loud,|Where can I hide?; shut the windows|sang a calm song",
         },
     ),
-    "aid": By(
-        "trouble",
-        {
-            "hungry": ("shared a sandwich", "cooked some soup"),
-            "thirsty": ("found some water", "poured some milk"),
-            "cold": ("lit a small fire", "brought a blanket"),
-            "lost": ("drew a map", "asked for the way"),
-            "lonely": ("stayed for tea", "played a game"),
-            "tired": ("made a bed of straw", "brought a pillow"),
-            "stuck in the mud": ("pulled with a rope", "dug with a spade"),
-            "afraid of the storm": ("shut the windows", "sang a calm song"),
-        },
-    ),
-    "better": ("felt better", "began to smile", "danced for joy", "laughed out loud"),
+    "better": one_of("felt better|began to smile|danced for joy|laughed out loud"),
     # ----------------------------------------------------------------------------------------------- something is hard
-    "skill": ("swim", "skate", "sing", "paint", "bake", "read"),
-    "failed": By(
+    "skill": one_of("swim|skate|sing|paint|bake|read"),
+    **table(
         "skill",
+        "failed teacher advice",
         {
-            "swim": ("went under", "was afraid of the water"),
-            "skate": ("fell on the ice", "could not stop"),
-            "sing": ("forgot the words", "was too quiet"),
-            "paint": ("spilled the paint", "broke a brush"),
-            "bake": ("burned the bread", "dropped the eggs"),
-            "read": ("forgot the letters", "skipped a page"),
+            "swim": "went under|was afraid of the water; duck|otter; Kick your legs,|Move your arms,",
+            "skate": "fell on the ice|could not stop; penguin|walrus; Bend your knees,|Take small steps,",
+            "sing": "forgot the words|was too quiet; robin|cricket; Open your mouth,|Listen to the wind,",
+            "paint": "spilled the paint|broke a brush; peacock|zebra; Use less water,|Begin with the sky,",
+            "bake": "burned the bread|dropped the eggs; hen|hamster; Use less sugar,|Watch the fire,",
+            "read": "forgot the letters|skipped a page; raven|owl; Look at each line,|Begin with your name,",
         },
     ),
-    "teacher": By(
-        "skill",
-        {
-            "swim": ("duck", "otter"),
-            "skate": ("penguin", "walrus"),
-            "sing": ("robin", "cricket"),
-            "paint": ("peacock", "zebra"),
-            "bake": ("hen", "hamster"),
-            "read": ("raven", "owl"),
-        },
-    ),
-    "advice": By(
-        "skill",
-        {
-            "swim": ("Kick your legs,", "Move your arms,"),
-            "skate": ("Bend your knees,", "Take small steps,"),
-            "sing": ("Open your mouth,", "Listen to the wind,"),
-            "paint": ("Use less water,", "Begin with the sky,"),
-            "bake": ("Use less sugar,", "Watch the fire,"),
-            "read": ("Look at each line,", "Begin with your name,"),
-        },
-    ),
-    "practice": (
-        "After {number} tries {he} could {skill}.",
-        "{He} practiced for {number} days and learned to {skill}.",
-    ),
-    "cheered": ("cheered", "clapped", "was amazed", "could not believe it"),
+    "practice": one_of("After {number} tries {he} could {skill}.|{He} practiced for {number} days and learned to {skill}."),
+    "cheered": one_of("cheered|clapped|was amazed|could not believe it"),
     # --------------------------------------------------------------------------------------------- someone gets a gift
-    "gift": ("cake", "pie", "coat", "blanket", "ring", "crown", "table", "chair"),
-    "elder": ("mother", "father", "aunt", "uncle", "teacher", "neighbor"),
-    "need": By(
+    "gift": one_of("cake|pie|coat|blanket|ring|crown|table|chair"),
+    "elder": one_of("mother|father|aunt|uncle|teacher|neighbor"),
+    **table(
         "gift",
-        dict.fromkeys(("cake", "pie"), ("flour", "sugar"))
-        | dict.fromkeys(("coat", "blanket"), ("wool", "yarn"))
-        | dict.fromkeys(("ring", "crown"), ("silver", "gold"))
-        | dict.fromkeys(("table", "chair"), ("wood", "nails")),
+        "need",
+        {"cake|pie": "flour|sugar", "coat|blanket": "wool|yarn", "ring|crown": "silver|gold", "table|chair": "wood|nails"},
     ),
-    "loved": ("loved", "liked", "treasured", "praised", "admired"),
+    "loved": one_of("loved|liked|treasured|praised|admired"),
     # --------------------------------------------------------------------------------------------------------- endings
     "closing": (
         "{He} went home {mood}.",
@@ -345,43 +218,11 @@ GRAMMAR: dict[str, Alternatives] = {
         "To celebrate, {he} ate {treat}.",
         "{hero} learned that {moral}.",
     ),
-    "mood": ("happy", "proud", "singing", "smiling", "full of joy", "with a light heart", "at noon", "by train"),
-    "dream": (
-        "dragons",
-        "pirates",
-        "the moon",
-        "flying fish",
-        "a rainbow",
-        "snow",
-        "a whale",
-        "candy",
-        "giants",
-        "sailing",
-        "a queen",
-        "the king",
-    ),
-    "treat": (
-        "cake",
-        "ice cream",
-        "a plum",
-        "cookies",
-        "bread",
-        "a peach",
-        "pie",
-        "jam",
-        "soup",
-        "grapes",
-        "a melon",
-        "eggs",
-    ),
-    "moral": (
-        "friends matter most",
-        "kindness always pays",
-        "asking is brave",
-        "patience helps",
-        "nobody is too small to help",
-        "good things take time",
-        "two heads beat one",
-        "a smile costs nothing",
+    "mood": one_of("happy|proud|singing|smiling|full of joy|with a light heart|at noon|by train"),
+    "dream": one_of("dragons|pirates|the moon|flying fish|a rainbow|snow|a whale|candy|giants|sailing|a queen|the king"),
+    "treat": one_of("cake|ice cream|a plum|cookies|bread|a peach|pie|jam|soup|grapes|a melon|eggs"),
+    "moral": one_of(
+        "friends matter most|kindness always pays|asking is brave|patience helps|nobody is too small to help"
+        "|good things take time|two heads beat one|a smile costs nothing"
     ),
 }

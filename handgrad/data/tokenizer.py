@@ -1,8 +1,6 @@
 """Text to token ids and back: GPT-2's vocabulary, plain bytes, or a byte-pair vocabulary trained on your own text.
 
-The three classes have one shape (`Tokenizer`): `kind`, `vocab_size` (end-of-text included), `end_of_text`, `sha256`
-(the identity that travels with shards), `encode`, `decode`, `decode_bytes`, and `token_bytes`, the bytes of every id.
-All of them work on UTF-8 bytes, so every text has an encoding and `decode(encode(text)) == text`.
+All three work on UTF-8 bytes: every text has an encoding, and `decode(encode(text)) == text`.
 """
 
 import base64
@@ -11,16 +9,16 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import tiktoken
 import tokenizers
 
-from handgrad.errors import DataError, UsageError, storage_error
+from handgrad.errors import DataError, UsageError, storage_errors
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
@@ -39,119 +37,97 @@ _BLANK = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"  # Un
 _LONG_BLANKS = re.compile(f"(?<![{_BLANK}])[{_BLANK}]{{65536,}}")
 
 
-def _decode_bytes(token_bytes: tuple[bytes, ...], ids: Iterable[int]) -> bytes:
-    ids = [int(i) for i in ids]
-    bad = next((i for i in ids if not 0 <= i < len(token_bytes)), None)
-    if bad is not None:
-        raise DataError(
-            f"expected token ids from 0 to {len(token_bytes) - 1}, found {bad}; decode with the tokenizer of the data"
-        )
-    return b"".join(token_bytes[i] for i in ids)
-
-
-def _utf8(text: str) -> bytes:
-    try:
-        return text.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"expected text, found a lone surrogate {text[error.start]!a} at character {error.start}; "
-            "repair the encoding of the source"
-        ) from None
-
-
 @dataclass(frozen=True, eq=False)
-class Gpt2Tokenizer:
-    """GPT-2's 50,257 tokens, from the shipped file; nothing is downloaded."""
+class Tokenizer:
+    """A vocabulary of `kind` gpt2, bytes or bpe, and the function that turns a text into its ids."""
 
-    encoding: tiktoken.Encoding
-    token_bytes: tuple[bytes, ...]
-    kind: Literal["gpt2"] = "gpt2"
-    vocab_size: int = 50257
-    end_of_text: int = 50256
-    sha256: str = GPT2_SHA256
+    kind: str
+    token_bytes: tuple[bytes, ...]  # by id
+    end_of_text: int
+    sha256: str  # the identity that travels with shards
+    encode_text: Callable[[str], np.ndarray]
+    json_bytes: bytes = field(default=b"", repr=False)  # the tokenizer.json of a trained vocabulary
+
+    @property
+    def vocab_size(self) -> int:
+        """End-of-text included."""
+        return len(self.token_bytes)
 
     def encode(self, text: str) -> np.ndarray:
         """`text` as uint16 ids, (tokens,). A literal "<|endoftext|>" is ordinary text. DataError: a lone surrogate."""
-        _utf8(text)
-        parts = [self.encoding.encode_to_numpy(part, disallowed_special=()) for part in _without_long_blanks(text)]
-        return np.concatenate(parts).astype(np.uint16)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"expected text, found a lone surrogate {text[error.start]!a} at character {error.start}; "
+                "repair the encoding of the source"
+            ) from None
+        return self.encode_text(text)
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The bytes of `ids`. DataError: an id outside the vocabulary."""
-        return _decode_bytes(self.token_bytes, ids)
+        ids = [int(i) for i in ids]
+        bad = next((i for i in ids if not 0 <= i < self.vocab_size), None)
+        if bad is not None:
+            raise DataError(
+                f"expected token ids from 0 to {self.vocab_size - 1}, found {bad}; decode with the tokenizer of the data"
+            )
+        return b"".join(self.token_bytes[i] for i in ids)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`; bytes that are not UTF-8 (a cut character) become U+FFFD. DataError: as `decode_bytes`."""
         return self.decode_bytes(ids).decode(errors="replace")
 
 
-@dataclass(frozen=True, eq=False)
-class BytesTokenizer:
+def bytes_tokenizer() -> Tokenizer:
     """The 256 bytes of UTF-8, and end-of-text: 257 tokens, for small models and quick tests."""
-
-    token_bytes: tuple[bytes, ...] = (*(bytes([b]) for b in range(256)), END_OF_TEXT.encode())
-    kind: Literal["bytes"] = "bytes"
-    vocab_size: int = 257
-    end_of_text: int = 256
-    sha256: str = hashlib.sha256(b"256 bytes, then end-of-text").hexdigest()
-
-    def encode(self, text: str) -> np.ndarray:
-        """`text` as uint16 ids, (bytes,). DataError: a lone surrogate."""
-        return np.frombuffer(_utf8(text), np.uint8).astype(np.uint16)
-
-    def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """The bytes of `ids`. DataError: an id outside the vocabulary."""
-        return _decode_bytes(self.token_bytes, ids)
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`; bytes that are not UTF-8 become U+FFFD. DataError: as `decode_bytes`."""
-        return self.decode_bytes(ids).decode(errors="replace")
+    token_bytes = (*(bytes([b]) for b in range(256)), END_OF_TEXT.encode())
+    sha256 = hashlib.sha256(b"256 bytes, then end-of-text").hexdigest()
+    return Tokenizer(
+        "bytes", token_bytes, 256, sha256, lambda text: np.frombuffer(text.encode(), np.uint8).astype(np.uint16)
+    )
 
 
-@dataclass(frozen=True, eq=False)
-class BpeTokenizer:
-    """A byte-level byte-pair vocabulary with GPT-2's splitter, as a `tokenizer.json` of the `tokenizers` library."""
+@functools.cache
+def gpt2_tokenizer() -> Tokenizer:
+    """GPT-2's 50,257 tokens, from the shipped file; nothing is downloaded."""
+    content = GPT2_FILE.read_bytes()
+    found = hashlib.sha256(content).hexdigest()
+    if found != GPT2_SHA256:
+        raise DataError(f"expected SHA-256 {GPT2_SHA256}, found {found} in {GPT2_FILE}; install handgrad again")
+    token_bytes = [base64.b64decode(line.split()[0]) for line in content.splitlines()]  # line number = rank = id
+    encoding = tiktoken.Encoding(
+        "gpt2",
+        pat_str=GPT2_PATTERN,
+        mergeable_ranks={token: rank for rank, token in enumerate(token_bytes)},
+        special_tokens={END_OF_TEXT: len(token_bytes)},
+    )
 
-    model: tokenizers.Tokenizer
-    token_bytes: tuple[bytes, ...]
-    end_of_text: int
-    json_bytes: bytes = field(repr=False)
-    kind: Literal["bpe"] = "bpe"
+    def encode(text: str) -> np.ndarray:
+        parts = [encoding.encode_to_numpy(part, disallowed_special=()) for part in _without_long_blanks(text)]
+        return np.concatenate(parts).astype(np.uint16)
 
-    @property
-    def vocab_size(self) -> int:
-        return len(self.token_bytes)
-
-    @functools.cached_property
-    def sha256(self) -> str:
-        return hashlib.sha256(self.json_bytes).hexdigest()
-
-    def encode(self, text: str) -> np.ndarray:
-        """`text` as uint16 ids, (tokens,). A literal "<|endoftext|>" is ordinary text. DataError: a lone surrogate."""
-        _utf8(text)
-        return np.array(self.model.encode_batch_fast([text], add_special_tokens=False)[0].ids, dtype=np.uint16)
-
-    def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """The bytes of `ids`. DataError: an id outside the vocabulary."""
-        return _decode_bytes(self.token_bytes, ids)
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`; bytes that are not UTF-8 become U+FFFD. DataError: as `decode_bytes`."""
-        return self.decode_bytes(ids).decode(errors="replace")
+    return Tokenizer("gpt2", (*token_bytes, END_OF_TEXT.encode()), len(token_bytes), GPT2_SHA256, encode)
 
 
-Tokenizer = Gpt2Tokenizer | BytesTokenizer | BpeTokenizer
+def _without_long_blanks(text: str) -> Iterator[str]:
+    start = 0
+    for run in _LONG_BLANKS.finditer(text):
+        for end in (run.start(), run.end() - 1):
+            yield text[start:end]
+            start = end
+    yield text[start:]
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
-    """The tokenizer "gpt2", "bytes", or the one in the `tokenizer.json` at path `spec`.
+    """The tokenizer "gpt2", "bytes", or that of the `tokenizer.json` at path `spec`.
 
     Raises UsageError: no such tokenizer; DataError: the file is not a byte-level BPE with GPT-2's splitter.
     """
     if spec == "gpt2":
-        return _load_gpt2()
+        return gpt2_tokenizer()
     if spec == "bytes":
-        return BytesTokenizer()
+        return bytes_tokenizer()
     path = Path(spec)
     if path.is_dir():
         path = path / TOKENIZER_FILE
@@ -162,7 +138,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
     return parse_bpe(read_small(path), where=str(path))
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int) -> BpeTokenizer:
+def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Trains a byte-level BPE of at most `vocab_size` tokens (fewer if `texts` has fewer pairs that repeat).
 
     Deterministic in the sequence of texts. The ids: 256 bytes, the merges in their order, end-of-text last.
@@ -185,13 +161,13 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> BpeTokenizer:
 
 
 def tokenizer_record(tokenizer: Tokenizer) -> dict[str, Any]:
-    """What a manifest says of `tokenizer`; `read_tokenizer` takes it."""
+    """The manifest's entry about `tokenizer`, for `read_tokenizer`."""
     return {name: getattr(tokenizer, name) for name in ("kind", "vocab_size", "end_of_text", "sha256")}
 
 
 def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
-    """The files, by name, that must lie beside that manifest: one for a trained vocabulary, none for the others."""
-    return {TOKENIZER_FILE: tokenizer.json_bytes} if isinstance(tokenizer, BpeTokenizer) else {}
+    """The files beside that manifest, by name: one for a trained vocabulary, none for the others."""
+    return {TOKENIZER_FILE: tokenizer.json_bytes} if tokenizer.json_bytes else {}
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
@@ -220,41 +196,12 @@ def read_tokenizer(folder: Path, record: Any) -> Tokenizer:
     return tokenizer
 
 
-def _without_long_blanks(text: str) -> Iterator[str]:
-    start = 0
-    for run in _LONG_BLANKS.finditer(text):
-        for end in (run.start(), run.end() - 1):
-            yield text[start:end]
-            start = end
-    yield text[start:]
-
-
-@functools.cache
-def _load_gpt2() -> Gpt2Tokenizer:
-    content = GPT2_FILE.read_bytes()
-    found = hashlib.sha256(content).hexdigest()
-    if found != GPT2_SHA256:
-        raise DataError(f"expected SHA-256 {GPT2_SHA256}, found {found} in {GPT2_FILE}; install handgrad again")
-    token_bytes = [base64.b64decode(line.split()[0]) for line in content.splitlines()]  # line number = rank = id
-    encoding = tiktoken.Encoding(
-        "gpt2",
-        pat_str=GPT2_PATTERN,
-        mergeable_ranks={token: rank for rank, token in enumerate(token_bytes)},
-        special_tokens={END_OF_TEXT: len(token_bytes)},
-    )
-    return Gpt2Tokenizer(encoding, (*token_bytes, END_OF_TEXT.encode()))
-
-
 def read_small(path: Path) -> bytes:
     """A tokenizer's file. Raises DataError: larger than any is; StorageError: not readable."""
-    try:
-        if path.stat().st_size > MAX_TOKENIZER_BYTES:
-            raise DataError(
-                f"expected a tokenizer of at most {MAX_TOKENIZER_BYTES} bytes, found {path.stat().st_size} in {path}"
-            )
+    with storage_errors(f"reading {path}"):
+        if (size := path.stat().st_size) > MAX_TOKENIZER_BYTES:
+            raise DataError(f"expected a tokenizer of at most {MAX_TOKENIZER_BYTES} bytes, found {size} in {path}")
         return path.read_bytes()
-    except OSError as error:
-        raise storage_error(error, f"reading {path}") from None
 
 
 @functools.cache
@@ -266,7 +213,7 @@ def byte_of_character() -> dict[str, int]:
     return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}
 
 
-def parse_bpe(content: bytes, where: str) -> BpeTokenizer:
+def parse_bpe(content: bytes, where: str) -> Tokenizer:
     """The tokenizer in a `tokenizer.json` of this `content`; DataError if it is no byte-level BPE with GPT-2's splitter."""
 
     # Built from the parsed tables and not by the library's own loader: that one takes any pipeline, some of which do
@@ -316,4 +263,8 @@ def parse_bpe(content: bytes, where: str) -> BpeTokenizer:
         token_bytes[i] = bytes(byte_of[c] for c in token)
     encoder = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=pairs))
     encoder.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    return BpeTokenizer(encoder, tuple(token_bytes), end_of_text, content)
+
+    def encode(text: str) -> np.ndarray:
+        return np.array(encoder.encode_batch_fast([text], add_special_tokens=False)[0].ids, dtype=np.uint16)
+
+    return Tokenizer("bpe", tuple(token_bytes), end_of_text, hashlib.sha256(content).hexdigest(), encode, content)

@@ -20,7 +20,7 @@ from handgrad.errors import StorageError
 
 
 class Encoded(NamedTuple):
-    """What a unit adds to a split: uint16 tokens, where in them documents start, bytes of UTF-8 text, its -log p."""
+    """The part of a unit in a split: uint16 tokens, offsets of documents in them, bytes of UTF-8 text, its -log p."""
 
     tokens: np.ndarray
     document_starts: np.ndarray
@@ -30,31 +30,26 @@ class Encoded(NamedTuple):
 
 def tokenize(tokenizer: Tokenizer, unit: Unit) -> tuple[Encoded, Encoded]:
     """The tokens of a unit for train and validation; every document starts with end-of-text."""
-    marker = np.array([tokenizer.end_of_text], np.uint16)
-    parts: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
-    starts: tuple[list[int], list[int]] = ([], [])
-    lengths, text_bytes, nats = [0, 0], [0, 0], [0.0, 0.0]
-    for piece, piece_nats in unit_pieces(unit):
-        split = piece.split
-        if piece.starts_document:
-            starts[split].append(lengths[split])
-            parts[split].append(marker)
-            lengths[split] += 1
-        tokens = tokenizer.encode(piece.text)
-        parts[split].append(tokens)
-        lengths[split] += len(tokens)
-        text_bytes[split] += len(piece.text.encode())
-        nats[split] += piece_nats
-    train, validation = (
-        Encoded(
-            np.concatenate([np.empty(0, np.uint16), *parts[split]]),
-            np.array(starts[split], np.int64),
-            text_bytes[split],
-            nats[split],
-        )
-        for split in (TRAIN, VALIDATION)
-    )
+    pieces = list(unit_pieces(unit))
+    train, validation = (encode(tokenizer, pieces, split) for split in (TRAIN, VALIDATION))
     return train, validation
+
+
+def encode(tokenizer: Tokenizer, pieces: list[tuple[Piece, float]], split: int) -> Encoded:
+    marker = np.array([tokenizer.end_of_text], np.uint16)
+    parts, starts, length, text_bytes, nats = [np.empty(0, np.uint16)], [], 0, 0, 0.0
+    for piece, piece_nats in pieces:
+        if piece.split != split:
+            continue
+        if piece.starts_document:
+            starts.append(length)
+            parts.append(marker)
+            length += 1
+        parts.append(tokenizer.encode(piece.text))
+        length += len(parts[-1])
+        text_bytes += len(piece.text.encode())
+        nats += piece_nats
+    return Encoded(np.concatenate(parts), np.array(starts, np.int64), text_bytes, nats)
 
 
 def tokenize_in_order(
@@ -62,7 +57,7 @@ def tokenize_in_order(
 ) -> Generator[tuple[Position, tuple[Encoded, Encoded]], None, None]:
     """`tokenize` of every unit, in order, by `workers` processes (1: this one), which load the tokenizer `spec`.
 
-    At most two units a worker are on their way. Raises StorageError: a worker was killed.
+    At most two units per worker are in flight. Raises StorageError: a worker was killed.
     """
     if workers == 1:
         for position, unit in units:
@@ -116,6 +111,4 @@ def _work(spec: str, unit: Unit) -> tuple[Encoded, Encoded]:
     return tokenize(_tokenizer(spec), unit)
 
 
-@functools.lru_cache(maxsize=1)
-def _tokenizer(spec: str) -> Tokenizer:
-    return load_tokenizer(spec)
+_tokenizer = functools.lru_cache(maxsize=1)(load_tokenizer)

@@ -10,7 +10,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from handgrad.data.shards import HEADER_BYTES, header
+from handgrad.data.llmc_header import HEADER_BYTES
+from handgrad.data.shards import header
 from handgrad.files import file_sha256, write_durably
 
 JOURNAL_FILE = "journal.json"
@@ -18,7 +19,7 @@ JOURNAL_FILE = "journal.json"
 
 @dataclass
 class SplitState:
-    """What has been written of a split; enough to go on from the files, cut back to these lengths."""
+    """The written part of a split; a second attempt truncates the files to these lengths and goes on."""
 
     tokens: int = 0
     documents: int = 0
@@ -37,8 +38,8 @@ class SplitWriter:
         self.tokens_file: BinaryIO | None = None
         self.index_file: BinaryIO | None = None
         if state.open_tokens:
-            self.tokens_file = _cut_back(self._path(".bin"), HEADER_BYTES + 2 * state.open_tokens)
-            self.index_file = _cut_back(self._path(".idx"), 4 * state.open_documents)
+            self.tokens_file = _truncated(self._path(".bin"), HEADER_BYTES + 2 * state.open_tokens)
+            self.index_file = _truncated(self._path(".idx"), 4 * state.open_documents)
 
     def append(self, tokens: np.ndarray, document_starts: np.ndarray, text_bytes: int, nats: float) -> None:
         """Adds uint16 `tokens`; `document_starts` are the rising offsets in them where a document starts."""
@@ -90,7 +91,6 @@ class SplitWriter:
         self.state.open_tokens = self.state.open_documents = 0
 
     def close(self) -> None:
-        """Lets go of the files as they are."""
         for file in (self.tokens_file, self.index_file):
             if file is not None:
                 file.close()
@@ -125,8 +125,8 @@ def read_journal(folder: Path, recipe: Mapping[str, Any]) -> tuple[dict[str, Any
         if hashlib.sha256(text.encode()).hexdigest() != digest:
             return None
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
-        return None  # absent or damaged: what it would save is only time
-    content = json.loads(text)  # the hash says that we wrote it
+        return None  # absent or damaged: only time is lost
+    content = json.loads(text)  # the hash proves that we wrote it
     if content["recipe"] != recipe:
         return None
     states = {split: SplitState(**record) for split, record in content["states"].items()}
@@ -142,7 +142,7 @@ def read_journal(folder: Path, recipe: Mapping[str, Any]) -> tuple[dict[str, Any
     return content["tokenizer"], content["units_done"], states
 
 
-def _cut_back(path: Path, size_bytes: int) -> BinaryIO:
+def _truncated(path: Path, size_bytes: int) -> BinaryIO:
     file = path.open("r+b")
     file.truncate(size_bytes)
     file.seek(size_bytes)

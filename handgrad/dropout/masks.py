@@ -1,4 +1,4 @@
-"""One place of the model where numbers are left out in training, and what decides which."""
+"""One site of the model where numbers are dropped in training, and what decides which."""
 
 from dataclasses import dataclass
 
@@ -17,12 +17,12 @@ ROWS, ROW_STRIDE, PAIR = 16, 1 << 20, 8
 
 @dataclass(frozen=True)
 class Dropout:
-    """What the masks of one place follow from. They are the same whenever and wherever they are made."""
+    """What the masks of one site follow from. They are the same whenever and wherever they are made."""
 
-    samples: Tensor  # (B) int64: which samples of the run the micro-batch holds
-    probability: float  # of a number to be left out
+    samples: Tensor  # (B) int64: the numbers of the micro-batch's samples in the run
+    probability: float  # of a number to be dropped
     seed: int
-    site: int  # the place: every one in the model has a number of its own
+    site: int  # its number; no two sites of a model have the same
 
     @property
     def stream(self) -> int:
@@ -36,5 +36,5 @@ class Dropout:
 
     @property
     def scale(self) -> float:
-        """What kept numbers are multiplied by: one over the share of numbers that are kept, so the mean stays."""
+        """The factor of kept numbers, one over the share of them, so that the mean stays."""
         return (1 << BITS) / ((1 << BITS) - self.threshold)

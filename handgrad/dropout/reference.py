@@ -1,5 +1,6 @@
-"""Dropout: alone, and together with the residual sum."""
+"""Dropout in plain torch: alone, with the residual sum, and in attention."""
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -7,6 +8,16 @@ from torch import Tensor
 
 from handgrad.dropout.masks import PAIR, ROW_STRIDE, ROWS, Dropout
 from handgrad.ops.hashing import BITS32, WEYL, mixed
+from handgrad.ops.reference.attention import attention_scratch_bytes, causal_scores, split_heads
+
+__all__ = [
+    "attention_backward",
+    "attention_forward",
+    "attention_scratch_bytes",
+    "dropout_backward",
+    "dropout_forward",
+    "dropout_residual_forward",
+]
 
 # Dropout (Srivastava et al. 2014), inverted: y = M x / (1 - p), M = 1 with probability 1 - p, else 0.
 # Backward: dx = M dy / (1 - p). M is not stored: both make it from (seed, site, sample, row, column).
@@ -63,3 +74,52 @@ def dropout_residual_forward(branch_to_out_inout: Tensor, residual: Tensor, drop
     for rows, mask in masks(dropout, residual):
         branch = (branch_to_out_inout[rows].to(exact) * dropout.scale).masked_fill_(~mask, 0)
         branch_to_out_inout[rows] = branch.add_(residual[rows])
+
+
+# In attention, M a mask of zeros and 1 / (1 - p):  y = (M P) v,  dv = (M P)^T dy,  dP = M (dy v^T).
+
+
+def attention_mask(weights: Tensor, dropout: Dropout, sample: int) -> Tensor:
+    """M for the probabilities (H, T, T) of one sample. Rows are queries."""
+    H, T, _ = weights.shape
+    keys = head_keys(sample_keys(dropout)[sample], H)
+    mask = torch.stack([kept(key, T, T, dropout.threshold) for key in keys])  # one by one: the temporaries are large
+    return mask.to(weights.dtype).mul_(dropout.scale)
+
+
+def attention_forward(out: Tensor, lse: Tensor, qkv: Tensor, dropout: Dropout) -> None:
+    """The plain operation with the probabilities masked, each head's by a mask of its own."""
+    B, H, T = lse.shape
+    q, k, v = split_heads(qkv.to(lse.dtype), B, H)
+    y = out.view(B, T, H, -1).transpose(1, 2)
+    for b in range(B):
+        scores = causal_scores(q[b], k[b])
+        lse[b] = scores.logsumexp(-1)
+        weights = torch.exp_(scores.sub_(lse[b].unsqueeze(-1)))
+        y[b] = torch.matmul(weights.mul_(attention_mask(weights, dropout, b)), v[b])
+
+
+def attention_backward(
+    dqkv: Tensor,
+    dout: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    qkv: Tensor,
+    dropout: Dropout,
+    *,
+    scratch: Tensor | None = None,
+) -> None:
+    """The plain operation with the masks of the forward."""
+    B, H, T = lse.shape
+    q, k, v = split_heads(qkv.to(lse.dtype), B, H)
+    y, dy = (t.to(lse.dtype).view(B, T, H, -1).transpose(1, 2) for t in (out, dout))
+    dq, dk, dv = split_heads(dqkv, B, H)
+    scale = 1.0 / math.sqrt(q.shape[-1])
+    for b in range(B):
+        weights = torch.exp_(causal_scores(q[b], k[b]).sub_(lse[b].unsqueeze(-1)))
+        mask = attention_mask(weights, dropout, b)
+        dweights = torch.matmul(dy[b], v[b].transpose(-1, -2)).mul_(mask)
+        dscores = dweights.sub_((dy[b] * y[b]).sum(-1, keepdim=True)).mul_(weights)
+        dv[b] = torch.matmul((weights * mask).transpose(-1, -2), dy[b])
+        dq[b] = torch.matmul(dscores, k[b]).mul_(scale)
+        dk[b] = torch.matmul(dscores.transpose(-1, -2), q[b]).mul_(scale)

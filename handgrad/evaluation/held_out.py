@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
-from handgrad.data.batches import Batches, host_buffers
+from handgrad.config import ModelShape
+from handgrad.data.batches import Batches
 from handgrad.data.shards import Dataset, open_dataset
 from handgrad.data.tokenizer import Tokenizer
 from handgrad.errors import DataError
 from handgrad.evaluation.loss import bits_per_byte, mean_loss, perplexity
-from handgrad.models.activations import Activations
-from handgrad.models.parameters import ModelTensors
 from handgrad.parallel.ranks import Ranks
 
 
@@ -37,12 +37,12 @@ def open_held_out(folder: str, tokenizer: Tokenizer) -> Dataset:
 
 
 def held_out_loss(
+    shape: ModelShape,
     ops: ModuleType,
-    weights: ModelTensors,
-    act: Activations,
+    weights: Any,
+    act: Any,
     dataset: Dataset,
     *,
-    vocab_size: int,
     eval_tokens: int = 0,
     ranks: Ranks | None = None,
 ) -> HeldOut:
@@ -51,8 +51,6 @@ def held_out_loss(
     length = act.tokens.shape[1]
     batches = Batches(dataset.splits["validation"], length, 0, shuffle=False)
     samples = max(1, eval_tokens // length) if eval_tokens else batches.samples_per_epoch
-    sizes = {"samples": samples, "vocab_size": vocab_size}
-    buffers = host_buffers(act.tokens, act.targets)
-    loss = mean_loss(ops, weights, act, batches, **sizes, host_buffers=buffers, ranks=ranks)
+    loss = mean_loss(shape, ops, weights, act, batches, samples=samples, ranks=ranks)
     tokens = min(samples, batches.samples_per_epoch) * length
     return HeldOut(loss, perplexity(loss), bits_per_byte(loss, dataset), tokens)

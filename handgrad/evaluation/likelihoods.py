@@ -11,8 +11,8 @@ per batch brings all input from the host, and the results stay on the device unt
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,9 +20,8 @@ from torch import Tensor
 
 from handgrad.arena import Buffer, make_plan
 from handgrad.config import ModelShape
-from handgrad.models import transformer
-from handgrad.models.activations import Activations, activation_buffers, activations, head_chunk_tokens
-from handgrad.models.parameters import ModelTensors
+from handgrad.models import architecture, forward_buffers, head_chunk_tokens, named_activations
+from handgrad.models.passes import run
 from handgrad.parallel.ranks import Ranks
 
 KIND = "evaluation"
@@ -120,7 +119,7 @@ class Workload:
         self.mine = self.batches[ranks.rank :: ranks.size]
         # The most positions of any rank's batches: the same plan everywhere.
         self.positions = max((batch.positions for batch in self.batches), default=1)
-        self.chunk = head_chunk_tokens(head_chunk, self.positions, shape.padded_vocab_size, dtype.itemsize)
+        self.chunk = head_chunk_tokens(head_chunk, self.positions, shape.padded_vocab_size, dtype)
         self.blocks: list[Block] = []
         self._pack(requests, pinned=device.type == "cuda")
 
@@ -158,23 +157,16 @@ class Workload:
 
     def activation_buffers(self) -> list[Buffer]:
         """The buffers of the model's forward for the most positions of a batch; other shapes view them."""
-        sizes = {(len(batch.requests), batch.length) for batch in self.batches} or {(1, 1)}
-        C = self.shape.channels
-        scratch_bytes = max(self.ops.scratch_bytes(batch=rows, length=length, channels=C) for rows, length in sizes)
-        return self._table(1, self.positions, scratch_bytes)
+        return self._table(1, self.positions)
 
-    def _table(self, rows: int, length: int, scratch_bytes: int) -> list[Buffer]:
-        chunk, dtype = self.chunk, self.dtype
-        return activation_buffers(self.shape, rows, length, dtype, chunk=chunk, scratch_bytes=scratch_bytes, training=False)
+    def _table(self, rows: int, length: int) -> list[Buffer]:
+        return forward_buffers(self.shape, rows, length, self.dtype, self.ops, chunk=self.chunk)
 
-    def _view(self, views: dict[str, Tensor], rows: int, length: int) -> Activations:
+    def _view(self, views: dict[str, Tensor], rows: int, length: int) -> Any:
         """The activations of one shape of batch, over the front of each buffer."""
-        table = self._table(rows, length, self._scratch_bytes)
-        return activations({b.name: views[b.name].view(-1)[: math.prod(b.shape)].view(b.shape) for b in table})
-
-    @cached_property
-    def _scratch_bytes(self) -> int:
-        return next(buffer.size_bytes for buffer in self.activation_buffers() if buffer.name == "scratch")
+        table = self._table(rows, length)
+        front = {b.name: views[b.name].view(-1)[: math.prod(b.shape)].view(b.shape) for b in table}
+        return named_activations(self.shape, front)
 
     def buffers(self) -> list[Buffer]:
         """The buffers of scoring beside the activations: input from the host, the head's input, and the results."""
@@ -192,16 +184,16 @@ class Workload:
 
     # Scoring.
 
-    def score(self, weights: ModelTensors, views: dict[str, Tensor], progress: OnTokens | None = None) -> Likelihoods:
+    def score(self, weights: Any, views: dict[str, Tensor], progress: OnTokens | None = None) -> Likelihoods:
         """The likelihoods of all requests, on every rank; `views`: of `activation_buffers` and `buffers`.
 
         Launches all batches without waiting for the device.
         """
         losses, hits = views[f"{KIND}.losses"], views[f"{KIND}.hits"]
-        shapes: dict[tuple[int, int], Activations] = {}
+        shapes: dict[tuple[int, int], Any] = {}
         done, total = 0, sum(batch.positions for batch in self.mine)
         for number, block in enumerate(self.blocks):
-            self.ranks.at(f"evaluation on tasks, batch {number}")
+            self.ranks.set_status(f"evaluation on tasks, batch {number}")
             size = block.rows, block.length
             if size not in shapes:
                 shapes[size] = self._view(views, *size)
@@ -218,19 +210,18 @@ class Workload:
             mine = -np.add.reduceat(nats[inside], bounds), np.logical_and.reduceat(hit[inside], bounds)
         return self._gather(mine)
 
-    def _score_block(self, w: ModelTensors, views: dict[str, Tensor], act: Activations, block: Block) -> None:
+    def _score_block(self, w: Any, views: dict[str, Tensor], act: Any, block: Block) -> None:
         inbox = views[f"{KIND}.block"][: block.size]
         inbox.copy_(self.ids[block.start : block.start + block.size], non_blocking=True)
         tokens, rows, targets = inbox.split([block.rows * block.length, block.scored, block.scored])
         act.tokens.copy_(tokens.view(block.rows, block.length))
         wanted = views[f"{KIND}.targets"][: block.scored]
         wanted.copy_(targets)
-        transformer.forward_blocks(self.ops, w, act)
-        assert isinstance(act.lnf, Tensor)
+        run(architecture(self.shape).forward(self.ops, w, act))
         for start in range(0, block.scored, self.chunk):
             stop = min(start + self.chunk, block.scored)
             chunk, results = slice(0, stop - start), slice(block.first_result + start, block.first_result + stop)
-            picked, logits = views[f"{KIND}.picked"][chunk], act.logits[chunk]
+            picked, logits = views[f"{KIND}.picked"][chunk], views["logits"][chunk]
             likeliest = views[f"{KIND}.likeliest"][chunk]
             torch.index_select(act.lnf, 0, rows[start:stop], out=picked)
             self.ops.linear_forward(logits, picked, w.head, None, scratch=act.scratch)
@@ -242,7 +233,7 @@ class Workload:
     def _gather(self, mine: tuple[np.ndarray, np.ndarray]) -> Likelihoods:
         """The results of all ranks, by request."""
         sums, greedy = np.full(self.count, np.nan), np.zeros(self.count, bool)
-        for rank, (their_sums, their_greedy) in enumerate(self.ranks.objects(mine, "results of the tasks")):
+        for rank, (their_sums, their_greedy) in enumerate(self.ranks.all_gather_objects(mine, "results of the tasks")):
             numbers = [number for batch in self.batches[rank :: self.ranks.size] for number in batch.requests]
             sums[numbers], greedy[numbers] = their_sums, their_greedy
         return Likelihoods(sums, greedy)
@@ -250,7 +241,7 @@ class Workload:
 
 def score(
     ops: ModuleType,
-    weights: ModelTensors,
+    weights: Any,
     requests: Sequence[Request],
     shape: ModelShape,
     dtype: torch.dtype,

@@ -118,17 +118,16 @@ class Order:
 def open_model(source: str, device: str, precision: str, backend: str) -> tuple[LoadedModel, torch.dtype]:
     found = devices.resolve_device(device)
     dtype = devices.use_precision(found, precision)
-    ops = choose_backend(backend, found)
+    ops = choose_backend(backend, found, precision)
     buffers = lambda config, shape: decode_buffers(shape, SLOTS, dtype, ops)  # noqa: E731
     return load_model(checkpoint.find(source), found, dtype, ops, buffers), dtype
 
 
 def complete(model: LoadedModel, orders: list[Order], temperature: float) -> dict[Order, str]:
     """Writes the text after each context, up to one of its stop strings, end-of-text or its length."""
-    tokenizer = model.tokenizer
-    vocabulary = {"vocab_size": model.shape.vocab_size, "end_of_text": tokenizer.end_of_text}
+    tokenizer, buf = model.tokenizer, decode_tensors(model.shape, model.views)
     options = SamplingOptions(temperature=temperature)
-    decoder = Decoder(model.ops, model.weights, decode_tensors(model.views), options, **vocabulary)
+    decoder = Decoder(model.shape, model.ops, model.weights, buf, options, end_of_text=tokenizer.end_of_text)
     answers = dict.fromkeys(orders, "")
     streams: dict[Continuation, tuple[Order, TextStream]] = {}
     for order in orders:

@@ -14,7 +14,8 @@ from handgrad.checkpoint import WEIGHTS_FILE, Checkpoint
 from handgrad.config import FIELDS, ModelShape, RunConfig, check, convert
 from handgrad.data.tokenizer import Tokenizer, read_tokenizer
 from handgrad.errors import DataError, UsageError
-from handgrad.models.parameters import ModelTensors, ParameterRow, flat_elements, model_tensors, parameter_table
+from handgrad.models import named_weights, parameter_table
+from handgrad.models.rows import ParameterRow, flat_elements
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class LoadedModel:
     tokenizer: Tokenizer
     ops: ModuleType
     device: torch.device
-    weights: ModelTensors
+    weights: Any
     views: dict[str, Tensor]
 
 
@@ -103,7 +104,7 @@ def load_model(
     else:
         for row in table:
             row.stored(flat).copy_(weights.weight(row))
-    return LoadedModel(config, shape, weights.tokenizer, ops, device, model_tensors(flat, table), views)
+    return LoadedModel(config, shape, weights.tokenizer, ops, device, named_weights(shape, flat, table), views)
 
 
 def check_available(needed_bytes: int, device: torch.device, name: str, advice: str) -> None:

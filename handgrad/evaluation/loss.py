@@ -2,50 +2,48 @@
 
 import math
 from types import ModuleType
+from typing import Any
 
-from torch import Tensor
-
+from handgrad import devices
+from handgrad.config import ModelShape
 from handgrad.data.batches import Batches
 from handgrad.data.shards import Dataset
-from handgrad.models import transformer
-from handgrad.models.activations import Activations
-from handgrad.models.parameters import ModelTensors
+from handgrad.models import architecture
 from handgrad.parallel.ranks import Ranks
 
 
 def mean_loss(
+    shape: ModelShape,
     ops: ModuleType,
-    weights: ModelTensors,
-    act: Activations,
+    weights: Any,
+    act: Any,
     batches: Batches,
     *,
     samples: int,
-    vocab_size: int,
-    host_buffers: tuple[Tensor, Tensor],
     ranks: Ranks | None = None,
 ) -> float:
     """Mean cross-entropy in nats over the tokens of the first `samples` samples (at most one epoch).
 
-    The last micro-batch may be padded with samples that do not count. `host_buffers` are the CPU tensors (B, T) that
-    receive samples: the model's own on a CPU. Several ranks share the micro-batches round-robin; each adds all their sums
-    in the order of the samples, as a single rank does.
+    The last micro-batch may be padded with samples that do not count. Several ranks share the micro-batches
+    round-robin; each adds all their sums in the order of the samples, as a single rank does.
     """
     ranks = Ranks() if ranks is None else ranks
+    model, (tokens, targets) = architecture(shape), devices.host_buffers(act.tokens, act.targets)
     samples = min(samples, batches.samples_per_epoch)
     batch = act.tokens.shape[0]
     starts = range(0, samples, batch)
     turns = -(-len(starts) // ranks.size)
     sums = [0.0] * turns
     for turn, first in enumerate(starts[ranks.rank :: ranks.size]):
-        batches.fill(*host_buffers, first)
-        if host_buffers[0] is not act.tokens:
-            act.tokens.copy_(host_buffers[0])
-            act.targets.copy_(host_buffers[1])
-        ranks.at(f"evaluation, sample {first}")
-        transformer.loss(ops, weights, act, vocab_size=vocab_size)
+        batches.fill(tokens, targets, first)
+        if tokens is not act.tokens:
+            act.tokens.copy_(tokens)
+            act.targets.copy_(targets)
+        ranks.set_status(f"evaluation, sample {first}")
+        model.loss(ops, weights, act, vocab_size=shape.vocab_size)
         counted = min(batch, samples - first)
         sums[turn] = act.losses.view(act.tokens.shape)[:counted].cpu().double().sum().item()
-    everyone = ranks.tell(sums, "losses of the evaluation")
+    everyone = ranks.all_gather_numbers(sums, "losses of the evaluation")
     total = 0.0
     for index in range(len(starts)):
         total += everyone[index % ranks.size][index // ranks.size]

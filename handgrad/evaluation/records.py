@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from handgrad.checkpoint import LOCK_FILE, RECORD_FILE, Checkpoint
+from handgrad.checkpoint import Checkpoint
 from handgrad.errors import StorageError, UsageError, storage_error
 from handgrad.evaluation.scoring import TaskResult
 from handgrad.evaluation.tasks import TaskData
 from handgrad.files import write_durably
+from handgrad.run_files import LOCK_FILE, METRICS_FILE
 
 IN_TRAINING, AFTERWARDS = "train", "evaluate"  # the maker of a record
 
@@ -35,7 +36,7 @@ def append_to_run(checkpoint: Checkpoint, records: Sequence[dict[str, Any]]) -> 
     Raises `StorageError` if the disk refuses; the file is then unchanged or has whole lines more.
     """
     run = checkpoint.folder.resolve().parent.parent
-    path, lock = run / RECORD_FILE, run / LOCK_FILE
+    path, lock = run / METRICS_FILE, run / LOCK_FILE
     if not path.is_file() or not lock.is_file():
         return ""
     lines = [json.dumps({"kind": "evaluation", "step": checkpoint.step, **record}) for record in records]

@@ -8,7 +8,10 @@ The formats (Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433): e4m3 w
 2^-9 to 448; e5m2 with 2 bits, from 2^-16 to 57344.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,6 +56,22 @@ class Quantized:
     statistics: Tensor  # (STATISTICS_PLACES, parts) float32: what each part of the quantising found; unused parts are 0
     plain: Tensor | None = None  # (N, C) in 16 bits
     current: bool = False  # the scale is made from this very tensor, instead of from those of earlier steps
+    workspace: Tensor | None = None  # (N, C) in 16 bits: of a gradient before the GELU, where the one after it lies
+
+    def __getitem__(self, rows: slice) -> "Quantized":
+        """Some rows, of a tensor that nobody reads in columns."""
+        assert self.columns is None and self.workspace is None
+        part = {name: None if (form := getattr(self, name)) is None else form[rows] for name in ("rows", "plain")}
+        return replace(self, **part)
+
+    @property
+    def shape(self) -> torch.Size:
+        """(N, C)"""
+        form = self.plain if self.rows is None else self.rows
+        if form is not None:
+            return form.shape
+        assert self.columns is not None
+        return self.columns.shape[::-1]
 
     @property
     def format(self) -> torch.dtype:
@@ -66,7 +85,7 @@ class Quantized:
         return self.scaling[INVERSE : INVERSE + 1]
 
 
-Form = Tensor | Quantized  # what operations take for an activation or a weight of a product
+Form = Tensor | Quantized  # of an activation, a gradient or a weight, for the operations of the fp8 backends
 
 
 def plain(form: Form) -> Tensor:
@@ -75,6 +94,16 @@ def plain(form: Form) -> Tensor:
         return form
     assert form.plain is not None, "this tensor has no 16-bit form"
     return form.plain
+
+
+def of_plain(operation: Callable[..., None]) -> Callable[..., None]:
+    """The operation with the 16-bit form of every tensor that it is given."""
+
+    @wraps(operation)
+    def call(*arguments: Any, **options: Any) -> None:
+        operation(*(plain(x) if isinstance(x, Quantized) else x for x in arguments), **options)
+
+    return call
 
 
 Operands = tuple[Tensor, Tensor, tuple[Tensor, Tensor]]  # two fp8 tensors, and the inverse scale (1) of each

@@ -1,170 +1,205 @@
-"""The table of what is quantised in an fp8 run: one row per tensor, with the product that reads it and its number format.
+"""The quantised tensors of an fp8 run: which they are, their buffers, and the forms that GEMMs read.
 
-Products go to fp8 in parts of a block: `qkv`, `proj` and `mlp` (fc and fcproj, whose GELU kernels serve both), each with
-its forward, input gradient and weight gradient. Of the loss head, forward and input gradient are switched one by one.
+A model's rows say which tensors may be in fp8 and which part of a block's GEMMs reads them (`models.rows.Fp8`); a part goes
+to fp8 with its forward, input gradient and weight gradient. Of the loss head, forward and input gradient are separate.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from handgrad.arena import Buffer
-from handgrad.config import TUNED, ModelShape, RunConfig
 from handgrad.errors import UsageError
-from handgrad.fp8.formats import FORMATS, SCALING_PLACES, STATISTICS_PLACES, Form, Quantized
+from handgrad.fp8.formats import E4M3, E5M2, SCALING_PLACES, STATISTICS_PLACES, Quantized
+from handgrad.models.rows import KIND, ActivationRow, ParameterRow, Table
 
-PARTS = ("qkv", "proj", "mlp")
-HEAD_PRODUCTS = ("forward", "dgrad")
-
-# Of each part of a block: its quantised activations, gradients and weights.
-BLOCK_TENSORS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
-    "qkv": (("ln1",), ("dqkv",), ("qkv_weight",)),
-    "proj": (("atty",), ("dresidual_mid",), ("proj_weight",)),
-    "mlp": (("ln2", "gelu"), ("dhidden", "dresidual_out"), ("fc_weight", "fcproj_weight")),
-}
+HEAD = "head"
+HEAD_GEMMS = ("forward", "dgrad")
 ACTIVATION, GRADIENT, WEIGHT = "activation", "gradient", "weight"
 
 
 @dataclass(frozen=True)
-class Fp8Products:
-    """Which products run in fp8: (layer, part) of the blocks, and those of the head."""
+class Fp8Gemms:
+    """The GEMMs that run in fp8: (layer, part) of the blocks, and those of the head."""
 
     blocks: frozenset[tuple[int, str]] = frozenset()
     head: frozenset[str] = frozenset()
 
-    def __bool__(self) -> bool:
-        return bool(self.blocks or self.head)
-
-    def describe(self, num_layers: int) -> str:
+    def describe(self, layers: int, parts: Sequence[str]) -> str:
         """'qkv, mlp (but 0.mlp), head.forward' for the header."""
-        words = []
-        for part in PARTS:
-            without = [layer for layer in range(num_layers) if (layer, part) not in self.blocks]
-            if len(without) < num_layers:
+        names = []
+        for part in parts:
+            without = [layer for layer in range(layers) if (layer, part) not in self.blocks]
+            if len(without) < layers:
                 but = ", ".join(f"{layer}.{part}" for layer in without)
-                words.append(part + f" (but {but})" * bool(without))
-        return ", ".join([*words, *(f"head.{name}" for name in HEAD_PRODUCTS if name in self.head)]) or "none"
+                names.append(part + f" (but {but})" * bool(without))
+        return ", ".join([*names, *(f"{HEAD}.{name}" for name in HEAD_GEMMS if name in self.head)]) or "none"
 
 
-def fp8_products(config: RunConfig) -> Fp8Products:
-    """The products that `config` wants in fp8; raises `UsageError` for names that are none."""
-    if config.precision != "fp8":
-        return Fp8Products()
+def fp8_gemms(keep_bf16: str, head: str, layers: int, parts: Sequence[str]) -> Fp8Gemms:
+    """All GEMMs of the blocks but those of `keep_bf16`, and those of `head`; raises `UsageError` for an unknown name."""
     kept = set()
-    for name in words(config.fp8_keep_bf16.replace(TUNED, "")):
+    for name in split(keep_bf16):
         layer, _, part = name.rpartition(".")
-        if part not in PARTS or (layer and not (layer.isdecimal() and int(layer) < config.num_layers)):
+        if part not in parts or (layer and not (layer.isdecimal() and int(layer) < layers)):
             raise UsageError(
-                f"fp8_keep_bf16 takes {', '.join(PARTS)} or one of a layer like 3.mlp (layers 0 to"
-                f" {config.num_layers - 1}), found {name!r}"
+                f"fp8_keep_bf16 takes {', '.join(parts)} or one of a layer like 3.mlp (layers 0 to {layers - 1}), found"
+                f" {name!r}"
             )
-        kept |= {(int(layer), part)} if layer else {(n, part) for n in range(config.num_layers)}
-    head = words(config.fp8_head)
-    unknown = [name for name in head if name not in HEAD_PRODUCTS]
+        kept |= {(int(layer), part)} if layer else {(n, part) for n in range(layers)}
+    chosen = split(head)
+    unknown = [name for name in chosen if name not in HEAD_GEMMS]
     if unknown:
-        raise UsageError(f"fp8_head takes {', '.join(HEAD_PRODUCTS)}, found {unknown[0]!r}")
-    every = {(layer, part) for layer in range(config.num_layers) for part in PARTS}
-    return Fp8Products(frozenset(every - kept), frozenset(head))
+        raise UsageError(f"fp8_head takes {', '.join(HEAD_GEMMS)}, found {unknown[0]!r}")
+    every = {(layer, part) for layer in range(layers) for part in parts}
+    return Fp8Gemms(frozenset(every - kept), frozenset(chosen))
 
 
-def words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
+def split(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 @dataclass(frozen=True)
 class QuantizedRow:
-    """A quantised tensor: its name, what kind of tensor it is, its format."""
+    """A quantised tensor. `stored_as`: the buffers of its forms; the blocks' gradients share theirs."""
 
     name: str
     kind: str
     format: torch.dtype
+    part: str  # "3.mlp", "head"
+    stored_as: str
+    plain: str  # the 16-bit tensor, or nothing
+    workspace: str = ""
 
 
-def quantized_table(config: RunConfig) -> tuple[QuantizedRow, ...]:
-    """All quantised tensors whose scales follow from what the steps before have seen, weights last."""
-    products = fp8_products(config)
-    gradients = FORMATS[config.fp8_gradients]
-    rows, weights = [], []
-    for layer in range(config.num_layers):
-        for part in PARTS:
-            if (layer, part) not in products.blocks:
+def quantized_table(
+    parameters: Table, rows: Sequence[ActivationRow], gemms: Fp8Gemms, parts: Sequence[str], gradient_format: torch.dtype
+) -> tuple[QuantizedRow, ...]:
+    """All quantised tensors whose scales follow from earlier steps, by layer and part, weights last."""
+    layers = 1 + max((layer for layer, _ in gemms.blocks), default=-1)
+    made, weights = list[QuantizedRow](), list[QuantizedRow]()
+    for layer in range(layers):
+        for part in parts:
+            if (layer, part) not in gemms.blocks:
                 continue
-            for names, kind, chosen in zip(
-                BLOCK_TENSORS[part],
-                (ACTIVATION, GRADIENT, WEIGHT),
-                (FORMATS["e4m3"], gradients, FORMATS["e4m3"]),
-                strict=True,
-            ):
-                into = weights if kind == WEIGHT else rows
-                into += [QuantizedRow(f"blocks.{layer}.{name}", kind, chosen) for name in names]
-    if products.head:
-        rows.append(QuantizedRow("lnf", ACTIVATION, FORMATS["e4m3"]))
-        weights.append(QuantizedRow("wte", WEIGHT, FORMATS["e4m3"]))
-    return (*rows, *weights)
+            label, prefix = f"{layer}.{part}", f"blocks.{layer}."
+            for row in rows:
+                if row.fp8 is None or row.fp8.part != part:
+                    continue
+                if row.name.startswith(prefix):
+                    plain = row.name if row.fp8.keeps_16bit else ""
+                    made.append(QuantizedRow(row.name, ACTIVATION, E4M3, label, row.name, plain))
+            for row in rows:
+                if row.fp8 is not None and row.fp8.part == part and row.fp8.gradient:
+                    plain = (row.of or row.name) if row.fp8.keeps_16bit else ""
+                    stored = row.name, plain, row.fp8.workspace
+                    made.append(QuantizedRow(prefix + row.name, GRADIENT, gradient_format, label, *stored))
+            for weight in parameters:
+                if weight.fp8 is not None and weight.fp8.part == part and weight.name.startswith(prefix):
+                    weights.append(QuantizedRow(weight.name, WEIGHT, E4M3, label, weight.name, weight.name))
+    if gemms.head:
+        norm = next(row for row in rows if row.fp8 is not None and row.fp8.part == HEAD and not row.fp8.gradient)
+        made.append(QuantizedRow(norm.name, ACTIVATION, E4M3, HEAD, norm.name, norm.name))
+        table = head_weight(parameters)
+        weights.append(QuantizedRow(table.name, WEIGHT, E4M3, HEAD, table.name, table.name))
+    return (*made, *weights)
 
 
-def part_of(name: str) -> str:
-    """The part of a block that reads a quantised tensor: '3.mlp' of 'blocks.3.gelu', 'head' of what the head reads."""
-    if not name.startswith("blocks."):
-        return "head"
-    _, layer, tensor = name.split(".")
-    return next(f"{layer}.{part}" for part, names in BLOCK_TENSORS.items() if tensor in sum(names, ()))
+def head_weight(parameters: Table) -> ParameterRow:
+    return next(row for row in parameters if row.fp8 is not None and row.fp8.part == HEAD)
 
 
-def weight_buffers(config: RunConfig, shape: ModelShape) -> list[Buffer]:
-    """The fp8 forms of the weights. The head's forward reads `wte.rows`, its dgrad `wte.columns`."""
-    C, F = shape.channels, shape.feed_forward
-    dims = {"qkv_weight": (3 * C, C), "proj_weight": (C, C), "fc_weight": (F, C), "fcproj_weight": (C, F)}
-    head = fp8_products(config).head
-    buffers = []
-    for row in quantized_table(config):
+def activation_buffers(
+    rows: Iterable[ActivationRow], gemms: Fp8Gemms, gradient_format: torch.dtype, recompute: int
+) -> Iterator[Buffer]:
+    """The activations' buffers: `.rows` and `.columns` of each quantised tensor, beside its 16-bit form or instead of it.
+
+    `rows` serve the forward alone, unless the GEMM that reads them runs again; `columns` serve the weight gradient.
+    """
+    for row in rows:
+        tag = row.fp8
+        if tag is None:
+            if not row.of:
+                yield row.buffer(recompute)
+        elif tag.part == HEAD:
+            yield row.buffer(recompute)
+            if (gemms.head and not tag.gradient) or "dgrad" in gemms.head:
+                yield Buffer(f"{row.name}.rows", row.shape, E5M2 if tag.gradient else E4M3, KIND, row.ticks)
+        elif tag.gradient:
+            lives = dict(enumerate(row.ticks))
+            in_fp8 = [lives.pop(layer) for layer in list(lives) if (layer, tag.part) in gemms.blocks]
+            if lives and not row.of:
+                yield Buffer(row.name, row.shape, row.dtype, KIND, tuple(lives.values()))
+            if in_fp8:
+                yield from forms(row.name, row.shape, gradient_format, tuple(in_fp8), tuple(in_fp8))
+            if in_fp8 and tag.workspace:
+                yield Buffer(tag.workspace, row.shape, row.dtype, KIND, tuple(in_fp8))
+        elif (int(row.name.split(".")[1]), tag.part) not in gemms.blocks:
+            yield row.buffer(recompute)
+        else:
+            if tag.keeps_16bit:
+                yield row.buffer(recompute)
+            ((first, last),) = row.ticks
+            lifetimes = row.lifetimes(recompute)
+            redone = tag.redone_from <= recompute < row.remade_from
+            in_forward = lifetimes if redone or recompute >= row.remade_from else ((first, first),)
+            in_backward = ((last, last),) if tag.late_columns else lifetimes
+            yield from forms(row.name, row.shape, E4M3, in_forward, in_backward)
+
+
+def forms(
+    name: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    rows: tuple[tuple[int, int], ...],
+    columns: tuple[tuple[int, int], ...],
+) -> Iterator[Buffer]:
+    yield Buffer(f"{name}.rows", shape, dtype, KIND, rows)
+    yield Buffer(f"{name}.columns", shape[::-1], dtype, KIND, columns)
+
+
+def weight_buffers(table: Iterable[QuantizedRow], parameters: Table, gemms: Fp8Gemms) -> Iterator[Buffer]:
+    """The fp8 forms of the weights. The head's forward reads `rows`, its dgrad `columns`."""
+    shapes = {row.name: row.shape for row in parameters}
+    for row in table:
         if row.kind != WEIGHT:
             continue
-        rows, columns = dims.get(row.name.rpartition(".")[2], (shape.padded_vocab_size, C))
-        if row.name != "wte" or "forward" in head:
-            buffers.append(Buffer(f"{row.name}.rows", (rows, columns), row.format, "fp8 weights"))
-        if row.name != "wte" or "dgrad" in head:
-            buffers.append(Buffer(f"{row.name}.columns", (columns, rows), row.format, "fp8 weights"))
-    return buffers
+        if row.part != HEAD or "forward" in gemms.head:
+            yield Buffer(f"{row.name}.rows", shapes[row.name], row.format, "fp8 weights")
+        if row.part != HEAD or "dgrad" in gemms.head:
+            yield Buffer(f"{row.name}.columns", shapes[row.name][::-1], row.format, "fp8 weights")
 
 
-def scaling_buffers(config: RunConfig, statistics_parts: int) -> list[Buffer]:
-    """What the quantised tensors' scales are kept in and made from; the last row is the static one of the logits."""
-    count = len(quantized_table(config))
-    if not count:
-        return []
-    float32, kind = torch.float32, "fp8 scales"
+def scaling_buffers(count: int, statistics_parts: int) -> list[Buffer]:
+    """The tensors' scales and statistics; the last row is the static one of the logits' gradient."""
+    kind = "fp8 scales"
     return [
-        Buffer("fp8.scaling", (count + 1, SCALING_PLACES), float32, kind),
-        Buffer("fp8.statistics", (count + 1, STATISTICS_PLACES, statistics_parts), float32, kind),
+        Buffer("fp8.scaling", (count + 1, SCALING_PLACES), torch.float32, kind),
+        Buffer("fp8.statistics", (count + 1, STATISTICS_PLACES, statistics_parts), torch.float32, kind),
     ]
 
 
-class Forms:
-    """Makes the `Quantized` tensors out of the arena's views."""
+def quantized_tensors(
+    table: Sequence[QuantizedRow], views: Mapping[str, Tensor], weights: Mapping[str, Tensor], *, current: bool
+) -> dict[str, Any]:
+    """The `Quantized` tensors under the names by which the model's dataclasses find them. `weights`: 16-bit views of the
+    parameters; `current`: scales are made from the tensors themselves."""
+    found = {}
+    for place, row in enumerate(table):
+        plain = (weights if row.kind == WEIGHT else views).get(row.plain)
+        name = HEAD if row.kind == WEIGHT and row.part == HEAD else row.name
+        found[name] = quantized(views, row.stored_as, place, plain, current, views.get(row.workspace))
+    if "logits.rows" in views:  # its scale is static, in the row after the table's
+        found["logits"] = quantized(views, "logits", len(table), views["logits"], False, None)
+    return found
 
-    def __init__(self, table: tuple[QuantizedRow, ...], views: Mapping[str, Tensor], *, current: bool = False):
-        """`current`: their scales are made from the tensors themselves."""
-        self.places = {row.name: place for place, row in enumerate(table)}
-        self.views, self.current = views, current
 
-    def __call__(self, name: str, *, stored_as: str = "", plain: Tensor | None = None) -> Form:
-        """The tensor `name` if it is quantised, else its `plain` form. Its fp8 forms are the views `stored_as`."""
-        if name in self.places:
-            return self.quantized(self.places[name], stored_as or name, plain, self.current)
-        assert plain is not None, f"{name} has no form"
-        return plain
-
-    def dlogits(self) -> Quantized | None:
-        """The logits' gradient, if a product reads it in fp8: its scale is static, in the row after the table's."""
-        if "dlogits.rows" not in self.views:
-            return None
-        return self.quantized(len(self.places), "dlogits", None, False)
-
-    def quantized(self, place: int, stored_as: str, plain: Tensor | None, current: bool) -> Quantized:
-        rows, columns = (self.views.get(f"{stored_as}.{form}") for form in ("rows", "columns"))
-        return Quantized(
-            rows, columns, self.views["fp8.scaling"][place], self.views["fp8.statistics"][place], plain, current
-        )
+def quantized(
+    views: Mapping[str, Tensor], stored_as: str, place: int, plain: Tensor | None, current: bool, workspace: Tensor | None
+) -> Quantized:
+    rows, columns = (views.get(f"{stored_as}.{form}") for form in ("rows", "columns"))
+    scaling, statistics = views["fp8.scaling"][place], views["fp8.statistics"][place]
+    return Quantized(rows, columns, scaling, statistics, plain, current, workspace)

@@ -4,14 +4,16 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from handgrad.config import ModelShape
 from handgrad.errors import NumericsError, UsageError
-from handgrad.generation.decode import DecodeTensors, decode_step, prefill
+from handgrad.generation.decode import prefill
 from handgrad.graphs import Replayed
-from handgrad.models.parameters import ModelTensors
+from handgrad.models import architecture
 from handgrad.ops.reference.decode import SMALLEST_TEMPERATURE
 
 END_OF_TEXT, STOP, MAX_TOKENS = "end_of_text", "stop", "max_tokens"  # why a text ended
@@ -89,29 +91,30 @@ class Decoder:
 
     def __init__(
         self,
+        shape: ModelShape,
         ops: ModuleType,
-        weights: ModelTensors,
-        buf: DecodeTensors,
+        weights: Any,
+        buf: Any,
         options: SamplingOptions,
         *,
-        vocab_size: int,
         end_of_text: int | None,
     ):
-        """`end_of_text`: the token that ends a text, and that no repetition is held against; None if there is none."""
-        self.ops, self.weights, self.buf, self.options = ops, weights, buf, options
-        self.vocab_size, self.end_of_text = vocab_size, end_of_text
+        """`weights` and `buf`: of the architecture of `shape`; `end_of_text`: the token that ends a text, and that no
+        repetition is held against; None if there is none."""
+        self.model, self.ops, self.weights, self.buf, self.options = architecture(shape), ops, weights, buf, options
+        self.vocab_size, self.end_of_text = shape.vocab_size, end_of_text
         self.longest = buf.keys.shape[3]
         self.slots: list[Slot | None] = [None] * buf.tokens.shape[0]
         cuda = buf.tokens.is_cuda
-        self.step = Replayed(self.launch_step) if cuda and ops.CAPTURABLE else self.launch_step
+        self.step = Replayed([self.launch_step]) if cuda and ops.CAPTURABLE else self.launch_step
         # Where tokens arrive on the host, in turns; a CPU's are there already.
         self.arrivals = [torch.empty_like(buf.chosen, device="cpu", pin_memory=True) for _ in range(2)] if cuda else []
 
     def launch_step(self) -> None:
         """The next token of every sequence, from its last one; nothing here asks the host."""
         buf, o = self.buf, self.options
-        decode_step(self.ops, self.weights, buf)
-        self.ops.choose_tokens(
+        self.model.decode_step(self.ops.decode, self.weights, buf)
+        self.ops.decode.choose_tokens(
             buf.chosen,
             buf.logits,
             None if o.repetition_penalty == 1 else buf.seen,
@@ -179,7 +182,7 @@ class Decoder:
         """Takes in the last tokens of these texts, at most `most` (and at least one), each at its slot's beginning."""
         buf = self.buf
         contexts = {place: (text.prompt + text.tokens)[-max(1, most) :] for place, text in texts.items()}
-        prefill(self.ops, self.weights, buf, [context[:-1] for context in contexts.values()], list(contexts))
+        prefill(self.model, self.ops, self.weights, buf, [context[:-1] for context in contexts.values()], list(contexts))
         for place, context in contexts.items():
             slot, text = self.slots[place], texts[place]
             assert slot is not None

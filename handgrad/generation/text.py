@@ -3,11 +3,11 @@
 import codecs
 from collections.abc import Iterator, Sequence
 from types import ModuleType
+from typing import Any
 
+from handgrad.config import ModelShape
 from handgrad.data.tokenizer import Tokenizer
-from handgrad.generation.decode import DecodeTensors
 from handgrad.generation.generate import STOP, Continuation, Decoder, SamplingOptions
-from handgrad.models.parameters import ModelTensors
 
 
 def document(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -63,10 +63,9 @@ def stream_text(
 
 
 def write_document(
-    ops: ModuleType, weights: ModelTensors, buf: DecodeTensors, tokenizer: Tokenizer, *, max_tokens: int, seed: int
+    shape: ModelShape, ops: ModuleType, weights: Any, buf: Any, tokenizer: Tokenizer, *, max_tokens: int, seed: int
 ) -> str:
     """A document of up to `max_tokens` tokens from its beginning, sampled as `handgrad sample` does by default."""
-    settings = {"vocab_size": tokenizer.vocab_size, "end_of_text": tokenizer.end_of_text}
-    decoder = Decoder(ops, weights, buf, SamplingOptions(), **settings)
+    decoder = Decoder(shape, ops, weights, buf, SamplingOptions(), end_of_text=tokenizer.end_of_text)
     document = Continuation([tokenizer.end_of_text], max_tokens, seed)
     return "".join(piece for _, piece in stream_text(decoder, tokenizer, iter([document])))

@@ -27,7 +27,7 @@ from handgrad.data.tokenizer import tokenizer_files
 from handgrad.errors import DataError, StorageError, UsageError
 from handgrad.evaluation.load import LoadedModel, load_model
 from handgrad.files import check_free, whole
-from handgrad.generation.decode import decode_buffers, decode_step, decode_tensors
+from handgrad.generation.decode import decode_buffers, decode_tensors
 from handgrad.interop.huggingface import (
     CONFIG_FILE,
     GENERATION_FILE,
@@ -46,7 +46,8 @@ from handgrad.interop.llmc_state import TENSORS, read_state, write_state
 from handgrad.interop.llmc_tokenizer import tokenizer_bytes
 from handgrad.interop.model_card import CARD_FILE, CURVE_FILE, curve_png, model_card
 from handgrad.interop.vocabulary import vocabulary_files
-from handgrad.models.parameters import ParameterRow, parameter_table
+from handgrad.models import architecture, parameter_table
+from handgrad.models.rows import ParameterRow
 from handgrad.ops import reference
 
 MODEL_FILE, TOKENS_FILE = "model.bin", "gpt2_tokenizer.bin"
@@ -191,12 +192,12 @@ def logits(model: LoadedModel) -> Tensor:
     """The logits (tokens, V) of a few fixed random tokens, in float32."""
     tokens = min(CHECKED_TOKENS, model.shape.sequence_length)
     picks = torch.randint(model.shape.vocab_size, (tokens,), generator=torch.Generator().manual_seed(0)).tolist()
-    buffers = decode_tensors(model.views)
+    buffers = decode_tensors(model.shape, model.views)
     rows = []
     for position, token in enumerate(picks):
         buffers.tokens.fill_(token)
         buffers.positions.fill_(position)
-        decode_step(model.ops, model.weights, buffers)
+        architecture(model.shape).decode_step(model.ops.decode, model.weights, buffers)
         rows.append(buffers.logits[0, : model.shape.vocab_size].clone())
     return torch.stack(rows)
 

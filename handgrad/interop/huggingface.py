@@ -31,7 +31,8 @@ from handgrad.data.tokenizer import Tokenizer, load_tokenizer
 from handgrad.errors import DataError
 from handgrad.evaluation.load import imported_config
 from handgrad.interop.vocabulary import read_vocabulary
-from handgrad.models.parameters import ParameterRow, parameter_table
+from handgrad.models import parameter_table
+from handgrad.models.rows import ParameterRow
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"

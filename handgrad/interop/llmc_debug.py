@@ -31,9 +31,8 @@ from handgrad.interop.llmc_model import (
     without_padding,
     write_llmc,
 )
-from handgrad.models import transformer
-from handgrad.models.activations import activation_buffers, activations
-from handgrad.models.parameters import ParameterRow, flat_elements, model_tensors, parameter_table
+from handgrad.models import architecture, named_weights, parameter_table
+from handgrad.models.rows import ParameterRow, flat_elements, named
 from handgrad.ops import reference
 
 
@@ -146,36 +145,34 @@ def compute(state: DebugState, dtype: torch.dtype, device: torch.device, ops: Mo
     """The logits (N, V), the losses (N), and the gradients of their mean by name, a tensor per layer, on the CPU."""
     shape, (batch, length) = state.model.shape, state.tokens.shape
     table, tokens = parameter_table(shape), state.tokens.numel()
-    sizes = {"batch": batch, "length": length, "channels": shape.channels}
+    model, layers = architecture(shape), shape.num_layers
+    rows = model.activations(shape, batch, length, dtype, ops, chunk=tokens, training=True)
     ops.check_sizes(length=length, num_heads=shape.num_heads, channels=shape.channels)
     plan = make_plan(
         [
             Buffer("parameters", (flat_elements(table),), dtype, "parameters"),
             Buffer("gradients", (flat_elements(table),), dtype, "gradients"),
-            *activation_buffers(
-                shape,
-                batch,
-                length,
-                dtype,
-                chunk=tokens,
-                scratch_bytes=ops.scratch_bytes(**sizes),
-                attention_scratch_bytes=ops.attention_scratch_bytes(num_heads=shape.num_heads, dtype=dtype, **sizes),
-            ),
+            *(row.buffer(recompute=0) for row in rows if not row.of),
         ]
     )
     views = plan.allocate(device)
-    act, flat, flat_gradients = activations(views), views["parameters"], views["gradients"]
+    act, d = named(model.Activations, views, layers), named(model.Gradients, views, layers)
+    flat, flat_gradients = views["parameters"], views["gradients"]
     for row in table:
         row.stored(flat).copy_(state.model.weight(row))
     act.tokens.copy_(state.tokens)
     act.targets.copy_(state.targets)
     act.sorted_positions.copy_(torch.argsort(state.tokens.flatten(), stable=True))
-    weights, gradients = model_tensors(flat, table), model_tensors(flat_gradients, table)
-    transformer.forward_blocks(ops, weights, act)
+    weights, gradients = named_weights(shape, flat, table), named_weights(shape, flat_gradients, table)
+    forward = model.forward(ops, weights, act)
+    for stage in forward:
+        stage.run()
     ops.linear_forward(act.logits, act.lnf, weights.head, None, scratch=act.scratch)
     found = {"logits": [act.logits[:, : shape.vocab_size].cpu().clone()]}
     scale = torch.full((1,), 1 / tokens, dtype=act.losses.dtype, device=device)
-    transformer.loss_and_gradients(ops, weights, gradients, act, scale, vocab_size=shape.vocab_size, recompute=0)
+    options = {"vocab_size": shape.vocab_size, "recompute": 0}
+    for stage in (*forward, *model.backward(ops, weights, gradients, act, d, scale, **options)):
+        stage.run()
     found["losses"] = [act.losses.cpu()]
     for row in table:
         found.setdefault(row.name.rpartition(".")[2], []).append(row.stored(flat_gradients).cpu())

@@ -29,7 +29,8 @@ from handgrad.data.tokenizer import MAX_VOCAB_SIZE, Tokenizer
 from handgrad.errors import DataError
 from handgrad.evaluation.load import imported_config
 from handgrad.interop.llmc_tokenizer import tokenizer_beside
-from handgrad.models.parameters import ParameterRow, block_name, parameter_table
+from handgrad.models import parameter_table
+from handgrad.models.rows import ParameterRow
 
 # Our names in their order; a block's name stands for all layers.
 ORDER = (
@@ -37,7 +38,6 @@ ORDER = (
     *("ln2_weight", "ln2_bias", "fc_weight", "fc_bias", "fcproj_weight", "fcproj_bias", "lnf_weight", "lnf_bias"),
 )
 # The header's words from 2 on, but the last: Vp.
-HEADER_SIZES = ("sequence_length", "vocab_size", "num_layers", "num_heads", "channels")
 VERSIONS = {3: torch.float32, 5: torch.bfloat16}
 STORED_AS = {torch.float32: np.dtype("<f4"), torch.bfloat16: np.dtype("<i2")}  # numpy has no bf16: its bits
 Values = Callable[[ParameterRow], Tensor]  # a parameter, or its gradient or moment, with the shape `row.stored_shape`
@@ -58,7 +58,7 @@ def layout(shape: ModelShape, padded_vocab_size: int) -> dict[str, Span]:
     spans: dict[str, Span] = {}
     offset = 0
     for name in ORDER:
-        for each in [name] if name in rows else [block_name(layer, name) for layer in range(shape.num_layers)]:
+        for each in [name] if name in rows else [f"blocks.{layer}.{name}" for layer in range(shape.num_layers)]:
             row = rows.pop(each)
             count = padded_vocab_size if each == "wte" else row.shape[0]
             spans[each] = Span(row, offset, count * math.prod(row.shape[1:]))
@@ -129,8 +129,8 @@ def read_model(path: Path, tokenizer: str = "") -> LlmcModel:
     Raises `DataError` if it is none, or not whole. Reads weights and tokenizer on request.
     """
     words, size = read_header(path, MODEL, tuple(VERSIONS))
-    shape = ModelShape(**dict(zip(HEADER_SIZES, words[2:7], strict=True)))
-    vocab_size, padded = shape.vocab_size, words[7]
+    length, vocab_size, layers, heads, channels, padded = words[2:8]
+    shape = ModelShape(vocab_size, length, layers, heads, channels)
     imported_config(shape, str(path))
     if not 1 <= vocab_size <= min(padded, MAX_VOCAB_SIZE):
         raise DataError(
@@ -165,6 +165,6 @@ def write_llmc(path: Path, words: dict[int, int], *contents: Iterable[memoryview
 def write_model(path: Path, shape: ModelShape, weight: Values, dtype: torch.dtype) -> None:
     """Writes and fsyncs a model file in float32 or bf16. Raises OSError."""
     version = next(number for number, kind in VERSIONS.items() if kind == dtype)
-    sizes = (getattr(shape, name) for name in HEADER_SIZES)
+    sizes = shape.sequence_length, shape.vocab_size, shape.num_layers, shape.num_heads, shape.channels
     words = dict(enumerate((MODEL, version, *sizes, shape.padded_vocab_size)))
     write_llmc(path, words, all_bytes(shape, weight, dtype))

@@ -32,7 +32,7 @@ from handgrad.interop.llmc_model import (
     without_padding,
     write_llmc,
 )
-from handgrad.models.parameters import ParameterRow
+from handgrad.models.rows import ParameterRow
 
 TENSORS = ("m", "v", "master")  # of each parameter, in the file's order
 ROUNDING_SEED = 13371337  # llm.c's first state of its generator of stochastic rounding

@@ -8,10 +8,11 @@ Source: llm.c, train_gpt2.py (`write_tokenizer`) and llmc/tokenizer.h.
 
 from pathlib import Path
 
+from handgrad.config import VOCABULARY_MULTIPLE
 from handgrad.data.llmc_header import HEADER_BYTES, TOKENIZER, make_header, read_header
 from handgrad.data.tokenizer import MAX_VOCAB_SIZE, TOKENIZER_FILE, Tokenizer, load_tokenizer, read_small
 from handgrad.errors import DataError, UsageError
-from handgrad.models.parameters import rounded_up
+from handgrad.models.rows import rounded_up
 
 GPT2_VOCAB_SIZE = 50257
 LONGEST_TOKEN_BYTES = 255
@@ -65,7 +66,7 @@ def tokenizer_beside(path: Path, vocab_size: int, named: str) -> Tokenizer:
         # A model saved with its padding has more rows than GPT-2 has tokens: another vocabulary.
         sizes = {kind.vocab_size: kind for kind in kinds}
         if vocab_size not in sizes:
-            hint = "; its rows are padded" if vocab_size == rounded_up(GPT2_VOCAB_SIZE, 128) else ""
+            hint = "; its rows are padded" if vocab_size == rounded_up(GPT2_VOCAB_SIZE, VOCABULARY_MULTIPLE) else ""
             raise DataError(
                 f"expected the {GPT2_VOCAB_SIZE} tokens of GPT-2 in {path}, found {vocab_size}{hint};"
                 " name the model's tokenizer with --tokenizer gpt2, bytes or FILE"

@@ -8,9 +8,11 @@ import torch
 from matplotlib.figure import Figure
 
 import handgrad
-from handgrad.checkpoint import RECORD_FILE, Checkpoint
+from handgrad.checkpoint import Checkpoint
 from handgrad.evaluation.load import LoadedModel
-from handgrad.models.parameters import count_parameters, parameter_table
+from handgrad.models import parameter_table
+from handgrad.models.rows import count_parameters
+from handgrad.run_files import METRICS_FILE
 
 CARD_FILE, CURVE_FILE = "README.md", "curve.png"
 LAST_LOSSES = 5
@@ -26,7 +28,7 @@ def run_records(checkpoint: Checkpoint, kind: str) -> list[dict[str, Any]]:
     """The records of a kind up to the checkpoint, from the metrics of the run around it; none if there is no such run, or
     its metrics cannot be read: a card without them is still a card."""
     try:
-        lines = (checkpoint.folder.resolve().parent.parent / RECORD_FILE).read_text(encoding="utf-8").splitlines()
+        lines = (checkpoint.folder.resolve().parent.parent / METRICS_FILE).read_text(encoding="utf-8").splitlines()
         records = [json.loads(line) for line in lines]
         return [record for record in records if record.get("kind") == kind and record["step"] <= checkpoint.step]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import handgrad
 from handgrad import checkpoint
-from handgrad.checkpoint import LOCK_FILE, MANIFEST, Stored
+from handgrad.checkpoint import MANIFEST, Stored
 from handgrad.config import to_dict
 from handgrad.data.tokenizer import tokenizer_files, tokenizer_record
 from handgrad.errors import DataError, StorageError, UsageError
@@ -37,7 +37,9 @@ from handgrad.interop.huggingface import (
 )
 from handgrad.interop.llmc_model import LlmcModel, read_model
 from handgrad.interop.llmc_state import OptimizerState, read_state
-from handgrad.models.parameters import ParameterRow, parameter_table
+from handgrad.models import parameter_table
+from handgrad.models.rows import ParameterRow
+from handgrad.run_files import CHECKPOINTS, LOCK_FILE
 
 SIZES = ("num_layers", "num_heads", "channels", "sequence_length")
 
@@ -86,7 +88,7 @@ def is_llmc(path: Path) -> bool:
 
 
 def is_ours(path: Path) -> bool:
-    return (path / MANIFEST).exists() or (path / "checkpoints").is_dir() or checkpoint.means_best(path)
+    return (path / MANIFEST).exists() or (path / CHECKPOINTS).is_dir() or checkpoint.means_best(path)
 
 
 def folder_of(source: str, files: tuple[str, ...]) -> Path:
@@ -158,7 +160,7 @@ def write_imported(out: Path, found: Weights, tensors: Iterable[Stored], state: 
     with whole(out) as partial:
         partial.mkdir(parents=True)
         step = state.step if state else 0
-        written = checkpoint.save(partial / "checkpoints", step, tensors, manifest, tokenizer_files(found.tokenizer))
+        written = checkpoint.save(partial / CHECKPOINTS, step, tensors, manifest, tokenizer_files(found.tokenizer))
         if state:
             checkpoint.write_file(partial / LOCK_FILE, [])
         try:

@@ -15,11 +15,9 @@ import tokenizers
 from handgrad.data.tokenizer import (
     END_OF_TEXT,
     TOKENIZER_FILE,
-    BpeTokenizer,
-    BytesTokenizer,
-    Gpt2Tokenizer,
     Tokenizer,
     byte_of_character,
+    bytes_tokenizer,
     load_tokenizer,
     parse_bpe,
     read_small,
@@ -77,9 +75,9 @@ def _two_parts(token: bytes, below: int, ranks: dict[bytes, int]) -> tuple[bytes
 
 def merges(tokenizer: Tokenizer) -> Merges:
     """The merges in their order; none for bytes."""
-    if isinstance(tokenizer, Gpt2Tokenizer):
+    if tokenizer.kind == "gpt2":
         return list(gpt2_merges())
-    if isinstance(tokenizer, BytesTokenizer):
+    if tokenizer.kind == "bytes":
         return []
     stored = json.loads(tokenizer.json_bytes)["model"]["merges"]
     pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in stored]
@@ -99,13 +97,13 @@ def tokenizer_json(vocab: dict[str, int], pairs: Merges, *, splits: bool = True)
 def vocabulary_files(tokenizer: Tokenizer, longest: int) -> dict[str, bytes]:
     """The four files by name; `longest` is the model's context in tokens."""
     vocab, pairs = vocabulary(tokenizer), merges(tokenizer)
-    if isinstance(tokenizer, BpeTokenizer):
+    if tokenizer.kind == "bpe":
         content = tokenizer.json_bytes  # as it is: its hash is the identity of shards
     else:
-        content = tokenizer_json(vocab, pairs, splits=not isinstance(tokenizer, BytesTokenizer))
+        content = tokenizer_json(vocab, pairs, splits=tokenizer.kind != "bytes")
     settings = {
         # Bytes have no splitter, which the class GPT2Tokenizer would put back.
-        "tokenizer_class": "PreTrainedTokenizerFast" if isinstance(tokenizer, BytesTokenizer) else "GPT2Tokenizer",
+        "tokenizer_class": "PreTrainedTokenizerFast" if tokenizer.kind == "bytes" else "GPT2Tokenizer",
         "add_prefix_space": False,
         "bos_token": END_OF_TEXT,
         "eos_token": END_OF_TEXT,
@@ -139,7 +137,7 @@ def read_vocabulary(folder: Path) -> Tokenizer:
             " tokenizer files, or name one with `handgrad import --tokenizer gpt2|bytes|FILE`"
         )
     if _is_bytes(content):
-        return BytesTokenizer()
+        return bytes_tokenizer()
     tokenizer = parse_bpe(content, where=str(path))
     gpt2 = load_tokenizer("gpt2")
     if tokenizer.token_bytes == gpt2.token_bytes and tuple(merges(tokenizer)) == gpt2_merges():
@@ -175,7 +173,7 @@ def _is_bytes(content: bytes) -> bool:
     try:
         tables = json.loads(content)
         model, splitter = tables["model"], tables["pre_tokenizer"]
-        same = model["type"] == "BPE" and model["vocab"] == vocabulary(BytesTokenizer()) and model["merges"] == []
+        same = model["type"] == "BPE" and model["vocab"] == vocabulary(bytes_tokenizer()) and model["merges"] == []
         plain = tables["normalizer"] is None and splitter["type"] == "ByteLevel" and splitter["add_prefix_space"] is False
         return same and plain and [token["content"] for token in tables["added_tokens"]] == [END_OF_TEXT]
     except (ValueError, KeyError, TypeError, RecursionError):

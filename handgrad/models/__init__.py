@@ -1,4 +1,63 @@
-"""GPT-2 as tables and equations: parameters and activations (what there is), block and transformer (what is computed).
+"""Architectures, a file each: rows, forward, backward, generation.
 
-The model knows neither where its memory lies nor who else trains: tensors and the backend are passed in.
+rows      the row types, and the buffers, views and initial weights that derive from them
+passes    a pass as a list of stages
+gpt2      GPT-2
+freezing  parameters that a run leaves as they are
+
+An architecture computes with the operations and tensors that it is given. It knows no memory, no optimizer and no other
+process. Adding one takes a file here and a line in `ARCHITECTURES`.
 """
+
+from collections.abc import Mapping
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from handgrad.arena import Buffer
+from handgrad.config import ModelShape
+from handgrad.models.rows import Table, laid_out, named
+
+ARCHITECTURES = {"gpt2": "handgrad.models.gpt2"}
+HEAD_CHUNK_BYTES = 512 << 20  # the default chunk's logits take at most this much
+
+
+def architecture(shape: ModelShape) -> ModuleType:
+    """The file of a model of this shape."""
+    return import_module(ARCHITECTURES[shape.architecture])
+
+
+def parameter_table(shape: ModelShape, lanes: int = 1) -> Table:
+    """The parameters in memory order."""
+    return laid_out(architecture(shape).parameters(shape), lanes)
+
+
+def named_weights(shape: ModelShape, flat: Tensor, table: Table) -> Any:
+    """The architecture's `Weights` over a flat buffer."""
+    return named(architecture(shape).Weights, {row.name: row.view(flat) for row in table}, shape.num_layers)
+
+
+def forward_buffers(
+    shape: ModelShape, batch: int, length: int, dtype: torch.dtype, ops: ModuleType, *, chunk: int = 0
+) -> list[Buffer]:
+    """The activations of a forward pass over `batch` samples of `length` tokens; `chunk`: as in `head_chunk_tokens`."""
+    chunk = head_chunk_tokens(chunk, batch * length, shape.padded_vocab_size, dtype)
+    rows = architecture(shape).activations(shape, batch, length, dtype, ops, chunk=chunk, training=False)
+    return [row.buffer(recompute=0) for row in rows]
+
+
+def named_activations(shape: ModelShape, views: Mapping[str, Any]) -> Any:
+    """The architecture's `Activations` over views of `forward_buffers`."""
+    return named(architecture(shape).Activations, views, shape.num_layers)
+
+
+def head_chunk_tokens(requested: int, tokens: int, padded_vocab_size: int, dtype: torch.dtype) -> int:
+    """Tokens per chunk of the loss head: as requested, or the largest power of two that fits `HEAD_CHUNK_BYTES`, at least
+    128. With GPT-2's vocabulary in bf16 it is 4096, where all three GEMMs run at their best rate."""
+    if requested:
+        return min(requested, tokens)
+    fitting = HEAD_CHUNK_BYTES // (padded_vocab_size * dtype.itemsize)
+    return min(tokens, max(128, 1 << (fitting.bit_length() - 1)))

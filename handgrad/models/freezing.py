@@ -1,4 +1,4 @@
-"""Parameters that a run does not train, by their names in the parameter table."""
+"""Freezing: parameters that a run leaves as they are, by their names."""
 
 import re
 from collections.abc import Iterator
@@ -7,12 +7,12 @@ from fnmatch import fnmatchcase
 
 from handgrad.config import nearest_name
 from handgrad.errors import UsageError
-from handgrad.models.parameters import ParameterRow
+from handgrad.models.rows import Table
 
 LAYERS = re.compile(r"blocks\.(\d+)-(\d+)(\..*)?")
 
 
-def freeze(table: tuple[ParameterRow, ...], patterns: str) -> tuple[ParameterRow, ...]:
+def freeze(table: Table, patterns: str) -> Table:
     """The table with the rows frozen that one of the patterns names.
 
     Patterns are separated by commas. One names a row (`wte`, `blocks.3.qkv_weight`), all rows below a name (`blocks.3`),

@@ -2,8 +2,8 @@
 
 - Outputs first, then inputs, then keyword-only scalars. Shapes come from the tensors.
 - An operation fills the buffers it is given. What a kernel needs beside them it takes from `scratch`, a uint8 buffer of
-  at least `scratch_bytes(...)` whose contents mean nothing between operations. (The reference's temporaries inside one
-  call are the only allocations.)
+  at least `scratch_bytes(...)` whose contents mean nothing between operations; the reference takes none. (Its temporaries
+  inside one call are the only allocations.)
 - A parameter gradient is added into: `*_acc`. An activation gradient is overwritten: `d*`. What is changed in place
   says so: `*_inout`. No buffer ever holds what its name denies.
 - `x_forward` and `x_backward` stand side by side, headed by their equation. A fused operation is the composition of two
@@ -18,6 +18,29 @@ One alphabet for the whole repository:
     B batch     T position      N = B T tokens      C channels      F feed-forward width
     H heads     D head width    V vocabulary        Vp padded vocabulary        L layers
 """
+
+# The operations of every backend, with the same arguments in each. `reference` says what they do.
+OPERATIONS = (
+    *("embedding_forward", "embedding_backward"),
+    *("layernorm_forward", "layernorm_backward"),
+    *("attention_forward", "attention_backward"),
+    *("linear_forward", "linear_backward", "linear_residual_forward", "linear_gelu_forward", "gelu_linear_backward"),
+    *("bias_backward", "gelu_forward", "gelu_backward", "residual_forward"),  # which products also have at their ends
+    *("classifier_forward", "classifier_forward_backward"),
+    *("loss_sum", "squared_norms", "verdict", "adamw_update"),
+    *("tree_sum", "checksum"),  # over lanes and ranks
+    *("layernorm_linear_forward", "layernorm_linear_gelu_forward"),  # two in a row, which generation has as one
+    "store_keys_values",
+)
+
+# Those of generation, a token of each sequence at a time, in a module `decode` of the backend.
+DECODE_OPERATIONS = (
+    *("embedding_decode", "attention_decode", "choose_tokens"),
+    *("layernorm_linear_forward", "layernorm_linear_gelu_forward", "linear_residual_forward"),
+)
+
+# And what sets a run up asks every backend.
+SET_UP = ("versions", "check_sizes", "scratch_bytes", "attention_scratch_bytes", "compile_ahead")
 
 # Places in `controls` (float64): what the host decides for a step.
 CONTROL_STEP, CONTROL_LEARNING_RATE, CONTROL_LOSS_LIMIT, CONTROL_NORM_LIMIT = range(4)

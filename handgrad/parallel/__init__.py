@@ -1,9 +1,10 @@
 """Several processes that train together.
 
-launchers   where this process stands, told by torchrun, srun or mpirun
-joining     how the processes find each other, and part
-ranks       the group of processes: its collectives, checked against each other
-watch       tells the others that this process lives, and ends it when one of them is lost
-stragglers  which rank the others wait for
-network     how fast the collectives and the links between ranks are
+launchers      this process's rank, as torchrun, srun or mpirun tells it
+rendezvous     how the processes form a group, and leave it
+ranks          the group: its collectives, checked against each other
+heartbeat      tells the others that this process lives, and ends it when one of them is lost
+stragglers     the rank that the others wait for
+buckets        how lanes and ranks divide the flat buffers
+gradient_sync  sums the lanes' gradients in a fixed tree, all-gathers the updated weights
 """

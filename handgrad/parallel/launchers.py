@@ -1,4 +1,4 @@
-"""Where this process stands among those that were started together, as the launcher's environment tells."""
+"""The rank of this process, from the environment that a launcher gives it."""
 
 import re
 from collections.abc import Mapping
@@ -13,15 +13,15 @@ MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
 
 @dataclass(frozen=True)
-class Place:
-    """A process among those that train together."""
+class RankInfo:
+    """One of the processes that were started together."""
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0  # among the processes of this machine: which GPU it takes
     local_size: int = 1
     launcher: str = ""  # empty for a single process
-    address: str = ""  # of the machine where the ranks meet
+    address: str = ""  # of the machine of rank 0
     port: int = 0
 
     @property
@@ -29,32 +29,32 @@ class Place:
         return -(-self.size // self.local_size)
 
 
-def find_place(environment: Mapping[str, str]) -> Place:
-    """The place that torchrun, srun or mpirun gave this process; of several that left traces the innermost counts.
+def find_rank_info(environment: Mapping[str, str]) -> RankInfo:
+    """Reads the variables of torchrun, srun or mpirun; of several launchers the innermost counts.
 
     Raises `UsageError` for an environment that is incomplete or contradicts itself.
     """
     if "RANK" in environment or "WORLD_SIZE" in environment:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        return made("torchrun", environment, names, address="", port=DEFAULT_PORT)
+        return rank_info("torchrun", environment, names, address="", port=DEFAULT_PORT)
     # mpirun in a job of SLURM starts its daemons by srun, and what they start inherits SLURM's numbers of the daemon. But
     # `srun --mpi=pmi2` sets PMI_RANK as well: without a rank on the machine it is srun that started this process.
     names = OPEN_MPI if OPEN_MPI[0] in environment else MPICH
     if names[0] in environment and (names[2] in environment or not slurm_starts_several(environment)):
         local = environment.get(names[3]) == environment.get(names[1])
-        return made("mpirun", environment, names, address="127.0.0.1" if local else "", port=DEFAULT_PORT)
+        return rank_info("mpirun", environment, names, address="127.0.0.1" if local else "", port=DEFAULT_PORT)
     if slurm_starts_several(environment):
         names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "")
         nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST") or ""
         job = number(environment, "SLURM_JOB_ID", 0)
         port = SLURM_PORTS[job % len(SLURM_PORTS)]
         local_size = tasks_here(environment)
-        return made("srun", environment, names, address=first_host(nodes), port=port, local_size=local_size)
-    return Place()
+        return rank_info("srun", environment, names, address=first_host(nodes), port=port, local_size=local_size)
+    return RankInfo()
 
 
 def slurm_starts_several(environment: Mapping[str, str]) -> bool:
-    """Whether this process is one of several tasks of an `srun`. The script of an `sbatch` and the shell of an `salloc`
+    """True in one of several tasks of an `srun`. The script of an `sbatch` and the shell of an `salloc`
     know the job's tasks as well, but they are a single process: only a step's tasks have SLURM_STEP_NUM_TASKS."""
     return "SLURM_PROCID" in environment and number(environment, "SLURM_STEP_NUM_TASKS", 1) > 1
 
@@ -75,7 +75,7 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[(\w*)[^\]]*\]", r"\1", first)
 
 
-def made(
+def rank_info(
     launcher: str,
     environment: Mapping[str, str],
     names: tuple[str, ...],
@@ -83,15 +83,15 @@ def made(
     address: str,
     port: int,
     local_size: int | None = None,
-) -> Place:
-    """A place from variables called `names` (rank, size, local rank, local size), checked."""
+) -> RankInfo:
+    """The `RankInfo` from variables called `names` (rank, size, local rank, local size), checked."""
     rank, size = (number(environment, name) for name in names[:2])
     if size < 1 or not 0 <= rank < size:
         raise UsageError(
             f"expected {names[0]} from 0 to {names[1]} - 1, found {rank} and {size}; start again with {launcher}"
         )
     if size == 1:
-        return Place()
+        return RankInfo()
     local_rank = number(environment, names[2])
     local_size = number(environment, names[3]) if local_size is None else local_size
     if not 0 <= local_rank < local_size:
@@ -104,7 +104,7 @@ def made(
     port = number(environment, "MASTER_PORT", port)
     if not 1 <= port <= 65535:
         raise UsageError(f"expected MASTER_PORT from 1 to 65535, found {port}; set it to a free port, or not at all")
-    return Place(rank, size, local_rank, local_size, launcher, address, port)
+    return RankInfo(rank, size, local_rank, local_size, launcher, address, port)
 
 
 def number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -1,7 +1,7 @@
-"""The processes that train together and the collectives they use.
+"""The processes that train together, and their collectives.
 
-Collectives here only move bytes: what is added is added by us, in a fixed order, so no library's order can matter. Each is
-named, and where the ranks check each other the names are compared before the bytes go out.
+A collective only moves bytes: handgrad does all additions itself, in a fixed order, so a library's order cannot matter.
+Each collective has a name. In a checked step the ranks compare step, name, dtype and size before any bytes go out.
 """
 
 import contextlib
@@ -17,130 +17,145 @@ import torch.distributed as dist
 from torch import Tensor
 
 from handgrad.errors import HandgradError, LostRank, NumericsError, UsageError
-from handgrad.parallel.watch import Watch
+from handgrad.parallel.heartbeat import Heartbeat, named_ranks
 
 T = TypeVar("T")
 # torch renames it: 2.11 has only the old name, 2.13 warns about it.
-all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+all_gather_tensor = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+NETWORK = ("gloo", "NCCL")  # in the text of a collective's error
+LOCAL = (  # in the text of an NCCL error that is this rank's own
+    "unhandled cuda error",
+    "invalid usage",
+    "invalid argument",
+    "out of memory",
+)
 
 
 @dataclass
 class Ranks:
-    """One process among those that train together; a single one talks to nobody."""
+    """One process of a group that trains together; a single process communicates with nobody."""
 
     rank: int = 0
     size: int = 1
     nodes: int = 1
-    watch: Watch | None = None
-    host: dist.ProcessGroup | None = None  # gloo: what the hosts tell each other, beside the devices' NCCL
-    aside: dist.ProcessGroup | None = None  # for collectives that run beside kernels: takes few processors of a GPU
+    heartbeat: Heartbeat | None = None
+    host_group: dist.ProcessGroup | None = None  # gloo, beside the devices' NCCL
+    overlapped_group: dist.ProcessGroup | None = None  # takes few multiprocessors, for collectives beside kernels
     step: int = 0
-    checking: bool = False  # compare the names of collectives before each
+    begun: bool = False  # the first step, which is always checked
+    checking: bool = False  # compare the tags of collectives before each
     count: int = 0  # collectives so far
-    digest: int = 0  # of their names
+    digest: int = 0  # of their tags
     waited_seconds: float = 0.0  # for others, as far as the host did the waiting
     launched: deque[tuple[str, Any]] = field(default_factory=lambda: deque(maxlen=128))  # the last collectives
 
     @property
-    def leads(self) -> bool:
-        """Whether this is the rank that writes and speaks."""
+    def is_rank_0(self) -> bool:
+        """Whether this rank writes files and logs."""
         return self.rank == 0
 
-    def begin(self, step: int, *, checking: bool) -> None:
-        """From here on collectives belong to `step`."""
-        self.step, self.checking = step, checking and self.size > 1
-        self.digest = 0
+    def begin_step(self, step: int, *, checking: bool) -> None:
+        """From here on collectives belong to `step`. The first one is always checked."""
+        self.step, self.checking = step, self.size > 1 and (checking or not self.begun)
+        self.begun, self.digest = True, 0
 
-    def at(self, operation: str) -> None:
-        """Tells the watch what this rank works at."""
-        if self.watch is not None:
-            self.watch.at(self.step, operation, waiting=False)
+    def set_status(self, operation: str) -> None:
+        """Notes what this rank works at."""
+        if self.heartbeat is not None:
+            self.heartbeat.set_status(self.step, operation, waiting=False)
 
     @contextlib.contextmanager
     def waiting(self, operation: str) -> Iterator[None]:
-        """Around a wait for the other ranks; a failure of what is waited for is one of theirs."""
+        """Encloses a wait for other ranks. Raises `LostRank` for an error of the network; any other is this rank's own."""
         begun = time.perf_counter()
-        if self.watch is not None:
-            self.watch.at(self.step, operation)
+        if self.heartbeat is not None:
+            self.heartbeat.set_status(self.step, operation)
         try:
             yield
         except RuntimeError as error:
-            if self.size == 1:
+            if self.size == 1 or not is_network_error(error):
                 raise
             self._lost(error, operation)
         self.waited_seconds += time.perf_counter() - begun
-        self.at(f"its own work after {operation}")
+        self.set_status(f"its own work after {operation}")
 
-    # On the device, in the order of the current stream. `work.wait()` through `finish`.
+    # On the device, in the order of the current stream. `wait` makes the result safe to read.
 
-    def exchange(self, received: Tensor, sent: Tensor, operation: str, *, beside: bool = False) -> dist.Work:
-        """sent (W pieces) -> received (W pieces): every rank's piece for this one, in the order of ranks. `beside`: while
-        kernels run that it should not disturb."""
-        self._enter(operation)
-        return self._started(dist.all_to_all_single, as_bytes(received), as_bytes(sent), operation, beside=beside)
+    def all_to_all(self, received: Tensor, sent: Tensor, operation: str, *, overlapped: bool = False) -> dist.Work:
+        """sent (W pieces) -> received (W pieces): every rank's piece for this one, in the order of ranks. `overlapped`:
+        while kernels run that it must not disturb."""
+        return self._launch(dist.all_to_all_single, received, sent, operation, overlapped=overlapped)
 
-    def collect(self, full: Tensor, part: Tensor, operation: str, *, beside: bool = False) -> dist.Work:
+    def all_gather(self, full: Tensor, part: Tensor, operation: str, *, overlapped: bool = False) -> dist.Work:
         """full (W parts) = the ranks' `part`s in their order; `part` may be this rank's place in `full`."""
-        self._enter(operation)
-        return self._started(all_gather, as_bytes(full), as_bytes(part), operation, beside=beside)
+        return self._launch(all_gather_tensor, full, part, operation, overlapped=overlapped)
 
-    def finish(self, work: dist.Work, operation: str) -> None:
+    def wait(self, work: dist.Work, operation: str) -> None:
         """Waits: the host on a CPU, the current stream on a GPU."""
         with self.waiting(operation):
             work.wait()
 
-    def _started(
-        self, collective: Callable[..., Any], out: Tensor, given: Tensor, operation: str, *, beside: bool
+    def _launch(
+        self, collective: Callable[..., Any], received: Tensor, sent: Tensor, operation: str, *, overlapped: bool
     ) -> dist.Work:
+        tag = f"{operation} ({size_text(sent)} -> {size_text(received)})"
+        if self.checking:
+            rows = self.all_gather_numbers([self.step, self.count, zlib.crc32(tag.encode())], operation)
+            if any(row != rows[0] for row in rows):
+                self._disagree(tag)
+        self.count += 1
+        self.digest = zlib.crc32(tag.encode(), self.digest)
+        group = self.overlapped_group if overlapped else None
         with self.waiting(operation):
-            work = collective(out, given, group=self.aside if beside else None, async_op=True)
+            work = collective(as_bytes(received), as_bytes(sent), group=group, async_op=True)
         self.launched.append((operation, work))
         return work
 
     # Between the hosts.
 
-    def tell(self, values: Sequence[float], operation: str) -> list[list[float]]:
-        """Every rank's numbers, in the order of ranks. All ranks tell equally many."""
+    def all_gather_numbers(self, values: Sequence[float], operation: str) -> list[list[float]]:
+        """Every rank's numbers, in the order of ranks. All ranks have equally many."""
         if self.size == 1:
             return [list(values)]
         mine = torch.tensor(values, dtype=torch.float64)
         everyone = torch.empty(self.size * len(values), dtype=torch.float64)
         with self.waiting(operation):
-            all_gather(everyone, mine, group=self.host)
+            all_gather_tensor(everyone, mine, group=self.host_group)
         return everyone.view(self.size, -1).tolist()
 
-    def objects(self, mine: T, operation: str) -> list[T]:
+    def all_gather_objects(self, mine: T, operation: str) -> list[T]:
         """Every rank's object, in the order of ranks."""
         if self.size == 1:
             return [mine]
         everyone: list[Any] = [None] * self.size
         with self.waiting(operation):
-            dist.all_gather_object(everyone, mine, group=self.host)
+            dist.all_gather_object(everyone, mine, group=self.host_group)
         return everyone
 
-    def from_first(self, make: Callable[[], T], operation: str) -> T:
-        """What `make` returns on rank 0, which alone calls it. Its error for the user ends all ranks; rank 0 tells it."""
+    def from_rank_0(self, make: Callable[[], T], operation: str) -> T:
+        """Calls `make` on rank 0 alone; returns its result on all ranks. Its `HandgradError` ends all, and rank 0 prints
+        it."""
         if self.size == 1:
             return make()
         made: list[Any] = [None, None]
-        if self.leads:
+        if self.is_rank_0:
             try:
                 made[0] = make()
             except HandgradError as error:
                 made[1] = error
-        told: list[Any] = [(made[0], None if made[1] is None else made[1].exit_code)]
+        sent: list[Any] = [(made[0], None if made[1] is None else made[1].exit_code)]
         with self.waiting(operation):
-            dist.broadcast_object_list(told, src=0, group=self.host)
-        value, exit_code = told[0]
-        if made[1] is not None:
-            made[1].shared = True
-            raise made[1]
-        if exit_code is not None:
-            raise SystemExit(exit_code)
-        return value
+            dist.broadcast_object_list(sent, src=0, group=self.host_group)
+        value, exit_code = sent[0]
+        if exit_code is None:
+            return value
+        error: Any = made[1] or SystemExit(exit_code)
+        error.shared = True
+        raise error
 
     def barrier(self, operation: str) -> None:
-        self.tell([], operation) if self.size == 1 else self.tell([0.0], operation)
+        if self.size > 1:
+            self.all_gather_numbers([0.0], operation)
 
     def pending(self) -> str:
         """The first collective that was launched and has not ended."""
@@ -151,28 +166,29 @@ class Ranks:
 
     # Checks.
 
-    def agree(self, what: str, told: dict[str, Any]) -> None:
-        """Raises `UsageError` unless every rank has the same `told`, naming the first difference."""
-        for rank, other in enumerate(self.objects(told, what)):
-            for key in {**told, **other}:
-                if told.get(key) != other.get(key):
+    def check_equal(self, what: str, values: dict[str, Any]) -> None:
+        """Raises `UsageError` unless every rank has the same `values`; names the first difference."""
+        for rank, other in enumerate(self.all_gather_objects(values, what)):
+            for key in {**values, **other}:
+                if values.get(key) != other.get(key):
                     raise UsageError(
-                        f"{what}: {key} is {told.get(key)!r} on rank {self.rank} and {other.get(key)!r} on rank {rank};"
+                        f"{what}: {key} is {values.get(key)!r} on rank {self.rank} and {other.get(key)!r} on rank {rank};"
                         " start all ranks with the same command, data and versions"
                     )
 
-    def roll_call(self, values: Sequence[float], operation: str) -> list[list[float]]:
-        """`tell`, after the ranks made sure that they stand at the same step and have launched the same collectives."""
+    def all_gather_checked(self, values: Sequence[float], operation: str) -> list[list[float]]:
+        """`all_gather_numbers`, once the ranks have made sure that they stand at the same step and launched the same
+        collectives."""
         if self.size == 1:
             return [list(values)]
-        rows = self.tell([self.step, self.count, self.digest, *values], operation)
+        rows = self.all_gather_numbers([self.step, self.count, self.digest, *values], operation)
         if any(row[:3] != rows[0][:3] for row in rows):
             self._disagree(operation)
         return [row[3:] for row in rows]
 
     def compare_replicas(self, checksum: int) -> None:
-        """Raises `NumericsError` unless all ranks have the same, naming those that have another than most."""
-        sums = self.objects(checksum, "checksums of the weights")
+        """Raises `NumericsError` unless all ranks have the same `checksum`; names those that differ from most."""
+        sums = self.all_gather_objects(checksum, "checksums of the weights")
         usual = max(sums, key=sums.count)
         odd = [rank for rank, found in enumerate(sums) if found != usual]
         if odd:
@@ -182,36 +198,26 @@ class Ranks:
                 " its way, so nothing was saved; start again from the last checkpoint, without that GPU if it recurs"
             )
 
-    def _enter(self, operation: str) -> None:
-        """Notes a collective; where ranks check each other, makes sure that all of them are about to make the same one."""
-        if self.checking:
-            tag = zlib.crc32(operation.encode())
-            rows = self.tell([self.step, self.count, tag], operation)
-            if any(row != rows[0] for row in rows):
-                self._disagree(operation)
-        self.count += 1
-        self.digest = zlib.crc32(operation.encode(), self.digest)
-
-    def _disagree(self, operation: str) -> NoReturn:
-        where = self.objects((self.step, self.count, operation), "a difference between ranks")
+    def _disagree(self, tag: str) -> NoReturn:
+        where = self.all_gather_objects((self.step, self.count, tag), "a difference between ranks")
         sides: dict[Any, list[int]] = {}
-        for rank, place in enumerate(where):
-            sides.setdefault(place, []).append(rank)
-        told = "; ".join(
+        for rank, stand in enumerate(where):
+            sides.setdefault(stand, []).append(rank)
+        stands = "; ".join(
             f"{named_ranks(members)} at step {step}, collective {count}, {name}"
             for (step, count, name), members in sorted(sides.items(), key=lambda side: -len(side[1]))
         )
         error = NumericsError(
-            f"the ranks are not at the same collective ({told}): one was skipped or came out of order, so sums of this"
-            " step cannot be trusted; start again from the last checkpoint"
+            f"the ranks are not at the same collective ({stands}): one was skipped, came out of order or has another size,"
+            " so sums of this step cannot be trusted; start again from the last checkpoint"
         )
         error.shared = True
         raise error
 
     def _lost(self, error: RuntimeError, operation: str) -> NoReturn:
-        """A collective failed: another rank is gone. The watch finds out which, and ends this process; else this does."""
-        if self.watch is not None:
-            self.watch.suspect()
+        """A collective failed: another rank is gone. The heartbeat names it and ends this process; else this does."""
+        if self.heartbeat is not None:
+            self.heartbeat.await_verdict()
         reason = " ".join(str(error).split())
         raise LostRank(
             f"rank {self.rank} lost contact to another rank at step {self.step}, {operation} ({reason:.200});"
@@ -219,24 +225,46 @@ class Ranks:
         )
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leaves the group; an `error` that the others do not have as well is told to them."""
+        """Leaves the group. An `error` that the other ranks do not have is sent to them."""
         if self.size == 1:
             return
         if error is None:
             self.barrier("the end")
-        words = "" if error is None or getattr(error, "shared", False) else " ".join(str(error).split())
-        if self.watch is not None:
-            if words:
-                self.watch.leave(words)
-            self.watch.close()
+        if self.heartbeat is not None:
+            if error is None or getattr(error, "shared", False):
+                self.heartbeat.leave("")
+            else:
+                self.heartbeat.leave(error_text(error), exit_code(error))
         if error is None:
             dist.destroy_process_group()
 
 
-def named_ranks(ranks: Sequence[int]) -> str:
-    """'rank 3', 'ranks 0, 1'."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+def is_network_error(error: RuntimeError) -> bool:
+    """Whether a collective failed because of another rank. A subclass of `RuntimeError` that is not torch.distributed's
+    (out of memory, a CUDA error) is this rank's own."""
+    text = str(error)
+    if isinstance(error, dist.DistError):
+        return not any(cause in text for cause in LOCAL)
+    return type(error) is RuntimeError and any(library in text for library in NETWORK)
+
+
+def error_text(error: BaseException) -> str:
+    """One line: the error's own for a user, else its type and text."""
+    text = " ".join(str(error).split())
+    if isinstance(error, HandgradError):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def exit_code(error: BaseException) -> int:
+    if isinstance(error, HandgradError):
+        return error.exit_code
+    return error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
+
+
+def size_text(tensor: Tensor) -> str:
+    return f"{tensor.nbytes} bytes of {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)  # so that gloo moves bf16, too
+    return tensor.view(-1).view(torch.uint8)  # gloo knows no bf16

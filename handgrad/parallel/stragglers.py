@@ -1,4 +1,4 @@
-"""Which rank the others wait for."""
+"""The rank that the others wait for."""
 
 import statistics
 from collections.abc import Sequence
@@ -9,27 +9,31 @@ SLOW_SECONDS = 0.005  # and by at least so much: less is noise
 
 
 class Stragglers:
-    """The ranks' times for their own work, over the steps since the last report."""
+    """The ranks' own work, in seconds a step, since the last report."""
 
     def __init__(self) -> None:
         self.seconds: list[Sequence[float]] = []
         self.named: int | None = None
 
     def add(self, seconds: Sequence[float]) -> None:
-        """One step's times, in the order of ranks."""
+        """Adds one step's times, in the order of ranks."""
         if all(value > 0 for value in seconds):
             self.seconds.append(seconds)
 
     def report(self) -> tuple[dict[str, Any], str | None] | None:
-        """(the slowest rank and by how much, a line if it is newly slow) of the steps so far, which begin anew."""
+        """(the slowest rank and its time, a line if it is newly slow) over the steps since the last report.
+
+        Noise only adds time. So a rank is slow if its fastest step is slower than the others' as well.
+        """
         if not self.seconds:
             return None
-        medians = [statistics.median(times) for times in zip(*self.seconds, strict=True)]  # one hiccup is no straggler
-        steps = len(self.seconds)
+        by_rank, steps = list(zip(*self.seconds, strict=True)), len(self.seconds)
         self.seconds.clear()
+        medians, fastest = [statistics.median(times) for times in by_rank], [min(times) for times in by_rank]
         usual, slowest = statistics.median_low(medians), max(medians)
         rank = medians.index(slowest)
         slow = slowest > usual * SLOW_FACTOR and slowest - usual > SLOW_SECONDS
+        slow = slow and fastest[rank] > statistics.median_low(fastest) * SLOW_FACTOR
         line = None
         if slow and self.named != rank:
             line = (

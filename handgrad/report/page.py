@@ -11,6 +11,7 @@ from handgrad.report.plots import Plot, choose_plots
 from handgrad.report.runs import Run, read_runs
 from handgrad.report.sections import folded, per_run, section, text
 from handgrad.report.style import style_sheet
+from handgrad.run_files import REPORT_FILE
 
 
 def write_report(runs: Sequence[Path], out: Path) -> Path:
@@ -21,7 +22,7 @@ def write_report(runs: Sequence[Path], out: Path) -> Path:
     if not runs:
         raise UsageError("a report needs at least one run folder: `handgrad report RUN...`")
     if out.suffix.lower() not in (".html", ".htm"):
-        raise UsageError(f"a report is an .html file, found --out {out}; try --out {out / 'report.html'}")
+        raise UsageError(f"a report is an .html file, found --out {out}; try --out {out / REPORT_FILE}")
     read = read_runs(runs)
     plots = choose_plots(read)
     files = {out.with_name(f"{out.stem}_{plot.name}.png"): png(plot, read) for plot in plots}

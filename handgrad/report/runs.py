@@ -11,6 +11,7 @@ import numpy as np
 
 from handgrad.errors import DataError, storage_error
 from handgrad.jsonl import Record, numbered_lines, parse
+from handgrad.run_files import CONFIG_FILE, METRICS_FILE
 
 Kind = TypeVar("Kind")
 
@@ -144,7 +145,7 @@ def read_run(folder: Path, name: str) -> Run:
     """Reads one run folder. Raises `DataError` if a file is missing or broken."""
     if not folder.is_dir():
         raise DataError(f"run folder {folder} does not exist; `handgrad train ... --out {folder}` makes it")
-    config_path, metrics_path = folder / "config.toml", folder / "metrics.jsonl"
+    config_path, metrics_path = folder / CONFIG_FILE, folder / METRICS_FILE
     for path in (metrics_path, config_path):
         if not path.is_file():
             raise DataError(f"{folder} holds no {path.name}; name a folder that was the --out of `handgrad train`")

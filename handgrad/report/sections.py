@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from handgrad.config import FIELDS, RunConfig, convert
+from handgrad.config import FIELDS, TUNED, RunConfig, convert
 from handgrad.errors import DataError, UsageError
 from handgrad.report import results
 from handgrad.report.curves import thin
 from handgrad.report.results import loss_text
 from handgrad.report.runs import Run
 from handgrad.report.style import RUN_COLORS
+from handgrad.run_files import CONFIG_FILE
 
 SAMPLES = 6  # per run, spread from the first to the last
 SAMPLE_CHARACTERS = 4000
@@ -99,12 +100,15 @@ def fp8_sentence(run: Run) -> str:
     """Names the products of an fp8 run that are in fp8, as configured; the history has what left it on the way."""
     if run.start.precision != "fp8":
         return ""
-    from handgrad.fp8.tables import fp8_products  # torch takes longer to load than most reports to write
+    from handgrad.fp8.tables import fp8_gemms  # torch takes longer to load than most reports to write
+    from handgrad.models import architecture
 
     try:
         known = {name: convert(name, value) for name, value in run.config.items() if name in FIELDS}
         config = replace(RunConfig(**known), precision="fp8")
-        products = fp8_products(config).describe(config.num_layers)
+        layers, parts = config.num_layers, architecture(config.shape(1)).FP8_PARTS
+        kept = config.fp8_keep_bf16.replace(TUNED, "")
+        products = fp8_gemms(kept, config.fp8_head, layers, parts).describe(layers, parts)
     except UsageError as error:
         raise DataError(f"{run.folder / 'config.toml'}: {error}; repair that line or restore the file") from None
     gradients = f"gradients in {config.fp8_gradients}, {config.fp8_scaling} scaling"
@@ -294,7 +298,7 @@ def settings(run: Run) -> str:
 
 def commands(run: Run) -> str:
     """Commands to type next. `steps` shapes the schedule, so a finished run does not resume: another one starts."""
-    folder, config = shlex.quote(str(run.folder)), shlex.quote(str(run.folder / "config.toml"))
+    folder, config = shlex.quote(str(run.folder)), shlex.quote(str(run.folder / CONFIG_FILE))
     train = ["# continue from the last checkpoint", f"handgrad train --config {config} --out {folder}"]
     if results.steps_done(run) >= run.start.steps:
         other = shlex.quote(f"{run.folder}-2")

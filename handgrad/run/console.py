@@ -1,4 +1,4 @@
-"""What a person sees of a run: a header, a live progress line on a terminal, plain lines everywhere else."""
+"""The console of a run: a live progress line on a terminal, plain lines everywhere else."""
 
 import os
 import sys
@@ -8,54 +8,11 @@ from typing import Literal
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from handgrad.format import human_count, human_seconds
 from handgrad.training.step import StepResult
 
 SPEED_WINDOW = 20  # steps over which tokens/s and the remaining time are averaged
 Shows = Literal["live", "lines", "nothing"]  # on the console: a live line where there is a terminal, plain lines, nothing
-
-
-def human_count(number: float) -> str:
-    """124475904 -> '124.5M'."""
-    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(number) >= size:
-            return f"{number / size:.1f}{unit}"
-    return f"{number:.4g}"
-
-
-def human_flops(operations: float) -> str:
-    """9.8e9 -> '9.8 GFLOP'."""
-    for size, unit in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G")):
-        if operations >= size:
-            return f"{operations / size:.1f} {unit}FLOP"
-    return f"{operations / 1e6:.1f} MFLOP"
-
-
-def human_bytes(size: float) -> str:
-    """1536 -> '1.5 KiB'."""
-    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if size >= 1 << power:
-            return f"{size / (1 << power):.1f} {unit}"
-    return f"{size:.0f} B"
-
-
-def human_seconds(seconds: float) -> str:
-    """3725 -> '1:02:05'."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
-
-
-def memory_table(columns: list[dict[str, int]]) -> list[str]:
-    """One line per allocation, bytes by kind in each column, and their sums."""
-    totals = ("total", [sum(column.values()) for column in columns])
-    rows = [*((kind, [column[kind] for column in columns]) for kind in columns[0]), totals]
-    return [f"  {kind:<16}" + "".join(f"{human_bytes(size):>16}" for size in sizes) for kind, sizes in rows]
-
-
-def speed(tokens_per_second: float, flops_per_token: float, peak_flops: float | None) -> str:
-    """'48.3% MFU' against a known peak, else '152 GFLOP/s'."""
-    achieved = tokens_per_second * flops_per_token
-    return f"{achieved / peak_flops:.1%} MFU" if peak_flops else f"{achieved / 1e9:.0f} GFLOP/s"
 
 
 def step_line(step: int, steps: int, result: StepResult, seconds: float, tokens_per_second: float, rate: str) -> str:
@@ -77,7 +34,7 @@ class Pace:
         self.warming_up = True
 
     def add(self, elapsed_seconds: float) -> float:
-        """Takes in a step; returns the mean in seconds."""
+        """Adds a step; returns the mean in seconds."""
         if len(self.seconds) == 1 and self.warming_up:  # the first step also waits for libraries and page faults
             self.seconds.clear()
             self.warming_up = False

@@ -1,26 +1,16 @@
-"""The folder of a run: who may write to it, which configuration it belongs to, and where it goes on.
-
-config.toml     the resolved configuration
-metrics.jsonl   one JSON object per step, validation, sample and event
-main.log        losses in llm.c's format
-log.txt         what the console said
-samples/        texts written during training
-checkpoints/    step_00001000/, ...
-report.html     curves and tables
-"""
+"""The folder of a run: who may write to it, which configuration it belongs to, and where it goes on."""
 
 import fcntl
 from pathlib import Path
 from typing import Any, TextIO
 
 from handgrad import checkpoint
-from handgrad.checkpoint import LOCK_FILE, Checkpoint
+from handgrad.checkpoint import Checkpoint
 from handgrad.config import RunConfig, differences, to_dict, to_toml
 from handgrad.errors import ConfigError, DataError, UsageError, storage_error
 from handgrad.files import sync_folder, write_durably
 from handgrad.parallel.ranks import Ranks
-
-CONFIG_FILE, SAMPLES, CHECKPOINTS = "config.toml", "samples", "checkpoints"
+from handgrad.run_files import CHECKPOINTS, CONFIG_FILE, LOCK_FILE, SAMPLES
 
 
 class RunFolder:
@@ -38,8 +28,8 @@ class RunFolder:
         self.passed_over: list[str] = []
         self._lock: TextIO | None = None
         self.resumed: Checkpoint | None = None
-        found = ranks.from_first(lambda: self._open(allow_changes=allow_changes), "the run folder")
-        if not ranks.leads and found is not None:
+        found = ranks.from_rank_0(lambda: self._open(allow_changes=allow_changes), "the run folder")
+        if not ranks.is_rank_0 and found is not None:
             self.resumed = checkpoint.open_checkpoint(found)
 
     def _open(self, *, allow_changes: bool) -> Path | None:
@@ -91,12 +81,12 @@ class RunFolder:
         """(step, loss) of the checkpoint with the lowest validation loss."""
         return checkpoint.best_validated(self.path)
 
-    def settle(self, identity: dict[str, Any], ranks: Ranks, *, allow_changes: bool) -> None:
+    def claim(self, identity: dict[str, Any], ranks: Ranks, *, allow_changes: bool) -> None:
         """Compares what the checkpoint says of its data with the data at hand, raising `ConfigError` on a difference, and
         writes the configuration: from here on the folder is this run's."""
-        ranks.from_first(lambda: self._settle(identity, allow_changes=allow_changes), "the run's data")
+        ranks.from_rank_0(lambda: self._claim(identity, allow_changes=allow_changes), "the run's data")
 
-    def _settle(self, identity: dict[str, Any], *, allow_changes: bool) -> None:
+    def _claim(self, identity: dict[str, Any], *, allow_changes: bool) -> None:
         old = self.resumed.manifest.get("identity") if self.resumed else identity
         old = old if isinstance(old, dict) else {}
         changed = [f"{key}: {old.get(key)} -> {value}" for key, value in identity.items() if old.get(key) != value]

@@ -1,4 +1,4 @@
-"""What a run says, shows and writes down. Of several ranks the first one speaks; the others are silent."""
+"""The log of a run: its files and its console. Only rank 0 logs."""
 
 from pathlib import Path
 from typing import Any
@@ -12,25 +12,25 @@ from handgrad.run.metrics import Metrics
 from handgrad.training.step import StepResult
 
 
-class Voice:
-    """The metrics, the logs and the console of one run."""
+class RunLog:
+    """The metrics, the log files and the console of one run; on other ranks than 0 it does nothing."""
 
     def __init__(self, folder: Path, steps: int, completed: int, ranks: Ranks, shows: Shows = "live"):
-        self.metrics = Metrics(folder, completed) if ranks.leads else None
-        self.display = Display(steps, completed, shows) if ranks.leads else None
-        # (kind, step) of what the record already says: a resumed run does only what is missing.
-        self.recorded: set[tuple[str, int]] = ranks.from_first(
-            lambda: set() if self.metrics is None else self.metrics.recorded, "what the record says"
+        self.metrics = Metrics(folder, completed) if ranks.is_rank_0 else None
+        self.display = Display(steps, completed, shows) if ranks.is_rank_0 else None
+        # (kind, step) of the records that exist: a resumed run makes only those that are missing.
+        self.recorded: set[tuple[str, int]] = ranks.from_rank_0(
+            lambda: set() if self.metrics is None else self.metrics.recorded, "the run's records"
         )
 
-    def say(self, line: str) -> None:
+    def line(self, line: str) -> None:
         if self.metrics is not None and self.display is not None:
             self.metrics.text(line)
             self.display.print(line)
 
     def event(self, step: int, line: str) -> None:
         self.record("event", step=step, text=line)
-        self.say(line)
+        self.line(line)
 
     def record(self, kind: str, **values: Any) -> None:
         if self.metrics is not None:
@@ -47,10 +47,10 @@ class Voice:
     def validation(self, step: int, loss: float, bits_per_byte: float | None, line: str) -> None:
         if self.metrics is not None:
             self.metrics.validation(step, loss, bits_per_byte)
-            self.say(line)
+            self.line(line)
 
     def gpu(self, step: int, device: torch.device) -> None:
-        """Records what the GPU's sensors say now: the driver's last readings, without waiting for the GPU's work."""
+        """Records the driver's last readings of the GPU's sensors, without waiting for the GPU."""
         if (reading := power.snapshot(device)) is not None:
             self.record("gpu", step=step, **reading)
 

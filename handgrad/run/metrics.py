@@ -10,15 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
-from handgrad.checkpoint import RECORD_FILE
 from handgrad.errors import storage_error
 from handgrad.evaluation.loss import perplexity
 from handgrad.evaluation.records import IN_TRAINING
 from handgrad.files import write_durably
-from handgrad.fp8.monitor import summary
+from handgrad.run_files import LOG_FILE, MAIN_LOG_FILE, METRICS_FILE
 from handgrad.training.step import StepResult
-
-METRICS_FILE, MAIN_LOG_FILE, LOG_FILE = RECORD_FILE, "main.log", "log.txt"
 
 
 class Metrics:
@@ -30,7 +27,7 @@ class Metrics:
         try:
             kept = _keep_lines(folder / METRICS_FILE, lambda line: _json_step(line) <= resumed_step)
             # (kind, step) of what the files already say: a resumed run does only what is missing.
-            self.recorded = {(_said(record), record.get("step")) for record in map(json.loads, kept)}
+            self.recorded = {(_kind_of(record), record.get("step")) for record in map(json.loads, kept)}
             _keep_lines(folder / MAIN_LOG_FILE, lambda line: _log_step(line) <= resumed_step)
             self.metrics = self._open(METRICS_FILE)
             self.main_log = self._open(MAIN_LOG_FILE)
@@ -72,8 +69,6 @@ class Metrics:
             tokens=tokens * step,
             **({"loss_scale": result.loss_scale} if result.loss_scale != 1.0 else {}),
         )
-        if result.quantized and result.quantized[0].clipped is not None:
-            self.record("fp8", step=step, tensors=summary(result.quantized))
         # llm.c numbers a step's line from 0.
         line = f"s:{step - 1} trl:{result.loss:.4f} lr:{result.learning_rate:.6f} norm:{result.norm:.2f}"
         self._line(self.main_log, line)
@@ -95,7 +90,7 @@ class Metrics:
             raise storage_error(error, f"writing {file.name}") from None
 
 
-def _said(record: dict[str, Any]) -> str:
+def _kind_of(record: dict[str, Any]) -> str:
     """A record's kind; a training's evaluation on a task counts apart from one that was made afterwards."""
     if record["kind"] == "evaluation" and record.get("by") == IN_TRAINING:
         return f"evaluation of {record.get('task')}"

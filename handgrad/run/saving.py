@@ -1,4 +1,4 @@
-"""The state of a run into a checkpoint and out of it, however many ranks hold it."""
+"""Moves the state of a run into a checkpoint and out of it, however many ranks hold it."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,14 +9,14 @@ from torch import Tensor
 from handgrad import checkpoint
 from handgrad.checkpoint import Checkpoint, Stored
 from handgrad.config import RunConfig
-from handgrad.fp8.scaling import SCALING_RULES
-from handgrad.parallel.buckets import Bucket
+from handgrad.layout import Bucket, bucket_of
 from handgrad.parallel.ranks import Ranks
-from handgrad.training.spikes import Outliers
+from handgrad.run.assemble import Assembly
+from handgrad.training.spikes import SpikeWindow
 from handgrad.training.state import TrainingState
-from handgrad.training.step import Stepper
 
-PREFIXES = ("", "m.", "v.")  # of weights and their moments
+# Settings that the scales in a checkpoint depend on.
+SCALING_RULES = ("fp8_gradients", "fp8_scaling", "fp8_window", "fp8_margin", "fp8_count_every")
 
 
 def save_state(
@@ -29,7 +29,7 @@ def save_state(
 ) -> Path:
     """Saves the state; returns the checkpoint's folder.
 
-    Rank 0 writes; the others hand it, bucket by bucket, what they hold. None goes on before the checkpoint stands. Raises
+    Rank 0 writes; the others send it their shards, bucket by bucket. None goes on before the checkpoint stands. Raises
     `StorageError`, on all ranks, when the disk does not take it.
     """
     tensors = list(stored_tensors(state, ranks))
@@ -38,28 +38,29 @@ def save_state(
         try:
             return checkpoint.save(checkpoints, step, tensors, manifest, extra_files)
         finally:
-            hand_over(tensors)  # what an error left: the others have it ready, and wait
+            fetch_rest(tensors)  # after an error: the others wait to send them
 
-    if not ranks.leads:
-        hand_over(tensors)
-    return ranks.from_first(write, "a checkpoint")
+    if not ranks.is_rank_0:
+        fetch_rest(tensors)
+    return ranks.from_rank_0(write, "a checkpoint")
 
 
-def hand_over(tensors: list[Stored]) -> None:
+def fetch_rest(tensors: list[Stored]) -> None:
     for tensor in tensors:
         if not tensor.fetched:
             tensor.fetch()
 
 
 def stored_tensors(state: TrainingState, ranks: Ranks) -> Iterator[Stored]:
-    """All that a checkpoint holds beside its numbers, in its order; shards are gathered when they are fetched."""
+    """The tensors of a checkpoint, weights first, then the optimizer's state; shards are gathered when they are fetched."""
     gathered = GatheredBucket(state, ranks)
-    for prefix, flat in zip(PREFIXES, (state.master, state.first_moments, state.second_moments), strict=True):
-        for row in state.table:
+    buffers = {"": state.master, **{f"{name}.": flat for name, flat in state.optimizer.items()}}
+    for prefix, flat in buffers.items():
+        for row in state.design.parameters:
             if flat.numel() == state.parameters.numel():
                 yield Stored.of(prefix + row.name, row.stored(flat))
                 continue
-            bucket = next(b for b in state.buckets if b.start <= row.offset < b.stop)
+            bucket = bucket_of(row, state.design.buckets)
 
             def fetch(flat=flat, row=row, bucket=bucket) -> Tensor:
                 start = row.offset - bucket.start
@@ -69,68 +70,69 @@ def stored_tensors(state: TrainingState, ranks: Ranks) -> Iterator[Stored]:
 
 
 class GatheredBucket:
-    """The last bucket that was asked for, of one of the shared buffers, in the memory that buckets travel through."""
+    """The last bucket that was asked for, of one of the sharded buffers, in the memory that buckets travel through."""
 
     def __init__(self, state: TrainingState, ranks: Ranks):
         self.state, self.ranks = state, ranks
         self.held: tuple[int, str] | None = None
 
     def __call__(self, shard: Tensor, bucket: Bucket) -> Tensor:
-        whole = self.state.exchange.view(shard.dtype)[: bucket.elements]
+        whole = self.state.views["exchange"].view(shard.dtype)[: bucket.elements]
         wanted = shard.data_ptr(), bucket.name
         if self.held != wanted:
             operation = f"checkpoint, {bucket.name}"
-            self.ranks.finish(self.ranks.collect(whole, shard[bucket.local(self.ranks.size)], operation), operation)
+            work = self.ranks.all_gather(whole, shard[bucket.local(self.ranks.size)], operation)
+            self.ranks.wait(work, operation)
             self.held = wanted
         return whole
 
 
-def run_numbers(state: TrainingState, stepper: Stepper) -> dict[str, Any]:
-    """What a run goes on with beside its tensors, for the manifest."""
+def run_numbers(training: Assembly) -> dict[str, Any]:
+    """The numbers that a run resumes with, for the manifest."""
     return {
-        "loss_window": list(stepper.losses.values),
-        "norm_window": list(stepper.norms.values),
-        "loss_scale": state.loss_scale[1:].tolist(),
-        **({} if state.scaling is None else {"fp8": state.scaling.saved()}),
+        "loss_window": list(training.step.losses.values),
+        "norm_window": list(training.step.norms.values),
+        "loss_scale": training.state.loss_scale[1:].tolist(),
+        **({} if training.scaling is None else {"fp8": training.scaling.saved()}),
     }
 
 
-def load_run(source: Checkpoint, config: RunConfig, state: TrainingState, stepper: Stepper) -> None:
+def load_run(source: Checkpoint, config: RunConfig, training: Assembly) -> None:
     """Takes up a checkpoint: its tensors and `run_numbers`, as far as they hold for the configuration."""
-    load_everything(source, state)
-    manifest = source.manifest
-    stepper.losses, stepper.norms = Outliers(manifest["loss_window"]), Outliers(manifest["norm_window"])
+    load_state(source, training.state)
+    manifest, step = source.manifest, training.step
+    step.losses, step.norms = SpikeWindow(manifest["loss_window"]), SpikeWindow(manifest["norm_window"])
     if manifest["config"]["precision"] == config.precision == "fp16":
-        scale, good_steps = manifest["loss_scale"]
-        state.set_loss_scale(scale, good_steps, config.tokens_per_step)
+        training.state.set_loss_scale(*manifest["loss_scale"])
     # Scales that were made by other rules are made anew.
     unchanged = all(manifest["config"].get(name) == getattr(config, name) for name in SCALING_RULES)
-    if state.scaling is not None and unchanged and state.scaling.restore(manifest.get("fp8", {})):
-        state.requantize()
+    if training.scaling is not None and unchanged and training.scaling.restore(manifest.get("fp8", {})):
+        training.scaling.requantize()
+
+
+def load_state(source: Checkpoint, state: TrainingState) -> None:
+    """Weights and optimizer state of a checkpoint. Raises `DataError` if shapes differ."""
+    table = state.design.parameters
+    takers = {row.name: (row.stored_shape, lambda values, row=row: state.take_weight(row, values)) for row in table}
+    source.load(checkpoint.WEIGHTS_FILE, takers)
+    takers = {}
+    for name, flat in state.optimizer.items():
+        for row in table:
+            take = lambda values, row=row, flat=flat: state.take(flat, row, values)  # noqa: E731
+            takers[f"{name}.{row.name}"] = row.stored_shape, take
+    source.load(checkpoint.OPTIMIZER_FILE, takers)
 
 
 def origin_of(source: Checkpoint) -> dict[str, Any] | None:
-    """What the run of a checkpoint started from, or None: weights that were opened, or imported together with moments."""
+    """The weights that the run of a checkpoint started from, or None: opened ones, or some imported with moments."""
     return source.manifest.get("init") or source.manifest.get("imported")
 
 
 def changed_versions(source: Checkpoint, now: dict[str, str]) -> list[str]:
-    """What a checkpoint's bits depended on and this run's do not, or the other way round, in lines for the log."""
+    """The versions that differ between a checkpoint and this run, in lines for the log."""
     then = source.manifest["versions"]
     return [
         f"{key} {then.get(key)} -> {now.get(key)} (the bits may differ from an unbroken run's)"
         for key in {**then, **now}
         if then.get(key) != now.get(key)
     ]
-
-
-def load_everything(source: Checkpoint, state: TrainingState) -> None:
-    """Weights and moments of a checkpoint into a state. Raises `DataError` if shapes differ."""
-    takers = {row.name: (row.stored_shape, lambda values, row=row: state.take_weight(row, values)) for row in state.table}
-    source.load(checkpoint.WEIGHTS_FILE, takers)
-    takers = {}
-    for prefix, flat in (("m.", state.first_moments), ("v.", state.second_moments)):
-        for row in state.table:
-            take = lambda values, row=row, flat=flat: state.take(flat, row, values)  # noqa: E731
-            takers[prefix + row.name] = row.stored_shape, take
-    source.load(checkpoint.OPTIMIZER_FILE, takers)

@@ -1,4 +1,4 @@
-"""A run's configuration from what its user says: a preset, a recipe, a model's name, single settings."""
+"""A run's configuration from a preset, a recipe, a model's name and single settings."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,8 +10,8 @@ from handgrad.errors import UsageError
 
 
 def run_config(preset: str, recipe_file: str, model: str, settings: Mapping[str, Any]) -> RunConfig:
-    """Preset, then recipe, then the model's sizes, then single settings, each in the place of what came before; what is not
-    given is empty. Sizes that nobody gave are those of the weights to start from.
+    """Preset, then recipe, then the model's sizes, then single settings: the later one wins. Empty means not given.
+    Sizes that none of them gives are those of the weights to start from.
 
     Raises `UsageError`, `DataError`: a name that does not exist, a value that does not fit, nothing to train.
     """
@@ -36,9 +36,8 @@ def run_config(preset: str, recipe_file: str, model: str, settings: Mapping[str,
 
 
 def sizes_of_weights(settings: dict[str, Any]) -> dict[str, Any]:
-    """The model's sizes as the weights in `init_from` have them. A run that has begun from them has them, too, and goes on
-    without the weights."""
-    from handgrad import checkpoint  # which needs torch, as `--help` does not
+    """The model's sizes, from the weights in `init_from`; or from the run in `out`, which resumes without those weights."""
+    from handgrad import checkpoint  # imports torch, which `--help` spares
     from handgrad.interop.sources import SIZES, read_sizes
 
     if settings.keys() >= set(SIZES):

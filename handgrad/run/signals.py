@@ -1,4 +1,4 @@
-"""How a run that makes steps is told to stop: by a signal, or by the exception of whoever looks on."""
+"""Stops a run between steps: by a signal, or by an exception of its observer."""
 
 import signal
 import threading
@@ -12,12 +12,12 @@ from handgrad.training.step import StepResult
 STOPPING = (signal.SIGTERM, signal.SIGINT)
 
 
-OnStep = Callable[[int, StepResult], None]  # a step's number, counted from 1, and what it was
+OnStep = Callable[[int, StepResult], None]  # a step's number, counted from 1, and its result
 
 
-class Onlooker:
-    """Somebody who is shown the steps. What they raise is kept until the run stands still: the next step may be under way,
-    and is finished first."""
+class Observer:
+    """Calls `on_step`. An exception that it raises is kept until the run pauses: the next step may be under way, and is
+    finished first."""
 
     def __init__(self, on_step: OnStep | None):
         self.on_step = on_step
@@ -30,20 +30,21 @@ class Onlooker:
             except BaseException as error:
                 self.raised = error
 
-    def pass_on(self) -> None:
-        """Raises what was kept."""
+    def raise_kept(self) -> None:
         if self.raised is not None:
             raise self.raised
 
 
 class StopSignals:
-    """Within a `with` block SIGTERM and SIGINT do nothing but be noted in `told`, so that a step can be finished first. The
-    same signal again ends the process at once (saves are atomic), or with `keeps_process` does what it did before the
-    block. Outside of the main thread, where Python takes no handlers, signals are left alone."""
+    """Within a `with` block SIGTERM and SIGINT are only noted in `received`: a step is finished first.
+
+    The same signal again ends the process at once (saves are atomic), or with `keeps_process` acts as it did before the
+    block. Outside of the main thread, where Python takes no handlers, signals are left alone.
+    """
 
     def __init__(self, *, keeps_process: bool):
         self.keeps_process = keeps_process
-        self.told: int | None = None
+        self.received: int | None = None
         self.previous: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignals":
@@ -56,12 +57,12 @@ class StopSignals:
             signal.signal(number, handler)
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        self.told = number
+        self.received = number
         signal.signal(number, self.previous[number] if self.keeps_process else signal.SIG_DFL)
 
 
-def preempted(told: int, completed: int, last_saved: int) -> Preempted:
-    """The error of a run that was told to stop by signal `told`; `last_saved` is the newest checkpoint's step, or -1."""
+def preempted(received: int, completed: int, last_saved: int) -> Preempted:
+    """The error of a run that signal `received` stopped; `last_saved` is the newest checkpoint's step, or -1."""
     saved = f"saved step {last_saved}" if last_saved >= 0 else "nothing saved yet"
-    name = signal.Signals(told).name
+    name = signal.Signals(received).name
     return Preempted(f"stopped by {name} after step {completed}, {saved}; run the same command to go on")

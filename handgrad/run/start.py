@@ -1,70 +1,111 @@
-"""From a configuration to a run: device, ranks, data, run folder, and what is refused before anything is written."""
+"""Opens a run: device, ranks, data, folder, initial weights; refuses what cannot run before anything is written."""
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from handgrad import devices
-from handgrad.backend import choose_backend, settle_products
+from handgrad.backend import choose_backend
 from handgrad.config import RunConfig, check, to_dict
-from handgrad.data.shards import open_dataset
-from handgrad.parallel.joining import joined
-from handgrad.parallel.launchers import find_place
+from handgrad.data.shards import Dataset, open_dataset
+from handgrad.errors import DataError, UsageError
+from handgrad.evaluation.load import Weights
+from handgrad.interop.sources import SIZES, open_weights
+from handgrad.parallel.launchers import find_rank_info
 from handgrad.parallel.ranks import Ranks
+from handgrad.parallel.rendezvous import Timeouts, joined
+from handgrad.run.checks import check_disk, check_fits, check_shared_gradients
 from handgrad.run.console import Shows
 from handgrad.run.folder import RunFolder, settled_lanes
-from handgrad.run.header import check_disk, check_fits, check_shared_gradients
-from handgrad.run.initial_weights import open_start
 from handgrad.run.loop import Run
+from handgrad.run.resolve import resolve, with_tuned_gemms
 from handgrad.run.tasks import task_watch
-
-
-def train(config: RunConfig, *, allow_changes: bool = False) -> float | None:
-    """Trains (or goes on training) the run in `config.out`; returns the last validation loss in nats, if there is one.
-
-    Raises `Preempted` after saving when the process is told to stop, `NumericsError` when updates keep being skipped, and
-    the errors of whatever input or folder does not fit.
-    """
-    with open_run(config, allow_changes=allow_changes) as run:
-        return run.train()
 
 
 @contextlib.contextmanager
 def open_run(config: RunConfig, *, allow_changes: bool = False, shows: Shows = "live") -> Iterator[Run]:
     """The run in `config.out`, ready to make steps; the folder is this process's own until the end of the `with` block.
-    Raises the errors of whatever input or folder does not fit."""
+
+    Raises the errors of an input or a folder that does not fit.
+    """
     check(config)
-    place = find_place(os.environ)
-    device = devices.resolve_device(config.device, place.local_rank)
-    with joined(place, device, config) as ranks:
-        yield from open_with(config, device, ranks, allow_changes=allow_changes, shows=shows)
+    info = find_rank_info(os.environ)
+    device = devices.resolve_device(config.device, info.local_rank)
+    seconds = config.join_seconds, config.silence_seconds, config.stall_seconds
+    with joined(info, device, Timeouts(*seconds, Path(config.out) / "stacks")) as ranks:
+        yield from open_as_rank(config, device, ranks, allow_changes=allow_changes, shows=shows)
 
 
-def open_with(config: RunConfig, device: torch.device, ranks: Ranks, *, allow_changes: bool, shows: Shows) -> Iterator[Run]:
+def open_as_rank(
+    config: RunConfig, device: torch.device, ranks: Ranks, *, allow_changes: bool, shows: Shows
+) -> Iterator[Run]:
     """`open_run` as one of `ranks`."""
-    dtype = devices.use_precision(device, config.precision)
-    ops = choose_backend(config.backend, device)
-    config = settle_products(config, ops)
-    ranks.agree("configuration", to_dict(config))
-    config = check(replace(config, lanes=ranks.from_first(lambda: settled_lanes(config, ranks.size), "lanes")))
+    config = with_tuned_gemms(config, choose_backend(config.backend, device, config.precision))
+    ranks.check_equal("configuration", to_dict(config))
+    config = check(replace(config, lanes=ranks.from_rank_0(lambda: settled_lanes(config, ranks.size), "lanes")))
     check_shared_gradients(config, ranks.size)
     dataset = open_dataset(config.data)
-    tasks = task_watch(config, dataset.tokenizer, dtype, device, ops, ranks)
-    more_bytes = 0 if tasks is None else tasks.plan.total_bytes
-    check_fits(config, dataset, device, dtype, ops, ranks.size, more_bytes=more_bytes)
-    if ranks.leads:
-        check_disk(config, dataset.tokenizer.vocab_size)
+    design = resolve(config, dataset.tokenizer.vocab_size, rank=ranks.rank, ranks=ranks.size, device=device)
+    tasks = task_watch(config, design, dataset.tokenizer, ranks)
+    check_fits(config, design, dataset, ranks.size, more_bytes=0 if tasks is None else tasks.plan.total_bytes)
+    if ranks.is_rank_0:
+        check_disk(config, design)
     folder = RunFolder(config, ranks, allow_changes=allow_changes)
     try:
-        weights = None if folder.resumed else open_start(config, dataset, ranks)
-        settings = {"allow_changes": allow_changes, "shows": shows}
-        run = Run(config, dataset, folder, device, dtype, ops, ranks, weights, tasks, **settings)
+        weights = None
+        if config.init_from and not folder.resumed:
+            weights = opened_in_turn(lambda: open_fitting(config, dataset), ranks)
+        run = Run(config, design, dataset, folder, ranks, weights, tasks, allow_changes=allow_changes, shows=shows)
         try:
             yield run
         finally:
-            run.voice.close()
+            run.log.close()
     finally:
         folder.close()
+
+
+def opened_in_turn(opening: Callable[[], Weights], ranks: Ranks) -> Weights:
+    """Rank 0 opens the weights before the others do: a model of the Hub is downloaded once."""
+    found: list[Weights] = []
+    ranks.from_rank_0(lambda: found.append(opening()), "the weights")
+    return found[0] if found else opening()
+
+
+def open_fitting(config: RunConfig, dataset: Dataset) -> Weights:
+    """The weights of `init_from`. Raises `UsageError`: the run has other sizes; `DataError`: another tokenizer, or an error
+    of `open_weights`."""
+    weights = open_weights(config.init_from)
+    for name in SIZES:
+        here, there = getattr(config, name), getattr(weights.shape, name)
+        if name == "sequence_length" and here > there:
+            raise UsageError(
+                f"expected a sequence_length of at most the {there} positions of {config.init_from}, found {here};"
+                f" try --sequence-length {there}"
+            )
+        if name != "sequence_length" and here != there:
+            raise UsageError(
+                f"{name} is {there} in {config.init_from} and {here} in this run; give no preset, --model or sizes to take"
+                " those of the weights"
+            )
+    if weights.tokenizer.sha256 != dataset.tokenizer.sha256:
+        raise DataError(
+            f"{config.init_from} was trained with another tokenizer than {config.data};"
+            " prepare the text with the tokenizer of the weights"
+        )
+    return weights
+
+
+def train(config: RunConfig, *, allow_changes: bool = False) -> float | None:
+    """Trains the run in `config.out`, or resumes it; returns the last validation loss in nats, if there is one.
+
+    Raises `Preempted` after saving when a signal stops the process, `NumericsError` when updates keep being skipped, and
+    the errors of `open_run`.
+    """
+    with open_run(config, allow_changes=allow_changes) as run:
+        run.begin()
+        run.advance(config.steps)
+        return run.validation_loss

@@ -15,13 +15,13 @@ from handgrad.backend import REQUIRED, choose_backend
 from handgrad.config import RunConfig
 from handgrad.data.tokenizer import load_tokenizer
 from handgrad.errors import HandgradError
-from handgrad.models import transformer
+from handgrad.format import human_bytes
 from handgrad.ops import reference
-from handgrad.run.console import human_bytes
+from handgrad.run.assemble import assemble
+from handgrad.run.resolve import resolve
 from handgrad.tools.kernel_checks.fp8 import OLDEST_FP8, check_fp8_kernels
 from handgrad.tools.kernel_checks.operations import check_kernels
-from handgrad.tools.plan import product_rate
-from handgrad.training.state import allocate_state
+from handgrad.tools.plan import gemm_flops
 
 PACKAGES = (
     "torch",
@@ -59,9 +59,9 @@ def examine() -> Iterator[tuple[bool, str]]:
         yield True, f"{human_bytes(memory)} of memory free on {device.type}"
     yield True, f"{human_bytes(shutil.disk_usage('.').free)} of disk free here"
     for precision in ("fp32", half_precision(device)):
-        rate = product_rate(device, devices.DTYPES[precision])
+        rate = gemm_flops(device, devices.DTYPES[precision])
         note = ""
-        if precision == "bf16" and device.type == "cpu" and rate < 2 * product_rate(device, torch.float32):
+        if precision == "bf16" and device.type == "cpu" and rate < 2 * gemm_flops(device, torch.float32):
             note = "; this processor has no bf16 instructions worth using, train in fp32"
         yield True, f"{precision} products run at {rate / 1e9:.0f} GFLOP/s{note}"
     yield from examine_gpu(device)
@@ -122,12 +122,20 @@ def driver_version() -> str:
     return found[1] if found else "of unknown version"
 
 
+class ZeroTokens:
+    """Samples whose tokens are all 0."""
+
+    def fill(self, inputs: torch.Tensor, targets: torch.Tensor, first_sample: int) -> None:
+        inputs.zero_()
+        targets.zero_()
+
+
 def check_operations() -> None:
     """One tiny model, forward and backward, in both precisions on this machine's device."""
     device = devices.resolve_device("auto")
     for precision in ("fp32", half_precision(device)):
-        dtype = devices.use_precision(device, precision)
         config = RunConfig(
+            precision=precision,
             num_layers=2,
             num_heads=2,
             channels=32,
@@ -135,16 +143,9 @@ def check_operations() -> None:
             micro_batch=2,
             tokens_per_step=32,
         )
-        state = allocate_state(config, config.shape(257), dtype, device, reference)
-        transformer.loss_and_gradients(
-            reference,
-            state.weights,
-            state.weight_gradients,
-            state.activations,
-            state.loss_scale[:1],
-            vocab_size=257,
-            recompute=0,
-        )
+        training = assemble(resolve(config, 257, device=device, ops=reference), ZeroTokens())
+        training.step.make_gradients(0)
+        state = training.state
         assert torch.isfinite(state.gradients).all(), f"non-finite gradients in {precision}"
         assert state.gradients.abs().max() > 0, f"no gradients in {precision}"
 

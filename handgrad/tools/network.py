@@ -1,6 +1,6 @@
-"""What the wires between the ranks carry: the collectives of a training step, and every pair of ranks by itself.
+"""Bandwidth between ranks: the collectives of a training step, and every pair of ranks by itself.
 
-All ranks walk through the same measurements and learn all results, so that all come to the same verdict.
+All ranks take the same measurements and gather all results, so they reach the same verdict.
 """
 
 import math
@@ -16,18 +16,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from handgrad.config import RunConfig
 from handgrad.errors import UsageError
-from handgrad.parallel.joining import joined
-from handgrad.parallel.launchers import find_place
+from handgrad.parallel.launchers import find_rank_info
 from handgrad.parallel.ranks import Ranks
+from handgrad.parallel.rendezvous import Timeouts, joined
 
 MIB = 1 << 20
 SIZES = (1 << 10, MIB)  # bytes of a buffer, and the large one:
 LARGE = {"cuda": 64 * MIB, "cpu": 16 * MIB}
 PAIR = {"cuda": 64 * MIB, "cpu": 4 * MIB}  # bytes each way
-ROUNDS = 5  # the best of them counts
-MOST_PAIRED = 64  # among more ranks, pairing all with all takes too long
+ROUNDS = 5  # the best one counts
+MOST_PAIRED = 64  # more ranks than this take too long to pair all with all
 SLOW = 0.7  # of the median of its class
 WHERE = {True: "inside a node", False: "between nodes"}
 MODELS = {"124M": 124.4e6, "1558M": 1557.6e6}  # parameters
@@ -35,58 +34,58 @@ MODELS = {"124M": 124.4e6, "1558M": 1557.6e6}  # parameters
 
 @dataclass(frozen=True)
 class Link:
-    """A pair of ranks, and the bytes per second that went from each to the other while both were sending."""
+    """A pair of ranks, and the bytes per second that each received while both sent."""
 
     first: int
     second: int
     rate: float
-    inside: bool  # whether both are on one host
+    inside: bool  # both are on one host
 
 
 def examine_network(device: torch.device) -> Iterator[tuple[bool, str]]:
-    """(whether it is well, line), on every rank, for what the ranks of this launch can send each other.
+    """Yields (passed, line) for the network between the ranks of this launch, on every rank.
 
     Raises `UsageError` for a single process and what `join` raises.
     """
-    place = find_place(os.environ)
-    if place.size == 1:
+    info = find_rank_info(os.environ)
+    if info.size == 1:
         raise UsageError(
             "--net measures between processes and found one; start several, on each node:"
             " torchrun --nproc-per-node=2 -m handgrad doctor --net"
         )
     if device.type not in LARGE:
         device = torch.device("cpu")
-    with joined(place, device, RunConfig()) as ranks:
+    with joined(info, device, Timeouts()) as ranks:
         yield from measure(ranks, device)
 
 
 def measure(ranks: Ranks, device: torch.device) -> Iterator[tuple[bool, str]]:
-    """Collectives, links, and what follows for a training step."""
-    hosts = ranks.objects(socket.gethostname(), "names of the hosts")
+    """Yields the lines for collectives, for links, and for a training step over them."""
+    hosts = ranks.all_gather_objects(socket.gethostname(), "names of the hosts")
     backend = "NCCL" if device.type == "cuda" else "gloo"
     yield True, f"{ranks.size} ranks on {len(set(hosts))} host(s), {device.type} buffers, {backend}"
     large = {}
     for operation in ("all_to_all", "all_gather"):
         for size in (*SIZES, LARGE[device.type]):
             seconds = time_collective(ranks, device, operation, size)
-            large[operation] = leaving(size, ranks.size) / seconds
+            large[operation] = sent_bytes(size, ranks.size) / seconds
             yield (
                 True,
                 f"{operation:<10} of {human(size):>6}: {seconds * 1e6:9.0f} us, {speed(large[operation])} out of each rank",
             )
     links = measure_links(ranks, device, hosts)
-    yield from told_links(links, hosts)
+    yield from link_lines(links, hosts)
     for name, parameters in MODELS.items():
         yield True, step_cost(name, parameters, large, ranks.size)
 
 
-def leaving(size: float, ranks: int) -> float:
-    """Bytes of a buffer of `size` that a rank sends to the others: all but its own part."""
+def sent_bytes(size: float, ranks: int) -> float:
+    """Bytes of a buffer of `size` that a rank sends: all but its own part."""
     return size * (ranks - 1) / ranks
 
 
 def time_collective(ranks: Ranks, device: torch.device, operation: str, size: int) -> float:
-    """Seconds that `operation` over buffers of `size` bytes (rounded up to equal parts) takes the slowest rank."""
+    """Seconds of the slowest rank for `operation` over buffers of `size` bytes, rounded up to equal parts."""
     part = -(-size // ranks.size)
     full = torch.zeros(part * ranks.size, dtype=torch.uint8, device=device)
     gathers = operation == "all_gather"
@@ -94,7 +93,7 @@ def time_collective(ranks: Ranks, device: torch.device, operation: str, size: in
     name = f"{operation} of {human(size)}"
 
     def call() -> None:
-        ranks.finish((ranks.collect if gathers else ranks.exchange)(full, given, name), name)
+        ranks.wait((ranks.all_gather if gathers else ranks.all_to_all)(full, given, name), name)
 
     call()  # makes the connections
     calls = max(2, min(20, 32 * MIB // size))
@@ -108,30 +107,30 @@ def time_collective(ranks: Ranks, device: torch.device, operation: str, size: in
         with ranks.waiting(name):
             synchronize(device)
         took = (time.perf_counter() - begun) / calls
-        best = min(best, max(row[0] for row in ranks.tell([took], name)))
+        best = min(best, max(row[0] for row in ranks.all_gather_numbers([took], name)))
     return best
 
 
 def measure_links(ranks: Ranks, device: torch.device, hosts: list[str]) -> list[Link]:
-    """Every pair of `tournament`, one round after the other; pairs of a round run at the same time."""
+    """Measures every pair of `round_robin`; the pairs of a round run at the same time."""
     size = PAIR[device.type]
     sent, received = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
     links = []
-    for pairs in tournament(ranks.size):
+    for pairs in round_robin(ranks.size):
         peers = {a: b for pair in pairs for a, b in (pair, pair[::-1])}
         peer = peers.get(ranks.rank)
         took = 0.0 if peer is None else time_pair(ranks, sent, received, peer)
-        rows = ranks.tell([took], "times of pairs")
+        rows = ranks.all_gather_numbers([took], "times of pairs")
         links += [Link(a, b, size / max(rows[a][0], rows[b][0]), hosts[a] == hosts[b]) for a, b in pairs]
     return links
 
 
-def tournament(size: int) -> list[list[tuple[int, int]]]:
+def round_robin(size: int) -> list[list[tuple[int, int]]]:
     """Rounds of pairs (a < b), no rank twice in a round: all pairs, or, of many ranks, those that differ in one bit."""
     if size > MOST_PAIRED:
         steps = [1 << bit for bit in range((size - 1).bit_length())]
         return [[(a, a ^ step) for a in range(size) if a < a ^ step < size] for step in steps]
-    seats = list(range(size + size % 2))  # an odd one sits out beside the seat that is too much
+    seats = list(range(size + size % 2))  # with an odd number, the partner of the last seat sits out
     rounds = []
     for _ in range(len(seats) - 1):
         pairs = zip(seats[: len(seats) // 2], reversed(seats), strict=False)
@@ -141,10 +140,10 @@ def tournament(size: int) -> list[list[tuple[int, int]]]:
 
 
 def time_pair(ranks: Ranks, sent: Tensor, received: Tensor, peer: int) -> float:
-    """Seconds until this rank and `peer` have sent each other their buffers, which happens at once."""
+    """Seconds until this rank and `peer` have exchanged their buffers, both ways at once."""
     best = math.inf
     for attempt in range(ROUNDS + 1):
-        swap(ranks, sent[:1], received[:1], peer)  # both stand here
+        swap(ranks, sent[:1], received[:1], peer)  # a barrier of the two
         begun = time.perf_counter()
         swap(ranks, sent, received, peer)
         if attempt:  # the first one makes the connection
@@ -161,8 +160,8 @@ def swap(ranks: Ranks, sent: Tensor, received: Tensor, peer: int) -> None:
         synchronize(sent.device)
 
 
-def told_links(links: list[Link], hosts: list[str]) -> Iterator[tuple[bool, str]]:
-    """A line for each class of links, and one for each link that is slower than its class lets expect."""
+def link_lines(links: list[Link], hosts: list[str]) -> Iterator[tuple[bool, str]]:
+    """Yields a line for each class of links, and one for each link below `SLOW` times its class's median."""
     classes: dict[bool, list[Link]] = defaultdict(list)
     for link in links:
         classes[link.inside].append(link)
@@ -181,8 +180,8 @@ def told_links(links: list[Link], hosts: list[str]) -> Iterator[tuple[bool, str]
 
 
 def step_cost(name: str, parameters: float, rates: dict[str, float], ranks: int) -> str:
-    """What the collectives of a step would take: float32 gradients to their owners, bf16 weights back to all."""
-    gradients, weights = leaving(4 * parameters, ranks), leaving(2 * parameters, ranks)
+    """The predicted time of a step's collectives: float32 gradients to their owners, bf16 weights back to all."""
+    gradients, weights = sent_bytes(4 * parameters, ranks), sent_bytes(2 * parameters, ranks)
     there, back = gradients / rates["all_to_all"], weights / rates["all_gather"]
     return (
         f"a step of {name} would spend {(there + back) * 1e3:.0f} ms in collectives, computed from the rates of the largest"

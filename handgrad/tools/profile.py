@@ -1,23 +1,17 @@
 """Where the time of a step goes: every kernel by its type, against what this machine's memory and tensor cores can do.
 
 Launches and times come from a pass of their own, recorded by torch's profiler without CUDA graphs: there each operation
-runs inside a named range, and a kernel belongs to the innermost range in which the host launched it. The wall time of a
-step comes from steps as `handgrad train` makes them.
+runs inside a named range (`recorder`), and a kernel belongs to the innermost range in which the host launched it. The wall
+time of a step comes from steps as `handgrad train` makes them.
 """
 
-import functools
-import importlib
-import inspect
 import math
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -26,178 +20,20 @@ from torch import Tensor
 
 import handgrad
 from handgrad import devices, power
-from handgrad.backend import choose_backend, settle_products
-from handgrad.config import ModelShape, RunConfig
+from handgrad.backend import choose_backend
+from handgrad.config import RunConfig
 from handgrad.errors import DataError
-from handgrad.fp8.formats import Form, Quantized, plain
-from handgrad.run.console import human_bytes, human_count
-from handgrad.tools.traces import PREFIX, Spent, read_trace, spent_on_cpu, spent_on_gpu
-from handgrad.training.feed import BatchFeed, Source
-from handgrad.training.state import TrainingState, allocate_state, training_plan
-from handgrad.training.step import Stepper, StepResult
+from handgrad.format import human_bytes, human_count
+from handgrad.run.assemble import allocate, assemble, bind
+from handgrad.run.resolve import resolve, with_tuned_gemms
+from handgrad.tools.recorder import Recorder
+from handgrad.tools.traces import Spent, read_trace, spent_on_cpu, spent_on_gpu
+from handgrad.training.design import Design
+from handgrad.training.feed import Source
+from handgrad.training.step import StepResult, TrainStep
 
 WARMUP_STEPS = 3
 HOT_SECONDS = 3.0  # of steps on a GPU before each measurement: its clock falls to what its power limit allows
-
-Named = dict[str, Any]  # an operation's arguments by their names
-
-
-@dataclass(frozen=True)
-class Counted:
-    """The kernel type of an operation, and how much work it is. Without `flops` it counts in bytes."""
-
-    kind: str
-    flops: Callable[[Named], int] | None = None
-
-
-def width(form: Form) -> int:
-    """Channels of a tensor (N, C)."""
-    if isinstance(form, Tensor):
-        return form.shape[1]
-    return form.rows.shape[1] if form.rows is not None else plain(form).shape[1]
-
-
-def product_flops(t: Named) -> int:
-    return 2 * t["out"].numel() * width(t["inp"])
-
-
-def two_products_flops(t: Named) -> int:
-    rows = t["dinp"] if "dinp" in t else t["hidden"]
-    return 4 * rows.numel() * t["dweight_acc"].shape[0]
-
-
-FORWARD, BACKWARD = "{place} products, forward", "{place} products, dgrad and wgrad"
-
-# Causal attention: query q meets q + 1 keys, (T + 1) / 2 in the mean. Two products forward; five backward, the scores once
-# again among them, however often a kernel forms them.
-OPERATIONS = {
-    "embedding_forward": Counted("embedding"),
-    "embedding_backward": Counted("embedding"),
-    "layernorm_forward": Counted("layernorm forward"),
-    "layernorm_backward": Counted("layernorm backward"),
-    "linear_forward": Counted(FORWARD, product_flops),
-    "linear_residual_forward": Counted(FORWARD, product_flops),
-    "linear_gelu_forward": Counted(FORWARD, product_flops),
-    "linear_backward": Counted(BACKWARD, two_products_flops),
-    "gelu_linear_backward": Counted(BACKWARD, two_products_flops),
-    "attention_forward": Counted("attention forward", lambda t: 2 * plain(t["out"]).numel() * (t["lse"].shape[-1] + 1)),
-    "attention_backward": Counted("attention backward", lambda t: 5 * plain(t["out"]).numel() * (t["lse"].shape[-1] + 1)),
-    "residual_forward": Counted("residual sum"),
-    "dropout_forward": Counted("dropout"),
-    "dropout_backward": Counted("dropout"),
-    "dropout_residual_forward": Counted("dropout and residual sum"),
-    "gelu_forward": Counted("GELU alone"),
-    "gelu_backward": Counted("GELU alone"),
-    "bias_backward": Counted("bias sums"),
-    "classifier_forward": Counted("classifier"),
-    "classifier_forward_backward": Counted("classifier"),
-    "loss_sum": Counted("loss and verdict"),
-    "verdict": Counted("loss and verdict"),
-    "squared_norms": Counted("norm"),
-    "tree_sum": Counted("sums over lanes"),
-    "checksum": Counted("checksum"),
-    "adamw_update": Counted("AdamW"),
-    "quantize": Counted("quantising weights"),
-    "fold_statistics": Counted("fp8 scales"),
-    "update_scaling": Counted("fp8 scales"),
-}
-
-# What an operation of `linear` calls within its backend, and what is counted instead of it where it does.
-PARTS = {
-    "multiply": Counted(
-        "{place} products, {role}", lambda t: 2 * t["d"].numel() * t["a"].shape[bool(t.get("transpose_a"))]
-    ),
-    **{name: OPERATIONS[name] for name in ("bias_backward", "dropout_residual_forward", "gelu_forward", "gelu_backward")},
-    "gelu_forward_fp8": Counted("GELU to fp8, forward"),
-    "gelu_backward_fp8": Counted("GELU to fp8, backward"),
-}
-
-ONCE = {"gradient_inout", "logits_inout"}  # may be spoilt, or changes in its padded columns alone
-BY_TOKEN, BY_POSITION = {"wte", "dwte_acc"}, {"wpe", "dwpe_acc"}  # tables of which not all rows are touched
-
-
-def is_wgrad(t: Named) -> bool:
-    """Whether a product is a weight gradient: with both operands transposed in fp8, where it is known by its float32."""
-    return bool(t.get("transpose_b")) or ("d" in t and t["a"].itemsize == 1 and t["d"].dtype == torch.float32)
-
-
-def size_bytes(t: Named) -> int:
-    """Bytes an operation cannot avoid: an input read once, an output written once, what changes in place twice."""
-    total, seen = 0, set()
-    for name, tensor in flattened(t):
-        if not isinstance(tensor, Tensor) or name == "scratch" or (tensor.data_ptr(), tensor.shape) in seen:
-            continue
-        seen.add((tensor.data_ptr(), tensor.shape))
-        if name in BY_TOKEN:
-            elements = tensor[0].numel() * t["tokens"].unique().numel()
-        elif name in BY_POSITION:
-            elements = tensor[0].numel() * t["tokens"].shape[1]
-        else:
-            elements = tensor.numel()
-        twice = name.endswith(("_acc", "_inout")) and name not in ONCE
-        total += elements * tensor.element_size() * (2 if twice else 1)
-    return total
-
-
-def flattened(t: Named) -> Iterator[tuple[str, Any]]:
-    """The arguments with each form of a quantised tensor on its own; of these only the plain one changes in place."""
-    for name, value in t.items():
-        if isinstance(value, Quantized):
-            yield from ((name, value.plain), (f"{name}.rows", value.rows), (f"{name}.columns", value.columns))
-        else:
-            yield name, value
-
-
-class Recorder:
-    """A backend (`ops`) whose every operation runs inside a range named after its kernel type.
-
-    `counted` has the work of each type, FLOPs or bytes, of what ran while `counting`. `head` is the weight of the loss
-    head; all other products are a block's.
-    """
-
-    def __init__(self, backend: ModuleType, head: Tensor, span: Callable[[str], AbstractContextManager]):
-        self.backend, self.head, self.span = backend, head.data_ptr(), span
-        self.place, self.forward, self.products, self.counting = "block", True, 0, False
-        self.counted: dict[str, int] = defaultdict(int)
-        self.in_flops: set[str] = set()
-        self.ops = ModuleType(backend.__name__)
-        vars(self.ops).update(vars(backend))
-        for name, entry in OPERATIONS.items():
-            setattr(self.ops, name, self.recorded(getattr(backend, name), entry))
-
-    def recorded(self, operation: Callable[..., None], entry: Counted) -> Callable[..., None]:
-        signature = inspect.signature(operation)
-
-        @functools.wraps(operation)
-        def run(*arguments: Any, **settings: Any) -> None:
-            t = signature.bind(*arguments, **settings).arguments
-            if entry.kind in (FORWARD, BACKWARD):
-                self.place = "head" if plain(t["weight"]).data_ptr() == self.head else "block"
-                self.forward = entry.kind == FORWARD
-            role = "wgrad" if is_wgrad(t) else "forward" if self.forward else "dgrad"
-            kind, products = entry.kind.format(place=self.place, role=role), self.products
-            with self.span(PREFIX + kind):
-                operation(*arguments, **settings)
-            if self.products == products and self.counting:  # else its parts are counted
-                self.counted[kind] += entry.flops(t) if entry.flops else size_bytes(t)
-            if entry.flops:
-                self.in_flops.add(kind)
-                self.products += entry is PARTS["multiply"]
-
-        return run
-
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Also names the parts of a product's operation, for as long as this lasts."""
-        linear = importlib.import_module(f"{self.backend.__name__}.linear")
-        parts = {name: vars(linear)[name] for name in PARTS if name in vars(linear)}
-        try:
-            for name, part in parts.items():
-                setattr(linear, name, self.recorded(part, PARTS[name]))
-            yield
-        finally:
-            for name, part in parts.items():
-                setattr(linear, name, part)
 
 
 class MadeUpTokens:
@@ -248,20 +84,23 @@ def product_rate(device: torch.device, dtype: torch.dtype) -> float:
 # The measurement.
 
 
-def set_up(config: RunConfig, shape: ModelShape, device: torch.device, dtype: torch.dtype) -> TrainingState:
-    ops = choose_backend(config.backend, device)
-    config = settle_products(config, ops)
-    ops.check_sizes(length=shape.sequence_length, num_heads=shape.num_heads, channels=shape.channels)
-    needed, available = training_plan(config, shape, dtype, device, ops).total_bytes, devices.available_bytes(device)
+def set_up(config: RunConfig, vocab_size: int) -> Design:
+    """The design of a run on one process; raises `DataError` if it does not fit."""
+    device = devices.resolve_device(config.device)
+    config = with_tuned_gemms(config, choose_backend(config.backend, device, config.precision))
+    design = resolve(config, vocab_size, device=device)
+    shape, needed = design.shape, design.plan.total_bytes
+    design.plain_ops.check_sizes(length=shape.sequence_length, num_heads=shape.num_heads, channels=shape.channels)
+    available = devices.available_bytes(device)
     if available is not None and needed > available:
         raise DataError(
             f"the run needs {human_bytes(needed)}, {device.type} has {human_bytes(available)} free; `handgrad plan` shows"
             " what takes it, and the --micro-batch that fits"
         )
-    return allocate_state(config, shape, dtype, device, ops)
+    return design
 
 
-def make_steps(stepper: Stepper, first: int, count: int) -> list[StepResult]:
+def make_steps(stepper: TrainStep, first: int, count: int) -> list[StepResult]:
     """Results of steps launched one ahead of their results, as in training."""
     results = []
     stepper.begin(first)
@@ -282,9 +121,8 @@ def profile_run(config: RunConfig, vocab_size: int, source: Source, steps: int, 
     ceilings = copy_bandwidth(device), product_rate(device, dtype)
     if cuda:
         torch.cuda.empty_cache()
-    state = set_up(config, config.shape(vocab_size), device, dtype)
-    feed = BatchFeed(source, state.activations)
-    stepper = Stepper(config, state, feed)
+    training = assemble(set_up(config, vocab_size), source)
+    stepper, state = training.step, training.state
     results = make_steps(stepper, 0, WARMUP_STEPS)
     hot_steps = math.ceil(HOT_SECONDS / results[-1].elapsed_seconds) if cuda else 0
     done = WARMUP_STEPS
@@ -295,9 +133,8 @@ def profile_run(config: RunConfig, vocab_size: int, source: Source, steps: int, 
     wall_ms = fmean(result.elapsed_seconds for result in results) * 1e3
     done += steps
 
-    recorder = Recorder(state.ops, state.weights.wte, torch.profiler.record_function)
-    state.ops = recorder.ops
-    stepper = Stepper(config, state, feed, graphs=False)
+    recorder = Recorder(training.design, state.plain_weights.head, torch.profiler.record_function)
+    stepper = bind(state, training.scaling, source, graphs=False).step
     activity = torch.profiler.ProfilerActivity
     with recorder.recording(), tempfile.TemporaryDirectory() as folder:
         recorder.counting = True
@@ -337,13 +174,11 @@ def profile_run(config: RunConfig, vocab_size: int, source: Source, steps: int, 
 
 def one_micro_step(config: RunConfig, vocab_size: int, source: Source) -> None:
     """What `ncu` watches: after a step to load everything, one step of a single micro-batch, its operations in ranges."""
-    device = devices.resolve_device(config.device)
-    dtype = devices.use_precision(device, config.precision)
     config = replace(config, tokens_per_step=config.micro_batch * config.sequence_length)
-    state = set_up(config, config.shape(vocab_size), device, dtype)
-    recorder = Recorder(state.ops, state.weights.wte, torch.cuda.nvtx.range)
-    state.ops = recorder.ops
-    stepper = Stepper(config, state, BatchFeed(source, state.activations), graphs=False)
+    design = set_up(config, vocab_size)
+    device, (state, scaling) = design.device, allocate(design)
+    recorder = Recorder(design, state.plain_weights.head, torch.cuda.nvtx.range)
+    stepper = bind(state, scaling, source, graphs=False).step
     with recorder.recording():
         stepper.step(0)
         devices.synchronize(device)

@@ -1,18 +1,16 @@
-"""Micro-batches on their way into the model's buffers, read and copied while the device works on the one before."""
+"""Feeds micro-batches into the model's buffers, reading and copying one while the device works on the one before."""
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from handgrad.models.activations import Activations
-
-SLOTS = 2  # micro-batches on their way at once
+SLOTS = 2  # micro-batches in flight
 
 
 class Source(Protocol):
-    """Where samples come from: `handgrad.data.batches.Batches`, or anything that fills like it."""
+    """A source of samples: `handgrad.data.batches.Batches`, or anything that fills like it."""
 
     def fill(self, inputs: Tensor, targets: Tensor, first_sample: int) -> None: ...
 
@@ -26,18 +24,19 @@ def sort_positions(sorted_positions: Tensor, tokens: Tensor) -> None:
 
 
 class BatchFeed:
-    """Fills `act.tokens`, `act.targets` and `act.sorted_positions`; with dropout also the samples' numbers.
+    """Fills `act.tokens`, `act.targets` and `act.sorted_positions`.
 
-    On a CPU they are written in place. For a CUDA device a micro-batch goes through one of two slots: pinned host memory,
-    from there by a stream of its own into device memory, and at the micro-step's turn into the buffers. The host waits
-    only for a slot that is still under way, two micro-steps behind.
+    On a CPU it writes in place. For a CUDA device a micro-batch goes through one of two slots: pinned host memory, from
+    there on a stream of its own into device memory, and in the micro-step's turn into the buffers. The host waits only for
+    a slot that is still in flight, two micro-steps behind.
     """
 
-    def __init__(self, source: Source, act: Activations):
+    def __init__(self, source: Source, act: Any, samples: Tensor | None = None):
+        """`act`: the model's activations; `samples`: takes the numbers of the micro-batch's samples, for dropout."""
         self.source = source
         self.targets: tuple[Tensor, ...] = (act.tokens, act.targets, act.sorted_positions)
-        if act.dropout is not None:
-            self.targets += (act.dropout.samples,)
+        if samples is not None:
+            self.targets += (samples,)
         self.on_host = act.tokens.device.type != "cuda"
         if act.tokens.device.type == "mps":
             self.host = [tuple(torch.empty_like(t, device="cpu") for t in self.targets)]

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 WINDOW = 128  # steps
 
 
-class Outliers:
+class SpikeWindow:
     """The last values of one series. Its state is the window, which travels with the checkpoint."""
 
     def __init__(self, values: Iterable[float] = ()):

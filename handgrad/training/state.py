@@ -1,221 +1,150 @@
-"""All tensors of a training run, planned as one table and allocated once."""
+"""All tensors of a training run: planned as rows, allocated once, named."""
 
-import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass
-from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from handgrad.arena import Buffer, Plan, make_plan
-from handgrad.config import ModelShape, RunConfig
-from handgrad.dropout.model import model_dropout
-from handgrad.fp8.scaling import Scaling, fp8_buffers, make_scaling, tensors_of
-from handgrad.fp8.tables import Forms, quantized_table
-from handgrad.models.activations import Activations, activations, model_buffers
-from handgrad.models.freezing import freeze
-from handgrad.models.parameters import ModelTensors, ParameterRow, flat_elements, initialize, model_tensors, parameter_table
+from handgrad.arena import Buffer
+from handgrad.layout import norm_parts, update_parts
+from handgrad.models.rows import BLOCK_ELEMENTS, ParameterRow, flat_elements, initialize, named
 from handgrad.ops import CONTROLS, RESULTS
-from handgrad.parallel.buckets import Bucket, NormSegment, UpdateRun, buckets, gradient_places, norm_blocks, placed
+from handgrad.optimizers import Owned
+from handgrad.training.design import Design
 
 INITIAL_LOSS_SCALE = 2.0**16  # of fp16: halved within a few skipped steps where it is too large
 
 
+def flat_buffers(
+    elements: int, dtype: torch.dtype, device: torch.device, optimizer: Any, *, master_weights: bool, blocks: int
+) -> dict[str, Buffer]:
+    """The rows beside the activations, by name: flat buffers of `elements`, and the few numbers of a step; `blocks` partial
+    sums make the global norm."""
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    double = torch.float32 if device.type == "mps" else torch.float64  # Apple GPUs have no float64
+    rows = [Buffer("parameters", (elements,), dtype, "parameters")]
+    if dtype != exact and master_weights:
+        rows.append(Buffer("master", (elements,), exact, "master weights"))
+    rows += [
+        Buffer("gradients", (elements,), exact, "gradients"),
+        *(Buffer(f"optimizer.{name}", (elements,), exact, "moments") for name in optimizer.state),
+        Buffer("norm_partials", (blocks,), exact, "gradients"),
+        Buffer("controls", (CONTROLS,), double, "gradients"),
+        Buffer("results", (RESULTS,), double, "gradients"),
+        Buffer("sum_of_losses", (1,), double, "gradients"),
+        Buffer("losses_of_step", (1,), double, "gradients"),
+        Buffer("loss_scale", (3,), exact, "gradients"),
+    ]
+    return {row.name: row for row in rows}
+
+
 @dataclass
 class TrainingState:
-    """The run's memory, and the two structures of names over it. `master` is `parameters` itself in fp32, and without
-    master weights; else it is this rank's shard of them, as the moments are (`model.buckets`)."""
+    """The run's memory under names."""
 
-    shape: ModelShape
-    table: tuple[ParameterRow, ...]
-    buckets: tuple[Bucket, ...]
-    rank: int
-    ranks: int
-    sharers: int  # ranks that share master weights and moments: all of them, or 1 with zero 0
-    plan: Plan
-    device: torch.device
-    ops: ModuleType
-    parameters: Tensor  # flat, in the precision of the run
-    master: Tensor  # flat float32: what the optimizer updates
-    gradients: Tensor  # flat float32: a lane's sum, and in the end the step's where this rank owns it; with zero 2 a ring
-    gradient_places: dict[str, slice]  # of the buckets in it
-    gradient_shard: Tensor | None  # with zero 2: the step's sum, where this rank owns it
-    lane_stack: Tensor  # (1 + levels, elements): `gradients` and sums of lanes that wait for others
-    first_moments: Tensor  # flat float32
-    second_moments: Tensor  # flat float32
-    norm_partials: Tensor  # one float32 per block of the flat buffers
-    controls: Tensor  # what the host decides for a step (places in `handgrad.ops`)
-    results: Tensor  # what a step found out
+    design: Design
+    views: dict[str, Tensor]  # of the plan
+    parameters: Tensor  # flat, in the run's dtype
+    master: Tensor  # flat float32, the optimizer's: `parameters` itself in fp32 and without master weights
+    gradients: Tensor  # flat float32
+    optimizer: dict[str, Tensor]  # flat float32
+    norm_partials: Tensor  # a sum of squares per block of the gradients
+    controls: Tensor  # the host's decisions for a step (`handgrad.ops` names the slots)
+    results: Tensor  # the step's findings
     sum_of_losses: Tensor  # (1) over the tokens of a lane's step
-    lane_losses: Tensor  # (lanes) those sums
-    checksum: Tensor  # (1) int64 of the parameters
-    exchange: Tensor  # bytes: buckets on their way between ranks; empty for one rank
+    losses_of_step: Tensor  # (lanes) these sums
     loss_scale: Tensor  # (3) S / tokens_per_step, S, updates since S last changed; S is 1 but in fp16
-    weights: ModelTensors  # as the training's products read them
-    plain_weights: ModelTensors  # the same without fp8 forms
-    weight_gradients: ModelTensors
-    activations: Activations
-    scaling: Scaling | None  # of an fp8 run
-
-    @property
-    def sharer(self) -> int:
-        """This rank's place among the sharers."""
-        return self.rank if self.sharers > 1 else 0
-
-    def reduced(self, place: NormSegment | UpdateRun | Bucket) -> Tensor:
-        """The step's gradient where this rank owns it."""
-        if self.gradient_shard is not None:
-            local = place.local(self.ranks) if isinstance(place, Bucket) else place.local
-            return self.gradient_shard[local]
-        return self.gradients[place.owned(self.rank, self.ranks) if isinstance(place, Bucket) else place.flat]
-
-    def named_state(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of all that a checkpoint holds beside its numbers, weights under their own names; of a run whose
-        master weights and moments are not shared out."""
-        assert self.sharers == 1
-        for prefix, flat in (("", self.master), ("m.", self.first_moments), ("v.", self.second_moments)):
-            for row in self.table:
-                yield prefix + row.name, row.stored(flat)
+    weights: Any  # as the training's GEMMs read them
+    plain_weights: Any  # in 16 or 32 bits
+    weight_gradients: Any
+    activations: Any
+    activation_gradients: Any
+    owned: list[Owned]  # what the optimizer updates here
+    frozen: list[Tensor]  # gradients of frozen parameters
+    norms: list[tuple[Tensor, Tensor]]  # (sums of squares, gradient) of the parts of the global norm made here
 
     def take_weight(self, row: ParameterRow, values: Tensor) -> None:
-        """Takes up the stored part of a parameter: as the model reads it, and what this rank keeps of it in full."""
+        """Takes the stored part of a parameter: for the model, and in full precision for the optimizer."""
         row.stored(self.parameters).copy_(values)
         if self.master is not self.parameters:
             self.take(self.master, row, values)
 
     def take(self, shard: Tensor, row: ParameterRow, values: Tensor) -> None:
-        """Copies the stored part of a parameter into what `shard` (master weights or moments) has of it."""
-        start, flat = row.offset, values.reshape(-1)
-        for bucket in self.buckets:
-            owned, local = bucket.owned(self.sharer, self.sharers), bucket.local(self.sharers)
+        """Copies the stored part of a parameter into its share of `shard` (master weights or optimizer state)."""
+        start, flat, sharding = row.offset, values.reshape(-1), self.design.sharding
+        for bucket in self.design.buckets:
+            owned, local = bucket.owned(sharding.shard, sharding.shards), bucket.local(sharding.shards)
             first, end = max(start, owned.start), min(start + flat.numel(), owned.stop)
             if first < end:
                 place = local.start + first - owned.start
                 shard[place : place + end - first].copy_(flat[first - start : end - start])
 
-    def set_loss_scale(self, scale: float, good_steps: float, tokens_per_step: int) -> None:
-        """Sets the factor of the loss, and for how many updates it has held."""
-        self.loss_scale.copy_(torch.tensor([scale / tokens_per_step, scale, good_steps], dtype=self.loss_scale.dtype))
+    def non_finite_parameters(self) -> list[str]:
+        """Names of the parameters in blocks of the gradient that hold a NaN or an infinity, for the message about a skipped
+        step. The blocks' sums are the last update's; the gradients themselves may be the next step's already."""
+        sums, odd = self.norm_partials.cpu(), list[tuple[int, int]]()
+        for part in norm_parts(self.design.buckets, self.design.sharding.lanes, 0, 1):
+            for block in (~torch.isfinite(sums[part.partials])).nonzero().flatten().tolist():
+                start = part.flat.start + block * BLOCK_ELEMENTS
+                odd.append((start, min(start + BLOCK_ELEMENTS, part.flat.stop)))
+        rows = [row for row in self.design.parameters if not row.frozen]
+        return [row.name for row in rows if any(row.offset < b and row.offset + row.elements > a for a, b in odd)]
 
-    def requantize(self) -> None:
-        """Makes the fp8 weights of a resumed run, at the scales they had."""
-        if self.scaling is not None and self.scaling.calibrated:
-            totals = self.scaling.totals.clone()
-            self.scaling.quantize_weights(self.ops)
-            self.scaling.totals.copy_(totals)  # which have counted them already
-
-
-def training_plan(
-    config: RunConfig, shape: ModelShape, dtype: torch.dtype, device: torch.device, ops: ModuleType, ranks: int = 1
-) -> Plan:
-    """Every tensor of one rank of a run as a row: what `TrainingState` allocates and what `handgrad plan` prints."""
-    lanes = max(1, config.lanes)
-    table = parameter_table(shape, lanes)
-    elements, all_buckets = flat_elements(table, lanes), buckets(table, lanes)
-    exact = torch.float64 if dtype == torch.float64 else torch.float32
-    double = torch.float32 if device.type == "mps" else torch.float64  # which Apple GPUs do not have
-    shard = elements // (ranks if config.zero else 1)
-    levels = (lanes // ranks).bit_length()  # the lane at work, and a sum for every level of the tree over a rank's lanes
-    buffers = [Buffer("parameters", (elements,), dtype, "parameters")]
-    if dtype != exact and config.master_weights:
-        buffers.append(Buffer("master", (shard,), exact, "master weights"))
-    places = gradient_places(all_buckets, config.zero if ranks > 1 else 0)
-    if config.zero == 2 and ranks > 1:
-        buffers.append(Buffer("gradient_shard", (shard,), exact, "gradients"))
-    buffers += [
-        Buffer("gradients", (levels, max(place.stop for place in places.values())), exact, "gradients"),
-        Buffer("first_moments", (shard,), exact, "moments"),
-        Buffer("second_moments", (shard,), exact, "moments"),
-        Buffer("norm_partials", (norm_blocks(all_buckets, lanes),), exact, "gradients"),
-        Buffer("controls", (CONTROLS,), double, "gradients"),
-        Buffer("results", (RESULTS,), double, "gradients"),
-        Buffer("sum_of_losses", (1,), double, "gradients"),
-        Buffer("lane_losses", (lanes,), double, "gradients"),
-        Buffer("loss_scale", (3,), exact, "gradients"),
-        Buffer("checksum", (1,), torch.int64, "gradients"),
-    ]
-    if ranks > 1:
-        # The first in memory is the last to be sent, and may be on its way together with the one before.
-        travelling = all_buckets[0].elements + max(bucket.elements for bucket in all_buckets[1:])
-        buffers.append(Buffer("exchange", (travelling * exact.itemsize,), torch.uint8, "exchange"))
-    buffers += fp8_buffers(config, shape, ops, ranks)
-    return make_plan([*buffers, *model_buffers(config, shape, config.micro_batch, dtype, ops)])
+    def set_loss_scale(self, scale: float, good_steps: float) -> None:
+        """Sets the factor of the loss, and the number of updates it has held for."""
+        values = [scale / self.design.batch.tokens, scale, good_steps]
+        self.loss_scale.copy_(torch.tensor(values, dtype=self.loss_scale.dtype))
 
 
-def largest_micro_batch(
-    config: RunConfig,
-    shape: ModelShape,
-    dtype: torch.dtype,
-    device: torch.device,
-    ops: ModuleType,
-    available_bytes: int,
-    ranks: int = 1,
-) -> int:
-    """The largest micro-batch (samples) that divides a lane's step and whose plan fits; 0 if not even one sample does."""
-    samples = config.samples_per_step // max(1, config.lanes)
-    divisors = [n for n in range(samples, 0, -1) if samples % n == 0]
-    for micro_batch in divisors:
-        plan = training_plan(dataclasses.replace(config, micro_batch=micro_batch), shape, dtype, device, ops, ranks)
-        if plan.total_bytes <= available_bytes:
-            return micro_batch
-    return 0
-
-
-def allocate_state(
-    config: RunConfig,
-    shape: ModelShape,
-    dtype: torch.dtype,
-    device: torch.device,
-    ops: ModuleType,
-    rank: int = 0,
-    ranks: int = 1,
+def make_state(
+    design: Design, views: dict[str, Tensor], forms: dict[str, Any], gradients: dict[str, Tensor]
 ) -> TrainingState:
-    """Allocates the plan of one rank and fills in the initial weights of `config.seed`."""
-    plan = training_plan(config, shape, dtype, device, ops, ranks)
-    views = plan.allocate(device)
-    lanes = max(1, config.lanes)
-    table = freeze(parameter_table(shape, lanes), config.freeze)
-    all_buckets = buckets(table, lanes)
-    parameters, quantized = views["parameters"], quantized_table(config)
-    gradients = views["gradients"][0]
-    places = gradient_places(all_buckets, config.zero if ranks > 1 else 0)
-    state = TrainingState(
-        shape=shape,
-        table=table,
-        buckets=all_buckets,
-        rank=rank,
-        ranks=ranks,
-        sharers=ranks if config.zero else 1,
-        plan=plan,
-        device=device,
-        ops=ops,
+    """Names the plan's `views` and draws the initial weights. `forms`: tensors that GEMMs read in another form than the
+    view of that name; `gradients`: of the parameters by name, where they are not all in one flat buffer."""
+    table, model, layers, sharding = design.parameters, design.model, design.shape.num_layers, design.sharding
+    parameters = views["parameters"]
+    master, flat = views.get("master", parameters), views["gradients"].view(-1)[: flat_elements(table, sharding.lanes)]
+    weights: dict[str, Any] = {row.name: row.view(parameters) for row in table}
+    optimizer = {name: views[f"optimizer.{name}"] for name in design.optimizer.state}
+    shard = sharding.shard, sharding.shards
+    reduced = views.get("gradient_shard")
+    partials = views["norm_partials"].view(sharding.shards, -1)[sharding.shard]
+    parts = update_parts(table, design.buckets, *shard, design.optimizer.kind)
+    local = [flat[part.flat] if reduced is None else reduced[part.local] for part in parts]
+    owned = []
+    for part, gradient in zip(parts, local, strict=True):
+        published = parameters[part.flat]
+        weight = published if master is parameters else master[part.local]
+        state = {name: values[part.local] for name, values in optimizer.items()}
+        if not part.frozen:
+            owned.append(Owned(part.kind, published, weight, gradient, state, part.flat.start))
+    norms = [
+        (partials[part.partials], flat[part.flat] if reduced is None else reduced[part.local])
+        for part in norm_parts(design.buckets, sharding.lanes, *shard)
+    ]
+    made = TrainingState(
+        design=design,
+        views=views,
         parameters=parameters,
-        master=views.get("master", parameters),
-        gradients=gradients,
-        gradient_places=places,
-        gradient_shard=views.get("gradient_shard"),
-        lane_stack=views["gradients"],
-        first_moments=views["first_moments"],
-        second_moments=views["second_moments"],
+        master=master,
+        gradients=flat,
+        optimizer=optimizer,
         norm_partials=views["norm_partials"],
         controls=views["controls"],
         results=views["results"],
         sum_of_losses=views["sum_of_losses"],
-        lane_losses=views["lane_losses"],
-        checksum=views["checksum"],
-        exchange=views.get("exchange", torch.empty(0, dtype=torch.uint8, device=device)),
+        losses_of_step=views["losses_of_step"],
         loss_scale=views["loss_scale"],
-        weights=tensors_of(config, table, views, current=config.fp8_scaling == "current"),
-        plain_weights=model_tensors(parameters, table),
-        weight_gradients=model_tensors(gradients, placed(table, all_buckets, places)),
-        activations=activations(
-            views, Forms(quantized, views, current=config.fp8_scaling == "current"), model_dropout(config, views)
-        ),
-        scaling=make_scaling(config, table, views) if quantized else None,
+        weights=named(model.Weights, weights | forms, layers),
+        plain_weights=named(model.Weights, weights, layers),
+        weight_gradients=named(model.Weights, gradients or {row.name: row.view(flat) for row in table}, layers),
+        activations=named(model.Activations, views | forms, layers),
+        activation_gradients=named(model.Gradients, views | forms, layers),
+        owned=owned,
+        frozen=[gradient for part, gradient in zip(parts, local, strict=True) if part.frozen],
+        norms=norms,
     )
-    if state.scaling is not None:
-        state.scaling.reset(config, 1.0 / config.tokens_per_step)
-    state.set_loss_scale(INITIAL_LOSS_SCALE if dtype == torch.float16 else 1.0, 0.0, config.tokens_per_step)
-    initialize(table, config.seed, state.take_weight)
-    return state
+    made.set_loss_scale(INITIAL_LOSS_SCALE if design.dtype == torch.float16 else 1.0, 0.0)
+    initialize(table, design.seed, made.take_weight)
+    return made

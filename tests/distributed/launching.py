@@ -1,5 +1,7 @@
 """Starting handgrad as other programs start it: a tiny run, its environment, what it leaves."""
 
+import contextlib
+import itertools
 import os
 import socket
 import subprocess
@@ -10,6 +12,9 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 TWO_NODES = Path(__file__).parent / "two_nodes.sh"
+PORTS = itertools.count(20000 + os.getpid() * 97 % 10000)
+STARTUP = Path(__file__).parent / "startup"
+PATIENCE = 600.0  # seconds, reached by no machine that works
 TINY = {
     "num_layers": 1,
     "num_heads": 2,
@@ -33,12 +38,13 @@ def environment(**more: str) -> dict[str, str]:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         kept.pop(name, None)
     path = f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}"
-    return {**kept, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+    paths = f"{STARTUP}{os.pathsep}{ROOT}"
+    return {**kept, "PATH": path, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TEST_FAULT": "none", **more}
 
 
 def launch(command: list[str], folder: Path, *, code: int | None = 0, **more: str) -> str:
     """Runs `command` in `folder`; returns all that it said."""
-    run = subprocess.run(command, cwd=folder, env=environment(**more), capture_output=True, text=True, timeout=120)
+    run = subprocess.run(command, cwd=folder, env=environment(**more), capture_output=True, text=True, timeout=PATIENCE)
     told = run.stdout + run.stderr
     assert code is None or run.returncode == code, told
     return told
@@ -50,11 +56,14 @@ def files_of(out: Path, step: int) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")}
 
 
-def free_port(least: int = 20000) -> int:
-    for port in range(least + os.getpid() % 10000, 40000):
-        with socket.socket() as held:
-            if held.connect_ex(("127.0.0.1", port)):
-                return port
+def free_port() -> int:
+    """One that nobody listens at. Below the system's own choices (32768), so that it stays free until a rank takes it;
+    every process that runs tests begins elsewhere."""
+    for port in PORTS:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("", port))
+            return port
     raise AssertionError("no free port")
 
 
@@ -65,7 +74,7 @@ def write_recipe(path: Path, **settings: Any) -> Path:
 
 def wait_for(path: Path, *, containing: str = "") -> None:
     """Until `path` is there, and has `containing` in it if that is given."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while not path.exists() or (containing and containing not in path.read_text()):
         assert time.monotonic() < deadline, f"{path} does not come"
         time.sleep(0.02)

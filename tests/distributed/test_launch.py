@@ -1,10 +1,8 @@
 """What recipes/launch starts is started: every template with processes on this CPU, in the place of its scheduler."""
 
 import os
-import signal
 import stat
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.distributed.launching import ROOT, TWO_NODES, environment, files_of, free_port, launch, wait_for, write_recipe
+from tests.distributed.launching import PATIENCE, ROOT, TWO_NODES, environment, files_of, free_port, launch, write_recipe
+from tests.distributed.runs import Launcher
+from tests.distributed.worker import FIRED
 
 LAUNCH = ROOT / "recipes" / "launch"
 SHELLS = [LAUNCH / "one_node.sh", LAUNCH / "slurm.sbatch", TWO_NODES]
@@ -28,7 +28,7 @@ step |= {"SLURM_NODEID": "0", "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1", "SLURMD_N
 own = [{"SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)} for task in range(2)]
 tasks = [subprocess.Popen(command, env={**os.environ, **step, **one}) for one in own]
 if until := os.environ.get("TEST_STOPS_AFTER"):  # as --signal has SLURM do: every task of the step gets the signal
-    while '"step"' not in (open(until).read() if os.path.exists(until) else ""):
+    while '"kind": "step"' not in (open(until).read() if os.path.exists(until) else ""):
         time.sleep(0.1)
     for task in tasks:
         task.terminate()
@@ -43,10 +43,10 @@ def recipe(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(recipe: Path) -> dict[str, bytes]:
+def alone(recipe: Path, launcher: Launcher) -> dict[str, bytes]:
     """What a single process makes of the two lanes."""
     out = recipe.parent / "alone"
-    launch([sys.executable, "-m", "handgrad", "train", "--config", str(recipe), "--out", str(out)], recipe.parent)
+    launcher.run(1, ["train", "--config", str(recipe), "--out", str(out)])
     return files_of(out, 2)
 
 
@@ -60,38 +60,16 @@ def test_the_shell_reads_it(script: Path) -> None:
     assert script.suffix == ".sbatch" or script.stat().st_mode & stat.S_IXUSR
 
 
-def test_one_node(recipe: Path, alone: dict[str, bytes], tmp_path: Path) -> None:
-    """CONFIG, OUT, GPUS, and further arguments."""
-    out = tmp_path / "run"
-    told = launch(
-        [str(LAUNCH / "one_node.sh"), "--zero", "2"], tmp_path, CONFIG=str(recipe), OUT=str(out), GPUS="2", RESTARTS="0"
-    )
-    assert "ranks      2, 1 of 2 lanes each" in told and told.count("validation loss") == 1
-    assert files_of(out, 2) == alone
-
-
-def test_one_node_starts_again(recipe: Path, tmp_path: Path) -> None:
-    """A rank that is killed takes the other along, torchrun starts both again, and they go on from the last checkpoint."""
-    out = tmp_path / "run"
-    command = [str(LAUNCH / "one_node.sh"), "--steps", "60", "--save-every", "20", "--silence-seconds", "1"]
-    ours = environment(CONFIG=str(recipe), OUT=str(out), GPUS="2")
-    run = subprocess.Popen(command, cwd=tmp_path, env=ours, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    wait_for(out / "checkpoints" / "step_00000020")
-    os.kill(process_of(out, rank=1), signal.SIGKILL)
-    told = run.communicate(timeout=120)[0]
-    assert run.returncode == 0 and "resumed at step" in told, told
-    assert files_of(out, 60)
-
-
-def process_of(out: Path, *, rank: int) -> int:
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            told = (folder / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if f"RANK={rank}".encode() in told and f"OUT={out}".encode() in told:
-            return int(folder.name)
-    raise AssertionError(f"no rank {rank} of {out}")
+def test_one_node_starts_again(recipe: Path, launcher: Launcher, tmp_path: Path) -> None:
+    """CONFIG, OUT, GPUS and further arguments. Row 29 of the faults, the rest of it: a rank that is killed takes the other
+    along, torchrun starts both again, and they go on from the last checkpoint."""
+    steps = ["--steps", "6", "--save-every", "2", "--keep-checkpoints", "0", "--silence-seconds", "5"]
+    command, ours = [str(LAUNCH / "one_node.sh"), "--zero", "2", *steps], {"CONFIG": str(recipe), "GPUS": "2"}
+    told = launch(command, tmp_path, **ours, OUT=str(tmp_path / "run"), RESTARTS="1", TEST_FAULT="kill:1:3")
+    assert told.count(FIRED) == 1 and "resumed at step 2" in told and told.count("validation loss") == 1
+    assert "ranks      2, 1 of 2 lanes each" in told
+    launcher.run(1, ["train", "--config", str(recipe), "--out", str(tmp_path / "alone"), *steps])
+    assert files_of(tmp_path / "run", 6) == files_of(tmp_path / "alone", 6)
 
 
 @pytest.fixture
@@ -210,6 +188,6 @@ def test_kubeflow(recipe: Path, alone: dict[str, bytes], tmp_path: Path) -> None
         )
         for rank in "01"
     ]
-    told = [pod.communicate(timeout=120)[0].decode() for pod in pods]
+    told = [pod.communicate(timeout=PATIENCE)[0].decode() for pod in pods]
     assert [pod.returncode for pod in pods] == [0, 0], "\n".join(told)
     assert files_of(out, 2) == alone

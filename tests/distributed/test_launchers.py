@@ -3,7 +3,7 @@
 import pytest
 
 from handgrad.errors import UsageError
-from handgrad.parallel.launchers import Place, find_place, first_host, tasks_here
+from handgrad.parallel.launchers import RankInfo, find_rank_info, first_host, tasks_here
 
 TORCHRUN = {
     "RANK": "5",
@@ -45,24 +45,26 @@ MPICH = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRA
 
 
 def test_a_single_process() -> None:
-    assert find_place({}) == Place()
-    assert Place().nodes == 1
-    assert find_place({"MASTER_ADDR": "left over", "MASTER_PORT": "from something", "LOCAL_RANK": "3"}) == Place()
+    assert find_rank_info({}) == RankInfo()
+    assert RankInfo().nodes == 1
+    assert find_rank_info({"MASTER_ADDR": "left over", "MASTER_PORT": "from something", "LOCAL_RANK": "3"}) == RankInfo()
 
 
 def test_torchrun() -> None:
-    place = find_place(TORCHRUN)
-    assert place == Place(5, 8, 1, 4, "torchrun", "node7", 12345)
-    assert place.nodes == 2
-    assert find_place({**SRUN, **OPEN_MPI, **MPICH, **TORCHRUN}) == place, "started by torchrun inside the others"
+    info = find_rank_info(TORCHRUN)
+    assert info == RankInfo(5, 8, 1, 4, "torchrun", "node7", 12345)
+    assert info.nodes == 2
+    assert find_rank_info({**SRUN, **OPEN_MPI, **MPICH, **TORCHRUN}) == info, "started by torchrun inside the others"
 
 
 def test_srun() -> None:
-    place = find_place(SRUN)
-    assert place == Place(6, 7, 2, 3, "srun", "gpu004", 20123)
-    assert find_place({**SRUN, "MASTER_ADDR": "fast0", "MASTER_PORT": "999"}) == Place(6, 7, 2, 3, "srun", "fast0", 999)
+    info = find_rank_info(SRUN)
+    assert info == RankInfo(6, 7, 2, 3, "srun", "gpu004", 20123)
+    assert find_rank_info({**SRUN, "MASTER_ADDR": "fast0", "MASTER_PORT": "999"}) == RankInfo(
+        6, 7, 2, 3, "srun", "fast0", 999
+    )
     listed_by_the_job = {name: value for name, value in SRUN.items() if name != "SLURM_STEP_NODELIST"}
-    assert find_place(listed_by_the_job).address == "gpu003"
+    assert find_rank_info(listed_by_the_job).address == "gpu003"
 
 
 @pytest.mark.parametrize(
@@ -76,15 +78,15 @@ def test_srun() -> None:
     ],
 )
 def test_slurm_without_several_tasks(environment: dict[str, str]) -> None:
-    assert find_place(environment) == Place()
+    assert find_rank_info(environment) == RankInfo()
 
 
 @pytest.mark.parametrize("mpi", [OPEN_MPI, MPICH], ids=["Open MPI", "MPICH"])
 def test_mpirun_on_one_node(mpi: dict[str, str]) -> None:
-    place = find_place(mpi)
-    assert (place.launcher, place.address, place.port, place.nodes) == ("mpirun", "127.0.0.1", 29500, 1)
-    assert (place.rank, place.local_rank, place.local_size) == (int(next(iter(mpi.values()))),) * 2 + (4,)
-    assert find_place({**mpi, "MASTER_PORT": "4321"}).port == 4321
+    info = find_rank_info(mpi)
+    assert (info.launcher, info.address, info.port, info.nodes) == ("mpirun", "127.0.0.1", 29500, 1)
+    assert (info.rank, info.local_rank, info.local_size) == (int(next(iter(mpi.values()))),) * 2 + (4,)
+    assert find_rank_info({**mpi, "MASTER_PORT": "4321"}).port == 4321
 
 
 @pytest.mark.parametrize("size", ["OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"])
@@ -92,22 +94,22 @@ def test_mpirun_on_several_nodes_needs_an_address(size: str) -> None:
     environment = {**(OPEN_MPI if size in OPEN_MPI else MPICH), size: "2"}
     environment |= {name: "1" for name in ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID") if name in environment}
     with pytest.raises(UsageError, match="MASTER_ADDR is not set; set it to the name of the machine of rank 0"):
-        find_place(environment)
-    place = find_place({**environment, "MASTER_ADDR": "node1"})
-    assert (place.address, place.nodes, place.local_size) == ("node1", 2, 2)
+        find_rank_info(environment)
+    info = find_rank_info({**environment, "MASTER_ADDR": "node1"})
+    assert (info.address, info.nodes, info.local_size) == ("node1", 2, 2)
 
 
 @pytest.mark.parametrize("mpi", [OPEN_MPI, MPICH], ids=["Open MPI", "MPICH"])
 def test_mpirun_in_a_job_of_slurm(mpi: dict[str, str]) -> None:
-    """mpirun starts its daemons by srun, one on each node; what they start inherits the daemon's place in that step."""
+    """mpirun starts its daemons by srun, one on each node; what they start inherits the daemon's info in that step."""
     daemon = {**SRUN, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_PROCID": "1"}
-    place = find_place({**daemon, "SLURM_LOCALID": "0", **mpi})
-    assert (place.launcher, place.rank, place.size) == ("mpirun", find_place(mpi).rank, 4)
+    info = find_rank_info({**daemon, "SLURM_LOCALID": "0", **mpi})
+    assert (info.launcher, info.rank, info.size) == ("mpirun", find_rank_info(mpi).rank, 4)
 
 
 def test_srun_with_a_plugin_for_mpi() -> None:
     """`srun --mpi=pmi2` sets PMI_RANK as well, but says nothing of the machine: srun's own variables do."""
-    assert find_place({**SRUN, "PMI_RANK": "6", "PMI_SIZE": "7"}) == find_place(SRUN)
+    assert find_rank_info({**SRUN, "PMI_RANK": "6", "PMI_SIZE": "7"}) == find_rank_info(SRUN)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +164,7 @@ WRONG = [
 def test_what_does_not_fit_is_named(good: dict[str, str], name: str, value: str | None, told: str) -> None:
     environment = {key: text for key, text in {**good, name: value}.items() if text is not None}
     with pytest.raises(UsageError) as caught:
-        find_place(environment)
+        find_rank_info(environment)
     assert told in str(caught.value)
     assert "; start" in str(caught.value) or "; set" in str(caught.value), "what to do next"
-    find_place(good)
+    find_rank_info(good)

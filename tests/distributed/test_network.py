@@ -1,37 +1,19 @@
 """`doctor --net`: what it measures, and that a slow link is named."""
 
 import re
-import sys
 from itertools import combinations
-from pathlib import Path
 
 import pytest
 
-from handgrad.tools.network import Link, leaving, told_links, tournament
-from tests.distributed.launching import launch
-
-# `doctor --net` in which every swap of the pairs in TEST_SLOW takes 50 ms longer.
-SLOWED = """
-import os, sys, time
 from handgrad.cli import main
-from handgrad.parallel import network
-swap, slow = network.swap, os.environ["TEST_SLOW"].split()
-def slowed(ranks, sent, received, peer):
-    if f"{min(ranks.rank, peer)}-{max(ranks.rank, peer)}" in slow and len(sent) > 1:
-        time.sleep(0.05)
-    swap(ranks, sent, received, peer)
-network.swap = slowed
-sys.exit(main(["doctor", "--net"]))
-"""
+from handgrad.tools.network import Link, link_lines, round_robin, sent_bytes
+from tests.distributed.runs import Launcher
 
 
-def torchrun(ranks: int, *command: str) -> list[str]:
-    return ["torchrun", "--standalone", f"--nproc-per-node={ranks}", *command]
-
-
-def test_doctor_measures_the_network(tmp_path: Path) -> None:
-    lines = launch(torchrun(2, "-m", "handgrad", "doctor", "--net"), tmp_path).splitlines()
-    told = [line.removeprefix("ok    ") for line in lines if line.startswith("ok ")]
+def test_doctor_measures_the_network(launcher: Launcher) -> None:
+    started = launcher.run(2, ["doctor", "--net"])
+    told = [line.removeprefix("ok    ") for line in started.ranks[0].output.splitlines()]
+    assert not started.ranks[1].output
     assert told[0] == "2 ranks on 1 host(s), cpu buffers, gloo"
     row = r"(all_to_all|all_gather) of +(\S+ .iB): +(\d+) us, (\d+\.\d+) GB/s out of each rank"
     found = [re.fullmatch(row, line) for line in told[1:7]]
@@ -47,32 +29,24 @@ def test_doctor_measures_the_network(tmp_path: Path) -> None:
     assert [match.groups() for match in costs if match] == [("124M", "0.25", "0.12"), ("1558M", "3.12", "1.56")]
 
 
-def test_doctor_names_a_slow_link(tmp_path: Path) -> None:
-    script = tmp_path / "slowed.py"
-    script.write_text(SLOWED)
-    told = launch(torchrun(3, str(script)), tmp_path, code=None, TEST_SLOW="1-2")
-    (failed,) = [line for line in told.splitlines() if line.startswith("FAIL") and "rank 1 " in line and "rank 2 " in line]
-    link = r"FAIL  rank 1 \(host (\S+)\) <-> rank 2 \(host \1\): 0\.0\d\d GB/s, the median inside a node is \S+ GB/s"
-    assert re.fullmatch(link, failed), failed
-    assert re.search(r"exitcode *: 78 ", told)
+def test_doctor_names_a_slow_link(launcher: Launcher) -> None:
+    started = launcher.start(3, ["doctor", "--net"], "slow-link:1:2")
+    assert started.wait() == [78] * 3, started.errors
+    assert started.fired == [False, True, False]
+    link = r"FAIL  rank 1 \(host (\S+)\) <-> rank 2 \(host \1\): \S+ GB/s, the median inside a node is \S+ GB/s"
+    assert re.search(link, started.ranks[0].output), started.ranks[0].output
+    assert not started.ranks[1].output and not started.ranks[2].output
 
 
-def test_doctor_names_no_link_where_all_are_equal(tmp_path: Path) -> None:
-    """All are as slow as the one above: it is the difference that counts."""
-    script = tmp_path / "slowed.py"
-    script.write_text(SLOWED)
-    told = launch(torchrun(3, str(script)), tmp_path, TEST_SLOW="0-1 0-2 1-2")
-    assert "FAIL" not in told and "3 link(s) inside a node, each alone: slowest 0.0" in told
-
-
-def test_a_single_process_is_told_how_to_start(tmp_path: Path) -> None:
-    told = launch([sys.executable, "-m", "handgrad", "doctor", "--net"], tmp_path, code=64)
+def test_a_single_process_is_told_how_to_start(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--net"]) == 64
+    told = capsys.readouterr().err
     assert told.count("\n") == 1 and "torchrun --nproc-per-node=2 -m handgrad doctor --net" in told
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7, 16, 64])
 def test_every_pair_meets_once(size: int) -> None:
-    rounds = tournament(size)
+    rounds = round_robin(size)
     for pairs in rounds:
         ranks = [rank for pair in pairs for rank in pair]
         assert len(ranks) == len(set(ranks)), "pairs of a round run at the same time"
@@ -82,7 +56,7 @@ def test_every_pair_meets_once(size: int) -> None:
 
 @pytest.mark.parametrize("size", [65, 96, 1024])
 def test_many_ranks_meet_their_neighbours(size: int) -> None:
-    rounds = tournament(size)
+    rounds = round_robin(size)
     assert len(rounds) == (size - 1).bit_length()
     for bit, pairs in enumerate(rounds):
         assert all(b - a == 1 << bit and b < size for a, b in pairs)
@@ -94,7 +68,7 @@ def test_links_are_held_against_their_own_class() -> None:
     hosts = ["a", "a", "b", "b"]
     rates = {(0, 1): 100e9, (2, 3): 98e9, (0, 2): 11e9, (0, 3): 11.2e9, (1, 2): 1.2e9, (1, 3): 7.8e9}
     links = [Link(*pair, rate, hosts[pair[0]] == hosts[pair[1]]) for pair, rate in rates.items()]
-    assert list(told_links(links, hosts)) == [
+    assert list(link_lines(links, hosts)) == [
         (
             True,
             "2 link(s) inside a node, each alone: slowest 98.0 GB/s, median 99.0 GB/s, fastest 100.0 GB/s,"
@@ -109,4 +83,4 @@ def test_links_are_held_against_their_own_class() -> None:
 
 
 def test_a_rank_keeps_its_own_part() -> None:
-    assert [leaving(64, ranks) for ranks in (2, 4, 64)] == [32, 48, 63]
+    assert [sent_bytes(64, ranks) for ranks in (2, 4, 64)] == [32, 48, 63]

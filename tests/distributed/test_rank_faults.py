@@ -3,25 +3,19 @@
 Each test sees its fault fire; `unharmed` is the same run without any, which all that goes on afterwards must equal.
 """
 
-import contextlib
-import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from handgrad.data.prepare import PrepareOptions, prepare
+from handgrad.parallel.stragglers import Stragglers
 from tests.conftest import write_text
-from tests.distributed.runs import ENVIRONMENT, ROOT, Launcher, Started, arguments, free_port, same_run, saved_steps
-from tests.distributed.worker import FIRED
+from tests.distributed.runs import Launcher, Started, arguments, same_run, saved_steps
 from tests.test_runs import records, tensors
-
-SOON = 10.0  # seconds in which the others must have ended: silence_seconds, the watch's grace, and a few
 
 
 @pytest.fixture(scope="module")
@@ -34,30 +28,6 @@ def unharmed(launcher: Launcher, shards: Path, tmp_path_factory: pytest.TempPath
     return run
 
 
-@pytest.fixture(scope="module", autouse=True)
-def restarting(shards: Path, tmp_path_factory: pytest.TempPathFactory):
-    """A run under torchrun, a rank of which is killed in a collective; it takes its time while the other tests run."""
-    folder = tmp_path_factory.mktemp("torchrun")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
-    command += ["--master-addr=127.0.0.1", f"--master-port={free_port()}", "-m", "tests.distributed.worker", "kill:1:5"]
-    with (folder / "output").open("w") as output:
-        process = subprocess.Popen(
-            [*command, *arguments(shards, folder / "run")],
-            cwd=ROOT,
-            env={**os.environ, **ENVIRONMENT},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-        yield process, folder
-    if process.poll() is None:
-        ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        process.kill()  # first: it would start them again
-        process.wait()
-        for rank in ranks:  # in sessions of their own
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(rank), signal.SIGKILL)
-
-
 def on_either_rank(launcher: Launcher, data: Path, folder: Path, fault: str) -> dict[int, Started]:
     """Two runs at once, FOLDER/0 and FOLDER/1, with the same fault on the one or the other of their two ranks."""
     return {rank: launcher.start(2, arguments(data, folder / str(rank)), fault.format(rank)) for rank in (0, 1)}
@@ -68,11 +38,9 @@ def hit(started: Started) -> list[int]:
     return [rank for rank, fired in enumerate(started.fired) if fired]
 
 
-def ended_alike(started: Started, codes: list[int | None], *, without: tuple[int, ...] = (), seconds: float = SOON) -> None:
-    """All ranks end with these codes, soon; those that speak say one line."""
-    begun = time.monotonic()
+def ended_alike(started: Started, codes: list[int | None], *, without: tuple[int, ...] = ()) -> None:
+    """All ranks end with these codes; those that print an error print one line."""
     assert started.wait(without=without) == codes, started.errors
-    assert time.monotonic() - begun < seconds + 5, "starting takes its time as well"
     assert all(len(rank.told) <= 1 for rank in started.ranks), started.errors
     assert not any("Traceback" in rank.errors for rank in started.ranks), started.errors
 
@@ -93,7 +61,7 @@ def test_a_full_disk_ends_all_ranks(launcher: Launcher, shards: Path, tmp_path: 
     """Row 4 with two ranks: the one that does not write has shards to hand over, and must not wait for ever."""
     run = tmp_path / "run"
     started = launcher.start(2, arguments(shards, run), "disk:0:1")
-    ended_alike(started, [74, 74], seconds=3)
+    ended_alike(started, [74, 74])
     assert hit(started) == [0] and "No space left" in started.ranks[0].told[0] and saved_steps(run) == [4]
     launcher.run(2, arguments(shards, run))
     same_run(unharmed, run, 8)
@@ -115,31 +83,54 @@ def test_stopped_in_a_collective(launcher: Launcher, shards: Path, tmp_path: Pat
         ended_alike(started, [75, None] if rank else [None, 75], without=(rank,))
         (told,) = started.ranks[1 - rank].told
         assert hit(started) == [rank] and f"rank {1 - rank}, at step 5, gradients of blocks." in told
-        assert (
-            "lost rank 1: no sign of life for 3 s" if rank else "rank 0's machine or the launcher (no answer for"
-        ) in told
+        assert ("lost rank 1: no heartbeat for " if rank else "rank 0's machine or the launcher (no answer for") in told
         stacks = (tmp_path / str(rank) / "stacks" / f"rank_{1 - rank:04d}.txt").read_text()
-        assert told in stacks and "ranks.py" in stacks and " in finish" in stacks
+        assert told in stacks and "ranks.py" in stacks and " in wait" in stacks
 
 
-def test_a_mistake_of_one_rank_ends_the_others(launcher: Launcher, shards: Path, tmp_path: Path) -> None:
-    started = launcher.start(2, arguments(shards, tmp_path / "run"), "break:1:3")
-    assert started.wait(SOON + 5) == [75, 1], started.errors
-    assert hit(started) == [1] and "rank 1 ended by an error: a mistake of our own" in started.ranks[0].told[0]
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("break:1:3", "AssertionError: a mistake of our own"),
+        ("break-silent:1:3", "MemoryError"),
+        ("memory:1:3", "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"),
+    ],
+)
+def test_an_error_of_one_rank_ends_the_others(
+    fault: str, told: str, launcher: Launcher, shards: Path, tmp_path: Path
+) -> None:
+    """With its exit code, so that nobody relaunches what would fail again; also where the others wait for it."""
+    started = launcher.start(2, arguments(shards, tmp_path / "run"), fault)
+    assert started.wait() == [1, 1], started.errors
+    assert hit(started) == [1] and started.ranks[0].told[0].endswith(f": rank 1 ended by an error: {told}")
+    assert "Traceback" in started.ranks[1].errors and not started.ranks[1].told
 
 
 def test_a_skipped_collective_is_found(launcher: Launcher, shards: Path, tmp_path: Path, unharmed: Path) -> None:
     """Row 31, in that very step."""
     run = tmp_path / "run"
     started = launcher.start(2, arguments(shards, run, check_ranks_every=1), "skip:1:5")
-    ended_alike(started, [76, 76], seconds=3)
-    sides = [f"rank {rank} at step 5, collective {{}}, gradients of blocks.{1 - rank}" for rank in (0, 1)]
+    ended_alike(started, [76, 76])
+    sides = [f"rank {rank} at step 5, collective {{}}, gradients of blocks.{1 - rank} (" for rank in (0, 1)]
     (told,) = started.ranks[0].told  # which speaks for all of them
     (number,) = set(re.findall(r"collective (\d+)", told))
-    assert f"({sides[0]}; {sides[1]})".format(number, number) in told and not started.ranks[1].told
+    assert all(side.format(number) in told for side in sides) and not started.ranks[1].told
     assert hit(started) == [1] and len(records(run, ("step",))) == 5 and saved_steps(run) == [4]
     launcher.run(2, arguments(shards, run, check_ranks_every=1))
     same_run(unharmed, run, 8)
+
+
+def test_unequal_sizes_are_found(launcher: Launcher, shards: Path, tmp_path: Path) -> None:
+    """Row 32. The first step is always checked, or gloo would meet two sizes and abort."""
+    started = launcher.start(2, arguments(shards, tmp_path / "run", check_ranks_every=0), "resize:1:0")
+    ended_alike(started, [76, 76])
+    (told,) = started.ranks[0].told
+    sizes = re.findall(
+        r"rank (\d) at step 0, collective \d+, gradients of blocks.1 \((\d+) bytes of float32 -> (\d+) b", told
+    )
+    (zero, whole, received), (one, half, _) = sizes
+    assert (zero, one) == ("0", "1") and whole == received and int(whole) == 2 * int(half)
+    assert hit(started) == [1] and saved_steps(tmp_path / "run") == []
 
 
 def test_without_checks_a_skipped_collective_hangs(launcher: Launcher, shards: Path, tmp_path: Path) -> None:
@@ -162,7 +153,7 @@ def test_other_settings_of_a_rank_are_named(launcher: Launcher, shards: Path, tm
     run = tmp_path / "run"
     for name, value, usual in (("micro_batch", 4, 2), ("channels", 32, 64), ("zero", 0, 1)):
         started = launcher.start(2, arguments(shards, run), others=arguments(shards, run, **{name: value}))
-        ended_alike(started, [64, 64], seconds=3)
+        ended_alike(started, [64, 64])
         assert f"{name} is {usual} on rank 0 and {value} on rank 1" in started.ranks[0].told[0]
         assert f"{name} is {value} on rank 1 and {usual} on rank 0" in started.ranks[1].told[0]
         assert not run.exists()
@@ -177,7 +168,7 @@ def test_other_data_of_a_rank_is_named(launcher: Launcher, shards: Path, tmp_pat
     source = write_text(tmp_path / "text.txt", words=6100)
     prepare(PrepareOptions(str(source), there / "text", tokenizer="bytes", workers=1))
     started = launcher.start(2, arguments("text", tmp_path / "run"), cwds=(here, there))
-    ended_alike(started, [64, 64], seconds=3)
+    ended_alike(started, [64, 64])
     assert all("versions and data: data is" in rank.told[0] for rank in started.ranks)
     assert not saved_steps(tmp_path / "run")
 
@@ -191,7 +182,7 @@ def test_a_flipped_bit_of_a_weight_is_found(
     run = tmp_path / "run"
     settings = {"zero": zero, "check_ranks_every": 3, "save_every": 3}
     started = launcher.start(size, arguments(shards, run, **settings), f"flip:1:{step}")
-    ended_alike(started, [76] * size, seconds=3)
+    ended_alike(started, [76] * size)
     who = "rank 1 other than the rest" if size > 2 else "no majority is right"
     (told,) = (line for rank in started.ranks for line in rank.told)
     assert hit(started) == [1] and f"after step 6 the ranks hold different weights ({who})" in told
@@ -213,7 +204,7 @@ def test_a_rank_that_never_comes(
     started = launcher.start(size, arguments(shards, tmp_path / "run", lanes=None, join_seconds=2), only=only)
     begun = time.monotonic()
     assert started.wait() == [75] * len(only), started.errors
-    assert 1.5 < time.monotonic() - begun < 8
+    assert time.monotonic() - begun > 1.5
     assert all(len(rank.told) == 1 and "Traceback" not in rank.errors for rank in started.ranks)
     expected = "found no rank 0" if missing is None else f"expected {size} ranks"
     told = started.ranks[0].told[0]
@@ -231,27 +222,33 @@ def test_a_port_that_is_taken(launcher: Launcher, shards: Path, tmp_path: Path) 
     assert "found no rank 0" in started.ranks[1].told[0]
 
 
-def test_torchrun_restarts_after_a_kill(restarting: tuple[subprocess.Popen, Path], unharmed: Path) -> None:
-    """Row 29, the rest of it."""
-    process, folder = restarting
-    assert process.wait(60) == 0, (folder / "output").read_text()
-    output = (folder / "output").read_text()
-    assert output.count(FIRED) == 1 and "resumed at step 4" in output
-    same_run(unharmed, folder / "run", 8)
-
-
-@pytest.mark.parametrize("fault", ["slow:1", "none"])
-def test_a_slow_rank_is_named(fault: str, launcher: Launcher, shards: Path, tmp_path: Path) -> None:
+def test_a_slow_rank_is_named(launcher: Launcher, shards: Path, tmp_path: Path) -> None:
     """Row 33. It has 200 ms more to do in each step."""
     run = tmp_path / "run"
     few = {"lanes": 2, "tokens_per_step": 128, "eval_every": 0}  # little work of their own, so that noise is little, too
-    started = launcher.start(2, arguments(shards, run, steps=16, log_every=8, **few), fault)
+    started = launcher.start(2, arguments(shards, run, steps=16, log_every=8, **few), "slow:1")
     assert started.wait() == [0, 0], started.errors
     told = [record["text"] for record in records(run, ("event",)) if "is slow" in record["text"]]
     figures = records(run, ("ranks",))
     assert [record["step"] for record in figures] == [8, 16]
-    if fault == "none":
-        assert not told
-        return
     assert hit(started) == [1] and len(told) == 1 and "rank 1 is slow" in told[0]
-    assert all(record["slowest"] == 1 and record["slowest_ms"] - record["median_ms"] > 150 for record in figures)
+    assert all(record["slowest"] == 1 and record["slowest_ms"] > 200 for record in figures)
+
+
+def report(*seconds: tuple[float, ...]) -> tuple[int, str | None]:
+    stragglers = Stragglers()
+    for times in seconds:
+        stragglers.add(times)
+    figures, line = stragglers.report() or ({}, None)
+    return figures["slowest"], line
+
+
+def test_noise_makes_no_straggler() -> None:
+    """Three ranks, of which the second is always slow, slow in most steps, or slow by less than five milliseconds."""
+    assert report(*[(0.1, 0.13, 0.1)] * 5) == (
+        1,
+        "rank 1 is slow: 130 ms of its own work a step, the median rank 100 ms; all ranks wait for it",
+    )
+    assert report(*[(0.1, 0.13, 0.1)] * 5, (0.1, 0.1, 0.1)) == (1, None)
+    assert report(*[(0.01, 0.014, 0.01)] * 5) == (1, None)
+    assert report(*[(0.1, 0.1, 0.1)] * 5)[1] is None

@@ -3,12 +3,12 @@
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.launching import TWO_NODES, environment, files_of, launch, wait_for, write_recipe
+from tests.distributed.launching import PATIENCE, TWO_NODES, environment, files_of, wait_for, write_recipe
+from tests.distributed.runs import Launcher
 
 
 def namespaces() -> set[str]:
@@ -29,10 +29,12 @@ def two_nodes(tmp_path: Path):
     subprocess.run(["ip", "netns", "del", probe], check=True)
     started: list[subprocess.Popen] = []
 
-    def start(*arguments: str) -> subprocess.Popen:
+    def start(*arguments: str, **more: str) -> subprocess.Popen:
         command = [str(TWO_NODES), *arguments]
         started.append(
-            subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            subprocess.Popen(
+                command, cwd=tmp_path, env=environment(**more), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            )
         )
         return started[-1]
 
@@ -40,7 +42,7 @@ def two_nodes(tmp_path: Path):
     for process in started:
         if process.poll() is None:
             process.terminate()
-            process.communicate(timeout=60)
+            process.communicate(timeout=PATIENCE)
 
 
 def of(process: subprocess.Popen) -> set[str]:
@@ -52,24 +54,27 @@ def recipe(tmp_path: Path, shards: Path) -> Path:
     return write_recipe(tmp_path / "tiny.toml", device="cpu", data=str(shards))
 
 
-def test_two_nodes(recipe: Path, two_nodes, tmp_path: Path) -> None:
+def test_two_nodes(recipe: Path, two_nodes, launcher: Launcher, tmp_path: Path) -> None:
     """Two machines, as far as the network goes, make the same bits as one process."""
-    run = two_nodes("train", "--config", str(recipe), "--steps", "4", "--out", str(tmp_path / "run"))
-    told = run.communicate(timeout=120)[0].decode()
+    command = ["train", "--config", str(recipe), "--steps", "4", "--out"]
+    run = two_nodes(*command, str(tmp_path / "run"))
+    told = run.communicate(timeout=PATIENCE)[0].decode()
     assert run.returncode == 0 and "ranks      2 on 2 nodes, 1 of 2 lanes each" in told, told
     assert not of(run) & namespaces()
-    one = tmp_path / "one"
-    arguments = ["train", "--config", str(recipe), "--steps", "4", "--out", str(one)]
-    launch([sys.executable, "-m", "handgrad", *arguments], tmp_path)
-    assert files_of(tmp_path / "run", 4) == files_of(one, 4)
+    launcher.run(1, [*command, str(tmp_path / "one")])
+    assert files_of(tmp_path / "run", 4) == files_of(tmp_path / "one", 4)
 
 
-def test_two_nodes_leave_nothing(recipe: Path, two_nodes, tmp_path: Path) -> None:
-    """The script is stopped in the middle of a run."""
-    run = two_nodes("train", "--config", str(recipe), "--steps", "100000", "--out", str(tmp_path / "run"))
-    wait_for(tmp_path / "run" / "metrics.jsonl", containing='"step"')
+def test_two_nodes_leave_nothing(two_nodes, tmp_path: Path) -> None:
+    """The script is stopped while both nodes run; something that waits is enough for it."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\ntouch "{tmp_path}/$4"\nexec sleep 1000\n')  # $4: --node-rank=0, or 1
+    python.chmod(0o755)
+    run = two_nodes("train", PYTHON=str(python))
+    for rank in range(2):
+        wait_for(tmp_path / f"--node-rank={rank}")
     assert of(run) <= namespaces()
     run.send_signal(signal.SIGTERM)
-    told = run.communicate(timeout=60)[0].decode()
-    assert run.returncode == 143 and "stopped by SIGTERM" in told, told
+    run.communicate(timeout=PATIENCE)
+    assert run.returncode == 143
     assert not of(run) & namespaces()

@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,10 +26,11 @@ import torch
 import handgrad.commands.train
 from handgrad import checkpoint
 from handgrad.cli import main
-from handgrad.parallel import joining
+from handgrad.parallel import heartbeat, rendezvous
 from handgrad.parallel.ranks import Ranks
 from handgrad.run.log import Voice
 from handgrad.run.saving import GatheredBucket
+from handgrad.tools import network
 from handgrad.training.step import Stepper
 
 FIRED = "fault fired"
@@ -64,7 +66,7 @@ def in_exchange(number: int) -> Callable[[int], None]:
 
     def install(step: int) -> None:
         due = lambda ranks, work, operation: ranks.step == step and operation.startswith("gradients of blocks.")  # noqa: E731
-        before(Ranks, "finish", due, send(number))
+        before(Ranks, "wait", due, send(number))
 
     return install
 
@@ -115,15 +117,15 @@ class Finished:
 
 def skipped(step: int) -> None:
     """Leaves out the exchange of the upper block's gradients; the lower block's has the same shape."""
-    original = Ranks.exchange
+    original = Ranks.all_to_all
 
-    def exchange(ranks: Ranks, received: torch.Tensor, sent: torch.Tensor, operation: str, **named: Any) -> Any:
+    def all_to_all(ranks: Ranks, received: torch.Tensor, sent: torch.Tensor, operation: str, **named: Any) -> Any:
         if ranks.step == step and operation == "gradients of blocks.1":
             fired()
             return Finished()
         return original(ranks, received, sent, operation, **named)
 
-    Ranks.exchange = exchange
+    Ranks.all_to_all = all_to_all
 
 
 def slow(step: int) -> None:
@@ -138,6 +140,20 @@ def slow(step: int) -> None:
         original(stepper, now, lane)
 
     Stepper.run_lane = run_lane
+
+
+def slow_link(peer: int) -> None:
+    """A hundredth of the measured speed."""
+    original = network.time_pair
+
+    def time_pair(ranks: Ranks, sent: torch.Tensor, received: torch.Tensor, other: int) -> float:
+        seconds = original(ranks, sent, received, other)
+        if other != peer:
+            return seconds
+        fired()
+        return 100 * seconds
+
+    network.time_pair = time_pair
 
 
 def flipped(step: int) -> None:
@@ -156,13 +172,42 @@ def flipped(step: int) -> None:
     Stepper.finish = finish
 
 
-def broken(step: int) -> None:
-    """A mistake of our own in one rank."""
+def resized(step: int) -> None:
+    """Half of the upper block's gradients."""
+    original = Ranks.all_to_all
+
+    def all_to_all(ranks: Ranks, received: torch.Tensor, sent: torch.Tensor, operation: str, **named: Any) -> Any:
+        if ranks.step == step and operation == "gradients of blocks.1":
+            fired()
+            received, sent = received[: len(received) // 2], sent[: len(sent) // 2]
+        return original(ranks, received, sent, operation, **named)
+
+    Ranks.all_to_all = all_to_all
+
+
+def fails(error: BaseException) -> Callable[[int], None]:
+    """An error in a rank's own work on a step."""
 
     def act() -> None:
-        raise AssertionError("a mistake of our own")
+        raise error
 
-    before(Stepper, "run_lane", lambda stepper, now, lane: now == step, act)
+    return lambda step: before(Stepper, "run_lane", lambda stepper, now, lane: now == step, act)
+
+
+def out_of_memory(step: int) -> None:
+    """The device's memory is full when the host waits for the collective."""
+
+    def wait(work: Any) -> None:
+        fired()
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    original = Ranks.wait
+
+    def patched(ranks: Ranks, work: Any, operation: str) -> None:
+        full = ranks.step == step and operation.startswith("gradients of blocks.")
+        original(ranks, SimpleNamespace(wait=lambda: wait(work)) if full else work, operation)
+
+    Ranks.wait = patched
 
 
 FAULTS: dict[str, Callable[[int], None]] = {
@@ -174,20 +219,30 @@ FAULTS: dict[str, Callable[[int], None]] = {
     "disk": full_disk,
     "skip": skipped,
     "slow": slow,
+    "slow-link": slow_link,
     "flip": flipped,
-    "break": broken,
+    "resize": resized,
+    "break": fails(AssertionError("a mistake of our own")),
+    "break-silent": fails(MemoryError()),
+    "memory": out_of_memory,
 }
 
 
-def run(fault: str, command: list[str]) -> int:
+def install(fault: str) -> None:
+    """Gives this process the fault, if it is its rank's; and the short waits that all tests have."""
     handgrad.commands.train.write_report = lambda runs, out: out  # plots take longer than these runs
-    joining.RETRY_SECONDS = 0.02
+    rendezvous.RETRY_SECONDS = 0.02
+    heartbeat.GRACE_SECONDS = 0.5
     name, *numbers = fault.split(":")
     if name != "none":
         rank, step = (int(number) for number in (*numbers, "0")[:2])
         restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
         if int(os.environ.get("RANK", "0")) == rank and not restarted:
             FAULTS[name](step)
+
+
+def run(fault: str, command: list[str]) -> int:
+    install(fault)
     return main(command)
 
 

@@ -6,12 +6,13 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
+from handgrad.models.parameters import ModelTensors, flat_elements, initialize, model_tensors, parameter_table
+
 from handgrad.arena import Buffer, make_plan
 from handgrad.backend import choose_backend
 from handgrad.config import ModelShape
 from handgrad.generation.decode import DecodeTensors, decode_buffers, decode_step, decode_tensors, prefill
 from handgrad.generation.generate import Continuation, Decoder, SamplingOptions
-from handgrad.models.parameters import ModelTensors, flat_elements, initialize, model_tensors, parameter_table
 from tests.kernels import decode_checks as checks
 from tests.kernels.decode_checks import check
 from tests.kernels.memory_checks import Draw

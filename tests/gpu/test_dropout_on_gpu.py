@@ -13,19 +13,21 @@ from torch import Tensor
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from handgrad import devices, presets
-from handgrad.config import RunConfig
-from handgrad.dropout.masks import Dropout
-from handgrad.dropout.model import model_dropout
-from handgrad.models import transformer
 from handgrad.models.activations import activations, model_buffers
 from handgrad.models.parameters import model_tensors
+
+from handgrad import devices, presets
+from handgrad.config import RunConfig
+from handgrad.dropout import cuda as dropout_kernels
+from handgrad.dropout import reference as dropout_reference
+from handgrad.dropout.masks import Dropout
+from handgrad.dropout.reference import attention_mask
+from handgrad.models import transformer
 from handgrad.ops import cuda as kernels
 from handgrad.ops import reference
-from handgrad.ops.reference.attention import attention_mask
 from handgrad.run.start import train
 from handgrad.training.feed import BatchFeed
-from handgrad.training.state import allocate_state
+from handgrad.training.state import allocate_state, with_dropout
 from handgrad.training.step import Stepper
 from tests.conftest import make_model, make_plan
 from tests.gpu.test_kernels_on_gpu import (
@@ -53,11 +55,6 @@ def exact_products() -> None:
     devices.use_precision(GPU, "fp32")
 
 
-@pytest.fixture(scope="module")
-def scratch() -> Tensor:
-    return torch.full((kernels.scratch_bytes(batch=16, length=1024, channels=1600),), 255, dtype=torch.uint8, device=GPU)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("B", "T", "C"), [(64, 1024, 768), (16, 1024, 1600), (3, 37, 24), (2, 50, 2500)])
 def test_alone_and_with_the_residual_sum(B: int, T: int, C: int, dtype: torch.dtype) -> None:
@@ -70,37 +67,25 @@ def site(B: int) -> Dropout:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_product_with_dropout_and_residual(dtype: torch.dtype, scratch: Tensor) -> None:
-    B, T, C, F = 4, 256, 768, 3072
-    x, r, w, b = (randn(*s, dtype=dtype, seed=i) for i, s in enumerate([(B * T, F), (B * T, C), (C, F), (C,)]))
-    w *= F**-0.5
-
-    def run(ops: ModuleType, kind: torch.dtype) -> dict[str, Tensor]:
-        out = empty(B * T, C, dtype=kind)
-        ops.linear_residual_forward(out, *(t.to(kind) for t in (r, x, w, b)), dropout=site(B), scratch=scratch)
-        return {"out": out}
-
-    compare(run, dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("B", "T", "H", "D"),
     [(1, 1, 1, 16), (2, 65, 3, 64), (3, 200, 2, 32), (2, 1024, 12, 64), (1, 777, 2, 128), (2, 256, 2, 96)],
 )
-def test_attention(B: int, T: int, H: int, D: int, dtype: torch.dtype, scratch: Tensor) -> None:
-    """Heads of more than 64 channels, too, which without dropout are cuDNN's."""
+def test_attention(B: int, T: int, H: int, D: int, dtype: torch.dtype) -> None:
+    """Also heads of more than 64 channels, which without dropout are cuDNN's."""
     C = H * D
     packed, dy = randn(B * T, 3 * C, dtype=dtype, seed=1), randn(B * T, C, dtype=dtype, seed=2)
-    sizes = {"batch": B, "length": T, "num_heads": H, "channels": C, "dropout": True}
-    own_scratch = torch.full((kernels.attention_scratch_bytes(dtype=dtype, **sizes),), 255, dtype=torch.uint8, device=GPU)
+    sizes = {"batch": B, "length": T, "num_heads": H, "head_width": D}
+    size = dropout_kernels.attention_scratch_bytes(dtype=dtype, **sizes)
+    scratch = torch.full((size,), 255, dtype=torch.uint8, device=GPU)
 
     def run(ops: ModuleType, kind: torch.dtype) -> dict[str, Tensor]:
         qkv, dout = packed.to(kind), dy.to(kind)
         out, dqkv = empty(B * T, C, dtype=kind), empty(B * T, 3 * C, dtype=kind)
         lse = empty(B, H, T, dtype=statistics(kind))
-        ops.attention_forward(out, lse, qkv, dropout=site(B), scratch=scratch)
-        ops.attention_backward(dqkv, dout, out, lse, qkv, dropout=site(B), scratch=own_scratch)
+        dropping = dropout_reference if ops is reference else dropout_kernels
+        dropping.attention_forward(out, lse, qkv, site(B))
+        dropping.attention_backward(dqkv, dout, out, lse, qkv, site(B), scratch=scratch)
         return {"out": out, "lse": lse, "dqkv": dqkv}
 
     compare(run, dtype)
@@ -108,7 +93,7 @@ def test_attention(B: int, T: int, H: int, D: int, dtype: torch.dtype, scratch: 
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("D", [64, 128])
-def test_attentions_masks_bit_by_bit(D: int, dtype: torch.dtype, scratch: Tensor) -> None:
+def test_attentions_masks_bit_by_bit(D: int, dtype: torch.dtype) -> None:
     """Queries of zero look at all keys alike; values that are unit vectors show which of D keys were kept, and output
     gradients that are unit vectors show the same in the values' gradient."""
     B, T, H = 2, 512, 2
@@ -116,8 +101,8 @@ def test_attentions_masks_bit_by_bit(D: int, dtype: torch.dtype, scratch: Tensor
     mask = torch.stack([attention_mask(torch.empty(H, T, T, device=GPU), site(B), b) for b in range(B)]) > 0
     sees = mask & torch.ones(T, T, dtype=torch.bool, device=GPU).tril()
     lse, out, dqkv = empty(B, H, T, dtype=torch.float32), empty(B * T, C, dtype=dtype), empty(B * T, 3 * C, dtype=dtype)
-    size = kernels.attention_scratch_bytes(batch=B, length=T, num_heads=H, channels=C, dtype=dtype, dropout=True)
-    own_scratch = torch.zeros(size, dtype=torch.uint8, device=GPU)
+    size = dropout_kernels.attention_scratch_bytes(batch=B, length=T, num_heads=H, head_width=D, dtype=dtype)
+    scratch = torch.zeros(size, dtype=torch.uint8, device=GPU)
     for first in range(0, T, D):
         unit = torch.zeros(T, D, dtype=dtype, device=GPU)
         unit[first : first + D] = torch.eye(D, dtype=dtype, device=GPU)
@@ -125,8 +110,8 @@ def test_attentions_masks_bit_by_bit(D: int, dtype: torch.dtype, scratch: Tensor
         qkv[:, :, 2] = unit[:, None]
         packed = qkv.view(B * T, 3 * C)
         dout = unit[None, :, None].expand(B, T, H, D).reshape(B * T, C)
-        kernels.attention_forward(out, lse, packed, dropout=site(B), scratch=scratch)
-        kernels.attention_backward(dqkv, dout, out, lse, packed, dropout=site(B), scratch=own_scratch)
+        dropout_kernels.attention_forward(out, lse, packed, site(B))
+        dropout_kernels.attention_backward(dqkv, dout, out, lse, packed, site(B), scratch=scratch)
         kept = out.view(B, T, H, D).transpose(1, 2) > 0
         assert torch.equal(kept, sees[..., first : first + D])
         dv = dqkv.view(B, T, 3, H, D)[:, :, 2].permute(0, 2, 3, 1) > 0
@@ -140,15 +125,16 @@ def gradients(ops: ModuleType, dtype: torch.dtype) -> dict[str, Tensor]:
     flat_gradients = torch.zeros(flat.shape, dtype=statistics(dtype), device=GPU)
     config = RunConfig(sequence_length=48, head_chunk_tokens=100, num_layers=SHAPE.num_layers, dropout=P)
     views = make_plan(model_buffers(config, SHAPE, 5, dtype, ops)).allocate(GPU)
-    act = activations(views, dropout=model_dropout(config, views))
-    assert act.dropout is not None
-    act.dropout.samples.copy_(torch.arange(5) + 11)
+    act = activations(views)
+    assert act.samples is not None
+    act.samples.copy_(torch.arange(5) + 11)
     act.tokens.copy_(source.act.tokens)
     act.targets.copy_(source.act.targets)
     act.sorted_positions.copy_(torch.argsort(source.act.tokens.view(-1), stable=True))
     w, g = model_tensors(flat, source.table), model_tensors(flat_gradients, source.table)
     scale = torch.tensor([1.0], dtype=statistics(dtype), device=GPU)
-    transformer.loss_and_gradients(ops, w, g, act, scale, vocab_size=301, recompute=0)
+    bound = with_dropout(ops, w, g, act, P, config.seed)
+    transformer.loss_and_gradients(bound, w, g, act, scale, vocab_size=301, recompute=0)
     return {"losses": act.losses} | {row.name: row.view(flat_gradients) for row in source.table}
 
 

@@ -15,11 +15,12 @@ from torch import Tensor
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
+from handgrad.models.activations import activations, model_buffers
+from handgrad.models.parameters import model_tensors
+
 from handgrad import devices, presets
 from handgrad.config import ModelShape, RunConfig
 from handgrad.models import transformer
-from handgrad.models.activations import activations, model_buffers
-from handgrad.models.parameters import model_tensors
 from handgrad.ops import cuda as kernels
 from handgrad.ops import reference
 from handgrad.run.start import train
@@ -122,7 +123,7 @@ def test_fused_products(N: int, C: int, dtype: torch.dtype, scratch: Tensor) -> 
 def test_attention(B: int, T: int, H: int, D: int, dtype: torch.dtype, scratch: Tensor) -> None:
     C = H * D
     packed, dy = randn(B * T, 3 * C, dtype=dtype, seed=1), randn(B * T, C, dtype=dtype, seed=2)
-    sizes = {"batch": B, "length": T, "num_heads": H, "channels": C}
+    sizes = {"batch": B, "length": T, "num_heads": H, "head_width": D}
     own_scratch = torch.full((kernels.attention_scratch_bytes(dtype=dtype, **sizes),), 255, dtype=torch.uint8, device=GPU)
 
     def run(ops: ModuleType, kind: torch.dtype) -> dict[str, Tensor]:

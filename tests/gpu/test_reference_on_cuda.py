@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 import torch
+from handgrad.models.activations import activation_buffers, activations
+from handgrad.models.parameters import model_tensors
 
 from handgrad.config import ModelShape, RunConfig
 from handgrad.models import transformer
-from handgrad.models.activations import activation_buffers, activations
-from handgrad.models.parameters import model_tensors
 from handgrad.ops import reference as ops
 from handgrad.run.start import train
 from tests.conftest import make_model, make_plan

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import torch
 import transformers
+from handgrad.models.activations import activations, model_buffers
+from handgrad.models.parameters import parameter_table
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -14,8 +16,6 @@ from handgrad.config import ModelShape, to_dict
 from handgrad.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_files, tokenizer_record, train_bpe
 from handgrad.evaluation.load import imported_config, load_model
 from handgrad.models import transformer
-from handgrad.models.activations import activations, model_buffers
-from handgrad.models.parameters import parameter_table
 from handgrad.ops import reference
 
 transformers.logging.set_verbosity_error()

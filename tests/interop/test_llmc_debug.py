@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from handgrad.models.parameters import flat_elements, parameter_table
 from torch import Tensor
 
 from benchmarks.twin import Twin
@@ -14,7 +15,6 @@ from handgrad.config import ModelShape
 from handgrad.interop.llmc_debug import DebugState, compare, read_debug_state, write_debug_state
 from handgrad.interop.llmc_model import read_model, write_model
 from handgrad.models import gpt2_block
-from handgrad.models.parameters import flat_elements, parameter_table
 from handgrad.ops import reference
 from tests.test_commands import refused
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from handgrad.models.parameters import ParameterRow, parameter_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +18,6 @@ from handgrad.interop import export
 from handgrad.interop.llmc_model import read_model, write_model
 from handgrad.interop.llmc_state import read_state, write_state
 from handgrad.interop.llmc_tokenizer import read_tokens, tokenizer_bytes
-from handgrad.models.parameters import ParameterRow, parameter_table
 from tests.interop.models import make_checkpoint, weights
 from tests.interop.test_llmc import make_state
 from tests.test_commands import refused
@@ -60,7 +60,7 @@ MODELS = {
     "empty": (lambda c: b"", "found 0; the file was cut"),
     "a cut header": (lambda c: c[:1023], "found 1023"),
     "cut": (lambda c: c[:-2], "expected 164352 bytes for 2 layers of 32 channels and 384 rows of vocabulary"),
-    "longer": (lambda c: c + b"\0\0", "copy or export it again"),
+    "longer": (lambda c: c + b"\0\0", "make it again"),
     "tokens": (lambda c: words(c, w0=20240520), "found 20240520, GPT-2 tokens"),
     "Llama": (lambda c: words(c, w0=20240803), "found 20240803, a Llama 3 model"),
     "foreign": (lambda c: b"PK\3\4" + c[4:], "which is no llm.c file's"),

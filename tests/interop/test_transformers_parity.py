@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from handgrad.models.activations import activation_buffers, activations
 from torch import Tensor
 
 from handgrad import checkpoint
 from handgrad.cli import main
 from handgrad.config import ModelShape
-from handgrad.data.tokenizer import Gpt2Tokenizer, Tokenizer, load_tokenizer, read_tokenizer
+from handgrad.data.tokenizer import Tokenizer, load_tokenizer, read_tokenizer
 from handgrad.evaluation.load import load_model
 from handgrad.models import transformer
-from handgrad.models.activations import activation_buffers, activations
 from handgrad.ops import reference
 from tests.interop.models import make_checkpoint, their_logits
 
@@ -104,8 +104,8 @@ def test_gpt2_124m(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: p
         assert before.manifest["files"]["model.safetensors"] == after.manifest["files"]["model.safetensors"]
         shutil.rmtree(run)
         written: list[int] = []  # the tokens themselves: a text of random ones has others, too
-        decode_bytes = Gpt2Tokenizer.decode_bytes
-        monkeypatch.setattr(Gpt2Tokenizer, "decode_bytes", lambda self, ids: written.extend(ids) or decode_bytes(self, ids))
+        decode_bytes = Tokenizer.decode_bytes
+        monkeypatch.setattr(Tokenizer, "decode_bytes", lambda self, ids: written.extend(ids) or decode_bytes(self, ids))
         text, tokenizer = our_text(tmp_path / "back", capsys), load_tokenizer("gpt2")
         monkeypatch.undo()
         assert text == PROMPT + tokenizer.decode(written) and len(written) == LENGTH

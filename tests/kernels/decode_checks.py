@@ -42,11 +42,10 @@ def row_products(draw: Draw, C: int, O: int) -> Case:
     def run(ops: SimpleNamespace, t: Tensors) -> Tensors:
         norm, scratch = (t["x"], t["ln_weight"], t["ln_bias"], t["weight"]), {"scratch": torch.empty(0)}
         out = {name: nan(t["x"], 1, O) for name in ("with bias", "without", "gelu", "residual")}
-        ops.layernorm_linear_forward(out["with bias"], *workspace(t["x"]), *norm, t["bias"], **scratch)
-        ops.layernorm_linear_forward(out["without"], *workspace(t["x"]), *norm, None, **scratch)
-        ops.layernorm_linear_gelu_forward(out["gelu"], *workspace(t["x"], O), *norm, t["bias"], **scratch)
-        residual = {} if ops is reference else scratch
-        ops.linear_residual_forward(out["residual"], t["residual"], t["x"], t["weight"], t["bias"], **residual)
+        ops.layernorm_linear_decode(out["with bias"], *workspace(t["x"]), *norm, t["bias"], **scratch)
+        ops.layernorm_linear_decode(out["without"], *workspace(t["x"]), *norm, None, **scratch)
+        ops.layernorm_linear_gelu_decode(out["gelu"], *workspace(t["x"], O), *norm, t["bias"], **scratch)
+        ops.linear_residual_decode(out["residual"], t["residual"], t["x"], t["weight"], t["bias"], **scratch)
         return out
 
     return inputs, run
@@ -99,7 +98,8 @@ def choices(draw: Draw, V: int, Vp: int, **options: float) -> None:
         seen = torch.zeros(B, V, dtype=torch.bool, device=draw.device)
         seen[:, ::3] = True
         tokens = torch.full((B,), -7, device=draw.device)
-        scratch = torch.full((1 << 20,), 255, dtype=torch.uint8, device=draw.device)
+        size = choosing.choosing_scratch_bytes(batch=B, vocab_size=V)
+        scratch = torch.full((size,), 255, dtype=torch.uint8, device=draw.device)
         extra = {**PLAIN, **options, "vocab_size": V, "scratch": scratch}
         ops.choose_tokens(tokens, logits.clone(), seen if penalised else None, seeds, positions, **extra)
         results.append((tokens.tolist(), seen[:4]))

@@ -9,14 +9,16 @@ from dataclasses import replace
 
 import torch
 import triton
+from handgrad.fp8.cuda.quantize import quantize_parts
 from torch import Tensor
 
 from handgrad.fp8 import formats
 from handgrad.fp8 import reference as reference
+from handgrad.fp8.cuda import attention
 from handgrad.fp8.cuda.quantize import quantize_parts
 from handgrad.fp8.formats import CLIPPED, VANISHED, Quantized
-from handgrad.ops.cuda import attention
-from handgrad.ops.cuda.attention import Config, choose_config, rows_of
+from handgrad.ops.cuda import attention_triton
+from handgrad.ops.cuda.attention_configs import Config, choose_config, rows_of
 from tests.kernels.fp8_checks import copy, forms_of, make, same, totals
 from tests.kernels.memory_checks import Draw
 
@@ -51,10 +53,11 @@ def run(
     qkv, dout = spread(draw, N, 3 * C), spread(draw, N, C)
     out, dqkv = (torch.full((N, width), math.nan, dtype=draw.dtype, device=draw.device) for width in (C, 3 * C))
     lse = torch.full((B, H, T), math.nan, device=draw.device)
-    scratch = torch.full((attention.attention_scratch_bytes(B, H, T),), 255, dtype=torch.uint8, device=draw.device)
+    size = attention_triton.attention_scratch_bytes(batch=B, length=T, num_heads=H)
+    scratch = torch.full((size,), 255, dtype=torch.uint8, device=draw.device)
     cut = {"scratch": scratch, "dq_config": config, "dkdv_config": config}
-    attention.attention_forward(out, lse, qkv, config=config)
-    attention.attention_backward(dqkv, dout, out, lse, qkv, **cut)
+    attention_triton.attention_forward(out, lse, qkv, config=config)
+    attention_triton.attention_backward(dqkv, dout, out, lse, qkv, **cut)
 
     def programs(kernel: str) -> int:
         return B * H * triton.cdiv(T, rows_of(kernel, config or choose_config(kernel, qkv, D)))
@@ -65,7 +68,7 @@ def run(
         found = replace(prepared(form, used), plain=torch.full_like(out, math.nan))
         wanted = expected(found, out)
         found_lse = torch.full_like(lse, math.nan)
-        attention.attention_forward(found, found_lse, qkv, config=config)
+        attention.attention_forward(found, found_lse, qkv, scratch=scratch, config=config)
         assert torch.equal(found.plain, out) and torch.equal(found_lse, lse), name
         same(found, wanted)
         counts(found, kind, counting)

@@ -12,8 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import triton
 
 from handgrad.fp8 import formats as fp8
-from handgrad.fp8.cuda import quantize as quantising
-from handgrad.ops.cuda import classifier, layernorm
+from handgrad.fp8.cuda import classifier, layernorm, quantizing
 from tests.kernels.compiling import compile_kernel
 from tests.kernels.memory_kernel_table import CHANNELS, FIXED_POINTERS, NUMBERS, V, Vp, widest
 
@@ -28,25 +27,25 @@ def launches(C: int, form: str) -> dict[str, tuple[triton.JITFunction, dict[str,
     kind = TYPES[form]
     limits = {"LARGEST": fp8.LARGEST_MANTISSA * 2.0 ** fp8.LARGEST_EXPONENT[kind], "VANISHES_AT": fp8.VANISHES_AT[kind]}
     block, rows, warps = layernorm.forward_tile(C)
-    _, back_block, back_rows, back_warps, stages = layernorm.backward_tile(C, 2)
+    _, back_block, back_rows, back_warps, stages = layernorm.backward_tile(1 << 16, C, 2)
     forward = {"C": C, "BLOCK_C": block, "ROWS": rows, "EPSILON": 1e-5, **limits}
     backward = {"C": C, "BLOCK_C": back_block, "ROWS": back_rows, "BELOW": True, "STAGES": stages}
     softmax = {"V": V, "Vp": Vp, "BLOCK": classifier.BLOCK, "UNROLL": classifier.UNROLL}
-    tile = {"ROWS": quantising.ROWS, "COLUMNS": quantising.COLUMNS}
+    tile = {"ROWS": quantizing.ROWS, "COLUMNS": quantizing.COLUMNS}
     window = {"WINDOW": 16, "BLOCK": 16, "COUNT_EVERY": 100, "SATURATION_STEPS": 3, "WIDEN": True}
-    parts = {"BLOCK": quantising.PARTS_BLOCK}
+    parts = {"BLOCK": quantizing.PARTS_BLOCK}
     return {
-        "quantize": (quantising._quantize, {**tile, **limits}, quantising.WARPS),
+        "quantize": (quantizing._quantize, {**tile, **limits}, quantizing.WARPS),
         "quantize, amax": (
-            quantising._quantize,
+            quantizing._quantize,
             {**tile, **limits, "rows": None, "columns": None},
-            quantising.WARPS,
+            quantizing.WARPS,
         ),
-        "transpose": (quantising._transpose, tile, quantising.WARPS),
-        "count_numbers": (quantising._count_numbers, {"BLOCK": quantising.COUNT_BLOCK, **limits}, quantising.WARPS),
-        "rescale": (quantising._rescale, {**parts, "LARGEST_EXPONENT": 8}, quantising.PARTS_WARPS),
-        "fold_statistics": (quantising._fold_statistics, parts, quantising.PARTS_WARPS),
-        "update_scaling": (quantising._update_scaling, window, 1),
+        "transpose": (quantizing._transpose, tile, quantizing.WARPS),
+        "count_numbers": (quantizing._count_numbers, {"BLOCK": quantizing.COUNT_BLOCK, **limits}, quantizing.WARPS),
+        "rescale": (quantizing._rescale, {**parts, "LARGEST_EXPONENT": 8}, quantizing.PARTS_WARPS),
+        "fold_statistics": (quantizing._fold_statistics, parts, quantizing.PARTS_WARPS),
+        "update_scaling": (quantizing._update_scaling, window, 1),
         "layernorm_forward": (layernorm._forward, {**forward, "out": None}, warps),
         "layernorm_forward, both": (layernorm._forward, forward, warps),
         "layernorm_backward": (layernorm._backward, backward, back_warps),

@@ -9,9 +9,9 @@ import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 
+from handgrad.fp8.cuda import column_sums
 from handgrad.fp8.cuda import gelu as gelu_fp8
 from handgrad.fp8.formats import E4M3, E5M2, LARGEST_EXPONENT, LARGEST_MANTISSA, VANISHES_AT
-from handgrad.ops.cuda import column_sums
 from tests.kernels.compiling import compile_kernel
 from tests.kernels.memory_kernel_table import widest
 
@@ -27,13 +27,12 @@ def compile_one(job: tuple[str, str, str, bool, int]) -> dict[str, object]:
     largest = LARGEST_MANTISSA * 2.0 ** LARGEST_EXPONENT[kind]
     limits: dict[str, object] = {"LARGEST": largest, "VANISHES_AT": VANISHES_AT[kind], "EVEN": even}
     tile: dict[str, object] = {"QUADS": gelu_fp8.QUADS, "COLUMNS": gelu_fp8.COLUMNS}
-    rows, columns, stages = column_sums.FP8_ROWS, column_sums.FP8_COLUMNS, column_sums.FP8_STAGES
-    sums: dict[str, object] = {"ROWS": rows, "COLUMNS": columns, "STAGES": stages}
+    sums: dict[str, object] = {name: getattr(column_sums, name) for name in ("ROWS", "COLUMNS", "STAGES")}
     forward, backward = gelu_fp8.WARPS, gelu_fp8.BACKWARD_WARPS
     kernel, constants, warps, elements = {
         "forward": (gelu_fp8._forward, limits | {"BLOCK": gelu_fp8.BLOCK}, forward, gelu_fp8.BLOCK),
         "backward": (gelu_fp8._backward, limits | tile, backward, 4 * gelu_fp8.QUADS * gelu_fp8.COLUMNS),
-        "sums": (column_sums._sum_fp8_rows, sums, column_sums.FP8_WARPS, 0),
+        "sums": (column_sums._sum_fp8_rows, sums, column_sums.WARPS, 0),
     }[name]
     types = dict.fromkeys(("rows", "drows", "dcolumns"), f"*{form}:16") | {"columns": "*fp8e4nv:16", "sums_acc": "*fp32:16"}
     types |= dict.fromkeys(("hidden", "dgelu"), f"*{dtype}:16") | {"dout": f"*{form}:16", "PARTS": "i32"}

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from handgrad import ops
-from handgrad.dropout import cuda as dropout
+from handgrad.dropout import cuda as dropout_kernels
+from handgrad.dropout import reference as dropout_reference
 from handgrad.dropout.masks import Dropout
 from handgrad.ops import reference
 from handgrad.ops.cuda import classifier, column_sums, embedding, gelu, layernorm, optimizer, reduction
 from handgrad.ops.cuda.scratch import scratch_bytes
 
-MODULES = (classifier, column_sums, dropout, embedding, gelu, layernorm, optimizer, reduction)
+MODULES = (classifier, column_sums, embedding, gelu, layernorm, optimizer, reduction)
 kernels = SimpleNamespace(
     **{name: function for module in MODULES for name, function in vars(module).items() if name in reference.__all__}
 )
@@ -243,10 +244,11 @@ def dropouts(draw: Draw, B: int, T: int, C: int) -> Case:
     def run(ops: SimpleNamespace, t: Tensors) -> Tensors:
         x, stream = t["x"], t["stream"]
         out, dx, branch, ones = nan(x, B * T, C), nan(x, B * T, C), x.clone(), torch.ones_like(x)
-        ops.dropout_forward(out, x, site)
-        ops.dropout_backward(dx, x, site)
-        ops.dropout_backward(ones, ones, site)
-        ops.dropout_residual_forward(branch, stream, site)
+        dropping = dropout_reference if ops is reference else dropout_kernels
+        dropping.dropout_forward(out, x, site)
+        dropping.dropout_backward(dx, x, site)
+        dropping.dropout_backward(ones, ones, site)
+        dropping.dropout_residual_forward(branch, stream, site)
         return {"out": out, "dx": dx, "mask": ones, "joined": branch}
 
     return {"x": draw.normal(B * T, C), "stream": draw.normal(B * T, C)}, run

@@ -5,6 +5,7 @@
 The interpreter's products of 16-bit inputs are garbage: those are checked on a GPU.
 """
 
+import importlib
 import json
 import math
 import os
@@ -22,11 +23,12 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
+from handgrad.dropout import cuda as dropout_kernels
+from handgrad.dropout import reference as dropout_reference
 from handgrad.dropout.masks import Dropout
 from handgrad.ops import reference
-from handgrad.ops.cuda import attention
-from handgrad.ops.cuda.attention import CONFIGS, Config
-from handgrad.ops.reference.attention import attention_mask as reference_mask
+from handgrad.ops.cuda import attention_triton
+from handgrad.ops.cuda.attention_configs import CONFIGS, Config
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROUNDING = 2.0**-24
@@ -53,19 +55,20 @@ def run(
 ) -> list[Tensor]:
     """out, lse and dqkv over NaN-filled buffers, from the same random inputs, of float32's precision. `p`: dropout's."""
     N, C = B * T, H * D
-    dropout = Dropout(torch.arange(B, device=DEVICE) + (1 << 32) - 1, p, 1337, 4) if p else None
+    site = (Dropout(torch.arange(B, device=DEVICE) + (1 << 32) - 1, p, 1337, 4),) if p else ()
     qkv, dout = (randn(*shape, seed=seed).float().to(DEVICE, dtype) for seed, shape in enumerate([(N, 3 * C), (N, C)]))
     out, lse, dqkv = (torch.full(s, math.nan, dtype=dtype, device=DEVICE) for s in [(N, C), (B, H, T), (N, 3 * C)])
     if kernels:
-        size = attention.attention_scratch_bytes(B, H, T)
+        ops = dropout_kernels if p else attention_triton
+        size = attention_triton.attention_scratch_bytes(batch=B, length=T, num_heads=H)
         scratch = torch.full((size + 16,), GARBAGE, dtype=torch.uint8, device=DEVICE)
-        options = {"scratch": scratch, "dq_config": config, "dkdv_config": config}
-        attention.attention_forward(out, lse, qkv, dropout=dropout, config=config)
-        attention.attention_backward(dqkv, dout, out, lse, qkv, dropout=dropout, **options)
+        ops.attention_forward(out, lse, qkv, *site, config=config)
+        ops.attention_backward(dqkv, dout, out, lse, qkv, *site, scratch=scratch, dq_config=config, dkdv_config=config)
         assert (scratch[size:] == GARBAGE).all()
     else:
-        reference.attention_forward(out, lse, qkv, dropout=dropout)
-        reference.attention_backward(dqkv, dout, out, lse, qkv, dropout=dropout)
+        ops = dropout_reference if p else reference
+        ops.attention_forward(out, lse, qkv, *site)
+        ops.attention_backward(dqkv, dout, out, lse, qkv, *site)
     return [out, lse, *dqkv.view(N, 3, C).unbind(1)]
 
 
@@ -106,11 +109,14 @@ def test_masks_are_the_references(tiles: str) -> None:
     qkv = torch.stack([torch.zeros_like(unit), torch.zeros_like(unit), unit], 2).reshape(B * T, 3 * H * D)
     out, dqkv, lse = torch.empty(B * T, H * D), torch.empty(B * T, 3 * H * D), torch.empty(B, H, T)
     out, dqkv, lse = (t.fill_(math.nan).to(DEVICE) for t in (out, dqkv, lse))
-    scratch = torch.zeros(attention.attention_scratch_bytes(B, H, T), dtype=torch.uint8, device=DEVICE)
-    options = {"dq_config": TILES[tiles], "dkdv_config": TILES[tiles], "scratch": scratch}
-    attention.attention_forward(out, lse, qkv, dropout=site, config=TILES[tiles])
-    attention.attention_backward(dqkv, unit.reshape(B * T, H * D), out, lse, qkv, dropout=site, **options)
-    mask = torch.stack([reference_mask(torch.empty(H, T, T, device=DEVICE), site, b) for b in range(B)]) > 0
+    size = attention_triton.attention_scratch_bytes(batch=B, length=T, num_heads=H)
+    options = {"dq_config": TILES[tiles], "dkdv_config": TILES[tiles]}
+    options["scratch"] = torch.zeros(size, dtype=torch.uint8, device=DEVICE)
+    dropout_kernels.attention_forward(out, lse, qkv, site, config=TILES[tiles])
+    dropout_kernels.attention_backward(dqkv, unit.reshape(B * T, H * D), out, lse, qkv, site, **options)
+    mask = (
+        torch.stack([dropout_reference.attention_mask(torch.empty(H, T, T, device=DEVICE), site, b) for b in range(B)]) > 0
+    )
     mask &= torch.ones(T, T, dtype=torch.bool, device=DEVICE).tril()
     assert torch.equal(out.view(B, T, H, D).transpose(1, 2) > 0, mask)
     assert torch.equal(dqkv.view(B, T, 3, H, D)[:, :, 2].permute(0, 2, 3, 1) > 0, mask)
@@ -119,32 +125,27 @@ def test_masks_are_the_references(tiles: str) -> None:
 def test_scratch_is_checked() -> None:
     tensors = [torch.zeros(shape, device=DEVICE) for shape in [(16, 48), (16, 16), (16, 16), (1, 1, 16), (16, 48)]]
     with pytest.raises(AssertionError, match="scratch holds"):
-        attention.attention_backward(*tensors, scratch=torch.zeros(64, dtype=torch.uint8, device=DEVICE))
+        attention_triton.attention_backward(*tensors, scratch=torch.zeros(64, dtype=torch.uint8, device=DEVICE))
 
 
-NEITHER = dict.fromkeys(("rows", "columns", "scaling", "statistics", "N", "PARTS", "LARGEST", "VANISHES_AT"))
 RANDOM = {"samples": "*i64:16", "stream": "i32", "threshold": "i32", "dropout_scale": "fp32"}
 FORMATS = {"fp8e4nv": (448.0, 2.0**-10), "fp8e5": (57344.0, 2.0**-17)}
+KINDS = {"plain": "ops.cuda.attention_triton", "dropout": "dropout.cuda.attention"}
+KINDS |= dict.fromkeys(FORMATS, "fp8.cuda.attention")
 
 
-def arguments(
-    kernel, D: int, dtype: str, config: Config, *, tail: bool, form: str | None, dropout: bool = False
-) -> tuple[dict, dict, dict]:
-    """(signature, constants, options) of a kernel as it is launched at GPT-2's sizes; `form`: fp8 outputs."""
+def arguments(kernel, D: int, dtype: str, config: Config, *, tail: bool, kind: str) -> tuple[dict, dict, dict]:
+    """(signature, constants, options) of a kernel as it is launched at GPT-2's sizes; of `kind` fp8e4nv and fp8e5, that
+    write a gradient in fp8 alone."""
     types = {"lse": "*fp32:16", "sums": "*fp32:16", "H": "i32", "T": "i32" if tail else "i32:16", "C": "i32:16"}
     types |= {"row_stride": "i32:16", "N": types["T"], "PARTS": "i32:16", "scaling": "*fp32", "statistics": "*fp32"}
-    types |= {"rows": f"*{form}:16", "columns": f"*{form}:16", **RANDOM}
+    types |= {"rows": f"*{kind}:16", "columns": f"*{kind}:16", **RANDOM}
     signature = {name: types.get(name, f"*{dtype}:16") for name in kernel.arg_names}
     constants = {"D": D, "WIDTH": D, "QUERIES": config.queries, "KEYS": config.keys, "TAIL": tail}
-    if not dropout:
-        constants |= dict.fromkeys(RANDOM)
-    if form is None:
-        constants |= NEITHER
-    else:
-        largest, vanishes_at = FORMATS[form]
+    if kind in FORMATS:
+        largest, vanishes_at = FORMATS[kind]
         constants |= {"LARGEST": largest, "VANISHES_AT": vanishes_at}
-        if "dqkv" in kernel.arg_names:
-            constants["dqkv"] = None
+        constants |= {"dqkv": None} if "dqkv" in kernel.arg_names else {}
     return signature, constants, {"maxnreg": config.registers} if config.registers else {}
 
 
@@ -152,20 +153,20 @@ def compiled_table(*, everything: bool) -> list[dict]:
     """What each shipped configuration costs. `everything`: also fp16, and lengths that leave a tail."""
     from tests.kernels.compiling import SHARED_LIMIT, compile_kernel
 
+    modules = {kind: importlib.import_module(f"handgrad.{module}") for kind, module in KINDS.items()}
+
     def cost(case: tuple) -> dict:
-        (name, D, narrow, newer), config, dtype, form, arch, tail, dropout = case
-        kernel = getattr(attention, f"{name}_kernel")
-        signature, constants, options = arguments(kernel, D, dtype, config, tail=tail, form=form, dropout=dropout)
+        (name, D, narrow, newer), config, kind, dtype, arch, tail = case
+        kernel = getattr(modules[kind], f"{name}_kernel")
+        signature, constants, options = arguments(kernel, D, dtype, config, tail=tail, kind=kind)
         made = compile_kernel(kernel, signature, constants, config.warps, config.stages, arch, **options)
         return {
-            "kernel": f"{name} D {D} sm_{arch} {dtype}{f' {form}' * bool(form)}{' tail' * tail}"
-            f"{' dropout' * dropout} {tuple(config)}",
+            "kernel": f"{kind} {name} D {D} sm_{arch} {dtype}{' tail' * tail} {tuple(config)}",
             "registers": made["registers"],
             "stack": made["stack"],
             "shared": made["shared"],
             "limit": SHARED_LIMIT[arch if newer else 86],
             "tail": tail,
-            "dropout": dropout,
             "wgmma": "wgmma.mma_async" in made["ptx"] if arch == 90 and narrow else None,
             "serialized": made["serialized"],
         }
@@ -174,11 +175,11 @@ def compiled_table(*, everything: bool) -> list[dict]:
     for (name, D, narrow, newer), config in CONFIGS.items():
         dtypes = (("bf16", "fp16") if everything else ("bf16",)) if narrow else ("fp32",)
         tails = (False, True) if everything else (False,)
-        cuts = list(product(dtypes, (None,), (90, 100) if newer else (80,), tails, (False,)))
-        if narrow and (D == 64 or everything):
-            cuts += product(dtypes, (None,), (90, 100) if newer else (80,), tails, (True,))
+        architectures = (90, 100) if newer else (80,)
+        kinds = ("plain", "dropout") if narrow and (D == 64 or everything) else ("plain",)
+        cuts = list(product(kinds, dtypes, architectures, tails))
         if narrow and newer:  # Triton (3.6, 3.7) compiles the statistics' reductions to one number not for sm_100
-            cuts += product(("bf16",), FORMATS, (90,), tails, (False,))
+            cuts += product(FORMATS, ("bf16",), (90,), tails)
         cases += [((name, D, narrow, newer), config, *cut) for cut in cuts]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(cost, cases))

@@ -1,5 +1,6 @@
-"""Both backends keep one contract: the same operations, called in the same way."""
+"""All backends keep one contract: the same operations, called in the same way."""
 
+import importlib
 import inspect
 
 import pytest
@@ -7,18 +8,31 @@ import pytest
 pytest.importorskip("triton")
 pytest.importorskip("nvmath")
 
-from handgrad.ops import cuda as kernels
-from handgrad.ops import reference
+from handgrad import fp8
+from handgrad.fp8 import reference as fp8_reference
+from handgrad.ops import OPERATIONS, SET_UP, reference
+
+CONTRACT = OPERATIONS + SET_UP
+BACKENDS = ("ops.reference", "ops.cuda", "ops.cuda.tf32", "fp8.reference", "fp8.cuda")
 
 
-def test_both_show_the_same_operations() -> None:
-    assert kernels.__all__ == reference.__all__
+def arguments(function) -> list:
+    """(name, kind, default) of each. The reference does not use `scratch`; what `tf32` binds and dropout are extra."""
+    parameters = inspect.signature(function).parameters.values()
+    extra = {"tf32", "dropout"}
+    return [(p.name, p.kind, p.name == "scratch" or p.default) for p in parameters if p.name not in extra]
 
 
-@pytest.mark.parametrize("name", reference.__all__)
-def test_the_same_arguments_in_the_same_order(name: str) -> None:
-    """`scratch` is optional in the reference, which does not use it; all else is equal."""
-    ours, specified = (inspect.signature(getattr(backend, name)).parameters.values() for backend in (kernels, reference))
-    assert [(p.name, p.kind) for p in ours] == [(p.name, p.kind) for p in specified]
-    for p, q in zip(ours, specified, strict=True):
-        assert p.name == "scratch" or p.default == q.default, p.name
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_operation_with_the_same_arguments(backend: str) -> None:
+    module = importlib.import_module(f"handgrad.{backend}")
+    assert isinstance(module.CAPTURABLE, bool)
+    for specified, names in ((reference, CONTRACT), (fp8_reference, fp8.OPERATIONS if "fp8" in backend else ())):
+        for name in names:
+            assert arguments(getattr(module, name)) == arguments(getattr(specified, name)), name
+
+
+def test_the_contract_names_every_operation() -> None:
+    """What the reference imports into its first file is all in the contract."""
+    found = {name for name, value in vars(reference).items() if inspect.isfunction(value)}
+    assert found == set(CONTRACT)

@@ -11,10 +11,10 @@ if torch.cuda.is_available():
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: it decides what @triton.jit makes of a kernel
 pytest.importorskip("triton")
 
+from handgrad.fp8.cuda import attention
 from handgrad.fp8.cuda import quantize as fp8
 from handgrad.fp8.formats import E4M3, E5M2
-from handgrad.ops.cuda import attention, attention_tiles
-from handgrad.ops.cuda.attention import CONFIGS, Config
+from handgrad.ops.cuda.attention_configs import CONFIGS, Config, rows_of
 from tests.kernels import fp8_attention_checks as checks
 from tests.kernels.fp8_checks import make
 from tests.kernels.memory_checks import Draw
@@ -27,7 +27,7 @@ TILES = {"wide": Config(32, 16, 4, 1), "tall": Config(16, 32, 4, 1), "shipped": 
 @pytest.fixture(autouse=True)
 def exact_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter's own conversion to fp8 rounds wrongly."""
-    for module in (fp8, attention_tiles):
+    for module in (fp8, attention):
         monkeypatch.setattr(module, "rounded", rounded)
 
 
@@ -42,7 +42,7 @@ def test_room_for_statistics() -> None:
     """As many parts as programs, with every configuration for 16 bits; and fewer are refused."""
     for kernel, width, narrow, newer in CONFIGS:
         if narrow:
-            rows = [attention.rows_of(name, CONFIGS[name, width, True, newer]) for name in ("forward", "dq", "dkdv")]
+            rows = [rows_of(name, CONFIGS[name, width, True, newer]) for name in ("forward", "dq", "dkdv")]
             forward, dq, dkdv = (6 * -(-1000 // size) for size in rows)
             assert attention.forward_parts(2, 3, 1000, width) >= forward, kernel
             assert attention.backward_parts(2, 3, 1000, width) >= dq + dkdv, kernel

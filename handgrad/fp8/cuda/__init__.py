@@ -1,1 +1,47 @@
-"""."""
+"""The operations on NVIDIA GPUs where tensors may be quantised: the kernel that makes a tensor writes its fp8 forms in the
+same pass, and cuBLASLt multiplies them."""
+
+# ruff: noqa: F401
+from typing import Any
+
+from handgrad.fp8.cuda import gelu, layernorm, quantizing
+from handgrad.fp8.cuda.attention import attention_backward, attention_forward, backward_parts, forward_parts
+from handgrad.fp8.cuda.classifier import classifier_forward, classifier_forward_backward
+from handgrad.fp8.cuda.column_sums import bias_backward
+from handgrad.fp8.cuda.layernorm import layernorm_backward, layernorm_forward
+from handgrad.fp8.cuda.linear import (
+    gelu_linear_backward,
+    linear_backward,
+    linear_forward,
+    linear_gelu_forward,
+    linear_residual_forward,
+    tuned_keep_bf16,
+)
+from handgrad.fp8.cuda.quantizing import fold_statistics, quantize, update_scaling
+from handgrad.ops import cuda
+from handgrad.ops.compose import layernorm_linear, layernorm_linear_gelu
+
+layernorm_linear_forward = layernorm_linear(layernorm_forward, linear_forward)
+layernorm_linear_gelu_forward = layernorm_linear_gelu(layernorm_forward, linear_gelu_forward)
+
+
+def statistics_parts(
+    *, batch: int, length: int, num_heads: int, head_width: int, channels: int, widest: int, padded_vocab_size: int
+) -> int:
+    """One for each program of the kernel with the most of them."""
+    tokens, heads = batch * length, (batch, num_heads, length, head_width)
+    return max(
+        quantizing.quantize_parts(max(tokens, widest), widest),
+        quantizing.quantize_parts(padded_vocab_size, channels),
+        layernorm.forward_parts(tokens, channels),
+        layernorm.backward_parts(tokens, channels),
+        forward_parts(*heads),
+        backward_parts(*heads),
+        gelu.forward_parts(tokens, widest),
+        gelu.backward_parts(tokens, widest),
+    )
+
+
+def __getattr__(name: str) -> Any:
+    """All other operations are the plain ones."""
+    return getattr(cuda, name)

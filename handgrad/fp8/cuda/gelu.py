@@ -8,9 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from handgrad.fp8.cuda.quantize import COUNTING, SCALE, limits, rescale, rounded, store_part
+from handgrad.fp8.cuda.quantizing import COUNTING, SCALE, limits, rescale, rounded, store_part, target
 from handgrad.fp8.formats import Quantized
 from handgrad.ops.cuda.gelu import CUBIC, CUBIC3, SATURATED, SLOPE, SLOPE_LN2
+from handgrad.ops.cuda.launch import launch
 
 # Forward: a program's elements.
 BLOCK, WARPS = 8192, 8
@@ -50,36 +51,19 @@ def gelu_backward_fp8(dhidden: Quantized, inp: Quantized, dgelu: Tensor, hidden:
 
 
 def _launch_forward(out: Quantized, hidden: Tensor) -> None:
-    elements, parts = hidden.numel(), out.statistics.shape[1]
-    needed = forward_parts(*hidden.shape)
-    assert parts >= needed, f"{parts} parts, {needed} needed"
-    arguments = (out.rows, out.scaling, out.statistics, parts, hidden, elements, *limits(out))
-    _forward[(triton.cdiv(elements, BLOCK),)](*arguments, elements % BLOCK == 0, BLOCK, num_warps=WARPS)
+    elements, programs = hidden.numel(), forward_parts(*hidden.shape)
+    arguments = out.rows, *target(out, programs), hidden, elements, *limits(out)
+    launch(_forward, (programs,), *arguments, elements % BLOCK == 0, BLOCK, num_warps=WARPS)
 
 
 def _launch_backward(dhidden: Quantized, inp: Quantized, dgelu: Tensor, hidden: Tensor) -> None:
-    (N, F), parts = hidden.shape, dhidden.statistics.shape[1]
-    needed, rows = backward_parts(N, F), QUADS * QUAD.value
-    assert parts >= needed, f"{parts} parts, {needed} needed"
+    (N, F), rows = hidden.shape, QUADS * QUAD.value
     assert N % QUAD.value == 0, f"the number of tokens must be a multiple of {QUAD.value}, found {N}"
-    _backward[(triton.cdiv(F, COLUMNS), triton.cdiv(N, rows))](
-        dhidden.rows,
-        dhidden.columns,
-        inp.columns,
-        dhidden.scaling,
-        inp.scaling,
-        dhidden.statistics,
-        parts,
-        dgelu,
-        hidden,
-        N // QUAD.value,
-        F,
-        *limits(dhidden),
-        N % rows == 0 and F % COLUMNS == 0,
-        QUADS,
-        COLUMNS,
-        num_warps=BACKWARD_WARPS,
-    )
+    scaling, *statistics = target(dhidden, backward_parts(N, F))
+    tensors = dhidden.rows, dhidden.columns, inp.columns, scaling, inp.scaling, *statistics, dgelu, hidden
+    sizes, even = (N // QUAD.value, F, *limits(dhidden)), N % rows == 0 and F % COLUMNS == 0
+    grid = (triton.cdiv(F, COLUMNS), triton.cdiv(N, rows))
+    launch(_backward, grid, *tensors, *sizes, even, QUADS, COLUMNS, num_warps=BACKWARD_WARPS)
 
 
 @triton.jit(do_not_specialize_on_alignment=["scaling", "statistics"])

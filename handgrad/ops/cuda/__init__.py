@@ -4,37 +4,34 @@ The names and the contract are those of `handgrad.ops.reference`, against which 
 deterministic, allocate nothing, and can be recorded in a CUDA graph.
 """
 
-import torch
-import triton
-from torch import Tensor
+# ruff: noqa: F401
 
-from handgrad.dropout.cuda import dropout_backward, dropout_forward, dropout_residual_forward
-from handgrad.dropout.masks import Dropout
+import triton
+
 from handgrad.errors import UsageError
-from handgrad.fp8.cuda.quantize import fold_statistics, quantize, update_scaling
-from handgrad.fp8.formats import Form
-from handgrad.ops.cuda import attention, attention_cudnn, cublaslt
-from handgrad.ops.cuda.choosing import choose_tokens
+from handgrad.ops.compose import layernorm_linear, layernorm_linear_gelu
+from handgrad.ops.cuda import attention_cudnn, cublaslt, decode
+from handgrad.ops.cuda.attention import attention_backward, attention_forward, attention_scratch_bytes
 from handgrad.ops.cuda.classifier import classifier_forward, classifier_forward_backward
 from handgrad.ops.cuda.column_sums import bias_backward
-from handgrad.ops.cuda.compile_ahead import compile_ahead
-from handgrad.ops.cuda.cublaslt import WORKSPACE_BYTES, tuned_keep_bf16
-from handgrad.ops.cuda.decode import (
-    attention_decode,
-    embedding_decode,
-    layernorm_linear_forward,
-    layernorm_linear_gelu_forward,
-    linear_residual_forward,
-)
 from handgrad.ops.cuda.embedding import embedding_backward, embedding_forward
 from handgrad.ops.cuda.gelu import gelu_backward, gelu_forward
+from handgrad.ops.cuda.launch import compile_ahead
 from handgrad.ops.cuda.layernorm import layernorm_backward, layernorm_forward
-from handgrad.ops.cuda.linear import gelu_linear_backward, linear_backward, linear_forward, linear_gelu_forward
+from handgrad.ops.cuda.linear import (
+    gelu_linear_backward,
+    linear_backward,
+    linear_forward,
+    linear_gelu_forward,
+    linear_residual_forward,
+)
 from handgrad.ops.cuda.optimizer import adamw_update, loss_sum, squared_norms, verdict
 from handgrad.ops.cuda.reduction import checksum, tree_sum
-from handgrad.ops.cuda.scratch import scratch_bytes as memory_scratch_bytes
-from handgrad.ops.cuda.scratch import statistics_parts
+from handgrad.ops.cuda.scratch import scratch_bytes
 from handgrad.ops.reference import residual_forward, store_keys_values  # plain torch: a sum, copies
+
+layernorm_linear_forward = layernorm_linear(layernorm_forward, linear_forward)
+layernorm_linear_gelu_forward = layernorm_linear_gelu(layernorm_forward, linear_gelu_forward)
 
 WIDEST_HEAD = 128
 CAPTURABLE = True  # every operation of a step can be recorded in a CUDA graph
@@ -59,93 +56,3 @@ def check_sizes(*, length: int, num_heads: int, channels: int) -> None:
         problem = f"3 * channels * sequence_length must be below 2^31, found {3 * channels * length}"
     if problem:
         raise UsageError(f"the kernels cannot run this model: {problem}; or use --backend reference")
-
-
-def scratch_bytes(*, batch: int, length: int, channels: int) -> int:
-    """Bytes of `scratch`: the largest need of any operation but attention's backward."""
-    return max(WORKSPACE_BYTES, memory_scratch_bytes(batch=batch, length=length, channels=channels))
-
-
-def attention_scratch_bytes(
-    *, batch: int, length: int, num_heads: int, channels: int, dtype: torch.dtype, dropout: bool = False
-) -> int:
-    """Bytes of `scratch` that the backward of attention needs, of one with `dropout` or without."""
-    if not dropout and attention_cudnn.runs(dtype, channels // num_heads):
-        sizes = {"batch": batch, "length": length, "num_heads": num_heads, "channels": channels}
-        return attention_cudnn.attention_scratch_bytes(dtype=dtype, **sizes)
-    return attention.attention_scratch_bytes(batch, num_heads, length)
-
-
-# cuDNN draws dropout's masks from a generator of its own, which the reference could not repeat: with dropout our own
-# kernels serve heads of any width.
-
-
-def attention_forward(out: Form, lse: Tensor, qkv: Tensor, *, dropout: Dropout | None = None, scratch: Tensor) -> None:
-    """out (N, C), lse (B, H, T) = log of the softmax's denominator, from qkv (N, 3C). A quantised out has a plain form,
-    too, for the backward. `dropout` is that of the probabilities, each head with masks of its own."""
-    if isinstance(out, Tensor) and dropout is None and attention_cudnn.runs(qkv.dtype, out.shape[1] // lse.shape[1]):
-        attention_cudnn.attention_forward(out, lse, qkv, scratch=scratch)
-    else:
-        attention.attention_forward(out, lse, qkv, dropout=dropout)
-
-
-def attention_backward(
-    dqkv: Form, dout: Tensor, out: Form, lse: Tensor, qkv: Tensor, *, dropout: Dropout | None = None, scratch: Tensor
-) -> None:
-    """dqkv (N, 3C) from dout, out (N, C), lse (B, H, T) and qkv (N, 3C), with the `dropout` of the forward. What is
-    quantised comes from our own kernels, of any head width, which write it in the same pass."""
-    if (
-        isinstance(dqkv, Tensor)
-        and isinstance(out, Tensor)
-        and dropout is None
-        and attention_cudnn.runs(qkv.dtype, dout.shape[1] // lse.shape[1])
-    ):
-        attention_cudnn.attention_backward(dqkv, dout, out, lse, qkv, scratch=scratch)
-    else:
-        attention.attention_backward(dqkv, dout, out, lse, qkv, dropout=dropout, scratch=scratch)
-
-
-__all__ = [
-    "adamw_update",
-    "attention_backward",
-    "attention_decode",
-    "attention_forward",
-    "attention_scratch_bytes",
-    "bias_backward",
-    "check_sizes",
-    "checksum",
-    "choose_tokens",
-    "classifier_forward",
-    "classifier_forward_backward",
-    "compile_ahead",
-    "dropout_backward",
-    "dropout_forward",
-    "dropout_residual_forward",
-    "embedding_backward",
-    "embedding_decode",
-    "embedding_forward",
-    "fold_statistics",
-    "gelu_backward",
-    "gelu_forward",
-    "gelu_linear_backward",
-    "layernorm_backward",
-    "layernorm_forward",
-    "layernorm_linear_forward",
-    "layernorm_linear_gelu_forward",
-    "linear_backward",
-    "linear_forward",
-    "linear_gelu_forward",
-    "linear_residual_forward",
-    "loss_sum",
-    "quantize",
-    "residual_forward",
-    "scratch_bytes",
-    "squared_norms",
-    "statistics_parts",
-    "store_keys_values",
-    "tree_sum",
-    "tuned_keep_bf16",
-    "update_scaling",
-    "verdict",
-    "versions",
-]

@@ -135,13 +135,8 @@ def backward_graph(B: int, H: int, T: int, D: int, dtype: torch.dtype) -> Graph:
     return g.build()
 
 
-def attention_scratch_bytes(*, batch: int, length: int, num_heads: int, channels: int, dtype: torch.dtype) -> int:
-    """The backward's workspace. The forward's, 256 bytes where it was seen, lies in the operations' common scratch."""
-    return backward_graph(batch, num_heads, length, channels // num_heads, dtype).workspace_bytes
-
-
 def attention_forward(out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor) -> None:
-    """out (N, C), lse (B, H, T) = log of the softmax's denominator, from qkv (N, 3C)."""
+    """By the library's graph, whose workspace was 256 bytes where it was seen: it fits the operations' common scratch."""
     B, H, T = lse.shape
     q, k, v = split_heads(qkv, B, H)
     graph = forward_graph(B, H, T, q.shape[-1], qkv.dtype)
@@ -150,7 +145,6 @@ def attention_forward(out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor)
 
 
 def attention_backward(dqkv: Tensor, dout: Tensor, out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor) -> None:
-    """dqkv (N, 3C) from dout, out (N, C), lse (B, H, T) and qkv (N, 3C)."""
     B, H, T = lse.shape
     q, k, v = split_heads(qkv, B, H)
     dq, dk, dv = split_heads(dqkv, B, H)

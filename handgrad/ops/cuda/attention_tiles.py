@@ -1,12 +1,7 @@
-"""Tiles of attention's kernels: loading, storing, quantising."""
+"""Blocks of attention's kernels: which one a program has, and how tiles of it are loaded and stored."""
 
 import triton
 import triton.language as tl
-
-from handgrad.fp8 import formats
-from handgrad.fp8.cuda.quantize import rounded
-
-SCALE = tl.constexpr(formats.SCALE)
 
 
 @triton.jit
@@ -16,6 +11,24 @@ def head_of(blocks, H, T):
     program = tl.program_id(0)
     head = program // blocks
     return program % blocks, (head // H).to(tl.int64), head % H, head.to(tl.int64) * T
+
+
+@triton.jit
+def query_block(H, T, QUERIES: tl.constexpr):
+    """(batch entry, head, head counted over the batch, first query, queries left) of this program. The last queries see the
+    most keys: longest programs first."""
+    blocks = tl.cdiv(T, QUERIES)
+    block, b, h, vector = head_of(blocks, H, T)
+    first = (blocks - 1 - block) * QUERIES
+    return b, h, vector, first, T - first
+
+
+@triton.jit
+def key_block(H, T, KEYS: tl.constexpr):
+    """The same of a block of keys. The first keys are seen by the most queries: longest programs first."""
+    block, b, h, vector = head_of(tl.cdiv(T, KEYS), H, T)
+    first = block * KEYS
+    return b, h, vector, first, T - first
 
 
 @triton.jit
@@ -74,23 +87,3 @@ def store_vector(vector, count, x, COUNT: tl.constexpr, TAIL: tl.constexpr):
 def is_later(first_query, first_key, QUERIES: tl.constexpr, KEYS: tl.constexpr):
     """(QUERIES, KEYS): whether the key comes after the query."""
     return (first_key + tl.arange(0, KEYS))[None, :] > (first_query + tl.arange(0, QUERIES))[:, None]
-
-
-@triton.jit
-def store_quantized(
-    rows, columns, scaling, x, row, column, C, N, left, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-    TAIL: tl.constexpr,
-):  # fmt: skip
-    """A tile x (ROWS, WIDTH) of 16-bit numbers, from (row, column) on of a tensor (N, C), into its fp8 forms `rows` (N, C)
-    and `columns` (C, N), either of which may be None."""
-    x = x.to(tl.float32)
-    scale = tl.load(scaling + SCALE)
-    if rows is not None:
-        store_tile(rows + row * C + column, C, left, rounded(x, scale, rows.dtype.element_ty), D, ROWS, WIDTH, TAIL)
-    if columns is not None:
-        pointers = pointers_of(columns + column.to(tl.int64) * N + row, N, WIDTH, ROWS)
-        transposed = tl.trans(rounded(x, scale, columns.dtype.element_ty))
-        if TAIL or WIDTH != D:
-            tl.store(pointers, transposed, mask=tl.trans(mask_of(left, D, ROWS, WIDTH, TAIL)))
-        else:
-            tl.store(pointers, transposed)

@@ -12,14 +12,19 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from handgrad.ops import reference
-from handgrad.ops.cuda.decode import launched
 from handgrad.ops.cuda.hashing import WEYL, mixed
+from handgrad.ops.cuda.launch import launch, overlapping
+from handgrad.ops.reference import decode as reference
 from handgrad.ops.reference.decode import DRAW_BITS
 
 CHOICES = 1024  # logits of a program
 
 SHIFT, UNIT = tl.constexpr(32 - DRAW_BITS), tl.constexpr(2.0**-DRAW_BITS)
+
+
+def choosing_scratch_bytes(*, batch: int, vocab_size: int) -> int:
+    """Four numbers of every part."""
+    return 16 * batch * triton.cdiv(vocab_size, CHOICES)
 
 
 def choose_tokens(
@@ -37,27 +42,29 @@ def choose_tokens(
     repetition_penalty: float,
     scratch: Tensor,
 ) -> None:
-    """tokens_out (B) int64 from logits (B, Vp), whose columns from vocab_size on are no tokens; -1 where one of the logits
-    is not finite. Arguments as the reference's, which also does what needs an order of the tokens: top-k and top-p."""
+    """By the reference where that needs an order of the tokens: with top-k and top-p."""
     if temperature and (0 < top_k < vocab_size or top_p < 1):
         filters = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
-        options = {"vocab_size": vocab_size, "temperature": temperature, "repetition_penalty": repetition_penalty}
-        reference.choose_tokens(tokens_out, logits, seen_inout, seeds, positions, **filters, **options)
+        settings = {"vocab_size": vocab_size, "temperature": temperature, "repetition_penalty": repetition_penalty}
+        reference.choose_tokens(tokens_out, logits, seen_inout, seeds, positions, **filters, **settings)
         return
     B, parts = logits.shape[0], triton.cdiv(vocab_size, CHOICES)
+    needed = choosing_scratch_bytes(batch=B, vocab_size=vocab_size)
+    assert scratch.numel() >= needed, f"scratch of {scratch.numel()} bytes, {needed} needed"
     # Of every part: its largest logit and what is drawn, the ids of both, and whether a logit is not finite.
-    largest, drawn = scratch.view(torch.float32)[: 2 * B * parts].view(2, B, parts)
-    ids, broken = scratch.view(torch.int32)[2 * B * parts : 4 * B * parts].view(2, B, parts)
+    values, numbers = scratch[:needed].view(2, -1)
+    largest, drawn = values.view(torch.float32).view(2, B, parts)
+    ids, broken = numbers.view(torch.int32).view(2, B, parts)
     seen = None if seen_inout is None else seen_inout.view(torch.uint8)
-    sizes = vocab_size, logits.shape[1]
-    _greatest[(parts, B)](largest, ids, broken, logits, seen, *sizes, repetition_penalty, CHOICES, **launched(logits, 4))
-    padded, values = triton.next_power_of_2(parts), largest
+    sizes, padded, grid = (vocab_size, logits.shape[1]), triton.next_power_of_2(parts), (parts, B)
+    found = largest, ids, broken, logits, seen
+    launch(_greatest, grid, *found, *sizes, repetition_penalty, CHOICES, **overlapping(logits, 4))
     if temperature:
         least = math.log(min_p) if min_p else -math.inf
         drawing = seeds, positions, *sizes, temperature, repetition_penalty, least
-        _draw[(parts, B)](drawn, ids, largest, logits, seen, *drawing, CHOICES, padded, **launched(logits, 4))
-        values = drawn
-    _join[(B,)](tokens_out, seen, values, ids, broken, vocab_size, parts, padded, **launched(logits, 1))
+        launch(_draw, grid, drawn, ids, largest, logits, seen, *drawing, CHOICES, padded, **overlapping(logits, 4))
+    chosen = drawn if temperature else largest
+    launch(_join, (B,), tokens_out, seen, chosen, ids, broken, vocab_size, parts, padded, **overlapping(logits, 1))
 
 
 @triton.jit

@@ -4,20 +4,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from handgrad.fp8 import formats
-from handgrad.fp8.cuda.quantize import UNALIGNED, rounded, transpose_rows, write_forms
-from handgrad.fp8.formats import Quantized
+from handgrad.ops.cuda.launch import launch
 
-# Classifier: loss = logsumexp(logits) - logits[target], over the V real words; the padded columns do not exist.
-# Backward: dlogits = (softmax(logits) - onehot(target)) * scale, and 0 in the padded columns.
-#
 # The softmax runs online (Milakov & Gimelshein 2018), but every lane keeps a maximum and a sum of its own: across the
 # program they are joined once, after the sweep. Joining them in every turn of the loop halves the bandwidth.
 #
 # V is odd (50257), which would break 16-byte loads if it were a mask's limit. So whole tiles up to V are read without a
 # mask, and the tail up to Vp, a multiple of 128, is masked in registers.
 
-SCALE = tl.constexpr(formats.SCALE)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e38)  # a maximum to start from: unlike minus infinity it can be subtracted from itself
 
@@ -28,36 +22,17 @@ WARPS, BLOCK, UNROLL = 8, 2048, 8
 
 
 def classifier_forward(losses: Tensor, logits_inout: Tensor, targets: Tensor, *, vocab_size: int) -> None:
-    """losses (N) from logits (N, Vp) and targets (N). Masks the padded columns of the logits with minus infinity."""
     N, Vp = logits_inout.shape
     padded = triton.next_power_of_2(max(1, Vp - vocab_size))
-    _forward[(N,)](losses, logits_inout, targets, vocab_size, Vp, padded, BLOCK, UNROLL, num_warps=WARPS)
+    launch(_forward, (N,), losses, logits_inout, targets, vocab_size, Vp, padded, BLOCK, UNROLL, num_warps=WARPS)
 
 
 def classifier_forward_backward(
-    losses: Tensor,
-    logits_to_dlogits_inout: Tensor,
-    targets: Tensor,
-    scale: Tensor,
-    *,
-    vocab_size: int,
-    quantized: Quantized | None = None,
+    losses: Tensor, logits_to_dlogits_inout: Tensor, targets: Tensor, scale: Tensor, *, vocab_size: int
 ) -> None:
-    """losses (N), and the logits (N, Vp) turned into scale * dlosses/dlogits in place, from targets (N); scale (1) is
-    float32. `quantized` takes the same gradient in fp8, at the scale that it has; with both of its forms nobody reads the
-    gradient in 16 bits, which is not written then."""
     N, Vp = logits_to_dlogits_inout.shape
-    rows, columns, scaling = None, None, None
-    if quantized is not None:
-        rows, columns, scaling = quantized.rows, quantized.columns, quantized.scaling
-    in_place = rows is None or columns is None
-    tensors = losses, logits_to_dlogits_inout, rows, scaling, targets, scale
-    _forward_backward[(N,)](*tensors, vocab_size, Vp, BLOCK, UNROLL, in_place, num_warps=WARPS)
-    if quantized is not None:
-        if rows is not None:
-            transpose_rows(quantized)
-        else:
-            write_forms(quantized, logits_to_dlogits_inout)
+    tensors = losses, logits_to_dlogits_inout, targets, scale
+    launch(_forward_backward, (N,), *tensors, vocab_size, Vp, BLOCK, UNROLL, num_warps=WARPS)
 
 
 @triton.jit
@@ -73,73 +48,81 @@ def _forward(
 ):
     row = tl.program_id(0).to(tl.int64)
     logits += row * Vp
-    of_target = tl.load(logits + tl.load(targets + row)).to(tl.float32)
-    maximum, total = softmax_sums(logits, V, Vp, BLOCK, UNROLL, "evict_first")
-    tl.store(losses + row, tl.log(total) - (of_target - maximum))
+    target = tl.load(targets + row)
+    store_loss(losses, row, logits, target, V, Vp, BLOCK, UNROLL, "evict_first")
     if Vp > V:
         beyond = V + tl.arange(0, PADDED)
         tl.store(logits + beyond, tl.full((PADDED,), float("-inf"), tl.float32).to(logits.dtype.element_ty), beyond < Vp)
 
 
-@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
+@triton.jit
 def _forward_backward(
-    losses,
-    logits,
-    rows,
-    scaling,
-    targets,
-    scale,
-    V: tl.constexpr,
-    Vp: tl.constexpr,
-    BLOCK: tl.constexpr,
-    UNROLL: tl.constexpr,
-    IN_PLACE: tl.constexpr,
+    losses, logits, targets, scale, V: tl.constexpr, Vp: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     logits += row * Vp
-    fp8_scale = None
-    if rows is not None:
-        rows += row * Vp
-        fp8_scale = tl.load(scaling + SCALE)
     target = tl.load(targets + row)
-    of_target = tl.load(logits + target).to(tl.float32)
-    maximum, total = softmax_sums(logits, V, Vp, BLOCK, UNROLL, "evict_last")
-    tl.store(losses + row, tl.log(total) - (of_target - maximum))
+    sums = store_loss(losses, row, logits, target, V, Vp, BLOCK, UNROLL, "evict_last")
     factor = tl.load(scale)
-    per_exponential = factor / total
+    per_exponential = factor / sums[2]
 
     # Backwards: what was read last is the likeliest still to be in the L1 cache.
     TILE: tl.constexpr = BLOCK * UNROLL
     WHOLE: tl.constexpr = V // TILE * TILE
     for start in range(WHOLE, Vp, BLOCK):
-        column = start + tl.arange(0, BLOCK)[None, :]
-        x = tl.load(logits + column, mask=column < Vp, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        d = tl.where(column < V, tl.exp2((x - maximum) * LOG2_E) * per_exponential, 0.0)
-        store_gradient(logits, rows, fp8_scale, column, d, column < Vp, IN_PLACE, "evict_first")
+        column, d = tail_gradient(logits, start, sums[1], per_exponential, V, Vp, BLOCK)
+        tl.store(logits + column, d, mask=column < Vp, eviction_policy="evict_first")
     for back in range(0, WHOLE, TILE):
-        column = tile_columns(WHOLE - TILE - back, BLOCK, UNROLL)
-        x = tl.load(logits + column, eviction_policy="evict_first").to(tl.float32)
-        d = tl.exp2((x - maximum) * LOG2_E) * per_exponential
-        store_gradient(logits, rows, fp8_scale, column, d, None, IN_PLACE, "evict_first")
+        column, d = tile_gradient(logits, WHOLE - TILE - back, sums[1], per_exponential, BLOCK, UNROLL)
+        tl.store(logits + column, d, eviction_policy="evict_first")
 
     # The target's own gradient replaces what the sweep wrote there: cheaper than a comparison for every column.
     tl.debug_barrier()
-    d = (tl.exp2((of_target - maximum) * LOG2_E) / total - 1.0) * factor
-    store_gradient(logits, rows, fp8_scale, target, d, None, IN_PLACE, "")
+    tl.store(logits + target, target_gradient(sums, factor).to(logits.dtype.element_ty))
 
 
 @triton.jit
-def store_gradient(logits, rows, fp8_scale, column, d, mask, IN_PLACE: tl.constexpr, EVICTION: tl.constexpr):
-    """d in place, and in fp8 as it is rounded there."""
-    d = d.to(logits.dtype.element_ty)
-    if IN_PLACE:
-        tl.store(logits + column, d, mask=mask, eviction_policy=EVICTION)
-    if rows is not None:
-        d8 = rounded(d.to(tl.float32), fp8_scale, rows.dtype.element_ty)
-        place = rows + column
-        if len(column.shape) == 2:  # stores of 8 bytes: those of 16 would move a tile of 16-bit numbers from lane to lane
-            place = tl.max_contiguous(place, (1, 8))
-        tl.store(place, d8, mask=mask)
+def store_loss(
+    losses,
+    row,
+    logits,
+    target,
+    V: tl.constexpr,
+    Vp: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
+    EVICTION: tl.constexpr,
+):
+    """(the target's logit, m, sum of exp(logits - m)) of a row, with m the largest of its V logits."""
+    of_target = tl.load(logits + target).to(tl.float32)
+    maximum, total = softmax_sums(logits, V, Vp, BLOCK, UNROLL, EVICTION)
+    tl.store(losses + row, tl.log(total) - (of_target - maximum))
+    return of_target, maximum, total
+
+
+@triton.jit
+def tail_gradient(logits, start, maximum, per_exponential, V: tl.constexpr, Vp: tl.constexpr, BLOCK: tl.constexpr):
+    """(columns, gradient in the logits' dtype) of a tile (1, BLOCK) that may reach past the vocabulary."""
+    column = start + tl.arange(0, BLOCK)[None, :]
+    x = tl.load(logits + column, mask=column < Vp, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    d = tl.where(column < V, tl.exp2((x - maximum) * LOG2_E) * per_exponential, 0.0)
+    return column, d.to(logits.dtype.element_ty)
+
+
+@triton.jit
+def tile_gradient(logits, start, maximum, per_exponential, BLOCK: tl.constexpr, UNROLL: tl.constexpr):
+    """The same of a tile (UNROLL, BLOCK) within the vocabulary."""
+    column = tile_columns(start, BLOCK, UNROLL)
+    x = tl.load(logits + column, eviction_policy="evict_first").to(tl.float32)
+    d = tl.exp2((x - maximum) * LOG2_E) * per_exponential
+    return column, d.to(logits.dtype.element_ty)
+
+
+@triton.jit
+def target_gradient(sums, factor):
+    """Of the target's logit, in float32."""
+    of_target, maximum, total = sums
+    return (tl.exp2((of_target - maximum) * LOG2_E) / total - 1.0) * factor
 
 
 @triton.jit

@@ -1,18 +1,17 @@
 """Column sums in two stages: the bias gradient, and the end of the layer norm's backward."""
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from handgrad.fp8 import formats
-from handgrad.fp8.formats import Form, plain
+from handgrad.ops.cuda.launch import launch
 
-INVERSE = tl.constexpr(formats.INVERSE)
-
-# db = sum over tokens of dy, in float32. Stage 1: a fixed number of programs sum rows of their own and write one row of
-# partial sums each. Stage 2 adds the partial rows and then the accumulator. The order of every sum follows from the shapes
-# alone, so that no GPU and no scheduler changes the bits.
+# Stage 1: a fixed number of programs sum rows of their own and write one row of partial sums each. Stage 2 adds the partial
+# rows and then the accumulator. The order of every sum follows from the shapes alone, so that no GPU and no scheduler
+# changes the bits.
 
 # Stage 1. 8 lanes read 128 bytes of a bf16 row; 64 rows at once keep four 16-byte loads per lane in flight. Narrow strips
 # and few programs along the rows (90 % of the copy bandwidth at 65,536 rows) beat wide and many (76 %).
@@ -23,22 +22,12 @@ LARGEST_SPLIT = 64  # programs along the rows: their float32 partial sums are 1/
 # that walked 512 rows would take longer than the kernel before it.
 PARTIAL_ROWS, PARTIAL_COLUMNS, PARTIAL_WARPS = 256, 16, 4
 
-# Of a transposed fp8 tensor a program sums whole rows: 4.1 of 4.2 TB/s with four loads of a lane under way.
-FP8_ROWS, FP8_COLUMNS, FP8_STAGES, FP8_WARPS = 4, 1024, 4, 4
 
-
-def bias_backward(dbias_acc: Tensor, dout: Form, *, scratch: Tensor) -> None:
-    """dbias_acc (O) += column sums of dout (N, O), of its fp8 numbers where it has them in columns."""
-    if not isinstance(dout, Tensor) and dout.columns is not None:
-        O, N = dout.columns.shape
-        grid, tile = (triton.cdiv(O, FP8_ROWS),), (FP8_ROWS, FP8_COLUMNS, FP8_STAGES)
-        _sum_fp8_rows[grid](dbias_acc, dout.columns, dout.scaling, O, N, *tile, num_warps=FP8_WARPS)
-        return
-    dout = plain(dout)
+def bias_backward(dbias_acc: Tensor, dout: Tensor, *, scratch: Tensor) -> None:
     N, O = dout.shape
     split = row_split(N)
     partials = float32_of(scratch, split * O)
-    _sum_columns[(triton.cdiv(O, COLUMNS), split)](partials, dout, N, O, ROWS, COLUMNS, num_warps=WARPS)
+    launch(_sum_columns, (triton.cdiv(O, COLUMNS), split), partials, dout, N, O, ROWS, COLUMNS, num_warps=WARPS)
     add_partials((dbias_acc,), partials, split)
 
 
@@ -53,14 +42,12 @@ def float32_of(scratch: Tensor, elements: int) -> Tensor:
     return scratch[: 4 * elements].view(torch.float32)
 
 
-def add_partials(accumulators: tuple[Tensor, ...], partials: Tensor, rows: int) -> None:
+def add_partials(accumulators: Sequence[Tensor], partials: Tensor, rows: int) -> None:
     """accumulators[s] (O) += the sum over the rows of partials (rows, len(accumulators), O), for up to three."""
     slots, O = len(accumulators), accumulators[0].shape[0]
     first, second, third = (*accumulators, *accumulators[:1], *accumulators[:1])[:3]
-    grid = (triton.cdiv(O, PARTIAL_COLUMNS), slots)
-    _add_partials[grid](
-        first, second, third, partials, rows, O, slots, PARTIAL_ROWS, PARTIAL_COLUMNS, num_warps=PARTIAL_WARPS
-    )
+    grid, tile = (triton.cdiv(O, PARTIAL_COLUMNS), slots), (PARTIAL_ROWS, PARTIAL_COLUMNS)
+    launch(_add_partials, grid, first, second, third, partials, rows, O, slots, *tile, num_warps=PARTIAL_WARPS)
 
 
 @triton.jit
@@ -73,19 +60,6 @@ def _sum_columns(partials, dout, N, O, ROWS: tl.constexpr, COLUMNS: tl.constexpr
         row = start + tl.arange(0, ROWS)[:, None]
         sums += tl.load(dout + row.to(tl.int64) * O + column, mask=(row < N) & in_row, other=0.0).to(tl.float32)
     tl.store(partials + tl.program_id(1) * O + column, tl.sum(sums, 0, keep_dims=True), mask=in_row)
-
-
-@triton.jit(do_not_specialize_on_alignment=["scaling"])
-def _sum_fp8_rows(sums_acc, dout, scaling, O, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr):
-    """sums_acc (O) += sums over the rows of dout (O, N), unscaled."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    first = dout + row.to(tl.int64) * N
-    sums = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for start in tl.range(0, N, COLUMNS, num_stages=STAGES):
-        column = start + tl.arange(0, COLUMNS)[None, :]
-        sums += tl.load(first + column, mask=(row < O) & (column < N), other=0.0).to(tl.float32)
-    total = tl.sum(sums, 1, keep_dims=True) * tl.load(scaling + INVERSE)
-    tl.store(sums_acc + row, tl.load(sums_acc + row, mask=row < O) + total, mask=row < O)
 
 
 @triton.jit

@@ -246,10 +246,12 @@ def multiply(
     aux: Tensor | None = None,
     inverse_scales: InverseScales | None = None,
     fast_sums: bool = False,
+    tf32: bool = False,
 ) -> None:
     """The column-major product d = op(a) op(b) + added of the row-major tensors d (n, m), a and b.
 
     Operands in fp8 have `inverse_scales`, and Hopper multiplies them only with `transpose_a` and without `transpose_b`.
+    With `tf32` the tensor cores read float32 operands in 19 bits.
     """
     n, m = d.shape
     k = a.shape[1] if transpose_a else a.shape[0]
@@ -258,7 +260,7 @@ def multiply(
     product = Product(
         *(m, n, k, transpose_a, transpose_b, a.dtype, b.dtype, d.dtype, epilogue),
         adds=added is not None,
-        tf32=a.dtype == torch.float32 and bool(torch.backends.cuda.matmul.allow_tf32),
+        tf32=tf32 and a.dtype == torch.float32,
         alignment_bytes=pointers & -pointers,
         fast_sums=fast_sums,
     )
@@ -297,16 +299,6 @@ def describe() -> str:
 def frozen_algorithms() -> dict[str, list[str]]:
     """Words of the algorithms by product, the user's table over the shipped one."""
     return read_table(shipped_table(), "algorithms") | read_table(user_table(), "algorithms")
-
-
-def keep_bf16_key(tokens: int, channels: int) -> str:
-    return f"{tokens}x{channels}"
-
-
-def tuned_keep_bf16(*, tokens: int, channels: int) -> str:
-    """Products of fp8 runs that were found faster in bf16, for micro-batches and models of this size: "qkv,proj" or ""."""
-    found = read_table(shipped_table(), "keep_bf16") | read_table(user_table(), "keep_bf16")
-    return found.get(keep_bf16_key(tokens, channels), "")
 
 
 def read_table(path: Path, part: str) -> dict[str, Any]:

@@ -7,21 +7,18 @@ two kernels; layer norm, bias, GELU and residual sum are done by every program f
 reading, and their products run on the tensor cores like a training's.
 """
 
-import functools
 import math
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from handgrad.dropout.masks import Dropout
-from handgrad.fp8.formats import Form, plain
+from handgrad.ops.cuda import linear
+from handgrad.ops.cuda.choosing import choose_tokens, choosing_scratch_bytes  # noqa: F401
 from handgrad.ops.cuda.gelu import gelu
+from handgrad.ops.cuda.launch import launch, overlapping
 from handgrad.ops.cuda.layernorm import layernorm_forward
-from handgrad.ops.cuda.linear import linear_forward, linear_gelu_forward
-from handgrad.ops.cuda.linear import linear_residual_forward as residual_product
 from handgrad.ops.reference.layernorm import LAYERNORM_EPSILON
 
 # A program's tile of the weight, 64 numbers a thread: with a few programs on each multiprocessor as many bytes are on their
@@ -38,22 +35,9 @@ FEW_ATTENTIONS, MANY_ATTENTIONS = (16384, 8), (4096, 2)
 NOTHING = tl.constexpr(-1e30)  # a score below all scores
 
 
-@functools.cache
-def overlaps(device: torch.device) -> bool:
-    """Whether a kernel may begin before the one before it has ended."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
-
-
-def launched(tensor: Tensor, warps: int) -> dict[str, bool | int]:
-    """The options of a launch: the kernel's switch, and the driver's."""
-    if overlaps(tensor.device):
-        return {"OVERLAPS": True, "launch_pdl": True, "num_warps": warps}
-    return {"OVERLAPS": False, "num_warps": warps}
-
-
-def takes(x: Form, weight: Form) -> bool:
+def takes(x: Tensor, weight: Tensor) -> bool:
     """Whether the product of one row is ours."""
-    return isinstance(x, Tensor) and x.shape[0] == 1 and plain(weight).shape[1] <= LONGEST_ROW
+    return x.shape[0] == 1 and weight.shape[1] <= LONGEST_ROW
 
 
 def product_tile(O: int, K: int) -> tuple[int, int, int]:
@@ -66,10 +50,10 @@ def product_tile(O: int, K: int) -> tuple[int, int, int]:
 
 
 def embedding_decode(out: Tensor, tokens: Tensor, positions: Tensor, wte: Tensor, wpe: Tensor) -> None:
-    """out (B, C) = wte (Vp, C) at tokens (B) + wpe (maxT, C) at positions (B)."""
     B, C = out.shape
     block = triton.next_power_of_2(C)
-    _embedding[(B,)](out, tokens, positions, wte, wpe, C, block, **launched(out, min(16, max(1, block // 512))))
+    warps = min(16, max(1, block // 512))
+    launch(_embedding, (B,), out, tokens, positions, wte, wpe, C, block, **overlapping(out, warps))
 
 
 def layernorm_linear_forward(
@@ -80,18 +64,18 @@ def layernorm_linear_forward(
     x: Tensor,
     ln_weight: Tensor,
     ln_bias: Tensor,
-    weight: Form,
+    weight: Tensor,
     bias: Tensor | None,
     *,
     scratch: Tensor,
+    tf32: bool = False,
 ) -> None:
-    """out (B, O) = LN(x) weight (O, C)^T + bias (O), x (B, C). `ln` (B, C), `mean` and `rstd` (B) are workspace: what they
-    hold afterwards means nothing."""
+    """Of one row in one kernel, which does not use the workspace."""
     if takes(x, weight):
-        row_product(out, x, plain(weight), bias, norm=(ln_weight, ln_bias), late=True)
+        row_product(out, x, weight, bias, norm=(ln_weight, ln_bias), late=True)
         return
     layernorm_forward(ln, mean, rstd, x, ln_weight, ln_bias)
-    linear_forward(out, ln, weight, bias, scratch=scratch)
+    linear.linear_forward(out, ln, weight, bias, scratch=scratch, tf32=tf32)
 
 
 def layernorm_linear_gelu_forward(
@@ -103,36 +87,28 @@ def layernorm_linear_gelu_forward(
     x: Tensor,
     ln_weight: Tensor,
     ln_bias: Tensor,
-    weight: Form,
+    weight: Tensor,
     bias: Tensor,
     *,
     scratch: Tensor,
+    tf32: bool = False,
 ) -> None:
-    """out (B, F) = GELU(LN(x) weight (F, C)^T + bias (F)), x (B, C). `fc` (B, F), `ln` (B, C), `mean` and `rstd` (B) are
-    workspace."""
+    """Of one row in one kernel, which does not use the workspace."""
     if takes(x, weight):
-        row_product(out, x, plain(weight), bias, norm=(ln_weight, ln_bias), with_gelu=True)
+        row_product(out, x, weight, bias, norm=(ln_weight, ln_bias), with_gelu=True)
         return
     layernorm_forward(ln, mean, rstd, x, ln_weight, ln_bias)
-    linear_gelu_forward(out, fc, ln, weight, bias, scratch=scratch)
+    linear.linear_gelu_forward(out, fc, ln, weight, bias, scratch=scratch, tf32=tf32)
 
 
 def linear_residual_forward(
-    out: Tensor,
-    residual: Tensor,
-    inp: Form,
-    weight: Form,
-    bias: Tensor,
-    *,
-    dropout: Dropout | None = None,
-    scratch: Tensor,
+    out: Tensor, residual: Tensor, inp: Tensor, weight: Tensor, bias: Tensor, *, scratch: Tensor, tf32: bool = False
 ) -> None:
-    """out (N, C) = residual (N, C) + dropout(inp (N, I) weight (C, I)^T + bias (C)), without dropout summed in float32 and
-    rounded once."""
-    if dropout is None and takes(inp, weight):
-        row_product(out, plain(inp), plain(weight), bias, residual=residual)
+    """Of one row in a kernel of its own."""
+    if takes(inp, weight):
+        row_product(out, inp, weight, bias, residual=residual)
     else:
-        residual_product(out, residual, inp, weight, bias, dropout=dropout, scratch=scratch)
+        linear.linear_residual_forward(out, residual, inp, weight, bias, scratch=scratch, tf32=tf32)
 
 
 def row_product(
@@ -151,22 +127,19 @@ def row_product(
     rows, block, warps = product_tile(O, K)
     ln_weight, ln_bias = norm or (None, None)
     tensors = out, x, ln_weight, ln_bias, weight, bias, residual
-    _row_product[(triton.cdiv(O, rows),)](
-        *tensors, O, K, rows, block, late, LAYERNORM_EPSILON, with_gelu, **launched(out, warps)
-    )
+    constants = O, K, rows, block, late, LAYERNORM_EPSILON, with_gelu
+    launch(_row_product, (triton.cdiv(O, rows),), *tensors, *constants, **overlapping(out, warps))
 
 
 def attention_decode(
     out: Tensor, keys_inout: Tensor, values_inout: Tensor, qkv: Tensor, positions: Tensor, *, scratch: Tensor
 ) -> None:
-    """One new token per sequence: appends its key and value to the caches (B, H, maxT, D) at positions (B), and attends to
-    0..positions[b]. out (B, C), qkv (B, 3C). What the caches hold after that position is not read."""
     B, H, maxT, D = keys_inout.shape
     tensors = out, keys_inout, values_inout, qkv, positions
     scale, block = 1 / (math.sqrt(D) * math.log(2)), triton.next_power_of_2(D)
     elements, warps = FEW_ATTENTIONS if B * H < FEWEST_PROGRAMS else MANY_ATTENTIONS
     tile = max(16, elements // block), block
-    _attention[(H, B)](*tensors, H, maxT, D, scale, *tile, **launched(out, warps))
+    launch(_attention, (H, B), *tensors, H, maxT, D, scale, *tile, **overlapping(out, warps))
 
 
 @triton.jit
@@ -220,11 +193,10 @@ def _row_product(
         gdc_wait()
     v = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
     if ln_weight is not None:
-        # Both sums in one exchange between the warps.
-        total, squares = tl.split(tl.sum(tl.join(v, v * v), 0))
-        mean = total / K
-        rstd = tl.rsqrt(tl.maximum(squares / K - mean * mean, 0.0) + EPSILON)
-        v = ((v - mean) * rstd * scale + shift).to(x.dtype.element_ty).to(tl.float32)
+        # The mean first: squares / K - mean^2 in one pass loses the variance of a row far from zero.
+        centred = tl.where(inside, v - tl.sum(v, 0) / K, 0.0)
+        rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(centred * centred, 0) / K + EPSILON))
+        v = (centred * rstd * scale + shift).to(x.dtype.element_ty).to(tl.float32)
     y = tl.sum(w.to(tl.float32) * v[None, :], 1) + added
     if residual is not None:
         y += tl.load(residual + row, mask=here, other=0.0).to(tl.float32)

@@ -5,15 +5,13 @@ import triton.language as tl
 from torch import Tensor
 
 from handgrad.ops.cuda.column_sums import float32_of
+from handgrad.ops.cuda.launch import launch
 
-# Embedding: x[n] = wte[token[n]] + wpe[position[n]].
-# Backward: dwte[w] = sum of dy[n] over the n with token[n] = w;  dwpe[t] = sum over the batch of dy[b, t].
-#
-# dwte in two stages over the positions sorted by token, where equal tokens form runs. Stage 1 cuts the sorted positions
-# into chunks and sums the runs of each chunk in order. A run that lies inside its chunk has no other owner and is added to
-# dwte at once. The parts of a run that crosses a border go to `parts` (chunks, 2, C): 0 where the run came from the chunk
-# before, 1 where it begins here. Stage 2: the chunk where a run begins adds its parts in order. A word that makes up 4 % of
-# all tokens is 80 parts long; they are summed as tiles, not one after another.
+# Backward: dwte in two stages over the positions sorted by token, where equal tokens form runs. Stage 1 cuts the sorted
+# positions into chunks and sums the runs of each chunk in order. A run that lies inside its chunk has no other owner and is
+# added to dwte at once. The parts of a run that crosses a border go to `parts` (chunks, 2, C): 0 where the run came from
+# the chunk before, 1 where it begins here. Stage 2: the chunk where a run begins adds its parts in order. A word that makes
+# up 4 % of all tokens is 80 parts long; they are summed as tiles, not one after another.
 
 # Forward: a warp holds whole rows, 64 elements per lane.
 FORWARD_ELEMENTS_PER_WARP = 2048
@@ -33,35 +31,28 @@ def chunks_of(tokens: int) -> int:
 
 
 def embedding_forward(out: Tensor, tokens: Tensor, wte: Tensor, wpe: Tensor) -> None:
-    """out (N, C) = wte (Vp, C) at tokens (B, T) + wpe (maxT, C) at 0..T-1."""
     N, C = out.shape
     block = triton.next_power_of_2(C)
     rows = min(16, max(1, FORWARD_ELEMENTS_PER_WARP // block))
     warps = min(16, max(1, block // FORWARD_ELEMENTS_PER_WARP))
-    _forward[(triton.cdiv(N, rows),)](out, tokens, wte, wpe, N, tokens.shape[1], C, block, rows, num_warps=warps)
+    launch(_forward, (triton.cdiv(N, rows),), out, tokens, wte, wpe, N, tokens.shape[1], C, block, rows, num_warps=warps)
 
 
 def embedding_backward(
     dwte_acc: Tensor, dwpe_acc: Tensor, dout: Tensor, tokens: Tensor, sorted_positions: Tensor, *, scratch: Tensor
 ) -> None:
-    """dwte_acc[token[n]] += dout[n]; dwpe_acc[t] += sum over the batch of dout[b, t]. dout is (N, C).
-
-    `sorted_positions` (N) int32 holds 0..N-1 ordered by token, equal tokens in their order.
-    """
     N, C = dout.shape
     B, T = tokens.shape
     chunks = chunks_of(N)
     parts = float32_of(scratch, chunks * 2 * C)
-    _sum_runs[(triton.cdiv(C, RUN_COLUMNS), chunks)](
-        dwte_acc, parts, dout, tokens, sorted_positions, N, C, CHUNK, RUN_COLUMNS, num_warps=RUN_WARPS
-    )
+    grid = (triton.cdiv(C, RUN_COLUMNS), chunks)
+    places = tokens, sorted_positions, N, C, CHUNK
+    launch(_sum_runs, grid, dwte_acc, parts, dout, *places, RUN_COLUMNS, num_warps=RUN_WARPS)
     if chunks > 1:
-        _join_runs[(triton.cdiv(C, PART_COLUMNS), chunks - 1)](
-            dwte_acc, parts, tokens, sorted_positions, N, C, CHUNK, PARTS, PART_COLUMNS, num_warps=PART_WARPS
-        )
-    _sum_samples[(triton.cdiv(T * C, POSITION_ELEMENTS),)](
-        dwpe_acc, dout, B, T * C, SAMPLES, POSITION_ELEMENTS, num_warps=POSITION_WARPS
-    )
+        grid = (triton.cdiv(C, PART_COLUMNS), chunks - 1)
+        launch(_join_runs, grid, dwte_acc, parts, *places, PARTS, PART_COLUMNS, num_warps=PART_WARPS)
+    grid, tile = (triton.cdiv(T * C, POSITION_ELEMENTS),), (SAMPLES, POSITION_ELEMENTS)
+    launch(_sum_samples, grid, dwpe_acc, dout, B, T * C, *tile, num_warps=POSITION_WARPS)
 
 
 @triton.jit

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from handgrad.ops.cuda.launch import launch
+
 # GELU, tanh form (Hendrycks & Gimpel 2016): y = x/2 (1 + tanh u),  u = sqrt(2/pi) (x + 0.044715 x^3).
 # With 1 + tanh u = 2 s, s = 1 / (1 + exp(-2u)), which cancels nowhere:  y = x s,  dy/dx = s + x s (1 - s) 2 du/dx.
 
@@ -19,15 +21,13 @@ BLOCK, WARPS = 4096, 8
 
 
 def gelu_forward(out: Tensor, inp: Tensor) -> None:
-    """out, inp (N, F)."""
     elements = inp.numel()
-    _forward[(triton.cdiv(elements, BLOCK),)](out, inp, elements, BLOCK, num_warps=WARPS)
+    launch(_forward, (triton.cdiv(elements, BLOCK),), out, inp, elements, BLOCK, num_warps=WARPS)
 
 
 def gelu_backward(dhidden_inout: Tensor, inp: Tensor) -> None:
-    """Turns the gradient after the GELU into the gradient before it, in place; inp (N, F) is the GELU's input."""
     elements = inp.numel()
-    _backward[(triton.cdiv(elements, BLOCK),)](dhidden_inout, inp, elements, BLOCK, num_warps=WARPS)
+    launch(_backward, (triton.cdiv(elements, BLOCK),), dhidden_inout, inp, elements, BLOCK, num_warps=WARPS)
 
 
 @triton.jit

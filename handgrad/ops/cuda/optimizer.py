@@ -1,4 +1,4 @@
-"""What follows the gradients, without asking the host: the step's loss and norm, the verdict on it, AdamW."""
+"""Loss and norm of a step, the verdict on it, AdamW: all without asking the host."""
 
 import math
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from handgrad import ops
 from handgrad.ops.cuda.hashing import WEYL, mixed
+from handgrad.ops.cuda.launch import launch
 
 # The places of `controls` and `results`, as the kernels need them.
 STEP = tl.constexpr(ops.CONTROL_STEP)
@@ -39,12 +40,8 @@ NORM_ROWS, NORM_COLUMNS, NORM_WARPS = 8, 1024, 8
 UPDATE_ELEMENTS, UPDATE_TILES, UPDATE_WARPS = 1024, 4, 8
 
 
-# Loss of a step: the micro-steps' sums, added in their order.
-
-
 def loss_sum(sum_acc: Tensor, losses: Tensor) -> None:
-    """sum_acc (1) float64 += the sum of losses (N)."""
-    _loss_sum[(1,)](sum_acc, losses, losses.numel(), SUM_ROWS, SUM_COLUMNS, num_warps=SUM_WARPS)
+    launch(_loss_sum, (1,), sum_acc, losses, losses.numel(), SUM_ROWS, SUM_COLUMNS, num_warps=SUM_WARPS)
 
 
 @triton.jit
@@ -62,13 +59,9 @@ def _loss_sum(sum_acc, losses, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     tl.store(sum_acc, tl.load(sum_acc) + float64_sum(losses, N, ROWS, COLUMNS))
 
 
-# Global norm: sums of squares over fixed-size blocks, so that no number of threads, devices or shards changes the sum.
-
-
 def squared_norms(out: Tensor, flat: Tensor, *, block_elements: int) -> None:
-    """out (blocks) = sum of squares of each block of flat, a buffer of gradients; the last block may be shorter."""
     blocks, elements = out.shape[0], flat.numel()
-    _squared_norms[(blocks,)](out, flat, block_elements, elements, NORM_ROWS, NORM_COLUMNS, num_warps=NORM_WARPS)
+    launch(_squared_norms, (blocks,), out, flat, block_elements, elements, NORM_ROWS, NORM_COLUMNS, num_warps=NORM_WARPS)
 
 
 @triton.jit
@@ -84,10 +77,6 @@ def _squared_norms(out, flat, size, elements, ROWS: tl.constexpr, COLUMNS: tl.co
     tl.store(out + block, tl.sum(sums))
 
 
-# Verdict on a step: its mean loss, the norm of its gradient, the factor that clips it, and whether to update at all.
-# With dynamic loss scaling S (Micikevicius et al. 2018) the gradients hold S times their value.
-
-
 def verdict(
     results: Tensor,
     loss_scale_inout: Tensor,
@@ -99,26 +88,10 @@ def verdict(
     clip_norm: float,
     dynamic_loss_scale: bool,
 ) -> None:
-    """results from the lanes' sums of the step's losses (lanes), the blocks' sums of squares and the limits in `controls`.
-
-    loss_scale_inout (3): S / tokens_per_step, which scaled the gradients; S; updates since S last changed. It changes only
-    with `dynamic_loss_scale`.
-    """
-    _verdict[(1,)](
-        results,
-        loss_scale_inout,
-        sum_of_losses,
-        norm_partials,
-        controls,
-        sum_of_losses.numel(),
-        norm_partials.numel(),
-        float(tokens_per_step),
-        float(clip_norm),
-        dynamic_loss_scale,
-        SUM_ROWS,
-        SUM_COLUMNS,
-        num_warps=SUM_WARPS,
-    )
+    tensors = results, loss_scale_inout, sum_of_losses, norm_partials, controls
+    sizes = sum_of_losses.numel(), norm_partials.numel()
+    settings = float(tokens_per_step), float(clip_norm), dynamic_loss_scale
+    launch(_verdict, (1,), *tensors, *sizes, *settings, SUM_ROWS, SUM_COLUMNS, num_warps=SUM_WARPS)
 
 
 @triton.jit
@@ -143,7 +116,7 @@ def _verdict(
     scale = tl.load(loss_scale + 1).to(tl.float64)
     good_steps = tl.load(loss_scale + 2).to(tl.float64)
     norm = tl.sqrt(float64_sum(norm_partials, N, ROWS, COLUMNS)) / scale
-    norm_is_finite = tl.abs(norm) < float("inf")  # false for NaN, too
+    norm_is_finite = tl.abs(norm) < float("inf")  # false for NaN
     code = tl.where(norm > tl.load(controls + NORM_LIMIT), NORM_OUTLIER, UPDATE)
     code = tl.where(loss > tl.load(controls + LOSS_LIMIT), LOSS_OUTLIER, code)
     code = tl.where(norm_is_finite, code, NORM_NOT_FINITE)
@@ -169,11 +142,6 @@ def _verdict(
         tl.store(loss_scale + 2, new_steps.to(tl.float32))
 
 
-# AdamW (Loshchilov & Hutter 2019), with the gradient g scaled first:
-# m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2,
-# w = (1 - lr decay) w - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps).
-
-
 def adamw_update(
     published: Tensor,
     weight_inout: Tensor,
@@ -190,37 +158,17 @@ def adamw_update(
     seed: int = 0,
     first_element: int = 0,
 ) -> None:
-    """One update of flat float32 buffers of equal length, unless the verdict in `results` forbids it; `published` (any
-    dtype, possibly `weight_inout` itself) receives the new weights, rounded. `controls` holds the learning rate and the
-    step, which counts from 1. An element's bits depend on nothing but that element.
-
-    Weights of bf16 are `published` themselves and rounded stochastically, as the reference says.
-    """
     elements = weight_inout.numel()
     rounded = weight_inout.dtype == torch.bfloat16
-    _adamw[(triton.cdiv(elements, UPDATE_ELEMENTS * UPDATE_TILES),)](
-        published,
-        weight_inout.view(torch.int16) if rounded else weight_inout,
-        m_inout,
-        v_inout,
-        gradient_inout,
-        controls,
-        results,
-        elements,
-        seed,
-        first_element,
-        published.data_ptr() != weight_inout.data_ptr(),
-        rounded,
-        float(beta1),
-        float(beta2),
-        math.log2(beta1) if beta1 else -math.inf,
-        math.log2(beta2) if beta2 else -math.inf,
-        float(epsilon),
-        float(weight_decay),
-        UPDATE_ELEMENTS,
-        UPDATE_TILES,
-        num_warps=UPDATE_WARPS,
-    )
+    weights = weight_inout.view(torch.int16) if rounded else weight_inout
+    tensors = published, weights, m_inout, v_inout, gradient_inout, controls, results
+    publishes = published.data_ptr() != weight_inout.data_ptr()
+    logarithms = (math.log2(beta) if beta else -math.inf for beta in (beta1, beta2))
+    settings = float(beta1), float(beta2), *logarithms, float(epsilon), float(weight_decay)
+    sizes = UPDATE_ELEMENTS, UPDATE_TILES
+    grid = (triton.cdiv(elements, UPDATE_ELEMENTS * UPDATE_TILES),)
+    arguments = *tensors, elements, seed, first_element, publishes, rounded, *settings, *sizes
+    launch(_adamw, grid, *arguments, num_warps=UPDATE_WARPS)
 
 
 @triton.jit(do_not_specialize=["seed", "first_element"])  # one kernel for all runs of the flat buffers

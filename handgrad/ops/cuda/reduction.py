@@ -1,4 +1,4 @@
-"""Sums whose order is fixed, over what several workers made; and a number that shows whether they hold the same."""
+"""Sums over ranks in a fixed order, and a checksum of what they hold."""
 
 import torch
 import triton
@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from handgrad.ops.cuda.hashing import mixed
+from handgrad.ops.cuda.launch import launch
 
 # A program of 256 threads has 32 KB under way, whatever the rows: up to eight in 16-byte loads. With such loads of 16 rows
 # ptxas spills on sm_100.
@@ -15,20 +16,12 @@ TREE_BYTES, TREE_WARPS = 32768, 8
 CHECKSUM_WORDS, CHECKSUM_TILES, CHECKSUM_WARPS = 4096, 8, 8
 
 
-# Balanced tree: the sum of P rows is the sum of the first half's tree and the second half's. A subtree's sum can be made
-# anywhere, so that no number of devices changes the result.
-
-
 def tree_sum(out: Tensor, pieces: Tensor, *, rounded: bool) -> None:
-    """out (n) = the sum of pieces (P, n) by the balanced binary tree, P = 2, 4, 8, ...: (p0 + p1) + (p2 + p3).
-
-    `out` may be one of the rows, no other element of which changes. The rows may lie anywhere, each in one piece, best at
-    multiples of 16 bytes. Additions and result are float32; if `rounded`, whatever is added is rounded to bf16 before, the
-    result is not. Pieces of bf16 are the rows of a sum that is `rounded`, as they come from another device.
-    """
+    """Fastest where the rows begin at multiples of 16 bytes."""
     rows, n = pieces.shape
     block = tree_block(rows, pieces.element_size())
-    _tree_sum[(triton.cdiv(n, block),)](out, pieces, pieces.stride(0), n, rows, rounded, block, num_warps=TREE_WARPS)
+    grid = (triton.cdiv(n, block),)
+    launch(_tree_sum, grid, out, pieces, pieces.stride(0), n, rows, rounded, block, num_warps=TREE_WARPS)
 
 
 def tree_block(rows: int, itemsize: int) -> int:
@@ -67,17 +60,11 @@ def rounded_to_bf16(x):
     return tl.where(x == x, nearest.to(tl.float32, bitcast=True), x)  # else NaN
 
 
-# Checksum: whether two devices hold the same bits, and whether one does from day to day. With w_i the i-th 32 bits (16 of
-# numbers of 2 bytes) and h the hash of `mixed`, which maps no two numbers to one: the sum of (2 i + 1) h(w_i), modulo 2^64.
-
-
 def checksum(out: Tensor, flat: Tensor) -> None:
-    """out (1) int64 = a hash of all bits of flat (n), of 2, 4 or 8 bytes each and in one piece. A single flipped bit always
-    changes it, as do two exchanged numbers of 2 or 4 bytes, up to 2^31 of them; anything else does but once in 2^32."""
     words = flat.view(torch.int16 if flat.itemsize == 2 else torch.int32)
     out.zero_()
     programs = triton.cdiv(words.numel(), CHECKSUM_WORDS * CHECKSUM_TILES)
-    _checksum[(programs,)](out, words, words.numel(), CHECKSUM_WORDS, CHECKSUM_TILES, num_warps=CHECKSUM_WARPS)
+    launch(_checksum, (programs,), out, words, words.numel(), CHECKSUM_WORDS, CHECKSUM_TILES, num_warps=CHECKSUM_WARPS)
 
 
 @triton.jit

@@ -5,10 +5,6 @@ import math
 import torch
 from torch import Tensor
 
-from handgrad.dropout.masks import Dropout
-from handgrad.dropout.reference import head_keys, kept, sample_keys
-from handgrad.fp8.formats import Form, Quantized, plain
-from handgrad.fp8.reference import quantize
 from handgrad.ops.reference import device
 
 aten = torch.ops.aten
@@ -16,8 +12,6 @@ aten = torch.ops.aten
 # Causal attention (Vaswani et al. 2017), per head: S = q k^T / sqrt(D) for keys at or before the query,
 # P = softmax(S) = exp(S - lse),  y = P v.
 # Backward: dv = P^T dy,  dP = dy v^T,  dS = P (dP - rowsum(dy y)),  dq = dS k / sqrt(D),  dk = dS^T q / sqrt(D).
-#
-# With dropout, M a mask of zeros and 1 / (1 - p):  y = (M P) v,  dv = (M P)^T dy,  dP = M (dy v^T).
 
 
 def split_heads(packed: Tensor, batch: int, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -25,75 +19,6 @@ def split_heads(packed: Tensor, batch: int, num_heads: int) -> tuple[Tensor, Ten
     N, C3 = packed.shape
     q, k, v = packed.view(batch, N // batch, 3, num_heads, C3 // (3 * num_heads)).permute(2, 0, 3, 1, 4)
     return q, k, v
-
-
-def attention_forward(
-    out: Form, lse: Tensor, qkv: Tensor, *, dropout: Dropout | None = None, scratch: Tensor | None = None
-) -> None:
-    """out (N, C), lse (B, H, T) = log of the softmax's denominator, from qkv (N, 3C). A quantised out has a plain form,
-    too, for the backward. `dropout` is that of the probabilities, each head with masks of its own."""
-    if isinstance(out, Quantized):
-        assert dropout is None, "fp8 has no dropout"
-        attention_forward(plain(out), lse, qkv)
-        quantize(out, plain(out))
-        return
-    B, H, T = lse.shape
-    q, k, v = split_heads(qkv.to(lse.dtype), B, H)  # a CPU's flash attention is 1.6 to 1.8 times slower in bf16
-    y = out.view(B, T, H, -1).transpose(1, 2)
-    if device.uses_cpu_kernels(qkv) and dropout is None:  # the library's flash attention: never forms (T, T)
-        result, log_sums = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
-        y.copy_(result)
-        lse.copy_(log_sums)
-        return
-    for b in range(B):  # one batch entry at a time bounds the (H, T, T) scores
-        scores = causal_scores(q[b], k[b])
-        lse[b] = scores.logsumexp(-1)
-        weights = torch.exp_(scores.sub_(lse[b].unsqueeze(-1)))
-        if dropout is not None:
-            weights.mul_(attention_mask(weights, dropout, b))
-        y[b] = torch.matmul(weights, v[b])
-
-
-def attention_backward(
-    dqkv: Form,
-    dout: Tensor,
-    out: Form,
-    lse: Tensor,
-    qkv: Tensor,
-    *,
-    dropout: Dropout | None = None,
-    scratch: Tensor | None = None,
-) -> None:
-    """dqkv (N, 3C) from dout, out (N, C), lse (B, H, T) and qkv (N, 3C), with the `dropout` of the forward."""
-    if isinstance(dqkv, Quantized):
-        assert dropout is None, "fp8 has no dropout"
-        result = torch.empty_like(qkv) if dqkv.plain is None else dqkv.plain
-        attention_backward(result, dout, out, lse, qkv)
-        quantize(dqkv, result)
-        return
-    out = plain(out)
-    B, H, T = lse.shape
-    q, k, v = split_heads(qkv.to(lse.dtype), B, H)
-    y, dy = (t.to(lse.dtype).view(B, T, H, -1).transpose(1, 2) for t in (out, dout))
-    parts = split_heads(dqkv, B, H)
-    if device.uses_cpu_kernels(qkv) and dropout is None:
-        results = aten._scaled_dot_product_flash_attention_for_cpu_backward(dy, q, k, v, y, lse, 0.0, True)
-        for part, result in zip(parts, results, strict=True):
-            part.copy_(result)
-        return
-    dq, dk, dv = parts
-    scale = 1.0 / math.sqrt(q.shape[-1])
-    for b in range(B):
-        weights = torch.exp_(causal_scores(q[b], k[b]).sub_(lse[b].unsqueeze(-1)))
-        dweights, seen = torch.matmul(dy[b], v[b].transpose(-1, -2)), weights
-        if dropout is not None:
-            mask = attention_mask(weights, dropout, b)
-            seen = weights * mask
-            dweights.mul_(mask)
-        dscores = dweights.sub_((dy[b] * y[b]).sum(-1, keepdim=True)).mul_(weights)
-        dv[b] = torch.matmul(seen.transpose(-1, -2), dy[b])
-        dq[b] = torch.matmul(dscores, k[b]).mul_(scale)
-        dk[b] = torch.matmul(dscores.transpose(-1, -2), q[b]).mul_(scale)
 
 
 def causal_scores(q: Tensor, k: Tensor) -> Tensor:
@@ -104,9 +29,47 @@ def causal_scores(q: Tensor, k: Tensor) -> Tensor:
     return scores.masked_fill_(later, -math.inf)
 
 
-def attention_mask(weights: Tensor, dropout: Dropout, sample: int) -> Tensor:
-    """What the probabilities (H, T, T) of one sample are multiplied by: 0 or 1 / (1 - p). Rows are queries."""
-    H, T, _ = weights.shape
-    keys = head_keys(sample_keys(dropout)[sample], H)
-    mask = torch.stack([kept(key, T, T, dropout.threshold) for key in keys])  # one by one: the temporaries are large
-    return mask.to(weights.dtype).mul_(dropout.scale)
+def attention_scratch_bytes(*, batch: int, length: int, num_heads: int, head_width: int, dtype: torch.dtype) -> int:
+    """Bytes of `scratch` that the backward of attention needs: none here."""
+    return 0
+
+
+def attention_forward(out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor | None = None) -> None:
+    """out (N, C), lse (B, H, T) = log of the softmax's denominator, from qkv (N, 3C)."""
+    B, H, T = lse.shape
+    q, k, v = split_heads(qkv.to(lse.dtype), B, H)  # a CPU's flash attention is 1.6 to 1.8 times slower in bf16
+    y = out.view(B, T, H, -1).transpose(1, 2)
+    if device.uses_cpu_kernels(qkv):  # the library's flash attention: never forms (T, T)
+        result, log_sums = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+        y.copy_(result)
+        lse.copy_(log_sums)
+        return
+    for b in range(B):  # one batch entry at a time bounds the (H, T, T) scores
+        scores = causal_scores(q[b], k[b])
+        lse[b] = scores.logsumexp(-1)
+        weights = torch.exp_(scores.sub_(lse[b].unsqueeze(-1)))
+        y[b] = torch.matmul(weights, v[b])
+
+
+def attention_backward(
+    dqkv: Tensor, dout: Tensor, out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor | None = None
+) -> None:
+    """dqkv (N, 3C) from dout, out (N, C), lse (B, H, T) and qkv (N, 3C)."""
+    B, H, T = lse.shape
+    q, k, v = split_heads(qkv.to(lse.dtype), B, H)
+    y, dy = (t.to(lse.dtype).view(B, T, H, -1).transpose(1, 2) for t in (out, dout))
+    parts = split_heads(dqkv, B, H)
+    if device.uses_cpu_kernels(qkv):
+        results = aten._scaled_dot_product_flash_attention_for_cpu_backward(dy, q, k, v, y, lse, 0.0, True)
+        for part, result in zip(parts, results, strict=True):
+            part.copy_(result)
+        return
+    dq, dk, dv = parts
+    scale = 1.0 / math.sqrt(q.shape[-1])
+    for b in range(B):
+        weights = torch.exp_(causal_scores(q[b], k[b]).sub_(lse[b].unsqueeze(-1)))
+        dweights = torch.matmul(dy[b], v[b].transpose(-1, -2))
+        dscores = dweights.sub_((dy[b] * y[b]).sum(-1, keepdim=True)).mul_(weights)
+        dv[b] = torch.matmul(weights.transpose(-1, -2), dy[b])
+        dq[b] = torch.matmul(dscores, k[b]).mul_(scale)
+        dk[b] = torch.matmul(dscores.transpose(-1, -2), q[b]).mul_(scale)

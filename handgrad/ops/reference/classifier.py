@@ -6,8 +6,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from handgrad.fp8.formats import Quantized
-from handgrad.fp8.reference import write_forms
 from handgrad.ops.reference import device
 
 CLASSIFIER_BLOCK_ELEMENTS = 1 << 19  # of the softmax's float32 temporary: 2 MiB
@@ -23,23 +21,15 @@ def classifier_forward(losses: Tensor, logits_inout: Tensor, targets: Tensor, *,
 
 
 def classifier_forward_backward(
-    losses: Tensor,
-    logits_to_dlogits_inout: Tensor,
-    targets: Tensor,
-    scale: Tensor,
-    *,
-    vocab_size: int,
-    quantized: Quantized | None = None,
+    losses: Tensor, logits_to_dlogits_inout: Tensor, targets: Tensor, scale: Tensor, *, vocab_size: int
 ) -> None:
     """losses (N), and the logits (N, Vp) turned into scale * dlosses/dlogits in place, from targets (N); scale (1) has
-    the dtype of the losses. `quantized` takes the same gradient in fp8; no number of it is larger than scale."""
+    the dtype of the losses. No number of the gradient is larger than scale."""
     for rows, target, log_p in _log_softmax_blocks(losses.dtype, logits_to_dlogits_inout, targets, vocab_size):
         losses[rows] = log_p.gather(1, target).squeeze(1).neg_()
         p = log_p.exp_()  # exactly 0 in the padded columns
         p.scatter_add_(1, target, torch.full_like(target, -1, dtype=p.dtype))
         torch.mul(p, scale, out=logits_to_dlogits_inout[rows])
-    if quantized is not None:
-        write_forms(quantized, logits_to_dlogits_inout)
 
 
 def _log_softmax_blocks(

@@ -1,7 +1,7 @@
 """Generation, one token per sequence at a time: no operation here asks the host, so that a step can be replayed.
 
-Every sequence of the batch stands at a position of its own. What is fused (a layer norm into the product that reads it)
-is the composition of operations that stand elsewhere in `reference`.
+Every sequence of the batch stands at a position of its own. The model's block runs on the operations of this module, whose
+names are those of training where a row is a row; what they leave in `ln`, `mean`, `rstd` and `hidden` means nothing here.
 """
 
 import math
@@ -9,10 +9,11 @@ import math
 import torch
 from torch import Tensor
 
+from handgrad.ops.compose import layernorm_linear, layernorm_linear_gelu
 from handgrad.ops.hashing import BITS32, WEYL, mixed
 from handgrad.ops.reference import device
 from handgrad.ops.reference.attention import split_heads
-from handgrad.ops.reference.gelu import linear_gelu_forward
+from handgrad.ops.reference.gelu import linear_gelu_forward, linear_residual_forward  # noqa: F401
 from handgrad.ops.reference.layernorm import layernorm_forward
 from handgrad.ops.reference.linear import linear_forward
 
@@ -20,50 +21,14 @@ SHARE_UNIT = 2.0**60  # of probabilities as integers: those above 2^-36 are exac
 DRAW_BITS = 23  # of a draw: with the half that is added, the 24 that a float32 holds exactly
 SMALLEST_TEMPERATURE = 1e-6  # but 0: far below the spacing of float32 logits, so that only equals are drawn from
 
+layernorm_linear_forward = layernorm_linear(layernorm_forward, linear_forward)
+layernorm_linear_gelu_forward = layernorm_linear_gelu(layernorm_forward, linear_gelu_forward)
+
 
 def embedding_decode(out: Tensor, tokens: Tensor, positions: Tensor, wte: Tensor, wpe: Tensor) -> None:
     """out (B, C) = wte (Vp, C) at tokens (B) + wpe (maxT, C) at positions (B)."""
     torch.index_select(wte, 0, tokens, out=out)
     out.add_(wpe.index_select(0, positions))
-
-
-def layernorm_linear_forward(
-    out: Tensor,
-    ln: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    x: Tensor,
-    ln_weight: Tensor,
-    ln_bias: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    scratch: Tensor | None = None,
-) -> None:
-    """out (B, O) = LN(x) weight (O, C)^T + bias (O), x (B, C). `ln` (B, C), `mean` and `rstd` (B) are workspace: what they
-    hold afterwards means nothing."""
-    layernorm_forward(ln, mean, rstd, x, ln_weight, ln_bias)
-    linear_forward(out, ln, weight, bias)
-
-
-def layernorm_linear_gelu_forward(
-    out: Tensor,
-    fc: Tensor,
-    ln: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    x: Tensor,
-    ln_weight: Tensor,
-    ln_bias: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    *,
-    scratch: Tensor | None = None,
-) -> None:
-    """out (B, F) = GELU(LN(x) weight (F, C)^T + bias (F)), x (B, C). `fc` (B, F), `ln` (B, C), `mean` and `rstd` (B) are
-    workspace."""
-    layernorm_forward(ln, mean, rstd, x, ln_weight, ln_bias)
-    linear_gelu_forward(out, fc, ln, weight, bias)
 
 
 def attention_decode(
@@ -111,6 +76,11 @@ def store_keys_values(keys_inout: Tensor, values_inout: Tensor, qkv: Tensor, slo
 # Drawn is argmax(l + g) over what is left, g = -log(-log u) (Gumbel-max trick; Maddison et al. 2014): token i with the
 # probability softmax(l)_i. u is a hash of (seed, position, token id), the one of stochastic rounding: a draw has no state,
 # and depends neither on the batch nor on the device.
+
+
+def choosing_scratch_bytes(*, batch: int, vocab_size: int) -> int:
+    """Bytes of `scratch` that the choice needs: none here."""
+    return 0
 
 
 def choose_tokens(

@@ -1,15 +1,9 @@
 """GELU and the residual sum, alone and as the end of a product."""
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
-from handgrad.dropout.masks import Dropout
-from handgrad.dropout.reference import dropout_residual_forward
-from handgrad.fp8.formats import Form, Quantized
-from handgrad.fp8.reference import quantize, write_forms
-from handgrad.ops.reference.linear import input_backward, linear_backward, linear_forward, weight_backward
+from handgrad.ops.reference.linear import linear_backward, linear_forward
 
 aten = torch.ops.aten
 
@@ -32,48 +26,27 @@ def gelu_backward(dhidden_inout: Tensor, inp: Tensor) -> None:
 
 
 def linear_gelu_forward(
-    out: Form, hidden: Tensor, inp: Form, weight: Form, bias: Tensor, *, scratch: Tensor | None = None
+    out: Tensor, hidden: Tensor, inp: Tensor, weight: Tensor, bias: Tensor, *, scratch: Tensor | None = None
 ) -> None:
-    """hidden (N, F) = inp (N, I) weight (F, I)^T + bias (F); out (N, F) = GELU(hidden). Of a quantised out this writes
-    `rows`; its `columns` come in the backward, where they are needed."""
+    """hidden (N, F) = inp (N, I) weight (F, I)^T + bias (F); out (N, F) = GELU(hidden)."""
     linear_forward(hidden, inp, weight, bias)
-    if isinstance(out, Tensor):
-        gelu_forward(out, hidden)
-    else:
-        result = torch.empty_like(hidden)
-        gelu_forward(result, hidden)
-        quantize(replace(out, columns=None), result)
+    gelu_forward(out, hidden)
 
 
 def gelu_linear_backward(
-    dhidden: Form,
+    dhidden: Tensor,
     dweight_acc: Tensor,
-    dbias_acc: Tensor | None,
-    dout: Form,
-    inp: Form,
+    dout: Tensor,
+    inp: Tensor,
     hidden: Tensor,
-    weight: Form,
+    weight: Tensor,
     *,
-    dgelu: Tensor | None = None,
     scratch: Tensor | None = None,
 ) -> None:
-    """`linear_backward` of a product whose input (N, F) is GELU(hidden): dhidden is the gradient before the GELU.
-
-    Where dhidden is quantised, the gradient after the GELU passes through dgelu (N, F), and the `columns` of inp are made
-    from hidden.
-    """
-    if isinstance(dhidden, Tensor):
-        linear_backward(dhidden, dweight_acc, dbias_acc, dout, inp, weight)
-        gelu_backward(dhidden, hidden)
-        return
-    assert dgelu is not None and isinstance(inp, Quantized)
-    input_backward(dgelu, dout, weight)
-    gelu_backward(dgelu, hidden)
-    quantize(dhidden, dgelu)
-    result = torch.empty_like(hidden)
-    gelu_forward(result, hidden)
-    write_forms(replace(inp, rows=None), result)
-    weight_backward(dweight_acc, dbias_acc, dout, inp)
+    """`linear_backward` of a product whose input (N, F) is GELU(hidden): dhidden is the gradient before the GELU. The
+    product's bias gradient comes from the layer norm's backward above it."""
+    linear_backward(dhidden, dweight_acc, None, dout, inp, weight)
+    gelu_backward(dhidden, hidden)
 
 
 # Residual: out = a + b. Its backward is the identity: both inputs receive the residual stream's gradient.
@@ -85,18 +58,8 @@ def residual_forward(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def linear_residual_forward(
-    out: Tensor,
-    residual: Tensor,
-    inp: Form,
-    weight: Form,
-    bias: Tensor,
-    *,
-    dropout: Dropout | None = None,
-    scratch: Tensor | None = None,
+    out: Tensor, residual: Tensor, inp: Tensor, weight: Tensor, bias: Tensor, *, scratch: Tensor | None = None
 ) -> None:
-    """out (N, C) = residual (N, C) + dropout(inp (N, I) weight (C, I)^T + bias (C)). `out` is not `residual`."""
+    """out (N, C) = residual (N, C) + inp (N, I) weight (C, I)^T + bias (C). `out` is not `residual`."""
     linear_forward(out, inp, weight, bias)
-    if dropout is None:
-        residual_forward(out, residual, out)
-    else:
-        dropout_residual_forward(out, residual, dropout)
+    residual_forward(out, residual, out)

@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-from handgrad.fp8.formats import Form, Quantized, plain
-from handgrad.fp8.reference import quantize
 from handgrad.ops.reference import device
 from handgrad.ops.reference.linear import bias_backward
 
@@ -16,14 +14,9 @@ LAYERNORM_EPSILON = 1e-5
 # Backward: with g = dy w,  dx = rstd (g - mean(g) - x^ mean(g x^)),  dw = sum dy x^,  db = sum dy.
 
 
-def layernorm_forward(out: Form, mean: Tensor, rstd: Tensor, inp: Tensor, weight: Tensor, bias: Tensor) -> None:
+def layernorm_forward(out: Tensor, mean: Tensor, rstd: Tensor, inp: Tensor, weight: Tensor, bias: Tensor) -> None:
     """out, inp (N, C); mean, rstd (N); weight, bias (C)."""
-    if isinstance(out, Quantized):
-        result = torch.empty_like(inp) if out.plain is None else out.plain
-        layernorm_forward(result, mean, rstd, inp, weight, bias)
-        quantize(out, result)
-        return
-    # Weights of the statistics' dtype make the library keep the statistics in that dtype for bf16 inputs, too.
+    # Weights of the statistics' dtype make the library keep the statistics in that dtype for bf16 inputs also.
     weight, bias = weight.to(mean.dtype), bias.to(mean.dtype)
     N, C = inp.shape
     if device.uses_cpu_kernels(inp):
@@ -37,7 +30,7 @@ def layernorm_forward(out: Form, mean: Tensor, rstd: Tensor, inp: Tensor, weight
 
 
 def layernorm_backward(
-    dresidual_inout: Form,
+    dresidual_inout: Tensor,
     dweight_acc: Tensor,
     dbias_acc: Tensor,
     dout: Tensor,
@@ -52,20 +45,16 @@ def layernorm_backward(
     """Adds dL/dinp to the residual stream's gradient (N, C), and the parameter gradients (C) to theirs.
 
     The stream's gradient is also the output gradient of the product that wrote `inp`, so that product's bias gradient
-    (C), its column sums, is added to `dbias_below_acc` while it passes by. None where no product wrote `inp`. And so it is
-    quantised on the way where that product reads it in fp8.
+    (C), its column sums, is added to `dbias_below_acc` while it passes by. None where no product wrote `inp`.
     """
-    dresidual = plain(dresidual_inout)
     N, C = inp.shape
     weight = weight.to(mean.dtype)
     if not device.uses_cpu_kernels(inp):
         dout, inp = dout.to(mean.dtype), inp.to(mean.dtype)
     mean, rstd = mean.view(N, 1), rstd.view(N, 1)
     dinp, dweight, dbias = aten.native_layer_norm_backward(dout, inp, (C,), mean, rstd, weight, weight, [True, True, True])
-    dresidual.add_(dinp)
+    dresidual_inout.add_(dinp)
     dweight_acc.add_(dweight)
     dbias_acc.add_(dbias)
     if dbias_below_acc is not None:
-        bias_backward(dbias_below_acc, dresidual)
-    if isinstance(dresidual_inout, Quantized):
-        quantize(dresidual_inout, dresidual)
+        bias_backward(dbias_below_acc, dresidual_inout)

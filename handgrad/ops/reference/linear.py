@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-from handgrad.fp8.formats import Form, fp8_operands, plain
-from handgrad.fp8.reference import fp8_product
 from handgrad.ops.reference import device
 
 # Rows of a weight gradient that are multiplied before they are added to the accumulator, where the product itself cannot
@@ -25,13 +23,8 @@ def prefers_onednn(tensor: Tensor) -> bool:
     return tensor.dtype == torch.float32 and device.uses_cpu_kernels(tensor) and torch.backends.mkldnn.is_available()
 
 
-def linear_forward(out: Tensor, inp: Form, weight: Form, bias: Tensor | None, *, scratch: Tensor | None = None) -> None:
+def linear_forward(out: Tensor, inp: Tensor, weight: Tensor, bias: Tensor | None, *, scratch: Tensor | None = None) -> None:
     """out (N, O) = inp (N, I) weight (O, I)^T + bias (O)."""
-    operands = fp8_operands(inp, "rows", weight, "rows")
-    if operands is not None:
-        fp8_product(out, operands, bias=bias)
-        return
-    inp, weight = plain(inp), plain(weight)
     if prefers_onednn(inp):
         out.copy_(product(inp, weight, bias))
     elif bias is None:
@@ -44,38 +37,28 @@ def linear_backward(
     dinp: Tensor,
     dweight_acc: Tensor,
     dbias_acc: Tensor | None,
-    dout: Form,
-    inp: Form,
-    weight: Form,
+    dout: Tensor,
+    inp: Tensor,
+    weight: Tensor,
     *,
     scratch: Tensor | None = None,
 ) -> None:
     """dinp (N, I) = dout (N, O) weight; dweight_acc (O, I) += dout^T inp; dbias_acc (O) += column sums of dout, unless it
     is None."""
     input_backward(dinp, dout, weight)
-    weight_backward(dweight_acc, dbias_acc, dout, inp)
+    weight_backward(dweight_acc, dout, inp)
+    if dbias_acc is not None:
+        bias_backward(dbias_acc, dout)
 
 
-def input_backward(dinp: Tensor, dout: Form, weight: Form) -> None:
-    operands = fp8_operands(dout, "rows", weight, "columns")
-    if operands is not None:
-        fp8_product(dinp, operands)
-        return
-    dout, weight = plain(dout), plain(weight)
+def input_backward(dinp: Tensor, dout: Tensor, weight: Tensor) -> None:
     if prefers_onednn(dout):
         dinp.copy_(product(dout, weight.t()))
     else:
         torch.mm(dout, weight, out=dinp)
 
 
-def weight_backward(dweight_acc: Tensor, dbias_acc: Tensor | None, dout: Form, inp: Form) -> None:
-    if dbias_acc is not None:
-        bias_backward(dbias_acc, dout)
-    operands = fp8_operands(dout, "columns", inp, "columns")
-    if operands is not None:
-        fp8_product(dweight_acc, operands, added=dweight_acc)
-        return
-    dout, inp = plain(dout), plain(inp)
+def weight_backward(dweight_acc: Tensor, dout: Tensor, inp: Tensor) -> None:
     onednn = prefers_onednn(inp)
     if dweight_acc.dtype == inp.dtype and not onednn:
         dweight_acc.addmm_(dout.t(), inp)  # accumulates inside the product
@@ -89,9 +72,6 @@ def weight_backward(dweight_acc: Tensor, dbias_acc: Tensor | None, dout: Form, i
             dweight_acc[rows].add_(product(left, inp.t()) if onednn else torch.mm(left, inp))
 
 
-def bias_backward(dbias_acc: Tensor, dout: Form, *, scratch: Tensor | None = None) -> None:
-    """dbias_acc (O) += column sums of dout (N, O), of its fp8 numbers where it has them in columns."""
-    if isinstance(dout, Tensor) or dout.columns is None:
-        dbias_acc.add_(plain(dout).sum(0, dtype=dbias_acc.dtype))
-    else:
-        dbias_acc.add_(dout.columns.float().sum(1, dtype=dbias_acc.dtype) * dout.inverse_scale)
+def bias_backward(dbias_acc: Tensor, dout: Tensor, *, scratch: Tensor | None = None) -> None:
+    """dbias_acc (O) += column sums of dout (N, O)."""
+    dbias_acc.add_(dout.sum(0, dtype=dbias_acc.dtype))

@@ -2,17 +2,10 @@
 
 from collections.abc import Callable
 
-import torch
-
 
 def versions() -> dict[str, str]:
     """What, beside torch and the device, the bits depend on: nothing."""
     return {}
-
-
-def tuned_keep_bf16(*, tokens: int, channels: int) -> str:
-    """Products of fp8 runs that are faster in bf16: nothing was measured here."""
-    return ""
 
 
 def check_sizes(*, length: int, num_heads: int, channels: int) -> None:
@@ -23,18 +16,6 @@ def compile_ahead(*launches: Callable[[], None]) -> None:
     """Compiles what the launches need: nothing."""
 
 
-def scratch_bytes(*, batch: int, length: int, channels: int) -> int:
-    """Bytes of `scratch` that the operations of a model need: none."""
+def scratch_bytes(*, tokens: int, channels: int, widest: int) -> int:
+    """Bytes of `scratch` that the operations of a model need: none. `widest`: columns of the widest product in a block."""
     return 0
-
-
-def attention_scratch_bytes(
-    *, batch: int, length: int, num_heads: int, channels: int, dtype: torch.dtype, dropout: bool = False
-) -> int:
-    """Bytes of `scratch` that the backward of attention needs: none."""
-    return 0
-
-
-def statistics_parts(*, batch: int, length: int, num_heads: int, channels: int, padded_vocab_size: int) -> int:
-    """Parts in which a tensor's statistics come at most: a tensor is quantised in one piece."""
-    return 1

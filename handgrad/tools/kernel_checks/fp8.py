@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from handgrad.fp8 import reference
 from handgrad.fp8.formats import (
     AMAX,
     CLIPPED,
@@ -25,7 +26,6 @@ from handgrad.fp8.formats import (
     STATISTICS_PLACES,
     Quantized,
 )
-from handgrad.ops import reference
 from handgrad.tools.kernel_checks.checking import Compared, attempt, copies, launch
 from handgrad.tools.kernel_checks.draw import Arguments, B, C, Draw, F, H, N, T, Vp
 from handgrad.tools.kernel_checks.operations import (

@@ -12,7 +12,6 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from handgrad.dropout.masks import Dropout
 from handgrad.fp8.formats import (
     CLIPPED,
     E4M3,
@@ -51,21 +50,18 @@ def product_backward(d: Draw) -> Arguments:
 
 
 def gelu_product_backward(d: Draw) -> Arguments:
-    accumulators = {"dweight_acc": d.float32(C, F), "dbias_acc": d.float32(C)}
-    return {"dhidden": d.empty(N, F), **accumulators, "dout": d(N, C), "hidden": d(N, F), **d.product(C, F)}
+    return {"dhidden": d.empty(N, F), "dweight_acc": d.float32(C, F), "dout": d(N, C), "hidden": d(N, F), **d.product(C, F)}
 
 
-def dropout(d: Draw) -> Dropout:
-    """Samples on both sides of 2^32."""
-    return Dropout(torch.tensor([7, (1 << 32) + 7], device=d.device), 0.1, 1337, 2)
+def attention(d: Draw, heads: int) -> Arguments:
+    return {"out": d.empty(N, C), "lse": d.empty(B, heads, T, dtype=torch.float32), "qkv": d(N, 3 * C)}
 
 
-def attention_backward(d: Draw, heads: int, site: Dropout | None = None) -> Arguments:
+def attention_backward(d: Draw, heads: int) -> Arguments:
     """With an output and log-sums that belong to the queries, keys and values."""
-    qkv, out, lse = d(N, 3 * C), d.empty(N, C), d.empty(B, heads, T, dtype=torch.float32)
-    reference.attention_forward(out, lse, qkv, dropout=site)
-    arguments = {"dqkv": d.empty(N, 3 * C), "dout": d(N, C), "out": out, "lse": lse, "qkv": qkv}
-    return arguments if site is None else {**arguments, "dropout": site}
+    forward = attention(d, heads)
+    reference.attention_forward(**forward)
+    return {"dqkv": d.empty(N, 3 * C), "dout": d(N, C), **forward}
 
 
 def embedding_backward(d: Draw) -> Arguments:
@@ -91,10 +87,6 @@ def adamw_update(d: Draw) -> Arguments:
     controls = d.float64(3.0, 0.5, *[math.inf] * (CONTROLS - 2))
     published = {"published": d.empty(size), "v_inout": d.float32(size).square()}
     return {**published, **state, "controls": controls, "results": results, **settings}
-
-
-def attention(d: Draw, heads: int) -> Arguments:
-    return {"out": d.empty(N, C), "lse": d.empty(B, heads, T, dtype=torch.float32), "qkv": d(N, 3 * C)}
 
 
 def sums(d: Draw) -> Arguments:
@@ -164,15 +156,6 @@ CASES: dict[str, tuple[str, Callable[[Draw], Arguments]]] = {
         "gelu_forward": lambda d: {"out": d.empty(N, F), "inp": d(N, F)},
         "gelu_backward": lambda d: {"dhidden_inout": d(N, F), "inp": d(N, F)},
         "bias_backward": lambda d: {"dbias_acc": d.float32(F), "dout": d(N, F)},
-        "dropout_forward": lambda d: {"out": d.empty(N, C), "inp": d(N, C), "dropout": dropout(d)},
-        "dropout_backward": lambda d: {"dinp": d.empty(N, C), "dout": d(N, C), "dropout": dropout(d)},
-        "dropout_residual_forward": lambda d: {
-            "branch_to_out_inout": d(N, C),
-            "residual": d(N, C),
-            "dropout": dropout(d),
-        },
-        "attention_forward, with dropout": lambda d: {**attention(d, H), "dropout": dropout(d)},
-        "attention_backward, with dropout": lambda d: attention_backward(d, H, dropout(d)),
         "attention_forward, heads of 64 channels": lambda d: attention(d, H),
         "attention_backward, heads of 64 channels": lambda d: attention_backward(d, H),
         "attention_forward, heads of 128 channels": lambda d: attention(d, 1),

@@ -1,0 +1,13 @@
+"""Dropout on NVIDIA GPUs, by Triton: the operations of `handgrad.dropout.reference`."""
+
+from handgrad.dropout.cuda.attention import attention_backward, attention_forward, attention_scratch_bytes
+from handgrad.dropout.cuda.elementwise import dropout_backward, dropout_forward, dropout_residual_forward
+
+__all__ = [
+    "attention_backward",
+    "attention_forward",
+    "attention_scratch_bytes",
+    "dropout_backward",
+    "dropout_forward",
+    "dropout_residual_forward",
+]

@@ -1,0 +1,84 @@
+"""Binds fp8 into a training step: its launches join those of the plain program."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from types import ModuleType
+
+from handgrad.fp8.scaling import Scaling
+from handgrad.graphs import Replayed
+from handgrad.models.passes import Stage
+from handgrad.models.rows import named
+from handgrad.parallel.gradient_sync import GradientSync
+from handgrad.training.state import TrainingState
+from handgrad.training.step import Feed, Program
+
+
+def fp8_operations(ops: ModuleType) -> ModuleType:
+    """`handgrad.fp8.reference` or `handgrad.fp8.cuda`, beside the plain operations `ops`."""
+    backend = ops.__name__.removeprefix("handgrad.ops.").split(".")[0]
+    return import_module(f"handgrad.fp8.{backend}")
+
+
+def with_fp8(
+    program: Program,
+    state: TrainingState,
+    scaling: Scaling,
+    feed: Feed,
+    sync: GradientSync | None,
+    *,
+    graphs: bool,
+) -> Program:
+    """The program with the first scales before the first step, the statistics of every micro-step, and new scales and fp8
+    weights after the update."""
+    design, calibration = state.design, calibration_stages(state, scaling)
+
+    def launch_calibration() -> None:
+        """The first scales: of the weights, and of one micro-batch whose gradients nobody takes."""
+        scaling.quantize_weights(calibrate=True)
+        for stage in calibration:
+            stage.run()
+        scaling.statistics[: scaling.fp8.first_weight].zero_()  # whose parts may be other kernels' than a step's
+
+    def calibrate(step: int) -> None:
+        if not scaling.calibrated:
+            feed.fill(design.batch.first_sample(step))
+            scaling.count(scaling.fp8.counts(step))
+            launch_calibration()
+            scaling.calibrated = True
+
+    requantize: Callable[[], None] = Replayed([scaling.quantize_weights]) if graphs else scaling.quantize_weights
+    between_ranks = sync is not None and sync.ranks.size > 1
+    return replace(
+        program,
+        micro_step=[*program.micro_step, Stage("", scaling.fold_micro_step)],
+        update=[*program.update, partial(scaling.update, state.controls)],
+        before_step=[*program.before_step, calibrate],
+        before_update=[*program.before_update, *([partial(gather_statistics, scaling, sync)] if between_ranks else [])],
+        after_update=[*program.after_update, *([sync.await_all_weights] if sync and between_ranks else []), requantize],
+        compiled=[scaling.quantize_weights, *program.compiled, launch_calibration],
+        reports=[*program.reports, scaling.report],
+    )
+
+
+def calibration_stages(state: TrainingState, scaling: Scaling) -> list[Stage]:
+    """A forward and backward pass whose tensors make their own scales."""
+    design = state.design
+    model, layers = design.model, design.shape.num_layers
+    weights = {row.name: row.view(state.parameters) for row in design.parameters} | scaling.calibrating
+    views = state.views | scaling.calibrating
+    w, act, d = (
+        named(kind, found, layers)
+        for kind, found in ((model.Weights, weights), (model.Activations, views), (model.Gradients, views))
+    )
+    options = {"vocab_size": design.shape.vocab_size, "recompute": design.recompute}
+    backward = model.backward(design.ops, w, state.weight_gradients, act, d, state.loss_scale[:1], **options)
+    return [*model.forward(design.ops, w, act), *backward]
+
+
+def gather_statistics(scaling: Scaling, sync: GradientSync) -> None:
+    """Every rank's totals on every rank, joined."""
+    mine = scaling.totals[: scaling.fp8.first_weight]
+    sync.ranks.wait(sync.ranks.all_gather(scaling.everyone, mine, "fp8 statistics"), "fp8 statistics")
+    scaling.join_ranks()

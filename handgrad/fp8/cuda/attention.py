@@ -1,0 +1,194 @@
+"""Attention whose results are quantised in the same pass, in the Triton loops for heads of any width."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from handgrad.fp8 import formats
+from handgrad.fp8.cuda.quantizing import UNALIGNED, limits, quantize, rescale, rounded, store_statistics
+from handgrad.fp8.formats import Form, Quantized, plain
+from handgrad.ops.cuda import attention, attention_triton
+from handgrad.ops.cuda.attention_configs import CONFIGS, Config, rows_of
+from handgrad.ops.cuda.attention_loops import LN_2, LOG2_E, dkdv_loop, dq_loop, forward_loop, load_dy_delta
+from handgrad.ops.cuda.attention_tiles import (
+    key_block,
+    load_tile,
+    load_vector,
+    mask_of,
+    pointers_of,
+    query_block,
+    store_tile,
+    store_vector,
+)
+from handgrad.ops.cuda.attention_triton import blocks, sums_in
+from handgrad.ops.cuda.launch import launch
+
+SCALE = tl.constexpr(formats.SCALE)
+
+
+@triton.jit
+def store_quantized(forms, x, row, column, left, D: tl.constexpr, TAIL: tl.constexpr):
+    """A tile x of 16-bit numbers, from (row, column) on of a tensor (N, C). `forms`: (its rows (N, C), its columns (C, N),
+    either of which may be None, scaling, C, N)."""
+    ROWS: tl.constexpr = x.shape[0]
+    WIDTH: tl.constexpr = x.shape[1]
+    rows, columns, scaling, C, N = forms
+    x = x.to(tl.float32)
+    scale = tl.load(scaling + SCALE)
+    if rows is not None:
+        store_tile(rows + row * C + column, C, left, rounded(x, scale, rows.dtype.element_ty), D, ROWS, WIDTH, TAIL)
+    if columns is not None:
+        pointers = pointers_of(columns + column.to(tl.int64) * N + row, N, WIDTH, ROWS)
+        transposed = tl.trans(rounded(x, scale, columns.dtype.element_ty))
+        if TAIL or WIDTH != D:
+            tl.store(pointers, transposed, mask=tl.trans(mask_of(left, D, ROWS, WIDTH, TAIL)))
+        else:
+            tl.store(pointers, transposed)
+
+
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
+def forward_kernel(
+    out, lse, qkv, rows, columns, scaling, statistics, H, T, C, row_stride, N, PARTS, D: tl.constexpr, WIDTH: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr, LARGEST: tl.constexpr, VANISHES_AT: tl.constexpr,
+):  # fmt: skip
+    b, h, vector, first, left = query_block(H, T, QUERIES)
+    q_head = qkv + b * T * row_stride + h * D
+    head = q_head + C, C, row_stride, T
+    q = load_tile(q_head + first * row_stride, row_stride, left, D, QUERIES, WIDTH, TAIL)
+    y, m, l = forward_loop(q, head, first, D, KEYS, TAIL)
+    y_tile = out + (b * T + first) * C + h * D
+    y = y / l[:, None]
+    store_tile(y_tile, C, left, y, D, QUERIES, WIDTH, TAIL)
+    store_vector(lse + vector + first, left, (m + tl.log2(l)) * LN_2, QUERIES, TAIL)
+    y = y.to(qkv.dtype.element_ty).to(tl.float32)
+    if TAIL:
+        y = tl.where(mask_of(left, WIDTH, QUERIES, WIDTH, TAIL), y, 0.0)
+    store_quantized((rows, columns, scaling, C, N), y, b * T + first, h * D, left, D, TAIL)
+    store_statistics(statistics, PARTS, tl.program_id(0), y, scaling, LARGEST, VANISHES_AT)
+
+
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
+def dq_kernel(
+    dqkv, sums, dout, out, lse, qkv, rows, columns, scaling, statistics, H, T, C, row_stride, N, PARTS, D: tl.constexpr,
+    WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr, LARGEST: tl.constexpr,
+    VANISHES_AT: tl.constexpr,
+):  # fmt: skip
+    b, h, vector, first, left = query_block(H, T, QUERIES)
+    q_head = qkv + b * T * row_stride + h * D
+    head = q_head + C, C, row_stride, T
+    q = load_tile(q_head + first * row_stride, row_stride, left, D, QUERIES, WIDTH, TAIL)
+    start = (b * T + first) * C + h * D
+    dy, delta = load_dy_delta(dout, out, start, C, left, D, QUERIES, WIDTH, TAIL)
+    lse2 = load_vector(lse + vector + first, left, QUERIES, TAIL) * LOG2_E
+    store_tile(sums + 2 * (vector + first), 2, left, tl.join(lse2, delta), 2, QUERIES, 2, TAIL)
+    dq = dq_loop(q, dy, lse2, delta, head, first, D, KEYS, TAIL)
+    if dqkv is not None:
+        store_tile(dqkv + (b * T + first) * row_stride + h * D, row_stride, left, dq, D, QUERIES, WIDTH, TAIL)
+    dq = dq.to(qkv.dtype.element_ty).to(tl.float32)
+    store_quantized((rows, columns, scaling, row_stride, N), dq, b * T + first, h * D, left, D, TAIL)
+    store_statistics(statistics, PARTS, tl.program_id(0), dq, scaling, LARGEST, VANISHES_AT)
+
+
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
+def dkdv_kernel(
+    dqkv, sums, dout, qkv, rows, columns, scaling, statistics, H, T, C, row_stride, N, PARTS, D: tl.constexpr,
+    WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr, LARGEST: tl.constexpr,
+    VANISHES_AT: tl.constexpr,
+):  # fmt: skip
+    b, h, vector, first, left = key_block(H, T, KEYS)
+    q_head = qkv + b * T * row_stride + h * D
+    head = q_head, dout + b * T * C + h * D, sums + 2 * vector, C, row_stride, T
+    k_tile = q_head + C + first * row_stride
+    k = load_tile(k_tile, row_stride, left, D, KEYS, WIDTH, TAIL)
+    v = load_tile(k_tile + C, row_stride, left, D, KEYS, WIDTH, TAIL)
+    dk, dv = dkdv_loop(k, v, head, first, D, QUERIES, TAIL)
+    if dqkv is not None:
+        dk_tile = dqkv + (b * T + first) * row_stride + C + h * D
+        store_tile(dk_tile, row_stride, left, dk, D, KEYS, WIDTH, TAIL)
+        store_tile(dk_tile + C, row_stride, left, dv, D, KEYS, WIDTH, TAIL)
+    # Joined in 16 bits, and before the stores: else ptxas (CUDA 12.8) serializes the loops' instructions.
+    dk = dk.to(qkv.dtype.element_ty)
+    dv = dv.to(qkv.dtype.element_ty)
+    both = tl.reshape(tl.join(dk, dv), (KEYS, 2 * WIDTH)).to(tl.float32)
+    store_statistics(statistics, PARTS, tl.program_id(0), both, scaling, LARGEST, VANISHES_AT)
+    forms, row, column = (rows, columns, scaling, row_stride, N), b * T + first, C + h * D
+    store_quantized(forms, dk, row, column, left, D, TAIL)
+    store_quantized(forms, dv, row, column + C, left, D, TAIL)
+
+
+def forward_parts(batch: int, num_heads: int, length: int, width: int) -> int:
+    """Parts of the statistics that `attention_forward` may write for heads of `width` channels in 16 bits."""
+    return batch * num_heads * most_blocks("forward", length, width)
+
+
+def backward_parts(batch: int, num_heads: int, length: int, width: int) -> int:
+    """Parts of the statistics that `attention_backward` may write: first those of dq, behind them those of dk and dv."""
+    return batch * num_heads * (most_blocks("dq", length, width) + most_blocks("dkdv", length, width))
+
+
+def most_blocks(kernel: str, length: int, width: int) -> int:
+    """Programs per head, with the smallest tiles that any GPU gets."""
+    sizes = (rows_of(kernel, CONFIGS[kernel, 64 if width <= 64 else 128, True, newer]) for newer in (True, False))
+    return triton.cdiv(length, min(sizes))
+
+
+def launch_blocks(
+    name: str,
+    kernel: triton.JITFunction,
+    tensors: tuple[Tensor | None, ...],
+    quantized: Quantized,
+    first_part: int,
+    lse: Tensor,
+    config: Config | None,
+) -> int:
+    """Launches a kernel over all blocks of all heads and returns the number of its programs; each writes a part of the
+    statistics of `quantized`, from `first_part` on."""
+    statistics, parts = quantized.statistics, quantized.statistics.shape[1]
+    forms = quantized.rows, quantized.columns, quantized.scaling
+    programs, sizes, options = blocks(name, lse, *forms, statistics, *tensors, config=config)
+    assert first_part + programs <= parts, f"{parts} parts, {first_part + programs} needed"
+    largest, vanishes_at = limits(quantized)
+    first, N = statistics.view(-1)[first_part:], tensors[-1].shape[0]
+    options |= {"LARGEST": largest, "VANISHES_AT": vanishes_at}
+    launch(kernel, (programs,), *tensors, *forms, first, *sizes, N, parts, **options)
+    return programs
+
+
+def attention_forward(out: Form, lse: Tensor, qkv: Tensor, *, scratch: Tensor, config: Config | None = None) -> None:
+    if isinstance(out, Tensor):
+        attention.attention_forward(out, lse, qkv, scratch=scratch)
+    elif out.current:
+        attention_triton.attention_forward(plain(out), lse, qkv, config=config)
+        quantize(out, plain(out))
+    else:
+        launch_blocks("forward", forward_kernel, (plain(out), lse, qkv), out, 0, lse, config)
+
+
+def attention_backward(
+    dqkv: Form,
+    dout: Tensor,
+    out: Form,
+    lse: Tensor,
+    qkv: Tensor,
+    *,
+    scratch: Tensor,
+    dq_config: Config | None = None,
+    dkdv_config: Config | None = None,
+) -> None:
+    """Of a quantised dqkv there need not be a 16-bit form: where its scale is made from dqkv itself, all is computed
+    twice."""
+    inputs = dout, plain(out), lse, qkv
+    if isinstance(dqkv, Tensor):
+        either = attention if isinstance(out, Tensor) else attention_triton
+        either.attention_backward(dqkv, *inputs, scratch=scratch)
+        return
+    sums = sums_in(scratch, lse)
+
+    def run() -> None:
+        parts = launch_blocks("dq", dq_kernel, (dqkv.plain, sums, *inputs), dqkv, 0, lse, dq_config)
+        launch_blocks("dkdv", dkdv_kernel, (dqkv.plain, sums, dout, qkv), dqkv, parts, lse, dkdv_config)
+
+    run()
+    if dqkv.current:
+        rescale(dqkv)
+        run()

@@ -1,0 +1,85 @@
+"""The loss, whose gradient is also written in fp8."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from handgrad.fp8.cuda.quantizing import SCALE, UNALIGNED, rounded, transpose_rows, write_forms
+from handgrad.fp8.formats import Form, of_plain, plain
+from handgrad.ops import cuda
+from handgrad.ops.cuda import classifier
+from handgrad.ops.cuda.classifier import (
+    BLOCK,
+    UNROLL,
+    WARPS,
+    store_loss,
+    tail_gradient,
+    target_gradient,
+    tile_gradient,
+)
+from handgrad.ops.cuda.launch import launch
+
+classifier_forward = of_plain(classifier.classifier_forward)
+
+
+def classifier_forward_backward(
+    losses: Tensor, logits_to_dlogits_inout: Form, targets: Tensor, scale: Tensor, *, vocab_size: int
+) -> None:
+    """Where the gradient has both fp8 forms nobody reads it in 16 bits, which are not written then."""
+    logits, out = plain(logits_to_dlogits_inout), logits_to_dlogits_inout
+    if isinstance(out, Tensor) or out.rows is None:
+        cuda.classifier_forward_backward(losses, logits, targets, scale, vocab_size=vocab_size)
+        if not isinstance(out, Tensor):
+            write_forms(out, logits)
+        return
+    N, Vp = logits.shape
+    tensors, in_place = (losses, logits, out.rows, out.scaling, targets, scale), out.columns is None
+    launch(_forward_backward, (N,), *tensors, vocab_size, Vp, BLOCK, UNROLL, in_place, num_warps=WARPS)
+    transpose_rows(out)
+
+
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
+def _forward_backward(
+    losses,
+    logits,
+    rows,
+    scaling,
+    targets,
+    scale,
+    V: tl.constexpr,
+    Vp: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
+    IN_PLACE: tl.constexpr,
+):
+    """The sweep of the 16-bit kernel, with other stores."""
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * Vp
+    into = logits, rows + row * Vp, tl.load(scaling + SCALE)
+    target = tl.load(targets + row)
+    sums = store_loss(losses, row, logits, target, V, Vp, BLOCK, UNROLL, "evict_last")
+    factor = tl.load(scale)
+    per_exponential = factor / sums[2]
+    TILE: tl.constexpr = BLOCK * UNROLL
+    WHOLE: tl.constexpr = V // TILE * TILE
+    for start in range(WHOLE, Vp, BLOCK):
+        column, d = tail_gradient(logits, start, sums[1], per_exponential, V, Vp, BLOCK)
+        store_gradient(into, column, d, column < Vp, IN_PLACE, "evict_first")
+    for back in range(0, WHOLE, TILE):
+        column, d = tile_gradient(logits, WHOLE - TILE - back, sums[1], per_exponential, BLOCK, UNROLL)
+        store_gradient(into, column, d, None, IN_PLACE, "evict_first")
+    tl.debug_barrier()
+    store_gradient(into, target, target_gradient(sums, factor).to(logits.dtype.element_ty), None, IN_PLACE, "")
+
+
+@triton.jit
+def store_gradient(into, column, d, mask, IN_PLACE: tl.constexpr, EVICTION: tl.constexpr):
+    """d in place, and in fp8 as it is rounded there."""
+    logits, rows, scale = into
+    if IN_PLACE:
+        tl.store(logits + column, d, mask=mask, eviction_policy=EVICTION)
+    d8 = rounded(d.to(tl.float32), scale, rows.dtype.element_ty)
+    place = rows + column
+    if len(column.shape) == 2:  # stores of 8 bytes: those of 16 would move a tile of 16-bit numbers from lane to lane
+        place = tl.max_contiguous(place, (1, 8))
+    tl.store(place, d8, mask=mask)

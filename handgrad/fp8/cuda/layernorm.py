@@ -1,0 +1,175 @@
+"""Layer norm that also writes fp8: the rows beside the 16-bit ones or instead of them, their transpose by a kernel of its
+own."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from handgrad.fp8.cuda.quantizing import (
+    SCALE,
+    UNALIGNED,
+    count_numbers,
+    limits,
+    quantize,
+    rescale,
+    rounded,
+    store_part,
+    store_statistics,
+    target,
+    transpose_rows,
+)
+from handgrad.fp8.formats import Form, Quantized, plain
+from handgrad.ops import cuda
+from handgrad.ops.cuda.column_sums import add_partials, float32_of
+from handgrad.ops.cuda.launch import launch
+from handgrad.ops.cuda.layernorm import (
+    backward_begin,
+    backward_rows,
+    backward_tile,
+    forward_places,
+    forward_tile,
+    normalised,
+    store_sums,
+)
+from handgrad.ops.reference.layernorm import LAYERNORM_EPSILON
+
+
+def forward_parts(N: int, C: int) -> int:
+    """Parts of the statistics that the forward writes."""
+    return triton.cdiv(N, forward_tile(C)[1])
+
+
+def backward_parts(N: int, C: int) -> int:
+    """Parts of the statistics that the backward writes, of 16-bit numbers."""
+    return backward_tile(N, C, 2)[0]
+
+
+def layernorm_forward(out: Form, mean: Tensor, rstd: Tensor, inp: Tensor, weight: Tensor, bias: Tensor) -> None:
+    tensors = mean, rstd, inp, weight, bias
+    if isinstance(out, Tensor) or out.rows is None:
+        cuda.layernorm_forward(plain(out), *tensors)
+        if isinstance(out, Quantized):
+            quantize(out, plain(out))
+        return
+    _launch_forward(out, *tensors)
+    if out.current:
+        rescale(out)
+        _launch_forward(out, *tensors)
+    transpose_rows(out)
+
+
+def _launch_forward(out: Quantized, *tensors: Tensor) -> None:
+    N, C = tensors[2].shape
+    block, rows, warps = forward_tile(C)
+    grid, form = (triton.cdiv(N, rows),), (out.rows, *target(out, forward_parts(N, C)))
+    sizes = N, C, block, rows, LAYERNORM_EPSILON
+    launch(_forward, grid, out.plain, *form, *tensors, *sizes, *limits(out), num_warps=warps)
+
+
+def layernorm_backward(
+    dresidual_inout: Form,
+    dweight_acc: Tensor,
+    dbias_acc: Tensor,
+    dout: Tensor,
+    inp: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor,
+    dbias_below_acc: Tensor | None,
+    *,
+    scratch: Tensor,
+) -> None:
+    """A stream without rows, or whose scale waits for it, is read once more: it cannot be updated twice."""
+    dresidual, tensors = plain(dresidual_inout), (dout, inp, mean, rstd, weight)
+    if isinstance(dresidual_inout, Tensor) or dresidual_inout.current or dresidual_inout.rows is None:
+        cuda.layernorm_backward(dresidual, dweight_acc, dbias_acc, *tensors, dbias_below_acc, scratch=scratch)
+        if isinstance(dresidual_inout, Quantized):
+            quantize(dresidual_inout, dresidual)
+        return
+    N, C = inp.shape
+    programs, *tile, warps, stages = backward_tile(N, C, inp.element_size())
+    accumulators = [acc for acc in (dweight_acc, dbias_acc, dbias_below_acc) if acc is not None]
+    partials = float32_of(scratch, programs * len(accumulators) * C)
+    form, below = (dresidual_inout.rows, *target(dresidual_inout, programs)), dbias_below_acc is not None
+    launch(_backward, (programs,), dresidual, *form, partials, *tensors, N, C, *tile, below, stages, num_warps=warps)
+    add_partials(accumulators, partials, programs)
+    count_numbers(dresidual_inout, dresidual)  # counting in the kernel would cost it registers, and programs at once
+    transpose_rows(dresidual_inout)
+
+
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
+def _forward(
+    out,
+    rows,
+    scaling,
+    statistics,
+    PARTS,
+    mean,
+    rstd,
+    inp,
+    weight,
+    bias,
+    N,
+    C: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    ROWS: tl.constexpr,
+    EPSILON: tl.constexpr,
+    LARGEST: tl.constexpr,
+    VANISHES_AT: tl.constexpr,
+):
+    """out may be None."""
+    first, row, column, in_rows, in_row = forward_places(N, C, BLOCK_C, ROWS)
+    place, inside = first * C + (row * C + column), in_rows & in_row
+    y, row_mean, row_rstd = normalised((inp, weight, bias), place, column, inside, in_row, C, EPSILON)
+    if out is not None:
+        tl.store(out + place, y, mask=inside)
+    y = y.to(tl.float32)
+    store_rows(rows, place, y, tl.load(scaling + SCALE), inside)
+    y = tl.where(in_rows, y, 0.0)
+    store_statistics(statistics, PARTS, tl.program_id(0), y, scaling, LARGEST, VANISHES_AT)
+    tl.store(mean + first + row, row_mean, mask=in_rows)
+    tl.store(rstd + first + row, row_rstd, mask=in_rows)
+
+
+@triton.jit
+def store_rows(rows, place, x, scale, inside):
+    """float32 x in fp8, in stores of a lane's eight numbers."""
+    tl.store(tl.max_contiguous(rows + place, (1, 8)), rounded(x, scale, rows.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
+def _backward(
+    dresidual,
+    rows,
+    scaling,
+    statistics,
+    PARTS,
+    partials,
+    dout,
+    inp,
+    mean,
+    rstd,
+    weight,
+    N,
+    C: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    ROWS: tl.constexpr,
+    BELOW: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Of the statistics, the largest number alone."""
+    row, column, w, sums = backward_begin(weight, C, BLOCK_C, ROWS)
+    LANE: tl.constexpr = 8  # numbers side by side in a lane, which keeps the largest of them
+    amax = tl.zeros((BLOCK_C // LANE,), tl.float32)
+    scale = tl.load(scaling + SCALE)
+    for first in tl.range(tl.program_id(0) * ROWS, N, tl.num_programs(0) * ROWS, num_stages=STAGES):
+        tensors = dresidual, dout, inp, mean, rstd
+        updated, place, inside, sums = backward_rows(tensors, w, sums, first, row, column, N, C, BELOW)
+        u = updated.to(tl.float32)
+        store_rows(rows, place, u, scale, inside)
+        magnitude = tl.abs(u) if C % LANE == 0 else tl.where(column < C, tl.abs(u), 0.0)
+        magnitude = tl.reshape(magnitude, (ROWS, BLOCK_C // LANE, LANE))
+        amax = tl.maximum(amax, tl.max(tl.max(magnitude, 2), 0))
+    store_sums(partials, sums, column, C, BELOW)
+    largest = tl.max(tl.where(tl.arange(0, BLOCK_C // LANE) * LANE < C, amax, 0.0), 0)
+    store_part(statistics, PARTS, tl.program_id(0), largest, 0, 0)

@@ -1,0 +1,46 @@
+"""The operations in plain torch where tensors may be quantised: each is the plain one, then `quantize`; a product of two
+quantised tensors is that of their fp8 numbers."""
+
+# ruff: noqa: F401
+from typing import Any
+
+from handgrad.fp8.formats import of_plain
+from handgrad.fp8.reference.linear import (
+    bias_backward,
+    gelu_linear_backward,
+    linear_backward,
+    linear_forward,
+    linear_gelu_forward,
+    linear_residual_forward,
+)
+from handgrad.fp8.reference.quantized import (
+    attention_backward,
+    attention_forward,
+    classifier_forward_backward,
+    layernorm_backward,
+    layernorm_forward,
+)
+from handgrad.fp8.reference.quantizing import fold_statistics, quantize, update_scaling
+from handgrad.ops import reference
+from handgrad.ops.compose import layernorm_linear, layernorm_linear_gelu
+
+classifier_forward = of_plain(reference.classifier_forward)
+layernorm_linear_forward = layernorm_linear(layernorm_forward, linear_forward)
+layernorm_linear_gelu_forward = layernorm_linear_gelu(layernorm_forward, linear_gelu_forward)
+
+
+def statistics_parts(
+    *, batch: int, length: int, num_heads: int, head_width: int, channels: int, widest: int, padded_vocab_size: int
+) -> int:
+    """Parts in which a tensor's statistics come at most: a tensor is quantised in one piece."""
+    return 1
+
+
+def tuned_keep_bf16(*, tokens: int, channels: int) -> str:
+    """Products of fp8 runs that are faster in bf16: nothing was measured here."""
+    return ""
+
+
+def __getattr__(name: str) -> Any:
+    """All other operations are the plain ones."""
+    return getattr(reference, name)

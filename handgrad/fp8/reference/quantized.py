@@ -1,0 +1,61 @@
+"""What else quantises its result: layer norm, attention, the gradient of the loss."""
+
+import torch
+from torch import Tensor
+
+from handgrad.fp8.formats import Form, Quantized, plain
+from handgrad.fp8.reference.quantizing import quantize, write_forms
+from handgrad.ops import reference
+
+
+def layernorm_forward(out: Form, mean: Tensor, rstd: Tensor, inp: Tensor, weight: Tensor, bias: Tensor) -> None:
+    result = plain(out) if isinstance(out, Tensor) or out.plain is not None else torch.empty_like(inp)
+    reference.layernorm_forward(result, mean, rstd, inp, weight, bias)
+    if isinstance(out, Quantized):
+        quantize(out, result)
+
+
+def layernorm_backward(
+    dresidual_inout: Form,
+    dweight_acc: Tensor,
+    dbias_acc: Tensor,
+    dout: Tensor,
+    inp: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor,
+    dbias_below_acc: Tensor | None,
+    *,
+    scratch: Tensor | None = None,
+) -> None:
+    """The stream's gradient is quantised on the way, for the product below that reads it in fp8."""
+    dresidual, tensors = plain(dresidual_inout), (dout, inp, mean, rstd, weight)
+    reference.layernorm_backward(dresidual, dweight_acc, dbias_acc, *tensors, dbias_below_acc)
+    if isinstance(dresidual_inout, Quantized):
+        quantize(dresidual_inout, dresidual)
+
+
+def attention_forward(out: Form, lse: Tensor, qkv: Tensor, *, scratch: Tensor | None = None) -> None:
+    """A quantised out also has a plain form, for the backward."""
+    reference.attention_forward(plain(out), lse, qkv)
+    if isinstance(out, Quantized):
+        quantize(out, plain(out))
+
+
+def attention_backward(
+    dqkv: Form, dout: Tensor, out: Form, lse: Tensor, qkv: Tensor, *, scratch: Tensor | None = None
+) -> None:
+    result = plain(dqkv) if isinstance(dqkv, Tensor) or dqkv.plain is not None else torch.empty_like(qkv)
+    reference.attention_backward(result, dout, plain(out), lse, qkv)
+    if isinstance(dqkv, Quantized):
+        quantize(dqkv, result)
+
+
+def classifier_forward_backward(
+    losses: Tensor, logits_to_dlogits_inout: Form, targets: Tensor, scale: Tensor, *, vocab_size: int
+) -> None:
+    """Quantises at the scale as it stands, which follows from the largest number that the gradient can have."""
+    logits = plain(logits_to_dlogits_inout)
+    reference.classifier_forward_backward(losses, logits, targets, scale, vocab_size=vocab_size)
+    if isinstance(logits_to_dlogits_inout, Quantized):
+        write_forms(logits_to_dlogits_inout, logits)

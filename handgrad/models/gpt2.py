@@ -1,0 +1,401 @@
+"""GPT-2 (Radford et al. 2019): its tensors as rows, forward, backward, generation.
+
+A block is two halves, each `x + f(LN(x))`:
+
+    a = x + Attention(LN1(x) Wqkv^T + bqkv) Wproj^T + bproj
+    y = a + GELU(LN2(a) Wfc^T + bfc) Wfcproj^T + bfcproj
+
+The loss head shares the token embedding and works in chunks of tokens: a chunk's logits become its losses and, in place,
+its gradient, so the full (N, Vp) logits never exist.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from handgrad.config import ModelShape
+from handgrad.models.passes import Stage
+from handgrad.models.rows import (
+    ONES,
+    ZEROS,
+    ActivationRow,
+    Clock,
+    Fp8,
+    Init,
+    ParameterRow,
+    activation,
+    activation_rows,
+    at_head,
+    backward_of,
+    count_parameters,
+    dtypes_of,
+    kept,
+    parameter,
+    parameter_rows,
+    repeated,
+    shared,
+)
+
+ATTENTION, FEED_FORWARD, NEXT_BLOCK = range(3)  # the stages of a block, and the one that follows
+FP8_PARTS = ("qkv", "proj", "mlp")  # GEMMs of a block that go to fp8 together; fc and fcproj share the GELU kernels
+
+NORMAL, RESIDUAL = Init("normal", 0.02), Init("normal", 0.02, residual=True)
+
+
+def dims(shape: ModelShape) -> dict[str, int]:
+    """The sizes of the letters in the parameters' shapes."""
+    C, F = shape.channels, shape.feed_forward
+    sizes = {"C": C, "3C": 3 * C, "F": F, "H": shape.num_heads, "D": C // shape.num_heads, "maxT": shape.sequence_length}
+    return sizes | {"V": shape.vocab_size, "Vp": shape.padded_vocab_size, "L": shape.num_layers}
+
+
+# Parameters. Matrices come first, then vectors: the optimizer decays the former, in one range.
+
+
+@dataclass
+class BlockWeights:
+    qkv_weight: Tensor = parameter("3C C", NORMAL, "matrix", fp8=Fp8("qkv"))
+    proj_weight: Tensor = parameter("C C", RESIDUAL, "matrix", fp8=Fp8("proj"))
+    fc_weight: Tensor = parameter("F C", NORMAL, "matrix", fp8=Fp8("mlp"))
+    fcproj_weight: Tensor = parameter("C F", RESIDUAL, "matrix", fp8=Fp8("mlp"))
+    ln1_weight: Tensor = parameter("C", ONES, "vector")
+    ln1_bias: Tensor = parameter("C", ZEROS, "vector")
+    qkv_bias: Tensor = parameter("3C", ZEROS, "vector")
+    proj_bias: Tensor = parameter("C", ZEROS, "vector")
+    ln2_weight: Tensor = parameter("C", ONES, "vector")
+    ln2_bias: Tensor = parameter("C", ZEROS, "vector")
+    fc_bias: Tensor = parameter("F", ZEROS, "vector")
+    fcproj_bias: Tensor = parameter("C", ZEROS, "vector")
+
+
+@dataclass
+class Weights:
+    """The weights, or their gradients."""
+
+    wte: Tensor = parameter("Vp C", NORMAL, "embedding", bucket="embedding", stored_rows="V", fp8=Fp8("head"))
+    head: Tensor = shared(of="wte")  # the same, as the loss head reads it
+    wpe: Tensor = parameter("maxT C", NORMAL, "embedding", bucket="embedding")
+    blocks: list[BlockWeights] = repeated(BlockWeights)
+    lnf_weight: Tensor = parameter("C", ONES, "vector", bucket="lnf")
+    lnf_bias: Tensor = parameter("C", ZEROS, "vector", bucket="lnf")
+
+
+def parameters(shape: ModelShape) -> Iterator[ParameterRow]:
+    return parameter_rows(Weights, dims(shape), shape.num_layers)
+
+
+def flops_per_token(shape: ModelShape) -> float:
+    """Forward and backward, as llm.c counts: 6 per parameter, and 6 L C T for attention's two causal products."""
+    return 6.0 * count_parameters(parameters(shape)) + 6.0 * shape.num_layers * shape.channels * shape.sequence_length
+
+
+# Activations. The backward's inputs are kept or, from a recompute level on, made again by the same operation: same bits.
+
+
+@dataclass
+class BlockActivations:
+    ln1: Tensor = activation("N C", lives=kept(ATTENTION), remade_from=2, fp8=Fp8("qkv"))
+    ln1_mean: Tensor = activation("N", "statistics", lives=kept(ATTENTION))
+    ln1_rstd: Tensor = activation("N", "statistics", lives=kept(ATTENTION))
+    qkv: Tensor = activation("N 3C", lives=kept(ATTENTION))
+    atty: Tensor = activation("N C", lives=kept(ATTENTION), fp8=Fp8("proj", keeps_16bit=True))  # attention's output
+    lse: Tensor = activation("B H T", "statistics", lives=kept(ATTENTION))  # log of the softmax's denominators
+    residual_mid: Tensor = activation("N C", lives=kept(ATTENTION, until=FEED_FORWARD))  # the stream between the halves
+    ln2: Tensor = activation("N C", lives=kept(FEED_FORWARD), remade_from=2, fp8=Fp8("mlp", redone_from=1))
+    ln2_mean: Tensor = activation("N", "statistics", lives=kept(FEED_FORWARD))
+    ln2_rstd: Tensor = activation("N", "statistics", lives=kept(FEED_FORWARD))
+    fc: Tensor = activation("N F", lives=kept(FEED_FORWARD), remade_from=1)  # before GELU
+    gelu: Tensor = activation("N F", lives=kept(FEED_FORWARD), remade_from=1, fp8=Fp8("mlp", late_columns=True))
+    residual_out: Tensor = activation("N C", lives=kept(FEED_FORWARD, until=NEXT_BLOCK))
+
+
+@dataclass
+class Activations:
+    tokens: Tensor = activation("B T", torch.int64)
+    targets: Tensor = activation("B T", torch.int64)
+    sorted_positions: Tensor = activation("N", torch.int32)  # 0..N-1 ordered by token, for the embedding's backward
+    losses: Tensor = activation("N", "statistics")
+    scratch: Tensor = activation("scratch", torch.uint8)
+    embedded: Tensor = activation("N C", lives=lambda clock: ((0, clock.mirrored(clock.tick(ATTENTION))),))
+    blocks: list[BlockActivations] = repeated(BlockActivations)
+    lnf: Tensor = activation("N C", lives=at_head, fp8=Fp8("head", keeps_16bit=True))
+    lnf_mean: Tensor = activation("N", "statistics", lives=at_head)
+    lnf_rstd: Tensor = activation("N", "statistics", lives=at_head)
+    logits: Tensor = activation("chunk Vp", lives=at_head, fp8=Fp8("head", gradient=True, keeps_16bit=True))
+
+
+STREAM_PROJ, STREAM_MLP = (Fp8(part, gradient=True, keeps_16bit=True) for part in ("proj", "mlp"))
+
+
+@dataclass
+class BlockGradients:
+    """The gradients that the blocks make one after another in the same memory; in fp8 each block's have a scale."""
+
+    dqkv: Tensor = shared()
+    dresidual_mid: Tensor = shared(of="dresidual")
+    dhidden: Tensor = shared()  # of the hidden layer, before GELU
+    dresidual_out: Tensor = shared(of="dresidual")
+
+
+@dataclass
+class Gradients:
+    """Gradients of activations. That of the residual stream runs through in place: the stream's identity path leaves it as
+    it is, and each layer norm adds its own path."""
+
+    dlnf: Tensor = activation("N C", lives=at_head)
+    dresidual: Tensor = activation("N C", lives=lambda clock: ((clock.head, 2 * clock.head),))
+    dln: Tensor = activation("N C", lives=backward_of(ATTENTION, FEED_FORWARD))  # of a layer norm's output
+    datty: Tensor = activation("N C", lives=backward_of(ATTENTION))
+    dqkv: Tensor = activation("N 3C", lives=backward_of(ATTENTION), fp8=Fp8("qkv", gradient=True))
+    dhidden: Tensor = activation("N F", lives=backward_of(FEED_FORWARD), fp8=Fp8("mlp", gradient=True, workspace="dgelu"))
+    # The stream's gradient is written a tick before the GEMM that reads it.
+    dresidual_mid: Tensor = activation("N C", lives=backward_of(FEED_FORWARD, last=1), fp8=STREAM_PROJ, of="dresidual")
+    dresidual_out: Tensor = activation("N C", lives=backward_of(FEED_FORWARD, first=1), fp8=STREAM_MLP, of="dresidual")
+    attention_scratch: Tensor = activation("attention_scratch", torch.uint8, lives=backward_of(ATTENTION))
+    blocks: list[BlockGradients] = repeated(BlockGradients)
+
+
+def activations(
+    shape: ModelShape, batch: int, length: int, dtype: torch.dtype, ops: ModuleType, *, chunk: int, training: bool
+) -> Iterator[ActivationRow]:
+    """The rows of `Activations` for `batch` samples of `length` tokens, and with `training` those of `Gradients`; `chunk`
+    tokens at a time go through the loss head."""
+    N, C = batch * length, shape.channels
+    sizes = dims(shape) | {"B": batch, "T": length, "N": N, "chunk": chunk}
+    sizes["scratch"] = ops.scratch_bytes(tokens=N, channels=C, widest=shape.feed_forward)
+    clock = Clock(shape.num_layers, stages=2, training=training)
+    yield from activation_rows(Activations, sizes, dtypes_of(dtype), clock)
+    if training:
+        head = {"num_heads": shape.num_heads, "head_width": C // shape.num_heads}
+        sizes["attention_scratch"] = ops.attention_scratch_bytes(batch=batch, length=length, dtype=dtype, **head)
+        yield from activation_rows(Gradients, sizes, dtypes_of(dtype), clock)
+
+
+# Forward. A stage is a stretch of the pass that reads one bucket's weights for the first time.
+
+
+def forward(ops: ModuleType, w: Weights, act: Activations) -> list[Stage]:
+    """act.tokens (B, T) -> act.lnf (N, C), the normalised stream after the last block."""
+    x, s = act.embedded, act.scratch
+    stages = [Stage("embedding", partial(ops.embedding_forward, x, act.tokens, w.wte, w.wpe))]
+    for layer, (weights, block) in enumerate(zip(w.blocks, act.blocks, strict=True)):
+        attend = partial(ops.attention_forward, block.atty, block.lse, block.qkv, scratch=s)
+        stages.append(Stage(f"blocks.{layer}", partial(block_forward, ops, weights, block, x, attend, s)))
+        x = block.residual_out
+    last_norm = partial(ops.layernorm_forward, act.lnf, act.lnf_mean, act.lnf_rstd, x, w.lnf_weight, w.lnf_bias)
+    return [*stages, Stage("lnf", last_norm)]
+
+
+def block_forward(
+    ops: ModuleType, w: BlockWeights, act: BlockActivations, x: Tensor, attend: Callable[[], None], s: Tensor
+) -> None:
+    """x (N, C) -> act.residual_out (N, C). `attend` makes act.atty of act.qkv: in training of the sequences at hand, in
+    generation with the keys and values of earlier tokens."""
+    ln1, ln2 = (act.ln1, act.ln1_mean, act.ln1_rstd), (act.ln2, act.ln2_mean, act.ln2_rstd)
+    qkv, proj = (w.qkv_weight, w.qkv_bias), (w.proj_weight, w.proj_bias)
+    fc, fcproj = (w.fc_weight, w.fc_bias), (w.fcproj_weight, w.fcproj_bias)
+    ops.layernorm_linear_forward(act.qkv, *ln1, x, w.ln1_weight, w.ln1_bias, *qkv, scratch=s)  # [q k v] = LN(x) W^T + b
+    attend()  # y = softmax(q k^T / sqrt(D)) v
+    ops.linear_residual_forward(act.residual_mid, x, act.atty, *proj, scratch=s)  # a = x + y W^T + b
+    ops.layernorm_linear_gelu_forward(  # h = GELU(LN(a) W^T + b)
+        act.gelu, act.fc, *ln2, act.residual_mid, w.ln2_weight, w.ln2_bias, *fc, scratch=s
+    )
+    ops.linear_residual_forward(act.residual_out, act.residual_mid, act.gelu, *fcproj, scratch=s)  # a + h W^T + b
+
+
+def loss(ops: ModuleType, w: Weights, act: Activations, *, vocab_size: int) -> None:
+    """act.tokens, act.targets (B, T) -> act.losses (N): the cross-entropy of each token in nats."""
+    for stage in forward(ops, w, act):
+        stage.run()
+    for rows, logits in head_logits(ops, w, act):
+        ops.classifier_forward(act.losses[rows], logits, act.targets.view(-1)[rows], vocab_size=vocab_size)
+
+
+def head_logits(ops: ModuleType, w: Weights, act: Activations) -> Iterator[tuple[slice, Tensor]]:
+    """act.lnf (N, C) -> chunk by chunk (rows of the N, their logits (rows, Vp)); the next chunk takes the same memory."""
+    N, chunk = act.losses.shape[0], act.logits.shape[0]
+    for start in range(0, N, chunk):
+        rows = slice(start, min(start + chunk, N))
+        logits = act.logits[: rows.stop - start]
+        ops.linear_forward(logits, act.lnf[rows], w.head, None, scratch=act.scratch)
+        yield rows, logits
+
+
+# Backward: the mirror image, bottom line first. A stage is a stretch that finishes one bucket's gradients.
+
+
+def backward(
+    ops: ModuleType,
+    w: Weights,
+    g: Weights,
+    act: Activations,
+    d: Gradients,
+    scale: Tensor,
+    *,
+    vocab_size: int,
+    recompute: int,
+) -> list[Stage]:
+    """After `forward`: act.losses (N), and `g` += scale (1) * the gradient of their sum."""
+    s, layers = act.scratch, len(w.blocks)
+    stream = [act.embedded, *(block.residual_out for block in act.blocks)]  # into each block, and out of the last
+    # The gradient of `stream`, and the bias gradient of the GEMM that wrote it: the embedding has none.
+    above = [
+        (d.dresidual, None),
+        *((d.blocks[layer].dresidual_out, g.blocks[layer].fcproj_bias) for layer in range(layers)),
+    ]
+    stages = [Stage("lnf", partial(head_backward, ops, w, g, act, d, stream[-1], *above[-1], scale, vocab_size), done=True)]
+    for layer in reversed(range(layers)):
+        block = w.blocks[layer], g.blocks[layer], act.blocks[layer], d.blocks[layer]
+        run = partial(block_backward, ops, *block, d, stream[layer], *above[layer], s, recompute)
+        stages.append(Stage(f"blocks.{layer}", run, done=True))
+    embedding = partial(ops.embedding_backward, g.wte, g.wpe, d.dresidual, act.tokens, act.sorted_positions, scratch=s)
+    return [*stages, Stage("embedding", embedding, done=True)]
+
+
+def head_backward(
+    ops: ModuleType,
+    w: Weights,
+    g: Weights,
+    act: Activations,
+    d: Gradients,
+    x: Tensor,
+    dx: Tensor,
+    dbias_below: Tensor | None,
+    scale: Tensor,
+    vocab_size: int,
+) -> None:
+    """Losses, and dx (N, C) = scale * dL/dx of the stream x that enters the last layer norm."""
+    s = act.scratch
+    for rows, logits in head_logits(ops, w, act):
+        targets = act.targets.view(-1)[rows]
+        ops.classifier_forward_backward(act.losses[rows], logits, targets, scale, vocab_size=vocab_size)
+        ops.linear_backward(d.dlnf[rows], g.wte, None, logits, act.lnf[rows], w.head, scratch=s)
+    d.dresidual.zero_()
+    lnf = act.lnf_mean, act.lnf_rstd, w.lnf_weight
+    ops.layernorm_backward(dx, g.lnf_weight, g.lnf_bias, d.dlnf, x, *lnf, dbias_below, scratch=s)
+
+
+def block_backward(
+    ops: ModuleType,
+    w: BlockWeights,
+    g: BlockWeights,
+    act: BlockActivations,
+    d: BlockGradients,
+    shared: Gradients,
+    x: Tensor,
+    dx: Tensor,
+    dbias_below: Tensor | None,
+    s: Tensor,
+    recompute: int,
+) -> None:
+    """d.dresidual_out -> dx, one buffer changed in place; adds the weights' gradients to `g`.
+
+    The bias gradient of a GEMM that writes into the stream is the column sum of the stream's gradient. The layer norm's
+    backward above it has that gradient at hand and adds the sums: those of this block's `fcproj_bias` came with the call
+    before, and `dbias_below` (None in the lowest block) belongs to the block below.
+    """
+    ln1, ln2 = (act.ln1_mean, act.ln1_rstd), (act.ln2_mean, act.ln2_rstd)
+    if recompute >= 2:
+        ops.layernorm_forward(act.ln2, *ln2, act.residual_mid, w.ln2_weight, w.ln2_bias)
+    if recompute >= 1:
+        ops.linear_gelu_forward(act.gelu, act.fc, act.ln2, w.fc_weight, w.fc_bias, scratch=s)
+    fcproj = d.dresidual_out, act.gelu, act.fc, w.fcproj_weight
+    ops.gelu_linear_backward(d.dhidden, g.fcproj_weight, *fcproj, scratch=s)
+    ops.linear_backward(shared.dln, g.fc_weight, g.fc_bias, d.dhidden, act.ln2, w.fc_weight, scratch=s)
+    norm = shared.dln, act.residual_mid, *ln2, w.ln2_weight
+    ops.layernorm_backward(d.dresidual_mid, g.ln2_weight, g.ln2_bias, *norm, g.proj_bias, scratch=s)
+
+    if recompute >= 2:
+        ops.layernorm_forward(act.ln1, *ln1, x, w.ln1_weight, w.ln1_bias)
+    ops.linear_backward(shared.datty, g.proj_weight, None, d.dresidual_mid, act.atty, w.proj_weight, scratch=s)
+    ops.attention_backward(d.dqkv, shared.datty, act.atty, act.lse, act.qkv, scratch=shared.attention_scratch)
+    ops.linear_backward(shared.dln, g.qkv_weight, g.qkv_bias, d.dqkv, act.ln1, w.qkv_weight, scratch=s)
+    norm = shared.dln, x, *ln1, w.ln1_weight
+    ops.layernorm_backward(dx, g.ln1_weight, g.ln1_bias, *norm, dbias_below, scratch=s)
+
+
+# Generation. A prompt's tokens but the last go through `prefill`, many at once; the last one, and then every token that was
+# chosen, through `decode_step`, one per sequence. The two take turns in the same memory: ticks 1 and 2 are a block of the
+# prefill, 3 and 4 one of a step. Every block writes its buffers anew, the stream in place.
+
+PROMPTS, STEP = ((1, 2),), ((3, 4),)
+
+
+@dataclass
+class Decoding:
+    """The state of B sequences, and the buffers that take in R tokens of prompts or one token per sequence."""
+
+    tokens: Tensor = activation("B", torch.int64)  # the last token of each, not yet taken in
+    chosen: Tensor = activation("B", torch.int64)  # the step's choice, or -1
+    positions: Tensor = activation("B", torch.int64)  # of `tokens` in the context, from 0
+    places: Tensor = activation("B", torch.int64)  # of the token to be chosen in the whole text
+    active: Tensor = activation("B", torch.int64)  # 1 where a sequence is, 0 where a slot is free
+    seeds: Tensor = activation("B", torch.int64)
+    seen: Tensor = activation("B V", torch.bool)  # the tokens each sequence has
+    keys: Tensor = activation("L B H maxT D")
+    values: Tensor = activation("L B H maxT D")
+    scratch: Tensor = activation("scratch", torch.uint8)
+    prompt_tokens: Tensor = activation("R", torch.int64, lives=lambda _: PROMPTS)
+    logits: Tensor = activation("B Vp", lives=lambda _: STEP)
+    blocks: list[BlockActivations] = repeated(BlockActivations)  # of the prefill, of the step
+
+
+def decoding(
+    shape: ModelShape, batch: int, prompt_tokens: int, dtype: torch.dtype, ops: ModuleType
+) -> Iterator[ActivationRow]:
+    """The rows of `Decoding` for `batch` sequences, and for prompts that are taken in by `prompt_tokens` at a time."""
+    tokens, C = max(batch, prompt_tokens), shape.channels
+    sizes = dims(shape) | {"B": batch, "R": prompt_tokens}
+    choosing = ops.decode.choosing_scratch_bytes(batch=batch, vocab_size=shape.vocab_size)
+    sizes["scratch"] = max(choosing, ops.scratch_bytes(tokens=tokens, channels=C, widest=shape.feed_forward))
+    clock, dtypes = Clock(layers=2, stages=2, training=False), dtypes_of(dtype)
+    turns = [sizes | {"B": 1, "T": prompt_tokens, "N": prompt_tokens}, sizes | {"T": 1, "N": batch}]
+    for row in activation_rows(Decoding, turns[0] | sizes, dtypes, clock):
+        if not row.name.startswith("blocks."):
+            yield row
+    for its_sizes, its_clock, ticks in zip(turns, clock.every_layer(), (PROMPTS, STEP), strict=True):
+        for row in activation_rows(BlockActivations, its_sizes, dtypes, its_clock, f"blocks.{its_clock.layer}."):
+            yield replace(row, ticks=ticks) if row.name.endswith("residual_out") else row  # the stream
+
+
+def decode_step(ops: ModuleType, w: Weights, b: Decoding) -> None:
+    """Takes in b.tokens at b.positions (the earlier tokens of a sequence were taken in before) -> b.logits (B, Vp) for the
+    tokens that follow. `ops`: those of generation, one row per sequence."""
+    s, act, x = b.scratch, b.blocks[1], b.blocks[1].residual_out
+    ops.embedding_decode(x, b.tokens, b.positions, w.wte, w.wpe)
+    for layer, weights in enumerate(w.blocks):
+        cache = b.keys[layer], b.values[layer]
+        attend = partial(ops.attention_decode, act.atty, *cache, act.qkv, b.positions, scratch=s)
+        block_forward(ops, weights, act, x, attend, s)
+    norm = act.ln1, act.ln1_mean, act.ln1_rstd
+    ops.layernorm_linear_forward(b.logits, *norm, x, w.lnf_weight, w.lnf_bias, w.wte, None, scratch=s)
+
+
+def prefill(ops: ModuleType, w: Weights, b: Decoding, tokens: Tensor, slots: Tensor) -> None:
+    """The keys and values of tokens (B', T), a view of b.prompt_tokens, into the slots (B') of the caches, from position 0.
+
+    Padding on the right is harmless: attention is causal, and a padded position of the caches is written again before it is
+    read, by the step that gets there.
+    """
+    (batch, length), s, N = tokens.shape, b.scratch, tokens.numel()
+    buffers = {f.name: getattr(b.blocks[0], f.name) for f in fields(BlockActivations)}
+    lse = buffers.pop("lse").view(-1)[: N * b.keys.shape[2]].view(batch, -1, length)
+    act = BlockActivations(**{name: t[:N] for name, t in buffers.items()}, lse=lse)
+    x = act.residual_out
+    caches = [partial(ops.store_keys_values, *cache, act.qkv, slots) for cache in zip(b.keys, b.values, strict=True)]
+
+    def attend(store: Callable[[], None]) -> None:
+        store()
+        ops.attention_forward(act.atty, act.lse, act.qkv, scratch=s)
+
+    ops.embedding_forward(x, tokens, w.wte, w.wpe)
+    for weights, store in zip(w.blocks[:-1], caches, strict=False):
+        block_forward(ops, weights, act, x, partial(attend, store), s)
+    last = w.blocks[-1]  # of which the keys and values alone are read
+    norm = act.ln1, act.ln1_mean, act.ln1_rstd, x, last.ln1_weight, last.ln1_bias
+    ops.layernorm_linear_forward(act.qkv, *norm, last.qkv_weight, last.qkv_bias, scratch=s)
+    caches[-1]()

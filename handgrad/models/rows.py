@@ -1,0 +1,311 @@
+"""The row types of a model's tables, and the buffers, views and initial weights that derive from them.
+
+An architecture declares its tensors once, as fields of dataclasses: the field's name is the tensor's, its metadata is the
+row. A shape is written in the alphabet of `handgrad.ops` ("N 3C", "B H T"); the sizes of the letters come with the model.
+
+    parameter      shape, initial distribution, bucket, optimizer group, the GEMMs that may read it in fp8
+    activation     shape, dtype, the stages it lives through, the recompute level from which it is made again
+    gradient       the same, of the backward pass; one buffer serves all blocks in turn
+"""
+
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import Field, dataclass, field, fields, replace
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from handgrad.arena import ALWAYS, Buffer, Interval
+
+ALIGN_ELEMENTS = 128  # a parameter starts at a multiple: 512 bytes of float32, 256 of bf16
+BLOCK_ELEMENTS = 1 << 16  # gradient elements behind one partial sum of the global norm
+NEVER = 3  # above every recompute level
+KIND = "activations"  # the arena's allocation of a model's activations
+
+Dims = Mapping[str, int]  # the size of each letter
+Group = Literal["matrix", "embedding", "vector"]  # optimizer groups
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Init:
+    """An initial distribution. `residual`: of a projection into the residual stream, scaled by 1/sqrt(2L)."""
+
+    kind: Literal["normal", "zeros", "ones"]
+    std: float = 0.0
+    residual: bool = False
+
+
+ZEROS, ONES = Init("zeros"), Init("ones")
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """The fp8 forms of a tensor: `rows` as it is, for forward and input gradient, and `columns`, transposed, for the weight
+    gradient. Which GEMMs read them is named by `part`; parts are switched to bf16 one by one."""
+
+    part: str
+    gradient: bool = False  # of an activation; the blocks make theirs one after another in the same memory
+    keeps_16bit: bool = False  # another reader wants it in 16 bits as well
+    redone_from: int = NEVER  # recompute level from which the GEMM that reads `rows` runs again in the backward
+    late_columns: bool = False  # `columns` are made in the backward
+    workspace: str = ""  # a 16-bit tensor that its producer passes through
+
+
+# Fields.
+
+
+def parameter(
+    shape: str, init: Init, group: Group, *, bucket: str = "", stored_rows: str = "", fp8: Fp8 | None = None
+) -> Any:
+    """A parameter. `bucket`: the parameters whose gradients are complete at the same moment (a block's have its name);
+    `stored_rows`: the letter of the rows that are saved, where padding rows follow them."""
+    return field(
+        metadata={"shape": shape, "init": init, "group": group, "bucket": bucket, "stored": stored_rows, "fp8": fp8}
+    )
+
+
+def activation(
+    shape: str,
+    dtype: torch.dtype | Literal["16-bit", "statistics"] = "16-bit",
+    *,
+    lives: "Lives | None" = None,
+    remade_from: int = NEVER,
+    fp8: Fp8 | None = None,
+    of: str = "",
+) -> Any:
+    """An activation, or the gradient of one. `dtype`: "16-bit" for the run's own, "statistics" for that of sums. `lives`:
+    the ticks it lives through (all by default); `remade_from`: the recompute level from which it lives at the first and the
+    last of them only. `of`: it is another name of that tensor; only its fp8 forms have memory of their own."""
+    row = {"shape": shape, "dtype": dtype, "lives": lives, "remade_from": remade_from, "fp8": fp8, "of": of}
+    return field(metadata=row)
+
+
+def shared(of: str = "") -> Any:
+    """A block's name for a tensor that all blocks use in turn; `of`: its name outside, if that is another one."""
+    return field(metadata={"of": of})
+
+
+def repeated(block: type) -> Any:
+    """One `block` per layer."""
+    return field(metadata={"block": block})
+
+
+def sizes(shape: str, dims: Dims) -> tuple[int, ...]:
+    return tuple(dims[letters] for letters in shape.split())
+
+
+# Lifetimes.
+
+
+@dataclass(frozen=True)
+class Clock:
+    """The ticks of a micro-step: the embedding is 0, stage s of block l is 1 + S l + s, then comes the loss head, and the
+    backward mirrors the forward. Without a backward everything ends where the forward reads it last."""
+
+    layers: int
+    stages: int  # S, of a block
+    training: bool = True
+    layer: int = 0
+
+    @property
+    def head(self) -> int:
+        return 1 + self.stages * self.layers
+
+    def tick(self, stage: int) -> int:
+        """The forward tick of a stage of this layer; stage S is the next layer's first."""
+        return 1 + self.stages * self.layer + stage
+
+    def mirrored(self, tick: int) -> int:
+        return 2 * self.head - tick if self.training else tick
+
+    def every_layer(self) -> "Iterator[Clock]":
+        return (replace(self, layer=layer) for layer in range(self.layers))
+
+
+Lives = Callable[[Clock], tuple[Interval, ...]]
+
+
+def kept(stage: int, until: int | None = None) -> Lives:
+    """From its stage in the forward to the backward of stage `until` (by default the same)."""
+    return lambda clock: ((clock.tick(stage), clock.mirrored(clock.tick(stage if until is None else until))),)
+
+
+def at_head(clock: Clock) -> tuple[Interval, ...]:
+    return ((clock.head, clock.head),)
+
+
+def backward_of(*stages: int, first: int = 0, last: int = 0) -> Lives:
+    """The backward ticks of these stages in all layers, from `first` ticks before to `last` ticks after."""
+
+    def ticks(clock: Clock) -> tuple[Interval, ...]:
+        middle = [layer.mirrored(layer.tick(stage)) for stage in stages for layer in clock.every_layer()]
+        return tuple((tick - first, tick + last) for tick in middle)
+
+    return ticks
+
+
+# Parameters.
+
+
+@dataclass(frozen=True)
+class ParameterRow:
+    """A parameter in the flat buffers: weights, gradients and optimizer state share its offset."""
+
+    name: str
+    shape: tuple[int, ...]  # as allocated
+    stored_rows: int  # as saved: the embedding without its padding
+    init: Init
+    std: float
+    group: Group
+    bucket: str
+    fp8: Fp8 | None
+    offset: int = 0  # elements from the start of a flat buffer
+    frozen: bool = False  # left as it is by the optimizer
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        return (self.stored_rows, *self.shape[1:])
+
+    def view(self, flat: Tensor) -> Tensor:
+        return flat[self.offset : self.offset + self.elements].view(self.shape)
+
+    def stored(self, flat: Tensor) -> Tensor:
+        """The part that is saved and exchanged: no padding rows."""
+        return self.view(flat)[: self.stored_rows]
+
+
+Table = tuple[ParameterRow, ...]
+
+
+def parameter_rows(tensors: type, dims: Dims, layers: int, prefix: str = "") -> Iterator[ParameterRow]:
+    """The rows of a dataclass of parameters in the order of its fields."""
+    for f in fields(tensors):
+        if "block" in f.metadata:
+            for layer in range(layers):
+                yield from parameter_rows(f.metadata["block"], dims, layers, f"{f.name}.{layer}")
+        elif "init" in f.metadata:
+            row, shape = f.metadata, sizes(f.metadata["shape"], dims)
+            std = row["init"].std / (math.sqrt(2 * layers) if row["init"].residual else 1.0)
+            stored = dims[row["stored"]] if row["stored"] else shape[0]
+            name = f"{prefix}.{f.name}" if prefix else f.name
+            yield ParameterRow(name, shape, stored, row["init"], std, row["group"], row["bucket"] or prefix, row["fp8"])
+
+
+def laid_out(rows: Iterable[ParameterRow], lanes: int = 1) -> Table:
+    """The rows with their offsets. With several `lanes` each bucket can be cut into that many aligned parts."""
+    placed: list[ParameterRow] = []
+    offset = 0
+    for row in rows:
+        if placed and lanes > 1 and row.bucket != placed[-1].bucket:
+            offset = rounded_up(offset, ALIGN_ELEMENTS * lanes)
+        placed.append(replace(row, offset=offset))
+        offset += rounded_up(row.elements, ALIGN_ELEMENTS)
+    return tuple(placed)
+
+
+def rounded_up(elements: int, multiple: int) -> int:
+    return -(-elements // multiple) * multiple
+
+
+def flat_elements(table: Table, lanes: int = 1) -> int:
+    """Length of a flat buffer: the table's end, rounded up to whole blocks, or to a part for every lane."""
+    end = table[-1].offset + table[-1].elements
+    return rounded_up(end, BLOCK_ELEMENTS if lanes == 1 else ALIGN_ELEMENTS * lanes)
+
+
+def count_parameters(table: Iterable[ParameterRow]) -> int:
+    """Without the padding."""
+    return sum(math.prod(row.stored_shape) for row in table)
+
+
+def initialize(table: Table, seed: int, put: Callable[[ParameterRow, Tensor], None]) -> None:
+    """Hands the initial weights to `put`, the stored part of each parameter in float32 on the CPU, from several threads;
+    skips those that are zero.
+
+    Each tensor has a generator of its own, keyed by (seed, its place in the table): every device, precision and number of
+    ranks starts from the same numbers.
+    """
+
+    def draw(index: int) -> None:
+        row = table[index]
+        values = torch.ones(row.stored_shape)
+        if row.init.kind == "normal":
+            values.normal_(0.0, row.std, generator=torch.Generator().manual_seed(seed * 1_000_003 + index))
+        put(row, values)
+
+    # A thread per processor: the draws of one tensor are a sequence, those of different tensors are not.
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
+        list(threads.map(draw, [index for index, row in enumerate(table) if row.init.kind != "zeros"]))
+
+
+# Activations.
+
+
+@dataclass(frozen=True)
+class ActivationRow:
+    """A tensor of a pass. `ticks`: its lifetimes; a gradient that the blocks use in turn has one per layer."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    ticks: tuple[Interval, ...]
+    remade_from: int = NEVER
+    fp8: Fp8 | None = None
+    of: str = ""  # another name of that tensor: no memory of its own
+
+    def lifetimes(self, recompute: int) -> tuple[Interval, ...]:
+        if recompute < self.remade_from:
+            return self.ticks
+        ((first, last),) = self.ticks
+        return ((first, first), (last, last))
+
+    def buffer(self, recompute: int, kind: str = KIND) -> Buffer:
+        return Buffer(self.name, self.shape, self.dtype, kind, self.lifetimes(recompute))
+
+
+def activation_rows(
+    tensors: type, dims: Dims, dtypes: Mapping[str, torch.dtype], clock: Clock, prefix: str = ""
+) -> Iterator[ActivationRow]:
+    """The rows of a dataclass of activations in the order of its fields."""
+    for f in fields(tensors):
+        row = f.metadata
+        if "block" in row:
+            for layer in clock.every_layer():
+                yield from activation_rows(row["block"], dims, dtypes, layer, f"{prefix}{f.name}.{layer.layer}.")
+        elif "shape" in row:
+            ticks = row["lives"](clock) if row["lives"] else ALWAYS
+            dtype = dtypes.get(row["dtype"], row["dtype"])
+            shape = sizes(row["shape"], dims)
+            yield ActivationRow(prefix + f.name, shape, dtype, ticks, row["remade_from"], row["fp8"], row["of"])
+
+
+def dtypes_of(dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """What "16-bit" and "statistics" are in a run whose weights and activations are of `dtype`."""
+    return {"16-bit": dtype, "statistics": torch.float64 if dtype == torch.float64 else torch.float32}
+
+
+# Views.
+
+
+def named(tensors: type[T], views: Mapping[str, Any], layers: int, prefix: str = "") -> T:
+    """A dataclass of tensors with the views that bear its fields' names: of a block's field `blocks.3.name`, or the `name`
+    that all blocks share. What has no 16-bit form is None."""
+
+    def lookup(f: Field) -> Any:
+        row = f.metadata
+        if "block" in row:
+            return [named(row["block"], views, layers, f"{f.name}.{layer}.") for layer in range(layers)]
+        names = (prefix + f.name, f.name, row.get("of") or f.name)
+        found = next((name for name in names if name in views), None)
+        assert found is not None or row.get("fp8"), f"there is no {prefix}{f.name}"
+        return None if found is None else views[found]
+
+    return tensors(**{f.name: lookup(f) for f in fields(tensors)})  # type: ignore[arg-type]

@@ -1,0 +1,182 @@
+"""The loops of attention's kernels over keys and over queries, tiles in and tiles out; each kernel loads and stores."""
+
+import triton
+import triton.language as tl
+
+from handgrad.ops.cuda.attention_tiles import is_later, load_tile
+
+# Causal attention (Vaswani et al. 2017), per head: S = q k^T / sqrt(D) for keys at or before the query,
+# P = softmax(S) = exp(S - lse),  y = P v.
+# Online over blocks of keys, m the running maximum, l the running denominator (Dao 2023, algorithm 1):
+# m' = max(m, max S),  P~ = exp(S - m'),  l' = l exp(m - m') + sum P~,  y' = y exp(m - m') + P~ v;  at the end y / l, and
+# lse = m + log l.
+# Backward: delta = rowsum(dy y),  dv = P^T dy,  dP = dy v^T,  dS = P (dP - delta),
+# dq = dS k / sqrt(D),  dk = dS^T q / sqrt(D).
+#
+# All exponents are to base 2 with log2(e) folded into the scale: exp(S - m) = 2^(q k^T scale2 - m2), one fused
+# multiply-add and one exponential instruction per score. P and dS are rounded to the inputs' dtype before their products.
+#
+# A loop may be given a mask: KEEP(mask, first query, first key, QUERIES, KEYS) is a tile of bool, and where it is false, P
+# counts as zero in y and dv, and dP in dS.
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+# Of products of float32 inputs, also in a run with TF32: Triton truncates where the hardware's rounding would need an
+# instruction more, and the gradients of a block came out five times worse than the reference's in TF32.
+PRECISION = tl.constexpr("ieee")
+
+
+# The tiles that the diagonal crosses are taken apart, so that the loop over the others runs without masks: a second loop
+# for queries; unrolled ahead of the loop for keys and values. This is for ptxas, which else runs a loop's tensor-core
+# instructions one after another (its warning C7515; tests/kernels looks for such warnings): so it did for keys and values
+# with two loops in either order, and for queries with the diagonal first.
+
+
+@triton.jit
+def forward_loop(
+    q, head, first, D: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr, mask=None, KEEP: tl.constexpr = None
+):
+    """y l, m and l of a block of queries. `head`: (its keys, distance of the values from them, row stride, T)."""
+    QUERIES: tl.constexpr = q.shape[0]
+    y = tl.zeros((QUERIES, q.shape[1]), tl.float32)
+    m = tl.full((QUERIES,), -float("inf"), tl.float32)
+    l = tl.zeros((QUERIES,), tl.float32)
+    diagonal = first // KEYS * KEYS
+    for key in range(0, diagonal, KEYS):  # before this block's first query: all exist, and every query sees them
+        y, m, l = forward_step(y, m, l, q, head, first, key, D, KEYS, False, False, mask, KEEP)
+    for key in range(diagonal, first + QUERIES, KEYS):
+        y, m, l = forward_step(y, m, l, q, head, first, key, D, KEYS, True, TAIL, mask, KEEP)
+    return y, m, l
+
+
+@triton.jit
+def forward_step(
+    y, m, l, q, head, first_query, first_key, D: tl.constexpr, KEYS: tl.constexpr, DIAGONAL: tl.constexpr,
+    TAIL: tl.constexpr, mask, KEEP: tl.constexpr,
+):  # fmt: skip
+    QUERIES: tl.constexpr = q.shape[0]
+    WIDTH: tl.constexpr = q.shape[1]
+    scale2: tl.constexpr = LOG2_E / D**0.5
+    k_head, C, row_stride, T = head
+    k_tile = k_head + first_key * row_stride
+    k = load_tile(k_tile, row_stride, T - first_key, D, KEYS, WIDTH, TAIL)
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if DIAGONAL:
+        s = tl.where(is_later(first_query, first_key, QUERIES, KEYS), -float("inf"), s)
+    m_new = tl.maximum(m, tl.max(s, 1) * scale2)
+    p = tl.exp2(s * scale2 - m_new[:, None])
+    shrink = tl.exp2(m - m_new)
+    l = l * shrink + tl.sum(p, 1)
+    if mask is not None:
+        p = tl.where(KEEP(mask, first_query, first_key, QUERIES, KEYS), p, 0.0)
+    v = load_tile(k_tile + C, row_stride, T - first_key, D, KEYS, WIDTH, TAIL)
+    y = tl.dot(p.to(v.dtype), v, y * shrink[:, None], input_precision=PRECISION)
+    return y, m_new, l
+
+
+@triton.jit
+def load_dy_delta(
+    dout, out, start, C, left, D: tl.constexpr, QUERIES: tl.constexpr, WIDTH: tl.constexpr, TAIL: tl.constexpr
+):
+    """dy and delta of a block of queries, which begins `start` elements into dout and out."""
+    dy = load_tile(dout + start, C, left, D, QUERIES, WIDTH, TAIL)
+    y = load_tile(out + start, C, left, D, QUERIES, WIDTH, TAIL)
+    return dy, tl.sum(dy.to(tl.float32) * y.to(tl.float32), 1)
+
+
+@triton.jit
+def dq_loop(
+    q, dy, lse2, delta, head, first, D: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr, mask=None,
+    KEEP: tl.constexpr = None,
+):  # fmt: skip
+    """dq of a block of queries; `head` as in the forward."""
+    QUERIES: tl.constexpr = q.shape[0]
+    dq = tl.zeros((QUERIES, q.shape[1]), tl.float32)
+    diagonal = first // KEYS * KEYS
+    for key in range(0, diagonal, KEYS):
+        dq = dq_step(dq, q, dy, lse2, delta, head, first, key, D, KEYS, False, False, mask, KEEP)
+    for key in range(diagonal, first + QUERIES, KEYS):
+        dq = dq_step(dq, q, dy, lse2, delta, head, first, key, D, KEYS, True, TAIL, mask, KEEP)
+    return dq * (1.0 / D**0.5)
+
+
+@triton.jit
+def dq_step(
+    dq, q, dy, lse2, delta, head, first_query, first_key, D: tl.constexpr, KEYS: tl.constexpr, DIAGONAL: tl.constexpr,
+    TAIL: tl.constexpr, mask, KEEP: tl.constexpr,
+):  # fmt: skip
+    QUERIES: tl.constexpr = q.shape[0]
+    WIDTH: tl.constexpr = q.shape[1]
+    scale2: tl.constexpr = LOG2_E / D**0.5
+    k_head, C, row_stride, T = head
+    k_tile = k_head + first_key * row_stride
+    k = load_tile(k_tile, row_stride, T - first_key, D, KEYS, WIDTH, TAIL)
+    v = load_tile(k_tile + C, row_stride, T - first_key, D, KEYS, WIDTH, TAIL)
+    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    dp = tl.dot(dy, tl.trans(v), input_precision=PRECISION)
+    p = tl.exp2(s * scale2 - lse2[:, None])
+    if DIAGONAL:
+        p = tl.where(is_later(first_query, first_key, QUERIES, KEYS), 0.0, p)
+    if mask is not None:
+        dp = tl.where(KEEP(mask, first_query, first_key, QUERIES, KEYS), dp, 0.0)
+    ds = p * (dp - delta[:, None])
+    return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+
+
+@triton.jit
+def dkdv_loop(
+    k, v, head, first, D: tl.constexpr, QUERIES: tl.constexpr, TAIL: tl.constexpr, mask=None, KEEP: tl.constexpr = None
+):
+    """dk and dv of a block of keys. `head`: (its queries, its dy, its sums, row stride of dy, row stride, T). Here KEEP
+    makes tiles (KEYS, QUERIES)."""
+    KEYS: tl.constexpr = k.shape[0]
+    dk = tl.zeros((KEYS, k.shape[1]), tl.float32)
+    dv = tl.zeros((KEYS, k.shape[1]), tl.float32)
+    T = head[5]
+    # Blocks of queries that the diagonal crosses, full blocks of queries after all these keys, and at most one tail.
+    diagonal = first // QUERIES * QUERIES
+    CROSSED: tl.constexpr = (KEYS + QUERIES - 1) // QUERIES
+    for crossed in tl.static_range(CROSSED):
+        query = diagonal + crossed * QUERIES
+        dk, dv = dkdv_step(dk, dv, k, v, head, query, first, D, QUERIES, True, TAIL, mask, KEEP)
+    after = diagonal + CROSSED * QUERIES
+    full = tl.maximum(T // QUERIES * QUERIES, after)
+    for query in range(after, full, QUERIES):
+        dk, dv = dkdv_step(dk, dv, k, v, head, query, first, D, QUERIES, False, False, mask, KEEP)
+    if TAIL:
+        for query in range(full, T, QUERIES):
+            dk, dv = dkdv_step(dk, dv, k, v, head, query, first, D, QUERIES, False, True, mask, KEEP)
+    return dk * (1.0 / D**0.5), dv
+
+
+@triton.jit
+def dkdv_step(
+    dk, dv, k, v, head, first_query, first_key, D: tl.constexpr, QUERIES: tl.constexpr, DIAGONAL: tl.constexpr,
+    TAIL: tl.constexpr, mask, KEEP: tl.constexpr,
+):  # fmt: skip
+    # Everything transposed, keys in rows: so P^T and dS^T are left operands straight from the registers.
+    KEYS: tl.constexpr = k.shape[0]
+    WIDTH: tl.constexpr = k.shape[1]
+    scale2: tl.constexpr = LOG2_E / D**0.5
+    q_head, dy_head, sums, C, row_stride, T = head
+    left = T - first_query
+    q = load_tile(q_head + first_query * row_stride, row_stride, left, D, QUERIES, WIDTH, TAIL)
+    dy = load_tile(dy_head + first_query * C, C, left, D, QUERIES, WIDTH, TAIL)
+    s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+    dp = tl.dot(v, tl.trans(dy), input_precision=PRECISION)
+    # Both vectors in one load: two loads of fewer elements than threads would become a 4-byte copy per thread and query.
+    # A query past the end has a q, dy and delta of zero, which add nothing.
+    lse2, delta = tl.split(load_tile(sums + 2 * first_query, 2, left, 2, QUERIES, 2, TAIL))
+    p = tl.exp2(s * scale2 - lse2[None, :])
+    if DIAGONAL:
+        p = tl.where(tl.trans(is_later(first_query, first_key, QUERIES, KEYS)), 0.0, p)
+    seen = p
+    if mask is not None:
+        keep = KEEP(mask, first_query, first_key, QUERIES, KEYS)
+        seen = tl.where(keep, p, 0.0)
+        dp = tl.where(keep, dp, 0.0)
+    dv = tl.dot(seen.to(dy.dtype), dy, dv, input_precision=PRECISION)
+    ds = p * (dp - delta[None, :])
+    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    return dk, dv

@@ -1,0 +1,126 @@
+"""Causal attention in Triton, straight from and into the packed rows, with bits that repeat.
+
+The method is FlashAttention-2's (Dao 2023): tiles of the scores live in registers only, the softmax runs online over blocks
+of keys, and the backward recomputes the probabilities from `lse`. What is different here is order: no atomic anywhere. The
+gradients of queries and of keys and values come from two kernels (seven products instead of five), and each element of
+every output is written once, by one program, after a loop of fixed order.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from handgrad.ops.cuda.attention_configs import Config, choose_config, rows_of
+from handgrad.ops.cuda.attention_loops import LN_2, LOG2_E, dkdv_loop, dq_loop, forward_loop, load_dy_delta
+from handgrad.ops.cuda.attention_tiles import key_block, load_tile, load_vector, query_block, store_tile, store_vector
+from handgrad.ops.cuda.launch import launch
+
+
+@triton.jit
+def forward_kernel(
+    out, lse, qkv, H, T, C, row_stride, D: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    TAIL: tl.constexpr,
+):  # fmt: skip
+    """y and lse of one block of queries of one head. Row n of qkv begins at n row_stride."""
+    b, h, vector, first, left = query_block(H, T, QUERIES)
+    q_head = qkv + b * T * row_stride + h * D
+    head = q_head + C, C, row_stride, T
+    q = load_tile(q_head + first * row_stride, row_stride, left, D, QUERIES, WIDTH, TAIL)
+    y, m, l = forward_loop(q, head, first, D, KEYS, TAIL)
+    store_tile(out + (b * T + first) * C + h * D, C, left, y / l[:, None], D, QUERIES, WIDTH, TAIL)
+    store_vector(lse + vector + first, left, (m + tl.log2(l)) * LN_2, QUERIES, TAIL)
+
+
+@triton.jit
+def dq_kernel(
+    dqkv, sums, dout, out, lse, qkv, H, T, C, row_stride, D: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr,
+    KEYS: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
+    """dq of one block of queries of one head, and its rows of (lse log2(e), delta), which `dkdv_kernel` reads after it."""
+    b, h, vector, first, left = query_block(H, T, QUERIES)
+    q_head = qkv + b * T * row_stride + h * D
+    head = q_head + C, C, row_stride, T
+    q = load_tile(q_head + first * row_stride, row_stride, left, D, QUERIES, WIDTH, TAIL)
+    start = (b * T + first) * C + h * D
+    dy, delta = load_dy_delta(dout, out, start, C, left, D, QUERIES, WIDTH, TAIL)
+    lse2 = load_vector(lse + vector + first, left, QUERIES, TAIL) * LOG2_E
+    store_tile(sums + 2 * (vector + first), 2, left, tl.join(lse2, delta), 2, QUERIES, 2, TAIL)
+    dq = dq_loop(q, dy, lse2, delta, head, first, D, KEYS, TAIL)
+    store_tile(dqkv + (b * T + first) * row_stride + h * D, row_stride, left, dq, D, QUERIES, WIDTH, TAIL)
+
+
+@triton.jit
+def dkdv_kernel(
+    dqkv, sums, dout, qkv, H, T, C, row_stride, D: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr,
+    KEYS: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of one block of keys of one head."""
+    b, h, vector, first, left = key_block(H, T, KEYS)
+    q_head = qkv + b * T * row_stride + h * D
+    head = q_head, dout + b * T * C + h * D, sums + 2 * vector, C, row_stride, T
+    k_tile = q_head + C + first * row_stride
+    k = load_tile(k_tile, row_stride, left, D, KEYS, WIDTH, TAIL)
+    v = load_tile(k_tile + C, row_stride, left, D, KEYS, WIDTH, TAIL)
+    dk, dv = dkdv_loop(k, v, head, first, D, QUERIES, TAIL)
+    dk_tile = dqkv + (b * T + first) * row_stride + C + h * D
+    store_tile(dk_tile, row_stride, left, dk, D, KEYS, WIDTH, TAIL)
+    store_tile(dk_tile + C, row_stride, left, dv, D, KEYS, WIDTH, TAIL)
+
+
+Sizes = tuple[int, int, int, int]
+
+
+def blocks(name: str, lse: Tensor, *tensors: Tensor | None, config: Config | None) -> tuple[int, Sizes, dict[str, Any]]:
+    """(programs, H, T, C and row stride, tile sizes and options) of a kernel over all blocks of all heads; the last of its
+    tensors is qkv. Offsets within one batch entry are 32 bits wide: T 3C < 2^31."""
+    B, H, T = lse.shape
+    qkv = tensors[-1]
+    assert qkv is not None
+    N, C3 = qkv.shape
+    D = C3 // (3 * H)
+    assert N == B * T and C3 == 3 * H * D and D <= 128, f"{tuple(qkv.shape)} does not pack {tuple(lse.shape)}"
+    assert all(t is None or t.is_contiguous() for t in (*tensors, lse)) and lse.dtype == torch.float32
+    config = config or choose_config(name, qkv, D)
+    tiles = {"D": D, "WIDTH": max(16, triton.next_power_of_2(D)), "QUERIES": config.queries, "KEYS": config.keys}
+    tail = T % config.queries != 0 or T % config.keys != 0
+    options = {"num_warps": config.warps, "num_stages": config.stages}
+    options |= {"maxnreg": config.registers} if config.registers else {}
+    return triton.cdiv(T, rows_of(name, config)) * B * H, (H, T, C3 // 3, C3), {**tiles, "TAIL": tail, **options}
+
+
+def attention_forward(out: Tensor, lse: Tensor, qkv: Tensor, *, config: Config | None = None) -> None:
+    programs, sizes, options = blocks("forward", lse, out, qkv, config=config)
+    launch(forward_kernel, (programs,), out, lse, qkv, *sizes, **options)
+
+
+def attention_scratch_bytes(*, batch: int, length: int, num_heads: int) -> int:
+    """lse log2(e) and delta, side by side, for (B, H, T) in float32."""
+    return 8 * batch * num_heads * length
+
+
+def sums_in(scratch: Tensor, lse: Tensor) -> Tensor:
+    """The part of `scratch` where the backward's first kernel leaves lse log2(e) and delta."""
+    needed = 8 * lse.numel()
+    assert scratch.dtype == torch.uint8 and scratch.numel() >= needed, f"scratch holds {scratch.numel()} of {needed} bytes"
+    return scratch[:needed].view(torch.float32)
+
+
+def attention_backward(
+    dqkv: Tensor,
+    dout: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    qkv: Tensor,
+    *,
+    scratch: Tensor,
+    dq_config: Config | None = None,
+    dkdv_config: Config | None = None,
+) -> None:
+    sums = sums_in(scratch, lse)
+    programs, sizes, options = blocks("dq", lse, dqkv, dout, out, qkv, config=dq_config)
+    launch(dq_kernel, (programs,), dqkv, sums, dout, out, lse, qkv, *sizes, **options)
+    programs, sizes, options = blocks("dkdv", lse, dqkv, dout, qkv, config=dkdv_config)
+    launch(dkdv_kernel, (programs,), dqkv, sums, dout, qkv, *sizes, **options)

@@ -1,0 +1,27 @@
+"""The operations on NVIDIA GPUs, with products of float32 numbers in TF32."""
+
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+from handgrad.ops import cuda
+from handgrad.ops.compose import layernorm_linear, layernorm_linear_gelu
+from handgrad.ops.cuda import linear
+
+linear_forward = partial(linear.linear_forward, tf32=True)
+linear_backward = partial(linear.linear_backward, tf32=True)
+linear_residual_forward = partial(linear.linear_residual_forward, tf32=True)
+linear_gelu_forward = partial(linear.linear_gelu_forward, tf32=True)
+gelu_linear_backward = partial(linear.gelu_linear_backward, tf32=True)
+layernorm_linear_forward = layernorm_linear(cuda.layernorm_forward, linear_forward)
+layernorm_linear_gelu_forward = layernorm_linear_gelu(cuda.layernorm_forward, linear_gelu_forward)
+
+decode = ModuleType(f"{__name__}.decode")
+vars(decode).update(vars(cuda.decode))
+for name in ("layernorm_linear_forward", "layernorm_linear_gelu_forward", "linear_residual_forward"):
+    setattr(decode, name, partial(getattr(cuda.decode, name), tf32=True))
+
+
+def __getattr__(name: str) -> Any:
+    """All other operations are the plain ones."""
+    return getattr(cuda, name)

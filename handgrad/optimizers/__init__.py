@@ -1,0 +1,28 @@
+"""An optimizer is a file: the tensors of its state, its unit of ownership, its update.
+
+It is a frozen dataclass with
+
+    state        names of its flat float32 buffers, one number per parameter; a checkpoint stores them as `NAME.parameter`
+    unit         "element" if any range of a flat buffer may be updated alone, "matrix" if a matrix is updated as a whole
+    kind(row)    equal for parameters that one call may update together
+    update(...)  the new weights of the ranges that this process owns
+
+Nothing else knows the names or the meaning of its state.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Owned:
+    """A range of the flat buffers that this process updates in one call."""
+
+    kind: Hashable  # of its parameters
+    published: Tensor  # the weights that the model reads
+    weight: Tensor  # float32 master weights, or `published` itself
+    gradient: Tensor
+    state: dict[str, Tensor]
+    first_element: int  # of the range in the whole buffer

@@ -1,0 +1,50 @@
+"""AdamW (Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101); vectors do not decay.
+
+m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2
+w = (1 - lr decay) w - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import ClassVar
+
+from torch import Tensor
+
+from handgrad.models.rows import ParameterRow
+from handgrad.optimizers import Owned
+
+
+@dataclass(frozen=True)
+class AdamW:
+    beta1: float
+    beta2: float
+    epsilon: float
+    weight_decay: float
+    seed: int  # of stochastic rounding
+
+    state: ClassVar = ("m", "v")
+    unit: ClassVar = "element"
+
+    def kind(self, row: ParameterRow) -> bool:
+        """True if the parameter decays."""
+        return row.group != "vector"
+
+    def update(self, ops: ModuleType, owned: Iterable[Owned], controls: Tensor, results: Tensor) -> None:
+        """A call per range; `controls` holds the step and the learning rate, `results` the verdict and the clip factor."""
+        for part in owned:
+            ops.adamw_update(
+                part.published,
+                part.weight,
+                part.state["m"],
+                part.state["v"],
+                part.gradient,
+                controls,
+                results,
+                beta1=self.beta1,
+                beta2=self.beta2,
+                epsilon=self.epsilon,
+                weight_decay=self.weight_decay if part.kind else 0.0,
+                seed=self.seed,
+                first_element=part.first_element,
+            )

@@ -1,0 +1,235 @@
+"""The ranks' heartbeat: ends a run within bounded time when one of its processes is lost or nothing moves.
+
+A collective waits for ever for a rank that is dead, stopped or stuck, or until a library's limit that names nobody. So a
+thread of each rank writes beats into the store where the ranks met and reads others: rank 0 all of them, the rest rank 0's.
+The first rank to find a fault writes it under one key that all ranks read. Clocks of machines are never compared.
+
+A call to a store whose host is stopped does not return, whatever its time limit. So a second thread, the guard, which never
+calls the store, watches the first and ends the process.
+"""
+
+import contextlib
+import faulthandler
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+RELAUNCH = 75  # the exit code that says: relaunch the same command
+WORK_FACTOR = 6  # a rank may work so many times as long as all may wait for each other
+SUSPECT_SECONDS = 5.0  # of silence are enough once a collective has failed
+GRACE_SECONDS = 3.0  # between finding a fault and ending the process: it may be about to end by itself
+
+
+class Beat(NamedTuple):
+    """A rank's status. A rank that has left says so: with an error's text, or an empty one for an orderly end."""
+
+    count: int
+    step: int
+    operation: str
+    waiting: bool
+    seconds: float  # in this status
+    left: str | None = None
+    exit_code: int = RELAUNCH
+
+
+class Fault(NamedTuple):
+    """The end of the run, and the exit code of the ranks that did not cause it."""
+
+    text: str
+    exit_code: int = RELAUNCH
+
+
+@dataclass
+class Seen:
+    """A rank's last beat, and when this process first saw it."""
+
+    beat: Beat
+    since: float
+
+
+class Heartbeat:
+    """Publishes this rank's status; ends the process when another rank is lost or has left with an error, or when all of
+    them wait for each other for `stall_seconds`."""
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        *,
+        timeout_seconds: float,
+        stall_seconds: float,
+        stacks: Path | None,
+        end: Callable[[int], None] = os._exit,
+    ):
+        """`store`: a connection of its own, whose calls take at most `timeout_seconds`. Writes the first beat: `start` may
+        be called once all ranks have written theirs. `stacks`: the folder for the stacks of a process that is ended."""
+        self.store, self.rank, self.size, self.stacks, self.end = store, rank, size, stacks, end
+        self.timeout_seconds, self.stall_seconds = timeout_seconds, stall_seconds
+        self.limit_seconds = timeout_seconds
+        self.interval = min(1.0, timeout_seconds / 4)
+        self.status: tuple[int, str, bool, float] = (0, "the start", True, time.monotonic())
+        self.pending: Callable[[], str] = str  # names the device's unfinished collective
+        self.beats = 0
+        self.closing = threading.Event()
+        self.seen: dict[int, Seen] = {}
+        self.rounds = 0  # of beats written and read
+        self.fault: Fault | None = None
+        self.thread = threading.Thread(target=self.run, name="heartbeat", daemon=True)
+        self.guard = threading.Thread(target=self.guard_thread, name="guard", daemon=True)
+        self.write(self.beat())
+
+    def start(self) -> None:
+        self.thread.start()
+        self.guard.start()
+
+    def set_status(self, step: int, operation: str, *, waiting: bool = True) -> None:
+        """Notes what this rank does from now on: waits for others, or works."""
+        self.status = step, operation, waiting, time.monotonic()
+
+    def leave(self, text: str, exit_code: int = RELAUNCH) -> None:
+        """Tells the others the error that ends this rank, or, with no text, its orderly end. Returns within
+        `timeout_seconds`."""
+        if self.closing.is_set():
+            return
+        self.closing.set()
+        if self.thread.is_alive():  # a late beat after this one would be waited for
+            self.thread.join(self.timeout_seconds)
+        if not self.thread.is_alive():  # else the store does not answer: nobody would read it
+            with contextlib.suppress(dist.DistError, RuntimeError):  # the store is gone, and with it the readers
+                self.write(self.beat(text, exit_code))
+
+    def await_verdict(self) -> None:
+        """After a failed collective: gives the threads time to find out whose fault it was, and to end the process."""
+        self.limit_seconds = min(self.timeout_seconds, SUSPECT_SECONDS)
+        self.closing.wait(self.timeout_seconds + 2 * GRACE_SECONDS)
+
+    # The threads.
+
+    def run(self) -> None:
+        while self.fault is None and not self.closing.wait(self.interval):
+            try:
+                self.write(self.beat())
+                self.fault = self.read()
+            except (dist.DistError, RuntimeError) as error:
+                self.fault = no_contact(str(error))
+            self.rounds += 1
+
+    def guard_thread(self) -> None:
+        """Ends the process when `run` has found a fault, or has come to a halt itself. Counts its own turns instead of
+        reading a clock: this process may itself have been stopped, which the others report."""
+        rounds, turns = -1, 0
+        while not self.closing.wait(self.interval):
+            turns = 0 if self.rounds != rounds else turns + 1
+            rounds = self.rounds
+            if self.fault is None and turns * self.interval > self.limit_seconds:
+                self.fault = no_contact(f"no answer for {turns * self.interval:.0f} s")
+            if self.fault is not None and not self.closing.wait(GRACE_SECONDS):
+                self.stop(self.fault)
+                return
+
+    def beat(self, left: str | None = None, exit_code: int = RELAUNCH) -> Beat:
+        step, operation, waiting, since = self.status
+        return Beat(self.beats, step, operation, waiting, time.monotonic() - since, left, exit_code)
+
+    def write(self, beat: Beat) -> None:
+        self.beats += 1
+        self.store.set(self.key(self.rank), json.dumps(beat))
+
+    def key(self, rank: int) -> str:
+        return f"beat/{rank}"
+
+    def read(self) -> Fault | None:
+        """The fault that ends this run, if there is one: another rank's finding, or this one's."""
+        if self.store.check(["fault"]):
+            return Fault(*json.loads(self.store.get("fault")))
+        others = [rank for rank in (range(self.size) if self.rank == 0 else range(1)) if rank != self.rank]
+        now = time.monotonic()
+        for rank, text in zip(others, self.store.multi_get([self.key(rank) for rank in others]), strict=True):
+            beat = Beat(*json.loads(text))
+            if rank not in self.seen or self.seen[rank].beat != beat:
+                self.seen[rank] = Seen(beat, now)
+        fault = self.lost_rank() or self.stalled_ranks()
+        if fault is not None:
+            self.store.set("fault", json.dumps(fault))
+        return fault
+
+    def lost_rank(self) -> Fault | None:
+        """A rank that has left with an error, or whose beat has not changed for too long."""
+        for rank, seen in self.seen.items():
+            if seen.beat.left:
+                return Fault(f"rank {rank} ended by an error: {seen.beat.left}", seen.beat.exit_code)
+            silence = time.monotonic() - seen.since
+            if seen.beat.left is None and silence > self.limit_seconds:
+                return Fault(
+                    f"lost rank {rank}: no heartbeat for {silence:.0f} s, last seen at step {seen.beat.step},"
+                    f" {seen.beat.operation}; it was killed or stopped, or its machine is gone"
+                )
+        return None
+
+    def stalled_ranks(self) -> Fault | None:
+        """On rank 0: all ranks wait for each other for too long, or one works for much longer."""
+        if self.rank != 0:
+            return None
+        beats = {0: self.beat(), **{rank: seen.beat for rank, seen in self.seen.items() if seen.beat.left is None}}
+        all_wait = all(beat.waiting for beat in beats.values())
+        shortest = min(beat.seconds for beat in beats.values())
+        longest = max((beat.seconds for beat in beats.values() if not beat.waiting), default=0.0)
+        if not (all_wait and shortest > self.stall_seconds) and longest <= WORK_FACTOR * self.stall_seconds:
+            return None
+        groups: dict[tuple[int, str], list[int]] = {}
+        for rank, beat in sorted(beats.items()):
+            groups.setdefault((beat.step, beat.operation), []).append(rank)
+        where = "; ".join(
+            f"{named_ranks(ranks)} at step {step}, {operation}"
+            for (step, operation), ranks in sorted(groups.items(), key=lambda group: len(group[1]))
+        )
+        return Fault(f"nothing has moved for {max(shortest, longest):.0f} s: {where}")
+
+    def stop(self, fault: Fault) -> None:
+        """Prints the fault and this rank's status in one line, writes the stacks of its threads, ends the process."""
+        step, operation, _, _ = self.status
+        try:
+            device = self.pending()
+        except RuntimeError:  # the device has failed as well
+            device = ""
+        where = f"step {step}, {operation}" + (f" (on the device: {device})" if device else "")
+        advice = "; relaunch the same command to go on from the last checkpoint" if fault.exit_code == RELAUNCH else ""
+        line = f"handgrad: rank {self.rank}, at {where}: {fault.text}{advice}"
+        try:
+            with contextlib.suppress(OSError):  # the launcher that read this is gone
+                print(line, file=sys.stderr, flush=True)
+            self.write_stacks(line)
+        finally:  # whatever could not be written
+            self.end(fault.exit_code)
+
+    def write_stacks(self, line: str) -> None:
+        """Writes into the folder, or to stderr where there is none or it cannot be written."""
+        try:
+            if self.stacks is None or not self.stacks.parent.is_dir():
+                raise OSError
+            self.stacks.mkdir(exist_ok=True)
+            with (self.stacks / f"rank_{self.rank:04d}.txt").open("w") as file:
+                print(line, file=file, flush=True)
+                faulthandler.dump_traceback(file, all_threads=True)
+        except OSError:
+            faulthandler.dump_traceback(all_threads=True)
+
+
+def no_contact(reason: str) -> Fault:
+    return Fault(
+        f"lost contact to the rendezvous, so to rank 0's machine or the launcher ({' '.join(reason.split()):.120})"
+    )
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """'rank 3', 'ranks 0, 1'."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

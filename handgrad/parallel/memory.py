@@ -1,0 +1,32 @@
+"""The tensors that lanes and ranks add to a run's plan."""
+
+from dataclasses import replace
+
+import torch
+
+from handgrad.arena import Buffer
+from handgrad.layout import Buckets, Sharding, gradient_ring
+
+
+def with_sharding(
+    rows: dict[str, Buffer], buckets: Buckets, sharding: Sharding, optimizer_state: tuple[str, ...]
+) -> dict[str, Buffer]:
+    """The flat buffers' rows (`training.state.flat_buffers`) as one rank has them: shards of the ranks' common tensors, a
+    stack of sums for its lanes, and memory for buckets in flight."""
+    elements, exact = rows["parameters"].shape[0], rows["gradients"].dtype
+    shard = elements // sharding.shards
+    rows = dict(rows)
+    for name in ("master", *(f"optimizer.{state}" for state in optimizer_state)):
+        if name in rows:
+            rows[name] = replace(rows[name], shape=(shard,))
+    if sharding.shards_gradients:
+        rows["gradient_shard"] = Buffer("gradient_shard", (shard,), exact, "gradients")
+        elements = max(place.stop for place in gradient_ring(buckets).values())
+    rows["gradients"] = replace(rows["gradients"], shape=(sharding.levels, elements))
+    rows["losses_of_step"] = replace(rows["losses_of_step"], shape=(sharding.lanes,))
+    if sharding.ranks > 1:
+        rows["checksum"] = Buffer("checksum", (1,), torch.int64, "gradients")
+        # The first bucket in memory is the last to be sent, and may be in flight together with the one before.
+        in_flight = buckets[0].elements + max(bucket.elements for bucket in buckets[1:])
+        rows["exchange"] = Buffer("exchange", (in_flight * exact.itemsize,), torch.uint8, "exchange")
+    return rows

@@ -1,0 +1,180 @@
+"""The beginning and the end of a group: its processes find each other, and leave."""
+
+import contextlib
+import datetime
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from handgrad.errors import HandgradError, LostRank, UsageError
+from handgrad.parallel.heartbeat import WORK_FACTOR, Heartbeat
+from handgrad.parallel.launchers import RankInfo
+from handgrad.parallel.ranks import Ranks, exit_code
+
+RETRY_SECONDS = 0.5
+OVERLAPPED_CTAS = 4  # thread blocks of a collective that runs beside kernels
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Seconds that ranks wait for each other, and the folder for the stacks of a rank that waited too long."""
+
+    join_seconds: float = 300  # at the start
+    silence_seconds: float = 30  # without a heartbeat
+    stall_seconds: float = 600  # in one operation
+    stacks: Path | None = None
+
+
+def join(info: RankInfo, device: torch.device, timeouts: Timeouts) -> Ranks:
+    """Forms the group of all processes that were started together.
+
+    Raises `LostRank` when not all of them come within `join_seconds`, `UsageError` when the port is taken.
+    """
+    if info.size == 1:
+        return Ranks()
+    if info.nodes == 1 and sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine needs no network, and its name no address
+    store = open_store(info, timeouts.join_seconds)
+    wait_for_all(store, info, timeouts.join_seconds)
+    heartbeat = Heartbeat(
+        open_store(info, timeouts.silence_seconds, hosts_store=False),
+        info.rank,
+        info.size,
+        timeout_seconds=timeouts.silence_seconds,
+        stall_seconds=timeouts.stall_seconds,
+        stacks=timeouts.stacks,
+    )
+    cuda = device.type == "cuda"
+    limit = datetime.timedelta(seconds=WORK_FACTOR * timeouts.stall_seconds + 60)  # longer than the heartbeat's
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            store=dist.PrefixStore("collectives", store),
+            rank=info.rank,
+            world_size=info.size,
+            timeout=limit,
+            device_id=torch.device("cuda", info.local_rank) if cuda else None,
+        )
+        host_group = dist.new_group(backend="gloo", timeout=limit)
+    except (dist.DistError, RuntimeError) as error:
+        raise LostRank(
+            f"rank {info.rank} cannot reach the other ranks ({' '.join(str(error).split()):.200}); check the network with"
+            " `handgrad doctor --net`, and GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME on machines with several"
+        ) from None
+    assert isinstance(host_group, dist.ProcessGroup)
+    overlapped_group = new_overlapped_group(limit) if cuda else None
+    ranks = Ranks(info.rank, info.size, info.nodes, heartbeat, host_group, overlapped_group)
+    heartbeat.pending = ranks.pending
+    heartbeat.start()
+    return ranks
+
+
+@contextlib.contextmanager
+def joined(info: RankInfo, device: torch.device, timeouts: Timeouts) -> Iterator[Ranks]:
+    """`join`, until the end of a `with` block. An error in the block ends the process at once; one that the other ranks do
+    not have is sent to them, one that all have is printed by rank 0."""
+    ranks = join(info, device, timeouts)
+    try:
+        yield ranks
+    except BaseException as error:
+        ranks.close(error)
+        if ranks.size > 1:
+            exit_now(error, prints=ranks.is_rank_0)
+        raise
+    ranks.close()
+
+
+def exit_now(error: BaseException, *, prints: bool) -> NoReturn:
+    """Prints the error as the entry point would, and ends the process without the libraries' cleanup: that waits for
+    collectives which another rank will never join."""
+    if not isinstance(error, HandgradError | SystemExit):
+        traceback.print_exception(error)
+    elif isinstance(error, HandgradError) and (prints or not error.shared):
+        print(f"handgrad: {error}", file=sys.stderr)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(exit_code(error))
+
+
+def new_overlapped_group(limit: datetime.timedelta, ctas: int = OVERLAPPED_CTAS) -> dist.ProcessGroup:
+    """A communicator of all ranks for collectives beside kernels. NCCL's own choice for an exchange on four H200 was 32
+    thread blocks, each of which occupies a multiprocessor for as long as it waits for the slowest rank."""
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.min_ctas, options.config.max_ctas = 1, ctas
+    options.is_high_priority_stream = True  # or it would wait for kernels that fill the GPU
+    group = dist.new_group(backend="nccl", pg_options=options, timeout=limit)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def open_store(info: RankInfo, limit_seconds: float, *, hosts_store: bool = True) -> dist.Store:
+    """A connection to the store of all ranks, whose calls take at most `limit_seconds`. Rank 0 hosts the store unless
+    torchrun's agent does."""
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    made: list[dist.Store | Exception] = []
+
+    def make() -> None:
+        try:
+            made.append(
+                dist.TCPStore(
+                    info.address,
+                    info.port,
+                    info.size,
+                    is_master=hosts_store and info.rank == 0 and not agent,
+                    timeout=datetime.timedelta(seconds=limit_seconds),
+                    wait_for_workers=False,
+                )
+            )
+        except (dist.DistError, RuntimeError) as error:
+            made.append(error)
+
+    connecting = threading.Thread(target=make, daemon=True)  # for a program that takes the call and never answers
+    connecting.start()
+    connecting.join(limit_seconds + 5)  # torch may try a little longer than it is told
+    store = made[0] if made else None
+    if not isinstance(store, dist.Store):
+        reason = " ".join(str(store).split())
+        where = f"{info.address}:{info.port}"
+        if "EADDRINUSE" in reason or "address already in use" in reason.lower():
+            raise UsageError(
+                f"port {where} is in use by another program; set MASTER_PORT (torchrun: --master-port, or --standalone)"
+            )
+        raise LostRank(
+            f"rank {info.rank} found no rank 0 at {where} within {limit_seconds:g} s; check that it was started, that"
+            " MASTER_ADDR names its machine and that no firewall stands between"
+        )
+    return dist.PrefixStore(f"handgrad/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def wait_for_all(store: dist.Store, info: RankInfo, join_seconds: float) -> None:
+    """Waits until every rank has joined; raises `LostRank` naming those that have not."""
+    deadline = time.monotonic() + join_seconds
+    store.set(f"joined/{info.rank}", "here")
+    missing = list(range(info.size))
+    while True:
+        try:
+            missing = [rank for rank in missing if not store.check([f"joined/{rank}"])]
+        except (dist.DistError, RuntimeError):
+            raise LostRank(
+                f"rank {info.rank} lost contact to rank 0 at {info.address}:{info.port} while waiting for others;"
+                " see what rank 0 said, and start all ranks again"
+            ) from None
+        if not missing:
+            return
+        if time.monotonic() > deadline:
+            shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+            raise LostRank(
+                f"expected {info.size} ranks at {info.address}:{info.port} within {join_seconds:g} s, not there:"
+                f" {shown}; start them, or start the others with a smaller number of processes"
+            )
+        time.sleep(RETRY_SECONDS)

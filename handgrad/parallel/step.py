@@ -1,0 +1,142 @@
+"""The optimizer step of a run with several lanes or ranks: the plain step, with the gradients summed over all of them.
+
+Micro-batch m of lane l at step s is a pure function of (s, l, m): a lane's micro-batches follow each other in the step's
+samples, lane after lane.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from handgrad.graphs import capture
+from handgrad.models.passes import Stage
+from handgrad.parallel.gradient_sync import GradientSync
+from handgrad.parallel.ranks import Ranks
+from handgrad.training.state import TrainingState
+from handgrad.training.step import IN_FLIGHT, Feed, Program, StepResult, TrainStep
+
+
+def with_sync(program: Program, sync: GradientSync) -> Program:
+    """The program with the ranks' sums before the update and their weights after it."""
+    if sync.ranks.size == 1:
+        return replace(program, compiled=[*program.compiled, sync.launch_sums])
+    return replace(
+        program,
+        before_update=[sync.gather_sums, *program.before_update],
+        after_update=[sync.publish, *program.after_update],
+        compiled=[*program.compiled, sync.launch_sums],
+    )
+
+
+class ParallelStep(TrainStep):
+    """`TrainStep` over this rank's lanes. A step's first micro-step waits for weights bucket by bucket, its last sends
+    gradients bucket by bucket."""
+
+    def __init__(
+        self, state: TrainingState, feed: Feed, program: Program, ranks: Ranks, sync: GradientSync, *, graphs: bool
+    ):
+        super().__init__(state, feed, program, graphs=graphs)
+        self.ranks, self.sync = ranks, sync
+        kinds = ((True, False), (False, True), (True, True)) if ranks.size > 1 else ()  # (waits, sends)
+        self.paused = {kind: PausedStages(program.micro_step, *kind, graphs=self.graphs) for kind in kinds}
+        cuda = self.design.device.type == "cuda"
+        events = range(IN_FLIGHT if cuda else 0)
+        self.computing, self.computed = ([torch.cuda.Event(enable_timing=True) for _ in events] for _ in range(2))
+        self.compute_clock = [0.0] * IN_FLIGHT  # on a CPU: the beginning of a rank's own work, then its length
+        self.compute_seconds = 0.0  # this rank's own work on micro-batches in the last step that was read
+
+    def make_gradients(self, step: int) -> None:
+        slot = step % IN_FLIGHT
+        self.sync.await_weights(self.sync.buckets[0].name)
+        self.clock_compute(slot, begins=True)
+        for lane in range(self.sync.sharding.lanes_per_rank):
+            self.run_lane(step, lane)
+        self.clock_compute(slot, begins=False)
+        self.sync.all_received()
+
+    def run_lane(self, step: int, lane: int) -> None:
+        """The micro-batches of one of this rank's lanes, from zeroed sums."""
+        state, batch, lanes = self.state, self.design.batch, self.sync.sharding.lanes_per_rank
+        place = self.ranks.rank * lanes + lane
+        first = batch.first_sample(step) + place * batch.micro_steps * batch.micro_batch
+        self.sync.gradients.zero_()
+        state.sum_of_losses.zero_()
+        for micro_step in range(batch.micro_steps):
+            self.feed.fill(first + micro_step * batch.micro_batch)
+            kind = lane == micro_step == 0, lane == lanes - 1 and micro_step == batch.micro_steps - 1
+            if kind in self.paused:
+                self.paused[kind](self.at_pause)
+            else:
+                for launch in self.micro_step:
+                    launch()
+        state.losses_of_step[place].copy_(state.sum_of_losses[0])
+        last = lane == lanes - 1
+        if not last or self.ranks.size == 1:
+            self.sync.stack_lane(lane, slice(None), last=last)
+
+    def at_pause(self, stage: Stage) -> None:
+        if stage.done:
+            self.sync.send(stage.bucket)
+        else:
+            self.sync.await_weights(stage.bucket)
+
+    def clock_compute(self, slot: int, *, begins: bool) -> None:
+        """Notes when this rank's own work begins or ends; on a CPU the time it waited for others does not count."""
+        if self.done:
+            (self.computing if begins else self.computed)[slot].record()
+            return
+        own = time.perf_counter() - self.ranks.waited_seconds
+        self.compute_clock[slot] = own if begins else own - self.compute_clock[slot]
+
+    def result(self, step: int) -> StepResult:
+        slot = step % IN_FLIGHT
+        with self.ranks.waiting("the result of the step"):
+            result = super().result(step)
+        self.compute_seconds = self.compute_clock[slot]
+        if self.done:
+            self.compute_seconds = self.computing[slot].elapsed_time(self.computed[slot]) / 1e3
+        return result
+
+
+class PausedStages:
+    """The stages of a micro-step with pauses: before those that read a bucket if it `waits`, after those that finish one if
+    it `sends`. Each stretch between two pauses is a graph of its own."""
+
+    def __init__(self, stages: list[Stage], waits: bool, sends: bool, *, graphs: bool):
+        self.stretches: list[tuple[list[Callable[[], None]], Stage | None]] = [([], None)]
+        self.graphs = graphs
+        for stage in stages:
+            pauses = bool(stage.bucket) and (sends if stage.done else waits)
+            if pauses and not stage.done:
+                self.end_stretch(stage)
+            self.stretches[-1][0].append(stage.run)
+            if pauses and stage.done:
+                self.end_stretch(stage)
+        self.launched = False
+        self.captured: list[tuple[torch.cuda.CUDAGraph | None, Stage | None]] = []
+
+    def end_stretch(self, stage: Stage) -> None:
+        self.stretches[-1] = self.stretches[-1][0], stage
+        self.stretches.append(([], None))
+
+    def __call__(self, at: Callable[[Stage], None]) -> None:
+        """Goes through all stages; `at` is called at each pause."""
+        if not (self.graphs and self.launched):
+            for launches, stage in self.stretches:
+                for launch in launches:
+                    launch()
+                if stage is not None:
+                    at(stage)
+            self.launched = True
+            return
+        if not self.captured:
+            torch.cuda.synchronize()
+            stream = torch.cuda.Stream()
+            self.captured = [(capture(run, stream) if run else None, stage) for run, stage in self.stretches]
+        for graph, stage in self.captured:
+            if graph is not None:
+                graph.replay()
+            if stage is not None:
+                at(stage)

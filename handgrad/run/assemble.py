@@ -1,0 +1,88 @@
+"""Assembles a training from its design: memory, feed and step. Here fp8, dropout, lanes and ranks join the plain path."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from handgrad.dropout.bind import SAMPLES, with_dropout
+from handgrad.fp8.bind import with_fp8
+from handgrad.fp8.scaling import Scaling
+from handgrad.layout import gradient_ring, moved
+from handgrad.parallel.gradient_sync import GradientSync
+from handgrad.parallel.ranks import Ranks
+from handgrad.parallel.step import ParallelStep, with_sync
+from handgrad.training.design import Design
+from handgrad.training.feed import BatchFeed, Source
+from handgrad.training.state import TrainingState, make_state
+from handgrad.training.step import Feed, TrainStep, plain_program
+
+
+@dataclass
+class Assembly:
+    """The parts of a training."""
+
+    design: Design
+    state: TrainingState
+    feed: Feed
+    step: TrainStep
+    scaling: Scaling | None  # of fp8
+    sync: GradientSync | None  # of several lanes or ranks
+
+    def await_weights(self) -> None:
+        """Waits until the weights of the last update are complete here."""
+        if self.sync is not None:
+            self.sync.await_all_weights()
+
+
+def allocate(design: Design) -> tuple[TrainingState, Scaling | None]:
+    """The memory of the plan with the initial weights, and the scales of an fp8 run."""
+    views = design.plan.allocate(design.device)
+    scaling = None
+    if design.fp8 is not None and design.fp8.table:  # none if all GEMMs have left fp8
+        weights = {row.name: row.view(views["parameters"]) for row in design.parameters}
+        scaling = Scaling(design.fp8, design.ops, views, weights)
+        scaling.reset(1.0 / design.batch.tokens)
+    gradients = {}
+    if design.sharding.shards_gradients:
+        ring = gradient_ring(design.buckets)
+        rows = moved(design.parameters, design.buckets, ring)
+        gradients = {row.name: row.view(views["gradients"][0]) for row in rows}
+    return make_state(design, views, {} if scaling is None else scaling.tensors, gradients), scaling
+
+
+def assemble(design: Design, source: Source, ranks: Ranks | None = None, *, graphs: bool | None = None) -> Assembly:
+    """All that makes steps: memory, and `bind`."""
+    state, scaling = allocate(design)
+    return bind(state, scaling, source, ranks, graphs=graphs)
+
+
+def bind(
+    state: TrainingState,
+    scaling: Scaling | None,
+    source: Source | None = None,
+    ranks: Ranks | None = None,
+    *,
+    feed: Feed | None = None,
+    graphs: bool | None = None,
+) -> Assembly:
+    """The step over a state. `feed`: in the place of one that reads `source`."""
+    ranks, design, ops = ranks or Ranks(), state.design, state.design.ops
+    samples = state.views.get(SAMPLES)
+    if feed is None:
+        assert source is not None
+        feed = BatchFeed(source, state.activations, samples)
+    sync = None if design.sharding.lanes == 1 else GradientSync(state, ranks)
+    graphs = design.device.type == "cuda" and ops.CAPTURABLE if graphs is None else graphs
+    passes: Any = ops
+    if samples is not None:
+        tensors = state.weights, state.weight_gradients, state.activations, state.activation_gradients
+        passes = with_dropout(ops, *tensors, samples=samples, probability=design.dropout, seed=design.seed)
+    program = plain_program(state, ops, passes)
+    if sync is not None:
+        program = with_sync(program, sync)
+    if scaling is not None:
+        program = with_fp8(program, state, scaling, feed, sync, graphs=graphs)
+    if sync is None:
+        step = TrainStep(state, feed, program, graphs=graphs)
+    else:
+        step = ParallelStep(state, feed, program, ranks, sync, graphs=graphs)
+    return Assembly(design, state, feed, step, scaling, sync)

@@ -1,0 +1,90 @@
+"""Refusals before anything is written or allocated."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from handgrad import devices
+from handgrad.arena import make_plan
+from handgrad.config import RunConfig
+from handgrad.data.batches import Batches
+from handgrad.data.shards import Dataset
+from handgrad.errors import DataError, StorageError, UsageError
+from handgrad.format import human_bytes
+from handgrad.generation.decode import decode_buffers
+from handgrad.models.rows import count_parameters
+from handgrad.run.resolve import largest_micro_batch, resolve
+from handgrad.training.design import Design
+
+
+def check_fits(config: RunConfig, design: Design, dataset: Dataset, ranks: int = 1, *, more_bytes: int = 0) -> None:
+    """Refuses a step larger than an epoch, and a plan that does not fit into memory beside `more_bytes`.
+
+    An fp8 run that may go on in bf16 is checked with that plan as well.
+    """
+    samples = Batches(dataset.splits["train"], config.sequence_length, config.seed).samples_per_epoch
+    if dataset.splits["validation"]:
+        Batches(dataset.splits["validation"], config.sequence_length, config.seed)  # refuses a split without one sample
+    if samples < config.samples_per_step:
+        lanes = config.lanes if config.lanes <= samples else 1
+        micro_batch = min(config.micro_batch, samples // lanes)
+        fitting = samples // (micro_batch * lanes) * micro_batch * lanes * config.sequence_length
+        raise DataError(
+            f"one step takes {config.samples_per_step} samples of {config.sequence_length} tokens, the training split of"
+            f" {config.data} has {samples}; add text, or try --micro-batch {micro_batch} --tokens-per-step {fitting}"
+        )
+    shape, device = design.shape, design.device
+    design.plain_ops.check_sizes(length=shape.sequence_length, num_heads=shape.num_heads, channels=shape.channels)
+    needed = design.plan.total_bytes
+    if design.fp8 is not None and config.fp8_on_saturation == "bf16":
+        in_bf16 = resolve(replace(config, precision="bf16"), shape.vocab_size, ranks=ranks, device=device)
+        needed = max(needed, in_bf16.plan.total_bytes)
+    needed += make_plan(decode_buffers(shape, 1, design.dtype, design.plain_ops)).total_bytes + more_bytes
+    available = devices.available_bytes(device)
+    if available is not None and needed > available:
+        fitting = largest_micro_batch(config, shape.vocab_size, available - more_bytes, ranks)
+        advice = f"try --micro-batch {fitting}" if fitting else "even one sample at a time does not fit"
+        raise DataError(
+            f"the run needs {human_bytes(needed)}, {device.type} has {human_bytes(available)} free;"
+            f" {advice} (`handgrad plan` shows what takes it)"
+        )
+
+
+def check_shared_gradients(config: RunConfig, ranks: int) -> None:
+    """Refuses ZeRO 2 where a rank would have to keep sums of gradients that it has sent away."""
+    micro_batches = config.samples_per_step // config.micro_batch // ranks
+    if config.zero == 2 and ranks > 1 and micro_batches > 1:
+        raise UsageError(
+            f"zero 2 keeps no gradients from one micro-batch to the next, so each of {ranks} ranks can have one a step,"
+            f" found {micro_batches}; use --zero 1, or --micro-batch {config.micro_batch * micro_batches}, or more ranks"
+        )
+
+
+def most_checkpoints(config: RunConfig) -> int:
+    """The largest number of checkpoints on the disk at once: the oldest goes only after the newest stands."""
+    saves = -(-config.steps // (config.save_every or config.steps))
+    kept = config.keep_checkpoints
+    if config.keep_best:  # and one that is to be the best does not take the place of the best before
+        saves, kept = saves + -(-config.steps // (config.eval_every or config.steps)), kept and kept + 1
+    return min(saves, kept + 1) if kept else saves
+
+
+def checkpoint_bytes(design: Design) -> int:
+    """Weights and optimizer state."""
+    names = {buffer.name for buffer in design.plan.buffers}
+    weight_bytes = 4 if "master" in names else design.dtype.itemsize
+    return (weight_bytes + 4 * len(design.optimizer.state)) * count_parameters(design.parameters)
+
+
+def check_disk(config: RunConfig, design: Design) -> None:
+    """Refuses a run whose checkpoints will not fit in `config.out`."""
+    # Those of an earlier start are there already.
+    checkpoints = most_checkpoints(config) - len(list(Path(config.out).glob("checkpoints/step_*")))
+    needed = checkpoints * checkpoint_bytes(design)
+    existing = [folder for folder in (Path(config.out), *Path(config.out).absolute().parents) if folder.is_dir()]
+    free = shutil.disk_usage(existing[0]).free
+    if needed > free:
+        raise StorageError(
+            f"{checkpoints} checkpoints take {human_bytes(needed)}, {existing[0]} has {human_bytes(free)} free;"
+            " free some space, choose another --out or keep fewer with --keep-checkpoints"
+        )

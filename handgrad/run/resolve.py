@@ -1,0 +1,155 @@
+"""Resolves a configuration: the one place where `RunConfig` becomes a `Design`."""
+
+from dataclasses import replace
+from types import ModuleType
+
+import torch
+
+from handgrad import devices, models
+from handgrad.arena import make_plan
+from handgrad.backend import choose_backend
+from handgrad.config import TUNED, ModelShape, RunConfig
+from handgrad.dropout.bind import dropout_buffers, sizing
+from handgrad.fp8 import tables
+from handgrad.fp8.bind import fp8_operations
+from handgrad.fp8.formats import FORMATS
+from handgrad.fp8.scaling import Fp8Design
+from handgrad.layout import Sharding, buckets_of, norm_blocks
+from handgrad.models.freezing import freeze
+from handgrad.models.rows import ActivationRow, Table, flat_elements
+from handgrad.optimizers.adamw import AdamW
+from handgrad.parallel.memory import with_sharding
+from handgrad.training.design import Batch, Design, Guards
+from handgrad.training.schedule import Schedule
+from handgrad.training.state import flat_buffers
+
+
+def resolve(
+    config: RunConfig,
+    vocab_size: int,
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    device: torch.device | None = None,
+    ops: ModuleType | None = None,
+    left_fp8: tuple[str, ...] = (),
+) -> Design:
+    """The run that `config` describes, as one of `ranks` has it, with its plan; nothing is allocated.
+
+    `device` and `ops` (plain operations) are those of `config` unless given; `left_fp8` are parts of fp8 GEMMs that the run
+    has moved to bf16. Raises `UsageError` for what the device or the backend does not do, and for unknown names.
+    """
+    device = devices.resolve_device(config.device) if device is None else device
+    dtype = devices.use_precision(device, config.precision)
+    plain_ops = choose_backend(config.backend, device, "tf32" if config.precision == "tf32" else "") if ops is None else ops
+    shape = config.shape(vocab_size)
+    model = models.architecture(shape)
+    lanes = max(1, config.lanes)
+    sharding = Sharding(lanes, rank, ranks, config.zero, config.reduce_precision == "bf16")
+    parameters = freeze(models.parameter_table(shape, lanes), config.freeze)
+    buckets = buckets_of(parameters, lanes)
+    optimizer = AdamW(config.beta1, config.beta2, config.adam_epsilon, config.weight_decay, config.seed)
+    tokens = config.micro_batch * shape.sequence_length
+    chunk = models.head_chunk_tokens(config.head_chunk_tokens, tokens, shape.padded_vocab_size, dtype)
+    sizes = sizing(plain_ops) if config.dropout else plain_ops
+    rows = tuple(
+        model.activations(shape, config.micro_batch, shape.sequence_length, dtype, sizes, chunk=chunk, training=True)
+    )
+    training_ops, fp8 = plain_ops, None
+    if config.precision == "fp8":
+        training_ops = fp8_operations(plain_ops)
+        fp8 = resolve_fp8(config, shape, model, parameters, rows, training_ops, left_fp8)
+    flat = flat_buffers(
+        flat_elements(parameters, lanes),
+        dtype,
+        device,
+        optimizer,
+        master_weights=config.master_weights,
+        blocks=norm_blocks(buckets, lanes),
+    )
+    if lanes > 1:
+        flat = with_sharding(flat, buckets, sharding, optimizer.state)
+    if fp8 is None:
+        activations = [row.buffer(config.recompute) for row in rows if not row.of]
+    else:
+        gradients = FORMATS[config.fp8_gradients]
+        activations = list(tables.activation_buffers(rows, fp8.gemms, gradients, config.recompute))
+        activations = [*fp8.buffers(parameters, ranks), *activations]
+    dropout = dropout_buffers(config.micro_batch) if config.dropout else []
+    return Design(
+        device=device,
+        dtype=dtype,
+        ops=training_ops,
+        plain_ops=plain_ops,
+        model=model,
+        shape=shape,
+        parameters=parameters,
+        buckets=buckets,
+        sharding=sharding,
+        batch=Batch(config.micro_batch, config.micro_steps, lanes, config.sequence_length, config.overfit_one_batch),
+        optimizer=optimizer,
+        schedule=schedule_of(config),
+        guards=Guards(config.clip_norm, config.skip_loss_z, config.skip_norm_z, config.precision == "fp16"),
+        seed=config.seed,
+        recompute=config.recompute,
+        fp8=fp8,
+        dropout=config.dropout,
+        plan=make_plan([*flat.values(), *activations, *dropout]),
+    )
+
+
+def resolve_fp8(
+    config: RunConfig,
+    shape: ModelShape,
+    model: ModuleType,
+    parameters: Table,
+    rows: tuple[ActivationRow, ...],
+    ops: ModuleType,
+    left_fp8: tuple[str, ...],
+) -> Fp8Design:
+    keep_bf16 = ",".join([config.fp8_keep_bf16.replace(TUNED, ""), *(part for part in left_fp8 if part != tables.HEAD)])
+    head = "" if tables.HEAD in left_fp8 else config.fp8_head
+    gemms = tables.fp8_gemms(keep_bf16, head, shape.num_layers, model.FP8_PARTS)
+    statistics_parts = ops.statistics_parts(
+        batch=config.micro_batch,
+        length=shape.sequence_length,
+        num_heads=shape.num_heads,
+        head_width=shape.channels // shape.num_heads,
+        channels=shape.channels,
+        widest=shape.feed_forward,
+        padded_vocab_size=shape.padded_vocab_size,
+    )
+    return Fp8Design(
+        gemms=gemms,
+        table=tables.quantized_table(parameters, rows, gemms, model.FP8_PARTS, FORMATS[config.fp8_gradients]),
+        delayed=config.fp8_scaling == "delayed",
+        window=config.fp8_window,
+        margin=config.fp8_margin,
+        count_every=config.fp8_count_every,
+        saturation_steps=config.fp8_saturation_steps,
+        widen=config.fp8_on_saturation == "widen",
+        statistics_parts=statistics_parts,
+    )
+
+
+def largest_micro_batch(config: RunConfig, vocab_size: int, available_bytes: int, ranks: int = 1) -> int:
+    """The largest micro-batch (samples) that divides a lane's step and whose plan fits; 0 if not even one sample does."""
+    samples = config.samples_per_step // max(1, config.lanes)
+    for micro_batch in (n for n in range(samples, 0, -1) if samples % n == 0):
+        design = resolve(replace(config, micro_batch=micro_batch), vocab_size, ranks=ranks)
+        if design.plan.total_bytes <= available_bytes:
+            return micro_batch
+    return 0
+
+
+def schedule_of(config: RunConfig) -> Schedule:
+    peak, final_fraction = config.learning_rate, config.final_learning_rate_fraction
+    return Schedule(config.schedule, peak, final_fraction, config.warmup_steps, config.steps)
+
+
+def with_tuned_gemms(config: RunConfig, ops: ModuleType) -> RunConfig:
+    """`config` with the fp8 GEMMs that `handgrad tune` found faster in bf16 in the place of "tuned"."""
+    if config.precision != "fp8" or config.fp8_keep_bf16 != TUNED:
+        return config
+    tokens = config.micro_batch * config.sequence_length
+    return replace(config, fp8_keep_bf16=ops.tuned_keep_bf16(tokens=tokens, channels=config.channels))

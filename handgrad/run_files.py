@@ -1,0 +1,18 @@
+"""The names in a run folder.
+
+config.toml     the resolved configuration
+metrics.jsonl   a JSON object per step, validation, sample and event
+main.log        losses in llm.c's format
+log.txt         the lines of the console
+samples/        texts written during training
+checkpoints/    step_00001000/, ...
+report.html     curves and tables
+.lock           marks a folder as a run's; one trainer at a time holds it
+best            no folder: RUN/best stands for the checkpoint with the lowest validation loss
+"""
+
+CONFIG_FILE = "config.toml"
+METRICS_FILE, MAIN_LOG_FILE, LOG_FILE = "metrics.jsonl", "main.log", "log.txt"
+SAMPLES, CHECKPOINTS, BEST = "samples", "checkpoints", "best"
+REPORT_FILE = "report.html"
+LOCK_FILE = ".lock"

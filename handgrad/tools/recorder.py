@@ -1,0 +1,201 @@
+"""The operations of a step in ranges named after their kernel types, and the work that each of them is."""
+
+import functools
+import inspect
+import math
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from handgrad.dropout.bind import dropout_operations
+from handgrad.fp8.formats import Quantized, plain
+from handgrad.tools.traces import PREFIX
+from handgrad.training.design import Design
+
+Named = dict[str, Any]  # an operation's arguments by their names
+
+
+@dataclass(frozen=True)
+class Counted:
+    """The kernel type of an operation, and how much work it is. Without `flops` it counts in bytes."""
+
+    kind: str
+    flops: Callable[[Named], int] | None = None
+
+
+def product_flops(t: Named) -> int:
+    return 2 * math.prod(t["out"].shape) * t["inp"].shape[1]
+
+
+def two_products_flops(t: Named) -> int:
+    rows = t["dinp"] if "dinp" in t else t["hidden"]
+    return 4 * rows.numel() * t["dweight_acc"].shape[0]
+
+
+FORWARD, BACKWARD = "{place} products, forward", "{place} products, dgrad and wgrad"
+
+# Causal attention: query q meets q + 1 keys, (T + 1) / 2 in the mean. Two products forward; five backward, the scores once
+# again among them, however often a kernel forms them.
+OPERATIONS = {
+    "embedding_forward": Counted("embedding"),
+    "embedding_backward": Counted("embedding"),
+    "layernorm_forward": Counted("layernorm forward"),
+    "layernorm_backward": Counted("layernorm backward"),
+    "linear_forward": Counted(FORWARD, product_flops),
+    "linear_residual_forward": Counted(FORWARD, product_flops),
+    "linear_gelu_forward": Counted(FORWARD, product_flops),
+    "linear_backward": Counted(BACKWARD, two_products_flops),
+    "gelu_linear_backward": Counted(BACKWARD, two_products_flops),
+    "attention_forward": Counted("attention forward", lambda t: 2 * plain(t["out"]).numel() * (t["lse"].shape[-1] + 1)),
+    "attention_backward": Counted("attention backward", lambda t: 5 * plain(t["out"]).numel() * (t["lse"].shape[-1] + 1)),
+    "residual_forward": Counted("residual sum"),
+    "dropout_forward": Counted("dropout"),
+    "dropout_backward": Counted("dropout"),
+    "dropout_residual_forward": Counted("dropout and residual sum"),
+    "gelu_forward": Counted("GELU alone"),
+    "gelu_backward": Counted("GELU alone"),
+    "bias_backward": Counted("bias sums"),
+    "classifier_forward": Counted("classifier"),
+    "classifier_forward_backward": Counted("classifier"),
+    "loss_sum": Counted("loss and verdict"),
+    "verdict": Counted("loss and verdict"),
+    "squared_norms": Counted("norm"),
+    "tree_sum": Counted("sums over lanes"),
+    "checksum": Counted("checksum"),
+    "adamw_update": Counted("AdamW"),
+    "quantize": Counted("quantising weights"),
+    "fold_statistics": Counted("fp8 scales"),
+    "update_scaling": Counted("fp8 scales"),
+}
+
+# What the operations of a module `linear` call, by its name: counted instead of the operation where it is a product.
+PARTS = {
+    "multiply": Counted("{place} products, {role}", lambda t: 2 * t["d"].numel() * t["a"].shape[bool(t["transpose_a"])]),
+    **{name: OPERATIONS[name] for name in ("bias_backward", "gelu_forward", "gelu_backward")},
+    "gelu_forward_fp8": Counted("GELU to fp8, forward"),
+    "gelu_backward_fp8": Counted("GELU to fp8, backward"),
+}
+
+ONCE = {"gradient_inout", "logits_inout"}  # may be spoilt, or changes in its padded columns alone
+BY_TOKEN, BY_POSITION = {"wte", "dwte_acc"}, {"wpe", "dwpe_acc"}  # tables of which not all rows are touched
+
+
+def is_wgrad(t: Named) -> bool:
+    """Whether a product is a weight gradient: with both operands transposed in fp8, where it is known by its float32."""
+    return bool(t.get("transpose_b")) or ("d" in t and t["a"].itemsize == 1 and t["d"].dtype == torch.float32)
+
+
+def size_bytes(t: Named) -> int:
+    """Bytes an operation cannot avoid: an input read once, an output written once, what changes in place twice."""
+    total, seen = 0, set()
+    for name, tensor in flattened(t):
+        if not isinstance(tensor, Tensor) or name == "scratch" or (tensor.data_ptr(), tensor.shape) in seen:
+            continue
+        seen.add((tensor.data_ptr(), tensor.shape))
+        if name in BY_TOKEN:
+            elements = tensor[0].numel() * t["tokens"].unique().numel()
+        elif name in BY_POSITION:
+            elements = tensor[0].numel() * t["tokens"].shape[1]
+        else:
+            elements = tensor.numel()
+        twice = name.endswith(("_acc", "_inout")) and name not in ONCE
+        total += elements * tensor.element_size() * (2 if twice else 1)
+    return total
+
+
+def flattened(t: Named) -> Iterator[tuple[str, Any]]:
+    """The arguments with each form of a quantised tensor on its own; of these only the plain one changes in place."""
+    for name, value in t.items():
+        if isinstance(value, Quantized):
+            yield from ((name, value.plain), (f"{name}.rows", value.rows), (f"{name}.columns", value.columns))
+        else:
+            yield name, value
+
+
+@dataclass(frozen=True)
+class Running:
+    """An operation, or a part of one, whose range is open."""
+
+    frame: FrameType
+    entry: Counted
+    kind: str
+    arguments: Named
+    span: AbstractContextManager
+    products: int  # launched before it
+
+
+class Recorder:
+    """Opens a range named after its kernel type around every operation of a run, and around each part of a product.
+
+    The interpreter tells of their calls, as it does Python's own profilers: nothing in the backend is wrapped. `counted`
+    has the work of each type, FLOPs or bytes, of what ran while `counting`. `head` is the weight of the loss head; all
+    other products are a block's.
+    """
+
+    def __init__(self, design: Design, head: Tensor, span: Callable[[str], AbstractContextManager]):
+        self.head, self.span = head.data_ptr(), span
+        backends = [design.ops, *([dropout_operations(design.plain_ops)] if design.dropout else [])]
+        self.operations = {code_of(getattr(b, n)): e for b in backends for n, e in OPERATIONS.items() if hasattr(b, n)}
+        self.running: list[Running] = []
+        self.place, self.forward, self.products, self.counting = "block", True, 0, False
+        self.counted: dict[str, int] = defaultdict(int)
+        self.in_flops: set[str] = set()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Records this thread's calls."""
+        before = sys.getprofile()
+        sys.setprofile(self.on_event)
+        try:
+            yield
+        finally:
+            sys.setprofile(before)
+
+    def on_event(self, frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            entry = self.entry_of(frame)
+            if entry is not None:
+                self.enter(frame, entry)
+        elif event == "return" and self.running and self.running[-1].frame is frame:
+            self.leave()
+
+    def entry_of(self, frame: FrameType) -> Counted | None:
+        """Of an operation that the model calls, or of a part that an operation of `linear` calls."""
+        if not self.running:
+            return self.operations.get(frame.f_code)
+        caller = frame.f_back.f_globals["__name__"] if frame.f_back else ""
+        return PARTS.get(frame.f_code.co_name) if caller.endswith(".linear") else None
+
+    def enter(self, frame: FrameType, entry: Counted) -> None:
+        t = dict(frame.f_locals)
+        if entry.kind in (FORWARD, BACKWARD):
+            self.place = "head" if plain(t["weight"]).data_ptr() == self.head else "block"
+            self.forward = entry.kind == FORWARD
+        role = "wgrad" if is_wgrad(t) else "forward" if self.forward else "dgrad"
+        kind = entry.kind.format(place=self.place, role=role)
+        span = self.span(PREFIX + kind)
+        self.running.append(Running(frame, entry, kind, t, span, self.products))
+        span.__enter__()
+
+    def leave(self) -> None:
+        ended = self.running.pop()
+        ended.span.__exit__(None, None, None)
+        kind, flops, t = ended.kind, ended.entry.flops, ended.arguments
+        if self.products == ended.products and self.counting:  # else its parts are counted
+            self.counted[kind] += flops(t) if flops else size_bytes(t)
+        if flops:
+            self.in_flops.add(kind)
+            self.products += ended.entry is PARTS["multiply"]
+
+
+def code_of(operation: Callable[..., None]) -> CodeType:
+    """The code that runs when a backend's operation is called, which may be bound (`partial`) or decorated."""
+    operation = inspect.unwrap(operation.func if isinstance(operation, functools.partial) else operation)
+    return operation.__code__

@@ -1,0 +1,105 @@
+"""The plain path is plain: few frames from a command to an operation, no configuration below the run, no fp8, dropout or other
+rank in the files that a reader of a bf16 step opens."""
+
+import ast
+import dataclasses
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from handgrad import cli
+from handgrad.config import RunConfig, to_toml
+from handgrad.ops import reference
+
+PACKAGE = Path(cli.__file__).parent
+MOST_FRAMES, MOST_FILES = 7, 5  # from the entry point to an operation, which does not count
+
+
+def test_a_command_is_few_frames_from_an_operation(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stacks: dict[str, list[str]] = {}
+    for name in ("layernorm_linear_forward", "gelu_linear_backward"):
+        operation = getattr(reference, name)
+
+        def walk(*arguments: Any, name: str = name, operation: Any = operation, **settings: Any) -> None:
+            frames = [Path(frame.filename) for frame in inspect.stack()[1:]]
+            stacks.setdefault(name, [str(p.relative_to(PACKAGE)) for p in frames if p.is_relative_to(PACKAGE)])
+            operation(*arguments, **settings)
+
+        monkeypatch.setattr(reference, name, walk)
+    recipe = tmp_path / "run.toml"
+    recipe.write_text(to_toml(dataclasses.replace(config, steps=1, warmup_steps=0, eval_every=0, sample_tokens=0)))
+    assert cli.main(["train", "--config", str(recipe)]) == 0
+    for name, files in stacks.items():
+        assert files[-1] == "cli.py", files
+        assert len(files) <= MOST_FRAMES, f"{name} is {len(files)} frames from the command: {' < '.join(files)}"
+        assert len(set(files)) <= MOST_FILES, f"{name} is {len(set(files))} files from the command: {' < '.join(files)}"
+    assert len(stacks) == 2
+
+
+BELOW_THE_RUN = (
+    "ops",
+    "models",
+    "optimizers",
+    "training",
+    "fp8",
+    "dropout",
+    "parallel",
+    "generation",
+    "arena.py",
+    "graphs.py",
+)
+
+
+@pytest.mark.parametrize("part", BELOW_THE_RUN)
+def test_nothing_below_the_run_asks_the_configuration(part: str) -> None:
+    path = PACKAGE / part
+    for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+        assert "RunConfig" not in file.read_text(), (
+            f"{file.relative_to(PACKAGE)} sees the configuration; give it the design"
+        )
+
+
+ASIDE = re.compile(r"fp8|dropout|quanti[sz]e|\branks?\b|\blanes?\b|zero[ _-]?[012]\b|frozen", re.IGNORECASE)
+# Files of the plain path that may name one of these, and why.
+EXCEPTIONS = {
+    "ops/cuda/cublaslt.py": "the library multiplies fp8 operands like others: types, scales, names in its tables",
+    "ops/__init__.py": "the list of all operations",
+    "ops/reference/reduction.py": "the sums over lanes",
+    "ops/cuda/reduction.py": "the sums over lanes",
+    "models/rows.py": "rows say their fp8 forms, their bucket, whether they are frozen",
+    "training/design.py": "the design is everything that the run is",
+    "training/state.py": "the optimizer's ranges, and gradients of frozen parameters",
+}
+
+
+def plain_files() -> list[Path]:
+    folders = [
+        *(PACKAGE / "ops").rglob("*.py"),
+        *(PACKAGE / "training").glob("*.py"),
+        *(PACKAGE / "optimizers").glob("*.py"),
+    ]
+    return sorted([*folders, PACKAGE / "models" / "passes.py", PACKAGE / "models" / "rows.py"])
+
+
+@pytest.mark.parametrize("path", plain_files(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_the_plain_path_names_nothing_that_stands_beside_it(path: Path) -> None:
+    if str(path.relative_to(PACKAGE)) in EXCEPTIONS:
+        return
+    found = [
+        f"{number}: {line.strip()}" for number, line in enumerate(path.read_text().splitlines(), 1) if ASIDE.search(line)
+    ]
+    assert not found, f"{path.relative_to(PACKAGE)} names what stands beside the plain path: {found}"
+
+
+def test_the_models_equations_name_nothing_that_stands_beside_them() -> None:
+    """In `gpt2.py` the rows say their fp8 forms; the functions know none of it."""
+    source = (PACKAGE / "models" / "gpt2.py").read_text()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef):
+            text = ast.get_source_segment(source, node) or ""
+            assert not ASIDE.search(text), f"{node.name} names {ASIDE.search(text)}"
