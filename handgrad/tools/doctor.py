@@ -102,7 +102,7 @@ def examine_gpu(device: torch.device) -> Iterator[tuple[bool, str]]:
         needed = f"compute capability {dotted(OLDEST_FP8)} (Ada, Hopper or newer)"
         yield True, f"--precision fp8 needs {needed}, this GPU has {dotted(capability)}: train in {half_precision(device)}"
     else:
-        yield from check_fp8_kernels(kernels, device)
+        yield from check_fp8_kernels(choose_backend("kernels", device, "fp8"), device)
 
 
 def dotted(capability: tuple[int, int]) -> str:

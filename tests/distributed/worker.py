@@ -1,6 +1,6 @@
 """One rank of a run, with a fault built into its own process: `python -m tests.distributed.worker FAULT COMMAND...`.
 
-A fault is NAME:RANK or NAME:RANK:STEP (steps counted from 0, as `Stepper.begin` does) and hits that rank alone, in
+A fault is NAME:RANK or NAME:RANK:STEP (steps counted from 0, as `TrainStep.begin` does) and hits that rank alone, in
 torchrun's first start and not in a restart. It says `fault fired` on stderr when it does.
 
 `python -m tests.distributed.worker serve` imports everything once and then forks a rank for every line on its stdin: the
@@ -28,10 +28,11 @@ from handgrad import checkpoint
 from handgrad.cli import main
 from handgrad.parallel import heartbeat, rendezvous
 from handgrad.parallel.ranks import Ranks
-from handgrad.run.log import Voice
+from handgrad.parallel.step import ParallelStep
+from handgrad.run.log import RunLog
 from handgrad.run.saving import GatheredBucket
 from handgrad.tools import network
-from handgrad.training.step import Stepper
+from handgrad.training.step import TrainStep
 
 FIRED = "fault fired"
 SLOW_SECONDS = 0.2
@@ -72,14 +73,14 @@ def in_exchange(number: int) -> Callable[[int], None]:
 
 
 def told_to_stop(step: int) -> None:
-    before(Stepper, "begin", lambda stepper, now: now == step, send(signal.SIGTERM))
+    before(TrainStep, "begin", lambda training, now: now == step, send(signal.SIGTERM))
 
 
 def killed_in_save(step: int) -> None:
     """After the weights have been gathered, in the middle of the first moments."""
 
     def due(gathered: GatheredBucket, shard: torch.Tensor, bucket: Any) -> bool:
-        moments = shard.data_ptr() == gathered.state.first_moments.data_ptr()
+        moments = shard.data_ptr() == gathered.state.optimizer["m"].data_ptr()
         return gathered.ranks.step == step and moments and bucket.name == "blocks.1"
 
     before(GatheredBucket, "__call__", due, send(signal.SIGKILL))
@@ -102,7 +103,7 @@ def full_disk(step: int) -> None:
 
 def killed_before_record(step: int) -> None:
     """When the checkpoint of the best validation stands and its loss is not yet in the record."""
-    before(Voice, "validation", lambda voice, now, *_: now == step, send(signal.SIGKILL))
+    before(RunLog, "validation", lambda log, now, *_: now == step, send(signal.SIGKILL))
 
 
 class Finished:
@@ -130,16 +131,16 @@ def skipped(step: int) -> None:
 
 def slow(step: int) -> None:
     """In every step, while its first micro-batch is read."""
-    original = Stepper.run_lane
+    original = ParallelStep.run_lane
 
-    def run_lane(stepper: Stepper, now: int, lane: int) -> None:
+    def run_lane(training: ParallelStep, now: int, lane: int) -> None:
         if lane == 0:
             if now == 0:
                 fired()
             time.sleep(SLOW_SECONDS)
-        original(stepper, now, lane)
+        original(training, now, lane)
 
-    Stepper.run_lane = run_lane
+    ParallelStep.run_lane = run_lane
 
 
 def slow_link(peer: int) -> None:
@@ -158,18 +159,18 @@ def slow_link(peer: int) -> None:
 
 def flipped(step: int) -> None:
     """The lowest bit of one weight that rank 0 updates, after the step's weights have come from their owners."""
-    original = Stepper.finish
+    original = TrainStep.finish
 
-    def finish(stepper: Stepper, now: int) -> None:
-        original(stepper, now)
+    def finish(training: ParallelStep, now: int) -> None:
+        original(training, now)
         if now == step:
-            stepper.reduction.await_all_weights()
-            state = stepper.state
+            training.sync.await_all_weights()
+            state = training.state
             bits = state.parameters.view(torch.int16 if state.parameters.itemsize == 2 else torch.int32)
-            bits[state.buckets[2].start + 5] ^= 1
+            bits[state.design.buckets[2].start + 5] ^= 1
             fired()
 
-    Stepper.finish = finish
+    TrainStep.finish = finish
 
 
 def resized(step: int) -> None:
@@ -191,7 +192,7 @@ def fails(error: BaseException) -> Callable[[int], None]:
     def act() -> None:
         raise error
 
-    return lambda step: before(Stepper, "run_lane", lambda stepper, now, lane: now == step, act)
+    return lambda step: before(ParallelStep, "run_lane", lambda training, now, lane: now == step, act)
 
 
 def out_of_memory(step: int) -> None:
