@@ -255,7 +255,7 @@ def test_mistakes(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr("handgrad.tools.nsight.ORDINARY_PLACE", tmp_path / "ncu")
+    monkeypatch.setattr("handgrad.tools.nsight.DEFAULT_PATH", tmp_path / "ncu")
     assert main([*TINY, *arguments]) == code
     line = capsys.readouterr().err
     assert told in line and line.count("\n") == 1
