@@ -60,7 +60,8 @@ def worker(case: str, data: str, out: str) -> None:
                 tokens += sum(1 for _ in model.stream("The", max_tokens=800, seed=seed, temperature=0))
             say(rate=tokens / (time.perf_counter() - begun))
         return
-    settings = {**CASES[case], "steps": 100_000, "eval_every": 0, "save_every": 0, "gpu_every": 0, "sample_tokens": 0}
+    never = dict.fromkeys(("eval_every", "save_every", "gpu_every", "sample_tokens"), 0)
+    settings: dict[str, Any] = {**CASES[case], **never, "steps": 100_000}
     run = handgrad.Training(data=data, out=out, quiet=True, warmup_steps=700, learning_rate=6e-4, **settings)
     run.steps(1)
     say(ready=time.time() - started, package=handgrad.__file__)

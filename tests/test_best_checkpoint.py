@@ -60,7 +60,7 @@ def test_the_best_checkpoint_is_kept(
         train(config)
     assert steps_kept(config) == kept and max(most) <= most_checkpoints(config)
     if best is None:
-        with pytest.raises(DataError, match="no checkpoint of a step that was validated"):
+        with pytest.raises(DataError, match="no checkpoint of a validated step"):
             checkpoint.find(f"{config.out}/best")
         return
     assert checkpoint.find(f"{config.out}/best").step == best

@@ -191,7 +191,7 @@ def test_a_wrong_fp8_kernel_does_not_pass(operation: str, broken, told: list[str
 
 def test_without_a_gpu() -> None:
     assert list(doctor.examine_gpu(CPU)) == [
-        (True, "the kernels need an NVIDIA GPU; on cpu runs take the reference operations")
+        (True, "the kernels need an NVIDIA GPU; on cpu runs use the reference operations")
     ]
 
 
@@ -244,7 +244,7 @@ def test_the_kernels_are_launched(gpu: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(doctor.devices, "use_precision", lambda device, precision: doctor.devices.DTYPES[precision])
     lines = list(doctor.examine_gpu(CUDA))
     assert lines[-3:] == [
-        (True, "products by cuBLASLt 13, 42 algorithms; attention by Triton"),
+        (True, "GEMMs by cuBLASLt 13, 42 algorithms; attention by Triton"),
         (True, "checked"),
         (
             True,

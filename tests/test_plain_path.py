@@ -1,5 +1,5 @@
-"""The plain path is plain: few frames from a command to an operation, no configuration below the run, no fp8, dropout or
-other rank in the files that a reader of a bf16 step opens."""
+"""The plain path is plain: few frames from a command to an operation, no configuration below the run, and no fp8, dropout
+or other rank in the files that a reader of a bf16 step opens."""
 
 import ast
 import dataclasses

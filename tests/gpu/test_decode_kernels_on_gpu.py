@@ -14,7 +14,7 @@ from handgrad.config import ModelShape
 from handgrad.generation.decode import decode_buffers, decode_tensors, prefill
 from handgrad.generation.generate import Continuation, Decoder, SamplingOptions
 from handgrad.models import gpt2, named_weights, parameter_table
-from handgrad.models.rows import ParameterRow, flat_elements, initialize
+from handgrad.models.rows import flat_elements, initialize
 from tests.kernels import decode_checks as checks
 from tests.kernels.decode_checks import check
 from tests.kernels.memory_checks import Draw
@@ -75,11 +75,7 @@ def model(ops: ModuleType, dtype: torch.dtype, batch: int) -> tuple[ModelShape, 
     rows = [Buffer("parameters", (flat_elements(table),), dtype, "parameters"), *decode_buffers(shape, batch, dtype, ops)]
     views = make_plan(rows).allocate(torch.device("cuda"))
     flat = views.pop("parameters")
-
-    def put(row: ParameterRow, values: torch.Tensor) -> None:
-        row.stored(flat).copy_(values * (8 if row.std else 1))
-
-    initialize(table, 0, put)
+    initialize(table, 0, lambda row, values: row.stored(flat).copy_(values * (8 if row.std else 1)))
     return shape, named_weights(shape, flat, table), decode_tensors(shape, views)
 
 

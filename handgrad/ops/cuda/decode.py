@@ -193,8 +193,8 @@ def _row_product(
         gdc_wait()
     v = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
     if ln_weight is not None:
-        # Of the numbers themselves, squares / K - mean^2 would lose the variance of a row far from zero; of their distances to
-        # the mean of the first few, which every warp has by itself, it does not. So neither sum waits for the other.
+        # Of the numbers themselves, squares / K - mean^2 would lose the variance of a row far from zero; of their distances
+        # to the mean of the first few, which every warp has by itself, it does not. So neither sum waits for the other.
         few = tl.arange(0, 32)
         near = tl.sum(tl.load(x + few, mask=few < K, other=0.0).to(tl.float32), 0) / tl.minimum(32, K)
         v = tl.where(inside, v - near, 0.0)
