@@ -38,7 +38,7 @@ SETTINGS = {
     "keep_checkpoints": 0,
     "sample_tokens": 0,
     "check_ranks_every": 4,
-    "silence_seconds": 3,
+    "silence_seconds": 30,
     "device": "cpu",
     "precision": "fp32",
 }

@@ -28,9 +28,10 @@ def unharmed(launcher: Launcher, shards: Path, tmp_path_factory: pytest.TempPath
     return run
 
 
-def on_either_rank(launcher: Launcher, data: Path, folder: Path, fault: str) -> dict[int, Started]:
+def on_either_rank(launcher: Launcher, data: Path, folder: Path, fault: str, **settings: int) -> dict[int, Started]:
     """Two runs at once, FOLDER/0 and FOLDER/1, with the same fault on the one or the other of their two ranks."""
-    return {rank: launcher.start(2, arguments(data, folder / str(rank)), fault.format(rank)) for rank in (0, 1)}
+    commands = {rank: arguments(data, folder / str(rank), **settings) for rank in (0, 1)}
+    return {rank: launcher.start(2, command, fault.format(rank)) for rank, command in commands.items()}
 
 
 def hit(started: Started) -> list[int]:
@@ -79,7 +80,7 @@ def test_killed_in_a_collective(launcher: Launcher, shards: Path, tmp_path: Path
 
 def test_stopped_in_a_collective(launcher: Launcher, shards: Path, tmp_path: Path) -> None:
     """Row 30. A process that is there but does nothing; rank 0's keeps the table from which the others would learn it."""
-    for rank, started in on_either_rank(launcher, shards, tmp_path, "freeze:{}:5").items():
+    for rank, started in on_either_rank(launcher, shards, tmp_path, "freeze:{}:5", silence_seconds=6).items():
         ended_alike(started, [75, None] if rank else [None, 75], without=(rank,))
         (told,) = started.ranks[1 - rank].told
         assert hit(started) == [rank] and f"rank {1 - rank}, at step 5, gradients of blocks." in told

@@ -233,7 +233,7 @@ def install(fault: str) -> None:
     """Gives this process the fault, if it is its rank's; and the short waits that all tests have."""
     handgrad.commands.train.write_report = lambda runs, out: out  # plots take longer than these runs
     rendezvous.RETRY_SECONDS = 0.02
-    heartbeat.GRACE_SECONDS = 0.5
+    heartbeat.GRACE_SECONDS, heartbeat.SUSPECT_SECONDS = 0.5, 2.0
     name, *numbers = fault.split(":")
     if name != "none":
         rank, step = (int(number) for number in (*numbers, "0")[:2])
