@@ -264,13 +264,8 @@ def test_the_kernels_are_launched(gpu: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(doctor, "check_dropout_kernels", lambda *found: iter([(found[0] is dropout, "with dropout")]))
     monkeypatch.setattr(doctor.devices, "use_precision", lambda device, precision: doctor.devices.DTYPES[precision])
     lines = list(doctor.examine_gpu(CUDA))
-<<<<<<< HEAD
-    assert lines[-3:] == [
-        (True, "GEMMs by cuBLASLt 13, 42 algorithms; attention by Triton"),
-=======
     assert lines[-4:] == [
         (True, "GEMMs by cuBLASLt 13, 42 algorithms; attention by Triton"),
->>>>>>> t3
         (True, "checked"),
         (True, "with dropout"),
         (

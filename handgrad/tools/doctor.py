@@ -98,15 +98,10 @@ def examine_gpu(device: torch.device) -> Iterator[tuple[bool, str]]:
     except HandgradError as error:
         yield False, str(error)
         return
-<<<<<<< HEAD
-    yield True, f"GEMMs by {used['products']}; attention by {used['attention']}"
-    yield from check_kernels(kernels, device, devices.use_precision(device, half_precision(device)))
-=======
     yield True, f"GEMMs by {used['products']}; attention by {used['attention']}"
     dtype = devices.use_precision(device, half_precision(device))
     yield from check_kernels(kernels, device, dtype)
     yield from check_dropout_kernels(dropout_operations(kernels), device, dtype)
->>>>>>> t3
     if capability < OLDEST_FP8:
         needed = f"compute capability {dotted(OLDEST_FP8)} (Ada, Hopper or newer)"
         yield True, f"--precision fp8 needs {needed}, this GPU has {dotted(capability)}: train in {half_precision(device)}"
