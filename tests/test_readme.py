@@ -1,5 +1,5 @@
-"""Every block of the README and of docs/tour.md runs, in order, in one folder, as a reader would run it; and every figure of
-the README, docs/results.md and docs/sampling.md stands in benchmarks/results.
+"""Every block of the README and of docs/tour.md runs, in order, in one folder, as a reader would run it; and every figure
+of the README, docs/results.md and docs/sampling.md stands in benchmarks/results.
 
     python -m tests.test_readme      prints the tables of these pages, to paste
 """
@@ -22,6 +22,7 @@ from PIL import Image
 from benchmarks import speed
 from tests.conftest import write_text
 from tests.data.test_download import Server
+from tests.distributed.runs import Launcher
 
 ROOT = Path(__file__).parents[1]
 PAGES = {page: (ROOT / page).read_text() for page in ("README.md", "docs/tour.md")}
