@@ -17,9 +17,10 @@ BACKENDS = ("ops.reference", "ops.cuda", "ops.cuda.tf32", "fp8.reference", "fp8.
 
 
 def arguments(function) -> list:
-    """(name, kind, default) of each. The reference does not use `scratch`; what `tf32` binds and dropout are extra."""
+    """(name, kind, default) of each. The reference does not use `scratch`; what `tf32` binds and the tiles of attention are
+    extra."""
     parameters = inspect.signature(function).parameters.values()
-    extra = {"tf32", "dropout"}
+    extra = {"tf32", "config", "dq_config", "dkdv_config"}
     return [(p.name, p.kind, p.name == "scratch" or p.default) for p in parameters if p.name not in extra]
 
 
@@ -34,5 +35,5 @@ def test_every_operation_with_the_same_arguments(backend: str) -> None:
 
 def test_the_contract_names_every_operation() -> None:
     """What the reference imports into its first file is all in the contract."""
-    found = {name for name, value in vars(reference).items() if inspect.isfunction(value)}
-    assert found == set(CONTRACT)
+    imported = {name for name, value in vars(reference).items() if inspect.isfunction(value)}
+    assert imported - {"layernorm_linear", "layernorm_linear_gelu"} == set(CONTRACT), "these two make operations"
