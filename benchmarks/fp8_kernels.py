@@ -5,17 +5,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from handgrad.models.activations import head_chunk_tokens
 from torch import Tensor
 
 from benchmarks.fp8_bytes import ROWS
 from handgrad.config import ModelShape
-from handgrad.fp8.cuda import attention
+from handgrad.fp8 import cuda as kernels
+from handgrad.fp8 import reference
+from handgrad.fp8.cuda import attention, layernorm
 from handgrad.fp8.cuda import gelu as gelu_fp8
 from handgrad.fp8.formats import COUNTING, E4M3, E5M2, INVERSE, SCALE, SCALING_PLACES, STATISTICS_PLACES, Form, Quantized
-from handgrad.ops import cuda as kernels
-from handgrad.ops import reference
-from handgrad.ops.cuda import layernorm
+from handgrad.models import head_chunk_tokens
 
 Step = Callable[[], None]
 
@@ -43,7 +42,7 @@ class Size:
     @property
     def chunk(self) -> int:
         """Tokens of a chunk of the loss head."""
-        return head_chunk_tokens(0, self.tokens, self.shape.padded_vocab_size, self.dtype.itemsize)
+        return head_chunk_tokens(0, self.tokens, self.shape.padded_vocab_size, self.dtype)
 
 
 @dataclass
@@ -78,10 +77,10 @@ class Making:
             *(shape.channels, shape.feed_forward),
         )
         self.N, self.V, self.Vp = size.tokens, shape.vocab_size, shape.padded_vocab_size
-        sizes = {"batch": self.B, "length": self.T, "channels": self.C}
-        self.parts = kernels.statistics_parts(num_heads=self.H, padded_vocab_size=self.Vp, **sizes)
-        self.scratch = self.empty(kernels.scratch_bytes(**sizes), dtype=torch.uint8)
         heads = {"batch": self.B, "length": self.T, "num_heads": self.H, "head_width": self.C // self.H}
+        sizes = {"channels": self.C, "widest": self.F}
+        self.parts = kernels.statistics_parts(**heads, **sizes, padded_vocab_size=self.Vp)
+        self.scratch = self.empty(kernels.scratch_bytes(tokens=self.N, **sizes), dtype=torch.uint8)
         needed = kernels.attention_scratch_bytes(dtype=self.dtype, **heads)
         self.attention_scratch = self.empty(needed, dtype=torch.uint8)
 
@@ -224,10 +223,10 @@ def classifier(m: Making) -> Case:
     rows, one = m.size.chunk, m.zeros(1) + 1
     logits, logits16, losses = m.normal(rows, m.Vp), m.normal(rows, m.Vp), m.zeros(rows)
     targets = torch.randint(m.V, (rows,), device=m.device)
-    out = replace(m.quantized((rows, m.Vp), E5M2, LOGITS), columns=None)
+    out = replace(m.quantized((rows, m.Vp), E5M2, LOGITS, plain=logits), columns=None)
     step = kernels.classifier_forward_backward
     return Case(
-        lambda: step(losses, logits, targets, one, vocab_size=m.V, quantized=out),
+        lambda: step(losses, out, targets, one, vocab_size=m.V),
         [logits, logits, targets, losses, rows_of(out)],
         [(out, logits)],
         lambda: step(losses, logits16, targets, one, vocab_size=m.V),

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.fp8_kernels import GRADIENT, NORMAL, WEIGHT_DEVIATION, Making, Step
+from handgrad.fp8.cuda import linear
 from handgrad.fp8.formats import E4M3, E5M2, Form, Operands, Quantized, fp8_operands
-from handgrad.ops.cuda import linear
 from handgrad.tools.kernel_checks.checking import relative_error
 from handgrad.tools.kernel_checks.fp8 import FP8_SUMS
 
@@ -94,23 +94,23 @@ def make(m: Making, layer: str, direction: str) -> Product:
         variants = [
             Variant(
                 name,
-                lambda form=form: linear.input_backward(out, form, weight8, scratch),
+                lambda form=form: linear.input_backward(out, form, weight8, scratch=scratch),
                 operands_of(form, "rows", weight8, "columns"),
             )
             for name, form in forms.items()
         ]
-        plain = lambda: linear.input_backward(out, dout, weight, scratch)  # noqa: E731
+        plain = lambda: linear.input_backward(out, dout, weight, scratch=scratch)  # noqa: E731
         return Product(direction, out, dout, weight.t(), plain, variants, None, None, scratch)
     out = m.zeros(O, I)
     variants = [
         Variant(
             name,
-            lambda form=form: linear.weight_backward(out, None, form, inp8, scratch),
+            lambda form=form: linear.weight_backward(out, form, inp8, scratch=scratch),
             operands_of(form, "columns", inp8, "columns"),
         )
         for name, form in forms.items()
     ]
-    plain = lambda: linear.weight_backward(out, None, dout, inp, scratch)  # noqa: E731
+    plain = lambda: linear.weight_backward(out, dout, inp, scratch=scratch)  # noqa: E731
     return Product(direction, out, dout.t(), inp.t(), plain, variants, None, out, scratch)
 
 
@@ -195,15 +195,14 @@ def fcproj_backward_with_gelu(m: Making) -> tuple[Step, Step]:
     """Both gradients of fcproj, and the one before the GELU: (in 16 bits, in fp8)."""
     hidden, dout, weight = m.normal(m.N, m.F), m.gradient(m.N, m.C), m.normal(m.C, m.F, deviation=WEIGHT_DEVIATION)
     gelu, dhidden, dweight = m.normal(m.N, m.F), m.empty(m.N, m.F), m.zeros(m.C, m.F)
-    dout8, weight8, dgelu = m.operand(dout, E5M2), m.operand(weight, E4M3), m.empty(m.N, m.F)
+    dout8, weight8 = m.operand(dout, E5M2), m.operand(weight, E4M3)
     gelu8 = replace(m.quantized((m.N, m.F), E4M3, NORMAL), rows=None)
-    dhidden8 = m.quantized((m.N, m.F), E5M2, GRADIENT)
+    dhidden8 = replace(m.quantized((m.N, m.F), E5M2, GRADIENT), workspace=m.empty(m.N, m.F))
 
-    def step(dhidden: Form, dout: Form, inp: Form, weight: Form, dgelu: Tensor | None) -> None:
-        inputs = dout, inp, hidden, weight
-        linear.gelu_linear_backward(dhidden, dweight, None, *inputs, dgelu=dgelu, scratch=m.scratch)
+    def step(dhidden: Form, dout: Form, inp: Form, weight: Form) -> None:
+        linear.gelu_linear_backward(dhidden, dweight, dout, inp, hidden, weight, scratch=m.scratch)
 
-    return lambda: step(dhidden, dout, gelu, weight, None), lambda: step(dhidden8, dout8, gelu8, weight8, dgelu)
+    return lambda: step(dhidden, dout, gelu, weight), lambda: step(dhidden8, dout8, gelu8, weight8)
 
 
 JOINED: dict[str, Callable[[Making], tuple[Step, Step]]] = {

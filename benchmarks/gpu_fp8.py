@@ -24,8 +24,8 @@ from benchmarks.record import write_record
 from handgrad import devices
 from handgrad.backend import choose_backend
 from handgrad.config import ModelShape
+from handgrad.fp8.cuda import linear
 from handgrad.ops import cuda as kernels
-from handgrad.ops.cuda import linear
 from handgrad.tools.kernel_checks.checking import relative_error
 
 SIZES = (

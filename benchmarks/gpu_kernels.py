@@ -82,7 +82,7 @@ def zipf_tokens(B: int, T: int) -> Tensor:
 def cases() -> Iterator[Case]:
     """One after another: a case's buffers are freed before the next one's are made."""
     for size, (B, T, C) in SIZES.items():
-        scratch = torch.empty(scratch_bytes(batch=B, length=T, channels=C), dtype=torch.uint8, device=CUDA)
+        scratch = torch.empty(scratch_bytes(tokens=B * T, channels=C, widest=4 * C), dtype=torch.uint8, device=CUDA)
         yield from layernorm_cases(size, B * T, C, scratch)
         yield from wide_cases(size, B * T, C, scratch)
         yield from embedding_cases(size, B, T, C, scratch)

@@ -163,8 +163,8 @@ class TwinTrainer:
         """Weights of the same distributions, drawn where they lie: where only the speed counts."""
         for row in self.table:
             parameter = self.twin.parameter_of(row)
-            parameter.fill_(1.0 if row.init == "ones" else 0.0)
-            if row.init == "normal":
+            parameter.fill_(1.0 if row.init.kind == "ones" else 0.0)
+            if row.init.kind == "normal":
                 parameter[: row.stored_rows].normal_(0.0, row.std)
 
     def step(self, micro_batches: list[tuple[Tensor, Tensor]]) -> Tensor:

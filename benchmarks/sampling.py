@@ -70,7 +70,9 @@ def transformers_call(shape: ModelShape, device: torch.device, dtype: torch.dtyp
         n_layer=shape.num_layers,
         n_head=shape.num_heads,
         n_embd=shape.channels,
-        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
     )
     model = transformers.GPT2LMHeadModel(config).to(device, dtype).eval()
     options: dict[str, Any] = {"cache_implementation": "static"} if compiled else {}

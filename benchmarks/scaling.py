@@ -36,8 +36,7 @@ from handgrad.config import RunConfig, check
 from handgrad.parallel.gradient_sync import GradientSync
 from handgrad.parallel.launchers import find_rank_info
 from handgrad.parallel.ranks import Ranks
-from handgrad.parallel.rendezvous import join, new_overlapped_group
-from handgrad.parallel.step import ParallelStep
+from handgrad.parallel.rendezvous import Timeouts, join, new_overlapped_group
 from handgrad.power import Sampler
 from handgrad.run.assemble import assemble
 from handgrad.run.resolve import resolve, with_tuned_gemms
@@ -65,29 +64,30 @@ class SilentRanks(Ranks):
         return Done()
 
 
-class ReduceScatter(GradientSync):
-    """NCCL adds, in whatever order it likes."""
+def reduce_scatter(sync: GradientSync) -> Callable[[str], None]:
+    """`sync.send`, but NCCL adds, in whatever order it likes."""
 
-    def send(self, name: str) -> None:
-        bucket = self.by_name[name]
-        with self.on_side_stream():
-            group = self.ranks.overlapped_group if self.overlaps(bucket) else None
-            owned = self.gradients[bucket.owned(self.ranks.rank, self.ranks.size)]
-            dist.reduce_scatter_tensor(owned, self.gradients[bucket.flat], group=group)
-        self.sending = None
+    def send(name: str) -> None:
+        bucket, ranks = sync.by_name[name], sync.ranks
+        with sync.on_side_stream():
+            group = ranks.overlapped_group if sync.overlaps(bucket) else None
+            owned = sync.gradients[bucket.owned(ranks.rank, ranks.size)]
+            dist.reduce_scatter_tensor(owned, sync.gradients[bucket.flat], group=group)
+
+    return send
 
 
 class HandgradSteps:
     """handgrad's steps, launched one ahead of their results."""
 
-    def __init__(self, config: RunConfig, tokens: Tokens, device: torch.device, ranks: Ranks, sync: type[GradientSync]):
+    def __init__(self, config: RunConfig, tokens: Tokens, device: torch.device, ranks: Ranks, *, sums_by_nccl: bool):
         config = dataclasses.replace(config, lanes=ranks.size)
         config = with_tuned_gemms(check(config), choose_backend("auto", device, config.precision))
         place = {"rank": ranks.rank, "ranks": ranks.size, "device": device}
         training = assemble(resolve(config, tokens.vocab_size, **place), tokens.source, ranks)
-        self.state, self.stepper = training.state, training.step
-        if sync is not GradientSync and isinstance(self.stepper, ParallelStep):
-            self.stepper.sync = sync(self.state, ranks)
+        self.design, self.stepper = training.design, training.step
+        if sums_by_nccl and training.sync is not None:
+            training.sync.send = reduce_scatter(training.sync)  # type: ignore[method-assign]
         self.completed = 0
 
     def run(self, steps: int) -> float:
@@ -140,7 +140,7 @@ def make(name: str, config: RunConfig, tokens: Tokens, device: torch.device, ran
         group = dataclasses.replace(
             ranks, overlapped_group=new_overlapped_group(limit, int(name.removeprefix("together-")))
         )
-    return HandgradSteps(config, tokens, device, group, ReduceScatter if name == "reduce-scatter" else GradientSync)
+    return HandgradSteps(config, tokens, device, group, sums_by_nccl=name == "reduce-scatter")
 
 
 def timed(run: Callable[[int], float], steps: int, ranks: Ranks, device: torch.device) -> float:
@@ -183,7 +183,7 @@ def turn(name: str, made: HandgradSteps | TwinSteps, config: RunConfig, seconds:
         "tokens_per_second_by_gpu": rates if name == "alone" else None,
         "milliseconds_per_step": 1e3 * rows[0][0] / steps,
         "steps": steps,
-        "planned_gib": made.state.plan.total_bytes / 2**30 if isinstance(made, HandgradSteps) else None,
+        "planned_gib": made.design.plan.total_bytes / 2**30 if isinstance(made, HandgradSteps) else None,
         "allocated_gib": max(row[1] for row in rows) / 2**30,
         "mean_watts": sum(row[2] for row in rows) / len(rows),
         "mean_sm_megahertz": sum(row[3] for row in rows) / len(rows),
@@ -247,13 +247,15 @@ def main() -> None:
     )
     config = dataclasses.replace(settings.config(), tokens_per_step=asked.tokens_per_step, zero=asked.zero)
     config = check(dataclasses.replace(config, **presets.model(asked.model)))
-    ranks = join(info, device, dataclasses.replace(config, out=str(Path(asked.out or ".").parent)))
+    seconds = config.join_seconds, config.silence_seconds, config.stall_seconds
+    ranks = join(info, device, Timeouts(*seconds, Path(asked.out or ".").parent / "stacks"))
     tokens, rows, held = tokens_of(settings), [], {}
     for name in asked.turns.split(","):
         begun = time.perf_counter()
         made = held.pop(name, None) or make(name, config, tokens, device, ranks)
         row: dict[str, Any] = {"contender": name, **turn(name, made, config, asked.seconds, ranks, device)}
-        if name == "together" and device.type == "cuda" and not any("exposed_ms_per_step" in r for r in rows):
+        first = name == "together" and not any("exposed_ms_per_step" in r for r in rows)
+        if first and device.type == "cuda" and isinstance(made, HandgradSteps):
             row |= exposed(made, 2, Path(asked.trace) if asked.trace and ranks.is_rank_0 else None)
         rows.append(row)
         if ranks.is_rank_0:

@@ -1,6 +1,6 @@
 """Two source trees of handgrad on one GPU, alternating: training steps, generation, the time to step 1.
 
-    python -m benchmarks.two_trees --trees OLD . --cases d12-bf16,d48-fp8,text
+    python -m benchmarks.two_trees --trees OLD . --old-commit 62c5d08 --cases d12-bf16,d48-fp8,text
 
 Each tree runs in its own process, which keeps its model on the GPU. The processes take turns of `SLICE_SECONDS` until each
 has had `SECONDS`; while one works, the other waits. Both use the public Python API alone, the same data and settings.
@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-SLICE_SECONDS, SECONDS = 10.0, 40.0
+SLICE_SECONDS, SECONDS = 8.0, 32.0
 CASES: dict[str, dict[str, Any]] = {
     f"{model}-{precision}": {
         "model": model,
@@ -24,7 +24,7 @@ CASES: dict[str, dict[str, Any]] = {
         "micro_batch": micro_batch,
         "tokens_per_step": micro_batch * 1024 * micro_steps,
     }
-    for model, micro_batch, micro_steps in (("d12", 64, 8), ("d24", 32, 8), ("d36", 32, 4), ("d48", 16, 8))
+    for model, micro_batch, micro_steps in (("d12", 64, 2), ("d24", 32, 2), ("d36", 32, 1), ("d48", 16, 1))
     for precision in ("bf16", "fp8")
 }
 TEXT = "text"  # tokens per second of one text from a 124M model
@@ -60,7 +60,8 @@ def worker(case: str, data: str, out: str) -> None:
                 tokens += sum(1 for _ in model.stream("The", max_tokens=800, seed=seed, temperature=0))
             say(rate=tokens / (time.perf_counter() - begun))
         return
-    settings = {**CASES[case], "steps": 100_000, "eval_every": 0, "save_every": 0, "gpu_every": 0, "sample_tokens": 0}
+    never = dict.fromkeys(("eval_every", "save_every", "gpu_every", "sample_tokens"), 0)
+    settings: dict[str, Any] = {**CASES[case], **never, "steps": 100_000}
     run = handgrad.Training(data=data, out=out, quiet=True, warmup_steps=700, learning_rate=6e-4, **settings)
     run.steps(1)
     say(ready=time.time() - started, package=handgrad.__file__)
@@ -122,6 +123,7 @@ def reply(process: subprocess.Popen[str]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trees", nargs=2, metavar=("OLD", "NEW"))
+    parser.add_argument("--old-commit", default="", help="the commit of OLD, for the record")
     parser.add_argument("--cases", default=",".join([*CASES, TEXT]))
     parser.add_argument("--data", default="shards")
     parser.add_argument("--record", metavar="FILE", help="write the figures, with machine and versions, as JSON")
@@ -147,11 +149,7 @@ def main() -> None:
         begun = " and ".join(f"{seconds:.1f}" for seconds in row["seconds_to_step_1"])
         print(f"{case:<10} {old:12.0f} {new:12.0f} tokens/s  {row['ratio']:.4f}   to step 1: {begun} s", flush=True)
     if parsed.record:
-        revisions = [
-            subprocess.run(["git", "-C", tree, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-            for tree in trees
-        ]
-        write_record(parsed.record, torch.device("cuda"), rows=rows, trees=revisions)
+        write_record(parsed.record, torch.device("cuda"), old_commit=parsed.old_commit, rows=rows)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@
         manifest.json                    sizes, SHA-256, config, position in the data, detector windows
     checkpoints/step_00001000/           the same, renamed: only now it is a checkpoint
 
-Tensors are stored without padding and under names, so the layout in memory may change without them.
+Tensors have names and no padding, so the layout in memory may change without them.
 """
 
 import contextlib
@@ -50,26 +50,26 @@ class Checkpoint:
     def step(self) -> int:
         return self.manifest["step"]
 
-    def load(self, file: str, takers: Mapping[str, tuple[tuple[int, ...], Callable[[Tensor], object]]]) -> None:
-        """Gives each of the file's tensors to its taker, by name with the shape it expects; raises `DataError` when names
+    def load(self, file: str, receivers: Mapping[str, tuple[tuple[int, ...], Callable[[Tensor], object]]]) -> None:
+        """Passes each of the file's tensors to its receiver, by name with the expected shape; raises `DataError` if names
         or shapes differ."""
         path = self.folder / file
         try:
             with safetensors.safe_open(path, framework="pt") as stored:
                 names = set(stored.keys())
-                if names != set(takers):
-                    odd = sorted(names ^ set(takers))
+                if names != set(receivers):
+                    differing = sorted(names ^ set(receivers))
                     raise DataError(
-                        f"{path} holds other tensors than this model: {len(odd)} differ, the first is {odd[0]!r};"
-                        " it belongs to another model"
+                        f"{path} holds other tensors than this model: {len(differing)} differ, the first is"
+                        f" {differing[0]!r}; it belongs to another model"
                     )
-                for name, (shape, take) in takers.items():
-                    take(_tensor(stored, path, name, shape))
+                for name, (shape, receive) in receivers.items():
+                    receive(_tensor(stored, path, name, shape))
         except (safetensors.SafetensorError, OSError) as error:
             raise DataError(f"{path} is not a readable safetensors file: {error}") from None
 
     def tensor(self, file: str, name: str, shape: tuple[int, ...]) -> Tensor:
-        """One of the file's tensors; raises `DataError` when it is not there, or of another shape."""
+        """One of the file's tensors; raises `DataError` if it is missing or of another shape."""
         path = self.folder / file
         try:
             with safetensors.safe_open(path, framework="pt") as stored:
@@ -87,7 +87,7 @@ def _tensor(stored: Any, path: Path, name: str, shape: tuple[int, ...]) -> Tenso
 
 @dataclass
 class Stored:
-    """A tensor that goes into a checkpoint: what its header says, and where to get it when its turn comes."""
+    """A tensor of a checkpoint to write: its entry in the header, and a function that fetches it."""
 
     name: str
     dtype: torch.dtype
@@ -119,10 +119,10 @@ def save(
     manifest: dict[str, Any],
     extra_files: dict[str, bytes],
 ) -> Path:
-    """Writes a folder like `checkpoints/step_00001000` and returns it; raises `StorageError`, leaving none of that name.
+    """Writes a folder like `checkpoints/step_00001000` and returns it; on a `StorageError` no folder of that name remains.
 
-    `state` are tensors, moments prefixed "m." and "v.", fetched in this order, weights first; `manifest` is what else must
-    survive (JSON).
+    `state` are tensors, moments prefixed "m." and "v.", fetched in this order, weights first; `manifest` is the rest of the
+    state (JSON).
     """
     final = folder_of(checkpoints, step)
     partial = final.with_name(final.name + PARTIAL)
@@ -153,7 +153,7 @@ def save(
 def safetensors_bytes(tensors: list[Stored], metadata: dict[str, str] | None = None) -> Iterator[bytes | memoryview]:
     """The safetensors layout: header length, JSON header (with `metadata`, if any), raw tensors one after another.
 
-    The library's writer wants all tensors as bytes in memory and cannot hash on the way; the format is these 10 lines.
+    The library's writer needs all tensors as bytes in memory and cannot hash while it writes; the format is 10 lines.
     """
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     end = 0
@@ -182,7 +182,7 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, An
 
 
 def _remove(folder: Path) -> None:
-    """Removes a folder so that a kill in between cannot leave a half one under its name."""
+    """Removes a folder; a kill in between cannot leave half of it under its name."""
     if folder.exists():
         aside = folder.with_name(folder.name + REMOVED)
         shutil.rmtree(aside, ignore_errors=True)
@@ -191,8 +191,8 @@ def _remove(folder: Path) -> None:
 
 
 def prune(checkpoints: Path, newest_step: int, keep: int, best_step: int | None = None) -> None:
-    """Removes all but the `keep` newest checkpoints up to `newest_step` (0: keeps all) and that of `best_step`, what
-    interrupted saves left behind, and later folders: those were damaged, or the run would not be at `newest_step`."""
+    """Keeps the `keep` newest checkpoints up to `newest_step` (0: all) and that of `best_step`. Removes the others, remains
+    of interrupted saves, and later folders: those are damaged, or the run would not be at `newest_step`."""
     try:
         for leftover in (*checkpoints.glob(f"step_*{PARTIAL}"), *checkpoints.glob(f"step_*{REMOVED}")):
             shutil.rmtree(leftover)
@@ -217,7 +217,7 @@ def _step_of(folder: Path) -> int:
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """The checkpoint in `folder` once every file has its recorded size and hash; else `DataError` naming the file."""
+    """Opens the checkpoint in `folder` and verifies every file's size and hash; a `DataError` names the file."""
     path = folder / MANIFEST
     try:
         if path.stat().st_size > MAX_MANIFEST_BYTES:
@@ -243,7 +243,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def _content_sha256(content: dict[str, Any]) -> str:
-    """SHA-256 of a manifest's content, however it is laid out in the file."""
+    """SHA-256 of a manifest's content, independent of its layout in the file."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -262,7 +262,7 @@ def _verify(path: Path, entry: Any) -> None:
 
 
 def newest(checkpoints: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest valid checkpoint (or None), and one line for each newer one that was passed over."""
+    """The newest valid checkpoint (or None), and one line for each newer one that it skips."""
     passed_over = []
     for folder in _folders(checkpoints):
         try:
@@ -273,7 +273,7 @@ def newest(checkpoints: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def find(path: str) -> Checkpoint:
-    """The checkpoint that a user means: a checkpoint's folder, a run folder (its newest valid one), or RUN/best."""
+    """The checkpoint at a user's `path`: a checkpoint's folder, a run folder (its newest valid one), or RUN/best."""
     folder = Path(path)
     if (folder / MANIFEST).exists() and (folder / WEIGHTS_FILE).exists():
         return open_checkpoint(folder)
@@ -291,29 +291,29 @@ def means_best(path: Path) -> bool:
 
 
 def best(run: Path) -> Checkpoint:
-    """The checkpoint with the lowest validation loss of those that the run still has; `DataError` if there is none or it
-    is damaged: another one would not be what was asked for."""
+    """The run's checkpoint with the lowest validation loss; `DataError` if there is none or if it is damaged: the user did
+    not ask for another one."""
     found = best_validated(run)
     if found is None:
         raise DataError(
-            f"{run} holds no checkpoint of a step that was validated; give {run} for its newest, and train with --keep-best"
+            f"{run} holds no checkpoint of a validated step; give {run} for its newest, and train with --keep-best"
         )
     return open_checkpoint(folder_of(run / CHECKPOINTS, found[0]))
 
 
 def best_validated(run: Path) -> tuple[int, float] | None:
-    """(step, loss) of the lowest validation loss, the first if there are several, among the steps whose checkpoints are
-    there; as the run's record says, so that no second file has to agree with it."""
+    """(step, loss) of the lowest validation loss among the steps that have a checkpoint, the first if several are equal.
+    Reads the run's record, so that no second file has to agree with it."""
     path, found = run / METRICS_FILE, dict[int, float]()
-    there = {_step_of(folder) for folder in _folders(run / CHECKPOINTS)}
+    saved = {_step_of(folder) for folder in _folders(run / CHECKPOINTS)}
     try:
         with path.open(encoding="utf-8", errors="replace") as lines:
             for line in lines:
                 if '"validation"' not in line:
                     continue
-                with contextlib.suppress(ValueError, TypeError, RecursionError):  # a line that a kill cut
+                with contextlib.suppress(ValueError, TypeError, RecursionError):  # a line cut by a kill
                     record = json.loads(line)
-                    if isinstance(record, dict) and record.get("kind") == "validation" and record.get("step") in there:
+                    if isinstance(record, dict) and record.get("kind") == "validation" and record.get("step") in saved:
                         found[record["step"]] = float(record.get("loss", math.nan))
     except FileNotFoundError:
         return None
@@ -327,8 +327,8 @@ def best_validated(run: Path) -> tuple[int, float] | None:
 
 
 def peek_config(path: Path) -> dict[str, Any] | None:
-    """The configuration in the newest manifest that can be read of a checkpoint's or a run's folder, or None. (Whether the
-    checkpoint is valid is found out later.)"""
+    """The configuration in the newest readable manifest of a checkpoint's or a run's folder, or None. Does not verify the
+    checkpoint."""
     manifests = (path / MANIFEST, *sorted((path / CHECKPOINTS).glob(f"step_*/{MANIFEST}"), reverse=True))
     for manifest in manifests:
         with contextlib.suppress(OSError, ValueError, RecursionError):

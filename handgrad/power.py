@@ -1,7 +1,7 @@
-"""What NVIDIA's driver says of a GPU: watts, clock, temperature, what holds the clock back, energy.
+"""The readings of NVIDIA's driver about a GPU: watts, clock, temperature, throttle reasons, energy.
 
-The readings come from NVML through the package `nvidia-ml-py`, which is optional: without it, without a driver or on
-another device there are none, and the callers show none.
+They come from NVML through the package `nvidia-ml-py`, which is optional: without it, without a driver or on another device
+there are none, and the callers show none.
 """
 
 import functools
@@ -10,7 +10,7 @@ import itertools
 import threading
 import time
 from statistics import fmean
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ REASONS = {
     0x80: "power brake",
     0x100: "display clocks",
 }
+Reading = dict[str, Any]  # watts, sm_megahertz, celsius (each None if unsupported), and throttle, a list of words
 
 
 class Sensors(NamedTuple):
@@ -35,43 +36,37 @@ class Sensors(NamedTuple):
     nvml: ModuleType
     handle: Any
 
-    def read(self, name: str, *arguments: int) -> Any:
-        """What the NVML function `name` says, or None where this GPU or driver does not support it."""
+    def ask(self, name: str, *arguments: int, unit: float = 1) -> Any:
+        """The answer of the NVML function `name` in units of `unit`, or None if this GPU or driver does not support it."""
         try:
-            return getattr(self.nvml, name)(self.handle, *arguments)
+            value = getattr(self.nvml, name)(self.handle, *arguments)
         except (self.nvml.NVMLError, AttributeError):  # an older nvidia-ml-py lacks the newer names
             return None
-
-    def watts(self) -> float | None:
-        """The board's power; on Ampere and later the driver's mean over the last second."""
-        milliwatts = self.read("nvmlDeviceGetPowerUsage")
-        return None if milliwatts is None else milliwatts / 1e3
+        return value if unit == 1 else value / unit
 
     def joules(self) -> float | None:
         """Energy since the driver was loaded: only differences mean something."""
-        millijoules = self.read("nvmlDeviceGetTotalEnergyConsumption")
-        return None if millijoules is None else millijoules / 1e3
+        return self.ask("nvmlDeviceGetTotalEnergyConsumption", unit=1e3)
 
-    def sm_megahertz(self) -> int | None:
-        return self.read("nvmlDeviceGetClockInfo", self.nvml.NVML_CLOCK_SM)
-
-    def celsius(self) -> int | None:
-        return self.read("nvmlDeviceGetTemperature", self.nvml.NVML_TEMPERATURE_GPU)
-
-    def throttle(self) -> list[str]:
-        """What holds the clock back at the moment, in words."""
-        bits = self.read("nvmlDeviceGetCurrentClocksEventReasons")
+    def read(self) -> Reading:
+        bits = self.ask("nvmlDeviceGetCurrentClocksEventReasons")
         if bits is None:
-            bits = self.read("nvmlDeviceGetCurrentClocksThrottleReasons")
-        return [word for bit, word in REASONS.items() if (bits or 0) & bit]
+            bits = self.ask("nvmlDeviceGetCurrentClocksThrottleReasons")
+        return {
+            # Of the board; on Ampere and later the driver's mean over the last second.
+            "watts": self.ask("nvmlDeviceGetPowerUsage", unit=1e3),
+            "sm_megahertz": self.ask("nvmlDeviceGetClockInfo", self.nvml.NVML_CLOCK_SM),
+            "celsius": self.ask("nvmlDeviceGetTemperature", self.nvml.NVML_TEMPERATURE_GPU),
+            "throttle": [word for bit, word in REASONS.items() if (bits or 0) & bit],
+        }
 
 
 @functools.cache
 def sensors(device: torch.device) -> Sensors | None:
-    """The sensors of a torch device, or None if there are none.
+    """The sensors of a torch device, or None.
 
-    NVML counts all GPUs of the machine and torch those in CUDA_VISIBLE_DEVICES, so they meet at the UUID, or at the PCI
-    address where the UUID is not found.
+    NVML counts all GPUs of the machine and torch those in CUDA_VISIBLE_DEVICES, so this matches them by UUID, or by PCI
+    address if NVML does not know the UUID.
     """
     if device.type != "cuda":
         return None
@@ -91,22 +86,10 @@ def sensors(device: torch.device) -> Sensors | None:
         return None
 
 
-def snapshot(device: torch.device) -> dict[str, Any] | None:
-    """The readings of this moment: watts, sm_megahertz, celsius (each None if unsupported) and throttle, a list of words.
-
-    None without an NVIDIA GPU or without the package nvidia-ml-py, which `pip install nvidia-ml-py` brings.
-    """
+def snapshot(device: torch.device) -> Reading | None:
+    """The current reading; None without an NVIDIA GPU or without the package nvidia-ml-py."""
     found = sensors(device)
-    return None if found is None else reading(found)
-
-
-def reading(found: Sensors) -> dict[str, Any]:
-    return {
-        "watts": found.watts(),
-        "sm_megahertz": found.sm_megahertz(),
-        "celsius": found.celsius(),
-        "throttle": found.throttle(),
-    }
+    return None if found is None else found.read()
 
 
 class Sampler:
@@ -119,36 +102,36 @@ class Sampler:
     def __init__(self, device: torch.device, interval_seconds: float = 0.1):
         self.sensors = sensors(device)
         self.interval_seconds = interval_seconds
-        self.readings: list[tuple[float, dict[str, Any]]] = []  # (seconds on the clock, reading)
+        self.readings: list[tuple[float, Reading]] = []  # (seconds on the clock, reading)
         self.summary: dict[str, Any] | None = None
 
     def __enter__(self) -> "Sampler":
         if self.sensors is not None:
             self.stopped = threading.Event()
             self.joules_before = self.sensors.joules()
-            self.take()
-            self.thread = threading.Thread(target=self.watch, daemon=True)
+            self.sample()
+            self.thread = threading.Thread(target=self.sample_until_stopped, daemon=True)
             self.thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.sensors is not None:
             self.stopped.set()
             self.thread.join()
-            self.take()
+            self.sample()
             self.summary = summarize(self.readings, self.joules_before, self.sensors.joules())
 
-    def watch(self) -> None:
+    def sample_until_stopped(self) -> None:
         while not self.stopped.wait(self.interval_seconds):
-            self.take()
+            self.sample()
 
-    def take(self) -> None:
+    def sample(self) -> None:
         assert self.sensors is not None
-        self.readings.append((time.perf_counter(), reading(self.sensors)))
+        self.readings.append((time.perf_counter(), self.sensors.read()))
 
 
 def summarize(
-    readings: list[tuple[float, dict[str, Any]]], joules_before: float | None, joules_after: float | None
+    readings: list[tuple[float, Reading]], joules_before: float | None, joules_after: float | None
 ) -> dict[str, Any]:
     """Mean, min and max of each quantity (None if unsupported), the share of readings with each throttle reason, and the
     energy in joules: the difference of the driver's counter, or else watts integrated over time."""

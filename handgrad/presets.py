@@ -5,7 +5,6 @@ rates the larger presets follow. The 124M and 1558M recipes are llm.c's publishe
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from handgrad.config import RunConfig, nearest_name
@@ -29,12 +28,11 @@ def model(name: str) -> dict[str, Any]:
     """The fields that `--model NAME` sets."""
     if name not in MODELS:
         raise UsageError(f"unknown model {name!r}{nearest_name(name, MODELS)}; known: {', '.join(MODELS)}")
-    num_layers, num_heads, channels = MODELS[name]
-    return {"num_layers": num_layers, "num_heads": num_heads, "channels": channels}
+    return dict(zip(("num_layers", "num_heads", "channels"), MODELS[name], strict=True))
 
 
 def sized(name: str, **settings: Any) -> RunConfig:
-    return replace(RunConfig(), **model(name), **settings)
+    return RunConfig(**model(name), **settings)
 
 
 def tiny() -> RunConfig:
@@ -78,58 +76,33 @@ def demo() -> RunConfig:
     )
 
 
-def gpt2_124m() -> RunConfig:
-    """GPT-2 124M on 10B tokens: 19,560 steps of 524,288 tokens."""
-    return sized(
-        "d12",
-        steps=19560,
-        tokens_per_step=524288,
-        micro_batch=64,
-        learning_rate=6e-4,
-        final_learning_rate_fraction=0.0,
-        warmup_steps=700,
-        precision="bf16",
-        eval_tokens=10 << 20,
-        save_every=5000,
-    )
-
-
-def gpt2_350m() -> RunConfig:
-    return replace(gpt2_124m(), **model("d24"), micro_batch=32, learning_rate=3e-4)
-
-
-def gpt2_774m() -> RunConfig:
-    return replace(gpt2_124m(), **model("d36"), micro_batch=32, learning_rate=2.5e-4)
+def gpt2(name: str, **settings: Any) -> RunConfig:
+    """A GPT-2 size on 10B tokens: 19,560 steps of 524,288 tokens."""
+    common: dict[str, Any] = {"steps": 19560, "tokens_per_step": 524288, "warmup_steps": 700, "precision": "bf16"}
+    common |= {"final_learning_rate_fraction": 0.0, "eval_tokens": 10 << 20, "save_every": 5000}
+    return sized(name, **common | settings)
 
 
 def gpt2_1558m() -> RunConfig:
     """GPT-2 1558M: 32,000 steps of 1,048,576 tokens, with spikes skipped."""
-    return replace(
-        gpt2_124m(),
-        **model("d48"),
-        steps=32000,
-        tokens_per_step=1048576,
-        micro_batch=16,
-        final_learning_rate_fraction=0.1,
-        skip_loss_z=5.0,
-        skip_norm_z=5.0,
-    )
+    sizes = {"steps": 32000, "tokens_per_step": 1048576, "micro_batch": 16}
+    return gpt2("d48", **sizes, final_learning_rate_fraction=0.1, skip_loss_z=5.0, skip_norm_z=5.0)
 
 
-def gpt3(name: str, learning_rate: float) -> RunConfig:
+def gpt3(name: str, learning_rate: float, micro_batch: int = 16) -> RunConfig:
     """A GPT-3 size: the same architecture at twice the context, half the samples at once."""
-    base = replace(gpt2_124m(), **model(name), sequence_length=2048, learning_rate=learning_rate)
-    return replace(base, micro_batch=32 if name == "gpt3-125m" else 16, final_learning_rate_fraction=0.1)
+    settings = {"sequence_length": 2048, "micro_batch": micro_batch, "learning_rate": learning_rate}
+    return gpt2(name, **settings, final_learning_rate_fraction=0.1)
 
 
 PRESETS: dict[str, Callable[[], RunConfig]] = {
     "tiny": tiny,
     "demo": demo,
-    "d12": gpt2_124m,
-    "d24": gpt2_350m,
-    "d36": gpt2_774m,
+    "d12": lambda: gpt2("d12", micro_batch=64, learning_rate=6e-4),
+    "d24": lambda: gpt2("d24", micro_batch=32, learning_rate=3e-4),
+    "d36": lambda: gpt2("d36", micro_batch=32, learning_rate=2.5e-4),
     "d48": gpt2_1558m,
-    "gpt3-125m": lambda: gpt3("gpt3-125m", 6e-4),
+    "gpt3-125m": lambda: gpt3("gpt3-125m", 6e-4, micro_batch=32),
     "gpt3-350m": lambda: gpt3("gpt3-350m", 3e-4),
     "gpt3-760m": lambda: gpt3("gpt3-760m", 2.5e-4),
     "gpt3-1300m": lambda: gpt3("gpt3-1300m", 2e-4),

@@ -16,9 +16,9 @@ import handgrad
 from handgrad.api import records as api_records
 from handgrad.config import RunConfig
 from handgrad.errors import ConfigError, NumericsError, Preempted, UsageError
-from handgrad.run import loop
 from handgrad.run.start import train
-from tests.test_runs import elsewhere, interrupt_at, records, same_bits
+from handgrad.training.step import TrainStep
+from tests.test_runs import elsewhere, interrupt_at, launch_ahead, records, same_bits
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def finished(config: RunConfig) -> RunConfig:
 def launching(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both ways of the loop: each step waited for, as on a CPU, and the next one launched first, as on a GPU."""
     if request.param == "ahead":
-        monkeypatch.setattr(loop, "works_ahead", lambda device: True)
+        launch_ahead(monkeypatch)
     return request.param
 
 
@@ -144,16 +144,16 @@ def test_ctrl_c_finishes_the_step_and_saves(finished: RunConfig, launching: str)
 def test_a_second_ctrl_c_is_raised_at_once(finished: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the middle of a step; the run then has to be opened again, and goes on from its checkpoint."""
     config = elsewhere(finished, "twice")
-    original = loop.Stepper.finish
+    original = TrainStep.finish
 
-    def pressed_twice(stepper, step):
+    def pressed_twice(training, step):
         if step == 5:
             for _ in range(2):
                 signal.raise_signal(signal.SIGINT)
                 time.sleep(0.01)  # two that come at once are one
-        original(stepper, step)
+        original(training, step)
 
-    monkeypatch.setattr(loop.Stepper, "finish", pressed_twice)
+    monkeypatch.setattr(TrainStep, "finish", pressed_twice)
     run = handgrad.Training(config, quiet=True)
     with pytest.raises(KeyboardInterrupt):
         run.steps()
@@ -195,13 +195,13 @@ def test_a_thread_may_train(finished: RunConfig) -> None:
 
 
 def test_numbers_that_are_not_finite_are_not_saved(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = loop.Stepper.result
+    original = TrainStep.result
 
-    def poisoned(stepper, step):
-        result = original(stepper, step)
+    def poisoned(training, step):
+        result = original(training, step)
         return dataclasses.replace(result, norm=float("inf"), skipped="norm is inf") if step == 1 else result
 
-    monkeypatch.setattr(loop.Stepper, "result", poisoned)
+    monkeypatch.setattr(TrainStep, "result", poisoned)
     with handgrad.Training(config, quiet=True) as run:
         assert run.steps(2)[1].skipped == "norm is inf"
         with pytest.raises(NumericsError, match="step 2 are not finite and were not saved"):
@@ -263,7 +263,7 @@ def test_metrics_of_a_finished_run(finished: RunConfig) -> None:
     path.write_text(path.read_text() + '{"kind": "st')
     assert list(handgrad.metrics(finished.out)) == found, "a line that is not all there yet is none"
     path.write_text('{"kind": "run"}\n[]\n')
-    with pytest.raises(handgrad.HandgradError, match="expected a record with its kind"):
+    with pytest.raises(handgrad.HandgradError, match=r"expected a JSON object, found \[\] in line 2 of .*metrics\.jsonl"):
         list(handgrad.metrics(finished.out))
     with pytest.raises(handgrad.HandgradError, match=r"expected a run with metrics\.jsonl"):
         handgrad.metrics(finished.out + "x")

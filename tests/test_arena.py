@@ -1,22 +1,21 @@
 """The arena: buffers alive together never share a byte, plans are tight, and a poisoned plan gives the same numbers."""
 
 from collections.abc import Callable
+from types import ModuleType
 
 import pytest
 import torch
-from handgrad.models.activations import activation_buffers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from handgrad.arena import ALWAYS, Buffer, Plan, make_plan
 from handgrad.config import ModelShape
-from handgrad.fp8 import reference as ops
-from handgrad.fp8.formats import Form
-from handgrad.fp8.tables import fp8_products
-from handgrad.models import transformer
-from handgrad.ops import reference as ops
-from tests.conftest import fp8_config, make_model
+from handgrad.fp8.formats import E5M2
+from handgrad.fp8.tables import Fp8Gemms, activation_buffers, fp8_gemms
+from handgrad.models import gpt2
+from handgrad.ops import reference
+from tests.conftest import make_model
 
 BF16_BYTES = 2
 
@@ -41,6 +40,18 @@ def lower_bound(plan: Plan, kind: str) -> int:
     return max(alive, default=0)
 
 
+def gemms_of(shape: ModelShape, keep_bf16: str = "", head: str = "") -> Fp8Gemms:
+    return fp8_gemms(keep_bf16, head, shape.num_layers, gpt2.FP8_PARTS)
+
+
+def planned(shape: ModelShape, recompute: int, *, training: bool = True, fp8: bool = False) -> Plan:
+    """The activations of 4 samples of 1024 tokens in bf16."""
+    rows = tuple(gpt2.activations(shape, 4, 1024, torch.bfloat16, reference, chunk=1024, training=training))
+    if fp8:
+        return make_plan(activation_buffers(rows, gemms_of(shape), E5M2, recompute))
+    return make_plan(row.buffer(recompute) for row in rows if not row.of)
+
+
 intervals = st.tuples(st.integers(0, 9), st.integers(0, 4)).map(lambda pair: (pair[0], pair[0] + pair[1]))
 lifetimes = st.one_of(st.just(ALWAYS), st.lists(intervals, min_size=1, max_size=3).map(tuple))
 
@@ -59,10 +70,7 @@ def test_no_two_living_buffers_share_bytes(rows: list) -> None:
 @pytest.mark.parametrize("layers", [1, 2, 12, 48])
 def test_the_activation_plan_is_tight(layers: int, recompute: int, use: str) -> None:
     shape = ModelShape(50257, 1024, layers, 12, 768)
-    products = fp8_products(fp8_config(shape)) if use == "fp8 training" else None
-    settings = {"training": use != "evaluation", "products": products}
-    rows = activation_buffers(shape, 4, 1024, torch.bfloat16, recompute=recompute, chunk=1024, **settings)
-    plan = make_plan(rows)
+    plan = planned(shape, recompute, training=use != "evaluation", fp8=use == "fp8 training")
     assert overlapping_pairs(plan) == []
     assert plan.size_bytes["activations"] <= 1.01 * lower_bound(plan, "activations")
 
@@ -77,35 +85,30 @@ def test_kept_activations_take_what_the_levels_promise(precision: str, recompute
 
     def size(layers: int) -> int:
         shape = ModelShape(50257, 1024, layers, H, C)
-        products = fp8_products(fp8_config(shape)) if precision == "fp8" else None
-        settings = {"recompute": recompute, "chunk": 1024, "products": products}
-        return make_plan(activation_buffers(shape, 4, 1024, torch.bfloat16, **settings)).size_bytes["activations"]
+        return planned(shape, recompute, fp8=precision == "fp8").size_bytes["activations"]
 
     per_layer = (size(30) - size(20)) / 10
     assert abs(per_layer - N * (bytes_per_channel * C + 16 + 4 * H)) < 0.001 * per_layer
 
 
 SHARING = ModelShape(57, 16, 4, 2, 32)
-PRODUCTS = {
+GEMMS = {
     "16 bits": None,
-    "fp8": fp8_config(SHARING),
-    "fp8 in some layers, and in the head": fp8_config(
-        SHARING, fp8_keep_bf16="0.mlp,1.qkv,2.proj", fp8_head="forward,dgrad"
-    ),
+    "fp8": gemms_of(SHARING),
+    "fp8 in some layers, and in the head": gemms_of(SHARING, "0.mlp,1.qkv,2.proj", "forward,dgrad"),
 }
 
 
-@pytest.mark.parametrize("products", PRODUCTS)
+@pytest.mark.parametrize("gemms", GEMMS)
 @pytest.mark.parametrize("recompute", [0, 1, 2])
-def test_sharing_memory_changes_no_bit(recompute: int, products: str) -> None:
+def test_sharing_memory_changes_no_bit(recompute: int, gemms: str) -> None:
     """The plan's lifetimes are right: with a private place for every buffer the numbers are the same."""
-    settings = {"recompute": recompute, "chunk": 7, "fp8": PRODUCTS[products]}
+    settings = {"recompute": recompute, "chunk": 7, "fp8": GEMMS[gemms]}
     found = []
     for private in (False, True):
         model = make_model(SHARING, 2, 16, torch.float32, private=private, **settings)
-        transformer.loss_and_gradients(
-            ops, model.weights, model.gradients, model.act, torch.tensor([0.1]), vocab_size=57, recompute=recompute
-        )
+        model.forward()
+        model.backward(torch.tensor([0.1]), recompute)
         found.append(model.flat_gradients)
     assert torch.isfinite(found[0]).all() and torch.equal(*found)
 
@@ -128,22 +131,23 @@ class Touches(TorchDispatchMode):
 
 
 class Recorder:
-    """The reference, noting at which tick each buffer is touched: passed as a tensor, or read or written in one of its
+    """Operations that note at which tick each buffer is touched: passed as a tensor, or read or written in one of its
     forms. Every tick ends with one of three operations."""
 
-    def __init__(self, views: dict[str, torch.Tensor]):
+    def __init__(self, ops: ModuleType, views: dict[str, torch.Tensor]):
+        self.ops = ops
         self.starts = sorted((view.data_ptr(), name) for name, view in views.items() if view.numel())
         self.ends = {name: view.data_ptr() + view.numel() * view.element_size() for name, view in views.items()}
         self.touched: dict[str, set[int]] = {}
         self.tick = 0
 
     def __getattr__(self, operation: str):
-        def call(*tensors: Form | None, **settings: object) -> None:
+        def call(*tensors: object, **settings: object) -> None:
             for tensor in (*tensors, settings.get("scratch")):
                 if isinstance(tensor, torch.Tensor):
                     self.note(tensor.data_ptr())
             with Touches(self.note):
-                getattr(ops, operation)(*tensors, **settings)
+                getattr(self.ops, operation)(*tensors, **settings)
             self.tick += operation in CLOSES_A_TICK
 
         return call
@@ -154,25 +158,18 @@ class Recorder:
             self.touched.setdefault(before[-1], set()).add(self.tick)
 
 
-@pytest.mark.parametrize("products", PRODUCTS)
+@pytest.mark.parametrize("gemms", GEMMS)
 @pytest.mark.parametrize("recompute", [0, 1, 2])
-def test_lifetimes_are_neither_too_short_nor_too_long(recompute: int, products: str) -> None:
+def test_lifetimes_are_neither_too_short_nor_too_long(recompute: int, gemms: str) -> None:
     """Every buffer is touched only while it lives, and at both ends of each of its intervals."""
-    settings = {"recompute": recompute, "chunk": 7, "fp8": PRODUCTS[products]}
+    settings = {"recompute": recompute, "chunk": 7, "fp8": GEMMS[gemms]}
     model = make_model(SHARING, 2, 16, torch.float32, private=True, **settings)
-    recorder = Recorder(model.views)
-    transformer.loss_and_gradients(
-        recorder,  # type: ignore[arg-type]
-        model.weights,
-        model.gradients,
-        model.act,
-        torch.tensor([0.1]),
-        vocab_size=57,
-        recompute=recompute,
-    )
+    model.ops = recorder = Recorder(model.ops, model.views)
+    model.forward()
+    model.backward(torch.tensor([0.1]), recompute)
     assert recorder.tick == 4 * SHARING.num_layers + 2
     for buffer in model.plan.buffers:
-        if buffer.lifetimes == ALWAYS:
+        if buffer.lifetimes == ALWAYS or not buffer.size_bytes:
             continue
         alive = {tick for first, last in buffer.lifetimes for tick in range(first, last + 1)}
         touched = recorder.touched[buffer.name]

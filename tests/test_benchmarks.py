@@ -76,7 +76,7 @@ def test_the_twin_is_the_same_model(attention: str, padded: bool) -> None:
     run.stepper.begin(0)
     loss_error = abs(run.state.sum_of_losses.item() / SMALL.config().tokens_per_step - exact_loss)
     assert loss_error <= 2 * abs(twin_loss - exact_loss) + 1e-6 * exact_loss
-    for row in run.state.table:
+    for row in run.state.design.parameters:
         found, stored = row.stored(run.state.gradients).double(), slice(row.stored_rows)
         norm = exact[row.name].norm()
         assert norm > 0, row.name

@@ -12,7 +12,8 @@ from handgrad.cli import main
 from handgrad.config import RunConfig
 from handgrad.errors import DataError
 from handgrad.run import loop
-from handgrad.run.header import most_checkpoints
+from handgrad.run.checks import most_checkpoints
+from handgrad.run.log import RunLog
 from handgrad.run.start import train
 from tests.test_runs import elsewhere, finished, interrupt_at, same_bits
 
@@ -59,7 +60,7 @@ def test_the_best_checkpoint_is_kept(
         train(config)
     assert steps_kept(config) == kept and max(most) <= most_checkpoints(config)
     if best is None:
-        with pytest.raises(DataError, match="no checkpoint of a step that was validated"):
+        with pytest.raises(DataError, match="no checkpoint of a validated step"):
             checkpoint.find(f"{config.out}/best")
         return
     assert checkpoint.find(f"{config.out}/best").step == best
@@ -96,14 +97,14 @@ def test_the_best_checkpoint_survives(moment: str, config: RunConfig) -> None:
             if moment == "a step later":
                 interrupt_at(fault, 7)
             else:
-                original = loop.Voice.validation
+                original = RunLog.validation
 
-                def ended(voice: loop.Voice, step: int, *given: object) -> None:
+                def ended(log: RunLog, step: int, *given: object) -> None:
                     if step == 6:
                         raise KeyboardInterrupt
-                    original(voice, step, *given)
+                    original(log, step, *given)
 
-                fault.setattr(loop.Voice, "validation", ended)
+                fault.setattr(RunLog, "validation", ended)
             train(broken)
         assert steps_kept(broken) == ([4, 6] if moment == "before its record" else [6])
         train(broken)

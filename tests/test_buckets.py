@@ -3,7 +3,6 @@
 import itertools
 
 import pytest
-from handgrad.models.parameters import ALIGN_ELEMENTS, BLOCK_ELEMENTS, ParameterRow, flat_elements, parameter_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,14 +10,17 @@ from handgrad.config import ModelShape
 from handgrad.layout import (
     RING,
     Bucket,
-    buckets,
-    gradient_places,
-    kind_ranges,
+    buckets_of,
+    gradient_ring,
+    moved,
     norm_blocks,
-    norm_segments,
-    placed,
-    update_runs,
+    norm_parts,
+    row_ranges,
+    update_parts,
 )
+from handgrad.models import parameter_table
+from handgrad.models.rows import ALIGN_ELEMENTS, BLOCK_ELEMENTS, ParameterRow, flat_elements
+from handgrad.optimizers.adamw import AdamW
 
 TINY = ModelShape(vocab_size=257, sequence_length=32, num_layers=3, num_heads=2, channels=64)
 ODD = ModelShape(vocab_size=1000, sequence_length=50, num_layers=7, num_heads=1, channels=40)  # nothing fits anything
@@ -30,9 +32,12 @@ shapes = pytest.mark.parametrize("shape", SHAPES, ids=["tiny", "odd", "gpt2"])
 widths = pytest.mark.parametrize(("lanes", "ranks"), WIDTHS)
 
 
+decays = AdamW(beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.1, seed=0).kind
+
+
 def layout(shape: ModelShape, lanes: int) -> tuple[tuple[ParameterRow, ...], tuple[Bucket, ...], int]:
     table = parameter_table(shape, lanes)
-    return table, buckets(table, lanes), flat_elements(table, lanes)
+    return table, buckets_of(table, lanes), flat_elements(table, lanes)
 
 
 def tiles(pieces: list[slice], start: int, stop: int) -> bool:
@@ -80,8 +85,8 @@ def test_a_lane_alone_has_no_buckets(shape: ModelShape) -> None:
         offset += -(-row.elements // ALIGN_ELEMENTS) * ALIGN_ELEMENTS
     assert elements - BLOCK_ELEMENTS < offset <= elements
     wide = parameter_table(shape, 4)
-    assert [(r.name, r.shape, r.stored_rows, r.init, r.std, r.decays) for r in wide] == [
-        (r.name, r.shape, r.stored_rows, r.init, r.std, r.decays) for r in table
+    assert [(r.name, r.shape, r.stored_rows, r.init, r.std, r.group) for r in wide] == [
+        (r.name, r.shape, r.stored_rows, r.init, r.std, r.group) for r in table
     ]
 
 
@@ -99,12 +104,12 @@ def test_norms_of_all_ranks_are_those_of_one(shape: ModelShape, lanes: int, rank
     def blocks(rank: int, of: int) -> list[tuple[int, int]]:
         """(start, stop) of each block in the order of its place among the rank's sums."""
         found: dict[int, tuple[int, int]] = {}
-        for segment in norm_segments(all_buckets, lanes, rank, of):
-            starts = range(segment.flat.start, segment.flat.stop, BLOCK_ELEMENTS)
-            places = range(segment.partials.start, segment.partials.stop)
+        for part in norm_parts(all_buckets, lanes, rank, of):
+            starts = range(part.flat.start, part.flat.stop, BLOCK_ELEMENTS)
+            places = range(part.partials.start, part.partials.stop)
             for place, start in zip(places, starts, strict=True):
                 assert place not in found
-                found[place] = start, min(start + BLOCK_ELEMENTS, segment.flat.stop)
+                found[place] = start, min(start + BLOCK_ELEMENTS, part.flat.stop)
         assert sorted(found) == list(range(norm_blocks(all_buckets, lanes) // of))
         return [found[place] for place in sorted(found)]
 
@@ -116,18 +121,18 @@ def test_norms_of_all_ranks_are_those_of_one(shape: ModelShape, lanes: int, rank
 
 @shapes
 @widths
-def test_norm_segments_lie_in_the_shard(shape: ModelShape, lanes: int, ranks: int) -> None:
+def test_parts_of_the_norm_lie_in_the_shard(shape: ModelShape, lanes: int, ranks: int) -> None:
     """Their places in it are those of the same numbers."""
     _, all_buckets, elements = layout(shape, lanes)
     for rank in {0, 1 % ranks, ranks - 1}:
-        segments = norm_segments(all_buckets, lanes, rank, ranks)
-        assert tiles([segment.local for segment in segments], 0, elements // ranks)
-        assert all(in_shard(all_buckets, rank, ranks, s.flat.start) == s.local.start for s in segments)
-        assert all(s.flat.stop - s.flat.start == s.local.stop - s.local.start for s in segments)
+        parts = norm_parts(all_buckets, lanes, rank, ranks)
+        assert tiles([part.local for part in parts], 0, elements // ranks)
+        assert all(in_shard(all_buckets, rank, ranks, s.flat.start) == s.local.start for s in parts)
+        assert all(s.flat.stop - s.flat.start == s.local.stop - s.local.start for s in parts)
 
 
 def in_shard(all_buckets: tuple[Bucket, ...], rank: int, ranks: int, element: int) -> int:
-    """Where an element of the flat buffer lies in the shard of its owner: the owned parts, one after another."""
+    """The place of an element of the flat buffer lies in the shard of its owner: the owned parts, one after another."""
     before = 0
     for bucket in all_buckets:
         owned = bucket.owned(rank, ranks)
@@ -144,19 +149,19 @@ def test_updates_cover_the_shard(shape: ModelShape, lanes: int, ranks: int) -> N
     table, all_buckets, elements = layout(shape, lanes)
     everywhere = []
     for rank in range(ranks):
-        runs = list(update_runs(table, all_buckets, rank, ranks))
-        assert tiles([run.local for run in runs], 0, elements // ranks)
-        for run in runs:
-            assert run.flat.stop - run.flat.start == run.local.stop - run.local.start
-            assert in_shard(all_buckets, rank, ranks, run.flat.start) == run.local.start
-            for edge in (run.flat.start, run.flat.stop, run.local.start, run.local.stop):
+        parts = update_parts(table, all_buckets, rank, ranks, decays)
+        assert tiles([part.local for part in parts], 0, elements // ranks)
+        for part in parts:
+            assert part.flat.stop - part.flat.start == part.local.stop - part.local.start
+            assert in_shard(all_buckets, rank, ranks, part.flat.start) == part.local.start
+            for edge in (part.flat.start, part.flat.stop, part.local.start, part.local.stop):
                 assert edge % ALIGN_ELEMENTS == 0
-        everywhere += runs
-    assert tiles([run.flat for run in everywhere], 0, elements)
-    starts = sorted((run.flat.start, run.flat.stop, run.decays) for run in everywhere)
+        everywhere += parts
+    assert tiles([part.flat for part in everywhere], 0, elements)
+    starts = sorted((part.flat.start, part.flat.stop, part.kind) for part in everywhere)
     for row in table:
-        touched = [decays for start, stop, decays in starts if start < row.offset + row.elements and stop > row.offset]
-        assert set(touched) == {row.decays}, row.name
+        touched = [kind for start, stop, kind in starts if start < row.offset + row.elements and stop > row.offset]
+        assert set(touched) == {decays(row)}, row.name
 
 
 @shapes
@@ -164,25 +169,22 @@ def test_neighbouring_updates_are_one(shape: ModelShape) -> None:
     """A call for each kind of tensor, not for each tensor: of a rank that is alone the buckets do not cut them either."""
     for lanes in (1, 4):
         table, all_buckets, _ = layout(shape, lanes)
-        runs = list(update_runs(table, all_buckets, 0, 1))
-        assert all(a.decays != b.decays for a, b in itertools.pairwise(runs))
-        assert len(runs) == 2 * shape.num_layers
-        assert all(run.flat == run.local for run in runs)
+        parts = update_parts(table, all_buckets, 0, 1, decays)
+        assert all(a.kind != b.kind for a, b in itertools.pairwise(parts))
+        assert len(parts) == 2 * shape.num_layers
+        assert all(part.flat == part.local for part in parts)
 
 
-def test_kinds_reach_to_the_end_of_their_bucket() -> None:
+def test_rows_reach_to_the_end_of_their_bucket() -> None:
     table, all_buckets, _ = layout(ODD, 4)
     for bucket in all_buckets:
-        kinds = list(kind_ranges(table, bucket))
-        assert tiles([slice(kind.start, kind.stop) for kind in kinds], bucket.start, bucket.stop)
+        ranges = [slice(start, stop) for start, stop, _ in row_ranges(table, bucket)]
+        assert tiles(ranges, bucket.start, bucket.stop)
 
 
-@pytest.mark.parametrize("zero", [0, 1])
-def test_gradients_that_are_kept_lie_flat(zero: int) -> None:
+def test_gradients_where_their_buckets_are_lie_flat() -> None:
     table, all_buckets, _ = layout(TINY, 4)
-    places = gradient_places(all_buckets, zero)
-    assert all(places[bucket.name] == bucket.flat for bucket in all_buckets)
-    assert placed(table, all_buckets, places) == table
+    assert moved(table, all_buckets, {bucket.name: bucket.flat for bucket in all_buckets}) == table
 
 
 @settings(max_examples=60, deadline=None)
@@ -192,7 +194,7 @@ def test_the_ring_has_room(layers: int, lanes: int, channels: int) -> None:
     the block below begins. So any RING neighbours have places of their own, and the embedding and the last norm theirs."""
     shape = ModelShape(vocab_size=100, sequence_length=16, num_layers=layers, num_heads=1, channels=channels)
     table, all_buckets, elements = layout(shape, lanes)
-    places = gradient_places(all_buckets, 2)
+    places = gradient_ring(all_buckets)
     assert all(places[b.name].stop - places[b.name].start == b.elements for b in all_buckets)
     for index in range(len(all_buckets)):
         alive = [places[b.name] for b in (all_buckets[0], *all_buckets[max(1, index - 1) : index + 2])]
@@ -204,7 +206,6 @@ def test_the_ring_has_room(layers: int, lanes: int, channels: int) -> None:
     room = max(place.stop for place in places.values())
     block, kept = all_buckets[1].elements, all_buckets[0].elements + all_buckets[-1].elements
     assert room == kept + min(RING, layers) * block <= elements
-    moved = placed(table, all_buckets, places)
-    for old, new in zip(table, moved, strict=True):
+    for old, new in zip(table, moved(table, all_buckets, places), strict=True):
         bucket = next(b for b in all_buckets if b.start <= old.offset < b.stop)
         assert new.offset - places[bucket.name].start == old.offset - bucket.start

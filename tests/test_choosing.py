@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from handgrad.ops import reference as ops
+from handgrad.ops.reference import decode as ops
 from handgrad.ops.reference.decode import filtered, gumbel
 
 OFF: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}

@@ -27,7 +27,7 @@ def nan(*shape: int) -> Tensor:
 
 def test_embedding_decode() -> None:
     wte, wpe, out = randn(11, 7), randn(5, 7, seed=1), nan(3, 7)
-    ops.embedding_decode(out, torch.tensor([10, 0, 10]), torch.tensor([4, 0, 1]), wte, wpe)
+    ops.decode.embedding_decode(out, torch.tensor([10, 0, 10]), torch.tensor([4, 0, 1]), wte, wpe)
     assert torch.equal(out, torch.stack([wte[10] + wpe[4], wte[0] + wpe[0], wte[10] + wpe[1]]))
 
 
@@ -35,12 +35,12 @@ def test_embedding_decode() -> None:
 def test_layernorm_linear(with_bias: bool) -> None:
     x, w, b, weight, bias = randn(3, 7), randn(7, seed=1), randn(7, seed=2), randn(12, 7, seed=3), randn(12, seed=4)
     out, ln, mean, rstd = nan(3, 12), nan(3, 7), nan(3), nan(3)
-    ops.layernorm_linear_decode(out, ln, mean, rstd, x, w, b, weight, bias if with_bias else None)
+    ops.decode.layernorm_linear_forward(out, ln, mean, rstd, x, w, b, weight, bias if with_bias else None)
     expected = torch.nn.functional.layer_norm(x, (7,), w, b) @ weight.t() + (bias if with_bias else 0)
     assert torch.allclose(out, expected, rtol=1e-12, atol=1e-12)
     fc = nan(3, 12)
     if with_bias:
-        ops.layernorm_linear_gelu_decode(out, fc, ln, mean, rstd, x, w, b, weight, bias)
+        ops.decode.layernorm_linear_gelu_forward(out, fc, ln, mean, rstd, x, w, b, weight, bias)
         expected = torch.nn.functional.gelu(expected, approximate="tanh")
         assert torch.allclose(out, expected, rtol=1e-12, atol=1e-12)
 
@@ -56,7 +56,7 @@ def test_decoding_goes_on_where_prompts_were_stored() -> None:
     assert keys[[0, 2]].isnan().all() and keys[:, :, T:].isnan().all() and values[:, :, T:].isnan().all()
     new, out = randn(B, 3 * H * D, seed=1), nan(B, H * D)
     positions = torch.tensor([0, 4, 0, 6])
-    ops.attention_decode(out, keys, values, new, positions)
+    ops.decode.attention_decode(out, keys, values, new, positions)
     for slot, prompt in ((3, 0), (1, 1)):
         place = int(positions[slot])
         whole = torch.cat([qkv.view(2, T, -1)[prompt, :place], new[slot : slot + 1]])

@@ -9,45 +9,33 @@ from types import ModuleType
 import pytest
 import torch
 
+from handgrad import fp8
+from handgrad.dropout.bind import dropout_operations
+from handgrad.fp8 import reference as fp8_reference
 from handgrad.fp8.formats import AMAX, CLIPPED, E4M3, VANISHED, Form, Quantized
-from handgrad.ops import reference
+from handgrad.ops import OPERATIONS, SET_UP, reference
 from handgrad.tools import doctor
 from handgrad.tools.kernel_checks import checking
 from handgrad.tools.kernel_checks.draw import Draw
+from handgrad.tools.kernel_checks.dropout import DROPOUT_CASES, check_dropout_kernels
 from handgrad.tools.kernel_checks.fp8 import FP8_CASES, Fp8Draw, check_fp8_kernels
 from handgrad.tools.kernel_checks.operations import CASES, check_kernels
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-def backend(**changed: object) -> ModuleType:
+def backend(ops: ModuleType = reference, **changed: object) -> ModuleType:
     made = ModuleType("changed")
-    vars(made).update({name: getattr(reference, name) for name in reference.__all__} | changed)
+    names = *OPERATIONS, *SET_UP, *fp8.OPERATIONS
+    vars(made).update({name: getattr(ops, name) for name in names if hasattr(ops, name)} | changed)
     return made
 
 
 def test_every_kernel_has_a_case() -> None:
-    """Generation and the sum of two tensors are plain torch in both backends. `quantize` makes fp8 numbers."""
-    not_kernels = {
-        "attention_decode",
-        "choose_tokens",
-        "embedding_decode",
-        "layernorm_linear_decode",
-        "layernorm_linear_gelu_decode",
-        "linear_residual_decode",
-        "store_keys_values",
-        "residual_forward",
-        "quantize",
-        "attention_scratch_bytes",
-        "choosing_scratch_bytes",
-        "check_sizes",
-        "compile_ahead",
-        "scratch_bytes",
-        "statistics_parts",
-        "tuned_keep_bf16",
-        "versions",
-    }
-    assert {operation for operation, _ in CASES.values()} == set(reference.__all__) - not_kernels
+    """The rest is plain torch in both backends, or two operations in a row."""
+    composed = {"layernorm_linear_forward", "layernorm_linear_gelu_forward"}
+    not_kernels = {"store_keys_values", "residual_forward"} | composed
+    assert {operation for operation, _ in CASES.values()} == set(OPERATIONS) - not_kernels
 
 
 def test_the_cases_fit_the_kernels() -> None:
@@ -65,7 +53,7 @@ def test_the_fp8_cases_fit_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the cases launch is launched as the kernels take it, here on the reference; each quantising operation is."""
     pytest.importorskip("triton")
     pytest.importorskip("nvmath")
-    from handgrad.ops import cuda as kernels
+    from handgrad.fp8 import cuda as kernels
 
     monkeypatch.setattr(checking, "SCRATCH_BYTES", 64)
     launched: set[str] = set()
@@ -76,15 +64,16 @@ def test_the_fp8_cases_fit_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
             with_scratch = {"scratch": scratch} if "scratch" in signature.parameters else {}
             signature.bind(*arguments, **named, **with_scratch)
             launched.add(name)
-            getattr(reference, name)(*arguments, **named)
+            getattr(fp8_reference, name)(*arguments, **named)
 
         return operation
 
-    kept = {"statistics_parts": reference.statistics_parts}
-    ops = backend(**{name: taken(name) for name in reference.__all__} | kept)
+    names = *OPERATIONS, *fp8.OPERATIONS
+    kept = {"statistics_parts": fp8_reference.statistics_parts}
+    ops = backend(fp8_reference, **{name: taken(name) for name in names} | kept)
     lines = list(check_fp8_kernels(ops, CPU))
     assert all(well for well, _ in lines), lines
-    operations = {name for name in reference.__all__ if "Quantized" in str(inspect.signature(getattr(reference, name)))}
+    operations = {name for name in names if "Quantized" in str(inspect.signature(getattr(fp8_reference, name)))}
     quantised_on_the_way = {"bias_backward"}  # the end of `linear_backward`
     assert operations >= {"layernorm_forward", "attention_backward", "linear_residual_forward"}
     assert launched >= {"quantize", "classifier_forward_backward"} | operations - quantised_on_the_way
@@ -103,9 +92,25 @@ def test_the_reference_passes(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatc
     assert any(re.fullmatch(r"layernorm_backward works \(relative error \d\.\de-\d+, .*\)", line) for _, line in lines)
 
 
+def test_the_reference_passes_with_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checking, "SCRATCH_BYTES", 64)
+    lines = list(check_dropout_kernels(dropout_operations(reference), CPU, torch.bfloat16))
+    assert len(lines) == len(DROPOUT_CASES) and all(well for well, _ in lines), lines
+
+
+def test_the_dropout_cases_fit_the_kernels() -> None:
+    pytest.importorskip("triton")
+    pytest.importorskip("nvmath")
+    from handgrad.dropout import cuda as kernels
+
+    for operation, make in DROPOUT_CASES.items():
+        arguments = make(Draw(torch.bfloat16, CPU))
+        inspect.signature(getattr(kernels, operation)).bind(**arguments, **scratch(kernels, operation))
+
+
 def test_the_reference_passes_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checking, "SCRATCH_BYTES", 64)
-    lines = list(check_fp8_kernels(reference, CPU))
+    lines = list(check_fp8_kernels(fp8_reference, CPU))
     assert len(lines) == len(FP8_CASES) and all(well for well, _ in lines), lines
     assert (True, "quantize to fp8 works (no difference)") in lines
     assert any(re.fullmatch(r"linear_backward in fp8 works \(relative error \d\.\de-\d+, .*\)", line) for _, line in lines)
@@ -113,9 +118,9 @@ def test_the_reference_passes_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_the_fp8_cases_quantise_saturates_and_vanishes() -> None:
     """Else a kernel that wraps around or does not count would pass."""
-    draw = Fp8Draw(reference, CPU)
+    draw = Fp8Draw(fp8_reference, CPU)
     out = draw.output((192, 128), E4M3, 2)
-    reference.quantize(out, draw(192, 128) ** 7)
+    fp8_reference.quantize(out, draw(192, 128) ** 7)
     assert (out.statistics[[CLIPPED, VANISHED]] > 10).all()
     assert out.statistics[AMAX].max() * 2.0**2 > 448
 
@@ -151,24 +156,24 @@ def test_a_wrong_kernel_does_not_pass(operation: str, broken, told: str, monkeyp
 
 
 def rounds_elsewhere(out: Quantized, inp: torch.Tensor) -> None:
-    reference.quantize(out, inp)
+    fp8_reference.quantize(out, inp)
     assert out.rows is not None
     bits = out.rows.view(torch.uint8)
     bits[bits == bits[0, 0]] ^= 1  # another number in the last place, where it stands
 
 
 def counts_nothing(out: Form, **arguments: torch.Tensor) -> None:
-    reference.layernorm_forward(out, **arguments)
+    fp8_reference.layernorm_forward(out, **arguments)
     if isinstance(out, Quantized):
         out.statistics[CLIPPED:] = 0
 
 
 def forgets_to_transpose(dqkv: Form, **arguments: torch.Tensor) -> None:
-    reference.attention_backward(replace(dqkv, columns=None) if isinstance(dqkv, Quantized) else dqkv, **arguments)
+    fp8_reference.attention_backward(replace(dqkv, columns=None) if isinstance(dqkv, Quantized) else dqkv, **arguments)
 
 
 def one_percent_off(dweight_acc, **arguments) -> None:
-    reference.linear_backward(dweight_acc=dweight_acc, **arguments)
+    fp8_reference.linear_backward(dweight_acc=dweight_acc, **arguments)
     dweight_acc *= 0.99
 
 
@@ -196,7 +201,7 @@ def no_such_product(**arguments) -> None:
 )
 def test_a_wrong_fp8_kernel_does_not_pass(operation: str, broken, told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checking, "SCRATCH_BYTES", 64)
-    failed = [line for well, line in check_fp8_kernels(backend(**{operation: broken}), CPU) if not well]
+    failed = [line for well, line in check_fp8_kernels(backend(fp8_reference, **{operation: broken}), CPU) if not well]
     assert len(failed) == len(told), failed
     for line, beginning in zip(failed, told, strict=True):
         assert line.startswith(beginning) and line.endswith("use --backend reference") and "\n" not in line, line
@@ -204,7 +209,7 @@ def test_a_wrong_fp8_kernel_does_not_pass(operation: str, broken, told: list[str
 
 def test_without_a_gpu() -> None:
     assert list(doctor.examine_gpu(CPU)) == [
-        (True, "the kernels need an NVIDIA GPU; on cpu runs take the reference operations")
+        (True, "the kernels need an NVIDIA GPU; on cpu runs use the reference operations")
     ]
 
 
@@ -250,20 +255,25 @@ def test_a_gpu_that_is_too_old(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_kernels_are_launched(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("handgrad.backend.why_no_kernels", lambda device: "")
-    ops = backend(versions=lambda: {"products": "cuBLASLt 13, 42 algorithms", "attention": "Triton"})
-    monkeypatch.setattr("importlib.import_module", {"handgrad.ops.cuda": ops}.__getitem__)
+    told = {"products": "cuBLASLt 13, 42 algorithms", "attention": "Triton"}
+    ops, fp8_ops = backend(versions=lambda: told), backend(fp8_reference, versions=lambda: told)
+    monkeypatch.setattr("importlib.import_module", {"handgrad.ops.cuda": ops, "handgrad.fp8.cuda": fp8_ops}.__getitem__)
     monkeypatch.setattr(doctor, "check_kernels", lambda *found: iter([(found == (ops, CUDA, torch.float16), "checked")]))
+    dropout = object()
+    monkeypatch.setattr(doctor, "dropout_operations", {ops: dropout}.__getitem__)
+    monkeypatch.setattr(doctor, "check_dropout_kernels", lambda *found: iter([(found[0] is dropout, "with dropout")]))
     monkeypatch.setattr(doctor.devices, "use_precision", lambda device, precision: doctor.devices.DTYPES[precision])
     lines = list(doctor.examine_gpu(CUDA))
-    assert lines[-3:] == [
-        (True, "products by cuBLASLt 13, 42 algorithms; attention by Triton"),
+    assert lines[-4:] == [
+        (True, "GEMMs by cuBLASLt 13, 42 algorithms; attention by Triton"),
         (True, "checked"),
+        (True, "with dropout"),
         (
             True,
             "--precision fp8 needs compute capability 8.9 (Ada, Hopper or newer), this GPU has 7.0: train in fp16",
         ),
     ]
-    monkeypatch.setattr(doctor, "check_fp8_kernels", lambda *found: iter([(found == (ops, CUDA), "checked in fp8")]))
+    monkeypatch.setattr(doctor, "check_fp8_kernels", lambda *found: iter([(found == (fp8_ops, CUDA), "checked in fp8")]))
     for capability in ((8, 9), (9, 0), (12, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None, of=capability: of)
         monkeypatch.setattr(doctor, "check_kernels", lambda *found: iter([]))

@@ -13,24 +13,20 @@ from torch import Tensor
 
 from benchmarks.twin import Twin
 from handgrad.config import RunConfig, check
-from handgrad.data.batches import Batches
-from handgrad.data.shards import open_dataset
 from handgrad.dropout import reference as dropout_ops
-from handgrad.dropout.bind import WithDropout
+from handgrad.dropout.bind import SAMPLES
 from handgrad.dropout.masks import Dropout
 from handgrad.dropout.reference import attention_mask
 from handgrad.errors import UsageError
-from handgrad.models import transformer
-from handgrad.models.activations import SAMPLES
+from handgrad.models import gpt2
 from handgrad.ops import reference as ops
 from handgrad.run.header import dropout_lines
+from handgrad.run.resolve import resolve
 from handgrad.run.start import train
-from handgrad.training.feed import BatchFeed
-from handgrad.training.state import allocate_state, training_plan, with_dropout
 from tests.conftest import Model, make_model
 from tests.test_model import ODD, run
 from tests.test_runs import elsewhere, same_bits
-from tests.test_training import CPU, steps_of
+from tests.test_training import assembly_of, steps_of
 
 P = 0.3
 
@@ -49,16 +45,9 @@ def place(site: int = 0, *, samples: Tensor | None = None, seed: int = 1337, p: 
 # The gradient.
 
 
-def dropping(model: Model) -> WithDropout:
-    """The operations of a model that was made with dropout."""
-    bound = with_dropout(ops, model.weights, model.gradients, model.act, P, 1337)
-    assert isinstance(bound, WithDropout)
-    return bound
-
-
 def loss_of_twin(twin: Twin, model: Model) -> Tensor:
     """The twin's loss with the operations' masks at GPT-2's places."""
-    tokens, bound = model.act.tokens, dropping(model)
+    tokens, bound = model.act.tokens, model.ops
     B, T = tokens.shape
     C, H = model.shape.channels, model.shape.num_heads
 
@@ -82,7 +71,7 @@ def loss_of_twin(twin: Twin, model: Model) -> Tensor:
 @pytest.mark.parametrize(("batch", "length", "chunk"), [(1, 1, 1), (3, 17, 20)])
 def test_gradients_equal_autograd(batch: int, length: int, chunk: int, recompute: int) -> None:
     model = make_model(ODD, batch, length, recompute=recompute, chunk=chunk, dropout=P)
-    run(model, recompute=recompute, scale=1 / (batch * length), ops=dropping(model))
+    run(model, recompute=recompute, scale=1 / (batch * length))
     twin = Twin(model.shape, padded=True).double()
     twin.load(model.table, model.flat)
     loss = loss_of_twin(twin, model)
@@ -100,7 +89,7 @@ def test_recompute_levels_give_the_same_bits(dtype: torch.dtype) -> None:
     found = []
     for level in (0, 1, 2):
         model = make_model(ODD, 3, 16, dtype, recompute=level, dropout=P)
-        run(model, recompute=level, ops=dropping(model))
+        run(model, recompute=level)
         found.append((model.flat_gradients, model.act.losses.clone()))
     for gradients, losses in found[1:]:
         assert torch.equal(gradients, found[0][0]) and torch.equal(losses, found[0][1])
@@ -109,10 +98,10 @@ def test_recompute_levels_give_the_same_bits(dtype: torch.dtype) -> None:
 def test_evaluation_leaves_nothing_out() -> None:
     dropped, without = (make_model(ODD, 3, 16, torch.float32, dropout=p) for p in (P, 0.0))
     for model in (dropped, without):
-        transformer.loss(ops, model.weights, model.act, vocab_size=ODD.vocab_size)
+        gpt2.loss(ops, model.weights, model.act, vocab_size=ODD.vocab_size)
     evaluated = dropped.act.losses.clone()
     assert torch.equal(evaluated, without.act.losses)
-    run(dropped, ops=dropping(dropped))
+    run(dropped)
     assert (dropped.act.losses != evaluated).all(), "training leaves something out"
 
 
@@ -202,7 +191,7 @@ def test_masks_look_random(p: float) -> None:
 
 def test_sites_are_numbered_in_the_order_of_the_forward() -> None:
     model = make_model(ODD, 1, 19, dropout=P)
-    bound, sites = dropping(model), [0]
+    bound, sites = model.ops, [0]
     assert bound.embedding.site == 0
     for act, w, g in zip(model.act.blocks, model.weights.blocks, model.gradients.blocks, strict=True):
         block = (bound.attention[act.lse], bound.forward[w.proj_bias], bound.forward[w.fcproj_bias])
@@ -241,13 +230,10 @@ def with_p(config: RunConfig) -> RunConfig:
 
 
 def test_the_feed_says_which_samples(with_p: RunConfig) -> None:
-    dataset = open_dataset(with_p.data)
-    state = allocate_state(with_p, with_p.shape(dataset.tokenizer.vocab_size), torch.float32, CPU, ops)
-    feed = BatchFeed(Batches(dataset.splits["train"], with_p.sequence_length, 1), state.activations)
-    assert state.activations.samples is not None
+    training = assembly_of(with_p)
     for first in (0, 2**33 + 5):
-        feed.fill(first)
-        assert state.activations.samples.tolist() == list(range(first, first + with_p.micro_batch))
+        training.feed.fill(first)
+        assert training.state.views[SAMPLES].tolist() == list(range(first, first + with_p.micro_batch))
 
 
 def test_the_micro_batch_changes_nothing_but_rounding(with_p: RunConfig) -> None:
@@ -270,9 +256,8 @@ def test_a_resumed_run_has_the_same_bits(with_p: RunConfig) -> None:
 
 
 def test_memory_is_the_numbers_of_the_samples(config: RunConfig) -> None:
-    shape = config.shape(257)
-    plans = [training_plan(dataclasses.replace(config, dropout=p), shape, torch.float32, CPU, ops) for p in (0.0, P)]
-    without, with_dropout = ({name: view.shape for name, view in plan.allocate(CPU).items()} for plan in plans)
+    plans = [resolve(dataclasses.replace(config, dropout=p), 257).plan for p in (0.0, P)]
+    without, with_dropout = ({buffer.name: buffer.shape for buffer in plan.buffers} for plan in plans)
     assert with_dropout == without | {SAMPLES: (config.micro_batch,)}
     assert plans[1].total_bytes - plans[0].total_bytes <= 512, "one row, aligned"
 
@@ -280,16 +265,17 @@ def test_memory_is_the_numbers_of_the_samples(config: RunConfig) -> None:
 def test_header_and_plan_say_what_it_costs(config: RunConfig) -> None:
     """Two layers: 24 passes over 4 x 32 tokens of 32 channels in float32, half of that in bf16."""
     for precision, moved in (("fp32", "384.0 KiB"), ("bf16", "192.0 KiB")):
-        (line,) = dropout_lines(dataclasses.replace(config, dropout=0.1, precision=precision))
+        dropping = dataclasses.replace(config, dropout=0.1, precision=precision)
+        (line,) = dropout_lines(dropping, resolve(dropping, 257))
         assert line.startswith("dropout    0.1 ") and line.endswith(
             f"masks take no memory, and a micro-batch moves {moved} more"
         )
-    assert dropout_lines(config) == []
+    assert dropout_lines(config, resolve(config, 257)) == []
 
 
 def test_nothing_is_left_out_unless_asked_for(config: RunConfig) -> None:
     state, _ = steps_of(config, 0)
-    assert config.dropout == 0 and state.activations.samples is None
+    assert config.dropout == 0 and SAMPLES not in state.views
 
 
 @pytest.mark.parametrize(

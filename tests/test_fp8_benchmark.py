@@ -19,12 +19,13 @@ pytest.importorskip("nvmath")
 from benchmarks import fp8_bytes, fp8_kernels, fp8_products, gpu_fp8
 from benchmarks.fp8_kernels import Making, Size
 from handgrad.config import ModelShape
-from handgrad.fp8.cuda import attention
+from handgrad.fp8.cuda import attention, classifier, layernorm, linear, quantizing
 from handgrad.fp8.cuda import gelu as gelu_fp8
-from handgrad.fp8.cuda import quantize as fp8
+from handgrad.fp8.tables import fp8_gemms
+from handgrad.models import gpt2
 from handgrad.ops import cuda as kernels
-from handgrad.ops.cuda import classifier, layernorm, linear
-from tests.conftest import fp8_config, make_model
+from handgrad.ops.cuda import linear as plain_linear
+from tests.conftest import make_model
 from tests.kernels.test_fp8_kernels import rounded
 from tests.kernels.test_gelu_fp8 import separately, word
 
@@ -61,11 +62,12 @@ def multiply(d: Tensor, a: Tensor, b: Tensor, *, scratch: Tensor, **options: Any
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """What there is on a GPU alone: fp8 conversions, PTX, cuBLASLt, a clock."""
-    for module in (fp8, layernorm, classifier, attention, gelu_fp8):
+    for module in (quantizing, layernorm, classifier, attention, gelu_fp8):
         monkeypatch.setattr(module, "rounded", rounded)
     monkeypatch.setattr(gelu_fp8, "word", word)
     monkeypatch.setattr(gelu_fp8, "gelu_and_derivative", separately)
-    monkeypatch.setattr(linear, "multiply", multiply)
+    for module in (linear, plain_linear):
+        monkeypatch.setattr(module, "multiply", multiply)
     monkeypatch.setattr(gpu_fp8, "Clock", Clock)
     monkeypatch.setattr(fp8_kernels, "compile_all", lambda sizes: {})
     monkeypatch.setattr(kernels, "versions", lambda: {"products": "torch"})
@@ -73,7 +75,8 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("fp8", [False, True])
 def test_bytes_are_those_of_a_models_tensors(fp8: bool) -> None:
-    model = make_model(SHAPE, 2, 32, torch.bfloat16, fp8=fp8_config(SHAPE) if fp8 else None)
+    gemms = fp8_gemms("", "", SHAPE.num_layers, gpt2.FP8_PARTS)
+    model = make_model(SHAPE, 2, 32, torch.bfloat16, fp8=gemms if fp8 else None)
     for row in fp8_bytes.ROWS:
         operands, units = (row.fp8, row.fp8_units) if fp8 else (row.bf16, row.bf16_units)
         for side, expected in zip((operands or "->").split("->"), units, strict=True):

@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from handgrad.config import ModelShape, RunConfig
-from handgrad.fp8 import reference as ops
-from handgrad.fp8.formats import E4M3, E5M2, FORMATS
-from handgrad.fp8.tables import fp8_products
-from handgrad.models import transformer
+from handgrad.config import ModelShape
+from handgrad.fp8 import reference as fp8_ops
+from handgrad.fp8.formats import E4M3, E5M2
+from handgrad.fp8.tables import Fp8Gemms, fp8_gemms
+from handgrad.models import gpt2
+from handgrad.ops import reference as ops
 from handgrad.presets import gpt2_124m
-from handgrad.training.state import training_plan
-from tests.conftest import Model, fp8_config, make_model, quantized_weights
+from handgrad.run.resolve import resolve
+from tests.conftest import Model, make_model, quantized_weights
 from tests.test_fp8_numbers import LARGEST, bits, largest_scales, magnitudes, nearest_codes
 
 SHAPE = ModelShape(vocab_size=57, sequence_length=16, num_layers=2, num_heads=2, channels=32)
@@ -23,30 +24,28 @@ BATCH, LENGTH = 3, 16
 BOTH_OF_THE_HEAD = "forward,dgrad"
 
 
-def run(model: Model, operations: Any = ops, *, recompute: int = 0) -> tuple[Tensor, Tensor]:
+def run(model: Model, *, recompute: int = 0) -> tuple[Tensor, Tensor]:
     """(losses, flat gradients) of the sum of the losses."""
-    transformer.loss_and_gradients(
-        operations,
-        model.weights,
-        model.gradients,
-        model.act,
-        torch.ones(1),
-        vocab_size=model.shape.vocab_size,
-        recompute=recompute,
-    )
+    model.forward()
+    model.backward(torch.ones(1), recompute)
     return model.act.losses.clone(), model.flat_gradients
 
 
-def make(dtype: torch.dtype, *, recompute: int = 0, fp8: RunConfig | None = None, chunk: int = 20) -> Model:
-    return make_model(SHAPE, BATCH, LENGTH, dtype, recompute=recompute, chunk=chunk, fp8=fp8)
+def gemms_of(keep_bf16: str = "", head: str = "") -> Fp8Gemms:
+    return fp8_gemms(keep_bf16, head, SHAPE.num_layers, gpt2.FP8_PARTS)
+
+
+def make(dtype: torch.dtype, fp8: Fp8Gemms | None = None, gradients: torch.dtype = E5M2, *, recompute: int = 0) -> Model:
+    settings = {"recompute": recompute, "chunk": 20, "fp8": fp8, "gradient_format": gradients}
+    return make_model(SHAPE, BATCH, LENGTH, dtype, **settings)
 
 
 class RoundedProducts:
     """The reference on plain tensors, but a product that is wanted in fp8 rounds its operands to the nearest numbers of
     the format, each tensor at the largest scale that clips nothing."""
 
-    def __init__(self, model: Model, config: RunConfig):
-        self.products, self.gradient_format = fp8_products(config), FORMATS[config.fp8_gradients]
+    def __init__(self, model: Model, gemms: Fp8Gemms, gradient_format: torch.dtype):
+        self.gemms, self.gradient_format = gemms, gradient_format
         parts = {"qkv_weight": "qkv", "proj_weight": "proj", "fc_weight": "mlp", "fcproj_weight": "mlp"}
         self.part_of = {
             getattr(block, name).data_ptr(): (layer, part)
@@ -59,7 +58,7 @@ class RoundedProducts:
 
     def wants(self, weight: Tensor, product: str) -> bool:
         part = self.part_of.get(weight.data_ptr())
-        return product in self.products.head if part is None else part in self.products.blocks
+        return product in self.gemms.head if part is None else part in self.gemms.blocks
 
     def rounded(self, x: Tensor, kind: torch.dtype, scale: Tensor | None = None) -> Tensor:
         """The same numbers in float32, each rounded."""
@@ -94,7 +93,7 @@ class RoundedProducts:
     ) -> None:
         if weight.data_ptr() not in self.part_of:  # the head: its weight gradient is never in fp8
             ops.linear_backward(dinp, dweight, None, dout, inp, weight)
-            if "dgrad" in self.products.head:
+            if "dgrad" in self.gemms.head:
                 left = self.rounded(dout, E5M2, torch.tensor([2.0**15]))
                 dinp.copy_(torch.mm(left, self.rounded(weight, E4M3)))
         elif self.wants(weight, "dgrad"):
@@ -106,6 +105,15 @@ class RoundedProducts:
         else:
             ops.linear_backward(dinp, dweight, dbias, dout, inp, weight)
 
+    def layernorm_linear_forward(self, out: Tensor, *tensors: Tensor, **scratch: Tensor) -> None:
+        norm, product = (*tensors[:6],), tensors[6:]
+        self.layernorm_forward(*norm)
+        self.linear_forward(out, norm[0], *product)
+
+    def layernorm_linear_gelu_forward(self, out: Tensor, hidden: Tensor, *tensors: Tensor, **scratch: Tensor) -> None:
+        self.layernorm_forward(*tensors[:6])
+        self.linear_gelu_forward(out, hidden, tensors[0], *tensors[6:])
+
     def gelu_linear_backward(self, dhidden: Tensor, dweight: Tensor, *rest: Tensor, **buffers: Any) -> None:
         dout, inp, hidden, weight = rest
         self.linear_backward(dhidden, dweight, None, dout, inp, weight)
@@ -113,71 +121,70 @@ class RoundedProducts:
 
 
 SETTINGS = {
-    "all": {},
-    "e4m3 gradients": {"fp8_gradients": "e4m3"},
-    "without qkv": {"fp8_keep_bf16": "qkv"},
-    "without parts of layers": {"fp8_keep_bf16": "0.mlp, 1.proj"},
-    "one part alone": {"fp8_keep_bf16": "mlp,qkv,0.proj"},
-    "head forward": {"fp8_head": "forward"},
-    "head dgrad": {"fp8_head": "dgrad"},
-    "head alone": {"fp8_head": BOTH_OF_THE_HEAD, "fp8_keep_bf16": "qkv,proj,mlp"},
-    "all and head": {"fp8_head": BOTH_OF_THE_HEAD, "fp8_gradients": "e4m3"},
+    "all": (gemms_of(), E5M2),
+    "e4m3 gradients": (gemms_of(), E4M3),
+    "without qkv": (gemms_of("qkv"), E5M2),
+    "without parts of layers": (gemms_of("0.mlp, 1.proj"), E5M2),
+    "one part alone": (gemms_of("mlp,qkv,0.proj"), E5M2),
+    "head forward": (gemms_of("", "forward"), E5M2),
+    "head dgrad": (gemms_of("", "dgrad"), E5M2),
+    "head alone": (gemms_of("qkv,proj,mlp", BOTH_OF_THE_HEAD), E5M2),
+    "all and head": (gemms_of("", BOTH_OF_THE_HEAD), E4M3),
 }
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_products_that_are_wanted_and_no_others_round_their_operands(name: str) -> None:
     """At every recompute level, the bits of a model that keeps no fp8 number anywhere."""
-    config = fp8_config(SHAPE, **SETTINGS[name])
     plain = make(torch.bfloat16)
-    losses, gradients = run(plain, RoundedProducts(plain, config))
+    plain.ops = RoundedProducts(plain, *SETTINGS[name])
+    losses, gradients = run(plain)
     for recompute in (0, 1, 2):
-        found_losses, found = run(make(torch.bfloat16, fp8=config, recompute=recompute), recompute=recompute)
+        found_losses, found = run(make(torch.bfloat16, *SETTINGS[name], recompute=recompute), recompute=recompute)
         assert torch.equal(found_losses, losses)
         for row in plain.table:
             assert torch.equal(row.view(found), row.view(gradients)), row.name
 
 
 # The unit roundoff of a format, which bounds the relative error of every number that is neither clipped nor subnormal.
-ROUNDOFF = {"e4m3": 2.0**-4, "e5m2": 2.0**-3}
+ROUNDOFF = {E4M3: 2.0**-4, E5M2: 2.0**-3}
 
 
-def bound(config: RunConfig) -> float:
+def bound(gemms: Fp8Gemms, gradient_format: torch.dtype) -> float:
     """Of a gradient's relative error. It passes at most every forward product, every input gradient and one weight
     gradient, and each operand brings its roundoff. Errors of different roundings are independent, so they add in squares;
     the residual stream and the layer norms hand an error on about as large as it is. (That an operand's error is taken
     at its largest, 2.6 times the root of its mean square, leaves room for both.)"""
-    products = fp8_products(config)
-    activation, gradient = ROUNDOFF["e4m3"] ** 2, ROUNDOFF[config.fp8_gradients] ** 2
-    in_blocks = sum({"qkv": 1, "proj": 1, "mlp": 2}[part] for _, part in products.blocks)
+    activation, gradient = ROUNDOFF[E4M3] ** 2, ROUNDOFF[gradient_format] ** 2
+    in_blocks = sum({"qkv": 1, "proj": 1, "mlp": 2}[part] for _, part in gemms.blocks)
     squares = in_blocks * (2 * activation + (gradient + activation)) + bool(in_blocks) * (gradient + activation)
-    squares += ("forward" in products.head) * 2 * activation
-    squares += ("dgrad" in products.head) * (ROUNDOFF["e5m2"] ** 2 + activation)
+    squares += ("forward" in gemms.head) * 2 * activation
+    squares += ("dgrad" in gemms.head) * (ROUNDOFF[E5M2] ** 2 + activation)
     return math.sqrt(squares)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_gradients_are_as_near_as_the_formats_admit(name: str) -> None:
-    config = fp8_config(SHAPE, **SETTINGS[name])
+    admitted = bound(*SETTINGS[name])
     exact = make(torch.float32)
     exact.flat.copy_(exact.flat.bfloat16())
-    rounded = make(torch.float32, fp8=config)
+    rounded = make(torch.float32, *SETTINGS[name])
     rounded.flat.copy_(exact.flat)
     for form in quantized_weights(rounded).values():
-        ops.quantize(form, form.plain)
+        fp8_ops.quantize(form, form.plain)
     (losses, expected), (found_losses, found) = run(exact), run(rounded)
     for row in exact.table:
         error = ((row.view(found) - row.view(expected)).norm() / row.view(expected).norm()).item()
-        assert 0 < error <= bound(config), f"{row.name}: relative error {error:.3f}, admitted {bound(config):.3f}"
-    assert ((found_losses - losses).norm() / losses.norm()) <= bound(config)
+        assert 0 < error <= admitted, f"{row.name}: relative error {error:.3f}, admitted {admitted:.3f}"
+    assert ((found_losses - losses).norm() / losses.norm()) <= admitted
 
 
 @pytest.mark.parametrize("recompute", [0, 2])
 def test_the_padded_vocabulary_touches_nothing(recompute: int) -> None:
     """With the largest numbers of the format in the padded rows of the embedding, the same bits and the same statistics:
     no amax has seen a padded number, nor any gradient."""
-    V, config = SHAPE.vocab_size, fp8_config(SHAPE, fp8_head=BOTH_OF_THE_HEAD)
-    clean, poisoned = (make(torch.bfloat16, fp8=config, recompute=recompute) for _ in range(2))
+    V, gemms = SHAPE.vocab_size, gemms_of("", BOTH_OF_THE_HEAD)
+    clean, poisoned = (make(torch.bfloat16, gemms, recompute=recompute) for _ in range(2))
     wte = quantized_weights(poisoned)["wte"]
     assert wte.rows is not None and wte.columns is not None and wte.plain is not None
     assert wte.statistics[0, 0] == wte.plain[:V].float().abs().max()
@@ -194,15 +201,15 @@ def test_the_padded_vocabulary_touches_nothing(recompute: int) -> None:
 
 def test_a_tensor_has_the_forms_that_are_read_and_no_others() -> None:
     """In a layer that keeps a part in bf16, its tensors are plain ones; elsewhere a gradient has no 16-bit form."""
-    model = make(torch.bfloat16, fp8=fp8_config(SHAPE, fp8_keep_bf16="0.qkv", fp8_head="dgrad"))
+    model = make(torch.bfloat16, gemms_of("0.qkv", "dgrad"))
     first, second = model.act.blocks
     assert isinstance(first.ln1, Tensor) and isinstance(model.weights.blocks[0].qkv_weight, Tensor)
     assert not isinstance(second.ln1, Tensor) and second.ln1.plain is None
-    gradients = [block.dqkv for block in model.act.gradients]
+    gradients = [block.dqkv for block in model.d.blocks]
     assert isinstance(gradients[0], Tensor) and not isinstance(gradients[1], Tensor) and gradients[1].plain is None
     head = quantized_weights(model)["wte"]
     assert head.rows is None and head.columns is not None, "its forward stays in 16 bits"
-    other = quantized_weights(make(torch.bfloat16, fp8=fp8_config(SHAPE, fp8_head="forward")))["wte"]
+    other = quantized_weights(make(torch.bfloat16, gemms_of("", "forward")))["wte"]
     assert other.rows is not None and other.columns is None
     for name, weight in quantized_weights(model).items():
         if name != "wte":
@@ -214,8 +221,7 @@ def test_a_run_in_fp8_takes_less_memory(gradients: str) -> None:
     """GPT-2 124M as its recipe trains it. The two fp8 forms of the weights cost what bf16 weights take once more."""
 
     def sizes(**settings: str) -> dict[str, int]:
-        config = replace(gpt2_124m(), **settings)
-        return training_plan(config, config.shape(50257), torch.bfloat16, torch.device("cpu"), ops).size_bytes
+        return resolve(replace(gpt2_124m(), device="cpu", **settings), 50257).plan.size_bytes
 
     bf16, fp8 = sizes(), sizes(precision="fp8", fp8_gradients=gradients)
     N, C, L = 64 * 1024, 768, 12

@@ -14,11 +14,12 @@ from handgrad.cli import main
 from handgrad.config import RunConfig
 from handgrad.errors import Preempted
 from handgrad.fp8.formats import COUNTING, MARGIN, SCALE
-from handgrad.run import loop
+from handgrad.fp8.scaling import Scaling
 from handgrad.run.start import train
+from handgrad.training.step import TrainStep
 from tests.conftest import small_run
 from tests.test_commands import SMALL, refused
-from tests.test_runs import elsewhere, records, same_bits
+from tests.test_runs import elsewhere, launch_ahead, records, same_bits
 
 STEPS = 8
 
@@ -54,16 +55,16 @@ def same(a: RunConfig, b: RunConfig) -> None:
 
 def stop_before(step: int, patch: pytest.MonkeyPatch, *, crash: bool) -> None:
     """The process is gone before `step` begins, or asked to go and may save."""
-    original = loop.Stepper.begin
+    original = TrainStep.begin
 
-    def begin(stepper: loop.Stepper, now: int) -> None:
+    def begin(training: TrainStep, now: int) -> None:
         if now == step - (not crash):
             if crash:
                 raise KeyboardInterrupt
             os.kill(os.getpid(), signal.SIGTERM)
-        original(stepper, now)
+        original(training, now)
 
-    patch.setattr(loop.Stepper, "begin", begin)
+    patch.setattr(TrainStep, "begin", begin)
 
 
 def train_until(config: RunConfig, step: int, *, crash: bool) -> None:
@@ -78,7 +79,8 @@ def test_two_runs_give_the_same_bits(
     whole: RunConfig, again: RunConfig, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Waiting for every step, as on a CPU, or launching the next one first, as on a GPU."""
-    monkeypatch.setattr(loop, "works_ahead", lambda device: ahead)
+    if ahead:
+        launch_ahead(monkeypatch)
     train(again)
     same(whole, again)
 
@@ -115,16 +117,21 @@ def test_without_master_weights_and_with_current_scales(again: RunConfig) -> Non
 def scales_at_the_start(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, dict]]:
     """Of each run that is started: whether it calibrates, and the scales (by name) of its first step."""
     found = []
-    original = loop.Stepper.calibrate
+    made: list[Scaling] = []
+    make, original = Scaling.__init__, TrainStep.prepare
 
-    def noting(stepper: loop.Stepper, step: int) -> None:
-        scaling = stepper.state.scaling
-        calibrates = scaling is not None and not scaling.calibrated
-        original(stepper, step)
-        if scaling is not None and (calibrates or not found):
-            found.append((calibrates, scaling.saved()))
+    def noting_scaling(scaling: Scaling, *rest: object) -> None:
+        make(scaling, *rest)
+        made.append(scaling)
 
-    monkeypatch.setattr(loop.Stepper, "calibrate", noting)
+    def noting(training: TrainStep, step: int) -> None:
+        calibrates = bool(made) and not made[-1].calibrated
+        original(training, step)
+        if made and (calibrates or not found):
+            found.append((calibrates, made[-1].saved()))
+
+    monkeypatch.setattr(Scaling, "__init__", noting_scaling)
+    monkeypatch.setattr(TrainStep, "prepare", noting)
     return found
 
 

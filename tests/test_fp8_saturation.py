@@ -6,15 +6,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from handgrad.config import RunConfig
 from handgrad.fp8.formats import INVERSE, MARGIN, SCALE
 from handgrad.fp8.scaling import Scaling
 from handgrad.run import loop
 from handgrad.run.start import train
+from handgrad.training.step import TrainStep
 from tests.conftest import small_run
 from tests.test_fp8_runs import manifest, same, train_until
-from tests.test_runs import elsewhere, records
+from tests.test_runs import elsewhere, launch_ahead, records
 
 STEPS = 8
 # The first step has calibrated scales. From the second on the tensor saturates; with fp8_saturation_steps 2 that is said
@@ -26,9 +28,9 @@ def make_saturate(patch: pytest.MonkeyPatch, names: tuple[str, ...], factor: flo
     """After every update, these tensors' scales are `factor` times too large."""
     original = Scaling.update
 
-    def update(scaling: Scaling, *rest: object) -> None:
-        original(scaling, *rest)
-        for place, row in enumerate(scaling.table):
+    def update(scaling: Scaling, controls: Tensor) -> None:
+        original(scaling, controls)
+        for place, row in enumerate(scaling.fp8.table):
             if row.name in names:
                 scaling.scaling[place, SCALE] *= factor
                 scaling.scaling[place, INVERSE] /= factor
@@ -78,12 +80,12 @@ def test_a_tensor_that_recovers_is_not_named(saturated: Callable[..., RunConfig]
     """Every second step: no two in a row."""
     original = Scaling.update
 
-    def every_second(scaling: Scaling, ops: object, controls: object, config: RunConfig) -> None:
+    def every_second(scaling: Scaling, controls: Tensor) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Scaling, "update", original)
             if controls[0] % 2:
                 make_saturate(patch, ("blocks.1.ln2",), 64.0)
-            scaling.update(ops, controls, config)
+            scaling.update(controls)
 
     monkeypatch.setattr(Scaling, "update", every_second)
     config = saturated("bf16")
@@ -142,7 +144,8 @@ def test_the_switch_is_the_same_every_time(
 ) -> None:
     """With another rhythm of checkpoints, too: launched ahead, no step but the first waits for its result."""
     again = dataclasses.replace(switched, out=str(tmp_path / "again"), save_every=0 if ahead else 1)
-    monkeypatch.setattr(loop, "works_ahead", lambda device: ahead)
+    if ahead:
+        launch_ahead(monkeypatch)
     train(again)
     same(switched, again)
 
@@ -153,7 +156,8 @@ def test_the_switch_is_the_same_every_time(
 def test_stopped_around_the_switch_and_resumed_gives_the_same_bits(
     switched: RunConfig, tmp_path: Path, crash: bool, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "works_ahead", lambda device: ahead)
+    if ahead:
+        launch_ahead(monkeypatch)
     for step in range(SAID - 1, LAST + 2):
         save_every = 1 if crash else 0
         again = dataclasses.replace(switched, out=str(tmp_path / f"stopped{step}"), save_every=save_every)
@@ -198,13 +202,13 @@ def test_two_parts_and_the_head_can_leave(saturated: Callable[..., RunConfig], m
 def test_a_switch_waits_for_a_step_whose_numbers_are_finite(
     saturated: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = loop.Stepper.result
+    original = TrainStep.result
 
-    def poisoned(stepper: loop.Stepper, step: int) -> object:
-        result = original(stepper, step)
+    def poisoned(training: TrainStep, step: int) -> object:
+        result = original(training, step)
         return dataclasses.replace(result, norm=float("inf"), skipped="norm is inf") if step == LAST - 1 else result
 
-    monkeypatch.setattr(loop.Stepper, "result", poisoned)
+    monkeypatch.setattr(TrainStep, "result", poisoned)
     config = saturated("bf16")
     train(config)
     assert [step for step, told in events(config) if "goes on in bf16" in told] == [LAST + 1]

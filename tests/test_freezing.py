@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from handgrad.models.parameters import count_parameters, parameter_table
 
 from handgrad.config import ModelShape, RunConfig
 from handgrad.errors import NumericsError
+from handgrad.models import parameter_table
 from handgrad.models.freezing import freeze
+from handgrad.models.rows import count_parameters
 from handgrad.report.page import write_report
-from handgrad.run import loop
 from handgrad.run.start import train
+from handgrad.training.step import TrainStep
 from tests.test_runs import elsewhere, interrupt_at, records, same_bits
 from tests.test_training import steps_of
 
@@ -49,13 +50,14 @@ def test_what_is_frozen_stays(settings: dict, config: RunConfig) -> None:
     config = dataclasses.replace(config, freeze=FROZEN, weight_decay=0.5, **settings)
     fresh, _ = steps_of(config, 0)
     state, _ = steps_of(config, 3)
-    frozen = {row.name for row in state.table if row.frozen}
+    table = state.design.parameters
+    frozen = {row.name for row in table if row.frozen}
     assert {"wte", "blocks.0.fc_weight", "blocks.1.ln2_bias"} <= frozen and "blocks.1.fc_weight" not in frozen
-    for row in state.table:
+    for row in table:
         for flat in (state.parameters, state.master):
             before = row.view(fresh.parameters if flat is state.parameters else fresh.master)
             assert torch.equal(before, row.view(flat)) == row.frozen, row.name
-        for moments in (state.first_moments, state.second_moments):
+        for moments in state.optimizer.values():
             assert bool((row.stored(moments) == 0).all()) == row.frozen, row.name
 
 
@@ -64,17 +66,16 @@ def test_the_norm_is_that_of_what_is_trained(config: RunConfig) -> None:
     whole, everything = steps_of(dataclasses.replace(config, clip_norm=0.0), 1)
     state, results = steps_of(dataclasses.replace(config, freeze=FROZEN, clip_norm=1e-3), 1)
     assert results[0].loss == everything[0].loss
+    table = state.design.parameters
 
     def norm(names: set[str]) -> float:
-        return math.sqrt(
-            sum(float(row.view(whole.gradients).double().pow(2).sum()) for row in state.table if row.name in names)
-        )
+        return math.sqrt(sum(float(row.view(whole.gradients).double().pow(2).sum()) for row in table if row.name in names))
 
-    trained = {row.name for row in state.table if not row.frozen}
+    trained = {row.name for row in table if not row.frozen}
     # Float32 squares and sums of up to 2^16 of them, pairwise: a few units in the last place.
-    assert abs(norm({row.name for row in state.table}) / everything[0].norm - 1) < 1e-6
+    assert abs(norm({row.name for row in table}) / everything[0].norm - 1) < 1e-6
     assert abs(norm(trained) / results[0].norm - 1) < 1e-6 and results[0].norm < 0.9 * everything[0].norm
-    clipped = state.first_moments.double().norm() / (1 - config.beta1)
+    clipped = state.optimizer["m"].double().norm() / (1 - config.beta1)
     assert abs(clipped - 1e-3) < 1e-8, "clipped to its own norm"
 
 
@@ -82,13 +83,13 @@ def test_a_gradient_that_is_not_trained_may_be_anything(config: RunConfig) -> No
     """Not finite where it is frozen: no update is skipped for it. Where it is trained: the step is, and named."""
 
     def losing(patch: pytest.MonkeyPatch, name: str) -> None:
-        original = loop.Stepper.finish
+        original = TrainStep.finish
 
-        def finish(stepper: loop.Stepper, step: int) -> None:
-            getattr(stepper.state.weight_gradients, name).fill_(math.nan)
-            original(stepper, step)
+        def finish(training: TrainStep, step: int) -> None:
+            getattr(training.state.weight_gradients, name).fill_(math.nan)
+            original(training, step)
 
-        patch.setattr(loop.Stepper, "finish", finish)
+        patch.setattr(TrainStep, "finish", finish)
 
     with pytest.MonkeyPatch.context() as patch:
         losing(patch, "wpe")
@@ -121,14 +122,5 @@ def test_a_frozen_run_goes_on_with_the_same_bits(config: RunConfig) -> None:
 def test_nothing_frozen_launches_what_it_always_did(config: RunConfig) -> None:
     state, _ = steps_of(config, 1)
     everything, _ = steps_of(dataclasses.replace(config, freeze="lnf_bias"), 1)
-    runs = [
-        list(loop.Stepper.update_runs(FakeStepper(s), frozen=frozen))
-        for s in (state, everything)
-        for frozen in (True, False)
-    ]
-    assert [len(found) for found in runs] == [0, 2 * config.num_layers, 1, 2 * config.num_layers]
-
-
-@dataclasses.dataclass
-class FakeStepper:
-    state: object
+    launches = [len(part) for s in (state, everything) for part in (s.frozen, s.owned)]
+    assert launches == [0, 2 * config.num_layers, 1, 2 * config.num_layers]

@@ -108,7 +108,7 @@ def code_blocks(path: Path) -> list[tuple[str, str]]:
 
 
 def python_blocks() -> list:
-    pages = sorted((ROOT / "docs").rglob("*.md"))
+    pages = sorted({*(ROOT / "docs").rglob("*.md")} - {ROOT / "docs" / "tour.md"})  # tests/test_readme.py runs the tour
     return [
         pytest.param(code, id=f"{page.relative_to(ROOT)}:{number}")
         for page in pages

@@ -9,7 +9,8 @@ import torch
 from handgrad.arena import make_plan
 from handgrad.config import ModelShape
 from handgrad.evaluation.likelihoods import Likelihoods, Request, Workload, make_batches, score
-from handgrad.models import transformer
+from handgrad.models import gpt2
+from handgrad.models.passes import run
 from handgrad.ops import reference as ops
 from handgrad.parallel.ranks import Ranks
 from tests.conftest import Model, make_model
@@ -36,7 +37,7 @@ def one_by_one(model: Model, requests: Sequence[Request]) -> Likelihoods:
         ids = torch.from_numpy(request.tokens.astype(np.int64))[-(SHAPE.sequence_length + 1) :]
         alone = make_model(SHAPE, 1, len(ids) - 1)
         alone.act.tokens.copy_(ids[:-1])
-        transformer.forward_blocks(ops, model.weights, alone.act)
+        run(gpt2.forward(ops, model.weights, alone.act))
         log_p = torch.log_softmax((alone.act.lnf @ model.weights.wte.t())[:, : SHAPE.vocab_size], 1)[-request.scored :]
         targets = ids[-request.scored :]
         sums.append(float(log_p.gather(1, targets.unsqueeze(1)).sum()))
@@ -58,7 +59,7 @@ def likely(model: Model, requests: Sequence[Request]) -> list[Request]:
             ids = torch.from_numpy(tokens.astype(np.int64))[-(SHAPE.sequence_length + 1) :]
             alone = make_model(SHAPE, 1, len(ids) - 1)
             alone.act.tokens.copy_(ids[:-1])
-            transformer.forward_blocks(ops, model.weights, alone.act)
+            run(gpt2.forward(ops, model.weights, alone.act))
             tokens[-1] = int((alone.act.lnf[-1] @ model.weights.wte.t())[: SHAPE.vocab_size].argmax())
             request = Request(tokens, 1)
         chosen.append(request)
@@ -84,13 +85,13 @@ def test_batches_score_like_single_requests(model: Model, positions: int, chunk:
 
 
 class Together(Ranks):
-    """One of several ranks in one process: `objects` gives back what all of them have told."""
+    """One of several ranks in one process: `all_gather_objects` gives back what all of them have told."""
 
     def __init__(self, rank: int, size: int, told: list):
         super().__init__(rank=rank, size=size)
         self.told = told
 
-    def objects(self, mine, operation):
+    def all_gather_objects(self, mine, operation):
         self.told[self.rank] = mine
         return self.told
 

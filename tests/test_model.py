@@ -1,34 +1,25 @@
 """The whole model: gradients against float64 autograd, logits and loss against transformers, recompute levels bit-equal."""
 
 import math
-from types import ModuleType
 
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from handgrad.models.parameters import count_parameters, flops_per_token, parameter_table
 from torch import Tensor
 
 from benchmarks.twin import Twin
 from handgrad.config import ModelShape
-from handgrad.models import transformer
-from handgrad.ops import reference as ops
+from handgrad.models import gpt2, parameter_table
+from handgrad.models.rows import count_parameters
 from tests.conftest import Model, make_model
 
 ODD = ModelShape(vocab_size=57, sequence_length=19, num_layers=3, num_heads=3, channels=33)
 
 
-def run(model: Model, *, recompute: int = 0, scale: float = 1.0, ops: ModuleType = ops) -> None:
-    transformer.loss_and_gradients(
-        ops,
-        model.weights,
-        model.gradients,
-        model.act,
-        torch.tensor([scale], dtype=model.act.losses.dtype),
-        vocab_size=model.shape.vocab_size,
-        recompute=recompute,
-    )
+def run(model: Model, *, recompute: int = 0, scale: float = 1.0) -> None:
+    model.forward()
+    model.backward(torch.tensor([scale], dtype=model.act.losses.dtype), recompute)
 
 
 def autograd_twin(model: Model) -> tuple[Tensor, Tensor]:
@@ -144,9 +135,8 @@ def hugging_face(model: Model) -> transformers.GPT2LMHeadModel:
 )
 def test_logits_and_loss_equal_transformers(shape: ModelShape) -> None:
     model = make_model(shape, 2, shape.sequence_length, torch.float32, noise=0.02)
-    transformer.forward_blocks(ops, model.weights, model.act)
+    gpt2.loss(model.ops, model.weights, model.act, vocab_size=shape.vocab_size)
     logits = (model.act.lnf @ model.weights.wte.t())[:, : shape.vocab_size]
-    transformer.loss(ops, model.weights, model.act, vocab_size=shape.vocab_size)
     theirs = hugging_face(model)
     with torch.no_grad():
         expected = theirs(model.act.tokens).logits.view(-1, shape.vocab_size)
@@ -170,7 +160,7 @@ def test_parameter_counts_are_those_of_gpt2(shape: ModelShape, millions: float) 
 
 def test_operations_are_counted_as_llm_c_counts_them() -> None:
     """6 N + 6 L C T: 6 * 124,439,808 + 6 * 12 * 768 * 1024 for GPT-2 124M."""
-    assert flops_per_token(ModelShape(50257, 1024, 12, 12, 768)) == 6 * 124_439_808 + 56_623_104
+    assert gpt2.flops_per_token(ModelShape(50257, 1024, 12, 12, 768)) == 6 * 124_439_808 + 56_623_104
 
 
 def test_initial_weights_follow_gpt2() -> None:
@@ -188,5 +178,5 @@ def test_initial_weights_follow_gpt2() -> None:
     beginnings = {tuple(row.stored(model.flat).flatten()[:4].tolist()) for row in model.table if len(row.shape) == 2}
     assert len(beginnings) == sum(len(row.shape) == 2 for row in model.table), "every tensor has numbers of its own"
     # The loss of an untrained model is that of guessing.
-    transformer.loss(ops, model.weights, model.act, vocab_size=1000)
+    gpt2.loss(model.ops, model.weights, model.act, vocab_size=1000)
     assert abs(model.act.losses.mean().item() - math.log(1000)) < 0.3

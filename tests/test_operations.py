@@ -205,7 +205,7 @@ def test_attention_decode_equals_attention() -> None:
     for position in range(T + 3):
         positions = torch.tensor([position, position]).sub(behind).clamp(0, T - 1)
         rows = qkv.view(B, T, -1)[torch.arange(B), positions]
-        ops.attention_decode(step, keys, values, rows, positions)
+        ops.decode.attention_decode(step, keys, values, rows, positions)
         close(step, out.view(B, T, -1)[torch.arange(B), positions])
 
 

@@ -1,6 +1,7 @@
 """handgrad profile: what is counted, whose a kernel's time is, what Nsight Compute's CSV says, and the whole command."""
 
 import contextlib
+import dataclasses
 import functools
 import json
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ from handgrad.errors import UsageError
 from handgrad.fp8 import reference as fp8_reference
 from handgrad.fp8.formats import E4M3
 from handgrad.ops import reference
+from handgrad.presets import tiny
+from handgrad.run.resolve import resolve
 from handgrad.tools.nsight import METRICS, parse, table
 from handgrad.tools.profile import MadeUpTokens
 from handgrad.tools.recorder import OPERATIONS, PARTS, Recorder, size_bytes
@@ -31,7 +34,8 @@ KINDS = {*(entry.kind for entry in OPERATIONS.values()), COPIES}
 
 @contextlib.contextmanager
 def recorded(head: torch.Tensor | None = None, backend: ModuleType = reference) -> Iterator[Recorder]:
-    made = Recorder(backend, torch.empty(1) if head is None else head, lambda name: contextlib.nullcontext())
+    design = dataclasses.replace(resolve(tiny(), 257, device=torch.device("cpu"), ops=reference), ops=backend)
+    made = Recorder(design, torch.empty(1) if head is None else head, lambda name: contextlib.nullcontext())
     made.counting = True
     with made.recording():
         yield made
@@ -98,8 +102,8 @@ def test_the_parts_of_a_product_take_its_place() -> None:
 
 def test_bound_and_decorated_operations_are_found() -> None:
     backend = ModuleType("bound")
-    backend.linear_forward = functools.partial(reference.linear_forward, scratch=None)
-    backend.classifier_forward = fp8_reference.classifier_forward
+    linear_forward = functools.partial(reference.linear_forward, scratch=None)
+    vars(backend).update(linear_forward=linear_forward, classifier_forward=fp8_reference.classifier_forward)
     out, inp, weight = linear_tensors()
     with recorded(backend=backend) as made:
         backend.linear_forward(out, inp, weight, None)
@@ -130,11 +134,11 @@ def test_bytes_are_read_once_written_once_and_twice_in_place() -> None:
 
 
 def test_every_operation_of_a_backend_is_known() -> None:
-    others = {"check_sizes", "compile_ahead", "versions"}
-    others |= {"attention_decode", "choose_tokens", "embedding_decode", "store_keys_values"}  # of generation
-    others |= {"layernorm_linear_decode", "layernorm_linear_gelu_decode", "linear_residual_decode"}
-    others |= {"attention_scratch_bytes", "choosing_scratch_bytes", "scratch_bytes", "statistics_parts", "tuned_keep_bf16"}
-    assert set(reference.__all__) == OPERATIONS.keys() | others
+    two_in_a_row = {"layernorm_linear_forward", "layernorm_linear_gelu_forward"}
+    dropout = {"dropout_forward", "dropout_backward", "dropout_residual_forward"}
+    of_fp8 = {*fp8.OPERATIONS} - {"statistics_parts", "tuned_keep_bf16"}
+    of_generation = {"store_keys_values"}
+    assert {*ops.OPERATIONS} - two_in_a_row - of_generation | dropout | of_fp8 == OPERATIONS.keys()
     assert PARTS.keys() - OPERATIONS.keys() == {"multiply", "gelu_forward_fp8", "gelu_backward_fp8"}
 
 
@@ -251,7 +255,7 @@ def test_mistakes(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr("handgrad.tools.nsight.ORDINARY_PLACE", tmp_path / "ncu")
+    monkeypatch.setattr("handgrad.tools.nsight.DEFAULT_PATH", tmp_path / "ncu")
     assert main([*TINY, *arguments]) == code
     line = capsys.readouterr().err
     assert told in line and line.count("\n") == 1

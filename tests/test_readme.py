@@ -1,7 +1,7 @@
-"""Every block of the README runs, in its order, in one folder, as a reader would run them; and every figure that it and
-docs/results.md quote stands in benchmarks/results.
+"""Every block of the README and of docs/tour.md runs, in order, in one folder, as a reader would run it; and every figure of
+the README, docs/results.md and docs/sampling.md stands in benchmarks/results.
 
-    python -m tests.test_readme      prints the tables that the two pages quote, to be pasted
+    python -m tests.test_readme      prints the tables of these pages, to paste
 """
 
 import io
@@ -17,20 +17,21 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
+from PIL import Image
 
+from benchmarks import speed
 from tests.conftest import write_text
 from tests.data.test_download import Server
-from tests.distributed.runs import Launcher
-from tests.test_scaling_docs import scaling_rows
 
 ROOT = Path(__file__).parents[1]
-BLOCKS = re.findall(r"^```(?:bash|python)\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+PAGES = {page: (ROOT / page).read_text() for page in ("README.md", "docs/tour.md")}
+BLOCKS = re.findall(r"^```(?:bash|python)\n(.*?)^```$", "\n".join(PAGES.values()), re.MULTILINE | re.DOTALL)
 RESULTS = ROOT / "benchmarks" / "results"
 HUB_NAME = "HuggingFaceFW/fineweb"
 
 
 def fake_fineweb(server: Server) -> None:
-    """A server of our own in the Hub's place, with a data set of the same name and layout."""
+    """A server of our own instead of the Hub, with a dataset of the same name and layout."""
     file = "sample/10BT/000_00000.parquet"
     table = io.BytesIO()
     texts = [f"The river number {i} runs under the old stone bridge and sings. " * 12 for i in range(600)]
@@ -44,7 +45,7 @@ def fake_fineweb(server: Server) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a reader has: a checkout to stand in, and a text."""
+    """A reader's folder: a checkout, and a text."""
     folder = tmp_path_factory.mktemp("readme")
     shutil.copytree(ROOT / "recipes", folder / "recipes")
     shutil.copy(ROOT / "Makefile", folder / "Makefile")
@@ -80,7 +81,7 @@ def environment(folder: Path, launcher: Launcher):
 def test_block(number: int, folder: Path, environment: dict[str, str]) -> None:
     block = BLOCKS[number]
     if block.startswith("make "):
-        # `make test` is what is running now, and CI runs `make train`: here their recipes must exist and expand.
+        # `make test` runs this test, and CI runs `make train`: here their recipes must exist and expand.
         targets = re.findall(r"^make (\w+)", block, re.MULTILINE)
         assert targets == ["train", "test"]
         block = f"make --dry-run {' '.join(targets)}"
@@ -92,7 +93,7 @@ def test_block(number: int, folder: Path, environment: dict[str, str]) -> None:
     assert run.returncode == 0, f"{block}\n{run.stdout}\n{run.stderr}"
 
 
-def test_what_the_blocks_left_behind(folder: Path) -> None:
+def test_results_of_the_blocks(folder: Path) -> None:
     """The blocks did what the text around them says. (Runs after them.)"""
     assert "is finished" in (folder / "runs/mine/log.txt").read_text()
     assert "runs/faster" in (folder / "compared.html").read_text() or "faster" in (folder / "compared.html").read_text()
@@ -128,30 +129,8 @@ def first_steps(row: dict[str, Any]) -> str:
     return f"{row['first_step_cold_seconds']:.1f} / {row['first_step_warm_seconds']:.1f}"
 
 
-def speed_row(model: str) -> str:
-    """handgrad beside the fastest twin of its run, as the README shows them."""
-    figures = STEPS[model]["figures"]
-    ours = figures["handgrad"]
-    speeds = {n: row["tokens_per_second"] for n, row in figures.items() if "twin" in n and "tokens_per_second" in row}
-    twin = figures[max(speeds, key=lambda name: speeds[name])] if speeds else None
-    return line(
-        model,
-        str(STEPS[model]["settings"]["micro_batch"]),
-        f"**{ours['tokens_per_second'] / 1e3:.1f}k**",
-        f"{ours['mfu']:.1%}",
-        f"{ours['mean_watts']:.0f}",
-        f"{ours['millijoules_per_token']:.3g}",
-        gigabytes(ours["allocated_gib"]),
-        first_steps(ours),
-        f"{twin['tokens_per_second'] / 1e3:.1f}k" if twin else "–",
-        gigabytes(twin["allocated_gib"]) if twin else "–",
-        first_steps(twin) if twin else "–",
-        f"{ours['tokens_per_second'] / twin['tokens_per_second']:.2f}x" if twin else "–",
-    )
-
-
 def fp8_row(model: str) -> list[str]:
-    """An fp8 run, beside bf16 where both took turns."""
+    """An fp8 run, beside bf16 if both alternated."""
     if not (record := FP8_STEPS[model]):
         return []
     ours, bf16 = record["figures"]["handgrad-fp8"], record["figures"].get("handgrad")
@@ -176,7 +155,7 @@ SAMPLING = {model: result(f"h200-sampling-{model.lower()}") for model in ("124M"
 
 
 def sampling_rows() -> list[str]:
-    """Tokens per second of texts, beside transformers, and the share of what reading the weights allows."""
+    """Tokens per second of texts, beside transformers, and the share of the limit set by reading the weights."""
     lines = []
     for model, record in SAMPLING.items():
         rows = {(row["contender"], row["batch"]): row for row in record["rows"]}
@@ -229,7 +208,7 @@ CHANNELS = {"124M": 768, "1558M": 1600}
 
 
 def kernel_rows() -> list[str]:
-    """An operation's share of a copy's bandwidth at both sizes, and what torch.compile takes for its every millisecond."""
+    """An operation's share of a copy's bandwidth at both sizes, and torch.compile's time over ours."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for row in result("h200-kernels")["figures"]:
         name, _, width = row["operation"].partition(" ")
@@ -292,16 +271,13 @@ def ladder_lines() -> list[str]:
 
 
 def quoted() -> dict[str, list[str]]:
-    """The lines that a page quotes, made from the results."""
+    """The table lines of each page, made from the results."""
     return {
-        "README.md": [
-            *(speed_row(model) for model in STEPS),
-            *(row for model in FP8_STEPS for row in fp8_row(model)),
-            *scaling_rows(),
-            *sampling_rows(),
-        ],
+        "README.md": speed.rows(),
+        "docs/sampling.md": sampling_rows(),
         "docs/results.md": [
             *(row for model in STEPS for row in step_rows(model)),
+            *(row for model in FP8_STEPS for row in fp8_row(model)),
             *kernel_rows(),
             *loss_lines(),
             *ladder_lines(),
@@ -309,14 +285,18 @@ def quoted() -> dict[str, list[str]]:
     }
 
 
-def section(page: str, heading: str) -> str:
-    return (ROOT / page).read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+SECTIONS = {"README.md": "How fast", "docs/sampling.md": "On a GPU", "docs/results.md": "On one H200"}
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/results.md"])
+def section(page: str, heading: str = "") -> str:
+    text = (ROOT / page).read_text()
+    return text.split(f"\n## {heading or SECTIONS[page]}\n")[1].split("\n## ")[0]
+
+
+@pytest.mark.parametrize("page", SECTIONS)
 def test_the_tables_are_those_of_the_results(page: str) -> None:
     """Tables made on a GPU, line by line: none missing, none changed, none left over from an earlier run."""
-    lines = section(page, "How fast" if page == "README.md" else "On one H200").split("\n")
+    lines = section(page).split("\n")
     expected = quoted()[page]
     missing = [row for row in expected if row not in lines]
     assert not missing, "\n".join(["not in the page; `python -m tests.test_readme` prints all:", *missing])
@@ -324,21 +304,35 @@ def test_the_tables_are_those_of_the_results(page: str) -> None:
     assert sorted(rows) == sorted(row for row in expected if row in rows), "a row is left over"
 
 
+def test_the_picture_shows_the_results() -> None:
+    """It carries a digest of the figures that it was drawn from; `python -m benchmarks.speed` draws it anew."""
+    with Image.open(speed.PICTURE) as picture:
+        assert picture.info["Figures"] == speed.digest()
+
+
+def test_the_readme_is_short_and_links_to_what_runs() -> None:
+    lines = PAGES["README.md"].splitlines()
+    assert len(lines) <= 130
+    headings = re.findall(r"^## (.*)$", PAGES["docs/tour.md"], re.MULTILINE)
+    anchors = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+    assert re.findall(r"docs/tour\.md#([^)]*)", PAGES["README.md"]) == anchors
+
+
 def test_the_text_says_how_it_was_measured() -> None:
-    text = section("README.md", "How fast")
+    text = section("docs/results.md")
     for record in STEPS.values():
         assert f"{record['peak_flop_per_second'] / 1e12:.1f} TFLOP/s" in text
         assert f"torch {record['versions']['torch']}, Triton {record['libraries']['triton']} " in text
         turn, whole = record["settings"]["turn_seconds"], record["settings"]["seconds"]
-        assert f"turns of {turn:g} s until each has had {whole:g}," in text
+        assert f"alternate in {turn:g} s slices, {whole:g} s each" in " ".join(text.split())
 
 
 def test_the_text_quotes_the_results() -> None:
     """Every other figure of these sections, and of the validation losses."""
     known = {row for rows in quoted().values() for row in rows}
-    text = section("README.md", "How fast").replace("989.4 TFLOP/s", "")
-    text = re.sub(r"^llm\.c, another run.*?\n\n", "", text, flags=re.MULTILINE | re.DOTALL)  # not ours, and said so
-    text += section("docs/results.md", "On one H200")
+    text = section("README.md") + section("docs/results.md") + section("docs/results.md", "On two cores of a CPU")
+    text = text.replace("989.4 TFLOP/s", "")
+    text = re.sub(r"llm\.c, measured separately.*?tok/s", "", text, flags=re.DOTALL)  # not ours, and said so
     text = "\n".join(row for row in text.split("\n") if row not in known)
     text += "".join(re.findall(r"^\| validation loss.*$", (ROOT / "docs" / "results.md").read_text(), re.MULTILINE))
     measured = "".join(path.read_text() for path in RESULTS.glob("*.json"))

@@ -10,7 +10,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from handgrad.errors import DataError
-from handgrad.fp8.monitor import Watched, saturation_line, summary
+from handgrad.fp8.monitor import Finding, saturation_line, summary
 from handgrad.report.page import write_report
 from handgrad.report.plots import draw_fp8
 from handgrad.report.results import fraction_text, scales_text
@@ -21,8 +21,9 @@ from tests.test_report import Page, make_run, report, run_lines, start_line
 CLASSES = ("ln1", "dqkv", "atty", "dresidual_mid", "ln2", "gelu", "dhidden", "dresidual_out", "qkv_weight")
 
 
-def watched(name: str, **changes: Any) -> Watched:
+def watched(name: str, **changes: Any) -> Finding:
     values: dict[str, Any] = {
+        "part": "",
         "amax": 3.0,
         "limit": 7.0,
         "scale": 64.0,
@@ -30,7 +31,7 @@ def watched(name: str, **changes: Any) -> Watched:
         "clipped": 0.0,
         "vanished": 0.0,
     }
-    return Watched(name, **{**values, **changes})
+    return Finding(name, **{**values, **changes})
 
 
 def fp8_line(step: int, **of_dqkv: Any) -> dict[str, Any]:
@@ -68,7 +69,7 @@ def test_page_of_an_fp8_run(tmp_path: Path) -> None:
 
 
 def test_saturation_is_pointed_out(tmp_path: Path) -> None:
-    line = watched("blocks.1.dqkv", amax=9.0, saturated_steps=8)
+    line = watched("blocks.1.dqkv", part="1.qkv", amax=9.0, saturated_steps=8)
     events = [
         {"kind": "event", "step": step, "text": saturation_line(line, step, policy)}
         for step, policy in ((30, "warn"), (50, "bf16"))

@@ -20,6 +20,7 @@ from handgrad.config import RunConfig, to_toml
 from handgrad.errors import ConfigError, DataError, NumericsError, Preempted, UsageError
 from handgrad.run import loop
 from handgrad.run.start import train
+from handgrad.training.step import TrainStep
 
 TIMES = ("step_ms", "tokens_per_second")  # the only fields of a record that may differ between equal runs
 
@@ -60,14 +61,14 @@ def elsewhere(config: RunConfig, name: str, **settings: object) -> RunConfig:
 
 
 def interrupt_at(patch: pytest.MonkeyPatch, step: int) -> None:
-    original = loop.Stepper.begin
+    original = TrainStep.begin
 
-    def begin(stepper: loop.Stepper, now: int) -> None:
+    def begin(training: TrainStep, now: int) -> None:
         if now == step:
             raise KeyboardInterrupt
-        original(stepper, now)
+        original(training, now)
 
-    patch.setattr(loop.Stepper, "begin", begin)
+    patch.setattr(TrainStep, "begin", begin)
 
 
 def launch(config: RunConfig, folder: Path) -> subprocess.Popen:
@@ -109,23 +110,38 @@ def test_killed_and_resumed_gives_the_same_bits(finished: RunConfig, tmp_path: P
     same_bits(finished.out, killed.out, finished.steps)
 
 
+def launch_ahead(patch: pytest.MonkeyPatch) -> None:
+    """Runs launch the next step before they read the last one's result, as on a GPU."""
+    original = loop.Run.pauses_after
+
+    def pauses_after(run: loop.Run, step: int) -> bool:
+        here = run.design
+        run.design = dataclasses.replace(here, device=torch.device("cuda"))
+        try:
+            return original(run, step)
+        finally:
+            run.design = here
+
+    patch.setattr(loop.Run, "pauses_after", pauses_after)
+
+
 @pytest.fixture(params=["serial", "ahead"])
 def launching(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways of the loop: each step waited for, as on a CPU, and the next one launched first, as on a GPU."""
     if request.param == "ahead":
-        monkeypatch.setattr(loop, "works_ahead", lambda device: True)
+        launch_ahead(monkeypatch)
 
 
 def test_launching_ahead_changes_nothing(finished: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     ahead = elsewhere(finished, "ahead", save_every=5)
-    monkeypatch.setattr(loop, "works_ahead", lambda device: True)
-    launched, original = [], loop.Stepper.result
+    launch_ahead(monkeypatch)
+    launched, original = [], TrainStep.result
 
-    def noting(stepper, step):
+    def noting(training, step):
         launched.append(step)
-        return original(stepper, step)
+        return original(training, step)
 
-    monkeypatch.setattr(loop.Stepper, "result", noting)
+    monkeypatch.setattr(TrainStep, "result", noting)
     train(ahead)
     assert launched == list(range(12))
     same_bits(finished.out, ahead.out, finished.steps)
@@ -138,14 +154,14 @@ def test_launching_ahead_changes_nothing(finished: RunConfig, monkeypatch: pytes
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_exits_75(finished: RunConfig, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     stopped = elsewhere(finished, f"stopped{number}")
-    original = loop.Stepper.begin
+    original = TrainStep.begin
 
-    def with_signal(stepper, step):
+    def with_signal(training, step):
         if step == 6:
             os.kill(os.getpid(), number)
-        return original(stepper, step)
+        return original(training, step)
 
-    monkeypatch.setattr(loop.Stepper, "begin", with_signal)
+    monkeypatch.setattr(TrainStep, "begin", with_signal)
     with pytest.raises(Preempted, match="after step 7") as raised:
         train(stopped)
     assert raised.value.exit_code == 75
@@ -159,15 +175,15 @@ def test_resume_of_a_resume(finished: RunConfig, precision: str, monkeypatch: py
     settings = {"skip_loss_z": 4.0, "save_every": 3, "precision": precision}
     pieces, whole = (elsewhere(finished, name, **settings) for name in ("pieces", "whole"))
     train(whole)
-    original = loop.Stepper.begin
+    original = TrainStep.begin
     for last in (2, 6, 8):
 
-        def stopping(stepper, step, last=last):
+        def stopping(training, step, last=last):
             if step == last:
                 raise KeyboardInterrupt  # like a crash: nothing is saved
-            return original(stepper, step)
+            return original(training, step)
 
-        monkeypatch.setattr(loop.Stepper, "begin", stopping)
+        monkeypatch.setattr(TrainStep, "begin", stopping)
         with pytest.raises(KeyboardInterrupt):
             train(pieces)
     monkeypatch.undo()
@@ -254,14 +270,14 @@ def test_a_folder_of_something_else_is_left_alone(config: RunConfig) -> None:
 
 @pytest.mark.usefixtures("launching")
 def test_a_run_whose_last_step_is_not_finite_does_not_end_well(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = loop.Stepper.result
+    original = TrainStep.result
 
-    def poisoned(stepper, step):
-        result = original(stepper, step)
-        last = step == stepper.config.steps - 1
+    def poisoned(training, step):
+        result = original(training, step)
+        last = step == training.design.schedule.steps - 1
         return dataclasses.replace(result, norm=float("inf"), skipped="norm is inf") if last else result
 
-    monkeypatch.setattr(loop.Stepper, "result", poisoned)
+    monkeypatch.setattr(TrainStep, "result", poisoned)
     with pytest.raises(NumericsError, match="newest checkpoint is of step 8"):
         train(config)
 
@@ -269,23 +285,23 @@ def test_a_run_whose_last_step_is_not_finite_does_not_end_well(config: RunConfig
 @pytest.mark.usefixtures("launching")
 def test_skips_are_counted_in_a_row_and_across_a_resume(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two skipped steps, a good one, then skips for ever, with a stop in between: the run ends at the third in a row."""
-    original = loop.Stepper.result
+    original = TrainStep.result
 
-    def skipping(stepper, step):
-        result = original(stepper, step)
+    def skipping(training, step):
+        result = original(training, step)
         return dataclasses.replace(result, skipped="said so") if step not in (2, 3) else result
 
     config = dataclasses.replace(config, max_skips=3, save_every=1)
 
-    def stopping(stepper, step):
+    def stopping(training, step):
         if step == 6:
             raise KeyboardInterrupt
-        return skipping(stepper, step)
+        return skipping(training, step)
 
-    monkeypatch.setattr(loop.Stepper, "result", stopping)
+    monkeypatch.setattr(TrainStep, "result", stopping)
     with pytest.raises(KeyboardInterrupt):
         train(config)
-    monkeypatch.setattr(loop.Stepper, "result", skipping)
+    monkeypatch.setattr(TrainStep, "result", skipping)
     with pytest.raises(NumericsError, match="the last at step 7"):
         train(config)
 
@@ -322,14 +338,14 @@ def test_weights_of_another_tokenizer_are_refused(finished: RunConfig, tmp_path:
 def test_overflows_of_fp16_are_no_skips_until_the_scale_cannot_fall(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = loop.Stepper.result
+    original = TrainStep.result
 
-    def overflowing(stepper, step):
-        result = original(stepper, step)
+    def overflowing(training, step):
+        result = original(training, step)
         scale = 2.0 if step < 5 else 1.0
         return dataclasses.replace(result, norm=float("inf"), skipped="gradient norm is inf", loss_scale=scale)
 
-    monkeypatch.setattr(loop.Stepper, "result", overflowing)
+    monkeypatch.setattr(TrainStep, "result", overflowing)
     with pytest.raises(NumericsError, match="2 updates in a row were skipped, the last at step 7"):
         train(dataclasses.replace(config, max_skips=2))
     told = [r["text"] for r in records(config.out, ("event",))]
@@ -344,7 +360,7 @@ def test_the_loss_scale_belongs_to_fp16(config: RunConfig) -> None:
 
     def watching(self, resumed):
         run(self, resumed)
-        found.append(self.state.loss_scale[1].item())
+        found.append(self.training.state.loss_scale[1].item())
 
     changed = dataclasses.replace(config, steps=3, precision="fp16")
     with pytest.MonkeyPatch.context() as patch:
@@ -362,14 +378,14 @@ def test_init_from_starts_from_the_weights(finished: RunConfig) -> None:
 
 @pytest.mark.usefixtures("launching")
 def test_non_finite_losses_are_skipped_then_end_the_run(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = loop.Stepper.begin
+    original = TrainStep.begin
 
-    def poisoned(stepper, step):
+    def poisoned(training, step):
         if step >= 6:
-            stepper.state.weights.lnf_bias[0] = float("nan")
-        return original(stepper, step)
+            training.state.weights.lnf_bias[0] = float("nan")
+        return original(training, step)
 
-    monkeypatch.setattr(loop.Stepper, "begin", poisoned)
+    monkeypatch.setattr(TrainStep, "begin", poisoned)
     with pytest.raises(NumericsError, match="3 updates in a row") as raised:
         train(dataclasses.replace(config, max_skips=3, save_every=2))
     assert raised.value.exit_code == 76

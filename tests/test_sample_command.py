@@ -164,24 +164,24 @@ def test_a_batch_that_fails_leaves_nothing(
         broken.setattr(prompts.os, "fsync", full)
         assert "No space left" in refused(capsys, 74, *arguments)
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
-    take = Decoder.take
+    deliver = Decoder.deliver
 
     def interrupted(self: Decoder, launched: Any) -> Any:
-        yield from take(self, launched)
+        yield from deliver(self, launched)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as broken:
-        broken.setattr(Decoder, "take", interrupted)
+        broken.setattr(Decoder, "deliver", interrupted)
         assert main(arguments) == 130
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
     def overtaken(self: Decoder, launched: Any) -> Any:
         (tmp_path / "out.jsonl").write_text("mine")
-        yield from take(self, launched)
+        yield from deliver(self, launched)
 
     capsys.readouterr()
     with monkeypatch.context() as broken:
-        broken.setattr(Decoder, "take", overtaken)
+        broken.setattr(Decoder, "deliver", overtaken)
         assert "already exists" in refused(capsys, 64, *arguments)
     assert "already exists" in refused(capsys, 64, *arguments)
     assert (tmp_path / "out.jsonl").read_text() == "mine" and len(list(tmp_path.iterdir())) == 2

@@ -10,9 +10,9 @@ from torch import Tensor
 from handgrad.arena import make_plan
 from handgrad.config import ModelShape
 from handgrad.errors import NumericsError, UsageError
-from handgrad.generation.decode import DecodeTensors, decode_buffers, decode_step, decode_tensors, prefill
+from handgrad.generation.decode import decode_buffers, decode_tensors, prefill
 from handgrad.generation.generate import Continuation, Decoder, SamplingOptions
-from handgrad.models import transformer
+from handgrad.models import gpt2
 from handgrad.ops import reference as ops
 from tests.conftest import Model, make_model
 
@@ -30,24 +30,24 @@ def one_thread() -> Iterator[None]:
 
 def make_buffers(
     shape: ModelShape, batch: int, dtype: torch.dtype = torch.float64, prefill_tokens: int = 0
-) -> DecodeTensors:
+) -> gpt2.Decoding:
     """Buffers full of NaN: what is read was written."""
     views = make_plan(decode_buffers(shape, batch, dtype, ops, prefill_tokens=prefill_tokens)).allocate(torch.device("cpu"))
     for view in views.values():
         view.fill_(float("nan") if view.is_floating_point() else 1)
-    return decode_tensors(views)
+    return decode_tensors(shape, views)
 
 
 def make_decoder(model: Model, batch: int, options: SamplingOptions = GREEDY, end_of_text: int | None = None) -> Decoder:
     buf = make_buffers(model.shape, batch, model.flat.dtype, prefill_tokens=2 * model.shape.sequence_length)
-    return Decoder(ops, model.weights, buf, options, vocab_size=model.shape.vocab_size, end_of_text=end_of_text)
+    return Decoder(model.shape, ops, model.weights, buf, options, end_of_text=end_of_text)
 
 
 def uncached(model: Model, context: list[int]) -> Tensor:
     """The logits (T, V) of a fresh forward over the context; the model has one sample of maxT tokens."""
     model.act.tokens.zero_()
     model.act.tokens[0, : len(context)] = torch.tensor(context)
-    transformer.forward_blocks(ops, model.weights, model.act)
+    model.forward()
     return model.act.lnf[: len(context)] @ model.weights.wte[: model.shape.vocab_size].t()
 
 
@@ -97,13 +97,13 @@ def test_cached_logits_are_the_uncached_ones(dtype: torch.dtype) -> None:
     exact = model if dtype == torch.float64 else in_precision(model, torch.float64)
     texts = [torch.randint(57, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in lengths]
     buf = make_buffers(shape, 4, dtype, prefill_tokens=160)
-    prefill(ops, model.weights, buf, [text[:start] for text, start in zip(texts, starts, strict=True)], range(4))
+    prefill(gpt2, ops, model.weights, buf, [text[:start] for text, start in zip(texts, starts, strict=True)], range(4))
     found: list[list[Tensor]] = [[] for _ in texts]
     for step in range(13):
         places = [min(start + step, length - 1) for start, length in zip(starts, lengths, strict=True)]
         buf.tokens.copy_(torch.tensor([text[place] for text, place in zip(texts, places, strict=True)]))
         buf.positions.copy_(torch.tensor(places))
-        decode_step(ops, model.weights, buf)
+        gpt2.decode_step(ops.decode, model.weights, buf)
         for row, logits in enumerate(buf.logits):
             if starts[row] + step < lengths[row]:
                 found[row].append(logits[:57].double().clone())
@@ -137,7 +137,7 @@ def test_past_the_context_the_older_half_is_forgotten(prompt: list[int], tempera
             context = context[-4:]
         seed, place = torch.tensor([77]), torch.tensor([len(prompt) + count])
         logits = uncached(model, context)[-1:]
-        ops.choose_tokens(expected, logits, None, seed, place, vocab_size=23, temperature=temperature, **settings)
+        ops.decode.choose_tokens(expected, logits, None, seed, place, vocab_size=23, temperature=temperature, **settings)
         assert token == int(expected)
         context.append(token)
     assert len(found) == 20 and len(set(found)) > 1

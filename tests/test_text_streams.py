@@ -18,11 +18,11 @@ def shown(tokenizer: Tokenizer, text: str, stops: list[str], cuts: list[int] | N
     edges = [*range(len(ids)), len(ids)] if cuts is None else [0, *cuts, len(ids)]
     for start, end in itertools.pairwise(edges):
         written.tokens.extend(ids[start:end])
-        pieces.append(stream.take(written))
+        pieces.append(stream.read(written))
         if written.stopped:
             return pieces, written.stopped
     written.stopped = "end_of_text"
-    return [*pieces, stream.take(written)], written.stopped
+    return [*pieces, stream.read(written)], written.stopped
 
 
 @pytest.mark.parametrize("text", ["naïve 東京 🦉", "", "\ufeff e\u0301"])
@@ -36,9 +36,9 @@ def test_a_character_that_never_ends_is_shown_as_broken() -> None:
     tokenizer = load_tokenizer("bytes")
     written = Continuation([0], 2, 0, tokens=tokenizer.encode("東").tolist()[:2])
     stream = TextStream(tokenizer, ["x"])
-    assert stream.take(written) == ""
+    assert stream.read(written) == ""
     written.stopped = "max_tokens"
-    assert stream.take(written) == "\ufffd"
+    assert stream.read(written) == "\ufffd"
 
 
 @pytest.mark.parametrize(

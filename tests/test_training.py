@@ -12,33 +12,31 @@ from benchmarks.twin import Twin, optimizer_of, twin_step
 from handgrad.config import FIELDS, RunConfig
 from handgrad.data.batches import Batches
 from handgrad.data.shards import open_dataset
-from handgrad.layout import update_runs
-from handgrad.ops import reference
-from handgrad.training.feed import BatchFeed
-from handgrad.training.schedule import learning_rate
-from handgrad.training.spikes import WINDOW, Outliers
-from handgrad.training.state import TrainingState, allocate_state, largest_micro_batch, training_plan
-from handgrad.training.step import Stepper, StepResult
+from handgrad.layout import update_parts
+from handgrad.run.assemble import Assembly, assemble
+from handgrad.run.resolve import largest_micro_batch, resolve, schedule_of
+from handgrad.training.spikes import WINDOW, SpikeWindow
+from handgrad.training.state import TrainingState
+from handgrad.training.step import StepResult
 
-CPU = torch.device("cpu")
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
+
+def assembly_of(config: RunConfig) -> Assembly:
+    dataset = open_dataset(config.data)
+    batches = Batches(dataset.splits["train"], config.sequence_length, config.seed)
+    return assemble(resolve(config, dataset.tokenizer.vocab_size), batches)
 
 
 def steps_of(config: RunConfig, count: int) -> tuple[TrainingState, list[StepResult]]:
-    dataset = open_dataset(config.data)
-    shape = config.shape(dataset.tokenizer.vocab_size)
-    state = allocate_state(config, shape, DTYPES[config.precision], CPU, reference)
-    batches = Batches(dataset.splits["train"], config.sequence_length, config.seed)
-    stepper = Stepper(config, state, BatchFeed(batches, state.activations))
-    return state, [stepper.step(step) for step in range(count)]
+    training = assembly_of(config)
+    return training.state, [training.step.step(step) for step in range(count)]
 
 
 def test_twenty_steps_equal_the_autograd_twin(config: RunConfig) -> None:
     config = dataclasses.replace(config, steps=20, learning_rate=3e-3, tokens_per_step=512)
     state, results = steps_of(config, 20)
     fresh, _ = steps_of(config, 0)
-    twin = Twin(state.shape)
-    twin.load(fresh.table, fresh.master)
+    twin = Twin(state.design.shape)
+    twin.load(state.design.parameters, fresh.master)
     optimizer = optimizer_of(twin, config, fused=False)
     batches = Batches(open_dataset(config.data).splits["train"], config.sequence_length, config.seed)
     for step, result in enumerate(results):
@@ -67,8 +65,8 @@ def test_two_runs_and_all_recompute_levels_give_the_same_bits(config: RunConfig,
     for recompute in (0, 1, 2):
         state, results = steps_of(dataclasses.replace(config, recompute=recompute), 5)
         assert results == reference_results
-        for (name, a), (_, b) in zip(state.named_state(), reference_state.named_state(), strict=True):
-            assert torch.equal(a, b), name
+        for name in ("parameters", "master", "optimizer.m", "optimizer.v"):
+            assert name not in state.views or torch.equal(state.views[name], reference_state.views[name]), name
 
 
 def test_bf16_follows_fp32(config: RunConfig) -> None:
@@ -82,18 +80,18 @@ def test_bf16_follows_fp32(config: RunConfig) -> None:
 def test_only_matrices_decay_and_padding_stays_zero(config: RunConfig) -> None:
     state, _ = steps_of(dataclasses.replace(config, weight_decay=0.5), 3)
     decayed = torch.zeros_like(state.master, dtype=torch.bool)
-    covered = 0
-    for run in update_runs(state.table, state.buckets, 0, 1):
-        assert run.flat == run.local
-        decayed[run.flat] = run.decays
-        covered += run.flat.stop - run.flat.start
-    assert covered == state.master.numel(), "every element belongs to exactly one run"
-    for row in state.table:
+    covered, design = 0, state.design
+    for part in update_parts(design.parameters, design.buckets, 0, 1, design.optimizer.kind):
+        assert part.flat == part.local
+        decayed[part.flat] = part.kind
+        covered += part.flat.stop - part.flat.start
+    assert covered == state.master.numel(), "every element belongs to exactly one part"
+    for row in design.parameters:
         assert (row.view(decayed) == (len(row.shape) == 2)).all(), row.name
     named = torch.zeros_like(state.master, dtype=torch.bool)
-    for row in state.table:
+    for row in design.parameters:
         row.stored(named).fill_(True)
-    for flat in (state.master, state.gradients, state.first_moments, state.second_moments):
+    for flat in (state.master, state.gradients, *state.optimizer.values()):
         assert (flat[~named] == 0).all(), "padding and alignment gaps stay zero"
 
 
@@ -103,7 +101,7 @@ def test_clipping_bounds_the_update(config: RunConfig) -> None:
     state, results = steps_of(config, 1)
     assert results[0].norm > 1e-2
     # m = (1 - beta1) * clipped gradient after the first step.
-    clipped = state.first_moments.norm() / (1 - config.beta1)
+    clipped = state.optimizer["m"].norm() / (1 - config.beta1)
     assert abs(clipped - 1e-3) < 1e-6
 
 
@@ -116,15 +114,12 @@ def test_overfitting_one_batch_drives_the_loss_down(config: RunConfig) -> None:
 
 def test_no_buffer_is_made_after_the_first_step(config: RunConfig) -> None:
     """All state lies in the planned allocations, and a step leaves no new tensor behind."""
-    state, _ = steps_of(config, 1)
-    planned = {view.untyped_storage().data_ptr() for _, view in state.named_state()}
-    for structure in (state.weights, state.weight_gradients, state.activations):
+    training = assembly_of(config)
+    state = training.state
+    planned = {t.untyped_storage().data_ptr() for t in (state.parameters, state.master, *state.optimizer.values())}
+    for structure in (state, state.weights, state.weight_gradients, state.activations, state.activation_gradients):
         planned |= {t.untyped_storage().data_ptr() for t in tensors_in(structure)}
-    assert len(planned) == len(state.plan.size_bytes), "one allocation per kind, and everything lies in one of them"
-
-    dataset = open_dataset(config.data)
-    batches = Batches(dataset.splits["train"], config.sequence_length, config.seed)
-    stepper = Stepper(config, state, BatchFeed(batches, state.activations))
+    assert len(planned) == len(state.design.plan.size_bytes), "one allocation per kind, all lies in one of them"
 
     def living() -> set[int]:
         gc.collect()
@@ -132,10 +127,10 @@ def test_no_buffer_is_made_after_the_first_step(config: RunConfig) -> None:
             warnings.simplefilter("ignore")  # looking at every object wakes deprecated ones
             return {t.untyped_storage().data_ptr() for t in gc.get_objects() if isinstance(t, torch.Tensor)}
 
-    stepper.step(1)
+    training.step.step(0)
     before = living()
-    for step in range(2, 5):
-        stepper.step(step)
+    for step in range(1, 5):
+        training.step.step(step)
     assert living() <= before
 
 
@@ -145,15 +140,15 @@ def tensors_in(structure: object) -> list[torch.Tensor]:
         if isinstance(value, torch.Tensor):
             found.append(value)
         elif isinstance(value, list):
-            found += [t for item in value for t in tensors_in(item)]
+            found += [t for item in value if hasattr(item, "__dict__") for t in tensors_in(item)]
     return found
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
 def test_schedules(config: RunConfig, schedule: str) -> None:
     settings = {"steps": 100, "warmup_steps": 10, "learning_rate": 1.0, "final_learning_rate_fraction": 0.1}
-    config = dataclasses.replace(config, schedule=schedule, **settings)
-    rates = [learning_rate(config, step) for step in range(101)]
+    resolved = schedule_of(dataclasses.replace(config, schedule=schedule, **settings))
+    rates = [resolved.rate(step) for step in range(101)]
     assert rates[0] == 0.1 and rates[9] == 1.0 and rates[10] == 1.0
     if schedule == "constant":
         assert set(rates[9:]) == {1.0}
@@ -167,31 +162,29 @@ def test_schedules(config: RunConfig, schedule: str) -> None:
 
 
 def test_outliers_are_judged_against_the_window_before_them() -> None:
-    outliers = Outliers()
+    window = SpikeWindow()
     for i in range(WINDOW - 1):
-        outliers.add(float(i % 2))
-    assert outliers.z_score(100.0) is None, "no verdict before the window is full"
-    outliers.add(1.0)
-    assert outliers.z_score(0.5) == 0.0
-    spike = outliers.z_score(100.0)
+        window.add(float(i % 2))
+    assert window.z_score(100.0) is None, "no verdict before the window is full"
+    window.add(1.0)
+    assert window.z_score(0.5) == 0.0
+    spike = window.z_score(100.0)
     assert spike is not None and abs(spike - 199) < 1e-9, "(100 - 0.5) / 0.5: not capped by its own weight"
-    outliers.add(math.nan)
-    outliers.add(math.inf)
-    assert outliers.z_score(100.0) == spike, "a NaN must not blind the detector"
+    window.add(math.nan)
+    window.add(math.inf)
+    assert window.z_score(100.0) == spike, "a NaN must not blind the detector"
 
 
 def test_a_spike_is_skipped_and_leaves_the_weights_alone(config: RunConfig) -> None:
     config = dataclasses.replace(config, skip_norm_z=3.0, steps=WINDOW + 8)
-    dataset = open_dataset(config.data)
-    state = allocate_state(config, config.shape(257), torch.float32, CPU, reference)
-    batches = Batches(dataset.splits["train"], config.sequence_length, config.seed)
-    stepper = Stepper(config, state, BatchFeed(batches, state.activations))
-    stepper.norms = Outliers([1e-6 * (i % 2) for i in range(WINDOW)])
+    training = assembly_of(config)
+    state, stepper = training.state, training.step
+    stepper.norms = SpikeWindow([1e-6 * (i % 2) for i in range(WINDOW)])
     before = state.master.clone()
     result = stepper.step(0)
     assert result.skipped is not None and "norm" in result.skipped
-    assert torch.equal(state.master, before) and (state.first_moments == 0).all()
-    stepper.norms = Outliers()
+    assert torch.equal(state.master, before) and (state.optimizer["m"] == 0).all()
+    stepper.norms = SpikeWindow()
     assert stepper.step(1).skipped is None
     assert not torch.equal(state.master, before)
 
@@ -199,14 +192,9 @@ def test_a_spike_is_skipped_and_leaves_the_weights_alone(config: RunConfig) -> N
 def test_the_verdict_is_on_the_window_before_the_step(config: RunConfig) -> None:
     """Skipped steps do not enter the window: the third spike in a row stands out as much as the first."""
     config = dataclasses.replace(config, skip_loss_z=4.0)
-    dataset = open_dataset(config.data)
-    state = allocate_state(config, config.shape(257), torch.float32, CPU, reference)
-    batches = Batches(dataset.splits["train"], config.sequence_length, config.seed)
-    stepper = Stepper(config, state, BatchFeed(batches, state.activations))
-    stepper.losses, stepper.norms = (
-        Outliers([0.1 * (i % 2) for i in range(WINDOW)]),
-        Outliers([2.0 + i % 2 for i in range(WINDOW)]),
-    )
+    stepper = assembly_of(config).step
+    stepper.losses = SpikeWindow([0.1 * (i % 2) for i in range(WINDOW)])
+    stepper.norms = SpikeWindow([2.0 + i % 2 for i in range(WINDOW)])
     for step in range(3):
         result = stepper.step(step)
         assert result.loss_z is not None and abs(result.loss_z - (result.loss - 0.05) / 0.05) < 1e-6
@@ -217,7 +205,7 @@ def test_the_verdict_is_on_the_window_before_the_step(config: RunConfig) -> None
 def test_clipping_can_be_turned_off(config: RunConfig) -> None:
     state, results = steps_of(dataclasses.replace(config, clip_norm=0.0), 1)
     assert results[0].norm > 1
-    assert abs(state.first_moments.norm() / (1 - config.beta1) - results[0].norm) < 1e-4 * results[0].norm
+    assert abs(state.optimizer["m"].norm() / (1 - config.beta1) - results[0].norm) < 1e-4 * results[0].norm
 
 
 def test_what_may_change_in_a_resumed_run() -> None:
@@ -231,10 +219,9 @@ def test_what_may_change_in_a_resumed_run() -> None:
 
 
 def test_largest_micro_batch_fits(config: RunConfig) -> None:
-    shape = config.shape(257)
-    budget = training_plan(dataclasses.replace(config, micro_batch=2), shape, torch.float32, CPU, reference).total_bytes
-    assert largest_micro_batch(config, shape, torch.float32, CPU, reference, budget) == 2
-    assert largest_micro_batch(config, shape, torch.float32, CPU, reference, 1000) == 0
+    budget = resolve(dataclasses.replace(config, micro_batch=2), 257).plan.total_bytes
+    assert largest_micro_batch(config, 257, budget) == 2
+    assert largest_micro_batch(config, 257, 1000) == 0
 
 
 def test_without_master_weights_training_learns_and_repeats(config: RunConfig) -> None:
@@ -244,5 +231,5 @@ def test_without_master_weights_training_learns_and_repeats(config: RunConfig) -
     state, results = steps_of(dataclasses.replace(config, master_weights=False), 20)
     again, _ = steps_of(dataclasses.replace(config, master_weights=False), 20)
     assert state.master.dtype == torch.bfloat16 and torch.equal(state.master, again.master)
-    assert kept_state.plan.total_bytes - state.plan.total_bytes == 4 * state.master.numel()
+    assert kept_state.design.plan.total_bytes - state.design.plan.total_bytes == 4 * state.master.numel()
     assert results[-1].loss < results[0].loss - 1 and abs(results[-1].loss - kept[-1].loss) < 0.1 * kept[-1].loss

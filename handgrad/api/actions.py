@@ -1,4 +1,4 @@
-"""prepare, evaluate, export: what these commands do, as functions that return what the commands print."""
+"""prepare, evaluate, export: these commands as functions that return the printed results."""
 
 import os
 from pathlib import Path
@@ -25,12 +25,12 @@ def prepare(
     seed: int = 0,
     overwrite: bool = False,
 ) -> Dataset:
-    """`handgrad prepare`: text into a folder of token shards, which is returned open. What is prepared already is found.
+    """`handgrad prepare`: text into a folder of token shards, returned open; reuses finished shards.
 
-    Unlike the command it works in this process alone unless `workers` says otherwise (0: one per core): processes that
-    Python starts import a script again, which therefore needs `if __name__ == "__main__":`; a notebook does not.
+    Unlike the command it works in this process alone unless `workers` asks for more (0: one per core): Python's new
+    processes import the script again, which therefore needs `if __name__ == "__main__":`; a notebook does not.
 
-    Raises `UsageError`, `DataError`, `StorageError` as the command does.
+    Raises the errors of the command.
     """
     options = preparing.PrepareOptions(
         os.fspath(source),
@@ -57,10 +57,10 @@ def evaluate(
     precision: str = "fp32",
     backend: str = "auto",
 ) -> HeldOut:
-    """`handgrad evaluate`: the loss on the validation split of `data`, by default of what the model was trained on. `model`
-    is one that is loaded, in its own precision, or what `load` takes.
+    """`handgrad evaluate`: the loss on the validation split of `data`, by default the model's training data. `model` is a
+    loaded one, in its own precision, or an argument of `load`.
 
-    Raises `UsageError`, `DataError`: there are no such data, or they are not in the model's tokens.
+    Raises `UsageError`, `DataError`: no such data, or not in the model's tokens.
     """
     if eval_tokens < 0 or micro_batch < 1:
         raise UsageError("--eval-tokens must be 0 or more and --micro-batch 1 or more")
@@ -78,7 +78,7 @@ def export(
     source: str | os.PathLike[str], folder: str | os.PathLike[str], *, to: str = "hf", dtype: str = "fp32"
 ) -> Exported:
     """`handgrad export`: a run or checkpoint into a folder that transformers ("hf") or llm.c ("llmc") opens, read back and
-    compared before it stands. Raises `UsageError`: `folder` is taken; `DataError`, `StorageError` as the command does."""
+    compared before it gets its name. Raises the errors of the command."""
     formats = {"hf": export_model, "llmc": export_llmc}
     for name, value, known in (("to", to, formats), ("dtype", dtype, EXPORT_DTYPES)):
         if value not in known:

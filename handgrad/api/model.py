@@ -1,9 +1,8 @@
-"""A model to ask: its logits, the losses of tokens, the texts it writes."""
+"""A loaded model: its logits, the losses of tokens, the texts it writes."""
 
 import math
 import os
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -11,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from handgrad import checkpoint, devices
-from handgrad.api.memory import GrowingMemory
+from handgrad import devices
 from handgrad.arena import Buffer, make_plan
 from handgrad.backend import choose_backend
 from handgrad.config import BACKENDS, DEVICES, PRECISIONS, ModelShape
@@ -22,14 +20,8 @@ from handgrad.evaluation.load import check_available
 from handgrad.generation.decode import decode_buffers, decode_tensors
 from handgrad.generation.generate import Continuation, Decoder, SamplingOptions, check_writing
 from handgrad.generation.text import document, stream_text
-from handgrad.interop.sources import is_ours, open_weights
-from handgrad.models import (
-    architecture,
-    forward_buffers,
-    named_activations,
-    named_weights,
-    parameter_table,
-)
+from handgrad.interop.sources import open_weights
+from handgrad.models import architecture, forward_buffers, named_activations, named_weights, parameter_table
 from handgrad.models.passes import run
 from handgrad.models.rows import count_parameters, flat_elements
 
@@ -39,14 +31,35 @@ Prompts = TypeVar("Prompts", str, list[str])
 Tokens = str | Tensor | np.ndarray | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
 
 
+class GrowingMemory:
+    """One allocation that serves plan after plan, as large as the largest so far."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.storage = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def lay(self, buffers: Iterable[Buffer], purpose: str) -> dict[str, Tensor]:
+        """Zeroed views of buffers of one kind, over all earlier views. Raises `DataError`, which names the `purpose`, if
+        the device has too little memory."""
+        plan = make_plan(buffers)
+        ((kind, size_bytes),) = plan.size_bytes.items()
+        if self.storage.numel() < size_bytes:
+            self.storage = torch.empty(0, dtype=torch.uint8, device=self.device)  # frees it before asking for more
+            check_available(size_bytes, self.device, purpose, "ask for fewer at once, or load with precision bf16")
+            self.storage = torch.zeros(size_bytes, dtype=torch.uint8, device=self.device)
+        else:
+            self.storage[:size_bytes].zero_()
+        return plan.lay_over({kind: self.storage})
+
+
 class Model:
     """Weights that do not change, and the memory to compute with them.
 
-    What a call needs beside the weights is planned like everything else, and kept for the next one: one allocation for the
-    activations of up to 8 rows of tokens, one for the texts that are written at once. Each is made when it is first needed
-    and made anew when more is asked for, so it is as large as the largest call so far. Results are tensors of their own.
+    Beside the weights a model has two planned allocations: the activations of up to 8 rows of tokens, and the state of the
+    texts that it writes at once. The first call that needs one makes it; a larger call makes it anew. Results are tensors
+    of their own.
 
-    Wherever `tokens` are taken, they are
+    Arguments named `tokens` are
 
         "a text"                           its document: end-of-text, then its tokens
         [464, 2068, 7586]                  one row
@@ -64,23 +77,24 @@ class Model:
         origin: dict[str, Any],
         data: str = "",
     ):
-        """Memory for the weights, zeroed; `load` and `Training.model` fill it. Raises `DataError` if it is not there."""
+        """Allocates the weights, zeroed; `load` and `Training.model` fill them. Raises `DataError` without memory for
+        them."""
         ops.check_sizes(length=shape.sequence_length, num_heads=shape.num_heads, channels=shape.channels)
         self.shape, self.tokenizer, self.ops = shape, tokenizer, ops
         self.model = architecture(shape)
         self.device, self.precision = device, precision
         self.dtype = devices.use_precision(device, precision)
-        self.origin = origin  # where the weights are from
-        self.data = data  # the shards they were trained on, if they are known
+        self.origin = origin  # the source of the weights
+        self.data = data  # the shards they were trained on, if known
         self.table = parameter_table(shape)
         buffer = Buffer("parameters", (flat_elements(self.table),), self.dtype, "parameters")
         check_available(buffer.size_bytes, device, "a model", "try --precision bf16")
         self.flat = make_plan([buffer]).allocate(device)["parameters"]
         self.weights = named_weights(shape, self.flat, self.table)
         self._activation_memory, self._decoding_memory = GrowingMemory(device), GrowingMemory(device)
-        self._passed: tuple[tuple[int, int], Any] | None = None  # and of how many rows, of how many tokens
-        self._decoder: tuple[int, Decoder] | None = None  # and for how many texts
-        self._writing: object = None  # what the decoder's memory holds at the moment
+        self._forward: tuple[tuple[int, int], Any] | None = None  # ((rows, tokens), their buffers)
+        self._decoder: tuple[int, Decoder] | None = None  # (texts, their decoder)
+        self._writer: object = None  # the call that owns the decoder's memory
 
     def __repr__(self) -> str:
         s, words = self.shape, self.tokenizer
@@ -90,18 +104,18 @@ class Model:
             f" {count_parameters(self.table):,} parameters in {self.precision} on {self.device}>"
         )
 
-    # Tokens in, numbers out.
+    # Numbers of given tokens.
 
     def tokens(self, text: str) -> list[int]:
         """The document that begins with `text`: end-of-text, as in training, then the text's tokens."""
         return document(self.tokenizer, text)
 
     def logits(self, tokens: Tokens) -> Tensor:
-        """(B, T, V) in the model's precision: after each token the logits of the next one. The softmax over the last
-        dimension is what `generate` draws from at temperature 1.
+        """(B, T, V) in the model's precision: after each token the logits of the next one. `generate` samples from the
+        softmax over the last dimension at temperature 1.
 
-        T is the longest row's length; behind the end of a shorter row stands NaN. Raises `UsageError` for a row that is
-        longer than the model's context, or that has no token.
+        T is the longest row's length; after the end of a shorter row stands NaN. Raises `UsageError` for a row without a
+        token or longer than the model's context.
         """
         rows = self._rows(tokens, least=1)
         longest = max(map(len, rows))
@@ -116,21 +130,22 @@ class Model:
         found = torch.full((len(rows), longest, V), math.nan, dtype=self.dtype, device=self.device)
         for first in range(0, len(rows), MICRO_BATCH):
             group = rows[first : first + MICRO_BATCH]
-            act = self._take_in(group, longest)
+            act = self.forward_buffers(len(group), longest)
+            act.tokens.copy_(padded(group, longest))
             run(self.model.forward(self.ops, self.weights, act))
             theirs = found[first : first + len(group)].view(-1, V)
-            for place, logits in self.model.head_logits(self.ops, self.weights, act):
-                theirs[place] = logits[:, :V]
+            for chunk, logits in self.model.head_logits(self.ops, self.weights, act):
+                theirs[chunk] = logits[:, :V]
         for row, line in zip(rows, found, strict=True):
             line[len(row) :] = math.nan
         return found
 
     def losses(self, tokens: Tokens) -> Tensor:
         """(B, T-1) float32: the cross-entropy of each token but the first, given those before it, in nats; -loss is its
-        log-likelihood. Of a text, that is every token of it.
+        log-likelihood. A text has one for each of its tokens, since end-of-text comes first.
 
-        Behind the end of a shorter row stands NaN. A row longer than the context is cut into contexts that share one token,
-        as the validation split is in training, so each token but the first is predicted once. Raises `UsageError` for a
+        After the end of a shorter row stands NaN. A row longer than the context is cut into contexts that share one token,
+        as training cuts the validation split, so each token but the first is predicted once. Raises `UsageError` for a
         row of fewer than two tokens.
         """
         return self._losses(self._rows(tokens, least=2))
@@ -149,29 +164,29 @@ class Model:
         found = torch.full((len(rows), max(map(len, rows)) - 1), math.nan, device=self.device)
         for first in range(0, len(windows), MICRO_BATCH):
             group = windows[first : first + MICRO_BATCH]
-            parts = [rows[number][start : start + context + 1] for number, start in group]
-            longest = max(map(len, parts)) - 1
-            act = self._take_in([part[:-1] for part in parts], longest)
-            act.targets.copy_(padded([part[1:] for part in parts], longest))
+            cut = [rows[number][start : start + context + 1] for number, start in group]
+            longest = max(map(len, cut)) - 1
+            act = self.forward_buffers(len(cut), longest)
+            act.tokens.copy_(padded([ids[:-1] for ids in cut], longest))
+            act.targets.copy_(padded([ids[1:] for ids in cut], longest))
             self.model.loss(self.ops, self.weights, act, vocab_size=self.shape.vocab_size)
-            for (number, start), part, losses in zip(group, parts, act.losses.view(len(group), longest), strict=True):
-                found[number, start : start + len(part) - 1] = losses[: len(part) - 1]
+            for (number, start), ids, losses in zip(group, cut, act.losses.view(len(group), longest), strict=True):
+                found[number, start : start + len(ids) - 1] = losses[: len(ids) - 1]
         return found
 
     def _rows(self, tokens: Tokens, *, least: int) -> list[list[int]]:
-        """Whatever was given as rows of ids that the model knows."""
+        """The argument as rows of at least `least` ids that the model knows."""
         given: Any = tokens.tolist() if isinstance(tokens, Tensor | np.ndarray) else tokens
         if isinstance(given, str) or (given and all(isinstance(one, int | np.integer) for one in given)):
             given = [given]
         rows = []
         for row in given:
             ids = self.tokens(row) if isinstance(row, str) else row.tolist() if hasattr(row, "tolist") else list(row)
-            odd = next((one for one in ids if not isinstance(one, int | np.integer)), None)
-            if odd is not None:
-                raise UsageError(f"expected token ids, found {odd!r:.40}; give a text, ids, or rows of them")
-            wrong = next((one for one in ids if not 0 <= one < self.shape.vocab_size), None)
-            if wrong is not None:
-                raise UsageError(f"expected token ids from 0 to {self.shape.vocab_size - 1}, found {wrong}")
+            for one in ids:
+                if not isinstance(one, int | np.integer):
+                    raise UsageError(f"expected token ids, found {one!r:.40}; give a text, ids, or rows of them")
+                if not 0 <= one < self.shape.vocab_size:
+                    raise UsageError(f"expected token ids from 0 to {self.shape.vocab_size - 1}, found {one}")
             if len(ids) < least:
                 raise UsageError(f"expected at least {least} token(s) in row {len(rows)}, found {len(ids)}")
             rows.append(ids)
@@ -179,22 +194,18 @@ class Model:
             raise UsageError("expected tokens, found none; give a text, ids, or rows of them")
         return rows
 
-    def _take_in(self, rows: list[list[int]], length: int) -> Any:
-        """Activations of (rows, length), with the rows as their tokens. Padding stands on the right, where attention, which
-        is causal, lets nobody see it."""
-        act = self.forward_buffers(len(rows), length)
-        act.tokens.copy_(padded(rows, length))
-        return act
-
     def forward_buffers(self, batch: int, length: int) -> Any:
-        """The buffers of a forward pass over `batch` rows of `length` tokens: those of the last one, if it was as large."""
+        """The buffers of a forward pass over `batch` rows of `length` tokens, reused while these sizes stay.
+
+        Padding of shorter rows belongs on the right, where causal attention hides it.
+        """
         devices.use_precision(self.device, self.precision)  # torch keeps it for the process; another model may differ
-        if self._passed is None or self._passed[0] != (batch, length):
-            self._passed = None  # which would keep its memory
+        if self._forward is None or self._forward[0] != (batch, length):
+            self._forward = None  # or it would keep its memory
             table = forward_buffers(self.shape, batch, length, self.dtype, self.ops)
             act = named_activations(self.shape, self._activation_memory.lay(table, f"{batch} x {length} tokens"))
-            self._passed = (batch, length), act
-        return self._passed[1]
+            self._forward = (batch, length), act
+        return self._forward[1]
 
     # Text.
 
@@ -212,21 +223,18 @@ class Model:
         seed: int = 0,
         batch: int = 8,
     ) -> Prompts:
-        """What follows a prompt: a str, or of a list of prompts a list of them. The options are those of `handgrad sample`;
-        prompt number i has the seed `seed` + i, and `batch` texts are written at once.
+        """The continuation of a prompt: a str, or for a list of prompts a list of them. The options are those of
+        `handgrad sample`; prompt number i has the seed `seed` + i, and `batch` texts are written at once.
 
-        Raises `UsageError` for an option that cannot be, `NumericsError` when the logits are not finite.
+        Raises `UsageError` for an invalid option, `NumericsError` when the logits are not finite.
         """
         options = SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty)
         given = [prompts] if isinstance(prompts, str) else list(prompts)
         if batch < 1:
             raise UsageError(f"--batch must be 1 or more, found {batch}")
-        stops = checked_stops(max_tokens, seed, stop)
-        texts = [Continuation(self.tokens(prompt), max_tokens, seed + number) for number, prompt in enumerate(given)]
-        written: dict[Continuation, str] = dict.fromkeys(texts, "")
-        if texts:
-            for text, piece in self._write(texts, options, stops, min(batch, len(texts))):
-                written[text] += piece
+        written = dict.fromkeys(texts := self._texts(given, max_tokens, seed), "")
+        for text, piece in self._write(texts, options, checked_stops(max_tokens, seed, stop), min(batch, len(texts))):
+            written[text] += piece
         found: Any = "".join(written.values()) if isinstance(prompts, str) else list(written.values())
         return found
 
@@ -243,27 +251,30 @@ class Model:
         stop: str | Sequence[str] = (),
         seed: int = 0,
     ) -> Iterator[str]:
-        """`generate` of one prompt, piece by piece as it is written. It ends, as `UsageError`, when the same model begins
-        another text."""
+        """`generate` of one prompt, piece by piece. It ends with a `UsageError` when the same model begins another text."""
         options = SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty)
-        stops = checked_stops(max_tokens, seed, stop)
-        texts = [Continuation(self.tokens(prompt), max_tokens, seed)]
-        return (piece for _, piece in self._write(texts, options, stops, 1) if piece)
+        pieces = self._write(self._texts([prompt], max_tokens, seed), options, checked_stops(max_tokens, seed, stop), 1)
+        return (piece for _, piece in pieces if piece)
+
+    def _texts(self, prompts: Sequence[str], max_tokens: int, seed: int) -> list[Continuation]:
+        return [Continuation(self.tokens(prompt), max_tokens, seed + number) for number, prompt in enumerate(prompts)]
 
     def _write(
         self, texts: list[Continuation], options: SamplingOptions, stops: Sequence[str], batch: int
     ) -> Iterator[tuple[Continuation, str]]:
+        if not texts:
+            return
         devices.use_precision(self.device, self.precision)
-        mine = self._writing = object()
+        mine = self._writer = object()
         for text, piece in stream_text(self._decoder_of(batch, options), self.tokenizer, iter(texts), stops):
             yield text, piece
-            if self._writing is not mine:
+            if self._writer is not mine:
                 raise UsageError("this stream ended when its model began another text; load the model twice to have both")
 
     def _decoder_of(self, batch: int, options: SamplingOptions) -> Decoder:
-        """The last one, with its recorded graph, if it fits."""
+        """The last decoder, with its recorded graph, if it fits."""
         if self._decoder is None or self._decoder[0] != batch:
-            self._decoder = None  # which would keep its memory
+            self._decoder = None  # or it would keep its memory
             table = decode_buffers(self.shape, batch, self.dtype, self.ops)
             buffers = decode_tensors(self.shape, self._decoding_memory.lay(table, f"writing {batch} text(s) at once"))
         else:
@@ -278,7 +289,7 @@ class Model:
 
 
 def padded(rows: list[list[int]], length: int) -> Tensor:
-    """(rows, length) int64: the rows, and token 0 behind them."""
+    """(rows, length) int64: the rows, each followed by zeros."""
     return torch.tensor([[*row, *[0] * (length - len(row))] for row in rows])
 
 
@@ -296,10 +307,10 @@ def load(
     backend: str = "auto",
     tokenizer: str = "",
 ) -> Model:
-    """The model at `source`: a run (its newest checkpoint), RUN/best, a checkpoint, a folder of transformers, a name on the
-    Hub, a .bin of llm.c. The options are those of `handgrad sample` and, for weights of others, of `handgrad import`.
+    """Loads the model at `source`: a run (its newest checkpoint), RUN/best, a checkpoint, a transformers folder, a name on
+    the Hub, a .bin of llm.c. The options are those of `handgrad sample` and, for imported weights, of `handgrad import`.
 
-    Raises `DataError`, `UsageError` in one line: nothing of the kind is there, it is damaged, or it does not fit.
+    Raises `DataError` or `UsageError` if there is no model, or a damaged one, or one that does not fit.
     """
     choices = {"device": (device, DEVICES), "precision": (precision, PRECISIONS), "backend": (backend, BACKENDS)}
     for name, (value, known) in choices.items():
@@ -309,17 +320,8 @@ def load(
     name = os.fspath(source)
     found = open_weights(name, tokenizer)
     where = devices.resolve_device(device)
-    path = Path(name)
-    config = (checkpoint.peek_config(path.parent if checkpoint.means_best(path) else path) or {}) if is_ours(path) else {}
-    model = Model(
-        found.shape,
-        found.tokenizer,
-        choose_backend(backend, where, precision),
-        where,
-        precision,
-        origin=found.origin,
-        data=config.get("data", ""),
-    )
+    ops, data = choose_backend(backend, where, precision), found.config.data
+    model = Model(found.shape, found.tokenizer, ops, where, precision, origin=found.origin, data=data)
     for row in model.table:
         row.stored(model.flat).copy_(found.weight(row))
     return model

@@ -21,28 +21,28 @@ from handgrad.training.step import StepResult
 
 @dataclass(frozen=True)
 class Step:
-    """What one step was."""
+    """The results of one step."""
 
     step: int  # counted from 1
     loss: float  # mean over the step's tokens, nats
     norm: float  # of the whole gradient, before clipping
     learning_rate: float
     tokens_per_second: float
-    skipped: str | None  # why no update was made
+    skipped: str | None  # the reason for skipping the update
 
 
 OnStep = Callable[[Step], object]
 
 
 def preset(name: str, **settings: Any) -> RunConfig:
-    """The configuration that `handgrad train NAME` has, with the settings that its flags would set; all are listed by
-    `handgrad train --help`. Raises `UsageError` for a name or a value that does not exist."""
+    """The configuration of `handgrad train NAME` with these settings; `handgrad train --help` lists them all. Raises
+    `UsageError` for an unknown name or an invalid value."""
     return configuration(name, settings)
 
 
 def configuration(start: str | RunConfig, settings: dict[str, Any], recipe_file: str = "", model: str = "") -> RunConfig:
-    """What `Training` is given as a configuration: as the command does it, or single settings in the place of those of a
-    whole configuration."""
+    """The configuration for the arguments of `Training`: the command's, or a whole configuration with single settings
+    replaced."""
     given = {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in settings.items()}
     if isinstance(start, RunConfig):
         given, start = to_dict(start) | given, ""
@@ -50,15 +50,15 @@ def configuration(start: str | RunConfig, settings: dict[str, Any], recipe_file:
 
 
 class Training:
-    """The run in a folder, begun or resumed, that makes steps when it is told to.
+    """A run in a folder, begun or resumed, whose caller decides when it makes steps.
 
         with handgrad.Training("tiny", data="shards", out="runs/a", steps=100) as run:
             run.steps(50)
             print(run.model().generate("Once"))
             run.steps()
 
-    It is the run of `handgrad train` with the same settings: the same bits, the same files, saved, validated and sampled
-    when that is due; what the one began the other goes on with. Until it is closed, the folder is this process's own.
+    It is the run of `handgrad train` with the same settings: the same bits, the same files, the same schedule of saves,
+    validations and samples; either can continue the other's run. Until it is closed, this process owns the folder.
     """
 
     def __init__(
@@ -74,19 +74,19 @@ class Training:
         """`preset`: a name or a whole `RunConfig`; `config`: a recipe's file; `model`: a name of sizes; `settings`: single
         fields of `RunConfig`. `quiet`: the console stays empty, log.txt has the lines.
 
-        Raises the errors of `handgrad train`: a setting, the data or the folder does not fit.
+        Raises the errors of `handgrad train`.
         """
-        settled = configuration(preset, settings, config, model)
+        resolved = configuration(preset, settings, config, model)
         with contextlib.ExitStack() as opening:
             shows = "nothing" if quiet else "lines"
-            run = opening.enter_context(open_run(settled, allow_changes=allow_changes, shows=shows))
+            run = opening.enter_context(open_run(resolved, allow_changes=allow_changes, shows=shows))
             self.config: RunConfig = run.config
             run.begin()
             self._run: Run | None = run
             self._opened = opening.pop_all()
         self._stepping = self._torn = False
         self.completed = run.completed  # steps
-        self.validation_loss = run.validation_loss  # the last one that was made here, in nats
+        self.validation_loss = run.validation_loss  # the last one of this process, in nats
 
     def __repr__(self) -> str:
         state = "" if self._run else ", closed"
@@ -98,14 +98,14 @@ class Training:
         return Path(self.config.out)
 
     def steps(self, count: int | None = None, on_step: OnStep | None = None) -> list[Step]:
-        """Makes `count` steps, or those that are left if they are fewer or no count is given, and returns them. What is due
-        after a step (a validation, a sample, a checkpoint) is done after it.
+        """Makes `count` steps, or all remaining ones, and returns them. Validations, samples and checkpoints that are due
+        follow their step.
 
-        `on_step` is called with each of them as soon as its numbers are there; `model()` has its weights then. An exception
-        that it raises ends the steps after a whole one (on a GPU the one that is under way): nothing is lost, `steps` goes
-        on from there. So does Ctrl-C: the step is finished, the run saved, then `KeyboardInterrupt` raised; a second Ctrl-C
-        is raised at once, wherever the run stands, and then it has to be opened again, at its last checkpoint. SIGTERM is
-        `Preempted`, after a save. Also raises `NumericsError` when updates keep being skipped.
+        Calls `on_step` with each step as soon as its numbers are known; `model()` has its weights then. An exception in
+        `on_step` ends the steps after a whole one (on a GPU the one in progress): nothing is lost, `steps` continues from
+        there. Ctrl-C finishes the step, saves the run and raises `KeyboardInterrupt`; a second Ctrl-C raises it at once,
+        and then the run has to be opened again, at its last checkpoint. SIGTERM saves and raises `Preempted`. Raises
+        `NumericsError` when updates keep being skipped.
         """
         run = self._standing()
         if count is not None and count < 1:
@@ -126,7 +126,7 @@ class Training:
         self._stepping = True
         try:
             run.advance(until, take, keeps_process=True)
-            if run.signals.received is not None:  # in the last of all steps: nothing is left to be stopped but the caller
+            if run.signals.received is not None:  # in the last of all steps: only the caller is left to stop
                 raise preempted(run.signals.received, run.completed, run.last_saved)
         except Preempted as stopped:
             if signal.SIGINT in (run.stop_signal, run.signals.received):
@@ -141,8 +141,8 @@ class Training:
         return made
 
     def model(self) -> Model:
-        """A copy of the weights of now, to look at and to write with; later steps do not change it. Of an fp8 run it
-        computes in bf16."""
+        """A copy of the current weights, to evaluate or to sample; later steps do not change it. For an fp8 run it computes
+        in bf16."""
         run = self._open()
         run.training.await_weights()
         design, parameters = run.design, run.training.state.parameters
@@ -155,8 +155,8 @@ class Training:
         return model
 
     def save(self) -> Path:
-        """A checkpoint of now, if there is none yet; returns its folder. Raises `NumericsError` when the last step's
-        numbers were not finite: there is nothing to keep."""
+        """Saves a checkpoint of the current step, if there is none yet; returns its folder. Raises `NumericsError` if the
+        last step's numbers were not finite."""
         run = self._standing()
         run.save()
         if run.last_saved != run.completed:
@@ -164,8 +164,8 @@ class Training:
         return checkpoint.folder_of(run.folder.checkpoints, run.last_saved)
 
     def close(self) -> None:
-        """Saves what is not saved, and gives the folder and the memory back. `Training` or `handgrad train` with the same
-        settings goes on."""
+        """Saves the run if needed and releases folder and memory. `Training` or `handgrad train` with the same settings
+        continues it."""
         self._close(saves=True)
 
     def _close(self, *, saves: bool) -> None:
@@ -186,10 +186,10 @@ class Training:
     def _standing(self) -> Run:
         run = self._open()
         if self._stepping:
-            raise UsageError("on_step cannot make or save steps itself: the next one may be under way")
+            raise UsageError("on_step cannot make or save steps itself: the next one may be in progress")
         if self._torn:
             raise UsageError(
-                f"the run in {self.config.out} was ended within a step; close it and open it again: it goes on from its"
+                f"the run in {self.config.out} ended within a step; close it and open it again: it continues from its"
                 " last checkpoint"
             )
         return run
@@ -198,7 +198,7 @@ class Training:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        """`close`; of several ranks one that fails alone saves nothing, since a checkpoint takes all of them."""
+        """`close`; but of several ranks one that fails alone saves nothing, since a checkpoint needs all of them."""
         if error is None or self._run is None or self._run.ranks.size == 1:
             self._close(saves=True)
             return
@@ -215,8 +215,8 @@ def train(
     quiet: bool = False,
     **settings: Any,
 ) -> float | None:
-    """`Training` with the same arguments, all of its steps; returns the validation loss in nats, if one was made. A run
-    that is finished stays as it is."""
+    """Makes all steps of a `Training` with the same arguments; returns the last validation loss in nats, if there was one.
+    Leaves a finished run as it is."""
     how = {"allow_changes": allow_changes, "quiet": quiet}
     with Training(preset, config=config, model=model, **how, **settings) as run:
         run.steps()

@@ -217,7 +217,7 @@ def bench(parser: Parser) -> None:
     parser.number("--micro-steps", "micro-batches per optimizer step (default: 1)", **whole)
     parser.add_argument("--precision", choices=PRECISIONS, help="of handgrad (default: bf16)")
     parser.add_argument("--recompute", type=int, choices=(0, 1, 2), help="of handgrad, as in train (default: 0)")
-    parser.add_argument("--data", metavar="DIR", help="prepared shards to read the tokens from (default: random tokens)")
+    parser.add_argument("--data", metavar="DIR", help="prepared shards to read the tokens from (default: synthetic tokens)")
     parser.add_argument("--contenders", metavar="TEXT", help="step on a GPU, loss: names, by commas; a wrong one lists all")
     parser.number("--seconds", "per contender (default: 20; ladder: per row, 5)", **real)
     parser.number("--turn-seconds", "step on a GPU: length of a slice (default: 10)", **real)
@@ -237,7 +237,7 @@ def tune(parser: Parser) -> None:
 
 def profile(parser: Parser) -> None:
     add_run_arguments(parser)
-    parser.number("--vocab-size", "words of random tokens (default: GPT-2's)", rule=AT_LEAST_1)
+    parser.number("--vocab-size", "words of synthetic tokens (default: GPT-2's)", rule=AT_LEAST_1)
     parser.number("--profile-steps", "optimizer steps recorded (default: 3)", rule=AT_LEAST_1, default=3)
     parser.add_argument("--trace", default="", metavar="FILE", help="also write a trace for Perfetto (.json or .json.gz)")
     parser.add_argument("--ncu", action="store_true", help="count DRAM, L2 and instructions by Nsight Compute instead")

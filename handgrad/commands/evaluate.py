@@ -144,15 +144,10 @@ def task_lines(parsed: Namespace, source: Weights, tasks: list[TaskData], result
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Aligned columns: names left, numbers right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(
-            f"{cell:<{width}}" if n < 2 else f"{cell:>{width}}"
-            for n, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
+    """Aligned columns: two of names on the left, numbers on the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligned = [[f"{cell:{'<' if n < 2 else '>'}{widths[n]}}" for n, cell in enumerate(row)] for row in rows]
+    return ["  ".join(cells) for cells in aligned]
 
 
 class Progress:

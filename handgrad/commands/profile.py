@@ -41,10 +41,10 @@ def run(parsed: Namespace) -> int:
 
 def tokens_of(config: RunConfig, vocab_size: int | None, *, wanted: bool) -> tuple[Source, int, str]:
     """(samples, size of their vocabulary, description): of the data folder if it is `wanted` or named by a recipe and
-    exists, and no vocabulary is given; else random ones."""
+    exists, and no vocabulary is given; else synthetic ones."""
     if vocab_size is None and (wanted or (config.data != RunConfig.data and Path(config.data).exists())):
         dataset = open_dataset(config.data)
         batches = Batches(dataset.splits["train"], config.sequence_length, config.seed)
         return batches, dataset.tokenizer.vocab_size, f"of {config.data}, a vocabulary of {dataset.tokenizer.vocab_size}"
     words = vocab_size or GPT2_VOCABULARY
-    return MadeUpTokens(words, config.seed), words, f"made up: word k of {words} at a rate of about 1 / k"
+    return MadeUpTokens(words, config.seed), words, f"synthetic: word k of {words} at a rate of about 1 / k"

@@ -147,7 +147,9 @@ def _is_prepared(options: PrepareOptions, recipe: dict[str, Any]) -> bool:
         return True
     key = different[0]
     change = "other source files" if key == "files" else f"{key} {found.get(key)!r:.60} instead of {recipe[key]!r:.60}"
-    raise UsageError(f"expected this dataset at {out}, found one with {change}; choose another --out, or --overwrite")
+    raise UsageError(
+        f"expected the dataset asked for at {out}, found one with {change}; choose another --out, or --overwrite"
+    )
 
 
 class _Attempt:

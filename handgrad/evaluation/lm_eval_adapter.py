@@ -135,7 +135,7 @@ def complete(model: LoadedModel, orders: list[Order], temperature: float) -> dic
         streams[Continuation(prompt, order.max_tokens, 0)] = order, TextStream(tokenizer, order.stops)
     for text in decoder.generate(list(streams)):
         order, stream = streams[text]
-        answers[order] += stream.take(text)
+        answers[order] += stream.read(text)
     return answers
 
 

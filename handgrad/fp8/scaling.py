@@ -58,6 +58,8 @@ class Fp8Design:
 
     def buffers(self, parameters: Table, ranks: int) -> list[Buffer]:
         count, kind = len(self.table), "fp8 scales"
+        if not count:
+            return []
         return [
             *weight_buffers(self.table, parameters, self.gemms),
             *scaling_buffers(count, self.statistics_parts),

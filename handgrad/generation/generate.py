@@ -1,4 +1,4 @@
-"""Texts from a model, a batch at a time: whoever ends makes room for the next, and the device never waits for the host."""
+"""Writes texts in a batch: the next text takes the slot of one that ends, and the device never waits for the host."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,12 +16,12 @@ from handgrad.graphs import Replayed
 from handgrad.models import architecture
 from handgrad.ops.reference.decode import SMALLEST_TEMPERATURE
 
-END_OF_TEXT, STOP, MAX_TOKENS = "end_of_text", "stop", "max_tokens"  # why a text ended
+END_OF_TEXT, STOP, MAX_TOKENS = "end_of_text", "stop", "max_tokens"  # reasons for the end of a text
 
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How the next token is chosen (`ops.choose_tokens`). Raises `UsageError` for what cannot be."""
+    """The rules for choosing the next token (`ops.choose_tokens`). Raises `UsageError` for an invalid one."""
 
     temperature: float = 0.8  # 0: the likeliest token
     top_k: int = 0  # 0: all
@@ -43,7 +43,7 @@ class SamplingOptions:
 
 
 def check_writing(max_tokens: int, seed: int, stops: Sequence[str]) -> None:
-    """Raises `UsageError` for what no text can be written with."""
+    """Raises `UsageError` for an invalid option."""
     if max_tokens < 1:
         raise UsageError(f"--max-tokens must be 1 or more, found {max_tokens}")
     if not 0 <= seed < 1 << 32:
@@ -54,27 +54,27 @@ def check_writing(max_tokens: int, seed: int, stops: Sequence[str]) -> None:
 
 @dataclass(eq=False)
 class Continuation:
-    """A text that is being written. Whoever reads it may end it by setting `stopped`."""
+    """A text in progress. Its reader may end it by setting `stopped`."""
 
     prompt: list[int]  # at least one token: end-of-text starts a document
     max_tokens: int
     seed: int
     tokens: list[int] = field(default_factory=list)  # after the prompt, without the end-of-text that ended it
-    stopped: str = ""  # END_OF_TEXT, STOP or MAX_TOKENS; empty while it goes on
+    stopped: str = ""  # END_OF_TEXT, STOP or MAX_TOKENS; empty while it continues
 
 
 @dataclass
 class Slot:
-    """A place in the batch and the text in it."""
+    """A row of the batch and its text."""
 
     text: Continuation
-    position: int  # in the context, of the token that the next step takes in
+    position: int  # in the context, of the next step's input token
     left: int  # steps until max_tokens
 
 
 @dataclass
 class Launched:
-    """A step on its way: whom it is for, and where its tokens will be."""
+    """A step in flight: its texts and the buffer for their tokens."""
 
     texts: list[Continuation | None]
     tokens: Tensor  # (B) int64 that the host may read when it is `ready`
@@ -82,11 +82,10 @@ class Launched:
 
 
 class Decoder:
-    """Writes texts with the weights that it is given, as many at a time as `buf` has slots.
+    """Writes texts with given weights, as many at a time as `buf` has slots.
 
-    A step is all that a token takes, the choice included: on a GPU it is recorded once as a CUDA graph and replayed. The
-    host learns of a token while the device works on the next. What a step computes for a text that has ended in the
-    meantime is dropped.
+    A step computes and chooses one token per text; on a GPU it is captured once as a CUDA graph and replayed. The host
+    reads a token while the device works on the next. The token of a text that ended in the meantime is dropped.
     """
 
     def __init__(
@@ -99,19 +98,19 @@ class Decoder:
         *,
         end_of_text: int | None,
     ):
-        """`weights` and `buf`: of the architecture of `shape`; `end_of_text`: the token that ends a text, and that no
-        repetition is held against; None if there is none."""
+        """`weights` and `buf`: of the architecture of `shape`; `end_of_text`: the token that ends a text, exempt from the
+        repetition penalty, or None."""
         self.model, self.ops, self.weights, self.buf, self.options = architecture(shape), ops, weights, buf, options
         self.vocab_size, self.end_of_text = shape.vocab_size, end_of_text
         self.longest = buf.keys.shape[3]
         self.slots: list[Slot | None] = [None] * buf.tokens.shape[0]
         cuda = buf.tokens.is_cuda
         self.step = Replayed([self.launch_step]) if cuda and ops.CAPTURABLE else self.launch_step
-        # Where tokens arrive on the host, in turns; a CPU's are there already.
+        # Tokens arrive on the host in two buffers by turns; a CPU's are there already.
         self.arrivals = [torch.empty_like(buf.chosen, device="cpu", pin_memory=True) for _ in range(2)] if cuda else []
 
     def launch_step(self) -> None:
-        """The next token of every sequence, from its last one; nothing here asks the host."""
+        """Chooses the next token of every sequence from its last one, without the host."""
         buf, o = self.buf, self.options
         self.model.decode_step(self.ops.decode, self.weights, buf)
         self.ops.decode.choose_tokens(
@@ -133,71 +132,71 @@ class Decoder:
         buf.places.add_(1)
 
     def generate(self, texts: Iterable[Continuation]) -> Iterator[Continuation]:
-        """Yields a text whenever it got a token or ended, until all have ended; `texts` is read as slots become free.
+        """Yields a text whenever it has a new token or ends, until all have ended; reads `texts` as slots become free.
 
-        When a context is full, its older half is forgotten and the rest taken in again at the positions it then has.
-        Raises `NumericsError` when the model's logits are not finite.
+        When a context is full, this drops its older half and prefills the rest at its new positions. Raises `NumericsError`
+        when the model's logits are not finite.
         """
         waiting = iter(texts)
-        on_its_way: Launched | None = None
-        self.slots = [None] * len(self.slots)  # a reader that lost interest may have left texts in them
+        in_flight: Launched | None = None
+        self.slots = [None] * len(self.slots)  # an earlier reader may have stopped halfway
         self.buf.active.zero_()
         self.buf.positions.zero_()
         while True:
             self.fill_slots(waiting)
             busy = [slot for slot in self.slots if slot]
-            full = [place for place, slot in enumerate(self.slots) if slot and slot.position == self.longest]
-            if on_its_way and (full or not busy):
-                arrived, on_its_way = on_its_way, None  # its tokens are part of what is taken in again
-                yield from self.take(arrived)
+            full = [index for index, slot in enumerate(self.slots) if slot and slot.position == self.longest]
+            if in_flight and (full or not busy):
+                arrived, in_flight = in_flight, None  # its tokens belong to the context that enters again
+                yield from self.deliver(arrived)
                 continue
             if not busy:
                 return
             if full:
-                self.enter({place: slot.text for place in full if (slot := self.slots[place])}, self.longest // 2)
+                self.enter({index: slot.text for index in full if (slot := self.slots[index])}, self.longest // 2)
             launched = self.launch()
             if self.arrivals:
-                launched, on_its_way = on_its_way, launched
+                launched, in_flight = in_flight, launched
             if launched:
-                yield from self.take(launched)
+                yield from self.deliver(launched)
 
     def fill_slots(self, waiting: Iterator[Continuation]) -> None:
-        """Frees the slots of texts that have ended, or will have with the steps on their way, and gives them to others."""
+        """Frees the slots of texts that have ended, or will with the steps in flight, and fills them with waiting ones."""
         entering: dict[int, Continuation] = {}
-        for place, slot in enumerate(self.slots):
+        for index, slot in enumerate(self.slots):
             if slot is None or slot.text.stopped or not slot.left:
                 text = next(waiting, None)
                 if text is not None:
                     assert text.prompt and text.max_tokens > 0
-                    self.slots[place] = Slot(text, 0, text.max_tokens)
-                    entering[place] = text
+                    self.slots[index] = Slot(text, 0, text.max_tokens)
+                    entering[index] = text
                 elif slot is not None:
-                    self.slots[place] = None
-                    self.buf.active[place] = 0
-                    self.buf.positions[place] = 0
+                    self.slots[index] = None
+                    self.buf.active[index] = 0
+                    self.buf.positions[index] = 0
         if entering:
             self.enter(entering, self.longest)
 
     def enter(self, texts: dict[int, Continuation], most: int) -> None:
-        """Takes in the last tokens of these texts, at most `most` (and at least one), each at its slot's beginning."""
+        """Prefills the last tokens of these texts, at most `most` (and at least one), each at its slot's beginning."""
         buf = self.buf
-        contexts = {place: (text.prompt + text.tokens)[-max(1, most) :] for place, text in texts.items()}
+        contexts = {index: (text.prompt + text.tokens)[-max(1, most) :] for index, text in texts.items()}
         prefill(self.model, self.ops, self.weights, buf, [context[:-1] for context in contexts.values()], list(contexts))
-        for place, context in contexts.items():
-            slot, text = self.slots[place], texts[place]
+        for index, context in contexts.items():
+            slot, text = self.slots[index], texts[index]
             assert slot is not None
             slot.position = len(context) - 1
-            buf.tokens[place] = context[-1]
-            buf.positions[place] = slot.position
-            buf.places[place] = len(text.prompt) + len(text.tokens)
-            buf.active[place] = 1
-            buf.seeds[place] = text.seed
+            buf.tokens[index] = context[-1]
+            buf.positions[index] = slot.position
+            buf.places[index] = len(text.prompt) + len(text.tokens)
+            buf.active[index] = 1
+            buf.seeds[index] = text.seed
             if self.options.repetition_penalty != 1:
                 seen = torch.zeros(buf.seen.shape[1], dtype=torch.bool)
                 seen[[*text.prompt, *text.tokens]] = True
                 if self.end_of_text is not None:
-                    seen[self.end_of_text] = False  # it began the document: that is no reason not to end it
-                buf.seen[place].copy_(seen)
+                    seen[self.end_of_text] = False  # it began the document, which is no reason not to end it
+                buf.seen[index].copy_(seen)
 
     def launch(self) -> Launched:
         self.step()
@@ -215,8 +214,8 @@ class Decoder:
         ready.record()
         return Launched(texts, self.arrivals[0], ready)
 
-    def take(self, launched: Launched) -> Iterator[Continuation]:
-        """Hands each text the token that the step chose for it."""
+    def deliver(self, launched: Launched) -> Iterator[Continuation]:
+        """Appends to each text the token that the step chose for it."""
         if launched.ready:
             launched.ready.synchronize()
         for text, token in zip(launched.texts, launched.tokens.tolist(), strict=True):

@@ -1,4 +1,4 @@
-"""Tokens to text as they come: whole characters only, and nothing of a stop string."""
+"""Turns tokens into text as they come: whole characters only, and nothing of a stop string."""
 
 import codecs
 from collections.abc import Iterator, Sequence
@@ -18,23 +18,23 @@ def document(tokenizer: Tokenizer, text: str) -> list[int]:
 class TextStream:
     """The text of one continuation, piece by piece.
 
-    It ends before the stop string that is complete first (of several that end at the same place, the one that begins
-    first), however the tokens cut it: what could be the beginning of one is held back until it is clear.
+    It ends before the stop string that is complete first (of several with the same end, the one that begins first), however
+    the tokens cut it: it holds back any possible beginning of a stop string until that is decided.
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()):
         assert all(stops)
         self.tokenizer, self.stops = tokenizer, stops
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self.taken = 0  # tokens of the continuation that were taken in
+        self.decoded = 0  # tokens of the continuation
         self.held = ""
 
-    def take(self, text: Continuation) -> str:
-        """What may be shown now; ends the continuation where it finds a stop string."""
-        ids = text.tokens[self.taken :]
-        self.taken += len(ids)
+    def read(self, text: Continuation) -> str:
+        """The new text to show; ends the continuation at a stop string."""
+        ids = text.tokens[self.decoded :]
+        self.decoded += len(ids)
         self.held += self.decoder.decode(self.tokenizer.decode_bytes(ids), final=bool(text.stopped))
-        ends = [(place + len(stop), place) for stop in self.stops if (place := self.held.find(stop)) >= 0]
+        ends = [(start + len(stop), start) for stop in self.stops if (start := self.held.find(stop)) >= 0]
         if ends:
             text.stopped = STOP
             show, self.held = self.held[: min(ends)[1]], ""
@@ -45,18 +45,18 @@ class TextStream:
 
 
 def beginning(stop: str, text: str) -> int:
-    """The length of the longest end of `text` that is a beginning of `stop`, but not all of it."""
+    """The length of the longest end of `text` that is a proper beginning of `stop`."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 def stream_text(
     decoder: Decoder, tokenizer: Tokenizer, texts: Iterator[Continuation], stops: Sequence[str] = ()
 ) -> Iterator[tuple[Continuation, str]]:
-    """`Decoder.generate`, with what each text has to show; the piece may be empty."""
+    """`Decoder.generate` with the new piece of each text, possibly empty."""
     streams: dict[Continuation, TextStream] = {}
     for text in decoder.generate(texts):
         stream = streams.setdefault(text, TextStream(tokenizer, stops))
-        piece = stream.take(text)
+        piece = stream.read(text)
         if text.stopped:
             del streams[text]
         yield text, piece

@@ -1,1 +1,1 @@
-"""Weights to other programs and back: folders of Hugging Face's transformers, files of llm.c."""
+"""Exports and imports weights: folders of Hugging Face's transformers, files of llm.c."""

@@ -110,9 +110,7 @@ def export_llmc(
         check_free(folder)
         with opened(checkpoint.folder / OPTIMIZER_FILE) as moments, opened(checkpoint.folder / OUR_WEIGHTS_FILE) as weights:
             if "m.wte" not in moments.keys():  # noqa: SIM118
-                raise UsageError(
-                    f"expected a run's moments in {checkpoint.folder}, found none: it was imported without them"
-                )
+                raise UsageError(f"expected moments in {checkpoint.folder}, found none: it was imported without them")
             has_master = weights.get_slice("wte").get_dtype() != "BF16"  # a run without master weights stores bf16
         files = {"m": (OPTIMIZER_FILE, "m."), "v": (OPTIMIZER_FILE, "v."), "master": (OUR_WEIGHTS_FILE, "")}
         for name in TENSORS if has_master else TENSORS[:2]:
@@ -134,15 +132,11 @@ def export_llmc(
         if with_optimizer:
             state = read_state(partial / state_name, found)
             same = (state.step, state.has_master) == (checkpoint.step, "master" in tensors)
-            table = parameter_table(found.shape)
-            if not same or not all(
-                torch.equal(state.values(name, row), wanted(row).float())
-                for name, wanted in tensors.items()
-                for row in table
-            ):
-                raise DataError(
-                    f"expected the optimizer's numbers of {checkpoint.folder} in {partial / state_name}, found others"
-                )
+            for name, wanted in tensors.items():
+                rows = parameter_table(found.shape)
+                same = same and all(torch.equal(state.values(name, row), wanted(row).float()) for row in rows)
+            if not same:
+                raise DataError(f"expected the optimizer of {checkpoint.folder} in {partial / state_name}, found others")
         return found
 
     return export(checkpoint, folder, dtype, MODEL_FILE, write, read)

@@ -217,9 +217,7 @@ def find_tensors(folder: Path, shape: ModelShape) -> dict[str, tuple[Path, str]]
                     raise DataError(f"expected {plain} once, found it in {tensors[plain][0]} and, as {name}, in {path}")
                 dims = wanted["wte.weight"] if plain == HEAD else wanted.get(plain)
                 if dims is None:
-                    raise DataError(
-                        f"expected the tensors of a GPT-2 with a language head in {path}, found also {name!r:.120}"
-                    )
+                    raise DataError(f"expected the tensors of a GPT-2 with its head in {path}, found also {name!r:.120}")
                 entry = stored.get_slice(name)
                 if tuple(entry.get_shape()) != dims:
                     raise DataError(

@@ -1,4 +1,4 @@
-"""The README.md of an exported model: what it is, what it was trained on, how well, how to load it."""
+"""The README.md of an exported model: its sizes, its training, its results, and the code that loads it."""
 
 import io
 import json
@@ -25,8 +25,8 @@ SETTINGS = ("precision", "steps", "tokens_per_step", "learning_rate", "schedule"
 
 
 def run_records(checkpoint: Checkpoint, kind: str) -> list[dict[str, Any]]:
-    """The records of a kind up to the checkpoint, from the metrics of the run around it; none if there is no such run, or
-    its metrics cannot be read: a card without them is still a card."""
+    """The records of a kind up to the checkpoint, from the metrics of the run around it. Without such a run, or with
+    unreadable metrics, there are none: a card without them is still a card."""
     try:
         lines = (checkpoint.folder.resolve().parent.parent / METRICS_FILE).read_text(encoding="utf-8").splitlines()
         records = [json.loads(line) for line in lines]
@@ -36,7 +36,7 @@ def run_records(checkpoint: Checkpoint, kind: str) -> list[dict[str, Any]]:
 
 
 def validation_losses(checkpoint: Checkpoint) -> list[tuple[int, float]]:
-    """(step, nats per token) of the validations, in their order."""
+    """(step, nats per token) of the validations, in order."""
     try:
         return sorted({int(r["step"]): float(r["loss"]) for r in run_records(checkpoint, "validation")}.items())
     except (ValueError, KeyError, TypeError):
@@ -44,7 +44,7 @@ def validation_losses(checkpoint: Checkpoint) -> list[tuple[int, float]]:
 
 
 def curve_png(checkpoint: Checkpoint) -> bytes | None:
-    """The curve of the validation losses as an image; None if they are fewer than two."""
+    """The curve of at least two validation losses as an image, or None."""
     losses = validation_losses(checkpoint)
     if len(losses) < 2:
         return None
@@ -58,13 +58,13 @@ def curve_png(checkpoint: Checkpoint) -> bytes | None:
 
 
 def evaluation_lines(checkpoint: Checkpoint) -> list[str]:
-    """A table of the newest results on tasks; nothing if there are none."""
+    """A table of the newest results on tasks, or nothing."""
     newest: dict[str, dict[str, Any]] = {}
     try:
         for record in run_records(checkpoint, "evaluation"):
             known = newest.get(record["task"])
-            worth = record["step"], record["examples"]  # a glance at a few examples does not displace a whole evaluation
-            if known is None or (known["step"], known["examples"]) <= worth:
+            # An evaluation of a few examples does not replace a whole one of the same step.
+            if known is None or (known["step"], known["examples"]) <= (record["step"], record["examples"]):
                 newest[record["task"]] = record
         rows = [
             row(task, metric, f"{value:.4f}", f"{stderr:.4f}", f"{record['examples']:,}", f"{record['step']:,}")
@@ -83,7 +83,7 @@ def row(*cells: Any) -> str:
 
 
 def training_lines(checkpoint: Checkpoint) -> list[str]:
-    """Where the weights come from."""
+    """The origin of the weights: an import, or a run."""
     manifest = checkpoint.manifest
     if origin := manifest.get("imported"):
         return [f"Imported from `{origin.get('source')}`, and not trained since."]
@@ -110,7 +110,7 @@ def model_card(checkpoint: Checkpoint, model: LoadedModel, dtype: torch.dtype) -
     shape, kind = model.shape, str(dtype).removeprefix("torch.")
     parameters = count_parameters(parameter_table(shape))
     prompt = "Once upon a time"
-    # Their generation does not slide: prompt and text have to fit, here even if each byte of the prompt is a token.
+    # Their generation has no sliding window: prompt and text have to fit, even if each byte of the prompt is a token.
     room = max(1, min(40, shape.sequence_length - 1 - len(prompt)))
     lines = [
         "---",

@@ -1,7 +1,7 @@
 """Tokenizers as transformers keeps them: `tokenizer.json`, `vocab.json`, `merges.txt`, `tokenizer_config.json`.
 
-All three kinds can be said exactly, bytes as a byte-level BPE without merges. One thing differs on purpose: to
-transformers a literal "<|endoftext|>" in a text is the special token, to us it is text.
+All three kinds translate exactly, bytes as a byte-level BPE without merges. One difference is deliberate: transformers
+reads a literal "<|endoftext|>" in a text as the special token, we read it as text.
 """
 
 import functools
@@ -30,8 +30,7 @@ Merges = list[tuple[str, str]]
 
 def characters(token: bytes) -> str:
     """A token in the byte-level alphabet: one printable character per byte."""
-    names = _character_of_byte()
-    return "".join(names[b] for b in token)
+    return "".join(map(_character_of_byte().__getitem__, token))
 
 
 @functools.cache
@@ -48,9 +47,9 @@ def vocabulary(tokenizer: Tokenizer) -> dict[str, int]:
 
 @functools.cache
 def gpt2_merges() -> tuple[tuple[str, str], ...]:
-    """GPT-2's merges, in their order, out of the ranks of its tokens.
+    """GPT-2's merges, in their order, from the ranks of its tokens.
 
-    A token of rank r is made by the last merge of its own bytes: applying the merges of lower rank leaves its two parts.
+    The last merge of its own bytes makes a token of rank r: the merges of lower rank leave two pieces.
     """
     tokenizer = load_tokenizer("gpt2")
     tokens = tokenizer.token_bytes[: tokenizer.end_of_text]
@@ -59,18 +58,18 @@ def gpt2_merges() -> tuple[tuple[str, str], ...]:
         (characters(left), characters(right))
         for rank, token in enumerate(tokens)
         if len(token) > 1
-        for left, right in [_two_parts(token, rank, ranks)]
+        for left, right in [_two_pieces(token, rank, ranks)]
     )
 
 
-def _two_parts(token: bytes, below: int, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
-    parts = [token[i : i + 1] for i in range(len(token))]
-    while len(parts) > 2:
-        pairs = [ranks.get(left + right, below) for left, right in itertools.pairwise(parts)]
+def _two_pieces(token: bytes, rank: int, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
+    pieces = [token[i : i + 1] for i in range(len(token))]
+    while len(pieces) > 2:
+        pairs = [ranks.get(left + right, rank) for left, right in itertools.pairwise(pieces)]
         first = min(range(len(pairs)), key=pairs.__getitem__)
-        assert pairs[first] < below, f"{token!r} is no merge of tokens of lower rank"
-        parts[first : first + 2] = [parts[first] + parts[first + 1]]
-    return parts[0], parts[1]
+        assert pairs[first] < rank, f"{token!r} is no merge of tokens of lower rank"
+        pieces[first : first + 2] = [pieces[first] + pieces[first + 1]]
+    return pieces[0], pieces[1]
 
 
 def merges(tokenizer: Tokenizer) -> Merges:
@@ -85,7 +84,7 @@ def merges(tokenizer: Tokenizer) -> Merges:
 
 
 def tokenizer_json(vocab: dict[str, int], pairs: Merges, *, splits: bool = True) -> bytes:
-    """A `tokenizer.json` of a byte-level BPE; `splits`: a text is cut by GPT-2's splitter first."""
+    """A `tokenizer.json` of a byte-level BPE; `splits`: GPT-2's splitter cuts a text first."""
     # The library gives an added token the id that the vocabulary has for it.
     model = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=pairs))
     model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splits)
@@ -102,7 +101,7 @@ def vocabulary_files(tokenizer: Tokenizer, longest: int) -> dict[str, bytes]:
     else:
         content = tokenizer_json(vocab, pairs, splits=tokenizer.kind != "bytes")
     settings = {
-        # Bytes have no splitter, which the class GPT2Tokenizer would put back.
+        # Bytes have no splitter; the class GPT2Tokenizer would add one.
         "tokenizer_class": "PreTrainedTokenizerFast" if tokenizer.kind == "bytes" else "GPT2Tokenizer",
         "add_prefix_space": False,
         "bos_token": END_OF_TEXT,
@@ -121,9 +120,9 @@ def vocabulary_files(tokenizer: Tokenizer, longest: int) -> dict[str, bytes]:
 
 
 def read_vocabulary(folder: Path) -> Tokenizer:
-    """The tokenizer of a transformers folder: GPT-2's, bytes, or another byte-level BPE of GPT-2's make.
+    """The tokenizer of a transformers folder: GPT-2's, bytes, or another byte-level BPE with GPT-2's splitter.
 
-    Raises `DataError` if there is none, or one that cuts texts by other rules.
+    Raises `DataError` if there is none, or one with other rules.
     """
     path = folder / TOKENIZER_FILE
     if path.is_file():
@@ -169,7 +168,7 @@ def _joined(vocab_path: Path, merges_path: Path) -> bytes:
 
 
 def _is_bytes(content: bytes) -> bool:
-    """Whether a `tokenizer.json` says: every byte is its own id, and end-of-text is 256."""
+    """True if in a `tokenizer.json` every byte is its own id, and end-of-text is 256."""
     try:
         tables = json.loads(content)
         model, splitter = tables["model"], tables["pre_tokenizer"]

@@ -308,7 +308,6 @@ def block_backward(
     ops.linear_backward(shared.dln, g.fc_weight, g.fc_bias, d.dhidden, act.ln2, w.fc_weight, scratch=s)
     norm = shared.dln, act.residual_mid, *ln2, w.ln2_weight
     ops.layernorm_backward(d.dresidual_mid, g.ln2_weight, g.ln2_bias, *norm, g.proj_bias, scratch=s)
-
     if recompute >= 2:
         ops.layernorm_forward(act.ln1, *ln1, x, w.ln1_weight, w.ln1_bias)
     ops.linear_backward(shared.datty, g.proj_weight, None, d.dresidual_mid, act.atty, w.proj_weight, scratch=s)

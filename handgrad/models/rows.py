@@ -226,7 +226,7 @@ def count_parameters(table: Iterable[ParameterRow]) -> int:
     return sum(math.prod(row.stored_shape) for row in table)
 
 
-def initialize(table: Table, seed: int, put: Callable[[ParameterRow, Tensor], None]) -> None:
+def initialize(table: Table, seed: int, put: Callable[[ParameterRow, Tensor], object]) -> None:
     """Hands the initial weights to `put`, the stored part of each parameter in float32 on the CPU, from several threads;
     skips those that are zero.
 

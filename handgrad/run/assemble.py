@@ -37,7 +37,7 @@ def allocate(design: Design) -> tuple[TrainingState, Scaling | None]:
     """The memory of the plan with the initial weights, and the scales of an fp8 run."""
     views = design.plan.allocate(design.device)
     scaling = None
-    if design.fp8 is not None:
+    if design.fp8 is not None and design.fp8.table:  # none if all GEMMs have left fp8
         weights = {row.name: row.view(views["parameters"]) for row in design.parameters}
         scaling = Scaling(design.fp8, design.ops, views, weights)
         scaling.reset(1.0 / design.batch.tokens)

@@ -89,8 +89,6 @@ class Run:
             tasks.allocate()
             self.memory_bytes |= tasks.plan.size_bytes
 
-    # Before the first step.
-
     def versions(self) -> dict[str, str]:
         """The versions that the bits depend on, beside the configuration and the data."""
         return {
@@ -120,8 +118,6 @@ class Run:
             load_run(resumed, self.config, self.training)
             self.completed, self.skips_in_a_row = resumed.step, resumed.manifest["skips_in_a_row"]
             self.folder.changes += changed_versions(resumed, self.versions())
-
-    # The run.
 
     def begin(self) -> None:
         """Logs the header, and makes up for what was due when the last process ended."""

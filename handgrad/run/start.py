@@ -44,6 +44,7 @@ def open_as_rank(
     config: RunConfig, device: torch.device, ranks: Ranks, *, allow_changes: bool, shows: Shows
 ) -> Iterator[Run]:
     """`open_run` as one of `ranks`."""
+    devices.use_precision(device, config.precision)  # refuses what the device lacks, before any data is read
     config = with_tuned_gemms(config, choose_backend(config.backend, device, config.precision))
     ranks.check_equal("configuration", to_dict(config))
     config = check(replace(config, lanes=ranks.from_rank_0(lambda: settled_lanes(config, ranks.size), "lanes")))

@@ -1,4 +1,4 @@
-"""What this machine has, what handgrad will use, and what to do about what is missing. Everything named is run once."""
+"""This machine's parts: each is named and run once, and a missing one comes with its remedy."""
 
 import platform
 import re
@@ -14,44 +14,36 @@ from handgrad import devices
 from handgrad.backend import REQUIRED, choose_backend
 from handgrad.config import RunConfig
 from handgrad.data.tokenizer import load_tokenizer
+from handgrad.dropout.bind import dropout_operations
 from handgrad.errors import HandgradError
 from handgrad.format import human_bytes
 from handgrad.ops import reference
 from handgrad.run.assemble import assemble
 from handgrad.run.resolve import resolve
+from handgrad.tools.kernel_checks.dropout import check_dropout_kernels
 from handgrad.tools.kernel_checks.fp8 import OLDEST_FP8, check_fp8_kernels
 from handgrad.tools.kernel_checks.operations import check_kernels
 from handgrad.tools.plan import gemm_flops
 
 PACKAGES = (
-    "torch",
-    "numpy",
-    "tiktoken",
-    "tokenizers",
-    "safetensors",
-    "huggingface_hub",
-    "pyarrow",
-    "rich",
-    "matplotlib",
+    *("torch", "numpy", "tiktoken", "tokenizers", "safetensors"),
+    *("huggingface_hub", "pyarrow", "rich", "matplotlib"),
 )
-# On an NVIDIA GPU. Package: how it is without it, and with it.
+# On an NVIDIA GPU. Package: its benefit.
 OPTIONAL = {
-    "nvidia-cudnn-frontend": "heads of more than 64 channels take Triton's attention; with it cuDNN's, which is faster",
-    "nvidia-ml-py": "metrics and benchmarks have no power, clock and temperature of the GPU; with it they do",
+    "nvidia-cudnn-frontend": "with it, heads of more than 64 channels use cuDNN's attention, which is faster than Triton's",
+    "nvidia-ml-py": "with it, metrics and benchmarks show power, clock and temperature of the GPU",
 }
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def examine() -> Iterator[tuple[bool, str]]:
-    """(whether it is well, line) for each thing looked at."""
+    """(ok, line) for each part."""
     yield True, f"handgrad {handgrad.__version__}, Python {platform.python_version()}, {platform.platform()}"
     for package in PACKAGES:
-        try:
-            yield True, f"{package} {version(package)}"
-        except PackageNotFoundError:
-            yield False, f"{package} is not installed; try: pip install {package}"
+        yield examine_package(package, f"try: pip install {package}")
     device = devices.resolve_device("auto")
-    yield True, f"device {devices.describe(device)}: this is what --device auto takes"
+    yield True, f"device {devices.describe(device)}, the choice of --device auto"
     if device.type == "cpu" and torch.version.cuda is None and DRIVER.exists():
         yield False, "there is an NVIDIA driver, but this torch is a CPU build; install a CUDA build of torch"
     memory = devices.available_bytes(device)
@@ -62,54 +54,59 @@ def examine() -> Iterator[tuple[bool, str]]:
         rate = gemm_flops(device, devices.DTYPES[precision])
         note = ""
         if precision == "bf16" and device.type == "cpu" and rate < 2 * gemm_flops(device, torch.float32):
-            note = "; this processor has no bf16 instructions worth using, train in fp32"
-        yield True, f"{precision} products run at {rate / 1e9:.0f} GFLOP/s{note}"
+            note = "; this processor has no fast bf16 instructions, train in fp32"
+        yield True, f"{precision} GEMMs run at {rate / 1e9:.0f} GFLOP/s{note}"
     yield from examine_gpu(device)
     checks = {
         f"forward and backward, fp32 and {half_precision(device)}": check_operations,
         "GPT-2 tokenizer": check_tokenizer,
     }
-    for name, attempt in checks.items():
+    for name, check in checks.items():
         try:
-            attempt()
+            check()
             yield True, f"{name} works"
         except (HandgradError, RuntimeError, OSError, AssertionError) as error:
             yield False, f"{name} failed: {error}"
 
 
+def examine_package(package: str, remedy: str, *, optional: bool = False) -> tuple[bool, str]:
+    try:
+        return True, f"{package} {version(package)}"
+    except PackageNotFoundError:
+        return optional, f"{package} is not installed; {remedy}"
+
+
 def half_precision(device: torch.device) -> str:
-    """The 16-bit precision to train in: bf16 but on GPUs before Ampere."""
+    """The 16-bit precision to train in: fp16 on GPUs before Ampere, else bf16."""
     return "fp16" if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0) else "bf16"
 
 
 def examine_gpu(device: torch.device) -> Iterator[tuple[bool, str]]:
-    """The driver, what the kernels need, what decides their products, and each of them launched."""
+    """The driver, the kernels' packages and libraries, and each kernel launched."""
     if device.type != "cuda":
-        yield True, f"the kernels need an NVIDIA GPU; on {device.type} runs take the reference operations"
+        yield True, f"the kernels need an NVIDIA GPU; on {device.type} runs use the reference operations"
         return
     capability = torch.cuda.get_device_capability(device)
     yield True, f"driver {driver_version()}, CUDA {torch.version.cuda}, compute capability {dotted(capability)}"
-    for package in (*REQUIRED.values(), *OPTIONAL):
-        try:
-            yield True, f"{package} {version(package)}"
-        except PackageNotFoundError:
-            if package in OPTIONAL:
-                yield True, f"{package} is not installed: {OPTIONAL[package]} (pip install {package})"
-            else:
-                yield False, f"{package} is not installed; try: pip install 'handgrad[gpu]'"
+    for package in REQUIRED.values():
+        yield examine_package(package, "try: pip install 'handgrad[gpu]'")
+    for package, benefit in OPTIONAL.items():
+        yield examine_package(package, f"{benefit} (pip install {package})", optional=True)
     try:
         kernels = choose_backend("kernels", device)
         used = kernels.versions()
     except HandgradError as error:
         yield False, str(error)
         return
-    yield True, f"products by {used['products']}; attention by {used['attention']}"
-    yield from check_kernels(kernels, device, devices.use_precision(device, half_precision(device)))
+    yield True, f"GEMMs by {used['products']}; attention by {used['attention']}"
+    dtype = devices.use_precision(device, half_precision(device))
+    yield from check_kernels(kernels, device, dtype)
+    yield from check_dropout_kernels(dropout_operations(kernels), device, dtype)
     if capability < OLDEST_FP8:
         needed = f"compute capability {dotted(OLDEST_FP8)} (Ada, Hopper or newer)"
         yield True, f"--precision fp8 needs {needed}, this GPU has {dotted(capability)}: train in {half_precision(device)}"
     else:
-        yield from check_fp8_kernels(kernels, device)
+        yield from check_fp8_kernels(choose_backend("kernels", device, "fp8"), device)
 
 
 def dotted(capability: tuple[int, int]) -> str:
@@ -117,7 +114,7 @@ def dotted(capability: tuple[int, int]) -> str:
 
 
 def driver_version() -> str:
-    """As the kernel module says it: '570.86.15'."""
+    """The version in the kernel module's file: '570.86.15'."""
     found = re.search(r"\s(\d+\.\d+(\.\d+)?)\s", DRIVER.read_text(encoding="utf-8")) if DRIVER.exists() else None
     return found[1] if found else "of unknown version"
 
@@ -131,18 +128,11 @@ class ZeroTokens:
 
 
 def check_operations() -> None:
-    """One tiny model, forward and backward, in both precisions on this machine's device."""
+    """Runs a tiny model forward and backward in both precisions on this machine's device."""
     device = devices.resolve_device("auto")
     for precision in ("fp32", half_precision(device)):
-        config = RunConfig(
-            precision=precision,
-            num_layers=2,
-            num_heads=2,
-            channels=32,
-            sequence_length=16,
-            micro_batch=2,
-            tokens_per_step=32,
-        )
+        sizes = {"num_layers": 2, "num_heads": 2, "channels": 32, "sequence_length": 16}
+        config = RunConfig(precision=precision, micro_batch=2, tokens_per_step=32, **sizes)
         training = assemble(resolve(config, 257, device=device, ops=reference), ZeroTokens())
         training.step.make_gradients(0)
         state = training.state

@@ -1,7 +1,7 @@
-"""DRAM and L2 traffic and instructions of every kernel type, as NVIDIA's Nsight Compute counts them on the GPU.
+"""DRAM and L2 traffic and instructions of every kernel type, counted on the GPU by NVIDIA's Nsight Compute.
 
-`ncu` runs the same command again for one micro-step and its update, whose operations stand in NVTX ranges, and renames
-each kernel after the innermost range around its launch.
+`ncu` runs the same command again for one micro-step and its update, whose operations lie in NVTX ranges, and renames each
+kernel after the innermost range around its launch.
 https://docs.nvidia.com/nsight-compute/NsightComputeCli/index.html
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from handgrad.errors import UsageError
 from handgrad.tools.traces import OTHER, PREFIX
 
-# Column of the raw page: what it adds to.
+# Column of the raw page: field of `Traffic`.
 METRICS = {
     "dram__bytes_read.sum": "dram_read",
     "dram__bytes_write.sum": "dram_written",
@@ -26,12 +26,12 @@ METRICS = {
     "smsp__inst_executed.sum": "instructions",
 }
 FACTORS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}  # of units like Kbyte and Minst
-ORDINARY_PLACE = Path("/usr/local/cuda/bin/ncu")
+DEFAULT_PATH = Path("/usr/local/cuda/bin/ncu")
 
 
 @dataclass
 class Traffic:
-    """Sums over the launches of a kernel type: bytes, and instructions of a warp."""
+    """Sums over the launches of a kernel type: bytes, and warp instructions."""
 
     launches: int = 0
     dram_read: float = 0.0
@@ -41,14 +41,14 @@ class Traffic:
 
 
 def find_ncu() -> str:
-    found = shutil.which("ncu") or (str(ORDINARY_PLACE) if ORDINARY_PLACE.exists() else None)
+    found = shutil.which("ncu") or (str(DEFAULT_PATH) if DEFAULT_PATH.exists() else None)
     if found is None:
         raise UsageError("ncu is not installed; it comes with the CUDA toolkit (nsight-compute), or leave out --ncu")
     return found
 
 
 def run_ncu(arguments: Sequence[str]) -> list[str]:
-    """Runs `handgrad profile ARGUMENTS` under ncu; the lines of the table."""
+    """Runs `handgrad profile ARGUMENTS` under ncu; returns the lines of the table."""
     command = [find_ncu(), "--clock-control", "none", "--profile-from-start", "off", "--target-processes", "all"]
     command += ["--nvtx", "--print-nvtx-rename", "kernel", "--csv", "--page", "raw", "--print-units", "base"]
     command += ["--metrics", ",".join(METRICS), sys.executable, "-m", "handgrad", "profile", *arguments]
@@ -56,16 +56,16 @@ def run_ncu(arguments: Sequence[str]) -> list[str]:
     try:
         return table(parse(done.stdout))
     except UsageError as error:
-        said = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-        told = [line for line in said if "==ERROR==" in line or line.startswith("handgrad: ")] or said or ["nothing"]
-        raise UsageError(f"{error}; it said: {told[0].removeprefix('handgrad: ')}") from None
+        output = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+        errors = [line for line in output if "==ERROR==" in line or line.startswith("handgrad: ")] or output or ["nothing"]
+        raise UsageError(f"{error}; it said: {errors[0].removeprefix('handgrad: ')}") from None
 
 
 def parse(text: str) -> dict[str, Traffic]:
     """The kernels of a raw page in CSV by type: a line of names, a line of units, a line per kernel.
 
-    Lines of ncu's own (`==PROF== ...`) and the program's output may stand before them. A kernel's type is the last of our
-    range names on its line, where the innermost range comes last; without one it is "other".
+    ncu's own lines (`==PROF== ...`) and the program's output may precede them. A kernel's type is the last of our range
+    names on its line, where the innermost range comes last; without one it is "other".
     """
     lines = text.splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID",')), None)
@@ -75,20 +75,20 @@ def parse(text: str) -> dict[str, Traffic]:
     missing = [name for name in METRICS if name not in names]
     if missing:
         raise UsageError(f"ncu did not count {', '.join(missing)}")
-    places = {names.index(name): field for name, field in METRICS.items()}
+    columns = {names.index(name): field for name, field in METRICS.items()}
     found: dict[str, Traffic] = defaultdict(Traffic)
     for cells in kernels:
-        kinds = re.findall(rf"{PREFIX}([\w ,]+)", "\n".join(cells[: min(places)]))
+        kinds = re.findall(rf"{PREFIX}([\w ,]+)", "\n".join(cells[: min(columns)]))
         row = found[kinds[-1].strip() if kinds else OTHER]
         row.launches += 1
-        for place, field in places.items():
-            value = float(cells[place].replace(",", "")) * FACTORS[re.sub(r"(byte|inst)$", "", units[place])]
+        for column, field in columns.items():
+            value = float(cells[column].replace(",", "")) * FACTORS[re.sub(r"(byte|inst)$", "", units[column])]
             setattr(row, field, getattr(row, field) + value)
     return dict(found)
 
 
 def table(found: dict[str, Traffic]) -> list[str]:
-    """A row per kernel type in means per launch, the most DRAM traffic in all first, and a row of sums."""
+    """A row per kernel type in means per launch, the largest total DRAM traffic first, and a row of sums."""
     head = f"{'per launch':<32}{'launches':>9}{'DRAM MB read':>14}{'written':>10}{'L2 MB':>10}{'instructions':>14}"
     total = Traffic()
     lines = [head]

@@ -73,7 +73,7 @@ def copy_bandwidth(device: torch.device) -> float:
     return 2 * source.numel() / seconds_of(device, lambda: target.copy_(source), 0.5 if large else 0.1, 10 if large else 1)
 
 
-def product_rate(device: torch.device, dtype: torch.dtype) -> float:
+def sustained_gemm_flops(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of a square product of 8192 rows under sustained load (512 rows on a CPU)."""
     size, seconds, burst = (8192, 3.0, 20) if device.type == "cuda" else (512, 0.1, 1)
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
@@ -118,7 +118,7 @@ def profile_run(config: RunConfig, vocab_size: int, source: Source, steps: int, 
     dtype = devices.use_precision(device, config.precision)
     cuda = device.type == "cuda"
     config = replace(config, schedule="constant", skip_loss_z=0.0, skip_norm_z=0.0)
-    ceilings = copy_bandwidth(device), product_rate(device, dtype)
+    ceilings = copy_bandwidth(device), sustained_gemm_flops(device, dtype)
     if cuda:
         torch.cuda.empty_cache()
     training = assemble(set_up(config, vocab_size), source)

@@ -1,7 +1,7 @@
-"""What a trace of torch's profiler says of our named ranges: how often each launched something, and how long it ran.
+"""Launches and times of our named ranges in a trace of torch's profiler.
 
-The trace is Chrome's JSON. A kernel carries the number (`correlation`) of the call on the host that launched it, and the
-innermost of our ranges around that call owns it. No name of a kernel is interpreted.
+The trace is Chrome's JSON. A kernel carries the number (`correlation`) of the call on the host that launched it; it belongs
+to the innermost of our ranges around that call. Nothing depends on the names of kernels.
 """
 
 import gzip
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-PREFIX = "handgrad/"  # of the ranges' names; what follows is the kernel type
+PREFIX = "handgrad/"  # of the ranges' names; the rest is the kernel type
 COPIES, OTHER = "copies and zeroing", "other"
 COPYING = {"aten::copy_", "aten::zero_", "aten::fill_"}  # outside our operations
 
@@ -21,7 +21,7 @@ Event = dict[str, Any]
 
 @dataclass
 class Spent:
-    """Launches of a kernel type and their time. On a CPU a launch is an operation."""
+    """Launches of a kernel type and their time. On a CPU each operation is a launch."""
 
     launches: int = 0
     microseconds: float = 0.0
@@ -42,7 +42,7 @@ def read_trace(path: Path) -> list[Event]:
 
 
 def ranges_of(events: Sequence[Event], category: str) -> list[Range]:
-    """Our ranges of this category, and torch's copies that lie outside them, by start; an outer one before an inner."""
+    """Our ranges of this category, and torch's copies outside them, by start; an outer range before an inner."""
     found: list[Range] = []
     open_until = 0.0
     for event in sorted(events, key=lambda e: (e["ts"], -e["dur"])):
@@ -69,7 +69,7 @@ def innermost(ranges: Sequence[Range], moments: Sequence[float]) -> list[str | N
 
 
 def spent_on_gpu(events: Sequence[Event]) -> dict[str, Spent]:
-    """Kernels, copies and fills of a GPU by type. One whose launch is not in the trace goes by the range that the
+    """Kernels, copies and fills of a GPU by type. One whose launch is not in the trace belongs to the range that the
     profiler shows on the device at its time."""
     calls = {e.get("args", {}).get("correlation"): e["ts"] for e in events if e["cat"] in ("cuda_runtime", "cuda_driver")}
     by_call: list[tuple[float, Event]] = []

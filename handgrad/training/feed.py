@@ -32,7 +32,7 @@ class BatchFeed:
     """
 
     def __init__(self, source: Source, act: Any, samples: Tensor | None = None):
-        """`act`: the model's activations; `samples`: takes the numbers of the micro-batch's samples, for dropout."""
+        """`act`: the model's activations; `samples`: takes the numbers of the micro-batch's samples."""
         self.source = source
         self.targets: tuple[Tensor, ...] = (act.tokens, act.targets, act.sorted_positions)
         if samples is not None:

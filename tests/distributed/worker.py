@@ -80,7 +80,7 @@ def killed_in_save(step: int) -> None:
     """After the weights have been gathered, in the middle of the first moments."""
 
     def due(gathered: GatheredBucket, shard: torch.Tensor, bucket: Any) -> bool:
-        moments = shard.data_ptr() == next(iter(gathered.state.optimizer.values())).data_ptr()
+        moments = shard.data_ptr() == gathered.state.optimizer["m"].data_ptr()
         return gathered.ranks.step == step and moments and bucket.name == "blocks.1"
 
     before(GatheredBucket, "__call__", due, send(signal.SIGKILL))
@@ -159,7 +159,7 @@ def slow_link(peer: int) -> None:
 
 def flipped(step: int) -> None:
     """The lowest bit of one weight that rank 0 updates, after the step's weights have come from their owners."""
-    original = ParallelStep.finish
+    original = TrainStep.finish
 
     def finish(training: ParallelStep, now: int) -> None:
         original(training, now)
@@ -170,7 +170,7 @@ def flipped(step: int) -> None:
             bits[state.design.buckets[2].start + 5] ^= 1
             fired()
 
-    ParallelStep.finish = finish
+    TrainStep.finish = finish
 
 
 def resized(step: int) -> None:

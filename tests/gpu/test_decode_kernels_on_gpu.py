@@ -1,18 +1,20 @@
 """The kernels of generation compiled for this machine's GPU, and a whole step of them as a CUDA graph."""
 
+from types import ModuleType
+
 import pytest
 import torch
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from handgrad.models.parameters import ModelTensors, flat_elements, initialize, model_tensors, parameter_table
-
 from handgrad.arena import Buffer, make_plan
 from handgrad.backend import choose_backend
 from handgrad.config import ModelShape
-from handgrad.generation.decode import DecodeTensors, decode_buffers, decode_step, decode_tensors, prefill
+from handgrad.generation.decode import decode_buffers, decode_tensors, prefill
 from handgrad.generation.generate import Continuation, Decoder, SamplingOptions
+from handgrad.models import gpt2, named_weights, parameter_table
+from handgrad.models.rows import flat_elements, initialize
 from tests.kernels import decode_checks as checks
 from tests.kernels.decode_checks import check
 from tests.kernels.memory_checks import Draw
@@ -67,13 +69,14 @@ def test_choices(draw: Draw, options: dict[str, float]) -> None:
     checks.choices(draw, 50257, 50304, **options)
 
 
-def model(ops: object, dtype: torch.dtype, batch: int) -> tuple[ModelShape, ModelTensors, DecodeTensors]:
+def model(ops: ModuleType, dtype: torch.dtype, batch: int) -> tuple[ModelShape, gpt2.Weights, gpt2.Decoding]:
     shape = ModelShape(50257, 256, 3, 5, 320)
     table = parameter_table(shape)
     rows = [Buffer("parameters", (flat_elements(table),), dtype, "parameters"), *decode_buffers(shape, batch, dtype, ops)]
     views = make_plan(rows).allocate(torch.device("cuda"))
-    initialize(table, 0, lambda row, values: row.stored(views["parameters"]).copy_(values * (8 if row.std else 1)))
-    return shape, model_tensors(views["parameters"], table), decode_tensors(views)
+    flat = views.pop("parameters")
+    initialize(table, 0, lambda row, values: row.stored(flat).copy_(values * (8 if row.std else 1)))
+    return shape, named_weights(shape, flat, table), decode_tensors(shape, views)
 
 
 @pytest.mark.parametrize("batch", [1, 5])
@@ -84,27 +87,24 @@ def test_a_step_is_the_references(batch: int) -> None:
     for ops, dtype in (("kernels", torch.bfloat16), ("reference", torch.bfloat16), ("reference", torch.float64)):
         backend = choose_backend(ops, torch.device("cuda"))
         shape, weights, buf = model(backend, dtype, batch)
-        prefill(backend, weights, buf, [prompt[:-1] for prompt in prompts], list(range(batch)))
+        prefill(gpt2, backend, weights, buf, [prompt[:-1] for prompt in prompts], list(range(batch)))
         buf.tokens.copy_(torch.tensor([prompt[-1] for prompt in prompts]))
         buf.positions.copy_(torch.tensor([len(prompt) - 1 for prompt in prompts]))
-        decode_step(backend, weights, buf)
+        gpt2.decode_step(backend.decode, weights, buf)
         found.append(buf.logits[:, : shape.vocab_size].double())
     error, own = ((logits - found[2]).norm().item() for logits in found[:2])
     assert torch.isfinite(found[0]).all() and error <= 2 * own, f"{error:.3g}, reference {own:.3g}"
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize(
-    "options", [{"temperature": 0.0}, {"temperature": 0.9}, {"temperature": 0.9, "top_k": 20}], ids=str
-)
-def test_replayed_steps_write_the_same_text(batch: int, options: dict[str, float]) -> None:
+@pytest.mark.parametrize("options", [SamplingOptions(0.0), SamplingOptions(0.9), SamplingOptions(0.9, top_k=20)], ids=str)
+def test_replayed_steps_write_the_same_text(batch: int, options: SamplingOptions) -> None:
     """As launches one by one, twice, over a full context: 400 tokens in 256."""
     backend = choose_backend("kernels", torch.device("cuda"))
     shape, weights, buf = model(backend, torch.bfloat16, batch)
     texts = []
     for replay in (True, True, False):
-        chosen = SamplingOptions(**options)
-        decoder = Decoder(backend, weights, buf, chosen, vocab_size=shape.vocab_size, end_of_text=None)
+        decoder = Decoder(shape, backend, weights, buf, options, end_of_text=None)
         if not replay:
             decoder.step = decoder.launch_step
         written = [Continuation([5, 6, 7 + b], 400, b) for b in range(batch)]

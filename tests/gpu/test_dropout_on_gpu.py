@@ -13,36 +13,20 @@ from torch import Tensor
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from handgrad.models.activations import activations, model_buffers
-from handgrad.models.parameters import model_tensors
-
 from handgrad import devices, presets
 from handgrad.config import RunConfig
 from handgrad.dropout import cuda as dropout_kernels
 from handgrad.dropout import reference as dropout_reference
 from handgrad.dropout.masks import Dropout
 from handgrad.dropout.reference import attention_mask
-from handgrad.models import transformer
 from handgrad.ops import cuda as kernels
 from handgrad.ops import reference
+from handgrad.run.assemble import assemble
+from handgrad.run.resolve import resolve
 from handgrad.run.start import train
-from handgrad.training.feed import BatchFeed
-from handgrad.training.state import allocate_state, with_dropout
-from handgrad.training.step import Stepper
-from tests.conftest import make_model, make_plan
-from tests.gpu.test_kernels_on_gpu import (
-    DTYPES,
-    GPU,
-    HALVES,
-    ROUNDING,
-    SHAPE,
-    ZipfBytes,
-    ZipfTokens,
-    compare,
-    empty,
-    randn,
-    statistics,
-)
+from handgrad.training.step import StepResult
+from tests.gpu.models import ZipfBytes, ZipfTokens, gradients, statistics
+from tests.gpu.test_kernels_on_gpu import DTYPES, GPU, HALVES, ROUNDING, compare, empty, randn
 from tests.kernels import memory_checks as checks
 from tests.kernels.memory_checks import Draw, check_repeats
 from tests.test_runs import elsewhere, same_bits, tensors
@@ -118,42 +102,22 @@ def test_attentions_masks_bit_by_bit(D: int, dtype: torch.dtype) -> None:
         assert torch.equal(dv, sees[:, :, first : first + D])
 
 
-def gradients(ops: ModuleType, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Of the same small model and batch; the weights are numbers that every dtype holds."""
-    source = make_model(SHAPE, 5, 48, torch.float64)
-    flat = source.flat.to(torch.bfloat16).to(torch.float16).to(GPU, dtype)
-    flat_gradients = torch.zeros(flat.shape, dtype=statistics(dtype), device=GPU)
-    config = RunConfig(sequence_length=48, head_chunk_tokens=100, num_layers=SHAPE.num_layers, dropout=P)
-    views = make_plan(model_buffers(config, SHAPE, 5, dtype, ops)).allocate(GPU)
-    act = activations(views)
-    assert act.samples is not None
-    act.samples.copy_(torch.arange(5) + 11)
-    act.tokens.copy_(source.act.tokens)
-    act.targets.copy_(source.act.targets)
-    act.sorted_positions.copy_(torch.argsort(source.act.tokens.view(-1), stable=True))
-    w, g = model_tensors(flat, source.table), model_tensors(flat_gradients, source.table)
-    scale = torch.tensor([1.0], dtype=statistics(dtype), device=GPU)
-    bound = with_dropout(ops, w, g, act, P, config.seed)
-    transformer.loss_and_gradients(bound, w, g, act, scale, vocab_size=301, recompute=0)
-    return {"losses": act.losses} | {row.name: row.view(flat_gradients) for row in source.table}
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_model_is_as_good_as_the_reference(dtype: torch.dtype) -> None:
-    exact, own, found = gradients(reference, torch.float64), gradients(reference, dtype), gradients(kernels, dtype)
+    exact = gradients(reference, GPU, torch.float64, dropout=P)
+    own, found = (gradients(ops, GPU, dtype, dropout=P) for ops in (reference, kernels))
     for name in found:
         error, reference_error = ((t[name].double() - exact[name]).norm().item() for t in (found, own))
         assert error <= 2 * reference_error + ROUNDING[torch.float32] * exact[name].norm().item(), name
 
 
-def state_after(steps: int, *, graphs: bool, recompute: int = 0, dropout: float = P) -> tuple[Tensor, list]:
+def state_after(steps: int, *, graphs: bool, recompute: int = 0, dropout: float = P) -> tuple[Tensor, list[StepResult]]:
     """Master weights and results of steps of a d12-wide model in bf16."""
     sizes = presets.model("d12") | {"num_layers": 2}
     settings = {"micro_batch": 8, "tokens_per_step": 16384, "precision": "bf16", "recompute": recompute, "dropout": dropout}
     config = RunConfig(**sizes, **settings, steps=50, warmup_steps=5)
-    state = allocate_state(config, config.shape(50257), devices.use_precision(GPU, "bf16"), GPU, kernels)
-    stepper = Stepper(config, state, BatchFeed(ZipfTokens(), state.activations), graphs=graphs)
-    return state.master, [stepper.step(step) for step in range(steps)]
+    training = assemble(resolve(config, 50257, device=GPU, ops=kernels), ZipfTokens(), graphs=graphs)
+    return training.state.master, [training.step.step(step) for step in range(steps)]
 
 
 def test_the_same_bits_with_and_without_graphs_at_every_recompute_level() -> None:
@@ -184,11 +148,8 @@ def test_the_loss_follows_the_cpu(config: RunConfig) -> None:
     """The same masks on both machines."""
     config = dataclasses.replace(config, dropout=P, steps=6)
     losses = []
-    for name, device, backend in (("cpu", "cpu", "reference"), ("gpu", "cuda", "kernels")):
-        run = elsewhere(config, name, device=device, backend=backend)
-        state = allocate_state(
-            run, run.shape(257), torch.float32, torch.device(device), kernels if name == "gpu" else reference
-        )
-        stepper = Stepper(run, state, BatchFeed(ZipfBytes(), state.activations))
-        losses.append([stepper.step(step).loss for step in range(6)])
+    for device, backend in (("cpu", "reference"), ("cuda", "kernels")):
+        design = resolve(elsewhere(config, device, device=device, backend=backend), 257)
+        training = assemble(design, ZipfBytes())
+        losses.append([training.step.step(step).loss for step in range(6)])
     assert all(math.isclose(a, b, abs_tol=1e-4) for a, b in zip(*losses, strict=True))

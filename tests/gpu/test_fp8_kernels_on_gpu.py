@@ -1,6 +1,8 @@
 """The kernels that quantise on a CUDA GPU, real sizes and odd ones: bit for bit what the reference makes of 16 bits."""
 
 import math
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +13,8 @@ if torch.cuda.get_device_capability() < (8, 9):
     pytest.skip("needs a GPU that computes in fp8", allow_module_level=True)
 
 from handgrad.fp8 import formats as fp8
-from handgrad.fp8 import reference as reference
-from handgrad.fp8.cuda import quantize as kernels
+from handgrad.fp8 import reference
+from handgrad.fp8.cuda import quantizing as kernels
 from handgrad.fp8.formats import E4M3, E5M2
 from handgrad.ops import CONTROL_STEP, CONTROLS
 from tests.kernels import fp8_checks as checks
@@ -81,7 +83,7 @@ def test_layernorm_backward(draw: Draw, N: int, C: int, kind: torch.dtype, count
 
 
 @formats
-@pytest.mark.parametrize(("N", "V", "Vp"), [(1024, 50257, 50304), (5, 57, 128), (3, 16384, 16512)])
+@pytest.mark.parametrize(("N", "V", "Vp"), [(1024, 50257, 50304), (5, 57, 128), (3, 16384, 16384)])
 def test_classifier(draw: Draw, N: int, V: int, Vp: int, kind: torch.dtype) -> None:
     checks.classifier_forward_backward(draw, N, V, Vp, kind)
 
@@ -91,14 +93,17 @@ def test_a_captured_step_follows_its_buffers() -> None:
     N, C = 256, 384
     inp = torch.empty(N, C, dtype=torch.bfloat16, device="cuda")
     start = checks.make(N, C, kernels.quantize_parts(N, C), E4M3, "cuda", counting=False)
-    ours, theirs = ({"tensor": checks.copy(start), "totals": torch.zeros(1, 3, device="cuda").double()} for _ in range(2))
-    for state in (ours, theirs):
-        state["history"] = torch.zeros(1, 4, device="cuda")
-        state["report"] = torch.full((1, fp8.REPORT_PLACES), math.nan, dtype=torch.float64, device="cuda")
+
+    def fresh() -> dict[str, Any]:
+        report = torch.full((1, fp8.REPORT_PLACES), math.nan, dtype=torch.float64, device="cuda")
+        tables = {"history": torch.zeros(1, 4, device="cuda"), "totals": torch.zeros(1, 3, device="cuda").double()}
+        return {"tensor": checks.copy(start), "report": report, **tables}
+
+    ours, theirs = fresh(), fresh()
     exponents = torch.tensor([fp8.LARGEST_EXPONENT[E4M3]], dtype=torch.int32, device="cuda")
     controls = torch.zeros(CONTROLS, dtype=torch.float64, device="cuda")
 
-    def step(backend, state: dict) -> None:
+    def step(backend: ModuleType, state: dict[str, Any]) -> None:
         tensor = state["tensor"]
         backend.quantize(tensor, inp)
         backend.fold_statistics(state["totals"], tensor.statistics.unsqueeze(0))
@@ -106,7 +111,7 @@ def test_a_captured_step_follows_its_buffers() -> None:
         backend.update_scaling(*tables, exponents, controls, count_every=2, saturation_steps=2, widen=True)
 
     inp.zero_()
-    step(kernels, {name: checks.copy(t) if name == "tensor" else t.clone() for name, t in ours.items()})  # compiles
+    step(kernels, fresh())  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step(kernels, ours)

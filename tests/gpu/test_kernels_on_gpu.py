@@ -15,19 +15,16 @@ from torch import Tensor
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from handgrad.models.activations import activations, model_buffers
-from handgrad.models.parameters import model_tensors
-
 from handgrad import devices, presets
-from handgrad.config import ModelShape, RunConfig
-from handgrad.models import transformer
+from handgrad.backend import choose_backend
+from handgrad.config import RunConfig
 from handgrad.ops import cuda as kernels
 from handgrad.ops import reference
+from handgrad.run.assemble import assemble
+from handgrad.run.resolve import resolve
 from handgrad.run.start import train
-from handgrad.training.feed import BatchFeed
-from handgrad.training.state import allocate_state
-from handgrad.training.step import Stepper
-from tests.conftest import make_model, make_plan
+from handgrad.training.step import StepResult
+from tests.gpu.models import SHAPE, ZipfBytes, ZipfTokens, gradients, statistics
 from tests.test_runs import elsewhere, records, same_bits, tensors
 
 GPU = torch.device("cuda")
@@ -62,17 +59,13 @@ def compare(run: Callable[[ModuleType, torch.dtype], dict[str, Tensor]], dtype: 
         assert all(torch.equal(again[name], result) for name, result in found.items())
 
 
-def statistics(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def empty(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.full(shape, math.nan, dtype=dtype, device=GPU)
 
 
 @pytest.fixture(scope="module")
 def scratch() -> Tensor:
-    size = kernels.scratch_bytes(batch=16, length=1024, channels=1600)
+    size = kernels.scratch_bytes(tokens=16 * 1024, channels=1600, widest=6400)
     return torch.full((size,), 255, dtype=torch.uint8, device=GPU)
 
 
@@ -109,7 +102,7 @@ def test_fused_products(N: int, C: int, dtype: torch.dtype, scratch: Tensor) -> 
         dv = torch.full((C, F), SENTINEL, dtype=statistics(kind), device=GPU)
         ops.linear_gelu_forward(gelu, hidden, x, w, b, scratch=scratch)
         ops.linear_residual_forward(out, r, gelu, v, c, scratch=scratch)
-        ops.gelu_linear_backward(dhidden, dv, None, dy, gelu, hidden, v, scratch=scratch)
+        ops.gelu_linear_backward(dhidden, dv, dy, gelu, hidden, v, scratch=scratch)
         return {"hidden": hidden, "gelu": gelu, "out": out, "dhidden": dhidden, "dv": dv}
 
     compare(run, dtype)
@@ -170,60 +163,31 @@ def test_tuning_writes_a_table_that_products_then_use(
     assert (again.double() - exact).norm() <= 2 * (found.double() - exact).norm()
 
 
-SHAPE = ModelShape(301, 48, 3, 4, 64)
-
-
-def gradients(ops: ModuleType, dtype: torch.dtype, precision: str, recompute: int = 0) -> dict[str, Tensor]:
-    """Of the same small model and batch; the weights are numbers that every dtype holds."""
-    devices.use_precision(GPU, precision)
-    source = make_model(SHAPE, 5, 48, torch.float64)
-    flat = source.flat.to(torch.bfloat16).to(torch.float16).to(GPU, dtype)
-    flat_gradients = torch.zeros(flat.shape, dtype=statistics(dtype), device=GPU)
-    config = RunConfig(sequence_length=48, head_chunk_tokens=100, recompute=recompute)
-    act = activations(make_plan(model_buffers(config, SHAPE, 5, dtype, ops)).allocate(GPU))
-    act.tokens.copy_(source.act.tokens)
-    act.targets.copy_(source.act.targets)
-    act.sorted_positions.copy_(torch.argsort(source.act.tokens.view(-1), stable=True))
-    w, g = model_tensors(flat, source.table), model_tensors(flat_gradients, source.table)
-    scale = torch.tensor([1.0], dtype=statistics(dtype), device=GPU)
-    transformer.loss_and_gradients(ops, w, g, act, scale, vocab_size=301, recompute=recompute)
-    devices.use_precision(GPU, "fp32")
-    return {"losses": act.losses} | {row.name: row.view(flat_gradients) for row in source.table}
-
-
 @pytest.mark.parametrize(
     ("dtype", "precision"),
     [(torch.bfloat16, "bf16"), (torch.float16, "fp16"), (torch.float32, "fp32"), (torch.float32, "tf32")],
 )
 def test_the_model_is_as_good_as_the_reference(dtype: torch.dtype, precision: str) -> None:
-    exact = gradients(reference, torch.float64, "fp32")
-    own, found = gradients(reference, dtype, precision), gradients(kernels, dtype, precision)
+    exact = gradients(reference, GPU, torch.float64)
+    devices.use_precision(GPU, precision)
+    own, found = (gradients(choose_backend(name, GPU, precision), GPU, dtype) for name in ("reference", "kernels"))
     for name in found:
         error, reference_error = ((t[name].double() - exact[name]).norm().item() for t in (found, own))
         assert error <= 2 * reference_error + ROUNDING[torch.float32] * exact[name].norm().item(), name
     assert (found["wte"][SHAPE.vocab_size :] == 0).all(), "the padded vocabulary has no gradient at all"
 
 
-def state_after(steps: int, *, micro_batch: int, graphs: bool, recompute: int = 0, layers: int = 2) -> tuple[Tensor, list]:
+def state_after(
+    steps: int, *, micro_batch: int, graphs: bool, recompute: int = 0, layers: int = 2
+) -> tuple[Tensor, list[StepResult]]:
     """Master weights and results of steps of a d12-wide model in bf16 on Zipf-like tokens."""
     sizes = presets.model("d12") | {"num_layers": layers}
     tokens = 2 * micro_batch * 1024
     settings = {"micro_batch": micro_batch, "tokens_per_step": tokens, "precision": "bf16", "recompute": recompute}
     config = RunConfig(**sizes, **settings, steps=50, warmup_steps=5)
-    state = allocate_state(config, config.shape(50257), devices.use_precision(GPU, "bf16"), GPU, kernels)
-    stepper = Stepper(config, state, BatchFeed(ZipfTokens(), state.activations), graphs=graphs)
-    results = [stepper.step(step) for step in range(steps)]
-    return state.master, results
-
-
-class ZipfTokens:
-    """Samples of ids whose frequency falls as 1 / rank, a pure function of their number."""
-
-    def fill(self, inputs: Tensor, targets: Tensor, first_sample: int) -> None:
-        for row in range(len(inputs)):
-            generator = torch.Generator().manual_seed(first_sample + row)
-            ranks = torch.exp(torch.rand(inputs.shape[1] + 1, generator=generator) * math.log(50257)).long() - 1
-            inputs[row], targets[row] = ranks[:-1], ranks[1:]
+    training = assemble(resolve(config, 50257, device=GPU, ops=kernels), ZipfTokens(), graphs=graphs)
+    results = [training.step.step(step) for step in range(steps)]
+    return training.state.master, results
 
 
 def test_the_same_bits_with_and_without_graphs_at_every_recompute_level() -> None:
@@ -247,17 +211,16 @@ def test_nothing_is_allocated_after_the_first_steps() -> None:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    state = allocate_state(config, config.shape(50257), devices.use_precision(GPU, "bf16"), GPU, kernels)
-    stepper = Stepper(config, state, BatchFeed(ZipfTokens(), state.activations))
+    training = assemble(resolve(config, 50257, device=GPU, ops=kernels), ZipfTokens())
     for step in range(2):  # the second records the graphs
-        stepper.step(step)
+        training.step.step(step)
     torch.cuda.synchronize()
     counters = [torch.cuda.memory_stats()[name] for name in ("allocation.all.allocated", "num_device_alloc")]
     for step in range(2, 6):
-        stepper.step(step)
+        training.step.step(step)
     assert counters == [torch.cuda.memory_stats()[name] for name in ("allocation.all.allocated", "num_device_alloc")]
     taken = torch.cuda.max_memory_allocated() - before
-    assert abs(taken - state.plan.total_bytes) <= 0.03 * state.plan.total_bytes
+    assert abs(taken - training.design.plan.total_bytes) <= 0.03 * training.design.plan.total_bytes
 
 
 @pytest.mark.parametrize(
@@ -287,20 +250,13 @@ def test_the_loss_follows_the_cpu(config: RunConfig) -> None:
 
 def test_a_gradient_that_overflows_halves_the_loss_scale_and_leaves_the_weights_alone(config: RunConfig) -> None:
     config = dataclasses.replace(config, device="cuda", backend="kernels", precision="fp16")
-    state = allocate_state(config, config.shape(257), devices.use_precision(GPU, "fp16"), GPU, kernels)
-    stepper = Stepper(config, state, BatchFeed(ZipfBytes(), state.activations))
-    state.set_loss_scale(2.0**24, 0.0, config.tokens_per_step)
+    training = assemble(resolve(config, 257, device=GPU, ops=kernels), ZipfBytes())
+    state, step = training.state, training.step
+    state.set_loss_scale(2.0**24, 0.0)
     state.weights.lnf_weight.fill_(4096.0)
     before = state.master.clone()
-    result = stepper.step(0)
+    result = step.step(0)
     assert result.skipped is not None and "norm" in result.skipped and math.isfinite(result.loss)
     assert torch.equal(state.master, before)
     assert state.loss_scale[1] == 2.0**23
-    assert stepper.step(1).loss_scale == 2.0**23
-
-
-class ZipfBytes(ZipfTokens):
-    def fill(self, inputs: Tensor, targets: Tensor, first_sample: int) -> None:
-        super().fill(inputs, targets, first_sample)
-        inputs.remainder_(257)
-        targets.remainder_(257)
+    assert step.step(1).loss_scale == 2.0**23

@@ -1,7 +1,7 @@
 """The memory-bound kernels on a CUDA GPU, real sizes and odd ones: as exact as the reference, the same bits every time."""
 
 import math
-from types import SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
@@ -105,7 +105,7 @@ def test_squared_norms(blocks: int, size: int, last: int) -> None:
 @pytest.mark.parametrize("backend", [reference, kernels], ids=["reference", "kernels"])
 @pytest.mark.parametrize("rounded", [False, True])
 @pytest.mark.parametrize("P", [*reduction_checks.ROWS, 64])
-def test_tree_sum(backend: SimpleNamespace, P: int, rounded: bool) -> None:
+def test_tree_sum(backend: ModuleType, P: int, rounded: bool) -> None:
     draw = Draw(FP32, "cuda")
     for n in (*reduction_checks.SIZES, 3_000_000):
         reduction_checks.check_tree(backend, draw, P, n, rounded)

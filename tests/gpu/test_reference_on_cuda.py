@@ -1,38 +1,26 @@
 """The reference on a CUDA GPU: the numbers of the CPU, and the same bits every time."""
 
 import dataclasses
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
-from handgrad.models.activations import activation_buffers, activations
-from handgrad.models.parameters import model_tensors
 
-from handgrad.config import ModelShape, RunConfig
-from handgrad.models import transformer
-from handgrad.ops import reference as ops
+from handgrad.config import RunConfig
+from handgrad.ops import reference
 from handgrad.run.start import train
-from tests.conftest import make_model, make_plan
-from tests.test_runs import elsewhere, same_bits, tensors
+from tests.gpu.models import gradients
+from tests.test_runs import elsewhere, records, same_bits, tensors
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
-SHAPE = ModelShape(301, 48, 3, 4, 64)
-
 
 def gradients_on(device: str, dtype: torch.dtype, recompute: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """(flat gradients, losses) of the same model and batch, on the CPU."""
-    source = make_model(SHAPE, 5, 48, torch.float64)
-    exact = torch.float64 if dtype == torch.float64 else torch.float32
-    flat = source.flat.to(torch.bfloat16).to(device, dtype)  # values that every dtype can hold
-    flat_gradients = torch.zeros(flat.shape, dtype=exact, device=device)
-    rows = activation_buffers(SHAPE, 5, 48, dtype, recompute=recompute, chunk=100)
-    act = activations(make_plan(rows).allocate(torch.device(device)))
-    act.tokens.copy_(source.act.tokens)
-    act.targets.copy_(source.act.targets)
-    w, g = model_tensors(flat, source.table), model_tensors(flat_gradients, source.table)
-    scale = torch.tensor([1 / 240], dtype=exact, device=device)
-    transformer.loss_and_gradients(ops, w, g, act, scale, vocab_size=301, recompute=recompute)
-    return flat_gradients.cpu(), act.losses.cpu()
+    """(all gradients, losses) of the same model and batch, on the CPU."""
+    found = gradients(reference, torch.device(device), dtype, scale=1 / 240, recompute=recompute)
+    losses = found.pop("losses").cpu()
+    return torch.cat([gradient.flatten() for gradient in found.values()]).cpu(), losses
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -62,9 +50,6 @@ def test_two_runs_and_a_resumed_one(config: RunConfig, precision: str) -> None:
     again = elsewhere(config, "again")
     train(again)
     same_bits(config.out, again.out, config.steps)
-    import shutil
-    from pathlib import Path
-
     folder = Path(again.out) / "checkpoints" / "step_00000012"
     expected = tensors(again.out, 12)
     shutil.rmtree(folder)
@@ -73,8 +58,6 @@ def test_two_runs_and_a_resumed_one(config: RunConfig, precision: str) -> None:
 
 
 def test_the_loss_follows_the_cpu(config: RunConfig) -> None:
-    from tests.test_runs import records
-
     train(dataclasses.replace(config))
     on_gpu = elsewhere(config, "gpu", device="cuda")
     train(on_gpu)

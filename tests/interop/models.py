@@ -5,8 +5,6 @@ from pathlib import Path
 
 import torch
 import transformers
-from handgrad.models.activations import activations, model_buffers
-from handgrad.models.parameters import parameter_table
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -15,7 +13,7 @@ from handgrad.checkpoint import Stored
 from handgrad.config import ModelShape, to_dict
 from handgrad.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_files, tokenizer_record, train_bpe
 from handgrad.evaluation.load import imported_config, load_model
-from handgrad.models import transformer
+from handgrad.models import forward_buffers, gpt2, named_activations, parameter_table
 from handgrad.ops import reference
 
 transformers.logging.set_verbosity_error()
@@ -62,7 +60,7 @@ def make_checkpoint(
     generator = torch.Generator().manual_seed(seed)
     state = []
     for row in parameter_table(shape):
-        center = 1.0 if row.init == "ones" else 0.0
+        center = 1.0 if row.init.kind == "ones" else 0.0
         state.append(Stored.of(row.name, center + spread * torch.randn(row.stored_shape, generator=generator)))
     manifest = {
         "config": to_dict(imported_config(shape)) | settings,
@@ -75,17 +73,18 @@ def make_checkpoint(
 
 
 def our_logits(run: Path, tokens: list[int]) -> Tensor:
-    """(tokens, V) float32, by handgrad's own forward; as many tokens as the context has."""
+    """(tokens, V) float32, by handgrad's own forward over them all."""
     model = load_model(
         checkpoint.find(str(run)),
         torch.device("cpu"),
         torch.float32,
         reference,
-        lambda config, shape: model_buffers(config, shape, 1, torch.float32, reference, training=False),
+        lambda config, shape: forward_buffers(shape, 1, len(tokens), torch.float32, reference),
     )
-    act = activations(model.views)
+    act = named_activations(model.shape, model.views)
     act.tokens.copy_(torch.tensor([tokens]))
-    transformer.forward_blocks(reference, model.weights, act)
+    for stage in gpt2.forward(reference, model.weights, act):
+        stage.run()
     return (act.lnf @ model.weights.wte.t())[:, : model.shape.vocab_size]
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from handgrad.models.parameters import parameter_table
 from torch import Tensor
 
 from handgrad import checkpoint
@@ -18,6 +17,7 @@ from handgrad.cli import main
 from handgrad.interop.llmc_model import read_model
 from handgrad.interop.llmc_state import read_state
 from handgrad.interop.llmc_tokenizer import read_tokens
+from handgrad.models import parameter_table
 from tests.interop.models import SIZES, TOKENIZERS, make_checkpoint, our_logits, random_tokens, weights
 from tests.test_commands import SMALL, refused
 

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from handgrad.models.parameters import flat_elements, parameter_table
 from torch import Tensor
 
 from benchmarks.twin import Twin
@@ -14,7 +13,8 @@ from handgrad.cli import main
 from handgrad.config import ModelShape
 from handgrad.interop.llmc_debug import DebugState, compare, read_debug_state, write_debug_state
 from handgrad.interop.llmc_model import read_model, write_model
-from handgrad.models import gpt2_block
+from handgrad.models import gpt2, parameter_table
+from handgrad.models.rows import flat_elements
 from handgrad.ops import reference
 from tests.test_commands import refused
 
@@ -34,7 +34,7 @@ def make_state(folder: Path, shape: ModelShape = ODD, batch: int = 3, length: in
     table, generator = parameter_table(shape), torch.Generator().manual_seed(4)
     flat = torch.zeros(flat_elements(table))
     for row in table:
-        center = 1.0 if row.init == "ones" else 0.0
+        center = 1.0 if row.init.kind == "ones" else 0.0
         row.stored(flat).copy_(center + 0.1 * torch.randn(row.stored_shape, generator=generator))
     tokens, targets = torch.randint(shape.vocab_size, (2, batch, length), generator=generator)
     twin = Twin(shape, padded=True)
@@ -104,13 +104,13 @@ def test_the_doctor_compares(tmp_path: Path, capsys: pytest.CaptureFixture, monk
         assert len(failed) == 1 and wrong in failed[0], failed
     path.write_bytes(state)
     # A backward that forgets a thousandth of a gradient is found, in the tensor where it happens.
-    original = gpt2_block.backward
+    original = gpt2.block_backward
 
     def forgetful(ops: object, weights: object, gradients: object, *rest: object, **options: object) -> None:
         original(ops, weights, gradients, *rest, **options)
         gradients.proj_weight.mul_(0.999)
 
-    monkeypatch.setattr(gpt2_block, "backward", forgetful)
+    monkeypatch.setattr(gpt2, "block_backward", forgetful)
     assert main(arguments) == 78
     failed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAIL")]
     assert len(failed) == 1 and "gradient of proj_weight" in failed[0]

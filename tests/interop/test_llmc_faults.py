@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from handgrad.models.parameters import ParameterRow, parameter_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +17,8 @@ from handgrad.interop import export
 from handgrad.interop.llmc_model import read_model, write_model
 from handgrad.interop.llmc_state import read_state, write_state
 from handgrad.interop.llmc_tokenizer import read_tokens, tokenizer_bytes
+from handgrad.models import parameter_table
+from handgrad.models.rows import ParameterRow
 from tests.interop.models import make_checkpoint, weights
 from tests.interop.test_llmc import make_state
 from tests.test_commands import refused

@@ -7,35 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from handgrad.models.activations import activation_buffers, activations
-from torch import Tensor
 
 from handgrad import checkpoint
 from handgrad.cli import main
 from handgrad.config import ModelShape
 from handgrad.data.tokenizer import Tokenizer, load_tokenizer, read_tokenizer
-from handgrad.evaluation.load import load_model
-from handgrad.models import transformer
-from handgrad.ops import reference
-from tests.interop.models import make_checkpoint, their_logits
+from tests.interop.models import make_checkpoint, our_logits, their_logits
 
 LENGTH = 200  # tokens of text
 PROMPT = "the old river"
-
-
-def our_logits(run: Path, tokens: list[int]) -> Tensor:
-    """(tokens, V) float32 of handgrad's own forward over them all."""
-    model = load_model(
-        checkpoint.find(str(run)),
-        torch.device("cpu"),
-        torch.float32,
-        reference,
-        lambda config, shape: activation_buffers(shape, 1, len(tokens), torch.float32, chunk=1, training=False),
-    )
-    act = activations(model.views)
-    act.tokens.copy_(torch.tensor([tokens]))
-    transformer.forward_blocks(reference, model.weights, act)
-    return (act.lnf @ model.weights.wte.t())[:, : model.shape.vocab_size]
 
 
 def our_text(run: Path, capsys: pytest.CaptureFixture) -> str:

@@ -1,19 +1,15 @@
 """Checks of the kernels of generation, for the interpreter on a CPU and for a GPU alike: the rules are those of
 `memory_checks`."""
 
-from types import SimpleNamespace
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from handgrad.ops import reference
-from handgrad.ops.cuda import choosing, decode
+from handgrad.ops.cuda import decode as kernels
+from handgrad.ops.reference import decode as reference
 from tests.kernels.memory_checks import Case, Draw, Tensors, close, copy, nan, statistics_dtype
-
-MODULES = (decode, choosing)
-kernels = SimpleNamespace(
-    **{name: function for module in MODULES for name, function in vars(module).items() if name in reference.__all__}
-)
 
 PLAIN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 
@@ -39,13 +35,13 @@ def row_products(draw: Draw, C: int, O: int) -> Case:
     inputs = {"x": draw.normal(1, C) * 2 + 0.5, "ln_weight": draw.normal(C), "ln_bias": draw.normal(C)}
     inputs |= {"weight": draw.normal(O, C) / C**0.5, "bias": draw.normal(O), "residual": draw.normal(1, O)}
 
-    def run(ops: SimpleNamespace, t: Tensors) -> Tensors:
+    def run(ops: ModuleType, t: Tensors) -> Tensors:
         norm, scratch = (t["x"], t["ln_weight"], t["ln_bias"], t["weight"]), {"scratch": torch.empty(0)}
         out = {name: nan(t["x"], 1, O) for name in ("with bias", "without", "gelu", "residual")}
-        ops.layernorm_linear_decode(out["with bias"], *workspace(t["x"]), *norm, t["bias"], **scratch)
-        ops.layernorm_linear_decode(out["without"], *workspace(t["x"]), *norm, None, **scratch)
-        ops.layernorm_linear_gelu_decode(out["gelu"], *workspace(t["x"], O), *norm, t["bias"], **scratch)
-        ops.linear_residual_decode(out["residual"], t["residual"], t["x"], t["weight"], t["bias"], **scratch)
+        ops.layernorm_linear_forward(out["with bias"], *workspace(t["x"]), *norm, t["bias"], **scratch)
+        ops.layernorm_linear_forward(out["without"], *workspace(t["x"]), *norm, None, **scratch)
+        ops.layernorm_linear_gelu_forward(out["gelu"], *workspace(t["x"], O), *norm, t["bias"], **scratch)
+        ops.linear_residual_forward(out["residual"], t["residual"], t["x"], t["weight"], t["bias"], **scratch)
         return out
 
     return inputs, run
@@ -56,7 +52,7 @@ def attention(draw: Draw, B: int, H: int, maxT: int, D: int, positions: list[int
     inputs = {"qkv": draw.normal(B, 3 * H * D), "positions": torch.tensor(positions, device=draw.device)}
     inputs |= {name: draw.normal(B, H, maxT, D) for name in ("keys", "values")}
 
-    def run(ops: SimpleNamespace, t: Tensors) -> Tensors:
+    def run(ops: ModuleType, t: Tensors) -> Tensors:
         out = nan(t["qkv"], B, H * D)
         keys, values = t["keys"].clone(), t["values"].clone()
         for b, position in enumerate(positions):
@@ -76,7 +72,7 @@ def embedding(draw: Draw, B: int, C: int) -> None:
     wte, wpe = draw.normal(50, C), draw.normal(20, C)
     tokens, positions = draw.integers(50, B), draw.integers(20, B)
     out, expected = nan(wte, B, C), nan(wte, B, C)
-    decode.embedding_decode(out, tokens, positions, wte, wpe)
+    kernels.embedding_decode(out, tokens, positions, wte, wpe)
     reference.embedding_decode(expected, tokens, positions, wte, wpe)
     assert torch.equal(out, expected)
 
@@ -98,9 +94,9 @@ def choices(draw: Draw, V: int, Vp: int, **options: float) -> None:
         seen = torch.zeros(B, V, dtype=torch.bool, device=draw.device)
         seen[:, ::3] = True
         tokens = torch.full((B,), -7, device=draw.device)
-        size = choosing.choosing_scratch_bytes(batch=B, vocab_size=V)
+        size = kernels.choosing_scratch_bytes(batch=B, vocab_size=V)
         scratch = torch.full((size,), 255, dtype=torch.uint8, device=draw.device)
-        extra = {**PLAIN, **options, "vocab_size": V, "scratch": scratch}
+        extra: dict[str, Any] = {**PLAIN, **options, "vocab_size": V, "scratch": scratch}
         ops.choose_tokens(tokens, logits.clone(), seen if penalised else None, seeds, positions, **extra)
         results.append((tokens.tolist(), seen[:4]))
     assert results[0][0] == results[1][0]

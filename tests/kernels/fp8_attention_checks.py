@@ -9,13 +9,11 @@ from dataclasses import replace
 
 import torch
 import triton
-from handgrad.fp8.cuda.quantize import quantize_parts
 from torch import Tensor
 
-from handgrad.fp8 import formats
-from handgrad.fp8 import reference as reference
+from handgrad.fp8 import formats, reference
 from handgrad.fp8.cuda import attention
-from handgrad.fp8.cuda.quantize import quantize_parts
+from handgrad.fp8.cuda.quantizing import quantize_parts
 from handgrad.fp8.formats import CLIPPED, VANISHED, Quantized
 from handgrad.ops.cuda import attention_triton
 from handgrad.ops.cuda.attention_configs import Config, choose_config, rows_of
@@ -69,7 +67,7 @@ def run(
         wanted = expected(found, out)
         found_lse = torch.full_like(lse, math.nan)
         attention.attention_forward(found, found_lse, qkv, scratch=scratch, config=config)
-        assert torch.equal(found.plain, out) and torch.equal(found_lse, lse), name
+        assert found.plain is not None and torch.equal(found.plain, out) and torch.equal(found_lse, lse), name
         same(found, wanted)
         counts(found, kind, counting)
 

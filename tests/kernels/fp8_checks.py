@@ -6,16 +6,17 @@ kernel. Outputs and unused statistics hold what must be overwritten, or must sta
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from handgrad.fp8 import formats
-from handgrad.fp8 import reference as reference
-from handgrad.fp8.cuda import quantize as kernels
+from handgrad.fp8 import formats, reference
+from handgrad.fp8.cuda import classifier, layernorm
+from handgrad.fp8.cuda import quantizing as kernels
 from handgrad.fp8.formats import AMAX, CLIPPED, COUNTING, INVERSE, MARGIN, SCALE, VANISHED, Quantized
+from handgrad.fp8.reference import quantizing
 from handgrad.ops import CONTROL_STEP, CONTROLS
-from handgrad.ops.cuda import classifier, layernorm
 from handgrad.ops.cuda.scratch import scratch_bytes
 from tests.kernels.memory_checks import Draw
 
@@ -36,7 +37,9 @@ def make(
 
 
 def copy(tensor: Quantized) -> Quantized:
-    forms = {n: None if (t := getattr(tensor, n)) is None else t.clone() for n in ("rows", "columns", "plain")}
+    forms: dict[str, Any] = {
+        name: None if (form := getattr(tensor, name)) is None else form.clone() for name in ("rows", "columns", "plain")
+    }
     return replace(tensor, scaling=tensor.scaling.clone(), statistics=tensor.statistics.clone(), **forms)
 
 
@@ -112,7 +115,7 @@ def rescale(device: str, kind: torch.dtype) -> None:
             tensor = make(1, 1, 700, kind, device, scale=8.0)
             tensor.scaling[MARGIN], tensor.statistics[AMAX, 333] = margin, amax
             expected = copy(tensor)
-            reference.rescale_to(expected, expected.statistics[AMAX].max())
+            quantizing.rescale_to(expected, expected.statistics[AMAX].max())
             kernels.rescale(tensor)
             assert torch.equal(tensor.scaling, expected.scaling), (amax, tensor.scaling, expected.scaling)
 
@@ -182,7 +185,7 @@ def layernorm_backward(draw: Draw, N: int, C: int, kind: torch.dtype, *, countin
     dout[:2], inp[:2], weight[:], mean[:2], rstd[:2] = 1, 0.5, weight.abs(), 0.5, 300
     dout[:2] /= weight
     stream = wide(draw, N, C)
-    scratch = torch.full((scratch_bytes(batch=1, length=N, channels=C),), 255, dtype=torch.uint8, device=draw.device)
+    scratch = torch.full((scratch_bytes(tokens=N, channels=C, widest=C),), 255, dtype=torch.uint8, device=draw.device)
 
     def run(dresidual: formats.Form) -> list[Tensor]:
         sums = [torch.zeros(C, device=draw.device) for _ in range(3)]
@@ -216,10 +219,11 @@ def classifier_forward_backward(draw: Draw, N: int, V: int, Vp: int, kind: torch
     for name, form in forms_of(tensor).items():
         found, gradient = copy(form), logits.clone()
         expected = copy(found)
-        reference.write_forms(expected, plain)
-        classifier.classifier_forward_backward(losses[1], gradient, targets, scale, vocab_size=V, quantized=found)
+        quantizing.write_forms(expected, plain)
+        out = replace(found, plain=gradient)
+        classifier.classifier_forward_backward(losses[1], out, targets, scale, vocab_size=V)
         same(found, expected)
         if found.rows is not None:
-            assert (codes(found.rows)[:, V:] == 0).all()
+            assert (found.rows.view(torch.uint8)[:, V:] == 0).all()
         assert torch.equal(gradient, plain) or name in ("both", "current")
         assert torch.equal(losses[0], losses[1])

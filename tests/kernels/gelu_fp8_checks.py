@@ -8,10 +8,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from handgrad.fp8 import reference as reference
+from handgrad.fp8 import reference
+from handgrad.fp8.cuda import column_sums
 from handgrad.fp8.cuda import gelu as gelu_fp8
 from handgrad.fp8.formats import CLIPPED, E4M3, INVERSE, VANISHED, Quantized
-from handgrad.ops.cuda import column_sums, gelu
+from handgrad.fp8.reference.quantizing import write_forms
+from handgrad.ops.cuda import gelu
 from tests.kernels.fp8_checks import NAN, codes, copy, make, same, totals, wide
 from tests.kernels.memory_checks import SENTINEL, Draw
 
@@ -68,7 +70,7 @@ def backward(draw: Draw, N: int, F: int, kind: torch.dtype, *, counting: bool, c
     inp.statistics.fill_(7.0)
     expected, expected_inp, before = fresh(found), copy(inp), (hidden.clone(), dgelu.clone())
     reference.quantize(expected, dplain)
-    reference.write_forms(replace(expected_inp, rows=None), plain)
+    write_forms(replace(expected_inp, rows=None), plain)
     gelu_fp8.gelu_backward_fp8(found, inp, dgelu, hidden)
     same(found, expected)
     same(inp, expected_inp)  # its rows and statistics as they were
@@ -78,7 +80,7 @@ def backward(draw: Draw, N: int, F: int, kind: torch.dtype, *, counting: bool, c
 
 def bias_backward(draw: Draw, N: int, O: int, kind: torch.dtype) -> None:
     dout = make(N, O, 0, kind, draw.device, scale=0.125)
-    reference.write_forms(dout, draw.normal(N, O))
+    write_forms(dout, draw.normal(N, O))
     assert dout.columns is not None
     if dout.rows is not None:
         dout.rows.view(torch.uint8).fill_(0x7F)  # not what is summed

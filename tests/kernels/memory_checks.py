@@ -8,7 +8,7 @@ are relative to that. All outputs hold NaN before, all accumulators a sentinel, 
 
 import math
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -17,14 +17,9 @@ from handgrad import ops
 from handgrad.dropout import cuda as dropout_kernels
 from handgrad.dropout import reference as dropout_reference
 from handgrad.dropout.masks import Dropout
+from handgrad.ops import cuda as kernels
 from handgrad.ops import reference
-from handgrad.ops.cuda import classifier, column_sums, embedding, gelu, layernorm, optimizer, reduction
 from handgrad.ops.cuda.scratch import scratch_bytes
-
-MODULES = (classifier, column_sums, embedding, gelu, layernorm, optimizer, reduction)
-kernels = SimpleNamespace(
-    **{name: function for module in MODULES for name, function in vars(module).items() if name in reference.__all__}
-)
 
 SENTINEL = 3.25
 SUMS = {"dweight", "dbias", "dbias_below", "dwte", "dwpe"}  # over tokens
@@ -32,7 +27,7 @@ TERMS = {"mean": 4, "rstd": 16}  # two roundings (sum, quotient), and four (mean
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 Tensors = dict[str, Tensor]
-Case = tuple[Tensors, Callable[[SimpleNamespace, Tensors], Tensors]]
+Case = tuple[Tensors, Callable[[ModuleType, Tensors], Tensors]]
 
 
 def statistics_dtype(tensor: Tensor) -> torch.dtype:
@@ -100,7 +95,7 @@ def check_repeats(case: Case, repeats: int = 10) -> None:
 def layernorm_forward(draw: Draw, N: int, C: int) -> Case:
     inputs = {"inp": draw.normal(N, C) * 2 + 0.5, "weight": draw.normal(C), "bias": draw.normal(C)}
 
-    def run(ops: SimpleNamespace, t: Tensors) -> Tensors:
+    def run(ops: ModuleType, t: Tensors) -> Tensors:
         out, exact = nan(t["inp"], N, C), statistics_dtype(t["inp"])
         mean, rstd = nan(t["inp"], N, dtype=exact), nan(t["inp"], N, dtype=exact)
         ops.layernorm_forward(out, mean, rstd, t["inp"], t["weight"], t["bias"])
@@ -115,7 +110,7 @@ def layernorm_backward(draw: Draw, N: int, C: int, below: bool) -> Case:
     inputs["mean"] = draw.normal(N, dtype=torch.float32) * 0.1
     inputs["rstd"] = torch.exp2(torch.tanh(draw.normal(N, dtype=torch.float32)))
 
-    def run(ops: SimpleNamespace, t: Tensors) -> Tensors:
+    def run(ops: ModuleType, t: Tensors) -> Tensors:
         acc = {name: accumulator(t["inp"], C) for name in ("dweight", "dbias", "dbias_below")}
         lowest = acc["dbias_below"] if below else None
         ops.layernorm_backward(
@@ -124,7 +119,7 @@ def layernorm_backward(draw: Draw, N: int, C: int, below: bool) -> Case:
             acc["dbias"],
             *(t[name] for name in ("dout", "inp", "mean", "rstd", "weight")),
             lowest,
-            scratch=poisoned(t["inp"], batch=1, length=N, channels=C),
+            scratch=poisoned(t["inp"], tokens=N, channels=C, widest=C),
         )
         return {"dresidual": t["dresidual"], **acc}
 
@@ -141,9 +136,9 @@ def check_sums_of_what_was_stored(draw: Draw, N: int, C: int) -> None:
 
 
 def bias_backward(draw: Draw, N: int, O: int) -> Case:
-    def run(ops: SimpleNamespace, t: Tensors) -> Tensors:
+    def run(ops: ModuleType, t: Tensors) -> Tensors:
         dbias_acc = accumulator(t["dout"], O)
-        ops.bias_backward(dbias_acc, t["dout"], scratch=poisoned(dbias_acc, batch=1, length=N, channels=O))
+        ops.bias_backward(dbias_acc, t["dout"], scratch=poisoned(dbias_acc, tokens=N, channels=O, widest=O))
         return {"dbias": dbias_acc}
 
     return {"dout": draw.normal(N, O)}, run
@@ -160,7 +155,7 @@ def classifier_inputs(draw: Draw, N: int, V: int, Vp: int) -> Tensors:
 def classifier_forward(draw: Draw, N: int, V: int, Vp: int) -> Case:
     inputs = classifier_inputs(draw, N, V, Vp)
 
-    def run(ops: SimpleNamespace, t: Tensors) -> Tensors:
+    def run(ops: ModuleType, t: Tensors) -> Tensors:
         before, losses = t["logits"].clone(), nan(t["scale"], N)
         ops.classifier_forward(losses, t["logits"], t["targets"], vocab_size=V)
         assert torch.equal(t["logits"][:, :V], before[:, :V]) and (t["logits"][:, V:] == -math.inf).all()
@@ -172,7 +167,7 @@ def classifier_forward(draw: Draw, N: int, V: int, Vp: int) -> Case:
 def classifier_forward_backward(draw: Draw, N: int, V: int, Vp: int) -> Case:
     inputs = classifier_inputs(draw, N, V, Vp)
 
-    def run(ops: SimpleNamespace, t: Tensors) -> Tensors:
+    def run(ops: ModuleType, t: Tensors) -> Tensors:
         losses = nan(t["scale"], N)
         ops.classifier_forward_backward(losses, t["logits"], t["targets"], t["scale"], vocab_size=V)
         assert (t["logits"][:, V:] == 0).all(), "the padded vocabulary must have no gradient at all"
@@ -182,7 +177,7 @@ def classifier_forward_backward(draw: Draw, N: int, V: int, Vp: int) -> Case:
 
 
 def gelu_forward(draw: Draw, N: int, F: int) -> Case:
-    def run(ops: SimpleNamespace, t: Tensors) -> Tensors:
+    def run(ops: ModuleType, t: Tensors) -> Tensors:
         out = nan(t["inp"], N, F)
         ops.gelu_forward(out, t["inp"])
         return {"out": out}
@@ -191,7 +186,7 @@ def gelu_forward(draw: Draw, N: int, F: int) -> Case:
 
 
 def gelu_backward(draw: Draw, N: int, F: int) -> Case:
-    def run(ops: SimpleNamespace, t: Tensors) -> Tensors:
+    def run(ops: ModuleType, t: Tensors) -> Tensors:
         ops.gelu_backward(t["dhidden"], t["inp"])
         return {"dhidden": t["dhidden"]}
 
@@ -206,7 +201,7 @@ def embedding_forward(draw: Draw, tokens: Tensor, C: int, Vp: int) -> Case:
     B, T = tokens.shape
     inputs = {"tokens": tokens.to(draw.device), "wte": draw.normal(Vp, C), "wpe": draw.normal(T + 3, C)}
 
-    def run(ops: SimpleNamespace, t: Tensors) -> Tensors:
+    def run(ops: ModuleType, t: Tensors) -> Tensors:
         out = nan(t["wte"], B * T, C)
         ops.embedding_forward(out, t["tokens"], t["wte"], t["wpe"])
         return {"out": out}
@@ -218,9 +213,9 @@ def embedding_backward(draw: Draw, tokens: Tensor, C: int, Vp: int) -> Case:
     B, T = tokens.shape
     inputs = {"tokens": tokens.to(draw.device), "dout": draw.normal(B * T, C)}
 
-    def run(ops: SimpleNamespace, t: Tensors) -> Tensors:
+    def run(ops: ModuleType, t: Tensors) -> Tensors:
         dwte_acc, dwpe_acc = accumulator(t["dout"], Vp, C), accumulator(t["dout"], T + 3, C)
-        scratch = poisoned(dwte_acc, batch=B, length=T, channels=C)
+        scratch = poisoned(dwte_acc, tokens=B * T, channels=C, widest=C)
         places = sorted_by_token(t["tokens"])
         ops.embedding_backward(dwte_acc, dwpe_acc, t["dout"], t["tokens"], places, scratch=scratch)
         assert (dwpe_acc[T:] == SENTINEL).all()
@@ -241,7 +236,7 @@ def dropouts(draw: Draw, B: int, T: int, C: int) -> Case:
     samples = torch.arange(B, device=draw.device) * ((1 << 33) + 1) + 5
     site = next(place for place in (Dropout(samples, 0.3, 1337, n) for n in range(99)) if place.stream >> 31)
 
-    def run(ops: SimpleNamespace, t: Tensors) -> Tensors:
+    def run(ops: ModuleType, t: Tensors) -> Tensors:
         x, stream = t["x"], t["stream"]
         out, dx, branch, ones = nan(x, B * T, C), nan(x, B * T, C), x.clone(), torch.ones_like(x)
         dropping = dropout_reference if ops is reference else dropout_kernels
@@ -267,7 +262,7 @@ def check_dropouts(draw: Draw, B: int, T: int, C: int) -> None:
 def squared_norms(draw: Draw, blocks: int, size: int, last: int) -> Case:
     """`last`: elements of the last block."""
 
-    def run(ops: SimpleNamespace, t: Tensors) -> Tensors:
+    def run(ops: ModuleType, t: Tensors) -> Tensors:
         out = nan(t["flat"], blocks)
         ops.squared_norms(out, t["flat"], block_elements=size)
         return {"norms": out}
@@ -283,7 +278,7 @@ def adamw(draw: Draw, elements: int, steps: int, *, betas: tuple[float, float], 
     inputs["v"] = inputs["v"].square() * 1e-4
     settings = {"beta1": betas[0], "beta2": betas[1], "epsilon": 1e-8, "weight_decay": 0.1}
 
-    def run(ops: SimpleNamespace, t: Tensors) -> Tensors:
+    def run(ops: ModuleType, t: Tensors) -> Tensors:
         like = t["weight"]
         exact = like.dtype == torch.float64
         published = like if draw.dtype == torch.float32 else nan(like, elements, dtype=like.dtype if exact else draw.dtype)

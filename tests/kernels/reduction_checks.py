@@ -3,7 +3,7 @@
 import functools
 import math
 import operator
-from types import SimpleNamespace
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.view(integer), b.view(integer))
 
 
-def check_tree(backend: SimpleNamespace, draw: Draw, P: int, n: int, rounded: bool, sent: bool = False) -> None:
+def check_tree(backend: ModuleType, draw: Draw, P: int, n: int, rounded: bool, sent: bool = False) -> None:
     """The explicit tree, to the bit; the rows stay, and what lies behind `out`. `sent`: pieces of bf16."""
     rows = different_sizes(draw, P, n)
     pieces = rows_apart(rows.bfloat16() if sent else rows)
@@ -63,7 +63,7 @@ def check_tree(backend: SimpleNamespace, draw: Draw, P: int, n: int, rounded: bo
         assert not torch.equal(out, one_by_one), "numbers that add up to the same in every order show nothing"
 
 
-def check_aliasing(backend: SimpleNamespace, draw: Draw, P: int, rounded: bool) -> None:
+def check_aliasing(backend: ModuleType, draw: Draw, P: int, rounded: bool) -> None:
     """`out` may be any of the rows; nothing else of the buffer that they lie in changes."""
     for row in {0, 1, P - 1}:
         rows = different_sizes(draw, P, 1031)
@@ -75,7 +75,7 @@ def check_aliasing(backend: SimpleNamespace, draw: Draw, P: int, rounded: bool) 
         assert pieces._base.isnan().sum() == 37 * P
 
 
-def check_cuts(backend: SimpleNamespace, draw: Draw, world: int, rounded: bool) -> None:
+def check_cuts(backend: ModuleType, draw: Draw, world: int, rounded: bool) -> None:
     """Eight rows on one device, or on several that send a subtree's sum each: as bf16 if `rounded`."""
     rows = different_sizes(draw, 8, 1031)
     whole, out = nan(rows, 1031), nan(rows, 1031)
@@ -91,7 +91,7 @@ def check_cuts(backend: SimpleNamespace, draw: Draw, world: int, rounded: bool) 
     assert same_bits(out, whole)
 
 
-def check_not_finite(backend: SimpleNamespace, draw: Draw, rounded: bool) -> None:
+def check_not_finite(backend: ModuleType, draw: Draw, rounded: bool) -> None:
     """NaN of every kind, infinities, and numbers that bf16 rounds up to infinity."""
     rows = torch.zeros(4, 6, device=draw.device)
     rows[3] = torch.tensor([math.nan, math.inf, -math.inf, 3.4028e38, math.inf, 0.0], device=draw.device)
@@ -116,7 +116,7 @@ def numbers(draw: Draw, dtype: torch.dtype, n: int) -> Tensor:
     return draw.integers(2**62, n) * 2 + 1 if dtype == torch.int64 else draw.normal(n, dtype=dtype)
 
 
-def checksum(backend: SimpleNamespace, flat: Tensor) -> int:
+def checksum(backend: ModuleType, flat: Tensor) -> int:
     out = torch.full((1,), 77, dtype=torch.int64, device=flat.device)
     backend.checksum(out, flat)
     return int(out.item())
@@ -129,7 +129,7 @@ def murmur(x: int) -> int:
     return x
 
 
-def check_checksum(backend: SimpleNamespace, draw: Draw, dtype: torch.dtype, n: int) -> None:
+def check_checksum(backend: ModuleType, draw: Draw, dtype: torch.dtype, n: int) -> None:
     """The formula in Python's integers."""
     flat = numbers(draw, dtype, n)
     width = min(flat.itemsize, 4)
@@ -138,7 +138,7 @@ def check_checksum(backend: SimpleNamespace, draw: Draw, dtype: torch.dtype, n: 
     assert checksum(backend, flat) % 2**64 == sum((2 * i + 1) * murmur(w) for i, w in enumerate(words)) % 2**64
 
 
-def check_checksum_sees(backend: SimpleNamespace, draw: Draw, dtype: torch.dtype) -> None:
+def check_checksum_sees(backend: ModuleType, draw: Draw, dtype: torch.dtype) -> None:
     """Every single flipped bit, of the first number, the last and one between; and two exchanged."""
     flat = numbers(draw, dtype, 1031)
     words, found = words_of(flat), {checksum(backend, flat)}
@@ -159,7 +159,7 @@ def check_checksum_sees(backend: SimpleNamespace, draw: Draw, dtype: torch.dtype
 # The losses of a step, one sum per lane.
 
 
-def check_losses_in_order(backend: SimpleNamespace, device: str, lanes: int) -> None:
+def check_losses_in_order(backend: ModuleType, device: str, lanes: int) -> None:
     """One after another in float64, without compensation; numbers among which any other order shows."""
     sums = torch.rand(lanes, generator=torch.Generator().manual_seed(3), dtype=torch.float64) * 0.4 + 0.55
     sums[0] = 2.0**52  # the numbers from here on are whole: each of the others counts as 1

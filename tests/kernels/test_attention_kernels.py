@@ -14,6 +14,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -110,7 +111,7 @@ def test_masks_are_the_references(tiles: str) -> None:
     out, dqkv, lse = torch.empty(B * T, H * D), torch.empty(B * T, 3 * H * D), torch.empty(B, H, T)
     out, dqkv, lse = (t.fill_(math.nan).to(DEVICE) for t in (out, dqkv, lse))
     size = attention_triton.attention_scratch_bytes(batch=B, length=T, num_heads=H)
-    options = {"dq_config": TILES[tiles], "dkdv_config": TILES[tiles]}
+    options: dict[str, Any] = {"dq_config": TILES[tiles], "dkdv_config": TILES[tiles]}
     options["scratch"] = torch.zeros(size, dtype=torch.uint8, device=DEVICE)
     dropout_kernels.attention_forward(out, lse, qkv, site, config=TILES[tiles])
     dropout_kernels.attention_backward(dqkv, unit.reshape(B * T, H * D), out, lse, qkv, site, **options)

@@ -11,8 +11,7 @@ if torch.cuda.is_available():
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: it decides what @triton.jit makes of a kernel
 pytest.importorskip("triton")
 
-from handgrad.fp8.cuda import attention
-from handgrad.fp8.cuda import quantize as fp8
+from handgrad.fp8.cuda import attention, quantizing
 from handgrad.fp8.formats import E4M3, E5M2
 from handgrad.ops.cuda.attention_configs import CONFIGS, Config, rows_of
 from tests.kernels import fp8_attention_checks as checks
@@ -27,7 +26,7 @@ TILES = {"wide": Config(32, 16, 4, 1), "tall": Config(16, 32, 4, 1), "shipped": 
 @pytest.fixture(autouse=True)
 def exact_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter's own conversion to fp8 rounds wrongly."""
-    for module in (fp8, attention):
+    for module in (quantizing, attention):
         monkeypatch.setattr(module, "rounded", rounded)
 
 

@@ -2,7 +2,7 @@
 
 import math
 import os
-from types import SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
@@ -173,7 +173,7 @@ def test_verdict(name: str, scale: float, clip_norm: float, dynamic: bool) -> No
     total = torch.tensor([loss * tokens], dtype=torch.float64)
     settings = {"tokens_per_step": tokens, "clip_norm": clip_norm, "dynamic_loss_scale": dynamic}
 
-    def run(backend: SimpleNamespace) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(backend: ModuleType) -> tuple[torch.Tensor, torch.Tensor]:
         results = torch.full((contract.RESULTS,), math.nan, dtype=torch.float64)
         loss_scale = torch.tensor([scale / tokens, scale, float(good_steps)])
         backend.verdict(results, loss_scale, total, norms, controls, **settings)

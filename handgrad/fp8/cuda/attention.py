@@ -148,7 +148,7 @@ def launch_blocks(
     programs, sizes, options = blocks(name, lse, *forms, statistics, *tensors, config=config)
     assert first_part + programs <= parts, f"{parts} parts, {first_part + programs} needed"
     largest, vanishes_at = limits(quantized)
-    first, N = statistics.view(-1)[first_part:], tensors[-1].shape[0]
+    first, N = statistics.view(-1)[first_part:], quantized.shape[0]
     options |= {"LARGEST": largest, "VANISHES_AT": vanishes_at}
     launch(kernel, (programs,), *tensors, *forms, first, *sizes, N, parts, **options)
     return programs

@@ -18,7 +18,7 @@ class Config(NamedTuple):
     registers: int | None = None
 
 
-# Frozen: choosing at run time would change the order of the sums, and so the bits. The key is (kernel, head width up to,
+# Fixed: choosing at run time would change the order of the sums, and so the bits. The key is (kernel, head width up to,
 # inputs of 16 bits, a data-centre GPU with the shared memory and the tensor cores of Hopper or Blackwell). The rows for
 # the others fit in the 99 KB of shared memory of sm_86, sm_89 and sm_120.
 CONFIGS: dict[tuple[str, int, bool, bool], Config] = {

@@ -193,10 +193,12 @@ def _row_product(
         gdc_wait()
     v = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
     if ln_weight is not None:
-        # The mean first: squares / K - mean^2 in one pass loses the variance of a row far from zero.
-        centred = tl.where(inside, v - tl.sum(v, 0) / K, 0.0)
-        rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(centred * centred, 0) / K + EPSILON))
-        v = (centred * rstd * scale + shift).to(x.dtype.element_ty).to(tl.float32)
+        # Both sums in one exchange between the warps: two, or distances to a number near the mean, cost 3 % of a token. A
+        # row m deviations from zero loses m^2 2^-24 of its variance, which m < 100 keeps below bf16's rounding.
+        total, squares = tl.split(tl.sum(tl.join(v, v * v), 0))
+        mean = total / K
+        rstd = tl.rsqrt(tl.maximum(squares / K - mean * mean, 0.0) + EPSILON)
+        v = ((v - mean) * rstd * scale + shift).to(x.dtype.element_ty).to(tl.float32)
     y = tl.sum(w.to(tl.float32) * v[None, :], 1) + added
     if residual is not None:
         y += tl.load(residual + row, mask=here, other=0.0).to(tl.float32)

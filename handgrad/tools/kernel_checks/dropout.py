@@ -19,7 +19,7 @@ def site(d: Draw) -> Dropout:
 
 
 def attention_backward(d: Draw) -> Arguments:
-    forward = {**attention(d, H), "dropout": site(d)}
+    forward: Arguments = {**attention(d, H), "dropout": site(d)}
     reference.attention_forward(**forward)
     return {"dqkv": d.empty(N, 3 * C), "dout": d(N, C), **forward}
 

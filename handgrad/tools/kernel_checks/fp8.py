@@ -1,9 +1,10 @@
-"""What makes and multiplies fp8 numbers.
+"""The operations that make and multiply fp8 numbers.
 
 A kernel that quantises works when it writes, to the bit, what the reference makes of the 16-bit numbers that it writes
 otherwise; a product, when it is off by little more than the rounding of its result.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,12 +22,16 @@ from handgrad.fp8.formats import (
     E4M3,
     E5M2,
     INVERSE,
+    LARGEST_EXPONENT,
+    REPORT_PLACES,
+    SATURATED_STEPS,
     SCALE,
     SCALING_PLACES,
     STATISTICS_PLACES,
     Quantized,
 )
-from handgrad.tools.kernel_checks.checking import Compared, attempt, copies, launch
+from handgrad.ops import CONTROLS
+from handgrad.tools.kernel_checks.checking import Compared, attempt, compare, copies, launch
 from handgrad.tools.kernel_checks.draw import Arguments, B, C, Draw, F, H, N, T, Vp
 from handgrad.tools.kernel_checks.operations import (
     CASES,
@@ -48,8 +53,8 @@ class Fp8Draw(Draw):
 
     def __init__(self, ops: ModuleType, device: torch.device):
         super().__init__(torch.bfloat16, device)
-        sizes = {"batch": B, "length": T, "channels": C, "padded_vocab_size": Vp}
-        self.parts = max(ops.statistics_parts(num_heads=heads, **sizes) for heads in (1, H))
+        sizes = {"batch": B, "length": T, "channels": C, "widest": F, "padded_vocab_size": Vp}
+        self.parts = max(ops.statistics_parts(num_heads=n, head_width=C // n, **sizes) for n in (1, H))
 
     def output(self, shape: Sequence[int], form: torch.dtype, exponent: int, **changes: Any) -> Quantized:
         """Forms of a tensor of this shape, full of NaN, at a scale of 2^exponent."""
@@ -179,10 +184,10 @@ def fp8_gelu_backward(ops: ModuleType, d: Fp8Draw) -> Compared:
     arguments = gelu_product_backward(d)
     hidden, before = arguments["hidden"], arguments["dweight_acc"].double()
     dout, weight = d.operand(arguments["dout"], E5M2), d.operand(arguments["weight"])
-    dhidden, gelu = d.output((N, F), E5M2, 14), d.output((N, F), E4M3, 7, rows=None)
+    dhidden, gelu = d.output((N, F), E5M2, 14, workspace=d.empty(N, F)), d.output((N, F), E4M3, 7, rows=None)
     scaling = dhidden.scaling.clone()
-    given: Arguments = {**arguments, "dhidden": dhidden, "dbias_acc": None, "dout": dout, "inp": gelu, "weight": weight}
-    launch(ops.gelu_linear_backward, {**given, "dgelu": d.empty(N, F)})
+    given: Arguments = {**arguments, "dhidden": dhidden, "dout": dout, "inp": gelu, "weight": weight}
+    launch(ops.gelu_linear_backward, given)
     yield product(arguments["dweight_acc"], before + numbers(dout).t() @ numbers(gelu))
 
     dgelu, plain = d.empty(N, F), d.empty(N, F)
@@ -199,11 +204,42 @@ def fp8_classifier(ops: ModuleType, d: Fp8Draw) -> Compared:
     plain = CASES["classifier_forward_backward"][1](d)
     given, logits = copies(plain), "logits_to_dlogits_inout"
     out = d.output((N, Vp), E5M2, 16, columns=None, plain=given[logits])
-    launch(ops.classifier_forward_backward, {**given, "quantized": out})
+    launch(ops.classifier_forward_backward, {**given, logits: out})
     launch(ops.classifier_forward_backward, plain)
     yield from requantized(out, out.scaling.clone(), plain[logits], counted=False)
     for name in ("losses", logits):
         yield given[name], plain[name], 0
+
+
+def fold_statistics(d: Draw) -> Arguments:
+    found = d.float32(4, STATISTICS_PLACES, 300).square()
+    found[:, CLIPPED:].round_()  # counts
+    return {"totals_inout": d.float64(*range(12)).view(4, STATISTICS_PLACES), "statistics": found}
+
+
+def update_scaling(d: Draw) -> Arguments:
+    """Tensors in both formats, of which one saturates for the last time before it gets more margin."""
+    scaling = torch.zeros(4, SCALING_PLACES, device=d.device)
+    exponents = torch.tensor([7.0, 15.0, 10.0, 3.0], device=d.device)
+    scaling[:, SCALE], scaling[:, INVERSE], scaling[:, SATURATED_STEPS] = exponents.exp2(), (-exponents).exp2(), 2.0
+    totals = torch.cat([d.float64(3.0, 4.0, 1e-9, 1e4).view(4, 1), d.float64(*range(8)).view(4, 2)], 1)
+    formats = [LARGEST_EXPONENT[form] for form in (E4M3, E5M2, E4M3, E4M3)]
+    return {
+        "scaling_inout": scaling,
+        "history_inout": d.float32(4, 5, scale=1e-3).abs(),
+        "totals_inout": totals,
+        "report": d.empty(4, REPORT_PLACES, dtype=torch.float64),
+        "largest_exponents": torch.tensor(formats, dtype=torch.int32, device=d.device),
+        "controls": d.float64(7.0, *[math.inf] * (CONTROLS - 1)),
+        "count_every": 4,
+        "saturation_steps": 3,
+        "widen": True,
+    }
+
+
+def beside_the_reference(operation: str, make: Callable[[Draw], Arguments]) -> Fp8Case:
+    """A case: an operation on statistics and scales."""
+    return lambda ops, d: compare(getattr(ops, operation), getattr(reference, operation), partial(make, d))
 
 
 # Line: a case, which launches the operations of a backend and yields what is to be compared.
@@ -223,6 +259,8 @@ FP8_CASES: dict[str, Fp8Case] = {
     "linear_forward in fp8": fp8_forward,
     "linear_backward in fp8": fp8_backward,
     "classifier_forward_backward to fp8": fp8_classifier,
+    "fold_statistics": beside_the_reference("fold_statistics", fold_statistics),
+    "update_scaling": beside_the_reference("update_scaling", update_scaling),
 }
 
 

@@ -12,18 +12,6 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from handgrad.fp8.formats import (
-    CLIPPED,
-    E4M3,
-    E5M2,
-    INVERSE,
-    LARGEST_EXPONENT,
-    REPORT_PLACES,
-    SATURATED_STEPS,
-    SCALE,
-    SCALING_PLACES,
-    STATISTICS_PLACES,
-)
 from handgrad.ops import CONTROLS, RESULTS, UPDATE, reference
 from handgrad.tools.kernel_checks.checking import attempt, compare
 from handgrad.tools.kernel_checks.draw import Arguments, B, C, Draw, F, H, N, T, V, Vp
@@ -97,32 +85,6 @@ def tree(d: Draw, rows: int) -> Arguments:
     return {"out": d.empty(2 * 4096, dtype=torch.float32), "pieces": d.float32(rows, 2 * 4096)}
 
 
-def fold_statistics(d: Draw) -> Arguments:
-    found = d.float32(4, STATISTICS_PLACES, 300).square()
-    found[:, CLIPPED:].round_()  # counts
-    return {"totals_inout": d.float64(*range(12)).view(4, STATISTICS_PLACES), "statistics": found}
-
-
-def update_scaling(d: Draw) -> Arguments:
-    """Tensors in both formats, of which one saturates for the last time before it gets more margin."""
-    scaling = torch.zeros(4, SCALING_PLACES, device=d.device)
-    exponents = torch.tensor([7.0, 15.0, 10.0, 3.0], device=d.device)
-    scaling[:, SCALE], scaling[:, INVERSE], scaling[:, SATURATED_STEPS] = exponents.exp2(), (-exponents).exp2(), 2.0
-    totals = torch.cat([d.float64(3.0, 4.0, 1e-9, 1e4).view(4, 1), d.float64(*range(8)).view(4, 2)], 1)
-    formats = [LARGEST_EXPONENT[form] for form in (E4M3, E5M2, E4M3, E4M3)]
-    return {
-        "scaling_inout": scaling,
-        "history_inout": d.float32(4, 5, scale=1e-3).abs(),
-        "totals_inout": totals,
-        "report": d.empty(4, REPORT_PLACES, dtype=torch.float64),
-        "largest_exponents": torch.tensor(formats, dtype=torch.int32, device=d.device),
-        "controls": d.float64(7.0, *[math.inf] * (CONTROLS - 1)),
-        "count_every": 4,
-        "saturation_steps": 3,
-        "widen": True,
-    }
-
-
 # Line: the operation it launches, and that operation's arguments by name. `scratch` is added where it takes one.
 CASES: dict[str, tuple[str, Callable[[Draw], Arguments]]] = {
     name: (name.split(",")[0], make)
@@ -177,8 +139,6 @@ CASES: dict[str, tuple[str, Callable[[Draw], Arguments]]] = {
         "checksum": lambda d: {"out": torch.zeros(1, dtype=torch.int64, device=d.device), "flat": d(3 * 4096 + 5)},
         "verdict": verdict,
         "adamw_update": adamw_update,
-        "fold_statistics": fold_statistics,
-        "update_scaling": update_scaling,
     }.items()
 }
 

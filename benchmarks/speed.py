@@ -1,0 +1,72 @@
+"""The README's table and picture: tokens per second of handgrad and its peers on one H200, from the results files.
+
+python -m benchmarks.speed        prints the table's rows and draws docs/speed.png
+"""
+
+import hashlib
+import json
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+RESULTS = Path(__file__).parent / "results"
+PICTURE = Path(__file__).parents[1] / "docs" / "speed.png"
+MODELS = ("124M", "350M", "774M", "1558M")
+COLORS = {
+    "handgrad, fp8": "#1f5fa8",
+    "handgrad, bf16": "#5a97d8",
+    "torch.compile, bf16": "#c98a3d",
+    "llm.c, bf16": "#9a9a93",
+}
+
+
+def measured() -> dict[str, dict[str, float | None]]:
+    """Tokens per second by model and contender; of several twins the fastest, None for one that was not measured."""
+    speeds: dict[str, dict[str, float | None]] = {}
+    peers = json.loads((RESULTS / "h200-llmc.json").read_text())["tokens_per_second"]
+    for model in MODELS:
+        bf16, fp8 = (
+            {name: row["tokens_per_second"] for name, row in json.loads(path.read_text())["figures"].items()}
+            for path in (RESULTS / f"h200-{kind}step-{model.lower()}.json" for kind in ("", "fp8-"))
+        )
+        twin = max((speed for name, speed in bf16.items() if name.startswith("twin")), default=None)
+        llmc = next(speed for name, speed in peers.items() if name.startswith(f"{model},"))
+        speeds[model] = dict(zip(COLORS, (fp8["handgrad-fp8"], bf16["handgrad"], twin, llmc), strict=True))
+    return speeds
+
+
+def text(speed: float | None) -> str:
+    return "–" if speed is None else f"{speed / 1e3:.1f}k"
+
+
+def rows() -> list[str]:
+    """The lines of the README's table."""
+    cells = {model: [text(speed) for speed in speeds.values()] for model, speeds in measured().items()}
+    return [f"| {model} | {' | '.join(found)} |" for model, found in cells.items()]
+
+
+def digest() -> str:
+    """Identifies the figures; the picture carries it, so that a test sees an outdated one."""
+    return hashlib.sha256(json.dumps(measured()).encode()).hexdigest()
+
+
+def draw(path: Path) -> None:
+    figure = Figure(figsize=(9, 2.1), layout="constrained")
+    names = list(COLORS)[::-1]
+    for index, (model, speeds) in enumerate(measured().items()):
+        axes = figure.add_subplot(1, len(MODELS), index + 1)
+        widths = [speeds[name] or 0.0 for name in names]
+        axes.barh(names, widths, color=[COLORS[name] for name in names])
+        for y, name in enumerate(names):
+            axes.annotate(text(speeds[name]), (widths[y], y), (3, 0), textcoords="offset points", va="center", fontsize=7.5)
+        axes.set_title(f"GPT-2 {model}", fontsize=9, loc="left", fontweight="bold")
+        axes.set_xlim(0, 1.25 * max(widths))
+        axes.set_xticks([])
+        axes.tick_params(length=0, labelsize=8, labelleft=index == 0)
+        axes.spines[["top", "right", "bottom", "left"]].set_visible(False)
+    figure.savefig(path, dpi=160, metadata={"Software": None, "Figures": digest()})
+
+
+if __name__ == "__main__":
+    draw(PICTURE)
+    print("\n".join(rows()))

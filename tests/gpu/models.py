@@ -1,0 +1,72 @@
+"""A small model's gradients on any device and backend, and sources of made-up tokens."""
+
+import math
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from handgrad.arena import make_plan
+from handgrad.config import ModelShape
+from handgrad.dropout.bind import sizing, with_dropout
+from handgrad.models import gpt2, named_weights
+from handgrad.models.passes import run
+from handgrad.models.rows import named
+from tests.conftest import make_model
+
+SHAPE = ModelShape(301, 48, 3, 4, 64)
+BATCH, LENGTH = 5, 48
+SEED = 1337  # of dropout
+
+
+def statistics(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def gradients(
+    ops: ModuleType,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    scale: float = 1.0,
+    recompute: int = 0,
+    dropout: float = 0.0,
+) -> dict[str, Tensor]:
+    """Losses, and gradients by name, of the same model and batch; the weights are numbers that every dtype holds."""
+    source, layers = make_model(SHAPE, BATCH, LENGTH, torch.float64), SHAPE.num_layers
+    flat = source.flat.to(torch.bfloat16).to(torch.float16).to(device, dtype)
+    flat_gradients = torch.zeros(flat.shape, dtype=statistics(dtype), device=device)
+    sizes: Any = sizing(ops) if dropout else ops
+    rows = gpt2.activations(SHAPE, BATCH, LENGTH, dtype, sizes, chunk=100, training=True)
+    views = make_plan([row.buffer(recompute) for row in rows if not row.of]).allocate(device)
+    act, d = named(gpt2.Activations, views, layers), named(gpt2.Gradients, views, layers)
+    act.tokens.copy_(source.act.tokens)
+    act.targets.copy_(source.act.targets)
+    act.sorted_positions.copy_(torch.argsort(source.act.tokens.view(-1), stable=True))
+    w, g = (named_weights(SHAPE, part, source.table) for part in (flat, flat_gradients))
+    backend: Any = ops
+    if dropout:
+        samples = torch.arange(BATCH, device=device) + 11
+        backend = with_dropout(ops, w, g, act, d, samples=samples, probability=dropout, seed=SEED)
+    factor = torch.tensor([scale], dtype=statistics(dtype), device=device)
+    run(gpt2.forward(backend, w, act))
+    run(gpt2.backward(backend, w, g, act, d, factor, vocab_size=SHAPE.vocab_size, recompute=recompute))
+    return {"losses": act.losses} | {row.name: row.view(flat_gradients) for row in source.table}
+
+
+class ZipfTokens:
+    """Samples of ids whose frequency falls as 1 / rank, a pure function of their number."""
+
+    def fill(self, inputs: Tensor, targets: Tensor, first_sample: int) -> None:
+        for row in range(len(inputs)):
+            generator = torch.Generator().manual_seed(first_sample + row)
+            ranks = torch.exp(torch.rand(inputs.shape[1] + 1, generator=generator) * math.log(50257)).long() - 1
+            inputs[row], targets[row] = ranks[:-1], ranks[1:]
+
+
+class ZipfBytes(ZipfTokens):
+    def fill(self, inputs: Tensor, targets: Tensor, first_sample: int) -> None:
+        super().fill(inputs, targets, first_sample)
+        inputs.remainder_(257)
+        targets.remainder_(257)
