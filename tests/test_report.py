@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from handgrad.errors import DataError, StorageError, UsageError
+from handgrad.report import page as pages
 from handgrad.report.curves import envelope, smooth, thin
 from handgrad.report.page import write_report
 from handgrad.report.results import bits_per_byte, bytes_text, duration_text, perplexity, short_text
@@ -128,12 +129,16 @@ class Page(HTMLParser):
         return " ".join(" ".join(self.words).split())
 
 
-def report(tmp_path: Path, *runs: Path) -> Page:
-    return Page(write_report(runs, tmp_path / "report" / "page.html").read_text(encoding="utf-8"))
+def report(tmp_path: Path, *runs: Path, pngs: bool = False) -> Page:
+    """The page; without `pngs`, which take longest, those are nothing but their first bytes."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not pngs:
+            patch.setattr(pages, "png", lambda plot, runs: b"\x89PNG")
+        return Page(write_report(runs, tmp_path / "report" / "page.html").read_text(encoding="utf-8"))
 
 
 def test_page_of_one_run(tmp_path):
-    page = report(tmp_path, make_run(tmp_path / "demo"))
+    page = report(tmp_path, make_run(tmp_path / "demo"), pngs=True)
     assert "961,536 parameters" in page.text
     assert "60 of 60 steps of 8,192 tokens: 492k tokens, 1 times the training data, in 12.0 s" in page.text
     assert "2.0000" in page.text  # validation loss
