@@ -1,4 +1,4 @@
-"""What starts the ranks."""
+"""Starts the ranks."""
 
 from collections.abc import Iterator
 

@@ -33,6 +33,6 @@ def test_every_operation_with_the_same_arguments(backend: str) -> None:
 
 
 def test_the_contract_names_every_operation() -> None:
-    """What the reference imports into its first file is all in the contract."""
+    """Every import of the reference's first file is in the contract."""
     found = {name for name, value in vars(reference).items() if inspect.isfunction(value)}
     assert found == set(CONTRACT)
