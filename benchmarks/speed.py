@@ -1,6 +1,6 @@
 """The README's table and picture: tokens per second of handgrad and its peers on one H200, from the results files.
 
-    python -m benchmarks.speed        prints the table's rows and draws docs/speed.png
+python -m benchmarks.speed        prints the table's rows and draws docs/speed.png
 """
 
 import hashlib

@@ -2,9 +2,10 @@
 
 import dataclasses
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may look for a hub; the download tests run a server of their own
 # One thread, read when torch is loaded: tests run side by side, and two threads that wait for each other on a busy machine
@@ -39,6 +40,9 @@ from handgrad.models import gpt2, named_weights, parameter_table
 from handgrad.models.rows import Table, flat_elements, initialize, named
 from handgrad.ops import reference
 from handgrad.presets import tiny
+
+if TYPE_CHECKING:
+    from tests.distributed.runs import Launcher
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -184,6 +188,16 @@ def write_text(path: Path, words: int = 6000) -> Path:
     lines = [" ".join(vocabulary[i] for i in picks[start : start + 9]) for start in range(0, words, 9)]
     path.write_text(".\n".join(lines) + "\n", encoding="utf-8")
     return path
+
+
+@pytest.fixture(scope="session")
+def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Launcher"]:
+    """Starts processes in milliseconds: forks of one that has imported everything."""
+    from tests.distributed.runs import Launcher
+
+    started = Launcher(tmp_path_factory.mktemp("forks"))
+    yield started
+    started.close()
 
 
 @pytest.fixture(scope="session")

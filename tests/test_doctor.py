@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from handgrad import fp8
+from handgrad.dropout.bind import dropout_operations
 from handgrad.fp8 import reference as fp8_reference
 from handgrad.fp8.formats import AMAX, CLIPPED, E4M3, VANISHED, Form, Quantized
 from handgrad.ops import OPERATIONS, SET_UP, reference
 from handgrad.tools import doctor
 from handgrad.tools.kernel_checks import checking
 from handgrad.tools.kernel_checks.draw import Draw
+from handgrad.tools.kernel_checks.dropout import DROPOUT_CASES, check_dropout_kernels
 from handgrad.tools.kernel_checks.fp8 import FP8_CASES, Fp8Draw, check_fp8_kernels
 from handgrad.tools.kernel_checks.operations import CASES, check_kernels
 
@@ -88,6 +90,22 @@ def test_the_reference_passes(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatc
     lines = list(check_kernels(reference, CPU, dtype))
     assert len(lines) == len(CASES) and all(well for well, _ in lines), lines
     assert any(re.fullmatch(r"layernorm_backward works \(relative error \d\.\de-\d+, .*\)", line) for _, line in lines)
+
+
+def test_the_reference_passes_with_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checking, "SCRATCH_BYTES", 64)
+    lines = list(check_dropout_kernels(dropout_operations(reference), CPU, torch.bfloat16))
+    assert len(lines) == len(DROPOUT_CASES) and all(well for well, _ in lines), lines
+
+
+def test_the_dropout_cases_fit_the_kernels() -> None:
+    pytest.importorskip("triton")
+    pytest.importorskip("nvmath")
+    from handgrad.dropout import cuda as kernels
+
+    for operation, make in DROPOUT_CASES.items():
+        arguments = make(Draw(torch.bfloat16, CPU))
+        inspect.signature(getattr(kernels, operation)).bind(**arguments, **scratch(kernels, operation))
 
 
 def test_the_reference_passes_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,11 +259,15 @@ def test_the_kernels_are_launched(gpu: Path, monkeypatch: pytest.MonkeyPatch) ->
     ops, fp8_ops = backend(versions=lambda: told), backend(fp8_reference, versions=lambda: told)
     monkeypatch.setattr("importlib.import_module", {"handgrad.ops.cuda": ops, "handgrad.fp8.cuda": fp8_ops}.__getitem__)
     monkeypatch.setattr(doctor, "check_kernels", lambda *found: iter([(found == (ops, CUDA, torch.float16), "checked")]))
+    dropout = object()
+    monkeypatch.setattr(doctor, "dropout_operations", {ops: dropout}.__getitem__)
+    monkeypatch.setattr(doctor, "check_dropout_kernels", lambda *found: iter([(found[0] is dropout, "with dropout")]))
     monkeypatch.setattr(doctor.devices, "use_precision", lambda device, precision: doctor.devices.DTYPES[precision])
     lines = list(doctor.examine_gpu(CUDA))
-    assert lines[-3:] == [
+    assert lines[-4:] == [
         (True, "GEMMs by cuBLASLt 13, 42 algorithms; attention by Triton"),
         (True, "checked"),
+        (True, "with dropout"),
         (
             True,
             "--precision fp8 needs compute capability 8.9 (Ada, Hopper or newer), this GPU has 7.0: train in fp16",

@@ -142,8 +142,8 @@ def _ask(question: Callable[[], Answer], doing: str) -> Answer:
 
     # The base of HfHubHTTPError is the HTTP library's own: it changed twice, and no name of it is stable.
     failures: tuple[type[BaseException], ...] = (HfHubHTTPError.__bases__[0], OSError)
-    attempt, backoff_seconds = 1, BACKOFF_SECONDS
-    while True:
+    reason = ""
+    for attempt in range(ATTEMPTS):
         try:
             return question()
         except HFValidationError as error:
@@ -159,9 +159,7 @@ def _ask(question: Callable[[], Answer], doing: str) -> Answer:
                     f"{doing}: expected an answer, found HTTP {status}; there is no such public dataset, nor a local "
                     "file of that name: check it, or log in with `hf auth login`"
                 ) from None
-            if attempt == ATTEMPTS:
-                raise StorageError(
-                    f"{doing} failed: {error!s:.200}; check the connection, or use a local file or stories"
-                ) from None
-            time.sleep(backoff_seconds)
-            attempt, backoff_seconds = attempt + 1, 2 * backoff_seconds
+            reason = f"{error!s:.200}"
+            if attempt < ATTEMPTS - 1:
+                time.sleep(BACKOFF_SECONDS * 2**attempt)
+    raise StorageError(f"{doing} failed: {reason}; check the connection, or use a local file or stories")

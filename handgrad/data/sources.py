@@ -140,10 +140,7 @@ def read_rows(file: SourceFile, text_field: str) -> Iterator[tuple[int, str]]:
 def _read_jsonl(path: Path, text_field: str) -> Iterator[tuple[int, str | None]]:
     offset = 0
     with path.open("rb") as raw, _open(path, raw) as file:
-        for number in range(1, 1 << 62):
-            line = file.readline(MAX_ROW_BYTES + 1)
-            if not line:
-                return
+        for number, line in enumerate(iter(lambda: file.readline(MAX_ROW_BYTES + 1), b""), start=1):
             where = f"line {number} of {path}"
             if len(line) > MAX_ROW_BYTES:
                 raise DataError(f"expected lines of at most {MAX_ROW_BYTES} bytes, found more in {where}; use a .txt file")
@@ -152,9 +149,7 @@ def _read_jsonl(path: Path, text_field: str) -> Iterator[tuple[int, str | None]]
             except UnicodeDecodeError as error:
                 raise _not_utf8(path, offset + error.start) from None
             except (ValueError, RecursionError):
-                raise DataError(
-                    f"expected a JSON object, found {line[:60]!r} in {where}; repair or remove the line"
-                ) from None
+                raise DataError(f"expected a JSON object, found {line[:60]!r} in {where}; repair the line") from None
             if not isinstance(row, dict) or text_field not in row:
                 found = f"the keys {', '.join(map(str, row))}" if isinstance(row, dict) else f"a {type(row).__name__}"
                 raise DataError(f"expected an object with {text_field!r}, found {found:.200} in {where}; try --text-field")
@@ -164,9 +159,7 @@ def _read_jsonl(path: Path, text_field: str) -> Iterator[tuple[int, str | None]]
             try:
                 (text or "").encode()
             except UnicodeEncodeError:
-                raise DataError(
-                    f"expected text, found half a surrogate pair (\\ud800...) in {where}; repair the line"
-                ) from None
+                raise DataError(f"expected text, found a lone surrogate (\\ud800...) in {where}; repair the line") from None
             offset += len(line)
             yield raw.tell(), text
 
@@ -194,9 +187,8 @@ def _read_parquet(path: Path, text_field: str) -> Iterator[tuple[int, str | None
                     except UnicodeDecodeError:
                         raise DataError(f"expected UTF-8, found other bytes in row {row} of {path}; repair it") from None
                     if text is not None and len(text) > MAX_ROW_BYTES:
-                        raise DataError(
-                            f"expected rows below {MAX_ROW_BYTES} characters, found {len(text)} in row {row} of {path}"
-                        )
+                        long = f"{len(text)} in row {row} of {path}"
+                        raise DataError(f"expected rows below {MAX_ROW_BYTES} characters, found {long}; use a .txt file")
                     yield size_bytes * row // row_count, text
     except (pyarrow.ArrowException, OSError) as error:  # pyarrow raises plain OSError for a damaged page
         raise DataError(f"expected a parquet file, found {error!s:.200} in {path}; fetch it again") from None

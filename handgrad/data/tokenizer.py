@@ -132,9 +132,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
     if path.is_dir():
         path = path / TOKENIZER_FILE
     if not path.is_file():
-        raise UsageError(
-            f"expected the tokenizer gpt2, bytes, bpe:SIZE or a tokenizer.json, found {spec!r}, which is no file"
-        )
+        raise UsageError(f"expected the tokenizer gpt2, bytes, bpe:SIZE or a tokenizer.json, found {spec!r}, no such file")
     return parse_bpe(read_small(path), where=str(path))
 
 
@@ -145,9 +143,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     Raises UsageError: `vocab_size` outside 257..65536.
     """
     if not 257 <= vocab_size <= MAX_VOCAB_SIZE:
-        raise UsageError(
-            f"expected a vocabulary of 257 to {MAX_VOCAB_SIZE} tokens (uint16), found {vocab_size}; try bpe:4096"
-        )
+        raise UsageError(f"expected a vocabulary of 257 to {MAX_VOCAB_SIZE} tokens, found {vocab_size}; try bpe:4096")
     byte_level = tokenizers.pre_tokenizers.ByteLevel
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
     model.pre_tokenizer = byte_level(add_prefix_space=False)
@@ -181,9 +177,7 @@ def read_tokenizer(folder: Path, record: Any) -> Tokenizer:
     """The tokenizer that `record`, a manifest's entry, names; DataError if it is not the one that made the shards."""
     kind = record.get("kind") if isinstance(record, dict) else None
     if kind not in ("gpt2", "bytes", "bpe"):
-        raise DataError(
-            f"expected a tokenizer of kind gpt2, bytes or bpe in {folder}, found {kind!r:.100}; prepare the data again"
-        )
+        raise DataError(f"expected a tokenizer gpt2, bytes or bpe in {folder}, found {kind!r:.100}; prepare the data again")
     if kind == "bpe" and not (folder / TOKENIZER_FILE).is_file():
         raise DataError(f"expected {TOKENIZER_FILE} in {folder}, found no such file; restore it or prepare the data again")
     tokenizer = load_tokenizer(str(folder / TOKENIZER_FILE) if kind == "bpe" else kind)
@@ -217,10 +211,12 @@ def parse_bpe(content: bytes, where: str) -> Tokenizer:
     """The tokenizer in a `tokenizer.json` of this `content`; DataError if it is no byte-level BPE with GPT-2's splitter."""
 
     # Built from the parsed tables and not by the library's own loader: that one takes any pipeline, some of which do
-    # not give the text back or split differently from what `cutting` relies on.
-    def expect(condition: bool, what: str) -> None:
+    # not give the text back or split differently from the splitter that `cutting` relies on.
+    def expect(condition: bool, property: str) -> None:
         if not condition:
-            raise DataError(f"expected {what} in {where}; use a tokenizer made by `handgrad prepare --tokenizer bpe:SIZE`")
+            raise DataError(
+                f"expected {property} in {where}; use a tokenizer made by `handgrad prepare --tokenizer bpe:SIZE`"
+            )
 
     tables: Any = None
     with contextlib.suppress(ValueError, RecursionError):
@@ -230,21 +226,17 @@ def parse_bpe(content: bytes, where: str) -> Tokenizer:
     splitter: Any = tables.get("pre_tokenizer")
     added: Any = tables.get("added_tokens")
     expect(isinstance(model, dict) and model.get("type") == "BPE", "a BPE model")
-    plain = not any(
-        model.get(key) for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "ignore_merges")
-    )
-    expect(plain and not model.get("byte_fallback"), "a BPE model without dropout, affixes, fallbacks or ignored merges")
+    special = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "ignore_merges", "byte_fallback")
+    expect(not any(model.get(key) for key in special), "a BPE model without dropout, affixes, fallbacks or ignored merges")
     expect(tables.get("normalizer") is None, "no normalizer")
     expect(isinstance(splitter, dict) and splitter.get("type") == "ByteLevel", "a ByteLevel pre_tokenizer")
     expect(splitter.get("add_prefix_space") is False and splitter.get("use_regex", True) is True, "GPT-2's splitter")
     vocab, merges = model.get("vocab"), model.get("merges")
-    expect(
-        isinstance(vocab, dict) and isinstance(merges, list) and isinstance(added, list),
-        "vocab, merges and added_tokens",
-    )
-    special = added[0] if len(added) == 1 and isinstance(added[0], dict) else {}
-    expect(special.get("content") == END_OF_TEXT, f"{END_OF_TEXT} as the only added token")
-    end_of_text = vocab.pop(END_OF_TEXT, special.get("id"))
+    lists = isinstance(merges, list) and isinstance(added, list)
+    expect(isinstance(vocab, dict) and lists, "vocab, merges and added_tokens")
+    marker = added[0] if len(added) == 1 and isinstance(added[0], dict) else {}
+    expect(marker.get("content") == END_OF_TEXT, f"{END_OF_TEXT} as the only added token")
+    end_of_text = vocab.pop(END_OF_TEXT, marker.get("id"))
     ids = [*vocab.values(), end_of_text]
     expect(len(ids) <= MAX_VOCAB_SIZE, f"at most {MAX_VOCAB_SIZE} tokens (uint16)")
     expect(all(type(i) is int for i in ids) and sorted(ids) == list(range(len(ids))), "ids without gaps or repeats")

@@ -14,11 +14,13 @@ from handgrad import devices
 from handgrad.backend import REQUIRED, choose_backend
 from handgrad.config import RunConfig
 from handgrad.data.tokenizer import load_tokenizer
+from handgrad.dropout.bind import dropout_operations
 from handgrad.errors import HandgradError
 from handgrad.format import human_bytes
 from handgrad.ops import reference
 from handgrad.run.assemble import assemble
 from handgrad.run.resolve import resolve
+from handgrad.tools.kernel_checks.dropout import check_dropout_kernels
 from handgrad.tools.kernel_checks.fp8 import OLDEST_FP8, check_fp8_kernels
 from handgrad.tools.kernel_checks.operations import check_kernels
 from handgrad.tools.plan import gemm_flops
@@ -97,7 +99,9 @@ def examine_gpu(device: torch.device) -> Iterator[tuple[bool, str]]:
         yield False, str(error)
         return
     yield True, f"GEMMs by {used['products']}; attention by {used['attention']}"
-    yield from check_kernels(kernels, device, devices.use_precision(device, half_precision(device)))
+    dtype = devices.use_precision(device, half_precision(device))
+    yield from check_kernels(kernels, device, dtype)
+    yield from check_dropout_kernels(dropout_operations(kernels), device, dtype)
     if capability < OLDEST_FP8:
         needed = f"compute capability {dotted(OLDEST_FP8)} (Ada, Hopper or newer)"
         yield True, f"--precision fp8 needs {needed}, this GPU has {dotted(capability)}: train in {half_precision(device)}"

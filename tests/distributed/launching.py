@@ -13,7 +13,6 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 TWO_NODES = Path(__file__).parent / "two_nodes.sh"
 PORTS = itertools.count(20000 + os.getpid() * 97 % 10000)
-STARTUP = Path(__file__).parent / "startup"
 PATIENCE = 600.0  # seconds, reached by no machine that works
 TINY = {
     "num_layers": 1,
@@ -38,8 +37,7 @@ def environment(**more: str) -> dict[str, str]:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         kept.pop(name, None)
     path = f"{Path(sys.executable).parent}{os.pathsep}{kept['PATH']}"
-    paths = f"{STARTUP}{os.pathsep}{ROOT}"
-    return {**kept, "PATH": path, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TEST_FAULT": "none", **more}
+    return {**kept, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
 
 
 def launch(command: list[str], folder: Path, *, code: int | None = 0, **more: str) -> str:

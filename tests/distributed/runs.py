@@ -119,14 +119,42 @@ class Started:
         return [rank.fired for rank in self.ranks]
 
 
+# `handgrad ...`, or `python -m handgrad ...`, without an import of torch: the server of a `Launcher` forks it.
+PROGRAM = """#!{python} -SE
+import json, os, signal, sys, tempfile, time
+folder, command = tempfile.mkdtemp(dir={folder!r}), sys.argv[1:]
+if "-m" in command[:2]:
+    command = command[command.index("handgrad") + 1 :]
+fault = os.environ.get("TEST_FAULT", "none")
+order = dict(folder=folder, fault=fault, command=command, environment=dict(os.environ), cwd=os.getcwd())
+with open(folder + ".part", "w") as file:
+    json.dump(order, file)
+os.rename(folder + ".part", folder + ".order")
+def wait_for(name):
+    while not os.path.exists(folder + name):
+        time.sleep(0.01)
+    return int(open(folder + name).read())
+signal.signal(signal.SIGTERM, lambda *_: os.kill(wait_for("/pid"), signal.SIGTERM))
+code = wait_for("/code")
+sys.stdout.write(open(folder + "/output").read())
+sys.stderr.write(open(folder + "/errors").read())
+sys.exit(code % 256)
+"""
+
+
 class Launcher:
     """Starts ranks, by a process that has imported everything and forks them."""
 
     def __init__(self, folder: Path):
         self.folder, self.all = folder, list[Started]()
-        command = [sys.executable, "-m", "tests.distributed.worker", "serve"]
-        environment = {**os.environ, **ENVIRONMENT}
-        self.server = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.PIPE)
+        command = [sys.executable, "-m", "tests.distributed.worker", "serve", str(folder)]
+        self.environment = {**os.environ, **ENVIRONMENT}
+        self.server = subprocess.Popen(command, cwd=ROOT, env=self.environment, stdin=subprocess.PIPE)
+
+    def write_program(self, path: Path) -> Path:
+        path.write_text(PROGRAM.format(python=sys.executable, folder=str(self.folder)))
+        path.chmod(0o755)
+        return path
 
     def start(
         self,
@@ -151,12 +179,12 @@ class Launcher:
                 "folder": str(ranks[-1].folder),
                 "fault": fault,
                 "command": list(others if others and rank else command),
-                "environment": place,
+                "environment": {**self.environment, **place},
                 "cwd": str(cwds[rank] if cwds else ROOT),
             }
-            assert self.server.stdin is not None
-            self.server.stdin.write(json.dumps(order).encode() + b"\n")
-            self.server.stdin.flush()
+            part = folder / f"{rank}.part"
+            part.write_text(json.dumps(order))
+            part.rename(self.folder / f"{folder.name}.{rank}.order")
         self.all.append(Started(ranks))
         return self.all[-1]
 

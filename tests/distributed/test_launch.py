@@ -4,6 +4,7 @@ import os
 import stat
 import subprocess
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,16 @@ SCONTROL = '#!/usr/bin/env bash\necho "$@" >> "$TEST_SCONTROL"\n'
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
     return write_recipe(tmp_path_factory.mktemp("launch") / "tiny.toml", device="cpu", data=str(shards))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forks(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What torchrun and slurm.sbatch start as Python is a fork."""
+    program = str(launcher.write_program(tmp_path_factory.mktemp("programs") / "python"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHON_EXEC", program)
+        patch.setenv("PYTHON", program)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,8 @@
 A fault is NAME:RANK or NAME:RANK:STEP (steps counted from 0, as `TrainStep.begin` does) and hits that rank alone, in
 torchrun's first start and not in a restart. It says `fault fired` on stderr when it does.
 
-`python -m tests.distributed.worker serve` imports everything once and then forks a rank for every line on its stdin: the
-seconds that an import takes would else be most of a test's time.
+`python -m tests.distributed.worker serve FOLDER` imports everything once and then forks a process for every order in the
+folder: the seconds that an import takes would else be most of a test's time.
 """
 
 import errno
@@ -229,8 +229,7 @@ FAULTS: dict[str, Callable[[int], None]] = {
 }
 
 
-def install(fault: str) -> None:
-    """Gives this process the fault, if it is its rank's; and the short waits that all tests have."""
+def run(fault: str, command: list[str]) -> int:
     handgrad.commands.train.write_report = lambda runs, out: out  # plots take longer than these runs
     rendezvous.RETRY_SECONDS = 0.02
     heartbeat.GRACE_SECONDS, heartbeat.SUSPECT_SECONDS = 0.5, 2.0
@@ -240,31 +239,22 @@ def install(fault: str) -> None:
         restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
         if int(os.environ.get("RANK", "0")) == rank and not restarted:
             FAULTS[name](step)
-
-
-def run(fault: str, command: list[str]) -> int:
-    install(fault)
     return main(command)
 
 
-def serve() -> None:
-    """Forks a rank for every line, a JSON object: fault, command, environment, cwd, and a folder that gets the rank's
-    `output`, `errors`, `pid` and, in the end, its exit `code`."""
+def serve(orders: Path) -> None:
+    """Forks a process for every `*.order` in the folder, a JSON object: fault, command, environment, cwd, and a folder that
+    gets the process's `output`, `errors`, `pid` and, in the end, its exit `code`. Ends with its stdin."""
     gc.freeze()  # what was imported is not looked at again, so a fork need not copy it
     folders: dict[int, Path] = {}
-    waiting = b""
-    while True:
-        if select.select([0], [], [], POLL_SECONDS)[0]:
-            came = os.read(0, 1 << 16)
-            if not came:
-                return
-            *lines, waiting = (waiting + came).split(b"\n")
-            for line in lines:
-                order = json.loads(line)
-                if not (pid := os.fork()):
-                    become(order)
-                folders[pid] = Path(order["folder"])
-                put(folders[pid] / "pid", pid)
+    while not select.select([0], [], [], POLL_SECONDS)[0]:
+        for path in sorted(orders.glob("*.order")):
+            order = json.loads(path.read_text())
+            path.unlink()
+            if not (pid := os.fork()):
+                become(order)
+            folders[pid] = Path(order["folder"])
+            put(folders[pid] / "pid", pid)
         for pid in list(folders):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
@@ -272,11 +262,12 @@ def serve() -> None:
 
 
 def become(order: dict[str, Any]) -> None:
-    """The rank that was ordered."""
+    """The process that was ordered."""
     for number, name in ((0, os.devnull), (1, "output"), (2, "errors")):
         handle = os.open(Path(order["folder"]) / name, os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT)
         os.dup2(handle, number)
     os.chdir(order["cwd"])
+    os.environ.clear()
     os.environ.update(order["environment"])
     try:
         code = run(order["fault"], order["command"])
@@ -299,7 +290,7 @@ def put(path: Path, number: int) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["serve"]:
-        serve()
+    if sys.argv[1] == "serve":
+        serve(Path(sys.argv[2]))
     else:
         sys.exit(run(sys.argv[1], sys.argv[2:]))

@@ -39,7 +39,7 @@ def quantize(out: Quantized, inp: Tensor) -> None:
     if out.scaling[COUNTING]:
         magnitude = (inp.float() * out.scaling[SCALE]).abs_()
         out.statistics[CLIPPED, 0] = (magnitude > largest(out.format)).sum()
-        out.statistics[VANISHED, 0] = ((magnitude <= VANISHES_AT[out.format]) & (magnitude > 0)).sum()
+        out.statistics[VANISHED, 0] = ((magnitude <= VANISHES_AT[out.format]) & (inp != 0)).sum()
     write_forms(out, inp)
 
 
