@@ -1,4 +1,4 @@
-"""Who takes part in the GPU benchmarks, and what they share: settings, tokens, and turns of asynchronous steps."""
+"""The contenders of the GPU benchmarks, and their common settings, tokens and slices of asynchronous steps."""
 
 import dataclasses
 import json
@@ -21,13 +21,13 @@ from handgrad.run.assemble import assemble
 from handgrad.run.resolve import resolve, with_tuned_gemms
 from handgrad.training.feed import Source
 
-# Told after every launched step: how many steps the turn has launched so far. True: another one.
+# (steps launched in this slice so far) -> True for another one. Called after every launch.
 More = Callable[[int], bool]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What all contenders of a run share; it travels to their processes as JSON."""
+    """The common settings of all contenders; they travel to their processes as JSON."""
 
     model: str = "d12"
     micro_batch: int = 64  # samples
@@ -42,7 +42,7 @@ class Settings:
     learning_rate: float = 1e-4
     schedule: str = "constant"
     warmup_steps: int = 0
-    steps: int = 1000  # that the schedule is made for
+    steps: int = 1000  # of the schedule
     seed: int = 1337
 
     def config(self) -> RunConfig:
@@ -65,11 +65,11 @@ NAMES = {f.name for f in dataclasses.fields(Settings)}
 class Tokens(NamedTuple):
     source: Source
     vocab_size: int
-    words: str  # what they are, for the record
+    words: str  # a description, for the record
 
 
 def tokens_of(settings: Settings) -> Tokens:
-    """The samples that all contenders see, in the same order; raises `DataError` for a folder that does not fit."""
+    """The samples of all contenders, in order; raises `DataError` for a folder that does not fit."""
     if settings.data:
         dataset = open_dataset(settings.data)
         batches = Batches(dataset.splits["train"], settings.sequence_length, settings.seed)
@@ -80,7 +80,7 @@ def tokens_of(settings: Settings) -> Tokens:
 
 
 class ZipfTokens:
-    """Random tokens that repeat about as often as words do; sample i is a pure function of (seed, i)."""
+    """Random tokens with about the frequencies of words; sample i is a pure function of (seed, i)."""
 
     POOL = 1 << 20  # tokens; then they repeat
 
@@ -111,7 +111,7 @@ class HandgradRun:
         self.completed = 0
 
     def turn(self, more: More) -> list[float]:
-        """Makes steps as long as `more` says so, at least one; returns their losses."""
+        """Makes steps while `more` returns True, at least one; returns their losses."""
         losses: list[float] = []
         self.stepper.begin(self.completed)
         while True:
@@ -127,7 +127,7 @@ class HandgradRun:
 
 
 class Slot:
-    """Host memory for the tokens of one optimizer step of the twin and for its loss, and when the device has done it."""
+    """Host memory for the tokens of one optimizer step of the twin and for its loss, and an event for its end."""
 
     def __init__(self, config: RunConfig, cuda: bool):
         size = (config.micro_steps, config.micro_batch, config.sequence_length)
@@ -142,10 +142,10 @@ class Slot:
 
 
 class TwinRun:
-    """The twin's steps, launched one ahead of their results, too."""
+    """The twin's steps, also launched one ahead of their results."""
 
     def __init__(self, config: RunConfig, tokens: Tokens, switches: Switches, *, same_weights: bool = False):
-        """`same_weights`: handgrad's initial numbers, else numbers of the same kind, which are there sooner."""
+        """`same_weights`: handgrad's initial numbers, else numbers of the same distribution, which are faster to make."""
         self.config, self.source = config, tokens.source
         self.device = devices.resolve_device(config.device)
         self.trainer = TwinTrainer(config, config.shape(tokens.vocab_size), self.device, switches)
@@ -170,18 +170,18 @@ class TwinRun:
         return slot
 
     def turn(self, more: More) -> list[float]:
-        """Makes steps as long as `more` says so, at least one; returns their losses."""
+        """Makes steps while `more` returns True, at least one; returns their losses."""
         losses: list[float] = []
-        under_way = self.launch()
+        in_flight = self.launch()
         while more(len(losses) + 1):
             following = self.launch()
-            losses.append(under_way.wait())
-            under_way = following
-        return [*losses, under_way.wait()]
+            losses.append(in_flight.wait())
+            in_flight = following
+        return [*losses, in_flight.wait()]
 
 
 def known_names(text: str, known: list[str]) -> list[str]:
-    """The names in a comma-separated list; raises `UsageError` for one that is not among the known."""
+    """The names in a comma-separated list; raises `UsageError` for an unknown one."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name not in known:

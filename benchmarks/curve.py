@@ -15,7 +15,7 @@ def record_curve(run: Path, out: Path) -> None:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     header = next(line for line in lines if line["kind"] == "run")
     steps = [line for line in lines if line["kind"] == "step"]
-    origin = provenance(torch.device("cpu"))  # the run itself says what it ran on
+    origin = provenance(torch.device("cpu"))  # the run has its own machine
     content = {
         **origin,
         "machine": header["device"],

@@ -2,7 +2,7 @@
 
 DDP: the compiled twin wrapped, gradients as views of the buckets, reduced in the last micro-batch only. FSDP2: every block
 and the whole sharded, bf16 on the wire for weights and float32 for gradients, blocks compiled one by one; weights stay
-gathered and gradients whole between micro-batches, so that both are sent once a step.
+gathered and gradients whole between micro-batches, so both travel once a step.
 """
 
 import contextlib

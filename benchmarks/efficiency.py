@@ -1,11 +1,11 @@
-"""What data parallelism costs on more GPUs than were measured: arithmetic over measured rates, as a table.
+"""Estimates data parallelism on more GPUs than were measured: arithmetic over measured rates, as a table.
 
     python -m benchmarks.efficiency
 
-A step of W ranks is their micro-batches, and what of the collectives is not hidden behind them. All gradients but the
-embeddings' travel while the backward of the last micro-batch runs, all weights but the embeddings' while the forward of the
-first one does. A collective of n bytes over W ranks moves n (W - 1) / W out of each, at the rate of the slowest link, and
-costs each of its W - 1 messages a fixed time.
+A step of W ranks takes the time of their micro-batches and of the exposed collectives. All gradients but the embeddings'
+travel during the backward of the last micro-batch, all weights but the embeddings' during the forward of the first one. A
+collective of n bytes over W ranks moves n (W - 1) / W out of each, at the rate of the slowest link, plus a fixed time for
+each of its W - 1 messages.
 """
 
 import json
@@ -22,7 +22,7 @@ RESULTS = Path(__file__).parent / "results"
 GPUS = (8, 32, 128, 512)
 NODE = 8  # GPUs of a machine
 FORWARD, BACKWARD = 0.23, 0.55  # of a micro-batch: the blocks' share; the rest is the loss head
-PAYS = 0.9  # of linear: below, more GPUs are said not to pay
+PAYS = 0.9  # of linear: the threshold of the last column
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def measured(name: str) -> dict:
 
 
 def networks() -> list[Network]:
-    """NVLink as measured. The others by their nominal rates, a link for every GPU or one for the eight of a machine."""
+    """NVLink as measured, the others at nominal rates, with a link for every GPU or one for the eight of a machine."""
     nvlink = measured("h200-x4-collectives")
     return [
         Network("NVLink", nvlink["exchange_gigabytes_per_second"], nvlink["small_collective_microseconds"] / 3),
@@ -65,7 +65,7 @@ def models() -> list[Model]:
 
 
 def step_seconds(model: Model, network: Network, ranks: int, micro_steps: int) -> float:
-    """Of one optimizer step of `micro_steps` micro-batches on each rank; gradients travel in float32, weights in bf16."""
+    """The time of a step of `micro_steps` micro-batches on each rank; gradients travel in float32, weights in bf16."""
     sizes = presets.model(model.preset)
     shape = ModelShape(50257, 1024, sizes["num_layers"], sizes["num_heads"], sizes["channels"])
     table = parameter_table(shape, ranks)
@@ -89,13 +89,13 @@ def efficiency(model: Model, network: Network, ranks: int, micro_steps: int) -> 
 
 
 def pays_from(model: Model, network: Network, ranks: int) -> int:
-    """The smallest number of micro-batches a rank and step with which it reaches `PAYS` of linear."""
+    """The smallest number of micro-batches per rank and step that reaches `PAYS` of linear."""
     return next(n for n in range(1, 1 << 20) if efficiency(model, network, ranks, n) >= PAYS)
 
 
 def lines() -> list[str]:
-    """A row per model, network and number of GPUs: efficiency with one and with eight micro-batches a rank, and the tokens
-    of a step from which it is 90 % of linear."""
+    """A row per model, network and number of GPUs: efficiency with one and with eight micro-batches a rank, and the size of
+    a step, in tokens, that reaches 90 % of linear."""
     found = []
     for model in models():
         for network in networks():

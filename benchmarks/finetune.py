@@ -1,9 +1,9 @@
 """Finetuning beside training from scratch: python -m benchmarks.finetune TEXT.txt --out results/NAME.json
 
-A model of the preset `demo` is trained on the built-in stories, then goes on with another text; the same model starts on
-that text from random weights, with the same tokens. Both with several learning rates, each taken at its best. Then the
-model of the stories goes on with a short excerpt of the text, many times over, once as it is and once with its lower half
-frozen: that overfits. Runs and a report page with both curves are left in --folder.
+A model of the preset `demo` trains on the built-in stories, then on another text; the same model starts on that text from
+random weights, with the same tokens. Both use several learning rates, and the best of each counts. Then the model of the
+stories overfits a short excerpt of the text, once whole and once with its lower half frozen. --folder keeps the runs and a
+report page with both curves.
 """
 
 import argparse
@@ -30,7 +30,7 @@ LOWER_HALF = "wte,wpe,blocks.0-1"
 def finetune(text: Path, folder: Path, out: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     excerpt = folder / "excerpt.txt"
-    if not excerpt.exists():  # the command goes on where it was stopped
+    if not excerpt.exists():  # the command resumes
         excerpt.write_text(text.read_text(encoding="utf-8")[:EXCERPT_CHARACTERS], encoding="utf-8")
     sources: dict[str, tuple[str, dict[str, Any]]] = {
         "stories": ("stories", {"documents": STORIES}),
@@ -80,7 +80,7 @@ def trained(config: RunConfig) -> dict[str, Any]:
 
 
 def described(config: RunConfig) -> dict[str, Any]:
-    """What differs from run to run, and what came of it."""
+    """The settings that differ from run to run, and the results."""
     lines = [json.loads(line) for line in (Path(config.out) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     validation = [[line["step"], round(line["loss"], 4)] for line in lines if line["kind"] == "validation"]
     steps = [line for line in lines if line["kind"] == "step"]

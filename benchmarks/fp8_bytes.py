@@ -1,7 +1,7 @@
-"""What one block of a training step moves per token, in bf16 and in fp8, counted from what each operation is for.
+"""Bytes that one block of a training step moves per token, in bf16 and in fp8, by operation.
 
 In units of C bytes: a tensor (N, C) is 2 of them in 16 bits and 1 in fp8. Each operation reads its inputs once and writes
-its outputs once; weights, their gradients and what there is one number of per row are left out. Nothing is recomputed.
+its outputs once, without weights, their gradients and tensors of one number per row. Nothing is recomputed.
 """
 
 from dataclasses import dataclass
@@ -30,8 +30,8 @@ class Row:
     fp8_units: Units
 
 
-# Tensors have their names of the activation table, where a block's stream comes from `embedded`: the first block's does.
-# Its last gradient is counted as the other blocks', who write it in fp8 for the block below.
+# Tensors have their names in the activation table. A block's stream comes from `embedded`, as the first block's does; its
+# last gradient counts like that of the other blocks, which write it in fp8 for the block below.
 STREAM, STREAM8 = "dresidual dln residual_mid -> dresidual", "dresidual_mid.rows -> dresidual_mid.columns"
 BELOW, BELOW8 = "dresidual dln embedded -> dresidual", "dresidual_out.rows -> dresidual_out.columns"
 ROWS = (
@@ -68,7 +68,7 @@ HEAD = {"lnf", "dlnf", "logits"}
 
 
 def block_buffers(shape: ModelShape, batch: int, *, fp8: bool) -> dict[str, Buffer]:
-    """The activations of a model's first block and what the blocks share, as large as (N, C) or larger."""
+    """The activations of a model's first block and the shared ones, of (N, C) elements or more."""
     model = architecture(shape)
     every = frozenset((layer, part) for layer in range(shape.num_layers) for part in model.FP8_PARTS)
     N, gemms = batch * shape.sequence_length, Fp8Gemms(every if fp8 else frozenset())
@@ -80,7 +80,7 @@ def block_buffers(shape: ModelShape, batch: int, *, fp8: bool) -> dict[str, Buff
 
 
 def units_of(operands: str, buffers: dict[str, Buffer], unit_bytes: int) -> Units:
-    """What the tensors of "read ... -> written ..." come to."""
+    """(units read, units written) by the tensors of "read ... -> written ..."."""
     read, written = (side.split() for side in (operands or "->").split("->"))
     size_bytes = [sum(buffers[name].size_bytes for name in names) for names in (read, written)]
     assert all(size % unit_bytes == 0 for size in size_bytes), operands
@@ -88,7 +88,7 @@ def units_of(operands: str, buffers: dict[str, Buffer], unit_bytes: int) -> Unit
 
 
 def check(shape: ModelShape, batch: int) -> None:
-    """Every row against the tensors of a model of this shape, and no tensor of a block without an operation."""
+    """Checks every row against the tensors of a model of this shape, and that each tensor of a block has an operation."""
     unit_bytes = batch * shape.sequence_length * shape.channels
     for fp8 in (False, True):
         buffers, named = block_buffers(shape, batch, fp8=fp8), set()

@@ -18,7 +18,7 @@ from handgrad.models import head_chunk_tokens
 
 Step = Callable[[], None]
 
-# Exponents of scales that admit what is drawn here: normal numbers and their like, weights, gradients of normal logits.
+# Exponents of scales that admit these random numbers: normal ones, weights, gradients of normal logits.
 NORMAL, WEIGHT, GRADIENT, LOGITS = 4, 11, 11, 15
 WEIGHT_DEVIATION = 0.02
 
@@ -47,8 +47,8 @@ class Size:
 
 @dataclass
 class Case:
-    """A kernel at one size. `moved` are the tensors it reads and those it writes: who is both, or read twice, stands there
-    twice. `pairs` are results after one launch of both kinds: what was found, what it should about be."""
+    """A kernel at one size. `moved` are the tensors that it reads and writes, one twice if it is both or read twice.
+    `pairs` are (result, approximate expectation) after one launch of both kinds."""
 
     fp8: Step
     moved: Sequence[Tensor]
@@ -67,7 +67,7 @@ class Case:
 
 
 class Making:
-    """Tensors for a size."""
+    """Makes tensors for a size."""
 
     def __init__(self, size: Size):
         shape = size.shape
@@ -100,7 +100,7 @@ class Making:
         return torch.zeros(*shape, device=self.device)
 
     def quantized(self, shape: tuple[int, int], form: torch.dtype, exponent: int, plain: Tensor | None = None) -> Quantized:
-        """Both forms, to be written at a scale of 2^exponent."""
+        """Both forms, for numbers at a scale of 2^exponent."""
         scaling = self.zeros(SCALING_PLACES)
         scaling[SCALE], scaling[INVERSE] = 2.0**exponent, 2.0**-exponent
         rows, columns = self.empty(*shape, dtype=form), self.empty(*shape[::-1], dtype=form)
@@ -250,7 +250,7 @@ def fold_statistics(m: Making) -> Case:
     return Case(lambda: kernels.fold_statistics(totals, statistics), [totals, totals, statistics], [(totals, right)])
 
 
-# Name: how it is made, and the operations of the byte table that it is.
+# Name: its maker, and its operations in the byte table.
 CASES: dict[str, tuple[Callable[[Making], Case], tuple[str, ...]]] = {
     "layernorm_forward": (layernorm_forward, ("layer norm 1", "layer norm 1, transposed")),
     "layernorm_backward": (layernorm_backward, ("layer norm 2'", "layer norm 2', transposed")),
@@ -267,7 +267,7 @@ CASES: dict[str, tuple[Callable[[Making], Case], tuple[str, ...]]] = {
 
 
 def check_units(case: Case, operations: tuple[str, ...], size: Size) -> None:
-    """The tensors of a case are those that the byte table counts."""
+    """Checks that a case moves the tensors that the byte table counts."""
     if operations:
         counted = sum(sum(row.fp8_units) for row in ROWS if row.name in operations)
         found = case.units(size)
@@ -275,7 +275,7 @@ def check_units(case: Case, operations: tuple[str, ...], size: Size) -> None:
 
 
 def numbers(form: Form) -> Tensor:
-    """What a tensor stands for, (N, C); of one with both forms these must agree."""
+    """The values of a tensor, (N, C); its two forms must agree."""
     if isinstance(form, Tensor):
         return form.float()
     if form.rows is None:
@@ -291,7 +291,7 @@ def set_counting(tensor: Quantized, on: bool) -> None:
 
 
 def compile_all(sizes: Sequence[Size]) -> dict[str, float]:
-    """All Triton kernels at once, instead of each at its first launch."""
+    """Compiles all Triton kernels at once, instead of each at its first launch."""
     started = time.monotonic()
 
     def launch_all(size: Size) -> None:

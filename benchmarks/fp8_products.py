@@ -1,4 +1,4 @@
-"""The products of a block and of the loss head in fp8 beside bf16: operands, launches, and how far results are off."""
+"""The GEMMs of a block and of the loss head in fp8 beside bf16: operands, launches and errors."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,8 +15,8 @@ from handgrad.tools.kernel_checks.fp8 import FP8_SUMS
 
 FORWARD, DGRAD, WGRAD = "forward", "dgrad", "wgrad"
 
-# Layer: its outputs and inputs in units of C (0: the padded vocabulary), whether it adds the residual stream, and its
-# products that may run in fp8.
+# Layer: its outputs and inputs in units of C (0: the padded vocabulary), True if it adds the residual stream, and the GEMMs
+# that may run in fp8.
 LAYERS: dict[str, tuple[int, int, bool, tuple[str, ...]]] = {
     "qkv": (3, 1, False, (FORWARD, DGRAD, WGRAD)),
     "proj": (1, 1, True, (FORWARD, DGRAD, WGRAD)),
@@ -25,16 +25,16 @@ LAYERS: dict[str, tuple[int, int, bool, tuple[str, ...]]] = {
     "head": (0, 1, False, (FORWARD, DGRAD)),
 }
 
-# Rows of a result that are computed in float64, too.
+# Rows of a result that are also computed in float64.
 CHECKED_ROWS = {FORWARD: 2048, DGRAD: 2048, WGRAD: 512}
 
-# What quantising may cost at most: e5m2 rounds by 2^-3 at most, about 0.05 in the mean, e4m3 by half of that.
+# The largest error of quantising: e5m2 rounds by 2^-3 at most, about 0.05 in the mean, e4m3 by half of that.
 LARGEST_COST = 0.1
 
 
 @dataclass
 class Variant:
-    """An fp8 product: as shipped, and its operands for the other kind of sums."""
+    """An fp8 GEMM: as shipped, and its operands for the other kind of sums."""
 
     gradients: str  # format of the output gradient; "" in the forward
     step: Step
@@ -43,7 +43,7 @@ class Variant:
 
 @dataclass
 class Product:
-    """out (M, N) = left (M, K) right (N, K)^T, where left and right are in 16 bits; out of a wgrad is added to."""
+    """out (M, N) = left (M, K) right (N, K)^T, where left and right are in 16 bits; a wgrad adds to out."""
 
     direction: str
     out: Tensor
@@ -121,7 +121,7 @@ def operands_of(left: Quantized, left_form: str, right: Quantized, right_form: s
 
 
 def result(product: Product, step: Step) -> Tensor:
-    """All of it, made once."""
+    """The whole result of one launch."""
     product.out.zero_()
     step()
     return product.out.clone()
@@ -136,7 +136,7 @@ def rows_in_float64(tensor: Tensor, rows: Tensor) -> Tensor:
 
 @dataclass
 class Exact:
-    """Some rows of the product of the operands in 16 bits, in float64, and how far the bf16 product is off there."""
+    """Some rows of the product of the operands in 16 bits, in float64, and the error of the bf16 GEMM there."""
 
     rows: Tensor
     result: Tensor
@@ -152,8 +152,8 @@ def exact(product: Product) -> Exact:
 
 def errors(product: Product, variant: Variant, right: Exact) -> dict[str, Any]:
     """Relative errors of the Frobenius norm: `sums_error` and `other_sums_error`, of the result with the shipped and with
-    the other kind of sums, from the exact product of the very fp8 operands; `error` and `bf16_error`, of the fp8 and of the
-    bf16 result, from that of the operands in 16 bits. `failed`: what is beyond what it may be."""
+    the other kind of sums, from the exact product of the fp8 operands themselves; `error` and `bf16_error`, of the fp8 and
+    of the bf16 result, from that of the operands in 16 bits. `failed`: the errors beyond their limits."""
     fast = linear.has_fast_sums(product.out, product.sizes[2])
     a, b, (a_inverse, b_inverse) = variant.operands
     own = rows_in_float64(a, right.rows) @ b.double().t() * (a_inverse.double() * b_inverse.double())
@@ -177,7 +177,7 @@ def errors(product: Product, variant: Variant, right: Exact) -> dict[str, Any]:
     }
 
 
-# What bf16 does in one launch and fp8 in two.
+# One launch in bf16, two in fp8.
 
 
 def fc_with_gelu(m: Making) -> tuple[Step, Step]:

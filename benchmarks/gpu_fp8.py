@@ -1,9 +1,8 @@
-"""fp8 piece by piece: each kernel that makes fp8 numbers, each product beside bf16 with its errors, the bytes of a block.
+"""fp8 piece by piece: each kernel that makes fp8 numbers, each GEMM beside bf16 with its errors, the bytes of a block.
 
 Times are means of launches back to back for tens of milliseconds, too short to meet a GPU's power limit as a training step
-does. Kernels' launches are recorded, so that the host makes no gaps. What is smaller than the L2 cache is read from there;
-`cold` are medians of single launches after a gigabyte of something else. Every result is checked, and what fails, or cannot
-run, says so in its row.
+does. CUDA graphs launch the kernels without gaps from the host. Tensors smaller than the L2 cache stay in it; `cold` are
+medians of single launches after a gigabyte of other data. Every result is checked, and the row of a failure says so.
 
     python -m benchmarks.gpu_fp8 --out FILE        (or: handgrad bench fp8 --out FILE)
 """
@@ -33,7 +32,7 @@ SIZES = (
     Size("1558M", ModelShape(50257, 1024, 48, 25, 1600), batch=16),
 )
 RECORDED = 20  # launches in a graph
-WARM_MILLISECONDS, MEASURED_MILLISECONDS = 20.0, 50.0  # of a step that is timed
+WARM_MILLISECONDS, MEASURED_MILLISECONDS = 20.0, 50.0  # of a timed step
 
 # How far fp8 numbers may lie from the 16-bit ones: e5m2 rounds by 0.05 in the mean of squares, e4m3 by half of that.
 LARGEST_ROUNDING = 0.08
@@ -49,8 +48,8 @@ class Clock:
         self.bandwidth = copy_bandwidth(self.flush)
 
     def back_to_back(self, step: Step, *, recorded: bool) -> float:
-        """Microseconds of a launch among many; `recorded` for what is too short for the host to keep up."""
-        step()  # compiles what it needs
+        """Microseconds of a launch among many; `recorded` in a graph if the host cannot keep up."""
+        step()  # compiles
         torch.cuda.synchronize()
         launch = self.recorded(step) if recorded else lambda: [step() for _ in range(RECORDED)]
         once = max(self.elapsed(launch, 1), 1e-3)
@@ -80,13 +79,13 @@ class Clock:
 
 
 def attempt(row: Row, measure: Callable[[], Row]) -> Row:
-    """The row with what was measured, or with why it could not be; `failed` are all that went wrong."""
+    """The row with its measurements, or with the reason for none; `failed` are all errors."""
     # The compiler, cuBLASLt and the driver have no exception in common; the rows after this one still run.
     try:
         found = measure()
     except Exception as failure:
-        told = " ".join(f"{type(failure).__name__}: {failure}".split())
-        found = {"failed": [f"{told:.300}"]}
+        reason = " ".join(f"{type(failure).__name__}: {failure}".split())
+        found = {"failed": [f"{reason:.300}"]}
     return row | found | {"failed": row.get("failed", []) + found.get("failed", [])}
 
 
@@ -149,7 +148,7 @@ def digits(row: Row) -> Row:
     return {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in row.items()}
 
 
-def told(row: Row) -> str:
+def failures(row: Row) -> str:
     return "  " + "; ".join(row["failed"]) if row["failed"] else ""
 
 
@@ -165,14 +164,14 @@ def measure_kernels(making: Making, clock: Clock) -> list[Row]:
         times = number(row, "microseconds", ".1f", 9) + number(row, "share_of_copy", ".1%", 9)
         times += number(row, "cold_microseconds", ".1f", 9) + number(row, "counting_microseconds", ".1f", 10)
         times += number(row, "bf16_microseconds", ".1f", 9) + number(row, "off", ".4f", 10)
-        print(f"{name:<34}" + number(megabytes, "megabytes", ".1f", 9) + times + told(row), flush=True)
+        print(f"{name:<34}" + number(megabytes, "megabytes", ".1f", 9) + times + failures(row), flush=True)
     return rows
 
 
 def measure_products(making: Making, clock: Clock) -> list[Row]:
     heads = {"bf16 ms": 9, "fp8 ms": 9, "x": 7, "TFLOP/s": 9, "sums": 6, "sums off": 10}
     heads |= {"others ms": 11, "others off": 12, "fp8 off": 10, "bf16 off": 10}
-    print(f"\n{making.size.name + ': products':<34}" + "".join(f"{name:>{width}}" for name, width in heads.items()))
+    print(f"\n{making.size.name + ': GEMMs':<34}" + "".join(f"{name:>{width}}" for name, width in heads.items()))
     rows = []
 
     def show(name: str, row: Row) -> None:
@@ -183,7 +182,7 @@ def measure_products(making: Making, clock: Clock) -> list[Row]:
         line += number(gain, "x", ".2f", 7) + number(row, "fp8_teraflops", ".0f", 9) + f"{sums:>6}"
         line += number(row, "sums_error", ".2e", 10) + number(row, "fp8_other_sums_milliseconds", ".4f", 11)
         line += number(row, "other_sums_error", ".2e", 12) + number(row, "error", ".2e", 10)
-        print(f"{name:<34}" + line + number(row, "bf16_error", ".2e", 10) + told(row), flush=True)
+        print(f"{name:<34}" + line + number(row, "bf16_error", ".2e", 10) + failures(row), flush=True)
 
     for layer, (_, _, _, directions) in fp8_products.LAYERS.items():
         for direction in directions:
@@ -223,7 +222,7 @@ def compare(out: str, sizes: Sequence[Size] = SIZES) -> None:
     print(f"\n{len(failed)} of {len(every)} rows failed, {time.monotonic() - started:.0f} s")
     for row in failed:
         name = " ".join(row[key] for key in ("size", "kernel", "product", "direction", "gradients") if row.get(key))
-        print(f"  {name}:{told(row)}")
+        print(f"  {name}:{failures(row)}")
     if out:
         write_record(
             out,

@@ -1,6 +1,6 @@
-"""The memory-bound kernels beside the same operations by torch, against what the GPU's memory can do.
+"""The memory-bound kernels beside the same operations by torch, against the bandwidth of the GPU's memory.
 
-Each time is the median of single launches, by CUDA events, with a cold L2 cache: before each launch a gigabyte is read,
+Each time is the median of single launches, by CUDA events, with a cold L2 cache: a gigabyte is read before each launch,
 which also gives the host time to queue it. Bytes are those that the operation cannot avoid.
 
     python -m benchmarks.gpu_kernels        (or: handgrad bench kernels)
@@ -37,14 +37,14 @@ Step = Callable[[], object]
 
 @dataclass
 class Case:
-    """One operation at one size: the bytes it must move, our kernel, and torch's way, as it is written for each peer."""
+    """One operation at one size: the bytes it must move, our kernel, and torch's version for each peer."""
 
     name: str
     size: str
     size_bytes: int
     kernel: Step
     eager: Step
-    traced: Step | None = None  # for torch.compile, where it differs from the eager way
+    traced: Step | None = None  # for torch.compile, if it differs from the eager version
 
 
 def milliseconds(step: Step, flush: Tensor, runs: int = 21, warmup: int = 3) -> float:
@@ -52,7 +52,7 @@ def milliseconds(step: Step, flush: Tensor, runs: int = 21, warmup: int = 3) -> 
     times = []
     for run in range(warmup + runs):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        flush.sum()  # reading leaves nothing to be written back later, as zeroing would
+        flush.sum()  # reading leaves nothing to write back later, unlike zeroing
         start.record()
         step()
         stop.record()
@@ -80,7 +80,7 @@ def zipf_tokens(B: int, T: int) -> Tensor:
 
 
 def cases() -> Iterator[Case]:
-    """One after another: a case's buffers are freed before the next one's are made."""
+    """Yields one case after another, whose buffers are freed before the next one's are made."""
     for size, (B, T, C) in SIZES.items():
         scratch = torch.empty(scratch_bytes(tokens=B * T, channels=C, widest=4 * C), dtype=torch.uint8, device=CUDA)
         yield from layernorm_cases(size, B * T, C, scratch)
@@ -120,7 +120,7 @@ def layernorm_cases(size: str, N: int, C: int, scratch: Tensor) -> Iterator[Case
 
 
 def wide_cases(size: str, N: int, C: int, scratch: Tensor) -> Iterator[Case]:
-    """What works on the feed-forward's (N, 4C), and the bias gradient of q, k and v."""
+    """Operations on the feed-forward's (N, 4C), and the bias gradient of q, k and v."""
     for width in (3 * C, 4 * C):
         dout, acc = normal(N, width), torch.zeros(width, device=CUDA)
 
@@ -220,8 +220,8 @@ def optimizer_cases() -> Iterator[Case]:
 
 
 def reduction_cases() -> Iterator[Case]:
-    """Lanes added in place; as bf16, as another device's sums come, beside our own. And a checksum of all weights,
-    beside the plain sum of their bits."""
+    """Lanes summed in place, then in bf16 as they arrive from another device; and a checksum of all weights beside the
+    plain sum of their bits."""
     pieces = normal(LANES, LANE_ELEMENTS, dtype=torch.float32)
     sent, out = pieces.bfloat16(), torch.empty_like(pieces[0])
     flat = normal(OPTIMIZER_BLOCKS * OPTIMIZER_BLOCK, dtype=torch.float32)

@@ -1,7 +1,7 @@
-"""The same run, number for number at its start, in several precisions and by the twin: how far do the losses drift apart?
+"""The same run, from the same weights, in several precisions and by the twin: how far do the losses drift apart?
 
 Every contender starts from handgrad's initial weights and sees the same batches under the same schedule. handgrad in
-float32 is the measure; the twin's distance from it says what bf16 costs anyone.
+float32 is the measure; the twin's distance from it is the price of bf16 for anyone.
 
     handgrad bench loss --data shards/shakespeare
 """
@@ -57,8 +57,8 @@ def curve(name: str, settings: Settings) -> list[float]:
 
 
 def differences(losses: list[float], measure: list[float]) -> dict[str, float]:
-    """How far a curve lies from the measure's, in nats: the largest and the mean distance of a step, the first step's,
-    and the difference of the means over the last steps (which keeps its sign)."""
+    """The distance of a curve from the measure's, in nats: the largest and the mean of a step, the first step's, and the
+    difference of the means over the last steps (which keeps its sign)."""
     distances = [abs(a - b) for a, b in zip(losses, measure, strict=True)]
     return {
         "first": distances[0],

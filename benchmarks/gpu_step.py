@@ -1,8 +1,7 @@
-"""Whole training steps of handgrad and of the tuned twin on one GPU, in turns: speed, power, memory, time to step 1.
+"""Whole training steps of handgrad and of the tuned twin on one GPU, alternating: speed, power, memory, time to step 1.
 
-An H200 trains against its power limit, so a contender is measured under lasting load: in turns of many seconds, one
-after the other, until each has had its time. All contenders are started and stay in memory; those whose turn it is not
-sleep.
+An H200 trains against its power limit, so a measurement needs sustained load: contenders alternate in slices of many
+seconds until each has had its time. All contenders stay in memory and sleep while another works.
 
     handgrad bench step --device cuda
 """
@@ -32,7 +31,7 @@ TWINS = {
     "twin-cudnn": Switches(attention="cudnn"),
     "twin-flash-bf16-stream": Switches(attention="flash", bf16_stream=True),
     "twin-cudnn-bf16-stream": Switches(attention="cudnn", bf16_stream=True),
-    # fp8 by torchao; its filter leaves out the products that its authors found too small to gain.
+    # fp8 by torchao; its filter leaves out the GEMMs that its authors found too small to gain.
     "twin-torchao": Switches(attention="cudnn", float8="all"),
     "twin-torchao-stream": Switches(attention="cudnn", float8="all", bf16_stream=True),
     "twin-torchao-filtered": Switches(attention="cudnn", float8="filtered"),
@@ -50,7 +49,7 @@ GIB = 2**30
 
 
 def precision_of(name: str, settings: Settings) -> str:
-    """What a contender computes most products in."""
+    """The precision of most of a contender's GEMMs."""
     if name in TWINS:
         return TWINS[name].precision
     return name.removeprefix("handgrad").removeprefix("-") or settings.precision
@@ -75,12 +74,12 @@ def check_contenders(text: str) -> list[str]:
     """The names in a comma-separated list; raises `UsageError` for an unknown one."""
     names = known_names(text, [*HANDGRADS, *TWINS])
     if not names:
-        raise UsageError(f"--contenders names nobody; known: {', '.join((*HANDGRADS, *TWINS))}")
+        raise UsageError(f"--contenders is empty; known: {', '.join((*HANDGRADS, *TWINS))}")
     return names
 
 
 def used_bytes(device: torch.device) -> int:
-    """What the driver says is taken of the device, by all processes together; 0 where there is no such driver."""
+    """The driver's count of used bytes of the device, by all processes together; 0 without such a driver."""
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(device)
@@ -115,10 +114,10 @@ def started(name: str, line: list[str], folder: Path, row: dict[str, Any]) -> Pe
 
 
 def measure(commands: dict[str, list[str]], seconds: float, turn_seconds: float, device: torch.device) -> dict[str, Any]:
-    """Starts all contenders, lets them work in turns and returns a row of raw figures for each. One that fails leaves the
+    """Starts all contenders, alternates between them and returns a row of raw figures for each. A failing one leaves the
     field, with its reason in the row.
 
-    While one is started or works, the others sleep, so what the device's memory grew by belongs to that one.
+    While one starts or works, the others sleep, so the growth of the device's memory belongs to that one.
     """
     rows: dict[str, dict[str, Any]] = {name: {"turns": []} for name in commands}
     peers: dict[str, Peer] = {}
@@ -214,7 +213,7 @@ COLUMNS = (
 
 
 def table(rows: dict[str, Any]) -> list[str]:
-    """The lines to print; memory in GiB, '-' for what was not measured."""
+    """The lines to print; memory in GiB, '-' for a missing figure."""
     lines = [f"{'':<{NAME_WIDTH}}" + "".join(f"{heading:>{width}}" for heading, width, _, _ in COLUMNS)]
     for name, row in rows.items():
         if "failed" in row:
@@ -226,7 +225,7 @@ def table(rows: dict[str, Any]) -> list[str]:
 
 
 def rounded(value: Any) -> Any:
-    """Numbers as a record keeps them: five figures."""
+    """Numbers in the precision of a record: five figures."""
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, dict):
@@ -235,7 +234,7 @@ def rounded(value: Any) -> Any:
 
 
 def libraries() -> dict[str, Any]:
-    """Versions that the figures depend on, beside torch's."""
+    """Versions of the libraries beside torch."""
     found: dict[str, Any] = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
     try:
         import triton
@@ -270,7 +269,7 @@ def compare(settings: Settings, contenders: str, seconds: float, turn_seconds: f
             row["times_best_twin"] = row["tokens_per_second"] / rows[twin]["tokens_per_second"]
     print(
         f"\n{settings.model}, steps of {settings.micro_steps} x {settings.micro_batch} x {settings.sequence_length} tokens"
-        f" ({tokens.words}), {devices.describe(device)}, {seconds:g} s each in turns of {turn_seconds:g} s; GiB\n"
+        f" ({tokens.words}), {devices.describe(device)}, {seconds:g} s each in slices of {turn_seconds:g} s; GiB\n"
     )
     print("\n".join(table(rows)))
     for name in (name for name in rows if twin and name in HANDGRADS and "times_best_twin" in rows[name]):

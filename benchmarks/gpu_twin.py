@@ -1,8 +1,8 @@
-"""The peer on a GPU: the twin as one would tune it without writing a kernel, one switch per choice.
+"""The peer on a GPU: the twin, tuned without writing a kernel, one switch per choice.
 
 Everything on is the best honest `torch.compile` contender: bf16 autocast over float32 weights, the vocabulary padded to
-full tiles, a fused attention kernel, fused AdamW. Everything off is GPT-2 as a lecture first writes it. `float8` takes
-the blocks' products into fp8 by torchao's own conversion.
+full tiles, a fused attention kernel, fused AdamW. Everything off is GPT-2 as a lecture first writes it. `float8`
+converts the blocks' GEMMs to fp8 by torchao.
 """
 
 import dataclasses
@@ -23,13 +23,13 @@ from handgrad.run.resolve import schedule_of
 
 ATTENTIONS = ("plain", "flash", "cudnn")
 FLOAT8S = ("none", "all", "filtered")
-FLOAT8_MULTIPLE = 16  # torch's fp8 products take sizes that are multiples of this
+FLOAT8_MULTIPLE = 16  # of the sizes of torch's fp8 GEMMs
 FLOAT8_CAPABILITY = (8, 9)  # the first GPUs with fp8 tensor cores
 
 
 @dataclass(frozen=True)
 class Switches:
-    """How the twin computes."""
+    """The choices of the twin."""
 
     attention: str = "cudnn"  # plain: products and a softmax; flash, cudnn: that kernel of torch's
     autocast: bool = True  # products in bf16
@@ -38,12 +38,12 @@ class Switches:
     mode: str = "default"  # torch.compile's
     padded: bool = True  # the vocabulary, to a multiple of 128
     fused: bool = True  # AdamW in one kernel
-    bf16_stream: bool = False  # the residual stream in bf16, too; autocast keeps it in float32
-    float8: str = "none"  # the blocks' products in fp8, by torchao: all, or (filtered) those that its authors' filter takes
+    bf16_stream: bool = False  # also the residual stream in bf16; autocast keeps it in float32
+    float8: str = "none"  # the blocks' GEMMs in fp8, by torchao: all, or (filtered) those that its filter selects
 
     @property
     def precision(self) -> str:
-        """What most products are computed in, in handgrad's words."""
+        """The precision of most GEMMs, in handgrad's words."""
         if self.float8 != "none":
             return "fp8"
         return "bf16" if self.autocast else "tf32" if self.tf32 else "fp32"
@@ -107,11 +107,11 @@ def check_torchao() -> None:
 
 
 def use_float8(blocks: nn.Module, which: str, config: RunConfig, device: torch.device) -> None:
-    """Takes the blocks' linear layers into fp8 as torchao's default recipe does: one scale per tensor, from the tensor
-    itself, e4m3 forward, e5m2 for gradients. The parameters stay what and where they are. A CPU emulates the products.
+    """Converts the blocks' linear layers to fp8 by torchao's default recipe: one scale per tensor, from the tensor itself,
+    e4m3 forward, e5m2 for gradients. The parameters stay unchanged. A CPU emulates the GEMMs.
 
     Of the recipe's other options, `enable_fsdp_float8_all_gather` is for several GPUs, `pad_inner_dim` for odd sizes,
-    and `force_recompute_fp8_weight_in_bwd` does nothing any more.
+    and `force_recompute_fp8_weight_in_bwd` no longer does anything.
     """
     if which not in FLOAT8S:
         raise UsageError(f"unknown float8 {which!r}; known: {', '.join(FLOAT8S)}")
@@ -160,7 +160,7 @@ class TwinTrainer:
 
     @torch.no_grad()
     def draw_initial(self) -> None:
-        """Weights of the same distributions, drawn where they lie: where only the speed counts."""
+        """Weights of the same distributions, drawn on the device, if only the speed counts."""
         for row in self.table:
             parameter = self.twin.parameter_of(row)
             parameter.fill_(1.0 if row.init.kind == "ones" else 0.0)
@@ -169,7 +169,7 @@ class TwinTrainer:
 
     def step(self, micro_batches: list[tuple[Tensor, Tensor]]) -> Tensor:
         """One optimizer step over the micro-batches of (tokens, targets) on the device; returns the mean loss, on the
-        device: nothing here waits for it."""
+        device, without waiting for it."""
         for group in self.optimizer.param_groups:
             group["lr"] = schedule_of(self.config).rate(self.steps)
         self.optimizer.zero_grad(set_to_none=True)

@@ -1,7 +1,7 @@
-"""The climb of a lecture on this machine: GPT-2 in plain PyTorch, one improvement per row, up to handgrad's kernels.
+"""The steps of a lecture on this machine: GPT-2 in plain PyTorch, one improvement per row, up to handgrad's kernels.
 
 Each row is a fresh process that makes optimizer steps of one micro-batch for a few seconds. A row that needs a CUDA GPU
-is skipped elsewhere, and what it adds is left out of the rows after it.
+is skipped elsewhere, and so is its improvement in later rows.
 
     handgrad bench ladder
 """
@@ -28,7 +28,7 @@ BOTTOM = Switches(attention="plain", autocast=False, tf32=False, compiled=False,
 
 @dataclass(frozen=True)
 class Rung:
-    """A row: what it is called (with the vocabulary's sizes filled in) and what it changes."""
+    """A row: its title (a template for the vocabulary's sizes) and its changes."""
 
     title: str
     changes: dict[str, Any] = field(default_factory=dict)  # of `Switches`; of `HandgradRun` where `handgrad`
@@ -67,7 +67,7 @@ def make_run(rung: int, settings: Settings) -> Run:
 
 
 def climb(rung: int, settings: Settings, seconds: float) -> dict[str, Any]:
-    """The figures of a row, or why there are none."""
+    """The figures of a row, or the reason for none."""
     peer = Peer(RUNGS[rung].title, [sys.executable, "-m", "benchmarks.ladder", str(rung), settings.to_json()])
     try:
         first = peer.answer()

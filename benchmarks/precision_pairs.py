@@ -1,8 +1,8 @@
-"""Pairs of runs that differ in their precision only: how far apart do they end?
+"""Pairs of runs that differ only in their precision: how far apart do they end?
 
     python -m benchmarks.precision_pairs OUT.json runs/bf16 runs/fp8 [runs/bf16-b runs/fp8-b ...]
 
-The runs are made by `handgrad train`; of each pair the first is the measure. Writes their curves and differences as a
+`handgrad train` makes the runs; of each pair the first is the measure. Writes their curves and differences as a
 results file, and a plot beside it.
 """
 
@@ -22,7 +22,7 @@ EVERY = 10  # steps between the recorded training losses
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """What a run's metrics say, without what belongs to single steps."""
+    """A summary of a run's metrics."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     header = next(line for line in lines if line["kind"] == "run")
     steps = [line for line in lines if line["kind"] == "step"]
@@ -94,7 +94,7 @@ def plot(pairs: list[dict[str, Any]], path: Path) -> None:
 
 if __name__ == "__main__":
     made = compare([Path(folder) for folder in sys.argv[2:]])
-    # The runs say themselves what they ran on, not the machine that compares them.
+    # The machine of the runs, not the one that compares them.
     origin = {"machine": made[0]["runs"][0]["device"], "versions": {"torch": made[0]["runs"][0]["torch"]}}
     write_record(sys.argv[1], torch.device("cpu"), **origin, pairs=made)
     plot(made, Path(sys.argv[1]).with_suffix(".png"))

@@ -1,4 +1,4 @@
-"""Where a figure comes from: machine, versions, commit and date, kept beside it."""
+"""The provenance of a figure, stored beside it: machine, versions, commit and date."""
 
 import json
 import os
@@ -16,12 +16,12 @@ ROOT = Path(__file__).parents[1]
 
 
 def provenance(device: torch.device) -> dict[str, Any]:
-    """What a results file says about itself."""
+    """The first fields of a results file."""
     commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     return {
         "machine": f"{devices.describe(device)}; {os.cpu_count()} cores, {platform.machine()}, {platform.system()}",
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        # A copy without its history (a tarball, a rented machine) is told its commit by the environment.
+        # A copy without its history (a tarball, a rented machine) gets its commit from the environment.
         "commit": os.environ.get("HANDGRAD_COMMIT") or commit.stdout.strip() or "unknown",
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
     }

@@ -1,9 +1,9 @@
 """Tokens per second of texts: handgrad's sampling beside `transformers.generate`, each contender in a process of its own.
 
 All continue the same random prompts greedily with random weights of the same sizes, in the same precision, to the same
-length; a call's time is everything from the prompts' tokens on the host to the texts' tokens on the host. All contenders
-load, compile and record side by side, in a call that does not count; then one after another makes `CALLS` that do, while
-the others sleep, and the median is taken.
+length; a call's time runs from the prompts' tokens on the host to the texts' tokens on the host. All contenders load,
+compile and capture side by side, in a call that does not count; then each makes `CALLS` calls while the others sleep, and
+the median counts.
 
     handgrad bench sampling --model d12
 """
@@ -87,7 +87,7 @@ def transformers_call(shape: ModelShape, device: torch.device, dtype: torch.dtyp
 
 
 def contend(name: str, model: str, batch: int, device: torch.device, precision: str) -> None:
-    """One contender, in this process: says when it is ready, then answers each line with its calls' times."""
+    """Runs one contender in this process: reports when it is ready, then answers each line with its calls' times."""
     pipe = answers()
     with excuses(pipe):
         shape, dtype = sizes(model), devices.use_precision(device, precision)
@@ -145,7 +145,7 @@ def is_ready(peer: Peer) -> bool:
     try:
         peer.answer()
     except PeerFailed as failure:
-        print(f"{peer.name:<24}  takes no part: {failure}")
+        print(f"{peer.name:<24}  does not run: {failure}")
         return False
     return True
 

@@ -1,4 +1,4 @@
-"""Several GPUs of one machine against as many times one: handgrad, what its order costs, and torch's data parallelism.
+"""Several GPUs of one machine against the same number alone: handgrad, the cost of its order, torch's data parallelism.
 
     torchrun --standalone --nproc-per-node=4 -m benchmarks.scaling --model d12 --micro-batch 64 --out scaling.json
 
@@ -6,8 +6,8 @@ All contenders make the same optimizer steps of `--tokens-per-step` tokens:
 
     alone           every GPU makes whole steps for itself, all at once: the reference for linear scaling
     together        handgrad on all GPUs; together-8: with as many thread blocks for collectives beside kernels
-    no-exchange     the same, but every collective returns at once: what is left are the kernels (its numbers mean nothing)
-    reduce-scatter  the same, with NCCL's own sum in the place of the exchange and the fixed tree: what the order costs
+    no-exchange     the same, but every collective returns at once, which leaves the kernels (its numbers mean nothing)
+    reduce-scatter  the same, with NCCL's own sum instead of the exchange and the fixed tree: the cost of the order
     ddp, fsdp       the torch.compile twin under DistributedDataParallel and FSDP2
 """
 
@@ -48,7 +48,7 @@ WARM_UP_SECONDS = 4.0  # clocks fall within a second of load
 
 
 class Done:
-    """A collective that has nothing to do."""
+    """A collective with nothing to do."""
 
     def wait(self) -> None:
         pass
@@ -144,7 +144,7 @@ def make(name: str, config: RunConfig, tokens: Tokens, device: torch.device, ran
 
 
 def timed(run: Callable[[int], float], steps: int, ranks: Ranks, device: torch.device) -> float:
-    """Seconds of `steps` steps, from when all ranks begin to when all have ended."""
+    """Seconds of `steps` steps, from the common start of all ranks to the end of the last."""
     devices.synchronize(device)
     ranks.barrier("a turn begins")
     start = time.perf_counter()
@@ -191,7 +191,8 @@ def turn(name: str, made: HandgradSteps | TwinSteps, config: RunConfig, seconds:
 
 
 def exposed(made: HandgradSteps, steps: int, path: Path | None) -> dict[str, float]:
-    """From a trace of `steps` steps: how long collectives ran, and how long while no other kernel did, per step."""
+    """From a trace of `steps` steps: the time of collectives, and of collectives without another kernel beside them, per
+    step."""
     activity = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[activity.CUDA]) as profiler:
         made.run(steps)
@@ -207,7 +208,7 @@ def exposed(made: HandgradSteps, steps: int, path: Path | None) -> dict[str, flo
 
 
 def merged(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The same stretches of time without overlaps, in order."""
+    """The union of the intervals, without overlaps, in order."""
     found: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
         if found and start <= found[-1][1]:

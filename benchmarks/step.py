@@ -1,7 +1,7 @@
-"""One optimizer step of a whole GPT-2, handgrad beside its PyTorch twin, taking turns.
+"""One optimizer step of a whole GPT-2, handgrad beside its PyTorch twin, alternating.
 
-Every contender lives in a process of its own, so that its peak memory is its own, and makes a step when told to: turn by
-turn, so that whatever else the machine does hits all of them alike.
+Every contender runs in a process of its own, so its peak memory is its own. The contenders make single steps by turns, so
+other load on the machine affects all of them alike.
 
     python -m benchmarks.step        (or: handgrad bench step)
 """
@@ -29,7 +29,7 @@ from handgrad.run.resolve import resolve
 VOCABULARY = 50257
 CPU = torch.device("cpu")
 
-# name: (kind, precision, whether the twin's AdamW is the fused one)
+# name: (kind, precision, True if the twin's AdamW is the fused one)
 CONTENDERS = {
     "handgrad fp32": ("handgrad", "fp32", True),
     "handgrad bf16": ("handgrad", "bf16", True),
@@ -49,7 +49,7 @@ class SameBatch:
 
 
 def step_of(kind: str, config: RunConfig, fused: bool) -> Callable[[int], float]:
-    """A function that makes step n and returns its loss. All contenders start from the same weights and batch."""
+    """Returns a function that makes step n and returns its loss. All contenders start from the same weights and batch."""
     shape = config.shape(VOCABULARY)
     generator = torch.Generator().manual_seed(0)
     size = (config.micro_batch, config.sequence_length)
@@ -61,7 +61,7 @@ def step_of(kind: str, config: RunConfig, fused: bool) -> Callable[[int], float]
         stepper = bind(state, scaling, feed=SameBatch()).step
         return lambda step: stepper.step(step).loss
     twin = Twin(shape)
-    with torch.no_grad():  # GPT-2's initial scales; the exact numbers do not matter to the speed
+    with torch.no_grad():  # GPT-2's initial scales; the exact numbers do not affect the speed
         for row in parameter_table(shape):
             if row.init.kind == "normal":
                 twin.parameter_of(row).normal_(0, row.std)
@@ -71,7 +71,7 @@ def step_of(kind: str, config: RunConfig, fused: bool) -> Callable[[int], float]
 
 
 def contend(name: str, model: str, micro_batch: int, sequence_length: int) -> None:
-    """A contender's process: one JSON line per line read on stdin."""
+    """A contender's process: answers each line on stdin with one line of JSON."""
     kind, precision, fused = CONTENDERS[name]
     config = dataclasses.replace(
         RunConfig(**presets.model(model)),
@@ -91,7 +91,7 @@ def contend(name: str, model: str, micro_batch: int, sequence_length: int) -> No
 
 
 def compare(model: str, micro_batch: int, sequence_length: int, rounds: int, out: str) -> None:
-    """Runs all contenders in turns and prints the table; writes it to `out` if that is not empty."""
+    """Alternates between all contenders and prints the table; writes it to `out` if that is not empty."""
     setting = [model, str(micro_batch), str(sequence_length)]
     pipe = subprocess.PIPE
     processes = {

@@ -1,8 +1,8 @@
-"""Contenders in processes of their own, that work when told to and sleep while another does.
+"""Contenders in processes of their own, which work on request and sleep while another works.
 
 A process of its own has its own peak memory, its own start and its own state of the libraries. The protocol is lines: a
-contender makes its first step unasked and says so, then answers each line on its stdin with one line of JSON on its
-stdout. "go 10" is ten seconds of steps. At the end of its stdin it ends.
+contender makes its first step unasked and reports it, then answers each line on its stdin with one line of JSON on its
+stdout. "go 10" means ten seconds of steps. The end of its stdin ends it.
 """
 
 import contextlib
@@ -22,15 +22,15 @@ from handgrad import devices
 from handgrad.errors import HandgradError
 from handgrad.power import Sampler
 
-PATIENCE_SECONDS = 30  # for a process to end by itself
+PATIENCE_SECONDS = 30  # before a process that should end is killed
 
 
 class PeerFailed(Exception):
-    """A contender that cannot take part; the others can."""
+    """A contender cannot take part; the others can."""
 
 
 class Run(Protocol):
-    """What a contender's process drives."""
+    """The steps of a contender, in its process."""
 
     completed: int
 
@@ -41,7 +41,7 @@ class Run(Protocol):
 
 
 def answers() -> TextIO:
-    """The pipe to the asking process. Whatever else prints to stdout goes to stderr from now on."""
+    """The pipe to the asking process. From now on other prints to stdout go to stderr."""
     pipe = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     return pipe
@@ -49,7 +49,7 @@ def answers() -> TextIO:
 
 @contextlib.contextmanager
 def excuses(pipe: TextIO) -> Iterator[None]:
-    """Says into the pipe why the contender cannot go on, where the reason is one that a person can do something about."""
+    """Sends the reason if the contender cannot continue, if a person can act on it."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -76,7 +76,7 @@ def say(pipe: TextIO, answer: dict[str, Any]) -> None:
 
 
 def timed_turn(run: Run, seconds: float, device: torch.device) -> dict[str, Any]:
-    """Steps for about `seconds`, from an idle device to an idle device: their number, their exact time, the power."""
+    """Makes steps for about `seconds`, from an idle device to an idle device: their number, their exact time, the power."""
     devices.synchronize(device)
     with Sampler(device) as sampler:
         start = time.perf_counter()
@@ -109,11 +109,11 @@ class Peer:
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT, env=variables)
 
     def answer(self) -> dict[str, Any]:
-        """Its next line; raises `PeerFailed` if it says that it failed, or says nothing more."""
+        """Its next line; raises `PeerFailed` if it reports a failure or has ended."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise PeerFailed(f"stopped with exit code {self.process.wait()}; its last words stand above")
+            raise PeerFailed(f"stopped with exit code {self.process.wait()}; its last output stands above")
         answer = json.loads(line)
         if "failed" in answer:
             raise PeerFailed(answer["failed"])
@@ -121,7 +121,7 @@ class Peer:
 
     def ask(self, line: str) -> dict[str, Any]:
         assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # `answer` says what became of it
+        with contextlib.suppress(BrokenPipeError):  # `answer` reports the end
             self.process.stdin.write(line + "\n")
             self.process.stdin.flush()
         return self.answer()
@@ -131,7 +131,7 @@ class Peer:
         return time.perf_counter() - self.start
 
     def close(self) -> None:
-        """Ends the process, and waits until it has given its memory back."""
+        """Ends the process, and waits until its memory is free."""
         assert self.process.stdin is not None and self.process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
@@ -144,5 +144,5 @@ class Peer:
 
 
 def note(text: str) -> None:
-    """Progress, for whoever watches; the figures go to stdout."""
+    """Prints progress to stderr; the figures go to stdout."""
     print(text, file=sys.stderr, flush=True)

@@ -1,6 +1,6 @@
-"""The peer: the same GPT-2 in plain PyTorch with autograd, as one would write it, for comparing numbers and speed.
+"""The peer: the same GPT-2 in plain PyTorch with autograd, to compare numbers and speed.
 
-It takes handgrad's weights under handgrad's names, so both start from the same point.
+It loads handgrad's weights under handgrad's names, so both start from the same point.
 """
 
 import torch
@@ -32,7 +32,7 @@ class Block(nn.Module):
 
 
 class Twin(nn.Module):
-    """GPT-2 with a shared embedding and head; `padded` gives it handgrad's padded vocabulary, which its products like."""
+    """GPT-2 with a shared embedding and head; `padded` gives it handgrad's padded vocabulary, for faster GEMMs."""
 
     def __init__(self, shape: ModelShape, *, padded: bool = False):
         super().__init__()
@@ -60,7 +60,7 @@ class Twin(nn.Module):
 
     @torch.no_grad()
     def load(self, table: tuple[ParameterRow, ...], flat: Tensor) -> None:
-        """Takes the weights in handgrad's flat buffer."""
+        """Loads the weights in handgrad's flat buffer."""
         for row in table:
             parameter = self.parameter_of(row)
             parameter[: row.stored_rows].copy_(row.stored(flat))

@@ -140,7 +140,7 @@ class Bench:
             raise RanksFailed(f"{[process.exitcode for process in ranks]} {'; '.join(last)}")
 
     def outcome(self, run: Path) -> Result:
-        """What a run's folder holds: which checkpoints, the newest one's content, the records of each kind."""
+        """The content of a run's folder: its checkpoints, the newest one's content, the records of each kind."""
         found: Result = {}
         if checkpoints := sorted((run / "checkpoints").glob("step_*")):
             newest = checkpoints[-1]
@@ -195,7 +195,7 @@ def as_rank(place: tuple[int, ...], said: Path, settings: Settings, count: int |
 
 
 def loaded(bench: Bench, **options: Any) -> Result:
-    """What a model says that was loaded from a run."""
+    """The output of a model loaded from a run."""
     bench.train(**settings_of("TAUGHT"))
     model = handgrad.load(bench.home / "run", device=bench.device, **options)
     text, long = TEXTS[0], " ".join(TEXTS * 3)
@@ -266,7 +266,7 @@ def started(bench: Bench, *phases: Phase, source: str = "source", **settings: An
 
 
 def commands(bench: Bench) -> Result:
-    """What the commands print about a run."""
+    """The commands' output about a run."""
     bench.train(**settings_of("TAUGHT"))
     run, prompts, texts = (bench.home / name for name in ("run", "prompts.jsonl", "texts.jsonl"))
     prompts.write_text("".join(json.dumps({"prompt": text, "max_tokens": 9 + len(text)}) + "\n" for text in TEXTS))

@@ -1,4 +1,4 @@
-"""What the tests share: small shapes, a model in float64 or float32, prepared shards of a few kilobytes."""
+"""Shared by the tests: small shapes, a model in float64 or float32, prepared shards of a few kilobytes."""
 
 import dataclasses
 import os

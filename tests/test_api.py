@@ -167,7 +167,7 @@ def test_what_does_not_fit_is_said_before(model: handgrad.Model, monkeypatch: py
 
 @pytest.fixture
 def command(run: str, capsys: pytest.CaptureFixture) -> Callable[..., str]:
-    """What `handgrad sample RUN --prompt ...` writes after its prompt."""
+    """The text of `handgrad sample RUN --prompt ...` after its prompt."""
 
     def written(prompt: str, *arguments: str) -> str:
         capsys.readouterr()

@@ -45,7 +45,7 @@ def launching(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 class Enough(Exception):
-    """What somebody's callback raises."""
+    """An exception from a user's callback."""
 
 
 # The same bits.
@@ -186,7 +186,7 @@ def test_ctrl_c_in_the_last_callback_is_not_lost(config: RunConfig, step: int) -
 
 
 def test_a_thread_may_train(finished: RunConfig) -> None:
-    """Where Python takes no signal handlers."""
+    """Outside the main thread Python allows no signal handlers."""
     config = elsewhere(finished, "thread")
     thread = threading.Thread(target=handgrad.train, args=(config,), kwargs={"quiet": True})
     thread.start()

@@ -1,4 +1,4 @@
-"""How lanes and ranks divide the flat buffers: nothing twice, nothing left out, in an order that ranks do not change."""
+"""Lanes and ranks divide the flat buffers: nothing twice, nothing left out, in an order independent of the ranks."""
 
 import itertools
 
@@ -41,7 +41,7 @@ def layout(shape: ModelShape, lanes: int) -> tuple[tuple[ParameterRow, ...], tup
 
 
 def tiles(pieces: list[slice], start: int, stop: int) -> bool:
-    """Whether the pieces, in any order, cover the range exactly once."""
+    """True if the pieces, in any order, cover the range exactly once."""
     ordered = sorted(pieces, key=lambda piece: piece.start)
     edges = [start, *(edge for piece in ordered for edge in (piece.start, piece.stop)), stop]
     return edges[::2] == edges[1::2] and all(piece.start < piece.stop for piece in ordered)

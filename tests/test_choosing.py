@@ -1,4 +1,4 @@
-"""How a token is chosen: against plain Python, against transformers, and against the chances it should have."""
+"""Chosen tokens against plain Python, against transformers, and against the expected probabilities."""
 
 import math
 from typing import Any

@@ -152,7 +152,7 @@ def test_a_mask_follows_the_book() -> None:
 
 
 def unlikely(share: float, expected: float, count: int) -> bool:
-    """Whether a share of `count` trials is more than five standard deviations off."""
+    """True if a share of `count` trials is more than five standard deviations off."""
     return abs(share - expected) > 5 * math.sqrt(expected * (1 - expected) / count)
 
 
@@ -204,7 +204,7 @@ def test_sites_are_numbered_in_the_order_of_the_forward() -> None:
 
 
 def test_the_mean_stays() -> None:
-    """What is kept is scaled by the share that really is kept, a multiple of 2^-16."""
+    """The scale of kept elements is the exact share that is kept, a multiple of 2^-16."""
     for p in (1e-4, 0.1, 0.3, 0.99):
         site = place(p=p)
         assert site.scale * (1 - site.threshold / 2**16) == pytest.approx(1, rel=1e-15)

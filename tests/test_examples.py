@@ -73,7 +73,7 @@ def check_probabilities(numbers: list[float]) -> None:
 
 
 def check_finetuning(numbers: list[float]) -> None:
-    """What finetuning gains, and what it costs; freezing lies between, on both texts."""
+    """The gain and the cost of finetuning; freezing lies between, on both texts."""
     (new_before, old_before), (new_whole, old_whole), (new_frozen, old_frozen) = zip(*[iter(numbers)] * 2, strict=True)
     assert new_whole < new_frozen < new_before - 2
     assert old_before < old_frozen < old_whole

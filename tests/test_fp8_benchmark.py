@@ -61,7 +61,7 @@ def multiply(d: Tensor, a: Tensor, b: Tensor, *, scratch: Tensor, **options: Any
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What there is on a GPU alone: fp8 conversions, PTX, cuBLASLt, a clock."""
+    """Replaces the parts that only a GPU has: fp8 conversions, PTX, cuBLASLt, a clock."""
     for module in (quantizing, layernorm, classifier, attention, gelu_fp8):
         monkeypatch.setattr(module, "rounded", rounded)
     monkeypatch.setattr(gelu_fp8, "word", word)

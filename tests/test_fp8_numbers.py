@@ -39,7 +39,7 @@ BF16_ROUNDOFF, FLOAT32_ROUNDOFF = 2.0**-8, 2.0**-24
 
 @cache
 def magnitudes(kind: torch.dtype) -> Tensor:
-    """What the codes 0, 1, 2, ... stand for up to the largest number, by the format's definition (float64)."""
+    """The values of the codes 0, 1, 2, ... up to the largest number, by the format's definition (float64)."""
     mantissa_bits, bias = {E4M3: (3, 7), E5M2: (2, 15)}[kind]
     values = []
     for code in range(128):

@@ -97,7 +97,7 @@ def test_numbers_are_counted_in_every_micro_batch(fp8: RunConfig) -> None:
 
 
 def test_calibrated_scales_are_those_of_the_first_micro_batch(fp8: RunConfig) -> None:
-    """Where it is the only one, delayed scales give the first step the bits of current ones."""
+    """With a single micro-batch, delayed scales give the first step the bits of current ones."""
     (one, results, found), (other, other_results, other_found) = (
         steps_of(dataclasses.replace(fp8, micro_batch=8, fp8_scaling=s), 1) for s in ("delayed", "current")
     )

@@ -1,4 +1,4 @@
-"""What is frozen stays, bit by bit, and is no part of anything: update, decay, moments, norm."""
+"""Frozen parameters keep their bits and take no part in update, decay, moments or norm."""
 
 import dataclasses
 import math

@@ -27,7 +27,7 @@ def run(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def sample(run: str, capsys: pytest.CaptureFixture) -> Callable[..., str]:
-    """What `handgrad sample RUN ...` prints."""
+    """The output of `handgrad sample RUN ...`."""
 
     def printed(*arguments: str) -> str:
         capsys.readouterr()

@@ -1,4 +1,4 @@
-"""What a row of each task asks, which tokens are scored, and what is measured: held against values worked out by hand."""
+"""Each task's questions, scored tokens and figures against values worked out by hand."""
 
 import json
 import math

@@ -8,7 +8,7 @@ from handgrad.api.model import Model, load
 from handgrad.data import prepare as preparing
 from handgrad.data.shards import Dataset
 from handgrad.errors import UsageError
-from handgrad.evaluation.held_out import HeldOut, held_out_loss, open_held_out
+from handgrad.evaluation.loss import HeldOut, held_out_loss, open_held_out
 from handgrad.interop.export import EXPORT_DTYPES, Exported, export_llmc, export_model
 
 

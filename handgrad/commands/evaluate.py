@@ -15,9 +15,9 @@ from handgrad.arena import Buffer, Plan, make_plan
 from handgrad.backend import choose_backend
 from handgrad.data.shards import Dataset
 from handgrad.errors import NumericsError, UsageError
-from handgrad.evaluation.held_out import held_out_loss, open_held_out
 from handgrad.evaluation.likelihoods import Request, Workload
 from handgrad.evaluation.load import LoadedModel, Weights, load_model
+from handgrad.evaluation.loss import held_out_loss, open_held_out
 from handgrad.evaluation.records import AFTERWARDS, append_to_run, check_writable, task_record, write_rows
 from handgrad.evaluation.scoring import TaskResult, make_requests, results_of
 from handgrad.evaluation.tasks import TaskData, load_tasks, parse_tasks

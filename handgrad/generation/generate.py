@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from types import ModuleType
 from typing import Any
 
@@ -120,11 +120,7 @@ class Decoder:
             buf.seeds,
             buf.places,
             vocab_size=self.vocab_size,
-            temperature=o.temperature,
-            top_k=o.top_k,
-            top_p=o.top_p,
-            min_p=o.min_p,
-            repetition_penalty=o.repetition_penalty,
+            **asdict(o),
             scratch=buf.scratch,
         )
         torch.clamp(buf.chosen, min=0, out=buf.tokens)  # -1 is no token; the host ends the text when it sees it

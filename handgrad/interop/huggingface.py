@@ -99,11 +99,7 @@ def their_config(shape: ModelShape, tokenizer: Tokenizer, dtype: torch.dtype, dr
         "n_head": shape.num_heads,
         "n_embd": shape.channels,
         "n_inner": None,
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": 1e-5,
-        "scale_attn_weights": True,
-        "scale_attn_by_inverse_layer_idx": False,
-        "reorder_and_upcast_attn": False,
+        **{key: default for key, default, _ in KNOWN[1:6]},
         "tie_word_embeddings": True,
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout),  # a fine-tuner may want other values
         "initializer_range": 0.02,

@@ -16,6 +16,7 @@ from handgrad.run_files import METRICS_FILE
 
 CARD_FILE, CURVE_FILE = "README.md", "curve.png"
 LAST_LOSSES = 5
+HUB_HEADER = "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- gpt2\n- handgrad\n---\n"
 TOKENIZERS = {
     "gpt2": "GPT-2's, 50,257 tokens",
     "bytes": "the 256 bytes of UTF-8, each its own id, and end-of-text",
@@ -113,14 +114,7 @@ def model_card(checkpoint: Checkpoint, model: LoadedModel, dtype: torch.dtype) -
     # Their generation has no sliding window: prompt and text have to fit, even if each byte of the prompt is a token.
     room = max(1, min(40, shape.sequence_length - 1 - len(prompt)))
     lines = [
-        "---",
-        "library_name: transformers",
-        "pipeline_tag: text-generation",
-        "tags:",
-        "- gpt2",
-        "- handgrad",
-        "---",
-        "",
+        HUB_HEADER,
         f"# A GPT-2 of {parameters:,} parameters",
         "",
         f"Exported by handgrad {handgrad.__version__} from a checkpoint of step {checkpoint.step}.",

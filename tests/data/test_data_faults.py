@@ -37,7 +37,7 @@ def touch(folder) -> None:
 
 
 def only_a_data_error(folder) -> bool:
-    """Whether `touch` refused; any other exception goes through."""
+    """True if `touch` refuses; any other exception goes through."""
     try:
         touch(folder)
     except DataError as error:

@@ -111,7 +111,7 @@ class Started:
 
     @property
     def errors(self) -> str:
-        """What all said, for a failed assertion."""
+        """The output of all ranks, for a failed assertion."""
         return "\n".join(f"--- {index} ({rank.code}):\n{rank.errors}" for index, rank in enumerate(self.ranks))
 
     @property

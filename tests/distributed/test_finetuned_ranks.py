@@ -14,7 +14,7 @@ BEST = {"keep_best": "true", "eval_every": 2, "save_every": 8, "keep_checkpoints
 
 @pytest.fixture(scope="module")
 def weights(launcher: Launcher, shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the others start from: longer contexts than theirs."""
+    """The run whose weights the others start from, with longer contexts than theirs."""
     out = tmp_path_factory.mktemp("weights") / "run"
     launcher.run(1, arguments(shards, out, steps=2, sequence_length=64, tokens_per_step=1024))
     return out

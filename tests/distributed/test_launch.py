@@ -1,4 +1,4 @@
-"""What recipes/launch starts is started: every template with processes on this CPU, in the place of its scheduler."""
+"""Starts every template of recipes/launch with processes on this CPU instead of its scheduler."""
 
 import os
 import stat
@@ -55,7 +55,7 @@ def forks(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture(scope="module")
 def alone(recipe: Path, launcher: Launcher) -> dict[str, bytes]:
-    """What a single process makes of the two lanes."""
+    """The two lanes computed by a single process."""
     out = recipe.parent / "alone"
     launcher.run(1, ["train", "--config", str(recipe), "--out", str(out)])
     return files_of(out, 2)

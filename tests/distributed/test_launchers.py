@@ -1,4 +1,4 @@
-"""What torchrun, srun and mpirun tell a process, and what is said when that does not fit together."""
+"""The variables that torchrun, srun and mpirun set, and the errors if they contradict each other."""
 
 import pytest
 

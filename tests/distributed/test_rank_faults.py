@@ -1,4 +1,4 @@
-"""What happens to a run when one of its ranks is lost, stopped, slow, wrong or never there.
+"""Runs of which a rank is lost, stopped, slow, wrong or missing from the start.
 
 Each test sees its fault fire; `unharmed` is the same run without any, which all that goes on afterwards must equal.
 """
@@ -135,7 +135,7 @@ def test_unequal_sizes_are_found(launcher: Launcher, shards: Path, tmp_path: Pat
 
 
 def test_without_checks_a_skipped_collective_hangs(launcher: Launcher, shards: Path, tmp_path: Path) -> None:
-    """What the check is good for. With zero 0 the ranks wait for each other; with 1, gloo meets two sizes and aborts one of
+    """The point of the check. With zero 0 the ranks wait for each other; with 1, gloo meets two sizes and aborts one of
     them. The watch ends the rest, later, and nothing is saved."""
     settings = {"check_ranks_every": 0, "stall_seconds": 3}
     runs = {zero: tmp_path / str(zero) for zero in (0, 1)}

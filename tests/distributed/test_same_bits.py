@@ -1,4 +1,4 @@
-"""What a run computes depends on its lanes, not on how many processes share them, nor on when they were stopped."""
+"""The bits of a run depend on its lanes, not on the number of processes that share them, nor on when they stop."""
 
 from pathlib import Path
 

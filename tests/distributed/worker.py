@@ -107,7 +107,7 @@ def killed_before_record(step: int) -> None:
 
 
 class Finished:
-    """What an exchange returns that never took place."""
+    """The handle of an exchange that never takes place."""
 
     def wait(self) -> bool:
         return True

@@ -75,7 +75,7 @@ def totals(tensor: Quantized) -> Tensor:
 
 
 def forms_of(tensor: Quantized) -> dict[str, Quantized]:
-    """What readers may want of a tensor."""
+    """The forms of a tensor that readers may want."""
     only = {"rows": replace(tensor, columns=None), "columns": replace(tensor, rows=None)}
     return {"both": tensor, **only, "current": replace(tensor, current=True)}
 

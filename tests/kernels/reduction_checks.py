@@ -1,4 +1,4 @@
-"""What sums in a fixed order promise, checked of either backend, on a CPU and on a GPU."""
+"""Checks the promises of sums in a fixed order, for either backend, on a CPU and on a GPU."""
 
 import functools
 import math

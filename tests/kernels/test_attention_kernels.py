@@ -151,7 +151,7 @@ def arguments(kernel, D: int, dtype: str, config: Config, *, tail: bool, kind: s
 
 
 def compiled_table(*, everything: bool) -> list[dict]:
-    """What each shipped configuration costs. `everything`: also fp16, and lengths that leave a tail."""
+    """The cost of each shipped configuration. `everything`: also fp16, and lengths that leave a tail."""
     from tests.kernels.compiling import SHARED_LIMIT, compile_kernel
 
     modules = {kind: importlib.import_module(f"handgrad.{module}") for kind, module in KINDS.items()}
