@@ -1,21 +1,19 @@
 """handgrad trains GPT-2 from raw text, with every gradient written by hand.
 
-Data goes one way, and so do the packages:
+A reader of the code starts here, in this order (docs/architecture.md draws the rest):
 
-    config, presets           what a run is
-    errors, files             what a user may be told; files that survive
-    world                     the device
-    data                      text -> tokenizer -> shards -> batches
-    ops                       operations, forward and backward, on given buffers
+    cli, commands             the entry point, a module per command
+    run                       the life of a run: resolve, assemble, loop, save, log
+    training                  the design, its memory, the step
+    models                    an architecture per file: rows, forward, backward, generation
+    ops                       operations, forward and backward, on given buffers: reference and cuda
+    optimizers, layout        the update; buckets and shards of the flat buffers
     arena                     named buffers with lifetimes -> one allocation per kind
-    model                     parameters and activations as tables; block and transformer as equations
-    checkpoint                named tensors under a verified manifest
-    evaluation                held-out loss, generated text
-    interop                   weights and tokenizers to Hugging Face's transformers and back
-    training                  state, step, schedule, outliers, run folder, metrics, the loop
-    report, plan, doctor      what a run was, what it will take, what this machine can do
-    commands, cli             one module per command, and the entry point
-    api                       what the commands do, for notebooks: the names below
+    fp8, dropout, parallel    beside the plain path, bound in at set-up
+    data                      text -> tokenizer -> shards -> batches
+    checkpoint, interop       weights at rest, here and in other programs' formats
+    evaluation, generation    held-out loss, tasks, text
+    report, tools, api        pages about runs; plan, doctor, profile, tune; the commands as functions
 """
 
 from importlib import import_module

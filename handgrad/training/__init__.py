@@ -1,1 +1,1 @@
-"""From gradients to a trained model: state, step, schedule, outliers, run folder, metrics, and the loop over them."""
+"""A training step: the resolved design, its memory, the program of launches, feed, schedule and spike detector."""

@@ -193,9 +193,8 @@ def _row_product(
         gdc_wait()
     v = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
     if ln_weight is not None:
-        # Both sums in one exchange between the warps: a second one costs 3 % of a token. Of the numbers themselves they
-        # would lose the variance of a row far from zero, so they are of the distances to the mean of the first few, which
-        # every warp has by itself.
+        # Both sums in one exchange between the warps. Of the numbers themselves they would lose the variance of a row far
+        # from zero, so they are of the distances to the mean of the first few, which every warp has by itself.
         few = tl.arange(0, 32)
         near = tl.sum(tl.load(x + few, mask=few < K, other=0.0).to(tl.float32), 0) / tl.minimum(32, K)
         v = tl.where(inside, v - near, 0.0)
