@@ -2,7 +2,7 @@
 
     checkpoints/step_00001000.partial/   written, hashed on the way, fsynced
         model.safetensors                the weights (float32; bf16 without masters), by the names of the parameter table
-        optimizer.safetensors            first and second moments: m.NAME, v.NAME
+        optimizer.safetensors            the state of the optimizer; of AdamW both moments: m.NAME, v.NAME
         tokenizer.json                   if the tokenizer needs a file
         manifest.json                    sizes, SHA-256, config, position in the data, detector windows
     checkpoints/step_00001000/           the same, renamed: only now it is a checkpoint
@@ -121,14 +121,15 @@ def save(
 ) -> Path:
     """Writes a folder like `checkpoints/step_00001000` and returns it; on a `StorageError` no folder of that name remains.
 
-    `state` are tensors, moments prefixed "m." and "v.", fetched in this order, weights first; `manifest` is the rest of the
-    state (JSON).
+    `state` are the weights, then the optimizer's tensors, named STATE.WEIGHT, fetched in this order; `manifest` is the rest
+    of the state (JSON).
     """
     final = folder_of(checkpoints, step)
     partial = final.with_name(final.name + PARTIAL)
     tensors = list(state)
-    weights = [tensor for tensor in tensors if not tensor.name.startswith(("m.", "v."))]
-    moments = [tensor for tensor in tensors if tensor.name.startswith(("m.", "v."))]
+    names = {tensor.name for tensor in tensors}
+    moments = [tensor for tensor in tensors if tensor.name.partition(".")[2] in names]
+    weights = [tensor for tensor in tensors if tensor.name.partition(".")[2] not in names]
     try:
         _remove(partial)
         partial.mkdir(parents=True)
