@@ -1,9 +1,8 @@
-"""An optimizer is a file: the tensors of its state, its unit of ownership, its update.
+"""An optimizer is a file: the tensors of its state, and its update of any range of the flat buffers.
 
 It is a frozen dataclass with
 
     state        names of its flat float32 buffers, one number per parameter; a checkpoint stores them as `NAME.parameter`
-    unit         "element" if any range of a flat buffer may be updated alone, "matrix" if a matrix is updated as a whole
     kind(row)    equal for parameters that one call may update together
     update(...)  the new weights of the ranges that this process owns
 

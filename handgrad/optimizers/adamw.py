@@ -24,7 +24,6 @@ class AdamW:
     seed: int  # of stochastic rounding
 
     state: ClassVar = ("m", "v")
-    unit: ClassVar = "element"
 
     def kind(self, row: ParameterRow) -> bool:
         """True if the parameter decays."""

@@ -2,13 +2,11 @@
 
 import datetime
 import io
-import json
 import multiprocessing
 import os
 import re
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -348,66 +346,3 @@ def test_it_ends_though_the_device_fails(tmp_path: Path, capfd: pytest.CaptureFi
     beating.pending = pending
     beating.stop(Fault("lost rank 1"))
     assert ends == [75] and "lost rank 1" in capfd.readouterr().err
-
-
-class SlowStore(dist.HashStore):
-    """Holds the heartbeat's thread up, with `answers` cleared as a store does whose host is stopped: one call at a time, so
-    nobody else's call returns either. `late`: before the call has begun."""
-
-    def __init__(self, *, late: bool = False) -> None:
-        super().__init__()
-        self.answers, self.held, self.call, self.late = threading.Event(), threading.Event(), threading.Lock(), late
-        self.answers.set()
-
-    def set(self, key: str, value: str) -> None:  # pyrefly: ignore
-        if self.late:
-            self.wait_for_answer()
-        with self.call:
-            if not self.late:
-                self.wait_for_answer()
-            super().set(key, value)
-
-    def wait_for_answer(self) -> None:
-        if threading.current_thread().name == "heartbeat" and not self.answers.is_set():
-            self.held.set()
-            self.answers.wait(PATIENCE)
-
-
-def test_the_last_beat_is_the_last() -> None:
-    """A beat that was on its way when the rank closed must not come after its farewell: it would be missed."""
-    store = SlowStore(late=True)
-    beating = alone(store=store, timeout=PATIENCE)
-    beating.interval = 0.1
-    beating.start()
-    store.answers.clear()
-    assert store.held.wait(PATIENCE)
-    closing = threading.Thread(target=beating.leave, args=("",))
-    closing.start()
-    assert beating.closing.wait(PATIENCE)
-    store.answers.set()
-    closing.join(PATIENCE)
-    beating.thread.join(PATIENCE)
-    assert heartbeat.Beat(*json.loads(store.get("beat/0"))).left == ""
-
-
-def test_closing_does_not_wait_for_a_store_that_is_gone() -> None:
-    store = SlowStore()
-    beating = alone(store=store, timeout=0.4)
-    beating.start()
-    store.answers.clear()
-    assert store.held.wait(PATIENCE)
-    beating.leave("an error")
-    assert not store.answers.is_set() and beating.thread.is_alive(), "the store has not answered yet"
-    store.answers.set()
-
-
-def test_a_rank_that_ends_by_itself_in_the_grace_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    ends: list[int] = []
-    monkeypatch.setattr(heartbeat, "GRACE_SECONDS", PATIENCE)
-    beating = alone(ends=ends, timeout=0.4)
-    beating.store.set("fault", json.dumps(Fault("lost rank 1")))
-    beating.start()
-    wait_until(lambda: beating.fault is not None, "fault")
-    beating.leave("my own error")
-    beating.guard.join(PATIENCE)
-    assert not beating.guard.is_alive() and not ends
