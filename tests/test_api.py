@@ -294,7 +294,7 @@ def test_prepare_writes_once_and_opens(tmp_path: Path) -> None:
     data = handgrad.prepare(text, tmp_path / "data", tokenizer="bytes", validation_fraction=0.2)
     again = handgrad.prepare(text, tmp_path / "data", tokenizer="bytes", validation_fraction=0.2)
     assert data.identity == again.identity and data.tokens("validation") > 0.15 * data.tokens("train")
-    with pytest.raises(HandgradError, match="expected this dataset at"):
+    with pytest.raises(HandgradError, match="expected the dataset asked for at"):
         handgrad.prepare(text, tmp_path / "data", tokenizer="gpt2")
 
 

@@ -14,7 +14,7 @@ from handgrad.fp8.formats import E4M3, E5M2
 from handgrad.fp8.tables import Fp8Gemms, fp8_gemms
 from handgrad.models import gpt2
 from handgrad.ops import reference as ops
-from handgrad.presets import gpt2_124m
+from handgrad.presets import preset
 from handgrad.run.resolve import resolve
 from tests.conftest import Model, make_model, quantized_weights
 from tests.test_fp8_numbers import LARGEST, bits, largest_scales, magnitudes, nearest_codes
@@ -221,7 +221,7 @@ def test_a_run_in_fp8_takes_less_memory(gradients: str) -> None:
     """GPT-2 124M as its recipe trains it. The two fp8 forms of the weights cost what bf16 weights take once more."""
 
     def sizes(**settings: str) -> dict[str, int]:
-        return resolve(replace(gpt2_124m(), device="cpu", **settings), 50257).plan.size_bytes
+        return resolve(replace(preset("d12"), device="cpu", **settings), 50257).plan.size_bytes
 
     bf16, fp8 = sizes(), sizes(precision="fp8", fp8_gradients=gradients)
     N, C, L = 64 * 1024, 768, 12
