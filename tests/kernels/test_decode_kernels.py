@@ -22,7 +22,7 @@ def draw() -> Draw:
     return Draw(torch.float32, "cpu")
 
 
-@pytest.mark.parametrize(("C", "O"), [(24, 7), (100, 33), (768, 11), (1600, 5)])
+@pytest.mark.parametrize(("C", "O"), [(24, 7), (100, 33), (768, 11), (1600, 5), (6400, 40)])
 def test_row_products(draw: Draw, C: int, O: int, monkeypatch: pytest.MonkeyPatch) -> None:
     check(checks.row_products(draw, C, O), terms=4)  # of the layer norm: as its own check has it
     monkeypatch.setattr(decode, "FEWEST_PROGRAMS", 2)  # several rows in a program, the last one cut

@@ -193,15 +193,10 @@ def _row_product(
         gdc_wait()
     v = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
     if ln_weight is not None:
-        # Both sums in one exchange between the warps. Of the numbers themselves they would lose the variance of a row far
-        # from zero, so they are of the distances to the mean of the first few, which every warp has by itself.
-        few = tl.arange(0, 32)
-        near = tl.sum(tl.load(x + few, mask=few < K, other=0.0).to(tl.float32), 0) / tl.minimum(32, K)
-        v = tl.where(inside, v - near, 0.0)
-        total, squares = tl.split(tl.sum(tl.join(v, v * v), 0))
-        mean = total / K
-        rstd = tl.rsqrt(tl.maximum(squares / K - mean * mean, 0.0) + EPSILON)
-        v = ((v - mean) * rstd * scale + shift).to(x.dtype.element_ty).to(tl.float32)
+        # The mean first: squares / K - mean^2 in one pass loses the variance of a row far from zero.
+        centred = tl.where(inside, v - tl.sum(v, 0) / K, 0.0)
+        rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(centred * centred, 0) / K + EPSILON))
+        v = (centred * rstd * scale + shift).to(x.dtype.element_ty).to(tl.float32)
     y = tl.sum(w.to(tl.float32) * v[None, :], 1) + added
     if residual is not None:
         y += tl.load(residual + row, mask=here, other=0.0).to(tl.float32)
