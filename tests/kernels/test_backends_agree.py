@@ -17,11 +17,9 @@ BACKENDS = ("ops.reference", "ops.cuda", "ops.cuda.tf32", "fp8.reference", "fp8.
 
 
 def arguments(function) -> list:
-    """(name, kind, default) of each. The reference does not use `scratch`; what `tf32` binds and the tiles of attention are
-    extra."""
+    """(name, kind, default) of each. The reference does not use `scratch`; what `tf32` binds is extra."""
     parameters = inspect.signature(function).parameters.values()
-    extra = {"tf32", "config", "dq_config", "dkdv_config"}
-    return [(p.name, p.kind, p.name == "scratch" or p.default) for p in parameters if p.name not in extra]
+    return [(p.name, p.kind, p.name == "scratch" or p.default) for p in parameters if p.name != "tf32"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
