@@ -15,8 +15,9 @@ def head_of(blocks, H, T):
 
 @triton.jit
 def query_block(qkv, H, T, C, row_stride, D: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, TAIL: tl.constexpr):
-    """(queries, their head for the loops, their place) of this program. A place is (batch entry, head, row of (N, C), its
-    column, row of (B, H, T), first position, positions left). The last queries see the most keys: longest programs first."""
+    """(queries, their head for the loops, their place) of this program. A place is (batch entry, head, row of (N, C),
+    column, row of (B, H, T), first position, positions left). The last queries see the most keys: longest programs
+    first."""
     blocks = tl.cdiv(T, QUERIES)
     block, b, h, vector = head_of(blocks, H, T)
     first = (blocks - 1 - block) * QUERIES

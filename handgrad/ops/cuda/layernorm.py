@@ -23,7 +23,7 @@ BACKWARD_STAGES = 3
 
 
 def forward_tile(channels: int) -> tuple[int, int, int]:
-    """(padded channels, rows, warps) of a program of the forward."""
+    """(padded channels, rows, warps) of a program that takes whole rows."""
     block = triton.next_power_of_2(channels)
     return block, min(16, max(1, FORWARD_ELEMENTS_PER_WARP // block)), min(16, max(1, block // FORWARD_ELEMENTS_PER_WARP))
 
