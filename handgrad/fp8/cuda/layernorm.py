@@ -31,7 +31,6 @@ from handgrad.ops.cuda.layernorm import (
     normalised,
     store_sums,
 )
-from handgrad.ops.reference.layernorm import LAYERNORM_EPSILON
 
 
 def forward_parts(N: int, C: int) -> int:
@@ -62,8 +61,7 @@ def _launch_forward(out: Quantized, *tensors: Tensor) -> None:
     N, C = tensors[2].shape
     block, rows, warps = forward_tile(C)
     grid, form = (triton.cdiv(N, rows),), (out.rows, *target(out, forward_parts(N, C)))
-    sizes = N, C, block, rows, LAYERNORM_EPSILON
-    launch(_forward, grid, out.plain, *form, *tensors, *sizes, *limits(out), num_warps=warps)
+    launch(_forward, grid, out.plain, *form, *tensors, N, C, block, rows, *limits(out), num_warps=warps)
 
 
 def layernorm_backward(
@@ -113,14 +111,13 @@ def _forward(
     C: tl.constexpr,
     BLOCK_C: tl.constexpr,
     ROWS: tl.constexpr,
-    EPSILON: tl.constexpr,
     LARGEST: tl.constexpr,
     VANISHES_AT: tl.constexpr,
 ):
     """out may be None."""
     first, row, column, in_rows, in_row = forward_places(N, C, BLOCK_C, ROWS)
     place, inside = first * C + (row * C + column), in_rows & in_row
-    y, row_mean, row_rstd = normalised((inp, weight, bias), place, column, inside, in_row, C, EPSILON)
+    y, row_mean, row_rstd = normalised((inp, weight, bias), place, column, inside, in_row, C)
     if out is not None:
         tl.store(out + place, y, mask=inside)
     y = y.to(tl.float32)

@@ -22,8 +22,7 @@ from handgrad.ops.cuda import linear
 from handgrad.ops.cuda.choosing import choose_tokens, choosing_scratch_bytes  # noqa: F401
 from handgrad.ops.cuda.gelu import gelu
 from handgrad.ops.cuda.launch import launch, overlapping
-from handgrad.ops.cuda.layernorm import layernorm_forward
-from handgrad.ops.reference.layernorm import LAYERNORM_EPSILON
+from handgrad.ops.cuda.layernorm import EPSILON, layernorm_forward
 
 # A program's tile of the weight, 64 numbers a thread: with a few programs on each multiprocessor as many bytes are on their
 # way as the memory's latency asks for (4.8 TB/s times about 800 ns are 29 KB a multiprocessor).
@@ -103,7 +102,7 @@ def row_product(
     O, K = weight.shape
     rows, block, warps = product_tile(O, K)
     tensors = out, x, *norm, weight, bias, residual
-    constants = O, K, rows, block, late, LAYERNORM_EPSILON, with_gelu
+    constants = O, K, rows, block, late, with_gelu
     launch(_row_product, (triton.cdiv(O, rows),), *tensors, *constants, **overlapping(out, warps))
 
 
@@ -146,7 +145,6 @@ def _row_product(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     LATE: tl.constexpr,
-    EPSILON: tl.constexpr,
     GELU: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
