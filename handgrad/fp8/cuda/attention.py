@@ -5,7 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from handgrad.fp8 import formats
-from handgrad.fp8.cuda.quantizing import UNALIGNED, limits, quantize, rescale, rounded, store_statistics
+from handgrad.fp8.cuda.quantizing import UNALIGNED, at_own_scale, limits, quantize, rounded, store_statistics
 from handgrad.fp8.formats import Form, Quantized, plain
 from handgrad.ops.cuda import attention, attention_triton
 from handgrad.ops.cuda.attention_configs import rows_of, shipped
@@ -165,7 +165,4 @@ def attention_backward(dqkv: Form, dout: Tensor, out: Form, lse: Tensor, qkv: Te
         parts = launch_blocks("dq", dq_kernel, (dqkv.plain, sums, *inputs), dqkv, 0, lse)
         launch_blocks("dkdv", dkdv_kernel, (dqkv.plain, sums, dout, qkv), dqkv, parts, lse)
 
-    run()
-    if dqkv.current:
-        rescale(dqkv)
-        run()
+    at_own_scale(dqkv, run)

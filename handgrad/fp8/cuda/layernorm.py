@@ -8,10 +8,10 @@ from torch import Tensor
 from handgrad.fp8.cuda.quantizing import (
     SCALE,
     UNALIGNED,
+    at_own_scale,
     count_numbers,
     limits,
     quantize,
-    rescale,
     rounded,
     store_part,
     store_statistics,
@@ -50,18 +50,12 @@ def layernorm_forward(out: Form, mean: Tensor, rstd: Tensor, inp: Tensor, weight
         if isinstance(out, Quantized):
             quantize(out, plain(out))
         return
-    _launch_forward(out, *tensors)
-    if out.current:
-        rescale(out)
-        _launch_forward(out, *tensors)
-    transpose_rows(out)
-
-
-def _launch_forward(out: Quantized, *tensors: Tensor) -> None:
-    N, C = tensors[2].shape
+    N, C = inp.shape
     block, rows, warps = forward_tile(C)
     grid, form = (triton.cdiv(N, rows),), (out.rows, *target(out, forward_parts(N, C)))
-    launch(_forward, grid, out.plain, *form, *tensors, N, C, block, rows, *limits(out), num_warps=warps)
+    arguments = out.plain, *form, *tensors, N, C, block, rows, *limits(out)
+    at_own_scale(out, lambda: launch(_forward, grid, *arguments, num_warps=warps))
+    transpose_rows(out)
 
 
 def layernorm_backward(

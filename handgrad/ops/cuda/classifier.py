@@ -61,7 +61,7 @@ def store_in_place(logits, column, d, mask, EVICTION: tl.constexpr):
 
 @triton.jit
 def loss_and_gradient(loss, logits, target, factor, V: tl.constexpr, Vp: tl.constexpr, STORE: tl.constexpr, into):
-    """Of a row: its loss, and d = factor * dloss/dlogits in the logits' dtype, by STORE(into, columns, d, mask, EVICTION)."""
+    """A row's loss, and d = factor * dloss/dlogits in the logits' dtype, by STORE(into, columns, d, mask, EVICTION)."""
     of_target, maximum, total = store_loss(loss, logits, target, V, Vp, "evict_last")
     per_exponential = factor / total
 
