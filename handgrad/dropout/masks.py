@@ -17,7 +17,7 @@ ROWS, ROW_STRIDE, PAIR = 16, 1 << 20, 8
 
 @dataclass(frozen=True)
 class Dropout:
-    """What the masks of one site follow from. They are the same whenever and wherever they are made."""
+    """All that the masks of one site follow from. They are the same whenever and wherever they are made."""
 
     samples: Tensor  # (B) int64: the numbers of the micro-batch's samples in the run
     probability: float  # of a number to be dropped

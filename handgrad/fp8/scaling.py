@@ -38,7 +38,7 @@ class Fp8Design:
 
     @cached_property
     def first_weight(self) -> int:
-        """Where the weights begin in the table: the rows before them are made in a micro-step."""
+        """The place in the table at which the weights begin: the rows before them are made in a micro-step."""
         return sum(row.kind != WEIGHT for row in self.table)
 
     def counts(self, step: int) -> bool:

@@ -6,6 +6,7 @@ to fp8 with its forward, input gradient and weight gradient. Of the loss head, f
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -81,25 +82,22 @@ def quantized_table(
     """All quantised tensors whose scales follow from earlier steps, by layer and part, weights last."""
     layers = 1 + max((layer for layer, _ in gemms.blocks), default=-1)
     made, weights = list[QuantizedRow](), list[QuantizedRow]()
-    for layer in range(layers):
-        for part in parts:
-            if (layer, part) not in gemms.blocks:
-                continue
-            label, prefix = f"{layer}.{part}", f"blocks.{layer}."
-            for row in rows:
-                if row.fp8 is None or row.fp8.part != part:
-                    continue
-                if row.name.startswith(prefix):
-                    plain = row.name if row.fp8.keeps_16bit else ""
-                    made.append(QuantizedRow(row.name, ACTIVATION, E4M3, label, row.name, plain))
-            for row in rows:
-                if row.fp8 is not None and row.fp8.part == part and row.fp8.gradient:
-                    plain = (row.of or row.name) if row.fp8.keeps_16bit else ""
-                    stored = row.name, plain, row.fp8.workspace
-                    made.append(QuantizedRow(prefix + row.name, GRADIENT, gradient_format, label, *stored))
-            for weight in parameters:
-                if weight.fp8 is not None and weight.fp8.part == part and weight.name.startswith(prefix):
-                    weights.append(QuantizedRow(weight.name, WEIGHT, E4M3, label, weight.name, weight.name))
+    for layer, part in product(range(layers), parts):
+        if (layer, part) not in gemms.blocks:
+            continue
+        label, prefix = f"{layer}.{part}", f"blocks.{layer}."
+        read = [(row, row.fp8) for row in rows if row.fp8 is not None and row.fp8.part == part]
+        for row, tag in read:
+            if row.name.startswith(prefix):
+                plain = row.name if tag.keeps_16bit else ""
+                made.append(QuantizedRow(row.name, ACTIVATION, E4M3, label, row.name, plain))
+        for row, tag in read:
+            if tag.gradient:
+                stored = row.name, (row.of or row.name) if tag.keeps_16bit else "", tag.workspace
+                made.append(QuantizedRow(prefix + row.name, GRADIENT, gradient_format, label, *stored))
+        for weight in parameters:
+            if weight.fp8 is not None and weight.fp8.part == part and weight.name.startswith(prefix):
+                weights.append(QuantizedRow(weight.name, WEIGHT, E4M3, label, weight.name, weight.name))
     if gemms.head:
         norm = next(row for row in rows if row.fp8 is not None and row.fp8.part == HEAD and not row.fp8.gradient)
         made.append(QuantizedRow(norm.name, ACTIVATION, E4M3, HEAD, norm.name, norm.name))

@@ -34,8 +34,8 @@ def head_key(key, head):
 
 @triton.jit
 def row_keys(key, first, row):
-    """What `kept` needs of the rows first + row, where `first` is a multiple of 16: the key that 16 rows share, and a row's
-    own part."""
+    """The share in `kept` of the rows first + row, where `first` is a multiple of 16: the key that 16 rows share, and a
+    row's own part."""
     first, row = tl.cast(first, tl.uint32), row.to(tl.uint32)
     shared = mixed((first // ROWS) * WEYL + (row // ROWS) * WEYL + key)
     return (row % ROWS) * ROW_STRIDE * WEYL + shared

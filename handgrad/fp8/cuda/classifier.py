@@ -17,7 +17,7 @@ classifier_forward = of_plain(classifier.classifier_forward)
 def classifier_forward_backward(
     losses: Tensor, logits_to_dlogits_inout: Form, targets: Tensor, scale: Tensor, *, vocab_size: int
 ) -> None:
-    """Where the gradient has both fp8 forms nobody reads it in 16 bits, which are not written then."""
+    """Writes no 16-bit gradient where it has both fp8 forms: nobody reads it then."""
     logits, out = plain(logits_to_dlogits_inout), logits_to_dlogits_inout
     if isinstance(out, Tensor) or out.rows is None:
         cuda.classifier_forward_backward(losses, logits, targets, scale, vocab_size=vocab_size)

@@ -151,8 +151,8 @@ def through_gelu(x, dy, dscale, scale):
 
 @triton.jit
 def gelu_and_derivative(x):
-    """What `gelu` and `gelu_derivative` make of float32 x, bit for bit. (Their quotients are products with this reciprocal,
-    after a test whether 1 + e is above 2^126.)"""
+    """`gelu` and `gelu_derivative` of float32 x, bit for bit. (Their quotients are products with this reciprocal, after a
+    test whether 1 + e is above 2^126.)"""
     square = tl.minimum(x * x, SATURATED)
     e = exp2_of_minus_abs(x * SLOPE * (square * CUBIC + 1))
     larger = reciprocal(1 + e)

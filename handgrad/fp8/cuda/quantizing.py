@@ -36,6 +36,9 @@ PARTS_BLOCK, PARTS_WARPS = 4096, 8
 UNALIGNED = ["scaling", "statistics", "totals", "history", "report", "largest_exponents"]
 
 
+Forms = tuple[Tensor | None, Tensor | None]  # rows and columns
+
+
 def limits(tensor: Quantized) -> tuple[float, float]:
     """(the format's largest number, the largest that rounds to zero), as `store_statistics` wants them."""
     return formats.LARGEST_MANTISSA * 2.0 ** formats.LARGEST_EXPONENT[tensor.format], formats.VANISHES_AT[tensor.format]
@@ -60,27 +63,21 @@ def target(out: Quantized, parts: int) -> tuple[Tensor, Tensor, int]:
 
 
 def quantize(out: Quantized, inp: Tensor) -> None:
-    parts = quantize_parts(*inp.shape)
+    into = target(out, quantize_parts(*inp.shape))
     if out.current:
-        _launch_quantize(None, None, target(out, parts), inp, limits(out))
+        _launch_quantize(out, (None, None), into, inp)
         rescale(out)
-    _launch_quantize(out.rows, out.columns, target(out, parts), inp, limits(out))
+    _launch_quantize(out, (out.rows, out.columns), into, inp)
 
 
 def write_forms(out: Quantized, inp: Tensor) -> None:
     """Writes the fp8 forms of inp (N, C) that are wanted, at the scale as it stands."""
-    _launch_quantize(out.rows, out.columns, (out.scaling, None, 0), inp, limits(out))
+    _launch_quantize(out, (out.rows, out.columns), (out.scaling, None, 0), inp)
 
 
-def _launch_quantize(
-    rows: Tensor | None,
-    columns: Tensor | None,
-    into: tuple[Tensor, Tensor | None, int],
-    inp: Tensor,
-    numbers: tuple[float, float],
-) -> None:
-    grid = tiles(*inp.shape)
-    launch(_quantize, grid, rows, columns, *into, inp, *inp.shape, ROWS, COLUMNS, *numbers, num_warps=WARPS)
+def _launch_quantize(out: Quantized, forms: Forms, into: tuple[Tensor, Tensor | None, int], inp: Tensor) -> None:
+    tile = *inp.shape, ROWS, COLUMNS
+    launch(_quantize, tiles(*inp.shape), *forms, *into, inp, *tile, *limits(out), num_warps=WARPS)
 
 
 def count_numbers(tensor: Quantized, inp: Tensor) -> None:

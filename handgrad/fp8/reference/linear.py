@@ -100,7 +100,7 @@ def gelu_linear_backward(
     *,
     scratch: Tensor | None = None,
 ) -> None:
-    """Where dhidden is quantised, the gradient after the GELU passes through its `workspace`, and the `columns` of inp are
+    """Of a quantised dhidden, the gradient after the GELU passes through its `workspace`, and the `columns` of inp are
     made from hidden."""
     if isinstance(dhidden, Tensor):
         linear_backward(dhidden, dweight_acc, None, dout, inp, weight)

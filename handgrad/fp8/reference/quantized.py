@@ -1,4 +1,4 @@
-"""What else quantises its result: layer norm, attention, the gradient of the loss."""
+"""The other operations that quantise their result: layer norm, attention, the gradient of the loss."""
 
 import torch
 from torch import Tensor

@@ -38,7 +38,7 @@ CAPTURABLE = True  # every operation of a step can be recorded in a CUDA graph
 
 
 def versions() -> dict[str, str]:
-    """What, beside torch and the GPU, the bits depend on."""
+    """Names all that the bits depend on beside torch and the GPU."""
     return {"triton": triton.__version__, "products": cublaslt.describe(), "attention": attention_cudnn.describe()}
 
 

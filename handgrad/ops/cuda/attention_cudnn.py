@@ -23,18 +23,18 @@ HALVES = (torch.bfloat16, torch.float16)
 
 @functools.cache
 def installed() -> bool:
-    """Whether the frontend's package is there."""
+    """True if the frontend's package is there."""
     return importlib.util.find_spec("cudnn") is not None
 
 
 def runs(dtype: torch.dtype, head_width: int) -> bool:
-    """Whether these kernels take the shape on this GPU."""
+    """True if these kernels take the shape on this GPU."""
     fitting = dtype in HALVES and head_width % 8 == 0 and SMALLEST_HEAD <= head_width <= LARGEST_HEAD
     return fitting and installed() and torch.cuda.get_device_capability() == HOPPER
 
 
 def describe() -> str:
-    """Which kernels attention takes on this GPU in 16-bit precisions."""
+    """Names the kernels that attention takes on this GPU in 16-bit precisions."""
     if torch.cuda.get_device_capability() != HOPPER:
         return "Triton"
     if not installed():

@@ -50,7 +50,7 @@ def pointers_of(tile, row_stride, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def mask_of(rows, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TAIL: tl.constexpr):
-    """Which elements of a tile exist: the first `rows` rows where it may reach over the end, the first D columns."""
+    """True for a tile's elements that exist: the first `rows` rows where it may reach over the end, the first D columns."""
     if not TAIL:
         return (tl.arange(0, WIDTH) < D)[None, :]
     elif WIDTH == D:

@@ -46,7 +46,7 @@ ZERO = np.zeros(1, np.float32)
 
 @dataclass(frozen=True)
 class Product:
-    """What an algorithm is chosen for."""
+    """A product as the library sees it: the key of a choice of algorithm."""
 
     m: int
     n: int
@@ -187,32 +187,20 @@ class Plan:
     ) -> None:
         """d = op(a) op(b) + beta c with this plan's epilogue, on the current stream."""
         attribute = lt.MatmulDescAttribute
-        if inverse_scales is not None:
-            self.set(attribute.A_SCALE_POINTER, inverse_scales[0].data_ptr(), np.uint64)
-            self.set(attribute.B_SCALE_POINTER, inverse_scales[1].data_ptr(), np.uint64)
-        if bias is not None:
-            self.set(attribute.BIAS_POINTER, bias.data_ptr(), np.uint64)
-        if aux is not None:
-            self.set(attribute.EPILOGUE_AUX_POINTER, aux.data_ptr(), np.uint64)
+        a_inverse, b_inverse = inverse_scales or (None, None)
+        for place, tensor in (
+            (attribute.A_SCALE_POINTER, a_inverse),
+            (attribute.B_SCALE_POINTER, b_inverse),
+            (attribute.BIAS_POINTER, bias),
+            (attribute.EPILOGUE_AUX_POINTER, aux),
+        ):
+            if tensor is not None:
+                self.set(place, tensor.data_ptr(), np.uint64)
         assert scratch.numel() >= WORKSPACE_BYTES
-        lt.matmul(
-            library(),
-            self.descriptor,
-            ONE.ctypes.data,
-            a.data_ptr(),
-            self.a,
-            b.data_ptr(),
-            self.b,
-            self.beta.ctypes.data,
-            c.data_ptr(),
-            self.d,
-            d.data_ptr(),
-            self.d,
-            self.algorithm.ctypes.data,
-            scratch.data_ptr(),
-            WORKSPACE_BYTES,
-            torch.cuda.current_stream().cuda_stream,
-        )
+        inputs = ONE.ctypes.data, a.data_ptr(), self.a, b.data_ptr(), self.b, self.beta.ctypes.data, c.data_ptr(), self.d
+        workspace = self.algorithm.ctypes.data, scratch.data_ptr(), WORKSPACE_BYTES
+        stream = torch.cuda.current_stream().cuda_stream
+        lt.matmul(library(), self.descriptor, *inputs, d.data_ptr(), self.d, *workspace, stream)
 
 
 @functools.cache
@@ -277,7 +265,7 @@ def table_name() -> str:
 
 
 def user_table() -> Path:
-    """Where `handgrad tune` writes; its rows come before the shipped ones."""
+    """The table that `handgrad tune` writes; its rows come before the shipped ones."""
     return Path.home() / ".cache" / "handgrad" / "tuned" / table_name()
 
 

@@ -39,7 +39,7 @@ NOTHING = tl.constexpr(-1e30)  # a score below all scores
 
 
 def takes(x: Tensor, weight: Tensor) -> bool:
-    """Whether the product of one row is ours."""
+    """True for the product of one row that fits a program."""
     return x.shape[0] == 1 and weight.shape[1] <= LONGEST_ROW
 
 

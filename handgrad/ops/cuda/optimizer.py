@@ -12,23 +12,15 @@ from handgrad.ops.cuda.hashing import WEYL, mixed
 from handgrad.ops.cuda.launch import launch
 
 # The places of `controls` and `results`, as the kernels need them.
-STEP = tl.constexpr(ops.CONTROL_STEP)
-LEARNING_RATE = tl.constexpr(ops.CONTROL_LEARNING_RATE)
-LOSS_LIMIT = tl.constexpr(ops.CONTROL_LOSS_LIMIT)
-NORM_LIMIT = tl.constexpr(ops.CONTROL_NORM_LIMIT)
-LOSS = tl.constexpr(ops.RESULT_LOSS)
-NORM = tl.constexpr(ops.RESULT_NORM)
-SCALE = tl.constexpr(ops.RESULT_SCALE)
-VERDICT = tl.constexpr(ops.RESULT_VERDICT)
-LOSS_SCALE = tl.constexpr(ops.RESULT_LOSS_SCALE)
+STEP, LEARNING_RATE = tl.constexpr(ops.CONTROL_STEP), tl.constexpr(ops.CONTROL_LEARNING_RATE)
+LOSS_LIMIT, NORM_LIMIT = tl.constexpr(ops.CONTROL_LOSS_LIMIT), tl.constexpr(ops.CONTROL_NORM_LIMIT)
+LOSS, NORM, SCALE = tl.constexpr(ops.RESULT_LOSS), tl.constexpr(ops.RESULT_NORM), tl.constexpr(ops.RESULT_SCALE)
+VERDICT, LOSS_SCALE = tl.constexpr(ops.RESULT_VERDICT), tl.constexpr(ops.RESULT_LOSS_SCALE)
 UPDATE = tl.constexpr(ops.UPDATE)
-LOSS_NOT_FINITE = tl.constexpr(ops.LOSS_NOT_FINITE)
-NORM_NOT_FINITE = tl.constexpr(ops.NORM_NOT_FINITE)
-LOSS_OUTLIER = tl.constexpr(ops.LOSS_OUTLIER)
-NORM_OUTLIER = tl.constexpr(ops.NORM_OUTLIER)
+LOSS_NOT_FINITE, NORM_NOT_FINITE = tl.constexpr(ops.LOSS_NOT_FINITE), tl.constexpr(ops.NORM_NOT_FINITE)
+LOSS_OUTLIER, NORM_OUTLIER = tl.constexpr(ops.LOSS_OUTLIER), tl.constexpr(ops.NORM_OUTLIER)
 GROWTH_STEPS = tl.constexpr(ops.LOSS_SCALE_GROWTH_STEPS)
-LARGEST = tl.constexpr(ops.LARGEST_LOSS_SCALE)
-SMALLEST = tl.constexpr(ops.SMALLEST_LOSS_SCALE)
+LARGEST, SMALLEST = tl.constexpr(ops.LARGEST_LOSS_SCALE), tl.constexpr(ops.SMALLEST_LOSS_SCALE)
 
 # One program adds up to 65,536 losses or 24,000 partial norms: 16 of them per lane and turn.
 SUM_ROWS, SUM_COLUMNS, SUM_WARPS = 4, 4096, 32

@@ -1,4 +1,4 @@
-"""What follows the gradients: the step's loss and norm, the verdict on it, AdamW."""
+"""The end of a step: its loss and norm, the verdict on it, AdamW."""
 
 import functools
 import math

@@ -1,10 +1,10 @@
-"""What the operations need beside their buffers."""
+"""Set-up of the reference, which needs nothing beside its buffers."""
 
 from collections.abc import Callable
 
 
 def versions() -> dict[str, str]:
-    """What, beside torch and the device, the bits depend on: nothing."""
+    """Names all that the bits depend on beside torch and the device: nothing."""
     return {}
 
 
