@@ -32,19 +32,9 @@ def launch_tiles(out: Tensor, residual: Tensor | None, inp: Tensor, dropout: Dro
 
 @triton.jit(do_not_specialize=RANDOM)
 def _dropout(
-    out,
-    residual,
-    inp,
-    samples,
-    stream,
-    threshold,
-    dropout_scale,
-    N,
-    T,
-    C: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    out, residual, inp, samples, stream, threshold, dropout_scale, N, T, C: tl.constexpr, BLOCK_C: tl.constexpr,
     TILE_ROWS: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)[:, None]
     column = tl.arange(0, BLOCK_C)[None, :]
     in_rows = row < N

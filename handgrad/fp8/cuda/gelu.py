@@ -55,17 +55,9 @@ def gelu_backward_fp8(dhidden: Quantized, inp: Quantized, dgelu: Tensor, hidden:
 
 @triton.jit(do_not_specialize_on_alignment=["scaling", "statistics"])
 def _forward(
-    rows,
-    scaling,
-    statistics,
-    PARTS,
-    hidden,
-    elements,
-    LARGEST: tl.constexpr,
-    VANISHES_AT: tl.constexpr,
-    EVEN: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    rows, scaling, statistics, PARTS, hidden, elements, LARGEST: tl.constexpr, VANISHES_AT: tl.constexpr,
+    EVEN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """EVEN: no block reaches past the end."""
     scale, counting = tl.load(scaling + SCALE), tl.load(scaling + COUNTING) != 0
     start = tl.program_id(0).to(tl.int64) * BLOCK
@@ -83,23 +75,9 @@ def _forward(
 
 @triton.jit(do_not_specialize_on_alignment=["scaling", "inp_scaling", "statistics"])
 def _backward(
-    drows,
-    dcolumns,
-    columns,
-    scaling,
-    inp_scaling,
-    statistics,
-    PARTS,
-    dgelu,
-    hidden,
-    N4,
-    F,
-    LARGEST: tl.constexpr,
-    VANISHES_AT: tl.constexpr,
-    EVEN: tl.constexpr,
-    QUADS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    drows, dcolumns, columns, scaling, inp_scaling, statistics, PARTS, dgelu, hidden, N4, F, LARGEST: tl.constexpr,
+    VANISHES_AT: tl.constexpr, EVEN: tl.constexpr, QUADS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """One tile, in four tensors: their rows i are the tile's rows 4 i to 4 i + 3. N4 = N / 4."""
     DTYPE: tl.constexpr = drows.dtype.element_ty
     dwords, words = dcolumns.to(tl.pointer_type(tl.int32)), columns.to(tl.pointer_type(tl.int32))

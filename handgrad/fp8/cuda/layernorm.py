@@ -91,23 +91,9 @@ def layernorm_backward(
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def _forward(
-    out,
-    rows,
-    scaling,
-    statistics,
-    PARTS,
-    mean,
-    rstd,
-    inp,
-    weight,
-    bias,
-    N,
-    C: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    ROWS: tl.constexpr,
-    LARGEST: tl.constexpr,
-    VANISHES_AT: tl.constexpr,
-):
+    out, rows, scaling, statistics, PARTS, mean, rstd, inp, weight, bias, N, C: tl.constexpr, BLOCK_C: tl.constexpr,
+    ROWS: tl.constexpr, LARGEST: tl.constexpr, VANISHES_AT: tl.constexpr,
+):  # fmt: skip
     """out may be None."""
     first, row, column, in_rows, in_row = forward_places(N, C, BLOCK_C, ROWS)
     place, inside = first * C + (row * C + column), in_rows & in_row
@@ -130,24 +116,9 @@ def store_rows(rows, place, x, scale, inside):
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def _backward(
-    dresidual,
-    rows,
-    scaling,
-    statistics,
-    PARTS,
-    partials,
-    dout,
-    inp,
-    mean,
-    rstd,
-    weight,
-    N,
-    C: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    ROWS: tl.constexpr,
-    BELOW: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    dresidual, rows, scaling, statistics, PARTS, partials, dout, inp, mean, rstd, weight, N, C: tl.constexpr,
+    BLOCK_C: tl.constexpr, ROWS: tl.constexpr, BELOW: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Of the statistics, the largest number alone."""
     row, column, w, sums = backward_begin(weight, C, BLOCK_C, ROWS)
     LANE: tl.constexpr = 8  # numbers side by side in a lane, which keeps the largest of them

@@ -140,19 +140,9 @@ def update_scaling(
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def _quantize(
-    rows,
-    columns,
-    scaling,
-    statistics,
-    PARTS,
-    inp,
-    N,
-    C,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    LARGEST: tl.constexpr,
-    VANISHES_AT: tl.constexpr,
-):
+    rows, columns, scaling, statistics, PARTS, inp, N, C, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    LARGEST: tl.constexpr, VANISHES_AT: tl.constexpr,
+):  # fmt: skip
     """One tile. rows, columns and statistics may be None."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -228,18 +218,9 @@ def _fold_statistics(totals, statistics, PARTS, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def _update_scaling(
-    scaling,
-    history,
-    totals,
-    report,
-    largest_exponents,
-    controls,
-    WINDOW: tl.constexpr,
-    BLOCK: tl.constexpr,
-    COUNT_EVERY: tl.constexpr,
-    SATURATION_STEPS: tl.constexpr,
-    WIDEN: tl.constexpr,
-):
+    scaling, history, totals, report, largest_exponents, controls, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
+    COUNT_EVERY: tl.constexpr, SATURATION_STEPS: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
     tensor = tl.program_id(0)
     scaling += tensor * SCALING_PLACES
     history += tensor * WINDOW

@@ -88,22 +88,9 @@ def _greatest(
 
 @triton.jit
 def _draw(
-    values_out,
-    ids_out,
-    largest,
-    logits,
-    seen,
-    seeds,
-    positions,
-    V,
-    stride,
-    temperature,
-    penalty,
-    least,
-    BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
+    values_out, ids_out, largest, logits, seen, seeds, positions, V, stride, temperature, penalty, least,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
     """Of a part of the logits: the largest of what is drawn, and its id."""
     part, b, parts = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(0)
     if OVERLAPS:

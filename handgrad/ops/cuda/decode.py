@@ -133,21 +133,9 @@ def _embedding(out, tokens, positions, wte, wpe, C, BLOCK: tl.constexpr, OVERLAP
 
 @triton.jit
 def _row_product(
-    out,
-    x,
-    ln_weight,
-    ln_bias,
-    weight,
-    bias,
-    residual,
-    O,
-    K,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LATE: tl.constexpr,
-    GELU: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
+    out, x, ln_weight, ln_bias, weight, bias, residual, O, K, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    LATE: tl.constexpr, GELU: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     here, inside = row < O, column < K

@@ -65,17 +65,7 @@ def _forward(out, tokens, wte, wpe, N, T, C: tl.constexpr, BLOCK_C: tl.constexpr
 
 
 @triton.jit
-def _sum_runs(
-    dwte,
-    parts,
-    dout,
-    tokens,
-    sorted_positions,
-    N,
-    C: tl.constexpr,
-    CHUNK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+def _sum_runs(dwte, parts, dout, tokens, sorted_positions, N, C: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr):
     chunk = tl.program_id(1)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     start = chunk * CHUNK
@@ -145,16 +135,9 @@ def add_row(dwte, sums, token, column, C: tl.constexpr):
 
 @triton.jit
 def _join_runs(
-    dwte,
-    parts,
-    tokens,
-    sorted_positions,
-    N,
-    C: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PARTS: tl.constexpr,
+    dwte, parts, tokens, sorted_positions, N, C: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
     COLUMNS: tl.constexpr,
-):
+):  # fmt: skip
     chunk = tl.program_id(1)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     start = chunk * CHUNK

@@ -106,20 +106,9 @@ def normalised(tensors, place, column, inside, in_row, C: tl.constexpr):
 
 @triton.jit
 def _backward(
-    dresidual,
-    partials,
-    dout,
-    inp,
-    mean,
-    rstd,
-    weight,
-    N,
-    C: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    ROWS: tl.constexpr,
-    BELOW: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    dresidual, partials, dout, inp, mean, rstd, weight, N, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr,
+    BELOW: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Program p takes the blocks of rows p, p + P, p + 2 P, ... and writes row p of partials (P, 2 or 3, C)."""
     row, column, w, sums = backward_begin(weight, C, BLOCK_C, ROWS)
     for first in tl.range(tl.program_id(0) * ROWS, N, tl.num_programs(0) * ROWS, num_stages=STAGES):

@@ -86,21 +86,15 @@ def verdict(
     launch(_verdict, (1,), *tensors, *sizes, *settings, SUM_ROWS, SUM_COLUMNS, num_warps=SUM_WARPS)
 
 
+# TOKENS and CLIP_NORM here and the settings of `_adamw` are constants: an argument that is a float would arrive as float32,
+# and 1 - beta of a float32 beta is off by 1e-5 at 0.999.
+
+
 @triton.jit
 def _verdict(
-    results,
-    loss_scale,
-    sum_of_losses,
-    norm_partials,
-    controls,
-    lanes,
-    N,
-    TOKENS: tl.constexpr,  # constants: an argument that is a float would arrive as float32
-    CLIP_NORM: tl.constexpr,
-    DYNAMIC: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    results, loss_scale, sum_of_losses, norm_partials, controls, lanes, N, TOKENS: tl.constexpr, CLIP_NORM: tl.constexpr,
+    DYNAMIC: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     loss = tl.load(sum_of_losses).to(tl.float64)
     for lane in range(1, lanes):
         loss += tl.load(sum_of_losses + lane).to(tl.float64)
@@ -165,27 +159,10 @@ def adamw_update(
 
 @triton.jit(do_not_specialize=["seed", "first_element"])  # one kernel for all runs of the flat buffers
 def _adamw(
-    published,
-    weight,
-    m_buffer,
-    v_buffer,
-    gradient,
-    controls,
-    results,
-    elements,
-    seed,
-    first_element,
-    PUBLISH: tl.constexpr,
-    ROUNDED: tl.constexpr,
-    BETA1: tl.constexpr,  # constants, as above: 1 - beta of a float32 beta is off by 1e-5 at 0.999
-    BETA2: tl.constexpr,
-    LOG2_BETA1: tl.constexpr,
-    LOG2_BETA2: tl.constexpr,
-    EPSILON: tl.constexpr,
-    WEIGHT_DECAY: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILES: tl.constexpr,
-):
+    published, weight, m_buffer, v_buffer, gradient, controls, results, elements, seed, first_element, PUBLISH: tl.constexpr,
+    ROUNDED: tl.constexpr, BETA1: tl.constexpr, BETA2: tl.constexpr, LOG2_BETA1: tl.constexpr, LOG2_BETA2: tl.constexpr,
+    EPSILON: tl.constexpr, WEIGHT_DECAY: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
     if tl.load(results + VERDICT) == UPDATE:
         scale = tl.load(results + SCALE).to(tl.float32)
         step, rate = tl.load(controls + STEP), tl.load(controls + LEARNING_RATE)
