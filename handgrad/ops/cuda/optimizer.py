@@ -159,9 +159,9 @@ def adamw_update(
 
 @triton.jit(do_not_specialize=["seed", "first_element"])  # one kernel for all runs of the flat buffers
 def _adamw(
-    published, weight, m_buffer, v_buffer, gradient, controls, results, elements, seed, first_element, PUBLISH: tl.constexpr,
-    ROUNDED: tl.constexpr, BETA1: tl.constexpr, BETA2: tl.constexpr, LOG2_BETA1: tl.constexpr, LOG2_BETA2: tl.constexpr,
-    EPSILON: tl.constexpr, WEIGHT_DECAY: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
+    published, weight, m_buffer, v_buffer, gradient, controls, results, elements, seed, first_element,
+    PUBLISH: tl.constexpr, ROUNDED: tl.constexpr, BETA1: tl.constexpr, BETA2: tl.constexpr, LOG2_BETA1: tl.constexpr,
+    LOG2_BETA2: tl.constexpr, EPSILON: tl.constexpr, WEIGHT_DECAY: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     if tl.load(results + VERDICT) == UPDATE:
         scale = tl.load(results + SCALE).to(tl.float32)
