@@ -52,9 +52,9 @@ def handle() -> Any:
 
 
 class Graph:
-    """One of the library's graphs, its tensors by name, and the workspace it wants."""
+    """One of the library's graphs over B samples of H heads, its tensors by name, and the workspace it wants."""
 
-    def __init__(self, dtype: torch.dtype):
+    def __init__(self, B: int, H: int, T: int, D: int, dtype: torch.dtype):
         import cudnn
 
         kind = {torch.bfloat16: cudnn.data_type.BFLOAT16, torch.float16: cudnn.data_type.HALF}[dtype]
@@ -62,19 +62,22 @@ class Graph:
         self.graph = cudnn.pygraph(
             io_data_type=kind, intermediate_data_type=single, compute_data_type=single, handle=handle()
         )
-        self.kind, self.single = kind, single
+        # (shape, strides in elements, type) of a part of packed qkv, of an output, and of lse.
+        C = H * D
+        packed = [B, H, T, D], [3 * C * T, D, 3 * C, 1], kind
+        out, lse = ([B, H, T, D], [C * T, D, C, 1], kind), ([B, H, T, 1], [H * T, T, 1, 1], single)
+        self.layouts = dict.fromkeys(("q", "k", "v", "dq", "dk", "dv"), packed) | {"out": out, "dout": out, "lse": lse}
         self.tensors: dict[str, Any] = {}
         self.workspace_bytes = 0
 
-    def input(self, name: str, dims: tuple[int, ...], strides: tuple[int, ...], *, single: bool = False) -> Any:
-        kind = self.single if single else self.kind
-        self.tensors[name] = self.graph.tensor(name=name, dim=list(dims), stride=list(strides), data_type=kind)
+    def input(self, name: str) -> Any:
+        dims, strides, kind = self.layouts[name]
+        self.tensors[name] = self.graph.tensor(name=name, dim=dims, stride=strides, data_type=kind)
         return self.tensors[name]
 
-    def output(self, name: str, tensor: Any, dims: tuple[int, ...], strides: tuple[int, ...], *, single: bool = False):
-        tensor.set_output(True).set_dim(list(dims)).set_stride(list(strides))
-        if single:
-            tensor.set_data_type(self.single)
+    def output(self, name: str, tensor: Any) -> None:
+        dims, strides, kind = self.layouts[name]
+        tensor.set_output(True).set_dim(dims).set_stride(strides).set_data_type(kind)
         self.tensors[name] = tensor
 
     def build(self) -> "Graph":
@@ -92,46 +95,25 @@ class Graph:
         self.graph.execute({self.tensors[name]: value for name, value in values.items()}, scratch, handle=handle())
 
 
-def layouts(B: int, H: int, T: int, D: int) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(shape, strides) in elements of a part of packed qkv, of an output, and of lse."""
-    C = H * D
-    packed = (B, H, T, D), (3 * C * T, D, 3 * C, 1)
-    return {"packed": packed, "out": ((B, H, T, D), (C * T, D, C, 1)), "lse": ((B, H, T, 1), (H * T, T, 1, 1))}
-
-
 @functools.cache
 def forward_graph(B: int, H: int, T: int, D: int, dtype: torch.dtype) -> Graph:
-    layout = layouts(B, H, T, D)
-    g = Graph(dtype)
-    q, k, v = (g.input(name, *layout["packed"]) for name in "qkv")
+    g = Graph(B, H, T, D, dtype)
+    q, k, v = (g.input(name) for name in "qkv")
     scale = 1.0 / math.sqrt(D)
     out, lse = g.graph.sdpa(name="forward", q=q, k=k, v=v, generate_stats=True, attn_scale=scale, use_causal_mask=True)
-    g.output("out", out, *layout["out"])
-    g.output("lse", lse, *layout["lse"], single=True)
+    g.output("out", out)
+    g.output("lse", lse)
     return g.build()
 
 
 @functools.cache
 def backward_graph(B: int, H: int, T: int, D: int, dtype: torch.dtype) -> Graph:
-    layout = layouts(B, H, T, D)
-    g = Graph(dtype)
-    q, k, v = (g.input(name, *layout["packed"]) for name in "qkv")
-    out, dout = (g.input(name, *layout["out"]) for name in ("out", "dout"))
-    lse = g.input("lse", *layout["lse"], single=True)
-    gradients = g.graph.sdpa_backward(
-        name="backward",
-        q=q,
-        k=k,
-        v=v,
-        o=out,
-        dO=dout,
-        stats=lse,
-        attn_scale=1.0 / math.sqrt(D),
-        use_causal_mask=True,
-        use_deterministic_algorithm=True,
-    )
+    g = Graph(B, H, T, D, dtype)
+    q, k, v, out, dout, lse = (g.input(name) for name in ("q", "k", "v", "out", "dout", "lse"))
+    options = {"attn_scale": 1.0 / math.sqrt(D), "use_causal_mask": True, "use_deterministic_algorithm": True}
+    gradients = g.graph.sdpa_backward(name="backward", q=q, k=k, v=v, o=out, dO=dout, stats=lse, **options)
     for name, tensor in zip(("dq", "dk", "dv"), gradients, strict=True):
-        g.output(name, tensor, *layout["packed"])
+        g.output(name, tensor)
     return g.build()
 
 
