@@ -91,14 +91,7 @@ def attention_forward(out: Tensor, lse: Tensor, qkv: Tensor, dropout: Dropout) -
 
 
 def attention_backward(
-    dqkv: Tensor,
-    dout: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    qkv: Tensor,
-    dropout: Dropout,
-    *,
-    scratch: Tensor | None = None,
+    dqkv: Tensor, dout: Tensor, out: Tensor, lse: Tensor, qkv: Tensor, dropout: Dropout, *, scratch: Tensor | None = None
 ) -> None:
     """The plain operation with the masks of the forward."""
     B, H, T = lse.shape

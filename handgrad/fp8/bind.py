@@ -22,13 +22,7 @@ def fp8_operations(ops: ModuleType) -> ModuleType:
 
 
 def with_fp8(
-    program: Program,
-    state: TrainingState,
-    scaling: Scaling,
-    feed: Feed,
-    sync: GradientSync | None,
-    *,
-    graphs: bool,
+    program: Program, state: TrainingState, scaling: Scaling, feed: Feed, sync: GradientSync | None, *, graphs: bool
 ) -> Program:
     """The program with the first scales before the first step, the statistics of every micro-step, and new scales and fp8
     weights after the update."""

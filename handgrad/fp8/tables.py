@@ -17,6 +17,8 @@ from handgrad.errors import UsageError
 from handgrad.fp8.formats import E4M3, E5M2, SCALING_PLACES, STATISTICS_PLACES, Quantized
 from handgrad.models.rows import KIND, ActivationRow, ParameterRow, Table
 
+Lives = tuple[tuple[int, int], ...]  # lifetimes of a buffer
+
 HEAD = "head"
 HEAD_GEMMS = ("forward", "dgrad")
 ACTIVATION, GRADIENT, WEIGHT = "activation", "gradient", "weight"
@@ -148,13 +150,7 @@ def activation_buffers(
             yield from forms(row.name, row.shape, E4M3, in_forward, in_backward)
 
 
-def forms(
-    name: str,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    rows: tuple[tuple[int, int], ...],
-    columns: tuple[tuple[int, int], ...],
-) -> Iterator[Buffer]:
+def forms(name: str, shape: tuple[int, ...], dtype: torch.dtype, rows: Lives, columns: Lives) -> Iterator[Buffer]:
     yield Buffer(f"{name}.rows", shape, dtype, KIND, rows)
     yield Buffer(f"{name}.columns", shape[::-1], dtype, KIND, columns)
 

@@ -24,13 +24,7 @@ from torch import Tensor
 from handgrad.errors import DataError, UsageError
 
 # Enumerators of the library's C headers (library_types.h, cublasLt.h).
-DATA_TYPES = {
-    torch.float32: 0,
-    torch.float16: 2,
-    torch.bfloat16: 14,
-    torch.float8_e4m3fn: 28,
-    torch.float8_e5m2: 29,
-}
+DATA_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
 COMPUTE_32F, COMPUTE_32F_FAST_TF32 = 68, 77
 PLAIN, BIAS, GELU_AUX_BIAS, DGELU = 1, 4, 164, 192
 EPILOGUES = {PLAIN: "plain", BIAS: "bias", GELU_AUX_BIAS: "gelu", DGELU: "dgelu"}

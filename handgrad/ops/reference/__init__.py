@@ -6,6 +6,8 @@ buffers. No autograd anywhere: the forward and the backward of an operation stan
 
 # ruff: noqa: F401
 
+from collections.abc import Callable
+
 from handgrad.ops.compose import after_layernorm
 from handgrad.ops.reference import decode
 from handgrad.ops.reference.attention import attention_backward, attention_forward, attention_scratch_bytes
@@ -24,9 +26,26 @@ from handgrad.ops.reference.layernorm import layernorm_backward, layernorm_forwa
 from handgrad.ops.reference.linear import bias_backward, linear_backward, linear_forward
 from handgrad.ops.reference.optimizer import adamw_update, loss_sum, squared_norms, verdict
 from handgrad.ops.reference.reduction import checksum, tree_sum
-from handgrad.ops.reference.scratch import check_sizes, compile_ahead, scratch_bytes, versions
 
 layernorm_linear_forward = after_layernorm(layernorm_forward, linear_forward)  # out = LN(x) W^T + b
 layernorm_linear_gelu_forward = after_layernorm(layernorm_forward, linear_gelu_forward)  # h = LN(x) W^T + b, out = GELU(h)
 
 CAPTURABLE = False  # the verdict and the update ask the host
+
+
+def versions() -> dict[str, str]:
+    """Names all that the bits depend on beside torch and the device: nothing."""
+    return {}
+
+
+def check_sizes(*, length: int, num_heads: int, channels: int) -> None:
+    """Any model runs."""
+
+
+def compile_ahead(*launches: Callable[[], None]) -> None:
+    """Compiles what the launches need: nothing."""
+
+
+def scratch_bytes(*, tokens: int, channels: int, widest: int) -> int:
+    """Bytes of `scratch` that the operations of a model need: none. `widest`: columns of the widest product in a block."""
+    return 0

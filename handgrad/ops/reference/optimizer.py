@@ -123,22 +123,10 @@ def adamw_update(
     one = torch.ones((), dtype=torch.float32, device=weight_inout.device)
     rounded = weight_inout.dtype == torch.bfloat16
     weight = weight_inout.float() if rounded else weight_inout
-    aten._fused_adamw_(
-        [weight],
-        [gradient_inout],
-        [m_inout],
-        [v_inout],
-        [],
-        [one * step],
-        lr=learning_rate,
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=weight_decay,
-        eps=epsilon,
-        amsgrad=False,
-        maximize=False,
-        grad_scale=None if gradient_scale == 1.0 else one / gradient_scale,
-    )
+    state = [weight], [gradient_inout], [m_inout], [v_inout], [], [one * step]
+    settings = {"lr": learning_rate, "beta1": beta1, "beta2": beta2, "weight_decay": weight_decay, "eps": epsilon}
+    inverse = None if gradient_scale == 1.0 else one / gradient_scale
+    aten._fused_adamw_(*state, **settings, amsgrad=False, maximize=False, grad_scale=inverse)
     if rounded:
         round_stochastically(weight_inout, weight, int(step), seed, first_element)
     elif published.data_ptr() != weight_inout.data_ptr():
