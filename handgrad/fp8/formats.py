@@ -41,6 +41,11 @@ USED_SCALE, SATURATED = 3, 4
 REPORT_PLACES = 5
 
 
+def largest(kind: torch.dtype) -> float:
+    """The largest number of an fp8 format."""
+    return LARGEST_MANTISSA * 2.0 ** LARGEST_EXPONENT[kind]
+
+
 @dataclass(frozen=True)
 class Quantized:
     """An activation, a gradient or a weight (N, C) in the forms that its readers want; None where nobody wants one.

@@ -32,18 +32,9 @@ def fp8_product(
 ) -> None:
     """out (M, N) = left (M, K) right (N, K)^T + bias (N) + added (M, N): both lie along K, as Hopper wants them."""
     left, right, (left_inverse, right_inverse) = operands
-    multiply(
-        out,
-        right,
-        left,
-        transpose_a=True,
-        epilogue=PLAIN if bias is None else BIAS,
-        bias=bias,
-        added=added,
-        inverse_scales=(right_inverse, left_inverse),
-        fast_sums=has_fast_sums(out, left.shape[1]) if fast_sums is None else fast_sums,
-        scratch=scratch,
-    )
+    fast_sums = has_fast_sums(out, left.shape[1]) if fast_sums is None else fast_sums
+    options = {"bias": bias, "added": added, "inverse_scales": (right_inverse, left_inverse), "fast_sums": fast_sums}
+    multiply(out, right, left, transpose_a=True, epilogue=PLAIN if bias is None else BIAS, **options, scratch=scratch)
 
 
 def linear_forward(out: Form, inp: Form, weight: Form, bias: Tensor | None, *, scratch: Tensor) -> None:

@@ -22,24 +22,19 @@ def quantize(out: Quantized, inp: Tensor) -> None:
     out.statistics[CLIPPED:, 0] = 0
     if out.scaling[COUNTING]:
         magnitude = (inp.float() * out.scaling[SCALE]).abs_()
-        out.statistics[CLIPPED, 0] = (magnitude > largest(out.format)).sum()
+        out.statistics[CLIPPED, 0] = (magnitude > formats.largest(out.format)).sum()
         out.statistics[VANISHED, 0] = ((magnitude <= formats.VANISHES_AT[out.format]) & (inp != 0)).sum()
     write_forms(out, inp)
 
 
 def write_forms(out: Quantized, inp: Tensor) -> None:
     """Writes the fp8 forms of inp (N, C) that are wanted, at the scale as it stands."""
-    limit = largest(out.format)
+    limit = formats.largest(out.format)
     fp8 = (inp.float() * out.scaling[SCALE]).clamp_(-limit, limit).to(out.format)
     if out.rows is not None:
         out.rows.copy_(fp8)
     if out.columns is not None:
         out.columns.copy_(fp8.t())
-
-
-def largest(kind: torch.dtype) -> float:
-    """The largest number of an fp8 format."""
-    return formats.LARGEST_MANTISSA * 2.0 ** formats.LARGEST_EXPONENT[kind]
 
 
 def rescale_to(tensor: Quantized, amax: Tensor) -> None:
