@@ -1,5 +1,7 @@
 """Attention whose results are quantised in the same pass, in the Triton loops for heads of any width."""
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -121,12 +123,7 @@ def most_blocks(kernel: str, length: int, width: int) -> int:
 
 
 def launch_blocks(
-    name: str,
-    kernel: triton.JITFunction,
-    tensors: tuple[Tensor | None, ...],
-    quantized: Quantized,
-    first_part: int,
-    lse: Tensor,
+    name: str, kernel: Any, tensors: tuple[Tensor | None, ...], quantized: Quantized, first_part: int, lse: Tensor
 ) -> int:
     """Launches a kernel over all blocks of all heads and returns the number of its programs; each writes a part of the
     statistics of `quantized`, from `first_part` on."""
@@ -134,9 +131,8 @@ def launch_blocks(
     forms = quantized.rows, quantized.columns, quantized.scaling
     programs, sizes, options = blocks(name, lse, *forms, statistics, *tensors)
     assert first_part + programs <= parts, f"{parts} parts, {first_part + programs} needed"
-    largest, vanishes_at = limits(quantized)
     first, N = statistics.view(-1)[first_part:], quantized.shape[0]
-    options |= {"LARGEST": largest, "VANISHES_AT": vanishes_at}
+    options |= dict(zip(("LARGEST", "VANISHES_AT"), limits(quantized), strict=True))
     launch(kernel, (programs,), *tensors, *forms, first, *sizes, N, parts, **options)
     return programs
 

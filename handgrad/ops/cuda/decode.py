@@ -8,7 +8,6 @@ reading, and their products run on the tensor cores like a training's.
 """
 
 import math
-from functools import partial
 from typing import Any
 
 import triton
@@ -16,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from handgrad.ops import compose
 from handgrad.ops.compose import Operation
 from handgrad.ops.cuda import linear
 from handgrad.ops.cuda.choosing import choose_tokens, choosing_scratch_bytes  # noqa: F401
@@ -62,13 +60,13 @@ def embedding_decode(out: Tensor, tokens: Tensor, positions: Tensor, wte: Tensor
 def after_layernorm(product: Operation, **row: Any) -> Operation:
     """Returns `product` after a layer norm: of one row in one kernel, which does not use scratch."""
 
-    def both(out: Tensor, *tensors: Tensor | None, scratch: Tensor, tf32: bool = False) -> None:
-        *_, x, ln_weight, ln_bias, weight, bias = tensors
-        assert x is not None and weight is not None
+    def both(*tensors: Any, scratch: Tensor, tf32: bool = False) -> None:
+        *outs, ln, mean, rstd, x, ln_weight, ln_bias, weight, bias = tensors
         if takes(x, weight):
-            row_product(out, x, weight, bias, norm=(ln_weight, ln_bias), **row)
+            row_product(outs[0], x, weight, bias, norm=(ln_weight, ln_bias), **row)
         else:
-            compose.after_layernorm(layernorm_forward, partial(product, tf32=tf32))(out, *tensors, scratch=scratch)
+            layernorm_forward(ln, mean, rstd, x, ln_weight, ln_bias)
+            product(*outs, ln, weight, bias, scratch=scratch, tf32=tf32)
 
     return both
 
@@ -93,7 +91,7 @@ def row_product(
     weight: Tensor,
     bias: Tensor | None,
     *,
-    norm: tuple[Tensor | None, Tensor | None] = (None, None),
+    norm: tuple[Tensor, Tensor] | tuple[None, None] = (None, None),
     residual: Tensor | None = None,
     with_gelu: bool = False,
     late: bool = False,
