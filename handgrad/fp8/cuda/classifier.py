@@ -39,7 +39,7 @@ def _forward_backward(
     row = tl.program_id(0).to(tl.int64)
     logits += row * Vp
     into = logits, rows + row * Vp, tl.load(scaling + SCALE), IN_PLACE
-    loss_and_gradient(losses + row, logits, tl.load(targets + row), tl.load(scale), V, Vp, store_gradient, into)
+    loss_and_gradient(losses + row, logits, tl.load(targets + row), scale, V, Vp, store_gradient, into)
 
 
 @triton.jit

@@ -51,7 +51,7 @@ def _forward(losses, logits, targets, V: tl.constexpr, Vp: tl.constexpr, PADDED:
 def _forward_backward(losses, logits, targets, scale, V: tl.constexpr, Vp: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     logits += row * Vp
-    loss_and_gradient(losses + row, logits, tl.load(targets + row), tl.load(scale), V, Vp, store_in_place, logits)
+    loss_and_gradient(losses + row, logits, tl.load(targets + row), scale, V, Vp, store_in_place, logits)
 
 
 @triton.jit
@@ -60,9 +60,10 @@ def store_in_place(logits, column, d, mask, EVICTION: tl.constexpr):
 
 
 @triton.jit
-def loss_and_gradient(loss, logits, target, factor, V: tl.constexpr, Vp: tl.constexpr, STORE: tl.constexpr, into):
-    """A row's loss, and d = factor * dloss/dlogits in the logits' dtype, by STORE(into, columns, d, mask, EVICTION)."""
+def loss_and_gradient(loss, logits, target, scale, V: tl.constexpr, Vp: tl.constexpr, STORE: tl.constexpr, into):
+    """A row's loss, and d = scale * dloss/dlogits in the logits' dtype, by STORE(into, columns, d, mask, EVICTION)."""
     of_target, maximum, total = store_loss(loss, logits, target, V, Vp, "evict_last")
+    factor = tl.load(scale)  # not earlier: a register more, and fewer rows are under way
     per_exponential = factor / total
 
     # Backwards: what was read last is the likeliest still to be in the L1 cache.
