@@ -29,6 +29,7 @@ import handgrad.commands.train
 from handgrad import checkpoint
 from handgrad.cli import main
 from handgrad.models.rows import ParameterRow
+from handgrad.ops import RESULT_VERDICT, UPDATE
 from handgrad.optimizers import Owned
 from handgrad.optimizers.adamw import AdamW
 from handgrad.parallel import heartbeat, rendezvous
@@ -256,9 +257,11 @@ class WholeMatrices(AdamW):
                 super().update(ops, [replace(part, kind=decays)], controls, results)
                 continue
             assert part.weight.dim() == part.gradient.dim() == part.state["m"].dim() == 2
-            part.state["m"].mul_(self.beta1).add_(part.gradient)
-            part.weight.sub_(0.1 * part.state["m"] / torch.linalg.matrix_norm(part.state["m"]))
-            part.published.copy_(part.weight)
+            momentum = self.beta1 * part.state["m"] + part.gradient
+            weight = part.weight - 0.1 * momentum / torch.linalg.matrix_norm(momentum)
+            updates = results[RESULT_VERDICT] == UPDATE
+            for tensor, value in ((part.state["m"], momentum), (part.weight, weight), (part.published, weight)):
+                tensor.copy_(torch.where(updates, value.to(tensor.dtype), tensor))
 
 
 def run(fault: str, command: list[str]) -> int:
