@@ -29,7 +29,7 @@ import handgrad.commands.train
 from handgrad import checkpoint
 from handgrad.cli import main
 from handgrad.models.rows import ParameterRow
-from handgrad.ops import RESULT_VERDICT, UPDATE
+from handgrad.ops import CONTROL_LEARNING_RATE, RESULT_VERDICT, UPDATE
 from handgrad.optimizers import Owned
 from handgrad.optimizers.adamw import AdamW
 from handgrad.parallel import heartbeat, rendezvous
@@ -258,7 +258,8 @@ class WholeMatrices(AdamW):
                 continue
             assert part.weight.dim() == part.gradient.dim() == part.state["m"].dim() == 2
             momentum = self.beta1 * part.state["m"] + part.gradient
-            weight = part.weight - 0.1 * momentum / torch.linalg.matrix_norm(momentum)
+            direction = momentum / (torch.linalg.matrix_norm(momentum) + self.epsilon)
+            weight = part.weight - 100 * controls[CONTROL_LEARNING_RATE].to(direction.dtype) * direction
             updates = results[RESULT_VERDICT] == UPDATE
             for tensor, value in ((part.state["m"], momentum), (part.weight, weight), (part.published, weight)):
                 tensor.copy_(torch.where(updates, value.to(tensor.dtype), tensor))
