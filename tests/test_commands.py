@@ -267,14 +267,14 @@ def test_logs_on_a_full_disk(
     shards: Path, capsys: pytest.CaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """/dev/full takes no byte, like a disk without space."""
-    from handgrad.run.metrics import METRICS_FILE, Metrics
+    from handgrad.run.log import METRICS_FILE, RunLog
 
-    original = Metrics._open
+    original = RunLog._open
 
-    def full(self: Metrics, name: str):
+    def full(self: RunLog, name: str):
         return open("/dev/full", "w", buffering=1) if name == METRICS_FILE else original(self, name)  # noqa: PTH123
 
-    monkeypatch.setattr(Metrics, "_open", full)
+    monkeypatch.setattr(RunLog, "_open", full)
     line = refused(capsys, 74, "train", *SMALL, "--data", str(shards), "--out", str(tmp_path / "run"))
     assert "No space left" in line
 
