@@ -214,50 +214,48 @@ class Model:
         prompts: Prompts = "",
         *,
         max_tokens: int = 200,
-        temperature: float = 0.8,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        repetition_penalty: float = 1.0,
         stop: str | Sequence[str] = (),
         seed: int = 0,
         batch: int = 8,
+        **sampling: Any,
     ) -> Prompts:
-        """The continuation of a prompt: a str, or for a list of prompts a list of them. The options are those of
-        `handgrad sample`; prompt number i has the seed `seed` + i, and `batch` texts are written at once.
+        """The continuation of a prompt: a str, or for a list of prompts a list of them. Prompt number i has the seed
+        `seed` + i, and `batch` texts are written at once. `sampling`: the fields of `SamplingOptions`, as in `handgrad
+        sample`: temperature (0.8), top_k (0), top_p (1.0), min_p (0.0), repetition_penalty (1.0).
 
         Raises `UsageError` for an invalid option, `NumericsError` when the logits are not finite.
         """
-        options = SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty)
-        given = [prompts] if isinstance(prompts, str) else list(prompts)
         if batch < 1:
             raise UsageError(f"--batch must be 1 or more, found {batch}")
-        written = dict.fromkeys(texts := self._texts(given, max_tokens, seed), "")
-        for text, piece in self._write(texts, options, checked_stops(max_tokens, seed, stop), min(batch, len(texts))):
+        given = [prompts] if isinstance(prompts, str) else list(prompts)
+        texts, pieces = self._begin(given, batch, max_tokens, stop, seed, sampling)
+        written = dict.fromkeys(texts, "")
+        for text, piece in pieces:
             written[text] += piece
-        found: Any = "".join(written.values()) if isinstance(prompts, str) else list(written.values())
-        return found
+        found: Any = list(written.values())
+        return found[0] if isinstance(prompts, str) else found
 
     def stream(
-        self,
-        prompt: str = "",
-        *,
-        max_tokens: int = 200,
-        temperature: float = 0.8,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        repetition_penalty: float = 1.0,
-        stop: str | Sequence[str] = (),
-        seed: int = 0,
+        self, prompt: str = "", *, max_tokens: int = 200, stop: str | Sequence[str] = (), seed: int = 0, **sampling: Any
     ) -> Iterator[str]:
         """`generate` of one prompt, piece by piece. It ends with a `UsageError` when the same model begins another text."""
-        options = SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty)
-        pieces = self._write(self._texts([prompt], max_tokens, seed), options, checked_stops(max_tokens, seed, stop), 1)
+        _, pieces = self._begin([prompt], 1, max_tokens, stop, seed, sampling)
         return (piece for _, piece in pieces if piece)
 
-    def _texts(self, prompts: Sequence[str], max_tokens: int, seed: int) -> list[Continuation]:
-        return [Continuation(self.tokens(prompt), max_tokens, seed + number) for number, prompt in enumerate(prompts)]
+    def _begin(
+        self,
+        prompts: Sequence[str],
+        batch: int,
+        max_tokens: int,
+        stop: str | Sequence[str],
+        seed: int,
+        sampling: dict[str, Any],
+    ) -> tuple[list[Continuation], Iterator[tuple[Continuation, str]]]:
+        """Checks the options; returns the texts to write, and an iterator that writes them: a text and its next piece."""
+        options, stops = SamplingOptions(**sampling), [stop] if isinstance(stop, str) else list(stop)
+        check_writing(max_tokens, seed, stops)
+        texts = [Continuation(self.tokens(prompt), max_tokens, seed + number) for number, prompt in enumerate(prompts)]
+        return texts, self._write(texts, options, stops, min(batch, len(texts)))
 
     def _write(
         self, texts: list[Continuation], options: SamplingOptions, stops: Sequence[str], batch: int
@@ -291,12 +289,6 @@ class Model:
 def padded(rows: list[list[int]], length: int) -> Tensor:
     """(rows, length) int64: the rows, each followed by zeros."""
     return torch.tensor([[*row, *[0] * (length - len(row))] for row in rows])
-
-
-def checked_stops(max_tokens: int, seed: int, stop: str | Sequence[str]) -> Sequence[str]:
-    stops = [stop] if isinstance(stop, str) else list(stop)
-    check_writing(max_tokens, seed, stops)
-    return stops
 
 
 def load(

@@ -26,8 +26,8 @@ from handgrad.training.step import StepResult
 
 
 class RunLog:
-    """Appends to the three files of one run folder and to the console; raises `StorageError` when the disk does not take it.
-    On other ranks than 0 it has no files and an empty console."""
+    """Appends to the three files of one run folder and to the console; raises `StorageError` when the disk refuses. On
+    other ranks than 0 it has no files and a silent console."""
 
     def __init__(self, folder: Path, steps: int, completed: int, ranks: Ranks, shows: Shows = "live"):
         """Keeps what the files say of the first `completed` steps and drops the rest."""
