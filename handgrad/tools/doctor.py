@@ -20,9 +20,8 @@ from handgrad.format import human_bytes
 from handgrad.ops import reference
 from handgrad.run.assemble import assemble
 from handgrad.run.resolve import resolve
-from handgrad.tools.kernel_checks.dropout import check_dropout_kernels
 from handgrad.tools.kernel_checks.fp8 import OLDEST_FP8, check_fp8_kernels
-from handgrad.tools.kernel_checks.operations import check_kernels
+from handgrad.tools.kernel_checks.operations import check_dropout_kernels, check_kernels
 from handgrad.tools.plan import gemm_flops
 
 PACKAGES = (

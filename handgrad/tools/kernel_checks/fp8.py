@@ -201,7 +201,7 @@ def fp8_gelu_backward(ops: ModuleType, d: Fp8Draw) -> Compared:
 
 def fp8_classifier(ops: ModuleType, d: Fp8Draw) -> Compared:
     """The gradient of the logits, at a scale that admits every number of it."""
-    plain = CASES["classifier_forward_backward"][1](d)
+    plain = CASES["classifier_forward_backward"](d)
     given, logits = copies(plain), "logits_to_dlogits_inout"
     out = d.output((N, Vp), E5M2, 16, columns=None, plain=given[logits])
     launch(ops.classifier_forward_backward, {**given, logits: out})
@@ -245,7 +245,7 @@ def beside_the_reference(operation: str, make: Callable[[Draw], Arguments]) -> F
 # Line: a case, which launches the operations of a backend and yields what is to be compared.
 FP8_CASES: dict[str, Fp8Case] = {
     "quantize to fp8": quantize,
-    "layernorm_forward to fp8": fused("layernorm_forward", "out", CASES["layernorm_forward"][1], E4M3, 7),
+    "layernorm_forward to fp8": fused("layernorm_forward", "out", CASES["layernorm_forward"], E4M3, 7),
     "layernorm_backward to fp8": fused("layernorm_backward", "dresidual_inout", layernorm_backward, E5M2, 14),
     "attention_forward to fp8, heads of 64 channels": fused(
         "attention_forward", "out", partial(attention, heads=H), E4M3, 7
