@@ -25,7 +25,7 @@ import safetensors
 import torch
 from torch import Tensor
 
-from handgrad.errors import DataError, storage_error
+from handgrad.errors import DataError, storage_error, storage_errors
 from handgrad.files import file_sha256, sync_folder
 from handgrad.run_files import BEST, CHECKPOINTS, METRICS_FILE
 
@@ -194,7 +194,7 @@ def _remove(folder: Path) -> None:
 def prune(checkpoints: Path, newest_step: int, keep: int, best_step: int | None = None) -> None:
     """Keeps the `keep` newest checkpoints up to `newest_step` (0: all) and that of `best_step`. Removes the others, remains
     of interrupted saves, and later folders: those are damaged, or the run would not be at `newest_step`."""
-    try:
+    with storage_errors(f"removing old checkpoints in {checkpoints}"):
         for leftover in (*checkpoints.glob(f"step_*{PARTIAL}"), *checkpoints.glob(f"step_*{REMOVED}")):
             shutil.rmtree(leftover)
         folders = _folders(checkpoints)
@@ -203,8 +203,6 @@ def prune(checkpoints: Path, newest_step: int, keep: int, best_step: int | None 
         for folder in later + earlier:
             if folder in later or _step_of(folder) != best_step:
                 _remove(folder)
-    except OSError as error:
-        raise storage_error(error, f"removing old checkpoints in {checkpoints}") from None
 
 
 def _folders(checkpoints: Path) -> list[Path]:

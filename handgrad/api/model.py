@@ -13,17 +13,16 @@ from torch import Tensor
 from handgrad import devices
 from handgrad.arena import Buffer, make_plan
 from handgrad.backend import choose_backend
-from handgrad.config import BACKENDS, DEVICES, PRECISIONS, ModelShape
-from handgrad.data.tokenizer import Tokenizer
+from handgrad.config import BACKENDS, DEVICES, PRECISIONS
 from handgrad.errors import UsageError
-from handgrad.evaluation.load import check_available
+from handgrad.evaluation.load import Weights, check_available, load_model
 from handgrad.generation.decode import decode_buffers, decode_tensors
 from handgrad.generation.generate import Continuation, Decoder, SamplingOptions, check_writing
 from handgrad.generation.text import document, stream_text
 from handgrad.interop.sources import open_weights
-from handgrad.models import architecture, forward_buffers, named_activations, named_weights, parameter_table
+from handgrad.models import architecture, forward_buffers, named_activations, parameter_table
 from handgrad.models.passes import run
-from handgrad.models.rows import count_parameters, flat_elements
+from handgrad.models.rows import count_parameters
 
 MICRO_BATCH = 8  # rows that go through the model at once, as in `handgrad evaluate`
 
@@ -66,31 +65,16 @@ class Model:
         ["a text", "another"], [[464], [2068, 7586]], a tensor or array (T) or (B, T)      rows, of any lengths
     """
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        tokenizer: Tokenizer,
-        ops: ModuleType,
-        device: torch.device,
-        precision: str,
-        *,
-        origin: dict[str, Any],
-        data: str = "",
-    ):
-        """Allocates the weights, zeroed; `load` and `Training.model` fill them. Raises `DataError` without memory for
-        them."""
-        ops.check_sizes(length=shape.sequence_length, num_heads=shape.num_heads, channels=shape.channels)
-        self.shape, self.tokenizer, self.ops = shape, tokenizer, ops
-        self.model = architecture(shape)
+    def __init__(self, source: Weights, ops: ModuleType, device: torch.device, precision: str):
+        """Copies the weights of `source`. Raises `DataError` without memory for them."""
         self.device, self.precision = device, precision
         self.dtype = devices.use_precision(device, precision)
-        self.origin = origin  # the source of the weights
-        self.data = data  # the shards they were trained on, if known
-        self.table = parameter_table(shape)
-        buffer = Buffer("parameters", (flat_elements(self.table),), self.dtype, "parameters")
-        check_available(buffer.size_bytes, device, "a model", "try --precision bf16")
-        self.flat = make_plan([buffer]).allocate(device)["parameters"]
-        self.weights = named_weights(shape, self.flat, self.table)
+        loaded = load_model(source, device, self.dtype, ops, lambda config, shape: [])
+        self.shape, self.tokenizer, self.ops = loaded.shape, loaded.tokenizer, ops
+        self.model, self.table = architecture(self.shape), parameter_table(self.shape)
+        self.flat, self.weights = loaded.views["parameters"], loaded.weights
+        self.origin = source.origin  # the source of the weights
+        self.data = source.config.data  # the shards they were trained on, if known
         self._activation_memory, self._decoding_memory = GrowingMemory(device), GrowingMemory(device)
         self._forward: tuple[tuple[int, int], Any] | None = None  # ((rows, tokens), their buffers)
         self._decoder: tuple[int, Decoder] | None = None  # (texts, their decoder)
@@ -309,11 +293,5 @@ def load(
         if value not in known or value == "fp8":
             names = ", ".join(choice for choice in known if choice != "fp8")
             raise UsageError(f"{name} must be one of {names}; found {value!r}")
-    name = os.fspath(source)
-    found = open_weights(name, tokenizer)
-    where = devices.resolve_device(device)
-    ops, data = choose_backend(backend, where, precision), found.config.data
-    model = Model(found.shape, found.tokenizer, ops, where, precision, origin=found.origin, data=data)
-    for row in model.table:
-        row.stored(model.flat).copy_(found.weight(row))
-    return model
+    found, where = open_weights(os.fspath(source), tokenizer), devices.resolve_device(device)
+    return Model(found, choose_backend(backend, where, precision), where, precision)

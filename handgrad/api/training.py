@@ -12,6 +12,7 @@ from handgrad import checkpoint, devices
 from handgrad.api.model import Model
 from handgrad.config import RunConfig, to_dict
 from handgrad.errors import NumericsError, Preempted, UsageError
+from handgrad.evaluation.load import Weights
 from handgrad.run.loop import Run
 from handgrad.run.settings import run_config
 from handgrad.run.signals import preempted
@@ -147,12 +148,10 @@ class Training:
         run.training.await_weights()
         design, parameters = run.design, run.training.state.parameters
         precision = "bf16" if self.config.precision == "fp8" else self.config.precision
+        tensors = {row.name: row.stored(parameters) for row in design.parameters}
         origin = {"from": "training", "source": self.config.out, "step": self.completed}
-        what = design.shape, run.tokenizer, design.plain_ops, design.device, precision
-        model = Model(*what, origin=origin, data=self.config.data)
-        for ours, theirs in zip(model.table, design.parameters, strict=True):
-            ours.stored(model.flat).copy_(theirs.stored(parameters))
-        return model
+        now = Weights(design.shape, run.tokenizer, lambda row: tensors[row.name], origin, self.config)
+        return Model(now, design.plain_ops, design.device, precision)
 
     def save(self) -> Path:
         """Saves a checkpoint of the current step, if there is none yet; returns its folder. Raises `NumericsError` if the

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from handgrad.errors import DataError, storage_error
+from handgrad.errors import DataError, storage_errors
 from handgrad.jsonl import Record, numbered_lines, parse
 from handgrad.run_files import CONFIG_FILE, METRICS_FILE
 
@@ -149,10 +149,8 @@ def read_run(folder: Path, name: str) -> Run:
     for path in (metrics_path, config_path):
         if not path.is_file():
             raise DataError(f"{folder} holds no {path.name}; name a folder that was the --out of `handgrad train`")
-    try:
+    with storage_errors(f"reading {folder}"):
         config_bytes, metrics_bytes = config_path.read_bytes(), metrics_path.read_bytes()
-    except OSError as error:
-        raise storage_error(error, f"reading {folder}") from None
     try:
         config = tomllib.loads(config_bytes.decode("utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -22,8 +22,8 @@ import handgrad
 from handgrad import devices, power
 from handgrad.backend import choose_backend
 from handgrad.config import RunConfig
-from handgrad.errors import DataError
-from handgrad.format import human_bytes, human_count
+from handgrad.evaluation.load import check_available
+from handgrad.format import human_count
 from handgrad.run.assemble import allocate, assemble, bind
 from handgrad.run.resolve import resolve, with_tuned_gemms
 from handgrad.tools.recorder import Recorder
@@ -73,9 +73,9 @@ def copy_bandwidth(device: torch.device) -> float:
     return 2 * source.numel() / seconds_of(device, lambda: target.copy_(source), 0.5 if large else 0.1, 10 if large else 1)
 
 
-def sustained_gemm_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of a square product of 8192 rows under sustained load (512 rows on a CPU)."""
-    size, seconds, burst = (8192, 3.0, 20) if device.type == "cuda" else (512, 0.1, 1)
+def sustained_gemm_flops(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
+    """FLOP/s of a square product of 8192 rows under load for `seconds` (512 rows on a CPU)."""
+    size, burst = (8192, 20) if device.type == "cuda" else (512, 1)
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
     return 2 * size**3 / seconds_of(device, lambda: torch.mm(a, b, out=out), seconds, burst)
@@ -89,14 +89,10 @@ def set_up(config: RunConfig, vocab_size: int) -> Design:
     device = devices.resolve_device(config.device)
     config = with_tuned_gemms(config, choose_backend(config.backend, device, config.precision))
     design = resolve(config, vocab_size, device=device)
-    shape, needed = design.shape, design.plan.total_bytes
+    shape = design.shape
     design.plain_ops.check_sizes(length=shape.sequence_length, num_heads=shape.num_heads, channels=shape.channels)
-    available = devices.available_bytes(device)
-    if available is not None and needed > available:
-        raise DataError(
-            f"the run needs {human_bytes(needed)}, {device.type} has {human_bytes(available)} free; `handgrad plan` shows"
-            " what takes it, and the --micro-batch that fits"
-        )
+    advice = "`handgrad plan` shows what takes it, and the --micro-batch that fits"
+    check_available(design.plan.total_bytes, device, "the run", advice)
     return design
 
 
@@ -118,7 +114,7 @@ def profile_run(config: RunConfig, vocab_size: int, source: Source, steps: int, 
     dtype = devices.use_precision(device, config.precision)
     cuda = device.type == "cuda"
     config = replace(config, schedule="constant", skip_loss_z=0.0, skip_norm_z=0.0)
-    ceilings = copy_bandwidth(device), sustained_gemm_flops(device, dtype)
+    ceilings = copy_bandwidth(device), sustained_gemm_flops(device, dtype, HOT_SECONDS if cuda else 0.1)
     if cuda:
         torch.cuda.empty_cache()
     training = assemble(set_up(config, vocab_size), source)
