@@ -138,7 +138,7 @@ class Model:
         """The mean of `losses` over all tokens that have one, in nats."""
         rows = self._rows(tokens, least=2)
         lines = self._losses(rows).cpu().double()
-        # By the rows' lengths, not by what is no NaN: weights that diverged must not hide.
+        # By the rows' lengths, not by the NaN after them: weights that diverged must not hide.
         sums = [line[: len(row) - 1].sum().item() for row, line in zip(rows, lines, strict=True)]
         return sum(sums) / sum(len(row) - 1 for row in rows)
 

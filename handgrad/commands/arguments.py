@@ -186,7 +186,7 @@ def export(parser: Parser) -> None:
     parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16"), help="of the weights (default: fp32)")
     hub = "hf: then upload DIR to the Hub as OWNER/NAME, private if new"
     parser.add_argument("--push", default="", metavar="NAME", help=hub)
-    parser.add_argument("--with-optimizer", action="store_true", help="llmc: moments, too, so that llm.c can go on (-y 1)")
+    parser.add_argument("--with-optimizer", action="store_true", help="llmc: also the moments, for llm.c to go on (-y 1)")
 
 
 def import_(parser: Parser) -> None:

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: every kernel by its type, against what this machine's memory and tensor cores can do.
+"""The time of a step by kernel type, against the peak rates of this machine's memory and tensor cores.
 
 Launches and times come from a pass of their own, recorded by torch's profiler without CUDA graphs: there each operation
 runs inside a named range (`recorder`), and a kernel belongs to the innermost range in which the host launched it. The wall
@@ -49,7 +49,7 @@ class MadeUpTokens:
         targets.numpy()[:] = tokens[1:].reshape(inputs.shape)
 
 
-# What this machine can do.
+# The peak rates of this machine.
 
 
 def seconds_of(device: torch.device, launch: Callable[[], object], seconds: float, burst: int) -> float:
@@ -169,7 +169,7 @@ def profile_run(config: RunConfig, vocab_size: int, source: Source, steps: int, 
 
 
 def one_micro_step(config: RunConfig, vocab_size: int, source: Source) -> None:
-    """What `ncu` watches: after a step to load everything, one step of a single micro-batch, its operations in ranges."""
+    """The step for `ncu`: after one that loads everything, a single micro-batch, its operations in ranges."""
     config = replace(config, tokens_per_step=config.micro_batch * config.sequence_length)
     design = set_up(config, vocab_size)
     device, (state, scaling) = design.device, allocate(design)

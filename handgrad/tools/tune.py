@@ -99,7 +99,7 @@ def sustained(launch: Callable[[], None], milliseconds: float) -> float:
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen for a product: milliseconds before and after, and among how many."""
+    """The result for a product: milliseconds before and after, and the number of candidates."""
 
     before: float
     after: float

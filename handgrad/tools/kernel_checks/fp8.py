@@ -49,7 +49,7 @@ FP8_SUMS = 2.0**-10
 
 
 class Fp8Draw(Draw):
-    """Quantised tensors, too, with room for the statistics of a backend."""
+    """Draws quantised tensors as well, with room for the statistics of a backend."""
 
     def __init__(self, ops: ModuleType, device: torch.device):
         super().__init__(torch.bfloat16, device)
@@ -78,7 +78,7 @@ Fp8Case = Callable[[ModuleType, Fp8Draw], Compared]
 
 
 def numbers(tensor: Quantized) -> Tensor:
-    """What a tensor in fp8 stands for, in float64."""
+    """The numbers that a tensor in fp8 stands for, in float64."""
     if tensor.rows is not None:
         return tensor.rows.double() * tensor.inverse_scale
     assert tensor.columns is not None
@@ -86,7 +86,7 @@ def numbers(tensor: Quantized) -> Tensor:
 
 
 def requantized(found: Quantized, scaling: Tensor, plain: Tensor, *, counted: bool = True) -> Compared:
-    """What was quantised beside what the reference makes of the 16-bit numbers, at the scaling that was."""
+    """The quantised tensor beside the reference's of the 16-bit numbers `plain`, at the `scaling` of before."""
     rows, columns = (None if form is None else torch.empty_like(form) for form in (found.rows, found.columns))
     right = Quantized(rows, columns, scaling, torch.zeros_like(found.statistics), current=found.current)
     reference.quantize(right, plain)
@@ -99,8 +99,8 @@ def requantized(found: Quantized, scaling: Tensor, plain: Tensor, *, counted: bo
         yield found.statistics[CLIPPED:].sum(1), right.statistics[CLIPPED:].sum(1), 0
 
 
-# Whose 16-bit form is asked for, too: what changes in place, what the backward reads, and what two kernels need not add up
-# in one order (attention's backward).
+# Operations that write the 16-bit form as well: it changes in place, the backward reads it, or two kernels need not add it
+# up in one order (attention's backward).
 WITH_PLAIN = ("layernorm_backward", "attention_forward", "attention_backward")
 
 
@@ -242,7 +242,7 @@ def beside_the_reference(operation: str, make: Callable[[Draw], Arguments]) -> F
     return lambda ops, d: compare(getattr(ops, operation), getattr(reference, operation), partial(make, d))
 
 
-# Line: a case, which launches the operations of a backend and yields what is to be compared.
+# Line: a case, which launches the operations of a backend and yields the tensors to compare.
 FP8_CASES: dict[str, Fp8Case] = {
     "quantize to fp8": quantize,
     "layernorm_forward to fp8": fused("layernorm_forward", "out", CASES["layernorm_forward"], E4M3, 7),
@@ -265,6 +265,6 @@ FP8_CASES: dict[str, Fp8Case] = {
 
 
 def check_fp8_kernels(kernels: ModuleType, device: torch.device) -> Iterator[tuple[bool, str]]:
-    """(whether it works, line) for each case."""
+    """(it works, line) for each case."""
     for line, case in FP8_CASES.items():
         yield attempt(line, partial(case, kernels, Fp8Draw(kernels, device)))
