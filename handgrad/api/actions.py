@@ -39,19 +39,17 @@ def evaluate(
     *,
     eval_tokens: int = 0,
     micro_batch: int = 8,
-    device: str = "auto",
-    precision: str = "fp32",
-    backend: str = "auto",
+    **loading: str,
 ) -> HeldOut:
     """`handgrad evaluate`: the loss on the validation split of `data`, by default the model's training data. `model` is a
-    loaded one, in its own precision, or an argument of `load`.
+    loaded one, in its own precision, or an argument of `load`, which takes device, precision and backend.
 
     Raises `UsageError`, `DataError`: no such data, or not in the model's tokens.
     """
     if eval_tokens < 0 or micro_batch < 1:
         raise UsageError("--eval-tokens must be 0 or more and --micro-batch 1 or more")
     if not isinstance(model, Model):
-        model = load(model, device=device, precision=precision, backend=backend)
+        model = load(model, **loading)
     folder = os.fspath(data) or model.data
     if not folder:
         raise UsageError("the model knows no data; give data=DIR, prepared with the model's tokenizer")

@@ -205,18 +205,9 @@ class Training:
         self._opened.__exit__(kind, error, trace)
 
 
-def train(
-    preset: str | RunConfig = "",
-    *,
-    config: str = "",
-    model: str = "",
-    allow_changes: bool = False,
-    quiet: bool = False,
-    **settings: Any,
-) -> float | None:
+def train(preset: str | RunConfig = "", **arguments: Any) -> float | None:
     """Makes all steps of a `Training` with the same arguments; returns the last validation loss in nats, if there was one.
     Leaves a finished run as it is."""
-    how = {"allow_changes": allow_changes, "quiet": quiet}
-    with Training(preset, config=config, model=model, **how, **settings) as run:
+    with Training(preset, **arguments) as run:
         run.steps()
         return run.validation_loss

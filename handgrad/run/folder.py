@@ -60,24 +60,17 @@ class RunFolder:
                     f"{self.path} has checkpoints, but none that can be used ({self.passed_over[0]}); restore one,"
                     f" or remove {self.checkpoints} to start over"
                 )
-            self._compare_config(self.config, allow_changes)
-        except BaseException:
-            self.close()
-            raise
-        return None if self.resumed is None else self.resumed.folder
-
-    def _compare_config(self, config: RunConfig, allow_changes: bool) -> None:
-        if self.resumed is not None:
-            self.changes = differences(self.resumed.manifest["config"], to_dict(config))
+            if self.resumed is not None:
+                self.changes = differences(self.resumed.manifest["config"], to_dict(self.config))
             if self.changes and not allow_changes:
                 raise ConfigError(
                     f"{self.path} was started with another configuration ({'; '.join(self.changes)});"
                     " use the old settings, another --out, or --allow-changes"
                 )
-
-    def best_validated(self) -> tuple[int, float] | None:
-        """(step, loss) of the checkpoint with the lowest validation loss."""
-        return checkpoint.best_validated(self.path)
+        except BaseException:
+            self.close()
+            raise
+        return None if self.resumed is None else self.resumed.folder
 
     def claim(self, identity: dict[str, Any], ranks: Ranks, *, allow_changes: bool) -> None:
         """Compares what the checkpoint says of its data with the data at hand, raising `ConfigError` on a difference, and

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,7 +76,8 @@ class Run:
             self.take_weights(weights)
         self.restore(resumed)
         self.log = RunLog(folder.path, config.steps, self.completed, ranks, shows)
-        self.best: tuple[int, float] | None = ranks.from_rank_0(folder.best_validated, "the best checkpoint")
+        best = partial(checkpoint.best_validated, folder.path)
+        self.best: tuple[int, float] | None = ranks.from_rank_0(best, "the best checkpoint")  # (step, validation loss)
         self.stragglers, self.pace = Stragglers(), console.Pace()
         self.validation_loss: float | None = None  # the last one, in nats
         self.first_step = self.until = self.completed  # of this process, and where it stops for now
