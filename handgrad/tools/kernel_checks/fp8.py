@@ -39,7 +39,6 @@ from handgrad.tools.kernel_checks.operations import (
     attention_backward,
     gelu_product_backward,
     layernorm_backward,
-    product_backward,
 )
 
 OLDEST_FP8 = (8, 9)  # compute capability of the first GPUs whose tensor cores take fp8: Ada, then Hopper
@@ -142,30 +141,21 @@ def product(found: Tensor, exact: Tensor) -> tuple[Tensor, Tensor, float]:
     return found, exact, torch.finfo(found.dtype).eps / 2 + FP8_SUMS
 
 
-def fp8_forward(ops: ModuleType, d: Fp8Draw) -> Compared:
-    """With a bias, and with a residual sum."""
-    inp, weight = (d.operand(tensor) for tensor in d.product(C, F).values())
-    out, residual, bias = d.empty(N, C), d(N, C), d(C)
-    exact = numbers(inp) @ numbers(weight).t() + bias
-    launch(ops.linear_forward, {"out": out, "inp": inp, "weight": weight, "bias": bias})
-    yield product(out, exact)
-    arguments = {"out": out, "residual": residual, "inp": inp, "weight": weight, "bias": bias}
-    launch(ops.linear_residual_forward, arguments)
-    yield product(out, exact + residual)
+def products(*operations: str) -> Fp8Case:
+    """A case: GEMMs of fp8 numbers, beside the reference of the same numbers in float64."""
 
+    def case(ops: ModuleType, d: Fp8Draw) -> Compared:
+        for operation in operations:
+            given = CASES[operation](d)
+            operands = {"inp": E4M3, "weight": E4M3, "dout": E5M2}
+            given |= {name: d.operand(given[name], form) for name, form in operands.items() if name in given}
+            exact = {name: numbers(value) if isinstance(value, Quantized) else value for name, value in given.items()}
+            exact = copies(exact, double=True)
+            launch(getattr(reference, operation), exact)
+            launch(getattr(ops, operation), given)
+            yield from (product(found, exact[name]) for name, found in given.items() if isinstance(found, Tensor))
 
-def fp8_backward(ops: ModuleType, d: Fp8Draw) -> Compared:
-    """The input's gradient, the weight's and the bias'."""
-    arguments = product_backward(d)
-    dout, inp, weight = d.operand(arguments["dout"], E5M2), d.operand(arguments["inp"]), d.operand(arguments["weight"])
-    exact = {
-        "dinp": numbers(dout) @ numbers(weight),
-        "dweight_acc": arguments["dweight_acc"] + numbers(dout).t() @ numbers(inp),
-        "dbias_acc": arguments["dbias_acc"] + numbers(dout).sum(0),
-    }
-    launch(ops.linear_backward, {**arguments, "dout": dout, "inp": inp, "weight": weight})
-    for name, tensor in exact.items():
-        yield product(arguments[name], tensor)
+    return case
 
 
 def fp8_gelu(ops: ModuleType, d: Fp8Draw) -> Compared:
@@ -256,8 +246,8 @@ FP8_CASES: dict[str, Fp8Case] = {
     "attention_backward to fp8": fused("attention_backward", "dqkv", partial(attention_backward, heads=H), E5M2, 14),
     "linear_gelu_forward in fp8": fp8_gelu,
     "gelu_linear_backward in fp8": fp8_gelu_backward,
-    "linear_forward in fp8": fp8_forward,
-    "linear_backward in fp8": fp8_backward,
+    "linear_forward in fp8": products("linear_forward", "linear_residual_forward"),
+    "linear_backward in fp8": products("linear_backward"),
     "classifier_forward_backward to fp8": fp8_classifier,
     "fold_statistics": beside_the_reference("fold_statistics", fold_statistics),
     "update_scaling": beside_the_reference("update_scaling", update_scaling),
