@@ -160,6 +160,7 @@ def test_shipped_recipes_are_valid(recipe: Path, monkeypatch: pytest.MonkeyPatch
         (["train", "--config", "no-such.toml"], "no-such.toml does not exist"),
         (["sample", "run", "--temperature", "-1"], "--temperature"),
         (["plan", "d12", "--vocab-size", "0"], "--vocab-size"),
+        (["evaluate", "run", "--stall-seconds", "0"], "--stall-seconds must be 1 to 86400, found 0"),
         (["train", "tiny", "--seed", "99999999999"], "seed must be below 2^32"),
         (["sample", "run", "--seed", "99999999999"], "--seed"),
         (["bench", "step", "--model", "d122"], "did you mean d12?"),

@@ -121,9 +121,8 @@ class Training:
             if on_step is not None:
                 on_step(made[-1])
 
-        devices.use_precision(
-            run.design.device, self.config.precision
-        )  # torch keeps it for the process; a model may differ
+        # torch keeps it for the process; a model may differ.
+        devices.use_precision(run.design.device, self.config.precision)
         self._stepping = True
         try:
             run.advance(until, take, keeps_process=True)
