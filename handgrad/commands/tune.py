@@ -13,7 +13,8 @@ from handgrad.config import RunConfig
 from handgrad.errors import UsageError
 from handgrad.models import architecture
 from handgrad.run.assemble import allocate, bind
-from handgrad.tools.profile import seconds_of, set_up
+from handgrad.tools.profile import set_up
+from handgrad.tools.rates import seconds_of
 from handgrad.training.step import TrainStep
 
 SUSTAINED_SECONDS = 8.0  # of micro-steps, of which the second half is measured

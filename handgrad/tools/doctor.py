@@ -22,8 +22,8 @@ from handgrad.run.assemble import assemble
 from handgrad.run.resolve import resolve
 from handgrad.tools.kernel_checks.fp8 import OLDEST_FP8, check_fp8_kernels
 from handgrad.tools.kernel_checks.operations import check_dropout_kernels, check_kernels
-from handgrad.tools.plan import gemm_flops
 from handgrad.tools.profile import MadeUpTokens
+from handgrad.tools.rates import gemm_flops
 
 PACKAGES = (
     *("torch", "numpy", "tiktoken", "tokenizers", "safetensors"),

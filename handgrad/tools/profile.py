@@ -7,8 +7,6 @@ time of a step comes from steps as `handgrad train` makes them.
 
 import math
 import tempfile
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -26,6 +24,7 @@ from handgrad.evaluation.load import check_available
 from handgrad.format import human_count
 from handgrad.run.assemble import allocate, assemble, bind
 from handgrad.run.resolve import resolve, with_tuned_gemms
+from handgrad.tools.rates import copy_bandwidth, gemm_flops
 from handgrad.tools.recorder import Recorder
 from handgrad.tools.traces import Spent, read_trace, spent_on_cpu, spent_on_gpu
 from handgrad.training.design import Design
@@ -47,41 +46,6 @@ class MadeUpTokens:
         tokens = drawn.astype(np.int64).clip(0, self.vocab_size - 1)
         inputs.numpy()[:] = tokens[:-1].reshape(inputs.shape)
         targets.numpy()[:] = tokens[1:].reshape(inputs.shape)
-
-
-# The peak rates of this machine.
-
-
-def seconds_of(device: torch.device, launch: Callable[[], object], seconds: float, burst: int) -> float:
-    """Mean seconds of a launch under load: the second half of `seconds` of nothing else."""
-    count, started, first = 0, time.perf_counter(), 0.0
-    while (now := time.perf_counter() - started) < seconds or count == 0:
-        if now >= seconds / 2 and not first:
-            first, count = now, 0
-        for _ in range(burst):
-            launch()
-        devices.synchronize(device)
-        count += burst
-    return (time.perf_counter() - started - first) / count
-
-
-def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second, read and written, of a copy of 2 GB on the device (64 MB on a CPU)."""
-    source = torch.ones(2_000_000_000 if device.type == "cuda" else 64_000_000, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    large = device.type == "cuda"
-    return 2 * source.numel() / seconds_of(device, lambda: target.copy_(source), 0.5 if large else 0.1, 10 if large else 1)
-
-
-def sustained_gemm_flops(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
-    """FLOP/s of a square product of 8192 rows under load for `seconds` (512 rows on a CPU)."""
-    size, burst = (8192, 20) if device.type == "cuda" else (512, 1)
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    out = torch.empty_like(a)
-    return 2 * size**3 / seconds_of(device, lambda: torch.mm(a, b, out=out), seconds, burst)
-
-
-# The measurement.
 
 
 def set_up(config: RunConfig, vocab_size: int) -> Design:
@@ -114,7 +78,7 @@ def profile_run(config: RunConfig, vocab_size: int, source: Source, steps: int, 
     dtype = devices.use_precision(device, config.precision)
     cuda = device.type == "cuda"
     config = replace(config, schedule="constant", skip_loss_z=0.0, skip_norm_z=0.0)
-    ceilings = copy_bandwidth(device), sustained_gemm_flops(device, dtype, HOT_SECONDS if cuda else 0.1)
+    ceilings = copy_bandwidth(device), gemm_flops(device, dtype, HOT_SECONDS if cuda else 0.1)
     if cuda:
         torch.cuda.empty_cache()
     training = assemble(set_up(config, vocab_size), source)

@@ -19,7 +19,7 @@ from torch import Tensor
 from handgrad.files import write_durably
 from handgrad.ops.cuda import cublaslt
 from handgrad.ops.cuda.cublaslt import DGELU, GELU_AUX_BIAS, PLAIN, WORKSPACE_BYTES, Plan, Product
-from handgrad.tools.profile import sustained_gemm_flops
+from handgrad.tools.rates import gemm_flops
 
 HEURISTICS = 16  # algorithms asked for, in all and of each family
 TURNS = 12  # single launches of every candidate, one after the other, so that all see the same clock
@@ -132,7 +132,7 @@ def choose(product: Product, scratch: Tensor) -> Choice:
 def tune(products: list[Product], path: Path) -> Iterator[str]:
     """Tunes `products` and writes their rows into the table at `path`, keeping its other rows. Yields a line for each."""
     scratch = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
-    sustained_gemm_flops(torch.device("cuda"), torch.float16, WARM_SECONDS)
+    gemm_flops(torch.device("cuda"), torch.float16, WARM_SECONDS)
     rows = cublaslt.read_table(path, "algorithms")
     for product in products:
         choice = choose(product, scratch)
