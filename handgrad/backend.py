@@ -1,4 +1,4 @@
-"""Which module of operations a run uses."""
+"""The choice of the module of operations that a run uses."""
 
 import importlib
 import importlib.util
@@ -38,7 +38,7 @@ def choose_backend(name: str, device: torch.device, precision: str = "") -> Modu
 
 
 def why_no_kernels(device: torch.device) -> str:
-    """What stands in the way of the kernels on this device, and what to do about it; empty if nothing does."""
+    """The reason why the kernels cannot run on this device, with its remedy; "" if they can."""
     if device.type != "cuda":
         return f"expected a CUDA GPU, found device {device.type}"
     for module, package in REQUIRED.items():

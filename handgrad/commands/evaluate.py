@@ -38,7 +38,7 @@ def run(parsed: Namespace) -> int:
         raise UsageError("--out and --limit belong to --tasks; name some, like --tasks hellaswag=FILE")
     info = find_rank_info(os.environ)
     device = devices.resolve_device(parsed.device, info.local_rank)
-    with joined(info, device, Timeouts()) as ranks:
+    with joined(info, device, Timeouts(parsed.join_seconds, parsed.silence_seconds, parsed.stall_seconds)) as ranks:
         lines = evaluate(parsed, device, ranks)
     if ranks.is_rank_0:
         print("\n".join(lines))
