@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from handgrad.arena import Buffer, make_plan
-from handgrad.config import ModelShape
 from handgrad.data.llmc_header import DEBUG_STATE, HEADER_BYTES, check_size, read_header
 from handgrad.errors import DataError
 from handgrad.interop.llmc_model import ORDER, LlmcModel, count_elements, read_numbers, without_padding
