@@ -122,6 +122,14 @@ def fetch(file: SourceFile, on_bytes: OnBytes | None = None) -> Path:
     return file.path
 
 
+def hub_failures() -> tuple[type[BaseException], ...]:
+    """The errors of `huggingface_hub`: a name that is none, the network, the disk."""
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    # The base of HfHubHTTPError is the HTTP library's own: it changed twice, and no name of it is stable.
+    return HFValidationError, HfHubHTTPError, HfHubHTTPError.__bases__[0], OSError
+
+
 def _split_patterns(data_files: Any, split: str) -> list[str]:
     """The file patterns of a split, from a card's `data_files`: text, a list of it, or a list per split."""
     patterns = []
@@ -138,10 +146,8 @@ def _split_patterns(data_files: Any, split: str) -> list[str]:
 
 def _ask(question: Callable[[], Answer], doing: str) -> Answer:
     """The answer of the hub; a failure that may pass is retried."""
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+    from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
 
-    # The base of HfHubHTTPError is the HTTP library's own: it changed twice, and no name of it is stable.
-    failures: tuple[type[BaseException], ...] = (HfHubHTTPError.__bases__[0], OSError)
     reason = ""
     for attempt in range(ATTEMPTS):
         try:
@@ -152,7 +158,7 @@ def _ask(question: Callable[[], Answer], doing: str) -> Answer:
             raise StorageError(
                 f"{doing}: expected a connection, found HF_HUB_OFFLINE set; unset it, or use a local file or stories"
             ) from None
-        except failures as error:
+        except hub_failures() as error:
             status = getattr(getattr(error, "response", None), "status_code", None)
             if status is not None and 400 <= status < 500 and status not in (408, 429):
                 raise DataError(

@@ -18,7 +18,7 @@ from handgrad import checkpoint, devices
 from handgrad.backend import choose_backend
 from handgrad.errors import UsageError
 from handgrad.evaluation.likelihoods import Request, score
-from handgrad.evaluation.load import LoadedModel, load_model
+from handgrad.evaluation.load import LoadedModel, checkpoint_weights, load_model
 from handgrad.generation.decode import decode_buffers, decode_tensors
 from handgrad.generation.generate import Continuation, Decoder, SamplingOptions
 from handgrad.generation.text import TextStream
@@ -119,8 +119,8 @@ def open_model(source: str, device: str, precision: str, backend: str) -> tuple[
     found = devices.resolve_device(device)
     dtype = devices.use_precision(found, precision)
     ops = choose_backend(backend, found, precision)
-    buffers = lambda config, shape: decode_buffers(shape, SLOTS, dtype, ops)  # noqa: E731
-    return load_model(checkpoint.find(source), found, dtype, ops, buffers), dtype
+    weights = checkpoint_weights(checkpoint.find(source))
+    return load_model(weights, found, dtype, ops, decode_buffers(weights.shape, SLOTS, dtype, ops)), dtype
 
 
 def complete(model: LoadedModel, orders: list[Order], temperature: float) -> dict[Order, str]:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from handgrad.config import ModelShape
+from handgrad.data.hub import hub_failures
 from handgrad.data.tokenizer import Tokenizer, load_tokenizer
 from handgrad.errors import DataError
 from handgrad.evaluation.load import imported_config
@@ -276,14 +277,10 @@ def fetch(source: str, files: tuple[str, ...] = MODEL_FILES) -> Path:
     Raises `DataError`: no such model; the line says so if there was no connection.
     """
     import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    # The base class is the client library's own error.
-    http: tuple[type[BaseException], ...] = (HfHubHTTPError, HfHubHTTPError.__bases__[0])
-    failures: tuple[type[BaseException], ...] = (*http, HFValidationError, LocalEntryNotFoundError, OSError)
     try:
         return Path(huggingface_hub.snapshot_download(source, allow_patterns=list(files)))
-    except failures as error:
+    except hub_failures() as error:
         raise DataError(
             f"expected a folder {source} or a model of that name on the Hub, found neither ({error!s:.200});"
             " check the name and the connection"

@@ -8,7 +8,6 @@ import functools
 import itertools
 import json
 from pathlib import Path
-from typing import Any
 
 import tokenizers
 
@@ -146,25 +145,18 @@ def read_vocabulary(folder: Path) -> Tokenizer:
 
 def _joined(vocab_path: Path, merges_path: Path) -> bytes:
     """The two files that GPT-2 came with, as one `tokenizer.json`."""
+    for path in (vocab_path, merges_path):
+        read_small(path)  # refuses a huge file
     try:
-        vocab: Any = json.loads(read_small(vocab_path))
-        lines = read_small(merges_path).decode().split("\n")
-    except (ValueError, RecursionError) as error:
+        vocab, pairs = tokenizers.models.BPE.read_file(str(vocab_path), str(merges_path))
+        content = tokenizer_json(vocab, pairs)
+    except Exception as error:  # the library raises nothing narrower
         raise DataError(
-            f"expected JSON in {vocab_path} and text in {merges_path}, found {error}; fetch them again"
+            f"expected tokens in {vocab_path} and their merges in {merges_path}, found {error!s:.200}; fetch them again"
         ) from None
-    if not isinstance(vocab, dict) or not all(type(i) is int and 0 <= i < 1 << 32 for i in vocab.values()):
-        raise DataError(f"expected a JSON object of tokens and ids in {vocab_path}, found something else; fetch it again")
     if END_OF_TEXT not in vocab:
         raise DataError(f"expected {END_OF_TEXT} in {vocab_path}, found no such token; use a GPT-2 tokenizer")
-    pairs = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
-    bad = next((pair for pair in pairs if len(pair) != 2), None)
-    if bad is not None:
-        raise DataError(f"expected two tokens in a line of {merges_path}, found {' '.join(bad)!r:.80}; fetch it again")
-    try:
-        return tokenizer_json(vocab, [(left, right) for left, right in pairs])
-    except Exception as error:  # the library raises nothing narrower
-        raise DataError(f"expected merges of tokens of {vocab_path} in {merges_path}, found {error!s:.200}") from None
+    return content
 
 
 def _is_bytes(content: bytes) -> bool:
