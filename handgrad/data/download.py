@@ -1,5 +1,6 @@
 """One file over HTTP: resumed, retried, and under its final name only once verified."""
 
+import functools
 import hashlib
 import http.client
 import os
@@ -137,10 +138,9 @@ def _verify(source: Download, path: Path) -> str:
         if expected is None:
             continue
         # Git hashes "blob SIZE", NUL, then the content.
-        digest = hashlib.new(algorithm, b"blob %d\0" % size_bytes if algorithm == "sha1" else b"")
+        prefix = b"blob %d\0" % size_bytes if algorithm == "sha1" else b""
         with path.open("rb") as file:
-            while block := file.read(BLOCK_BYTES):
-                digest.update(block)
-        if digest.hexdigest() != expected:
-            return f"{algorithm} {expected}, found {digest.hexdigest()}"
+            found = hashlib.file_digest(file, functools.partial(hashlib.new, algorithm, prefix)).hexdigest()
+        if found != expected:
+            return f"{algorithm} {expected}, found {found}"
     return ""

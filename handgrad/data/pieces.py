@@ -20,6 +20,7 @@ class Piece(NamedTuple):
     split: int
     starts_document: bool
     text: str
+    nats: float = 0.0  # -log p, where the source knows it
 
 
 class Stories(NamedTuple):

@@ -207,7 +207,11 @@ class _Attempt:
                     units_done += 1
                     if units_done % CHECKPOINT_UNITS == 0:
                         checkpoint()
-                    self.report_tokens(position, sum(state.tokens for state in states.values()))
+                    tokens = sum(state.tokens for state in states.values())
+                    if self.documents:
+                        self.report(Progress("tokenising", position.documents, self.documents, "documents", tokens))
+                    else:
+                        self.report(Progress("tokenising", position.size_bytes, self.size_bytes, "bytes", tokens))
             for writer in writers:
                 writer.finish_shard()
         except StorageError:  # reading or a worker failed, between two units: nothing done needs to be done again
@@ -241,18 +245,12 @@ class _Attempt:
         """The first 16 Mi characters of the training split."""
         characters = 0
         for _, unit in self.units():
-            for piece, _ in unit_pieces(unit):
+            for piece in unit_pieces(unit):
                 if piece.split == TRAIN:
                     yield piece.text
                     characters += len(piece.text)
             if characters >= BPE_SAMPLE_CHARACTERS:
                 return
-
-    def report_tokens(self, position: Position, tokens: int) -> None:
-        if self.documents:
-            self.report(Progress("tokenising", position.documents, self.documents, "documents", tokens))
-        else:
-            self.report(Progress("tokenising", position.size_bytes, self.size_bytes, "bytes", tokens))
 
     def check_splits(self, states: dict[str, SplitState]) -> None:
         source, documents = self.options.source, sum(state.documents for state in states.values())

@@ -4,17 +4,16 @@ lm-eval: EleutherAI's lm-evaluation-harness 0.4 (its tasks hellaswag, mmlu, arc_
 its dev/data/hellaswag.py and dev/data/mmlu.py.
 """
 
-import gzip
 import json
 import re
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from handgrad.config import nearest_name
 from handgrad.data.hub import default_cache, fetch, find_hub
-from handgrad.errors import DataError, UsageError, storage_error
+from handgrad.data.sources import open_parquet, open_plain, reading
+from handgrad.errors import DataError, UsageError
 from handgrad.files import file_sha256
 from handgrad.jsonl import Record, numbered_lines, parse, record
 
@@ -34,18 +33,13 @@ def read_rows(path: Path) -> Iterator[Record]:
     name = path.name.lower()
     if not name.endswith(SUFFIXES):
         raise UsageError(f"expected a file named {', '.join(SUFFIXES)}, found {path}; rename it if it is one of these")
-    try:
-        if name.endswith(".parquet"):
-            yield from parquet_rows(path)
-            return
-        content = path.read_bytes()
-    except OSError as error:
-        raise storage_error(error, f"reading {path}") from None
-    if name.endswith(".gz"):
-        try:
-            content = gzip.decompress(content)
-        except (OSError, EOFError, zlib.error) as error:
-            raise DataError(f"expected a gzip file, found {error!s:.100} in {path}; fetch it again") from None
+    if name.endswith(".parquet"):
+        with open_parquet(path) as file:
+            rows = (row for batch in file.iter_batches(1024) for row in batch.to_pylist())
+            yield from (Record(row, f"row {number} of {path}") for number, row in enumerate(rows, start=1))
+        return
+    with reading(path), open_plain(path) as file:
+        content = file.read()
     if name.endswith(".txt"):
         yield from text_rows(content, path)
     elif name.endswith(".json"):
@@ -76,21 +70,6 @@ def json_rows(content: bytes, path: Path) -> Iterator[Record]:
         raise DataError(f"expected a list of objects in UTF-8, found something else in {path}; repair the file") from None
     for number, row in enumerate(loaded if isinstance(loaded, list) else [loaded], start=1):
         yield record(row, f"entry {number} of {path}")
-
-
-def parquet_rows(path: Path) -> Iterator[Record]:
-    import pyarrow  # here and not above: other formats do without its 50 MB
-    import pyarrow.parquet
-
-    try:
-        number = 0
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(1024):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield Record(row, f"row {number} of {path}")
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise DataError(f"expected a parquet file, found {error!s:.200} in {path}; fetch it again") from None
 
 
 # A row's question.
