@@ -7,6 +7,7 @@ reads a literal "<|endoftext|>" in a text as the special token, we read it as te
 import functools
 import itertools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import tokenizers
@@ -15,6 +16,7 @@ from handgrad.data.tokenizer import (
     END_OF_TEXT,
     TOKENIZER_FILE,
     Tokenizer,
+    byte_level,
     byte_of_character,
     bytes_tokenizer,
     load_tokenizer,
@@ -24,7 +26,6 @@ from handgrad.data.tokenizer import (
 from handgrad.errors import DataError
 
 VOCAB_FILE, MERGES_FILE, SETTINGS_FILE = "vocab.json", "merges.txt", "tokenizer_config.json"
-Merges = list[tuple[str, str]]
 
 
 def characters(token: bytes) -> str:
@@ -71,34 +72,19 @@ def _two_pieces(token: bytes, rank: int, ranks: dict[bytes, int]) -> tuple[bytes
     return pieces[0], pieces[1]
 
 
-def merges(tokenizer: Tokenizer) -> Merges:
-    """The merges in their order; none for bytes."""
-    if tokenizer.kind == "gpt2":
-        return list(gpt2_merges())
-    if tokenizer.kind == "bytes":
-        return []
-    stored = json.loads(tokenizer.json_bytes)["model"]["merges"]
-    pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in stored]
-    return [(left, right) for left, right in pairs]
-
-
-def tokenizer_json(vocab: dict[str, int], pairs: Merges, *, splits: bool = True) -> bytes:
+def tokenizer_json(vocab: dict[str, int], merges: Sequence[tuple[str, str]], *, splits: bool = True) -> bytes:
     """A `tokenizer.json` of a byte-level BPE; `splits`: GPT-2's splitter cuts a text first."""
-    # The library gives an added token the id that the vocabulary has for it.
-    model = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=pairs))
-    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splits)
-    model.decoder = tokenizers.decoders.ByteLevel()
-    model.add_special_tokens([END_OF_TEXT])
-    return model.to_str().encode()
+    made = byte_level(tokenizers.models.BPE(vocab=vocab, merges=list(merges)), splits=splits)
+    made.add_special_tokens([END_OF_TEXT])  # with the id that the vocabulary has for it
+    return made.to_str().encode()
 
 
 def vocabulary_files(tokenizer: Tokenizer, longest: int) -> dict[str, bytes]:
     """The four files by name; `longest` is the model's context in tokens."""
-    vocab, pairs = vocabulary(tokenizer), merges(tokenizer)
-    if tokenizer.kind == "bpe":
-        content = tokenizer.json_bytes  # as it is: its hash is the identity of shards
-    else:
-        content = tokenizer_json(vocab, pairs, splits=tokenizer.kind != "bytes")
+    vocab = vocabulary(tokenizer)
+    merges = gpt2_merges() if tokenizer.kind == "gpt2" else tokenizer.merges
+    # A trained one as it is: its hash is the identity of shards.
+    content = tokenizer.json_bytes or tokenizer_json(vocab, merges, splits=tokenizer.kind != "bytes")
     settings = {
         # Bytes have no splitter; the class GPT2Tokenizer would add one.
         "tokenizer_class": "PreTrainedTokenizerFast" if tokenizer.kind == "bytes" else "GPT2Tokenizer",
@@ -109,7 +95,7 @@ def vocabulary_files(tokenizer: Tokenizer, longest: int) -> dict[str, bytes]:
         "clean_up_tokenization_spaces": False,
         "model_max_length": longest,
     }
-    lines = ["#version: 0.2", *(f"{left} {right}" for left, right in pairs)]
+    lines = ["#version: 0.2", *(f"{left} {right}" for left, right in merges)]
     return {
         TOKENIZER_FILE: content,
         VOCAB_FILE: json.dumps(vocab, ensure_ascii=False).encode(),
@@ -138,9 +124,8 @@ def read_vocabulary(folder: Path) -> Tokenizer:
         return bytes_tokenizer()
     tokenizer = parse_bpe(content, where=str(path))
     gpt2 = load_tokenizer("gpt2")
-    if tokenizer.token_bytes == gpt2.token_bytes and tuple(merges(tokenizer)) == gpt2_merges():
-        return gpt2
-    return tokenizer
+    same = tokenizer.token_bytes == gpt2.token_bytes and tokenizer.merges == gpt2_merges()
+    return gpt2 if same else tokenizer
 
 
 def _joined(vocab_path: Path, merges_path: Path) -> bytes:
@@ -148,8 +133,8 @@ def _joined(vocab_path: Path, merges_path: Path) -> bytes:
     for path in (vocab_path, merges_path):
         read_small(path)  # refuses a huge file
     try:
-        vocab, pairs = tokenizers.models.BPE.read_file(str(vocab_path), str(merges_path))
-        content = tokenizer_json(vocab, pairs)
+        vocab, merges = tokenizers.models.BPE.read_file(str(vocab_path), str(merges_path))
+        content = tokenizer_json(vocab, merges)
     except Exception as error:  # the library raises nothing narrower
         raise DataError(
             f"expected tokens in {vocab_path} and their merges in {merges_path}, found {error!s:.200}; fetch them again"
