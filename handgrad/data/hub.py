@@ -87,9 +87,8 @@ def choose_files(names: list[str], configs: Any, config: str, dataset: str, spli
     if config:
         entry = known.get(config)
     else:
-        entry = next((c for c in known.values() if c.get("default")), known.get("default"))
-        if entry is None and len(known) == 1:
-            entry = next(iter(known.values()))
+        only = next(iter(known.values())) if len(known) == 1 else None
+        entry = next((c for c in known.values() if c.get("default")), known.get("default", only))
     patterns = _split_patterns(entry.get("data_files"), split) if entry else []
     chosen = [name for name in texts if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
     if not chosen and config:

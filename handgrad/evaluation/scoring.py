@@ -12,6 +12,7 @@ Of equal maxima the first counts. A mean's standard error is the sample's deviat
 it by the delta method.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -53,13 +54,7 @@ class Encoder:
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
-        self.known: dict[str, np.ndarray] = {}
-
-    def ids(self, text: str) -> np.ndarray:
-        found = self.known.get(text)
-        if found is None:
-            found = self.known[text] = self.tokenizer.encode(text)
-        return found
+        self.ids = functools.cache(tokenizer.encode)
 
     def together(self, context: str, continuation: str) -> tuple[np.ndarray, int]:
         """(ids, number of the last ones that belong to the continuation), as lm-eval splits them.
