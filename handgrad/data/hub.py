@@ -40,13 +40,14 @@ def default_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "handgrad"
 
 
-def find_hub(spec: str, cache: Path, split: str = "train") -> list[SourceFile]:
-    """The files of a dataset, at the revision that is newest now, to be downloaded below `cache`.
+def find_hub(spec: str, split: str = "train") -> list[SourceFile]:
+    """The files of a dataset, at the revision that is newest now, to be downloaded below `default_cache()`.
 
     Of several configurations without a name given, the default one counts; of several splits, `split` alone (a training's
     validation text is dealt out of train). Raises DataError: no such dataset, configuration or text; StorageError: no
     connection.
     """
+    cache = default_cache()
     if spec == "shakespeare":
         path = cache / "shakespeare" / "shakespeare.txt"
         return [SourceFile(path.name, path, SHAKESPEARE.size_bytes or 0, str(SHAKESPEARE.sha256), SHAKESPEARE)]

@@ -51,7 +51,6 @@ class PrepareOptions:
     seed: int = 0  # of the stories, and of the rows that are validation
     documents: int = 0  # at most so many; 0: all (stories: 100,000)
     overwrite: bool = False
-    cache: Path | None = None  # of downloads; None: hub.default_cache()
 
 
 class Progress(NamedTuple):
@@ -86,7 +85,7 @@ def prepare(options: PrepareOptions, progress: Callable[[Progress], None] | None
         if _is_prepared(options, _recipe(options, files)):
             return Prepared(open_dataset(out), True)
         if files is None:
-            files = hub.find_hub(source, options.cache or hub.default_cache())
+            files = hub.find_hub(source)
         partial = out.with_name(out.name + ".partial")
         partial.mkdir(parents=True, exist_ok=True)
         with _locked(partial):

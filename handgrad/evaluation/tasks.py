@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from handgrad.config import nearest_name
-from handgrad.data.hub import default_cache, fetch, find_hub
+from handgrad.data.hub import fetch, find_hub
 from handgrad.data.sources import open_parquet, open_plain, reading
 from handgrad.errors import DataError, UsageError
 from handgrad.files import file_sha256
@@ -212,31 +212,31 @@ def parse_tasks(spec: str) -> dict[str, str]:
     return files
 
 
-def task_rows(name: str, file: str, cache: Path) -> tuple[list[Path], list[Record]]:
-    """The files and rows of a task, from `file` or, without one, from the Hub through `cache`."""
+def task_rows(name: str, file: str) -> tuple[list[Path], list[Record]]:
+    """The files and rows of a task, from `file` or, without one, from the Hub."""
     if file:
         paths = [Path(file).expanduser()]
     else:
         dataset, split = SHOTS_HUB if name == SHOTS else TASKS[name].hub
-        paths = [fetch(source) for source in find_hub(dataset, cache, split=split)]
+        paths = [fetch(source) for source in find_hub(dataset, split)]
     rows = [row for path in paths for row in read_rows(path)]
     if not rows:
         raise DataError(f"expected examples of {name}, found none in {paths[0]}; give another file")
     return paths, rows
 
 
-def load_tasks(spec: str, limit: int = 0, cache: Path | None = None) -> list[TaskData]:
+def load_tasks(spec: str, limit: int = 0) -> list[TaskData]:
     """The first `limit` questions (0: all) of each task in `spec`.
 
     Raises `UsageError` for an unknown task, `DataError` with file and line for a broken example, and the errors of a
     download.
     """
-    cache, files = cache or default_cache(), parse_tasks(spec)
-    shot_paths, shots = task_rows(SHOTS, files.pop(SHOTS), cache) if SHOTS in files else ([], [])
+    files = parse_tasks(spec)
+    shot_paths, shots = task_rows(SHOTS, files.pop(SHOTS)) if SHOTS in files else ([], [])
     loaded = []
     for name, file in files.items():
         task = TASKS.get(name, OWN)
-        paths, rows = task_rows(name, file, cache)
+        paths, rows = task_rows(name, file)
         if name == "mmlu":
             paths = [*paths, *shot_paths]
         examples = [task.ask(row, shots) for row in rows[: limit or None]]
