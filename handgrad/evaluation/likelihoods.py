@@ -237,10 +237,8 @@ def score(
     device: torch.device,
     *,
     positions_per_batch: int,
-    ranks: Ranks | None = None,
 ) -> Likelihoods:
-    """Scores `requests` once, in memory of their own."""
-    ranks = ranks or Ranks()
-    work = Workload(requests, shape, dtype, ops, device, positions_per_batch=positions_per_batch, ranks=ranks)
+    """Scores `requests` once, in this process, in memory of their own."""
+    work = Workload(requests, shape, dtype, ops, device, positions_per_batch=positions_per_batch, ranks=Ranks())
     views = make_plan([*work.activation_buffers(), *work.buffers()]).allocate(device)
     return work.score(weights, views)

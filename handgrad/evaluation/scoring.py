@@ -112,7 +112,6 @@ def pairs_of(encoder: Encoder, task: TaskData, example: Example) -> list[tuple[C
     if task.metrics != (LLMC,):
         pairs += [(encoder.together, example.context, text) for text in example.continuations]
     if LLMC in task.metrics:
-        assert example.apart is not None
         pairs += [(encoder.apart, example.apart[0], text) for text in example.apart[1]]
     return pairs
 
@@ -131,7 +130,6 @@ def results_of(tasks: Sequence[TaskData], requests: Sequence[Request], found: Li
                 row |= hits_of(task, example, sums, bool(found.greedy[start]))
                 start = stop
             if LLMC in task.metrics:
-                assert example.apart is not None
                 stop = start + len(example.apart[1])
                 losses = -found.sums[start:stop] / [request.scored for request in requests[start:stop]]
                 hit = float(int(np.argmin(losses)) == example.answer) if np.isfinite(losses).all() else math.nan

@@ -7,7 +7,7 @@ its dev/data/hellaswag.py and dev/data/mmlu.py.
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from handgrad.config import nearest_name
@@ -85,7 +85,7 @@ class Example:
     continuations: tuple[str, ...]
     choices: tuple[str, ...]  # the answers whose lengths count
     answer: int
-    apart: tuple[str, tuple[str, ...]] | None = None
+    apart: tuple[str, tuple[str, ...]] = ("", ())
 
 
 Ask = Callable[[Record, Sequence[Record]], Example]  # (row, solved rows) -> its question
@@ -104,11 +104,10 @@ def cleaned(text: str) -> str:
 
 
 def ask_hellaswag(row: Record, solved: Sequence[Record] = ()) -> Example:
-    endings, apart = row.texts("endings"), None
-    if "ctx" in row.fields:
-        apart = row.text("ctx"), with_blanks(endings)
+    endings = row.texts("endings")
+    apart = (row.text("ctx"), with_blanks(endings)) if "ctx" in row.fields else ("", ())
     answer = row.count("label", len(endings), or_text=True)
-    if "ctx_a" not in row.fields and apart is not None:  # a file that serves llm.c's scoring alone
+    if "ctx_a" not in row.fields and "ctx" in row.fields:  # a file that serves llm.c's scoring alone
         return Example(row.where, "", (), (), answer, apart)
     second = row.text("ctx_b")
     context = cleaned(f"{row.text('activity_label')}: {row.text('ctx_a')} {second.capitalize()}")
@@ -237,29 +236,27 @@ def load_tasks(spec: str, limit: int = 0) -> list[TaskData]:
     for name, file in files.items():
         task = TASKS.get(name, OWN)
         paths, rows = task_rows(name, file)
-        if name == "mmlu":
-            paths = [*paths, *shot_paths]
         examples = [task.ask(row, shots) for row in rows[: limit or None]]
-        sources = {path.name: file_sha256(path) for path in paths}
-        loaded.append(with_possible_metrics(TaskData(name, task.metrics, examples, sources)))
+        metrics, notes = possible_metrics(name, task.metrics, examples)
+        sources = {path.name: file_sha256(path) for path in (*paths, *(shot_paths if name == "mmlu" else ()))}
+        loaded.append(TaskData(name, metrics, examples, sources, notes))
     return loaded
 
 
-def with_possible_metrics(task: TaskData) -> TaskData:
-    """Keeps the metrics that all examples allow, with a note if that excludes one."""
-    if LLMC not in task.metrics:
-        return task
-    without_pairs = next((e.where for e in task.examples if not e.continuations), "")
-    without_apart = next((e.where for e in task.examples if e.apart is None), "")
+def possible_metrics(name: str, metrics: tuple[str, ...], examples: Sequence[Example]) -> tuple[tuple[str, ...], list[str]]:
+    """(the metrics that all examples allow, a note if that excludes one)."""
+    if LLMC not in metrics:
+        return metrics, []
+    without_pairs = next((e.where for e in examples if not e.continuations), "")
+    without_apart = next((e.where for e in examples if not e.apart[1]), "")
     if without_pairs and without_apart:
         raise DataError(
             f"expected the same fields in all rows, found no 'ctx_a' in {without_pairs}, no 'ctx' in {without_apart};"
             " repair the file"
         )
     if without_pairs:
-        note = f"{task.name}: only {LLMC}, which needs 'ctx' alone: no 'ctx_a' and 'ctx_b' in {without_pairs}"
-        return replace(task, metrics=(LLMC,), notes=[note])
+        return (LLMC,), [f"{name}: only {LLMC}, which needs 'ctx' alone: no 'ctx_a' and 'ctx_b' in {without_pairs}"]
     if without_apart:
-        note = f"{task.name}: without {LLMC}, which needs 'ctx': there is none in {without_apart}"
-        return replace(task, metrics=tuple(metric for metric in task.metrics if metric != LLMC), notes=[note])
-    return task
+        note = f"{name}: without {LLMC}, which needs 'ctx': there is none in {without_apart}"
+        return tuple(metric for metric in metrics if metric != LLMC), [note]
+    return metrics, []
