@@ -12,7 +12,6 @@ llm.c           model.bin               the weights
                 DONE_<step>             empty: all of them are complete
 """
 
-import functools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -79,16 +78,12 @@ def export_model(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype = torc
 def write_weights(path: Path, flat: Tensor, table: tuple[ParameterRow, ...], dtype: torch.dtype) -> None:
     """Writes the parameters as one safetensors file of theirs. Raises OSError."""
 
-    def theirs(row: ParameterRow) -> Tensor:
-        stored = row.stored(flat)
-        return (stored.t() if huggingface.transposed(row) else stored).to(dtype)
+    def theirs(row: ParameterRow) -> Stored:
+        stored = row.stored(flat).t() if huggingface.transposed(row) else row.stored(flat)
+        name = huggingface.PREFIX + huggingface.their_name(row.name)
+        return Stored(name, dtype, huggingface.their_shape(row), lambda: stored.to(dtype))
 
-    names = [huggingface.PREFIX + huggingface.their_name(row.name) for row in table]
-    tensors = [
-        Stored(name, dtype, huggingface.their_shape(row), functools.partial(theirs, row))
-        for name, row in zip(names, table, strict=True)
-    ]
-    write_file(path, safetensors_bytes(tensors, {"format": "pt"}))
+    write_file(path, safetensors_bytes([theirs(row) for row in table], {"format": "pt"}))
 
 
 def export_llmc(
