@@ -92,11 +92,8 @@ def load_model(
     check_available(plan.total_bytes, device, weights.origin["source"], fewer)
     views = plan.allocate(device)
     flat = views["parameters"]
-    if weights.checkpoint is not None:
-        weights.checkpoint.load(WEIGHTS_FILE, {row.name: (row.stored_shape, row.stored(flat).copy_) for row in table})
-    else:
-        for row in table:
-            row.stored(flat).copy_(weights.weight(row))
+    for row in table:
+        row.stored(flat).copy_(weights.weight(row))
     return LoadedModel(shape, weights.tokenizer, ops, device, named_weights(shape, flat, table), views)
 
 
