@@ -103,8 +103,8 @@ def choose_files(names: list[str], configs: Any, config: str, dataset: str, spli
             )
     if not chosen:
         # No card names the splits: take one format, and the training files if the names tell them.
-        for format in ("parquet", "jsonl", "txt"):
-            chosen = chosen or [n for n in texts if any(n.lower().endswith(s) for s, f in SUFFIXES.items() if f == format)]
+        for endings in ((".parquet",), (".jsonl", ".jsonl.gz"), (".txt", ".txt.gz")):
+            chosen = chosen or [name for name in texts if name.lower().endswith(endings)]
         named = [name for name in chosen if split in name.lower()]
         chosen = named or (chosen if split == "train" else [])
     if not chosen:

@@ -118,14 +118,12 @@ def _recipe(options: PrepareOptions, files: list[SourceFile] | None) -> dict[str
     if tokenizer not in ("gpt2", "bytes") and not tokenizer.startswith("bpe:"):
         tokenizer = f"file {load_tokenizer(tokenizer).sha256}"
     local = files and not any(file.download for file in files)
+    others = ("text_field", "shard_tokens", "validation_fraction", "seed", "documents")
     return {
         "source": Path(options.source).name if local else options.source,
         "files": None if files is None else [[f.name, f.size_bytes, f.fingerprint] for f in files],
         "tokenizer": tokenizer,
-        **{
-            name: getattr(options, name)
-            for name in ("text_field", "shard_tokens", "validation_fraction", "seed", "documents")
-        },
+        **{name: getattr(options, name) for name in others},
     }
 
 
@@ -138,13 +136,13 @@ def _is_prepared(options: PrepareOptions, recipe: dict[str, Any]) -> bool:
         raise UsageError(f"expected no folder or a prepared dataset at {out}, found something else; choose another --out")
     if options.overwrite:
         return False
-    found = read_manifest(out).get("recipe")
-    found = found if isinstance(found, dict) else {}
+    stored = read_manifest(out).get("recipe")
+    found = stored if isinstance(stored, dict) else {}
     # A hub dataset is compared by name alone: once prepared, it needs no connection.
-    different = [key for key in recipe if found.get(key) != recipe[key] and not (key == "files" and recipe[key] is None)]
-    if not different:
+    different = (key for key in recipe if found.get(key) != recipe[key] and not (key == "files" and recipe[key] is None))
+    key = next(different, None)
+    if key is None:
         return True
-    key = different[0]
     change = "other source files" if key == "files" else f"{key} {found.get(key)!r:.60} instead of {recipe[key]!r:.60}"
     raise UsageError(
         f"expected the dataset asked for at {out}, found one with {change}; choose another --out, or --overwrite"
