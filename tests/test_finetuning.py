@@ -12,7 +12,7 @@ from handgrad import checkpoint
 from handgrad.cli import main
 from handgrad.config import read_toml
 from handgrad.data.prepare import PrepareOptions, prepare
-from handgrad.evaluation.load import load_model
+from handgrad.evaluation.load import checkpoint_weights, load_model
 from handgrad.generation.decode import decode_buffers
 from handgrad.interop.export import logits
 from handgrad.ops import reference
@@ -159,8 +159,8 @@ def test_the_tokenizer_must_be_that_of_the_weights(trained: Trained, tmp_path: P
 
 def loaded_logits(run: Path) -> Tensor:
     """(tokens, V) of a few random tokens."""
-    found = checkpoint.find(str(run))
-    buffers = lambda config, shape: decode_buffers(shape, 1, torch.float32, reference)  # noqa: E731
+    found = checkpoint_weights(checkpoint.find(str(run)))
+    buffers = decode_buffers(found.shape, 1, torch.float32, reference)
     return logits(load_model(found, torch.device("cpu"), torch.float32, reference, buffers))
 
 
