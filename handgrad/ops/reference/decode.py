@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from handgrad.ops.compose import layernorm_linear, layernorm_linear_gelu
+from handgrad.ops.compose import after_layernorm
 from handgrad.ops.hashing import BITS32, WEYL, mixed
 from handgrad.ops.reference import device
 from handgrad.ops.reference.attention import split_heads
@@ -21,8 +21,8 @@ SHARE_UNIT = 2.0**60  # of probabilities as integers: those above 2^-36 are exac
 DRAW_BITS = 23  # of a draw: with the half that is added, the 24 that a float32 holds exactly
 SMALLEST_TEMPERATURE = 1e-6  # but 0: far below the spacing of float32 logits, so that only equals are drawn from
 
-layernorm_linear_forward = layernorm_linear(layernorm_forward, linear_forward)
-layernorm_linear_gelu_forward = layernorm_linear_gelu(layernorm_forward, linear_gelu_forward)
+layernorm_linear_forward = after_layernorm(layernorm_forward, linear_forward)
+layernorm_linear_gelu_forward = after_layernorm(layernorm_forward, linear_gelu_forward)
 
 
 def embedding_decode(out: Tensor, tokens: Tensor, positions: Tensor, wte: Tensor, wpe: Tensor) -> None:
