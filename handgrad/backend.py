@@ -17,10 +17,12 @@ OLDEST_CAPABILITY = (7, 5)  # Turing: the oldest GPU that Triton compiles for
 
 def choose_backend(name: str, device: torch.device, precision: str = "") -> ModuleType:
     """The operations of `kernels` or `reference` for a precision (fp8, tf32 or any other); "auto" takes the kernels on a
-    CUDA GPU and the reference elsewhere.
+    CUDA GPU, torch's own on a CPU and the reference elsewhere. fp8 on a CPU is the reference's.
 
     Raises `UsageError` with the reason and the alternative when the kernels cannot run: a run never turns slow silently.
     """
+    if name == "auto" and device.type == "cpu" and precision not in REFERENCE:
+        return importlib.import_module("handgrad.ops.cpu")
     if name == "auto":
         name = "kernels" if device.type == "cuda" else "reference"
     if name == "reference":

@@ -24,7 +24,7 @@ from benchmarks.record import write_record
 from handgrad.arena import ALWAYS, Plan, make_plan
 from handgrad.config import ModelShape, RunConfig
 from handgrad.data.prepare import PrepareOptions, prepare
-from handgrad.dropout.bind import with_dropout
+from handgrad.dropout.bind import WithDropout
 from handgrad.fp8 import reference as fp8_reference
 from handgrad.fp8.formats import COUNTING, INVERSE, LARGEST_EXPONENT, SCALE, Quantized
 from handgrad.fp8.tables import (
@@ -165,7 +165,7 @@ def make_model(
     model = Model(shape, table, flat, flat_gradients, weights, gradients, act, d, plan, views, ops)
     if dropout:
         tensors = weights, gradients, act, d
-        model.ops = with_dropout(reference, *tensors, samples=torch.arange(batch), probability=dropout, seed=1337)
+        model.ops = WithDropout(reference, *tensors, samples=torch.arange(batch), probability=dropout, seed=1337)
     for form in quantized_weights(model).values():
         assert form.plain is not None
         fp8_reference.quantize(form, form.plain)

@@ -59,10 +59,10 @@ def loss_of_twin(twin: Twin, model: Model) -> Tensor:
         q, k, v = block.qkv(block.ln1(x)).view(B, T, 3, H, C // H).permute(2, 0, 3, 1, 4)
         scores = q @ k.transpose(-1, -2) / math.sqrt(C // H)
         weights = scores.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -math.inf).softmax(-1)
-        site = bound.attention[act.lse]
+        site = bound.sites[act.lse]
         weights = weights * torch.stack([attention_mask(weights[b].detach(), site, b) for b in range(B)])
-        x = x + drop(block.proj((weights @ v).transpose(1, 2).reshape(B, T, C)), bound.forward[w.proj_bias])
-        x = x + drop(block.fcproj(F.gelu(block.fc(block.ln2(x)), approximate="tanh")), bound.forward[w.fcproj_bias])
+        x = x + drop(block.proj((weights @ v).transpose(1, 2).reshape(B, T, C)), bound.sites[w.proj_bias])
+        x = x + drop(block.fcproj(F.gelu(block.fc(block.ln2(x)), approximate="tanh")), bound.sites[w.fcproj_bias])
     logits = F.linear(twin.lnf(x), twin.wte.weight)[..., : twin.vocab_size]
     return F.cross_entropy(logits.reshape(-1, twin.vocab_size), model.act.targets.reshape(-1))
 
@@ -194,10 +194,9 @@ def test_sites_are_numbered_in_the_order_of_the_forward() -> None:
     bound, sites = model.ops, [0]
     assert bound.embedding.site == 0
     for act, w, g in zip(model.act.blocks, model.weights.blocks, model.gradients.blocks, strict=True):
-        block = (bound.attention[act.lse], bound.forward[w.proj_bias], bound.forward[w.fcproj_bias])
-        branches = bound.backward[g.proj_weight], bound.backward[g.fcproj_weight]
-        assert tuple(branch.dropout for branch in branches) == block[1:]
-        assert branches[0].dbias_acc is g.proj_bias and branches[1].dbias_acc is g.fcproj_bias
+        block = (bound.sites[act.lse], bound.sites[w.proj_bias], bound.sites[w.fcproj_bias])
+        assert (bound.sites[g.proj_weight], bound.sites[g.fcproj_weight]) == block[1:]
+        assert bound.dbias_acc[g.proj_weight] is g.proj_bias and bound.dbias_acc[g.fcproj_weight] is g.fcproj_bias
         sites += [site.site for site in block]
     assert sites == list(range(1 + 3 * ODD.num_layers))
     assert len({dataclasses.replace(bound.embedding, site=site).stream for site in sites}) == len(sites)

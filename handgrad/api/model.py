@@ -69,7 +69,7 @@ class Model:
         """Copies the weights of `source`. Raises `DataError` without memory for them."""
         self.device, self.precision = device, precision
         self.dtype = devices.use_precision(device, precision)
-        loaded = load_model(source, device, self.dtype, ops, lambda config, shape: [])
+        loaded = load_model(source, device, self.dtype, ops, [])
         self.shape, self.tokenizer, self.ops = loaded.shape, loaded.tokenizer, ops
         self.model, self.table = architecture(self.shape), parameter_table(self.shape)
         self.flat, self.weights = loaded.views["parameters"], loaded.weights

@@ -8,16 +8,7 @@ from torch import Tensor
 
 from handgrad.dropout.masks import PAIR, ROW_STRIDE, ROWS, Dropout
 from handgrad.ops.hashing import BITS32, WEYL, mixed
-from handgrad.ops.reference.attention import attention_scratch_bytes, causal_scores, split_heads
-
-__all__ = [
-    "attention_backward",
-    "attention_forward",
-    "attention_scratch_bytes",
-    "dropout_backward",
-    "dropout_forward",
-    "dropout_residual_forward",
-]
+from handgrad.ops.reference.attention import attention_scratch_bytes, causal_scores, split_heads  # noqa: F401
 
 # Dropout (Srivastava et al. 2014), inverted: y = M x / (1 - p), M = 1 with probability 1 - p, else 0.
 # Backward: dx = M dy / (1 - p). M is not stored: both make it from (seed, site, sample, row, column).

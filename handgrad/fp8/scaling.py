@@ -16,19 +16,8 @@ import torch
 from torch import Tensor
 
 from handgrad.arena import Buffer
-from handgrad.fp8.formats import (
-    AMAX,
-    COUNTING,
-    E5M2,
-    INVERSE,
-    LARGEST_EXPONENT,
-    MARGIN,
-    REPORT_PLACES,
-    SATURATED,
-    SATURATED_STEPS,
-    SCALE,
-    STATISTICS_PLACES,
-)
+from handgrad.fp8 import formats
+from handgrad.fp8.formats import AMAX, COUNTING, E5M2, INVERSE, LARGEST_EXPONENT, MARGIN, SCALE
 from handgrad.fp8.tables import WEIGHT, Fp8Gemms, QuantizedRow, quantized_tensors, scaling_buffers, weight_buffers
 from handgrad.models.rows import Table
 
@@ -64,10 +53,10 @@ class Fp8Design:
             *weight_buffers(self.table, parameters, self.gemms),
             *scaling_buffers(count, self.statistics_parts),
             Buffer("fp8.history", (count, self.window), torch.float32, kind),
-            Buffer("fp8.totals", (count, STATISTICS_PLACES), torch.float64, kind),
-            Buffer("fp8.report", (count, REPORT_PLACES), torch.float64, kind),
+            Buffer("fp8.totals", (count, formats.STATISTICS_PLACES), torch.float64, kind),
+            Buffer("fp8.report", (count, formats.REPORT_PLACES), torch.float64, kind),
             Buffer("fp8.largest_exponents", (count,), torch.int32, kind),
-            Buffer("fp8.everyone", (ranks, self.first_weight, STATISTICS_PLACES), torch.float64, kind),
+            Buffer("fp8.everyone", (ranks, self.first_weight, formats.STATISTICS_PLACES), torch.float64, kind),
         ]
 
 
@@ -130,8 +119,8 @@ class Scaling:
             widen=self.fp8.delayed and self.fp8.widen,
         )
         if not self.fp8.delayed:
-            self.scaling[:, SATURATED_STEPS] = 0.0
-            self.report[:, SATURATED] = 0.0
+            self.scaling[:, formats.SATURATED_STEPS] = 0.0
+            self.report[:, formats.SATURATED] = 0.0
 
     def reset(self, gradient_scale: float) -> None:
         """Scales of 1 and no history; the logits' gradient, at most `gradient_scale`, gets its static scale."""

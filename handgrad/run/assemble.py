@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from handgrad.dropout.bind import SAMPLES, with_dropout
+from handgrad.dropout.bind import SAMPLES, WithDropout
 from handgrad.fp8.bind import with_fp8
 from handgrad.fp8.scaling import Scaling
 from handgrad.layout import gradient_ring, moved
@@ -75,7 +75,7 @@ def bind(
     passes: Any = ops
     if samples is not None:
         tensors = state.weights, state.weight_gradients, state.activations, state.activation_gradients
-        passes = with_dropout(ops, *tensors, samples=samples, probability=design.dropout, seed=design.seed)
+        passes = WithDropout(ops, *tensors, samples=samples, probability=design.dropout, seed=design.seed)
     program = plain_program(state, ops, passes)
     if sync is not None:
         program = with_sync(program, sync)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from handgrad.arena import make_plan
 from handgrad.config import ModelShape
-from handgrad.dropout.bind import sizing, with_dropout
+from handgrad.dropout.bind import WithDropout, sizing
 from handgrad.models import gpt2, named_weights
 from handgrad.models.passes import run
 from handgrad.models.rows import named
@@ -48,7 +48,7 @@ def gradients(
     backend: Any = ops
     if dropout:
         samples = torch.arange(BATCH, device=device) + 11
-        backend = with_dropout(ops, w, g, act, d, samples=samples, probability=dropout, seed=SEED)
+        backend = WithDropout(ops, w, g, act, d, samples=samples, probability=dropout, seed=SEED)
     factor = torch.tensor([scale], dtype=statistics(dtype), device=device)
     run(gpt2.forward(backend, w, act))
     run(gpt2.backward(backend, w, g, act, d, factor, vocab_size=SHAPE.vocab_size, recompute=recompute))

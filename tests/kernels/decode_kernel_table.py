@@ -48,7 +48,7 @@ def launches() -> dict[str, tuple[triton.JITFunction, dict[str, object], int]]:
         for name, O, K in (("qkv", 3 * C, C), ("proj", C, C), ("fc", 4 * C, C), ("fcproj", C, 4 * C), ("head", 50304, C)):
             rows, block, warps = decode.product_tile(O, K)
             absent = set(nothing) - ({"residual"} if "proj" in name else {"ln_weight", "ln_bias"})
-            constants = {"ROWS": rows, "BLOCK": block, "LATE": name == "qkv", "EPSILON": 1e-5, "GELU": name == "fc"}
+            constants = {"ROWS": rows, "BLOCK": block, "LATE": name == "qkv", "GELU": name == "fc"}
             absent |= {"bias"} if name == "head" else set()
             found[f"{name} of {C}"] = decode._row_product, constants | dict.fromkeys(absent), warps
     for name, (elements, warps) in {"few": decode.FEW_ATTENTIONS, "many": decode.MANY_ATTENTIONS}.items():

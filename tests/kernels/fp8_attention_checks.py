@@ -16,7 +16,7 @@ from handgrad.fp8.cuda import attention
 from handgrad.fp8.cuda.quantizing import quantize_parts
 from handgrad.fp8.formats import CLIPPED, VANISHED, Quantized
 from handgrad.ops.cuda import attention_triton
-from handgrad.ops.cuda.attention_configs import Config, choose_config, rows_of
+from handgrad.ops.cuda.attention_configs import rows_of
 from tests.kernels.fp8_checks import copy, forms_of, make, same, totals
 from tests.kernels.memory_checks import Draw
 
@@ -44,21 +44,18 @@ def expected(found: Quantized, inp: Tensor) -> Quantized:
     return result
 
 
-def run(
-    draw: Draw, B: int, T: int, H: int, D: int, kind: torch.dtype, *, counting: bool, config: Config | None = None
-) -> None:
+def run(draw: Draw, B: int, T: int, H: int, D: int, kind: torch.dtype, *, counting: bool) -> None:
     N, C = B * T, H * D
     qkv, dout = spread(draw, N, 3 * C), spread(draw, N, C)
     out, dqkv = (torch.full((N, width), math.nan, dtype=draw.dtype, device=draw.device) for width in (C, 3 * C))
     lse = torch.full((B, H, T), math.nan, device=draw.device)
     size = attention_triton.attention_scratch_bytes(batch=B, length=T, num_heads=H)
     scratch = torch.full((size,), 255, dtype=torch.uint8, device=draw.device)
-    cut = {"scratch": scratch, "dq_config": config, "dkdv_config": config}
-    attention_triton.attention_forward(out, lse, qkv, config=config)
-    attention_triton.attention_backward(dqkv, dout, out, lse, qkv, **cut)
+    attention_triton.attention_forward(out, lse, qkv)
+    attention_triton.attention_backward(dqkv, dout, out, lse, qkv, scratch=scratch)
 
     def programs(kernel: str) -> int:
-        return B * H * triton.cdiv(T, rows_of(kernel, config or choose_config(kernel, qkv, D)))
+        return B * H * triton.cdiv(T, rows_of(kernel, attention_triton.choose_config(kernel, qkv, D)))
 
     used = programs("forward")
     tensor = make(N, C, max(used, quantize_parts(N, C)), kind, draw.device, scale=SCALES[kind], counting=counting)
@@ -66,7 +63,7 @@ def run(
         found = replace(prepared(form, used), plain=torch.full_like(out, math.nan))
         wanted = expected(found, out)
         found_lse = torch.full_like(lse, math.nan)
-        attention.attention_forward(found, found_lse, qkv, scratch=scratch, config=config)
+        attention.attention_forward(found, found_lse, qkv, scratch=scratch)
         assert found.plain is not None and torch.equal(found.plain, out) and torch.equal(found_lse, lse), name
         same(found, wanted)
         counts(found, kind, counting)
@@ -76,7 +73,7 @@ def run(
     for form in forms_of(tensor).values():
         with_plain = replace(prepared(form, used), plain=torch.full_like(dqkv, math.nan))
         before = copy(with_plain)
-        attention.attention_backward(with_plain, dout, replace(copy(tensor), plain=out), lse, qkv, **cut)
+        attention.attention_backward(with_plain, dout, replace(copy(tensor), plain=out), lse, qkv, scratch=scratch)
         assert with_plain.plain is not None
         same(with_plain, expected(before, with_plain.plain))
         counts(with_plain, kind, counting)
@@ -84,7 +81,7 @@ def run(
         eps = torch.finfo(draw.dtype).eps
         assert (with_plain.plain - dqkv).norm() <= eps * dqkv.norm()
         found = prepared(form, used)
-        attention.attention_backward(found, dout, replace(copy(tensor), plain=out), lse, qkv, **cut)
+        attention.attention_backward(found, dout, replace(copy(tensor), plain=out), lse, qkv, scratch=scratch)
         for name in ("rows", "columns"):
             ours, theirs = getattr(found, name), getattr(with_plain, name)
             if ours is not None:

@@ -28,9 +28,9 @@ def launches(C: int, form: str) -> dict[str, tuple[triton.JITFunction, dict[str,
     limits = {"LARGEST": fp8.LARGEST_MANTISSA * 2.0 ** fp8.LARGEST_EXPONENT[kind], "VANISHES_AT": fp8.VANISHES_AT[kind]}
     block, rows, warps = layernorm.forward_tile(C)
     _, back_block, back_rows, back_warps, stages = layernorm.backward_tile(1 << 16, C, 2)
-    forward = {"C": C, "BLOCK_C": block, "ROWS": rows, "EPSILON": 1e-5, **limits}
+    forward = {"C": C, "BLOCK_C": block, "ROWS": rows, **limits}
     backward = {"C": C, "BLOCK_C": back_block, "ROWS": back_rows, "BELOW": True, "STAGES": stages}
-    softmax = {"V": V, "Vp": Vp, "BLOCK": classifier.BLOCK, "UNROLL": classifier.UNROLL}
+    softmax = {"V": V, "Vp": Vp}
     tile = {"ROWS": quantizing.ROWS, "COLUMNS": quantizing.COLUMNS}
     window = {"WINDOW": 16, "BLOCK": 16, "COUNT_EVERY": 100, "SATURATION_STEPS": 3, "WIDEN": True}
     parts = {"BLOCK": quantizing.PARTS_BLOCK}

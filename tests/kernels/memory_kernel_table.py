@@ -56,9 +56,9 @@ def launches(C: int, itemsize: int = 2) -> dict[str, tuple[triton.JITFunction, d
     """name: (kernel, its constants, warps), as the operations launch them."""
     block, rows, warps = layernorm.forward_tile(C)
     _, back_block, back_rows, back_warps, stages = layernorm.backward_tile(1 << 16, C, itemsize)
-    forward = {"C": C, "BLOCK_C": block, "ROWS": rows, "EPSILON": 1e-5}
+    forward = {"C": C, "BLOCK_C": block, "ROWS": rows}
     backward = {"C": C, "BLOCK_C": back_block, "ROWS": back_rows, "STAGES": stages}
-    softmax = {"V": V, "Vp": Vp, "BLOCK": classifier.BLOCK, "UNROLL": classifier.UNROLL}
+    softmax = {"V": V, "Vp": Vp}
     chunk = {"C": C, "CHUNK": embedding.CHUNK}
     sums = {"ROWS": optimizer.SUM_ROWS, "COLUMNS": optimizer.SUM_COLUMNS}
     betas = {"BETA1": 0.9, "BETA2": 0.95, "LOG2_BETA1": -0.152, "LOG2_BETA2": -0.074, "EPSILON": 1e-8, "WEIGHT_DECAY": 0.1}

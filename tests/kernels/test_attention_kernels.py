@@ -14,7 +14,6 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +28,7 @@ from handgrad.dropout import reference as dropout_reference
 from handgrad.dropout.masks import Dropout
 from handgrad.ops import reference
 from handgrad.ops.cuda import attention_triton
-from handgrad.ops.cuda.attention_configs import CONFIGS, Config
+from handgrad.ops.cuda.attention_configs import CONFIGS, Config, shipped
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROUNDING = 2.0**-24
@@ -39,21 +38,18 @@ GARBAGE = 255  # bytes that are NaN as float32
 TILES = {"wide": Config(32, 16, 4, 1), "tall": Config(16, 32, 4, 1), "square": Config(32, 32, 4, 1), "shipped": None}
 
 
+@pytest.fixture(params=TILES)
+def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TILES[request.param]
+    if config is not None:
+        monkeypatch.setattr(attention_triton, "choose_config", lambda *_: config)
+
+
 def randn(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def run(
-    dtype: torch.dtype,
-    B: int,
-    T: int,
-    H: int,
-    D: int,
-    config: Config | None = None,
-    *,
-    kernels: bool,
-    p: float = 0.0,
-) -> list[Tensor]:
+def run(dtype: torch.dtype, B: int, T: int, H: int, D: int, *, kernels: bool, p: float = 0.0) -> list[Tensor]:
     """out, lse and dqkv over NaN-filled buffers, from the same random inputs, of float32's precision. `p`: dropout's."""
     N, C = B * T, H * D
     site = (Dropout(torch.arange(B, device=DEVICE) + (1 << 32) - 1, p, 1337, 4),) if p else ()
@@ -63,8 +59,8 @@ def run(
         ops = dropout_kernels if p else attention_triton
         size = attention_triton.attention_scratch_bytes(batch=B, length=T, num_heads=H)
         scratch = torch.full((size + 16,), GARBAGE, dtype=torch.uint8, device=DEVICE)
-        ops.attention_forward(out, lse, qkv, *site, config=config)
-        ops.attention_backward(dqkv, dout, out, lse, qkv, *site, scratch=scratch, dq_config=config, dkdv_config=config)
+        ops.attention_forward(out, lse, qkv, *site)
+        ops.attention_backward(dqkv, dout, out, lse, qkv, *site, scratch=scratch)
         assert (scratch[size:] == GARBAGE).all()
     else:
         ops = dropout_reference if p else reference
@@ -73,26 +69,26 @@ def run(
     return [out, lse, *dqkv.view(N, 3, C).unbind(1)]
 
 
-@pytest.mark.parametrize("tiles", TILES)
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize(
     ("B", "T", "H", "D"),
     [(1, 1, 1, 16), (2, 37, 3, 16), (1, 96, 2, 64), (2, 70, 2, 24), (1, 33, 1, 128), (1, 128, 1, 16), (3, 64, 1, 8)],
 )
-def test_float32(B: int, T: int, H: int, D: int, tiles: str) -> None:
-    check_float32(B, T, H, D, TILES[tiles], 0.0)
+def test_float32(B: int, T: int, H: int, D: int) -> None:
+    check_float32(B, T, H, D, 0.0)
 
 
-@pytest.mark.parametrize("tiles", TILES)
+@pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize(("B", "T", "H", "D"), [(2, 37, 3, 16), (1, 70, 2, 24), (1, 33, 1, 128)])
-def test_float32_with_dropout(B: int, T: int, H: int, D: int, tiles: str) -> None:
-    check_float32(B, T, H, D, TILES[tiles], 0.3)
+def test_float32_with_dropout(B: int, T: int, H: int, D: int) -> None:
+    check_float32(B, T, H, D, 0.3)
 
 
-def check_float32(B: int, T: int, H: int, D: int, config: Config | None, p: float) -> None:
+def check_float32(B: int, T: int, H: int, D: int, p: float) -> None:
     """As exact as the reference in float32, up to a factor of two and one rounding."""
     exact = run(torch.float64, B, T, H, D, kernels=False, p=p)
     plain = run(torch.float32, B, T, H, D, kernels=False, p=p)
-    found = run(torch.float32, B, T, H, D, config, kernels=True, p=p)
+    found = run(torch.float32, B, T, H, D, kernels=True, p=p)
     for name, e, p, f in zip(("out", "lse", "dq", "dk", "dv"), exact, plain, found, strict=True):
         # One token attends to itself alone: dq and dk are zero but for rounding, relative to nothing.
         floor = ROUNDING * (e.norm() if T > 1 else math.sqrt(D) * 8)
@@ -100,8 +96,8 @@ def check_float32(B: int, T: int, H: int, D: int, config: Config | None, p: floa
         assert torch.isfinite(f).all() and error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
 
 
-@pytest.mark.parametrize("tiles", TILES)
-def test_masks_are_the_references(tiles: str) -> None:
+@pytest.mark.usefixtures("tiles")
+def test_masks_are_the_references() -> None:
     """Queries of zero look at all keys alike: values that are unit vectors show which keys were kept, and output gradients
     that are unit vectors show the same in the values' gradient."""
     B, T, H, D = 2, 64, 2, 64
@@ -111,10 +107,9 @@ def test_masks_are_the_references(tiles: str) -> None:
     out, dqkv, lse = torch.empty(B * T, H * D), torch.empty(B * T, 3 * H * D), torch.empty(B, H, T)
     out, dqkv, lse = (t.fill_(math.nan).to(DEVICE) for t in (out, dqkv, lse))
     size = attention_triton.attention_scratch_bytes(batch=B, length=T, num_heads=H)
-    options: dict[str, Any] = {"dq_config": TILES[tiles], "dkdv_config": TILES[tiles]}
-    options["scratch"] = torch.zeros(size, dtype=torch.uint8, device=DEVICE)
-    dropout_kernels.attention_forward(out, lse, qkv, site, config=TILES[tiles])
-    dropout_kernels.attention_backward(dqkv, unit.reshape(B * T, H * D), out, lse, qkv, site, **options)
+    scratch = torch.zeros(size, dtype=torch.uint8, device=DEVICE)
+    dropout_kernels.attention_forward(out, lse, qkv, site)
+    dropout_kernels.attention_backward(dqkv, unit.reshape(B * T, H * D), out, lse, qkv, site, scratch=scratch)
     mask = (
         torch.stack([dropout_reference.attention_mask(torch.empty(H, T, T, device=DEVICE), site, b) for b in range(B)]) > 0
     )
@@ -173,7 +168,8 @@ def compiled_table(*, everything: bool) -> list[dict]:
         }
 
     cases = []
-    for (name, D, narrow, newer), config in CONFIGS.items():
+    for (name, D), narrow, newer in product(CONFIGS, (True, False), (True, False)):
+        config = shipped(name, D, narrow=narrow, newer=newer)
         dtypes = (("bf16", "fp16") if everything else ("bf16",)) if narrow else ("fp32",)
         tails = (False, True) if everything else (False,)
         architectures = (90, 100) if newer else (80,)

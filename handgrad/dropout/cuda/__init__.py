@@ -1,13 +1,6 @@
 """Dropout on NVIDIA GPUs, by Triton: the operations of `handgrad.dropout.reference`."""
 
+# ruff: noqa: F401
+
 from handgrad.dropout.cuda.attention import attention_backward, attention_forward, attention_scratch_bytes
 from handgrad.dropout.cuda.elementwise import dropout_backward, dropout_forward, dropout_residual_forward
-
-__all__ = [
-    "attention_backward",
-    "attention_forward",
-    "attention_scratch_bytes",
-    "dropout_backward",
-    "dropout_forward",
-    "dropout_residual_forward",
-]

@@ -9,11 +9,9 @@ from torch import Tensor
 from handgrad.dropout.cuda.masks import RANDOM, head_key, kept, kernel_arguments, row_keys, sample_key
 from handgrad.dropout.masks import Dropout
 from handgrad.ops.cuda import attention_triton
-from handgrad.ops.cuda.attention_configs import Config
 from handgrad.ops.cuda.attention_loops import LN_2, LOG2_E, dkdv_loop, dq_loop, forward_loop, load_dy_delta
-from handgrad.ops.cuda.attention_tiles import key_block, load_tile, load_vector, query_block, store_tile, store_vector
-from handgrad.ops.cuda.attention_triton import blocks, sums_in
-from handgrad.ops.cuda.launch import launch
+from handgrad.ops.cuda.attention_tiles import key_block, load_vector, query_block, store_tile, store_vector
+from handgrad.ops.cuda.attention_triton import launch_blocks, sums_in
 
 # M a mask of zeros and ones and c = 1 / (1 - p):  y = c (M P) v,  dv = c (M P)^T dy,
 # dS = P (c M dP - delta) = c P (M dP - delta / c). So c stays out of the loops: they take M and delta / c, and what they
@@ -40,14 +38,12 @@ def forward_kernel(
     out, lse, qkv, samples, stream, threshold, dropout_scale, H, T, C, row_stride, D: tl.constexpr, WIDTH: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
-    b, h, vector, first, left = query_block(H, T, QUERIES)
-    q_head = qkv + b * T * row_stride + h * D
-    head = q_head + C, C, row_stride, T
-    q = load_tile(q_head + first * row_stride, row_stride, left, D, QUERIES, WIDTH, TAIL)
+    q, head, place = query_block(qkv, H, T, C, row_stride, D, WIDTH, QUERIES, TAIL)
+    b, h, row, column, vector, first, left = place
     mask = row_keys(head_key(sample_key(samples, b, stream), h), first, tl.arange(0, QUERIES)), threshold
     y, m, l = forward_loop(q, head, first, D, KEYS, TAIL, mask, keep_of_queries)
-    store_tile(out + (b * T + first) * C + h * D, C, left, y / l[:, None] * dropout_scale, D, QUERIES, WIDTH, TAIL)
-    store_vector(lse + vector + first, left, (m + tl.log2(l)) * LN_2, QUERIES, TAIL)
+    store_tile(out + row * C + column, C, left, y / l[:, None] * dropout_scale, D, QUERIES, WIDTH, TAIL)
+    store_vector(lse + vector, left, (m + tl.log2(l)) * LN_2, QUERIES, TAIL)
 
 
 @triton.jit(do_not_specialize=RANDOM)
@@ -55,19 +51,16 @@ def dq_kernel(
     dqkv, sums, dout, out, lse, qkv, samples, stream, threshold, dropout_scale, H, T, C, row_stride, D: tl.constexpr,
     WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
-    b, h, vector, first, left = query_block(H, T, QUERIES)
-    q_head = qkv + b * T * row_stride + h * D
-    head = q_head + C, C, row_stride, T
-    q = load_tile(q_head + first * row_stride, row_stride, left, D, QUERIES, WIDTH, TAIL)
-    start = (b * T + first) * C + h * D
-    dy, delta = load_dy_delta(dout, out, start, C, left, D, QUERIES, WIDTH, TAIL)
+    q, head, place = query_block(qkv, H, T, C, row_stride, D, WIDTH, QUERIES, TAIL)
+    b, h, row, column, vector, first, left = place
+    dy, delta = load_dy_delta(dout, out, row * C + column, C, left, D, QUERIES, WIDTH, TAIL)
     mask = row_keys(head_key(sample_key(samples, b, stream), h), first, tl.arange(0, QUERIES)), threshold
     delta /= dropout_scale
-    lse2 = load_vector(lse + vector + first, left, QUERIES, TAIL) * LOG2_E
-    store_tile(sums + 2 * (vector + first), 2, left, tl.join(lse2, delta), 2, QUERIES, 2, TAIL)
+    lse2 = load_vector(lse + vector, left, QUERIES, TAIL) * LOG2_E
+    store_tile(sums + 2 * vector, 2, left, tl.join(lse2, delta), 2, QUERIES, 2, TAIL)
     dq = dq_loop(q, dy, lse2, delta, head, first, D, KEYS, TAIL, mask, keep_of_queries)
     dq *= dropout_scale
-    store_tile(dqkv + (b * T + first) * row_stride + h * D, row_stride, left, dq, D, QUERIES, WIDTH, TAIL)
+    store_tile(dqkv + row * row_stride + column, row_stride, left, dq, D, QUERIES, WIDTH, TAIL)
 
 
 @triton.jit(do_not_specialize=RANDOM)
@@ -75,17 +68,13 @@ def dkdv_kernel(
     dqkv, sums, dout, qkv, samples, stream, threshold, dropout_scale, H, T, C, row_stride, D: tl.constexpr,
     WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
-    b, h, vector, first, left = key_block(H, T, KEYS)
-    q_head = qkv + b * T * row_stride + h * D
-    head = q_head, dout + b * T * C + h * D, sums + 2 * vector, C, row_stride, T
-    k_tile = q_head + C + first * row_stride
-    k = load_tile(k_tile, row_stride, left, D, KEYS, WIDTH, TAIL)
-    v = load_tile(k_tile + C, row_stride, left, D, KEYS, WIDTH, TAIL)
+    k, v, head, place = key_block(qkv, sums, dout, H, T, C, row_stride, D, WIDTH, KEYS, TAIL)
+    b, h, row, column, _, first, left = place
     mask = head_key(sample_key(samples, b, stream), h), threshold
     dk, dv = dkdv_loop(k, v, head, first, D, QUERIES, TAIL, mask, keep_of_keys)
     dk *= dropout_scale
     dv *= dropout_scale
-    dk_tile = dqkv + (b * T + first) * row_stride + C + h * D
+    dk_tile = dqkv + row * row_stride + column
     store_tile(dk_tile, row_stride, left, dk, D, KEYS, WIDTH, TAIL)
     store_tile(dk_tile + C, row_stride, left, dv, D, KEYS, WIDTH, TAIL)
 
@@ -94,25 +83,13 @@ def attention_scratch_bytes(*, batch: int, length: int, num_heads: int, head_wid
     return attention_triton.attention_scratch_bytes(batch=batch, length=length, num_heads=num_heads)
 
 
-def attention_forward(out: Tensor, lse: Tensor, qkv: Tensor, dropout: Dropout, *, config: Config | None = None) -> None:
-    programs, sizes, options = blocks("forward", lse, out, qkv, config=config)
-    launch(forward_kernel, (programs,), out, lse, qkv, *kernel_arguments(dropout), *sizes, **options)
+def attention_forward(out: Tensor, lse: Tensor, qkv: Tensor, dropout: Dropout) -> None:
+    launch_blocks("forward", forward_kernel, lse, out, lse, qkv, more=kernel_arguments(dropout))
 
 
 def attention_backward(
-    dqkv: Tensor,
-    dout: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    qkv: Tensor,
-    dropout: Dropout,
-    *,
-    scratch: Tensor,
-    dq_config: Config | None = None,
-    dkdv_config: Config | None = None,
+    dqkv: Tensor, dout: Tensor, out: Tensor, lse: Tensor, qkv: Tensor, dropout: Dropout, *, scratch: Tensor
 ) -> None:
     sums, random = sums_in(scratch, lse), kernel_arguments(dropout)
-    programs, sizes, options = blocks("dq", lse, dqkv, dout, out, qkv, config=dq_config)
-    launch(dq_kernel, (programs,), dqkv, sums, dout, out, lse, qkv, *random, *sizes, **options)
-    programs, sizes, options = blocks("dkdv", lse, dqkv, dout, qkv, config=dkdv_config)
-    launch(dkdv_kernel, (programs,), dqkv, sums, dout, qkv, *random, *sizes, **options)
+    launch_blocks("dq", dq_kernel, lse, dqkv, sums, dout, out, lse, qkv, more=random)
+    launch_blocks("dkdv", dkdv_kernel, lse, dqkv, sums, dout, qkv, more=random)

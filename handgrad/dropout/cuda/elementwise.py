@@ -7,15 +7,7 @@ from torch import Tensor
 from handgrad.dropout.cuda.masks import RANDOM, kept, kernel_arguments, row_keys, sample_key
 from handgrad.dropout.masks import Dropout
 from handgrad.ops.cuda.launch import launch
-
-# A warp holds whole rows, 64 elements per lane, as in the layer norm's forward.
-ELEMENTS_PER_WARP = 2048
-
-
-def tile(channels: int) -> tuple[int, int, int]:
-    """(padded channels, rows, warps) of a program."""
-    block = triton.next_power_of_2(channels)
-    return block, min(16, max(1, ELEMENTS_PER_WARP // block)), min(16, max(1, block // ELEMENTS_PER_WARP))
+from handgrad.ops.cuda.layernorm import forward_tile
 
 
 def dropout_forward(out: Tensor, inp: Tensor, dropout: Dropout) -> None:
@@ -32,7 +24,7 @@ def dropout_residual_forward(branch_to_out_inout: Tensor, residual: Tensor, drop
 
 def launch_tiles(out: Tensor, residual: Tensor | None, inp: Tensor, dropout: Dropout) -> None:
     N, C = inp.shape
-    block, rows, warps = tile(C)
+    block, rows, warps = forward_tile(C)
     T = N // dropout.samples.shape[0]
     grid = (triton.cdiv(N, rows),)
     launch(_dropout, grid, out, residual, inp, *kernel_arguments(dropout), N, T, C, block, rows, num_warps=warps)

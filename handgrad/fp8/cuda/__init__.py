@@ -19,10 +19,10 @@ from handgrad.fp8.cuda.linear import (
 )
 from handgrad.fp8.cuda.quantizing import fold_statistics, quantize, update_scaling
 from handgrad.ops import cuda
-from handgrad.ops.compose import layernorm_linear, layernorm_linear_gelu
+from handgrad.ops.compose import after_layernorm
 
-layernorm_linear_forward = layernorm_linear(layernorm_forward, linear_forward)
-layernorm_linear_gelu_forward = layernorm_linear_gelu(layernorm_forward, linear_gelu_forward)
+layernorm_linear_forward = after_layernorm(layernorm_forward, linear_forward)
+layernorm_linear_gelu_forward = after_layernorm(layernorm_forward, linear_gelu_forward)
 
 
 def statistics_parts(

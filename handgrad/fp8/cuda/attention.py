@@ -5,14 +5,13 @@ import triton.language as tl
 from torch import Tensor
 
 from handgrad.fp8 import formats
-from handgrad.fp8.cuda.quantizing import UNALIGNED, limits, quantize, rescale, rounded, store_statistics
+from handgrad.fp8.cuda.quantizing import UNALIGNED, at_own_scale, limits, quantize, rounded, store_statistics
 from handgrad.fp8.formats import Form, Quantized, plain
 from handgrad.ops.cuda import attention, attention_triton
-from handgrad.ops.cuda.attention_configs import CONFIGS, Config, rows_of
+from handgrad.ops.cuda.attention_configs import rows_of, shipped
 from handgrad.ops.cuda.attention_loops import LN_2, LOG2_E, dkdv_loop, dq_loop, forward_loop, load_dy_delta
 from handgrad.ops.cuda.attention_tiles import (
     key_block,
-    load_tile,
     load_vector,
     mask_of,
     pointers_of,
@@ -51,19 +50,16 @@ def forward_kernel(
     out, lse, qkv, rows, columns, scaling, statistics, H, T, C, row_stride, N, PARTS, D: tl.constexpr, WIDTH: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr, LARGEST: tl.constexpr, VANISHES_AT: tl.constexpr,
 ):  # fmt: skip
-    b, h, vector, first, left = query_block(H, T, QUERIES)
-    q_head = qkv + b * T * row_stride + h * D
-    head = q_head + C, C, row_stride, T
-    q = load_tile(q_head + first * row_stride, row_stride, left, D, QUERIES, WIDTH, TAIL)
+    q, head, place = query_block(qkv, H, T, C, row_stride, D, WIDTH, QUERIES, TAIL)
+    _, _, row, column, vector, first, left = place
     y, m, l = forward_loop(q, head, first, D, KEYS, TAIL)
-    y_tile = out + (b * T + first) * C + h * D
     y = y / l[:, None]
-    store_tile(y_tile, C, left, y, D, QUERIES, WIDTH, TAIL)
-    store_vector(lse + vector + first, left, (m + tl.log2(l)) * LN_2, QUERIES, TAIL)
+    store_tile(out + row * C + column, C, left, y, D, QUERIES, WIDTH, TAIL)
+    store_vector(lse + vector, left, (m + tl.log2(l)) * LN_2, QUERIES, TAIL)
     y = y.to(qkv.dtype.element_ty).to(tl.float32)
     if TAIL:
         y = tl.where(mask_of(left, WIDTH, QUERIES, WIDTH, TAIL), y, 0.0)
-    store_quantized((rows, columns, scaling, C, N), y, b * T + first, h * D, left, D, TAIL)
+    store_quantized((rows, columns, scaling, C, N), y, row, column, left, D, TAIL)
     store_statistics(statistics, PARTS, tl.program_id(0), y, scaling, LARGEST, VANISHES_AT)
 
 
@@ -73,19 +69,16 @@ def dq_kernel(
     WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr, LARGEST: tl.constexpr,
     VANISHES_AT: tl.constexpr,
 ):  # fmt: skip
-    b, h, vector, first, left = query_block(H, T, QUERIES)
-    q_head = qkv + b * T * row_stride + h * D
-    head = q_head + C, C, row_stride, T
-    q = load_tile(q_head + first * row_stride, row_stride, left, D, QUERIES, WIDTH, TAIL)
-    start = (b * T + first) * C + h * D
-    dy, delta = load_dy_delta(dout, out, start, C, left, D, QUERIES, WIDTH, TAIL)
-    lse2 = load_vector(lse + vector + first, left, QUERIES, TAIL) * LOG2_E
-    store_tile(sums + 2 * (vector + first), 2, left, tl.join(lse2, delta), 2, QUERIES, 2, TAIL)
+    q, head, place = query_block(qkv, H, T, C, row_stride, D, WIDTH, QUERIES, TAIL)
+    _, _, row, column, vector, first, left = place
+    dy, delta = load_dy_delta(dout, out, row * C + column, C, left, D, QUERIES, WIDTH, TAIL)
+    lse2 = load_vector(lse + vector, left, QUERIES, TAIL) * LOG2_E
+    store_tile(sums + 2 * vector, 2, left, tl.join(lse2, delta), 2, QUERIES, 2, TAIL)
     dq = dq_loop(q, dy, lse2, delta, head, first, D, KEYS, TAIL)
     if dqkv is not None:
-        store_tile(dqkv + (b * T + first) * row_stride + h * D, row_stride, left, dq, D, QUERIES, WIDTH, TAIL)
+        store_tile(dqkv + row * row_stride + column, row_stride, left, dq, D, QUERIES, WIDTH, TAIL)
     dq = dq.to(qkv.dtype.element_ty).to(tl.float32)
-    store_quantized((rows, columns, scaling, row_stride, N), dq, b * T + first, h * D, left, D, TAIL)
+    store_quantized((rows, columns, scaling, row_stride, N), dq, row, column, left, D, TAIL)
     store_statistics(statistics, PARTS, tl.program_id(0), dq, scaling, LARGEST, VANISHES_AT)
 
 
@@ -95,15 +88,11 @@ def dkdv_kernel(
     WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr, LARGEST: tl.constexpr,
     VANISHES_AT: tl.constexpr,
 ):  # fmt: skip
-    b, h, vector, first, left = key_block(H, T, KEYS)
-    q_head = qkv + b * T * row_stride + h * D
-    head = q_head, dout + b * T * C + h * D, sums + 2 * vector, C, row_stride, T
-    k_tile = q_head + C + first * row_stride
-    k = load_tile(k_tile, row_stride, left, D, KEYS, WIDTH, TAIL)
-    v = load_tile(k_tile + C, row_stride, left, D, KEYS, WIDTH, TAIL)
+    k, v, head, place = key_block(qkv, sums, dout, H, T, C, row_stride, D, WIDTH, KEYS, TAIL)
+    _, _, row, column, _, first, left = place
     dk, dv = dkdv_loop(k, v, head, first, D, QUERIES, TAIL)
     if dqkv is not None:
-        dk_tile = dqkv + (b * T + first) * row_stride + C + h * D
+        dk_tile = dqkv + row * row_stride + column
         store_tile(dk_tile, row_stride, left, dk, D, KEYS, WIDTH, TAIL)
         store_tile(dk_tile + C, row_stride, left, dv, D, KEYS, WIDTH, TAIL)
     # Joined in 16 bits, and before the stores: else ptxas (CUDA 12.8) serializes the loops' instructions.
@@ -111,7 +100,7 @@ def dkdv_kernel(
     dv = dv.to(qkv.dtype.element_ty)
     both = tl.reshape(tl.join(dk, dv), (KEYS, 2 * WIDTH)).to(tl.float32)
     store_statistics(statistics, PARTS, tl.program_id(0), both, scaling, LARGEST, VANISHES_AT)
-    forms, row, column = (rows, columns, scaling, row_stride, N), b * T + first, C + h * D
+    forms = rows, columns, scaling, row_stride, N
     store_quantized(forms, dk, row, column, left, D, TAIL)
     store_quantized(forms, dv, row, column + C, left, D, TAIL)
 
@@ -128,8 +117,7 @@ def backward_parts(batch: int, num_heads: int, length: int, width: int) -> int:
 
 def most_blocks(kernel: str, length: int, width: int) -> int:
     """Programs per head, with the smallest tiles that any GPU gets."""
-    sizes = (rows_of(kernel, CONFIGS[kernel, 64 if width <= 64 else 128, True, newer]) for newer in (True, False))
-    return triton.cdiv(length, min(sizes))
+    return triton.cdiv(length, min(rows_of(kernel, shipped(kernel, width, narrow=True, newer=n)) for n in (True, False)))
 
 
 def launch_blocks(
@@ -139,13 +127,12 @@ def launch_blocks(
     quantized: Quantized,
     first_part: int,
     lse: Tensor,
-    config: Config | None,
 ) -> int:
     """Launches a kernel over all blocks of all heads and returns the number of its programs; each writes a part of the
     statistics of `quantized`, from `first_part` on."""
     statistics, parts = quantized.statistics, quantized.statistics.shape[1]
     forms = quantized.rows, quantized.columns, quantized.scaling
-    programs, sizes, options = blocks(name, lse, *forms, statistics, *tensors, config=config)
+    programs, sizes, options = blocks(name, lse, *forms, statistics, *tensors)
     assert first_part + programs <= parts, f"{parts} parts, {first_part + programs} needed"
     largest, vanishes_at = limits(quantized)
     first, N = statistics.view(-1)[first_part:], quantized.shape[0]
@@ -154,27 +141,17 @@ def launch_blocks(
     return programs
 
 
-def attention_forward(out: Form, lse: Tensor, qkv: Tensor, *, scratch: Tensor, config: Config | None = None) -> None:
+def attention_forward(out: Form, lse: Tensor, qkv: Tensor, *, scratch: Tensor) -> None:
     if isinstance(out, Tensor):
         attention.attention_forward(out, lse, qkv, scratch=scratch)
     elif out.current:
-        attention_triton.attention_forward(plain(out), lse, qkv, config=config)
+        attention_triton.attention_forward(plain(out), lse, qkv)
         quantize(out, plain(out))
     else:
-        launch_blocks("forward", forward_kernel, (plain(out), lse, qkv), out, 0, lse, config)
+        launch_blocks("forward", forward_kernel, (plain(out), lse, qkv), out, 0, lse)
 
 
-def attention_backward(
-    dqkv: Form,
-    dout: Tensor,
-    out: Form,
-    lse: Tensor,
-    qkv: Tensor,
-    *,
-    scratch: Tensor,
-    dq_config: Config | None = None,
-    dkdv_config: Config | None = None,
-) -> None:
+def attention_backward(dqkv: Form, dout: Tensor, out: Form, lse: Tensor, qkv: Tensor, *, scratch: Tensor) -> None:
     """Of a quantised dqkv there need not be a 16-bit form: where its scale is made from dqkv itself, all is computed
     twice."""
     inputs = dout, plain(out), lse, qkv
@@ -185,10 +162,7 @@ def attention_backward(
     sums = sums_in(scratch, lse)
 
     def run() -> None:
-        parts = launch_blocks("dq", dq_kernel, (dqkv.plain, sums, *inputs), dqkv, 0, lse, dq_config)
-        launch_blocks("dkdv", dkdv_kernel, (dqkv.plain, sums, dout, qkv), dqkv, parts, lse, dkdv_config)
+        parts = launch_blocks("dq", dq_kernel, (dqkv.plain, sums, *inputs), dqkv, 0, lse)
+        launch_blocks("dkdv", dkdv_kernel, (dqkv.plain, sums, dout, qkv), dqkv, parts, lse)
 
-    run()
-    if dqkv.current:
-        rescale(dqkv)
-        run()
+    at_own_scale(dqkv, run)

@@ -8,15 +8,7 @@ from handgrad.fp8.cuda.quantizing import SCALE, UNALIGNED, rounded, transpose_ro
 from handgrad.fp8.formats import Form, of_plain, plain
 from handgrad.ops import cuda
 from handgrad.ops.cuda import classifier
-from handgrad.ops.cuda.classifier import (
-    BLOCK,
-    UNROLL,
-    WARPS,
-    store_loss,
-    tail_gradient,
-    target_gradient,
-    tile_gradient,
-)
+from handgrad.ops.cuda.classifier import TILE, WARPS, loss_and_gradient
 from handgrad.ops.cuda.launch import launch
 
 classifier_forward = of_plain(classifier.classifier_forward)
@@ -34,50 +26,26 @@ def classifier_forward_backward(
         return
     N, Vp = logits.shape
     # A tail with nothing but padding came out wrong from Triton 3.6 (H200). No model has one: Vp is V rounded up to 128.
-    assert Vp == vocab_size or vocab_size % (BLOCK * UNROLL), f"{Vp - vocab_size} columns behind {vocab_size}"
+    assert Vp == vocab_size or vocab_size % TILE.value, f"{Vp - vocab_size} columns behind {vocab_size}"
     tensors, in_place = (losses, logits, out.rows, out.scaling, targets, scale), out.columns is None
-    launch(_forward_backward, (N,), *tensors, vocab_size, Vp, BLOCK, UNROLL, in_place, num_warps=WARPS)
+    launch(_forward_backward, (N,), *tensors, vocab_size, Vp, in_place, num_warps=WARPS)
     transpose_rows(out)
 
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def _forward_backward(
-    losses,
-    logits,
-    rows,
-    scaling,
-    targets,
-    scale,
-    V: tl.constexpr,
-    Vp: tl.constexpr,
-    BLOCK: tl.constexpr,
-    UNROLL: tl.constexpr,
-    IN_PLACE: tl.constexpr,
+    losses, logits, rows, scaling, targets, scale, V: tl.constexpr, Vp: tl.constexpr, IN_PLACE: tl.constexpr
 ):
-    """The sweep of the 16-bit kernel, with other stores."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * Vp
-    into = logits, rows + row * Vp, tl.load(scaling + SCALE)
-    target = tl.load(targets + row)
-    sums = store_loss(losses, row, logits, target, V, Vp, BLOCK, UNROLL, "evict_last")
-    factor = tl.load(scale)
-    per_exponential = factor / sums[2]
-    TILE: tl.constexpr = BLOCK * UNROLL
-    WHOLE: tl.constexpr = V // TILE * TILE
-    for start in range(WHOLE, Vp, BLOCK):
-        column, d = tail_gradient(logits, start, sums[1], per_exponential, V, Vp, BLOCK)
-        store_gradient(into, column, d, column < Vp, IN_PLACE, "evict_first")
-    for back in range(0, WHOLE, TILE):
-        column, d = tile_gradient(logits, WHOLE - TILE - back, sums[1], per_exponential, BLOCK, UNROLL)
-        store_gradient(into, column, d, None, IN_PLACE, "evict_first")
-    tl.debug_barrier()
-    store_gradient(into, target, target_gradient(sums, factor).to(logits.dtype.element_ty), None, IN_PLACE, "")
+    into = logits, rows + row * Vp, tl.load(scaling + SCALE), IN_PLACE
+    loss_and_gradient(losses + row, logits, tl.load(targets + row), tl.load(scale), V, Vp, store_gradient, into)
 
 
 @triton.jit
-def store_gradient(into, column, d, mask, IN_PLACE: tl.constexpr, EVICTION: tl.constexpr):
+def store_gradient(into, column, d, mask, EVICTION: tl.constexpr):
     """d in place, and in fp8 as it is rounded there."""
-    logits, rows, scale = into
+    logits, rows, scale, IN_PLACE = into
     if IN_PLACE:
         tl.store(logits + column, d, mask=mask, eviction_policy=EVICTION)
     d8 = rounded(d.to(tl.float32), scale, rows.dtype.element_ty)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from handgrad.fp8.cuda.quantizing import COUNTING, SCALE, limits, rescale, rounded, store_part, target
+from handgrad.fp8.cuda.quantizing import COUNTING, SCALE, at_own_scale, limits, rounded, store_part, target
 from handgrad.fp8.formats import Quantized
 from handgrad.ops.cuda.gelu import CUBIC, CUBIC3, SATURATED, SLOPE, SLOPE_LN2
 from handgrad.ops.cuda.launch import launch
@@ -35,35 +35,22 @@ def backward_parts(N: int, F: int) -> int:
 
 def gelu_forward_fp8(out: Quantized, hidden: Tensor) -> None:
     """The rows of out, and its statistics; hidden (N, F). With `current`, first the scale."""
-    _launch_forward(out, hidden)
-    if out.current:
-        rescale(out)
-        _launch_forward(out, hidden)
+    elements, programs = hidden.numel(), forward_parts(*hidden.shape)
+    arguments = out.rows, *target(out, programs), hidden, elements, *limits(out), elements % BLOCK == 0, BLOCK
+    at_own_scale(out, lambda: launch(_forward, (programs,), *arguments, num_warps=WARPS))
 
 
 def gelu_backward_fp8(dhidden: Quantized, inp: Quantized, dgelu: Tensor, hidden: Tensor) -> None:
     """dhidden is the gradient before the GELU, from dgelu (N, F), the one after it; with `current`, first its scale. The
     columns of inp, GELU(hidden), are made at its scale as it stands."""
-    _launch_backward(dhidden, inp, dgelu, hidden)
-    if dhidden.current:
-        rescale(dhidden)
-        _launch_backward(dhidden, inp, dgelu, hidden)
-
-
-def _launch_forward(out: Quantized, hidden: Tensor) -> None:
-    elements, programs = hidden.numel(), forward_parts(*hidden.shape)
-    arguments = out.rows, *target(out, programs), hidden, elements, *limits(out)
-    launch(_forward, (programs,), *arguments, elements % BLOCK == 0, BLOCK, num_warps=WARPS)
-
-
-def _launch_backward(dhidden: Quantized, inp: Quantized, dgelu: Tensor, hidden: Tensor) -> None:
     (N, F), rows = hidden.shape, QUADS * QUAD.value
     assert N % QUAD.value == 0, f"the number of tokens must be a multiple of {QUAD.value}, found {N}"
     scaling, *statistics = target(dhidden, backward_parts(N, F))
     tensors = dhidden.rows, dhidden.columns, inp.columns, scaling, inp.scaling, *statistics, dgelu, hidden
     sizes, even = (N // QUAD.value, F, *limits(dhidden)), N % rows == 0 and F % COLUMNS == 0
     grid = (triton.cdiv(F, COLUMNS), triton.cdiv(N, rows))
-    launch(_backward, grid, *tensors, *sizes, even, QUADS, COLUMNS, num_warps=BACKWARD_WARPS)
+    arguments = *tensors, *sizes, even, QUADS, COLUMNS
+    at_own_scale(dhidden, lambda: launch(_backward, grid, *arguments, num_warps=BACKWARD_WARPS))
 
 
 @triton.jit(do_not_specialize_on_alignment=["scaling", "statistics"])
@@ -239,34 +226,21 @@ def reciprocal(x):
     return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
+WORD_E4M3, WORD_E5M2 = (
+    tl.constexpr(f"""{{
+    .reg .b16 low, high;
+    cvt.rn.satfinite.{kind}x2.f32 low, $2, $1;
+    cvt.rn.satfinite.{kind}x2.f32 high, $4, $3;
+    mov.b32 $0, {{low, high}};
+    }}""")
+    for kind in ("e4m3", "e5m2")
+)
+
+
 @triton.jit
 def word(a, b, c, d, TYPE: tl.constexpr):
     """Float32 a, b, c, d, rounded to the fp8 format TYPE, in the bytes of an int32, a first."""
     if tl.float8e4nv == TYPE:
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b16 low, high;
-            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
-            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
-            mov.b32 $0, {low, high};
-            }""",
-            "=r,f,f,f,f",
-            [a, b, c, d],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
+        return tl.inline_asm_elementwise(WORD_E4M3, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
     else:
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b16 low, high;
-            cvt.rn.satfinite.e5m2x2.f32 low, $2, $1;
-            cvt.rn.satfinite.e5m2x2.f32 high, $4, $3;
-            mov.b32 $0, {low, high};
-            }""",
-            "=r,f,f,f,f",
-            [a, b, c, d],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
+        return tl.inline_asm_elementwise(WORD_E5M2, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)

@@ -8,10 +8,10 @@ from torch import Tensor
 from handgrad.fp8.cuda.quantizing import (
     SCALE,
     UNALIGNED,
+    at_own_scale,
     count_numbers,
     limits,
     quantize,
-    rescale,
     rounded,
     store_part,
     store_statistics,
@@ -31,7 +31,6 @@ from handgrad.ops.cuda.layernorm import (
     normalised,
     store_sums,
 )
-from handgrad.ops.reference.layernorm import LAYERNORM_EPSILON
 
 
 def forward_parts(N: int, C: int) -> int:
@@ -51,19 +50,12 @@ def layernorm_forward(out: Form, mean: Tensor, rstd: Tensor, inp: Tensor, weight
         if isinstance(out, Quantized):
             quantize(out, plain(out))
         return
-    _launch_forward(out, *tensors)
-    if out.current:
-        rescale(out)
-        _launch_forward(out, *tensors)
-    transpose_rows(out)
-
-
-def _launch_forward(out: Quantized, *tensors: Tensor) -> None:
-    N, C = tensors[2].shape
+    N, C = inp.shape
     block, rows, warps = forward_tile(C)
     grid, form = (triton.cdiv(N, rows),), (out.rows, *target(out, forward_parts(N, C)))
-    sizes = N, C, block, rows, LAYERNORM_EPSILON
-    launch(_forward, grid, out.plain, *form, *tensors, *sizes, *limits(out), num_warps=warps)
+    arguments = out.plain, *form, *tensors, N, C, block, rows, *limits(out)
+    at_own_scale(out, lambda: launch(_forward, grid, *arguments, num_warps=warps))
+    transpose_rows(out)
 
 
 def layernorm_backward(
@@ -113,14 +105,13 @@ def _forward(
     C: tl.constexpr,
     BLOCK_C: tl.constexpr,
     ROWS: tl.constexpr,
-    EPSILON: tl.constexpr,
     LARGEST: tl.constexpr,
     VANISHES_AT: tl.constexpr,
 ):
     """out may be None."""
     first, row, column, in_rows, in_row = forward_places(N, C, BLOCK_C, ROWS)
     place, inside = first * C + (row * C + column), in_rows & in_row
-    y, row_mean, row_rstd = normalised((inp, weight, bias), place, column, inside, in_row, C, EPSILON)
+    y, row_mean, row_rstd = normalised((inp, weight, bias), place, column, inside, in_row, C)
     if out is not None:
         tl.store(out + place, y, mask=inside)
     y = y.to(tl.float32)

@@ -1,5 +1,7 @@
 """Quantising to fp8, and the scales for it. The end of the file serves all kernels that write fp8."""
 
+from collections.abc import Callable
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -105,6 +107,14 @@ def rescale(tensor: Quantized) -> None:
     """The scale for the largest number in the tensor's own statistics."""
     arguments = tensor.scaling, tensor.statistics, tensor.statistics.shape[1], formats.LARGEST_EXPONENT[tensor.format]
     launch(_rescale, (1,), *arguments, PARTS_BLOCK, num_warps=PARTS_WARPS)
+
+
+def at_own_scale(tensor: Quantized, run: Callable[[], None]) -> None:
+    """Launches what writes the tensor and its statistics; with `current`, again at the scale for what it found."""
+    run()
+    if tensor.current:
+        rescale(tensor)
+        run()
 
 
 def fold_statistics(totals_inout: Tensor, statistics: Tensor) -> None:

@@ -22,11 +22,11 @@ from handgrad.fp8.reference.quantized import (
 )
 from handgrad.fp8.reference.quantizing import fold_statistics, quantize, update_scaling
 from handgrad.ops import reference
-from handgrad.ops.compose import layernorm_linear, layernorm_linear_gelu
+from handgrad.ops.compose import after_layernorm
 
 classifier_forward = of_plain(reference.classifier_forward)
-layernorm_linear_forward = layernorm_linear(layernorm_forward, linear_forward)
-layernorm_linear_gelu_forward = layernorm_linear_gelu(layernorm_forward, linear_gelu_forward)
+layernorm_linear_forward = after_layernorm(layernorm_forward, linear_forward)
+layernorm_linear_gelu_forward = after_layernorm(layernorm_forward, linear_gelu_forward)
 
 
 def statistics_parts(

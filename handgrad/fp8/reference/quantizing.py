@@ -5,24 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from handgrad.fp8.formats import (
-    AMAX,
-    CLIPPED,
-    COUNTING,
-    INVERSE,
-    LARGEST_EXPONENT,
-    LARGEST_MANTISSA,
-    LARGEST_SCALE_EXPONENT,
-    MARGIN,
-    SATURATED,
-    SATURATED_STEPS,
-    SCALE,
-    STATISTICS_PLACES,
-    USED_SCALE,
-    VANISHED,
-    VANISHES_AT,
-    Quantized,
-)
+from handgrad.fp8 import formats
+from handgrad.fp8.formats import AMAX, CLIPPED, COUNTING, INVERSE, MARGIN, SCALE, VANISHED, Quantized
 from handgrad.ops import CONTROL_STEP
 
 # A scale 2^e such that amax 2^e is at most the format's largest number 1.75 * 2^E, with `margin` binades left free: for
@@ -39,7 +23,7 @@ def quantize(out: Quantized, inp: Tensor) -> None:
     if out.scaling[COUNTING]:
         magnitude = (inp.float() * out.scaling[SCALE]).abs_()
         out.statistics[CLIPPED, 0] = (magnitude > largest(out.format)).sum()
-        out.statistics[VANISHED, 0] = ((magnitude <= VANISHES_AT[out.format]) & (inp != 0)).sum()
+        out.statistics[VANISHED, 0] = ((magnitude <= formats.VANISHES_AT[out.format]) & (inp != 0)).sum()
     write_forms(out, inp)
 
 
@@ -55,21 +39,21 @@ def write_forms(out: Quantized, inp: Tensor) -> None:
 
 def largest(kind: torch.dtype) -> float:
     """The largest number of an fp8 format."""
-    return LARGEST_MANTISSA * 2.0 ** LARGEST_EXPONENT[kind]
+    return formats.LARGEST_MANTISSA * 2.0 ** formats.LARGEST_EXPONENT[kind]
 
 
 def rescale_to(tensor: Quantized, amax: Tensor) -> None:
     """Sets the tensor's scale for numbers up to amax (0-dimensional)."""
     scale_rows = tensor.scaling.unsqueeze(0)
-    write_scales(scale_rows, amax.view(1), torch.tensor([LARGEST_EXPONENT[tensor.format]], device=amax.device))
+    write_scales(scale_rows, amax.view(1), torch.tensor([formats.LARGEST_EXPONENT[tensor.format]], device=amax.device))
 
 
 def write_scales(scaling: Tensor, amax: Tensor, largest_exponents: Tensor) -> None:
     """Scale and inverse in the rows of scaling (n, SCALING_PLACES) for numbers up to amax (n); a row keeps its scale where
     amax is 0 or not finite."""
     mantissa, exponent = torch.frexp(amax.float())  # amax = mantissa 2^exponent, 1/2 <= mantissa < 1
-    e = largest_exponents - (exponent - 1) - (mantissa > LARGEST_MANTISSA / 2).int() - scaling[:, MARGIN].int()
-    e = e.clamp(-LARGEST_SCALE_EXPONENT, LARGEST_SCALE_EXPONENT)
+    e = largest_exponents - (exponent - 1) - (mantissa > formats.LARGEST_MANTISSA / 2).int() - scaling[:, MARGIN].int()
+    e = e.clamp(-formats.LARGEST_SCALE_EXPONENT, formats.LARGEST_SCALE_EXPONENT)
     usable = (amax > 0) & torch.isfinite(amax)
     one = torch.ones_like(amax, dtype=torch.float32)
     scaling[:, SCALE] = torch.where(usable, torch.ldexp(one, e), scaling[:, SCALE])
@@ -104,15 +88,15 @@ def update_scaling(
     """
     step = int(controls[CONTROL_STEP])
     amax, scaling = totals_inout[:, AMAX].float(), scaling_inout
-    limit = torch.ldexp(torch.full_like(amax, LARGEST_MANTISSA), largest_exponents)
-    saturated = torch.where(amax * scaling[:, SCALE] > limit, scaling[:, SATURATED_STEPS] + 1, 0.0)
-    report[:, :STATISTICS_PLACES] = totals_inout
-    report[:, USED_SCALE], report[:, SATURATED] = scaling[:, SCALE], saturated
+    limit = torch.ldexp(torch.full_like(amax, formats.LARGEST_MANTISSA), largest_exponents)
+    saturated = torch.where(amax * scaling[:, SCALE] > limit, scaling[:, formats.SATURATED_STEPS] + 1, 0.0)
+    report[:, : formats.STATISTICS_PLACES] = totals_inout
+    report[:, formats.USED_SCALE], report[:, formats.SATURATED] = scaling[:, SCALE], saturated
     if widen:
         due = saturated >= saturation_steps
         scaling[:, MARGIN] += due.float()
         saturated = torch.where(due, 0.0, saturated)
-    scaling[:, SATURATED_STEPS] = saturated
+    scaling[:, formats.SATURATED_STEPS] = saturated
     history_inout[:, step % history_inout.shape[1]] = torch.where(torch.isfinite(amax), amax, 0.0)
     write_scales(scaling, history_inout.amax(1), largest_exponents)
     scaling[:, COUNTING] = float((step + 1) % count_every == 0)

@@ -1,4 +1,4 @@
-"""How attention's kernels are cut, on which GPU."""
+"""Tiles of attention's kernels, by GPU."""
 
 import functools
 from typing import NamedTuple
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Config(NamedTuple):
-    """How one kernel is cut: queries and keys per tile, warps per program, depth of the load pipeline (3 loads one tile
+    """The cut of one kernel: queries and keys per tile, warps per program, depth of the load pipeline (3 loads one tile
     ahead of the products), and a cap on the registers of a thread where it lets one more program run beside."""
 
     queries: int
@@ -18,45 +18,33 @@ class Config(NamedTuple):
     registers: int | None = None
 
 
-# Fixed: choosing at run time would change the order of the sums, and so the bits. The key is (kernel, head width up to,
-# inputs of 16 bits, a data-centre GPU with the shared memory and the tensor cores of Hopper or Blackwell). The rows for
-# the others fit in the 99 KB of shared memory of sm_86, sm_89 and sm_120.
-CONFIGS: dict[tuple[str, int, bool, bool], Config] = {
-    ("forward", 64, True, True): Config(64, 64, 4, 3, 128),
-    ("forward", 128, True, True): Config(64, 64, 4, 3),
-    ("forward", 64, True, False): Config(128, 64, 8, 2),
-    ("forward", 128, True, False): Config(128, 32, 8, 2),
-    ("forward", 64, False, True): Config(32, 32, 8, 2),
-    ("forward", 128, False, True): Config(32, 16, 8, 2),
-    ("forward", 64, False, False): Config(32, 32, 8, 2),
-    ("forward", 128, False, False): Config(32, 16, 8, 2),
-    ("dq", 64, True, True): Config(64, 64, 4, 2, 128),
-    ("dq", 128, True, True): Config(128, 64, 8, 3),
-    ("dq", 64, True, False): Config(64, 64, 4, 2),
-    ("dq", 128, True, False): Config(64, 32, 4, 2),
-    ("dq", 64, False, True): Config(32, 32, 8, 2),
-    ("dq", 128, False, True): Config(32, 16, 8, 2),
-    ("dq", 64, False, False): Config(32, 32, 8, 2),
-    ("dq", 128, False, False): Config(32, 16, 8, 2),
-    ("dkdv", 64, True, True): Config(64, 64, 4, 3),
-    ("dkdv", 128, True, True): Config(64, 64, 8, 3),
-    ("dkdv", 64, True, False): Config(32, 64, 8, 2),
-    ("dkdv", 128, True, False): Config(32, 32, 4, 2),
-    ("dkdv", 64, False, True): Config(32, 32, 8, 2),
-    ("dkdv", 128, False, True): Config(16, 16, 4, 2),
-    ("dkdv", 64, False, False): Config(32, 32, 8, 2),
-    ("dkdv", 128, False, False): Config(16, 16, 4, 2),
+# Fixed: choosing at run time would change the order of the sums, and so the bits. The key is (kernel, head width up to). Of
+# 16-bit inputs on a data-centre GPU, with the shared memory and the tensor cores of Hopper or Blackwell; on the others,
+# within the 99 KB of shared memory of sm_86, sm_89 and sm_120; and of float32 on any.
+CONFIGS: dict[tuple[str, int], tuple[Config, Config, Config]] = {
+    ("forward", 64): (Config(64, 64, 4, 3, 128), Config(128, 64, 8, 2), Config(32, 32, 8, 2)),
+    ("forward", 128): (Config(64, 64, 4, 3), Config(128, 32, 8, 2), Config(32, 16, 8, 2)),
+    ("dq", 64): (Config(64, 64, 4, 2, 128), Config(64, 64, 4, 2), Config(32, 32, 8, 2)),
+    ("dq", 128): (Config(128, 64, 8, 3), Config(64, 32, 4, 2), Config(32, 16, 8, 2)),
+    ("dkdv", 64): (Config(64, 64, 4, 3), Config(32, 64, 8, 2), Config(32, 32, 8, 2)),
+    ("dkdv", 128): (Config(64, 64, 8, 3), Config(32, 32, 4, 2), Config(16, 16, 4, 2)),
 }
 
 
 @functools.cache
 def is_hopper_or_newer(device: torch.device) -> bool:
-    """Whether the rows for data-centre GPUs apply. sm_120 has Blackwell's name, but not its shared memory."""
+    """True on a data-centre GPU. sm_120 has Blackwell's name, but not its shared memory."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
+def shipped(kernel: str, D: int, *, narrow: bool, newer: bool) -> Config:
+    """`narrow`: inputs of 16 bits; `newer`: on a data-centre GPU."""
+    data_centre, others, float32 = CONFIGS[kernel, 64 if D <= 64 else 128]
+    return (data_centre if newer else others) if narrow else float32
+
+
 def choose_config(kernel: str, qkv: Tensor, D: int) -> Config:
-    return CONFIGS[kernel, 64 if D <= 64 else 128, qkv.element_size() == 2, is_hopper_or_newer(qkv.device)]
+    return shipped(kernel, D, narrow=qkv.element_size() == 2, newer=is_hopper_or_newer(qkv.device))
 
 
 def rows_of(kernel: str, config: Config) -> int:

@@ -14,21 +14,33 @@ def head_of(blocks, H, T):
 
 
 @triton.jit
-def query_block(H, T, QUERIES: tl.constexpr):
-    """(batch entry, head, head counted over the batch, first query, queries left) of this program. The last queries see the
-    most keys: longest programs first."""
+def query_block(qkv, H, T, C, row_stride, D: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, TAIL: tl.constexpr):
+    """(queries, their head for the loops, their place) of this program. A place is (batch entry, head, row of (N, C),
+    column, row of (B, H, T), first position, positions left). The last queries see the most keys: longest programs
+    first."""
     blocks = tl.cdiv(T, QUERIES)
     block, b, h, vector = head_of(blocks, H, T)
     first = (blocks - 1 - block) * QUERIES
-    return b, h, vector, first, T - first
+    q_head = qkv + b * T * row_stride + h * D
+    q = load_tile(q_head + first * row_stride, row_stride, T - first, D, QUERIES, WIDTH, TAIL)
+    place = b, h, b * T + first, h * D, vector + first, first, T - first
+    return q, (q_head + C, C, row_stride, T), place
 
 
 @triton.jit
-def key_block(H, T, KEYS: tl.constexpr):
-    """The same of a block of keys. The first keys are seen by the most queries: longest programs first."""
+def key_block(
+    qkv, sums, dout, H, T, C, row_stride, D: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr
+):
+    """(keys, values, their head for the loops, their place) of this program. The first keys are seen by the most queries:
+    longest programs first."""
     block, b, h, vector = head_of(tl.cdiv(T, KEYS), H, T)
     first = block * KEYS
-    return b, h, vector, first, T - first
+    q_head = qkv + b * T * row_stride + h * D
+    k_tile = q_head + C + first * row_stride
+    k = load_tile(k_tile, row_stride, T - first, D, KEYS, WIDTH, TAIL)
+    v = load_tile(k_tile + C, row_stride, T - first, D, KEYS, WIDTH, TAIL)
+    head = q_head, dout + b * T * C + h * D, sums + 2 * vector, C, row_stride, T
+    return k, v, head, (b, h, b * T + first, C + h * D, vector + first, first, T - first)
 
 
 @triton.jit

@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from handgrad.ops.cuda.attention_configs import Config, choose_config, rows_of
+from handgrad.ops.cuda.attention_configs import choose_config, rows_of
 from handgrad.ops.cuda.attention_loops import LN_2, LOG2_E, dkdv_loop, dq_loop, forward_loop, load_dy_delta
-from handgrad.ops.cuda.attention_tiles import key_block, load_tile, load_vector, query_block, store_tile, store_vector
+from handgrad.ops.cuda.attention_tiles import key_block, load_vector, query_block, store_tile, store_vector
 from handgrad.ops.cuda.launch import launch
 
 
@@ -25,13 +25,11 @@ def forward_kernel(
     TAIL: tl.constexpr,
 ):  # fmt: skip
     """y and lse of one block of queries of one head. Row n of qkv begins at n row_stride."""
-    b, h, vector, first, left = query_block(H, T, QUERIES)
-    q_head = qkv + b * T * row_stride + h * D
-    head = q_head + C, C, row_stride, T
-    q = load_tile(q_head + first * row_stride, row_stride, left, D, QUERIES, WIDTH, TAIL)
+    q, head, place = query_block(qkv, H, T, C, row_stride, D, WIDTH, QUERIES, TAIL)
+    _, _, row, column, vector, first, left = place
     y, m, l = forward_loop(q, head, first, D, KEYS, TAIL)
-    store_tile(out + (b * T + first) * C + h * D, C, left, y / l[:, None], D, QUERIES, WIDTH, TAIL)
-    store_vector(lse + vector + first, left, (m + tl.log2(l)) * LN_2, QUERIES, TAIL)
+    store_tile(out + row * C + column, C, left, y / l[:, None], D, QUERIES, WIDTH, TAIL)
+    store_vector(lse + vector, left, (m + tl.log2(l)) * LN_2, QUERIES, TAIL)
 
 
 @triton.jit
@@ -40,16 +38,13 @@ def dq_kernel(
     KEYS: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """dq of one block of queries of one head, and its rows of (lse log2(e), delta), which `dkdv_kernel` reads after it."""
-    b, h, vector, first, left = query_block(H, T, QUERIES)
-    q_head = qkv + b * T * row_stride + h * D
-    head = q_head + C, C, row_stride, T
-    q = load_tile(q_head + first * row_stride, row_stride, left, D, QUERIES, WIDTH, TAIL)
-    start = (b * T + first) * C + h * D
-    dy, delta = load_dy_delta(dout, out, start, C, left, D, QUERIES, WIDTH, TAIL)
-    lse2 = load_vector(lse + vector + first, left, QUERIES, TAIL) * LOG2_E
-    store_tile(sums + 2 * (vector + first), 2, left, tl.join(lse2, delta), 2, QUERIES, 2, TAIL)
+    q, head, place = query_block(qkv, H, T, C, row_stride, D, WIDTH, QUERIES, TAIL)
+    _, _, row, column, vector, first, left = place
+    dy, delta = load_dy_delta(dout, out, row * C + column, C, left, D, QUERIES, WIDTH, TAIL)
+    lse2 = load_vector(lse + vector, left, QUERIES, TAIL) * LOG2_E
+    store_tile(sums + 2 * vector, 2, left, tl.join(lse2, delta), 2, QUERIES, 2, TAIL)
     dq = dq_loop(q, dy, lse2, delta, head, first, D, KEYS, TAIL)
-    store_tile(dqkv + (b * T + first) * row_stride + h * D, row_stride, left, dq, D, QUERIES, WIDTH, TAIL)
+    store_tile(dqkv + row * row_stride + column, row_stride, left, dq, D, QUERIES, WIDTH, TAIL)
 
 
 @triton.jit
@@ -58,14 +53,10 @@ def dkdv_kernel(
     KEYS: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one block of keys of one head."""
-    b, h, vector, first, left = key_block(H, T, KEYS)
-    q_head = qkv + b * T * row_stride + h * D
-    head = q_head, dout + b * T * C + h * D, sums + 2 * vector, C, row_stride, T
-    k_tile = q_head + C + first * row_stride
-    k = load_tile(k_tile, row_stride, left, D, KEYS, WIDTH, TAIL)
-    v = load_tile(k_tile + C, row_stride, left, D, KEYS, WIDTH, TAIL)
+    k, v, head, place = key_block(qkv, sums, dout, H, T, C, row_stride, D, WIDTH, KEYS, TAIL)
+    _, _, row, column, _, first, left = place
     dk, dv = dkdv_loop(k, v, head, first, D, QUERIES, TAIL)
-    dk_tile = dqkv + (b * T + first) * row_stride + C + h * D
+    dk_tile = dqkv + row * row_stride + column
     store_tile(dk_tile, row_stride, left, dk, D, KEYS, WIDTH, TAIL)
     store_tile(dk_tile + C, row_stride, left, dv, D, KEYS, WIDTH, TAIL)
 
@@ -73,7 +64,7 @@ def dkdv_kernel(
 Sizes = tuple[int, int, int, int]
 
 
-def blocks(name: str, lse: Tensor, *tensors: Tensor | None, config: Config | None) -> tuple[int, Sizes, dict[str, Any]]:
+def blocks(name: str, lse: Tensor, *tensors: Tensor | None) -> tuple[int, Sizes, dict[str, Any]]:
     """(programs, H, T, C and row stride, tile sizes and options) of a kernel over all blocks of all heads; the last of its
     tensors is qkv. Offsets within one batch entry are 32 bits wide: T 3C < 2^31."""
     B, H, T = lse.shape
@@ -83,7 +74,7 @@ def blocks(name: str, lse: Tensor, *tensors: Tensor | None, config: Config | Non
     D = C3 // (3 * H)
     assert N == B * T and C3 == 3 * H * D and D <= 128, f"{tuple(qkv.shape)} does not pack {tuple(lse.shape)}"
     assert all(t is None or t.is_contiguous() for t in (*tensors, lse)) and lse.dtype == torch.float32
-    config = config or choose_config(name, qkv, D)
+    config = choose_config(name, qkv, D)
     tiles = {"D": D, "WIDTH": max(16, triton.next_power_of_2(D)), "QUERIES": config.queries, "KEYS": config.keys}
     tail = T % config.queries != 0 or T % config.keys != 0
     options = {"num_warps": config.warps, "num_stages": config.stages}
@@ -91,9 +82,14 @@ def blocks(name: str, lse: Tensor, *tensors: Tensor | None, config: Config | Non
     return triton.cdiv(T, rows_of(name, config)) * B * H, (H, T, C3 // 3, C3), {**tiles, "TAIL": tail, **options}
 
 
-def attention_forward(out: Tensor, lse: Tensor, qkv: Tensor, *, config: Config | None = None) -> None:
-    programs, sizes, options = blocks("forward", lse, out, qkv, config=config)
-    launch(forward_kernel, (programs,), out, lse, qkv, *sizes, **options)
+def launch_blocks(name: str, kernel: Any, lse: Tensor, *tensors: Tensor, more: tuple[Any, ...] = ()) -> None:
+    """Launches a kernel over all blocks of all heads. `more`: arguments between its tensors and the sizes."""
+    programs, sizes, options = blocks(name, lse, *tensors)
+    launch(kernel, (programs,), *tensors, *more, *sizes, **options)
+
+
+def attention_forward(out: Tensor, lse: Tensor, qkv: Tensor) -> None:
+    launch_blocks("forward", forward_kernel, lse, out, lse, qkv)
 
 
 def attention_scratch_bytes(*, batch: int, length: int, num_heads: int) -> int:
@@ -108,19 +104,7 @@ def sums_in(scratch: Tensor, lse: Tensor) -> Tensor:
     return scratch[:needed].view(torch.float32)
 
 
-def attention_backward(
-    dqkv: Tensor,
-    dout: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    qkv: Tensor,
-    *,
-    scratch: Tensor,
-    dq_config: Config | None = None,
-    dkdv_config: Config | None = None,
-) -> None:
+def attention_backward(dqkv: Tensor, dout: Tensor, out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor) -> None:
     sums = sums_in(scratch, lse)
-    programs, sizes, options = blocks("dq", lse, dqkv, dout, out, qkv, config=dq_config)
-    launch(dq_kernel, (programs,), dqkv, sums, dout, out, lse, qkv, *sizes, **options)
-    programs, sizes, options = blocks("dkdv", lse, dqkv, dout, qkv, config=dkdv_config)
-    launch(dkdv_kernel, (programs,), dqkv, sums, dout, qkv, *sizes, **options)
+    launch_blocks("dq", dq_kernel, lse, dqkv, sums, dout, out, lse, qkv)
+    launch_blocks("dkdv", dkdv_kernel, lse, dqkv, sums, dout, qkv)

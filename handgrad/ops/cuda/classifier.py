@@ -18,13 +18,15 @@ LOWEST = tl.constexpr(-1e38)  # a maximum to start from: unlike minus infinity i
 # A few rows of 100 KB per multiprocessor are under way, which the L2 cache of 50 MB holds until the second sweep. Eight
 # 16-byte loads per lane are in flight, and the running maximum moves once for eight of them, which saves seven of sixteen
 # exponentials: 89 % of the copy bandwidth, where 16 warps with four loads reach 86 %.
-WARPS, BLOCK, UNROLL = 8, 2048, 8
+WARPS = 8
+BLOCK, UNROLL = tl.constexpr(2048), tl.constexpr(8)
+TILE = tl.constexpr(2048 * 8)
 
 
 def classifier_forward(losses: Tensor, logits_inout: Tensor, targets: Tensor, *, vocab_size: int) -> None:
     N, Vp = logits_inout.shape
     padded = triton.next_power_of_2(max(1, Vp - vocab_size))
-    launch(_forward, (N,), losses, logits_inout, targets, vocab_size, Vp, padded, BLOCK, UNROLL, num_warps=WARPS)
+    launch(_forward, (N,), losses, logits_inout, targets, vocab_size, Vp, padded, num_warps=WARPS)
 
 
 def classifier_forward_backward(
@@ -32,110 +34,73 @@ def classifier_forward_backward(
 ) -> None:
     N, Vp = logits_to_dlogits_inout.shape
     tensors = losses, logits_to_dlogits_inout, targets, scale
-    launch(_forward_backward, (N,), *tensors, vocab_size, Vp, BLOCK, UNROLL, num_warps=WARPS)
+    launch(_forward_backward, (N,), *tensors, vocab_size, Vp, num_warps=WARPS)
 
 
 @triton.jit
-def _forward(
-    losses,
-    logits,
-    targets,
-    V: tl.constexpr,
-    Vp: tl.constexpr,
-    PADDED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    UNROLL: tl.constexpr,
-):
+def _forward(losses, logits, targets, V: tl.constexpr, Vp: tl.constexpr, PADDED: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     logits += row * Vp
-    target = tl.load(targets + row)
-    store_loss(losses, row, logits, target, V, Vp, BLOCK, UNROLL, "evict_first")
+    store_loss(losses + row, logits, tl.load(targets + row), V, Vp, "evict_first")
     if Vp > V:
         beyond = V + tl.arange(0, PADDED)
         tl.store(logits + beyond, tl.full((PADDED,), float("-inf"), tl.float32).to(logits.dtype.element_ty), beyond < Vp)
 
 
 @triton.jit
-def _forward_backward(
-    losses, logits, targets, scale, V: tl.constexpr, Vp: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr
-):
+def _forward_backward(losses, logits, targets, scale, V: tl.constexpr, Vp: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     logits += row * Vp
-    target = tl.load(targets + row)
-    sums = store_loss(losses, row, logits, target, V, Vp, BLOCK, UNROLL, "evict_last")
-    factor = tl.load(scale)
-    per_exponential = factor / sums[2]
-
-    # Backwards: what was read last is the likeliest still to be in the L1 cache.
-    TILE: tl.constexpr = BLOCK * UNROLL
-    WHOLE: tl.constexpr = V // TILE * TILE
-    for start in range(WHOLE, Vp, BLOCK):
-        column, d = tail_gradient(logits, start, sums[1], per_exponential, V, Vp, BLOCK)
-        tl.store(logits + column, d, mask=column < Vp, eviction_policy="evict_first")
-    for back in range(0, WHOLE, TILE):
-        column, d = tile_gradient(logits, WHOLE - TILE - back, sums[1], per_exponential, BLOCK, UNROLL)
-        tl.store(logits + column, d, eviction_policy="evict_first")
-
-    # The target's own gradient replaces what the sweep wrote there: cheaper than a comparison for every column.
-    tl.debug_barrier()
-    tl.store(logits + target, target_gradient(sums, factor).to(logits.dtype.element_ty))
+    loss_and_gradient(losses + row, logits, tl.load(targets + row), tl.load(scale), V, Vp, store_in_place, logits)
 
 
 @triton.jit
-def store_loss(
-    losses,
-    row,
-    logits,
-    target,
-    V: tl.constexpr,
-    Vp: tl.constexpr,
-    BLOCK: tl.constexpr,
-    UNROLL: tl.constexpr,
-    EVICTION: tl.constexpr,
-):
+def store_in_place(logits, column, d, mask, EVICTION: tl.constexpr):
+    tl.store(logits + column, d, mask=mask, eviction_policy=EVICTION)
+
+
+@triton.jit
+def loss_and_gradient(loss, logits, target, factor, V: tl.constexpr, Vp: tl.constexpr, STORE: tl.constexpr, into):
+    """A row's loss, and d = factor * dloss/dlogits in the logits' dtype, by STORE(into, columns, d, mask, EVICTION)."""
+    of_target, maximum, total = store_loss(loss, logits, target, V, Vp, "evict_last")
+    per_exponential = factor / total
+
+    # Backwards: what was read last is the likeliest still to be in the L1 cache.
+    WHOLE: tl.constexpr = V // TILE * TILE
+    for start in range(WHOLE, Vp, BLOCK):
+        column = start + tl.arange(0, BLOCK)[None, :]
+        x = tl.load(logits + column, mask=column < Vp, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        d = tl.where(column < V, tl.exp2((x - maximum) * LOG2_E) * per_exponential, 0.0)
+        STORE(into, column, d.to(logits.dtype.element_ty), column < Vp, "evict_first")
+    for back in range(0, WHOLE, TILE):
+        column = tile_columns(WHOLE - TILE - back)
+        x = tl.load(logits + column, eviction_policy="evict_first").to(tl.float32)
+        d = tl.exp2((x - maximum) * LOG2_E) * per_exponential
+        STORE(into, column, d.to(logits.dtype.element_ty), None, "evict_first")
+
+    # The target's own gradient replaces what the sweep wrote there: cheaper than a comparison for every column.
+    tl.debug_barrier()
+    d = (tl.exp2((of_target - maximum) * LOG2_E) / total - 1.0) * factor
+    STORE(into, target, d.to(logits.dtype.element_ty), None, "")
+
+
+@triton.jit
+def store_loss(loss, logits, target, V: tl.constexpr, Vp: tl.constexpr, EVICTION: tl.constexpr):
     """(the target's logit, m, sum of exp(logits - m)) of a row, with m the largest of its V logits."""
     of_target = tl.load(logits + target).to(tl.float32)
-    maximum, total = softmax_sums(logits, V, Vp, BLOCK, UNROLL, EVICTION)
-    tl.store(losses + row, tl.log(total) - (of_target - maximum))
+    maximum, total = softmax_sums(logits, V, Vp, EVICTION)
+    tl.store(loss, tl.log(total) - (of_target - maximum))
     return of_target, maximum, total
 
 
 @triton.jit
-def tail_gradient(logits, start, maximum, per_exponential, V: tl.constexpr, Vp: tl.constexpr, BLOCK: tl.constexpr):
-    """(columns, gradient in the logits' dtype) of a tile (1, BLOCK) that may reach past the vocabulary."""
-    column = start + tl.arange(0, BLOCK)[None, :]
-    x = tl.load(logits + column, mask=column < Vp, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    d = tl.where(column < V, tl.exp2((x - maximum) * LOG2_E) * per_exponential, 0.0)
-    return column, d.to(logits.dtype.element_ty)
-
-
-@triton.jit
-def tile_gradient(logits, start, maximum, per_exponential, BLOCK: tl.constexpr, UNROLL: tl.constexpr):
-    """The same of a tile (UNROLL, BLOCK) within the vocabulary."""
-    column = tile_columns(start, BLOCK, UNROLL)
-    x = tl.load(logits + column, eviction_policy="evict_first").to(tl.float32)
-    d = tl.exp2((x - maximum) * LOG2_E) * per_exponential
-    return column, d.to(logits.dtype.element_ty)
-
-
-@triton.jit
-def target_gradient(sums, factor):
-    """Of the target's logit, in float32."""
-    of_target, maximum, total = sums
-    return (tl.exp2((of_target - maximum) * LOG2_E) / total - 1.0) * factor
-
-
-@triton.jit
-def softmax_sums(
-    logits, V: tl.constexpr, Vp: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr, EVICTION: tl.constexpr
-):
+def softmax_sums(logits, V: tl.constexpr, Vp: tl.constexpr, EVICTION: tl.constexpr):
     """(m, sum of exp(logits - m)) of a row, with m the largest of its V logits."""
-    TILE: tl.constexpr = BLOCK * UNROLL
     WHOLE: tl.constexpr = V // TILE * TILE
     maximum = tl.full((1, BLOCK), LOWEST, tl.float32)
     total = tl.zeros((1, BLOCK), tl.float32)
     for start in range(0, WHOLE, TILE):
-        x = tl.load(logits + tile_columns(start, BLOCK, UNROLL), eviction_policy=EVICTION).to(tl.float32)
+        x = tl.load(logits + tile_columns(start), eviction_policy=EVICTION).to(tl.float32)
         maximum, total = include(maximum, total, x)
     for start in range(WHOLE, Vp, BLOCK):
         column = start + tl.arange(0, BLOCK)[None, :]
@@ -146,7 +111,7 @@ def softmax_sums(
 
 
 @triton.jit
-def tile_columns(start, BLOCK: tl.constexpr, UNROLL: tl.constexpr):
+def tile_columns(start):
     """Columns (UNROLL, BLOCK): a lane's loads of all rows are in flight together."""
     return start + tl.arange(0, UNROLL)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
 

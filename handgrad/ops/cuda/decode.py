@@ -8,18 +8,21 @@ reading, and their products run on the tensor cores like a training's.
 """
 
 import math
+from functools import partial
+from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from handgrad.ops import compose
+from handgrad.ops.compose import Operation
 from handgrad.ops.cuda import linear
 from handgrad.ops.cuda.choosing import choose_tokens, choosing_scratch_bytes  # noqa: F401
 from handgrad.ops.cuda.gelu import gelu
 from handgrad.ops.cuda.launch import launch, overlapping
-from handgrad.ops.cuda.layernorm import layernorm_forward
-from handgrad.ops.reference.layernorm import LAYERNORM_EPSILON
+from handgrad.ops.cuda.layernorm import EPSILON, layernorm_forward
 
 # A program's tile of the weight, 64 numbers a thread: with a few programs on each multiprocessor as many bytes are on their
 # way as the memory's latency asks for (4.8 TB/s times about 800 ns are 29 KB a multiprocessor).
@@ -56,49 +59,22 @@ def embedding_decode(out: Tensor, tokens: Tensor, positions: Tensor, wte: Tensor
     launch(_embedding, (B,), out, tokens, positions, wte, wpe, C, block, **overlapping(out, warps))
 
 
-def layernorm_linear_forward(
-    out: Tensor,
-    ln: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    x: Tensor,
-    ln_weight: Tensor,
-    ln_bias: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    scratch: Tensor,
-    tf32: bool = False,
-) -> None:
-    """Of one row in one kernel, which does not use the workspace."""
-    if takes(x, weight):
-        row_product(out, x, weight, bias, norm=(ln_weight, ln_bias), late=True)
-        return
-    layernorm_forward(ln, mean, rstd, x, ln_weight, ln_bias)
-    linear.linear_forward(out, ln, weight, bias, scratch=scratch, tf32=tf32)
+def after_layernorm(product: Operation, **row: Any) -> Operation:
+    """Returns `product` after a layer norm: of one row in one kernel, which does not use scratch."""
+
+    def both(out: Tensor, *tensors: Tensor | None, scratch: Tensor, tf32: bool = False) -> None:
+        *_, x, ln_weight, ln_bias, weight, bias = tensors
+        assert x is not None and weight is not None
+        if takes(x, weight):
+            row_product(out, x, weight, bias, norm=(ln_weight, ln_bias), **row)
+        else:
+            compose.after_layernorm(layernorm_forward, partial(product, tf32=tf32))(out, *tensors, scratch=scratch)
+
+    return both
 
 
-def layernorm_linear_gelu_forward(
-    out: Tensor,
-    fc: Tensor,
-    ln: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    x: Tensor,
-    ln_weight: Tensor,
-    ln_bias: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    *,
-    scratch: Tensor,
-    tf32: bool = False,
-) -> None:
-    """Of one row in one kernel, which does not use the workspace."""
-    if takes(x, weight):
-        row_product(out, x, weight, bias, norm=(ln_weight, ln_bias), with_gelu=True)
-        return
-    layernorm_forward(ln, mean, rstd, x, ln_weight, ln_bias)
-    linear.linear_gelu_forward(out, fc, ln, weight, bias, scratch=scratch, tf32=tf32)
+layernorm_linear_forward = after_layernorm(linear.linear_forward, late=True)
+layernorm_linear_gelu_forward = after_layernorm(linear.linear_gelu_forward, with_gelu=True)
 
 
 def linear_residual_forward(
@@ -117,7 +93,7 @@ def row_product(
     weight: Tensor,
     bias: Tensor | None,
     *,
-    norm: tuple[Tensor, Tensor] | None = None,
+    norm: tuple[Tensor | None, Tensor | None] = (None, None),
     residual: Tensor | None = None,
     with_gelu: bool = False,
     late: bool = False,
@@ -125,9 +101,8 @@ def row_product(
     """out (1, O) = f(LN(x) weight (O, K)^T + bias (O) + residual (1, O)), of one row x (1, K); f is the GELU or nothing."""
     O, K = weight.shape
     rows, block, warps = product_tile(O, K)
-    ln_weight, ln_bias = norm or (None, None)
-    tensors = out, x, ln_weight, ln_bias, weight, bias, residual
-    constants = O, K, rows, block, late, LAYERNORM_EPSILON, with_gelu
+    tensors = out, x, *norm, weight, bias, residual
+    constants = O, K, rows, block, late, with_gelu
     launch(_row_product, (triton.cdiv(O, rows),), *tensors, *constants, **overlapping(out, warps))
 
 
@@ -170,7 +145,6 @@ def _row_product(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     LATE: tl.constexpr,
-    EPSILON: tl.constexpr,
     GELU: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):

@@ -6,15 +6,13 @@ from torch import Tensor
 
 from handgrad.ops.cuda.column_sums import float32_of
 from handgrad.ops.cuda.launch import launch
+from handgrad.ops.cuda.layernorm import forward_tile
 
 # Backward: dwte in two stages over the positions sorted by token, where equal tokens form runs. Stage 1 cuts the sorted
 # positions into chunks and sums the runs of each chunk in order. A run that lies inside its chunk has no other owner and is
 # added to dwte at once. The parts of a run that crosses a border go to `parts` (chunks, 2, C): 0 where the run came from
 # the chunk before, 1 where it begins here. Stage 2: the chunk where a run begins adds its parts in order. A word that makes
 # up 4 % of all tokens is 80 parts long; they are summed as tiles, not one after another.
-
-# Forward: a warp holds whole rows, 64 elements per lane.
-FORWARD_ELEMENTS_PER_WARP = 2048
 
 # Stage 1: a warp walks a chunk's entries in 256 columns, four rows ahead.
 CHUNK, RUN_COLUMNS, RUN_WARPS = 32, 256, 1
@@ -32,9 +30,7 @@ def chunks_of(tokens: int) -> int:
 
 def embedding_forward(out: Tensor, tokens: Tensor, wte: Tensor, wpe: Tensor) -> None:
     N, C = out.shape
-    block = triton.next_power_of_2(C)
-    rows = min(16, max(1, FORWARD_ELEMENTS_PER_WARP // block))
-    warps = min(16, max(1, block // FORWARD_ELEMENTS_PER_WARP))
+    block, rows, warps = forward_tile(C)
     launch(_forward, (triton.cdiv(N, rows),), out, tokens, wte, wpe, N, tokens.shape[1], C, block, rows, num_warps=warps)
 
 

@@ -11,6 +11,7 @@ from handgrad.ops.reference.layernorm import LAYERNORM_EPSILON
 # Forward: a warp holds whole rows, 64 elements per lane, so that no reduction leaves it; two short rows at a time halve the
 # number of programs, whose launches would otherwise be the limit (65,536 in 47 us).
 FORWARD_ELEMENTS_PER_WARP = 2048
+EPSILON = tl.constexpr(LAYERNORM_EPSILON)
 
 # Backward: a fixed number of programs of four warps that all fit on 132 multiprocessors at once, and whose rows of partial
 # sums are little beside 65,536 rows. Two rows at a time share the reductions' barriers. The three inputs of the next rows
@@ -23,7 +24,7 @@ BACKWARD_STAGES = 3
 
 
 def forward_tile(channels: int) -> tuple[int, int, int]:
-    """(padded channels, rows, warps) of a program of the forward."""
+    """(padded channels, rows, warps) of a program that takes whole rows."""
     block = triton.next_power_of_2(channels)
     return block, min(16, max(1, FORWARD_ELEMENTS_PER_WARP // block)), min(16, max(1, block // FORWARD_ELEMENTS_PER_WARP))
 
@@ -43,7 +44,7 @@ def layernorm_forward(out: Tensor, mean: Tensor, rstd: Tensor, inp: Tensor, weig
     N, C = inp.shape
     block, rows, warps = forward_tile(C)
     tensors = out, mean, rstd, inp, weight, bias
-    launch(_forward, (triton.cdiv(N, rows),), *tensors, N, C, block, rows, LAYERNORM_EPSILON, num_warps=warps)
+    launch(_forward, (triton.cdiv(N, rows),), *tensors, N, C, block, rows, num_warps=warps)
 
 
 def layernorm_backward(
@@ -71,22 +72,10 @@ def layernorm_backward(
 
 
 @triton.jit
-def _forward(
-    out,
-    mean,
-    rstd,
-    inp,
-    weight,
-    bias,
-    N,
-    C: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    ROWS: tl.constexpr,
-    EPSILON: tl.constexpr,
-):
+def _forward(out, mean, rstd, inp, weight, bias, N, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr):
     first, row, column, in_rows, in_row = forward_places(N, C, BLOCK_C, ROWS)
     place, inside = first * C + (row * C + column), in_rows & in_row
-    y, row_mean, row_rstd = normalised((inp, weight, bias), place, column, inside, in_row, C, EPSILON)
+    y, row_mean, row_rstd = normalised((inp, weight, bias), place, column, inside, in_row, C)
     tl.store(out + place, y, mask=inside)
     tl.store(mean + first + row, row_mean, mask=in_rows)
     tl.store(rstd + first + row, row_rstd, mask=in_rows)
@@ -102,7 +91,7 @@ def forward_places(N, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr
 
 
 @triton.jit
-def normalised(tensors, place, column, inside, in_row, C: tl.constexpr, EPSILON: tl.constexpr):
+def normalised(tensors, place, column, inside, in_row, C: tl.constexpr):
     """(out in the input's dtype, mean, rstd) of a tile of rows."""
     inp, weight, bias = tensors
     x = tl.load(inp + place, mask=inside, other=0.0).to(tl.float32)

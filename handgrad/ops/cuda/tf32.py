@@ -5,7 +5,7 @@ from types import ModuleType
 from typing import Any
 
 from handgrad.ops import cuda
-from handgrad.ops.compose import layernorm_linear, layernorm_linear_gelu
+from handgrad.ops.compose import after_layernorm
 from handgrad.ops.cuda import linear
 
 linear_forward = partial(linear.linear_forward, tf32=True)
@@ -13,8 +13,8 @@ linear_backward = partial(linear.linear_backward, tf32=True)
 linear_residual_forward = partial(linear.linear_residual_forward, tf32=True)
 linear_gelu_forward = partial(linear.linear_gelu_forward, tf32=True)
 gelu_linear_backward = partial(linear.gelu_linear_backward, tf32=True)
-layernorm_linear_forward = layernorm_linear(cuda.layernorm_forward, linear_forward)
-layernorm_linear_gelu_forward = layernorm_linear_gelu(cuda.layernorm_forward, linear_gelu_forward)
+layernorm_linear_forward = after_layernorm(cuda.layernorm_forward, linear_forward)
+layernorm_linear_gelu_forward = after_layernorm(cuda.layernorm_forward, linear_gelu_forward)
 
 decode = ModuleType(f"{__name__}.decode")
 vars(decode).update(vars(cuda.decode))

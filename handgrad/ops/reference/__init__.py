@@ -6,7 +6,7 @@ buffers. No autograd anywhere: the forward and the backward of an operation stan
 
 # ruff: noqa: F401
 
-from handgrad.ops.compose import layernorm_linear, layernorm_linear_gelu
+from handgrad.ops.compose import after_layernorm
 from handgrad.ops.reference import decode
 from handgrad.ops.reference.attention import attention_backward, attention_forward, attention_scratch_bytes
 from handgrad.ops.reference.classifier import classifier_forward, classifier_forward_backward
@@ -26,7 +26,7 @@ from handgrad.ops.reference.optimizer import adamw_update, loss_sum, squared_nor
 from handgrad.ops.reference.reduction import checksum, tree_sum
 from handgrad.ops.reference.scratch import check_sizes, compile_ahead, scratch_bytes, versions
 
-layernorm_linear_forward = layernorm_linear(layernorm_forward, linear_forward)
-layernorm_linear_gelu_forward = layernorm_linear_gelu(layernorm_forward, linear_gelu_forward)
+layernorm_linear_forward = after_layernorm(layernorm_forward, linear_forward)  # out = LN(x) W^T + b
+layernorm_linear_gelu_forward = after_layernorm(layernorm_forward, linear_gelu_forward)  # h = LN(x) W^T + b, out = GELU(h)
 
 CAPTURABLE = False  # the verdict and the update ask the host

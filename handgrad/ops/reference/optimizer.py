@@ -7,26 +7,8 @@ import operator
 import torch
 from torch import Tensor
 
-from handgrad.ops import (
-    CONTROL_LEARNING_RATE,
-    CONTROL_LOSS_LIMIT,
-    CONTROL_NORM_LIMIT,
-    CONTROL_STEP,
-    LARGEST_LOSS_SCALE,
-    LOSS_NOT_FINITE,
-    LOSS_OUTLIER,
-    LOSS_SCALE_GROWTH_STEPS,
-    NORM_NOT_FINITE,
-    NORM_OUTLIER,
-    RESULT_SCALE,
-    RESULT_VERDICT,
-    SMALLEST_LOSS_SCALE,
-    UPDATE,
-)
+from handgrad import ops
 from handgrad.ops.hashing import BITS32, WEYL, mixed
-
-aten = torch.ops.aten
-
 
 # Loss of a step: the micro-steps' sums, added in their order.
 
@@ -78,24 +60,24 @@ def verdict(
     scale, good_steps = loss_scale_inout[1:].tolist()
     norm = math.sqrt(norm_partials.cpu().double().sum().item()) / scale
     if not math.isfinite(loss):
-        code = LOSS_NOT_FINITE
+        code = ops.LOSS_NOT_FINITE
     elif not math.isfinite(norm):
-        code = NORM_NOT_FINITE
-    elif loss > limits[CONTROL_LOSS_LIMIT]:
-        code = LOSS_OUTLIER
-    elif norm > limits[CONTROL_NORM_LIMIT]:
-        code = NORM_OUTLIER
+        code = ops.NORM_NOT_FINITE
+    elif loss > limits[ops.CONTROL_LOSS_LIMIT]:
+        code = ops.LOSS_OUTLIER
+    elif norm > limits[ops.CONTROL_NORM_LIMIT]:
+        code = ops.NORM_OUTLIER
     else:
-        code = UPDATE
+        code = ops.UPDATE
     clip = clip_norm / norm if clip_norm and norm > clip_norm else 1.0
     results.copy_(torch.tensor([loss, norm, clip / scale, code, scale], dtype=results.dtype))
     if dynamic_loss_scale:
-        if code == NORM_NOT_FINITE:
-            scale, good_steps = max(scale / 2, SMALLEST_LOSS_SCALE), 0.0
-        elif code == UPDATE:
+        if code == ops.NORM_NOT_FINITE:
+            scale, good_steps = max(scale / 2, ops.SMALLEST_LOSS_SCALE), 0.0
+        elif code == ops.UPDATE:
             good_steps += 1
-            if good_steps == LOSS_SCALE_GROWTH_STEPS:
-                scale, good_steps = min(scale * 2, LARGEST_LOSS_SCALE), 0.0
+            if good_steps == ops.LOSS_SCALE_GROWTH_STEPS:
+                scale, good_steps = min(scale * 2, ops.LARGEST_LOSS_SCALE), 0.0
         new = [scale / tokens_per_step, scale, good_steps]
         loss_scale_inout.copy_(torch.tensor(new, dtype=loss_scale_inout.dtype))
 
@@ -128,34 +110,27 @@ def adamw_update(
     Weights of bf16 are all there is of them: they are `published` themselves, updated in float32 and rounded to one of
     their two neighbours at random, keyed by `seed`, the step and the element's place in the whole buffer, where these
     begin at `first_element`.
-
-    Cut flat buffers at multiples of 128 elements only: the library's kernel rounds a cut vector's tail differently.
     """
-    if results[RESULT_VERDICT].item() != UPDATE:
+    if results[ops.RESULT_VERDICT].item() != ops.UPDATE:
         return
-    gradient_scale = results[RESULT_SCALE].item()
-    step, learning_rate = (controls[place].item() for place in (CONTROL_STEP, CONTROL_LEARNING_RATE))
-    one = torch.ones((), dtype=torch.float32, device=weight_inout.device)
-    rounded = weight_inout.dtype == torch.bfloat16
-    weight = weight_inout.float() if rounded else weight_inout
-    aten._fused_adamw_(
-        [weight],
-        [gradient_inout],
-        [m_inout],
-        [v_inout],
-        [],
-        [one * step],
-        lr=learning_rate,
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=weight_decay,
-        eps=epsilon,
-        amsgrad=False,
-        maximize=False,
-        grad_scale=None if gradient_scale == 1.0 else one / gradient_scale,
-    )
-    if rounded:
-        round_stochastically(weight_inout, weight, int(step), seed, first_element)
+    step, learning_rate = (controls[place].item() for place in (ops.CONTROL_STEP, ops.CONTROL_LEARNING_RATE))
+    weight, g = exact_weight(weight_inout), gradient_inout * results[ops.RESULT_SCALE].to(gradient_inout.dtype)
+    m_inout.mul_(beta1).add_(g, alpha=1 - beta1)
+    v_inout.mul_(beta2).add_(g * g, alpha=1 - beta2)
+    denominator = (v_inout / (1 - beta2**step)).sqrt_().add_(epsilon)
+    weight.mul_(1 - learning_rate * weight_decay).sub_(m_inout / denominator, alpha=learning_rate / (1 - beta1**step))
+    publish(published, weight_inout, weight, int(step), seed, first_element)
+
+
+def exact_weight(weight_inout: Tensor) -> Tensor:
+    """The weights to update: themselves, or bf16 weights in float32."""
+    return weight_inout.float() if weight_inout.dtype == torch.bfloat16 else weight_inout
+
+
+def publish(published: Tensor, weight_inout: Tensor, weight: Tensor, step: int, seed: int, first_element: int) -> None:
+    """The updated `weight` for the model: rounded at random into bf16 weights without masters, else to the nearest."""
+    if weight is not weight_inout:
+        round_stochastically(weight_inout, weight, step, seed, first_element)
     elif published.data_ptr() != weight_inout.data_ptr():
         published.copy_(weight_inout)
 
