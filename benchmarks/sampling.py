@@ -29,7 +29,7 @@ from handgrad.generation.decode import decode_buffers, decode_tensors
 from handgrad.generation.generate import Continuation, Decoder, SamplingOptions
 from handgrad.models import named_weights, parameter_table
 from handgrad.models.rows import count_parameters, flat_elements, initialize
-from handgrad.tools.profile import copy_bandwidth
+from handgrad.tools.rates import copy_bandwidth
 
 VOCABULARY, CONTEXT = 50257, 1024
 PROMPT_TOKENS, NEW_TOKENS = 32, 128

@@ -22,7 +22,6 @@ from benchmarks.twin import Twin, optimizer_of, twin_step
 from handgrad import devices, presets
 from handgrad.config import RunConfig
 from handgrad.models import architecture, parameter_table
-from handgrad.ops import reference
 from handgrad.run.assemble import allocate, bind
 from handgrad.run.resolve import resolve
 
@@ -55,7 +54,7 @@ def step_of(kind: str, config: RunConfig, fused: bool) -> Callable[[int], float]
     size = (config.micro_batch, config.sequence_length)
     tokens, targets = (torch.randint(VOCABULARY, size, generator=generator) for _ in range(2))
     if kind == "handgrad":
-        state, scaling = allocate(resolve(config, VOCABULARY, device=CPU, ops=reference))
+        state, scaling = allocate(resolve(config, VOCABULARY, device=CPU))
         state.activations.tokens.copy_(tokens)
         state.activations.targets.copy_(targets)
         stepper = bind(state, scaling, feed=SameBatch()).step

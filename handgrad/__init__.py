@@ -16,6 +16,7 @@ A reader of the code starts here, in this order (docs/architecture.md draws the 
     report, tools, api        pages about runs; plan, doctor, profile, tune; the commands as functions
 """
 
+# ruff: noqa: F401 - what type checkers import is `__all__`, by HOMES
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Where the public names are. They are looked up when they are first used: `import handgrad` loads nothing, no torch above
-# all, and so the commands that do not need it answer at once.
+# The homes of the public names, looked up at their first use: `import handgrad` loads nothing, no torch above all, so the
+# commands that do not need it answer at once.
 HOMES = {
     "HandgradError": "handgrad.errors",
     "Model": "handgrad.api.model",
@@ -44,19 +45,7 @@ HOMES = {
     "preset": "handgrad.api.training",
     "train": "handgrad.api.training",
 }
-__all__ = [
-    "HandgradError",
-    "Model",
-    "RunConfig",
-    "Training",
-    "evaluate",
-    "export",
-    "load",
-    "metrics",
-    "prepare",
-    "preset",
-    "train",
-]
+__all__ = list(HOMES)
 
 
 def __getattr__(name: str) -> Any:

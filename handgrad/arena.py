@@ -36,13 +36,13 @@ class Buffer:
         return -(-self.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
     def overlaps(self, other: "Buffer") -> bool:
-        """Whether some tick has both buffers alive."""
+        """True if some tick has both buffers alive."""
         return any(a[0] <= b[1] and b[0] <= a[1] for a in self.lifetimes for b in other.lifetimes)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Where every buffer goes: pure arithmetic, so it can be made and printed without the memory it describes."""
+    """The place of every buffer: pure arithmetic, so it can be made and printed without the memory it describes."""
 
     buffers: tuple[Buffer, ...]
     offsets: dict[str, int]  # bytes from the start of the kind's allocation, by buffer name

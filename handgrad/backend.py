@@ -1,4 +1,4 @@
-"""Which module of operations a run uses."""
+"""The choice of the module of operations that a run uses."""
 
 import importlib
 import importlib.util
@@ -17,10 +17,12 @@ OLDEST_CAPABILITY = (7, 5)  # Turing: the oldest GPU that Triton compiles for
 
 def choose_backend(name: str, device: torch.device, precision: str = "") -> ModuleType:
     """The operations of `kernels` or `reference` for a precision (fp8, tf32 or any other); "auto" takes the kernels on a
-    CUDA GPU and the reference elsewhere.
+    CUDA GPU, torch's own on a CPU and the reference elsewhere. fp8 on a CPU is the reference's.
 
     Raises `UsageError` with the reason and the alternative when the kernels cannot run: a run never turns slow silently.
     """
+    if name == "auto" and device.type == "cpu" and precision not in REFERENCE:
+        return importlib.import_module("handgrad.ops.cpu")
     if name == "auto":
         name = "kernels" if device.type == "cuda" else "reference"
     if name == "reference":
@@ -38,7 +40,7 @@ def choose_backend(name: str, device: torch.device, precision: str = "") -> Modu
 
 
 def why_no_kernels(device: torch.device) -> str:
-    """What stands in the way of the kernels on this device, and what to do about it; empty if nothing does."""
+    """The reason why the kernels cannot run on this device, with its remedy; "" if they can."""
     if device.type != "cuda":
         return f"expected a CUDA GPU, found device {device.type}"
     for module, package in REQUIRED.items():

@@ -25,7 +25,7 @@ import safetensors
 import torch
 from torch import Tensor
 
-from handgrad.errors import DataError, storage_error
+from handgrad.errors import DataError, storage_error, storage_errors
 from handgrad.files import file_sha256, sync_folder
 from handgrad.run_files import BEST, CHECKPOINTS, METRICS_FILE
 
@@ -54,28 +54,31 @@ class Checkpoint:
         """Passes each of the file's tensors to its receiver, by name with the expected shape; raises `DataError` if names
         or shapes differ."""
         path = self.folder / file
-        try:
-            with safetensors.safe_open(path, framework="pt") as stored:
-                names = set(stored.keys())
-                if names != set(receivers):
-                    differing = sorted(names ^ set(receivers))
-                    raise DataError(
-                        f"{path} holds other tensors than this model: {len(differing)} differ, the first is"
-                        f" {differing[0]!r}; it belongs to another model"
-                    )
-                for name, (shape, receive) in receivers.items():
-                    receive(_tensor(stored, path, name, shape))
-        except (safetensors.SafetensorError, OSError) as error:
-            raise DataError(f"{path} is not a readable safetensors file: {error}") from None
+        with _opened(path) as stored:
+            names = set(stored.keys())
+            if names != set(receivers):
+                differing = sorted(names ^ set(receivers))
+                raise DataError(
+                    f"{path} holds other tensors than this model: {len(differing)} differ, the first is"
+                    f" {differing[0]!r}; it belongs to another model"
+                )
+            for name, (shape, receive) in receivers.items():
+                receive(_tensor(stored, path, name, shape))
 
     def tensor(self, file: str, name: str, shape: tuple[int, ...]) -> Tensor:
         """One of the file's tensors; raises `DataError` if it is missing or of another shape."""
-        path = self.folder / file
-        try:
-            with safetensors.safe_open(path, framework="pt") as stored:
-                return _tensor(stored, path, name, shape)
-        except (safetensors.SafetensorError, OSError) as error:
-            raise DataError(f"{path} has no readable tensor {name}: {error}") from None
+        with _opened(self.folder / file) as stored:
+            return _tensor(stored, self.folder / file, name, shape)
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A safetensors file, open; raises `DataError` for what it does not hold."""
+    try:
+        with safetensors.safe_open(path, framework="pt") as stored:
+            yield stored
+    except (safetensors.SafetensorError, OSError) as error:
+        raise DataError(f"{path} cannot be read as safetensors: {error}") from None
 
 
 def _tensor(stored: Any, path: Path, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -194,7 +197,7 @@ def _remove(folder: Path) -> None:
 def prune(checkpoints: Path, newest_step: int, keep: int, best_step: int | None = None) -> None:
     """Keeps the `keep` newest checkpoints up to `newest_step` (0: all) and that of `best_step`. Removes the others, remains
     of interrupted saves, and later folders: those are damaged, or the run would not be at `newest_step`."""
-    try:
+    with storage_errors(f"removing old checkpoints in {checkpoints}"):
         for leftover in (*checkpoints.glob(f"step_*{PARTIAL}"), *checkpoints.glob(f"step_*{REMOVED}")):
             shutil.rmtree(leftover)
         folders = _folders(checkpoints)
@@ -203,8 +206,6 @@ def prune(checkpoints: Path, newest_step: int, keep: int, best_step: int | None 
         for folder in later + earlier:
             if folder in later or _step_of(folder) != best_step:
                 _remove(folder)
-    except OSError as error:
-        raise storage_error(error, f"removing old checkpoints in {checkpoints}") from None
 
 
 def _folders(checkpoints: Path) -> list[Path]:

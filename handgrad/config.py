@@ -179,7 +179,7 @@ class RunConfig:
     # the machine
     device: str = option("auto", "auto takes a CUDA GPU if there is one, else the CPU", choices=DEVICES)
     precision: str = option("fp32", "of weights, activations and GEMMs; moments stay fp32", choices=PRECISIONS)
-    backend: str = option("auto", "auto takes the kernels on a CUDA GPU, else the reference", choices=BACKENDS)
+    backend: str = option("auto", "auto: the kernels on a CUDA GPU, torch's on a CPU, else the reference", choices=BACKENDS)
     master_weights: bool = option(True, "keep fp32 weights beside bf16 ones; false: bf16 only, rounded stochastically")
     recompute: int = option(
         0, "0: keep all activations; 1: redo the hidden layer in the backward; 2: layernorms too", UP_TO_2

@@ -1,13 +1,16 @@
 """The layout of the flat buffers: lanes and ranks, buckets, the shard that a rank owns of each.
 
 A bucket is complete at one moment of a backward pass: a block's parameters, the embeddings, the last layer norm. It is cut
-into as many equal parts as the run has lanes; of R ranks, each owns lanes / R neighbouring parts of every bucket. Work that
-is done part by part does not depend on R. With one lane there is one bucket: everything.
+into as many parts as the run has lanes: equal ones or, where the optimizer updates parameters whole, at their borders. Of R
+ranks, each owns lanes / R neighbouring parts of every bucket. Work done part by part, or parameter by parameter, does not
+depend on R. With one lane there is one bucket: everything.
 
 A rank's shard of a flat buffer is its parts of the first bucket, then those of the second, and so on. The shard of a single
 rank is the flat buffer itself.
 """
 
+import itertools
+import operator
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 
@@ -53,11 +56,19 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A range of a flat buffer."""
+    """A range of a flat buffer, cut into a part for every lane."""
 
     name: str
-    start: int
-    stop: int
+    cuts: tuple[int, ...]  # where the lanes' parts begin, and the bucket's end
+    before: tuple[int, ...]  # elements of the lanes' parts in the buckets before it
+
+    @property
+    def start(self) -> int:
+        return self.cuts[0]
+
+    @property
+    def stop(self) -> int:
+        return self.cuts[-1]
 
     @property
     def elements(self) -> int:
@@ -68,13 +79,23 @@ class Bucket:
         return slice(self.start, self.stop)
 
     def owned(self, rank: int, ranks: int) -> slice:
-        """The range in the flat buffer that `rank` of `ranks` owns."""
-        share = self.elements // ranks
-        return slice(self.start + rank * share, self.start + (rank + 1) * share)
+        """The range in the flat buffer that `rank` of `ranks` owns: the parts of its lanes."""
+        lanes = len(self.before) // ranks
+        return slice(self.cuts[rank * lanes], self.cuts[(rank + 1) * lanes])
 
-    def local(self, ranks: int) -> slice:
-        """The same in that rank's shard: the buckets before this one take as much of it as of the flat buffer."""
-        return slice(self.start // ranks, self.stop // ranks)
+    def local(self, rank: int, ranks: int) -> slice:
+        """The same in that rank's shard."""
+        owned, lanes = self.owned(rank, ranks), len(self.before) // ranks
+        start = sum(self.before[rank * lanes : (rank + 1) * lanes])
+        return slice(start, start + owned.stop - owned.start)
+
+    def shares(self, ranks: int) -> list[int]:
+        """The elements that each rank owns."""
+        return [owned.stop - owned.start for owned in (self.owned(rank, ranks) for rank in range(ranks))]
+
+    def wire_elements(self, ranks: int) -> int:
+        """Memory for the bucket on its way: all of it, or all ranks' sums of the largest share."""
+        return max(self.elements, ranks * max(self.shares(ranks)))
 
 
 Buckets = tuple[Bucket, ...]
@@ -82,13 +103,25 @@ Buckets = tuple[Bucket, ...]
 
 def buckets_of(table: Table, lanes: int) -> Buckets:
     """The buckets of a table laid out for as many lanes, in memory order."""
-    if lanes == 1:
-        return (Bucket("all", 0, flat_elements(table)),)
-    starts: dict[str, int] = {}
+    rows: dict[str, list[ParameterRow]] = {}
     for row in table:
-        starts.setdefault(row.bucket, row.offset)
-    stops = [*list(starts.values())[1:], flat_elements(table, lanes)]
-    return tuple(Bucket(name, start, stop) for (name, start), stop in zip(starts.items(), stops, strict=True))
+        rows.setdefault("all" if lanes == 1 else row.bucket, []).append(row)
+    starts = [min(row.offset for row in members) for members in rows.values()]
+    stops = [*starts[1:], flat_elements(table, lanes)]
+    buckets, before = list[Bucket](), [0] * lanes
+    for (name, members), start, stop in zip(rows.items(), starts, stops, strict=True):
+        parts = [(stop - start) // lanes] * lanes
+        if lanes > 1 and members[0].lane is not None:
+            parts = [sum(row.aligned_elements for row in members if row.lane == lane) for lane in range(lanes)]
+        cuts = (*itertools.accumulate(parts[:-1], initial=start), stop)
+        buckets.append(Bucket(name, cuts, tuple(before)))
+        before = [sum(lane) for lane in zip(before, map(operator.sub, cuts[1:], cuts), strict=True)]
+    return tuple(buckets)
+
+
+def shard_elements(buckets: Buckets, ranks: int) -> int:
+    """The length of a rank's shard: the longest."""
+    return max(buckets[-1].local(rank, ranks).stop for rank in range(ranks))
 
 
 def gradient_ring(buckets: Buckets) -> dict[str, slice]:
@@ -132,21 +165,29 @@ class NormPart(Part):
 def norm_parts(buckets: Buckets, lanes: int, rank: int, ranks: int) -> list[NormPart]:
     """The rank's parts, each cut into blocks of its own: part after part, in each bucket after bucket, so that the ranks'
     sums one after another are those of a single rank."""
-    parts, place = [], 0
-    for part in range(rank * lanes // ranks, (rank + 1) * lanes // ranks):
+    parts, most = [], blocks_per_lane(buckets, lanes)
+    for place, part in enumerate(range(rank * lanes // ranks, (rank + 1) * lanes // ranks)):
+        partial = place * most
         for bucket in buckets:
             flat = bucket.owned(part, lanes)
-            first = bucket.local(ranks).start - bucket.owned(rank, ranks).start
+            first = bucket.local(rank, ranks).start - bucket.owned(rank, ranks).start
             blocks = -(-(flat.stop - flat.start) // BLOCK_ELEMENTS)
             local = slice(first + flat.start, first + flat.stop)
-            parts.append(NormPart(flat, local, slice(place, place + blocks)))
-            place += blocks
+            if blocks:
+                parts.append(NormPart(flat, local, slice(partial, partial + blocks)))
+            partial += blocks
     return parts
+
+
+def blocks_per_lane(buckets: Buckets, lanes: int) -> int:
+    """The sums of squares of the lane that has most; those that another lane has not stay zero."""
+    shares = [bucket.shares(lanes) for bucket in buckets]
+    return max(sum(-(-elements[lane] // BLOCK_ELEMENTS) for elements in shares) for lane in range(lanes))
 
 
 def norm_blocks(buckets: Buckets, lanes: int) -> int:
     """The number of sums of squares behind the global norm."""
-    return lanes * sum(-(-(bucket.elements // lanes) // BLOCK_ELEMENTS) for bucket in buckets)
+    return lanes * blocks_per_lane(buckets, lanes)
 
 
 @dataclass(frozen=True)
@@ -155,32 +196,40 @@ class UpdatePart(Part):
 
     kind: Hashable
     frozen: bool
+    shape: tuple[int, ...] | None  # of the parameter that it is; None: a range
 
 
 def update_parts(
     table: Table, buckets: Buckets, rank: int, ranks: int, kind: Callable[[ParameterRow], Hashable]
 ) -> list[UpdatePart]:
-    """The rank's shard as ranges of one kind, frozen or not. The alignment gaps between tensors belong to the range before
-    them; they hold zeros and stay zero."""
+    """The rank's shard: parameters that are updated whole, and ranges of one kind, frozen or not. Alignment gaps between
+    tensors belong to the range before them; they hold zeros and stay zero."""
     parts: list[UpdatePart] = []
     for bucket in buckets:
-        owned, shard = bucket.owned(rank, ranks), bucket.local(ranks)
+        owned, shard = bucket.owned(rank, ranks), bucket.local(rank, ranks)
         for first, end, row in row_ranges(table, bucket):
-            start, stop = max(first, owned.start), min(end, owned.stop)
+            start, stop = max(first, owned.start), min(first + row.elements if row.whole else end, owned.stop)
             if start >= stop:
                 continue
-            local = slice(shard.start + start - owned.start, shard.start + stop - owned.start)
+            flat, local = slice(start, stop), slice(shard.start + start - owned.start, shard.start + stop - owned.start)
+            part = UpdatePart(flat, local, kind(row), row.frozen, row.shape if row.whole else None)
             last = parts[-1] if parts else None
-            follows = last and (last.flat.stop, last.local.stop) == (start, local.start)
-            if last and follows and (last.kind, last.frozen) == (kind(row), row.frozen):
-                parts[-1] = replace(last, flat=slice(last.flat.start, stop), local=slice(last.local.start, local.stop))
-                continue
-            parts.append(UpdatePart(slice(start, stop), local, kind(row), row.frozen))
+            if last and follows(last, part):
+                flat, local = slice(last.flat.start, stop), slice(last.local.start, local.stop)
+                parts[-1] = replace(part, flat=flat, local=local)
+            else:
+                parts.append(part)
     return parts
 
 
+def follows(last: UpdatePart, part: UpdatePart) -> bool:
+    """True if the two are one range of one kind."""
+    adjacent = (last.flat.stop, last.local.stop) == (part.flat.start, part.local.start)
+    return adjacent and (last.kind, last.frozen, last.shape, None) == (part.kind, part.frozen, None, part.shape)
+
+
 def row_ranges(table: Table, bucket: Bucket) -> Iterator[tuple[int, int, ParameterRow]]:
-    """The bucket's parameters as ranges (start, stop), each up to the beginning of the next."""
-    rows = [row for row in table if bucket.start <= row.offset < bucket.stop]
+    """The bucket's parameters in memory order as ranges (start, stop), each up to the beginning of the next."""
+    rows = sorted((row for row in table if bucket.start <= row.offset < bucket.stop), key=lambda row: row.offset)
     for row, following in zip(rows, (*rows[1:], None), strict=True):
         yield row.offset, following.offset if following else bucket.stop, row

@@ -1,6 +1,7 @@
 """Lanes and ranks divide the flat buffers: nothing twice, nothing left out, in an order independent of the ranks."""
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -10,12 +11,14 @@ from handgrad.config import ModelShape
 from handgrad.layout import (
     RING,
     Bucket,
+    UpdatePart,
     buckets_of,
     gradient_ring,
     moved,
     norm_blocks,
     norm_parts,
     row_ranges,
+    shard_elements,
     update_parts,
 )
 from handgrad.models import parameter_table
@@ -35,38 +38,81 @@ widths = pytest.mark.parametrize(("lanes", "ranks"), WIDTHS)
 decays = AdamW(beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.1, seed=0).kind
 
 
-def layout(shape: ModelShape, lanes: int) -> tuple[tuple[ParameterRow, ...], tuple[Bucket, ...], int]:
-    table = parameter_table(shape, lanes)
+Whole = Callable[[ParameterRow], bool]
+
+
+def nothing(row: ParameterRow) -> bool:
+    return False
+
+
+def matrices(row: ParameterRow) -> bool:
+    return row.group == "matrix"
+
+
+units = pytest.mark.parametrize("whole", [nothing, matrices], ids=["ranges", "whole"])
+
+
+def layout(
+    shape: ModelShape, lanes: int, whole: Whole = nothing
+) -> tuple[tuple[ParameterRow, ...], tuple[Bucket, ...], int]:
+    table = parameter_table(shape, lanes, whole)
     return table, buckets_of(table, lanes), flat_elements(table, lanes)
 
 
 def tiles(pieces: list[slice], start: int, stop: int) -> bool:
-    """True if the pieces, in any order, cover the range exactly once."""
-    ordered = sorted(pieces, key=lambda piece: piece.start)
+    """True if the pieces that are not empty, in any order, cover the range exactly once."""
+    ordered = sorted((piece for piece in pieces if piece.start < piece.stop), key=lambda piece: piece.start)
+    if not ordered:
+        return start == stop
     edges = [start, *(edge for piece in ordered for edge in (piece.start, piece.stop)), stop]
     return edges[::2] == edges[1::2] and all(piece.start < piece.stop for piece in ordered)
 
 
+def of_rank(all_buckets: tuple[Bucket, ...], rank: int, ranks: int) -> int:
+    """The length of a rank's shard."""
+    return sum(bucket.owned(rank, ranks).stop - bucket.owned(rank, ranks).start for bucket in all_buckets)
+
+
 @shapes
 @widths
-def test_every_element_has_one_owner(shape: ModelShape, lanes: int, ranks: int) -> None:
-    table, all_buckets, elements = layout(shape, lanes)
+@units
+def test_every_element_has_one_owner(shape: ModelShape, lanes: int, ranks: int, whole: Whole) -> None:
+    table, all_buckets, elements = layout(shape, lanes, whole)
     assert tiles([bucket.flat for bucket in all_buckets], 0, elements)
     assert tiles([bucket.owned(rank, ranks) for bucket in all_buckets for rank in range(ranks)], 0, elements)
-    assert tiles([bucket.local(ranks) for bucket in all_buckets], 0, elements // ranks)
+    for rank in range(ranks):
+        assert tiles([bucket.local(rank, ranks) for bucket in all_buckets], 0, of_rank(all_buckets, rank, ranks))
+    assert shard_elements(all_buckets, ranks) == max(of_rank(all_buckets, rank, ranks) for rank in range(ranks))
     for bucket in all_buckets:
-        assert bucket.elements % (lanes * ALIGN_ELEMENTS) == 0, "parts of equal length that kernels can take whole"
-        lengths = {bucket.owned(rank, ranks).stop - bucket.owned(rank, ranks).start for rank in range(ranks)}
-        assert lengths == {bucket.local(ranks).stop - bucket.local(ranks).start}
+        owned = [bucket.owned(rank, ranks) for rank in range(ranks)]
+        assert bucket.shares(ranks) == [part.stop - part.start for part in owned]
+        assert all(edge % ALIGN_ELEMENTS == 0 for edge in bucket.cuts), "kernels can take any part"
+        if whole is nothing:
+            assert len(set(bucket.shares(ranks))) == 1
     for row in table:  # no tensor lies in two buckets
         assert sum(b.start <= row.offset and row.offset + row.elements <= b.stop for b in all_buckets) == 1
 
 
 @shapes
+@pytest.mark.parametrize("lanes", [1, 2, 4, 8, 64])
+def test_no_part_cuts_a_whole_parameter(shape: ModelShape, lanes: int) -> None:
+    """Of any number of ranks; and the lanes have about as much to do."""
+    table, all_buckets, _ = layout(shape, lanes, matrices)
+    parts = [bucket.owned(lane, lanes) for bucket in all_buckets for lane in range(lanes)]
+    for row in filter(matrices, table):
+        assert any(part.start <= row.offset and row.offset + row.elements <= part.stop for part in parts), row.name
+    assert sum(row.elements for row in table) == sum(row.elements for row in parameter_table(shape))
+    largest = max(row.aligned_elements for row in table if row.lane is not None) if lanes > 1 else 0
+    lengths = [of_rank(all_buckets, lane, lanes) for lane in range(lanes)]
+    assert max(lengths) - min(lengths) <= largest + len(all_buckets) * lanes * ALIGN_ELEMENTS
+
+
+@shapes
 @widths
-def test_a_rank_owns_neighbouring_parts_of_lanes(shape: ModelShape, lanes: int, ranks: int) -> None:
+@units
+def test_a_rank_owns_neighbouring_parts_of_lanes(shape: ModelShape, lanes: int, ranks: int, whole: Whole) -> None:
     """So that what is done part by part is the same whoever does it."""
-    _, all_buckets, _ = layout(shape, lanes)
+    _, all_buckets, _ = layout(shape, lanes, whole)
     share = lanes // ranks
     for bucket, rank in itertools.product(all_buckets, range(ranks)):
         parts = [bucket.owned(part, lanes) for part in range(rank * share, (rank + 1) * share)]
@@ -78,7 +124,7 @@ def test_a_rank_owns_neighbouring_parts_of_lanes(shape: ModelShape, lanes: int, 
 def test_a_lane_alone_has_no_buckets(shape: ModelShape) -> None:
     """The layout of runs that knew no lanes: tensor after tensor, each aligned; the end a whole block of the norm."""
     table, all_buckets, elements = layout(shape, 1)
-    assert all_buckets == (Bucket("all", 0, elements),) and elements % BLOCK_ELEMENTS == 0
+    assert all_buckets == (Bucket("all", (0, elements), (0,)),) and elements % BLOCK_ELEMENTS == 0
     offset = 0
     for row in table:
         assert row.offset == offset
@@ -98,11 +144,12 @@ def test_the_buckets_of_a_model() -> None:
 
 @shapes
 @widths
-def test_norms_of_all_ranks_are_those_of_one(shape: ModelShape, lanes: int, ranks: int) -> None:
-    """The ranks' sums one after another: the same blocks of the flat buffer in the same order."""
+@units
+def test_norms_of_all_ranks_are_those_of_one(shape: ModelShape, lanes: int, ranks: int, whole: Whole) -> None:
+    """The ranks' sums one after another: the same blocks of the flat buffer at the same places."""
 
     def blocks(rank: int, of: int) -> list[tuple[int, int]]:
-        """(start, stop) of each block in the order of its place among the rank's sums."""
+        """(start, stop) of each block by its place among the rank's sums; of one that stays zero, (0, 0)."""
         found: dict[int, tuple[int, int]] = {}
         for part in norm_parts(all_buckets, lanes, rank, of):
             starts = range(part.flat.start, part.flat.stop, BLOCK_ELEMENTS)
@@ -110,10 +157,11 @@ def test_norms_of_all_ranks_are_those_of_one(shape: ModelShape, lanes: int, rank
             for place, start in zip(places, starts, strict=True):
                 assert place not in found
                 found[place] = start, min(start + BLOCK_ELEMENTS, part.flat.stop)
-        assert sorted(found) == list(range(norm_blocks(all_buckets, lanes) // of))
-        return [found[place] for place in sorted(found)]
+        places = range(norm_blocks(all_buckets, lanes) // of)
+        assert set(found) <= set(places) and (whole is matrices or len(found) == len(places))
+        return [found.get(place, (0, 0)) for place in places]
 
-    _, all_buckets, elements = layout(shape, lanes)
+    _, all_buckets, elements = layout(shape, lanes, whole)
     alone = blocks(0, 1)
     assert [block for rank in range(ranks) for block in blocks(rank, ranks)] == alone
     assert tiles([slice(*block) for block in alone], 0, elements)
@@ -121,12 +169,13 @@ def test_norms_of_all_ranks_are_those_of_one(shape: ModelShape, lanes: int, rank
 
 @shapes
 @widths
-def test_parts_of_the_norm_lie_in_the_shard(shape: ModelShape, lanes: int, ranks: int) -> None:
+@units
+def test_parts_of_the_norm_lie_in_the_shard(shape: ModelShape, lanes: int, ranks: int, whole: Whole) -> None:
     """Their places in it are those of the same numbers."""
-    _, all_buckets, elements = layout(shape, lanes)
+    _, all_buckets, _ = layout(shape, lanes, whole)
     for rank in {0, 1 % ranks, ranks - 1}:
         parts = norm_parts(all_buckets, lanes, rank, ranks)
-        assert tiles([part.local for part in parts], 0, elements // ranks)
+        assert tiles([part.local for part in parts], 0, of_rank(all_buckets, rank, ranks))
         assert all(in_shard(all_buckets, rank, ranks, s.flat.start) == s.local.start for s in parts)
         assert all(s.flat.stop - s.flat.start == s.local.stop - s.local.start for s in parts)
 
@@ -144,20 +193,27 @@ def in_shard(all_buckets: tuple[Bucket, ...], rank: int, ranks: int, element: in
 
 @shapes
 @widths
-def test_updates_cover_the_shard(shape: ModelShape, lanes: int, ranks: int) -> None:
-    """Every number once, with the decay of its tensor, cut where kernels that take numbers by the dozen may be cut."""
-    table, all_buckets, elements = layout(shape, lanes)
-    everywhere = []
+@units
+def test_updates_cover_the_shard(shape: ModelShape, lanes: int, ranks: int, whole: Whole) -> None:
+    """Every number once, with the decay of its tensor, cut where kernels that take numbers by the dozen may be cut; a whole
+    parameter in one call with its shape, and without the gap behind it."""
+    table, all_buckets, elements = layout(shape, lanes, whole)
+    everywhere = list[UpdatePart]()
+    ranges = [found for bucket in all_buckets for found in row_ranges(table, bucket)]
+    gaps = [slice(start + row.elements, stop) for start, stop, row in ranges if row.whole]
     for rank in range(ranks):
         parts = update_parts(table, all_buckets, rank, ranks, decays)
-        assert tiles([part.local for part in parts], 0, elements // ranks)
+        if whole is nothing:
+            assert tiles([part.local for part in parts], 0, elements // ranks)
         for part in parts:
             assert part.flat.stop - part.flat.start == part.local.stop - part.local.start
             assert in_shard(all_buckets, rank, ranks, part.flat.start) == part.local.start
-            for edge in (part.flat.start, part.flat.stop, part.local.start, part.local.stop):
+            for edge in (part.flat.start, part.local.start, *(() if part.shape else (part.flat.stop, part.local.stop))):
                 assert edge % ALIGN_ELEMENTS == 0
         everywhere += parts
-    assert tiles([part.flat for part in everywhere], 0, elements)
+    found = sorted((part.flat.start, part.shape) for part in everywhere if part.shape)
+    assert found == sorted((row.offset, row.shape) for row in table if row.whole)
+    assert tiles([*(part.flat for part in everywhere), *gaps], 0, elements)
     starts = sorted((part.flat.start, part.flat.stop, part.kind) for part in everywhere)
     for row in table:
         touched = [kind for start, stop, kind in starts if start < row.offset + row.elements and stop > row.offset]

@@ -160,6 +160,7 @@ def test_shipped_recipes_are_valid(recipe: Path, monkeypatch: pytest.MonkeyPatch
         (["train", "--config", "no-such.toml"], "no-such.toml does not exist"),
         (["sample", "run", "--temperature", "-1"], "--temperature"),
         (["plan", "d12", "--vocab-size", "0"], "--vocab-size"),
+        (["evaluate", "run", "--stall-seconds", "0"], "--stall-seconds must be 1 to 86400, found 0"),
         (["train", "tiny", "--seed", "99999999999"], "seed must be below 2^32"),
         (["sample", "run", "--seed", "99999999999"], "--seed"),
         (["bench", "step", "--model", "d122"], "did you mean d12?"),
@@ -267,14 +268,14 @@ def test_logs_on_a_full_disk(
     shards: Path, capsys: pytest.CaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """/dev/full takes no byte, like a disk without space."""
-    from handgrad.run.metrics import METRICS_FILE, Metrics
+    from handgrad.run.log import METRICS_FILE, RunLog
 
-    original = Metrics._open
+    original = RunLog._open
 
-    def full(self: Metrics, name: str):
+    def full(self: RunLog, name: str):
         return open("/dev/full", "w", buffering=1) if name == METRICS_FILE else original(self, name)  # noqa: PTH123
 
-    monkeypatch.setattr(Metrics, "_open", full)
+    monkeypatch.setattr(RunLog, "_open", full)
     line = refused(capsys, 74, "train", *SMALL, "--data", str(shards), "--out", str(tmp_path / "run"))
     assert "No space left" in line
 

@@ -1,20 +1,17 @@
-"""The operations of generation beside those of training that they are made of, on both paths of the reference."""
+"""The operations of generation beside those of training that they are made of, by the reference and on a CPU."""
 
-from collections.abc import Iterator
+from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
 
-from handgrad.ops import reference as ops
-from handgrad.ops.reference import device as reference_device
+from handgrad.ops import cpu, reference
 
 
-@pytest.fixture(params=["cpu", "any device"], autouse=True)
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    if request.param == "any device":
-        monkeypatch.setattr(reference_device, "uses_cpu_kernels", lambda tensor: False)
-    yield
+@pytest.fixture(params=[reference, cpu], ids=["reference", "cpu"])
+def ops(request: pytest.FixtureRequest) -> ModuleType:
+    return request.param
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -25,14 +22,14 @@ def nan(*shape: int) -> Tensor:
     return torch.full(shape, float("nan"), dtype=torch.float64)
 
 
-def test_embedding_decode() -> None:
+def test_embedding_decode(ops: ModuleType) -> None:
     wte, wpe, out = randn(11, 7), randn(5, 7, seed=1), nan(3, 7)
     ops.decode.embedding_decode(out, torch.tensor([10, 0, 10]), torch.tensor([4, 0, 1]), wte, wpe)
     assert torch.equal(out, torch.stack([wte[10] + wpe[4], wte[0] + wpe[0], wte[10] + wpe[1]]))
 
 
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_layernorm_linear(with_bias: bool) -> None:
+def test_layernorm_linear(ops: ModuleType, with_bias: bool) -> None:
     x, w, b, weight, bias = randn(3, 7), randn(7, seed=1), randn(7, seed=2), randn(12, 7, seed=3), randn(12, seed=4)
     out, ln, mean, rstd = nan(3, 12), nan(3, 7), nan(3), nan(3)
     ops.decode.layernorm_linear_forward(out, ln, mean, rstd, x, w, b, weight, bias if with_bias else None)
@@ -45,7 +42,7 @@ def test_layernorm_linear(with_bias: bool) -> None:
         assert torch.allclose(out, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_decoding_goes_on_where_prompts_were_stored() -> None:
+def test_decoding_goes_on_where_prompts_were_stored(ops: ModuleType) -> None:
     """Two prompts of 6 tokens into slots 3 and 1 of 4; then one token each, at 6 and, after a padded tail, at 4."""
     B, H, T, D, longest = 4, 3, 6, 4, 9
     qkv = randn(2 * T, 3 * H * D)

@@ -12,10 +12,10 @@ from handgrad import checkpoint
 from handgrad.cli import main
 from handgrad.config import read_toml
 from handgrad.data.prepare import PrepareOptions, prepare
-from handgrad.evaluation.load import load_model
+from handgrad.evaluation.load import checkpoint_weights, load_model
 from handgrad.generation.decode import decode_buffers
 from handgrad.interop.export import logits
-from handgrad.ops import reference
+from handgrad.ops import cpu
 from handgrad.run.start import train
 from tests.conftest import small_run, write_text
 from tests.test_commands import refused
@@ -159,9 +159,9 @@ def test_the_tokenizer_must_be_that_of_the_weights(trained: Trained, tmp_path: P
 
 def loaded_logits(run: Path) -> Tensor:
     """(tokens, V) of a few random tokens."""
-    found = checkpoint.find(str(run))
-    buffers = lambda config, shape: decode_buffers(shape, 1, torch.float32, reference)  # noqa: E731
-    return logits(load_model(found, torch.device("cpu"), torch.float32, reference, buffers))
+    found = checkpoint_weights(checkpoint.find(str(run)))
+    buffers = decode_buffers(found.shape, 1, torch.float32, cpu)
+    return logits(load_model(found, torch.device("cpu"), torch.float32, cpu, buffers))
 
 
 def test_fewer_positions_are_the_first_ones(trained: Trained, tmp_path: Path) -> None:

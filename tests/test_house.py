@@ -97,6 +97,17 @@ def test_gradients_are_by_hand(module: Path) -> None:
         assert banned not in source, f"{module} uses {banned}"
 
 
+# Ways to torch's kernels for a whole layer or its gradient, which are autograd's: `ops.cpu` calls them, `ops.reference` is
+# the formula.
+LIBRARY = re.compile(r"torch\.ops\b|torch\.nn\b|scaled_dot_product|_fused_")
+
+
+def test_a_librarys_gradients_have_a_room_of_their_own() -> None:
+    callers = {path.relative_to(PACKAGE) for path in MODULES if LIBRARY.search(path.read_text())}
+    room = {Path("ops/cpu") / f"{name}.py" for name in ("adamw", "attention", "gelu", "layernorm", "linear")}
+    assert callers == room
+
+
 @pytest.mark.parametrize("folder", ["handgrad", "tests", "benchmarks", "examples"])
 def test_files_stay_short(folder: str) -> None:
     long = {str(p): n for p in (ROOT / folder).rglob("*.py") if (n := len(p.read_text().splitlines())) > 400}

@@ -1,6 +1,7 @@
 """Every operation's backward equals float64 autograd to 1e-10, at odd shapes, over NaN-filled outputs and sentinels."""
 
 import math
+from types import ModuleType
 
 import pytest
 import torch
@@ -20,9 +21,9 @@ from handgrad.ops import (
     RESULT_VERDICT,
     RESULTS,
     UPDATE,
+    cpu,
+    reference,
 )
-from handgrad.ops import reference as ops
-from handgrad.ops.reference import device as reference_device
 from handgrad.ops.reference.optimizer import round_stochastically
 
 SENTINEL = 3.25  # what accumulators hold before: adding into it must keep it
@@ -49,15 +50,12 @@ def gradients(output: Tensor, dout: Tensor, *inputs: Tensor) -> tuple[Tensor, ..
     return torch.autograd.grad(output, inputs, dout)
 
 
-@pytest.fixture(params=["cpu", "any device"])
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both paths of the reference: a CPU's own kernels, and what runs everywhere else."""
-    if request.param == "any device":
-        monkeypatch.setattr(reference_device, "uses_cpu_kernels", lambda tensor: False)
+@pytest.fixture(params=[reference, cpu], ids=["reference", "cpu"])
+def ops(request: pytest.FixtureRequest) -> ModuleType:
+    return request.param
 
 
-@pytest.mark.usefixtures("path")
-def test_embedding() -> None:
+def test_embedding(ops: ModuleType) -> None:
     B, T, C, Vp, longest = 3, 5, 7, 11, 9
     tokens = torch.tensor([[0, 4, 4, 10, 1], [4, 4, 4, 4, 4], [2, 0, 9, 9, 3]])  # repeats, within and across samples
     wte, wpe, dout = randn(Vp, C), randn(longest, C, seed=1), randn(B * T, C, seed=2)
@@ -74,9 +72,8 @@ def test_embedding() -> None:
     close(dwpe_acc - SENTINEL, dwpe)
 
 
-@pytest.mark.usefixtures("path")
 @pytest.mark.parametrize(("N", "C"), [(1, 3), (7, 13), (33, 64)])
-def test_layernorm(N: int, C: int) -> None:
+def test_layernorm(ops: ModuleType, N: int, C: int) -> None:
     inp, weight, bias = randn(N, C), randn(C, seed=1), randn(C, seed=2)
     dout, residual = randn(N, C, seed=3), randn(N, C, seed=4)
     out, mean, rstd = nan(N, C), nan(N), nan(N)
@@ -101,7 +98,7 @@ def test_layernorm(N: int, C: int) -> None:
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("N", "inputs", "outputs"), [(1, 1, 1), (5, 3, 7), (17, 40, 1300)])
-def test_linear(N: int, inputs: int, outputs: int, bias: bool) -> None:
+def test_linear(ops: ModuleType, N: int, inputs: int, outputs: int, bias: bool) -> None:
     inp, weight, dout = randn(N, inputs), randn(outputs, inputs, seed=1), randn(N, outputs, seed=2)
     b = randn(outputs, seed=3) if bias else None
     out = nan(N, outputs)
@@ -119,7 +116,7 @@ def test_linear(N: int, inputs: int, outputs: int, bias: bool) -> None:
         close(dbias_acc - SENTINEL, found[2])
 
 
-def test_float32_products_are_float32() -> None:
+def test_float32_products_are_float32(ops: ModuleType) -> None:
     """The float32 path of a CPU, past one block of weight-gradient rows, within the probabilistic rounding bound of an
     inner product of K terms, 4 sqrt(K) u |x| |w| with u = 2^-24 (Higham & Mary 2019): TF32 or bf16 would exceed it."""
     N, I, O = 37, 65, 2500
@@ -138,7 +135,7 @@ def test_float32_products_are_float32() -> None:
         assert ((found - (a @ b + added)).abs() <= bound).all()
 
 
-def test_gelu() -> None:
+def test_gelu(ops: ModuleType) -> None:
     inp, dout = randn(9, 31) * 3, randn(9, 31, seed=1)
     out = nan(9, 31)
     ops.gelu_forward(out, inp)
@@ -152,7 +149,7 @@ def test_gelu() -> None:
     close(dhidden_inout, dinp)
 
 
-def test_residual() -> None:
+def test_residual(ops: ModuleType) -> None:
     a, b, out = randn(4, 6), randn(4, 6, seed=1), nan(4, 6)
     ops.residual_forward(out, a, b)
     assert torch.equal(out, a + b)
@@ -168,9 +165,8 @@ def attention(qkv: Tensor, B: int, T: int, H: int) -> tuple[Tensor, Tensor]:
     return y, scores.logsumexp(-1)
 
 
-@pytest.mark.usefixtures("path")
 @pytest.mark.parametrize(("B", "T", "H", "D"), [(1, 1, 1, 1), (2, 7, 3, 5), (3, 65, 2, 16)])
-def test_attention(B: int, T: int, H: int, D: int) -> None:
+def test_attention(ops: ModuleType, B: int, T: int, H: int, D: int) -> None:
     qkv, dout = randn(B * T, 3 * H * D), randn(B * T, H * D, seed=1)
     out, lse, dqkv = nan(B * T, H * D), nan(B, H, T), nan(B * T, 3 * H * D)
     ops.attention_forward(out, lse, qkv)
@@ -183,7 +179,7 @@ def test_attention(B: int, T: int, H: int, D: int) -> None:
     close(dqkv, expected_dqkv)
 
 
-def test_attention_sees_no_later_token() -> None:
+def test_attention_sees_no_later_token(ops: ModuleType) -> None:
     B, T, H, D = 1, 9, 2, 4
     qkv, out, lse = randn(T, 3 * H * D), nan(T, H * D), nan(B, H, T)
     ops.attention_forward(out, lse, qkv)
@@ -193,8 +189,7 @@ def test_attention_sees_no_later_token() -> None:
     assert torch.equal(out[:6], before[:6]) and not torch.equal(out[6:], before[6:])
 
 
-@pytest.mark.usefixtures("path")
-def test_attention_decode_equals_attention() -> None:
+def test_attention_decode_equals_attention(ops: ModuleType) -> None:
     """Two sequences, the second three tokens behind the first; what was never written is not read."""
     B, T, H, D = 2, 11, 3, 4
     qkv, out, lse = randn(B * T, 3 * H * D), nan(B * T, H * D), nan(B, H, T)
@@ -209,9 +204,8 @@ def test_attention_decode_equals_attention() -> None:
         close(step, out.view(B, T, -1)[torch.arange(B), positions])
 
 
-@pytest.mark.usefixtures("path")
 @pytest.mark.parametrize(("N", "V", "Vp"), [(1, 2, 128), (9, 57, 128), (5, 128, 128)])
-def test_classifier(N: int, V: int, Vp: int) -> None:
+def test_classifier(ops: ModuleType, N: int, V: int, Vp: int) -> None:
     logits = randn(N, Vp) * 4
     targets = torch.randint(V, (N,), generator=torch.Generator().manual_seed(1))
     scale = 0.37
@@ -228,7 +222,7 @@ def test_classifier(N: int, V: int, Vp: int) -> None:
     assert (found[:, V:] == 0).all(), "the padded vocabulary must have no gradient at all"
 
 
-def test_classifier_survives_extreme_logits() -> None:
+def test_classifier_survives_extreme_logits(ops: ModuleType) -> None:
     logits = torch.tensor([[1e30, -1e30, 0.0, math.nan], [-1e4, 1e4, 0.0, math.nan]], dtype=torch.float64)
     losses = nan(2)
     ops.classifier_forward_backward(losses, logits, torch.tensor([0, 0]), vocab_size=3, scale=1.0)
@@ -236,7 +230,7 @@ def test_classifier_survives_extreme_logits() -> None:
     assert torch.isfinite(logits).all()
 
 
-def test_squared_norms_do_not_depend_on_neighbours() -> None:
+def test_squared_norms_do_not_depend_on_neighbours(ops: ModuleType) -> None:
     flat = torch.randn(8 * 1000 - 300, generator=torch.Generator().manual_seed(0))
     whole, part, last = (torch.full((blocks,), math.nan) for blocks in (8, 2, 1))
     ops.squared_norms(whole, flat, block_elements=1000)
@@ -270,7 +264,13 @@ VERDICTS = [
 @pytest.mark.parametrize("scale", [1.0, 8.0])
 @pytest.mark.parametrize(("sum_of_losses", "gradient", "loss_limit", "norm_limit", "expected"), VERDICTS)
 def test_verdict(
-    sum_of_losses: float, gradient: float, loss_limit: float, norm_limit: float, expected: int, scale: float
+    ops: ModuleType,
+    sum_of_losses: float,
+    gradient: float,
+    loss_limit: float,
+    norm_limit: float,
+    expected: int,
+    scale: float,
 ) -> None:
     """Four gradients of 2 have the norm 4, ten tokens' losses of 30 in all the mean 3; a loss scale changes neither."""
     controls, results = torch.tensor([5, 1e-3, loss_limit, norm_limit], dtype=torch.float64), nan(RESULTS)
@@ -289,7 +289,7 @@ def test_verdict(
     assert torch.equal(loss_scale, halved if expected == NORM_NOT_FINITE else counted)
 
 
-def test_the_loss_scale_grows_after_so_many_good_steps() -> None:
+def test_the_loss_scale_grows_after_so_many_good_steps(ops: ModuleType) -> None:
     results, controls = nan(RESULTS), torch.tensor([1, 0, math.inf, math.inf], dtype=torch.float64)
     loss_scale, one = torch.tensor([1.0, 4.0, LOSS_SCALE_GROWTH_STEPS - 2]), torch.ones(1, dtype=torch.float64)
     for expected in (4.0, 8.0, 8.0):
@@ -300,7 +300,7 @@ def test_the_loss_scale_grows_after_so_many_good_steps() -> None:
 
 
 @pytest.mark.parametrize("clip", [1.0, 0.25])
-def test_adamw(clip: float) -> None:
+def test_adamw(ops: ModuleType, clip: float) -> None:
     n = 1037
     w, m, v, g = randn(n), randn(n, seed=1) * 0.1, randn(n, seed=2).square() * 0.1, randn(n, seed=3)
     lr, beta1, beta2, eps, decay, step = 3e-3, 0.9, 0.95, 1e-8, 0.1, 7
@@ -320,7 +320,7 @@ def test_adamw(clip: float) -> None:
     close(v, v2)
 
 
-def test_adamw_does_not_depend_on_how_the_buffer_is_cut() -> None:
+def test_adamw_does_not_depend_on_how_the_buffer_is_cut(ops: ModuleType) -> None:
     generator = torch.Generator().manual_seed(0)
     buffers = [torch.randn(3 * 1024 + 131, generator=generator) for _ in range(3)]
     buffers.append(torch.rand(3 * 1024 + 131, generator=generator))
@@ -336,7 +336,7 @@ def test_adamw_does_not_depend_on_how_the_buffer_is_cut() -> None:
     assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
 
 
-def test_bf16_weights_are_rounded_up_and_down_with_the_right_chances() -> None:
+def test_bf16_weights_are_rounded_up_and_down_with_the_right_chances(ops: ModuleType) -> None:
     """Only to the two neighbours, the mean within five deviations of the float32, keyed by place, step and seed."""
     n = 1 << 16
     exact = torch.full((n,), 1.0 + 2**-9 + 2**-11)  # 5/16 of the way from 1 to the next bf16, 1 + 2^-7

@@ -12,7 +12,7 @@ import pytest
 
 from handgrad import cli
 from handgrad.config import RunConfig, to_toml
-from handgrad.ops import reference
+from handgrad.ops import cpu
 
 PACKAGE = Path(cli.__file__).parent
 MOST_FRAMES, MOST_FILES = 7, 5  # from the entry point to an operation, which does not count
@@ -23,14 +23,14 @@ def test_a_command_is_few_frames_from_an_operation(
 ) -> None:
     stacks: dict[str, list[str]] = {}
     for name in ("layernorm_linear_forward", "gelu_linear_backward"):
-        operation = getattr(reference, name)
+        operation = getattr(cpu, name)
 
         def walk(*arguments: Any, name: str = name, operation: Any = operation, **settings: Any) -> None:
             frames = [Path(frame.filename) for frame in inspect.stack()[1:]]
             stacks.setdefault(name, [str(p.relative_to(PACKAGE)) for p in frames if p.is_relative_to(PACKAGE)])
             operation(*arguments, **settings)
 
-        monkeypatch.setattr(reference, name, walk)
+        monkeypatch.setattr(cpu, name, walk)
     recipe = tmp_path / "run.toml"
     recipe.write_text(to_toml(dataclasses.replace(config, steps=1, warmup_steps=0, eval_every=0, sample_tokens=0)))
     assert cli.main(["train", "--config", str(recipe)]) == 0

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 from handgrad import checkpoint
 from handgrad.api.model import Model, load
@@ -16,35 +17,20 @@ def prepare(
     source: str | os.PathLike[str],
     out: str | os.PathLike[str] = "shards",
     *,
-    tokenizer: str = "gpt2",
-    text_field: str = "text",
-    validation_fraction: float | None = None,
-    shard_tokens: int = 100_000_000,
-    documents: int = 0,
+    tokenizer: str | os.PathLike[str] = "gpt2",
     workers: int = 1,
-    seed: int = 0,
-    overwrite: bool = False,
+    **options: Any,
 ) -> Dataset:
-    """`handgrad prepare`: text into a folder of token shards, returned open; reuses finished shards.
+    """`handgrad prepare`: text into a folder of token shards, returned open; reuses finished shards. `options` are the
+    other flags of the command, the fields of `data.prepare.PrepareOptions`.
 
     Unlike the command it works in this process alone unless `workers` asks for more (0: one per core): Python's new
     processes import the script again, which therefore needs `if __name__ == "__main__":`; a notebook does not.
 
     Raises the errors of the command.
     """
-    options = preparing.PrepareOptions(
-        os.fspath(source),
-        Path(out),
-        tokenizer=os.fspath(tokenizer),
-        text_field=text_field,
-        shard_tokens=shard_tokens,
-        validation_fraction=validation_fraction,
-        workers=workers,
-        seed=seed,
-        documents=documents,
-        overwrite=overwrite,
-    )
-    return preparing.prepare(options).dataset
+    given: dict[str, Any] = {"tokenizer": os.fspath(tokenizer), "workers": workers, **options}
+    return preparing.prepare(preparing.PrepareOptions(os.fspath(source), Path(out), **given)).dataset
 
 
 def evaluate(
@@ -53,19 +39,17 @@ def evaluate(
     *,
     eval_tokens: int = 0,
     micro_batch: int = 8,
-    device: str = "auto",
-    precision: str = "fp32",
-    backend: str = "auto",
+    **loading: str,
 ) -> HeldOut:
     """`handgrad evaluate`: the loss on the validation split of `data`, by default the model's training data. `model` is a
-    loaded one, in its own precision, or an argument of `load`.
+    loaded one, in its own precision, or an argument of `load`, which takes device, precision and backend.
 
     Raises `UsageError`, `DataError`: no such data, or not in the model's tokens.
     """
     if eval_tokens < 0 or micro_batch < 1:
         raise UsageError("--eval-tokens must be 0 or more and --micro-batch 1 or more")
     if not isinstance(model, Model):
-        model = load(model, device=device, precision=precision, backend=backend)
+        model = load(model, **loading)
     folder = os.fspath(data) or model.data
     if not folder:
         raise UsageError("the model knows no data; give data=DIR, prepared with the model's tokenizer")

@@ -13,17 +13,16 @@ from torch import Tensor
 from handgrad import devices
 from handgrad.arena import Buffer, make_plan
 from handgrad.backend import choose_backend
-from handgrad.config import BACKENDS, DEVICES, PRECISIONS, ModelShape
-from handgrad.data.tokenizer import Tokenizer
+from handgrad.config import BACKENDS, DEVICES, PRECISIONS
 from handgrad.errors import UsageError
-from handgrad.evaluation.load import check_available
+from handgrad.evaluation.load import Weights, check_available, load_model
 from handgrad.generation.decode import decode_buffers, decode_tensors
 from handgrad.generation.generate import Continuation, Decoder, SamplingOptions, check_writing
 from handgrad.generation.text import document, stream_text
 from handgrad.interop.sources import open_weights
-from handgrad.models import architecture, forward_buffers, named_activations, named_weights, parameter_table
+from handgrad.models import architecture, forward_buffers, named_activations, parameter_table
 from handgrad.models.passes import run
-from handgrad.models.rows import count_parameters, flat_elements
+from handgrad.models.rows import count_parameters
 
 MICRO_BATCH = 8  # rows that go through the model at once, as in `handgrad evaluate`
 
@@ -66,31 +65,16 @@ class Model:
         ["a text", "another"], [[464], [2068, 7586]], a tensor or array (T) or (B, T)      rows, of any lengths
     """
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        tokenizer: Tokenizer,
-        ops: ModuleType,
-        device: torch.device,
-        precision: str,
-        *,
-        origin: dict[str, Any],
-        data: str = "",
-    ):
-        """Allocates the weights, zeroed; `load` and `Training.model` fill them. Raises `DataError` without memory for
-        them."""
-        ops.check_sizes(length=shape.sequence_length, num_heads=shape.num_heads, channels=shape.channels)
-        self.shape, self.tokenizer, self.ops = shape, tokenizer, ops
-        self.model = architecture(shape)
+    def __init__(self, source: Weights, ops: ModuleType, device: torch.device, precision: str):
+        """Copies the weights of `source`. Raises `DataError` without memory for them."""
         self.device, self.precision = device, precision
         self.dtype = devices.use_precision(device, precision)
-        self.origin = origin  # the source of the weights
-        self.data = data  # the shards they were trained on, if known
-        self.table = parameter_table(shape)
-        buffer = Buffer("parameters", (flat_elements(self.table),), self.dtype, "parameters")
-        check_available(buffer.size_bytes, device, "a model", "try --precision bf16")
-        self.flat = make_plan([buffer]).allocate(device)["parameters"]
-        self.weights = named_weights(shape, self.flat, self.table)
+        loaded = load_model(source, device, self.dtype, ops, [])
+        self.shape, self.tokenizer, self.ops = loaded.shape, loaded.tokenizer, ops
+        self.model, self.table = architecture(self.shape), parameter_table(self.shape)
+        self.flat, self.weights = loaded.views["parameters"], loaded.weights
+        self.origin = source.origin  # the source of the weights
+        self.data = source.config.data  # the shards they were trained on, if known
         self._activation_memory, self._decoding_memory = GrowingMemory(device), GrowingMemory(device)
         self._forward: tuple[tuple[int, int], Any] | None = None  # ((rows, tokens), their buffers)
         self._decoder: tuple[int, Decoder] | None = None  # (texts, their decoder)
@@ -154,7 +138,7 @@ class Model:
         """The mean of `losses` over all tokens that have one, in nats."""
         rows = self._rows(tokens, least=2)
         lines = self._losses(rows).cpu().double()
-        # By the rows' lengths, not by what is no NaN: weights that diverged must not hide.
+        # By the rows' lengths, not by the NaN after them: weights that diverged must not hide.
         sums = [line[: len(row) - 1].sum().item() for row, line in zip(rows, lines, strict=True)]
         return sum(sums) / sum(len(row) - 1 for row in rows)
 
@@ -214,50 +198,48 @@ class Model:
         prompts: Prompts = "",
         *,
         max_tokens: int = 200,
-        temperature: float = 0.8,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        repetition_penalty: float = 1.0,
         stop: str | Sequence[str] = (),
         seed: int = 0,
         batch: int = 8,
+        **sampling: Any,
     ) -> Prompts:
-        """The continuation of a prompt: a str, or for a list of prompts a list of them. The options are those of
-        `handgrad sample`; prompt number i has the seed `seed` + i, and `batch` texts are written at once.
+        """The continuation of a prompt: a str, or for a list of prompts a list of them. Prompt number i has the seed
+        `seed` + i, and `batch` texts are written at once. `sampling`: the fields of `SamplingOptions`, as in `handgrad
+        sample`: temperature (0.8), top_k (0), top_p (1.0), min_p (0.0), repetition_penalty (1.0).
 
         Raises `UsageError` for an invalid option, `NumericsError` when the logits are not finite.
         """
-        options = SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty)
-        given = [prompts] if isinstance(prompts, str) else list(prompts)
         if batch < 1:
             raise UsageError(f"--batch must be 1 or more, found {batch}")
-        written = dict.fromkeys(texts := self._texts(given, max_tokens, seed), "")
-        for text, piece in self._write(texts, options, checked_stops(max_tokens, seed, stop), min(batch, len(texts))):
+        given = [prompts] if isinstance(prompts, str) else list(prompts)
+        texts, pieces = self._begin(given, batch, max_tokens, stop, seed, sampling)
+        written = dict.fromkeys(texts, "")
+        for text, piece in pieces:
             written[text] += piece
-        found: Any = "".join(written.values()) if isinstance(prompts, str) else list(written.values())
-        return found
+        found: Any = list(written.values())
+        return found[0] if isinstance(prompts, str) else found
 
     def stream(
-        self,
-        prompt: str = "",
-        *,
-        max_tokens: int = 200,
-        temperature: float = 0.8,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        repetition_penalty: float = 1.0,
-        stop: str | Sequence[str] = (),
-        seed: int = 0,
+        self, prompt: str = "", *, max_tokens: int = 200, stop: str | Sequence[str] = (), seed: int = 0, **sampling: Any
     ) -> Iterator[str]:
         """`generate` of one prompt, piece by piece. It ends with a `UsageError` when the same model begins another text."""
-        options = SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty)
-        pieces = self._write(self._texts([prompt], max_tokens, seed), options, checked_stops(max_tokens, seed, stop), 1)
+        _, pieces = self._begin([prompt], 1, max_tokens, stop, seed, sampling)
         return (piece for _, piece in pieces if piece)
 
-    def _texts(self, prompts: Sequence[str], max_tokens: int, seed: int) -> list[Continuation]:
-        return [Continuation(self.tokens(prompt), max_tokens, seed + number) for number, prompt in enumerate(prompts)]
+    def _begin(
+        self,
+        prompts: Sequence[str],
+        batch: int,
+        max_tokens: int,
+        stop: str | Sequence[str],
+        seed: int,
+        sampling: dict[str, Any],
+    ) -> tuple[list[Continuation], Iterator[tuple[Continuation, str]]]:
+        """Checks the options; returns the texts to write, and an iterator that writes them: a text and its next piece."""
+        options, stops = SamplingOptions(**sampling), [stop] if isinstance(stop, str) else list(stop)
+        check_writing(max_tokens, seed, stops)
+        texts = [Continuation(self.tokens(prompt), max_tokens, seed + number) for number, prompt in enumerate(prompts)]
+        return texts, self._write(texts, options, stops, min(batch, len(texts)))
 
     def _write(
         self, texts: list[Continuation], options: SamplingOptions, stops: Sequence[str], batch: int
@@ -293,12 +275,6 @@ def padded(rows: list[list[int]], length: int) -> Tensor:
     return torch.tensor([[*row, *[0] * (length - len(row))] for row in rows])
 
 
-def checked_stops(max_tokens: int, seed: int, stop: str | Sequence[str]) -> Sequence[str]:
-    stops = [stop] if isinstance(stop, str) else list(stop)
-    check_writing(max_tokens, seed, stops)
-    return stops
-
-
 def load(
     source: str | os.PathLike[str],
     *,
@@ -317,11 +293,5 @@ def load(
         if value not in known or value == "fp8":
             names = ", ".join(choice for choice in known if choice != "fp8")
             raise UsageError(f"{name} must be one of {names}; found {value!r}")
-    name = os.fspath(source)
-    found = open_weights(name, tokenizer)
-    where = devices.resolve_device(device)
-    ops, data = choose_backend(backend, where, precision), found.config.data
-    model = Model(found.shape, found.tokenizer, ops, where, precision, origin=found.origin, data=data)
-    for row in model.table:
-        row.stored(model.flat).copy_(found.weight(row))
-    return model
+    found, where = open_weights(os.fspath(source), tokenizer), devices.resolve_device(device)
+    return Model(found, choose_backend(backend, where, precision), where, precision)

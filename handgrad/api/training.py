@@ -12,6 +12,7 @@ from handgrad import checkpoint, devices
 from handgrad.api.model import Model
 from handgrad.config import RunConfig, to_dict
 from handgrad.errors import NumericsError, Preempted, UsageError
+from handgrad.evaluation.load import Weights
 from handgrad.run.loop import Run
 from handgrad.run.settings import run_config
 from handgrad.run.signals import preempted
@@ -120,9 +121,8 @@ class Training:
             if on_step is not None:
                 on_step(made[-1])
 
-        devices.use_precision(
-            run.design.device, self.config.precision
-        )  # torch keeps it for the process; a model may differ
+        # torch keeps it for the process; a model may differ.
+        devices.use_precision(run.design.device, self.config.precision)
         self._stepping = True
         try:
             run.advance(until, take, keeps_process=True)
@@ -147,12 +147,10 @@ class Training:
         run.training.await_weights()
         design, parameters = run.design, run.training.state.parameters
         precision = "bf16" if self.config.precision == "fp8" else self.config.precision
+        tensors = {row.name: row.stored(parameters) for row in design.parameters}
         origin = {"from": "training", "source": self.config.out, "step": self.completed}
-        what = design.shape, run.tokenizer, design.plain_ops, design.device, precision
-        model = Model(*what, origin=origin, data=self.config.data)
-        for ours, theirs in zip(model.table, design.parameters, strict=True):
-            ours.stored(model.flat).copy_(theirs.stored(parameters))
-        return model
+        now = Weights(design.shape, run.tokenizer, lambda row: tensors[row.name], origin, self.config)
+        return Model(now, design.plain_ops, design.device, precision)
 
     def save(self) -> Path:
         """Saves a checkpoint of the current step, if there is none yet; returns its folder. Raises `NumericsError` if the
@@ -206,18 +204,9 @@ class Training:
         self._opened.__exit__(kind, error, trace)
 
 
-def train(
-    preset: str | RunConfig = "",
-    *,
-    config: str = "",
-    model: str = "",
-    allow_changes: bool = False,
-    quiet: bool = False,
-    **settings: Any,
-) -> float | None:
+def train(preset: str | RunConfig = "", **arguments: Any) -> float | None:
     """Makes all steps of a `Training` with the same arguments; returns the last validation loss in nats, if there was one.
     Leaves a finished run as it is."""
-    how = {"allow_changes": allow_changes, "quiet": quiet}
-    with Training(preset, config=config, model=model, **how, **settings) as run:
+    with Training(preset, **arguments) as run:
         run.steps()
         return run.validation_loss

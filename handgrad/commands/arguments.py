@@ -14,6 +14,7 @@ from handgrad.config import (
     GPT2_VOCABULARY,
     NOT_NEGATIVE,
     PRECISIONS,
+    SECONDS,
     Rule,
     RunConfig,
     nearest_name,
@@ -22,6 +23,7 @@ from handgrad.errors import UsageError
 from handgrad.evaluation.tasks import TASKS
 from handgrad.run import settings
 
+TIMEOUTS = ("join_seconds", "silence_seconds", "stall_seconds")
 METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT"}
 SOURCES = (
     "stories (built in), shakespeare, tinystories, fineweb, fineweb-edu, any hub dataset as OWNER/NAME[:CONFIG],"
@@ -108,6 +110,13 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", default="auto", choices=BACKENDS, help="(default: auto: kernels on a CUDA GPU)")
 
 
+def add_timeout_arguments(parser: Parser) -> None:
+    """The waits of ranks for each other, as in a run."""
+    for name in TIMEOUTS:
+        text = f"{FIELDS[name].metadata['help']} (default: {FIELDS[name].default})"
+        parser.number(flag(name), text, rule=SECONDS, default=FIELDS[name].default)
+
+
 def prepare(parser: Parser) -> None:
     parser.add_argument("source", metavar="SOURCE", help=SOURCES)
     parser.add_argument("--out", default="shards", metavar="DIR", help="folder to write (default: shards)")
@@ -141,6 +150,7 @@ def evaluate(parser: Parser) -> None:
     parser.add_argument("--tasks", default="", metavar="NAME[=FILE],...", help=names)
     parser.number("--limit", "first N examples of each task (default: all)", rule=NOT_NEGATIVE, default=0)
     parser.add_argument("--out", default="", metavar="FILE", help="a line of JSON per example of the tasks")
+    add_timeout_arguments(parser)
 
 
 def sample(parser: Parser) -> None:
@@ -176,7 +186,7 @@ def export(parser: Parser) -> None:
     parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16"), help="of the weights (default: fp32)")
     hub = "hf: then upload DIR to the Hub as OWNER/NAME, private if new"
     parser.add_argument("--push", default="", metavar="NAME", help=hub)
-    parser.add_argument("--with-optimizer", action="store_true", help="llmc: moments, too, so that llm.c can go on (-y 1)")
+    parser.add_argument("--with-optimizer", action="store_true", help="llmc: also the moments, for llm.c to go on (-y 1)")
 
 
 def import_(parser: Parser) -> None:
@@ -247,6 +257,7 @@ def profile(parser: Parser) -> None:
 def doctor(parser: Parser) -> None:
     net = "measure between the processes of a launch instead (torchrun, srun)"
     parser.add_argument("--net", action="store_true", help=net)
+    add_timeout_arguments(parser)
     state = "instead: logits, loss, gradients against llm.c's debug state"
     parser.add_argument("--debug-state", default="", metavar="FILE", help=state)
     parser.add_argument("--model", default="", metavar="FILE", help="the model.bin of the debug state")

@@ -11,6 +11,7 @@ from handgrad.errors import ConfigError, UsageError
 from handgrad.interop.llmc_debug import compare, read_debug_state
 from handgrad.interop.llmc_model import read_model
 from handgrad.parallel.launchers import find_rank_info
+from handgrad.parallel.rendezvous import Timeouts
 from handgrad.tools.doctor import examine
 from handgrad.tools.network import examine_network
 
@@ -23,7 +24,8 @@ def run(parsed: Namespace) -> int:
         lines = examine_gradients(Path(parsed.debug_state), Path(parsed.model))
     elif parsed.net:
         info = find_rank_info(os.environ)
-        lines = examine_network(devices.resolve_device("auto", info.local_rank))
+        timeouts = Timeouts(parsed.join_seconds, parsed.silence_seconds, parsed.stall_seconds)
+        lines = examine_network(info, devices.resolve_device("auto", info.local_rank), timeouts)
         is_rank_0 = info.rank == 0
     else:
         lines = examine()

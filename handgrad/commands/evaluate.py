@@ -38,7 +38,7 @@ def run(parsed: Namespace) -> int:
         raise UsageError("--out and --limit belong to --tasks; name some, like --tasks hellaswag=FILE")
     info = find_rank_info(os.environ)
     device = devices.resolve_device(parsed.device, info.local_rank)
-    with joined(info, device, Timeouts()) as ranks:
+    with joined(info, device, Timeouts(parsed.join_seconds, parsed.silence_seconds, parsed.stall_seconds)) as ranks:
         lines = evaluate(parsed, device, ranks)
     if ranks.is_rank_0:
         print("\n".join(lines))
@@ -68,13 +68,13 @@ def evaluate(parsed: Namespace, device: torch.device, ranks: Ranks) -> list[str]
         buffers += work.buffers()
     memory_bytes = max(plan.size_bytes[KIND] for plan in plans.values())
     buffers.append(Buffer(MEMORY, (memory_bytes,), torch.uint8, KIND))
-    model = load_model(source, device, dtype, ops, lambda config, shape: buffers)
+    model = load_model(source, device, dtype, ops, buffers)
     views = {name: plan.lay_over({KIND: model.views[MEMORY]}) for name, plan in plans.items()}
 
     step = "" if source.checkpoint is None else f" (step {source.checkpoint.step})"
     lines = [f"checkpoint        {parsed.checkpoint}{step}"]
     if dataset is not None:
-        lines += loss_lines(parsed, model, dataset, views["loss"], ranks)
+        lines += loss_lines(parsed, source, model, dataset, views["loss"], ranks)
     if work is not None:
         found = work.score(model.weights, model.views | views["tasks"], Progress(ranks) if ranks.is_rank_0 else None)
         results = results_of(tasks, requests, found)
@@ -101,7 +101,7 @@ def validation_data(parsed: Namespace, source: Weights) -> Dataset:
 
 
 def loss_lines(
-    parsed: Namespace, model: LoadedModel, dataset: Dataset, views: dict[str, Tensor], ranks: Ranks
+    parsed: Namespace, source: Weights, model: LoadedModel, dataset: Dataset, views: dict[str, Tensor], ranks: Ranks
 ) -> list[str]:
     """The validation loss in nats, as perplexity and in bits per byte."""
     found = held_out_loss(
@@ -114,7 +114,7 @@ def loss_lines(
         ranks=ranks,
     )
     lines = [
-        f"validation tokens {found.tokens} of {dataset.tokens('validation')} in {parsed.data or model.config.data}",
+        f"validation tokens {found.tokens} of {dataset.tokens('validation')} in {parsed.data or source.config.data}",
         f"loss              {found.loss:.4f} nats per token",
         f"perplexity        {found.perplexity:.2f}",
     ]

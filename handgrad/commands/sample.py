@@ -36,9 +36,8 @@ def run(parsed: Namespace) -> int:
     device = devices.resolve_device(parsed.device)
     dtype = devices.use_precision(device, parsed.precision)
     ops = choose_backend(parsed.backend, device, parsed.precision)
-    model = load_model(
-        open_weights(parsed.checkpoint), device, dtype, ops, lambda _, shape: decode_buffers(shape, batch, dtype, ops)
-    )
+    weights = open_weights(parsed.checkpoint)
+    model = load_model(weights, device, dtype, ops, decode_buffers(weights.shape, batch, dtype, ops))
     texts = []
     for number, row in enumerate(prompts):
         most_tokens = row.get("max_tokens", parsed.max_tokens)

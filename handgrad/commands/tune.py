@@ -1,6 +1,5 @@
 """handgrad tune: freezes the fastest algorithm of every GEMM of a model on this GPU."""
 
-import math
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,9 +14,10 @@ from handgrad.errors import UsageError
 from handgrad.models import architecture
 from handgrad.run.assemble import allocate, bind
 from handgrad.tools.profile import set_up
+from handgrad.tools.rates import seconds_of
 from handgrad.training.step import TrainStep
 
-SUSTAINED_SECONDS = 4.0  # of micro-steps before the measured ones, and about twice that measured
+SUSTAINED_SECONDS = 8.0  # of micro-steps, of which the second half is measured
 NOISE = 0.005  # relative difference of two equal measurements
 
 
@@ -86,18 +86,5 @@ def micro_step_milliseconds(config: RunConfig, vocab_size: int) -> float:
     step = step_of(config, vocab_size, graphs=True)
     step.step(0)
     (micro_step,) = step.micro_step
-    begin, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
-    begin.record()
     micro_step()  # captured
-    micro_step()
-    middle.record()
-    middle.synchronize()
-    count = math.ceil(SUSTAINED_SECONDS * 1e3 / begin.elapsed_time(middle))
-    for _ in range(count):
-        micro_step()
-    middle.record()
-    for _ in range(count):
-        micro_step()
-    end.record()
-    end.synchronize()
-    return middle.elapsed_time(end) / count
+    return 1e3 * seconds_of(torch.device("cuda"), micro_step, SUSTAINED_SECONDS, burst=20)

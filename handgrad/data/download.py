@@ -1,5 +1,6 @@
 """One file over HTTP: resumed, retried, and under its final name only once verified."""
 
+import functools
 import hashlib
 import http.client
 import os
@@ -31,7 +32,7 @@ def download(source: Download, path: Path, on_bytes: OnBytes | None = None) -> N
     if path.is_file():
         return
     partial = path.with_name(path.name + ".partial")
-    attempts_left, wrong_contents, backoff_seconds = ATTEMPTS, 0, BACKOFF_SECONDS
+    failures, wrong_contents = 0, 0  # attempts in a row without progress; attempts that ended with wrong content
     with storage_errors(f"writing {partial}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         while True:
@@ -46,17 +47,13 @@ def download(source: Download, path: Path, on_bytes: OnBytes | None = None) -> N
                 wrong_contents += 1
                 if wrong_contents == 2:
                     raise DataError(f"expected {reason} from {source.url}; it was replaced or damaged there, try later")
-            if _size(partial) > before:
-                attempts_left, backoff_seconds = ATTEMPTS, BACKOFF_SECONDS
-            else:
-                attempts_left -= 1
-            if not attempts_left:
+            failures = 0 if _size(partial) > before else failures + 1
+            if failures == ATTEMPTS:
                 raise StorageError(
                     f"expected {source.url}, found {reason} in {ATTEMPTS} attempts; check the connection and run the "
                     f"same command again, it goes on from {partial}"
                 )
-            time.sleep(backoff_seconds)
-            backoff_seconds = min(2 * backoff_seconds, 30.0)
+            time.sleep(min(BACKOFF_SECONDS * 2 ** max(0, failures - 1), 30.0))
 
 
 def _continue_download(source: Download, partial: Path, on_bytes: OnBytes | None) -> str:
@@ -137,10 +134,9 @@ def _verify(source: Download, path: Path) -> str:
         if expected is None:
             continue
         # Git hashes "blob SIZE", NUL, then the content.
-        digest = hashlib.new(algorithm, b"blob %d\0" % size_bytes if algorithm == "sha1" else b"")
+        prefix = b"blob %d\0" % size_bytes if algorithm == "sha1" else b""
         with path.open("rb") as file:
-            while block := file.read(BLOCK_BYTES):
-                digest.update(block)
-        if digest.hexdigest() != expected:
-            return f"{algorithm} {expected}, found {digest.hexdigest()}"
+            found = hashlib.file_digest(file, functools.partial(hashlib.new, algorithm, prefix)).hexdigest()
+        if found != expected:
+            return f"{algorithm} {expected}, found {found}"
     return ""

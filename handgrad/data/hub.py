@@ -40,13 +40,14 @@ def default_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "handgrad"
 
 
-def find_hub(spec: str, cache: Path, split: str = "train") -> list[SourceFile]:
-    """The files of a dataset, at the revision that is newest now, to be downloaded below `cache`.
+def find_hub(spec: str, split: str = "train") -> list[SourceFile]:
+    """The files of a dataset, at the revision that is newest now, to be downloaded below `default_cache()`.
 
     Of several configurations without a name given, the default one counts; of several splits, `split` alone (a training's
     validation text is dealt out of train). Raises DataError: no such dataset, configuration or text; StorageError: no
     connection.
     """
+    cache = default_cache()
     if spec == "shakespeare":
         path = cache / "shakespeare" / "shakespeare.txt"
         return [SourceFile(path.name, path, SHAKESPEARE.size_bytes or 0, str(SHAKESPEARE.sha256), SHAKESPEARE)]
@@ -87,9 +88,8 @@ def choose_files(names: list[str], configs: Any, config: str, dataset: str, spli
     if config:
         entry = known.get(config)
     else:
-        entry = next((c for c in known.values() if c.get("default")), known.get("default"))
-        if entry is None and len(known) == 1:
-            entry = next(iter(known.values()))
+        only = next(iter(known.values())) if len(known) == 1 else None
+        entry = next((c for c in known.values() if c.get("default")), known.get("default", only))
     patterns = _split_patterns(entry.get("data_files"), split) if entry else []
     chosen = [name for name in texts if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
     if not chosen and config:
@@ -103,8 +103,8 @@ def choose_files(names: list[str], configs: Any, config: str, dataset: str, spli
             )
     if not chosen:
         # No card names the splits: take one format, and the training files if the names tell them.
-        for format in ("parquet", "jsonl", "txt"):
-            chosen = chosen or [n for n in texts if any(n.lower().endswith(s) for s, f in SUFFIXES.items() if f == format)]
+        for endings in ((".parquet",), (".jsonl", ".jsonl.gz"), (".txt", ".txt.gz")):
+            chosen = chosen or [name for name in texts if name.lower().endswith(endings)]
         named = [name for name in chosen if split in name.lower()]
         chosen = named or (chosen if split == "train" else [])
     if not chosen:
@@ -120,6 +120,14 @@ def fetch(file: SourceFile, on_bytes: OnBytes | None = None) -> Path:
     if file.download is not None:
         download(file.download, file.path, on_bytes)
     return file.path
+
+
+def hub_failures() -> tuple[type[BaseException], ...]:
+    """The errors of `huggingface_hub`: a name that is none, the network, the disk."""
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    # The base of HfHubHTTPError is the HTTP library's own: it changed twice, and no name of it is stable.
+    return HFValidationError, HfHubHTTPError, HfHubHTTPError.__bases__[0], OSError
 
 
 def _split_patterns(data_files: Any, split: str) -> list[str]:
@@ -138,10 +146,8 @@ def _split_patterns(data_files: Any, split: str) -> list[str]:
 
 def _ask(question: Callable[[], Answer], doing: str) -> Answer:
     """The answer of the hub; a failure that may pass is retried."""
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+    from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
 
-    # The base of HfHubHTTPError is the HTTP library's own: it changed twice, and no name of it is stable.
-    failures: tuple[type[BaseException], ...] = (HfHubHTTPError.__bases__[0], OSError)
     reason = ""
     for attempt in range(ATTEMPTS):
         try:
@@ -152,7 +158,7 @@ def _ask(question: Callable[[], Answer], doing: str) -> Answer:
             raise StorageError(
                 f"{doing}: expected a connection, found HF_HUB_OFFLINE set; unset it, or use a local file or stories"
             ) from None
-        except failures as error:
+        except hub_failures() as error:
             status = getattr(getattr(error, "response", None), "status_code", None)
             if status is not None and 400 <= status < 500 and status not in (408, 429):
                 raise DataError(

@@ -20,6 +20,7 @@ class Piece(NamedTuple):
     split: int
     starts_document: bool
     text: str
+    nats: float = 0.0  # -log p, where the source knows it
 
 
 class Stories(NamedTuple):
@@ -76,10 +77,10 @@ def read_pieces(
             middle, end = text_parts(path, text_fraction)
             documents += 1
             for split, start, stop in ((TRAIN, 0, middle), (VALIDATION, middle, end)):
-                read = 0
+                read = start
                 for n, text in enumerate(cut(read_text(path, start, stop))):
                     read += len(text.encode())
-                    position = bytes_before + int(file.size_bytes * min(start + read, stop) / max(1, end))
+                    position = bytes_before + int(file.size_bytes * read / max(1, end))
                     yield Position(position, documents), Piece(split, n == 0, text)
         else:
             for row_position, text in read_rows(file, text_field):

@@ -51,7 +51,6 @@ class PrepareOptions:
     seed: int = 0  # of the stories, and of the rows that are validation
     documents: int = 0  # at most so many; 0: all (stories: 100,000)
     overwrite: bool = False
-    cache: Path | None = None  # of downloads; None: hub.default_cache()
 
 
 class Progress(NamedTuple):
@@ -86,7 +85,7 @@ def prepare(options: PrepareOptions, progress: Callable[[Progress], None] | None
         if _is_prepared(options, _recipe(options, files)):
             return Prepared(open_dataset(out), True)
         if files is None:
-            files = hub.find_hub(source, options.cache or hub.default_cache())
+            files = hub.find_hub(source)
         partial = out.with_name(out.name + ".partial")
         partial.mkdir(parents=True, exist_ok=True)
         with _locked(partial):
@@ -119,14 +118,12 @@ def _recipe(options: PrepareOptions, files: list[SourceFile] | None) -> dict[str
     if tokenizer not in ("gpt2", "bytes") and not tokenizer.startswith("bpe:"):
         tokenizer = f"file {load_tokenizer(tokenizer).sha256}"
     local = files and not any(file.download for file in files)
+    others = ("text_field", "shard_tokens", "validation_fraction", "seed", "documents")
     return {
         "source": Path(options.source).name if local else options.source,
         "files": None if files is None else [[f.name, f.size_bytes, f.fingerprint] for f in files],
         "tokenizer": tokenizer,
-        **{
-            name: getattr(options, name)
-            for name in ("text_field", "shard_tokens", "validation_fraction", "seed", "documents")
-        },
+        **{name: getattr(options, name) for name in others},
     }
 
 
@@ -139,13 +136,13 @@ def _is_prepared(options: PrepareOptions, recipe: dict[str, Any]) -> bool:
         raise UsageError(f"expected no folder or a prepared dataset at {out}, found something else; choose another --out")
     if options.overwrite:
         return False
-    found = read_manifest(out).get("recipe")
-    found = found if isinstance(found, dict) else {}
+    stored = read_manifest(out).get("recipe")
+    found = stored if isinstance(stored, dict) else {}
     # A hub dataset is compared by name alone: once prepared, it needs no connection.
-    different = [key for key in recipe if found.get(key) != recipe[key] and not (key == "files" and recipe[key] is None)]
-    if not different:
+    different = (key for key in recipe if found.get(key) != recipe[key] and not (key == "files" and recipe[key] is None))
+    key = next(different, None)
+    if key is None:
         return True
-    key = different[0]
     change = "other source files" if key == "files" else f"{key} {found.get(key)!r:.60} instead of {recipe[key]!r:.60}"
     raise UsageError(
         f"expected the dataset asked for at {out}, found one with {change}; choose another --out, or --overwrite"
@@ -207,7 +204,11 @@ class _Attempt:
                     units_done += 1
                     if units_done % CHECKPOINT_UNITS == 0:
                         checkpoint()
-                    self.report_tokens(position, sum(state.tokens for state in states.values()))
+                    tokens = sum(state.tokens for state in states.values())
+                    if self.documents:
+                        self.report(Progress("tokenising", position.documents, self.documents, "documents", tokens))
+                    else:
+                        self.report(Progress("tokenising", position.size_bytes, self.size_bytes, "bytes", tokens))
             for writer in writers:
                 writer.finish_shard()
         except StorageError:  # reading or a worker failed, between two units: nothing done needs to be done again
@@ -241,18 +242,12 @@ class _Attempt:
         """The first 16 Mi characters of the training split."""
         characters = 0
         for _, unit in self.units():
-            for piece, _ in unit_pieces(unit):
+            for piece in unit_pieces(unit):
                 if piece.split == TRAIN:
                     yield piece.text
                     characters += len(piece.text)
             if characters >= BPE_SAMPLE_CHARACTERS:
                 return
-
-    def report_tokens(self, position: Position, tokens: int) -> None:
-        if self.documents:
-            self.report(Progress("tokenising", position.documents, self.documents, "documents", tokens))
-        else:
-            self.report(Progress("tokenising", position.size_bytes, self.size_bytes, "bytes", tokens))
 
     def check_splits(self, states: dict[str, SplitState]) -> None:
         source, documents = self.options.source, sum(state.documents for state in states.values())

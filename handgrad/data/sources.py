@@ -69,12 +69,11 @@ def find_local(spec: str) -> list[SourceFile]:
     if path.is_file():
         found, root = [path], path.parent
     elif path.is_dir():
-        found, root = sorted(p for p in path.rglob("*") if _is_text(p)), path
+        found, root = sorted(filter(_is_text, path.rglob("*"))), path
         if not found:
             raise DataError(f"expected {', '.join(SUFFIXES)} files in {path}, found none; name another folder")
     else:
-        found = sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if _is_text(p))  # noqa: PTH207
-        root = Path()
+        found, root = sorted(filter(_is_text, map(Path, glob.glob(str(path), recursive=True)))), Path()  # noqa: PTH207
         if not found:
             hint = "the glob matches no text file" if glob.has_magic(spec) else "there is no such file or folder"
             raise DataError(
@@ -95,8 +94,8 @@ def text_parts(path: Path, fraction: float) -> tuple[int, int]:
 
     Raises DataError: a damaged .gz; StorageError: the file cannot be read.
     """
-    with _reading(path), _open(path) as file:
-        if path.suffix == ".gz":  # the size that a .gz states is only its last four bytes, modulo 4 GiB
+    with reading(path), open_plain(path) as file:
+        if path.suffix.lower() == ".gz":  # the size that a .gz states is only its last four bytes, modulo 4 GiB
             size_bytes = sum(len(block) for block in iter(lambda: file.read(BLOCK_BYTES), b""))
         else:
             size_bytes = path.stat().st_size
@@ -109,7 +108,7 @@ def read_text(path: Path, start: int, stop: int) -> Iterator[str]:
     Raises DataError: bytes that are not UTF-8, with their offset, or a damaged .gz; StorageError: as `text_parts`.
     """
     decoder = codecs.getincrementaldecoder("utf-8")()
-    with _reading(path), _open(path) as file:
+    with reading(path), open_plain(path) as file:
         file.seek(start)
         while start < stop:
             block = file.read(min(BLOCK_BYTES, stop - start))
@@ -131,7 +130,7 @@ def read_rows(file: SourceFile, text_field: str) -> Iterator[tuple[int, str]]:
     unreadable.
     """
     rows = _read_jsonl if file.format == "jsonl" else _read_parquet
-    with _reading(file.path):
+    with reading(file.path):
         for position, text in rows(file.path, text_field):
             if text:
                 yield position, text
@@ -139,7 +138,7 @@ def read_rows(file: SourceFile, text_field: str) -> Iterator[tuple[int, str]]:
 
 def _read_jsonl(path: Path, text_field: str) -> Iterator[tuple[int, str | None]]:
     offset = 0
-    with path.open("rb") as raw, _open(path, raw) as file:
+    with path.open("rb") as raw, open_plain(path, raw) as file:
         for number, line in enumerate(iter(lambda: file.readline(MAX_ROW_BYTES + 1), b""), start=1):
             where = f"line {number} of {path}"
             if len(line) > MAX_ROW_BYTES:
@@ -164,48 +163,57 @@ def _read_jsonl(path: Path, text_field: str) -> Iterator[tuple[int, str | None]]
             yield raw.tell(), text
 
 
-def _read_parquet(path: Path, text_field: str) -> Iterator[tuple[int, str | None]]:
+@contextmanager
+def open_parquet(path: Path, **options: Any) -> Iterator[Any]:
+    """A `pyarrow.parquet.ParquetFile`. Raises DataError: damaged, also where the block reads it."""
     import pyarrow  # here and not above: workers and other sources spare its 50 MB
     import pyarrow.parquet
 
     try:
-        # Without pre_buffer, and with a small buffer, a row group of any size is read page by page.
-        with pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
-            column = file.schema_arrow.get_field_index(text_field)
-            if column < 0:
-                names = ", ".join(file.schema_arrow.names)
-                raise DataError(f"expected a column {text_field!r}, found {names:.200} in {path}; try --text-field")
-            kind = file.schema_arrow.field(column).type
-            if kind not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
-                raise DataError(f"expected text in column {text_field!r}, found {kind} in {path}; try --text-field")
-            size_bytes, row, row_count = path.stat().st_size, 0, file.metadata.num_rows
-            for batch in file.iter_batches(PARQUET_ROWS, columns=[text_field], use_threads=False):
-                for value in batch.column(0):
-                    row += 1
-                    try:
-                        text = value.as_py()
-                    except UnicodeDecodeError:
-                        raise DataError(f"expected UTF-8, found other bytes in row {row} of {path}; repair it") from None
-                    if text is not None and len(text) > MAX_ROW_BYTES:
-                        long = f"{len(text)} in row {row} of {path}"
-                        raise DataError(f"expected rows below {MAX_ROW_BYTES} characters, found {long}; use a .txt file")
-                    yield size_bytes * row // row_count, text
-    except (pyarrow.ArrowException, OSError) as error:  # pyarrow raises plain OSError for a damaged page
+        with pyarrow.parquet.ParquetFile(path, **options) as file:
+            yield file
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # a plain OSError for a damaged page
         raise DataError(f"expected a parquet file, found {error!s:.200} in {path}; fetch it again") from None
+
+
+def _read_parquet(path: Path, text_field: str) -> Iterator[tuple[int, str | None]]:
+    # Without pre_buffer, and with a small buffer, a row group of any size is read page by page.
+    with open_parquet(path, buffer_size=1 << 20, pre_buffer=False) as file:
+        column = file.schema_arrow.get_field_index(text_field)
+        if column < 0:
+            names = ", ".join(file.schema_arrow.names)
+            raise DataError(f"expected a column {text_field!r}, found {names:.200} in {path}; try --text-field")
+        kind = file.schema_arrow.field(column).type
+        if str(kind) not in ("string", "large_string", "string_view"):
+            raise DataError(f"expected text in column {text_field!r}, found {kind} in {path}; try --text-field")
+        size_bytes, row, row_count = path.stat().st_size, 0, file.metadata.num_rows
+        for batch in file.iter_batches(PARQUET_ROWS, columns=[text_field], use_threads=False):
+            for value in batch.column(0):
+                row += 1
+                try:
+                    text = value.as_py()
+                except UnicodeDecodeError:
+                    raise DataError(f"expected UTF-8, found other bytes in row {row} of {path}; repair it") from None
+                if text is not None and len(text) > MAX_ROW_BYTES:
+                    long = f"{len(text)} in row {row} of {path}"
+                    raise DataError(f"expected rows below {MAX_ROW_BYTES} characters, found {long}; use a .txt file")
+                yield size_bytes * row // row_count, text
 
 
 def _is_text(path: Path) -> bool:
     return path.is_file() and not path.name.startswith(".") and path.name.lower().endswith(tuple(SUFFIXES))
 
 
-def _open(path: Path, raw: IO[bytes] | None = None) -> IO[bytes]:
-    if path.suffix == ".gz":
+def open_plain(path: Path, raw: IO[bytes] | None = None) -> IO[bytes]:
+    """A file, or its file object `raw`, opened for reading; a .gz is decompressed."""
+    if path.suffix.lower() == ".gz":
         return cast(IO[bytes], gzip.open(raw or path, "rb"))
     return raw or path.open("rb")
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def reading(path: Path) -> Iterator[None]:
+    """Raises the errors of reading `path` as DataError (damaged, removed) and StorageError."""
     try:
         yield
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:

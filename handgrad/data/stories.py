@@ -3,7 +3,7 @@
 `story(seed, index)` draws one. Every choice is uniform, so a derivation made of choices among n_1, n_2, ... n_k
 alternatives has probability 1 / (n_1 n_2 ... n_k). That product, the derivation's *span*, is an integer: probabilities
 here are exact, and `nats` = log(span) rounds once. The text determines its derivation, so log(span) is also the text's
-own -log p; `negative_log_probability` recovers it from the text alone, by parsing.
+own -log p; a parser in the tests (tests/data/stories_parser.py) recovers it from the text alone.
 
 Nothing can follow a story's last sentence, so the end of the text costs no nats. `stories_grammar` has the
 tables; docs/stories.md compares a training run with the floor.
@@ -12,7 +12,7 @@ tables; docs/stories.md compares a training run with the floor.
 import hashlib
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -106,58 +106,3 @@ def story(seed: int, index: int) -> Story:
     digest = hashlib.sha256(f"{seed:d}/{index:d}".encode()).digest()
     text, span = derive(STORY, int.from_bytes(digest, "little"))
     return Story(text, math.log(span))
-
-
-def derivation_spans(start: Piece, text: str) -> Iterator[int]:
-    """The span of every derivation of `text` from `start`; the grammar is unambiguous where this yields one at most."""
-    Partial = tuple[int, tuple[Piece, ...], dict[str, str], int]  # position, stack, words, span
-    pending: list[Partial] = [(0, (start,), {UNCONDITIONAL: UNCONDITIONAL}, 1)]
-    while pending:
-        position, stack, words, span = pending.pop()
-        if not stack:
-            if position == len(text):
-                yield span
-            continue
-        rest, piece = stack[:-1], stack[-1]
-        if isinstance(piece, Phrase):
-            width = len(piece.alternatives)
-            pending.extend((position, rest + alternative, words, span * width) for alternative in piece.alternatives)
-        elif isinstance(piece, Word) and piece.name not in words:
-            row = piece.rows[words[piece.by]]
-            for option in row:
-                if text.startswith(option, position):
-                    pending.append((position + len(option), rest, words | {piece.name: option}, span * len(row)))
-        else:
-            literal = words[piece.name] if isinstance(piece, Word) else piece
-            if text.startswith(literal, position):
-                pending.append((position + len(literal), rest, words, span))
-
-
-def negative_log_probability(text: str) -> float | None:
-    """-log p(text) in nats, from the text alone; None if no story has this text."""
-    spans = list(derivation_spans(STORY, text))
-    # Probabilities of derivations add up, so this stays right even for a grammar that became ambiguous.
-    return -math.log(math.fsum(1 / span for span in spans)) if spans else None
-
-
-def entropy_nats(start: Piece = STORY) -> float:
-    """The exact mean of -log p over all stories, in nats per story.
-
-    Follows every combination of phrases and none of words: the rows of a `By` table are equally long, so the cost of a word
-    does not depend on its value.
-    """
-
-    def expected(stack: tuple[Piece, ...], words: frozenset[str]) -> float:
-        nats = 0.0
-        while stack:
-            stack, piece = stack[:-1], stack[-1]
-            if isinstance(piece, Phrase):
-                width = len(piece.alternatives)
-                branches = math.fsum(expected(stack + alternative, words) for alternative in piece.alternatives)
-                return nats + math.log(width) + branches / width
-            if isinstance(piece, Word) and piece.name not in words:
-                nats += math.log(len(next(iter(piece.rows.values()))))
-                words |= {piece.name}
-        return nats
-
-    return expected((start,), frozenset())

@@ -47,6 +47,7 @@ class Tokenizer:
     sha256: str  # the identity that travels with shards
     encode_text: Callable[[str], np.ndarray]
     json_bytes: bytes = field(default=b"", repr=False)  # the tokenizer.json of a trained vocabulary
+    merges: tuple[tuple[str, str], ...] = field(default=(), repr=False)  # its merges in their order
 
     @property
     def vocab_size(self) -> int:
@@ -83,9 +84,8 @@ def bytes_tokenizer() -> Tokenizer:
     """The 256 bytes of UTF-8, and end-of-text: 257 tokens, for small models and quick tests."""
     token_bytes = (*(bytes([b]) for b in range(256)), END_OF_TEXT.encode())
     sha256 = hashlib.sha256(b"256 bytes, then end-of-text").hexdigest()
-    return Tokenizer(
-        "bytes", token_bytes, 256, sha256, lambda text: np.frombuffer(text.encode(), np.uint8).astype(np.uint16)
-    )
+    encode = lambda text: np.frombuffer(text.encode(), np.uint8).astype(np.uint16)  # noqa: E731
+    return Tokenizer("bytes", token_bytes, 256, sha256, encode)
 
 
 @functools.cache
@@ -144,16 +144,21 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """
     if not 257 <= vocab_size <= MAX_VOCAB_SIZE:
         raise UsageError(f"expected a vocabulary of 257 to {MAX_VOCAB_SIZE} tokens, found {vocab_size}; try bpe:4096")
-    byte_level = tokenizers.pre_tokenizers.ByteLevel
-    model = tokenizers.Tokenizer(tokenizers.models.BPE())
-    model.pre_tokenizer = byte_level(add_prefix_space=False)
-    model.decoder = tokenizers.decoders.ByteLevel()
+    model, alphabet = byte_level(tokenizers.models.BPE()), tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab_size - 1, min_frequency=2, initial_alphabet=byte_level.alphabet(), show_progress=False
+        vocab_size=vocab_size - 1, min_frequency=2, initial_alphabet=alphabet, show_progress=False
     )
     model.train_from_iterator(texts, trainer)
     model.add_special_tokens([END_OF_TEXT])
     return parse_bpe(model.to_str().encode(), where="the trained tokenizer")
+
+
+def byte_level(model: tokenizers.models.BPE, *, splits: bool = True) -> tokenizers.Tokenizer:
+    """The library's tokenizer of bytes around `model`; `splits`: GPT-2's splitter cuts a text first."""
+    made = tokenizers.Tokenizer(model)
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splits)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    return made
 
 
 def tokenizer_record(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -253,10 +258,10 @@ def parse_bpe(content: bytes, where: str) -> Tokenizer:
     token_bytes = [END_OF_TEXT.encode()] * len(ids)
     for token, i in vocab.items():
         token_bytes[i] = bytes(byte_of[c] for c in token)
-    encoder = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=pairs))
-    encoder.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    encoder = byte_level(tokenizers.models.BPE(vocab=vocab, merges=pairs))
 
     def encode(text: str) -> np.ndarray:
         return np.array(encoder.encode_batch_fast([text], add_special_tokens=False)[0].ids, dtype=np.uint16)
 
-    return Tokenizer("bpe", tuple(token_bytes), end_of_text, hashlib.sha256(content).hexdigest(), encode, content)
+    sha256 = hashlib.sha256(content).hexdigest()
+    return Tokenizer("bpe", tuple(token_bytes), end_of_text, sha256, encode, content, tuple(pairs))

@@ -31,16 +31,13 @@ class Encoded(NamedTuple):
 def tokenize(tokenizer: Tokenizer, unit: Unit) -> tuple[Encoded, Encoded]:
     """The tokens of a unit for train and validation; every document starts with end-of-text."""
     pieces = list(unit_pieces(unit))
-    train, validation = (encode(tokenizer, pieces, split) for split in (TRAIN, VALIDATION))
-    return train, validation
+    return encode(tokenizer, pieces, TRAIN), encode(tokenizer, pieces, VALIDATION)
 
 
-def encode(tokenizer: Tokenizer, pieces: list[tuple[Piece, float]], split: int) -> Encoded:
+def encode(tokenizer: Tokenizer, pieces: list[Piece], split: int) -> Encoded:
     marker = np.array([tokenizer.end_of_text], np.uint16)
     parts, starts, length, text_bytes, nats = [np.empty(0, np.uint16)], [], 0, 0, 0.0
-    for piece, piece_nats in pieces:
-        if piece.split != split:
-            continue
+    for piece in (piece for piece in pieces if piece.split == split):
         if piece.starts_document:
             starts.append(length)
             parts.append(marker)
@@ -48,7 +45,7 @@ def encode(tokenizer: Tokenizer, pieces: list[tuple[Piece, float]], split: int) 
         parts.append(tokenizer.encode(piece.text))
         length += len(parts[-1])
         text_bytes += len(piece.text.encode())
-        nats += piece_nats
+        nats += piece.nats
     return Encoded(np.concatenate(parts), np.array(starts, np.int64), text_bytes, nats)
 
 
@@ -84,15 +81,13 @@ def tokenize_in_order(
         pool.shutdown(cancel_futures=True)
 
 
-def unit_pieces(unit: Unit) -> Iterator[tuple[Piece, float]]:
-    """The pieces of a unit, each with its -log p in nats where the source knows it, else 0."""
+def unit_pieces(unit: Unit) -> Iterator[Piece]:
+    """The pieces of a unit; stories are written here."""
     if isinstance(unit, Stories):
         for number in range(unit.first, unit.first + unit.count):
-            story = stories.story(unit.seed, number)
-            yield Piece(deal(unit.seed, number, unit.block), True, story.text), story.nats
+            yield Piece(deal(unit.seed, number, unit.block), True, *stories.story(unit.seed, number))
     else:
-        for piece in unit:
-            yield piece, 0.0
+        yield from unit
 
 
 def _start_worker() -> None:

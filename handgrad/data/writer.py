@@ -35,11 +35,12 @@ class SplitWriter:
 
     def __init__(self, folder: Path, split: str, shard_tokens: int, state: SplitState):
         self.folder, self.split, self.shard_tokens, self.state = folder, split, shard_tokens, state
-        self.tokens_file: BinaryIO | None = None
-        self.index_file: BinaryIO | None = None
+        self.files: list[BinaryIO] = []  # of the shard being written: tokens and index
         if state.open_tokens:
-            self.tokens_file = _truncated(self._path(".bin"), HEADER_BYTES + 2 * state.open_tokens)
-            self.index_file = _truncated(self._path(".idx"), 4 * state.open_documents)
+            for path, size_bytes in open_sizes(folder, split, state).items():
+                self.files.append(path.open("r+b"))
+                self.files[-1].truncate(size_bytes)
+                self.files[-1].seek(size_bytes)
 
     def append(self, tokens: np.ndarray, document_starts: np.ndarray, text_bytes: int, nats: float) -> None:
         """Adds uint16 `tokens`; `document_starts` are the rising offsets in them where a document starts."""
@@ -49,14 +50,13 @@ class SplitWriter:
         state.text_bytes += text_bytes
         state.source_nats += nats
         while len(tokens):
-            if self.tokens_file is None or self.index_file is None:
-                self.tokens_file = self._path(".bin").open("wb")
-                self.index_file = self._path(".idx").open("wb")
-                self.tokens_file.write(header(0))  # the count follows when it is known
+            if not self.files:
+                self.files += [path.open("wb") for path in open_sizes(self.folder, self.split, state)]
+                self.files[0].write(header(0))  # the count follows when it is known
             part = tokens[: self.shard_tokens - state.open_tokens]
             starts = document_starts[: np.searchsorted(document_starts, len(part))]
-            self.tokens_file.write(part.astype("<u2").tobytes())
-            self.index_file.write((starts + state.open_tokens).astype("<u4").tobytes())
+            self.files[0].write(part.astype("<u2").tobytes())
+            self.files[1].write((starts + state.open_tokens).astype("<u4").tobytes())
             state.open_tokens += len(part)
             state.open_documents += len(starts)
             tokens, document_starts = tokens[len(part) :], document_starts[len(starts) :] - len(part)
@@ -65,20 +65,19 @@ class SplitWriter:
 
     def checkpoint(self) -> None:
         """Forces what was appended to the disk."""
-        for file in (self.tokens_file, self.index_file):
-            if file is not None:
-                file.flush()
-                os.fsync(file.fileno())
+        for file in self.files:
+            file.flush()
+            os.fsync(file.fileno())
 
     def finish_shard(self) -> None:
         """Closes the shard being written, if there is one: header, disk, hashes."""
-        if self.tokens_file is None or self.index_file is None:
+        if not self.files:
             return
-        self.tokens_file.seek(0)
-        self.tokens_file.write(header(self.state.open_tokens))
+        self.files[0].seek(0)
+        self.files[0].write(header(self.state.open_tokens))
         self.checkpoint()
         self.close()
-        path, index_path = self._path(".bin"), self._path(".idx")
+        path, index_path = open_sizes(self.folder, self.split, self.state)
         self.state.shards.append(
             {
                 "file": path.name,
@@ -91,13 +90,15 @@ class SplitWriter:
         self.state.open_tokens = self.state.open_documents = 0
 
     def close(self) -> None:
-        for file in (self.tokens_file, self.index_file):
-            if file is not None:
-                file.close()
-        self.tokens_file = self.index_file = None
+        for file in self.files:
+            file.close()
+        self.files = []
 
-    def _path(self, suffix: str) -> Path:
-        return self.folder / f"{self.split}_{len(self.state.shards):06d}{suffix}"
+
+def open_sizes(folder: Path, split: str, state: SplitState) -> dict[Path, int]:
+    """The two files of the shard being written, tokens and index, each with its size in bytes."""
+    path = folder / f"{split}_{len(state.shards):06d}.bin"
+    return {path: HEADER_BYTES + 2 * state.open_tokens, path.with_suffix(".idx"): 4 * state.open_documents}
 
 
 def write_journal(
@@ -108,13 +109,8 @@ def write_journal(
     states: Mapping[str, SplitState],
 ) -> None:
     """Records that `units_done` units of `recipe` are on the disk, in the files of `states`. Raises OSError."""
-    content = {
-        "recipe": recipe,
-        "tokenizer": tokenizer,
-        "units_done": units_done,
-        "states": {split: asdict(state) for split, state in states.items()},
-    }
-    text = json.dumps(content)
+    splits = {split: asdict(state) for split, state in states.items()}
+    text = json.dumps({"recipe": recipe, "tokenizer": tokenizer, "units_done": units_done, "states": splits})
     write_durably(folder / JOURNAL_FILE, json.dumps([hashlib.sha256(text.encode()).hexdigest(), text]))
 
 
@@ -131,19 +127,8 @@ def read_journal(folder: Path, recipe: Mapping[str, Any]) -> tuple[dict[str, Any
         return None
     states = {split: SplitState(**record) for split, record in content["states"].items()}
     for split, state in states.items():
-        sizes = {shard["file"]: HEADER_BYTES + 2 * shard["tokens"] for shard in state.shards}
-        if state.open_tokens:
-            sizes[f"{split}_{len(state.shards):06d}.bin"] = HEADER_BYTES + 2 * state.open_tokens
-            sizes[f"{split}_{len(state.shards):06d}.idx"] = 4 * state.open_documents
-        for name, size_bytes in sizes.items():
-            path = folder / name
-            if not path.is_file() or path.stat().st_size < size_bytes:
-                return None
+        sizes = {folder / shard["file"]: HEADER_BYTES + 2 * shard["tokens"] for shard in state.shards}
+        sizes |= open_sizes(folder, split, state) if state.open_tokens else {}
+        if not all(path.is_file() and path.stat().st_size >= size_bytes for path, size_bytes in sizes.items()):
+            return None
     return content["tokenizer"], content["units_done"], states
-
-
-def _truncated(path: Path, size_bytes: int) -> BinaryIO:
-    file = path.open("r+b")
-    file.truncate(size_bytes)
-    file.seek(size_bytes)
-    return file

@@ -26,7 +26,7 @@ def dropout_buffers(batch: int) -> list[Buffer]:
 
 def dropout_operations(ops: ModuleType) -> ModuleType:
     """`handgrad.dropout.reference` or `handgrad.dropout.cuda`, beside the plain operations `ops`."""
-    backend = ops.__name__.removeprefix("handgrad.ops.").split(".")[0]
+    backend = "cuda" if ops.__name__.startswith("handgrad.ops.cuda") else "reference"
     return import_module(f"handgrad.dropout.{backend}")
 
 

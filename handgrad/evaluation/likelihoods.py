@@ -84,15 +84,14 @@ class Block:
     """A batch in the one piece of int32 that goes to the device: tokens (B, T), then for every scored token the row of the
     (B T, C) activations that predicts it, then its id."""
 
-    start: int  # in the ids of all blocks
+    ids: Tensor
     rows: int  # B
     length: int  # T
-    scored: int  # tokens, rounded up; the rest scores token 0 in row 0, and nobody reads it
-    first_result: int
 
     @property
-    def size(self) -> int:
-        return self.rows * self.length + 2 * self.scored
+    def scored(self) -> int:
+        """Scored tokens, rounded up; the rest scores token 0 in row 0, and nobody reads it."""
+        return (self.ids.numel() - self.rows * self.length) // 2
 
 
 class Workload:
@@ -116,55 +115,45 @@ class Workload:
         self.shape, self.dtype, self.ops, self.ranks = shape, dtype, ops, ranks
         self.count = len(requests)
         self.batches = make_batches(requests, shape.sequence_length, positions_per_batch)
-        self.mine = self.batches[ranks.rank :: ranks.size]
         # The most positions of any rank's batches: the same plan everywhere.
         self.positions = max((batch.positions for batch in self.batches), default=1)
         self.chunk = head_chunk_tokens(head_chunk, self.positions, shape.padded_vocab_size, dtype)
-        self.blocks: list[Block] = []
         self._pack(requests, pinned=device.type == "cuda")
 
     def _pack(self, requests: Sequence[Request], *, pinned: bool) -> None:
-        pieces: list[np.ndarray] = []
-        counts, firsts = [], []  # scored tokens of each of this rank's requests; the index of its first result
-        start = first_result = 0
-        for batch in self.mine:
+        mine = self.batches[self.ranks.rank :: self.ranks.size]
+        contents: list[np.ndarray] = []
+        self.results = 0  # one for every scored token of this rank's requests, and padding
+        self.spans: list[int] = []  # of each request the index of its first result, then the one behind its last
+        for batch in mine:
             tokens = np.zeros((len(batch.requests), batch.length), np.int32)
             rows, targets = [], []
-            scored = 0
             for row, number in enumerate(batch.requests):
-                request = requests[number]
-                ids = request.tokens[-(self.shape.sequence_length + 1) :]
-                inputs = len(ids) - 1
-                tokens[row, :inputs] = ids[:-1]
-                last = row * batch.length + inputs
-                rows.append(np.arange(last - request.scored, last, dtype=np.int32))
-                targets.append(ids[-request.scored :].astype(np.int32))
-                counts.append(request.scored)
-                firsts.append(first_result + scored)
-                scored += request.scored
-            padding = np.zeros(-scored % ROWS_MULTIPLE, np.int32)
-            pieces += [tokens.reshape(-1), *rows, padding, *targets, padding]
-            block = Block(start, *tokens.shape, scored + len(padding), first_result)
-            self.blocks.append(block)
-            start, first_result = start + block.size, first_result + block.scored
-        self.ids = torch.from_numpy(np.concatenate(pieces) if pieces else np.zeros(0, np.int32))
+                scored, ids = requests[number].scored, requests[number].tokens[-(self.shape.sequence_length + 1) :]
+                tokens[row, : len(ids) - 1] = ids[:-1]
+                last = row * batch.length + len(ids) - 1
+                rows.append(np.arange(last - scored, last, dtype=np.int32))
+                targets.append(ids[-scored:].astype(np.int32))
+                self.spans += [self.results, self.results + scored]
+                self.results += scored
+            padding = np.zeros(-sum(map(len, rows)) % ROWS_MULTIPLE, np.int32)
+            self.results += len(padding)
+            contents.append(np.concatenate([tokens.reshape(-1), *rows, padding, *targets, padding]))
+        flat = torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *contents]))
         if pinned:
-            self.ids = self.ids.pin_memory()
-        self.counts, self.firsts = np.array(counts, np.int64), np.array(firsts, np.int64)
-        self.results = first_result
+            flat = flat.pin_memory()
+        pieces = flat.split([len(content) for content in contents])
+        self.blocks = [Block(ids, len(b.requests), b.length) for ids, b in zip(pieces, mine, strict=True)]
 
     # Memory.
 
     def activation_buffers(self) -> list[Buffer]:
         """The buffers of the model's forward for the most positions of a batch; other shapes view them."""
-        return self._table(1, self.positions)
-
-    def _table(self, rows: int, length: int) -> list[Buffer]:
-        return forward_buffers(self.shape, rows, length, self.dtype, self.ops, chunk=self.chunk)
+        return forward_buffers(self.shape, 1, self.positions, self.dtype, self.ops, chunk=self.chunk)
 
     def _view(self, views: dict[str, Tensor], rows: int, length: int) -> Any:
         """The activations of one shape of batch, over the front of each buffer."""
-        table = self._table(rows, length)
+        table = forward_buffers(self.shape, rows, length, self.dtype, self.ops, chunk=self.chunk)
         front = {b.name: views[b.name].view(-1)[: math.prod(b.shape)].view(b.shape) for b in table}
         return named_activations(self.shape, front)
 
@@ -173,7 +162,7 @@ class Workload:
         stats = torch.float64 if self.dtype == torch.float64 else torch.float32
         most = max((block.scored for block in self.blocks), default=0)
         rows: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            "block": ((max((block.size for block in self.blocks), default=0),), torch.int32),
+            "block": ((max((block.ids.numel() for block in self.blocks), default=0),), torch.int32),
             "targets": ((most,), torch.int64),
             "picked": ((self.chunk, self.shape.channels), self.dtype),
             "likeliest": ((self.chunk,), torch.int64),
@@ -189,30 +178,30 @@ class Workload:
 
         Launches all batches without waiting for the device.
         """
-        losses, hits = views[f"{KIND}.losses"], views[f"{KIND}.hits"]
         shapes: dict[tuple[int, int], Any] = {}
-        done, total = 0, sum(batch.positions for batch in self.mine)
+        done, total, results = 0, sum(block.rows * block.length for block in self.blocks), 0
         for number, block in enumerate(self.blocks):
             self.ranks.set_status(f"evaluation on tasks, batch {number}")
             size = block.rows, block.length
             if size not in shapes:
                 shapes[size] = self._view(views, *size)
-            self._score_block(weights, views, shapes[size], block)
+            self._score_block(weights, views, shapes[size], block, results)
+            results += block.scored
             done += block.rows * block.length
             if progress is not None:
                 progress(done, total)
-        if not self.blocks:
-            mine = np.zeros(0), np.zeros(0, bool)
-        else:
-            nats, hit = losses.cpu().double().numpy(), hits.cpu().numpy()
-            inside = np.concatenate([np.arange(i, i + n) for i, n in zip(self.firsts, self.counts, strict=True)])
-            bounds = np.concatenate([[0], np.cumsum(self.counts)[:-1]])
-            mine = -np.add.reduceat(nats[inside], bounds), np.logical_and.reduceat(hit[inside], bounds)
+        mine = np.zeros(0), np.zeros(0, bool)
+        if self.blocks:
+            # Each sum reaches from an index to the next, so every second one is a request's; a last span may end behind.
+            nats = views[f"{KIND}.losses"].cpu().double().numpy()
+            hits = views[f"{KIND}.hits"].cpu().numpy()
+            sums = np.add.reduceat(np.append(nats, 0.0), self.spans)[::2]
+            mine = -sums, np.logical_and.reduceat(np.append(hits, True), self.spans)[::2]
         return self._gather(mine)
 
-    def _score_block(self, w: Any, views: dict[str, Tensor], act: Any, block: Block) -> None:
-        inbox = views[f"{KIND}.block"][: block.size]
-        inbox.copy_(self.ids[block.start : block.start + block.size], non_blocking=True)
+    def _score_block(self, w: Any, views: dict[str, Tensor], act: Any, block: Block, first_result: int) -> None:
+        inbox = views[f"{KIND}.block"][: block.ids.numel()]
+        inbox.copy_(block.ids, non_blocking=True)
         tokens, rows, targets = inbox.split([block.rows * block.length, block.scored, block.scored])
         act.tokens.copy_(tokens.view(block.rows, block.length))
         wanted = views[f"{KIND}.targets"][: block.scored]
@@ -220,7 +209,7 @@ class Workload:
         run(architecture(self.shape).forward(self.ops, w, act))
         for start in range(0, block.scored, self.chunk):
             stop = min(start + self.chunk, block.scored)
-            chunk, results = slice(0, stop - start), slice(block.first_result + start, block.first_result + stop)
+            chunk, results = slice(0, stop - start), slice(first_result + start, first_result + stop)
             picked, logits = views[f"{KIND}.picked"][chunk], views["logits"][chunk]
             likeliest = views[f"{KIND}.likeliest"][chunk]
             torch.index_select(act.lnf, 0, rows[start:stop], out=picked)
@@ -248,10 +237,8 @@ def score(
     device: torch.device,
     *,
     positions_per_batch: int,
-    ranks: Ranks | None = None,
 ) -> Likelihoods:
-    """Scores `requests` once, in memory of their own."""
-    sizes = {"positions_per_batch": positions_per_batch, "ranks": ranks or Ranks()}
-    work = Workload(requests, shape, dtype, ops, device, **sizes)
+    """Scores `requests` once, in this process, in memory of their own."""
+    work = Workload(requests, shape, dtype, ops, device, positions_per_batch=positions_per_batch, ranks=Ranks())
     views = make_plan([*work.activation_buffers(), *work.buffers()]).allocate(device)
     return work.score(weights, views)

@@ -9,16 +9,16 @@ from typing import Any
 
 import lm_eval.models  # registers lm-eval's own: it looks for them only while its list is empty
 import numpy as np
-import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from handgrad import checkpoint, devices
+from handgrad import devices
 from handgrad.backend import choose_backend
+from handgrad.checkpoint import find
 from handgrad.errors import UsageError
 from handgrad.evaluation.likelihoods import Request, score
-from handgrad.evaluation.load import LoadedModel, load_model
+from handgrad.evaluation.load import LoadedModel, checkpoint_weights, load_model
 from handgrad.generation.decode import decode_buffers, decode_tensors
 from handgrad.generation.generate import Continuation, Decoder, SamplingOptions
 from handgrad.generation.text import TextStream
@@ -43,8 +43,11 @@ class HandgradLM(TemplateLM):
     ):
         """`checkpoint`: a run's or a checkpoint's folder. `batch_size`: tokens at once, in contexts ("auto": 8)."""
         super().__init__()
-        self.model, self.dtype = open_model(checkpoint, device or "auto", precision, backend)
-        self._device = self.model.device
+        self._device = devices.resolve_device(device or "auto")
+        self.dtype = devices.use_precision(self._device, precision)
+        ops, weights = choose_backend(backend, self._device, precision), checkpoint_weights(find(checkpoint))
+        buffers = decode_buffers(weights.shape, SLOTS, self.dtype, ops)
+        self.model = load_model(weights, self._device, self.dtype, ops, buffers)
         self.micro_batch = 8 if str(batch_size).startswith("auto") else int(batch_size)
         if self.micro_batch < 1:
             raise UsageError(f"batch_size must be 1 or more, or auto, found {batch_size}")
@@ -64,8 +67,7 @@ class HandgradLM(TemplateLM):
         self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
         scored = [Request(np.array(context + rest), len(rest)) for _, context, rest in requests]
-        model = self.model
-        positions = self.micro_batch * model.shape.sequence_length
+        model, positions = self.model, self.micro_batch * self.model.shape.sequence_length
         target = model.shape, self.dtype, model.device
         found = score(model.ops, model.weights, scored, *target, positions_per_batch=positions)
         answers = list(zip(found.sums.tolist(), found.greedy.tolist(), strict=True))
@@ -113,14 +115,6 @@ class Order:
         self.max_tokens = int(settings.get("max_gen_toks", LONGEST_ANSWER_TOKENS))
         sampled = settings.get("do_sample", float(settings.get("temperature", 0.0)) > 0)
         self.temperature = float(settings.get("temperature", 1.0)) if sampled else 0.0
-
-
-def open_model(source: str, device: str, precision: str, backend: str) -> tuple[LoadedModel, torch.dtype]:
-    found = devices.resolve_device(device)
-    dtype = devices.use_precision(found, precision)
-    ops = choose_backend(backend, found, precision)
-    buffers = lambda config, shape: decode_buffers(shape, SLOTS, dtype, ops)  # noqa: E731
-    return load_model(checkpoint.find(source), found, dtype, ops, buffers), dtype
 
 
 def complete(model: LoadedModel, orders: list[Order], temperature: float) -> dict[Order, str]:

@@ -1,6 +1,6 @@
 """Opens and loads a model to evaluate or to sample: its weights and the requested buffers, nothing of training."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -16,6 +16,8 @@ from handgrad.data.tokenizer import Tokenizer, read_tokenizer
 from handgrad.errors import DataError, UsageError
 from handgrad.models import named_weights, parameter_table
 from handgrad.models.rows import ParameterRow, flat_elements
+
+SIZES = ("num_layers", "num_heads", "channels", "sequence_length")  # of a model, as fields of a configuration
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def checkpoint_config(checkpoint: Checkpoint) -> RunConfig:
 def imported_config(shape: ModelShape, where: str = "") -> RunConfig:
     """The configuration for imported weights: the model's sizes, nothing of training. Raises `DataError` if they do not
     hold."""
-    sizes = {name: getattr(shape, name) for name in ("num_layers", "num_heads", "channels", "sequence_length")}
+    sizes = {name: getattr(shape, name) for name in SIZES}
     step = {"steps": 1, "tokens_per_step": shape.sequence_length, "micro_batch": 1, "lanes": 1}
     try:
         return check(RunConfig(data="", out="", **sizes, **step))
@@ -69,7 +71,6 @@ def imported_config(shape: ModelShape, where: str = "") -> RunConfig:
 class LoadedModel:
     """Weights in the requested precision, their tokenizer, and the requested buffers."""
 
-    config: RunConfig
     shape: ModelShape
     tokenizer: Tokenizer
     ops: ModuleType
@@ -79,32 +80,21 @@ class LoadedModel:
 
 
 def load_model(
-    source: Checkpoint | Weights,
-    device: torch.device,
-    dtype: torch.dtype,
-    ops: ModuleType,
-    buffers: Callable[[RunConfig, ModelShape], list[Buffer]],
+    weights: Weights, device: torch.device, dtype: torch.dtype, ops: ModuleType, buffers: Sequence[Buffer]
 ) -> LoadedModel:
-    """Loads the weights; `buffers` names further allocations, given the run's configuration and the model's sizes.
-
-    Raises `DataError` if the parts of the checkpoint do not belong together, and the errors of `Weights.weight`.
-    """
-    weights = checkpoint_weights(source) if isinstance(source, Checkpoint) else source
-    config, shape = weights.config, weights.shape
+    """Loads the weights and allocates `buffers` beside them. Raises the errors of `Weights.weight`."""
+    shape = weights.shape
     ops.check_sizes(length=shape.sequence_length, num_heads=shape.num_heads, channels=shape.channels)
     table = parameter_table(shape)
     parameters = Buffer("parameters", (flat_elements(table),), dtype, "parameters")
-    plan = make_plan([parameters, *buffers(config, shape)])
+    plan = make_plan([parameters, *buffers])
     fewer = "try fewer at once (--micro-batch of `evaluate`, --batch of `sample`) or --precision bf16"
     check_available(plan.total_bytes, device, weights.origin["source"], fewer)
     views = plan.allocate(device)
     flat = views["parameters"]
-    if weights.checkpoint is not None:
-        weights.checkpoint.load(WEIGHTS_FILE, {row.name: (row.stored_shape, row.stored(flat).copy_) for row in table})
-    else:
-        for row in table:
-            row.stored(flat).copy_(weights.weight(row))
-    return LoadedModel(config, shape, weights.tokenizer, ops, device, named_weights(shape, flat, table), views)
+    for row in table:
+        row.stored(flat).copy_(weights.weight(row))
+    return LoadedModel(shape, weights.tokenizer, ops, device, named_weights(shape, flat, table), views)
 
 
 def check_available(needed_bytes: int, device: torch.device, name: str, advice: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from handgrad.checkpoint import Checkpoint
-from handgrad.errors import StorageError, UsageError, storage_error
+from handgrad.errors import StorageError, UsageError, storage_errors
 from handgrad.evaluation.scoring import TaskResult
 from handgrad.evaluation.tasks import TaskData
 from handgrad.files import write_durably
@@ -40,22 +40,19 @@ def append_to_run(checkpoint: Checkpoint, records: Sequence[dict[str, Any]]) -> 
     if not path.is_file() or not lock.is_file():
         return ""
     lines = [json.dumps({"kind": "evaluation", "step": checkpoint.step, **record}) for record in records]
-    try:
-        with lock.open("a") as held:
-            try:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return f"not recorded: a trainer is at work in {run}; evaluate again when it has ended, or keep --out"
-            with path.open("r+b") as file:
-                # A line that a kill cut in half would spoil ours; a resumed run drops it as well.
-                whole = file.read().rfind(b"\n") + 1
-                file.truncate(whole)
-                file.seek(whole)
-                file.write("".join(line + "\n" for line in lines).encode())
-                file.flush()
-                os.fsync(file.fileno())
-    except OSError as error:
-        raise storage_error(error, f"writing {path}") from None
+    with storage_errors(f"writing {path}"), lock.open("a") as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return f"not recorded: a trainer is at work in {run}; evaluate again when it has ended, or keep --out"
+        with path.open("r+b") as file:
+            # A line that a kill cut in half would spoil ours; a resumed run drops it as well.
+            whole = file.read().rfind(b"\n") + 1
+            file.truncate(whole)
+            file.seek(whole)
+            file.write("".join(line + "\n" for line in lines).encode())
+            file.flush()
+            os.fsync(file.fileno())
     return f"recorded in {path}"
 
 
@@ -70,7 +67,5 @@ def check_writable(path: Path) -> None:
 def write_rows(path: Path, results: Sequence[TaskResult]) -> None:
     """Writes one JSON object per example. Raises `StorageError`."""
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for result in results for row in result.rows]
-    try:
+    with storage_errors(f"writing {path}"):
         write_durably(path, "".join(lines))
-    except OSError as error:
-        raise storage_error(error, f"writing {path}") from None

@@ -12,6 +12,7 @@ Of equal maxima the first counts. A mean's standard error is the sample's deviat
 it by the delta method.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -53,13 +54,7 @@ class Encoder:
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
-        self.known: dict[str, np.ndarray] = {}
-
-    def ids(self, text: str) -> np.ndarray:
-        found = self.known.get(text)
-        if found is None:
-            found = self.known[text] = self.tokenizer.encode(text)
-        return found
+        self.ids = functools.cache(tokenizer.encode)
 
     def together(self, context: str, continuation: str) -> tuple[np.ndarray, int]:
         """(ids, number of the last ones that belong to the continuation), as lm-eval splits them.
@@ -117,7 +112,6 @@ def pairs_of(encoder: Encoder, task: TaskData, example: Example) -> list[tuple[C
     if task.metrics != (LLMC,):
         pairs += [(encoder.together, example.context, text) for text in example.continuations]
     if LLMC in task.metrics:
-        assert example.apart is not None
         pairs += [(encoder.apart, example.apart[0], text) for text in example.apart[1]]
     return pairs
 
@@ -136,7 +130,6 @@ def results_of(tasks: Sequence[TaskData], requests: Sequence[Request], found: Li
                 row |= hits_of(task, example, sums, bool(found.greedy[start]))
                 start = stop
             if LLMC in task.metrics:
-                assert example.apart is not None
                 stop = start + len(example.apart[1])
                 losses = -found.sums[start:stop] / [request.scored for request in requests[start:stop]]
                 hit = float(int(np.argmin(losses)) == example.answer) if np.isfinite(losses).all() else math.nan

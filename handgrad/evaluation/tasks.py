@@ -4,17 +4,16 @@ lm-eval: EleutherAI's lm-evaluation-harness 0.4 (its tasks hellaswag, mmlu, arc_
 its dev/data/hellaswag.py and dev/data/mmlu.py.
 """
 
-import gzip
 import json
 import re
-import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from handgrad.config import nearest_name
-from handgrad.data.hub import default_cache, fetch, find_hub
-from handgrad.errors import DataError, UsageError, storage_error
+from handgrad.data.hub import fetch, find_hub
+from handgrad.data.sources import open_parquet, open_plain, reading
+from handgrad.errors import DataError, UsageError
 from handgrad.files import file_sha256
 from handgrad.jsonl import Record, numbered_lines, parse, record
 
@@ -34,18 +33,13 @@ def read_rows(path: Path) -> Iterator[Record]:
     name = path.name.lower()
     if not name.endswith(SUFFIXES):
         raise UsageError(f"expected a file named {', '.join(SUFFIXES)}, found {path}; rename it if it is one of these")
-    try:
-        if name.endswith(".parquet"):
-            yield from parquet_rows(path)
-            return
-        content = path.read_bytes()
-    except OSError as error:
-        raise storage_error(error, f"reading {path}") from None
-    if name.endswith(".gz"):
-        try:
-            content = gzip.decompress(content)
-        except (OSError, EOFError, zlib.error) as error:
-            raise DataError(f"expected a gzip file, found {error!s:.100} in {path}; fetch it again") from None
+    if name.endswith(".parquet"):
+        with open_parquet(path) as file:
+            rows = (row for batch in file.iter_batches(1024) for row in batch.to_pylist())
+            yield from (Record(row, f"row {number} of {path}") for number, row in enumerate(rows, start=1))
+        return
+    with reading(path), open_plain(path) as file:
+        content = file.read()
     if name.endswith(".txt"):
         yield from text_rows(content, path)
     elif name.endswith(".json"):
@@ -78,21 +72,6 @@ def json_rows(content: bytes, path: Path) -> Iterator[Record]:
         yield record(row, f"entry {number} of {path}")
 
 
-def parquet_rows(path: Path) -> Iterator[Record]:
-    import pyarrow  # here and not above: other formats do without its 50 MB
-    import pyarrow.parquet
-
-    try:
-        number = 0
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(1024):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield Record(row, f"row {number} of {path}")
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise DataError(f"expected a parquet file, found {error!s:.200} in {path}; fetch it again") from None
-
-
 # A row's question.
 
 
@@ -106,7 +85,7 @@ class Example:
     continuations: tuple[str, ...]
     choices: tuple[str, ...]  # the answers whose lengths count
     answer: int
-    apart: tuple[str, tuple[str, ...]] | None = None
+    apart: tuple[str, tuple[str, ...]] = ("", ())
 
 
 Ask = Callable[[Record, Sequence[Record]], Example]  # (row, solved rows) -> its question
@@ -125,11 +104,10 @@ def cleaned(text: str) -> str:
 
 
 def ask_hellaswag(row: Record, solved: Sequence[Record] = ()) -> Example:
-    endings, apart = row.texts("endings"), None
-    if "ctx" in row.fields:
-        apart = row.text("ctx"), with_blanks(endings)
+    endings = row.texts("endings")
+    apart = (row.text("ctx"), with_blanks(endings)) if "ctx" in row.fields else ("", ())
     answer = row.count("label", len(endings), or_text=True)
-    if "ctx_a" not in row.fields and apart is not None:  # a file that serves llm.c's scoring alone
+    if "ctx_a" not in row.fields and "ctx" in row.fields:  # a file that serves llm.c's scoring alone
         return Example(row.where, "", (), (), answer, apart)
     second = row.text("ctx_b")
     context = cleaned(f"{row.text('activity_label')}: {row.text('ctx_a')} {second.capitalize()}")
@@ -233,54 +211,52 @@ def parse_tasks(spec: str) -> dict[str, str]:
     return files
 
 
-def task_rows(name: str, file: str, cache: Path) -> tuple[list[Path], list[Record]]:
-    """The files and rows of a task, from `file` or, without one, from the Hub through `cache`."""
+def task_rows(name: str, file: str) -> tuple[list[Path], list[Record]]:
+    """The files and rows of a task, from `file` or, without one, from the Hub."""
     if file:
         paths = [Path(file).expanduser()]
     else:
         dataset, split = SHOTS_HUB if name == SHOTS else TASKS[name].hub
-        paths = [fetch(source) for source in find_hub(dataset, cache, split=split)]
+        paths = [fetch(source) for source in find_hub(dataset, split)]
     rows = [row for path in paths for row in read_rows(path)]
     if not rows:
         raise DataError(f"expected examples of {name}, found none in {paths[0]}; give another file")
     return paths, rows
 
 
-def load_tasks(spec: str, limit: int = 0, cache: Path | None = None) -> list[TaskData]:
+def load_tasks(spec: str, limit: int = 0) -> list[TaskData]:
     """The first `limit` questions (0: all) of each task in `spec`.
 
     Raises `UsageError` for an unknown task, `DataError` with file and line for a broken example, and the errors of a
     download.
     """
-    cache, files = cache or default_cache(), parse_tasks(spec)
-    shot_paths, shots = task_rows(SHOTS, files.pop(SHOTS), cache) if SHOTS in files else ([], [])
+    files = parse_tasks(spec)
+    shot_paths, shots = task_rows(SHOTS, files.pop(SHOTS)) if SHOTS in files else ([], [])
     loaded = []
     for name, file in files.items():
         task = TASKS.get(name, OWN)
-        paths, rows = task_rows(name, file, cache)
-        if name == "mmlu":
-            paths = [*paths, *shot_paths]
+        paths, rows = task_rows(name, file)
         examples = [task.ask(row, shots) for row in rows[: limit or None]]
-        sources = {path.name: file_sha256(path) for path in paths}
-        loaded.append(with_possible_metrics(TaskData(name, task.metrics, examples, sources)))
+        metrics, notes = possible_metrics(name, task.metrics, examples)
+        sources = {path.name: file_sha256(path) for path in (*paths, *(shot_paths if name == "mmlu" else ()))}
+        loaded.append(TaskData(name, metrics, examples, sources, notes))
     return loaded
 
 
-def with_possible_metrics(task: TaskData) -> TaskData:
-    """Keeps the metrics that all examples allow, with a note if that excludes one."""
-    if LLMC not in task.metrics:
-        return task
-    without_pairs = next((e.where for e in task.examples if not e.continuations), "")
-    without_apart = next((e.where for e in task.examples if e.apart is None), "")
+def possible_metrics(name: str, metrics: tuple[str, ...], examples: Sequence[Example]) -> tuple[tuple[str, ...], list[str]]:
+    """(the metrics that all examples allow, a note if that excludes one)."""
+    if LLMC not in metrics:
+        return metrics, []
+    without_pairs = next((e.where for e in examples if not e.continuations), "")
+    without_apart = next((e.where for e in examples if not e.apart[1]), "")
     if without_pairs and without_apart:
         raise DataError(
             f"expected the same fields in all rows, found no 'ctx_a' in {without_pairs}, no 'ctx' in {without_apart};"
             " repair the file"
         )
     if without_pairs:
-        note = f"{task.name}: only {LLMC}, which needs 'ctx' alone: no 'ctx_a' and 'ctx_b' in {without_pairs}"
-        return replace(task, metrics=(LLMC,), notes=[note])
+        return (LLMC,), [f"{name}: only {LLMC}, which needs 'ctx' alone: no 'ctx_a' and 'ctx_b' in {without_pairs}"]
     if without_apart:
-        note = f"{task.name}: without {LLMC}, which needs 'ctx': there is none in {without_apart}"
-        return replace(task, metrics=tuple(metric for metric in task.metrics if metric != LLMC), notes=[note])
-    return task
+        note = f"{name}: without {LLMC}, which needs 'ctx': there is none in {without_apart}"
+        return tuple(metric for metric in metrics if metric != LLMC), [note]
+    return metrics, []

@@ -17,7 +17,7 @@ from handgrad.training.step import Feed, Program
 
 def fp8_operations(ops: ModuleType) -> ModuleType:
     """`handgrad.fp8.reference` or `handgrad.fp8.cuda`, beside the plain operations `ops`."""
-    backend = ops.__name__.removeprefix("handgrad.ops.").split(".")[0]
+    backend = "cuda" if ops.__name__.startswith("handgrad.ops.cuda") else "reference"
     return import_module(f"handgrad.fp8.{backend}")
 
 

@@ -12,7 +12,6 @@ llm.c           model.bin               the weights
                 DONE_<step>             empty: all of them are complete
 """
 
-import functools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,28 +20,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from handgrad.checkpoint import OPTIMIZER_FILE, Checkpoint, Stored, safetensors_bytes, write_file
-from handgrad.checkpoint import WEIGHTS_FILE as OUR_WEIGHTS_FILE
+from handgrad.checkpoint import OPTIMIZER_FILE, WEIGHTS_FILE, Checkpoint, Stored, safetensors_bytes, write_file
+from handgrad.data.hub import hub_failures
 from handgrad.data.tokenizer import tokenizer_files
 from handgrad.errors import DataError, StorageError, UsageError
-from handgrad.evaluation.load import LoadedModel, load_model
+from handgrad.evaluation.load import LoadedModel, checkpoint_config, checkpoint_weights, load_model
 from handgrad.files import check_free, whole
 from handgrad.generation.decode import decode_buffers, decode_tensors
-from handgrad.interop.huggingface import (
-    CONFIG_FILE,
-    GENERATION_FILE,
-    PREFIX,
-    WEIGHTS_FILE,
-    HuggingFaceFolder,
-    opened,
-    read_folder,
-    their_config,
-    their_name,
-    their_shape,
-    transposed,
-)
-from handgrad.interop.llmc_model import LlmcModel, read_model, write_model
-from handgrad.interop.llmc_state import TENSORS, read_state, write_state
+from handgrad.interop import huggingface
+from handgrad.interop.llmc_model import LlmcModel, Values, read_model, write_model
+from handgrad.interop.llmc_state import read_state, write_state
 from handgrad.interop.llmc_tokenizer import tokenizer_bytes
 from handgrad.interop.model_card import CARD_FILE, CURVE_FILE, curve_png, model_card
 from handgrad.interop.vocabulary import vocabulary_files
@@ -69,12 +56,14 @@ def export_model(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype = torc
     """`handgrad export --to hf`. Raises the errors of `export`."""
 
     def write(partial: Path, model: LoadedModel) -> None:
-        write_weights(partial / WEIGHTS_FILE, model.views["parameters"], parameter_table(model.shape), dtype)
-        config = their_config(model.shape, model.tokenizer, dtype, model.config.dropout)
+        weights_file = partial / huggingface.WEIGHTS_FILE
+        write_weights(weights_file, model.views["parameters"], parameter_table(model.shape), dtype)
+        dropout = checkpoint_config(checkpoint).dropout
+        config = huggingface.their_config(model.shape, model.tokenizer, dtype, dropout)
         ids = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
         files = {
-            CONFIG_FILE: (json.dumps(config, indent=2) + "\n").encode(),
-            GENERATION_FILE: (json.dumps(ids, indent=2) + "\n").encode(),
+            huggingface.CONFIG_FILE: (json.dumps(config, indent=2) + "\n").encode(),
+            huggingface.GENERATION_FILE: (json.dumps(ids, indent=2) + "\n").encode(),
             **vocabulary_files(model.tokenizer, model.shape.sequence_length),
             CARD_FILE: model_card(checkpoint, model, dtype).encode(),
             CURVE_FILE: curve_png(checkpoint),
@@ -83,20 +72,18 @@ def export_model(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype = torc
             if content is not None:
                 write_file(partial / name, [content])
 
-    return export(checkpoint, folder, dtype, WEIGHTS_FILE, write, read_folder)
+    return export(checkpoint, folder, dtype, huggingface.WEIGHTS_FILE, write, huggingface.read_folder)
 
 
 def write_weights(path: Path, flat: Tensor, table: tuple[ParameterRow, ...], dtype: torch.dtype) -> None:
     """Writes the parameters as one safetensors file of theirs. Raises OSError."""
 
-    def theirs(row: ParameterRow) -> Tensor:
-        stored = row.stored(flat)
-        return (stored.t() if transposed(row) else stored).to(dtype).contiguous()
+    def theirs(row: ParameterRow) -> Stored:
+        stored = row.stored(flat).t() if huggingface.transposed(row) else row.stored(flat)
+        name = huggingface.PREFIX + huggingface.their_name(row.name)
+        return Stored(name, dtype, huggingface.their_shape(row), lambda: stored.to(dtype))
 
-    tensors = [
-        Stored(PREFIX + their_name(row.name), dtype, their_shape(row), functools.partial(theirs, row)) for row in table
-    ]
-    write_file(path, safetensors_bytes(tensors, {"format": "pt"}))
+    write_file(path, safetensors_bytes([theirs(row) for row in table], {"format": "pt"}))
 
 
 def export_llmc(
@@ -105,16 +92,20 @@ def export_llmc(
     """`handgrad export --to llmc`. Raises the errors of `export`, and `UsageError`: a token is too long for llm.c, or the
     checkpoint has no moments."""
     state_name = f"state_{checkpoint.step:08d}_00000.bin"
-    tensors: dict[str, Callable[[ParameterRow], Tensor]] = {}
+    tensors: dict[str, Values] = {}
+
+    def stored(file: str, prefix: str) -> Values:
+        return lambda row: checkpoint.tensor(file, prefix + row.name, row.stored_shape)
+
     if with_optimizer:
         check_free(folder)
-        with opened(checkpoint.folder / OPTIMIZER_FILE) as moments, opened(checkpoint.folder / OUR_WEIGHTS_FILE) as weights:
+        with huggingface.opened(checkpoint.folder / OPTIMIZER_FILE) as moments:
             if "m.wte" not in moments.keys():  # noqa: SIM118
                 raise UsageError(f"expected moments in {checkpoint.folder}, found none: it was imported without them")
-            has_master = weights.get_slice("wte").get_dtype() != "BF16"  # a run without master weights stores bf16
-        files = {"m": (OPTIMIZER_FILE, "m."), "v": (OPTIMIZER_FILE, "v."), "master": (OUR_WEIGHTS_FILE, "")}
-        for name in TENSORS if has_master else TENSORS[:2]:
-            tensors[name] = functools.partial(stored_tensor, checkpoint, *files[name])
+        tensors |= {"m": stored(OPTIMIZER_FILE, "m."), "v": stored(OPTIMIZER_FILE, "v.")}
+        with huggingface.opened(checkpoint.folder / WEIGHTS_FILE) as weights:
+            if weights.get_slice("wte").get_dtype() != "BF16":  # a run without master weights stores bf16
+                tensors["master"] = stored(WEIGHTS_FILE, "")
 
     def write(partial: Path, model: LoadedModel) -> None:
         flat = model.views["parameters"]
@@ -132,18 +123,13 @@ def export_llmc(
         if with_optimizer:
             state = read_state(partial / state_name, found)
             same = (state.step, state.has_master) == (checkpoint.step, "master" in tensors)
-            for name, wanted in tensors.items():
-                rows = parameter_table(found.shape)
-                same = same and all(torch.equal(state.values(name, row), wanted(row).float()) for row in rows)
+            for row in parameter_table(found.shape):
+                same = same and all(torch.equal(state.values(name, row), tensors[name](row).float()) for name in tensors)
             if not same:
                 raise DataError(f"expected the optimizer of {checkpoint.folder} in {partial / state_name}, found others")
         return found
 
     return export(checkpoint, folder, dtype, MODEL_FILE, write, read)
-
-
-def stored_tensor(checkpoint: Checkpoint, file: str, prefix: str, row: ParameterRow) -> Tensor:
-    return checkpoint.tensor(file, prefix + row.name, row.stored_shape)
 
 
 def export(
@@ -152,7 +138,7 @@ def export(
     dtype: torch.dtype,
     weights_file: str,
     write: Callable[[Path, LoadedModel], None],
-    read: Callable[[Path], HuggingFaceFolder | LlmcModel],
+    read: Callable[[Path], huggingface.HuggingFaceFolder | LlmcModel],
 ) -> Exported:
     """Writes `folder` with the weights rounded to `dtype`, whole and read back, or leaves nothing there.
 
@@ -160,7 +146,9 @@ def export(
     returns other numbers than were written.
     """
     check_free(folder)
-    model = load_exact(checkpoint)
+    source = checkpoint_weights(checkpoint)
+    buffers = decode_buffers(source.shape, 1, torch.float32, reference)
+    model = load_model(source, torch.device("cpu"), torch.float32, reference, buffers)
     flat, table = model.views["parameters"], parameter_table(model.shape)
     before = logits(model)
     for row in table:
@@ -180,12 +168,6 @@ def export(
             )
     size = (folder / weights_file).stat().st_size
     return Exported(folder, size, len(before), float((before - logits(model)).abs().max()))
-
-
-def load_exact(checkpoint: Checkpoint) -> LoadedModel:
-    """The model in float32 on the CPU, with the buffers that `logits` needs."""
-    buffers = lambda config, shape: decode_buffers(shape, 1, torch.float32, reference)  # noqa: E731
-    return load_model(checkpoint, torch.device("cpu"), torch.float32, reference, buffers)
 
 
 def logits(model: LoadedModel) -> Tensor:
@@ -208,14 +190,12 @@ def push(folder: Path, name: str) -> str:
     Raises `StorageError` if the Hub refuses; the folder stays.
     """
     import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    failures: tuple[type[BaseException], ...] = (HfHubHTTPError, HfHubHTTPError.__bases__[0], HFValidationError, OSError)
     try:
         api = huggingface_hub.HfApi()
         address = api.create_repo(name, repo_type="model", private=True, exist_ok=True)
         api.upload_folder(repo_id=name, repo_type="model", folder_path=folder, commit_message="Exported by handgrad")
-    except failures as error:
+    except hub_failures() as error:
         raise StorageError(
             f"pushing {folder} to {name} failed: {error!s:.200}; check the name, the connection and `hf auth login`;"
             " the folder itself is complete"

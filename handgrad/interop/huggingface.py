@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from handgrad.config import ModelShape
+from handgrad.data.hub import hub_failures
 from handgrad.data.tokenizer import Tokenizer, load_tokenizer
 from handgrad.errors import DataError
 from handgrad.evaluation.load import imported_config
@@ -148,15 +149,14 @@ def read_folder(folder: Path, tokenizer: str = "") -> HuggingFaceFolder:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file of theirs; `DataError` if there is none."""
+    if not path.exists():
+        raise DataError(f"expected {path.name} in {path.parent}, found no such file; give a transformers folder")
+    if (size := path.stat().st_size) > MAX_JSON_BYTES:
+        raise DataError(f"expected at most {MAX_JSON_BYTES} bytes, found {size} in {path}; fetch it again")
     try:
-        size = path.stat().st_size
-        content = json.loads(path.read_bytes()) if size <= MAX_JSON_BYTES else {}
-    except FileNotFoundError:
-        raise DataError(f"expected {path.name} in {path.parent}, found no such file; give a transformers folder") from None
+        content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"expected JSON in {path}, found {error}; fetch it again") from None
-    if size > MAX_JSON_BYTES:
-        raise DataError(f"expected at most {MAX_JSON_BYTES} bytes, found {size} in {path}; fetch it again")
     if not isinstance(content, dict):
         raise DataError(f"expected a JSON object in {path}, found {type(content).__name__}; fetch it again")
     return content
@@ -200,10 +200,9 @@ def find_tensors(folder: Path, shape: ModelShape) -> dict[str, tuple[Path, str]]
     Raises `DataError` for a tensor that is missing, foreign, twice there, or of another shape or type, and for an untied
     head.
     """
-    files, promised = weight_files(folder)
     wanted = {their_name(row.name): their_shape(row) for row in parameter_table(shape)}
     tensors: dict[str, tuple[Path, str]] = {}
-    for path in files:
+    for path in weight_files(folder):
         with opened(path) as stored:
             for name in stored.keys():  # noqa: SIM118
                 plain = name.removeprefix(PREFIX)
@@ -223,14 +222,8 @@ def find_tensors(folder: Path, shape: ModelShape) -> dict[str, tuple[Path, str]]
                 if entry.get_dtype() not in DTYPES:
                     raise DataError(f"expected {name} in {', '.join(DTYPES)} in {path}, found {entry.get_dtype()}")
                 tensors[plain] = path, name
-    for name, file in promised.items():
-        plain = name.removeprefix(PREFIX)
-        if not MASKS.fullmatch(plain) and (plain not in tensors or tensors[plain][0] != folder / file):
-            raise DataError(
-                f"expected {name} in {folder / file} as {INDEX_FILE} says, found no such tensor; fetch it again"
-            )
     if missing := next((name for name in wanted if name not in tensors), None):
-        path = folder / (INDEX_FILE if promised else WEIGHTS_FILE)
+        path = folder / (WEIGHTS_FILE if (folder / WEIGHTS_FILE).is_file() else INDEX_FILE)
         raise DataError(
             f"expected a tensor {PREFIX}{missing} of shape {wanted[missing]} in {path}, found none; the file is not this"
             " config's"
@@ -245,19 +238,19 @@ def find_tensors(folder: Path, shape: ModelShape) -> dict[str, tuple[Path, str]]
     return tensors
 
 
-def weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
-    """(the safetensors files of a folder, the file of each tensor if an index promises one)."""
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder: one, or those of its index."""
     if (folder / WEIGHTS_FILE).is_file():
-        return [folder / WEIGHTS_FILE], {}
+        return [folder / WEIGHTS_FILE]
     if not (folder / INDEX_FILE).is_file():
         old = folder / "pytorch_model.bin"
         hint = f"; {old.name} may run code when read: save it again as safetensors" if old.is_file() else ""
         raise DataError(f"expected {WEIGHTS_FILE} or {INDEX_FILE} in {folder}, found neither{hint}")
-    promised = read_json(folder / INDEX_FILE).get("weight_map", {})
-    names = list(promised.values()) if isinstance(promised, dict) else []
+    tensors = read_json(folder / INDEX_FILE).get("weight_map")
+    names = list(tensors.values()) if isinstance(tensors, dict) else []
     if not names or not all(isinstance(n, str) and Path(n).name == n for n in names):
         raise DataError(f"expected a weight_map of tensors to files in {folder / INDEX_FILE}, found none; fetch it again")
-    return [folder / name for name in sorted(set(names))], promised
+    return [folder / name for name in sorted(set(names))]
 
 
 def load_tensor(path: Path, name: str) -> Tensor:
@@ -276,14 +269,10 @@ def fetch(source: str, files: tuple[str, ...] = MODEL_FILES) -> Path:
     Raises `DataError`: no such model; the line says so if there was no connection.
     """
     import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    # The base class is the client library's own error.
-    http: tuple[type[BaseException], ...] = (HfHubHTTPError, HfHubHTTPError.__bases__[0])
-    failures: tuple[type[BaseException], ...] = (*http, HFValidationError, LocalEntryNotFoundError, OSError)
     try:
         return Path(huggingface_hub.snapshot_download(source, allow_patterns=list(files)))
-    except failures as error:
+    except hub_failures() as error:
         raise DataError(
             f"expected a folder {source} or a model of that name on the Hub, found neither ({error!s:.200});"
             " check the name and the connection"

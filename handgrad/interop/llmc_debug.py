@@ -17,21 +17,11 @@ import torch
 from torch import Tensor
 
 from handgrad.arena import Buffer, make_plan
-from handgrad.config import ModelShape
 from handgrad.data.llmc_header import DEBUG_STATE, HEADER_BYTES, check_size, read_header
 from handgrad.errors import DataError
-from handgrad.interop.llmc_model import (
-    ORDER,
-    LlmcModel,
-    Values,
-    all_bytes,
-    as_bytes,
-    count_elements,
-    read_numbers,
-    without_padding,
-    write_llmc,
-)
+from handgrad.interop.llmc_model import ORDER, LlmcModel, count_elements, read_numbers, without_padding
 from handgrad.models import architecture, named_weights, parameter_table
+from handgrad.models.passes import run
 from handgrad.models.rows import ParameterRow, flat_elements, named
 from handgrad.ops import reference
 
@@ -81,18 +71,6 @@ def read_debug_state(path: Path, model: LlmcModel) -> DebugState:
         raise DataError(f"expected token ids from 0 to {shape.vocab_size - 1} in {path}, found others; it is damaged")
     loss = float(read_numbers(path, torch.float32, HEADER_BYTES + 4 * (2 + shape.vocab_size) * tokens, 1))
     return DebugState(model, path, ids[0], ids[1], loss)
-
-
-def write_debug_state(
-    path: Path, shape: ModelShape, tokens: Tensor, targets: Tensor, logits: Tensor, loss: float, gradient: Values
-) -> None:
-    """Writes and fsyncs a debug state: tokens and targets (B, T), logits (B, T, V), the mean loss, and the gradients of
-    that mean by parameter (`row.stored_shape`). Raises OSError."""
-    assert logits.numel() == tokens.numel() * shape.vocab_size
-    batch = [as_bytes(ids, torch.int32) for ids in (tokens, targets)]
-    results = [as_bytes(values, torch.float32) for values in (logits, torch.tensor([loss]))]
-    words = {0: DEBUG_STATE, 1: 2, 2: tokens.shape[0], 3: tokens.shape[1]}
-    write_llmc(path, words, batch, results, all_bytes(shape, gradient, torch.float32))
 
 
 @dataclass(frozen=True)
@@ -148,14 +126,8 @@ def compute(state: DebugState, dtype: torch.dtype, device: torch.device, ops: Mo
     model, layers = architecture(shape), shape.num_layers
     rows = model.activations(shape, batch, length, dtype, ops, chunk=tokens, training=True)
     ops.check_sizes(length=length, num_heads=shape.num_heads, channels=shape.channels)
-    plan = make_plan(
-        [
-            Buffer("parameters", (flat_elements(table),), dtype, "parameters"),
-            Buffer("gradients", (flat_elements(table),), dtype, "gradients"),
-            *(row.buffer(recompute=0) for row in rows if not row.of),
-        ]
-    )
-    views = plan.allocate(device)
+    flats = [Buffer(name, (flat_elements(table),), dtype, name) for name in ("parameters", "gradients")]
+    views = make_plan([*flats, *(row.buffer(recompute=0) for row in rows if not row.of)]).allocate(device)
     act, d = named(model.Activations, views, layers), named(model.Gradients, views, layers)
     flat, flat_gradients = views["parameters"], views["gradients"]
     for row in table:
@@ -165,14 +137,12 @@ def compute(state: DebugState, dtype: torch.dtype, device: torch.device, ops: Mo
     act.sorted_positions.copy_(torch.argsort(state.tokens.flatten(), stable=True))
     weights, gradients = named_weights(shape, flat, table), named_weights(shape, flat_gradients, table)
     forward = model.forward(ops, weights, act)
-    for stage in forward:
-        stage.run()
+    run(forward)
     ops.linear_forward(act.logits, act.lnf, weights.head, None, scratch=act.scratch)
     found = {"logits": [act.logits[:, : shape.vocab_size].cpu().clone()]}
     scale = torch.full((1,), 1 / tokens, dtype=act.losses.dtype, device=device)
-    options = {"vocab_size": shape.vocab_size, "recompute": 0}
-    for stage in (*forward, *model.backward(ops, weights, gradients, act, d, scale, **options)):
-        stage.run()
+    run(forward)
+    run(model.backward(ops, weights, gradients, act, d, scale, vocab_size=shape.vocab_size, recompute=0))
     found["losses"] = [act.losses.cpu()]
     for row in table:
         found.setdefault(row.name.rpartition(".")[2], []).append(row.stored(flat_gradients).cpu())

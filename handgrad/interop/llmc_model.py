@@ -13,10 +13,12 @@ Source: llm.c, train_gpt2.cu (`ParameterTensors`, `gpt2_write_to_checkpoint`) an
 """
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -37,14 +39,12 @@ ORDER = (
     *("wte", "wpe", "ln1_weight", "ln1_bias", "qkv_weight", "qkv_bias", "proj_weight", "proj_bias"),
     *("ln2_weight", "ln2_bias", "fc_weight", "fc_bias", "fcproj_weight", "fcproj_bias", "lnf_weight", "lnf_bias"),
 )
-# The header's words from 2 on, but the last: Vp.
 VERSIONS = {3: torch.float32, 5: torch.bfloat16}
 STORED_AS = {torch.float32: np.dtype("<f4"), torch.bfloat16: np.dtype("<i2")}  # numpy has no bf16: its bits
 Values = Callable[[ParameterRow], Tensor]  # a parameter, or its gradient or moment, with the shape `row.stored_shape`
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """The position of a parameter among all of them, in elements; the embedding's includes the padded rows."""
 
     row: ParameterRow
@@ -146,20 +146,12 @@ def read_model(path: Path, tokenizer: str = "") -> LlmcModel:
 # Writing.
 
 
-def as_bytes(values: Tensor, dtype: torch.dtype) -> memoryview:
-    return values.to(dtype).cpu().contiguous().flatten().view(torch.uint8).numpy().data
-
-
 def all_bytes(shape: ModelShape, values: Values, dtype: torch.dtype) -> Iterator[memoryview | bytes]:
     """All parameters in llm.c's order, one at a time, the vocabulary padded with zeros."""
     for span in layout(shape, shape.padded_vocab_size).values():
-        yield as_bytes(values(span.row), dtype)
-        yield bytes((span.elements - math.prod(span.row.stored_shape)) * dtype.itemsize)
-
-
-def write_llmc(path: Path, words: dict[int, int], *contents: Iterable[memoryview | bytes]) -> None:
-    """Writes and fsyncs a header of these words, then the contents. Raises OSError."""
-    write_file(path, (chunk for content in ([make_header(words)], *contents) for chunk in content))
+        stored = values(span.row).to(dtype).contiguous().flatten()
+        yield stored.view(torch.uint8).numpy().data
+        yield bytes((span.elements - stored.numel()) * dtype.itemsize)
 
 
 def write_model(path: Path, shape: ModelShape, weight: Values, dtype: torch.dtype) -> None:
@@ -167,4 +159,4 @@ def write_model(path: Path, shape: ModelShape, weight: Values, dtype: torch.dtyp
     version = next(number for number, kind in VERSIONS.items() if kind == dtype)
     sizes = shape.sequence_length, shape.vocab_size, shape.num_layers, shape.num_heads, shape.channels
     words = dict(enumerate((MODEL, version, *sizes, shape.padded_vocab_size)))
-    write_llmc(path, words, all_bytes(shape, weight, dtype))
+    write_file(path, itertools.chain([make_header(words)], all_bytes(shape, weight, dtype)))

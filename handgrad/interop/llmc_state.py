@@ -11,35 +11,27 @@ its 1/P of every tensor of every layer, one after another in the same order.
 Source: llm.c, train_gpt2.cu (`save_state`, `gpt2_update`), llmc/zero.cuh (`multi_gpu_get_shard_offset`), llmc/rand.h.
 """
 
+import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from handgrad.checkpoint import write_file
 from handgrad.config import ModelShape
-from handgrad.data.llmc_header import HEADER_BYTES, OPTIMIZER, check_size, read_header
+from handgrad.data.llmc_header import HEADER_BYTES, OPTIMIZER, check_size, make_header, read_header
 from handgrad.errors import DataError
-from handgrad.interop.llmc_model import (
-    LlmcModel,
-    Values,
-    all_bytes,
-    count_elements,
-    read_numbers,
-    without_padding,
-    write_llmc,
-)
+from handgrad.interop.llmc_model import LlmcModel, Values, all_bytes, count_elements, read_numbers, without_padding
 from handgrad.models.rows import ParameterRow
 
 TENSORS = ("m", "v", "master")  # of each parameter, in the file's order
 ROUNDING_SEED = 13371337  # llm.c's first state of its generator of stochastic rounding
 TWISTER_BYTES = 8 + 4 + 4 + 624 * 4 + 2 * 4
-NO_BATCH_YET = 0xFFFFFFFF  # each half of the 64-bit -1 that llm.c's loader counts from
 PROCESSES, RANK, HAS_MASTER, SHUFFLES, STEP, ROUNDING, BATCH = 2, 3, 4, 5, 10, 20, 32
-SHARED = {PROCESSES: "processes", HAS_MASTER: "has master weights", STEP: "step"}  # words that all ranks' files share
+CHECKED = {RANK: "rank", PROCESSES: "processes", HAS_MASTER: "has master weights", STEP: "step"}  # in every rank's file
 
 
 @dataclass(frozen=True)
@@ -97,23 +89,18 @@ def read_state(path: Path, model: LlmcModel) -> OptimizerState:
         return OptimizerState(model, (path,), step, bool(has_master))
     if any(span.elements % processes for span in model.spans.values()):
         raise DataError(f"expected tensors that {processes} processes can share in {path}, found {model.path.name}'s")
-
-    def check_share(share: Path, size: int, words: list[int]) -> None:
-        expected = with_data_state(share, size, HEADER_BYTES + tensors_bytes // processes, words)
-        check_size(share, expected, size, f"1/{processes} of {contents}")
-
-    check_share(path, size, words)
     match = re.fullmatch(r"(.+_)\d{5}(\.bin)", path.name)
     if match is None:
         raise DataError(f"expected a name like state_00001000_00000.bin for one file of {processes}, found {path.name}")
     paths = tuple(path.with_name(f"{match[1]}{each:05d}{match[2]}") for each in range(processes))
     for each, other in enumerate(paths):
         theirs, size = read_header(other, OPTIMIZER, (1,))
-        wanted = {RANK: ("rank", each), **{index: (name, words[index]) for index, name in SHARED.items()}}
-        for index, (name, value) in wanted.items():
+        for index, name in CHECKED.items():
+            value = each if index == RANK else words[index]
             if theirs[index] != value:
                 raise DataError(f"expected {name} {value} in {other}, found {theirs[index]}; it is of another checkpoint")
-        check_share(other, size, theirs)
+        share_bytes = with_data_state(other, size, HEADER_BYTES + tensors_bytes // processes, theirs)
+        check_size(other, share_bytes, size, f"1/{processes} of {contents}")
     return OptimizerState(model, paths, step, bool(has_master))
 
 
@@ -121,15 +108,12 @@ def with_data_state(path: Path, size: int, start: int, words: list[int]) -> int:
     """The end of a file of `size` bytes whose data state, if it shuffles, begins at `start`; beyond the end stand zeros."""
     if not words[SHUFFLES]:
         return start
-
-    def count_at(offset: int) -> int:
-        with path.open("rb") as file:
-            file.seek(min(offset, size))
-            return int.from_bytes(file.read(8), "little")
-
-    shards = count_at(start)
-    batches = count_at(start + 8 + 4 * shards)
-    return start + 16 + 4 * (shards + batches) + TWISTER_BYTES
+    end = start
+    with path.open("rb") as file:
+        for _ in ("shards", "batches of a shard"):  # their number, then an int32 for each
+            file.seek(min(end, size))
+            end += 8 + 4 * int.from_bytes(file.read(8), "little")
+    return end + TWISTER_BYTES
 
 
 def write_state(path: Path, shape: ModelShape, step: int, tensors: Mapping[str, Values]) -> None:
@@ -137,6 +121,6 @@ def write_state(path: Path, shape: ModelShape, step: int, tensors: Mapping[str, 
     its beginning. Raises OSError."""
     has_master = int("master" in tensors)
     words = {0: OPTIMIZER, 1: 1, PROCESSES: 1, RANK: 0, HAS_MASTER: has_master, SHUFFLES: 0, STEP: step}
-    halves = np.array([NO_BATCH_YET, NO_BATCH_YET], "<u4").view("<i4").tolist()
-    words |= {ROUNDING: ROUNDING_SEED, BATCH: halves[0], BATCH + 1: halves[1]}
-    write_llmc(path, words, *(all_bytes(shape, tensors[name], torch.float32) for name in TENSORS if name in tensors))
+    words |= {ROUNDING: ROUNDING_SEED, BATCH: -1, BATCH + 1: -1}  # the 64-bit -1 that llm.c's loader counts from
+    contents = (all_bytes(shape, tensors[name], torch.float32) for name in TENSORS if name in tensors)
+    write_file(path, itertools.chain([make_header(words)], *contents))

@@ -62,9 +62,8 @@ def tokenizer_beside(path: Path, vocab_size: int, named: str) -> Tokenizer:
     elif (path.parent / TOKENIZER_FILE).is_file():
         found = load_tokenizer(str(path.parent / TOKENIZER_FILE))
     else:
-        kinds = [load_tokenizer(kind) for kind in ("gpt2", "bytes")]
         # A model saved with its padding has more rows than GPT-2 has tokens: another vocabulary.
-        sizes = {kind.vocab_size: kind for kind in kinds}
+        sizes = {kind.vocab_size: kind for kind in map(load_tokenizer, ("gpt2", "bytes"))}
         if vocab_size not in sizes:
             hint = "; its rows are padded" if vocab_size == rounded_up(GPT2_VOCAB_SIZE, VOCABULARY_MULTIPLE) else ""
             raise DataError(

@@ -25,22 +25,22 @@ TOKENIZERS = {
 SETTINGS = ("precision", "steps", "tokens_per_step", "learning_rate", "schedule", "warmup_steps", "weight_decay", "seed")
 
 
+# Of a metrics file that is missing, or not of ours: a card without its figures is still a card.
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+
+
 def run_records(checkpoint: Checkpoint, kind: str) -> list[dict[str, Any]]:
-    """The records of a kind up to the checkpoint, from the metrics of the run around it. Without such a run, or with
-    unreadable metrics, there are none: a card without them is still a card."""
-    try:
-        lines = (checkpoint.folder.resolve().parent.parent / METRICS_FILE).read_text(encoding="utf-8").splitlines()
-        records = [json.loads(line) for line in lines]
-        return [record for record in records if record.get("kind") == kind and record["step"] <= checkpoint.step]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return []
+    """The records of a kind up to the checkpoint, from the metrics of the run around it."""
+    lines = (checkpoint.folder.resolve().parent.parent / METRICS_FILE).read_text(encoding="utf-8").splitlines()
+    records = [json.loads(line) for line in lines]
+    return [record for record in records if record.get("kind") == kind and record["step"] <= checkpoint.step]
 
 
 def validation_losses(checkpoint: Checkpoint) -> list[tuple[int, float]]:
-    """(step, nats per token) of the validations, in order."""
+    """(step, nats per token) of the validations, in order; none if the metrics are not readable."""
     try:
         return sorted({int(r["step"]): float(r["loss"]) for r in run_records(checkpoint, "validation")}.items())
-    except (ValueError, KeyError, TypeError):
+    except UNREADABLE:
         return []
 
 
@@ -59,7 +59,7 @@ def curve_png(checkpoint: Checkpoint) -> bytes | None:
 
 
 def evaluation_lines(checkpoint: Checkpoint) -> list[str]:
-    """A table of the newest results on tasks, or nothing."""
+    """A table of the newest results on tasks; nothing if there are none, or the metrics are not readable."""
     newest: dict[str, dict[str, Any]] = {}
     try:
         for record in run_records(checkpoint, "evaluation"):
@@ -72,7 +72,7 @@ def evaluation_lines(checkpoint: Checkpoint) -> list[str]:
             for task, record in newest.items()
             for metric, (value, stderr) in record["metrics"].items()
         ]
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except UNREADABLE:
         return []
     head = ["", row("task", "metric", "value", "standard error", "examples", "step"), "|---|---|---|---|---|---|"]
     return [*head, *rows] if rows else []
@@ -109,13 +109,12 @@ def training_lines(checkpoint: Checkpoint) -> list[str]:
 def model_card(checkpoint: Checkpoint, model: LoadedModel, dtype: torch.dtype) -> str:
     """The card as Markdown under the Hub's YAML header."""
     shape, kind = model.shape, str(dtype).removeprefix("torch.")
-    parameters = count_parameters(parameter_table(shape))
     prompt = "Once upon a time"
     # Their generation has no sliding window: prompt and text have to fit, even if each byte of the prompt is a token.
     room = max(1, min(40, shape.sequence_length - 1 - len(prompt)))
     lines = [
         HUB_HEADER,
-        f"# A GPT-2 of {parameters:,} parameters",
+        f"# A GPT-2 of {count_parameters(parameter_table(shape)):,} parameters",
         "",
         f"Exported by handgrad {handgrad.__version__} from a checkpoint of step {checkpoint.step}.",
         "",

@@ -24,24 +24,14 @@ from handgrad.checkpoint import MANIFEST, Stored
 from handgrad.config import to_dict
 from handgrad.data.tokenizer import tokenizer_files, tokenizer_record
 from handgrad.errors import DataError, StorageError, UsageError
-from handgrad.evaluation.load import Weights, checkpoint_weights, imported_config
+from handgrad.evaluation.load import SIZES, Weights, checkpoint_weights, imported_config
 from handgrad.files import check_free, file_sha256, whole
-from handgrad.interop.huggingface import (
-    CONFIG_FILE,
-    MODEL_FILES,
-    HuggingFaceFolder,
-    fetch,
-    on_hub,
-    read_folder,
-    read_shape,
-)
+from handgrad.interop.huggingface import CONFIG_FILE, MODEL_FILES, HuggingFaceFolder, fetch, on_hub, read_folder, read_shape
 from handgrad.interop.llmc_model import LlmcModel, read_model
 from handgrad.interop.llmc_state import OptimizerState, read_state
 from handgrad.models import parameter_table
 from handgrad.models.rows import ParameterRow
 from handgrad.run_files import CHECKPOINTS, LOCK_FILE
-
-SIZES = ("num_layers", "num_heads", "channels", "sequence_length")
 
 
 def open_weights(source: str, tokenizer: str = "") -> Weights:
@@ -128,16 +118,12 @@ def import_model(source: str, out: Path, tokenizer: str = "", optimizer: str = "
     if state:
         readers |= {f"{name}.": functools.partial(state.values, name) for name in ("m", "v")}
     tensors = [
-        Stored(prefix + row.name, torch.float32, row.stored_shape, functools.partial(contiguous, reader, row))
+        Stored(prefix + row.name, torch.float32, row.stored_shape, functools.partial(reader, row))
         for prefix, reader in readers.items()
         for row in parameter_table(found.shape)
     ]
     write_imported(out, found, tensors, state)
     return found, state
-
-
-def contiguous(reader: Callable[[ParameterRow], Tensor], row: ParameterRow) -> Tensor:
-    return reader(row).contiguous()
 
 
 def write_imported(out: Path, found: Weights, tensors: Iterable[Stored], state: OptimizerState | None) -> None:

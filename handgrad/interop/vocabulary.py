@@ -7,8 +7,8 @@ reads a literal "<|endoftext|>" in a text as the special token, we read it as te
 import functools
 import itertools
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import tokenizers
 
@@ -16,6 +16,7 @@ from handgrad.data.tokenizer import (
     END_OF_TEXT,
     TOKENIZER_FILE,
     Tokenizer,
+    byte_level,
     byte_of_character,
     bytes_tokenizer,
     load_tokenizer,
@@ -25,7 +26,6 @@ from handgrad.data.tokenizer import (
 from handgrad.errors import DataError
 
 VOCAB_FILE, MERGES_FILE, SETTINGS_FILE = "vocab.json", "merges.txt", "tokenizer_config.json"
-Merges = list[tuple[str, str]]
 
 
 def characters(token: bytes) -> str:
@@ -72,34 +72,19 @@ def _two_pieces(token: bytes, rank: int, ranks: dict[bytes, int]) -> tuple[bytes
     return pieces[0], pieces[1]
 
 
-def merges(tokenizer: Tokenizer) -> Merges:
-    """The merges in their order; none for bytes."""
-    if tokenizer.kind == "gpt2":
-        return list(gpt2_merges())
-    if tokenizer.kind == "bytes":
-        return []
-    stored = json.loads(tokenizer.json_bytes)["model"]["merges"]
-    pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in stored]
-    return [(left, right) for left, right in pairs]
-
-
-def tokenizer_json(vocab: dict[str, int], pairs: Merges, *, splits: bool = True) -> bytes:
+def tokenizer_json(vocab: dict[str, int], merges: Sequence[tuple[str, str]], *, splits: bool = True) -> bytes:
     """A `tokenizer.json` of a byte-level BPE; `splits`: GPT-2's splitter cuts a text first."""
-    # The library gives an added token the id that the vocabulary has for it.
-    model = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=pairs))
-    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splits)
-    model.decoder = tokenizers.decoders.ByteLevel()
-    model.add_special_tokens([END_OF_TEXT])
-    return model.to_str().encode()
+    made = byte_level(tokenizers.models.BPE(vocab=vocab, merges=list(merges)), splits=splits)
+    made.add_special_tokens([END_OF_TEXT])  # with the id that the vocabulary has for it
+    return made.to_str().encode()
 
 
 def vocabulary_files(tokenizer: Tokenizer, longest: int) -> dict[str, bytes]:
     """The four files by name; `longest` is the model's context in tokens."""
-    vocab, pairs = vocabulary(tokenizer), merges(tokenizer)
-    if tokenizer.kind == "bpe":
-        content = tokenizer.json_bytes  # as it is: its hash is the identity of shards
-    else:
-        content = tokenizer_json(vocab, pairs, splits=tokenizer.kind != "bytes")
+    vocab = vocabulary(tokenizer)
+    merges = gpt2_merges() if tokenizer.kind == "gpt2" else tokenizer.merges
+    # A trained one as it is: its hash is the identity of shards.
+    content = tokenizer.json_bytes or tokenizer_json(vocab, merges, splits=tokenizer.kind != "bytes")
     settings = {
         # Bytes have no splitter; the class GPT2Tokenizer would add one.
         "tokenizer_class": "PreTrainedTokenizerFast" if tokenizer.kind == "bytes" else "GPT2Tokenizer",
@@ -110,7 +95,7 @@ def vocabulary_files(tokenizer: Tokenizer, longest: int) -> dict[str, bytes]:
         "clean_up_tokenization_spaces": False,
         "model_max_length": longest,
     }
-    lines = ["#version: 0.2", *(f"{left} {right}" for left, right in pairs)]
+    lines = ["#version: 0.2", *(f"{left} {right}" for left, right in merges)]
     return {
         TOKENIZER_FILE: content,
         VOCAB_FILE: json.dumps(vocab, ensure_ascii=False).encode(),
@@ -139,32 +124,24 @@ def read_vocabulary(folder: Path) -> Tokenizer:
         return bytes_tokenizer()
     tokenizer = parse_bpe(content, where=str(path))
     gpt2 = load_tokenizer("gpt2")
-    if tokenizer.token_bytes == gpt2.token_bytes and tuple(merges(tokenizer)) == gpt2_merges():
-        return gpt2
-    return tokenizer
+    same = tokenizer.token_bytes == gpt2.token_bytes and tokenizer.merges == gpt2_merges()
+    return gpt2 if same else tokenizer
 
 
 def _joined(vocab_path: Path, merges_path: Path) -> bytes:
     """The two files that GPT-2 came with, as one `tokenizer.json`."""
+    for path in (vocab_path, merges_path):
+        read_small(path)  # refuses a huge file
     try:
-        vocab: Any = json.loads(read_small(vocab_path))
-        lines = read_small(merges_path).decode().split("\n")
-    except (ValueError, RecursionError) as error:
+        vocab, merges = tokenizers.models.BPE.read_file(str(vocab_path), str(merges_path))
+        content = tokenizer_json(vocab, merges)
+    except Exception as error:  # the library raises nothing narrower
         raise DataError(
-            f"expected JSON in {vocab_path} and text in {merges_path}, found {error}; fetch them again"
+            f"expected tokens in {vocab_path} and their merges in {merges_path}, found {error!s:.200}; fetch them again"
         ) from None
-    if not isinstance(vocab, dict) or not all(type(i) is int and 0 <= i < 1 << 32 for i in vocab.values()):
-        raise DataError(f"expected a JSON object of tokens and ids in {vocab_path}, found something else; fetch it again")
     if END_OF_TEXT not in vocab:
         raise DataError(f"expected {END_OF_TEXT} in {vocab_path}, found no such token; use a GPT-2 tokenizer")
-    pairs = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
-    bad = next((pair for pair in pairs if len(pair) != 2), None)
-    if bad is not None:
-        raise DataError(f"expected two tokens in a line of {merges_path}, found {' '.join(bad)!r:.80}; fetch it again")
-    try:
-        return tokenizer_json(vocab, [(left, right) for left, right in pairs])
-    except Exception as error:  # the library raises nothing narrower
-        raise DataError(f"expected merges of tokens of {vocab_path} in {merges_path}, found {error!s:.200}") from None
+    return content
 
 
 def _is_bytes(content: bytes) -> bool:

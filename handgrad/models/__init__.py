@@ -9,7 +9,7 @@ An architecture computes with the operations and tensors that it is given. It kn
 process. Adding one takes a file here and a line in `ARCHITECTURES`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from handgrad.arena import Buffer
 from handgrad.config import ModelShape
-from handgrad.models.rows import Table, laid_out, named
+from handgrad.models.rows import ParameterRow, Table, laid_out, named
 
 ARCHITECTURES = {"gpt2": "handgrad.models.gpt2"}
 HEAD_CHUNK_BYTES = 512 << 20  # the default chunk's logits take at most this much
@@ -30,9 +30,9 @@ def architecture(shape: ModelShape) -> ModuleType:
     return import_module(ARCHITECTURES[shape.architecture])
 
 
-def parameter_table(shape: ModelShape, lanes: int = 1) -> Table:
-    """The parameters in memory order."""
-    return laid_out(architecture(shape).parameters(shape), lanes)
+def parameter_table(shape: ModelShape, lanes: int = 1, whole: Callable[[ParameterRow], bool] = lambda row: False) -> Table:
+    """The parameters with their places in the flat buffers; `whole`: those that the optimizer updates in one call."""
+    return laid_out(architecture(shape).parameters(shape), lanes, whole)
 
 
 def named_weights(shape: ModelShape, flat: Tensor, table: Table) -> Any:

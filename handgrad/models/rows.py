@@ -8,6 +8,7 @@ row. A shape is written in the alphabet of `handgrad.ops` ("N 3C", "B H T"); the
     gradient       the same, of the backward pass; one buffer serves all blocks in turn
 """
 
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -165,10 +166,17 @@ class ParameterRow:
     fp8: Fp8 | None
     offset: int = 0  # elements from the start of a flat buffer
     frozen: bool = False  # left as it is by the optimizer
+    whole: bool = False  # updated in one call, with its shape
+    lane: int | None = None  # the lane whose part holds all of it; None: any lanes' parts do
 
     @property
     def elements(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def aligned_elements(self) -> int:
+        """With the gap that follows it."""
+        return rounded_up(self.elements, ALIGN_ELEMENTS)
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -199,16 +207,33 @@ def parameter_rows(tensors: type, dims: Dims, layers: int, prefix: str = "") -> 
             yield ParameterRow(name, shape, stored, row["init"], std, row["group"], row["bucket"] or prefix, row["fp8"])
 
 
-def laid_out(rows: Iterable[ParameterRow], lanes: int = 1) -> Table:
-    """The rows with their offsets. With several `lanes` each bucket can be cut into that many aligned parts."""
-    placed: list[ParameterRow] = []
-    offset = 0
-    for row in rows:
-        if placed and lanes > 1 and row.bucket != placed[-1].bucket:
-            offset = rounded_up(offset, ALIGN_ELEMENTS * lanes)
-        placed.append(replace(row, offset=offset))
-        offset += rounded_up(row.elements, ALIGN_ELEMENTS)
-    return tuple(placed)
+def laid_out(
+    rows: Iterable[ParameterRow], lanes: int = 1, whole: Callable[[ParameterRow], bool] = lambda row: False
+) -> Table:
+    """The rows with their offsets. With several `lanes` each bucket can be cut into as many aligned parts: equal ones, or,
+    where some of its parameters are updated `whole`, parts that cut no parameter."""
+    placed: dict[str, ParameterRow] = {}
+    rows, offset, loads = [replace(row, whole=whole(row)) for row in rows], 0, [0] * lanes
+    for _, group in itertools.groupby(rows, key=lambda row: lanes == 1 or row.bucket):
+        bucket = list(group)
+        offset = rounded_up(offset, ALIGN_ELEMENTS * lanes)
+        if lanes > 1 and any(row.whole for row in bucket):
+            bucket = shared_out(bucket, loads)
+        for row in bucket:
+            placed[row.name] = replace(row, offset=offset)
+            offset += row.aligned_elements
+    return tuple(placed[row.name] for row in rows)
+
+
+def shared_out(bucket: list[ParameterRow], loads: list[int]) -> list[ParameterRow]:
+    """The rows in the order of their lanes: largest first, each takes the lane with the fewest elements. `loads`: the
+    lanes' elements, which even out over the buckets of a model, not within one."""
+    parts: list[list[ParameterRow]] = [[] for _ in loads]
+    for row in sorted(bucket, key=lambda row: -row.elements):
+        lane = loads.index(min(loads))
+        loads[lane] += row.aligned_elements
+        parts[lane].append(replace(row, lane=lane))
+    return [row for part in parts for row in part]
 
 
 def rounded_up(elements: int, multiple: int) -> int:
@@ -217,7 +242,7 @@ def rounded_up(elements: int, multiple: int) -> int:
 
 def flat_elements(table: Table, lanes: int = 1) -> int:
     """Length of a flat buffer: the table's end, rounded up to whole blocks, or to a part for every lane."""
-    end = table[-1].offset + table[-1].elements
+    end = max(row.offset + row.elements for row in table)
     return rounded_up(end, BLOCK_ELEMENTS if lanes == 1 else ALIGN_ELEMENTS * lanes)
 
 

@@ -3,8 +3,9 @@
 It is a frozen dataclass with
 
     state        names of its flat float32 buffers, one number per parameter; a checkpoint stores them as `NAME.parameter`
+    whole(row)   true for a parameter that one call updates whole, with its shape; the others may be cut anywhere
     kind(row)    equal for parameters that one call may update together
-    update(...)  the new weights of the ranges that this process owns
+    update(...)  the new weights of the parameters and ranges that this process owns
 
 Nothing else knows the names or the meaning of its state.
 """
@@ -17,11 +18,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Owned:
-    """A range of the flat buffers that this process updates in one call."""
+    """A range of the flat buffers, or, with its shape, a parameter, that this process updates in one call."""
 
     kind: Hashable  # of its parameters
     published: Tensor  # the weights that the model reads
     weight: Tensor  # float32 master weights, or `published` itself
     gradient: Tensor
     state: dict[str, Tensor]
-    first_element: int  # of the range in the whole buffer
+    first_element: int  # its place in the whole buffer

@@ -25,6 +25,9 @@ class AdamW:
 
     state: ClassVar = ("m", "v")
 
+    def whole(self, row: ParameterRow) -> bool:
+        return False
+
     def kind(self, row: ParameterRow) -> bool:
         """True if the parameter decays."""
         return row.group != "vector"

@@ -71,7 +71,8 @@ class GradientSync:
             sent, received = self.wire(bucket)
             if self.sharding.rounded:
                 sent.copy_(self.gradients[self.places[name]])
-            work = self.ranks.all_to_all(received, sent, f"gradients of {name}", overlapped=self.overlaps(bucket))
+            shares, overlapped = bucket.shares(self.ranks.size), self.overlaps(bucket)
+            work = self.ranks.all_to_all(received, sent, f"gradients of {name}", shares, overlapped=overlapped)
             self.sending.append((bucket, work))
         if self.sharding.shards_gradients:
             self.clear_ring(self.buckets.index(bucket) - RING + 1)
@@ -97,28 +98,31 @@ class GradientSync:
             owned = self.sum_received(bucket)
             if not self.sharding.zero:
                 operation = f"gradients of {bucket.name} to all"
-                whole = self.gradients[bucket.flat]
-                work = self.ranks.all_gather(whole, owned, operation, overlapped=self.overlaps(bucket))
+                whole, shares = self.gradients[bucket.flat], bucket.shares(self.ranks.size)
+                work = self.ranks.all_gather(whole, owned, operation, shares, overlapped=self.overlaps(bucket))
                 self.ranks.wait(work, operation)
 
     def sum_received(self, bucket: Bucket) -> Tensor:
         """Adds the ranks' sums of this rank's share of a bucket; returns that share of the step's gradient."""
         shard = self.state.views.get("gradient_shard")
         rank, ranks = self.ranks.rank, self.ranks.size
-        owned = self.gradients[bucket.owned(rank, ranks)] if shard is None else shard[bucket.local(ranks)]
+        owned = self.gradients[bucket.owned(rank, ranks)] if shard is None else shard[bucket.local(rank, ranks)]
         _, received = self.wire(bucket)
-        self.ops.tree_sum(owned, received.view(ranks, -1), rounded=self.sharding.rounded)
+        if owned.numel():
+            self.ops.tree_sum(owned, received.view(ranks, -1), rounded=self.sharding.rounded)
         return owned
 
     def wire(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
         """(the buffer that a rank sends of a bucket, the one it receives): the gradients as they are, or rounded."""
         gradients = self.gradients[self.places[bucket.name]]
-        start = self.buckets[0].elements if self.overlaps(bucket) else 0
-        received = self.state.views["exchange"].view(gradients.dtype)[start : start + bucket.elements]
+        exchange = self.state.views["exchange"].view(gradients.dtype)
+        ranks, others = self.ranks.size, self.buckets[0].wire_elements(self.ranks.size)
+        exchange = exchange[others:] if self.overlaps(bucket) else exchange[:others]
+        elements = ranks * bucket.shares(ranks)[self.ranks.rank]
         if not self.sharding.rounded:
-            return gradients, received
-        halves = received.view(torch.bfloat16)[: 2 * bucket.elements]
-        return halves[: bucket.elements], halves[bucket.elements :]
+            return gradients, exchange[:elements]
+        halves = exchange.view(torch.bfloat16)
+        return halves[: bucket.elements], halves[bucket.elements : bucket.elements + elements]
 
     def all_received(self) -> None:
         """The end of a step's gradients: the current stream goes on once the last bucket is summed."""
@@ -146,7 +150,8 @@ class GradientSync:
             for bucket in self.buckets:
                 weights, operation = self.state.parameters, f"weights of {bucket.name}"
                 mine = weights[bucket.owned(self.ranks.rank, self.ranks.size)]
-                work = self.ranks.all_gather(weights[bucket.flat], mine, operation, overlapped=self.overlaps(bucket))
+                whole, shares = weights[bucket.flat], bucket.shares(self.ranks.size)
+                work = self.ranks.all_gather(whole, mine, operation, shares, overlapped=self.overlaps(bucket))
                 if self.stream is None:
                     self.publishing[bucket.name] = work
                 else:

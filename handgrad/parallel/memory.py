@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from handgrad.arena import Buffer
-from handgrad.layout import Buckets, Sharding, gradient_ring
+from handgrad.layout import Buckets, Sharding, gradient_ring, shard_elements
 
 
 def with_sharding(
@@ -14,7 +14,7 @@ def with_sharding(
     """The flat buffers' rows (`training.state.flat_buffers`) as one rank has them: shards of the ranks' common tensors, a
     stack of sums for its lanes, and memory for buckets in flight."""
     elements, exact = rows["parameters"].shape[0], rows["gradients"].dtype
-    shard = elements // sharding.shards
+    shard = shard_elements(buckets, sharding.shards)
     rows = dict(rows)
     for name in ("master", *(f"optimizer.{state}" for state in optimizer_state)):
         if name in rows:
@@ -27,6 +27,7 @@ def with_sharding(
     if sharding.ranks > 1:
         rows["checksum"] = Buffer("checksum", (1,), torch.int64, "gradients")
         # The first bucket in memory is the last to be sent, and may be in flight together with the one before.
-        in_flight = buckets[0].elements + max(bucket.elements for bucket in buckets[1:])
+        first, *others = (bucket.wire_elements(sharding.ranks) for bucket in buckets)
+        in_flight = first + max(others)
         rows["exchange"] = Buffer("exchange", (in_flight * exact.itemsize,), torch.uint8, "exchange")
     return rows

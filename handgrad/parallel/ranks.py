@@ -81,14 +81,19 @@ class Ranks:
 
     # On the device, in the order of the current stream. `wait` makes the result safe to read.
 
-    def all_to_all(self, received: Tensor, sent: Tensor, operation: str, *, overlapped: bool = False) -> dist.Work:
-        """sent (W pieces) -> received (W pieces): every rank's piece for this one, in the order of ranks. `overlapped`:
-        while kernels run that it must not disturb."""
-        return self._launch(dist.all_to_all_single, received, sent, operation, overlapped=overlapped)
+    def all_to_all(
+        self, received: Tensor, sent: Tensor, operation: str, shares: Sequence[int] = (), *, overlapped: bool = False
+    ) -> dist.Work:
+        """sent (W pieces) -> received (W pieces): every rank's piece for this one, in the order of ranks. `shares`: the
+        elements of the pieces that are sent, if they differ. `overlapped`: while kernels run that it must not disturb."""
+        return self._launch(all_to_all, received, sent, operation, shares, overlapped=overlapped)
 
-    def all_gather(self, full: Tensor, part: Tensor, operation: str, *, overlapped: bool = False) -> dist.Work:
-        """full (W parts) = the ranks' `part`s in their order; `part` may be this rank's place in `full`."""
-        return self._launch(all_gather_tensor, full, part, operation, overlapped=overlapped)
+    def all_gather(
+        self, full: Tensor, part: Tensor, operation: str, shares: Sequence[int] = (), *, overlapped: bool = False
+    ) -> dist.Work:
+        """full (W parts) = the ranks' `part`s in their order; `part` may be this rank's place in `full`. `shares`: the
+        elements of the parts, if they differ."""
+        return self._launch(all_gather, full, part, operation, shares, overlapped=overlapped)
 
     def wait(self, work: dist.Work, operation: str) -> None:
         """Waits: the host on a CPU, the current stream on a GPU."""
@@ -96,9 +101,20 @@ class Ranks:
             work.wait()
 
     def _launch(
-        self, collective: Callable[..., Any], received: Tensor, sent: Tensor, operation: str, *, overlapped: bool
+        self,
+        collective: Callable[..., Any],
+        received: Tensor,
+        sent: Tensor,
+        operation: str,
+        shares: Sequence[int],
+        *,
+        overlapped: bool,
     ) -> dist.Work:
-        tag = f"{operation} ({size_text(sent)} -> {size_text(received)})"
+        shares = shares if len(set(shares)) > 1 else ()
+        sizes = f"{size_text(sent)} -> {size_text(received)}"
+        if shares:  # of which ranks send and receive different sizes
+            sizes = f"{list(shares)} elements of {dtype_text(sent)}"
+        tag = f"{operation} ({sizes})"
         if self.checking:
             rows = self.all_gather_numbers([self.step, self.count, zlib.crc32(tag.encode())], operation)
             if any(row != rows[0] for row in rows):
@@ -107,7 +123,8 @@ class Ranks:
         self.digest = zlib.crc32(tag.encode(), self.digest)
         group = self.overlapped_group if overlapped else None
         with self.waiting(operation):
-            work = collective(as_bytes(received), as_bytes(sent), group=group, async_op=True)
+            pieces = [share * sent.itemsize for share in shares]
+            work = collective(as_bytes(received), as_bytes(sent), pieces, group)
         self.launched.append((operation, work))
         return work
 
@@ -263,7 +280,42 @@ def exit_code(error: BaseException) -> int:
 
 
 def size_text(tensor: Tensor) -> str:
-    return f"{tensor.nbytes} bytes of {str(tensor.dtype).removeprefix('torch.')}"
+    return f"{tensor.nbytes} bytes of {dtype_text(tensor)}"
+
+
+def dtype_text(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def all_to_all(received: Tensor, sent: Tensor, pieces: list[int], group: dist.ProcessGroup | None) -> Any:
+    """`pieces`: the bytes for each rank, if they differ."""
+    mine = [received.nbytes // len(pieces)] * len(pieces) if pieces else None
+    return dist.all_to_all_single(received, sent, mine, pieces or None, group=group, async_op=True)
+
+
+def all_gather(full: Tensor, part: Tensor, pieces: list[int], group: dist.ProcessGroup | None) -> Any:
+    """`pieces`: the bytes of each rank's part, if they differ."""
+    if not pieces:
+        return all_gather_tensor(full, part, group=group, async_op=True)
+    parts, rank = full.split(pieces), dist.get_rank()
+    if parts[rank].data_ptr() != part.data_ptr():
+        parts[rank].copy_(part)
+    broadcasts = [(owner, piece) for owner, piece in enumerate(parts) if piece.nbytes]  # gloo gathers equal parts only
+    return Works([dist.broadcast(piece, owner, group=group, async_op=True) for owner, piece in broadcasts])
+
+
+class Works:
+    """Several collectives as one."""
+
+    def __init__(self, works: list[Any]):
+        self.works = works
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self.works)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from handgrad.errors import UsageError, storage_error
+from handgrad.errors import UsageError, storage_errors
 from handgrad.files import write_bytes_durably
 from handgrad.report import sections
 from handgrad.report.drawing import LARGE, SMALL, inline_svg, png
@@ -29,11 +29,9 @@ def write_report(runs: Sequence[Path], out: Path) -> Path:
     # A sample may hold half a surrogate pair, which UTF-8 cannot.
     files[out] = page(read, plots).encode("utf-8", errors="replace")
     for path, content in files.items():
-        try:
+        with storage_errors(f"writing {path}"):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_bytes_durably(path, content)  # the old report stays until the new one is complete
-        except OSError as error:
-            raise storage_error(error, f"writing {path}") from None
     return out
 
 

@@ -51,7 +51,7 @@ def choose_plots(runs: Sequence[Run]) -> list[Plot]:
         caption = "The same curves by tokens seen, because the runs take steps of different sizes."
         draw = partial(draw_loss, by_tokens=True)
         plots.append(Plot("loss_by_tokens", "Loss against tokens seen", caption, True, draw))
-    speed, step_time = (partial(draw_speed, quantity=name) for name in ("tokens_per_second", "step_ms"))
+    speed, step_time = (partial(draw_quantity, of="steps", quantity=name) for name in ("tokens_per_second", "step_ms"))
     plots += [
         Plot("gradient_norm", "Gradient norm", "Before clipping, log scale." + crosses, False, draw_norm),
         Plot("learning_rate", "Learning rate", "As scheduled.", False, draw_learning_rate),
@@ -62,8 +62,9 @@ def choose_plots(runs: Sequence[Run]) -> list[Plot]:
         ("watts", "GPU power, watts", "Of the board, in the last second before the reading."),
         ("sm_megahertz", "GPU clock, MHz", "Of the multiprocessors. It falls where the power limit holds it back."),
     ):
-        if any(math.isfinite(getattr(reading, quantity)) for run in runs for reading in run.gpu):
-            plots.append(Plot(f"gpu_{quantity}", title, caption, False, partial(draw_gpu, quantity=quantity)))
+        if any(np.isfinite(getattr(run.gpu, quantity)).any() for run in runs):
+            draw = partial(draw_quantity, of="gpu", quantity=quantity)
+            plots.append(Plot(f"gpu_{quantity}", title, caption, False, draw))
     if any(len(figures) > 1 for run in runs for figures in headline_figures(run).values()):
         caption = "Of each task acc_norm, else acc. Bars: a standard error."
         plots.append(Plot("tasks", "Accuracy on tasks", caption, True, draw_tasks, "Tasks"))
@@ -244,26 +245,18 @@ def draw_learning_rate(axes: Axes, runs: Sequence[Run]) -> None:
     name_runs(axes, runs, "lower center")
 
 
-def draw_speed(axes: Axes, runs: Sequence[Run], *, quantity: str) -> None:
-    """A column of `Steps` from zero, so that a wobble looks as small as it is; cut above 99 % of the steps."""
-    tops = []
+def draw_quantity(axes: Axes, runs: Sequence[Run], *, of: Literal["steps", "gpu"], quantity: str) -> None:
+    """A column from zero, so that a wobble looks as small as it is; cut above 99 % of the values. Runs without values have
+    no line."""
+    tops = [0.0]
     for index, run in enumerate(runs):
-        values = getattr(run.steps, quantity)
-        draw_curve(axes, run.steps.step, values, index, len(runs))
-        finite = values[np.isfinite(values)]
-        tops.append(np.quantile(finite, 0.99) if len(finite) else 0.0)
+        steps, values = getattr(run, of).step, getattr(getattr(run, of), quantity)
+        if len(steps):
+            draw_curve(axes, steps, values, index, len(runs))
+        if len(finite := values[np.isfinite(values)]):
+            tops.append(np.quantile(finite, 0.99))
     axes.set_ylim(0, 1.15 * max(tops) or 1)
     show_values_as(axes, short_text)
-    name_runs(axes, runs, "lower right")
-
-
-def draw_gpu(axes: Axes, runs: Sequence[Run], *, quantity: str) -> None:
-    """A quantity of the GPU's readings, from zero; runs without readings have no line."""
-    for index, run in enumerate(runs):
-        if run.gpu:
-            values = np.array([getattr(reading, quantity) for reading in run.gpu])
-            draw_curve(axes, np.array([reading.step for reading in run.gpu], dtype=float), values, index, len(runs))
-    axes.set_ylim(bottom=0)
     name_runs(axes, runs, "lower right")
 
 

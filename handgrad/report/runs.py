@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from handgrad.errors import DataError, storage_error
+from handgrad.errors import DataError, storage_errors
 from handgrad.jsonl import Record, numbered_lines, parse
 from handgrad.run_files import CONFIG_FILE, METRICS_FILE
 
@@ -60,12 +60,12 @@ class Steps:
 
 
 @dataclass(frozen=True)
-class GpuReading:
-    """The GPU's sensors after a step. NaN where the GPU does not report a quantity."""
+class GpuReadings:
+    """The GPU's sensors, an element per reading. NaN where the GPU does not report a quantity."""
 
-    step: int
-    watts: float
-    sm_megahertz: float
+    step: np.ndarray
+    watts: np.ndarray
+    sm_megahertz: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Run:
     tasks: dict[tuple[str, str], list[tuple[int, TaskFigure]]]  # (task, metric): its figures by step
     samples: list[tuple[int, str]]
     events: list[tuple[int, str]]
-    gpu: list[GpuReading]
+    gpu: GpuReadings
     paces: list[Pace]  # of a run on several ranks
     fp8: list[tuple[int, dict[str, Quantized]]]  # step, classes of tensors by name
     last_line_cut: bool
@@ -149,10 +149,8 @@ def read_run(folder: Path, name: str) -> Run:
     for path in (metrics_path, config_path):
         if not path.is_file():
             raise DataError(f"{folder} holds no {path.name}; name a folder that was the --out of `handgrad train`")
-    try:
+    with storage_errors(f"reading {folder}"):
         config_bytes, metrics_bytes = config_path.read_bytes(), metrics_path.read_bytes()
-    except OSError as error:
-        raise storage_error(error, f"reading {folder}") from None
     try:
         config = tomllib.loads(config_bytes.decode("utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -212,12 +210,18 @@ def read_quantized(line: Record) -> dict[str, Quantized]:
 # Kinds of lines of which a step has one; of a step that a resumed run did again, the last one counts.
 OF_A_STEP: dict[str, Callable[[Record], Any]] = {
     "step": lambda line: [line.number(name) for name in Steps.__annotations__],
+    "gpu": lambda line: [line.number(name) for name in GpuReadings.__annotations__],
     "validation": lambda line: line.number("loss"),
     "sample": lambda line: line.text("text", encodable=False),
-    "gpu": lambda line: read(GpuReading, line),
     "ranks": lambda line: read(Pace, line),
     "fp8": read_quantized,
 }
+
+
+def columns(kind: type[Kind], rows: Sequence[tuple[int, list[float]]]) -> Kind:
+    """Makes a dataclass of arrays from (step, numbers in the order of its fields)."""
+    width = len(dataclasses.fields(kind))  # type: ignore
+    return kind(*np.array([row for _, row in rows], dtype=float).reshape(-1, width).T)
 
 
 def collect(lines: Sequence[Record], **run: Any) -> Run:
@@ -255,13 +259,13 @@ def collect(lines: Sequence[Record], **run: Any) -> Run:
     return Run(
         starts=[read_start(line) for line in launches],
         first_steps=first_steps,
-        steps=Steps(*np.array([row for _, row in ordered["step"]]).T),
+        steps=columns(Steps, ordered["step"]),
         skipped=dict(sorted(skipped.items())),
         validations=ordered["validation"],
         tasks={name: sorted(figures.items()) for name, figures in tasks.items()},
         samples=ordered["sample"],
         events=events,
-        gpu=[reading for _, reading in ordered["gpu"]],
+        gpu=columns(GpuReadings, ordered["gpu"]),
         paces=[pace for _, pace in ordered["ranks"]],
         fp8=ordered["fp8"],
         **run,

@@ -7,7 +7,7 @@ from typing import Any, TextIO
 from handgrad import checkpoint
 from handgrad.checkpoint import Checkpoint
 from handgrad.config import RunConfig, differences, to_dict, to_toml
-from handgrad.errors import ConfigError, DataError, UsageError, storage_error
+from handgrad.errors import ConfigError, DataError, UsageError, storage_errors
 from handgrad.files import sync_folder, write_durably
 from handgrad.parallel.ranks import Ranks
 from handgrad.run_files import CHECKPOINTS, CONFIG_FILE, LOCK_FILE, SAMPLES
@@ -38,15 +38,13 @@ class RunFolder:
             raise UsageError(f"--out {self.path} is a file; give a folder for the run")
         if self.path.is_dir() and any(self.path.iterdir()) and not (self.path / LOCK_FILE).exists():
             raise UsageError(f"--out {self.path} has files in it but is no run folder; choose another folder")
-        try:
+        with storage_errors(f"making the run folder {self.path}"):
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = (self.path / LOCK_FILE).open("a")  # first: it is what makes a folder a run folder
             (self.path / SAMPLES).mkdir(exist_ok=True)
             self.checkpoints.mkdir(exist_ok=True)
             sync_folder(self.path)
             sync_folder(self.path.parent)
-        except OSError as error:
-            raise storage_error(error, f"making the run folder {self.path}") from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -62,24 +60,17 @@ class RunFolder:
                     f"{self.path} has checkpoints, but none that can be used ({self.passed_over[0]}); restore one,"
                     f" or remove {self.checkpoints} to start over"
                 )
-            self._compare_config(self.config, allow_changes)
-        except BaseException:
-            self.close()
-            raise
-        return None if self.resumed is None else self.resumed.folder
-
-    def _compare_config(self, config: RunConfig, allow_changes: bool) -> None:
-        if self.resumed is not None:
-            self.changes = differences(self.resumed.manifest["config"], to_dict(config))
+            if self.resumed is not None:
+                self.changes = differences(self.resumed.manifest["config"], to_dict(self.config))
             if self.changes and not allow_changes:
                 raise ConfigError(
                     f"{self.path} was started with another configuration ({'; '.join(self.changes)});"
                     " use the old settings, another --out, or --allow-changes"
                 )
-
-    def best_validated(self) -> tuple[int, float] | None:
-        """(step, loss) of the checkpoint with the lowest validation loss."""
-        return checkpoint.best_validated(self.path)
+        except BaseException:
+            self.close()
+            raise
+        return None if self.resumed is None else self.resumed.folder
 
     def claim(self, identity: dict[str, Any], ranks: Ranks, *, allow_changes: bool) -> None:
         """Compares what the checkpoint says of its data with the data at hand, raising `ConfigError` on a difference, and
@@ -96,19 +87,12 @@ class RunFolder:
                 " use the old data, another --out, or --allow-changes"
             )
         self.changes += changed
-        write_text(self.path / CONFIG_FILE, to_toml(self.config))
+        with storage_errors(f"writing {self.path / CONFIG_FILE}"):
+            write_durably(self.path / CONFIG_FILE, to_toml(self.config))
 
     def close(self) -> None:
         if self._lock is not None:
             self._lock.close()
-
-
-def write_text(path: Path, text: str) -> None:
-    """`write_durably` with our error; raises `StorageError`."""
-    try:
-        write_durably(path, text)
-    except OSError as error:
-        raise storage_error(error, f"writing {path}") from None
 
 
 def settled_lanes(config: RunConfig, ranks: int) -> int:

@@ -1,69 +1,149 @@
-"""The log of a run: its files and its console. Only rank 0 logs."""
+"""The log of a run: metrics.jsonl for programs, main.log in llm.c's format for its plotting tools, log.txt for people, and
+the console. Only rank 0 logs.
 
+In the first two files, lines of steps that a resumed run will do again are cut off, so they read like those of an unbroken
+run.
+"""
+
+import json
+import os
+import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
 from handgrad import power
+from handgrad.errors import storage_errors
+from handgrad.evaluation.loss import perplexity
+from handgrad.evaluation.records import IN_TRAINING
+from handgrad.files import write_durably
 from handgrad.parallel.ranks import Ranks
 from handgrad.run.console import Display, Shows
-from handgrad.run.metrics import Metrics
+from handgrad.run_files import LOG_FILE, MAIN_LOG_FILE, METRICS_FILE, SAMPLES
 from handgrad.training.step import StepResult
 
 
 class RunLog:
-    """The metrics, the log files and the console of one run; on other ranks than 0 it does nothing."""
+    """Appends to the three files of one run folder and to the console; raises `StorageError` when the disk refuses. On
+    other ranks than 0 it has no files and a silent console."""
 
     def __init__(self, folder: Path, steps: int, completed: int, ranks: Ranks, shows: Shows = "live"):
-        self.metrics = Metrics(folder, completed) if ranks.is_rank_0 else None
-        self.display = Display(steps, completed, shows) if ranks.is_rank_0 else None
+        """Keeps what the files say of the first `completed` steps and drops the rest."""
+        self.folder = folder
+        self.files: dict[str, TextIO] = {}
         # (kind, step) of the records that exist: a resumed run makes only those that are missing.
-        self.recorded: set[tuple[str, int]] = ranks.from_rank_0(
-            lambda: set() if self.metrics is None else self.metrics.recorded, "the run's records"
-        )
+        self.recorded: set[tuple[str, int]] = ranks.from_rank_0(lambda: self._open_all(completed), "the run's records")
+        self.display = Display(steps, completed, shows if ranks.is_rank_0 else "nothing")
+
+    def _open_all(self, completed: int) -> set[tuple[str, int]]:
+        with storage_errors(f"opening the logs in {self.folder}"):
+            kept = _keep_lines(self.folder / METRICS_FILE, lambda line: _json_step(line) <= completed)
+            _keep_lines(self.folder / MAIN_LOG_FILE, lambda line: _log_step(line) <= completed)
+            self.files = {name: self._open(name) for name in (METRICS_FILE, MAIN_LOG_FILE, LOG_FILE)}
+        return {(_kind_of(record), record.get("step")) for record in map(json.loads, kept)}
+
+    def _open(self, name: str) -> TextIO:
+        return (self.folder / name).open("a", encoding="utf-8", buffering=1)  # by lines: a kill loses none written
+
+    def _write(self, name: str, line: str) -> None:
+        if name in self.files:
+            with storage_errors(f"writing {self.folder / name}"):
+                self.files[name].write(line + "\n")
+
+    def record(self, kind: str, **values: Any) -> None:
+        """One JSON line. Kinds: run, step, fp8, gpu, validation, evaluation, sample, event, end; most have a step."""
+        self._write(METRICS_FILE, json.dumps({"kind": kind, **values}))
+
+    def main_log(self, line: str) -> None:
+        self._write(MAIN_LOG_FILE, line)
 
     def line(self, line: str) -> None:
-        if self.metrics is not None and self.display is not None:
-            self.metrics.text(line)
-            self.display.print(line)
+        self._write(LOG_FILE, line)
+        self.display.print(line)
 
     def event(self, step: int, line: str) -> None:
         self.record("event", step=step, text=line)
         self.line(line)
 
-    def record(self, kind: str, **values: Any) -> None:
-        if self.metrics is not None:
-            self.metrics.record(kind, **values)
-
     def step(self, step: int, result: StepResult, tokens: int) -> None:
-        if self.metrics is not None:
-            self.metrics.step(step, result, tokens)
-
-    def main_log(self, line: str) -> None:
-        if self.metrics is not None:
-            self.metrics.main_line(line)
+        self.record(
+            "step",
+            step=step,
+            loss=result.loss,
+            learning_rate=result.learning_rate,
+            norm=result.norm,
+            loss_z=result.loss_z,
+            norm_z=result.norm_z,
+            skipped=result.skipped,
+            step_ms=round(result.elapsed_seconds * 1e3, 3),
+            tokens_per_second=round(tokens / result.elapsed_seconds, 1),
+            tokens=tokens * step,
+            **({"loss_scale": result.loss_scale} if result.loss_scale != 1.0 else {}),
+        )
+        # llm.c numbers a step's line from 0.
+        self.main_log(f"s:{step - 1} trl:{result.loss:.4f} lr:{result.learning_rate:.6f} norm:{result.norm:.2f}")
 
     def validation(self, step: int, loss: float, bits_per_byte: float | None, line: str) -> None:
-        if self.metrics is not None:
-            self.metrics.validation(step, loss, bits_per_byte)
-            self.line(line)
+        self.record("validation", step=step, loss=loss, perplexity=perplexity(loss), bits_per_byte=bits_per_byte)
+        self.main_log(f"s:{step} tel:{loss:.4f}")
+        self.line(line)
+
+    def sample(self, step: int, text: str) -> None:
+        path = self.folder / SAMPLES / f"step_{step:08d}.txt"
+        with storage_errors(f"writing {path}"):
+            write_durably(path, text)
+        self.record("sample", step=step, text=text)
+        self.line(f"step {step}, the model writes: {text}")
 
     def gpu(self, step: int, device: torch.device) -> None:
         """Records the driver's last readings of the GPU's sensors, without waiting for the GPU."""
         if (reading := power.snapshot(device)) is not None:
             self.record("gpu", step=step, **reading)
 
-    def show(self, step: int, line: str, remaining_seconds: float) -> None:
-        """Moves the progress line."""
-        if self.display is not None:
-            self.display.update(step, line, remaining_seconds)
-
     def sync(self) -> None:
-        if self.metrics is not None:
-            self.metrics.sync()
+        """Forces the files to the disk, so that no checkpoint is ahead of its record."""
+        with storage_errors(f"writing the logs in {self.folder}"):
+            for file in self.files.values():
+                os.fsync(file.fileno())
 
     def close(self) -> None:
-        if self.metrics is not None and self.display is not None:
-            self.display.close()
-            self.metrics.close()
+        self.display.close()
+        for file in self.files.values():
+            file.close()
+
+
+def _kind_of(record: dict[str, Any]) -> str:
+    """A record's kind; a training's evaluation on a task counts apart from one that was made afterwards."""
+    if record["kind"] == "evaluation" and record.get("by") == IN_TRAINING:
+        return f"evaluation of {record.get('task')}"
+    return record["kind"]
+
+
+def _json_step(line: str) -> int:
+    """The step a metrics line belongs to; a line cut by a kill belongs to a step that is done again."""
+    try:
+        record = json.loads(line)
+        return int(record.get("step", 0)) if "kind" in record else 1 << 60
+    except (ValueError, AttributeError, TypeError):
+        return 1 << 60
+
+
+def _log_step(line: str) -> int:
+    """The number of completed steps after which a main.log line was written."""
+    match = re.match(r"s:(\d+) (tel|eval|trl):", line)
+    if not match:
+        return 1 << 60
+    return int(match[1]) + (match[2] == "trl")
+
+
+def _keep_lines(path: Path, keep: Callable[[str], bool]) -> list[str]:
+    """Cuts a file down to the lines to keep, and returns them."""
+    if not path.exists():
+        return []
+    content = path.read_text(encoding="utf-8")
+    kept = [line for line in content.splitlines() if keep(line)]
+    if content != "".join(line + "\n" for line in kept):
+        write_durably(path, "".join(line + "\n" for line in kept))
+    return kept

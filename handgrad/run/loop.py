@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,14 +28,13 @@ from handgrad.parallel.step import ParallelStep
 from handgrad.parallel.stragglers import Stragglers
 from handgrad.run import console
 from handgrad.run.assemble import assemble
-from handgrad.run.folder import RunFolder, write_text
+from handgrad.run.folder import RunFolder
 from handgrad.run.header import header_lines, run_record
 from handgrad.run.log import RunLog
 from handgrad.run.resolve import resolve
 from handgrad.run.saving import changed_versions, load_run, origin_of, run_numbers, save_state
 from handgrad.run.signals import Observer, OnStep, StopSignals, preempted
 from handgrad.run.tasks import TaskWatch
-from handgrad.run_files import SAMPLES
 from handgrad.training.design import Design
 from handgrad.training.step import StepResult
 
@@ -76,7 +76,8 @@ class Run:
             self.take_weights(weights)
         self.restore(resumed)
         self.log = RunLog(folder.path, config.steps, self.completed, ranks, shows)
-        self.best: tuple[int, float] | None = ranks.from_rank_0(folder.best_validated, "the best checkpoint")
+        best = partial(checkpoint.best_validated, folder.path)
+        self.best: tuple[int, float] | None = ranks.from_rank_0(best, "the best checkpoint")  # (step, validation loss)
         self.stragglers, self.pace = Stragglers(), console.Pace()
         self.validation_loss: float | None = None  # the last one, in nats
         self.first_step = self.until = self.completed  # of this process, and where it stops for now
@@ -333,7 +334,7 @@ class Run:
         flops_per_token = self.design.model.flops_per_token(self.design.shape)
         rate = speed(tokens_per_second, flops_per_token, peak and peak * self.ranks.size)
         line = console.step_line(self.completed, self.config.steps, result, result.elapsed_seconds, tokens_per_second, rate)
-        self.log.show(self.completed, line, (self.config.steps - self.completed) * mean_seconds)
+        self.log.display.update(self.completed, line, (self.config.steps - self.completed) * mean_seconds)
         if self.completed == 1 or self.due(self.config.log_every) or result.skipped:
             self.log.line(line)
 
@@ -359,9 +360,7 @@ class Run:
         self.training.await_weights()
         model = self.design.shape, self.design.plain_ops, self.training.state.plain_weights, self.decode, self.tokenizer
         text = write_document(*model, max_tokens=self.config.sample_tokens, seed=self.config.seed + self.completed)
-        write_text(self.folder.path / SAMPLES / f"step_{self.completed:08d}.txt", text)
-        self.log.record("sample", step=self.completed, text=text)
-        self.log.line(f"step {self.completed}, the model writes: {text}")
+        self.log.sample(self.completed, text)
 
     def save(self) -> None:
         if self.last_saved == self.completed:

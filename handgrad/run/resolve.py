@@ -46,9 +46,9 @@ def resolve(
     model = models.architecture(shape)
     lanes = max(1, config.lanes)
     sharding = Sharding(lanes, rank, ranks, config.zero, config.reduce_precision == "bf16")
-    parameters = freeze(models.parameter_table(shape, lanes), config.freeze)
-    buckets = buckets_of(parameters, lanes)
     optimizer = AdamW(config.beta1, config.beta2, config.adam_epsilon, config.weight_decay, config.seed)
+    parameters = freeze(models.parameter_table(shape, lanes, optimizer.whole), config.freeze)
+    buckets = buckets_of(parameters, lanes)
     tokens = config.micro_batch * shape.sequence_length
     chunk = models.head_chunk_tokens(config.head_chunk_tokens, tokens, shape.padded_vocab_size, dtype)
     sizes = sizing(plain_ops) if config.dropout else plain_ops

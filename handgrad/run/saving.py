@@ -80,8 +80,8 @@ class GatheredBucket:
         whole = self.state.views["exchange"].view(shard.dtype)[: bucket.elements]
         wanted = shard.data_ptr(), bucket.name
         if self.held != wanted:
-            operation = f"checkpoint, {bucket.name}"
-            work = self.ranks.all_gather(whole, shard[bucket.local(self.ranks.size)], operation)
+            operation, place = f"checkpoint, {bucket.name}", (self.ranks.rank, self.ranks.size)
+            work = self.ranks.all_gather(whole, shard[bucket.local(*place)], operation, bucket.shares(place[1]))
             self.ranks.wait(work, operation)
             self.held = wanted
         return whole

@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from handgrad import devices
 from handgrad.backend import choose_backend
 from handgrad.config import RunConfig, check, to_dict
@@ -37,36 +35,24 @@ def open_run(config: RunConfig, *, allow_changes: bool = False, shows: Shows = "
     device = devices.resolve_device(config.device, info.local_rank)
     seconds = config.join_seconds, config.silence_seconds, config.stall_seconds
     with joined(info, device, Timeouts(*seconds, Path(config.out) / "stacks")) as ranks:
-        yield from open_as_rank(config, device, ranks, allow_changes=allow_changes, shows=shows)
-
-
-def open_as_rank(
-    config: RunConfig, device: torch.device, ranks: Ranks, *, allow_changes: bool, shows: Shows
-) -> Iterator[Run]:
-    """`open_run` as one of `ranks`."""
-    devices.use_precision(device, config.precision)  # refuses what the device lacks, before any data is read
-    config = with_tuned_gemms(config, choose_backend(config.backend, device, config.precision))
-    ranks.check_equal("configuration", to_dict(config))
-    config = check(replace(config, lanes=ranks.from_rank_0(lambda: settled_lanes(config, ranks.size), "lanes")))
-    check_shared_gradients(config, ranks.size)
-    dataset = open_dataset(config.data)
-    design = resolve(config, dataset.tokenizer.vocab_size, rank=ranks.rank, ranks=ranks.size, device=device)
-    tasks = task_watch(config, design, dataset.tokenizer, ranks)
-    check_fits(config, design, dataset, ranks.size, more_bytes=0 if tasks is None else tasks.plan.total_bytes)
-    if ranks.is_rank_0:
-        check_disk(config, design)
-    folder = RunFolder(config, ranks, allow_changes=allow_changes)
-    try:
-        weights = None
-        if config.init_from and not folder.resumed:
-            weights = opened_in_turn(lambda: open_fitting(config, dataset), ranks)
-        run = Run(config, design, dataset, folder, ranks, weights, tasks, allow_changes=allow_changes, shows=shows)
-        try:
-            yield run
-        finally:
-            run.log.close()
-    finally:
-        folder.close()
+        devices.use_precision(device, config.precision)  # refuses what the device lacks, before any data is read
+        given = with_tuned_gemms(config, choose_backend(config.backend, device, config.precision))
+        ranks.check_equal("configuration", to_dict(given))
+        config = check(replace(given, lanes=ranks.from_rank_0(lambda: settled_lanes(given, ranks.size), "lanes")))
+        check_shared_gradients(config, ranks.size)
+        dataset = open_dataset(config.data)
+        design = resolve(config, dataset.tokenizer.vocab_size, rank=ranks.rank, ranks=ranks.size, device=device)
+        tasks = task_watch(config, design, dataset.tokenizer, ranks)
+        check_fits(config, design, dataset, ranks.size, more_bytes=0 if tasks is None else tasks.plan.total_bytes)
+        if ranks.is_rank_0:
+            check_disk(config, design)
+        with contextlib.closing(RunFolder(config, ranks, allow_changes=allow_changes)) as folder:
+            weights = None
+            if config.init_from and not folder.resumed:
+                weights = opened_in_turn(lambda: open_fitting(config, dataset), ranks)
+            run = Run(config, design, dataset, folder, ranks, weights, tasks, allow_changes=allow_changes, shows=shows)
+            with contextlib.closing(run.log):
+                yield run
 
 
 def opened_in_turn(opening: Callable[[], Weights], ranks: Ranks) -> Weights:

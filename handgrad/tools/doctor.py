@@ -20,10 +20,10 @@ from handgrad.format import human_bytes
 from handgrad.ops import reference
 from handgrad.run.assemble import assemble
 from handgrad.run.resolve import resolve
-from handgrad.tools.kernel_checks.dropout import check_dropout_kernels
 from handgrad.tools.kernel_checks.fp8 import OLDEST_FP8, check_fp8_kernels
-from handgrad.tools.kernel_checks.operations import check_kernels
-from handgrad.tools.plan import gemm_flops
+from handgrad.tools.kernel_checks.operations import check_dropout_kernels, check_kernels
+from handgrad.tools.profile import MadeUpTokens
+from handgrad.tools.rates import gemm_flops
 
 PACKAGES = (
     *("torch", "numpy", "tiktoken", "tokenizers", "safetensors"),
@@ -119,21 +119,13 @@ def driver_version() -> str:
     return found[1] if found else "of unknown version"
 
 
-class ZeroTokens:
-    """Samples whose tokens are all 0."""
-
-    def fill(self, inputs: torch.Tensor, targets: torch.Tensor, first_sample: int) -> None:
-        inputs.zero_()
-        targets.zero_()
-
-
 def check_operations() -> None:
     """Runs a tiny model forward and backward in both precisions on this machine's device."""
     device = devices.resolve_device("auto")
     for precision in ("fp32", half_precision(device)):
         sizes = {"num_layers": 2, "num_heads": 2, "channels": 32, "sequence_length": 16}
         config = RunConfig(precision=precision, micro_batch=2, tokens_per_step=32, **sizes)
-        training = assemble(resolve(config, 257, device=device, ops=reference), ZeroTokens())
+        training = assemble(resolve(config, 257, device=device, ops=reference), MadeUpTokens(257, seed=0))
         training.step.make_gradients(0)
         state = training.state
         assert torch.isfinite(state.gradients).all(), f"non-finite gradients in {precision}"

@@ -4,7 +4,6 @@ All ranks take the same measurements and gather all results, so they reach the s
 """
 
 import math
-import os
 import socket
 import statistics
 import time
@@ -16,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from handgrad import devices
 from handgrad.errors import UsageError
-from handgrad.parallel.launchers import find_rank_info
+from handgrad.parallel.launchers import RankInfo
 from handgrad.parallel.ranks import Ranks
 from handgrad.parallel.rendezvous import Timeouts, joined
 
@@ -42,12 +42,11 @@ class Link:
     inside: bool  # both are on one host
 
 
-def examine_network(device: torch.device) -> Iterator[tuple[bool, str]]:
+def examine_network(info: RankInfo, device: torch.device, timeouts: Timeouts) -> Iterator[tuple[bool, str]]:
     """Yields (passed, line) for the network between the ranks of this launch, on every rank.
 
-    Raises `UsageError` for a single process and what `join` raises.
+    Raises `UsageError` for a single process, and the errors of `join`.
     """
-    info = find_rank_info(os.environ)
     if info.size == 1:
         raise UsageError(
             "--net measures between processes and found one; start several, on each node:"
@@ -55,7 +54,7 @@ def examine_network(device: torch.device) -> Iterator[tuple[bool, str]]:
         )
     if device.type not in LARGE:
         device = torch.device("cpu")
-    with joined(info, device, Timeouts()) as ranks:
+    with joined(info, device, timeouts) as ranks:
         yield from measure(ranks, device)
 
 
@@ -99,13 +98,13 @@ def time_collective(ranks: Ranks, device: torch.device, operation: str, size: in
     calls = max(2, min(20, 32 * MIB // size))
     best = math.inf
     for _ in range(ROUNDS):
-        synchronize(device)
+        devices.synchronize(device)
         ranks.barrier(name)
         begun = time.perf_counter()
         for _ in range(calls):
             call()
         with ranks.waiting(name):
-            synchronize(device)
+            devices.synchronize(device)
         took = (time.perf_counter() - begun) / calls
         best = min(best, max(row[0] for row in ranks.all_gather_numbers([took], name)))
     return best
@@ -157,7 +156,7 @@ def swap(ranks: Ranks, sent: Tensor, received: Tensor, peer: int) -> None:
     with ranks.waiting(f"rank {ranks.rank} with rank {peer}"):
         for work in dist.batch_isend_irecv(both):
             work.wait()
-        synchronize(sent.device)
+        devices.synchronize(sent.device)
 
 
 def link_lines(links: list[Link], hosts: list[str]) -> Iterator[tuple[bool, str]]:
@@ -188,11 +187,6 @@ def step_cost(name: str, parameters: float, rates: dict[str, float], ranks: int)
         f" buffers: gradients {gradients / 1e9:.2f} GB {there * 1e3:.0f} ms, weights {weights / 1e9:.2f} GB"
         f" {back * 1e3:.0f} ms; training overlaps some of it"
     )
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def human(size: int) -> str:

@@ -10,15 +10,16 @@ import re
 import shutil
 import subprocess
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from handgrad.errors import UsageError
 from handgrad.tools.traces import OTHER, PREFIX
 
-# Column of the raw page: field of `Traffic`.
+# Sums over the launches of a kernel type: bytes, warp instructions, and "launches".
+Traffic = Counter[str]
+# Column of the raw page: its sum in `Traffic`.
 METRICS = {
     "dram__bytes_read.sum": "dram_read",
     "dram__bytes_write.sum": "dram_written",
@@ -27,17 +28,6 @@ METRICS = {
 }
 FACTORS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}  # of units like Kbyte and Minst
 DEFAULT_PATH = Path("/usr/local/cuda/bin/ncu")
-
-
-@dataclass
-class Traffic:
-    """Sums over the launches of a kernel type: bytes, and warp instructions."""
-
-    launches: int = 0
-    dram_read: float = 0.0
-    dram_written: float = 0.0
-    l2: float = 0.0
-    instructions: float = 0.0
 
 
 def find_ncu() -> str:
@@ -80,26 +70,21 @@ def parse(text: str) -> dict[str, Traffic]:
     for cells in kernels:
         kinds = re.findall(rf"{PREFIX}([\w ,]+)", "\n".join(cells[: min(columns)]))
         row = found[kinds[-1].strip() if kinds else OTHER]
-        row.launches += 1
+        row["launches"] += 1
         for column, field in columns.items():
-            value = float(cells[column].replace(",", "")) * FACTORS[re.sub(r"(byte|inst)$", "", units[column])]
-            setattr(row, field, getattr(row, field) + value)
+            factor = FACTORS[re.sub(r"(byte|inst)$", "", units[column])]
+            row[field] += round(float(cells[column].replace(",", "")) * factor)
     return dict(found)
 
 
 def table(found: dict[str, Traffic]) -> list[str]:
     """A row per kernel type in means per launch, the largest total DRAM traffic first, and a row of sums."""
     head = f"{'per launch':<32}{'launches':>9}{'DRAM MB read':>14}{'written':>10}{'L2 MB':>10}{'instructions':>14}"
-    total = Traffic()
-    lines = [head]
-    for kind, row in sorted(found.items(), key=lambda item: -item[1].dram_read - item[1].dram_written):
-        lines.append(line(kind, row, row.launches))
-        for field in ("launches", *METRICS.values()):
-            setattr(total, field, getattr(total, field) + getattr(row, field))
-    return [*lines, line("sum of all launches", total, 1)]
+    largest_first = sorted(found.items(), key=lambda item: -item[1]["dram_read"] - item[1]["dram_written"])
+    rows = [line(kind, row, row["launches"]) for kind, row in largest_first]
+    return [head, *rows, line("sum of all launches", sum(found.values(), Traffic()), 1)]
 
 
 def line(kind: str, row: Traffic, launches: int) -> str:
-    read, written, l2 = (size / launches / 1e6 for size in (row.dram_read, row.dram_written, row.l2))
-    instructions = f"{row.instructions / launches / 1e6:.3f}M"
-    return f"{kind:<32}{row.launches:>9}{read:>14.2f}{written:>10.2f}{l2:>10.2f}{instructions:>14}"
+    read, written, l2, instructions = (row[name] / launches / 1e6 for name in METRICS.values())
+    return f"{kind:<32}{row['launches']:>9}{read:>14.2f}{written:>10.2f}{l2:>10.2f}{f'{instructions:.3f}M':>14}"

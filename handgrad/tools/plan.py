@@ -1,9 +1,6 @@
 """The cost of a run before it starts: memory by component, the largest micro-batch that fits, a bound on its speed."""
 
-import time
 from dataclasses import replace
-
-import torch
 
 from handgrad import devices
 from handgrad.arena import make_plan
@@ -12,11 +9,11 @@ from handgrad.config import RunConfig, check
 from handgrad.format import human_bytes, human_count, human_flops, human_seconds, memory_table
 from handgrad.generation.decode import decode_buffers
 from handgrad.models.rows import count_parameters
-from handgrad.ops import reference
 from handgrad.run.checks import check_shared_gradients, checkpoint_bytes, most_checkpoints
 from handgrad.run.folder import settled_lanes
 from handgrad.run.header import dropout_lines
 from handgrad.run.resolve import largest_micro_batch, resolve, with_tuned_gemms
+from handgrad.tools.rates import gemm_flops
 from handgrad.training.design import Design
 
 RECOMPUTE_LEVELS = (0, 1, 2)
@@ -67,17 +64,3 @@ def memory_bytes(design: Design) -> dict[str, int]:
     """Bytes of every allocation that a rank of this run makes."""
     generation = make_plan(decode_buffers(design.shape, 1, design.dtype, design.plain_ops))
     return design.plan.size_bytes | generation.size_bytes
-
-
-def gemm_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of a square `linear_forward`, the best of seven: of 1024 rows on a CPU, of 8192 on a GPU."""
-    size = 1024 if device.type == "cpu" else 8192
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    out, best = torch.empty_like(a), float("inf")
-    for _ in range(7):
-        devices.synchronize(device)
-        start = time.perf_counter()
-        reference.linear_forward(out, a, b, None)
-        devices.synchronize(device)
-        best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: every kernel by its type, against what this machine's memory and tensor cores can do.
+"""The time of a step by kernel type, against the peak rates of this machine's memory and tensor cores.
 
 Launches and times come from a pass of their own, recorded by torch's profiler without CUDA graphs: there each operation
 runs inside a named range (`recorder`), and a kernel belongs to the innermost range in which the host launched it. The wall
@@ -7,8 +7,6 @@ time of a step comes from steps as `handgrad train` makes them.
 
 import math
 import tempfile
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -22,10 +20,11 @@ import handgrad
 from handgrad import devices, power
 from handgrad.backend import choose_backend
 from handgrad.config import RunConfig
-from handgrad.errors import DataError
-from handgrad.format import human_bytes, human_count
+from handgrad.evaluation.load import check_available
+from handgrad.format import human_count
 from handgrad.run.assemble import allocate, assemble, bind
 from handgrad.run.resolve import resolve, with_tuned_gemms
+from handgrad.tools.rates import copy_bandwidth, gemm_flops
 from handgrad.tools.recorder import Recorder
 from handgrad.tools.traces import Spent, read_trace, spent_on_cpu, spent_on_gpu
 from handgrad.training.design import Design
@@ -49,54 +48,15 @@ class MadeUpTokens:
         targets.numpy()[:] = tokens[1:].reshape(inputs.shape)
 
 
-# What this machine can do.
-
-
-def seconds_of(device: torch.device, launch: Callable[[], object], seconds: float, burst: int) -> float:
-    """Mean seconds of a launch under load: the second half of `seconds` of nothing else."""
-    count, started, first = 0, time.perf_counter(), 0.0
-    while (now := time.perf_counter() - started) < seconds or count == 0:
-        if now >= seconds / 2 and not first:
-            first, count = now, 0
-        for _ in range(burst):
-            launch()
-        devices.synchronize(device)
-        count += burst
-    return (time.perf_counter() - started - first) / count
-
-
-def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second, read and written, of a copy of 2 GB on the device (64 MB on a CPU)."""
-    source = torch.ones(2_000_000_000 if device.type == "cuda" else 64_000_000, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    large = device.type == "cuda"
-    return 2 * source.numel() / seconds_of(device, lambda: target.copy_(source), 0.5 if large else 0.1, 10 if large else 1)
-
-
-def sustained_gemm_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of a square product of 8192 rows under sustained load (512 rows on a CPU)."""
-    size, seconds, burst = (8192, 3.0, 20) if device.type == "cuda" else (512, 0.1, 1)
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    out = torch.empty_like(a)
-    return 2 * size**3 / seconds_of(device, lambda: torch.mm(a, b, out=out), seconds, burst)
-
-
-# The measurement.
-
-
 def set_up(config: RunConfig, vocab_size: int) -> Design:
     """The design of a run on one process; raises `DataError` if it does not fit."""
     device = devices.resolve_device(config.device)
     config = with_tuned_gemms(config, choose_backend(config.backend, device, config.precision))
     design = resolve(config, vocab_size, device=device)
-    shape, needed = design.shape, design.plan.total_bytes
+    shape = design.shape
     design.plain_ops.check_sizes(length=shape.sequence_length, num_heads=shape.num_heads, channels=shape.channels)
-    available = devices.available_bytes(device)
-    if available is not None and needed > available:
-        raise DataError(
-            f"the run needs {human_bytes(needed)}, {device.type} has {human_bytes(available)} free; `handgrad plan` shows"
-            " what takes it, and the --micro-batch that fits"
-        )
+    advice = "`handgrad plan` shows what takes it, and the --micro-batch that fits"
+    check_available(design.plan.total_bytes, device, "the run", advice)
     return design
 
 
@@ -118,7 +78,7 @@ def profile_run(config: RunConfig, vocab_size: int, source: Source, steps: int, 
     dtype = devices.use_precision(device, config.precision)
     cuda = device.type == "cuda"
     config = replace(config, schedule="constant", skip_loss_z=0.0, skip_norm_z=0.0)
-    ceilings = copy_bandwidth(device), sustained_gemm_flops(device, dtype)
+    ceilings = copy_bandwidth(device), gemm_flops(device, dtype, HOT_SECONDS if cuda else 0.1)
     if cuda:
         torch.cuda.empty_cache()
     training = assemble(set_up(config, vocab_size), source)
@@ -173,7 +133,7 @@ def profile_run(config: RunConfig, vocab_size: int, source: Source, steps: int, 
 
 
 def one_micro_step(config: RunConfig, vocab_size: int, source: Source) -> None:
-    """What `ncu` watches: after a step to load everything, one step of a single micro-batch, its operations in ranges."""
+    """The step for `ncu`: after one that loads everything, a single micro-batch, its operations in ranges."""
     config = replace(config, tokens_per_step=config.micro_batch * config.sequence_length)
     design = set_up(config, vocab_size)
     device, (state, scaling) = design.device, allocate(design)

@@ -75,7 +75,7 @@ OPERATIONS = {
     "update_scaling": Counted("fp8 scales"),
 }
 
-# What the operations of a module `linear` call, by its name: counted instead of the operation where it is a product.
+# Functions that the operations of a module `linear` call, by name: counted instead of the operation where one is a product.
 PARTS = {
     "multiply": Counted("{place} products, {role}", lambda t: 2 * t["d"].numel() * t["a"].shape[bool(t["transpose_a"])]),
     **{name: OPERATIONS[name] for name in ("bias_backward", "gelu_forward", "gelu_backward")},
@@ -88,7 +88,7 @@ BY_TOKEN, BY_POSITION = {"wte", "dwte_acc"}, {"wpe", "dwpe_acc"}  # tables of wh
 
 
 def is_wgrad(t: Named) -> bool:
-    """Whether a product is a weight gradient: with both operands transposed in fp8, where it is known by its float32."""
+    """True for the product of a weight gradient; in fp8, where both operands are transposed, its float32 tells."""
     return bool(t.get("transpose_b")) or ("d" in t and t["a"].itemsize == 1 and t["d"].dtype == torch.float32)
 
 

@@ -5,7 +5,6 @@ busy, in turns. https://docs.nvidia.com/cuda/cublas/#cublasltmatmulalgogetheuris
 """
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import inf
@@ -20,6 +19,7 @@ from torch import Tensor
 from handgrad.files import write_durably
 from handgrad.ops.cuda import cublaslt
 from handgrad.ops.cuda.cublaslt import DGELU, GELU_AUX_BIAS, PLAIN, WORKSPACE_BYTES, Plan, Product
+from handgrad.tools.rates import gemm_flops
 
 HEURISTICS = 16  # algorithms asked for, in all and of each family
 TURNS = 12  # single launches of every candidate, one after the other, so that all see the same clock
@@ -99,7 +99,7 @@ def sustained(launch: Callable[[], None], milliseconds: float) -> float:
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen for a product: milliseconds before and after, and among how many."""
+    """The result for a product: milliseconds before and after, and the number of candidates."""
 
     before: float
     after: float
@@ -132,13 +132,7 @@ def choose(product: Product, scratch: Tensor) -> Choice:
 def tune(products: list[Product], path: Path) -> Iterator[str]:
     """Tunes `products` and writes their rows into the table at `path`, keeping its other rows. Yields a line for each."""
     scratch = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
-    a = torch.randn(8192, 8192, device="cuda", dtype=torch.float16)
-    stop = time.monotonic() + WARM_SECONDS
-    while time.monotonic() < stop:
-        for _ in range(20):
-            a @ a
-        torch.cuda.synchronize()
-    del a
+    gemm_flops(torch.device("cuda"), torch.float16, WARM_SECONDS)
     rows = cublaslt.read_table(path, "algorithms")
     for product in products:
         choice = choose(product, scratch)

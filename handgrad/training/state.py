@@ -73,12 +73,13 @@ class TrainingState:
     def take(self, shard: Tensor, row: ParameterRow, values: Tensor) -> None:
         """Copies the stored part of a parameter into its share of `shard` (master weights or optimizer state)."""
         start, flat, sharding = row.offset, values.reshape(-1), self.design.sharding
+        place = sharding.shard, sharding.shards
         for bucket in self.design.buckets:
-            owned, local = bucket.owned(sharding.shard, sharding.shards), bucket.local(sharding.shards)
+            owned, local = bucket.owned(*place), bucket.local(*place)
             first, end = max(start, owned.start), min(start + flat.numel(), owned.stop)
             if first < end:
-                place = local.start + first - owned.start
-                shard[place : place + end - first].copy_(flat[first - start : end - start])
+                into = local.start + first - owned.start
+                shard[into : into + end - first].copy_(flat[first - start : end - start])
 
     def non_finite_parameters(self) -> list[str]:
         """Names of the parameters in blocks of the gradient that hold a NaN or an infinity, for the message about a skipped
@@ -117,6 +118,9 @@ def make_state(
         published = parameters[part.flat]
         weight = published if master is parameters else master[part.local]
         state = {name: values[part.local] for name, values in optimizer.items()}
+        if part.shape is not None:
+            published, weight, gradient = (values.view(part.shape) for values in (published, weight, gradient))
+            state = {name: values.view(part.shape) for name, values in state.items()}
         if not part.frozen:
             owned.append(Owned(part.kind, published, weight, gradient, state, part.flat.start))
     norms = [

@@ -97,7 +97,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def server(monkeypatch):
+def server(monkeypatch, tmp_path):
+    monkeypatch.setenv("HANDGRAD_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(module, "BACKOFF_SECONDS", 0.001)
     monkeypatch.setattr(hub, "BACKOFF_SECONDS", 0.001)
     server = Server()
@@ -229,7 +230,7 @@ def dataset(server, tmp_path, monkeypatch):
 
 
 def test_a_dataset_is_prepared_from_the_hub_and_found_again_without_it(dataset, tmp_path):
-    options = PrepareOptions("owner/name", tmp_path / "out", "bytes", cache=tmp_path / "cache", validation_fraction=0.1)
+    options = PrepareOptions("owner/name", tmp_path / "out", "bytes", validation_fraction=0.1)
     dataset.faults = [500]
     seen = []
     result = prepare(options, seen.append)
@@ -242,13 +243,13 @@ def test_a_dataset_is_prepared_from_the_hub_and_found_again_without_it(dataset, 
 
 
 def test_a_limit_fetches_only_what_it_needs(dataset, tmp_path):
-    result = prepare(PrepareOptions("owner/name", tmp_path / "out", "bytes", cache=tmp_path / "cache", documents=250))
+    result = prepare(PrepareOptions("owner/name", tmp_path / "out", "bytes", documents=250))
     assert sum(split["documents"] for split in result.dataset.manifest["splits"].values()) == 250
     assert [path.rpartition("/")[2] for path, *_ in dataset.requests if "resolve" in path] == ["train-0.parquet"]
 
 
 def test_a_damaged_download_of_a_dataset(dataset, tmp_path):
-    options = PrepareOptions("owner/name", tmp_path / "out", "bytes", cache=tmp_path / "cache")
+    options = PrepareOptions("owner/name", tmp_path / "out", "bytes")
     dataset.faults = [None, "wrong", "wrong"]
     with pytest.raises(DataError, match="expected sha256"):
         prepare(options)
@@ -257,18 +258,18 @@ def test_a_damaged_download_of_a_dataset(dataset, tmp_path):
 
 def test_a_dataset_that_is_not_there(dataset, tmp_path):
     with pytest.raises(DataError, match="no such public dataset"):
-        find_hub("owner/other", tmp_path)
+        find_hub("owner/other")
     with pytest.raises(DataError, match="configuration 'large'"):
-        find_hub("owner/name:large", tmp_path)
+        find_hub("owner/name:large")
     dataset.faults = [500] * 50
     with pytest.raises(StorageError, match=r"asking .* failed"):
-        find_hub("owner/name", tmp_path)
+        find_hub("owner/name")
 
 
 def test_offline_is_said_at_once(dataset, tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(StorageError, match="HF_HUB_OFFLINE"):
-        find_hub("owner/name", tmp_path)
+        find_hub("owner/name")
     assert not dataset.requests
 
 
@@ -277,7 +278,7 @@ def test_shakespeare(server, tmp_path, make_text, monkeypatch):
     server.files["/file"] = text
     sha256 = hashlib.sha256(text).hexdigest()
     monkeypatch.setattr(hub, "SHAKESPEARE", source(server, size_bytes=len(text), sha256=sha256))
-    result = prepare(PrepareOptions("shakespeare", tmp_path / "out", "bytes", cache=tmp_path / "cache"))
+    result = prepare(PrepareOptions("shakespeare", tmp_path / "out", "bytes"))
     splits = result.dataset.manifest["splits"]
     assert splits["train"]["text_bytes"] + splits["validation"]["text_bytes"] == len(text)
 
@@ -355,7 +356,7 @@ def test_a_task_from_the_hub(server, tmp_path, monkeypatch):
     info |= {"siblings": siblings, "cardData": {"configs": MMLU_CARD}}
     server.files["/api/datasets/cais/mmlu"] = json.dumps(info).encode()
     for _ in range(2):
-        (task,) = load_tasks("mmlu,mmlu_dev", limit=3, cache=tmp_path / "cache")
+        (task,) = load_tasks("mmlu,mmlu_dev", limit=3)
         assert len(task.examples) == 3 and list(task.sources) == ["test-0.parquet", "dev-0.parquet"]
         context = task.examples[2].context
         assert [f"dev {n}?" in context for n in range(6)] == [True] * 5 + [False] and "test 2?" in context

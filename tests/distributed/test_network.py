@@ -6,6 +6,8 @@ from itertools import combinations
 import pytest
 
 from handgrad.cli import main
+from handgrad.commands import doctor
+from handgrad.parallel.rendezvous import Timeouts
 from handgrad.tools.network import Link, link_lines, round_robin, sent_bytes
 from tests.distributed.runs import Launcher
 
@@ -42,6 +44,14 @@ def test_a_single_process_is_told_how_to_start(capsys: pytest.CaptureFixture[str
     assert main(["doctor", "--net"]) == 64
     told = capsys.readouterr().err
     assert told.count("\n") == 1 and "torchrun --nproc-per-node=2 -m handgrad doctor --net" in told
+
+
+def test_ranks_wait_as_long_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Timeouts] = []
+    monkeypatch.setattr(doctor, "examine_network", lambda info, device, timeouts: asked.append(timeouts) or iter([]))
+    assert main(["doctor", "--net"]) == 0
+    assert main(["doctor", "--net", "--join-seconds", "7", "--stall-seconds", "900"]) == 0
+    assert asked == [Timeouts(), Timeouts(7, 30, 900)]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7, 16, 64])

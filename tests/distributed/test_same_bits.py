@@ -1,5 +1,6 @@
 """The bits of a run depend on its lanes, not on the number of processes that share them, nor on when they stop."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,26 @@ def test_shared_gradients_do_not_matter(ranks: int, kind: str, launcher: Launche
     settings = {**KINDS[kind], "steps": 6, "eval_every": 3, "num_layers": 8, "lanes": ranks, "micro_batch": 16 // ranks}
     launcher.run(ranks, arguments(shards, tmp_path / "run", zero=2, **settings))
     same_run(alone(**settings), tmp_path / "run", 6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks"),
+    [
+        ({"lanes": 8}, [(2, 0), (4, 1)]),
+        ({"micro_batch": 4, "precision": "bf16", "reduce_precision": "bf16"}, [(2, 1), (4, 2)]),
+    ],
+    ids=["fp32", "rounded"],
+)
+def test_an_optimizer_of_whole_matrices(settings: dict, ranks: list, launcher: Launcher, shards: Path, tmp_path: Path):
+    """Whole parameters belong to lanes. Shares of a bucket differ; rank 0 of 4 has nothing of a block of 8 lanes."""
+    settings = {"steps": 6, "eval_every": 3, "save_every": 3, "num_layers": 3, **settings}
+    for size, zero in ((1, 1), *ranks):
+        last = tmp_path / str(size)
+        launcher.run(size, arguments(shards, last, zero=zero, **settings), "whole-matrices")
+        same_run(tmp_path / "1", last, 6)
+    shutil.rmtree(last / "checkpoints" / "step_00000006")
+    launcher.run(2, arguments(shards, last, zero=1, **settings), "whole-matrices")  # continues with step 3
+    same_run(tmp_path / "1", last, 6)
 
 
 def test_stopped_and_continued_on_other_ranks(launcher: Launcher, shards: Path, tmp_path: Path, alone) -> None:

@@ -12,7 +12,7 @@ from handgrad import checkpoint
 from handgrad.checkpoint import Stored
 from handgrad.config import ModelShape, to_dict
 from handgrad.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_files, tokenizer_record, train_bpe
-from handgrad.evaluation.load import imported_config, load_model
+from handgrad.evaluation.load import checkpoint_weights, imported_config, load_model
 from handgrad.models import forward_buffers, gpt2, named_activations, parameter_table
 from handgrad.ops import reference
 
@@ -74,13 +74,9 @@ def make_checkpoint(
 
 def our_logits(run: Path, tokens: list[int]) -> Tensor:
     """(tokens, V) float32, by handgrad's own forward over them all."""
-    model = load_model(
-        checkpoint.find(str(run)),
-        torch.device("cpu"),
-        torch.float32,
-        reference,
-        lambda config, shape: forward_buffers(shape, 1, len(tokens), torch.float32, reference),
-    )
+    found = checkpoint_weights(checkpoint.find(str(run)))
+    buffers = forward_buffers(found.shape, 1, len(tokens), torch.float32, reference)
+    model = load_model(found, torch.device("cpu"), torch.float32, reference, buffers)
     act = named_activations(model.shape, model.views)
     act.tokens.copy_(torch.tensor([tokens]))
     for stage in gpt2.forward(reference, model.weights, act):

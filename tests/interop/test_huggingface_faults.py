@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +15,9 @@ from torch import Tensor
 
 from handgrad import checkpoint
 from handgrad.cli import main
-from handgrad.errors import StorageError
+from handgrad.errors import DataError, StorageError
 from handgrad.interop import export, huggingface, sources
+from handgrad.interop.vocabulary import read_vocabulary
 from tests.test_commands import refused
 
 
@@ -109,6 +111,27 @@ def test_wrong_shards(
     capsys.readouterr()
     assert told in refused(capsys, 65, "import", str(folder), "--out", str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "told"),
+    [
+        ("vocab.json", lambda content: content[:500], "expected tokens in"),
+        ("vocab.json", lambda content: b"[" * 100_000, "recursion limit"),
+        ("vocab.json", lambda content: content.replace(b": 33,", b": -33,"), "expected tokens in"),
+        ("vocab.json", lambda content: content.replace(b"<|endoftext|>", b"end"), "expected <|endoftext|> in"),
+        ("merges.txt", lambda content: content + b"a b c\n", "merges.txt"),
+        ("merges.txt", lambda content: content + b"no where\n", "out of vocabulary"),
+        ("merges.txt", lambda content: b"\xff\n", "merges.txt"),
+    ],
+)
+def test_wrong_vocabularies(name: str, damage: Callable, told: str, exported: Callable, tmp_path: Path) -> None:
+    """Of the two files that GPT-2 came with."""
+    for each in ("vocab.json", "merges.txt"):
+        content = (exported("bpe")[1] / each).read_bytes()
+        (tmp_path / each).write_bytes(damage(content) if each == name else content)
+    with pytest.raises(DataError, match=re.escape(told)):
+        read_vocabulary(tmp_path)
 
 
 def test_taken_targets_and_names(exported: Callable, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -11,8 +11,9 @@ from torch import Tensor
 from benchmarks.twin import Twin
 from handgrad.cli import main
 from handgrad.config import ModelShape
-from handgrad.interop.llmc_debug import DebugState, compare, read_debug_state, write_debug_state
-from handgrad.interop.llmc_model import read_model, write_model
+from handgrad.data.llmc_header import DEBUG_STATE, make_header
+from handgrad.interop.llmc_debug import DebugState, compare, read_debug_state
+from handgrad.interop.llmc_model import Values, all_bytes, read_model, write_model
 from handgrad.models import gpt2, parameter_table
 from handgrad.models.rows import flat_elements
 from handgrad.ops import reference
@@ -27,6 +28,16 @@ def twin_logits(twin: Twin, tokens: Tensor) -> Tensor:
     for block in twin.blocks:
         x = block(x)
     return F.linear(twin.lnf(x), twin.wte.weight)[..., : twin.vocab_size]
+
+
+def write_debug_state(
+    path: Path, shape: ModelShape, tokens: Tensor, targets: Tensor, logits: Tensor, loss: float, gradient: Values
+) -> None:
+    """Writes a debug state: tokens and targets (B, T), logits (B, T, V), the mean loss, and the gradients of that mean."""
+    batch = [ids.int().numpy().tobytes() for ids in (tokens, targets)]
+    results = [values.float().numpy().tobytes() for values in (logits, torch.tensor([loss]))]
+    words = {0: DEBUG_STATE, 1: 2, 2: tokens.shape[0], 3: tokens.shape[1]}
+    path.write_bytes(b"".join([make_header(words), *batch, *results, *all_bytes(shape, gradient, torch.float32)]))
 
 
 def make_state(folder: Path, shape: ModelShape = ODD, batch: int = 3, length: int = 17) -> tuple[Path, Path, Twin]:

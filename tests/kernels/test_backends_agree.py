@@ -13,7 +13,7 @@ from handgrad.fp8 import reference as fp8_reference
 from handgrad.ops import OPERATIONS, SET_UP, reference
 
 CONTRACT = OPERATIONS + SET_UP
-BACKENDS = ("ops.reference", "ops.cuda", "ops.cuda.tf32", "fp8.reference", "fp8.cuda")
+BACKENDS = ("ops.reference", "ops.cpu", "ops.cuda", "ops.cuda.tf32", "fp8.reference", "fp8.cuda")
 
 
 def arguments(function) -> list:

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from handgrad.ops.reference import device
-
 CLASSIFIER_BLOCK_ELEMENTS = 1 << 19  # of the softmax's float32 temporary: 2 MiB
 
 # Classifier: loss = logsumexp(logits) - logits[target], over the V real words; the padded columns do not exist.
@@ -39,7 +37,7 @@ def _log_softmax_blocks(
     21 for 256 rows of GPT-2's vocabulary on two cores. Masking instead of slicing keeps the rows contiguous."""
     N, Vp = logits_inout.shape
     logits_inout[:, vocab_size:] = -math.inf
-    rows_per_block = max(1, CLASSIFIER_BLOCK_ELEMENTS // Vp) if device.uses_cpu_kernels(logits_inout) else N
+    rows_per_block = max(1, CLASSIFIER_BLOCK_ELEMENTS // Vp)
     for row in range(0, N, rows_per_block):
         rows = slice(row, min(row + rows_per_block, N))
         yield rows, targets[rows].unsqueeze(1), torch.log_softmax(logits_inout[rows], 1, dtype=dtype)

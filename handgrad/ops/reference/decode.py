@@ -11,7 +11,6 @@ from torch import Tensor
 
 from handgrad.ops.compose import after_layernorm
 from handgrad.ops.hashing import BITS32, WEYL, mixed
-from handgrad.ops.reference import device
 from handgrad.ops.reference.attention import split_heads
 from handgrad.ops.reference.gelu import linear_gelu_forward, linear_residual_forward  # noqa: F401
 from handgrad.ops.reference.layernorm import layernorm_forward
@@ -36,24 +35,24 @@ def attention_decode(
 ) -> None:
     """One new token per sequence: appends its key and value to the caches (B, H, maxT, D) at positions (B), and attends to
     0..positions[b]. out (B, C), qkv (B, 3C). What the caches hold after that position is not read."""
-    B, H, maxT, _ = keys_inout.shape
-    q, k, v = split_heads(qkv, B, H)  # (B, H, 1, D)
+    B, _, maxT, _ = keys_inout.shape
+    q = append_keys_values(keys_inout, values_inout, qkv, positions)
+    later = torch.arange(maxT, device=qkv.device) > positions.unsqueeze(1)  # (B, maxT)
+    scores = torch.matmul(q, keys_inout.to(q.dtype).transpose(-1, -2))
+    weights = torch.softmax(scores.masked_fill_(later.view(B, 1, 1, maxT), -math.inf), -1)
+    # What was never written may be no number, and 0 times that is none either.
+    values = values_inout.to(q.dtype).masked_fill(later.view(B, 1, maxT, 1), 0)
+    out.view(*q.shape).copy_(torch.matmul(weights, values))
+
+
+def append_keys_values(keys_inout: Tensor, values_inout: Tensor, qkv: Tensor, positions: Tensor) -> Tensor:
+    """The new keys and values into the caches; returns q / sqrt(D) (B, H, 1, D), in float32 or float64."""
+    B, H = keys_inout.shape[:2]
+    q, k, v = split_heads(qkv, B, H)
     rows = torch.arange(B, device=qkv.device)
     keys_inout[rows, :, positions] = k[:, :, 0]
     values_inout[rows, :, positions] = v[:, :, 0]
-    exact = torch.float64 if qkv.dtype == torch.float64 else torch.float32
-    q, y = q.to(exact) / math.sqrt(q.shape[-1]), out.view(B, H, 1, -1)
-    if device.uses_cpu_kernels(qkv):  # where the host may ask: only what each sequence has
-        for b, position in enumerate(positions.tolist()):
-            keys, values = (cache[b, :, : position + 1].to(exact) for cache in (keys_inout, values_inout))
-            y[b] = torch.matmul(torch.softmax(torch.matmul(q[b], keys.transpose(-1, -2)), -1), values)
-        return
-    later = torch.arange(maxT, device=qkv.device) > positions.unsqueeze(1)  # (B, maxT)
-    scores = torch.matmul(q, keys_inout.to(exact).transpose(-1, -2))
-    weights = torch.softmax(scores.masked_fill_(later.view(B, 1, 1, maxT), -math.inf), -1)
-    # What was never written may be no number, and 0 times that is none either.
-    values = values_inout.to(exact).masked_fill(later.view(B, 1, maxT, 1), 0)
-    y.copy_(torch.matmul(weights, values))
+    return q.to(torch.float64 if qkv.dtype == torch.float64 else torch.float32) / math.sqrt(q.shape[-1])
 
 
 def store_keys_values(keys_inout: Tensor, values_inout: Tensor, qkv: Tensor, slots: Tensor) -> None:

@@ -1,11 +1,13 @@
 """GELU and the residual sum, alone and as the end of a product."""
 
+import math
+
 import torch
 from torch import Tensor
 
 from handgrad.ops.reference.linear import linear_backward, linear_forward
 
-aten = torch.ops.aten
+ROOT, CUBIC = math.sqrt(2 / math.pi), 0.044715
 
 # GELU, tanh form (Hendrycks & Gimpel 2016): y = x/2 (1 + tanh u),  u = sqrt(2/pi) (x + 0.044715 x^3).
 # dy/dx = (1 + tanh u)/2 + x/2 (1 - tanh^2 u) sqrt(2/pi) (1 + 3 * 0.044715 x^2).
@@ -13,12 +15,21 @@ aten = torch.ops.aten
 
 def gelu_forward(out: Tensor, inp: Tensor) -> None:
     """out, inp (N, F)."""
-    aten.gelu.out(inp, approximate="tanh", out=out)
+    x, tanh = gelu_terms(inp)
+    out.copy_(x / 2 * (1 + tanh))
 
 
 def gelu_backward(dhidden_inout: Tensor, inp: Tensor) -> None:
     """Turns the gradient after the GELU into the gradient before it, in place; inp (N, F) is the GELU's input."""
-    aten.gelu_backward.grad_input(dhidden_inout, inp, approximate="tanh", grad_input=dhidden_inout)
+    x, tanh = gelu_terms(inp)
+    slope = (1 + tanh) / 2 + x / 2 * (1 - tanh * tanh) * ROOT * (1 + 3 * CUBIC * x * x)
+    dhidden_inout.copy_(dhidden_inout * slope)
+
+
+def gelu_terms(inp: Tensor) -> tuple[Tensor, Tensor]:
+    """x and tanh u, at least in float32."""
+    x = inp.to(torch.float64 if inp.dtype == torch.float64 else torch.float32)
+    return x, torch.tanh(ROOT * (x + CUBIC * x * x * x))
 
 
 # Linear and GELU in one: h = x W^T + b, y = GELU(h). Backward of the product that reads y (its weight Wp, output gradient

@@ -1,12 +1,8 @@
 """Layer norm."""
 
-import torch
 from torch import Tensor
 
-from handgrad.ops.reference import device
 from handgrad.ops.reference.linear import bias_backward
-
-aten = torch.ops.aten
 
 LAYERNORM_EPSILON = 1e-5
 
@@ -16,17 +12,11 @@ LAYERNORM_EPSILON = 1e-5
 
 def layernorm_forward(out: Tensor, mean: Tensor, rstd: Tensor, inp: Tensor, weight: Tensor, bias: Tensor) -> None:
     """out, inp (N, C); mean, rstd (N); weight, bias (C)."""
-    # Weights of the statistics' dtype make the library keep the statistics in that dtype for bf16 inputs also.
-    weight, bias = weight.to(mean.dtype), bias.to(mean.dtype)
-    N, C = inp.shape
-    if device.uses_cpu_kernels(inp):
-        results = {"out0": out, "out1": mean.view(N, 1), "out2": rstd.view(N, 1)}
-        aten.native_layer_norm.out(inp, (C,), weight, bias, LAYERNORM_EPSILON, **results)
-        return
-    # A GPU's kernel wants one dtype for all.
-    results = aten.native_layer_norm(inp.to(mean.dtype), (C,), weight, bias, LAYERNORM_EPSILON)
-    for destination, result in zip((out, mean, rstd), results, strict=True):
-        destination.copy_(result.view(destination.shape))
+    x = inp.to(mean.dtype)
+    mean.copy_(x.mean(1))
+    centered = x - mean.unsqueeze(1)
+    rstd.copy_((centered * centered).mean(1).add_(LAYERNORM_EPSILON).rsqrt_())
+    out.copy_(centered * rstd.unsqueeze(1) * weight + bias)
 
 
 def layernorm_backward(
@@ -47,14 +37,11 @@ def layernorm_backward(
     The stream's gradient is also the output gradient of the product that wrote `inp`, so that product's bias gradient
     (C), its column sums, is added to `dbias_below_acc` while it passes by. None where no product wrote `inp`.
     """
-    N, C = inp.shape
-    weight = weight.to(mean.dtype)
-    if not device.uses_cpu_kernels(inp):
-        dout, inp = dout.to(mean.dtype), inp.to(mean.dtype)
-    mean, rstd = mean.view(N, 1), rstd.view(N, 1)
-    dinp, dweight, dbias = aten.native_layer_norm_backward(dout, inp, (C,), mean, rstd, weight, weight, [True, True, True])
-    dresidual_inout.add_(dinp)
-    dweight_acc.add_(dweight)
-    dbias_acc.add_(dbias)
+    dy, normalized = dout.to(mean.dtype), (inp.to(mean.dtype) - mean.unsqueeze(1)) * rstd.unsqueeze(1)
+    g = dy * weight
+    along = (g * normalized).mean(1, keepdim=True)
+    dresidual_inout.add_((g - g.mean(1, keepdim=True) - normalized * along) * rstd.unsqueeze(1))
+    dweight_acc.add_((dy * normalized).sum(0))
+    dbias_acc.add_(dy.sum(0))
     if dbias_below_acc is not None:
         bias_backward(dbias_below_acc, dresidual_inout)

@@ -10,9 +10,6 @@ from torch import Tensor
 from handgrad import ops
 from handgrad.ops.hashing import BITS32, WEYL, mixed
 
-aten = torch.ops.aten
-
-
 # Loss of a step: the micro-steps' sums, added in their order.
 
 
@@ -113,22 +110,27 @@ def adamw_update(
     Weights of bf16 are all there is of them: they are `published` themselves, updated in float32 and rounded to one of
     their two neighbours at random, keyed by `seed`, the step and the element's place in the whole buffer, where these
     begin at `first_element`.
-
-    Cut flat buffers at multiples of 128 elements only: the library's kernel rounds a cut vector's tail differently.
     """
     if results[ops.RESULT_VERDICT].item() != ops.UPDATE:
         return
-    gradient_scale = results[ops.RESULT_SCALE].item()
     step, learning_rate = (controls[place].item() for place in (ops.CONTROL_STEP, ops.CONTROL_LEARNING_RATE))
-    one = torch.ones((), dtype=torch.float32, device=weight_inout.device)
-    rounded = weight_inout.dtype == torch.bfloat16
-    weight = weight_inout.float() if rounded else weight_inout
-    state = [weight], [gradient_inout], [m_inout], [v_inout], [], [one * step]
-    settings = {"lr": learning_rate, "beta1": beta1, "beta2": beta2, "weight_decay": weight_decay, "eps": epsilon}
-    inverse = None if gradient_scale == 1.0 else one / gradient_scale
-    aten._fused_adamw_(*state, **settings, amsgrad=False, maximize=False, grad_scale=inverse)
-    if rounded:
-        round_stochastically(weight_inout, weight, int(step), seed, first_element)
+    weight, g = exact_weight(weight_inout), gradient_inout * results[ops.RESULT_SCALE].to(gradient_inout.dtype)
+    m_inout.mul_(beta1).add_(g, alpha=1 - beta1)
+    v_inout.mul_(beta2).add_(g * g, alpha=1 - beta2)
+    denominator = (v_inout / (1 - beta2**step)).sqrt_().add_(epsilon)
+    weight.mul_(1 - learning_rate * weight_decay).sub_(m_inout / denominator, alpha=learning_rate / (1 - beta1**step))
+    publish(published, weight_inout, weight, int(step), seed, first_element)
+
+
+def exact_weight(weight_inout: Tensor) -> Tensor:
+    """The weights to update: themselves, or bf16 weights in float32."""
+    return weight_inout.float() if weight_inout.dtype == torch.bfloat16 else weight_inout
+
+
+def publish(published: Tensor, weight_inout: Tensor, weight: Tensor, step: int, seed: int, first_element: int) -> None:
+    """The updated `weight` for the model: rounded at random into bf16 weights without masters, else to the nearest."""
+    if weight is not weight_inout:
+        round_stochastically(weight_inout, weight, step, seed, first_element)
     elif published.data_ptr() != weight_inout.data_ptr():
         published.copy_(weight_inout)
 

@@ -1,4 +1,4 @@
-"""A launch, what it made, what is right, and how far these may differ."""
+"""A launch, its results, the right ones, and how far these may differ."""
 
 import inspect
 import math
@@ -12,11 +12,11 @@ from handgrad.tools.kernel_checks.draw import Arguments
 
 SCRATCH_BYTES = 64 << 20  # more than any operation needs at these sizes
 
-Compared = Iterator[tuple[Tensor, Tensor, float]]  # what a kernel made, what is right, the relative error that is allowed
+Compared = Iterator[tuple[Tensor, Tensor, float]]  # found, right, the allowed relative error
 
 
 def attempt(line: str, compared: Callable[[], Compared]) -> tuple[bool, str]:
-    """(whether it works, line). The tensor that is furthest beyond what is allowed counts."""
+    """(it works, line). The tensor whose error exceeds the allowed one by the largest factor counts."""
     worst = (0.0, 0.0)
     try:
         for found, exact, allowed in compared():
@@ -36,7 +36,7 @@ def attempt(line: str, compared: Callable[[], Compared]) -> tuple[bool, str]:
 
 
 def beyond(error: float, allowed: float) -> float:
-    """How many times what is allowed an error is."""
+    """The ratio of an error to the allowed one."""
     if error == 0:
         return 0.0
     return error / allowed if allowed else math.inf
@@ -64,7 +64,7 @@ def compare(kernel: Callable[..., None], specified: Callable[..., None], make: C
 
 
 def copies(arguments: Arguments, *, double: bool = False) -> Arguments:
-    """Copies of the tensors, in float64 if `double`; what is no tensor stays."""
+    """Copies of the tensors, in float64 if `double`; other values stay."""
 
     def copied(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -75,7 +75,7 @@ def copies(arguments: Arguments, *, double: bool = False) -> Arguments:
 
 
 def relative_error(found: Tensor, exact: Tensor) -> float:
-    """The norm of the difference over that of what is right; infinite where one is finite and the other is not."""
+    """The norm of the difference over that of `exact`; infinite where one is finite and the other is not."""
     exact = exact.double()
     finite = exact.isfinite()
     if not (torch.equal(found.isfinite(), finite) and torch.equal(found.double()[~finite], exact[~finite])):

@@ -39,7 +39,6 @@ from handgrad.tools.kernel_checks.operations import (
     attention_backward,
     gelu_product_backward,
     layernorm_backward,
-    product_backward,
 )
 
 OLDEST_FP8 = (8, 9)  # compute capability of the first GPUs whose tensor cores take fp8: Ada, then Hopper
@@ -49,7 +48,7 @@ FP8_SUMS = 2.0**-10
 
 
 class Fp8Draw(Draw):
-    """Quantised tensors, too, with room for the statistics of a backend."""
+    """Draws quantised tensors as well, with room for the statistics of a backend."""
 
     def __init__(self, ops: ModuleType, device: torch.device):
         super().__init__(torch.bfloat16, device)
@@ -78,7 +77,7 @@ Fp8Case = Callable[[ModuleType, Fp8Draw], Compared]
 
 
 def numbers(tensor: Quantized) -> Tensor:
-    """What a tensor in fp8 stands for, in float64."""
+    """The numbers that a tensor in fp8 stands for, in float64."""
     if tensor.rows is not None:
         return tensor.rows.double() * tensor.inverse_scale
     assert tensor.columns is not None
@@ -86,7 +85,7 @@ def numbers(tensor: Quantized) -> Tensor:
 
 
 def requantized(found: Quantized, scaling: Tensor, plain: Tensor, *, counted: bool = True) -> Compared:
-    """What was quantised beside what the reference makes of the 16-bit numbers, at the scaling that was."""
+    """The quantised tensor beside the reference's of the 16-bit numbers `plain`, at the `scaling` of before."""
     rows, columns = (None if form is None else torch.empty_like(form) for form in (found.rows, found.columns))
     right = Quantized(rows, columns, scaling, torch.zeros_like(found.statistics), current=found.current)
     reference.quantize(right, plain)
@@ -99,8 +98,8 @@ def requantized(found: Quantized, scaling: Tensor, plain: Tensor, *, counted: bo
         yield found.statistics[CLIPPED:].sum(1), right.statistics[CLIPPED:].sum(1), 0
 
 
-# Whose 16-bit form is asked for, too: what changes in place, what the backward reads, and what two kernels need not add up
-# in one order (attention's backward).
+# Operations that write the 16-bit form as well: it changes in place, the backward reads it, or two kernels need not add it
+# up in one order (attention's backward).
 WITH_PLAIN = ("layernorm_backward", "attention_forward", "attention_backward")
 
 
@@ -142,30 +141,21 @@ def product(found: Tensor, exact: Tensor) -> tuple[Tensor, Tensor, float]:
     return found, exact, torch.finfo(found.dtype).eps / 2 + FP8_SUMS
 
 
-def fp8_forward(ops: ModuleType, d: Fp8Draw) -> Compared:
-    """With a bias, and with a residual sum."""
-    inp, weight = (d.operand(tensor) for tensor in d.product(C, F).values())
-    out, residual, bias = d.empty(N, C), d(N, C), d(C)
-    exact = numbers(inp) @ numbers(weight).t() + bias
-    launch(ops.linear_forward, {"out": out, "inp": inp, "weight": weight, "bias": bias})
-    yield product(out, exact)
-    arguments = {"out": out, "residual": residual, "inp": inp, "weight": weight, "bias": bias}
-    launch(ops.linear_residual_forward, arguments)
-    yield product(out, exact + residual)
+def products(*operations: str) -> Fp8Case:
+    """A case: GEMMs of fp8 numbers, beside the reference of the same numbers in float64."""
 
+    def case(ops: ModuleType, d: Fp8Draw) -> Compared:
+        for operation in operations:
+            given = CASES[operation](d)
+            operands = {"inp": E4M3, "weight": E4M3, "dout": E5M2}
+            given |= {name: d.operand(given[name], form) for name, form in operands.items() if name in given}
+            exact = {name: numbers(value) if isinstance(value, Quantized) else value for name, value in given.items()}
+            exact = copies(exact, double=True)
+            launch(getattr(reference, operation), exact)
+            launch(getattr(ops, operation), given)
+            yield from (product(found, exact[name]) for name, found in given.items() if isinstance(found, Tensor))
 
-def fp8_backward(ops: ModuleType, d: Fp8Draw) -> Compared:
-    """The input's gradient, the weight's and the bias'."""
-    arguments = product_backward(d)
-    dout, inp, weight = d.operand(arguments["dout"], E5M2), d.operand(arguments["inp"]), d.operand(arguments["weight"])
-    exact = {
-        "dinp": numbers(dout) @ numbers(weight),
-        "dweight_acc": arguments["dweight_acc"] + numbers(dout).t() @ numbers(inp),
-        "dbias_acc": arguments["dbias_acc"] + numbers(dout).sum(0),
-    }
-    launch(ops.linear_backward, {**arguments, "dout": dout, "inp": inp, "weight": weight})
-    for name, tensor in exact.items():
-        yield product(arguments[name], tensor)
+    return case
 
 
 def fp8_gelu(ops: ModuleType, d: Fp8Draw) -> Compared:
@@ -201,7 +191,7 @@ def fp8_gelu_backward(ops: ModuleType, d: Fp8Draw) -> Compared:
 
 def fp8_classifier(ops: ModuleType, d: Fp8Draw) -> Compared:
     """The gradient of the logits, at a scale that admits every number of it."""
-    plain = CASES["classifier_forward_backward"][1](d)
+    plain = CASES["classifier_forward_backward"](d)
     given, logits = copies(plain), "logits_to_dlogits_inout"
     out = d.output((N, Vp), E5M2, 16, columns=None, plain=given[logits])
     launch(ops.classifier_forward_backward, {**given, logits: out})
@@ -242,10 +232,10 @@ def beside_the_reference(operation: str, make: Callable[[Draw], Arguments]) -> F
     return lambda ops, d: compare(getattr(ops, operation), getattr(reference, operation), partial(make, d))
 
 
-# Line: a case, which launches the operations of a backend and yields what is to be compared.
+# Line: a case, which launches the operations of a backend and yields the tensors to compare.
 FP8_CASES: dict[str, Fp8Case] = {
     "quantize to fp8": quantize,
-    "layernorm_forward to fp8": fused("layernorm_forward", "out", CASES["layernorm_forward"][1], E4M3, 7),
+    "layernorm_forward to fp8": fused("layernorm_forward", "out", CASES["layernorm_forward"], E4M3, 7),
     "layernorm_backward to fp8": fused("layernorm_backward", "dresidual_inout", layernorm_backward, E5M2, 14),
     "attention_forward to fp8, heads of 64 channels": fused(
         "attention_forward", "out", partial(attention, heads=H), E4M3, 7
@@ -256,8 +246,8 @@ FP8_CASES: dict[str, Fp8Case] = {
     "attention_backward to fp8": fused("attention_backward", "dqkv", partial(attention_backward, heads=H), E5M2, 14),
     "linear_gelu_forward in fp8": fp8_gelu,
     "gelu_linear_backward in fp8": fp8_gelu_backward,
-    "linear_forward in fp8": fp8_forward,
-    "linear_backward in fp8": fp8_backward,
+    "linear_forward in fp8": products("linear_forward", "linear_residual_forward"),
+    "linear_backward in fp8": products("linear_backward"),
     "classifier_forward_backward to fp8": fp8_classifier,
     "fold_statistics": beside_the_reference("fold_statistics", fold_statistics),
     "update_scaling": beside_the_reference("update_scaling", update_scaling),
@@ -265,6 +255,6 @@ FP8_CASES: dict[str, Fp8Case] = {
 
 
 def check_fp8_kernels(kernels: ModuleType, device: torch.device) -> Iterator[tuple[bool, str]]:
-    """(whether it works, line) for each case."""
+    """(it works, line) for each case."""
     for line, case in FP8_CASES.items():
         yield attempt(line, partial(case, kernels, Fp8Draw(kernels, device)))

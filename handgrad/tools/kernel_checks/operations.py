@@ -1,4 +1,4 @@
-"""Every operation in 16 or 32 bits, beside the reference in float64.
+"""Every operation in 16 or 32 bits, and those of dropout, beside the reference in float64.
 
 A kernel works when its largest relative error over the tensors it changed is at most two units in the last place of the
 precision, plus twice what the reference itself is wrong by in that precision.
@@ -12,6 +12,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from handgrad.dropout import reference as dropout_reference
+from handgrad.dropout.masks import Dropout
 from handgrad.ops import CONTROLS, RESULTS, UPDATE, reference
 from handgrad.tools.kernel_checks.checking import attempt, compare
 from handgrad.tools.kernel_checks.draw import Arguments, B, C, Draw, F, H, N, T, V, Vp
@@ -41,15 +43,20 @@ def gelu_product_backward(d: Draw) -> Arguments:
     return {"dhidden": d.empty(N, F), "dweight_acc": d.float32(C, F), "dout": d(N, C), "hidden": d(N, F), **d.product(C, F)}
 
 
-def attention(d: Draw, heads: int) -> Arguments:
-    return {"out": d.empty(N, C), "lse": d.empty(B, heads, T, dtype=torch.float32), "qkv": d(N, 3 * C)}
+def attention(d: Draw, heads: int, **site: Dropout) -> Arguments:
+    return {"out": d.empty(N, C), "lse": d.empty(B, heads, T, dtype=torch.float32), "qkv": d(N, 3 * C), **site}
 
 
-def attention_backward(d: Draw, heads: int) -> Arguments:
+def attention_backward(d: Draw, heads: int, **site: Dropout) -> Arguments:
     """With an output and log-sums that belong to the queries, keys and values."""
-    forward = attention(d, heads)
-    reference.attention_forward(**forward)
+    forward = attention(d, heads, **site)
+    (dropout_reference if site else reference).attention_forward(**forward)
     return {"dqkv": d.empty(N, 3 * C), "dout": d(N, C), **forward}
+
+
+def site(d: Draw) -> dict[str, Dropout]:
+    """Of samples on both sides of 2^32."""
+    return {"dropout": Dropout(torch.tensor([7, (1 << 32) + 7], device=d.device), 0.1, 1337, 2)}
 
 
 def embedding_backward(d: Draw) -> Arguments:
@@ -85,66 +92,82 @@ def tree(d: Draw, rows: int) -> Arguments:
     return {"out": d.empty(2 * 4096, dtype=torch.float32), "pieces": d.float32(rows, 2 * 4096)}
 
 
-# Line: the operation it launches, and that operation's arguments by name. `scratch` is added where it takes one.
-CASES: dict[str, tuple[str, Callable[[Draw], Arguments]]] = {
-    name: (name.split(",")[0], make)
-    for name, make in {
-        "embedding_forward": lambda d: {"out": d.empty(N, C), "tokens": d.words(B, T), "wte": d(Vp, C), "wpe": d(T, C)},
-        "embedding_backward": embedding_backward,
-        "layernorm_forward": lambda d: {
-            "out": d.empty(N, C),
-            "mean": d.empty(N, dtype=torch.float32),
-            "rstd": d.empty(N, dtype=torch.float32),
-            "inp": d(N, C),
-            "weight": d(C),
-            "bias": d(C),
-        },
-        "layernorm_backward": layernorm_backward,
-        "linear_forward": lambda d: {"out": d.empty(N, F), **d.product(F, C), "bias": d(F)},
-        "linear_backward": product_backward,
-        "linear_residual_forward": lambda d: {
-            "out": d.empty(N, C),
-            "residual": d(N, C),
-            **d.product(C, F),
-            "bias": d(C),
-        },
-        "linear_gelu_forward": lambda d: {
-            "out": d.empty(N, F),
-            "hidden": d.empty(N, F),
-            **d.product(F, C),
-            "bias": d(F),
-        },
-        "gelu_linear_backward": gelu_product_backward,
-        "gelu_forward": lambda d: {"out": d.empty(N, F), "inp": d(N, F)},
-        "gelu_backward": lambda d: {"dhidden_inout": d(N, F), "inp": d(N, F)},
-        "bias_backward": lambda d: {"dbias_acc": d.float32(F), "dout": d(N, F)},
-        "attention_forward, heads of 64 channels": lambda d: attention(d, H),
-        "attention_backward, heads of 64 channels": lambda d: attention_backward(d, H),
-        "attention_forward, heads of 128 channels": lambda d: attention(d, 1),
-        "attention_backward, heads of 128 channels": lambda d: attention_backward(d, 1),
-        "classifier_forward": lambda d: {**classifier(d), "logits_inout": d(N, Vp, scale=4)},
-        "classifier_forward_backward": lambda d: {
-            **classifier(d),
-            "logits_to_dlogits_inout": d(N, Vp, scale=4),
-            "scale": torch.tensor([0.37], device=d.device),
-        },
-        "loss_sum": sums,
-        "squared_norms": lambda d: {
-            "out": d.empty(16, dtype=torch.float32),
-            "flat": d.float32(15 * 4096 + 640),
-            "block_elements": 4096,
-        },
-        "tree_sum": lambda d: {**tree(d, 4), "rounded": False},
-        "tree_sum, rounded": lambda d: {**tree(d, 16), "rounded": True},
-        "checksum": lambda d: {"out": torch.zeros(1, dtype=torch.int64, device=d.device), "flat": d(3 * 4096 + 5)},
-        "verdict": verdict,
-        "adamw_update": adamw_update,
-    }.items()
+# Line: the arguments by name of the operation that it launches, which its name begins with. `scratch` is added where the
+# operation takes one.
+Cases = dict[str, Callable[[Draw], Arguments]]
+CASES: Cases = {
+    "embedding_forward": lambda d: {"out": d.empty(N, C), "tokens": d.words(B, T), "wte": d(Vp, C), "wpe": d(T, C)},
+    "embedding_backward": embedding_backward,
+    "layernorm_forward": lambda d: {
+        "out": d.empty(N, C),
+        "mean": d.empty(N, dtype=torch.float32),
+        "rstd": d.empty(N, dtype=torch.float32),
+        "inp": d(N, C),
+        "weight": d(C),
+        "bias": d(C),
+    },
+    "layernorm_backward": layernorm_backward,
+    "linear_forward": lambda d: {"out": d.empty(N, F), **d.product(F, C), "bias": d(F)},
+    "linear_backward": product_backward,
+    "linear_residual_forward": lambda d: {
+        "out": d.empty(N, C),
+        "residual": d(N, C),
+        **d.product(C, F),
+        "bias": d(C),
+    },
+    "linear_gelu_forward": lambda d: {
+        "out": d.empty(N, F),
+        "hidden": d.empty(N, F),
+        **d.product(F, C),
+        "bias": d(F),
+    },
+    "gelu_linear_backward": gelu_product_backward,
+    "gelu_forward": lambda d: {"out": d.empty(N, F), "inp": d(N, F)},
+    "gelu_backward": lambda d: {"dhidden_inout": d(N, F), "inp": d(N, F)},
+    "bias_backward": lambda d: {"dbias_acc": d.float32(F), "dout": d(N, F)},
+    "attention_forward, heads of 64 channels": lambda d: attention(d, H),
+    "attention_backward, heads of 64 channels": lambda d: attention_backward(d, H),
+    "attention_forward, heads of 128 channels": lambda d: attention(d, 1),
+    "attention_backward, heads of 128 channels": lambda d: attention_backward(d, 1),
+    "classifier_forward": lambda d: {**classifier(d), "logits_inout": d(N, Vp, scale=4)},
+    "classifier_forward_backward": lambda d: {
+        **classifier(d),
+        "logits_to_dlogits_inout": d(N, Vp, scale=4),
+        "scale": torch.tensor([0.37], device=d.device),
+    },
+    "loss_sum": sums,
+    "squared_norms": lambda d: {
+        "out": d.empty(16, dtype=torch.float32),
+        "flat": d.float32(15 * 4096 + 640),
+        "block_elements": 4096,
+    },
+    "tree_sum": lambda d: {**tree(d, 4), "rounded": False},
+    "tree_sum, rounded": lambda d: {**tree(d, 16), "rounded": True},
+    "checksum": lambda d: {"out": torch.zeros(1, dtype=torch.int64, device=d.device), "flat": d(3 * 4096 + 5)},
+    "verdict": verdict,
+    "adamw_update": adamw_update,
+}
+DROPOUT_CASES: Cases = {
+    "dropout_forward": lambda d: {"out": d.empty(N, C), "inp": d(N, C), **site(d)},
+    "dropout_backward": lambda d: {"dinp": d.empty(N, C), "dout": d(N, C), **site(d)},
+    "dropout_residual_forward": lambda d: {"branch_to_out_inout": d(N, C), "residual": d(N, C), **site(d)},
+    "attention_forward, with dropout": lambda d: attention(d, H, **site(d)),
+    "attention_backward, with dropout": lambda d: attention_backward(d, H, **site(d)),
 }
 
 
-def check_kernels(kernels: ModuleType, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[bool, str]]:
-    """(whether it works, line) for each case."""
-    for line, (operation, make) in CASES.items():
-        made = partial(make, Draw(dtype, device))
-        yield attempt(line, partial(compare, getattr(kernels, operation), getattr(reference, operation), made))
+def operation_of(line: str) -> str:
+    return line.split(",")[0]
+
+
+def check_kernels(
+    kernels: ModuleType, device: torch.device, dtype: torch.dtype, cases: Cases = CASES, specified: ModuleType = reference
+) -> Iterator[tuple[bool, str]]:
+    """(it works, line) for each case."""
+    for line, make in cases.items():
+        kernel, right = (getattr(ops, operation_of(line)) for ops in (kernels, specified))
+        yield attempt(line, partial(compare, kernel, right, partial(make, Draw(dtype, device))))
+
+
+def check_dropout_kernels(kernels: ModuleType, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[bool, str]]:
+    yield from check_kernels(kernels, device, dtype, DROPOUT_CASES, dropout_reference)

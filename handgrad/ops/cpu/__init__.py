@@ -1,0 +1,33 @@
+"""The operations on a CPU: torch's own fused kernels where they are faster than the formula, the reference elsewhere.
+
+Layer norm, GELU and attention, forward and backward, AdamW and float32 GEMMs (oneDNN) call the library. Each is tested
+against `handgrad.ops.reference`, which says what it computes.
+"""
+
+# ruff: noqa: F401
+
+from typing import Any
+
+from handgrad.ops import reference
+from handgrad.ops.compose import after_layernorm
+from handgrad.ops.cpu import decode
+from handgrad.ops.cpu.adamw import adamw_update
+from handgrad.ops.cpu.attention import attention_backward, attention_forward
+from handgrad.ops.cpu.embedding import embedding_backward
+from handgrad.ops.cpu.gelu import (
+    gelu_backward,
+    gelu_forward,
+    gelu_linear_backward,
+    linear_gelu_forward,
+    linear_residual_forward,
+)
+from handgrad.ops.cpu.layernorm import layernorm_backward, layernorm_forward
+from handgrad.ops.cpu.linear import linear_backward, linear_forward
+
+layernorm_linear_forward = after_layernorm(layernorm_forward, linear_forward)
+layernorm_linear_gelu_forward = after_layernorm(layernorm_forward, linear_gelu_forward)
+
+
+def __getattr__(name: str) -> Any:
+    """All other operations are the reference's."""
+    return getattr(reference, name)

@@ -1,0 +1,50 @@
+"""AdamW by torch's fused kernel.
+
+It rounds the tail of a cut vector differently: flat buffers may be cut at multiples of 128 elements only.
+"""
+
+import torch
+from torch import Tensor
+
+from handgrad import ops
+from handgrad.ops.reference.optimizer import exact_weight, publish
+
+
+def adamw_update(
+    published: Tensor,
+    weight_inout: Tensor,
+    m_inout: Tensor,
+    v_inout: Tensor,
+    gradient_inout: Tensor,
+    controls: Tensor,
+    results: Tensor,
+    *,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    weight_decay: float,
+    seed: int = 0,
+    first_element: int = 0,
+) -> None:
+    if results[ops.RESULT_VERDICT].item() != ops.UPDATE:
+        return
+    gradient_scale = results[ops.RESULT_SCALE].item()
+    step, learning_rate = (controls[place].item() for place in (ops.CONTROL_STEP, ops.CONTROL_LEARNING_RATE))
+    one, weight = torch.ones((), dtype=torch.float32), exact_weight(weight_inout)
+    torch.ops.aten._fused_adamw_(
+        [weight],
+        [gradient_inout],
+        [m_inout],
+        [v_inout],
+        [],
+        [one * step],
+        lr=learning_rate,
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=weight_decay,
+        eps=epsilon,
+        amsgrad=False,
+        maximize=False,
+        grad_scale=None if gradient_scale == 1.0 else one / gradient_scale,
+    )
+    publish(published, weight_inout, weight, int(step), seed, first_element)

@@ -1,0 +1,27 @@
+"""Generation on a CPU, where the host may ask: attention reads only the tokens that each sequence has."""
+
+# ruff: noqa: F401
+
+import math
+
+import torch
+from torch import Tensor
+
+from handgrad.ops.compose import after_layernorm
+from handgrad.ops.cpu.gelu import linear_gelu_forward, linear_residual_forward
+from handgrad.ops.cpu.layernorm import layernorm_forward
+from handgrad.ops.cpu.linear import linear_forward
+from handgrad.ops.reference.decode import append_keys_values, choose_tokens, choosing_scratch_bytes, embedding_decode
+
+layernorm_linear_forward = after_layernorm(layernorm_forward, linear_forward)
+layernorm_linear_gelu_forward = after_layernorm(layernorm_forward, linear_gelu_forward)
+
+
+def attention_decode(
+    out: Tensor, keys_inout: Tensor, values_inout: Tensor, qkv: Tensor, positions: Tensor, *, scratch: Tensor | None = None
+) -> None:
+    q = append_keys_values(keys_inout, values_inout, qkv, positions)
+    y = out.view(*q.shape)
+    for b, position in enumerate(positions.tolist()):
+        keys, values = (cache[b, :, : position + 1].to(q.dtype) for cache in (keys_inout, values_inout))
+        y[b] = torch.matmul(torch.softmax(torch.matmul(q[b], keys.transpose(-1, -2)), -1), values)

@@ -1,0 +1,40 @@
+"""Layer norm by torch's kernels."""
+
+import torch
+from torch import Tensor
+
+from handgrad.ops.reference.layernorm import LAYERNORM_EPSILON
+from handgrad.ops.reference.linear import bias_backward
+
+aten = torch.ops.aten
+
+
+def layernorm_forward(out: Tensor, mean: Tensor, rstd: Tensor, inp: Tensor, weight: Tensor, bias: Tensor) -> None:
+    N, C = inp.shape
+    # Weights of the statistics' dtype make the library keep the statistics in that dtype for bf16 inputs also.
+    weight, bias = weight.to(mean.dtype), bias.to(mean.dtype)
+    results = {"out0": out, "out1": mean.view(N, 1), "out2": rstd.view(N, 1)}
+    aten.native_layer_norm.out(inp, (C,), weight, bias, LAYERNORM_EPSILON, **results)
+
+
+def layernorm_backward(
+    dresidual_inout: Tensor,
+    dweight_acc: Tensor,
+    dbias_acc: Tensor,
+    dout: Tensor,
+    inp: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor,
+    dbias_below_acc: Tensor | None,
+    *,
+    scratch: Tensor | None = None,
+) -> None:
+    N, C = inp.shape
+    weight, mean, rstd = weight.to(mean.dtype), mean.view(N, 1), rstd.view(N, 1)
+    dinp, dweight, dbias = aten.native_layer_norm_backward(dout, inp, (C,), mean, rstd, weight, weight, [True, True, True])
+    dresidual_inout.add_(dinp)
+    dweight_acc.add_(dweight)
+    dbias_acc.add_(dbias)
+    if dbias_below_acc is not None:
+        bias_backward(dbias_below_acc, dresidual_inout)
