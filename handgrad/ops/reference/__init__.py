@@ -1,7 +1,7 @@
-"""Every operation of GPT-2 in plain torch, on any device: the specification that other backends are tested against.
+"""Every operation of GPT-2 by its formula, in plain torch, on any device: the specification of all other backends.
 
-On a CPU it is also the fast path: products, layer norm, GELU and attention call the library's own kernels with our
-buffers. No autograd anywhere: the forward and the backward of an operation stand next to each other.
+The forward and the backward of an operation stand next to each other under their equation. No autograd, and none of its
+kernels: those of a CPU are in `handgrad.ops.cpu`.
 """
 
 # ruff: noqa: F401
