@@ -2,7 +2,9 @@
 replayed. They must not allocate, and must not read what the host changes.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -24,7 +26,7 @@ class Replayed:
                 return
             self.graph = torch.cuda.CUDAGraph()
             # Other threads (a sampler of the GPU's power, say) may call the driver during the capture.
-            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"), no_collection():
                 for launch in self.launches:
                     launch()
         self.graph.replay()
@@ -33,9 +35,22 @@ class Replayed:
 def capture(launches: Sequence[Callable[[], object]], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
     """A graph of launches that have run eagerly before. (`torch.cuda.graph` would collect garbage before each.)"""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):
+    with torch.cuda.stream(stream), no_collection():
         graph.capture_begin(capture_error_mode="thread_local")
         for launch in launches:
             launch()
         graph.capture_end()
     return graph
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Keeps the garbage collector from running: it may free another graph, its events and its pinned memory, and a call of
+    the driver that a capture does not allow invalidates the capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
