@@ -11,7 +11,8 @@ from benchmarks import speed
 from tests.figure_exceptions import COMMITS, NOT_YET, PAGES
 from tests.figure_tables import ARITHMETIC, made
 from tests.figure_values import RECORDS, ROOT, Figure
-from tests.figures import COMMENT, Checked, blank, check_page, commit_errors, has_history
+from tests.figures import COMMENT, Checked, blank, check_page, commit_errors, has_history, prose_of
+from tests.figures_in_code import CLAIMS, EXCEPTIONS
 
 ALL = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")))
 HELD = [page for page in ALL if page not in NOT_YET]
@@ -35,6 +36,35 @@ def test_pages_not_yet_held_exist_and_are_not() -> None:
     for page in NOT_YET:
         assert check(page).errors, f"{page} passes: take it from NOT_YET"
     assert set(PAGES) <= set(ALL)
+
+
+def check_code(path: str, claims: str) -> list[str]:
+    """The docstrings and comments of a file, as if its claims stood below them."""
+    text = f"{prose_of(ROOT / path)}\n\n<!-- figures {claims}\n-->\n"
+    return check_page(text, RECORDS, exceptions=list(EXCEPTIONS.get(path, {}))).errors
+
+
+def test_every_measured_figure_of_the_code_is_its_records() -> None:
+    files = sorted(
+        str(path.relative_to(ROOT))
+        for folder in ("handgrad", "benchmarks", "examples")
+        for path in (ROOT / folder).rglob("*.py")
+    )
+    errors = {path: found for path in files if (found := check_code(path, CLAIMS.get(path, "cpu-demo")))}
+    assert not errors, "\n".join(f"{path}: {error}" for path, found in errors.items() for error in found)
+    assert {*CLAIMS, *EXCEPTIONS} <= set(files), "a file is gone"
+
+
+def test_a_forged_figure_of_the_code_is_found() -> None:
+    """Every figure of its claims, one up in the text that they quote, or in their own text."""
+    random_ = random.Random(5)
+    for path, claims in CLAIMS.items():
+        lines = claims.split("\n")
+        for number, line in enumerate(lines):
+            figure, equals, expression = line.partition(" = ")
+            if equals:
+                changed = [*lines[:number], f"{one_more(figure, random_)} = {expression}", *lines[number + 1 :]]
+                assert check_code(path, "\n".join(changed)), f"{path}: {figure}"
 
 
 def test_every_record_names_a_commit() -> None:

@@ -165,7 +165,7 @@ def _read_jsonl(path: Path, text_field: str) -> Iterator[tuple[int, str | None]]
 
 
 def _read_parquet(path: Path, text_field: str) -> Iterator[tuple[int, str | None]]:
-    import pyarrow  # here and not above: workers and other sources spare its 50 MB
+    import pyarrow  # here and not above: workers and other sources do without it
     import pyarrow.parquet
 
     try:

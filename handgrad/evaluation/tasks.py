@@ -79,7 +79,7 @@ def json_rows(content: bytes, path: Path) -> Iterator[Record]:
 
 
 def parquet_rows(path: Path) -> Iterator[Record]:
-    import pyarrow  # here and not above: other formats do without its 50 MB
+    import pyarrow  # here and not above: other formats do without it
     import pyarrow.parquet
 
     try:
