@@ -220,8 +220,12 @@ def commit_errors(records: dict[str, Any], history: bool, exceptions: dict[str, 
     """Records whose commit is no hexadecimal number of 7 to 40 digits or, with `history`, is not in this repository."""
     errors = []
     for name, record in records.items():
+        if name in exceptions:
+            continue
+        if record.get("uncommitted_changes"):
+            errors.append(f"{name}: its code had uncommitted changes")
         for key in ("commit", "old_commit"):
-            if name in exceptions or (key == "old_commit" and key not in record):
+            if key == "old_commit" and key not in record:
                 continue
             commit = str(record.get(key))
             if not re.fullmatch(r"[0-9a-f]{7,40}", commit):

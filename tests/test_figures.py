@@ -166,6 +166,8 @@ def test_a_forged_record_is_found() -> None:
     for name in random.Random(1).sample(sorted(set(RECORDS) - set(COMMITS)), 5):
         for commit in ("", "unknown", "12ab", "73fefb0 and more", "73FEFB0", None):
             assert commit_errors({name: {**RECORDS[name], "commit": commit}}, history=False, exceptions=COMMITS)
+        changed = {**RECORDS[name], "uncommitted_changes": True}
+        assert commit_errors({name: changed}, history=False, exceptions=COMMITS)
         if has_history():
             assert commit_errors({name: {**RECORDS[name], "commit": "0123456789abcdef"}}, history=True, exceptions=COMMITS)
 
