@@ -17,6 +17,7 @@ UNITS = {
     "tok/s": ("token/s", 1.0),
     "tokens/s": ("token/s", 1.0),
     "tokens a second": ("token/s", 1.0),
+    "PFLOP/s": ("FLOP/s", 1e15),
     "TFLOP/s": ("FLOP/s", 1e12),
     "GFLOP/s": ("FLOP/s", 1e9),
     "FLOP/s": ("FLOP/s", 1.0),
@@ -24,15 +25,23 @@ UNITS = {
     "GB/s": ("B/s", 1e9),
     "MB/s": ("B/s", 1e6),
     "B/s": ("B/s", 1.0),
+    "TB": ("B", 1e12),
     "GiB": ("B", 2.0**30),
     "MiB": ("B", 2.0**20),
     "KiB": ("B", 2.0**10),
     "GB": ("B", 1e9),
     "MB": ("B", 1e6),
     "KB": ("B", 1e3),
+    "kB": ("B", 1e3),
     "bytes": ("B", 1.0),
+    "GHz": ("Hz", 1e9),
     "MHz": ("Hz", 1e6),
+    "kHz": ("Hz", 1e3),
+    "kJ": ("J", 1e3),
     "mJ": ("J", 1e-3),
+    "µJ": ("J", 1e-6),
+    "kW": ("W", 1e3),
+    "mW": ("W", 1e-3),
     "J": ("J", 1.0),
     "W": ("W", 1.0),
     "ms": ("s", 1e-3),
@@ -73,10 +82,11 @@ FIELDS = {
     "mfu|share|ratio|relative|fraction|of_limit|times": "x",
 }
 SUFFIXES = {"": 1.0, "k": 1e3, "M": 1e6, " million": 1e6}
-SIZES = ("bytes", "KB", "KiB", "MiB")  # of formats and tiles, counted and not measured
+SIZES = ("bytes", "KB", "kB", "KiB", "MiB")  # of formats and tiles, counted and not measured
 UNIT = "|".join(re.escape(unit) for unit in sorted(UNITS, key=len, reverse=True) if unit not in ("x", "×"))
+DIGITS = r"\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?"
 FIGURE = re.compile(
-    r"(?<![\w.,/^#−+-])(?P<sign>[+−-]?)(?P<digits>\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?)(?P<suffix>[kM]| million)?"
+    rf"(?<![\w.,/^#−+-])(?P<sign>[+−-]?)(?P<digits>{DIGITS})(?P<suffix>[kM]| million|e[+-]?\d+)?"
     rf"(?P<unit>[x×](?![\w-])|(?: |\n *)?(?:{UNIT})(?![\w/]))?(?![\w^]|[.,/]\d|-\w)"
 )
 PARENTHESES = re.compile(r'\(((?:"[^"]*"|[^()"])*)\)')
@@ -98,17 +108,22 @@ class Figure:
 
     @property
     def number(self) -> float:
-        return (-1 if self.sign in ("-", "−") else 1) * float(self.digits.replace(",", "")) * SUFFIXES[self.suffix]
+        return (-1 if self.sign in ("-", "−") else 1) * float(self.digits.replace(",", "")) * scale(self.suffix)
 
     @property
     def allowed(self) -> float:
         """Half a unit of the last printed digit."""
-        return 0.5 * 10.0 ** -len(self.digits.partition(".")[2]) * SUFFIXES[self.suffix]
+        return 0.5 * 10.0**-self.decimals * scale(self.suffix)
+
+    @property
+    def decimals(self) -> int:
+        return len(self.digits.partition(".")[2])
 
     @property
     def is_measured(self) -> bool:
-        """Whether it looks measured by itself: by its unit, by k, or by three decimals, as losses have."""
-        return self.unit not in ("", *SIZES) or self.suffix == "k" or len(self.digits.partition(".")[2]) >= 3
+        """It looks measured by itself: by its unit, by k, or by its decimals, as losses and errors have."""
+        by_decimals = self.decimals >= (2 if self.suffix.startswith("e") else 3)
+        return self.unit not in ("", *SIZES) or self.suffix == "k" or by_decimals
 
 
 @dataclass(frozen=True)
@@ -121,6 +136,11 @@ class Value:
 
 class Wrong(Exception):
     """A line says something that the records do not hold."""
+
+
+def scale(suffix: str) -> float:
+    """The factor that a suffix says: k, M, or an exponent like e-03."""
+    return 10.0 ** int(suffix[1:]) if suffix.startswith("e") else SUFFIXES[suffix]
 
 
 def figures_in(text: str) -> list[Figure]:

@@ -52,6 +52,7 @@ class Claim:
     """A line of a comment: figures and the expression that they come from."""
 
     record: str
+    text: str
     figures: list[Figure]
     expression: str
 
@@ -75,7 +76,7 @@ def claims_in(record: str, lines: str) -> Iterator[Claim]:
             record = match[1]
         elif line:
             text, _, expression = line.partition(" = ")
-            yield Claim(record, figures_in(text), expression)
+            yield Claim(record, text, figures_in(text), expression)
 
 
 def wrong_values(claim: Claim, records: dict[str, Any]) -> Iterator[str]:
@@ -106,8 +107,8 @@ def matched(figures: list[Figure], claims: list[Claim]) -> tuple[set[int], list[
     """Finds the claims' figures among those of a text, in order. The places found, and errors."""
     places, errors, position = set(), [], 0
     for claim in claims:
-        if not claim.figures:
-            errors.append(f"no figure before = {claim.expression}")
+        if not claim.figures or " ".join(figure.text for figure in claim.figures) != claim.text:
+            errors.append(f"no figures, or something else beside them: {claim.text} = {claim.expression}")
         for wanted in claim.figures:
             at = next((i for i in range(position, len(figures)) if figures[i].text == wanted.text), None)
             if at is None:

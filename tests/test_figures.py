@@ -14,7 +14,9 @@ from tests.figure_values import RECORDS, ROOT, Figure
 from tests.figures import COMMENT, Checked, blank, check_page, commit_errors, has_history, prose_of
 from tests.figures_in_code import CLAIMS, EXCEPTIONS
 
-ALL = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")))
+ALL = sorted(
+    str(path.relative_to(ROOT)) for path in (ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md"))
+)
 HELD = [page for page in ALL if page not in NOT_YET]
 MADE = made()
 
