@@ -15,14 +15,21 @@ from handgrad import devices
 ROOT = Path(__file__).parents[1]
 
 
+def git(*arguments: str) -> str:
+    """Runs a git command and returns its output; "" where there is no history."""
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+
 def provenance(device: torch.device) -> dict[str, Any]:
-    """The first fields of a results file."""
-    commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    """The first fields of a results file. `uncommitted_changes` is there only if the code differs from the commit."""
+    commit = os.environ.get("HANDGRAD_COMMIT")
+    changed = not commit and git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results")
     return {
         "machine": f"{devices.describe(device)}; {os.cpu_count()} cores, {platform.machine()}, {platform.system()}",
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         # A copy without its history (a tarball, a rented machine) gets its commit from the environment.
-        "commit": os.environ.get("HANDGRAD_COMMIT") or commit.stdout.strip() or "unknown",
+        "commit": commit or git("rev-parse", "--short=12", "HEAD") or "unknown",
+        **({"uncommitted_changes": True} if changed else {}),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
     }
 

@@ -1,5 +1,6 @@
-"""Every block of the README and of docs/tour.md runs, in order, in one folder, as a reader would run it; and every figure
-of the README, docs/results.md and docs/sampling.md stands in benchmarks/results.
+"""Every block of the README and of docs/tour.md runs, in order, in one folder, as a reader would run it; and the
+tables of the README, docs/results.md and docs/sampling.md are made from benchmarks/results (`tests/test_figures.py` holds
+the figures beside them).
 
     python -m tests.test_readme      prints the tables of these pages, to paste
 """
@@ -326,19 +327,6 @@ def test_the_text_says_how_it_was_measured() -> None:
         assert f"torch {record['versions']['torch']}, Triton {record['libraries']['triton']} " in text
         turn, whole = record["settings"]["turn_seconds"], record["settings"]["seconds"]
         assert f"alternate in {turn:g} s slices, {whole:g} s each" in " ".join(text.split())
-
-
-def test_the_text_quotes_the_results() -> None:
-    """Every other figure of these sections, and of the validation losses."""
-    known = {row for rows in quoted().values() for row in rows}
-    text = section("README.md") + section("docs/results.md") + section("docs/results.md", "On two cores of a CPU")
-    text = text.replace("989.4 TFLOP/s", "")
-    text = re.sub(r"llm\.c, measured separately.*?tok/s", "", text, flags=re.DOTALL)  # not ours, and said so
-    text = "\n".join(row for row in text.split("\n") if row not in known)
-    text += "".join(re.findall(r"^\| validation loss.*$", (ROOT / "docs" / "results.md").read_text(), re.MULTILINE))
-    measured = "".join(path.read_text() for path in RESULTS.glob("*.json"))
-    for figure in re.findall(r"\d+\.\d+", text):
-        assert re.search(rf"(?<![\d.]){re.escape(figure.rstrip('0'))}\d*", measured), f"{figure} stands in no results file"
 
 
 if __name__ == "__main__":

@@ -166,7 +166,7 @@ def _read_jsonl(path: Path, text_field: str) -> Iterator[tuple[int, str | None]]
 @contextmanager
 def open_parquet(path: Path, **options: Any) -> Iterator[Any]:
     """A `pyarrow.parquet.ParquetFile`. Raises DataError: damaged, also where the block reads it."""
-    import pyarrow  # here and not above: workers and other sources spare its 50 MB
+    import pyarrow  # here and not above: workers and other sources do without it
     import pyarrow.parquet
 
     try:

@@ -1,0 +1,80 @@
+"""The records behind the figures of docstrings and comments, file by file, in the words of `tests/figures.py`."""
+
+CLAIMS: dict[str, str] = {
+    "handgrad/fp8/cuda/column_sums.py": """h200-fp8
+4.1 = kernels[size=124M][kernel=bias sums of fc].share_of_copy * copy_terabytes_per_second in TB/s
+4.2 TB/s = copy_terabytes_per_second""",
+    "handgrad/fp8/cuda/gelu.py": """h200-fp8-choices
+413 us = gelu_backward_microseconds_124M.8x128_4_warps
+511 = gelu_backward_microseconds_124M.32_quads_x_64_columns_8_warps""",
+    "handgrad/fp8/cuda/linear.py": """h200-fp8
+6 = products[size=1558M][product=head][direction=dgrad][gradients=e4m3].fp8_other_sums_milliseconds \
+ / products[size=1558M][product=head][direction=dgrad][gradients=e4m3].fp8_milliseconds - 1 in %
+42 % = products[size=124M][product=head][direction=forward].fp8_other_sums_milliseconds \
+ / products[size=124M][product=head][direction=forward].fp8_milliseconds - 1
+in h200-fp8-choices
+1.5 ms = epilogues_milliseconds.124M_fcproj_dgrad.gelu_derivative
+0.32 = epilogues_milliseconds.124M_fcproj_dgrad.plain""",
+    "handgrad/ops/cuda/choosing.py": """h200-decode-choices
+32 us = runs."first*"."one program chooses, microseconds*"
+6 = sum runs."second*"."choice in parts*"[*]""",
+    "handgrad/ops/cuda/classifier.py": """h200-kernel-choices
+89 % = classifier_forward_backward_copy_bandwidth_share."8 warps*"
+86 % = classifier_forward_backward_copy_bandwidth_share."16 warps*\"""",
+    "handgrad/ops/cuda/column_sums.py": """h200-kernel-choices
+90 % = bias_sums_copy_bandwidth_share.65536x2304."64 columns*"
+76 % = bias_sums_copy_bandwidth_share.65536x2304."128 columns*\"""",
+    "handgrad/ops/cuda/layernorm.py": """h200-kernel-choices
+92 % = layernorm_backward_copy_bandwidth_share.65536x768."three stages"
+68 % = layernorm_backward_copy_bandwidth_share.65536x768."one stage\"""",
+    "handgrad/ops/cpu/attention.py": """cpu-operation-choices
+1.6 = figures.attention_forward_4x256_4_heads_of_32_ms.bf16 / figures.attention_forward_4x256_4_heads_of_32_ms.float32
+1.9 times = figures.attention_backward_4x256_4_heads_of_32_ms.bf16 \
+ / figures.attention_backward_4x256_4_heads_of_32_ms.float32""",
+    "handgrad/ops/reference/classifier.py": """cpu-operation-choices
+9 ms = figures.softmax_256_rows_ms."masked rows in blocks"
+21 = figures.softmax_256_rows_ms."masked rows at once\"""",
+    "handgrad/ops/cpu/embedding.py": """cpu-operation-choices
+14 times = figures.embedding_backward_8192_rows_ms.index_put_ / figures.embedding_backward_8192_rows_ms.index_add_""",
+    "handgrad/ops/cpu/linear.py": """cpu-operation-choices
+293 = figures.float32_product_256x768x3072_gflop_per_second."oneDNN weight*"
+440 GFLOP/s = figures.float32_product_256x768x3072_gflop_per_second."oneDNN forward"
+190 = figures.float32_product_256x768x3072_gflop_per_second."torch.mm\"""",
+    "handgrad/ops/reference/optimizer.py": """cpu-operation-choices
+13x = figures.squared_norm_124m_ms."square and sum" / figures.squared_norm_124m_ms."vector_norm over blocks\"""",
+    "handgrad/training/feed.py": """cpu-operation-choices
+0.27 ms = figures.sorted_positions_of_65536_tokens_ms[*]""",
+}
+
+EXCEPTIONS: dict[str, dict[str, str]] = {
+    "benchmarks/efficiency.py": {"reaches 90 % of linear": "the definition of the function"},
+    "handgrad/arena.py": {"within 1 % of the lower bound": "a bound that tests hold"},
+    "handgrad/commands/evaluate.py": {"one every 20 s elsewhere": "a constant"},
+    "handgrad/data/prepare.py": {
+        "about 32 MB of text": "arithmetic: 32 units of a million characters",
+        "0.005 of hub rows": "a default",
+    },
+    "handgrad/data/sources.py": {"modulo 4 GiB": "the format's"},
+    "handgrad/devices.py": {"NVIDIA H200, 141 GB": "an example of the output"},
+    "handgrad/format.py": {"48.3% MFU": "an example of the output", "152 GFLOP/s": "an example of the output"},
+    "handgrad/ops/cuda/classifier.py": {"cache of 50 MB": "the vendor's specification"},
+    "handgrad/ops/cuda/decode.py": {"4.8 TB/s times about 800 ns": "the vendor's specification, and an estimate"},
+    "handgrad/ops/cuda/embedding.py": {"up 4 % of all tokens": "an example"},
+    "handgrad/ops/cuda/gelu.py": {
+        "(1 + tanh u), u = sqrt(2/pi) (x + 0.044715 x^3)": "an equation",
+        "1 + tanh u = 2 s, s": "an equation",
+        "SLOPE (x + 0.044715 x^3)": "an equation",
+        "0 times infinity": "arithmetic",
+    },
+    "handgrad/ops/cuda/optimizer.py": {"off by 1e-5 at 0.999": "arithmetic"},
+    "handgrad/ops/reference/decode.py": {"0 times that": "arithmetic"},
+    "handgrad/ops/reference/gelu.py": {
+        "(1 + tanh u), u = sqrt(2/pi) (x + 0.044715 x^3)": "an equation",
+        "(1 + 3 * 0.044715 x^2)": "an equation",
+    },
+    "handgrad/report/drawing.py": {"1.4 times its points": "arithmetic of the page"},
+    "handgrad/report/plots.py": {"above 99 % of the values": "a constant"},
+    "handgrad/report/results.py": {"last 2 % of the steps": "a constant", "600, 8.19k": "an example of the output"},
+    "handgrad/tools/network.py": {"'11.0 GB/s'": "an example of the output"},
+    "handgrad/tools/rates.py": {"a copy of 2 GB on the device (64 MB on a CPU)": "constants"},
+}

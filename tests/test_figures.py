@@ -1,0 +1,195 @@
+"""Every measured figure of the pages is its record's; and a forged one is found (`tests/figures.py` says how)."""
+
+import copy
+import random
+import re
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from benchmarks import speed
+from tests.figure_exceptions import COMMITS, NOT_YET, PAGES
+from tests.figure_tables import ARITHMETIC, made
+from tests.figure_values import RECORDS, ROOT, Figure
+from tests.figures import COMMENT, Checked, blank, check_page, commit_errors, has_history, prose_of
+from tests.figures_in_code import CLAIMS, EXCEPTIONS
+
+ALL = sorted(
+    str(path.relative_to(ROOT)) for path in (ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md"))
+)
+HELD = [page for page in ALL if page not in NOT_YET]
+MADE = made()
+
+
+def check(page: str, text: str | None = None, records: dict | None = None) -> Checked:
+    text = (ROOT / page).read_text() if text is None else text
+    text = blank(text, ARITHMETIC)
+    return check_page(text, RECORDS if records is None else records, MADE.get(page), list(PAGES.get(page, {})))
+
+
+@pytest.mark.parametrize("page", HELD)
+def test_every_measured_figure_is_its_records(page: str) -> None:
+    errors = check(page).errors
+    assert not errors, "\n".join([page, *errors])
+
+
+def test_pages_not_yet_held_exist_and_are_not() -> None:
+    """A page that passes leaves the list."""
+    for page in NOT_YET:
+        assert check(page).errors, f"{page} passes: take it from NOT_YET"
+    assert set(PAGES) <= set(ALL)
+
+
+def check_code(path: str, claims: str) -> list[str]:
+    """The docstrings and comments of a file, as if its claims stood below them."""
+    text = f"{prose_of(ROOT / path)}\n\n<!-- figures {claims}\n-->\n"
+    return check_page(text, RECORDS, exceptions=list(EXCEPTIONS.get(path, {}))).errors
+
+
+def test_every_measured_figure_of_the_code_is_its_records() -> None:
+    files = sorted(
+        str(path.relative_to(ROOT))
+        for folder in ("handgrad", "benchmarks", "examples")
+        for path in (ROOT / folder).rglob("*.py")
+    )
+    errors = {path: found for path in files if (found := check_code(path, CLAIMS.get(path, "cpu-demo")))}
+    assert not errors, "\n".join(f"{path}: {error}" for path, found in errors.items() for error in found)
+    assert {*CLAIMS, *EXCEPTIONS} <= set(files), "a file is gone"
+
+
+def test_a_forged_figure_of_the_code_is_found() -> None:
+    """Every figure of its claims, one up in the text that they quote, or in their own text."""
+    random_ = random.Random(5)
+    for path, claims in CLAIMS.items():
+        lines = claims.split("\n")
+        for number, line in enumerate(lines):
+            figure, equals, expression = line.partition(" = ")
+            if equals:
+                changed = [*lines[:number], f"{one_more(figure, random_)} = {expression}", *lines[number + 1 :]]
+                assert check_code(path, "\n".join(changed)), f"{path}: {figure}"
+
+
+def test_every_record_names_a_commit() -> None:
+    errors = commit_errors(RECORDS, history=False, exceptions=COMMITS)
+    assert not errors, "\n".join(errors)
+    for name in COMMITS:
+        assert commit_errors({name: RECORDS[name]}, has_history(), {}) or not has_history(), f"{name} needs no exception"
+
+
+def test_the_commits_are_in_the_history() -> None:
+    if not has_history():
+        pytest.skip("no history here (a tarball or a shallow clone): the commits cannot be looked up")
+    errors = commit_errors(RECORDS, history=True, exceptions=COMMITS)
+    assert not errors, "\n".join(errors)
+
+
+def other_digit(text: str, random_: random.Random) -> str:
+    """One digit changed, so that the number is another."""
+    places = [place for place, character in enumerate(text) if character.isdigit()]
+    place = random_.choice(places)
+    return text[:place] + str((int(text[place]) + random_.randint(1, 9)) % 10) + text[place + 1 :]
+
+
+def other_unit(text: str, random_: random.Random) -> str:
+    """k for M, m for µ and so on; a number without a unit becomes thousands."""
+    swaps = [
+        ("k", "M"),
+        ("M", "k"),
+        ("ms", "s"),
+        ("µs", "ms"),
+        ("%", "x"),
+        ("x", "%"),
+        ("TB", "GB"),
+        ("GB", "MB"),
+        ("mJ", "J"),
+    ]
+    for old, new in swaps:
+        if re.search(rf"\d ?{old}", text):
+            return re.sub(rf"(\d ?){old}", rf"\g<1>{new}", text, count=1)
+    return re.sub(r"(\d)(?!.*\d)", r"\1k", text)
+
+
+def one_more(text: str, random_: random.Random) -> str:
+    """The last printed digit one up, with carry."""
+    match = re.search(r"[\d.,]*\d", text)
+    assert match
+    digits = str(int(re.sub(r"\D", "", match[0])) + 1).rjust(len(re.sub(r"\D", "", match[0])), "0")
+    kept, changed = iter(digits[-len(re.sub(r"\D", "", match[0])) :]), ""
+    for character in match[0]:
+        changed += next(kept) if character.isdigit() else character
+    return text[: match.start()] + changed + text[match.end() :]
+
+
+def other_sign(text: str, random_: random.Random) -> str:
+    return text.replace("-", "+") if text.startswith("-") else f"-{text.removeprefix('+')}"
+
+
+FORGERIES: list[Callable[[str, random.Random], str]] = [other_digit, other_unit, one_more, other_sign]
+
+
+def forged(page: str, figure: Figure, forgery: Callable, random_: random.Random) -> Iterator[str]:
+    """The page with the figure changed in its text; and in its comment as well, if it has one."""
+    text = (ROOT / page).read_text()
+    old = text[figure.start : figure.end]
+    new = forgery(old, random_)
+    assert new != old
+    changed = text[: figure.start] + new + text[figure.end :]
+    yield changed
+    place = figure.start + len(new)
+    comment = next((c for c in COMMENT.finditer(changed) if c.start() >= place), None)
+    named = f"{' '.join(old.split())}"
+    if comment is None or not (
+        line := re.search(rf"(?<![\d.,+-]){re.escape(named)}(?![\w.%])(?=[^=\n]* = )", comment["lines"])
+    ):
+        return
+    at = comment.start("lines") + line.start()
+    yield changed[:at] + " ".join(new.split()) + changed[at + len(named) :]
+
+
+def test_a_forged_figure_is_found() -> None:
+    """Forty figures by a fixed seed, each changed in four ways: a digit, the unit, the last digit by one, the sign."""
+    random_ = random.Random(20261122)
+    held = [(page, figure) for page in HELD for figure in check(page).held]
+    assert len(held) >= 500
+    count = 0
+    for page, figure in random_.sample(held, 40):
+        for forgery in FORGERIES:
+            for text in forged(page, figure, forgery, random_):
+                assert check(page, text).errors, f"{page}: {figure.text} forged by {forgery.__name__} is not found"
+                count += 1
+    assert count > 240, "most figures were forged in their comment as well"
+
+
+def test_a_forged_record_is_found() -> None:
+    """The figure in the record changed by a twentieth; its commit changed to words, or to one that nobody made."""
+    records = copy.deepcopy(RECORDS)
+    records["h200-step-124m-one-micro-step"]["figures"]["handgrad"]["tokens_per_second"] *= 1.05
+    assert any("615,860" in error for error in check("docs/results.md", records=records).errors)
+    for name in random.Random(1).sample(sorted(set(RECORDS) - set(COMMITS)), 5):
+        for commit in ("", "unknown", "12ab", "73fefb0 and more", "73FEFB0", None):
+            assert commit_errors({name: {**RECORDS[name], "commit": commit}}, history=False, exceptions=COMMITS)
+        changed = {**RECORDS[name], "uncommitted_changes": True}
+        assert commit_errors({name: changed}, history=False, exceptions=COMMITS)
+        if has_history():
+            assert commit_errors({name: {**RECORDS[name], "commit": "0123456789abcdef"}}, history=True, exceptions=COMMITS)
+
+
+def test_a_figure_without_a_record_is_found() -> None:
+    """Added to a page: in its prose and in a table, with every kind of unit; a comment that names nothing is none."""
+    page = "docs/results.md"
+    text = (ROOT / page).read_text()
+    for added in ("12.5k tok/s", "3 ms", "7 µs", "1.5x", "+2 %", "5 GB", "8 MB", "250 W", "4 mJ", "1.2345", "3 times"):
+        assert check(page, f"{text}\n\nIt takes {added}.\n").errors, added
+    assert check(page, f"{text}\n\n| a | tok/s |\n|---|---|\n| b | 12 |\n").errors
+    assert check(page, f"{text}\n\nIt takes 3 ms.\n\n<!-- figures h200-nothing\n3 ms = steps\n-->\n").errors
+    assert check(page, f"{text}\n\nIt takes 3 ms.\n\n<!-- figures cpu-demo\n3 ms = config.steps\n-->\n").errors
+    assert check(page, f"{text}\n\nIt takes 3 ms.\n\n<!-- figures cpu-demo: 3 ms -->\n").errors
+
+
+def test_the_picture_is_drawn_from_the_records(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    """docs/speed.png carries a digest of its figures (tests/test_readme.py compares it); other figures, another digest."""
+    before, measured = speed.digest(), speed.measured()
+    assert {name for speeds in measured.values() for name in speeds} == set(speed.COLORS)
+    measured["124M"]["handgrad, fp8"] = 741301.0
+    monkeypatch.setattr(speed, "measured", lambda: measured)
+    assert speed.digest() != before
