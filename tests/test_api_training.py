@@ -190,7 +190,7 @@ def test_a_thread_may_train(finished: RunConfig) -> None:
     config = elsewhere(finished, "thread")
     thread = threading.Thread(target=handgrad.train, args=(config,), kwargs={"quiet": True})
     thread.start()
-    thread.join(60)
+    thread.join(600)
     same_bits(finished.out, config.out, 12)
 
 
@@ -286,9 +286,9 @@ def test_metrics_follow_a_run_that_is_stopped_and_resumed(config: RunConfig, mon
     with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
         interrupt_at(patch, 6)
         handgrad.train(config, quiet=True)
-    assert caught_up.wait(20)
+    assert caught_up.wait(600)
     handgrad.train(config, quiet=True)
-    follower.join(20)
+    follower.join(600)
     assert not follower.is_alive()
     assert [record["step"] for record in found] == [1, 2, 3, 4, 5, 6, 5, 6, 7, 8, 9, 10, 11, 12]
 

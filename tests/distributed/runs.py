@@ -101,7 +101,7 @@ class Started:
         return codes
 
     def kill(self) -> None:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         for rank in self.ranks:
             while rank.code is None and time.monotonic() < deadline:
                 if pid := rank.number("pid"):
@@ -188,9 +188,9 @@ class Launcher:
         self.all.append(Started(ranks))
         return self.all[-1]
 
-    def run(self, size: int, command: Sequence[str], fault: str = "none") -> Started:
+    def run(self, size: int, command: Sequence[str], *, cwds: Sequence[Path] = ()) -> Started:
         """A start whose ranks all come to a good end."""
-        started = self.start(size, command, fault)
+        started = self.start(size, command, cwds=cwds)
         assert started.wait() == [0] * size, started.errors
         return started
 
@@ -199,7 +199,7 @@ class Launcher:
             started.kill()
         assert self.server.stdin is not None
         self.server.stdin.close()
-        self.server.wait(10)
+        self.server.wait(60)
 
 
 def same_run(a: Path, b: Path, step: int) -> None:

@@ -11,6 +11,7 @@ import errno
 import gc
 import json
 import os
+import runpy
 import select
 import signal
 import sys
@@ -74,6 +75,10 @@ def in_exchange(number: int) -> Callable[[int], None]:
 
 def told_to_stop(step: int) -> None:
     before(TrainStep, "begin", lambda training, now: now == step, send(signal.SIGTERM))
+
+
+def killed_in_step(step: int) -> None:
+    before(TrainStep, "finish", lambda training, now: now == step, send(signal.SIGKILL))
 
 
 def killed_in_save(step: int) -> None:
@@ -215,6 +220,7 @@ FAULTS: dict[str, Callable[[int], None]] = {
     "signal": told_to_stop,
     "kill": in_exchange(signal.SIGKILL),
     "freeze": in_exchange(signal.SIGSTOP),
+    "kill-step": killed_in_step,
     "kill-save": killed_in_save,
     "kill-record": killed_before_record,
     "disk": full_disk,
@@ -239,6 +245,9 @@ def run(fault: str, command: list[str]) -> int:
         restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
         if int(os.environ.get("RANK", "0")) == rank and not restarted:
             FAULTS[name](step)
+    if command[0].endswith(".py"):
+        runpy.run_path(command[0], run_name="__main__")
+        return 0
     return main(command)
 
 
