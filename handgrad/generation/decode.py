@@ -1,6 +1,6 @@
 """The memory of generation, and the intake of prompts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -32,10 +32,9 @@ def decode_tensors(shape: ModelShape, views: dict[str, Tensor]) -> Any:
     return named(architecture(shape).Decoding, {name.removeprefix(f"{KIND}."): view for name, view in views.items()}, 2)
 
 
-def prefill(
-    model: ModuleType, ops: ModuleType, w: Any, buf: Any, sequences: Sequence[Sequence[int]], slots: Sequence[int]
-) -> None:
+def prefill(launch: Callable[[int, int], None], buf: Any, sequences: Sequence[Sequence[int]], slots: Sequence[int]) -> None:
     """The keys and values of whole sequences (each of at most maxT tokens, or none) into their slots, from position 0 on.
+    `launch(B', T)` runs the architecture's prefill over as many rows of `buf.prompt_tokens` and of `buf.prompt_slots`.
 
     Logits come from the step that takes in the token after them. Longest first: those of about one length are padded
     together.
@@ -46,6 +45,6 @@ def prefill(
         length = min(-(-len(waiting[0][0]) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, longest)
         group, waiting = waiting[: rows // length], waiting[rows // length :]
         padded = torch.tensor([[*sequence, *[0] * (length - len(sequence))] for sequence, _ in group])
-        tokens = buf.prompt_tokens[: padded.numel()].view(padded.shape)
-        tokens.copy_(padded)
-        model.prefill(ops, w, buf, tokens, torch.tensor([slot for _, slot in group], device=tokens.device))
+        buf.prompt_tokens[: padded.numel()].view(padded.shape).copy_(padded)
+        buf.prompt_slots[: len(group)].copy_(torch.tensor([slot for _, slot in group]))
+        launch(len(group), length)

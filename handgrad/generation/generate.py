@@ -1,8 +1,9 @@
 """Writes texts in a batch: the next text takes the slot of one that ends, and the device never waits for the host."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -105,7 +106,9 @@ class Decoder:
         self.longest = buf.keys.shape[3]
         self.slots: list[Slot | None] = [None] * buf.tokens.shape[0]
         cuda = buf.tokens.is_cuda
-        self.step = Replayed([self.launch_step]) if cuda and ops.CAPTURABLE else self.launch_step
+        self.graphs = cuda and ops.CAPTURABLE
+        self.step = Replayed([self.launch_step]) if self.graphs else self.launch_step
+        self.prefills: dict[tuple[int, int], Callable[[], None]] = {}  # by sequences and padded length
         # Tokens arrive on the host in two buffers by turns; a CPU's are there already.
         self.arrivals = [torch.empty_like(buf.chosen, device="cpu", pin_memory=True) for _ in range(2)] if cuda else []
 
@@ -126,6 +129,13 @@ class Decoder:
         torch.clamp(buf.chosen, min=0, out=buf.tokens)  # -1 is no token; the host ends the text when it sees it
         buf.positions.add_(buf.active)
         buf.places.add_(1)
+
+    def prefill(self, batch: int, length: int) -> None:
+        """Runs the model's prefill; on a GPU its ~80 launches are captured once per size, and replayed."""
+        if (batch, length) not in self.prefills:
+            launch = partial(self.model.prefill, self.ops, self.weights, self.buf, batch, length)
+            self.prefills[batch, length] = Replayed([launch]) if self.graphs else launch
+        self.prefills[batch, length]()
 
     def generate(self, texts: Iterable[Continuation]) -> Iterator[Continuation]:
         """Yields a text whenever it has a new token or ends, until all have ended; reads `texts` as slots become free.
@@ -177,7 +187,7 @@ class Decoder:
         """Prefills the last tokens of these texts, at most `most` (and at least one), each at its slot's beginning."""
         buf = self.buf
         contexts = {index: (text.prompt + text.tokens)[-max(1, most) :] for index, text in texts.items()}
-        prefill(self.model, self.ops, self.weights, buf, [context[:-1] for context in contexts.values()], list(contexts))
+        prefill(self.prefill, buf, [context[:-1] for context in contexts.values()], list(contexts))
         for index, context in contexts.items():
             slot, text = self.slots[index], texts[index]
             assert slot is not None

@@ -339,6 +339,7 @@ class Decoding:
     values: Tensor = activation("L B H maxT D")
     scratch: Tensor = activation("scratch", torch.uint8)
     prompt_tokens: Tensor = activation("R", torch.int64, lives=lambda _: PROMPTS)
+    prompt_slots: Tensor = activation("B", torch.int64, lives=lambda _: PROMPTS)  # the sequences that they belong to
     logits: Tensor = activation("B Vp", lives=lambda _: STEP)
     blocks: list[BlockActivations] = repeated(BlockActivations)  # of the prefill, of the step
 
@@ -374,13 +375,12 @@ def decode_step(ops: ModuleType, w: Weights, b: Decoding) -> None:
     ops.layernorm_linear_forward(b.logits, *norm, x, w.lnf_weight, w.lnf_bias, w.wte, None, scratch=s)
 
 
-def prefill(ops: ModuleType, w: Weights, b: Decoding, tokens: Tensor, slots: Tensor) -> None:
-    """The keys and values of tokens (B', T), a view of b.prompt_tokens, into the slots (B') of the caches, from position 0.
+def prefill(ops: ModuleType, w: Weights, b: Decoding, batch: int, length: int) -> None:
+    """b.prompt_tokens, (`batch`, `length`), -> their keys and values in the caches of b.prompt_slots, from position 0 on.
 
-    Padding on the right is harmless: attention is causal, and a padded position of the caches is written again before it is
-    read, by the step that gets there.
-    """
-    (batch, length), s, N = tokens.shape, b.scratch, tokens.numel()
+    Padding on the right is harmless: attention is causal, and the step that gets to a padded position of a cache writes it
+    before it reads it."""
+    N, s, slots = batch * length, b.scratch, b.prompt_slots[:batch]
     buffers = {f.name: getattr(b.blocks[0], f.name) for f in fields(BlockActivations)}
     lse = buffers.pop("lse").view(-1)[: N * b.keys.shape[2]].view(batch, -1, length)
     act = BlockActivations(**{name: t[:N] for name, t in buffers.items()}, lse=lse)
@@ -391,7 +391,7 @@ def prefill(ops: ModuleType, w: Weights, b: Decoding, tokens: Tensor, slots: Ten
         store()
         ops.attention_forward(act.atty, act.lse, act.qkv, scratch=s)
 
-    ops.embedding_forward(x, tokens, w.wte, w.wpe)
+    ops.embedding_forward(x, b.prompt_tokens[:N].view(batch, length), w.wte, w.wpe)
     for weights, store in zip(w.blocks[:-1], caches, strict=False):
         block_forward(ops, weights, act, x, partial(attend, store), s)
     last = w.blocks[-1]  # of which the keys and values alone are read

@@ -1,5 +1,6 @@
 """The kernels of generation compiled for this machine's GPU, and a whole step of them as a CUDA graph."""
 
+from functools import partial
 from types import ModuleType
 
 import pytest
@@ -13,6 +14,7 @@ from handgrad.backend import choose_backend
 from handgrad.config import ModelShape
 from handgrad.generation.decode import decode_buffers, decode_tensors, prefill
 from handgrad.generation.generate import Continuation, Decoder, SamplingOptions
+from handgrad.graphs import Replayed
 from handgrad.models import gpt2, named_weights, parameter_table
 from handgrad.models.rows import flat_elements, initialize
 from tests.kernels import decode_checks as checks
@@ -87,7 +89,7 @@ def test_a_step_is_the_references(batch: int) -> None:
     for ops, dtype in (("kernels", torch.bfloat16), ("reference", torch.bfloat16), ("reference", torch.float64)):
         backend = choose_backend(ops, torch.device("cuda"))
         shape, weights, buf = model(backend, dtype, batch)
-        prefill(gpt2, backend, weights, buf, [prompt[:-1] for prompt in prompts], list(range(batch)))
+        prefill(partial(gpt2.prefill, backend, weights, buf), buf, [prompt[:-1] for prompt in prompts], list(range(batch)))
         buf.tokens.copy_(torch.tensor([prompt[-1] for prompt in prompts]))
         buf.positions.copy_(torch.tensor([len(prompt) - 1 for prompt in prompts]))
         gpt2.decode_step(backend.decode, weights, buf)
@@ -99,17 +101,19 @@ def test_a_step_is_the_references(batch: int) -> None:
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("options", [SamplingOptions(0.0), SamplingOptions(0.9), SamplingOptions(0.9, top_k=20)], ids=str)
 def test_replayed_steps_write_the_same_text(batch: int, options: SamplingOptions) -> None:
-    """As launches one by one, twice, over a full context: 400 tokens in 256."""
+    """As launches one by one, twice, over a full context: 400 tokens in 256, whose newer half is prefilled again."""
     backend = choose_backend("kernels", torch.device("cuda"))
     shape, weights, buf = model(backend, torch.bfloat16, batch)
     texts = []
     for replay in (True, True, False):
         decoder = Decoder(shape, backend, weights, buf, options, end_of_text=None)
         if not replay:
-            decoder.step = decoder.launch_step
+            decoder.step, decoder.graphs = decoder.launch_step, False
         written = [Continuation([5, 6, 7 + b], 400, b) for b in range(batch)]
         for _ in decoder.generate(written):
             pass
         texts.append([text.tokens for text in written])
+        captured = [prefill for prefill in decoder.prefills.values() if isinstance(prefill, Replayed) and prefill.graph]
+        assert bool(captured) == replay
     assert texts[0] == texts[1] == texts[2] and all(len(text) == 400 for text in texts[0])
     assert len(set(texts[0][0])) > 20, "no text to speak of"
