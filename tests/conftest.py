@@ -190,6 +190,37 @@ def write_text(path: Path, words: int = 6000) -> Path:
     return path
 
 
+@pytest.fixture(scope="session", autouse=True)
+def quick_interpreter() -> Iterator[None]:
+    """Triton's interpreter replaces the functions of its language when a kernel begins, and again, to no effect, whenever
+    the kernel calls another function: that was a third of the time of these tests."""
+    try:
+        import triton.language as tl
+        from triton.runtime import interpreter
+    except ImportError:
+        yield
+        return
+    replace = interpreter._patch_lang
+
+    def replace_once(fn: Any) -> Any:
+        languages = [value for value in fn.__globals__.values() if value is tl or value is tl.core]
+        return replace(fn) if any(tl.core.is_builtin(language.load) for language in languages) else None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang", replace_once)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def no_report(request: pytest.FixtureRequest) -> Iterator[None]:
+    """`handgrad train` in this process draws no report, except in a test marked `report`: plots take longer than these
+    runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.node.get_closest_marker("report") is None:
+            patch.setattr("handgrad.commands.train.write_report", lambda runs, out: out)
+        yield
+
+
 @pytest.fixture(scope="session")
 def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Launcher"]:
     """Starts processes in milliseconds: forks of one that has imported everything."""

@@ -178,7 +178,7 @@ def test_sigterm_is_preempted(config: RunConfig) -> None:
 
 @pytest.mark.parametrize("step", [2, 12])
 def test_ctrl_c_in_the_last_callback_is_not_lost(config: RunConfig, step: int) -> None:
-    """When no step comes after it that would be stopped."""
+    """A stop is noticed also where no step comes after it."""
     with handgrad.Training(config, quiet=True) as run:
         with pytest.raises(KeyboardInterrupt):
             run.steps(step, lambda made: os.kill(os.getpid(), signal.SIGINT) if made.step == step else None)

@@ -92,7 +92,7 @@ def killed_in_save(step: int) -> None:
 
 
 def full_disk(step: int) -> None:
-    """When the weights of a checkpoint are written and the moments are not; of the run's second save, with step 1."""
+    """Fails between the weights and the moments of a checkpoint; of the run's second save, with step 1."""
     original, calls = checkpoint.write_file, []
 
     def write(path: Path, chunks: Any) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def full_disk(step: int) -> None:
 
 
 def killed_before_record(step: int) -> None:
-    """When the checkpoint of the best validation stands and its loss is not yet in the record."""
+    """Dies when the checkpoint of the best validation stands and its loss is not yet in the record."""
     before(RunLog, "validation", lambda log, now, *_: now == step, send(signal.SIGKILL))
 
 

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -17,9 +18,9 @@ from handgrad.ops.cuda.attention_configs import CONFIGS, Config, rows_of
 from tests.kernels import fp8_attention_checks as checks
 from tests.kernels.fp8_checks import make
 from tests.kernels.memory_checks import Draw
+from tests.kernels.pairs import every_pair
 from tests.kernels.test_fp8_kernels import rounded
 
-formats = pytest.mark.parametrize("kind", [E4M3, E5M2], ids=str)
 TILES = {"wide": Config(32, 16, 4, 1), "tall": Config(16, 32, 4, 1), "shipped": None}
 
 
@@ -30,11 +31,11 @@ def exact_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "rounded", rounded)
 
 
-@formats
-@pytest.mark.parametrize("tiles", TILES)
-@pytest.mark.parametrize(("B", "T", "H", "D"), [(2, 37, 2, 16), (1, 64, 2, 24)])
-def test_bits(B: int, T: int, H: int, D: int, kind: torch.dtype, tiles: str) -> None:
-    checks.run(Draw(torch.float32, "cpu"), B, T, H, D, kind, counting=tiles != "wide", config=TILES[tiles])
+@pytest.mark.parametrize(
+    ("shape", "tiles", "kind"), every_pair(product([(2, 37, 1, 16), (1, 64, 2, 24)], TILES, [E4M3, E5M2]))
+)
+def test_bits(shape: tuple[int, ...], kind: torch.dtype, tiles: str) -> None:
+    checks.run(Draw(torch.float32, "cpu"), *shape, kind, counting=tiles != "wide", config=TILES[tiles])
 
 
 def test_room_for_statistics() -> None:
