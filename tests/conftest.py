@@ -45,10 +45,43 @@ if TYPE_CHECKING:
     from tests.distributed.runs import Launcher
 
 
+# The files that take more than ten seconds, those first that take most.
+LONGEST = (
+    "test_rank_faults.py",
+    "test_same_bits.py",
+    "test_readme.py",
+    "test_report.py",
+    "test_prepare.py",
+    "test_commands.py",
+    "test_attention_kernels.py",
+    "test_report_fp8.py",
+    "test_examples.py",
+    "test_heartbeat.py",
+    "test_transformers_parity.py",
+    "test_runs.py",
+    "test_reduction.py",
+    "test_fp8_attention.py",
+    "test_launch.py",
+    "test_huggingface.py",
+    "test_fp8_kernels.py",
+    "test_memory_kernels.py",
+    "test_memory_kernels_compile.py",
+    "test_benchmarks.py",
+    "test_fp8_benchmark.py",
+    "test_finetuned_ranks.py",
+)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """`-n auto`: a worker for each core that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """`-n auto`: a worker for each core that this process may use, and one more, as some tests wait for seconds."""
+    return 1 + (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begins with the longest files: a worker takes a whole file, and the last one should be short."""
+    order = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
