@@ -122,7 +122,7 @@ class Started:
 # `handgrad ...`, or `python -m handgrad ...`, without an import of torch: the server of a `Launcher` forks it.
 PROGRAM = """#!{python} -SE
 import json, os, signal, sys, tempfile, time
-folder, command = tempfile.mkdtemp(dir={folder!r}), sys.argv[1:]
+folder, command, parent = tempfile.mkdtemp(dir={folder!r}), sys.argv[1:], os.getppid()
 if "-m" in command[:2]:
     command = command[command.index("handgrad") + 1 :]
 fault = os.environ.get("TEST_FAULT", "none")
@@ -132,6 +132,8 @@ with open(folder + ".part", "w") as file:
 os.rename(folder + ".part", folder + ".order")
 def wait_for(name):
     while not os.path.exists(folder + name):
+        if os.getppid() != parent:
+            sys.exit("its parent is gone")
         time.sleep(0.01)
     return int(open(folder + name).read())
 signal.signal(signal.SIGTERM, lambda *_: os.kill(wait_for("/pid"), signal.SIGTERM))

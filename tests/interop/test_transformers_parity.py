@@ -25,7 +25,7 @@ def our_text(run: Path, capsys: pytest.CaptureFixture) -> str:
     return capsys.readouterr().out.removesuffix("\n")
 
 
-def their_ids(model: transformers.GPT2LMHeadModel, tokenizer: Tokenizer) -> list[int]:
+def their_ids(model: "transformers.GPT2LMHeadModel", tokenizer: Tokenizer) -> list[int]:
     """Prompt and text, greedily, with transformers' own generation and cache."""
     inputs = torch.tensor([[tokenizer.end_of_text, *tokenizer.encode(PROMPT).tolist()]])
     options = {"do_sample": False, "max_new_tokens": LENGTH, "pad_token_id": tokenizer.end_of_text}
