@@ -14,7 +14,7 @@ train: $(VENV)/.installed
 	@$(BIN)/handgrad demo
 
 test: $(VENV)/.installed-test
-	@$(BIN)/python -m pytest -n auto --dist loadfile
+	@$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 test-gpu:
 	@$(PYTHON) -m pytest tests/gpu --record benchmarks/results/gpu-tests.json

@@ -17,6 +17,7 @@ import datetime
 import gc
 import math
 import os
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -197,9 +198,10 @@ def exposed(made: HandgradSteps, steps: int, path: Path | None) -> dict[str, flo
     with torch.profiler.profile(activities=[activity.CUDA]) as profiler:
         made.run(steps)
         torch.cuda.synchronize()
-    target = path or Path(f"/tmp/trace-{os.getpid()}.json.gz")
-    profiler.export_chrome_trace(str(target))
-    kernels = [e for e in read_trace(target) if e["cat"] in ("kernel", "gpu_memcpy", "gpu_memset")]
+    with tempfile.TemporaryDirectory() as folder:
+        target = path or Path(folder) / "trace.json.gz"
+        profiler.export_chrome_trace(str(target))
+        kernels = [e for e in read_trace(target) if e["cat"] in ("kernel", "gpu_memcpy", "gpu_memset")]
     talking = merged([(e["ts"], e["ts"] + e["dur"]) for e in kernels if "nccl" in e["name"].lower()])
     working = merged([(e["ts"], e["ts"] + e["dur"]) for e in kernels if "nccl" not in e["name"].lower()])
     both = sum(overlap(a, working) for a in talking)

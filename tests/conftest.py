@@ -45,10 +45,43 @@ if TYPE_CHECKING:
     from tests.distributed.runs import Launcher
 
 
+# The files that take more than ten seconds, those first that take most.
+LONGEST = (
+    "test_rank_faults.py",
+    "test_same_bits.py",
+    "test_readme.py",
+    "test_report.py",
+    "test_prepare.py",
+    "test_commands.py",
+    "test_attention_kernels.py",
+    "test_report_fp8.py",
+    "test_examples.py",
+    "test_heartbeat.py",
+    "test_transformers_parity.py",
+    "test_runs.py",
+    "test_reduction.py",
+    "test_fp8_attention.py",
+    "test_launch.py",
+    "test_huggingface.py",
+    "test_fp8_kernels.py",
+    "test_memory_kernels.py",
+    "test_memory_kernels_compile.py",
+    "test_benchmarks.py",
+    "test_fp8_benchmark.py",
+    "test_finetuned_ranks.py",
+)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """`-n auto`: a worker for each core that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """`-n auto`: a worker for each core that this process may use, and one more, as some tests wait for seconds."""
+    return 1 + (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begins with the longest files: a worker takes a whole file, and the last one should be short."""
+    order = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -188,6 +221,37 @@ def write_text(path: Path, words: int = 6000) -> Path:
     lines = [" ".join(vocabulary[i] for i in picks[start : start + 9]) for start in range(0, words, 9)]
     path.write_text(".\n".join(lines) + "\n", encoding="utf-8")
     return path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_interpreter() -> Iterator[None]:
+    """Triton's interpreter replaces the functions of its language when a kernel begins, and again, to no effect, whenever
+    the kernel calls another function: that was a third of the time of these tests."""
+    try:
+        import triton.language as tl
+        from triton.runtime import interpreter
+    except ImportError:
+        yield
+        return
+    replace = interpreter._patch_lang
+
+    def replace_once(fn: Any) -> Any:
+        languages = [value for value in fn.__globals__.values() if value is tl or value is tl.core]
+        return replace(fn) if any(tl.core.is_builtin(language.load) for language in languages) else None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang", replace_once)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def no_report(request: pytest.FixtureRequest) -> Iterator[None]:
+    """`handgrad train` in this process draws no report, except in a test marked `report`: plots take longer than these
+    runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.node.get_closest_marker("report") is None:
+            patch.setattr("handgrad.commands.train.write_report", lambda runs, out: out)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -29,6 +29,7 @@ def refused(capsys: pytest.CaptureFixture, code: int, *arguments: str) -> str:
     return line
 
 
+@pytest.mark.report
 def test_from_text_to_text(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """prepare, plan, train, evaluate, sample, report: the whole way, once."""
     text, data, run = write_text(tmp_path / "my.txt"), str(tmp_path / "data"), str(tmp_path / "run")

@@ -1,12 +1,11 @@
 """The examples run as they stand, one after the other in one folder, and show what they promise."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.distributed.runs import Launcher
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -50,14 +49,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_example(example: Path, folder: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, str(example)], cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    rest, numbers = done.stdout, []
+def test_example(example: Path, folder: Path, launcher: Launcher) -> None:
+    done = launcher.run(1, [str(example)], cwds=[folder]).ranks[0]
+    rest, numbers = done.output, []
     for pattern in SHOWN[example.stem]:
         found = re.search(pattern, rest)
-        assert found, f"{pattern!r} is not in what is left of\n{done.stdout}"
+        assert found, f"{pattern!r} is not in what is left of\n{done.output}"
         numbers += [float(number) for number in found.groups()]
         rest = rest[found.start() + 1 :]
     CHECKS[example.stem](numbers)

@@ -86,7 +86,7 @@ def test_bf16_gradients_are_as_good_as_bf16_autograd() -> None:
     assert our_error <= 2 * their_error, f"{our_error:.3g} > 2 * {their_error:.3g}"
 
 
-def hugging_face(model: Model) -> transformers.GPT2LMHeadModel:
+def hugging_face(model: Model) -> "transformers.GPT2LMHeadModel":
     """transformers' GPT-2 with the same weights. Its Conv1D keeps (in, out), ours is (out, in)."""
     s = model.shape
     settings = transformers.GPT2Config(

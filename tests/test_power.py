@@ -117,7 +117,7 @@ def test_a_sampler_sees_what_happens_meanwhile(nvml: Nvml) -> None:
         nvml.milliwatts = 350_000
         nvml.bits = 0
         before = len(sampler.readings)
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 600
         while len(sampler.readings) < before + 4 and time.monotonic() < deadline:
             time.sleep(0.002)
     summary = sampler.summary

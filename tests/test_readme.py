@@ -80,7 +80,7 @@ def environment(folder: Path, launcher: Launcher):
 
 
 @pytest.mark.parametrize("number", range(len(BLOCKS)), ids=lambda n: BLOCKS[n].split("\n")[0][:60])
-def test_block(number: int, folder: Path, environment: dict[str, str]) -> None:
+def test_block(number: int, folder: Path, environment: dict[str, str], launcher: Launcher) -> None:
     block = BLOCKS[number]
     if block.startswith("make "):
         # `make test` runs this test, and CI runs `make train`: here their recipes must exist and expand.
@@ -89,8 +89,11 @@ def test_block(number: int, folder: Path, environment: dict[str, str]) -> None:
         block = f"make --dry-run {' '.join(targets)}"
     if "shards/mine" in block:  # with GPT-2's vocabulary: a tenth of the steps shows that they run
         block = re.sub(r"(--steps |steps=|steps\()(\d+)0\b", r"\1\2", block)
-    python = block.startswith("import ")
-    command = [sys.executable, "-c", block] if python else ["bash", "-euo", "pipefail", "-c", block]
+    if block.startswith("import "):
+        (folder / "block.py").write_text(block)
+        launcher.run(1, ["block.py"], cwds=[folder])
+        return
+    command = ["bash", "-euo", "pipefail", "-c", block]
     run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, f"{block}\n{run.stdout}\n{run.stderr}"
 

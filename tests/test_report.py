@@ -129,11 +129,14 @@ class Page(HTMLParser):
         return " ".join(" ".join(self.words).split())
 
 
-def report(tmp_path: Path, *runs: Path, pngs: bool = False) -> Page:
-    """The page; without `pngs`, which take longest, those are nothing but their first bytes."""
+def report(tmp_path: Path, *runs: Path, pngs: bool = False, plots: bool = True) -> Page:
+    """The page; without `pngs`, which take longest, those are nothing but their first bytes; without `plots`, it has its
+    words alone."""
     with pytest.MonkeyPatch.context() as patch:
         if not pngs:
             patch.setattr(pages, "png", lambda plot, runs: b"\x89PNG")
+        if not plots:
+            patch.setattr(pages, "choose_plots", lambda runs: [])
         return Page(write_report(runs, tmp_path / "report" / "page.html").read_text(encoding="utf-8"))
 
 
@@ -176,7 +179,7 @@ def test_sample_and_names_are_escaped(tmp_path):
 
 def test_half_a_surrogate_pair_in_a_sample(tmp_path):
     lines = [*run_lines(), {"kind": "sample", "step": 60, "text": "broken \ud83d emoji"}]
-    assert "broken ? emoji" in report(tmp_path, make_run(tmp_path / "run", lines)).text
+    assert "broken ? emoji" in report(tmp_path, make_run(tmp_path / "run", lines), plots=False).text
 
 
 def test_two_runs_are_overlaid_and_compared(tmp_path):
@@ -194,9 +197,8 @@ def test_two_runs_are_overlaid_and_compared(tmp_path):
 
 def test_other_data_is_pointed_out(tmp_path):
     other = [start_line(data={**start_line()["data"], "identity": "cd" * 32}), *run_lines()[1:]]
-    assert (
-        "not trained on the same shards" in report(tmp_path, make_run(tmp_path / "a"), make_run(tmp_path / "b", other)).text
-    )
+    page = report(tmp_path, make_run(tmp_path / "a"), make_run(tmp_path / "b", other), plots=False)
+    assert "not trained on the same shards" in page.text
 
 
 def test_same_runs_same_bytes(tmp_path):
@@ -211,7 +213,7 @@ def test_same_runs_same_bytes(tmp_path):
 
 @pytest.mark.parametrize("tail", ['{"kind":"step","st', '{"kind":"sample","step":60,"text":"\\u00', "\x00\x00"])
 def test_cut_last_line_is_left_out(tmp_path, tail):
-    page = report(tmp_path, make_run(tmp_path / "run", tail=tail))
+    page = report(tmp_path, make_run(tmp_path / "run", tail=tail), plots=False)
     assert "60 of 60 steps" in page.text
     assert "cut in half" in page.text
 
@@ -279,7 +281,7 @@ def test_resumed_run(tmp_path):
     assert run.steps.loss[40:].tolist() == [1.0] * 30
     assert run.skipped == {}
     assert run.first_steps == [1, 41]
-    assert "cpu: other" in report(tmp_path, run.folder).text
+    assert "cpu: other" in report(tmp_path, run.folder, plots=False).text
 
 
 def test_long_run_is_quick_and_small(tmp_path):

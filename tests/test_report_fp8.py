@@ -11,7 +11,6 @@ from matplotlib.figure import Figure
 
 from handgrad.errors import DataError
 from handgrad.fp8.monitor import Finding, saturation_line, summary
-from handgrad.report.page import write_report
 from handgrad.report.plots import draw_fp8
 from handgrad.report.results import fraction_text, scales_text
 from handgrad.report.runs import read_run, read_runs
@@ -74,13 +73,13 @@ def test_saturation_is_pointed_out(tmp_path: Path) -> None:
         {"kind": "event", "step": step, "text": saturation_line(line, step, policy)}
         for step, policy in ((30, "warn"), (50, "bf16"))
     ]
-    page = report(tmp_path, make_run(tmp_path / "run", fp8_lines(*events)))
+    page = report(tmp_path, make_run(tmp_path / "run", fp8_lines(*events)), plots=False)
     assert "Tensors in fp8 saturated 2 times, first in step 30; they are listed below." in page.text
     history = page.text[page.text.index("History") :]
     assert "blocks.1.dqkv clipped numbers in 8 steps in a row" in history and "1.qkv goes to bf16" in history
-    once = report(tmp_path, make_run(tmp_path / "once", fp8_lines(events[0])))
+    once = report(tmp_path, make_run(tmp_path / "once", fp8_lines(events[0])), plots=False)
     assert "Tensors in fp8 saturated once in step 30;" in once.text
-    assert "saturated" not in report(tmp_path, make_run(tmp_path / "none", fp8_lines())).text
+    assert "saturated" not in report(tmp_path, make_run(tmp_path / "none", fp8_lines()), plots=False).text
 
 
 def test_only_some_runs_are_in_fp8(tmp_path: Path) -> None:
@@ -112,8 +111,9 @@ def test_runs_without_counts_have_no_section(tmp_path: Path) -> None:
     for name, lines in (("early", early), ("empty", [*early, {"kind": "fp8", "step": 10, "tensors": {}}])):
         page = report(tmp_path, tmp_path / "old", make_run(tmp_path / name, lines))
         assert "largest magnitude" not in page.text
-    assert "<h2>fp8</h2>" not in write_report([tmp_path / "old"], tmp_path / "old.html").read_text()
-    assert not list(tmp_path.glob("old_fp8*"))
+    report(tmp_path / "alone", tmp_path / "old")
+    assert "<h2>fp8</h2>" not in (tmp_path / "alone" / "report" / "page.html").read_text()
+    assert not list((tmp_path / "alone" / "report").glob("page_fp8*"))
 
 
 def test_of_a_step_done_again_the_last_counts(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from handgrad.data.shards import header, open_dataset
 from handgrad.data.tokenizer import load_tokenizer, train_bpe
 from handgrad.errors import DataError, HandgradError
 
-FUZZ = settings(max_examples=150, deadline=1000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
@@ -37,12 +37,15 @@ def touch(folder) -> None:
 
 
 def only_a_data_error(folder) -> bool:
-    """True if `touch` refuses; any other exception goes through."""
+    """True if `touch` refuses, in less than a second of CPU time; any other exception goes through."""
+    begun = time.process_time()
     try:
         touch(folder)
     except DataError as error:
         assert "\n" not in str(error) and len(str(error)) < 1000
         return True
+    finally:
+        assert time.process_time() - begun < 1
     return False
 
 
@@ -129,13 +132,12 @@ def test_counts_beyond_the_file_allocate_nothing(make_dataset):
     train["tokens"] = train["shards"][0]["tokens"] = train["documents"] = train["shards"][0]["documents"] = 2**40
     (folder / "manifest.json").write_text(json.dumps(manifest))
     tracemalloc.start()
-    start = time.monotonic()
     assert only_a_data_error(folder)
-    assert time.monotonic() - start < 1 and tracemalloc.get_traced_memory()[1] < 1 << 24
+    assert tracemalloc.get_traced_memory()[1] < 1 << 24
     tracemalloc.stop()
 
 
-@settings(max_examples=60, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(place=st.integers(0, 10**9), value=st.binary(min_size=1, max_size=3))
 def test_a_damaged_tokenizer_file(tmp_path, place, value):
     path = tmp_path / "tokenizer.json"
@@ -155,7 +157,7 @@ def test_a_damaged_tokenizer_file(tmp_path, place, value):
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.jsonl.gz", "a.txt.gz", "a.txt"])
-@settings(max_examples=25, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     content=st.binary(max_size=300)
     | st.binary(max_size=40).map(lambda b: b"PAR1" + b + b"PAR1")

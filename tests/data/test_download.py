@@ -36,7 +36,7 @@ class Server(http.server.ThreadingHTTPServer):
         self.faults: list = []
         self.requests: list[tuple[str, str | None, str | None]] = []
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
 
 class Handler(http.server.BaseHTTPRequestHandler):

@@ -7,12 +7,12 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
 TWO_NODES = Path(__file__).parent / "two_nodes.sh"
-PORTS = itertools.count(20000 + os.getpid() * 97 % 10000)
 PATIENCE = 600.0  # seconds, reached by no machine that works
 TINY = {
     "num_layers": 1,
@@ -54,9 +54,20 @@ def files_of(out: Path, step: int) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")}
 
 
+def own_ports() -> Iterator[int]:
+    """Ports below the system's own choices (32768), over and over: other ones in each worker, and begun elsewhere by each
+    process."""
+    workers, name = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")), os.environ.get("PYTEST_XDIST_WORKER", "gw0")
+    each = 10_000 // workers
+    first, offset = 20_000 + int(name.removeprefix("gw")) * each, os.getpid() * 97
+    return itertools.cycle([first + (offset + number) % each for number in range(each)])
+
+
+PORTS = own_ports()
+
+
 def free_port() -> int:
-    """One that nobody listens at. Below the system's own choices (32768), so that it stays free until a rank takes it;
-    every process that runs tests begins elsewhere."""
+    """One that nobody listens at, and that no other test takes before a rank does."""
     for port in PORTS:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

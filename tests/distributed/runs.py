@@ -101,7 +101,7 @@ class Started:
         return codes
 
     def kill(self) -> None:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         for rank in self.ranks:
             while rank.code is None and time.monotonic() < deadline:
                 if pid := rank.number("pid"):
@@ -122,7 +122,7 @@ class Started:
 # `handgrad ...`, or `python -m handgrad ...`, without an import of torch: the server of a `Launcher` forks it.
 PROGRAM = """#!{python} -SE
 import json, os, signal, sys, tempfile, time
-folder, command = tempfile.mkdtemp(dir={folder!r}), sys.argv[1:]
+folder, command, parent = tempfile.mkdtemp(dir={folder!r}), sys.argv[1:], os.getppid()
 if "-m" in command[:2]:
     command = command[command.index("handgrad") + 1 :]
 fault = os.environ.get("TEST_FAULT", "none")
@@ -132,6 +132,8 @@ with open(folder + ".part", "w") as file:
 os.rename(folder + ".part", folder + ".order")
 def wait_for(name):
     while not os.path.exists(folder + name):
+        if os.getppid() != parent:
+            sys.exit("its parent is gone")
         time.sleep(0.01)
     return int(open(folder + name).read())
 signal.signal(signal.SIGTERM, lambda *_: os.kill(wait_for("/pid"), signal.SIGTERM))
@@ -188,9 +190,9 @@ class Launcher:
         self.all.append(Started(ranks))
         return self.all[-1]
 
-    def run(self, size: int, command: Sequence[str], fault: str = "none") -> Started:
+    def run(self, size: int, command: Sequence[str], *, cwds: Sequence[Path] = ()) -> Started:
         """A start whose ranks all come to a good end."""
-        started = self.start(size, command, fault)
+        started = self.start(size, command, cwds=cwds)
         assert started.wait() == [0] * size, started.errors
         return started
 
@@ -199,7 +201,7 @@ class Launcher:
             started.kill()
         assert self.server.stdin is not None
         self.server.stdin.close()
-        self.server.wait(10)
+        self.server.wait(60)
 
 
 def same_run(a: Path, b: Path, step: int) -> None:

@@ -45,7 +45,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def forks(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What torchrun and slurm.sbatch start as Python is a fork."""
+    """Makes a fork of all that torchrun and slurm.sbatch start as Python."""
     program = str(launcher.write_program(tmp_path_factory.mktemp("programs") / "python"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHON_EXEC", program)

@@ -12,6 +12,7 @@ import errno
 import gc
 import json
 import os
+import runpy
 import select
 import signal
 import sys
@@ -83,6 +84,10 @@ def told_to_stop(step: int) -> None:
     before(TrainStep, "begin", lambda training, now: now == step, send(signal.SIGTERM))
 
 
+def killed_in_step(step: int) -> None:
+    before(TrainStep, "finish", lambda training, now: now == step, send(signal.SIGKILL))
+
+
 def killed_in_save(step: int) -> None:
     """After the weights have been gathered, in the middle of the first moments."""
 
@@ -94,7 +99,7 @@ def killed_in_save(step: int) -> None:
 
 
 def full_disk(step: int) -> None:
-    """When the weights of a checkpoint are written and the moments are not; of the run's second save, with step 1."""
+    """Fails between the weights and the moments of a checkpoint; of the run's second save, with step 1."""
     original, calls = checkpoint.write_file, []
 
     def write(path: Path, chunks: Any) -> dict[str, Any]:
@@ -109,7 +114,7 @@ def full_disk(step: int) -> None:
 
 
 def killed_before_record(step: int) -> None:
-    """When the checkpoint of the best validation stands and its loss is not yet in the record."""
+    """Dies when the checkpoint of the best validation stands and its loss is not yet in the record."""
     before(RunLog, "validation", lambda log, now, *_: now == step, send(signal.SIGKILL))
 
 
@@ -226,6 +231,7 @@ FAULTS: dict[str, Callable[[int], None]] = {
     "signal": told_to_stop,
     "kill": in_exchange(signal.SIGKILL),
     "freeze": in_exchange(signal.SIGSTOP),
+    "kill-step": killed_in_step,
     "kill-save": killed_in_save,
     "kill-record": killed_before_record,
     "disk": full_disk,
@@ -277,6 +283,9 @@ def run(fault: str, command: list[str]) -> int:
         restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
         if int(os.environ.get("RANK", "0")) == rank and not restarted:
             FAULTS[name](step)
+    if command[0].endswith(".py"):
+        runpy.run_path(command[0], run_name="__main__")
+        return 0
     return main(command)
 
 

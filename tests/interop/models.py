@@ -88,7 +88,7 @@ def random_tokens(shape: ModelShape) -> list[int]:
     return torch.randint(shape.vocab_size, (shape.sequence_length,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
-def their_logits(model: transformers.GPT2LMHeadModel, tokens: list[int]) -> Tensor:
+def their_logits(model: "transformers.GPT2LMHeadModel", tokens: list[int]) -> Tensor:
     with torch.no_grad():
         return model(torch.tensor([tokens])).logits[0]
 

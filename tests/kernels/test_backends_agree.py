@@ -32,6 +32,6 @@ def test_every_operation_with_the_same_arguments(backend: str) -> None:
 
 
 def test_the_contract_names_every_operation() -> None:
-    """What the reference imports into its first file is all in the contract."""
+    """The contract holds all that the reference imports into its first file."""
     imported = {name for name, value in vars(reference).items() if inspect.isfunction(value)}
     assert imported - {"after_layernorm"} == set(CONTRACT), "this one makes operations"

@@ -19,9 +19,9 @@ from handgrad.ops.cuda.attention_configs import Config, rows_of, shipped
 from tests.kernels import fp8_attention_checks as checks
 from tests.kernels.fp8_checks import make
 from tests.kernels.memory_checks import Draw
+from tests.kernels.pairs import every_pair
 from tests.kernels.test_fp8_kernels import rounded
 
-formats = pytest.mark.parametrize("kind", [E4M3, E5M2], ids=str)
 TILES = {"wide": Config(32, 16, 4, 1), "tall": Config(16, 32, 4, 1), "shipped": None}
 
 
@@ -32,14 +32,14 @@ def exact_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "rounded", rounded)
 
 
-@formats
-@pytest.mark.parametrize("tiles", TILES)
-@pytest.mark.parametrize(("B", "T", "H", "D"), [(2, 37, 2, 16), (1, 64, 2, 24)])
-def test_bits(B: int, T: int, H: int, D: int, kind: torch.dtype, tiles: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("shape", "tiles", "kind"), every_pair(product([(2, 37, 1, 16), (1, 64, 2, 24)], TILES, [E4M3, E5M2]))
+)
+def test_bits(shape: tuple[int, ...], kind: torch.dtype, tiles: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = TILES[tiles]
     if config is not None:
         monkeypatch.setattr(attention_triton, "choose_config", lambda *_: config)
-    checks.run(Draw(torch.float32, "cpu"), B, T, H, D, kind, counting=tiles != "wide")
+    checks.run(Draw(torch.float32, "cpu"), *shape, kind, counting=tiles != "wide")
 
 
 def test_room_for_statistics() -> None:

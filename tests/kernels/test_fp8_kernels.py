@@ -1,6 +1,7 @@
 """The kernels that quantise, in float16 by Triton's interpreter, where there is no GPU (tests/gpu has the same on one)."""
 
 import os
+from itertools import product
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from handgrad.fp8.formats import E4M3, E5M2
 from handgrad.ops.cuda import layernorm as plain_layernorm
 from tests.kernels import fp8_checks as checks
 from tests.kernels.memory_checks import Draw
+from tests.kernels.pairs import every_pair
 
 
 @triton.jit
@@ -50,14 +52,15 @@ def draw() -> Draw:
 
 
 formats = pytest.mark.parametrize("kind", [E4M3, E5M2], ids=str)
-counting = pytest.mark.parametrize("counting", [True, False])
 
 
-@formats
-@counting
-@pytest.mark.parametrize(("N", "C"), [(208, 80), (65, 130), (1, 8)])
-def test_quantize(draw: Draw, N: int, C: int, kind: torch.dtype, counting: bool) -> None:
-    checks.quantize(draw, N, C, kind, counting=counting)
+def shapes(*of: tuple[int, int]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(("shape", "kind", "counting"), every_pair(product(of, (E4M3, E5M2), (True, False))))
+
+
+@shapes((208, 80), (65, 130), (1, 8))
+def test_quantize(draw: Draw, shape: tuple[int, int], kind: torch.dtype, counting: bool) -> None:
+    checks.quantize(draw, *shape, kind, counting=counting)
 
 
 @formats
@@ -76,24 +79,19 @@ def test_scaling_over_steps(widen: bool) -> None:
     checks.scaling_over_steps("cpu", tensors=5, parts=5001, window=6, widen=widen)
 
 
-@formats
-@counting
-@pytest.mark.parametrize(("N", "C"), [(33, 80), (5, 768), (3, 100)])
-def test_layernorm_forward(draw: Draw, N: int, C: int, kind: torch.dtype, counting: bool) -> None:
-    checks.layernorm_forward(draw, N, C, kind, counting=counting)
+@shapes((33, 80), (5, 768), (3, 100))
+def test_layernorm_forward(draw: Draw, shape: tuple[int, int], kind: torch.dtype, counting: bool) -> None:
+    checks.layernorm_forward(draw, *shape, kind, counting=counting)
 
 
-@formats
-@counting
-@pytest.mark.parametrize(("N", "C"), [(33, 80), (5, 768), (7, 100)])
+@shapes((33, 80), (5, 768), (7, 100))
 def test_layernorm_backward(
-    draw: Draw, N: int, C: int, kind: torch.dtype, counting: bool, monkeypatch: pytest.MonkeyPatch
+    draw: Draw, shape: tuple[int, int], kind: torch.dtype, counting: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plain_layernorm, "BACKWARD_PROGRAMS", 3)
-    checks.layernorm_backward(draw, N, C, kind, counting=counting)
+    checks.layernorm_backward(draw, *shape, kind, counting=counting)
 
 
-@formats
-@pytest.mark.parametrize(("N", "V", "Vp"), [(5, 57, 128), (3, 16384, 16384)])
+@pytest.mark.parametrize(("N", "V", "Vp", "kind"), [(5, 57, 128, E4M3), (5, 57, 128, E5M2), (3, 16384, 16384, E5M2)])
 def test_classifier(draw: Draw, N: int, V: int, Vp: int, kind: torch.dtype) -> None:
     checks.classifier_forward_backward(draw, N, V, Vp, kind)

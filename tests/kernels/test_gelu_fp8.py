@@ -1,6 +1,7 @@
 """The GELU kernels that write fp8, in float16 by Triton's interpreter (tests/gpu has the same in bf16 on a GPU)."""
 
 import os
+from itertools import product
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from handgrad.fp8.formats import E4M3, E5M2
 from handgrad.ops.cuda.gelu import gelu, gelu_derivative
 from tests.kernels import gelu_fp8_checks as checks
 from tests.kernels.memory_checks import Draw
+from tests.kernels.pairs import every_pair
 from tests.kernels.test_fp8_kernels import rounded
 
 # The interpreter has no PTX. Its exact quotient is not the GPU's, so that bits are compared with `gelu` in its place.
@@ -70,26 +72,20 @@ def draw() -> Draw:
     return Draw(torch.float16, "cpu")
 
 
-formats = pytest.mark.parametrize("kind", [E4M3, E5M2], ids=str)
-counting = pytest.mark.parametrize("counting", [True, False])
-current = pytest.mark.parametrize("current", [True, False])
+SHAPES = [(208, 320), (128, 64), (4, 8)]
+FORMATS, COUNTING, CURRENT = (E4M3, E5M2), (True, False), (True, False)
 
 
-@counting
-@current
 @pytest.mark.usefixtures("stand_ins")
-@pytest.mark.parametrize(("N", "F"), [(208, 320), (128, 64), (4, 8)])
-def test_forward(draw: Draw, N: int, F: int, counting: bool, current: bool) -> None:
-    checks.forward(draw, N, F, counting=counting, current=current)
+@pytest.mark.parametrize(("shape", "counting", "current"), every_pair(product(SHAPES, COUNTING, CURRENT)))
+def test_forward(draw: Draw, shape: tuple[int, int], counting: bool, current: bool) -> None:
+    checks.forward(draw, *shape, counting=counting, current=current)
 
 
-@formats
-@counting
-@current
 @pytest.mark.usefixtures("stand_ins")
-@pytest.mark.parametrize(("N", "F"), [(208, 320), (128, 64), (4, 8)])
-def test_backward(draw: Draw, N: int, F: int, kind: torch.dtype, counting: bool, current: bool) -> None:
-    checks.backward(draw, N, F, kind, counting=counting, current=current)
+@pytest.mark.parametrize(("shape", "kind", "counting", "current"), every_pair(product(SHAPES, FORMATS, COUNTING, CURRENT)))
+def test_backward(draw: Draw, shape: tuple[int, int], kind: torch.dtype, counting: bool, current: bool) -> None:
+    checks.backward(draw, *shape, kind, counting=counting, current=current)
 
 
 def test_gelu_and_derivative_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +106,7 @@ def test_fewer_parts_than_programs(draw: Draw) -> None:
         gelu_fp8.gelu_backward_fp8(tensor, tensor, hidden, hidden)
 
 
-@formats
+@pytest.mark.parametrize("kind", FORMATS, ids=str)
 @pytest.mark.parametrize(("N", "O"), [(208, 320), (5000, 6), (4096, 8), (3, 1)])
 def test_bias_backward(draw: Draw, N: int, O: int, kind: torch.dtype) -> None:
     checks.bias_backward(draw, N, O, kind)
