@@ -289,6 +289,16 @@ def test_verdict(
     assert torch.equal(loss_scale, halved if expected == NORM_NOT_FINITE else counted)
 
 
+@pytest.mark.parametrize(("clip_norm", "factor"), [(8.0, 1.0), (4.0, 1.0), (3.0, 0.75), (0.0, 1.0)])
+def test_clipping_scales_down_only(clip_norm: float, factor: float) -> None:
+    """A gradient of norm 4; 0 is no limit."""
+    results, loss_scale, one = nan(RESULTS), torch.ones(3), torch.ones(1, dtype=torch.float64)
+    controls = torch.tensor([1, 1e-3, math.inf, math.inf], dtype=torch.float64)
+    settings = {"tokens_per_step": 1, "clip_norm": clip_norm, "dynamic_loss_scale": False}
+    ops.verdict(results, loss_scale, one, torch.tensor([7.0, 9.0]), controls, **settings)
+    assert results[RESULT_SCALE] == factor
+
+
 def test_the_loss_scale_grows_after_so_many_good_steps() -> None:
     results, controls = nan(RESULTS), torch.tensor([1, 0, math.inf, math.inf], dtype=torch.float64)
     loss_scale, one = torch.tensor([1.0, 4.0, LOSS_SCALE_GROWTH_STEPS - 2]), torch.ones(1, dtype=torch.float64)
