@@ -2,7 +2,9 @@
 
 import dataclasses
 import gc
+import itertools
 import math
+import time
 import warnings
 
 import pytest
@@ -17,6 +19,7 @@ from handgrad.ops import reference
 from handgrad.ops.reference.optimizer import round_stochastically
 from handgrad.run.assemble import Assembly, assemble
 from handgrad.run.resolve import largest_micro_batch, resolve, schedule_of
+from handgrad.training.feed import sort_positions
 from handgrad.training.spikes import WINDOW, SpikeWindow
 from handgrad.training.state import TrainingState
 from handgrad.training.step import StepResult
@@ -241,6 +244,25 @@ def test_a_value_exceeds_the_limit_where_its_z_score_exceeds_z() -> None:
     assert window.limit(0.0) == SpikeWindow(values[1:]).limit(4.0) == math.inf, "switched off, or not yet full"
 
 
+def test_a_window_is_the_last_128_values() -> None:
+    """Fewer judge nothing, older ones are forgotten; beside a value that never moved any other is infinitely far."""
+    assert SpikeWindow(range(127)).z_score(1.0) is None
+    window = SpikeWindow([5.0, *[1.0] * 127])
+    assert window.z_score(1.0) == pytest.approx(-1 / math.sqrt(127))
+    window.add(1.0)
+    assert [window.z_score(value) for value in (1.0, 1.1, 0.9)] == [0.0, math.inf, -math.inf]
+
+
+@pytest.mark.parametrize("largest", [3, 40_000, 65_535, 65_536, 1 << 20])
+def test_positions_are_sorted_by_token(largest: int) -> None:
+    """And equal tokens stay in their order, in which their gradients are added; of small and of large vocabularies."""
+    tokens = torch.randint(largest + 1, (3, 40), generator=torch.Generator().manual_seed(0))
+    tokens[0, :4] = tokens[2, :4] = torch.tensor([largest, 0, largest, 1])
+    positions = torch.empty(120, dtype=torch.int32)
+    sort_positions(positions, tokens)
+    assert positions.tolist() == sorted(range(120), key=lambda place: (int(tokens.flatten()[place]), place))
+
+
 @pytest.mark.parametrize(("z", "skipped"), [(4.1, False), (3.9, True)])
 @pytest.mark.parametrize("series", ["loss", "norm"])
 def test_the_device_judges_by_that_limit(config: RunConfig, series: str, z: float, skipped: bool) -> None:
@@ -249,9 +271,29 @@ def test_the_device_judges_by_that_limit(config: RunConfig, series: str, z: floa
     step = assembly_of(dataclasses.replace(config, **{f"skip_{series}_z": z})).step
     window = SpikeWindow([found - 5, found - 3] * (WINDOW // 2))
     setattr(step, {"loss": "losses", "norm": "norms"}[series], window)
+    before = list(step.losses.values), list(step.norms.values)
     result = step.step(0)
     assert getattr(result, f"{series}_z") == pytest.approx(4.0)
     assert (result.skipped is not None) == skipped
+    after = list(step.losses.values), list(step.norms.values)
+    if skipped:
+        assert after == before, "neither number of a skipped step enters its window"
+    else:
+        assert [values[-1] for values in after] == [result.loss, result.norm]
+
+
+def test_a_step_launched_ahead_leaves_the_length_of_the_one_before(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that ticks once a reading: a step lasts from its own beginning to its own end."""
+    step, ticks = assembly_of(config).step, itertools.count(100)
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(ticks)))
+    step.begin(0)
+    step.finish(0)
+    step.begin(1)
+    assert step.result(0).elapsed_seconds == 1.0
+    step.finish(1)
+    assert step.result(1).elapsed_seconds == 1.0
 
 
 def test_the_verdict_is_on_the_window_before_the_step(config: RunConfig) -> None:
