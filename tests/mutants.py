@@ -136,7 +136,7 @@ good_steps == LOSS ==> good_steps > LOSS
 one / gradient_scale ==> one * gradient_scale
 & 0xFFFF ==> & 0x7FFF
 (bits & 0x7F800000) != 0x7F800000 ==> (bits & 0x7F800000) != 0
-functools.reduce(operator.add, sum_of_losses.tolist()) ==> sum(sum_of_losses.tolist())
+functools.reduce(operator.add, sum_of_losses.tolist()) ==> math.fsum(sum_of_losses.tolist())
 = ops/reference/reduction.py: kernels/test_reduction.py
 rows.chunk(2) ==> rows.split([1, rows.shape[0] - 1])
 first.bfloat16(), second.bfloat16() ==> first.bfloat16(), second

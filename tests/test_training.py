@@ -82,6 +82,17 @@ def test_bf16_follows_fp32(config: RunConfig) -> None:
         assert abs(a.loss - b.loss) <= a.loss * 2**-8
 
 
+def test_initial_weights_follow_the_seed_of_the_configuration(config: RunConfig) -> None:
+    """A generator for each parameter, keyed by the seed and its place in the table."""
+    for seed in (0, 41):
+        state = assembly_of(dataclasses.replace(config, seed=seed)).state
+        for index, row in enumerate(state.design.parameters):
+            if row.init.kind == "normal":
+                generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
+                expected = torch.empty(row.stored_shape).normal_(0.0, row.std, generator=generator)
+                assert torch.equal(row.stored(state.master), expected), row.name
+
+
 def test_only_matrices_decay_and_padding_stays_zero(config: RunConfig) -> None:
     state, _ = steps_of(dataclasses.replace(config, weight_decay=0.5), 3)
     decayed = torch.zeros_like(state.master, dtype=torch.bool)
