@@ -11,9 +11,10 @@ from handgrad import checkpoint
 from handgrad.checkpoint import Stored
 from handgrad.config import RunConfig
 from handgrad.errors import DataError, StorageError
+from handgrad.ops.reference import optimizer
 from handgrad.run.loop import Run
 from handgrad.run.start import train
-from tests.test_runs import elsewhere, finished, same_bits, tensors
+from tests.test_runs import elsewhere, finished, interrupt_at, same_bits, tensors
 
 __all__ = ["finished"]  # a fixture
 
@@ -178,3 +179,23 @@ def test_a_checkpoint_of_another_model_is_refused(finished: RunConfig) -> None:
         train(dataclasses.replace(finished, num_layers=3), allow_changes=True)
     with pytest.raises(DataError, match=r"expected .* of shape"):
         train(dataclasses.replace(finished, channels=64), allow_changes=True)
+
+
+def test_fp16_goes_on_with_its_loss_scale(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Doubled after every third good step here, and resumed between two of those: the same bits, the same scale."""
+    monkeypatch.setattr(optimizer, "LOSS_SCALE_GROWTH_STEPS", 3)
+    settings = {"precision": "fp16", "steps": 7, "save_every": 4, "sample_tokens": 0, "eval_every": 0}
+    whole, pieces = (elsewhere(config, name, **settings) for name in ("whole", "pieces"))
+    train(whole)
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 5)
+        with pytest.raises(KeyboardInterrupt):
+            train(pieces)
+    train(pieces)
+    same_bits(whole.out, pieces.out, 7)
+    folders = [Path(run.out) / "checkpoints" for run in (whole, pieces)]
+    at_four, at_seven, resumed = (
+        checkpoint.open_checkpoint(checkpoint.folder_of(folder, step)).manifest["loss_scale"]
+        for folder, step in ((folders[0], 4), (folders[0], 7), (folders[1], 7))
+    )
+    assert at_four == [2.0**17, 1.0] and at_seven == resumed == [2.0**18, 1.0]

@@ -194,6 +194,15 @@ def test_the_chosen_token_is_seen() -> None:
     assert [row.nonzero().flatten().tolist() for row in seen] == [sorted([3, int(out[0])]), [int(out[1])]]
 
 
+def test_the_token_that_reaches_p_is_the_last() -> None:
+    """With p exactly the sum of the likeliest one or two, the next token is out; with the least more than it, in."""
+    scores = torch.tensor([[0.0, -0.5, -1.5, -2.5]], dtype=torch.float64)
+    shares = torch.softmax(scores, 1)[0].tolist()
+    for kept, total in ((1, shares[0]), (2, shares[0] + shares[1])):
+        for p, expected in ((total - 2**-40, kept), (total, kept), (total + 2**-40, kept + 1)):
+            assert int(torch.isfinite(filtered(scores, top_k=0, top_p=p, min_p=0.0)).sum()) == expected
+
+
 def test_top_p_adds_up_integers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of integers are those of any order: a GPU's running sum of one row has none that is fixed."""
     add_up, added = torch.Tensor.cumsum, []

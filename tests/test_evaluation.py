@@ -1,12 +1,22 @@
-"""Held-out loss counts every sample once."""
+"""Held-out loss counts every sample once, of complete weights; bits are no nats."""
 
+import dataclasses
+import math
 from pathlib import Path
+from typing import Any
 
-from handgrad.config import ModelShape
+import pytest
+
+from handgrad.config import ModelShape, RunConfig
 from handgrad.data.batches import Batches
 from handgrad.data.shards import open_dataset
-from handgrad.evaluation.loss import mean_loss
+from handgrad.evaluation.loss import bits_per_byte, held_out_loss, mean_loss
+from handgrad.models import gpt2
 from handgrad.ops import reference as ops
+from handgrad.run import loop
+from handgrad.run.assemble import Assembly
+from handgrad.run.start import train
+from handgrad.training.step import TrainStep
 from tests.conftest import make_model
 
 
@@ -18,3 +28,56 @@ def test_the_loss_does_not_depend_on_the_micro_batch(shards: Path) -> None:
         model = make_model(ModelShape(257, 16, 2, 2, 32), batch, 16)
         found.append(mean_loss(model.shape, ops, model.weights, model.act, batches, samples=6))
     assert max(found) - min(found) < 1e-12
+
+
+def test_the_mean_is_over_the_samples_that_were_asked_for(shards: Path) -> None:
+    """Each sample's loss by itself, their mean, and what a held-out loss says of them; no more than there are."""
+    dataset = open_dataset(shards)
+    batches = Batches(dataset.splits["validation"], 16, 0, shuffle=False)
+    model, alone = make_model(ModelShape(257, 16, 2, 2, 32), 1, 16), []
+    for sample in range(5):
+        batches.fill(model.act.tokens, model.act.targets, sample)
+        gpt2.loss(model.ops, model.weights, model.act, vocab_size=257)
+        alone.append(float(model.act.losses.mean()))
+    assert len(set(alone)) == 5
+    many = make_model(ModelShape(257, 16, 2, 2, 32), 2, 16)
+    for samples in (1, 4, 5):
+        found = mean_loss(many.shape, ops, many.weights, many.act, batches, samples=samples)
+        assert found == pytest.approx(sum(alone[:samples]) / samples, rel=1e-12)
+    held_out = held_out_loss(many.shape, ops, many.weights, many.act, dataset, eval_tokens=5 * 16 + 15)
+    assert held_out.loss == pytest.approx(sum(alone) / 5, rel=1e-12) and held_out.tokens == 80
+    assert held_out.perplexity == pytest.approx(math.exp(held_out.loss))
+
+
+def test_bits_per_byte(shards: Path) -> None:
+    """Of bytes, a token each, ln 2 nats a token are one bit a byte; end-of-text is a token without a byte."""
+    dataset = open_dataset(shards)
+    tokens = dataset.splits["validation"][0].tokens
+    text_bytes = int((tokens < 256).sum())
+    assert len(dataset.splits["validation"]) == 1 and text_bytes < len(tokens)
+    assert bits_per_byte(math.log(2), dataset) == pytest.approx(len(tokens) / text_bytes)
+    assert bits_per_byte(3.0, dataset) == pytest.approx(3 / math.log(2) * len(tokens) / text_bytes)
+
+
+@pytest.mark.parametrize(("eval_tokens", "samples"), [(5 * 32 + 31, 5), (32, 1), (31, 1)])
+def test_a_validation_takes_whole_contexts_of_complete_weights(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, eval_tokens: int, samples: int
+) -> None:
+    """Between a step's end and the validation, the check or the sample after it, the run awaits the weights that other
+    ranks send."""
+    events: list[str] = []
+    for owner, name in ((TrainStep, "finish"), (Assembly, "await_weights")):
+        original = getattr(owner, name)
+        noting = lambda *given, name=name, original=original: (events.append(name), original(*given))[1]  # noqa: E731
+        monkeypatch.setattr(owner, name, noting)
+
+    def validated(*given: Any, samples: int, **more: Any) -> float:
+        events.append(f"{samples} samples")
+        return 1.0
+
+    monkeypatch.setattr(loop, "mean_loss", validated)
+    monkeypatch.setattr(loop, "write_document", lambda *given, **more: events.append("text") or "")
+    monkeypatch.setattr(loop.Run, "save", lambda run: setattr(run, "last_saved", run.completed))
+    train(dataclasses.replace(config, steps=2, eval_every=1, sample_every=1, eval_tokens=eval_tokens))
+    step = ["finish", "await_weights", f"{samples} samples", "await_weights", "text"]
+    assert events == step * 2

@@ -129,9 +129,12 @@ def test_the_padding_stays_zero_and_unseen(fp8: RunConfig, settings: dict) -> No
     assert all(math.isfinite(line.amax) for of_step in found for line in of_step)
 
 
-def test_the_static_scale_of_the_logits_clips_nothing_and_never_moves(fp8: RunConfig) -> None:
+@pytest.mark.parametrize(("tokens", "micro_batch"), [(384, 3), (256, 4)])
+def test_the_static_scale_of_the_logits_clips_nothing_and_never_moves(
+    fp8: RunConfig, tokens: int, micro_batch: int
+) -> None:
     """No number of their gradient is larger than 1 / tokens_per_step, and twice that would be too large for the scale."""
-    config = dataclasses.replace(fp8, tokens_per_step=384, micro_batch=3)
+    config = dataclasses.replace(fp8, tokens_per_step=tokens, micro_batch=micro_batch)
     training, _, _ = steps_of(config, 3)
     logits = training.state.activations.logits
     assert logits.format == E5M2

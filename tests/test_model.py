@@ -9,7 +9,9 @@ import transformers
 from torch import Tensor
 
 from benchmarks.twin import Twin
+from handgrad import devices
 from handgrad.config import ModelShape
+from handgrad.format import speed
 from handgrad.models import gpt2, parameter_table
 from handgrad.models.rows import count_parameters
 from tests.conftest import Model, make_model
@@ -161,6 +163,29 @@ def test_parameter_counts_are_those_of_gpt2(shape: ModelShape, millions: float) 
 def test_operations_are_counted_as_llm_c_counts_them() -> None:
     """6 N + 6 L C T: 6 * 124,439,808 + 6 * 12 * 768 * 1024 for GPT-2 124M."""
     assert gpt2.flops_per_token(ModelShape(50257, 1024, 12, 12, 768)) == 6 * 124_439_808 + 56_623_104
+
+
+@pytest.mark.parametrize(
+    ("name", "teraflops"),
+    [
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA L40S", 362.0),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA GeForce RTX 3090", 71.0),
+    ],
+)
+def test_utilisation_is_of_the_data_sheets_peak(name: str, teraflops: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dense bf16 with float32 sums. Half of the peak is 50 %; without a data sheet there is no percentage."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    gpu = torch.device("cuda")
+    assert devices.peak_flops(gpu) == teraflops * 1e12
+    assert speed(teraflops * 1e12 / 2 / 800e6, 800e6, devices.peak_flops(gpu)) == "50.0% MFU"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A10")
+    assert devices.peak_flops(gpu) is None and devices.peak_flops(torch.device("cpu")) is None
+    assert speed(1000, 2e9, None) == "2000 GFLOP/s"
 
 
 def test_initial_weights_follow_gpt2() -> None:

@@ -289,6 +289,25 @@ def test_verdict(
     assert torch.equal(loss_scale, halved if expected == NORM_NOT_FINITE else counted)
 
 
+def test_the_lanes_losses_are_added_one_by_one(ops: ModuleType) -> None:
+    """Without the compensation that Python's own sum has, as a GPU adds them."""
+    results, losses = nan(RESULTS), torch.tensor([1e16, 1.0, -1e16, 3.0], dtype=torch.float64)
+    controls = torch.tensor([1, 0, math.inf, math.inf], dtype=torch.float64)
+    settings = {"tokens_per_step": 2, "clip_norm": 0.0, "dynamic_loss_scale": False}
+    ops.verdict(results, torch.ones(3), losses, torch.ones(1), controls, **settings)
+    assert results[0] == 1.5
+
+
+@pytest.mark.parametrize(("clip_norm", "factor"), [(8.0, 1.0), (4.0, 1.0), (3.0, 0.75), (0.0, 1.0)])
+def test_clipping_scales_down_only(ops: ModuleType, clip_norm: float, factor: float) -> None:
+    """A gradient of norm 4; 0 is no limit."""
+    results, loss_scale, one = nan(RESULTS), torch.ones(3), torch.ones(1, dtype=torch.float64)
+    controls = torch.tensor([1, 1e-3, math.inf, math.inf], dtype=torch.float64)
+    settings = {"tokens_per_step": 1, "clip_norm": clip_norm, "dynamic_loss_scale": False}
+    ops.verdict(results, loss_scale, one, torch.tensor([7.0, 9.0]), controls, **settings)
+    assert results[RESULT_SCALE] == factor
+
+
 def test_the_loss_scale_grows_after_so_many_good_steps(ops: ModuleType) -> None:
     results, controls = nan(RESULTS), torch.tensor([1, 0, math.inf, math.inf], dtype=torch.float64)
     loss_scale, one = torch.tensor([1.0, 4.0, LOSS_SCALE_GROWTH_STEPS - 2]), torch.ones(1, dtype=torch.float64)
@@ -363,3 +382,8 @@ def test_bf16_weights_are_rounded_up_and_down_with_the_right_chances(ops: Module
     wild = torch.tensor([math.inf, -math.inf])
     round_stochastically(weight[:2], wild, 1, 0, 0)
     assert torch.equal(weight[:2].float(), wild)
+    # As do the largest NaN, and a mean of the smallest numbers.
+    round_stochastically(weight, torch.full((256,), 0x7FFFFFFF, dtype=torch.int32).view(torch.float32), 1, 0, 0)
+    assert weight.isnan().all()
+    round_stochastically(weight, torch.full((256,), 0x18000, dtype=torch.int32).view(torch.float32), 1, 0, 0)
+    assert sorted(weight.view(torch.int16).unique().tolist()) == [1, 2]

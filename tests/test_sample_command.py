@@ -1,5 +1,6 @@
 """`handgrad sample`: what it prints, what it answers to a file of prompts, and one line for every mistake."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -12,8 +13,11 @@ import pytest
 
 from handgrad import devices
 from handgrad.cli import main
+from handgrad.config import RunConfig
 from handgrad.generation import prompts
 from handgrad.generation.generate import Decoder
+from handgrad.run import loop
+from handgrad.run.start import train
 from tests.test_commands import SMALL, refused
 
 
@@ -229,3 +233,13 @@ def test_a_batch_that_does_not_fit(run: str, capsys: pytest.CaptureFixture, monk
     capsys.readouterr()
     told = refused(capsys, 65, "sample", run, "--samples", "200", "--batch", "200", "--device", "cpu")
     assert "has 4 MiB free" in told and "--batch of `sample`" in told
+
+
+def test_a_run_draws_every_sample_with_a_seed_of_its_own(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It follows from the run's seed and the step alone."""
+    seeds: list[int] = []
+    monkeypatch.setattr(loop, "write_document", lambda *given, seed, **more: seeds.append(seed) or "text")
+    for seed in (3, 10):
+        out = str(Path(config.out).with_name(str(seed)))
+        train(dataclasses.replace(config, out=out, seed=seed, steps=4, sample_every=1, eval_every=0))
+    assert seeds == [4, 5, 6, 7, 11, 12, 13, 14]

@@ -2,7 +2,9 @@
 
 import dataclasses
 import gc
+import itertools
 import math
+import time
 import warnings
 
 import pytest
@@ -13,8 +15,11 @@ from handgrad.config import FIELDS, RunConfig
 from handgrad.data.batches import Batches
 from handgrad.data.shards import open_dataset
 from handgrad.layout import update_parts
+from handgrad.ops import reference
+from handgrad.ops.reference.optimizer import round_stochastically
 from handgrad.run.assemble import Assembly, assemble
 from handgrad.run.resolve import largest_micro_batch, resolve, schedule_of
+from handgrad.training.feed import sort_positions
 from handgrad.training.spikes import WINDOW, SpikeWindow
 from handgrad.training.state import TrainingState
 from handgrad.training.step import StepResult
@@ -77,6 +82,17 @@ def test_bf16_follows_fp32(config: RunConfig) -> None:
         assert abs(a.loss - b.loss) <= a.loss * 2**-8
 
 
+def test_initial_weights_follow_the_seed_of_the_configuration(config: RunConfig) -> None:
+    """A generator for each parameter, keyed by the seed and its place in the table."""
+    for seed in (0, 41):
+        state = assembly_of(dataclasses.replace(config, seed=seed)).state
+        for index, row in enumerate(state.design.parameters):
+            if row.init.kind == "normal":
+                generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
+                expected = torch.empty(row.stored_shape).normal_(0.0, row.std, generator=generator)
+                assert torch.equal(row.stored(state.master), expected), row.name
+
+
 def test_only_matrices_decay_and_padding_stays_zero(config: RunConfig) -> None:
     state, _ = steps_of(dataclasses.replace(config, weight_decay=0.5), 3)
     decayed = torch.zeros_like(state.master, dtype=torch.bool)
@@ -93,6 +109,48 @@ def test_only_matrices_decay_and_padding_stays_zero(config: RunConfig) -> None:
         row.stored(named).fill_(True)
     for flat in (state.master, state.gradients, *state.optimizer.values()):
         assert (flat[~named] == 0).all(), "padding and alignment gaps stay zero"
+
+
+def test_the_update_is_adamw_with_the_settings_of_the_configuration(config: RunConfig) -> None:
+    """Three steps beside the equations in float64, from each step's own gradients; no setting is the default's, and each
+    moves the weights by far more than the tolerance."""
+    settings = {"beta1": 0.7, "beta2": 0.8, "adam_epsilon": 1e-3, "weight_decay": 0.6}
+    config = dataclasses.replace(config, clip_norm=0.0, learning_rate=1e-2, **settings)
+    training = assembly_of(config)
+    state, step = training.state, training.step
+    decays = torch.zeros_like(state.master, dtype=torch.bool)
+    for row in state.design.parameters:
+        row.view(decays).fill_(len(row.shape) == 2)
+    w, m, v = state.master.double(), torch.zeros(state.master.shape).double(), torch.zeros(state.master.shape).double()
+    for t in (1, 2, 3):
+        step.begin(t - 1)
+        g, rate = state.gradients.double(), 1e-2 * t / 3
+        step.finish(t - 1)
+        assert step.result(t - 1).learning_rate == pytest.approx(rate)
+        m, v = 0.7 * m + 0.3 * g, 0.8 * v + 0.2 * g**2
+        w = w - rate * 0.6 * w * decays - rate * (m / (1 - 0.7**t)) / ((v / (1 - 0.8**t)).sqrt() + 1e-3)
+    for found, expected in ((state.master, w), (state.optimizer["m"], m), (state.optimizer["v"], v)):
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-7)
+
+
+def test_stochastic_rounding_takes_seed_step_and_place(config: RunConfig) -> None:
+    """The bf16 weights are the float32 update rounded by (seed, step, place in the flat buffer), in every step anew."""
+    settings = {"precision": "bf16", "master_weights": False, "clip_norm": 0.0, "weight_decay": 0.0, "warmup_steps": 0}
+    training = assembly_of(dataclasses.replace(config, seed=77, **settings))
+    state, step = training.state, training.step
+    for t in (1, 2):
+        step.begin(t - 1)
+        exact, g = state.master.float(), state.gradients.clone()
+        m, v = state.optimizer["m"].clone(), state.optimizer["v"].clone()
+        step.finish(t - 1)
+        controls, results = state.controls, state.results
+        betas = {"beta1": config.beta1, "beta2": config.beta2}
+        reference.adamw_update(
+            exact, exact, m, v, g, controls, results, epsilon=config.adam_epsilon, weight_decay=0.0, **betas
+        )
+        expected = torch.empty_like(state.master)
+        round_stochastically(expected, exact, t, 77, 0)
+        assert torch.equal(state.master, expected) and not torch.equal(expected, exact.bfloat16())
 
 
 def test_clipping_bounds_the_update(config: RunConfig) -> None:
@@ -187,6 +245,66 @@ def test_a_spike_is_skipped_and_leaves_the_weights_alone(config: RunConfig) -> N
     stepper.norms = SpikeWindow()
     assert stepper.step(1).skipped is None
     assert not torch.equal(state.master, before)
+
+
+def test_a_value_exceeds_the_limit_where_its_z_score_exceeds_z() -> None:
+    """The limit that goes to the device: mean + z deviations of the window, which the step itself has not entered."""
+    values = [2.0, 4.0] * (WINDOW // 2)
+    window = SpikeWindow(values)
+    assert window.limit(4.0) == 7.0 and window.z_score(7.0) == 4.0
+    assert window.limit(0.0) == SpikeWindow(values[1:]).limit(4.0) == math.inf, "switched off, or not yet full"
+
+
+def test_a_window_is_the_last_128_values() -> None:
+    """Fewer judge nothing, older ones are forgotten; beside a value that never moved any other is infinitely far."""
+    assert SpikeWindow(range(127)).z_score(1.0) is None
+    window = SpikeWindow([5.0, *[1.0] * 127])
+    assert window.z_score(1.0) == pytest.approx(-1 / math.sqrt(127))
+    window.add(1.0)
+    assert [window.z_score(value) for value in (1.0, 1.1, 0.9)] == [0.0, math.inf, -math.inf]
+
+
+@pytest.mark.parametrize("largest", [3, 40_000, 65_535, 65_536, 1 << 20])
+def test_positions_are_sorted_by_token(largest: int) -> None:
+    """And equal tokens stay in their order, in which their gradients are added; of small and of large vocabularies."""
+    tokens = torch.randint(largest + 1, (3, 40), generator=torch.Generator().manual_seed(0))
+    tokens[0, :4] = tokens[2, :4] = torch.tensor([largest, 0, largest, 1])
+    positions = torch.empty(120, dtype=torch.int32)
+    sort_positions(positions, tokens)
+    assert positions.tolist() == sorted(range(120), key=lambda place: (int(tokens.flatten()[place]), place))
+
+
+@pytest.mark.parametrize(("z", "skipped"), [(4.1, False), (3.9, True)])
+@pytest.mark.parametrize("series", ["loss", "norm"])
+def test_the_device_judges_by_that_limit(config: RunConfig, series: str, z: float, skipped: bool) -> None:
+    """A loss or a norm four deviations above its window, under limits just above and just below."""
+    found = getattr(assembly_of(config).step.step(0), series)
+    step = assembly_of(dataclasses.replace(config, **{f"skip_{series}_z": z})).step
+    window = SpikeWindow([found - 5, found - 3] * (WINDOW // 2))
+    setattr(step, {"loss": "losses", "norm": "norms"}[series], window)
+    before = list(step.losses.values), list(step.norms.values)
+    result = step.step(0)
+    assert getattr(result, f"{series}_z") == pytest.approx(4.0)
+    assert (result.skipped is not None) == skipped
+    after = list(step.losses.values), list(step.norms.values)
+    if skipped:
+        assert after == before, "neither number of a skipped step enters its window"
+    else:
+        assert [values[-1] for values in after] == [result.loss, result.norm]
+
+
+def test_a_step_launched_ahead_leaves_the_length_of_the_one_before(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that ticks once a reading: a step lasts from its own beginning to its own end."""
+    step, ticks = assembly_of(config).step, itertools.count(100)
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(ticks)))
+    step.begin(0)
+    step.finish(0)
+    step.begin(1)
+    assert step.result(0).elapsed_seconds == 1.0
+    step.finish(1)
+    assert step.result(1).elapsed_seconds == 1.0
 
 
 def test_the_verdict_is_on_the_window_before_the_step(config: RunConfig) -> None:

@@ -83,6 +83,23 @@ def test_every_token_of_the_slack_is_seen_in_some_epoch(shards):
     assert 0 in starts and max(starts) == 100 - T - 1
 
 
+def test_the_seed_decides_shards_windows_and_offsets(shards):
+    """Each of the three by itself, in one epoch of several seeds."""
+
+    def places(seed, chosen=shards):
+        batches = Batches(chosen, T, seed=seed)
+        return [batches.locate(i) for i in range(batches.samples_per_epoch)]
+
+    found = [places(seed) for seed in range(8)]
+    assert len({tuple(dict.fromkeys(shard for shard, _ in each)) for each in found}) > 3, "the order of the shards"
+    for shard, windows in ((0, 12), (2, 12), (3, 37)):
+        starts = [[start for s, start in each if s == shard] for each in found]
+        offsets = [min(each) for each in starts]
+        orders = {tuple(start - offset for start in each) for each, offset in zip(starts, offsets, strict=True)}
+        assert all(len(each) == windows for each in starts) and len(orders) == 8, "the order of a shard's windows"
+        assert len(set(offsets)) > 2 or shard == 2, "where the windows begin, if there is room"
+
+
 def test_a_sample_depends_on_seed_and_number_only(shards):
     reference = [Batches(shards, T, seed=7).window(i).tolist() for i in range(200)]
     batches = Batches(shards, T, seed=7)

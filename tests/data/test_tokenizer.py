@@ -62,6 +62,22 @@ def test_our_pattern_splits_as_the_published_one(text):
     assert gpt2.encode(text).tolist() == encoding(PUBLISHED_PATTERN).encode_ordinary(text)
 
 
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        ["they", "'re", " I", "'ve", " we", "'ll", " it", "'s", " I", "'m", " don", "'t", " he", "'d"],
+        ["THEY", "'", "RE"],
+        ["1234567", " 12345", ",", " \u0663\u0664\u0665\u0666"],
+        ["a", "!?", "b", "_", "c", " ", " d", "\n\n", "\n", "e", "  "],
+    ],
+)
+def test_pieces_of_a_text(pieces):
+    """GPT-2's: seven contractions in lower case, all digits that stand together, all letters, all other signs. A piece has
+    the tokens in the text that its bytes are merged into alone."""
+    merged = [token for piece in pieces for token in encoding(r"(?s:.+)").encode_ordinary(piece)]
+    assert load_tokenizer("gpt2").encode("".join(pieces)).tolist() == merged
+
+
 @functools.cache
 def encoding(pattern):
     ranks = {token: rank for rank, token in enumerate(load_tokenizer("gpt2").token_bytes[:50256])}

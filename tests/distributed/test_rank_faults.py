@@ -255,3 +255,13 @@ def test_noise_makes_no_straggler() -> None:
     assert report(*[(0.1, 0.13, 0.1)] * 5, (0.1, 0.1, 0.1)) == (1, None)
     assert report(*[(0.01, 0.014, 0.01)] * 5) == (1, None)
     assert report(*[(0.1, 0.1, 0.1)] * 5)[1] is None
+
+
+def test_a_straggler_is_a_tenth_and_five_milliseconds_slower() -> None:
+    """Than the median rank, in its median step and in its fastest."""
+    for milliseconds, named in ((111, True), (109, False)):
+        assert bool(report(*[(0.1, milliseconds / 1e3, 0.1)] * 3)[1]) == named
+    for milliseconds, named in ((25.2, True), (24.8, False)):
+        assert bool(report(*[(0.02, milliseconds / 1e3, 0.02)] * 3)[1]) == named
+    for fastest, named in ((0.111, True), (0.109, False)):
+        assert bool(report(*[(0.1, 0.2, 0.1)] * 2, (0.1, fastest, 0.1))[1]) == named

@@ -5,6 +5,8 @@ import json
 import math
 import struct
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -14,8 +16,10 @@ from torch import Tensor
 from handgrad import checkpoint
 from handgrad.checkpoint import Stored
 from handgrad.cli import main
-from handgrad.interop.llmc_model import read_model
-from handgrad.interop.llmc_state import read_state
+from handgrad.config import ModelShape
+from handgrad.errors import DataError
+from handgrad.interop.llmc_model import LlmcModel, read_model
+from handgrad.interop.llmc_state import OptimizerState, read_state
 from handgrad.interop.llmc_tokenizer import read_tokens
 from handgrad.models import parameter_table
 from tests.interop.models import SIZES, TOKENIZERS, make_checkpoint, our_logits, random_tokens, weights
@@ -28,6 +32,19 @@ THEIRS: tuple[tuple[str, str], ...] = (
     *(("fc_weight", "L 4C C"), ("fc_bias", "L 4C"), ("fcproj_weight", "L C 4C"), ("fcproj_bias", "L C")),
     *(("lnf_weight", "C"), ("lnf_bias", "C")),
 )
+
+# (precision of the weight, weight, master weight, whether they belong together)
+MASTERS = [
+    (torch.bfloat16, 1.0, 1.0 + 2**-7 - 2**-20, True),
+    (torch.bfloat16, 1.0 + 2**-7, 1.0, True),
+    (torch.bfloat16, -1.0, -1.0 - 2**-8, True),
+    (torch.bfloat16, 0.0, 2.0**-140, True),
+    (torch.bfloat16, 1.0 + 2**-6, 1.0, False),
+    (torch.bfloat16, -1.0, -1.0 - 2**-6, False),
+    (torch.bfloat16, 0.0, 1e-3, False),
+    (torch.float32, 1.0, 1.0, True),
+    (torch.float32, 1.0, 1.0 + 2**-23, False),
+]
 
 
 def read_as_llmc(path: Path) -> tuple[list[int], dict[str, np.ndarray]]:
@@ -196,6 +213,22 @@ def test_master_weights_are_the_weights(tmp_path: Path) -> None:
     assert main(["import", str(model), "--out", str(tmp_path / "back"), "--optimizer", str(optimizer)]) == 0
     before, after = weights(run), weights(tmp_path / "back")
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize(("dtype", "weight", "master", "accepted"), MASTERS)
+def test_a_master_weight_is_a_bf16_step_away_at_most(
+    dtype: torch.dtype, weight: float, master: float, accepted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As stochastic rounding leaves it: of numbers from 1 to 2 a step is 2^-7. Float32 weights are their own masters."""
+    row = parameter_table(ModelShape(257, 16, 1, 1, 8))[0]
+    model = cast(LlmcModel, SimpleNamespace(dtype=dtype, path=Path("model.bin"), weight=lambda row: torch.tensor([weight])))
+    monkeypatch.setattr(OptimizerState, "values", lambda state, name, row: torch.tensor([master]))
+    state = OptimizerState(model, (Path("state.bin"),), 1, True)
+    if accepted:
+        assert state.master(row).item() == master
+    else:
+        with pytest.raises(DataError, match="different steps or runs"):
+            state.master(row)
 
 
 def test_the_same_logits(tmp_path: Path) -> None:

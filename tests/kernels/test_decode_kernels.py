@@ -11,6 +11,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: it decides wh
 pytest.importorskip("triton")
 
 from handgrad.ops.cuda import choosing, decode
+from handgrad.ops.reference import decode as reference
 from handgrad.ops.reference.decode import gumbel
 from tests.kernels import decode_checks as checks
 from tests.kernels.decode_checks import check
@@ -44,6 +45,16 @@ def test_attention(draw: Draw, B: int, H: int, maxT: int, D: int, positions: lis
     check(checks.attention(draw, B, H, maxT, D, positions))
 
 
+@pytest.mark.parametrize("positions", [[0, 1, 15], [16, 17, 31], [32, 33, 79]])
+def test_attention_over_several_tiles(draw: Draw, positions: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of 16 keys: at their borders, and past the fifth; in either choice of a tile."""
+    monkeypatch.setattr(decode, "FEW_ATTENTIONS", (16 * 32, 1))
+    check(checks.attention(draw, 3, 2, 80, 24, positions))
+    monkeypatch.setattr(decode, "FEWEST_PROGRAMS", 1)
+    monkeypatch.setattr(decode, "MANY_ATTENTIONS", (16 * 32, 1))
+    check(checks.attention(draw, 3, 2, 80, 24, positions))
+
+
 @pytest.mark.parametrize(("B", "C"), [(1, 24), (3, 100), (2, 1600)])
 def test_embedding(draw: Draw, B: int, C: int) -> None:
     checks.embedding(draw, B, C)
@@ -65,6 +76,26 @@ def test_embedding(draw: Draw, B: int, C: int) -> None:
 )
 def test_choices(draw: Draw, V: int, options: dict[str, float]) -> None:
     checks.choices(draw, V, V + 28, **options)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_penalty_makes_every_seen_token_less_likely(draw: Draw, temperature: float) -> None:
+    """In rows of one sign each, whose best logit is a seen one: positive ones are divided, negative ones multiplied."""
+    V, rows = 40, 8
+    logits = draw.normal(rows, V).abs() + 0.1
+    logits[::2] *= -1
+    found = []
+    for ops in (choosing, reference):
+        seen = torch.zeros(rows, V, dtype=torch.bool)
+        seen[:, : V // 2] = True
+        seen[torch.arange(rows), logits.argmax(1)] = True
+        tokens, seeds = torch.empty(rows, dtype=torch.int64), torch.arange(rows)
+        settings = checks.PLAIN | {"temperature": temperature, "repetition_penalty": 1.5}
+        scratch = torch.zeros(choosing.choosing_scratch_bytes(batch=rows, vocab_size=V), dtype=torch.uint8)
+        ops.choose_tokens(tokens, logits, seen, seeds, seeds, vocab_size=V, **settings, scratch=scratch)
+        found.append((tokens.tolist(), seen))
+    assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
+    assert (torch.tensor(found[0][0])[::2] >= V // 2).any() and (torch.tensor(found[0][0])[1::2] >= V // 2).any()
 
 
 def test_draws_are_the_references() -> None:
