@@ -150,7 +150,7 @@ scores / repetition_penalty, scores * repetition_penalty ==> scores / repetition
 device=qkv.device) > positions ==> device=qkv.device) >= positions
 (bits.float() + 0.5) ==> (bits.float() + 0.75)
 (seeds >> 32) & BITS32 ==> (seeds >> 31) & BITS32
-= layout.py: test_buckets.py distributed/test_same_bits.py -k "test_buckets or matrices or shared_gradients"
+= layout.py: test_buckets.py test_freezing.py distributed/test_same_bits.py -k "not same_bits or matrices or shared"
 lanes_per_rank.bit_length() ==> lanes_per_rank.bit_length() - 1
 return self.rank if self.zero else 0 ==> return self.rank
 self.before[rank * lanes : (rank + 1) * lanes] ==> self.before[: (rank + 1) * lanes]
@@ -285,7 +285,7 @@ def read_table(table: str) -> list[Target]:
             targets.append(Target(module, words, []))
         else:
             change, _, reason = line.partition("  ## ")
-            source, _, replacement = (part.strip() for part in change.replace(r"\n", "\n").partition("==>"))
+            source, _, replacement = (part.strip().replace(r"\n", "\n") for part in change.partition("==>"))
             targets[-1].mutants.append(Mutant(source, replacement, reason))
     return targets
 
