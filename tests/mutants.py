@@ -161,7 +161,7 @@ places[buckets[index - RING].name] ==> places[buckets[index - RING + 1].name]
 partial = place * most ==> partial = (place + 1) * most - most // 2
 first + row.elements if row.whole else end ==> end
 last.frozen, last.shape, None) ==> part.frozen, last.shape, None)
-(last.flat.stop, last.local.stop) == ==> (last.flat.stop, part.local.start) ==
+(last.flat.stop, last.local.stop) == ==> (last.flat.stop, part.local.start) ==  ## neighbours are so in their shard as well
 RING = 3 ==> RING = 2
 = parallel/gradient_sync.py: distributed/test_same_bits.py -k "matrices or shared or 2-1 or 2-0"
 while lane >> level & 1: ==> while lane >> level & 2:
