@@ -219,7 +219,7 @@ self.arrivals.reverse() ==> pass
 = generation/text.py: test_text_streams.py test_sample_command.py
 self.decoded += len(ids) ==> self.decoded = len(ids)
 min(ends)[1] ==> max(ends)[1]
-kept = 0 if text.stopped else max( ==> kept = max( kept =
+kept = 0 if text.stopped else max( ==> kept = max(
 [tokenizer.end_of_text, *tokenizer ==> [*tokenizer
 = checkpoint.py: test_checkpoints.py test_best_checkpoint.py
 os.fsync(file.fileno()) ==> pass
