@@ -1,10 +1,12 @@
 """Checkpoints are complete and verified, or they do not exist; damaged ones are named and passed over."""
 
 import dataclasses
+import json
 import os
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
 from handgrad import checkpoint
@@ -199,3 +201,35 @@ def test_fp16_goes_on_with_its_loss_scale(config: RunConfig, monkeypatch: pytest
         for folder, step in ((folders[0], 4), (folders[0], 7), (folders[1], 7))
     )
     assert at_four == [2.0**17, 1.0] and at_seven == resumed == [2.0**18, 1.0]
+
+
+def test_every_tensor_of_a_file_has_its_receiver(tmp_path: Path) -> None:
+    """One too many in the file, or one too few: an error that names it, before anything is received."""
+    weights = {name: torch.full((2,), float(ord(name))) for name in "ab"}
+    checkpoint.save(tmp_path, 3, stored(weights), {"config": {}}, {})
+    found, received = checkpoint.open_checkpoint(checkpoint.folder_of(tmp_path, 3)), []
+    for names, differing in (("a", "'b'"), ("abc", "'c'")):
+        with pytest.raises(DataError, match=f"other tensors than this model: 1 differ, the first is {differing}"):
+            found.load(checkpoint.WEIGHTS_FILE, dict.fromkeys(names, ((2,), received.append)))
+    assert not received
+    found.load(checkpoint.WEIGHTS_FILE, dict.fromkeys("ab", ((2,), received.append)))
+    assert [tensor[0] for tensor in received] == [97, 98]
+
+
+@pytest.mark.parametrize("length", range(1, 10))
+def test_tensors_of_a_file_begin_at_multiples_of_8_bytes(length: int) -> None:
+    """As the format asks of its header, whatever the names' lengths."""
+    header, *data = checkpoint.safetensors_bytes(stored({"n" * length: torch.tensor([1.0, 2.0])}))
+    assert len(header) % 8 == 0 and int.from_bytes(header[:8], "little") == len(header) - 8
+    loaded = safetensors.torch.load(b"".join([header, *data]))
+    assert loaded["n" * length].tolist() == [1.0, 2.0]
+
+
+def test_a_manifest_may_be_laid_out_anew(tmp_path: Path) -> None:
+    """Other indents, keys in another order: the same content."""
+    checkpoint.save(tmp_path, 3, stored({"a": torch.ones(2)}), {"config": {"b": 1, "a": 2}, "more": [1, 2]}, {})
+    folder = checkpoint.folder_of(tmp_path, 3)
+    before = checkpoint.open_checkpoint(folder).manifest
+    content = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(dict(reversed(content.items())), indent=4))
+    assert checkpoint.open_checkpoint(folder).manifest == before

@@ -47,6 +47,11 @@ def test_the_mean_is_over_the_samples_that_were_asked_for(shards: Path) -> None:
     held_out = held_out_loss(many.shape, ops, many.weights, many.act, dataset, eval_tokens=5 * 16 + 15)
     assert held_out.loss == pytest.approx(sum(alone) / 5, rel=1e-12) and held_out.tokens == 80
     assert held_out.perplexity == pytest.approx(math.exp(held_out.loss))
+    windows = batches.samples_per_epoch
+    whole = mean_loss(many.shape, ops, many.weights, many.act, batches, samples=windows)
+    assert mean_loss(many.shape, ops, many.weights, many.act, batches, samples=windows + 3) == whole
+    asked = held_out_loss(many.shape, ops, many.weights, many.act, dataset, eval_tokens=(windows + 3) * 16)
+    assert (asked.loss, asked.tokens) == (whole, windows * 16)
 
 
 def test_bits_per_byte(shards: Path) -> None:

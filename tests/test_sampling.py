@@ -125,7 +125,7 @@ def test_greedy_text_equals_that_of_fresh_forwards(prompt: list[int]) -> None:
     assert found == expected and len(found) == 200 and len(set(found)) > 1
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 30.0])  # at 30 the draws decide
 @pytest.mark.parametrize("prompt", [[5, 1], [3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4, 5]])
 def test_past_the_context_the_older_half_is_forgotten(prompt: list[int], temperature: float) -> None:
     """Beside another text, which ends where its context is full. Draws go by the place in the text, not in the context."""

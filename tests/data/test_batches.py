@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from handgrad.data.batches import Batches
+from handgrad.data.batches import Batches, validation_batches
 from handgrad.data.permutation import mix, permute
 from handgrad.data.shards import open_dataset
 from handgrad.errors import DataError
@@ -92,12 +92,21 @@ def test_the_seed_decides_shards_windows_and_offsets(shards):
 
     found = [places(seed) for seed in range(8)]
     assert len({tuple(dict.fromkeys(shard for shard, _ in each)) for each in found}) > 3, "the order of the shards"
-    for shard, windows in ((0, 12), (2, 12), (3, 37)):
+    orders = set()
+    for shard in (0, 2, 3):
         starts = [[start for s, start in each if s == shard] for each in found]
         offsets = [min(each) for each in starts]
-        orders = {tuple(start - offset for start in each) for each, offset in zip(starts, offsets, strict=True)}
-        assert all(len(each) == windows for each in starts) and len(orders) == 8, "the order of a shard's windows"
+        orders |= {tuple(start - offset for start in each) for each, offset in zip(starts, offsets, strict=True)}
         assert len(set(offsets)) > 2 or shard == 2, "where the windows begin, if there is room"
+    assert len(orders) == 3 * 8, "the order of windows, also of two shards that hold as many"
+
+
+def test_validation_takes_its_shards_from_the_first_token_on(make_dataset):
+    splits = [np.arange(60)], [np.arange(30), np.arange(5), np.arange(20)]
+    batches = validation_batches(open_dataset(make_dataset(*splits)), T)
+    assert [batches.locate(i) for i in range(5)] == [(0, 0), (0, 8), (0, 16), (2, 0), (2, 8)]
+    assert batches.samples_per_epoch == 5
+    assert validation_batches(open_dataset(make_dataset([np.arange(60)], [], "alone")), T) is None
 
 
 def test_a_sample_depends_on_seed_and_number_only(shards):

@@ -161,7 +161,7 @@ STEPS = {  # (loss, norm of the scaled gradient, updates since the scale changed
 
 
 @pytest.mark.parametrize("dynamic", [True, False])
-@pytest.mark.parametrize("clip_norm", [0.0, 0.3])
+@pytest.mark.parametrize("clip_norm", [0.0, 0.3, 3.0])  # the good step's norm is 1
 @pytest.mark.parametrize("scale", [1.0, 64.0, 2.0**24])
 @pytest.mark.parametrize("name", STEPS)
 def test_verdict(name: str, scale: float, clip_norm: float, dynamic: bool) -> None:
