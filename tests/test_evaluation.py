@@ -75,8 +75,7 @@ def test_the_distance_from_a_known_entropy(shards: Path, monkeypatch: pytest.Mon
 def test_a_validation_takes_whole_contexts_of_complete_weights(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch, eval_tokens: int, samples: int
 ) -> None:
-    """Between a step's end and the validation, the check or the sample after it, the run awaits the weights that other
-    ranks send."""
+    """After a step the run awaits the weights that other ranks send, before it validates and before it writes a sample."""
     events: list[str] = []
     for owner, name in ((TrainStep, "finish"), (Assembly, "await_weights")):
         original = getattr(owner, name)
