@@ -10,7 +10,7 @@ import pytest
 from handgrad.config import ModelShape, RunConfig
 from handgrad.data.batches import Batches
 from handgrad.data.shards import open_dataset
-from handgrad.evaluation.loss import bits_per_byte, held_out_loss, mean_loss
+from handgrad.evaluation.loss import bits_per_byte, floor_note, held_out_loss, mean_loss
 from handgrad.models import gpt2
 from handgrad.ops import reference as ops
 from handgrad.run import loop
@@ -64,12 +64,18 @@ def test_bits_per_byte(shards: Path) -> None:
     assert bits_per_byte(3.0, dataset) == pytest.approx(3 / math.log(2) * len(tokens) / text_bytes)
 
 
+def test_the_distance_from_a_known_entropy(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = open_dataset(shards)
+    assert floor_note(2.2, dataset) == "", "nobody knows that of a text"
+    monkeypatch.setattr(type(dataset), "floor", lambda dataset, split: 2.0)
+    assert floor_note(2.2, dataset) == " (+10.0% above the source's entropy of 2.0000)"
+
+
 @pytest.mark.parametrize(("eval_tokens", "samples"), [(5 * 32 + 31, 5), (32, 1), (31, 1)])
 def test_a_validation_takes_whole_contexts_of_complete_weights(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch, eval_tokens: int, samples: int
 ) -> None:
-    """Between a step's end and the validation, the check or the sample after it, the run awaits the weights that other
-    ranks send."""
+    """After a step the run awaits the weights that other ranks send, before it validates and before it writes a sample."""
     events: list[str] = []
     for owner, name in ((TrainStep, "finish"), (Assembly, "await_weights")):
         original = getattr(owner, name)
