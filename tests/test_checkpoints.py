@@ -9,11 +9,10 @@ import pytest
 import safetensors.torch
 import torch
 
-from handgrad import checkpoint
+from handgrad import checkpoint, ops
 from handgrad.checkpoint import Stored
 from handgrad.config import RunConfig
 from handgrad.errors import DataError, StorageError
-from handgrad.ops.reference import optimizer
 from handgrad.run.loop import Run
 from handgrad.run.start import train
 from tests.test_runs import elsewhere, finished, interrupt_at, same_bits, tensors
@@ -185,7 +184,7 @@ def test_a_checkpoint_of_another_model_is_refused(finished: RunConfig) -> None:
 
 def test_fp16_goes_on_with_its_loss_scale(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Doubled after every third good step here, and resumed between two of those: the same bits, the same scale."""
-    monkeypatch.setattr(optimizer, "LOSS_SCALE_GROWTH_STEPS", 3)
+    monkeypatch.setattr(ops, "LOSS_SCALE_GROWTH_STEPS", 3)
     settings = {"precision": "fp16", "steps": 7, "save_every": 4, "sample_tokens": 0, "eval_every": 0}
     whole, pieces = (elsewhere(config, name, **settings) for name in ("whole", "pieces"))
     train(whole)

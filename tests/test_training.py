@@ -15,7 +15,7 @@ from handgrad.config import FIELDS, RunConfig
 from handgrad.data.batches import Batches
 from handgrad.data.shards import open_dataset
 from handgrad.layout import update_parts
-from handgrad.ops import reference
+from handgrad.ops import cpu
 from handgrad.ops.reference.optimizer import round_stochastically
 from handgrad.run.assemble import Assembly, assemble
 from handgrad.run.resolve import largest_micro_batch, resolve, schedule_of
@@ -145,7 +145,7 @@ def test_stochastic_rounding_takes_seed_step_and_place(config: RunConfig) -> Non
         step.finish(t - 1)
         controls, results = state.controls, state.results
         betas = {"beta1": config.beta1, "beta2": config.beta2}
-        reference.adamw_update(
+        cpu.adamw_update(
             exact, exact, m, v, g, controls, results, epsilon=config.adam_epsilon, weight_decay=0.0, **betas
         )
         expected = torch.empty_like(state.master)

@@ -190,9 +190,9 @@ class Launcher:
         self.all.append(Started(ranks))
         return self.all[-1]
 
-    def run(self, size: int, command: Sequence[str], *, cwds: Sequence[Path] = ()) -> Started:
+    def run(self, size: int, command: Sequence[str], fault: str = "none", *, cwds: Sequence[Path] = ()) -> Started:
         """A start whose ranks all come to a good end."""
-        started = self.start(size, command, cwds=cwds)
+        started = self.start(size, command, fault, cwds=cwds)
         assert started.wait() == [0] * size, started.errors
         return started
 
