@@ -145,9 +145,7 @@ def test_stochastic_rounding_takes_seed_step_and_place(config: RunConfig) -> Non
         step.finish(t - 1)
         controls, results = state.controls, state.results
         betas = {"beta1": config.beta1, "beta2": config.beta2}
-        cpu.adamw_update(
-            exact, exact, m, v, g, controls, results, epsilon=config.adam_epsilon, weight_decay=0.0, **betas
-        )
+        cpu.adamw_update(exact, exact, m, v, g, controls, results, epsilon=config.adam_epsilon, weight_decay=0.0, **betas)
         expected = torch.empty_like(state.master)
         round_stochastically(expected, exact, t, 77, 0)
         assert torch.equal(state.master, expected) and not torch.equal(expected, exact.bfloat16())
