@@ -120,7 +120,7 @@ def matched(figures: list[Figure], claims: list[Claim]) -> tuple[set[int], list[
 
 
 def columns(text: str) -> set[int]:
-    """Where the cells of table columns begin and end whose heading has a measured unit: the places of their numbers."""
+    """The beginnings and ends of the cells in columns whose heading has a measured unit: the places of their numbers."""
     places, headings, offset = set(), [], 0
     lines = text.split("\n")
     for number, line in enumerate(lines):
@@ -242,7 +242,7 @@ def exists(commit: str) -> bool:
 
 
 def has_history() -> bool:
-    """Whether all commits are here: not in a tarball, not in a shallow clone."""
+    """True if all commits are here: not in a tarball, not in a shallow clone."""
     command = ["git", "rev-parse", "--is-shallow-repository"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     return (ROOT / ".git").exists() and run.stdout.strip() == "false"

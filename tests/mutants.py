@@ -112,7 +112,7 @@ def plant(path: Path, text: str) -> None:
 
 
 def outcomes(target: Target, folder: Path) -> list[dict[str, str]]:
-    """What became of each mutant of a module."""
+    """The outcome of each mutant of a module."""
     path, found = folder / "handgrad" / target.module, []
     original = path.read_text(encoding="utf-8")
     if not tests_pass(folder, target.tests):

@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
 from handgrad import checkpoint
 from handgrad.api.model import Model, load
@@ -17,20 +16,35 @@ def prepare(
     source: str | os.PathLike[str],
     out: str | os.PathLike[str] = "shards",
     *,
-    tokenizer: str | os.PathLike[str] = "gpt2",
+    tokenizer: str = "gpt2",
+    text_field: str = "text",
+    validation_fraction: float | None = None,
+    shard_tokens: int = 100_000_000,
+    documents: int = 0,
     workers: int = 1,
-    **options: Any,
+    seed: int = 0,
+    overwrite: bool = False,
 ) -> Dataset:
-    """`handgrad prepare`: text into a folder of token shards, returned open; reuses finished shards. `options` are the
-    other flags of the command, the fields of `data.prepare.PrepareOptions`.
+    """`handgrad prepare`: text into a folder of token shards, returned open; reuses finished shards.
 
     Unlike the command it works in this process alone unless `workers` asks for more (0: one per core): Python's new
     processes import the script again, which therefore needs `if __name__ == "__main__":`; a notebook does not.
 
     Raises the errors of the command.
     """
-    given: dict[str, Any] = {"tokenizer": os.fspath(tokenizer), "workers": workers, **options}
-    return preparing.prepare(preparing.PrepareOptions(os.fspath(source), Path(out), **given)).dataset
+    options = preparing.PrepareOptions(
+        os.fspath(source),
+        Path(out),
+        tokenizer=os.fspath(tokenizer),
+        text_field=text_field,
+        shard_tokens=shard_tokens,
+        validation_fraction=validation_fraction,
+        workers=workers,
+        seed=seed,
+        documents=documents,
+        overwrite=overwrite,
+    )
+    return preparing.prepare(options).dataset
 
 
 def evaluate(
@@ -39,17 +53,19 @@ def evaluate(
     *,
     eval_tokens: int = 0,
     micro_batch: int = 8,
-    **loading: str,
+    device: str = "auto",
+    precision: str = "fp32",
+    backend: str = "auto",
 ) -> HeldOut:
     """`handgrad evaluate`: the loss on the validation split of `data`, by default the model's training data. `model` is a
-    loaded one, in its own precision, or an argument of `load`, which takes device, precision and backend.
+    loaded one, in its own precision, or an argument of `load`.
 
     Raises `UsageError`, `DataError`: no such data, or not in the model's tokens.
     """
     if eval_tokens < 0 or micro_batch < 1:
         raise UsageError("--eval-tokens must be 0 or more and --micro-batch 1 or more")
     if not isinstance(model, Model):
-        model = load(model, **loading)
+        model = load(model, device=device, precision=precision, backend=backend)
     folder = os.fspath(data) or model.data
     if not folder:
         raise UsageError("the model knows no data; give data=DIR, prepared with the model's tokenizer")

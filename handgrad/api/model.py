@@ -198,21 +198,25 @@ class Model:
         prompts: Prompts = "",
         *,
         max_tokens: int = 200,
+        temperature: float = 0.8,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
         stop: str | Sequence[str] = (),
         seed: int = 0,
         batch: int = 8,
-        **sampling: Any,
     ) -> Prompts:
-        """The continuation of a prompt: a str, or for a list of prompts a list of them. Prompt number i has the seed
-        `seed` + i, and `batch` texts are written at once. `sampling`: the fields of `SamplingOptions`, as in `handgrad
-        sample`: temperature (0.8), top_k (0), top_p (1.0), min_p (0.0), repetition_penalty (1.0).
+        """The continuation of a prompt: a str, or for a list of prompts a list of them. The options are those of
+        `handgrad sample`; prompt number i has the seed `seed` + i, and `batch` texts are written at once.
 
         Raises `UsageError` for an invalid option, `NumericsError` when the logits are not finite.
         """
         if batch < 1:
             raise UsageError(f"--batch must be 1 or more, found {batch}")
         given = [prompts] if isinstance(prompts, str) else list(prompts)
-        texts, pieces = self._begin(given, batch, max_tokens, stop, seed, sampling)
+        options = SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty)
+        texts, pieces = self._begin(given, batch, max_tokens, stop, seed, options)
         written = dict.fromkeys(texts, "")
         for text, piece in pieces:
             written[text] += piece
@@ -220,10 +224,21 @@ class Model:
         return found[0] if isinstance(prompts, str) else found
 
     def stream(
-        self, prompt: str = "", *, max_tokens: int = 200, stop: str | Sequence[str] = (), seed: int = 0, **sampling: Any
+        self,
+        prompt: str = "",
+        *,
+        max_tokens: int = 200,
+        temperature: float = 0.8,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        stop: str | Sequence[str] = (),
+        seed: int = 0,
     ) -> Iterator[str]:
         """`generate` of one prompt, piece by piece. It ends with a `UsageError` when the same model begins another text."""
-        _, pieces = self._begin([prompt], 1, max_tokens, stop, seed, sampling)
+        options = SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty)
+        _, pieces = self._begin([prompt], 1, max_tokens, stop, seed, options)
         return (piece for _, piece in pieces if piece)
 
     def _begin(
@@ -233,10 +248,10 @@ class Model:
         max_tokens: int,
         stop: str | Sequence[str],
         seed: int,
-        sampling: dict[str, Any],
+        options: SamplingOptions,
     ) -> tuple[list[Continuation], Iterator[tuple[Continuation, str]]]:
         """Checks the options; returns the texts to write, and an iterator that writes them: a text and its next piece."""
-        options, stops = SamplingOptions(**sampling), [stop] if isinstance(stop, str) else list(stop)
+        stops = [stop] if isinstance(stop, str) else list(stop)
         check_writing(max_tokens, seed, stops)
         texts = [Continuation(self.tokens(prompt), max_tokens, seed + number) for number, prompt in enumerate(prompts)]
         return texts, self._write(texts, options, stops, min(batch, len(texts)))

@@ -204,9 +204,18 @@ class Training:
         self._opened.__exit__(kind, error, trace)
 
 
-def train(preset: str | RunConfig = "", **arguments: Any) -> float | None:
+def train(
+    preset: str | RunConfig = "",
+    *,
+    config: str = "",
+    model: str = "",
+    allow_changes: bool = False,
+    quiet: bool = False,
+    **settings: Any,
+) -> float | None:
     """Makes all steps of a `Training` with the same arguments; returns the last validation loss in nats, if there was one.
     Leaves a finished run as it is."""
-    with Training(preset, **arguments) as run:
+    how = {"allow_changes": allow_changes, "quiet": quiet}
+    with Training(preset, config=config, model=model, **how, **settings) as run:
         run.steps()
         return run.validation_loss

@@ -313,7 +313,7 @@ def activation_rows(
 
 
 def dtypes_of(dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """What "16-bit" and "statistics" are in a run whose weights and activations are of `dtype`."""
+    """The dtypes of "16-bit" and "statistics" in a run whose weights and activations are of `dtype`."""
     return {"16-bit": dtype, "statistics": torch.float64 if dtype == torch.float64 else torch.float32}
 
 

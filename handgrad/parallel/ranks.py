@@ -51,7 +51,7 @@ class Ranks:
 
     @property
     def is_rank_0(self) -> bool:
-        """Whether this rank writes files and logs."""
+        """True on the rank that writes files and logs."""
         return self.rank == 0
 
     def begin_step(self, step: int, *, checking: bool) -> None:
@@ -257,7 +257,7 @@ class Ranks:
 
 
 def is_network_error(error: RuntimeError) -> bool:
-    """Whether a collective failed because of another rank. A subclass of `RuntimeError` that is not torch.distributed's
+    """True if a collective failed because of another rank. A subclass of `RuntimeError` that is not torch.distributed's
     (out of memory, a CUDA error) is this rank's own."""
     text = str(error)
     if isinstance(error, dist.DistError):
