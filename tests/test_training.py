@@ -39,7 +39,7 @@ def steps_of(config: RunConfig, count: int) -> tuple[TrainingState, list[StepRes
 
 @pytest.mark.parametrize("backend", ["reference", "auto"])
 def test_twenty_steps_equal_the_autograd_twin(config: RunConfig, backend: str) -> None:
-    """Losses against a twin in float64: no further off than twice what a twin in float32 is, or than two roundings. Norms to
+    """Losses against a twin in float64: no further off than twice what a twin in float32 is, or two roundings. Norms to
     1e-5: a block's 65,536 squares are added in float32, and small ones get lost beside the sum (2.9e-6 here)."""
     settings = {"steps": 20, "learning_rate": 3e-3, "tokens_per_step": 512, "backend": backend}
     config = dataclasses.replace(config, **settings)
