@@ -161,4 +161,4 @@ def test_a_sample_costs_microseconds(make_dataset):
         start = time.process_time()
         batches.fill(inputs, targets, n * 64)
         seconds.append(time.process_time() - start)
-    assert min(seconds) / 64 < 1e-3  # 50 us here; 600,000 tokens/s leave 1,700 us a sample
+    assert min(seconds) / 64 < 200e-6  # 50 us here; 600,000 tokens/s leave 1,700 us a sample

@@ -1,5 +1,5 @@
-"""transformers and handgrad write the same text: 200 tokens greedily, at odd sizes, after training, and at GPT-2's
-widths; their logits are within 1e-4."""
+"""transformers and handgrad write the same text: 200 tokens greedily, at odd sizes, after training, and with GPT-2's 124M
+weights; their logits are within 1e-4."""
 
 import shutil
 from pathlib import Path
@@ -69,28 +69,33 @@ def test_the_same_200_tokens_after_training(shards: Path, tmp_path: Path, capsys
     check_both_ways(tmp_path / "run", tmp_path, capsys, distinct=8)
 
 
-def test_gpt2s_widths(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPT-2's vocabulary, context and widths, in two of its twelve layers, with random weights: out, and back as the same
-    bytes; the logits; and the text, which `sample` writes token by token from its cache. transformers sees it whole: if
-    each token is what it finds likeliest after those before, it is the text that it would write."""
-    run, shape = make_checkpoint(tmp_path / "run", "gpt2", sizes=(2, 12, 768, 1024), spread=0.05)
-    assert shape == ModelShape(50257, 1024, 2, 12, 768)
-    assert main(["export", str(run), "--to", "hf", str(tmp_path / "hf")]) == 0
-    assert main(["import", str(tmp_path / "hf"), "--out", str(tmp_path / "back")]) == 0
-    before, after = (checkpoint.find(str(folder)) for folder in (run, tmp_path / "back"))
-    assert before.manifest["files"]["model.safetensors"] == after.manifest["files"]["model.safetensors"]
-    shutil.rmtree(run)
-    written: list[int] = []  # the tokens themselves: a text of random ones has others, too
-    decode_bytes = Tokenizer.decode_bytes
-    monkeypatch.setattr(Tokenizer, "decode_bytes", lambda self, ids: written.extend(ids) or decode_bytes(self, ids))
-    text, tokenizer = our_text(tmp_path / "back", capsys), load_tokenizer("gpt2")
-    monkeypatch.undo()
-    assert text == PROMPT + tokenizer.decode(written) and len(written) == LENGTH
-    ids = [tokenizer.end_of_text, *tokenizer.encode(PROMPT).tolist(), *written]
-    model = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "hf").eval()
-    found = their_logits(model, ids)
-    error = (found - our_logits(tmp_path / "back", ids)).abs().max()
-    assert error <= 1e-4, f"logits differ by {error:.3g}"
-    assert found.argmax(-1)[-1 - LENGTH : -1].tolist() == written
-    assert len(set(written)) >= 50, "a text worth comparing"
-    shutil.rmtree(tmp_path)  # a gigabyte
+def test_gpt2_124m(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPT-2's own size with random weights: out, and back as the same bytes; the logits; and the text, which `sample`
+    writes token by token from its cache. transformers sees it whole: if each token is what it finds likeliest after those
+    before, it is the text that it would write."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        run, shape = make_checkpoint(tmp_path / "run", "gpt2", sizes=(12, 12, 768, 1024), spread=0.05)
+        assert shape == ModelShape(50257, 1024, 12, 12, 768)
+        assert main(["export", str(run), "--to", "hf", str(tmp_path / "hf")]) == 0
+        assert main(["import", str(tmp_path / "hf"), "--out", str(tmp_path / "back")]) == 0
+        before, after = (checkpoint.find(str(folder)) for folder in (run, tmp_path / "back"))
+        assert before.manifest["files"]["model.safetensors"] == after.manifest["files"]["model.safetensors"]
+        shutil.rmtree(run)
+        written: list[int] = []  # the tokens themselves: a text of random ones has others, too
+        decode_bytes = Tokenizer.decode_bytes
+        monkeypatch.setattr(Tokenizer, "decode_bytes", lambda self, ids: written.extend(ids) or decode_bytes(self, ids))
+        text, tokenizer = our_text(tmp_path / "back", capsys), load_tokenizer("gpt2")
+        monkeypatch.undo()
+        assert text == PROMPT + tokenizer.decode(written) and len(written) == LENGTH
+        ids = [tokenizer.end_of_text, *tokenizer.encode(PROMPT).tolist(), *written]
+        model = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "hf").eval()
+        found = their_logits(model, ids)
+        error = (found - our_logits(tmp_path / "back", ids)).abs().max()
+        assert error <= 1e-4, f"logits differ by {error:.3g}"
+        assert found.argmax(-1)[-1 - LENGTH : -1].tolist() == written
+        assert len(set(written)) >= 50, "a text worth comparing"
+    finally:
+        torch.set_num_threads(threads)
+        shutil.rmtree(tmp_path)  # gigabytes
