@@ -38,7 +38,6 @@ class Settings:
     device: str = "cuda"
     data: str = ""  # folder of prepared shards; empty: made-up tokens
     vocab_size: int = 50257  # of made-up tokens
-    twin_mode: str = "default"  # torch.compile's
     learning_rate: float = 1e-4
     schedule: str = "constant"
     warmup_steps: int = 0

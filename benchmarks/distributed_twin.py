@@ -1,8 +1,8 @@
 """The peer on several GPUs: the twin under torch's own data parallelism, set up as its documentation advises.
 
 DDP: the compiled twin wrapped, gradients as views of the buckets, reduced in the last micro-batch only. FSDP2: every block
-and the whole sharded, bf16 on the wire for weights and float32 for gradients, blocks compiled one by one; weights stay
-gathered and gradients whole between micro-batches, so both travel once a step.
+and the whole sharded, bf16 on the wire for weights and float32 for gradients, blocks compiled one by one and the loss head
+as a whole; weights stay gathered and gradients whole between micro-batches, so both travel once a step.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.gpu_twin import Switches, TwinTrainer
+from benchmarks.gpu_twin import Switches, TwinTrainer, head_loss
 from benchmarks.twin import optimizer_of
 from handgrad.config import ModelShape, RunConfig
 
@@ -49,6 +49,8 @@ class FsdpTrainer(TwinTrainer):
             if device.type == "cuda":
                 self.twin.blocks[index] = torch.compile(block)
             fully_shard(self.twin.blocks[index], mp_policy=policy)
+        if device.type == "cuda":
+            self.twin.head = torch.compile(head_loss)
         fully_shard(self.twin, mp_policy=policy)
         self.model = self.twin
         self.optimizer = optimizer_of(self.twin, config, fused=True)

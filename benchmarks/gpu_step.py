@@ -17,26 +17,15 @@ from typing import Any
 
 import torch
 
-from benchmarks.contenders import HandgradRun, Settings, TwinRun, known_names, tokens_of
-from benchmarks.gpu_twin import Switches, check_torchao
+from benchmarks.contenders import HandgradRun, Settings, TwinRun, tokens_of
+from benchmarks.gpu_twin import ATTENTIONS, OPTIONS, check_libraries, switches_of
 from benchmarks.record import write_record
 from benchmarks.turns import Peer, PeerFailed, Run, answers, contend, note
 from handgrad import devices
-from handgrad.config import PRECISIONS, check
+from handgrad.config import PRECISIONS, check, nearest_name
 from handgrad.errors import UsageError
 from handgrad.models import architecture
 
-TWINS = {
-    "twin-flash": Switches(attention="flash"),
-    "twin-cudnn": Switches(attention="cudnn"),
-    "twin-flash-bf16-stream": Switches(attention="flash", bf16_stream=True),
-    "twin-cudnn-bf16-stream": Switches(attention="cudnn", bf16_stream=True),
-    # fp8 by torchao; its filter leaves out the GEMMs that its authors found too small to gain.
-    "twin-torchao": Switches(attention="cudnn", float8="all"),
-    "twin-torchao-stream": Switches(attention="cudnn", float8="all", bf16_stream=True),
-    "twin-torchao-filtered": Switches(attention="cudnn", float8="filtered"),
-    "twin-torchao-filtered-stream": Switches(attention="cudnn", float8="filtered", bf16_stream=True),
-}
 # "handgrad" computes in --precision, "handgrad-PRECISION" in another.
 HANDGRADS = ("handgrad", *(f"handgrad-{precision}" for precision in PRECISIONS))
 DEFAULT_CONTENDERS = "handgrad,twin-flash,twin-cudnn"
@@ -50,18 +39,16 @@ GIB = 2**30
 
 def precision_of(name: str, settings: Settings) -> str:
     """The precision of most of a contender's GEMMs."""
-    if name in TWINS:
-        return TWINS[name].precision
+    if switches := switches_of(name):
+        return switches.precision
     return name.removeprefix("handgrad").removeprefix("-") or settings.precision
 
 
 def make_run(name: str, settings: Settings) -> Run:
     """A contender, in its own process."""
     config, tokens = settings.config(), tokens_of(settings)
-    if name in TWINS:
-        compiled = config.device == "cuda"
-        switches = dataclasses.replace(TWINS[name], compiled=compiled, mode=settings.twin_mode)
-        return TwinRun(config, tokens, switches)
+    if switches := switches_of(name):
+        return TwinRun(config, tokens, dataclasses.replace(switches, compiled=config.device == "cuda"))
     backend = "kernels" if config.device == "cuda" else "auto"
     return HandgradRun(check(dataclasses.replace(config, precision=precision_of(name, settings))), tokens, backend=backend)
 
@@ -72,9 +59,15 @@ def command(name: str, settings: Settings) -> list[str]:
 
 def check_contenders(text: str) -> list[str]:
     """The names in a comma-separated list; raises `UsageError` for an unknown one."""
-    names = known_names(text, [*HANDGRADS, *TWINS])
+    twins = [f"twin-{attention}" for attention in ATTENTIONS]
+    known = f"{', '.join((*HANDGRADS, *twins))}, and behind a twin's name +{' +'.join(OPTIONS)}"
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in HANDGRADS and switches_of(name) is None:
+            nearest = nearest_name(name.split("+")[0], [*HANDGRADS, *twins])
+            raise UsageError(f"unknown contender {name!r}{nearest}; known: {known}")
     if not names:
-        raise UsageError(f"--contenders is empty; known: {', '.join((*HANDGRADS, *TWINS))}")
+        raise UsageError(f"--contenders is empty; known: {known}")
     return names
 
 
@@ -86,34 +79,31 @@ def used_bytes(device: torch.device) -> int:
     return total - free
 
 
-def started(name: str, line: list[str], folder: Path, row: dict[str, Any]) -> Peer:
-    """Starts a contender twice, with empty kernel caches and with full ones; the second stays. Raises `PeerFailed`."""
+def started(name: str, line: list[str], folder: Path, row: dict[str, Any], *, twice: bool) -> Peer:
+    """Starts a contender with empty kernel caches and, if `twice`, again with full ones; the last stays. Raises
+    `PeerFailed`."""
     environment = {}
     for variable in CACHES:
         cache = folder / name / variable.lower()
         cache.mkdir(parents=True)
         environment[variable] = str(cache)
-    cold = Peer(name, line, environment)
-    try:
-        cold.answer()
-        row["first_step_cold_seconds"] = cold.elapsed_seconds()
-    finally:
-        cold.close()
-    warm = Peer(name, line, environment)
-    try:
-        row["first_loss"] = warm.answer()["loss"]
-        row["first_step_warm_seconds"] = warm.elapsed_seconds()
-    except PeerFailed:
-        warm.close()
-        raise
-    note(
-        f"{name}: step 1 after {row['first_step_cold_seconds']:.1f} s with empty caches,"
-        f" {row['first_step_warm_seconds']:.1f} s with full ones"
-    )
-    return warm
+    for caches in ("cold", "warm") if twice else ("cold",):
+        peer = Peer(name, line, environment)
+        try:
+            row["first_loss"] = peer.answer()["loss"]
+        except PeerFailed:
+            peer.close()
+            raise
+        row[f"first_step_{caches}_seconds"] = peer.elapsed_seconds()
+        note(f"{name}: step 1 after {row[f'first_step_{caches}_seconds']:.1f} s, kernel caches {caches}")
+        if twice and caches == "cold":
+            peer.close()
+    return peer
 
 
-def measure(commands: dict[str, list[str]], seconds: float, turn_seconds: float, device: torch.device) -> dict[str, Any]:
+def measure(
+    commands: dict[str, list[str]], seconds: float, turn_seconds: float, device: torch.device, *, twice: bool = True
+) -> dict[str, Any]:
     """Starts all contenders, alternates between them and returns a row of raw figures for each. A failing one leaves the
     field, with its reason in the row.
 
@@ -126,7 +116,7 @@ def measure(commands: dict[str, list[str]], seconds: float, turn_seconds: float,
         for name, line in commands.items():
             before = used_bytes(device)
             try:
-                peers[name] = started(name, line, Path(folder), rows[name])
+                peers[name] = started(name, line, Path(folder), rows[name], twice=twice)
             except PeerFailed as failure:
                 rows[name]["failed"] = str(failure)
                 note(f"{name}: {failure}")
@@ -242,21 +232,25 @@ def libraries() -> dict[str, Any]:
         found["triton"] = triton.__version__
     except ImportError:
         found["triton"] = None
-    try:
-        found["torchao"] = importlib.metadata.version("torchao")  # without importing it
-    except importlib.metadata.PackageNotFoundError:
-        found["torchao"] = None
+    for name in ("torchao", "liger-kernel"):
+        try:
+            found[name] = importlib.metadata.version(name)  # without importing it
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
     return found
 
 
-def compare(settings: Settings, contenders: str, seconds: float, turn_seconds: float, out: str) -> dict[str, Any]:
+def compare(
+    settings: Settings, contenders: str, seconds: float, turn_seconds: float, out: str, *, starts: int = 2
+) -> dict[str, Any]:
     """Measures, prints the table, writes the record to `out` if that is not empty; returns the figures by contender."""
     names = check_contenders(contenders)
-    if any(name in TWINS and TWINS[name].float8 != "none" for name in names):
-        check_torchao()
+    for switches in map(switches_of, names):
+        if switches is not None:
+            check_libraries(switches)
     device = devices.resolve_device(settings.device)
     config, tokens = settings.config(), tokens_of(settings)
-    raw = measure({name: command(name, settings) for name in names}, seconds, turn_seconds, device)
+    raw = measure({name: command(name, settings) for name in names}, seconds, turn_seconds, device, twice=starts > 1)
     shape = config.shape(tokens.vocab_size)
     flops, peak = architecture(shape).flops_per_token(shape), devices.peak_flops(device)
     rows = {

@@ -1,14 +1,17 @@
 """The peer on a GPU: the twin, tuned without writing a kernel, one switch per choice.
 
 Everything on is the best honest `torch.compile` contender: bf16 autocast over float32 weights, the vocabulary padded to
-full tiles, a fused attention kernel, fused AdamW. Everything off is GPT-2 as a lecture first writes it. `float8`
-converts the blocks' GEMMs to fp8 by torchao.
+full tiles, a fused attention kernel, fused AdamW. Everything off is GPT-2 as a lecture first writes it. `head` takes the
+loss in chunks, `float8` converts the blocks' GEMMs to fp8 by torchao.
 """
 
 import dataclasses
 import importlib.util
+import inspect
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,9 +25,11 @@ from handgrad.models.rows import flat_elements, initialize
 from handgrad.run.resolve import schedule_of
 
 ATTENTIONS = ("plain", "flash", "cudnn")
-FLOAT8S = ("none", "all", "filtered")
+HEADS = ("whole", "chunked", "liger")
+FLOAT8S = ("none", "all", "filtered", "rowwise")
 FLOAT8_MULTIPLE = 16  # of the sizes of torch's fp8 GEMMs
 FLOAT8_CAPABILITY = (8, 9)  # the first GPUs with fp8 tensor cores
+LIGER_CHUNKS = 4  # times Liger's own chunk of the logits: its smallest leave the GEMMs short
 
 
 @dataclass(frozen=True)
@@ -36,10 +41,12 @@ class Switches:
     tf32: bool = True  # of what stays in float32
     compiled: bool = True
     mode: str = "default"  # torch.compile's
+    regional: bool = False  # compiled block by block: one compilation serves all
     padded: bool = True  # the vocabulary, to a multiple of 128
     fused: bool = True  # AdamW in one kernel
     bf16_stream: bool = False  # also the residual stream in bf16; autocast keeps it in float32
-    float8: str = "none"  # the blocks' GEMMs in fp8, by torchao: all, or (filtered) those that its filter selects
+    head: str = "whole"  # the logits: all at once, in the compiler's chunks, or in Liger's fused kernel
+    float8: str = "none"  # the blocks' GEMMs in fp8, by torchao: all, those its filter selects, all with rowwise scales
 
     @property
     def precision(self) -> str:
@@ -47,6 +54,28 @@ class Switches:
         if self.float8 != "none":
             return "fp8"
         return "bf16" if self.autocast else "tf32" if self.tf32 else "fp32"
+
+
+# A twin on a GPU is called twin-ATTENTION, and +OPTION for each of these.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "stream": {"bf16_stream": True},
+    "graphs": {"mode": "reduce-overhead"},
+    "autotuned": {"mode": "max-autotune-no-cudagraphs"},
+    "regional": {"regional": True},
+    "chunked": {"head": "chunked"},
+    "liger": {"head": "liger"},
+    "torchao": {"float8": "all"},
+    "torchao-filtered": {"float8": "filtered"},
+    "torchao-rowwise": {"float8": "rowwise"},
+}
+
+
+def switches_of(name: str) -> Switches | None:
+    """The twin of that name, or None if there is no such twin."""
+    (kind, _, attention), options = name.split("+")[0].partition("-"), name.split("+")[1:]
+    if kind != "twin" or attention not in ATTENTIONS or any(option not in OPTIONS for option in options):
+        return None
+    return Switches(attention=attention, **{key: value for option in options for key, value in OPTIONS[option].items()})
 
 
 class PlainBlock(Block):
@@ -64,29 +93,69 @@ class PlainBlock(Block):
 
 
 class GpuTwin(Twin):
-    """The twin's model; padded columns get probability 0, so their weights stay 0."""
+    """The twin's model; padded columns get probability 0, so their weights stay 0, except in Liger's kernel."""
 
     def __init__(self, shape: ModelShape, switches: Switches):
         super().__init__(shape, padded=switches.padded)
         self.bf16_stream = switches.bf16_stream
+        self.loss = self.liger_loss if switches.head == "liger" else self.whole_loss
+        self.head: Callable[..., Tensor] = head_loss
         if switches.attention == "plain":
             self.blocks = nn.ModuleList(PlainBlock(shape.channels, shape.num_heads) for _ in range(shape.num_layers))
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Mean loss in nats of tokens, targets (B, T)."""
-        x = self.wte(tokens) + self.wpe.weight[: tokens.shape[1]]
-        if self.bf16_stream:
-            x = x.to(torch.bfloat16)
+        x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
-        logits = F.linear(self.lnf(x), self.wte.weight)
-        columns = logits.shape[-1]
-        if columns > self.vocab_size:
-            # Masked and not cut off: the compiler's loads stay aligned.
-            real = torch.arange(columns, device=logits.device) < self.vocab_size
-            logits = torch.where(real, logits, -math.inf)
-        exact = torch.promote_types(logits.dtype, torch.float32)
-        return F.cross_entropy(logits.view(-1, columns).to(exact), targets.reshape(-1))
+        return self.loss(x, targets)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        x = self.wte(tokens) + self.wpe.weight[: tokens.shape[1]]
+        return x.to(torch.bfloat16) if self.bf16_stream else x
+
+    def whole_loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        return self.head(x, targets, self.lnf.weight, self.lnf.bias, self.wte.weight, self.vocab_size)
+
+    def liger_loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """The head's three GEMMs and the cross-entropy, chunk by chunk, without the whole logits."""
+        normed = self.lnf(x)
+        dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+        return fused_head(normed.view(-1, normed.shape[-1]).to(dtype), self.wte.weight.to(dtype), targets.reshape(-1))
+
+
+def head_loss(
+    x: Tensor, targets: Tensor, norm_weight: Tensor, norm_bias: Tensor, weight: Tensor, vocab_size: int
+) -> Tensor:
+    """Mean loss in nats of the stream x (B, T, C) after the last block."""
+    logits = F.linear(F.layer_norm(x, norm_weight.shape, norm_weight, norm_bias), weight)
+    columns = logits.shape[-1]
+    if columns > vocab_size:
+        # Masked and not cut off: the compiler's loads stay aligned.
+        real = torch.arange(columns, device=logits.device) < vocab_size
+        logits = torch.where(real, logits, -math.inf)
+    exact = torch.promote_types(logits.dtype, torch.float32)
+    return F.cross_entropy(logits.view(-1, columns).to(exact), targets.reshape(-1))
+
+
+@torch.compiler.disable
+def fused_head(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Liger's fused linear cross-entropy. The compiler does not look inside: its kernels are Triton already."""
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+
+    parameters = inspect.signature(LigerFusedLinearCrossEntropyFunction.forward).parameters
+    options = {"accum_dtype": torch.float32, "chunk_mem_const": LIGER_CHUNKS}
+    arguments = [options.get(name, parameters[name].default) for name in [*parameters][4:]]
+    return LigerFusedLinearCrossEntropyFunction.apply(x, weight, targets, *arguments)[0]
+
+
+def compiled_by_region(twin: GpuTwin, mode: str) -> GpuTwin:
+    """The twin, its parts compiled each: the blocks share one compilation, whatever their number."""
+    twin.embed = torch.compile(twin.embed, mode=mode)
+    twin.head = torch.compile(head_loss, mode=mode)
+    for block in twin.blocks:
+        block.compile(mode=mode)
+    return twin
 
 
 def use_attention(name: str, device: torch.device) -> None:
@@ -100,22 +169,19 @@ def use_attention(name: str, device: torch.device) -> None:
         torch.backends.cuda.enable_math_sdp(False)
 
 
-def check_torchao() -> None:
-    """Raises `UsageError` where torchao is not installed."""
-    if importlib.util.find_spec("torchao") is None:
+def check_libraries(switches: Switches) -> None:
+    """Raises `UsageError` where a library of the twin is not installed."""
+    if switches.float8 != "none" and importlib.util.find_spec("torchao") is None:
         raise UsageError("the torchao twins need torchao, which is not installed: pip install 'torchao>=0.18'")
+    if switches.head == "liger" and importlib.util.find_spec("liger_kernel") is None:
+        raise UsageError("the liger twins need Liger, which is not installed: pip install 'liger-kernel>=0.8'")
 
 
-def use_float8(blocks: nn.Module, which: str, config: RunConfig, device: torch.device) -> None:
-    """Converts the blocks' linear layers to fp8 by torchao's default recipe: one scale per tensor, from the tensor itself,
-    e4m3 forward, e5m2 for gradients. The parameters stay unchanged. A CPU emulates the GEMMs.
-
-    Of the recipe's other options, `enable_fsdp_float8_all_gather` is for several GPUs, `pad_inner_dim` for odd sizes,
-    and `force_recompute_fp8_weight_in_bwd` no longer does anything.
-    """
-    if which not in FLOAT8S:
-        raise UsageError(f"unknown float8 {which!r}; known: {', '.join(FLOAT8S)}")
-    if which == "none":
+def check_float8(switches: Switches, config: RunConfig, device: torch.device) -> None:
+    """Raises `UsageError` for sizes and devices that torch's fp8 GEMMs do not take."""
+    if switches.float8 not in FLOAT8S:
+        raise UsageError(f"unknown float8 {switches.float8!r}; known: {', '.join(FLOAT8S)}")
+    if switches.float8 == "none":
         return
     sizes = {"channels": config.channels, "micro_batch x sequence_length": config.micro_batch * config.sequence_length}
     for name, size in sizes.items():
@@ -123,10 +189,20 @@ def use_float8(blocks: nn.Module, which: str, config: RunConfig, device: torch.d
             raise UsageError(f"the torchao twins need {name} to be a multiple of {FLOAT8_MULTIPLE}, found {size}")
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < FLOAT8_CAPABILITY:
         raise UsageError(f"{torch.cuda.get_device_name(device)} has no fp8; the torchao twins need Ada, Hopper or later")
-    check_torchao()
+
+
+def use_float8(blocks: nn.Module, which: str, device: torch.device) -> None:
+    """Converts the blocks' linear layers to fp8 by torchao's default recipe: one scale per tensor, from the tensor itself,
+    e4m3 forward, e5m2 for gradients; or by its rowwise one. The parameters stay unchanged. A CPU emulates the GEMMs.
+
+    Of the recipe's other options, `enable_fsdp_float8_all_gather` is for several GPUs, `pad_inner_dim` for odd sizes,
+    and `force_recompute_fp8_weight_in_bwd` no longer does anything.
+    """
+    if which == "none":
+        return
     from torchao import float8
 
-    recipe = float8.Float8LinearRecipeName.TENSORWISE
+    recipe = getattr(float8.Float8LinearRecipeName, "ROWWISE" if which == "rowwise" else "TENSORWISE")
     wanted = float8.Float8LinearConfig.from_recipe_name(recipe)
     if device.type != "cuda":
         wanted = dataclasses.replace(wanted, emulate=True)
@@ -140,15 +216,24 @@ class TwinTrainer:
     def __init__(self, config: RunConfig, shape: ModelShape, device: torch.device, switches: Switches):
         self.config, self.device, self.switches = config, device, switches
         self.table = parameter_table(shape)
+        check_float8(switches, config, device)
+        check_libraries(switches)
         use_attention(switches.attention, device)
         if device.type == "cuda":
             torch.backends.cuda.matmul.allow_tf32 = switches.tf32
         with device:
             self.twin = GpuTwin(shape, switches)
-        use_float8(self.twin.blocks, switches.float8, config, device)
+        use_float8(self.twin.blocks, switches.float8, device)
         self.optimizer = optimizer_of(self.twin, config, fused=switches.fused)
         self.parameters = list(self.twin.parameters())
-        self.model = torch.compile(self.twin, mode=switches.mode) if switches.compiled else self.twin
+        if switches.head == "chunked":
+            torch._inductor.config.auto_chunker.enable = True
+        if not switches.compiled:
+            self.model = self.twin
+        elif switches.regional:
+            self.model = compiled_by_region(self.twin, switches.mode)
+        else:
+            self.model = torch.compile(self.twin, mode=switches.mode)
         self.steps = 0
 
     @torch.no_grad()

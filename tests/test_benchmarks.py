@@ -12,7 +12,7 @@ import torch
 
 from benchmarks import gpu_loss, gpu_step, ladder
 from benchmarks.contenders import HandgradRun, Settings, TwinRun, ZipfTokens, tokens_of
-from benchmarks.gpu_twin import Switches
+from benchmarks.gpu_twin import ATTENTIONS, OPTIONS, Switches, switches_of
 from benchmarks.turns import Peer, PeerFailed, contend, timed_turn
 from handgrad.cli import main
 from handgrad.config import PRECISIONS
@@ -84,6 +84,31 @@ def test_the_twin_is_the_same_model(attention: str, padded: bool) -> None:
         assert (found - exact[row.name][stored]).norm() <= 2 * twin_error + 1e-6 * norm, row.name
 
 
+def test_the_twin_compiled_by_region_is_the_twin() -> None:
+    """Only the order of sums may differ, so float32's rounding."""
+    regional = dataclasses.replace(EAGER, compiled=True, regional=True)
+    (eager_loss, eager), (loss, gradients) = (
+        gradients_of_twin(SMALL, switches, torch.float32) for switches in (EAGER, regional)
+    )
+    exact_loss, exact = gradients_of_twin(SMALL, EAGER, torch.float64)
+    assert abs(loss - exact_loss) <= 2 * abs(eager_loss - exact_loss) + 1e-6 * exact_loss
+    for name, right in exact.items():
+        limit = 2 * (eager[name] - right).norm() + 1e-6 * right.norm()
+        assert (gradients[name] - right).norm() <= limit, name
+
+
+def test_ligers_head_is_the_twins() -> None:
+    """Without padded columns, which Liger's softmax includes."""
+    pytest.importorskip("liger_kernel", reason="Liger is optional")
+    plain = dataclasses.replace(EAGER, padded=False)
+    (loss, gradients), (exact_loss, exact) = (
+        gradients_of_twin(SMALL, dataclasses.replace(plain, head=head), torch.float32) for head in ("liger", "whole")
+    )
+    assert loss == pytest.approx(exact_loss, rel=1e-6)
+    for name, right in exact.items():
+        assert (gradients[name] - right).norm() <= 1e-5 * right.norm(), name
+
+
 def test_the_twins_padding_is_never_trained() -> None:
     run = TwinRun(SMALL.config(), tokens_of(SMALL), EAGER)
     assert run.trainer.twin.wte.weight.shape[0] == 384
@@ -134,13 +159,13 @@ def test_the_torchao_twins_refuse_in_one_line(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "torchao", None)  # as if it were not installed
     monkeypatch.setattr(gpu_step, "measure", lambda *_: pytest.fail("nobody may start"))
     with pytest.raises(UsageError, match=r"^the torchao twins need torchao, .*: pip install 'torchao>=0.18'$"):
-        gpu_step.compare(SMALL, "handgrad,twin-torchao", seconds=1, turn_seconds=1, out="")
+        gpu_step.compare(SMALL, "handgrad,twin-cudnn+torchao", seconds=1, turn_seconds=1, out="")
     pipe = io.StringIO()
-    contend(lambda: gpu_step.make_run("twin-torchao-stream", SMALL), CPU, [], pipe)
+    contend(lambda: gpu_step.make_run("twin-cudnn+stream+torchao", SMALL), CPU, [], pipe)
     assert "pip install" in json.loads(pipe.getvalue())["failed"]
     odd = dataclasses.replace(SMALL, sequence_length=12)
     with pytest.raises(UsageError, match=r"micro_batch x sequence_length to be a multiple of 16, found 24"):
-        gpu_step.make_run("twin-torchao", odd)
+        gpu_step.make_run("twin-cudnn+torchao", odd)
 
 
 def test_made_up_tokens_are_a_function_of_the_sample() -> None:
@@ -371,14 +396,27 @@ def test_usage(
 
 def test_an_unknown_contender_of_steps() -> None:
     with pytest.raises(UsageError, match=r"did you mean twin-cudnn\?"):
-        gpu_step.check_contenders("handgrad, twin-cudn")
+        gpu_step.check_contenders("handgrad, twin-cudn+stream")
+    with pytest.raises(UsageError, match=r"unknown contender 'twin-cudnn\+streams'.* \+stream \+graphs"):
+        gpu_step.check_contenders("twin-cudnn+streams")
     assert gpu_step.check_contenders("handgrad, twin-cudnn,") == ["handgrad", "twin-cudnn"]
-    names = ["handgrad", *(f"handgrad-{precision}" for precision in PRECISIONS), *gpu_step.TWINS]
+    twins = [f"twin-{attention}+{option}" for attention in ATTENTIONS for option in OPTIONS]
+    names = ["handgrad", *(f"handgrad-{precision}" for precision in PRECISIONS), *twins]
     assert gpu_step.check_contenders(",".join(names)) == names
 
 
+def test_a_twins_name_says_its_switches() -> None:
+    assert switches_of("twin-flash") == Switches(attention="flash")
+    found = switches_of("twin-cudnn+stream+liger+autotuned+torchao-rowwise")
+    chosen = {"bf16_stream": True, "head": "liger", "mode": "max-autotune-no-cudagraphs", "float8": "rowwise"}
+    assert found == Switches(attention="cudnn", **chosen)
+    names = [switches_of(f"twin-cudnn+{option}") for option in OPTIONS]
+    assert len({*names, Switches()}) == len(OPTIONS) + 1, "each option changes something, and another thing"
+    assert [switches_of(name) for name in ("handgrad", "twin", "twin-x", "twin-flash+none")] == [None] * 4
+
+
 def test_the_precision_of_a_contender() -> None:
-    names = ("handgrad", "handgrad-tf32", "twin-cudnn", "twin-torchao", "twin-torchao-filtered-stream")
+    names = ("handgrad", "handgrad-tf32", "twin-cudnn", "twin-cudnn+torchao", "twin-flash+stream+torchao-filtered")
     assert [gpu_step.precision_of(name, SMALL) for name in names] == ["fp32", "tf32", "bf16", "fp8", "fp8"]
     run = gpu_step.make_run("handgrad-bf16", SMALL)
     assert isinstance(run, HandgradRun) and run.state.parameters.dtype == torch.bfloat16

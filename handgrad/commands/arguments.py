@@ -231,8 +231,8 @@ def bench(parser: Parser) -> None:
     parser.add_argument("--contenders", metavar="TEXT", help="step on a GPU, loss: names, by commas; a wrong one lists all")
     parser.number("--seconds", "per contender (default: 20; ladder: per row, 5)", **real)
     parser.number("--turn-seconds", "step on a GPU: length of a slice (default: 10)", **real)
-    mode = "step on a GPU: the mode of the twin's compiler (default: default)"
-    parser.add_argument("--twin-mode", metavar="TEXT", help=mode)
+    starts = "step on a GPU: 1: start with empty kernel caches alone, 2: again with full ones (default: 2)"
+    parser.add_argument("--starts", type=int, choices=(1, 2), help=starts)
     parser.number("--steps", "loss: optimizer steps (default: 200)", **whole)
     parser.number("--learning-rate", "loss: at its peak (default: 6e-4)", **real)
     parser.number("--rounds", "step on a CPU: slices of every contender (default: 5)", **whole)

@@ -63,7 +63,8 @@ def bench_cpu_step(parsed: Namespace, device: str) -> None:
 def bench_step(parsed: Namespace, device: str) -> None:
     gpu_step = module("gpu_step")
     chosen = parsed.contenders or gpu_step.DEFAULT_CONTENDERS
-    gpu_step.compare(settings(parsed, device, 64), chosen, parsed.seconds or 20.0, parsed.turn_seconds or 10.0, parsed.out)
+    times = parsed.seconds or 20.0, parsed.turn_seconds or 10.0
+    gpu_step.compare(settings(parsed, device, 64), chosen, *times, parsed.out, starts=parsed.starts or 2)
 
 
 def bench_loss(parsed: Namespace, device: str) -> None:
@@ -110,7 +111,7 @@ def bench_sampling(parsed: Namespace, device: str) -> None:
 # The flags of each beside --device, --model and --out.
 BATCH = "micro_batch sequence_length micro_steps data"
 BENCHMARKS: dict[str, tuple[Callable[[Namespace, str], None], str]] = {
-    "step": (bench_step, f"{BATCH} precision recompute contenders seconds turn_seconds twin_mode"),
+    "step": (bench_step, f"{BATCH} precision recompute contenders seconds turn_seconds starts"),
     "step on a CPU": (bench_cpu_step, "micro_batch sequence_length rounds"),
     "loss": (bench_loss, f"{BATCH} recompute contenders steps learning_rate"),
     "ladder": (bench_ladder, f"{BATCH} precision recompute seconds"),
