@@ -25,7 +25,7 @@ from torch import Tensor
 from benchmarks.contenders import HandgradRun, Settings, tokens_of
 from benchmarks.record import write_record
 from handgrad import devices
-from handgrad.fp8.formats import E4M3, E5M2, LARGEST_EXPONENT, largest
+from handgrad.fp8.formats import E4M3, E5M2, LARGEST_EXPONENT, LARGEST_SCALE_EXPONENT, largest
 
 BLOCK = 128  # numbers in a row that share a scale, where blocks have one
 LEARNING_RATE = 6e-4
@@ -48,6 +48,7 @@ ROUNDINGS = {
     "e4m3, a scale per output": Rounding(E4M3, "columns"),
     "e4m3, a scale per 128 outputs of a token": Rounding(E4M3, "blocks"),
     "e5m2": Rounding(E5M2),
+    "e5m2 at e4m3's scale": Rounding(E5M2, margin=LARGEST_EXPONENT[E5M2] - LARGEST_EXPONENT[E4M3]),
 }
 
 
@@ -65,6 +66,7 @@ def rounded(x: Tensor, rounding: Rounding) -> Tensor:
     mantissa, exponent = torch.frexp(padded.abs().amax((1, 3), keepdim=True))
     # 1.75 x 2^E is a format's largest number, and the mantissa lies in [1/2, 1).
     exponent = LARGEST_EXPONENT[rounding.format] - (exponent - 1) - (mantissa > 0.875).int() - rounding.margin
+    exponent = exponent.clamp(-LARGEST_SCALE_EXPONENT, LARGEST_SCALE_EXPONENT)
     scale, limit = torch.ldexp(torch.ones_like(mantissa), exponent), largest(rounding.format)
     found = (padded * scale).clamp(-limit, limit).to(rounding.format).float() / scale
     return found.view(N, -1)[:, :width]

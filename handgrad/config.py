@@ -23,7 +23,7 @@ KINDS: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
 PRECISIONS = ("fp32", "bf16", "fp16", "tf32", "fp8")
-FP8_GRADIENTS = ("e4m3", "e5m2")
+FP8_GRADIENTS = ("e4m3", "e5m2", "mixed")
 FP8_SCALINGS = ("delayed", "current")
 ON_SATURATION = ("warn", "widen", "bf16")
 TUNED = "tuned"
@@ -153,7 +153,9 @@ class RunConfig:
         TUNED, "GEMMs that stay in bf16: qkv, proj, mlp, of one layer like 3.mlp; tuned: those that `handgrad tune` found"
     )
     fp8_head: str = option("", "GEMMs of the loss head in fp8: forward, dgrad; with commas")
-    fp8_gradients: str = option("e4m3", "format of gradients: more digits or more range", choices=FP8_GRADIENTS)
+    fp8_gradients: str = option(
+        "e4m3", "format of gradients: digits, range, or each where it counts", choices=FP8_GRADIENTS
+    )
     fp8_scaling: str = option("delayed", "scales from the steps before, or (slower) current ones", choices=FP8_SCALINGS)
     fp8_window: int = option(16, "steps whose largest number sets a delayed scale", AT_LEAST_1)
     fp8_margin: int = option(0, "binades that a scale leaves free above that number", between(0, 8, " binades"))

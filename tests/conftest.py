@@ -26,7 +26,15 @@ from handgrad.config import ModelShape, RunConfig
 from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.dropout.bind import WithDropout
 from handgrad.fp8 import reference as fp8_reference
-from handgrad.fp8.formats import COUNTING, INVERSE, LARGEST_EXPONENT, SCALE, Quantized
+from handgrad.fp8.formats import (
+    COUNTING,
+    GRADIENT_FORMATS,
+    INVERSE,
+    LARGEST_EXPONENT,
+    SCALE,
+    GradientFormats,
+    Quantized,
+)
 from handgrad.fp8.tables import (
     Fp8Gemms,
     QuantizedRow,
@@ -146,7 +154,7 @@ def make_model(
     noise: float = 0.1,
     seed: int = 5,
     fp8: Fp8Gemms | None = None,
-    gradient_format: torch.dtype = torch.float8_e5m2,
+    gradients: GradientFormats = GRADIENT_FORMATS["e5m2"],
     dropout: float = 0.0,
     private: bool = False,
 ) -> Model:
@@ -172,9 +180,9 @@ def make_model(
     if fp8 is None:
         buffers = [row.buffer(recompute) for row in rows if not row.of]
     else:
-        quantized = quantized_table(table, rows, fp8, gpt2.FP8_PARTS, gradient_format)
+        quantized = quantized_table(table, rows, fp8, gpt2.FP8_PARTS, gradients)
         buffers = [
-            *activation_buffers(rows, fp8, gradient_format, recompute),
+            *activation_buffers(rows, fp8, gradients, recompute),
             *weight_buffers(quantized, table, fp8),
             *scaling_buffers(len(quantized), statistics_parts=1),
         ]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from handgrad.config import ModelShape
 from handgrad.fp8 import reference as fp8_ops
-from handgrad.fp8.formats import E4M3, E5M2
+from handgrad.fp8.formats import E4M3, E5M2, GRADIENT_FORMATS
 from handgrad.fp8.tables import Fp8Gemms, fp8_gemms
 from handgrad.models import gpt2
 from handgrad.ops import reference as ops
@@ -35,8 +35,8 @@ def gemms_of(keep_bf16: str = "", head: str = "") -> Fp8Gemms:
     return fp8_gemms(keep_bf16, head, SHAPE.num_layers, gpt2.FP8_PARTS)
 
 
-def make(dtype: torch.dtype, fp8: Fp8Gemms | None = None, gradients: torch.dtype = E5M2, *, recompute: int = 0) -> Model:
-    settings = {"recompute": recompute, "chunk": 20, "fp8": fp8, "gradient_format": gradients}
+def make(dtype: torch.dtype, fp8: Fp8Gemms | None = None, gradients: str = "e5m2", *, recompute: int = 0) -> Model:
+    settings = {"recompute": recompute, "chunk": 20, "fp8": fp8, "gradients": GRADIENT_FORMATS[gradients]}
     return make_model(SHAPE, BATCH, LENGTH, dtype, **settings)
 
 
@@ -44,8 +44,8 @@ class RoundedProducts:
     """The reference on plain tensors, but a product that is wanted in fp8 rounds its operands to the nearest numbers of
     the format, each tensor at the largest scale that clips nothing."""
 
-    def __init__(self, model: Model, gemms: Fp8Gemms, gradient_format: torch.dtype):
-        self.gemms, self.gradient_format = gemms, gradient_format
+    def __init__(self, model: Model, gemms: Fp8Gemms, gradients: str):
+        self.gemms, self.gradients = gemms, GRADIENT_FORMATS[gradients]
         parts = {"qkv_weight": "qkv", "proj_weight": "proj", "fc_weight": "mlp", "fcproj_weight": "mlp"}
         self.part_of = {
             getattr(block, name).data_ptr(): (layer, part)
@@ -97,11 +97,14 @@ class RoundedProducts:
                 left = self.rounded(dout, E5M2, torch.tensor([2.0**15]))
                 dinp.copy_(torch.mm(left, self.rounded(weight, E4M3)))
         elif self.wants(weight, "dgrad"):
-            left = self.rounded(dout, self.gradient_format)
-            dinp.copy_(torch.mm(left, self.rounded(weight, E4M3)))
-            dweight.add_(torch.mm(left.t(), self.rounded(inp, E4M3)))
+            usual, wide = self.gradients
+            scale = largest_scales(dout.abs().max().view(1), usual, 0)
+            rows = self.rounded(dout, usual, scale)
+            columns = rows if self.part_of[weight.data_ptr()][1] != "qkv" else self.rounded(dout, wide, scale)
+            dinp.copy_(torch.mm(rows, self.rounded(weight, E4M3)))
+            dweight.add_(torch.mm(columns.t(), self.rounded(inp, E4M3)))
             if dbias is not None:
-                dbias.add_(left.t().contiguous().sum(1))
+                dbias.add_(columns.t().contiguous().sum(1))
         else:
             ops.linear_backward(dinp, dweight, dbias, dout, inp, weight)
 
@@ -121,15 +124,16 @@ class RoundedProducts:
 
 
 SETTINGS = {
-    "all": (gemms_of(), E5M2),
-    "e4m3 gradients": (gemms_of(), E4M3),
-    "without qkv": (gemms_of("qkv"), E5M2),
-    "without parts of layers": (gemms_of("0.mlp, 1.proj"), E5M2),
-    "one part alone": (gemms_of("mlp,qkv,0.proj"), E5M2),
-    "head forward": (gemms_of("", "forward"), E5M2),
-    "head dgrad": (gemms_of("", "dgrad"), E5M2),
-    "head alone": (gemms_of("qkv,proj,mlp", BOTH_OF_THE_HEAD), E5M2),
-    "all and head": (gemms_of("", BOTH_OF_THE_HEAD), E4M3),
+    "all": (gemms_of(), "e5m2"),
+    "e4m3 gradients": (gemms_of(), "e4m3"),
+    "mixed gradients": (gemms_of(), "mixed"),
+    "without qkv": (gemms_of("qkv"), "e5m2"),
+    "without parts of layers": (gemms_of("0.mlp, 1.proj"), "e5m2"),
+    "one part alone": (gemms_of("mlp,qkv,0.proj"), "e5m2"),
+    "head forward": (gemms_of("", "forward"), "e5m2"),
+    "head dgrad": (gemms_of("", "dgrad"), "e5m2"),
+    "head alone": (gemms_of("qkv,proj,mlp", BOTH_OF_THE_HEAD), "e5m2"),
+    "all and head": (gemms_of("", BOTH_OF_THE_HEAD), "e4m3"),
 }
 
 
@@ -150,12 +154,12 @@ def test_the_products_that_are_wanted_and_no_others_round_their_operands(name: s
 ROUNDOFF = {E4M3: 2.0**-4, E5M2: 2.0**-3}
 
 
-def bound(gemms: Fp8Gemms, gradient_format: torch.dtype) -> float:
+def bound(gemms: Fp8Gemms, gradients: str) -> float:
     """Of a gradient's relative error. It passes at most every forward product, every input gradient and one weight
     gradient, and each operand brings its roundoff. Errors of different roundings are independent, so they add in squares;
     the residual stream and the layer norms hand an error on about as large as it is. (That an operand's error is taken
     at its largest, 2.6 times the root of its mean square, leaves room for both.)"""
-    activation, gradient = ROUNDOFF[E4M3] ** 2, ROUNDOFF[gradient_format] ** 2
+    activation, gradient = ROUNDOFF[E4M3] ** 2, max(ROUNDOFF[kind] for kind in GRADIENT_FORMATS[gradients]) ** 2
     in_blocks = sum({"qkv": 1, "proj": 1, "mlp": 2}[part] for _, part in gemms.blocks)
     squares = in_blocks * (2 * activation + (gradient + activation)) + bool(in_blocks) * (gradient + activation)
     squares += ("forward" in gemms.head) * 2 * activation
@@ -216,7 +220,7 @@ def test_a_tensor_has_the_forms_that_are_read_and_no_others() -> None:
             assert torch.equal(bits(weight.columns), bits(weight.rows).t()), name
 
 
-@pytest.mark.parametrize("gradients", ["e5m2", "e4m3"])
+@pytest.mark.parametrize("gradients", GRADIENT_FORMATS)
 def test_a_run_in_fp8_takes_less_memory(gradients: str) -> None:
     """GPT-2 124M as its recipe trains it. The two fp8 forms of the weights cost what bf16 weights take once more."""
 

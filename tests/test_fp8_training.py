@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from handgrad.config import RunConfig
-from handgrad.fp8.formats import AMAX, E4M3, E5M2, FORMATS, MARGIN, SCALE
+from handgrad.fp8.formats import AMAX, E4M3, E5M2, GRADIENT_FORMATS, MARGIN, SCALE
 from handgrad.fp8.monitor import Finding, findings
 from handgrad.fp8.scaling import weights_of
 from handgrad.fp8.tables import WEIGHT
@@ -40,7 +40,7 @@ def steps_of(config: RunConfig, count: int) -> tuple[Assembly, list[StepResult],
     return training, [result for result, _ in made], [found for _, found in made]
 
 
-@pytest.mark.parametrize(("window", "gradients"), [(1, "e5m2"), (3, "e4m3")])
+@pytest.mark.parametrize(("window", "gradients"), [(1, "e5m2"), (3, "e4m3"), (2, "mixed")])
 def test_a_scale_is_made_for_the_largest_number_of_the_last_steps(fp8: RunConfig, window: int, gradients: str) -> None:
     """Of all tensors, weights too, in every step after the first."""
     settings = {"fp8_window": window, "fp8_gradients": gradients, "fp8_margin": 1, "steps": 6, "learning_rate": 1e-2}
@@ -49,7 +49,7 @@ def test_a_scale_is_made_for_the_largest_number_of_the_last_steps(fp8: RunConfig
     for place, row in enumerate(training.design.fp8.table):
         lines = [of_step[place] for of_step in found]
         assert {line.name for line in lines} == {row.name}
-        kind = FORMATS[gradients] if row.name.rpartition(".")[2].startswith("d") else E4M3
+        kind = GRADIENT_FORMATS[gradients][0] if row.name.rpartition(".")[2].startswith("d") else E4M3
         for step in range(1, 6):
             amax = max(line.amax for line in lines[max(0, step - window) : step])
             expected = largest_scales(torch.tensor([amax]), kind, 1).item()

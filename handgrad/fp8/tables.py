@@ -14,7 +14,7 @@ from torch import Tensor
 
 from handgrad.arena import Buffer
 from handgrad.errors import UsageError
-from handgrad.fp8.formats import E4M3, E5M2, SCALING_PLACES, STATISTICS_PLACES, Quantized
+from handgrad.fp8.formats import E4M3, E5M2, SCALING_PLACES, STATISTICS_PLACES, GradientFormats, Quantized
 from handgrad.models.rows import KIND, ActivationRow, ParameterRow, Table
 
 Lives = tuple[tuple[int, int], ...]  # lifetimes of a buffer
@@ -79,7 +79,7 @@ class QuantizedRow:
 
 
 def quantized_table(
-    parameters: Table, rows: Sequence[ActivationRow], gemms: Fp8Gemms, parts: Sequence[str], gradient_format: torch.dtype
+    parameters: Table, rows: Sequence[ActivationRow], gemms: Fp8Gemms, parts: Sequence[str], gradients: GradientFormats
 ) -> tuple[QuantizedRow, ...]:
     """All quantised tensors whose scales follow from earlier steps, by layer and part, weights last."""
     layers = 1 + max((layer for layer, _ in gemms.blocks), default=-1)
@@ -96,7 +96,7 @@ def quantized_table(
         for row, tag in read:
             if tag.gradient:
                 stored = row.name, (row.of or row.name) if tag.keeps_16bit else "", tag.workspace
-                made.append(QuantizedRow(prefix + row.name, GRADIENT, gradient_format, label, *stored))
+                made.append(QuantizedRow(prefix + row.name, GRADIENT, gradients[0], label, *stored))
         for weight in parameters:
             if weight.fp8 is not None and weight.fp8.part == part and weight.name.startswith(prefix):
                 weights.append(QuantizedRow(weight.name, WEIGHT, E4M3, label, weight.name, weight.name))
@@ -113,7 +113,7 @@ def head_weight(parameters: Table) -> ParameterRow:
 
 
 def activation_buffers(
-    rows: Iterable[ActivationRow], gemms: Fp8Gemms, gradient_format: torch.dtype, recompute: int
+    rows: Iterable[ActivationRow], gemms: Fp8Gemms, gradients: GradientFormats, recompute: int
 ) -> Iterator[Buffer]:
     """The activations' buffers: `.rows` and `.columns` of each quantised tensor, beside its 16-bit form or instead of it.
 
@@ -134,7 +134,9 @@ def activation_buffers(
             if lives and not row.of:
                 yield Buffer(row.name, row.shape, row.dtype, KIND, tuple(lives.values()))
             if in_fp8:
-                yield from forms(row.name, row.shape, gradient_format, tuple(in_fp8), tuple(in_fp8))
+                usual, wide = gradients
+                dtypes = usual, wide if tag.wide else usual
+                yield from forms(row.name, row.shape, dtypes, tuple(in_fp8), tuple(in_fp8))
             if in_fp8 and tag.workspace:
                 yield Buffer(tag.workspace, row.shape, row.dtype, KIND, tuple(in_fp8))
         elif (int(row.name.split(".")[1]), tag.part) not in gemms.blocks:
@@ -147,12 +149,14 @@ def activation_buffers(
             redone = tag.redone_from <= recompute < row.remade_from
             in_forward = lifetimes if redone or recompute >= row.remade_from else ((first, first),)
             in_backward = ((last, last),) if tag.late_columns else lifetimes
-            yield from forms(row.name, row.shape, E4M3, in_forward, in_backward)
+            yield from forms(row.name, row.shape, (E4M3, E4M3), in_forward, in_backward)
 
 
-def forms(name: str, shape: tuple[int, ...], dtype: torch.dtype, rows: Lives, columns: Lives) -> Iterator[Buffer]:
-    yield Buffer(f"{name}.rows", shape, dtype, KIND, rows)
-    yield Buffer(f"{name}.columns", shape[::-1], dtype, KIND, columns)
+def forms(
+    name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, torch.dtype], rows: Lives, columns: Lives
+) -> Iterator[Buffer]:
+    yield Buffer(f"{name}.rows", shape, dtypes[0], KIND, rows)
+    yield Buffer(f"{name}.columns", shape[::-1], dtypes[1], KIND, columns)
 
 
 def weight_buffers(table: Iterable[QuantizedRow], parameters: Table, gemms: Fp8Gemms) -> Iterator[Buffer]:

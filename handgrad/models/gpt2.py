@@ -150,7 +150,7 @@ class Gradients:
     dresidual: Tensor = activation("N C", lives=lambda clock: ((clock.head, 2 * clock.head),))
     dln: Tensor = activation("N C", lives=backward_of(ATTENTION, FEED_FORWARD))  # of a layer norm's output
     datty: Tensor = activation("N C", lives=backward_of(ATTENTION))
-    dqkv: Tensor = activation("N 3C", lives=backward_of(ATTENTION), fp8=Fp8("qkv", gradient=True))
+    dqkv: Tensor = activation("N 3C", lives=backward_of(ATTENTION), fp8=Fp8("qkv", gradient=True, wide=True))
     dhidden: Tensor = activation("N F", lives=backward_of(FEED_FORWARD), fp8=Fp8("mlp", gradient=True, workspace="dgelu"))
     # The stream's gradient is written a tick before the GEMM that reads it.
     dresidual_mid: Tensor = activation("N C", lives=backward_of(FEED_FORWARD, last=1), fp8=STREAM_PROJ, of="dresidual")

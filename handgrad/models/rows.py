@@ -53,6 +53,7 @@ class Fp8:
     keeps_16bit: bool = False  # another reader wants it in 16 bits as well
     redone_from: int = NEVER  # recompute level from which the GEMM that reads `rows` runs again in the backward
     late_columns: bool = False  # `columns` are made in the backward
+    wide: bool = False  # a gradient whose parts differ in size by more than e4m3's range
     workspace: str = ""  # a 16-bit tensor that its producer passes through
 
 

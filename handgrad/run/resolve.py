@@ -12,7 +12,7 @@ from handgrad.config import TUNED, ModelShape, RunConfig
 from handgrad.dropout.bind import dropout_buffers, sizing
 from handgrad.fp8 import tables
 from handgrad.fp8.bind import fp8_operations
-from handgrad.fp8.formats import FORMATS
+from handgrad.fp8.formats import GRADIENT_FORMATS
 from handgrad.fp8.scaling import Fp8Design
 from handgrad.layout import Sharding, buckets_of, norm_blocks
 from handgrad.models.freezing import freeze
@@ -72,7 +72,7 @@ def resolve(
     if fp8 is None:
         activations = [row.buffer(config.recompute) for row in rows if not row.of]
     else:
-        gradients = FORMATS[config.fp8_gradients]
+        gradients = GRADIENT_FORMATS[config.fp8_gradients]
         activations = list(tables.activation_buffers(rows, fp8.gemms, gradients, config.recompute))
         activations = [*fp8.buffers(parameters, ranks), *activations]
     dropout = dropout_buffers(config.micro_batch) if config.dropout else []
@@ -121,7 +121,7 @@ def resolve_fp8(
     )
     return Fp8Design(
         gemms=gemms,
-        table=tables.quantized_table(parameters, rows, gemms, model.FP8_PARTS, FORMATS[config.fp8_gradients]),
+        table=tables.quantized_table(parameters, rows, gemms, model.FP8_PARTS, GRADIENT_FORMATS[config.fp8_gradients]),
         delayed=config.fp8_scaling == "delayed",
         window=config.fp8_window,
         margin=config.fp8_margin,

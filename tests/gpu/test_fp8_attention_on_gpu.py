@@ -21,3 +21,7 @@ SHAPES = [(3, 4, 200, 64), (2, 3, 77, 32), (1, 1, 1, 16), (1, 2, 128, 128), (2, 
 @pytest.mark.parametrize(("B", "H", "T", "D"), SHAPES)
 def test_bits(B: int, H: int, T: int, D: int, kind: torch.dtype, counting: bool, dtype: torch.dtype) -> None:
     checks.run(Draw(dtype, "cuda"), B, T, H, D, kind, counting=counting)
+
+
+def test_bits_of_columns_in_another_format() -> None:
+    checks.run(Draw(torch.bfloat16, "cuda"), 3, 200, 4, 64, E4M3, counting=True, columns=E5M2)

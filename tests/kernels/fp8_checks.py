@@ -27,10 +27,19 @@ NAN = 0x7F  # NaN in both formats
 
 
 def make(
-    N: int, C: int, parts: int, kind: torch.dtype, device: str, *, scale: float = 1.0, counting: bool = True
+    N: int,
+    C: int,
+    parts: int,
+    kind: torch.dtype,
+    device: str,
+    *,
+    scale: float = 1.0,
+    counting: bool = True,
+    columns_kind: torch.dtype | None = None,
 ) -> Quantized:
     """Both forms full of NaN, and room for statistics, full of zeros."""
-    rows, columns = (torch.full(shape, NAN, dtype=torch.uint8, device=device).view(kind) for shape in ((N, C), (C, N)))
+    shapes = ((N, C), kind), ((C, N), columns_kind or kind)
+    rows, columns = (torch.full(shape, NAN, dtype=torch.uint8, device=device).view(form) for shape, form in shapes)
     scaling = torch.zeros(formats.SCALING_PLACES, device=device)
     scaling[SCALE], scaling[INVERSE], scaling[COUNTING] = scale, 1 / scale, float(counting)
     return Quantized(rows, columns, scaling, torch.zeros(formats.STATISTICS_PLACES, parts + SPARE, device=device))

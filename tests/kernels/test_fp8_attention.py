@@ -42,6 +42,11 @@ def test_bits(shape: tuple[int, ...], kind: torch.dtype, tiles: str, monkeypatch
     checks.run(Draw(torch.float32, "cpu"), *shape, kind, counting=tiles != "wide")
 
 
+def test_bits_of_columns_in_another_format() -> None:
+    """At the scale of the rows."""
+    checks.run(Draw(torch.float32, "cpu"), 2, 37, 2, 16, E4M3, counting=True, columns=E5M2)
+
+
 def test_room_for_statistics() -> None:
     """As many parts as programs, with every configuration for 16 bits; and fewer are refused."""
     for width, newer in product((64, 128), (True, False)):

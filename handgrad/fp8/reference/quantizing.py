@@ -29,12 +29,11 @@ def quantize(out: Quantized, inp: Tensor) -> None:
 
 def write_forms(out: Quantized, inp: Tensor) -> None:
     """Writes the fp8 forms of inp (N, C) that are wanted, at the scale as it stands."""
-    limit = formats.largest(out.format)
-    fp8 = (inp.float() * out.scaling[SCALE]).clamp_(-limit, limit).to(out.format)
-    if out.rows is not None:
-        out.rows.copy_(fp8)
-    if out.columns is not None:
-        out.columns.copy_(fp8.t())
+    scaled = inp.float() * out.scaling[SCALE]
+    for form, values in ((out.rows, scaled), (out.columns, scaled.t())):
+        if form is not None:
+            limit = formats.largest(form.dtype)
+            form.copy_(values.clamp(-limit, limit))
 
 
 def rescale_to(tensor: Quantized, amax: Tensor) -> None:

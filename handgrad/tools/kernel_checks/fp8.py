@@ -103,9 +103,16 @@ def requantized(found: Quantized, scaling: Tensor, plain: Tensor, *, counted: bo
 WITH_PLAIN = ("layernorm_backward", "attention_forward", "attention_backward")
 
 
-def fused(operation: str, place: str, make: Callable[[Draw], Arguments], form: torch.dtype, exponent: int) -> Fp8Case:
+def fused(
+    operation: str,
+    place: str,
+    make: Callable[[Draw], Arguments],
+    form: torch.dtype,
+    exponent: int,
+    columns: torch.dtype | None = None,
+) -> Fp8Case:
     """A case: the operation with a quantised tensor in the place of a 16-bit one, beside the same with that; at a scale
-    that it has, then at one made from it."""
+    that it has, then at one made from it. `columns`: their format, if it is not `form`."""
 
     def case(ops: ModuleType, d: Fp8Draw) -> Compared:
         for current in (False, True):
@@ -116,6 +123,8 @@ def fused(operation: str, place: str, make: Callable[[Draw], Arguments], form: t
         given = copies(plain)
         kept = given[place] if operation in WITH_PLAIN else None
         out = d.output(given[place].shape, form, exponent, plain=kept, current=current)
+        assert out.columns is not None
+        out = replace(out, columns=out.columns.view(columns or form))
         scaling = out.scaling.clone()
         launch(getattr(ops, operation), {**given, place: out})
         launch(getattr(ops, operation), plain)
@@ -244,6 +253,9 @@ FP8_CASES: dict[str, Fp8Case] = {
         "attention_forward", "out", partial(attention, heads=1), E4M3, 7
     ),
     "attention_backward to fp8": fused("attention_backward", "dqkv", partial(attention_backward, heads=H), E5M2, 14),
+    "attention_backward to fp8, columns in e5m2": fused(
+        "attention_backward", "dqkv", partial(attention_backward, heads=H), E4M3, 7, columns=E5M2
+    ),
     "linear_gelu_forward in fp8": fp8_gelu,
     "gelu_linear_backward in fp8": fp8_gelu_backward,
     "linear_forward in fp8": products("linear_forward", "linear_residual_forward"),
