@@ -29,6 +29,8 @@ HEADS = ("whole", "chunked", "liger")
 FLOAT8S = ("none", "all", "filtered", "rowwise")
 FLOAT8_MULTIPLE = 16  # of the sizes of torch's fp8 GEMMs
 FLOAT8_CAPABILITY = (8, 9)  # the first GPUs with fp8 tensor cores
+# In these a graph's outputs are overwritten by its next replay: gradients must be added to tensors of their own.
+GRAPH_MODES = ("reduce-overhead", "max-autotune")
 LIGER_CHUNKS = 4  # times Liger's own chunk of the logits: its smallest leave the GEMMs short
 
 
@@ -152,7 +154,7 @@ def fused_head(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 def compiled_by_region(twin: GpuTwin, mode: str) -> GpuTwin:
     """The twin, its parts compiled each: the blocks share one compilation, whatever their number."""
     twin.embed = torch.compile(twin.embed, mode=mode)
-    twin.head = torch.compile(head_loss, mode=mode)
+    twin.loss = torch.compile(twin.loss, mode=mode)
     for block in twin.blocks:
         block.compile(mode=mode)
     return twin
@@ -226,6 +228,9 @@ class TwinTrainer:
         use_float8(self.twin.blocks, switches.float8, device)
         self.optimizer = optimizer_of(self.twin, config, fused=switches.fused)
         self.parameters = list(self.twin.parameters())
+        self.keeps_gradients = switches.mode in GRAPH_MODES
+        for parameter in self.parameters if self.keeps_gradients else ():
+            parameter.grad = torch.zeros_like(parameter)
         if switches.head == "chunked":
             torch._inductor.config.auto_chunker.enable = True
         if not switches.compiled:
@@ -257,7 +262,7 @@ class TwinTrainer:
         device, without waiting for it."""
         for group in self.optimizer.param_groups:
             group["lr"] = schedule_of(self.config).rate(self.steps)
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=not self.keeps_gradients)
         total = torch.zeros((), device=self.device)
         for tokens, targets in micro_batches:
             if self.switches.compiled:

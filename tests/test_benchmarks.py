@@ -286,7 +286,7 @@ def test_the_step_benchmark_prints_and_records(
     monkeypatch.setattr(gpu_step, "command", lambda name, settings: dummy(name, tmp_path / "log", behaviour[name]))
     out = tmp_path / "step.json"
     settings = dataclasses.replace(SMALL, micro_steps=1)
-    gpu_step.compare(settings, gpu_step.DEFAULT_CONTENDERS, seconds=2, turn_seconds=1, out=str(out))
+    gpu_step.compare(settings, "handgrad,twin-flash,twin-cudnn", seconds=2, turn_seconds=1, out=str(out))
     printed = capsys.readouterr().out
     assert "handgrad / best twin (twin-flash): 1.500" in printed and "failed: out of memory" in printed
     line = next(line for line in printed.splitlines() if line.startswith("twin-flash"))
@@ -403,6 +403,15 @@ def test_an_unknown_contender_of_steps() -> None:
     twins = [f"twin-{attention}+{option}" for attention in ATTENTIONS for option in OPTIONS]
     names = ["handgrad", *(f"handgrad-{precision}" for precision in PRECISIONS), *twins]
     assert gpu_step.check_contenders(",".join(names)) == names
+
+
+def test_the_fastest_twin_is_a_default_contender(monkeypatch: pytest.MonkeyPatch) -> None:
+    for spec, liger in ((object(), True), (None, False)):
+        monkeypatch.setattr("importlib.util.find_spec", lambda name, found=spec: found)
+        handgrad, twin = gpu_step.check_contenders(gpu_step.default_contenders())
+        switches = switches_of(twin)
+        assert handgrad == "handgrad" and switches is not None and switches.regional and switches.bf16_stream
+        assert (switches.head == "liger") == liger
 
 
 def test_a_twins_name_says_its_switches() -> None:

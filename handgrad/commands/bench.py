@@ -62,7 +62,7 @@ def bench_cpu_step(parsed: Namespace, device: str) -> None:
 
 def bench_step(parsed: Namespace, device: str) -> None:
     gpu_step = module("gpu_step")
-    chosen = parsed.contenders or gpu_step.DEFAULT_CONTENDERS
+    chosen = parsed.contenders or gpu_step.default_contenders()
     times = parsed.seconds or 20.0, parsed.turn_seconds or 10.0
     gpu_step.compare(settings(parsed, device, 64), chosen, *times, parsed.out, starts=parsed.starts or 2)
 
