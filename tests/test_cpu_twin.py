@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import cpu_twin, step
 from benchmarks.cpu_twin import CpuSwitches, make_twin
-from benchmarks.step import ALL, AS_IT_COMES, CONTENDERS, Contender
+from benchmarks.step import AS_IT_COMES, CONTENDERS, Contender
 from benchmarks.twin import Twin
 from handgrad.config import RunConfig
 from handgrad.errors import UsageError
@@ -112,6 +112,7 @@ def test_the_onednn_twin_sends_every_product_to_onednn(compiled: bool) -> None:
     found = calls(make_twin(config_of("fp32"), VOCABULARY, switches))
     assert found["mkldnn::_linear_pointwise"] == PRODUCTS
     assert not {"aten::mm", "aten::addmm", "aten::linear"} & found.keys()
+    assert any("CompiledFxGraph" in name for name in found) == compiled
     plain = calls(make_twin(config_of("fp32"), VOCABULARY, CpuSwitches(compiled=compiled)))
     assert plain["aten::mm"] + plain["aten::addmm"] == PRODUCTS and "mkldnn::_linear_pointwise" not in plain
 
@@ -147,6 +148,13 @@ def test_the_switches_choose_the_optimizer() -> None:
     assert losses[True] == pytest.approx(losses[False], rel=1e-4)
 
 
+def test_a_step_has_its_precision(plain: dict) -> None:
+    for precision, (loss, _) in plain.items():
+        one = cpu_twin.twin_steps(config_of(precision), VOCABULARY, AS_IT_COMES, batch())
+        assert one(0) == loss, precision
+    assert plain["fp32"][0] != plain["bf16"][0]
+
+
 def test_a_twin_that_this_machine_cannot_make(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-compiler-of-this-name")
     with pytest.raises(
@@ -177,8 +185,12 @@ for step, line in enumerate(sys.stdin):
 @pytest.fixture
 def dummies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Contenders whose step takes longer the longer their names are; returns their log."""
-    contenders = {"a": Contender("fp32"), "eager": Contender("fp32", AS_IT_COMES), "all": Contender("fp32", ALL)}
-    contenders |= {"dead": Contender("fp32", CpuSwitches()), "b": Contender("bf16")}
+    contenders = {
+        "a": Contender("fp32"),
+        "eager": Contender("fp32", AS_IT_COMES),
+        "all": Contender("fp32", CpuSwitches(compiled=True)),
+    }
+    contenders |= {"dead": Contender("fp32", CpuSwitches(kept_memory=True)), "b": Contender("bf16")}
     log = tmp_path / "log"
     monkeypatch.setattr(step, "CONTENDERS", contenders)
     monkeypatch.setattr(
@@ -195,8 +207,9 @@ def test_turns_figures_and_the_record(dummies: Path, tmp_path: Path, capsys: pyt
     names = [name for name, *_ in log]
     assert names == [*("a", "eager", "all", "dead") * 4, *("a", "eager", "all") * 2, *"b" * 6], "by turns, by precision"
     assert {tuple(line) for line in log} == {
-        *((name, None, None) for name in ("a", "eager", "dead", "b")),
-        ("all", "0", "1"),
+        *((name, None, None) for name in ("a", "eager", "b")),
+        ("all", None, "1"),
+        ("dead", "0", None),
     }, "each has the variables of its switches"
     figures: dict[str, Any] = json.loads((tmp_path / "step.json").read_text())["figures"]
     # The median of the fourth to sixth turn: 4 times (1 + letters).
