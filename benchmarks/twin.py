@@ -13,15 +13,17 @@ from handgrad.run.resolve import schedule_of
 
 
 class Block(nn.Module):
-    def __init__(self, channels: int, num_heads: int):
+    """A transformer block; `linear` is the class of its linear layers."""
+
+    def __init__(self, channels: int, num_heads: int, linear: type[nn.Linear] = nn.Linear):
         super().__init__()
         self.num_heads = num_heads
         self.ln1 = nn.LayerNorm(channels)
-        self.qkv = nn.Linear(channels, 3 * channels)
-        self.proj = nn.Linear(channels, channels)
+        self.qkv = linear(channels, 3 * channels)
+        self.proj = linear(channels, channels)
         self.ln2 = nn.LayerNorm(channels)
-        self.fc = nn.Linear(channels, 4 * channels)
-        self.fcproj = nn.Linear(4 * channels, channels)
+        self.fc = linear(channels, 4 * channels)
+        self.fcproj = linear(4 * channels, channels)
 
     def forward(self, x: Tensor) -> Tensor:
         B, T, C = x.shape
@@ -47,9 +49,13 @@ class Twin(nn.Module):
         x = self.wte(tokens) + self.wpe.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
-        logits = F.linear(self.lnf(x), self.wte.weight)[..., : self.vocab_size]
+        logits = self.head(self.lnf(x))[..., : self.vocab_size]
         exact = torch.promote_types(logits.dtype, torch.float32)
         return F.cross_entropy(logits.reshape(-1, self.vocab_size).to(exact), targets.reshape(-1))
+
+    def head(self, x: Tensor) -> Tensor:
+        """Logits of the last layer norm's output x (B, T, C)."""
+        return F.linear(x, self.wte.weight)
 
     def parameter_of(self, row: ParameterRow) -> nn.Parameter:
         """The parameter that handgrad's table calls `row.name`."""
