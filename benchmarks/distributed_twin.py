@@ -50,7 +50,7 @@ class FsdpTrainer(TwinTrainer):
                 self.twin.blocks[index] = torch.compile(block)
             fully_shard(self.twin.blocks[index], mp_policy=policy)
         if device.type == "cuda":
-            self.twin.head = torch.compile(head_loss)
+            self.twin.stream_loss = torch.compile(head_loss)
         fully_shard(self.twin, mp_policy=policy)
         self.model = self.twin
         self.optimizer = optimizer_of(self.twin, config, fused=True)

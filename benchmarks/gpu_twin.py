@@ -101,7 +101,7 @@ class GpuTwin(Twin):
         super().__init__(shape, padded=switches.padded)
         self.bf16_stream = switches.bf16_stream
         self.loss = self.liger_loss if switches.head == "liger" else self.whole_loss
-        self.head: Callable[..., Tensor] = head_loss
+        self.stream_loss: Callable[..., Tensor] = head_loss
         if switches.attention == "plain":
             self.blocks = nn.ModuleList(PlainBlock(shape.channels, shape.num_heads) for _ in range(shape.num_layers))
 
@@ -117,7 +117,7 @@ class GpuTwin(Twin):
         return x.to(torch.bfloat16) if self.bf16_stream else x
 
     def whole_loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        return self.head(x, targets, self.lnf.weight, self.lnf.bias, self.wte.weight, self.vocab_size)
+        return self.stream_loss(x, targets, self.lnf.weight, self.lnf.bias, self.wte.weight, self.vocab_size)
 
     def liger_loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """The head's three GEMMs and the cross-entropy, chunk by chunk, without the whole logits."""
