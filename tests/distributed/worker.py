@@ -18,6 +18,8 @@ import runpy
 import select
 import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -166,6 +168,20 @@ def timed_by_hand(*, slow: bool) -> None:
     rendezvous.Ranks = functools.partial(Ranks, clock=lambda: now[0])
 
 
+def impatient_heartbeat(*given: Any, **named: Any) -> heartbeat.Heartbeat:
+    """A heartbeat with short limits from when the test has seen the fault and this rank waits for others. Until then the
+    machine may be as slow as it likes."""
+    beating, told = heartbeat.Heartbeat(*given, **named), Path(os.environ["TEST_FOLDER"]) / "impatient"
+
+    def shorten() -> None:
+        while not (told.exists() and beating.status[2]):
+            time.sleep(POLL_SECONDS)
+        beating.limit_seconds, beating.stall_seconds = 2.0, 1.0
+
+    threading.Thread(target=shorten, daemon=True).start()
+    return beating
+
+
 def slow_link(peer: int) -> None:
     """Hours for a few megabytes: no load on the machine makes another link as slow."""
     original = network.time_pair
@@ -288,6 +304,8 @@ def run(fault: str, command: list[str]) -> int:
         resolve.AdamW = WholeMatrices
     elif name != "none":
         rank, step = (int(number) for number in (*numbers, "0")[:2])
+        if name in ("freeze", "skip"):
+            rendezvous.Heartbeat = impatient_heartbeat
         mine = int(os.environ.get("RANK", "0")) == rank
         if name == "slow":
             timed_by_hand(slow=mine)
