@@ -80,7 +80,7 @@ def test_scaling_over_steps(widen: bool) -> None:
 
 
 def test_fast_sums_are_for_short_sums_and_16_bit_results() -> None:
-    """As docs/operations/fp8.md has them: the blocks' forward and input gradients up to 8192 terms; never the head's over the
+    """As docs/operations/fp8.md has them: up to 8192 terms, as in a block. Never for the head's input gradient over the
     vocabulary, nor a weight gradient."""
     taken = {(dtype, terms): linear.has_fast_sums(torch.empty(1, dtype=dtype), terms)
              for dtype in (torch.bfloat16, torch.float32) for terms in (768, 8192, 8208, 50304)}  # fmt: skip
