@@ -58,7 +58,13 @@ def excuses(pipe: TextIO) -> Iterator[None]:
         say(pipe, {"failed": str(error)})
 
 
-def contend(make: Callable[[], Run], device: torch.device, lines: Iterable[str], pipe: TextIO) -> None:
+def contend(
+    make: Callable[[], Run],
+    device: torch.device,
+    lines: Iterable[str],
+    pipe: TextIO,
+    clock: Callable[[], float] = time.perf_counter,
+) -> None:
     """Makes the contender and its first step, then a turn for each line."""
     with excuses(pipe):
         run = make()
@@ -67,7 +73,7 @@ def contend(make: Callable[[], Run], device: torch.device, lines: Iterable[str],
         for line in lines:
             command, argument = line.split()
             assert command == "go", f"expected 'go SECONDS', found {line!r}"
-            say(pipe, timed_turn(run, float(argument), device))
+            say(pipe, timed_turn(run, float(argument), device, clock))
 
 
 def say(pipe: TextIO, answer: dict[str, Any]) -> None:
@@ -75,14 +81,16 @@ def say(pipe: TextIO, answer: dict[str, Any]) -> None:
     pipe.flush()
 
 
-def timed_turn(run: Run, seconds: float, device: torch.device) -> dict[str, Any]:
+def timed_turn(
+    run: Run, seconds: float, device: torch.device, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, Any]:
     """Makes steps for about `seconds`, from an idle device to an idle device: their number, their exact time, the power."""
     devices.synchronize(device)
     with Sampler(device) as sampler:
-        start = time.perf_counter()
-        losses = run.turn(lambda launched: time.perf_counter() - start < seconds)
+        start = clock()
+        losses = run.turn(lambda launched: clock() - start < seconds)
         devices.synchronize(device)
-        elapsed = time.perf_counter() - start
+        elapsed = clock() - start
     return {"steps": len(losses), "seconds": elapsed, "loss": losses[-1], "power": sampler.summary, **memory(device)}
 
 

@@ -15,7 +15,6 @@ import os
 import re
 import runpy
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -119,12 +118,13 @@ class Bench:
 
     def on_ranks(self, size: int, settings: Settings, count: int | None) -> None:
         """The same in several processes. They are forked where that can be: an import takes longer than such a run."""
+        from torch.distributed import TCPStore
+
         context: Any = multiprocessing.get_context("fork" if self.device == "cpu" else "spawn")
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            port = found.getsockname()[1]
+        # Hosted here, as torchrun's agent does: a free port that is only looked up may be another row's when rank 0 comes.
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         said = [self.home / f"rank{rank}" for rank in range(size)]
-        places = [(rank, rank, size, size, port) for rank in range(size)]
+        places = [(rank, rank, size, size, store.port) for rank in range(size)]
         ranks = [context.Process(target=as_rank, args=(*pair, settings, count)) for pair in zip(places, said, strict=True)]
         for process in ranks:
             process.start()
@@ -182,6 +182,7 @@ def as_rank(place: tuple[int, ...], said: Path, settings: Settings, count: int |
     """A process's part of a run."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
     os.environ |= {name: str(value) for name, value in zip(names, place, strict=True)}
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     with said.open("w", buffering=1) as sys.stderr:
         os.dup2(sys.stderr.fileno(), 2)
         try:

@@ -50,15 +50,25 @@ def test_the_tables_are_those_of_the_results(made) -> None:
     assert not missing, "\n".join(["not in the page; `python -m tests.test_scaling_docs` prints all:", *missing])
 
 
-def test_arithmetic_agrees_with_what_was_measured() -> None:
-    """At four GPUs over NVLink, within two percent: what the estimate leaves out (kernels disturbed by collectives, a
-    step's norms and launches) is no more."""
+def agreement() -> str:
+    """The sentence that holds the arithmetic against the runs that it starts from, in points of their efficiency."""
+    predicted, found = [], []
     for model in efficiency.models():
         rows = efficiency.measured(f"h200-x4-scaling-{model.name.lower()}")["rows"]
         micro_steps = 524288 // (model.micro_batch * 1024 * 4)
-        expected = efficiency.efficiency(model, efficiency.networks()[0], 4, micro_steps)
-        assert abs(expected - mean(rows, "together") / (4 * model.tokens_per_second)) < 0.02
+        predicted.append(100 * efficiency.efficiency(model, efficiency.networks()[0], 4, micro_steps))
+        found.append(100 * mean(rows, "together") / (4 * model.tokens_per_second))
+    high = [more - less for more, less in zip(predicted, found, strict=True)]
+    expected, measured, off = (" and ".join(f"{value:.1f}" for value in values) for values in (predicted, found, high))
+    return f"For the four GPUs above it predicts {expected} %, where {measured} % were measured: {off} points too many,"
+
+
+def test_arithmetic_agrees_with_what_was_measured() -> None:
+    """To the digit as the page says: `python -m tests.test_scaling_docs` prints the sentence. What the estimate leaves out
+    only costs time."""
+    assert agreement() in " ".join((ROOT / "docs" / "distributed.md").read_text().split())
+    assert "-" not in agreement()
 
 
 if __name__ == "__main__":
-    print("\n".join([*scaling_rows(), "", *efficiency.lines()]))
+    print("\n".join([*scaling_rows(), "", *efficiency.lines(), "", agreement()]))

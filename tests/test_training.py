@@ -200,6 +200,17 @@ def test_no_buffer_is_made_after_the_first_step(config: RunConfig) -> None:
     assert living() <= before
 
 
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+def test_a_step_on_a_cpu_frees_the_temporaries_of_its_operations(config: RunConfig, backend: str) -> None:
+    """Torch allocates within its calls, beside the plan; a step ends with the bytes that it began with."""
+    step = assembly_of(dataclasses.replace(config, backend=backend)).step
+    step.step(0)
+    with torch.profiler.profile(profile_memory=True) as seen:
+        step.step(1)
+    changes = [event.self_cpu_memory_usage for event in seen.events()]
+    assert max(changes) > 0 and sum(changes) == 0
+
+
 def tensors_in(structure: object) -> list[torch.Tensor]:
     found = []
     for value in vars(structure).values():

@@ -69,14 +69,16 @@ class Heartbeat:
         stall_seconds: float,
         stacks: Path | None,
         end: Callable[[int], None] = os._exit,
+        clock: Callable[[], float] = time.monotonic,
     ):
         """`store`: a connection of its own, whose calls take at most `timeout_seconds`. Writes the first beat: `start` may
         be called once all ranks have written theirs. `stacks`: the folder for the stacks of a process that is ended."""
-        self.store, self.rank, self.size, self.stacks, self.end = store, rank, size, stacks, end
+        self.store, self.rank, self.size, self.stacks = store, rank, size, stacks
+        self.end, self.clock = end, clock
         self.timeout_seconds, self.stall_seconds = timeout_seconds, stall_seconds
         self.limit_seconds = timeout_seconds
         self.interval = min(1.0, timeout_seconds / 4)
-        self.status: tuple[int, str, bool, float] = (0, "the start", True, time.monotonic())
+        self.status: tuple[int, str, bool, float] = (0, "the start", True, self.clock())
         self.pending: Callable[[], str] = str  # names the device's unfinished collective
         self.beats = 0
         self.closing = threading.Event()
@@ -93,7 +95,7 @@ class Heartbeat:
 
     def set_status(self, step: int, operation: str, *, waiting: bool = True) -> None:
         """Notes what this rank does from now on: waits for others, or works."""
-        self.status = step, operation, waiting, time.monotonic()
+        self.status = step, operation, waiting, self.clock()
 
     def leave(self, text: str, exit_code: int = RELAUNCH) -> None:
         """Tells the others the error that ends this rank, or, with no text, its orderly end. Returns within
@@ -143,7 +145,7 @@ class Heartbeat:
 
     def beat(self, left: str | None = None, exit_code: int = RELAUNCH) -> Beat:
         step, operation, waiting, since = self.status
-        return Beat(self.beats, step, operation, waiting, time.monotonic() - since, left, exit_code)
+        return Beat(self.beats, step, operation, waiting, self.clock() - since, left, exit_code)
 
     def write(self, beat: Beat) -> None:
         self.beats += 1
@@ -157,7 +159,7 @@ class Heartbeat:
         if self.store.check(["fault"]):
             return Fault(*json.loads(self.store.get("fault")))
         others = [rank for rank in (range(self.size) if self.rank == 0 else range(1)) if rank != self.rank]
-        now = time.monotonic()
+        now = self.clock()
         for rank, text in zip(others, self.store.multi_get([self.key(rank) for rank in others]), strict=True):
             beat = Beat(*json.loads(text))
             if rank not in self.seen or self.seen[rank].beat != beat:
@@ -172,7 +174,7 @@ class Heartbeat:
         for rank, seen in self.seen.items():
             if seen.beat.left:
                 return Fault(f"rank {rank} ended by an error: {seen.beat.left}", seen.beat.exit_code)
-            silence = time.monotonic() - seen.since
+            silence = self.clock() - seen.since
             if seen.beat.left is None and silence > self.limit_seconds:
                 return Fault(
                     f"lost rank {rank}: no heartbeat for {silence:.0f} s, last seen at step {seen.beat.step},"

@@ -47,6 +47,7 @@ class Ranks:
     count: int = 0  # collectives so far
     digest: int = 0  # of their tags
     waited_seconds: float = 0.0  # for others, as far as the host did the waiting
+    clock: Callable[[], float] = time.perf_counter  # seconds
     launched: deque[tuple[str, Any]] = field(default_factory=lambda: deque(maxlen=128))  # the last collectives
 
     @property
@@ -67,7 +68,7 @@ class Ranks:
     @contextlib.contextmanager
     def waiting(self, operation: str) -> Iterator[None]:
         """Encloses a wait for other ranks. Raises `LostRank` for an error of the network; any other is this rank's own."""
-        begun = time.perf_counter()
+        begun = self.clock()
         if self.heartbeat is not None:
             self.heartbeat.set_status(self.step, operation)
         try:
@@ -76,7 +77,7 @@ class Ranks:
             if self.size == 1 or not is_network_error(error):
                 raise
             self._lost(error, operation)
-        self.waited_seconds += time.perf_counter() - begun
+        self.waited_seconds += self.clock() - begun
         self.set_status(f"its own work after {operation}")
 
     # On the device, in the order of the current stream. `wait` makes the result safe to read.

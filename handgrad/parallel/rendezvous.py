@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -156,9 +156,11 @@ def open_store(info: RankInfo, limit_seconds: float, *, hosts_store: bool = True
     return dist.PrefixStore(f"handgrad/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def wait_for_all(store: dist.Store, info: RankInfo, join_seconds: float) -> None:
+def wait_for_all(
+    store: dist.Store, info: RankInfo, join_seconds: float, clock: Callable[[], float] = time.monotonic
+) -> None:
     """Waits until every rank has joined; raises `LostRank` naming those that have not."""
-    deadline = time.monotonic() + join_seconds
+    deadline = clock() + join_seconds
     store.set(f"joined/{info.rank}", "here")
     missing = list(range(info.size))
     while True:
@@ -171,7 +173,7 @@ def wait_for_all(store: dist.Store, info: RankInfo, join_seconds: float) -> None
             ) from None
         if not missing:
             return
-        if time.monotonic() > deadline:
+        if clock() > deadline:
             shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
             raise LostRank(
                 f"expected {info.size} ranks at {info.address}:{info.port} within {join_seconds:g} s, not there:"

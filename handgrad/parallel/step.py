@@ -4,7 +4,6 @@ Micro-batch m of lane l at step s is a pure function of (s, l, m): a lane's micr
 samples, lane after lane.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -87,7 +86,7 @@ class ParallelStep(TrainStep):
         if self.done:
             (self.computing if begins else self.computed)[slot].record()
             return
-        own = time.perf_counter() - self.ranks.waited_seconds
+        own = self.ranks.clock() - self.ranks.waited_seconds
         self.compute_clock[slot] = own if begins else own - self.compute_clock[slot]
 
     def result(self, step: int) -> StepResult:

@@ -1,7 +1,10 @@
-"""The end of a heartbeat: a last beat, a store that is gone, a rank that ends by itself."""
+"""The end of a heartbeat: a last beat, a store that is gone, a rank that ends by itself, nobody who listens."""
 
+import io
 import json
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -72,3 +75,41 @@ def test_a_rank_that_ends_by_itself_in_the_grace_is_left_to_it(monkeypatch: pyte
     beating.leave("my own error")
     beating.guard.join(PATIENCE)
     assert not beating.guard.is_alive() and not ends
+
+
+class BrokenPipe(io.StringIO):
+    """stderr, when the launcher that read it is gone."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+    def fileno(self) -> int:
+        raise OSError("no file")
+
+
+def test_it_ends_though_nobody_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[int] = []
+    monkeypatch.setattr(sys, "stderr", BrokenPipe())
+    alone(tmp_path / "stacks", ends).stop(Fault("lost rank 1"))
+    assert ends == [75]
+    assert "lost rank 1" in (tmp_path / "stacks" / "rank_0000.txt").read_text()
+
+
+def test_it_ends_though_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[int] = []
+    monkeypatch.setattr(sys, "stderr", BrokenPipe())
+    with pytest.raises(OSError, match="no file"):  # `os._exit` comes before anyone sees it
+        alone(tmp_path / "missing" / "stacks", ends).stop(Fault("rank 1 ended by an error", 65))
+    assert ends == [65]
+
+
+def test_it_ends_though_the_device_fails(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    ends: list[int] = []
+    beating = alone(tmp_path / "stacks", ends)
+
+    def pending() -> str:
+        raise RuntimeError("CUDA error")
+
+    beating.pending = pending
+    beating.stop(Fault("lost rank 1"))
+    assert ends == [75] and "lost rank 1" in capfd.readouterr().err

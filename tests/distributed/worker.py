@@ -8,7 +8,9 @@ gives all ranks an optimizer that updates matrices whole.
 folder: the seconds that an import takes would else be most of a test's time.
 """
 
+import contextlib
 import errno
+import functools
 import gc
 import json
 import os
@@ -16,9 +18,10 @@ import runpy
 import select
 import signal
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -43,7 +46,8 @@ from handgrad.tools import network
 from handgrad.training.step import TrainStep
 
 FIRED = "fault fired"
-SLOW_SECONDS = 0.2
+LANE_SECONDS, SLOW_SECONDS, WAIT_SECONDS = 0.0625, 0.25, 1024.0  # sums of these are exact
+HOURS = 1e5  # seconds
 POLL_SECONDS = 0.01
 
 
@@ -143,22 +147,43 @@ def skipped(step: int) -> None:
     Ranks.all_to_all = all_to_all
 
 
-def slow(step: int) -> None:
-    """In every step, while its first micro-batch is read."""
-    original = ParallelStep.run_lane
+def timed_by_hand(*, slow: bool) -> None:
+    """Gives this rank a clock that stands still but for a wait for others, 1024 s, and a step's lane: 62.5 ms, and 250 ms
+    more on the `slow` one."""
+    now, run_lane_of, waiting_of = [0.0], ParallelStep.run_lane, Ranks.waiting
 
-    def run_lane(training: ParallelStep, now: int, lane: int) -> None:
-        if lane == 0:
-            if now == 0:
-                fired()
-            time.sleep(SLOW_SECONDS)
-        original(training, now, lane)
+    def run_lane(training: ParallelStep, step: int, lane: int) -> None:
+        if slow and step == 0:
+            fired()
+        now[0] += LANE_SECONDS + (SLOW_SECONDS if slow else 0.0)
+        run_lane_of(training, step, lane)
 
-    ParallelStep.run_lane = run_lane
+    @contextlib.contextmanager
+    def waiting(ranks: Ranks, operation: str) -> Iterator[None]:
+        with waiting_of(ranks, operation):
+            now[0] += WAIT_SECONDS
+            yield
+
+    ParallelStep.run_lane, Ranks.waiting = run_lane, waiting
+    rendezvous.Ranks = functools.partial(Ranks, clock=lambda: now[0])
+
+
+def impatient_heartbeat(*given: Any, **named: Any) -> heartbeat.Heartbeat:
+    """A heartbeat with short limits from when the test has seen the fault and this rank waits for others. Until then the
+    machine may be as slow as it likes."""
+    beating, told = heartbeat.Heartbeat(*given, **named), Path(os.environ["TEST_FOLDER"]) / "impatient"
+
+    def shorten() -> None:
+        while not (told.exists() and beating.status[2]):
+            time.sleep(POLL_SECONDS)
+        beating.limit_seconds, beating.stall_seconds = 2.0, 1.0
+
+    threading.Thread(target=shorten, daemon=True).start()
+    return beating
 
 
 def slow_link(peer: int) -> None:
-    """A hundredth of the measured speed."""
+    """Hours for a few megabytes: no load on the machine makes another link as slow."""
     original = network.time_pair
 
     def time_pair(ranks: Ranks, sent: torch.Tensor, received: torch.Tensor, other: int) -> float:
@@ -166,7 +191,7 @@ def slow_link(peer: int) -> None:
         if other != peer:
             return seconds
         fired()
-        return 100 * seconds
+        return HOURS + seconds
 
     network.time_pair = time_pair
 
@@ -236,7 +261,6 @@ FAULTS: dict[str, Callable[[int], None]] = {
     "kill-record": killed_before_record,
     "disk": full_disk,
     "skip": skipped,
-    "slow": slow,
     "slow-link": slow_link,
     "flip": flipped,
     "resize": resized,
@@ -280,8 +304,12 @@ def run(fault: str, command: list[str]) -> int:
         resolve.AdamW = WholeMatrices
     elif name != "none":
         rank, step = (int(number) for number in (*numbers, "0")[:2])
-        restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-        if int(os.environ.get("RANK", "0")) == rank and not restarted:
+        if name in ("freeze", "skip"):
+            rendezvous.Heartbeat = impatient_heartbeat
+        mine = int(os.environ.get("RANK", "0")) == rank
+        if name == "slow":
+            timed_by_hand(slow=mine)
+        elif mine and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
             FAULTS[name](step)
     if command[0].endswith(".py"):
         runpy.run_path(command[0], run_name="__main__")

@@ -30,6 +30,16 @@ def test_row_products(draw: Draw, C: int, O: int, monkeypatch: pytest.MonkeyPatc
     check(checks.row_products(draw, C, O), terms=4)
 
 
+def test_a_row_far_from_zero_keeps_its_variance(draw: Draw) -> None:
+    """A mean two thousand deviations away: squares less the mean's square would leave nothing of the variance."""
+    C, O = 768, 11
+    x, weight, one, none = 4096 + 2 * draw.normal(1, C), draw.normal(O, C), torch.ones(C), torch.zeros(C)
+    out = torch.full((1, O), torch.nan)
+    decode.layernorm_linear_forward(out, *checks.workspace(x), x, one, none, weight, None, scratch=torch.empty(0))
+    exact = torch.nn.functional.layer_norm(x.double(), (C,)) @ weight.double().T
+    assert (out - exact).norm() < 1e-3 * exact.norm()
+
+
 def test_a_program_has_rows_while_there_are_enough_programs() -> None:
     assert decode.product_tile(4800, 1600) == (4, 2048, 4)
     assert decode.product_tile(50304, 768) == (8, 1024, 4)

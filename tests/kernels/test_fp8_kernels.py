@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from handgrad.fp8.cuda import classifier, layernorm, quantizing
+from handgrad.fp8.cuda import classifier, layernorm, linear, quantizing
 from handgrad.fp8.formats import E4M3, E5M2
 from handgrad.ops.cuda import layernorm as plain_layernorm
 from tests.kernels import fp8_checks as checks
@@ -77,6 +77,14 @@ def test_rescale(kind: torch.dtype) -> None:
 @pytest.mark.parametrize("widen", [True, False])
 def test_scaling_over_steps(widen: bool) -> None:
     checks.scaling_over_steps("cpu", tensors=5, parts=5001, window=6, widen=widen)
+
+
+def test_fast_sums_are_for_short_sums_and_16_bit_results() -> None:
+    """As docs/operations/fp8.md has them: up to 8192 terms, as in a block. Never for the head's input gradient over the
+    vocabulary, nor a weight gradient."""
+    taken = {(dtype, terms): linear.has_fast_sums(torch.empty(1, dtype=dtype), terms)
+             for dtype in (torch.bfloat16, torch.float32) for terms in (768, 8192, 8208, 50304)}  # fmt: skip
+    assert [key for key, fast in taken.items() if fast] == [(torch.bfloat16, 768), (torch.bfloat16, 8192)]
 
 
 @shapes((33, 80), (5, 768), (3, 100))
