@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from handgrad import devices
 from handgrad.dropout.bind import SAMPLES, WithDropout
 from handgrad.fp8.bind import with_fp8
 from handgrad.fp8.scaling import Scaling
@@ -66,6 +67,7 @@ def bind(
 ) -> Assembly:
     """The step over a state. `feed`: in the place of one that reads `source`."""
     ranks, design, ops = ranks or Ranks(), state.design, state.design.ops
+    devices.keep_freed_memory(design.device)
     samples = state.views.get(SAMPLES)
     if feed is None:
         assert source is not None
