@@ -312,6 +312,14 @@ def test_the_picture_shows_the_results() -> None:
         assert picture.info["Figures"] == speed.digest()
 
 
+def test_the_readmes_run_is_the_recorded_one() -> None:
+    """Line by line, in order: the numbers, the speed and the story of one run."""
+    shown = PAGES["README.md"].split("```text\n")[1].split("```")[0].splitlines()
+    log = iter(result("cpu-demo")["log"])
+    missing = [line for line in shown if line not in log]  # which continues where it stopped
+    assert len(shown) > 5 and not missing, missing
+
+
 def test_the_readme_is_short_and_links_to_what_runs() -> None:
     lines = PAGES["README.md"].splitlines()
     assert len(lines) <= 130
