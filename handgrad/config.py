@@ -23,6 +23,7 @@ KINDS: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
 PRECISIONS = ("fp32", "bf16", "fp16", "tf32", "fp8")
+AUTO = "auto"  # the precision that suits the device: `devices.auto_precision`
 FP8_GRADIENTS = ("e4m3", "e5m2", "mixed")
 FP8_SCALINGS = ("delayed", "current")
 ON_SATURATION = ("warn", "widen", "bf16")
@@ -180,7 +181,11 @@ class RunConfig:
 
     # the machine
     device: str = option("auto", "auto takes a CUDA GPU if there is one, else the CPU", choices=DEVICES)
-    precision: str = option("fp32", "of weights, activations and GEMMs; moments stay fp32", choices=PRECISIONS)
+    precision: str = option(
+        AUTO,
+        "of weights, activations and GEMMs; moments stay fp32. auto: bf16 on a GPU that has it, else fp16; fp32 on a CPU",
+        choices=(AUTO, *PRECISIONS),
+    )
     backend: str = option("auto", "auto: the kernels on a CUDA GPU, torch's on a CPU, else the reference", choices=BACKENDS)
     master_weights: bool = option(True, "keep fp32 weights beside bf16 ones; false: bf16 only, rounded stochastically")
     recompute: int = option(
@@ -218,7 +223,7 @@ def check(config: RunConfig) -> RunConfig:
             f"channels must be a multiple of num_heads, found {config.channels} and {config.num_heads};"
             f" heads of 64 would need num_heads {max(1, config.channels // 64)}"
         )
-    if not config.master_weights and config.precision not in ("bf16", "fp8"):
+    if not config.master_weights and config.precision not in (AUTO, "bf16", "fp8"):
         raise UsageError(f"master_weights false needs precision bf16 or fp8, found {config.precision}")
     if config.precision == "fp8":
         check_fp8(config)

@@ -52,6 +52,29 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
     return torch.device(name)
 
 
+def auto_precision(device: torch.device) -> tuple[str, str]:
+    """The precision that "auto" takes on the device, and the reason in a few words."""
+    if device.type != "cuda":
+        return "fp32", f"on a {'CPU' if device.type == 'cpu' else 'GPU of this kind'}"
+    if torch.cuda.get_device_capability(device) >= (8, 0):
+        return "bf16", "which this GPU computes in"
+    return "fp16", "as this GPU has no bf16"
+
+
+def settled_precision(name: str, device: torch.device) -> str:
+    """The precision of a name, which may be "auto"."""
+    return auto_precision(device)[0] if name == "auto" else name
+
+
+def precision_note(device: torch.device, precision: str) -> str:
+    """The place of a precision beside the choice of "auto": '(auto, on a CPU)', '(auto would take bf16, ...)'."""
+    choice, reason = auto_precision(device)
+    if precision == choice:
+        return f"(auto, {reason})"
+    slow = "; fp16 is slow on a CPU" if (device.type, precision) == ("cpu", "fp16") else ""
+    return f"(auto would take {choice}, {reason}{slow})"
+
+
 def use_precision(device: torch.device, precision: str) -> torch.dtype:
     """The dtype of weights and activations; sets torch's global switches (TF32, bf16 reductions)."""
     if precision == "tf32" and device.type != "cuda":

@@ -78,7 +78,7 @@ def demo() -> RunConfig:
 
 def gpt2(name: str, **settings: Any) -> RunConfig:
     """A GPT-2 size on 10B tokens: 19,560 steps of 524,288 tokens."""
-    common: dict[str, Any] = {"steps": 19560, "tokens_per_step": 524288, "warmup_steps": 700, "precision": "bf16"}
+    common: dict[str, Any] = {"steps": 19560, "tokens_per_step": 524288, "warmup_steps": 700}
     common |= {"final_learning_rate_fraction": 0.0, "eval_tokens": 10 << 20, "save_every": 5000}
     return sized(name, **common | settings)
 

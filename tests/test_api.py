@@ -243,7 +243,7 @@ def test_one_line_for_what_cannot_be(model: handgrad.Model, ask: Callable[[handg
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"precision": "fp8"}, "precision must be one of fp32, bf16, fp16, tf32; found 'fp8'"),
+        ({"precision": "fp8"}, "precision must be one of auto, fp32, bf16, fp16, tf32; found 'fp8'"),
         ({"device": "gpu"}, "device must be one of auto, cpu, cuda, mps; found 'gpu'"),
         ({"backend": "fast"}, "backend must be one of"),
         ({"tokenizer": "bytes"}, "leave --tokenizer out"),

@@ -227,7 +227,7 @@ def test_a_run_in_fp8_takes_less_memory(gradients: str) -> None:
     def sizes(**settings: str) -> dict[str, int]:
         return resolve(replace(preset("d12"), device="cpu", **settings), 50257).plan.size_bytes
 
-    bf16, fp8 = sizes(), sizes(precision="fp8", fp8_gradients=gradients)
+    bf16, fp8 = sizes(precision="bf16"), sizes(precision="fp8", fp8_gradients=gradients)
     N, C, L = 64 * 1024, 768, 12
     assert fp8["fp8 weights"] == 2 * L * 12 * C * C
     assert fp8["fp8 scales"] < 1 << 20

@@ -249,7 +249,7 @@ def test_two_trainers_in_one_folder(finished: RunConfig) -> None:
     from handgrad.parallel.ranks import Ranks
     from handgrad.run.folder import RunFolder
 
-    held = RunFolder(dataclasses.replace(finished, lanes=1), Ranks(), allow_changes=False)
+    held = RunFolder(dataclasses.replace(finished, lanes=1, precision="fp32"), Ranks(), allow_changes=False)
     try:
         with pytest.raises(ConfigError, match="another process is training"):
             train(finished)

@@ -54,7 +54,7 @@ def evaluate(
     eval_tokens: int = 0,
     micro_batch: int = 8,
     device: str = "auto",
-    precision: str = "fp32",
+    precision: str = "auto",
     backend: str = "auto",
 ) -> HeldOut:
     """`handgrad evaluate`: the loss on the validation split of `data`, by default the model's training data. `model` is a

@@ -13,7 +13,7 @@ from torch import Tensor
 from handgrad import devices
 from handgrad.arena import Buffer, make_plan
 from handgrad.backend import choose_backend
-from handgrad.config import BACKENDS, DEVICES, PRECISIONS
+from handgrad.config import AUTO, BACKENDS, DEVICES, PRECISIONS
 from handgrad.errors import UsageError
 from handgrad.evaluation.load import Weights, check_available, load_model
 from handgrad.generation.decode import decode_buffers, decode_tensors
@@ -294,7 +294,7 @@ def load(
     source: str | os.PathLike[str],
     *,
     device: str = "auto",
-    precision: str = "fp32",
+    precision: str = "auto",
     backend: str = "auto",
     tokenizer: str = "",
 ) -> Model:
@@ -303,10 +303,11 @@ def load(
 
     Raises `DataError` or `UsageError` if there is no model, or a damaged one, or one that does not fit.
     """
-    choices = {"device": (device, DEVICES), "precision": (precision, PRECISIONS), "backend": (backend, BACKENDS)}
+    choices = {"device": (device, DEVICES), "precision": (precision, (AUTO, *PRECISIONS)), "backend": (backend, BACKENDS)}
     for name, (value, known) in choices.items():
         if value not in known or value == "fp8":
             names = ", ".join(choice for choice in known if choice != "fp8")
             raise UsageError(f"{name} must be one of {names}; found {value!r}")
     found, where = open_weights(os.fspath(source), tokenizer), devices.resolve_device(device)
+    precision = devices.settled_precision(precision, where)
     return Model(found, choose_backend(backend, where, precision), where, precision)

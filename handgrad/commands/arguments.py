@@ -8,6 +8,7 @@ from handgrad import presets
 from handgrad.config import (
     ABOVE_0,
     AT_LEAST_1,
+    AUTO,
     BACKENDS,
     DEVICES,
     FIELDS,
@@ -105,8 +106,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="run (its newest checkpoint), RUN/best, checkpoint, transformers folder, Hub name, .bin of llm.c",
     )
     parser.add_argument("--device", default="auto", choices=DEVICES, help="(default: auto)")
-    without_fp8 = [precision for precision in PRECISIONS if precision != "fp8"]
-    parser.add_argument("--precision", default="fp32", choices=without_fp8, help="of weights and GEMMs (default: fp32)")
+    without_fp8 = [AUTO, *(precision for precision in PRECISIONS if precision != "fp8")]
+    chosen = "of weights and GEMMs (default: auto: bf16 on a GPU that has it, else fp16; fp32 on a CPU)"
+    parser.add_argument("--precision", default=AUTO, choices=without_fp8, help=chosen)
     parser.add_argument("--backend", default="auto", choices=BACKENDS, help="(default: auto: kernels on a CUDA GPU)")
 
 

@@ -47,6 +47,7 @@ def run(parsed: Namespace) -> int:
 
 def evaluate(parsed: Namespace, device: torch.device, ranks: Ranks) -> list[str]:
     """The lines to print, computed by all `ranks` together."""
+    parsed.precision = devices.settled_precision(parsed.precision, device)
     dtype = devices.use_precision(device, parsed.precision)
     ops = choose_backend(parsed.backend, device, parsed.precision)
     source = opened_in_turn(lambda: open_weights(parsed.checkpoint), ranks)

@@ -34,8 +34,9 @@ def run(parsed: Namespace) -> int:
         check_free(Path(parsed.out))
     batch = min(parsed.batch, len(prompts))
     device = devices.resolve_device(parsed.device)
-    dtype = devices.use_precision(device, parsed.precision)
-    ops = choose_backend(parsed.backend, device, parsed.precision)
+    precision = devices.settled_precision(parsed.precision, device)
+    dtype = devices.use_precision(device, precision)
+    ops = choose_backend(parsed.backend, device, precision)
     weights = open_weights(parsed.checkpoint)
     model = load_model(weights, device, dtype, ops, decode_buffers(weights.shape, batch, dtype, ops))
     texts = []

@@ -13,6 +13,7 @@ from handgrad.config import RunConfig
 from handgrad.errors import UsageError
 from handgrad.models import architecture
 from handgrad.run.assemble import allocate, bind
+from handgrad.run.resolve import with_precision
 from handgrad.tools.profile import set_up
 from handgrad.tools.rates import seconds_of
 from handgrad.training.step import TrainStep
@@ -33,6 +34,7 @@ def run(parsed: Namespace) -> int:
     device = devices.resolve_device(config.device)
     if device.type != "cuda":
         raise UsageError(f"expected a CUDA GPU to tune for, found device {device.type}")
+    config = with_precision(config, device)
     choose_backend("kernels", device, config.precision)  # raises if a library is missing
     from handgrad.ops.cuda import cublaslt
     from handgrad.tools import tune  # only where the kernels can run

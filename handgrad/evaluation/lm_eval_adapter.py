@@ -36,7 +36,7 @@ class HandgradLM(TemplateLM):
         self,
         checkpoint: str,
         device: str | None = None,
-        precision: str = "fp32",
+        precision: str = "auto",
         backend: str = "auto",
         batch_size: int | str = 8,
         max_batch_size: int | None = None,
@@ -44,6 +44,7 @@ class HandgradLM(TemplateLM):
         """`checkpoint`: a run's or a checkpoint's folder. `batch_size`: tokens at once, in contexts ("auto": 8)."""
         super().__init__()
         self._device = devices.resolve_device(device or "auto")
+        precision = devices.settled_precision(precision, self._device)
         self.dtype = devices.use_precision(self._device, precision)
         ops, weights = choose_backend(backend, self._device, precision), checkpoint_weights(find(checkpoint))
         buffers = decode_buffers(weights.shape, SLOTS, self.dtype, ops)

@@ -23,6 +23,7 @@ def header_lines(
     samples_per_epoch = Batches(dataset.splits["train"], config.sequence_length, config.seed).samples_per_epoch
     lanes = f"{config.lanes} lanes x " if config.lanes > 1 else ""
     backend = ops.__name__.removeprefix("handgrad.ops.").split(".")[0]
+    precision = f"{config.precision} {devices.precision_note(design.device, config.precision)}"
     return [
         f"handgrad {handgrad.__version__}, torch {torch.__version__}, {devices.describe(design.device)}",
         f"model      {shape.num_layers} layers, {shape.num_heads} heads, {shape.channels} channels,"
@@ -35,7 +36,7 @@ def header_lines(
         f"batch      {config.tokens_per_step} tokens a step = {lanes}{config.micro_steps} x {config.micro_batch} x"
         f" {config.sequence_length}; {config.steps} steps = {human_count(config.steps * config.tokens_per_step)} tokens,"
         f" {config.steps * config.samples_per_step / samples_per_epoch:.1f} epochs",
-        f"numbers    {config.precision}, recompute {config.recompute}, {started}",
+        f"numbers    {precision}, recompute {config.recompute}, {started}",
         *fp8_lines(config, design),
         *dropout_lines(config, design),
         f"operations {', '.join([backend, *(f'{k}: {v}' for k, v in ops.versions().items())])}",

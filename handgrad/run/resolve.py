@@ -40,6 +40,7 @@ def resolve(
     has moved to bf16. Raises `UsageError` for what the device or the backend does not do, and for unknown names.
     """
     device = devices.resolve_device(config.device) if device is None else device
+    config = with_precision(config, device)
     dtype = devices.use_precision(device, config.precision)
     plain_ops = choose_backend(config.backend, device, "tf32" if config.precision == "tf32" else "") if ops is None else ops
     shape = config.shape(vocab_size)
@@ -145,6 +146,11 @@ def largest_micro_batch(config: RunConfig, vocab_size: int, available_bytes: int
 def schedule_of(config: RunConfig) -> Schedule:
     peak, final_fraction = config.learning_rate, config.final_learning_rate_fraction
     return Schedule(config.schedule, peak, final_fraction, config.warmup_steps, config.steps)
+
+
+def with_precision(config: RunConfig, device: torch.device) -> RunConfig:
+    """`config` with the precision that suits the device in the place of "auto"."""
+    return replace(config, precision=devices.settled_precision(config.precision, device))
 
 
 def with_tuned_gemms(config: RunConfig, ops: ModuleType) -> RunConfig:

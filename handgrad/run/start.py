@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from handgrad import devices
+import torch
+
+from handgrad import checkpoint, devices
 from handgrad.backend import choose_backend
-from handgrad.config import RunConfig, check, to_dict
+from handgrad.config import AUTO, RunConfig, check, to_dict
 from handgrad.data.shards import Dataset, open_dataset
 from handgrad.errors import DataError, UsageError
 from handgrad.evaluation.load import Weights
@@ -35,6 +37,8 @@ def open_run(config: RunConfig, *, allow_changes: bool = False, shows: Shows = "
     device = devices.resolve_device(config.device, info.local_rank)
     seconds = config.join_seconds, config.silence_seconds, config.stall_seconds
     with joined(info, device, Timeouts(*seconds, Path(config.out) / "stacks")) as ranks:
+        begun = config
+        config = check(replace(config, precision=ranks.from_rank_0(lambda: precision_of(begun, device), "precision")))
         devices.use_precision(device, config.precision)  # refuses what the device lacks, before any data is read
         given = with_tuned_gemms(config, choose_backend(config.backend, device, config.precision))
         ranks.check_equal("configuration", to_dict(given))
@@ -53,6 +57,12 @@ def open_run(config: RunConfig, *, allow_changes: bool = False, shows: Shows = "
             run = Run(config, design, dataset, folder, ranks, weights, tasks, allow_changes=allow_changes, shows=shows)
             with contextlib.closing(run.log):
                 yield run
+
+
+def precision_of(config: RunConfig, device: torch.device) -> str:
+    """The run's precision: "auto" stays with the one that the run in `config.out` began with, wherever it goes on."""
+    begun = checkpoint.peek_config(Path(config.out)) if config.precision == AUTO else None
+    return devices.settled_precision((begun or {}).get("precision", config.precision), device)
 
 
 def opened_in_turn(opening: Callable[[], Weights], ranks: Ranks) -> Weights:

@@ -12,7 +12,7 @@ from handgrad.models.rows import count_parameters
 from handgrad.run.checks import check_shared_gradients, checkpoint_bytes, most_checkpoints
 from handgrad.run.folder import settled_lanes
 from handgrad.run.header import dropout_lines
-from handgrad.run.resolve import largest_micro_batch, resolve, with_tuned_gemms
+from handgrad.run.resolve import largest_micro_batch, resolve, with_precision, with_tuned_gemms
 from handgrad.tools.rates import gemm_flops
 from handgrad.training.design import Design
 
@@ -23,6 +23,7 @@ def describe_plan(config: RunConfig, vocab_size: int, ranks: int = 1) -> list[st
     """The lines of `handgrad plan`; memory is that of one of `ranks` equal ones. Raises `ConfigError` for lanes that they
     cannot share."""
     device = devices.resolve_device(config.device)
+    config = with_precision(config, device)
     config = with_tuned_gemms(config, choose_backend(config.backend, device, config.precision))
     config = check(replace(config, lanes=settled_lanes(config, ranks)))
     check_shared_gradients(config, ranks)

@@ -23,7 +23,7 @@ from handgrad.config import RunConfig
 from handgrad.evaluation.load import check_available
 from handgrad.format import human_count
 from handgrad.run.assemble import allocate, assemble, bind
-from handgrad.run.resolve import resolve, with_tuned_gemms
+from handgrad.run.resolve import resolve, with_precision, with_tuned_gemms
 from handgrad.tools.rates import copy_bandwidth, gemm_flops
 from handgrad.tools.recorder import Recorder
 from handgrad.tools.traces import Spent, read_trace, spent_on_cpu, spent_on_gpu
@@ -51,6 +51,7 @@ class MadeUpTokens:
 def set_up(config: RunConfig, vocab_size: int) -> Design:
     """The design of a run on one process; raises `DataError` if it does not fit."""
     device = devices.resolve_device(config.device)
+    config = with_precision(config, device)
     config = with_tuned_gemms(config, choose_backend(config.backend, device, config.precision))
     design = resolve(config, vocab_size, device=device)
     shape = design.shape
@@ -75,6 +76,7 @@ def make_steps(stepper: TrainStep, first: int, count: int) -> list[StepResult]:
 def profile_run(config: RunConfig, vocab_size: int, source: Source, steps: int, trace: Path | None) -> list[str]:
     """Measures `steps` optimizer steps twice, as training makes them and recorded; returns the lines to print."""
     device = devices.resolve_device(config.device)
+    config = with_precision(config, device)
     dtype = devices.use_precision(device, config.precision)
     cuda = device.type == "cuda"
     config = replace(config, schedule="constant", skip_loss_z=0.0, skip_norm_z=0.0)

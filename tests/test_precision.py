@@ -1,0 +1,69 @@
+"""precision auto: the choice by device, its reason in the header, and a run that goes on as it began."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from handgrad import devices, load
+from handgrad.checkpoint import peek_config
+from handgrad.config import RunConfig
+from handgrad.presets import PRESETS
+from handgrad.run.resolve import resolve
+from handgrad.run.start import precision_of, train
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture
+def capability(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[int, int]]:
+    """Of a GPU that this machine need not have."""
+    found = {"is": (9, 0)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: found["is"])
+    return found
+
+
+def test_the_choice_by_device(capability: dict[str, tuple[int, int]]) -> None:
+    assert devices.settled_precision("auto", CPU) == "fp32"
+    chosen = {}
+    for number in ((9, 0), (8, 0), (7, 5), (7, 0)):
+        capability["is"] = number
+        chosen[number] = devices.settled_precision("auto", CUDA)
+    assert chosen == {(9, 0): "bf16", (8, 0): "bf16", (7, 5): "fp16", (7, 0): "fp16"}
+    assert devices.settled_precision("tf32", CUDA) == "tf32", "a name stays"
+
+
+def test_the_note_says_what_auto_would_take(capability: dict[str, tuple[int, int]]) -> None:
+    assert devices.precision_note(CPU, "fp32") == "(auto, on a CPU)"
+    assert devices.precision_note(CUDA, "bf16") == "(auto, which this GPU computes in)"
+    assert devices.precision_note(CUDA, "fp32") == "(auto would take bf16, which this GPU computes in)"
+    assert devices.precision_note(CPU, "fp16") == "(auto would take fp32, on a CPU; fp16 is slow on a CPU)"
+    capability["is"] = (7, 5)
+    assert devices.precision_note(CUDA, "fp16") == "(auto, as this GPU has no bf16)"
+
+
+def test_auto_is_the_default_of_every_run(config: RunConfig) -> None:
+    """And what a run recorded is the precision that it had, in its folder, its checkpoints and its loaded model."""
+    assert {preset().precision for preset in PRESETS.values()} == {"auto"} == {config.precision}
+    train(config)
+    folder = Path(config.out)
+    assert 'precision = "fp32"' in (folder / "config.toml").read_text()
+    assert (peek_config(folder) or {})["precision"] == "fp32"
+    assert "numbers    fp32 (auto, on a CPU), " in (folder / "log.txt").read_text()
+    assert load(folder, device="cpu").dtype == torch.float32
+    assert resolve(config, 300).dtype == torch.float32
+
+
+def test_a_run_goes_on_in_the_precision_that_it_began_with(
+    config: RunConfig, capability: dict[str, tuple[int, int]]
+) -> None:
+    """Also on a device for which auto would choose another one; a precision that is named counts."""
+    begun = dataclasses.replace(config, precision="bf16")
+    assert precision_of(config, CPU) == "fp32" and precision_of(config, CUDA) == "bf16", "no run yet"
+    train(begun)
+    assert precision_of(config, CPU) == "bf16"
+    assert precision_of(dataclasses.replace(config, precision="fp32"), CPU) == "fp32"
+    losses = (Path(config.out) / "metrics.jsonl").read_text()
+    train(config)  # finished: the same run, not another configuration
+    assert (Path(config.out) / "metrics.jsonl").read_text().startswith(losses)
