@@ -27,12 +27,21 @@ def run_config(preset: str, recipe_file: str, model: str, settings: Mapping[str,
     merged |= {name: convert(name, value) for name, value in settings.items()}
     if merged.get("init_from"):
         merged = {**sizes_of_weights(merged), **merged}
+    elif not name and not recipe_file and "num_layers" not in merged and "data" in merged:
+        merged = {**suited(merged), **merged}
     elif not name and not recipe_file and "num_layers" not in merged:
         raise UsageError(
-            f"say what to train: a preset ({', '.join(presets.PRESETS)}), --config FILE, --model NAME or"
-            " --init-from WEIGHTS"
+            f"say what to train: --data DIR alone for a run that suits it, a preset ({', '.join(presets.PRESETS)}),"
+            " --config FILE, --model NAME or --init-from WEIGHTS"
         )
     return check(RunConfig(**merged))
+
+
+def suited(settings: dict[str, Any]) -> dict[str, Any]:
+    """The model and its steps that suit the data and the device, for whom names neither."""
+    from handgrad.run.suited import chosen_settings  # imports torch, which `--help` spares
+
+    return chosen_settings(*(str(settings.get(name, getattr(RunConfig, name))) for name in ("data", "out", "device")))
 
 
 def sizes_of_weights(settings: dict[str, Any]) -> dict[str, Any]:

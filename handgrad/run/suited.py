@@ -1,0 +1,138 @@
+"""The run that suits data and machine: what `handgrad train --data DIR` takes where no preset and no sizes are given.
+
+A model as large as its tokens can teach, about twenty for each parameter (Hoffmann et al. 2022,
+https://arxiv.org/abs/2203.15556), each seen at most four times, which is nearly as good as new ones (Muennighoff et al.
+2023, https://arxiv.org/abs/2305.16264). Small corpora train small models for more epochs; a CPU trains for minutes.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from handgrad import checkpoint, devices, presets
+from handgrad.config import RunConfig
+from handgrad.data.shards import Dataset, open_dataset
+from handgrad.models import architecture
+from handgrad.run.resolve import resolve
+
+CPU_FLOPS = 3e13  # of the whole run: minutes on two cores
+MEMORY_SHARE = 0.85  # of a GPU's memory that the plan may take
+LEAST_STEPS, MOST_STEPS = 20, 20_000
+WARM_UP_SHARE, MOST_WARM_UP_STEPS = 20, 700
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model for corpora of at least `tokens` training tokens, and how it trains."""
+
+    tokens: float
+    num_layers: int
+    num_heads: int
+    channels: int
+    sequence_length: int
+    tokens_per_step: int
+    micro_batch: int
+    learning_rate: float
+    epochs: float  # at most
+
+
+def gpt2(tokens: float, name: str, micro_batch: int, learning_rate: float) -> Size:
+    return Size(tokens, *presets.MODELS[name], 1024, 524288, micro_batch, learning_rate, 4)
+
+
+CPU_SIZES = (Size(0, 4, 4, 128, 256, 2048, 8, 2e-3, 20),)
+GPU_SIZES = (
+    Size(0, 6, 6, 384, 256, 16384, 64, 1e-3, 10),
+    Size(20e6, 8, 8, 512, 512, 65536, 64, 1e-3, 6),
+    gpt2(200e6, "d12", 64, 6e-4),
+    gpt2(7e9, "d24", 32, 3e-4),
+    gpt2(15e9, "d36", 32, 2.5e-4),
+    gpt2(31e9, "d48", 16, 2e-4),
+)
+
+
+def suited_settings(dataset: Dataset, device: torch.device) -> dict[str, Any]:
+    """The settings of a run on `dataset`: the largest model that its tokens can teach and the device can hold."""
+    training, validation = dataset.tokens("train"), dataset.tokens("validation")
+    sizes = CPU_SIZES if device.type == "cpu" else GPU_SIZES
+    for size in reversed([size for size in sizes if training >= size.tokens]):
+        for config in smaller_batches(fitted(size, training, validation)):
+            if fits(config, dataset.tokenizer.vocab_size, device):
+                return settings_of(config, size, dataset, device)
+    smallest = replace(fitted(sizes[0], training, validation), micro_batch=1)
+    return settings_of(smallest, sizes[0], dataset, device)  # which does not fit: the run says so, with its advice
+
+
+def fitted(size: Size, training: int, validation: int) -> RunConfig:
+    """The size, with windows and steps no longer than a small corpus has tokens for."""
+    shortest = min(training, validation)
+    length = size.sequence_length
+    while length > 16 and 2 * length > shortest:
+        length //= 2
+    samples = max(1, min(size.tokens_per_step // length, training // (4 * length)))
+    samples = 2 ** int(math.log2(samples))
+    return RunConfig(
+        num_layers=size.num_layers,
+        num_heads=size.num_heads,
+        channels=size.channels,
+        sequence_length=length,
+        tokens_per_step=samples * length,
+        micro_batch=min(size.micro_batch, samples),
+        learning_rate=size.learning_rate,
+    )
+
+
+def smaller_batches(config: RunConfig) -> Iterator[RunConfig]:
+    """The same steps in smaller and smaller micro-batches."""
+    while config.micro_batch >= 1:
+        yield config
+        config = replace(config, micro_batch=config.micro_batch // 2)
+
+
+def fits(config: RunConfig, vocab_size: int, device: torch.device) -> bool:
+    """By the whole memory of a GPU, which is equal on equal ranks, unlike the free one; a CPU's run is small."""
+    if device.type != "cuda":
+        return True
+    most = MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory
+    return resolve(config, vocab_size, device=device).plan.total_bytes <= most
+
+
+def settings_of(config: RunConfig, size: Size, dataset: Dataset, device: torch.device) -> dict[str, Any]:
+    training, validation = dataset.tokens("train"), dataset.tokens("validation")
+    steps = size.epochs * training / config.tokens_per_step
+    shape = config.shape(dataset.tokenizer.vocab_size)
+    if device.type == "cpu":
+        steps = min(steps, CPU_FLOPS / (architecture(shape).flops_per_token(shape) * config.tokens_per_step))
+    steps = round(min(max(steps, LEAST_STEPS), MOST_STEPS))
+    return {
+        **{name: getattr(config, name) for name in CHOSEN_SIZES},
+        "steps": steps,
+        "warmup_steps": max(1, min(steps // WARM_UP_SHARE, MOST_WARM_UP_STEPS)),
+        "eval_every": min(max(1, steps // 10), 250),
+        "eval_tokens": min(validation // config.sequence_length * config.sequence_length, 10 << 20),
+        "sample_every": max(1, steps // 4),
+        "save_every": min(max(1, steps // 5), 1000),
+        "log_every": min(max(1, steps // 50), 10 if device.type == "cuda" else 50),
+    }
+
+
+CHOSEN_SIZES = (
+    *("num_layers", "num_heads", "channels", "sequence_length"),
+    *("tokens_per_step", "micro_batch", "learning_rate"),
+)
+CHOSEN = (*CHOSEN_SIZES, "steps", "warmup_steps", "eval_every", "eval_tokens", "sample_every", "save_every", "log_every")
+
+
+def chosen_settings(data: str, out: str, device: str) -> dict[str, Any]:
+    """`suited_settings` for the data and the device of these names; of a run that has begun in `out` its own.
+
+    Raises the errors of `open_dataset` and `resolve_device`.
+    """
+    begun = checkpoint.peek_config(Path(out))
+    if begun is not None:
+        return {name: begun[name] for name in CHOSEN}
+    return suited_settings(open_dataset(data), devices.resolve_device(device))

@@ -1,0 +1,109 @@
+"""`handgrad train --data DIR` and nothing else: a run that suits the data and the machine."""
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from handgrad.checkpoint import peek_config
+from handgrad.cli import main
+from handgrad.config import RunConfig, check
+from handgrad.run import suited
+from handgrad.run.resolve import resolve
+
+GPU = torch.device("cuda")
+
+
+def corpus(tokens: float, vocab_size: int = 50257) -> Any:
+    """Of so many training tokens, a hundredth of them for validation."""
+    counts = {"train": int(tokens), "validation": max(64, int(tokens) // 100)}
+    return SimpleNamespace(tokens=counts.get, tokenizer=SimpleNamespace(vocab_size=vocab_size))
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Of a GPU that this machine need not have; plans are made as on a CPU in bf16."""
+    found = {"bytes": 141e9}
+    properties = lambda device: SimpleNamespace(total_memory=found["bytes"])  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+
+    def planned(config: RunConfig, vocab_size: int, *, device: torch.device) -> Any:
+        return resolve(dataclasses.replace(config, precision="bf16", device="cpu"), vocab_size)
+
+    monkeypatch.setattr(suited, "resolve", planned)
+    return found
+
+
+def sizes(config: RunConfig) -> tuple[int, int, int]:
+    return config.num_layers, config.channels, config.micro_batch
+
+
+def chosen(tokens: float, device: torch.device, vocab_size: int = 50257) -> RunConfig:
+    return check(RunConfig(**suited.suited_settings(corpus(tokens, vocab_size), device)))
+
+
+def test_the_model_grows_with_the_corpus(memory: dict[str, float]) -> None:
+    """Every corpus gets a run that can be made, with an evaluation and a checkpoint before its end."""
+    runs = {tokens: chosen(tokens, GPU) for tokens in (1e3, 1e5, 1e6, 5e7, 1e9, 1e10, 2e10, 1e11)}
+    assert [sizes(run)[:2] for run in runs.values()] == [
+        *[(6, 384)] * 3,
+        (8, 512),
+        (12, 768),
+        (24, 1024),
+        (36, 1280),
+        (48, 1600),
+    ]
+    for tokens, run in runs.items():
+        assert run.tokens_per_step <= max(tokens / 4, run.sequence_length)
+        assert run.steps * run.tokens_per_step <= max(10 * tokens, suited.LEAST_STEPS * run.tokens_per_step)
+        assert run.eval_every < run.steps and run.save_every < run.steps and run.warmup_steps < run.steps
+    assert runs[1e9].steps == round(4e9 / 524288) and runs[1e9].micro_batch == 64
+
+
+def test_a_smaller_gpu_gets_a_smaller_micro_batch_or_model(memory: dict[str, float]) -> None:
+    assert sizes(chosen(1e9, GPU)) == (12, 768, 64)
+    memory["bytes"] = 24e9
+    small = sizes(chosen(1e9, GPU))
+    assert small[:2] == (12, 768) and small[2] in (16, 32)
+    memory["bytes"] = 16e9
+    assert sizes(chosen(1e11, GPU))[0] < 48
+
+
+def test_a_cpus_run_takes_minutes() -> None:
+    """The same work whatever the vocabulary; a small corpus is seen at most twenty times."""
+    cpu, flops = torch.device("cpu"), []
+    for vocab_size in (256, 1024, 50257):
+        run = chosen(1e8, cpu, vocab_size)
+        shape = run.shape(vocab_size)
+        flops.append(run.steps * run.tokens_per_step * suited.architecture(shape).flops_per_token(shape))
+    assert flops == pytest.approx([suited.CPU_FLOPS] * 3, rel=0.01)
+    run = chosen(2e4, cpu, 256)
+    assert run.steps * run.tokens_per_step <= 20.5 * 2e4
+
+
+def test_the_bare_command(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """It trains, goes on with the same sizes when the corpus would now give others, and lets an option win."""
+    out = tmp_path / "run"
+    command = ["train", "--data", str(shards), "--out", str(out), "--device", "cpu", "--sample-tokens", "0"]
+    options = ["--steps", "3", "--eval-tokens", "1024"]
+    assert main([*command, *options]) == 0
+    first = peek_config(out)
+    assert first is not None and first["num_layers"] == 4 and first["steps"] == 3 and first["data"] == str(shards)
+    settings = suited.chosen_settings(str(tmp_path / "nothing"), str(out), "cpu")
+    assert settings == {name: first[name] for name in suited.CHOSEN}, "without a look at the data"
+    assert main([*command, *options]) == 0
+    assert main(["train"]) == 64
+    assert "--data DIR alone for a run that suits it" in capsys.readouterr().err
+
+
+def test_the_table_of_the_documentation_is_the_rule() -> None:
+    text = (Path(__file__).parents[1] / "docs/training.md").read_text()
+    for size in (*suited.GPU_SIZES, *suited.CPU_SIZES):
+        cells = [f"{size.num_layers}, {size.channels}", f"| {size.sequence_length} | {size.tokens_per_step:,} |"]
+        rate = f"{size.learning_rate:.1e}".replace(".0e", "e").replace("e-0", "e-")
+        row = next(line for line in text.split("\n") if line.startswith("|") and cells[1] in line and cells[0] in line)
+        assert row.endswith(f"| {rate} | {size.epochs} |"), row
+    assert "No run has more than 20,000 steps." in text and suited.MOST_STEPS == 20_000
