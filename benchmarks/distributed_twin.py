@@ -17,7 +17,7 @@ from benchmarks.gpu_twin import Switches, TwinTrainer, head_loss
 from benchmarks.twin import optimizer_of
 from handgrad.config import ModelShape, RunConfig
 
-SWITCHES = Switches(attention="cudnn", bf16_stream=True)  # the fastest of the twins on one H200
+SWITCHES = Switches(attention="cudnn", bf16_stream=True)  # the fastest of the twins on one H200 without Liger
 
 
 class DdpTrainer(TwinTrainer):

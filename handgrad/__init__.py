@@ -1,5 +1,13 @@
 """handgrad trains GPT-2 from raw text, with every gradient written by hand.
 
+    handgrad.prepare("my_text.txt", "shards/mine")           # text -> tokens
+    handgrad.train(data="shards/mine", out="runs/mine")      # a model that suits the text and this machine
+    model = handgrad.load("runs/mine")
+    print(model.generate("Once upon a time"))
+
+`Training` makes a run step by step, `metrics` reads its records, `evaluate` and `export` are the commands of that name:
+docs/python.md. On the command line: `handgrad --help`.
+
 A reader of the code starts here, in this order (docs/architecture.md draws the rest):
 
     cli, commands             the entry point, a module per command
@@ -55,4 +63,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *HOMES})
+    return sorted([*HOMES, *(name for name in globals() if name.startswith("__"))])

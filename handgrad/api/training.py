@@ -6,10 +6,11 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from handgrad import checkpoint, devices
 from handgrad.api.model import Model
+from handgrad.api.settings import Settings, with_settings
 from handgrad.config import RunConfig, to_dict
 from handgrad.errors import NumericsError, Preempted, UsageError
 from handgrad.evaluation.load import Weights
@@ -35,13 +36,14 @@ class Step:
 OnStep = Callable[[Step], object]
 
 
-def preset(name: str, **settings: Any) -> RunConfig:
+@with_settings
+def preset(name: str, **settings: Unpack[Settings]) -> RunConfig:
     """The configuration of `handgrad train NAME` with these settings; `handgrad train --help` lists them all. Raises
     `UsageError` for an unknown name or an invalid value."""
     return configuration(name, settings)
 
 
-def configuration(start: str | RunConfig, settings: dict[str, Any], recipe_file: str = "", model: str = "") -> RunConfig:
+def configuration(start: str | RunConfig, settings: Settings, recipe_file: str = "", model: str = "") -> RunConfig:
     """The configuration for the arguments of `Training`: the command's, or a whole configuration with single settings
     replaced."""
     given = {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in settings.items()}
@@ -50,6 +52,7 @@ def configuration(start: str | RunConfig, settings: dict[str, Any], recipe_file:
     return run_config(start, os.fspath(recipe_file), model, given)
 
 
+@with_settings
 class Training:
     """A run in a folder, begun or resumed, whose caller decides when it makes steps.
 
@@ -70,7 +73,7 @@ class Training:
         model: str = "",
         allow_changes: bool = False,
         quiet: bool = False,
-        **settings: Any,
+        **settings: Unpack[Settings],
     ):
         """`preset`: a name or a whole `RunConfig`; `config`: a recipe's file; `model`: a name of sizes; `settings`: single
         fields of `RunConfig`. `quiet`: the console stays empty, log.txt has the lines.
@@ -204,6 +207,7 @@ class Training:
         self._opened.__exit__(kind, error, trace)
 
 
+@with_settings
 def train(
     preset: str | RunConfig = "",
     *,
@@ -211,7 +215,7 @@ def train(
     model: str = "",
     allow_changes: bool = False,
     quiet: bool = False,
-    **settings: Any,
+    **settings: Unpack[Settings],
 ) -> float | None:
     """Makes all steps of a `Training` with the same arguments; returns the last validation loss in nats, if there was one.
     Leaves a finished run as it is."""

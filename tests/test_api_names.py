@@ -1,0 +1,56 @@
+"""The names, signatures and types that an editor or a notebook shows."""
+
+import dataclasses
+import inspect
+import os
+import subprocess
+import sys
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+import handgrad
+from handgrad.api.settings import Settings
+from handgrad.config import RunConfig
+
+PATHS = {"data", "out", "init_from"}  # which may be path objects
+
+
+def test_the_keywords_are_the_fields_of_a_run() -> None:
+    """In their order and with their types."""
+    fields = {f.name: f.type for f in dataclasses.fields(RunConfig)}
+    expected = {name: str | os.PathLike[str] if name in PATHS else kind for name, kind in fields.items()}
+    assert list(Settings.__annotations__.items()) == list(expected.items())
+
+
+@pytest.mark.parametrize("described", [handgrad.Training, handgrad.train, handgrad.preset])
+def test_a_signature_shows_every_setting(described: object) -> None:
+    parameters = inspect.signature(described).parameters
+    settings = [name for name, parameter in parameters.items() if parameter.default is ...]
+    assert settings == list(Settings.__annotations__) and "learning_rate" in settings
+    assert not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+
+
+def test_the_names_that_completion_offers() -> None:
+    """Those of the interface, and none that serves the module itself."""
+    assert [name for name in dir(handgrad) if not name.startswith("__")] == sorted(handgrad.__all__)
+    assert {"__version__", "__doc__"} <= set(dir(handgrad))
+    assert files("handgrad").joinpath("py.typed").is_file(), "type checkers read the annotations"
+
+
+def test_help_opens_with_what_to_do(tmp_path: Path) -> None:
+    """And what it shows runs."""
+    lines = (handgrad.__doc__ or "").split("\n\n")[1]
+    assert "handgrad.prepare(" in lines and "handgrad.load(" in lines
+    code = lines.replace('out="runs/mine"', 'out="runs/mine", steps=2, eval_tokens=512, quiet=True')
+    code = "import handgrad\n" + "\n".join(line.strip() for line in code.splitlines())
+    (tmp_path / "my_text.txt").write_text("Once upon a time there was a fox. " * 400)
+    run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip()
+
+
+def test_a_misspelt_keyword_is_found(shards: Path, tmp_path: Path) -> None:
+    with pytest.raises(handgrad.HandgradError, match="learning_rate"):
+        handgrad.train("tiny", data=shards, out=tmp_path / "run", learning_rat=1e-3)
