@@ -1,13 +1,18 @@
 """The lines of a run as a person sees them: on terminals of any width, in a pipe, in a notebook."""
 
+import dataclasses
 import io
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from handgrad.config import RunConfig
 from handgrad.run import console
-from handgrad.run.progress import StepFigures
+from handgrad.run.progress import Cadence, StepFigures
+from handgrad.run.start import train
 from handgrad.training.step import StepResult
 
 
@@ -44,3 +49,39 @@ def test_the_live_line_keeps_its_bar_and_the_time_left(width: int, monkeypatch: 
     bar = shown[: min(24, width // 5)]  # four fifths of it are drawn
     assert bar.startswith("━" * int(0.75 * len(bar))) and shown[len(bar) :].strip() == LIVE[width]
     assert len(shown.rstrip()) <= width
+
+
+def lines_of(seconds_per_step: float, every: int, first: int = 1, last: int = 100) -> list[int]:
+    """The steps with a line."""
+    now = 1000.0
+    cadence = Cadence(every, lambda: now)
+    shown = []
+    for step in range(first, last + 1):
+        now += seconds_per_step
+        if cadence.due(step, always=step == last):
+            shown.append(step)
+    return shown
+
+
+def test_a_slow_run_does_not_look_hung() -> None:
+    assert lines_of(15, every=10, last=12) == list(range(1, 13)), "every step of 15 s"
+    assert lines_of(4, every=100, last=12) == [1, 2, 5, 8, 11, 12], "a line every ten seconds or so"
+    assert lines_of(4, every=4, last=12) == [1, 2, 4, 7, 8, 11, 12], "beside every fourth step"
+
+
+def test_a_quick_run_says_little() -> None:
+    assert lines_of(0.05, every=40) == [1, 2, 40, 80, 100]
+    assert lines_of(0.05, every=40, first=71) == [71, 72, 80, 100], "resumed: it shows its first steps again"
+
+
+def test_a_skipped_step_has_a_line() -> None:
+    cadence = Cadence(1000, lambda: 0.0)
+    shown = [cadence.due(step, always=step == 7) for step in range(1, 10)]
+    assert [step for step, line in enumerate(shown, 1) if line] == [1, 2, 7]
+
+
+def test_lines_are_the_same_in_the_log(config: RunConfig, capsys: pytest.CaptureFixture) -> None:
+    train(dataclasses.replace(config, log_every=5))
+    shown = capsys.readouterr().out
+    assert (Path(config.out) / "log.txt").read_text() == shown
+    assert re.findall(r"^step +(\d+)/12", shown, re.MULTILINE) == ["1", "2", "5", "10", "12"]

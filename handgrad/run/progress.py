@@ -1,6 +1,8 @@
 """The figures of a step as a person follows them: a plain line for the log, a live line that fits the terminal."""
 
+import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from handgrad import devices
@@ -11,6 +13,8 @@ from handgrad.training.design import Design
 from handgrad.training.step import StepResult
 
 SPEED_WINDOW = 20  # steps over which tokens/s and the remaining time are averaged
+FIRST_STEPS = 2  # of a process that have a line each: the first waits for libraries, the second shows the speed
+QUIET_SECONDS = 10  # without a line, after which the next step has one
 
 
 @dataclass(frozen=True)
@@ -71,11 +75,29 @@ class Pace:
         return sum(self.seconds) / len(self.seconds)
 
 
+class Cadence:
+    """Chooses the steps that have a plain line: the first of a process, every n-th, and enough of slow ones that no reader
+    takes the run for hung."""
+
+    def __init__(self, every: int, clock: Callable[[], float] = time.monotonic):
+        """`clock`: seconds."""
+        self.every, self.clock = every, clock
+        self.lines, self.last = 0, clock()
+
+    def due(self, step: int, *, always: bool = False) -> bool:
+        """True if a step, counted from 1, has a line now; `always`: whatever the time."""
+        now = self.clock()
+        if not (always or self.lines < FIRST_STEPS or step % self.every == 0 or now - self.last >= QUIET_SECONDS):
+            return False
+        self.lines, self.last = self.lines + 1, now
+        return True
+
+
 class StepLines:
     """Shows the steps of one process, and puts some of them into the log."""
 
     def __init__(self, log: RunLog, config: RunConfig, design: Design, ranks: int):
-        self.log, self.config, self.pace = log, config, Pace()
+        self.log, self.config, self.pace, self.cadence = log, config, Pace(), Cadence(config.log_every)
         peak = devices.peak_flops(design.device)
         self.peak = peak and peak * ranks
         self.flops_per_token = design.model.flops_per_token(design.shape)
@@ -88,5 +110,5 @@ class StepLines:
         rate = speed(tokens_per_second, self.flops_per_token, self.peak)
         figures = StepFigures(step, steps, result, tokens_per_second, rate, (steps - step) * mean_seconds)
         self.log.display.update(step, figures.live_line)
-        if step in (1, steps) or step % self.config.log_every == 0 or result.skipped:
+        if self.cadence.due(step, always=step == steps or bool(result.skipped)):
             self.log.line(figures.line())
