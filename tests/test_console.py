@@ -3,12 +3,15 @@
 import dataclasses
 import io
 import re
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+import handgrad
 from handgrad.config import RunConfig
 from handgrad.run import console
 from handgrad.run.progress import Cadence, StepFigures
@@ -85,3 +88,50 @@ def test_lines_are_the_same_in_the_log(config: RunConfig, capsys: pytest.Capture
     shown = capsys.readouterr().out
     assert (Path(config.out) / "log.txt").read_text() == shown
     assert re.findall(r"^step +(\d+)/12", shown, re.MULTILINE) == ["1", "2", "5", "10", "12"]
+
+
+class ZMQInteractiveShell:
+    """The class of a shell in a notebook's kernel."""
+
+
+def on_the_page(output: str) -> list[str]:
+    """The lines of a cell's output: after a carriage return characters take the place of those before."""
+    lines = []
+    for line in output.split("\n"):
+        shown = ""
+        for piece in line.split("\r"):
+            shown = piece + shown[len(piece) :]
+        lines.append(shown.rstrip())
+    return lines
+
+
+def test_a_notebook_has_one_line_that_is_redrawn(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    ipython = types.ModuleType("IPython")
+    setattr(ipython, "get_ipython", ZMQInteractiveShell)  # noqa: B010 - for type checkers
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    with handgrad.Training(dataclasses.replace(config, log_every=1)) as run:
+        capsys.readouterr()
+        run.steps(3)
+        print("mine")
+        first = capsys.readouterr().out
+        run.steps()
+        rest = capsys.readouterr().out
+    assert first.count("\r") == 3, "drawn once a step"
+    live, *others = on_the_page(first)
+    assert re.fullmatch(r"0:\d\d left \| \S+ tok/s \| loss \S+ \| step 3/12 \| .*", live)
+    assert others == ["mine", ""], "what follows the steps begins a line"
+    page = on_the_page(rest)
+    assert [line for line in page if " left | " in line] == [], "a line that stays takes the place of the live one"
+    assert [line.split(":")[0] for line in page if "validation" in line] == ["step 6", "step 12"]
+    log = (Path(config.out) / "log.txt").read_text()
+    assert log.count("tok/s") == 12, "the log has a line a step"
+
+
+def test_ipython_in_a_terminal_is_no_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not console.in_notebook()
+    ipython = types.ModuleType("IPython")
+    setattr(ipython, "get_ipython", lambda: None)  # noqa: B010 - for type checkers
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    assert not console.in_notebook(), "IPython was imported by a program"

@@ -154,6 +154,7 @@ class Run:
             for step in steps:
                 if self.one_step(step):  # else its result comes with the next step's
                     self.between_steps()
+        self.log.display.keep_line()
         if steps and self.completed == self.config.steps:
             self.finish()
 

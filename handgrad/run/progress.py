@@ -111,4 +111,4 @@ class StepLines:
         figures = StepFigures(step, steps, result, tokens_per_second, rate, (steps - step) * mean_seconds)
         self.log.display.update(step, figures.live_line)
         if self.cadence.due(step, always=step == steps or bool(result.skipped)):
-            self.log.line(figures.line())
+            self.log.step_line(figures.line())
