@@ -11,7 +11,7 @@ from pathlib import Path
 import handgrad
 from handgrad.commands.arguments import COMMANDS, Parser, parse
 from handgrad.config import nearest_name
-from handgrad.errors import HandgradError, UsageError, storage_error
+from handgrad.errors import HandgradError, UsageError, storage_error, tell
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Imported only now: help and mistakes are answered at once, and `prepare` never loads torch.
         return importlib.import_module(f"handgrad.commands.{command}").run(parsed)
     except HandgradError as error:
-        print(f"handgrad: {error}", file=sys.stderr)
+        tell(error)
         return error.exit_code
     except BrokenPipeError:
         # The reader of our output went away (`handgrad sample ... | head`): end quietly, as other tools do.
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     except OSError as error:
         message = storage_error(error, f"using {error.filename}" if error.filename else "input or output")
-        print(f"handgrad: {message}", file=sys.stderr)
+        tell(message)
         return message.exit_code
 
 

@@ -1,13 +1,19 @@
 """Errors for users: one line that says what was expected, what was found, where, and what to do next.
 
-`cli.main` prints the line and exits with the class's code. A bug is an `assert` or any other exception, and shows its
-traceback.
+`tell` prints the line and `cli.main` exits with the class's code. A bug is an `assert` or any other exception, and shows
+its traceback.
 """
 
 import errno
+import json
+import os
 import re
+import sys
+import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 
 class HandgradError(ValueError):
@@ -83,3 +89,22 @@ def storage_errors(doing: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise storage_error(error, doing) from None
+
+
+def tell(error: HandgradError) -> None:
+    """Prints the error's line on stderr.
+
+    Of the processes that one torchrun has started on a machine, the first with this line prints it; all hand it to
+    torchrun, whose own report ends with it.
+    """
+    line = f"handgrad: {error}"
+    if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # attempt_0/RANK/error.json, in a folder of this start
+        try:
+            extra = {"timestamp": str(int(time.time()))}
+            Path(report).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}))
+            (Path(report).parents[1] / f"handgrad_{zlib.crc32(line.encode()):08x}").touch(exist_ok=False)
+        except FileExistsError:
+            return
+        except OSError:  # no such folder, or a full one: each prints its own
+            pass
+    print(line, file=sys.stderr, flush=True)

@@ -15,7 +15,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from handgrad.errors import HandgradError, LostRank, UsageError
+from handgrad.errors import HandgradError, LostRank, UsageError, tell
 from handgrad.parallel.heartbeat import WORK_FACTOR, Heartbeat
 from handgrad.parallel.launchers import RankInfo
 from handgrad.parallel.ranks import Ranks, exit_code
@@ -99,7 +99,7 @@ def exit_now(error: BaseException, *, prints: bool) -> NoReturn:
     if not isinstance(error, HandgradError | SystemExit):
         traceback.print_exception(error)
     elif isinstance(error, HandgradError) and (prints or not error.shared):
-        print(f"handgrad: {error}", file=sys.stderr)
+        tell(error)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

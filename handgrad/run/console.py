@@ -1,68 +1,64 @@
-"""The console of a run: a live progress line on a terminal, plain lines everywhere else."""
+"""The console of a run: a live progress line on a terminal, one line that is redrawn in a notebook, plain lines everywhere
+else."""
 
 import os
 import sys
-from collections import deque
+from collections.abc import Callable
 from typing import Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from handgrad.format import human_count, human_seconds
-from handgrad.training.step import StepResult
-
-SPEED_WINDOW = 20  # steps over which tokens/s and the remaining time are averaged
 Shows = Literal["live", "lines", "nothing"]  # on the console: a live line where there is a terminal, plain lines, nothing
+NOTEBOOK_WIDTH = 100  # characters; a cell's output shows some more
 
 
-def step_line(step: int, steps: int, result: StepResult, seconds: float, tokens_per_second: float, rate: str) -> str:
-    """The plain line of one step."""
-    loss_z, norm_z = (f" (z {z:+.1f})" if z is not None else "" for z in (result.loss_z, result.norm_z))
-    skipped = f" | skipped: {result.skipped}" if result.skipped else ""
-    return (
-        f"step {step:>{len(str(steps))}}/{steps} | loss {result.loss:.4f}{loss_z} | norm {result.norm:.3f}{norm_z}"
-        f" | lr {result.learning_rate:.2e} | {seconds * 1e3:.0f} ms | {human_count(tokens_per_second)} tok/s | {rate}"
-        f"{skipped}"
-    )
-
-
-class Pace:
-    """The mean length of the last steps."""
-
-    def __init__(self) -> None:
-        self.seconds: deque[float] = deque(maxlen=SPEED_WINDOW)
-        self.warming_up = True
-
-    def add(self, elapsed_seconds: float) -> float:
-        """Adds a step; returns the mean in seconds."""
-        if len(self.seconds) == 1 and self.warming_up:  # the first step also waits for libraries and page faults
-            self.seconds.clear()
-            self.warming_up = False
-        self.seconds.append(elapsed_seconds)
-        return sum(self.seconds) / len(self.seconds)
+def in_notebook() -> bool:
+    """True in a kernel of Jupyter, whose output is a web page. IPython is there already, or this is none."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython and ipython.get_ipython()
+    return type(shell).__name__ == "ZMQInteractiveShell"
 
 
 class Display:
-    """A live line with a bar on a terminal; nothing but the plain lines otherwise."""
+    """A live line with a bar on a terminal, one without a bar in a notebook; nothing but the plain lines otherwise."""
 
     def __init__(self, steps: int, completed: int, shows: Shows):
         self.console = Console(highlight=False)
         self.live = shows == "live" and sys.stdout.isatty()
         self.closed = shows == "nothing"
-        columns = (BarColumn(bar_width=24), TextColumn("{task.description}"))
+        self.redraws = not self.closed and in_notebook()
+        self.drawn = 0  # characters of the line that a notebook redraws
+        self.bar = BarColumn()
+        columns = (self.bar, TextColumn("{task.description}", markup=False))
         self.progress = Progress(*columns, console=self.console, transient=True, refresh_per_second=4)
         self.task = self.progress.add_task("", total=steps, completed=completed)
         if self.live:
             self.progress.start()
 
-    def update(self, completed: int, line: str, eta_seconds: float) -> None:
-        if self.live:
-            text = f"{line} | {human_seconds(eta_seconds)} left".replace("[", "\\[")
-            self.progress.update(self.task, completed=completed, description=text)
+    def update(self, completed: int, line: Callable[[int], str]) -> None:
+        """Redraws the live line, if there is one. `line`: its figures for a width in characters."""
+        if self.redraws:
+            text = line(NOTEBOOK_WIDTH)
+            print("\r" + text.ljust(self.drawn), end="", flush=True)
+            self.drawn = len(text)
+        elif self.live:
+            width = self.console.width
+            self.bar.bar_width = bar_width = min(24, width // 5)
+            self.progress.update(self.task, completed=completed, description=line(width - bar_width - 1))
+
+    def print_step(self, text: str) -> None:
+        """The plain line of a step; a notebook shows it in the line that it redraws."""
+        if not self.redraws:
+            self.print(text)
 
     def print(self, text: str) -> None:
         """A line on the console. When its reader has gone (`| head`), the run goes on without it; the log has it all."""
         if self.closed:
+            return
+        if self.redraws:  # without rich, which makes a block of HTML of each line
+            print("\r" * bool(self.drawn) + text.ljust(self.drawn))
+            self.drawn = 0
             return
         try:
             self.console.print(text, markup=False, soft_wrap=True)
@@ -70,6 +66,13 @@ class Display:
             self.closed = True
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
+    def keep_line(self) -> None:
+        """Leaves the line that a notebook redraws as it is: what follows begins another one."""
+        if self.drawn:
+            print()
+            self.drawn = 0
+
     def close(self) -> None:
+        self.keep_line()
         if self.live:
             self.progress.stop()

@@ -63,6 +63,10 @@ class RunLog:
         self._write(LOG_FILE, line)
         self.display.print(line)
 
+    def step_line(self, line: str) -> None:
+        self._write(LOG_FILE, line)
+        self.display.print_step(line)
+
     def event(self, step: int, line: str) -> None:
         self.record("event", step=step, text=line)
         self.line(line)

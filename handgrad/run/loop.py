@@ -17,7 +17,6 @@ from handgrad.data.tokenizer import tokenizer_files, tokenizer_record
 from handgrad.errors import NumericsError
 from handgrad.evaluation.load import Weights
 from handgrad.evaluation.loss import bits_per_byte, floor_note, mean_loss
-from handgrad.format import speed
 from handgrad.fp8.monitor import Finding, LeftFp8, findings, saturation_line, summary
 from handgrad.generation.decode import decode_buffers, decode_tensors
 from handgrad.generation.text import write_document
@@ -26,11 +25,12 @@ from handgrad.ops import SMALLEST_LOSS_SCALE
 from handgrad.parallel.ranks import Ranks
 from handgrad.parallel.step import ParallelStep
 from handgrad.parallel.stragglers import Stragglers
-from handgrad.run import console
 from handgrad.run.assemble import assemble
+from handgrad.run.console import Shows
 from handgrad.run.folder import RunFolder
 from handgrad.run.header import header_lines, run_record
 from handgrad.run.log import RunLog
+from handgrad.run.progress import StepLines
 from handgrad.run.resolve import resolve
 from handgrad.run.saving import changed_versions, load_run, origin_of, run_numbers, save_state
 from handgrad.run.signals import Observer, OnStep, StopSignals, preempted
@@ -53,7 +53,7 @@ class Run:
         tasks: TaskWatch | None = None,
         *,
         allow_changes: bool,
-        shows: console.Shows,
+        shows: Shows,
     ):
         """`weights`: the initial ones, unless the run is resumed or draws them."""
         self.config, self.design, self.dataset, self.folder, self.ranks = config, design, dataset, folder, ranks
@@ -78,7 +78,7 @@ class Run:
         self.log = RunLog(folder.path, config.steps, self.completed, ranks, shows)
         best = partial(checkpoint.best_validated, folder.path)
         self.best: tuple[int, float] | None = ranks.from_rank_0(best, "the best checkpoint")  # (step, validation loss)
-        self.stragglers, self.pace = Stragglers(), console.Pace()
+        self.step_lines, self.stragglers = StepLines(self.log, config, design, ranks.size), Stragglers()
         self.validation_loss: float | None = None  # the last one, in nats
         self.first_step = self.until = self.completed  # of this process, and where it stops for now
         self.signals, self.observer = StopSignals(keeps_process=False), Observer(None)
@@ -154,6 +154,7 @@ class Run:
             for step in steps:
                 if self.one_step(step):  # else its result comes with the next step's
                     self.between_steps()
+        self.log.display.keep_line()
         if steps and self.completed == self.config.steps:
             self.finish()
 
@@ -275,7 +276,7 @@ class Run:
         found = self.record_fp8(result)
         if self.config.gpu_every and self.completed % self.config.gpu_every == 0:
             self.log.gpu(self.completed, self.design.device)
-        self.show(result)
+        self.step_lines.show(self.completed, result)
         if self.completed % self.config.log_every == 0 and (slowest := self.stragglers.report()):
             figures, line = slowest
             self.log.record("ranks", step=self.completed, **figures)
@@ -326,17 +327,6 @@ class Run:
         self.training = assemble(self.design, self.train_batches, self.ranks)
         self.restore(checkpoint.open_checkpoint(checkpoint.folder_of(self.folder.checkpoints, self.completed)))
         self.event(f"step {self.completed}: {', '.join(parts)} goes on in bf16")
-
-    def show(self, result: StepResult) -> None:
-        mean_seconds = self.pace.add(result.elapsed_seconds)
-        tokens_per_second = self.config.tokens_per_step / mean_seconds
-        peak = devices.peak_flops(self.design.device)
-        flops_per_token = self.design.model.flops_per_token(self.design.shape)
-        rate = speed(tokens_per_second, flops_per_token, peak and peak * self.ranks.size)
-        line = console.step_line(self.completed, self.config.steps, result, result.elapsed_seconds, tokens_per_second, rate)
-        self.log.display.update(self.completed, line, (self.config.steps - self.completed) * mean_seconds)
-        if self.completed == 1 or self.due(self.config.log_every) or result.skipped:
-            self.log.line(line)
 
     def on_skip(self, result: StepResult) -> None:
         self.skips_in_a_row += 1

@@ -202,3 +202,14 @@ def test_kubeflow(recipe: Path, alone: dict[str, bytes], tmp_path: Path) -> None
     told = [pod.communicate(timeout=PATIENCE)[0].decode() for pod in pods]
     assert [pod.returncode for pod in pods] == [0, 0], "\n".join(told)
     assert files_of(out, 2) == alone
+
+
+def test_torchrun_has_an_error_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mistake that all ranks make is said by one of them, and ends torchrun's own report."""
+    monkeypatch.delenv("PYTHON_EXEC")
+    command = ["torchrun", "--standalone", "--nproc-per-node", "2", "-m", "handgrad", "train", "tny"]
+    told = launch(command, tmp_path, code=1).splitlines()
+    said = [line for line in told if line.startswith("handgrad: ")]
+    assert len(said) == 1 and "unknown preset 'tny'" in said[0], told
+    root_cause = told[next(number for number, line in enumerate(told) if line.startswith("Root Cause")) :]
+    assert any(line.endswith(said[0]) for line in root_cause), told

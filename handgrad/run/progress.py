@@ -1,0 +1,114 @@
+"""The figures of a step as a person follows them: a plain line for the log, a live line that fits the terminal."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from handgrad import devices
+from handgrad.config import RunConfig
+from handgrad.format import human_count, human_seconds, speed
+from handgrad.run.log import RunLog
+from handgrad.training.design import Design
+from handgrad.training.step import StepResult
+
+SPEED_WINDOW = 20  # steps over which tokens/s and the remaining time are averaged
+FIRST_STEPS = 2  # of a process that have a line each: the first waits for libraries, the second shows the speed
+QUIET_SECONDS = 10  # without a line, after which the next step has one
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """One step: its result, the speed of the last steps, and the time that is left at that speed."""
+
+    step: int  # counted from 1
+    steps: int
+    result: StepResult
+    tokens_per_second: float
+    rate: str  # of the model's arithmetic
+    seconds_left: float
+
+    def line(self) -> str:
+        """The plain line."""
+        result = self.result
+        loss_z, norm_z = (f" (z {z:+.1f})" if z is not None else "" for z in (result.loss_z, result.norm_z))
+        skipped = f" | skipped: {result.skipped}" if result.skipped else ""
+        return (
+            f"step {self.step:>{len(str(self.steps))}}/{self.steps} | loss {result.loss:.4f}{loss_z}"
+            f" | norm {result.norm:.3f}{norm_z} | lr {result.learning_rate:.2e} | {result.elapsed_seconds * 1e3:.0f} ms"
+            f" | {human_count(self.tokens_per_second)} tok/s | {self.rate}{skipped}"
+        )
+
+    def live_line(self, width: int) -> str:
+        """The figures that fit into `width` characters, those that a person looks for first."""
+        result = self.result
+        parts = [
+            f"{human_seconds(self.seconds_left)} left",
+            f"{human_count(self.tokens_per_second)} tok/s",
+            f"loss {result.loss:.4f}",
+            f"step {self.step}/{self.steps}",
+            f"norm {result.norm:.3f}",
+            f"lr {result.learning_rate:.2e}",
+            self.rate,
+            f"{result.elapsed_seconds * 1e3:.0f} ms",
+        ]
+        if result.loss_z is not None and result.norm_z is not None:
+            parts.append(f"z {result.loss_z:+.1f}, {result.norm_z:+.1f}")
+        while len(parts) > 1 and len(" | ".join(parts)) > width:
+            parts.pop()
+        return " | ".join(parts)
+
+
+class Pace:
+    """The mean length of the last steps."""
+
+    def __init__(self) -> None:
+        self.seconds: deque[float] = deque(maxlen=SPEED_WINDOW)
+        self.warming_up = True
+
+    def add(self, elapsed_seconds: float) -> float:
+        """Adds a step; returns the mean in seconds."""
+        if len(self.seconds) == 1 and self.warming_up:  # the first step also waits for libraries and page faults
+            self.seconds.clear()
+            self.warming_up = False
+        self.seconds.append(elapsed_seconds)
+        return sum(self.seconds) / len(self.seconds)
+
+
+class Cadence:
+    """Chooses the steps that have a plain line: the first of a process, every n-th, and enough of slow ones that no reader
+    takes the run for hung."""
+
+    def __init__(self, every: int, clock: Callable[[], float] = time.monotonic):
+        """`clock`: seconds."""
+        self.every, self.clock = every, clock
+        self.lines, self.last = 0, clock()
+
+    def due(self, step: int, *, always: bool = False) -> bool:
+        """True if a step, counted from 1, has a line now; `always`: whatever the time."""
+        now = self.clock()
+        if not (always or self.lines < FIRST_STEPS or step % self.every == 0 or now - self.last >= QUIET_SECONDS):
+            return False
+        self.lines, self.last = self.lines + 1, now
+        return True
+
+
+class StepLines:
+    """Shows the steps of one process, and puts some of them into the log."""
+
+    def __init__(self, log: RunLog, config: RunConfig, design: Design, ranks: int):
+        self.log, self.config, self.pace, self.cadence = log, config, Pace(), Cadence(config.log_every)
+        peak = devices.peak_flops(design.device)
+        self.peak = peak and peak * ranks
+        self.flops_per_token = design.model.flops_per_token(design.shape)
+
+    def show(self, step: int, result: StepResult) -> None:
+        """`step` is counted from 1."""
+        steps = self.config.steps
+        mean_seconds = self.pace.add(result.elapsed_seconds)
+        tokens_per_second = self.config.tokens_per_step / mean_seconds
+        rate = speed(tokens_per_second, self.flops_per_token, self.peak)
+        figures = StepFigures(step, steps, result, tokens_per_second, rate, (steps - step) * mean_seconds)
+        self.log.display.update(step, figures.live_line)
+        if self.cadence.due(step, always=step == steps or bool(result.skipped)):
+            self.log.step_line(figures.line())

@@ -1,0 +1,137 @@
+"""The lines of a run as a person sees them: on terminals of any width, in a pipe, in a notebook."""
+
+import dataclasses
+import io
+import re
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import handgrad
+from handgrad.config import RunConfig
+from handgrad.run import console
+from handgrad.run.progress import Cadence, StepFigures
+from handgrad.run.start import train
+from handgrad.training.step import StepResult
+
+
+def result(seconds: float = 0.5, **changes: Any) -> StepResult:
+    values = {"loss": 3.21, "norm": 0.456, "learning_rate": 6e-4, "elapsed_seconds": seconds, "skipped": None}
+    return StepResult(**{**values, "loss_z": 1.25, "norm_z": -0.75, **changes})
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+LIVE = {
+    60: "1:02:05 left | 45.1k tok/s | loss 3.2100",
+    80: "1:02:05 left | 45.1k tok/s | loss 3.2100 | step 8000/10000",
+    120: "1:02:05 left | 45.1k tok/s | loss 3.2100 | step 8000/10000 | norm 0.456 | lr 6.00e-04",
+}
+
+
+@pytest.mark.parametrize("width", LIVE)
+def test_the_live_line_keeps_its_bar_and_the_time_left(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What does not fit goes from the right; z-scores are the first to go."""
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stdout", terminal)
+    monkeypatch.setattr(
+        console, "Console", lambda **how: Console(**how, file=terminal, width=width, force_terminal=True, color_system=None)
+    )
+    display = console.Display(10_000, 0, "live")
+    display.update(8000, StepFigures(8000, 10_000, result(), 45_100, "38.1% MFU", 3725).live_line)
+    display.progress.refresh()
+    shown = terminal.getvalue().split("\r")[-1].replace("\x1b[2K", "")
+    display.close()
+    bar = shown[: min(24, width // 5)]  # four fifths of it are drawn
+    assert bar.startswith("━" * int(0.75 * len(bar))) and shown[len(bar) :].strip() == LIVE[width]
+    assert len(shown.rstrip()) <= width
+
+
+def lines_of(seconds_per_step: float, every: int, first: int = 1, last: int = 100) -> list[int]:
+    """The steps with a line."""
+    now = 1000.0
+    cadence = Cadence(every, lambda: now)
+    shown = []
+    for step in range(first, last + 1):
+        now += seconds_per_step
+        if cadence.due(step, always=step == last):
+            shown.append(step)
+    return shown
+
+
+def test_a_slow_run_does_not_look_hung() -> None:
+    assert lines_of(15, every=10, last=12) == list(range(1, 13)), "every step of 15 s"
+    assert lines_of(4, every=100, last=12) == [1, 2, 5, 8, 11, 12], "a line every ten seconds or so"
+    assert lines_of(4, every=4, last=12) == [1, 2, 4, 7, 8, 11, 12], "beside every fourth step"
+
+
+def test_a_quick_run_says_little() -> None:
+    assert lines_of(0.05, every=40) == [1, 2, 40, 80, 100]
+    assert lines_of(0.05, every=40, first=71) == [71, 72, 80, 100], "resumed: it shows its first steps again"
+
+
+def test_a_skipped_step_has_a_line() -> None:
+    cadence = Cadence(1000, lambda: 0.0)
+    shown = [cadence.due(step, always=step == 7) for step in range(1, 10)]
+    assert [step for step, line in enumerate(shown, 1) if line] == [1, 2, 7]
+
+
+def test_lines_are_the_same_in_the_log(config: RunConfig, capsys: pytest.CaptureFixture) -> None:
+    train(dataclasses.replace(config, log_every=5))
+    shown = capsys.readouterr().out
+    assert (Path(config.out) / "log.txt").read_text() == shown
+    assert re.findall(r"^step +(\d+)/12", shown, re.MULTILINE) == ["1", "2", "5", "10", "12"]
+
+
+class ZMQInteractiveShell:
+    """The class of a shell in a notebook's kernel."""
+
+
+def on_the_page(output: str) -> list[str]:
+    """The lines of a cell's output: after a carriage return characters take the place of those before."""
+    lines = []
+    for line in output.split("\n"):
+        shown = ""
+        for piece in line.split("\r"):
+            shown = piece + shown[len(piece) :]
+        lines.append(shown.rstrip())
+    return lines
+
+
+def test_a_notebook_has_one_line_that_is_redrawn(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    ipython = types.ModuleType("IPython")
+    setattr(ipython, "get_ipython", ZMQInteractiveShell)  # noqa: B010 - for type checkers
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    with handgrad.Training(dataclasses.replace(config, log_every=1)) as run:
+        capsys.readouterr()
+        run.steps(3)
+        print("mine")
+        first = capsys.readouterr().out
+        run.steps()
+        rest = capsys.readouterr().out
+    assert first.count("\r") == 3, "drawn once a step"
+    live, *others = on_the_page(first)
+    assert re.fullmatch(r"0:\d\d left \| \S+ tok/s \| loss \S+ \| step 3/12 \| .*", live)
+    assert others == ["mine", ""], "what follows the steps begins a line"
+    page = on_the_page(rest)
+    assert [line for line in page if " left | " in line] == [], "a line that stays takes the place of the live one"
+    assert [line.split(":")[0] for line in page if "validation" in line] == ["step 6", "step 12"]
+    log = (Path(config.out) / "log.txt").read_text()
+    assert log.count("tok/s") == 12, "the log has a line a step"
+
+
+def test_ipython_in_a_terminal_is_no_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not console.in_notebook()
+    ipython = types.ModuleType("IPython")
+    setattr(ipython, "get_ipython", lambda: None)  # noqa: B010 - for type checkers
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    assert not console.in_notebook(), "IPython was imported by a program"
