@@ -13,7 +13,7 @@ from torch import Tensor
 from handgrad import devices
 from handgrad.arena import Buffer, make_plan
 from handgrad.backend import choose_backend
-from handgrad.config import BACKENDS, DEVICES, PRECISIONS
+from handgrad.config import BACKENDS, DEVICES, PRECISIONS, check_choice
 from handgrad.errors import UsageError
 from handgrad.evaluation.load import Weights, check_available, load_model
 from handgrad.generation.decode import decode_buffers, decode_tensors
@@ -305,8 +305,6 @@ def load(
     """
     choices = {"device": (device, DEVICES), "precision": (precision, PRECISIONS), "backend": (backend, BACKENDS)}
     for name, (value, known) in choices.items():
-        if value not in known or value == "fp8":
-            names = ", ".join(choice for choice in known if choice != "fp8")
-            raise UsageError(f"{name} must be one of {names}; found {value!r}")
+        check_choice(name, value, (choice for choice in known if choice != "fp8"))
     found, where = open_weights(os.fspath(source), tokenizer), devices.resolve_device(device)
     return Model(found, choose_backend(backend, where, precision), where, precision)
