@@ -11,9 +11,11 @@ from handgrad.cli import main
 from handgrad.config import RunConfig
 from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.errors import ConfigError, UsageError
+from handgrad.report import page as pages
 from handgrad.run.start import train
 from tests.conftest import write_text
 from tests.test_commands import SMALL, refused
+from tests.test_report import make_run, start_line
 
 
 @pytest.fixture
@@ -85,3 +87,25 @@ def test_other_data_of_the_same_tokenizer(finished: RunConfig, tmp_path: Path) -
     assert re.search(
         "configuration changed: data: [0-9a-f]{64} -> [0-9a-f]{64}", (Path(finished.out) / "log.txt").read_text()
     )
+
+
+def test_a_report_leaves_out_what_it_cannot_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """`handgrad report runs/*`: a line for each folder without a run; an error only if none is left."""
+    monkeypatch.setattr(pages, "choose_plots", lambda runs: [])
+    runs = tmp_path / "runs"
+    for name in ("a", "b"):
+        make_run(runs / name)
+    (runs / "empty").mkdir()
+    (runs / "notes.txt").write_text("mine")
+    make_run(runs / "new", [start_line()])
+    out = tmp_path / "page.html"
+    assert main(["report", *map(str, sorted(runs.iterdir())), "--out", str(out)]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == f"{out}\n" and "<title>a · b – handgrad</title>" in out.read_text()
+    empty, new, notes = shown.err.splitlines()
+    assert empty.startswith(f"left out   {runs / 'empty'} holds no metrics.jsonl")
+    assert new.startswith(f"left out   {runs / 'new'} has no finished step yet")
+    assert notes.startswith(f"left out   {runs / 'notes.txt'} is a file")
+    assert "empty holds no metrics" in refused(capsys, 65, "report", str(runs / "empty"), str(runs / "new"))
