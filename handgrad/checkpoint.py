@@ -329,12 +329,18 @@ def best_validated(run: Path) -> tuple[int, float] | None:
 
 
 def peek_config(path: Path) -> dict[str, Any] | None:
-    """The configuration in the newest readable manifest of a checkpoint's or a run's folder, or None. Does not verify the
-    checkpoint."""
+    """The configuration in the manifest of `peek`, or None."""
+    found = peek(path)
+    return None if found is None else found[1]["config"]
+
+
+def peek(path: Path) -> tuple[Path, dict[str, Any]] | None:
+    """(folder, manifest) of the newest checkpoint with a readable manifest in a checkpoint's or a run's folder, or None.
+    Does not verify the checkpoint."""
     manifests = (path / MANIFEST, *sorted((path / CHECKPOINTS).glob(f"step_*/{MANIFEST}"), reverse=True))
     for manifest in manifests:
         with contextlib.suppress(OSError, ValueError, RecursionError):
             content = json.loads(manifest.read_text(encoding="utf-8"))
             if isinstance(content, dict) and isinstance(content.get("config"), dict):
-                return content["config"]
+                return manifest.parent, content
     return None

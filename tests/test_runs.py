@@ -241,7 +241,7 @@ def test_other_data_is_refused(finished: RunConfig, shards: Path, tmp_path: Path
         tokens = (shards / f"{split}_000000.bin").read_bytes()[HEADER_BYTES:]
         (other / name).write_bytes(header(len(tokens) // 2) + tokens)
     shutil.rmtree(Path(finished.out) / "samples")
-    with pytest.raises(ConfigError, match="trained on other data"):
+    with pytest.raises(ConfigError, match="trained with another tokenizer"):
         train(dataclasses.replace(finished, data=str(other)), allow_changes=False)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import handgrad
 from handgrad import devices
 from handgrad.cli import main
 from handgrad.config import RunConfig
@@ -243,3 +244,19 @@ def test_a_run_draws_every_sample_with_a_seed_of_its_own(config: RunConfig, monk
         out = str(Path(config.out).with_name(str(seed)))
         train(dataclasses.replace(config, out=out, seed=seed, steps=4, sample_every=1, eval_every=0))
     assert seeds == [4, 5, 6, 7, 11, 12, 13, 14]
+
+
+def test_a_cropped_prompt_is_told(run: str, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    """In one line on stderr, and as a warning in Python; a prompt that fills the context is not cropped."""
+    few = ["--max-tokens", "2", "--device", "cpu"]
+    told = "the prompt is cropped to the model's context, the last 32 tokens of up to 41\n"  # with end-of-text
+    capsys.readouterr()
+    assert main(["sample", run, "--prompt", "river " * 6 + "wide", "--samples", "2", *few]) == 0
+    assert capsys.readouterr().err.startswith(told)
+    assert main(["sample", run, "--prompt", "r" * 31, *few]) == 0
+    assert "cropped" not in capsys.readouterr().err
+    lines = write_lines(tmp_path / "in.jsonl", [{"prompt": letter * n} for letter, n in (("a", 50), ("b", 40), ("c", 3))])
+    assert main(["sample", run, "--in", lines, "--out", str(tmp_path / "out.jsonl"), *few]) == 0
+    assert "2 prompts are cropped to the model's context, the last 32 tokens of up to 51\n" in capsys.readouterr().err
+    with pytest.warns(UserWarning, match="the last 32 tokens of up to 41"):
+        handgrad.load(run, device="cpu").generate("r" * 40, max_tokens=2)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from handgrad import checkpoint
 from handgrad.api.model import Model, load
+from handgrad.config import check_choice
 from handgrad.data import prepare as preparing
 from handgrad.data.shards import Dataset
 from handgrad.errors import UsageError
@@ -81,6 +82,5 @@ def export(
     compared before it gets its name. Raises the errors of the command."""
     formats = {"hf": export_model, "llmc": export_llmc}
     for name, value, known in (("to", to, formats), ("dtype", dtype, EXPORT_DTYPES)):
-        if value not in known:
-            raise UsageError(f"{name} must be one of {', '.join(known)}; found {value!r}")
+        check_choice(name, value, known)
     return formats[to](checkpoint.find(os.fspath(source)), Path(folder), EXPORT_DTYPES[dtype])

@@ -2,6 +2,7 @@
 
 import math
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, TypeVar
@@ -13,12 +14,12 @@ from torch import Tensor
 from handgrad import devices
 from handgrad.arena import Buffer, make_plan
 from handgrad.backend import choose_backend
-from handgrad.config import AUTO, BACKENDS, DEVICES, PRECISIONS
+from handgrad.config import AUTO, BACKENDS, DEVICES, PRECISIONS, check_choice
 from handgrad.errors import UsageError
 from handgrad.evaluation.load import Weights, check_available, load_model
 from handgrad.generation.decode import decode_buffers, decode_tensors
 from handgrad.generation.generate import Continuation, Decoder, SamplingOptions, check_writing
-from handgrad.generation.text import document, stream_text
+from handgrad.generation.text import cropped, document, stream_text
 from handgrad.interop.sources import open_weights
 from handgrad.models import architecture, forward_buffers, named_activations, parameter_table
 from handgrad.models.passes import run
@@ -254,6 +255,8 @@ class Model:
         stops = [stop] if isinstance(stop, str) else list(stop)
         check_writing(max_tokens, seed, stops)
         texts = [Continuation(self.tokens(prompt), max_tokens, seed + number) for number, prompt in enumerate(prompts)]
+        if note := cropped(texts, self.shape.sequence_length):
+            warnings.warn(note, stacklevel=3)
         return texts, self._write(texts, options, stops, min(batch, len(texts)))
 
     def _write(
@@ -305,9 +308,7 @@ def load(
     """
     choices = {"device": (device, DEVICES), "precision": (precision, (AUTO, *PRECISIONS)), "backend": (backend, BACKENDS)}
     for name, (value, known) in choices.items():
-        if value not in known or value == "fp8":
-            names = ", ".join(choice for choice in known if choice != "fp8")
-            raise UsageError(f"{name} must be one of {names}; found {value!r}")
+        check_choice(name, value, (choice for choice in known if choice != "fp8"))
     found, where = open_weights(os.fspath(source), tokenizer), devices.resolve_device(device)
     precision = devices.settled_precision(precision, where)
     return Model(found, choose_backend(backend, where, precision), where, precision)

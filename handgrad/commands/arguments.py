@@ -42,6 +42,14 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; `{self.prog} --help` lists what there is")
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """argparse's own check of `choices`, with the nearest one in its message."""
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            error.message += nearest_name(str(value), map(str, action.choices or ()))
+            raise
+
     def number(self, flag: str, help: str, *, rule: Rule | None = None, kind: type = int, default: Any = None) -> None:
         """A flag with a whole number, or of `kind` float, that keeps to `rule`."""
         action = self.add_argument(flag, type=kind, default=default, metavar=METAVARS[kind], help=help)

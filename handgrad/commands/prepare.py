@@ -1,6 +1,7 @@
 """handgrad prepare: raw text to a folder of token shards."""
 
 import shlex
+import string
 import sys
 import time
 from argparse import Namespace
@@ -11,16 +12,46 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
+from handgrad import presets
+from handgrad.commands.arguments import flag
 from handgrad.data.prepare import Prepared, PrepareOptions, Progress
 from handgrad.data.prepare import prepare as write_shards
+from handgrad.data.shards import SPLITS, Dataset
 from handgrad.format import human_count
 
 
 def run(parsed: Namespace) -> int:
     given = {field.name: getattr(parsed, field.name) for field in fields(PrepareOptions) if field.name in parsed}
-    show_prepared(prepare_with_progress(PrepareOptions(**given | {"out": Path(parsed.out)})))
-    print(f"next       handgrad train tiny --data {shlex.quote(parsed.out)} --out runs/a")
+    prepared = prepare_with_progress(PrepareOptions(**given | {"out": Path(parsed.out)}))
+    show_prepared(prepared)
+    print(f"next       {next_command(prepared.dataset)}")
     return 0
+
+
+def next_command(dataset: Dataset) -> str:
+    """A first training run that the data suffices for: the preset tiny, with a shorter context and fewer samples per step
+    if the data holds fewer, in a folder that is free."""
+    preset = presets.tiny()
+    train, validation = ([shard.token_count - 1 for shard in dataset.splits[split]] for split in SPLITS)
+    longest = min(max(train), max(validation))  # a window has one more token than the context; a document has two at least
+    length = min(preset.sequence_length, power_of_two(longest))
+    samples = min(preset.samples_per_step, power_of_two(sum(tokens // length for tokens in train)))
+    sizes = {
+        "sequence_length": length,
+        "micro_batch": min(preset.micro_batch, samples),
+        "tokens_per_step": length * samples,
+    }
+    command = ["handgrad", "train", "tiny", "--data", str(dataset.folder)]
+    for name, value in sizes.items():
+        if value != getattr(preset, name):
+            command += [flag(name), str(value)]
+    free = (out for letter in string.ascii_lowercase if not Path(out := f"runs/{letter}").exists())
+    return shlex.join([*command, "--out", next(free, "runs/another")])
+
+
+def power_of_two(number: int) -> int:
+    """The largest one up to `number`."""
+    return 1 << number.bit_length() - 1
 
 
 def prepare_with_progress(options: PrepareOptions) -> Prepared:

@@ -14,7 +14,7 @@ from handgrad.files import check_free
 from handgrad.generation.decode import decode_buffers, decode_tensors
 from handgrad.generation.generate import Continuation, Decoder, SamplingOptions, check_writing
 from handgrad.generation.prompts import read_prompts, whole_lines
-from handgrad.generation.text import document, stream_text
+from handgrad.generation.text import cropped, document, stream_text
 from handgrad.interop.sources import open_weights
 
 PROGRESS_SECONDS = 5  # between two lines of progress
@@ -43,6 +43,8 @@ def run(parsed: Namespace) -> int:
     for number, row in enumerate(prompts):
         most_tokens = row.get("max_tokens", parsed.max_tokens)
         texts.append(Continuation(document(model.tokenizer, row["prompt"]), most_tokens, parsed.seed + number))
+    if note := cropped(texts, model.shape.sequence_length):
+        print(note, file=sys.stderr)
     buf, end_of_text = decode_tensors(model.shape, model.views), model.tokenizer.end_of_text
     decoder = Decoder(model.shape, ops, model.weights, buf, options, end_of_text=end_of_text)
     started = time.perf_counter()

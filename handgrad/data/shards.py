@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from handgrad.data.llmc_header import EVALUATION, HEADER_BYTES, TOKENS, check_size, make_header, parse_header
+from handgrad.data.sources import holds_text, prepare_command
 from handgrad.data.tokenizer import Tokenizer, load_tokenizer, read_tokenizer
 from handgrad.errors import DataError, storage_errors
 
@@ -130,6 +131,11 @@ def open_dataset(folder: str | Path) -> Dataset:
     Raises DataError: not such a folder, or damaged; StorageError: it cannot be read.
     """
     folder = Path(folder)
+    if folder.is_file():
+        raise DataError(
+            f"expected a folder of token shards, found the file {folder}; run `{prepare_command(folder)}`, then give that"
+            " --out as --data"
+        )
     if not folder.is_dir():
         begun = folder.with_name(folder.name + ".partial").is_dir()
         hint = "finish it by running its `handgrad prepare` again" if begun else "make one with `handgrad prepare`"
@@ -211,7 +217,7 @@ def _open_bare(folder: Path) -> Dataset:
     if not any(splits.values()):
         raise DataError(
             f"expected {MANIFEST_FILE} or llm.c files *_train_*.bin and *_val_*.bin, found none in {folder}; "
-            "make shards with `handgrad prepare`"
+            f"make shards with `{prepare_command(folder) if holds_text(folder) else 'handgrad prepare'}`"
         )
     return Dataset(folder, tokenizer, {name: tuple(shards) for name, shards in splits.items()}, None)
 

@@ -8,6 +8,7 @@ import codecs
 import glob
 import gzip
 import json
+import shlex
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -198,6 +199,18 @@ def _read_parquet(path: Path, text_field: str) -> Iterator[tuple[int, str | None
                     long = f"{len(text)} in row {row} of {path}"
                     raise DataError(f"expected rows below {MAX_ROW_BYTES} characters, found {long}; use a .txt file")
                 yield size_bytes * row // row_count, text
+
+
+def prepare_command(text: Path) -> str:
+    """The command that prepares a text file or a folder of text."""
+    name = text.resolve().name
+    suffix = next((suffix for suffix in SUFFIXES if name.lower().endswith(suffix)), "")
+    return shlex.join(["handgrad", "prepare", str(text), "--out", f"shards/{name[: len(name) - len(suffix)]}"])
+
+
+def holds_text(path: Path) -> bool:
+    """True for a text file and for a folder with one."""
+    return _is_text(path) or (path.is_dir() and any(map(_is_text, path.rglob("*"))))
 
 
 def _is_text(path: Path) -> bool:

@@ -15,6 +15,15 @@ def document(tokenizer: Tokenizer, text: str) -> list[int]:
     return [tokenizer.end_of_text, *tokenizer.encode(text).tolist()]
 
 
+def cropped(texts: Sequence[Continuation], context: int) -> str:
+    """A line about prompts longer than the model's context, of which only the last tokens are read; "" if there is none."""
+    long = {tuple(text.prompt) for text in texts if len(text.prompt) > context}
+    if not long:
+        return ""
+    number = f"{len(long)} prompts are" if len(long) > 1 else "the prompt is"
+    return f"{number} cropped to the model's context, the last {context} tokens of up to {max(map(len, long))}"
+
+
 class TextStream:
     """The text of one continuation, piece by piece.
 

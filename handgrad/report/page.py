@@ -1,9 +1,9 @@
 """The report: one self-contained HTML page about one run or several, and its plots as PNG files beside it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from handgrad.errors import UsageError, storage_errors
+from handgrad.errors import HandgradError, UsageError, storage_errors
 from handgrad.files import write_bytes_durably
 from handgrad.report import sections
 from handgrad.report.drawing import LARGE, SMALL, inline_svg, png
@@ -14,16 +14,17 @@ from handgrad.report.style import style_sheet
 from handgrad.run_files import REPORT_FILE
 
 
-def write_report(runs: Sequence[Path], out: Path) -> Path:
+def write_report(runs: Sequence[Path], out: Path, leave_out: Callable[[HandgradError], object] | None = None) -> Path:
     """Writes the page `out` (.html) about the run folders `runs`, and `<stem>_<plot>.png` beside it; returns `out`.
 
-    The same run folders give the same bytes. Raises `DataError` for a folder without a run to report on.
+    The same run folders give the same bytes. A folder without a run to report on goes to `leave_out` (see `read_runs`), or
+    raises its `DataError`.
     """
     if not runs:
         raise UsageError("a report needs at least one run folder: `handgrad report RUN...`")
     if out.suffix.lower() not in (".html", ".htm"):
         raise UsageError(f"a report is an .html file, found --out {out}; try --out {out / REPORT_FILE}")
-    read = read_runs(runs)
+    read = read_runs(runs, leave_out)
     plots = choose_plots(read)
     files = {out.with_name(f"{out.stem}_{plot.name}.png"): png(plot, read) for plot in plots}
     # A sample may hold half a surrogate pair, which UTF-8 cannot.

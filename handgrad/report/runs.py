@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from handgrad.errors import DataError, storage_errors
+from handgrad.errors import DataError, HandgradError, storage_errors
 from handgrad.jsonl import Record, numbered_lines, parse
 from handgrad.run_files import CONFIG_FILE, METRICS_FILE
 
@@ -125,10 +125,26 @@ class Run:
         return self.starts[-1]
 
 
-def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """Reads the runs in `folders`, in that order; a folder named twice counts once."""
-    unique = list({folder.resolve(): folder for folder in folders}.values())
-    return [read_run(folder, name) for folder, name in zip(unique, short_names(unique), strict=True)]
+def read_runs(folders: Sequence[Path], leave_out: Callable[[HandgradError], object] | None = None) -> list[Run]:
+    """Reads the runs in `folders`, in that order; a folder named twice counts once.
+
+    Raises the error of a folder that cannot be read, or calls `leave_out` with it; then raises only when no run is left.
+    """
+    runs, errors = [], []
+    for folder in {folder.resolve(): folder for folder in folders}.values():
+        try:
+            runs.append(read_run(folder, folder.name))
+        except HandgradError as error:
+            if leave_out is None:
+                raise
+            errors.append(error)
+    if errors and not runs:
+        raise errors[0]
+    if leave_out is not None:
+        for error in errors:
+            leave_out(error)
+    names = short_names([run.folder for run in runs])
+    return [dataclasses.replace(run, name=name) for run, name in zip(runs, names, strict=True)]
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
@@ -143,6 +159,8 @@ def short_names(folders: Sequence[Path]) -> list[str]:
 
 def read_run(folder: Path, name: str) -> Run:
     """Reads one run folder. Raises `DataError` if a file is missing or broken."""
+    if folder.is_file():
+        raise DataError(f"{folder} is a file; name a folder that was the --out of `handgrad train`")
     if not folder.is_dir():
         raise DataError(f"run folder {folder} does not exist; `handgrad train ... --out {folder}` makes it")
     config_path, metrics_path = folder / CONFIG_FILE, folder / METRICS_FILE

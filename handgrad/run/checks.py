@@ -3,17 +3,20 @@
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from handgrad import devices
+from handgrad import checkpoint, devices
 from handgrad.arena import make_plan
 from handgrad.config import RunConfig
 from handgrad.data.batches import Batches
 from handgrad.data.shards import Dataset
-from handgrad.errors import DataError, StorageError, UsageError
+from handgrad.data.tokenizer import tokenizer_record
+from handgrad.errors import ConfigError, DataError, StorageError, UsageError
 from handgrad.format import human_bytes
 from handgrad.generation.decode import decode_buffers
 from handgrad.models.rows import count_parameters
 from handgrad.run.resolve import largest_micro_batch, resolve
+from handgrad.run_files import BEST
 from handgrad.training.design import Design
 
 
@@ -48,6 +51,36 @@ def check_fits(config: RunConfig, design: Design, dataset: Dataset, ranks: int =
             f"the run needs {human_bytes(needed)}, {device.type} has {human_bytes(available)} free;"
             f" {advice} (`handgrad plan` shows what takes it)"
         )
+
+
+def check_tokenizer(config: RunConfig, dataset: Dataset, *, allow_changes: bool) -> None:
+    """Refuses shards of another tokenizer than that of the run in `out` or, before its first checkpoint, of the run in
+    `init_from`: the first difference to name, since sizes and batches may differ because of it."""
+    begun = checkpoint.peek(Path(config.out))
+    source = config.init_from.removesuffix(f"/{BEST}")
+    found = begun or (checkpoint.peek(Path(source)) if source else None)
+    record = found[1].get("tokenizer") if found else None
+    if not found or not isinstance(record, dict) or record.get("sha256") == dataset.tokenizer.sha256:
+        return
+    spec = f"--tokenizer {found[0] if record.get('kind') == 'bpe' else record.get('kind')}"
+    if begun is None:
+        raise DataError(other_tokenizer(config.init_from, record, spec, dataset))
+    if not allow_changes:
+        trained_on = found[1]["config"].get("data")
+        remedy = f"{spec}, or choose another --out"
+        if trained_on and trained_on != config.data:
+            remedy += f", or the run's --data {trained_on}"
+        raise ConfigError(other_tokenizer(config.out, record, remedy, dataset))
+
+
+def other_tokenizer(source: str, record: dict[str, Any], remedy: str, dataset: Dataset) -> str:
+    """The message about weights whose tokenizer, a manifest's `record`, is not that of the data."""
+    old, new = (
+        f"{one.get('kind')}, {one.get('vocab_size')} words" for one in (record, tokenizer_record(dataset.tokenizer))
+    )
+    return (
+        f"{source} was trained with another tokenizer ({old}) than {dataset.folder} ({new}); prepare the text with {remedy}"
+    )
 
 
 def check_shared_gradients(config: RunConfig, ranks: int) -> None:

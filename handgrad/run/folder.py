@@ -82,10 +82,13 @@ class RunFolder:
         old = old if isinstance(old, dict) else {}
         changed = [f"{key}: {old.get(key)} -> {value}" for key, value in identity.items() if old.get(key) != value]
         if changed and not allow_changes:
-            raise ConfigError(
-                f"{self.path} was trained on other data ({'; '.join(changed)});"
-                " use the old data, another --out, or --allow-changes"
-            )
+            trained_on = self.resumed.manifest["config"].get("data") if self.resumed else None
+            here = self.config.data
+            old = f": {trained_on}; give that --data," if trained_on else "; use the old data,"
+            if trained_on == here:
+                old = " holds now; restore it,"
+            others = "choose another --out, or --allow-changes"
+            raise ConfigError(f"{self.path} was trained on other data than {here}{old} {others}")
         self.changes += changed
         with storage_errors(f"writing {self.path / CONFIG_FILE}"):
             write_durably(self.path / CONFIG_FILE, to_toml(self.config))

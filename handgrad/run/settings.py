@@ -1,12 +1,15 @@
 """A run's configuration from a preset, a recipe, a model's name and single settings."""
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from handgrad import presets
 from handgrad.config import RunConfig, check, convert, read_toml, to_dict
+from handgrad.data.sources import holds_text, prepare_command
 from handgrad.errors import UsageError
+from handgrad.run_files import CONFIG_FILE
 
 
 def run_config(preset: str, recipe_file: str, model: str, settings: Mapping[str, Any]) -> RunConfig:
@@ -18,6 +21,8 @@ def run_config(preset: str, recipe_file: str, model: str, settings: Mapping[str,
     recipe = read_toml(recipe_file) if recipe_file else {}
     recipe_preset = recipe.pop("preset", None)
     name = preset or recipe_preset
+    if name and name not in presets.PRESETS:
+        refuse_path(name)
     merged = to_dict(presets.preset(name)) if name else {}
     if "model" in recipe:
         merged |= presets.model(recipe.pop("model"))
@@ -42,6 +47,23 @@ def suited(settings: dict[str, Any]) -> dict[str, Any]:
     from handgrad.run.suited import chosen_settings  # imports torch, which `--help` spares
 
     return chosen_settings(*(str(settings.get(name, getattr(RunConfig, name))) for name in ("data", "out", "device")))
+
+
+def refuse_path(name: str) -> None:
+    """Raises `UsageError` with the command to run if `name`, in the place of a preset, is a path to a recipe, a run, shards
+    or text."""
+    path, start = Path(name), "a run begins with a preset"
+    if path.suffix == ".toml" and path.is_file():
+        raise UsageError(f"{start}, found a recipe: `handgrad train --config {shlex.quote(name)}`")
+    if (path / CONFIG_FILE).is_file():
+        recipe = shlex.quote(str(path / CONFIG_FILE))
+        raise UsageError(f"{start}, found the run folder {name}; resume it by `handgrad train --config {recipe}`")
+    if any(path.glob("*.bin")):
+        raise UsageError(f"{start}, found shards: `handgrad train tiny --data {shlex.quote(name)}`")
+    if holds_text(path):
+        raise UsageError(
+            f"{start}, found text: run `{prepare_command(path)}`, then `handgrad train tiny --data` with that --out"
+        )
 
 
 def sizes_of_weights(settings: dict[str, Any]) -> dict[str, Any]:

@@ -12,13 +12,14 @@ from handgrad import checkpoint, devices
 from handgrad.backend import choose_backend
 from handgrad.config import AUTO, RunConfig, check, to_dict
 from handgrad.data.shards import Dataset, open_dataset
+from handgrad.data.tokenizer import tokenizer_record
 from handgrad.errors import DataError, UsageError
 from handgrad.evaluation.load import Weights
 from handgrad.interop.sources import SIZES, open_weights
 from handgrad.parallel.launchers import find_rank_info
 from handgrad.parallel.ranks import Ranks
 from handgrad.parallel.rendezvous import Timeouts, joined
-from handgrad.run.checks import check_disk, check_fits, check_shared_gradients
+from handgrad.run.checks import check_disk, check_fits, check_shared_gradients, check_tokenizer, other_tokenizer
 from handgrad.run.console import Shows
 from handgrad.run.folder import RunFolder, settled_lanes
 from handgrad.run.loop import Run
@@ -45,6 +46,7 @@ def open_run(config: RunConfig, *, allow_changes: bool = False, shows: Shows = "
         config = check(replace(given, lanes=ranks.from_rank_0(lambda: settled_lanes(given, ranks.size), "lanes")))
         check_shared_gradients(config, ranks.size)
         dataset = open_dataset(config.data)
+        ranks.from_rank_0(lambda: check_tokenizer(config, dataset, allow_changes=allow_changes), "the tokenizer")
         design = resolve(config, dataset.tokenizer.vocab_size, rank=ranks.rank, ranks=ranks.size, device=device)
         tasks = task_watch(config, design, dataset.tokenizer, ranks)
         check_fits(config, design, dataset, ranks.size, more_bytes=0 if tasks is None else tasks.plan.total_bytes)
@@ -76,6 +78,9 @@ def open_fitting(config: RunConfig, dataset: Dataset) -> Weights:
     """The weights of `init_from`. Raises `UsageError`: the run has other sizes; `DataError`: another tokenizer, or an error
     of `open_weights`."""
     weights = open_weights(config.init_from)
+    if weights.tokenizer.sha256 != dataset.tokenizer.sha256:
+        record = tokenizer_record(weights.tokenizer)
+        raise DataError(other_tokenizer(config.init_from, record, "with the tokenizer of the weights", dataset))
     for name in SIZES:
         here, there = getattr(config, name), getattr(weights.shape, name)
         if name == "sequence_length" and here > there:
@@ -88,11 +93,6 @@ def open_fitting(config: RunConfig, dataset: Dataset) -> Weights:
                 f"{name} is {there} in {config.init_from} and {here} in this run; give no preset, --model or sizes to take"
                 " those of the weights"
             )
-    if weights.tokenizer.sha256 != dataset.tokenizer.sha256:
-        raise DataError(
-            f"{config.init_from} was trained with another tokenizer than {config.data};"
-            " prepare the text with the tokenizer of the weights"
-        )
     return weights
 
 

@@ -1,0 +1,95 @@
+"""A wrong word gets the right one: names of other trainers, values of other libraries, in flags, TOML keys and keywords."""
+
+from pathlib import Path
+
+import pytest
+
+import handgrad
+from handgrad.commands.arguments import COMMANDS, Parser
+from handgrad.config import SYNONYMS, nearest_name, plain_name
+from handgrad.errors import UsageError
+from tests.test_commands import refused
+
+TRAIN = {
+    "lr": "learning_rate",
+    "min_lr": "final_learning_rate_fraction",
+    "batch_size": "micro_batch",
+    "block_size": "sequence_length",
+    "context_length": "sequence_length",
+    "epochs": "steps",
+    "max_iters": "steps",
+    "n_layer": "num_layers",
+    "n_head": "num_heads",
+    "n_embd": "channels",
+    "gradient_accumulation_steps": "tokens_per_step",
+    "dtype": "precision",
+    "eval_interval": "eval_every",
+    "grad_clip": "clip_norm",
+    "out_dir": "out",
+    "stpes": "steps",
+}
+
+
+@pytest.mark.parametrize(("word", "meant"), TRAIN.items())
+def test_words_of_other_trainers(word: str, meant: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """As a flag, written three ways, as a key of a recipe, and as a keyword in Python."""
+    dashed, flag = word.replace("_", "-"), "--" + meant.replace("_", "-")
+    for line in ([f"--{dashed}", "8"], [f"--{word}=8"], [f"-{dashed}", "8"]):
+        assert f"(did you mean {flag}?)" in refused(capsys, 64, "train", "tiny", *line)
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(f"{word} = 8\n")
+    assert f"(did you mean {meant}?)" in refused(capsys, 64, "train", "--config", str(recipe))
+    with pytest.raises(UsageError, match=rf"unknown setting '{word}' \(did you mean {meant}\?\)"):
+        handgrad.train("tiny", **{word: 8})
+
+
+@pytest.mark.parametrize(
+    ("line", "meant"),
+    [
+        ("train tiny --precision float16", "fp16"),
+        ("train tiny --precision bfloat16", "bf16"),
+        ("train tiny --precision torch.float32", "fp32"),
+        ("train tiny --precision half", "fp16"),
+        ("train tiny --precision BF16", "bf16"),
+        ("train tiny --device gpu", "cuda"),
+        ("train tiny --device cuda:0", "cuda"),
+        ("train tiny --schedule cosin", "cosine"),
+        ("train gpt2", "d12"),
+        ("train --model gpt2-xl", "d48"),
+        ("evaluate run --precision bfloat16", "bf16"),
+        ("evaluate run --batch-size 4", "--micro-batch"),
+        ("sample run --device gpu", "cuda"),
+        ("sample run --num-samples 3", "--samples"),
+        ("sample run --max-new-tokens 3", "--max-tokens"),
+        ("sample run --batch-size 3", "--batch"),
+        ("export run dir --to hf --dtype bfloat16", "bf16"),
+        ("export run dir --to hf --precision bf16", "--dtype"),
+        ("prepare text.txt --out-dir x", "--out"),
+    ],
+)
+def test_words_of_other_libraries(line: str, meant: str, capsys: pytest.CaptureFixture) -> None:
+    assert f"(did you mean {meant}?)" in refused(capsys, 64, *line.split())
+
+
+def test_words_in_python() -> None:
+    for given, meant in (({"device": "cuda:1"}, "cuda"), ({"precision": "float32"}, "fp32")):
+        with pytest.raises(UsageError, match=rf"\(did you mean {meant}\?\)"):
+            handgrad.load("no-such-run", **given)
+    with pytest.raises(UsageError, match=r"\(did you mean bf16\?\)"):
+        handgrad.preset("tiny", precision="bfloat16")
+
+
+def test_every_synonym_leads_to_a_name() -> None:
+    """The table names flags, values and presets that exist; a name of ours suggests itself however it is written."""
+    known = set()
+    for _, add_arguments in COMMANDS.values():
+        parser = Parser("x")
+        add_arguments(parser)
+        for action in parser._actions:
+            known |= {plain_name(word) for word in action.option_strings}
+            known |= {str(choice) for choice in action.choices or ()} | set(str(action.metavar).split("|"))
+    from handgrad.presets import MODELS
+
+    assert set(SYNONYMS) <= known | set(MODELS)
+    assert nearest_name("--Learning_Rate", ["--learning-rate", "--zero"]) == " (did you mean --learning-rate?)"
+    assert nearest_name("zzz", ["--learning-rate"]) == ""

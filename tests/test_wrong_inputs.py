@@ -1,0 +1,111 @@
+"""Inputs in the wrong place: each gets one line with the command or the flag that works."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+import handgrad
+from handgrad.cli import main
+from handgrad.config import RunConfig
+from handgrad.data.prepare import PrepareOptions, prepare
+from handgrad.errors import ConfigError, UsageError
+from handgrad.report import page as pages
+from handgrad.run.start import train
+from tests.conftest import write_text
+from tests.test_commands import SMALL, refused
+from tests.test_report import make_run, start_line
+
+
+@pytest.fixture
+def finished(config: RunConfig) -> RunConfig:
+    train(config)
+    return config
+
+
+@pytest.fixture
+def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A text file in the working folder, and a folder `texts` with another."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts").mkdir()
+    write_text(tmp_path / "texts" / "one.txt")
+    return write_text(tmp_path / "my book.txt")
+
+
+def test_text_in_the_place_of_a_preset(text: Path, capsys: pytest.CaptureFixture) -> None:
+    """The line names the command to run first, and that command works."""
+    line = refused(capsys, 64, "train", text.name)
+    assert "`handgrad prepare 'my book.txt' --out 'shards/my book'`" in line and "--data" in line
+    assert "`handgrad prepare texts --out shards/texts`" in refused(capsys, 64, "train", "texts")
+    with pytest.raises(UsageError, match="handgrad prepare texts --out shards/texts"):
+        handgrad.train("texts")
+    assert "unknown preset 'nothing'" in refused(capsys, 64, "train", "nothing")
+    assert main(["prepare", "texts", "--out", "shards/texts", "--tokenizer", "bytes", "--workers", "1"]) == 0
+    capsys.readouterr()
+    assert "`handgrad train tiny --data shards/texts`" in refused(capsys, 64, "train", "shards/texts")
+
+
+def test_text_in_the_place_of_shards(text: Path, capsys: pytest.CaptureFixture) -> None:
+    line = refused(capsys, 65, "train", *SMALL, "--data", text.name)
+    assert "`handgrad prepare 'my book.txt' --out 'shards/my book'`" in line
+    assert "`handgrad prepare texts --out shards/texts`" in refused(capsys, 65, "train", *SMALL, "--data", "texts")
+    assert not Path("runs").exists(), "a refused command writes nothing"
+
+
+def test_a_recipe_or_a_run_in_the_place_of_a_preset(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    recipe = tmp_path / "config.toml"
+    recipe.write_text("steps = 3\n")
+    assert f"`handgrad train --config {recipe}`" in refused(capsys, 64, "train", str(recipe))
+    assert f"`handgrad train --config {recipe}`" in refused(capsys, 64, "train", str(tmp_path))
+
+
+def test_the_tokenizer_is_named_before_the_batch(
+    finished: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """The data of a run, or of its weights, prepared with another tokenizer and too short for a step."""
+    prepare(PrepareOptions(str(write_text(tmp_path / "t.txt")), tmp_path / "bpe", tokenizer="bpe:300", workers=1))
+    shape = ["--num-layers", "2", "--num-heads", "2", "--channels", "32", "--tokens-per-step", "1048576", "--device", "cpu"]
+    data = ["--data", str(tmp_path / "bpe")]
+    line = refused(capsys, 78, "train", "tiny", *shape, *data, "--out", finished.out)
+    assert f"{finished.out} was trained with another tokenizer (bytes, 257 words) than {tmp_path / 'bpe'} (bpe, 300" in line
+    assert "--tokenizer bytes" in line and f"--data {finished.data}" in line
+    line = refused(capsys, 65, "train", *shape, *data, "--init-from", finished.out, "--out", str(tmp_path / "new"))
+    assert f"{finished.out} was trained with another tokenizer (bytes" in line and "--tokenizer bytes" in line
+    assert not (tmp_path / "new").exists()
+
+
+def test_other_data_of_the_same_tokenizer(finished: RunConfig, tmp_path: Path) -> None:
+    """Folders in the message, digests only in the log of a run that goes on."""
+    other = tmp_path / "other"
+    prepare(PrepareOptions(str(write_text(tmp_path / "t.txt", 5000)), other, tokenizer="bytes", workers=1))
+    changed = dataclasses.replace(finished, data=str(other))
+    with pytest.raises(ConfigError, match=f"trained on other data than {other}: {finished.data}; give that --data") as told:
+        train(changed)
+    assert not re.search("[0-9a-f]{64}", str(told.value))
+    train(changed, allow_changes=True)
+    assert re.search(
+        "configuration changed: data: [0-9a-f]{64} -> [0-9a-f]{64}", (Path(finished.out) / "log.txt").read_text()
+    )
+
+
+def test_a_report_leaves_out_what_it_cannot_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """`handgrad report runs/*`: a line for each folder without a run; an error only if none is left."""
+    monkeypatch.setattr(pages, "choose_plots", lambda runs: [])
+    runs = tmp_path / "runs"
+    for name in ("a", "b"):
+        make_run(runs / name)
+    (runs / "empty").mkdir()
+    (runs / "notes.txt").write_text("mine")
+    make_run(runs / "new", [start_line()])
+    out = tmp_path / "page.html"
+    assert main(["report", *map(str, sorted(runs.iterdir())), "--out", str(out)]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == f"{out}\n" and "<title>a · b – handgrad</title>" in out.read_text()
+    empty, new, notes = shown.err.splitlines()
+    assert empty.startswith(f"left out   {runs / 'empty'} holds no metrics.jsonl")
+    assert new.startswith(f"left out   {runs / 'new'} has no finished step yet")
+    assert notes.startswith(f"left out   {runs / 'notes.txt'} is a file")
+    assert "empty holds no metrics" in refused(capsys, 65, "report", str(runs / "empty"), str(runs / "new"))
