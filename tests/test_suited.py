@@ -20,7 +20,8 @@ GPU = torch.device("cuda")
 def corpus(tokens: float, vocab_size: int = 50257) -> Any:
     """Of so many training tokens, a hundredth of them for validation."""
     counts = {"train": int(tokens), "validation": max(64, int(tokens) // 100)}
-    return SimpleNamespace(tokens=counts.get, tokenizer=SimpleNamespace(vocab_size=vocab_size))
+    splits = {split: [SimpleNamespace(token_count=count)] for split, count in counts.items()}
+    return SimpleNamespace(tokens=counts.get, splits=splits, tokenizer=SimpleNamespace(vocab_size=vocab_size))
 
 
 @pytest.fixture

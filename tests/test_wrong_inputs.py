@@ -43,7 +43,7 @@ def test_text_in_the_place_of_a_preset(text: Path, capsys: pytest.CaptureFixture
     assert "unknown preset 'nothing'" in refused(capsys, 64, "train", "nothing")
     assert main(["prepare", "texts", "--out", "shards/texts", "--tokenizer", "bytes", "--workers", "1"]) == 0
     capsys.readouterr()
-    assert "`handgrad train tiny --data shards/texts`" in refused(capsys, 64, "train", "shards/texts")
+    assert "`handgrad train --data shards/texts`" in refused(capsys, 64, "train", "shards/texts")
 
 
 def test_text_in_the_place_of_shards(text: Path, capsys: pytest.CaptureFixture) -> None:

@@ -12,11 +12,9 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
-from handgrad import presets
-from handgrad.commands.arguments import flag
 from handgrad.data.prepare import Prepared, PrepareOptions, Progress
 from handgrad.data.prepare import prepare as write_shards
-from handgrad.data.shards import SPLITS, Dataset
+from handgrad.data.shards import Dataset
 from handgrad.format import human_count
 
 
@@ -29,29 +27,9 @@ def run(parsed: Namespace) -> int:
 
 
 def next_command(dataset: Dataset) -> str:
-    """A first training run that the data suffices for: the preset tiny, with a shorter context and fewer samples per step
-    if the data holds fewer, in a folder that is free."""
-    preset = presets.tiny()
-    train, validation = ([shard.token_count - 1 for shard in dataset.splits[split]] for split in SPLITS)
-    longest = min(max(train), max(validation))  # a window has one more token than the context; a document has two at least
-    length = min(preset.sequence_length, power_of_two(longest))
-    samples = min(preset.samples_per_step, power_of_two(sum(tokens // length for tokens in train)))
-    sizes = {
-        "sequence_length": length,
-        "micro_batch": min(preset.micro_batch, samples),
-        "tokens_per_step": length * samples,
-    }
-    command = ["handgrad", "train", "tiny", "--data", str(dataset.folder)]
-    for name, value in sizes.items():
-        if value != getattr(preset, name):
-            command += [flag(name), str(value)]
+    """A first training run, which suits the data, in a folder that is free."""
     free = (out for letter in string.ascii_lowercase if not Path(out := f"runs/{letter}").exists())
-    return shlex.join([*command, "--out", next(free, "runs/another")])
-
-
-def power_of_two(number: int) -> int:
-    """The largest one up to `number`."""
-    return 1 << number.bit_length() - 1
+    return shlex.join(["handgrad", "train", "--data", str(dataset.folder), "--out", next(free, "runs/another")])
 
 
 def prepare_with_progress(options: PrepareOptions) -> Prepared:

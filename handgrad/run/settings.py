@@ -59,10 +59,10 @@ def refuse_path(name: str) -> None:
         recipe = shlex.quote(str(path / CONFIG_FILE))
         raise UsageError(f"{start}, found the run folder {name}; resume it by `handgrad train --config {recipe}`")
     if any(path.glob("*.bin")):
-        raise UsageError(f"{start}, found shards: `handgrad train tiny --data {shlex.quote(name)}`")
+        raise UsageError(f"{start}, found shards: `handgrad train --data {shlex.quote(name)}`")
     if holds_text(path):
         raise UsageError(
-            f"{start}, found text: run `{prepare_command(path)}`, then `handgrad train tiny --data` with that --out"
+            f"{start}, found text: run `{prepare_command(path)}`, then `handgrad train --data` with that --out"
         )
 
 

@@ -5,7 +5,6 @@ https://arxiv.org/abs/2203.15556), each seen at most four times, which is nearly
 2023, https://arxiv.org/abs/2305.16264). Small corpora train small models for more epochs; a CPU trains for minutes.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,11 +14,11 @@ import torch
 
 from handgrad import checkpoint, devices, presets
 from handgrad.config import RunConfig
-from handgrad.data.shards import Dataset, open_dataset
+from handgrad.data.shards import SPLITS, Dataset, open_dataset
 from handgrad.models import architecture
 from handgrad.run.resolve import resolve
 
-CPU_FLOPS = 3e13  # of the whole run: minutes on two cores
+CPU_FLOPS = 2e13  # of the whole run: minutes on two cores
 MEMORY_SHARE = 0.85  # of a GPU's memory that the plan may take
 LEAST_STEPS, MOST_STEPS = 20, 20_000
 WARM_UP_SHARE, MOST_WARM_UP_STEPS = 20, 700
@@ -57,24 +56,25 @@ GPU_SIZES = (
 
 def suited_settings(dataset: Dataset, device: torch.device) -> dict[str, Any]:
     """The settings of a run on `dataset`: the largest model that its tokens can teach and the device can hold."""
-    training, validation = dataset.tokens("train"), dataset.tokens("validation")
+    training = dataset.tokens("train")
     sizes = CPU_SIZES if device.type == "cpu" else GPU_SIZES
     for size in reversed([size for size in sizes if training >= size.tokens]):
-        for config in smaller_batches(fitted(size, training, validation)):
+        for config in smaller_batches(fitted(size, dataset)):
             if fits(config, dataset.tokenizer.vocab_size, device):
                 return settings_of(config, size, dataset, device)
-    smallest = replace(fitted(sizes[0], training, validation), micro_batch=1)
+    smallest = replace(fitted(sizes[0], dataset), micro_batch=1)
     return settings_of(smallest, sizes[0], dataset, device)  # which does not fit: the run says so, with its advice
 
 
-def fitted(size: Size, training: int, validation: int) -> RunConfig:
-    """The size, with windows and steps no longer than a small corpus has tokens for."""
-    shortest = min(training, validation)
-    length = size.sequence_length
-    while length > 16 and 2 * length > shortest:
-        length //= 2
-    samples = max(1, min(size.tokens_per_step // length, training // (4 * length)))
-    samples = 2 ** int(math.log2(samples))
+def fitted(size: Size, dataset: Dataset) -> RunConfig:
+    """The size, with a shorter context where the shards hold no such window, and steps of at most a quarter of the corpus."""
+    training, validation = ([shard.token_count - 1 for shard in dataset.splits[split]] for split in SPLITS)
+    longest = min(
+        max(training), max(validation)
+    )  # a window has one more token than the context; a document has two at least
+    length = min(size.sequence_length, power_of_two(longest))
+    windows = sum(tokens // length for tokens in training)
+    samples = min(size.tokens_per_step // length, power_of_two(max(1, windows // 4)))
     return RunConfig(
         num_layers=size.num_layers,
         num_heads=size.num_heads,
@@ -84,6 +84,11 @@ def fitted(size: Size, training: int, validation: int) -> RunConfig:
         micro_batch=min(size.micro_batch, samples),
         learning_rate=size.learning_rate,
     )
+
+
+def power_of_two(number: int) -> int:
+    """The largest one up to `number`."""
+    return 1 << number.bit_length() - 1
 
 
 def smaller_batches(config: RunConfig) -> Iterator[RunConfig]:
@@ -113,7 +118,7 @@ def settings_of(config: RunConfig, size: Size, dataset: Dataset, device: torch.d
         "steps": steps,
         "warmup_steps": max(1, min(steps // WARM_UP_SHARE, MOST_WARM_UP_STEPS)),
         "eval_every": min(max(1, steps // 10), 250),
-        "eval_tokens": min(validation // config.sequence_length * config.sequence_length, 10 << 20),
+        "eval_tokens": min(max(config.sequence_length, validation), 10 << 20),
         "sample_every": max(1, steps // 4),
         "save_every": min(max(1, steps // 5), 1000),
         "log_every": min(max(1, steps // 50), 10 if device.type == "cuda" else 50),
