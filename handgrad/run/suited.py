@@ -67,11 +67,9 @@ def suited_settings(dataset: Dataset, device: torch.device) -> dict[str, Any]:
 
 
 def fitted(size: Size, dataset: Dataset) -> RunConfig:
-    """The size, with a shorter context where the shards hold no such window, and steps of at most a quarter of the corpus."""
+    """The size, with a shorter context where no shard has such windows, and steps of at most a quarter of the corpus."""
     training, validation = ([shard.token_count - 1 for shard in dataset.splits[split]] for split in SPLITS)
-    longest = min(
-        max(training), max(validation)
-    )  # a window has one more token than the context; a document has two at least
+    longest = min(max(training), max(validation))  # a window has one more token than the context
     length = min(size.sequence_length, power_of_two(longest))
     windows = sum(tokens // length for tokens in training)
     samples = min(size.tokens_per_step // length, power_of_two(max(1, windows // 4)))
