@@ -36,8 +36,8 @@ OnStep = Callable[[Step], object]
 
 
 def preset(name: str, **settings: Any) -> RunConfig:
-    """The configuration of `handgrad train NAME` with these settings; `handgrad train --help` lists them all. Raises
-    `UsageError` for an unknown name or an invalid value."""
+    """The configuration of `handgrad train NAME` with these settings; `handgrad train --help-all` lists
+    them all. Raises `UsageError` for an unknown name or an invalid value."""
     return configuration(name, settings)
 
 
