@@ -7,7 +7,9 @@ import pytest
 
 from handgrad.cli import main
 from handgrad.commands.arguments import COMMANDS, EXAMPLES, FIRST_SETTINGS, GROUPS, Parser, flag, parse
-from handgrad.config import FIELDS
+from handgrad.commands.completion import command_line
+from handgrad.config import FIELDS, PRECISIONS
+from handgrad.presets import PRESETS
 
 
 def shown(capsys: pytest.CaptureFixture, *arguments: str) -> str:
@@ -59,3 +61,15 @@ def test_defaults_are_shown(command: str, capsys: pytest.CaptureFixture) -> None
         if action.option_strings and type(default) in (int, float, str) and default not in ("", argparse.SUPPRESS):
             entry = text.split(f" {action.option_strings[-1]} ")[-1].split(" --")[0]
             assert "default" in entry, (command, action.option_strings)
+
+
+def test_completions_know_every_word() -> None:
+    """`completion.command_line`, from which shtab writes completions: settings, presets, choices, paths."""
+    commands = next(action for action in command_line()._actions if action.dest == "command")
+    assert isinstance(commands.choices, dict) and list(commands.choices) == list(COMMANDS)
+    train = {action.dest: action for action in commands.choices["train"]._actions}
+    assert set(FIELDS) <= {name for name, action in train.items() if action.help != argparse.SUPPRESS}
+    assert train["preset"].choices == list(PRESETS) and train["precision"].choices == list(PRECISIONS)
+    paths = [name for name, action in train.items() if hasattr(action, "complete")]
+    assert paths == ["config", "data", "out", "init_from"]
+    assert command_line().parse_args(["train", "d12", "--precision", "bf16"]).precision == "bf16"

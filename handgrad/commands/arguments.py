@@ -63,8 +63,7 @@ class HelpAll(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
         assert isinstance(parser, Parser)
-        for action, text in parser.left_out.items():
-            action.help = text
+        parser.show_all()
         parser.print_help()
         parser.exit()
 
@@ -73,9 +72,13 @@ class Parser(argparse.ArgumentParser):
     """argparse with our errors: one line, exit code 64, and the nearest name for an unknown flag."""
 
     def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, allow_abbrev=False, **{"formatter_class": Formatter, **kwargs})
+        super().__init__(*args, allow_abbrev=False, **kwargs)
         self.rules: dict[str, Rule] = {}
         self.left_out: dict[argparse.Action, str] = {}  # with the help that `--help` does not show
+
+    def show_all(self) -> None:
+        for action, text in self.left_out.items():
+            action.help = text
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; `{self.prog} --help` lists what there is")
@@ -116,7 +119,8 @@ def flag(name: str) -> str:
 def parse(command: str, arguments: Sequence[str]) -> argparse.Namespace:
     """The arguments of a command; of those that take a run's, also its configuration as `run_config`."""
     summary, add_arguments = COMMANDS[command]
-    parser = Parser(f"handgrad {command}", description=summary, epilog=f"example: {EXAMPLES[command]}")
+    texts = {"description": summary, "epilog": f"example: {EXAMPLES[command]}"}
+    parser = Parser(f"handgrad {command}", formatter_class=Formatter, **texts)
     add_arguments(parser)
     namespace = parser.parse(arguments)
     namespace.arguments = list(arguments)
