@@ -324,7 +324,7 @@ def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
 def convert(name: str, value: Any) -> Any:
     """`value` (a command-line string or a TOML value) as the type of field `name`; `UsageError` if it is none."""
     if name not in FIELDS:
-        raise UsageError(f"unknown setting {name!r}{nearest_name(name, FIELDS)}; `handgrad train --help` lists all")
+        raise UsageError(f"unknown setting {name!r}{nearest_name(name, FIELDS)}; `handgrad train --help-all` lists all")
     kind = FIELDS[name].type
     try:
         if kind is bool:

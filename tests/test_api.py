@@ -187,6 +187,7 @@ def test_texts_are_those_of_the_command(model: handgrad.Model, command: Callable
     assert model.generate(max_tokens=9, stop="e") == command("", "--max-tokens", "9", "--stop", "e")
 
 
+@pytest.mark.filterwarnings("ignore:the prompt is cropped")
 def test_many_texts_are_those_of_their_seeds(model: handgrad.Model) -> None:
     """In any batch, and streamed."""
     prompts = ["the", "a bright", "", "crow " * 9]

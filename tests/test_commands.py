@@ -58,7 +58,7 @@ def test_from_text_to_text(tmp_path: Path, capsys: pytest.CaptureFixture) -> Non
 
 def test_every_field_is_a_flag_and_a_toml_key(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit) as raised:
-        main(["train", "--help"])
+        main(["train", "--help-all"])
     assert raised.value.code == 0
     shown = capsys.readouterr().out
     for name in FIELDS:
@@ -105,13 +105,13 @@ def libraries_after(code: str) -> set[str]:
 
 def test_help_and_mistakes_load_no_library() -> None:
     lines = [["train", "tinny"], ["train", "tiny", "--steps", "many"], ["sample"], ["evaluate", "x", "--micro-batch", "0"]]
-    lines += [[], ["trian"], *([name, flag] for name in COMMANDS for flag in ("--help", "--hepl"))]
+    lines += [[], ["trian"], ["train", "--help-all"], *([name, flag] for name in COMMANDS for flag in ("--help", "--hepl"))]
     code = f"""
 for line in {lines}:
     try:
         assert main(line) == 64, line
     except SystemExit as ended:
-        assert ended.code == 0 and line[1] == "--help", line
+        assert ended.code == 0 and line[1].startswith("--help"), line
 """
     assert libraries_after(code) == set()
 

@@ -13,7 +13,7 @@ Described = TypeVar("Described", bound=Callable[..., Any])
 
 
 class Settings(TypedDict, total=False):
-    """Single fields of `RunConfig`; `handgrad train --help` says what each means."""
+    """Single fields of `RunConfig`; `handgrad train --help-all` says what each means."""
 
     data: str | os.PathLike[str]
     out: str | os.PathLike[str]

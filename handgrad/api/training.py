@@ -38,8 +38,8 @@ OnStep = Callable[[Step], object]
 
 @with_settings
 def preset(name: str, **settings: Unpack[Settings]) -> RunConfig:
-    """The configuration of `handgrad train NAME` with these settings; `handgrad train --help` lists them all. Raises
-    `UsageError` for an unknown name or an invalid value."""
+    """The configuration of `handgrad train NAME` with these settings; `handgrad train --help-all` lists them all.
+    Raises `UsageError` for an unknown name or an invalid value."""
     return configuration(name, settings)
 
 

@@ -25,11 +25,48 @@ from handgrad.evaluation.tasks import TASKS
 from handgrad.run import settings
 
 TIMEOUTS = ("join_seconds", "silence_seconds", "stall_seconds")
-METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT"}
+METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT", bool: "true|false"}
 SOURCES = (
     "stories (built in), shakespeare, tinystories, fineweb, fineweb-edu, any hub dataset as OWNER/NAME[:CONFIG],"
     " or local .txt, .jsonl, .parquet: a file, a folder or a quoted glob"
 )
+
+
+# The settings of a run that `--help` shows; `--help-all` shows the others below them, by group.
+FIRST_SETTINGS = (
+    *("data", "out", "init_from", "steps", "tokens_per_step", "micro_batch"),
+    *("sequence_length", "learning_rate", "precision", "device"),
+)
+# The first field of each group of `RunConfig`, in order.
+GROUPS = {
+    "num_layers": "the model",
+    "steps": "the batch",
+    "learning_rate": "the optimizer",
+    "zero": "several processes",
+    "fp8_keep_bf16": "fp8",
+    "eval_every": "watching",
+    "save_every": "saving",
+    "device": "the machine",
+}
+
+
+class Formatter(argparse.RawDescriptionHelpFormatter):
+    """Ends an option's help with its default, if it has one that its text does not name."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        none = action.default is False or action.default in (None, "", [], argparse.SUPPRESS)
+        return text if none or "default" in text else f"{text} (default: {action.default})"
+
+
+class HelpAll(argparse.Action):
+    """`--help-all`: the help with the options that `--help` leaves out."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        assert isinstance(parser, Parser)
+        parser.show_all()
+        parser.print_help()
+        parser.exit()
 
 
 class Parser(argparse.ArgumentParser):
@@ -38,6 +75,11 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, allow_abbrev=False, **kwargs)
         self.rules: dict[str, Rule] = {}
+        self.left_out: dict[argparse.Action, str] = {}  # with the help that `--help` does not show
+
+    def show_all(self) -> None:
+        for action, text in self.left_out.items():
+            action.help = text
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; `{self.prog} --help` lists what there is")
@@ -61,8 +103,9 @@ class Parser(argparse.ArgumentParser):
         namespace, unknown = self.parse_known_args(arguments)
         if unknown:
             name = unknown[0].split("=")[0]
+            full = "--help-all" if self.left_out else "--help"
             known = [option for action in self._actions for option in action.option_strings]
-            raise UsageError(f"unknown argument {name!r}{nearest_name(name, known)}; `{self.prog} --help` lists all")
+            raise UsageError(f"unknown argument {name!r}{nearest_name(name, known)}; `{self.prog} {full}` lists all")
         for name, rule in self.rules.items():
             if getattr(namespace, name) is not None:
                 rule.check(flag(name), getattr(namespace, name))
@@ -77,7 +120,8 @@ def flag(name: str) -> str:
 def parse(command: str, arguments: Sequence[str]) -> argparse.Namespace:
     """The arguments of a command; of those that take a run's, also its configuration as `run_config`."""
     summary, add_arguments = COMMANDS[command]
-    parser = Parser(f"handgrad {command}", description=summary)
+    texts = {"description": summary, "epilog": f"example: {EXAMPLES[command]}"}
+    parser = Parser(f"handgrad {command}", formatter_class=Formatter, **texts)
     add_arguments(parser)
     namespace = parser.parse(arguments)
     namespace.arguments = list(arguments)
@@ -86,19 +130,27 @@ def parse(command: str, arguments: Sequence[str]) -> argparse.Namespace:
     return namespace
 
 
-def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """A preset or a recipe, a model size, and a flag for every field."""
+def add_run_arguments(parser: Parser) -> None:
+    """A preset or a recipe, a model size, and a flag for every field, under the heading of its group."""
+    parser.usage = "%(prog)s [PRESET] [--config FILE] [--model NAME] [--SETTING VALUE]..."
     parser.add_argument("preset", nargs="?", help=f"starting point: {', '.join(presets.PRESETS)}")
     parser.add_argument("--config", metavar="FILE", help="TOML recipe: field names as keys, and `preset` or `model`")
     parser.add_argument("--model", metavar="NAME", help=f"sets layers, heads, channels: {', '.join(presets.MODELS)}")
+    parser.add_argument("--help-all", action=HelpAll, nargs=0, help="show all settings")
+    first = group = parser.add_argument_group("settings", "a preset changes their defaults; --help-all shows the others")
     for name, known in FIELDS.items():
+        if name in GROUPS:
+            group = parser.add_argument_group(GROUPS[name])
         choices = known.metadata["choices"]
-        text = known.metadata["help"].replace("%", "%%") + f" (default: {known.default})"
+        default = str(known.default).lower() if known.type is bool else known.default
+        text = known.metadata["help"].replace("%", "%%") + f" (default: {'none' if default == '' else default})"
+        options: dict[str, Any] = {"metavar": "|".join(choices) if choices else METAVARS[known.type], "default": None}
         if known.type is bool:
-            parser.add_argument(flag(name), nargs="?", const="true", default=None, metavar="true|false", help=text)
+            options |= {"nargs": "?", "const": "true"}
+        if name in FIRST_SETTINGS:
+            first.add_argument(flag(name), help=text, **options)
         else:
-            metavar = "|".join(choices) if choices else METAVARS[known.type]
-            parser.add_argument(flag(name), default=None, metavar=metavar, help=text)
+            parser.left_out[group.add_argument(flag(name), help=argparse.SUPPRESS, **options)] = text
 
 
 def run_config(namespace: argparse.Namespace) -> RunConfig:
@@ -132,7 +184,11 @@ def prepare(parser: Parser) -> None:
     parser.add_argument("--out", default="shards", metavar="DIR", help="folder to write (default: shards)")
     parser.add_argument("--tokenizer", default="gpt2", metavar="NAME", help="gpt2, bytes, bpe:SIZE or a tokenizer.json")
     parser.add_argument("--text-field", default="text", metavar="NAME", help="column of rows with the text")
-    parser.number("--validation-fraction", "share held out", kind=float)
+    parser.number(
+        "--validation-fraction",
+        "share held out (default: 0.1 of text, 0.05 of rows, 0.005 on the Hub, 0.01 of stories)",
+        kind=float,
+    )
     parser.number("--shard-tokens", "tokens per shard (default: 100 million)", default=100_000_000)
     parser.number("--documents", "at most so many (0: all; stories: 100,000)", default=0)
     parser.number("--workers", "processes (0: one per core)", default=0)
@@ -293,4 +349,20 @@ COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
     "profile": ("time per kernel of a run's steps, from the same arguments as train", profile),
     "doctor": ("parts of this machine: present, in use, missing; each runs once", doctor),
     "demo": ("the whole way in about two minutes: stories, training, a report", demo),
+}
+
+EXAMPLES = {
+    "prepare": "handgrad prepare my_text.txt --tokenizer bpe:4096 --out shards/mine",
+    "train": "handgrad train tiny --data shards/mine --out runs/a --steps 500",
+    "plan": "handgrad plan d12 --precision bf16 --ranks 8",
+    "evaluate": "handgrad evaluate runs/a --data shards/mine",
+    "sample": 'handgrad sample runs/a --prompt "Once upon a time" --samples 3',
+    "export": "handgrad export runs/a exported --to hf",
+    "import": "handgrad import gpt2 --out imported",
+    "report": "handgrad report runs/a runs/b --out compared.html",
+    "bench": "handgrad bench step --model d12 --out step.json",
+    "tune": "handgrad tune d12 --precision fp8",
+    "profile": "handgrad profile d12 --precision bf16 --trace trace.json.gz",
+    "doctor": "handgrad doctor",
+    "demo": "handgrad demo --steps 500",
 }

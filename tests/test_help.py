@@ -1,0 +1,75 @@
+"""The help of every command: short first, all of it on request, with defaults and an example that parses."""
+
+import argparse
+import shlex
+
+import pytest
+
+from handgrad.cli import main
+from handgrad.commands.arguments import COMMANDS, EXAMPLES, FIRST_SETTINGS, GROUPS, Parser, flag, parse
+from handgrad.commands.completion import command_line
+from handgrad.config import FIELDS, PRECISIONS
+from handgrad.presets import PRESETS
+
+
+def shown(capsys: pytest.CaptureFixture, *arguments: str) -> str:
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.fixture(autouse=True)
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "tune", "profile"])
+def test_ten_settings_first_the_others_on_request(command: str, capsys: pytest.CaptureFixture) -> None:
+    short, full = shown(capsys, command, "--help"), shown(capsys, command, "--help-all")
+    assert len(FIRST_SETTINGS) == 10 and len(short.splitlines()) < 60 < 100 < len(full.splitlines())
+    for name in FIELDS:
+        assert full.count(f"  {flag(name)} ") == 1, name
+        assert (f"  {flag(name)} " in short) is (name in FIRST_SETTINGS), name
+    headings = [line[:-1] for line in full.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert headings == ["positional arguments", "options", "settings", *(h for h in GROUPS.values())]
+
+
+def test_a_left_out_setting_still_works() -> None:
+    assert parse("train", ["tiny", "--beta2", "0.9"]).run_config.beta2 == 0.9
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_ends_with_an_example_that_parses(command: str, capsys: pytest.CaptureFixture) -> None:
+    example = EXAMPLES[command]
+    assert shown(capsys, command, "--help").endswith(f"\nexample: {example}\n")
+    words = shlex.split(example)
+    assert words[:2] == ["handgrad", command]
+    parse(command, words[2:])
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_defaults_are_shown(command: str, capsys: pytest.CaptureFixture) -> None:
+    """Every option with a default that does something says which one."""
+    parser = Parser("x")
+    COMMANDS[command][1](parser)
+    text = " ".join(shown(capsys, command, "--help").split()).partition(" example: ")[0]
+    assert "(default: )" not in text and "default: None" not in text
+    for action in parser._actions:
+        default = action.default
+        if action.option_strings and type(default) in (int, float, str) and default not in ("", argparse.SUPPRESS):
+            entry = text.split(f" {action.option_strings[-1]} ")[-1].split(" --")[0]
+            assert "default" in entry, (command, action.option_strings)
+
+
+def test_completions_know_every_word() -> None:
+    """`completion.command_line`, from which shtab writes completions: settings, presets, choices, paths."""
+    commands = next(action for action in command_line()._actions if action.dest == "command")
+    assert isinstance(commands.choices, dict) and list(commands.choices) == list(COMMANDS)
+    train = {action.dest: action for action in commands.choices["train"]._actions}
+    assert set(FIELDS) <= {name for name, action in train.items() if action.help != argparse.SUPPRESS}
+    assert train["preset"].choices == list(PRESETS) and train["precision"].choices == list(PRECISIONS)
+    paths = [name for name, action in train.items() if hasattr(action, "complete")]
+    assert paths == ["config", "data", "out", "init_from"]
+    assert command_line().parse_args(["train", "d12", "--precision", "bf16"]).precision == "bf16"
