@@ -135,22 +135,29 @@ def test_prepare_says_how_it_goes_on(
     assert [path.name for path in tmp_path.iterdir()] == ["shards"]
 
 
-def session(leader: int) -> list[str]:
-    """The processes of a session, but for those that have ended."""
+def session(leader: int) -> list[Path]:
+    """The processes of a session in /proc, but for those that have ended."""
     found = []
     for status in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             state, _, _, number = status.read_text().rpartition(")")[2].split()[:4]
             if int(number) == leader and state != "Z":
-                found.append((status.parent / "cmdline").read_text())
+                found.append(status.parent)
     return found
+
+
+def imports_torch(process: Path) -> bool:
+    try:
+        return "libtorch" in (process / "maps").read_text()
+    except OSError:
+        return False
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 def test_a_benchmark_takes_its_processes_along() -> None:
     process = start(["-m", "handgrad", "bench", "step", "--device", "cpu", "--model", "d12"], start_new_session=True)
-    deadline = time.monotonic() + 60
-    while len(session(process.pid)) < 2 and time.monotonic() < deadline:
+    deadline = time.monotonic() + 120
+    while sum(map(imports_torch, session(process.pid))) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)
     _, told = process.communicate(timeout=60)
