@@ -5,6 +5,7 @@ contender makes its first step unasked and reports it, then answers each line on
 stdout. "go 10" means ten seconds of steps. The end of its stdin ends it.
 """
 
+import atexit
 import contextlib
 import json
 import os
@@ -114,7 +115,10 @@ class Peer:
         self.start = time.perf_counter()
         pipe = subprocess.PIPE
         variables = {**os.environ, **(environment or {})}
-        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT, env=variables)
+        # In a group of its own: Ctrl-C is for the asking process, which ends this one.
+        how = {"text": True, "cwd": ROOT, "env": variables, "process_group": 0}
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, **how)
+        atexit.register(self.process.kill)
 
     def answer(self) -> dict[str, Any]:
         """Its next line; raises `PeerFailed` if it reports a failure or has ended."""
@@ -139,7 +143,9 @@ class Peer:
         return time.perf_counter() - self.start
 
     def close(self) -> None:
-        """Ends the process, and waits until its memory is free."""
+        """Ends the process, after an interrupt at once, and waits until its memory is free."""
+        if isinstance(sys.exception(), KeyboardInterrupt):
+            self.process.kill()
         assert self.process.stdin is not None and self.process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()

@@ -1,8 +1,23 @@
-"""`python -m handgrad` is `handgrad`."""
+"""The program `handgrad`, and `python -m handgrad`: Ctrl-C has its handler before anything large is imported."""
 
+import _signal  # pyrefly: ignore[missing-import] - built in, while `signal` imports some milliseconds of others
 import sys
 
-from handgrad.cli import main
+INTERRUPTIBLE = _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler  # else ignored, as in a shell's background
+if INTERRUPTIBLE:
+    _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
+
+
+def main() -> int:
+    """Runs the command of the command line; returns its exit code."""
+    from handgrad.errors import end_at_once
+
+    if INTERRUPTIBLE:
+        _signal.signal(_signal.SIGINT, end_at_once)
+    from handgrad import cli
+
+    return cli.main()
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -11,7 +11,7 @@ from pathlib import Path
 import handgrad
 from handgrad.commands.arguments import COMMANDS, Parser, parse
 from handgrad.config import nearest_name
-from handgrad.errors import HandgradError, UsageError, storage_error, tell
+from handgrad.errors import INTERRUPTED, HandgradError, UsageError, interruptible, storage_error, tell
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,7 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise UsageError(f"unknown command {command!r}{near}; commands: {', '.join(COMMANDS)}")
         parsed = parse(command, arguments[1:])
         # Imported only now: help and mistakes are answered at once, and `prepare` never loads torch.
-        return importlib.import_module(f"handgrad.commands.{command}").run(parsed)
+        module = importlib.import_module(f"handgrad.commands.{command}")
+        with interruptible():
+            return module.run(parsed)
     except HandgradError as error:
         tell(error)
         return error.exit_code
@@ -40,9 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader of our output went away (`handgrad sample ... | head`): end quietly, as other tools do.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except KeyboardInterrupt:
-        print("handgrad: interrupted", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as interrupt:
+        print(f"handgrad: {interrupt}" if str(interrupt) else "handgrad: interrupted", file=sys.stderr)
+        return INTERRUPTED
     except OSError as error:
         message = storage_error(error, f"using {error.filename}" if error.filename else "input or output")
         tell(message)

@@ -4,16 +4,19 @@
 its traceback.
 """
 
+import contextlib
 import errno
 import json
 import os
 import re
+import signal
 import sys
 import time
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 
 class HandgradError(ValueError):
@@ -82,7 +85,7 @@ def storage_error(error: OSError, doing: str) -> StorageError:
     return StorageError(f"{doing} failed: {error.strerror or error}{HINTS.get(error.errno or 0, '')}")
 
 
-@contextmanager
+@contextlib.contextmanager
 def storage_errors(doing: str) -> Iterator[None]:
     """Raises an `OSError` of the block as the `storage_error` of `doing`."""
     try:
@@ -107,4 +110,45 @@ def tell(error: HandgradError) -> None:
             return
         except OSError:  # no such folder, or a full one: each prints its own
             pass
-    print(line, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # the terminal is gone
+        print(line, file=sys.stderr, flush=True)
+
+
+INTERRUPTED = 130  # the exit code of a program that Ctrl-C ended, as shells have it
+
+
+def end_interrupted(text: str = "interrupted") -> NoReturn:
+    """Ends the process at once with one line, without an exception: a library could lose it, or abort on it."""
+    cursor = "\r\x1b[K\x1b[?25h" if os.isatty(2) else ""  # a live line hides it
+    with contextlib.suppress(OSError):
+        os.write(2, f"{cursor}handgrad: {text}\n".encode())
+    os._exit(INTERRUPTED)
+
+
+def end_at_once(number: int, frame: FrameType | None) -> NoReturn:
+    """Handles SIGINT where nothing is half done, during imports above all."""
+    end_interrupted()
+
+
+def interrupt_once(number: int, frame: FrameType | None) -> NoReturn:
+    """Handles SIGINT where something may have to be cleaned up; a second one ends the process at once, and so does one
+    during a late import."""
+    signal.signal(signal.SIGINT, end_at_once)
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            end_interrupted()
+        frame = frame.f_back
+    raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Encloses the work of a program that handles SIGINT by `end_at_once`, with `interrupt_once` in its place."""
+    ours = signal.getsignal(signal.SIGINT) is end_at_once
+    if ours:
+        signal.signal(signal.SIGINT, interrupt_once)
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, end_at_once)

@@ -149,7 +149,7 @@ def test_launching_ahead_changes_nothing(finished: RunConfig, monkeypatch: pytes
 
 
 @pytest.mark.usefixtures("launching")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_saves_and_exits_75(finished: RunConfig, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     stopped = elsewhere(finished, f"stopped{number}")
     original = TrainStep.begin

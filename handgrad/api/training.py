@@ -108,8 +108,8 @@ class Training:
         Calls `on_step` with each step as soon as its numbers are known; `model()` has its weights then. An exception in
         `on_step` ends the steps after a whole one (on a GPU the one in progress): nothing is lost, `steps` continues from
         there. Ctrl-C finishes the step, saves the run and raises `KeyboardInterrupt`; a second Ctrl-C raises it at once,
-        and then the run has to be opened again, at its last checkpoint. SIGTERM saves and raises `Preempted`. Raises
-        `NumericsError` when updates keep being skipped.
+        and then the run has to be opened again, at its last checkpoint. SIGTERM and SIGHUP save and raise `Preempted`.
+        Raises `NumericsError` when updates keep being skipped.
         """
         run = self._standing()
         if count is not None and count < 1:

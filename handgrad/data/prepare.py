@@ -89,8 +89,13 @@ def prepare(options: PrepareOptions, progress: Callable[[Progress], None] | None
         partial = out.with_name(out.name + ".partial")
         partial.mkdir(parents=True, exist_ok=True)
         with _locked(partial):
-            _Attempt(options, files, partial, progress or (lambda _: None)).run()
-            _rename(partial, out)
+            attempt = _Attempt(options, files, partial, progress or (lambda _: None))
+            try:
+                attempt.run()
+                _rename(partial, out)
+            except KeyboardInterrupt:
+                how = "go on" if attempt.keeps_its_work() else "start again"
+                raise KeyboardInterrupt(f"interrupted; run the same command to {how}") from None
         return Prepared(open_dataset(out), False)
 
 
@@ -228,15 +233,29 @@ class _Attempt:
             record, units_done, states = journal
             with contextlib.suppress(DataError):  # a tokenizer.json that changed: start over
                 return read_tokenizer(self.partial, record), units_done, states
-        for path in self.partial.iterdir():  # only files that are ours by name
-            if re.fullmatch(r"(train|validation)_\d{6}\.(bin|idx)|(journal|manifest|tokenizer)\.json(\.new)?", path.name):
-                path.unlink()
+        self.clear()
         if self.options.tokenizer.startswith("bpe:"):
             self.report(Progress("training the tokenizer", 0, None, "bytes", 0))
             tokenizer = train_bpe(self.training_texts(), int(self.options.tokenizer[4:]))
         else:
             tokenizer = load_tokenizer(self.options.tokenizer)
         return tokenizer, 0, {split: SplitState() for split in SPLITS}
+
+    def clear(self) -> None:
+        """Removes the files that are ours by name."""
+        for path in self.partial.iterdir():
+            if re.fullmatch(r"(train|validation)_\d{6}\.(bin|idx)|(journal|manifest|tokenizer)\.json(\.new)?", path.name):
+                path.unlink()
+
+    def keeps_its_work(self) -> bool:
+        """True if a second attempt goes on from the folder of an interrupted one; if not, removes the folder."""
+        journal = read_journal(self.partial, self.recipe)
+        if journal is not None and (journal[1] or self.options.tokenizer.startswith("bpe:")):
+            return True
+        with contextlib.suppress(OSError):  # it has its final name already, or a file that is not ours
+            self.clear()
+            self.partial.rmdir()
+        return False
 
     def training_texts(self) -> Iterator[str]:
         """The first 16 Mi characters of the training split."""

@@ -15,7 +15,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from handgrad.errors import HandgradError, LostRank, UsageError, tell
+from handgrad.errors import HandgradError, LostRank, UsageError, end_interrupted, tell
 from handgrad.parallel.heartbeat import WORK_FACTOR, Heartbeat
 from handgrad.parallel.launchers import RankInfo
 from handgrad.parallel.ranks import Ranks, exit_code
@@ -96,6 +96,8 @@ def joined(info: RankInfo, device: torch.device, timeouts: Timeouts) -> Iterator
 def exit_now(error: BaseException, *, prints: bool) -> NoReturn:
     """Prints the error as the entry point would, and ends the process without the libraries' cleanup: that waits for
     collectives which another rank will never join."""
+    if isinstance(error, KeyboardInterrupt):
+        end_interrupted()
     if not isinstance(error, HandgradError | SystemExit):
         traceback.print_exception(error)
     elif isinstance(error, HandgradError) and (prints or not error.shared):

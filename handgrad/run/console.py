@@ -1,6 +1,7 @@
 """The console of a run: a live progress line on a terminal, one line that is redrawn in a notebook, plain lines everywhere
 else."""
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable
@@ -53,7 +54,8 @@ class Display:
             self.print(text)
 
     def print(self, text: str) -> None:
-        """A line on the console. When its reader has gone (`| head`), the run goes on without it; the log has it all."""
+        """A line on the console. When its reader has gone (`| head`, a terminal's connection), the run goes on without it;
+        the log has it all."""
         if self.closed:
             return
         if self.redraws:  # without rich, which makes a block of HTML of each line
@@ -62,7 +64,7 @@ class Display:
             return
         try:
             self.console.print(text, markup=False, soft_wrap=True)
-        except (BrokenPipeError, SystemExit):  # rich turns the first into the second
+        except (OSError, SystemExit):  # rich turns a broken pipe into the second
             self.closed = True
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -75,4 +77,5 @@ class Display:
     def close(self) -> None:
         self.keep_line()
         if self.live:
-            self.progress.stop()
+            with contextlib.suppress(OSError):  # the terminal is gone
+                self.progress.stop()

@@ -4,13 +4,12 @@ import signal
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
-from handgrad.errors import Preempted
+from handgrad.errors import Preempted, end_interrupted
 from handgrad.training.step import StepResult
 
-STOPPING = (signal.SIGTERM, signal.SIGINT)
-
+STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the last where a terminal or its connection goes
 
 OnStep = Callable[[int, StepResult], None]  # a step's number, counted from 1, and its result
 
@@ -36,10 +35,11 @@ class Observer:
 
 
 class StopSignals:
-    """Within a `with` block SIGTERM and SIGINT are only noted in `received`: a step is finished first.
+    """Within a `with` block SIGTERM, SIGINT and SIGHUP are only noted in `received`: a step is finished first.
 
     The same signal again ends the process at once (saves are atomic), or with `keeps_process` acts as it did before the
-    block. Outside of the main thread, where Python takes no handlers, signals are left alone.
+    block. Signals are left alone outside of the main thread, where Python takes no handlers, and so is a SIGHUP that
+    `nohup` has ignored.
     """
 
     def __init__(self, *, keeps_process: bool):
@@ -49,7 +49,9 @@ class StopSignals:
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():
-            self.previous = {number: signal.signal(number, self.note) for number in STOPPING}
+            ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            numbers = [number for number in STOPPING if number != signal.SIGHUP or not ignored]
+            self.previous = {number: signal.signal(number, self.note) for number in numbers}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -58,7 +60,13 @@ class StopSignals:
 
     def note(self, number: int, frame: FrameType | None) -> None:
         self.received = number
-        signal.signal(number, self.previous[number] if self.keeps_process else signal.SIG_DFL)
+        again = end_now if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, self.previous[number] if self.keeps_process else again)
+
+
+def end_now(number: int, frame: FrameType | None) -> NoReturn:
+    """Handles the second Ctrl-C."""
+    end_interrupted("interrupted before the step was saved; run the same command to go on from the last checkpoint")
 
 
 def preempted(received: int, completed: int, last_saved: int) -> Preempted:
