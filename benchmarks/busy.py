@@ -28,7 +28,7 @@ SETTINGS = {
     "GOMP_SPINCOUNT=10000": {"GOMP_SPINCOUNT": "10000"},
     "one thread": {"OMP_NUM_THREADS": "1"},
 }
-MODELS = {"demo": list(SETTINGS), "d12": list(SETTINGS)[:3]}  # 124M: 2 GiB each
+MODELS = {"demo": list(SETTINGS), "d12": list(SETTINGS)[:3]}  # all contenders of a model stay in memory
 
 
 def contend(model: str) -> None:
