@@ -59,6 +59,7 @@ __all__ = list(HOMES)
 def __getattr__(name: str) -> Any:
     if name not in HOMES:
         raise AttributeError(f"module 'handgrad' has no attribute {name!r}")
+    import_module("handgrad.threads").choose()  # before the first of them loads torch
     return getattr(import_module(HOMES[name]), name)
 
 

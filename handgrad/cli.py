@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import handgrad
+from handgrad import threads
 from handgrad.commands.arguments import COMMANDS, Parser, parse
 from handgrad.config import nearest_name
 from handgrad.errors import INTERRUPTED, HandgradError, UsageError, interruptible, storage_error, tell
@@ -31,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             near = nearest_name(command, COMMANDS)
             raise UsageError(f"unknown command {command!r}{near}; commands: {', '.join(COMMANDS)}")
         parsed = parse(command, arguments[1:])
+        threads.choose()
         # Imported only now: help and mistakes are answered at once, and `prepare` never loads torch.
         module = importlib.import_module(f"handgrad.commands.{command}")
         with interruptible():

@@ -15,9 +15,9 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 BOOK = {"config", "arena", "ops", "models", "layout", "optimizers", "graphs", "training"}  # a training step
 BESIDE = {*BOOK, "fp8", "dropout", "parallel"}  # what joins it at set-up
 MODEL_AT_WORK = {*BESIDE, "generation", "evaluation", "data", "checkpoint", "backend", "devices", "jsonl", "run_files"}
-RUN = {*MODEL_AT_WORK, "interop", "presets", "format", "power", "run"}
+RUN = {*MODEL_AT_WORK, "interop", "presets", "format", "power", "threads", "run"}
 LAW = {
-    **{part: set() for part in ("errors", "files", "format", "config", "run_files", "jsonl", "graphs", "power")},
+    **{part: set() for part in ("errors", "files", "format", "config", "run_files", "jsonl", "graphs", "power", "threads")},
     **{part: {"config", "run_files"} for part in ("presets", "arena", "devices", "checkpoint", "data")},
     "ops": set(),
     "backend": {"config", "ops"},
@@ -36,7 +36,7 @@ LAW = {
     "tools": RUN,
     "api": RUN,
     "commands": {*RUN, "report", "tools"},
-    "cli": {"commands", "config"},
+    "cli": {"commands", "config", "threads"},
     "__main__": {"cli"},
     "__init__": {"api", "config"},  # for type checkers; nothing is imported before its name is used
 }

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 import handgrad
-from handgrad import devices
+from handgrad import devices, threads
 from handgrad.backend import REQUIRED, choose_backend
 from handgrad.config import RunConfig
 from handgrad.data.tokenizer import load_tokenizer
@@ -44,6 +44,7 @@ def examine() -> Iterator[tuple[bool, str]]:
         yield examine_package(package, f"try: pip install {package}")
     device = devices.resolve_device("auto")
     yield True, f"device {devices.describe(device)}, the choice of --device auto"
+    yield True, threads.describe(torch.get_num_threads())
     if device.type == "cpu" and torch.version.cuda is None and DRIVER.exists():
         yield False, "there is an NVIDIA driver, but this torch is a CPU build; install a CUDA build of torch"
     memory = devices.available_bytes(device)
