@@ -52,15 +52,15 @@ def test_a_group_of_numbers_is_rounded_as_a_tensor_of_its_own(name: str) -> None
 
 def test_errors_and_shares() -> None:
     """A gradient whose keys are 2^-25 of its values: at one scale they vanish, and with them their rows of dW."""
-    dy = torch.randn(64, 48, generator=torch.Generator().manual_seed(1))
+    generator = torch.Generator().manual_seed(1)
+    dy, x, weight = (torch.randn(*shape, generator=generator) for shape in ((64, 48), (64, 24), (48, 24)))
     dy[:, 16:32] *= 2.0**-25
-    x, weight = torch.randn(64, 24), torch.randn(48, 24)
     found = study(dy, x, weight, parts=True)
     assert found["e4m3"]["vanished"] == pytest.approx(1 / 3, abs=0.01)
     assert found["e4m3"]["dw_error_k"] == 1.0 and found["e4m3"]["dw_error_q"] < 0.04
     assert found["e4m3"]["dw_error_mean_row"] == pytest.approx(1 / 3, abs=0.04)
     own = found["e4m3, a scale for each of q, k, v"]
-    assert own["vanished"] == 0 and own["dw_error_k"] < 0.04 and own["dx_error"] == found["e4m3"]["dx_error"]
+    assert own["vanished"] == 0 and own["dw_error_k"] < 0.04 and own["dx_error"] == pytest.approx(found["e4m3"]["dx_error"])
     assert found["e5m2"]["dw_error_k"] < 0.1 and found["e5m2"]["dx_error"] > 1.5 * own["dx_error"]
     exact = fp8_range.error(rounded(dy, Rounding(E4M3)) @ weight, dy @ weight)
     assert found["e4m3"]["dx_error"] == pytest.approx(exact)

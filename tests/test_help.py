@@ -8,7 +8,7 @@ import pytest
 from handgrad.cli import main
 from handgrad.commands.arguments import COMMANDS, EXAMPLES, FIRST_SETTINGS, GROUPS, Parser, flag, parse
 from handgrad.commands.completion import command_line
-from handgrad.config import FIELDS, PRECISIONS
+from handgrad.config import AUTO, FIELDS, PRECISIONS
 from handgrad.presets import PRESETS
 
 
@@ -69,7 +69,7 @@ def test_completions_know_every_word() -> None:
     assert isinstance(commands.choices, dict) and list(commands.choices) == list(COMMANDS)
     train = {action.dest: action for action in commands.choices["train"]._actions}
     assert set(FIELDS) <= {name for name, action in train.items() if action.help != argparse.SUPPRESS}
-    assert train["preset"].choices == list(PRESETS) and train["precision"].choices == list(PRECISIONS)
+    assert train["preset"].choices == list(PRESETS) and train["precision"].choices == [AUTO, *PRECISIONS]
     paths = [name for name, action in train.items() if hasattr(action, "complete")]
     assert paths == ["config", "data", "out", "init_from"]
     assert command_line().parse_args(["train", "d12", "--precision", "bf16"]).precision == "bf16"
