@@ -1,4 +1,4 @@
-"""How much of the gradients e4m3 and e5m2 keep, tensor by tensor: the share that vanishes, the error that is left in the
+"""The share of each gradient that e4m3 and e5m2 keep, tensor by tensor: the numbers that vanish, the error left in the
 products.
 
 Every model trains for some steps in bf16. Then one micro-batch goes through it, and each of the four gradients of a block

@@ -38,7 +38,7 @@ LIVE = {
 
 @pytest.mark.parametrize("width", LIVE)
 def test_the_live_line_keeps_its_bar_and_the_time_left(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What does not fit goes from the right; z-scores are the first to go."""
+    """Figures that do not fit go from the right, z-scores first."""
     terminal = Terminal()
     monkeypatch.setattr("sys.stdout", terminal)
     monkeypatch.setattr(
