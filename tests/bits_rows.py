@@ -389,6 +389,6 @@ def make_row(name: str, device: str, shared: Path) -> tuple[str, Result, float]:
         make: Callable[..., Result] = globals()[words[-1]] if words else Bench.train
         try:
             found = make(bench, *phases_of(name), **settings_of(name))
-        except Exception as error:
+        except Exception as error:  # whatever ends a row is its result: `record` prints it and `compare` holds it
             found = {"errors": [bench.told(f"{type(error).__name__}: {error}")]}
     return name, found, time.monotonic() - begun
