@@ -350,7 +350,7 @@ def read_toml(path: str) -> dict[str, Any]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise UsageError(f"config file {path} does not exist; the shipped ones lie in recipes/ of a checkout") from None
+        raise UsageError(f"config file {path} does not exist; `handgrad recipes` lists those that ship") from None
     except (UnicodeDecodeError, OSError) as error:
         raise DataError(f"config file {path} cannot be read: {error}") from None
     try:

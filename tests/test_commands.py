@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from handgrad import recipes
 from handgrad.cli import COMMANDS, main
 from handgrad.config import FIELDS, RunConfig, read_toml, to_dict, to_toml
 from handgrad.data.shards import HEADER_BYTES, header
@@ -122,8 +123,8 @@ def test_prepare_loads_no_torch(tmp_path: Path) -> None:
     assert (tmp_path / "data" / "manifest.json").exists()
 
 
-@pytest.mark.parametrize("recipe", sorted((Path(__file__).parents[1] / "recipes").glob("*.toml")), ids=lambda p: p.stem)
-def test_shipped_recipes_are_valid(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("recipe", recipes.recipe_names())
+def test_shipped_recipes_are_valid(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from handgrad.commands.arguments import Parser, add_run_arguments, run_config
     from handgrad.interop import sources
 
@@ -131,8 +132,26 @@ def test_shipped_recipes_are_valid(recipe: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sources, "read_sizes", {"gpt2": gpt2}.__getitem__)  # as they are on the Hub
     parser = Parser("x")
     add_run_arguments(parser)
-    config = run_config(parser.parse(["--config", str(recipe)]))
+    config = run_config(parser.parse(["--config", recipe]))
     assert config.channels == 768 or not config.init_from
+
+
+def test_recipes_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert recipes.find("gpt2-124m") == recipes.find("gpt2-124m.toml") == str(recipes.shipped()["gpt2-124m"])
+    Path("gpt2-124m").touch()
+    assert recipes.find("gpt2-124m") == "gpt2-124m", "a file of that name comes first"
+    assert main(["recipes"]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in listed[: len(recipes.shipped())]] == list(recipes.shipped())
+    for name, path in recipes.shipped().items():
+        assert main(["recipes", name]) == main(["recipes", path.name]) == 0
+        assert capsys.readouterr().out == 2 * path.read_text()
+    for words in (["recipes", "gpt2-124"], ["train", "--config", "recipes/gpt2-124.toml"]):
+        assert main(words) == 64
+        assert "did you mean gpt2-124m?" in capsys.readouterr().err
+    assert main(["train", "gpt2-350m"]) == 64
+    assert "handgrad train --config gpt2-350m" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

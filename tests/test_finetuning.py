@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from handgrad import checkpoint
+from handgrad import checkpoint, recipes
 from handgrad.cli import main
 from handgrad.config import read_toml
 from handgrad.data.prepare import PrepareOptions, prepare
@@ -180,7 +180,7 @@ def test_fewer_positions_are_the_first_ones(trained: Trained, tmp_path: Path) ->
 @pytest.mark.parametrize("recipe", ["finetune_shakespeare", "finetune_jsonl"])
 def test_the_recipes_take_other_weights(recipe: str, trained: Trained, tmp_path: Path) -> None:
     """A few steps of each, on a model with fewer positions than GPT-2; the best is kept."""
-    path, out = Path(__file__).parents[1] / "recipes" / f"{recipe}.toml", tmp_path / "on"
+    path, out = recipes.shipped()[recipe], tmp_path / "on"
     settings = {"init-from": trained.run, "data": trained.data, "out": out, "sequence-length": 32, "tokens-per-step": 256}
     settings |= {"micro-batch": 4, "steps": 3, "eval-every": 1, "sample-tokens": 0, "eval-tokens": 512}
     flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]

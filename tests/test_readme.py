@@ -49,7 +49,6 @@ def fake_fineweb(server: Server) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A reader's folder: a checkout, and a text."""
     folder = tmp_path_factory.mktemp("readme")
-    shutil.copytree(ROOT / "recipes", folder / "recipes")
     shutil.copy(ROOT / "Makefile", folder / "Makefile")
     for name in ("pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, folder / name)

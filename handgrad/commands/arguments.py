@@ -134,7 +134,7 @@ def add_run_arguments(parser: Parser) -> None:
     """A preset or a recipe, a model size, and a flag for every field, under the heading of its group."""
     parser.usage = "%(prog)s [PRESET] [--config FILE] [--model NAME] [--SETTING VALUE]..."
     parser.add_argument("preset", nargs="?", help=f"starting point: {', '.join(presets.PRESETS)}")
-    parser.add_argument("--config", metavar="FILE", help="TOML recipe: field names as keys, and `preset` or `model`")
+    parser.add_argument("--config", metavar="FILE", help="TOML recipe, or the name of a shipped one (`handgrad recipes`)")
     parser.add_argument("--model", metavar="NAME", help=f"sets layers, heads, channels: {', '.join(presets.MODELS)}")
     parser.add_argument("--help-all", action=HelpAll, nargs=0, help="show all settings")
     first = group = parser.add_argument_group("settings", "a preset changes their defaults; --help-all shows the others")
@@ -271,6 +271,10 @@ def report(parser: Parser) -> None:
     parser.add_argument("--out", default="", metavar="FILE", help="the page, plots beside it (default: RUN/report.html)")
 
 
+def recipes(parser: Parser) -> None:
+    parser.add_argument("name", nargs="?", metavar="NAME", help="one of those that `handgrad recipes` lists")
+
+
 BENCHMARKS = {
     "step": "whole optimizer steps, alternating with the twin: speed, memory; on a GPU power and time to step 1",
     "loss": "the same training run by handgrad and by the twin: how far their losses lie apart",
@@ -344,6 +348,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
     "export": ("a checkpoint -> a folder for Hugging Face's transformers or llm.c, read back and compared", export),
     "import": ("a GPT-2 of transformers or of llm.c -> a checkpoint", import_),
     "report": ("a self-contained HTML page of one or more runs", report),
+    "recipes": ("the shipped recipes and launch templates, listed; or one of them, printed", recipes),
     "bench": ("handgrad beside a PyTorch autograd twin, on this machine", bench),
     "tune": ("freezes the fastest algorithm of every GEMM of a model on this GPU", tune),
     "profile": ("time per kernel of a run's steps, from the same arguments as train", profile),
@@ -360,6 +365,7 @@ EXAMPLES = {
     "export": "handgrad export runs/a exported --to hf",
     "import": "handgrad import gpt2 --out imported",
     "report": "handgrad report runs/a runs/b --out compared.html",
+    "recipes": "handgrad recipes gpt2-124m",
     "bench": "handgrad bench step --model d12 --out step.json",
     "tune": "handgrad tune d12 --precision fp8",
     "profile": "handgrad profile d12 --precision bf16 --trace trace.json.gz",

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from handgrad import presets
+from handgrad import presets, recipes
 from handgrad.config import RunConfig, check, convert, read_toml, to_dict
 from handgrad.data.sources import holds_text, prepare_command
 from handgrad.errors import UsageError
@@ -18,7 +18,7 @@ def run_config(preset: str, recipe_file: str, model: str, settings: Mapping[str,
 
     Raises `UsageError`, `DataError`: a name that does not exist, a value that does not fit, nothing to train.
     """
-    recipe = read_toml(recipe_file) if recipe_file else {}
+    recipe = read_toml(recipes.find(recipe_file)) if recipe_file else {}
     recipe_preset = recipe.pop("preset", None)
     name = preset or recipe_preset
     if name and name not in presets.PRESETS:
@@ -53,7 +53,7 @@ def refuse_path(name: str) -> None:
     """Raises `UsageError` with the command to run if `name`, in the place of a preset, is a path to a recipe, a run, shards
     or text."""
     path, start = Path(name), "a run begins with a preset"
-    if path.suffix == ".toml" and path.is_file():
+    if name in recipes.recipe_names() or (path.suffix == ".toml" and path.is_file()):
         raise UsageError(f"{start}, found a recipe: `handgrad train --config {shlex.quote(name)}`")
     if (path / CONFIG_FILE).is_file():
         recipe = shlex.quote(str(path / CONFIG_FILE))

@@ -1,4 +1,4 @@
-"""Starts every template of recipes/launch with processes on this CPU instead of its scheduler."""
+"""Starts every launch template that ships with processes on this CPU instead of its scheduler."""
 
 import os
 import stat
@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.distributed.launching import PATIENCE, ROOT, TWO_NODES, environment, files_of, free_port, launch, write_recipe
+from handgrad import recipes
+from tests.distributed.launching import PATIENCE, TWO_NODES, environment, files_of, free_port, launch, write_recipe
 from tests.distributed.runs import Launcher
 from tests.distributed.worker import FIRED
 
-LAUNCH = ROOT / "recipes" / "launch"
+LAUNCH = recipes.FOLDER / "launch"
 SHELLS = [LAUNCH / "one_node.sh", LAUNCH / "slurm.sbatch", TWO_NODES]
 # What `srun` does with a step of two tasks on one node: starts them, waits for them, exits with the largest exit code.
 SRUN = """#!/usr/bin/env python
@@ -144,7 +145,7 @@ def test_skypilot(recipe: Path, alone: dict[str, bytes], tmp_path: Path) -> None
     assert {"infra", "accelerators", "job_recovery"} == task["resources"].keys()
     mounts = tuple(task["volumes"])
     assert task["envs"]["DATA"].startswith(mounts) and task["envs"]["OUT"].startswith(mounts)
-    assert (ROOT / task["envs"]["CONFIG"]).exists()
+    assert task["envs"]["CONFIG"] in recipes.recipe_names()
     subprocess.run(["bash", "-n", "-c", task["setup"]], check=True)
     out = tmp_path / "run"
     ours = {"CONFIG": str(recipe), "DATA": str(shards_of(recipe)), "OUT": str(out), "STEPS": "2"}
@@ -168,7 +169,7 @@ def test_kubeflow(recipe: Path, alone: dict[str, bytes], tmp_path: Path) -> None
     trainer = job["spec"]["trainer"]
     assert trainer.keys() == {"numNodes", "numProcPerNode", "image", "command", "args", "env", "resourcesPerNode"}
     assert trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"] == trainer["numProcPerNode"]
-    assert all(isinstance(word, str) for word in trainer["args"]) and (ROOT / trainer["args"][5]).exists()
+    assert all(isinstance(word, str) for word in trainer["args"]) and trainer["args"][5] in recipes.recipe_names()
     assert not any(entry["name"].startswith("PET_") for entry in trainer["env"]), "the runtime sets them"
     (patch,) = job["spec"]["runtimePatches"]
     (node,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
@@ -180,7 +181,7 @@ def test_kubeflow(recipe: Path, alone: dict[str, bytes], tmp_path: Path) -> None
     mount = container["volumeMounts"][0]["mountPath"]
     out = tmp_path / "run"
     ours = {
-        "recipes/gpt2-124m.toml": str(recipe),
+        "gpt2-124m": str(recipe),
         f"{mount}/fineweb": shards_of(recipe),
         f"{mount}/runs/gpt2-124m": str(out),
     }

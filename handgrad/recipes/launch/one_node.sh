@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Trains on one machine, a process per GPU; run it again to go on. From a checkout, with handgrad installed:
+# Trains on one machine, a process per GPU; run it again to go on.
 #
-#   recipes/launch/one_node.sh
-#   CONFIG=recipes/gpt2-1558m.toml DATA=/data/fineweb OUT=/data/runs/xl GPUS=4 recipes/launch/one_node.sh --steps 20000
+#   handgrad recipes one_node > one_node.sh
+#   CONFIG=gpt2-1558m DATA=/data/fineweb OUT=/data/runs/xl GPUS=4 bash one_node.sh --steps 20000
 #
 # CONFIG    a recipe           MODEL     a model's size, over the recipe's
 # DATA      prepared shards    OUT       the run folder
@@ -10,7 +10,7 @@
 # Further arguments go to `handgrad train`.
 set -euo pipefail
 
-CONFIG="${CONFIG:-$(dirname "$0")/../gpt2-124m.toml}"
+CONFIG="${CONFIG:-gpt2-124m}"
 GPUS="${GPUS:-$(nvidia-smi --list-gpus 2>/dev/null | wc -l)}"
 if [ "$GPUS" -lt 1 ]; then
     echo "one_node.sh: nvidia-smi lists no GPU; say how many processes to start: GPUS=2 $0" >&2

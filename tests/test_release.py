@@ -1,0 +1,99 @@
+"""The wheel and the sdist: every file is in them, and the wheel works outside a checkout."""
+
+import email
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import write_text
+
+ROOT = Path(__file__).parents[1]
+TRACKED = subprocess.run(
+    ["git", "ls-files", "handgrad"], cwd=ROOT, capture_output=True, text=True, check=True
+).stdout.split()
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("built")
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)]
+    subprocess.run(command, check=True, capture_output=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> Path:
+    (wheel,) = built.glob("*.whl")
+    return wheel
+
+
+def test_every_file_is_in_wheel_and_sdist(built: Path, wheel: Path) -> None:
+    assert len(TRACKED) > 200
+    assert set(zipfile.ZipFile(wheel).namelist()) >= set(TRACKED)
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert names >= {*TRACKED, "README.md", "LICENSE", "NOTICE", "pyproject.toml"}
+    assert not any(re.search(r"__pycache__|(^|/)(runs|shards|tests)/", name) for name in names)
+
+
+def test_the_readmes_links_work_on_a_package_index(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (metadata,) = (name for name in archive.namelist() if name.endswith("METADATA"))
+        page = email.message_from_bytes(archive.read(metadata)).get_payload()
+    links = re.findall(r"\]\(([^)]+)\)", str(page))
+    assert len(links) > 10 and all(link.startswith(("https://", "#")) for link in links), links
+    assert any("/raw/main/docs/speed.png" in link for link in links)
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment that has the wheel, and of this one the libraries alone, since a `.pth` file reads no other."""
+    folder = tmp_path_factory.mktemp("fresh")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    site = folder / Path(sysconfig.get_path("purelib")).relative_to(sys.prefix)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site), str(wheel)]
+    subprocess.run(pip, check=True, capture_output=True)
+    (site / "libraries.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    return folder / "bin" / "python"
+
+
+def test_the_wheel_works_outside_a_checkout(installed: Path, tmp_path: Path) -> None:
+    write_text(tmp_path / "mine.txt", words=5_000)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def run(*words: str) -> str:
+        command = [str(installed), *words]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    where = run("-c", "import handgrad; print(handgrad.__file__)")
+    assert Path(where.strip()).is_relative_to(installed.parents[1])
+    handgrad = "-m", "handgrad"
+    assert "gpt2-124m" in run(*handgrad, "recipes")
+    assert run(*handgrad, "recipes", "slurm").startswith("#!/usr/bin/env bash")
+    assert "124.4M parameters" in run(
+        *handgrad, "plan", "--config", "gpt2-124m", "--vocab-size", "50257", "--device", "cpu"
+    )
+    run(*handgrad, "prepare", "mine.txt", "--tokenizer", "gpt2", "--out", "shards")
+    small = "--sequence-length 16 --tokens-per-step 32 --micro-batch 2 --warmup-steps 1 --sample-tokens 4 --eval-tokens 64"
+    run(*handgrad, "train", "tiny", "--data", "shards", "--out", "run", "--steps", "2", *small.split())
+    assert run(*handgrad, "sample", "run", "--max-tokens", "4")
+    assert (tmp_path / "run" / "report.html").exists()
+
+
+def test_a_clone_does_not_hide_the_package(tmp_path: Path) -> None:
+    """Beside a clone, which has the package's name, Python finds the editable install and not the folder."""
+    (tmp_path / "handgrad").mkdir()
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-c", "import handgrad; print(handgrad.__file__)"]
+    found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
+    assert found.strip().endswith("__init__.py")
