@@ -298,6 +298,7 @@ def small_run(shards: Path, out: Path) -> RunConfig:
         steps=12,
         tokens_per_step=256,
         micro_batch=4,
+        learning_rate=3e-3,
         warmup_steps=3,
         eval_every=6,
         eval_tokens=512,
