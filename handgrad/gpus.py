@@ -1,5 +1,6 @@
 """GPUs by their data sheets: memory, arithmetic, bandwidth, power. For those that this machine need not have."""
 
+import re
 from typing import NamedTuple
 
 from handgrad.errors import UsageError
@@ -52,6 +53,12 @@ GPUS = {
     "3090": Gpu("RTX 3090", (8, 6), 23.6, 71, 0, 35.6, 0.936, 350, 32, "RTX 3090"),
     "t4": Gpu("T4", (7, 5), 14.6, 65, 0, 8.1, 0.32, 70, 16),
 }
+
+
+def short_name(name: str) -> str:
+    """The key of a name as people write it: RTX 4090, NVIDIA H100-SXM5, A100-80GB."""
+    short = re.sub(r"nvidia|geforce|rtx|tesla|[ _-]*80 ?gb|[ _-]*sxm[0-9]?", "", name.lower())
+    return "-".join(re.split(r"[ _-]+", short.strip(" _-")))
 
 
 def auto_precision(capability: Capability) -> str:

@@ -5,6 +5,8 @@ python -m tests.test_planning      prints the table of docs/planning.md, to past
 
 import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ import pytest
 import handgrad
 from handgrad.cli import main
 from handgrad.config import RunConfig
-from handgrad.gpus import GPUS
+from handgrad.gpus import GPUS, short_name
 from handgrad.presets import MODELS, preset
 from handgrad.tools import measured, roofline
 from handgrad.tools.absent import resolve_for
@@ -157,11 +159,20 @@ def test_a_measured_run_quotes_its_record_and_others_the_model() -> None:
 def test_the_micro_batch_that_fits() -> None:
     config = preset("d12")
     there, less = forecast(config, 50257, "4090"), forecast(config, 50257, "4090", fit=bytes_of("10GB"))
-    assert there.micro_batch == 64 and less.micro_batch == less.largest_micro_batch < 64
+    assert there.micro_batch == 64 and less.micro_batch == 16, "the step's divisors: 1, 2, 4, ..."
     assert less.memory_bytes <= 10e9 == less.available_bytes
     assert forecast(config, 50257, "h200", fit=bytes_of("10GB")).memory_bytes == less.memory_bytes
     with pytest.raises(handgrad.HandgradError, match=r"not even one sample .* 1\.9 GiB there; try --recompute 2"):
         forecast(config, 50257, "4090", fit=bytes_of("2GB"))
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("RTX 4090", "4090"), ("A100-80GB", "a100"), ("NVIDIA H100-SXM5", "h100"), ("h100 pcie", "h100-pcie"), ("T4", "t4")],
+)
+def test_names_as_people_write_them(name: str, key: str) -> None:
+    assert short_name(name) == key and key in GPUS
+    assert all(short_name(key) == key for key in GPUS)
 
 
 def test_sizes_of_memory() -> None:
@@ -196,6 +207,20 @@ def test_a_row_for_every_gpu_after_the_plan_of_this_machine(nowhere: Path, capsy
     assert main(["plan", "tiny", "--gpu", "all", "--precision", "fp8", "--price", "1"]) == 0
     table = capsys.readouterr().out
     assert "device" not in table and "A100 80GB SXM has no fp8" in table and "T4 has no fp8" in table
+
+
+def test_the_rows_in_the_docs(nowhere: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["plan", "d12", "--gpu", "all", "--price", "2.5"]) == 0
+    rows = capsys.readouterr().out.partition("\n")[2]
+    assert rows in (ROOT / "docs" / "planning.md").read_text(), rows
+
+
+def test_no_library_of_a_gpu_is_needed(nowhere: Path) -> None:
+    """Triton and CUDA's libraries may be missing, as on a laptop."""
+    hidden = "import sys; sys.modules |= dict.fromkeys(('triton', 'nvmath', 'cudnn')); from handgrad.cli import main; "
+    code = hidden + "sys.exit(main(['plan', 'tiny', '--gpu', 'h100', '--precision', 'fp8']))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0 and "estimated" in run.stdout, run.stderr
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from handgrad.config import (
 )
 from handgrad.errors import UsageError
 from handgrad.evaluation.tasks import TASKS
-from handgrad.gpus import GPUS
+from handgrad.gpus import GPUS, short_name
 from handgrad.run import settings
 
 TIMEOUTS = ("join_seconds", "silence_seconds", "stall_seconds")
@@ -207,7 +207,7 @@ def train(parser: Parser) -> None:
 def plan(parser: Parser) -> None:
     add_run_arguments(parser)
     parser.number("--vocab-size", "words (default: those of --data, or GPT-2's)", rule=AT_LEAST_1)
-    parser.add_argument("--gpu", type=str.lower, choices=[*GPUS, "all"], metavar="NAME", help=PLANNED_GPUS)
+    parser.add_argument("--gpu", type=short_name, choices=[*GPUS, "all"], metavar="NAME", help=PLANNED_GPUS)
     parser.number("--gpus", "how many, a process on each (default: 1)", rule=AT_LEAST_1)
     parser.number("--price", "dollars per GPU and hour (default: costs are left out)", kind=float, rule=NOT_NEGATIVE)
     parser.add_argument("--fit", metavar="SIZE", help="memory to plan for, like 24GB (default: all of a GPU's)")

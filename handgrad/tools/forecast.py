@@ -1,5 +1,6 @@
 """A run on GPUs that this machine need not have: memory, speed, time, money, energy."""
 
+import bisect
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -32,7 +33,6 @@ class Forecast:
     memory_bytes: int  # that the run allocates on each
     available_bytes: int  # of each
     micro_batch: int  # the run's own, or else the largest that fits
-    largest_micro_batch: int  # that fits
     tokens_per_second: float  # of all together
     seconds: float
     dollars: float | None  # None: no price was given
@@ -52,15 +52,14 @@ def forecast(
     name, spec = named_gpu(gpu)
     config = settled(config, spec, ranks)
     available = fit or int(spec.memory_bytes - DRIVER_BYTES)
-    largest = largest_micro_batch(spec, config, vocab_size, available, ranks)
-    if not largest:
+    fitting = largest_micro_batch(spec, config, vocab_size, available, ranks, most=config.micro_batch)
+    if not fitting:
         least = memory_bytes(resolve_for(spec, replace(config, micro_batch=1), vocab_size, ranks))
         raise UsageError(
             f"not even one sample at a time fits {spec.title}: {human_bytes(sum(least.values()))} needed,"
             f" {human_bytes(available)} there; try {remedy(config)}"
         )
-    own = max(n for n in micro_batches(config) if n <= min(largest, config.micro_batch))
-    config = replace(config, micro_batch=own)
+    config = replace(config, micro_batch=fitting)
     check_shared_gradients(config, ranks)
     design = resolve_for(spec, config, vocab_size, ranks)
     found = measured.find(name, config, ranks)
@@ -73,8 +72,7 @@ def forecast(
         precision=config.precision,
         memory_bytes=sum(memory_bytes(design).values()),
         available_bytes=available,
-        micro_batch=own,
-        largest_micro_batch=largest,
+        micro_batch=fitting,
         tokens_per_second=speed,
         seconds=seconds,
         dollars=None if price is None else price * hours,
@@ -85,8 +83,8 @@ def forecast(
 
 
 def named_gpu(name: str) -> tuple[str, Gpu]:
-    """The GPU of a name in any case. Raises `UsageError` with the closest one."""
-    key = name.lower()
+    """The GPU of a name, in any case, also "RTX 4090". Raises `UsageError` with the closest one."""
+    key = gpus.short_name(name)
     check_choice("gpu", key, GPUS)
     return key, GPUS[key]
 
@@ -110,16 +108,20 @@ def micro_batches(config: RunConfig) -> Iterator[int]:
     return (n for n in range(1, samples + 1) if not rest and samples % n == 0)
 
 
-def largest_micro_batch(gpu: Gpu, config: RunConfig, vocab_size: int, available: int, ranks: int) -> int:
-    """The largest micro-batch whose plan fits into `available` bytes; 0 if not even one sample does."""
-    choices = list(micro_batches(config))
-    least, most = 0, len(choices)  # more samples take more memory
-    while least < most:
-        middle = (least + most) // 2
-        design = resolve_for(gpu, replace(config, micro_batch=choices[middle]), vocab_size, ranks)
-        fits = sum(memory_bytes(design).values()) <= available
-        least, most = (middle + 1, most) if fits else (least, middle)
-    return choices[least - 1] if least else 0
+def largest_micro_batch(
+    gpu: Gpu, config: RunConfig, vocab_size: int, available: int, ranks: int, most: int | None = None
+) -> int:
+    """The largest micro-batch, up to `most`, whose plan fits into `available` bytes; 0 if not even one sample does."""
+    choices = [n for n in micro_batches(config) if most is None or n <= most]
+
+    def fits(samples: int) -> bool:
+        design = resolve_for(gpu, replace(config, micro_batch=samples), vocab_size, ranks)
+        return sum(memory_bytes(design).values()) <= available
+
+    if fits(choices[-1]):
+        return choices[-1]
+    index = bisect.bisect_left(choices, True, key=lambda samples: not fits(samples))  # more samples take more memory
+    return choices[index - 1] if index else 0
 
 
 def memory_bytes(design: Design) -> dict[str, int]:

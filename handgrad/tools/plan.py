@@ -58,11 +58,17 @@ def describe_plan(config: RunConfig, vocab_size: int, ranks: int = 1, fit: int =
     ]
     available, there = (fit, "allowed") if fit else (devices.available_bytes(device), "free")
     for level in RECOMPUTE_LEVELS if available is not None else ():
-        fitting = largest_micro_batch(replace(config, recompute=level), vocab_size, available or 0, ranks)
-        whole = " (a whole step at once)" if fitting * config.lanes == config.samples_per_step else ""
-        advice = f"--micro-batch {fitting}{whole}" if fitting else "not even one sample at a time"
-        lines.append(f"fits       {human_bytes(available or 0)} {there} at recompute {level}: {advice}")
+        other = replace(config, recompute=level)
+        fitting = largest_micro_batch(other, vocab_size, available or 0, ranks)
+        lines.append(fits_line(other, fitting, available or 0, there))
     return lines
+
+
+def fits_line(config: RunConfig, fitting: int, available: int, there: str) -> str:
+    """The largest micro-batch that fits; 0: none does."""
+    whole = " (a whole step at once)" if fitting * config.lanes == config.samples_per_step else ""
+    advice = f"--micro-batch {fitting}{whole}" if fitting else "not even one sample at a time"
+    return f"fits       {human_bytes(available)} {there} at recompute {config.recompute}: {advice}"
 
 
 def run_lines(config: RunConfig, design: Design) -> list[str]:

@@ -7,8 +7,8 @@ from handgrad.errors import HandgradError
 from handgrad.format import human_bytes, human_count
 from handgrad.gpus import GPUS
 from handgrad.tools.absent import resolve_for
-from handgrad.tools.forecast import Forecast, forecast, named_gpu, settled
-from handgrad.tools.plan import RECOMPUTE_LEVELS, memory_lines, run_lines
+from handgrad.tools.forecast import Forecast, forecast, largest_micro_batch, named_gpu, settled
+from handgrad.tools.plan import RECOMPUTE_LEVELS, fits_line, memory_lines, run_lines
 
 WIDTHS = (11, 9, 11, 11, 10, 10, 9, 11)
 NOTE = (
@@ -26,6 +26,8 @@ def describe_gpu(
     config = replace(settled(config, spec, ranks), micro_batch=found.micro_batch)
     levels = [replace(config, recompute=level) for level in RECOMPUTE_LEVELS]
     designs = [resolve_for(spec, level, vocab_size, ranks) for level in levels]
+    available = found.available_bytes
+    largest = [largest_micro_batch(spec, level, vocab_size, available, ranks) for level in levels]
     peak = f"{spec.flops(config.precision) / 1e12:g} TFLOP/s in {config.precision}"
     source = f" (benchmarks/results/{found.source}.json)" if found.source else ""
     return [
@@ -33,8 +35,10 @@ def describe_gpu(
         f"gpu        {f'{ranks} x ' if ranks > 1 else ''}{spec.title}: {spec.memory_gib:g} GiB,"
         f" {peak}, {spec.terabytes_per_second:g} TB/s, {spec.watts} W",
         *memory_lines(config, designs, ranks),
-        f"fits       {human_bytes(found.available_bytes)} at recompute {config.recompute}:"
-        f" --micro-batch {found.largest_micro_batch} at most",
+        *(
+            fits_line(level, most, available, "allowed" if fit else "usable")
+            for level, most in zip(levels, largest, strict=True)
+        ),
         "",
         heading(),
         row(found),
