@@ -27,6 +27,8 @@ SHAPES = [  # batch, length, heads, head width, feed-forward over channels, voca
     (3, 80, 2, 8, 4, 256),
     (4, 2048, 16, 128, 4, 50304),
     (7, 96, 20, 112, 4, 512),
+    (1, 64, 64, 128, 4, 512),  # so wide that a layer norm's sums are the largest
+    (512, 1024, 12, 64, 4, 512),  # so many tokens that the embedding's are
 ]
 
 

@@ -153,6 +153,8 @@ def test_a_measured_run_quotes_its_record_and_others_the_model() -> None:
         changed = forecast(dataclasses.replace(config, **other), 50257, "h200")
         assert not changed.measured and changed.source == "" and changed.dollars is None
     assert not forecast(config, 50257, "h200", ranks=8).measured
+    assert forecast(preset("d48"), 50257, "h200").measured, "64 micro-batches to an update are as fast as 8"
+    assert not forecast(dataclasses.replace(config, tokens_per_step=1 << 17), 50257, "h200").measured, "2 are not"
     assert MODELS["d12"] == MODELS["gpt3-125m"] and not forecast(preset("gpt3-125m"), 50257, "h200").measured
 
 
