@@ -5,8 +5,8 @@
     model = handgrad.load("runs/mine")
     print(model.generate("Once upon a time"))
 
-`Training` makes a run step by step, `metrics` reads its records, `evaluate` and `export` are the commands of that name:
-docs/python.md. On the command line: `handgrad --help`.
+`Training` makes a run step by step, `metrics` reads its records, `plan`, `evaluate` and `export` are the commands of that
+name: docs/python.md. On the command line: `handgrad --help`.
 
 A reader of the code starts here, in this order (docs/architecture.md draws the rest):
 
@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from handgrad.api.actions import evaluate, export, prepare
     from handgrad.api.model import Model, load
+    from handgrad.api.planning import plan
     from handgrad.api.records import metrics
     from handgrad.api.training import Training, preset, train
     from handgrad.config import RunConfig
@@ -49,6 +50,7 @@ HOMES = {
     "export": "handgrad.api.actions",
     "load": "handgrad.api.model",
     "metrics": "handgrad.api.records",
+    "plan": "handgrad.api.planning",
     "prepare": "handgrad.api.actions",
     "preset": "handgrad.api.training",
     "train": "handgrad.api.training",

@@ -8,7 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from handgrad import gpus
 from handgrad.errors import UsageError
+from handgrad.gpus import GPUS
 
 # Of weights and activations; in fp8 they stay bf16, and GEMMs read fp8 copies.
 DTYPES = {
@@ -21,15 +23,7 @@ DTYPES = {
 
 # Dense bf16 peak in FLOP/s, by the data sheets, for GPUs whose torch name contains the key (the longest match counts).
 # MFU is printed only for these; every other device gets GFLOP/s.
-PEAK_BF16_FLOPS = {
-    "H200": 989.4e12,
-    "H100": 989.4e12,
-    "H100 PCIe": 756e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "RTX 4090": 165.2e12,
-    "RTX 3090": 71e12,
-}
+PEAK_BF16_FLOPS = {gpu.torch_name: gpu.flops("bf16") for gpu in GPUS.values() if gpu.torch_name}
 
 
 def resolve_device(name: str, local_rank: int = 0) -> torch.device:
@@ -56,9 +50,8 @@ def auto_precision(device: torch.device) -> tuple[str, str]:
     """The precision that "auto" takes on the device, and the reason in a few words."""
     if device.type != "cuda":
         return "fp32", f"on a {'CPU' if device.type == 'cpu' else 'GPU of this kind'}"
-    if torch.cuda.get_device_capability(device) >= (8, 0):
-        return "bf16", "which this GPU computes in"
-    return "fp16", "as this GPU has no bf16"
+    precision = gpus.auto_precision(torch.cuda.get_device_capability(device))
+    return precision, "which this GPU computes in" if precision == "bf16" else "as this GPU has no bf16"
 
 
 def settled_precision(name: str, device: torch.device) -> str:
@@ -83,13 +76,7 @@ def use_precision(device: torch.device, precision: str) -> torch.dtype:
         torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-        capability, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
-        if precision in ("bf16", "tf32", "fp8") and capability < (8, 0):
-            raise UsageError(f"{name} has no {precision}; use --precision fp16 or fp32")
-        if precision == "fp8" and capability < (8, 9):
-            raise UsageError(f"{name} has no fp8 (Ada and Hopper have); use --precision bf16")
-        if precision == "fp8" and capability[0] == 10:  # Triton 3.6 and 3.7 fail on fp8 attention's kernels there
-            raise UsageError(f"precision fp8 does not run on {name} yet: its kernels do not compile; use --precision bf16")
+        gpus.check_precision(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device), precision)
     return DTYPES[precision]
 
 

@@ -24,7 +24,7 @@ def test_the_keywords_are_the_fields_of_a_run() -> None:
     assert list(Settings.__annotations__.items()) == list(expected.items())
 
 
-@pytest.mark.parametrize("described", [handgrad.Training, handgrad.train, handgrad.preset])
+@pytest.mark.parametrize("described", [handgrad.Training, handgrad.train, handgrad.preset, handgrad.plan])
 def test_a_signature_shows_every_setting(described: object) -> None:
     parameters = inspect.signature(described).parameters
     settings = [name for name, parameter in parameters.items() if parameter.default is ...]

@@ -15,10 +15,12 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 BOOK = {"config", "arena", "ops", "models", "layout", "optimizers", "graphs", "training"}  # a training step
 BESIDE = {*BOOK, "fp8", "dropout", "parallel"}  # what joins it at set-up
 MODEL_AT_WORK = {*BESIDE, "generation", "evaluation", "data", "checkpoint", "backend", "devices", "jsonl", "run_files"}
-RUN = {*MODEL_AT_WORK, "interop", "presets", "recipes", "format", "power", "threads", "run"}
+RUN = {*MODEL_AT_WORK, "gpus", "interop", "presets", "recipes", "format", "power", "threads", "run"}
 LAW = {
     **{part: set() for part in ("errors", "files", "format", "config", "run_files", "jsonl", "graphs", "power", "threads")},
-    **{part: {"config", "run_files"} for part in ("presets", "recipes", "arena", "devices", "checkpoint", "data")},
+    "gpus": set(),
+    **{part: {"config", "run_files"} for part in ("presets", "recipes", "arena", "checkpoint", "data")},
+    "devices": {"config", "run_files", "gpus"},
     "ops": set(),
     "backend": {"config", "ops"},
     "models": {"config", "arena"},
@@ -34,7 +36,7 @@ LAW = {
     "run": RUN,
     "report": RUN,
     "tools": RUN,
-    "api": RUN,
+    "api": {*RUN, "tools"},
     "commands": {*RUN, "report", "tools"},
     "cli": {"commands", "config", "threads"},
     "__main__": {"cli"},

@@ -22,6 +22,7 @@ from handgrad.config import (
 )
 from handgrad.errors import UsageError
 from handgrad.evaluation.tasks import TASKS
+from handgrad.gpus import GPUS, short_name
 from handgrad.run import settings
 
 TIMEOUTS = ("join_seconds", "silence_seconds", "stall_seconds")
@@ -31,6 +32,8 @@ SOURCES = (
     " or local .txt, .jsonl, .parquet: a file, a folder or a quoted glob"
 )
 
+
+PLANNED_GPUS = f"plan for this GPU, which need not be here: {', '.join(GPUS)}; or all (default: this machine, then all)"
 
 # The settings of a run that `--help` shows; `--help-all` shows the others below them, by group.
 FIRST_SETTINGS = (
@@ -204,7 +207,11 @@ def train(parser: Parser) -> None:
 def plan(parser: Parser) -> None:
     add_run_arguments(parser)
     parser.number("--vocab-size", "words (default: those of --data, or GPT-2's)", rule=AT_LEAST_1)
-    parser.number("--ranks", "processes that will train together (default: 1)", rule=AT_LEAST_1, default=1)
+    parser.add_argument("--gpu", type=short_name, choices=[*GPUS, "all"], metavar="NAME", help=PLANNED_GPUS)
+    parser.number("--gpus", "how many, a process on each (default: 1)", rule=AT_LEAST_1)
+    parser.number("--price", "dollars per GPU and hour (default: costs are left out)", kind=float, rule=NOT_NEGATIVE)
+    parser.add_argument("--fit", metavar="SIZE", help="memory to plan for, like 24GB (default: all of a GPU's)")
+    parser.number("--ranks", "the same as --gpus, of any processes that train together", rule=AT_LEAST_1)
 
 
 def evaluate(parser: Parser) -> None:
@@ -342,7 +349,7 @@ def demo(parser: Parser) -> None:
 COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
     "prepare": ("raw text -> a folder of token shards", prepare),
     "train": ("trains the run in --out, or resumes it", train),
-    "plan": ("memory, tokens and operations of a run, from the same arguments as train", plan),
+    "plan": ("memory, speed and cost of a run, here or on any GPU, from the same arguments as train", plan),
     "evaluate": ("validation loss, perplexity and bits per byte of a checkpoint, and its results on tasks", evaluate),
     "sample": ("text from a checkpoint, streamed, or one for each prompt of a file", sample),
     "export": ("a checkpoint -> a folder for Hugging Face's transformers or llm.c, read back and compared", export),
@@ -359,7 +366,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
 EXAMPLES = {
     "prepare": "handgrad prepare my_text.txt --tokenizer bpe:4096 --out shards/mine",
     "train": "handgrad train tiny --data shards/mine --out runs/a --steps 500",
-    "plan": "handgrad plan d12 --precision bf16 --ranks 8",
+    "plan": "handgrad plan d12 --gpu h100 --gpus 8 --price 2.50",
     "evaluate": "handgrad evaluate runs/a --data shards/mine",
     "sample": 'handgrad sample runs/a --prompt "Once upon a time" --samples 3',
     "export": "handgrad export runs/a exported --to hf",

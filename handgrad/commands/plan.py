@@ -1,16 +1,27 @@
-"""handgrad plan: memory, tokens and operations of a run, from the same arguments as train."""
+"""handgrad plan: memory, speed and cost of a run, on this machine and on others, from the same arguments as train."""
 
 from argparse import Namespace
-from pathlib import Path
 
-from handgrad.config import GPT2_VOCABULARY
-from handgrad.data.shards import open_dataset
-from handgrad.tools.plan import describe_plan
+from handgrad.errors import UsageError
+from handgrad.tools.forecast import bytes_of
+from handgrad.tools.plan import describe_plan, vocabulary
+from handgrad.tools.plan_gpus import describe_gpu, describe_gpus
 
 
 def run(parsed: Namespace) -> int:
-    config, vocab_size = parsed.run_config, parsed.vocab_size
+    config, lines = parsed.run_config, list[str]()
+    if parsed.gpus is not None and parsed.ranks is not None and parsed.gpus != parsed.ranks:
+        raise UsageError(f"--gpus and --ranks say the same thing, found {parsed.gpus} and {parsed.ranks}; give one of them")
+    ranks, fit = parsed.gpus or parsed.ranks or 1, bytes_of(parsed.fit) if parsed.fit else 0
+    vocab_size = parsed.vocab_size
     if vocab_size is None:
-        vocab_size = open_dataset(config.data).tokenizer.vocab_size if Path(config.data).exists() else GPT2_VOCABULARY
-    print("\n".join(describe_plan(config, vocab_size, parsed.ranks)))
+        vocab_size, line = vocabulary(config, given=parsed.data is not None)
+        lines.append(line)
+    if parsed.gpu not in (None, "all"):
+        lines += describe_gpu(config, vocab_size, parsed.gpu, ranks, parsed.price, fit)
+    else:
+        if parsed.gpu is None:
+            lines += [*describe_plan(config, vocab_size, ranks, fit), ""]
+        lines += describe_gpus(config, vocab_size, ranks, parsed.price, fit)
+    print("\n".join(lines))
     return 0

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -33,15 +34,20 @@ def resolve(
     device: torch.device | None = None,
     ops: ModuleType | None = None,
     left_fp8: tuple[str, ...] = (),
+    sizes: Any = None,
 ) -> Design:
     """The run that `config` describes, as one of `ranks` has it, with its plan; nothing is allocated.
 
     `device` and `ops` (plain operations) are those of `config` unless given; `left_fp8` are parts of fp8 GEMMs that the run
-    has moved to bf16. Raises `UsageError` for what the device or the backend does not do, and for unknown names.
+    has moved to bf16. `sizes`: the sizes of operations that this machine cannot run, in the place of the operations; the
+    device is "meta" then, torch's name for no memory at all. Raises `UsageError` for what the device or the backend does
+    not do, and for unknown names.
     """
     device = devices.resolve_device(config.device) if device is None else device
     config = with_precision(config, device)
     dtype = devices.use_precision(device, config.precision)
+    if sizes is not None:
+        ops = sizes
     plain_ops = choose_backend(config.backend, device, "tf32" if config.precision == "tf32" else "") if ops is None else ops
     shape = config.shape(vocab_size)
     model = models.architecture(shape)
@@ -52,13 +58,13 @@ def resolve(
     buckets = buckets_of(parameters, lanes)
     tokens = config.micro_batch * shape.sequence_length
     chunk = models.head_chunk_tokens(config.head_chunk_tokens, tokens, shape.padded_vocab_size, dtype)
-    sizes = sizing(plain_ops) if config.dropout else plain_ops
+    sized = sizing(plain_ops) if config.dropout and sizes is None else plain_ops
     rows = tuple(
-        model.activations(shape, config.micro_batch, shape.sequence_length, dtype, sizes, chunk=chunk, training=True)
+        model.activations(shape, config.micro_batch, shape.sequence_length, dtype, sized, chunk=chunk, training=True)
     )
     training_ops, fp8 = plain_ops, None
     if config.precision == "fp8":
-        training_ops = fp8_operations(plain_ops)
+        training_ops = fp8_operations(plain_ops) if sizes is None else sizes
         fp8 = resolve_fp8(config, shape, model, parameters, rows, training_ops, left_fp8)
     flat = flat_buffers(
         flat_elements(parameters, lanes),

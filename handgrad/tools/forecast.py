@@ -1,0 +1,146 @@
+"""A run on GPUs that this machine need not have: memory, speed, time, money, energy."""
+
+import bisect
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from handgrad import gpus
+from handgrad.arena import make_plan
+from handgrad.config import AUTO, RunConfig, check_choice
+from handgrad.errors import UsageError
+from handgrad.format import human_bytes
+from handgrad.generation.decode import decode_buffers
+from handgrad.gpus import GPUS, Gpu
+from handgrad.run.checks import check_shared_gradients
+from handgrad.run.folder import settled_lanes
+from handgrad.tools import measured
+from handgrad.tools.absent import resolve_for
+from handgrad.tools.roofline import step_time
+from handgrad.training.design import Design
+
+DRIVER_BYTES = 0.7 * 2**30  # the CUDA context and the libraries, beside the plan
+UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A run on `gpus` GPUs of a kind, steps alone: validations, samples and checkpoints come on top."""
+
+    gpu: str  # its name in `handgrad.gpus.GPUS`
+    gpus: int
+    precision: str
+    memory_bytes: int  # that the run allocates on each
+    available_bytes: int  # of each
+    micro_batch: int  # the run's own, or else the largest that fits
+    tokens_per_second: float  # of all together
+    seconds: float
+    dollars: float | None  # None: no price was given
+    kilowatt_hours: float  # of the boards at their limits; the rest of the machine comes on top
+    measured: bool  # this very run's speed was measured; else it follows from the data sheet
+    source: str  # the record, or ""
+
+
+def forecast(
+    config: RunConfig, vocab_size: int, gpu: str, *, ranks: int = 1, price: float | None = None, fit: int = 0
+) -> Forecast:
+    """The run that `config` describes. `price`: dollars per GPU and hour; `fit`: bytes of each GPU that it may take, in the
+    place of all.
+
+    Raises `UsageError`: an unknown GPU, a precision that it lacks, a run that does not fit.
+    """
+    name, spec = named_gpu(gpu)
+    config = settled(config, spec, ranks)
+    available = fit or int(spec.memory_bytes - DRIVER_BYTES)
+    fitting = largest_micro_batch(spec, config, vocab_size, available, ranks, most=config.micro_batch)
+    if not fitting:
+        least = memory_bytes(resolve_for(spec, replace(config, micro_batch=1), vocab_size, ranks))
+        raise UsageError(
+            f"not even one sample at a time fits {spec.title}: {human_bytes(sum(least.values()))} needed,"
+            f" {human_bytes(available)} there; try {remedy(config)}"
+        )
+    config = replace(config, micro_batch=fitting)
+    check_shared_gradients(config, ranks)
+    design = resolve_for(spec, config, vocab_size, ranks)
+    found = measured.find(name, config, ranks)
+    speed = found.tokens_per_second if found else config.tokens_per_step / step_time(spec, config, design, ranks).total
+    seconds = config.steps * config.tokens_per_step / speed
+    hours = ranks * seconds / 3600
+    return Forecast(
+        gpu=name,
+        gpus=ranks,
+        precision=config.precision,
+        memory_bytes=sum(memory_bytes(design).values()),
+        available_bytes=available,
+        micro_batch=fitting,
+        tokens_per_second=speed,
+        seconds=seconds,
+        dollars=None if price is None else price * hours,
+        kilowatt_hours=spec.watts * hours / 1e3,
+        measured=found is not None,
+        source=found.source if found else "",
+    )
+
+
+def named_gpu(name: str) -> tuple[str, Gpu]:
+    """The GPU of a name, in any case, also "RTX 4090". Raises `UsageError` with the closest one."""
+    key = gpus.short_name(name)
+    check_choice("gpu", key, GPUS)
+    return key, GPUS[key]
+
+
+def settled(config: RunConfig, gpu: Gpu, ranks: int) -> RunConfig:
+    """`config` as it would start on `ranks` such GPUs: its precision and its lanes."""
+    precision = gpus.auto_precision(gpu.capability) if config.precision == AUTO else config.precision
+    gpus.check_precision(gpu.title, gpu.capability, precision)
+    config = replace(config, precision=precision, lanes=settled_lanes(config, ranks))
+    if not list(micro_batches(config)):
+        raise UsageError(
+            f"a step of {config.tokens_per_step} tokens has {config.samples_per_step} samples, which {config.lanes} lanes"
+            f" cannot share equally; use fewer GPUs or --tokens-per-step {config.lanes * config.sequence_length}"
+        )
+    return config
+
+
+def micro_batches(config: RunConfig) -> Iterator[int]:
+    """The micro-batches that divide a lane's step, smallest first."""
+    samples, rest = divmod(config.samples_per_step, config.lanes)
+    return (n for n in range(1, samples + 1) if not rest and samples % n == 0)
+
+
+def largest_micro_batch(
+    gpu: Gpu, config: RunConfig, vocab_size: int, available: int, ranks: int, most: int | None = None
+) -> int:
+    """The largest micro-batch, up to `most`, whose plan fits into `available` bytes; 0 if not even one sample does."""
+    choices = [n for n in micro_batches(config) if most is None or n <= most]
+
+    def fits(samples: int) -> bool:
+        design = resolve_for(gpu, replace(config, micro_batch=samples), vocab_size, ranks)
+        return sum(memory_bytes(design).values()) <= available
+
+    if fits(choices[-1]):
+        return choices[-1]
+    index = bisect.bisect_left(choices, True, key=lambda samples: not fits(samples))  # more samples take more memory
+    return choices[index - 1] if index else 0
+
+
+def memory_bytes(design: Design) -> dict[str, int]:
+    """Bytes of every allocation that a rank of this run makes."""
+    generation = make_plan(decode_buffers(design.shape, 1, design.dtype, design.plain_ops))
+    return design.plan.size_bytes | generation.size_bytes
+
+
+def remedy(config: RunConfig) -> str:
+    return "a smaller model or more GPUs" if config.recompute == 2 else "--recompute 2, a smaller model or more GPUs"
+
+
+def bytes_of(text: str) -> int:
+    """`24GB` -> 24,000,000,000, `24GiB` -> 25,769,803,776. Raises `UsageError` for what is no size."""
+    found = re.fullmatch(r"([0-9.]+)\s*([kmgt]?i?)b?", text.strip().lower())
+    try:
+        size = int(float(found[1]) * UNITS[found[2]]) if found else 0
+    except (ValueError, KeyError, OverflowError):
+        size = 0
+    if size < 1:
+        raise UsageError(f"fit must be a size of memory like 24GB or 22.5GiB, found {text!r}")
+    return size

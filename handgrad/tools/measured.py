@@ -1,0 +1,59 @@
+"""Training speeds that were measured, for plans to quote; tests/test_planning.py holds them to the records."""
+
+from typing import NamedTuple
+
+from handgrad.config import RunConfig
+from handgrad.presets import MODELS
+
+LENGTH = 1024  # tokens per sample of all of them
+MANY = 8  # micro-batches from which on their number no longer matters: the optimizer's part is a percent or less
+
+
+# Settings that change the speed; the measured runs had their defaults.
+COSTLY = (
+    *("recompute", "dropout", "zero", "reduce_precision", "master_weights", "head_chunk_tokens", "freeze"),
+    *("fp8_keep_bf16", "fp8_head", "fp8_gradients", "fp8_scaling"),
+)
+
+
+class Measured(NamedTuple):
+    """A speed: `model` of `presets.MODELS` on `gpus` GPUs, `micro_steps` micro-batches of each to an update."""
+
+    gpu: str
+    gpus: int
+    model: str
+    precision: str
+    micro_batch: int
+    micro_steps: int
+    tokens_per_second: float
+    source: str  # a record in benchmarks/results
+
+
+ROWS = (
+    Measured("h200", 1, "d12", "bf16", 64, 8, 620100, "h200-step-124m"),
+    Measured("h200", 1, "d24", "bf16", 32, 8, 227440, "h200-step-350m"),
+    Measured("h200", 1, "d36", "bf16", 32, 8, 107670, "h200-step-774m"),
+    Measured("h200", 1, "d48", "bf16", 16, 8, 55451, "h200-step-1558m"),
+    Measured("h200", 1, "d12", "fp8", 64, 8, 741330, "h200-fp8-step-124m"),
+    Measured("h200", 1, "d24", "fp8", 32, 8, 290730, "h200-step-350m"),
+    Measured("h200", 1, "d36", "fp8", 32, 8, 151140, "h200-fp8-step-774m"),
+    Measured("h200", 1, "d48", "fp8", 16, 8, 79012, "h200-fp8-step-1558m"),
+    Measured("h200", 1, "d12", "bf16", 64, 1, 615860, "h200-step-124m-one-micro-step"),
+    Measured("h200", 4, "d12", "bf16", 64, 2, 2395783, "h200-x4-scaling-124m"),
+    Measured("h200", 4, "d48", "bf16", 16, 8, 219184, "h200-x4-scaling-1558m"),
+)
+
+
+def find(gpu: str, config: RunConfig, ranks: int) -> Measured | None:
+    """The measured speed of this very run: model, context, precision, micro-batch, and the settings that cost time."""
+    usual = RunConfig()
+    if config.sequence_length != LENGTH or any(getattr(config, name) != getattr(usual, name) for name in COSTLY):
+        return None
+    sizes = config.num_layers, config.num_heads, config.channels
+    micro_steps = config.samples_per_step // (config.micro_batch * ranks)
+    for row in ROWS:
+        alike = min(row.micro_steps, micro_steps) >= MANY or row.micro_steps == micro_steps
+        this = gpu, ranks, sizes, config.precision, config.micro_batch
+        if alike and this == (row.gpu, row.gpus, MODELS[row.model], row.precision, row.micro_batch):
+            return row
+    return None

@@ -1,0 +1,89 @@
+"""`handgrad plan` for GPUs that this machine need not have: one in detail, or a table with a row for each."""
+
+from dataclasses import replace
+
+from handgrad.config import RunConfig
+from handgrad.errors import HandgradError
+from handgrad.format import human_bytes, human_count
+from handgrad.gpus import GPUS
+from handgrad.tools.absent import resolve_for
+from handgrad.tools.forecast import Forecast, forecast, largest_micro_batch, named_gpu, settled
+from handgrad.tools.plan import RECOMPUTE_LEVELS, fits_line, memory_lines, run_lines
+
+WIDTHS = (11, 9, 11, 11, 10, 10, 9, 11)
+NOTE = (
+    "measured: this run's speed is on record; estimated: from the data sheet, by the model of docs/planning.md.\n"
+    "Steps alone: validations and checkpoints come on top. kWh: the boards alone, at their power limits."
+)
+
+
+def describe_gpu(
+    config: RunConfig, vocab_size: int, gpu: str, ranks: int = 1, price: float | None = None, fit: int = 0
+) -> list[str]:
+    """The plan for `ranks` GPUs of this name. Raises the errors of `forecast`."""
+    found = forecast(config, vocab_size, gpu, ranks=ranks, price=price, fit=fit)
+    _, spec = named_gpu(gpu)
+    config = replace(settled(config, spec, ranks), micro_batch=found.micro_batch)
+    levels = [replace(config, recompute=level) for level in RECOMPUTE_LEVELS]
+    designs = [resolve_for(spec, level, vocab_size, ranks) for level in levels]
+    available = found.available_bytes
+    largest = [largest_micro_batch(spec, level, vocab_size, available, ranks) for level in levels]
+    peak = f"{spec.flops(config.precision) / 1e12:g} TFLOP/s in {config.precision}"
+    source = f" (benchmarks/results/{found.source}.json)" if found.source else ""
+    return [
+        *run_lines(config, designs[0]),
+        f"gpu        {f'{ranks} x ' if ranks > 1 else ''}{spec.title}: {spec.memory_gib:g} GiB,"
+        f" {peak}, {spec.terabytes_per_second:g} TB/s, {spec.watts} W",
+        *memory_lines(config, designs, ranks),
+        *(
+            fits_line(level, most, available, "allowed" if fit else "usable")
+            for level, most in zip(levels, largest, strict=True)
+        ),
+        "",
+        heading(),
+        row(found),
+        f"{'measured' + source if found.measured else 'estimated, by the model of docs/planning.md'}; steps alone",
+    ]
+
+
+def describe_gpus(
+    config: RunConfig, vocab_size: int, ranks: int = 1, price: float | None = None, fit: int = 0
+) -> list[str]:
+    """A row for every GPU; one that cannot run it says why."""
+    lines = [heading()]
+    for name in GPUS:
+        try:
+            lines.append(row(forecast(config, vocab_size, name, ranks=ranks, price=price, fit=fit)))
+        except HandgradError as error:
+            lines.append(f"{name:<{WIDTHS[0]}}{error}")
+    return [*lines, *([f"{ranks} GPUs each; memory and micro-batch are those of one"] if ranks > 1 else []), NOTE]
+
+
+def heading() -> str:
+    return cells("GPU", "precision", "micro-batch", "memory", "tokens/s", "time", "kWh", "dollars")
+
+
+def row(found: Forecast) -> str:
+    dollars = "-" if found.dollars is None else f"{found.dollars:,.2f}"
+    return cells(
+        found.gpu,
+        found.precision,
+        str(found.micro_batch),
+        human_bytes(found.memory_bytes),
+        human_count(found.tokens_per_second),
+        duration(found.seconds),
+        f"{found.kilowatt_hours:.3g}" if found.kilowatt_hours < 1000 else f"{found.kilowatt_hours:,.0f}",
+        dollars,
+    ) + ("  measured" if found.measured else "  estimated")
+
+
+def cells(first: str, *others: str) -> str:
+    return f"{first:<{WIDTHS[0]}}" + " ".join(f"{text:>{width}}" for text, width in zip(others, WIDTHS[1:], strict=True))
+
+
+def duration(seconds: float) -> str:
+    """90 -> '1.5 min', 9e4 -> '25 hours', 1e6 -> '11.6 days'."""
+    for size, unit, least in ((86400, "days", 2), (3600, "hours", 1), (60, "min", 1)):
+        if seconds >= least * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s"
