@@ -194,18 +194,26 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(aside)
 
 
-def prune(checkpoints: Path, newest_step: int, keep: int, best_step: int | None = None) -> None:
-    """Keeps the `keep` newest checkpoints up to `newest_step` (0: all) and that of `best_step`. Removes the others, remains
-    of interrupted saves, and later folders: those are damaged, or the run would not be at `newest_step`."""
+def prune(checkpoints: Path, newest_step: int, keep: int, best_step: int | None = None, keep_every: int = 0) -> list[Path]:
+    """Keeps the `keep` newest checkpoints up to `newest_step` (0: all), that of `best_step`, and those of multiples of
+    `keep_every` (0: none). Removes the others, remains of interrupted saves, and later folders: those are damaged, or the
+    run would not be at `newest_step`. Returns the removed folders."""
     with storage_errors(f"removing old checkpoints in {checkpoints}"):
-        for leftover in (*checkpoints.glob(f"step_*{PARTIAL}"), *checkpoints.glob(f"step_*{REMOVED}")):
+        leftovers = [*checkpoints.glob(f"step_*{PARTIAL}"), *checkpoints.glob(f"step_*{REMOVED}")]
+        for leftover in leftovers:
             shutil.rmtree(leftover)
         folders = _folders(checkpoints)
         later = [folder for folder in folders if _step_of(folder) > newest_step]
         earlier = folders[len(later) :][keep:] if keep else []
-        for folder in later + earlier:
-            if folder in later or _step_of(folder) != best_step:
-                _remove(folder)
+        removed = later + [f for f in earlier if _step_of(f) != best_step and not is_major(_step_of(f), keep_every)]
+        for folder in removed:
+            _remove(folder)
+    return leftovers + removed
+
+
+def is_major(step: int, keep_every: int) -> bool:
+    """True for the checkpoint of a step that is never pruned."""
+    return bool(keep_every) and step % keep_every == 0
 
 
 def _folders(checkpoints: Path) -> list[Path]:
