@@ -2,9 +2,10 @@
 
 import argparse
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from handgrad import presets
+from handgrad.commands.parser import METAVARS, Formatter, HelpAll, Parser, flag
 from handgrad.config import (
     ABOVE_0,
     AT_LEAST_1,
@@ -16,16 +17,12 @@ from handgrad.config import (
     NOT_NEGATIVE,
     PRECISIONS,
     SECONDS,
-    Rule,
     RunConfig,
-    nearest_name,
 )
-from handgrad.errors import UsageError
 from handgrad.evaluation.tasks import TASKS
 from handgrad.run import settings
 
 TIMEOUTS = ("join_seconds", "silence_seconds", "stall_seconds")
-METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT", bool: "true|false"}
 SOURCES = (
     "stories (built in), shakespeare, tinystories, fineweb, fineweb-edu, any hub dataset as OWNER/NAME[:CONFIG],"
     " or local .txt, .jsonl, .parquet: a file, a folder or a quoted glob"
@@ -48,73 +45,6 @@ GROUPS = {
     "save_every": "saving",
     "device": "the machine",
 }
-
-
-class Formatter(argparse.RawDescriptionHelpFormatter):
-    """Ends an option's help with its default, if it has one that its text does not name."""
-
-    def _get_help_string(self, action: argparse.Action) -> str:
-        text = action.help or ""
-        none = action.default is False or action.default in (None, "", [], argparse.SUPPRESS)
-        return text if none or "default" in text else f"{text} (default: {action.default})"
-
-
-class HelpAll(argparse.Action):
-    """`--help-all`: the help with the options that `--help` leaves out."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        assert isinstance(parser, Parser)
-        parser.show_all()
-        parser.print_help()
-        parser.exit()
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse with our errors: one line, exit code 64, and the nearest name for an unknown flag."""
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, allow_abbrev=False, **kwargs)
-        self.rules: dict[str, Rule] = {}
-        self.left_out: dict[argparse.Action, str] = {}  # with the help that `--help` does not show
-
-    def show_all(self) -> None:
-        for action, text in self.left_out.items():
-            action.help = text
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; `{self.prog} --help` lists what there is")
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """argparse's own check of `choices`, with the nearest one in its message."""
-        try:
-            super()._check_value(action, value)
-        except argparse.ArgumentError as error:
-            error.message += nearest_name(str(value), map(str, action.choices or ()))
-            raise
-
-    def number(self, flag: str, help: str, *, rule: Rule | None = None, kind: type = int, default: Any = None) -> None:
-        """A flag with a whole number, or of `kind` float, that keeps to `rule`."""
-        action = self.add_argument(flag, type=kind, default=default, metavar=METAVARS[kind], help=help)
-        if rule is not None:
-            self.rules[action.dest] = rule
-
-    def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """Like `parse_args`; checks the numbers, and answers an unknown flag with the nearest known one."""
-        namespace, unknown = self.parse_known_args(arguments)
-        if unknown:
-            name = unknown[0].split("=")[0]
-            full = "--help-all" if self.left_out else "--help"
-            known = [option for action in self._actions for option in action.option_strings]
-            raise UsageError(f"unknown argument {name!r}{nearest_name(name, known)}; `{self.prog} {full}` lists all")
-        for name, rule in self.rules.items():
-            if getattr(namespace, name) is not None:
-                rule.check(flag(name), getattr(namespace, name))
-        return namespace
-
-
-def flag(name: str) -> str:
-    """tokens_per_step -> --tokens-per-step."""
-    return "--" + name.replace("_", "-")
 
 
 def parse(command: str, arguments: Sequence[str]) -> argparse.Namespace:
@@ -281,6 +211,11 @@ BENCHMARKS = {
 }
 
 
+def runs(parser: Parser) -> None:
+    parser.add_argument("folder", nargs="?", default="runs", metavar="FOLDER", help="searched for runs (default: runs)")
+    parser.add_argument("--json", action="store_true", help="a list of objects instead, for scripts")
+
+
 def bench(parser: Parser) -> None:
     texts = "; ".join(f"{name}: {text}" for name, text in BENCHMARKS.items())
     parser.add_argument("what", choices=list(BENCHMARKS), help=texts)
@@ -344,6 +279,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
     "export": ("a checkpoint -> a folder for Hugging Face's transformers or llm.c, read back and compared", export),
     "import": ("a GPT-2 of transformers or of llm.c -> a checkpoint", import_),
     "report": ("a self-contained HTML page of one or more runs", report),
+    "runs": ("a table of the runs below a folder: steps, loss, size, state", runs),
     "bench": ("handgrad beside a PyTorch autograd twin, on this machine", bench),
     "tune": ("freezes the fastest algorithm of every GEMM of a model on this GPU", tune),
     "profile": ("time per kernel of a run's steps, from the same arguments as train", profile),
@@ -360,6 +296,7 @@ EXAMPLES = {
     "export": "handgrad export runs/a exported --to hf",
     "import": "handgrad import gpt2 --out imported",
     "report": "handgrad report runs/a runs/b --out compared.html",
+    "runs": "handgrad runs runs",
     "bench": "handgrad bench step --model d12 --out step.json",
     "tune": "handgrad tune d12 --precision fp8",
     "profile": "handgrad profile d12 --precision bf16 --trace trace.json.gz",
