@@ -216,6 +216,14 @@ def runs(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="a list of objects instead, for scripts")
 
 
+def checkpoints(parser: Parser) -> None:
+    parser.add_argument("run", metavar="RUN", help="a run folder")
+    hashes = "instead: read each, compare every file with its hash; exit code 65 if one is damaged"
+    parser.add_argument("--verify", action="store_true", help=hashes)
+    newest = "instead: delete all but the N newest, the best and the major ones (--keep-every)"
+    parser.number("--prune", newest, rule=AT_LEAST_1)
+
+
 def bench(parser: Parser) -> None:
     texts = "; ".join(f"{name}: {text}" for name, text in BENCHMARKS.items())
     parser.add_argument("what", choices=list(BENCHMARKS), help=texts)
@@ -280,6 +288,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
     "import": ("a GPT-2 of transformers or of llm.c -> a checkpoint", import_),
     "report": ("a self-contained HTML page of one or more runs", report),
     "runs": ("a table of the runs below a folder: steps, loss, size, state", runs),
+    "checkpoints": ("those of a run: listed, verified by their hashes, pruned", checkpoints),
     "bench": ("handgrad beside a PyTorch autograd twin, on this machine", bench),
     "tune": ("freezes the fastest algorithm of every GEMM of a model on this GPU", tune),
     "profile": ("time per kernel of a run's steps, from the same arguments as train", profile),
@@ -297,6 +306,7 @@ EXAMPLES = {
     "import": "handgrad import gpt2 --out imported",
     "report": "handgrad report runs/a runs/b --out compared.html",
     "runs": "handgrad runs runs",
+    "checkpoints": "handgrad checkpoints runs/a --verify",
     "bench": "handgrad bench step --model d12 --out step.json",
     "tune": "handgrad tune d12 --precision fp8",
     "profile": "handgrad profile d12 --precision bf16 --trace trace.json.gz",
