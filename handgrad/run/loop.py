@@ -71,7 +71,7 @@ class Run:
         self.decode = decode_tensors(design.shape, generation.allocate(design.device))
         self.completed, self.skips_in_a_row = 0, 0
         self.training = assemble(self.design, self.train_batches, ranks)
-        self.origin = weights.origin if weights else resumed and origin_of(resumed)
+        self.origin = weights.origin if weights else origin_of(resumed) if resumed else None
         if weights is not None:
             self.take_weights(weights)
         self.restore(resumed)
@@ -136,7 +136,7 @@ class Run:
         if self.folder.resumed:
             self.watch()
         elif self.origin:
-            self.event(f"starts from the weights of {origin_text(self.origin)}")
+            self.log.record("event", step=0, text=f"starts from the weights of {origin_text(self.origin)}")
             if self.config.eval_every:
                 self.evaluate()  # so that the curve begins at their loss
         if self.completed >= self.config.steps:
