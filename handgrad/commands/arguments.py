@@ -18,9 +18,11 @@ from handgrad.config import (
     PRECISIONS,
     SECONDS,
     RunConfig,
+    read_toml,
 )
 from handgrad.evaluation.tasks import TASKS
 from handgrad.run import settings
+from handgrad.run.sweep import Sweep, resolve_sweep
 
 TIMEOUTS = ("join_seconds", "silence_seconds", "stall_seconds")
 SOURCES = (
@@ -55,7 +57,9 @@ def parse(command: str, arguments: Sequence[str]) -> argparse.Namespace:
     add_arguments(parser)
     namespace = parser.parse(arguments)
     namespace.arguments = list(arguments)
-    if "preset" in namespace:
+    if "over" in namespace:
+        namespace.sweep = sweep_of(namespace)
+    elif "preset" in namespace:
         namespace.run_config = run_config(namespace)
     return namespace
 
@@ -85,8 +89,21 @@ def add_run_arguments(parser: Parser) -> None:
 
 def run_config(namespace: argparse.Namespace) -> RunConfig:
     """The configuration that the arguments describe (`run.settings`)."""
-    given = {name: value for name in FIELDS if (value := getattr(namespace, name)) is not None}
-    return settings.run_config(namespace.preset or "", namespace.config or "", namespace.model or "", given)
+    return settings.run_config(namespace.preset or "", namespace.config or "", namespace.model or "", given(namespace))
+
+
+def given(namespace: argparse.Namespace) -> dict[str, Any]:
+    """The settings that have a flag on the command line."""
+    return {name: value for name in FIELDS if (value := getattr(namespace, name)) is not None}
+
+
+def sweep_of(namespace: argparse.Namespace) -> Sweep:
+    """The runs that the arguments describe (`run.sweep`); in the place of a preset a recipe will do."""
+    start, recipe, flags = namespace.preset or "", namespace.config or "", given(namespace)
+    if start.endswith(".toml") and not recipe:
+        start, recipe = "", start
+    named = flags.pop("out", "") or (read_toml(recipe).get("out", "") if recipe else "")
+    return resolve_sweep(namespace.over, start, recipe, namespace.model or "", flags, named)
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -131,6 +148,14 @@ def train(parser: Parser) -> None:
     parser.add_argument("--allow-changes", action="store_true", help="resume although config or data changed (logged)")
     parser.number("--gpus", "start a process on each of N GPUs of this machine (default: 1)", rule=AT_LEAST_1)
     parser.number("--ranks", "the same with N processes on whatever device, also a CPU (default: 1)", rule=AT_LEAST_1)
+
+
+def sweep(parser: Parser) -> None:
+    add_run_arguments(parser)
+    parser.usage = "%(prog)s [PRESET|RECIPE] --over KEY=VALUE,... [KEY=VALUE,...] [--SETTING VALUE]..."
+    over = "settings to vary, each with its values; a run for every combination, in OUT/KEY=VALUE,KEY=VALUE"
+    parser.add_argument("--over", nargs="+", action="extend", required=True, metavar="KEY=VALUE,...", help=over)
+    parser.number("--jobs", "runs at once (default: one per GPU, one on a CPU)", rule=AT_LEAST_1)
 
 
 def plan(parser: Parser) -> None:
@@ -283,6 +308,7 @@ def demo(parser: Parser) -> None:
 COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
     "prepare": ("raw text -> a folder of token shards", prepare),
     "train": ("trains the run in --out, or resumes it", train),
+    "sweep": ("a run for every combination of values, and one report of all; resumable", sweep),
     "plan": ("memory, tokens and operations of a run, from the same arguments as train", plan),
     "evaluate": ("validation loss, perplexity and bits per byte of a checkpoint, and its results on tasks", evaluate),
     "sample": ("text from a checkpoint, streamed, or one for each prompt of a file", sample),
@@ -301,6 +327,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
 EXAMPLES = {
     "prepare": "handgrad prepare my_text.txt --tokenizer bpe:4096 --out shards/mine",
     "train": "handgrad train tiny --data shards/mine --out runs/a --steps 500",
+    "sweep": "handgrad sweep tiny --over learning_rate=3e-3,6e-3 seed=1,2,3 --data shards/mine --out runs/rates",
     "plan": "handgrad plan d12 --precision bf16 --ranks 8",
     "evaluate": "handgrad evaluate runs/a --data shards/mine",
     "sample": 'handgrad sample runs/a --prompt "Once upon a time" --samples 3',

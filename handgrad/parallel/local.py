@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -39,9 +39,7 @@ def run_ranks(command: Sequence[str], size: int, environment: Mapping[str, str],
     def note(number: int, frame: FrameType | None) -> None:
         received.append(number)
 
-    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # by nohup
-    numbers = [number for number in FORWARDED if number != signal.SIGHUP or not ignored]
-    previous: dict[int, Any] = {number: signal.signal(number, note) for number in numbers}
+    previous = handled_by(note)
     try:
         with tempfile.TemporaryDirectory(prefix="handgrad-ranks-", ignore_cleanup_errors=True) as folder:
             shared = rank_environment(size, environment, free_port())
@@ -64,6 +62,13 @@ def run_ranks(command: Sequence[str], size: int, environment: Mapping[str, str],
     if received and all(code < 0 for code in codes):  # before they could say anything
         tell_line("interrupted")
     return worst_code(codes) if codes else INTERRUPTED
+
+
+def handled_by(handler: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
+    """Handles the signals to forward; returns the handlers before. A SIGHUP that `nohup` has ignored stays so."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    numbers = [number for number in FORWARDED if number != signal.SIGHUP or not ignored]
+    return {number: signal.signal(number, handler) for number in numbers}
 
 
 def rank_environment(size: int, environment: Mapping[str, str], port: int) -> dict[str, str]:
