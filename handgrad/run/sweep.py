@@ -18,7 +18,7 @@ SEED = "seed"  # runs that differ in nothing else are repetitions
 class SweepRun:
     """One combination."""
 
-    name: str  # learning_rate=0.0003,seed=1
+    name: str  # KEY=VALUE,KEY=VALUE
     settings: dict[str, Any]  # the values of the keys that are swept
     config: RunConfig
 
