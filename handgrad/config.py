@@ -282,6 +282,7 @@ SYNONYMS = {
     "data": "dataset data_dir data_path train_data",
     "out": "out_dir output output_dir run_dir resume",
     "device": "gpu cuda cpu",
+    "gpus": "num_gpus n_gpus ngpus nproc_per_node devices",
     # of other commands than train
     "batch": "batch_size bs",
     "samples": "num_samples n",

@@ -16,13 +16,26 @@ from handgrad.run_files import REPORT_FILE
 
 
 def run(parsed: Namespace) -> int:
-    ranks = checked_ranks(parsed)
+    config, ranks = parsed.run_config, checked_ranks(parsed)
     if ranks > 1 and not is_launched():
-        environment = {name: value for name, value in os.environ.items() if name not in threads.chosen}
-        command = [os.environ.get("PYTHON_EXEC", sys.executable), "-m", "handgrad", "train", *parsed.arguments]
-        return run_ranks(command, ranks, environment, parsed.run_config.silence_seconds + 5)
+        return launch(parsed, ranks)
     end_with_launcher()
-    return train(parsed)
+    with open_run(config, allow_changes=parsed.allow_changes) as run:
+        run.begin()
+        run.advance(config.steps)
+    if find_rank_info(os.environ).rank:
+        return 0  # rank 0 logs
+    print(f"report     {write_report([Path(config.out)], Path(config.out) / REPORT_FILE)}")
+    run_folder = shlex.quote(config.out)
+    print(f"next       handgrad sample {run_folder}   or   handgrad evaluate {run_folder}")
+    return 0
+
+
+def launch(parsed: Namespace, ranks: int) -> int:
+    """Starts this command as so many processes, in the environment that this one was started in."""
+    environment = {name: value for name, value in os.environ.items() if name not in threads.chosen}
+    command = [os.environ.get("PYTHON_EXEC", sys.executable), "-m", "handgrad", "train", *parsed.arguments]
+    return run_ranks(command, ranks, environment, parsed.run_config.silence_seconds + 5)
 
 
 def checked_ranks(parsed: Namespace) -> int:
@@ -41,16 +54,3 @@ def checked_ranks(parsed: Namespace) -> int:
             remedy = f"use {flag} {found}" if found else f"use --ranks {ranks} --device cpu"
             raise UsageError(f"{flag} {ranks} needs {ranks} GPUs, torch finds {found} on this machine; {remedy}")
     return ranks
-
-
-def train(parsed: Namespace) -> int:
-    config = parsed.run_config
-    with open_run(config, allow_changes=parsed.allow_changes) as run:
-        run.begin()
-        run.advance(config.steps)
-    if find_rank_info(os.environ).rank:
-        return 0  # rank 0 logs
-    print(f"report     {write_report([Path(config.out)], Path(config.out) / REPORT_FILE)}")
-    run_folder = shlex.quote(config.out)
-    print(f"next       handgrad sample {run_folder}   or   handgrad evaluate {run_folder}")
-    return 0

@@ -12,7 +12,7 @@ import torch
 
 from handgrad import devices
 from handgrad.cli import main
-from handgrad.parallel import local
+from handgrad.parallel import local, rendezvous
 from handgrad.parallel.local import run_ranks, worst_code
 from tests.distributed.launching import environment, files_of, wait_for
 from tests.distributed.runs import Launcher, arguments, same_run
@@ -132,6 +132,21 @@ def test_the_bits_are_those_of_another_launcher(
     assert code == 75 and text.count("handgrad: stopped by SIGINT after step") == 1 and "Traceback" not in text, text
     launcher.run(2, arguments(shards, out, lanes=None))
     assert files_of(out, 8) == files_of(tmp_path / "launched", 8)
+
+
+def test_a_bug_of_all_ranks_shows_one_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def end(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(rendezvous.os, "_exit", end)
+    for rank, text in enumerate(("of all", "of all", "of one")):
+        (tmp_path / str(rank)).mkdir()
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / str(rank) / "error.json"))
+        with pytest.raises(SystemExit, match="1"):
+            rendezvous.exit_now(RuntimeError(text), prints=True)
+    assert capsys.readouterr().err.splitlines() == ["RuntimeError: of all", "RuntimeError: of one"]
 
 
 def test_a_mistake_is_told_once(
