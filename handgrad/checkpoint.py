@@ -194,27 +194,35 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(aside)
 
 
-def prune(checkpoints: Path, newest_step: int, keep: int, best_step: int | None = None) -> None:
-    """Keeps the `keep` newest checkpoints up to `newest_step` (0: all) and that of `best_step`. Removes the others, remains
-    of interrupted saves, and later folders: those are damaged, or the run would not be at `newest_step`."""
+def prune(checkpoints: Path, newest_step: int, keep: int, best_step: int | None = None, keep_every: int = 0) -> list[Path]:
+    """Keeps the `keep` newest checkpoints up to `newest_step` (0: all), that of `best_step`, and those of multiples of
+    `keep_every` (0: none). Removes the others, remains of interrupted saves, and later folders: those are damaged, or the
+    run would not be at `newest_step`. Returns the removed folders."""
     with storage_errors(f"removing old checkpoints in {checkpoints}"):
-        for leftover in (*checkpoints.glob(f"step_*{PARTIAL}"), *checkpoints.glob(f"step_*{REMOVED}")):
+        leftovers = [*checkpoints.glob(f"step_*{PARTIAL}"), *checkpoints.glob(f"step_*{REMOVED}")]
+        for leftover in leftovers:
             shutil.rmtree(leftover)
-        folders = _folders(checkpoints)
-        later = [folder for folder in folders if _step_of(folder) > newest_step]
-        earlier = folders[len(later) :][keep:] if keep else []
-        for folder in later + earlier:
-            if folder in later or _step_of(folder) != best_step:
-                _remove(folder)
+        found = folders(checkpoints)
+        later = [folder for folder in found if step_of(folder) > newest_step]
+        earlier = found[len(later) :][keep:] if keep else []
+        removed = later + [f for f in earlier if step_of(f) != best_step and not is_major(step_of(f), keep_every)]
+        for folder in removed:
+            _remove(folder)
+    return leftovers + removed
 
 
-def _folders(checkpoints: Path) -> list[Path]:
+def is_major(step: int, keep_every: int) -> bool:
+    """True for the checkpoint of a step that is never pruned."""
+    return bool(keep_every) and step % keep_every == 0
+
+
+def folders(checkpoints: Path) -> list[Path]:
     """The folders named like checkpoints, newest first."""
     found = [p for p in checkpoints.glob("step_*") if p.is_dir() and p.name.removeprefix("step_").isdigit()]
-    return sorted(found, key=lambda folder: -_step_of(folder))
+    return sorted(found, key=lambda folder: -step_of(folder))
 
 
-def _step_of(folder: Path) -> int:
+def step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step_"))
 
 
@@ -266,7 +274,7 @@ def _verify(path: Path, entry: Any) -> None:
 def newest(checkpoints: Path) -> tuple[Checkpoint | None, list[str]]:
     """The newest valid checkpoint (or None), and one line for each newer one that it skips."""
     passed_over = []
-    for folder in _folders(checkpoints):
+    for folder in folders(checkpoints):
         try:
             return open_checkpoint(folder), passed_over
         except DataError as error:
@@ -304,10 +312,19 @@ def best(run: Path) -> Checkpoint:
 
 
 def best_validated(run: Path) -> tuple[int, float] | None:
-    """(step, loss) of the lowest validation loss among the steps that have a checkpoint, the first if several are equal.
-    Reads the run's record, so that no second file has to agree with it."""
+    """(step, loss) of the lowest validation loss among the steps that have a checkpoint, the first if several are equal."""
+    finite = [(loss, step) for step, loss in validated(run).items() if math.isfinite(loss)]
+    if not finite:
+        return None
+    loss, step = min(finite)
+    return step, loss
+
+
+def validated(run: Path) -> dict[int, float]:
+    """The validation losses of the steps that have a checkpoint. Reads the run's record, so that no second file has to
+    agree with it."""
     path, found = run / METRICS_FILE, dict[int, float]()
-    saved = {_step_of(folder) for folder in _folders(run / CHECKPOINTS)}
+    saved = {step_of(folder) for folder in folders(run / CHECKPOINTS)}
     try:
         with path.open(encoding="utf-8", errors="replace") as lines:
             for line in lines:
@@ -318,14 +335,10 @@ def best_validated(run: Path) -> tuple[int, float] | None:
                     if isinstance(record, dict) and record.get("kind") == "validation" and record.get("step") in saved:
                         found[record["step"]] = float(record.get("loss", math.nan))
     except FileNotFoundError:
-        return None
+        pass
     except OSError as error:
         raise storage_error(error, f"reading {path}") from None
-    finite = [(loss, step) for step, loss in found.items() if math.isfinite(loss)]
-    if not finite:
-        return None
-    loss, step = min(finite)
-    return step, loss
+    return found
 
 
 def peek_config(path: Path) -> dict[str, Any] | None:

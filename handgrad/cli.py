@@ -57,7 +57,7 @@ def top_parser() -> Parser:
     parser = Parser(
         "handgrad",
         description="Trains GPT-2 from raw text, with every gradient written by hand.",
-        epilog="commands:\n" + "\n".join(f"  {name:<10}{summary}" for name, (summary, _) in COMMANDS.items()),
+        epilog="commands:\n" + "\n".join(f"  {name:<13}{summary}" for name, (summary, _) in COMMANDS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"handgrad {handgrad.__version__}")

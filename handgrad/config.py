@@ -177,6 +177,7 @@ class RunConfig:
     # saving
     save_every: int = option(1000, "steps between checkpoints (0: only at the end)", free=True)
     keep_checkpoints: int = option(2, "newest checkpoints to keep (0: all)", free=True)
+    keep_every: int = option(0, "also keep those of steps that are multiples of this one (0: none)", free=True)
     keep_best: bool = option(False, "also save and keep the step with the lowest validation loss, RUN/best", free=True)
 
     # the machine
@@ -227,6 +228,13 @@ def check(config: RunConfig) -> RunConfig:
         raise UsageError(f"master_weights false needs precision bf16 or fp8, found {config.precision}")
     if config.precision == "fp8":
         check_fp8(config)
+    if config.keep_every and (not config.save_every or config.keep_every % config.save_every):
+        save = config.save_every
+        remedy = (
+            f"keep-every {save * max(1, round(config.keep_every / save))}" if save else f"save-every {config.keep_every}"
+        )
+        found = f"{config.keep_every} and {save}"
+        raise UsageError(f"keep_every must be a multiple of save_every, found {found}; try --{remedy}")
     factors = {"micro_batch": config.micro_batch, "sequence_length": config.sequence_length}
     if config.lanes > 1:
         factors = {"lanes": config.lanes, **factors}
@@ -274,6 +282,7 @@ SYNONYMS = {
     "data": "dataset data_dir data_path train_data",
     "out": "out_dir output output_dir run_dir resume",
     "device": "gpu cuda cpu",
+    "gpus": "num_gpus n_gpus ngpus nproc_per_node devices",
     # of other commands than train
     "batch": "batch_size bs",
     "samples": "num_samples n",

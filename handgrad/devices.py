@@ -46,6 +46,11 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
     return torch.device(name)
 
 
+def gpu_count() -> int:
+    """CUDA GPUs that this process may use."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 def auto_precision(device: torch.device) -> tuple[str, str]:
     """The precision that "auto" takes on the device, and the reason in a few words."""
     if device.type != "cuda":

@@ -94,34 +94,44 @@ def storage_errors(doing: str) -> Iterator[None]:
         raise storage_error(error, doing) from None
 
 
-def tell(error: HandgradError) -> None:
-    """Prints the error's line on stderr.
+INTERRUPTED = 130  # the exit code of a program that Ctrl-C ended, as shells have it
 
-    Of the processes that one torchrun has started on a machine, the first with this line prints it; all hand it to
-    torchrun, whose own report ends with it.
+
+def tell(error: HandgradError) -> None:
+    """Prints the error's line on stderr, once among the processes that one launcher has started on a machine."""
+    tell_line(str(error))
+
+
+def tell_line(text: str) -> None:
+    line = f"handgrad: {text}"
+    if is_first(line):
+        with contextlib.suppress(OSError):  # the terminal is gone
+            print(line, file=sys.stderr, flush=True)
+
+
+def is_first(text: str) -> bool:
+    """True unless another of the processes that one torchrun or `--ranks` has started on a machine has asked before.
+
+    All hand the text to torchrun, whose own report ends with it.
     """
-    line = f"handgrad: {error}"
     if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # attempt_0/RANK/error.json, in a folder of this start
         try:
             extra = {"timestamp": str(int(time.time()))}
-            Path(report).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}))
-            (Path(report).parents[1] / f"handgrad_{zlib.crc32(line.encode()):08x}").touch(exist_ok=False)
+            Path(report).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
+            (Path(report).parents[1] / f"handgrad_{zlib.crc32(text.encode()):08x}").touch(exist_ok=False)
         except FileExistsError:
-            return
+            return False
         except OSError:  # no such folder, or a full one: each prints its own
             pass
-    with contextlib.suppress(OSError):  # the terminal is gone
-        print(line, file=sys.stderr, flush=True)
-
-
-INTERRUPTED = 130  # the exit code of a program that Ctrl-C ended, as shells have it
+    return True
 
 
 def end_interrupted(text: str = "interrupted") -> NoReturn:
     """Ends the process at once with one line, without an exception: a library could lose it, or abort on it."""
     cursor = "\r\x1b[K\x1b[?25h" if os.isatty(2) else ""  # a live line hides it
+    line = f"handgrad: {text}\n" if is_first(f"handgrad: {text}") else ""
     with contextlib.suppress(OSError):
-        os.write(2, f"{cursor}handgrad: {text}\n".encode())
+        os.write(2, (cursor + line).encode())
     os._exit(INTERRUPTED)
 
 

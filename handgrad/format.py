@@ -32,6 +32,14 @@ def human_seconds(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
+def human_age(seconds: float) -> str:
+    """7300 -> '2 h'."""
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
 def memory_table(columns: list[dict[str, int]]) -> list[str]:
     """One line per allocation, bytes by kind in each column, and their sums."""
     totals = ("total", [sum(column.values()) for column in columns])

@@ -77,6 +77,8 @@ LONGEST = (
     "test_benchmarks.py",
     "test_fp8_benchmark.py",
     "test_finetuned_ranks.py",
+    "test_local_ranks.py",
+    "test_sweep.py",
 )
 
 

@@ -15,6 +15,7 @@ from handgrad.run import loop
 from handgrad.run.checks import most_checkpoints
 from handgrad.run.log import RunLog
 from handgrad.run.start import train
+from tests.test_commands import refused
 from tests.test_runs import elsewhere, finished, interrupt_at, same_bits
 
 __all__ = ["finished"]  # a fixture
@@ -78,6 +79,42 @@ def test_the_disk_that_a_plan_counts_is_taken(config: RunConfig) -> None:
         patch.setattr(checkpoint, "prune", lambda *given: (most.append(len(steps_kept(config))), original(*given)))
         train(config)
     assert max(most) == most_checkpoints(config) == 3
+
+
+@pytest.mark.parametrize(("best", "kept"), [(False, [6, 10, 12]), (True, [4, 6, 10, 12])])
+def test_major_checkpoints_stay(best: bool, kept: list[int], config: RunConfig) -> None:
+    """Beside the newest and the best; a later start without the option removes them."""
+    config = dataclasses.replace(config, eval_every=2, save_every=2, keep_checkpoints=2, keep_every=6, keep_best=best)
+    with pytest.MonkeyPatch.context() as patch:
+        scripted(patch, {2: 5.0, 4: 1.0, 6: 2.0, 8: 2.5, 10: 2.0, 12: 4.0, 14: 3.0})
+        train(config)
+        assert steps_kept(config) == kept
+        train(dataclasses.replace(config, steps=14, keep_every=0, keep_best=False), allow_changes=True)
+    assert steps_kept(config) == [12, 14]
+
+
+@pytest.mark.parametrize("steps", [1, 5, 12, 13, 24])
+@pytest.mark.parametrize(("save", "major"), [(0, 0), (1, 3), (2, 2), (2, 6), (5, 10)])
+@pytest.mark.parametrize("keep", [0, 1, 2, 4])
+def test_the_count_of_checkpoints_on_the_disk_is_exact(
+    steps: int, save: int, major: int, keep: int, config: RunConfig
+) -> None:
+    """Beside a count of every save and every removal."""
+    config = dataclasses.replace(config, steps=steps, save_every=save, keep_checkpoints=keep, keep_every=major)
+    there, most = list[int](), 0
+    for step in range(1, steps + 1):
+        if step == steps or (save and step % save == 0):
+            there.append(step)
+            most = max(most, len(there))
+            there = [s for s in there if not keep or s in there[-keep:] or checkpoint.is_major(s, major)]
+    assert most_checkpoints(config) == most
+
+
+def test_major_checkpoints_are_saved_ones(shards: Path, capsys: pytest.CaptureFixture) -> None:
+    command = ["train", "tiny", "--data", str(shards), "--out", "nowhere", "--keep-every"]
+    told = "keep_every must be a multiple of save_every, found 70 and 50; try --keep-every 50"
+    assert told in refused(capsys, 64, *command, "70", "--save-every", "50")
+    assert "try --save-every 70" in refused(capsys, 64, *command, "70", "--save-every", "0")
 
 
 def test_without_asking_nothing_more_is_saved(finished: RunConfig) -> None:

@@ -88,10 +88,14 @@ def test_a_run_begins_where_the_weights_are(
     """Sizes and numbers are theirs, and where they came from is in the checkpoint."""
     source, out = as_named(kind, trained, tmp_path, monkeypatch), tmp_path / "on"
     assert main(start(trained, source, out)) == 0
-    assert [record["loss"] for record in records(out, ("validation",))] == [trained.loss]
+    validations = [(record["step"], record["loss"]) for record in records(out, ("validation",))]
+    assert validations == [(0, trained.loss), (1, trained.loss)], "the curve begins at the loss of the weights"
     before, after = tensors(trained.run, 12), tensors(out, 1)
     assert all(torch.equal(before[name], after[name]) for name in before if not name.startswith(("m.", "v.")))
-    assert f"weights of {source}, seed" in (out / "log.txt").read_text()
+    told = (out / "log.txt").read_text()
+    assert f"weights of {source}, seed" in told and f"\nweights    {source} (" in told
+    (event,) = records(out, ("event",))
+    assert event["step"] == 0 and event["text"].startswith(f"starts from the weights of {source} (")
     saved = read_toml(str(out / "config.toml"))
     assert {name: saved[name] for name in SIZES} == {name: ODD[name] for name in SIZES}
     origin = checkpoint.find(str(out)).manifest["init"]
@@ -99,6 +103,7 @@ def test_a_run_begins_where_the_weights_are(
         origin["from"] == {"hf": "hf", "hub": "hf", "llm.c": "llm.c"}.get(kind, "checkpoint") and origin["source"] == source
     )
     assert all(len(digest) == 64 for digest in origin["sha256"].values())
+    assert records(out, ("run",))[0]["init"] == origin
 
 
 def test_a_run_goes_on_without_the_weights(trained: Trained, tmp_path: Path) -> None:
@@ -116,6 +121,27 @@ def test_a_run_goes_on_without_the_weights(trained: Trained, tmp_path: Path) -> 
     same_bits(tmp_path / "whole", out, 4)
     states = [checkpoint.find(str(run)).manifest for run in (out, tmp_path / "whole")]
     assert states[0]["init"] == states[1]["init"]
+
+
+@pytest.mark.parametrize(("every", "expected"), [("1", [0, 1, 2]), ("0", [2])])
+def test_the_validation_before_the_first_step(
+    every: str, expected: list[int], trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Made once, by a start that ends before its first checkpoint as well; never the best checkpoint; not for weights that
+    a run draws, nor where validations come only at the end."""
+    more = ["--steps", "2", "--eval-every", every, "--keep-best", "true", "--sample-every", "1", "--sample-tokens", "2"]
+    command = [*start(trained, trained.run, tmp_path / "on"), *more]
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, 0)
+        assert main(command) == 130
+    assert [record["step"] for record in records(tmp_path / "on", ("validation",))] == expected[:-2]
+    assert main(command) == 0
+    assert [record["step"] for record in records(tmp_path / "on", ("validation",))] == expected
+    assert [record["step"] for record in records(tmp_path / "on", ("sample",))] == [1, 2]
+    assert not (tmp_path / "on" / "checkpoints" / "step_00000000").exists()
+    sizes = [part for name in SIZES for part in (f"--{name.replace('_', '-')}", str(ODD[name]))]
+    assert main([*start(trained, "", tmp_path / "drawn"), *sizes, *more]) == 0
+    assert [record["step"] for record in records(tmp_path / "drawn", ("validation",))] == [s for s in expected if s]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,9 @@ import pytest
 import handgrad
 from handgrad import devices
 from handgrad.cli import main
+from handgrad.commands import sample as sample_command
 from handgrad.config import RunConfig
+from handgrad.errors import ConfigError
 from handgrad.generation import prompts
 from handgrad.generation.generate import Decoder
 from handgrad.run import loop
@@ -155,20 +157,17 @@ def test_a_bad_line_is_named(line: bytes, told: str, run: str, tmp_path: Path, c
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
-def test_a_batch_that_fails_leaves_nothing(
+def partial_numbers(path: Path) -> list[int]:
+    """The numbers of the prompts whose texts an interrupted call has left, in their order."""
+    return [json.loads(line)["number"] for line in path.read_text().splitlines()[1:]]
+
+
+def test_a_batch_that_fails_leaves_its_texts_aside(
     run: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full disk, a file that came in between, an interrupt in the middle."""
-    source = write_lines(tmp_path / "in.jsonl", [{"prompt": "a", "max_tokens": 3}] * 3)
-    arguments = ["sample", run, "--in", source, "--out", str(tmp_path / "out.jsonl")]
-
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as broken:
-        broken.setattr(prompts.os, "fsync", full)
-        assert "No space left" in refused(capsys, 74, *arguments)
-    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+    """A full disk, a file that came in between, an interrupt before the first text is done: OUT is whole or not there."""
+    source, out = write_lines(tmp_path / "in.jsonl", [{"prompt": "a", "max_tokens": 3}] * 3), tmp_path / "out.jsonl"
+    arguments = ["sample", run, "--in", source, "--out", str(out)]
     deliver = Decoder.deliver
 
     def interrupted(self: Decoder, launched: Any) -> Any:
@@ -178,26 +177,106 @@ def test_a_batch_that_fails_leaves_nothing(
     with monkeypatch.context() as broken:
         broken.setattr(Decoder, "deliver", interrupted)
         assert main(arguments) == 130
-    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"], "no text is done"
 
-    def overtaken(self: Decoder, launched: Any) -> Any:
-        (tmp_path / "out.jsonl").write_text("mine")
-        yield from deliver(self, launched)
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
 
     capsys.readouterr()
     with monkeypatch.context() as broken:
-        broken.setattr(Decoder, "deliver", overtaken)
-        assert "already exists" in refused(capsys, 64, *arguments)
+        broken.setattr(prompts.os, "fsync", full)
+        assert main(arguments) == 74
+    assert "No space left" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl.partial"]
+    assert sorted(partial_numbers(tmp_path / "out.jsonl.partial")) == [0, 1, 2]
+    begin = Decoder.generate
+
+    def overtaken(self: Decoder, texts: Any) -> Any:
+        out.write_text("mine")
+        yield from begin(self, texts)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Decoder, "generate", overtaken)
+        assert main(arguments) == 64
+    assert "already exists" in capsys.readouterr().err
     assert "already exists" in refused(capsys, 64, *arguments)
-    assert (tmp_path / "out.jsonl").read_text() == "mine" and len(list(tmp_path.iterdir())) == 2
+    assert out.read_text() == "mine" and len(list(tmp_path.iterdir())) == 3
+    out.unlink()
+    assert main(arguments) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
+    assert len(out.read_text().splitlines()) == 3
 
 
-def test_lines_come_out_in_order(tmp_path: Path) -> None:
-    with prompts.whole_lines(tmp_path / "out") as write:
-        for number in (2, 0, 3, 1):
-            write(number, {"number": number})
-            assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
-    assert [json.loads(line)["number"] for line in (tmp_path / "out").read_text().splitlines()] == [0, 1, 2, 3]
+@pytest.mark.parametrize("after", [1, 3, 4])
+def test_an_interrupted_file_of_prompts_goes_on(
+    after: int, run: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes of an unbroken call; what was written is not written again, a line that a kill has cut is."""
+    rows = [{"prompt": "river " * n, "max_tokens": 30 - 4 * n} for n in range(5)]
+    source, out, whole = write_lines(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
+    arguments = ["sample", run, "--in", source, "--batch", "2", "--temperature", "1", "--seed", "8", "--device", "cpu"]
+    assert main([*arguments, "--out", str(whole)]) == 0
+    done, entered, stream = 0, list[int](), sample_command.stream_text
+
+    def interrupted(decoder: Any, tokenizer: Any, texts: Any, stops: Any) -> Any:
+        nonlocal done
+        for text, piece in stream(decoder, tokenizer, texts, stops):
+            yield text, piece
+            done += bool(text.stopped)
+            if done == after:
+                raise KeyboardInterrupt
+
+    def noting(decoder: Any, tokenizer: Any, texts: Any, stops: Any) -> Any:
+        waiting = list(texts)
+        entered.extend(text.seed - 8 for text in waiting)
+        yield from stream(decoder, tokenizer, iter(waiting), stops)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(sample_command, "stream_text", interrupted)
+        assert main([*arguments, "--out", str(out)]) == 130
+    partial = tmp_path / "out.jsonl.partial"
+    kept = partial_numbers(partial)
+    assert len(kept) == after and not out.exists()
+    with partial.open("a") as file:
+        file.write('{"number": 4, "row": {"prompt": "ri')
+    capsys.readouterr()
+    other = {"--temperature": "0.5", "--seed": "9", "--stop": "x", "--batch": "3", "--precision": "bf16"}
+    for name, value in other.items():
+        message = refused(capsys, 78, *arguments, "--out", str(out), name, value)
+        assert f"has texts of other {name.strip('-')}" in message
+    changed = write_lines(tmp_path / "changed.jsonl", rows[::-1])
+    assert "of other prompts" in refused(capsys, 78, *arguments, "--out", str(out), "--in", changed)
+    with monkeypatch.context() as broken:
+        broken.setattr(sample_command, "stream_text", interrupted)
+        done = after - 1
+        assert main([*arguments, "--out", str(out)]) == 130
+    kept = partial_numbers(partial)
+    assert len(kept) == after + 1
+    monkeypatch.setattr(sample_command, "stream_text", noting)
+    capsys.readouterr()
+    assert main([*arguments, "--out", str(out)]) == 0
+    assert f"goes on after {after + 1} of 5 prompts" in capsys.readouterr().err
+    assert sorted(entered + kept) == [0, 1, 2, 3, 4]
+    assert out.read_bytes() == whole.read_bytes() and not partial.exists()
+
+
+def test_texts_of_another_model_are_refused(run: str, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    source, out = write_lines(tmp_path / "in.jsonl", [{"prompt": "a"}]), tmp_path / "out.jsonl"
+    other = str(tmp_path / "other")
+    assert main(["train", *SMALL, "--data", str(shards), "--out", other, "--seed", "5", "--sample-tokens", "0"]) == 0
+    with pytest.raises(KeyboardInterrupt), prompts.whole_lines(out, {"weights": "of another"}) as (_, write):
+        write(0, {"prompt": "a"})
+        raise KeyboardInterrupt
+    capsys.readouterr()
+    assert "has texts of other prompts" in refused(capsys, 78, "sample", other, "--in", source, "--out", str(out))
+    with pytest.raises(KeyboardInterrupt), prompts.whole_lines(out, {"weights": "of another"}) as (rows, _):
+        assert rows == {0: {"prompt": "a"}}
+        with pytest.raises(ConfigError, match="another process writes"), prompts.whole_lines(out, {}):
+            pass
+        raise KeyboardInterrupt
+    (tmp_path / "out.jsonl.partial").write_text("mine\n")
+    assert "expected a JSON object" in refused(capsys, 65, "sample", other, "--in", source, "--out", str(out))
+    assert (tmp_path / "out.jsonl.partial").read_text() == "mine\n"
 
 
 @pytest.mark.parametrize(

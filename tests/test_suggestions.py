@@ -54,6 +54,7 @@ def test_words_of_other_trainers(word: str, meant: str, tmp_path: Path, capsys: 
         ("train tiny --device gpu", "cuda"),
         ("train tiny --device cuda:0", "cuda"),
         ("train tiny --schedule cosin", "cosine"),
+        ("train tiny --nproc-per-node 8", "--gpus"),
         ("train gpt2", "d12"),
         ("train --model gpt2-xl", "d48"),
         ("evaluate run --precision bfloat16", "bf16"),

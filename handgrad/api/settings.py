@@ -67,6 +67,7 @@ class Settings(TypedDict, total=False):
     gpu_every: int
     save_every: int
     keep_checkpoints: int
+    keep_every: int
     keep_best: bool
     device: str
     precision: str

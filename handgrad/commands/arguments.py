@@ -2,9 +2,10 @@
 
 import argparse
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from handgrad import presets
+from handgrad.commands.parser import METAVARS, Formatter, HelpAll, Parser, flag
 from handgrad.config import (
     ABOVE_0,
     AT_LEAST_1,
@@ -16,17 +17,15 @@ from handgrad.config import (
     NOT_NEGATIVE,
     PRECISIONS,
     SECONDS,
-    Rule,
     RunConfig,
-    nearest_name,
+    read_toml,
 )
-from handgrad.errors import UsageError
 from handgrad.evaluation.tasks import TASKS
 from handgrad.gpus import GPUS, short_name
 from handgrad.run import settings
+from handgrad.run.sweep import Sweep, resolve_sweep
 
 TIMEOUTS = ("join_seconds", "silence_seconds", "stall_seconds")
-METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT", bool: "true|false"}
 SOURCES = (
     "stories (built in), shakespeare, tinystories, fineweb, fineweb-edu, any hub dataset as OWNER/NAME[:CONFIG],"
     " or local .txt, .jsonl, .parquet: a file, a folder or a quoted glob"
@@ -53,73 +52,6 @@ GROUPS = {
 }
 
 
-class Formatter(argparse.RawDescriptionHelpFormatter):
-    """Ends an option's help with its default, if it has one that its text does not name."""
-
-    def _get_help_string(self, action: argparse.Action) -> str:
-        text = action.help or ""
-        none = action.default is False or action.default in (None, "", [], argparse.SUPPRESS)
-        return text if none or "default" in text else f"{text} (default: {action.default})"
-
-
-class HelpAll(argparse.Action):
-    """`--help-all`: the help with the options that `--help` leaves out."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        assert isinstance(parser, Parser)
-        parser.show_all()
-        parser.print_help()
-        parser.exit()
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse with our errors: one line, exit code 64, and the nearest name for an unknown flag."""
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, allow_abbrev=False, **kwargs)
-        self.rules: dict[str, Rule] = {}
-        self.left_out: dict[argparse.Action, str] = {}  # with the help that `--help` does not show
-
-    def show_all(self) -> None:
-        for action, text in self.left_out.items():
-            action.help = text
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; `{self.prog} --help` lists what there is")
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """argparse's own check of `choices`, with the nearest one in its message."""
-        try:
-            super()._check_value(action, value)
-        except argparse.ArgumentError as error:
-            error.message += nearest_name(str(value), map(str, action.choices or ()))
-            raise
-
-    def number(self, flag: str, help: str, *, rule: Rule | None = None, kind: type = int, default: Any = None) -> None:
-        """A flag with a whole number, or of `kind` float, that keeps to `rule`."""
-        action = self.add_argument(flag, type=kind, default=default, metavar=METAVARS[kind], help=help)
-        if rule is not None:
-            self.rules[action.dest] = rule
-
-    def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """Like `parse_args`; checks the numbers, and answers an unknown flag with the nearest known one."""
-        namespace, unknown = self.parse_known_args(arguments)
-        if unknown:
-            name = unknown[0].split("=")[0]
-            full = "--help-all" if self.left_out else "--help"
-            known = [option for action in self._actions for option in action.option_strings]
-            raise UsageError(f"unknown argument {name!r}{nearest_name(name, known)}; `{self.prog} {full}` lists all")
-        for name, rule in self.rules.items():
-            if getattr(namespace, name) is not None:
-                rule.check(flag(name), getattr(namespace, name))
-        return namespace
-
-
-def flag(name: str) -> str:
-    """tokens_per_step -> --tokens-per-step."""
-    return "--" + name.replace("_", "-")
-
-
 def parse(command: str, arguments: Sequence[str]) -> argparse.Namespace:
     """The arguments of a command; of those that take a run's, also its configuration as `run_config`."""
     summary, add_arguments = COMMANDS[command]
@@ -128,7 +60,9 @@ def parse(command: str, arguments: Sequence[str]) -> argparse.Namespace:
     add_arguments(parser)
     namespace = parser.parse(arguments)
     namespace.arguments = list(arguments)
-    if "preset" in namespace:
+    if "over" in namespace:
+        namespace.sweep = sweep_of(namespace)
+    elif "preset" in namespace:
         namespace.run_config = run_config(namespace)
     return namespace
 
@@ -158,8 +92,21 @@ def add_run_arguments(parser: Parser) -> None:
 
 def run_config(namespace: argparse.Namespace) -> RunConfig:
     """The configuration that the arguments describe (`run.settings`)."""
-    given = {name: value for name in FIELDS if (value := getattr(namespace, name)) is not None}
-    return settings.run_config(namespace.preset or "", namespace.config or "", namespace.model or "", given)
+    return settings.run_config(namespace.preset or "", namespace.config or "", namespace.model or "", given(namespace))
+
+
+def given(namespace: argparse.Namespace) -> dict[str, Any]:
+    """The settings that have a flag on the command line."""
+    return {name: value for name in FIELDS if (value := getattr(namespace, name)) is not None}
+
+
+def sweep_of(namespace: argparse.Namespace) -> Sweep:
+    """The runs that the arguments describe (`run.sweep`); in the place of a preset a recipe will do."""
+    start, recipe, flags = namespace.preset or "", namespace.config or "", given(namespace)
+    if start.endswith(".toml") and not recipe:
+        start, recipe = "", start
+    named = flags.pop("out", "") or (read_toml(recipe).get("out", "") if recipe else "")
+    return resolve_sweep(namespace.over, start, recipe, namespace.model or "", flags, named)
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -202,6 +149,16 @@ def prepare(parser: Parser) -> None:
 def train(parser: Parser) -> None:
     add_run_arguments(parser)
     parser.add_argument("--allow-changes", action="store_true", help="resume although config or data changed (logged)")
+    parser.number("--gpus", "start a process on each of N GPUs of this machine (default: 1)", rule=AT_LEAST_1)
+    parser.number("--ranks", "the same with N processes on whatever device, also a CPU (default: 1)", rule=AT_LEAST_1)
+
+
+def sweep(parser: Parser) -> None:
+    add_run_arguments(parser)
+    parser.usage = "%(prog)s [PRESET|RECIPE] --over KEY=VALUE,... [KEY=VALUE,...] [--SETTING VALUE]..."
+    over = "settings to vary, each with its values; a run for every combination, in OUT/KEY=VALUE,KEY=VALUE"
+    parser.add_argument("--over", nargs="+", action="extend", required=True, metavar="KEY=VALUE,...", help=over)
+    parser.number("--jobs", "runs at once (default: one per GPU, one on a CPU)", rule=AT_LEAST_1)
 
 
 def plan(parser: Parser) -> None:
@@ -292,6 +249,19 @@ BENCHMARKS = {
 }
 
 
+def runs(parser: Parser) -> None:
+    parser.add_argument("folder", nargs="?", default="runs", metavar="FOLDER", help="searched for runs (default: runs)")
+    parser.add_argument("--json", action="store_true", help="a list of objects instead, for scripts")
+
+
+def checkpoints(parser: Parser) -> None:
+    parser.add_argument("run", metavar="RUN", help="a run folder")
+    hashes = "instead: read each, compare every file with its hash; exit code 65 if one is damaged"
+    parser.add_argument("--verify", action="store_true", help=hashes)
+    newest = "instead: delete all but the N newest, the best and the major ones (--keep-every)"
+    parser.number("--prune", newest, rule=AT_LEAST_1)
+
+
 def bench(parser: Parser) -> None:
     texts = "; ".join(f"{name}: {text}" for name, text in BENCHMARKS.items())
     parser.add_argument("what", choices=list(BENCHMARKS), help=texts)
@@ -349,6 +319,7 @@ def demo(parser: Parser) -> None:
 COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
     "prepare": ("raw text -> a folder of token shards", prepare),
     "train": ("trains the run in --out, or resumes it", train),
+    "sweep": ("a run for every combination of values, and one report of all; resumable", sweep),
     "plan": ("memory, speed and cost of a run, here or on any GPU, from the same arguments as train", plan),
     "evaluate": ("validation loss, perplexity and bits per byte of a checkpoint, and its results on tasks", evaluate),
     "sample": ("text from a checkpoint, streamed, or one for each prompt of a file", sample),
@@ -356,6 +327,8 @@ COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
     "import": ("a GPT-2 of transformers or of llm.c -> a checkpoint", import_),
     "report": ("a self-contained HTML page of one or more runs", report),
     "recipes": ("the shipped recipes and launch templates, listed; or one of them, printed", recipes),
+    "runs": ("a table of the runs below a folder: steps, loss, size, state", runs),
+    "checkpoints": ("those of a run: listed, verified by their hashes, pruned", checkpoints),
     "bench": ("handgrad beside a PyTorch autograd twin, on this machine", bench),
     "tune": ("freezes the fastest algorithm of every GEMM of a model on this GPU", tune),
     "profile": ("time per kernel of a run's steps, from the same arguments as train", profile),
@@ -366,6 +339,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
 EXAMPLES = {
     "prepare": "handgrad prepare my_text.txt --tokenizer bpe:4096 --out shards/mine",
     "train": "handgrad train tiny --data shards/mine --out runs/a --steps 500",
+    "sweep": "handgrad sweep tiny --over learning_rate=3e-3,6e-3 seed=1,2,3 --data shards/mine --out runs/rates",
     "plan": "handgrad plan d12 --gpu h100 --gpus 8 --price 2.50",
     "evaluate": "handgrad evaluate runs/a --data shards/mine",
     "sample": 'handgrad sample runs/a --prompt "Once upon a time" --samples 3',
@@ -373,6 +347,8 @@ EXAMPLES = {
     "import": "handgrad import gpt2 --out imported",
     "report": "handgrad report runs/a runs/b --out compared.html",
     "recipes": "handgrad recipes gpt2-124m",
+    "runs": "handgrad runs runs",
+    "checkpoints": "handgrad checkpoints runs/a --verify",
     "bench": "handgrad bench step --model d12 --out step.json",
     "tune": "handgrad tune d12 --precision fp8",
     "profile": "handgrad profile d12 --precision bf16 --trace trace.json.gz",

@@ -1,15 +1,23 @@
 """handgrad sample: text from a checkpoint, streamed, or a file of prompts answered in a batch."""
 
+import contextlib
+import hashlib
+import json
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+import torch
+
+import handgrad
 from handgrad import devices
 from handgrad.backend import choose_backend
 from handgrad.errors import DataError, UsageError, storage_errors
-from handgrad.evaluation.load import LoadedModel, load_model
+from handgrad.evaluation.load import LoadedModel, Weights, load_model
 from handgrad.files import check_free
 from handgrad.generation.decode import decode_buffers, decode_tensors
 from handgrad.generation.generate import Continuation, Decoder, SamplingOptions, check_writing
@@ -38,22 +46,46 @@ def run(parsed: Namespace) -> int:
     dtype = devices.use_precision(device, precision)
     ops = choose_backend(parsed.backend, device, precision)
     weights = open_weights(parsed.checkpoint)
-    model = load_model(weights, device, dtype, ops, decode_buffers(weights.shape, batch, dtype, ops))
-    texts = []
-    for number, row in enumerate(prompts):
-        most_tokens = row.get("max_tokens", parsed.max_tokens)
-        texts.append(Continuation(document(model.tokenizer, row["prompt"]), most_tokens, parsed.seed + number))
-    if note := cropped(texts, model.shape.sequence_length):
-        print(note, file=sys.stderr)
-    buf, end_of_text = decode_tensors(model.shape, model.views), model.tokenizer.end_of_text
-    decoder = Decoder(model.shape, ops, model.weights, buf, options, end_of_text=end_of_text)
-    started = time.perf_counter()
-    if parsed.out:
-        write_file(decoder, model, texts, prompts, parsed)
-    else:
-        write_terminal(decoder, model, texts, prompts[0]["prompt"], parsed.stop)
+    with contextlib.ExitStack() as opened:
+        written, write = {}, None
+        if parsed.out:
+            identity = identity_of(prompts, weights, parsed, options, precision, device.type, ops.__name__, batch)
+            written, write = opened.enter_context(whole_lines(Path(parsed.out), identity))
+        model = load_model(weights, device, dtype, ops, decode_buffers(weights.shape, batch, dtype, ops))
+        texts = []
+        for number, row in enumerate(prompts):
+            most_tokens = row.get("max_tokens", parsed.max_tokens)
+            texts.append(Continuation(document(model.tokenizer, row["prompt"]), most_tokens, parsed.seed + number))
+        if note := cropped(texts, model.shape.sequence_length):
+            print(note, file=sys.stderr)
+        buf, end_of_text = decode_tensors(model.shape, model.views), model.tokenizer.end_of_text
+        decoder = Decoder(model.shape, ops, model.weights, buf, options, end_of_text=end_of_text)
+        started = time.perf_counter()
+        if write is None:
+            write_terminal(decoder, model, texts, prompts[0]["prompt"], parsed.stop)
+        else:
+            if written:
+                print(f"goes on after {len(written)} of {len(prompts)} prompts", file=sys.stderr)
+            left = {number: text for number, text in enumerate(texts) if number not in written}
+            write_lines(decoder, model, left, prompts, parsed.stop, write)
     print(speed_line(texts, time.perf_counter() - started), file=sys.stderr)
     return 0
+
+
+def identity_of(
+    prompts: list[dict], weights: Weights, parsed: Namespace, options: SamplingOptions, *machine: str | int
+) -> dict[str, Any]:
+    """All that the texts of a file of prompts depend on. `machine`: precision, device, backend, texts at once."""
+    return {
+        "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
+        "weights": weights.origin["sha256"],
+        **asdict(options),
+        "max_tokens": parsed.max_tokens,
+        "stop": parsed.stop,
+        "seed": parsed.seed,
+        **dict(zip(("precision", "device", "backend", "batch"), machine, strict=True)),
+        "versions": [handgrad.__version__, torch.__version__],
+    }
 
 
 def prompt_of(parsed: Namespace) -> str:
@@ -96,24 +128,28 @@ def write_terminal(
         sys.stdout.flush()
 
 
-def write_file(
-    decoder: Decoder, model: LoadedModel, texts: list[Continuation], prompts: list[dict], parsed: Namespace
+def write_lines(
+    decoder: Decoder,
+    model: LoadedModel,
+    texts: dict[int, Continuation],
+    prompts: list[dict],
+    stops: Sequence[str],
+    write: Callable[[int, dict], None],
 ) -> None:
-    """Writes a line for every prompt, with progress on stderr."""
-    numbers = {id(text): number for number, text in enumerate(texts)}
-    pieces: list[list[str]] = [[] for _ in texts]
-    done, last = 0, time.perf_counter()
-    with whole_lines(Path(parsed.out)) as write:
-        for text, piece in stream_text(decoder, model.tokenizer, iter(texts), parsed.stop):
-            number = numbers[id(text)]
-            pieces[number].append(piece)
-            if text.stopped:
-                added = {"text": "".join(pieces[number]), "stopped": text.stopped, "tokens": len(text.tokens)}
-                write(number, prompts[number] | added)
-                done += 1
-            if time.perf_counter() - last > PROGRESS_SECONDS:
-                last = time.perf_counter()
-                print(f"{done} of {len(texts)} prompts, {sum(len(t.tokens) for t in texts)} tokens", file=sys.stderr)
+    """Writes a line for every text, by the number of its prompt, with progress on stderr."""
+    numbers = {id(text): number for number, text in texts.items()}
+    pieces: dict[int, list[str]] = {number: [] for number in texts}
+    done, last = len(prompts) - len(texts), time.perf_counter()
+    for text, piece in stream_text(decoder, model.tokenizer, iter(texts.values()), stops):
+        number = numbers[id(text)]
+        pieces[number].append(piece)
+        if text.stopped:
+            added = {"text": "".join(pieces[number]), "stopped": text.stopped, "tokens": len(text.tokens)}
+            write(number, prompts[number] | added)
+            done += 1
+        if time.perf_counter() - last > PROGRESS_SECONDS:
+            last, tokens = time.perf_counter(), sum(len(text.tokens) for text in texts.values())
+            print(f"{done} of {len(prompts)} prompts, {tokens} tokens", file=sys.stderr)
 
 
 def speed_line(texts: list[Continuation], seconds: float) -> str:

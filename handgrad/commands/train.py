@@ -1,18 +1,25 @@
-"""handgrad train: trains the run in --out, or resumes it."""
+"""handgrad train: trains the run in --out, or resumes it; with --gpus or --ranks by several processes that it starts."""
 
 import os
 import shlex
+import sys
 from argparse import Namespace
 from pathlib import Path
 
+from handgrad import devices, threads
+from handgrad.errors import UsageError
 from handgrad.parallel.launchers import find_rank_info
+from handgrad.parallel.local import end_with_launcher, is_launched, run_ranks
 from handgrad.report.page import write_report
 from handgrad.run.start import open_run
 from handgrad.run_files import REPORT_FILE
 
 
 def run(parsed: Namespace) -> int:
-    config = parsed.run_config
+    config, ranks = parsed.run_config, checked_ranks(parsed)
+    if ranks > 1 and not is_launched():
+        return launch(parsed, ranks)
+    end_with_launcher()
     with open_run(config, allow_changes=parsed.allow_changes) as run:
         run.begin()
         run.advance(config.steps)
@@ -22,3 +29,28 @@ def run(parsed: Namespace) -> int:
     run_folder = shlex.quote(config.out)
     print(f"next       handgrad sample {run_folder}   or   handgrad evaluate {run_folder}")
     return 0
+
+
+def launch(parsed: Namespace, ranks: int) -> int:
+    """Starts this command as so many processes, in the environment that this one was started in."""
+    environment = {name: value for name, value in os.environ.items() if name not in threads.chosen}
+    command = [os.environ.get("PYTHON_EXEC", sys.executable), "-m", "handgrad", "train", *parsed.arguments]
+    return run_ranks(command, ranks, environment, parsed.run_config.silence_seconds + 5)
+
+
+def checked_ranks(parsed: Namespace) -> int:
+    """The number of processes to start. Raises `UsageError` if there are fewer GPUs, or another launcher."""
+    config, ranks = parsed.run_config, parsed.gpus or parsed.ranks or 1
+    if parsed.gpus and parsed.ranks:
+        raise UsageError("--gpus and --ranks mean the same; give one of them")
+    if ranks > 1 and not is_launched() and (info := find_rank_info(os.environ)).size > 1:
+        raise UsageError(f"{info.launcher} has started this process as one of {info.size}; leave --gpus and --ranks out")
+    if parsed.gpus and config.device not in ("auto", "cuda"):
+        raise UsageError(f"--gpus is for GPUs, found --device {config.device}; use --ranks {ranks}")
+    if parsed.gpus or (ranks > 1 and config.device in ("auto", "cuda") and devices.gpu_count()):
+        found = devices.gpu_count()
+        if ranks > found:
+            flag = "--gpus" if parsed.gpus else "--ranks"
+            remedy = f"use {flag} {found}" if found else f"use --ranks {ranks} --device cpu"
+            raise UsageError(f"{flag} {ranks} needs {ranks} GPUs, torch finds {found} on this machine; {remedy}")
+    return ranks

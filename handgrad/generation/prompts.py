@@ -1,14 +1,15 @@
-"""Prompts from a .jsonl file, and the texts written to them into another, in the same order."""
+"""Prompts from a .jsonl file, and the texts written to them into another, in the same order, across interruptions."""
 
 import contextlib
+import fcntl
 import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from handgrad.errors import DataError, storage_error
-from handgrad.files import whole
+from handgrad.errors import ConfigError, DataError, storage_error, storage_errors
+from handgrad.files import check_free, write_durably
 from handgrad.jsonl import numbered_lines, parse
 
 ADDED = ("text", "stopped", "tokens")  # the keys that an output line adds
@@ -37,25 +38,75 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
     return prompts
 
 
-@contextlib.contextmanager
-def whole_lines(path: Path) -> Iterator[Callable[[int, dict[str, Any]], None]]:
-    """Yields a function that takes a line's number (0-based, in any order) and its object. Writes the lines by number to
-    `path`, which appears when the block ends well.
+Written = dict[int, dict[str, Any]]  # lines by their numbers, from 0
 
-    Raises `UsageError` if `path` exists, `StorageError` if the disk refuses.
+
+@contextlib.contextmanager
+def whole_lines(path: Path, identity: dict[str, Any]) -> Iterator[tuple[Written, Callable[[int, dict[str, Any]], None]]]:
+    """Yields the lines that an interrupted call has left, and a function that takes a line's number (in any order) and its
+    object. All lines, by number, are in `path` when the block ends well.
+
+    Until then they lie in PATH.partial, in the order in which they came, after a line with the `identity` of prompts, model
+    and settings; it stays when the block ends badly, if it has any. Raises `UsageError` if `path` exists, `ConfigError` if
+    the lines belong to another identity or another process writes them, `DataError` if they are damaged, `StorageError` if
+    the disk refuses.
     """
-    early: dict[int, dict[str, Any]] = {}  # lines that wait for one above them
-    written = 0
-    with whole(path) as partial, partial.open("w", encoding="utf-8") as file:
+    check_free(path)
+    partial, doing = path.with_name(path.name + ".partial"), f"writing {path}"
+    with storage_errors(doing):
+        file = partial.open("a+", encoding="utf-8", buffering=1)
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"another process writes {path}; wait for it or give another --out") from None
+        with storage_errors(doing):
+            rows = read_partial(partial, identity)
+            if not partial.stat().st_size:
+                file.write(json.dumps({"identity": identity}) + "\n")
 
         def write(number: int, row: dict[str, Any]) -> None:
-            nonlocal written
-            early[number] = row
-            while written in early:
-                file.write(json.dumps(early.pop(written)) + "\n")
-                written += 1
+            with storage_errors(doing):
+                file.write(json.dumps({"number": number, "row": row}) + "\n")
+            rows[number] = row
 
-        yield write
-        assert not early
-        file.flush()
-        os.fsync(file.fileno())
+        try:
+            yield dict(rows), write
+            assert sorted(rows) == list(range(len(rows)))
+            check_free(path)
+            with storage_errors(doing):
+                write_whole(path, "".join(json.dumps(rows[number]) + "\n" for number in sorted(rows)))
+            rows.clear()
+        finally:
+            if not rows:
+                partial.unlink(missing_ok=True)
+
+
+def read_partial(partial: Path, identity: dict[str, Any]) -> Written:
+    """The lines of an interrupted call. Cuts off one that a kill has left unfinished. Raises OSError and the errors of
+    `whole_lines`."""
+    content = partial.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if whole != content:
+        os.truncate(partial, len(whole))
+    lines = [parse(line, where) for line, where in numbered_lines(whole, partial)]
+    if not lines:
+        return {}
+    before = lines[0].inner("identity").fields
+    for name in {**identity, **before}:
+        if before.get(name) != identity.get(name):
+            then, now = (repr(values.get(name))[:80] for values in (before, identity))
+            raise ConfigError(
+                f"{partial} has texts of other {name} ({then}, now {now}); go on with the same command, give another --out,"
+                " or remove the file to start over"
+            )
+    return {line.count("number"): line.inner("row").fields for line in lines[1:]}
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file durably; nothing remains when that fails. Raises OSError."""
+    try:
+        write_durably(path, text)
+    except OSError:
+        path.with_name(path.name + ".new").unlink(missing_ok=True)
+        raise

@@ -15,7 +15,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from handgrad.errors import HandgradError, LostRank, UsageError, end_interrupted, tell
+from handgrad.errors import HandgradError, LostRank, UsageError, end_interrupted, is_first, tell
 from handgrad.parallel.heartbeat import WORK_FACTOR, Heartbeat
 from handgrad.parallel.launchers import RankInfo
 from handgrad.parallel.ranks import Ranks, exit_code
@@ -99,7 +99,8 @@ def exit_now(error: BaseException, *, prints: bool) -> NoReturn:
     if isinstance(error, KeyboardInterrupt):
         end_interrupted()
     if not isinstance(error, HandgradError | SystemExit):
-        traceback.print_exception(error)
+        if is_first("".join(traceback.format_exception(error))):  # a bug in all ranks
+            traceback.print_exception(error)
     elif isinstance(error, HandgradError) and (prints or not error.shared):
         tell(error)
     for stream in (sys.stdout, sys.stderr):

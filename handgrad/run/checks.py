@@ -96,10 +96,12 @@ def check_shared_gradients(config: RunConfig, ranks: int) -> None:
 def most_checkpoints(config: RunConfig) -> int:
     """The largest number of checkpoints on the disk at once: the oldest goes only after the newest stands."""
     saves = -(-config.steps // (config.save_every or config.steps))
-    kept = config.keep_checkpoints
+    kept, oldest = config.keep_checkpoints, max(0, saves - config.keep_checkpoints) * config.save_every
     if config.keep_best:  # and one that is to be the best does not take the place of the best before
         saves, kept = saves + -(-config.steps // (config.eval_every or config.steps)), kept and kept + 1
-    return min(saves, kept + 1) if kept else saves
+        oldest = config.steps  # its step may be none of `save_every`, and so may all the newest
+    majors = max(0, oldest - 1) // config.keep_every if config.keep_every else 0  # before the newest ones
+    return min(saves, kept + 1 + majors) if kept else saves
 
 
 def checkpoint_bytes(design: Design) -> int:
@@ -117,7 +119,8 @@ def check_disk(config: RunConfig, design: Design) -> None:
     existing = [folder for folder in (Path(config.out), *Path(config.out).absolute().parents) if folder.is_dir()]
     free = shutil.disk_usage(existing[0]).free
     if needed > free:
+        fewer = "a larger --keep-every" if config.keep_every else "--keep-checkpoints"
         raise StorageError(
             f"{checkpoints} checkpoints take {human_bytes(needed)}, {existing[0]} has {human_bytes(free)} free;"
-            " free some space, choose another --out or keep fewer with --keep-checkpoints"
+            f" free some space, choose another --out or keep fewer with {fewer}"
         )

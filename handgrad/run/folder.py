@@ -1,6 +1,5 @@
 """The folder of a run: who may write to it, which configuration it belongs to, and where it goes on."""
 
-import fcntl
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -10,6 +9,7 @@ from handgrad.config import RunConfig, differences, to_dict, to_toml
 from handgrad.errors import ConfigError, DataError, UsageError, storage_errors
 from handgrad.files import sync_folder, write_durably
 from handgrad.parallel.ranks import Ranks
+from handgrad.run.lock import take_lock
 from handgrad.run_files import CHECKPOINTS, CONFIG_FILE, LOCK_FILE, SAMPLES
 
 
@@ -40,19 +40,11 @@ class RunFolder:
             raise UsageError(f"--out {self.path} has files in it but is no run folder; choose another folder")
         with storage_errors(f"making the run folder {self.path}"):
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.path / LOCK_FILE).open("a")  # first: it is what makes a folder a run folder
+            self._lock = take_lock(self.path)  # first: it is what makes a folder a run folder
             (self.path / SAMPLES).mkdir(exist_ok=True)
             self.checkpoints.mkdir(exist_ok=True)
             sync_folder(self.path)
             sync_folder(self.path.parent)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.close()
-            raise ConfigError(
-                f"another process is training in {self.path}, or a `handgrad.Training` that is not closed; wait for it or"
-                " choose another --out"
-            ) from None
         try:
             self.resumed, self.passed_over = checkpoint.newest(self.checkpoints)
             if self.resumed is None and self.passed_over:

@@ -16,9 +16,16 @@ from handgrad.training.design import Design
 
 
 def header_lines(
-    config: RunConfig, design: Design, dataset: Dataset, memory_bytes: dict[str, int], started: str, ranks: Ranks
+    config: RunConfig,
+    design: Design,
+    dataset: Dataset,
+    memory_bytes: dict[str, int],
+    started: str,
+    ranks: Ranks,
+    origin: dict[str, Any] | None = None,
 ) -> list[str]:
-    """Versions, model, data, batch, numbers, memory. `started`: the start of the weights, in a word or two."""
+    """Versions, model, data, batch, numbers, memory. `started`: the start of the weights, in a word or two; `origin`:
+    where they came from, if the run did not draw them."""
     shape, ops = design.shape, design.plain_ops
     samples_per_epoch = Batches(dataset.splits["train"], config.sequence_length, config.seed).samples_per_epoch
     lanes = f"{config.lanes} lanes x " if config.lanes > 1 else ""
@@ -28,6 +35,7 @@ def header_lines(
         f"handgrad {handgrad.__version__}, torch {torch.__version__}, {devices.describe(design.device)}",
         f"model      {shape.num_layers} layers, {shape.num_heads} heads, {shape.channels} channels,"
         f" context {shape.sequence_length}: {human_count(count_parameters(design.parameters))} parameters",
+        *([f"weights    {origin_text(origin)}"] if origin else []),
         *freezing_lines(config, design),
         f"data       {config.data}: {human_count(dataset.tokens('train'))} training and"
         f" {human_count(dataset.tokens('validation'))} validation tokens, {dataset.tokenizer.kind} vocabulary of"
@@ -43,6 +51,14 @@ def header_lines(
         "memory",
         *memory_table([memory_bytes]),
     ]
+
+
+def origin_text(origin: dict[str, Any]) -> str:
+    """The source of a run's first weights: "runs/a (checkpoint of step 500), model.safetensors SHA-256 0123456789ab"."""
+    step = f" of step {origin['step']}" if "step" in origin else ""
+    files = [f"{name} SHA-256 {digest[:12]}" for name, digest in origin.get("sha256", {}).items()]
+    more = f" and {len(files) - 1} files more" if len(files) > 1 else ""
+    return f"{origin.get('source')} ({origin.get('from')}{step}), {', '.join(files[:1])}{more}"
 
 
 def trained_parameters(design: Design) -> int:
@@ -92,7 +108,13 @@ def dropout_lines(config: RunConfig, design: Design) -> list[str]:
     ]
 
 
-def run_record(config: RunConfig, design: Design, dataset: Dataset, memory_bytes: dict[str, int]) -> dict[str, Any]:
+def run_record(
+    config: RunConfig,
+    design: Design,
+    dataset: Dataset,
+    memory_bytes: dict[str, int],
+    origin: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     """The "run" line of metrics.jsonl."""
     manifest = dataset.manifest
     return {
@@ -116,4 +138,5 @@ def run_record(config: RunConfig, design: Design, dataset: Dataset, memory_bytes
         },
         "floor_nats_per_token": dataset.floor("validation"),
         "flops_per_token": design.model.flops_per_token(design.shape),
+        **({"init": origin} if origin else {}),
     }

@@ -28,7 +28,7 @@ from handgrad.parallel.stragglers import Stragglers
 from handgrad.run.assemble import assemble
 from handgrad.run.console import Shows
 from handgrad.run.folder import RunFolder
-from handgrad.run.header import header_lines, run_record
+from handgrad.run.header import header_lines, origin_text, run_record
 from handgrad.run.log import RunLog
 from handgrad.run.progress import StepLines
 from handgrad.run.resolve import resolve
@@ -71,7 +71,7 @@ class Run:
         self.decode = decode_tensors(design.shape, generation.allocate(design.device))
         self.completed, self.skips_in_a_row = 0, 0
         self.training = assemble(self.design, self.train_batches, ranks)
-        self.origin = weights.origin if weights else resumed and origin_of(resumed)
+        self.origin = weights.origin if weights else origin_of(resumed) if resumed else None
         if weights is not None:
             self.take_weights(weights)
         self.restore(resumed)
@@ -124,16 +124,21 @@ class Run:
         """Logs the header, and makes up for what was due when the last process ended."""
         source = f"weights of {self.config.init_from}, " if self.config.init_from else ""
         started = f"resumed at step {self.completed}" if self.folder.resumed else f"{source}seed {self.config.seed}"
-        header = header_lines(self.config, self.design, self.dataset, self.memory_bytes, started, self.ranks)
+        given = self.config, self.design, self.dataset, self.memory_bytes
+        header = header_lines(*given, started, self.ranks, self.origin)
         for line in (*header, *self.folder.passed_over, *(self.tasks.notes if self.tasks else ())):
             self.log.line(line)
         for change in self.folder.changes:
             self.event(f"configuration changed: {change}")
-        record = run_record(self.config, self.design, self.dataset, self.memory_bytes)
+        record = run_record(*given, self.origin)
         self.log.record("run", step=self.completed, ranks=self.ranks.size, **record)
         self.training.step.prepare(self.completed)
         if self.folder.resumed:
             self.watch()
+        elif self.origin:
+            self.log.record("event", step=0, text=f"starts from the weights of {origin_text(self.origin)}")
+            if self.config.eval_every:
+                self.evaluate()  # so that the curve begins at their loss
         if self.completed >= self.config.steps:
             self.log.line(f"{self.folder.path} is finished: {self.completed} of {self.config.steps} steps are done")
             self.finish()
@@ -214,23 +219,28 @@ class Run:
             raise preempted(self.stop_signal, self.completed, self.last_saved)
 
     def watch(self) -> None:
-        """The validation and the sample that are due after the completed step and not yet in the record."""
-        recorded = self.log.recorded
-        if self.due(self.config.eval_every) and self.validation_batches and ("validation", self.completed) not in recorded:
+        """The evaluation and the sample that are due after the completed step and not yet in the record."""
+        if self.due(self.config.eval_every):
+            self.evaluate()
+        missing = ("sample", self.completed) not in self.log.recorded
+        if self.due(self.config.sample_every) and self.config.sample_tokens and missing:
+            if self.ranks.is_rank_0:
+                self.sample()
+            self.ranks.barrier("a sample of text")
+
+    def evaluate(self) -> None:
+        """The validation and the tasks after the completed step, unless the record has them."""
+        if self.validation_batches and ("validation", self.completed) not in self.log.recorded:
             self.validation_loss = loss = self.validate()
-            better = self.config.keep_best and self.is_best(loss)
+            better = self.config.keep_best and self.completed > 0 and self.is_best(loss)
             note = f"{floor_note(loss, self.dataset)}{', the best so far' if better else ''}"
             line = f"step {self.completed}: validation loss {loss:.4f}{note}"
             self.log.validation(self.completed, loss, bits_per_byte(loss, self.dataset), line)
             if better:
                 self.prune()  # the best one before
-        if self.tasks is not None and self.due(self.config.eval_every):
+        if self.tasks is not None:
             self.training.await_weights()
             self.tasks.watch(self.completed, self.training.state, self.log)
-        if self.due(self.config.sample_every) and self.config.sample_tokens and ("sample", self.completed) not in recorded:
-            if self.ranks.is_rank_0:
-                self.sample()
-            self.ranks.barrier("a sample of text")
 
     def is_best(self, loss: float) -> bool:
         """True if a loss is the lowest of a step that has, or now gets, a checkpoint. The checkpoint comes before the
@@ -382,7 +392,7 @@ class Run:
     def prune(self) -> None:
         """Removes the checkpoints that need not be kept."""
         best = self.best[0] if self.best and self.config.keep_best else None
-        keep = self.folder.checkpoints, self.last_saved, self.config.keep_checkpoints, best
+        keep = self.folder.checkpoints, self.last_saved, self.config.keep_checkpoints, best, self.config.keep_every
         self.ranks.from_rank_0(lambda: checkpoint.prune(*keep), "old checkpoints")
 
     def event(self, line: str) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +14,11 @@ from handgrad.backend import choose_backend
 from handgrad.config import AUTO, RunConfig, check, to_dict
 from handgrad.data.shards import Dataset, open_dataset
 from handgrad.data.tokenizer import tokenizer_record
-from handgrad.errors import DataError, UsageError
+from handgrad.errors import INTERRUPTED, DataError, StorageError, UsageError
 from handgrad.evaluation.load import Weights
 from handgrad.interop.sources import SIZES, open_weights
 from handgrad.parallel.launchers import find_rank_info
-from handgrad.parallel.ranks import Ranks
+from handgrad.parallel.ranks import Ranks, error_text, exit_code
 from handgrad.parallel.rendezvous import Timeouts, joined
 from handgrad.run.checks import check_disk, check_fits, check_shared_gradients, check_tokenizer, other_tokenizer
 from handgrad.run.console import Shows
@@ -57,8 +58,24 @@ def open_run(config: RunConfig, *, allow_changes: bool = False, shows: Shows = "
             if config.init_from and not folder.resumed:
                 weights = opened_in_turn(lambda: open_fitting(config, dataset), ranks)
             run = Run(config, design, dataset, folder, ranks, weights, tasks, allow_changes=allow_changes, shows=shows)
-            with contextlib.closing(run.log):
+            with contextlib.closing(run.log), noting_the_end(run):
                 yield run
+
+
+@contextlib.contextmanager
+def noting_the_end(run: Run) -> Iterator[None]:
+    """Records why a run ends before its last step: `run.listing` reads it."""
+    reason, code = "closed by its program", 0
+    try:
+        yield
+    except BaseException as error:
+        reason, code = error_text(error), INTERRUPTED if isinstance(error, KeyboardInterrupt) else exit_code(error)
+        raise
+    finally:
+        if code or run.completed < run.config.steps:
+            name = {"signal": signal.Signals(run.stop_signal).name} if run.stop_signal else {}
+            with contextlib.suppress(StorageError):  # which may be the reason itself
+                run.log.record("stop", step=run.completed, code=code, reason=reason, **name)
 
 
 def precision_of(config: RunConfig, device: torch.device) -> str:

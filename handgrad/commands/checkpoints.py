@@ -1,0 +1,26 @@
+"""handgrad checkpoints: those of a run, listed, verified by their hashes, pruned."""
+
+from argparse import Namespace
+from pathlib import Path
+
+from handgrad.errors import DataError
+from handgrad.run.inventory import kept_checkpoints, prune, table, verify
+
+
+def run(parsed: Namespace) -> int:
+    folder = Path(parsed.run)
+    kept = kept_checkpoints(folder)
+    if parsed.verify:
+        errors = []
+        for one in kept:
+            error = verify(one.folder)
+            errors += [error] if error else []
+            print(f"{'damaged' if error else 'ok':<9} {one.folder}{f': {error}' if error else ''}", flush=True)
+        if errors:
+            raise DataError(f"{len(errors)} of {len(kept)} checkpoints are damaged: {errors[0]}")
+    if parsed.prune is not None:
+        for removed in prune(folder, parsed.prune):
+            print(f"deleted   {removed}")
+    if not parsed.verify and parsed.prune is None:
+        print("\n".join(table(kept)))
+    return 0

@@ -1,0 +1,77 @@
+"""The parser of every command: argparse with one-line errors, checked numbers, and a short and a long help."""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from handgrad.config import Rule, nearest_name
+from handgrad.errors import UsageError
+
+METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT", bool: "true|false"}
+
+
+class Formatter(argparse.RawDescriptionHelpFormatter):
+    """Ends an option's help with its default, if it has one that its text does not name."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        none = action.default is False or action.default in (None, "", [], argparse.SUPPRESS)
+        return text if none or "default" in text else f"{text} (default: {action.default})"
+
+
+class HelpAll(argparse.Action):
+    """`--help-all`: the help with the options that `--help` leaves out."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        assert isinstance(parser, Parser)
+        parser.show_all()
+        parser.print_help()
+        parser.exit()
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with our errors: one line, exit code 64, and the nearest name for an unknown flag."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, allow_abbrev=False, **kwargs)
+        self.rules: dict[str, Rule] = {}
+        self.left_out: dict[argparse.Action, str] = {}  # with the help that `--help` does not show
+
+    def show_all(self) -> None:
+        for action, text in self.left_out.items():
+            action.help = text
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; `{self.prog} --help` lists what there is")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """argparse's own check of `choices`, with the nearest one in its message."""
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            error.message += nearest_name(str(value), map(str, action.choices or ()))
+            raise
+
+    def number(self, flag: str, help: str, *, rule: Rule | None = None, kind: type = int, default: Any = None) -> None:
+        """A flag with a whole number, or of `kind` float, that keeps to `rule`."""
+        action = self.add_argument(flag, type=kind, default=default, metavar=METAVARS[kind], help=help)
+        if rule is not None:
+            self.rules[action.dest] = rule
+
+    def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """Like `parse_args`; checks the numbers, and answers an unknown flag with the nearest known one."""
+        namespace, unknown = self.parse_known_args(arguments)
+        if unknown:
+            name = unknown[0].split("=")[0]
+            full = "--help-all" if self.left_out else "--help"
+            known = [option for action in self._actions for option in action.option_strings]
+            raise UsageError(f"unknown argument {name!r}{nearest_name(name, known)}; `{self.prog} {full}` lists all")
+        for name, rule in self.rules.items():
+            if getattr(namespace, name) is not None:
+                rule.check(flag(name), getattr(namespace, name))
+        return namespace
+
+
+def flag(name: str) -> str:
+    """tokens_per_step -> --tokens-per-step."""
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,18 @@
+"""handgrad runs: a table of the runs below a folder."""
+
+import shutil
+from argparse import Namespace
+from pathlib import Path
+
+from handgrad.run.listing import json_text, list_runs, table
+
+
+def run(parsed: Namespace) -> int:
+    runs = list_runs(Path(parsed.folder))
+    if parsed.json:
+        print(json_text(runs))
+    elif not runs:
+        print(f"no runs in {parsed.folder}")
+    else:
+        print("\n".join(table(runs, shutil.get_terminal_size().columns)))
+    return 0

@@ -1,0 +1,132 @@
+"""Starts the ranks of one machine and waits for them: `handgrad train --ranks N`.
+
+The environment of a rank is torchrun's. Signals go to every rank once, errors that ranks share are printed once, and the
+exit code is the worst rank's. Ranks are processes of their own groups, so that a terminal's Ctrl-C reaches them only
+through their launcher.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from handgrad.errors import INTERRUPTED, tell_line
+
+LAUNCHER = "HANDGRAD_LAUNCHER"  # the launcher's process id, in the environment of its ranks
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+POLL_SECONDS = 0.05
+KILL_SECONDS = 30.0  # between a rank's SIGTERM, because another has failed, and its SIGKILL
+PARENT_DEATH_SIGNAL = 1  # of prctl, Linux
+
+
+def run_ranks(command: Sequence[str], size: int, environment: Mapping[str, str], patience_seconds: float) -> int:
+    """Starts `size` processes of a command, waits for all and returns the worst exit code.
+
+    `patience_seconds`: after a rank has failed, the others' time to end by themselves and say why.
+    """
+    processes: list[subprocess.Popen[bytes]] = []
+    received: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+
+    previous = handled_by(note)
+    try:
+        with tempfile.TemporaryDirectory(prefix="handgrad-ranks-", ignore_cleanup_errors=True) as folder:
+            shared = rank_environment(size, environment, free_port())
+            for rank in range(size):
+                (Path(folder) / str(rank)).mkdir()
+                place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                place["TORCHELASTIC_ERROR_FILE"] = f"{folder}/{rank}/error.json"  # `errors.is_first`
+                start = subprocess.Popen
+                if not received:
+                    processes.append(start(command, env=shared | place, stdin=subprocess.DEVNULL, process_group=0))
+            wait_for_all(processes, received, patience_seconds)
+    finally:
+        send(processes, signal.SIGKILL)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    codes = [process.wait() for process in processes]
+    for rank, code in enumerate(codes):
+        if code < 0 and not received and code != -signal.SIGTERM:
+            tell_line(f"rank {rank} was ended by {signal.Signals(-code).name}")
+    if received and all(code < 0 for code in codes):  # before they could say anything
+        tell_line("interrupted")
+    return worst_code(codes) if codes else INTERRUPTED
+
+
+def handled_by(handler: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
+    """Handles the signals to forward; returns the handlers before. A SIGHUP that `nohup` has ignored stays so."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    numbers = [number for number in FORWARDED if number != signal.SIGHUP or not ignored]
+    return {number: signal.signal(number, handler) for number in numbers}
+
+
+def rank_environment(size: int, environment: Mapping[str, str], port: int) -> dict[str, str]:
+    """What torchrun gives all ranks of one machine, in the place of what another launcher has left."""
+    kept = {name: value for name, value in environment.items() if not name.startswith("TORCHELASTIC_")}
+    kept.setdefault("OMP_NUM_THREADS", "1")
+    place = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return {**kept, **{name: str(value) for name, value in place.items()}, LAUNCHER: str(os.getpid())}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def send(processes: Sequence[subprocess.Popen[bytes]], number: int) -> None:
+    for process in processes:
+        process.send_signal(number)  # to nobody, once it has ended
+
+
+def wait_for_all(processes: Sequence[subprocess.Popen[bytes]], received: Sequence[int], patience_seconds: float) -> None:
+    """Forwards the signals that are `received`; returns when all have ended. After one has failed the others get SIGTERM,
+    then SIGKILL, if they stay too long."""
+    forwarded, failed = 0, None
+    ending = [(patience_seconds + KILL_SECONDS, signal.SIGKILL), (patience_seconds, signal.SIGTERM)]
+    while True:
+        codes = [process.poll() for process in processes]
+        if None not in codes:
+            return
+        for number in received[forwarded:]:
+            send(processes, number)
+            forwarded += 1
+        if failed is None and any(codes):
+            failed = time.monotonic()
+        if failed is not None and ending and time.monotonic() - failed >= ending[-1][0]:
+            send(processes, ending.pop()[1])
+        time.sleep(POLL_SECONDS)
+
+
+def worst_code(codes: Sequence[int]) -> int:
+    """The exit code of a command whose ranks ended with `codes`. That another rank was lost (75) says more than the signal
+    that ended it, an error more than either."""
+
+    def weight(code: int) -> int:
+        return {0: 0, 75: 2, INTERRUPTED: 3}.get(code, 1 if code < 0 else 4)
+
+    worst = max(codes, key=weight)
+    return 128 - worst if worst < 0 else worst
+
+
+def is_launched() -> bool:
+    """True in a rank that `run_ranks` has started."""
+    return LAUNCHER in os.environ
+
+
+def end_with_launcher() -> None:
+    """Lets the system send this rank SIGTERM when its launcher ends without a word, where there is such a service."""
+    if os.environ.get(LAUNCHER) == str(os.getppid()) and sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)

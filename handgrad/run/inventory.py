@@ -1,0 +1,89 @@
+"""The checkpoints of a run: listed, verified, pruned."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from handgrad import checkpoint
+from handgrad.config import RunConfig, read_toml
+from handgrad.errors import DataError
+from handgrad.format import human_age, human_bytes
+from handgrad.run.listing import extent
+from handgrad.run.lock import locked
+from handgrad.run_files import CHECKPOINTS, CONFIG_FILE
+
+HEADINGS = ("step", "kind", "size", "loss", "age")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A checkpoint on the disk; nothing is said about its content."""
+
+    folder: Path
+    step: int
+    kinds: tuple[str, ...]  # last, major, best
+    size_bytes: int
+    loss: float | None  # of the validation at this step, nats per token
+    written: float  # seconds since 1970
+
+    def row(self, now: float) -> tuple[str, ...]:
+        loss = "" if self.loss is None else f"{self.loss:.4f}"
+        return str(self.step), ", ".join(self.kinds), human_bytes(self.size_bytes), loss, human_age(now - self.written)
+
+
+def kept_checkpoints(run: Path) -> list[Kept]:
+    """The checkpoints of a run, newest first. Raises `DataError` if there are none."""
+    folders = checkpoint.folders(run / CHECKPOINTS)
+    if not folders:
+        raise DataError(f"{run} holds no checkpoint; give a run folder, the --out of `handgrad train`")
+    losses, best, every = checkpoint.validated(run), checkpoint.best_validated(run), keep_every(run)
+    found = []
+    for folder in folders:
+        step = checkpoint.step_of(folder)
+        signs = {
+            "last": folder == folders[0],
+            "major": checkpoint.is_major(step, every),
+            "best": best is not None and step == best[0],
+        }
+        kinds = tuple(kind for kind, holds in signs.items() if holds)
+        size, written = extent(folder)
+        found.append(Kept(folder, step, kinds, size, losses.get(step), written))
+    return found
+
+
+def keep_every(run: Path) -> int:
+    """The run's setting; 0 for imported weights, which have no configuration file."""
+    path = run / CONFIG_FILE
+    return read_toml(str(path)).get("keep_every", RunConfig.keep_every) if path.is_file() else 0
+
+
+def table(kept: Sequence[Kept]) -> list[str]:
+    now = time.time()
+    rows = [HEADINGS, *(one.row(now) for one in kept)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+def verify(folder: Path) -> str:
+    """Reads a checkpoint and compares every file with its hash; returns the first error, "" if there is none."""
+    try:
+        checkpoint.open_checkpoint(folder)
+    except DataError as error:
+        return str(error)
+    return ""
+
+
+def prune(run: Path, keep: int) -> list[Path]:
+    """Removes all checkpoints but the `keep` newest, the best and the major ones, and damaged ones newer than the newest
+    valid one, as training does. Returns their folders.
+
+    Raises `ConfigError` while a trainer holds the run, `DataError` if no checkpoint is valid: then nothing is removed.
+    """
+    with locked(run, "; prune when it has ended"):
+        newest, passed_over = checkpoint.newest(run / CHECKPOINTS)
+        if newest is None:
+            reason = f" ({passed_over[0]})" if passed_over else ""
+            raise DataError(f"{run} holds no valid checkpoint{reason}; nothing was removed")
+        best = checkpoint.best_validated(run)
+        return checkpoint.prune(run / CHECKPOINTS, newest.step, keep, best and best[0], keep_every(run))

@@ -1,0 +1,183 @@
+"""The runs below a folder, each in a few figures, without a library that takes long to load."""
+
+import contextlib
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from handgrad.config import read_toml
+from handgrad.errors import DataError, HandgradError, StorageError, storage_errors
+from handgrad.format import human_age, human_bytes, human_count
+from handgrad.jsonl import parse
+from handgrad.run.lock import is_held
+from handgrad.run_files import CONFIG_FILE, LOCK_FILE, METRICS_FILE
+
+RUNNING, FINISHED, BROKEN = "running", "finished", "broken"
+STOPPED = "stopped"  # by Ctrl-C
+WAITING = "waiting"  # to be resumed: preempted, left by a lost rank, or closed by its program
+CRASHED = "crashed"  # its process is gone and left no record of the end
+FAILED = "failed"  # by an error
+
+KINDS = re.compile(rb'\{"kind": "(run|step|validation|end|stop)"')
+MARKERS = ("run", "end", "stop")  # the last of these in a record tells the state
+HEADINGS = ("run", "model", "step", "loss", "size", "state", "written")
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """One run; None where unknown."""
+
+    name: str  # its folder, below the one that was searched
+    folder: Path
+    state: str
+    size_bytes: int
+    written: float  # seconds since 1970, of the newest file
+    reason: str = ""  # of a run that failed, or of a folder that cannot be read
+    exit_code: int | None = None  # of a run that stopped or failed
+    parameters: float | None = None
+    step: int = 0
+    steps: int | None = None
+    validation_loss: float | None = None  # the last one, nats per token
+
+    def row(self, now: float) -> tuple[str, ...]:
+        """Its cells in a table, in the order of `HEADINGS`."""
+        return (
+            self.name,
+            "" if self.parameters is None else human_count(self.parameters),
+            "" if self.steps is None else f"{self.step}/{self.steps}",
+            "" if self.validation_loss is None else f"{self.validation_loss:.4f}",
+            human_bytes(self.size_bytes),
+            self.state,
+            f"{human_age(now - self.written)} ago",
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        written = datetime.fromtimestamp(self.written, UTC).isoformat(timespec="seconds")
+        return {**vars(self), "folder": str(self.folder), "written": written}
+
+
+def list_runs(folder: Path) -> list[RunSummary]:
+    """The runs in and below `folder`, the one written last first. Raises `DataError` if there is no such folder."""
+    if not folder.is_dir():
+        raise DataError(f"{folder} is no folder; name one with runs in it, the default is runs")
+    runs = [summarize(run, run.relative_to(folder).as_posix() if run != folder else run.name) for run in find_runs(folder)]
+    return sorted(runs, key=lambda run: (-run.written, run.name))
+
+
+def find_runs(folder: Path) -> Iterator[Path]:
+    """The run folders in and below `folder`; a run has no others in it. A link leads to a run, not to a folder of runs."""
+    if any((folder / name).exists() for name in (LOCK_FILE, METRICS_FILE, CONFIG_FILE)):
+        yield folder
+        return
+    with storage_errors(f"reading {folder}"):
+        inside = sorted(path for path in folder.iterdir() if path.is_dir())
+    for child in inside:
+        if not child.is_symlink() or (child / LOCK_FILE).exists():
+            try:
+                yield from find_runs(child)
+            except StorageError:
+                yield child  # which is listed as broken
+
+
+def summarize(folder: Path, name: str) -> RunSummary:
+    """One run folder; one that cannot be read is "broken" for its reason."""
+    size, written = extent(folder)
+    try:
+        return RunSummary(name, folder, size_bytes=size, written=written, **figures(folder))
+    except HandgradError as error:
+        state = RUNNING if is_held(folder) else BROKEN
+        return RunSummary(name, folder, state, size, written, "" if state == RUNNING else str(error))
+
+
+def extent(folder: Path) -> tuple[int, float]:
+    """(bytes, time of the newest file in seconds since 1970); a trainer may remove files meanwhile."""
+    size, written = 0, 0.0
+    for path, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                status = (Path(path) / name).stat()
+                size, written = size + status.st_size, max(written, status.st_mtime)
+    return size, written or time.time()
+
+
+def figures(folder: Path) -> dict[str, Any]:
+    """What the configuration and the record of a run say. Raises `DataError` or `StorageError` if they cannot be read."""
+    config, found = read_config(folder), last_records(folder)
+    if "run" not in found:
+        raise DataError(f"{folder / METRICS_FILE} has no 'run' line; `handgrad train` did not get to its first step")
+    marker = found["marker"]
+    loss = found.get("validation", {}).get("loss")
+    state, code = state_of(marker), marker.get("code")
+    return {
+        "state": RUNNING if is_held(folder) else state,
+        "reason": str(marker.get("reason", "")) if state == FAILED else "",
+        "exit_code": code if isinstance(code, int) and state != FINISHED else None,
+        "parameters": found["run"].get("parameters"),
+        "step": found.get("step", {}).get("step", 0),
+        "steps": config.get("steps", found["run"].get("steps")),
+        "validation_loss": loss if isinstance(loss, float) and math.isfinite(loss) else None,
+    }
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    if not (folder / CONFIG_FILE).is_file():
+        raise DataError(f"{folder} holds no {CONFIG_FILE}; it is no run, or one that did not get to its first step")
+    return read_toml(str(folder / CONFIG_FILE))
+
+
+def last_records(folder: Path) -> dict[str, dict[str, Any]]:
+    """The last record of each kind, and under "marker" the last one that tells the state. Parses no others."""
+    path = folder / METRICS_FILE
+    if not path.is_file():
+        raise DataError(f"{folder} holds no {METRICS_FILE}; it is no run, or one that did not get to its first step")
+    found: dict[str, tuple[bytes, int]] = {}
+    with storage_errors(f"reading {path}"), path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            kind = KINDS.match(line)
+            if kind and line.endswith(b"\n"):  # else a kill has cut it
+                found[kind[1].decode()] = line, number
+    records = {kind: parse(line, f"line {number} of {path}").fields for kind, (line, number) in found.items()}
+    markers = [kind for kind in MARKERS if kind in found]
+    if markers:
+        records["marker"] = records[max(markers, key=lambda kind: found[kind][1])]
+    return records
+
+
+def state_of(marker: dict[str, Any]) -> str:
+    """The state of a run that no process holds, by the last marker of its record."""
+    if marker["kind"] == "end":
+        return FINISHED
+    if marker["kind"] == "run":
+        return CRASHED
+    if marker.get("code") == 130 or marker.get("signal") == "SIGINT":
+        return STOPPED
+    return WAITING if marker.get("code") in (0, 75) else FAILED
+
+
+def table(runs: list[RunSummary], width: int) -> list[str]:
+    """The lines of a table that is `width` characters wide, or wider where names would lose all; below it the reasons."""
+    now = time.time()
+    rows = [HEADINGS, *(run.row(now) for run in runs)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widths[0] = min(widths[0], max(12, width - sum(widths[1:]) - 2 * (len(HEADINGS) - 1)))
+    lines = []
+    for name, *cells in rows:
+        short = name if len(name) <= widths[0] else "…" + name[1 - widths[0] :]
+        padded = (f"{cell:>{size}}" for cell, size in zip(cells, widths[1:], strict=True))
+        lines.append("  ".join([f"{short:<{widths[0]}}", *padded]))
+    for run in runs:
+        if run.reason:
+            code = "" if run.exit_code is None else f" (exit code {run.exit_code})"
+            lines.append(f"{run.state:<8} {run.name}: {run.reason}{code}")
+    return lines
+
+
+def json_text(runs: list[RunSummary]) -> str:
+    return json.dumps([run.as_json() for run in runs], indent=1)

@@ -1,0 +1,47 @@
+"""The lock of a run folder: one trainer at a time holds it, and it goes with its process."""
+
+import contextlib
+import fcntl
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+from handgrad.errors import ConfigError, storage_errors
+from handgrad.run_files import LOCK_FILE
+
+HELD = "; wait for it or choose another --out"
+
+
+def take_lock(run: Path, remedy: str = HELD) -> TextIO:
+    """Takes the lock of a run folder until the returned file is closed. Raises `ConfigError` if another process holds it,
+    `OSError` if the file cannot be opened."""
+    lock = (run / LOCK_FILE).open("a")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise ConfigError(
+            f"another process is training in {run}, or a `handgrad.Training` that is not closed{remedy}"
+        ) from None
+    return lock
+
+
+@contextlib.contextmanager
+def locked(run: Path, remedy: str) -> Iterator[None]:
+    """Keeps trainers out of a run folder in a `with` block. Raises the errors of `take_lock`."""
+    with storage_errors(f"locking {run}"):
+        lock = take_lock(run, remedy)
+    with lock:
+        yield
+
+
+def is_held(run: Path) -> bool:
+    """True while a live process trains in a run folder."""
+    try:
+        with (run / LOCK_FILE).open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared, so that two that ask do not meet
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
