@@ -18,6 +18,7 @@ from handgrad.config import (
     SECONDS,
     Rule,
     RunConfig,
+    between,
     nearest_name,
 )
 from handgrad.errors import UsageError
@@ -267,8 +268,14 @@ def import_(parser: Parser) -> None:
 
 
 def report(parser: Parser) -> None:
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders; several are overlaid")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, llm.c's main.log; several are overlaid")
     parser.add_argument("--out", default="", metavar="FILE", help="the page, plots beside it (default: RUN/report.html)")
+
+
+def watch(parser: Parser) -> None:
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, a folder of runs, llm.c's main.log; overlaid")
+    parser.number("--port", "of the page (default: 8360, or a free one)", rule=between(1, 65535))
+    parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on; 0.0.0.0: for the network too")
 
 
 BENCHMARKS = {
@@ -344,6 +351,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
     "export": ("a checkpoint -> a folder for Hugging Face's transformers or llm.c, read back and compared", export),
     "import": ("a GPT-2 of transformers or of llm.c -> a checkpoint", import_),
     "report": ("a self-contained HTML page of one or more runs", report),
+    "watch": ("the report of one or more runs, live in a browser", watch),
     "bench": ("handgrad beside a PyTorch autograd twin, on this machine", bench),
     "tune": ("freezes the fastest algorithm of every GEMM of a model on this GPU", tune),
     "profile": ("time per kernel of a run's steps, from the same arguments as train", profile),
@@ -360,6 +368,7 @@ EXAMPLES = {
     "export": "handgrad export runs/a exported --to hf",
     "import": "handgrad import gpt2 --out imported",
     "report": "handgrad report runs/a runs/b --out compared.html",
+    "watch": "handgrad watch runs",
     "bench": "handgrad bench step --model d12 --out step.json",
     "tune": "handgrad tune d12 --precision fp8",
     "profile": "handgrad profile d12 --precision bf16 --trace trace.json.gz",

@@ -8,6 +8,7 @@ run.
 import json
 import os
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
@@ -84,6 +85,7 @@ class RunLog:
             step_ms=round(result.elapsed_seconds * 1e3, 3),
             tokens_per_second=round(tokens / result.elapsed_seconds, 1),
             tokens=tokens * step,
+            time=round(time.time(), 3),
             **({"loss_scale": result.loss_scale} if result.loss_scale != 1.0 else {}),
         )
         # llm.c numbers a step's line from 0.
