@@ -49,7 +49,7 @@ def choose_plots(runs: Sequence[Run]) -> list[Plot]:
     if all(len(run.steps.step) >= CLOSE_UP_STEPS for run in runs):
         caption = "The same, without the fall of the first fifth."
         plots.append(Plot("loss_close_up", "Loss, close-up", caption, True, draw_loss_close_up))
-    if len({run.start.tokens_per_step for run in runs}) > 1:
+    if len({run.start.tokens_per_step for run in runs if not run.is_log}) > 1:
         caption = "The same curves by tokens seen, because the runs take steps of different sizes."
         draw = partial(draw_loss, by_tokens=True)
         plots.append(Plot("loss_by_tokens", "Loss against tokens seen", caption, True, draw))

@@ -88,7 +88,10 @@ thead th { color: var(--faint); font-weight: 500; overflow-wrap: anywhere; }
 tbody th { font-weight: 400; color: var(--faint); white-space: nowrap; }
 td.number, th.number { text-align: right; white-space: nowrap; }
 .sortable th:first-child { position: sticky; left: 0; background: var(--page); white-space: nowrap; }
-.sortable thead th { vertical-align: bottom; }
+.sortable thead th { vertical-align: bottom; overflow-wrap: normal; }
+.broad { width: fit-content; min-width: 100%; max-width: calc(50% + min(620px, 50vw - 1.2rem)); }
+.broad thead th { max-width: 5.5rem; line-height: 1.25; }
+.sortable th, .sortable td { padding-right: 1rem; }
 .sortable td { white-space: nowrap; }
 .sortable button { text-align: inherit; }
 .sortable [aria-sort="ascending"] button::after { content: " ↑"; }
@@ -113,7 +116,8 @@ footer { margin-top: 3rem; color: var(--faint); font-size: .8rem; }
   .tiles { grid-template-columns: 1fr 1fr; gap: .5rem; }
   .tile .value { font-size: 1.25rem; }
   th, td { padding-right: .8rem; }
-  .sortable th:first-child { max-width: 9rem; white-space: normal; overflow-wrap: anywhere; }
+  .broad { width: auto; max-width: none; }
+  .sortable th:first-child { min-width: 7.5rem; white-space: normal; overflow-wrap: anywhere; }
   .cards, .cards tbody, .cards tr { display: block; }
   .cards thead { display: none; }
   .cards tr { border-bottom: 1px solid var(--line); padding: .4rem 0; }
