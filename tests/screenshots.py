@@ -1,16 +1,19 @@
 """Pictures of a page in headless Chromium, as wide as a desk's screen and as a phone's, and what its console says.
 
-    python -m tests.screenshots PAGE.html|URL... --out FOLDER
+python -m tests.screenshots PAGE.html|URL... --out FOLDER
 """
 
 import argparse
 import contextlib
+import functools
 import html
 import re
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 WIDTHS = {"desktop": 1280, "phone": 390}
@@ -25,13 +28,18 @@ def chromium() -> str | None:
 
 
 def browse(url: str, *options: str, seconds: float = 60) -> tuple[str, list[str]]:
-    """What Chromium prints about a page, and the lines of its console."""
+    """Prints of Chromium about a page, and the lines of its console."""
     program = chromium()
     assert program, "no chromium on PATH"
     with tempfile.TemporaryDirectory() as profile:
         command = [program, *OPTIONS, *OURS, f"--user-data-dir={profile}", *options, url]
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, errors="replace")
     return done.stdout, CONSOLE.findall(done.stderr)
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        pass
 
 
 @contextlib.contextmanager
@@ -45,7 +53,15 @@ def framed(url: str, width: int, height: int, script: str = "") -> Iterator[str]
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "frame.html"
         page.write_text(source, encoding="utf-8")
-        yield page.as_uri()
+        if url.startswith("file:"):
+            yield page.as_uri()
+            return
+        # A page of a server shares a process only with another page of that host.
+        handler = functools.partial(Quiet, directory=folder)
+        with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+            threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+            yield f"http://127.0.0.1:{server.server_address[1]}/frame.html"
+            server.shutdown()
 
 
 def screenshot(url: str, out: Path, width: int, height: int, *, dark: bool = False, script: str = "") -> list[str]:
@@ -66,7 +82,9 @@ def ask(url: str, script: str, width: int = 1280) -> tuple[str, list[str]]:
         "told.textContent = answer;"
     )
     with framed(url, width, 900, body) as frame:
-        dom, console = browse(frame, "--dump-dom", "--virtual-time-budget=8000", f"--window-size={max(width, LEAST_WINDOW)},900")
+        dom, console = browse(
+            frame, "--dump-dom", "--virtual-time-budget=8000", f"--window-size={max(width, LEAST_WINDOW)},900"
+        )
     found = re.search(r"<pre>(.*?)</pre>", dom, re.DOTALL)
     assert found, f"no answer in {dom[-400:]}; console: {console}"
     return html.unescape(found[1]), console

@@ -137,21 +137,25 @@ def read_runs(folders: Sequence[Path], leave_out: Callable[[HandgradError], obje
 
     Raises the error of a folder that cannot be read, or calls `leave_out` with it; then raises only when no run is left.
     """
+    runs, errors = read_readable(folders)
+    if errors and (leave_out is None or not runs):
+        raise errors[0]
+    if leave_out is not None:
+        for error in errors:
+            leave_out(error)
+    return runs
+
+
+def read_readable(folders: Sequence[Path]) -> tuple[list[Run], list[HandgradError]]:
+    """(the runs in `folders` that can be read, the errors of the others)."""
     runs, errors = [], []
     for folder in {folder.resolve(): folder for folder in folders}.values():
         try:
             runs.append(read_run(folder, folder.name))
         except HandgradError as error:
-            if leave_out is None:
-                raise
             errors.append(error)
-    if errors and not runs:
-        raise errors[0]
-    if leave_out is not None:
-        for error in errors:
-            leave_out(error)
     names = short_names([run.folder for run in runs])
-    return [dataclasses.replace(run, name=name) for run, name in zip(runs, names, strict=True)]
+    return [dataclasses.replace(run, name=name) for run, name in zip(runs, names, strict=True)], errors
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:

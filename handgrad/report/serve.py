@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from handgrad.errors import DataError, HandgradError, UsageError
+from handgrad.errors import DataError, UsageError
 from handgrad.report.page import Live, document, page
 from handgrad.report.plots import choose_plots
 from handgrad.report.results import steps_done
-from handgrad.report.runs import Run, read_runs
+from handgrad.report.runs import Run, read_readable
 from handgrad.report.sections import faint
 from handgrad.run_files import CONFIG_FILE, METRICS_FILE
 
@@ -75,11 +75,7 @@ class Watched:
 
 def draw(folders: Sequence[Path], version: str) -> str:
     """The page of the runs in `folders` that can be read, and a line about each that cannot."""
-    left_out: list[HandgradError] = []
-    try:
-        runs = read_runs(folders, left_out.append)
-    except HandgradError as error:
-        left_out, runs = [error], []
+    runs, left_out = read_readable(folders)
     notes = [f"Left out: {error}" for error in left_out]
     if not runs:
         live = Live(version, "Waiting for a first step.", False)

@@ -90,13 +90,14 @@ td.number, th.number { text-align: right; white-space: nowrap; }
 .sortable th:first-child { position: sticky; left: 0; background: var(--page); white-space: nowrap; }
 .sortable thead th { vertical-align: bottom; overflow-wrap: normal; }
 .broad { width: fit-content; min-width: 100%; max-width: calc(50% + min(620px, 50vw - 1.2rem)); }
-.broad thead th { max-width: 5.5rem; line-height: 1.25; }
+.broad thead th { max-width: 5.5rem; line-height: 1.25; white-space: normal; }
 .sortable th, .sortable td { padding-right: 1rem; }
 .sortable td { white-space: nowrap; }
 .sortable button { text-align: inherit; }
 .sortable [aria-sort="ascending"] button::after { content: " ↑"; }
 .sortable [aria-sort="descending"] button::after { content: " ↓"; }
-.cards td, .cards th { min-width: 3.2rem; }
+.cards thead th { overflow-wrap: normal; }
+.cards td:nth-child(2) { min-width: 6rem; }
 .cards tbody th, .notes tbody th { white-space: normal; }
 tr.total td, tr.total th { font-weight: 600; border-bottom: 0; }
 pre { background: var(--card); border-radius: 8px; padding: .8rem .95rem; margin: 0 0 .9rem;
