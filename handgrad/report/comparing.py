@@ -88,14 +88,15 @@ def comparison(runs: Sequence[Run]) -> str:
     ours = [run for run in runs if not run.is_log]
     differing, equal = [], []
     for column in COLUMNS:
-        texts = {column.text(run) for run in runs}
+        texts = {text for run in runs if (text := column.text(run)) != results.DASH or not run.is_log}
         if len(texts) > 1 or column is COLUMNS[0]:
             differing.append(column)
-        elif texts != {results.DASH}:
+        elif texts - {results.DASH}:
             equal.append(f"{column.name} {texts.pop()}")
     parts = [rows_of_runs(runs, differing)]
+    same = "The same in all runs of ours" if len(ours) < len(runs) else "The same in all runs"
     note = "Losses in nats per token, the training loss a mean over the last 2 % of the steps; speeds are medians."
-    parts.append(faint(f"{note} The same in all runs: {'; '.join(equal)}." if equal else note))
+    parts.append(faint(f"{note} {same}: {'; '.join(equal)}." if equal else note))
     if len({(run.start.data.identity, run.start.data.tokenizer, run.start.vocab_size) for run in ours}) > 1:
         parts.append(
             warning(
@@ -106,8 +107,8 @@ def comparison(runs: Sequence[Run]) -> str:
     if logs := [run.name for run in runs if run.is_log]:
         them = "A log" if len(logs) == 1 else "Logs"
         parts.append(faint(f"{them} in llm.c's format, with steps of unknown size and data: {', '.join(logs)}."))
-    # `out` is the folder, which the row's head says already.
-    keys = sorted({key for run in ours for key in run.config} - {"out"})
+    # `out` is the folder, which the row's head says already, and a tracker changes nothing.
+    keys = sorted({key for run in ours for key in run.config} - {"out", "log_to"})
     settings = [named(key, lambda run, key=key: setting(run, key)) for key in keys]
     settings = [column for column in settings if len({column.text(run) for run in ours}) > 1]
     difference = rows_of_runs(runs, settings, with_logs=False) if settings else faint("None but the folder.")

@@ -83,9 +83,10 @@ def draw(folders: Sequence[Path], version: str) -> str:
     # The last line of a run under way may be half written; it is not lost.
     runs = [dataclasses.replace(run, last_line_cut=False) for run in runs]
     ended = all(has_ended(run) for run in runs)
-    status = (
-        "; ".join(map(progress, runs)) if len(runs) <= 3 else f"{sum(map(has_ended, runs))} of {len(runs)} runs complete"
-    )
+    status = "; ".join(map(progress, runs))
+    if len(runs) > 3:
+        ours = [run for run in runs if not run.is_log]
+        status = f"{sum(map(has_ended, ours))} of {len(ours)} runs complete"
     live = Live(version, f"{status}.", ended)
     return page(runs, choose_plots(runs), live, notes)
 

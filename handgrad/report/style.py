@@ -96,7 +96,7 @@ td.number, th.number { text-align: right; white-space: nowrap; }
 .sortable button { text-align: inherit; }
 .sortable [aria-sort="ascending"] button::after { content: " ↑"; }
 .sortable [aria-sort="descending"] button::after { content: " ↓"; }
-.cards thead th { overflow-wrap: normal; }
+.cards thead th, .notes thead th { overflow-wrap: normal; }
 .cards td:nth-child(2) { min-width: 6rem; }
 .cards tbody th, .notes tbody th { white-space: normal; }
 tr.total td, tr.total th { font-weight: 600; border-bottom: 0; }
