@@ -1,8 +1,8 @@
 """Reads llm.c's main.log as a run of curves alone, to overlay it with runs of ours.
 
-s:N tel:X                       validation loss after N steps
-s:N trl:X lr:X norm:X           training loss of step N + 1
-s:N eval:X                      accuracy on HellaSwag after N steps
+s:N tel:X                   validation loss after N steps
+s:N eval:X                  accuracy on HellaSwag after N steps
+s:N trl:X lr:X norm:X       training loss of step N, counted from 0
 """
 
 import math
