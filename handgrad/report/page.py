@@ -86,7 +86,8 @@ def page(runs: Sequence[Run], plots: Sequence[Plot], live: Live | None = None, n
 
 def document(title: str, body: Sequence[str], live: Live | None = None) -> str:
     """An HTML document. Of a `live` one every part of <main> is renewed by itself."""
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src '{script_hash()}'"
+    content = script(live=live is not None)
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src '{script_hash(content)}'"
     version = ""
     if live is not None:
         policy += "; connect-src 'self'"
@@ -103,7 +104,7 @@ def document(title: str, body: Sequence[str], live: Live | None = None) -> str:
 </head>
 <body{version}>
 <main>"""
-    return "\n".join([head, *filter(None, body), "</main>", f"<script>{script()}</script>", "</body>", "</html>", ""])
+    return "\n".join([head, *filter(None, body), "</main>", f"<script>{content}</script>", "</body>", "</html>", ""])
 
 
 def figure(plot: Plot, runs: Sequence[Run]) -> str:

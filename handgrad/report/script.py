@@ -17,15 +17,17 @@ CLOCK_POINTS = 200  # per run: between them the script interpolates
 
 
 @functools.cache
-def script() -> str:
-    """page.js, without the spaces at the beginning of its lines."""
-    source = resources.files("handgrad.report").joinpath("page.js").read_text(encoding="utf-8")
+def script(*, live: bool) -> str:
+    """page.js, and of a live page live.js after it, without the spaces at the beginning of their lines."""
+    folder = resources.files("handgrad.report")
+    names = ("page.js", "live.js") if live else ("page.js",)
+    source = "\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in names)
     return "\n".join(line.strip() for line in source.splitlines() if line.strip())
 
 
-def script_hash() -> str:
+def script_hash(content: str) -> str:
     """The source of a content policy that allows this script and no other."""
-    return f"sha256-{base64.b64encode(hashlib.sha256(script().encode()).digest()).decode()}"
+    return f"sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}"
 
 
 def attribute(content: str) -> str:
