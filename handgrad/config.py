@@ -172,6 +172,7 @@ class RunConfig:
     sample_every: int = option(0, "steps between samples of text (0: only at the end)", free=True)
     sample_tokens: int = option(96, "tokens per sample of text (0: no samples)", free=True)
     log_every: int = option(10, "steps between plain log lines (every step goes into metrics.jsonl)", AT_LEAST_1, free=True)
+    log_to: str = option("", "trackers that get every figure: wandb, tensorboard, trackio; with commas", free=True)
     gpu_every: int = option(10, "steps between readings of GPU power, clocks and temperature (0: never)", free=True)
 
     # saving

@@ -31,7 +31,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore", "MASTER_ADDR":
 ROWS = Path(__file__).with_name("bits_rows.txt")
 TEXTS = ["the old river", "bright crow walks under hill", "s"]
 KINDS = ("step", "validation", "sample", "event", "fp8", "evaluation", "end")  # the other records are of times and machines
-TIMES = ("step_ms", "tokens_per_second")
+TIMES = ("step_ms", "tokens_per_second", "time")
 STATE = ("step", "vocab_size", "tokenizer", "identity", "loss_window", "norm_window", "skips_in_a_row", "loss_scale", "fp8")
 VERSIONS = r"\| (handgrad|torch|device|triton|products|attention) \|.*\n|(?<=handgrad )\d[\w.]*"  # in a model card
 RANKS_SECONDS = 180

@@ -25,7 +25,7 @@ from handgrad.training.step import TrainStep
 if TYPE_CHECKING:  # it imports this module
     from tests.distributed.runs import Launcher
 
-TIMES = ("step_ms", "tokens_per_second")  # the only fields of a record that may differ between equal runs
+TIMES = ("step_ms", "tokens_per_second", "time")  # the only fields of a record that may differ between equal runs
 
 
 def records(run: str | Path, kinds: tuple[str, ...] = ("step", "validation", "sample")) -> list[dict]:

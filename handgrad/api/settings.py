@@ -64,6 +64,7 @@ class Settings(TypedDict, total=False):
     sample_every: int
     sample_tokens: int
     log_every: int
+    log_to: str
     gpu_every: int
     save_every: int
     keep_checkpoints: int

@@ -18,6 +18,7 @@ from handgrad.config import (
     PRECISIONS,
     SECONDS,
     RunConfig,
+    between,
     read_toml,
 )
 from handgrad.evaluation.tasks import TASKS
@@ -231,12 +232,18 @@ def import_(parser: Parser) -> None:
 
 
 def report(parser: Parser) -> None:
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders; several are overlaid")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, llm.c's main.log; several are overlaid")
     parser.add_argument("--out", default="", metavar="FILE", help="the page, plots beside it (default: RUN/report.html)")
 
 
 def recipes(parser: Parser) -> None:
     parser.add_argument("name", nargs="?", metavar="NAME", help="one of those that `handgrad recipes` lists")
+
+
+def watch(parser: Parser) -> None:
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, a folder of runs, llm.c's main.log; overlaid")
+    parser.number("--port", "of the page (default: 8360, or a free one)", rule=between(1, 65535))
+    parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on; 0.0.0.0: for the network too")
 
 
 BENCHMARKS = {
@@ -326,6 +333,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
     "export": ("a checkpoint -> a folder for Hugging Face's transformers or llm.c, read back and compared", export),
     "import": ("a GPT-2 of transformers or of llm.c -> a checkpoint", import_),
     "report": ("a self-contained HTML page of one or more runs", report),
+    "watch": ("the report of one or more runs, live in a browser", watch),
     "recipes": ("the shipped recipes and launch templates, listed; or one of them, printed", recipes),
     "runs": ("a table of the runs below a folder: steps, loss, size, state", runs),
     "checkpoints": ("those of a run: listed, verified by their hashes, pruned", checkpoints),
@@ -346,6 +354,7 @@ EXAMPLES = {
     "export": "handgrad export runs/a exported --to hf",
     "import": "handgrad import gpt2 --out imported",
     "report": "handgrad report runs/a runs/b --out compared.html",
+    "watch": "handgrad watch runs",
     "recipes": "handgrad recipes gpt2-124m",
     "runs": "handgrad runs runs",
     "checkpoints": "handgrad checkpoints runs/a --verify",

@@ -11,7 +11,7 @@ from handgrad.run_files import REPORT_FILE
 
 def run(parsed: Namespace) -> int:
     runs = [Path(folder) for folder in parsed.runs]
-    default = runs[0] / REPORT_FILE if len(runs) == 1 else Path(REPORT_FILE)
+    default = runs[0] / REPORT_FILE if len(runs) == 1 and not runs[0].is_file() else Path(REPORT_FILE)
     print(write_report(runs, Path(parsed.out) if parsed.out else default, leave_out))
     return 0
 

@@ -1,14 +1,17 @@
 """Plots as PNG and as SVG for a page: no global state of matplotlib, and the same bytes for the same runs."""
 
 import io
+import json
+import math
 import re
 from collections.abc import Sequence
 from html import escape
 
 import matplotlib
+import numpy as np
 from matplotlib.figure import Figure
 
-from handgrad.report.plots import Plot, tick_sparsely
+from handgrad.report.plots import RUN_LINE, Plot, tick_sparsely
 from handgrad.report.runs import Run
 from handgrad.report.style import PALETTE, light
 
@@ -50,12 +53,13 @@ def figure(plot: Plot, runs: Sequence[Run], size: tuple[float, float]) -> Figure
     axes.set_title(plot.title)
     if not axes.get_xlabel():
         axes.set_xlabel("step")
+    axes.xaxis.label.set_gid("xlabel")
     tick_sparsely(axes, 8 if size is LARGE else 5)
     return drawn
 
 
-def render(plot: Plot, runs: Sequence[Run], size: tuple[float, float], file_format: str) -> bytes:
-    """`plot` as the bytes of a file, independent of the reader's own matplotlibrc."""
+def render(plot: Plot, runs: Sequence[Run], size: tuple[float, float], file_format: str) -> tuple[Figure, bytes]:
+    """`plot` as a figure and as the bytes of a file, independent of the reader's own matplotlibrc."""
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         # Ids in an SVG are hashes; a salt per plot and size keeps them distinct in a page of several.
@@ -64,32 +68,73 @@ def render(plot: Plot, runs: Sequence[Run], size: tuple[float, float], file_form
         buffer = io.BytesIO()
         # Neither a date nor a version: equal runs give equal files.
         metadata = {"Date": None, "Creator": None} if file_format == "svg" else {"Software": None}
-        figure(plot, runs, size).savefig(buffer, format=file_format, dpi=PNG_DOTS_PER_INCH, metadata=metadata)
-    return buffer.getvalue()
+        drawn = figure(plot, runs, size)
+        drawn.savefig(buffer, format=file_format, dpi=PNG_DOTS_PER_INCH, metadata=metadata)
+    return drawn, buffer.getvalue()
 
 
 def png(plot: Plot, runs: Sequence[Run]) -> bytes:
-    return render(plot, runs, LARGE if plot.wide else SMALL, "png")
+    return render(plot, runs, LARGE if plot.wide else SMALL, "png")[1]
 
 
-def inline_svg(plot: Plot, runs: Sequence[Run], size: tuple[float, float]) -> str:
-    """`plot` as an <svg> element of an HTML page, in the page's colours and font."""
-    svg = render(plot, runs, size, "svg").decode("utf-8")
+def inline_svg(plot: Plot, runs: Sequence[Run], size: tuple[float, float]) -> tuple[str, str]:
+    """`plot` as an <svg> element of an HTML page, in the page's colours and font, and its values as JSON for the page's
+    script."""
+    drawn, content = render(plot, runs, size, "svg")
+    svg = content.decode("utf-8")
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"<!--.*?-->", "", svg, flags=re.DOTALL)
     # HTML knows SVG without namespaces; "href" has replaced "xlink:href" since SVG 2.
     svg = re.sub(r"""\sxmlns(:xlink)?="[^"]*\"""", "", svg).replace("xlink:href", "href")
-    # Groups are named figure_1, axes_1, ... in every figure; nothing refers to them and a page must not repeat an id.
+    # Groups are named figure_1, axes_1, ... in every figure and a page must not repeat an id. The script looks for some.
+    svg = re.sub(rf'<g id="{RUN_LINE}(\d+)"', r'<g class="run" data-run="\1"', svg)
+    svg = re.sub(r'<g id="(xtick|xlabel)[_\d]*"', r'<g class="\1"', svg)
     svg = re.sub(r"""<g id="[^"]*\"""", "<g", svg)
     view_box = re.search(r'viewBox="[^"]*"', svg)
     assert view_box, "matplotlib writes a viewBox"
     kind = "large" if size is LARGE else "small"
-    head = f'<svg class="{kind}" {view_box.group()} role="img" aria-label="{escape(plot.title)}">'
+    marks = f'{view_box.group()} data-frame="{frame(drawn)}"'
+    head = f'<svg class="{kind}" {marks} role="img" aria-label="{escape(plot.title)}">'
     svg = re.sub(r"<svg\b[^>]*>", head, svg, count=1)
     svg = re.sub(r"<style\b.*?</style>", "", svg, flags=re.DOTALL)  # it would hold for the whole page
     svg = re.sub(r"<[^>]*>", lambda found: restyle(found.group()), svg)
-    return re.sub(r"\n\s*", "\n", svg).strip()
+    return re.sub(r"\n\s*", "\n", svg).strip(), series(drawn)
+
+
+def frame(drawn: Figure) -> str:
+    """The axes' edges in the SVG, left, right, top, bottom in points, and the range of x, as JSON."""
+    (axes,), (width, height) = drawn.axes, drawn.get_size_inches() * 72
+    box = axes.get_position()
+    edges = [box.x0 * width, box.x1 * width, (1 - box.y1) * height, (1 - box.y0) * height]
+    return json.dumps([*(round(edge, 2) for edge in edges), *axes.get_xlim()])
+
+
+def series(drawn: Figure) -> str:
+    """The named curves of a figure as JSON: run, name, colour, points."""
+    names = {colors[0]: name for name, colors in PALETTE.items()}
+    found = []
+    for line in drawn.axes[0].lines:
+        mark, label = str(line.get_gid()), str(line.get_label())
+        if mark.startswith(RUN_LINE) and not label.startswith("_"):
+            x, y = np.asarray(line.get_xdata()), np.asarray(line.get_ydata())
+            found.append(
+                {
+                    "run": int(mark[len(RUN_LINE) :]),
+                    "name": label.strip().replace(r"\$", "$"),
+                    "color": names[str(line.get_color())],
+                    "x": [brief(float(value)) for value in x],
+                    "y": [brief(float(value)) for value in y],
+                }
+            )
+    return json.dumps(found, ensure_ascii=False, separators=(",", ":"))
+
+
+def brief(value: float) -> float | None:
+    """A number to five digits, a whole one in full; None where it is not finite."""
+    if not math.isfinite(value):
+        return None
+    return int(value) if value.is_integer() else float(f"{value:.5g}")
 
 
 def restyle(tag: str) -> str:

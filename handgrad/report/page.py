@@ -2,16 +2,26 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from handgrad.errors import HandgradError, UsageError, storage_errors
 from handgrad.files import write_bytes_durably
-from handgrad.report import sections
+from handgrad.report import comparing, sections
 from handgrad.report.drawing import LARGE, SMALL, inline_svg, png
 from handgrad.report.plots import Plot, choose_plots
 from handgrad.report.runs import Run, read_runs
+from handgrad.report.script import attribute, axis_choice, script, script_hash
 from handgrad.report.sections import folded, per_run, section, text
 from handgrad.report.style import style_sheet
 from handgrad.run_files import REPORT_FILE
+
+
+class Live(NamedTuple):
+    """The state of watched runs: a version that changes with them, a line about them, and True after the last one's end."""
+
+    version: str
+    status: str
+    ended: bool
 
 
 def write_report(runs: Sequence[Path], out: Path, leave_out: Callable[[HandgradError], object] | None = None) -> Path:
@@ -36,8 +46,11 @@ def write_report(runs: Sequence[Path], out: Path, leave_out: Callable[[HandgradE
     return out
 
 
-def page(runs: Sequence[Run], plots: Sequence[Plot]) -> str:
-    """The whole page. It loads nothing: style and plots are inline, and its own policy forbids the rest."""
+def page(runs: Sequence[Run], plots: Sequence[Plot], live: Live | None = None, notes: Sequence[str] = ()) -> str:
+    """The whole page. It loads nothing: style, script and plots are inline, and its own policy forbids the rest.
+
+    With `live` it renews itself from the server that it came from. `notes`: lines at the top.
+    """
     several = len(runs) > 1
     title = " · ".join(run.name for run in runs) if len(runs) <= 4 else f"{len(runs)} runs compared"
 
@@ -48,10 +61,11 @@ def page(runs: Sequence[Run], plots: Sequence[Plot]) -> str:
     validations = per_run(runs, sections.validations)
     body = [
         f"<h1>{text(title)}</h1>",
+        *map(sections.faint, notes),
         "" if several else sections.description(runs[0]),
         per_run(runs, sections.warnings),
-        sections.comparison(runs) if several else sections.tiles(runs[0]),
-        section("Curves", figures("Curves")),
+        comparing.comparison(runs) if several else sections.tiles(runs[0]),
+        section("Curves", axis_choice(runs), figures("Curves")),
         section("Tasks", per_run(runs, sections.tasks), figures("Tasks")),
         section("fp8", per_run(runs, sections.fp8), figures("fp8")),
         section("Ranks", per_run(runs, sections.ranks)),
@@ -67,23 +81,38 @@ def page(runs: Sequence[Run], plots: Sequence[Plot]) -> str:
         ),
         f"<footer>Written by handgrad {text(runs[0].start.handgrad)} from config.toml and metrics.jsonl.</footer>",
     ]
+    return document(title, body, live)
+
+
+def document(title: str, body: Sequence[str], live: Live | None = None) -> str:
+    """An HTML document. Of a `live` one every part of <main> is renewed by itself."""
+    content = script(live=live is not None)
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src '{script_hash(content)}'"
+    version = ""
+    if live is not None:
+        policy += "; connect-src 'self'"
+        version = f' data-version="{text(live.version)}"'
+        body = [f'<p class="live" role="status" data-ended="{live.ended:d}">{text(live.status)}</p>', *body]
     head = f"""<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
 <title>{text(title)} – handgrad</title>
 <style>{style_sheet()}</style>
 </head>
-<body>
+<body{version}>
 <main>"""
-    return "\n".join([head, *filter(None, body), "</main>", "</body>", "</html>", ""])
+    return "\n".join([head, *filter(None, body), "</main>", f"<script>{content}</script>", "</body>", "</html>", ""])
 
 
 def figure(plot: Plot, runs: Sequence[Run]) -> str:
     """A plot with its caption; a wide one comes in two sizes, of which the style sheet shows the fitting one."""
     sizes = (LARGE, SMALL) if plot.wide else (SMALL,)
-    drawings = "\n".join(inline_svg(plot, runs, size) for size in sizes)
+    drawn = [inline_svg(plot, runs, size) for size in sizes]
+    drawings, values = "\n".join(svg for svg, _ in drawn), attribute(drawn[0][1])
     kind = ' class="wide"' if plot.wide else ""
-    return f"<figure{kind}>\n{drawings}\n<figcaption>{text(plot.caption)}</figcaption>\n</figure>"
+    axis = "" if plot.name == "loss_by_tokens" else " data-by-step"
+    caption = f"<figcaption>{text(plot.caption)}</figcaption>"
+    return f"<figure{kind}{axis} data-series={values}>\n{drawings}\n{caption}\n</figure>"

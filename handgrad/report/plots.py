@@ -17,6 +17,8 @@ from handgrad.report.runs import Run, TaskFigure
 from handgrad.report.style import DASHES, RUN_COLORS, light
 
 RAW_BINS = 500  # of a raw curve in a plot of one run: finer than the screen shows
+LLMC_FINEWEB = 3.272  # validation loss, nats per token, of llm.c's published GPT-2 124M on 10B tokens of FineWeb
+RUN_LINE = "run-"  # begins the mark of a line that belongs to a run; its index follows
 MARKS = 150  # validation points or skip marks per run
 HEADLINES = ("acc_norm", "acc_norm_llmc", "acc")  # a task's line is the first of these that it has
 NAMED_CLASSES = 6  # of fp8 tensors in a plot's legend
@@ -47,7 +49,7 @@ def choose_plots(runs: Sequence[Run]) -> list[Plot]:
     if all(len(run.steps.step) >= CLOSE_UP_STEPS for run in runs):
         caption = "The same, without the fall of the first fifth."
         plots.append(Plot("loss_close_up", "Loss, close-up", caption, True, draw_loss_close_up))
-    if len({run.start.tokens_per_step for run in runs}) > 1:
+    if len({run.start.tokens_per_step for run in runs if not run.is_log}) > 1:
         caption = "The same curves by tokens seen, because the runs take steps of different sizes."
         draw = partial(draw_loss, by_tokens=True)
         plots.append(Plot("loss_by_tokens", "Loss against tokens seen", caption, True, draw))
@@ -120,11 +122,27 @@ def tick_sparsely(axes: Axes, count: int) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_text(value)))
 
 
-def draw_curve(axes: Axes, x: np.ndarray, y: np.ndarray, index: int, runs: int, average: Callable = np.median) -> None:
-    """The raw curve thin and pale, its running average on top: a median, so that a spike stays a spike."""
-    bins = max(60, RAW_BINS // runs)  # so the file does not grow with the number of runs
-    style = look(index)
-    axes.plot(*envelope(x, y, bins), color=style["color"], alpha=0.28, linewidth=0.6)
+def belongs(index: int) -> Style:
+    """Marks a line as one of the run at `index`: the page's script finds it by that."""
+    return {"gid": f"{RUN_LINE}{index}"}
+
+
+def draw_curve(
+    axes: Axes,
+    x: np.ndarray,
+    y: np.ndarray,
+    index: int,
+    runs: Sequence[Run],
+    average: Callable = np.median,
+    name: str = "",
+) -> None:
+    """The raw curve thin and pale, its running average on top: a median, so that a spike stays a spike.
+
+    The page shows the average's values under the pointer, by `name` or the run's own.
+    """
+    bins = max(60, RAW_BINS // len(runs))  # so the file does not grow with the number of runs
+    style: Style = {**look(index), **belongs(index), "label": label(name or runs[index].name)}
+    axes.plot(*envelope(x, y, bins), color=style["color"], alpha=0.28, linewidth=0.6, **belongs(index))
     picked = thin(len(y), bins)
     axes.plot(x[picked], smooth(y, smoothing(len(y)), picked, average), linewidth=1.5, **style)
     # All steps, also those whose value is not finite: a run that diverged shows how long it did.
@@ -144,12 +162,21 @@ def floors(runs: Sequence[Run]) -> list[float]:
     return sorted({run.start.floor_nats_per_token for run in runs if math.isfinite(run.start.floor_nats_per_token)})
 
 
+def on_fineweb(run: Run) -> bool:
+    """True if the shards hold FineWeb in GPT-2's tokens, so that a loss compares with llm.c's."""
+    dataset = run.start.data.source.split(":")[0]
+    return dataset in ("fineweb", "HuggingFaceFW/fineweb") and run.start.data.tokenizer == "gpt2"
+
+
 def draw_loss(axes: Axes, runs: Sequence[Run], *, by_tokens: bool = False) -> None:
     """Training and validation loss over the steps, or over the tokens."""
     key: list[Line2D] = []
     for index, run in enumerate(runs):
         width = run.start.tokens_per_step if by_tokens else 1
-        draw_curve(axes, run.steps.step * width, run.steps.loss, index, len(runs), np.mean)
+        if by_tokens and run.is_log:
+            continue
+        name = "training" if len(runs) == 1 else run.name
+        draw_curve(axes, run.steps.step * width, run.steps.loss, index, runs, np.mean, name)
         if len(runs) > 1:
             key.append(key_of(run, index))
         picked = thin(len(run.validations), MARKS)
@@ -160,7 +187,8 @@ def draw_loss(axes: Axes, runs: Sequence[Run], *, by_tokens: bool = False) -> No
             color = light("run1") if len(runs) == 1 else look(index)["color"]
             dots: Style = {"color": color, "marker": "o", "markersize": 4.6, "linestyle": "none"}
             dots |= {"markeredgecolor": light("page"), "markeredgewidth": 0.7, "zorder": 4}
-            axes.plot(points[:, 0] * width, points[:, 1], **dots)
+            name = "validation" if len(runs) == 1 else f"{run.name}, validation"
+            axes.plot(points[:, 0] * width, points[:, 1], label=label(name), **belongs(index), **dots)
             if len(runs) == 1:
                 key.append(Line2D([], [], label="validation", **dots))
     if len(runs) == 1:
@@ -169,6 +197,10 @@ def draw_loss(axes: Axes, runs: Sequence[Run], *, by_tokens: bool = False) -> No
     for floor in floors(runs):
         axes.axhline(floor, zorder=1.5, **dashed)
         key.append(Line2D([], [], label=f"entropy of the source, {floor:.3f}", **dashed))
+    if any(on_fineweb(run) for run in runs):
+        dotted: Style = {**dashed, "linestyle": (0, (1, 2))}
+        axes.axhline(LLMC_FINEWEB, zorder=1.5, **dotted)
+        key.append(Line2D([], [], label=f"llm.c's GPT-2 124M, {LLMC_FINEWEB}", **dotted))
     limit_loss(axes, runs)
     axes.legend(handles=key, loc="best", ncols=1 if len(key) <= 6 else 2)
     if by_tokens:
@@ -210,12 +242,13 @@ def draw_norm(axes: Axes, runs: Sequence[Run]) -> None:
     for index, run in enumerate(runs):
         norm = np.where(np.isfinite(run.steps.norm) & (run.steps.norm > 0), run.steps.norm, np.nan)
         drawn = drawn or not np.isnan(norm).all()
-        draw_curve(axes, run.steps.step, norm, index, len(runs))
+        draw_curve(axes, run.steps.step, norm, index, runs)
         skipped = np.isin(run.steps.step, list(run.skipped))
         picked = np.flatnonzero(skipped)[thin(int(skipped.sum()), MARKS)]
         color = light("warning") if len(runs) == 1 else look(index)["color"]
         cross: Style = {"color": color, "marker": "x", "markersize": 4.5, "markeredgewidth": 1.2, "linestyle": "none"}
         known = picked[~np.isnan(norm[picked])]
+        cross |= belongs(index)
         axes.plot(run.steps.step[known], norm[known], zorder=4, **cross)
         # A norm that is not finite has no height: its cross stands at the upper edge.
         edge = picked[np.isnan(norm[picked])]
@@ -239,7 +272,8 @@ def draw_norm(axes: Axes, runs: Sequence[Run]) -> None:
 
 def draw_learning_rate(axes: Axes, runs: Sequence[Run]) -> None:
     for index, run in enumerate(runs):
-        axes.plot(*envelope(run.steps.step, run.steps.learning_rate, RAW_BINS // 2), linewidth=1.5, **look(index))
+        style: Style = {**look(index), **belongs(index), "linewidth": 1.5, "label": label(run.name)}
+        axes.plot(*envelope(run.steps.step, run.steps.learning_rate, RAW_BINS // 2), **style)
     axes.set_ylim(bottom=0)
     show_values_as(axes)
     name_runs(axes, runs, "lower center")
@@ -252,7 +286,7 @@ def draw_quantity(axes: Axes, runs: Sequence[Run], *, of: Literal["steps", "gpu"
     for index, run in enumerate(runs):
         steps, values = getattr(run, of).step, getattr(getattr(run, of), quantity)
         if len(steps):
-            draw_curve(axes, steps, values, index, len(runs))
+            draw_curve(axes, steps, values, index, runs)
         if len(finite := values[np.isfinite(values)]):
             tops.append(np.quantile(finite, 0.99))
     axes.set_ylim(0, 1.15 * max(tops) or 1)
@@ -282,7 +316,9 @@ def draw_tasks(axes: Axes, runs: Sequence[Run]) -> None:
             values, bars = [figure.value for _, figure in figures], [figure.stderr for _, figure in figures]
             name = task if len(runs) == 1 else f"{run.name}: {task}"
             color, dash = look(number if len(runs) == 1 else index)["color"], DASHES[number % len(DASHES)]
-            axes.errorbar(steps, values, bars, marker=".", color=color, linestyle=dash, elinewidth=0.6, label=label(name))
+            for bar in axes.errorbar(steps, values, bars, fmt="none", ecolor=color, elinewidth=0.6).lines[2]:
+                bar.set(**belongs(index))
+            axes.plot(steps, values, marker=".", color=color, linestyle=dash, label=label(name), **belongs(index))
             end, lines = max(end, steps[-1]), lines + 1
     show_steps_to(axes, end)
     show_values_as(axes)
@@ -309,7 +345,8 @@ def draw_fp8(axes: Axes, runs: Sequence[Run], *, quantity: str) -> None:
             style: Style = {"linewidth": 1.3, **look(number if name else index)} if named or not name else faint
             marker = "." if len(steps) == 1 else ""
             curve = envelope(steps, values, RAW_BINS // 2)
-            axes.plot(*curve, marker=marker, label=label(name) if named else None, **style)
+            shown = label(name or run.name) if named or not name else None
+            axes.plot(*curve, marker=marker, label=shown, **belongs(index), **style)
             top = max(top, largest)
         end = max(end, steps[-1])
     show_steps_to(axes, end)

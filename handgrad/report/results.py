@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from datetime import UTC, datetime
 
 import numpy as np
 
@@ -14,13 +15,33 @@ def steps_done(run: Run) -> int:
     return int(run.steps.step[-1])
 
 
-def tokens_seen(run: Run) -> int:
-    return steps_done(run) * run.start.tokens_per_step
+def tokens_seen(run: Run) -> float:
+    return steps_done(run) * run.start.tokens_per_step or math.nan  # a main.log does not tell
 
 
 def seconds_in_steps(run: Run) -> float:
     """Time spent in the steps; validations, samples and checkpoints come on top."""
     return float(np.nansum(run.steps.step_ms)) / 1000
+
+
+def wall_clock(run: Run) -> np.ndarray:
+    """Seconds that the run had taken by the end of each step, validations included, pauses between launches not. A step
+    without a recorded time counts its own milliseconds."""
+    began = {first: start.time for first, start in zip(run.first_steps, run.starts, strict=True)}
+    before = np.roll(run.steps.time, 1)
+    before[0] = math.nan
+    for index in np.flatnonzero(np.isin(run.steps.step, [first for first in began if first is not None])):
+        before[index] = began[int(run.steps.step[index])]
+    taken = run.steps.time - before
+    alone = np.nan_to_num(run.steps.step_ms, posinf=0, neginf=0) / 1000
+    return np.cumsum(np.where(taken >= 0, taken, alone))
+
+
+def date_text(seconds: float) -> str:
+    """A time in UTC, the same text wherever the report is written."""
+    if not 0 <= seconds < 1e11:
+        return DASH
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def median(values: np.ndarray) -> float:

@@ -21,6 +21,7 @@ class DataSource:
     """The data of a run."""
 
     folder: str
+    source: str  # as named to `handgrad prepare`; "" if unknown
     identity: str
     tokenizer: str
     train_tokens: float
@@ -30,8 +31,12 @@ class DataSource:
 
 @dataclass(frozen=True)
 class Start:
-    """One launch of a run, the first or a resume: its "run" line. Unknown numbers are NaN."""
+    """One launch of a run, the first or a resume: its "run" line. Unknown numbers are NaN, unknown texts empty."""
 
+    time: float  # seconds since 1970
+    host: str
+    command: str
+    commit: str  # of handgrad's checkout
     handgrad: str
     torch: str
     device: str
@@ -57,6 +62,7 @@ class Steps:
     norm: np.ndarray  # of the gradient, before clipping
     step_ms: np.ndarray
     tokens_per_second: np.ndarray
+    time: np.ndarray  # seconds since 1970
 
 
 @dataclass(frozen=True)
@@ -118,6 +124,7 @@ class Run:
     paces: list[Pace]  # of a run on several ranks
     fp8: list[tuple[int, dict[str, Quantized]]]  # step, classes of tensors by name
     last_line_cut: bool
+    is_log: bool = False  # a main.log in llm.c's format: curves alone
 
     @property
     def start(self) -> Start:
@@ -130,21 +137,25 @@ def read_runs(folders: Sequence[Path], leave_out: Callable[[HandgradError], obje
 
     Raises the error of a folder that cannot be read, or calls `leave_out` with it; then raises only when no run is left.
     """
+    runs, errors = read_readable(folders)
+    if errors and (leave_out is None or not runs):
+        raise errors[0]
+    if leave_out is not None:
+        for error in errors:
+            leave_out(error)
+    return runs
+
+
+def read_readable(folders: Sequence[Path]) -> tuple[list[Run], list[HandgradError]]:
+    """(the runs in `folders` that can be read, the errors of the others)."""
     runs, errors = [], []
     for folder in {folder.resolve(): folder for folder in folders}.values():
         try:
             runs.append(read_run(folder, folder.name))
         except HandgradError as error:
-            if leave_out is None:
-                raise
             errors.append(error)
-    if errors and not runs:
-        raise errors[0]
-    if leave_out is not None:
-        for error in errors:
-            leave_out(error)
     names = short_names([run.folder for run in runs])
-    return [dataclasses.replace(run, name=name) for run, name in zip(runs, names, strict=True)]
+    return [dataclasses.replace(run, name=name) for run, name in zip(runs, names, strict=True)], errors
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
@@ -159,8 +170,12 @@ def short_names(folders: Sequence[Path]) -> list[str]:
 
 def read_run(folder: Path, name: str) -> Run:
     """Reads one run folder. Raises `DataError` if a file is missing or broken."""
+    if folder.is_file() and folder.suffix == ".log":
+        from handgrad.report.main_log import read_main_log  # it makes a Run
+
+        return read_main_log(folder, name)
     if folder.is_file():
-        raise DataError(f"{folder} is a file; name a folder that was the --out of `handgrad train`")
+        raise DataError(f"{folder} is a file; name a folder that was the --out of `handgrad train`, or a main.log")
     if not folder.is_dir():
         raise DataError(f"run folder {folder} does not exist; `handgrad train ... --out {folder}` makes it")
     config_path, metrics_path = folder / CONFIG_FILE, folder / METRICS_FILE
@@ -205,8 +220,24 @@ def read(kind: type[Kind], line: Record) -> Kind:
 
 
 def read_start(line: Record) -> Start:
-    # A version without freezing wrote no trained_parameters.
-    return read(Start, Record({"trained_parameters": line.fields.get("parameters"), **line.fields}, line.where))
+    """A "run" line, also of a version that wrote fewer fields."""
+    data = line.inner("data")
+    known = {
+        "time": None,
+        "host": "",
+        "command": "",
+        "commit": "",
+        "trained_parameters": line.fields.get("parameters"),
+        **line.fields,
+        "data": {"source": "", **data.fields},
+    }
+    return read(Start, Record(known, line.where))
+
+
+def read_step(line: Record) -> list[float]:
+    """A "step" line in the order of `Steps`; an older version wrote no time."""
+    dated = Record({"time": None, **line.fields}, line.where)
+    return [dated.number(name) for name in Steps.__annotations__]
 
 
 def read_figures(line: Record) -> dict[str, TaskFigure]:
@@ -227,7 +258,7 @@ def read_quantized(line: Record) -> dict[str, Quantized]:
 
 # Kinds of lines of which a step has one; of a step that a resumed run did again, the last one counts.
 OF_A_STEP: dict[str, Callable[[Record], Any]] = {
-    "step": lambda line: [line.number(name) for name in Steps.__annotations__],
+    "step": read_step,
     "gpu": lambda line: [line.number(name) for name in GpuReadings.__annotations__],
     "validation": lambda line: line.number("loss"),
     "sample": lambda line: line.text("text", encodable=False),

@@ -40,22 +40,26 @@ def warning(words: str) -> str:
     return f'<p class="warning">{text(words)}</p>'
 
 
-def table(head: Sequence[object], rows: Iterable[Sequence[object]], *, total: bool = False) -> str:
-    """A table whose first column names the rows; columns of numbers are set right. `total` sets off the last row."""
+def table(head: Sequence[object], rows: Iterable[Sequence[object]], *, total: bool = False, kind: str = "") -> str:
+    """A table whose first column names the rows; columns of numbers are set right. `total` sets off the last row; of a
+    table of `kind` cards a phone shows each row as a card, its cells below each other with their headings."""
     cells_of_rows = [[str(cell) for cell in row] for row in rows]
     numeric = [i > 0 and all(NUMBER.fullmatch(row[i]) for row in cells_of_rows) for i in range(len(head))]
 
     def cells(row: Sequence[object], names: int) -> str:
         """The cells of a row, of which the first `names` are headings."""
         tags = ["th" if i < names else "td" for i in range(len(row))]
-        kinds = [' class="number"' if is_number else "" for is_number in numeric]
-        return "".join(f"<{t}{kind}>{text(cell)}</{t}>" for t, kind, cell in zip(tags, kinds, row, strict=True))
+        marks = [' class="number"' if is_number else "" for is_number in numeric]
+        if kind == "cards" and names == 1:
+            marks = [f'{mark} data-label="{text(name)}"' for mark, name in zip(marks, head, strict=True)]
+        return "".join(f"<{t}{mark}>{text(cell)}</{t}>" for t, mark, cell in zip(tags, marks, row, strict=True))
 
     body = [f"<tr>{cells(row, 1)}</tr>" for row in cells_of_rows]
     if total and body:
         body[-1] = body[-1].replace("<tr>", '<tr class="total">', 1)
     header = f"<thead><tr>{cells(head, len(head))}</tr></thead>" if any(head) else ""
-    return f'<div class="scroll"><table>{header}<tbody>{"".join(body)}</tbody></table></div>'
+    named = f' class="{kind}"' if kind else ""
+    return f'<div class="scroll"><table{named}>{header}<tbody>{"".join(body)}</tbody></table></div>'
 
 
 def section(title: str, *contents: str) -> str:
@@ -67,18 +71,25 @@ def folded(summary: str, content: str) -> str:
     return f"<details><summary>{text(summary)}</summary>\n{content}\n</details>"
 
 
+def swatch(index: int) -> str:
+    """The colour of the run at `index`."""
+    return f'<span class="swatch" style="background:var(--run{index % RUN_COLORS})"></span>'
+
+
 def per_run(runs: Sequence[Run], make: Callable[[Run], str]) -> str:
     """`make(run)` for each run, under its name if there are several; leaves out runs with nothing to show."""
     made = [(index, run, make(run)) for index, run in enumerate(runs)]
     if len(runs) == 1:
         return made[0][2]
-    swatch = '<span class="swatch" style="background:var(--run{})"></span>'
-    heads = [f"<h3>{swatch.format(index % RUN_COLORS)}{text(run.name)}</h3>" for index, run, _ in made]
+    heads = [f"<h3>{swatch(index)}{text(run.name)}</h3>" for index, run, _ in made]
     return "\n".join(f"{head}\n{content}" for head, (_, _, content) in zip(heads, made, strict=True) if content)
 
 
 def description(run: Run) -> str:
     """One paragraph: the model, its data, where it ran and how far it came."""
+    if run.is_log:
+        words = f"The losses in {run.folder}, a log in llm.c's format: {results.steps_done(run):,} steps."
+        return f"<p>{text(words)}</p>"
     start, data, count = run.start, run.start.data, results.count_text
     shape = [f"{run.config[key]} {word}" for key, word in SHAPE_WORDS.items() if key in run.config]
     of_shape = f" of {', '.join(shape[:-1])} and {shape[-1]}" if len(shape) > 1 else ""
@@ -155,49 +166,6 @@ def tiles(run: Run) -> str:
     return f'<dl class="tiles">{"".join(row.format(*map(text, tile)) for tile in shown)}</dl>'
 
 
-COMPARED: dict[str, Callable[[Run], str]] = {
-    "validation loss, nats per token": results.validation_text,
-    "best validation loss": lambda run: loss_text(results.best_validation(run)[1]),
-    "perplexity": lambda run: results.perplexity_text(results.final_validation(run)),
-    "bits per byte": lambda run: loss_text(results.bits_per_byte(run, results.final_validation(run))),
-    "above the floor": lambda run: results.floor_text(run, results.final_validation(run)),
-    "training loss, last 2 % of steps": lambda run: loss_text(results.final_training_loss(run)),
-    "steps": lambda run: f"{results.steps_done(run):,}",
-    "tokens": lambda run: results.short_text(results.tokens_seen(run)),
-    "tokens per second, median": lambda run: results.count_text(results.median(run.steps.tokens_per_second)),
-    # Arithmetic of the model; recomputed work does not count.
-    "model FLOP/s, median": lambda run: results.short_text(
-        run.start.flops_per_token * results.median(run.steps.tokens_per_second)
-    ),
-    "time in steps": lambda run: results.duration_text(results.seconds_in_steps(run)),
-    "parameters": lambda run: results.count_text(run.start.parameters),
-    "planned memory": lambda run: results.bytes_text(math.fsum(run.start.memory_bytes.values())),
-    "precision": lambda run: run.start.precision,
-    "device": lambda run: run.start.device,
-    "data": lambda run: f"{run.start.data.folder} ({run.start.data.identity[:8]})",
-}
-
-
-def comparison(runs: Sequence[Run]) -> str:
-    """Results and differing settings side by side, one column per run."""
-    names = ["", *(run.name for run in runs)]
-    measured = [[name, *(form(run) for run in runs)] for name, form in COMPARED.items()]
-    # `out` is the folder, which the column's head says already.
-    keys = sorted({key for run in runs for key in run.config} - {"out"})
-    settings = [[key, *(setting(run, key) for run in runs)] for key in keys]
-    differing = [row for row in settings if len(set(row[1:])) > 1]
-    tables = [table(names, [row for row in measured if any(cell != results.DASH for cell in row[1:])])]
-    if len({(run.start.data.identity, run.start.data.tokenizer, run.start.vocab_size) for run in runs}) > 1:
-        tables.append(
-            warning(
-                "The runs were not trained on the same shards. Losses per token compare only under the same tokenizer and"
-                " validation text; bits per byte, under the same validation text."
-            )
-        )
-    difference = table(names, differing) if differing else faint("None but the folder.")
-    return section("Results", *tables) + section("Settings that differ", difference)
-
-
 def setting(run: Run, key: str) -> str:
     return json.dumps(run.config[key], ensure_ascii=False, default=str) if key in run.config else results.DASH
 
@@ -215,16 +183,24 @@ def samples(run: Run) -> str:
 
 def history(run: Run) -> str:
     """Launches, events and skipped updates."""
+    if run.is_log:
+        return ""
     firsts = [results.DASH if first is None else f"{first:,}" for first in run.first_steps]
     starts = [
-        [number, first, start.handgrad, start.torch, start.precision, start.device]
+        [
+            *(number, results.date_text(start.time), first, start.precision, start.host or results.DASH, start.device),
+            *(f"{start.handgrad} {start.commit}".strip(), start.torch),
+        ]
         for number, (first, start) in enumerate(zip(firsts, run.starts, strict=True), start=1)
     ]
-    tables = [table(["start", "first step", "handgrad", "torch", "precision", "device"], starts[-ROWS:])]
+    head = ["start", "date", "first step", "precision", "host", "device", "handgrad", "torch"]
+    tables = [table(head, starts[-ROWS:], kind="cards")]
+    if commands := dict.fromkeys(start.command for start in run.starts if start.command):
+        tables.append(preformatted(commands))
     noted = {"event": run.events, "update skipped because": [*run.skipped.items()]}
     for head, notes in noted.items():
         if notes:
-            tables.append(table(["step", head], [[f"{step:,}", note] for step, note in notes[-ROWS:]]))
+            tables.append(table(["step", head], [[f"{step:,}", note] for step, note in notes[-ROWS:]], kind="notes"))
     if max(map(len, (starts, *noted.values()))) > ROWS:
         tables.append(faint(f"Tables end with the last {ROWS} rows; metrics.jsonl has all."))
     return "\n".join(tables)
@@ -293,11 +269,13 @@ def preformatted(lines: Iterable[str]) -> str:
 
 
 def settings(run: Run) -> str:
-    return preformatted(f"{key} = {setting(run, key)}" for key in run.config)
+    return preformatted(f"{key} = {setting(run, key)}" for key in run.config) if run.config else ""
 
 
 def commands(run: Run) -> str:
     """Commands to type next. `steps` shapes the schedule, so a finished run does not resume: another one starts."""
+    if run.is_log:
+        return ""
     folder, config = shlex.quote(str(run.folder)), shlex.quote(str(run.folder / CONFIG_FILE))
     train = ["# continue from the last checkpoint", f"handgrad train --config {config} --out {folder}"]
     if results.steps_done(run) >= run.start.steps:

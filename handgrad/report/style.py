@@ -65,12 +65,40 @@ figure svg * { stroke-linejoin: round; stroke-linecap: butt; }
 figure svg text { font-family: inherit !important; }
 .wide svg.small { display: none; }
 .scroll { overflow-x: auto; margin: 0 0 .8rem; }
+button { font: inherit; color: inherit; background: none; border: 0; padding: 0; cursor: pointer; }
+.axes { display: flex; flex-wrap: wrap; gap: .4rem; align-items: baseline; color: var(--faint); font-size: .85rem; }
+.axes[hidden] { display: none; }
+.axes button { padding: .1rem .7rem; border: 1px solid var(--line); border-radius: 99px; }
+.axes button[aria-pressed="true"] { background: var(--card); color: var(--ink); border-color: var(--faint); }
+.own { fill: var(--faint); }
+.cursor { stroke: var(--faint); stroke-width: .6; pointer-events: none; }
+.hover { position: fixed; z-index: 1; pointer-events: none; background: var(--page); border: 1px solid var(--line);
+  border-radius: 6px; padding: .3rem .6rem; font-size: .78rem; line-height: 1.45; font-variant-numeric: tabular-nums;
+  box-shadow: 0 2px 8px #0003; max-width: 90vw; }
+.hover div:first-child { color: var(--faint); }
+.live { color: var(--faint); font-size: .85rem; margin-bottom: 1rem; }
+.live::before { content: "● "; color: var(--run2); }
+.live[data-ended="1"]::before { color: var(--faint); }
+.live.lost::before { color: var(--warning); }
+.live.lost::after { content: " No answer from handgrad watch: this is its last state."; color: var(--warning); }
 table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: .3rem 1.3rem .3rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
 th { font-weight: 600; }
 thead th { color: var(--faint); font-weight: 500; overflow-wrap: anywhere; }
 tbody th { font-weight: 400; color: var(--faint); white-space: nowrap; }
 td.number, th.number { text-align: right; white-space: nowrap; }
+.sortable th:first-child { position: sticky; left: 0; background: var(--page); white-space: nowrap; }
+.sortable thead th { vertical-align: bottom; overflow-wrap: normal; }
+.broad { width: fit-content; min-width: 100%; max-width: calc(50% + min(620px, 50vw - 1.2rem)); }
+.broad thead th { max-width: 5.5rem; line-height: 1.25; white-space: normal; }
+.sortable th, .sortable td { padding-right: 1rem; }
+.sortable td { white-space: nowrap; }
+.sortable button { text-align: inherit; }
+.sortable [aria-sort="ascending"] button::after { content: " ↑"; }
+.sortable [aria-sort="descending"] button::after { content: " ↓"; }
+.cards thead th, .notes thead th { overflow-wrap: normal; }
+.cards td:nth-child(2) { min-width: 6rem; }
+.cards tbody th, .notes tbody th { white-space: normal; }
 tr.total td, tr.total th { font-weight: 600; border-bottom: 0; }
 pre { background: var(--card); border-radius: 8px; padding: .8rem .95rem; margin: 0 0 .9rem;
   white-space: pre-wrap; overflow-wrap: anywhere;
@@ -88,12 +116,22 @@ footer { margin-top: 3rem; color: var(--faint); font-size: .8rem; }
   .wide svg.small { display: block; }
   .tiles { grid-template-columns: 1fr 1fr; gap: .5rem; }
   .tile .value { font-size: 1.25rem; }
+  th, td { padding-right: .8rem; }
+  .broad { width: auto; max-width: none; }
+  .sortable th:first-child { min-width: 7.5rem; white-space: normal; overflow-wrap: anywhere; }
+  .cards, .cards tbody, .cards tr { display: block; }
+  .cards thead { display: none; }
+  .cards tr { border-bottom: 1px solid var(--line); padding: .4rem 0; }
+  .cards td, .cards th { display: grid; grid-template-columns: 6rem 1fr; border: 0; padding: .08rem 0; color: var(--ink);
+    text-align: left; white-space: normal; overflow-wrap: anywhere; }
+  .cards [data-label]::before { content: attr(data-label); color: var(--faint); }
 }
 @media print {
   body { font-size: 10.5pt; }
   main { max-width: none; padding: 0; }
   .tile, pre { border: 1px solid var(--line); }
   .scroll { overflow: visible; }
+  .axes { display: none; }
   h2, h3 { break-after: avoid; }
   .tiles { grid-template-columns: repeat(auto-fit, minmax(7.5rem, 1fr)); }
   .tiles, .sample, pre, table { break-inside: avoid; }

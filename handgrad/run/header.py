@@ -1,5 +1,12 @@
 """The header of a run: its lines on the console, and the same for programs."""
 
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -118,6 +125,10 @@ def run_record(
     """The "run" line of metrics.jsonl."""
     manifest = dataset.manifest
     return {
+        "time": round(time.time(), 3),
+        "host": platform.node(),
+        "command": command_line(sys.argv),
+        "commit": commit(),
         "handgrad": handgrad.__version__,
         "torch": torch.__version__,
         "device": devices.describe(design.device),
@@ -130,6 +141,7 @@ def run_record(
         "memory_bytes": memory_bytes,
         "data": {
             "folder": config.data,
+            "source": source_of(manifest),
             "identity": dataset.identity,
             "tokenizer": dataset.tokenizer.kind,
             "train_tokens": dataset.tokens("train"),
@@ -140,3 +152,33 @@ def run_record(
         "flops_per_token": design.model.flops_per_token(design.shape),
         **({"init": origin} if origin else {}),
     }
+
+
+def source_of(manifest: dict[str, Any] | None) -> str:
+    """The source of the shards as named to `handgrad prepare`; "" if unknown."""
+    recipe = (manifest or {}).get("recipe")
+    return str(recipe.get("source", "")) if isinstance(recipe, dict) else ""
+
+
+def command_line(arguments: list[str]) -> str:
+    """The command that started this process, ready for a shell."""
+    program = Path(arguments[0]).name if arguments else ""
+    return shlex.join(["handgrad" if program == "__main__.py" else program, *arguments[1:]])
+
+
+def commit() -> str:
+    """The commit of handgrad's own checkout, "+" after it if files differ; "" where handgrad is no checkout.
+
+    A copy without its history gets its commit from HANDGRAD_COMMIT.
+    """
+    root = Path(handgrad.__file__).parents[1]
+    if not (root / ".git").exists():
+        return os.environ.get("HANDGRAD_COMMIT", "")
+    try:
+        head, changes = (
+            subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+            for words in (["rev-parse", "--short=12", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+        )
+    except (OSError, subprocess.SubprocessError):  # no git, or a repository of another user
+        return ""
+    return head + "+" * bool(changes)

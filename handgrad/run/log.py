@@ -5,9 +5,11 @@ In the first two files, lines of steps that a resumed run will do again are cut 
 run.
 """
 
+import hashlib
 import json
 import os
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
@@ -21,6 +23,7 @@ from handgrad.evaluation.records import IN_TRAINING
 from handgrad.files import write_durably
 from handgrad.parallel.ranks import Ranks
 from handgrad.run.console import Display, Shows
+from handgrad.run.sinks import Sinks, trackers
 from handgrad.run_files import LOG_FILE, MAIN_LOG_FILE, METRICS_FILE, SAMPLES
 from handgrad.training.step import StepResult
 
@@ -36,6 +39,7 @@ class RunLog:
         # (kind, step) of the records that exist: a resumed run makes only those that are missing.
         self.recorded: set[tuple[str, int]] = ranks.from_rank_0(lambda: self._open_all(completed), "the run's records")
         self.display = Display(steps, completed, shows if ranks.is_rank_0 else "nothing")
+        self.sinks = Sinks({}, self.line)
 
     def _open_all(self, completed: int) -> set[tuple[str, int]]:
         with storage_errors(f"opening the logs in {self.folder}"):
@@ -55,6 +59,16 @@ class RunLog:
     def record(self, kind: str, **values: Any) -> None:
         """One JSON line. Kinds: run, step, fp8, gpu, validation, evaluation, sample, event, end; most have a step."""
         self._write(METRICS_FILE, json.dumps({"kind": kind, **values}))
+        self.sinks.record({"kind": kind, **values})
+
+    def send_to(self, log_to: str, config: dict[str, Any], completed: int) -> None:
+        """Sends all further records to the trackers `log_to` as well. Only rank 0 does."""
+        if log_to and self.files:
+            with storage_errors(f"reading {self.folder / METRICS_FILE}"), (self.folder / METRICS_FILE).open("rb") as file:
+                identity = hashlib.sha256(file.readline()).hexdigest()[
+                    :12
+                ]  # the first launch's line: the same when resumed
+            self.sinks = Sinks(trackers(log_to, self.folder, identity, config, completed), self.line)
 
     def main_log(self, line: str) -> None:
         self._write(MAIN_LOG_FILE, line)
@@ -84,6 +98,7 @@ class RunLog:
             step_ms=round(result.elapsed_seconds * 1e3, 3),
             tokens_per_second=round(tokens / result.elapsed_seconds, 1),
             tokens=tokens * step,
+            time=round(time.time(), 3),
             **({"loss_scale": result.loss_scale} if result.loss_scale != 1.0 else {}),
         )
         # llm.c numbers a step's line from 0.
@@ -113,6 +128,7 @@ class RunLog:
                 os.fsync(file.fileno())
 
     def close(self) -> None:
+        self.sinks.close()
         self.display.close()
         for file in self.files.values():
             file.close()

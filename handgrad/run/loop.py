@@ -132,6 +132,7 @@ class Run:
             self.event(f"configuration changed: {change}")
         record = run_record(*given, self.origin)
         self.log.record("run", step=self.completed, ranks=self.ranks.size, **record)
+        self.log.send_to(self.config.log_to, {**to_dict(self.config), **record}, self.completed)
         self.training.step.prepare(self.completed)
         if self.folder.resumed:
             self.watch()

@@ -20,6 +20,7 @@ from handgrad.interop.sources import SIZES, open_weights
 from handgrad.parallel.launchers import find_rank_info
 from handgrad.parallel.ranks import Ranks, error_text, exit_code
 from handgrad.parallel.rendezvous import Timeouts, joined
+from handgrad.run import sinks
 from handgrad.run.checks import check_disk, check_fits, check_shared_gradients, check_tokenizer, other_tokenizer
 from handgrad.run.console import Shows
 from handgrad.run.folder import RunFolder, settled_lanes
@@ -46,6 +47,7 @@ def open_run(config: RunConfig, *, allow_changes: bool = False, shows: Shows = "
         ranks.check_equal("configuration", to_dict(given))
         config = check(replace(given, lanes=ranks.from_rank_0(lambda: settled_lanes(given, ranks.size), "lanes")))
         check_shared_gradients(config, ranks.size)
+        ranks.from_rank_0(lambda: sinks.chosen(config.log_to), "log_to")  # refuses one that is not installed
         dataset = open_dataset(config.data)
         ranks.from_rank_0(lambda: check_tokenizer(config, dataset, allow_changes=allow_changes), "the tokenizer")
         design = resolve(config, dataset.tokenizer.vocab_size, rank=ranks.rank, ranks=ranks.size, device=device)

@@ -1,0 +1,19 @@
+"""handgrad watch: the report of runs, live in a browser."""
+
+from argparse import Namespace
+from pathlib import Path
+
+from handgrad.report.serve import Watched, open_server
+
+PORT = 8360
+
+
+def run(parsed: Namespace) -> int:
+    watched = Watched([Path(name) for name in parsed.runs])
+    for line in watched.waiting():
+        print(f"waiting    {line}")
+    with open_server(watched, parsed.host, parsed.port or PORT, may_move=parsed.port is None) as server:
+        host, port = server.server_address[:2]
+        print(f"watching   http://{host}:{port}/   (Ctrl-C ends it)", flush=True)
+        server.serve_forever()
+    return 0

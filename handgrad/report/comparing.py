@@ -1,0 +1,149 @@
+"""Several runs side by side: a row per run, the columns sorted by a click, and equal facts named once."""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from handgrad.report import results
+from handgrad.report.results import loss_text
+from handgrad.report.runs import Run
+from handgrad.report.sections import NUMBER, faint, section, setting, swatch, text, warning
+
+
+class Column(NamedTuple):
+    """A fact about a run: the value that sorts it, and its text."""
+
+    name: str
+    value: Callable[[Run], float | str]
+    text: Callable[[Run], str]
+
+
+def named(name: str, fact: Callable[[Run], str]) -> Column:
+    """A column of words."""
+    return Column(name, fact, lambda run: fact(run) or results.DASH)
+
+
+def last_loss(run: Run) -> float:
+    return results.final_validation(run)
+
+
+def best_loss(run: Run) -> float:
+    return results.best_validation(run)[1]
+
+
+def speed(run: Run) -> float:
+    return results.median(run.steps.tokens_per_second)
+
+
+def model_flops(run: Run) -> float:
+    """Per second: arithmetic of the model; recomputed work does not count."""
+    return run.start.flops_per_token * speed(run)
+
+
+def seconds(run: Run) -> float:
+    return results.seconds_in_steps(run) or math.nan
+
+
+def memory(run: Run) -> float:
+    return math.fsum(run.start.memory_bytes.values()) or math.nan
+
+
+def data(run: Run) -> str:
+    return f"{run.start.data.folder} ({run.start.data.identity[:8]})" if run.start.data.folder else ""
+
+
+COLUMNS = (
+    Column("validation loss", last_loss, results.validation_text),
+    Column("best", best_loss, lambda run: loss_text(best_loss(run))),
+    Column("training loss", results.final_training_loss, lambda run: loss_text(results.final_training_loss(run))),
+    Column("perplexity", last_loss, lambda run: results.perplexity_text(last_loss(run))),
+    Column(
+        "bits per byte",
+        lambda run: results.bits_per_byte(run, last_loss(run)),
+        lambda run: loss_text(results.bits_per_byte(run, last_loss(run))),
+    ),
+    Column("above the floor", last_loss, lambda run: results.floor_text(run, last_loss(run))),
+    Column("steps", results.steps_done, lambda run: f"{results.steps_done(run):,}"),
+    Column("tokens", results.tokens_seen, lambda run: results.short_text(results.tokens_seen(run))),
+    Column("tokens per second", speed, lambda run: results.count_text(speed(run))),
+    Column("model FLOP/s", model_flops, lambda run: results.short_text(model_flops(run))),
+    Column(
+        "time in steps",
+        seconds,
+        lambda run: results.DASH if math.isnan(seconds(run)) else results.duration_text(seconds(run)),
+    ),
+    Column("started", lambda run: run.starts[0].time, lambda run: results.date_text(run.starts[0].time)),
+    Column("parameters", lambda run: run.start.parameters, lambda run: results.count_text(run.start.parameters)),
+    Column("planned memory", memory, lambda run: results.bytes_text(memory(run))),
+    named("precision", lambda run: run.start.precision),
+    named("device", lambda run: run.start.device),
+    named("host", lambda run: run.start.host),
+    named("data", data),
+)
+
+
+def comparison(runs: Sequence[Run]) -> str:
+    """Results and differing settings, a row per run. Columns that are equal in all runs become one sentence."""
+    ours = [run for run in runs if not run.is_log]
+    differing, equal = [], []
+    for column in COLUMNS:
+        texts = {text for run in runs if (text := column.text(run)) != results.DASH or not run.is_log}
+        if len(texts) > 1 or column is COLUMNS[0]:
+            differing.append(column)
+        elif texts - {results.DASH}:
+            equal.append(f"{column.name} {texts.pop()}")
+    parts = [rows_of_runs(runs, differing)]
+    same = "The same in all runs of ours" if len(ours) < len(runs) else "The same in all runs"
+    note = "Losses in nats per token, the training loss a mean over the last 2 % of the steps; speeds are medians."
+    parts.append(faint(f"{note} {same}: {'; '.join(equal)}." if equal else note))
+    if len({(run.start.data.identity, run.start.data.tokenizer, run.start.vocab_size) for run in ours}) > 1:
+        parts.append(
+            warning(
+                "The runs were not trained on the same shards. Losses per token compare only under the same tokenizer and"
+                " validation text; bits per byte, under the same validation text."
+            )
+        )
+    if logs := [run.name for run in runs if run.is_log]:
+        them = "A log" if len(logs) == 1 else "Logs"
+        parts.append(faint(f"{them} in llm.c's format, with steps of unknown size and data: {', '.join(logs)}."))
+    # `out` is the folder, which the row's head says already, and a tracker changes nothing.
+    keys = sorted({key for run in ours for key in run.config} - {"out", "log_to"})
+    settings = [named(key, lambda run, key=key: setting(run, key)) for key in keys]
+    settings = [column for column in settings if len({column.text(run) for run in ours}) > 1]
+    difference = rows_of_runs(runs, settings, with_logs=False) if settings else faint("None but the folder.")
+    return section("Results", *parts) + section("Settings that differ", difference if len(ours) > 1 else "")
+
+
+def rows_of_runs(runs: Sequence[Run], columns: Sequence[Column], *, with_logs: bool = True) -> str:
+    """A sortable table with a row for each of `runs`, in the colours of their curves."""
+    head = "".join(f"<th{right(column, runs)}><button>{text(column.name)}</button></th>" for column in columns)
+    rows = []
+    for index, run in enumerate(runs):
+        if run.is_log and not with_logs:
+            continue
+        cells = [
+            f'<td{right(column, runs)} data-key="{text(json.dumps(sort_key(column, run)))}">{text(column.text(run))}</td>'
+            for column in columns
+        ]
+        name = f'<th data-key="{text(json.dumps(run.name))}">{swatch(index)}{text(run.name)}</th>'
+        rows.append(f"<tr>{name}{''.join(cells)}</tr>")
+    body = f"<thead><tr><th><button>run</button></th>{head}</tr></thead><tbody>{''.join(rows)}</tbody>"
+    wide = " broad" if len(columns) > 6 else ""
+    return f'<div class="scroll{wide}"><table class="sortable">{body}</table></div>'
+
+
+def sort_key(column: Column, run: Run) -> float | str | None:
+    """A number, a text, or None for an unknown number, which sorts last."""
+    value = column.value(run)
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return float(value) if math.isfinite(value) else None
+
+
+def right(column: Column, runs: Sequence[Run]) -> str:
+    """The class of a column of numbers, which are set right."""
+    return ' class="number"' if all(NUMBER.fullmatch(column.text(run)) for run in runs) else ""

@@ -1,0 +1,152 @@
+"""Serves the report of runs that are under way: a browser asks every two seconds, and files that changed are drawn again.
+
+Drawing takes at most a tenth of one core, because the run may need the same cores.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import threading
+import time
+from collections.abc import Sequence
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from handgrad.errors import DataError, UsageError
+from handgrad.report.page import Live, document, page
+from handgrad.report.plots import choose_plots
+from handgrad.report.results import steps_done
+from handgrad.report.runs import Run, read_readable
+from handgrad.report.sections import faint
+from handgrad.run_files import CONFIG_FILE, METRICS_FILE
+
+REST = 9  # times the seconds that a page took to draw until it is drawn again
+
+
+class Watched:
+    """The runs to watch, and the page about them. Safe to call from several threads."""
+
+    def __init__(self, named: Sequence[Path]):
+        """`named`: run folders, folders of runs, main.logs. Raises `DataError` if none of them exists; others may come
+        later."""
+        self.named, self.lock = named, threading.Lock()
+        self.version, self.html, self.rested = "", "", 0.0
+        if not any(path.exists() for path in named):
+            raise DataError(f"no such run: {', '.join(map(str, named))}; start `handgrad train ... --out {named[0]}` first")
+
+    def folders(self) -> list[Path]:
+        """The runs that exist by now: those named, and those in a named folder that is no run itself."""
+        found = []
+        for path in self.named:
+            if path.is_dir() and not (path / CONFIG_FILE).exists():
+                inner = sorted(folder.parent for folder in path.glob(f"*/{METRICS_FILE}"))
+                found += inner or [path]
+            else:
+                found.append(path)
+        return found
+
+    def waiting(self) -> list[str]:
+        return [f"{path} does not exist yet" for path in self.named if not path.exists()]
+
+    def state(self, folders: Sequence[Path]) -> str:
+        """A version of the runs: it changes with their files."""
+        marks = []
+        for folder in folders:
+            with contextlib.suppress(OSError):
+                stat = (folder if folder.is_file() else folder / METRICS_FILE).stat()
+                marks.append((str(folder), stat.st_size, stat.st_mtime_ns))
+        return hashlib.sha256(repr(marks).encode()).hexdigest()[:16]
+
+    def page(self, after: str) -> str | None:
+        """The page; None if a browser has its version `after` already, or it is too early to draw it again."""
+        with self.lock:
+            folders = self.folders()
+            version = self.state(folders)
+            if version != self.version and time.monotonic() >= self.rested:
+                began = time.monotonic()
+                self.html, self.version = draw(folders, version), version
+                self.rested = time.monotonic() + REST * (time.monotonic() - began)
+            return None if after == self.version else self.html
+
+
+def draw(folders: Sequence[Path], version: str) -> str:
+    """The page of the runs in `folders` that can be read, and a line about each that cannot."""
+    runs, left_out = read_readable(folders)
+    notes = [f"Left out: {error}" for error in left_out]
+    if not runs:
+        live = Live(version, "Waiting for a first step.", False)
+        return document("Waiting", ["<h1>Waiting</h1>", *map(faint, notes)], live)
+    # The last line of a run under way may be half written; it is not lost.
+    runs = [dataclasses.replace(run, last_line_cut=False) for run in runs]
+    ended = all(has_ended(run) for run in runs)
+    status = "; ".join(map(progress, runs))
+    if len(runs) > 3:
+        ours = [run for run in runs if not run.is_log]
+        status = f"{sum(map(has_ended, ours))} of {len(ours)} runs complete"
+    live = Live(version, f"{status}.", ended)
+    return page(runs, choose_plots(runs), live, notes)
+
+
+def has_ended(run: Run) -> bool:
+    return run.is_log or steps_done(run) >= run.start.steps
+
+
+def progress(run: Run) -> str:
+    if run.is_log:
+        return f"{run.name}: {steps_done(run):,} steps"
+    done = "complete" if has_ended(run) else f"step {steps_done(run):,} of {run.start.steps:,}"
+    return f"{run.name}: {done}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers GET / with the page, and GET /?after=VERSION with nothing while that is the newest."""
+
+    def __init__(self, watched: Watched, *connection: Any):
+        self.watched = watched
+        super().__init__(*connection)
+
+    def do_GET(self) -> None:
+        address = urlsplit(self.path)
+        if address.path == "/favicon.ico":
+            self.answer(HTTPStatus.NO_CONTENT)
+        elif address.path != "/":
+            self.answer(HTTPStatus.NOT_FOUND, b"the page is at /")
+        else:
+            page = self.watched.page(parse_qs(address.query).get("after", [""])[0])
+            if page is None:
+                self.answer(HTTPStatus.NO_CONTENT)
+            else:
+                self.answer(HTTPStatus.OK, page.encode("utf-8", errors="replace"))
+
+    def answer(self, status: HTTPStatus, content: bytes = b"") -> None:
+        with contextlib.suppress(ConnectionError):  # the browser went away
+            self.send_response(status)
+            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.send_header("Content-Length", str(len(content)))
+            self.send_header("Cache-Control", "no-store")
+            self.end_headers()
+            self.wfile.write(content)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Says nothing: the terminal is for errors."""
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+    allow_reuse_address = True
+
+
+def open_server(watched: Watched, host: str, port: int, *, may_move: bool) -> Server:
+    """A server on `port`, or if `may_move` and that is taken on a free one. Raises `UsageError`: taken, or no such host."""
+    refused = OSError()
+    for number in (port, 0) if may_move else (port,):
+        try:
+            return Server((host, number), functools.partial(Handler, watched))
+        except OSError as error:
+            refused = error
+    reason = refused.strerror or refused
+    raise UsageError(f"cannot listen on {host}, port {port}: {reason}; name another --port, or none to take a free one")

@@ -1,0 +1,113 @@
+"""Pictures of a page in headless Chromium, as wide as a desk's screen and as a phone's, and what its console says.
+
+python -m tests.screenshots PAGE.html|URL... --out FOLDER
+"""
+
+import argparse
+import contextlib
+import functools
+import html
+import re
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+WIDTHS = {"desktop": 1280, "phone": 390}
+LEAST_WINDOW = 500  # Chromium's windows are no narrower; a phone's page is a frame inside one
+OPTIONS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr", "--v=0")
+OURS = ("--disable-web-security", "--disable-dev-shm-usage", "--no-first-run", "--disable-background-networking")
+CONSOLE = re.compile(r"CONSOLE[:(].*")
+
+
+def chromium() -> str | None:
+    return shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+def browse(url: str, *options: str, seconds: float = 60) -> tuple[str, list[str]]:
+    """Prints of Chromium about a page, and the lines of its console."""
+    program = chromium()
+    assert program, "no chromium on PATH"
+    with tempfile.TemporaryDirectory() as profile:
+        command = [program, *OPTIONS, *OURS, f"--user-data-dir={profile}", *options, url]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, errors="replace")
+    return done.stdout, CONSOLE.findall(done.stderr)
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def framed(url: str, width: int, height: int, script: str = "") -> Iterator[str]:
+    """A page with `url` in a frame of `width`, beside `script`, which finds the frame as `page` once it has loaded."""
+    load = f'const frame = document.querySelector("iframe");\nframe.onload = async () => {{\n{script}\n}};'
+    source = (
+        f'<!DOCTYPE html><meta charset="utf-8"><style>body {{ margin: 0; }} iframe {{ border: 0; display: block; }}</style>'
+        f'<iframe src="{html.escape(url)}" width="{width}" height="{height}"></iframe><script>{load}</script>'
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        page = Path(folder) / "frame.html"
+        page.write_text(source, encoding="utf-8")
+        if url.startswith("file:"):
+            yield page.as_uri()
+            return
+        # A page of a server shares a process only with another page of that host.
+        handler = functools.partial(Quiet, directory=folder)
+        with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+            threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+            yield f"http://127.0.0.1:{server.server_address[1]}/frame.html"
+            server.shutdown()
+
+
+def screenshot(url: str, out: Path, width: int, height: int, *, dark: bool = False, script: str = "") -> list[str]:
+    """Writes a PNG of the page, after `script`; returns the lines of its console."""
+    more = ["--blink-settings=preferredColorScheme=0"] if dark else []
+    window = f"--window-size={max(width, LEAST_WINDOW)},{height}"
+    with framed(url, width, height, script) as frame:
+        budget = "--virtual-time-budget=4000"
+        return browse(frame, window, budget, f"--screenshot={out.absolute()}", *more)[1]
+
+
+def ask(url: str, script: str, width: int = 1280) -> tuple[str, list[str]]:
+    """The text that `script` returns, which runs beside the page `page` (its window), and the lines of the console."""
+    body = (
+        "const page = frame.contentWindow;\n"
+        f"const answer = await (async () => {{ {script} }})().catch((error) => `failed: ${{error}}`);\n"
+        'const told = document.body.appendChild(document.createElement("pre"));\n'
+        "told.textContent = answer;"
+    )
+    with framed(url, width, 900, body) as frame:
+        dom, console = browse(
+            frame, "--dump-dom", "--virtual-time-budget=8000", f"--window-size={max(width, LEAST_WINDOW)},900"
+        )
+    found = re.search(r"<pre>(.*?)</pre>", dom, re.DOTALL)
+    assert found, f"no answer in {dom[-400:]}; console: {console}"
+    return html.unescape(found[1]), console
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pages", nargs="+")
+    parser.add_argument("--out", default="screenshots", type=Path)
+    parser.add_argument("--height", default=2400, type=int)
+    parsed = parser.parse_args(arguments)
+    parsed.out.mkdir(parents=True, exist_ok=True)
+    errors = 0
+    for number, page in enumerate(parsed.pages):
+        url = page if "://" in page else Path(page).absolute().as_uri()
+        for name, width in WIDTHS.items():
+            for dark in (False, True):
+                out = parsed.out / f"{number}_{name}{'_dark' * dark}.png"
+                console = screenshot(url, out, width, parsed.height, dark=dark)
+                errors += len(console)
+                print(out, *console, sep="\n  ")
+    return int(errors > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
