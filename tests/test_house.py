@@ -36,7 +36,7 @@ LAW = {
     "run": RUN,
     "report": RUN,
     "tools": RUN,
-    "api": {*RUN, "tools"},
+    "api": {*RUN, "report", "tools"},
     "commands": {*RUN, "report", "tools"},
     "cli": {"commands", "config", "threads"},
     "__main__": {"cli"},
