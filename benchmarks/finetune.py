@@ -18,7 +18,7 @@ from benchmarks.record import write_record
 from handgrad.config import RunConfig
 from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.presets import demo
-from handgrad.report.page import write_report
+from handgrad.reports.page import write_report
 from handgrad.run.start import train
 
 STORIES, STORY_STEPS, STEPS = 30_000, 1500, 500

@@ -21,7 +21,7 @@ A reader of the code starts here, in this order (docs/architecture.md draws the 
     data                      text -> tokenizer -> shards -> batches
     checkpoint, interop       weights at rest, here and in other programs' formats
     evaluation, generation    held-out loss, tasks, text
-    report, tools, api        pages about runs; plan, doctor, profile, tune; the commands as functions
+    reports, tools, api       pages about runs; plan, doctor, profile, tune; the commands as functions
 """
 
 # ruff: noqa: F401 - what type checkers import is `__all__`, by HOMES
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from handgrad.api.model import Model, load
     from handgrad.api.planning import plan
     from handgrad.api.records import metrics
+    from handgrad.api.reports import compare, plot, report
     from handgrad.api.training import Training, preset, train
     from handgrad.config import RunConfig
     from handgrad.errors import HandgradError
@@ -46,13 +47,16 @@ HOMES = {
     "Model": "handgrad.api.model",
     "RunConfig": "handgrad.config",
     "Training": "handgrad.api.training",
+    "compare": "handgrad.api.reports",
     "evaluate": "handgrad.api.actions",
     "export": "handgrad.api.actions",
     "load": "handgrad.api.model",
     "metrics": "handgrad.api.records",
     "plan": "handgrad.api.planning",
+    "plot": "handgrad.api.reports",
     "prepare": "handgrad.api.actions",
     "preset": "handgrad.api.training",
+    "report": "handgrad.api.reports",
     "train": "handgrad.api.training",
 }
 __all__ = list(HOMES)

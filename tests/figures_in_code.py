@@ -72,9 +72,9 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
         "(1 + tanh u), u = sqrt(2/pi) (x + 0.044715 x^3)": "an equation",
         "(1 + 3 * 0.044715 x^2)": "an equation",
     },
-    "handgrad/report/drawing.py": {"1.4 times its points": "arithmetic of the page"},
-    "handgrad/report/plots.py": {"above 99 % of the values": "a constant"},
-    "handgrad/report/results.py": {"last 2 % of the steps": "a constant", "600, 8.19k": "an example of the output"},
+    "handgrad/reports/drawing.py": {"1.4 times its points": "arithmetic of the page"},
+    "handgrad/reports/plots.py": {"above 99 % of the values": "a constant"},
+    "handgrad/reports/results.py": {"last 2 % of the steps": "a constant", "600, 8.19k": "an example of the output"},
     "handgrad/tools/network.py": {"'11.0 GB/s'": "an example of the output"},
     "handgrad/tools/rates.py": {"a copy of 2 GB on the device (64 MB on a CPU)": "constants"},
 }

@@ -12,7 +12,7 @@ from handgrad.errors import NumericsError
 from handgrad.models import parameter_table
 from handgrad.models.freezing import freeze
 from handgrad.models.rows import count_parameters
-from handgrad.report.page import write_report
+from handgrad.reports.page import write_report
 from handgrad.run.start import train
 from handgrad.training.step import TrainStep
 from tests.test_runs import elsewhere, interrupt_at, records, same_bits

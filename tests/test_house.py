@@ -34,10 +34,10 @@ LAW = {
     "evaluation": MODEL_AT_WORK,
     "interop": MODEL_AT_WORK,
     "run": RUN,
-    "report": RUN,
+    "reports": RUN,
     "tools": RUN,
-    "api": {*RUN, "report", "tools"},
-    "commands": {*RUN, "report", "tools"},
+    "api": {*RUN, "reports", "tools"},
+    "commands": {*RUN, "reports", "tools"},
     "cli": {"commands", "config", "threads"},
     "__main__": {"cli"},
     "__init__": {"api", "config"},  # for type checkers; nothing is imported before its name is used

@@ -11,10 +11,10 @@ from matplotlib.figure import Figure
 
 from handgrad.errors import DataError
 from handgrad.fp8.monitor import Finding, saturation_line, summary
-from handgrad.report.plots import draw_fp8
-from handgrad.report.results import fraction_text, scales_text
-from handgrad.report.runs import read_run, read_runs
-from handgrad.report.style import light
+from handgrad.reports.plots import draw_fp8
+from handgrad.reports.results import fraction_text, scales_text
+from handgrad.reports.runs import read_run, read_runs
+from handgrad.reports.style import light
 from tests.test_report import Page, make_run, report, run_lines, start_line
 
 CLASSES = ("ln1", "dqkv", "atty", "dresidual_mid", "ln2", "gelu", "dhidden", "dresidual_out", "qkv_weight")

@@ -13,11 +13,11 @@ from handgrad.commands import report as report_command
 from handgrad.commands.arguments import parse
 from handgrad.config import RunConfig
 from handgrad.errors import DataError
-from handgrad.report.drawing import inline_svg
-from handgrad.report.main_log import read_main_log
-from handgrad.report.plots import choose_plots
-from handgrad.report.results import date_text, wall_clock
-from handgrad.report.runs import read_run, read_runs
+from handgrad.reports.drawing import inline_svg
+from handgrad.reports.main_log import read_main_log
+from handgrad.reports.plots import choose_plots
+from handgrad.reports.results import date_text, wall_clock
+from handgrad.reports.runs import read_run, read_runs
 from handgrad.run import header
 from handgrad.run.start import train
 from tests.test_report import make_run, report, run_lines, start_line, step_line
@@ -72,7 +72,7 @@ def test_a_main_log_beside_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     source = (tmp_path / "report" / "page.html").read_text()
     assert ">main.log</text>" in source
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("handgrad.report.page.choose_plots", lambda runs: [])
+    monkeypatch.setattr("handgrad.reports.page.choose_plots", lambda runs: [])
     assert report_command.run(parse("report", [str(log)])) == 0 and (tmp_path / "report.html").exists()
 
 

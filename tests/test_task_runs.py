@@ -17,7 +17,7 @@ from handgrad.cli import main
 from handgrad.config import RunConfig
 from handgrad.errors import DataError, UsageError
 from handgrad.interop.model_card import evaluation_lines
-from handgrad.report.page import write_report
+from handgrad.reports.page import write_report
 from handgrad.run.start import train
 from tests.conftest import small_run
 from tests.test_runs import records, same_bits, tensors

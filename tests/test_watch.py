@@ -14,9 +14,9 @@ import pytest
 
 from handgrad.cli import main
 from handgrad.errors import DataError, UsageError
-from handgrad.report import serve
-from handgrad.report.page import write_report
-from handgrad.report.serve import Server, Watched, open_server
+from handgrad.reports import serve
+from handgrad.reports.page import write_report
+from handgrad.reports.serve import Server, Watched, open_server
 from tests.screenshots import LEAST_WINDOW, WIDTHS, ask, chromium, screenshot
 from tests.test_interrupts import start
 from tests.test_report import make_run, run_lines, start_line, step_line
@@ -141,7 +141,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         lines += [step_line(s, time=1000.0 + seconds * s, loss=seconds + 1 / s) for s in range(1, 61)]
         make_run(folder / name, [*lines, {"kind": "validation", "step": 60, "loss": float(seconds)}])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("handgrad.report.page.png", lambda plot, runs: b"")
+        patch.setattr("handgrad.reports.page.png", lambda plot, runs: b"")
         return write_report([folder / "fast", folder / "slow"], folder / "page.html")
 
 

@@ -11,7 +11,7 @@ from handgrad.cli import main
 from handgrad.config import RunConfig
 from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.errors import ConfigError, UsageError
-from handgrad.report import page as pages
+from handgrad.reports import page as pages
 from handgrad.run.start import train
 from tests.conftest import write_text
 from tests.test_commands import SMALL, refused

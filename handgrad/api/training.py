@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from handgrad import checkpoint, devices
 from handgrad.api.model import Model
@@ -19,6 +19,9 @@ from handgrad.run.settings import run_config
 from handgrad.run.signals import preempted
 from handgrad.run.start import open_run
 from handgrad.training.step import StepResult
+
+if TYPE_CHECKING:
+    from handgrad.api.reports import Curves
 
 
 @dataclass(frozen=True)
@@ -154,6 +157,12 @@ class Training:
         origin = {"from": "training", "source": self.config.out, "step": self.completed}
         now = Weights(design.shape, run.tokenizer, lambda row: tensors[row.name], origin, self.config)
         return Model(now, design.plain_ops, design.device, precision)
+
+    def plot(self, curve: str = "loss") -> "Curves":
+        """`handgrad.plot` of this run so far; a notebook shows it."""
+        from handgrad.api.reports import plot  # imports matplotlib, which training spares
+
+        return plot(self.folder, curve=curve)
 
     def save(self) -> Path:
         """Saves a checkpoint of the current step, if there is none yet; returns its folder. Raises `NumericsError` if the

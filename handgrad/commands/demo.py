@@ -7,7 +7,7 @@ from pathlib import Path
 from handgrad import presets
 from handgrad.commands.prepare import prepare_with_progress, show_prepared
 from handgrad.data.prepare import PrepareOptions
-from handgrad.report.page import write_report
+from handgrad.reports.page import write_report
 from handgrad.run.start import train
 from handgrad.run_files import REPORT_FILE
 

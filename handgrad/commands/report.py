@@ -5,7 +5,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from handgrad.errors import HandgradError
-from handgrad.report.page import write_report
+from handgrad.reports.page import write_report
 from handgrad.run_files import REPORT_FILE
 
 

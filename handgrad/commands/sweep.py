@@ -8,7 +8,7 @@ from argparse import Namespace
 from handgrad import devices
 from handgrad.commands.report import leave_out
 from handgrad.errors import INTERRUPTED, HandgradError, Preempted, tell, tell_line
-from handgrad.report.page import write_report
+from handgrad.reports.page import write_report
 from handgrad.run_files import REPORT_FILE
 from handgrad.tools.sweep import Runner, exit_code_of, gpu_places, groups_of, table, write_results
 

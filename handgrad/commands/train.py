@@ -10,7 +10,7 @@ from handgrad import devices, threads
 from handgrad.errors import UsageError
 from handgrad.parallel.launchers import find_rank_info
 from handgrad.parallel.local import end_with_launcher, is_launched, run_ranks
-from handgrad.report.page import write_report
+from handgrad.reports.page import write_report
 from handgrad.run.start import open_run
 from handgrad.run_files import REPORT_FILE
 

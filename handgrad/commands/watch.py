@@ -3,7 +3,7 @@
 from argparse import Namespace
 from pathlib import Path
 
-from handgrad.report.serve import Watched, open_server
+from handgrad.reports.serve import Watched, open_server
 
 PORT = 8360
 

@@ -11,11 +11,11 @@ from typing import Any
 
 from handgrad.config import FIELDS, TUNED, RunConfig, convert
 from handgrad.errors import DataError, UsageError
-from handgrad.report import results
-from handgrad.report.curves import thin
-from handgrad.report.results import loss_text
-from handgrad.report.runs import Run
-from handgrad.report.style import RUN_COLORS
+from handgrad.reports import results
+from handgrad.reports.curves import thin
+from handgrad.reports.results import loss_text
+from handgrad.reports.runs import Run
+from handgrad.reports.style import RUN_COLORS
 from handgrad.run_files import CONFIG_FILE
 
 SAMPLES = 6  # per run, spread from the first to the last

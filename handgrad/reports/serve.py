@@ -17,11 +17,11 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from handgrad.errors import DataError, UsageError
-from handgrad.report.page import Live, document, page
-from handgrad.report.plots import choose_plots
-from handgrad.report.results import steps_done
-from handgrad.report.runs import Run, read_readable
-from handgrad.report.sections import faint
+from handgrad.reports.page import Live, document, page
+from handgrad.reports.plots import choose_plots
+from handgrad.reports.results import steps_done
+from handgrad.reports.runs import Run, read_readable
+from handgrad.reports.sections import faint
 from handgrad.run_files import CONFIG_FILE, METRICS_FILE
 
 REST = 9  # times the seconds that a page took to draw until it is drawn again

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from handgrad.errors import DataError, storage_errors
-from handgrad.report.runs import DataSource, GpuReadings, Run, Start, Steps, TaskFigure
+from handgrad.reports.runs import DataSource, GpuReadings, Run, Start, Steps, TaskFigure
 
 NUMBER = r"(-?[\d.]+(?:e[-+]?\d+)?|-?nan|-?inf)"
 LINE = re.compile(rf"s:(\d+) (?:tel:{NUMBER}|eval:{NUMBER}|trl:{NUMBER}(?: lr:{NUMBER})?(?: norm:{NUMBER})?)\s*")

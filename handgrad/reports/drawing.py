@@ -4,16 +4,17 @@ import io
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from html import escape
 
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from handgrad.report.plots import RUN_LINE, Plot, tick_sparsely
-from handgrad.report.runs import Run
-from handgrad.report.style import PALETTE, light
+from handgrad.reports.plots import RUN_LINE, Plot, tick_sparsely
+from handgrad.reports.runs import Run
+from handgrad.reports.style import PALETTE, light
 
 # Inches at 72 points. The page shows a figure at about 1.4 times its points, so 8 points become 11 pixels.
 LARGE, SMALL = (8.6, 3.5), (4.3, 2.6)
@@ -58,13 +59,19 @@ def figure(plot: Plot, runs: Sequence[Run], size: tuple[float, float]) -> Figure
     return drawn
 
 
-def render(plot: Plot, runs: Sequence[Run], size: tuple[float, float], file_format: str) -> tuple[Figure, bytes]:
-    """`plot` as a figure and as the bytes of a file, independent of the reader's own matplotlibrc."""
+@contextmanager
+def own_settings(salt: str = "") -> Iterator[None]:
+    """matplotlib draws in the report's style."""
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
-        # Ids in an SVG are hashes; a salt per plot and size keeps them distinct in a page of several.
-        salt = f"{plot.name} {size}"
         matplotlib.rcParams.update({**SETTINGS, "svg.hashsalt": salt})
+        yield
+
+
+def render(plot: Plot, runs: Sequence[Run], size: tuple[float, float], file_format: str) -> tuple[Figure, bytes]:
+    """`plot` as a figure and as the bytes of a file, independent of the reader's own matplotlibrc."""
+    # Ids in an SVG are hashes; a salt per plot and size keeps them distinct in a page of several.
+    with own_settings(salt=f"{plot.name} {size}"):
         buffer = io.BytesIO()
         # Neither a date nor a version: equal runs give equal files.
         metadata = {"Date": None, "Creator": None} if file_format == "svg" else {"Software": None}

@@ -171,7 +171,7 @@ def short_names(folders: Sequence[Path]) -> list[str]:
 def read_run(folder: Path, name: str) -> Run:
     """Reads one run folder. Raises `DataError` if a file is missing or broken."""
     if folder.is_file() and folder.suffix == ".log":
-        from handgrad.report.main_log import read_main_log  # it makes a Run
+        from handgrad.reports.main_log import read_main_log  # it makes a Run
 
         return read_main_log(folder, name)
     if folder.is_file():

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 
 import numpy as np
 
-from handgrad.report.runs import Run
+from handgrad.reports.runs import Run
 
 DASH = "–"
 

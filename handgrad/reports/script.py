@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from html import escape
 from importlib import resources
 
-from handgrad.report.curves import thin
-from handgrad.report.drawing import brief
-from handgrad.report.results import wall_clock
-from handgrad.report.runs import Run
+from handgrad.reports.curves import thin
+from handgrad.reports.drawing import brief
+from handgrad.reports.results import wall_clock
+from handgrad.reports.runs import Run
 
 CLOCK_POINTS = 200  # per run: between them the script interpolates
 
@@ -19,7 +19,7 @@ CLOCK_POINTS = 200  # per run: between them the script interpolates
 @functools.cache
 def script(*, live: bool) -> str:
     """page.js, and of a live page live.js after it, without the spaces at the beginning of their lines."""
-    folder = resources.files("handgrad.report")
+    folder = resources.files("handgrad.reports")
     names = ("page.js", "live.js") if live else ("page.js",)
     source = "\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in names)
     return "\n".join(line.strip() for line in source.splitlines() if line.strip())

@@ -11,10 +11,10 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from handgrad.report.curves import envelope, smooth, thin
-from handgrad.report.results import short_text
-from handgrad.report.runs import Run, TaskFigure
-from handgrad.report.style import DASHES, RUN_COLORS, light
+from handgrad.reports.curves import envelope, smooth, thin
+from handgrad.reports.results import short_text
+from handgrad.reports.runs import Run, TaskFigure
+from handgrad.reports.style import DASHES, RUN_COLORS, light
 
 RAW_BINS = 500  # of a raw curve in a plot of one run: finer than the screen shows
 LLMC_FINEWEB = 3.272  # validation loss, nats per token, of llm.c's published GPT-2 124M on 10B tokens of FineWeb

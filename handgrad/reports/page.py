@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 from handgrad.errors import HandgradError, UsageError, storage_errors
 from handgrad.files import write_bytes_durably
-from handgrad.report import comparing, sections
-from handgrad.report.drawing import LARGE, SMALL, inline_svg, png
-from handgrad.report.plots import Plot, choose_plots
-from handgrad.report.runs import Run, read_runs
-from handgrad.report.script import attribute, axis_choice, script, script_hash
-from handgrad.report.sections import folded, per_run, section, text
-from handgrad.report.style import style_sheet
+from handgrad.reports import comparing, sections
+from handgrad.reports.drawing import LARGE, SMALL, inline_svg, png
+from handgrad.reports.plots import Plot, choose_plots
+from handgrad.reports.runs import Run, read_runs
+from handgrad.reports.script import attribute, axis_choice, script, script_hash
+from handgrad.reports.sections import folded, per_run, section, text
+from handgrad.reports.style import style_sheet
 from handgrad.run_files import REPORT_FILE
 
 

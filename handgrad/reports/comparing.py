@@ -5,10 +5,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from handgrad.report import results
-from handgrad.report.results import loss_text
-from handgrad.report.runs import Run
-from handgrad.report.sections import NUMBER, faint, section, setting, swatch, text, warning
+from handgrad.reports import results
+from handgrad.reports.results import loss_text
+from handgrad.reports.runs import Run
+from handgrad.reports.sections import NUMBER, faint, section, setting, swatch, text, warning
 
 
 class Column(NamedTuple):
@@ -107,12 +107,15 @@ def comparison(runs: Sequence[Run]) -> str:
     if logs := [run.name for run in runs if run.is_log]:
         them = "A log" if len(logs) == 1 else "Logs"
         parts.append(faint(f"{them} in llm.c's format, with steps of unknown size and data: {', '.join(logs)}."))
-    # `out` is the folder, which the row's head says already, and a tracker changes nothing.
-    keys = sorted({key for run in ours for key in run.config} - {"out", "log_to"})
-    settings = [named(key, lambda run, key=key: setting(run, key)) for key in keys]
-    settings = [column for column in settings if len({column.text(run) for run in ours}) > 1]
+    settings = [named(key, lambda run, key=key: setting(run, key)) for key in differing_settings(ours)]
     difference = rows_of_runs(runs, settings, with_logs=False) if settings else faint("None but the folder.")
     return section("Results", *parts) + section("Settings that differ", difference if len(ours) > 1 else "")
+
+
+def differing_settings(runs: Sequence[Run]) -> list[str]:
+    """Keys of config.toml, but for the folder, which names the run, and for trackers, which change nothing."""
+    keys = sorted({key for run in runs for key in run.config} - {"out", "log_to"})
+    return [key for key in keys if len({setting(run, key) for run in runs}) > 1]
 
 
 def rows_of_runs(runs: Sequence[Run], columns: Sequence[Column], *, with_logs: bool = True) -> str:

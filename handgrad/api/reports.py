@@ -1,0 +1,116 @@
+"""report, plot, compare: pages, curves and tables about runs, from their records."""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from handgrad.config import check_choice
+from handgrad.errors import UsageError, storage_errors
+from handgrad.files import write_bytes_durably
+from handgrad.reports import comparing, results
+from handgrad.reports.drawing import LARGE, SMALL, figure, own_settings, png
+from handgrad.reports.page import write_report
+from handgrad.reports.plots import Plot, choose_plots
+from handgrad.reports.runs import Run, read_runs
+from handgrad.run_files import REPORT_FILE
+
+RunFolder = str | os.PathLike[str]
+RESULTS: dict[str, Callable[[Run], float]] = {
+    "validation_loss": comparing.last_loss,
+    "best_validation_loss": comparing.best_loss,
+    "training_loss": results.final_training_loss,
+    "bits_per_byte": lambda run: results.bits_per_byte(run, comparing.last_loss(run)),
+    "steps": results.steps_done,
+    "tokens": results.tokens_seen,
+    "tokens_per_second": comparing.speed,
+    "elapsed_seconds": results.seconds_in_steps,
+    "parameters": lambda run: run.start.parameters,
+}
+
+
+@dataclass(frozen=True)
+class Curves:
+    """A drawn plot. A notebook shows it; `save` writes it as a PNG; `figure` is matplotlib's, to be changed."""
+
+    plot: Plot
+    runs: Sequence[Run]
+
+    @property
+    def figure(self) -> Figure:
+        with own_settings():
+            return figure(self.plot, self.runs, LARGE if self.plot.wide else SMALL)
+
+    def save(self, path: RunFolder) -> Path:
+        out = Path(path)
+        with storage_errors(f"writing {out}"):
+            write_bytes_durably(out, self._repr_png_())
+        return out
+
+    def _repr_png_(self) -> bytes:
+        return png(self.plot, self.runs)
+
+    def __repr__(self) -> str:
+        return f"<handgrad curves: {self.plot.title}, of {', '.join(run.name for run in self.runs)}>"
+
+
+class Comparison(list[dict[str, Any]]):
+    """A dictionary per run: its results, and the settings that differ. It prints as a table, and a DataFrame takes it."""
+
+    def __repr__(self) -> str:
+        names = list(self[0])
+        rows = [names, *([cell_text(row.get(name)) for name in names] for row in self)]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(names))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join(lines)
+
+
+def cell_text(value: object) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else "" if value is None else str(value)
+
+
+def report(*runs: RunFolder, out: RunFolder = "") -> Path:
+    """`handgrad report`: writes the page about one or several run folders; returns its path. `out`: by default
+    RUN/report.html of a single run, report.html of several.
+
+    Raises `UsageError`, `DataError`: no runs given, or a folder that is none.
+    """
+    folders = given(runs)
+    default = folders[0] / REPORT_FILE if len(folders) == 1 else Path(REPORT_FILE)
+    return write_report(folders, Path(out) if os.fspath(out) else default)
+
+
+def plot(*runs: RunFolder, curve: str = "loss") -> Curves:
+    """A plot of the report: `curve` is its name, such as loss, gradient_norm, learning_rate, tokens_per_second, step_time.
+
+    Raises `UsageError` for a curve that these runs do not have, and the errors of `report`.
+    """
+    read = read_runs(given(runs))
+    plots = {plot.name: plot for plot in choose_plots(read)}
+    check_choice("curve", curve, plots)
+    return Curves(plots[curve], read)
+
+
+def compare(*runs: RunFolder) -> Comparison:
+    """The results of runs, a row each, then the settings in which they differ. Losses are in nats per token, the training
+    loss is a mean over the last 2 % of the steps, speeds are medians; NaN where a run has none.
+
+    Raises the errors of `report`.
+    """
+    read = read_runs(given(runs))
+    keys = comparing.differing_settings(read)
+    return Comparison(
+        {"run": run.name}
+        | {name: result(run) for name, result in RESULTS.items()}
+        | {key: run.config.get(key) for key in keys}
+        for run in read
+    )
+
+
+def given(runs: Sequence[RunFolder]) -> list[Path]:
+    if not runs:
+        raise UsageError("expected at least one run folder, as in handgrad.compare('runs/a', 'runs/b')")
+    return [Path(run) for run in runs]

@@ -1,0 +1,65 @@
+"""plot, compare and report: the report's curves and figures from Python."""
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+
+import handgrad
+from handgrad.config import RunConfig
+
+
+@pytest.fixture(scope="module")
+def runs(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two runs that differ in their learning rate."""
+    from tests.conftest import small_run
+
+    folders = [tmp_path_factory.mktemp("compared") / name for name in ("slow", "fast")]
+    for folder, rate in zip(folders, (1e-4, 3e-3), strict=True):
+        config: RunConfig = dataclasses.replace(small_run(shards, folder), learning_rate=rate, sample_tokens=0)
+        handgrad.train(config, quiet=True)
+    return folders
+
+
+def test_compare_gives_a_row_per_run(runs: list[Path]) -> None:
+    slow, fast = table = handgrad.compare(*runs)
+    assert (slow["run"], fast["run"]) == ("slow", "fast")
+    for folder, row in zip(runs, table, strict=True):
+        losses = [record["loss"] for record in handgrad.metrics(folder, "validation")]
+        assert row["validation_loss"] == losses[-1] and row["best_validation_loss"] == min(losses)
+        assert row["steps"] == 12 and row["tokens"] == 12 * 256 and row["tokens_per_second"] > 0
+    assert fast["validation_loss"] < slow["validation_loss"]
+    assert (slow["learning_rate"], fast["learning_rate"]) == (1e-4, 3e-3) and "channels" not in slow
+    lines = repr(table).splitlines()
+    assert lines[0].split()[:2] == ["run", "validation_loss"] and lines[2].split()[0] == "fast" and len(lines) == 3
+    assert math.isclose(float(lines[1].split()[1]), slow["validation_loss"], rel_tol=1e-5)
+
+
+def test_plots_are_the_reports(runs: list[Path], tmp_path: Path) -> None:
+    """The same pixels, from a plot of its own and from the page's folder."""
+    page = handgrad.report(*runs, out=tmp_path / "page.html")
+    for curve in ("loss", "gradient_norm"):
+        drawn = handgrad.plot(*runs, curve=curve)
+        assert drawn.save(tmp_path / f"{curve}.png").read_bytes() == (tmp_path / f"page_{curve}.png").read_bytes()
+        assert drawn._repr_png_().startswith(b"\x89PNG"), "by which a notebook shows it"
+        assert drawn.figure.axes[0].get_title(loc="left") == drawn.plot.title
+    assert page == tmp_path / "page.html" and "slow" in repr(handgrad.plot(*runs))
+
+
+def test_a_run_plots_itself(shards: Path, tmp_path: Path) -> None:
+    from tests.conftest import small_run
+
+    with handgrad.Training(small_run(shards, tmp_path / "run"), quiet=True) as run:
+        run.steps(6)
+        assert run.plot("learning_rate")._repr_png_() == handgrad.plot(run.folder, curve="learning_rate")._repr_png_()
+
+
+def test_mistakes_are_one_line(runs: list[Path], tmp_path: Path) -> None:
+    with pytest.raises(handgrad.HandgradError, match="loss"):
+        handgrad.plot(runs[0], curve="los")
+    for call in (handgrad.plot, handgrad.compare, handgrad.report):
+        with pytest.raises(handgrad.HandgradError, match="at least one run folder"):
+            call()
+        with pytest.raises(handgrad.HandgradError, match="nowhere"):
+            call(tmp_path / "nowhere")
