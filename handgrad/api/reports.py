@@ -96,7 +96,7 @@ def plot(*runs: RunFolder, curve: str = "loss") -> Curves:
 
 def compare(*runs: RunFolder) -> Comparison:
     """The results of runs, a row each, then the settings in which they differ. Losses are in nats per token, the training
-    loss is a mean over the last 2 % of the steps, speeds are medians; NaN where a run has none.
+    loss is a mean over the last steps, speeds are medians; NaN where a run has none.
 
     Raises the errors of `report`.
     """
