@@ -1,5 +1,6 @@
-"""The examples run as they stand, one after the other in one folder, and show what they promise."""
+"""The examples and the notebook run as they stand, in one folder each, and show what they promise."""
 
+import json
 import re
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from tests.distributed.runs import Launcher
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+NOTEBOOK = ROOT / "examples" / "notebook.ipynb"
 
 # What each must print, in this order; numbers in it are captured.
 SHOWN = {
@@ -92,6 +94,24 @@ CHECKS = {
     "4_evaluate": check_texts,
     "5_transformers": check_logits,
 }
+
+
+def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path, launcher: Launcher) -> None:
+    """Its cells as one script; it was saved after such a run, with pictures."""
+    cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    pictures = [output for cell in cells for output in cell["outputs"] if "image/png" in output.get("data", {})]
+    assert len(pictures) == 2 and not any(output["output_type"] == "error" for cell in cells for output in cell["outputs"])
+    script = tmp_path / "notebook.py"
+    script.write_text("\n\n".join("".join(cell["source"]) for cell in cells) + "\nprint(handgrad.compare(run.folder))\n")
+    output = launcher.run(1, [str(script)], cwds=[tmp_path]).ranks[0].output
+    losses = [float(loss) for loss in re.findall(r"^step \d+   loss ([\d.]+)$", output, re.MULTILINE)]
+    assert len(losses) == 5 and losses[-1] < losses[0] - 1, "it learns"
+    differences = [float(largest) for largest in re.findall(r"^largest difference (\S+)$", output, re.MULTILINE)]
+    assert len(differences) == 3 and max(differences) < 1e-5
+    story, news = (float(loss) for loss in re.findall(r"^ *([\d.]+) nats per token", output, re.MULTILINE))
+    assert story < news
+    assert re.search(r"^notebook +\d\.\d+", output, re.MULTILINE)
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
