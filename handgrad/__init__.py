@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from handgrad.config import RunConfig
     from handgrad.errors import HandgradError
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # The homes of the public names, looked up at their first use: `import handgrad` loads nothing, no torch above all, so the
 # commands that do not need it answer at once.

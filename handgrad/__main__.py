@@ -14,6 +14,9 @@ def main() -> int:
 
     if INTERRUPTIBLE:
         _signal.signal(_signal.SIGINT, end_at_once)
+    if sys.platform == "win32":
+        print("handgrad needs Linux or macOS, found Windows; run it in WSL 2", file=sys.stderr)
+        return 64
     from handgrad import cli
 
     return cli.main()

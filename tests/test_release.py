@@ -1,8 +1,9 @@
-"""The wheel and the sdist: every file is in them, and the wheel works outside a checkout."""
+"""The release: every file is in wheel and sdist, the wheel works outside a checkout, and what ships beside it agrees."""
 
 import email
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -11,7 +12,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
+import handgrad
+from handgrad.__main__ import main
 from tests.conftest import write_text
 
 ROOT = Path(__file__).parents[1]
@@ -88,6 +92,51 @@ def test_the_wheel_works_outside_a_checkout(installed: Path, tmp_path: Path) -> 
     run(*handgrad, "train", "tiny", "--data", "shards", "--out", "run", "--steps", "2", *small.split())
     assert run(*handgrad, "sample", "run", "--max-tokens", "4")
     assert (tmp_path / "run" / "report.html").exists()
+
+
+def test_windows_is_told_where_to_go(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """Before anything is imported that Windows lacks."""
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    assert main() == 64
+    assert capsys.readouterr().err == "handgrad needs Linux or macOS, found Windows; run it in WSL 2\n"
+
+
+def test_the_image_has_all_that_it_installs(tmp_path: Path) -> None:
+    """The files that the Dockerfile copies are not ignored, and a wheel builds from them alone."""
+    copies = [line.split()[1:-1] for line in (ROOT / "Dockerfile").read_text().splitlines() if line.startswith("COPY ")]
+    names = [name for copied in copies for name in copied]
+    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert kept == set(names) and "handgrad" in names
+    for name in names:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, tmp_path / name)
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path / "out"), str(tmp_path)]
+    subprocess.run(build, check=True, capture_output=True)
+    (wheel,) = (tmp_path / "out").glob("*.whl")
+    assert set(zipfile.ZipFile(wheel).namelist()) >= set(TRACKED)
+
+
+def test_pre_commit_has_cis_ruff() -> None:
+    (pinned,) = re.findall(r"^ruff==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    assert {hook["id"] for hook in hooks} == {"ruff", "ruff-format"}
+    assert all(hook["additional_dependencies"] == [f"ruff=={pinned}"] for hook in hooks)
+
+
+def test_the_version_is_one() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    (latest, *_) = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert citation["version"] == latest == handgrad.__version__
+
+
+@pytest.mark.parametrize(
+    "form", sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("[!c]*.yml")), ids=lambda path: path.stem
+)
+def test_issue_forms_are_whole(form: Path) -> None:
+    content = yaml.safe_load(form.read_text())
+    assert content.keys() == {"name", "description", "body"}
+    assert all({"type", "id", "attributes"} <= field.keys() and field["attributes"]["label"] for field in content["body"])
 
 
 def test_a_clone_does_not_hide_the_package(tmp_path: Path) -> None:

@@ -1,0 +1,17 @@
+# handgrad with its CUDA kernels; the host needs NVIDIA's driver and container toolkit, nothing else.
+#
+#   docker build --tag handgrad .
+#   docker run --rm --gpus all --ipc host handgrad                                     # doctor: is everything there?
+#   docker run --rm --gpus all --ipc host --volume "$PWD:/work" handgrad train --data shards/mine --gpus 8
+FROM python:3.12-slim
+# Triton builds its launchers with a C compiler. CUDA's libraries come with the wheels of torch.
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/*
+WORKDIR /opt/handgrad
+COPY pyproject.toml constraints.txt README.md LICENSE NOTICE ./
+COPY handgrad handgrad
+RUN pip install --no-cache-dir --constraint constraints.txt '.[gpu]'
+WORKDIR /work
+ENTRYPOINT ["handgrad"]
+CMD ["doctor"]
