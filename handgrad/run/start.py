@@ -99,7 +99,7 @@ def open_fitting(config: RunConfig, dataset: Dataset) -> Weights:
     weights = open_weights(config.init_from)
     if weights.tokenizer.sha256 != dataset.tokenizer.sha256:
         record = tokenizer_record(weights.tokenizer)
-        raise DataError(other_tokenizer(config.init_from, record, "with the tokenizer of the weights", dataset))
+        raise DataError(other_tokenizer(config.init_from, record, "the tokenizer of the weights", dataset))
     for name in SIZES:
         here, there = getattr(config, name), getattr(weights.shape, name)
         if name == "sequence_length" and here > there:
