@@ -12,7 +12,7 @@ import handgrad
 from handgrad import threads
 from handgrad.commands.arguments import COMMANDS, Parser, parse
 from handgrad.config import nearest_name
-from handgrad.errors import INTERRUPTED, HandgradError, UsageError, interruptible, storage_error, tell
+from handgrad.errors import INTERRUPTED, HandgradError, MemoryShort, UsageError, interruptible, storage_error, tell
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,6 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as interrupt:
         print(f"handgrad: {interrupt}" if str(interrupt) else "handgrad: interrupted", file=sys.stderr)
         return INTERRUPTED
+    except (MemoryError, RuntimeError) as error:
+        if type(error).__name__ not in ("MemoryError", "OutOfMemoryError"):  # Python's, torch's
+            raise
+        asked = (str(error).splitlines() or ["Python found no memory"])[0]
+        tell(MemoryShort(f"out of memory: {asked} Try half the --micro-batch; `handgrad plan` shows what takes memory"))
+        return MemoryShort.exit_code
     except OSError as error:
         message = storage_error(error, f"using {error.filename}" if error.filename else "input or output")
         tell(message)

@@ -59,6 +59,12 @@ class LostRank(HandgradError):
     exit_code = 75
 
 
+class MemoryShort(HandgradError):
+    """An allocation failed in the middle of the work: the same run fails there again."""
+
+    exit_code = 71
+
+
 class NumericsError(HandgradError):
     """The training diverged: losses or gradients stayed non-finite, or ranks that should agree do not."""
 

@@ -151,6 +151,7 @@ def train(parser: Parser) -> None:
     add_run_arguments(parser)
     parser.add_argument("--allow-changes", action="store_true", help="resume although config or data changed (logged)")
     parser.number("--gpus", "start a process on each of N GPUs of this machine (default: 1)", rule=AT_LEAST_1)
+    parser.number("--restarts", "after a crash go on, at most N times, from the newest checkpoint", rule=NOT_NEGATIVE)
     parser.number("--ranks", "the same with N processes on whatever device, also a CPU (default: 1)", rule=AT_LEAST_1)
 
 

@@ -1,15 +1,17 @@
-"""handgrad train: trains the run in --out, or resumes it; with --gpus or --ranks by several processes that it starts."""
+"""handgrad train: trains the run in --out, or resumes it; --gpus and --ranks start processes, --restarts starts again."""
 
 import os
 import shlex
 import sys
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 
-from handgrad import devices, threads
+from handgrad import checkpoint, devices, threads
 from handgrad.errors import UsageError
 from handgrad.parallel.launchers import find_rank_info
 from handgrad.parallel.local import end_with_launcher, is_launched, run_ranks
+from handgrad.parallel.supervisor import supervise
 from handgrad.reports.page import write_report
 from handgrad.run.start import open_run
 from handgrad.run_files import REPORT_FILE
@@ -17,8 +19,8 @@ from handgrad.run_files import REPORT_FILE
 
 def run(parsed: Namespace) -> int:
     config, ranks = parsed.run_config, checked_ranks(parsed)
-    if ranks > 1 and not is_launched():
-        return launch(parsed, ranks)
+    if (ranks > 1 or parsed.restarts) and not is_launched():
+        return supervise(partial(launch, parsed, ranks), partial(saved_step, Path(config.out)), parsed.restarts or 0)
     end_with_launcher()
     with open_run(config, allow_changes=parsed.allow_changes) as run:
         run.begin()
@@ -31,11 +33,18 @@ def run(parsed: Namespace) -> int:
     return 0
 
 
-def launch(parsed: Namespace, ranks: int) -> int:
-    """Starts this command as so many processes, in the environment that this one was started in."""
+def saved_step(run: Path) -> int:
+    """The step of the newest checkpoint, -1 without one."""
+    found = checkpoint.peek(run)
+    return int(found[0].name.rpartition("_")[2]) if found else -1
+
+
+def launch(parsed: Namespace, ranks: int, received: list[int]) -> int:
+    """Starts this command as so many processes, in the environment that this one was started in; appends the signals that
+    were passed on to `received`."""
     environment = {name: value for name, value in os.environ.items() if name not in threads.chosen}
     command = [os.environ.get("PYTHON_EXEC", sys.executable), "-m", "handgrad", "train", *parsed.arguments]
-    return run_ranks(command, ranks, environment, parsed.run_config.silence_seconds + 5)
+    return run_ranks(command, ranks, environment, parsed.run_config.silence_seconds + 5, received)
 
 
 def checked_ranks(parsed: Namespace) -> int:
@@ -43,8 +52,10 @@ def checked_ranks(parsed: Namespace) -> int:
     config, ranks = parsed.run_config, parsed.gpus or parsed.ranks or 1
     if parsed.gpus and parsed.ranks:
         raise UsageError("--gpus and --ranks mean the same; give one of them")
-    if ranks > 1 and not is_launched() and (info := find_rank_info(os.environ)).size > 1:
-        raise UsageError(f"{info.launcher} has started this process as one of {info.size}; leave --gpus and --ranks out")
+    if (ranks > 1 or parsed.restarts) and not is_launched() and (info := find_rank_info(os.environ)).size > 1:
+        raise UsageError(
+            f"{info.launcher} has started this process as one of {info.size}; leave --gpus, --ranks and --restarts out"
+        )
     if parsed.gpus and config.device not in ("auto", "cuda"):
         raise UsageError(f"--gpus is for GPUs, found --device {config.device}; use --ranks {ranks}")
     if parsed.gpus or (ranks > 1 and config.device in ("auto", "cuda") and devices.gpu_count()):

@@ -28,13 +28,20 @@ KILL_SECONDS = 30.0  # between a rank's SIGTERM, because another has failed, and
 PARENT_DEATH_SIGNAL = 1  # of prctl, Linux
 
 
-def run_ranks(command: Sequence[str], size: int, environment: Mapping[str, str], patience_seconds: float) -> int:
+def run_ranks(
+    command: Sequence[str],
+    size: int,
+    environment: Mapping[str, str],
+    patience_seconds: float,
+    received: list[int] | None = None,
+) -> int:
     """Starts `size` processes of a command, waits for all and returns the worst exit code.
 
-    `patience_seconds`: after a rank has failed, the others' time to end by themselves and say why.
+    `patience_seconds`: after a rank has failed, the others' time to end by themselves and say why. `received`: a list for
+    the signals that were passed on.
     """
     processes: list[subprocess.Popen[bytes]] = []
-    received: list[int] = []
+    received = [] if received is None else received
 
     def note(number: int, frame: FrameType | None) -> None:
         received.append(number)
@@ -42,10 +49,10 @@ def run_ranks(command: Sequence[str], size: int, environment: Mapping[str, str],
     previous = handled_by(note)
     try:
         with tempfile.TemporaryDirectory(prefix="handgrad-ranks-", ignore_cleanup_errors=True) as folder:
-            shared = rank_environment(size, environment, free_port())
+            shared = rank_environment(size, environment, free_port()) if size > 1 else alone(environment)
             for rank in range(size):
                 (Path(folder) / str(rank)).mkdir()
-                place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                place = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if size > 1 else {}
                 place["TORCHELASTIC_ERROR_FILE"] = f"{folder}/{rank}/error.json"  # `errors.is_first`
                 start = subprocess.Popen
                 if not received:
@@ -58,7 +65,7 @@ def run_ranks(command: Sequence[str], size: int, environment: Mapping[str, str],
     codes = [process.wait() for process in processes]
     for rank, code in enumerate(codes):
         if code < 0 and not received and code != -signal.SIGTERM:
-            tell_line(f"rank {rank} was ended by {signal.Signals(-code).name}")
+            tell_line(f"{f'rank {rank}' if size > 1 else 'the run'} was ended by {signal.Signals(-code).name}")
     if received and all(code < 0 for code in codes):  # before they could say anything
         tell_line("interrupted")
     return worst_code(codes) if codes else INTERRUPTED
@@ -77,6 +84,11 @@ def rank_environment(size: int, environment: Mapping[str, str], port: int) -> di
     kept.setdefault("OMP_NUM_THREADS", "1")
     place = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     return {**kept, **{name: str(value) for name, value in place.items()}, LAUNCHER: str(os.getpid())}
+
+
+def alone(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a single process."""
+    return {**environment, LAUNCHER: str(os.getpid())}
 
 
 def free_port() -> int:
