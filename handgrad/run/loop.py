@@ -13,7 +13,7 @@ from handgrad.arena import make_plan
 from handgrad.config import RunConfig, to_dict
 from handgrad.data.batches import Batches, validation_batches
 from handgrad.data.shards import Dataset
-from handgrad.data.tokenizer import tokenizer_files, tokenizer_record
+from handgrad.data.tokenizer import tokenizer_files
 from handgrad.errors import NumericsError
 from handgrad.evaluation.load import Weights
 from handgrad.evaluation.loss import bits_per_byte, floor_note, mean_loss
@@ -32,7 +32,7 @@ from handgrad.run.header import header_lines, origin_text, run_record
 from handgrad.run.log import RunLog
 from handgrad.run.progress import StepLines
 from handgrad.run.resolve import resolve
-from handgrad.run.saving import changed_versions, load_run, origin_of, run_numbers, save_state
+from handgrad.run.saving import changed_versions, load_run, origin_of, run_facts, run_numbers, save_state
 from handgrad.run.signals import Observer, OnStep, StopSignals, preempted
 from handgrad.run.tasks import TaskWatch
 from handgrad.training.design import Design
@@ -128,8 +128,8 @@ class Run:
         header = header_lines(*given, started, self.ranks, self.origin)
         for line in (*header, *self.folder.passed_over, *(self.tasks.notes if self.tasks else ())):
             self.log.line(line)
-        for change in self.folder.changes:
-            self.event(f"configuration changed: {change}")
+        for text in (*self.log.notes, *(f"configuration changed: {change}" for change in self.folder.changes)):
+            self.event(text)
         record = run_record(*given, self.origin)
         self.log.record("run", step=self.completed, ranks=self.ranks.size, **record)
         self.log.send_to(self.config.log_to, {**to_dict(self.config), **record}, self.completed)
@@ -369,13 +369,9 @@ class Run:
         if self.poisoned:
             self.event(f"step {self.completed}: not saved, because the step's numbers were not finite")
             return
-        extra = tokenizer_files(self.tokenizer)
         manifest = {
-            "handgrad": handgrad.__version__,
+            **run_facts(self.config, self.tokenizer),
             "versions": self.versions(),
-            "config": to_dict(self.config),
-            "vocab_size": self.design.shape.vocab_size,
-            "tokenizer": tokenizer_record(self.tokenizer),
             "identity": self.identity(),
             **run_numbers(self.training),
             "skips_in_a_row": self.skips_in_a_row,
@@ -385,6 +381,7 @@ class Run:
         self.log.sync()
         self.training.await_weights()
         state = self.training.state
+        extra = tokenizer_files(self.tokenizer)
         folder = save_state(self.folder.checkpoints, self.completed, state, self.ranks, manifest, extra)
         self.last_saved = self.completed
         self.prune()
