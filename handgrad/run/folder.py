@@ -46,13 +46,16 @@ class RunFolder:
             sync_folder(self.path)
             sync_folder(self.path.parent)
         try:
-            self.resumed, self.passed_over = checkpoint.newest(self.checkpoints)
+            self.resumed, self.passed_over = checkpoint.newest(self.checkpoints, moves=True)
             if self.resumed is None and self.passed_over:
                 raise DataError(
                     f"{self.path} has checkpoints, but none that can be used ({self.passed_over[0]}); restore one,"
                     f" or remove {self.checkpoints} to start over"
                 )
             if self.resumed is not None:
+                with storage_errors(f"reading {self.checkpoints}"):
+                    names = checkpoint.ignored(self.resumed)
+                self.passed_over += [f"ignored in {self.checkpoints}: {', '.join(names)}"] if names else []
                 self.changes = differences(self.resumed.manifest["config"], to_dict(self.config))
             if self.changes and not allow_changes:
                 raise ConfigError(
@@ -109,7 +112,5 @@ def settled_lanes(config: RunConfig, ranks: int) -> int:
 def lanes_of(run: Path) -> int | None:
     """The lanes of the run in a folder, as its newest checkpoint says; None if there is none to be read."""
     config = checkpoint.peek_config(run)
-    try:
-        return None if config is None else int(config.get("lanes", 1))
-    except (ValueError, TypeError):
-        return None
+    lanes = None if config is None else config.get("lanes", 1)
+    return lanes if type(lanes) is int and lanes > 0 else None

@@ -35,6 +35,7 @@ class RunLog:
         """Keeps what the files say of the first `completed` steps and drops the rest."""
         self.folder = folder
         self.files: dict[str, TextIO] = {}
+        self.told: set[str] = set()  # what was told once
         self.notes: list[str] = []  # about damaged lines of the files
         # (kind, step) of the records that exist: a resumed run makes only those that are missing.
         self.recorded: set[tuple[str, int]] = ranks.from_rank_0(lambda: self._open_all(completed), "the run's records")
@@ -85,6 +86,12 @@ class RunLog:
     def event(self, step: int, line: str) -> None:
         self.record("event", step=step, text=line)
         self.line(line)
+
+    def event_once(self, step: int, line: str) -> None:
+        """An event that would be told again and again, told the first time."""
+        if line not in self.told:
+            self.told.add(line)
+            self.event(step, line)
 
     def step(self, step: int, result: StepResult, tokens: int) -> None:
         self.record(

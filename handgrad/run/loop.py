@@ -390,8 +390,8 @@ class Run:
     def prune(self) -> None:
         """Removes the checkpoints that need not be kept."""
         best = self.best[0] if self.best and self.config.keep_best else None
-        keep = self.folder.checkpoints, self.last_saved, self.config.keep_checkpoints, best, self.config.keep_every
-        self.ranks.from_rank_0(lambda: checkpoint.prune(*keep), "old checkpoints")
+        keep = self.config.keep_checkpoints, best, self.config.keep_every, partial(self.log.event_once, self.completed)
+        self.ranks.from_rank_0(lambda: checkpoint.prune(self.folder.checkpoints, self.last_saved, *keep), "old checkpoints")
 
     def event(self, line: str) -> None:
         self.log.event(self.completed, line)
