@@ -7,6 +7,7 @@
         manifest.json                    sizes, SHA-256, config, position in the data, detector windows
     checkpoints/step_00001000/           the same, renamed: only now it is a checkpoint
     checkpoints/damaged/step_00001000/   one that its hashes have found damaged: moved aside, never deleted
+    checkpoints/failing/step_00001000/   one from which the run failed twice at the same step
 
 Tensors have names and no padding, so the layout in memory may change without them.
 """
@@ -43,7 +44,7 @@ from handgrad.tensor_files import Stored, safetensors_bytes, with_names, write_f
 
 PARTIAL = ".partial"
 REMOVED = ".removed"
-DAMAGED = "damaged"
+DAMAGED, FAILING = "damaged", "failing"  # folders of checkpoints that are no longer used
 
 
 @dataclass(frozen=True)
@@ -151,9 +152,9 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(aside)
 
 
-def move_aside(folder: Path) -> Path:
-    """Moves a folder that is no longer to be used to checkpoints/damaged; returns where it is now."""
-    aside, name, number = folder.parent / DAMAGED, folder.name, 0
+def move_aside(folder: Path, place: str = DAMAGED) -> Path:
+    """Moves a folder that is no longer to be used to a `place` among the checkpoints; returns where it is now."""
+    aside, name, number = folder.parent / place, folder.name, 0
     aside.mkdir(exist_ok=True)
     while (moved := aside / (name if number == 0 else f"{name}.{number}")).exists():
         number += 1
@@ -219,8 +220,14 @@ def folders(checkpoints: Path) -> list[Path]:
 
 
 def moved_aside(checkpoints: Path) -> list[Path]:
-    """The folders in checkpoints/damaged."""
-    return sorted(path for path in (checkpoints / DAMAGED).glob("step_*") if path.is_dir())
+    """The checkpoints that are no longer used."""
+    found = (path for place in (DAMAGED, FAILING) for path in sorted((checkpoints / place).glob("step_*")))
+    return [path for path in found if path.is_dir()]
+
+
+def was_failing(folder: Path) -> bool:
+    """True if an earlier checkpoint of the same step was moved aside for its failures."""
+    return (folder.parent / FAILING / folder.name).exists()
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
@@ -235,14 +242,16 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(folder, manifest)
 
 
-def newest(checkpoints: Path, *, moves: bool = False) -> tuple[Checkpoint | None, list[str]]:
-    """The newest valid checkpoint (or None), and one line for each newer one that it skips; `moves`: moves those aside that
-    are damaged, unless none is left.
+def newest(checkpoints: Path, *, moves: bool = False, before: int | None = None) -> tuple[Checkpoint | None, list[str]]:
+    """The newest valid checkpoint (or None), of those `before` a step, and one line for each newer one that it skips;
+    `moves`: moves those aside that are damaged, unless none is left.
 
     Raises `OtherSchema` and `StorageError`: what cannot be read now may be the newest.
     """
     passed_over, damaged = [], list[Path]()
     for folder in folders(checkpoints):
+        if before is not None and step_of(folder) >= before:
+            continue
         try:
             found = open_checkpoint(folder)
         except OtherSchema:
@@ -259,7 +268,8 @@ def newest(checkpoints: Path, *, moves: bool = False) -> tuple[Checkpoint | None
 
 def ignored(found: Checkpoint) -> list[str]:
     """The names of what lies in and beside a run's checkpoint and belongs to none."""
-    beside = [path for path in found.folder.parent.iterdir() if path.name != DAMAGED and path not in folders(path.parent)]
+    steps = folders(found.folder.parent)
+    beside = [path for path in found.folder.parent.iterdir() if path.name not in (DAMAGED, FAILING) and path not in steps]
     names = [f"{path.name}{' (an interrupted save)' if path.name.endswith(PARTIAL) else ''}" for path in sorted(beside)]
     known = {MANIFEST, *found.manifest["files"]}
     return names + [f"{found.folder.name}/{path.name}" for path in sorted(found.folder.iterdir()) if path.name not in known]

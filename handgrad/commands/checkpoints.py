@@ -3,16 +3,16 @@
 from argparse import Namespace
 from pathlib import Path
 
-from handgrad import checkpoint
 from handgrad.errors import DataError
 from handgrad.run.inventory import kept_checkpoints, prune, table, verify
+from handgrad.run_files import CHECKPOINTS
 
 
 def run(parsed: Namespace) -> int:
     folder = Path(parsed.run)
     kept = kept_checkpoints(folder)
     if parsed.verify:
-        errors, kept = [], [one for one in kept if checkpoint.DAMAGED not in one.kinds]
+        errors, kept = [], [one for one in kept if one.folder.parent.name == CHECKPOINTS]
         for one in kept:
             error = verify(one.folder)
             errors += [error] if error else []

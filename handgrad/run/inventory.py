@@ -22,7 +22,7 @@ class Kept:
 
     folder: Path
     step: int
-    kinds: tuple[str, ...]  # last, major, best; damaged: moved aside
+    kinds: tuple[str, ...]  # last, major, best; damaged, failing: moved aside
     size_bytes: int
     loss: float | None  # of the validation at this step, nats per token
     written: float  # seconds since 1970
@@ -51,7 +51,7 @@ def kept_checkpoints(run: Path) -> list[Kept]:
         found.append(Kept(folder, step, kinds, size, losses.get(step), written))
     for folder in aside:
         size, written = extent(folder)
-        found.append(Kept(folder, checkpoint.step_of(folder), (checkpoint.DAMAGED,), size, None, written))
+        found.append(Kept(folder, checkpoint.step_of(folder), (folder.parent.name,), size, None, written))
     return found
 
 

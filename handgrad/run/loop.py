@@ -29,6 +29,7 @@ from handgrad.run.assemble import assemble
 from handgrad.run.console import Shows
 from handgrad.run.folder import RunFolder
 from handgrad.run.header import header_lines, origin_text, run_record
+from handgrad.run.judge import Judge
 from handgrad.run.log import RunLog
 from handgrad.run.progress import StepLines
 from handgrad.run.resolve import resolve
@@ -75,6 +76,7 @@ class Run:
         if weights is not None:
             self.take_weights(weights)
         self.restore(resumed)
+        self.judge = Judge(self.training.state, ranks)
         self.log = RunLog(folder.path, config.steps, self.completed, ranks, shows)
         best = partial(checkpoint.best_validated, folder.path)
         self.best: tuple[int, float] | None = ranks.from_rank_0(best, "the best checkpoint")  # (step, validation loss)
@@ -131,7 +133,7 @@ class Run:
         for text in (*self.log.notes, *(f"configuration changed: {change}" for change in self.folder.changes)):
             self.event(text)
         record = run_record(*given, self.origin)
-        self.log.record("run", step=self.completed, ranks=self.ranks.size, **record)
+        self.log.record("run", step=self.completed, ranks=self.ranks.size, **record, **self.folder.failure)
         self.log.send_to(self.config.log_to, {**to_dict(self.config), **record}, self.completed)
         self.training.step.prepare(self.completed)
         if self.folder.resumed:
@@ -370,19 +372,20 @@ class Run:
             self.event(f"step {self.completed}: not saved, because the step's numbers were not finite")
             return
         manifest = {
-            **run_facts(self.config, self.tokenizer),
+            **run_facts(self.config, self.tokenizer, self.origin),
             "versions": self.versions(),
             "identity": self.identity(),
             **run_numbers(self.training),
             "skips_in_a_row": self.skips_in_a_row,
             "left_fp8": asdict(self.left_fp8),
-            **({"init": self.origin} if self.origin else {}),
         }
         self.log.sync()
         self.training.await_weights()
-        state = self.training.state
-        extra = tokenizer_files(self.tokenizer)
-        folder = save_state(self.folder.checkpoints, self.completed, state, self.ranks, manifest, extra)
+        where, state = (self.folder.checkpoints, self.completed), self.training.state
+        self.poisoned = True  # until the judge has said otherwise
+        self.judge.check(state, self.completed, self.last_saved)
+        self.poisoned = False
+        folder = save_state(*where, state, self.ranks, manifest, tokenizer_files(self.tokenizer))
         self.last_saved = self.completed
         self.prune()
         self.log.line(f"step {self.completed}: saved {folder}")

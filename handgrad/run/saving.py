@@ -89,13 +89,14 @@ class GatheredBucket:
         return whole
 
 
-def run_facts(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The parts of the manifest that stay the same during a run."""
+def run_facts(config: RunConfig, tokenizer: Tokenizer, origin: dict[str, Any] | None) -> dict[str, Any]:
+    """The parts of the manifest that stay the same during a run. `origin`: of the weights that it started from."""
     return {
         "handgrad": handgrad.__version__,
         "config": to_dict(config),
         "vocab_size": tokenizer.vocab_size,
         "tokenizer": tokenizer_record(tokenizer),
+        **({"init": origin} if origin else {}),
     }
 
 
