@@ -6,15 +6,15 @@
         tokenizer.json                   if the tokenizer needs a file
         manifest.json                    sizes, SHA-256, config, position in the data, detector windows
     checkpoints/step_00001000/           the same, renamed: only now it is a checkpoint
+    checkpoints/damaged/step_00001000/   one that its hashes have found damaged: moved aside, never deleted
+    checkpoints/failing/step_00001000/   one from which the run failed twice at the same step
 
 Tensors have names and no padding, so the layout in memory may change without them.
 """
 
 import contextlib
-import hashlib
 import json
 import math
-import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,21 +22,29 @@ from pathlib import Path
 from typing import Any
 
 import safetensors
-import torch
 from torch import Tensor
 
-from handgrad.errors import DataError, storage_error, storage_errors
-from handgrad.files import file_sha256, sync_folder
+from handgrad.errors import DataError, StorageError, storage_error, storage_errors
+from handgrad.files import sync_folder
+from handgrad.manifest import (
+    MANIFEST,
+    OPTIMIZER_FILE,
+    SCHEMA,
+    WEIGHTS_FILE,
+    DamagedCheckpoint,
+    OtherSchema,
+    content_sha256,
+    is_named_by_step,
+    read_manifest,
+    step_of,
+    verify_file,
+)
 from handgrad.run_files import BEST, CHECKPOINTS, METRICS_FILE
+from handgrad.tensor_files import Stored, safetensors_bytes, with_names, write_file
 
-SCHEMA = 1
 PARTIAL = ".partial"
 REMOVED = ".removed"
-MANIFEST = "manifest.json"
-WEIGHTS_FILE = "model.safetensors"
-OPTIMIZER_FILE = "optimizer.safetensors"
-SAFETENSORS_DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16"}
-MAX_MANIFEST_BYTES = 64 << 20
+DAMAGED, FAILING = "damaged", "failing"  # folders of checkpoints that are no longer used
 
 
 @dataclass(frozen=True)
@@ -88,29 +96,6 @@ def _tensor(stored: Any, path: Path, name: str, shape: tuple[int, ...]) -> Tenso
     return tensor
 
 
-@dataclass
-class Stored:
-    """A tensor of a checkpoint to write: its entry in the header, and a function that fetches it."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    get: Callable[[], Tensor]
-    fetched: bool = False
-
-    @classmethod
-    def of(cls, name: str, tensor: Tensor) -> "Stored":
-        return cls(name, tensor.dtype, tuple(tensor.shape), lambda: tensor)
-
-    @property
-    def size_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def fetch(self) -> Tensor:
-        self.fetched = True
-        return self.get()
-
-
 def folder_of(checkpoints: Path, step: int) -> Path:
     return checkpoints / f"step_{step:08d}"
 
@@ -134,18 +119,21 @@ def save(
     moments = [tensor for tensor in tensors if tensor.name.partition(".")[2] in names]
     weights = [tensor for tensor in tensors if tensor.name.partition(".")[2] not in names]
     try:
-        _remove(partial)
+        if partial.exists():
+            _remove(partial)
         partial.mkdir(parents=True)
         files = {
-            WEIGHTS_FILE: write_file(partial / WEIGHTS_FILE, safetensors_bytes(weights)),
-            OPTIMIZER_FILE: write_file(partial / OPTIMIZER_FILE, safetensors_bytes(moments)),
+            WEIGHTS_FILE: with_names(write_file(partial / WEIGHTS_FILE, safetensors_bytes(weights)), weights),
+            OPTIMIZER_FILE: with_names(write_file(partial / OPTIMIZER_FILE, safetensors_bytes(moments)), moments),
         }
         for name, content in extra_files.items():
-            files[name] = write_file(partial / name, [content])
+            written = write_file(partial / name, [content])
+            files[name] = {"bytes": written["bytes"], "sha256": written["sha256"]}
         content = {"schema": SCHEMA, "step": step, "files": files, **manifest}
-        write_file(partial / MANIFEST, [json.dumps({"sha256": _content_sha256(content), **content}, indent=1).encode()])
+        write_file(partial / MANIFEST, [json.dumps({"sha256": content_sha256(content), **content}, indent=1).encode()])
         sync_folder(partial)
-        _remove(final)  # a damaged folder of the same step, passed over when the run was resumed
+        if final.exists():  # passed over when the run was resumed
+            move_aside(final)
         partial.rename(final)
         sync_folder(checkpoints)
     except OSError as error:
@@ -154,61 +142,70 @@ def save(
     return final
 
 
-def safetensors_bytes(tensors: list[Stored], metadata: dict[str, str] | None = None) -> Iterator[bytes | memoryview]:
-    """The safetensors layout: header length, JSON header (with `metadata`, if any), raw tensors one after another.
-
-    The library's writer needs all tensors as bytes in memory and cannot hash while it writes; the format is 10 lines.
-    """
-    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
-    end = 0
-    for tensor in tensors:
-        start, end = end, end + tensor.size_bytes
-        dtype = SAFETENSORS_DTYPES[tensor.dtype]
-        header[tensor.name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
-    for tensor in tensors:
-        yield tensor.fetch().cpu().contiguous().flatten().view(torch.uint8).numpy().data
-
-
-def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
-    """Writes and fsyncs a file; returns its size and SHA-256."""
-    digest, size = hashlib.sha256(), 0
-    with path.open("xb") as file:
-        for chunk in chunks:
-            file.write(chunk)
-            digest.update(chunk)
-            size += len(chunk)
-        file.flush()
-        os.fsync(file.fileno())
-    return {"bytes": size, "sha256": digest.hexdigest()}
-
-
 def _remove(folder: Path) -> None:
     """Removes a folder; a kill in between cannot leave half of it under its name."""
-    if folder.exists():
-        aside = folder.with_name(folder.name + REMOVED)
-        shutil.rmtree(aside, ignore_errors=True)
-        folder.rename(aside)
-        shutil.rmtree(aside)
+    if folder.is_symlink():
+        raise OSError("it is a symbolic link")
+    aside = folder.with_name(folder.name + REMOVED)
+    shutil.rmtree(aside, ignore_errors=True)
+    folder.rename(aside)
+    shutil.rmtree(aside)
 
 
-def prune(checkpoints: Path, newest_step: int, keep: int, best_step: int | None = None, keep_every: int = 0) -> list[Path]:
+def move_aside(folder: Path, place: str = DAMAGED) -> Path:
+    """Moves a folder that is no longer to be used to a `place` among the checkpoints; returns where it is now."""
+    aside, name, number = folder.parent / place, folder.name, 0
+    aside.mkdir(exist_ok=True)
+    while (moved := aside / (name if number == 0 else f"{name}.{number}")).exists():
+        number += 1
+    folder.rename(moved)
+    sync_folder(aside)
+    return moved
+
+
+def prune(
+    checkpoints: Path,
+    newest_step: int,
+    keep: int,
+    best_step: int | None = None,
+    keep_every: int = 0,
+    warn: Callable[[str], object] = lambda line: None,
+) -> list[Path]:
     """Keeps the `keep` newest checkpoints up to `newest_step` (0: all), that of `best_step`, and those of multiples of
-    `keep_every` (0: none). Removes the others, remains of interrupted saves, and later folders: those are damaged, or the
-    run would not be at `newest_step`. Returns the removed folders."""
-    with storage_errors(f"removing old checkpoints in {checkpoints}"):
-        leftovers = [*checkpoints.glob(f"step_*{PARTIAL}"), *checkpoints.glob(f"step_*{REMOVED}")]
-        for leftover in leftovers:
+    `keep_every` (0: none). Removes the others, and remains of interrupted saves; returns their folders.
+
+    Folders without a manifest that can be trusted neither count nor go. `warn` gets a line for each that the disk does not
+    let go: a run does not end for an old checkpoint.
+    """
+    leftovers = [path for sign in (PARTIAL, REMOVED) for path in checkpoints.glob(f"step_*{sign}") if path.is_dir()]
+    removed = []
+    for leftover in leftovers:
+        with _warning(leftover, warn):
             shutil.rmtree(leftover)
-        found = folders(checkpoints)
-        later = [folder for folder in found if step_of(folder) > newest_step]
-        earlier = found[len(later) :][keep:] if keep else []
-        removed = later + [f for f in earlier if step_of(f) != best_step and not is_major(step_of(f), keep_every)]
-        for folder in removed:
-            _remove(folder)
-    return leftovers + removed
+            removed.append(leftover)
+    complete = [folder for folder in folders(checkpoints) if step_of(folder) <= newest_step and _is_complete(folder)]
+    for folder in complete[keep:] if keep else []:
+        if step_of(folder) != best_step and not is_major(step_of(folder), keep_every):
+            with _warning(folder, warn):
+                _remove(folder)
+                removed.append(folder)
+    return removed
+
+
+@contextlib.contextmanager
+def _warning(folder: Path, warn: Callable[[str], object]) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        warn(f"could not remove {folder}: {error.strerror or error}; remove it by hand")
+
+
+def _is_complete(folder: Path) -> bool:
+    try:
+        read_manifest(folder)
+    except (DataError, StorageError):
+        return False
+    return True
 
 
 def is_major(step: int, keep_every: int) -> bool:
@@ -218,68 +215,64 @@ def is_major(step: int, keep_every: int) -> bool:
 
 def folders(checkpoints: Path) -> list[Path]:
     """The folders named like checkpoints, newest first."""
-    found = [p for p in checkpoints.glob("step_*") if p.is_dir() and p.name.removeprefix("step_").isdigit()]
+    found = [path for path in checkpoints.glob("step_*") if path.is_dir() and is_named_by_step(path)]
     return sorted(found, key=lambda folder: -step_of(folder))
 
 
-def step_of(folder: Path) -> int:
-    return int(folder.name.removeprefix("step_"))
+def moved_aside(checkpoints: Path) -> list[Path]:
+    """The checkpoints that are no longer used."""
+    found = (path for place in (DAMAGED, FAILING) for path in sorted((checkpoints / place).glob("step_*")))
+    return [path for path in found if path.is_dir()]
+
+
+def was_failing(folder: Path) -> bool:
+    """True if an earlier checkpoint of the same step was moved aside for its failures."""
+    return (folder.parent / FAILING / folder.name).exists()
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Opens the checkpoint in `folder` and verifies every file's size and hash; a `DataError` names the file."""
-    path = folder / MANIFEST
-    try:
-        if path.stat().st_size > MAX_MANIFEST_BYTES:
-            raise DataError(f"{path} is larger than any manifest; this is no checkpoint")
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise DataError(f"{folder} has no {MANIFEST}: it is not a complete checkpoint") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from None
-    if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
-        found = manifest.get("schema") if isinstance(manifest, dict) else type(manifest).__name__
-        raise DataError(f"{path}: expected checkpoint schema {SCHEMA}, found {found!r}")
-    digest = manifest.pop("sha256", None)
-    if digest != _content_sha256(manifest):
-        raise DataError(f"{path}: its SHA-256 differs from its content's; it was edited or damaged")
-    files = manifest.get("files")
-    well_formed = isinstance(manifest.get("step"), int) and isinstance(manifest.get("config"), dict)
-    if not well_formed or not isinstance(files, dict) or not {WEIGHTS_FILE, OPTIMIZER_FILE} <= files.keys():
-        raise DataError(f"{path} lacks its step, config or file list; it was edited or damaged")
-    for name, entry in files.items():
-        _verify(folder / Path(name).name, entry)
+    """Opens the checkpoint in `folder` and verifies every file's size and hash.
+
+    Raises `DamagedCheckpoint`, which names the file and the tensor; another `DataError` if it is incomplete, or of another
+    version; `StorageError` if it cannot be read: that is no damage.
+    """
+    manifest = read_manifest(folder)
+    for name, entry in manifest["files"].items():
+        verify_file(folder / Path(name).name, entry)
     return Checkpoint(folder, manifest)
 
 
-def _content_sha256(content: dict[str, Any]) -> str:
-    """SHA-256 of a manifest's content, independent of its layout in the file."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+def newest(checkpoints: Path, *, moves: bool = False, before: int | None = None) -> tuple[Checkpoint | None, list[str]]:
+    """The newest valid checkpoint (or None), of those `before` a step, and one line for each newer one that it skips;
+    `moves`: moves those aside that are damaged, unless none is left.
 
-
-def _verify(path: Path, entry: Any) -> None:
-    if not isinstance(entry, dict):
-        raise DataError(f"{path}: its entry in the manifest is not readable")
-    try:
-        size = path.stat().st_size
-        if size != entry.get("bytes"):
-            raise DataError(f"{path}: expected {entry.get('bytes')} bytes, found {size}")
-        found = file_sha256(path)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from None
-    if found != entry.get("sha256"):
-        raise DataError(f"{path}: its SHA-256 differs from the manifest's; the file is damaged")
-
-
-def newest(checkpoints: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest valid checkpoint (or None), and one line for each newer one that it skips."""
-    passed_over = []
+    Raises `OtherSchema` and `StorageError`: what cannot be read now may be the newest.
+    """
+    passed_over, damaged = [], list[Path]()
     for folder in folders(checkpoints):
+        if before is not None and step_of(folder) >= before:
+            continue
         try:
-            return open_checkpoint(folder), passed_over
+            found = open_checkpoint(folder)
+        except OtherSchema:
+            raise
         except DataError as error:
             passed_over.append(f"passed over {folder.name}: {error}")
+            damaged += [folder] if isinstance(error, DamagedCheckpoint) else []
+            continue
+        with storage_errors(f"moving damaged checkpoints to {checkpoints / DAMAGED}"):
+            passed_over += [f"moved {one.name} to {move_aside(one)}" for one in damaged if moves]
+        return found, passed_over
     return None, passed_over
+
+
+def ignored(found: Checkpoint) -> list[str]:
+    """The names of what lies in and beside a run's checkpoint and belongs to none."""
+    steps = folders(found.folder.parent)
+    beside = [path for path in found.folder.parent.iterdir() if path.name not in (DAMAGED, FAILING) and path not in steps]
+    names = [f"{path.name}{' (an interrupted save)' if path.name.endswith(PARTIAL) else ''}" for path in sorted(beside)]
+    known = {MANIFEST, *found.manifest["files"]}
+    return names + [f"{found.folder.name}/{path.name}" for path in sorted(found.folder.iterdir()) if path.name not in known]
 
 
 def find(path: str) -> Checkpoint:
@@ -348,12 +341,9 @@ def peek_config(path: Path) -> dict[str, Any] | None:
 
 
 def peek(path: Path) -> tuple[Path, dict[str, Any]] | None:
-    """(folder, manifest) of the newest checkpoint with a readable manifest in a checkpoint's or a run's folder, or None.
-    Does not verify the checkpoint."""
-    manifests = (path / MANIFEST, *sorted((path / CHECKPOINTS).glob(f"step_*/{MANIFEST}"), reverse=True))
-    for manifest in manifests:
-        with contextlib.suppress(OSError, ValueError, RecursionError):
-            content = json.loads(manifest.read_text(encoding="utf-8"))
-            if isinstance(content, dict) and isinstance(content.get("config"), dict):
-                return manifest.parent, content
+    """(folder, manifest) of the newest checkpoint with a right manifest in a checkpoint's or a run's folder, or None. Does
+    not verify the tensors. Raises `StorageError`."""
+    for folder in (path, *folders(path / CHECKPOINTS)):
+        with contextlib.suppress(DataError):
+            return folder, read_manifest(folder)
     return None

@@ -122,7 +122,9 @@ def test_a_damaged_checkpoint_never_crowds_out_a_valid_one(tmp_path: Path) -> No
     damage(tmp_path / "step_00000012" / "model.safetensors", "flip")
     checkpoint.save(tmp_path, 6, state, {"config": {}}, {})  # the run went on from step 4
     checkpoint.prune(tmp_path, 6, 1)
-    assert [p.name for p in tmp_path.iterdir()] == ["step_00000006"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_00000006", "step_00000012"]
+    assert checkpoint.newest(tmp_path, moves=True)[0].step == 6
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["damaged", "step_00000006"]
 
 
 def test_a_save_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,11 @@ MODEL_AT_WORK = {*BESIDE, "generation", "evaluation", "data", "checkpoint", "bac
 RUN = {*MODEL_AT_WORK, "gpus", "interop", "presets", "recipes", "format", "power", "threads", "run"}
 LAW = {
     **{part: set() for part in ("errors", "files", "format", "config", "run_files", "jsonl", "graphs", "power", "threads")},
+    "tensor_files": set(),
+    "manifest": {"tensor_files"},
     "gpus": set(),
-    **{part: {"config", "run_files"} for part in ("presets", "recipes", "arena", "checkpoint", "data")},
+    **{part: {"config", "run_files"} for part in ("presets", "recipes", "arena", "data")},
+    "checkpoint": {"run_files", "manifest", "tensor_files"},
     "devices": {"config", "run_files", "gpus"},
     "ops": set(),
     "backend": {"config", "ops"},

@@ -82,10 +82,11 @@ def test_pruning_leaves_the_newest_the_best_and_major_ones(run: RunConfig, outpu
 
 
 def test_a_damaged_newest_checkpoint_does_not_count(run: RunConfig, output: Output, capsys: pytest.CaptureFixture) -> None:
-    """The newest valid one is kept; without a valid one nothing is removed."""
-    (Path(run.out) / "checkpoints" / "step_00000012" / "manifest.json").unlink()
-    output(run.out, "--prune", "1")
-    assert steps_kept(run) == [4, 6, 10]
+    """The newest valid one is kept, and the damaged one moved aside; without a valid one nothing is removed."""
+    path = Path(run.out) / "checkpoints" / "step_00000012" / "manifest.json"
+    path.write_text(path.read_text().replace('"step": 12', '"step": 13'))
+    assert "moved step_00000012 to" in output(run.out, "--prune", "1")
+    assert steps_kept(run) == [4, 6, 10] and (path.parents[1] / "damaged" / "step_00000012").is_dir()
     for manifest in Path(run.out).glob("checkpoints/*/manifest.json"):
         manifest.unlink()
     assert "nothing was removed" in refused(capsys, 65, "checkpoints", run.out, "--prune", "1")

@@ -5,13 +5,14 @@ from pathlib import Path
 
 from handgrad.errors import DataError
 from handgrad.run.inventory import kept_checkpoints, prune, table, verify
+from handgrad.run_files import CHECKPOINTS
 
 
 def run(parsed: Namespace) -> int:
     folder = Path(parsed.run)
     kept = kept_checkpoints(folder)
     if parsed.verify:
-        errors = []
+        errors, kept = [], [one for one in kept if one.folder.parent.name == CHECKPOINTS]
         for one in kept:
             error = verify(one.folder)
             errors += [error] if error else []
@@ -19,8 +20,8 @@ def run(parsed: Namespace) -> int:
         if errors:
             raise DataError(f"{len(errors)} of {len(kept)} checkpoints are damaged: {errors[0]}")
     if parsed.prune is not None:
-        for removed in prune(folder, parsed.prune):
-            print(f"deleted   {removed}")
+        for line in prune(folder, parsed.prune):
+            print(line)
     if not parsed.verify and parsed.prune is None:
         print("\n".join(table(kept)))
     return 0

@@ -9,6 +9,7 @@ from handgrad.config import RunConfig, differences, to_dict, to_toml
 from handgrad.errors import ConfigError, DataError, UsageError, storage_errors
 from handgrad.files import sync_folder, write_durably
 from handgrad.parallel.ranks import Ranks
+from handgrad.run.failures import failed_twice, last_failure
 from handgrad.run.lock import take_lock
 from handgrad.run_files import CHECKPOINTS, CONFIG_FILE, LOCK_FILE, SAMPLES
 
@@ -26,6 +27,7 @@ class RunFolder:
         self.checkpoints = self.path / CHECKPOINTS
         self.changes: list[str] = []
         self.passed_over: list[str] = []
+        self.failure: dict[str, int] = {}  # failed_at: the step at which the last launch met numbers that are not finite
         self._lock: TextIO | None = None
         self.resumed: Checkpoint | None = None
         found = ranks.from_rank_0(lambda: self._open(allow_changes=allow_changes), "the run folder")
@@ -46,13 +48,19 @@ class RunFolder:
             sync_folder(self.path)
             sync_folder(self.path.parent)
         try:
-            self.resumed, self.passed_over = checkpoint.newest(self.checkpoints)
+            self.resumed, self.passed_over = checkpoint.newest(self.checkpoints, moves=True)
+            failed_at = last_failure(self.path)
+            self.failure = {} if failed_at is None else {"failed_at": failed_at}
+            self._leave_failing()
             if self.resumed is None and self.passed_over:
                 raise DataError(
                     f"{self.path} has checkpoints, but none that can be used ({self.passed_over[0]}); restore one,"
                     f" or remove {self.checkpoints} to start over"
                 )
             if self.resumed is not None:
+                with storage_errors(f"reading {self.checkpoints}"):
+                    names = checkpoint.ignored(self.resumed)
+                self.passed_over += [f"ignored in {self.checkpoints}: {', '.join(names)}"] if names else []
                 self.changes = differences(self.resumed.manifest["config"], to_dict(self.config))
             if self.changes and not allow_changes:
                 raise ConfigError(
@@ -63,6 +71,20 @@ class RunFolder:
             self.close()
             raise
         return None if self.resumed is None else self.resumed.folder
+
+    def _leave_failing(self) -> None:
+        """Goes back to the checkpoint before, if the last two launches from this one failed at the same step."""
+        failing = self.resumed
+        if failing is None or not failed_twice(self.path, failing.step):
+            return
+        if checkpoint.was_failing(failing.folder) or differences(failing.manifest["config"], to_dict(self.config)):
+            return  # going back has not helped, or something else is tried now
+        older, lines = checkpoint.newest(self.checkpoints, moves=True, before=failing.step)
+        if older is not None:
+            with storage_errors(f"moving {failing.folder}"):
+                moved = checkpoint.move_aside(failing.folder, checkpoint.FAILING)
+            why = f"the run failed at step {self.failure['failed_at']} each time it went on from it; it is now {moved}"
+            self.resumed, self.passed_over = older, [*self.passed_over, f"passed over {failing.folder.name}: {why}", *lines]
 
     def claim(self, identity: dict[str, Any], ranks: Ranks, *, allow_changes: bool) -> None:
         """Compares what the checkpoint says of its data with the data at hand, raising `ConfigError` on a difference, and
@@ -109,7 +131,5 @@ def settled_lanes(config: RunConfig, ranks: int) -> int:
 def lanes_of(run: Path) -> int | None:
     """The lanes of the run in a folder, as its newest checkpoint says; None if there is none to be read."""
     config = checkpoint.peek_config(run)
-    try:
-        return None if config is None else int(config.get("lanes", 1))
-    except (ValueError, TypeError):
-        return None
+    lanes = None if config is None else config.get("lanes", 1)
+    return lanes if type(lanes) is int and lanes > 0 else None

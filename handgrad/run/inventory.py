@@ -22,7 +22,7 @@ class Kept:
 
     folder: Path
     step: int
-    kinds: tuple[str, ...]  # last, major, best
+    kinds: tuple[str, ...]  # last, major, best; damaged, failing: moved aside
     size_bytes: int
     loss: float | None  # of the validation at this step, nats per token
     written: float  # seconds since 1970
@@ -33,9 +33,9 @@ class Kept:
 
 
 def kept_checkpoints(run: Path) -> list[Kept]:
-    """The checkpoints of a run, newest first. Raises `DataError` if there are none."""
-    folders = checkpoint.folders(run / CHECKPOINTS)
-    if not folders:
+    """The checkpoints of a run, newest first, then those that were moved aside. Raises `DataError` if there are none."""
+    folders, aside = checkpoint.folders(run / CHECKPOINTS), checkpoint.moved_aside(run / CHECKPOINTS)
+    if not folders and not aside:
         raise DataError(f"{run} holds no checkpoint; give a run folder, the --out of `handgrad train`")
     losses, best, every = checkpoint.validated(run), checkpoint.best_validated(run), keep_every(run)
     found = []
@@ -49,6 +49,9 @@ def kept_checkpoints(run: Path) -> list[Kept]:
         kinds = tuple(kind for kind, holds in signs.items() if holds)
         size, written = extent(folder)
         found.append(Kept(folder, step, kinds, size, losses.get(step), written))
+    for folder in aside:
+        size, written = extent(folder)
+        found.append(Kept(folder, checkpoint.step_of(folder), (folder.parent.name,), size, None, written))
     return found
 
 
@@ -74,16 +77,17 @@ def verify(folder: Path) -> str:
     return ""
 
 
-def prune(run: Path, keep: int) -> list[Path]:
-    """Removes all checkpoints but the `keep` newest, the best and the major ones, and damaged ones newer than the newest
-    valid one, as training does. Returns their folders.
+def prune(run: Path, keep: int) -> list[str]:
+    """Removes all checkpoints but the `keep` newest valid ones, the best and the major ones, and moves newer, damaged ones
+    aside, as training does. Returns a line for each.
 
     Raises `ConfigError` while a trainer holds the run, `DataError` if no checkpoint is valid: then nothing is removed.
     """
     with locked(run, "; prune when it has ended"):
-        newest, passed_over = checkpoint.newest(run / CHECKPOINTS)
+        newest, lines = checkpoint.newest(run / CHECKPOINTS, moves=True)
         if newest is None:
-            reason = f" ({passed_over[0]})" if passed_over else ""
+            reason = f" ({lines[0]})" if lines else ""
             raise DataError(f"{run} holds no valid checkpoint{reason}; nothing was removed")
         best = checkpoint.best_validated(run)
-        return checkpoint.prune(run / CHECKPOINTS, newest.step, keep, best and best[0], keep_every(run))
+        chosen = newest.step, keep, best and best[0], keep_every(run), lines.append
+        return lines + [f"deleted   {folder}" for folder in checkpoint.prune(run / CHECKPOINTS, *chosen)]

@@ -8,9 +8,7 @@ run.
 import hashlib
 import json
 import os
-import re
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -23,6 +21,7 @@ from handgrad.evaluation.records import IN_TRAINING
 from handgrad.files import write_durably
 from handgrad.parallel.ranks import Ranks
 from handgrad.run.console import Display, Shows
+from handgrad.run.kept_lines import keep_lines, main_log_line, metrics_line
 from handgrad.run.sinks import Sinks, trackers
 from handgrad.run_files import LOG_FILE, MAIN_LOG_FILE, METRICS_FILE, SAMPLES
 from handgrad.training.step import StepResult
@@ -36,6 +35,8 @@ class RunLog:
         """Keeps what the files say of the first `completed` steps and drops the rest."""
         self.folder = folder
         self.files: dict[str, TextIO] = {}
+        self.told: set[str] = set()  # what was told once
+        self.notes: list[str] = []  # about damaged lines of the files
         # (kind, step) of the records that exist: a resumed run makes only those that are missing.
         self.recorded: set[tuple[str, int]] = ranks.from_rank_0(lambda: self._open_all(completed), "the run's records")
         self.display = Display(steps, completed, shows if ranks.is_rank_0 else "nothing")
@@ -43,10 +44,11 @@ class RunLog:
 
     def _open_all(self, completed: int) -> set[tuple[str, int]]:
         with storage_errors(f"opening the logs in {self.folder}"):
-            kept = _keep_lines(self.folder / METRICS_FILE, lambda line: _json_step(line) <= completed)
-            _keep_lines(self.folder / MAIN_LOG_FILE, lambda line: _log_step(line) <= completed)
+            kept, note = keep_lines(self.folder / METRICS_FILE, completed, metrics_line)
+            _, other = keep_lines(self.folder / MAIN_LOG_FILE, completed, main_log_line)
+            self.notes = [text for text in (note, other) if text]
             self.files = {name: self._open(name) for name in (METRICS_FILE, MAIN_LOG_FILE, LOG_FILE)}
-        return {(_kind_of(record), record.get("step")) for record in map(json.loads, kept)}
+        return {(_kind_of(line.record), line.step) for line in kept}
 
     def _open(self, name: str) -> TextIO:
         return (self.folder / name).open("a", encoding="utf-8", buffering=1)  # by lines: a kill loses none written
@@ -84,6 +86,12 @@ class RunLog:
     def event(self, step: int, line: str) -> None:
         self.record("event", step=step, text=line)
         self.line(line)
+
+    def event_once(self, step: int, line: str) -> None:
+        """An event that would be told again and again, told the first time."""
+        if line not in self.told:
+            self.told.add(line)
+            self.event(step, line)
 
     def step(self, step: int, result: StepResult, tokens: int) -> None:
         self.record(
@@ -139,31 +147,3 @@ def _kind_of(record: dict[str, Any]) -> str:
     if record["kind"] == "evaluation" and record.get("by") == IN_TRAINING:
         return f"evaluation of {record.get('task')}"
     return record["kind"]
-
-
-def _json_step(line: str) -> int:
-    """The step a metrics line belongs to; a line cut by a kill belongs to a step that is done again."""
-    try:
-        record = json.loads(line)
-        return int(record.get("step", 0)) if "kind" in record else 1 << 60
-    except (ValueError, AttributeError, TypeError):
-        return 1 << 60
-
-
-def _log_step(line: str) -> int:
-    """The number of completed steps after which a main.log line was written."""
-    match = re.match(r"s:(\d+) (tel|eval|trl):", line)
-    if not match:
-        return 1 << 60
-    return int(match[1]) + (match[2] == "trl")
-
-
-def _keep_lines(path: Path, keep: Callable[[str], bool]) -> list[str]:
-    """Cuts a file down to the lines to keep, and returns them."""
-    if not path.exists():
-        return []
-    content = path.read_text(encoding="utf-8")
-    kept = [line for line in content.splitlines() if keep(line)]
-    if content != "".join(line + "\n" for line in kept):
-        write_durably(path, "".join(line + "\n" for line in kept))
-    return kept

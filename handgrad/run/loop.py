@@ -13,7 +13,7 @@ from handgrad.arena import make_plan
 from handgrad.config import RunConfig, to_dict
 from handgrad.data.batches import Batches, validation_batches
 from handgrad.data.shards import Dataset
-from handgrad.data.tokenizer import tokenizer_files, tokenizer_record
+from handgrad.data.tokenizer import tokenizer_files
 from handgrad.errors import NumericsError
 from handgrad.evaluation.load import Weights
 from handgrad.evaluation.loss import bits_per_byte, floor_note, mean_loss
@@ -29,10 +29,11 @@ from handgrad.run.assemble import assemble
 from handgrad.run.console import Shows
 from handgrad.run.folder import RunFolder
 from handgrad.run.header import header_lines, origin_text, run_record
+from handgrad.run.judge import Judge
 from handgrad.run.log import RunLog
 from handgrad.run.progress import StepLines
 from handgrad.run.resolve import resolve
-from handgrad.run.saving import changed_versions, load_run, origin_of, run_numbers, save_state
+from handgrad.run.saving import changed_versions, load_run, origin_of, run_facts, run_numbers, save_state
 from handgrad.run.signals import Observer, OnStep, StopSignals, preempted
 from handgrad.run.tasks import TaskWatch
 from handgrad.training.design import Design
@@ -75,6 +76,7 @@ class Run:
         if weights is not None:
             self.take_weights(weights)
         self.restore(resumed)
+        self.judge = Judge(self.training.state, ranks)
         self.log = RunLog(folder.path, config.steps, self.completed, ranks, shows)
         best = partial(checkpoint.best_validated, folder.path)
         self.best: tuple[int, float] | None = ranks.from_rank_0(best, "the best checkpoint")  # (step, validation loss)
@@ -128,10 +130,10 @@ class Run:
         header = header_lines(*given, started, self.ranks, self.origin)
         for line in (*header, *self.folder.passed_over, *(self.tasks.notes if self.tasks else ())):
             self.log.line(line)
-        for change in self.folder.changes:
-            self.event(f"configuration changed: {change}")
+        for text in (*self.log.notes, *(f"configuration changed: {change}" for change in self.folder.changes)):
+            self.event(text)
         record = run_record(*given, self.origin)
-        self.log.record("run", step=self.completed, ranks=self.ranks.size, **record)
+        self.log.record("run", step=self.completed, ranks=self.ranks.size, **record, **self.folder.failure)
         self.log.send_to(self.config.log_to, {**to_dict(self.config), **record}, self.completed)
         self.training.step.prepare(self.completed)
         if self.folder.resumed:
@@ -369,23 +371,21 @@ class Run:
         if self.poisoned:
             self.event(f"step {self.completed}: not saved, because the step's numbers were not finite")
             return
-        extra = tokenizer_files(self.tokenizer)
         manifest = {
-            "handgrad": handgrad.__version__,
+            **run_facts(self.config, self.tokenizer, self.origin),
             "versions": self.versions(),
-            "config": to_dict(self.config),
-            "vocab_size": self.design.shape.vocab_size,
-            "tokenizer": tokenizer_record(self.tokenizer),
             "identity": self.identity(),
             **run_numbers(self.training),
             "skips_in_a_row": self.skips_in_a_row,
             "left_fp8": asdict(self.left_fp8),
-            **({"init": self.origin} if self.origin else {}),
         }
         self.log.sync()
         self.training.await_weights()
-        state = self.training.state
-        folder = save_state(self.folder.checkpoints, self.completed, state, self.ranks, manifest, extra)
+        where, state = (self.folder.checkpoints, self.completed), self.training.state
+        self.poisoned = True  # until the judge has said otherwise
+        self.judge.check(state, self.completed, self.last_saved)
+        self.poisoned = False
+        folder = save_state(*where, state, self.ranks, manifest, tokenizer_files(self.tokenizer))
         self.last_saved = self.completed
         self.prune()
         self.log.line(f"step {self.completed}: saved {folder}")
@@ -393,8 +393,8 @@ class Run:
     def prune(self) -> None:
         """Removes the checkpoints that need not be kept."""
         best = self.best[0] if self.best and self.config.keep_best else None
-        keep = self.folder.checkpoints, self.last_saved, self.config.keep_checkpoints, best, self.config.keep_every
-        self.ranks.from_rank_0(lambda: checkpoint.prune(*keep), "old checkpoints")
+        keep = self.config.keep_checkpoints, best, self.config.keep_every, partial(self.log.event_once, self.completed)
+        self.ranks.from_rank_0(lambda: checkpoint.prune(self.folder.checkpoints, self.last_saved, *keep), "old checkpoints")
 
     def event(self, line: str) -> None:
         self.log.event(self.completed, line)

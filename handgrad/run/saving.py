@@ -6,9 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
+import handgrad
 from handgrad import checkpoint
 from handgrad.checkpoint import Checkpoint, Stored
-from handgrad.config import RunConfig
+from handgrad.config import RunConfig, to_dict
+from handgrad.data.tokenizer import Tokenizer, tokenizer_record
 from handgrad.layout import Bucket, bucket_of
 from handgrad.parallel.ranks import Ranks
 from handgrad.run.assemble import Assembly
@@ -85,6 +87,17 @@ class GatheredBucket:
             self.ranks.wait(work, operation)
             self.held = wanted
         return whole
+
+
+def run_facts(config: RunConfig, tokenizer: Tokenizer, origin: dict[str, Any] | None) -> dict[str, Any]:
+    """The parts of the manifest that stay the same during a run. `origin`: of the weights that it started from."""
+    return {
+        "handgrad": handgrad.__version__,
+        "config": to_dict(config),
+        "vocab_size": tokenizer.vocab_size,
+        "tokenizer": tokenizer_record(tokenizer),
+        **({"init": origin} if origin else {}),
+    }
 
 
 def run_numbers(training: Assembly) -> dict[str, Any]:

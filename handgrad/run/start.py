@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -75,7 +76,8 @@ def noting_the_end(run: Run) -> Iterator[None]:
         raise
     finally:
         if code or run.completed < run.config.steps:
-            name = {"signal": signal.Signals(run.stop_signal).name} if run.stop_signal else {}
+            name: dict[str, Any] = {"signal": signal.Signals(run.stop_signal).name} if run.stop_signal else {}
+            name |= {"not_finite": True} if run.poisoned else {}
             with contextlib.suppress(StorageError):  # which may be the reason itself
                 run.log.record("stop", step=run.completed, code=code, reason=reason, **name)
 

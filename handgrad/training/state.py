@@ -1,5 +1,7 @@
 """All tensors of a training run: planned as rows, allocated once, named."""
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,14 +74,20 @@ class TrainingState:
 
     def take(self, shard: Tensor, row: ParameterRow, values: Tensor) -> None:
         """Copies the stored part of a parameter into its share of `shard` (master weights or optimizer state)."""
-        start, flat, sharding = row.offset, values.reshape(-1), self.design.sharding
+        flat = values.reshape(-1)
+        for piece, part in self.pieces(shard, row):
+            piece.copy_(flat[part])
+
+    def pieces(self, shard: Tensor, row: ParameterRow) -> Iterator[tuple[Tensor, slice]]:
+        """This process's share of the stored part of a parameter: (in `shard`, in the flattened parameter)."""
+        start, stop, sharding = row.offset, row.offset + math.prod(row.stored_shape), self.design.sharding
         place = sharding.shard, sharding.shards
         for bucket in self.design.buckets:
             owned, local = bucket.owned(*place), bucket.local(*place)
-            first, end = max(start, owned.start), min(start + flat.numel(), owned.stop)
+            first, end = max(start, owned.start), min(stop, owned.stop)
             if first < end:
                 into = local.start + first - owned.start
-                shard[into : into + end - first].copy_(flat[first - start : end - start])
+                yield shard[into : into + end - first], slice(first - start, end - start)
 
     def non_finite_parameters(self) -> list[str]:
         """Names of the parameters in blocks of the gradient that hold a NaN or an infinity, for the message about a skipped

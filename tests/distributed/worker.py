@@ -41,6 +41,7 @@ from handgrad.parallel.ranks import Ranks
 from handgrad.parallel.step import ParallelStep
 from handgrad.run import resolve
 from handgrad.run.log import RunLog
+from handgrad.run.loop import Run
 from handgrad.run.saving import GatheredBucket
 from handgrad.tools import network
 from handgrad.training.step import TrainStep
@@ -212,6 +213,20 @@ def flipped(step: int) -> None:
     TrainStep.finish = finish
 
 
+def flipped_in_save(step: int) -> None:
+    """Bit 30 of a moment of this rank's share, before the checkpoint after `step` is judged."""
+    original = Run.save
+
+    def save(run: Run) -> None:
+        if run.completed == step + 1 and run.last_saved != run.completed:
+            moments = run.training.state.optimizer["m"].view(torch.int32)
+            moments[int(moments.nonzero()[0])] ^= 1 << 30
+            fired()
+        original(run)
+
+    Run.save = save
+
+
 def resized(step: int) -> None:
     """Half of the upper block's gradients."""
     original = Ranks.all_to_all
@@ -263,6 +278,7 @@ FAULTS: dict[str, Callable[[int], None]] = {
     "skip": skipped,
     "slow-link": slow_link,
     "flip": flipped,
+    "flip-save": flipped_in_save,
     "resize": resized,
     "break": fails(AssertionError("a mistake of our own")),
     "break-silent": fails(MemoryError()),

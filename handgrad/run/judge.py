@@ -1,0 +1,76 @@
+"""Judges the numbers of a checkpoint before it is written: one with broken numbers must not replace a clean one.
+
+A norm that is not finite shows numbers that are not. One that has grown a thousandfold since the checkpoint before, and is
+that of large numbers, shows a flipped bit: the highest one of the exponent multiplies a weight by 2 ** 128.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from handgrad.errors import NumericsError
+from handgrad.parallel.ranks import Ranks
+from handgrad.training.state import TrainingState
+
+GROWTH = 1000.0  # of a tensor's norm from one checkpoint to the next; of zeros, to numbers of this size
+NAMED = 4  # tensors in a message
+
+
+class Judge:
+    """Knows the norms of the last checkpoint, or of the state that the run starts from."""
+
+    def __init__(self, state: TrainingState, ranks: Ranks):
+        self.ranks, self.norms = ranks, tensor_norms(state, ranks)
+        sizes = {row.name: math.prod(row.stored_shape) for row in state.design.parameters}
+        self.elements = {name: sizes.get(name) or sizes[name.partition(".")[2]] for name in self.norms}
+
+    def check(self, state: TrainingState, step: int, last_saved: int) -> None:
+        """Raises `NumericsError`, on all ranks, unless the state after `step` may become a checkpoint."""
+        now = tensor_norms(state, self.ranks)
+        names = unsound(self.norms, now, self.elements)
+        if not names:
+            self.norms = now
+            return
+        first, more = names[0], ", ".join(names[1:NAMED]) + (", ..." if len(names) > NAMED else "")
+        others = f"; the same of {len(names) - 1} others: {more}" if more else ""
+        older = f"goes on from the checkpoint of step {last_saved}" if last_saved >= 0 else "starts over: no checkpoint yet"
+        raise NumericsError(
+            f"step {step} is not saved: the norm of {first} is {now[first]:.3g}, {self.norms[first]:.3g} when it was last"
+            f" judged{others}; a bit was flipped in memory, or the run diverged. The same command {older}; if it ends here"
+            " again, lower --learning-rate"
+        )
+
+
+def tensor_norms(state: TrainingState, ranks: Ranks) -> dict[str, float]:
+    """The Euclidean norm of each tensor that a checkpoint holds, as all ranks know it. Each reduces its share."""
+    names, pieces = list[str](), list[tuple[int, Tensor]]()
+    sharded = list[bool]()
+    for prefix, flat in {"": state.master, **{f"{name}.": flat for name, flat in state.optimizer.items()}}.items():
+        for row in state.design.parameters:
+            whole = flat.numel() == state.parameters.numel()
+            mine = [row.stored(flat)] if whole else [piece for piece, _ in state.pieces(flat, row)]
+            pieces += [(len(names), piece) for piece in mine]
+            names.append(prefix + row.name)
+            sharded.append(not whole)
+    squares = [0.0] * len(names)
+    for (index, _), norm in zip(pieces, torch.stack([norm_of(piece) for _, piece in pieces]).tolist(), strict=True):
+        squares[index] += norm * norm
+    columns = zip(*ranks.all_gather_numbers(squares, "norms of a checkpoint"), strict=True)
+    totals = [sum(column) if cut else worst(column) for column, cut in zip(columns, sharded, strict=True)]
+    return {name: math.sqrt(total) for name, total in zip(names, totals, strict=True)}
+
+
+def norm_of(piece: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(piece, dtype=torch.float32 if piece.itemsize == 2 else None)
+
+
+def worst(squares: tuple[float, ...]) -> float:
+    """Of the copies that several ranks hold, the one that is furthest from sound."""
+    return math.nan if any(math.isnan(square) for square in squares) else max(squares)
+
+
+def unsound(before: dict[str, float], now: dict[str, float], elements: dict[str, int]) -> list[str]:
+    """The names of the tensors whose norm is not finite or has jumped. `elements`: of each tensor."""
+    limits = {name: GROWTH * max(before[name], math.sqrt(elements[name])) for name in now}
+    return [name for name, norm in now.items() if not (math.isfinite(norm) and norm <= limits[name])]

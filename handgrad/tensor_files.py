@@ -1,0 +1,92 @@
+"""Tensors written as a safetensors file and hashed on the way; the hash at the end of each tensor tells where damage is."""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SAFETENSORS_DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16"}
+HEADER = "its header"
+CHUNK_BYTES = 1 << 20
+
+
+@dataclass
+class Stored:
+    """A tensor of a file to write: its entry in the header, and a function that fetches it."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    get: Callable[[], Tensor]
+    fetched: bool = False
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> "Stored":
+        return cls(name, tensor.dtype, tuple(tensor.shape), lambda: tensor)
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def fetch(self) -> Tensor:
+        self.fetched = True
+        return self.get()
+
+
+def safetensors_bytes(tensors: list[Stored], metadata: dict[str, str] | None = None) -> Iterator[bytes | memoryview]:
+    """The safetensors layout: header length, JSON header (with `metadata`, if any), raw tensors one after another.
+
+    The library's writer needs all tensors as bytes in memory and cannot hash while it writes; the format is 10 lines.
+    """
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    end = 0
+    for tensor in tensors:
+        start, end = end, end + tensor.size_bytes
+        dtype = SAFETENSORS_DTYPES[tensor.dtype]
+        header[tensor.name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for tensor in tensors:
+        yield tensor.fetch().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+
+
+def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
+    """Writes and fsyncs a file; returns its size, its SHA-256 and, for each chunk, where it ends and the beginning of the
+    file's SHA-256 up to there."""
+    digest, size, ends = hashlib.sha256(), 0, []
+    with path.open("xb") as file:
+        for chunk in chunks:
+            file.write(chunk)
+            digest.update(chunk)
+            size += len(chunk)
+            ends.append([size, digest.hexdigest()[:16]])
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes": size, "sha256": digest.hexdigest(), "ends": ends}
+
+
+def with_names(written: dict[str, Any], tensors: list[Stored]) -> dict[str, Any]:
+    """What `write_file` returned of the tensors' `safetensors_bytes`, with their names: [name, end, hash up to there]."""
+    names = [HEADER, *(tensor.name for tensor in tensors)]
+    return {**written, "ends": [[name, *end] for name, end in zip(names, written["ends"], strict=True)]}
+
+
+def first_damaged(path: Path, ends: list[list[Any]]) -> str:
+    """The name of the first tensor whose bytes are not those that were written, "" if it cannot be told. Raises OSError."""
+    digest, position = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        for name, end, expected in ends:
+            while position < end and (chunk := file.read(min(CHUNK_BYTES, end - position))):
+                digest.update(chunk)
+                position += len(chunk)
+            if position < end or digest.hexdigest()[:16] != expected:
+                return name
+    return ""
