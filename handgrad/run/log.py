@@ -22,6 +22,7 @@ from handgrad.evaluation.loss import perplexity
 from handgrad.evaluation.records import IN_TRAINING
 from handgrad.files import write_durably
 from handgrad.parallel.ranks import Ranks
+from handgrad.parsing import parse_json
 from handgrad.run.console import Display, Shows
 from handgrad.run.sinks import Sinks, trackers
 from handgrad.run_files import LOG_FILE, MAIN_LOG_FILE, METRICS_FILE, SAMPLES
@@ -46,7 +47,7 @@ class RunLog:
             kept = _keep_lines(self.folder / METRICS_FILE, lambda line: _json_step(line) <= completed)
             _keep_lines(self.folder / MAIN_LOG_FILE, lambda line: _log_step(line) <= completed)
             self.files = {name: self._open(name) for name in (METRICS_FILE, MAIN_LOG_FILE, LOG_FILE)}
-        return {(_kind_of(record), record.get("step")) for record in map(json.loads, kept)}
+        return {(_kind_of(record), record.get("step")) for record in map(parse_json, kept)}
 
     def _open(self, name: str) -> TextIO:
         return (self.folder / name).open("a", encoding="utf-8", buffering=1)  # by lines: a kill loses none written
@@ -144,9 +145,9 @@ def _kind_of(record: dict[str, Any]) -> str:
 def _json_step(line: str) -> int:
     """The step a metrics line belongs to; a line cut by a kill belongs to a step that is done again."""
     try:
-        record = json.loads(line)
+        record = parse_json(line)
         return int(record.get("step", 0)) if "kind" in record else 1 << 60
-    except (ValueError, AttributeError, TypeError):
+    except (ValueError, AttributeError, TypeError, OverflowError):
         return 1 << 60
 
 
