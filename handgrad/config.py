@@ -8,13 +8,13 @@ import dataclasses
 import difflib
 import json
 import math
-import tomllib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from handgrad.errors import DataError, UsageError
+from handgrad.parsing import parse_toml
 
 GPT2_VOCABULARY = 50257
 VOCABULARY_MULTIPLE = 128  # the padded vocabulary is a multiple of this: GEMMs run on full tiles
@@ -358,14 +358,14 @@ def convert(name: str, value: Any) -> Any:
 def read_toml(path: str) -> dict[str, Any]:
     """The settings in a TOML recipe, checked and converted by name; `preset` and `model` are passed through as text."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        content = Path(path).read_bytes()
     except FileNotFoundError:
         raise UsageError(f"config file {path} does not exist; `handgrad recipes` lists those that ship") from None
-    except (UnicodeDecodeError, OSError) as error:
+    except OSError as error:
         raise DataError(f"config file {path} cannot be read: {error}") from None
     try:
-        loaded = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        loaded = parse_toml(content)
+    except ValueError as error:
         raise DataError(f"config file {path} is not valid TOML: {error}") from None
     for key in ("preset", "model"):
         if not isinstance(loaded.get(key, ""), str):

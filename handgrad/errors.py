@@ -7,10 +7,12 @@ its traceback.
 import contextlib
 import errno
 import json
+import math
 import os
 import re
 import signal
 import sys
+import threading
 import time
 import zlib
 from collections.abc import Iterator
@@ -101,6 +103,10 @@ def storage_errors(doing: str) -> Iterator[None]:
 
 
 INTERRUPTED = 130  # the exit code of a program that Ctrl-C ended, as shells have it
+# Signals that stop a training run, beside SIGINT: of a job that has to go, of a terminal or its connection that is gone, of
+# schedulers' warnings (SLURM's --signal), of a limit of CPU time.
+STOPPING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+REPEAT_SECONDS = 1.0  # a signal that comes again sooner is the same one, on another way
 
 
 def tell(error: HandgradError) -> None:
@@ -132,13 +138,55 @@ def is_first(text: str) -> bool:
     return True
 
 
-def end_interrupted(text: str = "interrupted") -> NoReturn:
+def end_interrupted(text: str = "interrupted", code: int = INTERRUPTED) -> NoReturn:
     """Ends the process at once with one line, without an exception: a library could lose it, or abort on it."""
     cursor = "\r\x1b[K\x1b[?25h" if os.isatty(2) else ""  # a live line hides it
     line = f"handgrad: {text}\n" if is_first(f"handgrad: {text}") else ""
     with contextlib.suppress(OSError):
         os.write(2, (cursor + line).encode())
-    os._exit(INTERRUPTED)
+    os._exit(code)
+
+
+_first_came: dict[int, float] = {}  # signal: time
+
+
+def is_repeat(number: int) -> bool:
+    """True if the signal has come within the last second, by another way: a launcher passes its own on to its ranks."""
+    now = time.monotonic()
+    if now - _first_came.get(number, -math.inf) < REPEAT_SECONDS:
+        return True
+    _first_came[number] = now
+    return False
+
+
+def forget_signals() -> None:
+    """Lets the next signal count in any case."""
+    _first_came.clear()
+
+
+def end_stopped(number: int, frame: FrameType | None) -> None:
+    """Handles the signals of `STOPPING` in a training run that makes no steps: before the first, or after the last."""
+    if not is_repeat(number):
+        name = signal.Signals(number).name
+        end_interrupted(
+            f"stopped by {name} while no step was under way, nothing to save; run the same command to go on",
+            Preempted.exit_code,
+        )
+
+
+@contextlib.contextmanager
+def stoppable() -> Iterator[None]:
+    """Encloses a training run with `end_stopped` for the signals that would end it without a word."""
+    main = threading.current_thread() is threading.main_thread()
+    numbers = [number for number in STOPPING if main and signal.getsignal(number) is signal.SIG_DFL]
+    try:
+        for number in numbers:
+            signal.signal(number, end_stopped)
+        yield
+    finally:
+        for number in numbers:
+            # What a signal asked for is done: when it comes again, it must not change the exit code.
+            signal.signal(number, signal.SIG_IGN if number in _first_came else signal.SIG_DFL)
 
 
 def end_at_once(number: int, frame: FrameType | None) -> NoReturn:
@@ -146,9 +194,11 @@ def end_at_once(number: int, frame: FrameType | None) -> NoReturn:
     end_interrupted()
 
 
-def interrupt_once(number: int, frame: FrameType | None) -> NoReturn:
+def interrupt_once(number: int, frame: FrameType | None) -> None:
     """Handles SIGINT where something may have to be cleaned up; a second one ends the process at once, and so does one
     during a late import."""
+    if is_repeat(number):  # of one that has stopped a training run
+        return
     signal.signal(signal.SIGINT, end_at_once)
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):

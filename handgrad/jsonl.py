@@ -1,6 +1,5 @@
 """JSON objects from users' files. Each carries its place, so an error names the file, the line and the field."""
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from handgrad.errors import DataError
+from handgrad.parsing import parse_json
 
 COUNT_LIMIT = 1 << 53  # a float64, which plots use, holds every whole number below it
 
@@ -68,7 +68,8 @@ class Record:
         """A whole number from 0 to `limit` - 1; with `or_text` its digits count as well."""
         wanted = f"a whole number from 0 to {limit - 1}"
         value = self.value(name, wanted)
-        number = int(value) if or_text and isinstance(value, str) and value.isdecimal() else value
+        short = or_text and isinstance(value, str) and value.isdecimal() and len(value) <= len(str(COUNT_LIMIT))
+        number = int(value) if short else value
         if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < limit:
             raise self.wrong(name, wanted, value)
         return number
@@ -91,8 +92,8 @@ def record(value: Any, where: str) -> Record:
 def parse(line: bytes, where: str) -> Record:
     """The record in a line. Raises `DataError` if the line is no JSON object."""
     try:
-        value = json.loads(line.decode())
-    except (ValueError, RecursionError):  # not JSON, not UTF-8, or nested too deeply
+        value = parse_json(line)
+    except ValueError:  # not JSON, not UTF-8, or out of bounds
         raise DataError(f"expected a JSON object, found {line[:60]!r} in {where}; repair or remove the line") from None
     return record(value, where)
 

@@ -3,13 +3,16 @@ hash is right."""
 
 import hashlib
 import json
+import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from handgrad import __version__
 from handgrad.errors import DataError, storage_error
 from handgrad.files import file_sha256
+from handgrad.parsing import parse_json
 from handgrad.tensor_files import first_damaged
 
 SCHEMA = 1
@@ -17,6 +20,34 @@ MANIFEST = "manifest.json"
 WEIGHTS_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 MAX_MANIFEST_BYTES = 64 << 20
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(type(one) in (int, float) and math.isfinite(one) for one in value)
+
+
+# The fields of a manifest: a condition, and its words.
+Condition = tuple[Callable[[Any], bool], str]
+FIELDS: dict[str, Condition] = {
+    "step": (_is_count, "a whole number"),
+    "config": (_is_object, "an object"),
+    "files": (lambda value: isinstance(value, dict) and {WEIGHTS_FILE, OPTIMIZER_FILE} <= value.keys(), "both files"),
+}
+RUN_FIELDS: dict[str, Condition] = {  # with which a run resumes; without any of them it is weights alone
+    "loss_window": (_are_numbers, "a list of numbers"),
+    "norm_window": (_are_numbers, "a list of numbers"),
+    "skips_in_a_row": (_is_count, "a whole number"),
+    "versions": (_is_object, "an object"),
+    "loss_scale": (lambda value: _are_numbers(value) and len(value) == 2, "two numbers"),  # of fp16
+}
 
 
 class DamagedCheckpoint(DataError):
@@ -38,8 +69,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except OSError as error:
         raise storage_error(error, f"reading {path}") from None
     try:
-        manifest = json.loads(content) if len(content) <= MAX_MANIFEST_BYTES else None
-    except (ValueError, RecursionError) as error:
+        manifest = parse_json(content) if len(content) <= MAX_MANIFEST_BYTES else None
+    except ValueError as error:
         raise DamagedCheckpoint(f"{path} cannot be read: {error}") from None
     if not isinstance(manifest, dict):
         raise DamagedCheckpoint(f"{path}: expected a JSON object; it was edited or damaged")
@@ -52,14 +83,25 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise OtherSchema(f"{expected}; {writer}: use that version, or move {folder} away to go on without")
     if not intact:
         raise DamagedCheckpoint(f"{path}: its SHA-256 differs from its content's; it was edited or damaged")
-    step, files = manifest.get("step"), manifest.get("files")
-    if type(step) is not int or step < 0 or not isinstance(manifest.get("config"), dict):
-        raise DataError(f"{path} lacks its step or config; it was edited")
-    if not isinstance(files, dict) or not {WEIGHTS_FILE, OPTIMIZER_FILE} <= files.keys():
-        raise DataError(f"{path} lacks its file list; it was edited")
+    check_fields(manifest, path)
+    step = manifest["step"]
     if is_named_by_step(folder) and step != step_of(folder):
         raise DataError(f"{folder} holds a checkpoint of step {step}; give the folder its name back")
     return manifest
+
+
+def check_fields(manifest: dict[str, Any], path: Path) -> None:
+    """Raises `DataError` unless a manifest has its fields, those that a run resumes with as well if it has any of these."""
+    wanted = FIELDS
+    if any(name in manifest for name in RUN_FIELDS if name != "versions"):
+        wanted = FIELDS | RUN_FIELDS
+        if "loss_scale" not in manifest and manifest.get("config", {}).get("precision") != "fp16":
+            wanted = {name: condition for name, condition in wanted.items() if name != "loss_scale"}
+    for name, (holds, words) in wanted.items():
+        if not holds(manifest.get(name)):
+            raise DataError(
+                f"{path}: expected {words} as {name}, found {manifest.get(name)!r:.80}; it was edited or damaged"
+            )
 
 
 def content_sha256(content: dict[str, Any]) -> str:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import handgrad
+from handgrad import errors
 from handgrad.api import records as api_records
 from handgrad.config import RunConfig
 from handgrad.errors import ConfigError, NumericsError, Preempted, UsageError
@@ -152,6 +153,7 @@ def test_a_second_ctrl_c_is_raised_at_once(finished: RunConfig, monkeypatch: pyt
         original(training, step)
 
     monkeypatch.setattr(TrainStep, "finish", pressed_twice)
+    monkeypatch.setattr(errors, "REPEAT_SECONDS", 0.0)  # as if later than that
     run = handgrad.Training(config, quiet=True)
     with pytest.raises(KeyboardInterrupt):
         run.steps()

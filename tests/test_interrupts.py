@@ -17,12 +17,15 @@ from typing import Any
 
 import pytest
 
+from handgrad import errors
 from handgrad.config import RunConfig, to_toml
 from handgrad.data import prepare as preparing
 from handgrad.data.prepare import PrepareOptions, prepare
+from handgrad.run.signals import StopSignals
 
 ROOT = Path(__file__).parents[1]
 LINE = "handgrad: interrupted\n"
+STOPPING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 
 
 def listening() -> None:
@@ -70,8 +73,10 @@ def test_twice_in_a_step(config: RunConfig, tmp_path: Path) -> None:
     """The second ends the run before its step is finished and saved."""
     code = (
         "import signal, sys\n"
+        "from handgrad import errors\n"
         "from handgrad.__main__ import main\n"
         "from handgrad.training.step import TrainStep\n"
+        "errors.REPEAT_SECONDS = 0\n"
         "def begin(*_):\n    signal.raise_signal(signal.SIGINT)\n    signal.raise_signal(signal.SIGINT)\n"
         "TrainStep.begin = begin\n"
         "sys.exit(main())\n"
@@ -81,6 +86,65 @@ def test_twice_in_a_step(config: RunConfig, tmp_path: Path) -> None:
     assert process.returncode == 130 and told.count("\n") == 1, told
     assert told.startswith("handgrad: interrupted before") and "same command" in told
     assert not list(Path(config.out).glob("checkpoints/step_*"))
+
+
+def test_one_signal_by_two_ways(config: RunConfig, tmp_path: Path) -> None:
+    """A launcher passes on what its ranks got as well, and the system may be slow: all within a second is one signal."""
+    code = (
+        "import signal, sys\n"
+        "from handgrad.__main__ import main\n"
+        "from handgrad.run.loop import Run\n"
+        "from handgrad.training.step import TrainStep\n"
+        "def twice(original):\n"
+        "    def signalled(*given):\n"
+        "        for _ in range(2):\n            signal.raise_signal(signal.SIGTERM)\n"
+        "        return original(*given)\n"
+        "    return signalled\n"
+        "TrainStep.begin, Run.save = twice(TrainStep.begin), twice(Run.save)\n"
+        "code = main()\n"
+        "signal.raise_signal(signal.SIGTERM)\n"  # after all is done
+        "sys.exit(code)\n"
+    )
+    process = start(["-c", code, "train", "--config", recipe(config, tmp_path / "run.toml")])
+    _, told = process.communicate()
+    assert process.returncode == 75 and told.count("\n") == 1, told
+    assert told.startswith("handgrad: stopped by SIGTERM after step 1, saved step 1")
+    assert [path.name for path in Path(config.out).glob("checkpoints/step_*")] == ["step_00000001"]
+
+
+@pytest.mark.parametrize("number", STOPPING)
+def test_signals_that_stop_a_run_are_noted(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a limit of CPU time every second until the hard limit; of the others a second one acts as before."""
+    monkeypatch.setattr(errors, "REPEAT_SECONDS", 0.0)
+    with StopSignals(keeps_process=False) as stop:
+        signal.raise_signal(number)
+        assert stop.received == number
+        monkeypatch.setattr(stop, "act", pytest.fail)
+        if number != signal.SIGXCPU:
+            monkeypatch.setattr(errors, "REPEAT_SECONDS", 60.0)
+        signal.raise_signal(number)
+    assert signal.getsignal(number) == signal.SIG_DFL
+
+
+def test_signals_of_the_program_stay_its_own() -> None:
+    seen: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: seen.append(number))
+    try:
+        with StopSignals(keeps_process=True) as stop:
+            signal.raise_signal(signal.SIGUSR1)
+        assert seen == [signal.SIGUSR1] and stop.received is None
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("number", STOPPING)
+def test_a_signal_before_the_first_step(number: signal.Signals, tmp_path: Path) -> None:
+    """Nothing is there to be saved; one line says so, and the exit code that the same command goes on."""
+    (tmp_path / "torch.py").write_text(f"import signal\nsignal.raise_signal({int(number)})\nprint('lost')\n")
+    process = start(["-m", "handgrad", "train", "tiny", "--data", "x"], tmp_path)
+    shown, told = process.communicate()
+    assert process.returncode == 75 and shown == "" and told.count("\n") == 1, told
+    assert told.startswith(f"handgrad: stopped by {number.name} while no step was under way, nothing to save")
 
 
 def test_a_terminal_that_goes_away(config: RunConfig, tmp_path: Path) -> None:

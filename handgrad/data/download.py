@@ -68,15 +68,19 @@ def _continue_download(source: Download, partial: Path, on_bytes: OnBytes | None
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:
             length = response.headers.get("Content-Length")
-            start = re.match(r"bytes (\d+)-", response.headers.get("Content-Range") or "")
-            if response.status == 206 and (start is None or int(start[1]) != have):
+            if length is not None and not re.fullmatch(r"[0-9]{1,18}", length):
+                return f"a Content-Length of {length!r:.60}"
+            start = re.match(r"bytes ([0-9]+)-", response.headers.get("Content-Range") or "")
+            if response.status == 206 and (start is None or start[1] != str(have)):
                 partial.unlink(missing_ok=True)
                 return "a range that was not asked for"
             if response.status != 206:  # the server ignores ranges: it sends all of it
                 have = 0
-            total = have + int(length) if length is not None else source.size_bytes
+            sizes = [source.size_bytes, None if length is None else have + int(length)]
+            total = min((size for size in sizes if size is not None), default=None)
             with storage_errors(f"writing {partial}"), partial.open("ab" if have else "wb") as file:
-                while block := _read(response):
+                # Of a longer body no more than a block past the end: `_verify` refuses it.
+                while (total is None or have <= total) and (block := _read(response)):
                     file.write(block)
                     have += len(block)
                     if on_bytes:

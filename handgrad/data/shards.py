@@ -26,6 +26,7 @@ from handgrad.data.llmc_header import EVALUATION, HEADER_BYTES, TOKENS, check_si
 from handgrad.data.sources import holds_text, prepare_command
 from handgrad.data.tokenizer import Tokenizer, load_tokenizer, read_tokenizer
 from handgrad.errors import DataError, storage_errors
+from handgrad.parsing import parse_json
 
 MAX_SHARD_TOKENS = (1 << 31) - 1  # the header's count is an int32
 
@@ -150,8 +151,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if path.stat().st_size > MAX_MANIFEST_BYTES:
         raise DataError(f"expected a manifest of at most {MAX_MANIFEST_BYTES} bytes, found {path.stat().st_size} in {path}")
     try:
-        manifest = json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
+        manifest = parse_json(path.read_bytes())
+    except ValueError:
         raise DataError(f"expected JSON, found none in {path}; prepare the data again") from None
     schema = manifest.get("schema") if isinstance(manifest, dict) else None
     if schema != SCHEMA:

@@ -7,7 +7,6 @@ read of the file as it lies on disk, for progress.
 import codecs
 import glob
 import gzip
-import json
 import shlex
 import zlib
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from typing import IO, Any, Literal, cast
 
 from handgrad.data.cutting import file_cut
 from handgrad.errors import DataError, storage_error
+from handgrad.parsing import parse_json
 
 Format = Literal["txt", "jsonl", "parquet"]
 SUFFIXES: dict[str, Format] = {
@@ -145,10 +145,10 @@ def _read_jsonl(path: Path, text_field: str) -> Iterator[tuple[int, str | None]]
             if len(line) > MAX_ROW_BYTES:
                 raise DataError(f"expected lines of at most {MAX_ROW_BYTES} bytes, found more in {where}; use a .txt file")
             try:
-                row = json.loads(line.decode()) if not line.isspace() else {text_field: None}
+                row = parse_json(line) if not line.isspace() else {text_field: None}
             except UnicodeDecodeError as error:
                 raise _not_utf8(path, offset + error.start) from None
-            except (ValueError, RecursionError):
+            except ValueError:
                 raise DataError(f"expected a JSON object, found {line[:60]!r} in {where}; repair the line") from None
             if not isinstance(row, dict) or text_field not in row:
                 found = f"the keys {', '.join(map(str, row))}" if isinstance(row, dict) else f"a {type(row).__name__}"

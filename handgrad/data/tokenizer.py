@@ -7,7 +7,6 @@ import base64
 import contextlib
 import functools
 import hashlib
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ import tiktoken
 import tokenizers
 
 from handgrad.errors import DataError, UsageError, storage_errors
+from handgrad.parsing import parse_json
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
@@ -224,8 +224,8 @@ def parse_bpe(content: bytes, where: str) -> Tokenizer:
             )
 
     tables: Any = None
-    with contextlib.suppress(ValueError, RecursionError):
-        tables = json.loads(content)
+    with contextlib.suppress(ValueError):
+        tables = parse_json(content)
     expect(isinstance(tables, dict), "a JSON object")
     model: Any = tables.get("model")
     splitter: Any = tables.get("pre_tokenizer")

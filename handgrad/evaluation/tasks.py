@@ -4,10 +4,10 @@ lm-eval: EleutherAI's lm-evaluation-harness 0.4 (its tasks hellaswag, mmlu, arc_
 its dev/data/hellaswag.py and dev/data/mmlu.py.
 """
 
-import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from json import JSONDecodeError
 from pathlib import Path
 
 from handgrad.config import nearest_name
@@ -16,6 +16,7 @@ from handgrad.data.sources import open_parquet, open_plain, reading
 from handgrad.errors import DataError, UsageError
 from handgrad.files import file_sha256
 from handgrad.jsonl import Record, numbered_lines, parse, record
+from handgrad.parsing import parse_json
 
 SHOTS = "mmlu_dev"  # solved questions that precede those of mmlu
 MOST_SHOTS = 5
@@ -60,14 +61,14 @@ def text_rows(content: bytes, path: Path) -> Iterator[Record]:
 def json_rows(content: bytes, path: Path) -> Iterator[Record]:
     """A list of objects; or an object per line, which the Hub names .json as well."""
     try:
-        loaded = json.loads(content.decode())
-    except json.JSONDecodeError as error:
+        loaded = parse_json(content)
+    except JSONDecodeError as error:
         if error.msg != "Extra data":
             raise DataError(f"expected JSON, found {error.msg} in line {error.lineno} of {path}; repair the file") from None
         yield from (parse(line, where) for line, where in numbered_lines(content, path))
         return
-    except (UnicodeDecodeError, RecursionError):
-        raise DataError(f"expected a list of objects in UTF-8, found something else in {path}; repair the file") from None
+    except ValueError as error:
+        raise DataError(f"expected a list of objects in UTF-8, found {error!s:.200} in {path}; repair the file") from None
     for number, row in enumerate(loaded if isinstance(loaded, list) else [loaded], start=1):
         yield record(row, f"entry {number} of {path}")
 

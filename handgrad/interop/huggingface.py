@@ -34,6 +34,7 @@ from handgrad.evaluation.load import imported_config
 from handgrad.interop.vocabulary import read_vocabulary
 from handgrad.models import parameter_table
 from handgrad.models.rows import ParameterRow
+from handgrad.parsing import parse_json
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -154,8 +155,8 @@ def read_json(path: Path) -> dict[str, Any]:
     if (size := path.stat().st_size) > MAX_JSON_BYTES:
         raise DataError(f"expected at most {MAX_JSON_BYTES} bytes, found {size} in {path}; fetch it again")
     try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        content = parse_json(path.read_bytes())
+    except (OSError, ValueError) as error:
         raise DataError(f"expected JSON in {path}, found {error}; fetch it again") from None
     if not isinstance(content, dict):
         raise DataError(f"expected a JSON object in {path}, found {type(content).__name__}; fetch it again")
@@ -248,7 +249,7 @@ def weight_files(folder: Path) -> list[Path]:
         raise DataError(f"expected {WEIGHTS_FILE} or {INDEX_FILE} in {folder}, found neither{hint}")
     tensors = read_json(folder / INDEX_FILE).get("weight_map")
     names = list(tensors.values()) if isinstance(tensors, dict) else []
-    if not names or not all(isinstance(n, str) and Path(n).name == n for n in names):
+    if not names or not all(isinstance(n, str) and re.fullmatch(r"[\w.-]+\.safetensors", n) for n in names):
         raise DataError(f"expected a weight_map of tensors to files in {folder / INDEX_FILE}, found none; fetch it again")
     return [folder / name for name in sorted(set(names))]
 

@@ -24,6 +24,7 @@ from handgrad.data.tokenizer import (
     read_small,
 )
 from handgrad.errors import DataError
+from handgrad.parsing import parse_json
 
 VOCAB_FILE, MERGES_FILE, SETTINGS_FILE = "vocab.json", "merges.txt", "tokenizer_config.json"
 
@@ -130,8 +131,14 @@ def read_vocabulary(folder: Path) -> Tokenizer:
 
 def _joined(vocab_path: Path, merges_path: Path) -> bytes:
     """The two files that GPT-2 came with, as one `tokenizer.json`."""
-    for path in (vocab_path, merges_path):
-        read_small(path)  # refuses a huge file
+    ids = sorted(_ids(vocab_path))
+    if ids != list(range(len(ids))):  # the library has room for every id up to the largest
+        found = next((i for i, there in enumerate(ids) if i != there), 0)
+        raise DataError(
+            f"expected tokens in {vocab_path} with the ids 0 to {len(ids) - 1}, found {ids[found]} in the place of {found};"
+            " fetch it again"
+        )
+    read_small(merges_path)  # refuses a huge file
     try:
         vocab, merges = tokenizers.models.BPE.read_file(str(vocab_path), str(merges_path))
         content = tokenizer_json(vocab, merges)
@@ -144,13 +151,25 @@ def _joined(vocab_path: Path, merges_path: Path) -> bytes:
     return content
 
 
+def _ids(path: Path) -> list[int]:
+    """The ids in a vocab.json. Raises `DataError` if it is none."""
+    content = read_small(path)
+    try:
+        vocab = parse_json(content)
+    except ValueError as error:
+        raise DataError(f"expected tokens in {path}, found {error!s:.200}; fetch it again") from None
+    if not isinstance(vocab, dict) or not all(type(i) is int for i in vocab.values()):
+        raise DataError(f"expected tokens in {path}, each with its id, found something else; fetch it again")
+    return list(vocab.values())
+
+
 def _is_bytes(content: bytes) -> bool:
     """True if in a `tokenizer.json` every byte is its own id, and end-of-text is 256."""
     try:
-        tables = json.loads(content)
+        tables = parse_json(content)
         model, splitter = tables["model"], tables["pre_tokenizer"]
         same = model["type"] == "BPE" and model["vocab"] == vocabulary(bytes_tokenizer()) and model["merges"] == []
         plain = tables["normalizer"] is None and splitter["type"] == "ByteLevel" and splitter["add_prefix_space"] is False
         return same and plain and [token["content"] for token in tables["added_tokens"]] == [END_OF_TEXT]
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError):
         return False

@@ -19,10 +19,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from handgrad.errors import INTERRUPTED, tell_line
+from handgrad.errors import INTERRUPTED, STOPPING, tell_line
 
 LAUNCHER = "HANDGRAD_LAUNCHER"  # the launcher's process id, in the environment of its ranks
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+FORWARDED = (signal.SIGINT, *(number for number in STOPPING if number != signal.SIGXCPU))  # a rank has its own CPU time
 POLL_SECONDS = 0.05
 KILL_SECONDS = 30.0  # between a rank's SIGTERM, because another has failed, and its SIGKILL
 PARENT_DEATH_SIGNAL = 1  # of prctl, Linux

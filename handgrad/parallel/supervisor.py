@@ -10,7 +10,6 @@ from collections.abc import Callable
 from types import FrameType
 
 from handgrad.errors import INTERRUPTED, ConfigError, DataError, MemoryShort, Preempted, UsageError, tell_line
-from handgrad.format import human_seconds
 from handgrad.parallel.local import POLL_SECONDS, handled_by
 
 # A mistake, damaged input, a folder of another run, a run that does not fit: the next start ends the same way.
@@ -47,7 +46,7 @@ def supervise(start: Callable[[list[int]], int], saved_step: Callable[[], int], 
                 return code
             pause = min(FIRST_PAUSE_SECONDS * 2 ** (restart - 1), LONGEST_PAUSE_SECONDS)
             where = f"step {saved_step()}" if saved_step() >= 0 else "its first step"
-            tell_line(f"exit code {code}: restart {restart} of {restarts} in {human_seconds(pause)}, from {where}")
+            tell_line(f"exit code {code}: restart {restart} of {restarts} in {pause:.0f} s, from {where}")
             until = time.monotonic() + pause
             while time.monotonic() < until and not received:
                 time.sleep(POLL_SECONDS)

@@ -1,7 +1,6 @@
 """Reads run folders: `config.toml` and the lines of `metrics.jsonl`, checked, as plain data for plots and tables."""
 
 import dataclasses
-import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ import numpy as np
 
 from handgrad.errors import DataError, HandgradError, storage_errors
 from handgrad.jsonl import Record, numbered_lines, parse
+from handgrad.parsing import parse_toml
 from handgrad.run_files import CONFIG_FILE, METRICS_FILE
 
 Kind = TypeVar("Kind")
@@ -185,8 +185,8 @@ def read_run(folder: Path, name: str) -> Run:
     with storage_errors(f"reading {folder}"):
         config_bytes, metrics_bytes = config_path.read_bytes(), metrics_path.read_bytes()
     try:
-        config = tomllib.loads(config_bytes.decode("utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        config = parse_toml(config_bytes)
+    except ValueError as error:
         raise DataError(f"{config_path} is not valid TOML ({error}); repair that line or restore the file") from None
     lines, last_line_cut = parse_lines(metrics_bytes, metrics_path)
     return collect(lines, name=name, folder=folder, config=config, last_line_cut=last_line_cut)

@@ -11,6 +11,7 @@ from handgrad import checkpoint
 from handgrad.checkpoint import Checkpoint, Stored
 from handgrad.config import RunConfig, to_dict
 from handgrad.data.tokenizer import Tokenizer, tokenizer_record
+from handgrad.errors import DataError
 from handgrad.layout import Bucket, bucket_of
 from handgrad.parallel.ranks import Ranks
 from handgrad.run.assemble import Assembly
@@ -114,8 +115,10 @@ def load_run(source: Checkpoint, config: RunConfig, training: Assembly) -> None:
     """Takes up a checkpoint: its tensors and `run_numbers`, as far as they hold for the configuration."""
     load_state(source, training.state)
     manifest, step = source.manifest, training.step
+    if "loss_window" not in manifest:
+        raise DataError(f"{source.folder} holds weights without the state of a run; start one with --init-from")
     step.losses, step.norms = SpikeWindow(manifest["loss_window"]), SpikeWindow(manifest["norm_window"])
-    if manifest["config"]["precision"] == config.precision == "fp16":
+    if manifest["config"].get("precision") == config.precision == "fp16":
         training.state.set_loss_scale(*manifest["loss_scale"])
     # Scales that were made by other rules are made anew.
     unchanged = all(manifest["config"].get(name) == getattr(config, name) for name in SCALING_RULES)

@@ -4,12 +4,10 @@ import signal
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
-from handgrad.errors import Preempted, end_interrupted
+from handgrad.errors import STOPPING, Preempted, end_interrupted, end_stopped, forget_signals, is_repeat
 from handgrad.training.step import StepResult
-
-STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the last where a terminal or its connection goes
 
 OnStep = Callable[[int, StepResult], None]  # a step's number, counted from 1, and its result
 
@@ -35,22 +33,26 @@ class Observer:
 
 
 class StopSignals:
-    """Within a `with` block SIGTERM, SIGINT and SIGHUP are only noted in `received`: a step is finished first.
+    """Within a `with` block SIGINT and the signals of `STOPPING` are only noted in `received`: a step is finished first.
 
     The same signal again ends the process at once (saves are atomic), or with `keeps_process` acts as it did before the
-    block. Signals are left alone outside of the main thread, where Python takes no handlers, and so is a SIGHUP that
-    `nohup` has ignored.
+    block. Within a second it counts as the same one: a launcher and its ranks may both get it, and the launcher passes it
+    on. SIGXCPU never ends the process: the kernel repeats it every second. Signals are left alone outside of the main
+    thread, where Python takes no handlers, and so are those of `STOPPING` that are ignored (`nohup`) or have a handler of
+    the program's own.
     """
 
     def __init__(self, *, keeps_process: bool):
         self.keeps_process = keeps_process
         self.received: int | None = None
+        self.noted: set[int] = set()
         self.previous: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignals":
+        forget_signals()
         if threading.current_thread() is threading.main_thread():
-            ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-            numbers = [number for number in STOPPING if number != signal.SIGHUP or not ignored]
+            free = [number for number in STOPPING if signal.getsignal(number) in (signal.SIG_DFL, end_stopped)]
+            numbers = {signal.SIGTERM, signal.SIGINT, *free}
             self.previous = {number: signal.signal(number, self.note) for number in numbers}
         return self
 
@@ -59,14 +61,19 @@ class StopSignals:
             signal.signal(number, handler)
 
     def note(self, number: int, frame: FrameType | None) -> None:
+        if is_repeat(number):
+            return
         self.received = number
-        again = end_now if number == signal.SIGINT else signal.SIG_DFL
-        signal.signal(number, self.previous[number] if self.keeps_process else again)
+        if number in self.noted and number != signal.SIGXCPU:
+            self.act(number)
+        self.noted.add(number)
 
-
-def end_now(number: int, frame: FrameType | None) -> NoReturn:
-    """Handles the second Ctrl-C."""
-    end_interrupted("interrupted before the step was saved; run the same command to go on from the last checkpoint")
+    def act(self, number: int) -> None:
+        """Ends the process, or with `keeps_process` does what the signal did before the block."""
+        if number == signal.SIGINT and not self.keeps_process:
+            end_interrupted("interrupted before the step was saved; run the same command to go on from the last checkpoint")
+        signal.signal(number, self.previous[number] if self.keeps_process else signal.SIG_DFL)
+        signal.raise_signal(number)
 
 
 def preempted(received: int, completed: int, last_saved: int) -> Preempted:

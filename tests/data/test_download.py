@@ -26,7 +26,8 @@ SHA256 = hashlib.sha256(CONTENT).hexdigest()
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """Serves `files`; the next ones fail as `faults` says: a status, "drop", "short", "wrong", "no range", a URL."""
+    """Serves `files`; the next ones fail as `faults` says: a status, "drop", "short", "wrong", "no range", a URL,
+    "length" (no number), "endless"."""
 
     daemon_threads = True
 
@@ -34,6 +35,7 @@ class Server(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.files: dict[str, bytes] = {"/file": CONTENT}
         self.faults: list = []
+        self.sent = 0  # bytes of endless bodies
         self.requests: list[tuple[str, str | None, str | None]] = []
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
@@ -65,8 +67,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
         if fault == "short":
             body = body[:1000]  # and says so: only the size that the hub told gives it away
-        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Length", {"length": "abc", "endless": str(1 << 40)}.get(fault, str(len(body))))
         self.end_headers()
+        while fault == "endless":
+            self.server.sent += self.connection.send(bytes(1 << 16))  # until nobody reads it
         if fault == "drop":
             self.wfile.write(body[: len(body) // 2])
             return self.connection.close()
@@ -125,6 +129,19 @@ def test_faults_that_pass(server, tmp_path, faults):
     download(source(server), tmp_path / "file")
     assert (tmp_path / "file").read_bytes() == CONTENT and not server.faults
     assert len(server.requests) > len(faults) and [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("length", ["length", "endless"])
+def test_sizes_that_a_server_makes_up(server, tmp_path, length, monkeypatch, capfd):
+    monkeypatch.setattr(module, "BLOCK_BYTES", 1 << 16)
+    server.faults = [length]
+    download(source(server), tmp_path / "file")
+    assert (tmp_path / "file").read_bytes() == CONTENT
+    server.faults = [length] * ATTEMPTS
+    told = {"length": "found a Content-Length of 'abc' in 5 attempts", "endless": r"expected \d+ bytes, found \d+"}[length]
+    with pytest.raises((DataError, StorageError), match=told):
+        download(source(server), tmp_path / "other")
+    assert server.sent < 64 << 20, "no more than fits between the two"
 
 
 def test_a_dropped_download_goes_on_where_it_stopped(server, tmp_path):

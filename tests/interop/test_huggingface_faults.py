@@ -117,7 +117,11 @@ def test_wrong_shards(
     ("name", "damage", "told"),
     [
         ("vocab.json", lambda content: content[:500], "expected tokens in"),
-        ("vocab.json", lambda content: b"[" * 100_000, "recursion limit"),
+        ("vocab.json", lambda content: b"[" * 100_000, "nested more than 64 deep"),
+        ("vocab.json", lambda content: content.replace(b": 33,", b": 4294967294,"), "found 34 in the place of 33"),
+        ("vocab.json", lambda content: content.replace(b'"!": 0', b'"!": 1000000000'), "found 1 in the place of 0"),
+        ("vocab.json", lambda content: content.replace(b": 33,", b": true,"), "each with its id"),
+        ("vocab.json", lambda content: content.replace(b": 33,", b": " + b"3" * 5000 + b","), "more than 40 digits"),
         ("vocab.json", lambda content: content.replace(b": 33,", b": -33,"), "expected tokens in"),
         ("vocab.json", lambda content: content.replace(b"<|endoftext|>", b"end"), "expected <|endoftext|> in"),
         ("merges.txt", lambda content: content + b"a b c\n", "merges.txt"),
