@@ -20,7 +20,7 @@ def run(parsed: Namespace) -> int:
     if ranks > 1 and not is_launched():
         return launch(parsed, ranks)
     end_with_launcher()
-    with open_run(config, allow_changes=parsed.allow_changes) as run:
+    with open_run(config, allow_changes=parsed.allow_changes, strict=parsed.strict) as run:
         run.begin()
         run.advance(config.steps)
     if find_rank_info(os.environ).rank:
