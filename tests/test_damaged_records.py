@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 
 from handgrad.config import RunConfig
+from handgrad.errors import StorageError
+from handgrad.run.listing import list_runs
 from handgrad.run.start import train
+from handgrad.training.step import TrainStep
 from tests.test_runs import elsewhere, finished, records
 
 __all__ = ["finished"]  # a fixture
@@ -74,3 +77,39 @@ def test_a_line_that_a_kill_has_cut_is_no_damage(finished: RunConfig, run: RunCo
     train(run)
     assert not told(run) and not list(Path(run.out).glob("*.damaged"))
     assert records(run.out, ("step",)) == records(finished.out, ("step",))
+
+
+def test_a_finished_run_has_one_end(finished: RunConfig) -> None:
+    """Starting it again does nothing, and leaves no trace in its record."""
+    path = Path(finished.out) / "metrics.jsonl"
+    content = path.read_bytes()
+    assert content.count(b'{"kind": "end"') == 1
+    train(finished)
+    assert path.read_bytes() == content
+    longer = elsewhere(finished, Path(finished.out).name, steps=13)
+    train(longer, allow_changes=True)
+    assert [record["step"] for record in records(longer.out, ("end",))] == [12, 13]
+    assert list_runs(Path(longer.out))[0].state == "finished"
+
+
+@pytest.mark.parametrize("how", ["removed", "moved", "replaced"])
+def test_a_folder_that_goes_away_ends_the_run(
+    config: RunConfig, tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the next write, and without a new folder in its place."""
+    folder, original = Path(config.out), TrainStep.begin
+
+    def begin(training: TrainStep, step: int) -> None:
+        if step == 5:
+            shutil.move(folder, tmp_path / "elsewhere")
+            if how == "removed":
+                shutil.rmtree(tmp_path / "elsewhere")
+            elif how == "replaced":
+                shutil.copytree(tmp_path / "elsewhere", folder)
+        assert step < 7, "it goes on"
+        original(training, step)
+
+    monkeypatch.setattr(TrainStep, "begin", begin)
+    with pytest.raises(StorageError, match=rf"{folder} was moved or removed while the run trained in it; "):
+        train(config)
+    assert folder.exists() is (how == "replaced")

@@ -17,7 +17,7 @@ from handgrad.data.tokenizer import tokenizer_files
 from handgrad.errors import NumericsError
 from handgrad.evaluation.load import Weights
 from handgrad.evaluation.loss import bits_per_byte, floor_note, mean_loss
-from handgrad.fp8.monitor import Finding, LeftFp8, findings, saturation_line, summary
+from handgrad.fp8.monitor import LeftFp8
 from handgrad.generation.decode import decode_buffers, decode_tensors
 from handgrad.generation.text import write_document
 from handgrad.models import parameter_table
@@ -33,6 +33,7 @@ from handgrad.run.judge import Judge
 from handgrad.run.log import RunLog
 from handgrad.run.progress import StepLines
 from handgrad.run.resolve import resolve
+from handgrad.run.saturation import record_fp8, watch_saturation
 from handgrad.run.saving import changed_versions, load_run, origin_of, run_facts, run_numbers, save_state
 from handgrad.run.signals import Observer, OnStep, StopSignals, preempted
 from handgrad.run.tasks import TaskWatch
@@ -133,7 +134,8 @@ class Run:
         for text in (*self.log.notes, *(f"configuration changed: {change}" for change in self.folder.changes)):
             self.event(text)
         record = run_record(*given, self.origin)
-        self.log.record("run", step=self.completed, ranks=self.ranks.size, **record, **self.folder.failure)
+        if not self.log.has_end(self.config.steps):
+            self.log.record("run", step=self.completed, ranks=self.ranks.size, **record, **self.folder.failure)
         self.log.send_to(self.config.log_to, {**to_dict(self.config), **record}, self.completed)
         self.training.step.prepare(self.completed)
         if self.folder.resumed:
@@ -172,7 +174,8 @@ class Run:
                 f"the last step's numbers were not finite and were not saved; the newest checkpoint is of step"
                 f" {max(0, self.last_saved)}: lower --learning-rate and start from it"
             )
-        self.log.record("end", step=self.completed)
+        if not self.log.has_end(self.completed):
+            self.log.record("end", step=self.completed)
 
     def one_step(self, step: int) -> bool:
         """Launches `step`, and reads the result of the one before while the device works on this one's micro-batches.
@@ -286,7 +289,7 @@ class Run:
         result = self.training.step.result(step)
         self.completed = step + 1
         self.log.step(self.completed, result, self.config.tokens_per_step)
-        found = self.record_fp8(result)
+        found = record_fp8(self.design, self.training.scaling, result, self.completed, self.log)
         if self.config.gpu_every and self.completed % self.config.gpu_every == 0:
             self.log.gpu(self.completed, self.design.device)
         self.step_lines.show(self.completed, result)
@@ -295,7 +298,7 @@ class Run:
             self.log.record("ranks", step=self.completed, **figures)
             if line:
                 self.event(f"step {self.completed}: {line}")
-        self.watch_saturation(found)
+        watch_saturation(found, self.config, self.completed, self.left_fp8, self.log)
         # Dynamic loss scaling looks for the largest scale by overflowing: down to the smallest one that is no fault.
         overflow = math.isfinite(result.loss) and not math.isfinite(result.norm)
         regular = overflow and result.loss_scale > SMALLEST_LOSS_SCALE
@@ -307,27 +310,6 @@ class Run:
         else:
             self.skips_in_a_row = 0
         self.observer.show(self.completed, result)
-
-    def record_fp8(self, result: StepResult) -> tuple[Finding, ...]:
-        """The quantised tensors of a step, recorded where it counted their numbers."""
-        fp8, scaling = self.design.fp8, self.training.scaling
-        if scaling is None:
-            return ()
-        counted = fp8.counts(self.completed - 1)
-        micro_steps = self.design.batch.micro_steps * self.design.batch.lanes
-        found = findings(scaling, result.reports[0], micro_steps, counted=counted)
-        if counted:
-            self.log.record("fp8", step=self.completed, tensors=summary(found))
-        return found
-
-    def watch_saturation(self, found: tuple[Finding, ...]) -> None:
-        """Names the tensors that saturate; their GEMMs leave fp8 where that is the policy, one step later: that step may be
-        under way already."""
-        for finding in found:
-            if finding.saturated_steps == self.config.fp8_saturation_steps:
-                self.event(saturation_line(finding, self.completed, self.config.fp8_on_saturation))
-                if self.config.fp8_on_saturation == "bf16":
-                    self.left_fp8.leave(finding.part, self.completed + 1)
 
     def leave_fp8(self) -> None:
         """Goes on with more GEMMs in bf16: under another plan, so the run is saved and taken up from there."""
