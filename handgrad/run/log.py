@@ -55,10 +55,10 @@ class RunLog:
 
     def _write(self, name: str, line: str) -> None:
         if name in self.files:
-            if name == METRICS_FILE:
-                self._check_place()
             with storage_errors(f"writing {self.folder / name}"):
                 self.files[name].write(line + "\n")
+            if name == METRICS_FILE:
+                self._check_place()
 
     def _check_place(self) -> None:
         """Raises `StorageError` if the run's folder is no longer where it was: the open files would take lines for ever."""
@@ -80,7 +80,7 @@ class RunLog:
         return ("end", step) in self.recorded
 
     def record(self, kind: str, **values: Any) -> None:
-        """One JSON line. Kinds: run, step, fp8, gpu, validation, evaluation, sample, event, end; most have a step."""
+        """One JSON line. Kinds: run, step, fp8, gpu, validation, evaluation, sample, save, event, end; most have a step."""
         self._write(METRICS_FILE, json.dumps({"kind": kind, **values}))
         self.sinks.record({"kind": kind, **values})
 

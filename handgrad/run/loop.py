@@ -1,6 +1,8 @@
 """A training run from its design to its last checkpoint: resume, step, watch, save, stop when asked."""
 
 import math
+import os
+import time
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -28,6 +30,7 @@ from handgrad.parallel.stragglers import Stragglers
 from handgrad.run.assemble import assemble
 from handgrad.run.console import Shows
 from handgrad.run.folder import RunFolder
+from handgrad.run.grace import too_slow
 from handgrad.run.header import header_lines, origin_text, run_record
 from handgrad.run.judge import Judge
 from handgrad.run.log import RunLog
@@ -88,6 +91,7 @@ class Run:
         self.stop_signal: int | None = None  # a signal that any of the ranks has received, as all of them know it
         self.poisoned = False  # the last step's loss or gradient was not finite: its state is not worth keeping
         self.last_saved = self.completed if resumed else -1
+        self.step_seconds, self.slow_save = 0.0, False  # of the last step; a stop would take too long, which was said
         self.memory_bytes = self.design.plan.size_bytes | generation.size_bytes
         if tasks is not None:
             tasks.allocate()
@@ -287,7 +291,7 @@ class Run:
     def read_result(self, step: int) -> None:
         """Waits for the result of `step`, records and shows it."""
         result = self.training.step.result(step)
-        self.completed = step + 1
+        self.completed, self.step_seconds = step + 1, result.elapsed_seconds
         self.log.step(self.completed, result, self.config.tokens_per_step)
         found = record_fp8(self.design, self.training.scaling, result, self.completed, self.log)
         if self.config.gpu_every and self.completed % self.config.gpu_every == 0:
@@ -361,6 +365,7 @@ class Run:
             "skips_in_a_row": self.skips_in_a_row,
             "left_fp8": asdict(self.left_fp8),
         }
+        begun = time.perf_counter()
         self.log.sync()
         self.training.await_weights()
         where, state = (self.folder.checkpoints, self.completed), self.training.state
@@ -368,7 +373,11 @@ class Run:
         self.judge.check(state, self.completed, self.last_saved)
         self.poisoned = False
         folder = save_state(*where, state, self.ranks, manifest, tokenizer_files(self.tokenizer))
-        self.last_saved = self.completed
+        seconds, self.last_saved = time.perf_counter() - begun, self.completed
+        self.log.record("save", step=self.completed, seconds=round(seconds, 3))
+        if not self.slow_save and (line := too_slow(seconds, self.step_seconds, os.environ)):
+            self.slow_save = True
+            self.event(line)
         self.prune()
         self.log.line(f"step {self.completed}: saved {folder}")
 
