@@ -24,7 +24,7 @@ from typing import Any
 import safetensors
 from torch import Tensor
 
-from handgrad.errors import DataError, StorageError, storage_error, storage_errors
+from handgrad.errors import DataError, StorageError, storage_error, storage_errors, tell_note
 from handgrad.files import sync_folder
 from handgrad.manifest import (
     MANIFEST,
@@ -275,8 +275,11 @@ def ignored(found: Checkpoint) -> list[str]:
     return names + [f"{found.folder.name}/{path.name}" for path in sorted(found.folder.iterdir()) if path.name not in known]
 
 
-def find(path: str) -> Checkpoint:
-    """The checkpoint at a user's `path`: a checkpoint's folder, a run folder (its newest valid one), or RUN/best."""
+def find(path: str, *, strict: bool = False) -> Checkpoint:
+    """The checkpoint at a user's `path`: a checkpoint's folder, a run folder (its newest valid one), or RUN/best.
+
+    Tells in a line that it is not the newest; `strict`: raises `DataError` then.
+    """
     folder = Path(path)
     if (folder / MANIFEST).exists() and (folder / WEIGHTS_FILE).exists():
         return open_checkpoint(folder)
@@ -286,7 +289,17 @@ def find(path: str) -> Checkpoint:
     if checkpoint is None:
         reason = f" ({passed_over[0]})" if passed_over else ""
         raise DataError(f"{path} holds no checkpoint{reason}; give a run folder or RUN/checkpoints/step_00001000")
+    if passed_over and strict:
+        raise DataError(refused_strictly(checkpoint, passed_over))
+    if passed_over:
+        more = f" (and {len(passed_over) - 1} more)" if len(passed_over) > 1 else ""
+        tell_note(f"{passed_over[0]}{more}; takes {checkpoint.folder.name} instead")
     return checkpoint
+
+
+def refused_strictly(found: Checkpoint, passed_over: list[str]) -> str:
+    """The message about a checkpoint that is not the newest."""
+    return f"{passed_over[0]}; leave --strict out to take {found.folder.name} instead"
 
 
 def means_best(path: Path) -> bool:

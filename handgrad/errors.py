@@ -121,15 +121,24 @@ def tell_line(text: str) -> None:
             print(line, file=sys.stderr, flush=True)
 
 
-def is_first(text: str) -> bool:
+def tell_note(text: str) -> None:
+    """`tell_line` of something that does not end the process."""
+    line = f"handgrad: {text}"
+    if is_first(line, ends=False):
+        with contextlib.suppress(OSError):
+            print(line, file=sys.stderr, flush=True)
+
+
+def is_first(text: str, *, ends: bool = True) -> bool:
     """True unless another of the processes that one torchrun or `--ranks` has started on a machine has asked before.
 
-    All hand the text to torchrun, whose own report ends with it.
+    If the text `ends` them, all hand it to torchrun, whose own report ends with it.
     """
     if report := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # attempt_0/RANK/error.json, in a folder of this start
         try:
-            extra = {"timestamp": str(int(time.time()))}
-            Path(report).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
+            if ends:
+                extra = {"timestamp": str(int(time.time()))}
+                Path(report).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
             (Path(report).parents[1] / f"handgrad_{zlib.crc32(text.encode()):08x}").touch(exist_ok=False)
         except FileExistsError:
             return False

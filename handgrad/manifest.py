@@ -120,7 +120,7 @@ def verify_file(path: Path, entry: Any) -> None:
             error = "its SHA-256 differs from the manifest's; the file is damaged"
         if error:
             tensor = first_damaged(path, entry.get("ends", []))  # of an older version: none
-            raise DamagedCheckpoint(f"{path}: {error}{f', from {tensor} on' if tensor else ''}")
+            raise DamagedCheckpoint(f"{path}: {error}{f', first in {tensor}' if tensor else ''}")
     except FileNotFoundError:
         raise DamagedCheckpoint(f"{path} cannot be read: it is missing") from None
     except OSError as failed:

@@ -5,7 +5,8 @@ metrics.jsonl   a JSON object per step, validation, sample and event
 main.log        losses in llm.c's format
 log.txt         the lines of the console
 samples/        texts written during training
-checkpoints/    step_00001000/, ...
+checkpoints/    step_00001000/, ...; damaged/ and failing/: those that are no longer used
+*.damaged       lines of metrics.jsonl and main.log that could not be read
 report.html     curves and tables
 .lock           marks a folder as a run's; one trainer at a time holds it
 best            no folder: RUN/best stands for the checkpoint with the lowest validation loss

@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 
 from handgrad.config import RunConfig
+from handgrad.errors import StorageError
+from handgrad.run.listing import list_runs
 from handgrad.run.start import train
+from handgrad.training.step import TrainStep
 from tests.test_runs import elsewhere, finished, records
 
 __all__ = ["finished"]  # a fixture
@@ -38,11 +41,12 @@ def told(run: RunConfig) -> list[str]:
 def test_a_damaged_line_is_set_aside_and_named_once(finished: RunConfig, run: RunConfig, name: str, byte: bytes) -> None:
     """A byte that is no UTF-8, and two of ASCII. All other lines are those of the unbroken run."""
     path, all_steps = Path(run.out) / name, records(finished.out, ("step",))
-    damaged = change_byte(path, line=6, at=0, byte=byte)
+    number = 7 if name == "metrics.jsonl" else 6
+    damaged = change_byte(path, line=number, at=0, byte=byte)
     train(run)
     aside = path.with_name(f"{name}.damaged")
     assert aside.read_bytes() == damaged
-    assert len(told(run)) == 1 and f"{path}: set aside a damaged line, 6, in {aside}" in told(run)[0]
+    assert len(told(run)) == 1 and f"{path}: set aside a damaged line, {number}, in {aside}" in told(run)[0]
     train(run)
     assert aside.read_bytes() == damaged and len(told(run)) == 1
     if name == "metrics.jsonl":
@@ -74,3 +78,39 @@ def test_a_line_that_a_kill_has_cut_is_no_damage(finished: RunConfig, run: RunCo
     train(run)
     assert not told(run) and not list(Path(run.out).glob("*.damaged"))
     assert records(run.out, ("step",)) == records(finished.out, ("step",))
+
+
+def test_a_finished_run_has_one_end(finished: RunConfig) -> None:
+    """Starting it again does nothing, and leaves no trace in its record."""
+    path = Path(finished.out) / "metrics.jsonl"
+    content = path.read_bytes()
+    assert content.count(b'{"kind": "end"') == 1
+    train(finished)
+    assert path.read_bytes() == content
+    longer = elsewhere(finished, Path(finished.out).name, steps=13)
+    train(longer, allow_changes=True)
+    assert [record["step"] for record in records(longer.out, ("end",))] == [12, 13]
+    assert list_runs(Path(longer.out))[0].state == "finished"
+
+
+@pytest.mark.parametrize("how", ["removed", "moved", "replaced"])
+def test_a_folder_that_goes_away_ends_the_run(
+    config: RunConfig, tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the next write, and without a new folder in its place."""
+    folder, original = Path(config.out), TrainStep.begin
+
+    def begin(training: TrainStep, step: int) -> None:
+        if step == 5:
+            shutil.move(folder, tmp_path / "elsewhere")
+            if how == "removed":
+                shutil.rmtree(tmp_path / "elsewhere")
+            elif how == "replaced":
+                shutil.copytree(tmp_path / "elsewhere", folder)
+        assert step < 7, "it goes on"
+        original(training, step)
+
+    monkeypatch.setattr(TrainStep, "begin", begin)
+    with pytest.raises(StorageError, match=rf"{folder} was moved or removed while the run trained in it; "):
+        train(config)
+    assert folder.exists() is (how == "replaced")

@@ -1,6 +1,7 @@
 """`handgrad runs`: every state of a run, told from its files alone."""
 
 import dataclasses
+import fcntl
 import json
 import os
 import signal
@@ -13,10 +14,12 @@ import pytest
 
 from handgrad.cli import main
 from handgrad.config import RunConfig, to_toml
-from handgrad.errors import NumericsError, Preempted
+from handgrad.errors import ConfigError, NumericsError, Preempted
+from handgrad.run import lock
 from handgrad.run.listing import list_runs
 from handgrad.run.lock import take_lock
 from handgrad.run.start import train
+from handgrad.run_files import LOCK_FILE
 from handgrad.training.step import TrainStep
 from tests.test_commands import refused
 from tests.test_runs import elsewhere, interrupt_at
@@ -63,6 +66,25 @@ def test_the_state_follows_from_the_last_marker(last: list[dict[str, Any]], stat
     assert bool(found.reason) is (state == "failed")
     with take_lock(folder):
         assert list_runs(tmp_path)[0].state == "running"
+
+
+def test_a_look_at_the_lock_refuses_no_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`handgrad runs` holds it, shared, for an instant; a trainer that starts in it waits up to a second."""
+    (tmp_path / LOCK_FILE).touch()
+    waited = []
+    with (tmp_path / LOCK_FILE).open("rb") as looking:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+
+        def sleep(seconds: float) -> None:
+            waited.append(seconds)
+            if len(waited) == 3:
+                looking.close()
+
+        monkeypatch.setattr(lock, "sleep", sleep, raising=False)
+        with take_lock(tmp_path), pytest.raises(ConfigError, match="another process is training"):
+            assert len(waited) == 3
+            take_lock(tmp_path)
+    assert 0.9 < sum(waited[3:]) < 1.1
 
 
 def test_real_runs(config: RunConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

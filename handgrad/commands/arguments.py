@@ -116,11 +116,17 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="run (its newest checkpoint), RUN/best, checkpoint, transformers folder, Hub name, .bin of llm.c",
     )
+    add_strict(parser)
     parser.add_argument("--device", default="auto", choices=DEVICES, help="(default: auto)")
     without_fp8 = [AUTO, *(precision for precision in PRECISIONS if precision != "fp8")]
     chosen = "of weights and GEMMs (default: auto: bf16 on a GPU that has it, else fp16; fp32 on a CPU)"
     parser.add_argument("--precision", default=AUTO, choices=without_fp8, help=chosen)
     parser.add_argument("--backend", default="auto", choices=BACKENDS, help="(default: auto: kernels on a CUDA GPU)")
+
+
+def add_strict(parser: argparse.ArgumentParser) -> None:
+    refuses = "refuse a run whose newest checkpoint is damaged, instead of taking the one before"
+    parser.add_argument("--strict", action="store_true", help=refuses)
 
 
 def add_timeout_arguments(parser: Parser) -> None:
@@ -150,6 +156,7 @@ def prepare(parser: Parser) -> None:
 def train(parser: Parser) -> None:
     add_run_arguments(parser)
     parser.add_argument("--allow-changes", action="store_true", help="resume although config or data changed (logged)")
+    add_strict(parser)
     parser.number("--gpus", "start a process on each of N GPUs of this machine (default: 1)", rule=AT_LEAST_1)
     parser.number("--restarts", "after a crash go on, at most N times, from the newest checkpoint", rule=NOT_NEGATIVE)
     parser.number("--ranks", "the same with N processes on whatever device, also a CPU (default: 1)", rule=AT_LEAST_1)
@@ -219,6 +226,7 @@ def export(parser: Parser) -> None:
     hub = "hf: then upload DIR to the Hub as OWNER/NAME, private if new"
     parser.add_argument("--push", default="", metavar="NAME", help=hub)
     parser.add_argument("--with-optimizer", action="store_true", help="llmc: also the moments, for llm.c to go on (-y 1)")
+    add_strict(parser)
 
 
 def import_(parser: Parser) -> None:

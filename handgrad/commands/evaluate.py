@@ -50,7 +50,7 @@ def evaluate(parsed: Namespace, device: torch.device, ranks: Ranks) -> list[str]
     parsed.precision = devices.settled_precision(parsed.precision, device)
     dtype = devices.use_precision(device, parsed.precision)
     ops = choose_backend(parsed.backend, device, parsed.precision)
-    source = opened_in_turn(lambda: open_weights(parsed.checkpoint), ranks)
+    source = opened_in_turn(lambda: open_weights(parsed.checkpoint, strict=parsed.strict), ranks)
     tasks, requests = ranks.from_rank_0(lambda: read_tasks(parsed, source), "the tasks")
     dataset = None if tasks and not parsed.data else validation_data(parsed, source)
 

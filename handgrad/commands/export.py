@@ -13,7 +13,7 @@ def run(parsed: Namespace) -> int:
         raise UsageError("--push uploads to the Hub and needs --to hf")
     if parsed.with_optimizer and parsed.to != "llmc":
         raise UsageError("--with-optimizer needs --to llmc; transformers keeps no moments")
-    source = checkpoint.find(parsed.checkpoint)
+    source = checkpoint.find(parsed.checkpoint, strict=parsed.strict)
     folder, dtype = Path(parsed.folder), EXPORT_DTYPES[parsed.dtype]
     if parsed.to == "hf":
         done = export_model(source, folder, dtype)

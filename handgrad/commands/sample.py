@@ -45,7 +45,7 @@ def run(parsed: Namespace) -> int:
     precision = devices.settled_precision(parsed.precision, device)
     dtype = devices.use_precision(device, precision)
     ops = choose_backend(parsed.backend, device, precision)
-    weights = open_weights(parsed.checkpoint)
+    weights = open_weights(parsed.checkpoint, strict=parsed.strict)
     with contextlib.ExitStack() as opened:
         written, write = {}, None
         if parsed.out:

@@ -22,7 +22,7 @@ def run(parsed: Namespace) -> int:
     if (ranks > 1 or parsed.restarts) and not is_launched():
         return supervise(partial(launch, parsed, ranks), partial(saved_step, Path(config.out)), parsed.restarts or 0)
     end_with_launcher()
-    with open_run(config, allow_changes=parsed.allow_changes) as run:
+    with open_run(config, allow_changes=parsed.allow_changes, strict=parsed.strict) as run:
         run.begin()
         run.advance(config.steps)
     if find_rank_info(os.environ).rank:

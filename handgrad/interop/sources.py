@@ -34,9 +34,9 @@ from handgrad.models.rows import ParameterRow
 from handgrad.run_files import CHECKPOINTS, LOCK_FILE
 
 
-def open_weights(source: str, tokenizer: str = "") -> Weights:
+def open_weights(source: str, tokenizer: str = "", *, strict: bool = False) -> Weights:
     """The weights at a user's `source` (see above). `tokenizer` (gpt2, bytes or a file) replaces the source's own, except
-    a checkpoint's.
+    a checkpoint's. `strict`: of a run the newest checkpoint, or none.
 
     Raises `DataError` if there are none, or damaged ones, or no GPT-2 of ours.
     """
@@ -46,7 +46,7 @@ def open_weights(source: str, tokenizer: str = "") -> Weights:
     if is_ours(path):
         if tokenizer:
             raise UsageError(f"{source} is a run or checkpoint and has its tokenizer; leave --tokenizer out")
-        return checkpoint_weights(checkpoint.find(source), source)
+        return checkpoint_weights(checkpoint.find(source, strict=strict), source)
     found = read_folder(folder_of(source, MODEL_FILES), tokenizer)
     return imported("hf", source, found, sorted({file for file, _ in found.tensors.values()}))
 

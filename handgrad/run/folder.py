@@ -17,7 +17,7 @@ from handgrad.run_files import CHECKPOINTS, CONFIG_FILE, LOCK_FILE, SAMPLES
 class RunFolder:
     """A run folder opened for training: locked, its configuration written, its newest valid checkpoint found."""
 
-    def __init__(self, config: RunConfig, ranks: Ranks, *, allow_changes: bool):
+    def __init__(self, config: RunConfig, ranks: Ranks, *, allow_changes: bool, strict: bool = False):
         """Of several ranks the first one holds the folder; the others know what it found.
 
         Raises `ConfigError` if another trainer holds the folder or another configuration made it, `UsageError` if it is
@@ -30,11 +30,11 @@ class RunFolder:
         self.failure: dict[str, int] = {}  # failed_at: the step at which the last launch met numbers that are not finite
         self._lock: TextIO | None = None
         self.resumed: Checkpoint | None = None
-        found = ranks.from_rank_0(lambda: self._open(allow_changes=allow_changes), "the run folder")
+        found = ranks.from_rank_0(lambda: self._open(allow_changes=allow_changes, strict=strict), "the run folder")
         if not ranks.is_rank_0 and found is not None:
             self.resumed = checkpoint.open_checkpoint(found)
 
-    def _open(self, *, allow_changes: bool) -> Path | None:
+    def _open(self, *, allow_changes: bool, strict: bool) -> Path | None:
         """Takes the folder; returns the newest valid checkpoint's."""
         if self.path.exists() and not self.path.is_dir():
             raise UsageError(f"--out {self.path} is a file; give a folder for the run")
@@ -48,7 +48,9 @@ class RunFolder:
             sync_folder(self.path)
             sync_folder(self.path.parent)
         try:
-            self.resumed, self.passed_over = checkpoint.newest(self.checkpoints, moves=True)
+            self.resumed, self.passed_over = checkpoint.newest(self.checkpoints, moves=not strict)
+            if strict and self.resumed is not None and self.passed_over:
+                raise DataError(checkpoint.refused_strictly(self.resumed, self.passed_over))
             failed_at = last_failure(self.path)
             self.failure = {} if failed_at is None else {"failed_at": failed_at}
             self._leave_failing()

@@ -54,7 +54,8 @@ def tensor_norms(state: TrainingState, ranks: Ranks) -> dict[str, float]:
             names.append(prefix + row.name)
             sharded.append(not whole)
     squares = [0.0] * len(names)
-    for (index, _), norm in zip(pieces, torch.stack([norm_of(piece) for _, piece in pieces]).tolist(), strict=True):
+    norms = torch.stack([norm_of(piece) for _, piece in pieces]).tolist() if pieces else []
+    for (index, _), norm in zip(pieces, norms, strict=True):
         squares[index] += norm * norm
     columns = zip(*ranks.all_gather_numbers(squares, "norms of a checkpoint"), strict=True)
     totals = [sum(column) if cut else worst(column) for column, cut in zip(columns, sharded, strict=True)]

@@ -4,26 +4,28 @@ import contextlib
 import fcntl
 from collections.abc import Iterator
 from pathlib import Path
+from time import sleep
 from typing import TextIO
 
 from handgrad.errors import ConfigError, storage_errors
 from handgrad.run_files import LOCK_FILE
 
+TRIES = 20
 HELD = "; wait for it or choose another --out"
 
 
 def take_lock(run: Path, remedy: str = HELD) -> TextIO:
-    """Takes the lock of a run folder until the returned file is closed. Raises `ConfigError` if another process holds it,
-    `OSError` if the file cannot be opened."""
+    """Takes the lock of a run folder until the returned file is closed. Tries for a second: `is_held` holds it for an
+    instant. Raises `ConfigError` if another process keeps it, `OSError` if the file cannot be opened."""
     lock = (run / LOCK_FILE).open("a")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.close()
-        raise ConfigError(
-            f"another process is training in {run}, or a `handgrad.Training` that is not closed{remedy}"
-        ) from None
-    return lock
+    for _ in range(TRIES):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock
+        except BlockingIOError:
+            sleep(1 / TRIES)  # seconds
+    lock.close()
+    raise ConfigError(f"another process is training in {run}, or a `handgrad.Training` that is not closed{remedy}")
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 import torch
 
 from handgrad import power
-from handgrad.errors import storage_errors
+from handgrad.errors import StorageError, storage_error, storage_errors
 from handgrad.evaluation.loss import perplexity
 from handgrad.evaluation.records import IN_TRAINING
 from handgrad.files import write_durably
@@ -57,9 +57,30 @@ class RunLog:
         if name in self.files:
             with storage_errors(f"writing {self.folder / name}"):
                 self.files[name].write(line + "\n")
+            if name == METRICS_FILE:
+                self._check_place()
+
+    def _check_place(self) -> None:
+        """Raises `StorageError` if the run's folder is no longer where it was: the open files would take lines for ever."""
+        path, opened = self.folder / METRICS_FILE, os.fstat(self.files[METRICS_FILE].fileno())
+        try:
+            there = os.path.samestat(path.stat(), opened)
+        except FileNotFoundError:
+            there = False
+        except OSError as error:
+            raise storage_error(error, f"writing {path}") from None
+        if not there:
+            raise StorageError(
+                f"{self.folder} was moved or removed while the run trained in it; put it back, or choose another --out, and"
+                " start the run again"
+            )
+
+    def has_end(self, step: int) -> bool:
+        """True if an earlier start has recorded the end of the run at `step`."""
+        return ("end", step) in self.recorded
 
     def record(self, kind: str, **values: Any) -> None:
-        """One JSON line. Kinds: run, step, fp8, gpu, validation, evaluation, sample, event, end; most have a step."""
+        """One JSON line. Kinds: run, step, fp8, gpu, validation, evaluation, sample, save, event, end; most have a step."""
         self._write(METRICS_FILE, json.dumps({"kind": kind, **values}))
         self.sinks.record({"kind": kind, **values})
 

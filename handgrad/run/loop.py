@@ -1,6 +1,8 @@
 """A training run from its design to its last checkpoint: resume, step, watch, save, stop when asked."""
 
 import math
+import os
+import time
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -17,7 +19,7 @@ from handgrad.data.tokenizer import tokenizer_files
 from handgrad.errors import NumericsError
 from handgrad.evaluation.load import Weights
 from handgrad.evaluation.loss import bits_per_byte, floor_note, mean_loss
-from handgrad.fp8.monitor import Finding, LeftFp8, findings, saturation_line, summary
+from handgrad.fp8.monitor import LeftFp8
 from handgrad.generation.decode import decode_buffers, decode_tensors
 from handgrad.generation.text import write_document
 from handgrad.models import parameter_table
@@ -28,11 +30,13 @@ from handgrad.parallel.stragglers import Stragglers
 from handgrad.run.assemble import assemble
 from handgrad.run.console import Shows
 from handgrad.run.folder import RunFolder
+from handgrad.run.grace import too_slow
 from handgrad.run.header import header_lines, origin_text, run_record
 from handgrad.run.judge import Judge
 from handgrad.run.log import RunLog
 from handgrad.run.progress import StepLines
 from handgrad.run.resolve import resolve
+from handgrad.run.saturation import record_fp8, watch_saturation
 from handgrad.run.saving import changed_versions, load_run, origin_of, run_facts, run_numbers, save_state
 from handgrad.run.signals import Observer, OnStep, StopSignals, preempted
 from handgrad.run.tasks import TaskWatch
@@ -87,6 +91,7 @@ class Run:
         self.stop_signal: int | None = None  # a signal that any of the ranks has received, as all of them know it
         self.poisoned = False  # the last step's loss or gradient was not finite: its state is not worth keeping
         self.last_saved = self.completed if resumed else -1
+        self.step_seconds, self.slow_save = 0.0, False  # of the last step; a stop would take too long, which was said
         self.memory_bytes = self.design.plan.size_bytes | generation.size_bytes
         if tasks is not None:
             tasks.allocate()
@@ -133,7 +138,8 @@ class Run:
         for text in (*self.log.notes, *(f"configuration changed: {change}" for change in self.folder.changes)):
             self.event(text)
         record = run_record(*given, self.origin)
-        self.log.record("run", step=self.completed, ranks=self.ranks.size, **record, **self.folder.failure)
+        if not self.log.has_end(self.config.steps):
+            self.log.record("run", step=self.completed, ranks=self.ranks.size, **record, **self.folder.failure)
         self.log.send_to(self.config.log_to, {**to_dict(self.config), **record}, self.completed)
         self.training.step.prepare(self.completed)
         if self.folder.resumed:
@@ -172,7 +178,8 @@ class Run:
                 f"the last step's numbers were not finite and were not saved; the newest checkpoint is of step"
                 f" {max(0, self.last_saved)}: lower --learning-rate and start from it"
             )
-        self.log.record("end", step=self.completed)
+        if not self.log.has_end(self.completed):
+            self.log.record("end", step=self.completed)
 
     def one_step(self, step: int) -> bool:
         """Launches `step`, and reads the result of the one before while the device works on this one's micro-batches.
@@ -284,9 +291,9 @@ class Run:
     def read_result(self, step: int) -> None:
         """Waits for the result of `step`, records and shows it."""
         result = self.training.step.result(step)
-        self.completed = step + 1
+        self.completed, self.step_seconds = step + 1, result.elapsed_seconds
         self.log.step(self.completed, result, self.config.tokens_per_step)
-        found = self.record_fp8(result)
+        found = record_fp8(self.design, self.training.scaling, result, self.completed, self.log)
         if self.config.gpu_every and self.completed % self.config.gpu_every == 0:
             self.log.gpu(self.completed, self.design.device)
         self.step_lines.show(self.completed, result)
@@ -295,7 +302,7 @@ class Run:
             self.log.record("ranks", step=self.completed, **figures)
             if line:
                 self.event(f"step {self.completed}: {line}")
-        self.watch_saturation(found)
+        watch_saturation(found, self.config, self.completed, self.left_fp8, self.log)
         # Dynamic loss scaling looks for the largest scale by overflowing: down to the smallest one that is no fault.
         overflow = math.isfinite(result.loss) and not math.isfinite(result.norm)
         regular = overflow and result.loss_scale > SMALLEST_LOSS_SCALE
@@ -307,27 +314,6 @@ class Run:
         else:
             self.skips_in_a_row = 0
         self.observer.show(self.completed, result)
-
-    def record_fp8(self, result: StepResult) -> tuple[Finding, ...]:
-        """The quantised tensors of a step, recorded where it counted their numbers."""
-        fp8, scaling = self.design.fp8, self.training.scaling
-        if scaling is None:
-            return ()
-        counted = fp8.counts(self.completed - 1)
-        micro_steps = self.design.batch.micro_steps * self.design.batch.lanes
-        found = findings(scaling, result.reports[0], micro_steps, counted=counted)
-        if counted:
-            self.log.record("fp8", step=self.completed, tensors=summary(found))
-        return found
-
-    def watch_saturation(self, found: tuple[Finding, ...]) -> None:
-        """Names the tensors that saturate; their GEMMs leave fp8 where that is the policy, one step later: that step may be
-        under way already."""
-        for finding in found:
-            if finding.saturated_steps == self.config.fp8_saturation_steps:
-                self.event(saturation_line(finding, self.completed, self.config.fp8_on_saturation))
-                if self.config.fp8_on_saturation == "bf16":
-                    self.left_fp8.leave(finding.part, self.completed + 1)
 
     def leave_fp8(self) -> None:
         """Goes on with more GEMMs in bf16: under another plan, so the run is saved and taken up from there."""
@@ -379,6 +365,7 @@ class Run:
             "skips_in_a_row": self.skips_in_a_row,
             "left_fp8": asdict(self.left_fp8),
         }
+        begun = time.perf_counter()
         self.log.sync()
         self.training.await_weights()
         where, state = (self.folder.checkpoints, self.completed), self.training.state
@@ -386,7 +373,11 @@ class Run:
         self.judge.check(state, self.completed, self.last_saved)
         self.poisoned = False
         folder = save_state(*where, state, self.ranks, manifest, tokenizer_files(self.tokenizer))
-        self.last_saved = self.completed
+        seconds, self.last_saved = time.perf_counter() - begun, self.completed
+        self.log.record("save", step=self.completed, seconds=round(seconds, 3))
+        if not self.slow_save and (line := too_slow(seconds, self.step_seconds, os.environ)):
+            self.slow_save = True
+            self.event(line)
         self.prune()
         self.log.line(f"step {self.completed}: saved {folder}")
 

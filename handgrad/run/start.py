@@ -31,8 +31,11 @@ from handgrad.run.tasks import task_watch
 
 
 @contextlib.contextmanager
-def open_run(config: RunConfig, *, allow_changes: bool = False, shows: Shows = "live") -> Iterator[Run]:
+def open_run(
+    config: RunConfig, *, allow_changes: bool = False, strict: bool = False, shows: Shows = "live"
+) -> Iterator[Run]:
     """The run in `config.out`, ready to make steps; the folder is this process's own until the end of the `with` block.
+    `strict`: resumed from the newest checkpoint, or refused; the same for the weights of `init_from`.
 
     Raises the errors of an input or a folder that does not fit.
     """
@@ -56,10 +59,10 @@ def open_run(config: RunConfig, *, allow_changes: bool = False, shows: Shows = "
         check_fits(config, design, dataset, ranks.size, more_bytes=0 if tasks is None else tasks.plan.total_bytes)
         if ranks.is_rank_0:
             check_disk(config, design)
-        with contextlib.closing(RunFolder(config, ranks, allow_changes=allow_changes)) as folder:
+        with contextlib.closing(RunFolder(config, ranks, allow_changes=allow_changes, strict=strict)) as folder:
             weights = None
             if config.init_from and not folder.resumed:
-                weights = opened_in_turn(lambda: open_fitting(config, dataset), ranks)
+                weights = opened_in_turn(lambda: open_fitting(config, dataset, strict=strict), ranks)
             run = Run(config, design, dataset, folder, ranks, weights, tasks, allow_changes=allow_changes, shows=shows)
             with contextlib.closing(run.log), noting_the_end(run):
                 yield run
@@ -95,10 +98,10 @@ def opened_in_turn(opening: Callable[[], Weights], ranks: Ranks) -> Weights:
     return found[0] if found else opening()
 
 
-def open_fitting(config: RunConfig, dataset: Dataset) -> Weights:
+def open_fitting(config: RunConfig, dataset: Dataset, *, strict: bool) -> Weights:
     """The weights of `init_from`. Raises `UsageError`: the run has other sizes; `DataError`: another tokenizer, or an error
     of `open_weights`."""
-    weights = open_weights(config.init_from)
+    weights = open_weights(config.init_from, strict=strict)
     if weights.tokenizer.sha256 != dataset.tokenizer.sha256:
         record = tokenizer_record(weights.tokenizer)
         raise DataError(other_tokenizer(config.init_from, record, "the tokenizer of the weights", dataset))
