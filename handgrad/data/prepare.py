@@ -35,7 +35,7 @@ CHECKPOINT_UNITS = 32  # about 32 MB of text, some seconds of one core
 BYTES_PER_WORKER, STORIES_PER_WORKER = 2 << 20, 5000
 # A vocabulary of the text's own below this size: in 4 MiB, a million tokens, each of GPT-2's 50,257 occurs twenty times in
 # the mean, and most of them never; a small model would spend its weights and its time on them.
-SMALL_TEXT_BYTES, SMALL_TEXT_TOKENIZER = 4 << 20, "bpe:2048"
+SMALL_TEXT_BYTES, SMALL_TEXT_TOKENIZER = 4 << 20, "bpe:4096"
 # Validation shares without --validation-fraction: about a million tokens of a large corpus, enough of a small one.
 TEXT_FRACTION, LOCAL_ROW_FRACTION, HUB_ROW_FRACTION, STORY_FRACTION = 0.1, 0.05, 0.005, 0.01
 

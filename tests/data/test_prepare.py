@@ -64,9 +64,9 @@ def test_a_small_text_gets_a_vocabulary_of_its_own(tmp_path, make_text, monkeypa
     small = PrepareOptions(str(tmp_path / "a.txt"), tmp_path / "small", workers=1)
     assert small.tokenizer == "auto"
     dataset = prepare(small).dataset
-    assert dataset.tokenizer.kind == "bpe" and dataset.tokenizer.vocab_size <= 2048
-    assert dataset.manifest["recipe"]["tokenizer"] == "bpe:2048" and prepare(small).already_prepared
-    assert prepare(replace(small, tokenizer="bpe:2048")).already_prepared
+    assert dataset.tokenizer.kind == "bpe" and dataset.tokenizer.vocab_size <= 4096
+    assert dataset.manifest["recipe"]["tokenizer"] == "bpe:4096" and prepare(small).already_prepared
+    assert prepare(replace(small, tokenizer="bpe:4096")).already_prepared
     monkeypatch.setattr(preparing, "SMALL_TEXT_BYTES", 40_000)
     assert prepare(replace(small, source=str(tmp_path), out=tmp_path / "two")).dataset.tokenizer.kind == "gpt2"
 
