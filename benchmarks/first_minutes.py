@@ -1,6 +1,7 @@
 """The first minutes of a new user on a CPU, from a clone in an empty folder: each command, its seconds and its output.
 
     python -m benchmarks.first_minutes --work EMPTY_FOLDER     plays them, writes the record, and the page from it
+    python -m benchmarks.first_minutes --work FOLDER --again COMMAND    plays one of them again, in the folder of before
     python -m benchmarks.first_minutes                         writes the page from the record
 
 The record is benchmarks/results/cpu-first-minutes.json, the page docs/first_ten_minutes.md between its markers. The clone
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,21 +52,40 @@ def play(folder: Path) -> list[dict[str, Any]]:
     """The commands' titles, texts, seconds and output, in a clone in `folder`."""
     clone = folder / "handgrad"
     subprocess.run(["git", "clone", "--quiet", "--depth", "1", f"file://{ROOT}", str(clone)], check=True)
-    binaries = clone / ".venv" / "bin"
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "PYTHON"))}
-    environment |= {"PATH": f"{binaries}:{os.environ['PATH']}", "VIRTUAL_ENV": str(binaries.parent), "COLUMNS": "120"}
     played, recommended = [], ""
     for title, command, first, last in COMMANDS:
         command = recommended if command is NEXT else command
-        print(f"$ {command}", flush=True)
-        act: Callable[..., tuple[list[str], float]] = watch if command.startswith("handgrad watch") else run
-        lines, seconds = act(command, clone, environment)
+        lines, seconds = act(command, clone)
         recommended = next((line.removeprefix("next").strip() for line in lines if line.startswith("next")), recommended)
-        said = [line.replace(str(folder), "~")[:CLIPPED] for line in lines]
+        said = said_in(lines, folder)
         played.append(
             {"title": title, "command": command, "seconds": round(seconds, 1), "output": shortened(said, first, last)}
         )
     return played
+
+
+def act(command: str, clone: Path) -> tuple[list[str], float]:
+    """What a command prints, and its seconds."""
+    print(f"$ {command}", flush=True)
+    binaries = clone / ".venv" / "bin"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "PYTHON"))}
+    environment |= {"PATH": f"{binaries}:{os.environ['PATH']}", "VIRTUAL_ENV": str(binaries.parent), "COLUMNS": "120"}
+    return (watch if command.startswith("handgrad watch") else run)(command, clone, environment)
+
+
+def play_again(folder: Path, command: str, record: dict[str, Any]) -> list[dict[str, Any]]:
+    """The record's commands, one of them played anew."""
+    (entry,) = (entry for entry in record["commands"] if entry["command"] == command)
+    lines, seconds = act(command, folder / "handgrad")
+    entry |= {"seconds": round(seconds, 1), "output": said_in(lines, folder)}
+    for other in record["commands"]:
+        other["output"] = said_in(other["output"], folder)
+    return record["commands"]
+
+
+def said_in(lines: Sequence[str], folder: Path) -> list[str]:
+    """The lines without the folder's name and without pip's warnings, which are about its own settings."""
+    return [line.replace(str(folder), "~")[:CLIPPED] for line in lines if not line.startswith("WARNING: ")]
 
 
 def run(command: str, folder: Path, environment: dict[str, str]) -> tuple[list[str], float]:
@@ -103,6 +123,10 @@ def shortened(lines: Sequence[str], first: int, last: int) -> list[str]:
     return [*lines] if len(lines) <= first + last + 1 else [*lines[:first], "…", *lines[len(lines) - last :]]
 
 
+def clipped(line: str) -> str:
+    return f"{line}…" if len(line) == CLIPPED else line
+
+
 def transcript(record: dict[str, Any]) -> list[str]:
     """The lines of the page between its markers."""
     lines = [BEGIN, f"Recorded on {record['machine']}, beside other work (load {record['load']:.1f} on its cores).", ""]
@@ -130,12 +154,16 @@ def write_page(record: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, metavar="FOLDER", help="an empty folder to play in")
+    parser.add_argument("--again", default="", metavar="COMMAND", help="one of the record's")
     parsed = parser.parse_args()
     if parsed.work:
         parsed.work.mkdir(parents=True, exist_ok=True)
-        commands = play(parsed.work.absolute())
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it, and so would the server
+        folder = parsed.work.absolute()
+        before = json.loads(RECORD.read_text(encoding="utf-8")) if parsed.again else {}
+        commands = play_again(folder, parsed.again, before) if parsed.again else play(folder)
         total = round(sum(entry["seconds"] for entry in commands), 1)
-        load = round(os.getloadavg()[2], 1)  # of the last fifteen minutes
+        load = before.get("load", round(os.getloadavg()[2], 1))  # of the last fifteen minutes
         write_record(RECORD, torch.device("cpu"), load=load, total_seconds=total, commands=commands)
     write_page(json.loads(RECORD.read_text(encoding="utf-8")))
 
