@@ -133,15 +133,8 @@ def transcript(record: dict[str, Any]) -> list[str]:
     for entry in record["commands"]:
         if entry["title"]:
             lines += [f"## {entry['title']}", ""]
-        seconds = f"{entry['seconds']:.1f} s" if entry["seconds"] >= 0.05 else ""
-        lines += [
-            *([f"*{seconds}*", ""] if seconds else []),
-            "```console",
-            f"$ {entry['command']}",
-            *entry["output"],
-            "```",
-            "",
-        ]
+        seconds = [f"({entry['seconds']:.1f} s)"] if entry["seconds"] >= 0.05 else []
+        lines += ["```console", f"$ {entry['command']}", *map(clipped, entry["output"]), *seconds, "```", ""]
     return [*lines, END]
 
 

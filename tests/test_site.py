@@ -4,6 +4,9 @@ import re
 from pathlib import Path
 
 import pytest
+from PIL import Image
+
+from tests.screenshots import PART_WIDTH
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -36,6 +39,13 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert file.exists(), f"links to {target}, which is not there"
         if anchor and file.suffix == ".md":
             assert anchor in anchors(file), f"links to {target}#{anchor}, a heading that is not there"
+
+
+def test_the_picture_of_the_report_is_light() -> None:
+    """docs/report.md says how it is made."""
+    picture = ROOT / "docs" / "report.png"
+    with Image.open(picture) as opened:
+        assert opened.width == PART_WIDTH and picture.stat().st_size < 200_000
 
 
 @pytest.fixture(scope="module")
