@@ -1,6 +1,7 @@
 # make train   the main job: prepares a corpus, trains a small GPT on it, writes a report   (about 2 minutes on 2 cores)
 # make test    every test
 # make test-gpu  the kernels' tests on this machine's GPU, into benchmarks/results/gpu-tests.json (PYTHON: one that has torch)
+# make docs    the documentation as a site, into site/
 # make check   lint, formatting, types
 
 PYTHON ?= python3
@@ -8,7 +9,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: train test test-gpu check format clean
+.PHONY: train test test-gpu docs check format clean
 
 train: $(VENV)/.installed
 	@$(BIN)/handgrad demo
@@ -18,6 +19,10 @@ test: $(VENV)/.installed-test
 
 test-gpu:
 	@$(PYTHON) -m pytest tests/gpu --record benchmarks/results/gpu-tests.json
+
+docs: $(VENV)/.installed-docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "site/index.html is the documentation; its search needs a server: $(BIN)/python -m http.server --directory site"
 
 check: $(VENV)/.installed-check
 	@$(BIN)/ruff check .
@@ -43,5 +48,9 @@ $(VENV)/.installed-check: $(VENV)/.installed
 	@$(PIP) --editable '.[check]'
 	@touch $@
 
+$(VENV)/.installed-docs: $(VENV)/.installed
+	@$(PIP) --editable '.[docs]'
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) build site *.egg-info

@@ -3,7 +3,10 @@
 import functools
 import re
 
+from benchmarks import small_text
+from benchmarks.first_minutes import transcript
 from tests import test_planning, test_readme, test_scaling_docs
+from tests.figure_values import RECORDS
 
 # Lines of arithmetic, which measures nothing; tests/test_scaling_docs.py makes them anew, word by word.
 ARITHMETIC = re.compile(r"^\| \w+ \| (NVLink|InfiniBand|Ethernet)\b.*tokens a step \|$", re.MULTILINE)
@@ -13,4 +16,8 @@ ARITHMETIC = re.compile(r"^\| \w+ \| (NVLink|InfiniBand|Ethernet)\b.*tokens a st
 def made() -> dict[str, list[str]]:
     """By page."""
     pages = {"docs/distributed.md": test_scaling_docs.scaling_rows(), "docs/planning.md": test_planning.table()}
+    # Its blocks are held by tests/test_first_minutes.py.
+    visible = [line for line in transcript(RECORDS["cpu-first-minutes"]) if line.startswith(("Recorded", "## "))]
+    pages["docs/first_ten_minutes.md"] = visible
+    pages["docs/data.md"] = small_text.rows(RECORDS["cpu-small-text"])
     return {**test_readme.quoted(), **pages}

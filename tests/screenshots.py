@@ -1,6 +1,7 @@
 """Pictures of a page in headless Chromium, as wide as a desk's screen and as a phone's, and what its console says.
 
 python -m tests.screenshots PAGE.html|URL... --out FOLDER
+python -m tests.screenshots PAGE.html|URL --part TOP,WIDTH,HEIGHT --out FILE.png    a part of the page, 1200 pixels wide
 """
 
 import argparse
@@ -17,6 +18,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 WIDTHS = {"desktop": 1280, "phone": 390}
+PART_WIDTH = 1200
 LEAST_WINDOW = 500  # Chromium's windows are no narrower; a phone's page is a frame inside one
 OPTIONS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr", "--v=0")
 OURS = ("--disable-web-security", "--disable-dev-shm-usage", "--no-first-run", "--disable-background-networking")
@@ -64,9 +66,11 @@ def framed(url: str, width: int, height: int, script: str = "") -> Iterator[str]
             server.shutdown()
 
 
-def screenshot(url: str, out: Path, width: int, height: int, *, dark: bool = False, script: str = "") -> list[str]:
+def screenshot(
+    url: str, out: Path, width: int, height: int, *, dark: bool = False, script: str = "", scale: float = 1
+) -> list[str]:
     """Writes a PNG of the page, after `script`; returns the lines of its console."""
-    more = ["--blink-settings=preferredColorScheme=0"] if dark else []
+    more = [f"--force-device-scale-factor={scale}", *["--blink-settings=preferredColorScheme=0"] * dark]
     window = f"--window-size={max(width, LEAST_WINDOW)},{height}"
     with framed(url, width, height, script) as frame:
         budget = "--virtual-time-budget=4000"
@@ -90,16 +94,30 @@ def ask(url: str, script: str, width: int = 1280) -> tuple[str, list[str]]:
     return html.unescape(found[1]), console
 
 
+def address(page: str) -> str:
+    return page if "://" in page else Path(page).absolute().as_uri()
+
+
+def part(url: str, out: Path, top: int, width: int, height: int) -> list[str]:
+    """Writes a PNG, `PART_WIDTH` pixels wide, of the page from `top` on."""
+    script = f"frame.contentWindow.scrollTo(0, {top});"
+    return screenshot(url, out, width, height, script=script, scale=PART_WIDTH / width)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pages", nargs="+")
     parser.add_argument("--out", default="screenshots", type=Path)
     parser.add_argument("--height", default=2400, type=int)
+    parser.add_argument("--part", default="", metavar="TOP,WIDTH,HEIGHT", help="one PNG, --out, of a part of one page")
     parsed = parser.parse_args(arguments)
+    if parsed.part:
+        (page,) = parsed.pages
+        return int(bool(part(address(page), parsed.out, *map(int, parsed.part.split(",")))))
     parsed.out.mkdir(parents=True, exist_ok=True)
     errors = 0
     for number, page in enumerate(parsed.pages):
-        url = page if "://" in page else Path(page).absolute().as_uri()
+        url = address(page)
         for name, width in WIDTHS.items():
             for dark in (False, True):
                 out = parsed.out / f"{number}_{name}{'_dark' * dark}.png"

@@ -45,7 +45,7 @@ def test_every_file_is_in_wheel_and_sdist(built: Path, wheel: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert names >= {*TRACKED, "README.md", "LICENSE", "NOTICE", "pyproject.toml"}
-    assert not any(re.search(r"__pycache__|(^|/)(runs|shards|tests)/", name) for name in names)
+    assert not any(re.search(r"__pycache__|(^|/)(runs|shards|tests|site)/", name) for name in names)
 
 
 def test_the_readmes_links_work_on_a_package_index(wheel: Path) -> None:

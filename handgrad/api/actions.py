@@ -17,7 +17,7 @@ def prepare(
     source: str | os.PathLike[str],
     out: str | os.PathLike[str] = "shards",
     *,
-    tokenizer: str = "gpt2",
+    tokenizer: str = "auto",
     text_field: str = "text",
     validation_fraction: float | None = None,
     shard_tokens: int = 100_000_000,

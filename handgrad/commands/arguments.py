@@ -139,7 +139,8 @@ def add_timeout_arguments(parser: Parser) -> None:
 def prepare(parser: Parser) -> None:
     parser.add_argument("source", metavar="SOURCE", help=SOURCES)
     parser.add_argument("--out", default="shards", metavar="DIR", help="folder to write (default: shards)")
-    parser.add_argument("--tokenizer", default="gpt2", metavar="NAME", help="gpt2, bytes, bpe:SIZE or a tokenizer.json")
+    names = "gpt2, bytes, bpe:SIZE or a tokenizer.json (default: auto: gpt2; for less than 4 MiB of your own text bpe:4096)"
+    parser.add_argument("--tokenizer", default="auto", metavar="NAME", help=names)
     parser.add_argument("--text-field", default="text", metavar="NAME", help="column of rows with the text")
     parser.number(
         "--validation-fraction",

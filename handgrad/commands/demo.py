@@ -29,6 +29,6 @@ The report is {page.absolute().as_uri()}
 What to try next (after `source .venv/bin/activate`, if make did the set-up):
   handgrad sample {parsed.out} --prompt "Once upon a time"   # let it write
   handgrad evaluate {parsed.out}   # how good is it
-  handgrad prepare MY_TEXT.txt --out shards/mine   # your own text, GPT-2's tokenizer
+  handgrad prepare MY_TEXT.txt --out shards/mine   # your own text
   handgrad train --data shards/mine --out runs/mine   # a model of your own""")
     return 0

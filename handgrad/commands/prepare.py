@@ -22,6 +22,10 @@ def run(parsed: Namespace) -> int:
     given = {field.name: getattr(parsed, field.name) for field in fields(PrepareOptions) if field.name in parsed}
     prepared = prepare_with_progress(PrepareOptions(**given | {"out": Path(parsed.out)}))
     show_prepared(prepared)
+    if parsed.tokenizer == "auto" and prepared.dataset.tokenizer.kind == "bpe":
+        print(
+            "           trained on this text, as it is small; --tokenizer gpt2 if GPT-2's weights are to be finetuned on it"
+        )
     print(f"next       {next_command(prepared.dataset)}")
     return 0
 

@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +33,9 @@ BPE_SAMPLE_CHARACTERS = 16 << 20
 CHECKPOINT_UNITS = 32  # about 32 MB of text, some seconds of one core
 # A worker starts in a third of a second: none for less work than that.
 BYTES_PER_WORKER, STORIES_PER_WORKER = 2 << 20, 5000
+# A vocabulary of the text's own below this size: in 4 MiB, a million tokens, each of GPT-2's 50,257 occurs twenty times in
+# the mean, and most of them never; a small model would spend its weights and its time on them.
+SMALL_TEXT_BYTES, SMALL_TEXT_TOKENIZER = 4 << 20, "bpe:4096"
 # Validation shares without --validation-fraction: about a million tokens of a large corpus, enough of a small one.
 TEXT_FRACTION, LOCAL_ROW_FRACTION, HUB_ROW_FRACTION, STORY_FRACTION = 0.1, 0.05, 0.005, 0.01
 
@@ -43,7 +46,7 @@ class PrepareOptions:
 
     source: str  # stories, a path or glob, shakespeare, tinystories, fineweb, fineweb-edu, or OWNER/NAME[:CONFIG]
     out: Path
-    tokenizer: str = "gpt2"  # gpt2, bytes, bpe:SIZE (trained on the source), or a tokenizer.json
+    tokenizer: str = "auto"  # auto, gpt2, bytes, bpe:SIZE (trained on the source), or a tokenizer.json
     text_field: str = "text"  # column of rows that holds the text
     shard_tokens: int = 100_000_000
     validation_fraction: float | None = None  # None: 0.1 of text files, 0.05 of rows, 0.005 of hub rows, 0.01 of stories
@@ -82,6 +85,8 @@ def prepare(options: PrepareOptions, progress: Callable[[Progress], None] | None
     from_hub = not stories and not Path(source).expanduser().exists() and hub.is_hub_name(source)
     with storage_errors(f"writing {out}"):
         files = None if from_hub else [] if stories else find_local(source)
+        if options.tokenizer == "auto":
+            options = replace(options, tokenizer=suited_tokenizer(files or []))
         if _is_prepared(options, _recipe(options, files)):
             return Prepared(open_dataset(out), True)
         if files is None:
@@ -99,6 +104,12 @@ def prepare(options: PrepareOptions, progress: Callable[[Progress], None] | None
         return Prepared(open_dataset(out), False)
 
 
+def suited_tokenizer(files: list[SourceFile]) -> str:
+    """The tokenizer of `auto`: one trained on the text for small files of one's own, else GPT-2's."""
+    own = files and not any(file.download for file in files)
+    return SMALL_TEXT_TOKENIZER if own and sum(file.size_bytes for file in files) < SMALL_TEXT_BYTES else "gpt2"
+
+
 def _check(options: PrepareOptions) -> None:
     fraction = options.validation_fraction
     if not options.out.name or options.out.name == "..":
@@ -113,7 +124,7 @@ def _check(options: PrepareOptions) -> None:
     if options.tokenizer.startswith("bpe:"):
         if not re.fullmatch(r"bpe:\d{3,5}", options.tokenizer) or not 257 <= int(options.tokenizer[4:]) <= 65536:
             raise UsageError(f"expected bpe:SIZE with 257 to 65536 tokens, found {options.tokenizer!r}; try bpe:4096")
-    else:
+    elif options.tokenizer != "auto":
         load_tokenizer(options.tokenizer)
 
 

@@ -5,13 +5,16 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 
+from handgrad.data import prepare as preparing
 from handgrad.data import stories
 from handgrad.data.pieces import deal
 from handgrad.data.prepare import PrepareOptions, prepare
@@ -52,6 +55,27 @@ def test_the_tokens_of_a_text_file_are_those_of_the_whole(tmp_path, make_text, s
     assert record["text_bytes"] == len(train[0].encode()) and record["text_tokens"] == record["tokens"] - 1
     assert record["source_nats"] is None and dataset.manifest["recipe"]["source"] == "a.txt"
     assert not result.already_prepared and not list(tmp_path.glob("*.partial"))
+
+
+def test_a_small_text_gets_a_vocabulary_of_its_own(tmp_path, make_text, monkeypatch):
+    """From a size on GPT-2's; the same for folders, by the sum of their files. What was chosen is what was asked for."""
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(make_text(30_000))
+    small = PrepareOptions(str(tmp_path / "a.txt"), tmp_path / "small", workers=1)
+    assert small.tokenizer == "auto"
+    dataset = prepare(small).dataset
+    assert dataset.tokenizer.kind == "bpe" and dataset.tokenizer.vocab_size <= 4096
+    assert dataset.manifest["recipe"]["tokenizer"] == "bpe:4096" and prepare(small).already_prepared
+    assert prepare(replace(small, tokenizer="bpe:4096")).already_prepared
+    monkeypatch.setattr(preparing, "SMALL_TEXT_BYTES", 40_000)
+    assert prepare(replace(small, source=str(tmp_path), out=tmp_path / "two")).dataset.tokenizer.kind == "gpt2"
+
+
+def test_datasets_by_name_and_stories_keep_gpt2s_vocabulary(tmp_path):
+    stories_ = prepare(PrepareOptions("stories", tmp_path / "stories", documents=200, workers=1)).dataset
+    assert stories_.tokenizer.kind == "gpt2"
+    download = SimpleNamespace(size_bytes=1000, download=object())
+    assert preparing.suited_tokenizer([download]) == "gpt2"
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
