@@ -27,6 +27,7 @@ from torch import Tensor
 
 from handgrad.errors import DataError, storage_error, storage_errors
 from handgrad.files import file_sha256, sync_folder
+from handgrad.manifest import check_fields
 from handgrad.parsing import parse_json
 from handgrad.run_files import BEST, CHECKPOINTS, METRICS_FILE
 
@@ -38,34 +39,6 @@ WEIGHTS_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 SAFETENSORS_DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16"}
 MAX_MANIFEST_BYTES = 64 << 20
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 63
-
-
-def _is_object(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-def _are_numbers(value: Any) -> bool:
-    return isinstance(value, list) and all(type(one) in (int, float) and math.isfinite(one) for one in value)
-
-
-# The fields of a manifest: a condition, and its words.
-Condition = tuple[Callable[[Any], bool], str]
-FIELDS: dict[str, Condition] = {
-    "step": (_is_count, "a whole number"),
-    "config": (_is_object, "an object"),
-    "files": (lambda value: isinstance(value, dict) and {WEIGHTS_FILE, OPTIMIZER_FILE} <= value.keys(), "both files"),
-}
-RUN_FIELDS: dict[str, Condition] = {  # with which a run resumes; without any of them it is weights alone
-    "loss_window": (_are_numbers, "a list of numbers"),
-    "norm_window": (_are_numbers, "a list of numbers"),
-    "skips_in_a_row": (_is_count, "a whole number"),
-    "versions": (_is_object, "an object"),
-    "loss_scale": (lambda value: _are_numbers(value) and len(value) == 2, "two numbers"),  # of fp16
-}
 
 
 @dataclass(frozen=True)
@@ -272,28 +245,13 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     digest = manifest.pop("sha256", None)
     if digest != _content_sha256(manifest):
         raise DataError(f"{path}: its SHA-256 differs from its content's; it was edited or damaged")
-    _check_fields(manifest, path)
-    for name, entry in manifest["files"].items():
+    check_fields(manifest, path)
+    files = manifest["files"]
+    if not {WEIGHTS_FILE, OPTIMIZER_FILE} <= files.keys():
+        raise DataError(f"{path} lacks a file in its list; it was edited or damaged")
+    for name, entry in files.items():
         _verify(folder / Path(name).name, entry)
     return Checkpoint(folder, manifest)
-
-
-def _check_fields(manifest: dict[str, Any], path: Path) -> None:
-    """Raises `DataError` unless a manifest has its fields, those that a run resumes with as well if it has any of these."""
-    for name, (holds, wanted) in FIELDS.items():
-        if not holds(manifest.get(name)):
-            raise DataError(
-                f"{path}: expected {wanted} as {name}, found {manifest.get(name)!r:.80}; it was edited or damaged"
-            )
-    named = path.parent.name.removeprefix("step_")
-    if f"step_{named}" == path.parent.name and named.isdecimal() and int(named) != manifest["step"]:
-        raise DataError(f"{path}: expected step {int(named)}, found {manifest['step']}; it belongs into another folder")
-    if any(name in manifest for name in RUN_FIELDS):
-        fp16 = manifest["config"].get("precision") == "fp16"
-        for name, (holds, wanted) in RUN_FIELDS.items():
-            if (name in manifest or name != "loss_scale" or fp16) and not holds(manifest.get(name)):
-                found = f"found {manifest.get(name)!r:.80}; it was edited or damaged"
-                raise DataError(f"{path}: expected {wanted} as {name}, {found}")
 
 
 def _content_sha256(content: dict[str, Any]) -> str:
