@@ -57,7 +57,7 @@ def task(path: Path) -> None:
         ("a.parquet", lambda path: repeated(path, 100), rows),  # a text that the file holds once
         ("b.parquet", lambda path: repeated(path, 32, use_dictionary=False), rows),  # pages that pack well
         ("a.parquet", lambda path: repeated(path, 100), task),
-        ("a.jsonl.gz", lambda path: packed(path, b"\n" * 16 * MEBIBYTE), rows),
+        ("a.jsonl.gz", lambda path: packed(path, (b" " * 1023 + b"\n") * 16384), rows),
         ("a.jsonl.gz", lambda path: packed(path, b'{"text": "%s"}\n' % (b"a" * MEBIBYTE) * 16), rows),
         ("a.txt.gz", lambda path: packed(path, b" " * 16 * MEBIBYTE), parts),
         ("a.jsonl.gz", lambda path: packed(path, b" " * 64 * MEBIBYTE), task),
