@@ -29,7 +29,8 @@ SUFFIXES: dict[str, Format] = {
 }
 BLOCK_BYTES = 1 << 18
 MAX_ROW_BYTES = 64 << 20  # a row is held in memory whole; a longer document belongs into a .txt, which is not
-PARQUET_ROWS, PARQUET_BYTES = 64, 64 << 20  # of a batch, at most
+PARQUET_ROWS, PARQUET_BYTES = 8, 64 << 20  # of a batch, at most
+DICTIONARY_BYTES = 8 << 20  # of a column in a row group that stays a dictionary, at most: reading collects it
 # Text that its file expands to: prose is packed to a tenth, what is packed to less than this was made to fill memories.
 MOST_EXPANSION = 200
 FREE_BYTES = 1 << 30  # to which any file may expand
@@ -188,7 +189,8 @@ def _read_jsonl(path: Path, text_field: str) -> Iterator[tuple[int, str | None]]
 
 @contextmanager
 def open_parquet(path: Path) -> Iterator[Any]:
-    """A `pyarrow.parquet.ParquetFile`, in which texts stay dictionaries: one that a page names often is held once.
+    """A `pyarrow.parquet.ParquetFile`, in which a small column of texts stays a dictionary: one text that it names often is
+    held once.
 
     Raises DataError: damaged, also where the block reads it; a column that expands to far more than its bytes.
     """
@@ -200,10 +202,12 @@ def open_parquet(path: Path) -> Iterator[Any]:
         options: dict[str, Any] = {"buffer_size": 1 << 20, "pre_buffer": False}
         with pyarrow.parquet.ParquetFile(path, **options) as file:
             columns, metadata = range(len(file.schema)), file.metadata
-            texts = [file.schema.column(n).path for n in columns if file.schema.column(n).logical_type.type == "STRING"]
+            texts = {file.schema.column(n).path for n in columns if file.schema.column(n).logical_type.type == "STRING"}
             for chunk in (metadata.row_group(g).column(n) for g in range(metadata.num_row_groups) for n in columns):
                 check_expansion(chunk.total_uncompressed_size, path, chunk.total_compressed_size, FREE_CHUNK_BYTES)
-        with pyarrow.parquet.ParquetFile(path, read_dictionary=texts, **options) as file:
+                if chunk.total_uncompressed_size > DICTIONARY_BYTES:
+                    texts.discard(chunk.path_in_schema)
+        with pyarrow.parquet.ParquetFile(path, read_dictionary=list(texts), **options) as file:
             yield file
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # a plain OSError for a damaged page
         raise DataError(f"expected a parquet file, found {error!s:.200} in {path}; fetch it again") from None
