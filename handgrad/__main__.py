@@ -1,4 +1,4 @@
-"""The program `handgrad`, and `python -m handgrad`: Ctrl-C has its handler before anything large is imported."""
+"""The program `handgrad`, and `python -m handgrad`: signals have their handlers before anything large is imported."""
 
 import _signal  # pyrefly: ignore[missing-import] - built in, while `signal` imports some milliseconds of others
 import sys
@@ -10,16 +10,17 @@ if INTERRUPTIBLE:
 
 def main() -> int:
     """Runs the command of the command line; returns its exit code."""
-    from handgrad.errors import end_at_once
+    if sys.platform == "win32":  # whose `signal` and `fcntl` lack what the imports below use
+        print("handgrad needs Linux or macOS, found Windows; run it in WSL 2", file=sys.stderr)
+        return 64
+    from handgrad.errors import end_at_once, stoppable
 
     if INTERRUPTIBLE:
         _signal.signal(_signal.SIGINT, end_at_once)
-    if sys.platform == "win32":
-        print("handgrad needs Linux or macOS, found Windows; run it in WSL 2", file=sys.stderr)
-        return 64
-    from handgrad import cli
+    with stoppable(training=sys.argv[1:2] == ["train"]):
+        from handgrad import cli
 
-    return cli.main()
+        return cli.main()
 
 
 if __name__ == "__main__":

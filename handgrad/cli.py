@@ -1,7 +1,6 @@
 """The entry point: parses a command line, runs the command, and turns errors for users into one line and an exit code."""
 
 import argparse
-import contextlib
 import importlib
 import io
 import os
@@ -19,7 +18,6 @@ from handgrad.errors import (
     MemoryShort,
     UsageError,
     interruptible,
-    stoppable,
     storage_error,
     tell,
 )
@@ -44,10 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parsed = parse(command, arguments[1:])
         threads.choose()
         # Imported only now: help and mistakes are answered at once, and `prepare` never loads torch.
-        with stoppable() if command == "train" else contextlib.nullcontext():
-            module = importlib.import_module(f"handgrad.commands.{command}")
-            with interruptible():
-                return module.run(parsed)
+        module = importlib.import_module(f"handgrad.commands.{command}")
+        with interruptible():
+            return module.run(parsed)
     except HandgradError as error:
         tell(error)
         return error.exit_code

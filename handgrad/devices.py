@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from handgrad import gpus
+from handgrad import gpus, limits
 from handgrad.errors import UsageError
 from handgrad.gpus import GPUS
 
@@ -144,8 +144,11 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Free memory of the device in bytes, or None where it is unknown."""
+    """Free memory of the device in bytes, or None where it is unknown; of a CPU, within this process's limits."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    kibibytes = proc_value("/proc/meminfo", "MemAvailable:") if device.type == "cpu" else ""
-    return int(kibibytes.split()[0]) * 1024 if kibibytes else None
+    if device.type != "cpu":
+        return None
+    kibibytes = proc_value("/proc/meminfo", "MemAvailable:")
+    free = [int(kibibytes.split()[0]) * 1024] if kibibytes else []
+    return min([*free, *limits.memory_left()], default=None)

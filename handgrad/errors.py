@@ -12,7 +12,6 @@ import os
 import re
 import signal
 import sys
-import threading
 import time
 import zlib
 from collections.abc import Iterator
@@ -184,10 +183,9 @@ def end_stopped(number: int, frame: FrameType | None) -> None:
 
 
 @contextlib.contextmanager
-def stoppable() -> Iterator[None]:
+def stoppable(*, training: bool) -> Iterator[None]:
     """Encloses a training run with `end_stopped` for the signals that would end it without a word."""
-    main = threading.current_thread() is threading.main_thread()
-    numbers = [number for number in STOPPING if main and signal.getsignal(number) is signal.SIG_DFL]
+    numbers = [number for number in STOPPING if training and signal.getsignal(number) is signal.SIG_DFL]
     try:
         for number in numbers:
             signal.signal(number, end_stopped)

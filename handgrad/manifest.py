@@ -22,31 +22,33 @@ OPTIMIZER_FILE = "optimizer.safetensors"
 MAX_MANIFEST_BYTES = 64 << 20
 
 
-def _is_count(value: Any) -> bool:
+def is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 63
 
 
-def _is_object(value: Any) -> bool:
+def is_object(value: Any) -> bool:
     return isinstance(value, dict)
 
 
-def _are_numbers(value: Any) -> bool:
+def are_numbers(value: Any) -> bool:
     return isinstance(value, list) and all(type(one) in (int, float) and math.isfinite(one) for one in value)
 
 
-# The fields of a manifest: a condition, and its words.
-Condition = tuple[Callable[[Any], bool], str]
-FIELDS: dict[str, Condition] = {
-    "step": (_is_count, "a whole number"),
-    "config": (_is_object, "an object"),
-    "files": (lambda value: isinstance(value, dict) and {WEIGHTS_FILE, OPTIMIZER_FILE} <= value.keys(), "both files"),
+# A condition on a field, and its words.
+Conditions = dict[str, tuple[Callable[[Any], bool], str]]
+FIELDS: Conditions = {
+    "step": (is_count, "a whole number"),
+    "config": (is_object, "an object"),
+    "files": (lambda value: is_object(value) and {WEIGHTS_FILE, OPTIMIZER_FILE} <= value.keys(), "both files"),
 }
-RUN_FIELDS: dict[str, Condition] = {  # with which a run resumes; without any of them it is weights alone
-    "loss_window": (_are_numbers, "a list of numbers"),
-    "norm_window": (_are_numbers, "a list of numbers"),
-    "skips_in_a_row": (_is_count, "a whole number"),
-    "versions": (_is_object, "an object"),
-    "loss_scale": (lambda value: _are_numbers(value) and len(value) == 2, "two numbers"),  # of fp16
+RUN_FIELDS: Conditions = {  # with which a run resumes; weights alone have none of them
+    "loss_window": (are_numbers, "a list of numbers"),
+    "norm_window": (are_numbers, "a list of numbers"),
+    "skips_in_a_row": (is_count, "a whole number"),
+}
+BESIDE: Conditions = {
+    "versions": (is_object, "an object"),
+    "loss_scale": (lambda value: are_numbers(value) and len(value) == 2, "two numbers"),  # of fp16
 }
 
 
@@ -91,17 +93,20 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def check_fields(manifest: dict[str, Any], path: Path) -> None:
-    """Raises `DataError` unless a manifest has its fields, those that a run resumes with as well if it has any of these."""
-    wanted = FIELDS
-    if any(name in manifest for name in RUN_FIELDS if name != "versions"):
-        wanted = FIELDS | RUN_FIELDS
-        if "loss_scale" not in manifest and manifest.get("config", {}).get("precision") != "fp16":
-            wanted = {name: condition for name, condition in wanted.items() if name != "loss_scale"}
-    for name, (holds, words) in wanted.items():
-        if not holds(manifest.get(name)):
-            raise DataError(
-                f"{path}: expected {words} as {name}, found {manifest.get(name)!r:.80}; it was edited or damaged"
-            )
+    """Raises `DataError` unless the manifest at `path` has its fields; if it has any of those that a run resumes with, it
+    needs them all."""
+    check(manifest, FIELDS, path)
+    if manifest.keys() & RUN_FIELDS:
+        needed = manifest["config"].get("precision") == "fp16"
+        beside = {key: condition for key, condition in BESIDE.items() if key in manifest or key == "versions" or needed}
+        check(manifest, RUN_FIELDS | beside, path)
+
+
+def check(manifest: dict[str, Any], conditions: Conditions, path: Path) -> None:
+    for name, (holds, wanted) in conditions.items():
+        value = manifest.get(name)
+        if not holds(value):
+            raise DataError(f"{path}: expected {wanted} as {name}, found {value!r:.80}; it was edited or damaged")
 
 
 def content_sha256(content: dict[str, Any]) -> str:

@@ -8,8 +8,10 @@ which the thread that they wait for could run.
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
+
+from handgrad.limits import group_folders
 
 # Turns of libgomp's loop, some tens of microseconds: longer than the waits on an idle machine, shorter than a time slice.
 # Other runtimes count milliseconds: at 0, a thread sleeps at once.
@@ -50,30 +52,14 @@ def quota(root: Path = Path("/")) -> float | None:
     Files: https://docs.kernel.org/admin-guide/cgroup-v2.html (`cpu.max`: quota and period) and
     https://docs.kernel.org/scheduler/sched-bwc.html (version 1: a file each).
     """
-    groups = root / "proc/self/cgroup"
-    lines = groups.read_text().splitlines() if groups.exists() else []
     limits = []
-    for _, controllers, group in (line.split(":", 2) for line in lines):
-        if not controllers:
-            files = ("cpu.max",)
-        elif "cpu" in controllers.split(","):
-            files = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-        else:
-            continue
-        for mounted in ("", "unified") if not controllers else (controllers, "cpu"):
-            for folder in levels(root / "sys/fs/cgroup" / mounted, group):
-                if all((folder / file).exists() for file in files):
-                    limit, period = " ".join((folder / file).read_text() for file in files).split()
-                    if limit not in ("max", "-1"):
-                        limits.append(int(limit) / int(period))
+    for folder, version in group_folders("cpu", root):
+        files = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        if all((folder / file).exists() for file in files):
+            limit, period = " ".join((folder / file).read_text() for file in files).split()
+            if limit not in ("max", "-1"):
+                limits.append(int(limit) / int(period))
     return min(limits, default=None)
-
-
-def levels(top: Path, group: str) -> Iterator[Path]:
-    """The folders of a control group and of those above it. A container may see its own at the top."""
-    inner = top / group.lstrip("/")
-    yield inner
-    yield from (folder for folder in inner.parents if folder.is_relative_to(top))
 
 
 def describe(threads: int) -> str:

@@ -1,7 +1,9 @@
 """Files that are well-formed and hostile: every reader refuses them in one line, without a traceback, at once."""
 
+import contextlib
 import hashlib
 import json
+import random
 import shutil
 import time
 from collections.abc import Callable
@@ -32,13 +34,13 @@ VALUES = {"deep": DEEP, "deeper": DEEPER, **{f"{len(number)} characters": number
 
 def report_of(folder: Path, config: str = "seed = 1\n", line: str = "") -> None:
     made = make_run(folder / "run")
-    (made / "config.toml").write_text(config)
-    (made / "metrics.jsonl").write_text(json.dumps(start_line()) + "\n" + line + "\n")
+    written(made / "config.toml", config)
+    written(made / "metrics.jsonl", json.dumps(start_line()) + "\n" + line + "\n")
     read_run(made, "run")
 
 
 def written(path: Path, text: str) -> Path:
-    path.write_text(text)
+    path.write_bytes(text.encode("latin-1"))
     return path
 
 
@@ -82,6 +84,54 @@ def test_hostile_values(reader: str, value: str, tmp_path: Path) -> None:
     line = str(refused.value)
     assert refused.value.exit_code in (64, 65) and len(line) < 800 and "\n" not in line
     assert time.process_time() - begun < 1
+
+
+# Valid ones, to be changed at a few places.
+VALID = {
+    "recipe": b'steps = 10\npreset = "tiny"\nlearning_rate = 1e-3\nkeep_best = true\n',
+    "config of a run": b'seed = 1\nchannels = 128\nclip_norm = 1.0\nout = "runs/x"\n',
+    "task": b'[{"text": "one two"}, {"text": "three four"}]',
+    "task's answer": b'{"context": "a", "choices": ["b", "c"], "answer": 1}\n{"context": "\\ud800", "choices": ["", ""]}\n',
+    "prompts": b'{"prompt": "Once", "max_tokens": 3}\n{"prompt": "Twice"}\n',
+    "metrics": b'{"kind": "step", "step": 1, "loss": 2.5, "norm": 1.0}',
+    "documents": b'{"text": "a", "more": [1, 2.5, null]}\n{"text": "b"}\n',
+    "manifest": b'{"schema": 1, "step": 3, "config": {"lanes": 1}, "files": {}}',
+    "their config": b'{"model_type": "gpt2", "n_layer": 1, "n_head": 1, "n_embd": 8, "n_positions": 8, "vocab_size": 257}',
+    "their index": b'{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}',
+}
+PIECES = [
+    b"",
+    b"[",
+    b"{",
+    b'"',
+    b"\\u0000",
+    b"\\ud800",
+    b"-",
+    b"1e999",
+    b"9" * 50,
+    b"NaN",
+    b"null",
+    b"true",
+    b"\xff",
+    b"=",
+    b".",
+]
+
+
+@pytest.mark.parametrize("reader", VALID)
+def test_changed_files(reader: str, tmp_path: Path) -> None:
+    """Any change leaves a file that is read, or refused."""
+    _, read = READERS[reader]
+    dice = random.Random(reader)
+    for number in range(60):
+        content = bytearray(VALID[reader])
+        for _ in range(dice.randint(1, 3)):
+            start = dice.randrange(len(content) + 1)
+            content[start : start + dice.randint(0, 6)] = dice.choice(PIECES)
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with contextlib.suppress(HandgradError):
+            read(folder, bytes(content).decode("latin-1"))
 
 
 @pytest.mark.parametrize("parse", [parse_json, parse_toml])
@@ -129,7 +179,8 @@ FORGED = {
     "no step": ("step", GONE, "expected a whole number as step"),
     "another folder's step": ("step", 6, "expected step 12, found 6"),
     "no config": ("config", GONE, "expected an object as config"),
-    "no files": ("files", GONE, "expected both files as files"),
+    "no files": ("files", GONE, "expected an object as files"),
+    "no weights": ("files", {}, "lacks a file in its list"),
     "no window": ("loss_window", GONE, "expected a list of numbers as loss_window"),
     "a window of text": ("norm_window", ["1.0"], "expected a list of numbers as norm_window"),
     "a window of NaN": ("norm_window", [float("nan")], "expected a list of numbers as norm_window"),

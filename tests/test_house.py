@@ -19,12 +19,13 @@ MODEL_AT_WORK = {*BESIDE, "generation", "evaluation", "data", "checkpoint", "bac
 RUN = {*MODEL_AT_WORK, "gpus", "interop", "presets", "recipes", "format", "power", "threads", "run"}
 LAW = {
     **{part: set() for part in ("errors", "files", "parsing", "format", "config", "run_files", "jsonl", "graphs")},
-    **{part: set() for part in ("power", "threads", "tensor_files")},
+    **{part: set() for part in ("power", "limits", "tensor_files")},
+    "threads": {"limits"},
     "manifest": {"tensor_files"},
     "gpus": set(),
     **{part: {"config", "run_files"} for part in ("presets", "recipes", "arena", "data")},
     "checkpoint": {"run_files", "manifest", "tensor_files"},
-    "devices": {"config", "run_files", "gpus"},
+    "devices": {"config", "run_files", "gpus", "limits"},
     "ops": set(),
     "backend": {"config", "ops"},
     "models": {"config", "arena"},

@@ -239,6 +239,7 @@ def test_other_data_is_refused(finished: RunConfig, shards: Path, tmp_path: Path
     other.mkdir()
     for split, name in (("train", "x_train_000000.bin"), ("validation", "x_val_000000.bin")):
         tokens = (shards / f"{split}_000000.bin").read_bytes()[HEADER_BYTES:]
+        tokens = (50256).to_bytes(2, "little") + tokens[2:]  # GPT-2's, or it would be refused as bytes
         (other / name).write_bytes(header(len(tokens) // 2) + tokens)
     shutil.rmtree(Path(finished.out) / "samples")
     with pytest.raises(ConfigError, match="trained with another tokenizer"):

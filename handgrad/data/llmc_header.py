@@ -38,7 +38,7 @@ def read_header(path: Path, magic: int, versions: tuple[int, ...]) -> tuple[list
     Raises `DataError`: no such file, too short, of another kind or version; `StorageError`: it cannot be read.
     """
     with storage_errors(f"reading {path}"):
-        if not path.exists():
+        if not path.is_file():
             raise DataError(f"expected {KINDS[magic]} of llm.c at {path}, found no such file")
         with path.open("rb") as file:
             first = file.read(HEADER_BYTES)

@@ -33,6 +33,7 @@ MAX_SHARD_TOKENS = (1 << 31) - 1  # the header's count is an int32
 MANIFEST_FILE = "manifest.json"
 SCHEMA = 1
 MAX_MANIFEST_BYTES = 64 << 20
+SAMPLED_TOKENS = 4096  # of a shard without a manifest
 SPLITS = ("train", "validation")
 HASH = (r"[0-9a-f]{64}", "a SHA-256")
 SHARD_FIELDS = {"file": (r"[A-Za-z0-9_]+\.bin", "a plain file name"), "sha256": HASH, "index_sha256": HASH}
@@ -214,6 +215,7 @@ def _open_bare(folder: Path) -> Dataset:
             if first[:4] == EVALUATION.to_bytes(4, "little"):
                 continue  # hellaswag_val.bin holds questions under the name of a shard
             token_count = _token_count(first, path.stat().st_size, path)
+            check_not_bytes(path)
             splits["train" if match[1] == "train" else "validation"].append(Shard(path, token_count, tokenizer.vocab_size))
     if not any(splits.values()):
         raise DataError(
@@ -221,6 +223,19 @@ def _open_bare(folder: Path) -> Dataset:
             f"make shards with `{prepare_command(folder) if holds_text(folder) else 'handgrad prepare'}`"
         )
     return Dataset(folder, tokenizer, {name: tuple(shards) for name, shards in splits.items()}, None)
+
+
+def check_not_bytes(path: Path) -> None:
+    """Raises DataError for a shard whose first tokens are all bytes and end-of-text of the tokenizer `bytes`: of GPT-2's
+    tokens a text has larger ones as well."""
+    with path.open("rb") as file:
+        file.seek(HEADER_BYTES)
+        first = np.frombuffer(file.read(2 * SAMPLED_TOKENS), "<u2")
+    if len(first) == SAMPLED_TOKENS and int(first.max()) <= 256:
+        raise DataError(
+            f"expected GPT-2 tokens in {path}, as there is no {MANIFEST_FILE}, found none above 256 in the first"
+            f" {SAMPLED_TOKENS}; restore {MANIFEST_FILE}, or prepare the text again with --tokenizer bytes"
+        )
 
 
 def _token_count(first: bytes, size_bytes: int, path: Path) -> int:

@@ -29,7 +29,12 @@ SUFFIXES: dict[str, Format] = {
 }
 BLOCK_BYTES = 1 << 18
 MAX_ROW_BYTES = 64 << 20  # a row is held in memory whole; a longer document belongs into a .txt, which is not
-PARQUET_ROWS = 64
+PARQUET_ROWS, PARQUET_BYTES = 8, 64 << 20  # of a batch, at most
+DICTIONARY_BYTES = 8 << 20  # of a column in a row group that stays a dictionary, at most: reading collects it
+# Text that its file expands to: prose is packed to a tenth, what is packed to less than this was made to fill memories.
+MOST_EXPANSION = 200
+FREE_BYTES = 1 << 30  # to which any file may expand
+FREE_CHUNK_BYTES = 256 << 20  # to which a column of a row group may: a page of it is held whole
 
 
 @dataclass(frozen=True)
@@ -97,7 +102,10 @@ def text_parts(path: Path, fraction: float) -> tuple[int, int]:
     """
     with reading(path), open_plain(path) as file:
         if path.suffix.lower() == ".gz":  # the size that a .gz states is only its last four bytes, modulo 4 GiB
-            size_bytes = sum(len(block) for block in iter(lambda: file.read(BLOCK_BYTES), b""))
+            size_bytes = 0
+            for block in iter(lambda: file.read(BLOCK_BYTES), b""):
+                size_bytes += len(block)
+                check_expansion(size_bytes, path)
         else:
             size_bytes = path.stat().st_size
         return file_cut(cast(Any, file), size_bytes, fraction), size_bytes
@@ -130,11 +138,25 @@ def read_rows(file: SourceFile, text_field: str) -> Iterator[tuple[int, str]]:
     Raises DataError: damaged, not UTF-8, no column or key `text_field`, or a row above 64 MiB; StorageError:
     unreadable.
     """
-    rows = _read_jsonl if file.format == "jsonl" else _read_parquet
+    rows, characters = _read_jsonl if file.format == "jsonl" else _read_parquet, 0
     with reading(file.path):
         for position, text in rows(file.path, text_field):
             if text:
+                characters += len(text)
+                check_expansion(characters, file.path)
                 yield position, text
+
+
+def check_expansion(size: int, path: Path, packed_bytes: int | None = None, free_bytes: int | None = None) -> None:
+    """Raises `DataError` if `size` bytes (or characters) are far more than a file, or its `packed_bytes`, can hold."""
+    if size <= (FREE_BYTES if free_bytes is None else free_bytes):
+        return
+    packed_bytes = path.stat().st_size if packed_bytes is None else packed_bytes
+    if size > MOST_EXPANSION * packed_bytes:
+        raise DataError(
+            f"expected text that is packed to no less than 1/{MOST_EXPANSION}, found {size} bytes or more from"
+            f" {packed_bytes} in {path}; unpack it yourself if it is what you want"
+        )
 
 
 def _read_jsonl(path: Path, text_field: str) -> Iterator[tuple[int, str | None]]:
@@ -161,34 +183,48 @@ def _read_jsonl(path: Path, text_field: str) -> Iterator[tuple[int, str | None]]
             except UnicodeEncodeError:
                 raise DataError(f"expected text, found a lone surrogate (\\ud800...) in {where}; repair the line") from None
             offset += len(line)
+            check_expansion(offset, path)
             yield raw.tell(), text
 
 
 @contextmanager
-def open_parquet(path: Path, **options: Any) -> Iterator[Any]:
-    """A `pyarrow.parquet.ParquetFile`. Raises DataError: damaged, also where the block reads it."""
+def open_parquet(path: Path) -> Iterator[Any]:
+    """A `pyarrow.parquet.ParquetFile`, in which a small column of texts stays a dictionary: one text that it names often is
+    held once.
+
+    Raises DataError: damaged, also where the block reads it; a column that expands to far more than its bytes.
+    """
     import pyarrow  # here and not above: workers and other sources do without it
     import pyarrow.parquet
 
     try:
+        # Without pre_buffer, and with a small buffer, a row group of any size is read page by page.
+        options: dict[str, Any] = {"buffer_size": 1 << 20, "pre_buffer": False}
         with pyarrow.parquet.ParquetFile(path, **options) as file:
+            columns, metadata = range(len(file.schema)), file.metadata
+            texts = {file.schema.column(n).path for n in columns if file.schema.column(n).logical_type.type == "STRING"}
+            for chunk in (metadata.row_group(g).column(n) for g in range(metadata.num_row_groups) for n in columns):
+                check_expansion(chunk.total_uncompressed_size, path, chunk.total_compressed_size, FREE_CHUNK_BYTES)
+                if chunk.total_uncompressed_size > DICTIONARY_BYTES:
+                    texts.discard(chunk.path_in_schema)
+        with pyarrow.parquet.ParquetFile(path, read_dictionary=list(texts), **options) as file:
             yield file
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # a plain OSError for a damaged page
         raise DataError(f"expected a parquet file, found {error!s:.200} in {path}; fetch it again") from None
 
 
 def _read_parquet(path: Path, text_field: str) -> Iterator[tuple[int, str | None]]:
-    # Without pre_buffer, and with a small buffer, a row group of any size is read page by page.
-    with open_parquet(path, buffer_size=1 << 20, pre_buffer=False) as file:
+    with open_parquet(path) as file:
         column = file.schema_arrow.get_field_index(text_field)
         if column < 0:
             names = ", ".join(file.schema_arrow.names)
             raise DataError(f"expected a column {text_field!r}, found {names:.200} in {path}; try --text-field")
         kind = file.schema_arrow.field(column).type
+        kind = getattr(kind, "value_type", kind) if str(kind).startswith("dictionary") else kind
         if str(kind) not in ("string", "large_string", "string_view"):
             raise DataError(f"expected text in column {text_field!r}, found {kind} in {path}; try --text-field")
         size_bytes, row, row_count = path.stat().st_size, 0, file.metadata.num_rows
-        for batch in file.iter_batches(PARQUET_ROWS, columns=[text_field], use_threads=False):
+        for batch in batches(file, [text_field]):
             for value in batch.column(0):
                 row += 1
                 try:
@@ -199,6 +235,15 @@ def _read_parquet(path: Path, text_field: str) -> Iterator[tuple[int, str | None
                     long = f"{len(text)} in row {row} of {path}"
                     raise DataError(f"expected rows below {MAX_ROW_BYTES} characters, found {long}; use a .txt file")
                 yield size_bytes * row // row_count, text
+
+
+def batches(file: Any, columns: list[str] | None = None) -> Iterator[Any]:
+    """The rows of a parquet file, in batches of a bounded number of rows and, by the file's own words, of bytes."""
+    for number in range(file.metadata.num_row_groups):
+        group = file.metadata.row_group(number)
+        rows = PARQUET_BYTES * group.num_rows // max(1, group.total_byte_size)
+        rows = max(1, min(PARQUET_ROWS, rows))
+        yield from file.iter_batches(rows, row_groups=[number], columns=columns, use_threads=False)
 
 
 def prepare_command(text: Path) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from handgrad.config import nearest_name
 from handgrad.data.hub import fetch, find_hub
-from handgrad.data.sources import open_parquet, open_plain, reading
+from handgrad.data.sources import batches, open_parquet, open_plain, reading
 from handgrad.errors import DataError, UsageError
 from handgrad.files import file_sha256
 from handgrad.jsonl import Record, numbered_lines, parse, record
@@ -20,6 +20,7 @@ from handgrad.parsing import parse_json
 
 SHOTS = "mmlu_dev"  # solved questions that precede those of mmlu
 MOST_SHOTS = 5
+MOST_BYTES = 256 << 20  # of a file, unpacked: it is held whole
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".txt")
 
 
@@ -36,17 +37,27 @@ def read_rows(path: Path) -> Iterator[Record]:
         raise UsageError(f"expected a file named {', '.join(SUFFIXES)}, found {path}; rename it if it is one of these")
     if name.endswith(".parquet"):
         with open_parquet(path) as file:
-            rows = (row for batch in file.iter_batches(1024) for row in batch.to_pylist())
-            yield from (Record(row, f"row {number} of {path}") for number, row in enumerate(rows, start=1))
+            rows = (batch.slice(n, 1).to_pylist()[0] for batch in batches(file) for n in range(batch.num_rows))
+            characters = 0
+            for number, row in enumerate(rows, start=1):
+                characters += len(str(row))
+                check_size(characters, path)
+                yield Record(row, f"row {number} of {path}")
         return
     with reading(path), open_plain(path) as file:
-        content = file.read()
+        content = file.read(MOST_BYTES + 1)
+    check_size(len(content), path)
     if name.endswith(".txt"):
         yield from text_rows(content, path)
     elif name.endswith(".json"):
         yield from json_rows(content, path)
     else:
         yield from (parse(line, where) for line, where in numbered_lines(content, path))
+
+
+def check_size(size: int, path: Path) -> None:
+    if size > MOST_BYTES:
+        raise DataError(f"expected a task of at most {MOST_BYTES} bytes, found more in {path}; give a part of it")
 
 
 def text_rows(content: bytes, path: Path) -> Iterator[Record]:

@@ -150,7 +150,7 @@ def read_folder(folder: Path, tokenizer: str = "") -> HuggingFaceFolder:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file of theirs; `DataError` if there is none."""
-    if not path.exists():
+    if not path.is_file():
         raise DataError(f"expected {path.name} in {path.parent}, found no such file; give a transformers folder")
     if (size := path.stat().st_size) > MAX_JSON_BYTES:
         raise DataError(f"expected at most {MAX_JSON_BYTES} bytes, found {size} in {path}; fetch it again")
@@ -188,6 +188,8 @@ def read_shape(path: Path) -> ModelShape:
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[Any]:
     """A safetensors file; `DataError` if it is none, or not whole."""
+    if path.exists() and not path.is_file():
+        raise DataError(f"expected a plain file at {path}, found a folder, pipe or device; fetch or export it again")
     try:
         with safetensors.safe_open(path, framework="pt") as stored:
             yield stored

@@ -267,9 +267,9 @@ def is_network_error(error: RuntimeError) -> bool:
 
 
 def error_text(error: BaseException) -> str:
-    """One line: the error's own for a user, else its type and text."""
+    """One line, never empty, which would be an orderly end: the error's own for a user, else its type and text."""
     text = " ".join(str(error).split())
-    if isinstance(error, HandgradError):
+    if isinstance(error, HandgradError) and text:
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 

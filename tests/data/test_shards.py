@@ -126,6 +126,13 @@ def test_the_identity_is_that_of_the_tokens(make_dataset):
     assert open_dataset(same.folder).identity == one.identity
 
 
+def test_bytes_do_not_open_as_gpt2_tokens(tmp_path):
+    """A prepared folder that has lost its manifest."""
+    (tmp_path / "train_000000.bin").write_bytes(header(5000) + np.resize(TOKENS, 5000).astype("<u2").tobytes())
+    with pytest.raises(DataError, match=r"expected GPT-2 tokens.*found none above 256 .*manifest.json.*--tokenizer bytes"):
+        open_dataset(tmp_path)
+
+
 def test_a_bare_folder_of_llmc_files(tmp_path):
     for name, tokens in (
         ("fineweb_train_000001", [1, 2, 50256]),

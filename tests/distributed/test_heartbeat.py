@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from handgrad.errors import DataError
 from handgrad.parallel import heartbeat
 from handgrad.parallel.heartbeat import Beat, Fault, Heartbeat
+from handgrad.parallel.ranks import error_text
 
 TIMEOUT = PATIENCE = 60.0  # seconds, of the ranks by the clock that a test turns, of the tests: reached only on a hang
 STALL = 20.0
@@ -343,6 +345,22 @@ def test_a_silence_is_told_to_all(lost: int) -> None:
     faults = [beating.read() for beating in others]
     assert faults[0] is not None and faults[0].text.startswith(f"lost rank {lost}: no heartbeat for 66 s"), faults
     assert faults[1] == faults[0] and faults[0].exit_code == 75
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (MemoryError(), "MemoryError"),
+        (AssertionError(), "AssertionError"),
+        (AssertionError(" \n"), "AssertionError"),
+        (DataError(""), "DataError"),
+        (DataError("a shard"), "a shard"),
+        (KeyError("a"), "KeyError: 'a'"),
+    ],
+)
+def test_an_error_without_a_text_has_its_type(error: Exception, text: str) -> None:
+    """The others would take none for an orderly end."""
+    assert error_text(error) == text
 
 
 @pytest.mark.parametrize("failing", [0, 1])

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -111,6 +112,24 @@ def test_wrong_shards(
     capsys.readouterr()
     assert told in refused(capsys, 65, "import", str(folder), "--out", str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_pipe_among_the_files(name: str, exported: Callable, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Nobody writes into it: reading would wait for ever."""
+    folder = shutil.copytree(exported("bytes")[1], tmp_path / "hf")
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    assert name in refused(capsys, 65, "import", str(folder), "--out", str(tmp_path / "run"))
+
+
+def test_a_pipe_among_the_shards(exported: Callable, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    folder = shutil.copytree(exported("bytes")[1], tmp_path / "hf")
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "model-1.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {WTE: "model-1.safetensors"}}))
+    line = refused(capsys, 65, "import", str(folder), "--out", str(tmp_path / "run"))
+    assert "expected a plain file at" in line and "model-1.safetensors" in line
 
 
 @pytest.mark.parametrize(

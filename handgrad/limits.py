@@ -1,0 +1,58 @@
+"""Limits on a process: of its control groups, and those that a shell's `ulimit` sets."""
+
+import contextlib
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def group_folders(controller: str, root: Path = Path("/")) -> Iterator[tuple[Path, int]]:
+    """(folder, version) of every control group that limits this process by a controller, those above it included."""
+    groups = root / "proc/self/cgroup"
+    lines = groups.read_text().splitlines() if groups.exists() else []
+    for _, controllers, group in (line.split(":", 2) for line in lines):
+        if controllers and controller not in controllers.split(","):
+            continue
+        for mounted in (controllers, controller) if controllers else ("", "unified"):
+            for folder in levels(root / "sys/fs/cgroup" / mounted, group):
+                yield folder, 1 if controllers else 2
+
+
+def levels(top: Path, group: str) -> Iterator[Path]:
+    """The folders of a control group and of those above it. A container may see its own at the top."""
+    inner = top / group.lstrip("/")
+    yield inner
+    yield from (folder for folder in inner.parents if folder.is_relative_to(top))
+
+
+# Of version 1 and 2: the limit, the memory in use, and the part of it that is a cache of files, which the system gives up.
+# https://docs.kernel.org/admin-guide/cgroup-v1/memory.html, https://docs.kernel.org/admin-guide/cgroup-v2.html
+MEMORY_FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
+# Limits of `ulimit -v` and `-d`, and the use that counts, in /proc/self/status.
+ADDRESS_LIMITS = {resource.RLIMIT_AS: "VmSize", resource.RLIMIT_DATA: "VmData"}
+
+
+def memory_left(root: Path = Path("/")) -> list[int]:
+    """Bytes that each limit on this process leaves it, 0 or more; none without a limit."""
+    left = []
+    for folder, version in group_folders("memory", root):
+        limit_file, use_file, cache = MEMORY_FILES[version]
+        with contextlib.suppress(OSError, ValueError):  # without such a file, or "max"
+            limit, use = (int((folder / file).read_text()) for file in (limit_file, use_file))
+            left.append(limit - use + values(folder / "memory.stat", " ").get(cache, 0))
+    in_use = values(root / "proc/self/status", ":")
+    for limit, name in ADDRESS_LIMITS.items():
+        soft = resource.getrlimit(limit)[0]
+        if soft != resource.RLIM_INFINITY:
+            left.append(soft - 1024 * in_use.get(name, 0))
+    return [max(0, one) for one in left]
+
+
+def values(path: Path, separator: str) -> dict[str, int]:
+    """The whole numbers in a file of lines like "name: 12 kB"."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    pairs = (line.partition(separator) for line in lines)
+    return {name: int(rest.split()[0]) for name, _, rest in pairs if rest.split() and rest.split()[0].isdecimal()}
