@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from handgrad.report.runs import read_run
+from handgrad.reports.runs import read_run
 
 from handgrad import checkpoint
 from handgrad.config import RunConfig, read_toml

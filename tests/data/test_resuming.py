@@ -32,7 +32,7 @@ def test_no_worker_outlives_a_failure(tmp_path, make_text, small_units):
         assert multiprocessing.active_children()
         raise ZeroDivisionError
 
-    options = PrepareOptions(str(everything(tmp_path, make_text)), tmp_path / "out", workers=2)
+    options = PrepareOptions(str(everything(tmp_path, make_text)), tmp_path / "out", tokenizer="bytes", workers=2)
     with pytest.raises(ZeroDivisionError) as held:  # the traceback keeps every frame alive
         prepare(options, fail)
     assert not multiprocessing.active_children() and held.traceback
