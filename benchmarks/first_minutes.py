@@ -65,7 +65,7 @@ def play(folder: Path) -> list[dict[str, Any]]:
 
 
 def act(command: str, clone: Path) -> tuple[list[str], float]:
-    """What a command prints, and its seconds."""
+    """The output of a command, and its seconds."""
     print(f"$ {command}", flush=True)
     binaries = clone / ".venv" / "bin"
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "PYTHON"))}

@@ -74,7 +74,7 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, An
 
 
 def with_names(written: dict[str, Any], tensors: list[Stored]) -> dict[str, Any]:
-    """What `write_file` returned of the tensors' `safetensors_bytes`, with their names: [name, end, hash up to there]."""
+    """The ends that `write_file` returned of the tensors' `safetensors_bytes`, named: [name, end, hash up to there]."""
     names = [HEADER, *(tensor.name for tensor in tensors)]
     return {**written, "ends": [[name, *end] for name, end in zip(names, written["ends"], strict=True)]}
 

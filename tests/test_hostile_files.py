@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from handgrad.reports.runs import read_run
 
 from handgrad import checkpoint
 from handgrad.config import RunConfig, read_toml
@@ -24,6 +23,7 @@ from handgrad.evaluation.tasks import load_tasks
 from handgrad.generation.prompts import read_prompts
 from handgrad.interop.huggingface import read_shape, weight_files
 from handgrad.parsing import MOST_DEPTH, parse_json, parse_toml
+from handgrad.reports.runs import read_run
 from handgrad.run.start import train
 from tests.test_report import make_run, start_line
 

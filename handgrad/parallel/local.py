@@ -79,7 +79,7 @@ def handled_by(handler: Callable[[int, FrameType | None], None]) -> dict[int, An
 
 
 def rank_environment(size: int, environment: Mapping[str, str], port: int) -> dict[str, str]:
-    """What torchrun gives all ranks of one machine, in the place of what another launcher has left."""
+    """The variables that torchrun gives all ranks of one machine, in the place of those that another launcher has left."""
     kept = {name: value for name, value in environment.items() if not name.startswith("TORCHELASTIC_")}
     kept.setdefault("OMP_NUM_THREADS", "1")
     place = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

@@ -108,7 +108,8 @@ def extent(folder: Path) -> tuple[int, float]:
 
 
 def figures(folder: Path) -> dict[str, Any]:
-    """What the configuration and the record of a run say. Raises `DataError` or `StorageError` if they cannot be read."""
+    """The fields of a summary, from a run's configuration and record. Raises `DataError` or `StorageError` if these cannot
+    be read."""
     config, found = read_config(folder), last_records(folder)
     if "run" not in found:
         raise DataError(f"{folder / METRICS_FILE} has no 'run' line; `handgrad train` did not get to its first step")
