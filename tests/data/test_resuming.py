@@ -22,7 +22,7 @@ def test_any_number_of_workers_gives_the_same_bytes(tmp_path, make_text, small_u
     results = []
     for count in (1, 2, 3):
         out = tmp_path / f"out{count}"
-        prepare(PrepareOptions(given, out, workers=count, shard_tokens=5000, documents=limit))
+        prepare(PrepareOptions(given, out, "gpt2", workers=count, shard_tokens=5000, documents=limit))
         results.append(contents(out))
     assert results[0] == results[1] == results[2] and len(results[0]) > 6
 
@@ -54,9 +54,9 @@ class Kill:
 
 def test_a_killed_worker_is_named_and_the_rerun_gives_the_same_bytes(tmp_path, make_text, small_units, monkeypatch):
     source = str(everything(tmp_path, make_text))
-    prepare(PrepareOptions(source, tmp_path / "control", workers=2, shard_tokens=5000))
+    prepare(PrepareOptions(source, tmp_path / "control", "gpt2", workers=2, shard_tokens=5000))
     monkeypatch.setattr(module, "CHECKPOINT_UNITS", 1000)  # only the failure itself journals
-    kill, options = Kill(after=5), PrepareOptions(source, tmp_path / "out", workers=2, shard_tokens=5000)
+    kill, options = Kill(after=5), PrepareOptions(source, tmp_path / "out", "gpt2", workers=2, shard_tokens=5000)
     with pytest.raises(StorageError, match="killed"):
         prepare(options, kill)
     assert kill.killed and not options.out.exists()
@@ -65,13 +65,13 @@ def test_a_killed_worker_is_named_and_the_rerun_gives_the_same_bytes(tmp_path, m
     again = []
     tokenize = workers.tokenize
     monkeypatch.setattr(workers, "tokenize", lambda *a: again.append(1) or tokenize(*a))
-    prepare(PrepareOptions(source, options.out, workers=1, shard_tokens=5000))
+    prepare(PrepareOptions(source, options.out, "gpt2", workers=1, shard_tokens=5000))
     assert contents(options.out) == contents(tmp_path / "control")
     monkeypatch.setattr(workers, "tokenize", tokenize)
     total = len(again) + done
     again.clear()
     monkeypatch.setattr(workers, "tokenize", lambda *a: again.append(1) or tokenize(*a))
-    prepare(PrepareOptions(source, tmp_path / "full", workers=1, shard_tokens=5000))
+    prepare(PrepareOptions(source, tmp_path / "full", "gpt2", workers=1, shard_tokens=5000))
     assert len(again) == total  # what was done was not done again
 
 
@@ -136,7 +136,7 @@ def test_a_partial_folder_that_does_not_fit_is_started_over(tmp_path, make_text,
 @pytest.mark.parametrize("failing", [1, 4, 9])
 def test_a_full_disk(tmp_path, make_text, small_units, monkeypatch, failing):
     (tmp_path / "a.txt").write_text(make_text(20_000))
-    options, calls, fsync = PrepareOptions(str(tmp_path / "a.txt"), tmp_path / "out", workers=1), [], os.fsync
+    options, calls, fsync = PrepareOptions(str(tmp_path / "a.txt"), tmp_path / "out", "gpt2", workers=1), [], os.fsync
 
     def full(descriptor):
         calls.append(descriptor)
