@@ -1,7 +1,6 @@
 """The first minutes of a new user on a CPU, from a clone in an empty folder: each command, its seconds and its output.
 
     python -m benchmarks.first_minutes --work EMPTY_FOLDER     plays them, writes the record, and the page from it
-    python -m benchmarks.first_minutes --work FOLDER --again COMMAND    plays one of them again, in the folder of before
     python -m benchmarks.first_minutes                         writes the page from the record
 
 The record is benchmarks/results/cpu-first-minutes.json, the page docs/first_ten_minutes.md between its markers. The clone
@@ -73,16 +72,6 @@ def act(command: str, clone: Path) -> tuple[list[str], float]:
     return (watch if command.startswith("handgrad watch") else run)(command, clone, environment)
 
 
-def play_again(folder: Path, command: str, record: dict[str, Any]) -> list[dict[str, Any]]:
-    """The record's commands, one of them played anew."""
-    (entry,) = (entry for entry in record["commands"] if entry["command"] == command)
-    lines, seconds = act(command, folder / "handgrad")
-    entry |= {"seconds": round(seconds, 1), "output": said_in(lines, folder)}
-    for other in record["commands"]:
-        other["output"] = said_in(other["output"], folder)
-    return record["commands"]
-
-
 def said_in(lines: Sequence[str], folder: Path) -> list[str]:
     """The lines without the folder's name and without pip's warnings, which are about its own settings."""
     return [line.replace(str(folder), "~")[:CLIPPED] for line in lines if not line.startswith("WARNING: ")]
@@ -129,7 +118,8 @@ def clipped(line: str) -> str:
 
 def transcript(record: dict[str, Any]) -> list[str]:
     """The lines of the page between its markers."""
-    lines = [BEGIN, f"Recorded on {record['machine']}, beside other work (load {record['load']:.1f} on its cores).", ""]
+    load = f"mean load of the fifteen minutes before its end: {record['load']:.1f}, these commands among it"
+    lines = [BEGIN, f"Recorded on {record['machine']} ({load}).", ""]
     for entry in record["commands"]:
         if entry["title"]:
             lines += [f"## {entry['title']}", ""]
@@ -147,16 +137,14 @@ def write_page(record: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, metavar="FOLDER", help="an empty folder to play in")
-    parser.add_argument("--again", default="", metavar="COMMAND", help="one of the record's")
     parsed = parser.parse_args()
     if parsed.work:
         parsed.work.mkdir(parents=True, exist_ok=True)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it, and so would the server
         folder = parsed.work.absolute()
-        before = json.loads(RECORD.read_text(encoding="utf-8")) if parsed.again else {}
-        commands = play_again(folder, parsed.again, before) if parsed.again else play(folder)
+        commands = play(folder)
         total = round(sum(entry["seconds"] for entry in commands), 1)
-        load = before.get("load", round(os.getloadavg()[2], 1))  # of the last fifteen minutes
+        load = round(os.getloadavg()[2], 1)  # of the last fifteen minutes
         write_record(RECORD, torch.device("cpu"), load=load, total_seconds=total, commands=commands)
     write_page(json.loads(RECORD.read_text(encoding="utf-8")))
 

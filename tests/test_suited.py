@@ -74,7 +74,8 @@ def test_a_smaller_gpu_gets_a_smaller_micro_batch_or_model(memory: dict[str, flo
 
 
 def test_a_cpus_run_takes_minutes() -> None:
-    """The same work whatever the vocabulary; a small corpus is seen at most twenty times."""
+    """The same work whatever the vocabulary; a small corpus is seen at most forty times; the learning rate
+    ends at zero."""
     cpu, flops = torch.device("cpu"), []
     for vocab_size in (256, 1024, 50257):
         run = chosen(1e8, cpu, vocab_size)
@@ -82,7 +83,8 @@ def test_a_cpus_run_takes_minutes() -> None:
         flops.append(run.steps * run.tokens_per_step * suited.architecture(shape).flops_per_token(shape))
     assert flops == pytest.approx([suited.CPU_FLOPS] * 3, rel=0.01)
     run = chosen(2e4, cpu, 256)
-    assert run.steps * run.tokens_per_step <= 20.5 * 2e4
+    assert run.steps * run.tokens_per_step <= 40.5 * 2e4
+    assert (run.schedule, run.final_learning_rate_fraction) == ("linear", 0.0) and run.warmup_steps == run.steps // 10
 
 
 def test_the_bare_command(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

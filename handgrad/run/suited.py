@@ -18,10 +18,10 @@ from handgrad.data.shards import SPLITS, Dataset, open_dataset
 from handgrad.models import architecture
 from handgrad.run.resolve import resolve
 
-CPU_FLOPS = 2e13  # of the whole run: minutes on two cores
+CPU_FLOPS = 2.5e13  # of the whole run: three minutes on two cores
 MEMORY_SHARE = 0.85  # of a GPU's memory that the plan may take
 LEAST_STEPS, MOST_STEPS = 20, 20_000
-WARM_UP_SHARE, MOST_WARM_UP_STEPS = 20, 700
+MOST_WARM_UP_STEPS = 700
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,16 @@ class Size:
     micro_batch: int
     learning_rate: float
     epochs: float  # at most
+    warmup_share: float = 0.05  # of the steps
+    schedule: str = RunConfig.schedule
+    final_learning_rate_fraction: float = RunConfig.final_learning_rate_fraction
 
 
 def gpt2(tokens: float, name: str, micro_batch: int, learning_rate: float) -> Size:
     return Size(tokens, *presets.MODELS[name], 1024, 524288, micro_batch, learning_rate, 4)
 
 
-CPU_SIZES = (Size(0, 4, 4, 128, 256, 2048, 8, 2e-3, 20),)
+CPU_SIZES = (Size(0, 4, 4, 128, 256, 2048, 8, 4e-3, 40, 0.1, "linear", 0.0),)  # benchmarks/results/cpu-small-text.json
 GPU_SIZES = (
     Size(0, 6, 6, 384, 256, 16384, 64, 1e-3, 10),
     Size(20e6, 8, 8, 512, 512, 65536, 64, 1e-3, 6),
@@ -81,6 +84,8 @@ def fitted(size: Size, dataset: Dataset) -> RunConfig:
         tokens_per_step=samples * length,
         micro_batch=min(size.micro_batch, samples),
         learning_rate=size.learning_rate,
+        schedule=size.schedule,
+        final_learning_rate_fraction=size.final_learning_rate_fraction,
     )
 
 
@@ -114,7 +119,7 @@ def settings_of(config: RunConfig, size: Size, dataset: Dataset, device: torch.d
     return {
         **{name: getattr(config, name) for name in CHOSEN_SIZES},
         "steps": steps,
-        "warmup_steps": max(1, min(steps // WARM_UP_SHARE, MOST_WARM_UP_STEPS)),
+        "warmup_steps": max(1, min(int(steps * size.warmup_share), MOST_WARM_UP_STEPS)),
         "eval_every": min(max(1, steps // 10), 250),
         "eval_tokens": min(max(config.sequence_length, validation), 10 << 20),
         "sample_every": max(1, steps // 4),
@@ -125,7 +130,7 @@ def settings_of(config: RunConfig, size: Size, dataset: Dataset, device: torch.d
 
 CHOSEN_SIZES = (
     *("num_layers", "num_heads", "channels", "sequence_length"),
-    *("tokens_per_step", "micro_batch", "learning_rate"),
+    *("tokens_per_step", "micro_batch", "learning_rate", "schedule", "final_learning_rate_fraction"),
 )
 CHOSEN = (*CHOSEN_SIZES, "steps", "warmup_steps", "eval_every", "eval_tokens", "sample_every", "save_every", "log_every")
 
