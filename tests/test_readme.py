@@ -117,7 +117,7 @@ def result(name: str) -> dict[str, Any]:
 
 
 STEPS = ("124m", "350m", "774m", "774m-liger", "1558m")
-FP8_STEPS = ("fp8-step-124m", "fp8-step-124m-torchao", "step-350m", "fp8-step-774m", "fp8-step-1558m")
+FP8_STEPS = ("fp8-step-124m", "fp8-step-350m", "fp8-step-774m", "fp8-step-1558m")
 
 
 def line(*cells: str) -> str:

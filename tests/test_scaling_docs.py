@@ -10,7 +10,7 @@ import pytest
 from benchmarks import efficiency
 
 ROOT = Path(__file__).parents[1]
-RUNS = {"124M": ("h200-x4-scaling-124m", "h200-x4-scaling-124m-ddp-fsdp"), "1558M": ("h200-x4-scaling-1558m",) * 2}
+RUNS = {"124M": "h200-x4-scaling-124m", "1558M": "h200-x4-scaling-1558m"}
 
 
 def mean(rows: list[dict], contender: str, key: str = "tokens_per_second") -> float:
@@ -19,24 +19,23 @@ def mean(rows: list[dict], contender: str, key: str = "tokens_per_second") -> fl
 
 
 def scaling_rows() -> list[str]:
-    """Per model: handgrad on four GPUs, its share of four times one, the same with NCCL's sums, and the twins."""
+    """Per model: handgrad on four GPUs, its share of four times one, and the twins."""
     lines = []
-    for model, (ours, twins) in RUNS.items():
-        record = efficiency.measured(ours)
-        rows, others = record["rows"], efficiency.measured(twins)["rows"]
+    for model, name in RUNS.items():
+        record = efficiency.measured(name)
+        rows = record["rows"]
         together, alone = mean(rows, "together"), mean(rows, "alone")
         slowest = [4 * min(row["tokens_per_second_by_gpu"]) for row in rows if row["contender"] == "alone"]
         share = together / (sum(slowest) / len(slowest))
-        memory = [mean(table, name, "allocated_gib") * 1.073741824 for table, name in
-                  ((rows, "together"), (others, "ddp"), (others, "fsdp"))]  # fmt: skip
-        speeds = [mean(rows, "reduce-scatter"), mean(others, "ddp"), mean(others, "fsdp")]
+        names = ("together", "ddp", "fsdp")
+        memory = [mean(rows, name, "allocated_gib") * 1.073741824 for name in names]
         cells = [
             model,
             f"{record['settings']['micro_batch']}",
             f"**{together / 1e3:.0f}k**",
             f"{share:.1%}",
             f"{together / alone:.1%}",
-            *(f"{speed / 1e3:.0f}k" for speed in speeds),
+            *(f"{speed / 1e3:.0f}k" for speed in (mean(rows, "ddp"), mean(rows, "fsdp"))),
             " / ".join(f"{size:.0f}" for size in memory),
         ]
         lines.append("| " + " | ".join(cells) + " |")
