@@ -17,6 +17,7 @@ from handgrad.run import console
 from handgrad.run.progress import Cadence, StepFigures
 from handgrad.run.start import train
 from handgrad.training.step import StepResult
+from tests.terminal_pictures import markup, seen
 
 
 def result(seconds: float = 0.5, **changes: Any) -> StepResult:
@@ -52,6 +53,34 @@ def test_the_live_line_keeps_its_bar_and_the_time_left(width: int, monkeypatch: 
     bar = shown[: min(24, width // 5)]  # four fifths of it are drawn
     assert bar.startswith("━" * int(0.75 * len(bar))) and shown[len(bar) :].strip() == LIVE[width]
     assert len(shown.rstrip()) <= width
+
+
+LINES = {
+    None: "step  8000/10000 | loss 3.2100 (z +1.2) | norm 0.456 (z -0.8) | lr 6.00e-04 | 500 ms | 45.1k tok/s | 38.1% MFU",
+    100: "step  8000/10000 | loss 3.2100 (z +1.2) | norm 0.456 (z -0.8) | lr 6.00e-04 | 500 ms | 45.1k tok/s",
+    80: "step  8000/10000 | loss 3.2100 | norm 0.456 | lr 6.00e-04 | 500 ms | 45.1k tok/s",
+    72: "step  8000/10000 | loss 3.2100 | norm 0.456 | lr 6.00e-04 | 45.1k tok/s",
+    40: "step  8000/10000 | loss 3.2100 | norm 0.456 | lr 6.00e-04 | 45.1k tok/s",
+}
+
+
+@pytest.mark.parametrize("width", LINES)
+def test_a_line_of_a_step_fits_the_terminal(width: int | None) -> None:
+    """The log and pipes get it whole; an update that was skipped is named at any width."""
+    figures = StepFigures(8000, 10_000, result(), 45_100, "38.1% MFU", 3725)
+    assert figures.line(width) == LINES[width]
+    skipped = dataclasses.replace(figures, result=result(skipped="loss z 7.1"))
+    assert skipped.line(width).endswith(" | skipped: loss z 7.1")
+
+
+def test_pictures_show_a_terminal_as_wide_as_asked() -> None:
+    command = [sys.executable, "-c", "print('a' * 100); print('\\x1b[1;31m<b>\\x1b[0m')"]
+    bold = '<span style="color:#e06c6c;font-weight:bold">'
+    assert markup(seen(command, 80, seconds=60)).splitlines() == [
+        "a" * 80,
+        "a" * 20,
+        f"{bold}&lt;</span>{bold}b</span>{bold}&gt;</span>",
+    ]
 
 
 def lines_of(seconds_per_step: float, every: int, first: int = 1, last: int = 100) -> list[int]:

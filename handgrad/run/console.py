@@ -48,10 +48,10 @@ class Display:
             self.bar.bar_width = bar_width = min(24, width // 5)
             self.progress.update(self.task, completed=completed, description=line(width - bar_width - 1))
 
-    def print_step(self, text: str) -> None:
-        """The plain line of a step; a notebook shows it in the line that it redraws."""
+    def print_step(self, line: Callable[[int | None], str]) -> None:
+        """The plain line of a step, no wider than the terminal; a notebook shows it in the line that it redraws."""
         if not self.redraws:
-            self.print(text)
+            self.print(line(self.console.width if self.live else None))
 
     def print(self, text: str) -> None:
         """A line on the console. When its reader has gone (`| head`, a terminal's connection), the run goes on without it;

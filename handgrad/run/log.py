@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -100,8 +101,9 @@ class RunLog:
         self._write(LOG_FILE, line)
         self.display.print(line)
 
-    def step_line(self, line: str) -> None:
-        self._write(LOG_FILE, line)
+    def step_line(self, line: Callable[[int | None], str]) -> None:
+        """`line`: of any width, or for a terminal of so many characters."""
+        self._write(LOG_FILE, line(None))
         self.display.print_step(line)
 
     def event(self, step: int, line: str) -> None:

@@ -28,16 +28,28 @@ class StepFigures:
     rate: str  # of the model's arithmetic
     seconds_left: float
 
-    def line(self) -> str:
-        """The plain line."""
+    def line(self, width: int | None = None) -> str:
+        """The plain line; if it needs the room of `width` characters, without the figures that a person looks for last."""
+        for without in range(4):
+            line = " | ".join(self.parts(without))
+            if width is None or len(line) <= width:
+                break
+        return line
+
+    def parts(self, without: int = 0) -> list[str]:
+        """The parts of the plain line, `without` the first so many of: the arithmetic's rate, z-scores, milliseconds."""
         result = self.result
-        loss_z, norm_z = (f" (z {z:+.1f})" if z is not None else "" for z in (result.loss_z, result.norm_z))
-        skipped = f" | skipped: {result.skipped}" if result.skipped else ""
-        return (
-            f"step {self.step:>{len(str(self.steps))}}/{self.steps} | loss {result.loss:.4f}{loss_z}"
-            f" | norm {result.norm:.3f}{norm_z} | lr {result.learning_rate:.2e} | {result.elapsed_seconds * 1e3:.0f} ms"
-            f" | {human_count(self.tokens_per_second)} tok/s | {self.rate}{skipped}"
-        )
+        loss_z, norm_z = (f" (z {z:+.1f})" if z is not None and without < 2 else "" for z in (result.loss_z, result.norm_z))
+        return [
+            f"step {self.step:>{len(str(self.steps))}}/{self.steps}",
+            f"loss {result.loss:.4f}{loss_z}",
+            f"norm {result.norm:.3f}{norm_z}",
+            f"lr {result.learning_rate:.2e}",
+            *([f"{result.elapsed_seconds * 1e3:.0f} ms"] if without < 3 else []),
+            f"{human_count(self.tokens_per_second)} tok/s",
+            *([self.rate] if without < 1 else []),
+            *([f"skipped: {result.skipped}"] if result.skipped else []),
+        ]
 
     def live_line(self, width: int) -> str:
         """The figures that fit into `width` characters, those that a person looks for first."""
@@ -111,4 +123,4 @@ class StepLines:
         figures = StepFigures(step, steps, result, tokens_per_second, rate, (steps - step) * mean_seconds)
         self.log.display.update(step, figures.live_line)
         if self.cadence.due(step, always=step == steps or bool(result.skipped)):
-            self.log.step_line(figures.line())
+            self.log.step_line(figures.line)
