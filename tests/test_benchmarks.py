@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from benchmarks import gpu_loss, gpu_step, ladder
+from benchmarks import gpu_loss, gpu_step, ladder, same_bits
 from benchmarks.contenders import HandgradRun, Settings, tokens_of
 from benchmarks.gpu_twin import ATTENTIONS, OPTIONS, Switches, switches_of
 from benchmarks.turns import Peer, PeerFailed, contend, timed_turn
@@ -294,3 +295,26 @@ def test_the_precision_of_a_contender() -> None:
     assert [gpu_step.precision_of(name, SMALL) for name in names] == ["fp32", "tf32", "bf16", "fp8", "fp8"]
     run = gpu_step.make_run("handgrad-bf16", SMALL)
     assert isinstance(run, HandgradRun) and run.state.parameters.dtype == torch.bfloat16
+
+
+def test_bits_of_a_run_are_those_of_its_tensors_and_steps(tmp_path: Path) -> None:
+    """However many files they lie in; one bit of a tensor or of a step's loss changes them."""
+
+    def left(name: str, parts: list[dict[str, torch.Tensor]], loss: float) -> str:
+        folder = tmp_path / name / "checkpoints" / "step_00000001"
+        folder.mkdir(parents=True)
+        for number, tensors in enumerate(parts):
+            save_file(tensors, folder / f"part{number}.safetensors")
+        line = {"kind": "step", "step": 1, "loss": loss, "norm": 1.0, "tokens_per_second": 5.0}
+        (tmp_path / name / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+        found = same_bits.found_in(tmp_path / name)
+        assert (found.tensors, found.numbers, found.tokens_per_second) == (2, 1, 5.0)
+        return found.bits
+
+    a, b = torch.arange(4.0), torch.ones(2, dtype=torch.bfloat16)
+    other = a.clone()
+    other.view(torch.int32)[3] ^= 1
+    one = left("one", [{"a": a, "b": b}], 2.5)
+    assert left("two", [{"b": b}, {"a": a}], 2.5) == one
+    assert left("tensor", [{"a": other, "b": b}], 2.5) != one
+    assert left("loss", [{"a": a, "b": b}], 2.5000000000000004) != one
