@@ -30,6 +30,7 @@ ON_SATURATION = ("warn", "widen", "bf16")
 TUNED = "tuned"
 REDUCE_PRECISIONS = ("fp32", "bf16")
 BACKENDS = ("auto", "kernels", "reference")
+OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 
 
@@ -122,7 +123,9 @@ class RunConfig:
     overfit_one_batch: bool = option(False, "train on the first batch over and over (to debug: the loss must go to 0)")
 
     # the optimizer
+    optimizer: str = option("adamw", "adamw, or muon for the blocks' matrices and AdamW for the rest", choices=OPTIMIZERS)
     learning_rate: float = option(6e-4, "peak learning rate")
+    matrix_learning_rate: float = option(0.0, "muon's peak learning rate (0: learning_rate)")
     schedule: str = option("cosine", "shape of the decay after the warm-up", choices=SCHEDULES)
     warmup_steps: int = option(0, "steps of linear warm-up")
     final_learning_rate_fraction: float = option(0.1, "learning rate at the end, as a fraction of the peak")
@@ -227,6 +230,10 @@ def check(config: RunConfig) -> RunConfig:
         )
     if not config.master_weights and config.precision not in (AUTO, "bf16", "fp8"):
         raise UsageError(f"master_weights false needs precision bf16 or fp8, found {config.precision}")
+    if config.optimizer == "muon" and not config.master_weights:
+        raise UsageError("optimizer muon needs float32 master weights, found master_weights false")
+    if config.optimizer != "muon" and config.matrix_learning_rate:
+        raise UsageError(f"matrix_learning_rate is muon's, found optimizer {config.optimizer}; try --optimizer muon")
     if config.precision == "fp8":
         check_fp8(config)
     if config.keep_every and (not config.save_every or config.keep_every % config.save_every):

@@ -19,6 +19,7 @@ from handgrad.layout import Sharding, buckets_of, norm_blocks
 from handgrad.models.freezing import freeze
 from handgrad.models.rows import ActivationRow, Table, flat_elements
 from handgrad.optimizers.adamw import AdamW
+from handgrad.optimizers.muon import Muon
 from handgrad.parallel.memory import with_sharding
 from handgrad.training.design import Batch, Design, Guards
 from handgrad.training.schedule import Schedule
@@ -53,7 +54,7 @@ def resolve(
     model = models.architecture(shape)
     lanes = max(1, config.lanes)
     sharding = Sharding(lanes, rank, ranks, config.zero, config.reduce_precision == "bf16")
-    optimizer = AdamW(config.beta1, config.beta2, config.adam_epsilon, config.weight_decay, config.seed)
+    optimizer = optimizer_of(config)
     parameters = freeze(models.parameter_table(shape, lanes, optimizer.whole), config.freeze)
     buckets = buckets_of(parameters, lanes)
     tokens = config.micro_batch * shape.sequence_length
@@ -103,6 +104,14 @@ def resolve(
         dropout=config.dropout,
         plan=make_plan([*flat.values(), *activations, *dropout]),
     )
+
+
+def optimizer_of(config: RunConfig) -> AdamW | Muon:
+    adamw = AdamW(config.beta1, config.beta2, config.adam_epsilon, config.weight_decay, config.seed)
+    if config.optimizer == "adamw":
+        return adamw
+    rate = (config.matrix_learning_rate or config.learning_rate) / config.learning_rate
+    return Muon(adamw, momentum=0.95, beta2=config.beta2, weight_decay=config.weight_decay, rate=rate)
 
 
 def resolve_fp8(

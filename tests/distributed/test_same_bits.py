@@ -75,15 +75,15 @@ def test_shared_gradients_do_not_matter(ranks: int, kind: str, launcher: Launche
     ],
     ids=["fp32", "rounded"],
 )
-def test_an_optimizer_of_whole_matrices(settings: dict, ranks: list, launcher: Launcher, shards: Path, tmp_path: Path):
-    """Whole parameters belong to lanes. Shares of a bucket differ; rank 0 of 4 has nothing of a block of 8 lanes."""
-    settings = {"steps": 6, "eval_every": 3, "save_every": 3, "num_layers": 3, **settings}
+def test_muon_on_ranks(settings: dict, ranks: list, launcher: Launcher, shards: Path, tmp_path: Path):
+    """Its whole matrices belong to lanes. Shares of a bucket differ; rank 0 of 4 has nothing of a block of 8 lanes."""
+    settings = {"optimizer": "muon", "steps": 6, "eval_every": 3, "save_every": 3, "num_layers": 3, **settings}
     for size, zero in ((1, 1), *ranks):
         last = tmp_path / str(size)
-        launcher.run(size, arguments(shards, last, zero=zero, **settings), "whole-matrices")
+        launcher.run(size, arguments(shards, last, zero=zero, **settings))
         same_run(tmp_path / "1", last, 6)
     shutil.rmtree(last / "checkpoints" / "step_00000006")
-    launcher.run(2, arguments(shards, last, zero=1, **settings), "whole-matrices")  # continues with step 3
+    launcher.run(2, arguments(shards, last, zero=1, **settings))  # continues with step 3
     same_run(tmp_path / "1", last, 6)
 
 

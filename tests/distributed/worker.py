@@ -1,8 +1,7 @@
 """One rank of a run, with a fault built into its own process: `python -m tests.distributed.worker FAULT COMMAND...`.
 
 A fault is NAME:RANK or NAME:RANK:STEP (steps counted from 0, as `TrainStep.begin` does) and hits that rank alone, in
-torchrun's first start and not in a restart. It says `fault fired` on stderr when it does. `whole-matrices` is none: it
-gives all ranks an optimizer that updates matrices whole.
+torchrun's first start and not in a restart. It says `fault fired` on stderr when it does.
 
 `python -m tests.distributed.worker serve FOLDER` imports everything once and then forks a process for every order in the
 folder: the seconds that an import takes would else be most of a test's time.
@@ -21,10 +20,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,14 +31,9 @@ import torch
 import handgrad.commands.train
 from handgrad import checkpoint
 from handgrad.cli import main
-from handgrad.models.rows import ParameterRow
-from handgrad.ops import CONTROL_LEARNING_RATE, RESULT_VERDICT, UPDATE
-from handgrad.optimizers import Owned
-from handgrad.optimizers.adamw import AdamW
 from handgrad.parallel import heartbeat, rendezvous
 from handgrad.parallel.ranks import Ranks
 from handgrad.parallel.step import ParallelStep
-from handgrad.run import resolve
 from handgrad.run.log import RunLog
 from handgrad.run.loop import Run
 from handgrad.run.saving import GatheredBucket
@@ -287,38 +281,12 @@ FAULTS: dict[str, Callable[[int], None]] = {
 
 
 @dataclass(frozen=True)
-class WholeMatrices(AdamW):
-    """AdamW whose matrices move by their whole gradient over its norm, which no rank can know from a part."""
-
-    def whole(self, row: ParameterRow) -> bool:
-        return row.group == "matrix"
-
-    def kind(self, row: ParameterRow) -> tuple[bool, bool]:
-        return row.group == "matrix", row.group != "vector"
-
-    def update(self, ops: ModuleType, owned: Iterable[Owned], controls: torch.Tensor, results: torch.Tensor) -> None:
-        for part in owned:
-            matrix, decays = part.kind
-            if not matrix:
-                super().update(ops, [replace(part, kind=decays)], controls, results)
-                continue
-            assert part.weight.dim() == part.gradient.dim() == part.state["m"].dim() == 2
-            momentum = self.beta1 * part.state["m"] + part.gradient
-            direction = momentum / (torch.linalg.matrix_norm(momentum) + self.epsilon)
-            weight = part.weight - 100 * controls[CONTROL_LEARNING_RATE].to(direction.dtype) * direction
-            updates = results[RESULT_VERDICT] == UPDATE
-            for tensor, value in ((part.state["m"], momentum), (part.weight, weight), (part.published, weight)):
-                tensor.copy_(torch.where(updates, value.to(tensor.dtype), tensor))
-
-
 def run(fault: str, command: list[str]) -> int:
     handgrad.commands.train.write_report = lambda runs, out: out  # plots take longer than these runs
     rendezvous.RETRY_SECONDS = 0.02
     heartbeat.GRACE_SECONDS, heartbeat.SUSPECT_SECONDS = 0.5, 2.0
     name, *numbers = fault.split(":")
-    if name == "whole-matrices":
-        resolve.AdamW = WholeMatrices
-    elif name != "none":
+    if name != "none":
         rank, step = (int(number) for number in (*numbers, "0")[:2])
         if name in ("freeze", "skip"):
             rendezvous.Heartbeat = impatient_heartbeat

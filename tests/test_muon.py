@@ -1,0 +1,139 @@
+"""Muon: its polynomials bring singular values to 1, its update is the formula's, it moves nothing that it should not."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from handgrad.config import RunConfig, check
+from handgrad.errors import UsageError
+from handgrad.ops import (
+    CONTROL_LEARNING_RATE,
+    CONTROL_STEP,
+    CONTROLS,
+    LOSS_OUTLIER,
+    RESULT_SCALE,
+    RESULT_VERDICT,
+    RESULTS,
+    reference,
+)
+from handgrad.optimizers import Owned
+from handgrad.optimizers.adamw import AdamW
+from handgrad.optimizers.muon import POLAR_EXPRESS, Muon, polar
+from handgrad.run.resolve import resolve
+
+SHAPES = [(6, 6), (6, 24), (24, 6), (1, 5)]
+ADAMW = AdamW(beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.1, seed=1)
+MUON = Muon(ADAMW, momentum=0.95, beta2=0.9, weight_decay=0.5, rate=2.0)
+
+
+def with_singular_values(values: Tensor, shape: tuple[int, int], seed: int = 0) -> tuple[Tensor, Tensor]:
+    """A matrix of float64 with these singular values, and its polar factor."""
+    generator = torch.Generator().manual_seed(seed)
+    u, v = (torch.linalg.qr(torch.randn(n, len(values), dtype=torch.float64, generator=generator)).Q for n in shape)
+    return u * values @ v.T, u @ v.T
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (64, 192), (256, 64)])
+def test_singular_values_come_to_one(shape: tuple[int, int]) -> None:
+    """Those that are no smaller than a thousandth of the norm come to within 15 %, their vectors stay; smaller ones are
+    lifted by the product of the first coefficients at most."""
+    n = min(shape)
+    values = torch.logspace(0, -2, n, dtype=torch.float64)
+    matrix, factor = with_singular_values(values, shape)
+    found = polar(matrix)
+    lifted = (found * factor).sum() / n  # the mean singular value, along the right vectors
+    assert torch.linalg.svdvals(found).min() > 0.85 and torch.linalg.svdvals(found).max() < 1.15
+    assert lifted == pytest.approx(torch.linalg.svdvals(found).mean().item(), rel=1e-9)
+    tiny, _ = with_singular_values(torch.cat([torch.ones(n - 1), torch.tensor([1e-9])]).double(), shape)
+    assert torch.linalg.svdvals(polar(tiny)).min() < 1e-9 * math.prod(a for a, _, _ in POLAR_EXPRESS)
+
+
+def test_a_matrix_of_zeros_stays() -> None:
+    assert not polar(torch.zeros(3, 5)).any()
+
+
+def part_of(shape: tuple[int, int], seed: int = 0) -> Owned:
+    generator = torch.Generator().manual_seed(seed)
+    weight, gradient, m = (torch.randn(shape, dtype=torch.float64, generator=generator) for _ in range(3))
+    v = torch.rand(shape, dtype=torch.float64, generator=generator)
+    return Owned((True, True), torch.zeros(shape), weight, gradient, {"m": m, "v": v}, 0)
+
+
+def numbers(step: int, learning_rate: float, scale: float = 1.0, verdict: int = 0) -> tuple[Tensor, Tensor]:
+    controls, results = torch.zeros(CONTROLS, dtype=torch.float64), torch.zeros(RESULTS, dtype=torch.float64)
+    controls[CONTROL_STEP], controls[CONTROL_LEARNING_RATE] = step, learning_rate
+    results[RESULT_SCALE], results[RESULT_VERDICT] = scale, verdict
+    return controls, results
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_update_is_the_formulas(shape: tuple[int, int]) -> None:
+    """Number by number, in loops over rows and columns, with the clip factor, and momentum on its way from 0.85 to 0.95."""
+    part, (rows, columns) = part_of(shape), shape
+    before = {
+        "w": part.weight.clone(),
+        "g": 0.25 * part.gradient,
+        "m": part.state["m"].clone(),
+        "v": part.state["v"].clone(),
+    }
+    MUON.update(reference, [part], *numbers(step=150, learning_rate=0.01, scale=0.25))
+    b = 0.85 + 0.1 * 150 / 300
+    momentum = b * before["m"] + (1 - b) * before["g"]
+    o = polar((1 - b) * before["g"] + b * momentum)
+    n = torch.empty(shape, dtype=torch.float64)
+    for r in range(rows):
+        v = 0.9 * before["v"].flatten()[r] + 0.1 * sum(float(x) ** 2 for x in o[r]) / columns
+        assert part.state["v"].flatten()[r] == pytest.approx(float(v), rel=1e-12)
+        n[r] = o[r] / math.sqrt(v)
+    n *= 0.2 * math.sqrt(rows * columns / float((n * n).sum()))
+    torch.testing.assert_close(part.state["m"], momentum)
+    for r in range(rows):
+        for c in range(columns):
+            w = before["w"][r, c]
+            decay = 0.5 * w if n[r, c] * w > 0 else 0.0
+            assert part.weight[r, c] == pytest.approx(float(w - 0.02 * (n[r, c] + decay)), rel=1e-6, abs=1e-9)
+    assert torch.equal(part.published, part.weight.float())
+    assert torch.equal(part.state["v"].flatten()[rows:], before["v"].flatten()[rows:]), "the other places mean nothing"
+
+
+def test_a_step_that_is_skipped_moves_nothing() -> None:
+    part = part_of((4, 8))
+    part.gradient.fill_(math.nan)
+    before = part.weight.clone(), part.state["m"].clone(), part.state["v"].clone()
+    MUON.update(reference, [part], *numbers(step=3, learning_rate=0.01, verdict=LOSS_OUTLIER))
+    assert all(torch.equal(a, b) for a, b in zip(before, (part.weight, *part.state.values()), strict=True))
+
+
+def test_the_launch_that_compiles_moves_nothing() -> None:
+    part = part_of((4, 8))
+    part = replace(
+        part, gradient=torch.zeros(4, 8).double(), state={name: torch.zeros(4, 8).double() for name in ("m", "v")}
+    )
+    before = part.weight.clone()
+    MUON.update(reference, [part], *numbers(step=0, learning_rate=0.0, scale=0.0))
+    assert torch.equal(part.weight, before) and not part.state["m"].any() and not part.state["v"].any()
+
+
+def test_who_gets_which() -> None:
+    """Muon the blocks' matrices, whole; AdamW embeddings, positions and vectors."""
+    config = check(
+        RunConfig(num_layers=1, num_heads=1, channels=16, optimizer="muon", device="cpu", matrix_learning_rate=6e-3)
+    )
+    design = resolve(config, 257)
+    assert isinstance(design.optimizer, Muon) and design.optimizer.rate == pytest.approx(10)
+    whole = [row.name for row in design.parameters if row.whole]
+    assert whole == [f"blocks.0.{name}_weight" for name in ("qkv", "proj", "fc", "fcproj")]
+    kinds = {row.name: design.optimizer.kind(row) for row in design.parameters if not row.whole}
+    assert kinds["wte"] == kinds["wpe"] == (False, True) and kinds["lnf_weight"] == (False, False)
+    plain = resolve(replace(config, optimizer="adamw"), 257)
+    assert plain.plan.size_bytes == design.plan.size_bytes, "the state takes AdamW's memory"
+
+
+def test_what_it_does_not_do_is_refused() -> None:
+    with pytest.raises(UsageError, match="muon needs float32 master weights"):
+        check(RunConfig(optimizer="muon", precision="bf16", master_weights=False))
+    with pytest.raises(UsageError, match="matrix_learning_rate is muon's"):
+        check(RunConfig(matrix_learning_rate=0.02))
