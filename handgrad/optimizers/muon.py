@@ -74,7 +74,9 @@ class Muon:
         b = (FIRST_MOMENTUM + (self.momentum - FIRST_MOMENTUM) * warmed).to(dtype)
         gradient = part.gradient * results[RESULT_SCALE].to(dtype)
         momentum = torch.lerp(gradient, part.state["m"], b)
-        direction = polar(torch.lerp(gradient, momentum, b))
+        update = torch.lerp(gradient, momentum, b)
+        # On a GPU in 16 bits, 16 times as fast as float32: the polynomials send what rounding does back towards 1.
+        direction = polar(update.bfloat16() if update.is_cuda else update).to(dtype)
         moments = part.state["v"].view(-1)[:rows]
         squares = self.beta2 * moments + (1 - self.beta2) * direction.square().mean(dim=1)
         direction = direction / (squares.sqrt() + LEAST_NORM)[:, None]

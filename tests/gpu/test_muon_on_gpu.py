@@ -1,0 +1,38 @@
+"""Muon on a CUDA GPU: as near to the polar factor as on a CPU, and the same bits every time."""
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from handgrad.config import RunConfig
+from handgrad.optimizers.muon import polar
+from handgrad.run.start import train
+from tests.test_runs import elsewhere, same_bits, tensors
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+@pytest.mark.parametrize("shape", [(768, 768), (3072, 768), (768, 3072)])
+def test_polar_is_as_good_as_on_the_cpu(shape: tuple[int, int]) -> None:
+    """In bf16: its distance from the result in float64 is at most twice the CPU's."""
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    exact = polar(matrix.double())
+    cpu, gpu = polar(matrix).double(), polar(matrix.cuda()).cpu().double()
+    assert (gpu - exact).norm() <= 2 * (cpu - exact).norm()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_two_runs_and_a_resumed_one(config: RunConfig, precision: str) -> None:
+    """The same bits; the third stops after 8 of 12 steps and goes on from its checkpoint."""
+    config = dataclasses.replace(config, device="cuda", backend="kernels", precision=precision, optimizer="muon")
+    train(config)
+    again = elsewhere(config, "again")
+    train(again)
+    same_bits(config.out, again.out, config.steps)
+    expected = tensors(again.out, 12)
+    shutil.rmtree(Path(again.out) / "checkpoints" / "step_00000012")
+    train(again)
+    assert all(torch.equal(a, b) for a, b in zip(expected.values(), tensors(again.out, 12).values(), strict=True))
