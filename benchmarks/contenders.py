@@ -13,10 +13,11 @@ from torch import Tensor
 from benchmarks.gpu_twin import Switches, TwinTrainer
 from handgrad import devices, presets
 from handgrad.backend import choose_backend
-from handgrad.config import FIELDS, RunConfig, check, nearest_name
+from handgrad.config import FIELDS, RunConfig, check
 from handgrad.data.batches import Batches
 from handgrad.data.shards import open_dataset
 from handgrad.errors import UsageError
+from handgrad.names import nearest_name
 from handgrad.run.assemble import assemble
 from handgrad.run.resolve import resolve, with_tuned_gemms
 from handgrad.training.feed import Source

@@ -23,9 +23,10 @@ from benchmarks.gpu_twin import ATTENTIONS, OPTIONS, check_libraries, switches_o
 from benchmarks.record import write_record
 from benchmarks.turns import Peer, PeerFailed, Run, answers, contend, note
 from handgrad import devices
-from handgrad.config import PRECISIONS, check, nearest_name
+from handgrad.config import PRECISIONS, check
 from handgrad.errors import UsageError
 from handgrad.models import architecture
+from handgrad.names import nearest_name
 
 # "handgrad" computes in --precision, "handgrad-PRECISION" in another.
 HANDGRADS = ("handgrad", *(f"handgrad-{precision}" for precision in PRECISIONS))

@@ -11,7 +11,6 @@ from pathlib import Path
 import handgrad
 from handgrad import threads
 from handgrad.commands.arguments import COMMANDS, Parser, parse
-from handgrad.config import nearest_name
 from handgrad.errors import (
     INTERRUPTED,
     HandgradError,
@@ -21,6 +20,7 @@ from handgrad.errors import (
     storage_error,
     tell,
 )
+from handgrad.names import nearest_name
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

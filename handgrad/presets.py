@@ -7,8 +7,9 @@ rates the larger presets follow. The 124M and 1558M recipes are llm.c's publishe
 from collections.abc import Callable
 from typing import Any
 
-from handgrad.config import RunConfig, nearest_name
+from handgrad.config import RunConfig
 from handgrad.errors import UsageError
+from handgrad.names import nearest_name
 
 # name: (num_layers, num_heads, channels)
 MODELS = {

@@ -6,8 +6,8 @@ import pytest
 
 import handgrad
 from handgrad.commands.arguments import COMMANDS, Parser
-from handgrad.config import SYNONYMS, nearest_name, plain_name
 from handgrad.errors import UsageError
+from handgrad.names import SYNONYMS, nearest_name, plain_name
 from tests.test_commands import refused
 
 TRAIN = {

@@ -5,12 +5,12 @@ from pathlib import Path
 
 from handgrad import checkpoint
 from handgrad.api.model import Model, load
-from handgrad.config import check_choice
 from handgrad.data import prepare as preparing
 from handgrad.data.shards import Dataset
 from handgrad.errors import UsageError
 from handgrad.evaluation.loss import HeldOut, held_out_loss, open_held_out
 from handgrad.interop.export import EXPORT_DTYPES, Exported, export_llmc, export_model
+from handgrad.names import check_choice
 
 
 def prepare(

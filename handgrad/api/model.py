@@ -14,7 +14,7 @@ from torch import Tensor
 from handgrad import devices
 from handgrad.arena import Buffer, make_plan
 from handgrad.backend import choose_backend
-from handgrad.config import AUTO, BACKENDS, DEVICES, PRECISIONS, check_choice
+from handgrad.config import AUTO, BACKENDS, DEVICES, PRECISIONS
 from handgrad.errors import UsageError
 from handgrad.evaluation.load import Weights, check_available, load_model
 from handgrad.generation.decode import decode_buffers, decode_tensors
@@ -24,6 +24,7 @@ from handgrad.interop.sources import open_weights
 from handgrad.models import architecture, forward_buffers, named_activations, parameter_table
 from handgrad.models.passes import run
 from handgrad.models.rows import count_parameters
+from handgrad.names import check_choice
 
 MICRO_BATCH = 8  # rows that go through the model at once, as in `handgrad evaluate`
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from handgrad.config import check_choice
 from handgrad.errors import UsageError, storage_errors
 from handgrad.files import write_bytes_durably
+from handgrad.names import check_choice
 from handgrad.reports import comparing, results
 from handgrad.reports.drawing import LARGE, SMALL, figure, own_settings, png
 from handgrad.reports.page import write_report

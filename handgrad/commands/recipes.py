@@ -3,8 +3,8 @@
 import argparse
 
 from handgrad import recipes
-from handgrad.config import nearest_name
 from handgrad.errors import UsageError
+from handgrad.names import nearest_name
 
 
 def run(args: argparse.Namespace) -> int:

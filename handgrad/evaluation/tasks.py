@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from json import JSONDecodeError
 from pathlib import Path
 
-from handgrad.config import nearest_name
 from handgrad.data.hub import fetch, find_hub
 from handgrad.data.sources import batches, open_parquet, open_plain, reading
 from handgrad.errors import DataError, UsageError
 from handgrad.files import file_sha256
 from handgrad.jsonl import Record, numbered_lines, parse, record
+from handgrad.names import nearest_name
 from handgrad.parsing import parse_json
 
 SHOTS = "mmlu_dev"  # solved questions that precede those of mmlu

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from handgrad.config import nearest_name
 from handgrad.errors import UsageError
 from handgrad.models.rows import Table
+from handgrad.names import nearest_name
 
 LAYERS = re.compile(r"blocks\.(\d+)-(\d+)(\..*)?")
 

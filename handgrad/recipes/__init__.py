@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from handgrad.config import nearest_name
 from handgrad.errors import UsageError
+from handgrad.names import nearest_name
 
 FOLDER = Path(__file__).parent
 

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from handgrad.config import nearest_name
 from handgrad.errors import UsageError
+from handgrad.names import nearest_name
 
 PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboard", "trackio": "trackio"}
 WAITING = 10_000  # records in a queue, each a few hundred bytes

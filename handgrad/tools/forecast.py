@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 
 from handgrad import gpus
 from handgrad.arena import make_plan
-from handgrad.config import AUTO, RunConfig, check_choice
+from handgrad.config import AUTO, RunConfig
 from handgrad.errors import UsageError
 from handgrad.format import human_bytes
 from handgrad.generation.decode import decode_buffers
 from handgrad.gpus import GPUS, Gpu
+from handgrad.names import check_choice
 from handgrad.run.checks import check_shared_gradients
 from handgrad.run.folder import settled_lanes
 from handgrad.tools import measured

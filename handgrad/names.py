@@ -1,0 +1,79 @@
+"""The names that people type, and those of ours that they mean."""
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+from handgrad.errors import UsageError
+
+# A name of ours, and other trainers' and libraries' words for it. The first name that a command knows is suggested.
+SYNONYMS = {
+    "learning_rate": "lr max_lr peak_lr",
+    "final_learning_rate_fraction": "min_lr final_lr",
+    "warmup_steps": "warmup warmup_iters",
+    "schedule": "scheduler lr_schedule lr_scheduler lr_scheduler_type",
+    "micro_batch": "batch_size bs mini_batch_size device_batch_size per_device_train_batch_size",
+    "tokens_per_step": "gradient_accumulation_steps grad_accum grad_accum_steps total_batch_size",
+    "steps": "epochs epoch num_epochs num_train_epochs max_iters iters iterations num_iterations max_steps train_steps",
+    "sequence_length": "block_size context_length context context_size ctx seq_len seq_length n_ctx n_positions",
+    "num_layers": "n_layer n_layers layers depth num_hidden_layers",
+    "num_heads": "n_head n_heads heads num_attention_heads",
+    "channels": "n_embd d_model hidden_size embed_dim width",
+    "precision": "dtype mixed_precision amp bf16 fp16 fp32 tf32 fp8 half",
+    "weight_decay": "wd",
+    "clip_norm": "grad_clip clip max_grad_norm",
+    "adam_epsilon": "eps epsilon",
+    "eval_every": "eval_interval eval_steps",
+    "eval_tokens": "eval_iters",
+    "log_every": "log_interval logging_steps",
+    "save_every": "save_interval save_steps checkpoint_every",
+    "init_from": "finetune pretrained checkpoint",
+    "data": "dataset data_dir data_path train_data",
+    "out": "out_dir output output_dir run_dir resume",
+    "device": "gpu cuda cpu",
+    "gpus": "num_gpus n_gpus ngpus nproc_per_node devices",
+    # of other commands than train
+    "batch": "batch_size bs",
+    "samples": "num_samples n",
+    "max_tokens": "max_new_tokens length",
+    "temperature": "temp",
+    "prompt": "start",
+    "dtype": "precision bf16 fp16 fp32",
+    # values
+    "fp32": "float32 torch.float32 f32 float single full 32",
+    "bf16": "bfloat16 torch.bfloat16 bfloat",
+    "fp16": "float16 torch.float16 f16 half 16",
+    "fp8": "float8 f8 8",
+    "cuda": "gpu nvidia",
+    "mps": "metal apple",
+    "kernels": "triton",
+    "d12": "gpt2 gpt2_small small 124m",
+    "d24": "gpt2_medium medium 350m",
+    "d36": "gpt2_large large 774m",
+    "d48": "gpt2_xl xl 1558m 1.5b",
+}
+
+
+def nearest_name(name: str, known: Any) -> str:
+    """' (did you mean X?)' for the known name that `name` says in other words, or else the closest one; or nothing."""
+    known = list(known)
+    names = {plain_name(option): option for option in known}
+    plain = plain_name(name)
+    other_words = (target for target, words in SYNONYMS.items() if plain in words.split())
+    meant = next((names[word] for word in (plain, *other_words) if word in names), None)
+    if meant is None:
+        meant = next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.5)), None)
+    return f" (did you mean {meant}?)" if meant else ""
+
+
+def plain_name(name: str) -> str:
+    """--Batch-Size -> batch_size, cuda:0 -> cuda."""
+    return name.lstrip("-").lower().replace("-", "_").partition(":")[0]
+
+
+def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
+    """Raises `UsageError` with the nearest choice for a value that is none of them."""
+    choices = tuple(choices)
+    if value not in choices:
+        near = nearest_name(str(value), choices)
+        raise UsageError(f"{name} must be one of {', '.join(choices)}; found {value!r}{near}")
