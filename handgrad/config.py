@@ -123,8 +123,8 @@ class RunConfig:
     overfit_one_batch: bool = option(False, "train on the first batch over and over (to debug: the loss must go to 0)")
 
     # the optimizer
-    optimizer: str = option("adamw", "adamw, or muon for the blocks' matrices and AdamW for the rest", choices=OPTIMIZERS)
     learning_rate: float = option(6e-4, "peak learning rate")
+    optimizer: str = option("adamw", "adamw, or muon for the blocks' matrices and AdamW for the rest", choices=OPTIMIZERS)
     matrix_learning_rate: float = option(0.0, "muon's peak learning rate (0: learning_rate)")
     schedule: str = option("cosine", "shape of the decay after the warm-up", choices=SCHEDULES)
     warmup_steps: int = option(0, "steps of linear warm-up")

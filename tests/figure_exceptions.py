@@ -67,6 +67,10 @@ PAGES: dict[str, dict[str, str]] = {
         "39.12 nats per story": "the grammar's entropy, computed",
         "0.470 nats per token": "the grammar's entropy, computed",
     },
+    "docs/operations/muon.md": {
+        "are 1.5 TFLOP a step": "arithmetic",
+        "0.36 % of a\nstep": "arithmetic",
+    },
     "docs/operations/adamw.md": {
         "100 times too large": "an example",
         "a relative 5 % at most": "arithmetic of the moments",

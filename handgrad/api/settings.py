@@ -29,6 +29,8 @@ class Settings(TypedDict, total=False):
     lanes: int
     overfit_one_batch: bool
     learning_rate: float
+    optimizer: str
+    matrix_learning_rate: float
     schedule: str
     warmup_steps: int
     final_learning_rate_fraction: float

@@ -25,7 +25,7 @@ from handgrad.ops import CONTROL_LEARNING_RATE, CONTROL_STEP, RESULT_SCALE, RESU
 from handgrad.optimizers import Owned
 from handgrad.optimizers.adamw import AdamW
 
-# Step by step the polynomial p(x) = a x + b x^3 + c x^5 that brings singular values between 0.001 and 1 closest to 1
+# Step by step the polynomial p(x) = a x + b x^3 + c x^5 that brings singular values from a thousandth to 1 closest to 1
 # (Amsel et al. 2025, https://arxiv.org/abs/2505.16932).
 POLAR_EXPRESS = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
@@ -75,7 +75,7 @@ class Muon:
         gradient = part.gradient * results[RESULT_SCALE].to(dtype)
         momentum = torch.lerp(gradient, part.state["m"], b)
         update = torch.lerp(gradient, momentum, b)
-        # On a GPU in 16 bits, 16 times as fast as float32: the polynomials send what rounding does back towards 1.
+        # On a GPU in 16 bits: the next polynomial sends back towards 1 what rounding moves (docs/operations/muon.md).
         direction = polar(update.bfloat16() if update.is_cuda else update).to(dtype)
         moments = part.state["v"].view(-1)[:rows]
         squares = self.beta2 * moments + (1 - self.beta2) * direction.square().mean(dim=1)
