@@ -2,13 +2,16 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from handgrad.checkpoint import find
 from handgrad.config import RunConfig, check
-from handgrad.errors import UsageError
+from handgrad.errors import ConfigError, UsageError
+from handgrad.interop.export import export_llmc
 from handgrad.ops import (
     CONTROL_LEARNING_RATE,
     CONTROL_STEP,
@@ -23,6 +26,7 @@ from handgrad.optimizers import Owned
 from handgrad.optimizers.adamw import AdamW
 from handgrad.optimizers.muon import POLAR_EXPRESS, Muon, polar
 from handgrad.run.resolve import resolve
+from handgrad.run.start import train
 
 SHAPES = [(6, 6), (6, 24), (24, 6), (1, 5)]
 ADAMW = AdamW(beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.1, seed=1)
@@ -137,3 +141,14 @@ def test_what_it_does_not_do_is_refused() -> None:
         check(RunConfig(optimizer="muon", precision="bf16", master_weights=False))
     with pytest.raises(UsageError, match="matrix_learning_rate is muon's"):
         check(RunConfig(matrix_learning_rate=0.02))
+
+
+def test_its_state_is_nobody_elses(config: RunConfig, tmp_path: Path) -> None:
+    """A run keeps its optimizer, whatever may change; llm.c has no place for the state."""
+    train(replace(config, optimizer="muon", steps=2, save_every=0, eval_every=0))
+    with pytest.raises(
+        ConfigError, match="holds the state of muon, found optimizer adamw; start a new run from its weights"
+    ):
+        train(replace(config, steps=2, save_every=0, eval_every=0), allow_changes=True)
+    with pytest.raises(UsageError, match=r"llm.c's state is AdamW's, found a run of muon"):
+        export_llmc(find(config.out), tmp_path / "llmc", with_optimizer=True)

@@ -99,6 +99,8 @@ def export_llmc(
 
     if with_optimizer:
         check_free(folder)
+        if (optimizer := checkpoint.manifest["config"].get("optimizer", "adamw")) != "adamw":
+            raise UsageError(f"llm.c's state is AdamW's, found a run of {optimizer}; export the weights alone")
         with huggingface.opened(checkpoint.folder / OPTIMIZER_FILE) as moments:
             if "m.wte" not in moments.keys():  # noqa: SIM118
                 raise UsageError(f"expected moments in {checkpoint.folder}, found none: it was imported without them")

@@ -11,7 +11,7 @@ from handgrad import checkpoint
 from handgrad.checkpoint import Checkpoint, Stored
 from handgrad.config import RunConfig, to_dict
 from handgrad.data.tokenizer import Tokenizer, tokenizer_record
-from handgrad.errors import DataError
+from handgrad.errors import ConfigError, DataError
 from handgrad.layout import Bucket, bucket_of
 from handgrad.parallel.ranks import Ranks
 from handgrad.run.assemble import Assembly
@@ -112,7 +112,12 @@ def run_numbers(training: Assembly) -> dict[str, Any]:
 
 
 def load_run(source: Checkpoint, config: RunConfig, training: Assembly) -> None:
-    """Takes up a checkpoint: its tensors and `run_numbers`, as far as they hold for the configuration."""
+    """Takes up a checkpoint: its tensors and `run_numbers`, as far as they hold for the configuration. Raises
+    `ConfigError` for a state of another optimizer."""
+    made_by = source.manifest["config"].get("optimizer", RunConfig.optimizer)
+    if made_by != config.optimizer:
+        remedy = f"start a new run from its weights: --init-from {source.folder}"
+        raise ConfigError(f"{source.folder} holds the state of {made_by}, found optimizer {config.optimizer}; {remedy}")
     load_state(source, training.state)
     manifest, step = source.manifest, training.step
     if "loss_window" not in manifest:
