@@ -35,6 +35,8 @@ def without_guard(row: Row, folder: Path) -> str:
     text, path = source_of(row), folder / "handgrad" / module
     files = [str(test.relative_to(ROOT)) for test in marked()[row.number]]
     tests = [*files, "-m", "fault", "--fault-row", str(row.number)]
+    if not mutants.tests_pass(folder, tests):
+        raise SystemExit(f"row {row.number}: its tests fail with the guard")
     mutants.plant(path, text.replace(guard, without))
     try:
         return PASSES if mutants.tests_pass(folder, tests) else FAILS

@@ -139,6 +139,7 @@ FAULTS: dict[str, Callable[[int], None]] = {
     "kill-gather": lambda number: before(GatheredBucket, "__call__", nth(number), KILL),
     "kill-wait": lambda number: before(Ranks, "wait", nth(number), KILL),
     "full-byte": lambda number: at_byte(number, fail(errno.ENOSPC)),
+    "full-operation": lambda number: at_operation(number, fail(errno.ENOSPC)),
     "fail-operation": lambda number: at_operation(number, fail(errno.EIO)),
     "signal-call": lambda number: at_call(number, send(signal.SIGTERM)),
     "signal-byte": twice(at_byte),

@@ -133,11 +133,12 @@ def test_killed_in_removals(start: Callable) -> None:
 @pytest.mark.fault(15)
 @pytest.mark.soak(2, 10)
 def test_stopped_in_steps(seeds: Sequence[int], start: Callable) -> None:
-    run = start(steps=20 if len(seeds) == 2 else 80)
+    run = start(steps=20 if len(seeds) == 2 else 80, save_every=0)
     for seed in seeds:
         started = run.hit(moments.in_steps(seed), [STOPPED])
         (told,) = started.ranks[0].told
-        assert f"saved step {max(saved_steps(run.run))};" in told
+        last = max(saved_steps(run.run))
+        assert f"stopped by SIGTERM after step {last}, saved step {last};" in told
     run.ends_as_if_nothing_had_been()
 
 
