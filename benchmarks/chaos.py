@@ -110,7 +110,7 @@ class Chaos:
 
     def damage(self, dice: random.Random) -> str:
         """What was done to a file, "" if nothing: with few checkpoints the run could lose them all."""
-        kind = dice.choice(["", "", "flip", "flip", "remove", "cut record", "flip data"])
+        kind = dice.choice(["", "", "flip", "flip", "remove", "cut record", "cut record", "flip data"])
         if kind == "flip data":
             return self.flip_data(dice)
         if kind == "cut record":
@@ -151,9 +151,10 @@ class Chaos:
 
     # Faults while it trains: each returns the text for the log and the exit codes that may follow.
 
-    def strike(self, dice: random.Random) -> tuple[str, Started, str, set[int]]:
+    def strike(self, number: int, dice: random.Random) -> tuple[str, Started, str, set[int]]:
         """(kind, the start that was hit, where, exit codes that may follow). The start may have come to its end before."""
-        kind = dice.choice(list(KINDS))
+        turn = random.Random(f"{self.seed} round {number // len(KINDS)}").sample(list(KINDS), len(KINDS))
+        kind = turn[number % len(KINDS)]  # each once before any comes again
         step = self.step + dice.randint(1, 2 * self.gap)
         saves = dice.randint(1, max(1, self.gap // SETTINGS["save_every"]))
         fault, codes = KINDS[kind](dice, self, saves)
@@ -213,7 +214,7 @@ class Chaos:
         if done := self.damage(dice):
             self.counts["file"] += 1
             self.say(f"{number:>4}  step {self.step:>6}  file: {done}")
-        kind, started, where, expected = self.strike(dice)
+        kind, started, where, expected = self.strike(number, dice)
         codes = started.wait(LIMIT_SECONDS)
         told = [line.removeprefix("handgrad: ") for rank in started.ranks for line in rank.told]
         finished = codes == [0] * self.ranks

@@ -62,8 +62,8 @@ def rows_table() -> list[str]:
         lines.append(cells(str(row.number), row.fault, row.then, *last))
     lines.append("")
     if cpu:
-        passed = sum(row["passed"] for row in cpu["rows"].values())
-        lines.append(f"On a CPU: {cpu['machine']}; commit {cpu['commit']}. {passed} passes in {cpu['seconds']:.0f} s.")
+        found = f"{cpu['passed']} tests passed in {cpu['seconds']:.0f} s"
+        lines.append(f"On a CPU: {found}; {cpu['machine'].removeprefix('cpu: ')}; commit {cpu['commit']}.")
     if gpu:
         lines.append(f"On a GPU: {gpu['machine']}; commit {gpu['commit']}.")
     return lines

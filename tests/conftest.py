@@ -114,8 +114,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         tests = {outcome: len(reports) for outcome, reports in found.items()}
         write_record(path, device, tests=tests, not_passed=names)
     if path := config.getoption("--fault-record"):
-        found = fault_rows.outcomes(terminalreporter.stats)
-        write_record(path, torch.device("cpu"), seconds=fault_rows.elapsed_seconds(), rows=found)
+        stats = terminalreporter.stats
+        numbers = {"passed": len(stats.get("passed", [])), "seconds": fault_rows.elapsed_seconds()}
+        write_record(path, torch.device("cpu"), **numbers, rows=fault_rows.outcomes(stats))
 
 
 @dataclass

@@ -74,12 +74,12 @@ class Disturbed:
         first = self.launcher.start(self.size, self.command, "signal:0:0")
         assert first.wait() == [STOPPED] * self.size and saved_steps(self.run) == [1], first.errors
 
-    def hit(self, fault: str, codes: list[int]) -> Started:
-        """Starts it with a fault that fires; its processes end with these codes, and its checkpoints are whole."""
+    def hit(self, fault: str, *codes: list[int]) -> Started:
+        """Starts it with a fault that fires; its processes end with one of these codes, and its checkpoints are whole."""
         started = self.launcher.start(self.size, self.command, fault)
         found = started.wait()
         assert sum(started.fired) == 1, f"{fault} did not fire: {found}\n{started.errors}"
-        assert sorted(found) == codes, f"{fault}: {found}\n{started.errors}"
+        assert sorted(found) in codes, f"{fault}: {found}\n{started.errors}"
         assert not any("Traceback" in rank.errors for rank in started.ranks), started.errors
         all_whole(self.run)
         return started
@@ -145,10 +145,10 @@ def test_stopped_in_steps(seeds: Sequence[int], start: Callable) -> None:
 @pytest.mark.fault(16)
 @pytest.mark.soak(3, 20)
 def test_stopped_twice(seeds: Sequence[int], start: Callable, size_bytes: int) -> None:
-    """The second signal does not wait: it ends the process in its save."""
+    """The second signal does not wait: it ends the process in its save. Where the save is done it changes nothing."""
     run = start(steps=20)
     for seed in seeds:
-        run.hit(moments.in_save(seed, "signal", size_bytes), [STOPPED_TWICE])
+        run.hit(moments.in_save(seed, "signal", size_bytes), [STOPPED_TWICE], [STOPPED])
     run.ends_as_if_nothing_had_been()
 
 
