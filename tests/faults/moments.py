@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -23,6 +24,7 @@ from tests.faults.firing import before, fired, nth, send
 PACKAGE = str(Path(handgrad.__file__).parent)
 OPERATIONS = 16  # of a save and of the removal of an old checkpoint, about
 GATHERS = 60  # of a save on two ranks, at least
+PATIENCE_SECONDS = 60.0
 CALLS, WAITS = 3000, 40  # of the first steps, at least
 
 
@@ -43,6 +45,7 @@ def at_byte(number: int, act: Callable[[], Any]) -> None:
                 yield chunk[: left[0]]
                 fired()
                 act()
+                time.sleep(PATIENCE_SECONDS)  # a signal's handler may run on another thread
                 raise AssertionError("the fault let the save go on")
             left[0] -= len(chunk)
             yield chunk
