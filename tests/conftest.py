@@ -66,6 +66,7 @@ LONGEST = (
     "test_report_fp8.py",
     "test_examples.py",
     "test_heartbeat.py",
+    "test_random_moments.py",
     "test_transformers_parity.py",
     "test_runs.py",
     "test_reduction.py",

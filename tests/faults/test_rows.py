@@ -1,7 +1,9 @@
 """The table of faults: every row has its tests, every record is of them, and the page is made from both."""
 
+import argparse
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -60,3 +62,25 @@ def test_the_outcome_of_a_row() -> None:
     assert found["1"] == {"passed": 2, "not_passed": [], "skipped": 0, "seconds": 2.0}
     assert [rows.all_passed(found[number]) for number in ("1", "2", "7")] == [True, False, False]
     assert list(found) == ["1", "2", "7"]
+
+
+def groups(usual: int, size: int, *arguments: str) -> list[range]:
+    """The seeds that a test with these numbers gets from pytest's arguments."""
+    parser, given = argparse.ArgumentParser(), list[range]()
+    pytests: Any = SimpleNamespace(addoption=parser.add_argument)
+    rows.add_options(pytests)
+    options = parser.parse_args(arguments)
+    mark = SimpleNamespace(args=(usual, size))
+    metafunc: Any = SimpleNamespace(
+        definition=SimpleNamespace(get_closest_marker=lambda name: mark),
+        config=SimpleNamespace(getoption=lambda name: getattr(options, name.removeprefix("--").replace("-", "_"))),
+        parametrize=lambda name, values: given.extend(value.values[0] for value in values),
+    )
+    rows.give_seeds(metafunc)
+    return given
+
+
+def test_the_seeds_of_a_test() -> None:
+    assert groups(4, 20) == [range(4)] and groups(0, 10) == [range(0)]
+    assert groups(4, 20, "--seeds", "50", "--first-seed", "7") == [range(7, 27), range(27, 47), range(47, 57)]
+    assert groups(4, 20, "--seeds", "1", "--first-seed", "31") == [range(31, 32)]

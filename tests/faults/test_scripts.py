@@ -1,12 +1,14 @@
 """The scripts that play faults for longer than a test may: their faults exist, and what they look at is what they say."""
 
+import os
 import random
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import chaos, checkpoint_peers, gpu_faults
+from benchmarks import chaos, checkpoint_peers, gpu_faults, soak
 from tests.distributed import worker
 from tests.faults import rows
 
@@ -45,8 +47,18 @@ def test_what_a_format_holds(name: str, tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_kill_is_seen(tmp_path: Path) -> None:
     def act(pipe: int) -> None:
-        chaos.os.write(pipe, b"b")
-        chaos.time.sleep(60)
+        os.write(pipe, b"b")
+        time.sleep(60)
 
     code, seconds, told = checkpoint_peers.in_child(act, 0.01)
     assert (code, told) == (-9, "b") and seconds < 30
+
+
+def test_the_log_of_a_soak_is_read() -> None:
+    lines = [
+        "tests/a.py::test_b[0 to 9] ",
+        "[gw0] [  5%] PASSED tests/a.py::test_b[0 to 9] ",
+        "1 failed, 18 passed in 165.67s",
+    ]
+    assert [bool(soak.OUTCOME.search(line)) for line in lines] == [False, True, False]
+    assert soak.OUTCOME.search("tests/a.py::test_b[0 to 9] FAILED   [ 5%]") is None, "of a single process"
