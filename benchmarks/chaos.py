@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.record import write_record
+from benchmarks.record import keep_commit, write_record
 from handgrad import checkpoint
 from handgrad.data.prepare import PrepareOptions, prepare
 from tests.conftest import write_text
@@ -311,6 +311,7 @@ def main() -> None:
     parser.add_argument("--log", "--out", type=Path, default=Path("chaos.log"), metavar="FILE", help="(chaos.log)")
     parser.add_argument("--record", metavar="FILE", help="write how it went as JSON")
     given = parser.parse_args()
+    keep_commit()
     folder, begun = Path(tempfile.mkdtemp(prefix="chaos-")), time.monotonic()
     launcher = Launcher(folder)
     with given.log.open("w") as log, contextlib.closing(launcher):

@@ -16,6 +16,7 @@ import signal
 import statistics
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from benchmarks.record import write_record
+from benchmarks.record import keep_commit, write_record
 from handgrad import checkpoint
 from handgrad.checkpoint import Stored
 
@@ -208,6 +209,8 @@ def main() -> None:
     parser.add_argument("out", help="the record")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
+    keep_commit()
+    warnings.filterwarnings("ignore", message="Detected an existing checkpoint")  # which is what is tried
     torch.set_num_threads(1)  # forks
     rows: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:

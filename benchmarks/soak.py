@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.faults import files
-from benchmarks.record import ROOT, write_record
+from benchmarks.record import ROOT, keep_commit, write_record
 
 OUTCOME = re.compile(r"\b(PASSED|FAILED|ERROR)\b .*::")
 
@@ -31,6 +31,7 @@ def main() -> None:
     parser.add_argument("--record", metavar="FILE", help="write how it ended as JSON")
     parser.add_argument("--workers", default="auto", help="processes at the same time (auto)")
     given = parser.parse_args()
+    keep_commit()
     start, counts = time.monotonic(), {"PASSED": 0, "FAILED": 0, "ERROR": 0}
     seeds = ["--seeds", str(given.count), "--first-seed", str(given.seed)]
     command = [sys.executable, "-m", "pytest", "-vv", "-n", given.workers, "-m", "soak", *seeds, *files()]

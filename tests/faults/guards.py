@@ -6,14 +6,13 @@ without the guard shows nothing. Some seconds a row; no part of CI.
 
 import argparse
 import importlib
-import os
 import sys
 import tempfile
 from pathlib import Path
 
 import torch
 
-from benchmarks.record import ROOT, git, write_record
+from benchmarks.record import ROOT, keep_commit, write_record
 from tests import mutants
 from tests.faults.rows import Row, marked, read_rows
 
@@ -57,8 +56,7 @@ def main() -> None:
     found: dict[str, dict[str, str]] = {}
     with tempfile.TemporaryDirectory() as folder:
         mutants.copy_tree(Path(folder))
-        if not git("status", "--porcelain", "--untracked-files=no"):
-            os.environ.setdefault("HANDGRAD_COMMIT", git("rev-parse", "--short=12", "HEAD"))
+        keep_commit()
         for row in rows:
             outcome = without_guard(row, Path(folder))
             found[str(row.number)] = dict(zip(("module", "guard", "without"), row.guard, strict=True), tests=outcome)
