@@ -28,17 +28,16 @@ def source_of(row: Row) -> str:
     return text
 
 
-def without_guard(row: Row, folder: Path) -> str:
-    """The outcome of a row's tests in the copy of the tree, without the guard."""
+def without_guard(row: Row, folder: Path, tests: list[Path]) -> str:
+    """The outcome of a row's tests, which are in these files, in the copy of the tree without the guard."""
     module, guard, without = row.guard
     text, path = source_of(row), folder / "handgrad" / module
-    files = [str(test.relative_to(ROOT)) for test in marked()[row.number]]
-    tests = [*files, "-m", "fault", "--fault-row", str(row.number)]
-    if not mutants.tests_pass(folder, tests):
+    arguments = [str(test.relative_to(ROOT)) for test in tests] + ["-m", "fault", "--fault-row", str(row.number)]
+    if not mutants.tests_pass(folder, arguments):
         raise SystemExit(f"row {row.number}: its tests fail with the guard")
     mutants.plant(path, text.replace(guard, without))
     try:
-        return PASSES if mutants.tests_pass(folder, tests) else FAILS
+        return PASSES if mutants.tests_pass(folder, arguments) else FAILS
     finally:
         mutants.plant(path, text)
 
@@ -57,8 +56,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         mutants.copy_tree(Path(folder))
         keep_commit()
+        tests = marked()
         for row in rows:
-            outcome = without_guard(row, Path(folder))
+            outcome = without_guard(row, Path(folder), tests[row.number])
             found[str(row.number)] = dict(zip(("module", "guard", "without"), row.guard, strict=True), tests=outcome)
             print(f"row {row.number:>2} {outcome:<6} without {row.guard[1]!r} in {row.guard[0]}", flush=True)
     if arguments.record:
