@@ -75,15 +75,17 @@ def peers_table() -> list[str]:
     if not peers:
         return []
     lines = [
-        cells("saved by", "killed in a save", "afterwards the old or the new state", "neither", "a flipped bit"),
-        cells("---", "---", "---", "---", "---"),
+        cells("saved by", "killed in saves", "then the old or the new state", "neither", "a bit flipped", "refused"),
+        cells("---", "---", "---", "---", "---", "---"),
     ]
     for name, row in peers["rows"].items():
         kills, flips = row["kills"], row["flips"]
-        whole = f"{kills['old'] + kills['new']}"
-        bit = f"refused {flips['refused']} of {flips['tries']} times"
-        lines.append(cells(name, f"{kills['tries']} times", whole, f"{kills['lost']}", bit))
-    return lines
+        found = kills["tries"], kills["old"] + kills["new"], kills["lost"], flips["tries"], flips["refused"]
+        lines.append(cells(name, *map(str, found)))
+    versions = ", ".join(f"{name} {version}" for name, version in {**peers["versions"], **peers["libraries"]}.items())
+    size = f"{peers['state_bytes'] / 1e6:.1f} MB a state"
+    machine = peers["machine"].removeprefix("cpu: ")
+    return [*lines, "", f"{size}; {versions}; {machine}; commit {peers['commit']}."]
 
 
 def soak_line() -> list[str]:
