@@ -75,13 +75,21 @@ def peers_table() -> list[str]:
     if not peers:
         return []
     lines = [
-        cells("saved by", "killed in saves", "then the old or the new state", "neither", "a bit flipped", "refused"),
-        cells("---", "---", "---", "---", "---", "---"),
+        cells(
+            "saved by",
+            "killed in saves",
+            "then the old or the new state",
+            "neither",
+            "a bit flipped",
+            "refused",
+            "ms a save",
+        ),
+        cells("---", "---", "---", "---", "---", "---", "---"),
     ]
     for name, row in peers["rows"].items():
         kills, flips = row["kills"], row["flips"]
         found = kills["tries"], kills["old"] + kills["new"], kills["lost"], flips["tries"], flips["refused"]
-        lines.append(cells(name, *map(str, found)))
+        lines.append(cells(name, *map(str, found), f"{kills['save_ms']:.0f}"))
     versions = ", ".join(f"{name} {version}" for name, version in {**peers["versions"], **peers["libraries"]}.items())
     size = f"{peers['state_bytes'] / 1e6:.1f} MB a state"
     machine = peers["machine"].removeprefix("cpu: ")
