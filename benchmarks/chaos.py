@@ -64,7 +64,7 @@ class Failed(Exception):
 
 @dataclass
 class Chaos:
-    """The run, and what has hit it."""
+    """The run and its faults so far."""
 
     launcher: Launcher
     run: Path
@@ -139,7 +139,7 @@ class Chaos:
         return f"flipped bit {place} of {path.name}: refused with 65, then restored"
 
     def cut_record(self, dice: random.Random) -> str:
-        """As a power cut leaves it: what came after the newest checkpoint was perhaps not yet on the disk."""
+        """As a power cut leaves it: lines after the newest checkpoint may not have reached the disk."""
         newest, path = self.checkpoints()[:1], self.run / "metrics.jsonl"
         content = path.read_bytes() if path.exists() else b""
         mark = b'{"kind": "save", "step": %d,' % checkpoint.step_of(newest[0]) if newest else b"{"
@@ -242,23 +242,23 @@ def flip(path: Path, dice: random.Random) -> int:
     return bit
 
 
-def in_saves(what: str, *codes: int) -> Callable[..., tuple[str, set[int]]]:
+def in_saves(kind: str, *codes: int) -> Callable[..., tuple[str, set[int]]]:
     """A fault at a random moment of the next few saves."""
 
     def fault(dice: random.Random, chaos: Chaos, saves: int) -> tuple[str, set[int]]:
         byte = dice.randrange(chaos.size_bytes * saves)
-        at_operation = what == "fail" or dice.random() < 0.3
+        at_operation = kind == "fail" or dice.random() < 0.3
         name = "operation" if at_operation else "byte"
-        return f"{what}-{name}:0:{byte % (moments.OPERATIONS * saves) if at_operation else byte}", {*codes}
+        return f"{kind}-{name}:0:{byte % (moments.OPERATIONS * saves) if at_operation else byte}", {*codes}
 
     return fault
 
 
-def in_ranks(what: str, each: int, *codes: int) -> Callable[..., tuple[str, set[int]]]:
+def in_ranks(kind: str, each: int, *codes: int) -> Callable[..., tuple[str, set[int]]]:
     """A fault of one rank at one of `each` moments a step, or a save."""
 
     def fault(dice: random.Random, chaos: Chaos, saves: int) -> tuple[str, set[int]]:
-        return f"{what}:{dice.randrange(chaos.ranks)}:{dice.randrange(each * saves)}", {*codes}
+        return f"{kind}:{dice.randrange(chaos.ranks)}:{dice.randrange(each * saves)}", {*codes}
 
     return fault
 

@@ -108,7 +108,7 @@ PEERS = {
 
 
 def in_child(act: Callable[[int], object], kill_after: float | None = None) -> tuple[int, float, str]:
-    """(exit code, seconds, what it wrote into its pipe) of an `act` in a fork, which is killed so long after its first
+    """(exit code, seconds, the bytes in its pipe) of an `act` in a fork, which is killed so long after its first
     byte."""
     read, write = os.pipe()
     pid = os.fork()
@@ -210,7 +210,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     keep_commit()
-    warnings.filterwarnings("ignore", message="Detected an existing checkpoint")  # which is what is tried
+    warnings.filterwarnings("ignore", message="Detected an existing checkpoint")  # on purpose
     torch.set_num_threads(1)  # forks
     rows: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -54,7 +54,7 @@ def rows_table() -> list[str]:
     """The lines of the page's table of faults."""
     cpu, gpu, guards = record("cpu-faults"), record("h200-faults"), record("cpu-fault-guards")
     lines = [
-        cells("#", "fault", "what must happen", "passed on a CPU", "without its guard", "passed on a GPU"),
+        cells("#", "fault", "required outcome", "passed on a CPU", "without its guard", "passed on a GPU"),
         cells("---", "---", "---", "---", "---", "---"),
     ]
     for row in read_rows().values():

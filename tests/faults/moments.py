@@ -150,11 +150,11 @@ FAULTS: dict[str, Callable[[int], None]] = {
 }
 
 
-def in_save(seed: int, what: str, size_bytes: int) -> str:
-    """`what` at a random moment of rank 0's next save of `size_bytes`."""
+def in_save(seed: int, kind: str, size_bytes: int) -> str:
+    """A fault of a `kind` at a random moment of rank 0's next save of `size_bytes`."""
     dice = random.Random(seed)
     number = dice.randrange(size_bytes)
-    return f"{what}-operation:0:{number % OPERATIONS}" if dice.random() < 0.25 else f"{what}-byte:0:{number}"
+    return f"{kind}-operation:0:{number % OPERATIONS}" if dice.random() < 0.25 else f"{kind}-byte:0:{number}"
 
 
 def in_gathering(seed: int, size_bytes: int) -> str:

@@ -25,7 +25,7 @@ STARTED = time.monotonic()
 
 @dataclass(frozen=True)
 class Row:
-    """A fault, and what must happen."""
+    """A fault and its required outcome."""
 
     number: int
     fault: str

@@ -62,7 +62,7 @@ def raising(error: Exception) -> Callable[..., None]:
     ids=["description", "code", "folder"],
 )
 def test_a_damaged_cache_is_named(error: Exception, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At a launch; what compiles ahead needs a GPU."""
+    """At a launch; compiling ahead needs a GPU."""
     monkeypatch.setenv("TRITON_CACHE_DIR", "/there")
     kernel: Any = {(1,): raising(error)}
     with pytest.raises(StorageError, match=f"the cache of compiled kernels in /there cannot be used .*{told}") as raised:

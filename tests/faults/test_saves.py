@@ -56,7 +56,7 @@ def short(config: RunConfig) -> RunConfig:
 
 @pytest.mark.fault(5)
 def test_a_failing_fsync_or_rename(short: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each in turn. What fails before the rename leaves no checkpoint; what fails after it leaves a whole one."""
+    """Each in turn. A failure before the rename leaves no checkpoint, one after it a whole one."""
     whole = elsewhere(short, "whole")
     train(whole)
     for number in range(SYNCS):

@@ -1,4 +1,4 @@
-"""The scripts that play faults for longer than a test may: their faults exist, and what they look at is what they say."""
+"""The scripts that play faults for longer than a test may: their faults exist, and they judge rightly."""
 
 import os
 import random
