@@ -1,6 +1,7 @@
-"""A run on several ranks that faults of all kinds hit until it is finished, compared bit by bit with an undisturbed one.
+r"""A run on several ranks that faults of all kinds hit until it is finished, compared bit by bit with an undisturbed one.
 
-    python -m benchmarks.chaos --minutes 60 --ranks 2 --log chaos.log --record benchmarks/results/cpu-chaos.json
+    python -m benchmarks.chaos --minutes 60 --ranks 2 --log benchmarks/results/cpu-chaos.log \
+        --record benchmarks/results/cpu-chaos.json
 
 The same command is started again after each fault, as by a scheduler. A seed gives the same kinds of faults at the same
 steps, bytes and calls again. The number of steps follows from the minutes and from this machine's speed, measured first;

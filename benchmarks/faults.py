@@ -112,7 +112,8 @@ def chaos_line() -> list[str]:
     kinds = ", ".join(f"{count} × {kind}" for kind, count in sorted(chaos["kinds"].items(), key=lambda entry: -entry[1]))
     found = f"{chaos['faults']} faults on {chaos['ranks']} ranks in {chaos['minutes']:.0f} minutes, {chaos['steps']} steps"
     source = f"{chaos['date']}, seed {chaos['seed']}, commit {chaos['commit']}"
-    return [f"The last one: {found}, every bit equal ({source}): {kinds}."]
+    log = "[log](../benchmarks/results/cpu-chaos.log)"
+    return [f"The last one ({log}): {found}, every bit equal ({source}): {kinds}."]
 
 
 BLOCKS = {"rows": rows_table, "soak": soak_line, "chaos": chaos_line, "peers": peers_table}
