@@ -1,7 +1,7 @@
 # make train   the main job: prepares a corpus, trains a small GPT on it, writes a report   (about 2 minutes on 2 cores)
 # make test    every test
 # make faults  the faults that a run must survive, into benchmarks/results/cpu-faults.json   (two or three minutes on 2 cores)
-# make soak    those of random moments with 200 others each, into soak.log   (SEED=1234 COUNT=20 repeats a group)
+# make soak    those of random moments with 200 others each, into soak.log   (half an hour; SEED=1234 COUNT=20 repeats a group)
 # make test-gpu  the kernels' tests on this machine's GPU, into benchmarks/results/gpu-tests.json (PYTHON: one that has torch)
 # make docs    the documentation as a site, into site/
 # make check   lint, formatting, types
