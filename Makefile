@@ -1,21 +1,30 @@
 # make train   the main job: prepares a corpus, trains a small GPT on it, writes a report   (about 2 minutes on 2 cores)
 # make test    every test
+# make faults  the faults that a run must survive, into benchmarks/results/cpu-faults.json   (two or three minutes on 2 cores)
+# make soak    those of random moments with 200 others each, into soak.log   (half an hour; SEED=1234 COUNT=20 repeats a group)
 # make test-gpu  the kernels' tests on this machine's GPU, into benchmarks/results/gpu-tests.json (PYTHON: one that has torch)
 # make docs    the documentation as a site, into site/
 # make check   lint, formatting, types
 
 PYTHON ?= python3
+COUNT  ?= 200
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: train test test-gpu docs check format clean
+.PHONY: train test faults soak test-gpu docs check format clean
 
 train: $(VENV)/.installed
 	@$(BIN)/handgrad demo
 
 test: $(VENV)/.installed-test
 	@$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+
+faults: $(VENV)/.installed-test
+	@$(BIN)/python -m benchmarks.faults --run
+
+soak: $(VENV)/.installed-test
+	@$(BIN)/python -m benchmarks.soak --count $(COUNT) $(SEED:%=--seed %)
 
 test-gpu:
 	@$(PYTHON) -m pytest tests/gpu --record benchmarks/results/gpu-tests.json

@@ -20,6 +20,12 @@ def git(*arguments: str) -> str:
     return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
+def keep_commit() -> None:
+    """Gives the records of this process the commit of now: by the end of a long run there may be another one."""
+    if not git("status", "--porcelain", "--untracked-files=no"):
+        os.environ.setdefault("HANDGRAD_COMMIT", git("rev-parse", "--short=12", "HEAD"))
+
+
 def provenance(device: torch.device) -> dict[str, Any]:
     """The first fields of a results file. `uncommitted_changes` is there only if the code differs from the commit."""
     commit = os.environ.get("HANDGRAD_COMMIT")

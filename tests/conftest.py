@@ -48,6 +48,7 @@ from handgrad.models import gpt2, named_weights, parameter_table
 from handgrad.models.rows import Table, flat_elements, initialize, named
 from handgrad.ops import reference
 from handgrad.presets import tiny
+from tests.faults import rows as fault_rows
 
 if TYPE_CHECKING:
     from tests.distributed.runs import Launcher
@@ -65,6 +66,7 @@ LONGEST = (
     "test_report_fp8.py",
     "test_examples.py",
     "test_heartbeat.py",
+    "test_random_moments.py",
     "test_transformers_parity.py",
     "test_runs.py",
     "test_reduction.py",
@@ -88,14 +90,20 @@ def pytest_xdist_auto_num_workers() -> int:
     return 1 + (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    fault_rows.give_seeds(metafunc)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begins with the longest files: a worker takes a whole file, and the last one should be short."""
+    fault_rows.note_rows(items, config)
     order = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record", metavar="FILE", help="write what passed and failed, with machine and versions, as JSON")
+    fault_rows.add_options(parser)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
@@ -106,6 +114,10 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         names = [report.nodeid for outcome in ("failed", "error") for report in found[outcome]]
         tests = {outcome: len(reports) for outcome, reports in found.items()}
         write_record(path, device, tests=tests, not_passed=names)
+    if path := config.getoption("--fault-record"):
+        stats = terminalreporter.stats
+        numbers = {"passed": len(stats.get("passed", [])), "seconds": fault_rows.elapsed_seconds()}
+        write_record(path, torch.device("cpu"), **numbers, rows=fault_rows.outcomes(stats))
 
 
 @dataclass

@@ -3,7 +3,7 @@
 import functools
 import re
 
-from benchmarks import small_text
+from benchmarks import faults, small_text
 from benchmarks.first_minutes import transcript
 from tests import test_planning, test_readme, test_scaling_docs
 from tests.figure_values import RECORDS
@@ -20,4 +20,5 @@ def made() -> dict[str, list[str]]:
     visible = [line for line in transcript(RECORDS["cpu-first-minutes"]) if line.startswith(("Recorded", "## "))]
     pages["docs/first_ten_minutes.md"] = visible
     pages["docs/data.md"] = small_text.rows(RECORDS["cpu-small-text"])
+    pages["docs/faults.md"] = [line for make in faults.BLOCKS.values() for line in make() if line]
     return {**test_readme.quoted(), **pages}

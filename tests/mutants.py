@@ -23,7 +23,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TRITON_INT
 import pytest
 import torch
 
-from benchmarks.record import ROOT, git, write_record
+from benchmarks.record import ROOT, keep_commit, write_record
 
 # Imported once; a fork for each mutant then has them, and imports the copy of the package and its tests anew.
 PRELOADED = ("torch._dynamo", "transformers", "hypothesis.strategies", "tokenizers", "tiktoken", "pyarrow.parquet")
@@ -154,9 +154,7 @@ def main() -> None:
     found: dict[str, list[dict[str, str]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         copy_tree(Path(folder))
-        # The record is of the tree that was copied; by the end of a run there may be another commit.
-        if not git("status", "--porcelain", "--untracked-files=no"):
-            os.environ.setdefault("HANDGRAD_COMMIT", git("rev-parse", "--short=12", "HEAD"))
+        keep_commit()
         for target in targets:
             if arguments.module in target.module:
                 found[target.module] = outcomes(target, Path(folder))

@@ -279,6 +279,7 @@ def test_data_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     refused(capsys, 65, "report", str(tmp_path / "none"))
 
 
+@pytest.mark.fault(14)
 def test_out_cannot_be_written(shards: Path, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     refused(capsys, 64, "train", *SMALL, "--data", str(shards), "--out", str(tmp_path / "file"))
@@ -301,6 +302,7 @@ def test_logs_on_a_full_disk(
     assert "No space left" in line
 
 
+@pytest.mark.fault(41)
 def test_a_run_that_does_not_fit_in_memory(
     shards: Path, capsys: pytest.CaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -311,6 +313,7 @@ def test_a_run_that_does_not_fit_in_memory(
     assert "try --micro-batch 2" in line
 
 
+@pytest.mark.fault(14)
 def test_a_run_whose_checkpoints_do_not_fit(
     shards: Path, capsys: pytest.CaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -285,6 +285,7 @@ def test_the_kernels_are_launched(gpu: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert list(doctor.examine_gpu(CUDA))[-1] == (True, "checked in fp8")
 
 
+@pytest.mark.fault(42)
 def test_kernels_that_cannot_be_loaded(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("handgrad.backend.why_no_kernels", lambda device: "")
 

@@ -6,7 +6,7 @@ import json
 import random
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,7 @@ READERS: dict[str, tuple[str, Callable[[Path, str], Any]]] = {
 }
 
 
+@pytest.mark.fault(26)
 @pytest.mark.parametrize("value", VALUES)
 @pytest.mark.parametrize("reader", READERS)
 def test_hostile_values(reader: str, value: str, tmp_path: Path) -> None:
@@ -118,17 +119,18 @@ PIECES = [
 ]
 
 
+@pytest.mark.fault(26)
+@pytest.mark.soak(60, 200)
 @pytest.mark.parametrize("reader", VALID)
-def test_changed_files(reader: str, tmp_path: Path) -> None:
+def test_changed_files(reader: str, seeds: Sequence[int], tmp_path: Path) -> None:
     """Any change leaves a file that is read, or refused."""
     _, read = READERS[reader]
-    dice = random.Random(reader)
-    for number in range(60):
-        content = bytearray(VALID[reader])
+    for seed in seeds:
+        dice, content = random.Random(f"{reader} {seed}"), bytearray(VALID[reader])
         for _ in range(dice.randint(1, 3)):
             start = dice.randrange(len(content) + 1)
             content[start : start + dice.randint(0, 6)] = dice.choice(PIECES)
-        folder = tmp_path / str(number)
+        folder = tmp_path / str(seed)
         folder.mkdir()
         with contextlib.suppress(HandgradError):
             read(folder, bytes(content).decode("latin-1"))
@@ -192,6 +194,7 @@ FORGED = {
 }
 
 
+@pytest.mark.fault(10)
 @pytest.mark.parametrize("forgery", FORGED)
 def test_forged_manifests(forgery: str, saved: RunConfig, tmp_path: Path) -> None:
     """With the right hash: what a writer with a bug would leave. The checkpoint is no checkpoint."""

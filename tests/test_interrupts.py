@@ -88,6 +88,7 @@ def test_twice_in_a_step(config: RunConfig, tmp_path: Path) -> None:
     assert not list(Path(config.out).glob("checkpoints/step_*"))
 
 
+@pytest.mark.fault(16)
 def test_one_signal_by_two_ways(config: RunConfig, tmp_path: Path) -> None:
     """A launcher passes on what its ranks got as well, and the system may be slow: all within a second is one signal."""
     code = (

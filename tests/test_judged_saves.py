@@ -50,6 +50,7 @@ FAULTS: dict[str, tuple[str, Callable[[TrainingState], None]]] = {
 }
 
 
+@pytest.mark.fault(36)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_save_is_refused_and_the_older_checkpoint_goes_on(
     finished: RunConfig, fault: str, monkeypatch: pytest.MonkeyPatch

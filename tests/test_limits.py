@@ -61,6 +61,7 @@ def test_the_limits_of_ulimit(limit: int, tmp_path: Path, monkeypatch: pytest.Mo
     ]
 
 
+@pytest.mark.fault(41)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 @pytest.mark.usefixtures("soft_limit")
 def test_a_run_above_its_limit(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -43,6 +43,7 @@ def commands(run: Path, trained: RunConfig, folder: Path) -> dict[str, list[str]
     }
 
 
+@pytest.mark.fault(6)
 @pytest.mark.parametrize("name", ["sample", "evaluate", "export", "train"])
 def test_a_fallback_is_told_or_refused(
     run: Path, trained: RunConfig, name: str, tmp_path: Path, capsys: pytest.CaptureFixture
@@ -61,6 +62,7 @@ def test_python_tells_it(run: Path, capsys: pytest.CaptureFixture) -> None:
     assert "takes step_00000008 instead" in capsys.readouterr().err
 
 
+@pytest.mark.fault(6)
 def test_a_strict_run_is_not_resumed(run: Path, trained: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Neither is anything moved."""
     recipe = tmp_path / "again.toml"

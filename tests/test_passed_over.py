@@ -45,6 +45,7 @@ def with_manifest(folder: Path, **changes: object) -> None:
     (folder / "manifest.json").write_text(json.dumps(content))
 
 
+@pytest.mark.fault(7, 8)
 def test_a_damaged_checkpoint_is_moved_aside(finished: RunConfig, newest: Path, tmp_path: Path) -> None:
     """And stays there, as it is, when the run saves the same step again."""
     reference = shutil.copytree(finished.out, tmp_path / "reference")
@@ -111,6 +112,7 @@ def patch_open(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return patch
 
 
+@pytest.mark.fault(10)
 def test_a_newer_schema_is_refused_and_left_alone(finished: RunConfig, newest: Path) -> None:
     """The run would go on from an older checkpoint beside one that another version has made."""
     with_manifest(newest, schema=manifest.SCHEMA + 1)
@@ -121,6 +123,7 @@ def test_a_newer_schema_is_refused_and_left_alone(finished: RunConfig, newest: P
     assert contents(newest) == before and names(finished) == NAMES
 
 
+@pytest.mark.fault(10)
 def test_a_flipped_schema_is_damage(finished: RunConfig, newest: Path) -> None:
     """Its manifest's hash says so."""
     path = newest / "manifest.json"
@@ -144,6 +147,7 @@ def test_an_incomplete_folder_is_named_and_left_alone(finished: RunConfig, newes
     assert contents(newest.parent / "damaged" / NAMES[1]) == before
 
 
+@pytest.mark.fault(2, 9)
 def test_what_is_no_checkpoint_is_named(finished: RunConfig, newest: Path) -> None:
     """Remains of an interrupted save, folders and files of others, also within a checkpoint."""
     checkpoints = newest.parent

@@ -17,10 +17,15 @@ import torch
 
 from handgrad import checkpoint
 from handgrad.config import RunConfig, to_toml
+from handgrad.data.prepare import PrepareOptions, prepare
+from handgrad.data.shards import HEADER_BYTES, header
 from handgrad.errors import ConfigError, DataError, NumericsError, Preempted, UsageError
+from handgrad.parallel.ranks import Ranks
 from handgrad.run import loop
+from handgrad.run.folder import RunFolder
 from handgrad.run.start import train
 from handgrad.training.step import TrainStep
+from tests.conftest import write_text
 
 if TYPE_CHECKING:  # it imports this module
     from tests.distributed.runs import Launcher
@@ -81,6 +86,7 @@ def launch(config: RunConfig, folder: Path) -> subprocess.Popen:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+@pytest.mark.fault(45)
 def test_two_runs_give_the_same_bits(finished: RunConfig, tmp_path: Path) -> None:
     """One in this process, one through the command line."""
     again = elsewhere(finished, "again")
@@ -97,6 +103,7 @@ def test_another_seed_gives_other_bits(finished: RunConfig) -> None:
     assert records(other.out) != records(finished.out)
 
 
+@pytest.mark.fault(17)
 def test_killed_and_resumed_gives_the_same_bits(finished: RunConfig, launcher: "Launcher", tmp_path: Path) -> None:
     """SIGKILL after a checkpoint; then the same command again."""
     killed = elsewhere(finished, "killed", log_every=1)
@@ -148,6 +155,7 @@ def test_launching_ahead_changes_nothing(finished: RunConfig, monkeypatch: pytes
     assert serial == pipelined
 
 
+@pytest.mark.fault(15)
 @pytest.mark.usefixtures("launching")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_saves_and_exits_75(finished: RunConfig, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,6 +176,7 @@ def test_a_signal_saves_and_exits_75(finished: RunConfig, number: int, monkeypat
     same_bits(finished.out, stopped.out, finished.steps)
 
 
+@pytest.mark.fault(17)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_resume_of_a_resume(finished: RunConfig, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"skip_loss_z": 4.0, "save_every": 3, "precision": precision}
@@ -206,6 +215,7 @@ def test_a_finished_run_stays_as_it_is(finished: RunConfig) -> None:
     assert records(finished.out) == before
 
 
+@pytest.mark.fault(20)
 def test_another_configuration_is_refused_and_named(finished: RunConfig) -> None:
     with pytest.raises(ConfigError, match=r"learning_rate: 0\.003 -> 0\.1") as raised:
         train(dataclasses.replace(finished, learning_rate=0.1))
@@ -231,10 +241,8 @@ def test_a_checkpoint_of_an_older_version_goes_on(finished: RunConfig) -> None:
     assert changes == ["configuration changed: steps: 12 -> 14"]
 
 
+@pytest.mark.fault(20)
 def test_other_data_is_refused(finished: RunConfig, shards: Path, tmp_path: Path) -> None:
-
-    from handgrad.data.shards import HEADER_BYTES, header
-
     other = tmp_path / "other"
     other.mkdir()
     for split, name in (("train", "x_train_000000.bin"), ("validation", "x_val_000000.bin")):
@@ -246,10 +254,8 @@ def test_other_data_is_refused(finished: RunConfig, shards: Path, tmp_path: Path
         train(dataclasses.replace(finished, data=str(other)), allow_changes=False)
 
 
+@pytest.mark.fault(12)
 def test_two_trainers_in_one_folder(finished: RunConfig) -> None:
-    from handgrad.parallel.ranks import Ranks
-    from handgrad.run.folder import RunFolder
-
     held = RunFolder(dataclasses.replace(finished, lanes=1, precision="fp32"), Ranks(), allow_changes=False)
     try:
         with pytest.raises(ConfigError, match="another process is training"):
@@ -326,9 +332,6 @@ def test_a_deleted_config_does_not_hide_a_change(finished: RunConfig) -> None:
 
 
 def test_weights_of_another_tokenizer_are_refused(finished: RunConfig, tmp_path: Path) -> None:
-    from handgrad.data.prepare import PrepareOptions, prepare
-    from tests.conftest import write_text
-
     prepare(PrepareOptions(str(write_text(tmp_path / "t.txt")), tmp_path / "bpe", tokenizer="bpe:257", workers=1))
     with pytest.raises(DataError, match="another tokenizer"):
         train(elsewhere(finished, "warm", init_from=finished.out, data=str(tmp_path / "bpe")))
@@ -375,6 +378,7 @@ def test_init_from_starts_from_the_weights(finished: RunConfig) -> None:
     assert all(torch.equal(old[n], new[n]) for n in old if not n.startswith(("m.", "v.")))
 
 
+@pytest.mark.fault(36)
 @pytest.mark.usefixtures("launching")
 def test_non_finite_losses_are_skipped_then_end_the_run(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     original = TrainStep.begin

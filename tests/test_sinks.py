@@ -19,6 +19,7 @@ from handgrad.errors import UsageError
 from handgrad.run import sinks
 from handgrad.run.sinks import Sinks, chosen, figures
 from handgrad.run.start import train
+from tests.test_runs import elsewhere, same_bits
 
 
 class Fake:
@@ -62,6 +63,7 @@ def test_every_figure_arrives_in_order() -> None:
     assert [number for number, _ in fake.got] == list(range(1, 501)) and fake.finished and said == []
 
 
+@pytest.mark.fault(40)
 @pytest.mark.parametrize("opens", [lambda: Fake(fail), fail, lambda: sys.exit(1)], ids=["down", "refused", "exits"])
 def test_one_that_fails_is_named_once(opens: Callable[[], Fake]) -> None:
     said: list[str] = []
@@ -73,6 +75,7 @@ def test_one_that_fails_is_named_once(opens: Callable[[], Fake]) -> None:
     assert said[0].endswith("; the run goes on, and metrics.jsonl has every figure")
 
 
+@pytest.mark.fault(40)
 def test_one_that_hangs_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """A full queue drops its records, and the end of the run waits for so long and no longer."""
     monkeypatch.setattr(sinks, "LAST_SECONDS", 0.2)
@@ -137,10 +140,14 @@ def test_a_run_sends_its_figures(config: RunConfig, monkeypatch: pytest.MonkeyPa
     assert first["id"] == second["id"] and first["name"] == Path(config.out).name and first["config"]["seed"] == config.seed
 
 
+@pytest.mark.fault(40)
 def test_a_run_outlives_its_tracker(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    without = elsewhere(config, "without")
+    train(without)
     fake_wandb(monkeypatch, fail)
     config = dataclasses.replace(config, log_to="wandb")
     train(config)
+    same_bits(without.out, config.out, config.steps)
     assert len(losses(config.out)) == config.steps
     log = (Path(config.out) / "log.txt").read_text()
     assert log.count("log_to wandb") == 1 and "ConnectionError: no route to host" in log

@@ -75,6 +75,7 @@ def test_the_tokenizer_is_named_before_the_batch(
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.fault(20)
 def test_other_data_of_the_same_tokenizer(finished: RunConfig, tmp_path: Path) -> None:
     """Folders in the message, digests only in the log of a run that goes on."""
     other = tmp_path / "other"

@@ -142,6 +142,7 @@ def test_a_corpus_shorter_than_one_sequence(make_dataset):
     assert Batches(splits["validation"], T, seed=0).samples_per_epoch == 1
 
 
+@pytest.mark.fault(21)
 def test_a_damaged_shard_is_refused_before_use(make_dataset):
     folder = make_dataset([np.arange(100)], [np.arange(100)])
     flip_bit(folder / "train_000000.bin", 1100)

@@ -49,6 +49,7 @@ def only_a_data_error(folder) -> bool:
     return False
 
 
+@pytest.mark.fault(26)
 @FUZZ
 @given(content=st.binary(max_size=3000) | st.binary(max_size=50).map(lambda b: header(len(b) // 2) + b))
 def test_any_bytes_as_a_shard(tmp_path, content):
@@ -56,6 +57,7 @@ def test_any_bytes_as_a_shard(tmp_path, content):
     only_a_data_error(tmp_path)
 
 
+@pytest.mark.fault(22, 26)
 @FUZZ
 @given(place=st.integers(0, 11), value=st.integers(0, 255))
 def test_any_header(tmp_path, place, value):
@@ -66,6 +68,7 @@ def test_any_header(tmp_path, place, value):
     assert only_a_data_error(tmp_path) == changed
 
 
+@pytest.mark.fault(26)
 @FUZZ
 @given(content=st.binary(max_size=200) | JSON.map(lambda j: json.dumps(j).encode()))
 def test_any_bytes_as_a_manifest(tmp_path, content):
@@ -107,6 +110,7 @@ def edited(draw):
     return path, draw(JSON | st.sampled_from([2**62, 10**30, -1, "/dev/zero", "..", "train_000000.bin\n", 1.0, True]))
 
 
+@pytest.mark.fault(26)
 @FUZZ
 @given(edit=edited())
 def test_an_edited_manifest(make_dataset, tmp_path, edit):
@@ -125,6 +129,7 @@ def test_an_edited_manifest(make_dataset, tmp_path, edit):
     assert only_a_data_error(folder) or harmless
 
 
+@pytest.mark.fault(26)
 def test_counts_beyond_the_file_allocate_nothing(make_dataset):
     folder = make_dataset([np.arange(50)], [np.arange(50)])
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -156,6 +161,7 @@ def test_a_damaged_tokenizer_file(tmp_path, place, value):
 # ---- sources
 
 
+@pytest.mark.fault(26)
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.jsonl.gz", "a.txt.gz", "a.txt"])
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
@@ -180,6 +186,7 @@ def refuse(tmp_path, content: bytes, name: str, message: str) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.fault(27)
 @pytest.mark.parametrize("offset", [0, 1, 2, 1001, 262_143, 262_144, 262_145, 270_000])
 def test_text_that_is_not_utf8_is_named_with_its_byte(tmp_path, offset):
     content = bytearray(b"a" + "é".encode() * 150_000)  # reading in blocks of 262,144 bytes tears a character
@@ -205,6 +212,7 @@ def test_truncated_files(tmp_path, make_text):
     refuse(tmp_path, (tmp_path / "b.parquet").read_bytes()[:-1], "a.parquet", "parquet file")
 
 
+@pytest.mark.fault(27)
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

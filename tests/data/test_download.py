@@ -123,6 +123,7 @@ def test_without_a_fault(server, tmp_path):
     assert len(server.requests) == 1  # there already
 
 
+@pytest.mark.fault(24)
 @pytest.mark.parametrize("faults", [[500], [503, 429, 500], ["drop"], ["drop", "drop", 500, "drop"], ["short"], ["wrong"]])
 def test_faults_that_pass(server, tmp_path, faults):
     server.faults = list(faults)
@@ -144,12 +145,14 @@ def test_sizes_that_a_server_makes_up(server, tmp_path, length, monkeypatch, cap
     assert server.sent < 64 << 20, "no more than fits between the two"
 
 
+@pytest.mark.fault(24)
 def test_a_dropped_download_goes_on_where_it_stopped(server, tmp_path):
     server.faults = ["drop"]
     download(source(server), tmp_path / "file")
     assert [wanted for _, wanted, _ in server.requests] == [None, f"bytes={len(CONTENT) // 2}-"]
 
 
+@pytest.mark.fault(24)
 def test_a_later_run_goes_on_too(server, tmp_path):
     server.faults = ["drop"] + [500] * ATTEMPTS
     with pytest.raises(StorageError, match=r"found HTTP 500 in 5 attempts.*goes on from"):
@@ -173,6 +176,7 @@ def test_a_partial_file_of_any_kind(server, tmp_path, partial):
     assert (tmp_path / "file").read_bytes() == CONTENT
 
 
+@pytest.mark.fault(24)
 def test_wrong_content_never_gets_the_name(server, tmp_path):
     git = hashlib.sha1(b"blob %d\0" % len(CONTENT) + CONTENT).hexdigest()
     download(source(server, sha256=None, git_sha1=git), tmp_path / "control")

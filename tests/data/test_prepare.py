@@ -243,6 +243,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.fault(28)
 @pytest.mark.parametrize("shape", ["one line", "no blanks", "one row group"])
 def test_memory_is_bounded(tmp_path, make_text, shape):
     text, size = make_text(500_000), 60_000_000
@@ -270,6 +271,7 @@ def test_the_result_opens(tmp_path):
     assert open_dataset(tmp_path / "out").manifest["recipe"]["documents"] == 300
 
 
+@pytest.mark.fault(27)
 def test_too_little_for_two_splits(tmp_path):
     write_rows(tmp_path / "a.jsonl", ["only one"])
     with pytest.raises(DataError, match=r"none for (train|validation) among the 1 .*--validation-fraction"):

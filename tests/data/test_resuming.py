@@ -52,6 +52,7 @@ class Kill:
             self.killed = children[0].pid
 
 
+@pytest.mark.fault(25)
 def test_a_killed_worker_is_named_and_the_rerun_gives_the_same_bytes(tmp_path, make_text, small_units, monkeypatch):
     source = str(everything(tmp_path, make_text))
     prepare(PrepareOptions(source, tmp_path / "control", "gpt2", workers=2, shard_tokens=5000))
@@ -75,6 +76,7 @@ def test_a_killed_worker_is_named_and_the_rerun_gives_the_same_bytes(tmp_path, m
     assert len(again) == total  # what was done was not done again
 
 
+@pytest.mark.fault(25)
 @pytest.mark.parametrize("spec", ["gpt2", "bpe:300"])
 def test_the_main_process_killed_anywhere(tmp_path, make_text, small_units, monkeypatch, spec):
     source = str(everything(tmp_path, make_text))

@@ -40,6 +40,7 @@ def test_an_intact_folder(folder):
         first.tokens[0] = 1
 
 
+@pytest.mark.fault(21)
 def test_a_flipped_bit_is_found_at_first_touch_and_the_file_named(folder):
     flip_bit(folder / "train_000001.bin", 1500)
     first, second = open_dataset(folder).splits["train"]  # opening hashes nothing
@@ -48,6 +49,7 @@ def test_a_flipped_bit_is_found_at_first_touch_and_the_file_named(folder):
         _ = second.tokens
 
 
+@pytest.mark.fault(22)
 @pytest.mark.parametrize("size", [0, 1, 100, 1023, 1024, 1025, 3022, 3023, 3025, 5000])
 def test_any_other_size_is_refused(folder, size):
     path = folder / "train_000000.bin"
@@ -56,6 +58,7 @@ def test_any_other_size_is_refused(folder, size):
         open_dataset(folder)
 
 
+@pytest.mark.fault(22)
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -73,6 +76,7 @@ def test_a_wrong_header_is_refused(folder, words, message):
         _ = open_dataset(folder).splits["train"][0].tokens
 
 
+@pytest.mark.fault(23)
 def test_a_token_outside_the_vocabulary_is_named_with_shard_and_offset(make_dataset):
     bad = TOKENS.copy()
     bad[[700, 800]] = 257, 60000

@@ -51,6 +51,7 @@ def ended_alike(started: Started, codes: list[int | None], *, without: tuple[int
     assert not any("Traceback" in rank.errors for rank in started.ranks), started.errors
 
 
+@pytest.mark.fault(3)
 def test_killed_in_a_save(launcher: Launcher, shards: Path, tmp_path: Path, unharmed: Path) -> None:
     """Row 3. One of two ranks dies while the second checkpoint is gathered: it never exists, both go on from the first."""
     for rank, started in on_either_rank(launcher, shards, tmp_path, "kill-save:{}:7").items():
@@ -63,6 +64,7 @@ def test_killed_in_a_save(launcher: Launcher, shards: Path, tmp_path: Path, unha
         same_run(unharmed, run, 8)
 
 
+@pytest.mark.fault(4)
 def test_a_full_disk_ends_all_ranks(launcher: Launcher, shards: Path, tmp_path: Path, unharmed: Path) -> None:
     """Row 4 with two ranks: the one that does not write has shards to hand over, and must not wait for ever."""
     run = tmp_path / "run"
@@ -73,6 +75,7 @@ def test_a_full_disk_ends_all_ranks(launcher: Launcher, shards: Path, tmp_path: 
     same_run(unharmed, run, 8)
 
 
+@pytest.mark.fault(29)
 def test_killed_in_a_collective(launcher: Launcher, shards: Path, tmp_path: Path) -> None:
     """Row 29. The other one ends, says where it stood, and whom it lost."""
     for rank, started in on_either_rank(launcher, shards, tmp_path, "kill:{}:5").items():
@@ -83,6 +86,7 @@ def test_killed_in_a_collective(launcher: Launcher, shards: Path, tmp_path: Path
         assert saved_steps(tmp_path / str(rank)) == [4]
 
 
+@pytest.mark.fault(30)
 def test_stopped_in_a_collective(launcher: Launcher, shards: Path, tmp_path: Path) -> None:
     """Row 30. A process that is there but does nothing; rank 0's keeps the table from which the others would learn it."""
     for rank, started in on_either_rank(launcher, shards, tmp_path, "freeze:{}:5").items():
@@ -206,6 +210,7 @@ def test_without_checks_a_flipped_bit_stays(launcher: Launcher, shards: Path, tm
     assert hit(started) == [1] and any(not found[name].equal(expected[name]) for name in found)
 
 
+@pytest.mark.fault(35)
 @pytest.mark.parametrize(("only", "size", "missing"), [((0,), 2, "1"), ((1,), 2, None)])
 def test_a_rank_that_never_comes(
     only: tuple[int, ...], size: int, missing: str | None, launcher: Launcher, shards: Path, tmp_path: Path
@@ -222,6 +227,7 @@ def test_a_rank_that_never_comes(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.fault(35)
 @pytest.mark.parametrize("rank", [0, 2])
 def test_ranks_that_are_there_name_the_one_that_is_not(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Row 35 with several that wait, by a clock of which each look takes a second: not before the time is over."""
@@ -234,6 +240,7 @@ def test_ranks_that_are_there_name_the_one_that_is_not(rank: int, monkeypatch: p
     assert next(clock) == 109, "at 100 the wait begins, at 107 it may still go on"
 
 
+@pytest.mark.fault(35)
 def test_a_port_that_is_taken(launcher: Launcher, shards: Path, tmp_path: Path) -> None:
     """By a program that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -112,6 +112,7 @@ def undisturbed(shards: Path, tmp_path_factory: pytest.TempPathFactory, launcher
     return files_of(out, LONG["steps"])
 
 
+@pytest.mark.fault(29)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_killed_run_goes_on_with_the_same_bits(
     ranks: int, shards: Path, tmp_path: Path, undisturbed: dict[str, bytes]

@@ -87,6 +87,7 @@ def test_muon_on_ranks(settings: dict, ranks: list, launcher: Launcher, shards: 
     same_run(tmp_path / "1", last, 6)
 
 
+@pytest.mark.fault(19)
 def test_stopped_and_continued_on_other_ranks(launcher: Launcher, shards: Path, tmp_path: Path, alone) -> None:
     """Two ranks, one of which is told to stop; then one, told to stop; then four. What they share differs, too."""
     for size, zero, fault, codes in ((2, 1, "signal:1:6", [75, 75]), (1, 0, "signal:0:16", [75]), (4, 1, "none", [0] * 4)):

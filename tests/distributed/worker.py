@@ -38,34 +38,12 @@ from handgrad.run.loop import Run
 from handgrad.run.saving import GatheredBucket
 from handgrad.tools import network
 from handgrad.training.step import TrainStep
+from tests.faults import moments, work
+from tests.faults.firing import before, fired, send
 
-FIRED = "fault fired"
 LANE_SECONDS, SLOW_SECONDS, WAIT_SECONDS = 0.0625, 0.25, 1024.0  # sums of these are exact
 HOURS = 1e5  # seconds
 POLL_SECONDS = 0.01
-
-
-def fired() -> None:
-    print(FIRED, file=sys.stderr, flush=True)
-
-
-def before(owner: type, name: str, due: Callable[..., bool], act: Callable[[], Any]) -> None:
-    """`act` before the first call of a method that is `due` by its arguments."""
-    original, done = getattr(owner, name), []
-
-    def patched(*given: Any, **named: Any) -> Any:
-        if not done and due(*given):
-            done.append(True)
-            fired()
-            act()
-        return original(*given, **named)
-
-    setattr(owner, name, patched)
-
-
-def send(number: int) -> Callable[[], None]:
-    """A signal to this process."""
-    return lambda: os.kill(os.getpid(), number)
 
 
 def in_exchange(number: int) -> Callable[[int], None]:
@@ -276,6 +254,8 @@ FAULTS: dict[str, Callable[[int], None]] = {
     "break": fails(AssertionError("a mistake of our own")),
     "break-silent": fails(MemoryError()),
     "memory": out_of_memory,
+    **moments.FAULTS,
+    **work.FAULTS,
 }
 
 

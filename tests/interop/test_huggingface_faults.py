@@ -81,6 +81,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+@pytest.mark.fault(26)
 @pytest.mark.parametrize("damage", WRONG)
 def test_wrong_folders(damage: str, exported: Callable, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     folder = shutil.copytree(exported("bytes")[1], tmp_path / "hf")

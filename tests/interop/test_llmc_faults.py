@@ -219,6 +219,7 @@ def test_an_export_that_reads_back_otherwise(tmp_path: Path, monkeypatch: pytest
     assert not list((tmp_path / "deep").iterdir())
 
 
+@pytest.mark.fault(26)
 @settings(deadline=None, max_examples=250)
 @given(st.sampled_from([0, 1, 2]), st.floats(0, 1, exclude_max=True), st.binary(min_size=1, max_size=4), st.booleans())
 def test_any_damage_is_data_error_or_other_numbers(

@@ -1,6 +1,7 @@
 """Launches Triton kernels, or notes the launches, to compile the kernels ahead of them."""
 
 import functools
+import json
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +10,8 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+
+from handgrad.errors import StorageError
 
 Launch = tuple[tuple[int, ...], tuple[Any, ...], dict[str, Any]]  # grid, arguments, options
 Noted = dict[Any, list[Launch]]  # by kernel
@@ -20,9 +23,23 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
     """Launches the kernel on the current stream; inside `collecting`, notes the launch instead."""
     noted = _noted.get()
     if noted is None:
-        kernel[grid](*arguments, **options)
+        try:
+            kernel[grid](*arguments, **options)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise cache_error(error) from None
     else:
         noted.setdefault(kernel, []).append((grid, arguments, options))
+
+
+def cache_error(error: Exception) -> Exception:
+    """A `StorageError` if the error is one of Triton's cache, a damaged file or a folder that cannot be written; else the
+    error itself. Triton makes a kernel anew only where the list of its files is damaged."""
+    damaged = isinstance(error, json.JSONDecodeError) or "kernel image" in str(error)
+    if not damaged and not isinstance(error, OSError):
+        return error
+    folder = os.environ.get("TRITON_CACHE_DIR") or "~/.triton/cache"
+    remedy = "remove it" if damaged else "name a folder that can be written with TRITON_CACHE_DIR"
+    return StorageError(f"the cache of compiled kernels in {folder} cannot be used ({error}); {remedy}")
 
 
 @contextmanager
@@ -49,7 +66,10 @@ def compile_ahead(*launches: Callable[[], None]) -> None:
 
     def compile_all(kernel: Any) -> None:
         for grid, arguments, options in noted[kernel]:
-            kernel.run(*arguments, grid=grid, warmup=True, **options)
+            try:
+                kernel.run(*arguments, grid=grid, warmup=True, **options)
+            except (OSError, RuntimeError, ValueError) as error:
+                raise cache_error(error) from None
 
     if noted:
         device = {"initializer": torch.cuda.set_device, "initargs": (torch.cuda.current_device(),)}
