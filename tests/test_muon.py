@@ -24,7 +24,7 @@ from handgrad.ops import (
 )
 from handgrad.optimizers import Owned
 from handgrad.optimizers.adamw import AdamW
-from handgrad.optimizers.muon import POLAR_EXPRESS, Muon, polar
+from handgrad.optimizers.muon import MATRIX, POLAR_EXPRESS, Muon, polar
 from handgrad.run.resolve import resolve
 from handgrad.run.start import train
 
@@ -63,7 +63,7 @@ def part_of(shape: tuple[int, int], seed: int = 0) -> Owned:
     generator = torch.Generator().manual_seed(seed)
     weight, gradient, m = (torch.randn(shape, dtype=torch.float64, generator=generator) for _ in range(3))
     v = torch.rand(shape, dtype=torch.float64, generator=generator)
-    return Owned((True, True), torch.zeros(shape), weight, gradient, {"m": m, "v": v}, 0)
+    return Owned(MATRIX, torch.zeros(shape), weight, gradient, {"m": m, "v": v}, 0)
 
 
 def numbers(step: int, learning_rate: float, scale: float = 1.0, verdict: int = 0) -> tuple[Tensor, Tensor]:
@@ -131,7 +131,7 @@ def test_who_gets_which() -> None:
     whole = [row.name for row in design.parameters if row.whole]
     assert whole == [f"blocks.0.{name}_weight" for name in ("qkv", "proj", "fc", "fcproj")]
     kinds = {row.name: design.optimizer.kind(row) for row in design.parameters if not row.whole}
-    assert kinds["wte"] == kinds["wpe"] == (False, True) and kinds["lnf_weight"] == (False, False)
+    assert kinds["wte"] is kinds["wpe"] is True and kinds["lnf_weight"] is False
     plain = resolve(replace(config, optimizer="adamw"), 257)
     assert plain.plan.size_bytes == design.plan.size_bytes, "the state takes AdamW's memory"
 

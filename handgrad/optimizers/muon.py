@@ -13,7 +13,7 @@ only where the update shrinks them (Chen et al. 2025, https://arxiv.org/abs/2510
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import ModuleType
 from typing import ClassVar
 
@@ -37,6 +37,7 @@ POLAR_EXPRESS = (
 ABOVE_LARGEST = 1.02  # the norm is divided by a bit more than itself: rounding may not lift a singular value above 1
 LEAST_NORM = 1e-7
 UPDATE_RMS = 0.2
+MATRIX = "matrix"
 FIRST_MOMENTUM, WARM_UP_STEPS = 0.85, 300  # momentum grows in a straight line, while the gradient still turns quickly
 
 
@@ -53,19 +54,18 @@ class Muon:
     def whole(self, row: ParameterRow) -> bool:
         return row.group == "matrix"
 
-    def kind(self, row: ParameterRow) -> tuple[bool, bool]:
-        """(True for a matrix, AdamW's kind)."""
-        return self.whole(row), self.adamw.kind(row)
+    def kind(self, row: ParameterRow) -> str | bool:
+        """`MATRIX`, or AdamW's kind."""
+        return MATRIX if self.whole(row) else self.adamw.kind(row)
 
     def update(self, ops: ModuleType, owned: Iterable[Owned], controls: Tensor, results: Tensor) -> None:
         """A call per range, and one per matrix; `controls` holds the step and the learning rate, `results` the verdict and
         the clip factor."""
         for part in owned:
-            matrix, decays = part.kind
-            if matrix:
+            if part.kind == MATRIX:
                 self.update_matrix(part, controls, results)
             else:
-                self.adamw.update(ops, [replace(part, kind=decays)], controls, results)
+                self.adamw.update(ops, [part], controls, results)
 
     def update_matrix(self, part: Owned, controls: Tensor, results: Tensor) -> None:
         dtype, (rows, columns) = part.weight.dtype, part.weight.shape
