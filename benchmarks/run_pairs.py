@@ -1,6 +1,6 @@
-"""Pairs of runs that differ only in their precision: how far apart do they end?
+"""Pairs of runs that differ in a setting or two: how far apart do they end?
 
-    python -m benchmarks.precision_pairs OUT.json runs/bf16 runs/fp8 [runs/bf16-b runs/fp8-b ...]
+    python -m benchmarks.run_pairs OUT.json runs/bf16 runs/fp8 [runs/adamw runs/muon ...]
 
 `handgrad train` makes the runs; of each pair the first is the measure. Writes their curves and differences as a
 results file, and a plot beside it.
