@@ -34,10 +34,11 @@ def records(run: str | Path, kinds: tuple[str, ...] = ("step", "validation", "sa
 
 
 def tensors(run: str | Path, step: int) -> dict[str, torch.Tensor]:
+    """Of a checkpoint's files, however many wrote them."""
     folder = Path(run) / "checkpoints" / f"step_{step:08d}"
     found = {}
-    for file in ("model.safetensors", "optimizer.safetensors"):
-        found |= {name: tensor.clone() for name, tensor in safetensors.torch.load_file(folder / file).items()}  # no map
+    for file in sorted(folder.glob("*.safetensors")):
+        found |= {name: tensor.clone() for name, tensor in safetensors.torch.load_file(file).items()}  # no map
     return found
 
 

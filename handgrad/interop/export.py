@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from handgrad.checkpoint import OPTIMIZER_FILE, WEIGHTS_FILE, Checkpoint, Stored, safetensors_bytes, write_file
+from handgrad.checkpoint import OPTIMIZER_FILE, WEIGHTS_FILE, Checkpoint, Stored, opened, safetensors_bytes, write_file
 from handgrad.data.hub import hub_failures
 from handgrad.data.tokenizer import tokenizer_files
 from handgrad.errors import DataError, StorageError, UsageError
@@ -99,11 +99,12 @@ def export_llmc(
 
     if with_optimizer:
         check_free(folder)
-        with huggingface.opened(checkpoint.folder / OPTIMIZER_FILE) as moments:
-            if "m.wte" not in moments.keys():  # noqa: SIM118
-                raise UsageError(f"expected moments in {checkpoint.folder}, found none: it was imported without them")
+        if checkpoint.place(OPTIMIZER_FILE, "m.wte") is None:
+            raise UsageError(f"expected moments in {checkpoint.folder}, found none: it was imported without them")
         tensors |= {"m": stored(OPTIMIZER_FILE, "m."), "v": stored(OPTIMIZER_FILE, "v.")}
-        with huggingface.opened(checkpoint.folder / WEIGHTS_FILE) as weights:
+        embedding = checkpoint.place(WEIGHTS_FILE, "wte")
+        assert embedding is not None
+        with opened(embedding) as weights:
             if weights.get_slice("wte").get_dtype() != "BF16":  # a run without master weights stores bf16
                 tensors["master"] = stored(WEIGHTS_FILE, "")
 

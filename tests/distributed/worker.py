@@ -108,7 +108,7 @@ def full_disk(step: int) -> None:
     original, calls = checkpoint.write_file, []
 
     def write(path: Path, chunks: Any) -> dict[str, Any]:
-        if path.name == checkpoint.OPTIMIZER_FILE:
+        if path.name.startswith("optimizer"):
             calls.append(path)
             if len(calls) == step + 1:
                 fired()
@@ -218,7 +218,7 @@ def flipped_in_save(step: int) -> None:
     original = Run.save
 
     def save(run: Run) -> None:
-        if run.completed == step + 1 and run.last_saved != run.completed:
+        if run.completed == step + 1 and run.saves.last_saved != run.completed:
             moments = run.training.state.optimizer["m"].view(torch.int32)
             moments[int(moments.nonzero()[0])] ^= 1 << 30
             fired()
