@@ -360,7 +360,11 @@ class Run:
 
     def save(self) -> None:
         """Saves the completed step, behind the steps that follow."""
-        manifest = {
+        self.saves.save(self.training, self.completed, self.step_seconds, self.manifest())
+
+    def manifest(self) -> dict[str, Any]:
+        """The content of a checkpoint of the completed step beside its tensors."""
+        return {
             **run_facts(self.config, self.tokenizer, self.origin),
             "versions": self.versions(),
             "identity": self.identity(),
@@ -368,7 +372,6 @@ class Run:
             "skips_in_a_row": self.skips_in_a_row,
             "left_fp8": asdict(self.left_fp8),
         }
-        self.saves.save(self.training, self.completed, self.step_seconds, manifest)
 
     def event(self, line: str) -> None:
         self.log.event(self.completed, line)
