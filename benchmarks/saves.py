@@ -57,10 +57,16 @@ def config_of(asked: argparse.Namespace, folder: Path, ranks: int) -> RunConfig:
     given = {name: value for name in ("device", "micro_batch", "channels", "precision") if (value := getattr(asked, name))}
     config = dataclasses.replace(presets.preset(asked.preset), data=str(folder / "data"), out=str(folder / "run"), **given)
     step = asked.tokens_per_step or config.micro_batch * config.sequence_length * ranks
-    nothing = dict.fromkeys(
-        ("save_every", "eval_every", "sample_every", "sample_tokens", "check_ranks_every", "gpu_every"), 0
+    due = (
+        "save_every",
+        "eval_every",
+        "sample_every",
+        "sample_tokens",
+        "check_ranks_every",
+        "gpu_every",
+        "keep_checkpoints",
     )
-    return check(dataclasses.replace(config, tokens_per_step=step, steps=10**6, keep_checkpoints=0, **nothing))
+    return check(dataclasses.replace(config, tokens_per_step=step, steps=10**6, **dict.fromkeys(due, 0)))
 
 
 def timed(run: Run, steps: int) -> list[float]:

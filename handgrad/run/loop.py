@@ -134,6 +134,7 @@ class Run:
         for text in (*self.log.notes, *(f"configuration changed: {change}" for change in self.folder.changes)):
             self.event(text)
         record = run_record(*given, self.origin)
+        record["host_bytes"] = 0 if self.saves.copy is None else self.saves.copy.size_bytes
         if not self.log.has_end(self.config.steps):
             self.log.record("run", step=self.completed, ranks=self.ranks.size, **record, **self.folder.failure)
         self.log.send_to(self.config.log_to, {**to_dict(self.config), **record}, self.completed)

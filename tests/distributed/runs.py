@@ -13,7 +13,7 @@ from pathlib import Path
 
 from handgrad import checkpoint
 from tests.distributed.launching import free_port
-from tests.distributed.worker import FIRED
+from tests.distributed.save_faults import FIRED
 from tests.test_runs import records, same_bits
 
 ROOT = Path(__file__).parents[2]
