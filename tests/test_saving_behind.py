@@ -14,6 +14,7 @@ import pytest
 
 import handgrad
 from handgrad import checkpoint
+from handgrad.cli import main
 from handgrad.config import RunConfig, to_toml
 from handgrad.errors import Preempted, StorageError
 from handgrad.manifest import OPTIMIZER_FILE, WEIGHTS_FILE, parts_of
@@ -223,6 +224,20 @@ def test_the_header_names_the_copy(finished: RunConfig) -> None:
     assert lines == ["saves      behind training, from a copy of 424.5 KiB in host memory"]
     (run,) = records(finished.out, ("run",))
     assert run["host_bytes"] >= sum(map(len, contents(finished, 12).values())) - 30_000
+
+
+def test_a_plan_has_the_bytes(finished: RunConfig, capsys: pytest.CaptureFixture) -> None:
+    """Of the largest of several ranks."""
+    recipe = f"{finished.out}/config.toml"
+    found = {}
+    for ranks in ("1", "2"):
+        assert main(["plan", "--config", recipe, "--lanes", "2", "--micro-batch", "2", "--ranks", ranks]) == 0
+        (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("host "))
+        found[ranks] = line
+    assert found["1"] == "host       424.5 KiB: the copy from which saves are written behind training"
+    assert found["2"].split()[3:5] == ["per", "rank:"] and 212.0 <= float(found["2"].split()[1]) < 260.0
+    assert main(["plan", "--config", recipe, "--async-save", "false"]) == 0
+    assert "host " not in capsys.readouterr().out
 
 
 # Kills.
