@@ -61,7 +61,7 @@ class HostCopy:
             self.pin()
 
     def pin(self) -> None:
-        """torch's own pinned memory comes in powers of two: 32 GiB for 18.7."""
+        """torch's own pinned memory comes in powers of two, up to twice as much."""
         driver: Any = torch.cuda.cudart()
         for memory in self.storage.values():
             if error := int(driver.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)):
