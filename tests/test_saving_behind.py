@@ -129,23 +129,23 @@ def test_a_write_that_fails_ends_the_run_at_the_next_step(
     finished: RunConfig, disk: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the line and the exit code of a save that training waits for; what was written of it is gone."""
-    run, lines = elsewhere(finished, "full"), list[str]()
+    run, saving = elsewhere(finished, "full"), list[Saves]()
+
+    def fail() -> None:
+        disk.set()
+        assert saving[0].work.exception(PATIENCE) is not None
+
     for behind in (True, False):
         with monkeypatch.context() as patch, pytest.raises(StorageError) as raised:
             patch.setattr(checkpoint, "write_file", fails)
-            begins(patch, 5, disk.set)
-            before(patch, TrainStep, "begin", lambda training, step: disk.set() if step > 5 else None)
-            if not behind:
-                disk.set()
+            before(patch, Saves, "save", lambda run_saves, *given: saving.append(run_saves))
+            begins(patch, 5, fail)
             train(dataclasses.replace(run, async_save=behind))
-        lines.append(str(raised.value))
-        assert raised.value.exit_code == 74 and not list((Path(run.out) / "checkpoints").iterdir())
-        made = len(records(run.out, ("step",)))
-        assert made > 4 if behind else made == 4
-        disk.clear()
-    folder = Path(run.out) / "checkpoints" / "step_00000004"
-    assert lines == [f"saving {folder} failed: No space left on device; free some space, or write elsewhere"] * 2
-    disk.set()
+        folder = Path(run.out) / "checkpoints" / "step_00000004"
+        assert raised.value.exit_code == 74 and not list(folder.parent.iterdir())
+        line = f"saving {folder} failed: No space left on device; free some space, or write elsewhere"
+        assert str(raised.value) == line
+        assert len(records(run.out, ("step",))) == (5 if behind else 4)
     train(run)
     same_bits(finished.out, run.out, 12)
 
