@@ -14,6 +14,7 @@ import torch
 from handgrad import checkpoint
 from handgrad.run.log import RunLog
 from handgrad.run.loop import Run
+from handgrad.run.saves import Saves
 from handgrad.run.saving import GatheredBucket
 from handgrad.training.step import TrainStep
 
@@ -108,9 +109,12 @@ def flipped_in_save(step: int) -> None:
 
 
 def slow_disk(step: int) -> None:
-    """This rank's part of each checkpoint waits until the run is at `step`."""
+    """This rank's part of each checkpoint waits until the run is at `step`; 0: until the run waits for it."""
     original, reached = checkpoint.write_tensors, threading.Event()
-    before(TrainStep, "begin", lambda training, now: now == step, reached.set)
+    if step:
+        before(TrainStep, "begin", lambda training, now: now == step, reached.set)
+    else:
+        before(Saves, "wait", lambda run_saves: True, reached.set)
 
     def write(*given: Any) -> dict[str, Any]:
         reached.wait()

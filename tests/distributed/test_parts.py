@@ -91,7 +91,7 @@ def test_a_rank_that_cannot_write_ends_all(launcher: Launcher, shards: Path, tmp
 def test_a_stop_while_others_write(launcher: Launcher, shards: Path, tmp_path: Path, alone: Path) -> None:
     """Rank 1 has not written step 4 when rank 0 is told to stop: both checkpoints come to stand."""
     run = tmp_path / "run"
-    started = launcher.start(2, arguments(shards, run), "slow-disk:1:5+signal:0:5")
+    started = launcher.start(2, arguments(shards, run), "slow-disk:1:0+signal:0:5")
     assert started.wait() == [75, 75], started.errors
     assert "after step 6, saved step 6" in started.ranks[0].errors and saved_steps(run) == [4, 6]
     launcher.run(2, arguments(shards, run))
