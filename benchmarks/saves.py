@@ -30,7 +30,7 @@ from handgrad import checkpoint, presets
 from handgrad.checkpoint import Checkpoint, opened
 from handgrad.config import RunConfig, check
 from handgrad.data.llmc_header import TOKENS, make_header
-from handgrad.manifest import OPTIMIZER_FILE, WEIGHTS_FILE, read_manifest
+from handgrad.manifest import read_manifest
 from handgrad.models.rows import count_parameters
 from handgrad.parallel.launchers import find_rank_info
 from handgrad.parallel.local import run_ranks
@@ -118,18 +118,9 @@ def measure(run: Run, steps: int, still: Path) -> dict[str, Any]:
     }
 
 
-def tensor_files(folder: Path) -> dict[str, Path]:
-    """The file of each tensor of a checkpoint."""
-    found, places = Checkpoint(folder, read_manifest(folder)), dict[str, Path]()
-    for path in (*found.parts(WEIGHTS_FILE), *found.parts(OPTIMIZER_FILE)):
-        with opened(path) as stored:
-            places |= dict.fromkeys(stored.keys(), path)
-    return places
-
-
 def check_equal(one: Path, other: Path) -> int:
     """Raises `AssertionError` unless two checkpoints hold the same tensors; returns how many."""
-    places = tensor_files(one), tensor_files(other)
+    places = [Checkpoint(folder, read_manifest(folder)).places for folder in (one, other)]
     assert places[0].keys() == places[1].keys(), f"{one} and {other} hold other tensors"
     for name, path in places[0].items():
         with opened(path) as first, opened(places[1][name]) as second:

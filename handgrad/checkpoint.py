@@ -14,6 +14,7 @@ Tensors have names and no padding, so the layout in memory may change without th
 """
 
 import contextlib
+import functools
 import json
 import math
 import shutil
@@ -65,36 +66,37 @@ class Checkpoint:
         """The files that together are `WEIGHTS_FILE` or `OPTIMIZER_FILE`."""
         return [self.folder / name for name in parts_of(file, self.manifest["files"])]
 
+    @functools.cached_property
+    def places(self) -> dict[str, Path]:
+        """The file of every tensor."""
+        found = dict[str, Path]()
+        for path in (*self.parts(WEIGHTS_FILE), *self.parts(OPTIMIZER_FILE)):
+            with opened(path) as stored:
+                found |= dict.fromkeys(stored.keys(), path)
+        return found
+
     def load(self, file: str, receivers: Mapping[str, tuple[tuple[int, ...], Callable[[Tensor], object]]]) -> None:
         """Passes each of the file's tensors to its receiver, by name with the expected shape; raises `DataError` if names
         or shapes differ."""
         paths = self.parts(file)
+        names = {name for name, path in self.places.items() if path in paths}
+        if names != set(receivers):
+            differing = sorted(names ^ set(receivers))
+            raise DataError(
+                f"{paths[0]} holds other tensors than this model: {len(differing)} differ, the first is"
+                f" {differing[0]!r}; it belongs to another model"
+            )
         with contextlib.ExitStack() as files:
-            stored = [(path, files.enter_context(opened(path))) for path in paths]
-            places = {name: place for place in stored for name in place[1].keys()}  # noqa: SIM118
-            if places.keys() != set(receivers):
-                differing = sorted(places.keys() ^ set(receivers))
-                raise DataError(
-                    f"{paths[0]} holds other tensors than this model: {len(differing)} differ, the first is"
-                    f" {differing[0]!r}; it belongs to another model"
-                )
+            stored = {path: files.enter_context(opened(path)) for path in paths}
             for name, (shape, receive) in receivers.items():
-                path, content = places[name]
-                receive(read_tensor(content, path, name, shape))
+                path = self.places[name]
+                receive(read_tensor(stored[path], path, name, shape))
 
     def tensor(self, file: str, name: str, shape: tuple[int, ...]) -> Tensor:
         """One of the file's tensors; raises `DataError` if it is missing or of another shape."""
-        path = self.place(file, name) or self.parts(file)[0]
+        path = self.places.get(name) or self.parts(file)[0]
         with opened(path) as stored:
             return read_tensor(stored, path, name, shape)
-
-    def place(self, file: str, name: str) -> Path | None:
-        """The one of the file's parts that holds a tensor, or None."""
-        for path in self.parts(file):
-            with opened(path) as stored:
-                if name in stored.keys():  # noqa: SIM118
-                    return path
-        return None
 
 
 def folder_of(checkpoints: Path, step: int) -> Path:

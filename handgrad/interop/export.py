@@ -99,12 +99,10 @@ def export_llmc(
 
     if with_optimizer:
         check_free(folder)
-        if checkpoint.place(OPTIMIZER_FILE, "m.wte") is None:
+        if "m.wte" not in checkpoint.places:
             raise UsageError(f"expected moments in {checkpoint.folder}, found none: it was imported without them")
         tensors |= {"m": stored(OPTIMIZER_FILE, "m."), "v": stored(OPTIMIZER_FILE, "v.")}
-        embedding = checkpoint.place(WEIGHTS_FILE, "wte")
-        assert embedding is not None
-        with opened(embedding) as weights:
+        with opened(checkpoint.places["wte"]) as weights:
             if weights.get_slice("wte").get_dtype() != "BF16":  # a run without master weights stores bf16
                 tensors["master"] = stored(WEIGHTS_FILE, "")
 

@@ -80,12 +80,12 @@ class Saves:
         final = checkpoint.folder_of(self.folder.checkpoints, step)
         waited = self.await_earlier(step)
         save = Save(final, step, manifest, time.perf_counter(), step_seconds)
-        self.log.sync()
         training.await_weights()
         self.poisoned = True  # until the judge has said otherwise
         self.judge.check(training.state, step, self.last_saved)
         self.poisoned = False
         if self.copy is None:
+            self.log.sync()  # no checkpoint is ahead of its record
             save_state(self.folder.checkpoints, step, training.state, self.ranks, manifest, self.extra_files)
             seconds = time.perf_counter() - save.begun
             warnings = self.ranks.from_rank_0(lambda: self.remove_old(step), "old checkpoints")
@@ -105,7 +105,8 @@ class Saves:
         earlier, begun = self.pending, time.perf_counter()
         self.wait()
         waited, took = time.perf_counter() - begun, time.perf_counter() - earlier.begun
-        if waited >= TOLD_SECONDS and not self.told_wait:
+        due = self.config.save_every and step % self.config.save_every == 0  # else a stop or a best validation asks for it
+        if due and waited >= TOLD_SECONDS and not self.told_wait:
             self.told_wait = True
             line = f"step {step}: its save waited {waited:.1f} s for that of step {earlier.step}, which took {took:.1f} s"
             self.log.event(step, f"{line}; a larger --save-every leaves the disk more time")
@@ -122,6 +123,7 @@ class Saves:
     def commit(self, save: Save, files: dict[str, Any]) -> tuple[float, list[str]]:
         """Makes a checkpoint of all ranks' files, then removes old ones; returns the seconds since the save began, and
         warnings."""
+        self.log.sync()  # no checkpoint is ahead of its record
         with storage_errors(f"saving {save.final}"):
             checkpoint.commit(save.final, save.step, files, save.manifest, self.extra_files)
         return time.perf_counter() - save.begun, self.remove_old(save.step)
@@ -201,6 +203,8 @@ class Saves:
         rank, else an interrupted save, whose threads end with their processes."""
         if self.pending is not None and self.ranks.size == 1:
             with suppress(StorageError):  # the run ends by another error
+                if not self.work.done():
+                    self.log.line(f"step {self.pending.step}: its save is still being written; the run ends when it stands")
                 self.settle()
         elif self.pending is not None and self.pending.committing:
             wait([self.work])
