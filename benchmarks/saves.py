@@ -41,6 +41,7 @@ from handgrad.run.start import open_run
 EVERY_SECONDS = 120.0  # between saves, for the loss of throughput
 WARM_UP_STEPS = 3
 VOCABULARY = 50257
+NEVER = "save_every eval_every sample_every sample_tokens check_ranks_every gpu_every keep_checkpoints"  # all 0
 
 
 def write_tokens(folder: Path, tokens: int, rank: int) -> None:
@@ -57,16 +58,7 @@ def config_of(asked: argparse.Namespace, folder: Path, ranks: int) -> RunConfig:
     given = {name: value for name in ("device", "micro_batch", "channels", "precision") if (value := getattr(asked, name))}
     config = dataclasses.replace(presets.preset(asked.preset), data=str(folder / "data"), out=str(folder / "run"), **given)
     step = asked.tokens_per_step or config.micro_batch * config.sequence_length * ranks
-    due = (
-        "save_every",
-        "eval_every",
-        "sample_every",
-        "sample_tokens",
-        "check_ranks_every",
-        "gpu_every",
-        "keep_checkpoints",
-    )
-    return check(dataclasses.replace(config, tokens_per_step=step, steps=10**6, **dict.fromkeys(due, 0)))
+    return check(dataclasses.replace(config, tokens_per_step=step, steps=10**6, **dict.fromkeys(NEVER.split(), 0)))
 
 
 def timed(run: Run, steps: int) -> list[float]:
@@ -98,10 +90,10 @@ def measure(run: Run, steps: int, still: Path) -> dict[str, Any]:
     after = timed(run, steps)
     records = [json.loads(line) for line in (run.folder.path / "metrics.jsonl").read_text().splitlines()]
     seconds = [record["seconds"] for record in records if record["kind"] == "save" and record["step"] == step][-1]
-    whole = [at for at in during if at - begun < seconds]
+    whole = max([at for at in during if at - begun < seconds], during[:2], key=len)
     tokens = run.config.tokens_per_step
     alone = 2 * steps * tokens / (before[-1] - before[0] + after[-1] - after[0])
-    beside = (len(whole) - 1) * tokens / (whole[-1] - whole[0]) if len(whole) > 1 else math.nan
+    beside = (len(whole) - 1) * tokens / (whole[-1] - whole[0])
     slower = 1 - beside / alone
     return {
         "parameters": count_parameters(run.design.parameters),
@@ -164,7 +156,7 @@ def main() -> int:
                 names = [checkpoint.folder_of(parent, step) for parent in (run.folder.checkpoints, folder / "still")]
                 figures["equal_tensors"] = check_equal(*names)
                 for name, value in figures.items():
-                    print(f"{name:<32} {value:>16,.4f}" if isinstance(value, float) else f"{name:<32} {value:>16,}")
+                    print(f"{name:<32} {value:>16,.6g}" if isinstance(value, float) else f"{name:<32} {value:>16,}")
                 if asked.out:
                     settings = {key: value for key, value in vars(asked).items() if key not in ("out", "folder")}
                     method = (__doc__ or "").strip().splitlines()[0]

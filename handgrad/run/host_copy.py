@@ -51,7 +51,9 @@ class HostCopy:
     def __init__(self, design: Design, ranks: Ranks):
         plan = copy_plan(design, ranks.rank, ranks.size)
         self.size_bytes, self.pinned = plan.total_bytes, design.device.type == "cuda"
-        self.storage = {kind: torch.zeros(size, dtype=torch.uint8) for kind, size in plan.size_bytes.items()}
+        self.storage = {kind: torch.empty(size, dtype=torch.uint8) for kind, size in plan.size_bytes.items()}
+        for memory in self.storage.values():
+            memory.zero_()  # the system gives the pages now, not in the first save
         self.views = plan.lay_over(self.storage)
         self.files = {
             file: [Stored.of(row.name, self.views[row.name]) for row in rows]
