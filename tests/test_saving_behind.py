@@ -7,6 +7,7 @@ import random
 import re
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import handgrad
 from handgrad import checkpoint
 from handgrad.cli import main
 from handgrad.config import RunConfig, to_toml
-from handgrad.errors import Preempted, StorageError
+from handgrad.errors import REPEAT_SECONDS, Preempted, StorageError
 from handgrad.manifest import OPTIMIZER_FILE, WEIGHTS_FILE, parts_of
 from handgrad.run import host_copy, saves
 from handgrad.run.lock import is_held
@@ -26,6 +27,7 @@ from handgrad.run.saves import Saves
 from handgrad.run.start import train
 from handgrad.tensor_files import Stored
 from handgrad.training.step import TrainStep
+from tests.distributed.launching import wait_for
 from tests.distributed.runs import Launcher, same_run, saved_steps
 from tests.test_runs import elsewhere, finished, records, same_bits
 
@@ -118,6 +120,24 @@ def test_a_stop_waits_for_both_saves(
     assert saved_steps(Path(run.out)) == [4, step + 1]
     train(run)
     same_bits(finished.out, run.out, 12)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 130)])
+def test_a_second_signal_waits_for_no_disk(
+    number: int, code: int, config: RunConfig, launcher: Launcher, tmp_path: Path
+) -> None:
+    """That never takes the checkpoint for which the first one waits."""
+    (tmp_path / "recipe.toml").write_text(to_toml(config))
+    started = launcher.start(1, ["train", "--config", str(tmp_path / "recipe.toml")], "slow-disk:0:99")
+    wait_for(Path(config.out) / "metrics.jsonl", containing='"kind": "step", "step": 5')
+    pid = started.ranks[0].number("pid")
+    assert pid is not None
+    os.kill(pid, number)
+    time.sleep(REPEAT_SECONDS + 0.1)
+    assert started.ranks[0].code is None
+    os.kill(pid, number)
+    assert started.wait() == [code] and not saved_steps(Path(config.out))
+    assert [path.name for path in (Path(config.out) / "checkpoints").iterdir()] == ["step_00000004.partial"]
 
 
 def fails(path: Path, chunks: Any) -> dict[str, Any]:

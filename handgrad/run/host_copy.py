@@ -30,17 +30,17 @@ def checkpoint_rows(design: Design) -> list[Buffer]:
     ]
 
 
-def copy_plan(design: Design, rank: int = 0, ranks: int = 1) -> Plan:
-    """The memory for the tensors that a rank writes."""
-    files = checkpoint.shares(checkpoint_rows(design), ranks)[rank]
-    return make_plan(buffer for buffers in files.values() for buffer in buffers)
+def copy_plans(design: Design, ranks: int) -> list[Plan]:
+    """The memory for the tensors that each rank writes."""
+    shares = checkpoint.shares(checkpoint_rows(design), ranks)
+    return [make_plan(buffer for buffers in files.values() for buffer in buffers) for files in shares]
 
 
 def host_memory(design: Design, ranks: Ranks) -> tuple[float, float]:
     """(bytes that a machine's ranks need for their copies and the rest, bytes that are free), the same on all ranks."""
     rest = design.plan.total_bytes if design.device.type == "cpu" else REST_BYTES
     free = devices.available_bytes(torch.device("cpu"))
-    mine = copy_plan(design, ranks.rank, ranks.size).total_bytes + rest, math.inf if free is None else free
+    mine = copy_plans(design, ranks.size)[ranks.rank].total_bytes + rest, math.inf if free is None else free
     needed, free = zip(*ranks.all_gather_numbers(mine, "host memory"), strict=True)
     return max(needed) * (ranks.size // ranks.nodes), min(free)
 
@@ -49,7 +49,7 @@ class HostCopy:
     """One rank's share of a checkpoint in host memory; of a CUDA device's it is pinned."""
 
     def __init__(self, design: Design, ranks: Ranks):
-        plan = copy_plan(design, ranks.rank, ranks.size)
+        plan = copy_plans(design, ranks.size)[ranks.rank]
         self.size_bytes, self.pinned = plan.total_bytes, design.device.type == "cuda"
         self.storage = {kind: torch.empty(size, dtype=torch.uint8) for kind, size in plan.size_bytes.items()}
         for memory in self.storage.values():
