@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import handgrad
 from handgrad import checkpoint
 from handgrad.cli import main
 from handgrad.config import RunConfig, to_toml
-from handgrad.errors import REPEAT_SECONDS, Preempted, StorageError
+from handgrad.errors import REPEAT_SECONDS, MemoryShort, Preempted, StorageError
 from handgrad.manifest import OPTIMIZER_FILE, WEIGHTS_FILE, parts_of
 from handgrad.run import host_copy, saves
 from handgrad.run.lock import is_held
@@ -296,8 +297,6 @@ def test_killed_at_any_byte(ranks: int, finished: RunConfig, launcher: Launcher,
 
 
 def stored(sizes: dict[str, int]) -> list[Stored]:
-    import torch
-
     return [Stored.of(name, torch.zeros(size)) for name, size in sizes.items()]
 
 
@@ -323,3 +322,30 @@ def test_a_checkpoint_lacks_no_part(missing: str) -> None:
     assert len(parts_of(WEIGHTS_FILE, names)) == 2 and parts_of(OPTIMIZER_FILE, names) == [OPTIMIZER_FILE]
     left = set() if missing == "all" else names - {f"{missing}.safetensors"}
     assert [] in (parts_of(WEIGHTS_FILE, left), parts_of(OPTIMIZER_FILE, left))
+
+
+class Driver:
+    """Notes what is pinned; `error`: of the next call."""
+
+    def __init__(self, error: int = 0):
+        self.error, self.pinned = error, dict[int, int]()
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self.pinned[address] = size
+        return self.error
+
+    def cudaHostUnregister(self, address: int) -> None:
+        del self.pinned[address]
+
+
+def test_memory_is_pinned_while_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As large as it is."""
+    driver, memory = Driver(), torch.zeros(3000, dtype=torch.uint8)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    host_copy.pin(memory)
+    assert driver.pinned == {memory.data_ptr(): 3000}
+    del memory
+    assert not driver.pinned
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Driver(error=2))
+    with pytest.raises(MemoryShort, match=r"pin 2.9 KiB of host memory.*CUDA error 2.*--async-save false"):
+        host_copy.pin(torch.zeros(3000, dtype=torch.uint8))

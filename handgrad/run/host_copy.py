@@ -1,9 +1,11 @@
 """The copy of a run's state in host memory from which a save is written while training goes on, planned like all memory."""
 
 import math
+import weakref
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from handgrad import checkpoint, devices
 from handgrad.arena import Buffer, Plan, make_plan
@@ -59,18 +61,8 @@ class HostCopy:
             file: [Stored.of(row.name, self.views[row.name]) for row in rows]
             for file, rows in checkpoint.shares(checkpoint_rows(design), ranks.size)[ranks.rank].items()
         }
-        if self.pinned:
-            self.pin()
-
-    def pin(self) -> None:
-        """torch's own pinned memory comes in powers of two, up to twice as much."""
-        driver: Any = torch.cuda.cudart()
-        for memory in self.storage.values():
-            if error := int(driver.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)):
-                raise MemoryShort(
-                    f"the driver does not pin {human_bytes(memory.nbytes)} of host memory, from which saves are written"
-                    f" (CUDA error {error}); use --async-save false"
-                )
+        for memory in self.storage.values() if self.pinned else ():
+            pin(memory)
 
     def take(self, tensors: list[Stored]) -> None:
         """Copies the rank's share. All ranks fetch all tensors: their shards are gathered."""
@@ -81,10 +73,18 @@ class HostCopy:
         if self.pinned:
             torch.cuda.current_stream().synchronize()
 
-    def close(self) -> None:
-        driver: Any = torch.cuda.cudart() if self.pinned else None
-        while self.pinned and self.storage:
-            driver.cudaHostUnregister(self.storage.popitem()[1].data_ptr())
+
+def pin(memory: Tensor) -> None:
+    """Pins the memory of a tensor for as long as the tensor lives. torch's own pinned memory comes in powers of two, up to
+    twice as much."""
+    driver: Any = torch.cuda.cudart()
+    if error := int(driver.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)):
+        raise MemoryShort(
+            f"the driver does not pin {human_bytes(memory.nbytes)} of host memory, from which saves are written (CUDA error"
+            f" {error}); use --async-save false"
+        )
+    unpins: Any = weakref.finalize(memory, driver.cudaHostUnregister, memory.data_ptr())
+    unpins.atexit = False  # the process takes its memory along
 
 
 def host_copy(config: RunConfig, design: Design, ranks: Ranks) -> tuple[HostCopy | None, list[str]]:

@@ -209,8 +209,6 @@ class Saves:
         elif self.pending is not None and self.pending.committing:
             wait([self.work])
         self.thread.shutdown(wait=self.pending is None)
-        if self.copy is not None and self.pending is None:
-            self.copy.close()
 
 
 def begin(final: Path) -> None:
