@@ -5,6 +5,7 @@ import errno
 import os
 import random
 import re
+import shutil
 import signal
 import threading
 import time
@@ -169,6 +170,22 @@ def test_a_write_that_fails_ends_the_run_at_the_next_step(
         assert len(records(run.out, ("step",))) == (5 if behind else 4)
     train(run)
     same_bits(finished.out, run.out, 12)
+
+
+def test_a_folder_that_is_gone_is_named(config: RunConfig, disk: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the file that could therefore not be written."""
+    saving = list[Saves]()
+
+    def remove() -> None:
+        shutil.rmtree(config.out)
+        disk.set()
+        assert saving[0].work.exception(PATIENCE) is not None
+
+    before(monkeypatch, Saves, "save", lambda run_saves, *given: saving.append(run_saves))
+    begins(monkeypatch, 5, remove)
+    with pytest.raises(StorageError, match=f"{config.out} was moved or removed while the run trained in it; put it back"):
+        train(config)
+    assert not Path(config.out).exists()
 
 
 def test_a_crash_lets_the_writer_finish(

@@ -163,6 +163,8 @@ class Saves:
         if error is not None and not isinstance(error, StorageError):  # a bug, which this rank alone has
             self.pending = None
             raise error
+        if error is not None and self.ranks.is_rank_0:
+            error = self.log.misplaced() or error
         mine: tuple[Any, str] = (None, str(error)) if error else (self.work.result(), "")
         outcomes = self.ranks.all_gather_objects(mine, "the writing of a checkpoint")
         if failed := [text for _, text in outcomes if text]:
