@@ -3,6 +3,7 @@
     checkpoints/step_00001000.partial/   written, hashed on the way, fsynced
         model.safetensors                the weights (float32; bf16 without masters), by the names of the parameter table
         optimizer.safetensors            the state of the optimizer; of AdamW both moments: m.NAME, v.NAME
+                                         (of several writers: model-00001-of-00004.safetensors, ...)
         tokenizer.json                   if the tokenizer needs a file
         manifest.json                    sizes, SHA-256, config, position in the data, detector windows
     checkpoints/step_00001000/           the same, renamed: only now it is a checkpoint
@@ -13,15 +14,15 @@ Tensors have names and no padding, so the layout in memory may change without th
 """
 
 import contextlib
+import functools
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors
 from torch import Tensor
 
 from handgrad.errors import DataError, StorageError, storage_error, storage_errors, tell_note
@@ -29,18 +30,21 @@ from handgrad.files import sync_folder
 from handgrad.manifest import (
     MANIFEST,
     OPTIMIZER_FILE,
+    PARTS_SCHEMA,
     SCHEMA,
     WEIGHTS_FILE,
     DamagedCheckpoint,
     OtherSchema,
     content_sha256,
     is_named_by_step,
+    part_of,
+    parts_of,
     read_manifest,
     step_of,
     verify_file,
 )
 from handgrad.run_files import BEST, CHECKPOINTS, METRICS_FILE
-from handgrad.tensor_files import Stored, safetensors_bytes, with_names, write_file
+from handgrad.tensor_files import Row, Stored, cut, opened, read_tensor, safetensors_bytes, with_names, write_file
 
 PARTIAL = ".partial"
 REMOVED = ".removed"
@@ -58,42 +62,41 @@ class Checkpoint:
     def step(self) -> int:
         return self.manifest["step"]
 
+    def parts(self, file: str) -> list[Path]:
+        """The files that together are `WEIGHTS_FILE` or `OPTIMIZER_FILE`."""
+        return [self.folder / name for name in parts_of(file, self.manifest["files"])]
+
+    @functools.cached_property
+    def places(self) -> dict[str, Path]:
+        """The file of every tensor."""
+        found = dict[str, Path]()
+        for path in (*self.parts(WEIGHTS_FILE), *self.parts(OPTIMIZER_FILE)):
+            with opened(path) as stored:
+                found |= dict.fromkeys(stored.keys(), path)
+        return found
+
     def load(self, file: str, receivers: Mapping[str, tuple[tuple[int, ...], Callable[[Tensor], object]]]) -> None:
         """Passes each of the file's tensors to its receiver, by name with the expected shape; raises `DataError` if names
         or shapes differ."""
-        path = self.folder / file
-        with _opened(path) as stored:
-            names = set(stored.keys())
-            if names != set(receivers):
-                differing = sorted(names ^ set(receivers))
-                raise DataError(
-                    f"{path} holds other tensors than this model: {len(differing)} differ, the first is"
-                    f" {differing[0]!r}; it belongs to another model"
-                )
+        paths = self.parts(file)
+        names = {name for name, path in self.places.items() if path in paths}
+        if names != set(receivers):
+            differing = sorted(names ^ set(receivers))
+            raise DataError(
+                f"{paths[0]} holds other tensors than this model: {len(differing)} differ, the first is"
+                f" {differing[0]!r}; it belongs to another model"
+            )
+        with contextlib.ExitStack() as files:
+            stored = {path: files.enter_context(opened(path)) for path in paths}
             for name, (shape, receive) in receivers.items():
-                receive(_tensor(stored, path, name, shape))
+                path = self.places[name]
+                receive(read_tensor(stored[path], path, name, shape))
 
     def tensor(self, file: str, name: str, shape: tuple[int, ...]) -> Tensor:
         """One of the file's tensors; raises `DataError` if it is missing or of another shape."""
-        with _opened(self.folder / file) as stored:
-            return _tensor(stored, self.folder / file, name, shape)
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    """A safetensors file, open; raises `DataError` for what it does not hold."""
-    try:
-        with safetensors.safe_open(path, framework="pt") as stored:
-            yield stored
-    except (safetensors.SafetensorError, OSError) as error:
-        raise DataError(f"{path} cannot be read as safetensors: {error}") from None
-
-
-def _tensor(stored: Any, path: Path, name: str, shape: tuple[int, ...]) -> Tensor:
-    tensor = stored.get_tensor(name)
-    if tensor.shape != shape:
-        raise DataError(f"{path}: expected {name} of shape {tuple(shape)}, found {tuple(tensor.shape)}")
-    return tensor
+        path = self.places.get(name) or self.parts(file)[0]
+        with opened(path) as stored:
+            return read_tensor(stored, path, name, shape)
 
 
 def folder_of(checkpoints: Path, step: int) -> Path:
@@ -101,11 +104,7 @@ def folder_of(checkpoints: Path, step: int) -> Path:
 
 
 def save(
-    checkpoints: Path,
-    step: int,
-    state: Iterable[Stored],
-    manifest: dict[str, Any],
-    extra_files: dict[str, bytes],
+    checkpoints: Path, step: int, state: Iterable[Stored], manifest: dict[str, Any], extra_files: dict[str, bytes]
 ) -> Path:
     """Writes a folder like `checkpoints/step_00001000` and returns it; on a `StorageError` no folder of that name remains.
 
@@ -113,32 +112,68 @@ def save(
     of the state (JSON).
     """
     final = folder_of(checkpoints, step)
-    partial = final.with_name(final.name + PARTIAL)
-    tensors = list(state)
-    names = {tensor.name for tensor in tensors}
-    moments = [tensor for tensor in tensors if tensor.name.partition(".")[2] in names]
-    weights = [tensor for tensor in tensors if tensor.name.partition(".")[2] not in names]
     try:
-        if partial.exists():
-            _remove(partial)
-        partial.mkdir(parents=True)
-        files = {
-            WEIGHTS_FILE: with_names(write_file(partial / WEIGHTS_FILE, safetensors_bytes(weights)), weights),
-            OPTIMIZER_FILE: with_names(write_file(partial / OPTIMIZER_FILE, safetensors_bytes(moments)), moments),
-        }
-        for name, content in extra_files.items():
-            written = write_file(partial / name, [content])
-            files[name] = {"bytes": written["bytes"], "sha256": written["sha256"]}
-        content = {"schema": SCHEMA, "step": step, "files": files, **manifest}
-        write_file(partial / MANIFEST, [json.dumps({"sha256": content_sha256(content), **content}, indent=1).encode()])
-        sync_folder(partial)
-        if final.exists():  # passed over when the run was resumed
-            move_aside(final)
-        partial.rename(final)
-        sync_folder(checkpoints)
-    except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise storage_error(error, f"saving {final}") from None
+        with storage_errors(f"saving {final}"):
+            begin(final)
+            files = write_tensors(final, shares(list(state), 1)[0])
+            return commit(final, step, files, manifest, extra_files)
+    except StorageError:
+        discard(final)
+        raise
+
+
+def shares(state: Sequence[Row], writers: int) -> list[dict[str, list[Row]]]:
+    """The files of each writer, and their tensors: both kinds are cut into parts of about equal size, one for each."""
+    names = {tensor.name for tensor in state}
+    moments = [tensor for tensor in state if tensor.name.partition(".")[2] in names]
+    weights = [tensor for tensor in state if tensor.name.partition(".")[2] not in names]
+    found: list[dict[str, list[Row]]] = [{} for _ in range(writers)]
+    for file, tensors in ((WEIGHTS_FILE, weights), (OPTIMIZER_FILE, moments)):
+        parts = cut(tensors, writers)
+        for number, part in enumerate(parts, start=1):
+            found[number - 1][part_of(file, number, len(parts))] = part
+    return found
+
+
+def partial_of(final: Path) -> Path:
+    return final.with_name(final.name + PARTIAL)
+
+
+def discard(final: Path) -> None:
+    """Removes the remains of a checkpoint that could not be written."""
+    shutil.rmtree(partial_of(final), ignore_errors=True)
+
+
+def begin(final: Path) -> None:
+    """Makes the empty folder that a checkpoint is written into. Raises OSError."""
+    if (partial := partial_of(final)).exists():
+        _remove(partial)
+    partial.mkdir(parents=True)
+
+
+def write_tensors(final: Path, files: dict[str, list[Stored]]) -> dict[str, Any]:
+    """Writes one writer's files of a checkpoint that has begun; returns their entries in the manifest. Raises OSError."""
+    written = {name: write_file(partial_of(final) / name, safetensors_bytes(files[name])) for name in files}
+    return {name: with_names(written[name], tensors) for name, tensors in files.items()}
+
+
+def commit(final: Path, step: int, files: dict[str, Any], manifest: dict[str, Any], extra_files: dict[str, bytes]) -> Path:
+    """Makes a checkpoint of all writers' `files`: the manifest comes last, then the name. Raises OSError."""
+    partial = partial_of(final)
+    for name, entry in files.items():
+        if (found := (partial / name).stat().st_size) != entry["bytes"]:  # another machine may have written it
+            raise OSError(f"expected {entry['bytes']} bytes in {name}, found {found}")
+    for name, content in extra_files.items():
+        written = write_file(partial / name, [content])
+        files[name] = {"bytes": written["bytes"], "sha256": written["sha256"]}
+    schema = SCHEMA if {WEIGHTS_FILE, OPTIMIZER_FILE} <= files.keys() else PARTS_SCHEMA
+    content = {"schema": schema, "step": step, "files": files, **manifest}
+    write_file(partial / MANIFEST, [json.dumps({"sha256": content_sha256(content), **content}, indent=1).encode()])
+    sync_folder(partial)
+    if final.exists():  # passed over when the run was resumed
+        move_aside(final)
+    partial.rename(final)
+    sync_folder(final.parent)
     return final
 
 
@@ -281,7 +316,7 @@ def find(path: str, *, strict: bool = False) -> Checkpoint:
     Tells in a line that it is not the newest; `strict`: raises `DataError` then.
     """
     folder = Path(path)
-    if (folder / MANIFEST).exists() and (folder / WEIGHTS_FILE).exists():
+    if (folder / MANIFEST).exists() and parts_of(WEIGHTS_FILE, (file.name for file in folder.iterdir())):
         return open_checkpoint(folder)
     if means_best(folder):
         return best(folder.parent)

@@ -183,6 +183,7 @@ class RunConfig:
     keep_checkpoints: int = option(2, "newest checkpoints to keep (0: all)", free=True)
     keep_every: int = option(0, "also keep those of steps that are multiples of this one (0: none)", free=True)
     keep_best: bool = option(False, "also save and keep the step with the lowest validation loss, RUN/best", free=True)
+    async_save: bool = option(True, "write checkpoints behind training, from a copy in host memory", free=True)
 
     # the machine
     device: str = option("auto", "auto takes a CUDA GPU if there is one, else the CPU", choices=DEVICES)

@@ -5,7 +5,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,33 @@ from handgrad.parsing import parse_json
 from handgrad.tensor_files import first_damaged
 
 SCHEMA = 1
+PARTS_SCHEMA = 2  # weights or optimizer state in several files, of which a version that reads only 1 does not know
 MANIFEST = "manifest.json"
 WEIGHTS_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 MAX_MANIFEST_BYTES = 64 << 20
+
+
+def part_of(file: str, number: int, parts: int) -> str:
+    """The name of one of the `parts`, counted from 1, that `WEIGHTS_FILE` or `OPTIMIZER_FILE` is written as."""
+    stem, _, suffix = file.partition(".")
+    return file if parts == 1 else f"{stem}-{number:05}-of-{parts:05}.{suffix}"
+
+
+def parts_of(file: str, files: Iterable[str]) -> list[str]:
+    """The names among `files` that together are `WEIGHTS_FILE` or `OPTIMIZER_FILE`: itself, or its parts in order; none
+    unless all are there."""
+    files = set(files)
+    if file in files:
+        return [file]
+    stem, _, suffix = file.partition(".")
+    found = sorted(name for name in files if re.fullmatch(rf"{stem}-\d{{5}}-of-\d{{5}}\.{suffix}", name))
+    whole = [part_of(file, number, len(found)) for number in range(1, len(found) + 1)]
+    return found if found == whole else []
+
+
+def has_tensors(files: Any) -> bool:
+    return is_object(files) and all(parts_of(file, files) for file in (WEIGHTS_FILE, OPTIMIZER_FILE))
 
 
 def is_count(value: Any) -> bool:
@@ -39,7 +62,7 @@ Conditions = dict[str, tuple[Callable[[Any], bool], str]]
 FIELDS: Conditions = {
     "step": (is_count, "a whole number"),
     "config": (is_object, "an object"),
-    "files": (lambda value: is_object(value) and {WEIGHTS_FILE, OPTIMIZER_FILE} <= value.keys(), "both files"),
+    "files": (has_tensors, "both files"),
 }
 RUN_FIELDS: Conditions = {  # with which a run resumes; weights alone have none of them
     "loss_window": (are_numbers, "a list of numbers"),
@@ -77,8 +100,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict):
         raise DamagedCheckpoint(f"{path}: expected a JSON object; it was edited or damaged")
     intact, schema = manifest.pop("sha256", None) == content_sha256(manifest), manifest.get("schema")
-    if schema != SCHEMA:
-        expected = f"{path}: expected checkpoint schema {SCHEMA}, found {schema!r}"
+    if schema not in (SCHEMA, PARTS_SCHEMA):
+        expected = f"{path}: expected checkpoint schema {SCHEMA} or {PARTS_SCHEMA}, found {schema!r}"
         if not intact:
             raise DamagedCheckpoint(f"{expected}, and its SHA-256 differs from its content's; it was edited or damaged")
         writer = f"handgrad {manifest.get('handgrad')} wrote it, probably a newer handgrad than this one, {__version__}"

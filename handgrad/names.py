@@ -27,6 +27,7 @@ SYNONYMS = {
     "eval_tokens": "eval_iters",
     "log_every": "log_interval logging_steps",
     "save_every": "save_interval save_steps checkpoint_every",
+    "async_save": "async_checkpoint async_mode background_save save_behind",
     "init_from": "finetune pretrained checkpoint",
     "data": "dataset data_dir data_path train_data",
     "out": "out_dir output output_dir run_dir resume",

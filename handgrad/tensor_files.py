@@ -1,5 +1,6 @@
 """Tensors written as a safetensors file and hashed on the way; the hash at the end of each tensor tells where damage is."""
 
+import contextlib
 import hashlib
 import json
 import math
@@ -7,10 +8,13 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
+import safetensors
 import torch
 from torch import Tensor
+
+from handgrad.errors import DataError
 
 SAFETENSORS_DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16"}
 HEADER = "its header"
@@ -38,6 +42,30 @@ class Stored:
     def fetch(self) -> Tensor:
         self.fetched = True
         return self.get()
+
+
+class Named(Protocol):
+    """A tensor to be: `Stored`, or a row of a plan."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def size_bytes(self) -> int: ...
+
+
+Row = TypeVar("Row", bound=Named)
+
+
+def cut(tensors: list[Row], parts: int) -> list[list[Row]]:
+    """At most so many groups of neighbours, about equally large: a tensor goes where its middle lies. At least one group,
+    perhaps empty."""
+    total, before = sum(tensor.size_bytes for tensor in tensors), 0
+    groups: list[list[Row]] = [[] for _ in range(parts)]
+    for tensor in tensors:
+        groups[(2 * before + tensor.size_bytes) * parts // (2 * total)].append(tensor)
+        before += tensor.size_bytes
+    return [group for group in groups if group] or [[]]
 
 
 def safetensors_bytes(tensors: list[Stored], metadata: dict[str, str] | None = None) -> Iterator[bytes | memoryview]:
@@ -90,3 +118,24 @@ def first_damaged(path: Path, ends: list[list[Any]]) -> str:
             if position < end or digest.hexdigest()[:16] != expected:
                 return name
     return ""
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """A safetensors file, open; raises `DataError` for what it does not hold."""
+    try:
+        with safetensors.safe_open(path, framework="pt") as stored:
+            yield stored
+    except (safetensors.SafetensorError, OSError) as error:
+        raise DataError(f"{path} cannot be read as safetensors: {error}") from None
+
+
+def read_tensor(stored: Any, path: Path, name: str, shape: tuple[int, ...]) -> Tensor:
+    """A tensor of an open file; raises `DataError` if it is missing or of another shape."""
+    try:
+        tensor = stored.get_tensor(name)
+    except safetensors.SafetensorError as error:
+        raise DataError(f"{path} cannot be read as safetensors: {error}") from None
+    if tensor.shape != shape:
+        raise DataError(f"{path}: expected {name} of shape {tuple(shape)}, found {tuple(tensor.shape)}")
+    return tensor

@@ -59,15 +59,16 @@ def of_tensor(tensor: Any) -> str:
     return digest([str(plain.dtype), list(plain.shape)], plain.flatten().view(torch.uint8).numpy().tobytes())
 
 
-def of_safetensors(path: Path) -> str:
-    """The digest of a file's tensors by name, each with its dtype, shape and bytes."""
-    content, parts = path.read_bytes(), list[Any]()
-    start = 8 + int.from_bytes(content[:8], "little")
-    for name, entry in sorted(json.loads(content[8:start]).items()):
-        if name != "__metadata__":
-            first, last = (start + offset for offset in entry["data_offsets"])
-            parts += [[name, entry["dtype"], entry["shape"]], content[first:last]]
-    return digest(*parts)
+def of_safetensors(*paths: Path) -> str:
+    """The digest of the files' tensors by name, each with its dtype, shape and bytes."""
+    found: dict[str, list[Any]] = {}
+    for content in (path.read_bytes() for path in paths):
+        start = 8 + int.from_bytes(content[:8], "little")
+        for name, entry in json.loads(content[8:start]).items():
+            if name != "__metadata__":
+                first, last = (start + offset for offset in entry["data_offsets"])
+                found[name] = [[name, entry["dtype"], entry["shape"]], content[first:last]]
+    return digest(*(part for name in sorted(found) for part in found[name]))
 
 
 # A row at work.
@@ -146,8 +147,8 @@ class Bench:
             newest = checkpoints[-1]
             manifest = json.loads((newest / "manifest.json").read_text())
             found["checkpoints"] = [int(folder.name.removeprefix("step_")) for folder in checkpoints]
-            found["weights"] = of_safetensors(newest / "model.safetensors")
-            found["moments"] = of_safetensors(newest / "optimizer.safetensors")
+            found["weights"] = of_safetensors(*newest.glob("model*.safetensors"))
+            found["moments"] = of_safetensors(*newest.glob("optimizer*.safetensors"))
             found["state"] = digest({key: manifest.get(key) for key in (*STATE, "left_fp8")})
         if (run / "metrics.jsonl").exists():
             records = [json.loads(self.told(line)) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -88,7 +88,7 @@ def test_a_validation_takes_whole_contexts_of_complete_weights(
 
     monkeypatch.setattr(loop, "mean_loss", validated)
     monkeypatch.setattr(loop, "write_document", lambda *given, **more: events.append("text") or "")
-    monkeypatch.setattr(loop.Run, "save", lambda run: setattr(run, "last_saved", run.completed))
+    monkeypatch.setattr(loop.Run, "save", lambda run: setattr(run.saves, "last_saved", run.completed))
     train(dataclasses.replace(config, steps=2, eval_every=1, sample_every=1, eval_tokens=eval_tokens))
     step = ["finish", "await_weights", f"{samples} samples", "await_weights", "text"]
     assert events == step * 2

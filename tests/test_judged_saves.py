@@ -32,7 +32,7 @@ def before_save(patch: pytest.MonkeyPatch, step: int, act: Callable[[TrainingSta
     original = Run.save
 
     def save(run: Run) -> None:
-        if run.completed == step and run.last_saved != step:
+        if run.completed == step and run.saves.last_saved != step:
             act(run.training.state)
         original(run)
 

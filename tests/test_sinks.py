@@ -63,6 +63,17 @@ def test_every_figure_arrives_in_order() -> None:
     assert [number for number, _ in fake.got] == list(range(1, 501)) and fake.finished and said == []
 
 
+def test_steps_never_go_back() -> None:
+    """Weights & Biases drops what does; a save is told when its checkpoint stands, some steps later."""
+    fake = Fake()
+    all_sinks = Sinks({"wandb": lambda: fake}, pytest.fail)
+    for number in (1, 2, 3):
+        all_sinks.record(step(number))
+    all_sinks.record({"kind": "save", "step": 2, "seconds": 1.5})
+    all_sinks.close()
+    assert [number for number, _ in fake.got] == [1, 2, 3, 3] and fake.got[-1][1] == {"save/seconds": 1.5}
+
+
 @pytest.mark.fault(40)
 @pytest.mark.parametrize("opens", [lambda: Fake(fail), fail, lambda: sys.exit(1)], ids=["down", "refused", "exits"])
 def test_one_that_fails_is_named_once(opens: Callable[[], Fake]) -> None:

@@ -72,6 +72,7 @@ class Settings(TypedDict, total=False):
     keep_checkpoints: int
     keep_every: int
     keep_best: bool
+    async_save: bool
     device: str
     precision: str
     backend: str

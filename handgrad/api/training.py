@@ -133,7 +133,7 @@ class Training:
         try:
             run.advance(until, take, keeps_process=True)
             if run.signals.received is not None:  # in the last of all steps: only the caller is left to stop
-                raise preempted(run.signals.received, run.completed, run.last_saved)
+                raise preempted(run.signals.received, run.completed, run.saves.last_saved)
         except Preempted as stopped:
             if signal.SIGINT in (run.stop_signal, run.signals.received):
                 raise KeyboardInterrupt(str(stopped)) from None
@@ -169,9 +169,10 @@ class Training:
         last step's numbers were not finite."""
         run = self._standing()
         run.save()
-        if run.last_saved != run.completed:
+        run.saves.wait()
+        if run.saves.last_saved != run.completed:
             raise NumericsError(f"the numbers of step {run.completed} are not finite and were not saved")
-        return checkpoint.folder_of(run.folder.checkpoints, run.last_saved)
+        return checkpoint.folder_of(run.folder.checkpoints, run.saves.last_saved)
 
     def close(self) -> None:
         """Saves the run if needed and releases folder and memory. `Training` or `handgrad train` with the same settings
@@ -185,8 +186,9 @@ class Training:
         if run is None:
             return
         with self._opened:
-            if saves and not self._torn and run.completed > max(0, run.last_saved):
+            if saves and not self._torn and run.completed > max(0, run.saves.last_saved):
                 run.save()
+                run.saves.wait()
 
     def _open(self) -> Run:
         if self._run is None:

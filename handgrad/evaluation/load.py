@@ -36,9 +36,9 @@ def checkpoint_weights(found: Checkpoint, named: str = "") -> Weights:
     """The weights of a checkpoint of ours; `named` is the user's word for it. Raises `DataError` for a configuration or a
     tokenizer that does not hold."""
     tokenizer, config = read_tokenizer(found.folder, found.manifest.get("tokenizer")), checkpoint_config(found)
-    digest = found.manifest["files"][WEIGHTS_FILE]["sha256"]
+    digests = {path.name: found.manifest["files"][path.name]["sha256"] for path in found.parts(WEIGHTS_FILE)}
     source = named or str(found.folder)
-    origin = {"from": "checkpoint", "source": source, "step": found.step, "sha256": {WEIGHTS_FILE: digest}}
+    origin = {"from": "checkpoint", "source": source, "step": found.step, "sha256": digests}
 
     def weight(row: ParameterRow) -> Tensor:
         return found.tensor(WEIGHTS_FILE, row.name, row.stored_shape).to(torch.float32)

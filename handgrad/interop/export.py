@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from handgrad.checkpoint import OPTIMIZER_FILE, WEIGHTS_FILE, Checkpoint, Stored, safetensors_bytes, write_file
+from handgrad.checkpoint import OPTIMIZER_FILE, WEIGHTS_FILE, Checkpoint, Stored, opened, safetensors_bytes, write_file
 from handgrad.data.hub import hub_failures
 from handgrad.data.tokenizer import tokenizer_files
 from handgrad.errors import DataError, StorageError, UsageError
@@ -101,11 +101,10 @@ def export_llmc(
         check_free(folder)
         if (optimizer := checkpoint.manifest["config"].get("optimizer", "adamw")) != "adamw":
             raise UsageError(f"llm.c's state is AdamW's, found a run of {optimizer}; export the weights alone")
-        with huggingface.opened(checkpoint.folder / OPTIMIZER_FILE) as moments:
-            if "m.wte" not in moments.keys():  # noqa: SIM118
-                raise UsageError(f"expected moments in {checkpoint.folder}, found none: it was imported without them")
+        if "m.wte" not in checkpoint.places:
+            raise UsageError(f"expected moments in {checkpoint.folder}, found none: it was imported without them")
         tensors |= {"m": stored(OPTIMIZER_FILE, "m."), "v": stored(OPTIMIZER_FILE, "v.")}
-        with huggingface.opened(checkpoint.folder / WEIGHTS_FILE) as weights:
+        with opened(checkpoint.places["wte"]) as weights:
             if weights.get_slice("wte").get_dtype() != "BF16":  # a run without master weights stores bf16
                 tensors["master"] = stored(WEIGHTS_FILE, "")
 

@@ -13,13 +13,17 @@ def grace_seconds(environment: Mapping[str, str]) -> float:
         return DEFAULT_SECONDS
 
 
-def too_slow(save_seconds: float, step_seconds: float, environment: Mapping[str, str]) -> str:
-    """A line about a stop (the step under way, then its save) that would be killed, "" for one that would not."""
-    grace, needed = grace_seconds(environment), save_seconds + step_seconds
+def too_slow(
+    save_seconds: float, step_seconds: float, environment: Mapping[str, str], under_way_seconds: float = 0.0
+) -> str:
+    """A line about a stop that would be killed, "" for one that would not. A stop takes the step under way, the save that
+    may be under way behind it, and its own save."""
+    grace, needed = grace_seconds(environment), save_seconds + step_seconds + under_way_seconds
     if needed <= grace:
         return ""
+    earlier = f" and {under_way_seconds:.1f} s of a save under way" if under_way_seconds else ""
     return (
-        f"a stop takes {needed:.1f} s ({save_seconds:.1f} s to save after a step of {step_seconds:.1f} s), longer than the"
-        f" {grace:g} s between a launcher's stop signal and SIGKILL; give it more: {VARIABLE}={2 * needed:.0f},"
+        f"a stop takes {needed:.1f} s ({save_seconds:.1f} s to save after a step of {step_seconds:.1f} s{earlier}), longer"
+        f" than the {grace:g} s between a launcher's stop signal and SIGKILL; give it more: {VARIABLE}={2 * needed:.0f},"
         f" #SBATCH --signal=TERM@{2 * needed:.0f}, terminationGracePeriodSeconds"
     )

@@ -76,6 +76,14 @@ class RunLog:
                 " start the run again"
             )
 
+    def misplaced(self) -> StorageError | None:
+        """The error of a folder that is no longer there, which others follow from; on rank 0."""
+        try:
+            self._check_place()
+        except StorageError as error:
+            return error
+        return None
+
     def has_end(self, step: int) -> bool:
         """True if an earlier start has recorded the end of the run at `step`."""
         return ("end", step) in self.recorded

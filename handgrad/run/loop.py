@@ -1,10 +1,7 @@
 """A training run from its design to its last checkpoint: resume, step, watch, save, stop when asked."""
 
 import math
-import os
-import time
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,14 +27,15 @@ from handgrad.parallel.stragglers import Stragglers
 from handgrad.run.assemble import assemble
 from handgrad.run.console import Shows
 from handgrad.run.folder import RunFolder
-from handgrad.run.grace import too_slow
 from handgrad.run.header import header_lines, origin_text, run_record
+from handgrad.run.host_copy import host_copy
 from handgrad.run.judge import Judge
 from handgrad.run.log import RunLog
 from handgrad.run.progress import StepLines
 from handgrad.run.resolve import resolve
 from handgrad.run.saturation import record_fp8, watch_saturation
-from handgrad.run.saving import changed_versions, load_run, origin_of, run_facts, run_numbers, save_state
+from handgrad.run.saves import Saves
+from handgrad.run.saving import changed_versions, load_run, origin_of, run_facts, run_numbers
 from handgrad.run.signals import Observer, OnStep, StopSignals, preempted
 from handgrad.run.tasks import TaskWatch
 from handgrad.training.design import Design
@@ -75,23 +73,21 @@ class Run:
         generation = make_plan(decode_buffers(design.shape, 1, design.dtype, design.plain_ops))
         self.decode = decode_tensors(design.shape, generation.allocate(design.device))
         self.completed, self.skips_in_a_row = 0, 0
+        copy, self.save_lines = host_copy(config, self.design, ranks)  # before the rest takes its memory
         self.training = assemble(self.design, self.train_batches, ranks)
         self.origin = weights.origin if weights else origin_of(resumed) if resumed else None
         if weights is not None:
             self.take_weights(weights)
         self.restore(resumed)
-        self.judge = Judge(self.training.state, ranks)
         self.log = RunLog(folder.path, config.steps, self.completed, ranks, shows)
-        best = partial(checkpoint.best_validated, folder.path)
-        self.best: tuple[int, float] | None = ranks.from_rank_0(best, "the best checkpoint")  # (step, validation loss)
+        judge = Judge(self.training.state, ranks)
+        self.saves = Saves(config, folder, ranks, self.log, judge, copy, tokenizer_files(self.tokenizer))
         self.step_lines, self.stragglers = StepLines(self.log, config, design, ranks.size), Stragglers()
         self.validation_loss: float | None = None  # the last one, in nats
         self.first_step = self.until = self.completed  # of this process, and where it stops for now
         self.signals, self.observer = StopSignals(keeps_process=False), Observer(None)
         self.stop_signal: int | None = None  # a signal that any of the ranks has received, as all of them know it
-        self.poisoned = False  # the last step's loss or gradient was not finite: its state is not worth keeping
-        self.last_saved = self.completed if resumed else -1
-        self.step_seconds, self.slow_save = 0.0, False  # of the last step; a stop would take too long, which was said
+        self.step_seconds = 0.0  # of the last step
         self.memory_bytes = self.design.plan.size_bytes | generation.size_bytes
         if tasks is not None:
             tasks.allocate()
@@ -133,11 +129,12 @@ class Run:
         started = f"resumed at step {self.completed}" if self.folder.resumed else f"{source}seed {self.config.seed}"
         given = self.config, self.design, self.dataset, self.memory_bytes
         header = header_lines(*given, started, self.ranks, self.origin)
-        for line in (*header, *self.folder.passed_over, *(self.tasks.notes if self.tasks else ())):
+        for line in (*header, *self.save_lines, *self.folder.passed_over, *(self.tasks.notes if self.tasks else ())):
             self.log.line(line)
         for text in (*self.log.notes, *(f"configuration changed: {change}" for change in self.folder.changes)):
             self.event(text)
         record = run_record(*given, self.origin)
+        record["host_bytes"] = 0 if self.saves.copy is None else self.saves.copy.size_bytes
         if not self.log.has_end(self.config.steps):
             self.log.record("run", step=self.completed, ranks=self.ranks.size, **record, **self.folder.failure)
         self.log.send_to(self.config.log_to, {**to_dict(self.config), **record}, self.completed)
@@ -173,10 +170,10 @@ class Run:
             self.finish()
 
     def finish(self) -> None:
-        if self.last_saved != self.completed:
+        if self.saves.last_saved != self.completed:
             raise NumericsError(
                 f"the last step's numbers were not finite and were not saved; the newest checkpoint is of step"
-                f" {max(0, self.last_saved)}: lower --learning-rate and start from it"
+                f" {max(0, self.saves.last_saved)}: lower --learning-rate and start from it"
             )
         if not self.log.has_end(self.completed):
             self.log.record("end", step=self.completed)
@@ -220,13 +217,19 @@ class Run:
             self.compare_replicas()
         if self.due(self.config.save_every):
             self.save()  # before anything that could fail
+        if self.completed == self.until:
+            self.saves.wait()  # no step follows to be written behind
         self.watch()
-        self.observer.raise_kept()
+        if self.observer.raised is not None:
+            if self.ranks.size == 1:  # of several, one may be alone with it
+                self.saves.wait()
+            raise self.observer.raised
         if self.stop_signal is None and self.ranks.size == 1:  # since the end of the step
             self.stop_signal = self.signals.received
         if self.stop_signal is not None and self.completed < self.config.steps:
             self.save()
-            raise preempted(self.stop_signal, self.completed, self.last_saved)
+            self.saves.wait()
+            raise preempted(self.stop_signal, self.completed, self.saves.last_saved)
 
     def watch(self) -> None:
         """The evaluation and the sample that are due after the completed step and not yet in the record."""
@@ -247,20 +250,21 @@ class Run:
             line = f"step {self.completed}: validation loss {loss:.4f}{note}"
             self.log.validation(self.completed, loss, bits_per_byte(loss, self.dataset), line)
             if better:
-                self.prune()  # the best one before
+                self.saves.prune()  # the best one before
         if self.tasks is not None:
             self.training.await_weights()
             self.tasks.watch(self.completed, self.training.state, self.log)
 
     def is_best(self, loss: float) -> bool:
-        """True if a loss is the lowest of a step that has, or now gets, a checkpoint. The checkpoint comes before the
+        """True if a loss is the lowest of a step that has, or now gets, a checkpoint. The checkpoint stands before the
         record of the loss: a run that ends in between makes this validation again."""
-        if not math.isfinite(loss) or (self.best is not None and loss >= self.best[1]):
+        if not math.isfinite(loss) or (self.saves.best is not None and loss >= self.saves.best[1]):
             return False
         self.save()
-        if self.last_saved != self.completed:
+        self.saves.wait()
+        if self.saves.last_saved != self.completed:
             return False
-        self.best = self.completed, loss
+        self.saves.best = self.completed, loss
         return True
 
     def due(self, every: int, completed: int | None = None) -> bool:
@@ -269,13 +273,16 @@ class Run:
         return completed == self.config.steps or bool(every and completed % every == 0)
 
     def end_together(self) -> None:
-        """Makes sure that all ranks are at the same step, and shares a signal that one of them has received."""
+        """Makes sure that all ranks are at the same step, and shares a signal that one of them has received and how far
+        their writers are."""
         step = self.training.step
         seconds = step.compute_seconds if isinstance(step, ParallelStep) else 0.0
-        rows = self.ranks.all_gather_checked([self.signals.received or 0, seconds], "the end of the step")
-        self.stop_signal = int(max(row[0] for row in rows)) or None
+        mine = self.signals.received or 0, seconds, self.saves.progress()
+        received, computing, writing = zip(*self.ranks.all_gather_checked(mine, "the end of the step"), strict=True)
+        self.stop_signal = int(max(received)) or None
         if self.ranks.size > 1:
-            self.stragglers.add([row[1] for row in rows])
+            self.stragglers.add(computing)
+        self.saves.look(writing)
 
     def checks_ranks(self, completed: int) -> bool:
         every = self.config.check_ranks_every
@@ -306,7 +313,7 @@ class Run:
         # Dynamic loss scaling looks for the largest scale by overflowing: down to the smallest one that is no fault.
         overflow = math.isfinite(result.loss) and not math.isfinite(result.norm)
         regular = overflow and result.loss_scale > SMALLEST_LOSS_SCALE
-        self.poisoned = not regular and not (math.isfinite(result.loss) and math.isfinite(result.norm))
+        self.saves.poisoned = not regular and not (math.isfinite(result.loss) and math.isfinite(result.norm))
         if regular:
             self.event(f"step {self.completed} made no update: a gradient overflowed at loss scale {result.loss_scale:g}")
         elif result.skipped:
@@ -317,10 +324,11 @@ class Run:
 
     def leave_fp8(self) -> None:
         """Goes on with more GEMMs in bf16: under another plan, so the run is saved and taken up from there."""
-        if self.poisoned:
+        if self.saves.poisoned:
             return  # nothing to take up; the next good step asks again
         parts = self.left_fp8.leave_due(self.completed)
         self.save()
+        self.saves.wait()
         del self.training
         self.design = self.design_now()
         self.training = assemble(self.design, self.train_batches, self.ranks)
@@ -352,12 +360,12 @@ class Run:
         self.log.sample(self.completed, text)
 
     def save(self) -> None:
-        if self.last_saved == self.completed:
-            return
-        if self.poisoned:
-            self.event(f"step {self.completed}: not saved, because the step's numbers were not finite")
-            return
-        manifest = {
+        """Saves the completed step, behind the steps that follow."""
+        self.saves.save(self.training, self.completed, self.step_seconds, self.manifest())
+
+    def manifest(self) -> dict[str, Any]:
+        """The content of a checkpoint of the completed step beside its tensors."""
+        return {
             **run_facts(self.config, self.tokenizer, self.origin),
             "versions": self.versions(),
             "identity": self.identity(),
@@ -365,27 +373,6 @@ class Run:
             "skips_in_a_row": self.skips_in_a_row,
             "left_fp8": asdict(self.left_fp8),
         }
-        begun = time.perf_counter()
-        self.log.sync()
-        self.training.await_weights()
-        where, state = (self.folder.checkpoints, self.completed), self.training.state
-        self.poisoned = True  # until the judge has said otherwise
-        self.judge.check(state, self.completed, self.last_saved)
-        self.poisoned = False
-        folder = save_state(*where, state, self.ranks, manifest, tokenizer_files(self.tokenizer))
-        seconds, self.last_saved = time.perf_counter() - begun, self.completed
-        self.log.record("save", step=self.completed, seconds=round(seconds, 3))
-        if not self.slow_save and (line := too_slow(seconds, self.step_seconds, os.environ)):
-            self.slow_save = True
-            self.event(line)
-        self.prune()
-        self.log.line(f"step {self.completed}: saved {folder}")
-
-    def prune(self) -> None:
-        """Removes the checkpoints that need not be kept."""
-        best = self.best[0] if self.best and self.config.keep_best else None
-        keep = self.config.keep_checkpoints, best, self.config.keep_every, partial(self.log.event_once, self.completed)
-        self.ranks.from_rank_0(lambda: checkpoint.prune(self.folder.checkpoints, self.last_saved, *keep), "old checkpoints")
 
     def event(self, line: str) -> None:
         self.log.event(self.completed, line)

@@ -27,10 +27,6 @@ class Observer:
             except BaseException as error:
                 self.raised = error
 
-    def raise_kept(self) -> None:
-        if self.raised is not None:
-            raise self.raised
-
 
 class StopSignals:
     """Within a `with` block SIGINT and the signals of `STOPPING` are only noted in `received`: a step is finished first.

@@ -130,11 +130,15 @@ class Sinks:
     def __init__(self, trackers: dict[str, Opens], say: Callable[[str], object], size: int = WAITING):
         """`say` gets the warnings, on the thread that calls `record` and `close`."""
         self.say, self.sinks = say, [Sink(name, opens, size) for name, opens in trackers.items()]
+        self.step = (
+            0  # of the newest record: some trackers take no earlier one, and a checkpoint stands later than its step
+        )
 
     def record(self, record: dict[str, Any]) -> None:
         if self.sinks and "step" in record and record["kind"] != "run" and (values := figures(record)):
+            self.step = max(self.step, record["step"])
             for sink in self.sinks:
-                sink.put(record["step"], values)
+                sink.put(self.step, values)
         self.say_warnings()
 
     def say_warnings(self) -> None:

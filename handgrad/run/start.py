@@ -64,7 +64,7 @@ def open_run(
             if config.init_from and not folder.resumed:
                 weights = opened_in_turn(lambda: open_fitting(config, dataset, strict=strict), ranks)
             run = Run(config, design, dataset, folder, ranks, weights, tasks, allow_changes=allow_changes, shows=shows)
-            with contextlib.closing(run.log), noting_the_end(run):
+            with contextlib.closing(run.log), contextlib.closing(run.saves), noting_the_end(run):
                 yield run
 
 
@@ -80,7 +80,7 @@ def noting_the_end(run: Run) -> Iterator[None]:
     finally:
         if code or run.completed < run.config.steps:
             name: dict[str, Any] = {"signal": signal.Signals(run.stop_signal).name} if run.stop_signal else {}
-            name |= {"not_finite": True} if run.poisoned else {}
+            name |= {"not_finite": True} if run.saves.poisoned else {}
             with contextlib.suppress(StorageError):  # which may be the reason itself
                 run.log.record("stop", step=run.completed, code=code, reason=reason, **name)
 

@@ -13,6 +13,7 @@ from handgrad.models.rows import count_parameters
 from handgrad.run.checks import check_shared_gradients, checkpoint_bytes, most_checkpoints
 from handgrad.run.folder import settled_lanes
 from handgrad.run.header import dropout_lines
+from handgrad.run.host_copy import copy_plans
 from handgrad.run.resolve import largest_micro_batch, resolve, with_precision, with_tuned_gemms
 from handgrad.tools.forecast import memory_bytes
 from handgrad.tools.rates import gemm_flops
@@ -89,8 +90,12 @@ def memory_lines(config: RunConfig, designs: list[Design], ranks: int) -> list[s
     """The disk, and the memory by component; `designs` are those of `RECOMPUTE_LEVELS`."""
     checkpoints = most_checkpoints(config)
     memory = "memory per rank" if ranks > 1 else "memory"
+    copy = max(plan.total_bytes for plan in copy_plans(designs[0], ranks))
+    each = " per rank" if ranks > 1 else ""
+    host = f"host       {human_bytes(copy)}{each}: the copy from which saves are written behind training"
     return [
         f"disk       {human_bytes(checkpoints * checkpoint_bytes(designs[0]))}: at most {checkpoints} checkpoints",
+        *([host] if config.async_save else []),
         "",
         f"{memory:<18}" + "".join(f"{f'recompute {level}':>16}" for level in RECOMPUTE_LEVELS),
         *memory_table([memory_bytes(design) for design in designs]),

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import safetensors
+
 ROOT = Path(__file__).parents[2]
 TWO_NODES = Path(__file__).parent / "two_nodes.sh"
 PATIENCE = 600.0  # seconds, reached by no machine that works
@@ -49,9 +51,11 @@ def launch(command: list[str], folder: Path, *, code: int | None = 0, **more: st
 
 
 def files_of(out: Path, step: int) -> dict[str, bytes]:
-    """A checkpoint's tensors: weights, moments, master weights."""
-    folder = out / "checkpoints" / f"step_{step:08d}"
-    return {name: (folder / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")}
+    """A checkpoint's tensors by name, as bytes: weights, moments, master weights. Several ranks write several files."""
+    folder, found = out / "checkpoints" / f"step_{step:08d}", dict[str, bytes]()
+    for path in folder.glob("*.safetensors"):
+        found |= {name: tensor["data"] for name, tensor in safetensors.deserialize(path.read_bytes())}
+    return found
 
 
 def own_ports() -> Iterator[int]:

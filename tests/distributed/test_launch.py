@@ -75,7 +75,7 @@ def test_the_shell_reads_it(script: Path) -> None:
 def test_one_node_starts_again(recipe: Path, launcher: Launcher, tmp_path: Path) -> None:
     """CONFIG, OUT, GPUS and further arguments. Row 29 of the faults, the rest of it: a rank that is killed takes the other
     along, torchrun starts both again, and they go on from the last checkpoint."""
-    steps = ["--steps", "6", "--save-every", "2", "--keep-checkpoints", "0"]
+    steps = ["--steps", "6", "--save-every", "2", "--keep-checkpoints", "0", "--async-save", "false"]
     command, ours = [str(LAUNCH / "one_node.sh"), "--zero", "2", *steps], {"CONFIG": str(recipe), "GPUS": "2"}
     told = launch(command, tmp_path, **ours, OUT=str(tmp_path / "run"), RESTARTS="1", TEST_FAULT="kill:1:3")
     assert told.count(FIRED) == 1 and "resumed at step 2" in told and told.count("validation loss") == 1

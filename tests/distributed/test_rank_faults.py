@@ -19,8 +19,14 @@ from handgrad.parallel import rendezvous
 from handgrad.parallel.launchers import RankInfo
 from handgrad.parallel.stragglers import Stragglers
 from tests.conftest import write_text
-from tests.distributed.runs import Launcher, Started, arguments, same_run, saved_steps
+from tests.distributed import runs
+from tests.distributed.runs import Launcher, Started, same_run, saved_steps
 from tests.test_runs import records, tensors
+
+
+def arguments(data: Path | str, out: Path, **settings: object) -> list[str]:
+    """Of a run that waits for its saves: a fault hits a step after one, of which the checkpoint stands by then."""
+    return runs.arguments(data, out, async_save="false", **settings)
 
 
 @pytest.fixture(scope="module")

@@ -1,14 +1,13 @@
 """One rank of a run, with a fault built into its own process: `python -m tests.distributed.worker FAULT COMMAND...`.
 
 A fault is NAME:RANK or NAME:RANK:STEP (steps counted from 0, as `TrainStep.begin` does) and hits that rank alone, in
-torchrun's first start and not in a restart. It says `fault fired` on stderr when it does.
+torchrun's first start and not in a restart; several are joined by "+". It says `fault fired` on stderr when it does.
 
 `python -m tests.distributed.worker serve FOLDER` imports everything once and then forks a process for every order in the
 folder: the seconds that an import takes would else be most of a test's time.
 """
 
 import contextlib
-import errno
 import functools
 import gc
 import json
@@ -28,16 +27,13 @@ from typing import Any
 import torch
 
 import handgrad.commands.train
-from handgrad import checkpoint
 from handgrad.cli import main
 from handgrad.parallel import heartbeat, rendezvous
 from handgrad.parallel.ranks import Ranks
 from handgrad.parallel.step import ParallelStep
-from handgrad.run.log import RunLog
-from handgrad.run.loop import Run
-from handgrad.run.saving import GatheredBucket
 from handgrad.tools import network
 from handgrad.training.step import TrainStep
+from tests.distributed import save_faults
 from tests.faults import moments, work
 from tests.faults.firing import before, fired, send
 
@@ -62,36 +58,6 @@ def told_to_stop(step: int) -> None:
 
 def killed_in_step(step: int) -> None:
     before(TrainStep, "finish", lambda training, now: now == step, send(signal.SIGKILL))
-
-
-def killed_in_save(step: int) -> None:
-    """After the weights have been gathered, in the middle of the first moments."""
-
-    def due(gathered: GatheredBucket, shard: torch.Tensor, bucket: Any) -> bool:
-        moments = shard.data_ptr() == gathered.state.optimizer["m"].data_ptr()
-        return gathered.ranks.step == step and moments and bucket.name == "blocks.1"
-
-    before(GatheredBucket, "__call__", due, send(signal.SIGKILL))
-
-
-def full_disk(step: int) -> None:
-    """Fails between the weights and the moments of a checkpoint; of the run's second save, with step 1."""
-    original, calls = checkpoint.write_file, []
-
-    def write(path: Path, chunks: Any) -> dict[str, Any]:
-        if path.name == checkpoint.OPTIMIZER_FILE:
-            calls.append(path)
-            if len(calls) == step + 1:
-                fired()
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return original(path, chunks)
-
-    checkpoint.write_file = write
-
-
-def killed_before_record(step: int) -> None:
-    """Dies when the checkpoint of the best validation stands and its loss is not yet in the record."""
-    before(RunLog, "validation", lambda log, now, *_: now == step, send(signal.SIGKILL))
 
 
 class Finished:
@@ -184,20 +150,6 @@ def flipped(step: int) -> None:
     TrainStep.finish = finish
 
 
-def flipped_in_save(step: int) -> None:
-    """Bit 30 of a moment of this rank's share, before the checkpoint after `step` is judged."""
-    original = Run.save
-
-    def save(run: Run) -> None:
-        if run.completed == step + 1 and run.last_saved != run.completed:
-            moments = run.training.state.optimizer["m"].view(torch.int32)
-            moments[int(moments.nonzero()[0])] ^= 1 << 30
-            fired()
-        original(run)
-
-    Run.save = save
-
-
 def resized(step: int) -> None:
     """Half of the upper block's gradients."""
     original = Ranks.all_to_all
@@ -243,13 +195,15 @@ FAULTS: dict[str, Callable[[int], None]] = {
     "kill": in_exchange(signal.SIGKILL),
     "freeze": in_exchange(signal.SIGSTOP),
     "kill-step": killed_in_step,
-    "kill-save": killed_in_save,
-    "kill-record": killed_before_record,
-    "disk": full_disk,
+    "kill-save": save_faults.killed_in_save,
+    "kill-record": save_faults.killed_before_record,
+    "kill-write": save_faults.killed_in_write,
+    "slow-disk": save_faults.slow_disk,
+    "disk": save_faults.full_disk,
     "skip": skipped,
     "slow-link": slow_link,
     "flip": flipped,
-    "flip-save": flipped_in_save,
+    "flip-save": save_faults.flipped_in_save,
     "resize": resized,
     "break": fails(AssertionError("a mistake of our own")),
     "break-silent": fails(MemoryError()),
@@ -259,11 +213,7 @@ FAULTS: dict[str, Callable[[int], None]] = {
 }
 
 
-def run(fault: str, command: list[str]) -> int:
-    handgrad.commands.train.write_report = lambda runs, out: out  # plots take longer than these runs
-    rendezvous.RETRY_SECONDS = 0.02
-    heartbeat.GRACE_SECONDS, heartbeat.SUSPECT_SECONDS = 0.5, 2.0
-    name, *numbers = fault.split(":")
+def build_in(name: str, *numbers: str) -> None:
     if name != "none":
         rank, step = (int(number) for number in (*numbers, "0")[:2])
         if name in ("freeze", "skip"):
@@ -273,6 +223,14 @@ def run(fault: str, command: list[str]) -> int:
             timed_by_hand(slow=mine)
         elif mine and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
             FAULTS[name](step)
+
+
+def run(fault: str, command: list[str]) -> int:
+    handgrad.commands.train.write_report = lambda runs, out: out  # plots take longer than these runs
+    rendezvous.RETRY_SECONDS = 0.02
+    heartbeat.GRACE_SECONDS, heartbeat.SUSPECT_SECONDS = 0.5, 2.0
+    for one in fault.split("+"):
+        build_in(*one.split(":"))
     if command[0].endswith(".py"):
         runpy.run_path(command[0], run_name="__main__")
         return 0

@@ -1,0 +1,104 @@
+"""The copy of a run's state in host memory from which a save is written while training goes on, planned like all memory."""
+
+import math
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from handgrad import checkpoint, devices
+from handgrad.arena import Buffer, Plan, make_plan
+from handgrad.checkpoint import Stored
+from handgrad.config import RunConfig
+from handgrad.errors import MemoryShort
+from handgrad.format import human_bytes
+from handgrad.parallel.ranks import Ranks
+from handgrad.training.design import Design
+
+KIND = "copy for saves"
+REST_BYTES = 1 << 30  # of a GPU's process beside the copy: libraries, batches, pages on their way to the disk
+
+
+def checkpoint_rows(design: Design) -> list[Buffer]:
+    """The tensors of a checkpoint, whole, in the order in which it holds them."""
+    dtypes = {buffer.name: buffer.dtype for buffer in design.plan.buffers}
+    kinds = {"": dtypes.get("master", dtypes["parameters"])}
+    kinds |= {f"{name}.": dtypes[f"optimizer.{name}"] for name in design.optimizer.state}
+    return [
+        Buffer(prefix + row.name, row.stored_shape, dtype, KIND)
+        for prefix, dtype in kinds.items()
+        for row in design.parameters
+    ]
+
+
+def copy_plans(design: Design, ranks: int) -> list[Plan]:
+    """The memory for the tensors that each rank writes."""
+    shares = checkpoint.shares(checkpoint_rows(design), ranks)
+    return [make_plan(buffer for buffers in files.values() for buffer in buffers) for files in shares]
+
+
+def host_memory(design: Design, ranks: Ranks) -> tuple[float, float]:
+    """(bytes that a machine's ranks need for their copies and the rest, bytes that are free), the same on all ranks."""
+    rest = design.plan.total_bytes if design.device.type == "cpu" else REST_BYTES
+    free = devices.available_bytes(torch.device("cpu"))
+    mine = copy_plans(design, ranks.size)[ranks.rank].total_bytes + rest, math.inf if free is None else free
+    needed, free = zip(*ranks.all_gather_numbers(mine, "host memory"), strict=True)
+    return max(needed) * (ranks.size // ranks.nodes), min(free)
+
+
+class HostCopy:
+    """One rank's share of a checkpoint in host memory; of a CUDA device's it is pinned."""
+
+    def __init__(self, design: Design, ranks: Ranks):
+        plan = copy_plans(design, ranks.size)[ranks.rank]
+        self.size_bytes, self.pinned = plan.total_bytes, design.device.type == "cuda"
+        self.storage = {kind: torch.empty(size, dtype=torch.uint8) for kind, size in plan.size_bytes.items()}
+        for memory in self.storage.values():
+            memory.zero_()  # the system gives the pages now, not in the first save
+        self.views = plan.lay_over(self.storage)
+        self.files = {
+            file: [Stored.of(row.name, self.views[row.name]) for row in rows]
+            for file, rows in checkpoint.shares(checkpoint_rows(design), ranks.size)[ranks.rank].items()
+        }
+        for memory in self.storage.values() if self.pinned else ():
+            pin(memory)
+
+    def take(self, tensors: list[Stored]) -> None:
+        """Copies the rank's share. All ranks fetch all tensors: their shards are gathered."""
+        for tensor in tensors:
+            value = tensor.fetch()
+            if tensor.name in self.views:
+                self.views[tensor.name].copy_(value, non_blocking=self.pinned)
+        if self.pinned:
+            torch.cuda.current_stream().synchronize()
+
+
+def pin(memory: Tensor) -> None:
+    """Pins the memory of a tensor for as long as the tensor lives. torch's own pinned memory comes in powers of two, up to
+    twice as much."""
+    driver: Any = torch.cuda.cudart()
+    if error := int(driver.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)):
+        raise MemoryShort(
+            f"the driver does not pin {human_bytes(memory.nbytes)} of host memory, from which saves are written (CUDA error"
+            f" {error}); use --async-save false"
+        )
+    unpins: Any = weakref.finalize(memory, driver.cudaHostUnregister, memory.data_ptr())
+    unpins.atexit = False  # the process takes its memory along
+
+
+def host_copy(config: RunConfig, design: Design, ranks: Ranks) -> tuple[HostCopy | None, list[str]]:
+    """The run's copy, allocated, and a line about it for the header. None: it does not fit beside the rest, or nobody wants
+    it."""
+    if not config.async_save:
+        return None, []
+    needed, free = host_memory(design, ranks)
+    if needed > free:
+        return None, [
+            f"saves      training stands still: with a copy in host memory the run needs {human_bytes(needed)},"
+            f" {human_bytes(free)} are free"
+        ]
+    copy = HostCopy(design, ranks)
+    each = " a rank" if ranks.size > 1 else ""
+    memory = f"{'pinned ' if copy.pinned else ''}host memory"
+    return copy, [f"saves      behind training, from a copy of {human_bytes(copy.size_bytes)}{each} in {memory}"]

@@ -1,0 +1,225 @@
+"""The saves of a run: each state is judged, copied into host memory, and written by a thread while training goes on.
+
+Every rank writes its share of the tensors. When all have written, which the exchange at the end of a step tells them, rank
+0's thread commits the checkpoint and removes old ones; a later exchange tells the others. At most one save is under way.
+Without memory for the copy, or with `async_save` off, training stands still while rank 0 writes.
+"""
+
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from handgrad import checkpoint
+from handgrad.config import RunConfig
+from handgrad.errors import StorageError, storage_errors
+from handgrad.parallel.ranks import Ranks
+from handgrad.run.assemble import Assembly
+from handgrad.run.folder import RunFolder
+from handgrad.run.grace import too_slow
+from handgrad.run.host_copy import HostCopy
+from handgrad.run.judge import Judge
+from handgrad.run.log import RunLog
+from handgrad.run.saving import save_state, stored_tensors
+
+BUSY, DONE, FAILED = 0.0, 1.0, 2.0  # a rank's part of the save under way
+TOLD_SECONDS = 1.0  # a shorter wait for the save before is not worth a line
+
+
+@dataclass
+class Save:
+    """A state on its way to the disk."""
+
+    final: Path  # the checkpoint's folder to be
+    step: int
+    manifest: dict[str, Any]
+    begun: float  # by `time.perf_counter`
+    step_seconds: float
+    pause_seconds: float = 0.0  # training stood still
+    committing: bool = False  # all ranks have written
+
+
+class Saves:
+    """Saves the states of one run, and knows which checkpoints stand."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: RunFolder,
+        ranks: Ranks,
+        log: RunLog,
+        judge: Judge,
+        copy: HostCopy | None,
+        extra_files: dict[str, bytes],
+    ):
+        """`copy`: None makes training stand still while a state is written. `extra_files`: the tokenizer's."""
+        self.config, self.folder, self.ranks, self.log, self.judge = config, folder, ranks, log, judge
+        self.copy, self.extra_files = copy, extra_files
+        self.last_saved = -1 if folder.resumed is None else folder.resumed.step  # of a checkpoint that stands
+        best = partial(checkpoint.best_validated, folder.path)
+        self.best: tuple[int, float] | None = ranks.from_rank_0(best, "the best checkpoint")  # (step, validation loss)
+        self.poisoned = False  # the last step's loss or gradient was not finite: its state is not worth keeping
+        self.pending: Save | None = None
+        self.work: Future[Any] = Future()  # this rank's part of the pending save
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="save")
+        self.told_slow = self.told_wait = False  # that a stop takes too long; that a save waited for the one before
+
+    def save(self, training: Assembly, step: int, step_seconds: float, manifest: dict[str, Any]) -> None:
+        """Saves the state after `step`, or begins to: `wait` returns when the checkpoint stands. `manifest`: all that it
+        says of the state beside its tensors."""
+        if step == self.last_saved or (self.pending and step == self.pending.step):
+            return
+        if self.poisoned:
+            self.log.event(step, f"step {step}: not saved, because the step's numbers were not finite")
+            return
+        final = checkpoint.folder_of(self.folder.checkpoints, step)
+        waited = self.await_earlier(step)
+        save = Save(final, step, manifest, time.perf_counter(), step_seconds)
+        training.await_weights()
+        self.poisoned = True  # until the judge has said otherwise
+        self.judge.check(training.state, step, self.last_saved)
+        self.poisoned = False
+        if self.copy is None:
+            self.log.sync()  # no checkpoint is ahead of its record
+            save_state(self.folder.checkpoints, step, training.state, self.ranks, manifest, self.extra_files)
+            seconds = time.perf_counter() - save.begun
+            warnings = self.ranks.from_rank_0(lambda: self.remove_old(step), "old checkpoints")
+            save.pause_seconds = time.perf_counter() - save.begun
+            self.stands(save, seconds, warnings)
+            return
+        self.copy.take(list(stored_tensors(training.state, self.ranks)))
+        self.ranks.from_rank_0(lambda: begin(final), "a checkpoint's folder")
+        self.pending = save
+        self.work = self.thread.submit(self.write if self.ranks.size > 1 else self.write_and_commit, save)
+        save.pause_seconds = waited + time.perf_counter() - save.begun
+
+    def await_earlier(self, step: int) -> float:
+        """Waits while the copy of the save before is being written; returns the seconds."""
+        if self.pending is None:
+            return 0.0
+        earlier, begun = self.pending, time.perf_counter()
+        self.wait()
+        waited, took = time.perf_counter() - begun, time.perf_counter() - earlier.begun
+        due = self.config.save_every and step % self.config.save_every == 0  # else a stop or a best validation asks for it
+        if due and waited >= TOLD_SECONDS and not self.told_wait:
+            self.told_wait = True
+            line = f"step {step}: its save waited {waited:.1f} s for that of step {earlier.step}, which took {took:.1f} s"
+            self.log.event(step, f"{line}; a larger --save-every leaves the disk more time")
+        return waited
+
+    # On the thread.
+
+    def write(self, save: Save) -> dict[str, Any]:
+        """Writes this rank's files; returns their entries in the manifest."""
+        assert self.copy is not None
+        with storage_errors(f"saving {save.final}"):
+            return checkpoint.write_tensors(save.final, self.copy.files)
+
+    def commit(self, save: Save, files: dict[str, Any]) -> tuple[float, list[str]]:
+        """Makes a checkpoint of all ranks' files, then removes old ones; returns the seconds since the save began, and
+        warnings."""
+        self.log.sync()  # no checkpoint is ahead of its record
+        with storage_errors(f"saving {save.final}"):
+            checkpoint.commit(save.final, save.step, files, save.manifest, self.extra_files)
+        return time.perf_counter() - save.begun, self.remove_old(save.step)
+
+    def write_and_commit(self, save: Save) -> tuple[float, list[str]]:
+        return self.commit(save, self.write(save))
+
+    def remove_old(self, newest_step: int) -> list[str]:
+        """Removes the checkpoints that need not be kept; returns a line for each that the disk does not let go."""
+        best, warnings = self.best[0] if self.best and self.config.keep_best else None, list[str]()
+        keep = self.config.keep_checkpoints, best, self.config.keep_every, warnings.append
+        checkpoint.prune(self.folder.checkpoints, newest_step, *keep)
+        return warnings
+
+    # Between the ranks.
+
+    def progress(self) -> float:
+        """The state of this rank's part of the pending save, for the exchange at the end of a step."""
+        if self.pending is None or not self.work.done():
+            return BUSY
+        return FAILED if self.work.exception() else DONE
+
+    def look(self, everyone: Sequence[float]) -> None:
+        """Goes on with the pending save as far as all ranks are, by their `progress`."""
+        if self.pending is not None and (FAILED in everyone or BUSY not in everyone):
+            self.settle()
+
+    def wait(self) -> None:
+        """Returns, on all ranks, when no save is under way. Raises `StorageError` if it failed on any of them."""
+        while self.pending is not None:
+            self.settle()
+
+    def settle(self) -> None:
+        """Waits for the part of the pending save that is under way, on all ranks, and begins the next one."""
+        save, error = self.pending, self.work.exception()
+        assert save is not None
+        if error is not None and not isinstance(error, StorageError):  # a bug, which this rank alone has
+            self.pending = None
+            raise error
+        if error is not None and self.ranks.is_rank_0:
+            error = self.log.misplaced() or error
+        mine: tuple[Any, str] = (None, str(error)) if error else (self.work.result(), "")
+        outcomes = self.ranks.all_gather_objects(mine, "the writing of a checkpoint")
+        if failed := [text for _, text in outcomes if text]:
+            self.pending = None
+            if self.ranks.is_rank_0:
+                checkpoint.discard(save.final)
+            failure = StorageError(failed[0])
+            failure.shared = True
+            raise failure
+        if self.ranks.size > 1 and not save.committing:
+            save.committing = True
+            files = {name: entry for entries, _ in outcomes for name, entry in entries.items()}
+            self.work = self.thread.submit(self.commit, save, files) if self.ranks.is_rank_0 else finished()
+            return
+        self.pending = None
+        self.stands(save, *outcomes[0][0])
+
+    def stands(self, save: Save, seconds: float, warnings: list[str]) -> None:
+        """The checkpoint is on the disk and has its name."""
+        self.last_saved = save.step
+        self.log.record("save", step=save.step, seconds=round(seconds, 3), pause_seconds=round(save.pause_seconds, 3))
+        under_way = 0.0 if self.copy is None else seconds  # the longest that a stop may find
+        if not self.told_slow and (line := too_slow(seconds, save.step_seconds, os.environ, under_way)):
+            self.told_slow = True
+            self.log.event(save.step, line)
+        for warning in warnings:
+            self.log.event_once(save.step, warning)
+        self.log.line(f"step {save.step}: saved {save.final}")
+
+    def prune(self) -> None:
+        """Removes the checkpoints that need not be kept; none may be under way."""
+        assert self.pending is None, "its folder would go as an interrupted save's"
+        for warning in self.ranks.from_rank_0(lambda: self.remove_old(self.last_saved), "old checkpoints"):
+            self.log.event_once(self.last_saved, warning)
+
+    def close(self) -> None:
+        """Ends the thread. After an error a save is still under way: it becomes a checkpoint where that takes no other
+        rank, else an interrupted save, whose threads end with their processes."""
+        if self.pending is not None and self.ranks.size == 1:
+            with suppress(StorageError):  # the run ends by another error
+                if not self.work.done():
+                    self.log.line(f"step {self.pending.step}: its save is still being written; the run ends when it stands")
+                self.settle()
+        elif self.pending is not None and self.pending.committing:
+            wait([self.work])
+        self.thread.shutdown(wait=self.pending is None)
+
+
+def begin(final: Path) -> None:
+    with storage_errors(f"saving {final}"):
+        checkpoint.begin(final)
+
+
+def finished() -> Future[None]:
+    """A part with nothing to do."""
+    work: Future[None] = Future()
+    work.set_result(None)
+    return work
