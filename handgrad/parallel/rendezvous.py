@@ -18,6 +18,7 @@ import torch.distributed as dist
 from handgrad.errors import HandgradError, LostRank, UsageError, end_interrupted, is_first, tell
 from handgrad.parallel.heartbeat import WORK_FACTOR, Heartbeat
 from handgrad.parallel.launchers import RankInfo
+from handgrad.parallel.order import Order
 from handgrad.parallel.ranks import Ranks, exit_code
 
 RETRY_SECONDS = 0.5
@@ -72,8 +73,9 @@ def join(info: RankInfo, device: torch.device, timeouts: Timeouts) -> Ranks:
         ) from None
     assert isinstance(host_group, dist.ProcessGroup)
     overlapped_group = new_overlapped_group(limit) if cuda else None
-    ranks = Ranks(info.rank, info.size, info.nodes, heartbeat, host_group, overlapped_group)
-    heartbeat.pending = ranks.pending
+    groups = heartbeat, host_group, overlapped_group
+    ranks = Ranks(info.rank, info.size, info.nodes, *groups, order=Order(store, info.size))
+    heartbeat.pending, heartbeat.recent = ranks.pending, ranks.order.recent
     heartbeat.start()
     return ranks
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from handgrad import checkpoint
+from tests.distributed.bit_flips import FIRED
 from tests.distributed.launching import free_port
-from tests.distributed.worker import FIRED
 from tests.test_runs import records, same_bits
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +37,6 @@ SETTINGS = {
     "save_every": 4,
     "keep_checkpoints": 0,
     "sample_tokens": 0,
-    "check_ranks_every": 4,
     "silence_seconds": 30,
     "device": "cpu",
     "precision": "fp32",

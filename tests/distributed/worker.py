@@ -41,19 +41,15 @@ from handgrad.parallel.ranks import Ranks
 from handgrad.parallel.step import ParallelStep
 from handgrad.run import resolve
 from handgrad.run.log import RunLog
-from handgrad.run.loop import Run
 from handgrad.run.saving import GatheredBucket
 from handgrad.tools import network
 from handgrad.training.step import TrainStep
+from tests.distributed import bit_flips
+from tests.distributed.bit_flips import fired
 
-FIRED = "fault fired"
 LANE_SECONDS, SLOW_SECONDS, WAIT_SECONDS = 0.0625, 0.25, 1024.0  # sums of these are exact
 HOURS = 1e5  # seconds
 POLL_SECONDS = 0.01
-
-
-def fired() -> None:
-    print(FIRED, file=sys.stderr, flush=True)
 
 
 def before(owner: type, name: str, due: Callable[..., bool], act: Callable[[], Any]) -> None:
@@ -197,36 +193,6 @@ def slow_link(peer: int) -> None:
     network.time_pair = time_pair
 
 
-def flipped(step: int) -> None:
-    """The lowest bit of one weight that rank 0 updates, after the step's weights have come from their owners."""
-    original = TrainStep.finish
-
-    def finish(training: ParallelStep, now: int) -> None:
-        original(training, now)
-        if now == step:
-            training.sync.await_all_weights()
-            state = training.state
-            bits = state.parameters.view(torch.int16 if state.parameters.itemsize == 2 else torch.int32)
-            bits[state.design.buckets[2].start + 5] ^= 1
-            fired()
-
-    TrainStep.finish = finish
-
-
-def flipped_in_save(step: int) -> None:
-    """Bit 30 of a moment of this rank's share, before the checkpoint after `step` is judged."""
-    original = Run.save
-
-    def save(run: Run) -> None:
-        if run.completed == step + 1 and run.last_saved != run.completed:
-            moments = run.training.state.optimizer["m"].view(torch.int32)
-            moments[int(moments.nonzero()[0])] ^= 1 << 30
-            fired()
-        original(run)
-
-    Run.save = save
-
-
 def resized(step: int) -> None:
     """Half of the upper block's gradients."""
     original = Ranks.all_to_all
@@ -277,8 +243,7 @@ FAULTS: dict[str, Callable[[int], None]] = {
     "disk": full_disk,
     "skip": skipped,
     "slow-link": slow_link,
-    "flip": flipped,
-    "flip-save": flipped_in_save,
+    **bit_flips.FAULTS,
     "resize": resized,
     "break": fails(AssertionError("a mistake of our own")),
     "break-silent": fails(MemoryError()),
@@ -314,14 +279,16 @@ class WholeMatrices(AdamW):
 def run(fault: str, command: list[str]) -> int:
     handgrad.commands.train.write_report = lambda runs, out: out  # plots take longer than these runs
     rendezvous.RETRY_SECONDS = 0.02
-    heartbeat.GRACE_SECONDS, heartbeat.SUSPECT_SECONDS = 0.5, 2.0
+    heartbeat.GRACE_SECONDS, heartbeat.SUSPECT_SECONDS, heartbeat.INTERVAL_SECONDS = 0.5, 2.0, 0.2
     name, *numbers = fault.split(":")
     if name == "whole-matrices":
         resolve.AdamW = WholeMatrices
     elif name != "none":
         rank, step = (int(number) for number in (*numbers, "0")[:2])
-        if name in ("freeze", "skip"):
+        if name == "freeze":
             rendezvous.Heartbeat = impatient_heartbeat
+        if name in ("skip", "resize"):  # rank 0 has the store in which the others read of it
+            heartbeat.GRACE_SECONDS = 2.0
         mine = int(os.environ.get("RANK", "0")) == rank
         if name == "slow":
             timed_by_hand(slow=mine)
