@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from handgrad import recipes
+from tests.distributed.bit_flips import FIRED
 from tests.distributed.launching import PATIENCE, TWO_NODES, environment, files_of, free_port, launch, write_recipe
 from tests.distributed.runs import Launcher
-from tests.distributed.worker import FIRED
 
 LAUNCH = recipes.FOLDER / "launch"
 SHELLS = [LAUNCH / "one_node.sh", LAUNCH / "slurm.sbatch", TWO_NODES]
