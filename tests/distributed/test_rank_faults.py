@@ -3,9 +3,12 @@
 Each test sees its fault fire; `unharmed` is the same run without any, which all that goes on afterwards must equal.
 """
 
+import ctypes
 import itertools
+import os
 import re
 import socket
+import threading
 import time
 from pathlib import Path
 
@@ -13,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from handgrad.data.prepare import PrepareOptions, prepare
-from handgrad.errors import LostRank
+from handgrad.errors import LostRank, UsageError
 from handgrad.parallel import rendezvous
 from handgrad.parallel.launchers import RankInfo
 from tests.conftest import write_text
@@ -251,6 +254,60 @@ def test_ranks_that_are_there_name_the_one_that_is_not(rank: int, monkeypatch: p
     with pytest.raises(LostRank, match=r"expected 3 ranks at 127.0.0.1:29500 within 7 s, not there: 1; start them"):
         rendezvous.wait_for_all(store, info, 7, clock=lambda: next(clock))
     assert next(clock) == 109, "at 100 the wait begins, at 107 it may still go on"
+
+
+def join_start(store: dist.Store, info: RankInfo, started: dict[int, str]) -> None:
+    started[info.rank] = rendezvous.wait_for_all(store, info, 60)
+
+
+def test_ranks_of_an_earlier_start_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a store that outlives a start: nobody begins with a rank that is no longer there, and all know the start by one
+    name. Each comes at another time."""
+    monkeypatch.setattr(rendezvous, "RETRY_SECONDS", 0.001)
+    store, names = dist.HashStore(), list[str]()
+    places = [RankInfo(rank, 3, rank, 3, "torchrun", "127.0.0.1", 29500) for rank in range(3)]
+    for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0)):
+        started = dict[int, str]()
+        ranks = [threading.Thread(target=join_start, args=(store, place, started)) for place in places]
+        for rank in order:
+            assert not started, "all words of the last start are still there"
+            ranks[rank].start()
+            time.sleep(0.02)
+        for thread in ranks:
+            thread.join(60)
+        assert sorted(started) == [0, 1, 2] and len(set(started.values())) == 1
+        names.append(started[0])
+    assert len(set(names)) == 3
+
+
+def in_empty_network(info: RankInfo) -> str:
+    """The error of `check_loopback` in a process of its own, whose network has no interface that is up."""
+    reading, writing = os.pipe()
+    if not os.fork():
+        new_network = 0x40000000  # CLONE_NEWNET
+        text = "no namespaces"
+        if ctypes.CDLL(None).unshare(new_network) == 0:
+            try:
+                text = str(rendezvous.check_loopback(info))
+            except UsageError as error:
+                text = str(error)
+        os.write(writing, text.encode())
+        os._exit(0)
+    os.close(writing)
+    os.wait()
+    return os.read(reading, 1000).decode()
+
+
+def test_a_machine_without_loopback_is_told() -> None:
+    """Row 35. Its ranks cannot reach each other, by whatever address: one line at once, no wait for `--join-seconds`."""
+    told = in_empty_network(RankInfo(0, 2, 0, 2, "torchrun", "127.0.0.1", 29500))
+    if told == "no namespaces":
+        pytest.skip("no network namespaces")
+    assert told == (
+        "the 2 ranks of this machine cannot reach each other: its loopback interface is down or missing; bring it up with"
+        " `ip link set lo up`"
+    )
+    assert in_empty_network(RankInfo(1, 2, 0, 1, "srun", "node-a", 29500)) == "None", "one rank a machine needs none"
 
 
 def test_a_port_that_is_taken(launcher: Launcher, shards: Path, tmp_path: Path) -> None:
