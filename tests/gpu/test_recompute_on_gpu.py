@@ -47,7 +47,7 @@ def test_an_outlier_is_made_again(on_gpu: RunConfig, monkeypatch: pytest.MonkeyP
     config = dataclasses.replace(on_gpu, skip_norm_z=50.0)
     outlier(config, lambda: None)
     struck = elsewhere(config, "struck")
-    outlier(struck, lambda: flip(monkeypatch, {0: 100}, large=False))
+    outlier(struck, lambda: flip(monkeypatch, {0: 100}, value=1000.0))
     assert "the first was a fault of the hardware" in events(struck)[0]
     same_state(config, struck)
 
