@@ -53,7 +53,8 @@ def supervise(start: Callable[[list[int]], int], saved_step: Callable[[], int], 
                 tell_line(f"gave up: {idle} starts without a new checkpoint, the last with exit code {code}")
                 return code
             if restart > restarts:
-                tell_line(f"gave up after {restarts} restart{'s' * (restarts > 1)}, the last with exit code {code}")
+                if restarts:
+                    tell_line(f"gave up after {restarts} restart{'s' * (restarts > 1)}, the last with exit code {code}")
                 return code
             pause = min(FIRST_PAUSE_SECONDS * 2 ** (restart - 1), LONGEST_PAUSE_SECONDS)
             where = f"step {saved_step()}" if saved_step() >= 0 else "its first step"

@@ -48,9 +48,9 @@ def flipped_in_save(step: int) -> None:
     Run.save = save
 
 
-def flipped_gradient(*, times: int) -> Callable[[int], None]:
+def flipped_gradient(*, times: int = 1000, element: int | None = None) -> Callable[[int], None]:
     """The highest bit of the exponent of one of this rank's own gradients, before it is sent, in the first `times` attempts
-    at a step."""
+    at a step: of another one in each, or always of the same `element`."""
 
     def install(step: int) -> None:
         original, left = GradientSync.send, [times]
@@ -59,7 +59,7 @@ def flipped_gradient(*, times: int) -> Callable[[int], None]:
             if sync.step == step and name == "blocks.1" and left[0]:
                 left[0] -= 1
                 gradients = sync.gradients[sync.places[name]].view(torch.int32)
-                gradients[int(gradients.nonzero()[left[0]])] ^= 1 << EXPONENT
+                gradients[int(gradients.nonzero()[left[0] if element is None else element])] ^= 1 << EXPONENT
                 fired()
             original(sync, name)
 
@@ -73,4 +73,5 @@ FAULTS: dict[str, Callable[[int], None]] = {
     "flip-save": flipped_in_save,
     "flip-gradient": flipped_gradient(times=1),
     "flip-gradients": flipped_gradient(times=2),
+    "flip-gradient-always": flipped_gradient(element=100),
 }

@@ -20,6 +20,7 @@ from handgrad.errors import LostRank, UsageError
 from handgrad.parallel import rendezvous
 from handgrad.parallel.launchers import RankInfo
 from tests.conftest import write_text
+from tests.distributed.bit_flips import FIRED
 from tests.distributed.runs import Launcher, Started, arguments, same_run, saved_steps
 from tests.test_runs import records, tensors
 
@@ -207,6 +208,15 @@ def test_a_flipped_bit_of_a_gradient_leaves_no_trace(
     )
     assert re.match(pattern + " was a fault of the hardware in the gradients of rank 1;", told), told
     same_run(control, run, 8)
+
+
+def test_a_lasting_fault_is_skipped_by_all_ranks(launcher: Launcher, shards: Path, tmp_path: Path) -> None:
+    """Row 36 on two ranks: the second attempt equals the first, so the hardware is not to blame."""
+    run = tmp_path / "run"
+    started = launcher.run(2, arguments(shards, run), "flip-gradient-always:1:5")
+    (told,) = (record["text"] for record in records(run, ("event",)))
+    assert told.startswith("step 6 made no update: gradient norm is inf; non-finite gradients at blocks.1.")
+    assert hit(started) == [1] and started.ranks[1].errors.count(FIRED) == 2 and len(records(run, ("step",))) == 8
 
 
 def test_three_results_end_all_ranks(launcher: Launcher, shards: Path, tmp_path: Path, unharmed: Path) -> None:
