@@ -80,8 +80,8 @@ def test_the_first_difference_is_found() -> None:
     assert first_difference({0: usual, 1: [(7, 3, "a"), (8, 3, "c")], 2: usual[:1]}) == {(3, 8, "b"): [0], (3, 8, "c"): [1]}
     sides = first_difference({0: usual, 1: usual, 2: [(9, 4, "c")]})
     assert sides == {(3, 9, "c"): [0, 1], (4, 9, "c"): [2]}
-    text = "the ranks are not at the same collective (ranks 0, 1 at step 3, collective 9, c; rank 2 at step 4, collective 9, c)"
-    assert difference_text(sides).startswith(f"{text}: one was skipped")
+    stands = "ranks 0, 1 at step 3, collective 9, c; rank 2 at step 4, collective 9, c"
+    assert difference_text(sides).startswith(f"the ranks are not at the same collective ({stands}): one was skipped")
 
 
 def test_the_heartbeat_of_rank_0_names_it() -> None:
