@@ -60,7 +60,8 @@ class GradientSync:
         if self.sharding.lanes_per_rank > 1:
             self.stack_lane(1, slice(None), last=True)
         if self.ranks.size > 1:
-            self.take_own_norms(self.buckets[0])
+            for bucket in self.buckets:  # whose sums begin at any multiple of four bytes
+                self.take_own_norms(bucket)
             self.sum_received(self.buckets[0])
 
     # Between ranks.
