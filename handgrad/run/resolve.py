@@ -96,19 +96,18 @@ def resolve(
         batch=Batch(config.micro_batch, config.micro_steps, lanes, config.sequence_length, config.overfit_one_batch),
         optimizer=optimizer,
         schedule=schedule_of(config),
-        guards=Guards(
-            config.clip_norm,
-            config.skip_loss_z,
-            config.skip_norm_z,
-            config.precision == "fp16",
-            config.check_ranks_every,
-        ),
+        guards=guards_of(config),
         seed=config.seed,
         recompute=config.recompute,
         fp8=fp8,
         dropout=config.dropout,
         plan=make_plan([*flat.values(), *activations, *dropout]),
     )
+
+
+def guards_of(config: RunConfig) -> Guards:
+    loss_scaling, replicas_every = config.precision == "fp16", config.check_ranks_every
+    return Guards(config.clip_norm, config.skip_loss_z, config.skip_norm_z, loss_scaling, replicas_every)
 
 
 def resolve_fp8(
