@@ -25,7 +25,9 @@ def with_sharding(
     rows["gradients"] = replace(rows["gradients"], shape=(sharding.levels, elements))
     rows["losses_of_step"] = replace(rows["losses_of_step"], shape=(sharding.lanes,))
     if sharding.ranks > 1:
-        rows["checksums"] = Buffer("checksums", (sharding.ranks,), torch.int64, "gradients")
+        losses = rows["losses_of_step"]
+        sent = replace(losses, name="sent_losses", shape=(sharding.ranks, sharding.lanes_per_rank + 1))  # and a checksum
+        rows["sent_losses"] = sent
         own_blocks = sum(blocks_of(bucket) for bucket in buckets)
         rows["own_norms"] = Buffer("own_norms", (2, own_blocks), exact, "gradients")  # of a step and of the one before
         # The first bucket in memory is the last to be sent, and may be in flight together with the one before.

@@ -6,27 +6,25 @@ weights, and nothing shows what happened. So a step takes the checksums after it
 Master weights and moments have no second copy where ranks share them: a checkpoint's judge looks at those.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from handgrad.errors import NumericsError
 from handgrad.parallel.order import named_ranks
-from handgrad.parallel.ranks import Ranks
 from handgrad.training.state import TrainingState
 from handgrad.training.step import Program
 
-CHECKSUMS = "checksums of the weights"
-
 
 class Replicas:
-    """The checksums of a step's weights, one for every rank, in each `every`-th step (0: never)."""
+    """The checksums of a step's weights, one for every rank, in each `every`-th step (0: never). They travel beside the
+    losses, as the last number of each rank's."""
 
-    def __init__(self, state: TrainingState, ranks: Ranks, every: int):
-        self.ops, self.ranks, self.every = state.design.ops, ranks, every
-        self.weights, self.sums = state.parameters, state.views["checksums"]
-        self.mine = self.sums[ranks.rank : ranks.rank + 1]
+    def __init__(self, state: TrainingState, rank: int, every: int):
+        self.ops, self.every = state.design.ops, every
+        self.weights, self.sent = state.parameters, state.views["sent_losses"]
+        self.mine = self.sent.view(torch.int64)[rank, -1:]
         self.checks = False
 
     def due(self, step: int) -> bool:
@@ -35,11 +33,10 @@ class Replicas:
     def begin(self, step: int) -> None:
         self.checks = self.due(step)
 
-    def exchange(self) -> None:
-        """Before the update: the checksums of all ranks on every rank."""
+    def add(self) -> None:
+        """Before the losses are gathered, which is before the update."""
         if self.checks:
             self.take()
-            self.ranks.wait(self.ranks.all_gather(self.sums, self.mine, CHECKSUMS), CHECKSUMS)
 
     def take(self) -> None:
         if self.weights.device.type == "cpu":  # a sum takes far less than the hash, and no single flipped bit escapes it
@@ -47,8 +44,10 @@ class Replicas:
         else:
             self.ops.checksum(self.mine, self.weights)
 
-    def compare(self, step: int, sums: Sequence[int]) -> None:
-        """Raises `NumericsError` unless all ranks have used the same weights; names those that differ from most."""
+    def compare(self, step: int, sent: Tensor) -> None:
+        """Raises `NumericsError` unless all ranks have used the same weights; names those that differ from most. `sent`: of
+        the step, on the host."""
+        sums = sent.view(torch.int64)[:, -1].tolist()
         if not self.due(step) or len(set(sums)) == 1:
             return
         usual = max(sums, key=sums.count)
@@ -63,11 +62,11 @@ class Replicas:
 
 
 def with_replicas(program: Program, replicas: Replicas) -> Program:
-    """The program with the comparison; its checksums are the last of the reports."""
+    """The program with the comparison; what the ranks have sent is the last of the reports."""
     return replace(
         program,
         before_step=[*program.before_step, replicas.begin],
-        before_update=[*program.before_update, replicas.exchange],
+        before_update=[replicas.add, *program.before_update],
         compiled=[*program.compiled, replicas.take],
-        reports=[*program.reports, replicas.sums],
+        reports=[*program.reports, replicas.sent],
     )

@@ -105,7 +105,7 @@ class ParallelStep(TrainStep):
         with self.ranks.waiting("the result of the step"):
             result = super().result(step)
         if self.replicas is not None:
-            self.replicas.compare(step, result.reports[-1].tolist())
+            self.replicas.compare(step, result.reports[-1])
         self.compute_seconds = self.compute_clock[slot]
         if self.done:
             self.compute_seconds = self.computing[slot].elapsed_time(self.computed[slot]) / 1e3

@@ -84,7 +84,7 @@ def bind(
         program = with_sync(program, sync)
     if scaling is not None:
         program = with_fp8(program, state, scaling, feed, sync, graphs=graphs)
-    replicas = Replicas(state, ranks, design.guards.replicas_every) if sync is not None and ranks.size > 1 else None
+    replicas = Replicas(state, ranks.rank, design.guards.replicas_every) if sync is not None and ranks.size > 1 else None
     if replicas is not None:
         program = with_replicas(program, replicas)
     if sync is None:
