@@ -147,7 +147,7 @@ class RunConfig:
         1, "ZeRO stage: ranks share 0 nothing, 1 master weights and moments, 2 also gradients", UP_TO_2, free=True
     )
     reduce_precision: str = option("fp32", "of gradients between lanes", choices=REDUCE_PRECISIONS)
-    check_ranks_every: int = option(100, "steps between checks that ranks agree, bit by bit (0: never)", free=True)
+    check_ranks_every: int = option(1, "steps between comparisons of the ranks' weights, bit by bit (0: never)", free=True)
     join_seconds: int = option(300, "rendezvous timeout: longest wait for the other ranks at the start", SECONDS, free=True)
     silence_seconds: int = option(30, "heartbeat timeout: longest silence of a rank", SECONDS, free=True)
     stall_seconds: int = option(600, "longest time of a rank in one operation", SECONDS, free=True)

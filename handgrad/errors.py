@@ -73,6 +73,13 @@ class NumericsError(HandgradError):
     shared = True
 
 
+class HardwareError(HandgradError):
+    """The same work gave different bits each time: memory or a processor is faulty."""
+
+    exit_code = 79
+    shared = True
+
+
 class ConfigError(HandgradError):
     """A run folder or checkpoint belongs to another configuration, or is in use."""
 

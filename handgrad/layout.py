@@ -185,6 +185,11 @@ def blocks_per_lane(buckets: Buckets, lanes: int) -> int:
     return max(sum(-(-elements[lane] // BLOCK_ELEMENTS) for elements in shares) for lane in range(lanes))
 
 
+def blocks_of(bucket: Bucket) -> int:
+    """The sums of squares of a whole bucket."""
+    return -(-bucket.elements // BLOCK_ELEMENTS)
+
+
 def norm_blocks(buckets: Buckets, lanes: int) -> int:
     """The number of sums of squares behind the global norm."""
     return lanes * blocks_per_lane(buckets, lanes)

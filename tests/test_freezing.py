@@ -83,13 +83,13 @@ def test_a_gradient_that_is_not_trained_may_be_anything(config: RunConfig) -> No
     """Not finite where it is frozen: no update is skipped for it. Where it is trained: the step is, and named."""
 
     def losing(patch: pytest.MonkeyPatch, name: str) -> None:
-        original = TrainStep.finish
+        original = TrainStep.sum_up  # in each attempt at the step
 
-        def finish(training: TrainStep, step: int) -> None:
+        def sum_up(training: TrainStep, step: int) -> None:
             getattr(training.state.weight_gradients, name).fill_(math.nan)
             original(training, step)
 
-        patch.setattr(TrainStep, "finish", finish)
+        patch.setattr(TrainStep, "sum_up", sum_up)
 
     with pytest.MonkeyPatch.context() as patch:
         losing(patch, "wpe")

@@ -53,6 +53,8 @@ def with_fp8(
         after_update=[*program.after_update, *([sync.await_all_weights] if sync and between_ranks else []), requantize],
         compiled=[scaling.quantize_weights, *program.compiled, launch_calibration],
         reports=[*program.reports, scaling.report],
+        kept=[*program.kept, scaling.scaling, scaling.history, scaling.totals],
+        restored=[*program.restored, scaling.requantize],
     )
 
 

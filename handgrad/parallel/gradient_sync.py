@@ -8,12 +8,14 @@ With bf16 on the wire every operand of every addition is rounded first, wherever
 """
 
 import contextlib
+import itertools
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from handgrad.layout import RING, Bucket, gradient_ring
+from handgrad.layout import RING, Bucket, blocks_of, gradient_ring
+from handgrad.models.rows import BLOCK_ELEMENTS
 from handgrad.parallel.ranks import Ranks
 from handgrad.training.state import TrainingState
 
@@ -30,6 +32,10 @@ class GradientSync:
         self.places = ring or {bucket.name: bucket.flat for bucket in self.buckets}  # of the gradients
         self.lane_sums = state.views["gradients"]  # (levels, elements): the lane at work, and partial sums that wait
         self.gradients = self.lane_sums[0]
+        self.own_norms = state.views["own_norms"] if ranks.size > 1 else None  # (2, blocks) of this rank's own lanes
+        starts = itertools.accumulate((blocks_of(bucket) for bucket in self.buckets), initial=0)
+        self.own_blocks = {bucket.name: first for bucket, first in zip(self.buckets, starts, strict=False)}
+        self.step = 0
         cuda = design.device.type == "cuda" and ranks.size > 1
         self.stream = torch.cuda.Stream() if cuda else None
         self.published = {bucket.name: torch.cuda.Event() for bucket in self.buckets} if cuda else {}
@@ -54,6 +60,8 @@ class GradientSync:
         if self.sharding.lanes_per_rank > 1:
             self.stack_lane(1, slice(None), last=True)
         if self.ranks.size > 1:
+            for bucket in self.buckets:  # whose sums begin at any multiple of four bytes
+                self.take_own_norms(bucket)
             self.sum_received(self.buckets[0])
 
     # Between ranks.
@@ -68,6 +76,7 @@ class GradientSync:
                 self.received.record()
             if self.sharding.lanes_per_rank > 1:
                 self.stack_lane(self.sharding.lanes_per_rank - 1, bucket.flat, last=True)
+            self.take_own_norms(bucket)
             sent, received = self.wire(bucket)
             if self.sharding.rounded:
                 sent.copy_(self.gradients[self.places[name]])
@@ -76,6 +85,14 @@ class GradientSync:
             self.sending.append((bucket, work))
         if self.sharding.shards_gradients:
             self.clear_ring(self.buckets.index(bucket) - RING + 1)
+
+    def take_own_norms(self, bucket: Bucket) -> None:
+        """Sums of squares of what this rank's lanes have made of a bucket: they show whose lanes differ when a step is made
+        again."""
+        assert self.own_norms is not None
+        first = self.own_blocks[bucket.name]
+        sums = self.own_norms[self.step % 2, first : first + blocks_of(bucket)]
+        self.ops.squared_norms(sums, self.gradients[self.places[bucket.name]], block_elements=BLOCK_ELEMENTS)
 
     def overlaps(self, bucket: Bucket) -> bool:
         """True if kernels run while this bucket travels: not with the first in memory, the last of a backward and the one
@@ -132,13 +149,18 @@ class GradientSync:
             torch.cuda.current_stream().wait_stream(self.stream)
 
     def gather_sums(self) -> None:
-        """Every rank's losses and, where they are shared, partial norms, on every rank."""
-        parts = [("losses", self.state.losses_of_step)]
+        """Every rank's losses and, where they are shared, partial norms, on every rank. Beside the losses travel the
+        checksums of `parallel.replicas`."""
+        rank, losses, sent = self.ranks.rank, self.state.losses_of_step, self.state.views["sent_losses"]
+        by_rank = losses.view(self.ranks.size, -1)
+        sent[rank, :-1].copy_(by_rank[rank])
+        parts = [("losses", sent)]
         if self.sharding.shards > 1:
             parts.append(("norms", self.state.norm_partials))
         for operation, full in parts:
-            mine = full.view(self.ranks.size, -1)[self.ranks.rank]
+            mine = full.view(self.ranks.size, -1)[rank]
             self.ranks.wait(self.ranks.all_gather(full, mine, operation), operation)
+        by_rank.copy_(sent[:, :-1])
 
     # The new weights.
 

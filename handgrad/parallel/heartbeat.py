@@ -15,14 +15,18 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import torch.distributed as dist
 
+from handgrad.errors import NumericsError
+from handgrad.parallel.order import Entry, difference_text, first_difference, named_ranks
+
 RELAUNCH = 75  # the exit code that says: relaunch the same command
+INTERVAL_SECONDS = 1.0  # between beats
 WORK_FACTOR = 6  # a rank may work so many times as long as all may wait for each other
 SUSPECT_SECONDS = 5.0  # of silence are enough once a collective has failed
 GRACE_SECONDS = 3.0  # between finding a fault and ending the process: it may be about to end by itself
@@ -38,6 +42,7 @@ class Beat(NamedTuple):
     seconds: float  # in this status
     left: str | None = None
     exit_code: int = RELAUNCH
+    recent: Sequence[Entry] = ()  # its last collectives, once it has waited for long
 
 
 class Fault(NamedTuple):
@@ -77,9 +82,10 @@ class Heartbeat:
         self.end, self.clock = end, clock
         self.timeout_seconds, self.stall_seconds = timeout_seconds, stall_seconds
         self.limit_seconds = timeout_seconds
-        self.interval = min(1.0, timeout_seconds / 4)
+        self.interval = min(INTERVAL_SECONDS, timeout_seconds / 4)
         self.status: tuple[int, str, bool, float] = (0, "the start", True, self.clock())
         self.pending: Callable[[], str] = str  # names the device's unfinished collective
+        self.recent: Iterable[Entry] = ()  # this rank's last collectives
         self.beats = 0
         self.closing = threading.Event()
         self.seen: dict[int, Seen] = {}
@@ -145,7 +151,9 @@ class Heartbeat:
 
     def beat(self, left: str | None = None, exit_code: int = RELAUNCH) -> Beat:
         step, operation, waiting, since = self.status
-        return Beat(self.beats, step, operation, waiting, self.clock() - since, left, exit_code)
+        seconds = self.clock() - since
+        recent = list(self.recent) if waiting and seconds > self.interval else ()
+        return Beat(self.beats, step, operation, waiting, seconds, left, exit_code, recent)
 
     def write(self, beat: Beat) -> None:
         self.beats += 1
@@ -164,10 +172,17 @@ class Heartbeat:
             beat = Beat(*json.loads(text))
             if rank not in self.seen or self.seen[rank].beat != beat:
                 self.seen[rank] = Seen(beat, now)
-        fault = self.lost_rank() or self.stalled_ranks()
+        fault = self.out_of_order() or self.lost_rank() or self.stalled_ranks()
         if fault is not None:
             self.store.set("fault", json.dumps(fault))
         return fault
+
+    def out_of_order(self) -> Fault | None:
+        """On rank 0: ranks that wait for each other at different collectives."""
+        if self.rank != 0:
+            return None
+        sides = first_difference({0: list(self.recent), **{rank: seen.beat.recent for rank, seen in self.seen.items()}})
+        return Fault(difference_text(sides), NumericsError.exit_code) if sides else None
 
     def lost_rank(self) -> Fault | None:
         """A rank that has left with an error, or whose beat has not changed for too long."""
@@ -235,8 +250,3 @@ def no_contact(reason: str) -> Fault:
     return Fault(
         f"lost contact to the rendezvous, so to rank 0's machine or the launcher ({' '.join(reason.split()):.120})"
     )
-
-
-def named_ranks(ranks: Sequence[int]) -> str:
-    """'rank 3', 'ranks 0, 1'."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

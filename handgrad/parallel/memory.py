@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from handgrad.arena import Buffer
-from handgrad.layout import Buckets, Sharding, gradient_ring, shard_elements
+from handgrad.layout import Buckets, Sharding, blocks_of, gradient_ring, shard_elements
 
 
 def with_sharding(
@@ -25,7 +25,11 @@ def with_sharding(
     rows["gradients"] = replace(rows["gradients"], shape=(sharding.levels, elements))
     rows["losses_of_step"] = replace(rows["losses_of_step"], shape=(sharding.lanes,))
     if sharding.ranks > 1:
-        rows["checksum"] = Buffer("checksum", (1,), torch.int64, "gradients")
+        losses = rows["losses_of_step"]
+        sent = replace(losses, name="sent_losses", shape=(sharding.ranks, sharding.lanes_per_rank + 1))  # and a checksum
+        rows["sent_losses"] = sent
+        own_blocks = sum(blocks_of(bucket) for bucket in buckets)
+        rows["own_norms"] = Buffer("own_norms", (2, own_blocks), exact, "gradients")  # of a step and of the one before
         # The first bucket in memory is the last to be sent, and may be in flight together with the one before.
         first, *others = (bucket.wire_elements(sharding.ranks) for bucket in buckets)
         in_flight = first + max(others)

@@ -1,12 +1,11 @@
 """The processes that train together, and their collectives.
 
 A collective only moves bytes: handgrad does all additions itself, in a fixed order, so a library's order cannot matter.
-Each collective has a name. In a checked step the ranks compare step, name, dtype and size before any bytes go out.
+Each has a tag of its name, dtype and sizes, in a sequence that all ranks share (`parallel.order`).
 """
 
 import contextlib
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from handgrad.errors import HandgradError, LostRank, NumericsError, UsageError
-from handgrad.parallel.heartbeat import Heartbeat, named_ranks
+from handgrad.parallel.heartbeat import Heartbeat
+from handgrad.parallel.order import Order, difference_text, first_difference
 
 T = TypeVar("T")
 # torch renames it: 2.11 has only the old name, 2.13 warns about it.
@@ -42,10 +42,7 @@ class Ranks:
     host_group: dist.ProcessGroup | None = None  # gloo, beside the devices' NCCL
     overlapped_group: dist.ProcessGroup | None = None  # takes few multiprocessors, for collectives beside kernels
     step: int = 0
-    begun: bool = False  # the first step, which is always checked
-    checking: bool = False  # compare the tags of collectives before each
-    count: int = 0  # collectives so far
-    digest: int = 0  # of their tags
+    order: Order = field(default_factory=Order)  # of the collectives
     waited_seconds: float = 0.0  # for others, as far as the host did the waiting
     clock: Callable[[], float] = time.perf_counter  # seconds
     launched: deque[tuple[str, Any]] = field(default_factory=lambda: deque(maxlen=128))  # the last collectives
@@ -55,10 +52,10 @@ class Ranks:
         """True on the rank that writes files and logs."""
         return self.rank == 0
 
-    def begin_step(self, step: int, *, checking: bool) -> None:
-        """From here on collectives belong to `step`. The first one is always checked."""
-        self.step, self.checking = step, self.size > 1 and (checking or not self.begun)
-        self.begun, self.digest = True, 0
+    def begin_step(self, step: int) -> None:
+        """From here on collectives belong to `step`."""
+        self.step = step
+        self.order.begin_step()
 
     def set_status(self, operation: str) -> None:
         """Notes what this rank works at."""
@@ -115,13 +112,7 @@ class Ranks:
         sizes = f"{size_text(sent)} -> {size_text(received)}"
         if shares:  # of which ranks send and receive different sizes
             sizes = f"{list(shares)} elements of {dtype_text(sent)}"
-        tag = f"{operation} ({sizes})"
-        if self.checking:
-            rows = self.all_gather_numbers([self.step, self.count, zlib.crc32(tag.encode())], operation)
-            if any(row != rows[0] for row in rows):
-                self._disagree(tag)
-        self.count += 1
-        self.digest = zlib.crc32(tag.encode(), self.digest)
+        self._enter(operation, f"{operation} ({sizes})")
         group = self.overlapped_group if overlapped else None
         with self.waiting(operation):
             pieces = [share * sent.itemsize for share in shares]
@@ -129,12 +120,19 @@ class Ranks:
         self.launched.append((operation, work))
         return work
 
+    def _enter(self, operation: str, tag: str) -> None:
+        """Enters a collective into the sequence; one that is new there waits until all ranks have come to it."""
+        if self.order.enter(self.step, tag):
+            with self.waiting(operation):
+                self.order.agree()
+
     # Between the hosts.
 
     def all_gather_numbers(self, values: Sequence[float], operation: str) -> list[list[float]]:
         """Every rank's numbers, in the order of ranks. All ranks have equally many."""
         if self.size == 1:
             return [list(values)]
+        self._enter(operation, f"{operation} ({len(values)} numbers)")
         mine = torch.tensor(values, dtype=torch.float64)
         everyone = torch.empty(self.size * len(values), dtype=torch.float64)
         with self.waiting(operation):
@@ -145,6 +143,10 @@ class Ranks:
         """Every rank's object, in the order of ranks."""
         if self.size == 1:
             return [mine]
+        self._enter(operation, operation)
+        return self._gather(mine, operation)
+
+    def _gather(self, mine: T, operation: str) -> list[T]:
         everyone: list[Any] = [None] * self.size
         with self.waiting(operation):
             dist.all_gather_object(everyone, mine, group=self.host_group)
@@ -161,6 +163,7 @@ class Ranks:
                 made[0] = make()
             except HandgradError as error:
                 made[1] = error
+        self._enter(operation, operation)
         sent: list[Any] = [(made[0], None if made[1] is None else made[1].exit_code)]
         with self.waiting(operation):
             dist.broadcast_object_list(sent, src=0, group=self.host_group)
@@ -199,38 +202,11 @@ class Ranks:
         collectives."""
         if self.size == 1:
             return [list(values)]
-        rows = self.all_gather_numbers([self.step, self.count, self.digest, *values], operation)
+        rows = self.all_gather_numbers([self.step, self.order.count, self.order.digest, *values], operation)
         if any(row[:3] != rows[0][:3] for row in rows):
-            self._disagree(operation)
+            recent = self._gather(list(self.order.recent), "a difference between ranks")
+            raise NumericsError(difference_text(first_difference(dict(enumerate(recent)))))
         return [row[3:] for row in rows]
-
-    def compare_replicas(self, checksum: int) -> None:
-        """Raises `NumericsError` unless all ranks have the same `checksum`; names those that differ from most."""
-        sums = self.all_gather_objects(checksum, "checksums of the weights")
-        usual = max(sums, key=sums.count)
-        odd = [rank for rank, found in enumerate(sums) if found != usual]
-        if odd:
-            who = f"{named_ranks(odd)} other than the rest" if sums.count(usual) > len(odd) else "no majority is right"
-            raise NumericsError(
-                f"after step {self.step + 1} the ranks hold different weights ({who}): a bit was flipped in memory or on"
-                " its way, so nothing was saved; start again from the last checkpoint, without that GPU if it recurs"
-            )
-
-    def _disagree(self, tag: str) -> NoReturn:
-        where = self.all_gather_objects((self.step, self.count, tag), "a difference between ranks")
-        sides: dict[Any, list[int]] = {}
-        for rank, stand in enumerate(where):
-            sides.setdefault(stand, []).append(rank)
-        stands = "; ".join(
-            f"{named_ranks(members)} at step {step}, collective {count}, {name}"
-            for (step, count, name), members in sorted(sides.items(), key=lambda side: -len(side[1]))
-        )
-        error = NumericsError(
-            f"the ranks are not at the same collective ({stands}): one was skipped, came out of order or has another size,"
-            " so sums of this step cannot be trusted; start again from the last checkpoint"
-        )
-        error.shared = True
-        raise error
 
     def _lost(self, error: RuntimeError, operation: str) -> NoReturn:
         """A collective failed: another rank is gone. The heartbeat names it and ends this process; else this does."""

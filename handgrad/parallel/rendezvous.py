@@ -2,11 +2,15 @@
 
 import contextlib
 import datetime
+import hashlib
+import json
 import os
+import socket
 import sys
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +22,10 @@ import torch.distributed as dist
 from handgrad.errors import HandgradError, LostRank, UsageError, end_interrupted, is_first, tell
 from handgrad.parallel.heartbeat import WORK_FACTOR, Heartbeat
 from handgrad.parallel.launchers import RankInfo
+from handgrad.parallel.order import Order
 from handgrad.parallel.ranks import Ranks, exit_code
 
-RETRY_SECONDS = 0.5
+FIRST_RETRY_SECONDS, RETRY_SECONDS = 0.02, 0.5
 OVERLAPPED_CTAS = 4  # thread blocks of a collective that runs beside kernels
 
 
@@ -43,10 +48,12 @@ def join(info: RankInfo, device: torch.device, timeouts: Timeouts) -> Ranks:
         return Ranks()
     if info.nodes == 1 and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine needs no network, and its name no address
+    check_loopback(info)
     store = open_store(info, timeouts.join_seconds)
-    wait_for_all(store, info, timeouts.join_seconds)
+    start = wait_for_all(store, info, timeouts.join_seconds)
+    store = dist.PrefixStore(start, store)
     heartbeat = Heartbeat(
-        open_store(info, timeouts.silence_seconds, hosts_store=False),
+        dist.PrefixStore(start, open_store(info, timeouts.silence_seconds, hosts_store=False)),
         info.rank,
         info.size,
         timeout_seconds=timeouts.silence_seconds,
@@ -72,8 +79,9 @@ def join(info: RankInfo, device: torch.device, timeouts: Timeouts) -> Ranks:
         ) from None
     assert isinstance(host_group, dist.ProcessGroup)
     overlapped_group = new_overlapped_group(limit) if cuda else None
-    ranks = Ranks(info.rank, info.size, info.nodes, heartbeat, host_group, overlapped_group)
-    heartbeat.pending = ranks.pending
+    groups = heartbeat, host_group, overlapped_group
+    ranks = Ranks(info.rank, info.size, info.nodes, *groups, order=Order(store, info.size))
+    heartbeat.pending, heartbeat.recent = ranks.pending, ranks.order.recent
     heartbeat.start()
     return ranks
 
@@ -156,30 +164,71 @@ def open_store(info: RankInfo, limit_seconds: float, *, hosts_store: bool = True
             f"rank {info.rank} found no rank 0 at {where} within {limit_seconds:g} s; check that it was started, that"
             " MASTER_ADDR names its machine and that no firewall stands between"
         )
-    return dist.PrefixStore(f"handgrad/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return dist.PrefixStore("handgrad", store)
 
 
 def wait_for_all(
     store: dist.Store, info: RankInfo, join_seconds: float, clock: Callable[[], float] = time.monotonic
-) -> None:
-    """Waits until every rank has joined; raises `LostRank` naming those that have not."""
-    deadline = clock() + join_seconds
-    store.set(f"joined/{info.rank}", "here")
-    missing = list(range(info.size))
+) -> str:
+    """Waits until every rank of this start has joined; returns a name of the start, the same for all of them. Raises
+    `LostRank` naming those that have not joined.
+
+    torchrun's store outlives a start, with what the ranks of the last one wrote, and with c10d its agents do not agree on
+    the number of a restart. So each rank brings a word of its own. Rank 0 collects the words that it finds, and a rank
+    consents to a collection that has its word in it: where all consent, all words are of this start.
+    """
+    deadline, own, pause = clock() + join_seconds, uuid.uuid4().hex, min(FIRST_RETRY_SECONDS, RETRY_SECONDS)
+    store.set(f"joined/{info.rank}", own)
     while True:
         try:
-            missing = [rank for rank in missing if not store.check([f"joined/{rank}"])]
+            start, missing = look_for_all(store, info, own)
         except (dist.DistError, RuntimeError):
             raise LostRank(
                 f"rank {info.rank} lost contact to rank 0 at {info.address}:{info.port} while waiting for others;"
                 " see what rank 0 said, and start all ranks again"
             ) from None
         if not missing:
-            return
+            return start
         if clock() > deadline:
             shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
             raise LostRank(
                 f"expected {info.size} ranks at {info.address}:{info.port} within {join_seconds:g} s, not there:"
                 f" {shown}; start them, or start the others with a smaller number of processes"
             )
-        time.sleep(RETRY_SECONDS)
+        time.sleep(pause)
+        pause = min(1.5 * pause, RETRY_SECONDS)
+
+
+def look_for_all(store: dist.Store, info: RankInfo, own: str) -> tuple[str, list[int]]:
+    """(the name of the start, the ranks that have not yet joined it)."""
+    joined = [f"joined/{rank}" for rank in range(info.size)]
+    if missing := absent(store, joined):
+        return "", missing
+    if info.rank == 0:
+        store.set("words", json.dumps([word.decode() for word in store.multi_get(joined)]))
+    words = json.loads(store.get("words")) if store.check(["words"]) else []
+    if own not in words:
+        return "", [0]
+    start = hashlib.sha256(" ".join(words).encode()).hexdigest()[:16]
+    store.set(f"{start}/consents/{info.rank}", "")
+    return start, absent(store, [f"{start}/consents/{rank}" for rank in range(info.size)])
+
+
+def absent(store: dist.Store, keys: list[str]) -> list[int]:
+    """The ranks, one to a key, whose key is not there."""
+    return [] if store.check(keys) else [rank for rank, key in enumerate(keys) if not store.check([key])]
+
+
+def check_loopback(info: RankInfo) -> None:
+    """Raises `UsageError` where processes of one machine cannot reach each other: whatever their addresses are, the kernel
+    takes the loopback interface."""
+    if info.local_size == 1:
+        return
+    for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
+        with contextlib.suppress(OSError), socket.create_server((address, 0), family=family) as server:
+            socket.create_connection(server.getsockname()[:2], timeout=5).close()
+            return
+    raise UsageError(
+        f"the {info.local_size} ranks of this machine cannot reach each other: its loopback interface is down or missing;"
+        " bring it up with `ip link set lo up`"
+    )

@@ -13,6 +13,7 @@ from handgrad.graphs import capture
 from handgrad.models.passes import Stage
 from handgrad.parallel.gradient_sync import GradientSync
 from handgrad.parallel.ranks import Ranks
+from handgrad.parallel.replicas import Replicas
 from handgrad.training.state import TrainingState
 from handgrad.training.step import IN_FLIGHT, Feed, Program, StepResult, TrainStep
 
@@ -34,10 +35,19 @@ class ParallelStep(TrainStep):
     gradients bucket by bucket."""
 
     def __init__(
-        self, state: TrainingState, feed: Feed, program: Program, ranks: Ranks, sync: GradientSync, *, graphs: bool
+        self,
+        state: TrainingState,
+        feed: Feed,
+        program: Program,
+        ranks: Ranks,
+        sync: GradientSync,
+        replicas: Replicas | None,
+        *,
+        graphs: bool,
     ):
+        """`replicas`: of several ranks; the last of the program's reports is theirs."""
         super().__init__(state, feed, program, graphs=graphs)
-        self.ranks, self.sync = ranks, sync
+        self.ranks, self.sync, self.replicas = ranks, sync, replicas
         kinds = ((True, False), (False, True), (True, True)) if ranks.size > 1 else ()  # (waits, sends)
         self.paused = {kind: PausedStages(program.micro_step, *kind, graphs=self.graphs) for kind in kinds}
         cuda = self.design.device.type == "cuda"
@@ -48,6 +58,7 @@ class ParallelStep(TrainStep):
 
     def make_gradients(self, step: int) -> None:
         slot = step % IN_FLIGHT
+        self.sync.step = step
         self.sync.await_weights(self.sync.buckets[0].name)
         self.clock_compute(slot, begins=True)
         for lane in range(self.sync.sharding.lanes_per_rank):
@@ -93,6 +104,8 @@ class ParallelStep(TrainStep):
         slot = step % IN_FLIGHT
         with self.ranks.waiting("the result of the step"):
             result = super().result(step)
+        if self.replicas is not None:
+            self.replicas.compare(step, result.reports[-1])
         self.compute_seconds = self.compute_clock[slot]
         if self.done:
             self.compute_seconds = self.computing[slot].elapsed_time(self.computed[slot]) / 1e3

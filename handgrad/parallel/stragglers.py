@@ -1,44 +1,71 @@
-"""The rank that the others wait for."""
+"""The rank that the others wait for.
+
+On a busy machine now one rank is late, now another, for a step or for a second. So a rank is slow only in the median of a
+window of steps, and even in its fastest one; and only once it has been so in several windows in a row.
+"""
 
 import statistics
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 SLOW_FACTOR = 1.1  # above the median rank's time for its own work
-SLOW_SECONDS = 0.005  # and by at least so much: less is noise
+SLOW_SECONDS = 0.005  # and by at least so much
+WINDOW_STEPS, WINDOWS = 8, 3  # steps of a window; windows in a row
+
+Times = Sequence[float]  # the ranks' own work in one step, seconds, in the order of ranks
 
 
 class Stragglers:
-    """The ranks' own work, in seconds a step, since the last report."""
+    """The ranks' own work: since the last report, and in the window that is under way."""
 
     def __init__(self) -> None:
-        self.seconds: list[Sequence[float]] = []
+        self.seconds: list[Times] = []
+        self.window: list[Times] = []
+        self.found: deque[int | None] = deque(maxlen=WINDOWS)  # the slow rank of each of the last windows
         self.named: int | None = None
 
-    def add(self, seconds: Sequence[float]) -> None:
-        """Adds one step's times, in the order of ranks."""
+    def add(self, seconds: Times) -> None:
+        """Adds one step's times."""
         if all(value > 0 for value in seconds):
             self.seconds.append(seconds)
+            self.window.append(seconds)
+        if len(self.window) == WINDOW_STEPS:
+            self.found.append(slow_rank(self.window))
+            self.window.clear()
+
+    def slow(self) -> int | None:
+        """The rank that has been slow in each of the last windows."""
+        return self.found[0] if len(self.found) == WINDOWS and len(set(self.found)) == 1 else None
 
     def report(self) -> tuple[dict[str, Any], str | None] | None:
-        """(the slowest rank and its time, a line if it is newly slow) over the steps since the last report.
-
-        Noise only adds time. So a rank is slow if its fastest step is slower than the others' as well.
-        """
+        """(the slowest rank and its time over the steps since the last report, a line if a rank is newly slow)."""
         if not self.seconds:
             return None
-        by_rank, steps = list(zip(*self.seconds, strict=True)), len(self.seconds)
-        self.seconds.clear()
-        medians, fastest = [statistics.median(times) for times in by_rank], [min(times) for times in by_rank]
-        usual, slowest = statistics.median_low(medians), max(medians)
-        rank = medians.index(slowest)
-        slow = slowest > usual * SLOW_FACTOR and slowest - usual > SLOW_SECONDS
-        slow = slow and fastest[rank] > statistics.median_low(fastest) * SLOW_FACTOR
-        line = None
-        if slow and self.named != rank:
+        rank, slowest, usual = slowest_rank(self.seconds)
+        figures = {"slowest": rank, "slowest_ms": slowest * 1e3, "median_ms": usual * 1e3, "steps": len(self.seconds)}
+        slow, line = self.slow(), None
+        if slow is not None and slow != self.named:
+            own = statistics.median(times[slow] for times in self.seconds)
             line = (
-                f"rank {rank} is slow: {slowest * 1e3:.0f} ms of its own work a step, the median rank {usual * 1e3:.0f} ms;"
-                " all ranks wait for it"
+                f"rank {slow} is slow: {own * 1e3:.0f} ms of its own work a step, the median rank {usual * 1e3:.0f} ms; all"
+                " ranks wait for it"
             )
-        self.named = rank if slow else None
-        return {"slowest": rank, "slowest_ms": slowest * 1e3, "median_ms": usual * 1e3, "steps": steps}, line
+        self.named = slow
+        self.seconds.clear()
+        return figures, line
+
+
+def slowest_rank(steps: Sequence[Times]) -> tuple[int, float, float]:
+    """(the slowest rank, its time in its median step, that of the median rank)."""
+    medians = [statistics.median(times) for times in zip(*steps, strict=True)]
+    slowest = max(medians)
+    return medians.index(slowest), slowest, statistics.median_low(medians)
+
+
+def slow_rank(window: Sequence[Times]) -> int | None:
+    """The rank that is slower than the median rank, in its median step and, as noise only adds time, in its fastest."""
+    rank, slowest, usual = slowest_rank(window)
+    fastest = [min(times) for times in zip(*window, strict=True)]
+    slow = slowest > usual * SLOW_FACTOR and slowest - usual > SLOW_SECONDS
+    return rank if slow and fastest[rank] > statistics.median_low(fastest) * SLOW_FACTOR else None

@@ -9,11 +9,22 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
-from handgrad.errors import INTERRUPTED, ConfigError, DataError, MemoryShort, Preempted, UsageError, tell_line
+from handgrad.errors import (
+    INTERRUPTED,
+    ConfigError,
+    DataError,
+    HardwareError,
+    MemoryShort,
+    Preempted,
+    UsageError,
+    tell_line,
+)
 from handgrad.parallel.local import POLL_SECONDS, handled_by
 
-# A mistake, damaged input, a folder of another run, a run that does not fit: the next start ends the same way.
-FINAL = (0, INTERRUPTED, UsageError.exit_code, DataError.exit_code, ConfigError.exit_code, MemoryShort.exit_code)
+# A mistake, damaged input, a folder of another run, a run that does not fit: the next start ends the same way. A machine
+# that computes wrongly had better not go on.
+MENDED_BY_NO_START = (UsageError, DataError, ConfigError, MemoryShort, HardwareError)
+FINAL = (0, INTERRUPTED, *(error.exit_code for error in MENDED_BY_NO_START))
 IDLE_STARTS = 2  # without a new checkpoint, after which the run is given up
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0
 
@@ -42,7 +53,8 @@ def supervise(start: Callable[[list[int]], int], saved_step: Callable[[], int], 
                 tell_line(f"gave up: {idle} starts without a new checkpoint, the last with exit code {code}")
                 return code
             if restart > restarts:
-                tell_line(f"gave up after {restarts} restart{'s' * (restarts > 1)}, the last with exit code {code}")
+                if restarts:
+                    tell_line(f"gave up after {restarts} restart{'s' * (restarts > 1)}, the last with exit code {code}")
                 return code
             pause = min(FIRST_PAUSE_SECONDS * 2 ** (restart - 1), LONGEST_PAUSE_SECONDS)
             where = f"step {saved_step()}" if saved_step() >= 0 else "its first step"

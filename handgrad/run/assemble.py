@@ -10,6 +10,7 @@ from handgrad.fp8.scaling import Scaling
 from handgrad.layout import gradient_ring, moved
 from handgrad.parallel.gradient_sync import GradientSync
 from handgrad.parallel.ranks import Ranks
+from handgrad.parallel.replicas import Replicas, with_replicas
 from handgrad.parallel.step import ParallelStep, with_sync
 from handgrad.training.design import Design
 from handgrad.training.feed import BatchFeed, Source
@@ -83,8 +84,11 @@ def bind(
         program = with_sync(program, sync)
     if scaling is not None:
         program = with_fp8(program, state, scaling, feed, sync, graphs=graphs)
+    replicas = Replicas(state, ranks.rank, design.guards.replicas_every) if sync is not None and ranks.size > 1 else None
+    if replicas is not None:
+        program = with_replicas(program, replicas)
     if sync is None:
         step = TrainStep(state, feed, program, graphs=graphs)
     else:
-        step = ParallelStep(state, feed, program, ranks, sync, graphs=graphs)
+        step = ParallelStep(state, feed, program, ranks, sync, replicas, graphs=graphs)
     return Assembly(design, state, feed, step, scaling, sync)

@@ -20,7 +20,6 @@ from handgrad.fp8.monitor import LeftFp8
 from handgrad.generation.decode import decode_buffers, decode_tensors
 from handgrad.generation.text import write_document
 from handgrad.models import parameter_table
-from handgrad.ops import SMALLEST_LOSS_SCALE
 from handgrad.parallel.ranks import Ranks
 from handgrad.parallel.step import ParallelStep
 from handgrad.parallel.stragglers import Stragglers
@@ -37,6 +36,7 @@ from handgrad.run.saturation import record_fp8, watch_saturation
 from handgrad.run.saves import Saves
 from handgrad.run.saving import changed_versions, load_run, origin_of, run_facts, run_numbers
 from handgrad.run.signals import Observer, OnStep, StopSignals, preempted
+from handgrad.run.suspicion import is_overflow, settle
 from handgrad.run.tasks import TaskWatch
 from handgrad.training.design import Design
 from handgrad.training.step import StepResult
@@ -184,7 +184,7 @@ class Run:
         Returns True when the run pauses after `step`, to be saved and watched: where something is due, when a signal has
         come, and always on a CPU, which does not run ahead.
         """
-        self.ranks.begin_step(step, checking=self.checks_ranks(step + 1))
+        self.ranks.begin_step(step)
         self.ranks.set_status("its micro-batches")
         self.training.step.begin(step)
         if self.completed < step:
@@ -205,7 +205,6 @@ class Run:
             or step == self.first_step
             or step + 1 == self.until
             or self.left_fp8.due(step + 1)
-            or self.checks_ranks(step + 1)
             or any(self.due(n, step + 1) for n in every)
         )
 
@@ -213,8 +212,6 @@ class Run:
         """Does everything that is due, and ends the steps here if somebody asks for it."""
         if self.left_fp8.due(self.completed):
             self.leave_fp8()
-        if self.checks_ranks(self.completed):
-            self.compare_replicas()
         if self.due(self.config.save_every):
             self.save()  # before anything that could fail
         if self.completed == self.until:
@@ -284,20 +281,9 @@ class Run:
             self.stragglers.add(computing)
         self.saves.look(writing)
 
-    def checks_ranks(self, completed: int) -> bool:
-        every = self.config.check_ranks_every
-        return self.ranks.size > 1 and bool(every and completed % every == 0)
-
-    def compare_replicas(self) -> None:
-        """Raises `NumericsError` unless all ranks hold the same weights, bit by bit."""
-        self.training.await_weights()
-        checksum = self.training.state.views["checksum"]
-        self.design.ops.checksum(checksum, self.training.state.parameters)
-        self.ranks.compare_replicas(int(checksum.item()))
-
     def read_result(self, step: int) -> None:
-        """Waits for the result of `step`, records and shows it."""
-        result = self.training.step.result(step)
+        """Waits for the result of `step`, records and shows it; makes the step again if it looks wrong."""
+        result, fault = settle(self.training, self.ranks, step, self.training.step.result(step))
         self.completed, self.step_seconds = step + 1, result.elapsed_seconds
         self.log.step(self.completed, result, self.config.tokens_per_step)
         found = record_fp8(self.design, self.training.scaling, result, self.completed, self.log)
@@ -310,9 +296,9 @@ class Run:
             if line:
                 self.event(f"step {self.completed}: {line}")
         watch_saturation(found, self.config, self.completed, self.left_fp8, self.log)
-        # Dynamic loss scaling looks for the largest scale by overflowing: down to the smallest one that is no fault.
-        overflow = math.isfinite(result.loss) and not math.isfinite(result.norm)
-        regular = overflow and result.loss_scale > SMALLEST_LOSS_SCALE
+        if fault:
+            self.event(fault)
+        regular = is_overflow(result)
         self.saves.poisoned = not regular and not (math.isfinite(result.loss) and math.isfinite(result.norm))
         if regular:
             self.event(f"step {self.completed} made no update: a gradient overflowed at loss scale {result.loss_scale:g}")

@@ -97,7 +97,7 @@ def resolve(
         batch=Batch(config.micro_batch, config.micro_steps, lanes, config.sequence_length, config.overfit_one_batch),
         optimizer=optimizer,
         schedule=schedule_of(config),
-        guards=Guards(config.clip_norm, config.skip_loss_z, config.skip_norm_z, config.precision == "fp16"),
+        guards=guards_of(config),
         seed=config.seed,
         recompute=config.recompute,
         fp8=fp8,
@@ -112,6 +112,11 @@ def optimizer_of(config: RunConfig) -> AdamW | Muon:
         return adamw
     rate = (config.matrix_learning_rate or config.learning_rate) / config.learning_rate
     return Muon(adamw, momentum=0.95, beta2=config.beta2, weight_decay=config.weight_decay, rate=rate)
+
+
+def guards_of(config: RunConfig) -> Guards:
+    loss_scaling, replicas_every = config.precision == "fp16", config.check_ranks_every
+    return Guards(config.clip_norm, config.skip_loss_z, config.skip_norm_z, loss_scaling, replicas_every)
 
 
 def resolve_fp8(

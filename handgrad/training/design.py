@@ -41,12 +41,13 @@ class Batch:
 
 @dataclass(frozen=True)
 class Guards:
-    """The gradient's limit, and the updates that are skipped."""
+    """The gradient's limit, the updates that are skipped, the weights that are compared."""
 
     clip_norm: float  # 0: none
     loss_z: float  # skip a loss so many deviations above the last 128 (0: never)
     norm_z: float  # the same for the gradient's norm
     loss_scaling: bool  # fp16's dynamic loss scale
+    replicas_every: int = 0  # steps between comparisons of the ranks' weights (0: never)
 
 
 @dataclass(frozen=True)

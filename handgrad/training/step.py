@@ -57,6 +57,8 @@ class Program:
     after_update: list[Callable[[], None]] = field(default_factory=list)  # eager
     compiled: list[Callable[[], None]] = field(default_factory=list)  # what else to compile ahead
     reports: list[Tensor] = field(default_factory=list)  # device tensors that travel with a step's results
+    kept: list[Tensor] = field(default_factory=list)  # what changes even in a step without an update
+    restored: list[Callable[[], None]] = field(default_factory=list)  # what follows from them; eager
 
 
 def plain_program(state: TrainingState, ops: Any, model_ops: Any) -> Program:
@@ -84,12 +86,16 @@ def plain_program(state: TrainingState, ops: Any, model_ops: Any) -> Program:
     # Frozen parameters' gradients become zeros first: the norm's blocks stay where they are.
     frozen = [gradient.zero_ for gradient in state.frozen]
     update = partial(design.optimizer.update, ops, state.owned, state.controls, state.results)
-    return Program([*passes, losses], [*frozen, *norms], [verdict, update])
+    kept = [state.loss_scale] if design.guards.loss_scaling else []
+    return Program([*passes, losses], [*frozen, *norms], [verdict, update], kept=kept)
 
 
 class TrainStep:
     """Makes the steps of a run: `begin`, `finish` and `result`, in this order for each; `begin` of the next step may come
-    before `result` of the last."""
+    before `result` of the last.
+
+    A step that has made no update has changed nothing but `Program.kept`. So `begin_again` can make its gradients once more
+    from the state before it, `sum_up` their norms, and `conclude` the update."""
 
     def __init__(self, state: TrainingState, feed: Feed, program: Program, *, graphs: bool):
         """`graphs`: capture CUDA graphs."""
@@ -108,9 +114,15 @@ class TrainStep:
             [torch.zeros_like(report, device="cpu", pin_memory=cuda) for report in program.reports]
             for _ in range(IN_FLIGHT)
         ]
+        self.sums_of_losses = [
+            torch.zeros_like(state.losses_of_step, device="cpu", pin_memory=cuda) for _ in range(IN_FLIGHT)
+        ]
+        self.kept = [[torch.empty_like(tensor) for tensor in program.kept] for _ in range(IN_FLIGHT)]
+        self.newest = -1  # the step that was begun last
         events = range(IN_FLIGHT if cuda else 0)
         self.begun, self.done = ([torch.cuda.Event(enable_timing=True) for _ in events] for _ in range(2))
-        self.clock = [0.0] * IN_FLIGHT  # on a CPU: a step's beginning, then its length
+        self.clock = [0.0] * IN_FLIGHT  # on a CPU: a step's beginning
+        self.seconds = [0.0] * IN_FLIGHT  # and its length
 
     def step(self, step: int) -> StepResult:
         """The whole of 0-based `step`, waiting for its result."""
@@ -124,6 +136,19 @@ class TrainStep:
         self.clock[slot] = time.perf_counter()
         if self.begun:
             self.begun[slot].record()
+        self.newest = step
+        self.prepare(step)
+        for copy, tensor in zip(self.kept[slot], self.program.kept, strict=True):
+            copy.copy_(tensor)
+        self.make_gradients(step)
+
+    def begin_again(self, step: int) -> None:
+        """Launches the micro-batches of `step` once more: one without an update, whose result was read last. What the step
+        behind it has begun is lost."""
+        for copy, tensor in zip(self.kept[step % IN_FLIGHT], self.program.kept, strict=True):
+            tensor.copy_(copy)
+        for restore in self.program.restored:
+            restore()
         self.prepare(step)
         self.make_gradients(step)
 
@@ -145,21 +170,33 @@ class TrainStep:
         state.losses_of_step.copy_(state.sum_of_losses)
 
     def finish(self, step: int) -> None:
-        """Launches the update of `step`. The spike limits follow from the results before it: those are read by now."""
+        """Launches the update of `step`."""
+        self.sum_up(step)
+        self.conclude(step)
+
+    def sum_up(self, step: int) -> None:
+        """Launches the norm. The spike limits follow from the results before `step`: those are read by now."""
         guards, slot = self.design.guards, step % IN_FLIGHT
         limits = self.losses.limit(guards.loss_z), self.norms.limit(guards.norm_z)
         controls = [step + 1, self.design.schedule.rate(step), *limits]
         self.controls[slot].copy_(torch.tensor(controls, dtype=self.controls[slot].dtype))
         self.state.controls.copy_(self.controls[slot], non_blocking=True)
-        for launch in (*self.take_norms, *self.program.before_update, *self.update, *self.program.after_update):
+        for launch in (*self.take_norms, *self.program.before_update):
             launch()
-        found = (self.state.results, *self.program.reports)
-        for host, device in zip((self.results[slot], *self.reports[slot]), found, strict=True):
+
+    def conclude(self, step: int) -> None:
+        """Launches verdict and update, and the results' way back."""
+        slot = step % IN_FLIGHT
+        for launch in (*self.update, *self.program.after_update):
+            launch()
+        found = (self.state.results, self.state.losses_of_step, *self.program.reports)
+        hosts = (self.results[slot], self.sums_of_losses[slot], *self.reports[slot])
+        for host, device in zip(hosts, found, strict=True):
             host.copy_(device, non_blocking=bool(self.done))
         if self.done:
             self.done[slot].record()
         else:
-            self.clock[slot] = time.perf_counter() - self.clock[slot]
+            self.seconds[slot] = time.perf_counter() - self.clock[slot]
 
     def result(self, step: int) -> StepResult:
         """Waits for `step` and takes its loss and norm into the windows, unless it was skipped."""
@@ -183,6 +220,6 @@ class TrainStep:
     def await_result(self, slot: int) -> float:
         """Waits until the results in `slot` are there; returns the step's length in seconds."""
         if not self.done:
-            return self.clock[slot]
+            return self.seconds[slot]
         self.done[slot].synchronize()
         return self.begun[slot].elapsed_time(self.done[slot]) / 1e3

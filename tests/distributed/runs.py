@@ -37,7 +37,6 @@ SETTINGS = {
     "save_every": 4,
     "keep_checkpoints": 0,
     "sample_tokens": 0,
-    "check_ranks_every": 4,
     "silence_seconds": 30,
     "device": "cpu",
     "precision": "fp32",

@@ -3,6 +3,7 @@
 import os
 import stat
 import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,6 +83,23 @@ def test_one_node_starts_again(recipe: Path, launcher: Launcher, tmp_path: Path)
     assert "ranks      2, 1 of 2 lanes each" in told
     launcher.run(1, ["train", "--config", str(recipe), "--out", str(tmp_path / "alone"), *steps])
     assert files_of(tmp_path / "run", 6) == files_of(tmp_path / "alone", 6)
+
+
+def test_two_agents_start_again_by_c10d(recipe: Path, launcher: Launcher, tmp_path: Path) -> None:
+    """torchrun's agents of two nodes find each other by c10d. The one whose rank is killed counts a restart, the other one
+    may not, and both keep the store of the first start: the ranks find each other all the same."""
+    out, steps = tmp_path / "run", ["--steps", "6", "--save-every", "2", "--keep-checkpoints", "0"]
+    agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=3"]
+    meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=c10d"]
+    command = [*agent, *meeting, "-m", "handgrad", "train", "--config", str(recipe), "--out", str(out), *steps]
+    fault = {"TEST_FAULT": "kill:1:3", "TEST_STARTED": str(tmp_path / "started"), "GLOO_SOCKET_IFNAME": "lo"}
+    logs = [(tmp_path / f"agent_{node}").open("w+") for node in "ab"]
+    agents = [subprocess.Popen(command, env=environment(**fault), stdout=log, stderr=log) for log in logs]
+    codes = [agent.wait(PATIENCE) for agent in agents]
+    told = "".join(Path(log.name).read_text() for log in logs)
+    assert codes == [0, 0] and told.count(FIRED) == 1 and "resumed at step 2" in told, told
+    launcher.run(1, ["train", "--config", str(recipe), "--out", str(tmp_path / "alone"), *steps])
+    assert files_of(out, 6) == files_of(tmp_path / "alone", 6)
 
 
 @pytest.fixture

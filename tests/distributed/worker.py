@@ -33,7 +33,7 @@ from handgrad.parallel.ranks import Ranks
 from handgrad.parallel.step import ParallelStep
 from handgrad.tools import network
 from handgrad.training.step import TrainStep
-from tests.distributed import save_faults
+from tests.distributed import bit_flips, save_faults
 from tests.faults import moments, work
 from tests.faults.firing import before, fired, send
 
@@ -134,22 +134,6 @@ def slow_link(peer: int) -> None:
     network.time_pair = time_pair
 
 
-def flipped(step: int) -> None:
-    """The lowest bit of one weight that rank 0 updates, after the step's weights have come from their owners."""
-    original = TrainStep.finish
-
-    def finish(training: ParallelStep, now: int) -> None:
-        original(training, now)
-        if now == step:
-            training.sync.await_all_weights()
-            state = training.state
-            bits = state.parameters.view(torch.int16 if state.parameters.itemsize == 2 else torch.int32)
-            bits[state.design.buckets[2].start + 5] ^= 1
-            fired()
-
-    TrainStep.finish = finish
-
-
 def resized(step: int) -> None:
     """Half of the upper block's gradients."""
     original = Ranks.all_to_all
@@ -202,7 +186,7 @@ FAULTS: dict[str, Callable[[int], None]] = {
     "disk": save_faults.full_disk,
     "skip": skipped,
     "slow-link": slow_link,
-    "flip": flipped,
+    **bit_flips.FAULTS,
     "flip-save": save_faults.flipped_in_save,
     "resize": resized,
     "break": fails(AssertionError("a mistake of our own")),
@@ -213,22 +197,33 @@ FAULTS: dict[str, Callable[[int], None]] = {
 }
 
 
+def is_first_start() -> bool:
+    """By torchrun's count, or, where its agents do not agree on one, by a file that the first start leaves."""
+    if not (path := os.environ.get("TEST_STARTED")):
+        return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    first = not Path(path).exists()
+    Path(path).touch()
+    return first
+
+
 def build_in(name: str, *numbers: str) -> None:
     if name != "none":
         rank, step = (int(number) for number in (*numbers, "0")[:2])
-        if name in ("freeze", "skip"):
+        if name == "freeze":
             rendezvous.Heartbeat = impatient_heartbeat
+        if name in ("skip", "resize"):  # rank 0 has the store in which the others read of it
+            heartbeat.GRACE_SECONDS = 2.0
         mine = int(os.environ.get("RANK", "0")) == rank
         if name == "slow":
             timed_by_hand(slow=mine)
-        elif mine and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        elif mine and is_first_start():
             FAULTS[name](step)
 
 
 def run(fault: str, command: list[str]) -> int:
     handgrad.commands.train.write_report = lambda runs, out: out  # plots take longer than these runs
     rendezvous.RETRY_SECONDS = 0.02
-    heartbeat.GRACE_SECONDS, heartbeat.SUSPECT_SECONDS = 0.5, 2.0
+    heartbeat.GRACE_SECONDS, heartbeat.SUSPECT_SECONDS, heartbeat.INTERVAL_SECONDS = 0.5, 2.0, 0.2
     for one in fault.split("+"):
         build_in(*one.split(":"))
     if command[0].endswith(".py"):

@@ -1,0 +1,89 @@
+"""The sequence of a rank's collectives: the same on all ranks, or sums are wrong and nobody notices.
+
+A collective has a tag: its name, dtype and sizes. One tag follows another in the same way in every step, and a rank learns
+these successions as it meets them. Before one that is new to it no bytes go out until every rank has come to the same tag:
+each counts itself in the store where they met. So a rank that skips a collective, or comes with another size, stops there
+before it spoils a sum; the others wait for it, and the heartbeat compares what each of them had last. In a step like the
+one before it nothing is exchanged.
+"""
+
+import time
+import zlib
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import torch.distributed as dist
+
+RECENT = 256  # collectives that a rank remembers: more than a step has
+POLL_SECONDS, LONGEST_POLL_SECONDS = 0.001, 0.05
+
+Entry = tuple[int, int, str]  # a collective's number, its step and its tag
+
+
+class Order:
+    """One rank's sequence."""
+
+    def __init__(self, store: dist.Store | None = None, size: int = 1):
+        """`store`: where the ranks agree; without one they do not."""
+        self.store, self.size = store, size
+        self.count = 0
+        self.digest = 0  # of the tags since `begin_step`
+        self.last = 0  # the hash of the last tag
+        self.known: set[tuple[int, int]] = set()  # a tag's hash and that of its successor
+        self.recent: deque[Entry] = deque(maxlen=RECENT)
+
+    def begin_step(self) -> None:
+        self.digest = 0
+
+    def enter(self, step: int, tag: str) -> bool:
+        """Numbers the next collective; True if it is new here, to be agreed on before it begins."""
+        found = zlib.crc32(tag.encode())
+        self.recent.append((self.count, step, tag))
+        self.count += 1
+        self.digest = zlib.crc32(tag.encode(), self.digest)
+        succession, self.last = (self.last, found), found
+        new = succession not in self.known
+        self.known.add(succession)
+        return new and self.store is not None
+
+    def agree(self) -> None:
+        """Returns once every rank has come to the collective that was entered last."""
+        assert self.store is not None
+        key = f"collective/{self.count}"
+        if self.store.add(f"{key}/{self.last}", 1) == self.size:
+            self.store.set(key, "agreed")
+        pause = POLL_SECONDS
+        while not self.store.check([key]):
+            time.sleep(pause)
+            pause = min(1.5 * pause, LONGEST_POLL_SECONDS)
+
+
+def first_difference(sequences: Mapping[int, Sequence[Entry]]) -> dict[tuple[int, int, str], list[int]]:
+    """The ranks by what they have at the first number of which two remember different things; empty if there is none."""
+    numbered = {rank: {number: (step, tag) for number, step, tag in recent} for rank, recent in sequences.items()}
+    for number in sorted({number for entries in numbered.values() for number in entries}):
+        sides: dict[tuple[int, int, str], list[int]] = {}
+        for rank, entries in sorted(numbered.items()):
+            if number in entries:
+                step, tag = entries[number]
+                sides.setdefault((step, number, tag), []).append(rank)
+        if len(sides) > 1:
+            return sides
+    return {}
+
+
+def difference_text(sides: Mapping[tuple[int, int, str], Sequence[int]]) -> str:
+    """The message about ranks that are not at the same collective."""
+    stands = "; ".join(
+        f"{named_ranks(members)} at step {step}, collective {number}, {tag}"
+        for (step, number, tag), members in sorted(sides.items(), key=lambda side: -len(side[1]))
+    )
+    return (
+        f"the ranks are not at the same collective ({stands}): one was skipped, came out of order or has another size,"
+        " so sums of this step cannot be trusted; start again from the last checkpoint"
+    )
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """'rank 3', 'ranks 0, 1'."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

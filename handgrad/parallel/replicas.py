@@ -1,0 +1,72 @@
+"""The ranks' copies of the weights, compared in the steps that use them.
+
+A wrong bit in one rank's copy makes a wrong gradient for all ranks. ZeRO 1 and 2 then overwrite the copy with its owners'
+weights, and nothing shows what happened. So a step takes the checksums after its backward and before its update.
+
+Master weights and moments have no second copy where ranks share them: a checkpoint's judge looks at those.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from handgrad.errors import NumericsError
+from handgrad.parallel.order import named_ranks
+from handgrad.training.state import TrainingState
+from handgrad.training.step import Program
+
+
+class Replicas:
+    """The checksums of a step's weights, one for every rank, in each `every`-th step (0: never). They travel beside the
+    losses, as the last number of each rank's."""
+
+    def __init__(self, state: TrainingState, rank: int, every: int):
+        self.ops, self.every = state.design.ops, every
+        self.weights, self.sent = state.parameters, state.views["sent_losses"]
+        self.mine = self.sent.view(torch.int64)[rank, -1:]
+        self.checks = False
+
+    def due(self, step: int) -> bool:
+        return bool(self.every) and (step + 1) % self.every == 0
+
+    def begin(self, step: int) -> None:
+        self.checks = self.due(step)
+
+    def add(self) -> None:
+        """Before the losses are gathered, which is before the update."""
+        if self.checks:
+            self.take()
+
+    def take(self) -> None:
+        if self.weights.device.type == "cpu":  # a sum takes far less than the hash, and no single flipped bit escapes it
+            torch.sum(self.weights.view(torch.int64), 0, keepdim=True, out=self.mine)
+        else:
+            self.ops.checksum(self.mine, self.weights)
+
+    def compare(self, step: int, sent: Tensor) -> None:
+        """Raises `NumericsError` unless all ranks have used the same weights; names those that differ from most. `sent`: of
+        the step, on the host."""
+        sums = sent.view(torch.int64)[:, -1].tolist()
+        if not self.due(step) or len(set(sums)) == 1:
+            return
+        usual = max(sums, key=sums.count)
+        odd = [rank for rank, found in enumerate(sums) if found != usual]
+        alone = sums.count(usual) > len(odd)
+        everyone = named_ranks(range(len(sums)))
+        who = f"{named_ranks(odd)} other than the rest" if alone else f"{everyone}, no majority is right"
+        raise NumericsError(
+            f"in step {step + 1} the ranks used different weights ({who}): a bit was flipped in memory or on its way, so"
+            " nothing was saved; start again from the last checkpoint, without that GPU if it recurs"
+        )
+
+
+def with_replicas(program: Program, replicas: Replicas) -> Program:
+    """The program with the comparison; what the ranks have sent is the last of the reports."""
+    return replace(
+        program,
+        before_step=[*program.before_step, replicas.begin],
+        before_update=[replicas.add, *program.before_update],
+        compiled=[*program.compiled, replicas.take],
+        reports=[*program.reports, replicas.sent],
+    )

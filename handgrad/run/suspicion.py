@@ -1,0 +1,128 @@
+"""A step that looks wrong is made again before its update is decided on.
+
+The same micro-batches give the same bits. If they do, the data or the model is at fault, and the guards act. If they do
+not, the hardware is: a third attempt decides which of the two was right, and the run goes on as if nothing had been.
+"""
+
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from handgrad.errors import HardwareError
+from handgrad.ops import SMALLEST_LOSS_SCALE
+from handgrad.parallel.order import named_ranks
+from handgrad.parallel.ranks import Ranks
+from handgrad.parallel.step import ParallelStep
+from handgrad.run.assemble import Assembly
+from handgrad.training.step import IN_FLIGHT, StepResult
+
+OPERATION = "a step that is made again"
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """The numbers of one attempt at a step's gradients."""
+
+    loss: float
+    norm: float
+    of_all: tuple[float, ...]  # every rank's checksum of the losses and of the gradient's sums of squares
+    of_own: tuple[float, ...]  # of what each rank's own micro-batches gave
+    gradients: tuple[float, ...] | None  # of all bits of each rank's gradients; None once the next step has begun
+
+    def equals(self, other: "Attempt") -> bool:
+        both = self.gradients is not None and other.gradients is not None
+        return self.of_all == other.of_all and (not both or self.gradients == other.gradients)
+
+    def text(self) -> str:
+        return f"loss {self.loss:.6g} and norm {self.norm:.6g}"
+
+
+def is_overflow(result: StepResult) -> bool:
+    """True for a regular step of dynamic loss scaling: it looks for the largest scale by overflowing, down to the smallest
+    one that is no fault."""
+    overflow = math.isfinite(result.loss) and not math.isfinite(result.norm)
+    return overflow and result.loss_scale > SMALLEST_LOSS_SCALE
+
+
+def settle(training: Assembly, ranks: Ranks, step: int, result: StepResult) -> tuple[StepResult, str]:
+    """(the result of 0-based `step` that holds, a line about hardware that has failed, or nothing).
+
+    A step that has made an update, and a regular overflow, hold as they are. Raises `HardwareError` if three attempts give
+    three results. All ranks make the same attempts: they decide by numbers that they have exchanged.
+    """
+    if result.skipped is None or is_overflow(result):
+        return result, ""
+    steps, newest = training.step, training.step.newest
+    attempts = [attempt_of(training, ranks, step, steps.sums_of_losses[step % IN_FLIGHT], complete=newest == step)]
+    for _ in range(2):
+        steps.begin_again(step)
+        steps.sum_up(step)
+        attempts.append(attempt_of(training, ranks, step, training.state.losses_of_step, complete=True))
+        if any(attempts[-1].equals(other) for other in attempts[:-1]):
+            break
+    else:
+        raise HardwareError(
+            f"step {step + 1} was made three times and gave three results ({'; '.join(a.text() for a in attempts)}), in the"
+            f" gradients of {who_differs(attempts, ranks)}: memory or a processor is faulty, nothing of this step was kept;"
+            " start again on another machine, from the last checkpoint"
+        )
+    line = ""
+    if len(attempts) == 3:
+        wrong = 0 if attempts[1].equals(attempts[2]) else 1
+        line = (
+            f"step {step + 1}: {attempts[0].text()}, made again {attempts[1].text()}, and again {attempts[2].text()}: the"
+            f" {('first', 'second')[wrong]} was a fault of the hardware in the gradients of {who_differs(attempts, ranks)};"
+            " the run goes on with the numbers that came twice"
+        )
+    steps.conclude(step)
+    result = steps.result(step)
+    if newest > step:
+        steps.begin(newest)  # whose gradients are gone
+    return result, line
+
+
+def attempt_of(training: Assembly, ranks: Ranks, step: int, sums_of_losses: Tensor, *, complete: bool) -> Attempt:
+    """The attempt at `step` that was made last. `sums_of_losses`: its; `complete`: its gradients are still there."""
+    state, steps = training.state, training.step
+    losses, squares = sums_of_losses.cpu(), state.norm_partials.cpu()
+    own = [losses]
+    if isinstance(steps, ParallelStep) and steps.sync.own_norms is not None:
+        own = [losses.view(ranks.size, -1)[ranks.rank], steps.sync.own_norms[step % 2].cpu()]
+    gradients = checksums(training) if complete else torch.zeros(0)
+    numbers = [float(crc_of(*tensors)) for tensors in ((losses, squares), own, (gradients,))]
+    of_all, of_own, of_gradients = zip(*ranks.all_gather_numbers(numbers, OPERATION), strict=True)
+    loss = math.fsum(losses.tolist()) / state.design.batch.tokens
+    norm = math.sqrt(squares.double().sum().item()) / state.loss_scale[1].item()
+    return Attempt(loss, norm, of_all, of_own, of_gradients if complete else None)
+
+
+def crc_of(*tensors: Tensor) -> int:
+    """A checksum of 32 bits, which the ranks exchange as numbers."""
+    crc = 0
+    for tensor in tensors:
+        crc = zlib.crc32(tensor.contiguous().numpy().tobytes(), crc)
+    return crc
+
+
+def checksums(training: Assembly) -> Tensor:
+    """Checksums of all bits of the gradients in this process's memory."""
+    state, found = training.state, list[int]()
+    views = state.views["gradients"].view(-1, state.views["gradients"].shape[-1])[0], state.views.get("gradient_shard")
+    for view in (view for view in views if view is not None):
+        out = torch.zeros(1, dtype=torch.int64, device=view.device)
+        state.design.ops.checksum(out, view)
+        found.append(int(out.item()))
+    return torch.tensor(found)
+
+
+def who_differs(attempts: Sequence[Attempt], ranks: Ranks) -> str:
+    """The ranks whose own micro-batches did not give the same each time."""
+    columns = zip(*(attempt.of_own for attempt in attempts), strict=True)
+    differing = [rank for rank, found in enumerate(columns) if len(set(found)) > 1]
+    if ranks.size == 1:
+        differing = [0]
+    return named_ranks(differing) if differing else "no rank alone, but in their sum or on its way"
