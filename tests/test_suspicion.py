@@ -76,6 +76,7 @@ def events(config: RunConfig) -> list[str]:
     return [record["text"] for record in records(config.out, ("event",))]
 
 
+@pytest.mark.fault(38)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
 def test_a_transient_fault_leaves_no_trace(
     precision: str, ahead: bool, config: RunConfig, monkeypatch: pytest.MonkeyPatch
@@ -172,6 +173,7 @@ def test_an_overflow_is_not_made_again(ahead: bool, config: RunConfig, monkeypat
     assert any(text.startswith("step 7 made no update: a gradient overflowed at loss scale ") for text in events(config))
 
 
+@pytest.mark.fault(38)
 def test_good_steps_are_made_once(ahead: bool, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     made = flip(monkeypatch, {})
     train(config)

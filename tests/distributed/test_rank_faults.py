@@ -125,6 +125,7 @@ def test_an_error_of_one_rank_ends_the_others(
     assert "Traceback" in started.ranks[1].errors and not started.ranks[1].told
 
 
+@pytest.mark.fault(31)
 @pytest.mark.parametrize("zero", [0, 1])
 def test_a_skipped_collective_is_found(zero: int, launcher: Launcher, shards: Path, tmp_path: Path, unharmed: Path) -> None:
     """Row 31, in that very step, by every rank. Its neighbour has the same shape: nothing else would notice."""
@@ -145,6 +146,7 @@ def test_a_skipped_collective_is_found(zero: int, launcher: Launcher, shards: Pa
     same_run(unharmed, run, 8)
 
 
+@pytest.mark.fault(32)
 @pytest.mark.parametrize("step", [0, 3])
 def test_unequal_sizes_are_found(step: int, launcher: Launcher, shards: Path, tmp_path: Path) -> None:
     """Row 32, before gloo would meet two sizes and abort."""
@@ -183,6 +185,7 @@ def test_other_data_of_a_rank_is_named(launcher: Launcher, shards: Path, tmp_pat
     assert not saved_steps(tmp_path / "run")
 
 
+@pytest.mark.fault(34)
 @pytest.mark.parametrize(
     ("size", "zero", "every", "tokens"), [(2, 0, None, 512), (4, 0, 3, 512), (2, 1, None, 512), (4, 2, None, 256)]
 )
@@ -201,6 +204,7 @@ def test_a_flipped_bit_of_a_weight_is_found(
     assert saved_steps(run) == [3]
 
 
+@pytest.mark.fault(38)
 @pytest.mark.parametrize(("size", "zero", "tokens"), [(2, 1, 512), (2, 0, 512), (4, 2, 256)])
 def test_a_flipped_bit_of_a_gradient_leaves_no_trace(
     size: int, zero: int, tokens: int, launcher: Launcher, shards: Path, tmp_path: Path, unharmed: Path
@@ -229,6 +233,7 @@ def test_a_lasting_fault_is_skipped_by_all_ranks(launcher: Launcher, shards: Pat
     assert hit(started) == [1] and started.ranks[1].errors.count(FIRED) == 2 and len(records(run, ("step",))) == 8
 
 
+@pytest.mark.fault(38)
 def test_three_results_end_all_ranks(launcher: Launcher, shards: Path, tmp_path: Path, unharmed: Path) -> None:
     """Row 38 on a machine that cannot be trusted: an exit code of its own, and the last checkpoint is good."""
     run = tmp_path / "run"
@@ -241,6 +246,7 @@ def test_three_results_end_all_ranks(launcher: Launcher, shards: Path, tmp_path:
     same_run(unharmed, run, 8)
 
 
+@pytest.mark.fault(34)
 def test_without_checks_a_flipped_bit_stays(launcher: Launcher, shards: Path, tmp_path: Path, unharmed: Path) -> None:
     started = launcher.start(2, arguments(shards, tmp_path / "run", zero=0, check_ranks_every=0), "flip:1:4")
     assert started.wait() == [0, 0], started.errors
@@ -343,6 +349,7 @@ def test_a_port_that_is_taken(launcher: Launcher, shards: Path, tmp_path: Path) 
     assert "found no rank 0" in started.ranks[1].told[0]
 
 
+@pytest.mark.fault(33)
 def test_a_slow_rank_is_named(launcher: Launcher, shards: Path, tmp_path: Path) -> None:
     """Row 33. By clocks that the test turns: its own work takes 250 ms more in each step, and waits count for nobody."""
     run = tmp_path / "run"

@@ -26,6 +26,7 @@ def named(steps: list, every: int = 1) -> list[tuple[int, str]]:
     return lines
 
 
+@pytest.mark.fault(33)
 @pytest.mark.parametrize("name", QUIET)
 @pytest.mark.parametrize("every", [1, 10])
 def test_nobody_is_slow_on_a_busy_machine(name: str, every: int) -> None:
@@ -35,6 +36,7 @@ def test_nobody_is_slow_on_a_busy_machine(name: str, every: int) -> None:
         assert not named(RECORDED[name][start:], every), f"from step {start} on"
 
 
+@pytest.mark.fault(33)
 @pytest.mark.parametrize(("name", "rank"), SLOW.items())
 def test_a_rank_that_sleeps_is_named_on_a_busy_machine(name: str, rank: int) -> None:
     """Once, and no other."""

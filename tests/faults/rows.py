@@ -18,8 +18,6 @@ import pytest
 TESTS = Path(__file__).parents[1]
 TABLE = Path(__file__).with_name("rows.toml")
 MARK = re.compile(r"\bmark\.fault\(([\d, ]+)\)")
-# Rows whose tests carry no mark yet.
-UNMARKED = (31, 32, 33, 34, 38)
 STARTED = time.monotonic()
 
 

@@ -56,7 +56,9 @@ def short(config: RunConfig) -> RunConfig:
 
 @pytest.mark.fault(5)
 def test_a_failing_fsync_or_rename(short: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each in turn. A failure before the rename leaves no checkpoint, one after it a whole one."""
+    """Each in turn. A failure before the rename leaves no checkpoint, one after it a whole one. The run waits for its
+    saves, so that their operations are the only ones."""
+    short = dataclasses.replace(short, async_save=False)
     whole = elsewhere(short, "whole")
     train(whole)
     for number in range(SYNCS):
