@@ -331,7 +331,9 @@ def main() -> None:
         gap = max(5, int(between / each))
         say(f"seed {given.seed}: {steps} steps of {1e3 * each:.0f} ms on {given.ranks} ranks, a fault in {gap} steps or so")
         reference, run = folder / "reference", folder / "run"
-        launcher.run(given.ranks, command(folder / "bytes", reference, steps))
+        undisturbed = launcher.start(given.ranks, command(folder / "bytes", reference, steps))
+        # Other work may take the cores; a run that hangs ends here all the same.
+        assert undisturbed.wait(LIMIT_SECONDS + 20 * steps * each) == [0] * given.ranks, undisturbed.errors
         say("the undisturbed run is finished")
         chaos = Chaos(
             launcher, run, folder / "bytes", command(folder / "bytes", run, steps), given.ranks, given.seed, gap, say

@@ -47,7 +47,7 @@ class Stage:
 
     def command(self, run: Path, **settings: object) -> list[str]:
         kind = {"device": self.device, **(GPU if self.device == "cuda" else {})}
-        return arguments(self.data, run, steps=STEPS, **{**kind, **settings})
+        return arguments(self.data, run, **{"steps": STEPS, **kind, **settings})
 
     def new_run(self) -> Path:
         self.count += 1
@@ -181,11 +181,12 @@ def skipped_collective(stage: Stage) -> str:
 
 def slow_rank(stage: Stage) -> str:
     run = stage.new_run()
-    stage.start(run, "sleep:1:0", [0, 0], 2, log_every=4)
+    settings = {"log_every": 4, "steps": 32}  # a rank is named after three windows of eight steps
+    stage.start(run, "sleep:1:0", [0, 0], 2, **settings)
     named = [record["text"] for record in records(run, ("event",)) if "is slow" in record["text"]]
     assert len(named) == 1 and "rank 1 is slow" in named[0], named
     control = stage.new_run()
-    stage.goes_on(control, 2, log_every=4)
+    stage.start(control, "none", [0, 0], 2, **settings)
     wrong = [record["text"] for record in records(control, ("event",)) if "is slow" in record["text"]]
     assert not wrong or stage.device == "cpu", f"named without a fault: {wrong}"
     return named[0]
@@ -193,9 +194,11 @@ def slow_rank(stage: Stage) -> str:
 
 def flipped_weight(stage: Stage) -> str:
     run = stage.new_run()
-    settings = {"zero": 1, "check_ranks_every": 3, "save_every": 3}
+    settings = {"zero": 1, "check_ranks_every": 1, "save_every": 3}
     started = stage.start(run, "flip:1:5", [76, 76], 2, **settings)
-    assert "after step 6 the ranks hold different weights" in told(started) and saved_steps(run) == [3]
+    # Weights that every rank holds whole are compared when they are saved; others in the step that uses them.
+    late, early = "in step 7 the ranks used different weights", "step 6 is not saved: the ranks hold different weights"
+    assert (saved_steps(run) == [3] and early in told(started)) or (saved_steps(run) == [3, 6] and late in told(started))
     stage.goes_on(run, 2, **settings)
     return told(started)
 

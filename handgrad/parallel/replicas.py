@@ -6,7 +6,9 @@ weights, and nothing shows what happened. So a step takes the checksums after it
 Master weights and moments have no second copy where ranks share them: a checkpoint's judge looks at those.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -39,10 +41,7 @@ class Replicas:
             self.take()
 
     def take(self) -> None:
-        if self.weights.device.type == "cpu":  # a sum takes far less than the hash, and no single flipped bit escapes it
-            torch.sum(self.weights.view(torch.int64), 0, keepdim=True, out=self.mine)
-        else:
-            self.ops.checksum(self.mine, self.weights)
+        checksum(self.mine, self.weights, self.ops)
 
     def compare(self, step: int, sent: Tensor) -> None:
         """Raises `NumericsError` unless all ranks have used the same weights; names those that differ from most. `sent`: of
@@ -50,15 +49,27 @@ class Replicas:
         sums = sent.view(torch.int64)[:, -1].tolist()
         if not self.due(step) or len(set(sums)) == 1:
             return
-        usual = max(sums, key=sums.count)
-        odd = [rank for rank, found in enumerate(sums) if found != usual]
-        alone = sums.count(usual) > len(odd)
-        everyone = named_ranks(range(len(sums)))
-        who = f"{named_ranks(odd)} other than the rest" if alone else f"{everyone}, no majority is right"
         raise NumericsError(
-            f"in step {step + 1} the ranks used different weights ({who}): a bit was flipped in memory or on its way, so"
-            " nothing was saved; start again from the last checkpoint, without that GPU if it recurs"
+            f"in step {step + 1} the ranks used different weights ({who_differs(sums)}): a bit was flipped in memory or on"
+            " its way, so nothing was saved; start again from the last checkpoint, without that GPU if it recurs"
         )
+
+
+def checksum(out: Tensor, flat: Tensor, ops: ModuleType) -> None:
+    """out (1) int64 = a checksum of all bits of `flat`."""
+    if flat.device.type == "cpu":  # a sum takes far less than the hash, and no single flipped bit escapes it
+        torch.sum(flat.view(torch.int64), 0, keepdim=True, out=out)
+    else:
+        ops.checksum(out, flat)
+
+
+def who_differs(sums: Sequence[object]) -> str:
+    """The ranks that have another checksum than most."""
+    usual = max(sums, key=sums.count)
+    odd = [rank for rank, found in enumerate(sums) if found != usual]
+    if sums.count(usual) > len(odd):
+        return f"{named_ranks(odd)} other than the rest"
+    return f"{named_ranks(range(len(sums)))}, no majority is right"
 
 
 def with_replicas(program: Program, replicas: Replicas) -> Program:

@@ -1,7 +1,8 @@
 """Judges the numbers of a checkpoint before it is written: one with broken numbers must not replace a clean one.
 
 A norm that is not finite shows numbers that are not. One that has grown a thousandfold since the checkpoint before, and is
-that of large numbers, shows a flipped bit: the highest one of the exponent multiplies a weight by 2 ** 128.
+that of large numbers, shows a flipped bit: the highest one of the exponent multiplies a weight by 2 ** 128. Copies that
+several ranks hold must be equal, bit by bit.
 """
 
 import math
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from handgrad.errors import NumericsError
 from handgrad.parallel.ranks import Ranks
+from handgrad.parallel.replicas import checksum, who_differs
 from handgrad.training.state import TrainingState
 
 GROWTH = 1000.0  # of a tensor's norm from one checkpoint to the next; of zeros, to numbers of this size
@@ -30,6 +32,7 @@ class Judge:
         now = tensor_norms(state, self.ranks)
         names = unsound(self.norms, now, self.elements)
         if not names:
+            self.compare_copies(state, step)
             self.norms = now
             return
         first, more = names[0], ", ".join(names[1:NAMED]) + (", ..." if len(names) > NAMED else "")
@@ -40,6 +43,19 @@ class Judge:
             f" judged{others}; a bit was flipped in memory, or the run diverged. The same command {older}; if it ends here"
             " again, lower --learning-rate"
         )
+
+    def compare_copies(self, state: TrainingState, step: int) -> None:
+        """Of what every rank holds whole, any of them may write its own copy: they must be equal."""
+        copies = [flat for flat in (state.master, *state.optimizer.values()) if flat.numel() == state.parameters.numel()]
+        sums = torch.zeros(len(copies), dtype=torch.int64, device=state.parameters.device)
+        for number, flat in enumerate(copies):
+            checksum(sums[number : number + 1], flat, state.design.ops)
+        everyone = self.ranks.all_gather_objects(sums.tolist(), "copies of a checkpoint's tensors")
+        if any(found != everyone[0] for found in everyone):
+            raise NumericsError(
+                f"step {step} is not saved: the ranks hold different weights or moments ({who_differs(everyone)}): a bit"
+                " was flipped in memory; start again from the last checkpoint, without that GPU if it recurs"
+            )
 
 
 def tensor_norms(state: TrainingState, ranks: Ranks) -> dict[str, float]:
