@@ -68,7 +68,7 @@ FIELDS = {
     "bytes_per_second": "B/s",
     "milliseconds": "ms",
     "microseconds": "µs",
-    "(seconds|s)(?=$|_(in|of|per|to)_)": "s",
+    "(seconds|s)(?=$|_(in|of|per|to|until)_)": "s",
     "ms": "ms",
     "gib": "GiB",
     "gb": "GB",
