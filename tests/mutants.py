@@ -130,7 +130,7 @@ def outcomes(target: Target, folder: Path) -> list[dict[str, str]]:
 
 
 def check(targets: list[Target]) -> None:
-    """Refuses a mutant whose source text is not in its module exactly once."""
+    """Raises `SystemExit` for a mutant whose source text is not in its module exactly once."""
     for target in targets:
         text = (ROOT / "handgrad" / target.module).read_text(encoding="utf-8")
         for mutant in target.mutants:
