@@ -46,6 +46,8 @@ class Judge:
 
     def compare_copies(self, state: TrainingState, step: int) -> None:
         """Of what every rank holds whole, any of them may write its own copy: they must be equal."""
+        if self.ranks.size == 1:
+            return
         copies = [flat for flat in (state.master, *state.optimizer.values()) if flat.numel() == state.parameters.numel()]
         sums = torch.zeros(len(copies), dtype=torch.int64, device=state.parameters.device)
         for number, flat in enumerate(copies):
