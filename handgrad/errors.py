@@ -135,8 +135,9 @@ def tell_note(text: str) -> None:
             print(line, file=sys.stderr, flush=True)
 
 
-def is_first(text: str, *, ends: bool = True) -> bool:
-    """True unless another of the processes that one torchrun or `--ranks` has started on a machine has asked before.
+def is_first(text: str, *, ends: bool = True, of_all: bool = False) -> bool:
+    """True unless another of the processes that one torchrun or `--ranks` has started on a machine has asked before; with
+    `of_all`, whatever its text was: a launcher stops the others when one has failed.
 
     If the text `ends` them, all hand it to torchrun, whose own report ends with it.
     """
@@ -145,7 +146,10 @@ def is_first(text: str, *, ends: bool = True) -> bool:
             if ends:
                 extra = {"timestamp": str(int(time.time()))}
                 Path(report).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
-            (Path(report).parents[1] / f"handgrad_{zlib.crc32(text.encode()):08x}").touch(exist_ok=False)
+            folder = Path(report).parents[1]
+            if of_all and any(folder.glob("handgrad_*")):
+                return False
+            (folder / f"handgrad_{zlib.crc32(text.encode()):08x}").touch(exist_ok=False)
         except FileExistsError:
             return False
         except OSError:  # no such folder, or a full one: each prints its own
@@ -156,7 +160,7 @@ def is_first(text: str, *, ends: bool = True) -> bool:
 def end_interrupted(text: str = "interrupted", code: int = INTERRUPTED) -> NoReturn:
     """Ends the process at once with one line, without an exception: a library could lose it, or abort on it."""
     cursor = "\r\x1b[K\x1b[?25h" if os.isatty(2) else ""  # a live line hides it
-    line = f"handgrad: {text}\n" if is_first(f"handgrad: {text}") else ""
+    line = f"handgrad: {text}\n" if is_first(f"handgrad: {text}", of_all=True) else ""
     with contextlib.suppress(OSError):
         os.write(2, (cursor + line).encode())
     os._exit(code)

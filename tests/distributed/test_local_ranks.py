@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from handgrad import devices
+from handgrad import devices, errors
 from handgrad.cli import main
 from handgrad.parallel import local, rendezvous
 from handgrad.parallel.local import run_ranks, worst_code
@@ -184,3 +184,20 @@ def test_two_gpus(shards: Path, tmp_path: Path) -> None:
         command = [*start, "handgrad", *arguments(shards, tmp_path / name, **bf16), *more]
         subprocess.run(command, env=environment(), check=True, timeout=300)
     same_run(tmp_path / "torchrun", tmp_path / "ours", 8)
+
+
+def test_a_rank_that_is_stopped_says_nothing_after_the_one_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its launcher stops it because the other has failed; without such a one the first of those stopped says so."""
+    for rank in ("0", "1"):
+        (tmp_path / rank).mkdir()
+
+    def asks(rank: int, text: str, **how: bool) -> bool:
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / str(rank) / "error.json"))
+        return errors.is_first(text, **how)
+
+    assert asks(0, "stopped", of_all=True) and not asks(1, "stopped", of_all=True)
+    assert asks(0, "unknown preset") and not asks(1, "unknown preset")
+    (tmp_path / "handgrad_other").mkdir()
+    assert not asks(1, "stopped by SIGTERM", of_all=True) and asks(1, "stopped by SIGTERM")
