@@ -88,7 +88,7 @@ def test_one_node_starts_again(recipe: Path, launcher: Launcher, tmp_path: Path)
 def test_two_agents_start_again_by_c10d(recipe: Path, launcher: Launcher, tmp_path: Path) -> None:
     """torchrun's agents of two nodes find each other by c10d. The one whose rank is killed counts a restart, the other one
     may not, and both keep the store of the first start: the ranks find each other all the same."""
-    out, steps = tmp_path / "run", ["--steps", "6", "--save-every", "2", "--keep-checkpoints", "0"]
+    out, steps = tmp_path / "run", ["--steps", "6", "--save-every", "2", "--keep-checkpoints", "0", "--async-save", "false"]
     agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=3"]
     meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=c10d"]
     command = [*agent, *meeting, "-m", "handgrad", "train", "--config", str(recipe), "--out", str(out), *steps]
