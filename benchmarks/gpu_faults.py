@@ -36,7 +36,7 @@ NOWHERE = "/proc/1/no-cache"  # where nobody can make a folder
 
 @dataclasses.dataclass
 class Stage:
-    """Where the rows are played."""
+    """The data, the folders and the processes with which the rows are played."""
 
     launcher: Launcher
     data: Path

@@ -32,7 +32,7 @@ QUIET = {"save_every": 0, "sample_tokens": 0, "warmup_steps": 2}
 
 @dataclass(frozen=True)
 class Found:
-    """What a run left."""
+    """The bits of a finished run, and its speed."""
 
     bits: str  # SHA-256 of the tensors and of the numbers of all steps
     tensors: int

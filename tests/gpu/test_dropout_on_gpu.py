@@ -2,8 +2,6 @@
 
 import dataclasses
 import math
-import shutil
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -23,13 +21,13 @@ from handgrad.ops import cuda as kernels
 from handgrad.ops import reference
 from handgrad.run.assemble import assemble
 from handgrad.run.resolve import resolve
-from handgrad.run.start import train
 from handgrad.training.step import StepResult
 from tests.gpu.models import ZipfBytes, ZipfTokens, gradients, statistics
+from tests.gpu.runs import leave_the_same_bits
 from tests.gpu.test_kernels_on_gpu import DTYPES, GPU, HALVES, ROUNDING, compare, empty, randn
 from tests.kernels import memory_checks as checks
 from tests.kernels.memory_checks import Draw, check_repeats
-from tests.test_runs import elsewhere, same_bits, tensors
+from tests.test_runs import elsewhere
 
 P = 0.3
 
@@ -134,14 +132,7 @@ def test_the_same_bits_with_and_without_graphs_at_every_recompute_level() -> Non
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 def test_two_runs_and_a_resumed_one(config: RunConfig, precision: str) -> None:
     config = dataclasses.replace(config, device="cuda", backend="kernels", precision=precision, dropout=P)
-    train(config)
-    again = elsewhere(config, "again")
-    train(again)
-    same_bits(config.out, again.out, config.steps)
-    expected = tensors(again.out, 12)
-    shutil.rmtree(Path(again.out) / "checkpoints" / "step_00000012")
-    train(again)
-    assert all(torch.equal(a, b) for a, b in zip(expected.values(), tensors(again.out, 12).values(), strict=True))
+    leave_the_same_bits(config)
 
 
 def test_the_loss_follows_the_cpu(config: RunConfig) -> None:

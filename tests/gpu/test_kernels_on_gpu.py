@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -25,7 +24,8 @@ from handgrad.run.resolve import resolve
 from handgrad.run.start import train
 from handgrad.training.step import StepResult
 from tests.gpu.models import SHAPE, ZipfBytes, ZipfTokens, gradients, statistics
-from tests.test_runs import elsewhere, records, same_bits, tensors
+from tests.gpu.runs import leave_the_same_bits
+from tests.test_runs import elsewhere, records
 
 GPU = torch.device("cuda")
 HALVES = [torch.bfloat16, torch.float16]
@@ -230,14 +230,7 @@ def test_two_runs_and_a_resumed_one(config: RunConfig, precision: str, master_we
     """The same bits; the third goes on from the checkpoint of step 8."""
     settings = {"precision": precision, "master_weights": master_weights}
     config = dataclasses.replace(config, device="cuda", backend="kernels", **settings)
-    train(config)
-    again = elsewhere(config, "again")
-    train(again)
-    same_bits(config.out, again.out, config.steps)
-    expected = tensors(again.out, 12)
-    shutil.rmtree(Path(again.out) / "checkpoints" / "step_00000012")
-    train(again)
-    assert all(torch.equal(a, b) for a, b in zip(expected.values(), tensors(again.out, 12).values(), strict=True))
+    leave_the_same_bits(config)
 
 
 def test_the_loss_follows_the_cpu(config: RunConfig) -> None:

@@ -1,16 +1,13 @@
 """Muon on a CUDA GPU: as near to the polar factor as on a CPU, and the same bits every time."""
 
 import dataclasses
-import shutil
-from pathlib import Path
 
 import pytest
 import torch
 
 from handgrad.config import RunConfig
 from handgrad.optimizers.muon import polar
-from handgrad.run.start import train
-from tests.test_runs import elsewhere, same_bits, tensors
+from tests.gpu.runs import leave_the_same_bits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -28,11 +25,4 @@ def test_polar_is_as_good_as_on_the_cpu(shape: tuple[int, int]) -> None:
 def test_two_runs_and_a_resumed_one(config: RunConfig, precision: str) -> None:
     """The same bits; the third stops after 8 of 12 steps and goes on from its checkpoint."""
     config = dataclasses.replace(config, device="cuda", backend="kernels", precision=precision, optimizer="muon")
-    train(config)
-    again = elsewhere(config, "again")
-    train(again)
-    same_bits(config.out, again.out, config.steps)
-    expected = tensors(again.out, 12)
-    shutil.rmtree(Path(again.out) / "checkpoints" / "step_00000012")
-    train(again)
-    assert all(torch.equal(a, b) for a, b in zip(expected.values(), tensors(again.out, 12).values(), strict=True))
+    leave_the_same_bits(config)

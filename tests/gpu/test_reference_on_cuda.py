@@ -1,8 +1,6 @@
 """The reference on a CUDA GPU: the numbers of the CPU, and the same bits every time."""
 
 import dataclasses
-import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +9,8 @@ from handgrad.config import RunConfig
 from handgrad.ops import reference
 from handgrad.run.start import train
 from tests.gpu.models import gradients
-from tests.test_runs import elsewhere, records, same_bits, tensors
+from tests.gpu.runs import leave_the_same_bits
+from tests.test_runs import elsewhere, records
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -46,15 +45,7 @@ def test_the_same_bits_at_every_recompute_level(dtype: torch.dtype) -> None:
 def test_two_runs_and_a_resumed_one(config: RunConfig, precision: str) -> None:
     """The same bits; the third stops after 8 of 12 steps and goes on from its checkpoint."""
     config = dataclasses.replace(config, device="cuda", backend="reference", precision=precision)
-    train(config)
-    again = elsewhere(config, "again")
-    train(again)
-    same_bits(config.out, again.out, config.steps)
-    folder = Path(again.out) / "checkpoints" / "step_00000012"
-    expected = tensors(again.out, 12)
-    shutil.rmtree(folder)
-    train(again)
-    assert all(torch.equal(a, b) for a, b in zip(expected.values(), tensors(again.out, 12).values(), strict=True))
+    leave_the_same_bits(config)
 
 
 def test_the_loss_follows_the_cpu(config: RunConfig) -> None:
