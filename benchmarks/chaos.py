@@ -111,7 +111,7 @@ class Chaos:
         return checkpoint.folders(self.run / "checkpoints")
 
     def damage(self, dice: random.Random) -> str:
-        """Damages a file; returns a line about it, or "": with few checkpoints nothing is done, the run could lose them all."""
+        """Damages a file and returns a line about it; with few checkpoints, which it could lose all, does nothing: ""."""
         kind = dice.choice(["", "", "flip", "flip", "remove", "cut record", "cut record", "flip data"])
         if kind == "flip data":
             return self.flip_data(dice)
