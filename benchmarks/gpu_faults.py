@@ -221,7 +221,7 @@ def play(stage: Stage, rows: dict[int, Callable[[Stage], str]]) -> dict[str, dic
         start = time.perf_counter()
         try:
             outcome, said = "passed", act(stage)
-        except Exception as error:
+        except Exception as error:  # whatever ends a row is its outcome: it fails, and the rows after it are played
             traceback.print_exception(error)
             outcome, said = "failed", " ".join(str(error).split())[:500]
         seconds = round(time.perf_counter() - start, 1)
