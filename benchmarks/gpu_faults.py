@@ -135,8 +135,8 @@ def ends_well(stage: Stage) -> str:
     if code == 0:
         same_run(stage.undisturbed, run, STEPS)
         return "the same bits"
+    assert started.ranks[0].told and "Traceback" not in started.errors, f"exit code {code}: {started.errors[-2000:]}"
     (line,) = started.ranks[0].told
-    assert "Traceback" not in started.errors, started.errors
     return f"exit code {code}: {line}"
 
 
