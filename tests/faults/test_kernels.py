@@ -2,7 +2,10 @@
 unasked."""
 
 import json
+import re
+import struct
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +15,7 @@ import torch
 from handgrad import backend
 from handgrad.backend import choose_backend
 from handgrad.errors import StorageError, UsageError
+from handgrad.ops.cuda.kernel_cache import refuse_cut_code
 from handgrad.ops.cuda.launch import launch
 
 
@@ -72,3 +76,28 @@ def test_a_damaged_cache_is_named(error: Exception, told: str, monkeypatch: pyte
     with pytest.raises(RuntimeError) as passed:
         launch({(1,): raising(other)}, (1,))
     assert passed.value is other
+
+
+def compiled_code() -> bytes:
+    """A 64-bit ELF file as a compiler of kernels writes it: header, code, table of sections, table of segments. Its second
+    section takes memory, and no bytes of the file."""
+    code, sections, segments = bytes(range(200)), 64 + 200, 64 + 200 + 2 * 64
+    header = struct.pack("<16s HHI QQQ I HHHHHH", b"\x7fELF\2\1", 2, 190, 1, 0, segments, sections, 0, 64, 56, 1, 64, 2, 0)
+    table = b"".join(
+        struct.pack("<II QQQQ II QQ", 0, kind, 0, 0, 64, size, 0, 0, 1, 0) for kind, size in ((1, 200), (8, 1 << 30))
+    )
+    return header + code + table + bytes(56)
+
+
+@pytest.mark.fault(43)
+def test_cut_code_is_not_loaded(tmp_path: Path) -> None:
+    """The driver would read beyond its end, and the GPU would run what it finds there."""
+    path, code = tmp_path / "forward.cubin", compiled_code()
+    files = {"forward.json": "/nowhere", "forward.cubin": str(path)}
+    path.write_bytes(code)
+    refuse_cut_code(None, None, "forward", files, "")
+    for length in (0, 10, 63, 64, len(code) // 2, len(code) - 57, len(code) - 1):
+        path.write_bytes(code[:length])
+        with pytest.raises(StorageError, match=rf"the code of forward has {length} of \d+ bytes\); remove it") as raised:
+            refuse_cut_code(None, None, "forward", files, "")
+        assert int(re.findall(r"of (\d+) bytes", str(raised.value))[0]) > length

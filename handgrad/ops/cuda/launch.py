@@ -1,7 +1,6 @@
 """Launches Triton kernels, or notes the launches, to compile the kernels ahead of them."""
 
 import functools
-import json
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +10,7 @@ from typing import Any
 
 import torch
 
-from handgrad.errors import StorageError
+from handgrad.ops.cuda.kernel_cache import cache_error
 
 Launch = tuple[tuple[int, ...], tuple[Any, ...], dict[str, Any]]  # grid, arguments, options
 Noted = dict[Any, list[Launch]]  # by kernel
@@ -29,17 +28,6 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
             raise cache_error(error) from None
     else:
         noted.setdefault(kernel, []).append((grid, arguments, options))
-
-
-def cache_error(error: Exception) -> Exception:
-    """A `StorageError` if the error is one of Triton's cache, a damaged file or a folder that cannot be written; else the
-    error itself. Triton makes a kernel anew only where the list of its files is damaged."""
-    damaged = isinstance(error, json.JSONDecodeError) or "kernel image" in str(error)
-    if not damaged and not isinstance(error, OSError):
-        return error
-    folder = os.environ.get("TRITON_CACHE_DIR") or "~/.triton/cache"
-    remedy = "remove it" if damaged else "name a folder that can be written with TRITON_CACHE_DIR"
-    return StorageError(f"the cache of compiled kernels in {folder} cannot be used ({error}); {remedy}")
 
 
 @contextmanager
