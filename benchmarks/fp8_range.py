@@ -168,9 +168,9 @@ def watch(run: HandgradRun, first_sample: int) -> dict[str, Any]:
     spy, w, act = Spy(design.ops, names), state.weights, state.activations
     run.stepper.feed.fill(first_sample)
     gradients = w, state.weight_gradients, act, state.activation_gradients, state.loss_scale[:1]
-    options = {"vocab_size": design.shape.vocab_size, "recompute": design.recompute}
     backward: Callable[..., Any] = design.model.backward
-    for stage in [*design.model.forward(design.ops, w, act), *backward(spy, *gradients, **options)]:
+    back = backward(spy, *gradients, design.shape, recompute=design.recompute)
+    for stage in [*design.model.forward(design.ops, w, act, design.shape), *back]:
         stage.run()
     return {tensor: summary(spy.found[tensor]) for tensor in weights}
 

@@ -32,6 +32,10 @@ REDUCE_PRECISIONS = ("fp32", "bf16")
 BACKENDS = ("auto", "kernels", "reference")
 OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
+ARCHITECTURES = ("gpt2", "modern")
+# Of the modern network, each of which can be left out.
+TECHNIQUES = ("rotary", "qk_norm", "softcap", "embedding_norm", "zero_init", "untied_head")
+SOFTCAP = 15.0  # bound of its logits
 
 
 class Rule(NamedTuple):
@@ -68,11 +72,21 @@ class ModelShape:
     """The architecture and its sizes; the parameter table follows from them."""
 
     vocab_size: int  # V
-    sequence_length: int  # the longest T: rows of the position embedding
+    sequence_length: int  # the longest T
     num_layers: int  # L
     num_heads: int  # H
     channels: int  # C
-    architecture: str = "gpt2"  # a name in `models.ARCHITECTURES`
+    architecture: str = "gpt2"  # a file of `models`
+    without: tuple[str, ...] = ()  # the techniques of the architecture that this model leaves out
+
+    def has(self, technique: str) -> bool:
+        """True if a modern network has this one of `TECHNIQUES`."""
+        return technique not in self.without
+
+    @property
+    def softcap(self) -> float:
+        """The bound c of logits c tanh(x / c), or 0 for none."""
+        return SOFTCAP if self.architecture == "modern" and self.has("softcap") else 0.0
 
     @property
     def padded_vocab_size(self) -> int:
@@ -102,6 +116,8 @@ class RunConfig:
     out: str = option("runs/run", "run folder: config, metrics, checkpoints, report", free=True)
 
     # the model
+    architecture: str = option("gpt2", "the network: gpt2, or modern (docs/modern.md)", choices=ARCHITECTURES)
+    without: str = option("", f"techniques that the modern network leaves out: {', '.join(TECHNIQUES)}")
     num_layers: int = option(12, "number of transformer blocks", AT_LEAST_1, at_most(1000))
     num_heads: int = option(12, "attention heads per block; divides channels", AT_LEAST_1)
     channels: int = option(768, "width of the residual stream", AT_LEAST_1, at_most(1 << 16))
@@ -201,7 +217,8 @@ class RunConfig:
 
     def shape(self, vocab_size: int) -> ModelShape:
         """The model's sizes with the vocabulary of the data at hand."""
-        return ModelShape(vocab_size, self.sequence_length, self.num_layers, self.num_heads, self.channels)
+        sizes = self.sequence_length, self.num_layers, self.num_heads, self.channels
+        return ModelShape(vocab_size, *sizes, self.architecture, without=names_of(self.without))
 
     @property
     def samples_per_step(self) -> int:
@@ -237,6 +254,7 @@ def check(config: RunConfig) -> RunConfig:
         raise UsageError(f"matrix_learning_rate is muon's, found optimizer {config.optimizer}; try --optimizer muon")
     if config.precision == "fp8":
         check_fp8(config)
+    check_architecture(config)
     if config.keep_every and (not config.save_every or config.keep_every % config.save_every):
         save = config.save_every
         remedy = (
@@ -255,6 +273,29 @@ def check(config: RunConfig) -> RunConfig:
             f" {least}, found {config.tokens_per_step}; try --tokens-per-step {nearest}"
         )
     return config
+
+
+def names_of(text: str) -> tuple[str, ...]:
+    """The names of a list with commas."""
+    return tuple(filter(None, (name.strip() for name in text.split(","))))
+
+
+def check_architecture(config: RunConfig) -> None:
+    """Raises `UsageError` for a network that does not exist or that this precision does not train."""
+    names = names_of(config.without)
+    if config.architecture != "modern":
+        if names:
+            raise UsageError(f"without is for --architecture modern, found {config.without!r} with {config.architecture}")
+        return
+    for name in names:
+        check_choice("without", name, TECHNIQUES)
+    width = config.channels // config.num_heads
+    if "rotary" not in names and width % 2:
+        raise UsageError(f"rotary positions turn pairs of channels, found heads of {width}; try another --num-heads")
+    if config.precision == "fp8":
+        raise UsageError("architecture modern has no fp8 GEMMs yet, found precision fp8; --precision bf16 trains it")
+    if config.dropout:
+        raise UsageError(f"architecture modern has no dropout, found dropout {config.dropout:g}; leave it at 0")
 
 
 def check_fp8(config: RunConfig) -> None:

@@ -44,7 +44,7 @@ from handgrad.fp8.tables import (
     scaling_buffers,
     weight_buffers,
 )
-from handgrad.models import gpt2, named_weights, parameter_table
+from handgrad.models import architecture, gpt2, named_weights, parameter_table
 from handgrad.models.rows import Table, flat_elements, initialize, named
 from handgrad.ops import reference
 from handgrad.presets import tiny
@@ -128,24 +128,27 @@ class Model:
     table: Table
     flat: Tensor
     flat_gradients: Tensor
-    weights: gpt2.Weights
-    gradients: gpt2.Weights
-    act: gpt2.Activations
-    d: gpt2.Gradients
+    weights: Any  # the architecture's
+    gradients: Any
+    act: Any
+    d: Any
     plan: Plan
     views: dict[str, Tensor]  # of the plan, or private ones
     ops: Any  # the reference, with fp8 or dropout where the model has it
 
+    @property
+    def module(self) -> Any:
+        return architecture(self.shape)
+
     def forward(self) -> None:
         """act.tokens -> act.lnf"""
-        for stage in gpt2.forward(self.ops, self.weights, self.act):
+        for stage in self.module.forward(self.ops, self.weights, self.act, self.shape):
             stage.run()
 
     def backward(self, scale: Tensor, recompute: int = 0) -> None:
         """After `forward`: the losses, and gradients += scale (1) * the gradient of their sum."""
         tensors = self.weights, self.gradients, self.act, self.d
-        vocab_size = self.shape.vocab_size
-        for stage in gpt2.backward(self.ops, *tensors, scale, vocab_size=vocab_size, recompute=recompute):
+        for stage in self.module.backward(self.ops, *tensors, scale, self.shape, recompute=recompute):
             stage.run()
 
 
@@ -189,7 +192,8 @@ def make_model(
     flat = flat.to(dtype)
     flat_gradients = torch.zeros(elements, dtype=exact)
     ops = reference if fp8 is None else fp8_reference
-    rows = tuple(gpt2.activations(shape, batch, length, dtype, reference, chunk=min(chunk, batch * length), training=True))
+    module, chunk = architecture(shape), min(chunk, batch * length)
+    rows = tuple(module.activations(shape, batch, length, dtype, reference, chunk=chunk, training=True))
     quantized: tuple[QuantizedRow, ...] = ()
     if fp8 is None:
         buffers = [row.buffer(recompute) for row in rows if not row.of]
@@ -211,11 +215,11 @@ def make_model(
         set_scales(views["fp8.scaling"])
         forms = quantized_tensors(quantized, views, plain, current=True)
     layers = shape.num_layers
-    act = named(gpt2.Activations, views | forms, layers)
-    d = named(gpt2.Gradients, views | forms, layers)
+    act = named(module.Activations, views | forms, layers)
+    d = named(module.Gradients, views | forms, layers)
     act.tokens.copy_(torch.randint(shape.vocab_size, (batch, length), generator=generator))
     act.targets.copy_(torch.randint(shape.vocab_size, (batch, length), generator=generator))
-    weights = named(gpt2.Weights, plain | forms, layers)
+    weights = named(module.Weights, plain | forms, layers)
     gradients = named_weights(shape, flat_gradients, table)
     model = Model(shape, table, flat, flat_gradients, weights, gradients, act, d, plan, views, ops)
     if dropout:

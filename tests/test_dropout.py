@@ -98,7 +98,7 @@ def test_recompute_levels_give_the_same_bits(dtype: torch.dtype) -> None:
 def test_evaluation_leaves_nothing_out() -> None:
     dropped, without = (make_model(ODD, 3, 16, torch.float32, dropout=p) for p in (P, 0.0))
     for model in (dropped, without):
-        gpt2.loss(ops, model.weights, model.act, vocab_size=ODD.vocab_size)
+        gpt2.loss(ops, model.weights, model.act, ODD)
     evaluated = dropped.act.losses.clone()
     assert torch.equal(evaluated, without.act.losses)
     run(dropped)

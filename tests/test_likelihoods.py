@@ -37,7 +37,7 @@ def one_by_one(model: Model, requests: Sequence[Request]) -> Likelihoods:
         ids = torch.from_numpy(request.tokens.astype(np.int64))[-(SHAPE.sequence_length + 1) :]
         alone = make_model(SHAPE, 1, len(ids) - 1)
         alone.act.tokens.copy_(ids[:-1])
-        run(gpt2.forward(ops, model.weights, alone.act))
+        run(gpt2.forward(ops, model.weights, alone.act, SHAPE))
         log_p = torch.log_softmax((alone.act.lnf @ model.weights.wte.t())[:, : SHAPE.vocab_size], 1)[-request.scored :]
         targets = ids[-request.scored :]
         sums.append(float(log_p.gather(1, targets.unsqueeze(1)).sum()))
@@ -59,7 +59,7 @@ def likely(model: Model, requests: Sequence[Request]) -> list[Request]:
             ids = torch.from_numpy(tokens.astype(np.int64))[-(SHAPE.sequence_length + 1) :]
             alone = make_model(SHAPE, 1, len(ids) - 1)
             alone.act.tokens.copy_(ids[:-1])
-            run(gpt2.forward(ops, model.weights, alone.act))
+            run(gpt2.forward(ops, model.weights, alone.act, SHAPE))
             tokens[-1] = int((alone.act.lnf[-1] @ model.weights.wte.t())[: SHAPE.vocab_size].argmax())
             request = Request(tokens, 1)
         chosen.append(request)

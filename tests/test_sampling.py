@@ -98,14 +98,14 @@ def test_cached_logits_are_the_uncached_ones(dtype: torch.dtype) -> None:
     exact = model if dtype == torch.float64 else in_precision(model, torch.float64)
     texts = [torch.randint(57, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in lengths]
     buf = make_buffers(shape, 4, dtype, prefill_tokens=160)
-    launch = partial(gpt2.prefill, ops, model.weights, buf)
+    launch = partial(gpt2.prefill, ops, model.weights, buf, shape)
     prefill(launch, buf, [text[:start] for text, start in zip(texts, starts, strict=True)], range(4))
     found: list[list[Tensor]] = [[] for _ in texts]
     for step in range(13):
         places = [min(start + step, length - 1) for start, length in zip(starts, lengths, strict=True)]
         buf.tokens.copy_(torch.tensor([text[place] for text, place in zip(texts, places, strict=True)]))
         buf.positions.copy_(torch.tensor(places))
-        gpt2.decode_step(ops.decode, model.weights, buf)
+        gpt2.decode_step(ops.decode, model.weights, buf, shape)
         for row, logits in enumerate(buf.logits):
             if starts[row] + step < lengths[row]:
                 found[row].append(logits[:57].double().clone())

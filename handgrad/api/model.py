@@ -118,9 +118,11 @@ class Model:
             group = rows[first : first + MICRO_BATCH]
             act = self.forward_buffers(len(group), longest)
             act.tokens.copy_(padded(group, longest))
-            run(self.model.forward(self.ops, self.weights, act))
+            run(self.model.forward(self.ops, self.weights, act, self.shape))
             theirs = found[first : first + len(group)].view(-1, V)
             for chunk, logits in self.model.head_logits(self.ops, self.weights, act):
+                if self.shape.softcap:
+                    self.ops.softcap_forward(logits, softcap=self.shape.softcap)
                 theirs[chunk] = logits[:, :V]
         for row, line in zip(rows, found, strict=True):
             line[len(row) :] = math.nan
@@ -155,7 +157,7 @@ class Model:
             act = self.forward_buffers(len(cut), longest)
             act.tokens.copy_(padded([ids[:-1] for ids in cut], longest))
             act.targets.copy_(padded([ids[1:] for ids in cut], longest))
-            self.model.loss(self.ops, self.weights, act, vocab_size=self.shape.vocab_size)
+            self.model.loss(self.ops, self.weights, act, self.shape)
             for (number, start), ids, losses in zip(group, cut, act.losses.view(len(group), longest), strict=True):
                 found[number, start : start + len(ids) - 1] = losses[: len(ids) - 1]
         return found

@@ -206,7 +206,7 @@ class Workload:
         act.tokens.copy_(tokens.view(block.rows, block.length))
         wanted = views[f"{KIND}.targets"][: block.scored]
         wanted.copy_(targets)
-        run(architecture(self.shape).forward(self.ops, w, act))
+        run(architecture(self.shape).forward(self.ops, w, act, self.shape))
         for start in range(0, block.scored, self.chunk):
             stop = min(start + self.chunk, block.scored)
             chunk, results = slice(0, stop - start), slice(first_result + start, first_result + stop)
@@ -215,7 +215,8 @@ class Workload:
             torch.index_select(act.lnf, 0, rows[start:stop], out=picked)
             self.ops.linear_forward(logits, picked, w.head, None, scratch=act.scratch)
             losses = views[f"{KIND}.losses"][results]
-            self.ops.classifier_forward(losses, logits, wanted[start:stop], vocab_size=self.shape.vocab_size)
+            sizes = {"vocab_size": self.shape.vocab_size, "softcap": self.shape.softcap}
+            self.ops.classifier_forward(losses, logits, wanted[start:stop], **sizes)
             torch.argmax(logits[:, : self.shape.vocab_size], 1, out=likeliest)
             torch.eq(likeliest, wanted[start:stop], out=views[f"{KIND}.hits"][results])
 

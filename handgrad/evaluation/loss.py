@@ -42,7 +42,7 @@ def mean_loss(
             act.tokens.copy_(tokens)
             act.targets.copy_(targets)
         ranks.set_status(f"evaluation, sample {first}")
-        model.loss(ops, weights, act, vocab_size=shape.vocab_size)
+        model.loss(ops, weights, act, shape)
         counted = min(batch, samples - first)
         sums[index] = act.losses.view(act.tokens.shape)[:counted].cpu().double().sum().item()
     everyone = ranks.all_gather_numbers(sums, "losses of the evaluation")

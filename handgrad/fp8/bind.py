@@ -68,9 +68,9 @@ def calibration_stages(state: TrainingState, scaling: Scaling) -> list[Stage]:
         named(kind, found, layers)
         for kind, found in ((model.Weights, weights), (model.Activations, views), (model.Gradients, views))
     )
-    options = {"vocab_size": design.shape.vocab_size, "recompute": design.recompute}
-    backward = model.backward(design.ops, w, state.weight_gradients, act, d, state.loss_scale[:1], **options)
-    return [*model.forward(design.ops, w, act), *backward]
+    tensors = w, state.weight_gradients, act, d, state.loss_scale[:1]
+    backward = model.backward(design.ops, *tensors, design.shape, recompute=design.recompute)
+    return [*model.forward(design.ops, w, act, design.shape), *backward]
 
 
 def gather_statistics(scaling: Scaling, sync: GradientSync) -> None:

@@ -101,7 +101,8 @@ class Decoder:
     ):
         """`weights` and `buf`: of the architecture of `shape`; `end_of_text`: the token that ends a text, exempt from the
         repetition penalty, or None."""
-        self.model, self.ops, self.weights, self.buf, self.options = architecture(shape), ops, weights, buf, options
+        self.model, self.shape, self.ops, self.weights, self.buf = architecture(shape), shape, ops, weights, buf
+        self.options = options
         self.vocab_size, self.end_of_text = shape.vocab_size, end_of_text
         self.longest = buf.keys.shape[3]
         self.slots: list[Slot | None] = [None] * buf.tokens.shape[0]
@@ -115,7 +116,7 @@ class Decoder:
     def launch_step(self) -> None:
         """Chooses the next token of every sequence from its last one, without the host."""
         buf, o = self.buf, self.options
-        self.model.decode_step(self.ops.decode, self.weights, buf)
+        self.model.decode_step(self.ops.decode, self.weights, buf, self.shape)
         self.ops.decode.choose_tokens(
             buf.chosen,
             buf.logits,
@@ -133,7 +134,7 @@ class Decoder:
     def prefill(self, batch: int, length: int) -> None:
         """Runs the model's prefill; on a GPU its ~80 launches are captured once per size, and replayed."""
         if (batch, length) not in self.prefills:
-            launch = partial(self.model.prefill, self.ops, self.weights, self.buf, batch, length)
+            launch = partial(self.model.prefill, self.ops, self.weights, self.buf, self.shape, batch, length)
             self.prefills[batch, length] = Replayed([launch]) if self.graphs else launch
         self.prefills[batch, length]()
 

@@ -180,7 +180,7 @@ def logits(model: LoadedModel) -> Tensor:
     for position, token in enumerate(picks):
         buffers.tokens.fill_(token)
         buffers.positions.fill_(position)
-        architecture(model.shape).decode_step(model.ops.decode, model.weights, buffers)
+        architecture(model.shape).decode_step(model.ops.decode, model.weights, buffers, model.shape)
         rows.append(buffers.logits[0, : model.shape.vocab_size].clone())
     return torch.stack(rows)
 

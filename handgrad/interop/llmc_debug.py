@@ -136,13 +136,13 @@ def compute(state: DebugState, dtype: torch.dtype, device: torch.device, ops: Mo
     act.targets.copy_(state.targets)
     act.sorted_positions.copy_(torch.argsort(state.tokens.flatten(), stable=True))
     weights, gradients = named_weights(shape, flat, table), named_weights(shape, flat_gradients, table)
-    forward = model.forward(ops, weights, act)
+    forward = model.forward(ops, weights, act, shape)
     run(forward)
     ops.linear_forward(act.logits, act.lnf, weights.head, None, scratch=act.scratch)
     found = {"logits": [act.logits[:, : shape.vocab_size].cpu().clone()]}
     scale = torch.full((1,), 1 / tokens, dtype=act.losses.dtype, device=device)
     run(forward)
-    run(model.backward(ops, weights, gradients, act, d, scale, vocab_size=shape.vocab_size, recompute=0))
+    run(model.backward(ops, weights, gradients, act, d, scale, shape, recompute=0))
     found["losses"] = [act.losses.cpu()]
     for row in table:
         found.setdefault(row.name.rpartition(".")[2], []).append(row.stored(flat_gradients).cpu())

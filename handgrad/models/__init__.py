@@ -3,10 +3,12 @@
 rows      the row types, and the buffers, views and initial weights that derive from them
 passes    a pass as a list of stages
 gpt2      GPT-2
+modern    the network of docs/modern.md
+decoding  the buffers of generation
 freezing  parameters that a run leaves as they are
 
 An architecture computes with the operations and tensors that it is given. It knows no memory, no optimizer and no other
-process. Adding one takes a file here and a line in `ARCHITECTURES`.
+process. Adding one takes a file here and its name in `config.ARCHITECTURES`.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,13 +23,12 @@ from handgrad.arena import Buffer
 from handgrad.config import ModelShape
 from handgrad.models.rows import ParameterRow, Table, laid_out, named
 
-ARCHITECTURES = {"gpt2": "handgrad.models.gpt2"}
 HEAD_CHUNK_BYTES = 512 << 20  # the default chunk's logits take at most this much
 
 
 def architecture(shape: ModelShape) -> ModuleType:
     """The file of a model of this shape."""
-    return import_module(ARCHITECTURES[shape.architecture])
+    return import_module(f"handgrad.models.{shape.architecture}")
 
 
 def parameter_table(shape: ModelShape, lanes: int = 1, whole: Callable[[ParameterRow], bool] = lambda row: False) -> Table:

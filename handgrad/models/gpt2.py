@@ -10,7 +10,7 @@ its gradient, so the full (N, Vp) logits never exist.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
 
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from handgrad.config import ModelShape
-from handgrad.models.passes import Stage
+from handgrad.models.decoding import Sequences, decoding_rows, prefill_block
+from handgrad.models.passes import Stage, head_logits
 from handgrad.models.rows import (
     ONES,
     ZEROS,
@@ -178,7 +179,7 @@ def activations(
 # Forward. A stage is a stretch of the pass that reads one bucket's weights for the first time.
 
 
-def forward(ops: ModuleType, w: Weights, act: Activations) -> list[Stage]:
+def forward(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) -> list[Stage]:
     """act.tokens (B, T) -> act.lnf (N, C), the normalised stream after the last block."""
     x, s = act.embedded, act.scratch
     stages = [Stage("embedding", partial(ops.embedding_forward, x, act.tokens, w.wte, w.wpe))]
@@ -207,22 +208,12 @@ def block_forward(
     ops.linear_residual_forward(act.residual_out, act.residual_mid, act.gelu, *fcproj, scratch=s)  # a + h W^T + b
 
 
-def loss(ops: ModuleType, w: Weights, act: Activations, *, vocab_size: int) -> None:
+def loss(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) -> None:
     """act.tokens, act.targets (B, T) -> act.losses (N): the cross-entropy of each token in nats."""
-    for stage in forward(ops, w, act):
+    for stage in forward(ops, w, act, shape):
         stage.run()
     for rows, logits in head_logits(ops, w, act):
-        ops.classifier_forward(act.losses[rows], logits, act.targets.view(-1)[rows], vocab_size=vocab_size)
-
-
-def head_logits(ops: ModuleType, w: Weights, act: Activations) -> Iterator[tuple[slice, Tensor]]:
-    """act.lnf (N, C) -> chunk by chunk (rows of the N, their logits (rows, Vp)); the next chunk takes the same memory."""
-    N, chunk = act.losses.shape[0], act.logits.shape[0]
-    for start in range(0, N, chunk):
-        rows = slice(start, min(start + chunk, N))
-        logits = act.logits[: rows.stop - start]
-        ops.linear_forward(logits, act.lnf[rows], w.head, None, scratch=act.scratch)
-        yield rows, logits
+        ops.classifier_forward(act.losses[rows], logits, act.targets.view(-1)[rows], vocab_size=shape.vocab_size)
 
 
 # Backward: the mirror image, bottom line first. A stage is a stretch that finishes one bucket's gradients.
@@ -235,8 +226,8 @@ def backward(
     act: Activations,
     d: Gradients,
     scale: Tensor,
+    shape: ModelShape,
     *,
-    vocab_size: int,
     recompute: int,
 ) -> list[Stage]:
     """After `forward`: act.losses (N), and `g` += scale (1) * the gradient of their sum."""
@@ -247,7 +238,8 @@ def backward(
         (d.dresidual, None),
         *((d.blocks[layer].dresidual_out, g.blocks[layer].fcproj_bias) for layer in range(layers)),
     ]
-    stages = [Stage("lnf", partial(head_backward, ops, w, g, act, d, stream[-1], *above[-1], scale, vocab_size), done=True)]
+    head = partial(head_backward, ops, w, g, act, d, stream[-1], *above[-1], scale, shape.vocab_size)
+    stages = [Stage("lnf", head, done=True)]
     for layer in reversed(range(layers)):
         block = w.blocks[layer], g.blocks[layer], act.blocks[layer], d.blocks[layer]
         run = partial(block_backward, ops, *block, d, stream[layer], *above[layer], s, recompute)
@@ -317,30 +309,11 @@ def block_backward(
     ops.layernorm_backward(dx, g.ln1_weight, g.ln1_bias, *norm, dbias_below, scratch=s)
 
 
-# Generation. A prompt's tokens but the last go through `prefill`, many at once; the last one, and then every token that was
-# chosen, through `decode_step`, one per sequence. The two take turns in the same memory: ticks 1 and 2 are a block of the
-# prefill, 3 and 4 one of a step. Every block writes its buffers anew, the stream in place.
-
-PROMPTS, STEP = ((1, 2),), ((3, 4),)
+# Generation.
 
 
 @dataclass
-class Decoding:
-    """The state of B sequences, and the buffers that take in R tokens of prompts or one token per sequence."""
-
-    tokens: Tensor = activation("B", torch.int64)  # the last token of each, not yet taken in
-    chosen: Tensor = activation("B", torch.int64)  # the step's choice, or -1
-    positions: Tensor = activation("B", torch.int64)  # of `tokens` in the context, from 0
-    places: Tensor = activation("B", torch.int64)  # of the token to be chosen in the whole text
-    active: Tensor = activation("B", torch.int64)  # 1 where a sequence is, 0 where a slot is free
-    seeds: Tensor = activation("B", torch.int64)
-    seen: Tensor = activation("B V", torch.bool)  # the tokens each sequence has
-    keys: Tensor = activation("L B H maxT D")
-    values: Tensor = activation("L B H maxT D")
-    scratch: Tensor = activation("scratch", torch.uint8)
-    prompt_tokens: Tensor = activation("R", torch.int64, lives=lambda _: PROMPTS)
-    prompt_slots: Tensor = activation("B", torch.int64, lives=lambda _: PROMPTS)  # the sequences that they belong to
-    logits: Tensor = activation("B Vp", lives=lambda _: STEP)
+class Decoding(Sequences):
     blocks: list[BlockActivations] = repeated(BlockActivations)  # of the prefill, of the step
 
 
@@ -348,21 +321,10 @@ def decoding(
     shape: ModelShape, batch: int, prompt_tokens: int, dtype: torch.dtype, ops: ModuleType
 ) -> Iterator[ActivationRow]:
     """The rows of `Decoding` for `batch` sequences, and for prompts that are taken in by `prompt_tokens` at a time."""
-    tokens, C = max(batch, prompt_tokens), shape.channels
-    sizes = dims(shape) | {"B": batch, "R": prompt_tokens}
-    choosing = ops.decode.choosing_scratch_bytes(batch=batch, vocab_size=shape.vocab_size)
-    sizes["scratch"] = max(choosing, ops.scratch_bytes(tokens=tokens, channels=C, widest=shape.feed_forward))
-    clock, dtypes = Clock(layers=2, stages=2, training=False), dtypes_of(dtype)
-    turns = [sizes | {"B": 1, "T": prompt_tokens, "N": prompt_tokens}, sizes | {"T": 1, "N": batch}]
-    for row in activation_rows(Decoding, turns[0] | sizes, dtypes, clock):
-        if not row.name.startswith("blocks."):
-            yield row
-    for its_sizes, its_clock, ticks in zip(turns, clock.every_layer(), (PROMPTS, STEP), strict=True):
-        for row in activation_rows(BlockActivations, its_sizes, dtypes, its_clock, f"blocks.{its_clock.layer}."):
-            yield replace(row, ticks=ticks) if row.name.endswith("residual_out") else row  # the stream
+    return decoding_rows(BlockActivations, dims(shape), shape, batch, prompt_tokens, dtype, ops)
 
 
-def decode_step(ops: ModuleType, w: Weights, b: Decoding) -> None:
+def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> None:
     """Takes in b.tokens at b.positions (the earlier tokens of a sequence were taken in before) -> b.logits (B, Vp) for the
     tokens that follow. `ops`: those of generation, one row per sequence."""
     s, act, x = b.scratch, b.blocks[1], b.blocks[1].residual_out
@@ -375,15 +337,13 @@ def decode_step(ops: ModuleType, w: Weights, b: Decoding) -> None:
     ops.layernorm_linear_forward(b.logits, *norm, x, w.lnf_weight, w.lnf_bias, w.wte, None, scratch=s)
 
 
-def prefill(ops: ModuleType, w: Weights, b: Decoding, batch: int, length: int) -> None:
+def prefill(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape, batch: int, length: int) -> None:
     """b.prompt_tokens, (`batch`, `length`), -> their keys and values in the caches of b.prompt_slots, from position 0 on.
 
     Padding on the right is harmless: attention is causal, and the step that gets to a padded position of a cache writes it
     before it reads it."""
     N, s, slots = batch * length, b.scratch, b.prompt_slots[:batch]
-    buffers = {f.name: getattr(b.blocks[0], f.name) for f in fields(BlockActivations)}
-    lse = buffers.pop("lse").view(-1)[: N * b.keys.shape[2]].view(batch, -1, length)
-    act = BlockActivations(**{name: t[:N] for name, t in buffers.items()}, lse=lse)
+    act = prefill_block(b.blocks[0], batch, length, shape.num_heads)
     x = act.residual_out
     caches = [partial(ops.store_keys_values, *cache, act.qkv, slots) for cache in zip(b.keys, b.values, strict=True)]
 

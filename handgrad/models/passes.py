@@ -1,7 +1,11 @@
-"""A pass through a model as a list of stages."""
+"""A pass through a model as a list of stages, and the loss head, which takes a chunk of tokens at a time."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -17,3 +21,13 @@ class Stage:
 def run(stages: Iterable[Stage]) -> None:
     for stage in stages:
         stage.run()
+
+
+def head_logits(ops: ModuleType, w: Any, act: Any) -> Iterator[tuple[slice, Tensor]]:
+    """(rows, logits) of one chunk of tokens after the other, all in one buffer: the products of act.lnf with w.head."""
+    N, chunk = act.lnf.shape[0], act.logits.shape[0]
+    for start in range(0, N, chunk):
+        rows = slice(start, min(start + chunk, N))
+        logits = act.logits[: rows.stop - start]
+        ops.linear_forward(logits, act.lnf[rows], w.head, None, scratch=act.scratch)
+        yield rows, logits

@@ -33,11 +33,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Init:
-    """An initial distribution. `residual`: of a projection into the residual stream, scaled by 1/sqrt(2L)."""
+    """An initial distribution. `residual`: of a projection into the residual stream, scaled by 1/sqrt(2L); `by_inputs`:
+    scaled by 1/sqrt(I) of a matrix with I columns."""
 
     kind: Literal["normal", "zeros", "ones"]
     std: float = 0.0
     residual: bool = False
+    by_inputs: bool = False
+
+    def std_of(self, shape: tuple[int, ...], layers: int) -> float:
+        inputs = shape[-1] if self.by_inputs else 1
+        return self.std / math.sqrt((2 * layers if self.residual else 1) * inputs)
 
 
 ZEROS, ONES = Init("zeros"), Init("ones")
@@ -61,13 +67,21 @@ class Fp8:
 
 
 def parameter(
-    shape: str, init: Init, group: Group, *, bucket: str = "", stored_rows: str = "", fp8: Fp8 | None = None
+    shape: str,
+    init: Init,
+    group: Group,
+    *,
+    bucket: str = "",
+    stored_rows: str = "",
+    fp8: Fp8 | None = None,
+    otherwise: str = "",
+    optional: bool = False,
 ) -> Any:
     """A parameter. `bucket`: the parameters whose gradients are complete at the same moment (a block's have its name);
-    `stored_rows`: the letter of the rows that are saved, where padding rows follow them."""
-    return field(
-        metadata={"shape": shape, "init": init, "group": group, "bucket": bucket, "stored": stored_rows, "fp8": fp8}
-    )
+    `stored_rows`: the letter of the rows that are saved, where padding rows follow them. A model may be without it, if it
+    is `optional` or has an `otherwise`: the tensor that serves in its place."""
+    row = {"shape": shape, "init": init, "group": group, "bucket": bucket, "stored": stored_rows, "fp8": fp8}
+    return field(metadata=row | {"of": otherwise, "optional": optional})
 
 
 def activation(
@@ -78,12 +92,14 @@ def activation(
     remade_from: int = NEVER,
     fp8: Fp8 | None = None,
     of: str = "",
+    optional: bool = False,
 ) -> Any:
     """An activation, or the gradient of one. `dtype`: "16-bit" for the run's own, "statistics" for that of sums. `lives`:
     the ticks it lives through (all by default); `remade_from`: the recompute level from which it lives at the first and the
-    last of them only. `of`: it is another name of that tensor; only its fp8 forms have memory of their own."""
+    last of them only. `of`: it is another name of that tensor; only its fp8 forms have memory of their own. `optional`: a
+    model may be without it."""
     row = {"shape": shape, "dtype": dtype, "lives": lives, "remade_from": remade_from, "fp8": fp8, "of": of}
-    return field(metadata=row)
+    return field(metadata=row | {"optional": optional})
 
 
 def shared(of: str = "") -> Any:
@@ -202,7 +218,7 @@ def parameter_rows(tensors: type, dims: Dims, layers: int, prefix: str = "") -> 
                 yield from parameter_rows(f.metadata["block"], dims, layers, f"{f.name}.{layer}")
         elif "init" in f.metadata:
             row, shape = f.metadata, sizes(f.metadata["shape"], dims)
-            std = row["init"].std / (math.sqrt(2 * layers) if row["init"].residual else 1.0)
+            std = row["init"].std_of(shape, layers)
             stored = dims[row["stored"]] if row["stored"] else shape[0]
             name = f"{prefix}.{f.name}" if prefix else f.name
             yield ParameterRow(name, shape, stored, row["init"], std, row["group"], row["bucket"] or prefix, row["fp8"])
@@ -323,7 +339,7 @@ def dtypes_of(dtype: torch.dtype) -> dict[str, torch.dtype]:
 
 def named(tensors: type[T], views: Mapping[str, Any], layers: int, prefix: str = "") -> T:
     """A dataclass of tensors with the views that bear its fields' names: of a block's field `blocks.3.name`, or the `name`
-    that all blocks share. What has no 16-bit form is None."""
+    that all blocks share. What has no 16-bit form is None, and what the model is without."""
 
     def lookup(f: Field) -> Any:
         row = f.metadata
@@ -331,7 +347,7 @@ def named(tensors: type[T], views: Mapping[str, Any], layers: int, prefix: str =
             return [named(row["block"], views, layers, f"{f.name}.{layer}.") for layer in range(layers)]
         names = (prefix + f.name, f.name, row.get("of") or f.name)
         found = next((name for name in names if name in views), None)
-        assert found is not None or row.get("fp8"), f"there is no {prefix}{f.name}"
+        assert found is not None or row.get("fp8") or row.get("optional"), f"there is no {prefix}{f.name}"
         return None if found is None else views[found]
 
     return tensors(**{f.name: lookup(f) for f in fields(tensors)})  # type: ignore[arg-type]

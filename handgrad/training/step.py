@@ -65,10 +65,10 @@ def plain_program(state: TrainingState, ops: Any, model_ops: Any) -> Program:
     """Forward and backward of a micro-batch with `model_ops`, then norm, verdict and optimizer with `ops`."""
     design = state.design
     model, act, d, w = design.model, state.activations, state.activation_gradients, state.weights
-    options = {"vocab_size": design.shape.vocab_size, "recompute": design.recompute}
+    tensors = w, state.weight_gradients, act, d, state.loss_scale[:1]
     passes = [
-        *model.forward(model_ops, w, act),
-        *model.backward(model_ops, w, state.weight_gradients, act, d, state.loss_scale[:1], **options),
+        *model.forward(model_ops, w, act, design.shape),
+        *model.backward(model_ops, *tensors, design.shape, recompute=design.recompute),
     ]
     losses = Stage("", partial(ops.loss_sum, state.sum_of_losses, act.losses))
     verdict = partial(

@@ -50,8 +50,8 @@ def gradients(
         samples = torch.arange(BATCH, device=device) + 11
         backend = WithDropout(ops, w, g, act, d, samples=samples, probability=dropout, seed=SEED)
     factor = torch.tensor([scale], dtype=statistics(dtype), device=device)
-    run(gpt2.forward(backend, w, act))
-    run(gpt2.backward(backend, w, g, act, d, factor, vocab_size=SHAPE.vocab_size, recompute=recompute))
+    run(gpt2.forward(backend, w, act, SHAPE))
+    run(gpt2.backward(backend, w, g, act, d, factor, SHAPE, recompute=recompute))
     return {"losses": act.losses} | {row.name: row.view(flat_gradients) for row in source.table}
 
 

@@ -89,10 +89,11 @@ def test_a_step_is_the_references(batch: int) -> None:
     for ops, dtype in (("kernels", torch.bfloat16), ("reference", torch.bfloat16), ("reference", torch.float64)):
         backend = choose_backend(ops, torch.device("cuda"))
         shape, weights, buf = model(backend, dtype, batch)
-        prefill(partial(gpt2.prefill, backend, weights, buf), buf, [prompt[:-1] for prompt in prompts], list(range(batch)))
+        launch = partial(gpt2.prefill, backend, weights, buf, shape)
+        prefill(launch, buf, [prompt[:-1] for prompt in prompts], list(range(batch)))
         buf.tokens.copy_(torch.tensor([prompt[-1] for prompt in prompts]))
         buf.positions.copy_(torch.tensor([len(prompt) - 1 for prompt in prompts]))
-        gpt2.decode_step(backend.decode, weights, buf)
+        gpt2.decode_step(backend.decode, weights, buf, shape)
         found.append(buf.logits[:, : shape.vocab_size].double())
     error, own = ((logits - found[2]).norm().item() for logits in found[:2])
     assert torch.isfinite(found[0]).all() and error <= 2 * own, f"{error:.3g}, reference {own:.3g}"

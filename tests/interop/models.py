@@ -79,7 +79,7 @@ def our_logits(run: Path, tokens: list[int]) -> Tensor:
     model = load_model(found, torch.device("cpu"), torch.float32, reference, buffers)
     act = named_activations(model.shape, model.views)
     act.tokens.copy_(torch.tensor([tokens]))
-    for stage in gpt2.forward(reference, model.weights, act):
+    for stage in gpt2.forward(reference, model.weights, act, model.shape):
         stage.run()
     return (act.lnf @ model.weights.wte.t())[:, : model.shape.vocab_size]
 

@@ -1,0 +1,66 @@
+"""The buffers of generation, which differ between architectures in their blocks alone.
+
+A prompt's tokens but the last go through `prefill`, many at once; the last one, and then every token that was chosen,
+through `decode_step`, one per sequence. The two take turns in the same memory: ticks 1 and 2 are a block of the prefill,
+3 and 4 one of a step. Every block writes its buffers anew, the stream in place.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from types import ModuleType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from handgrad.config import ModelShape
+from handgrad.models.rows import ActivationRow, Clock, Dims, activation, activation_rows, dtypes_of
+
+PROMPTS, STEP = ((1, 2),), ((3, 4),)
+Block = TypeVar("Block")
+
+
+@dataclass
+class Sequences:
+    """The state of B sequences, and the buffers that take in R tokens of prompts or one token per sequence."""
+
+    tokens: Tensor = activation("B", torch.int64)  # the last token of each, not yet taken in
+    chosen: Tensor = activation("B", torch.int64)  # the step's choice, or -1
+    positions: Tensor = activation("B", torch.int64)  # of `tokens` in the context, from 0
+    places: Tensor = activation("B", torch.int64)  # of the token to be chosen in the whole text
+    active: Tensor = activation("B", torch.int64)  # 1 where a sequence is, 0 where a slot is free
+    seeds: Tensor = activation("B", torch.int64)
+    seen: Tensor = activation("B V", torch.bool)  # the tokens each sequence has
+    keys: Tensor = activation("L B H maxT D")
+    values: Tensor = activation("L B H maxT D")
+    scratch: Tensor = activation("scratch", torch.uint8)
+    prompt_tokens: Tensor = activation("R", torch.int64, lives=lambda _: PROMPTS)
+    prompt_slots: Tensor = activation("B", torch.int64, lives=lambda _: PROMPTS)  # the sequences that they belong to
+    logits: Tensor = activation("B Vp", lives=lambda _: STEP)
+
+
+def decoding_rows(
+    block: type, dims: Dims, shape: ModelShape, batch: int, prompt_tokens: int, dtype: torch.dtype, ops: ModuleType
+) -> Iterator[ActivationRow]:
+    """The rows of `Sequences` and of two of `block`, the prefill's and the step's, for `batch` sequences, and for prompts
+    that are taken in by `prompt_tokens` at a time."""
+    tokens, C = max(batch, prompt_tokens), shape.channels
+    sizes = {**dims, "B": batch, "R": prompt_tokens}
+    choosing = ops.decode.choosing_scratch_bytes(batch=batch, vocab_size=shape.vocab_size)
+    sizes["scratch"] = max(choosing, ops.scratch_bytes(tokens=tokens, channels=C, widest=shape.feed_forward))
+    clock, dtypes = Clock(layers=2, stages=2, training=False), dtypes_of(dtype)
+    yield from activation_rows(Sequences, sizes, dtypes, clock)
+    turns = [sizes | {"B": 1, "T": prompt_tokens, "N": prompt_tokens}, sizes | {"T": 1, "N": batch}]
+    for its_sizes, its_clock, ticks in zip(turns, clock.every_layer(), (PROMPTS, STEP), strict=True):
+        for row in activation_rows(block, its_sizes, dtypes, its_clock, f"blocks.{its_clock.layer}."):
+            yield replace(row, ticks=ticks) if row.name.endswith("residual_out") else row  # the stream
+
+
+def prefill_block(buffers: Block, batch: int, length: int, num_heads: int) -> Block:
+    """The buffers of the prefill's block, cut to (`batch`, `length`) tokens."""
+    N, found = batch * length, dict[str, Any]()
+    for f in fields(buffers):  # type: ignore[arg-type]
+        whole = getattr(buffers, f.name)
+        found[f.name] = None if whole is None else whole[:N]
+    found["lse"] = buffers.lse.view(-1)[: N * num_heads].view(batch, num_heads, length)  # type: ignore[attr-defined]
+    return type(buffers)(**found)
