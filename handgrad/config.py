@@ -77,11 +77,11 @@ class ModelShape:
     num_heads: int  # H
     channels: int  # C
     architecture: str = "gpt2"  # a file of `models`
-    without: tuple[str, ...] = ()  # the techniques of the architecture that this model leaves out
+    without: str = ""  # the techniques of the architecture that this model leaves out, with commas
 
     def has(self, technique: str) -> bool:
         """True if a modern network has this one of `TECHNIQUES`."""
-        return technique not in self.without
+        return technique not in names_of(self.without)
 
     @property
     def softcap(self) -> float:
@@ -218,7 +218,7 @@ class RunConfig:
     def shape(self, vocab_size: int) -> ModelShape:
         """The model's sizes with the vocabulary of the data at hand."""
         sizes = self.sequence_length, self.num_layers, self.num_heads, self.channels
-        return ModelShape(vocab_size, *sizes, self.architecture, without=names_of(self.without))
+        return ModelShape(vocab_size, *sizes, self.architecture, self.without)
 
     @property
     def samples_per_step(self) -> int:

@@ -17,6 +17,8 @@ class Settings(TypedDict, total=False):
 
     data: str | os.PathLike[str]
     out: str | os.PathLike[str]
+    architecture: str
+    without: str
     num_layers: int
     num_heads: int
     channels: int

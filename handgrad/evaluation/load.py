@@ -18,6 +18,7 @@ from handgrad.models import named_weights, parameter_table
 from handgrad.models.rows import ParameterRow, flat_elements
 
 SIZES = ("num_layers", "num_heads", "channels", "sequence_length")  # of a model, as fields of a configuration
+SHAPE = (*SIZES, "architecture", "without")  # all of a model's shape but the vocabulary's
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def checkpoint_config(checkpoint: Checkpoint) -> RunConfig:
 def imported_config(shape: ModelShape, where: str = "") -> RunConfig:
     """The configuration for imported weights: the model's sizes, nothing of training. Raises `DataError` if they do not
     hold."""
-    sizes = {name: getattr(shape, name) for name in SIZES}
+    sizes = {name: getattr(shape, name) for name in SHAPE}
     step = {"steps": 1, "tokens_per_step": shape.sequence_length, "micro_batch": 1, "lanes": 1}
     try:
         return check(RunConfig(data="", out="", **sizes, **step))

@@ -21,10 +21,10 @@ from torch import Tensor
 import handgrad
 from handgrad import checkpoint
 from handgrad.checkpoint import MANIFEST, Stored
-from handgrad.config import to_dict
+from handgrad.config import FIELDS, to_dict
 from handgrad.data.tokenizer import tokenizer_files, tokenizer_record
 from handgrad.errors import DataError, StorageError, UsageError
-from handgrad.evaluation.load import SIZES, Weights, checkpoint_weights, imported_config
+from handgrad.evaluation.load import SHAPE, SIZES, Weights, checkpoint_weights, imported_config
 from handgrad.files import check_free, file_sha256, whole
 from handgrad.interop.huggingface import CONFIG_FILE, MODEL_FILES, HuggingFaceFolder, fetch, on_hub, read_folder, read_shape
 from handgrad.interop.llmc_model import LlmcModel, read_model
@@ -56,8 +56,8 @@ def imported(kind: str, source: str, found: HuggingFaceFolder | LlmcModel, files
     return Weights(found.shape, found.tokenizer, found.weight, origin, imported_config(found.shape))
 
 
-def read_sizes(source: str) -> dict[str, int]:
-    """The fields of a configuration that the weights decide: their `SIZES`. Reads no weights; from the Hub it fetches only
+def read_sizes(source: str) -> dict[str, Any]:
+    """The fields of a configuration that the weights decide: their `SHAPE`. Reads no weights; from the Hub it fetches only
     the model's config.json."""
     path = Path(source)
     if is_llmc(path):
@@ -67,10 +67,15 @@ def read_sizes(source: str) -> dict[str, int]:
         config = checkpoint.peek_config(run)
         if config is None or not all(type(config.get(name)) is int for name in SIZES):
             raise DataError(f"{source} holds no checkpoint; give a run folder or RUN/checkpoints/step_00001000")
-        return {name: config[name] for name in SIZES}
+        return shape_fields(config)
     else:
         shape = read_shape(folder_of(source, (CONFIG_FILE,)) / CONFIG_FILE)
-    return {name: getattr(shape, name) for name in SIZES}
+    return {name: getattr(shape, name) for name in SHAPE}
+
+
+def shape_fields(config: dict[str, Any]) -> dict[str, Any]:
+    """The model's `SHAPE` in a stored configuration; one older than a field has its default."""
+    return {name: config.get(name, FIELDS[name].default) for name in SHAPE}
 
 
 def is_llmc(path: Path) -> bool:

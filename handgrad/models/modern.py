@@ -178,7 +178,7 @@ def activations(
     sizes = dims(shape) | {"B": batch, "T": length, "N": N, "chunk": chunk}
     sizes["scratch"] = ops.scratch_bytes(tokens=N, channels=C, widest=shape.feed_forward)
     clock = Clock(shape.num_layers, stages=2, training=training)
-    tables = [Activations]
+    tables: list[type] = [Activations]
     if training:
         head = {"num_heads": shape.num_heads, "head_width": C // shape.num_heads}
         sizes["attention_scratch"] = ops.attention_scratch_bytes(batch=batch, length=length, dtype=dtype, **head)

@@ -69,11 +69,11 @@ def refuse_path(name: str) -> None:
 def sizes_of_weights(settings: dict[str, Any]) -> dict[str, Any]:
     """The model's sizes, from the weights in `init_from`; or from the run in `out`, which resumes without those weights."""
     from handgrad import checkpoint  # imports torch, which `--help` spares
-    from handgrad.interop.sources import SIZES, read_sizes
+    from handgrad.interop.sources import SIZES, read_sizes, shape_fields
 
     if settings.keys() >= set(SIZES):
         return {}
     begun = checkpoint.peek_config(Path(settings.get("out", RunConfig.out)))
     if begun is not None and begun.get("init_from") == settings["init_from"]:
-        return {name: begun[name] for name in SIZES}
+        return shape_fields(begun)
     return read_sizes(settings["init_from"])

@@ -17,7 +17,7 @@ from handgrad.data.shards import Dataset, open_dataset
 from handgrad.data.tokenizer import tokenizer_record
 from handgrad.errors import INTERRUPTED, DataError, StorageError, UsageError
 from handgrad.evaluation.load import Weights
-from handgrad.interop.sources import SIZES, open_weights
+from handgrad.interop.sources import SHAPE, open_weights
 from handgrad.parallel.launchers import find_rank_info
 from handgrad.parallel.ranks import Ranks, error_text, exit_code
 from handgrad.parallel.rendezvous import Timeouts, joined
@@ -105,7 +105,7 @@ def open_fitting(config: RunConfig, dataset: Dataset, *, strict: bool) -> Weight
     if weights.tokenizer.sha256 != dataset.tokenizer.sha256:
         record = tokenizer_record(weights.tokenizer)
         raise DataError(other_tokenizer(config.init_from, record, "the tokenizer of the weights", dataset))
-    for name in SIZES:
+    for name in SHAPE:
         here, there = getattr(config, name), getattr(weights.shape, name)
         if name == "sequence_length" and here > there:
             raise UsageError(

@@ -1,0 +1,103 @@
+"""The peer of the modern network: the same in plain PyTorch with autograd, under handgrad's names."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from handgrad.config import ModelShape
+from handgrad.models.rows import ParameterRow
+from handgrad.ops.reference.rmsnorm import RMSNORM_EPSILON
+from handgrad.ops.reference.rotary import ROTARY_BASE
+
+
+def normed(x: Tensor) -> Tensor:
+    """RMS norm over the last axis, without a gain."""
+    return F.rms_norm(x, (x.shape[-1],), eps=RMSNORM_EPSILON)
+
+
+def angles(length: int, head_width: int, dtype: torch.dtype, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+    """(cos, sin) of the rotations, (T, D/2)."""
+    half = head_width // 2
+    frequencies = ROTARY_BASE ** (-torch.arange(half, dtype=torch.float64, device=device) / half)
+    turns = torch.arange(length, dtype=torch.float64, device=device)[:, None] * frequencies
+    return turns.cos().to(dtype), turns.sin().to(dtype)
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x (B, H, T, D), its halves turned."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+class ModernBlock(nn.Module):
+    """A block of the modern network; `without`: the techniques that it leaves out."""
+
+    def __init__(self, shape: ModelShape):
+        super().__init__()
+        C, self.shape = shape.channels, shape
+        self.qkv = nn.Linear(C, 3 * C, bias=False)
+        self.proj = nn.Linear(C, C, bias=False)
+        self.fc = nn.Linear(C, 4 * C, bias=False)
+        self.fcproj = nn.Linear(4 * C, C, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        B, T, C = x.shape
+        H = self.shape.num_heads
+        q, k, v = self.qkv(normed(x)).view(B, T, 3, H, C // H).permute(2, 0, 3, 1, 4)
+        if self.shape.has("qk_norm"):
+            q, k = normed(q), normed(k)
+        if self.shape.has("rotary"):
+            q, k = rotated(q, cos, sin).to(v.dtype), rotated(k, cos, sin).to(v.dtype)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(y.transpose(1, 2).reshape(B, T, C))
+        return x + self.fcproj(F.relu(self.fc(normed(x))).square())
+
+
+class ModernTwin(nn.Module):
+    """The whole network; its embedding and head have handgrad's padded rows, which the loss masks."""
+
+    def __init__(self, shape: ModelShape):
+        super().__init__()
+        self.shape = shape
+        self.wte = nn.Embedding(shape.padded_vocab_size, shape.channels)
+        self.blocks = nn.ModuleList(ModernBlock(shape) for _ in range(shape.num_layers))
+        if shape.has("untied_head"):
+            self.head = nn.Linear(shape.channels, shape.padded_vocab_size, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Mean loss in nats of tokens, targets (B, T)."""
+        return self.loss(self.stream(tokens), targets)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        x = self.wte(tokens)
+        return normed(x) if self.shape.has("embedding_norm") else x
+
+    def stream(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        cos, sin = angles(tokens.shape[1], self.shape.channels // self.shape.num_heads, x.dtype, x.device)
+        for block in self.blocks:
+            x = block(x, cos, sin)
+        return x
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        weight = self.head.weight if self.shape.has("untied_head") else self.wte.weight
+        logits = F.linear(normed(x), weight)
+        exact = torch.promote_types(logits.dtype, torch.float32)
+        logits, cap = logits.to(exact), self.shape.softcap
+        if cap:
+            logits = cap * torch.tanh(logits / cap)
+        columns = torch.arange(logits.shape[-1], device=logits.device)
+        logits = torch.where(columns < self.shape.vocab_size, logits, -torch.inf)
+        return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.reshape(-1))
+
+    def parameter_of(self, row: ParameterRow) -> nn.Parameter:
+        """The parameter that handgrad's table calls `row.name`."""
+        return self.get_submodule(row.name.removesuffix("_weight")).weight
+
+    @torch.no_grad()
+    def load(self, table: tuple[ParameterRow, ...], flat: Tensor) -> None:
+        """Loads the weights in handgrad's flat buffer."""
+        for row in table:
+            parameter = self.parameter_of(row)
+            parameter[: row.stored_rows].copy_(row.stored(flat))
+            parameter[row.stored_rows :].zero_()

@@ -1,0 +1,162 @@
+"""The modern network: gradients against float64 autograd with and without each technique, recompute levels, generation."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.modern_twin import ModernTwin
+from handgrad.config import TECHNIQUES, ModelShape
+from handgrad.generation.decode import prefill
+from handgrad.models import modern, parameter_table
+from handgrad.models.rows import count_parameters, initialize
+from handgrad.ops import cpu, reference
+from tests.conftest import Model, make_model
+from tests.test_sampling import make_buffers
+
+ODD = ModelShape(57, 19, 3, 3, 42, "modern")
+EVERY = ["", *TECHNIQUES, ",".join(TECHNIQUES)]
+
+
+def run(model: Model, *, recompute: int = 0, scale: float = 1.0) -> None:
+    model.forward()
+    model.backward(torch.tensor([scale], dtype=model.act.losses.dtype), recompute)
+
+
+def shape_without(techniques: str) -> ModelShape:
+    return ModelShape(57, 19, 3, 3, 42, "modern", techniques)
+
+
+def autograd_twin(model: Model) -> tuple[Tensor, Tensor]:
+    """(mean loss, flat gradients) of the same weights in plain PyTorch."""
+    twin = ModernTwin(model.shape).to(model.flat.dtype)
+    twin.load(model.table, model.flat)
+    loss = twin(model.act.tokens, model.act.targets)
+    loss.backward()
+    flat = torch.zeros_like(model.flat)
+    for row in model.table:
+        gradient = twin.parameter_of(row).grad
+        assert gradient is not None
+        row.view(flat).copy_(gradient)
+    return loss.detach(), flat
+
+
+@pytest.mark.parametrize(("recompute", "batch", "length", "chunk"), [(0, 3, 17, 20), (1, 1, 1, 1), (2, 2, 19, 1 << 20)])
+@pytest.mark.parametrize("techniques", EVERY)
+def test_gradients_equal_autograd(techniques: str, recompute: int, batch: int, length: int, chunk: int) -> None:
+    model = make_model(shape_without(techniques), batch, length, recompute=recompute, chunk=chunk, noise=0.3)
+    run(model, recompute=recompute, scale=1 / (batch * length))
+    loss, expected = autograd_twin(model)
+    assert abs(model.act.losses.mean() - loss) <= 1e-12 * loss
+    for row in model.table:
+        found, wanted = row.view(model.flat_gradients), row.view(expected)
+        error = (found - wanted).norm() / wanted.norm().clamp_min(1e-12)
+        assert error <= 1e-10, f"{row.name}: relative error {error:.3g}"
+    assert (model.table[0].view(model.flat_gradients)[ODD.vocab_size :] == 0).all(), "padded rows have no gradient"
+
+
+def test_gradients_are_added() -> None:
+    model = make_model(ODD, 2, 5)
+    run(model)
+    once = model.flat_gradients.clone()
+    run(model)
+    torch.testing.assert_close(model.flat_gradients, 2 * once, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_recompute_levels_give_the_same_bits(dtype: torch.dtype) -> None:
+    found = []
+    for level in (0, 1, 2):
+        model = make_model(ODD, 3, 16, dtype, recompute=level)
+        run(model, recompute=level)
+        found.append((model.flat_gradients, model.act.losses.clone()))
+    for gradients, losses in found[1:]:
+        assert torch.equal(gradients, found[0][0]) and torch.equal(losses, found[0][1])
+
+
+def test_bf16_gradients_are_as_good_as_bf16_autograd() -> None:
+    """The error against float64 is at most twice that of PyTorch's own backward run wholly in bf16."""
+    exact = make_model(ODD, 3, 16)
+    rounded = exact.flat.to(torch.bfloat16)
+    exact.flat.copy_(rounded)
+    run(exact, scale=1 / 48)
+    ours = make_model(ODD, 3, 16, torch.bfloat16)
+    ours.flat.copy_(rounded)
+    run(ours, scale=1 / 48)
+    theirs = make_model(ODD, 3, 16, torch.bfloat16)
+    theirs.flat.copy_(rounded)
+    _, expected = autograd_twin(theirs)
+    our_error = (ours.flat_gradients.double() - exact.flat_gradients).norm()
+    their_error = (expected.double() - exact.flat_gradients).norm()
+    assert our_error <= 2 * their_error, f"{our_error:.3g} > 2 * {their_error:.3g}"
+
+
+@pytest.mark.parametrize("techniques", EVERY)
+def test_the_first_loss_is_that_of_a_guess(techniques: str) -> None:
+    """A head of zeros gives every word the same probability; another one knows nothing either."""
+    model = make_model(shape_without(techniques), 2, 16, noise=0.0)
+    modern.loss(model.ops, model.weights, model.act, model.shape)
+    guess = math.log(57)
+    if "untied_head" in techniques or "zero_init" in techniques:
+        assert model.act.losses.mean() == pytest.approx(guess, rel=0.3)
+    else:
+        torch.testing.assert_close(model.act.losses, torch.full_like(model.act.losses, guess))
+
+
+def test_parameters() -> None:
+    """Matrices begin at half the size of an orthogonal one's numbers, projections and head at zero; techniques add their
+    tensors alone."""
+    table = {row.name: row for row in parameter_table(ModelShape(50257, 1024, 12, 6, 768, "modern"))}
+    assert count_parameters(table.values()) == 2 * 50257 * 768 + 12 * 12 * 768 * 768
+    assert table["blocks.3.qkv_weight"].std == 0.5 / math.sqrt(768) and table["blocks.3.fc_weight"].group == "matrix"
+    drawn: dict[str, Tensor] = {}
+    initialize(parameter_table(ODD), 0, lambda row, values: drawn.update({row.name: values}))
+    assert not any("proj" in name or name == "head" for name in drawn) and "blocks.0.fc_weight" in drawn
+    names = {row.name for row in parameter_table(shape_without("untied_head"))}
+    assert "head" not in names and "wte" in names
+    drawn.clear()
+    initialize(parameter_table(shape_without("zero_init")), 0, lambda row, values: drawn.update({row.name: values}))
+    assert {"head", "blocks.2.proj_weight", "blocks.2.fcproj_weight"} <= drawn.keys()
+
+
+def test_flops_count_what_is_multiplied() -> None:
+    shape = ModelShape(50257, 1024, 12, 6, 768, "modern")
+    products = 12 * 12 * 768 * 768 + 50257 * 768
+    assert modern.flops_per_token(shape) == 6 * products + 6 * 12 * 768 * 1024
+    tied = ModelShape(50257, 1024, 12, 6, 768, "modern", "untied_head")
+    assert modern.flops_per_token(tied) == modern.flops_per_token(shape)
+
+
+@pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
+@pytest.mark.parametrize("techniques", ["", "rotary", "qk_norm", "softcap,embedding_norm", "untied_head"])
+def test_cached_logits_are_the_forwards(ops: object, techniques: str) -> None:
+    """After a prefill and step by step, sequences of other lengths beside each other."""
+    shape = ModelShape(57, 80, 2, 2, 16, "modern", techniques)
+    lengths, starts = [80, 9, 31], [66, 0, 20]
+    model = make_model(shape, 1, 80, noise=0.4)
+    texts = [torch.randint(57, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in lengths]
+    buf = make_buffers(shape, 3, torch.float64, prefill_tokens=160)
+    launch = partial(modern.prefill, ops, model.weights, buf, shape)
+    prefill(launch, buf, [text[:start] for text, start in zip(texts, starts, strict=True)], range(3))
+    expected = [whole_logits(model, text) for text in texts]
+    for step in range(9):
+        places = [min(start + step, length - 1) for start, length in zip(starts, lengths, strict=True)]
+        buf.tokens.copy_(torch.tensor([text[place] for text, place in zip(texts, places, strict=True)]))
+        buf.positions.copy_(torch.tensor(places))
+        modern.decode_step(ops.decode, model.weights, buf, shape)  # type: ignore[attr-defined]
+        for row, place in enumerate(places):
+            torch.testing.assert_close(buf.logits[row, :57], expected[row][place], rtol=1e-9, atol=1e-9)
+
+
+def whole_logits(model: Model, text: list[int]) -> Tensor:
+    """(T, V), without a cache."""
+    alone = make_model(model.shape, 1, len(text))
+    alone.act.tokens.copy_(torch.tensor(text))
+    for stage in modern.forward(reference, model.weights, alone.act, model.shape):
+        stage.run()
+    ((_, logits),) = modern.head_logits(reference, model.weights, alone.act)
+    if model.shape.softcap:
+        reference.softcap_forward(logits, softcap=model.shape.softcap)
+    return logits[:, :57].clone()
