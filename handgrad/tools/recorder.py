@@ -48,6 +48,8 @@ OPERATIONS = {
     "embedding_backward": Counted("embedding"),
     "layernorm_forward": Counted("layernorm forward"),
     "layernorm_backward": Counted("layernorm backward"),
+    "rmsnorm_forward": Counted("RMS norm forward"),
+    "rmsnorm_backward": Counted("RMS norm backward"),
     "linear_forward": Counted(FORWARD, product_flops),
     "linear_residual_forward": Counted(FORWARD, product_flops),
     "linear_gelu_forward": Counted(FORWARD, product_flops),

@@ -30,6 +30,12 @@ def layernorm_backward(d: Draw) -> Arguments:
     return {"dresidual_inout": d(N, C), "dout": d(N, C), "inp": inp, **statistics(d, inp), "weight": d(C), **accumulators}
 
 
+def rmsnorm_backward(d: Draw) -> Arguments:
+    inp = d(N, C)
+    rstd = inp.float().square().mean(1).rsqrt()
+    return {"dresidual_inout": d(N, C), "dout": d(N, C), "inp": inp, "rstd": rstd}
+
+
 def classifier(d: Draw) -> Arguments:
     return {"losses": d.empty(N, dtype=torch.float32), "targets": d.words(N), "vocab_size": V}
 
@@ -107,6 +113,8 @@ CASES: Cases = {
         "bias": d(C),
     },
     "layernorm_backward": layernorm_backward,
+    "rmsnorm_forward": lambda d: {"out": d.empty(N, C), "rstd": d.empty(N, dtype=torch.float32), "inp": d(N, C)},
+    "rmsnorm_backward": rmsnorm_backward,
     "linear_forward": lambda d: {"out": d.empty(N, F), **d.product(F, C), "bias": d(F)},
     "linear_backward": product_backward,
     "linear_residual_forward": lambda d: {
