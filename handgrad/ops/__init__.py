@@ -24,6 +24,8 @@ OPERATIONS = (
     *("embedding_forward", "embedding_backward"),
     *("layernorm_forward", "layernorm_backward"),
     *("rmsnorm_forward", "rmsnorm_backward"),
+    *("rotary_forward", "rotary_backward", "qk_norm_forward", "qk_norm_backward"),
+    *("qk_norm_rotary_forward", "qk_norm_rotary_backward"),
     *("attention_forward", "attention_backward"),
     *("linear_forward", "linear_backward", "linear_residual_forward", "linear_gelu_forward", "gelu_linear_backward"),
     *("bias_backward", "gelu_forward", "gelu_backward", "residual_forward"),  # which products also have at their ends

@@ -28,6 +28,14 @@ from handgrad.ops.cuda.linear import (
 from handgrad.ops.cuda.optimizer import adamw_update, loss_sum, squared_norms, verdict
 from handgrad.ops.cuda.reduction import checksum, tree_sum
 from handgrad.ops.cuda.rmsnorm import rmsnorm_backward, rmsnorm_forward
+from handgrad.ops.cuda.rotary import (
+    qk_norm_backward,
+    qk_norm_forward,
+    qk_norm_rotary_backward,
+    qk_norm_rotary_forward,
+    rotary_backward,
+    rotary_forward,
+)
 from handgrad.ops.cuda.scratch import scratch_bytes
 from handgrad.ops.reference import residual_forward, store_keys_values  # plain torch: a sum, copies
 

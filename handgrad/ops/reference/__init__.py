@@ -27,6 +27,14 @@ from handgrad.ops.reference.linear import bias_backward, linear_backward, linear
 from handgrad.ops.reference.optimizer import adamw_update, loss_sum, squared_norms, verdict
 from handgrad.ops.reference.reduction import checksum, tree_sum
 from handgrad.ops.reference.rmsnorm import rmsnorm_backward, rmsnorm_forward
+from handgrad.ops.reference.rotary import (
+    qk_norm_backward,
+    qk_norm_forward,
+    qk_norm_rotary_backward,
+    qk_norm_rotary_forward,
+    rotary_backward,
+    rotary_forward,
+)
 
 layernorm_linear_forward = after_layernorm(layernorm_forward, linear_forward)  # out = LN(x) W^T + b
 layernorm_linear_gelu_forward = after_layernorm(layernorm_forward, linear_gelu_forward)  # h = LN(x) W^T + b, out = GELU(h)
