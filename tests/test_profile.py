@@ -130,11 +130,12 @@ def test_bytes_are_read_once_written_once_and_twice_in_place() -> None:
     assert size_bytes({"published": b, "weight_inout": b, "gradient_inout": b.clone()}) == 16 + 16
     assert size_bytes({"out": a[0], "pieces": a, "rounded": True}) == 8 + 64, "a row of the pieces, written"
     tokens, wte, wpe = torch.tensor([[3, 3], [1, 3]]), torch.zeros(50, 4), torch.zeros(9, 4)
+    assert size_bytes({"qkv_inout": torch.zeros(5, 6), "rstd": torch.zeros(5, 2)}) == 2 * 5 * 4 * 4 + 40, "without values"
     assert size_bytes({"tokens": tokens, "wte": wte, "wpe": wpe}) == 4 * 8 + 2 * 16 + 2 * 16, "two words, two positions"
 
 
 def test_every_operation_of_a_backend_is_known() -> None:
-    two_in_a_row = {"layernorm_linear_forward", "layernorm_linear_gelu_forward"}
+    two_in_a_row = {name for name in ops.OPERATIONS if "norm_linear_" in name}
     dropout = {"dropout_forward", "dropout_backward", "dropout_residual_forward"}
     of_fp8 = {*fp8.OPERATIONS} - {"statistics_parts", "tuned_keep_bf16"}
     of_generation = {"store_keys_values"}

@@ -17,3 +17,14 @@ def after_layernorm(layernorm_forward: Operation, product: Operation) -> Operati
         product(*outs, ln, weight, bias, scratch=scratch)
 
     return both
+
+
+def after_rmsnorm(rmsnorm_forward: Operation, product: Operation, *bias: None) -> Operation:
+    """Returns the operation (out, norm, rstd, x, weight): `product` of RMSnorm(x), x (N, C), with weight (O, C), into out
+    (N, O). norm (N, C) receives RMSnorm(x), rstd (N) its statistic. `bias`: None for a product that takes one."""
+
+    def both(out: Tensor, norm: Tensor, rstd: Tensor, x: Tensor, weight: Tensor, *, scratch: Tensor | None = None) -> None:
+        rmsnorm_forward(norm, rstd, x)
+        product(out, norm, weight, *bias, scratch=scratch)
+
+    return both

@@ -48,6 +48,14 @@ OPERATIONS = {
     "embedding_backward": Counted("embedding"),
     "layernorm_forward": Counted("layernorm forward"),
     "layernorm_backward": Counted("layernorm backward"),
+    "rmsnorm_forward": Counted("RMS norm forward"),
+    "rmsnorm_backward": Counted("RMS norm backward"),
+    "rotary_forward": Counted("QK-norm and rotation"),
+    "rotary_backward": Counted("QK-norm and rotation"),
+    "qk_norm_forward": Counted("QK-norm and rotation"),
+    "qk_norm_backward": Counted("QK-norm and rotation"),
+    "qk_norm_rotary_forward": Counted("QK-norm and rotation"),
+    "qk_norm_rotary_backward": Counted("QK-norm and rotation"),
     "linear_forward": Counted(FORWARD, product_flops),
     "linear_residual_forward": Counted(FORWARD, product_flops),
     "linear_gelu_forward": Counted(FORWARD, product_flops),
@@ -85,6 +93,7 @@ PARTS = {
 
 ONCE = {"gradient_inout", "logits_inout"}  # may be spoilt, or changes in its padded columns alone
 BY_TOKEN, BY_POSITION = {"wte", "dwte_acc"}, {"wpe", "dwpe_acc"}  # tables of which not all rows are touched
+PACKED = {"qkv", "qkv_inout", "dqkv_inout"}  # of which only the queries and keys are, where it is bytes that count
 
 
 def is_wgrad(t: Named) -> bool:
@@ -103,6 +112,8 @@ def size_bytes(t: Named) -> int:
             elements = tensor[0].numel() * t["tokens"].unique().numel()
         elif name in BY_POSITION:
             elements = tensor[0].numel() * t["tokens"].shape[1]
+        elif name in PACKED:
+            elements = tensor.numel() // 3 * 2
         else:
             elements = tensor.numel()
         twice = name.endswith(("_acc", "_inout")) and name not in ONCE

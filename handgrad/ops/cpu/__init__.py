@@ -9,7 +9,7 @@ against `handgrad.ops.reference`, which says what it computes.
 from typing import Any
 
 from handgrad.ops import reference
-from handgrad.ops.compose import after_layernorm
+from handgrad.ops.compose import after_layernorm, after_rmsnorm
 from handgrad.ops.cpu import decode
 from handgrad.ops.cpu.adamw import adamw_update
 from handgrad.ops.cpu.attention import attention_backward, attention_forward
@@ -23,9 +23,11 @@ from handgrad.ops.cpu.gelu import (
 )
 from handgrad.ops.cpu.layernorm import layernorm_backward, layernorm_forward
 from handgrad.ops.cpu.linear import linear_backward, linear_forward
+from handgrad.ops.reference import rmsnorm_forward
 
 layernorm_linear_forward = after_layernorm(layernorm_forward, linear_forward)
 layernorm_linear_gelu_forward = after_layernorm(layernorm_forward, linear_gelu_forward)
+rmsnorm_linear_forward = after_rmsnorm(rmsnorm_forward, linear_forward, None)
 
 
 def __getattr__(name: str) -> Any:

@@ -9,7 +9,7 @@ deterministic, allocate nothing, and can be recorded in a CUDA graph.
 import triton
 
 from handgrad.errors import UsageError
-from handgrad.ops.compose import after_layernorm
+from handgrad.ops.compose import after_layernorm, after_rmsnorm
 from handgrad.ops.cuda import attention_cudnn, cublaslt, decode
 from handgrad.ops.cuda.attention import attention_backward, attention_forward, attention_scratch_bytes
 from handgrad.ops.cuda.classifier import classifier_forward, classifier_forward_backward
@@ -27,11 +27,21 @@ from handgrad.ops.cuda.linear import (
 )
 from handgrad.ops.cuda.optimizer import adamw_update, loss_sum, squared_norms, verdict
 from handgrad.ops.cuda.reduction import checksum, tree_sum
+from handgrad.ops.cuda.rmsnorm import rmsnorm_backward, rmsnorm_forward
+from handgrad.ops.cuda.rotary import (
+    qk_norm_backward,
+    qk_norm_forward,
+    qk_norm_rotary_backward,
+    qk_norm_rotary_forward,
+    rotary_backward,
+    rotary_forward,
+)
 from handgrad.ops.cuda.scratch import scratch_bytes
 from handgrad.ops.reference import residual_forward, store_keys_values  # plain torch: a sum, copies
 
 layernorm_linear_forward = after_layernorm(layernorm_forward, linear_forward)
 layernorm_linear_gelu_forward = after_layernorm(layernorm_forward, linear_gelu_forward)
+rmsnorm_linear_forward = after_rmsnorm(rmsnorm_forward, linear_forward, None)
 
 WIDEST_HEAD = 128
 CAPTURABLE = True  # every operation of a step can be recorded in a CUDA graph

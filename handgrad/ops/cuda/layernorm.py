@@ -23,10 +23,10 @@ BACKWARD_WARPS = 4
 BACKWARD_STAGES = 3
 
 
-def forward_tile(channels: int) -> tuple[int, int, int]:
+def forward_tile(channels: int, elements_per_warp: int = FORWARD_ELEMENTS_PER_WARP) -> tuple[int, int, int]:
     """(padded channels, rows, warps) of a program that takes whole rows."""
     block = triton.next_power_of_2(channels)
-    return block, min(16, max(1, FORWARD_ELEMENTS_PER_WARP // block)), min(16, max(1, block // FORWARD_ELEMENTS_PER_WARP))
+    return block, min(16, max(1, elements_per_warp // block)), min(16, max(1, block // elements_per_warp))
 
 
 def backward_tile(tokens: int, channels: int, itemsize: int) -> tuple[int, int, int, int, int]:

@@ -5,7 +5,7 @@ from types import ModuleType
 from typing import Any
 
 from handgrad.ops import cuda
-from handgrad.ops.compose import after_layernorm
+from handgrad.ops.compose import after_layernorm, after_rmsnorm
 from handgrad.ops.cuda import linear
 
 linear_forward = partial(linear.linear_forward, tf32=True)
@@ -15,6 +15,7 @@ linear_gelu_forward = partial(linear.linear_gelu_forward, tf32=True)
 gelu_linear_backward = partial(linear.gelu_linear_backward, tf32=True)
 layernorm_linear_forward = after_layernorm(cuda.layernorm_forward, linear_forward)
 layernorm_linear_gelu_forward = after_layernorm(cuda.layernorm_forward, linear_gelu_forward)
+rmsnorm_linear_forward = after_rmsnorm(cuda.rmsnorm_forward, linear_forward, None)
 
 decode = ModuleType(f"{__name__}.decode")
 vars(decode).update(vars(cuda.decode))

@@ -1,4 +1,4 @@
-"""Every operation of GPT-2 by its formula, in plain torch, on any device: the specification of all other backends.
+"""Every operation by its formula, in plain torch, on any device: the specification of all other backends.
 
 The forward and the backward of an operation stand next to each other under their equation. No autograd, and none of its
 kernels: those of a CPU are in `handgrad.ops.cpu`.
@@ -8,7 +8,7 @@ kernels: those of a CPU are in `handgrad.ops.cpu`.
 
 from collections.abc import Callable
 
-from handgrad.ops.compose import after_layernorm
+from handgrad.ops.compose import after_layernorm, after_rmsnorm
 from handgrad.ops.reference import decode
 from handgrad.ops.reference.attention import attention_backward, attention_forward, attention_scratch_bytes
 from handgrad.ops.reference.classifier import classifier_forward, classifier_forward_backward
@@ -26,9 +26,19 @@ from handgrad.ops.reference.layernorm import layernorm_backward, layernorm_forwa
 from handgrad.ops.reference.linear import bias_backward, linear_backward, linear_forward
 from handgrad.ops.reference.optimizer import adamw_update, loss_sum, squared_norms, verdict
 from handgrad.ops.reference.reduction import checksum, tree_sum
+from handgrad.ops.reference.rmsnorm import rmsnorm_backward, rmsnorm_forward
+from handgrad.ops.reference.rotary import (
+    qk_norm_backward,
+    qk_norm_forward,
+    qk_norm_rotary_backward,
+    qk_norm_rotary_forward,
+    rotary_backward,
+    rotary_forward,
+)
 
 layernorm_linear_forward = after_layernorm(layernorm_forward, linear_forward)  # out = LN(x) W^T + b
 layernorm_linear_gelu_forward = after_layernorm(layernorm_forward, linear_gelu_forward)  # h = LN(x) W^T + b, out = GELU(h)
+rmsnorm_linear_forward = after_rmsnorm(rmsnorm_forward, linear_forward, None)  # out = RMSnorm(x) W^T
 
 CAPTURABLE = False  # the verdict and the update ask the host
 

@@ -9,12 +9,13 @@ import math
 import torch
 from torch import Tensor
 
-from handgrad.ops.compose import after_layernorm
+from handgrad.ops.compose import after_layernorm, after_rmsnorm
 from handgrad.ops.hashing import BITS32, WEYL, mixed
 from handgrad.ops.reference.attention import split_heads
 from handgrad.ops.reference.gelu import linear_gelu_forward, linear_residual_forward  # noqa: F401
 from handgrad.ops.reference.layernorm import layernorm_forward
 from handgrad.ops.reference.linear import linear_forward
+from handgrad.ops.reference.rmsnorm import rmsnorm_forward
 
 SHARE_UNIT = 2.0**60  # of probabilities as integers: those above 2^-36 are exact, and their sum fits 63 bits
 DRAW_BITS = 23  # of a draw: with the half that is added, the 24 that a float32 holds exactly
@@ -22,6 +23,7 @@ SMALLEST_TEMPERATURE = 1e-6  # but 0: far below the spacing of float32 logits, s
 
 layernorm_linear_forward = after_layernorm(layernorm_forward, linear_forward)
 layernorm_linear_gelu_forward = after_layernorm(layernorm_forward, linear_gelu_forward)
+rmsnorm_linear_forward = after_rmsnorm(rmsnorm_forward, linear_forward, None)
 
 
 def embedding_decode(out: Tensor, tokens: Tensor, positions: Tensor, wte: Tensor, wpe: Tensor) -> None:

@@ -30,6 +30,16 @@ def layernorm_backward(d: Draw) -> Arguments:
     return {"dresidual_inout": d(N, C), "dout": d(N, C), "inp": inp, **statistics(d, inp), "weight": d(C), **accumulators}
 
 
+def rmsnorm_backward(d: Draw) -> Arguments:
+    inp = d(N, C)
+    rstd = inp.float().square().mean(1).rsqrt()
+    return {"dresidual_inout": d(N, C), "dout": d(N, C), "inp": inp, "rstd": rstd}
+
+
+def qk_norm_backward(d: Draw) -> Arguments:
+    return {"dqkv_inout": d(N, 3 * C), "qkv": d(N, 3 * C), "rstd": d.float32(N, 2 * H).square() + 0.5}
+
+
 def classifier(d: Draw) -> Arguments:
     return {"losses": d.empty(N, dtype=torch.float32), "targets": d.words(N), "vocab_size": V}
 
@@ -107,6 +117,18 @@ CASES: Cases = {
         "bias": d(C),
     },
     "layernorm_backward": layernorm_backward,
+    "rmsnorm_forward": lambda d: {"out": d.empty(N, C), "rstd": d.empty(N, dtype=torch.float32), "inp": d(N, C)},
+    "rmsnorm_backward": rmsnorm_backward,
+    "rotary_forward": lambda d: {"qkv_inout": d(N, 3 * C), "num_heads": H, "length": T},
+    "rotary_backward": lambda d: {"dqkv_inout": d(N, 3 * C), "num_heads": H, "length": T},
+    "qk_norm_forward": lambda d: {"qkv_inout": d(N, 3 * C), "rstd": d.empty(N, 2 * H, dtype=torch.float32)},
+    "qk_norm_backward": qk_norm_backward,
+    "qk_norm_rotary_forward": lambda d: {
+        "qkv_inout": d(N, 3 * C),
+        "rstd": d.empty(N, 2 * H, dtype=torch.float32),
+        "length": T,
+    },
+    "qk_norm_rotary_backward": lambda d: {**qk_norm_backward(d), "length": T},
     "linear_forward": lambda d: {"out": d.empty(N, F), **d.product(F, C), "bias": d(F)},
     "linear_backward": product_backward,
     "linear_residual_forward": lambda d: {

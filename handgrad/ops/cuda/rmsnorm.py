@@ -1,0 +1,61 @@
+"""RMS norm without a gain: every row read once forward and once backward."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from handgrad.ops.cuda.launch import launch
+from handgrad.ops.cuda.layernorm import forward_places, forward_tile
+from handgrad.ops.reference.rmsnorm import RMSNORM_EPSILON
+
+# No parameter has a gradient here, so no sum crosses rows: in both directions a program takes rows of its own. The backward
+# holds three rows where the forward holds one, so a warp takes half as many elements.
+BACKWARD_ELEMENTS_PER_WARP = 1024
+EPSILON = tl.constexpr(RMSNORM_EPSILON)
+
+
+def backward_tile(channels: int) -> tuple[int, int, int]:
+    """(padded channels, rows, warps) of a program of the backward."""
+    return forward_tile(channels, BACKWARD_ELEMENTS_PER_WARP)
+
+
+def rmsnorm_forward(out: Tensor, rstd: Tensor, inp: Tensor) -> None:
+    N, C = inp.shape
+    block, rows, warps = forward_tile(C)
+    launch(_forward, (triton.cdiv(N, rows),), out, rstd, inp, N, C, block, rows, num_warps=warps)
+
+
+def rmsnorm_backward(dresidual_inout: Tensor, dout: Tensor, inp: Tensor, rstd: Tensor) -> None:
+    N, C = inp.shape
+    block, rows, warps = backward_tile(C)
+    tensors = dresidual_inout, dout, inp, rstd
+    launch(_backward, (triton.cdiv(N, rows),), *tensors, N, C, block, rows, num_warps=warps)
+
+
+@triton.jit
+def _forward(out, rstd, inp, N, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr):
+    first, row, column, in_rows, in_row = forward_places(N, C, BLOCK_C, ROWS)
+    place, inside = first * C + (row * C + column), in_rows & in_row
+    x = tl.load(inp + place, mask=inside, other=0.0).to(tl.float32)
+    row_rstd = rstd_of(tl.sum(x * x, 1, keep_dims=True), C)
+    tl.store(out + place, (x * row_rstd).to(out.dtype.element_ty), mask=inside)
+    tl.store(rstd + first + row, row_rstd, mask=in_rows)
+
+
+@triton.jit
+def rstd_of(sum_of_squares, count):
+    return tl.div_rn(1.0, tl.sqrt_rn(sum_of_squares / count + EPSILON))
+
+
+@triton.jit
+def _backward(dresidual, dout, inp, rstd, N, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr):
+    first, row, column, in_rows, in_row = forward_places(N, C, BLOCK_C, ROWS)
+    place, inside = first * C + (row * C + column), in_rows & in_row
+    dy = tl.load(dout + place, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(inp + place, mask=inside, other=0.0).to(tl.float32)
+    stream = tl.load(dresidual + place, mask=inside, other=0.0).to(tl.float32)
+    row_rstd = tl.load(rstd + first + row, mask=in_rows, other=0.0)
+    normal = x * row_rstd
+    along = tl.sum(dy * normal, 1, keep_dims=True) / C
+    updated = stream + row_rstd * (dy - normal * along)
+    tl.store(dresidual + place, updated.to(dresidual.dtype.element_ty), mask=inside)

@@ -1,0 +1,171 @@
+"""RMS norm of every head's query and key, and their rotation by position: one kernel forward and one backward, in place in
+the packed queries, keys and values, of which the values are not touched.
+
+A program takes whole token rows, one after another, and has the angles of a row once for all its heads. Angles are float64
+up to a fraction of a turn, so that they stay exact at any position; the sine and cosine of what is left are float32.
+"""
+
+import math
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from handgrad.ops.cuda.launch import launch
+from handgrad.ops.cuda.rmsnorm import rstd_of
+from handgrad.ops.reference.rotary import ROTARY_BASE
+
+# A lane has 8 pairs of channels of several heads: their angles are the same, and it computes them once. The backward holds
+# two tensors where the forward holds one.
+FORWARD_PAIRS_PER_WARP, BACKWARD_PAIRS_PER_WARP = 1024, 512
+
+# Programs walk the rows with this stride: the frequencies of the angles, each a power in float64, are made once for all
+# rows of a program. It is what 132 multiprocessors hold of the smallest programs.
+PROGRAMS = 4096
+
+LOG2_BASE, LOG2_TURN = tl.constexpr(math.log2(ROTARY_BASE)), tl.constexpr(math.log2(2 * math.pi))
+QUARTER = tl.constexpr(math.pi / 2)
+
+
+def tile(num_heads: int, width: int, pairs_per_warp: int) -> tuple[int, int, int]:
+    """(padded heads of queries and keys, padded pairs of a head, warps) of a program."""
+    heads, pairs = triton.next_power_of_2(2 * num_heads), triton.next_power_of_2(width // 2)
+    return heads, pairs, min(16, max(1, heads * pairs // pairs_per_warp))
+
+
+def rotary_forward(qkv_inout: Tensor, *, num_heads: int, length: int) -> None:
+    forward(qkv_inout, None, None, num_heads, length, rotary=True)
+
+
+def rotary_backward(dqkv_inout: Tensor, *, num_heads: int, length: int) -> None:
+    backward(dqkv_inout, None, None, num_heads, length, rotary=True)
+
+
+def qk_norm_forward(qkv_inout: Tensor, rstd: Tensor) -> None:
+    forward(qkv_inout, rstd, None, rstd.shape[1] // 2, 1, rotary=False)
+
+
+def qk_norm_backward(dqkv_inout: Tensor, qkv: Tensor, rstd: Tensor) -> None:
+    backward(dqkv_inout, qkv, rstd, rstd.shape[1] // 2, 1, rotary=False)
+
+
+def qk_norm_rotary_forward(qkv_inout: Tensor, rstd: Tensor, *, length: int) -> None:
+    """Rounded once, after both."""
+    forward(qkv_inout, rstd, None, rstd.shape[1] // 2, length, rotary=True)
+
+
+def qk_norm_rotary_backward(dqkv_inout: Tensor, qkv: Tensor, rstd: Tensor, *, length: int) -> None:
+    """Rounded once, before both."""
+    backward(dqkv_inout, qkv, rstd, rstd.shape[1] // 2, length, rotary=True)
+
+
+def forward(
+    qkv_inout: Tensor, rstd: Tensor | None, positions: Tensor | None, num_heads: int, length: int, *, rotary: bool
+) -> None:
+    """Without `rstd` there is no norm; without `positions` (N), row n stands at position n mod length."""
+    (N, C3), width = qkv_inout.shape, qkv_inout.shape[1] // (3 * num_heads)
+    *block, warps = tile(num_heads, width, FORWARD_PAIRS_PER_WARP)
+    tensors, sizes = (qkv_inout, rstd, positions), (N, length, C3, 2 * num_heads, width)
+    # In generation a launch may overlap with the one before it, as its neighbours do.
+    options: dict[str, Any] = {"OVERLAPS": False, "num_warps": warps}
+    launch(_forward, (min(N, PROGRAMS),), *tensors, *sizes, *block, rotary, **options)
+
+
+def backward(
+    dqkv_inout: Tensor, qkv: Tensor | None, rstd: Tensor | None, num_heads: int, length: int, *, rotary: bool
+) -> None:
+    (N, C3), width = dqkv_inout.shape, dqkv_inout.shape[1] // (3 * num_heads)
+    *block, warps = tile(num_heads, width, BACKWARD_PAIRS_PER_WARP)
+    tensors, sizes = (dqkv_inout, qkv, rstd), (N, length, C3, 2 * num_heads, width)
+    launch(_backward, (min(N, PROGRAMS),), *tensors, *sizes, *block, rotary, num_warps=warps)
+
+
+@triton.jit
+def _forward(
+    qkv, rstd, positions, N, length, C3: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr, ROTARY: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    head, pair, inside = places(HEADS, D, BLOCK_H, BLOCK_P)
+    frequency = turns_per_position(pair, D)
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
+    for row in range(tl.program_id(0), N, tl.num_programs(0)):
+        first = qkv + tl.cast(row, tl.int64) * C3 + (head * D + pair)
+        x1, x2 = pairs_at(first, inside, D)
+        if rstd is not None:
+            row_rstd = rstd_of(tl.sum(x1 * x1 + x2 * x2, 1, keep_dims=True), D)
+            tl.store(rstd + tl.cast(row, tl.int64) * HEADS + head, row_rstd, mask=head < HEADS)
+            x1, x2 = x1 * row_rstd, x2 * row_rstd
+        if ROTARY:
+            if positions is not None:
+                position = tl.load(positions + row)
+            else:
+                position = row % length
+            cos, sin = turned(frequency * tl.cast(position, tl.float64))
+            x1, x2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
+        store_pairs(first, x1, x2, inside, D)
+
+
+@triton.jit
+def _backward(
+    dqkv, qkv, rstd, N, length, C3: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr, ROTARY: tl.constexpr,
+):  # fmt: skip
+    head, pair, inside = places(HEADS, D, BLOCK_H, BLOCK_P)
+    frequency = turns_per_position(pair, D)
+    for row in range(tl.program_id(0), N, tl.num_programs(0)):
+        place = tl.cast(row, tl.int64) * C3 + (head * D + pair)
+        dx1, dx2 = pairs_at(dqkv + place, inside, D)
+        if rstd is not None:
+            y1, y2 = pairs_at(qkv + place, inside, D)
+            row_rstd = tl.load(rstd + tl.cast(row, tl.int64) * HEADS + head, mask=head < HEADS, other=0.0)
+            along = tl.sum(dx1 * y1 + dx2 * y2, 1, keep_dims=True) / D
+            dx1, dx2 = row_rstd * (dx1 - y1 * along), row_rstd * (dx2 - y2 * along)
+        if ROTARY:
+            cos, sin = turned(frequency * tl.cast(row % length, tl.float64))
+            dx1, dx2 = dx1 * cos + dx2 * sin, dx2 * cos - dx1 * sin
+        store_pairs(dqkv + place, dx1, dx2, inside, D)
+
+
+@triton.jit
+def places(HEADS: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr):
+    """(heads, pairs of a head, which of them exist) of a row: pair i are the channels i and i + D/2."""
+    head, pair = tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK_P)[None, :]
+    return head, pair, (head < HEADS) & (pair < D // 2)
+
+
+@triton.jit
+def pairs_at(first, inside, D: tl.constexpr):
+    """Both channels of the pairs whose first ones are at `first`, in float32."""
+    x1 = tl.load(first, mask=inside, other=0.0).to(tl.float32)
+    return x1, tl.load(first + D // 2, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_pairs(first, x1, x2, inside, D: tl.constexpr):
+    tl.store(first, x1.to(first.dtype.element_ty), mask=inside)
+    tl.store(first + D // 2, x2.to(first.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def turns_per_position(pair, D: tl.constexpr):
+    """base^(-2i/D) / (2 pi) of the pairs, in float64."""
+    return tl.exp2(pair.to(tl.float64) * (-LOG2_BASE / (D // 2)) - LOG2_TURN)
+
+
+@triton.jit
+def turned(turns):
+    """(cos, sin) in float32 of an angle in turns, in float64: the series of what lies beyond the nearest quarter, at most
+    pi/4, whose first term left out is less than 2e-9 of the result."""
+    quarter = tl.floor(turns * 4 + 0.5)
+    x = (turns * 4 - quarter).to(tl.float32) * QUARTER
+    z = x * x
+    c = 1 - z * (1 / 2 - z * (1 / 24 - z * (1 / 720 - z * (1 / 40320 - z * (1 / 3628800)))))
+    s = x * (1 - z * (1 / 6 - z * (1 / 120 - z * (1 / 5040 - z * (1 / 362880)))))
+    quadrant = quarter.to(tl.int64) & 3
+    odd = (quadrant & 1) != 0
+    cos, sin = tl.where(odd, s, c), tl.where(odd, c, s)
+    return tl.where((quadrant + 1) & 2 != 0, -cos, cos), tl.where(quadrant & 2 != 0, -sin, sin)
