@@ -31,7 +31,7 @@ TUNED = "tuned"
 REDUCE_PRECISIONS = ("fp32", "bf16")
 BACKENDS = ("auto", "kernels", "reference")
 OPTIMIZERS = ("adamw", "muon")
-SCHEDULES = ("cosine", "linear", "constant", "wsd")
+SCHEDULES = ("cosine", "linear", "constant", "wsd", "trapezoid")
 ARCHITECTURES = ("gpt2", "modern")
 # Of the modern network, each of which can be left out.
 TECHNIQUES = ("rotary", "qk_norm", "softcap", "embedding_norm", "zero_init", "untied_head")
@@ -144,6 +144,7 @@ class RunConfig:
     matrix_learning_rate: float = option(0.0, "muon's peak learning rate (0: learning_rate)")
     schedule: str = option("cosine", "shape of the decay after the warm-up", choices=SCHEDULES)
     warmup_steps: int = option(0, "steps of linear warm-up")
+    cooldown_fraction: float = option(0.2, "of the steps, at their end: the decay of wsd and trapezoid", between(0, 1))
     final_learning_rate_fraction: float = option(0.1, "learning rate at the end, as a fraction of the peak")
     weight_decay: float = option(0.1, "AdamW decay of matrices and embeddings")
     beta1: float = option(0.9, "AdamW decay of the first moment", BELOW_1)

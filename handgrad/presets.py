@@ -4,10 +4,12 @@ Sizes: the GPT-2 report (Radford et al. 2019) and Table 2.1 of the GPT-3 paper (
 rates the larger presets follow. The 124M and 1558M recipes are llm.c's published ones.
 """
 
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from handgrad.config import RunConfig
+from handgrad.config import GPT2_VOCABULARY, RunConfig
 from handgrad.errors import UsageError
 from handgrad.names import nearest_name
 
@@ -100,6 +102,52 @@ def gpt3(name: str, learning_rate: float, micro_batch: int = 16) -> RunConfig:
     return gpt2(name, **settings, final_learning_rate_fraction=0.1)
 
 
+# The modern network by one number, its depth. A row of rules, each with its source; docs/modern.md derives them.
+MODERN_DEPTHS = range(4, 49, 2)
+CHANNELS_PER_LAYER, MODERN_HEAD = 64, 128  # so the width grows with the depth (Karpathy 2025, nanochat)
+TOKENS_PER_PARAMETER = 20  # of a GEMM (Hoffmann et al. 2022, https://arxiv.org/abs/2203.15556)
+M12_TOKENS_PER_STEP, M12_MICRO_BATCH = 1 << 19, 64  # those of GPT-2's width
+MODERN_RATE = 3e-3  # at 768 channels
+
+
+def modern_sizes(depth: int) -> dict[str, int]:
+    channels = CHANNELS_PER_LAYER * depth
+    return {"num_layers": depth, "num_heads": channels // MODERN_HEAD, "channels": channels}
+
+
+def modern_parameters(depth: int) -> int:
+    """Parameters of the GEMMs, with GPT-2's vocabulary."""
+    channels = CHANNELS_PER_LAYER * depth
+    return 12 * depth * channels**2 + GPT2_VOCABULARY * channels
+
+
+def modern(depth: int) -> RunConfig:
+    """The modern network of this depth, with all that follows from it: width, heads, tokens, batch, rates.
+
+    The batch grows with the root of the tokens (Zhang et al. 2024, https://arxiv.org/abs/2410.21676), to a power of two;
+    the learning rate falls with the root of the width.
+    """
+    tokens = TOKENS_PER_PARAMETER * modern_parameters(depth)
+    growth = math.sqrt(modern_parameters(depth) / modern_parameters(12))
+    tokens_per_step = 1 << round(math.log2(M12_TOKENS_PER_STEP * growth))
+    steps = round(tokens / tokens_per_step)
+    return RunConfig(
+        **modern_sizes(depth),
+        architecture="modern",
+        optimizer="muon",
+        steps=steps,
+        tokens_per_step=tokens_per_step,
+        micro_batch=min(M12_MICRO_BATCH, 1 << round(math.log2(M12_MICRO_BATCH * 144 / depth**2))),
+        learning_rate=MODERN_RATE * math.sqrt(12 / depth),
+        schedule="trapezoid",
+        warmup_steps=max(1, steps // 100),
+        cooldown_fraction=0.5,
+        final_learning_rate_fraction=0.0,
+        eval_tokens=10 << 20,
+        save_every=1000,
+    )
+
+
 PRESETS: dict[str, Callable[[], RunConfig]] = {
     "tiny": tiny,
     "demo": demo,
@@ -111,6 +159,7 @@ PRESETS: dict[str, Callable[[], RunConfig]] = {
     "gpt3-350m": lambda: gpt3("gpt3-350m", 3e-4),
     "gpt3-760m": lambda: gpt3("gpt3-760m", 2.5e-4),
     "gpt3-1300m": lambda: gpt3("gpt3-1300m", 2e-4),
+    **{f"m{depth}": partial(modern, depth) for depth in MODERN_DEPTHS},
 }
 
 

@@ -229,7 +229,7 @@ def tensors_in(structure: object) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd", "trapezoid"])
 def test_schedules(config: RunConfig, schedule: str) -> None:
     settings = {"steps": 100, "warmup_steps": 10, "learning_rate": 1.0, "final_learning_rate_fraction": 0.1}
     resolved = schedule_of(dataclasses.replace(config, schedule=schedule, **settings))
@@ -240,10 +240,14 @@ def test_schedules(config: RunConfig, schedule: str) -> None:
         return
     assert rates[10:] == sorted(rates[10:], reverse=True)
     assert abs(rates[100] - 0.1) < 1e-12
-    middle = {"cosine": 0.55, "linear": 0.55, "wsd": 1.0}[schedule]
+    middle = {"cosine": 0.55, "linear": 0.55, "wsd": 1.0, "trapezoid": 1.0}[schedule]
     assert abs(rates[55] - middle) < 1e-12
     if schedule == "wsd":
         assert rates[80] == 1.0 and abs(rates[85] - (0.1 + 0.9 * (1 - math.sqrt(0.25)))) < 1e-12
+    if schedule == "trapezoid":
+        assert rates[80] == 1.0 and abs(rates[85] - (0.1 + 0.9 * 0.75)) < 1e-12
+        longer = schedule_of(dataclasses.replace(config, schedule=schedule, **settings, cooldown_fraction=0.5))
+        assert longer.rate(50) == 1.0 and abs(longer.rate(75) - 0.55) < 1e-12
 
 
 def test_outliers_are_judged_against_the_window_before_them() -> None:

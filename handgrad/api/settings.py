@@ -35,6 +35,7 @@ class Settings(TypedDict, total=False):
     matrix_learning_rate: float
     schedule: str
     warmup_steps: int
+    cooldown_fraction: float
     final_learning_rate_fraction: float
     weight_decay: float
     beta1: float

@@ -165,7 +165,7 @@ def largest_micro_batch(config: RunConfig, vocab_size: int, available_bytes: int
 
 def schedule_of(config: RunConfig) -> Schedule:
     peak, final_fraction = config.learning_rate, config.final_learning_rate_fraction
-    return Schedule(config.schedule, peak, final_fraction, config.warmup_steps, config.steps)
+    return Schedule(config.schedule, peak, final_fraction, config.warmup_steps, config.steps, config.cooldown_fraction)
 
 
 def with_precision(config: RunConfig, device: torch.device) -> RunConfig:
