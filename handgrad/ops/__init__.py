@@ -26,6 +26,7 @@ OPERATIONS = (
     *("rmsnorm_forward", "rmsnorm_backward"),
     *("rotary_forward", "rotary_backward", "qk_norm_forward", "qk_norm_backward"),
     *("qk_norm_rotary_forward", "qk_norm_rotary_backward"),
+    *("relu2_forward", "relu2_backward", "linear_relu2_forward", "relu2_linear_backward"),
     *("attention_forward", "attention_backward"),
     *("linear_forward", "linear_backward", "linear_residual_forward", "linear_gelu_forward", "gelu_linear_backward"),
     *("bias_backward", "gelu_forward", "gelu_backward", "residual_forward"),  # which products also have at their ends
@@ -33,7 +34,7 @@ OPERATIONS = (
     *("loss_sum", "squared_norms", "verdict", "adamw_update"),
     *("tree_sum", "checksum"),  # over lanes and ranks
     *("layernorm_linear_forward", "layernorm_linear_gelu_forward"),  # two in a row, which generation has as one
-    "rmsnorm_linear_forward",
+    *("rmsnorm_linear_forward", "rmsnorm_linear_relu2_forward"),
     "store_keys_values",
 )
 

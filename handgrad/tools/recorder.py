@@ -35,7 +35,7 @@ def product_flops(t: Named) -> int:
 
 
 def two_products_flops(t: Named) -> int:
-    rows = t["dinp"] if "dinp" in t else t["hidden"]
+    rows = next(t[name] for name in ("dinp", "hidden", "dhidden") if name in t)
     return 4 * rows.numel() * t["dweight_acc"].shape[0]
 
 
@@ -60,6 +60,8 @@ OPERATIONS = {
     "linear_residual_forward": Counted(FORWARD, product_flops),
     "linear_gelu_forward": Counted(FORWARD, product_flops),
     "linear_backward": Counted(BACKWARD, two_products_flops),
+    "linear_relu2_forward": Counted(FORWARD, product_flops),
+    "relu2_linear_backward": Counted(BACKWARD, two_products_flops),
     "gelu_linear_backward": Counted(BACKWARD, two_products_flops),
     "attention_forward": Counted("attention forward", lambda t: 2 * plain(t["out"]).numel() * (t["lse"].shape[-1] + 1)),
     "attention_backward": Counted("attention backward", lambda t: 5 * plain(t["out"]).numel() * (t["lse"].shape[-1] + 1)),
@@ -69,6 +71,8 @@ OPERATIONS = {
     "dropout_residual_forward": Counted("dropout and residual sum"),
     "gelu_forward": Counted("GELU alone"),
     "gelu_backward": Counted("GELU alone"),
+    "relu2_forward": Counted("squared ReLU"),
+    "relu2_backward": Counted("squared ReLU"),
     "bias_backward": Counted("bias sums"),
     "classifier_forward": Counted("classifier"),
     "classifier_forward_backward": Counted("classifier"),
@@ -86,7 +90,10 @@ OPERATIONS = {
 # Functions that the operations of a module `linear` call, by name: counted instead of the operation where one is a product.
 PARTS = {
     "multiply": Counted("{place} products, {role}", lambda t: 2 * t["d"].numel() * t["a"].shape[bool(t["transpose_a"])]),
-    **{name: OPERATIONS[name] for name in ("bias_backward", "gelu_forward", "gelu_backward")},
+    **{
+        name: OPERATIONS[name]
+        for name in ("bias_backward", "gelu_forward", "gelu_backward", "relu2_forward", "relu2_backward")
+    },
     "gelu_forward_fp8": Counted("GELU to fp8, forward"),
     "gelu_backward_fp8": Counted("GELU to fp8, backward"),
 }

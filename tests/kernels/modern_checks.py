@@ -63,3 +63,21 @@ def head_backward(draw: Draw, N: int, H: int, D: int, length: int) -> Case:
         return found
 
     return heads(draw, N, H, D), run
+
+
+def relu2_forward(draw: Draw, N: int, F: int) -> Case:
+    def run(ops: ModuleType, t: Tensors) -> Tensors:
+        ops.relu2_forward(t["hidden"])
+        return {"out": t["hidden"]}
+
+    return {"hidden": draw.normal(N, F) * 3}, run
+
+
+def relu2_backward(draw: Draw, N: int, F: int) -> Case:
+    """Of outputs half of which are 0."""
+
+    def run(ops: ModuleType, t: Tensors) -> Tensors:
+        ops.relu2_backward(t["dhidden"], t["out"])
+        return {"dhidden": t["dhidden"]}
+
+    return {"out": draw.normal(N, F).clamp(min=0).square(), "dhidden": draw.normal(N, F)}, run

@@ -1,6 +1,7 @@
 """The kernels of RMS norm, QK-norm, rotary positions, squared ReLU and a softly capped classifier in float32 by Triton's
 interpreter, where there is no GPU (tests/gpu has the same on one)."""
 
+import math
 import os
 
 import pytest
@@ -13,7 +14,7 @@ pytest.importorskip("triton")
 
 from handgrad.ops.cuda import rotary
 from tests.kernels import modern_checks as checks
-from tests.kernels.memory_checks import Draw, check
+from tests.kernels.memory_checks import Draw, check, kernels
 
 
 @pytest.fixture
@@ -40,3 +41,15 @@ def test_a_program_walks_several_rows(draw: Draw, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(rotary, "PROGRAMS", 3)
     check(checks.head_forward(draw, 11, 2, 24, 4))
     check(checks.head_backward(draw, 11, 2, 24, 4))
+
+
+@pytest.mark.parametrize(("N", "F"), [(1, 77), (9, 31), (33, 300)])
+def test_relu2(draw: Draw, N: int, F: int) -> None:
+    check(checks.relu2_forward(draw, N, F))
+    check(checks.relu2_backward(draw, N, F))
+
+
+def test_relu2_hides_no_nan() -> None:
+    x = torch.tensor([[math.nan, -math.inf, -1.0, -0.0, 2.0, math.inf]])
+    kernels.relu2_forward(x)
+    assert math.isnan(x[0, 0]) and x[0, 1:].tolist() == [0, 0, 0, 4, math.inf]

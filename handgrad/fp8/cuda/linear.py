@@ -71,7 +71,7 @@ def weight_backward(dweight_acc: Tensor, dout: Form, inp: Form, *, scratch: Tens
 
 
 def linear_residual_forward(
-    out: Tensor, residual: Tensor, inp: Form, weight: Form, bias: Tensor, *, scratch: Tensor
+    out: Tensor, residual: Tensor, inp: Form, weight: Form, bias: Tensor | None, *, scratch: Tensor
 ) -> None:
     operands = fp8_operands(inp, "rows", weight, "rows")
     if operands is None:

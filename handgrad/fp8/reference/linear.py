@@ -71,7 +71,7 @@ def bias_backward(dbias_acc: Tensor, dout: Form, *, scratch: Tensor | None = Non
 
 
 def linear_residual_forward(
-    out: Tensor, residual: Tensor, inp: Form, weight: Form, bias: Tensor, *, scratch: Tensor | None = None
+    out: Tensor, residual: Tensor, inp: Form, weight: Form, bias: Tensor | None, *, scratch: Tensor | None = None
 ) -> None:
     linear_forward(out, inp, weight, bias)
     reference.residual_forward(out, residual, out)

@@ -23,11 +23,13 @@ from handgrad.ops.cpu.gelu import (
 )
 from handgrad.ops.cpu.layernorm import layernorm_backward, layernorm_forward
 from handgrad.ops.cpu.linear import linear_backward, linear_forward
+from handgrad.ops.cpu.relu2 import linear_relu2_forward, relu2_linear_backward
 from handgrad.ops.reference import rmsnorm_forward
 
 layernorm_linear_forward = after_layernorm(layernorm_forward, linear_forward)
 layernorm_linear_gelu_forward = after_layernorm(layernorm_forward, linear_gelu_forward)
 rmsnorm_linear_forward = after_rmsnorm(rmsnorm_forward, linear_forward, None)
+rmsnorm_linear_relu2_forward = after_rmsnorm(rmsnorm_forward, linear_relu2_forward)
 
 
 def __getattr__(name: str) -> Any:

@@ -11,12 +11,14 @@ from handgrad.ops.compose import after_layernorm, after_rmsnorm
 from handgrad.ops.cpu.gelu import linear_gelu_forward, linear_residual_forward
 from handgrad.ops.cpu.layernorm import layernorm_forward
 from handgrad.ops.cpu.linear import linear_forward
+from handgrad.ops.cpu.relu2 import linear_relu2_forward
 from handgrad.ops.reference.decode import append_keys_values, choose_tokens, choosing_scratch_bytes, embedding_decode
 from handgrad.ops.reference.rmsnorm import rmsnorm_forward
 
 layernorm_linear_forward = after_layernorm(layernorm_forward, linear_forward)
 layernorm_linear_gelu_forward = after_layernorm(layernorm_forward, linear_gelu_forward)
 rmsnorm_linear_forward = after_rmsnorm(rmsnorm_forward, linear_forward, None)
+rmsnorm_linear_relu2_forward = after_rmsnorm(rmsnorm_forward, linear_relu2_forward)
 
 
 def attention_decode(

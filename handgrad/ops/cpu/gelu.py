@@ -39,7 +39,7 @@ def gelu_linear_backward(
 
 
 def linear_residual_forward(
-    out: Tensor, residual: Tensor, inp: Tensor, weight: Tensor, bias: Tensor, *, scratch: Tensor | None = None
+    out: Tensor, residual: Tensor, inp: Tensor, weight: Tensor, bias: Tensor | None, *, scratch: Tensor | None = None
 ) -> None:
     linear_forward(out, inp, weight, bias)
     residual_forward(out, residual, out)

@@ -23,10 +23,13 @@ from handgrad.ops.cuda.linear import (
     linear_backward,
     linear_forward,
     linear_gelu_forward,
+    linear_relu2_forward,
     linear_residual_forward,
+    relu2_linear_backward,
 )
 from handgrad.ops.cuda.optimizer import adamw_update, loss_sum, squared_norms, verdict
 from handgrad.ops.cuda.reduction import checksum, tree_sum
+from handgrad.ops.cuda.relu2 import relu2_backward, relu2_forward
 from handgrad.ops.cuda.rmsnorm import rmsnorm_backward, rmsnorm_forward
 from handgrad.ops.cuda.rotary import (
     qk_norm_backward,
@@ -42,6 +45,7 @@ from handgrad.ops.reference import residual_forward, store_keys_values  # plain 
 layernorm_linear_forward = after_layernorm(layernorm_forward, linear_forward)
 layernorm_linear_gelu_forward = after_layernorm(layernorm_forward, linear_gelu_forward)
 rmsnorm_linear_forward = after_rmsnorm(rmsnorm_forward, linear_forward, None)
+rmsnorm_linear_relu2_forward = after_rmsnorm(rmsnorm_forward, linear_relu2_forward)
 
 WIDEST_HEAD = 128
 CAPTURABLE = True  # every operation of a step can be recorded in a CUDA graph

@@ -9,6 +9,7 @@ from torch import Tensor
 from handgrad.ops.cuda.column_sums import bias_backward
 from handgrad.ops.cuda.cublaslt import BIAS, DGELU, GELU_AUX_BIAS, PLAIN, multiply
 from handgrad.ops.cuda.gelu import gelu_backward, gelu_forward
+from handgrad.ops.cuda.relu2 import relu2_backward, relu2_forward
 
 
 def has_gelu_epilogue(tensor: Tensor) -> bool:
@@ -49,10 +50,10 @@ def weight_backward(dweight_acc: Tensor, dout: Tensor, inp: Tensor, *, scratch: 
 
 
 def linear_residual_forward(
-    out: Tensor, residual: Tensor, inp: Tensor, weight: Tensor, bias: Tensor, *, scratch: Tensor, tf32: bool = False
+    out: Tensor, residual: Tensor, inp: Tensor, weight: Tensor, bias: Tensor | None, *, scratch: Tensor, tf32: bool = False
 ) -> None:
     """Summed in float32 and rounded once."""
-    options = {"transpose_a": True, "epilogue": BIAS, "bias": bias, "added": residual}
+    options = {"transpose_a": True, "epilogue": PLAIN if bias is None else BIAS, "bias": bias, "added": residual}
     multiply(out, weight, inp, **options, tf32=tf32, scratch=scratch)
 
 
@@ -84,4 +85,18 @@ def gelu_linear_backward(
     else:
         input_backward(dhidden, dout, weight, scratch=scratch, tf32=tf32)
         gelu_backward(dhidden, hidden)
+    weight_backward(dweight_acc, dout, inp, scratch=scratch, tf32=tf32)
+
+
+def linear_relu2_forward(out: Tensor, inp: Tensor, weight: Tensor, *, scratch: Tensor, tf32: bool = False) -> None:
+    """The square sees the product after its rounding."""
+    linear_forward(out, inp, weight, None, scratch=scratch, tf32=tf32)
+    relu2_forward(out)
+
+
+def relu2_linear_backward(
+    dhidden: Tensor, dweight_acc: Tensor, dout: Tensor, inp: Tensor, weight: Tensor, *, scratch: Tensor, tf32: bool = False
+) -> None:
+    input_backward(dhidden, dout, weight, scratch=scratch, tf32=tf32)
+    relu2_backward(dhidden, inp)
     weight_backward(dweight_acc, dout, inp, scratch=scratch, tf32=tf32)

@@ -13,13 +13,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from handgrad.ops.cuda.launch import launch
+from handgrad.ops.cuda.launch import launch, overlapping
 from handgrad.ops.cuda.rmsnorm import rstd_of
 from handgrad.ops.reference.rotary import ROTARY_BASE
 
-# A lane has 8 pairs of channels of several heads: their angles are the same, and it computes them once. The backward holds
-# two tensors where the forward holds one.
-FORWARD_PAIRS_PER_WARP, BACKWARD_PAIRS_PER_WARP = 1024, 512
+# Bytes of the pairs' first channels that a warp holds: a lane loads 16 of each of several heads, whose angles are the same,
+# and computes these once. The backward holds two tensors where the forward holds one.
+FORWARD_BYTES_PER_WARP, BACKWARD_BYTES_PER_WARP = 2048, 1024
 
 # Programs walk the rows with this stride: the frequencies of the angles, each a power in float64, are made once for all
 # rows of a program. It is what 132 multiprocessors hold of the smallest programs.
@@ -29,10 +29,10 @@ LOG2_BASE, LOG2_TURN = tl.constexpr(math.log2(ROTARY_BASE)), tl.constexpr(math.l
 QUARTER = tl.constexpr(math.pi / 2)
 
 
-def tile(num_heads: int, width: int, pairs_per_warp: int) -> tuple[int, int, int]:
+def tile(num_heads: int, width: int, itemsize: int, bytes_per_warp: int) -> tuple[int, int, int]:
     """(padded heads of queries and keys, padded pairs of a head, warps) of a program."""
     heads, pairs = triton.next_power_of_2(2 * num_heads), triton.next_power_of_2(width // 2)
-    return heads, pairs, min(16, max(1, heads * pairs // pairs_per_warp))
+    return heads, pairs, min(16, max(1, heads * pairs * itemsize // bytes_per_warp))
 
 
 def rotary_forward(qkv_inout: Tensor, *, num_heads: int, length: int) -> None:
@@ -62,14 +62,21 @@ def qk_norm_rotary_backward(dqkv_inout: Tensor, qkv: Tensor, rstd: Tensor, *, le
 
 
 def forward(
-    qkv_inout: Tensor, rstd: Tensor | None, positions: Tensor | None, num_heads: int, length: int, *, rotary: bool
+    qkv_inout: Tensor,
+    rstd: Tensor | None,
+    positions: Tensor | None,
+    num_heads: int,
+    length: int,
+    *,
+    rotary: bool,
+    overlaps: bool = False,
 ) -> None:
-    """Without `rstd` there is no norm; without `positions` (N), row n stands at position n mod length."""
+    """Without `rstd` there is no norm; without `positions` (N), row n stands at position n mod length. `overlaps`: as the
+    launches of generation do."""
     (N, C3), width = qkv_inout.shape, qkv_inout.shape[1] // (3 * num_heads)
-    *block, warps = tile(num_heads, width, FORWARD_PAIRS_PER_WARP)
+    *block, warps = tile(num_heads, width, qkv_inout.element_size(), FORWARD_BYTES_PER_WARP)
     tensors, sizes = (qkv_inout, rstd, positions), (N, length, C3, 2 * num_heads, width)
-    # In generation a launch may overlap with the one before it, as its neighbours do.
-    options: dict[str, Any] = {"OVERLAPS": False, "num_warps": warps}
+    options: dict[str, Any] = overlapping(qkv_inout, warps) if overlaps else {"OVERLAPS": False, "num_warps": warps}
     launch(_forward, (min(N, PROGRAMS),), *tensors, *sizes, *block, rotary, **options)
 
 
@@ -77,7 +84,7 @@ def backward(
     dqkv_inout: Tensor, qkv: Tensor | None, rstd: Tensor | None, num_heads: int, length: int, *, rotary: bool
 ) -> None:
     (N, C3), width = dqkv_inout.shape, dqkv_inout.shape[1] // (3 * num_heads)
-    *block, warps = tile(num_heads, width, BACKWARD_PAIRS_PER_WARP)
+    *block, warps = tile(num_heads, width, dqkv_inout.element_size(), BACKWARD_BYTES_PER_WARP)
     tensors, sizes = (dqkv_inout, qkv, rstd), (N, length, C3, 2 * num_heads, width)
     launch(_backward, (min(N, PROGRAMS),), *tensors, *sizes, *block, rotary, num_warps=warps)
 

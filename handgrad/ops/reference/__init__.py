@@ -26,6 +26,12 @@ from handgrad.ops.reference.layernorm import layernorm_backward, layernorm_forwa
 from handgrad.ops.reference.linear import bias_backward, linear_backward, linear_forward
 from handgrad.ops.reference.optimizer import adamw_update, loss_sum, squared_norms, verdict
 from handgrad.ops.reference.reduction import checksum, tree_sum
+from handgrad.ops.reference.relu2 import (
+    linear_relu2_forward,
+    relu2_backward,
+    relu2_forward,
+    relu2_linear_backward,
+)
 from handgrad.ops.reference.rmsnorm import rmsnorm_backward, rmsnorm_forward
 from handgrad.ops.reference.rotary import (
     qk_norm_backward,
@@ -39,6 +45,7 @@ from handgrad.ops.reference.rotary import (
 layernorm_linear_forward = after_layernorm(layernorm_forward, linear_forward)  # out = LN(x) W^T + b
 layernorm_linear_gelu_forward = after_layernorm(layernorm_forward, linear_gelu_forward)  # h = LN(x) W^T + b, out = GELU(h)
 rmsnorm_linear_forward = after_rmsnorm(rmsnorm_forward, linear_forward, None)  # out = RMSnorm(x) W^T
+rmsnorm_linear_relu2_forward = after_rmsnorm(rmsnorm_forward, linear_relu2_forward)  # out = max(RMSnorm(x) W^T, 0)^2
 
 CAPTURABLE = False  # the verdict and the update ask the host
 

@@ -69,8 +69,8 @@ def residual_forward(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def linear_residual_forward(
-    out: Tensor, residual: Tensor, inp: Tensor, weight: Tensor, bias: Tensor, *, scratch: Tensor | None = None
+    out: Tensor, residual: Tensor, inp: Tensor, weight: Tensor, bias: Tensor | None, *, scratch: Tensor | None = None
 ) -> None:
-    """out (N, C) = residual (N, C) + inp (N, I) weight (C, I)^T + bias (C). `out` is not `residual`."""
+    """out (N, C) = residual (N, C) + inp (N, I) weight (C, I)^T + bias (C), which may be None. `out` is not `residual`."""
     linear_forward(out, inp, weight, bias)
     residual_forward(out, residual, out)

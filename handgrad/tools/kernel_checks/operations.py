@@ -53,6 +53,12 @@ def gelu_product_backward(d: Draw) -> Arguments:
     return {"dhidden": d.empty(N, F), "dweight_acc": d.float32(C, F), "dout": d(N, C), "hidden": d(N, F), **d.product(C, F)}
 
 
+def relu2_product_backward(d: Draw) -> Arguments:
+    product = d.product(C, F)
+    product["inp"] = product["inp"].square()
+    return {"dhidden": d.empty(N, F), "dweight_acc": d.float32(C, F), "dout": d(N, C), **product}
+
+
 def attention(d: Draw, heads: int, **site: Dropout) -> Arguments:
     return {"out": d.empty(N, C), "lse": d.empty(B, heads, T, dtype=torch.float32), "qkv": d(N, 3 * C), **site}
 
@@ -146,6 +152,10 @@ CASES: Cases = {
     "gelu_linear_backward": gelu_product_backward,
     "gelu_forward": lambda d: {"out": d.empty(N, F), "inp": d(N, F)},
     "gelu_backward": lambda d: {"dhidden_inout": d(N, F), "inp": d(N, F)},
+    "relu2_forward": lambda d: {"hidden_inout": d(N, F)},
+    "relu2_backward": lambda d: {"dhidden_inout": d(N, F), "out": d(N, F).square()},
+    "linear_relu2_forward": lambda d: {"out": d.empty(N, F), **d.product(F, C)},
+    "relu2_linear_backward": relu2_product_backward,
     "bias_backward": lambda d: {"dbias_acc": d.float32(F), "dout": d(N, F)},
     "attention_forward, heads of 64 channels": lambda d: attention(d, H),
     "attention_backward, heads of 64 channels": lambda d: attention_backward(d, H),

@@ -1,0 +1,75 @@
+"""The kernels of RMS norm, QK-norm, rotary positions, squared ReLU and a softly capped classifier as they are launched at
+real sizes, compiled for Hopper without a GPU.
+
+    python -m tests.kernels.modern_kernel_table      prints registers, stack and the widest accesses as JSON
+
+Needs a process without TRITON_INTERPRET.
+"""
+
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+
+import triton
+
+from handgrad.ops.cuda import gelu, relu2, rmsnorm, rotary
+from tests.kernels.compiling import compile_kernel
+from tests.kernels.memory_kernel_table import NUMBERS, widest
+
+ARCHITECTURE = 90
+DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
+V, Vp = 50257, 50304
+HEADS = {(768, 12, 64), (768, 6, 128), (1600, 16, 100)}  # C, H, D
+
+TYPES = {**NUMBERS, "length": "i32"}
+TYPES |= dict.fromkeys(("rstd", "losses", "scale"), "*fp32:16") | dict.fromkeys(("targets", "positions"), "*i64:16")
+
+Launch = tuple[triton.JITFunction, dict[str, object], int]
+
+
+def launches(itemsize: int) -> dict[str, Launch]:
+    """name: (kernel, its constants, warps), as the operations launch them."""
+    found: dict[str, Launch] = {
+        "relu2_forward": (relu2._forward, {"BLOCK": gelu.BLOCK}, gelu.WARPS),
+        "relu2_backward": (relu2._backward, {"BLOCK": gelu.BLOCK}, gelu.WARPS),
+    }
+    for C in (768, 1600):
+        for name, kernel, (block, rows, warps) in (
+            ("rmsnorm_forward", rmsnorm._forward, rmsnorm.forward_tile(C)),
+            ("rmsnorm_backward", rmsnorm._backward, rmsnorm.backward_tile(C)),
+        ):
+            found[f"{name} of {C}"] = kernel, {"C": C, "BLOCK_C": block, "ROWS": rows}, warps
+    for C, H, D in HEADS:
+        for name, normed, rotated in (("qk_norm", True, False), ("rotary", False, True), ("qk_norm_rotary", True, True)):
+            sizes = {"C3": 3 * C, "HEADS": 2 * H, "D": D, "ROTARY": rotated}
+            absent = {} if normed else {"rstd": None}
+            heads, pairs, warps = rotary.tile(H, D, itemsize, rotary.FORWARD_BYTES_PER_WARP)
+            constants = {**sizes, **absent, "positions": None, "BLOCK_H": heads, "BLOCK_P": pairs, "OVERLAPS": False}
+            found[f"{name}_forward of {H} heads of {D}"] = rotary._forward, constants, warps
+            heads, pairs, warps = rotary.tile(H, D, itemsize, rotary.BACKWARD_BYTES_PER_WARP)
+            constants = {**sizes, **absent, "BLOCK_H": heads, "BLOCK_P": pairs} | ({} if normed else {"qkv": None})
+            found[f"{name}_backward of {H} heads of {D}"] = rotary._backward, constants, warps
+    return found
+
+
+def compile_one(job: tuple[str, str]) -> dict[str, object]:
+    name, dtype = job
+    kernel, constants, warps = launches(DTYPES[dtype])[name]
+    signature = {n: TYPES.get(n, f"*{dtype}:16") for n in kernel.arg_names}
+    made = compile_kernel(kernel, signature, constants, warps, 3, ARCHITECTURE)
+    return {
+        "kernel": name,
+        "dtype": dtype,
+        "warps": warps,
+        "registers": made["registers"],
+        "stack": made["stack"],
+        "load": widest(made["ptx"], "ld"),
+        "store": widest(made["ptx"], "st"),
+        "spills": len(re.findall(r"[ls][dt]\.local", made["ptx"])),
+    }
+
+
+if __name__ == "__main__":
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [(name, dtype) for dtype, itemsize in DTYPES.items() for name in launches(itemsize)]
+        print(json.dumps(list(pool.map(compile_one, jobs))))
