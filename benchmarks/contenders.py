@@ -49,7 +49,10 @@ class Settings:
         """The run that these settings describe; raises `UsageError` if there is none."""
         values = {name: getattr(self, name) for name in NAMES & FIELDS.keys()}
         tokens_per_step = self.micro_steps * self.micro_batch * self.sequence_length
-        return check(RunConfig(**{**values, **presets.model(self.model)}, tokens_per_step=tokens_per_step))
+        sizes = presets.model(self.model)
+        if sizes["architecture"] == "modern":
+            values["optimizer"] = "muon"
+        return check(RunConfig(**{**values, **sizes}, tokens_per_step=tokens_per_step))
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))

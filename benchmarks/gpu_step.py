@@ -28,8 +28,9 @@ from handgrad.errors import UsageError
 from handgrad.models import architecture
 from handgrad.names import nearest_name
 
-# "handgrad" computes in --precision, "handgrad-PRECISION" in another.
-HANDGRADS = ("handgrad", *(f"handgrad-{precision}" for precision in PRECISIONS))
+# "handgrad" computes in --precision, "handgrad-PRECISION" in another; "handgrad-gpt2" is GPT-2 of a modern network's sizes.
+SAME_SIZE = "handgrad-gpt2"
+HANDGRADS = ("handgrad", *(f"handgrad-{precision}" for precision in PRECISIONS), SAME_SIZE)
 # The fastest twin of all sizes on one H200, with Liger's head where Liger is installed.
 FASTEST_TWIN = "twin-cudnn+stream+regional"
 
@@ -49,7 +50,8 @@ def precision_of(name: str, settings: Settings) -> str:
     """The precision of most of a contender's GEMMs."""
     if switches := switches_of(name):
         return switches.precision
-    return name.removeprefix("handgrad").removeprefix("-") or settings.precision
+    own = settings.precision if name == SAME_SIZE else name.removeprefix("handgrad").removeprefix("-")
+    return own or settings.precision
 
 
 def make_run(name: str, settings: Settings) -> Run:
@@ -57,6 +59,9 @@ def make_run(name: str, settings: Settings) -> Run:
     config, tokens = settings.config(), tokens_of(settings)
     if switches := switches_of(name):
         return TwinRun(config, tokens, dataclasses.replace(switches, compiled=config.device == "cuda"))
+    if name == SAME_SIZE:
+        heads = max(1, config.channels // 64)
+        config = dataclasses.replace(config, architecture="gpt2", optimizer="adamw", num_heads=heads)
     backend = "kernels" if config.device == "cuda" else "auto"
     return HandgradRun(check(dataclasses.replace(config, precision=precision_of(name, settings))), tokens, backend=backend)
 

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.modern_twin import ModernGpuTwin, modern_optimizer
 from benchmarks.twin import Block, Twin, optimizer_of
 from handgrad.config import ModelShape, RunConfig
 from handgrad.errors import UsageError
@@ -141,12 +142,12 @@ def head_loss(
 
 
 @torch.compiler.disable
-def fused_head(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def fused_head(x: Tensor, weight: Tensor, targets: Tensor, softcap: float | None = None) -> Tensor:
     """Liger's fused linear cross-entropy. The compiler does not look inside: its kernels are Triton already."""
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 
     parameters = inspect.signature(LigerFusedLinearCrossEntropyFunction.forward).parameters
-    options = {"accum_dtype": torch.float32, "chunk_mem_const": LIGER_CHUNKS}
+    options = {"accum_dtype": torch.float32, "chunk_mem_const": LIGER_CHUNKS, "softcap": softcap}
     arguments = [options.get(name, parameters[name].default) for name in [*parameters][4:]]
     return LigerFusedLinearCrossEntropyFunction.apply(x, weight, targets, *arguments)[0]
 
@@ -223,10 +224,12 @@ class TwinTrainer:
         use_attention(switches.attention, device)
         if device.type == "cuda":
             torch.backends.cuda.matmul.allow_tf32 = switches.tf32
+        modern = shape.architecture == "modern"
         with device:
-            self.twin = GpuTwin(shape, switches)
+            self.twin = ModernGpuTwin(shape, switches) if modern else GpuTwin(shape, switches)
         use_float8(self.twin.blocks, switches.float8, device)
-        self.optimizer = optimizer_of(self.twin, config, fused=switches.fused)
+        make = modern_optimizer if modern else optimizer_of
+        self.optimizer: Any = make(self.twin, config, fused=switches.fused)
         self.parameters = list(self.twin.parameters())
         self.keeps_gradients = switches.mode in GRAPH_MODES
         for parameter in self.parameters if self.keeps_gradients else ():

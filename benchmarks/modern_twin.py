@@ -1,13 +1,18 @@
 """The peer of the modern network: the same in plain PyTorch with autograd, under handgrad's names."""
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from handgrad.config import ModelShape
+from handgrad.config import ModelShape, RunConfig
 from handgrad.models.rows import ParameterRow
 from handgrad.ops.reference.rmsnorm import RMSNORM_EPSILON
 from handgrad.ops.reference.rotary import ROTARY_BASE
+
+if TYPE_CHECKING:
+    from benchmarks.gpu_twin import Switches
 
 
 def normed(x: Tensor) -> Tensor:
@@ -74,10 +79,13 @@ class ModernTwin(nn.Module):
 
     def stream(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
-        cos, sin = angles(tokens.shape[1], self.shape.channels // self.shape.num_heads, x.dtype, x.device)
+        cos, sin = self.angles(tokens.shape[1], x)
         for block in self.blocks:
             x = block(x, cos, sin)
         return x
+
+    def angles(self, length: int, x: Tensor) -> tuple[Tensor, Tensor]:
+        return angles(length, self.shape.channels // self.shape.num_heads, x.dtype, x.device)
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         weight = self.head.weight if self.shape.has("untied_head") else self.wte.weight
@@ -101,3 +109,59 @@ class ModernTwin(nn.Module):
             parameter = self.parameter_of(row)
             parameter[: row.stored_rows].copy_(row.stored(flat))
             parameter[row.stored_rows :].zero_()
+
+
+class ModernGpuTwin(ModernTwin):
+    """The network as a tuned peer: angles computed once, the residual stream in bf16 or float32, the head whole or by
+    Liger's fused kernel, which caps its logits."""
+
+    def __init__(self, shape: ModelShape, switches: "Switches"):
+        super().__init__(shape)
+        self.bf16_stream, self.liger = switches.bf16_stream, switches.head == "liger"
+        cos, sin = angles(shape.sequence_length, shape.channels // shape.num_heads, torch.float32)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        x = super().embed(tokens)
+        return x.to(torch.bfloat16) if self.bf16_stream else x
+
+    def angles(self, length: int, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.cos[:length], self.sin[:length]
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        if not self.liger:
+            return super().loss(x, targets)
+        from benchmarks.gpu_twin import fused_head
+
+        weight = self.head.weight if self.shape.has("untied_head") else self.wte.weight
+        dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+        flat = normed(x).view(-1, x.shape[-1]).to(dtype)
+        return fused_head(flat, weight.to(dtype), targets.reshape(-1), self.shape.softcap or None)
+
+
+class Optimizers:
+    """Several optimizers as one."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer):
+        self.optimizers = optimizers
+        self.param_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=set_to_none)
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+def modern_optimizer(twin: ModernTwin, config: RunConfig, *, fused: bool) -> Optimizers:
+    """torch's Muon for the blocks' matrices, AdamW for the rest."""
+    matrices = list(twin.blocks.parameters())
+    inside = {id(p) for p in matrices}
+    rest = [p for p in twin.parameters() if id(p) not in inside]
+    settings = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
+    muon = torch.optim.Muon(matrices, momentum=0.95, adjust_lr_fn="match_rms_adamw", **settings)
+    betas = config.beta1, config.beta2
+    return Optimizers(muon, torch.optim.AdamW(rest, betas=betas, eps=config.adam_epsilon, fused=fused, **settings))

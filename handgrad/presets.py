@@ -13,6 +13,13 @@ from handgrad.config import GPT2_VOCABULARY, RunConfig
 from handgrad.errors import UsageError
 from handgrad.names import nearest_name
 
+# The modern network by one number, its depth. A row of rules, each with its source; docs/modern.md derives them.
+CHANNELS_PER_LAYER, MODERN_HEAD = 64, 128  # so the width grows with the depth (Karpathy 2025, nanochat)
+TOKENS_PER_PARAMETER = 20  # of a GEMM (Hoffmann et al. 2022, https://arxiv.org/abs/2203.15556)
+M12_TOKENS_PER_STEP, M12_MICRO_BATCH = 1 << 19, 64  # those of GPT-2's width
+MODERN_RATE = 3e-3  # at 768 channels
+MODERN = {f"m{depth}": depth for depth in range(4, 49, 2)}
+
 # name: (num_layers, num_heads, channels)
 MODELS = {
     "tiny": (2, 4, 64),
@@ -24,6 +31,7 @@ MODELS = {
     "gpt3-350m": (24, 16, 1024),
     "gpt3-760m": (24, 16, 1536),
     "gpt3-1300m": (24, 32, 2048),
+    **{name: (d, CHANNELS_PER_LAYER * d // MODERN_HEAD, CHANNELS_PER_LAYER * d) for name, d in MODERN.items()},
 }
 
 
@@ -31,7 +39,8 @@ def model(name: str) -> dict[str, Any]:
     """The fields that `--model NAME` sets."""
     if name not in MODELS:
         raise UsageError(f"unknown model {name!r}{nearest_name(name, MODELS)}; known: {', '.join(MODELS)}")
-    return dict(zip(("num_layers", "num_heads", "channels"), MODELS[name], strict=True))
+    sizes = dict(zip(("num_layers", "num_heads", "channels"), MODELS[name], strict=True))
+    return sizes | {"architecture": "modern" if name in MODERN else "gpt2"}
 
 
 def sized(name: str, **settings: Any) -> RunConfig:
@@ -102,19 +111,6 @@ def gpt3(name: str, learning_rate: float, micro_batch: int = 16) -> RunConfig:
     return gpt2(name, **settings, final_learning_rate_fraction=0.1)
 
 
-# The modern network by one number, its depth. A row of rules, each with its source; docs/modern.md derives them.
-MODERN_DEPTHS = range(4, 49, 2)
-CHANNELS_PER_LAYER, MODERN_HEAD = 64, 128  # so the width grows with the depth (Karpathy 2025, nanochat)
-TOKENS_PER_PARAMETER = 20  # of a GEMM (Hoffmann et al. 2022, https://arxiv.org/abs/2203.15556)
-M12_TOKENS_PER_STEP, M12_MICRO_BATCH = 1 << 19, 64  # those of GPT-2's width
-MODERN_RATE = 3e-3  # at 768 channels
-
-
-def modern_sizes(depth: int) -> dict[str, int]:
-    channels = CHANNELS_PER_LAYER * depth
-    return {"num_layers": depth, "num_heads": channels // MODERN_HEAD, "channels": channels}
-
-
 def modern_parameters(depth: int) -> int:
     """Parameters of the GEMMs, with GPT-2's vocabulary."""
     channels = CHANNELS_PER_LAYER * depth
@@ -132,8 +128,7 @@ def modern(depth: int) -> RunConfig:
     tokens_per_step = 1 << round(math.log2(M12_TOKENS_PER_STEP * growth))
     steps = round(tokens / tokens_per_step)
     return RunConfig(
-        **modern_sizes(depth),
-        architecture="modern",
+        **model(f"m{depth}"),
         optimizer="muon",
         steps=steps,
         tokens_per_step=tokens_per_step,
@@ -159,7 +154,7 @@ PRESETS: dict[str, Callable[[], RunConfig]] = {
     "gpt3-350m": lambda: gpt3("gpt3-350m", 3e-4),
     "gpt3-760m": lambda: gpt3("gpt3-760m", 2.5e-4),
     "gpt3-1300m": lambda: gpt3("gpt3-1300m", 2e-4),
-    **{f"m{depth}": partial(modern, depth) for depth in MODERN_DEPTHS},
+    **{name: partial(modern, depth) for name, depth in MODERN.items()},
 }
 
 
