@@ -150,8 +150,8 @@ def export(
     source = checkpoint_weights(checkpoint)
     if source.shape.architecture != "gpt2":
         raise UsageError(
-            f"transformers and llm.c have no network like {checkpoint.folder}'s ({source.shape.architecture}), only GPT-2's;"
-            " its weights are safetensors files, read by name (docs/modern.md)"
+            f"transformers and llm.c have no network like that of {checkpoint.folder} ({source.shape.architecture}), only"
+            " GPT-2's; its weights are safetensors files, read by name (docs/modern.md)"
         )
     buffers = decode_buffers(source.shape, 1, torch.float32, reference)
     model = load_model(source, torch.device("cpu"), torch.float32, reference, buffers)

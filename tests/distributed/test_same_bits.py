@@ -72,8 +72,9 @@ def test_shared_gradients_do_not_matter(ranks: int, kind: str, launcher: Launche
     [
         ({"lanes": 8}, [(2, 0), (4, 1)]),
         ({"micro_batch": 4, "precision": "bf16", "reduce_precision": "bf16"}, [(2, 1), (4, 2)]),
+        ({"architecture": "modern", "lanes": 4}, [(2, 2), (4, 1)]),
     ],
-    ids=["fp32", "rounded"],
+    ids=["fp32", "rounded", "modern"],
 )
 def test_muon_on_ranks(settings: dict, ranks: list, launcher: Launcher, shards: Path, tmp_path: Path):
     """Its whole matrices belong to lanes. Shares of a bucket differ; rank 0 of 4 has nothing of a block of 8 lanes."""

@@ -1,0 +1,95 @@
+"""Runs of the modern network: trained, resumed bit by bit, evaluated, sampled, continued from; and what it does not do."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from handgrad.api.model import load
+from handgrad.checkpoint import find
+from handgrad.config import RunConfig, check
+from handgrad.errors import UsageError
+from handgrad.interop.export import export_model
+from handgrad.presets import MODERN, preset
+from handgrad.run.settings import run_config
+from handgrad.run.start import train
+from tests.test_runs import records, same_bits
+
+MODERN_RUN = {"architecture": "modern", "optimizer": "muon", "learning_rate": 3e-3, "warmup_steps": 2}
+
+
+@pytest.fixture
+def modern(config: RunConfig) -> RunConfig:
+    return replace(config, **MODERN_RUN)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_it_learns_and_resumes_bit_by_bit(modern: RunConfig, tmp_path: Path, precision: str) -> None:
+    whole = replace(modern, precision=precision, out=str(tmp_path / "whole"))
+    train(whole)
+    losses = [record["loss"] for record in records(whole.out, ("step",))]
+    assert losses[0] == pytest.approx(math.log(257), abs=1e-3), "a head of zeros guesses"
+    assert losses[-1] < losses[0] - 1.5
+    halves = replace(whole, out=str(tmp_path / "halves"))
+    train(replace(halves, steps=6), allow_changes=True)
+    train(halves, allow_changes=True)
+    (header,) = [line for line in (tmp_path / "halves" / "log.txt").read_text().splitlines() if "model  " in line][:1]
+    assert "modern, 2 layers" in header
+    same_bits(whole.out, halves.out, 12)
+
+
+@pytest.mark.parametrize("without", ["rotary,qk_norm", "softcap,embedding_norm,untied_head,zero_init"])
+def test_each_without_some_techniques_is_a_run_of_its_own(modern: RunConfig, tmp_path: Path, without: str) -> None:
+    train(replace(modern, steps=3, save_every=0, eval_every=0, without=without, out=str(tmp_path / "a")))
+    train(replace(modern, steps=3, save_every=0, eval_every=0, out=str(tmp_path / "b")))
+    one, other = (records(tmp_path / name, ("step",))[-1]["loss"] for name in "ab")
+    assert math.isfinite(one) and one != other
+
+
+def test_its_checkpoint_is_a_model_like_any(modern: RunConfig, tmp_path: Path) -> None:
+    train(modern)
+    model = load(modern.out, device="cpu")
+    tokens = model.tokens("the river walks over the old stone")
+    losses, logits = model.losses([tokens])[0], model.logits([tokens])[0]
+    assert logits.abs().max() < 15, "the soft cap"
+    picked = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(tokens[1:]).unsqueeze(1))
+    assert (picked[:, 0] + losses).abs().max() < 1e-4
+    assert model.generate("the river", max_tokens=5)
+    with pytest.raises(UsageError, match=r"transformers and llm.c have no network like .*modern.*safetensors"):
+        export_model(find(modern.out), tmp_path / "hf")
+    further = run_config("", "", "", {"init_from": modern.out, "data": modern.data, "out": str(tmp_path / "further")})
+    assert further.architecture == "modern" and further.channels == 32
+    with pytest.raises(UsageError, match="architecture is modern in .* and gpt2 in this run"):
+        train(replace(further, **MODERN_RUN | {"architecture": "gpt2"}, steps=1, tokens_per_step=256, micro_batch=4))
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"without": "qk_norm"}, "without is for --architecture modern, found 'qk_norm' with gpt2"),
+        ({"architecture": "modern", "without": "qknorm"}, "without must be .*rotary.*qk_norm"),
+        ({"architecture": "modern", "channels": 6, "num_heads": 2}, "turn pairs of channels, found heads of 3"),
+        ({"architecture": "modern", "precision": "fp8"}, "modern has no fp8 GEMMs yet"),
+        ({"architecture": "modern", "dropout": 0.1}, "modern has no dropout, found dropout 0.1"),
+        ({"architecture": "modem"}, "architecture must be .*modern"),
+    ],
+)
+def test_what_it_does_not_do_is_refused(settings: dict, told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        check(RunConfig(**settings))
+
+
+@pytest.mark.parametrize("name", MODERN)
+def test_presets_follow_from_their_depth(name: str) -> None:
+    config = check(preset(name))
+    assert config.num_layers == MODERN[name] and config.channels == 64 * MODERN[name] == 128 * config.num_heads
+    tokens, width = config.steps * config.tokens_per_step, config.channels
+    parameters = 12 * config.num_layers * width**2 + 50257 * width
+    assert tokens == pytest.approx(20 * parameters, rel=0.001)
+    assert config.optimizer == "muon" and config.architecture == "modern"
+    assert config.learning_rate * math.sqrt(width) == pytest.approx(3e-3 * math.sqrt(768))
+    if MODERN[name] > 4:
+        smaller = preset(f"m{MODERN[name] - 2}")
+        assert config.tokens_per_step >= smaller.tokens_per_step and config.micro_batch <= smaller.micro_batch
