@@ -21,7 +21,7 @@ One alphabet for the whole repository:
 
 # The operations of every backend, with the same arguments in each. `reference` says what they do.
 OPERATIONS = (
-    *("embedding_forward", "embedding_backward"),
+    *("embedding_forward", "embedding_backward", "token_embedding_forward", "token_embedding_backward"),
     *("layernorm_forward", "layernorm_backward"),
     *("rmsnorm_forward", "rmsnorm_backward"),
     *("rotary_forward", "rotary_backward", "qk_norm_forward", "qk_norm_backward"),

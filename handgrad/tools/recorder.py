@@ -46,6 +46,8 @@ FORWARD, BACKWARD = "{place} products, forward", "{place} products, dgrad and wg
 OPERATIONS = {
     "embedding_forward": Counted("embedding"),
     "embedding_backward": Counted("embedding"),
+    "token_embedding_forward": Counted("embedding"),
+    "token_embedding_backward": Counted("embedding"),
     "layernorm_forward": Counted("layernorm forward"),
     "layernorm_backward": Counted("layernorm backward"),
     "rmsnorm_forward": Counted("RMS norm forward"),

@@ -4,8 +4,19 @@ interpreter on a CPU and for a GPU alike: the rules are those of `memory_checks`
 from types import ModuleType
 
 import torch
+from torch import Tensor
 
-from tests.kernels.memory_checks import Case, Draw, Tensors, nan, statistics_dtype
+from tests.kernels.memory_checks import (
+    Case,
+    Draw,
+    Tensors,
+    accumulator,
+    kernels,
+    nan,
+    poisoned,
+    sorted_by_token,
+    statistics_dtype,
+)
 
 
 def rmsnorm_forward(draw: Draw, N: int, C: int) -> Case:
@@ -81,3 +92,17 @@ def relu2_backward(draw: Draw, N: int, F: int) -> Case:
         return {"dhidden": t["dhidden"]}
 
     return {"out": draw.normal(N, F).clamp(min=0).square(), "dhidden": draw.normal(N, F)}, run
+
+
+def check_token_embedding(draw: Draw, tokens: Tensor, C: int, Vp: int) -> None:
+    """Rows of the table as they are; and the sums that the embedding with positions makes, to the bit."""
+    inputs = {"tokens": tokens.to(draw.device), "wte": draw.normal(Vp, C), "dout": draw.normal(tokens.numel(), C)}
+    (N, C), out = inputs["dout"].shape, nan(inputs["dout"], tokens.numel(), C)
+    kernels.token_embedding_forward(out, inputs["tokens"], inputs["wte"])
+    assert torch.equal(out, inputs["wte"][inputs["tokens"].view(-1)])
+    given = inputs["dout"], inputs["tokens"], sorted_by_token(inputs["tokens"])
+    found, both = accumulator(out, Vp, C), accumulator(out, Vp, C)
+    kernels.token_embedding_backward(found, *given, scratch=poisoned(out, tokens=N, channels=C, widest=C))
+    positions = accumulator(out, tokens.shape[1], C)
+    kernels.embedding_backward(both, positions, *given, scratch=poisoned(out, tokens=N, channels=C, widest=C))
+    assert torch.equal(found, both), "which test_memory_kernels compares with the reference"

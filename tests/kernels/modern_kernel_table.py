@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import triton
 
-from handgrad.ops.cuda import gelu, relu2, rmsnorm, rotary
+from handgrad.ops.cuda import embedding, gelu, layernorm, relu2, rmsnorm, rotary
 from tests.kernels.compiling import compile_kernel
 from tests.kernels.memory_kernel_table import NUMBERS, widest
 
@@ -22,7 +22,9 @@ V, Vp = 50257, 50304
 HEADS = {(768, 12, 64), (768, 6, 128), (1600, 16, 100)}  # C, H, D
 
 TYPES = {**NUMBERS, "length": "i32"}
-TYPES |= dict.fromkeys(("rstd", "losses", "scale"), "*fp32:16") | dict.fromkeys(("targets", "positions"), "*i64:16")
+TYPES |= dict.fromkeys(("rstd", "losses", "scale"), "*fp32:16") | dict.fromkeys(
+    ("targets", "positions", "tokens"), "*i64:16"
+)
 
 Launch = tuple[triton.JITFunction, dict[str, object], int]
 
@@ -34,6 +36,9 @@ def launches(itemsize: int) -> dict[str, Launch]:
         "relu2_backward": (relu2._backward, {"BLOCK": gelu.BLOCK}, gelu.WARPS),
     }
     for C in (768, 1600):
+        block, rows, warps = layernorm.forward_tile(C)
+        constants = {"C": C, "BLOCK_C": block, "ROWS": rows, "wpe": None}
+        found[f"token_embedding_forward of {C}"] = embedding._forward, constants, warps
         for name, kernel, (block, rows, warps) in (
             ("rmsnorm_forward", rmsnorm._forward, rmsnorm.forward_tile(C)),
             ("rmsnorm_backward", rmsnorm._backward, rmsnorm.backward_tile(C)),

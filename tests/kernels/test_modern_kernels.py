@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from handgrad.ops.cuda import rotary
 from tests.kernels import modern_checks as checks
-from tests.kernels.memory_checks import Draw, check, kernels
+from tests.kernels.memory_checks import Draw, check, kernels, zipf_tokens
 
 
 @pytest.fixture
@@ -53,3 +53,8 @@ def test_relu2_hides_no_nan() -> None:
     x = torch.tensor([[math.nan, -math.inf, -1.0, -0.0, 2.0, math.inf]])
     kernels.relu2_forward(x)
     assert math.isnan(x[0, 0]) and x[0, 1:].tolist() == [0, 0, 0, 4, math.inf]
+
+
+@pytest.mark.parametrize(("B", "T", "C"), [(1, 1, 24), (5, 77, 24), (2, 40, 300)])
+def test_token_embedding(draw: Draw, B: int, T: int, C: int) -> None:
+    checks.check_token_embedding(draw, zipf_tokens(101, B, T), C, 128)

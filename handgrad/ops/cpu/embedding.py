@@ -14,5 +14,11 @@ def embedding_backward(
 ) -> None:
     B, T = tokens.shape
     dout = dout.to(dwte_acc.dtype)
-    dwte_acc.index_add_(0, tokens.view(-1), dout)
+    token_embedding_backward(dwte_acc, dout, tokens, sorted_positions)
     dwpe_acc[:T].add_(dout.view(B, T, -1).sum(0))
+
+
+def token_embedding_backward(
+    dwte_acc: Tensor, dout: Tensor, tokens: Tensor, sorted_positions: Tensor, *, scratch: Tensor | None = None
+) -> None:
+    dwte_acc.index_add_(0, tokens.view(-1), dout.to(dwte_acc.dtype))

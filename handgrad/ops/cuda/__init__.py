@@ -14,7 +14,12 @@ from handgrad.ops.cuda import attention_cudnn, cublaslt, decode
 from handgrad.ops.cuda.attention import attention_backward, attention_forward, attention_scratch_bytes
 from handgrad.ops.cuda.classifier import classifier_forward, classifier_forward_backward
 from handgrad.ops.cuda.column_sums import bias_backward
-from handgrad.ops.cuda.embedding import embedding_backward, embedding_forward
+from handgrad.ops.cuda.embedding import (
+    embedding_backward,
+    embedding_forward,
+    token_embedding_backward,
+    token_embedding_forward,
+)
 from handgrad.ops.cuda.gelu import gelu_backward, gelu_forward
 from handgrad.ops.cuda.launch import compile_ahead
 from handgrad.ops.cuda.layernorm import layernorm_backward, layernorm_forward

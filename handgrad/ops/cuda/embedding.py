@@ -28,17 +28,29 @@ def chunks_of(tokens: int) -> int:
     return triton.cdiv(tokens, CHUNK)
 
 
-def embedding_forward(out: Tensor, tokens: Tensor, wte: Tensor, wpe: Tensor) -> None:
+def embedding_forward(out: Tensor, tokens: Tensor, wte: Tensor, wpe: Tensor | None) -> None:
     N, C = out.shape
     block, rows, warps = forward_tile(C)
     launch(_forward, (triton.cdiv(N, rows),), out, tokens, wte, wpe, N, tokens.shape[1], C, block, rows, num_warps=warps)
 
 
+def token_embedding_forward(out: Tensor, tokens: Tensor, wte: Tensor) -> None:
+    embedding_forward(out, tokens, wte, None)
+
+
 def embedding_backward(
     dwte_acc: Tensor, dwpe_acc: Tensor, dout: Tensor, tokens: Tensor, sorted_positions: Tensor, *, scratch: Tensor
 ) -> None:
+    token_embedding_backward(dwte_acc, dout, tokens, sorted_positions, scratch=scratch)
+    (B, T), C = tokens.shape, dout.shape[1]
+    grid, tile = (triton.cdiv(T * C, POSITION_ELEMENTS),), (SAMPLES, POSITION_ELEMENTS)
+    launch(_sum_samples, grid, dwpe_acc, dout, B, T * C, *tile, num_warps=POSITION_WARPS)
+
+
+def token_embedding_backward(
+    dwte_acc: Tensor, dout: Tensor, tokens: Tensor, sorted_positions: Tensor, *, scratch: Tensor
+) -> None:
     N, C = dout.shape
-    B, T = tokens.shape
     chunks = chunks_of(N)
     parts = float32_of(scratch, chunks * 2 * C)
     grid = (triton.cdiv(C, RUN_COLUMNS), chunks)
@@ -47,8 +59,6 @@ def embedding_backward(
     if chunks > 1:
         grid = (triton.cdiv(C, PART_COLUMNS), chunks - 1)
         launch(_join_runs, grid, dwte_acc, parts, *places, PARTS, PART_COLUMNS, num_warps=PART_WARPS)
-    grid, tile = (triton.cdiv(T * C, POSITION_ELEMENTS),), (SAMPLES, POSITION_ELEMENTS)
-    launch(_sum_samples, grid, dwpe_acc, dout, B, T * C, *tile, num_warps=POSITION_WARPS)
 
 
 @triton.jit
@@ -58,10 +68,10 @@ def _forward(out, tokens, wte, wpe, N, T, C: tl.constexpr, BLOCK_C: tl.constexpr
     in_rows = row < N
     inside = in_rows & (column < C)
     token = tl.load(tokens + row, mask=in_rows, other=0)
-    of_token = tl.load(wte + token * C + column, mask=inside, other=0.0).to(tl.float32)
-    of_position = tl.load(wpe + row % T * C + column, mask=inside, other=0.0).to(tl.float32)
-    x = (of_token + of_position).to(out.dtype.element_ty)
-    tl.store(out + row.to(tl.int64) * C + column, x, mask=inside)
+    x = tl.load(wte + token * C + column, mask=inside, other=0.0).to(tl.float32)
+    if wpe is not None:
+        x += tl.load(wpe + row % T * C + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row.to(tl.int64) * C + column, x.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

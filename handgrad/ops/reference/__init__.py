@@ -13,7 +13,12 @@ from handgrad.ops.reference import decode
 from handgrad.ops.reference.attention import attention_backward, attention_forward, attention_scratch_bytes
 from handgrad.ops.reference.classifier import classifier_forward, classifier_forward_backward
 from handgrad.ops.reference.decode import store_keys_values
-from handgrad.ops.reference.embedding import embedding_backward, embedding_forward
+from handgrad.ops.reference.embedding import (
+    embedding_backward,
+    embedding_forward,
+    token_embedding_backward,
+    token_embedding_forward,
+)
 from handgrad.ops.reference.gelu import (
     gelu_backward,
     gelu_forward,

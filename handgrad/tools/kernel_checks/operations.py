@@ -75,11 +75,14 @@ def site(d: Draw) -> dict[str, Dropout]:
     return {"dropout": Dropout(torch.tensor([7, (1 << 32) + 7], device=d.device), 0.1, 1337, 2)}
 
 
-def embedding_backward(d: Draw) -> Arguments:
+def token_embedding_backward(d: Draw) -> Arguments:
     tokens = d.words(B, T)
     positions = torch.sort(tokens.view(-1), stable=True).indices.int()
-    accumulators = {"dwte_acc": d.float32(Vp, C), "dwpe_acc": d.float32(T, C)}
-    return {**accumulators, "dout": d(N, C), "tokens": tokens, "sorted_positions": positions}
+    return {"dwte_acc": d.float32(Vp, C), "dout": d(N, C), "tokens": tokens, "sorted_positions": positions}
+
+
+def embedding_backward(d: Draw) -> Arguments:
+    return {**token_embedding_backward(d), "dwpe_acc": d.float32(T, C)}
 
 
 def verdict(d: Draw) -> Arguments:
@@ -114,6 +117,8 @@ Cases = dict[str, Callable[[Draw], Arguments]]
 CASES: Cases = {
     "embedding_forward": lambda d: {"out": d.empty(N, C), "tokens": d.words(B, T), "wte": d(Vp, C), "wpe": d(T, C)},
     "embedding_backward": embedding_backward,
+    "token_embedding_forward": lambda d: {"out": d.empty(N, C), "tokens": d.words(B, T), "wte": d(Vp, C)},
+    "token_embedding_backward": token_embedding_backward,
     "layernorm_forward": lambda d: {
         "out": d.empty(N, C),
         "mean": d.empty(N, dtype=torch.float32),
