@@ -1,0 +1,101 @@
+"""Recipes compared by the tokens and seconds that they take to a loss: runs that differ in their seed form a group.
+
+    python -m benchmarks.tokens_to_loss OUT.json gpt2=runs/a-1,runs/a-2,runs/a-3 modern=runs/b-1,runs/b-2,runs/b-3
+
+The first group is the measure: the mean of its last validation losses. A learning rate that falls to zero reaches its loss
+at its own end, so a shorter run is a run of its own, not a piece of a longer one. Writes curves, means and standard errors
+as a results file, and a plot beside it.
+"""
+
+import json
+import math
+import sys
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import torch
+
+from benchmarks.record import write_record
+from benchmarks.run_pairs import read
+from handgrad.config import RunConfig, differences, to_dict
+
+
+def seconds_of(folder: Path) -> float:
+    """Seconds that the steps of a run took, without validations and saves."""
+    lines = (json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    return sum(line["step_ms"] for line in lines if line["kind"] == "step") / 1000
+
+
+def group(name: str, folders: list[Path]) -> dict[str, Any]:
+    runs = [read(folder) | {"seconds": round(seconds_of(folder), 2)} for folder in folders]
+    configs = [run.pop("config") for run in runs]
+    for config in configs[1:]:
+        differ = [line for line in differences(configs[0], config) if not line.startswith("seed:")]
+        assert not differ, f"runs of {name} differ in {', '.join(differ)}"
+    finals = [run["final_validation"] for run in runs]
+    return {
+        "settings": differences(to_dict(RunConfig()), configs[0]),
+        "seeds": [config["seed"] for config in configs],
+        "tokens": runs[0]["tokens"],
+        "seconds": round(fmean(run["seconds"] for run in runs), 2),
+        "mean": fmean(finals),
+        "standard_error": stdev(finals) / math.sqrt(len(finals)) if len(finals) > 1 else None,
+        "runs": [{key: run[key] for key in ("validation", "training", "seconds", "tokens_per_second")} for run in runs],
+    }
+
+
+def compare(groups: dict[str, list[Path]]) -> dict[str, Any]:
+    """The groups by name, each beside the first."""
+    found = {name: group(name, folders) for name, folders in groups.items()}
+    first = next(iter(found.values()))
+    for name, row in found.items():
+        row["tokens_ratio"] = round(row["tokens"] / first["tokens"], 4)
+        row["seconds_ratio"] = round(row["seconds"] / first["seconds"], 4)
+        row["difference"] = row["mean"] - first["mean"]
+        error = "" if row["standard_error"] is None else f" +- {row['standard_error']:.4f}"
+        print(
+            f"{name:<24} {row['mean']:.4f}{error} ({row['difference']:+.4f}) after {row['tokens'] / 1e6:.1f}M tokens"
+            f" ({row['tokens_ratio']:.3f}) in {row['seconds']:.1f} s ({row['seconds_ratio']:.3f}); seeds {row['seeds']}"
+        )
+    return found
+
+
+def plot(found: dict[str, Any], path: Path) -> None:
+    """Validation losses over tokens: every run of a group in one colour, the mean of the first one's ends dotted."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    for index, (name, row) in enumerate(found.items()):
+        for number, run in enumerate(row["runs"]):
+            steps, losses = zip(*run["validation"], strict=True)
+            tokens = [step * row["tokens"] / steps[-1] / 1e6 for step in steps]
+            label = f"{name}: {row['mean']:.3f}" if number == 0 else None
+            axes.plot(tokens, losses, "o-", markersize=3, linewidth=1.0, color=f"C{index}", label=label)
+    axes.axhline(next(iter(found.values()))["mean"], color="C0", linewidth=0.8, linestyle=":")
+    axes.set_xlabel("tokens, millions")
+    axes.set_ylabel("validation loss, nats per token")
+    axes.set_yscale("log")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def main(out: str, texts: list[str]) -> None:
+    groups = {
+        name: [Path(folder) for folder in folders.split(",")] for name, _, folders in (t.partition("=") for t in texts)
+    }
+    origin = read(next(iter(groups.values()))[0])
+    found = compare(groups)
+    # The machine of the runs, not the one that compares them.
+    machine = {"machine": origin["device"], "versions": {"torch": origin["torch"]}}
+    write_record(out, torch.device("cpu"), **machine, groups=found)
+    plot(found, Path(out).with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])
