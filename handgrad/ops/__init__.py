@@ -30,7 +30,7 @@ OPERATIONS = (
     *("attention_forward", "attention_backward"),
     *("linear_forward", "linear_backward", "linear_residual_forward", "linear_gelu_forward", "gelu_linear_backward"),
     *("bias_backward", "gelu_forward", "gelu_backward", "residual_forward"),  # which products also have at their ends
-    *("classifier_forward", "classifier_forward_backward"),
+    *("classifier_forward", "classifier_forward_backward", "softcap_forward"),
     *("loss_sum", "squared_norms", "verdict", "adamw_update"),
     *("tree_sum", "checksum"),  # over lanes and ranks
     *("layernorm_linear_forward", "layernorm_linear_gelu_forward"),  # two in a row, which generation has as one
@@ -40,8 +40,10 @@ OPERATIONS = (
 
 # Those of generation, a token of each sequence at a time, in a module `decode` of the backend.
 DECODE_OPERATIONS = (
-    *("embedding_decode", "attention_decode", "choose_tokens"),
+    *("embedding_decode", "token_embedding_decode", "attention_decode", "choose_tokens"),
+    *("rotary_decode", "qk_norm_rotary_decode", "softcap_forward"),
     *("layernorm_linear_forward", "layernorm_linear_gelu_forward", "linear_residual_forward"),
+    *("rmsnorm_linear_forward", "rmsnorm_linear_relu2_forward"),
 )
 
 # And what sets a run up asks every backend.

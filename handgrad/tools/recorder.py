@@ -78,6 +78,7 @@ OPERATIONS = {
     "bias_backward": Counted("bias sums"),
     "classifier_forward": Counted("classifier"),
     "classifier_forward_backward": Counted("classifier"),
+    "softcap_forward": Counted("classifier"),
     "loss_sum": Counted("loss and verdict"),
     "verdict": Counted("loss and verdict"),
     "squared_norms": Counted("norm"),

@@ -12,10 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import triton
 
-from handgrad.ops.cuda import choosing, decode
+from handgrad.ops.cuda import choosing, decode, rotary
 from tests.kernels.compiling import compile_kernel
 
 ARCHITECTURES = (80, 90, 100)
+PLAIN = {"RMS_NORM": False, "RELU2": False}
 POINTERS = (
     "out",
     "x",
@@ -33,27 +34,42 @@ POINTERS = (
 )
 SIGNATURE = dict.fromkeys(POINTERS, "*bf16:16")
 SIGNATURE |= dict.fromkeys(("positions", "tokens", "tokens_out", "seeds"), "*i64:16")
-SIGNATURE |= dict.fromkeys(("values_out", "largest"), "*fp32:16") | dict.fromkeys(
+SIGNATURE |= dict.fromkeys(("values_out", "largest", "rstd"), "*fp32:16") | dict.fromkeys(
     ("ids", "ids_out", "broken", "broken_out"), "*i32:16"
 )
-SIGNATURE |= dict.fromkeys(("O", "K", "C", "maxT", "D", "stride"), "i32:16") | dict.fromkeys(("H", "V", "parts"), "i32")
+SIGNATURE |= dict.fromkeys(("O", "K", "C", "maxT", "D", "stride"), "i32:16") | dict.fromkeys(
+    ("H", "V", "parts", "N", "length"), "i32"
+)
 SIGNATURE |= dict.fromkeys(("SCALE", "temperature", "penalty", "least"), "fp32")
 
 
 def launches() -> dict[str, tuple[triton.JITFunction, dict[str, object], int]]:
     """name: (kernel, its constants, warps), as the operations launch them."""
     found: dict[str, tuple[triton.JITFunction, dict[str, object], int]] = {}
+    for name, O, K, absent in (
+        *(("RMS norm, qkv", 2304, 768, ("residual",)), ("RMS norm, relu2", 3072, 768, ("residual",))),
+        ("residual without bias", 768, 3072, ()),
+    ):
+        rows, block, warps = decode.product_tile(O, K)
+        constants = {"ROWS": rows, "BLOCK": block, "LATE": name == "RMS norm, qkv", "GELU": False}
+        constants |= {"RMS_NORM": "norm" in name, "RELU2": "relu2" in name}
+        found[name] = decode._row_product, constants | dict.fromkeys(("ln_weight", "ln_bias", "bias", *absent)), warps
+    for C, H, D in ((768, 12, 64), (768, 6, 128), (1600, 16, 100)):
+        heads, pairs, warps = rotary.tile(H, D, 2, rotary.FORWARD_BYTES_PER_WARP)
+        constants = {"C3": 3 * C, "HEADS": 2 * H, "D": D, "BLOCK_H": heads, "BLOCK_P": pairs, "ROTARY": True}
+        found[f"QK-norm and rotation of {H} heads"] = rotary._forward, constants, warps
     nothing = {"ln_weight": None, "ln_bias": None, "residual": None}
     for C in (768, 1600):
         for name, O, K in (("qkv", 3 * C, C), ("proj", C, C), ("fc", 4 * C, C), ("fcproj", C, 4 * C), ("head", 50304, C)):
             rows, block, warps = decode.product_tile(O, K)
             absent = set(nothing) - ({"residual"} if "proj" in name else {"ln_weight", "ln_bias"})
-            constants = {"ROWS": rows, "BLOCK": block, "LATE": name == "qkv", "GELU": name == "fc"}
+            constants = {"ROWS": rows, "BLOCK": block, "LATE": name == "qkv", "GELU": name == "fc", **PLAIN}
             absent |= {"bias"} if name == "head" else set()
             found[f"{name} of {C}"] = decode._row_product, constants | dict.fromkeys(absent), warps
     for name, (elements, warps) in {"few": decode.FEW_ATTENTIONS, "many": decode.MANY_ATTENTIONS}.items():
         found[f"attention, {name}"] = decode._attention, {"KEYS": elements // 64, "BLOCK": 64}, warps
     found["embedding"] = decode._embedding, {"BLOCK": 1024}, 2
+    found["token embedding"] = decode._embedding, {"BLOCK": 1024, "positions": None, "wpe": None}, 2
     found["greatest"] = choosing._greatest, {"seen": None, "BLOCK": choosing.CHOICES}, 4
     found["draw"] = choosing._draw, {"seen": None, "BLOCK": choosing.CHOICES, "PARTS": 64}, 4
     found["join"] = choosing._join, {"seen": None, "PARTS": 64}, 1

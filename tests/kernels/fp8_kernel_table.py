@@ -30,7 +30,7 @@ def launches(C: int, form: str) -> dict[str, tuple[triton.JITFunction, dict[str,
     _, back_block, back_rows, back_warps, stages = layernorm.backward_tile(1 << 16, C, 2)
     forward = {"C": C, "BLOCK_C": block, "ROWS": rows, **limits}
     backward = {"C": C, "BLOCK_C": back_block, "ROWS": back_rows, "BELOW": True, "STAGES": stages}
-    softmax = {"V": V, "Vp": Vp}
+    softmax = {"V": V, "Vp": Vp, "CAP": 0.0}
     tile = {"ROWS": quantizing.ROWS, "COLUMNS": quantizing.COLUMNS}
     window = {"WINDOW": 16, "BLOCK": 16, "COUNT_EVERY": 100, "SATURATION_STEPS": 3, "WIDEN": True}
     parts = {"BLOCK": quantizing.PARTS_BLOCK}

@@ -75,7 +75,7 @@ def check(case: Case) -> None:
         close(name, result, own[name], exact[name], terms=terms)
 
 
-def close(name: str, found: Tensor, own: Tensor, exact: Tensor, *, terms: int) -> None:
+def close(name: str, found: Tensor, own: Tensor, exact: Tensor, *, terms: float) -> None:
     """`terms` of random sign: the sum of their magnitudes is sqrt(terms) times the size of their sum."""
     assert found.dtype == own.dtype and torch.isfinite(found).all(), name
     error, reference_error = ((t.double() - exact).norm().item() for t in (found, own))

@@ -1,16 +1,21 @@
 """Checks of the kernels that RMS norm, QK-norm, rotary positions, squared ReLU and a softly capped classifier need, for the
 interpreter on a CPU and for a GPU alike: the rules are those of `memory_checks`."""
 
+import math
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from handgrad.ops import reference
 from tests.kernels.memory_checks import (
     Case,
     Draw,
     Tensors,
     accumulator,
+    classifier_inputs,
+    close,
+    copy,
     kernels,
     nan,
     poisoned,
@@ -106,3 +111,90 @@ def check_token_embedding(draw: Draw, tokens: Tensor, C: int, Vp: int) -> None:
     positions = accumulator(out, tokens.shape[1], C)
     kernels.embedding_backward(both, positions, *given, scratch=poisoned(out, tokens=N, channels=C, widest=C))
     assert torch.equal(found, both), "which test_memory_kernels compares with the reference"
+
+
+def modern_row_products(draw: Draw, C: int, O: int) -> Case:
+    """The products of one row: after an RMS norm, into a squared ReLU, and onto the residual stream without a bias."""
+    inputs = {"x": draw.normal(1, C) * 2 + 0.5, "weight": draw.normal(O, C) / C**0.5, "residual": draw.normal(1, O)}
+
+    def run(ops: ModuleType, t: Tensors) -> Tensors:
+        x, weight, scratch = t["x"], t["weight"], {"scratch": torch.empty(0)}
+        norm, rstd = nan(x, 1, C), nan(x, 1, dtype=statistics_dtype(x))
+        out = {name: nan(x, 1, O) for name in ("linear", "relu2", "residual")}
+        ops.rmsnorm_linear_forward(out["linear"], norm, rstd, x, weight, **scratch)
+        ops.rmsnorm_linear_relu2_forward(out["relu2"], norm, rstd, x, weight, **scratch)
+        ops.linear_residual_forward(out["residual"], t["residual"], x, weight, None, **scratch)
+        return out
+
+    return inputs, run
+
+
+def head_decode(draw: Draw, H: int, D: int, positions: list[int]) -> Case:
+    """Each row at a position of its own, up to where float32 cannot hold an angle."""
+    B = len(positions)
+    inputs = {"qkv": draw.normal(B, 3 * H * D), "positions": torch.tensor(positions, device=draw.device)}
+
+    def run(ops: ModuleType, t: Tensors) -> Tensors:
+        found = {name: t["qkv"].clone() for name in ("rotary", "both")}
+        found["rstd"] = nan(t["qkv"], B, 2 * H, dtype=statistics_dtype(t["qkv"]))
+        ops.rotary_decode(found["rotary"], t["positions"], num_heads=H)
+        ops.qk_norm_rotary_decode(found["both"], found["rstd"], t["positions"])
+        assert all(torch.equal(found[name][:, 2 * H * D :], t["qkv"][:, 2 * H * D :]) for name in ("rotary", "both"))
+        return found
+
+    return inputs, run
+
+
+def check_token_embedding_decode(draw: Draw, B: int, C: int) -> None:
+    wte, tokens, out = draw.normal(50, C), draw.integers(50, B), nan(draw.normal(1), B, C)
+    kernels.decode.token_embedding_decode(out, tokens, wte)
+    assert torch.equal(out, wte[tokens])
+
+
+def capped_classifier(draw: Draw, N: int, V: int, Vp: int, cap: float) -> Case:
+    """Loss and gradient, the loss alone, and the capped logits."""
+    inputs = classifier_inputs(draw, N, V, Vp)
+
+    def run(ops: ModuleType, t: Tensors) -> Tensors:
+        options, before = {"vocab_size": V, "softcap": cap}, t["logits"].clone()
+        losses, again = nan(t["scale"], N), nan(t["scale"], N)
+        ops.classifier_forward(again, t["logits"], t["targets"], **options)
+        assert torch.equal(t["logits"][:, :V], before[:, :V]) and (t["logits"][:, V:] == -math.inf).all()
+        z, dlogits = before[:, :V].clone(), before
+        ops.softcap_forward(z, softcap=cap)
+        ops.classifier_forward_backward(losses, dlogits, t["targets"], t["scale"], **options)
+        assert (dlogits[:, V:] == 0).all(), "the padded vocabulary must have no gradient at all"
+        assert torch.equal(losses, again)
+        return {"losses": losses, "dlogits": dlogits, "z": z}
+
+    return inputs, run
+
+
+def check_capped_classifier(draw: Draw, N: int, V: int, Vp: int, cap: float) -> None:
+    """As `check` does. But two roundings of z are relative to the cap, of 1 - e and of e: z and the losses are off by as
+    much, and a probability relatively."""
+    inputs, run = capped_classifier(draw, N, V, Vp, cap)
+    found, own = run(kernels, copy(inputs)), run(reference, copy(inputs))
+    exact = run(reference, copy(inputs, torch.float64))
+    for name, result in found.items():
+        size = 1.0 if name == "dlogits" else exact[name].square().mean().sqrt().item()
+        terms = 4 * (cap / size) ** 2 if result.dtype == torch.float32 else 1
+        close(name, result, own[name], exact[name], terms=max(1, terms))
+
+
+def relu2_products(draw: Draw, N: int, C: int, F: int) -> Case:
+    """Into a squared ReLU and out of it, after an RMS norm; and onto the residual stream without a bias."""
+    inputs = {"x": draw.normal(N, C), "residual": draw.normal(N, C), "dout": draw.normal(N, C) / N**0.5}
+    inputs |= {"fc": draw.normal(F, C) / C**0.5, "proj": draw.normal(C, F) / F**0.5}
+
+    def run(ops: ModuleType, t: Tensors) -> Tensors:
+        scratch = {"scratch": poisoned(t["x"], tokens=N, channels=C, widest=F)}
+        out, norm, dhidden = nan(t["x"], N, F), nan(t["x"], N, C), nan(t["x"], N, F)
+        rstd, dweight = nan(t["x"], N, dtype=statistics_dtype(t["x"])), accumulator(t["x"], C, F)
+        ops.rmsnorm_linear_relu2_forward(out, norm, rstd, t["x"], t["fc"], **scratch)
+        stream = nan(t["x"], N, C)
+        ops.linear_residual_forward(stream, t["residual"], out, t["proj"], None, **scratch)
+        ops.relu2_linear_backward(dhidden, dweight, t["dout"], out, t["proj"], **scratch)
+        return {"out": out, "norm": norm, "rstd": rstd, "stream": stream, "dhidden": dhidden, "dweight": dweight}
+
+    return inputs, run

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import triton
 
-from handgrad.ops.cuda import embedding, gelu, layernorm, relu2, rmsnorm, rotary
+from handgrad.ops.cuda import classifier, embedding, gelu, layernorm, relu2, rmsnorm, rotary
 from tests.kernels.compiling import compile_kernel
 from tests.kernels.memory_kernel_table import NUMBERS, widest
 
@@ -35,6 +35,10 @@ def launches(itemsize: int) -> dict[str, Launch]:
         "relu2_forward": (relu2._forward, {"BLOCK": gelu.BLOCK}, gelu.WARPS),
         "relu2_backward": (relu2._backward, {"BLOCK": gelu.BLOCK}, gelu.WARPS),
     }
+    softmax = {"V": V, "Vp": Vp, "CAP": 15.0}
+    found["classifier_forward"] = classifier._forward, {**softmax, "PADDED": 64}, classifier.WARPS
+    found["classifier_forward_backward"] = classifier._forward_backward, softmax, classifier.WARPS
+    found["softcap_forward"] = classifier._cap, {"BLOCK": classifier.CAP_BLOCK, "CAP": 15.0}, classifier.WARPS
     for C in (768, 1600):
         block, rows, warps = layernorm.forward_tile(C)
         constants = {"C": C, "BLOCK_C": block, "ROWS": rows, "wpe": None}

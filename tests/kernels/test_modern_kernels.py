@@ -12,8 +12,9 @@ if torch.cuda.is_available():
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: it decides what @triton.jit makes of a kernel
 pytest.importorskip("triton")
 
-from handgrad.ops.cuda import rotary
+from handgrad.ops.cuda import decode, rotary
 from tests.kernels import modern_checks as checks
+from tests.kernels.decode_checks import check as check_decode
 from tests.kernels.memory_checks import Draw, check, kernels, zipf_tokens
 
 
@@ -58,3 +59,37 @@ def test_relu2_hides_no_nan() -> None:
 @pytest.mark.parametrize(("B", "T", "C"), [(1, 1, 24), (5, 77, 24), (2, 40, 300)])
 def test_token_embedding(draw: Draw, B: int, T: int, C: int) -> None:
     checks.check_token_embedding(draw, zipf_tokens(101, B, T), C, 128)
+
+
+@pytest.mark.parametrize(("C", "O"), [(24, 7), (100, 33), (768, 11), (1600, 5), (6400, 40)])
+def test_row_products(draw: Draw, C: int, O: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_decode(checks.modern_row_products(draw, C, O), terms=4)  # of the norm: as its own check has it
+    monkeypatch.setattr(decode, "FEWEST_PROGRAMS", 2)  # several rows in a program, the last one cut
+    check_decode(checks.modern_row_products(draw, C, O), terms=4)
+
+
+@pytest.mark.parametrize(("H", "D", "positions"), [(1, 2, [1]), (3, 24, [0, 7, 1 << 20]), (2, 100, [3, (1 << 31) + 5])])
+def test_positions_of_generation(draw: Draw, H: int, D: int, positions: list[int]) -> None:
+    check_decode(checks.head_decode(draw, H, D, positions))
+
+
+@pytest.mark.parametrize(("B", "C"), [(1, 24), (3, 100), (2, 1600)])
+def test_token_embedding_of_generation(draw: Draw, B: int, C: int) -> None:
+    checks.check_token_embedding_decode(draw, B, C)
+
+
+@pytest.mark.parametrize("cap", [15.0, 30.0])
+@pytest.mark.parametrize(("N", "V", "Vp"), [(5, 2, 128), (3, 57, 128), (2, 128, 128), (2, 20011, 20096), (2, 16384, 16512)])
+def test_classifier_with_a_cap(draw: Draw, N: int, V: int, Vp: int, cap: float) -> None:
+    checks.check_capped_classifier(draw, N, V, Vp, cap)
+
+
+def test_a_cap_at_the_ends() -> None:
+    """Neither end overflows, however large a logit is; its slope there is 0."""
+    logits = torch.tensor([[3e38, -3e38, 0.0, math.nan]])
+    z, losses = logits[:, :3].clone(), torch.full((1,), math.nan)
+    kernels.softcap_forward(z, softcap=15.0)
+    assert z.tolist() == [[15, -15, 0]]
+    kernels.classifier_forward_backward(losses, logits, torch.tensor([1]), torch.ones(1), vocab_size=3, softcap=15.0)
+    assert losses.item() == pytest.approx(30.0, rel=1e-6)
+    assert logits[0, [0, 1, 3]].tolist() == [0, 0, 0] and logits[0, 2].item() == pytest.approx(math.exp(-15), rel=1e-5)

@@ -52,10 +52,16 @@ def attention_backward(
 
 
 def classifier_forward_backward(
-    losses: Tensor, logits_to_dlogits_inout: Form, targets: Tensor, scale: Tensor, *, vocab_size: int
+    losses: Tensor,
+    logits_to_dlogits_inout: Form,
+    targets: Tensor,
+    scale: Tensor,
+    *,
+    vocab_size: int,
+    softcap: float = 0.0,
 ) -> None:
     """Quantises at the scale as it stands, which follows from the largest number that the gradient can have."""
     logits = plain(logits_to_dlogits_inout)
-    reference.classifier_forward_backward(losses, logits, targets, scale, vocab_size=vocab_size)
+    reference.classifier_forward_backward(losses, logits, targets, scale, vocab_size=vocab_size, softcap=softcap)
     if isinstance(logits_to_dlogits_inout, Quantized):
         write_forms(logits_to_dlogits_inout, logits)

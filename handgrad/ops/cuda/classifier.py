@@ -13,6 +13,7 @@ from handgrad.ops.cuda.launch import launch
 # mask, and the tail up to Vp, a multiple of 128, is masked in registers.
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+TWO_LOG2_E = tl.constexpr(2 * 1.4426950408889634)
 LOWEST = tl.constexpr(-1e38)  # a maximum to start from: unlike minus infinity it can be subtracted from itself
 
 # A few rows of 100 KB per multiprocessor are under way, which the L2 cache of 50 MB holds until the second sweep. Eight
@@ -23,35 +24,75 @@ BLOCK, UNROLL = tl.constexpr(2048), tl.constexpr(8)
 TILE = tl.constexpr(2048 * 8)
 
 
-def classifier_forward(losses: Tensor, logits_inout: Tensor, targets: Tensor, *, vocab_size: int) -> None:
+# The elements of a program that only caps logits: two 16-byte loads per lane in bf16.
+CAP_BLOCK = 4096
+
+
+def classifier_forward(
+    losses: Tensor, logits_inout: Tensor, targets: Tensor, *, vocab_size: int, softcap: float = 0.0
+) -> None:
     N, Vp = logits_inout.shape
     padded = triton.next_power_of_2(max(1, Vp - vocab_size))
-    launch(_forward, (N,), losses, logits_inout, targets, vocab_size, Vp, padded, num_warps=WARPS)
+    launch(_forward, (N,), losses, logits_inout, targets, vocab_size, Vp, padded, softcap, num_warps=WARPS)
 
 
 def classifier_forward_backward(
-    losses: Tensor, logits_to_dlogits_inout: Tensor, targets: Tensor, scale: Tensor, *, vocab_size: int
+    losses: Tensor,
+    logits_to_dlogits_inout: Tensor,
+    targets: Tensor,
+    scale: Tensor,
+    *,
+    vocab_size: int,
+    softcap: float = 0.0,
 ) -> None:
     N, Vp = logits_to_dlogits_inout.shape
     tensors = losses, logits_to_dlogits_inout, targets, scale
-    launch(_forward_backward, (N,), *tensors, vocab_size, Vp, num_warps=WARPS)
+    launch(_forward_backward, (N,), *tensors, vocab_size, Vp, softcap, num_warps=WARPS)
+
+
+def softcap_forward(logits_inout: Tensor, *, softcap: float) -> None:
+    elements = logits_inout.numel()
+    launch(_cap, (triton.cdiv(elements, CAP_BLOCK),), logits_inout, elements, CAP_BLOCK, softcap, num_warps=WARPS)
 
 
 @triton.jit
-def _forward(losses, logits, targets, V: tl.constexpr, Vp: tl.constexpr, PADDED: tl.constexpr):
+def _cap(logits, elements, BLOCK: tl.constexpr, CAP: tl.constexpr):
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    place = tl.arange(0, BLOCK)
+    inside = place < elements - start
+    x = tl.load(logits + start + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(logits + start + place, capped(x, CAP)[0].to(logits.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def capped(x, CAP: tl.constexpr):
+    """z = CAP tanh(x / CAP) and dz/dx, or x and 1 where CAP is 0. With e = exp(-2 |x| / CAP) <= 1, which does not overflow,
+    tanh(|x| / CAP) = (1 - e) / (1 + e), and dz/dx = 1 - (z / CAP)^2 = 4 e / (1 + e)^2, which cancels nowhere."""
+    if CAP == 0:
+        z, slope = x, 1.0
+    else:
+        e = tl.exp2(-tl.abs(x) * (TWO_LOG2_E / CAP))
+        part = 1.0 / (1 + e)
+        bounded = CAP * ((1 - e) * part)
+        z, slope = tl.where(x < 0, -bounded, bounded), 4 * e * part * part
+    return z, slope
+
+
+@triton.jit
+def _forward(losses, logits, targets, V: tl.constexpr, Vp: tl.constexpr, PADDED: tl.constexpr, CAP: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     logits += row * Vp
-    store_loss(losses + row, logits, tl.load(targets + row), V, Vp, "evict_first")
+    store_loss(losses + row, logits, tl.load(targets + row), V, Vp, CAP, "evict_first")
     if Vp > V:
         beyond = V + tl.arange(0, PADDED)
         tl.store(logits + beyond, tl.full((PADDED,), float("-inf"), tl.float32).to(logits.dtype.element_ty), beyond < Vp)
 
 
 @triton.jit
-def _forward_backward(losses, logits, targets, scale, V: tl.constexpr, Vp: tl.constexpr):
+def _forward_backward(losses, logits, targets, scale, V: tl.constexpr, Vp: tl.constexpr, CAP: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     logits += row * Vp
-    loss_and_gradient(losses + row, logits, tl.load(targets + row), scale, V, Vp, store_in_place, logits)
+    loss_and_gradient(losses + row, logits, tl.load(targets + row), scale, V, Vp, CAP, store_in_place, logits)
 
 
 @triton.jit
@@ -60,9 +101,11 @@ def store_in_place(logits, column, d, mask, EVICTION: tl.constexpr):
 
 
 @triton.jit
-def loss_and_gradient(loss, logits, target, scale, V: tl.constexpr, Vp: tl.constexpr, STORE: tl.constexpr, into):
+def loss_and_gradient(
+    loss, logits, target, scale, V: tl.constexpr, Vp: tl.constexpr, CAP: tl.constexpr, STORE: tl.constexpr, into
+):
     """A row's loss, and d = scale * dloss/dlogits in the logits' dtype, by STORE(into, columns, d, mask, EVICTION)."""
-    of_target, maximum, total = store_loss(loss, logits, target, V, Vp, "evict_last")
+    of_target, maximum, total = store_loss(loss, logits, target, V, Vp, CAP, "evict_last")
     factor = tl.load(scale)  # not earlier: a register more, and fewer rows are under way
     per_exponential = factor / total
 
@@ -71,42 +114,45 @@ def loss_and_gradient(loss, logits, target, scale, V: tl.constexpr, Vp: tl.const
     for start in range(WHOLE, Vp, BLOCK):
         column = start + tl.arange(0, BLOCK)[None, :]
         x = tl.load(logits + column, mask=column < Vp, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        d = tl.where(column < V, tl.exp2((x - maximum) * LOG2_E) * per_exponential, 0.0)
+        z, slope = capped(x, CAP)
+        d = tl.where(column < V, tl.exp2((z - maximum) * LOG2_E) * per_exponential * slope, 0.0)
         STORE(into, column, d.to(logits.dtype.element_ty), column < Vp, "evict_first")
     for back in range(0, WHOLE, TILE):
         column = tile_columns(WHOLE - TILE - back)
         x = tl.load(logits + column, eviction_policy="evict_first").to(tl.float32)
-        d = tl.exp2((x - maximum) * LOG2_E) * per_exponential
+        z, slope = capped(x, CAP)
+        d = tl.exp2((z - maximum) * LOG2_E) * per_exponential * slope
         STORE(into, column, d.to(logits.dtype.element_ty), None, "evict_first")
 
     # The target's own gradient replaces what the sweep wrote there: cheaper than a comparison for every column.
     tl.debug_barrier()
-    d = (tl.exp2((of_target - maximum) * LOG2_E) / total - 1.0) * factor
+    z, slope = capped(of_target, CAP)
+    d = (tl.exp2((z - maximum) * LOG2_E) / total - 1.0) * factor * slope
     STORE(into, target, d.to(logits.dtype.element_ty), None, "")
 
 
 @triton.jit
-def store_loss(loss, logits, target, V: tl.constexpr, Vp: tl.constexpr, EVICTION: tl.constexpr):
-    """(the target's logit, m, sum of exp(logits - m)) of a row, with m the largest of its V logits."""
+def store_loss(loss, logits, target, V: tl.constexpr, Vp: tl.constexpr, CAP: tl.constexpr, EVICTION: tl.constexpr):
+    """(the target's logit before its cap, m, sum of exp(z - m)) of a row, with m the largest of its V logits z."""
     of_target = tl.load(logits + target).to(tl.float32)
-    maximum, total = softmax_sums(logits, V, Vp, EVICTION)
-    tl.store(loss, tl.log(total) - (of_target - maximum))
+    maximum, total = softmax_sums(logits, V, Vp, CAP, EVICTION)
+    tl.store(loss, tl.log(total) - (capped(of_target, CAP)[0] - maximum))
     return of_target, maximum, total
 
 
 @triton.jit
-def softmax_sums(logits, V: tl.constexpr, Vp: tl.constexpr, EVICTION: tl.constexpr):
-    """(m, sum of exp(logits - m)) of a row, with m the largest of its V logits."""
+def softmax_sums(logits, V: tl.constexpr, Vp: tl.constexpr, CAP: tl.constexpr, EVICTION: tl.constexpr):
+    """(m, sum of exp(z - m)) of a row, with m the largest of its V logits z."""
     WHOLE: tl.constexpr = V // TILE * TILE
     maximum = tl.full((1, BLOCK), LOWEST, tl.float32)
     total = tl.zeros((1, BLOCK), tl.float32)
     for start in range(0, WHOLE, TILE):
         x = tl.load(logits + tile_columns(start), eviction_policy=EVICTION).to(tl.float32)
-        maximum, total = include(maximum, total, x)
+        maximum, total = include(maximum, total, capped(x, CAP)[0])
     for start in range(WHOLE, Vp, BLOCK):
         column = start + tl.arange(0, BLOCK)[None, :]
         x = tl.load(logits + column, mask=column < Vp, other=0.0, eviction_policy=EVICTION).to(tl.float32)
-        maximum, total = include(maximum, total, tl.where(column < V, x, float("-inf")))
+        maximum, total = include(maximum, total, tl.where(column < V, capped(x, CAP)[0], float("-inf")))
     largest = tl.max(maximum)
     return largest, tl.sum(total * tl.exp2((maximum - largest) * LOG2_E))
 

@@ -16,11 +16,14 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from handgrad.ops.compose import Operation
-from handgrad.ops.cuda import linear
+from handgrad.ops.cuda import linear, rotary
 from handgrad.ops.cuda.choosing import choose_tokens, choosing_scratch_bytes  # noqa: F401
+from handgrad.ops.cuda.classifier import softcap_forward  # noqa: F401
 from handgrad.ops.cuda.gelu import gelu
 from handgrad.ops.cuda.launch import launch, overlapping
 from handgrad.ops.cuda.layernorm import EPSILON, layernorm_forward
+from handgrad.ops.cuda.relu2 import relu2
+from handgrad.ops.cuda.rmsnorm import rmsnorm_forward, rstd_of
 
 # A program's tile of the weight, 64 numbers a thread: with a few programs on each multiprocessor as many bytes are on their
 # way as the memory's latency asks for (4.8 TB/s times about 800 ns are 29 KB a multiprocessor).
@@ -50,7 +53,11 @@ def product_tile(O: int, K: int) -> tuple[int, int, int]:
     return rows, block, min(16, max(1, rows * block // ELEMENTS_PER_WARP))
 
 
-def embedding_decode(out: Tensor, tokens: Tensor, positions: Tensor, wte: Tensor, wpe: Tensor) -> None:
+def token_embedding_decode(out: Tensor, tokens: Tensor, wte: Tensor) -> None:
+    embedding_decode(out, tokens, None, wte, None)
+
+
+def embedding_decode(out: Tensor, tokens: Tensor, positions: Tensor | None, wte: Tensor, wpe: Tensor | None) -> None:
     B, C = out.shape
     block = triton.next_power_of_2(C)
     warps = min(16, max(1, block // 512))
@@ -75,8 +82,35 @@ layernorm_linear_forward = after_layernorm(linear.linear_forward, late=True)
 layernorm_linear_gelu_forward = after_layernorm(linear.linear_gelu_forward, with_gelu=True)
 
 
+def after_rmsnorm(product: Operation, *bias: None, with_relu2: bool = False) -> Operation:
+    """Returns `product`, without a bias, after an RMS norm: of one row in one kernel, which does not use scratch."""
+
+    def both(
+        out: Tensor, norm: Tensor, rstd: Tensor, x: Tensor, weight: Tensor, *, scratch: Tensor, tf32: bool = False
+    ) -> None:
+        if takes(x, weight):
+            row_product(out, x, weight, None, rms_norm=True, with_relu2=with_relu2, late=not with_relu2)
+        else:
+            rmsnorm_forward(norm, rstd, x)
+            product(out, norm, weight, *bias, scratch=scratch, tf32=tf32)
+
+    return both
+
+
+rmsnorm_linear_forward = after_rmsnorm(linear.linear_forward, None)
+rmsnorm_linear_relu2_forward = after_rmsnorm(linear.linear_relu2_forward, with_relu2=True)
+
+
+def qk_norm_rotary_decode(qkv_inout: Tensor, rstd: Tensor, positions: Tensor) -> None:
+    rotary.forward(qkv_inout, rstd, positions, rstd.shape[1] // 2, 1, rotary=True, overlaps=True)
+
+
+def rotary_decode(qkv_inout: Tensor, positions: Tensor, *, num_heads: int) -> None:
+    rotary.forward(qkv_inout, None, positions, num_heads, 1, rotary=True, overlaps=True)
+
+
 def linear_residual_forward(
-    out: Tensor, residual: Tensor, inp: Tensor, weight: Tensor, bias: Tensor, *, scratch: Tensor, tf32: bool = False
+    out: Tensor, residual: Tensor, inp: Tensor, weight: Tensor, bias: Tensor | None, *, scratch: Tensor, tf32: bool = False
 ) -> None:
     """Of one row in a kernel of its own."""
     if takes(inp, weight):
@@ -92,15 +126,18 @@ def row_product(
     bias: Tensor | None,
     *,
     norm: tuple[Tensor, Tensor] | tuple[None, None] = (None, None),
+    rms_norm: bool = False,
     residual: Tensor | None = None,
     with_gelu: bool = False,
+    with_relu2: bool = False,
     late: bool = False,
 ) -> None:
-    """out (1, O) = f(LN(x) weight (O, K)^T + bias (O) + residual (1, O)), of one row x (1, K); f is the GELU or nothing."""
+    """out (1, O) = f(norm(x) weight (O, K)^T + bias (O) + residual (1, O)), of one row x (1, K); f is the GELU, the squared
+    ReLU or nothing, the norm a layer norm with its weight and bias, an RMS norm or nothing."""
     O, K = weight.shape
     rows, block, warps = product_tile(O, K)
     tensors = out, x, *norm, weight, bias, residual
-    constants = O, K, rows, block, late, with_gelu
+    constants = O, K, rows, block, late, with_gelu, rms_norm, with_relu2
     launch(_row_product, (triton.cdiv(O, rows),), *tensors, *constants, **overlapping(out, warps))
 
 
@@ -123,16 +160,16 @@ def _embedding(out, tokens, positions, wte, wpe, C, BLOCK: tl.constexpr, OVERLAP
         gdc_wait()
     channel = tl.arange(0, BLOCK)
     inside = channel < C
-    token, position = tl.load(tokens + b), tl.load(positions + b)
-    word = tl.load(wte + token * C + channel, mask=inside, other=0.0).to(tl.float32)
-    place = tl.load(wpe + position * C + channel, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + b * C + channel, (word + place).to(out.dtype.element_ty), mask=inside)
+    x = tl.load(wte + tl.load(tokens + b) * C + channel, mask=inside, other=0.0).to(tl.float32)
+    if wpe is not None:
+        x += tl.load(wpe + tl.load(positions + b) * C + channel, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + b * C + channel, x.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _row_product(
     out, x, ln_weight, ln_bias, weight, bias, residual, O, K, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    LATE: tl.constexpr, GELU: tl.constexpr, OVERLAPS: tl.constexpr,
+    LATE: tl.constexpr, GELU: tl.constexpr, RMS_NORM: tl.constexpr, RELU2: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
@@ -157,11 +194,15 @@ def _row_product(
         centred = tl.where(inside, v - tl.sum(v, 0) / K, 0.0)
         rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(centred * centred, 0) / K + EPSILON))
         v = (centred * rstd * scale + shift).to(x.dtype.element_ty).to(tl.float32)
+    if RMS_NORM:
+        v = (v * rstd_of(tl.sum(v * v, 0), K)).to(x.dtype.element_ty).to(tl.float32)
     y = tl.sum(w.to(tl.float32) * v[None, :], 1) + added
     if residual is not None:
         y += tl.load(residual + row, mask=here, other=0.0).to(tl.float32)
     if GELU:
         y = gelu(y)
+    if RELU2:
+        y = relu2(y)
     tl.store(out + row, y.to(out.dtype.element_ty), mask=here)
     if OVERLAPS and LATE:
         gdc_launch_dependents()

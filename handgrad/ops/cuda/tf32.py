@@ -22,7 +22,10 @@ rmsnorm_linear_relu2_forward = after_rmsnorm(cuda.rmsnorm_forward, linear_relu2_
 
 decode = ModuleType(f"{__name__}.decode")
 vars(decode).update(vars(cuda.decode))
-for name in ("layernorm_linear_forward", "layernorm_linear_gelu_forward", "linear_residual_forward"):
+for name in (
+    *("layernorm_linear_forward", "layernorm_linear_gelu_forward", "linear_residual_forward"),
+    *("rmsnorm_linear_forward", "rmsnorm_linear_relu2_forward"),
+):
     setattr(decode, name, partial(getattr(cuda.decode, name), tf32=True))
 
 

@@ -12,11 +12,13 @@ from torch import Tensor
 from handgrad.ops.compose import after_layernorm, after_rmsnorm
 from handgrad.ops.hashing import BITS32, WEYL, mixed
 from handgrad.ops.reference.attention import split_heads
+from handgrad.ops.reference.classifier import softcap_forward  # noqa: F401
 from handgrad.ops.reference.gelu import linear_gelu_forward, linear_residual_forward  # noqa: F401
 from handgrad.ops.reference.layernorm import layernorm_forward
 from handgrad.ops.reference.linear import linear_forward
 from handgrad.ops.reference.relu2 import linear_relu2_forward
 from handgrad.ops.reference.rmsnorm import rmsnorm_forward
+from handgrad.ops.reference.rotary import qk_norm_forward, rotate
 
 SHARE_UNIT = 2.0**60  # of probabilities as integers: those above 2^-36 are exact, and their sum fits 63 bits
 DRAW_BITS = 23  # of a draw: with the half that is added, the 24 that a float32 holds exactly
@@ -32,6 +34,22 @@ def embedding_decode(out: Tensor, tokens: Tensor, positions: Tensor, wte: Tensor
     """out (B, C) = wte (Vp, C) at tokens (B) + wpe (maxT, C) at positions (B)."""
     torch.index_select(wte, 0, tokens, out=out)
     out.add_(wpe.index_select(0, positions))
+
+
+def token_embedding_decode(out: Tensor, tokens: Tensor, wte: Tensor) -> None:
+    """out (B, C) = wte (Vp, C) at tokens (B)."""
+    torch.index_select(wte, 0, tokens, out=out)
+
+
+def rotary_decode(qkv_inout: Tensor, positions: Tensor, *, num_heads: int) -> None:
+    """Rotates queries and keys (B, 3C) to positions (B) int64."""
+    rotate(qkv_inout, positions, num_heads, 1)
+
+
+def qk_norm_rotary_decode(qkv_inout: Tensor, rstd: Tensor, positions: Tensor) -> None:
+    """qkv_inout (B, 3C), rstd (B, 2H): norm of each head's query and key, then rotation to positions (B) int64."""
+    qk_norm_forward(qkv_inout, rstd)
+    rotate(qkv_inout, positions, rstd.shape[1] // 2, 1)
 
 
 def attention_decode(

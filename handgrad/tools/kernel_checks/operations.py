@@ -172,6 +172,14 @@ CASES: Cases = {
         "logits_to_dlogits_inout": d(N, Vp, scale=4),
         "scale": torch.tensor([0.37], device=d.device),
     },
+    "classifier_forward, with a cap": lambda d: {**classifier(d), "logits_inout": d(N, Vp, scale=4), "softcap": 15.0},
+    "classifier_forward_backward, with a cap": lambda d: {
+        **classifier(d),
+        "logits_to_dlogits_inout": d(N, Vp, scale=4),
+        "scale": torch.tensor([0.37], device=d.device),
+        "softcap": 15.0,
+    },
+    "softcap_forward": lambda d: {"logits_inout": d(N, Vp, scale=4), "softcap": 15.0},
     "loss_sum": sums,
     "squared_norms": lambda d: {
         "out": d.empty(16, dtype=torch.float32),
