@@ -41,7 +41,7 @@ OPERATIONS = (
 # Those of generation, a token of each sequence at a time, in a module `decode` of the backend.
 DECODE_OPERATIONS = (
     *("embedding_decode", "token_embedding_decode", "attention_decode", "choose_tokens"),
-    *("rotary_decode", "qk_norm_rotary_decode", "softcap_forward"),
+    *("rotary_forward", "qk_norm_forward", "qk_norm_rotary_forward", "rmsnorm_forward", "softcap_forward"),
     *("layernorm_linear_forward", "layernorm_linear_gelu_forward", "linear_residual_forward"),
     *("rmsnorm_linear_forward", "rmsnorm_linear_relu2_forward"),
 )

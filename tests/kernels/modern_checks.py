@@ -137,8 +137,8 @@ def head_decode(draw: Draw, H: int, D: int, positions: list[int]) -> Case:
     def run(ops: ModuleType, t: Tensors) -> Tensors:
         found = {name: t["qkv"].clone() for name in ("rotary", "both")}
         found["rstd"] = nan(t["qkv"], B, 2 * H, dtype=statistics_dtype(t["qkv"]))
-        ops.rotary_decode(found["rotary"], t["positions"], num_heads=H)
-        ops.qk_norm_rotary_decode(found["both"], found["rstd"], t["positions"])
+        ops.rotary_forward(found["rotary"], num_heads=H, positions=t["positions"])
+        ops.qk_norm_rotary_forward(found["both"], found["rstd"], positions=t["positions"])
         assert all(torch.equal(found[name][:, 2 * H * D :], t["qkv"][:, 2 * H * D :]) for name in ("rotary", "both"))
         return found
 

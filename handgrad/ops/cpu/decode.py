@@ -18,8 +18,9 @@ from handgrad.ops.reference.decode import (
     choose_tokens,
     choosing_scratch_bytes,
     embedding_decode,
-    qk_norm_rotary_decode,
-    rotary_decode,
+    qk_norm_forward,
+    qk_norm_rotary_forward,
+    rotary_forward,
     token_embedding_decode,
 )
 from handgrad.ops.reference.rmsnorm import rmsnorm_forward

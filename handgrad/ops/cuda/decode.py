@@ -24,6 +24,7 @@ from handgrad.ops.cuda.launch import launch, overlapping
 from handgrad.ops.cuda.layernorm import EPSILON, layernorm_forward
 from handgrad.ops.cuda.relu2 import relu2
 from handgrad.ops.cuda.rmsnorm import rmsnorm_forward, rstd_of
+from handgrad.ops.cuda.rotary import qk_norm_forward  # noqa: F401
 
 # A program's tile of the weight, 64 numbers a thread: with a few programs on each multiprocessor as many bytes are on their
 # way as the memory's latency asks for (4.8 TB/s times about 800 ns are 29 KB a multiprocessor).
@@ -101,11 +102,11 @@ rmsnorm_linear_forward = after_rmsnorm(linear.linear_forward, None)
 rmsnorm_linear_relu2_forward = after_rmsnorm(linear.linear_relu2_forward, with_relu2=True)
 
 
-def qk_norm_rotary_decode(qkv_inout: Tensor, rstd: Tensor, positions: Tensor) -> None:
+def qk_norm_rotary_forward(qkv_inout: Tensor, rstd: Tensor, *, positions: Tensor) -> None:
     rotary.forward(qkv_inout, rstd, positions, rstd.shape[1] // 2, 1, rotary=True, overlaps=True)
 
 
-def rotary_decode(qkv_inout: Tensor, positions: Tensor, *, num_heads: int) -> None:
+def rotary_forward(qkv_inout: Tensor, *, num_heads: int, positions: Tensor) -> None:
     rotary.forward(qkv_inout, None, positions, num_heads, 1, rotary=True, overlaps=True)
 
 

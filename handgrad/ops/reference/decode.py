@@ -41,12 +41,12 @@ def token_embedding_decode(out: Tensor, tokens: Tensor, wte: Tensor) -> None:
     torch.index_select(wte, 0, tokens, out=out)
 
 
-def rotary_decode(qkv_inout: Tensor, positions: Tensor, *, num_heads: int) -> None:
+def rotary_forward(qkv_inout: Tensor, *, num_heads: int, positions: Tensor) -> None:
     """Rotates queries and keys (B, 3C) to positions (B) int64."""
     rotate(qkv_inout, positions, num_heads, 1)
 
 
-def qk_norm_rotary_decode(qkv_inout: Tensor, rstd: Tensor, positions: Tensor) -> None:
+def qk_norm_rotary_forward(qkv_inout: Tensor, rstd: Tensor, *, positions: Tensor) -> None:
     """qkv_inout (B, 3C), rstd (B, 2H): norm of each head's query and key, then rotation to positions (B) int64."""
     qk_norm_forward(qkv_inout, rstd)
     rotate(qkv_inout, positions, rstd.shape[1] // 2, 1)
