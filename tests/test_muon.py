@@ -22,9 +22,11 @@ from handgrad.ops import (
     RESULTS,
     reference,
 )
+from handgrad.models.rows import ZEROS, ParameterRow
+from handgrad.ops.reference.muon import POLAR_EXPRESS, polar
 from handgrad.optimizers import Owned
 from handgrad.optimizers.adamw import AdamW
-from handgrad.optimizers.muon import MATRIX, POLAR_EXPRESS, Muon, polar
+from handgrad.optimizers.muon import MATRIX, Muon
 from handgrad.run.resolve import resolve
 from handgrad.run.start import train
 
@@ -73,6 +75,15 @@ def numbers(step: int, learning_rate: float, scale: float = 1.0, verdict: int = 
     return controls, results
 
 
+def update(part: Owned, controls: Tensor, results: Tensor) -> None:
+    size = MUON.scratch_bytes(reference, (row_of(part.weight.shape),), torch.float64, part.weight.device)
+    MUON.update(reference, [part], controls, results, torch.full((size,), 255, dtype=torch.uint8))
+
+
+def row_of(shape: tuple[int, ...]) -> ParameterRow:
+    return ParameterRow("a", shape, shape[0], ZEROS, 0.0, "matrix", "all", None)
+
+
 @pytest.mark.parametrize(("shape", "step", "b"), [*((shape, 150, 0.9) for shape in SHAPES), ((6, 24), 900, 0.95)])
 def test_the_update_is_the_formulas(shape: tuple[int, int], step: int, b: float) -> None:
     """Number by number, in loops over rows and columns, with the clip factor, and momentum on its way from 0.85 to 0.95."""
@@ -83,7 +94,7 @@ def test_the_update_is_the_formulas(shape: tuple[int, int], step: int, b: float)
         "m": part.state["m"].clone(),
         "v": part.state["v"].clone(),
     }
-    MUON.update(reference, [part], *numbers(step=step, learning_rate=0.01, scale=0.25))
+    update(part, *numbers(step=step, learning_rate=0.01, scale=0.25))
     momentum = b * before["m"] + (1 - b) * before["g"]
     o = polar((1 - b) * before["g"] + b * momentum)
     n = torch.empty(shape, dtype=torch.float64)
@@ -106,7 +117,7 @@ def test_a_step_that_is_skipped_moves_nothing() -> None:
     part = part_of((4, 8))
     part.gradient.fill_(math.nan)
     before = part.weight.clone(), part.state["m"].clone(), part.state["v"].clone()
-    MUON.update(reference, [part], *numbers(step=3, learning_rate=0.01, verdict=LOSS_OUTLIER))
+    update(part, *numbers(step=3, learning_rate=0.01, verdict=LOSS_OUTLIER))
     assert all(torch.equal(a, b) for a, b in zip(before, (part.weight, *part.state.values()), strict=True))
 
 
@@ -116,7 +127,7 @@ def test_the_launch_that_compiles_moves_nothing() -> None:
         part, gradient=torch.zeros(4, 8).double(), state={name: torch.zeros(4, 8).double() for name in ("m", "v")}
     )
     before = part.weight.clone()
-    MUON.update(reference, [part], *numbers(step=0, learning_rate=0.0, scale=0.0))
+    update(part, *numbers(step=0, learning_rate=0.0, scale=0.0))
     assert torch.equal(part.weight, before) and not part.state["m"].any() and not part.state["v"].any()
 
 

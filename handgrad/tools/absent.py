@@ -53,6 +53,9 @@ class Sizes:
             return cudnn_scratch_bytes(queries, head_width)
         return 8 * queries
 
+    def muon_scratch_bytes(self, *, matrices: int, rows: int, columns: int) -> int:
+        return 0
+
     def statistics_parts(
         self,
         *,

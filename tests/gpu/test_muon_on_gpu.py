@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from handgrad.config import RunConfig
-from handgrad.optimizers.muon import polar
+from handgrad.ops.reference.muon import polar
 from tests.gpu.runs import leave_the_same_bits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
