@@ -25,17 +25,11 @@ from handgrad.ops.cuda.linear import (
     linear_gelu_forward,
     linear_residual_forward,
 )
+from handgrad.ops.cuda.muon import muon_momentum, muon_polar, muon_scratch_bytes, muon_update
 from handgrad.ops.cuda.optimizer import adamw_update, loss_sum, squared_norms, verdict
 from handgrad.ops.cuda.reduction import checksum, tree_sum
 from handgrad.ops.cuda.scratch import scratch_bytes
-from handgrad.ops.reference import (  # plain torch
-    muon_momentum,
-    muon_polar,
-    muon_scratch_bytes,
-    muon_update,
-    residual_forward,
-    store_keys_values,
-)
+from handgrad.ops.reference import residual_forward, store_keys_values  # plain torch: a sum, copies
 
 layernorm_linear_forward = after_layernorm(layernorm_forward, linear_forward)
 layernorm_linear_gelu_forward = after_layernorm(layernorm_forward, linear_gelu_forward)
