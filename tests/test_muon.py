@@ -12,6 +12,7 @@ from handgrad.checkpoint import find
 from handgrad.config import RunConfig, check
 from handgrad.errors import ConfigError, UsageError
 from handgrad.interop.export import export_llmc
+from handgrad.models.rows import ZEROS, ParameterRow
 from handgrad.ops import (
     CONTROL_LEARNING_RATE,
     CONTROL_STEP,
@@ -22,7 +23,6 @@ from handgrad.ops import (
     RESULTS,
     reference,
 )
-from handgrad.models.rows import ZEROS, ParameterRow
 from handgrad.ops.reference.muon import POLAR_EXPRESS, polar
 from handgrad.optimizers import Owned
 from handgrad.optimizers.adamw import AdamW

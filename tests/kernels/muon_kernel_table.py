@@ -18,7 +18,9 @@ from tests.kernels.memory_kernel_table import widest
 
 ARCHITECTURES = (80, 90, 100)
 TYPES = dict.fromkeys(("R", "C", "size", "elements", "row_stride", "column_stride"), "i32:16") | {"parts": "i32"}
-TYPES |= dict.fromkeys(("scale", "added_scale", "x_scale"), "fp32") | dict.fromkeys(("controls", "results"), "*fp64:16")
+TYPES |= dict.fromkeys(("scale", "added_scale", "x_scale", "norm"), "fp32") | dict.fromkeys(
+    ("controls", "results"), "*fp64:16"
+)
 TYPES |= dict.fromkeys(("sums", "factors", "moments", "m_buffer", "gradient", "weight"), "*fp32:16")
 
 
@@ -29,7 +31,7 @@ def launches() -> dict[str, tuple[triton.JITFunction, dict[str, object], int, in
     wide, tall = {"column_stride": 1}, {"row_stride": 1}
     flat = {"BLOCK": muon.FLAT_ELEMENTS}
     moments = {"BETA2": 0.95, "ROWS": muon.MOMENT_ROWS, "COLUMNS": muon.MOMENT_COLUMNS}
-    weights = {"RATE": 4.0, "DECAY": 0.1, "NORM": 307.2, "PARTIALS": muon.PARTIALS}
+    weights = {"RATE": 4.0, "DECAY": 0.1, "PARTIALS": muon.PARTIALS}
     weights |= {"ROWS": muon.WEIGHT_ROWS, "COLUMNS": muon.WEIGHT_COLUMNS}
     return {
         "momentum": (muon._momentum, {**flat, "MOMENTUM": 0.95}, muon.FLAT_WARPS, 3),

@@ -20,7 +20,8 @@ FIRST_MOMENTUM, WARM_UP_STEPS = tl.constexpr(formula.FIRST_MOMENTUM), tl.constex
 FLAT_ELEMENTS, FLAT_WARPS = 4096, 8
 SUM_ELEMENTS, SUM_WARPS = 65536, 8
 
-# A product's tile, of which two programs fit a multiprocessor of Hopper: 96 KB of operands under way, 128 sums per lane.
+# A product's tile. Two programs fit a multiprocessor of Hopper, 96 KB of operands under way each, so that one multiplies
+# while the other begins or ends; with four warps they spill on Ampere and Blackwell.
 SIDE, DEPTH, PRODUCT_WARPS, PRODUCT_STAGES = 128, 64, 8, 3
 
 # Rows of one program, and columns of one turn.
@@ -47,7 +48,7 @@ def _momentum(
     if tl.load(results + VERDICT) == UPDATE:
         scale = tl.load(results + SCALE).to(tl.float32)
         warmed = tl.minimum(tl.load(controls + STEP) / WARM_UP_STEPS, 1.0)
-        rest = (1.0 - (FIRST_MOMENTUM + (MOMENTUM - FIRST_MOMENTUM) * warmed)).to(tl.float32)
+        rest = (1.0 - (warmed * (MOMENTUM - FIRST_MOMENTUM) + FIRST_MOMENTUM)).to(tl.float32)
         place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         inside = place < elements
         g = tl.load(gradient + place, mask=inside, other=0.0) * scale
@@ -210,7 +211,7 @@ def muon_update(
     launch(_moments, (parts,), factors, sums, moments_inout, polar, results, *sizes, num_warps=MOMENT_WARPS)
     tensors = published, weight_inout, polar, factors, sums, controls, results
     publishes = published.data_ptr() != weight_inout.data_ptr()
-    settings = float(rate), float(weight_decay), formula.UPDATE_RMS * (rows * columns) ** 0.5, publishes
+    settings = formula.UPDATE_RMS * (rows * columns) ** 0.5, float(rate), float(weight_decay), publishes
     tile = WEIGHT_ROWS, WEIGHT_COLUMNS, PARTIALS
     grid = (triton.cdiv(rows, WEIGHT_ROWS), triton.cdiv(columns, WEIGHT_COLUMNS))
     launch(_weights, grid, *tensors, rows, columns, parts, *settings, *tile, num_warps=WEIGHT_WARPS)
@@ -240,13 +241,13 @@ def _moments(
 
 @triton.jit
 def _weights(
-    published, weight, polar, factors, sums, controls, results, R, C, parts, RATE: tl.constexpr, DECAY: tl.constexpr,
-    NORM: tl.constexpr, PUBLISH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTIALS: tl.constexpr,
+    published, weight, polar, factors, sums, controls, results, R, C, parts, norm, RATE: tl.constexpr,
+    DECAY: tl.constexpr, PUBLISH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTIALS: tl.constexpr,
 ):  # fmt: skip
     """weight -= rate (s N + decay weight where N weight > 0)."""
     if tl.load(results + VERDICT) == UPDATE:
         rate = (RATE * tl.load(controls + LEARNING_RATE)).to(tl.float32)
-        scale = NORM / (tl.sqrt_rn(added_up(sums, parts, PARTIALS)) + LEAST_NORM)
+        scale = norm / (tl.sqrt_rn(added_up(sums, parts, PARTIALS)) + LEAST_NORM)
         rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         inside = (rows[:, None] < R) & (columns[None, :] < C)
