@@ -26,7 +26,7 @@ from handgrad.optimizers import Owned
 from handgrad.optimizers.adamw import AdamW
 
 MATRIX = "matrix"
-BATCH_ELEMENTS = 1 << 25  # matrices of one shape go through the polynomials together, as many as have so many elements
+BATCH_ELEMENTS = 1 << 27  # matrices of one shape go through the polynomials together, as many as have so many elements
 ALIGN_BYTES = 512  # of the operations' scratch behind a batch
 
 
