@@ -26,7 +26,7 @@ TYPES |= dict.fromkeys(("sums", "factors", "moments", "m_buffer", "gradient", "w
 
 def launches() -> dict[str, tuple[triton.JITFunction, dict[str, object], int, int]]:
     """name: (kernel, its constants, warps, stages), as the operations launch them."""
-    tile = {"SIDE": muon.SIDE, "DEPTH": muon.DEPTH}
+    tile = {"SIDE": muon.SIDE, "DEPTH": muon.DEPTH, "WHOLE": True}
     product = muon.PRODUCT_WARPS, muon.PRODUCT_STAGES
     wide, tall = {"column_stride": 1}, {"row_stride": 1}
     flat = {"BLOCK": muon.FLAT_ELEMENTS}
@@ -52,7 +52,8 @@ def compile_one(job: tuple[str, int]) -> dict[str, object]:
     name, arch = job
     kernel, constants, warps, stages = launches()[name]
     types = {argument: TYPES.get(argument, "*bf16:16") for argument in kernel.arg_names}
-    made = compile_kernel(kernel, types, constants, warps, stages, arch)
+    limited = {"maxnreg": muon.HOPPER_REGISTERS} if "WHOLE" in constants and arch // 10 == muon.HOPPER else {}
+    made = compile_kernel(kernel, types, constants, warps, stages, arch, **limited)
     ptx = made["ptx"]
     return {
         "kernel": name,

@@ -4,6 +4,8 @@ Products here are not the library's: a tile of one matrix is summed by one progr
 bits in any batch, and of a symmetric product half the tiles suffice.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -23,6 +25,7 @@ SUM_ELEMENTS, SUM_WARPS = 65536, 8
 # A product's tile. Two programs fit a multiprocessor of Hopper, 96 KB of operands under way each, so that one multiplies
 # while the other begins or ends; with four warps they spill on Ampere and Blackwell.
 SIDE, DEPTH, PRODUCT_WARPS, PRODUCT_STAGES = 128, 64, 8, 3
+HOPPER, HOPPER_REGISTERS = 9, 128  # of a lane: with more, two such programs do not fit; elsewhere so few would spill
 
 # Rows of one program, and columns of one turn.
 MOMENT_ROWS, MOMENT_COLUMNS, MOMENT_WARPS = 4, 1024, 4
@@ -87,14 +90,22 @@ def muon_polar(update_to_polar_inout: Tensor, *, scratch: Tensor) -> None:
     flat = triton.cdiv(size, FLAT_ELEMENTS), matrices
     launch(_squares, (parts, matrices), sums, given, size, SUM_ELEMENTS, FLAT_ELEMENTS, num_warps=SUM_WARPS)
     launch(_normalize, flat, other, given, sums, size, parts, FLAT_ELEMENTS, PARTIALS, num_warps=FLAT_WARPS)
-    tiles, options = triton.cdiv(short, SIDE), {"num_warps": PRODUCT_WARPS, "num_stages": PRODUCT_STAGES}
+    tiles, options = triton.cdiv(short, SIDE), product_options(given.device)
     square, whole = (tiles, tiles, matrices), (tiles, triton.cdiv(long, SIDE), matrices)
     X, following = other, given
     for a, b, c in formula.POLAR_EXPRESS:
-        launch(_symmetric, square, A, X, short, long, *strides, 1.0, 0.0, False, SIDE, DEPTH, **options)
-        launch(_symmetric, square, B, A, short, short, short, 1, c, b, True, SIDE, DEPTH, **options)
-        launch(_product, whole, following, B, X, short, long, *strides, a, SIDE, DEPTH, **options)
+        of_x, of_a = (short, long, *strides), (short, short, short, 1)
+        launch(_symmetric, square, A, X, *of_x, 1.0, 0.0, False, long % DEPTH == 0, SIDE, DEPTH, **options)
+        launch(_symmetric, square, B, A, *of_a, c, b, True, short % DEPTH == 0, SIDE, DEPTH, **options)
+        launch(_product, whole, following, B, X, *of_x, a, short % DEPTH == 0, SIDE, DEPTH, **options)
         X, following = following, X
+
+
+@functools.cache
+def product_options(device: torch.device) -> dict[str, int]:
+    options = {"num_warps": PRODUCT_WARPS, "num_stages": PRODUCT_STAGES}
+    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == HOPPER
+    return options | ({"maxnreg": HOPPER_REGISTERS} if is_hopper else {})
 
 
 @triton.jit
@@ -133,8 +144,8 @@ def added_up(values, N, BLOCK: tl.constexpr):
 
 @triton.jit
 def _symmetric(
-    out, x, R, C, row_stride, column_stride, scale, added_scale, ADDS: tl.constexpr, SIDE: tl.constexpr,
-    DEPTH: tl.constexpr,
+    out, x, R, C, row_stride, column_stride, scale, added_scale, ADDS: tl.constexpr, WHOLE: tl.constexpr,
+    SIDE: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """out (n, R, R) = scale x x^T, plus added_scale x where it `ADDS`, then x is symmetric. A program makes a tile on or
     below the diagonal, and its mirror image."""
@@ -144,17 +155,10 @@ def _symmetric(
         x += matrix * R * C
         out += matrix * R * R
         rows, columns = row * SIDE + tl.arange(0, SIDE), column * SIDE + tl.arange(0, SIDE)
-        sums = tl.zeros((SIDE, SIDE), tl.float32)
-        for start in range(0, C, DEPTH):
-            k = start + tl.arange(0, DEPTH)
-            left = x + rows[:, None] * row_stride + k[None, :] * column_stride
-            right = x + columns[None, :] * row_stride + k[:, None] * column_stride
-            a = tl.load(left, mask=(rows[:, None] < R) & (k[None, :] < C), other=0.0)
-            b = tl.load(right, mask=(columns[None, :] < R) & (k[:, None] < C), other=0.0)
-            sums = tl.dot(a, b, sums, input_precision="ieee")
+        left, right = (rows % R)[:, None] * row_stride, (columns % R)[None, :] * row_stride
+        sums = scale * summed(x, left, column_stride, x, right, column_stride, C, WHOLE, SIDE, DEPTH)
         inside = (rows[:, None] < R) & (columns[None, :] < R)
         place = rows[:, None] * R + columns[None, :]
-        sums *= scale
         if ADDS:
             sums += added_scale * tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
         tile = sums.to(out.dtype.element_ty)
@@ -166,7 +170,8 @@ def _symmetric(
 
 @triton.jit
 def _product(
-    out, b_matrices, x, R, C, row_stride, column_stride, x_scale, SIDE: tl.constexpr, DEPTH: tl.constexpr
+    out, b_matrices, x, R, C, row_stride, column_stride, x_scale, WHOLE: tl.constexpr, SIDE: tl.constexpr,
+    DEPTH: tl.constexpr,
 ):  # fmt: skip
     """out (n, R, C) = B x + x_scale x, of symmetric B (n, R, R)."""
     matrix = tl.program_id(2).to(tl.int64)
@@ -174,18 +179,36 @@ def _product(
     out += matrix * R * C
     b_matrices += matrix * R * R
     rows, columns = tl.program_id(0) * SIDE + tl.arange(0, SIDE), tl.program_id(1) * SIDE + tl.arange(0, SIDE)
-    sums = tl.zeros((SIDE, SIDE), tl.float32)
-    for start in range(0, R, DEPTH):
-        k = start + tl.arange(0, DEPTH)
-        left = b_matrices + rows[:, None] * R + k[None, :]
-        right = x + k[:, None] * row_stride + columns[None, :] * column_stride
-        a = tl.load(left, mask=(rows[:, None] < R) & (k[None, :] < R), other=0.0)
-        b = tl.load(right, mask=(k[:, None] < R) & (columns[None, :] < C), other=0.0)
-        sums = tl.dot(a, b, sums, input_precision="ieee")
+    left, right = (rows % R)[:, None] * R, (columns % C)[None, :] * column_stride
+    sums = summed(b_matrices, left, 1, x, right, row_stride, R, WHOLE, SIDE, DEPTH)
     inside = (rows[:, None] < R) & (columns[None, :] < C)
     place = rows[:, None] * row_stride + columns[None, :] * column_stride
     sums += x_scale * tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + place, sums.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def summed(
+    left, left_place, left_stride, right, right_place, right_stride, K, WHOLE: tl.constexpr, SIDE: tl.constexpr,
+    DEPTH: tl.constexpr,
+):  # fmt: skip
+    """A tile of a product, K terms of each sum: the first factors are at the places (SIDE, 1) of `left` and (1, SIDE) of
+    `right`. `WHOLE`: K is a multiple of DEPTH. Rows and columns beyond the matrix come from its beginning, and their sums
+    are not stored: masks on every load would take a third of the loop's instructions."""
+    k = tl.arange(0, DEPTH)
+    left_place += k[None, :] * left_stride
+    right_place += k[:, None] * right_stride
+    sums = tl.zeros((SIDE, SIDE), tl.float32)
+    for start in range(0, K, DEPTH):
+        if WHOLE:
+            a, b = tl.load(left + left_place), tl.load(right + right_place)
+        else:
+            a = tl.load(left + left_place, mask=k[None, :] < K - start, other=0.0)
+            b = tl.load(right + right_place, mask=k[:, None] < K - start, other=0.0)
+        sums = tl.dot(a, b, sums, input_precision="ieee")
+        left += DEPTH * left_stride
+        right += DEPTH * right_stride
+    return sums
 
 
 # New weights. The rows' sums of squares give their moments, hence |N| as well.
