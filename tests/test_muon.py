@@ -170,11 +170,13 @@ def test_its_scratch_lies_among_dead_activations() -> None:
 
 def test_a_matrix_has_the_same_bits_in_any_batch() -> None:
     """Beside two others of its shape as alone."""
-    alone, others = part_of((6, 24)), [part_of((6, 24), seed) for seed in (0, 1, 2)]
+    alone, together = ([part_of((6, 24), seed) for seed in range(3)] for _ in range(2))
     controls, results = numbers(step=7, learning_rate=0.01)
-    update(alone, controls, results)
-    MUON.update(reference, others, controls, results, torch.zeros(4096, dtype=torch.uint8))
-    assert torch.equal(alone.weight, others[0].weight) and torch.equal(alone.state["v"], others[0].state["v"])
+    for part in alone:
+        update(part, controls, results)
+    MUON.update(reference, together, controls, results, torch.zeros(4096, dtype=torch.uint8))
+    for a, b in zip(alone, together, strict=True):
+        assert torch.equal(a.weight, b.weight) and torch.equal(a.state["v"], b.state["v"])
 
 
 def test_what_it_does_not_do_is_refused() -> None:
