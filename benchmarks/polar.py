@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks.record import write_record
-from handgrad.optimizers import muon
+from handgrad.ops.reference import muon
 
 # The same polynomial five times, chosen for its slope at 0 (Jordan et al. 2024).
 JORDAN = ((3.4445, -4.7750, 2.0315),) * 5

@@ -46,6 +46,10 @@ def test_the_sizes_are_those_of_the_kernels(
     assert found == dropout.attention_scratch_bytes(**heads_of, dtype=torch.bfloat16)
     parts = heads_of | {"channels": channels, "widest": ratio * channels, "padded_vocab_size": vocabulary}
     assert here.statistics_parts(**parts) == fp8.statistics_parts(**parts)
+    for matrix in ({"rows": channels, "columns": ratio * channels}, {"rows": 3 * channels, "columns": channels}):
+        for matrices in (1, 12):
+            found = here.muon_scratch_bytes(matrices=matrices, **matrix)
+            assert found == cuda.muon_scratch_bytes(matrices=matrices, **matrix)
     choosing = {"batch": batch, "vocab_size": vocabulary - 1}
     assert choosing_scratch_bytes(**choosing) == cuda.decode.choosing_scratch_bytes(**choosing)
 
@@ -70,6 +74,7 @@ def test_cudnns_workspace_is_the_one_that_was_seen() -> None:
     }
 
 
+MUON = {"optimizer": "muon", "channels": 64, "num_heads": 2}
 MEASURED = [  # record, contender, preset
     ("h200-step-124m", "handgrad", "d12"),
     ("h200-step-350m", "handgrad", "d24"),
@@ -102,7 +107,9 @@ def test_the_plan_of_a_rank_is_the_peak_that_was_measured(record: str, name: str
     assert measured == pytest.approx(planned, rel=5e-3)
 
 
-@pytest.mark.parametrize("settings", [{}, {"precision": "fp8"}, {"dropout": 0.1, "recompute": 1}, {"precision": "fp16"}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"precision": "fp8"}, {"dropout": 0.1, "recompute": 1}, {"precision": "fp16"}, MUON]
+)
 def test_the_plan_is_that_of_the_kernels(settings: dict) -> None:
     """Buffer for buffer, as the modules of the kernels size it."""
     config = replace(preset("tiny"), **{"precision": "bf16", **settings})

@@ -8,10 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from handgrad.arena import ALWAYS
 from handgrad.checkpoint import find
 from handgrad.config import RunConfig, check
 from handgrad.errors import ConfigError, UsageError
+from handgrad.gpus import GPUS
 from handgrad.interop.export import export_llmc
+from handgrad.models.rows import ZEROS, ParameterRow
 from handgrad.ops import (
     CONTROL_LEARNING_RATE,
     CONTROL_STEP,
@@ -22,11 +25,14 @@ from handgrad.ops import (
     RESULTS,
     reference,
 )
+from handgrad.ops.reference.muon import POLAR_EXPRESS, polar
 from handgrad.optimizers import Owned
 from handgrad.optimizers.adamw import AdamW
-from handgrad.optimizers.muon import MATRIX, POLAR_EXPRESS, Muon, polar
+from handgrad.optimizers.muon import MATRIX, Muon
+from handgrad.presets import preset
 from handgrad.run.resolve import resolve
 from handgrad.run.start import train
+from handgrad.tools.absent import resolve_for
 
 SHAPES = [(6, 6), (6, 24), (24, 6), (1, 5)]
 ADAMW = AdamW(beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.1, seed=1)
@@ -73,6 +79,15 @@ def numbers(step: int, learning_rate: float, scale: float = 1.0, verdict: int = 
     return controls, results
 
 
+def update(part: Owned, controls: Tensor, results: Tensor) -> None:
+    size = MUON.scratch_bytes(reference, (row_of(part.weight.shape),), torch.float64, part.weight.device)
+    MUON.update(reference, [part], controls, results, torch.full((size,), 255, dtype=torch.uint8))
+
+
+def row_of(shape: tuple[int, ...]) -> ParameterRow:
+    return ParameterRow("a", shape, shape[0], ZEROS, 0.0, "matrix", "all", None)
+
+
 @pytest.mark.parametrize(("shape", "step", "b"), [*((shape, 150, 0.9) for shape in SHAPES), ((6, 24), 900, 0.95)])
 def test_the_update_is_the_formulas(shape: tuple[int, int], step: int, b: float) -> None:
     """Number by number, in loops over rows and columns, with the clip factor, and momentum on its way from 0.85 to 0.95."""
@@ -83,7 +98,7 @@ def test_the_update_is_the_formulas(shape: tuple[int, int], step: int, b: float)
         "m": part.state["m"].clone(),
         "v": part.state["v"].clone(),
     }
-    MUON.update(reference, [part], *numbers(step=step, learning_rate=0.01, scale=0.25))
+    update(part, *numbers(step=step, learning_rate=0.01, scale=0.25))
     momentum = b * before["m"] + (1 - b) * before["g"]
     o = polar((1 - b) * before["g"] + b * momentum)
     n = torch.empty(shape, dtype=torch.float64)
@@ -106,7 +121,7 @@ def test_a_step_that_is_skipped_moves_nothing() -> None:
     part = part_of((4, 8))
     part.gradient.fill_(math.nan)
     before = part.weight.clone(), part.state["m"].clone(), part.state["v"].clone()
-    MUON.update(reference, [part], *numbers(step=3, learning_rate=0.01, verdict=LOSS_OUTLIER))
+    update(part, *numbers(step=3, learning_rate=0.01, verdict=LOSS_OUTLIER))
     assert all(torch.equal(a, b) for a, b in zip(before, (part.weight, *part.state.values()), strict=True))
 
 
@@ -116,7 +131,7 @@ def test_the_launch_that_compiles_moves_nothing() -> None:
         part, gradient=torch.zeros(4, 8).double(), state={name: torch.zeros(4, 8).double() for name in ("m", "v")}
     )
     before = part.weight.clone()
-    MUON.update(reference, [part], *numbers(step=0, learning_rate=0.0, scale=0.0))
+    update(part, *numbers(step=0, learning_rate=0.0, scale=0.0))
     assert torch.equal(part.weight, before) and not part.state["m"].any() and not part.state["v"].any()
 
 
@@ -133,6 +148,35 @@ def test_who_gets_which() -> None:
     assert kinds["wte"] is kinds["wpe"] is True and kinds["lnf_weight"] is False
     plain = resolve(replace(config, optimizer="adamw"), 257)
     assert plain.plan.size_bytes == design.plan.size_bytes, "the state takes AdamW's memory"
+
+
+def test_its_scratch_lies_among_dead_activations() -> None:
+    """GPT-2 124M on an H200: twelve matrices of a shape at a time, their other half, and products of the shorter sides. At
+    one sample of a few tokens there is not enough room, and the plan grows."""
+    config = replace(preset("d12"), precision="bf16")
+    with_muon = resolve_for(GPUS["h200"], replace(config, optimizer="muon"), 50257).plan
+    scratch = next(buffer for buffer in with_muon.buffers if buffer.name == "optimizer_scratch")
+    assert scratch.size_bytes == 2 * 12 * (2 * 768 * 3072 + 2 * 768**2) + 2048  # and partial sums, aligned
+    assert with_muon.size_bytes == resolve_for(GPUS["h200"], config, 50257).plan.size_bytes
+    others = [buffer for buffer in with_muon.buffers if buffer.kind == scratch.kind and buffer.lifetimes != ALWAYS]
+    assert all(not buffer.overlaps(scratch) for buffer in others if buffer is not scratch)
+    short = replace(config, sequence_length=64, tokens_per_step=64, micro_batch=1)
+    small, grown = (
+        resolve_for(GPUS["h200"], replace(short, optimizer=name), 50257).plan.size_bytes["activations"]
+        for name in ("adamw", "muon")
+    )
+    assert small < scratch.size_bytes < grown
+
+
+def test_a_matrix_has_the_same_bits_in_any_batch() -> None:
+    """Beside two others of its shape as alone."""
+    alone, together = ([part_of((6, 24), seed) for seed in range(3)] for _ in range(2))
+    controls, results = numbers(step=7, learning_rate=0.01)
+    for part in alone:
+        update(part, controls, results)
+    MUON.update(reference, together, controls, results, torch.zeros(4096, dtype=torch.uint8))
+    for a, b in zip(alone, together, strict=True):
+        assert torch.equal(a.weight, b.weight) and torch.equal(a.state["v"], b.state["v"])
 
 
 def test_what_it_does_not_do_is_refused() -> None:

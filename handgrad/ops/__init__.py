@@ -32,6 +32,7 @@ OPERATIONS = (
     *("bias_backward", "gelu_forward", "gelu_backward", "residual_forward"),  # which products also have at their ends
     *("classifier_forward", "classifier_forward_backward", "softcap_forward"),
     *("loss_sum", "squared_norms", "verdict", "adamw_update"),
+    *("muon_momentum", "muon_polar", "muon_update"),
     *("tree_sum", "checksum"),  # over lanes and ranks
     *("layernorm_linear_forward", "layernorm_linear_gelu_forward"),  # two in a row, which generation has as one
     *("rmsnorm_linear_forward", "rmsnorm_linear_relu2_forward"),
@@ -47,7 +48,7 @@ DECODE_OPERATIONS = (
 )
 
 # And what sets a run up asks every backend.
-SET_UP = ("versions", "check_sizes", "scratch_bytes", "attention_scratch_bytes", "compile_ahead")
+SET_UP = ("versions", "check_sizes", "scratch_bytes", "attention_scratch_bytes", "muon_scratch_bytes", "compile_ahead")
 
 # Places in `controls` (float64): what the host decides for a step.
 CONTROL_STEP, CONTROL_LEARNING_RATE, CONTROL_LOSS_LIMIT, CONTROL_NORM_LIMIT = range(4)

@@ -2,10 +2,11 @@
 
 It is a frozen dataclass with
 
-    state        names of its flat float32 buffers, one number per parameter; a checkpoint stores them as `NAME.parameter`
-    whole(row)   true for a parameter that one call updates whole, with its shape; the others may be cut anywhere
-    kind(row)    equal for parameters that one call may update together
-    update(...)  the new weights of the parameters and ranges that this process owns
+    state               names of its flat float32 buffers, one number per parameter; a checkpoint has `NAME.parameter`
+    whole(row)          true for a parameter that one call updates whole, with its shape; the others may be cut anywhere
+    kind(row)           equal for parameters that one call may update together
+    scratch_bytes(...)  bytes of `scratch` in its update: planned, where activations lie until the update
+    update(...)         the new weights of the parameters and ranges that this process owns
 
 Nothing else knows the names or the meaning of its state.
 """

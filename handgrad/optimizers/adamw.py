@@ -7,11 +7,12 @@ w = (1 - lr decay) w - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
-from handgrad.models.rows import ParameterRow
+from handgrad.models.rows import ParameterRow, Table
 from handgrad.optimizers import Owned
 
 
@@ -32,7 +33,12 @@ class AdamW:
         """True if the parameter decays."""
         return row.group != "vector"
 
-    def update(self, ops: ModuleType, owned: Iterable[Owned], controls: Tensor, results: Tensor) -> None:
+    def scratch_bytes(self, ops: Any, table: Table, dtype: torch.dtype, device: torch.device) -> int:
+        return 0
+
+    def update(
+        self, ops: ModuleType, owned: Iterable[Owned], controls: Tensor, results: Tensor, scratch: Tensor | None
+    ) -> None:
         """A call per range; `controls` holds the step and the learning rate, `results` the verdict and the clip factor."""
         for part in owned:
             ops.adamw_update(

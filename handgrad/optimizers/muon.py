@@ -12,33 +12,22 @@ N is scaled to a root mean square of 0.2, about that of AdamW's updates, so that
 only where the update shrinks them (Chen et al. 2025, https://arxiv.org/abs/2510.12402).
 """
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from handgrad.models.rows import ParameterRow
-from handgrad.ops import CONTROL_LEARNING_RATE, CONTROL_STEP, RESULT_SCALE, RESULT_VERDICT, UPDATE
+from handgrad.models.rows import ParameterRow, Table, rounded_up
 from handgrad.optimizers import Owned
 from handgrad.optimizers.adamw import AdamW
 
-# Step by step the polynomial p(x) = a x + b x^3 + c x^5 that brings singular values from a thousandth to 1 closest to 1
-# (Amsel et al. 2025, https://arxiv.org/abs/2505.16932).
-POLAR_EXPRESS = (
-    (8.156554524902461, -22.48329292557795, 15.878769915207462),
-    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
-    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
-    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
-)
-ABOVE_LARGEST = 1.02  # the norm is divided by a bit more than itself: rounding may not lift a singular value above 1
-LEAST_NORM = 1e-7
-UPDATE_RMS = 0.2
 MATRIX = "matrix"
-FIRST_MOMENTUM, WARM_UP_STEPS = 0.85, 300  # momentum grows in a straight line, while the gradient still turns quickly
+BATCH_ELEMENTS = 1 << 27  # matrices of one shape go through the polynomials together, as many as have so many elements
+ALIGN_BYTES = 512  # of the operations' scratch behind a batch
 
 
 @dataclass(frozen=True)
@@ -58,45 +47,62 @@ class Muon:
         """`MATRIX`, or AdamW's kind."""
         return MATRIX if self.whole(row) else self.adamw.kind(row)
 
-    def update(self, ops: ModuleType, owned: Iterable[Owned], controls: Tensor, results: Tensor) -> None:
-        """A call per range, and one per matrix; `controls` holds the step and the learning rate, `results` the verdict and
-        the clip factor."""
-        for part in owned:
-            if part.kind == MATRIX:
-                self.update_matrix(part, controls, results)
-            else:
-                self.adamw.update(ops, [part], controls, results)
+    def scratch_bytes(self, ops: Any, table: Table, dtype: torch.dtype, device: torch.device) -> int:
+        """The largest batch of the model, whatever part of it this process owns, and the operations' scratch behind it."""
+        matrices = defaultdict[tuple[int, ...], int](int)
+        for row in table:
+            matrices[row.shape] += self.whole(row) and not row.frozen
+        needs = [0]
+        for (rows, columns), owned in ((shape, owned) for shape, owned in matrices.items() if owned):
+            count = min(owned, batch_size(rows, columns))
+            batch = count * rows * columns * polar_dtype(device, dtype).itemsize
+            needs.append(rounded_up(batch, ALIGN_BYTES))
+            needs[-1] += ops.muon_scratch_bytes(matrices=count, rows=rows, columns=columns)
+        return max(needs)
 
-    def update_matrix(self, part: Owned, controls: Tensor, results: Tensor) -> None:
-        dtype, (rows, columns) = part.weight.dtype, part.weight.shape
-        step, learning_rate = controls[CONTROL_STEP], self.rate * controls[CONTROL_LEARNING_RATE].to(dtype)
-        warmed = (step / WARM_UP_STEPS).clamp(max=1.0)
-        b = (FIRST_MOMENTUM + (self.momentum - FIRST_MOMENTUM) * warmed).to(dtype)
-        gradient = part.gradient * results[RESULT_SCALE].to(dtype)
-        momentum = torch.lerp(gradient, part.state["m"], b)
-        update = torch.lerp(gradient, momentum, b)
-        # On a GPU in 16 bits: the next polynomial sends back towards 1 what rounding moves (docs/operations/muon.md).
-        direction = polar(update.bfloat16() if update.is_cuda else update).to(dtype)
-        moments = part.state["v"].view(-1)[:rows]
-        squares = self.beta2 * moments + (1 - self.beta2) * direction.square().mean(dim=1)
-        direction = direction / (squares.sqrt() + LEAST_NORM)[:, None]
-        direction *= UPDATE_RMS * (rows * columns) ** 0.5 / (torch.linalg.vector_norm(direction) + LEAST_NORM)
-        decay = self.weight_decay * part.weight * (direction * part.weight > 0)
-        weight = part.weight - learning_rate * (direction + decay)
-        updates = results[RESULT_VERDICT] == UPDATE
-        for tensor, value in ((part.state["m"], momentum), (moments, squares), (part.weight, weight)):
-            tensor.copy_(torch.where(updates, value, tensor))
-        if part.published.data_ptr() != part.weight.data_ptr():
-            part.published.copy_(part.weight)
+    def update(
+        self, ops: ModuleType, owned: Iterable[Owned], controls: Tensor, results: Tensor, scratch: Tensor | None
+    ) -> None:
+        """AdamW's calls, then the matrices in batches of one shape; `controls` holds the step and the learning rate,
+        `results` the verdict and the clip factor."""
+        owned = list(owned)
+        self.adamw.update(ops, [part for part in owned if part.kind != MATRIX], controls, results, None)
+        for parts in batches([part for part in owned if part.kind == MATRIX]):
+            assert scratch is not None
+            self.update_batch(ops, parts, controls, results, scratch)
+
+    def update_batch(self, ops: ModuleType, parts: list[Owned], controls: Tensor, results: Tensor, scratch: Tensor) -> None:
+        """A batch goes through the polynomials together; no matrix's bits depend on the others."""
+        weight = parts[0].weight
+        dtype, (rows, columns) = polar_dtype(weight.device, weight.dtype), weight.shape
+        size = len(parts) * rows * columns * dtype.itemsize
+        polar = scratch[:size].view(dtype).view(len(parts), rows, columns)
+        scratch = scratch[rounded_up(size, ALIGN_BYTES) :]
+        for update, part in zip(polar, parts, strict=True):
+            ops.muon_momentum(update, part.state["m"], part.gradient, controls, results, momentum=self.momentum)
+        ops.muon_polar(polar, scratch=scratch)
+        settings = {"rate": self.rate, "beta2": self.beta2, "weight_decay": self.weight_decay}
+        for direction, part in zip(polar, parts, strict=True):
+            tensors = part.published, part.weight, part.state["v"].view(-1)[:rows], direction
+            ops.muon_update(*tensors, controls, results, **settings, scratch=scratch)
 
 
-def polar(matrix: Tensor) -> Tensor:
-    """The nearest matrix with singular values of 1, about: U V^T of U S V^T, for which five products of the matrix with
-    polynomials of X X^T stand. The shorter side comes first, where X X^T is smallest."""
-    X = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
-    X = X / (torch.linalg.vector_norm(X) * ABOVE_LARGEST + LEAST_NORM)
-    for a, b, c in POLAR_EXPRESS:
-        A = X @ X.T
-        B = torch.addmm(A, A, A, beta=b, alpha=c)
-        X = torch.addmm(X, B, X, beta=a)
-    return X.T if matrix.shape[0] > matrix.shape[1] else X
+def polar_dtype(device: torch.device, exact: torch.dtype) -> torch.dtype:
+    """On a GPU 16 bits: the next polynomial sends back towards 1 what rounding moves (docs/operations/muon.md). "meta" is a
+    GPU that is not here."""
+    return torch.bfloat16 if device.type in ("cuda", "meta") else exact
+
+
+def batch_size(rows: int, columns: int) -> int:
+    """The most matrices of a shape in one batch."""
+    return max(1, BATCH_ELEMENTS // (rows * columns))
+
+
+def batches(parts: list[Owned]) -> Iterator[list[Owned]]:
+    """The matrices of each shape, `batch_size` at a time."""
+    shapes = defaultdict[tuple[int, ...], list[Owned]](list)
+    for part in parts:
+        shapes[tuple(part.weight.shape)].append(part)
+    for (rows, columns), of_shape in shapes.items():
+        size = batch_size(rows, columns)
+        yield from (of_shape[first : first + size] for first in range(0, len(of_shape), size))

@@ -23,7 +23,7 @@ from handgrad.optimizers.muon import Muon
 from handgrad.parallel.memory import with_sharding
 from handgrad.training.design import Batch, Design, Guards
 from handgrad.training.schedule import Schedule
-from handgrad.training.state import flat_buffers
+from handgrad.training.state import flat_buffers, update_scratch
 
 
 def resolve(
@@ -84,6 +84,7 @@ def resolve(
         activations = list(tables.activation_buffers(rows, fp8.gemms, gradients, config.recompute))
         activations = [*fp8.buffers(parameters, ranks), *activations]
     dropout = dropout_buffers(config.micro_batch) if config.dropout else []
+    scratch = update_scratch(optimizer.scratch_bytes(plain_ops, parameters, flat["gradients"].dtype, device))
     return Design(
         device=device,
         dtype=dtype,
@@ -102,7 +103,7 @@ def resolve(
         recompute=config.recompute,
         fp8=fp8,
         dropout=config.dropout,
-        plan=make_plan([*flat.values(), *activations, *dropout]),
+        plan=make_plan([*flat.values(), *activations, *dropout, *scratch]),
     )
 
 

@@ -53,6 +53,12 @@ class Sizes:
             return cudnn_scratch_bytes(queries, head_width)
         return 8 * queries
 
+    def muon_scratch_bytes(self, *, matrices: int, rows: int, columns: int) -> int:
+        """Partial sums of squares, the other X, A and B of a batch; or a factor of each row, and a sum for every four."""
+        elements, square = rows * columns, min(rows, columns) ** 2
+        sizes = 4 * parts(elements, 1 << 16), 2 * elements, 2 * square, 2 * square
+        return max(sum(parts(matrices * size, 512) * 512 for size in sizes), 4 * (rows + parts(rows, 4)))
+
     def statistics_parts(
         self,
         *,

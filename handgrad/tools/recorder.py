@@ -16,6 +16,7 @@ from torch import Tensor
 
 from handgrad.dropout.bind import dropout_operations
 from handgrad.fp8.formats import Quantized, plain
+from handgrad.ops.reference.muon import POLAR_EXPRESS
 from handgrad.tools.traces import PREFIX
 from handgrad.training.design import Design
 
@@ -37,6 +38,12 @@ def product_flops(t: Named) -> int:
 def two_products_flops(t: Named) -> int:
     rows = next(t[name] for name in ("dinp", "hidden", "dhidden") if name in t)
     return 4 * rows.numel() * t["dweight_acc"].shape[0]
+
+
+def polar_flops(t: Named) -> int:
+    """Three products for each polynomial, as if a symmetric one were formed whole."""
+    (matrices, *sides), steps = t["update_to_polar_inout"].shape, len(POLAR_EXPRESS)
+    return steps * matrices * (4 * min(sides) * math.prod(sides) + 2 * min(sides) ** 3)
 
 
 FORWARD, BACKWARD = "{place} products, forward", "{place} products, dgrad and wgrad"
@@ -85,6 +92,9 @@ OPERATIONS = {
     "tree_sum": Counted("sums over lanes"),
     "checksum": Counted("checksum"),
     "adamw_update": Counted("AdamW"),
+    "muon_momentum": Counted("Muon, momentum"),
+    "muon_polar": Counted("Muon, polar factors", polar_flops),
+    "muon_update": Counted("Muon, weights"),
     "quantize": Counted("quantising weights"),
     "fold_statistics": Counted("fp8 scales"),
     "update_scaling": Counted("fp8 scales"),

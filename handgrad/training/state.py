@@ -8,13 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from handgrad.arena import Buffer
+from handgrad.arena import Buffer, Interval
 from handgrad.layout import norm_parts, update_parts
-from handgrad.models.rows import BLOCK_ELEMENTS, ParameterRow, flat_elements, initialize, named
+from handgrad.models.rows import BLOCK_ELEMENTS, KIND, ParameterRow, flat_elements, initialize, named
 from handgrad.ops import CONTROLS, RESULTS
 from handgrad.optimizers import Owned
 from handgrad.training.design import Design
 
+AT_UPDATE: tuple[Interval, ...] = ((1 << 59, 1 << 59),)  # a tick after those of every stage
+OPTIMIZER_SCRATCH = "optimizer_scratch"
 INITIAL_LOSS_SCALE = 2.0**16  # of fp16: halved within a few skipped steps where it is too large
 
 
@@ -39,6 +41,11 @@ def flat_buffers(
         Buffer("loss_scale", (3,), exact, "gradients"),
     ]
     return {row.name: row for row in rows}
+
+
+def update_scratch(size_bytes: int) -> list[Buffer]:
+    """The row of the optimizer's scratch, if it needs any: among activations, which are dead by then."""
+    return [Buffer(OPTIMIZER_SCRATCH, (size_bytes,), torch.uint8, KIND, AT_UPDATE)] if size_bytes else []
 
 
 @dataclass

@@ -19,7 +19,7 @@ from handgrad.models.passes import Stage
 from handgrad.models.rows import BLOCK_ELEMENTS
 from handgrad.ops import CONTROLS, LOSS_NOT_FINITE, LOSS_OUTLIER, NORM_NOT_FINITE, NORM_OUTLIER, RESULTS, UPDATE
 from handgrad.training.spikes import SpikeWindow
-from handgrad.training.state import TrainingState
+from handgrad.training.state import OPTIMIZER_SCRATCH, TrainingState
 
 IN_FLIGHT = 2  # steps whose results are not yet read, at most
 
@@ -85,7 +85,8 @@ def plain_program(state: TrainingState, ops: Any, model_ops: Any) -> Program:
     norms = [partial(ops.squared_norms, sums, part, block_elements=BLOCK_ELEMENTS) for sums, part in state.norms]
     # Frozen parameters' gradients become zeros first: the norm's blocks stay where they are.
     frozen = [gradient.zero_ for gradient in state.frozen]
-    update = partial(design.optimizer.update, ops, state.owned, state.controls, state.results)
+    scratch = state.views.get(OPTIMIZER_SCRATCH)
+    update = partial(design.optimizer.update, ops, state.owned, state.controls, state.results, scratch)
     kept = [state.loss_scale] if design.guards.loss_scaling else []
     return Program([*passes, losses], [*frozen, *norms], [verdict, update], kept=kept)
 

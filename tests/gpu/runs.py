@@ -1,10 +1,16 @@
-"""A run, the same again, and one that goes on from a checkpoint."""
+"""A run, the same again, and one that goes on from a checkpoint; steps that allocate nothing."""
 
 import shutil
 from pathlib import Path
 
+import torch
+
 from handgrad.config import RunConfig
+from handgrad.ops import cuda as kernels
+from handgrad.run.assemble import assemble
+from handgrad.run.resolve import resolve
 from handgrad.run.start import train
+from tests.gpu.models import ZipfTokens
 from tests.test_runs import elsewhere, same_bits
 
 
@@ -17,3 +23,20 @@ def leave_the_same_bits(config: RunConfig) -> None:
     shutil.rmtree(Path(again.out) / "checkpoints" / "step_00000012")
     train(again)
     same_bits(config.out, again.out, config.steps)
+
+
+def check_allocations(config: RunConfig) -> None:
+    """Steps allocate the plan and nothing else, and from the third on nothing at all."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    training = assemble(resolve(config, 50257, device=torch.device("cuda"), ops=kernels), ZipfTokens())
+    for step in range(2):  # the second records the graphs
+        training.step.step(step)
+    torch.cuda.synchronize()
+    counters = [torch.cuda.memory_stats()[name] for name in ("allocation.all.allocated", "num_device_alloc")]
+    for step in range(2, 6):
+        training.step.step(step)
+    assert counters == [torch.cuda.memory_stats()[name] for name in ("allocation.all.allocated", "num_device_alloc")]
+    taken = torch.cuda.max_memory_allocated() - before
+    assert abs(taken - training.design.plan.total_bytes) <= 0.03 * training.design.plan.total_bytes

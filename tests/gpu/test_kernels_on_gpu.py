@@ -24,7 +24,7 @@ from handgrad.run.resolve import resolve
 from handgrad.run.start import train
 from handgrad.training.step import StepResult
 from tests.gpu.models import SHAPE, ZipfBytes, ZipfTokens, gradients, statistics
-from tests.gpu.runs import leave_the_same_bits
+from tests.gpu.runs import check_allocations, leave_the_same_bits
 from tests.test_runs import elsewhere, records
 
 GPU = torch.device("cuda")
@@ -208,19 +208,7 @@ def test_fifty_steps_of_a_large_micro_batch_twice() -> None:
 def test_nothing_is_allocated_after_the_first_steps() -> None:
     sizes = presets.model("d12") | {"num_layers": 2}
     config = RunConfig(**sizes, micro_batch=4, tokens_per_step=8192, precision="bf16")
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    training = assemble(resolve(config, 50257, device=GPU, ops=kernels), ZipfTokens())
-    for step in range(2):  # the second records the graphs
-        training.step.step(step)
-    torch.cuda.synchronize()
-    counters = [torch.cuda.memory_stats()[name] for name in ("allocation.all.allocated", "num_device_alloc")]
-    for step in range(2, 6):
-        training.step.step(step)
-    assert counters == [torch.cuda.memory_stats()[name] for name in ("allocation.all.allocated", "num_device_alloc")]
-    taken = torch.cuda.max_memory_allocated() - before
-    assert abs(taken - training.design.plan.total_bytes) <= 0.03 * training.design.plan.total_bytes
+    check_allocations(config)
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from handgrad.ops.cuda.linear import (
     linear_residual_forward,
     relu2_linear_backward,
 )
+from handgrad.ops.cuda.muon import muon_momentum, muon_polar, muon_scratch_bytes, muon_update
 from handgrad.ops.cuda.optimizer import adamw_update, loss_sum, squared_norms, verdict
 from handgrad.ops.cuda.reduction import checksum, tree_sum
 from handgrad.ops.cuda.relu2 import relu2_backward, relu2_forward

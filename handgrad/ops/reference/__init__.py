@@ -29,6 +29,7 @@ from handgrad.ops.reference.gelu import (
 )
 from handgrad.ops.reference.layernorm import layernorm_backward, layernorm_forward
 from handgrad.ops.reference.linear import bias_backward, linear_backward, linear_forward
+from handgrad.ops.reference.muon import muon_momentum, muon_polar, muon_scratch_bytes, muon_update
 from handgrad.ops.reference.optimizer import adamw_update, loss_sum, squared_norms, verdict
 from handgrad.ops.reference.reduction import checksum, tree_sum
 from handgrad.ops.reference.relu2 import (

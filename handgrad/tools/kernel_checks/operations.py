@@ -93,6 +93,10 @@ def verdict(d: Draw) -> Arguments:
     return {"results": d.empty(RESULTS, dtype=torch.float64), **sums, **scale, **limits, **settings}
 
 
+CONTROLS_OF_MUON = (150.0, 0.02, *[math.inf] * (CONTROLS - 2))  # a step in which momentum grows
+CLIPPED = (1.0, 1.0, 0.25, float(UPDATE), 1.0)
+
+
 def adamw_update(d: Draw) -> Arguments:
     size = 3 * 4096
     state = {name: d.float32(size) for name in ("weight_inout", "m_inout", "gradient_inout")}
@@ -101,6 +105,19 @@ def adamw_update(d: Draw) -> Arguments:
     controls = d.float64(3.0, 0.5, *[math.inf] * (CONTROLS - 2))
     published = {"published": d.empty(size), "v_inout": d.float32(size).square()}
     return {**published, **state, "controls": controls, "results": results, **settings}
+
+
+def muon_momentum(d: Draw) -> Arguments:
+    tensors = {"update": d.empty(F, C), "m_inout": d.float32(F, C), "gradient": d.float32(F, C)}
+    return {**tensors, "controls": d.float64(*CONTROLS_OF_MUON), "results": d.float64(*CLIPPED), "momentum": 0.95}
+
+
+def muon_update(d: Draw) -> Arguments:
+    """A factor some of whose rows are smaller than the rest."""
+    factor = d(C, F, scale=F**-0.5) * torch.linspace(0.1, 1, C, device=d.device, dtype=d.dtype)[:, None]
+    tensors = {"published": d.empty(C, F), "weight_inout": d.float32(C, F), "moments_inout": d.float32(C).square()}
+    buffers = {"controls": d.float64(*CONTROLS_OF_MUON), "results": d.float64(*CLIPPED)}
+    return {**tensors, "polar": factor, **buffers, "rate": 2.0, "beta2": 0.95, "weight_decay": 0.1}
 
 
 def sums(d: Draw) -> Arguments:
@@ -191,6 +208,10 @@ CASES: Cases = {
     "checksum": lambda d: {"out": torch.zeros(1, dtype=torch.int64, device=d.device), "flat": d(3 * 4096 + 5)},
     "verdict": verdict,
     "adamw_update": adamw_update,
+    "muon_momentum": muon_momentum,
+    "muon_polar, wide": lambda d: {"update_to_polar_inout": d(3, C, F)},
+    "muon_polar, tall": lambda d: {"update_to_polar_inout": d(2, F, C)},
+    "muon_update": muon_update,
 }
 DROPOUT_CASES: Cases = {
     "dropout_forward": lambda d: {"out": d.empty(N, C), "inp": d(N, C), **site(d)},

@@ -1,0 +1,284 @@
+"""Muon's update of a matrix: momentum, the polar factors of a batch of matrices, new weights.
+
+Products here are not the library's: a tile of one matrix is summed by one program in one order, so a matrix has the same
+bits in any batch, and of a symmetric product half the tiles suffice.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from handgrad.ops.cuda.launch import launch
+from handgrad.ops.cuda.optimizer import LEARNING_RATE, SCALE, STEP, UPDATE, VERDICT
+from handgrad.ops.reference import muon as formula
+
+ABOVE_LARGEST, LEAST_NORM = tl.constexpr(formula.ABOVE_LARGEST), tl.constexpr(formula.LEAST_NORM)
+FIRST_MOMENTUM, WARM_UP_STEPS = tl.constexpr(formula.FIRST_MOMENTUM), tl.constexpr(formula.WARM_UP_STEPS)
+
+# Elements of one program that goes over a flat matrix, and of one that sums its squares in tiles of so many.
+FLAT_ELEMENTS, FLAT_WARPS = 4096, 8
+SUM_ELEMENTS, SUM_WARPS = 65536, 8
+
+# A product's tile. Two programs fit a multiprocessor of Hopper, 96 KB of operands under way each, so that one multiplies
+# while the other begins or ends; with four warps they spill on Ampere and Blackwell.
+SIDE, DEPTH, PRODUCT_WARPS, PRODUCT_STAGES = 128, 64, 8, 3
+HOPPER, HOPPER_REGISTERS = 9, 128  # of a lane: with more, two such programs do not fit; elsewhere so few would spill
+
+# Rows of one program, and columns of one turn.
+MOMENT_ROWS, MOMENT_COLUMNS, MOMENT_WARPS = 4, 1024, 4
+WEIGHT_ROWS, WEIGHT_COLUMNS, WEIGHT_WARPS = 8, 1024, 8
+
+PARTIALS = 256  # partial sums of one turn
+ALIGN_BYTES = 512
+
+
+def muon_momentum(
+    update: Tensor, m_inout: Tensor, gradient: Tensor, controls: Tensor, results: Tensor, *, momentum: float
+) -> None:
+    elements = gradient.numel()
+    tensors = update, m_inout, gradient, controls, results
+    grid = (triton.cdiv(elements, FLAT_ELEMENTS),)
+    launch(_momentum, grid, *tensors, elements, float(momentum), FLAT_ELEMENTS, num_warps=FLAT_WARPS)
+
+
+@triton.jit
+def _momentum(
+    update, m_buffer, gradient, controls, results, elements, MOMENTUM: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    if tl.load(results + VERDICT) == UPDATE:
+        scale = tl.load(results + SCALE).to(tl.float32)
+        warmed = tl.minimum(tl.load(controls + STEP) / WARM_UP_STEPS, 1.0)
+        rest = (1.0 - (warmed * (MOMENTUM - FIRST_MOMENTUM) + FIRST_MOMENTUM)).to(tl.float32)
+        place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        inside = place < elements
+        g = tl.load(gradient + place, mask=inside, other=0.0) * scale
+        m = tl.load(m_buffer + place, mask=inside, other=0.0)
+        m -= rest * (m - g)
+        tl.store(m_buffer + place, m, mask=inside)
+        tl.store(update + place, (m - rest * (m - g)).to(update.dtype.element_ty), mask=inside)
+
+
+# Polar factor. X and its successor take turns in two buffers; five polynomials bring the last one into the tensor.
+
+
+def muon_scratch_bytes(*, matrices: int, rows: int, columns: int) -> int:
+    """For `muon_polar` in 16 bits; that of `muon_update` is smaller, but of tiny matrices."""
+    return max(sum(polar_bytes(matrices, rows, columns, 2)), 4 * (rows + triton.cdiv(rows, MOMENT_ROWS)))
+
+
+def polar_bytes(matrices: int, rows: int, columns: int, itemsize: int) -> tuple[int, ...]:
+    """Bytes of the partial sums of squares, of the other X, of A and of B. Each begins where any batch's would begin: how a
+    kernel sums may depend on the alignment."""
+    elements, square = rows * columns, min(rows, columns) ** 2
+    sizes = 4 * triton.cdiv(elements, SUM_ELEMENTS), *(itemsize * n for n in (elements, square, square))
+    return tuple(triton.cdiv(matrices * size, ALIGN_BYTES) * ALIGN_BYTES for size in sizes)
+
+
+def muon_polar(update_to_polar_inout: Tensor, *, scratch: Tensor) -> None:
+    given = update_to_polar_inout
+    matrices, rows, columns = given.shape
+    short, long = min(rows, columns), max(rows, columns)
+    strides = (1, columns) if rows > columns else (columns, 1)  # of X, whose shorter side comes first
+    sizes = polar_bytes(matrices, rows, columns, given.element_size())
+    raw_sums, *raw = scratch[: sum(sizes)].split(sizes)
+    sums, (other, A, B) = raw_sums.view(torch.float32), (part.view(given.dtype) for part in raw)
+
+    size, parts = rows * columns, triton.cdiv(rows * columns, SUM_ELEMENTS)
+    flat = triton.cdiv(size, FLAT_ELEMENTS), matrices
+    launch(_squares, (parts, matrices), sums, given, size, SUM_ELEMENTS, FLAT_ELEMENTS, num_warps=SUM_WARPS)
+    launch(_normalize, flat, other, given, sums, size, parts, FLAT_ELEMENTS, PARTIALS, num_warps=FLAT_WARPS)
+    tiles, options = triton.cdiv(short, SIDE), product_options(given.device)
+    square, whole = (tiles, tiles, matrices), (tiles, triton.cdiv(long, SIDE), matrices)
+    X, following = other, given
+    for a, b, c in formula.POLAR_EXPRESS:
+        of_x, of_a = (short, long, *strides), (short, short, short, 1)
+        launch(_symmetric, square, A, X, *of_x, 1.0, 0.0, False, long % DEPTH == 0, SIDE, DEPTH, **options)
+        launch(_symmetric, square, B, A, *of_a, c, b, True, short % DEPTH == 0, SIDE, DEPTH, **options)
+        launch(_product, whole, following, B, X, *of_x, a, short % DEPTH == 0, SIDE, DEPTH, **options)
+        X, following = following, X
+
+
+@functools.cache
+def product_options(device: torch.device) -> dict[str, int]:
+    options = {"num_warps": PRODUCT_WARPS, "num_stages": PRODUCT_STAGES}
+    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == HOPPER
+    return options | ({"maxnreg": HOPPER_REGISTERS} if is_hopper else {})
+
+
+@triton.jit
+def _squares(sums, matrices, size, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """sums (n, parts): of the squares of each part of each matrix."""
+    matrices += tl.program_id(1).to(tl.int64) * size
+    first = tl.program_id(0) * BLOCK
+    total = tl.zeros((TILE,), tl.float32)
+    for start in range(0, BLOCK, TILE):
+        place = first + start + tl.arange(0, TILE)
+        x = tl.load(matrices + place, mask=place < size, other=0.0).to(tl.float32)
+        total += x * x
+    tl.store(sums + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), tl.sum(total))
+
+
+@triton.jit
+def _normalize(out, matrices, sums, size, parts, BLOCK: tl.constexpr, PARTIALS: tl.constexpr):
+    """out = matrices, each over a bit more than its norm."""
+    norm = tl.sqrt_rn(added_up(sums + tl.program_id(1) * parts, parts, PARTIALS))
+    offset = tl.program_id(1).to(tl.int64) * size
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(matrices + offset + place, mask=place < size, other=0.0).to(tl.float32)
+    x = x * (1.0 / (norm * ABOVE_LARGEST + LEAST_NORM))
+    tl.store(out + offset + place, x.to(out.dtype.element_ty), mask=place < size)
+
+
+@triton.jit
+def added_up(values, N, BLOCK: tl.constexpr):
+    """The sum of values (N) float32, in the same order in every program."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, N, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        total += tl.load(values + place, mask=place < N, other=0.0)
+    return tl.sum(total)
+
+
+@triton.jit
+def _symmetric(
+    out, x, R, C, row_stride, column_stride, scale, added_scale, ADDS: tl.constexpr, WHOLE: tl.constexpr,
+    SIDE: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """out (n, R, R) = scale x x^T, plus added_scale x where it `ADDS`, then x is symmetric. A program makes a tile on or
+    below the diagonal, and its mirror image."""
+    row, column = tl.program_id(0), tl.program_id(1)
+    if column <= row:
+        matrix = tl.program_id(2).to(tl.int64)
+        x += matrix * R * C
+        out += matrix * R * R
+        rows, columns = row * SIDE + tl.arange(0, SIDE), column * SIDE + tl.arange(0, SIDE)
+        left, right = (rows % R)[:, None] * row_stride, (columns % R)[None, :] * row_stride
+        sums = scale * summed(x, left, column_stride, x, right, column_stride, C, WHOLE, SIDE, DEPTH)
+        inside = (rows[:, None] < R) & (columns[None, :] < R)
+        place = rows[:, None] * R + columns[None, :]
+        if ADDS:
+            sums += added_scale * tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+        tile = sums.to(out.dtype.element_ty)
+        tl.store(out + place, tile, mask=inside)
+        if column < row:
+            mirrored = columns[:, None] * R + rows[None, :]
+            tl.store(out + mirrored, tl.trans(tile), mask=(columns[:, None] < R) & (rows[None, :] < R))
+
+
+@triton.jit
+def _product(
+    out, b_matrices, x, R, C, row_stride, column_stride, x_scale, WHOLE: tl.constexpr, SIDE: tl.constexpr,
+    DEPTH: tl.constexpr,
+):  # fmt: skip
+    """out (n, R, C) = B x + x_scale x, of symmetric B (n, R, R)."""
+    matrix = tl.program_id(2).to(tl.int64)
+    x += matrix * R * C
+    out += matrix * R * C
+    b_matrices += matrix * R * R
+    rows, columns = tl.program_id(0) * SIDE + tl.arange(0, SIDE), tl.program_id(1) * SIDE + tl.arange(0, SIDE)
+    left, right = (rows % R)[:, None] * R, (columns % C)[None, :] * column_stride
+    sums = summed(b_matrices, left, 1, x, right, row_stride, R, WHOLE, SIDE, DEPTH)
+    inside = (rows[:, None] < R) & (columns[None, :] < C)
+    place = rows[:, None] * row_stride + columns[None, :] * column_stride
+    sums += x_scale * tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + place, sums.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def summed(
+    left, left_place, left_stride, right, right_place, right_stride, K, WHOLE: tl.constexpr, SIDE: tl.constexpr,
+    DEPTH: tl.constexpr,
+):  # fmt: skip
+    """A tile of a product, K terms of each sum: the first factors are at the places (SIDE, 1) of `left` and (1, SIDE) of
+    `right`. `WHOLE`: K is a multiple of DEPTH. Rows and columns beyond the matrix come from its beginning, and their sums
+    are not stored: masks on every load would take a third of the loop's instructions."""
+    k = tl.arange(0, DEPTH)
+    left_place += k[None, :] * left_stride
+    right_place += k[:, None] * right_stride
+    sums = tl.zeros((SIDE, SIDE), tl.float32)
+    for start in range(0, K, DEPTH):
+        if WHOLE:
+            a, b = tl.load(left + left_place), tl.load(right + right_place)
+        else:
+            a = tl.load(left + left_place, mask=k[None, :] < K - start, other=0.0)
+            b = tl.load(right + right_place, mask=k[:, None] < K - start, other=0.0)
+        sums = tl.dot(a, b, sums, input_precision="ieee")
+        left += DEPTH * left_stride
+        right += DEPTH * right_stride
+    return sums
+
+
+# New weights. The rows' sums of squares give their moments, hence |N| as well.
+
+
+def muon_update(
+    published: Tensor,
+    weight_inout: Tensor,
+    moments_inout: Tensor,
+    polar: Tensor,
+    controls: Tensor,
+    results: Tensor,
+    *,
+    rate: float,
+    beta2: float,
+    weight_decay: float,
+    scratch: Tensor,
+) -> None:
+    rows, columns = weight_inout.shape
+    parts = triton.cdiv(rows, MOMENT_ROWS)
+    factors, sums = scratch[: 4 * (rows + parts)].view(torch.float32).split([rows, parts])
+    sizes = rows, columns, float(beta2), MOMENT_ROWS, MOMENT_COLUMNS
+    launch(_moments, (parts,), factors, sums, moments_inout, polar, results, *sizes, num_warps=MOMENT_WARPS)
+    tensors = published, weight_inout, polar, factors, sums, controls, results
+    publishes = published.data_ptr() != weight_inout.data_ptr()
+    settings = formula.UPDATE_RMS * (rows * columns) ** 0.5, float(rate), float(weight_decay), publishes
+    tile = WEIGHT_ROWS, WEIGHT_COLUMNS, PARTIALS
+    grid = (triton.cdiv(rows, WEIGHT_ROWS), triton.cdiv(columns, WEIGHT_COLUMNS))
+    launch(_weights, grid, *tensors, rows, columns, parts, *settings, *tile, num_warps=WEIGHT_WARPS)
+
+
+@triton.jit
+def _moments(
+    factors, sums, moments, polar, results, R, C, BETA2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """moments (R); factors (R) = 1 / sqrt(v); sums = the squares of N over the rows of a program."""
+    if tl.load(results + VERDICT) == UPDATE:
+        rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for start in range(0, C, COLUMNS):
+            columns = start + tl.arange(0, COLUMNS)
+            inside = (rows[:, None] < R) & (columns[None, :] < C)
+            x = tl.load(polar + rows[:, None] * C + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+            total += x * x
+        squares = tl.sum(total, 1)
+        v = tl.load(moments + rows, mask=rows < R, other=0.0)
+        v = BETA2 * v + (1.0 - BETA2) * (squares / C)
+        factor = 1.0 / (tl.sqrt_rn(v) + LEAST_NORM)
+        tl.store(moments + rows, v, mask=rows < R)
+        tl.store(factors + rows, factor, mask=rows < R)
+        tl.store(sums + tl.program_id(0), tl.sum(squares * factor * factor))
+
+
+@triton.jit
+def _weights(
+    published, weight, polar, factors, sums, controls, results, R, C, parts, norm, RATE: tl.constexpr,
+    DECAY: tl.constexpr, PUBLISH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTIALS: tl.constexpr,
+):  # fmt: skip
+    """weight -= rate (s N + decay weight where N weight > 0)."""
+    if tl.load(results + VERDICT) == UPDATE:
+        rate = (RATE * tl.load(controls + LEARNING_RATE)).to(tl.float32)
+        scale = norm / (tl.sqrt_rn(added_up(sums, parts, PARTIALS)) + LEAST_NORM)
+        rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        inside = (rows[:, None] < R) & (columns[None, :] < C)
+        place = rows[:, None] * C + columns[None, :]
+        factor = scale * tl.load(factors + rows, mask=rows < R, other=0.0)
+        n = tl.load(polar + place, mask=inside, other=0.0).to(tl.float32) * factor[:, None]
+        w = tl.load(weight + place, mask=inside, other=0.0)
+        w -= rate * (n + tl.where(n * w > 0, DECAY * w, 0.0))
+        tl.store(weight + place, w, mask=inside)
+        if PUBLISH:
+            tl.store(published + place, w.to(published.dtype.element_ty), mask=inside)
