@@ -10,7 +10,7 @@ pytest.importorskip("nvmath")
 
 from handgrad import fp8
 from handgrad.fp8 import reference as fp8_reference
-from handgrad.ops import OPERATIONS, SET_UP, reference
+from handgrad.ops import DECODE_OPERATIONS, OPERATIONS, SET_UP, reference
 
 CONTRACT = OPERATIONS + SET_UP
 BACKENDS = ("ops.reference", "ops.cpu", "ops.cuda", "ops.cuda.tf32", "fp8.reference", "fp8.cuda")
@@ -29,6 +29,13 @@ def test_every_operation_with_the_same_arguments(backend: str) -> None:
     for specified, names in ((reference, CONTRACT), (fp8_reference, fp8.OPERATIONS if "fp8" in backend else ())):
         for name in names:
             assert arguments(getattr(module, name)) == arguments(getattr(specified, name)), name
+
+
+@pytest.mark.parametrize("backend", ["ops.cpu", "ops.cuda", "ops.cuda.tf32"])
+def test_every_operation_of_generation_with_the_same_arguments(backend: str) -> None:
+    module = importlib.import_module(f"handgrad.{backend}").decode
+    for name in DECODE_OPERATIONS:
+        assert arguments(getattr(module, name)) == arguments(getattr(reference.decode, name)), name
 
 
 def test_the_contract_names_every_operation() -> None:

@@ -166,7 +166,7 @@ def turns_per_position(pair, D: tl.constexpr):
 @triton.jit
 def turned(turns):
     """(cos, sin) in float32 of an angle in turns, in float64: the series of what lies beyond the nearest quarter, at most
-    pi/4, whose first term left out is less than 2e-9 of the result."""
+    pi/4, whose first term left out is less than 3e-9 of the result."""
     quarter = tl.floor(turns * 4 + 0.5)
     x = (turns * 4 - quarter).to(tl.float32) * QUARTER
     z = x * x
