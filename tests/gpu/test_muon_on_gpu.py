@@ -65,8 +65,9 @@ def test_a_step_that_is_skipped_moves_nothing() -> None:
 
 
 def test_the_whole_update() -> None:
-    """The directions of both are rounded to bf16 at every step: each is about 1 % off."""
-    checks.check_optimizer(Draw(torch.bfloat16, "cuda"), [(768, 3072), (3072, 768), (768, 768), (768, 3072)], 0.05)
+    """The directions of both are rounded to bf16 at every step. A random square matrix has singular values near 0, whose
+    directions rounding moves far."""
+    checks.check_optimizer(Draw(torch.bfloat16, "cuda"), [(768, 3072), (3072, 768), (768, 768), (768, 3072)], floor=1e-5)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
