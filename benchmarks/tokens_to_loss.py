@@ -2,9 +2,10 @@
 
     python -m benchmarks.tokens_to_loss OUT.json gpt2=runs/a-1,runs/a-2,runs/a-3 modern=runs/b-1,runs/b-2,runs/b-3
 
-The first group is the measure: the mean of its last validation losses. A learning rate that falls to zero reaches its loss
-at its own end, so a shorter run is a run of its own, not a piece of a longer one. Writes curves, means and standard errors
-as a results file, and a plot beside it.
+Runs that shared a GPU say nothing of seconds: --shared leaves them out. The first group is the measure: the mean of its last
+validation losses. A learning rate that falls to zero reaches its loss at its own end, so a shorter run is a run of its own,
+not a piece of a longer one. Writes curves, means and standard errors as a results file, and a plot beside it if the runs
+validated on their way.
 """
 
 import json
@@ -27,8 +28,8 @@ def seconds_of(folder: Path) -> float:
     return sum(line["step_ms"] for line in lines if line["kind"] == "step") / 1000
 
 
-def group(name: str, folders: list[Path]) -> dict[str, Any]:
-    runs = [read(folder) | {"seconds": round(seconds_of(folder), 2)} for folder in folders]
+def group(name: str, folders: list[Path], *, shared: bool) -> dict[str, Any]:
+    runs = [read(folder) for folder in folders]
     configs = [run.pop("config") for run in runs]
     for config in configs[1:]:
         differ = [line for line in differences(configs[0], config) if not line.startswith("seed:")]
@@ -38,26 +39,27 @@ def group(name: str, folders: list[Path]) -> dict[str, Any]:
         "settings": differences(to_dict(RunConfig()), configs[0]),
         "seeds": [config["seed"] for config in configs],
         "tokens": runs[0]["tokens"],
-        "seconds": round(fmean(run["seconds"] for run in runs), 2),
+        **({} if shared else {"seconds": round(fmean(map(seconds_of, folders)), 2)}),
         "mean": fmean(finals),
         "standard_error": stdev(finals) / math.sqrt(len(finals)) if len(finals) > 1 else None,
-        "runs": [{key: run[key] for key in ("validation", "training", "seconds", "tokens_per_second")} for run in runs],
+        "runs": [{key: run[key] for key in ("validation", "training", "skipped_steps")} for run in runs],
     }
 
 
-def compare(groups: dict[str, list[Path]]) -> dict[str, Any]:
-    """The groups by name, each beside the first."""
-    found = {name: group(name, folders) for name, folders in groups.items()}
+def compare(groups: dict[str, list[Path]], *, shared: bool) -> dict[str, Any]:
+    """The groups by name, each beside the first. `shared`: the runs shared a GPU."""
+    found = {name: group(name, folders, shared=shared) for name, folders in groups.items()}
     first = next(iter(found.values()))
     for name, row in found.items():
         row["tokens_ratio"] = round(row["tokens"] / first["tokens"], 4)
-        row["seconds_ratio"] = round(row["seconds"] / first["seconds"], 4)
         row["difference"] = row["mean"] - first["mean"]
         error = "" if row["standard_error"] is None else f" +- {row['standard_error']:.4f}"
-        print(
-            f"{name:<24} {row['mean']:.4f}{error} ({row['difference']:+.4f}) after {row['tokens'] / 1e6:.1f}M tokens"
-            f" ({row['tokens_ratio']:.3f}) in {row['seconds']:.1f} s ({row['seconds_ratio']:.3f}); seeds {row['seeds']}"
-        )
+        line = f"{name:<24} {row['mean']:.4f}{error} ({row['difference']:+.4f}) after {row['tokens'] / 1e6:.1f}M tokens"
+        print(line + f" ({row['tokens_ratio']:.3f}); seeds {row['seeds']}", end="")
+        if not shared:
+            row["seconds_ratio"] = round(row["seconds"] / first["seconds"], 4)
+            print(f"; {row['seconds']:.1f} s ({row['seconds_ratio']:.3f})", end="")
+        print()
     return found
 
 
@@ -86,15 +88,18 @@ def plot(found: dict[str, Any], path: Path) -> None:
 
 
 def main(out: str, texts: list[str]) -> None:
+    shared = "--shared" in texts
+    texts = [text for text in texts if text != "--shared"]
     groups = {
         name: [Path(folder) for folder in folders.split(",")] for name, _, folders in (t.partition("=") for t in texts)
     }
     origin = read(next(iter(groups.values()))[0])
-    found = compare(groups)
+    found = compare(groups, shared=shared)
     # The machine of the runs, not the one that compares them.
     machine = {"machine": origin["device"], "versions": {"torch": origin["torch"]}}
     write_record(out, torch.device("cpu"), **machine, groups=found)
-    plot(found, Path(out).with_suffix(".png"))
+    if all(len(run["validation"]) > 1 for row in found.values() for run in row["runs"]):
+        plot(found, Path(out).with_suffix(".png"))
 
 
 if __name__ == "__main__":
