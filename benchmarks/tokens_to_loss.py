@@ -2,10 +2,10 @@
 
     python -m benchmarks.tokens_to_loss OUT.json gpt2=runs/a-1,runs/a-2,runs/a-3 modern=runs/b-1,runs/b-2,runs/b-3
 
-Runs that shared a GPU say nothing of seconds: --shared leaves them out. The first group is the measure: the mean of its last
-validation losses. A learning rate that falls to zero reaches its loss at its own end, so a shorter run is a run of its own,
-not a piece of a longer one. Writes curves, means and standard errors as a results file, and a plot beside it if the runs
-validated on their way.
+Runs that shared a GPU say nothing of seconds: --shared leaves them out. The first group is the measure: the mean of its
+last validation losses. A learning rate that falls to zero reaches its loss at its own end, so a shorter run is a run of its
+own, not a piece of a longer one. Writes curves, means and standard errors as a results file, and a plot beside it if the
+runs validated on their way.
 """
 
 import json

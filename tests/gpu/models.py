@@ -10,12 +10,13 @@ from torch import Tensor
 from handgrad.arena import make_plan
 from handgrad.config import ModelShape
 from handgrad.dropout.bind import WithDropout, sizing
-from handgrad.models import gpt2, named_weights
+from handgrad.models import architecture, named_weights
 from handgrad.models.passes import run
 from handgrad.models.rows import named
 from tests.conftest import make_model
 
 SHAPE = ModelShape(301, 48, 3, 4, 64)
+MODERN = ModelShape(301, 48, 3, 2, 64, "modern")
 BATCH, LENGTH = 5, 48
 SEED = 1337  # of dropout
 
@@ -32,26 +33,27 @@ def gradients(
     scale: float = 1.0,
     recompute: int = 0,
     dropout: float = 0.0,
+    shape: ModelShape = SHAPE,
 ) -> dict[str, Tensor]:
     """Losses, and gradients by name, of the same model and batch; the weights are numbers that every dtype holds."""
-    source, layers = make_model(SHAPE, BATCH, LENGTH, torch.float64), SHAPE.num_layers
+    source, layers, model = make_model(shape, BATCH, LENGTH, torch.float64), shape.num_layers, architecture(shape)
     flat = source.flat.to(torch.bfloat16).to(torch.float16).to(device, dtype)
     flat_gradients = torch.zeros(flat.shape, dtype=statistics(dtype), device=device)
     sizes: Any = sizing(ops) if dropout else ops
-    rows = gpt2.activations(SHAPE, BATCH, LENGTH, dtype, sizes, chunk=100, training=True)
+    rows = model.activations(shape, BATCH, LENGTH, dtype, sizes, chunk=100, training=True)
     views = make_plan([row.buffer(recompute) for row in rows if not row.of]).allocate(device)
-    act, d = named(gpt2.Activations, views, layers), named(gpt2.Gradients, views, layers)
+    act, d = named(model.Activations, views, layers), named(model.Gradients, views, layers)
     act.tokens.copy_(source.act.tokens)
     act.targets.copy_(source.act.targets)
     act.sorted_positions.copy_(torch.argsort(source.act.tokens.view(-1), stable=True))
-    w, g = (named_weights(SHAPE, part, source.table) for part in (flat, flat_gradients))
+    w, g = (named_weights(shape, part, source.table) for part in (flat, flat_gradients))
     backend: Any = ops
     if dropout:
         samples = torch.arange(BATCH, device=device) + 11
         backend = WithDropout(ops, w, g, act, d, samples=samples, probability=dropout, seed=SEED)
     factor = torch.tensor([scale], dtype=statistics(dtype), device=device)
-    run(gpt2.forward(backend, w, act, SHAPE))
-    run(gpt2.backward(backend, w, g, act, d, factor, SHAPE, recompute=recompute))
+    run(model.forward(backend, w, act, shape))
+    run(model.backward(backend, w, g, act, d, factor, shape, recompute=recompute))
     return {"losses": act.losses} | {row.name: row.view(flat_gradients) for row in source.table}
 
 

@@ -2,6 +2,7 @@
 
 from functools import partial
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +12,11 @@ if not torch.cuda.is_available():
 
 from handgrad.arena import Buffer, make_plan
 from handgrad.backend import choose_backend
-from handgrad.config import ModelShape
+from handgrad.config import ARCHITECTURES, ModelShape
 from handgrad.generation.decode import decode_buffers, decode_tensors, prefill
 from handgrad.generation.generate import Continuation, Decoder, SamplingOptions
 from handgrad.graphs import Replayed
-from handgrad.models import gpt2, named_weights, parameter_table
+from handgrad.models import architecture, named_weights, parameter_table
 from handgrad.models.rows import flat_elements, initialize
 from tests.kernels import decode_checks as checks
 from tests.kernels.decode_checks import check
@@ -71,8 +72,8 @@ def test_choices(draw: Draw, options: dict[str, float]) -> None:
     checks.choices(draw, 50257, 50304, **options)
 
 
-def model(ops: ModuleType, dtype: torch.dtype, batch: int) -> tuple[ModelShape, gpt2.Weights, gpt2.Decoding]:
-    shape = ModelShape(50257, 256, 3, 5, 320)
+def model(ops: ModuleType, dtype: torch.dtype, batch: int, network: str) -> tuple[ModelShape, Any, Any]:
+    shape = ModelShape(50257, 256, 3, 5, 320, network, "zero_init" if network == "modern" else "")
     table = parameter_table(shape)
     rows = [Buffer("parameters", (flat_elements(table),), dtype, "parameters"), *decode_buffers(shape, batch, dtype, ops)]
     views = make_plan(rows).allocate(torch.device("cuda"))
@@ -81,19 +82,21 @@ def model(ops: ModuleType, dtype: torch.dtype, batch: int) -> tuple[ModelShape, 
     return shape, named_weights(shape, flat, table), decode_tensors(shape, views)
 
 
+@pytest.mark.parametrize("network", ARCHITECTURES)
 @pytest.mark.parametrize("batch", [1, 5])
-def test_a_step_is_the_references(batch: int) -> None:
+def test_a_step_is_the_references(batch: int, network: str) -> None:
     """bf16 logits after a prefill, against float64's: no further off than twice the reference's."""
     prompts = [list(range(3, 40 + 7 * b)) for b in range(batch)]
     found = []
     for ops, dtype in (("kernels", torch.bfloat16), ("reference", torch.bfloat16), ("reference", torch.float64)):
         backend = choose_backend(ops, torch.device("cuda"))
-        shape, weights, buf = model(backend, dtype, batch)
-        launch = partial(gpt2.prefill, backend, weights, buf, shape)
+        shape, weights, buf = model(backend, dtype, batch, network)
+        passes = architecture(shape)
+        launch = partial(passes.prefill, backend, weights, buf, shape)
         prefill(launch, buf, [prompt[:-1] for prompt in prompts], list(range(batch)))
         buf.tokens.copy_(torch.tensor([prompt[-1] for prompt in prompts]))
         buf.positions.copy_(torch.tensor([len(prompt) - 1 for prompt in prompts]))
-        gpt2.decode_step(backend.decode, weights, buf, shape)
+        passes.decode_step(backend.decode, weights, buf, shape)
         found.append(buf.logits[:, : shape.vocab_size].double())
     error, own = ((logits - found[2]).norm().item() for logits in found[:2])
     assert torch.isfinite(found[0]).all() and error <= 2 * own, f"{error:.3g}, reference {own:.3g}"

@@ -16,14 +16,14 @@ if not torch.cuda.is_available():
 
 from handgrad import devices, presets
 from handgrad.backend import choose_backend
-from handgrad.config import RunConfig
+from handgrad.config import ModelShape, RunConfig
 from handgrad.ops import cuda as kernels
 from handgrad.ops import reference
 from handgrad.run.assemble import assemble
 from handgrad.run.resolve import resolve
 from handgrad.run.start import train
 from handgrad.training.step import StepResult
-from tests.gpu.models import SHAPE, ZipfBytes, ZipfTokens, gradients, statistics
+from tests.gpu.models import MODERN, SHAPE, ZipfBytes, ZipfTokens, gradients, statistics
 from tests.gpu.runs import check_allocations, leave_the_same_bits
 from tests.test_runs import elsewhere, records
 
@@ -167,10 +167,12 @@ def test_tuning_writes_a_table_that_products_then_use(
     ("dtype", "precision"),
     [(torch.bfloat16, "bf16"), (torch.float16, "fp16"), (torch.float32, "fp32"), (torch.float32, "tf32")],
 )
-def test_the_model_is_as_good_as_the_reference(dtype: torch.dtype, precision: str) -> None:
-    exact = gradients(reference, GPU, torch.float64)
+@pytest.mark.parametrize("shape", [SHAPE, MODERN], ids=lambda shape: shape.architecture)
+def test_the_model_is_as_good_as_the_reference(dtype: torch.dtype, precision: str, shape: ModelShape) -> None:
+    exact = gradients(reference, GPU, torch.float64, shape=shape)
     devices.use_precision(GPU, precision)
-    own, found = (gradients(choose_backend(name, GPU, precision), GPU, dtype) for name in ("reference", "kernels"))
+    backends = (choose_backend(name, GPU, precision) for name in ("reference", "kernels"))
+    own, found = (gradients(ops, GPU, dtype, shape=shape) for ops in backends)
     for name in found:
         error, reference_error = ((t[name].double() - exact[name]).norm().item() for t in (found, own))
         assert error <= 2 * reference_error + ROUNDING[torch.float32] * exact[name].norm().item(), name
