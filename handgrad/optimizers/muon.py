@@ -51,7 +51,7 @@ class Muon:
         """The largest batch of the model, whatever part of it this process owns, and the operations' scratch behind it."""
         matrices = defaultdict[tuple[int, ...], int](int)
         for row in table:
-            matrices[row.shape] += self.whole(row) and not row.frozen
+            matrices[row.shape] += self.whole(row)
         needs = [0]
         for (rows, columns), owned in ((shape, owned) for shape, owned in matrices.items() if owned):
             count = min(owned, batch_size(rows, columns))

@@ -72,7 +72,7 @@ def test_shared_gradients_do_not_matter(ranks: int, kind: str, launcher: Launche
     [
         ({"lanes": 8}, [(2, 0), (4, 1)]),
         ({"micro_batch": 4, "precision": "bf16", "reduce_precision": "bf16"}, [(2, 1), (4, 2)]),
-        ({"architecture": "modern", "lanes": 4}, [(2, 2), (4, 1)]),
+        ({"architecture": "modern", "micro_batch": 4}, [(2, 1), (4, 2)]),
     ],
     ids=["fp32", "rounded", "modern"],
 )
