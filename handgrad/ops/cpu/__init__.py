@@ -25,6 +25,7 @@ from handgrad.ops.cpu.gelu import (
 )
 from handgrad.ops.cpu.layernorm import layernorm_backward, layernorm_forward
 from handgrad.ops.cpu.linear import linear_backward, linear_forward
+from handgrad.ops.cpu.muon import muon_momentum, muon_polar, muon_update
 from handgrad.ops.cpu.relu2 import linear_relu2_forward, relu2_backward, relu2_forward, relu2_linear_backward
 from handgrad.ops.cpu.rmsnorm import rmsnorm_backward, rmsnorm_forward
 from handgrad.ops.cpu.rotary import (
