@@ -4,29 +4,23 @@ RMS norm, QK-norm, rotary positions, squared ReLU, the softly capped classifier,
 """
 
 import math
+from types import ModuleType
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from handgrad.ops.reference import classifier
-from handgrad.ops.reference.classifier import classifier_forward, classifier_forward_backward, softcap_forward
-from handgrad.ops.reference.embedding import token_embedding_backward, token_embedding_forward
-from handgrad.ops.reference.relu2 import linear_relu2_forward, relu2_backward, relu2_forward, relu2_linear_backward
-from handgrad.ops.reference.rmsnorm import rmsnorm_backward, rmsnorm_forward
-from handgrad.ops.reference.rotary import (
-    qk_norm_backward,
-    qk_norm_forward,
-    qk_norm_rotary_backward,
-    qk_norm_rotary_forward,
-    rotary_backward,
-    rotary_forward,
-    rotate,
-)
+from handgrad.ops import cpu, reference
+from handgrad.ops.reference.rotary import rotate
 from tests.test_operations import SENTINEL, accumulator, close, gradients, nan, randn
 
 BF16 = 2.0**-8  # the largest relative error of rounding to bf16
+
+
+@pytest.fixture(params=[reference, cpu], ids=["reference", "cpu"])
+def ops(request: pytest.FixtureRequest) -> ModuleType:
+    return request.param
 
 
 def normalized(x: Tensor) -> Tensor:
@@ -46,16 +40,16 @@ def rotated(x: Tensor, length: int) -> Tensor:
 # The token embedding.
 
 
-def test_token_embedding() -> None:
+def test_token_embedding(ops: ModuleType) -> None:
     C, Vp = 7, 11
     tokens = torch.tensor([[0, 4, 4, 10, 1], [4, 4, 4, 4, 4], [2, 0, 9, 9, 3]])  # repeats, within and across samples
     wte, dout, out = randn(Vp, C), randn(15, C, seed=2), nan(15, C)
-    token_embedding_forward(out, tokens, wte)
+    ops.token_embedding_forward(out, tokens, wte)
     expected = wte.requires_grad_()[tokens].view(15, C)
     assert torch.equal(out, expected.detach())
     (dwte,) = gradients(expected, dout, wte)
     dwte_acc = accumulator(dwte)
-    token_embedding_backward(dwte_acc, dout, tokens, torch.argsort(tokens.view(-1), stable=True).int())
+    ops.token_embedding_backward(dwte_acc, dout, tokens, torch.argsort(tokens.view(-1), stable=True).int())
     close(dwte_acc - SENTINEL, dwte)
     assert (dwte_acc[[5, 6, 7, 8]] == SENTINEL).all(), "a word that does not occur has no gradient"
 
@@ -64,27 +58,27 @@ def test_token_embedding() -> None:
 
 
 @pytest.mark.parametrize(("N", "C"), [(1, 3), (7, 13), (33, 64)])
-def test_rmsnorm(N: int, C: int) -> None:
+def test_rmsnorm(ops: ModuleType, N: int, C: int) -> None:
     inp, dout, residual = randn(N, C), randn(N, C, seed=1), randn(N, C, seed=2)
     out, rstd = nan(N, C), nan(N)
-    rmsnorm_forward(out, rstd, inp)
+    ops.rmsnorm_forward(out, rstd, inp)
     expected = normalized(inp.requires_grad_())
     close(out, expected.detach())
     close(rstd, (inp.detach().square().mean(1) + 1e-6).rsqrt())
     (dinp,) = gradients(expected, dout, inp)
     dresidual_inout = residual.clone()
-    rmsnorm_backward(dresidual_inout, dout, inp.detach(), rstd)
+    ops.rmsnorm_backward(dresidual_inout, dout, inp.detach(), rstd)
     close(dresidual_inout - residual, dinp)
 
 
-def test_rmsnorm_of_zeros_and_of_small_numbers() -> None:
+def test_rmsnorm_of_zeros_and_of_small_numbers(ops: ModuleType) -> None:
     """The epsilon counts there, in the backward as well."""
     inp = torch.stack([torch.zeros(5, dtype=torch.float64), randn(5) * 1e-3])
     out, rstd, dinp = nan(2, 5), nan(2), torch.zeros(2, 5, dtype=torch.float64)
-    rmsnorm_forward(out, rstd, inp)
+    ops.rmsnorm_forward(out, rstd, inp)
     assert (out[0] == 0).all() and abs(rstd[0].item() - 1e3) < 1e-9
     (expected,) = gradients(normalized(inp.requires_grad_()), randn(2, 5, seed=1), inp)
-    rmsnorm_backward(dinp, randn(2, 5, seed=1), inp.detach(), rstd)
+    ops.rmsnorm_backward(dinp, randn(2, 5, seed=1), inp.detach(), rstd)
     close(dinp, expected)
 
 
@@ -93,23 +87,23 @@ def test_rmsnorm_of_zeros_and_of_small_numbers() -> None:
 SHAPES = [(1, 1, 1, 2), (6, 3, 2, 6), (15, 5, 3, 10), (130, 65, 2, 16)]  # N, T, H, D: several samples, odd D/2
 
 
-def forward(qkv_inout: Tensor, rstd: Tensor, length: int, norm: bool, turn: bool) -> None:
+def forward(ops: ModuleType, qkv_inout: Tensor, rstd: Tensor, length: int, norm: bool, turn: bool) -> None:
     """The operation that does what `norm` and `turn` say."""
     if norm and turn:
-        qk_norm_rotary_forward(qkv_inout, rstd, length=length)
+        ops.qk_norm_rotary_forward(qkv_inout, rstd, length=length)
     elif norm:
-        qk_norm_forward(qkv_inout, rstd)
+        ops.qk_norm_forward(qkv_inout, rstd)
     else:
-        rotary_forward(qkv_inout, num_heads=rstd.shape[1] // 2, length=length)
+        ops.rotary_forward(qkv_inout, num_heads=rstd.shape[1] // 2, length=length)
 
 
-def backward(dqkv_inout: Tensor, qkv: Tensor, rstd: Tensor, length: int, norm: bool, turn: bool) -> None:
+def backward(ops: ModuleType, dqkv_inout: Tensor, qkv: Tensor, rstd: Tensor, length: int, norm: bool, turn: bool) -> None:
     if norm and turn:
-        qk_norm_rotary_backward(dqkv_inout, qkv, rstd, length=length)
+        ops.qk_norm_rotary_backward(dqkv_inout, qkv, rstd, length=length)
     elif norm:
-        qk_norm_backward(dqkv_inout, qkv, rstd)
+        ops.qk_norm_backward(dqkv_inout, qkv, rstd)
     else:
-        rotary_backward(dqkv_inout, num_heads=rstd.shape[1] // 2, length=length)
+        ops.rotary_backward(dqkv_inout, num_heads=rstd.shape[1] // 2, length=length)
 
 
 def by_definition(qkv: Tensor, H: int, length: int, norm: bool, turn: bool) -> Tensor:
@@ -124,12 +118,12 @@ def by_definition(qkv: Tensor, H: int, length: int, norm: bool, turn: bool) -> T
 
 @pytest.mark.parametrize(("norm", "turn"), [(True, False), (False, True), (True, True)], ids=["norm", "turn", "both"])
 @pytest.mark.parametrize(("N", "T", "H", "D"), SHAPES)
-def test_queries_and_keys(N: int, T: int, H: int, D: int, norm: bool, turn: bool) -> None:
+def test_queries_and_keys(ops: ModuleType, N: int, T: int, H: int, D: int, norm: bool, turn: bool) -> None:
     """The backward sees the outputs of the forward and no more; the values pass both ways, bit for bit."""
     C = H * D
     qkv, dout, rstd = randn(N, 3 * C), randn(N, 3 * C, seed=1), nan(N, 2 * H)
     found = qkv.clone()
-    forward(found, rstd, T, norm, turn)
+    forward(ops, found, rstd, T, norm, turn)
     expected = by_definition(qkv.requires_grad_(), H, T, norm, turn)
     close(found, expected.detach())
     assert torch.equal(found[:, 2 * C :], qkv.detach()[:, 2 * C :])
@@ -138,16 +132,16 @@ def test_queries_and_keys(N: int, T: int, H: int, D: int, norm: bool, turn: bool
     (expected_dqkv,) = gradients(expected, dout, qkv)
     found[:, 2 * C :] = math.nan  # not read
     dqkv = dout.clone()
-    backward(dqkv, found, rstd, T, norm, turn)
+    backward(ops, dqkv, found, rstd, T, norm, turn)
     close(dqkv, expected_dqkv)
     assert torch.equal(dqkv[:, 2 * C :], dout[:, 2 * C :])
 
 
-def test_a_rotated_score_depends_on_the_distance_alone() -> None:
+def test_a_rotated_score_depends_on_the_distance_alone(ops: ModuleType) -> None:
     """The same query and key at every position: q k^T is constant along its diagonals, and differs between them."""
     T, H, D = 9, 2, 6
     qkv, scores = randn(1, 3 * H * D).repeat(T, 1), nan(H, T, T)
-    rotary_forward(qkv, num_heads=H, length=T)
+    ops.rotary_forward(qkv, num_heads=H, length=T)
     for head in range(H):
         q, k = (qkv[:, (part * H + head) * D :][:, :D] for part in (0, 1))
         scores[head] = q @ k.t()
@@ -168,26 +162,26 @@ def test_a_million_positions_on_the_distance_still_decides() -> None:
         assert abs((q[1] @ k[0] - q[3] @ k[2]).item()) < tolerance * (q[1].norm() * k[0].norm()).item()
 
 
-def test_a_rotation_keeps_norms_and_can_be_undone() -> None:
+def test_a_rotation_keeps_norms_and_can_be_undone(ops: ModuleType) -> None:
     N, T, H, D = 14, 7, 3, 10
     qkv, rstd = randn(N, 3 * H * D), nan(N, 2 * H)
     turned = qkv.clone()
-    rotary_forward(turned, num_heads=H, length=T)
+    ops.rotary_forward(turned, num_heads=H, length=T)
     close(turned.view(N, 3 * H, D).norm(dim=-1), qkv.view(N, 3 * H, D).norm(dim=-1))
     assert torch.equal(turned[[0, 7]], qkv[[0, 7]]), "the first position of each sample turns by nothing"
     assert (turned - qkv).view(N, 3 * H, D)[1:7, : 2 * H].norm(dim=-1).min() > 0.1
-    rotary_backward(turned, num_heads=H, length=T)
+    ops.rotary_backward(turned, num_heads=H, length=T)
     close(turned, qkv)
-    qk_norm_rotary_forward(qkv, rstd, length=T)
+    ops.qk_norm_rotary_forward(qkv, rstd, length=T)
     assert (qkv.view(N, 3 * H, D)[:, : 2 * H].norm(dim=-1) <= math.sqrt(D)).all(), "so no score is larger than sqrt(D)"
 
 
-def test_positions_may_be_any() -> None:
+def test_positions_may_be_any(ops: ModuleType) -> None:
     """`rotate` at given positions, in any order, gives the rows of the forward."""
     T, H, D = 11, 2, 6
     qkv, order = randn(T, 3 * H * D), torch.randperm(T, generator=torch.Generator().manual_seed(1))
     rows = qkv[order]
-    rotary_forward(qkv, num_heads=H, length=T)
+    ops.rotary_forward(qkv, num_heads=H, length=T)
     rotate(rows, order, H, 1)
     assert torch.equal(rows, qkv[order])
 
@@ -195,21 +189,21 @@ def test_positions_may_be_any() -> None:
 # Squared ReLU.
 
 
-def test_relu2() -> None:
+def test_relu2(ops: ModuleType) -> None:
     inp, dout = randn(9, 31) * 3, randn(9, 31, seed=1)
     out, dinp = inp.clone(), dout.clone()
-    relu2_forward(out)
-    relu2_backward(dinp, out)  # of the output, in place
+    ops.relu2_forward(out)
+    ops.relu2_backward(dinp, out)  # of the output, in place
     expected = F.relu(inp.requires_grad_()).square()
     close(out, expected.detach())
     close(dinp, gradients(expected, dout, inp)[0])
 
 
-def test_relu2_at_zero_below_it_and_far_above() -> None:
+def test_relu2_at_zero_below_it_and_far_above(ops: ModuleType) -> None:
     out = torch.tensor([[0.0, -0.0, -3.0, -1e30, 1e-30, 1e30, math.nan]], dtype=torch.float64)
     dinp = torch.ones_like(out)
-    relu2_forward(out)
-    relu2_backward(dinp, out)
+    ops.relu2_forward(out)
+    ops.relu2_backward(dinp, out)
     assert out[0, :4].tolist() == dinp[0, :4].tolist() == [0.0] * 4
     close(out[0, 4:6], torch.tensor([1e-60, 1e60], dtype=torch.float64))
     close(dinp[0, 4:6], torch.tensor([2e-30, 2e30], dtype=torch.float64))
@@ -217,12 +211,12 @@ def test_relu2_at_zero_below_it_and_far_above() -> None:
 
 
 @pytest.mark.parametrize(("N", "C", "width"), [(1, 1, 1), (5, 3, 7), (17, 12, 50)])
-def test_feed_forward_half(N: int, C: int, width: int) -> None:
+def test_feed_forward_half(ops: ModuleType, N: int, C: int, width: int) -> None:
     """The square at the end of one product, and the backward of the next, through to the gradient before the ReLU."""
     inp, fc, fcproj, dout = randn(N, C), randn(width, C, seed=1), randn(C, width, seed=2), randn(N, C, seed=3)
     hidden, dhidden, dfcproj_acc = nan(N, width), nan(N, width), accumulator(fcproj)
-    linear_relu2_forward(hidden, inp, fc)
-    relu2_linear_backward(dhidden, dfcproj_acc, dout, hidden, fcproj)
+    ops.linear_relu2_forward(hidden, inp, fc)
+    ops.relu2_linear_backward(dhidden, dfcproj_acc, dout, hidden, fcproj)
     before = (inp @ fc.t()).requires_grad_()
     expected = F.relu(before).square()
     close(hidden, expected.detach())
@@ -236,9 +230,10 @@ def test_feed_forward_half(N: int, C: int, width: int) -> None:
 
 @pytest.mark.parametrize("softcap", [0.5, 15.0])
 @pytest.mark.parametrize(("N", "V", "Vp"), [(1, 2, 128), (9, 57, 128), (5, 128, 128)])
-def test_classifier(N: int, V: int, Vp: int, softcap: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_classifier(ops: ModuleType, N: int, V: int, Vp: int, softcap: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """In blocks of four rows."""
-    monkeypatch.setattr(classifier, "CLASSIFIER_BLOCK_ELEMENTS", 4 * Vp)
+    for module in (reference.classifier, cpu.classifier):
+        monkeypatch.setattr(module, "CLASSIFIER_BLOCK_ELEMENTS", 4 * Vp)
     logits, scale = randn(N, Vp) * 20, torch.tensor([0.37], dtype=torch.float64)
     logits[:, V:] = math.nan
     targets = torch.randint(V, (N,), generator=torch.Generator().manual_seed(1))
@@ -246,8 +241,8 @@ def test_classifier(N: int, V: int, Vp: int, softcap: float, monkeypatch: pytest
     expected = F.cross_entropy(softcap * torch.tanh(leaf / softcap), targets, reduction="none")
     (dlogits,) = torch.autograd.grad(expected.sum() * scale, leaf)
     losses, forward_losses, found, only_forward = nan(N), nan(N), logits.clone(), logits.clone()
-    classifier_forward(forward_losses, only_forward, targets, vocab_size=V, softcap=softcap)
-    classifier_forward_backward(losses, found, targets, scale, vocab_size=V, softcap=softcap)
+    ops.classifier_forward(forward_losses, only_forward, targets, vocab_size=V, softcap=softcap)
+    ops.classifier_forward_backward(losses, found, targets, scale, vocab_size=V, softcap=softcap)
     close(losses, expected.detach())
     assert torch.equal(losses, forward_losses)
     assert torch.equal(only_forward[:, :V], logits[:, :V]), "a loss alone leaves the logits as they are"
@@ -256,39 +251,39 @@ def test_classifier(N: int, V: int, Vp: int, softcap: float, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_no_cap_is_the_plain_classifier(dtype: torch.dtype) -> None:
+def test_no_cap_is_the_plain_classifier(ops: ModuleType, dtype: torch.dtype) -> None:
     """Bit for bit the softmax of the logits, less the target, times the scale."""
     N, V, Vp = 9, 57, 128
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     logits, scale = (randn(N, Vp) * 4).to(dtype), torch.tensor([0.37], dtype=wide)
     targets = torch.randint(V, (N,), generator=torch.Generator().manual_seed(1))
     losses, found = torch.full((N,), math.nan, dtype=wide), logits.clone()
-    classifier_forward_backward(losses, found, targets, scale, vocab_size=V, softcap=0.0)
+    ops.classifier_forward_backward(losses, found, targets, scale, vocab_size=V, softcap=0.0)
     log_p = F.pad(logits[:, :V], (0, Vp - V), value=-math.inf).log_softmax(1, dtype=wide)
     dlogits = (log_p.exp() - F.one_hot(targets, Vp)) * scale
     assert torch.equal(losses, -log_p[range(N), targets]) and torch.equal(found, dlogits.to(dtype))
 
 
-def test_capped_logits_are_bounded() -> None:
+def test_capped_logits_are_bounded(ops: ModuleType) -> None:
     """However large the logits, no loss is larger than 2 c + log V, and no gradient than the scale."""
     cap, V = 15.0, 3
     logits = torch.tensor([[1e30, -1e30, 0.0, math.nan], [-1e4, 1e4, 0.0, math.nan]], dtype=torch.float64)
     losses, capped = nan(2), logits.clone()
-    softcap_forward(capped[:, :V], softcap=cap)
+    ops.softcap_forward(capped[:, :V], softcap=cap)
     assert capped[:, :V].tolist() == [[cap, -cap, 0.0], [-cap, cap, 0.0]]
     scale = torch.ones(1, dtype=torch.float64)
-    classifier_forward_backward(losses, logits, torch.tensor([0, 0]), scale, vocab_size=V, softcap=cap)
+    ops.classifier_forward_backward(losses, logits, torch.tensor([0, 0]), scale, vocab_size=V, softcap=cap)
     close(losses, torch.tensor([[cap, -cap, 0.0], [-cap, cap, 0.0]], dtype=torch.float64).log_softmax(1)[:, 0].neg())
     assert (losses <= 2 * cap + math.log(V)).all() and torch.isfinite(logits).all()
     assert (logits[:, :2] == 0).all() and (logits[:, 2] > 0).all(), "the tanh is flat there: no way further out"
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_softcap(dtype: torch.dtype) -> None:
+def test_softcap(ops: ModuleType, dtype: torch.dtype) -> None:
     """In place, and in the order of the logits: the likeliest token stays the likeliest."""
     logits = (randn(7, 57) * 20).to(dtype)
     found = logits.clone()
-    softcap_forward(found, softcap=15.0)
+    ops.softcap_forward(found, softcap=15.0)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     assert torch.equal(found, (15 * torch.tanh(logits.to(wide) / 15)).to(dtype))
     assert (found.gather(1, logits.argsort(1)).diff(dim=1) >= 0).all()
@@ -310,14 +305,14 @@ def at_most_twice(found: Tensor, exact: Tensor, of_rounded_inputs: Tensor) -> No
     assert error <= 2 * unavoidable, f"{error / unavoidable:.2f} times the error of rounding inputs and result"
 
 
-def test_rmsnorm_in_bf16() -> None:
+def test_rmsnorm_in_bf16(ops: ModuleType) -> None:
     N, C = 33, 768
     inp, dout = randn(N, C) * 5, randn(N, C, seed=1)
     rounded, drounded = inp.bfloat16(), dout.bfloat16()
     out, dinp = torch.empty_like(rounded), torch.zeros_like(rounded)
     rstd = torch.full((N,), math.nan)
-    rmsnorm_forward(out, rstd, rounded)
-    rmsnorm_backward(dinp, drounded, rounded, rstd)
+    ops.rmsnorm_forward(out, rstd, rounded)
+    ops.rmsnorm_backward(dinp, drounded, rounded, rstd)
     results = {}
     for name, x, dy in (("exact", inp, dout), ("rounded", rounded.double(), drounded.double())):
         y = normalized(x.requires_grad_())
@@ -329,15 +324,15 @@ def test_rmsnorm_in_bf16() -> None:
 
 
 @pytest.mark.parametrize(("norm", "turn"), [(True, False), (False, True), (True, True)], ids=["norm", "turn", "both"])
-def test_queries_and_keys_in_bf16(norm: bool, turn: bool) -> None:
+def test_queries_and_keys_in_bf16(ops: ModuleType, norm: bool, turn: bool) -> None:
     """The reference's pair in a row rounds between its two halves: twice the least. One half alone rounds once."""
     N, T, H, D = 130, 65, 2, 16
     heads = slice(0, 2 * H * D)
     qkv, dout, rstd = randn(N, 3 * H * D) * 5, randn(N, 3 * H * D, seed=1), torch.full((N, 2 * H), math.nan)
     rounded, drounded = qkv.bfloat16(), dout.bfloat16()
     out, dqkv = rounded.clone(), drounded.clone()
-    forward(out, rstd, T, norm, turn)
-    backward(dqkv, out, rstd, T, norm, turn)
+    forward(ops, out, rstd, T, norm, turn)
+    backward(ops, dqkv, out, rstd, T, norm, turn)
     results = {}
     for name, x, dy in (("exact", qkv, dout), ("rounded", rounded.double(), drounded.double())):
         y = by_definition(x.requires_grad_(), H, T, norm, turn)
@@ -348,12 +343,12 @@ def test_queries_and_keys_in_bf16(norm: bool, turn: bool) -> None:
         at_most_twice(found[:, heads], exact[:, heads], of_rounded_inputs[:, heads])
 
 
-def test_relu2_in_bf16() -> None:
+def test_relu2_in_bf16(ops: ModuleType) -> None:
     """The root of a rounded output has half its relative error; nothing else adds to the rounding of the gradient."""
     inp, dout = randn(33, 129) * 3, randn(33, 129, seed=1)
     out, dinp = inp.bfloat16(), dout.bfloat16()
-    relu2_forward(out)
-    relu2_backward(dinp, out)
+    ops.relu2_forward(out)
+    ops.relu2_backward(dinp, out)
     x, dy = inp.bfloat16().double(), dout.bfloat16().double()
     rounded_once(out, F.relu(x).square(), torch.zeros_like(x))
     rounded_once(dinp, 2 * out.double().sqrt() * dy, torch.zeros_like(x) + 1e-30)
@@ -363,12 +358,12 @@ def test_relu2_in_bf16() -> None:
     at_most_twice(dinp, 2 * F.relu(inp) * dout, slope * dy)
 
 
-def test_capped_classifier_in_bf16() -> None:
+def test_capped_classifier_in_bf16(ops: ModuleType) -> None:
     N, V, Vp, cap = 33, 57, 64, 15.0
     logits, losses = randn(N, Vp) * 10, torch.full((N,), math.nan)
     targets = torch.randint(V, (N,), generator=torch.Generator().manual_seed(1))
     found = logits.bfloat16()
-    classifier_forward_backward(losses, found, targets, torch.ones(1), vocab_size=V, softcap=cap)
+    ops.classifier_forward_backward(losses, found, targets, torch.ones(1), vocab_size=V, softcap=cap)
     results = {}
     for name, x in (("exact", logits), ("rounded", logits.bfloat16().double())):
         leaf = x[:, :V].clone().requires_grad_()

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from handgrad.ops import (
     RESULT_SCALE,
     RESULT_VERDICT,
     RESULTS,
+    cpu,
     reference,
 )
 from handgrad.ops.reference.muon import POLAR_EXPRESS, polar
@@ -37,6 +39,11 @@ from handgrad.tools.absent import resolve_for
 SHAPES = [(6, 6), (6, 24), (24, 6), (1, 5)]
 ADAMW = AdamW(beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.1, seed=1)
 MUON = Muon(ADAMW, momentum=0.95, beta2=0.9, weight_decay=0.5, rate=2.0)
+
+
+@pytest.fixture(params=[reference, cpu], ids=["reference", "cpu"])
+def ops(request: pytest.FixtureRequest) -> ModuleType:
+    return request.param
 
 
 def with_singular_values(values: Tensor, shape: tuple[int, int], seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -65,6 +72,21 @@ def test_a_matrix_of_zeros_stays() -> None:
     assert not polar(torch.zeros(3, 5)).any()
 
 
+@pytest.mark.parametrize("shape", [(64, 64), (64, 192), (256, 64), (1, 5)])
+def test_in_float32_a_cpu_is_as_exact(shape: tuple[int, int]) -> None:
+    """No further from float64 than twice the reference in float32, with the same bits in any batch; zeros stay."""
+    generator = torch.Generator().manual_seed(0)
+    matrices = torch.randn(3, *shape, generator=generator)
+    found, alone, zeros = matrices.clone(), matrices[1:2].clone(), torch.zeros(1, *shape)
+    for batch in (found, alone, zeros):
+        cpu.muon_polar(batch)
+    for matrix, mine in zip(matrices, found, strict=True):
+        exact = polar(matrix.double())
+        error, allowed = ((x.double() - exact).norm() / exact.norm() for x in (mine, polar(matrix)))
+        assert error <= 2 * allowed + 1e-6, f"{error:.3g}, the reference {allowed:.3g}"
+    assert torch.equal(found[1], alone[0]) and not zeros.any()
+
+
 def part_of(shape: tuple[int, int], seed: int = 0) -> Owned:
     generator = torch.Generator().manual_seed(seed)
     weight, gradient, m = (torch.randn(shape, dtype=torch.float64, generator=generator) for _ in range(3))
@@ -79,9 +101,9 @@ def numbers(step: int, learning_rate: float, scale: float = 1.0, verdict: int = 
     return controls, results
 
 
-def update(part: Owned, controls: Tensor, results: Tensor) -> None:
-    size = MUON.scratch_bytes(reference, (row_of(part.weight.shape),), torch.float64, part.weight.device)
-    MUON.update(reference, [part], controls, results, torch.full((size,), 255, dtype=torch.uint8))
+def update(ops: ModuleType, part: Owned, controls: Tensor, results: Tensor) -> None:
+    size = MUON.scratch_bytes(ops, (row_of(part.weight.shape),), torch.float64, part.weight.device)
+    MUON.update(ops, [part], controls, results, torch.full((size,), 255, dtype=torch.uint8))
 
 
 def row_of(shape: tuple[int, ...]) -> ParameterRow:
@@ -89,7 +111,7 @@ def row_of(shape: tuple[int, ...]) -> ParameterRow:
 
 
 @pytest.mark.parametrize(("shape", "step", "b"), [*((shape, 150, 0.9) for shape in SHAPES), ((6, 24), 900, 0.95)])
-def test_the_update_is_the_formulas(shape: tuple[int, int], step: int, b: float) -> None:
+def test_the_update_is_the_formulas(ops: ModuleType, shape: tuple[int, int], step: int, b: float) -> None:
     """Number by number, in loops over rows and columns, with the clip factor, and momentum on its way from 0.85 to 0.95."""
     part, (rows, columns) = part_of(shape), shape
     before = {
@@ -98,7 +120,7 @@ def test_the_update_is_the_formulas(shape: tuple[int, int], step: int, b: float)
         "m": part.state["m"].clone(),
         "v": part.state["v"].clone(),
     }
-    update(part, *numbers(step=step, learning_rate=0.01, scale=0.25))
+    update(ops, part, *numbers(step=step, learning_rate=0.01, scale=0.25))
     momentum = b * before["m"] + (1 - b) * before["g"]
     o = polar((1 - b) * before["g"] + b * momentum)
     n = torch.empty(shape, dtype=torch.float64)
@@ -117,21 +139,21 @@ def test_the_update_is_the_formulas(shape: tuple[int, int], step: int, b: float)
     assert torch.equal(part.state["v"].flatten()[rows:], before["v"].flatten()[rows:]), "the other places mean nothing"
 
 
-def test_a_step_that_is_skipped_moves_nothing() -> None:
+def test_a_step_that_is_skipped_moves_nothing(ops: ModuleType) -> None:
     part = part_of((4, 8))
     part.gradient.fill_(math.nan)
     before = part.weight.clone(), part.state["m"].clone(), part.state["v"].clone()
-    update(part, *numbers(step=3, learning_rate=0.01, verdict=LOSS_OUTLIER))
+    update(ops, part, *numbers(step=3, learning_rate=0.01, verdict=LOSS_OUTLIER))
     assert all(torch.equal(a, b) for a, b in zip(before, (part.weight, *part.state.values()), strict=True))
 
 
-def test_the_launch_that_compiles_moves_nothing() -> None:
+def test_the_launch_that_compiles_moves_nothing(ops: ModuleType) -> None:
     part = part_of((4, 8))
     part = replace(
         part, gradient=torch.zeros(4, 8).double(), state={name: torch.zeros(4, 8).double() for name in ("m", "v")}
     )
     before = part.weight.clone()
-    update(part, *numbers(step=0, learning_rate=0.0, scale=0.0))
+    update(ops, part, *numbers(step=0, learning_rate=0.0, scale=0.0))
     assert torch.equal(part.weight, before) and not part.state["m"].any() and not part.state["v"].any()
 
 
@@ -168,13 +190,13 @@ def test_its_scratch_lies_among_dead_activations() -> None:
     assert small < scratch.size_bytes < grown
 
 
-def test_a_matrix_has_the_same_bits_in_any_batch() -> None:
+def test_a_matrix_has_the_same_bits_in_any_batch(ops: ModuleType) -> None:
     """Beside two others of its shape as alone."""
     alone, together = ([part_of((6, 24), seed) for seed in range(3)] for _ in range(2))
     controls, results = numbers(step=7, learning_rate=0.01)
     for part in alone:
-        update(part, controls, results)
-    MUON.update(reference, together, controls, results, torch.zeros(4096, dtype=torch.uint8))
+        update(ops, part, controls, results)
+    MUON.update(ops, together, controls, results, torch.zeros(4096, dtype=torch.uint8))
     for a, b in zip(alone, together, strict=True):
         assert torch.equal(a.weight, b.weight) and torch.equal(a.state["v"], b.state["v"])
 

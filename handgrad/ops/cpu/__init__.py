@@ -1,6 +1,7 @@
 """The operations on a CPU: torch's own fused kernels where they are faster than the formula, the reference elsewhere.
 
-Layer norm, GELU and attention, forward and backward, AdamW and float32 GEMMs (oneDNN) call the library. Each is tested
+Layer norm, GELU and attention, forward and backward, AdamW and float32 GEMMs (oneDNN) call the library. RMS norm, rotation,
+squared ReLU and the soft cap, for which it has no kernels, make fewer passes over memory than the formula. Each is tested
 against `handgrad.ops.reference`, which says what it computes.
 """
 
@@ -13,6 +14,7 @@ from handgrad.ops.compose import after_layernorm, after_rmsnorm
 from handgrad.ops.cpu import decode
 from handgrad.ops.cpu.adamw import adamw_update
 from handgrad.ops.cpu.attention import attention_backward, attention_forward
+from handgrad.ops.cpu.classifier import classifier_forward, classifier_forward_backward
 from handgrad.ops.cpu.embedding import embedding_backward, token_embedding_backward
 from handgrad.ops.cpu.gelu import (
     gelu_backward,
@@ -23,8 +25,17 @@ from handgrad.ops.cpu.gelu import (
 )
 from handgrad.ops.cpu.layernorm import layernorm_backward, layernorm_forward
 from handgrad.ops.cpu.linear import linear_backward, linear_forward
-from handgrad.ops.cpu.relu2 import linear_relu2_forward, relu2_linear_backward
-from handgrad.ops.reference import rmsnorm_forward
+from handgrad.ops.cpu.muon import muon_momentum, muon_polar, muon_update
+from handgrad.ops.cpu.relu2 import linear_relu2_forward, relu2_backward, relu2_forward, relu2_linear_backward
+from handgrad.ops.cpu.rmsnorm import rmsnorm_backward, rmsnorm_forward
+from handgrad.ops.cpu.rotary import (
+    qk_norm_backward,
+    qk_norm_forward,
+    qk_norm_rotary_backward,
+    qk_norm_rotary_forward,
+    rotary_backward,
+    rotary_forward,
+)
 
 layernorm_linear_forward = after_layernorm(layernorm_forward, linear_forward)
 layernorm_linear_gelu_forward = after_layernorm(layernorm_forward, linear_gelu_forward)

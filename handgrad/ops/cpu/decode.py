@@ -12,6 +12,7 @@ from handgrad.ops.cpu.gelu import linear_gelu_forward, linear_residual_forward
 from handgrad.ops.cpu.layernorm import layernorm_forward
 from handgrad.ops.cpu.linear import linear_forward
 from handgrad.ops.cpu.relu2 import linear_relu2_forward
+from handgrad.ops.cpu.rmsnorm import rmsnorm_forward
 from handgrad.ops.reference.classifier import softcap_forward
 from handgrad.ops.reference.decode import (
     append_keys_values,
@@ -23,7 +24,6 @@ from handgrad.ops.reference.decode import (
     rotary_forward,
     token_embedding_decode,
 )
-from handgrad.ops.reference.rmsnorm import rmsnorm_forward
 
 layernorm_linear_forward = after_layernorm(layernorm_forward, linear_forward)
 layernorm_linear_gelu_forward = after_layernorm(layernorm_forward, linear_gelu_forward)

@@ -1,0 +1,80 @@
+"""Queries and keys before attention, in few passes: whole heads at a time, with cosines and sines that are kept.
+
+y = x [cos cos] + swapped(x) [-sin sin], where `swapped` exchanges the halves of a head: operations on half heads would run
+in loops too short for vector instructions. Norm and rotation in a row stay in float32 in between.
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from handgrad.ops.reference.rmsnorm import RMSNORM_EPSILON
+from handgrad.ops.reference.rotary import ROTARY_BASE, queries_and_keys, statistics_dtype
+
+KEPT_TABLES = 8  # of different lengths, head widths and dtypes
+
+
+def rotary_forward(qkv_inout: Tensor, *, num_heads: int, length: int) -> None:
+    heads = queries_and_keys(qkv_inout, num_heads)
+    turn(heads, heads.to(statistics_dtype(heads)), length, 1)
+
+
+def rotary_backward(dqkv_inout: Tensor, *, num_heads: int, length: int) -> None:
+    heads = queries_and_keys(dqkv_inout, num_heads)
+    turn(heads, heads.to(statistics_dtype(heads)), length, -1)
+
+
+def turn(out: Tensor, x: Tensor, length: int, direction: int) -> None:
+    """out (N, 2H, D) = the rotation of x, which may be `out` and holds nothing of use afterwards."""
+    cosines, sines = rotation(length, x.shape[-1], x.dtype)
+    out, x = (t.unflatten(0, (-1, length)) for t in (out, x))
+    swapped = x.roll(x.shape[-1] // 2, -1)
+    torch.add(x.mul_(cosines), swapped.mul_(sines), alpha=direction, out=out)  # with the bits of the reference's `rotate`
+
+
+@functools.lru_cache(maxsize=KEPT_TABLES)
+def rotation(length: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """[cos cos] and [-sin sin] of positions 0 to length - 1, (length, 1, width)."""
+    half = width // 2
+    frequencies = ROTARY_BASE ** (-torch.arange(half, dtype=torch.float64) / half)
+    angles = torch.arange(length, dtype=torch.float64)[:, None, None] * frequencies
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([cos, cos], -1).to(dtype), torch.cat([-sin, sin], -1).to(dtype)
+
+
+def qk_norm_forward(qkv_inout: Tensor, rstd: Tensor) -> None:
+    heads = queries_and_keys(qkv_inout, rstd.shape[1] // 2)
+    x = heads.to(rstd.dtype)
+    torch.mul(x, inverse_rms(rstd, x), out=heads)
+
+
+def inverse_rms(rstd: Tensor, x: Tensor) -> Tensor:
+    """Fills rstd (N, 2H) from heads x (N, 2H, D); returns it as (N, 2H, 1)."""
+    torch.mean(x * x, -1, out=rstd)
+    return rstd.add_(RMSNORM_EPSILON).rsqrt_().unsqueeze(-1)
+
+
+def qk_norm_backward(dqkv_inout: Tensor, qkv: Tensor, rstd: Tensor) -> None:
+    dheads, dx = before_norm(dqkv_inout, qkv, rstd)
+    dheads.copy_(dx)
+
+
+def before_norm(dqkv_inout: Tensor, qkv: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    """The heads of dqkv_inout (N, 2H, D), and beside them their gradient before the norm, of rstd's dtype."""
+    dheads, heads = (queries_and_keys(t, rstd.shape[1] // 2) for t in (dqkv_inout, qkv))
+    dy, y = dheads.to(rstd.dtype), heads.to(rstd.dtype)
+    dx = dy * y
+    torch.addcmul(dy, y, dx.mean(-1, keepdim=True), value=-1, out=dx)
+    return dheads, dx.mul_(rstd.unsqueeze(-1))
+
+
+def qk_norm_rotary_forward(qkv_inout: Tensor, rstd: Tensor, *, length: int) -> None:
+    heads = queries_and_keys(qkv_inout, rstd.shape[1] // 2)
+    x = heads.to(rstd.dtype)
+    turn(heads, x * inverse_rms(rstd, x), length, 1)
+
+
+def qk_norm_rotary_backward(dqkv_inout: Tensor, qkv: Tensor, rstd: Tensor, *, length: int) -> None:
+    dheads, dx = before_norm(dqkv_inout, qkv, rstd)
+    turn(dheads, dx, length, -1)
