@@ -84,6 +84,13 @@ class ModelShape:
         return technique not in names_of(self.without)
 
     @property
+    def variant(self) -> str:
+        """The beginning of a line about the model: any network but GPT-2, and what it leaves out."""
+        if self.architecture == "gpt2":
+            return ""
+        return self.architecture + (f" without {self.without}" if self.without else "") + ", "
+
+    @property
     def softcap(self) -> float:
         """The bound c of logits c tanh(x / c), or 0 for none."""
         return SOFTCAP if self.architecture == "modern" and self.has("softcap") else 0.0

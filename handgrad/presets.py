@@ -5,7 +5,7 @@ rates the larger presets follow. The 124M and 1558M recipes are llm.c's publishe
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -35,10 +35,16 @@ MODELS = {
 }
 
 
+def listed(names: Iterable[str]) -> str:
+    """The names for a message, those of modern networks as a series."""
+    first, second, *_, last = MODERN
+    return ", ".join([*(name for name in names if name not in MODERN), first, second, f"... {last}"])
+
+
 def model(name: str) -> dict[str, Any]:
     """The fields that `--model NAME` sets."""
     if name not in MODELS:
-        raise UsageError(f"unknown model {name!r}{nearest_name(name, MODELS)}; known: {', '.join(MODELS)}")
+        raise UsageError(f"unknown model {name!r}{nearest_name(name, MODELS)}; known: {listed(MODELS)}")
     sizes = dict(zip(("num_layers", "num_heads", "channels"), MODELS[name], strict=True))
     return sizes | {"architecture": "modern" if name in MODERN else "gpt2"}
 
@@ -160,5 +166,5 @@ PRESETS: dict[str, Callable[[], RunConfig]] = {
 
 def preset(name: str) -> RunConfig:
     if name not in PRESETS:
-        raise UsageError(f"unknown preset {name!r}{nearest_name(name, PRESETS)}; known: {', '.join(PRESETS)}")
+        raise UsageError(f"unknown preset {name!r}{nearest_name(name, PRESETS)}; known: {listed(PRESETS)}")
     return PRESETS[name]()

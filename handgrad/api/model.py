@@ -85,7 +85,7 @@ class Model:
     def __repr__(self) -> str:
         s, words = self.shape, self.tokenizer
         return (
-            f"<handgrad.Model: {s.num_layers} layers, {s.num_heads} heads, {s.channels} channels, context"
+            f"<handgrad.Model: {s.variant}{s.num_layers} layers, {s.num_heads} heads, {s.channels} channels, context"
             f" {s.sequence_length}, {words.kind} vocabulary of {words.vocab_size},"
             f" {count_parameters(self.table):,} parameters in {self.precision} on {self.device}>"
         )

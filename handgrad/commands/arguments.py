@@ -71,9 +71,9 @@ def parse(command: str, arguments: Sequence[str]) -> argparse.Namespace:
 def add_run_arguments(parser: Parser) -> None:
     """A preset or a recipe, a model size, and a flag for every field, under the heading of its group."""
     parser.usage = "%(prog)s [PRESET] [--config FILE] [--model NAME] [--SETTING VALUE]..."
-    parser.add_argument("preset", nargs="?", help=f"starting point: {', '.join(presets.PRESETS)}")
+    parser.add_argument("preset", nargs="?", help=f"starting point: {presets.listed(presets.PRESETS)}")
     parser.add_argument("--config", metavar="FILE", help="TOML recipe, or the name of a shipped one (`handgrad recipes`)")
-    parser.add_argument("--model", metavar="NAME", help=f"sets layers, heads, channels: {', '.join(presets.MODELS)}")
+    parser.add_argument("--model", metavar="NAME", help=f"sets layers, heads, channels: {presets.listed(presets.MODELS)}")
     parser.add_argument("--help-all", action=HelpAll, nargs=0, help="show all settings")
     first = group = parser.add_argument_group("settings", "a preset changes their defaults; --help-all shows the others")
     for name, known in FIELDS.items():

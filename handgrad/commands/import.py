@@ -15,7 +15,7 @@ def run(parsed: Namespace) -> int:
     shape = found.shape
     print(f"source     {Path(parsed.source)}")
     print(
-        f"model      {shape.num_layers} layers, {shape.num_heads} heads, {shape.channels} channels, context"
+        f"model      {shape.variant}{shape.num_layers} layers, {shape.num_heads} heads, {shape.channels} channels, context"
         f" {shape.sequence_length}: {count_parameters(parameter_table(shape)):,} parameters,"
         f" {found.tokenizer.kind} vocabulary of {shape.vocab_size}"
     )

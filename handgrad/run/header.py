@@ -13,7 +13,7 @@ import torch
 
 import handgrad
 from handgrad import devices
-from handgrad.config import ModelShape, RunConfig
+from handgrad.config import RunConfig
 from handgrad.data.batches import Batches
 from handgrad.data.shards import Dataset
 from handgrad.format import human_bytes, human_count, memory_table
@@ -40,7 +40,7 @@ def header_lines(
     precision = f"{config.precision} {devices.precision_note(design.device, config.precision)}"
     return [
         f"handgrad {handgrad.__version__}, torch {torch.__version__}, {devices.describe(design.device)}",
-        f"model      {network(shape)}{shape.num_layers} layers, {shape.num_heads} heads, {shape.channels} channels,"
+        f"model      {shape.variant}{shape.num_layers} layers, {shape.num_heads} heads, {shape.channels} channels,"
         f" context {shape.sequence_length}: {human_count(count_parameters(design.parameters))} parameters",
         *([f"weights    {origin_text(origin)}"] if origin else []),
         *freezing_lines(config, design),
@@ -58,13 +58,6 @@ def header_lines(
         "memory",
         *memory_table([memory_bytes]),
     ]
-
-
-def network(shape: ModelShape) -> str:
-    """Names any network but GPT-2, and what it leaves out."""
-    if shape.architecture == "gpt2":
-        return ""
-    return shape.architecture + (f" without {shape.without}" if shape.without else "") + ", "
 
 
 def origin_text(origin: dict[str, Any]) -> str:

@@ -36,7 +36,7 @@ def run_config(preset: str, recipe_file: str, model: str, settings: Mapping[str,
         merged = {**suited(merged), **merged}
     elif not name and not recipe_file and "num_layers" not in merged:
         raise UsageError(
-            f"say what to train: --data DIR alone for a run that suits it, a preset ({', '.join(presets.PRESETS)}),"
+            f"say what to train: --data DIR alone for a run that suits it, a preset ({presets.listed(presets.PRESETS)}),"
             " --config FILE, --model NAME or --init-from WEIGHTS"
         )
     return check(RunConfig(**merged))

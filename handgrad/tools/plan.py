@@ -78,7 +78,7 @@ def run_lines(config: RunConfig, design: Design) -> list[str]:
     tokens = config.steps * config.tokens_per_step
     lanes = f"{config.lanes} lanes x " if config.lanes > 1 else ""
     return [
-        f"model      {human_count(count_parameters(design.parameters))} parameters,"
+        f"model      {design.shape.variant}{human_count(count_parameters(design.parameters))} parameters,"
         f" {human_flops(flops_per_token)} per token, forward and backward",
         f"run        {config.steps} steps of {config.tokens_per_step} tokens = {lanes}{config.micro_steps} x"
         f" {config.micro_batch} x {config.sequence_length}: {human_count(tokens)} tokens,"
