@@ -264,6 +264,15 @@ def test_no_cap_is_the_plain_classifier(ops: ModuleType, dtype: torch.dtype) -> 
     assert torch.equal(losses, -log_p[range(N), targets]) and torch.equal(found, dlogits.to(dtype))
 
 
+def test_the_tanh_of_a_cpu_in_float32() -> None:
+    """By the sigmoid it is exact to a unit near 1; 0 stays 0, infinities come to 1, and a NaN shows."""
+    logits = torch.cat([torch.linspace(-200, 200, 4001), torch.tensor([0.0, 1e-30, -1e30, math.inf, -math.inf])])
+    found = cpu.classifier.capped_tanh(logits, 15.0)
+    assert found.dtype == torch.float32 and found[-5] == 0
+    assert (found.double() - torch.tanh(logits.double() / 15)).abs().max() <= 2.0**-22
+    assert cpu.classifier.capped_tanh(torch.tensor([math.nan]), 15.0).isnan().all()
+
+
 def test_capped_logits_are_bounded(ops: ModuleType) -> None:
     """However large the logits, no loss is larger than 2 c + log V, and no gradient than the scale."""
     cap, V = 15.0, 3

@@ -3,7 +3,7 @@
 - Outputs first, then inputs, then keyword-only scalars. Shapes come from the tensors.
 - An operation fills the buffers it is given. What a kernel needs beside them it takes from `scratch`, a uint8 buffer of
   at least `scratch_bytes(...)` whose contents mean nothing between operations; the operations of a CPU take none. (Their
-  temporaries inside one call are the only allocations.)
+  temporaries inside one call, and the cosines of a length, which they keep, are the only allocations.)
 - A parameter gradient is added into: `*_acc`. An activation gradient is overwritten: `d*`. What is changed in place
   says so: `*_inout`. No buffer ever holds what its name denies.
 - `x_forward` and `x_backward` stand side by side, headed by their equation. A fused operation is the composition of two

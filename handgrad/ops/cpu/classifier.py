@@ -52,12 +52,14 @@ def log_softmax_blocks(
     rows_per_block = max(1, CLASSIFIER_BLOCK_ELEMENTS // Vp)
     for row in range(0, N, rows_per_block):
         rows = slice(row, min(row + rows_per_block, N))
-        tanh = tanh_inplace(logits_inout[rows].to(dtype) / softcap)
+        tanh = capped_tanh(logits_inout[rows].to(dtype), softcap)
         z = tanh * softcap
         z[:, vocab_size:] = -math.inf
         yield rows, targets[rows].unsqueeze(1), torch.log_softmax(z, 1), tanh
 
 
-def tanh_inplace(x: Tensor) -> Tensor:
-    """In float32 tanh(x) = 2 sigmoid(2 x) - 1, off by 2^-23: torch's sigmoid is much faster than its tanh."""
-    return x.tanh_() if x.dtype == torch.float64 else x.mul_(2).sigmoid_().mul_(2).sub_(1)
+def capped_tanh(logits: Tensor, softcap: float) -> Tensor:
+    """tanh(x) of x = logits / c. In float32 it is 2 sigmoid(2 x) - 1, to 2^-22: torch's sigmoid is faster than its tanh."""
+    if logits.dtype == torch.float64:
+        return (logits / softcap).tanh_()
+    return (logits * (2 / softcap)).sigmoid_().mul_(2).sub_(1)
