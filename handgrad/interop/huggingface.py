@@ -201,7 +201,8 @@ def read_shape(path: Path) -> ModelShape:
             f"expected n_inner null or {4 * sizes['n_embd']} (4 n_embd) in {path}, found {content['n_inner']!r:.80};"
             " handgrad has no such model"
         )
-    shape = ModelShape(*sizes.values(), "modern" if is_modern else "gpt2", without)
+    V, T, L, H, C = sizes.values()
+    shape = ModelShape(V, T, L, H, C, "modern" if is_modern else "gpt2", without)
     imported_config(shape, str(path))
     return shape
 

@@ -9,6 +9,7 @@ The stream begins with x = RMS(wte[token]). A block is two halves, without biase
 and the logits are z = c tanh(RMS(y) Whead^T / c). `config.without` names the techniques that a model leaves out.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from .configuration_handgrad import HandgradModernConfig
 
 Angles = tuple[Tensor, Tensor]  # cos and sin, (B or 1, 1, T, D/2) each
+Recall = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 
 def wide(x: Tensor) -> Tensor:
@@ -75,13 +77,14 @@ class Block(nn.Module):
         self.fc = nn.Linear(channels, 4 * channels, bias=False)
         self.fcproj = nn.Linear(4 * channels, channels, bias=False)
 
-    def forward(self, x: Tensor, turn: Angles | None, mask: Tensor | None, keys: int, cache: Cache | None) -> Tensor:
-        """x (B, T, C) -> (B, T, C). `keys`: the tokens so far; `mask` (B or 1, 1, T, keys), or None: causality alone."""
+    def forward(self, x: Tensor, turn: Angles | None, mask: Tensor | None, recall: Recall) -> Tensor:
+        """x (B, T, C) -> (B, T, C). `mask` (B or 1, 1, T, keys), or None: causality alone; `recall` adds a layer's earlier
+        keys and values to new ones."""
         epsilon = self.config.norm_epsilon
-        x = x + self.proj(self.attention(self.qkv(rms(x, epsilon)), turn, mask, keys, cache))
+        x = x + self.proj(self.attention(self.qkv(rms(x, epsilon)), turn, mask, recall))
         return x + self.fcproj(F.relu(self.fc(rms(x, epsilon))).square())
 
-    def attention(self, qkv: Tensor, turn: Angles | None, mask: Tensor | None, keys: int, cache: Cache | None) -> Tensor:
+    def attention(self, qkv: Tensor, turn: Angles | None, mask: Tensor | None, recall: Recall) -> Tensor:
         """qkv (B, T, 3C) -> (B, T, C)."""
         batch, length, channels = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
         heads = self.config.num_attention_heads
@@ -90,8 +93,7 @@ class Block(nn.Module):
             q, k = rms(q, self.config.norm_epsilon), rms(k, self.config.norm_epsilon)
         if turn is not None:
             q, k = rotated(q, turn), rotated(k, turn)
-        if cache is not None:
-            k, v = (stored[:, :, :keys] for stored in cache.update(k, v, self.layer))  # a static cache has room for more
+        k, v = recall(k, v, self.layer)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and length > 1)
         return y.transpose(1, 2).reshape(batch, length, channels)
 
@@ -104,9 +106,9 @@ class HandgradModernForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: HandgradModernConfig):
         super().__init__(config)
-        self.wte = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.wte: nn.Module = nn.Embedding(config.vocab_size, config.hidden_size)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
-        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.head: nn.Module = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -149,16 +151,24 @@ class HandgradModernForCausalLM(PreTrainedModel, GenerationMixin):
             mask = visible(past, length, mask, x.device)
         else:
             keys = mask.shape[-1]
+        places = torch.arange(past, past + length, device=x.device)
+
+        def recall(k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+            if past_key_values is None:
+                return k, v
+            # The first versions of transformers 5 have a static cache write where they are told.
+            k, v = past_key_values.update(k, v, layer, {"cache_position": places})
+            return k[:, :, :keys], v[:, :, :keys]  # a static cache has room for more
+
         turn = None
         if config.has("rotary"):
-            if position_ids is None:
-                position_ids = torch.arange(past, past + length, device=x.device).unsqueeze(0)
+            position_ids = places.unsqueeze(0) if position_ids is None else position_ids
             width = config.hidden_size // config.num_attention_heads
             turn = angles(position_ids, width, config.rotary_base, torch.promote_types(x.dtype, torch.float32))
         if config.has("embedding_norm"):
             x = rms(x, config.norm_epsilon)
         for block in self.blocks:
-            x = block(x, turn, mask, keys, past_key_values)
+            x = block(x, turn, mask, recall)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.head(rms(x[:, kept], config.norm_epsilon))
         if config.has("softcap"):
