@@ -108,9 +108,10 @@ def test_the_cache_takes_one_token_per_step(exported: Callable) -> None:
     beside = model.generate(both, attention_mask=torch.cat([mask, torch.ones_like(mask)]), **options)
     assert beside[0, 27:].tolist() == alone[0, 20:].tolist()
     with torch.no_grad():
-        first = model(inputs[:, :13], use_cache=True)
-        rest = model(inputs[:, 13:], past_key_values=first.past_key_values)
-        torch.testing.assert_close(rest.logits, model(inputs).logits[:, 13:], rtol=1e-4, atol=1e-4)
+        for cache in (None, transformers.StaticCache(config=model.config, max_cache_len=40)):
+            first = model(inputs[:, :13], past_key_values=cache, use_cache=True)
+            rest = model(inputs[:, 13:], past_key_values=first.past_key_values)
+            torch.testing.assert_close(rest.logits, model(inputs).logits[:, 13:], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(rest.logits[:, -2:], model(inputs, logits_to_keep=2).logits, rtol=1e-4, atol=1e-4)
 
 
