@@ -9,7 +9,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "handgrad"
-MODULES = sorted(PACKAGE.rglob("*.py"))
+# `export --to hf` copies these beside the weights of a network that transformers lacks: data here, for another program.
+EXPORTED = sorted((PACKAGE / "interop" / "transformers_code").glob("*.py"))
+MODULES = sorted({*PACKAGE.rglob("*.py")} - {*EXPORTED})
 
 # Which parts of the package a part may import, besides itself. `errors`, `files`, `names` and
 # `parsing` are for all.
@@ -102,6 +104,18 @@ def test_gradients_are_by_hand(module: Path) -> None:
         "torch.load",
     ):
         assert banned not in source, f"{module} uses {banned}"
+
+
+def test_the_exported_code_is_data() -> None:
+    """transformers wants modules of torch, with autograd, so these files are no part of the program. Nothing here imports
+    them, and they import torch and transformers alone."""
+    assert [path.name for path in EXPORTED] == ["configuration_handgrad.py", "modeling_handgrad.py"]
+    for path in EXPORTED:
+        imports = re.findall(r"^\s*(?:import|from) (\.?\w+)", path.read_text(), re.MULTILINE)
+        assert {*imports} <= {"collections", "typing", "torch", "transformers", ".configuration_handgrad"}, path
+    for module in MODULES:
+        imports = [line for line in module.read_text().splitlines() if re.match(r"\s*(import|from) ", line)]
+        assert not any(re.search(r"transformers_code|_handgrad\b|\btransformers\b", line) for line in imports), module
 
 
 # Ways to torch's kernels for a whole layer or its gradient, which are autograd's: `ops.cpu` calls them, `ops.reference` is

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.modern_twin import ModernTwin
+from handgrad.arena import make_plan
 from handgrad.config import TECHNIQUES, ModelShape
 from handgrad.generation.decode import prefill
-from handgrad.models import modern, parameter_table
+from handgrad.models import forward_buffers, modern, named_activations, parameter_table
 from handgrad.models.rows import count_parameters, initialize
 from handgrad.ops import cpu, reference
 from tests.conftest import Model, make_model
@@ -55,6 +56,19 @@ def test_gradients_equal_autograd(techniques: str, recompute: int, batch: int, l
         error = (found - wanted).norm() / wanted.norm().clamp_min(1e-12)
         assert error <= 1e-10, f"{row.name}: relative error {error:.3g}"
     assert (model.table[0].view(model.flat_gradients)[ODD.vocab_size :] == 0).all(), "padded rows have no gradient"
+
+
+@pytest.mark.parametrize("techniques", EVERY)
+def test_a_forward_alone_gives_the_losses_of_training(techniques: str) -> None:
+    """Its plan has other lives: what no backward reads gives its memory away."""
+    model = make_model(shape_without(techniques), 2, 19, noise=0.3)
+    modern.loss(reference, model.weights, model.act, model.shape)
+    plan = make_plan(forward_buffers(model.shape, 2, 19, torch.float64, reference))
+    act = named_activations(model.shape, plan.allocate(torch.device("cpu")))
+    act.tokens.copy_(model.act.tokens)
+    act.targets.copy_(model.act.targets)
+    modern.loss(reference, model.weights, act, model.shape)
+    torch.testing.assert_close(act.losses, model.act.losses, rtol=1e-13, atol=0)
 
 
 def test_gradients_are_added() -> None:

@@ -12,7 +12,7 @@ from handgrad.api.model import load
 from handgrad.checkpoint import find
 from handgrad.config import RunConfig, check
 from handgrad.errors import UsageError
-from handgrad.interop.export import export_model
+from handgrad.interop.export import export_llmc
 from handgrad.presets import MODERN, preset
 from handgrad.run.settings import run_config
 from handgrad.run.start import train
@@ -59,8 +59,8 @@ def test_its_checkpoint_is_a_model_like_any(modern: RunConfig, tmp_path: Path) -
     picked = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(tokens[1:]).unsqueeze(1))
     assert (picked[:, 0] + losses).abs().max() < 1e-4
     assert model.generate("the river", max_tokens=5)
-    with pytest.raises(UsageError, match=r"transformers and llm.c have no network like .*modern.*safetensors"):
-        export_model(find(modern.out), tmp_path / "hf")
+    with pytest.raises(UsageError, match=r"llm.c has no network like that of .* \(modern\), only GPT-2's"):
+        export_llmc(find(modern.out), tmp_path / "llmc")
     further = run_config("", "", "", {"init_from": modern.out, "data": modern.data, "out": str(tmp_path / "further")})
     assert further.architecture == "modern" and further.channels == 32
     with pytest.raises(UsageError, match=r"architecture is modern in .* and gpt2 in this run"):

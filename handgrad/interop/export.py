@@ -3,6 +3,7 @@
 transformers    model.safetensors       the weights
                 config.json, generation_config.json, the files of the tokenizer
                 README.md, curve.png    the model card
+                *_handgrad.py           of a modern network: its code, for transformers
 llm.c           model.bin               the weights
                 gpt2_tokenizer.bin      the tokens, for llm.c's sampling
                 tokenizer.json          of a trained vocabulary, since llm.c's file cannot encode
@@ -21,13 +22,14 @@ import torch
 from torch import Tensor
 
 from handgrad.checkpoint import OPTIMIZER_FILE, WEIGHTS_FILE, Checkpoint, Stored, opened, safetensors_bytes, write_file
+from handgrad.config import ModelShape
 from handgrad.data.hub import hub_failures
 from handgrad.data.tokenizer import tokenizer_files
 from handgrad.errors import DataError, StorageError, UsageError
 from handgrad.evaluation.load import LoadedModel, checkpoint_config, checkpoint_weights, load_model
 from handgrad.files import check_free, whole
 from handgrad.generation.decode import decode_buffers, decode_tensors
-from handgrad.interop import huggingface
+from handgrad.interop import huggingface, huggingface_modern
 from handgrad.interop.llmc_model import LlmcModel, Values, read_model, write_model
 from handgrad.interop.llmc_state import read_state, write_state
 from handgrad.interop.llmc_tokenizer import tokenizer_bytes
@@ -57,7 +59,7 @@ def export_model(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype = torc
 
     def write(partial: Path, model: LoadedModel) -> None:
         weights_file = partial / huggingface.WEIGHTS_FILE
-        write_weights(weights_file, model.views["parameters"], parameter_table(model.shape), dtype)
+        write_weights(weights_file, model.views["parameters"], model.shape, dtype)
         dropout = checkpoint_config(checkpoint).dropout
         config = huggingface.their_config(model.shape, model.tokenizer, dtype, dropout)
         ids = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
@@ -68,6 +70,8 @@ def export_model(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype = torc
             CARD_FILE: model_card(checkpoint, model, dtype).encode(),
             CURVE_FILE: curve_png(checkpoint),
         }
+        if model.shape.architecture == "modern":
+            files |= huggingface_modern.code_files()
         for name, content in files.items():
             if content is not None:
                 write_file(partial / name, [content])
@@ -75,22 +79,27 @@ def export_model(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype = torc
     return export(checkpoint, folder, dtype, huggingface.WEIGHTS_FILE, write, huggingface.read_folder)
 
 
-def write_weights(path: Path, flat: Tensor, table: tuple[ParameterRow, ...], dtype: torch.dtype) -> None:
+def write_weights(path: Path, flat: Tensor, shape: ModelShape, dtype: torch.dtype) -> None:
     """Writes the parameters as one safetensors file of theirs. Raises OSError."""
 
     def theirs(row: ParameterRow) -> Stored:
-        stored = row.stored(flat).t() if huggingface.transposed(row) else row.stored(flat)
-        name = huggingface.PREFIX + huggingface.their_name(row.name)
-        return Stored(name, dtype, huggingface.their_shape(row), lambda: stored.to(dtype))
+        stored = row.stored(flat).t() if huggingface.transposed(shape, row) else row.stored(flat)
+        name = huggingface.prefix(shape) + huggingface.their_name(shape, row.name)
+        return Stored(name, dtype, huggingface.their_shape(shape, row), lambda: stored.to(dtype))
 
-    write_file(path, safetensors_bytes([theirs(row) for row in table], {"format": "pt"}))
+    write_file(path, safetensors_bytes([theirs(row) for row in parameter_table(shape)], {"format": "pt"}))
 
 
 def export_llmc(
     checkpoint: Checkpoint, folder: Path, dtype: torch.dtype = torch.float32, *, with_optimizer: bool = False
 ) -> Exported:
-    """`handgrad export --to llmc`. Raises the errors of `export`, and `UsageError`: a token is too long for llm.c, or the
-    checkpoint has no moments."""
+    """`handgrad export --to llmc`. Raises the errors of `export`, and `UsageError`: the network is no GPT-2, a token is too
+    long for llm.c, or the checkpoint has no moments."""
+    if (found := checkpoint_config(checkpoint).architecture) != "gpt2":
+        raise UsageError(
+            f"llm.c has no network like that of {checkpoint.folder} ({found}), only GPT-2's; `export --to hf` writes it"
+            " with its code"
+        )
     state_name = f"state_{checkpoint.step:08d}_00000.bin"
     tensors: dict[str, Values] = {}
 
@@ -148,11 +157,6 @@ def export(
     """
     check_free(folder)
     source = checkpoint_weights(checkpoint)
-    if source.shape.architecture != "gpt2":
-        raise UsageError(
-            f"transformers and llm.c have no network like that of {checkpoint.folder} ({source.shape.architecture}), only"
-            " GPT-2's; its weights are safetensors files, read by name (docs/modern.md)"
-        )
     buffers = decode_buffers(source.shape, 1, torch.float32, reference)
     model = load_model(source, torch.device("cpu"), torch.float32, reference, buffers)
     flat, table = model.views["parameters"], parameter_table(model.shape)

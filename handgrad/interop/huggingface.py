@@ -9,7 +9,8 @@
     blocks.l.ln1_*, ln2_*    h.l.ln_1.*, h.l.ln_2.*            (C)
     lnf_*                    ln_f.*                            (C)
 
-Their Conv1D keeps a matrix as (in, out), ours is (out, in). The head is the token embedding and is not stored.
+Their Conv1D keeps a matrix as (in, out), ours is (out, in). The head is the token embedding and is not stored. A folder of
+the modern network (`huggingface_modern`) is read and written by the same functions.
 
 Source: transformers, models/gpt2/modeling_gpt2.py and configuration_gpt2.py.
 """
@@ -31,6 +32,7 @@ from handgrad.data.hub import hub_failures
 from handgrad.data.tokenizer import Tokenizer, load_tokenizer
 from handgrad.errors import DataError
 from handgrad.evaluation.load import imported_config
+from handgrad.interop import huggingface_modern as modern
 from handgrad.interop.vocabulary import read_vocabulary
 from handgrad.models import parameter_table
 from handgrad.models.rows import ParameterRow
@@ -68,8 +70,15 @@ KNOWN: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
 SIZES = ("vocab_size", "n_positions", "n_layer", "n_head", "n_embd")
 
 
-def their_name(name: str) -> str:
+def prefix(shape: ModelShape) -> str:
+    """The beginning of every name in their file, which a file may leave out."""
+    return PREFIX if shape.architecture == "gpt2" else ""
+
+
+def their_name(shape: ModelShape, name: str) -> str:
     """A row of the parameter table -> its name in their file, without the prefix."""
+    if shape.architecture == "modern":
+        return modern.their_name(name)
     if name in ("wte", "wpe"):
         return f"{name}.weight"
     if name.startswith("lnf_"):
@@ -79,18 +88,31 @@ def their_name(name: str) -> str:
     return f"h.{layer}.{BLOCK_NAMES[module]}.{kind}"
 
 
-def transposed(row: ParameterRow) -> bool:
-    """True for a matrix that they keep the other way round: all but the embeddings."""
-    return len(row.shape) == 2 and row.name not in ("wte", "wpe")
+def transposed(shape: ModelShape, row: ParameterRow) -> bool:
+    """True for a matrix that they keep the other way round: GPT-2's, but for its embeddings."""
+    return shape.architecture == "gpt2" and len(row.shape) == 2 and row.name not in ("wte", "wpe")
 
 
-def their_shape(row: ParameterRow) -> tuple[int, ...]:
-    return row.stored_shape[::-1] if transposed(row) else row.stored_shape
+def their_shape(shape: ModelShape, row: ParameterRow) -> tuple[int, ...]:
+    return row.stored_shape[::-1] if transposed(shape, row) else row.stored_shape
 
 
 def their_config(shape: ModelShape, tokenizer: Tokenizer, dtype: torch.dtype, dropout: float) -> dict[str, Any]:
     """The content of config.json, with the dropout of the run."""
     kind = str(dtype).removeprefix("torch.")
+    return {
+        **(modern.their_config(shape) if shape.architecture == "modern" else gpt2_config(shape, dropout)),
+        "initializer_range": 0.02,
+        "use_cache": True,
+        "bos_token_id": tokenizer.end_of_text,
+        "eos_token_id": tokenizer.end_of_text,
+        "torch_dtype": kind,
+        "dtype": kind,
+    }
+
+
+def gpt2_config(shape: ModelShape, dropout: float) -> dict[str, Any]:
+    """The part of config.json that is GPT-2's."""
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -104,12 +126,6 @@ def their_config(shape: ModelShape, tokenizer: Tokenizer, dtype: torch.dtype, dr
         **{key: default for key, default, _ in KNOWN[1:6]},
         "tie_word_embeddings": True,
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout),  # a fine-tuner may want other values
-        "initializer_range": 0.02,
-        "use_cache": True,
-        "bos_token_id": tokenizer.end_of_text,
-        "eos_token_id": tokenizer.end_of_text,
-        "torch_dtype": kind,
-        "dtype": kind,
     }
 
 
@@ -126,17 +142,17 @@ class HuggingFaceFolder:
 
         Raises `DataError` if the file is unreadable or holds non-finite numbers.
         """
-        path, name = self.tensors[their_name(row.name)]
+        path, name = self.tensors[their_name(self.shape, row.name)]
         values = load_tensor(path, name).to(torch.float32)
         if bad := int((~torch.isfinite(values)).sum()):
             raise DataError(f"expected finite numbers in {name} of {path}, found {bad} that are not; the weights diverged")
-        return values.t() if transposed(row) else values
+        return values.t() if transposed(self.shape, row) else values
 
 
 def read_folder(folder: Path, tokenizer: str = "") -> HuggingFaceFolder:
     """Opens a folder of theirs; `tokenizer` (gpt2, bytes or a file) replaces the folder's own.
 
-    Raises `DataError` if a file is missing or damaged, or if the model is not our GPT-2. Reads the weights on request.
+    Raises `DataError` if a file is missing or damaged, or if the model is none of ours. Reads the weights on request.
     """
     shape = read_shape(folder / CONFIG_FILE)
     words = load_tokenizer(tokenizer) if tokenizer else read_vocabulary(folder)
@@ -164,23 +180,29 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_shape(path: Path) -> ModelShape:
-    """The model's sizes from config.json; `DataError` if it asks for anything that our GPT-2 does not compute."""
+    """The model's sizes from config.json; `DataError` if it asks for anything that ours do not compute."""
     content = read_json(path)
-    for key, default, ours in KNOWN:
+    is_modern = content.get("model_type") == modern.MODEL_TYPE
+    known, names = (modern.KNOWN, modern.SIZES) if is_modern else (KNOWN, SIZES)
+    for key, default, ours in known:
         value = content.get(key, default)
         if value not in ours:
             wanted = " or ".join(map(json.dumps, ours))
             raise DataError(f"expected {key} {wanted} in {path}, found {value!r:.80}; handgrad has no such model")
-    sizes = {key: content.get(key, content.get("n_ctx") if key == "n_positions" else None) for key in SIZES}
+    sizes = {key: content.get(key, content.get("n_ctx") if key == "n_positions" else None) for key in names}
     for key, value in sizes.items():
         if type(value) is not int or value < 1:
             raise DataError(f"expected {key} of 1 or more in {path}, found {value!r:.80}; handgrad has no such model")
-    if content.get("n_inner") not in (None, 4 * sizes["n_embd"]):
+    without = content.get("without", "") if is_modern else ""
+    if not isinstance(without, str):
+        raise DataError(f"expected without as text in {path}, found {without!r:.80}; handgrad has no such model")
+    if not is_modern and content.get("n_inner") not in (None, 4 * sizes["n_embd"]):
         raise DataError(
             f"expected n_inner null or {4 * sizes['n_embd']} (4 n_embd) in {path}, found {content['n_inner']!r:.80};"
             " handgrad has no such model"
         )
-    shape = ModelShape(*sizes.values())
+    V, T, L, H, C = sizes.values()
+    shape = ModelShape(V, T, L, H, C, "modern" if is_modern else "gpt2", without)
     imported_config(shape, str(path))
     return shape
 
@@ -203,7 +225,8 @@ def find_tensors(folder: Path, shape: ModelShape) -> dict[str, tuple[Path, str]]
     Raises `DataError` for a tensor that is missing, foreign, twice there, or of another shape or type, and for an untied
     head.
     """
-    wanted = {their_name(row.name): their_shape(row) for row in parameter_table(shape)}
+    network = "a GPT-2 with its head" if shape.architecture == "gpt2" else "a modern network"
+    wanted = {their_name(shape, row.name): their_shape(shape, row) for row in parameter_table(shape)}
     tensors: dict[str, tuple[Path, str]] = {}
     for path in weight_files(folder):
         with opened(path) as stored:
@@ -215,7 +238,7 @@ def find_tensors(folder: Path, shape: ModelShape) -> dict[str, tuple[Path, str]]
                     raise DataError(f"expected {plain} once, found it in {tensors[plain][0]} and, as {name}, in {path}")
                 dims = wanted["wte.weight"] if plain == HEAD else wanted.get(plain)
                 if dims is None:
-                    raise DataError(f"expected the tensors of a GPT-2 with its head in {path}, found also {name!r:.120}")
+                    raise DataError(f"expected the tensors of {network} in {path}, found also {name!r:.120}")
                 entry = stored.get_slice(name)
                 if tuple(entry.get_shape()) != dims:
                     raise DataError(
@@ -228,8 +251,8 @@ def find_tensors(folder: Path, shape: ModelShape) -> dict[str, tuple[Path, str]]
     if missing := next((name for name in wanted if name not in tensors), None):
         path = folder / (WEIGHTS_FILE if (folder / WEIGHTS_FILE).is_file() else INDEX_FILE)
         raise DataError(
-            f"expected a tensor {PREFIX}{missing} of shape {wanted[missing]} in {path}, found none; the file is not this"
-            " config's"
+            f"expected a tensor {prefix(shape)}{missing} of shape {wanted[missing]} in {path}, found none;"
+            " the file is not this config's"
         )
     if HEAD in tensors:
         head, embedding = (load_tensor(*tensors[name]) for name in (HEAD, "wte.weight"))

@@ -16,7 +16,7 @@ from handgrad.run_files import METRICS_FILE
 
 CARD_FILE, CURVE_FILE = "README.md", "curve.png"
 LAST_LOSSES = 5
-HUB_HEADER = "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- gpt2\n- handgrad\n---\n"
+HUB_HEADER = "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- {tag}\n- handgrad\n---\n"
 TOKENIZERS = {
     "gpt2": "GPT-2's, 50,257 tokens",
     "bytes": "the 256 bytes of UTF-8, each its own id, and end-of-text",
@@ -109,12 +109,14 @@ def training_lines(checkpoint: Checkpoint) -> list[str]:
 def model_card(checkpoint: Checkpoint, model: LoadedModel, dtype: torch.dtype) -> str:
     """The card as Markdown under the Hub's YAML header."""
     shape, kind = model.shape, str(dtype).removeprefix("torch.")
+    modern = shape.architecture == "modern"
+    trust = ", trust_remote_code=True" if modern else ""  # in the network's code, which lies in the folder
     prompt = "Once upon a time"
     # Their generation has no sliding window: prompt and text have to fit, even if each byte of the prompt is a token.
     room = max(1, min(40, shape.sequence_length - 1 - len(prompt)))
     lines = [
-        HUB_HEADER,
-        f"# A GPT-2 of {count_parameters(parameter_table(shape)):,} parameters",
+        HUB_HEADER.format(tag="custom_code" if modern else "gpt2"),
+        f"# A {'modern network' if modern else 'GPT-2'} of {count_parameters(parameter_table(shape)):,} parameters",
         "",
         f"Exported by handgrad {handgrad.__version__} from a checkpoint of step {checkpoint.step}.",
         "",
@@ -125,6 +127,7 @@ def model_card(checkpoint: Checkpoint, model: LoadedModel, dtype: torch.dtype) -
         row("vocabulary, tokens", shape.vocab_size),
         row("tokenizer", f"{TOKENIZERS[model.tokenizer.kind]} (SHA-256 `{model.tokenizer.sha256}`)"),
         row("numbers", kind),
+        *([row("without", shape.without)] if shape.without else []),
         "",
         *training_lines(checkpoint),
         *evaluation_lines(checkpoint),
@@ -134,7 +137,7 @@ def model_card(checkpoint: Checkpoint, model: LoadedModel, dtype: torch.dtype) -
         "",
         'folder = "."  # of this file',
         "tokenizer = AutoTokenizer.from_pretrained(folder)",
-        f'model = AutoModelForCausalLM.from_pretrained(folder, dtype="{kind}")',
+        f'model = AutoModelForCausalLM.from_pretrained(folder, dtype="{kind}"{trust})',
         f'ids = tokenizer("<|endoftext|>{prompt}", return_tensors="pt")',
         f"print(tokenizer.decode(model.generate(**ids, max_new_tokens={room})[0]))",
         "```",

@@ -38,7 +38,7 @@ def open_weights(source: str, tokenizer: str = "", *, strict: bool = False) -> W
     """The weights at a user's `source` (see above). `tokenizer` (gpt2, bytes or a file) replaces the source's own, except
     a checkpoint's. `strict`: of a run the newest checkpoint, or none.
 
-    Raises `DataError` if there are none, or damaged ones, or no GPT-2 of ours.
+    Raises `DataError` if there are none, or damaged ones, or those of a network that handgrad lacks.
     """
     path = Path(source)
     if is_llmc(path):

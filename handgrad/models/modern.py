@@ -127,7 +127,8 @@ class Activations:
     sorted_positions: Tensor = activation("N", torch.int32)  # 0..N-1 ordered by token, for the embedding's backward
     losses: Tensor = activation("N", "statistics")
     scratch: Tensor = activation("scratch", torch.uint8)
-    embedded: Tensor = activation("N C", lives=lambda clock: ((0, clock.mirrored(0)),))
+    # The first block's input if there is no norm after it.
+    embedded: Tensor = activation("N C", lives=lambda clock: ((0, max(clock.tick(ATTENTION), clock.mirrored(0))),))
     normed_embedding: Tensor = activation(
         "N C", lives=lambda clock: ((0, clock.mirrored(clock.tick(ATTENTION))),), optional=True
     )

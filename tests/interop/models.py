@@ -13,7 +13,7 @@ from handgrad.checkpoint import Stored
 from handgrad.config import ModelShape, to_dict
 from handgrad.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_files, tokenizer_record, train_bpe
 from handgrad.evaluation.load import checkpoint_weights, imported_config, load_model
-from handgrad.models import forward_buffers, gpt2, named_activations, parameter_table
+from handgrad.models import architecture, forward_buffers, named_activations, parameter_table
 from handgrad.ops import reference
 
 transformers.logging.set_verbosity_error()
@@ -50,13 +50,15 @@ def make_checkpoint(
     *,
     sizes: tuple[int, int, int, int] | None = None,
     spread: float = 0.2,
+    architecture: str = "gpt2",
+    without: str = "",
     **settings: object,
 ) -> tuple[Path, ModelShape]:
     """A run-like folder with random weights of this `spread`, large enough that no text is trivial; of a run with these
     settings."""
     layers, heads, channels, context = sizes or SIZES[kind]
     tokenizer = TOKENIZERS[kind]()
-    shape = ModelShape(tokenizer.vocab_size, context, layers, heads, channels)
+    shape = ModelShape(tokenizer.vocab_size, context, layers, heads, channels, architecture, without)
     generator = torch.Generator().manual_seed(seed)
     state = []
     for row in parameter_table(shape):
@@ -72,16 +74,19 @@ def make_checkpoint(
     return out, shape
 
 
-def our_logits(run: Path, tokens: list[int]) -> Tensor:
-    """(tokens, V) float32, by handgrad's own forward over them all."""
+def our_logits(run: Path, tokens: list[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    """(tokens, V), by handgrad's own forward over them all."""
     found = checkpoint_weights(checkpoint.find(str(run)))
-    buffers = forward_buffers(found.shape, 1, len(tokens), torch.float32, reference)
-    model = load_model(found, torch.device("cpu"), torch.float32, reference, buffers)
+    buffers = forward_buffers(found.shape, 1, len(tokens), dtype, reference)
+    model = load_model(found, torch.device("cpu"), dtype, reference, buffers)
     act = named_activations(model.shape, model.views)
     act.tokens.copy_(torch.tensor([tokens]))
-    for stage in gpt2.forward(reference, model.weights, act, model.shape):
+    for stage in architecture(model.shape).forward(reference, model.weights, act, model.shape):
         stage.run()
-    return (act.lnf @ model.weights.wte.t())[:, : model.shape.vocab_size]
+    logits = (act.lnf @ model.weights.head.t())[:, : model.shape.vocab_size]
+    if model.shape.softcap:
+        reference.softcap_forward(logits, softcap=model.shape.softcap)
+    return logits
 
 
 def random_tokens(shape: ModelShape) -> list[int]:
