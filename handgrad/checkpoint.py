@@ -26,7 +26,7 @@ from typing import Any
 from torch import Tensor
 
 from handgrad.errors import DataError, StorageError, storage_error, storage_errors, tell_note
-from handgrad.files import sync_folder
+from handgrad.files import sync_folder, sync_name
 from handgrad.manifest import (
     MANIFEST,
     OPTIMIZER_FILE,
@@ -173,7 +173,7 @@ def commit(final: Path, step: int, files: dict[str, Any], manifest: dict[str, An
     if final.exists():  # passed over when the run was resumed
         move_aside(final)
     partial.rename(final)
-    sync_folder(final.parent)
+    sync_name(final)
     return final
 
 

@@ -41,6 +41,16 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def sync_name(path: Path) -> None:
+    """Forces the new name of a whole file or folder to the disk. Raises OSError, which says that `path` stands."""
+    try:
+        sync_folder(path.parent)
+    except OSError as error:
+        raise OSError(
+            error.errno, f"{error.strerror}; {path.name} is whole, but a loss of power may take its name away"
+        ) from None
+
+
 def check_free(path: Path) -> None:
     """Raises `UsageError` if `path` exists; an empty folder counts as free."""
     if path.is_symlink() or (path.exists() and (not path.is_dir() or any(path.iterdir()))):
@@ -63,7 +73,7 @@ def whole(final: Path) -> Iterator[Path]:
             sync_folder(partial)
         check_free(final)
         partial.rename(final)
-        sync_folder(final.parent)
+        sync_name(final)
     except OSError as error:
         raise storage_error(error, f"writing {final}") from None
     finally:

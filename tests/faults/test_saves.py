@@ -65,7 +65,8 @@ def test_a_failing_fsync_or_rename(short: RunConfig, monkeypatch: pytest.MonkeyP
         run = elsewhere(short, f"failing{number}")
         with monkeypatch.context() as patch:
             seen = failing(patch, 2, number)
-            with pytest.raises(StorageError, match="Input/output error") as raised:
+            stands = "; step_00000002 is whole, but a loss of power" if number == SYNCS - 1 else ""
+            with pytest.raises(StorageError, match=f"Input/output error{stands}") as raised:
                 train(run)
         assert raised.value.exit_code == 74 and len(seen) >= number + 1
         steps = saved_steps(Path(run.out))
