@@ -90,6 +90,14 @@ def test_recompute_levels_give_the_same_bits(dtype: torch.dtype) -> None:
         assert torch.equal(gradients, found[0][0]) and torch.equal(losses, found[0][1])
 
 
+def test_recompute_levels_keep_less() -> None:
+    """Level 1 keeps no hidden layer, level 2 no norms' outputs either."""
+    found = [{b.name: b.lifetimes for b in make_model(ODD, 2, 8, recompute=level).plan.buffers} for level in (0, 1, 2)]
+    again = [{name for name, lives in level.items() if lives != found[0][name]} for level in found]
+    hidden, norms = {f"blocks.{n}.hidden" for n in range(3)}, {f"blocks.{n}.norm{k}" for n in range(3) for k in (1, 2)}
+    assert again == [set(), hidden, hidden | norms]
+
+
 def test_bf16_gradients_are_as_good_as_bf16_autograd() -> None:
     """The error against float64 is at most twice that of PyTorch's own backward run wholly in bf16."""
     exact = make_model(ODD, 3, 16)
