@@ -17,6 +17,8 @@ from handgrad.models.rows import count_parameters
 from tests.conftest import Model, make_model
 
 ODD = ModelShape(vocab_size=57, sequence_length=19, num_layers=3, num_heads=3, channels=33)
+MODERN = ModelShape(57, 19, 3, 3, 42, "modern")
+both_networks = pytest.mark.parametrize("shape", [ODD, MODERN], ids=["gpt2", "modern"])
 
 
 def run(model: Model, *, recompute: int = 0, scale: float = 1.0) -> None:
@@ -52,8 +54,9 @@ def test_gradients_equal_autograd(batch: int, length: int, chunk: int, recompute
     assert (model.table[0].view(model.flat_gradients)[ODD.vocab_size :] == 0).all(), "padded rows have no gradient"
 
 
-def test_gradients_are_added() -> None:
-    model = make_model(ODD, 2, 5)
+@both_networks
+def test_gradients_are_added(shape: ModelShape) -> None:
+    model = make_model(shape, 2, 5)
     run(model)
     once = model.flat_gradients.clone()
     run(model)
@@ -61,10 +64,11 @@ def test_gradients_are_added() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_recompute_levels_give_the_same_bits(dtype: torch.dtype) -> None:
+@both_networks
+def test_recompute_levels_give_the_same_bits(dtype: torch.dtype, shape: ModelShape) -> None:
     found = []
     for level in (0, 1, 2):
-        model = make_model(ODD, 3, 16, dtype, recompute=level)
+        model = make_model(shape, 3, 16, dtype, recompute=level)
         run(model, recompute=level)
         found.append((model.flat_gradients, model.act.losses.clone()))
     for gradients, losses in found[1:]:
