@@ -9,10 +9,8 @@ from torch import Tensor
 
 from benchmarks.fp8_bytes import ROWS
 from handgrad.config import ModelShape
-from handgrad.fp8 import cuda as kernels
-from handgrad.fp8 import reference
-from handgrad.fp8.cuda import attention, layernorm
-from handgrad.fp8.cuda import gelu as gelu_fp8
+from handgrad.fp8 import cuda as kernels, reference
+from handgrad.fp8.cuda import attention, gelu as gelu_fp8, layernorm
 from handgrad.fp8.formats import COUNTING, E4M3, E5M2, INVERSE, SCALE, SCALING_PLACES, STATISTICS_PLACES, Form, Quantized
 from handgrad.models import head_chunk_tokens
 

@@ -27,8 +27,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.contenders import Settings, Tokens, tokens_of
-from benchmarks.distributed_twin import DdpTrainer, FsdpTrainer
-from benchmarks.distributed_twin import step as twin_step
+from benchmarks.distributed_twin import DdpTrainer, FsdpTrainer, step as twin_step
 from benchmarks.record import write_record
 from handgrad import devices, presets
 from handgrad.backend import choose_backend

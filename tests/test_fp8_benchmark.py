@@ -19,8 +19,7 @@ pytest.importorskip("nvmath")
 from benchmarks import fp8_bytes, fp8_kernels, fp8_products, gpu_fp8
 from benchmarks.fp8_kernels import Making, Size
 from handgrad.config import ModelShape
-from handgrad.fp8.cuda import attention, classifier, layernorm, linear, quantizing
-from handgrad.fp8.cuda import gelu as gelu_fp8
+from handgrad.fp8.cuda import attention, classifier, gelu as gelu_fp8, layernorm, linear, quantizing
 from handgrad.fp8.tables import fp8_gemms
 from handgrad.models import gpt2
 from handgrad.ops import cuda as kernels

@@ -15,8 +15,7 @@ import pytest
 from handgrad import checkpoint
 from handgrad.config import RunConfig, read_toml
 from handgrad.data.shards import open_dataset
-from handgrad.data.sources import find_local
-from handgrad.data.sources import read_rows as read_documents
+from handgrad.data.sources import find_local, read_rows as read_documents
 from handgrad.data.tokenizer import load_tokenizer
 from handgrad.errors import DataError, HandgradError
 from handgrad.evaluation.tasks import load_tasks

@@ -9,11 +9,9 @@ from dataclasses import fields
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bars
+from rich.progress import BarColumn, Progress as Bars, TextColumn, TimeRemainingColumn
 
-from handgrad.data.prepare import Prepared, PrepareOptions, Progress
-from handgrad.data.prepare import prepare as write_shards
+from handgrad.data.prepare import Prepared, PrepareOptions, Progress, prepare as write_shards
 from handgrad.data.shards import Dataset
 from handgrad.format import human_count
 

@@ -7,8 +7,7 @@ from torch import Tensor
 from handgrad.arena import allocation_of, make_plan
 from handgrad.config import RunConfig
 from handgrad.data.tokenizer import Tokenizer
-from handgrad.evaluation.likelihoods import KIND as OWN_KIND
-from handgrad.evaluation.likelihoods import Request, Workload
+from handgrad.evaluation.likelihoods import KIND as OWN_KIND, Request, Workload
 from handgrad.evaluation.records import IN_TRAINING, task_record
 from handgrad.evaluation.scoring import TaskResult, make_requests, results_of
 from handgrad.evaluation.tasks import LLMC, TaskData, load_tasks, parse_tasks

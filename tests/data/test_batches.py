@@ -8,8 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from handgrad.data.batches import Batches, validation_batches
 from handgrad.data.permutation import mix, permute

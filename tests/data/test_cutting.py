@@ -1,8 +1,7 @@
 """Cutting a text never changes a token, nor tears a character."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from handgrad.data import cutting
 from handgrad.data.cutting import cut, file_cut

@@ -8,8 +8,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.data.shards import header, open_dataset

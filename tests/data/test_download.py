@@ -12,8 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from handgrad.data import download as module
-from handgrad.data import hub
+from handgrad.data import download as module, hub
 from handgrad.data.download import ATTEMPTS, download
 from handgrad.data.hub import choose_files, find_hub, is_hub_name
 from handgrad.data.prepare import PrepareOptions, prepare

@@ -14,8 +14,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from handgrad.data import prepare as preparing
-from handgrad.data import stories
+from handgrad.data import prepare as preparing, stories
 from handgrad.data.pieces import deal
 from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.data.shards import open_dataset

@@ -8,8 +8,7 @@ import signal
 
 import pytest
 
-from handgrad.data import prepare as module
-from handgrad.data import workers, writer
+from handgrad.data import prepare as module, workers, writer
 from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.errors import StorageError
 from tests.data.conftest import contents, everything

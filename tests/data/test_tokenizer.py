@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import tiktoken
 import tokenizers
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from handgrad.data import tokenizer as module
 from handgrad.data.tokenizer import load_tokenizer, read_tokenizer, train_bpe, write_tokenizer

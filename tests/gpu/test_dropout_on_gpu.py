@@ -13,12 +13,10 @@ if not torch.cuda.is_available():
 
 from handgrad import devices, presets
 from handgrad.config import RunConfig
-from handgrad.dropout import cuda as dropout_kernels
-from handgrad.dropout import reference as dropout_reference
+from handgrad.dropout import cuda as dropout_kernels, reference as dropout_reference
 from handgrad.dropout.masks import Dropout
 from handgrad.dropout.reference import attention_mask
-from handgrad.ops import cuda as kernels
-from handgrad.ops import reference
+from handgrad.ops import cuda as kernels, reference
 from handgrad.run.assemble import assemble
 from handgrad.run.resolve import resolve
 from handgrad.training.step import StepResult

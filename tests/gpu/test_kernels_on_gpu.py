@@ -17,8 +17,7 @@ if not torch.cuda.is_available():
 from handgrad import devices, presets
 from handgrad.backend import choose_backend
 from handgrad.config import ModelShape, RunConfig
-from handgrad.ops import cuda as kernels
-from handgrad.ops import reference
+from handgrad.ops import cuda as kernels, reference
 from handgrad.run.assemble import assemble
 from handgrad.run.resolve import resolve
 from handgrad.run.start import train

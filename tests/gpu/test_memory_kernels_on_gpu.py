@@ -11,8 +11,7 @@ if not torch.cuda.is_available():
 
 from handgrad import ops as contract
 from handgrad.ops import reference
-from tests.kernels import memory_checks as checks
-from tests.kernels import reduction_checks
+from tests.kernels import memory_checks as checks, reduction_checks
 from tests.kernels.memory_checks import Draw, check, check_repeats, kernels
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

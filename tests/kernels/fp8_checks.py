@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from handgrad.fp8 import formats, reference
-from handgrad.fp8.cuda import classifier, layernorm
-from handgrad.fp8.cuda import quantizing as kernels
+from handgrad.fp8.cuda import classifier, layernorm, quantizing as kernels
 from handgrad.fp8.formats import AMAX, CLIPPED, COUNTING, INVERSE, MARGIN, SCALE, VANISHED, Quantized
 from handgrad.fp8.reference import quantizing
 from handgrad.ops import CONTROL_STEP, CONTROLS

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from handgrad.fp8 import reference
-from handgrad.fp8.cuda import column_sums
-from handgrad.fp8.cuda import gelu as gelu_fp8
+from handgrad.fp8.cuda import column_sums, gelu as gelu_fp8
 from handgrad.fp8.formats import CLIPPED, E4M3, INVERSE, VANISHED, Quantized
 from handgrad.fp8.reference.quantizing import write_forms
 from handgrad.ops.cuda import gelu

@@ -9,8 +9,7 @@ import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 
-from handgrad.fp8.cuda import column_sums
-from handgrad.fp8.cuda import gelu as gelu_fp8
+from handgrad.fp8.cuda import column_sums, gelu as gelu_fp8
 from handgrad.fp8.formats import E4M3, E5M2, LARGEST_EXPONENT, LARGEST_MANTISSA, VANISHES_AT
 from tests.kernels.compiling import compile_kernel
 from tests.kernels.memory_kernel_table import widest

@@ -14,11 +14,9 @@ import torch
 from torch import Tensor
 
 from handgrad import ops
-from handgrad.dropout import cuda as dropout_kernels
-from handgrad.dropout import reference as dropout_reference
+from handgrad.dropout import cuda as dropout_kernels, reference as dropout_reference
 from handgrad.dropout.masks import Dropout
-from handgrad.ops import cuda as kernels
-from handgrad.ops import reference
+from handgrad.ops import cuda as kernels, reference
 from handgrad.ops.cuda.scratch import scratch_bytes
 
 SENTINEL = 3.25

@@ -7,8 +7,7 @@ import torch
 
 from handgrad import ops as contract
 from handgrad.models.rows import ZEROS, ParameterRow
-from handgrad.ops import cuda as kernels
-from handgrad.ops import reference
+from handgrad.ops import cuda as kernels, reference
 from handgrad.ops.cuda.muon import polar_bytes
 from handgrad.optimizers import Owned
 from handgrad.optimizers.adamw import AdamW

@@ -23,8 +23,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
-from handgrad.dropout import cuda as dropout_kernels
-from handgrad.dropout import reference as dropout_reference
+from handgrad.dropout import cuda as dropout_kernels, reference as dropout_reference
 from handgrad.dropout.masks import Dropout
 from handgrad.ops import reference
 from handgrad.ops.cuda import attention_triton
