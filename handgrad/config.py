@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from handgrad.errors import DataError, UsageError
+from handgrad.llama_shape import LlamaShape, parse_llama
 from handgrad.names import check_choice, nearest_name
 from handgrad.parsing import parse_toml
 
@@ -32,7 +33,7 @@ REDUCE_PRECISIONS = ("fp32", "bf16")
 BACKENDS = ("auto", "kernels", "reference")
 OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("cosine", "linear", "constant", "wsd", "trapezoid")
-ARCHITECTURES = ("gpt2", "modern")
+ARCHITECTURES = ("gpt2", "modern", "llama")
 # Of the modern network, each of which can be left out.
 TECHNIQUES = ("rotary", "qk_norm", "softcap", "embedding_norm", "zero_init", "untied_head")
 SOFTCAP = 15.0  # bound of its logits
@@ -78,6 +79,12 @@ class ModelShape:
     channels: int  # C
     architecture: str = "gpt2"  # a file of `models`
     without: str = ""  # the techniques of the architecture that this model leaves out, with commas
+    llama: str = ""  # what a Llama has beside, as the text of a `LlamaShape`
+
+    @property
+    def family(self) -> LlamaShape:
+        """The numbers of a Llama."""
+        return parse_llama(self.llama).settled(self.num_heads, self.channels)
 
     def has(self, technique: str) -> bool:
         """True if a modern network has this one of `TECHNIQUES`."""
@@ -103,7 +110,12 @@ class ModelShape:
     @property
     def feed_forward(self) -> int:
         """F: the width of the hidden layer of the feed-forward half, 4 C in every GPT-2."""
-        return 4 * self.channels
+        return self.family.feed_forward if self.architecture == "llama" else 4 * self.channels
+
+    @property
+    def head_width(self) -> int:
+        """D"""
+        return self.family.head_width if self.architecture == "llama" else self.channels // self.num_heads
 
 
 def option(default: Any, help: str, *rules: Rule, choices: tuple[str, ...] = (), free: bool = False) -> Any:
@@ -123,8 +135,11 @@ class RunConfig:
     out: str = option("runs/run", "run folder: config, metrics, checkpoints, report", free=True)
 
     # the model
-    architecture: str = option("gpt2", "the network: gpt2, or modern (docs/modern.md)", choices=ARCHITECTURES)
+    architecture: str = option(
+        "gpt2", "the network: gpt2, modern (docs/modern.md) or llama (docs/llama.md)", choices=ARCHITECTURES
+    )
     without: str = option("", f"techniques that the modern network leaves out: {', '.join(TECHNIQUES)}")
+    llama: str = option("", "what a Llama has beside its sizes, like kv_heads=2,rotary_base=500000.0,tied")
     num_layers: int = option(12, "number of transformer blocks", AT_LEAST_1, at_most(1000))
     num_heads: int = option(12, "attention heads per block; divides channels", AT_LEAST_1)
     channels: int = option(768, "width of the residual stream", AT_LEAST_1, at_most(1 << 16))
@@ -226,7 +241,10 @@ class RunConfig:
     def shape(self, vocab_size: int) -> ModelShape:
         """The model's sizes with the vocabulary of the data at hand."""
         sizes = self.sequence_length, self.num_layers, self.num_heads, self.channels
-        return ModelShape(vocab_size, *sizes, self.architecture, self.without)
+        llama = ""
+        if self.architecture == "llama":
+            llama = str(parse_llama(self.llama).settled(self.num_heads, self.channels))
+        return ModelShape(vocab_size, *sizes, self.architecture, self.without, llama)
 
     @property
     def samples_per_step(self) -> int:
@@ -249,7 +267,7 @@ def check(config: RunConfig) -> RunConfig:
             rule.check(name, value)
         if choices:
             check_choice(name, value, choices)
-    if config.channels % config.num_heads:
+    if config.architecture != "llama" and config.channels % config.num_heads:
         raise UsageError(
             f"channels must be a multiple of num_heads, found {config.channels} and {config.num_heads};"
             f" heads of 64 would need num_heads {max(1, config.channels // 64)}"
@@ -291,19 +309,27 @@ def names_of(text: str) -> tuple[str, ...]:
 def check_architecture(config: RunConfig) -> None:
     """Raises `UsageError` for a network that does not exist or that this precision does not train."""
     names = names_of(config.without)
-    if config.architecture != "modern":
-        if names:
-            raise UsageError(f"without is for --architecture modern, found {config.without!r} with {config.architecture}")
+    if config.architecture != "modern" and names:
+        raise UsageError(f"without is for --architecture modern, found {config.without!r} with {config.architecture}")
+    if config.architecture == "llama":
+        parse_llama(config.llama).check(config.num_heads, config.channels)
+    elif config.llama:
+        raise UsageError(f"llama is for --architecture llama, found {config.llama!r} with {config.architecture}")
+    if config.architecture == "gpt2":
         return
     for name in names:
         check_choice("without", name, TECHNIQUES)
     width = config.channels // config.num_heads
-    if "rotary" not in names and width % 2:
+    if config.architecture == "modern" and "rotary" not in names and width % 2:
         raise UsageError(f"rotary positions turn pairs of channels, found heads of {width}; try another --num-heads")
     if config.precision == "fp8":
-        raise UsageError("architecture modern has no fp8 GEMMs yet, found precision fp8; --precision bf16 trains it")
+        raise UsageError(
+            f"architecture {config.architecture} has no fp8 GEMMs yet, found precision fp8; --precision bf16 trains it"
+        )
     if config.dropout:
-        raise UsageError(f"architecture modern has no dropout, found dropout {config.dropout:g}; leave it at 0")
+        raise UsageError(
+            f"architecture {config.architecture} has no dropout, found dropout {config.dropout:g}; leave it at 0"
+        )
 
 
 def check_fp8(config: RunConfig) -> None:

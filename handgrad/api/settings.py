@@ -19,6 +19,7 @@ class Settings(TypedDict, total=False):
     out: str | os.PathLike[str]
     architecture: str
     without: str
+    llama: str
     num_layers: int
     num_heads: int
     channels: int

@@ -18,7 +18,7 @@ from handgrad.models import named_weights, parameter_table
 from handgrad.models.rows import ParameterRow, flat_elements
 
 SIZES = ("num_layers", "num_heads", "channels", "sequence_length")  # of a model, as fields of a configuration
-SHAPE = (*SIZES, "architecture", "without")  # all of a model's shape but the vocabulary's
+SHAPE = (*SIZES, "architecture", "without", "llama")  # all of a model's shape but the vocabulary's
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,8 @@ def load_model(
 ) -> LoadedModel:
     """Loads the weights and allocates `buffers` beside them. Raises the errors of `Weights.weight`."""
     shape = weights.shape
-    ops.check_sizes(length=shape.sequence_length, num_heads=shape.num_heads, channels=shape.channels)
+    heads = {"num_heads": shape.num_heads, "head_width": shape.head_width}
+    ops.check_sizes(length=shape.sequence_length, channels=shape.channels, **heads)
     table = parameter_table(shape)
     parameters = Buffer("parameters", (flat_elements(table),), dtype, "parameters")
     plan = make_plan([parameters, *buffers])

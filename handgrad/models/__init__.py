@@ -4,6 +4,7 @@ rows      the row types, and the buffers, views and initial weights that derive 
 passes    a pass as a list of stages
 gpt2      GPT-2
 modern    the network of docs/modern.md
+llama     Llama, Qwen2, Qwen3 and their relatives
 decoding  the buffers of generation
 freezing  parameters that a run leaves as they are
 

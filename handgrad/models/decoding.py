@@ -31,8 +31,8 @@ class Sequences:
     active: Tensor = activation("B", torch.int64)  # 1 where a sequence is, 0 where a slot is free
     seeds: Tensor = activation("B", torch.int64)
     seen: Tensor = activation("B V", torch.bool)  # the tokens each sequence has
-    keys: Tensor = activation("L B H maxT D")
-    values: Tensor = activation("L B H maxT D")
+    keys: Tensor = activation("L B K maxT D")
+    values: Tensor = activation("L B K maxT D")
     scratch: Tensor = activation("scratch", torch.uint8)
     prompt_tokens: Tensor = activation("R", torch.int64, lives=lambda _: PROMPTS)
     prompt_slots: Tensor = activation("B", torch.int64, lives=lambda _: PROMPTS)  # the sequences that they belong to
@@ -40,14 +40,22 @@ class Sequences:
 
 
 def decoding_rows(
-    block: type, dims: Dims, shape: ModelShape, batch: int, prompt_tokens: int, dtype: torch.dtype, ops: ModuleType
+    block: type,
+    dims: Dims,
+    shape: ModelShape,
+    batch: int,
+    prompt_tokens: int,
+    dtype: torch.dtype,
+    ops: ModuleType,
+    *,
+    widest: int = 0,
 ) -> Iterator[ActivationRow]:
     """The rows of `Sequences` and of two of `block`, the prefill's and the step's, for `batch` sequences, and for prompts
-    that are taken in by `prompt_tokens` at a time."""
+    that are taken in by `prompt_tokens` at a time. `widest`: columns of the widest product, by default of F."""
     tokens, C = max(batch, prompt_tokens), shape.channels
     sizes = {**dims, "B": batch, "R": prompt_tokens}
     choosing = ops.decode.choosing_scratch_bytes(batch=batch, vocab_size=shape.vocab_size)
-    sizes["scratch"] = max(choosing, ops.scratch_bytes(tokens=tokens, channels=C, widest=shape.feed_forward))
+    sizes["scratch"] = max(choosing, ops.scratch_bytes(tokens=tokens, channels=C, widest=widest or shape.feed_forward))
     clock, dtypes = Clock(layers=2, stages=2, training=False), dtypes_of(dtype)
     yield from activation_rows(Sequences, sizes, dtypes, clock)
     turns = [sizes | {"B": 1, "T": prompt_tokens, "N": prompt_tokens}, sizes | {"T": 1, "N": batch}]

@@ -50,8 +50,9 @@ NORMAL, RESIDUAL = Init("normal", 0.02), Init("normal", 0.02, residual=True)
 def dims(shape: ModelShape) -> dict[str, int]:
     """The sizes of the letters in the parameters' shapes."""
     C, F = shape.channels, shape.feed_forward
-    sizes = {"C": C, "3C": 3 * C, "F": F, "H": shape.num_heads, "D": C // shape.num_heads, "maxT": shape.sequence_length}
-    return sizes | {"V": shape.vocab_size, "Vp": shape.padded_vocab_size, "L": shape.num_layers}
+    H, V = shape.num_heads, shape.vocab_size
+    sizes = {"C": C, "3C": 3 * C, "F": F, "H": H, "K": H, "D": C // H, "maxT": shape.sequence_length}
+    return sizes | {"V": V, "Vp": shape.padded_vocab_size, "L": shape.num_layers}
 
 
 # Parameters. Matrices come first, then vectors: the optimizer decays the former, in one range.

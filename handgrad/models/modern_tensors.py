@@ -45,7 +45,7 @@ OF_TECHNIQUE |= dict.fromkeys(("normed_embedding", "embedding_rstd", "dembedded"
 def dims(shape: ModelShape) -> dict[str, int]:
     """The sizes of the letters in the parameters' shapes."""
     C, F, H = shape.channels, shape.feed_forward, shape.num_heads
-    sizes = {"C": C, "3C": 3 * C, "F": F, "H": H, "2H": 2 * H, "D": C // H, "maxT": shape.sequence_length}
+    sizes = {"C": C, "3C": 3 * C, "F": F, "H": H, "K": H, "2H": 2 * H, "D": C // H, "maxT": shape.sequence_length}
     return sizes | {"V": shape.vocab_size, "Vp": shape.padded_vocab_size, "L": shape.num_layers}
 
 

@@ -17,6 +17,7 @@ One alphabet for the whole repository:
 
     B batch     T position      N = B T tokens      C channels      F feed-forward width
     H heads     D head width    V vocabulary        Vp padded vocabulary        L layers
+    K heads of keys and values, where they are fewer than those of queries
 """
 
 # The operations of every backend, with the same arguments in each. `reference` says what they do.
@@ -26,6 +27,9 @@ OPERATIONS = (
     *("rmsnorm_forward", "rmsnorm_backward"),
     *("rotary_forward", "rotary_backward", "qk_norm_forward", "qk_norm_backward"),
     *("qk_norm_rotary_forward", "qk_norm_rotary_backward"),
+    *("gained_rmsnorm_forward", "gained_rmsnorm_backward"),
+    *("gained_qk_norm_rotary_forward", "gained_qk_norm_rotary_backward"),
+    *("swiglu_forward", "swiglu_backward", "linear_swiglu_forward", "swiglu_linear_backward"),
     *("relu2_forward", "relu2_backward", "linear_relu2_forward", "relu2_linear_backward"),
     *("attention_forward", "attention_backward"),
     *("linear_forward", "linear_backward", "linear_residual_forward", "linear_gelu_forward", "gelu_linear_backward"),
@@ -36,6 +40,7 @@ OPERATIONS = (
     *("tree_sum", "checksum"),  # over lanes and ranks
     *("layernorm_linear_forward", "layernorm_linear_gelu_forward"),  # two in a row, which generation has as one
     *("rmsnorm_linear_forward", "rmsnorm_linear_relu2_forward"),
+    *("gained_rmsnorm_linear_forward", "gained_rmsnorm_linear_swiglu_forward"),
     "store_keys_values",
 )
 
@@ -45,6 +50,8 @@ DECODE_OPERATIONS = (
     *("rotary_forward", "qk_norm_forward", "qk_norm_rotary_forward", "rmsnorm_forward", "softcap_forward"),
     *("layernorm_linear_forward", "layernorm_linear_gelu_forward", "linear_residual_forward"),
     *("rmsnorm_linear_forward", "rmsnorm_linear_relu2_forward"),
+    *("gained_rmsnorm_forward", "gained_qk_norm_rotary_forward"),
+    *("gained_rmsnorm_linear_forward", "gained_rmsnorm_linear_swiglu_forward"),
 )
 
 # And what sets a run up asks every backend.

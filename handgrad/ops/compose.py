@@ -28,3 +28,15 @@ def after_rmsnorm(rmsnorm_forward: Operation, product: Operation, *bias: None) -
         product(out, norm, weight, *bias, scratch=scratch)
 
     return both
+
+
+def after_gained_rmsnorm(gained_rmsnorm_forward: Operation, product: Operation, outs: int) -> Operation:
+    """Returns the operation (*outs, norm, rstd, x, gain, *weights): `product` of RMSnorm(x) with its gain (C), x (N, C),
+    and the weights that it takes, into so many `outs`. norm (N, C) receives RMSnorm(x), rstd (N) its statistic."""
+
+    def both(*tensors: Tensor | None, epsilon: float, scratch: Tensor | None = None) -> None:
+        norm, rstd, x, gain = tensors[outs : outs + 4]
+        gained_rmsnorm_forward(norm, rstd, x, gain, epsilon=epsilon)
+        product(*tensors[:outs], norm, *tensors[outs + 4 :], scratch=scratch)
+
+    return both

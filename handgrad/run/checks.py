@@ -37,7 +37,8 @@ def check_fits(config: RunConfig, design: Design, dataset: Dataset, ranks: int =
             f" {config.data} has {samples}; add text, or try --micro-batch {micro_batch} --tokens-per-step {fitting}"
         )
     shape, device = design.shape, design.device
-    design.plain_ops.check_sizes(length=shape.sequence_length, num_heads=shape.num_heads, channels=shape.channels)
+    heads = {"num_heads": shape.num_heads, "head_width": shape.head_width}
+    design.plain_ops.check_sizes(length=shape.sequence_length, channels=shape.channels, **heads)
     needed = design.plan.total_bytes
     if design.fp8 is not None and config.fp8_on_saturation == "bf16":
         in_bf16 = resolve(replace(config, precision="bf16"), shape.vocab_size, ranks=ranks, device=device)

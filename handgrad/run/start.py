@@ -105,8 +105,9 @@ def open_fitting(config: RunConfig, dataset: Dataset, *, strict: bool) -> Weight
     if weights.tokenizer.sha256 != dataset.tokenizer.sha256:
         record = tokenizer_record(weights.tokenizer)
         raise DataError(other_tokenizer(config.init_from, record, "the tokenizer of the weights", dataset))
+    shape = config.shape(weights.shape.vocab_size)
     for name in SHAPE:
-        here, there = getattr(config, name), getattr(weights.shape, name)
+        here, there = getattr(shape, name), getattr(weights.shape, name)
         if name == "sequence_length" and here > there:
             raise UsageError(
                 f"expected a sequence_length of at most the {there} positions of {config.init_from}, found {here};"

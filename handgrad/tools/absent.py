@@ -45,7 +45,7 @@ class Sizes:
         return max(WORKSPACE_BYTES, 4 * max(sums))
 
     def attention_scratch_bytes(
-        self, *, batch: int, length: int, num_heads: int, head_width: int, dtype: torch.dtype
+        self, *, batch: int, length: int, num_heads: int, head_width: int, dtype: torch.dtype, kv_heads: int = 0
     ) -> int:
         """Triton's, two float32 numbers per query and head, or cuDNN's."""
         queries = batch * length * num_heads

@@ -55,7 +55,8 @@ def set_up(config: RunConfig, vocab_size: int) -> Design:
     config = with_tuned_gemms(config, choose_backend(config.backend, device, config.precision))
     design = resolve(config, vocab_size, device=device)
     shape = design.shape
-    design.plain_ops.check_sizes(length=shape.sequence_length, num_heads=shape.num_heads, channels=shape.channels)
+    heads = {"num_heads": shape.num_heads, "head_width": shape.head_width}
+    design.plain_ops.check_sizes(length=shape.sequence_length, channels=shape.channels, **heads)
     advice = "`handgrad plan` shows what takes it, and the --micro-batch that fits"
     check_available(design.plan.total_bytes, device, "the run", advice)
     return design

@@ -95,8 +95,11 @@ def product_seconds_per_token(gpu: Gpu, design: Design, precision: str, rate: fl
         return max(operations, (inputs + outputs) * (1 if kind == "fp8" else size) / rate)
 
     total = 0.0
-    for part, inputs, outputs in (("qkv", C, 3 * C), ("proj", C, C), ("mlp", C, F), ("mlp", F, C)):
-        again = design.recompute >= 1 and outputs == F
+    attended, packed, hidden = shape.num_heads * shape.head_width, 3 * C, F
+    if shape.architecture == "llama":
+        packed, hidden = attended + 2 * shape.family.kv_heads * shape.head_width, 2 * F
+    for part, inputs, outputs in (("qkv", C, packed), ("proj", attended, C), ("mlp", C, hidden), ("mlp", F, C)):
+        again = design.recompute >= 1 and outputs == hidden
         fp8_layers = sum(name == part for _, name in gemms.blocks) if gemms else 0
         for kind, layers in (("fp8", fp8_layers), (plain, shape.num_layers - fp8_layers)):
             total += layers * (3 + again) * seconds(inputs, outputs, kind) if layers else 0.0

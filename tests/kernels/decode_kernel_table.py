@@ -55,8 +55,9 @@ def launches() -> dict[str, tuple[triton.JITFunction, dict[str, object], int]]:
         constants |= {"RMS_NORM": "norm" in name, "RELU2": "relu2" in name}
         found[name] = decode._row_product, constants | dict.fromkeys(("ln_weight", "ln_bias", "bias", *absent)), warps
     for C, H, D in ((768, 12, 64), (768, 6, 128), (1600, 16, 100)):
-        heads, pairs, warps = rotary.tile(H, D, 2, rotary.FORWARD_BYTES_PER_WARP)
+        heads, pairs, warps = rotary.tile(2 * H, D, 2, rotary.FORWARD_BYTES_PER_WARP)
         constants = {"C3": 3 * C, "HEADS": 2 * H, "D": D, "BLOCK_H": heads, "BLOCK_P": pairs, "ROTARY": True}
+        constants |= {"SCALE": 1.0, "frequencies": None}
         found[f"QK-norm and rotation of {H} heads"] = rotary._forward, constants, warps
     nothing = {"ln_weight": None, "ln_bias": None, "residual": None}
     for C in (768, 1600):

@@ -50,12 +50,12 @@ def launches(itemsize: int) -> dict[str, Launch]:
             found[f"{name} of {C}"] = kernel, {"C": C, "BLOCK_C": block, "ROWS": rows}, warps
     for C, H, D in HEADS:
         for name, normed, rotated in (("qk_norm", True, False), ("rotary", False, True), ("qk_norm_rotary", True, True)):
-            sizes = {"C3": 3 * C, "HEADS": 2 * H, "D": D, "ROTARY": rotated}
+            sizes = {"C3": 3 * C, "HEADS": 2 * H, "D": D, "ROTARY": rotated, "SCALE": 1.0, "frequencies": None}
             absent = {} if normed else {"rstd": None}
-            heads, pairs, warps = rotary.tile(H, D, itemsize, rotary.FORWARD_BYTES_PER_WARP)
+            heads, pairs, warps = rotary.tile(2 * H, D, itemsize, rotary.FORWARD_BYTES_PER_WARP)
             constants = {**sizes, **absent, "positions": None, "BLOCK_H": heads, "BLOCK_P": pairs, "OVERLAPS": False}
             found[f"{name}_forward of {H} heads of {D}"] = rotary._forward, constants, warps
-            heads, pairs, warps = rotary.tile(H, D, itemsize, rotary.BACKWARD_BYTES_PER_WARP)
+            heads, pairs, warps = rotary.tile(2 * H, D, itemsize, rotary.BACKWARD_BYTES_PER_WARP)
             constants = {**sizes, **absent, "BLOCK_H": heads, "BLOCK_P": pairs} | ({} if normed else {"qkv": None})
             found[f"{name}_backward of {H} heads of {D}"] = rotary._backward, constants, warps
     return found

@@ -79,7 +79,9 @@ def dkdv_kernel(
     store_tile(dk_tile + C, row_stride, left, dv, D, KEYS, WIDTH, TAIL)
 
 
-def attention_scratch_bytes(*, batch: int, length: int, num_heads: int, head_width: int, dtype: torch.dtype) -> int:
+def attention_scratch_bytes(
+    *, batch: int, length: int, num_heads: int, head_width: int, dtype: torch.dtype, kv_heads: int = 0
+) -> int:
     return attention_triton.attention_scratch_bytes(batch=batch, length=length, num_heads=num_heads)
 
 

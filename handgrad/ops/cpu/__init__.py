@@ -1,8 +1,8 @@
 """The operations on a CPU: torch's own fused kernels where they are faster than the formula, the reference elsewhere.
 
 Layer norm, GELU and attention, forward and backward, AdamW and float32 GEMMs (oneDNN) call the library. RMS norm, rotation,
-squared ReLU and the soft cap, for which it has no kernels, make fewer passes over memory than the formula. Each is tested
-against `handgrad.ops.reference`, which says what it computes.
+squared ReLU, SwiGLU and the soft cap, for which it has no kernels, make fewer passes over memory than the formula. Each is
+tested against `handgrad.ops.reference`, which says what it computes.
 """
 
 # ruff: noqa: F401
@@ -10,7 +10,7 @@ against `handgrad.ops.reference`, which says what it computes.
 from typing import Any
 
 from handgrad.ops import reference
-from handgrad.ops.compose import after_layernorm, after_rmsnorm
+from handgrad.ops.compose import after_gained_rmsnorm, after_layernorm, after_rmsnorm
 from handgrad.ops.cpu import decode
 from handgrad.ops.cpu.adamw import adamw_update
 from handgrad.ops.cpu.attention import attention_backward, attention_forward
@@ -27,7 +27,12 @@ from handgrad.ops.cpu.layernorm import layernorm_backward, layernorm_forward
 from handgrad.ops.cpu.linear import linear_backward, linear_forward
 from handgrad.ops.cpu.muon import muon_momentum, muon_polar, muon_update
 from handgrad.ops.cpu.relu2 import linear_relu2_forward, relu2_backward, relu2_forward, relu2_linear_backward
-from handgrad.ops.cpu.rmsnorm import rmsnorm_backward, rmsnorm_forward
+from handgrad.ops.cpu.rmsnorm import (
+    gained_rmsnorm_backward,
+    gained_rmsnorm_forward,
+    rmsnorm_backward,
+    rmsnorm_forward,
+)
 from handgrad.ops.cpu.rotary import (
     qk_norm_backward,
     qk_norm_forward,
@@ -36,11 +41,19 @@ from handgrad.ops.cpu.rotary import (
     rotary_backward,
     rotary_forward,
 )
+from handgrad.ops.cpu.swiglu import (
+    linear_swiglu_forward,
+    swiglu_backward,
+    swiglu_forward,
+    swiglu_linear_backward,
+)
 
 layernorm_linear_forward = after_layernorm(layernorm_forward, linear_forward)
 layernorm_linear_gelu_forward = after_layernorm(layernorm_forward, linear_gelu_forward)
 rmsnorm_linear_forward = after_rmsnorm(rmsnorm_forward, linear_forward, None)
 rmsnorm_linear_relu2_forward = after_rmsnorm(rmsnorm_forward, linear_relu2_forward)
+gained_rmsnorm_linear_forward = after_gained_rmsnorm(gained_rmsnorm_forward, linear_forward, 1)
+gained_rmsnorm_linear_swiglu_forward = after_gained_rmsnorm(gained_rmsnorm_forward, linear_swiglu_forward, 2)
 
 
 def __getattr__(name: str) -> Any:

@@ -7,18 +7,20 @@ import math
 import torch
 from torch import Tensor
 
-from handgrad.ops.compose import after_layernorm, after_rmsnorm
+from handgrad.ops.compose import after_gained_rmsnorm, after_layernorm, after_rmsnorm
 from handgrad.ops.cpu.gelu import linear_gelu_forward, linear_residual_forward
 from handgrad.ops.cpu.layernorm import layernorm_forward
 from handgrad.ops.cpu.linear import linear_forward
 from handgrad.ops.cpu.relu2 import linear_relu2_forward
-from handgrad.ops.cpu.rmsnorm import rmsnorm_forward
+from handgrad.ops.cpu.rmsnorm import gained_rmsnorm_forward, rmsnorm_forward
+from handgrad.ops.cpu.swiglu import linear_swiglu_forward
 from handgrad.ops.reference.classifier import softcap_forward
 from handgrad.ops.reference.decode import (
     append_keys_values,
     choose_tokens,
     choosing_scratch_bytes,
     embedding_decode,
+    gained_qk_norm_rotary_forward,
     qk_norm_forward,
     qk_norm_rotary_forward,
     rotary_forward,
@@ -29,12 +31,16 @@ layernorm_linear_forward = after_layernorm(layernorm_forward, linear_forward)
 layernorm_linear_gelu_forward = after_layernorm(layernorm_forward, linear_gelu_forward)
 rmsnorm_linear_forward = after_rmsnorm(rmsnorm_forward, linear_forward, None)
 rmsnorm_linear_relu2_forward = after_rmsnorm(rmsnorm_forward, linear_relu2_forward)
+gained_rmsnorm_linear_forward = after_gained_rmsnorm(gained_rmsnorm_forward, linear_forward, 1)
+gained_rmsnorm_linear_swiglu_forward = after_gained_rmsnorm(gained_rmsnorm_forward, linear_swiglu_forward, 2)
 
 
 def attention_decode(
     out: Tensor, keys_inout: Tensor, values_inout: Tensor, qkv: Tensor, positions: Tensor, *, scratch: Tensor | None = None
 ) -> None:
     q = append_keys_values(keys_inout, values_inout, qkv, positions)
+    B, K, _, D = keys_inout.shape
+    q = q.view(B, K, -1, D)  # heads of queries that share keys and values are rows of one product
     y = out.view(*q.shape)
     for b, position in enumerate(positions.tolist()):
         keys, values = (cache[b, :, : position + 1].to(q.dtype) for cache in (keys_inout, values_inout))

@@ -10,36 +10,39 @@ import torch
 from torch import Tensor
 
 from handgrad.ops.reference.rmsnorm import RMSNORM_EPSILON
-from handgrad.ops.reference.rotary import ROTARY_BASE, queries_and_keys, statistics_dtype
+from handgrad.ops.reference.rotary import Frequencies, frequencies_of, queries_and_keys, statistics_dtype
 
 KEPT_TABLES = 8  # of different lengths, head widths and dtypes
 
 
-def rotary_forward(qkv_inout: Tensor, *, num_heads: int, length: int) -> None:
-    heads = queries_and_keys(qkv_inout, num_heads)
-    turn(heads, heads.to(statistics_dtype(heads)), length, 1)
+def rotary_forward(
+    qkv_inout: Tensor, *, num_heads: int, length: int, frequencies: Frequencies = None, scale: float = 1.0
+) -> None:
+    heads = queries_and_keys(qkv_inout, num_heads, frequencies)
+    turn(heads, heads.to(statistics_dtype(heads)), length, 1, frequencies, scale)
 
 
-def rotary_backward(dqkv_inout: Tensor, *, num_heads: int, length: int) -> None:
-    heads = queries_and_keys(dqkv_inout, num_heads)
-    turn(heads, heads.to(statistics_dtype(heads)), length, -1)
+def rotary_backward(
+    dqkv_inout: Tensor, *, num_heads: int, length: int, frequencies: Frequencies = None, scale: float = 1.0
+) -> None:
+    heads = queries_and_keys(dqkv_inout, num_heads, frequencies)
+    turn(heads, heads.to(statistics_dtype(heads)), length, -1, frequencies, scale)
 
 
-def turn(out: Tensor, x: Tensor, length: int, direction: int) -> None:
+def turn(out: Tensor, x: Tensor, length: int, direction: int, frequencies: Frequencies = None, scale: float = 1.0) -> None:
     """out (N, 2H, D) = the rotation of x, which may be `out` and holds nothing of use afterwards."""
-    cosines, sines = rotation(length, x.shape[-1], x.dtype)
+    cosines, sines = rotation(length, x.shape[-1], x.dtype, frequencies, scale)
     out, x = (t.unflatten(0, (-1, length)) for t in (out, x))
     swapped = x.roll(x.shape[-1] // 2, -1)
     torch.add(x.mul_(cosines), swapped.mul_(sines), alpha=direction, out=out)  # with the bits of the reference's `rotate`
 
 
 @functools.lru_cache(maxsize=KEPT_TABLES)
-def rotation(length: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rotation(length: int, width: int, dtype: torch.dtype, frequencies: Frequencies, scale: float) -> tuple[Tensor, Tensor]:
     """[cos cos] and [-sin sin] of positions 0 to length - 1, (length, 1, width)."""
-    half = width // 2
-    frequencies = ROTARY_BASE ** (-torch.arange(half, dtype=torch.float64) / half)
-    angles = torch.arange(length, dtype=torch.float64)[:, None, None] * frequencies
-    cos, sin = angles.cos(), angles.sin()
+    positions = torch.arange(length, dtype=torch.float64)[:, None, None]
+    angles = positions * frequencies_of(torch.empty(0, width), frequencies)
+    cos, sin = scale * angles.cos(), scale * angles.sin()
     return torch.cat([cos, cos], -1).to(dtype), torch.cat([-sin, sin], -1).to(dtype)
 
 

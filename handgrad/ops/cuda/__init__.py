@@ -9,7 +9,7 @@ deterministic, allocate nothing, and can be recorded in a CUDA graph.
 import triton
 
 from handgrad.errors import UsageError
-from handgrad.ops.compose import after_layernorm, after_rmsnorm
+from handgrad.ops.compose import after_gained_rmsnorm, after_layernorm, after_rmsnorm
 from handgrad.ops.cuda import attention_cudnn, cublaslt, decode
 from handgrad.ops.cuda.attention import attention_backward, attention_forward, attention_scratch_bytes
 from handgrad.ops.cuda.classifier import classifier_forward, classifier_forward_backward, softcap_forward
@@ -20,6 +20,8 @@ from handgrad.ops.cuda.embedding import (
     token_embedding_backward,
     token_embedding_forward,
 )
+from handgrad.ops.cuda.gained_qk_norm import gained_qk_norm_rotary_backward, gained_qk_norm_rotary_forward
+from handgrad.ops.cuda.gained_rmsnorm import gained_rmsnorm_backward, gained_rmsnorm_forward
 from handgrad.ops.cuda.gelu import gelu_backward, gelu_forward
 from handgrad.ops.cuda.launch import compile_ahead
 from handgrad.ops.cuda.layernorm import layernorm_backward, layernorm_forward
@@ -30,7 +32,9 @@ from handgrad.ops.cuda.linear import (
     linear_gelu_forward,
     linear_relu2_forward,
     linear_residual_forward,
+    linear_swiglu_forward,
     relu2_linear_backward,
+    swiglu_linear_backward,
 )
 from handgrad.ops.cuda.muon import muon_momentum, muon_polar, muon_scratch_bytes, muon_update
 from handgrad.ops.cuda.optimizer import adamw_update, loss_sum, squared_norms, verdict
@@ -46,12 +50,15 @@ from handgrad.ops.cuda.rotary import (
     rotary_forward,
 )
 from handgrad.ops.cuda.scratch import scratch_bytes
+from handgrad.ops.cuda.swiglu import swiglu_backward, swiglu_forward
 from handgrad.ops.reference import residual_forward, store_keys_values  # plain torch: a sum, copies
 
 layernorm_linear_forward = after_layernorm(layernorm_forward, linear_forward)
 layernorm_linear_gelu_forward = after_layernorm(layernorm_forward, linear_gelu_forward)
 rmsnorm_linear_forward = after_rmsnorm(rmsnorm_forward, linear_forward, None)
 rmsnorm_linear_relu2_forward = after_rmsnorm(rmsnorm_forward, linear_relu2_forward)
+gained_rmsnorm_linear_forward = after_gained_rmsnorm(gained_rmsnorm_forward, linear_forward, 1)
+gained_rmsnorm_linear_swiglu_forward = after_gained_rmsnorm(gained_rmsnorm_forward, linear_swiglu_forward, 2)
 
 WIDEST_HEAD = 128
 CAPTURABLE = True  # every operation of a step can be recorded in a CUDA graph
@@ -62,9 +69,9 @@ def versions() -> dict[str, str]:
     return {"triton": triton.__version__, "products": cublaslt.describe(), "attention": attention_cudnn.describe()}
 
 
-def check_sizes(*, length: int, num_heads: int, channels: int) -> None:
-    """Raises `UsageError` for a model that the kernels do not take."""
-    width = channels // num_heads
+def check_sizes(*, length: int, num_heads: int, channels: int, head_width: int = 0) -> None:
+    """Raises `UsageError` for a model that the kernels do not take. `head_width`: of heads with a width of their own."""
+    width = head_width or channels // num_heads
     problem = ""
     if channels % 8:
         problem = f"channels must be a multiple of 8, found {channels}"
@@ -72,7 +79,9 @@ def check_sizes(*, length: int, num_heads: int, channels: int) -> None:
         problem = (
             f"heads may have up to {WIDEST_HEAD} channels, found {width} (--num-heads {-(-channels // WIDEST_HEAD)} fits)"
         )
-    elif length * 3 * channels >= 1 << 31:
+    elif num_heads * width % 8:
+        problem = f"the channels of all heads must be a multiple of 8, found {num_heads} heads of {width}"
+    elif length * 3 * max(channels, num_heads * width) >= 1 << 31:
         problem = f"3 * channels * sequence_length must be below 2^31, found {3 * channels * length}"
     if problem:
         raise UsageError(f"the kernels cannot run this model: {problem}; or use --backend reference")

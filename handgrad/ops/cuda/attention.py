@@ -6,9 +6,12 @@ from torch import Tensor
 from handgrad.ops.cuda import attention_cudnn, attention_triton
 
 
-def attention_scratch_bytes(*, batch: int, length: int, num_heads: int, head_width: int, dtype: torch.dtype) -> int:
+def attention_scratch_bytes(
+    *, batch: int, length: int, num_heads: int, head_width: int, dtype: torch.dtype, kv_heads: int = 0
+) -> int:
     if attention_cudnn.runs(dtype, head_width):
-        return attention_cudnn.backward_graph(batch, num_heads, length, head_width, dtype).workspace_bytes
+        heads = num_heads, kv_heads or num_heads
+        return attention_cudnn.backward_graph(batch, *heads, length, head_width, dtype).workspace_bytes
     return attention_triton.attention_scratch_bytes(batch=batch, length=length, num_heads=num_heads)
 
 

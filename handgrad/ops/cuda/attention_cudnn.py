@@ -52,9 +52,10 @@ def handle() -> Any:
 
 
 class Graph:
-    """One of the library's graphs over B samples of H heads, its tensors by name, and the workspace it wants."""
+    """One of the library's graphs over B samples of H heads of queries and K of keys and values, its tensors by name, and
+    the workspace it wants."""
 
-    def __init__(self, B: int, H: int, T: int, D: int, dtype: torch.dtype):
+    def __init__(self, B: int, H: int, K: int, T: int, D: int, dtype: torch.dtype):
         import cudnn
 
         kind = {torch.bfloat16: cudnn.data_type.BFLOAT16, torch.float16: cudnn.data_type.HALF}[dtype]
@@ -63,10 +64,11 @@ class Graph:
             io_data_type=kind, intermediate_data_type=single, compute_data_type=single, handle=handle()
         )
         # (shape, strides in elements, type) of a part of packed qkv, of an output, and of lse.
-        C = H * D
-        packed = [B, H, T, D], [3 * C * T, D, 3 * C, 1], kind
+        C, row = H * D, (H + 2 * K) * D
+        queries, keys = (([B, heads, T, D], [row * T, D, row, 1], kind) for heads in (H, K))
         out, lse = ([B, H, T, D], [C * T, D, C, 1], kind), ([B, H, T, 1], [H * T, T, 1, 1], single)
-        self.layouts = dict.fromkeys(("q", "k", "v", "dq", "dk", "dv"), packed) | {"out": out, "dout": out, "lse": lse}
+        self.layouts = {"q": queries, "dq": queries, "out": out, "dout": out, "lse": lse}
+        self.layouts |= dict.fromkeys(("k", "v", "dk", "dv"), keys)
         self.tensors: dict[str, Any] = {}
         self.workspace_bytes = 0
 
@@ -96,8 +98,8 @@ class Graph:
 
 
 @functools.cache
-def forward_graph(B: int, H: int, T: int, D: int, dtype: torch.dtype) -> Graph:
-    g = Graph(B, H, T, D, dtype)
+def forward_graph(B: int, H: int, K: int, T: int, D: int, dtype: torch.dtype) -> Graph:
+    g = Graph(B, H, K, T, D, dtype)
     q, k, v = (g.input(name) for name in "qkv")
     scale = 1.0 / math.sqrt(D)
     out, lse = g.graph.sdpa(name="forward", q=q, k=k, v=v, generate_stats=True, attn_scale=scale, use_causal_mask=True)
@@ -107,8 +109,8 @@ def forward_graph(B: int, H: int, T: int, D: int, dtype: torch.dtype) -> Graph:
 
 
 @functools.cache
-def backward_graph(B: int, H: int, T: int, D: int, dtype: torch.dtype) -> Graph:
-    g = Graph(B, H, T, D, dtype)
+def backward_graph(B: int, H: int, K: int, T: int, D: int, dtype: torch.dtype) -> Graph:
+    g = Graph(B, H, K, T, D, dtype)
     q, k, v, out, dout, lse = (g.input(name) for name in ("q", "k", "v", "out", "dout", "lse"))
     options = {"attn_scale": 1.0 / math.sqrt(D), "use_causal_mask": True, "use_deterministic_algorithm": True}
     gradients = g.graph.sdpa_backward(name="backward", q=q, k=k, v=v, o=out, dO=dout, stats=lse, **options)
@@ -120,16 +122,16 @@ def backward_graph(B: int, H: int, T: int, D: int, dtype: torch.dtype) -> Graph:
 def attention_forward(out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor) -> None:
     """By the library's graph, whose workspace was 256 bytes where it was seen: it fits the operations' common scratch."""
     B, H, T = lse.shape
-    q, k, v = split_heads(qkv, B, H)
-    graph = forward_graph(B, H, T, q.shape[-1], qkv.dtype)
+    q, k, v = split_heads(qkv, B, H, out.shape[1] // H)
+    graph = forward_graph(B, H, k.shape[1], T, q.shape[-1], qkv.dtype)
     y = out.view(B, T, H, -1).transpose(1, 2)
     graph.execute(scratch, q=q, k=k, v=v, out=y, lse=lse.unsqueeze(-1))
 
 
 def attention_backward(dqkv: Tensor, dout: Tensor, out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor) -> None:
     B, H, T = lse.shape
-    q, k, v = split_heads(qkv, B, H)
-    dq, dk, dv = split_heads(dqkv, B, H)
+    q, k, v = split_heads(qkv, B, H, out.shape[1] // H)
+    dq, dk, dv = split_heads(dqkv, B, H, out.shape[1] // H)
     y, dy = (t.view(B, T, H, -1).transpose(1, 2) for t in (out, dout))
-    graph = backward_graph(B, H, T, q.shape[-1], qkv.dtype)
+    graph = backward_graph(B, H, k.shape[1], T, q.shape[-1], qkv.dtype)
     graph.execute(scratch, q=q, k=k, v=v, out=y, dout=dy, lse=lse.unsqueeze(-1), dq=dq, dk=dk, dv=dv)

@@ -130,9 +130,19 @@ def dkdv_loop(
 ):
     """dk and dv of a block of keys. `head`: (its queries, its dy, its sums, row stride of dy, row stride, T). Here KEEP
     makes tiles (KEYS, QUERIES)."""
+    dk = tl.zeros((k.shape[0], k.shape[1]), tl.float32)
+    dv = tl.zeros((k.shape[0], k.shape[1]), tl.float32)
+    dk, dv = dkdv_added(dk, dv, k, v, head, first, D, QUERIES, TAIL, mask, KEEP)
+    return dk * (1.0 / D**0.5), dv
+
+
+@triton.jit
+def dkdv_added(
+    dk, dv, k, v, head, first, D: tl.constexpr, QUERIES: tl.constexpr, TAIL: tl.constexpr, mask=None,
+    KEEP: tl.constexpr = None,
+):  # fmt: skip
+    """sqrt(D) dk and dv, and beside them what one head of queries adds."""
     KEYS: tl.constexpr = k.shape[0]
-    dk = tl.zeros((KEYS, k.shape[1]), tl.float32)
-    dv = tl.zeros((KEYS, k.shape[1]), tl.float32)
     T = head[5]
     # Blocks of queries that the diagonal crosses, full blocks of queries after all these keys, and at most one tail.
     diagonal = first // QUERIES * QUERIES
@@ -147,7 +157,7 @@ def dkdv_loop(
     if TAIL:
         for query in range(full, T, QUERIES):
             dk, dv = dkdv_step(dk, dv, k, v, head, query, first, D, QUERIES, False, True, mask, KEEP)
-    return dk * (1.0 / D**0.5), dv
+    return dk, dv
 
 
 @triton.jit

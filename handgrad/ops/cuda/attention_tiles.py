@@ -14,17 +14,24 @@ def head_of(blocks, H, T):
 
 
 @triton.jit
-def query_block(qkv, H, T, C, row_stride, D: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, TAIL: tl.constexpr):
+def query_block(
+    qkv, H, T, C, row_stride, D: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, TAIL: tl.constexpr,
+    GROUP: tl.constexpr = 1,
+):  # fmt: skip
     """(queries, their head for the loops, their place) of this program. A place is (batch entry, head, row of (N, C),
     column, row of (B, H, T), first position, positions left). The last queries see the most keys: longest programs
-    first."""
+    first. GROUP heads of queries share one of keys and values."""
     blocks = tl.cdiv(T, QUERIES)
     block, b, h, vector = head_of(blocks, H, T)
     first = (blocks - 1 - block) * QUERIES
     q_head = qkv + b * T * row_stride + h * D
     q = load_tile(q_head + first * row_stride, row_stride, T - first, D, QUERIES, WIDTH, TAIL)
     place = b, h, b * T + first, h * D, vector + first, first, T - first
-    return q, (q_head + C, C, row_stride, T), place
+    if GROUP == 1:
+        return q, (q_head + C, C, row_stride, T), place
+    else:
+        k_head = qkv + b * T * row_stride + C + h // GROUP * D
+        return q, (k_head, C // GROUP, row_stride, T), place
 
 
 @triton.jit

@@ -14,18 +14,26 @@ import triton.language as tl
 from torch import Tensor
 
 from handgrad.ops.cuda.attention_configs import choose_config, rows_of
-from handgrad.ops.cuda.attention_loops import LN_2, LOG2_E, dkdv_loop, dq_loop, forward_loop, load_dy_delta
-from handgrad.ops.cuda.attention_tiles import key_block, load_vector, query_block, store_tile, store_vector
+from handgrad.ops.cuda.attention_loops import LN_2, LOG2_E, dkdv_added, dkdv_loop, dq_loop, forward_loop, load_dy_delta
+from handgrad.ops.cuda.attention_tiles import (
+    head_of,
+    key_block,
+    load_tile,
+    load_vector,
+    query_block,
+    store_tile,
+    store_vector,
+)
 from handgrad.ops.cuda.launch import launch
 
 
 @triton.jit
 def forward_kernel(
     out, lse, qkv, H, T, C, row_stride, D: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    TAIL: tl.constexpr,
+    TAIL: tl.constexpr, GROUP: tl.constexpr = 1,
 ):  # fmt: skip
     """y and lse of one block of queries of one head. Row n of qkv begins at n row_stride."""
-    q, head, place = query_block(qkv, H, T, C, row_stride, D, WIDTH, QUERIES, TAIL)
+    q, head, place = query_block(qkv, H, T, C, row_stride, D, WIDTH, QUERIES, TAIL, GROUP)
     _, _, row, column, vector, first, left = place
     y, m, l = forward_loop(q, head, first, D, KEYS, TAIL)
     store_tile(out + row * C + column, C, left, y / l[:, None], D, QUERIES, WIDTH, TAIL)
@@ -35,10 +43,10 @@ def forward_kernel(
 @triton.jit
 def dq_kernel(
     dqkv, sums, dout, out, lse, qkv, H, T, C, row_stride, D: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr,
-    KEYS: tl.constexpr, TAIL: tl.constexpr,
+    KEYS: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr = 1,
 ):  # fmt: skip
     """dq of one block of queries of one head, and its rows of (lse log2(e), delta), which `dkdv_kernel` reads after it."""
-    q, head, place = query_block(qkv, H, T, C, row_stride, D, WIDTH, QUERIES, TAIL)
+    q, head, place = query_block(qkv, H, T, C, row_stride, D, WIDTH, QUERIES, TAIL, GROUP)
     _, _, row, column, vector, first, left = place
     dy, delta = load_dy_delta(dout, out, row * C + column, C, left, D, QUERIES, WIDTH, TAIL)
     lse2 = load_vector(lse + vector, left, QUERIES, TAIL) * LOG2_E
@@ -61,35 +69,65 @@ def dkdv_kernel(
     store_tile(dk_tile + C, row_stride, left, dv, D, KEYS, WIDTH, TAIL)
 
 
+@triton.jit
+def grouped_dkdv_kernel(
+    dqkv, sums, dout, qkv, H, T, C, row_stride, D: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr,
+    KEYS: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of one block of keys of one head that GROUP heads of queries share: the sum over these, in order."""
+    block, b, kv_head, _ = head_of(tl.cdiv(T, KEYS), H // GROUP, T)
+    first, distance = block * KEYS, C // GROUP
+    row = b * T + first
+    k_tile = qkv + row * row_stride + C + kv_head * D
+    k = load_tile(k_tile, row_stride, T - first, D, KEYS, WIDTH, TAIL)
+    v = load_tile(k_tile + distance, row_stride, T - first, D, KEYS, WIDTH, TAIL)
+    dk, dv = tl.zeros((KEYS, WIDTH), tl.float32), tl.zeros((KEYS, WIDTH), tl.float32)
+    for h in range(kv_head * GROUP, kv_head * GROUP + GROUP):
+        q_head, dy_head = qkv + b * T * row_stride + h * D, dout + b * T * C + h * D
+        head = q_head, dy_head, sums + 2 * (b * H + h) * T, C, row_stride, T
+        dk, dv = dkdv_added(dk, dv, k, v, head, first, D, QUERIES, TAIL)
+    dk_tile = dqkv + row * row_stride + C + kv_head * D
+    store_tile(dk_tile, row_stride, T - first, dk * (1.0 / D**0.5), D, KEYS, WIDTH, TAIL)
+    store_tile(dk_tile + distance, row_stride, T - first, dv, D, KEYS, WIDTH, TAIL)
+
+
 Sizes = tuple[int, int, int, int]
 
 
-def blocks(name: str, lse: Tensor, *tensors: Tensor | None) -> tuple[int, Sizes, dict[str, Any]]:
+def blocks(name: str, lse: Tensor, *tensors: Tensor | None, width: int = 0) -> tuple[int, Sizes, dict[str, Any]]:
     """(programs, H, T, C and row stride, tile sizes and options) of a kernel over all blocks of all heads; the last of its
-    tensors is qkv. Offsets within one batch entry are 32 bits wide: T 3C < 2^31."""
+    tensors is qkv. Heads have `width` channels, or there are as many heads of keys as of queries. Offsets within one batch
+    entry are 32 bits wide: T 3C < 2^31."""
     B, H, T = lse.shape
     qkv = tensors[-1]
     assert qkv is not None
-    N, C3 = qkv.shape
-    D = C3 // (3 * H)
-    assert N == B * T and C3 == 3 * H * D and D <= 128, f"{tuple(qkv.shape)} does not pack {tuple(lse.shape)}"
+    N, columns = qkv.shape
+    D = width or columns // (3 * H)
+    kv_heads = (columns // D - H) // 2
+    packed = N == B * T and columns == (H + 2 * kv_heads) * D and kv_heads > 0 and H % kv_heads == 0
+    assert packed and D <= 128, f"{tuple(qkv.shape)} does not pack {tuple(lse.shape)}"
     assert all(t is None or t.is_contiguous() for t in (*tensors, lse)) and lse.dtype == torch.float32
     config = choose_config(name, qkv, D)
     tiles = {"D": D, "WIDTH": max(16, triton.next_power_of_2(D)), "QUERIES": config.queries, "KEYS": config.keys}
     tail = T % config.queries != 0 or T % config.keys != 0
     options = {"num_warps": config.warps, "num_stages": config.stages}
     options |= {"maxnreg": config.registers} if config.registers else {}
-    return triton.cdiv(T, rows_of(name, config)) * B * H, (H, T, C3 // 3, C3), {**tiles, "TAIL": tail, **options}
+    options |= {"GROUP": H // kv_heads} if kv_heads < H else {}
+    heads = kv_heads if name == "dkdv" else H
+    programs = triton.cdiv(T, rows_of(name, config)) * B * heads
+    return programs, (H, T, H * D, columns), {**tiles, "TAIL": tail, **options}
 
 
-def launch_blocks(name: str, kernel: Any, lse: Tensor, *tensors: Tensor, more: tuple[Any, ...] = ()) -> None:
+def launch_blocks(
+    name: str, kernel: Any, lse: Tensor, *tensors: Tensor, more: tuple[Any, ...] = (), width: int = 0
+) -> None:
     """Launches a kernel over all blocks of all heads. `more`: arguments between its tensors and the sizes."""
-    programs, sizes, options = blocks(name, lse, *tensors)
+    programs, sizes, options = blocks(name, lse, *tensors, width=width)
     launch(kernel, (programs,), *tensors, *more, *sizes, **options)
 
 
 def attention_forward(out: Tensor, lse: Tensor, qkv: Tensor) -> None:
-    launch_blocks("forward", forward_kernel, lse, out, lse, qkv)
+    launch_blocks("forward", forward_kernel, lse, out, lse, qkv, width=out.shape[1] // lse.shape[1])
 
 
 def attention_scratch_bytes(*, batch: int, length: int, num_heads: int) -> int:
@@ -105,6 +143,7 @@ def sums_in(scratch: Tensor, lse: Tensor) -> Tensor:
 
 
 def attention_backward(dqkv: Tensor, dout: Tensor, out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor) -> None:
-    sums = sums_in(scratch, lse)
-    launch_blocks("dq", dq_kernel, lse, dqkv, sums, dout, out, lse, qkv)
-    launch_blocks("dkdv", dkdv_kernel, lse, dqkv, sums, dout, qkv)
+    sums, (_, H, _), C = sums_in(scratch, lse), lse.shape, out.shape[1]
+    dkdv = dkdv_kernel if qkv.shape[1] == 3 * C else grouped_dkdv_kernel
+    launch_blocks("dq", dq_kernel, lse, dqkv, sums, dout, out, lse, qkv, width=C // H)
+    launch_blocks("dkdv", dkdv, lse, dqkv, sums, dout, qkv, width=C // H)

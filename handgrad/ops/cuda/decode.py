@@ -15,16 +15,19 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from handgrad.ops.compose import Operation
+from handgrad.ops.compose import Operation, after_gained_rmsnorm
 from handgrad.ops.cuda import linear, rotary
 from handgrad.ops.cuda.choosing import choose_tokens, choosing_scratch_bytes  # noqa: F401
 from handgrad.ops.cuda.classifier import softcap_forward  # noqa: F401
+from handgrad.ops.cuda.gained_qk_norm import gained_qk_norm_rotary_forward  # noqa: F401
+from handgrad.ops.cuda.gained_rmsnorm import gained_rmsnorm_forward
 from handgrad.ops.cuda.gelu import gelu
 from handgrad.ops.cuda.launch import launch, overlapping
 from handgrad.ops.cuda.layernorm import EPSILON, layernorm_forward
 from handgrad.ops.cuda.relu2 import relu2
 from handgrad.ops.cuda.rmsnorm import rmsnorm_forward, rstd_of
 from handgrad.ops.cuda.rotary import qk_norm_forward  # noqa: F401
+from handgrad.ops.reference.rotary import Frequencies
 
 # A program's tile of the weight, 64 numbers a thread: with a few programs on each multiprocessor as many bytes are on their
 # way as the memory's latency asks for (4.8 TB/s times about 800 ns are 29 KB a multiprocessor).
@@ -100,14 +103,19 @@ def after_rmsnorm(product: Operation, *bias: None, with_relu2: bool = False) -> 
 
 rmsnorm_linear_forward = after_rmsnorm(linear.linear_forward, None)
 rmsnorm_linear_relu2_forward = after_rmsnorm(linear.linear_relu2_forward, with_relu2=True)
+gained_rmsnorm_linear_forward = after_gained_rmsnorm(gained_rmsnorm_forward, linear.linear_forward, 1)
+gained_rmsnorm_linear_swiglu_forward = after_gained_rmsnorm(gained_rmsnorm_forward, linear.linear_swiglu_forward, 2)
 
 
 def qk_norm_rotary_forward(qkv_inout: Tensor, rstd: Tensor, *, positions: Tensor) -> None:
     rotary.forward(qkv_inout, rstd, positions, rstd.shape[1] // 2, 1, rotary=True, overlaps=True)
 
 
-def rotary_forward(qkv_inout: Tensor, *, num_heads: int, positions: Tensor) -> None:
-    rotary.forward(qkv_inout, None, positions, num_heads, 1, rotary=True, overlaps=True)
+def rotary_forward(
+    qkv_inout: Tensor, *, num_heads: int, positions: Tensor, frequencies: Frequencies = None, scale: float = 1.0
+) -> None:
+    options = {"frequencies": frequencies, "scale": scale}
+    rotary.forward(qkv_inout, None, positions, num_heads, 1, rotary=True, overlaps=True, **options)
 
 
 def linear_residual_forward(
@@ -145,12 +153,13 @@ def row_product(
 def attention_decode(
     out: Tensor, keys_inout: Tensor, values_inout: Tensor, qkv: Tensor, positions: Tensor, *, scratch: Tensor
 ) -> None:
-    B, H, maxT, D = keys_inout.shape
+    B, K, maxT, D = keys_inout.shape
+    H = out.shape[1] // D
     tensors = out, keys_inout, values_inout, qkv, positions
     scale, block = 1 / (math.sqrt(D) * math.log(2)), triton.next_power_of_2(D)
     elements, warps = FEW_ATTENTIONS if B * H < FEWEST_PROGRAMS else MANY_ATTENTIONS
     tile = max(16, elements // block), block
-    launch(_attention, (H, B), *tensors, H, maxT, D, scale, *tile, **overlapping(out, warps))
+    launch(_attention, (H, B), *tensors, H, K, maxT, D, scale, *tile, **overlapping(out, warps))
 
 
 @triton.jit
@@ -211,14 +220,17 @@ def _row_product(
 
 @triton.jit
 def _attention(
-    out, keys, values, qkv, positions, H, maxT, D, SCALE, KEYS: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr
-):
+    out, keys, values, qkv, positions, H, K, maxT, D, SCALE, KEYS: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """One head of queries. Those that share keys and values all store the new ones, which are the same."""
     h, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     channel, n = tl.arange(0, BLOCK), tl.arange(0, KEYS)
     inside = channel < D
     # What was there before this step needs no waiting.
     position = tl.load(positions + b).to(tl.int32)
-    cache = (b * H + h) * maxT * D
+    kv_head = h // (H // K)
+    cache = (b * K + kv_head) * maxT * D
     place = cache + n.to(tl.int64)[:, None] * D + channel[None, :]
     mask = (n < position)[:, None] & inside[None, :]
     key = tl.load(keys + place, mask=mask, other=0.0)
@@ -226,10 +238,10 @@ def _attention(
     if OVERLAPS:
         gdc_launch_dependents()
         gdc_wait()
-    mine = qkv + b * 3 * H * D + h * D + channel
-    q = tl.load(mine, mask=inside, other=0.0).to(tl.float32) * SCALE
-    k = tl.load(mine + H * D, mask=inside, other=0.0)
-    v = tl.load(mine + 2 * H * D, mask=inside, other=0.0)
+    mine = qkv + b * (H + 2 * K) * D + channel
+    q = tl.load(mine + h * D, mask=inside, other=0.0).to(tl.float32) * SCALE
+    k = tl.load(mine + (H + kv_head) * D, mask=inside, other=0.0)
+    v = tl.load(mine + (H + K + kv_head) * D, mask=inside, other=0.0)
     tl.store(keys + cache + position.to(tl.int64) * D + channel, k, mask=inside)
     tl.store(values + cache + position.to(tl.int64) * D + channel, v, mask=inside)
     # Every row of the tile keeps a softmax of its own over the keys it meets: nothing in the loop waits for another warp.

@@ -10,6 +10,7 @@ from handgrad.ops.cuda.column_sums import bias_backward
 from handgrad.ops.cuda.cublaslt import BIAS, DGELU, GELU_AUX_BIAS, PLAIN, multiply
 from handgrad.ops.cuda.gelu import gelu_backward, gelu_forward
 from handgrad.ops.cuda.relu2 import relu2_backward, relu2_forward
+from handgrad.ops.cuda.swiglu import swiglu_backward, swiglu_forward
 
 
 def has_gelu_epilogue(tensor: Tensor) -> bool:
@@ -100,3 +101,28 @@ def relu2_linear_backward(
     input_backward(dhidden, dout, weight, scratch=scratch, tf32=tf32)
     relu2_backward(dhidden, inp)
     weight_backward(dweight_acc, dout, inp, scratch=scratch, tf32=tf32)
+
+
+def linear_swiglu_forward(
+    out: Tensor, hidden: Tensor, inp: Tensor, weight: Tensor, *, scratch: Tensor, tf32: bool = False
+) -> None:
+    """SwiGLU sees the product after its rounding."""
+    linear_forward(hidden, inp, weight, None, scratch=scratch, tf32=tf32)
+    swiglu_forward(out, hidden)
+
+
+def swiglu_linear_backward(
+    dhidden: Tensor,
+    dinp: Tensor,
+    dweight_acc: Tensor,
+    dout: Tensor,
+    inp: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    *,
+    scratch: Tensor,
+    tf32: bool = False,
+) -> None:
+    input_backward(dinp, dout, weight, scratch=scratch, tf32=tf32)
+    weight_backward(dweight_acc, dout, inp, scratch=scratch, tf32=tf32)
+    swiglu_backward(dhidden, dinp, hidden)

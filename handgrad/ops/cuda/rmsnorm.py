@@ -43,8 +43,8 @@ def _forward(out, rstd, inp, N, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl
 
 
 @triton.jit
-def rstd_of(sum_of_squares, count):
-    return tl.div_rn(1.0, tl.sqrt_rn(sum_of_squares / count + EPSILON))
+def rstd_of(sum_of_squares, count, epsilon=EPSILON):
+    return tl.div_rn(1.0, tl.sqrt_rn(sum_of_squares / count + epsilon))
 
 
 @triton.jit

@@ -5,9 +5,11 @@ A program takes whole token rows, one after another, and has the angles of a row
 up to a fraction of a turn, so that they stay exact at any position; the sine and cosine of what is left are float32.
 """
 
+import functools
 import math
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -15,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from handgrad.ops.cuda.launch import launch, overlapping
 from handgrad.ops.cuda.rmsnorm import rstd_of
-from handgrad.ops.reference.rotary import ROTARY_BASE
+from handgrad.ops.reference.rotary import ROTARY_BASE, Frequencies
 
 # Bytes of the pairs' first channels that a warp holds: a lane loads 16 of each of several heads, whose angles are the same,
 # and computes these once. The backward holds two tensors where the forward holds one.
@@ -29,18 +31,28 @@ LOG2_BASE, LOG2_TURN = tl.constexpr(math.log2(ROTARY_BASE)), tl.constexpr(math.l
 QUARTER = tl.constexpr(math.pi / 2)
 
 
-def tile(num_heads: int, width: int, itemsize: int, bytes_per_warp: int) -> tuple[int, int, int]:
+def tile(turned_heads: int, width: int, itemsize: int, bytes_per_warp: int) -> tuple[int, int, int]:
     """(padded heads of queries and keys, padded pairs of a head, warps) of a program."""
-    heads, pairs = triton.next_power_of_2(2 * num_heads), triton.next_power_of_2(width // 2)
+    heads, pairs = triton.next_power_of_2(turned_heads), triton.next_power_of_2(width // 2)
     return heads, pairs, min(16, max(1, heads * pairs * itemsize // bytes_per_warp))
 
 
-def rotary_forward(qkv_inout: Tensor, *, num_heads: int, length: int) -> None:
-    forward(qkv_inout, None, None, num_heads, length, rotary=True)
+@functools.lru_cache(maxsize=8)
+def frequency_table(frequencies: tuple[float, ...], device: torch.device) -> Tensor:
+    """The frequencies in turns per position, made once, at set-up."""
+    return torch.tensor([angle / (2 * math.pi) for angle in frequencies], dtype=torch.float64, device=device)
 
 
-def rotary_backward(dqkv_inout: Tensor, *, num_heads: int, length: int) -> None:
-    backward(dqkv_inout, None, None, num_heads, length, rotary=True)
+def rotary_forward(
+    qkv_inout: Tensor, *, num_heads: int, length: int, frequencies: Frequencies = None, scale: float = 1.0
+) -> None:
+    forward(qkv_inout, None, None, num_heads, length, rotary=True, frequencies=frequencies, scale=scale)
+
+
+def rotary_backward(
+    dqkv_inout: Tensor, *, num_heads: int, length: int, frequencies: Frequencies = None, scale: float = 1.0
+) -> None:
+    backward(dqkv_inout, None, None, num_heads, length, rotary=True, frequencies=frequencies, scale=scale)
 
 
 def qk_norm_forward(qkv_inout: Tensor, rstd: Tensor) -> None:
@@ -70,32 +82,52 @@ def forward(
     *,
     rotary: bool,
     overlaps: bool = False,
+    frequencies: Frequencies = None,
+    scale: float = 1.0,
 ) -> None:
     """Without `rstd` there is no norm; without `positions` (N), row n stands at position n mod length. `overlaps`: as the
     launches of generation do."""
-    (N, C3), width = qkv_inout.shape, qkv_inout.shape[1] // (3 * num_heads)
-    *block, warps = tile(num_heads, width, qkv_inout.element_size(), FORWARD_BYTES_PER_WARP)
-    tensors, sizes = (qkv_inout, rstd, positions), (N, length, C3, 2 * num_heads, width)
+    table, turned_heads, width = heads_of(qkv_inout, num_heads, frequencies)
+    N, columns = qkv_inout.shape
+    *block, warps = tile(turned_heads, width, qkv_inout.element_size(), FORWARD_BYTES_PER_WARP)
+    tensors, sizes = (qkv_inout, rstd, positions, table), (N, length, columns, turned_heads, width)
     options: dict[str, Any] = overlapping(qkv_inout, warps) if overlaps else {"OVERLAPS": False, "num_warps": warps}
-    launch(_forward, (min(N, PROGRAMS),), *tensors, *sizes, *block, rotary, **options)
+    launch(_forward, (min(N, PROGRAMS),), *tensors, *sizes, *block, rotary, scale, **options)
 
 
 def backward(
-    dqkv_inout: Tensor, qkv: Tensor | None, rstd: Tensor | None, num_heads: int, length: int, *, rotary: bool
+    dqkv_inout: Tensor,
+    qkv: Tensor | None,
+    rstd: Tensor | None,
+    num_heads: int,
+    length: int,
+    *,
+    rotary: bool,
+    frequencies: Frequencies = None,
+    scale: float = 1.0,
 ) -> None:
-    (N, C3), width = dqkv_inout.shape, dqkv_inout.shape[1] // (3 * num_heads)
-    *block, warps = tile(num_heads, width, dqkv_inout.element_size(), BACKWARD_BYTES_PER_WARP)
-    tensors, sizes = (dqkv_inout, qkv, rstd), (N, length, C3, 2 * num_heads, width)
-    launch(_backward, (min(N, PROGRAMS),), *tensors, *sizes, *block, rotary, num_warps=warps)
+    table, turned_heads, width = heads_of(dqkv_inout, num_heads, frequencies)
+    N, columns = dqkv_inout.shape
+    *block, warps = tile(turned_heads, width, dqkv_inout.element_size(), BACKWARD_BYTES_PER_WARP)
+    tensors, sizes = (dqkv_inout, qkv, rstd, table), (N, length, columns, turned_heads, width)
+    launch(_backward, (min(N, PROGRAMS),), *tensors, *sizes, *block, rotary, scale, num_warps=warps)
+
+
+def heads_of(qkv: Tensor, num_heads: int, frequencies: Frequencies) -> tuple[Tensor | None, int, int]:
+    """(table of frequencies if they are not `ROTARY_BASE`'s, heads of queries and keys, their width)."""
+    if frequencies is None:
+        return None, 2 * num_heads, qkv.shape[1] // (3 * num_heads)
+    width = 2 * len(frequencies)
+    return frequency_table(frequencies, qkv.device), (qkv.shape[1] // width + num_heads) // 2, width
 
 
 @triton.jit
 def _forward(
-    qkv, rstd, positions, N, length, C3: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr, ROTARY: tl.constexpr, OVERLAPS: tl.constexpr,
+    qkv, rstd, positions, frequencies, N, length, C3: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr, ROTARY: tl.constexpr, SCALE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     head, pair, inside = places(HEADS, D, BLOCK_H, BLOCK_P)
-    frequency = turns_per_position(pair, D)
+    frequency = turns_per_position(frequencies, pair, D)
     if OVERLAPS:
         gdc_launch_dependents()
         gdc_wait()
@@ -112,17 +144,19 @@ def _forward(
             else:
                 position = row % length
             cos, sin = turned(frequency * tl.cast(position, tl.float64))
+            if SCALE != 1.0:
+                cos, sin = cos * SCALE, sin * SCALE
             x1, x2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
         store_pairs(first, x1, x2, inside, D)
 
 
 @triton.jit
 def _backward(
-    dqkv, qkv, rstd, N, length, C3: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr, ROTARY: tl.constexpr,
+    dqkv, qkv, rstd, frequencies, N, length, C3: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr, ROTARY: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     head, pair, inside = places(HEADS, D, BLOCK_H, BLOCK_P)
-    frequency = turns_per_position(pair, D)
+    frequency = turns_per_position(frequencies, pair, D)
     for row in range(tl.program_id(0), N, tl.num_programs(0)):
         place = tl.cast(row, tl.int64) * C3 + (head * D + pair)
         dx1, dx2 = pairs_at(dqkv + place, inside, D)
@@ -133,6 +167,8 @@ def _backward(
             dx1, dx2 = row_rstd * (dx1 - y1 * along), row_rstd * (dx2 - y2 * along)
         if ROTARY:
             cos, sin = turned(frequency * tl.cast(row % length, tl.float64))
+            if SCALE != 1.0:
+                cos, sin = cos * SCALE, sin * SCALE
             dx1, dx2 = dx1 * cos + dx2 * sin, dx2 * cos - dx1 * sin
         store_pairs(dqkv + place, dx1, dx2, inside, D)
 
@@ -158,9 +194,12 @@ def store_pairs(first, x1, x2, inside, D: tl.constexpr):
 
 
 @triton.jit
-def turns_per_position(pair, D: tl.constexpr):
-    """base^(-2i/D) / (2 pi) of the pairs, in float64."""
-    return tl.exp2(pair.to(tl.float64) * (-LOG2_BASE / (D // 2)) - LOG2_TURN)
+def turns_per_position(frequencies, pair, D: tl.constexpr):
+    """Of the pairs, in float64: from the table, or base^(-2i/D) / (2 pi)."""
+    if frequencies is not None:
+        return tl.load(frequencies + pair, mask=pair < D // 2, other=0.0)
+    else:
+        return tl.exp2(pair.to(tl.float64) * (-LOG2_BASE / (D // 2)) - LOG2_TURN)
 
 
 @triton.jit

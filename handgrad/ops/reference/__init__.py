@@ -8,7 +8,7 @@ kernels: those of a CPU are in `handgrad.ops.cpu`.
 
 from collections.abc import Callable
 
-from handgrad.ops.compose import after_layernorm, after_rmsnorm
+from handgrad.ops.compose import after_gained_rmsnorm, after_layernorm, after_rmsnorm
 from handgrad.ops.reference import decode
 from handgrad.ops.reference.attention import attention_backward, attention_forward, attention_scratch_bytes
 from handgrad.ops.reference.classifier import classifier_forward, classifier_forward_backward, softcap_forward
@@ -38,8 +38,15 @@ from handgrad.ops.reference.relu2 import (
     relu2_forward,
     relu2_linear_backward,
 )
-from handgrad.ops.reference.rmsnorm import rmsnorm_backward, rmsnorm_forward
+from handgrad.ops.reference.rmsnorm import (
+    gained_rmsnorm_backward,
+    gained_rmsnorm_forward,
+    rmsnorm_backward,
+    rmsnorm_forward,
+)
 from handgrad.ops.reference.rotary import (
+    gained_qk_norm_rotary_backward,
+    gained_qk_norm_rotary_forward,
     qk_norm_backward,
     qk_norm_forward,
     qk_norm_rotary_backward,
@@ -47,11 +54,19 @@ from handgrad.ops.reference.rotary import (
     rotary_backward,
     rotary_forward,
 )
+from handgrad.ops.reference.swiglu import (
+    linear_swiglu_forward,
+    swiglu_backward,
+    swiglu_forward,
+    swiglu_linear_backward,
+)
 
 layernorm_linear_forward = after_layernorm(layernorm_forward, linear_forward)  # out = LN(x) W^T + b
 layernorm_linear_gelu_forward = after_layernorm(layernorm_forward, linear_gelu_forward)  # h = LN(x) W^T + b, out = GELU(h)
 rmsnorm_linear_forward = after_rmsnorm(rmsnorm_forward, linear_forward, None)  # out = RMSnorm(x) W^T
 rmsnorm_linear_relu2_forward = after_rmsnorm(rmsnorm_forward, linear_relu2_forward)  # out = max(RMSnorm(x) W^T, 0)^2
+gained_rmsnorm_linear_forward = after_gained_rmsnorm(gained_rmsnorm_forward, linear_forward, 1)  # g RMSnorm(x) W^T + b
+gained_rmsnorm_linear_swiglu_forward = after_gained_rmsnorm(gained_rmsnorm_forward, linear_swiglu_forward, 2)
 
 CAPTURABLE = False  # the verdict and the update ask the host
 
@@ -61,7 +76,7 @@ def versions() -> dict[str, str]:
     return {}
 
 
-def check_sizes(*, length: int, num_heads: int, channels: int) -> None:
+def check_sizes(*, length: int, num_heads: int, channels: int, head_width: int = 0) -> None:
     """Any model runs."""
 
 

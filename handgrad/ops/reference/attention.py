@@ -8,13 +8,30 @@ from torch import Tensor
 # Causal attention (Vaswani et al. 2017), per head: S = q k^T / sqrt(D) for keys at or before the query,
 # P = softmax(S) = exp(S - lse),  y = P v.
 # Backward: dv = P^T dy,  dP = dy v^T,  dS = P (dP - rowsum(dy y)),  dq = dS k / sqrt(D),  dk = dS^T q / sqrt(D).
+#
+# Grouped heads (Ainslie et al. 2023, https://arxiv.org/abs/2305.13245): K heads of keys and values, each for H / K heads of
+# queries in a row; its dk and dv are the sums over these.
 
 
-def split_heads(packed: Tensor, batch: int, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v as views (B, H, T, D) of the packed (N, 3C), whose rows hold q, k, v, each head after head."""
-    N, C3 = packed.shape
-    q, k, v = packed.view(batch, N // batch, 3, num_heads, C3 // (3 * num_heads)).permute(2, 0, 3, 1, 4)
+def split_heads(packed: Tensor, batch: int, num_heads: int, head_width: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """q (B, H, T, D), k and v (B, K, T, D) as views of the packed (N, (H + 2K) D), whose rows hold q, k, v, each head after
+    head. Without a `head_width` D there are as many heads of keys as of queries."""
+    N, columns = packed.shape
+    heads = columns // head_width if head_width else 3 * num_heads
+    every = packed.view(batch, N // batch, heads, columns // heads).transpose(1, 2)
+    kv_heads = (heads - num_heads) // 2
+    q, k, v = every.split((num_heads, kv_heads, kv_heads), dim=1)
     return q, k, v
+
+
+def for_queries(keys: Tensor, num_heads: int, dim: int = 0) -> Tensor:
+    """Keys or values of K heads along `dim` for each of the H heads of queries."""
+    return keys if keys.shape[dim] == num_heads else keys.repeat_interleave(num_heads // keys.shape[dim], dim)
+
+
+def group_sums(dkeys: Tensor, kv_heads: int, dim: int = 0) -> Tensor:
+    """The backward of `for_queries`: sums over the heads that share keys and values."""
+    return dkeys if dkeys.shape[dim] == kv_heads else dkeys.unflatten(dim, (kv_heads, -1)).sum(dim + 1)
 
 
 def causal_scores(q: Tensor, k: Tensor) -> Tensor:
@@ -25,36 +42,41 @@ def causal_scores(q: Tensor, k: Tensor) -> Tensor:
     return scores.masked_fill_(later, -math.inf)
 
 
-def attention_scratch_bytes(*, batch: int, length: int, num_heads: int, head_width: int, dtype: torch.dtype) -> int:
+def attention_scratch_bytes(
+    *, batch: int, length: int, num_heads: int, head_width: int, dtype: torch.dtype, kv_heads: int = 0
+) -> int:
     """Bytes of `scratch` that the backward of attention needs: none here."""
     return 0
 
 
 def attention_forward(out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor | None = None) -> None:
-    """out (N, C), lse (B, H, T) = log of the softmax's denominator, from qkv (N, 3C)."""
+    """out (N, C), lse (B, H, T) = log of the softmax's denominator, from qkv (N, 3C), or (N, (H + 2K) D) with grouped
+    heads: C = H D."""
     B, H, T = lse.shape
-    q, k, v = split_heads(qkv.to(lse.dtype), B, H)
+    q, k, v = split_heads(qkv.to(lse.dtype), B, H, out.shape[1] // H)
     y = out.view(B, T, H, -1).transpose(1, 2)
     for b in range(B):  # one batch entry at a time bounds the (H, T, T) scores
-        scores = causal_scores(q[b], k[b])
+        scores = causal_scores(q[b], for_queries(k[b], H))
         lse[b] = scores.logsumexp(-1)
         weights = torch.exp_(scores.sub_(lse[b].unsqueeze(-1)))
-        y[b] = torch.matmul(weights, v[b])
+        y[b] = torch.matmul(weights, for_queries(v[b], H))
 
 
 def attention_backward(
     dqkv: Tensor, dout: Tensor, out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor | None = None
 ) -> None:
-    """dqkv (N, 3C) from dout, out (N, C), lse (B, H, T) and qkv (N, 3C)."""
+    """dqkv (N, 3C) from dout, out (N, C), lse (B, H, T) and qkv (N, 3C) or (N, (H + 2K) D)."""
     B, H, T = lse.shape
-    q, k, v = split_heads(qkv.to(lse.dtype), B, H)
+    q, k, v = split_heads(qkv.to(lse.dtype), B, H, out.shape[1] // H)
     y, dy = (t.to(lse.dtype).view(B, T, H, -1).transpose(1, 2) for t in (out, dout))
-    dq, dk, dv = split_heads(dqkv, B, H)
+    dq, dk, dv = split_heads(dqkv, B, H, out.shape[1] // H)
+    K = k.shape[1]
     scale = 1.0 / math.sqrt(q.shape[-1])
     for b in range(B):
-        weights = torch.exp_(causal_scores(q[b], k[b]).sub_(lse[b].unsqueeze(-1)))
-        dweights = torch.matmul(dy[b], v[b].transpose(-1, -2))
+        keys, values = for_queries(k[b], H), for_queries(v[b], H)
+        weights = torch.exp_(causal_scores(q[b], keys).sub_(lse[b].unsqueeze(-1)))
+        dweights = torch.matmul(dy[b], values.transpose(-1, -2))
         dscores = dweights.sub_((dy[b] * y[b]).sum(-1, keepdim=True)).mul_(weights)
-        dv[b] = torch.matmul(weights.transpose(-1, -2), dy[b])
-        dq[b] = torch.matmul(dscores, k[b]).mul_(scale)
-        dk[b] = torch.matmul(dscores.transpose(-1, -2), q[b]).mul_(scale)
+        dv[b] = group_sums(torch.matmul(weights.transpose(-1, -2), dy[b]), K)
+        dq[b] = torch.matmul(dscores, keys).mul_(scale)
+        dk[b] = group_sums(torch.matmul(dscores.transpose(-1, -2), q[b]).mul_(scale), K)

@@ -9,16 +9,17 @@ import math
 import torch
 from torch import Tensor
 
-from handgrad.ops.compose import after_layernorm, after_rmsnorm
+from handgrad.ops.compose import after_gained_rmsnorm, after_layernorm, after_rmsnorm
 from handgrad.ops.hashing import BITS32, WEYL, mixed
-from handgrad.ops.reference.attention import split_heads
+from handgrad.ops.reference.attention import for_queries, split_heads
 from handgrad.ops.reference.classifier import softcap_forward  # noqa: F401
 from handgrad.ops.reference.gelu import linear_gelu_forward, linear_residual_forward  # noqa: F401
 from handgrad.ops.reference.layernorm import layernorm_forward
 from handgrad.ops.reference.linear import linear_forward
 from handgrad.ops.reference.relu2 import linear_relu2_forward
-from handgrad.ops.reference.rmsnorm import rmsnorm_forward
-from handgrad.ops.reference.rotary import qk_norm_forward, rotate
+from handgrad.ops.reference.rmsnorm import gained_rmsnorm_forward, rmsnorm_forward
+from handgrad.ops.reference.rotary import Frequencies, gained_norm, qk_norm_forward, rotate
+from handgrad.ops.reference.swiglu import linear_swiglu_forward
 
 SHARE_UNIT = 2.0**60  # of probabilities as integers: those above 2^-36 are exact, and their sum fits 63 bits
 DRAW_BITS = 23  # of a draw: with the half that is added, the 24 that a float32 holds exactly
@@ -28,6 +29,8 @@ layernorm_linear_forward = after_layernorm(layernorm_forward, linear_forward)
 layernorm_linear_gelu_forward = after_layernorm(layernorm_forward, linear_gelu_forward)
 rmsnorm_linear_forward = after_rmsnorm(rmsnorm_forward, linear_forward, None)
 rmsnorm_linear_relu2_forward = after_rmsnorm(rmsnorm_forward, linear_relu2_forward)
+gained_rmsnorm_linear_forward = after_gained_rmsnorm(gained_rmsnorm_forward, linear_forward, 1)
+gained_rmsnorm_linear_swiglu_forward = after_gained_rmsnorm(gained_rmsnorm_forward, linear_swiglu_forward, 2)
 
 
 def embedding_decode(out: Tensor, tokens: Tensor, positions: Tensor, wte: Tensor, wpe: Tensor) -> None:
@@ -41,36 +44,56 @@ def token_embedding_decode(out: Tensor, tokens: Tensor, wte: Tensor) -> None:
     torch.index_select(wte, 0, tokens, out=out)
 
 
-def rotary_forward(qkv_inout: Tensor, *, num_heads: int, positions: Tensor) -> None:
+def rotary_forward(
+    qkv_inout: Tensor, *, num_heads: int, positions: Tensor, frequencies: Frequencies = None, scale: float = 1.0
+) -> None:
     """Rotates queries and keys (B, 3C) to positions (B) int64."""
-    rotate(qkv_inout, positions, num_heads, 1)
+    rotate(qkv_inout, positions, num_heads, 1, frequencies, scale)
 
 
 def qk_norm_rotary_forward(qkv_inout: Tensor, rstd: Tensor, *, positions: Tensor) -> None:
     """qkv_inout (B, 3C), rstd (B, 2H): norm of each head's query and key, then rotation to positions (B) int64."""
     qk_norm_forward(qkv_inout, rstd)
-    rotate(qkv_inout, positions, rstd.shape[1] // 2, 1)
+    rotary_forward(qkv_inout, num_heads=rstd.shape[1] // 2, positions=positions)
+
+
+def gained_qk_norm_rotary_forward(
+    out: Tensor,
+    rstd: Tensor,
+    qkv: Tensor,
+    q_gain: Tensor,
+    k_gain: Tensor,
+    *,
+    positions: Tensor,
+    frequencies: tuple[float, ...],
+    scale: float,
+    epsilon: float,
+) -> None:
+    """out, qkv (B, (H + 2K) D), rstd (B, H + K), gains (D): norm, gain, and rotation to positions (B) int64."""
+    num_heads = gained_norm(out, rstd, qkv, q_gain, k_gain, epsilon)
+    rotary_forward(out, num_heads=num_heads, positions=positions, frequencies=frequencies, scale=scale)
 
 
 def attention_decode(
     out: Tensor, keys_inout: Tensor, values_inout: Tensor, qkv: Tensor, positions: Tensor, *, scratch: Tensor | None = None
 ) -> None:
-    """One new token per sequence: appends its key and value to the caches (B, H, maxT, D) at positions (B), and attends to
-    0..positions[b]. out (B, C), qkv (B, 3C). What the caches hold after that position is not read."""
+    """One new token per sequence: appends its key and value to the caches (B, K, maxT, D) at positions (B), and attends to
+    0..positions[b]. out (B, H D), qkv (B, (H + 2K) D). What the caches hold after that position is not read."""
     B, _, maxT, _ = keys_inout.shape
     q = append_keys_values(keys_inout, values_inout, qkv, positions)
     later = torch.arange(maxT, device=qkv.device) > positions.unsqueeze(1)  # (B, maxT)
-    scores = torch.matmul(q, keys_inout.to(q.dtype).transpose(-1, -2))
+    H = q.shape[1]
+    scores = torch.matmul(q, for_queries(keys_inout, H, 1).to(q.dtype).transpose(-1, -2))
     weights = torch.softmax(scores.masked_fill_(later.view(B, 1, 1, maxT), -math.inf), -1)
     # What was never written may be no number, and 0 times that is none either.
-    values = values_inout.to(q.dtype).masked_fill(later.view(B, 1, maxT, 1), 0)
+    values = for_queries(values_inout, H, 1).to(q.dtype).masked_fill(later.view(B, 1, maxT, 1), 0)
     out.view(*q.shape).copy_(torch.matmul(weights, values))
 
 
 def append_keys_values(keys_inout: Tensor, values_inout: Tensor, qkv: Tensor, positions: Tensor) -> Tensor:
     """The new keys and values into the caches; returns q / sqrt(D) (B, H, 1, D), in float32 or float64."""
-    B, H = keys_inout.shape[:2]
-    q, k, v = split_heads(qkv, B, H)
+    B, K, _, D = keys_inout.shape
+    q, k, v = split_heads(qkv, B, qkv.shape[1] // D - 2 * K, D)
     rows = torch.arange(B, device=qkv.device)
     keys_inout[rows, :, positions] = k[:, :, 0]
     values_inout[rows, :, positions] = v[:, :, 0]
@@ -78,10 +101,10 @@ def append_keys_values(keys_inout: Tensor, values_inout: Tensor, qkv: Tensor, po
 
 
 def store_keys_values(keys_inout: Tensor, values_inout: Tensor, qkv: Tensor, slots: Tensor) -> None:
-    """The keys and values of whole prompts into the caches (B, H, maxT, D): qkv (B' T, 3C) of B' prompts, positions 0..T-1
-    of the sequences slots (B'), no two of which are equal."""
-    batch, H = slots.shape[0], keys_inout.shape[1]
-    _, k, v = split_heads(qkv, batch, H)
+    """The keys and values of whole prompts into the caches (B, K, maxT, D): qkv (B' T, (H + 2K) D) of B' prompts,
+    positions 0..T-1 of the sequences slots (B'), no two of which are equal."""
+    _, K, _, D = keys_inout.shape
+    _, k, v = split_heads(qkv, slots.shape[0], qkv.shape[1] // D - 2 * K, D)
     T = k.shape[2]
     keys_inout[slots, :, :T] = k
     values_inout[slots, :, :T] = v

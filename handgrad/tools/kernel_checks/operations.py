@@ -59,15 +59,37 @@ def relu2_product_backward(d: Draw) -> Arguments:
     return {"dhidden": d.empty(N, F), "dweight_acc": d.float32(C, F), "dout": d(N, C), **product}
 
 
-def attention(d: Draw, heads: int, **site: Dropout) -> Arguments:
-    return {"out": d.empty(N, C), "lse": d.empty(B, heads, T, dtype=torch.float32), "qkv": d(N, 3 * C), **site}
+def gained_rmsnorm_backward(d: Draw) -> Arguments:
+    return {**rmsnorm_backward(d), "dgain_acc": d.float32(C), "gain": d(C)}
 
 
-def attention_backward(d: Draw, heads: int, **site: Dropout) -> Arguments:
+GROUPED = 4 * 64  # columns of two heads of queries that share one of keys and values
+TURN = {"frequencies": tuple(500000.0 ** (-pair / 32) for pair in range(32)), "scale": 1.2}
+
+
+def gained_qk_norm(d: Draw) -> Arguments:
+    return {"qkv": d(N, GROUPED), "q_gain": d(64), "k_gain": d(64), "length": T, **TURN}
+
+
+def gained_qk_norm_backward(d: Draw) -> Arguments:
+    accumulators = {"dq_gain_acc": d.float32(64), "dk_gain_acc": d.float32(64)}
+    return {"dqkv_inout": d(N, GROUPED), **accumulators, "rstd": d.float32(N, 3).square() + 0.5, **gained_qk_norm(d)}
+
+
+def swiglu_product_backward(d: Draw) -> Arguments:
+    outs = {"dhidden": d.empty(N, 2 * F), "dinp": d.empty(N, F), "dweight_acc": d.float32(C, F)}
+    return {**outs, "dout": d(N, C), "hidden": d(N, 2 * F), **d.product(C, F)}
+
+
+def attention(d: Draw, heads: int, columns: int = 3 * C, **site: Dropout) -> Arguments:
+    return {"out": d.empty(N, C), "lse": d.empty(B, heads, T, dtype=torch.float32), "qkv": d(N, columns), **site}
+
+
+def attention_backward(d: Draw, heads: int, columns: int = 3 * C, **site: Dropout) -> Arguments:
     """With an output and log-sums that belong to the queries, keys and values."""
-    forward = attention(d, heads, **site)
+    forward = attention(d, heads, columns, **site)
     (dropout_reference if site else reference).attention_forward(**forward)
-    return {"dqkv": d.empty(N, 3 * C), "dout": d(N, C), **forward}
+    return {"dqkv": d.empty(N, columns), "dout": d(N, C), **forward}
 
 
 def site(d: Draw) -> dict[str, Dropout]:
@@ -157,6 +179,27 @@ CASES: Cases = {
         "length": T,
     },
     "qk_norm_rotary_backward": lambda d: {**qk_norm_backward(d), "length": T},
+    "rotary_forward, of grouped heads": lambda d: {"qkv_inout": d(N, GROUPED), "num_heads": 2, "length": T, **TURN},
+    "rotary_backward, of grouped heads": lambda d: {"dqkv_inout": d(N, GROUPED), "num_heads": 2, "length": T, **TURN},
+    "gained_rmsnorm_forward": lambda d: {
+        "out": d.empty(N, C),
+        "rstd": d.empty(N, dtype=torch.float32),
+        "inp": d(N, C),
+        "gain": d(C),
+        "epsilon": 1e-5,
+    },
+    "gained_rmsnorm_backward": gained_rmsnorm_backward,
+    "gained_qk_norm_rotary_forward": lambda d: {
+        "out": d.empty(N, GROUPED),
+        "rstd": d.empty(N, 3, dtype=torch.float32),
+        "epsilon": 1e-6,
+        **gained_qk_norm(d),
+    },
+    "gained_qk_norm_rotary_backward": gained_qk_norm_backward,
+    "swiglu_forward": lambda d: {"out": d.empty(N, F), "hidden": d(N, 2 * F)},
+    "swiglu_backward": lambda d: {"dhidden": d.empty(N, 2 * F), "dout": d(N, F), "hidden": d(N, 2 * F)},
+    "linear_swiglu_forward": lambda d: {"out": d.empty(N, F), "hidden": d.empty(N, 2 * F), **d.product(2 * F, C)},
+    "swiglu_linear_backward": swiglu_product_backward,
     "linear_forward": lambda d: {"out": d.empty(N, F), **d.product(F, C), "bias": d(F)},
     "linear_backward": product_backward,
     "linear_residual_forward": lambda d: {
@@ -183,6 +226,8 @@ CASES: Cases = {
     "attention_backward, heads of 64 channels": lambda d: attention_backward(d, H),
     "attention_forward, heads of 128 channels": lambda d: attention(d, 1),
     "attention_backward, heads of 128 channels": lambda d: attention_backward(d, 1),
+    "attention_forward, of grouped heads": lambda d: attention(d, H, 2 * C),
+    "attention_backward, of grouped heads": lambda d: attention_backward(d, H, 2 * C),
     "classifier_forward": lambda d: {**classifier(d), "logits_inout": d(N, Vp, scale=4)},
     "classifier_forward_backward": lambda d: {
         **classifier(d),

@@ -1,0 +1,125 @@
+"""The numbers that a model of the Llama family has beside the sizes of every model, and their text in a configuration:
+`kv_heads=2,rotary_base=500000.0,tied`. What is not named has its default; a switch is named alone.
+"""
+
+import dataclasses
+import functools
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from handgrad.errors import UsageError
+from handgrad.names import check_choice
+
+ROPES = ("plain", "linear", "llama3", "yarn")
+FEED_FORWARD_MULTIPLE = 64
+WIDEST_HEAD = 1024
+
+
+@dataclass(frozen=True)
+class LlamaShape:
+    """A member of the family. 0 stands for what follows from the model's sizes (`settled`)."""
+
+    kv_heads: int = 0  # heads of keys and values, each read by num_heads / kv_heads queries' heads; 0: num_heads
+    head_width: int = 0  # D; 0: channels / num_heads
+    feed_forward: int = 0  # F; 0: 8/3 of the channels, as many weights as GPT-2's two matrices of 4 C
+    norm_epsilon: float = 1e-5
+    tied: bool = False  # the head is the embedding
+    qkv_bias: bool = False  # Qwen2
+    qk_norm: bool = False  # with gains, of every head: Qwen3
+    rotary_base: float = 10000.0
+    # Frequencies for contexts longer than those of the pretraining: `frequencies`.
+    rope: str = "plain"
+    rope_factor: float = 1.0
+    rope_length: int = 8192  # positions of the pretraining
+    rope_slow: float = 1.0  # turns within that length up to which a frequency is divided by the factor
+    rope_fast: float = 4.0  # and from which it stays
+    rope_scale: float = 1.0  # of rotated queries and keys
+
+    def __str__(self) -> str:
+        parts = []
+        for f in dataclasses.fields(self):
+            if (value := getattr(self, f.name)) != f.default:
+                parts.append(f.name if value is True else f"{f.name}={value}")
+        return ",".join(parts)
+
+    def settled(self, num_heads: int, channels: int) -> "LlamaShape":
+        """With sizes in the place of zeros."""
+        widest = -(-8 * channels // 3)
+        return replace(
+            self,
+            kv_heads=self.kv_heads or num_heads,
+            head_width=self.head_width or channels // num_heads,
+            feed_forward=self.feed_forward or -(-widest // FEED_FORWARD_MULTIPLE) * FEED_FORWARD_MULTIPLE,
+        )
+
+    @functools.cached_property
+    def frequencies(self) -> tuple[float, ...]:
+        """Angle per position of each pair of a head's channels, in radians: base^(-2i/D), less where the context is longer
+        than that of the pretraining (docs/operations/rotary.md)."""
+        return tuple(self.stretched(pair, self.rotary_base ** (-2 * pair / self.head_width)) for pair in self.pairs)
+
+    @property
+    def pairs(self) -> range:
+        return range(self.head_width // 2)
+
+    def stretched(self, pair: int, frequency: float) -> float:
+        """The frequency of a pair: kept (1), divided by the factor (0), or in between."""
+        if self.rope == "plain":
+            return frequency
+        kept = 0.0
+        if self.rope == "llama3":
+            turns = self.rope_length * frequency / (2 * math.pi)
+            kept = (turns - self.rope_slow) / (self.rope_fast - self.rope_slow)
+        elif self.rope == "yarn":
+            first = max(math.floor(self.pair_of(self.rope_fast)), 0)
+            last = min(math.ceil(self.pair_of(self.rope_slow)), self.head_width - 1)
+            kept = 1 - (pair - first) / (last - first or 0.001)
+        kept = min(1.0, max(0.0, kept))
+        return frequency * (kept + (1 - kept) / self.rope_factor)
+
+    def pair_of(self, turns: float) -> float:
+        """The place, a fraction, of the frequency that makes so many turns within the pretraining's length."""
+        return self.head_width * math.log(self.rope_length / (2 * math.pi * turns)) / (2 * math.log(self.rotary_base))
+
+    def check(self, num_heads: int, channels: int) -> None:
+        """Raises `UsageError` for numbers that make no model."""
+        if not self.head_width and channels % num_heads:
+            raise UsageError(
+                f"channels must be a multiple of num_heads, found {channels} and {num_heads};"
+                f" or give heads a width of their own, like --llama head_width=64"
+            )
+        check_choice("rope of llama", self.rope, ROPES)
+        made = self.settled(num_heads, channels)
+        rules: tuple[tuple[bool, str], ...] = (
+            (made.kv_heads > 0 and num_heads % made.kv_heads == 0, f"kv_heads that divide num_heads {num_heads}"),
+            (0 < made.head_width <= WIDEST_HEAD and made.head_width % 2 == 0, "an even head_width"),
+            (0 < made.feed_forward <= 1 << 20, "feed_forward of 1 or more"),
+            (0 < made.norm_epsilon < 1, "norm_epsilon between 0 and 1"),
+            (1 < made.rotary_base < math.inf, "rotary_base above 1"),
+            (1 <= made.rope_factor < math.inf, "rope_factor of 1 or more"),
+            (made.rope_length > 0, "rope_length of 1 or more"),
+            (0 < made.rope_slow < made.rope_fast < math.inf, "rope_slow between 0 and rope_fast"),
+            (0 < made.rope_scale < math.inf, "rope_scale above 0"),
+        )
+        for holds, wanted in rules:
+            if not holds:
+                raise UsageError(f"llama must have {wanted}, found {str(self)!r}; docs/llama.md names the numbers")
+
+
+@functools.lru_cache(maxsize=64)
+def parse_llama(text: str) -> LlamaShape:
+    """The numbers in a text; `UsageError` for a name or a value that none has."""
+    known = {f.name: f.type for f in dataclasses.fields(LlamaShape)}
+    found: dict[str, Any] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, value = (word.strip() for word in part.partition("="))
+        check_choice("a number of llama", name, tuple(known))
+        try:
+            kind: Any = known[name]
+            if (kind is bool) == bool(equals):
+                raise ValueError
+            found[name] = True if kind is bool else kind(value)
+        except ValueError:
+            raise UsageError(f"llama must be like 'kv_heads=2,rotary_base=500000.0,tied', found {part!r}") from None
+    return LlamaShape(**found)

@@ -1,0 +1,257 @@
+"""The Llama family (docs/llama.md): forward, backward, generation. `models/llama_tensors.py` has its tensors as rows.
+
+The stream begins with x = wte[token]. A block is two halves, each `x + f(RMS(x))`, the norms with gains:
+
+    a = x + Attention(q, k, v) Wproj^T,    [q k v] = RMS(x) Wqkv^T + b,  q and k of each head rotated
+    y = a + (silu(g) u) Wdown^T,           [g u] = RMS(a) Wgate_up^T
+
+and the logits are z = RMS(y) Whead^T. Keys and values may have fewer heads than queries. Qwen2 has the bias b, Qwen3 a norm
+of each head of q and k before the rotation; the head may be the embedding. What a member has not, does not exist.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from handgrad.config import ModelShape
+from handgrad.models.decoding import Sequences, decoding_rows, prefill_block
+from handgrad.models.llama_tensors import (
+    FP8_PARTS as FP8_PARTS,
+    Activations,
+    BlockActivations,
+    BlockGradients,
+    BlockWeights,
+    Gradients,
+    Weights,
+    activations as activations,
+    dims,
+    flops_per_token as flops_per_token,
+    has,
+    parameters as parameters,
+)
+from handgrad.models.passes import Stage, head_logits
+from handgrad.models.rows import ActivationRow, repeated
+
+Launch = Callable[[], None]
+
+
+def rotation(shape: ModelShape) -> dict[str, Any]:
+    """The arguments of a rotation that every position shares."""
+    return {"frequencies": shape.family.frequencies, "scale": shape.family.rope_scale}
+
+
+def turn(ops: ModuleType, w: BlockWeights, act: BlockActivations, shape: ModelShape, **place: Any) -> Launch:
+    """Queries and keys before attention: normalised, if the model does, and rotated. `place`: the `length` of the samples
+    at hand, or the `positions` of one token per sequence."""
+    options = rotation(shape) | place
+    if act.heads is None:
+        return partial(ops.rotary_forward, act.qkv, num_heads=shape.num_heads, **options)
+    norm = act.qkv, act.heads_rstd, act.heads, w.q_gain, w.k_gain
+    return partial(ops.gained_qk_norm_rotary_forward, *norm, epsilon=shape.family.norm_epsilon, **options)
+
+
+# Forward. A stage is a stretch of the pass that reads one bucket's weights for the first time.
+
+
+def forward(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) -> list[Stage]:
+    """act.tokens (B, T) -> act.lnf (N, C), the normalised stream after the last block."""
+    x, s, epsilon = act.embedded, act.scratch, shape.family.norm_epsilon
+    stages = [Stage("embedding", partial(ops.token_embedding_forward, x, act.tokens, w.wte))]
+    for layer, (weights, block) in enumerate(zip(w.blocks, act.blocks, strict=True)):
+        turned = turn(ops, weights, block, shape, length=block.lse.shape[2])
+        attend = partial(ops.attention_forward, block.atty, block.lse, block.qkv, scratch=s)
+        run = partial(block_forward, ops, weights, block, x, turned, attend, s, epsilon)
+        stages.append(Stage(f"blocks.{layer}", run))
+        x = block.residual_out
+    last_norm = partial(ops.gained_rmsnorm_forward, act.lnf, act.lnf_rstd, x, w.lnf_gain, epsilon=epsilon)
+    return [*stages, Stage("head", last_norm)]
+
+
+def block_forward(
+    ops: ModuleType,
+    w: BlockWeights,
+    act: BlockActivations,
+    x: Tensor,
+    turned: Launch,
+    attend: Launch,
+    s: Tensor,
+    epsilon: float,
+) -> None:
+    """x (N, C) -> act.residual_out (N, C). `turned` and `attend` make act.atty of act.qkv: in training of the sequences at
+    hand, in generation with the keys and values of earlier tokens."""
+    queries_keys_values(ops, w, act, x, s, epsilon)
+    turned()  # q, k = R(q), R(k)
+    attend()  # y = softmax(q k^T / sqrt(D)) v
+    ops.linear_residual_forward(act.residual_mid, x, act.atty, w.proj_weight, None, scratch=s)  # a = x + y W^T
+    norm = act.norm2, act.norm2_rstd, act.residual_mid, w.norm2_gain, w.gate_up_weight
+    ops.gained_rmsnorm_linear_swiglu_forward(
+        act.swiglu, act.hidden, *norm, epsilon=epsilon, scratch=s
+    )  # [g u] = RMS(a) W^T, h = silu(g) u
+    ops.linear_residual_forward(act.residual_out, act.residual_mid, act.swiglu, w.down_weight, None, scratch=s)  # a + h W^T
+
+
+def queries_keys_values(
+    ops: ModuleType, w: BlockWeights, act: BlockActivations, x: Tensor, s: Tensor, epsilon: float
+) -> None:
+    """[q k v] = RMS(x) W^T + b, where `turn` expects them."""
+    out = act.qkv if act.heads is None else act.heads
+    norm = act.norm1, act.norm1_rstd, x, w.norm1_gain
+    ops.gained_rmsnorm_linear_forward(out, *norm, w.qkv_weight, w.qkv_bias, epsilon=epsilon, scratch=s)
+
+
+def loss(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) -> None:
+    """act.tokens, act.targets (B, T) -> act.losses (N): the cross-entropy of each token in nats."""
+    for stage in forward(ops, w, act, shape):
+        stage.run()
+    for rows, logits in head_logits(ops, w, act):
+        ops.classifier_forward(act.losses[rows], logits, act.targets.view(-1)[rows], vocab_size=shape.vocab_size)
+
+
+# Backward: the mirror image, bottom line first. A stage is a stretch that finishes one bucket's gradients.
+
+
+def backward(
+    ops: ModuleType,
+    w: Weights,
+    g: Weights,
+    act: Activations,
+    d: Gradients,
+    scale: Tensor,
+    shape: ModelShape,
+    *,
+    recompute: int,
+) -> list[Stage]:
+    """After `forward`: act.losses (N), and `g` += scale (1) * the gradient of their sum."""
+    stream = [act.embedded, *(block.residual_out for block in act.blocks)]  # into each block, and out of the last
+    head = partial(head_backward, ops, w, g, act, d, stream[-1], scale, shape)
+    stages = [Stage("head", head, done=True)]
+    below = [d.dresidual, *(block.dresidual_out for block in d.blocks)]  # the gradient of `stream`
+    for layer in reversed(range(len(w.blocks))):
+        block = w.blocks[layer], g.blocks[layer], act.blocks[layer], d.blocks[layer]
+        run = partial(block_backward, ops, *block, d, stream[layer], below[layer], act.scratch, shape, recompute)
+        stages.append(Stage(f"blocks.{layer}", run, done=True))
+    embedding = partial(
+        ops.token_embedding_backward, g.wte, d.dresidual, act.tokens, act.sorted_positions, scratch=act.scratch
+    )
+    return [*stages, Stage("embedding", embedding, done=True)]
+
+
+def head_backward(
+    ops: ModuleType, w: Weights, g: Weights, act: Activations, d: Gradients, x: Tensor, scale: Tensor, shape: ModelShape
+) -> None:
+    """Losses, and d.dresidual (N, C) = scale * dL/dx of the stream x that enters the last norm."""
+    s = act.scratch
+    for rows, logits in head_logits(ops, w, act):
+        targets = act.targets.view(-1)[rows]
+        ops.classifier_forward_backward(act.losses[rows], logits, targets, scale, vocab_size=shape.vocab_size)
+        ops.linear_backward(d.dlnf[rows], g.head, None, logits, act.lnf[rows], w.head, scratch=s)
+    d.dresidual.zero_()
+    ops.gained_rmsnorm_backward(d.dresidual, g.lnf_gain, d.dlnf, x, act.lnf_rstd, w.lnf_gain, scratch=s)
+
+
+def block_backward(
+    ops: ModuleType,
+    w: BlockWeights,
+    g: BlockWeights,
+    act: BlockActivations,
+    d: BlockGradients,
+    shared: Gradients,
+    x: Tensor,
+    dx: Tensor,
+    s: Tensor,
+    shape: ModelShape,
+    recompute: int,
+) -> None:
+    """d.dresidual_out -> dx, one buffer changed in place; adds the weights' gradients to `g`."""
+    epsilon, length = shape.family.norm_epsilon, act.lse.shape[2]
+    if recompute >= 2:
+        ops.gained_rmsnorm_forward(act.norm2, act.norm2_rstd, act.residual_mid, w.norm2_gain, epsilon=epsilon)
+    if recompute >= 1:
+        ops.linear_swiglu_forward(act.swiglu, act.hidden, act.norm2, w.gate_up_weight, scratch=s)
+    down = d.dswiglu, g.down_weight, d.dresidual_out, act.swiglu, act.hidden, w.down_weight
+    ops.swiglu_linear_backward(d.dhidden, *down, scratch=s)
+    ops.linear_backward(shared.dnorm, g.gate_up_weight, None, d.dhidden, act.norm2, w.gate_up_weight, scratch=s)
+    norm2 = g.norm2_gain, shared.dnorm, act.residual_mid, act.norm2_rstd, w.norm2_gain
+    ops.gained_rmsnorm_backward(d.dresidual_mid, *norm2, scratch=s)
+    if recompute >= 2:
+        ops.gained_rmsnorm_forward(act.norm1, act.norm1_rstd, x, w.norm1_gain, epsilon=epsilon)
+        if act.heads is not None:
+            turn(ops, w, act, shape, length=length)()
+    ops.linear_backward(shared.datty, g.proj_weight, None, d.dresidual_mid, act.atty, w.proj_weight, scratch=s)
+    ops.attention_backward(d.dqkv, shared.datty, act.atty, act.lse, act.qkv, scratch=shared.attention_scratch)
+    turn_back(ops, w, g, act, d.dqkv, s, shape)
+    ops.linear_backward(shared.dnorm, g.qkv_weight, g.qkv_bias, d.dqkv, act.norm1, w.qkv_weight, scratch=s)
+    ops.gained_rmsnorm_backward(dx, g.norm1_gain, shared.dnorm, x, act.norm1_rstd, w.norm1_gain, scratch=s)
+
+
+def turn_back(
+    ops: ModuleType, w: BlockWeights, g: BlockWeights, act: BlockActivations, dqkv: Tensor, s: Tensor, shape: ModelShape
+) -> None:
+    """Turns the gradient after `turn` into the gradient before it."""
+    options = rotation(shape) | {"length": act.lse.shape[2]}
+    if act.heads is None:
+        ops.rotary_backward(dqkv, num_heads=shape.num_heads, **options)
+    else:
+        norm = g.q_gain, g.k_gain, act.heads, act.heads_rstd, w.q_gain, w.k_gain
+        ops.gained_qk_norm_rotary_backward(dqkv, *norm, scratch=s, **options)
+
+
+# Generation.
+
+
+@dataclass
+class Decoding(Sequences):
+    blocks: list[BlockActivations] = repeated(BlockActivations)  # of the prefill, of the step
+
+
+def decoding(
+    shape: ModelShape, batch: int, prompt_tokens: int, dtype: torch.dtype, ops: ModuleType
+) -> Iterator[ActivationRow]:
+    """The rows of `Decoding` for `batch` sequences, and for prompts that are taken in by `prompt_tokens` at a time."""
+    sizes = dims(shape)
+    widest = max(sizes["2F"], sizes["QKV"])
+    rows = decoding_rows(BlockActivations, sizes, shape, batch, prompt_tokens, dtype, ops, widest=widest)
+    return (row for row in rows if has(shape, row.name))
+
+
+def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> None:
+    """Takes in b.tokens at b.positions (the earlier tokens of a sequence were taken in before) -> b.logits (B, Vp) for the
+    tokens that follow. `ops`: those of generation, one row per sequence."""
+    s, act, x = b.scratch, b.blocks[1], b.blocks[1].residual_out
+    epsilon = shape.family.norm_epsilon
+    ops.token_embedding_decode(x, b.tokens, w.wte)
+    for layer, weights in enumerate(w.blocks):
+        turned = turn(ops, weights, act, shape, positions=b.positions)
+        cache = b.keys[layer], b.values[layer]
+        attend = partial(ops.attention_decode, act.atty, *cache, act.qkv, b.positions, scratch=s)
+        block_forward(ops, weights, act, x, turned, attend, s, epsilon)
+    norm = act.norm1, act.norm1_rstd, x, w.lnf_gain
+    ops.gained_rmsnorm_linear_forward(b.logits, *norm, w.head, None, epsilon=epsilon, scratch=s)
+
+
+def prefill(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape, batch: int, length: int) -> None:
+    """b.prompt_tokens, (`batch`, `length`), -> their keys and values in the caches of b.prompt_slots, from position 0 on.
+
+    Padding on the right is harmless: attention is causal, and the step that gets to a padded position of a cache writes it
+    before it reads it."""
+    N, s, slots, epsilon = batch * length, b.scratch, b.prompt_slots[:batch], shape.family.norm_epsilon
+    act = prefill_block(b.blocks[0], batch, length, shape.num_heads)
+    x, tokens = act.residual_out, b.prompt_tokens[:N].view(batch, length)
+
+    def attend(layer: int) -> None:
+        ops.store_keys_values(b.keys[layer], b.values[layer], act.qkv, slots)
+        ops.attention_forward(act.atty, act.lse, act.qkv, scratch=s)
+
+    ops.token_embedding_forward(x, tokens, w.wte)
+    for layer, weights in enumerate(w.blocks[:-1]):
+        turned = turn(ops, weights, act, shape, length=length)
+        block_forward(ops, weights, act, x, turned, partial(attend, layer), s, epsilon)
+    last = w.blocks[-1]  # of which the keys and values alone are read
+    queries_keys_values(ops, last, act, x, s, epsilon)
+    turn(ops, last, act, shape, length=length)()
+    ops.store_keys_values(b.keys[-1], b.values[-1], act.qkv, slots)

@@ -1,0 +1,182 @@
+"""The tensors of a Llama as rows: parameters, activations, gradients of activations (models/llama.py has the equations). A
+member of the family may be without some of them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from handgrad.config import ModelShape
+from handgrad.models.rows import (
+    NEVER,
+    ONES,
+    ZEROS,
+    ActivationRow,
+    Clock,
+    Init,
+    ParameterRow,
+    activation,
+    activation_rows,
+    at_head,
+    backward_of,
+    count_parameters,
+    dtypes_of,
+    kept,
+    parameter,
+    parameter_rows,
+    repeated,
+    shared,
+)
+
+ATTENTION, FEED_FORWARD, NEXT_BLOCK = range(3)  # the stages of a block, and the one that follows
+FP8_PARTS: tuple[str, ...] = ()  # GEMMs that go to fp8: none
+
+NORMAL = Init("normal", 0.02)
+RESIDUAL = Init("normal", 0.02, residual=True)
+
+
+def dims(shape: ModelShape) -> dict[str, int]:
+    """The sizes of the letters in the parameters' shapes; HD and such are the columns of so many heads."""
+    C, F, H, K, D = shape.channels, shape.feed_forward, shape.num_heads, shape.family.kv_heads, shape.head_width
+    sizes = {"C": C, "F": F, "2F": 2 * F, "H": H, "K": K, "D": D, "HD": H * D, "QKV": (H + 2 * K) * D, "H+K": H + K}
+    sizes |= {"V": shape.vocab_size, "Vp": shape.padded_vocab_size, "L": shape.num_layers}
+    return sizes | {"maxT": shape.sequence_length}
+
+
+def has(shape: ModelShape, name: str) -> bool:
+    """True if the model has the tensor of this name."""
+    family, last = shape.family, name.rpartition(".")[2]
+    if last in ("q_gain", "k_gain", "heads", "heads_rstd"):
+        return family.qk_norm
+    if last == "qkv_bias":
+        return family.qkv_bias
+    return last != "head" or not family.tied
+
+
+# Parameters. Matrices come first, then vectors: the optimizer decays the former, in one range.
+
+
+@dataclass
+class BlockWeights:
+    qkv_weight: Tensor = parameter("QKV C", NORMAL, "matrix")
+    proj_weight: Tensor = parameter("C HD", RESIDUAL, "matrix")
+    gate_up_weight: Tensor = parameter("2F C", NORMAL, "matrix")  # the gates' rows, then those of what they let through
+    down_weight: Tensor = parameter("C F", RESIDUAL, "matrix")
+    qkv_bias: Tensor = parameter("QKV", ZEROS, "vector", optional=True)
+    norm1_gain: Tensor = parameter("C", ONES, "vector")
+    norm2_gain: Tensor = parameter("C", ONES, "vector")
+    q_gain: Tensor = parameter("D", ONES, "vector", optional=True)
+    k_gain: Tensor = parameter("D", ONES, "vector", optional=True)
+
+
+@dataclass
+class Weights:
+    """The weights, or their gradients."""
+
+    wte: Tensor = parameter("Vp C", NORMAL, "embedding", bucket="embedding", stored_rows="V")
+    blocks: list[BlockWeights] = repeated(BlockWeights)
+    head: Tensor = parameter("Vp C", NORMAL, "embedding", bucket="head", stored_rows="V", otherwise="wte")
+    lnf_gain: Tensor = parameter("C", ONES, "vector", bucket="head")
+
+
+def parameters(shape: ModelShape) -> Iterator[ParameterRow]:
+    return (row for row in parameter_rows(Weights, dims(shape), shape.num_layers) if has(shape, row.name))
+
+
+def flops_per_token(shape: ModelShape) -> float:
+    """Forward and backward: 6 per parameter of a GEMM, and 6 L H D T for attention's two causal products."""
+    in_gemms = (row for row in parameters(shape) if len(row.shape) == 2 and (row.name != "wte" or shape.family.tied))
+    attention = shape.num_layers * shape.num_heads * shape.head_width * shape.sequence_length
+    return 6.0 * count_parameters(in_gemms) + 6.0 * attention
+
+
+# Activations. The backward's inputs are kept or, from a recompute level on, made again by the same operation: same bits.
+
+
+@dataclass
+class BlockActivations:
+    norm1: Tensor = activation("N C", lives=kept(ATTENTION), remade_from=2)
+    norm1_rstd: Tensor = activation("N", "statistics", lives=kept(ATTENTION))
+    heads: Tensor = activation("N QKV", lives=kept(ATTENTION), optional=True)  # before the norm of queries and keys
+    heads_rstd: Tensor = activation("N H+K", "statistics", lives=kept(ATTENTION), optional=True)
+    qkv: Tensor = activation("N QKV", lives=kept(ATTENTION), remade_from=2)  # queries and keys rotated; see `activations`
+    atty: Tensor = activation("N HD", lives=kept(ATTENTION))  # attention's output
+    lse: Tensor = activation("B H T", "statistics", lives=kept(ATTENTION))  # log of the softmax's denominators
+    residual_mid: Tensor = activation("N C", lives=kept(ATTENTION, until=FEED_FORWARD))  # the stream between the halves
+    norm2: Tensor = activation("N C", lives=kept(FEED_FORWARD), remade_from=2)
+    norm2_rstd: Tensor = activation("N", "statistics", lives=kept(FEED_FORWARD))
+    hidden: Tensor = activation("N 2F", lives=kept(FEED_FORWARD), remade_from=1)  # gates, and what they let through
+    swiglu: Tensor = activation("N F", lives=kept(FEED_FORWARD), remade_from=1)
+    residual_out: Tensor = activation("N C", lives=kept(FEED_FORWARD, until=NEXT_BLOCK))
+
+
+@dataclass
+class Activations:
+    tokens: Tensor = activation("B T", torch.int64)
+    targets: Tensor = activation("B T", torch.int64)
+    sorted_positions: Tensor = activation("N", torch.int32)  # 0..N-1 ordered by token, for the embedding's backward
+    losses: Tensor = activation("N", "statistics")
+    scratch: Tensor = activation("scratch", torch.uint8)
+    embedded: Tensor = activation("N C", lives=lambda clock: ((0, clock.mirrored(clock.tick(ATTENTION))),))
+    blocks: list[BlockActivations] = repeated(BlockActivations)
+    lnf: Tensor = activation("N C", lives=at_head)
+    lnf_rstd: Tensor = activation("N", "statistics", lives=at_head)
+    logits: Tensor = activation("chunk Vp", lives=at_head)
+
+
+@dataclass
+class BlockGradients:
+    """The gradients that the blocks make one after another in the same memory."""
+
+    dqkv: Tensor = shared()
+    dresidual_mid: Tensor = shared(of="dresidual")
+    dhidden: Tensor = shared()
+    dswiglu: Tensor = shared()
+    dresidual_out: Tensor = shared(of="dresidual")
+
+
+@dataclass
+class Gradients:
+    """Gradients of activations. That of the residual stream runs through in place: the stream's identity path leaves it as
+    it is, and each norm adds its own path."""
+
+    dlnf: Tensor = activation("N C", lives=at_head)
+    dresidual: Tensor = activation("N C", lives=lambda clock: ((clock.head, 2 * clock.head),))
+    dnorm: Tensor = activation("N C", lives=backward_of(ATTENTION, FEED_FORWARD))  # of a norm's output
+    datty: Tensor = activation("N HD", lives=backward_of(ATTENTION))
+    dqkv: Tensor = activation("N QKV", lives=backward_of(ATTENTION))
+    dhidden: Tensor = activation("N 2F", lives=backward_of(FEED_FORWARD))
+    dswiglu: Tensor = activation("N F", lives=backward_of(FEED_FORWARD))
+    attention_scratch: Tensor = activation("attention_scratch", torch.uint8, lives=backward_of(ATTENTION))
+    blocks: list[BlockGradients] = repeated(BlockGradients)
+
+
+def activations(
+    shape: ModelShape, batch: int, length: int, dtype: torch.dtype, ops: ModuleType, *, chunk: int, training: bool
+) -> Iterator[ActivationRow]:
+    """The rows of `Activations` for `batch` samples of `length` tokens, and with `training` those of `Gradients`; `chunk`
+    tokens at a time go through the loss head. Without a norm of queries and keys, qkv is what their product made, rotated
+    in place, and is kept."""
+    N = batch * length
+    sizes = dims(shape) | {"B": batch, "T": length, "N": N, "chunk": chunk}
+    sizes["scratch"] = scratch_bytes(shape, N, ops)
+    clock = Clock(shape.num_layers, stages=2, training=training)
+    tables: list[type] = [Activations]
+    if training:
+        heads = {"num_heads": shape.num_heads, "kv_heads": sizes["K"], "head_width": sizes["D"]}
+        sizes["attention_scratch"] = ops.attention_scratch_bytes(batch=batch, length=length, dtype=dtype, **heads)
+        tables.append(Gradients)
+    for table in tables:
+        for row in activation_rows(table, sizes, dtypes_of(dtype), clock):
+            if has(shape, row.name):
+                remade = row.name.endswith(".qkv") and not shape.family.qk_norm
+                yield replace(row, remade_from=NEVER) if remade else row
+
+
+def scratch_bytes(shape: ModelShape, tokens: int, ops: ModuleType) -> int:
+    """Bytes of `scratch` of the operations that take in so many tokens."""
+    sizes = dims(shape)
+    return ops.scratch_bytes(tokens=tokens, channels=shape.channels, widest=max(sizes["2F"], sizes["QKV"]))

@@ -1,0 +1,69 @@
+"""A Llama in plain PyTorch with autograd, from a table of tensors under handgrad's names."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from handgrad.config import ModelShape
+
+# A member of each family, of odd sizes: (layers, heads, channels), the family's numbers.
+FAMILIES = {
+    "llama": "kv_heads=2,tied,rotary_base=500000.0,rope=llama3,rope_factor=8.0,rope_length=16",
+    "qwen2": "kv_heads=1,qkv_bias,feed_forward=50,norm_epsilon=1e-06,rope=yarn,rope_factor=4.0,rope_length=16,"
+    "rope_fast=32.0,rope_scale=1.2",
+    "qwen3": "kv_heads=2,head_width=10,qk_norm,feed_forward=33,norm_epsilon=1e-06",
+    "wide": "head_width=4",
+}
+
+
+def shape_of(family: str, vocab_size: int = 57, length: int = 19, layers: int = 3) -> ModelShape:
+    return ModelShape(vocab_size, length, layers, 4, 24, "llama", llama=FAMILIES[family])
+
+
+def normed(x: Tensor, gain: Tensor, epsilon: float) -> Tensor:
+    return F.rms_norm(x, (x.shape[-1],), gain, epsilon)
+
+
+def rotated(x: Tensor, shape: ModelShape) -> Tensor:
+    """x (B, heads, T, D)."""
+    frequencies = torch.tensor(shape.family.frequencies, dtype=torch.float64)
+    angles = torch.arange(x.shape[2], dtype=torch.float64)[:, None] * frequencies
+    cos, sin = (shape.family.rope_scale * t.to(x.dtype) for t in (angles.cos(), angles.sin()))
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def block(x: Tensor, w: dict[str, Tensor], shape: ModelShape) -> Tensor:
+    """x (B, T, C), the weights of one block by name."""
+    (B, T, _), family = x.shape, shape.family
+    H, K, D = shape.num_heads, family.kv_heads, family.head_width
+    packed = F.linear(normed(x, w["norm1_gain"], family.norm_epsilon), w["qkv_weight"], w.get("qkv_bias"))
+    q, k, v = packed.view(B, T, -1, D).transpose(1, 2).split((H, K, K), 1)
+    if family.qk_norm:
+        q, k = (normed(t, w[f"{name}_gain"], family.norm_epsilon) for name, t in (("q", q), ("k", k)))
+    q, k = rotated(q, shape), rotated(k, shape)
+    k, v = (t.repeat_interleave(H // K, 1) for t in (k, v))
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    x = x + F.linear(y.transpose(1, 2).reshape(B, T, H * D), w["proj_weight"])
+    gate, up = F.linear(normed(x, w["norm2_gain"], family.norm_epsilon), w["gate_up_weight"]).chunk(2, -1)
+    return x + F.linear(F.silu(gate) * up, w["down_weight"])
+
+
+def logits(weights: dict[str, Tensor], tokens: Tensor, shape: ModelShape) -> Tensor:
+    """(B, T, V); `weights` without padding rows."""
+    x = weights["wte"][tokens]
+    for layer in range(shape.num_layers):
+        start = f"blocks.{layer}."
+        own = {name.removeprefix(start): values for name, values in weights.items() if name.startswith(start)}
+        x = block(x, own, shape)
+    return F.linear(normed(x, weights["lnf_gain"], shape.family.norm_epsilon), weights.get("head", weights["wte"]))
+
+
+def autograd(
+    weights: dict[str, Tensor], tokens: Tensor, targets: Tensor, shape: ModelShape
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """(mean loss, gradients by name)."""
+    leaves = {name: values.clone().requires_grad_() for name, values in weights.items()}
+    loss = F.cross_entropy(logits(leaves, tokens, shape).flatten(0, 1), targets.flatten())
+    gradients = torch.autograd.grad(loss, list(leaves.values()))
+    return loss.detach(), dict(zip(leaves, gradients, strict=True))

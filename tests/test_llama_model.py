@@ -1,0 +1,127 @@
+"""The Llama family: gradients against float64 autograd for each of its members, recompute levels, generation."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from handgrad.arena import make_plan
+from handgrad.config import ModelShape
+from handgrad.generation.decode import prefill
+from handgrad.models import forward_buffers, llama, named_activations, parameter_table
+from handgrad.models.rows import count_parameters
+from handgrad.ops import cpu, reference
+from tests.conftest import Model, make_model
+from tests.llama_twin import FAMILIES, autograd, logits, shape_of
+from tests.test_sampling import make_buffers
+
+EVERY = list(FAMILIES)
+
+
+def run(model: Model, *, recompute: int = 0, scale: float = 1.0) -> None:
+    model.forward()
+    model.backward(torch.tensor([scale], dtype=model.act.losses.dtype), recompute)
+
+
+def stored(model: Model, flat: Tensor) -> dict[str, Tensor]:
+    return {row.name: row.stored(flat) for row in model.table}
+
+
+@pytest.mark.parametrize(("recompute", "batch", "length", "chunk"), [(0, 3, 17, 20), (1, 1, 1, 1), (2, 2, 19, 1 << 20)])
+@pytest.mark.parametrize("family", EVERY)
+@pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
+def test_gradients_equal_autograd(ops: object, family: str, recompute: int, batch: int, length: int, chunk: int) -> None:
+    model = make_model(shape_of(family), batch, length, recompute=recompute, chunk=chunk, noise=0.3)
+    model.ops = ops
+    run(model, recompute=recompute, scale=1 / (batch * length))
+    loss, expected = autograd(stored(model, model.flat), model.act.tokens, model.act.targets, model.shape)
+    assert abs(model.act.losses.mean() - loss) <= 1e-12 * loss
+    for name, found in stored(model, model.flat_gradients).items():
+        error = (found - expected[name]).norm() / expected[name].norm().clamp_min(
+            1e-5
+        )  # one token alone has no gradient of a query
+        assert error <= 1e-10, f"{name}: relative error {error:.3g}"
+    padding = model.table[0].view(model.flat_gradients)[model.shape.vocab_size :]
+    assert (padding == 0).all(), "padded rows have no gradient"
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_recomputation_keeps_the_bits(family: str) -> None:
+    """And the memory that it needs is less at every level."""
+    found, kept = [], []
+    for level in (0, 1, 2):
+        model = make_model(shape_of(family), 2, 19, recompute=level)
+        run(model, recompute=level)
+        found.append(model.flat_gradients)
+        kept.append({b.name.partition(".")[2] for b in model.plan.buffers if len(b.lifetimes) == 2})
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    hidden, norms = {"hidden", "swiglu"}, {"norm1", "norm2"} | ({"qkv"} if family == "qwen3" else set())
+    again = [{name.partition(".")[2] for name in names if "." in name} for names in kept]
+    assert again == [set(), hidden, hidden | norms]
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_a_forward_alone_gives_the_losses_of_training(family: str) -> None:
+    """Its plan has other lives: what no backward reads gives its memory away."""
+    model = make_model(shape_of(family), 2, 19, noise=0.3)
+    llama.loss(reference, model.weights, model.act, model.shape)
+    plan = make_plan(forward_buffers(model.shape, 2, 19, torch.float64, reference))
+    act = named_activations(model.shape, plan.allocate(torch.device("cpu")))
+    act.tokens.copy_(model.act.tokens)
+    act.targets.copy_(model.act.targets)
+    llama.loss(reference, model.weights, act, model.shape)
+    torch.testing.assert_close(act.losses, model.act.losses, rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_bf16_gradients_are_as_good_as_bf16_autograd(family: str) -> None:
+    """The error against float64 is at most twice that of PyTorch's own backward run wholly in bf16."""
+    exact = make_model(shape_of(family), 3, 16)
+    rounded = exact.flat.to(torch.bfloat16)
+    exact.flat.copy_(rounded)
+    run(exact, scale=1 / 48)
+    ours = make_model(shape_of(family), 3, 16, torch.bfloat16)
+    ours.flat.copy_(rounded)
+    run(ours, scale=1 / 48)
+    _, theirs = autograd(stored(ours, rounded), ours.act.tokens, ours.act.targets, ours.shape)
+    found, right = stored(ours, ours.flat_gradients), stored(exact, exact.flat_gradients)
+    our_error = math.hypot(*((found[name].double() - right[name]).norm() for name in right))
+    their_error = math.hypot(*((theirs[name].double() - right[name]).norm() for name in right))
+    assert our_error <= 2 * their_error, f"{our_error:.3g} > 2 * {their_error:.3g}"
+
+
+@pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
+@pytest.mark.parametrize("family", EVERY)
+def test_cached_logits_are_the_forwards(ops: object, family: str) -> None:
+    """After a prefill and step by step, sequences of other lengths beside each other."""
+    shape = shape_of(family, length=80)
+    lengths, starts = [80, 9, 31], [66, 0, 20]
+    model = make_model(shape, 1, 80, noise=0.4)
+    texts = [torch.randint(57, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in lengths]
+    buf = make_buffers(shape, 3, torch.float64, prefill_tokens=160)
+    launch = partial(llama.prefill, ops, model.weights, buf, shape)
+    prefill(launch, buf, [text[:start] for text, start in zip(texts, starts, strict=True)], range(3))
+    expected = [logits(stored(model, model.flat), torch.tensor([text]), shape)[0] for text in texts]
+    for step in range(9):
+        places = [min(start + step, length - 1) for start, length in zip(starts, lengths, strict=True)]
+        buf.tokens.copy_(torch.tensor([text[place] for text, place in zip(texts, places, strict=True)]))
+        buf.positions.copy_(torch.tensor(places))
+        llama.decode_step(ops.decode, model.weights, buf, shape)  # type: ignore[attr-defined]
+        for row, place in enumerate(places):
+            torch.testing.assert_close(buf.logits[row, :57], expected[row][place], rtol=1e-9, atol=1e-9)
+
+
+# The sizes as published: https://huggingface.co/HuggingFaceTB/SmolLM2-135M and https://huggingface.co/Qwen/Qwen3-0.6B.
+SMOLLM2 = ModelShape(49152, 8192, 30, 9, 576, "llama", llama="kv_heads=3,feed_forward=1536,tied,rotary_base=100000.0")
+QWEN3 = ModelShape(151936, 40960, 28, 16, 1024, "llama", llama="kv_heads=8,head_width=128,feed_forward=3072,tied,qk_norm")
+
+
+@pytest.mark.parametrize(("shape", "parameters"), [(SMOLLM2, 134_515_008), (QWEN3, 596_049_920)])
+def test_parameters(shape: ModelShape, parameters: int) -> None:
+    table = parameter_table(shape)
+    assert count_parameters(table) == parameters
+    vectors = sum(row.elements for row in table if len(row.shape) == 1)
+    attention = shape.num_layers * shape.num_heads * shape.head_width * shape.sequence_length
+    assert llama.flops_per_token(shape) == 6 * (parameters - vectors + attention)

@@ -1,0 +1,179 @@
+"""The operations of the Llama family against float64 autograd, by the reference and by a CPU's: RMS norm with a gain,
+SwiGLU, rotation with other frequencies, norms of queries and keys with gains, attention of grouped heads."""
+
+import math
+from types import ModuleType
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from handgrad.llama_shape import LlamaShape
+from handgrad.ops import cpu, reference
+
+SENTINEL, BF16 = 3.25, 2.0**-8
+
+
+@pytest.fixture(params=[reference, cpu], ids=["reference", "cpu"])
+def ops(request: pytest.FixtureRequest) -> ModuleType:
+    return request.param
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def nan(*shape: int) -> Tensor:
+    return torch.full(shape, math.nan, dtype=torch.float64)
+
+
+def close(found: Tensor, exact: Tensor) -> None:
+    error = (found - exact).norm() / exact.norm().clamp_min(1e-6)
+    assert error <= 1e-10, f"relative error {error:.3g}"
+
+
+def gradients(out: Tensor, dout: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(out, leaves, dout)
+
+
+@pytest.mark.parametrize(("N", "C"), [(1, 1), (5, 7), (33, 48)])
+def test_gained_rmsnorm(ops: ModuleType, N: int, C: int) -> None:
+    inp, gain, dout, stream = randn(N, C), randn(C, seed=1), randn(N, C, seed=2), randn(N, C, seed=3)
+    out, rstd, dinp, dgain = nan(N, C), nan(N), stream.clone(), torch.full_like(gain, SENTINEL)
+    ops.gained_rmsnorm_forward(out, rstd, inp, gain, epsilon=1e-3)
+    ops.gained_rmsnorm_backward(dinp, dgain, dout, inp, rstd, gain)
+    expected = F.rms_norm(inp.requires_grad_(), (C,), gain.requires_grad_(), 1e-3)
+    close(out, expected.detach())
+    dx, dg = gradients(expected, dout, inp, gain)
+    close(dinp - stream, dx)
+    close(dgain - SENTINEL, dg)
+
+
+@pytest.mark.parametrize(("N", "C", "width"), [(1, 1, 1), (5, 3, 7), (17, 12, 50)])
+def test_feed_forward_half(ops: ModuleType, N: int, C: int, width: int) -> None:
+    """SwiGLU at the end of one product, and the backward of the next, through to the gradient before it."""
+    inp, gate_up, down, dout = randn(N, C), randn(2 * width, C, seed=1), randn(C, width, seed=2), randn(N, C, seed=3)
+    out, hidden, dhidden, dswiglu, ddown = nan(N, width), nan(N, 2 * width), nan(N, 2 * width), nan(N, width), down * 0
+    ops.linear_swiglu_forward(out, hidden, inp, gate_up)
+    ops.swiglu_linear_backward(dhidden, dswiglu, ddown, dout, out, hidden, down)
+    before = (inp @ gate_up.t()).requires_grad_()
+    gate, up = before.chunk(2, 1)
+    expected = F.silu(gate) * up
+    close(hidden, before.detach())
+    close(out, expected.detach())
+    dbefore, expected_ddown = gradients(expected @ down.requires_grad_().t(), dout, before, down)
+    close(dhidden, dbefore)
+    close(ddown, expected_ddown)
+
+
+def test_swiglu_of_large_gates(ops: ModuleType) -> None:
+    """No exponential overflows: a closed gate lets nothing through, an open one lets g u through."""
+    hidden = torch.tensor([[-1e4, 1e4, 0.0, 2.0, 3.0, 5.0]])
+    out, dhidden = torch.full((1, 3), math.nan), torch.full((1, 6), math.nan)
+    ops.swiglu_forward(out, hidden)
+    ops.swiglu_backward(dhidden, torch.ones(1, 3), hidden)
+    assert out.tolist() == [[0, 3e4, 0]] and dhidden.tolist() == [[0, 3, 2.5, 0, 1e4, 0]]
+
+
+def test_swiglu_in_bf16(ops: ModuleType) -> None:
+    """float32 inside, and one rounding at the end."""
+    hidden, dout = randn(33, 130).bfloat16(), randn(33, 65, seed=1).bfloat16()
+    out, dhidden = torch.empty_like(dout), torch.empty_like(hidden)
+    ops.swiglu_forward(out, hidden)
+    ops.swiglu_backward(dhidden, dout, hidden)
+    leaf = hidden.double().requires_grad_()
+    gate, up = leaf.chunk(2, 1)
+    exact = F.silu(gate) * up
+    assert ((out - exact).abs() <= BF16 * exact.abs() + 1e-6).all()
+    (dexact,) = gradients(exact, dout.double(), leaf)
+    assert ((dhidden - dexact).abs() <= BF16 * dexact.abs() + 1e-5).all()
+
+
+# Queries and keys.
+
+HEADS = [(1, 1, 1, 1, 2), (9, 3, 2, 1, 4), (14, 7, 6, 3, 10), (6, 6, 3, 3, 6)]  # N, length, H, K, D
+
+
+def frequencies(D: int) -> tuple[float, ...]:
+    return LlamaShape(head_width=D, rotary_base=100.0).frequencies
+
+
+def rotated(heads: Tensor, length: int, scale: float) -> Tensor:
+    """heads (N, heads, D)."""
+    N, _, D = heads.shape
+    places = torch.arange(N, dtype=torch.float64) % length
+    angles = (places[:, None] * torch.tensor(frequencies(D), dtype=torch.float64))[:, None]
+    first, second = heads.chunk(2, -1)
+    cos, sin = scale * angles.cos(), scale * angles.sin()
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+@pytest.mark.parametrize(("N", "length", "H", "K", "D"), HEADS)
+def test_rotation(ops: ModuleType, N: int, length: int, H: int, K: int, D: int) -> None:
+    qkv, dout = randn(N, (H + 2 * K) * D), randn(N, (H + 2 * K) * D, seed=1)
+    options = {"num_heads": H, "length": length, "frequencies": frequencies(D), "scale": 1.3}
+    out, dqkv = qkv.clone(), dout.clone()
+    ops.rotary_forward(out, **options)
+    ops.rotary_backward(dqkv, **options)
+    leaf = qkv.clone().requires_grad_()
+    heads = leaf.view(N, -1, D)
+    expected = torch.cat([rotated(heads[:, : H + K], length, 1.3), heads[:, H + K :]], 1).flatten(1)
+    close(out, expected.detach())
+    close(dqkv, *gradients(expected, dout, leaf))
+
+
+@pytest.mark.parametrize(("N", "length", "H", "K", "D"), HEADS)
+def test_gained_qk_norm_and_rotation(ops: ModuleType, N: int, length: int, H: int, K: int, D: int) -> None:
+    """A gain of zero among them, after which no output tells what the input was."""
+    qkv, dout = randn(N, (H + 2 * K) * D), randn(N, (H + 2 * K) * D, seed=1)
+    gains = randn(D, seed=2), randn(D, seed=3)
+    gains[0][0] = 0
+    options = {"length": length, "frequencies": frequencies(D), "scale": 1.3}
+    out, rstd, dqkv, accumulated = nan(*qkv.shape), nan(N, H + K), dout.clone(), [gain * 0 + SENTINEL for gain in gains]
+    ops.gained_qk_norm_rotary_forward(out, rstd, qkv, *gains, **options, epsilon=1e-3)
+    ops.gained_qk_norm_rotary_backward(dqkv, *accumulated, qkv, rstd, *gains, **options)
+    leaves = [t.clone().requires_grad_() for t in (qkv, *gains)]
+    q, k, v = leaves[0].view(N, -1, D).split((H, K, K), 1)
+    normed = [F.rms_norm(heads, (D,), gain, 1e-3) for heads, gain in zip((q, k), leaves[1:], strict=True)]
+    expected = torch.cat([*(rotated(heads, length, 1.3) for heads in normed), v], 1).flatten(1)
+    close(out, expected.detach())
+    found = [dqkv, *(acc - SENTINEL for acc in accumulated)]
+    for one, exact in zip(found, gradients(expected, dout, *leaves), strict=True):
+        close(one, exact)
+
+
+@pytest.mark.parametrize(("B", "T", "H", "K", "D"), [(1, 1, 2, 1, 2), (2, 9, 6, 2, 5), (1, 33, 4, 4, 8), (3, 7, 9, 3, 4)])
+def test_attention_of_grouped_heads(ops: ModuleType, B: int, T: int, H: int, K: int, D: int) -> None:
+    qkv, dout = randn(B * T, (H + 2 * K) * D), randn(B * T, H * D, seed=1)
+    out, lse, dqkv = nan(*dout.shape), nan(B, H, T), nan(*qkv.shape)
+    ops.attention_forward(out, lse, qkv)
+    ops.attention_backward(dqkv, dout, out, lse, qkv)
+    leaf = qkv.clone().requires_grad_()
+    q, k, v = leaf.view(B, T, -1, D).transpose(1, 2).split((H, K, K), 1)
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(0, 1)
+    close(out, expected.detach().flatten(1))
+    close(dqkv, *gradients(expected.flatten(1), dout, leaf))
+
+
+# Frequencies.
+
+
+def test_frequencies_of_llama3() -> None:
+    """Those that turn more than four times in the pretraining's length stay, those that turn less than once are divided."""
+    plain = LlamaShape(head_width=64, rotary_base=500000.0)
+    longer = LlamaShape(head_width=64, rotary_base=500000.0, rope="llama3", rope_factor=8.0, rope_length=8192)
+    ratios = [one / other for one, other in zip(longer.frequencies, plain.frequencies, strict=True)]
+    turns = [8192 * one / (2 * math.pi) for one in plain.frequencies]
+    assert all((ratio == 1) == (t >= 4) for ratio, t in zip(ratios, turns, strict=True))
+    assert all(math.isclose(ratio, 1 / 8) == (t <= 1) for ratio, t in zip(ratios, turns, strict=True))
+    assert ratios == sorted(ratios, reverse=True)
+
+
+def test_frequencies_of_yarn_and_linear() -> None:
+    plain = LlamaShape(head_width=64)
+    linear = LlamaShape(head_width=64, rope="linear", rope_factor=4.0)
+    assert linear.frequencies == tuple(one / 4 for one in plain.frequencies)
+    yarn = LlamaShape(head_width=64, rope="yarn", rope_factor=4.0, rope_length=4096, rope_fast=32.0)
+    ratios = [one / other for one, other in zip(yarn.frequencies, plain.frequencies, strict=True)]
+    assert ratios[0] == 1 and ratios[-1] == 1 / 4 and ratios == sorted(ratios, reverse=True)
