@@ -64,11 +64,12 @@ def header_lines(
 
 def batch_lines(config: RunConfig, batch: Batch) -> list[str]:
     """The later stages of the batch: none without a schedule."""
-    stages = [
-        f"after step {stage.first_step} {stage.tokens_per_step} (micro-steps: {batch.micro_steps(stage.first_step)})"
+    lanes = f"{batch.lanes} lanes x " if batch.lanes > 1 else ""
+    return [
+        f"           after step {stage.first_step}: {stage.tokens_per_step} tokens a step ="
+        f" {lanes}{batch.micro_steps(stage.first_step)} x {config.micro_batch} x {config.sequence_length}"
         for stage in config.batch.stages[1:]
     ]
-    return [f"           {', '.join(stages)}"] if stages else []
 
 
 def origin_text(origin: dict[str, Any]) -> str:
