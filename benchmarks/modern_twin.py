@@ -1,5 +1,6 @@
 """The peer of the modern network: the same in plain PyTorch with autograd, under handgrad's names."""
 
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 import torch
@@ -7,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from handgrad.config import ModelShape, RunConfig
+from handgrad.models import parameter_table
 from handgrad.models.modern_tensors import GATE_CHANNELS
 from handgrad.models.rows import ParameterRow
 from handgrad.ops.reference.rmsnorm import RMSNORM_EPSILON
@@ -181,11 +183,15 @@ class Optimizers:
 
 
 def modern_optimizer(twin: ModernTwin, config: RunConfig, *, fused: bool) -> Optimizers:
-    """torch's Muon for the blocks' matrices, AdamW for the rest."""
-    matrices = list(twin.blocks.parameters())
-    inside = {id(p) for p in matrices}
-    rest = [p for p in twin.parameters() if id(p) not in inside]
+    """torch's Muon for the blocks' matrices, AdamW for the rest, with the rates and decays of handgrad's rows."""
+    matrices = list[nn.Parameter]()
+    groups = defaultdict[tuple[float, float], list[nn.Parameter]](list)  # by rate and decay
+    for row in parameter_table(twin.shape):
+        decay = 0.0 if row.group == "vector" else config.weight_decay / row.rate
+        found = matrices if row.group == "matrix" else groups[config.learning_rate * row.rate, decay]
+        found.append(twin.parameter_of(row))
     settings = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
     muon = torch.optim.Muon(matrices, momentum=0.95, adjust_lr_fn="match_rms_adamw", **settings)
-    betas = config.beta1, config.beta2
-    return Optimizers(muon, torch.optim.AdamW(rest, betas=betas, eps=config.adam_epsilon, fused=fused, **settings))
+    rest = [{"params": found, "lr": rate, "weight_decay": decay} for (rate, decay), found in groups.items()]
+    adamw = torch.optim.AdamW(rest, betas=(config.beta1, config.beta2), eps=config.adam_epsilon, fused=fused, **settings)
+    return Optimizers(muon, adamw)

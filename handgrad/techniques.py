@@ -59,9 +59,10 @@ def check_techniques(techniques: str) -> None:
 
 
 def changed(techniques: str, without: str = "", added: str = "") -> str:
-    """The list less the names in `without`, and with those in `added`. Raises `UsageError` for a name that there is not, and
-    for one that changes nothing."""
-    names = set(names_of(techniques))
+    """The list less the names in `without`, and with those in `added`. Raises `UsageError` for a name that there is not,
+    and for one that changes nothing."""
+    check_techniques(techniques)
+    names = set(names_of(techniques)) - {NONE}
     for option, text, has, state in (
         ("without", without, True, "is not there"),
         ("with", added, False, "is there already"),

@@ -36,8 +36,8 @@ SOURCES = (
 
 # Flags that change the list `techniques`.
 TECHNIQUE_CHANGES = {
-    settings.WITHOUT: f"techniques to leave out, with commas, of {', '.join(name for name, on in TECHNIQUES.items() if on)}",
-    settings.WITH: f"techniques to add, with commas, of {', '.join(name for name, on in TECHNIQUES.items() if not on)}",
+    settings.WITHOUT: f"techniques to leave out, of {', '.join(name for name, on in TECHNIQUES.items() if on)}",
+    settings.WITH: f"techniques to add, of {', '.join(name for name, on in TECHNIQUES.items() if not on)}",
 }
 PLANNED_GPUS = f"plan for this GPU, which need not be here: {', '.join(GPUS)}; or all (default: this machine, then all)"
 

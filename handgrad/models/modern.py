@@ -5,9 +5,10 @@ The stream begins with x = RMS(wte[token]). A block is two halves, each `x + f(R
     a = x + Attention(q, k, v) Wproj^T,    [q k v] = RMS(x) Wqkv^T,  q and k of each head normalised, then rotated
     y = a + max(RMS(a) Wfc^T, 0)^2 Wfcproj^T
 
-With scalars x <- r x + s x0 comes before a block, x0 the stream that enters the first one; with value embeddings, in every
-second block up to the last, v <- v + 2 sigmoid(RMS(x)[:G] Wgate^T) ve[token] of each head comes before its attention. And the logits are z = c tanh(RMS(y) Whead^T / c). A model may be without some of `config.TECHNIQUES`: their tensors and
-operations then do not exist.
+With scalars, x <- r x + s x0 comes before a block, x0 the stream that enters the first one; with value embeddings, in every
+second block up to the last, v <- v + 2 sigmoid(RMS(x)[:G] Wgate^T) ve[token] for each head comes before attention. And the
+logits are z = c tanh(RMS(y) Whead^T / c). A model has some of `config.TECHNIQUES`: the tensors and operations of the others
+do not exist.
 """
 
 from collections.abc import Callable, Iterator
@@ -139,11 +140,11 @@ def embedding_forward(ops: ModuleType, w: Weights, act: Activations) -> None:
 
 
 def block_forward(
-    ops: ModuleType, w: BlockWeights, act: BlockActivations, x: Tensor, first: Tensor | None, turned: Launch, attend: Launch,
-    s: Tensor,
+    ops: ModuleType, w: BlockWeights, act: BlockActivations, x: Tensor, first: Tensor | None, turned: Launch,
+    attend: Launch, s: Tensor,
 ) -> None:  # fmt: skip
-    """x (N, C) -> act.residual_out (N, C). `first`: the first block's x. `turned` and `attend` make act.atty of act.qkv: in training of the sequences at
-    hand, in generation with the keys and values of earlier tokens."""
+    """x (N, C) -> act.residual_out (N, C). `first`: the first block's x. `turned` and `attend` make act.atty of act.qkv: in
+    training of the sequences at hand, in generation with the keys and values of earlier tokens."""
     x = enter(ops, w, act, x, first, s)  # x = r x + s x0, [q k v] = RMS(x) W^T
     turned()  # q, k = R(q / |q|), R(k / |k|)
     attend()  # y = softmax(q k^T / sqrt(D)) v

@@ -81,8 +81,8 @@ def parameter(
 ) -> Any:
     """A parameter. `bucket`: the parameters whose gradients are complete at the same moment (a block's have its name);
     `stored_rows`: the letter of the rows that are saved, where padding rows follow them. A model may be without it, if it
-    is `optional` or has an `otherwise`: the tensor that serves in its place. `rate`: its learning rate over the step's, with
-    AdamW."""
+    is `optional` or has an `otherwise`: the tensor that serves in its place. `rate`: its learning rate over the
+    step's, with AdamW."""
     row = {"shape": shape, "init": init, "group": group, "bucket": bucket, "stored": stored_rows, "fp8": fp8}
     return field(metadata=row | {"of": otherwise, "optional": optional, "rate": rate})
 

@@ -100,9 +100,9 @@ class GradientSync:
         return bucket is not self.buckets[0]
 
     def clear_ring(self, sent: Bucket) -> None:
-        """With ZeRO 2, once a block is sent: zeroes the ring slot of the block `RING - 1` layers below it, as the one `RING`
-        layers above that one has been received. The block in between has not begun, but its backward already adds to one of
-        this block's bias gradients."""
+        """With ZeRO 2, once a block is sent: zeroes the ring slot of the block `RING - 1` layers below it. What lay there,
+        of the block above the sent one, has been received. The block in between has not begun, but its backward already
+        adds to one of this block's bias gradients."""
         blocks = blocks_in(self.buckets)
         if sent in blocks and (below := blocks.index(sent) - RING + 1) >= 0:
             if self.received is not None:

@@ -99,8 +99,8 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, first: Tensor, tokens: Tensor | None, turn: Angles | None, mask: Tensor | None, recall: Recall
     ) -> Tensor:
-        """x (B, T, C) -> (B, T, C); `first`: that of the first block. `mask` (B or 1, 1, T, keys), or None: causality alone;
-        `recall` adds a layer's earlier keys and values to new ones."""
+        """x (B, T, C) -> (B, T, C); `first`: that of the first block. `mask` (B or 1, 1, T, keys), or None: causality
+        alone; `recall` adds a layer's earlier keys and values to new ones."""
         epsilon = self.config.norm_epsilon
         x = self.mixed(x, first)
         norm = rms(x, epsilon)

@@ -6,10 +6,10 @@ from torch import Tensor
 from handgrad.ops.reference.rmsnorm import rmsnorm_forward
 from handgrad.ops.reference.rotary import statistics_dtype
 
-# Value embeddings (Zhou et al. 2024, https://arxiv.org/abs/2410.17897; as tables of tokens, and gated, in modded-nanogpt and
-# nanochat): of each head, v = u + g e,  e = table[token],  g = 2 sigmoid(z),  z = sum_j W_j n_j over the first G channels of
-# the block's normalised stream n.  Backward: du = dv,  de = g dv,  dz = g (1 - g / 2) sum(dv e),  dW_j = sum(dz n_j) over
-# the tokens,  dn_j += sum(dz W_j) over the heads.
+# Value embeddings (after Zhou et al. 2024, https://arxiv.org/abs/2410.17897; as tables in modded-nanogpt, gated like this
+# in nanochat): of each head, v = u + g e, e = table[token], g = 2 sigmoid(z), z = sum_j W_j n_j over the first G channels
+# of the block's normalised stream n.  Backward: du = dv,  de = g dv,  dz = g (1 - g / 2) sum(dv e),  dW_j = sum(dz n_j)
+# over the tokens,  dn_j += sum(dz W_j) over the heads.
 
 
 def value_embedding_forward(
