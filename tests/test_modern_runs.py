@@ -49,7 +49,7 @@ def test_it_learns_and_resumes_bit_by_bit(modern: RunConfig, tmp_path: Path, set
     shutil.rmtree(tmp_path / "again" / "checkpoints" / "step_00000012")
     train(again)  # goes on from step 8
     (header,) = [line for line in (tmp_path / "again" / "log.txt").read_text().splitlines() if "model  " in line][:1]
-    assert "modern, 2 layers" in header
+    assert ("modern with " + NEW if "techniques" in settings else "modern") + ", 2 layers" in header
     same_bits(whole.out, again.out, 12)
 
 
