@@ -42,6 +42,7 @@ class AdamW:
     ) -> None:
         """A call per range; `controls` holds the step and the learning rate, `results` the verdict and the clip factor."""
         for part in owned:
+            assert isinstance(part.kind, tuple)
             decays, rate = part.kind
             ops.adamw_update(
                 part.published,
