@@ -1,0 +1,175 @@
+"""The modern network's tensors as rows: parameters, activations, gradients of activations (models/modern.py has the
+equations). A model may be without some of `config.TECHNIQUES`: their tensors then do not exist.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from handgrad.config import ModelShape
+from handgrad.models.rows import (
+    ZEROS,
+    ActivationRow,
+    Clock,
+    Init,
+    ParameterRow,
+    activation,
+    activation_rows,
+    at_head,
+    backward_of,
+    count_parameters,
+    dtypes_of,
+    kept,
+    parameter,
+    parameter_rows,
+    repeated,
+    shared,
+)
+
+ATTENTION, FEED_FORWARD, NEXT_BLOCK = range(3)  # the stages of a block, and the one that follows
+FP8_PARTS: tuple[str, ...] = ()  # GEMMs that go to fp8: none
+
+# The norm that follows makes the embedding's scale a matter of its learning rate alone; 0.5 is that of an orthogonal
+# matrix's numbers, halved.
+EMBEDDING, MATRIX = Init("normal", 0.02), Init("normal", 0.5, by_inputs=True)
+RESIDUAL = Init("normal", 0.5, by_inputs=True, residual=True)  # in the place of zeros
+
+# The tensors that a model has with a technique alone.
+OF_TECHNIQUE = {"head": "untied_head", "qk_rstd": "qk_norm"}
+OF_TECHNIQUE |= dict.fromkeys(("normed_embedding", "embedding_rstd", "dembedded"), "embedding_norm")
+
+
+def dims(shape: ModelShape) -> dict[str, int]:
+    """The sizes of the letters in the parameters' shapes."""
+    C, F, H = shape.channels, shape.feed_forward, shape.num_heads
+    sizes = {"C": C, "3C": 3 * C, "F": F, "H": H, "2H": 2 * H, "D": C // H, "maxT": shape.sequence_length}
+    return sizes | {"V": shape.vocab_size, "Vp": shape.padded_vocab_size, "L": shape.num_layers}
+
+
+def has(shape: ModelShape, name: str) -> bool:
+    """True if the model has the tensor of this name."""
+    return shape.has(OF_TECHNIQUE.get(name.rpartition(".")[2], ""))
+
+
+# Parameters.
+
+
+@dataclass
+class BlockWeights:
+    qkv_weight: Tensor = parameter("3C C", MATRIX, "matrix")
+    proj_weight: Tensor = parameter("C C", ZEROS, "matrix")
+    fc_weight: Tensor = parameter("F C", MATRIX, "matrix")
+    fcproj_weight: Tensor = parameter("C F", ZEROS, "matrix")
+
+
+@dataclass
+class Weights:
+    """The weights, or their gradients."""
+
+    wte: Tensor = parameter("Vp C", EMBEDDING, "embedding", bucket="embedding", stored_rows="V")
+    blocks: list[BlockWeights] = repeated(BlockWeights)
+    head: Tensor = parameter("Vp C", ZEROS, "embedding", bucket="head", stored_rows="V", otherwise="wte")
+
+
+def parameters(shape: ModelShape) -> Iterator[ParameterRow]:
+    for row in parameter_rows(Weights, dims(shape), shape.num_layers):
+        if has(shape, row.name):
+            if row.init == ZEROS and not shape.has("zero_init"):
+                init = EMBEDDING if row.name == "head" else RESIDUAL
+                row = replace(row, init=init, std=init.std_of(row.shape, shape.num_layers))
+            yield row
+
+
+def flops_per_token(shape: ModelShape) -> float:
+    """Forward and backward: 6 per parameter of a GEMM, and 6 L C T for attention's two causal products."""
+    in_gemms = (row for row in parameters(shape) if row.name != "wte" or not shape.has("untied_head"))
+    return 6.0 * count_parameters(in_gemms) + 6.0 * shape.num_layers * shape.channels * shape.sequence_length
+
+
+# Activations. The backward's inputs are kept or, from a recompute level on, made again by the same operation: same bits.
+
+
+@dataclass
+class BlockActivations:
+    norm1: Tensor = activation("N C", lives=kept(ATTENTION), remade_from=2)
+    norm1_rstd: Tensor = activation("N", "statistics", lives=kept(ATTENTION))
+    qkv: Tensor = activation("N 3C", lives=kept(ATTENTION))  # queries and keys normalised and rotated
+    qk_rstd: Tensor = activation("N 2H", "statistics", lives=kept(ATTENTION), optional=True)
+    atty: Tensor = activation("N C", lives=kept(ATTENTION))  # attention's output
+    lse: Tensor = activation("B H T", "statistics", lives=kept(ATTENTION))  # log of the softmax's denominators
+    residual_mid: Tensor = activation("N C", lives=kept(ATTENTION, until=FEED_FORWARD))  # the stream between the halves
+    norm2: Tensor = activation("N C", lives=kept(FEED_FORWARD), remade_from=2)
+    norm2_rstd: Tensor = activation("N", "statistics", lives=kept(FEED_FORWARD))
+    hidden: Tensor = activation("N F", lives=kept(FEED_FORWARD), remade_from=1)  # after the squared ReLU
+    residual_out: Tensor = activation("N C", lives=kept(FEED_FORWARD, until=NEXT_BLOCK))
+
+
+@dataclass
+class Activations:
+    tokens: Tensor = activation("B T", torch.int64)
+    targets: Tensor = activation("B T", torch.int64)
+    sorted_positions: Tensor = activation("N", torch.int32)  # 0..N-1 ordered by token, for the embedding's backward
+    losses: Tensor = activation("N", "statistics")
+    scratch: Tensor = activation("scratch", torch.uint8)
+    # The first block's input if there is no norm after it.
+    embedded: Tensor = activation("N C", lives=lambda clock: ((0, max(clock.tick(ATTENTION), clock.mirrored(0))),))
+    normed_embedding: Tensor = activation(
+        "N C", lives=lambda clock: ((0, clock.mirrored(clock.tick(ATTENTION))),), optional=True
+    )
+    embedding_rstd: Tensor = activation("N", "statistics", lives=lambda clock: ((0, clock.mirrored(0)),), optional=True)
+    blocks: list[BlockActivations] = repeated(BlockActivations)
+    lnf: Tensor = activation("N C", lives=at_head)
+    lnf_rstd: Tensor = activation("N", "statistics", lives=at_head)
+    logits: Tensor = activation("chunk Vp", lives=at_head)
+
+    @property
+    def first(self) -> Tensor:
+        """The stream that enters the first block."""
+        return self.embedded if self.normed_embedding is None else self.normed_embedding
+
+
+@dataclass
+class BlockGradients:
+    """The gradients that the blocks make one after another in the same memory."""
+
+    dqkv: Tensor = shared()
+    dresidual_mid: Tensor = shared(of="dresidual")
+    dhidden: Tensor = shared()  # before the squared ReLU
+    dresidual_out: Tensor = shared(of="dresidual")
+
+
+@dataclass
+class Gradients:
+    """Gradients of activations. That of the residual stream runs through in place: the stream's identity path leaves it as
+    it is, and each norm adds its own path."""
+
+    dlnf: Tensor = activation("N C", lives=at_head)
+    dresidual: Tensor = activation("N C", lives=lambda clock: ((clock.head, 2 * clock.head),))
+    dnorm: Tensor = activation("N C", lives=backward_of(ATTENTION, FEED_FORWARD))  # of a norm's output
+    datty: Tensor = activation("N C", lives=backward_of(ATTENTION))
+    dqkv: Tensor = activation("N 3C", lives=backward_of(ATTENTION))
+    dhidden: Tensor = activation("N F", lives=backward_of(FEED_FORWARD))
+    dembedded: Tensor = activation("N C", lives=lambda clock: ((2 * clock.head, 2 * clock.head),), optional=True)
+    attention_scratch: Tensor = activation("attention_scratch", torch.uint8, lives=backward_of(ATTENTION))
+    blocks: list[BlockGradients] = repeated(BlockGradients)
+
+
+def activations(
+    shape: ModelShape, batch: int, length: int, dtype: torch.dtype, ops: ModuleType, *, chunk: int, training: bool
+) -> Iterator[ActivationRow]:
+    """The rows of `Activations` for `batch` samples of `length` tokens, and with `training` those of `Gradients`; `chunk`
+    tokens at a time go through the loss head."""
+    N, C = batch * length, shape.channels
+    sizes = dims(shape) | {"B": batch, "T": length, "N": N, "chunk": chunk}
+    sizes["scratch"] = ops.scratch_bytes(tokens=N, channels=C, widest=shape.feed_forward)
+    clock = Clock(shape.num_layers, stages=2, training=training)
+    tables: list[type] = [Activations]
+    if training:
+        head = {"num_heads": shape.num_heads, "head_width": C // shape.num_heads}
+        sizes["attention_scratch"] = ops.attention_scratch_bytes(batch=batch, length=length, dtype=dtype, **head)
+        tables.append(Gradients)
+    rows = (row for table in tables for row in activation_rows(table, sizes, dtypes_of(dtype), clock))
+    return (row for row in rows if has(shape, row.name))
