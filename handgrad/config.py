@@ -289,7 +289,7 @@ def names_of(text: str) -> tuple[str, ...]:
 
 
 def check_architecture(config: RunConfig) -> None:
-    """Raises `UsageError` for a network that does not exist or that this precision does not train."""
+    """Raises `UsageError` for a network that does not exist or that these settings do not train."""
     names = names_of(config.without)
     if config.architecture != "modern":
         if names:
@@ -300,8 +300,6 @@ def check_architecture(config: RunConfig) -> None:
     width = config.channels // config.num_heads
     if "rotary" not in names and width % 2:
         raise UsageError(f"rotary positions turn pairs of channels, found heads of {width}; try another --num-heads")
-    if config.precision == "fp8":
-        raise UsageError("architecture modern has no fp8 GEMMs yet, found precision fp8; --precision bf16 trains it")
     if config.dropout:
         raise UsageError(f"architecture modern has no dropout, found dropout {config.dropout:g}; leave it at 0")
 

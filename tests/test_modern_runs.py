@@ -26,7 +26,7 @@ def modern(config: RunConfig) -> RunConfig:
     return replace(config, **MODERN_RUN)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
 def test_it_learns_and_resumes_bit_by_bit(modern: RunConfig, tmp_path: Path, precision: str) -> None:
     whole = replace(modern, precision=precision, out=str(tmp_path / "whole"))
     train(whole)
@@ -73,7 +73,11 @@ def test_its_checkpoint_is_a_model_like_any(modern: RunConfig, tmp_path: Path) -
         ({"without": "qk_norm"}, "without is for --architecture modern, found 'qk_norm' with gpt2"),
         ({"architecture": "modern", "without": "qknorm"}, "without must be .*rotary.*qk_norm"),
         ({"architecture": "modern", "channels": 6, "num_heads": 2}, "turn pairs of channels, found heads of 3"),
-        ({"architecture": "modern", "precision": "fp8"}, "modern has no fp8 GEMMs yet"),
+        (
+            {"architecture": "modern", "precision": "fp8", "channels": 40, "num_heads": 2},
+            "channels must be a multiple of 16",
+        ),
+        ({"architecture": "modern", "precision": "fp8", "dropout": 0.1}, "precision fp8 has no dropout"),
         ({"architecture": "modern", "dropout": 0.1}, "modern has no dropout, found dropout 0.1"),
         ({"architecture": "modem"}, "architecture must be .*modern"),
     ],
