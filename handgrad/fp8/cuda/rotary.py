@@ -16,12 +16,19 @@ from handgrad.ops import cuda
 from handgrad.ops.cuda.launch import launch
 from handgrad.ops.cuda.rotary import through_norm, turned, turned_back, turns_per_position
 
-WARPS = 4
+# A warp holds 16 pairs of every row: its loads are as wide then as 128 registers of a lane admit.
+PAIRS_PER_WARP, MOST_WARPS = 16, 4
 
 
 def backward_parts(N: int) -> int:
     """Parts of the statistics that the backward writes."""
     return triton.cdiv(N, QUADS * QUAD.value)
+
+
+def tile(width: int) -> tuple[int, int]:
+    """(padded pairs of a head, warps) of a program."""
+    pairs = triton.next_power_of_2(width // 2)
+    return pairs, min(MOST_WARPS, max(1, pairs // PAIRS_PER_WARP))
 
 
 def rotary_backward(dqkv_inout: Form, *, num_heads: int, length: int) -> None:
@@ -55,9 +62,10 @@ def backward(dqkv: Form, qkv: Tensor | None, rstd: Tensor | None, num_heads: int
     assert width % 2 == 0, f"heads must have an even number of channels, found {width}"
     programs = backward_parts(N)
     tensors = dqkv.plain, dqkv.rows, dqkv.columns, *target(dqkv, programs), dqkv.workspace, qkv, rstd
-    sizes = N // QUAD.value, length, C3, 3 * num_heads, width, QUADS, triton.next_power_of_2(width // 2)
+    pairs, warps = tile(width)
+    sizes = N // QUAD.value, length, C3, 3 * num_heads, width, QUADS, pairs
     arguments = *tensors, *sizes, rotary, *limits(dqkv)
-    at_own_scale(dqkv, lambda: launch(_backward, (programs,), *arguments, num_warps=WARPS))
+    at_own_scale(dqkv, lambda: launch(_backward, (programs,), *arguments, num_warps=warps))
 
 
 @triton.jit(do_not_specialize_on_alignment=["scaling", "statistics"])
@@ -66,8 +74,8 @@ def _backward(
     D: tl.constexpr, QUADS: tl.constexpr, BLOCK_P: tl.constexpr, ROTARY: tl.constexpr, LARGEST: tl.constexpr,
     VANISHES_AT: tl.constexpr,
 ):  # fmt: skip
-    """Some token rows, in four tensors: their rows i are rows 4 i to 4 i + 3. N4 = N / 4. HEADS: of queries, keys and values
-    together. plain may be None, so may one of the forms."""
+    """Some token rows, in four tensors, whose rows i are rows 4 i to 4 i + 3. N4 = N / 4. HEADS: those of queries, keys and
+    values together. plain may be None, so may one of the forms."""
     scale, counting = tl.load(scaling + SCALE), tl.load(scaling + COUNTING) != 0
     quad, pair = tl.program_id(0) * QUADS + tl.arange(0, QUADS)[:, None], tl.arange(0, BLOCK_P)[None, :]
     in_quad = quad < N4
@@ -101,8 +109,8 @@ def _backward(
             clipped += found & 65535
             vanished += found >> 16
         if columns is not None:
-            words, DTYPE = columns.to(tl.pointer_type(tl.int32)), columns.dtype.element_ty
-            into = words + tl.trans(column.to(tl.int64) * N4 + quad)
+            DTYPE: tl.constexpr = columns.dtype.element_ty
+            into = columns.to(tl.pointer_type(tl.int32)) + tl.trans(column.to(tl.int64) * N4 + quad)
             tl.store(into, tl.trans(word(x0, x1, x2, x3, DTYPE)), mask=tl.trans(inside))
             tl.store(into + D // 2 * N4.to(tl.int64), tl.trans(word(z0, z1, z2, z3, DTYPE)), mask=tl.trans(inside))
     amax = tl.max(tl.max(largest, 1), 0).to(dturned.dtype.element_ty).to(tl.float32)
