@@ -65,7 +65,7 @@ def test_relu2_backward(draw: Draw, shape: tuple[int, int], kind: torch.dtype, c
     checks.relu2_backward(draw, *shape, kind, counting=counting, current=current)
 
 
-HEADS = [(48, 2, 24, 16), (32, 1, 128, 32), (36, 3, 100, 12)]  # N, H, D, length
+HEADS = [(48, 2, 24, 16), (32, 1, 128, 32), (36, 3, 100, 12), (4, 1, 2, 4)]  # N, H, D, length
 
 
 @pytest.mark.parametrize(("sizes", "turn", "kind", "counting"), every_pair(product(HEADS, checks.TURNS, FORMATS, COUNTING)))

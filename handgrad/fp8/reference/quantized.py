@@ -96,6 +96,8 @@ def after_the_turn(dqkv: Form) -> Tensor:
 def quantize_turned(dqkv: Form) -> None:
     if isinstance(dqkv, Quantized):
         quantize(dqkv, after_the_turn(dqkv))
+        if dqkv.plain is not None:
+            dqkv.plain.copy_(after_the_turn(dqkv))
 
 
 def classifier_forward_backward(
