@@ -123,3 +123,16 @@ def parse_llama(text: str) -> LlamaShape:
         except ValueError:
             raise UsageError(f"llama must be like 'kv_heads=2,rotary_base=500000.0,tied', found {part!r}") from None
     return LlamaShape(**found)
+
+
+def settled_llama(text: str, num_heads: int, channels: int) -> str:
+    """The text with every size in it."""
+    return str(parse_llama(text).settled(num_heads, channels))
+
+
+def check_llama(architecture: str, text: str, num_heads: int, channels: int) -> None:
+    """Raises `UsageError` for numbers that make no model, or that no model of this architecture has."""
+    if architecture == "llama":
+        parse_llama(text).check(num_heads, channels)
+    elif text:
+        raise UsageError(f"llama is for --architecture llama, found {text!r} with {architecture}")

@@ -15,14 +15,18 @@ MODULES = sorted({*PACKAGE.rglob("*.py")} - {*EXPORTED})
 
 # Which parts of the package a part may import, besides itself. `errors`, `files`, `names` and
 # `parsing` are for all.
-BOOK = {"config", "llama_shape", "arena", "ops", "models", "layout", "optimizers", "graphs", "training"}  # a training step
+# A training step:
+BOOK = {"config", "model_shape", "llama_shape", "batch_schedule", "arena"}
+BOOK |= {"ops", "models", "layout", "optimizers", "graphs", "training"}
 BESIDE = {*BOOK, "fp8", "dropout", "parallel"}  # what joins it at set-up
 MODEL_AT_WORK = {*BESIDE, "generation", "evaluation", "data", "checkpoint", "backend", "devices", "jsonl", "run_files"}
+MODEL_AT_WORK |= {"techniques"}
 RUN = {*MODEL_AT_WORK, "gpus", "interop", "presets", "recipes", "format", "power", "threads", "run"}
 LAW = {
     **{part: set() for part in ("errors", "files", "names", "parsing", "format", "run_files", "jsonl", "graphs")},
-    **{part: set() for part in ("power", "limits", "tensor_files", "llama_shape")},
-    "config": {"llama_shape"},
+    **{part: set() for part in ("power", "limits", "tensor_files", "batch_schedule", "techniques", "llama_shape")},
+    "config": {"batch_schedule", "model_shape", "techniques", "llama_shape"},
+    "model_shape": {"llama_shape", "techniques"},
     "threads": {"limits"},
     "manifest": {"tensor_files"},
     "gpus": set(),

@@ -109,7 +109,6 @@ def test_zeros_stand_for_what_follows_from_the_sizes() -> None:
         ({"num_heads": 7}, "channels must be a multiple of num_heads, found 768 and 7"),
         ({"precision": "fp8"}, "architecture llama has no fp8 GEMMs yet"),
         ({"dropout": 0.1}, "architecture llama has no dropout, found dropout 0.1"),
-        ({"without": "rotary"}, "without is for --architecture modern, found 'rotary' with llama"),
     ],
 )
 def test_what_it_does_not_do_is_refused(settings: dict, told: str) -> None:

@@ -18,7 +18,7 @@ class Settings(TypedDict, total=False):
     data: str | os.PathLike[str]
     out: str | os.PathLike[str]
     architecture: str
-    without: str
+    techniques: str
     llama: str
     num_layers: int
     num_heads: int
@@ -28,6 +28,7 @@ class Settings(TypedDict, total=False):
     freeze: str
     steps: int
     tokens_per_step: int
+    batch_schedule: str
     micro_batch: int
     lanes: int
     overfit_one_batch: bool

@@ -10,7 +10,7 @@ tested against `handgrad.ops.reference`, which says what it computes.
 from typing import Any
 
 from handgrad.ops import reference
-from handgrad.ops.compose import after_gained_rmsnorm, after_layernorm, after_rmsnorm
+from handgrad.ops.compose import after_gained_rmsnorm, after_layernorm, after_mix_rmsnorm, after_rmsnorm
 from handgrad.ops.cpu import decode
 from handgrad.ops.cpu.adamw import adamw_update
 from handgrad.ops.cpu.attention import attention_backward, attention_forward
@@ -54,6 +54,7 @@ rmsnorm_linear_forward = after_rmsnorm(rmsnorm_forward, linear_forward, None)
 rmsnorm_linear_relu2_forward = after_rmsnorm(rmsnorm_forward, linear_relu2_forward)
 gained_rmsnorm_linear_forward = after_gained_rmsnorm(gained_rmsnorm_forward, linear_forward, 1)
 gained_rmsnorm_linear_swiglu_forward = after_gained_rmsnorm(gained_rmsnorm_forward, linear_swiglu_forward, 2)
+mix_rmsnorm_linear_forward = after_mix_rmsnorm(reference.mix_rmsnorm_forward, linear_forward)
 
 
 def __getattr__(name: str) -> Any:

@@ -5,7 +5,7 @@ from types import ModuleType
 from typing import Any
 
 from handgrad.ops import cuda
-from handgrad.ops.compose import after_gained_rmsnorm, after_layernorm, after_rmsnorm
+from handgrad.ops.compose import after_gained_rmsnorm, after_layernorm, after_mix, after_mix_rmsnorm, after_rmsnorm
 from handgrad.ops.cuda import linear
 
 linear_forward = partial(linear.linear_forward, tf32=True)
@@ -23,6 +23,7 @@ rmsnorm_linear_forward = after_rmsnorm(cuda.rmsnorm_forward, linear_forward, Non
 rmsnorm_linear_relu2_forward = after_rmsnorm(cuda.rmsnorm_forward, linear_relu2_forward)
 gained_rmsnorm_linear_forward = after_gained_rmsnorm(cuda.gained_rmsnorm_forward, linear_forward, 1)
 gained_rmsnorm_linear_swiglu_forward = after_gained_rmsnorm(cuda.gained_rmsnorm_forward, linear_swiglu_forward, 2)
+mix_rmsnorm_linear_forward = after_mix_rmsnorm(cuda.mix_rmsnorm_forward, linear_forward)
 
 decode = ModuleType(f"{__name__}.decode")
 vars(decode).update(vars(cuda.decode))
@@ -33,6 +34,7 @@ for name in (
     setattr(decode, name, partial(getattr(cuda.decode, name), tf32=True))
 for name in ("gained_rmsnorm_linear_forward", "gained_rmsnorm_linear_swiglu_forward"):
     setattr(decode, name, globals()[name])
+decode.mix_rmsnorm_linear_forward = after_mix(cuda.decode.mix_forward, decode.rmsnorm_linear_forward)  # type: ignore[attr-defined]
 
 
 def __getattr__(name: str) -> Any:
