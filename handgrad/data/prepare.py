@@ -22,7 +22,15 @@ from handgrad.data import hub
 from handgrad.data.pieces import TRAIN, Position, Unit, in_units, read_pieces, story_units
 from handgrad.data.shards import MANIFEST_FILE, MAX_SHARD_TOKENS, SCHEMA, SPLITS, Dataset, open_dataset, read_manifest
 from handgrad.data.sources import SourceFile, find_local
-from handgrad.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer, read_tokenizer, train_bpe, write_tokenizer
+from handgrad.data.tokenizer import (
+    MAX_VOCAB_SIZE,
+    TOKENIZER_FILE,
+    Tokenizer,
+    load_tokenizer,
+    read_tokenizer,
+    train_bpe,
+    write_tokenizer,
+)
 from handgrad.data.workers import tokenize_in_order, unit_pieces
 from handgrad.data.writer import JOURNAL_FILE, SplitState, SplitWriter, read_journal, write_journal
 from handgrad.errors import DataError, StorageError, UsageError, storage_errors
@@ -124,8 +132,11 @@ def _check(options: PrepareOptions) -> None:
     if options.tokenizer.startswith("bpe:"):
         if not re.fullmatch(r"bpe:\d{3,5}", options.tokenizer) or not 257 <= int(options.tokenizer[4:]) <= 65536:
             raise UsageError(f"expected bpe:SIZE with 257 to 65536 tokens, found {options.tokenizer!r}; try bpe:4096")
-    elif options.tokenizer != "auto":
-        load_tokenizer(options.tokenizer)
+    elif options.tokenizer != "auto" and (size := load_tokenizer(options.tokenizer).vocab_size) > MAX_VOCAB_SIZE:
+        raise UsageError(
+            f"expected a tokenizer of at most {MAX_VOCAB_SIZE} tokens, found {size} in {options.tokenizer}; shards hold"
+            " 16-bit tokens"
+        )
 
 
 def _recipe(options: PrepareOptions, files: list[SourceFile] | None) -> dict[str, Any]:
@@ -198,7 +209,9 @@ class _Attempt:
     def run(self) -> None:
         tokenizer, units_done, states = self.begin()
         record = write_tokenizer(tokenizer, self.partial)
-        spec = tokenizer.kind if tokenizer.kind != "bpe" else str(self.partial / TOKENIZER_FILE)
+        spec = {"bpe": str(self.partial / TOKENIZER_FILE), "model": self.options.tokenizer}.get(
+            tokenizer.kind, tokenizer.kind
+        )
         enough = self.documents // STORIES_PER_WORKER if self.stories else self.size_bytes // BYTES_PER_WORKER
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         workers = max(1, min(self.options.workers or cores, enough))
@@ -255,7 +268,9 @@ class _Attempt:
     def clear(self) -> None:
         """Removes the files that are ours by name."""
         for path in self.partial.iterdir():
-            if re.fullmatch(r"(train|validation)_\d{6}\.(bin|idx)|(journal|manifest|tokenizer)\.json(\.new)?", path.name):
+            if re.fullmatch(
+                r"(train|validation)_\d{6}\.(bin|idx)|(journal|manifest|tokenizer(_others)?)\.json(\.new)?", path.name
+            ):
                 path.unlink()
 
     def keeps_its_work(self) -> bool:

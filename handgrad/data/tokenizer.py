@@ -7,6 +7,7 @@ import base64
 import contextlib
 import functools
 import hashlib
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from handgrad.parsing import parse_json
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
+OTHERS_FILE = "tokenizer_others.json"  # a model's files beside it, by name
 MAX_VOCAB_SIZE = 1 << 16  # token files hold uint16
 MAX_TOKENIZER_BYTES = 64 << 20
 
@@ -39,7 +41,7 @@ _LONG_BLANKS = re.compile(f"(?<![{_BLANK}])[{_BLANK}]{{65536,}}")
 
 @dataclass(frozen=True, eq=False)
 class Tokenizer:
-    """A vocabulary of `kind` gpt2, bytes or bpe, and the function that turns a text into its ids."""
+    """A vocabulary of `kind` gpt2, bytes, bpe or model (`model_tokenizer`), and the function from a text to its ids."""
 
     kind: str
     token_bytes: tuple[bytes, ...]  # by id
@@ -48,6 +50,7 @@ class Tokenizer:
     encode_text: Callable[[str], np.ndarray]
     json_bytes: bytes = field(default=b"", repr=False)  # the tokenizer.json of a trained vocabulary
     merges: tuple[tuple[str, str], ...] = field(default=(), repr=False)  # its merges in their order
+    others: dict[str, str] = field(default_factory=dict, repr=False)  # a model's files beside that, by name
 
     @property
     def vocab_size(self) -> int:
@@ -129,6 +132,10 @@ def load_tokenizer(spec: str) -> Tokenizer:
     if spec == "bytes":
         return bytes_tokenizer()
     path = Path(spec)
+    if path.is_dir() and ((path / "config.json").is_file() or (path / "checkpoints").is_dir()):
+        from handgrad.data.model_tokenizer import of_folder
+
+        return of_folder(path)
     if path.is_dir():
         path = path / TOKENIZER_FILE
     if not path.is_file():
@@ -168,7 +175,9 @@ def tokenizer_record(tokenizer: Tokenizer) -> dict[str, Any]:
 
 def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
     """The files beside that manifest, by name: one for a trained vocabulary, none for the others."""
-    return {TOKENIZER_FILE: tokenizer.json_bytes} if tokenizer.json_bytes else {}
+    files = {TOKENIZER_FILE: tokenizer.json_bytes} if tokenizer.json_bytes else {}
+    others = json.dumps(tokenizer.others, ensure_ascii=False, indent=0).encode()
+    return files | ({OTHERS_FILE: others} if tokenizer.others else {})
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
@@ -181,11 +190,16 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
 def read_tokenizer(folder: Path, record: Any) -> Tokenizer:
     """The tokenizer that `record`, a manifest's entry, names; DataError if it is not the one that made the shards."""
     kind = record.get("kind") if isinstance(record, dict) else None
-    if kind not in ("gpt2", "bytes", "bpe"):
+    if kind not in ("gpt2", "bytes", "bpe", "model"):
         raise DataError(f"expected a tokenizer gpt2, bytes or bpe in {folder}, found {kind!r:.100}; prepare the data again")
-    if kind == "bpe" and not (folder / TOKENIZER_FILE).is_file():
+    if kind in ("bpe", "model") and not (folder / TOKENIZER_FILE).is_file():
         raise DataError(f"expected {TOKENIZER_FILE} in {folder}, found no such file; restore it or prepare the data again")
-    tokenizer = load_tokenizer(str(folder / TOKENIZER_FILE) if kind == "bpe" else kind)
+    if kind == "model":
+        from handgrad.data.model_tokenizer import of_record
+
+        tokenizer = of_record(folder, record)
+    else:
+        tokenizer = load_tokenizer(str(folder / TOKENIZER_FILE) if kind == "bpe" else kind)
     for name in ("sha256", "vocab_size", "end_of_text"):
         if record.get(name) != getattr(tokenizer, name):
             raise DataError(

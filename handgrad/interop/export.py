@@ -13,9 +13,10 @@ llm.c           model.bin               the weights
                 DONE_<step>             empty: all of them are complete
 """
 
+import functools
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -67,7 +68,7 @@ def export_model(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype = torc
             huggingface.CONFIG_FILE: (json.dumps(config, indent=2) + "\n").encode(),
             huggingface.GENERATION_FILE: (json.dumps(ids, indent=2) + "\n").encode(),
             **vocabulary_files(model.tokenizer, model.shape.sequence_length),
-            CARD_FILE: model_card(checkpoint, model, dtype).encode(),
+            CARD_FILE: model_card(checkpoint, model, dtype, config).encode(),
             CURVE_FILE: curve_png(checkpoint),
         }
         if model.shape.architecture == "modern":
@@ -82,12 +83,16 @@ def export_model(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype = torc
 def write_weights(path: Path, flat: Tensor, shape: ModelShape, dtype: torch.dtype) -> None:
     """Writes the parameters as one safetensors file of theirs. Raises OSError."""
 
-    def theirs(row: ParameterRow) -> Stored:
+    def theirs(row: ParameterRow) -> Iterator[Stored]:
         stored = row.stored(flat).t() if huggingface.transposed(shape, row) else row.stored(flat)
-        name = huggingface.prefix(shape) + huggingface.their_name(shape, row.name)
-        return Stored(name, dtype, huggingface.their_shape(shape, row), lambda: stored.to(dtype))
+        start = 0
+        for name, dims in huggingface.their_tensors(shape, row).items():
+            part = stored[start : start + dims[0]]
+            yield Stored(huggingface.prefix(shape) + name, dtype, dims, functools.partial(part.to, dtype))
+            start += dims[0]
 
-    write_file(path, safetensors_bytes([theirs(row) for row in parameter_table(shape)], {"format": "pt"}))
+    every = [part for row in parameter_table(shape) for part in theirs(row)]
+    write_file(path, safetensors_bytes(every, {"format": "pt"}))
 
 
 def export_llmc(
@@ -157,7 +162,8 @@ def export(
     """
     check_free(folder)
     source = checkpoint_weights(checkpoint)
-    buffers = decode_buffers(source.shape, 1, torch.float32, reference)
+    short = replace(source.shape, sequence_length=min(CHECKED_TOKENS, source.shape.sequence_length))
+    buffers = decode_buffers(short, 1, torch.float32, reference)
     model = load_model(source, torch.device("cpu"), torch.float32, reference, buffers)
     flat, table = model.views["parameters"], parameter_table(model.shape)
     before = logits(model)

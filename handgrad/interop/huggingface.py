@@ -9,8 +9,9 @@
     blocks.l.ln1_*, ln2_*    h.l.ln_1.*, h.l.ln_2.*            (C)
     lnf_*                    ln_f.*                            (C)
 
-Their Conv1D keeps a matrix as (in, out), ours is (out, in). The head is the token embedding and is not stored. A folder of
-the modern network (`huggingface_modern`) is read and written by the same functions.
+Their Conv1D keeps a matrix as (in, out), ours is (out, in). The head is the token embedding and is not stored. Folders of
+the Llama family (`huggingface_llama`) and of the modern network (`huggingface_modern`) are read and written by the same
+functions.
 
 Source: transformers, models/gpt2/modeling_gpt2.py and configuration_gpt2.py.
 """
@@ -29,10 +30,11 @@ from torch import Tensor
 
 from handgrad.config import ModelShape
 from handgrad.data.hub import hub_failures
-from handgrad.data.tokenizer import Tokenizer, load_tokenizer
+from handgrad.data.model_tokenizer import is_plain, read_model_tokenizer
+from handgrad.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from handgrad.errors import DataError, UsageError
 from handgrad.evaluation.load import imported_config
-from handgrad.interop import huggingface_modern as modern
+from handgrad.interop import huggingface_llama as llama, huggingface_modern as modern
 from handgrad.interop.vocabulary import read_vocabulary
 from handgrad.models import parameter_table
 from handgrad.models.rows import ParameterRow
@@ -45,7 +47,7 @@ PREFIX = "transformer."
 HEAD = "lm_head.weight"
 MASKS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")  # buffers of old versions: the causal mask
 DTYPES = ("F32", "BF16", "F16")
-MODEL_FILES = ("*.json", "model*.safetensors", "merges.txt")
+MODEL_FILES = ("*.json", "model*.safetensors", "merges.txt", "*.jinja")
 MAX_JSON_BYTES = 64 << 20
 
 BLOCK_NAMES = {
@@ -76,8 +78,17 @@ def prefix(shape: ModelShape) -> str:
     return PREFIX if shape.architecture == "gpt2" else ""
 
 
+def their_tensors(shape: ModelShape, row: ParameterRow) -> dict[str, tuple[int, ...]]:
+    """A row of the parameter table -> its tensors in their file, without the prefix, and their shapes. Several stand one
+    above the other in ours."""
+    if shape.architecture != "llama":
+        return {their_name(shape, row.name): row.stored_shape[::-1] if transposed(shape, row) else row.stored_shape}
+    names = llama.their_names(shape, row.name)
+    return {name: (rows or row.stored_rows, *row.shape[1:]) for name, rows in names.items()}
+
+
 def their_name(shape: ModelShape, name: str) -> str:
-    """A row of the parameter table -> its name in their file, without the prefix."""
+    """A row of the parameter table -> its one name in their file, without the prefix."""
     if shape.architecture == "modern":
         return modern.their_name(name)
     if name in ("wte", "wpe"):
@@ -94,15 +105,11 @@ def transposed(shape: ModelShape, row: ParameterRow) -> bool:
     return shape.architecture == "gpt2" and len(row.shape) == 2 and row.name not in ("wte", "wpe")
 
 
-def their_shape(shape: ModelShape, row: ParameterRow) -> tuple[int, ...]:
-    return row.stored_shape[::-1] if transposed(shape, row) else row.stored_shape
-
-
 def their_config(shape: ModelShape, tokenizer: Tokenizer, dtype: torch.dtype, dropout: float) -> dict[str, Any]:
     """The content of config.json, with the dropout of the run."""
     kind = str(dtype).removeprefix("torch.")
     return {
-        **(modern.their_config(shape) if shape.architecture == "modern" else gpt2_config(shape, dropout)),
+        **own_config(shape, dropout),
         "initializer_range": 0.02,
         "use_cache": True,
         "bos_token_id": tokenizer.end_of_text,
@@ -110,6 +117,13 @@ def their_config(shape: ModelShape, tokenizer: Tokenizer, dtype: torch.dtype, dr
         "torch_dtype": kind,
         "dtype": kind,
     }
+
+
+def own_config(shape: ModelShape, dropout: float) -> dict[str, Any]:
+    """The part of config.json that is the architecture's."""
+    if shape.architecture == "gpt2":
+        return gpt2_config(shape, dropout)
+    return (llama if shape.architecture == "llama" else modern).their_config(shape)
 
 
 def gpt2_config(shape: ModelShape, dropout: float) -> dict[str, Any]:
@@ -143,11 +157,16 @@ class HuggingFaceFolder:
 
         Raises `DataError` if the file is unreadable or holds non-finite numbers.
         """
-        path, name = self.tensors[their_name(self.shape, row.name)]
+        parts = [self.part(theirs) for theirs in their_tensors(self.shape, row)]
+        values = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return values.t() if transposed(self.shape, row) else values
+
+    def part(self, theirs: str) -> Tensor:
+        path, name = self.tensors[theirs]
         values = load_tensor(path, name).to(torch.float32)
         if bad := int((~torch.isfinite(values)).sum()):
             raise DataError(f"expected finite numbers in {name} of {path}, found {bad} that are not; the weights diverged")
-        return values.t() if transposed(self.shape, row) else values
+        return values
 
 
 def read_folder(folder: Path, tokenizer: str = "") -> HuggingFaceFolder:
@@ -156,13 +175,20 @@ def read_folder(folder: Path, tokenizer: str = "") -> HuggingFaceFolder:
     Raises `DataError` if a file is missing or damaged, or if the model is none of ours. Reads the weights on request.
     """
     shape = read_shape(folder / CONFIG_FILE)
-    words = load_tokenizer(tokenizer) if tokenizer else read_vocabulary(folder)
+    words = load_tokenizer(tokenizer) if tokenizer else read_words(folder, shape)
     if words.vocab_size != shape.vocab_size:
         raise DataError(
             f"expected a tokenizer of {shape.vocab_size} tokens as {folder / CONFIG_FILE} says, found one of"
             f" {words.vocab_size} ({words.kind}); name the model's own with `handgrad import --tokenizer gpt2|bytes|FILE`"
         )
     return HuggingFaceFolder(shape, words, find_tensors(folder, shape))
+
+
+def read_words(folder: Path, shape: ModelShape) -> Tokenizer:
+    """The folder's tokenizer: in the Llama family any byte-level one."""
+    if shape.architecture == "llama" and not is_plain(folder / TOKENIZER_FILE, shape.vocab_size):
+        return read_model_tokenizer(folder)
+    return read_vocabulary(folder)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -183,7 +209,16 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_shape(path: Path) -> ModelShape:
     """The model's sizes from config.json; `DataError` if it asks for anything that ours do not compute."""
     content = read_json(path)
+    if content.get("model_type") in tuple(llama.MODEL_TYPES):
+        shape = llama.read_shape(content, path)
+        imported_config(shape, str(path))
+        return shape
     is_modern = content.get("model_type") == modern.MODEL_TYPE
+    if not is_modern and content.get("model_type") != "gpt2":
+        types = ", ".join(map(json.dumps, ("gpt2", *llama.MODEL_TYPES)))
+        raise DataError(
+            f"expected model_type {types} in {path}, found {content.get('model_type')!r:.80}; handgrad has no such model"
+        )
     known, names = (modern.KNOWN, modern.SIZES) if is_modern else (KNOWN, SIZES)
     for key, default, ours in known:
         value = content.get(key, default)
@@ -236,18 +271,21 @@ def find_tensors(folder: Path, shape: ModelShape) -> dict[str, tuple[Path, str]]
     Raises `DataError` for a tensor that is missing, foreign, twice there, or of another shape or type, and for an untied
     head.
     """
-    network = "a GPT-2 with its head" if shape.architecture == "gpt2" else "a modern network"
-    wanted = {their_name(shape, row.name): their_shape(shape, row) for row in parameter_table(shape)}
+    network = {"gpt2": "a GPT-2 with its head", "modern": "a modern network"}.get(shape.architecture, "this model")
+    wanted: dict[str, tuple[int, ...]] = {}
+    for row in parameter_table(shape):
+        wanted |= their_tensors(shape, row)
+    embedding = llama.EMBEDDING if shape.architecture == "llama" else "wte.weight"
     tensors: dict[str, tuple[Path, str]] = {}
     for path in weight_files(folder):
         with opened(path) as stored:
             for name in stored.keys():  # noqa: SIM118
                 plain = name.removeprefix(PREFIX)
-                if MASKS.fullmatch(plain):
+                if MASKS.fullmatch(plain) or llama.BUFFERS.fullmatch(plain):
                     continue
                 if plain in tensors:
                     raise DataError(f"expected {plain} once, found it in {tensors[plain][0]} and, as {name}, in {path}")
-                dims = wanted["wte.weight"] if plain == HEAD else wanted.get(plain)
+                dims = wanted[embedding] if plain == HEAD else wanted.get(plain)
                 if dims is None:
                     raise DataError(f"expected the tensors of {network} in {path}, found also {name!r:.120}")
                 entry = stored.get_slice(name)
@@ -265,13 +303,12 @@ def find_tensors(folder: Path, shape: ModelShape) -> dict[str, tuple[Path, str]]
             f"expected a tensor {prefix(shape)}{missing} of shape {wanted[missing]} in {path}, found none;"
             " the file is not this config's"
         )
-    if HEAD in tensors:
-        head, embedding = (load_tensor(*tensors[name]) for name in (HEAD, "wte.weight"))
-        if not torch.equal(head, embedding):
-            raise DataError(
-                f"expected {HEAD} equal to wte.weight in {tensors[HEAD][0]}, found another;"
-                " handgrad's head is the token embedding"
-            )
+    tied = HEAD in tensors and HEAD not in wanted
+    if tied and not torch.equal(*(load_tensor(*tensors[name]) for name in (HEAD, embedding))):
+        raise DataError(
+            f"expected {HEAD} equal to {embedding} in {tensors[HEAD][0]}, found another;"
+            " handgrad's head is the token embedding"
+        )
     return tensors
 
 

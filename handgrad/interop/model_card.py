@@ -18,10 +18,12 @@ from handgrad.run_files import METRICS_FILE
 CARD_FILE, CURVE_FILE = "README.md", "curve.png"
 LAST_LOSSES = 5
 HUB_HEADER = "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- {tag}\n- handgrad\n---\n"
+NETWORKS = {"gpt2": "GPT-2", "modern": "modern network", "llama": "Llama"}
 TOKENIZERS = {
     "gpt2": "GPT-2's, 50,257 tokens",
     "bytes": "the 256 bytes of UTF-8, each its own id, and end-of-text",
     "bpe": "a byte-level BPE with GPT-2's splitter, trained on the data",
+    "model": "that of the model it started from",
 }
 SETTINGS = ("precision", "steps", "tokens_per_step", "learning_rate", "schedule", "warmup_steps", "weight_decay", "seed")
 
@@ -109,8 +111,8 @@ def training_lines(checkpoint: Checkpoint) -> list[str]:
     return lines
 
 
-def model_card(checkpoint: Checkpoint, model: LoadedModel, dtype: torch.dtype) -> str:
-    """The card as Markdown under the Hub's YAML header."""
+def model_card(checkpoint: Checkpoint, model: LoadedModel, dtype: torch.dtype, config: dict[str, Any]) -> str:
+    """The card as Markdown under the Hub's YAML header. `config`: the content of config.json."""
     shape, kind = model.shape, str(dtype).removeprefix("torch.")
     modern = shape.architecture == "modern"
     trust = ", trust_remote_code=True" if modern else ""  # in the network's code, which lies in the folder
@@ -118,8 +120,8 @@ def model_card(checkpoint: Checkpoint, model: LoadedModel, dtype: torch.dtype) -
     # Their generation has no sliding window: prompt and text have to fit, even if each byte of the prompt is a token.
     room = max(1, min(40, shape.sequence_length - 1 - len(prompt)))
     lines = [
-        HUB_HEADER.format(tag="custom_code" if modern else "gpt2"),
-        f"# A {'modern network' if modern else 'GPT-2'} of {count_parameters(parameter_table(shape)):,} parameters",
+        HUB_HEADER.format(tag="custom_code" if modern else config["model_type"]),
+        f"# A {NETWORKS[shape.architecture]} of {count_parameters(parameter_table(shape)):,} parameters",
         "",
         f"Exported by handgrad {handgrad.__version__} from a checkpoint of step {checkpoint.step}.",
         "",
@@ -131,6 +133,7 @@ def model_card(checkpoint: Checkpoint, model: LoadedModel, dtype: torch.dtype) -
         row("tokenizer", f"{TOKENIZERS[model.tokenizer.kind]} (SHA-256 `{model.tokenizer.sha256}`)"),
         row("numbers", kind),
         *([row("techniques", shape.techniques.replace(",", ", "))] if modern else []),
+        *([row("family", shape.llama.replace(",", ", "))] if shape.llama else []),
         "",
         *training_lines(checkpoint),
         *evaluation_lines(checkpoint),
@@ -141,7 +144,7 @@ def model_card(checkpoint: Checkpoint, model: LoadedModel, dtype: torch.dtype) -
         'folder = "."  # of this file',
         "tokenizer = AutoTokenizer.from_pretrained(folder)",
         f'model = AutoModelForCausalLM.from_pretrained(folder, dtype="{kind}"{trust})',
-        f'ids = tokenizer("<|endoftext|>{prompt}", return_tensors="pt")',
+        f'ids = tokenizer("{model.tokenizer.decode([model.tokenizer.end_of_text])}{prompt}", return_tensors="pt")',
         f"print(tokenizer.decode(model.generate(**ids, max_new_tokens={room})[0]))",
         "```",
         "",

@@ -81,7 +81,9 @@ def tokenizer_json(vocab: dict[str, int], merges: Sequence[tuple[str, str]], *, 
 
 
 def vocabulary_files(tokenizer: Tokenizer, longest: int) -> dict[str, bytes]:
-    """The four files by name; `longest` is the model's context in tokens."""
+    """The files by name, a model's as they came; `longest` is the model's context in tokens."""
+    if tokenizer.kind == "model":
+        return {TOKENIZER_FILE: tokenizer.json_bytes} | {name: text.encode() for name, text in tokenizer.others.items()}
     vocab = vocabulary(tokenizer)
     merges = gpt2_merges() if tokenizer.kind == "gpt2" else tokenizer.merges
     # A trained one as it is: its hash is the identity of shards.

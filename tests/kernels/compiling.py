@@ -31,6 +31,7 @@ def compile_kernel(
     `constants` does not; ":16" behind it ("*bf16:16", "i32:16") promises divisibility by 16, as aligned tensors and strides
     have. `serialized`: on Hopper, what ptxas says where it runs tensor-core instructions one after another, else ""."""
     types, attributes = {}, {}
+    constants = {p.name: p.default for p in kernel.params if p.is_constexpr and p.has_default} | constants
     for index, name in enumerate(kernel.arg_names):
         types[name], _, divisor = ("constexpr" if name in constants else signature[name]).partition(":")
         if divisor:

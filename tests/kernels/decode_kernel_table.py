@@ -68,7 +68,8 @@ def launches() -> dict[str, tuple[triton.JITFunction, dict[str, object], int]]:
             absent |= {"bias"} if name == "head" else set()
             found[f"{name} of {C}"] = decode._row_product, constants | dict.fromkeys(absent), warps
     for name, (elements, warps) in {"few": decode.FEW_ATTENTIONS, "many": decode.MANY_ATTENTIONS}.items():
-        found[f"attention, {name}"] = decode._attention, {"KEYS": elements // 64, "BLOCK": 64}, warps
+        found[f"attention, {name}"] = decode._attention, {"KEYS": elements // 64, "BLOCK": 64, "GROUP": 1}, warps
+        found[f"grouped attention, {name}"] = decode._attention, {"KEYS": elements // 64, "BLOCK": 64, "GROUP": 3}, warps
     found["embedding"] = decode._embedding, {"BLOCK": 1024}, 2
     found["token embedding"] = decode._embedding, {"BLOCK": 1024, "positions": None, "wpe": None}, 2
     found["greatest"] = choosing._greatest, {"seen": None, "BLOCK": choosing.CHOICES}, 4

@@ -125,7 +125,7 @@ def test_scratch_is_checked() -> None:
 
 RANDOM = {"samples": "*i64:16", "stream": "i32", "threshold": "i32", "dropout_scale": "fp32"}
 FORMATS = {"fp8e4nv": (448.0, 2.0**-10), "fp8e5": (57344.0, 2.0**-17)}
-KINDS = {"plain": "ops.cuda.attention_triton", "dropout": "dropout.cuda.attention"}
+KINDS = {"plain": "ops.cuda.attention_triton", "grouped": "ops.cuda.attention_triton", "dropout": "dropout.cuda.attention"}
 KINDS |= dict.fromkeys(FORMATS, "fp8.cuda.attention")
 
 
@@ -137,6 +137,7 @@ def arguments(kernel, D: int, dtype: str, config: Config, *, tail: bool, kind: s
     types |= {"rows": f"*{kind}:16", "columns": f"*{kind}:16", **RANDOM}
     signature = {name: types.get(name, f"*{dtype}:16") for name in kernel.arg_names}
     constants = {"D": D, "WIDTH": D, "QUERIES": config.queries, "KEYS": config.keys, "TAIL": tail}
+    constants |= {"GROUP": 4} if kind == "grouped" else {}
     if kind in FORMATS:
         largest, vanishes_at = FORMATS[kind]
         constants |= {"LARGEST": largest, "VANISHES_AT": vanishes_at}
@@ -152,7 +153,7 @@ def compiled_table(*, everything: bool) -> list[dict]:
 
     def cost(case: tuple) -> dict:
         (name, D, narrow, newer), config, kind, dtype, arch, tail = case
-        kernel = getattr(modules[kind], f"{name}_kernel")
+        kernel = getattr(modules[kind], "grouped_dkdv_kernel" if (kind, name) == ("grouped", "dkdv") else f"{name}_kernel")
         signature, constants, options = arguments(kernel, D, dtype, config, tail=tail, kind=kind)
         made = compile_kernel(kernel, signature, constants, config.warps, config.stages, arch, **options)
         return {
@@ -175,7 +176,7 @@ def compiled_table(*, everything: bool) -> list[dict]:
         kinds = ("plain", "dropout") if narrow and (D == 64 or everything) else ("plain",)
         cuts = list(product(kinds, dtypes, architectures, tails))
         if narrow and newer:  # Triton (3.6, 3.7) compiles the statistics' reductions to one number not for sm_100
-            cuts += product(FORMATS, ("bf16",), (90,), tails)
+            cuts += product((*FORMATS, "grouped"), ("bf16",), (90,), tails)
         cases += [((name, D, narrow, newer), config, *cut) for cut in cuts]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(cost, cases))
@@ -188,7 +189,7 @@ def test_shipped_configurations_compile() -> None:
     result = subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-2000:]
     rows = [json.loads(line) for line in result.stdout.splitlines()]
-    assert len(rows) == 57
+    assert len(rows) == 63
     check(rows)
 
 

@@ -162,7 +162,7 @@ def attention_decode(
     scale, block = 1 / (math.sqrt(D) * math.log(2)), triton.next_power_of_2(D)
     elements, warps = FEW_ATTENTIONS if B * H < FEWEST_PROGRAMS else MANY_ATTENTIONS
     tile = max(16, elements // block), block
-    launch(_attention, (H, B), *tensors, H, K, maxT, D, scale, *tile, **overlapping(out, warps))
+    launch(_attention, (H, B), *tensors, H, maxT, D, scale, *tile, H // K, **overlapping(out, warps))
 
 
 @triton.jit
@@ -223,7 +223,7 @@ def _row_product(
 
 @triton.jit
 def _attention(
-    out, keys, values, qkv, positions, H, K, maxT, D, SCALE, KEYS: tl.constexpr, BLOCK: tl.constexpr,
+    out, keys, values, qkv, positions, H, maxT, D, SCALE, KEYS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One head of queries. Those that share keys and values all store the new ones, which are the same."""
@@ -232,8 +232,8 @@ def _attention(
     inside = channel < D
     # What was there before this step needs no waiting.
     position = tl.load(positions + b).to(tl.int32)
-    kv_head = h // (H // K)
-    cache = (b * K + kv_head) * maxT * D
+    kv_heads, kv_head = H // GROUP, h // GROUP
+    cache = (b * kv_heads + kv_head) * maxT * D
     place = cache + n.to(tl.int64)[:, None] * D + channel[None, :]
     mask = (n < position)[:, None] & inside[None, :]
     key = tl.load(keys + place, mask=mask, other=0.0)
@@ -241,10 +241,11 @@ def _attention(
     if OVERLAPS:
         gdc_launch_dependents()
         gdc_wait()
-    mine = qkv + b * (H + 2 * K) * D + channel
-    q = tl.load(mine + h * D, mask=inside, other=0.0).to(tl.float32) * SCALE
-    k = tl.load(mine + (H + kv_head) * D, mask=inside, other=0.0)
-    v = tl.load(mine + (H + K + kv_head) * D, mask=inside, other=0.0)
+    mine = qkv + b * (H + 2 * kv_heads) * D + h * D + channel
+    q = tl.load(mine, mask=inside, other=0.0).to(tl.float32) * SCALE
+    mine += (H + kv_head - h) * D
+    k = tl.load(mine, mask=inside, other=0.0)
+    v = tl.load(mine + kv_heads * D, mask=inside, other=0.0)
     tl.store(keys + cache + position.to(tl.int64) * D + channel, k, mask=inside)
     tl.store(values + cache + position.to(tl.int64) * D + channel, v, mask=inside)
     # Every row of the tile keeps a softmax of its own over the keys it meets: nothing in the loop waits for another warp.

@@ -1,0 +1,119 @@
+"""The tokenizer of somebody's model: its `tokenizer.json` run by its own library, and the files beside it carried along.
+
+Beside the file stand two numbers that it does not hold: the size of the model's vocabulary, which may have more rows than
+there are tokens, and the token that ends a document.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+
+from handgrad.data.tokenizer import OTHERS_FILE, TOKENIZER_FILE, Tokenizer, byte_of_character, parse_bpe, read_small
+from handgrad.errors import DataError
+from handgrad.parsing import parse_json
+
+KIND = "model"
+# What transformers keeps beside `tokenizer.json`, among it the chat template: not read here, written as it came.
+OTHERS = (
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
+    *("chat_template.jinja", "chat_template.json"),
+)
+MAX_TOKENS = 1 << 24
+
+
+def read_model_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a transformers folder. Raises `DataError` if there is none that gives a text's bytes back."""
+    path, config = folder / TOKENIZER_FILE, read_object(folder / "config.json")
+    if not path.is_file():
+        raise DataError(f"expected {TOKENIZER_FILE} in {folder}, found no such file; add the model's tokenizer files")
+    ends = config.get("eos_token_id")
+    others = {name: read_small(folder / name).decode() for name in OTHERS if (folder / name).is_file()}
+    first = ends[0] if isinstance(ends, list) and ends else ends
+    return model_tokenizer(read_small(path), others, config.get("vocab_size"), first, str(path))
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    try:
+        content = parse_json(read_small(path))
+    except (OSError, ValueError) as error:
+        raise DataError(f"expected JSON in {path}, found {error!s:.200}; fetch it again") from None
+    if not isinstance(content, dict):
+        raise DataError(f"expected a JSON object in {path}, found {type(content).__name__}; fetch it again")
+    return content
+
+
+def model_tokenizer(content: bytes, others: Mapping[str, str], vocab_size: Any, end_of_text: Any, where: str) -> Tokenizer:
+    """The tokenizer in a `tokenizer.json` of this `content`. Raises `DataError`."""
+    try:
+        library = tokenizers.Tokenizer.from_buffer(content)
+        tables = parse_json(content)
+    except Exception as error:  # the library raises nothing narrower
+        raise DataError(f"expected a tokenizer in {where}, found {error!s:.200}; fetch it again") from None
+    steps = tables.get("decoder") or {}
+    kinds = {step.get("type") for step in steps.get("decoders", [steps])}
+    if kinds != {"ByteLevel"}:
+        found = ", ".join(map(str, sorted(kinds, key=str)))
+        raise DataError(f"expected a ByteLevel decoder in {where}, found {found}; handgrad has no such tokenizer")
+    if type(vocab_size) is not int or not library.get_vocab_size() <= vocab_size <= MAX_TOKENS:
+        raise DataError(
+            f"expected a vocab_size of {library.get_vocab_size()} or more beside {where}, found {vocab_size!r:.80}"
+        )
+    if type(end_of_text) is not int or not 0 <= end_of_text < library.get_vocab_size():
+        raise DataError(f"expected a token that ends texts as eos_token_id beside {where}, found {end_of_text!r:.80}")
+    library.encode_special_tokens = True  # what reads like one in a text is text
+    library.no_truncation()
+    library.no_padding()
+    added, byte_of = library.get_added_tokens_decoder(), byte_of_character()
+
+    def bytes_of(token: int) -> bytes:
+        if token in added:
+            return added[token].content.encode()
+        return bytes(byte_of[character] for character in library.id_to_token(token) or "")
+
+    try:
+        token_bytes = tuple(map(bytes_of, range(vocab_size)))
+    except KeyError:
+        raise DataError(
+            f"expected tokens in the byte-level alphabet in {where}, found others; handgrad has no such tokenizer"
+        ) from None
+    dtype = np.uint16 if vocab_size <= 1 << 16 else np.uint32
+
+    def encode(text: str) -> np.ndarray:
+        return np.array(library.encode_batch_fast([text], add_special_tokens=False)[0].ids, dtype=dtype)
+
+    sha256 = hashlib.sha256(content + f"{vocab_size} {end_of_text}".encode()).hexdigest()
+    return Tokenizer(KIND, token_bytes, end_of_text, sha256, encode, content, others=dict(others))
+
+
+def of_record(folder: Path, record: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer that a manifest's entry names, from the files beside the manifest."""
+    others = read_object(folder / OTHERS_FILE) if (folder / OTHERS_FILE).is_file() else {}
+    path = folder / TOKENIZER_FILE
+    return model_tokenizer(read_small(path), others, record.get("vocab_size"), record.get("end_of_text"), str(path))
+
+
+def of_folder(folder: Path) -> Tokenizer:
+    """The tokenizer in a folder: a plain one by its `tokenizer.json`, that of a checkpoint of ours, or a model's."""
+    checkpoints = sorted(folder.glob("checkpoints/step_*/manifest.json"))
+    manifest = checkpoints[-1] if checkpoints else folder / "manifest.json"
+    if manifest.is_file():
+        record = read_object(manifest).get("tokenizer")
+        if isinstance(record, dict) and record.get("kind") == KIND:
+            return of_record(manifest.parent, record)
+    config = folder / "config.json"
+    if config.is_file() and not is_plain(folder / TOKENIZER_FILE, read_object(config).get("vocab_size")):
+        return read_model_tokenizer(folder)
+    return parse_bpe(read_small(folder / TOKENIZER_FILE), where=str(folder / TOKENIZER_FILE))
+
+
+def is_plain(path: Path, vocab_size: Any) -> bool:
+    """True for a byte-level BPE of this size with GPT-2's splitter and one special token; for no file at all, which a
+    folder of GPT-2's older files has not."""
+    try:
+        return not path.is_file() or parse_bpe(read_small(path), where=str(path)).vocab_size == vocab_size
+    except DataError:
+        return False

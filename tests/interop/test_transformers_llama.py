@@ -1,0 +1,298 @@
+"""The Llama family in transformers and back: equal logits, greedy texts and gradients for random weights of each type."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tokenizers
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from handgrad.api.model import load
+from handgrad.checkpoint import find
+from handgrad.cli import main
+from handgrad.evaluation.load import checkpoint_weights
+from handgrad.interop import huggingface, huggingface_llama, sources
+from handgrad.models import parameter_table
+from handgrad.models.rows import flat_elements
+from tests.conftest import make_model
+from tests.interop.models import our_logits, random_tokens, their_logits, weights
+from tests.test_commands import refused
+
+V, LENGTH = 320, 260  # of the vocabulary, of which the tokenizer has fewer; of the context
+COMMON = {"vocab_size": V, "max_position_embeddings": LENGTH, "num_hidden_layers": 3, "initializer_range": 0.2}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+CONFIGS: dict[str, transformers.PretrainedConfig] = {
+    "llama": transformers.LlamaConfig(
+        **COMMON,
+        hidden_size=36,
+        intermediate_size=50,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        rms_norm_eps=1e-5,
+        rope_theta=500000.0,
+        rope_scaling={**LLAMA3, "original_max_position_embeddings": 64},
+        tie_word_embeddings=True,
+    ),
+    "qwen2": transformers.Qwen2Config(
+        **COMMON,
+        hidden_size=40,
+        intermediate_size=33,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        rope_theta=1000000.0,
+        rope_scaling=YARN,
+    ),
+    "qwen3": transformers.Qwen3Config(
+        **COMMON, hidden_size=24, intermediate_size=77, num_attention_heads=3, num_key_value_heads=3, head_dim=14
+    ),
+}
+KINDS = list(CONFIGS)
+
+
+def byte_tokenizer() -> tokenizers.Tokenizer:
+    """A byte-level tokenizer with a splitter of its own and two special tokens, as Qwen's is."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocab = {character: i for i, character in enumerate(alphabet)} | {"he": 256, "Ġt": 257}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[("h", "e"), ("Ġ", "t")]))
+    digits = tokenizers.pre_tokenizers.Digits(individual_digits=True)
+    level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([digits, level])
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    return made
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A folder of transformers with random weights of a type, biases and gains among them, made once; Qwen3's in shards."""
+    made: dict[str, Path] = {}
+
+    def get(kind: str) -> Path:
+        if kind not in made:
+            torch.manual_seed(1)
+            folder = made[kind] = tmp_path_factory.mktemp(kind)
+            model = transformers.AutoModelForCausalLM.from_config(CONFIGS[kind])
+            for name, values in model.named_parameters():
+                if values.dim() == 1:
+                    nn.init.normal_(values, mean=0.0 if name.endswith("bias") else 1.0, std=0.2)
+            model.config.eos_token_id = 259
+            model.save_pretrained(folder, max_shard_size="30KB" if kind == "qwen3" else "1GB")
+            byte_tokenizer().save(str(folder / "tokenizer.json"))
+            (folder / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>", "clean_up": "naïve"}')
+            (folder / "chat_template.jinja").write_text("{{ messages }}\n")
+        return made[kind]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def run(saved: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The imported folder of a type."""
+    made: dict[str, Path] = {}
+
+    def get(kind: str) -> Path:
+        if kind not in made:
+            made[kind] = tmp_path_factory.mktemp(kind) / "run"
+            assert main(["import", str(saved(kind)), "--out", str(made[kind])]) == 0
+        return made[kind]
+
+    return get
+
+
+def theirs(folder: Path, dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_and_greedy_texts(kind: str, saved: Callable, run: Callable) -> None:
+    model, ours = theirs(saved(kind)), load(run(kind), device="cpu")
+    tokens = random_tokens(ours.shape)
+    logits = their_logits(model, tokens)
+    assert (our_logits(run(kind), tokens) - logits).abs().max() <= 1e-4
+    assert (ours.logits([tokens])[0] - logits).abs().max() <= 1e-4
+    prompt = tokens[:7]
+    options = {"do_sample": False, "max_new_tokens": 200, "eos_token_id": None, "pad_token_id": 0}
+    text = model.generate(torch.tensor([prompt]), **options)[0, 7:].tolist()
+    assert greedy(ours, prompt, 200) == text and len(set(text)) > 10
+
+
+def greedy(model: object, prompt: list[int], count: int) -> list[int]:
+    """Tokens after a prompt of ids, by whole forwards and the likeliest token."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(model.logits([tokens])[0][-1].argmax()))  # type: ignore[attr-defined]
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_equal_theirs(kind: str, saved: Callable, run: Callable) -> None:
+    """In float64, with their norms and angles in float64 as well, which they otherwise make in float32."""
+    model = theirs(saved(kind), torch.float64)
+    source = checkpoint_weights(find(str(run(kind))))
+    ours = make_model(source.shape, 2, 31)
+    in_float64(model, source.shape)
+    for row in ours.table:
+        row.stored(ours.flat).copy_(source.weight(row))
+    ours.forward()
+    ours.backward(torch.tensor([1 / 62], dtype=torch.float64))
+    logits = model(ours.act.tokens).logits
+    nn.functional.cross_entropy(logits.flatten(0, 1), ours.act.targets.flatten()).backward()
+    gradients = {name: values.grad for name, values in model.named_parameters()}
+    for row in ours.table:
+        names = huggingface.their_tensors(ours.shape, row)
+        right = torch.cat([gradients[name] for name in names])
+        error = (row.stored(ours.flat_gradients) - right).norm() / right.norm().clamp_min(1e-9)
+        assert error <= 1e-10, f"{row.name}: relative error {error:.3g}"
+
+
+def in_float64(model: transformers.PreTrainedModel, shape: object) -> None:
+    def rms_norm(self: nn.Module, x: Tensor) -> Tensor:
+        return nn.functional.rms_norm(x, (x.shape[-1],), self.weight, self.variance_epsilon)
+
+    def rotary(x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        family = shape.family  # type: ignore[attr-defined]
+        angles = position_ids[..., None].double() * torch.tensor(family.frequencies, dtype=torch.float64)
+        angles = torch.cat([angles, angles], -1)
+        return family.rope_scale * angles.cos(), family.rope_scale * angles.sin()
+
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = rms_norm.__get__(module)
+    model.model.rotary_emb.forward = rotary
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_frequencies_are_theirs(kind: str, saved: Callable, run: Callable) -> None:
+    """To float32, in which they make them."""
+    rotary, family = theirs(saved(kind)).model.rotary_emb, load(run(kind), device="cpu").shape.family
+    ours = torch.tensor(family.frequencies, dtype=torch.float64)
+    assert ((rotary.inv_freq.double() / ours) - 1).abs().max() < 1e-6
+    assert rotary.attention_scaling == pytest.approx(family.rope_scale, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_export_gives_the_folder_back(kind: str, saved: Callable, run: Callable, tmp_path: Path) -> None:
+    """Type, sizes, weights bit by bit, tokenizer files as they came; and what transformers computes of it."""
+    assert main(["export", str(run(kind)), "--to", "hf", str(tmp_path / "hf")]) == 0
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "hf")
+    assert type(config) is type(CONFIGS[kind])
+    before, after = (theirs(folder) for folder in (saved(kind), tmp_path / "hf"))
+    stored, expected = after.state_dict(), before.state_dict()
+    assert stored.keys() == expected.keys() and all(torch.equal(stored[name], expected[name]) for name in expected)
+    tokens = random_tokens(load(run(kind), device="cpu").shape)
+    assert torch.equal(their_logits(before, tokens), their_logits(after, tokens))
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (tmp_path / "hf" / name).read_bytes() == (saved(kind) / name).read_bytes()
+    assert main(["import", str(tmp_path / "hf"), "--out", str(tmp_path / "again")]) == 0
+    ours, again = weights(run(kind)), weights(tmp_path / "again")
+    assert ours.keys() == again.keys() and all(torch.equal(ours[name], again[name]) for name in ours)
+    card = (tmp_path / "hf" / "README.md").read_text()
+    assert f"- {kind}\n" in card and "# A Llama of" in card
+
+
+def test_a_tied_head_that_is_stored_is_read(saved: Callable, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    from safetensors.torch import save_file
+
+    folder = shutil.copytree(saved("llama"), tmp_path / "hf")
+    stored = load_file(folder / "model.safetensors")
+    assert "lm_head.weight" not in stored
+    stored["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
+    save_file(stored, folder / "model.safetensors")
+    assert main(["import", str(folder), "--out", str(tmp_path / "run")]) == 0
+    stored["lm_head.weight"][3, 5] += 1
+    save_file(stored, folder / "model.safetensors")
+    told = refused(capsys, 65, "import", str(folder), "--out", str(tmp_path / "other"))
+    assert "expected lm_head.weight equal to model.embed_tokens.weight" in told
+
+
+def test_the_models_tokenizer(saved: Callable, run: Callable) -> None:
+    """Their ids, text's bytes back, special tokens in a text as text, and rows of the vocabulary without a token."""
+    ours, library = load(run("qwen2"), device="cpu").tokenizer, byte_tokenizer()
+    for text in ("the he, 1234 there\n", "naïve 你好 👩‍👩‍👧", "", "   \n\t x"):
+        assert ours.encode(text).tolist() == library.encode(text, add_special_tokens=False).ids
+        assert ours.decode(ours.encode(text)) == text
+    marked = ours.encode("<|im_end|>")
+    assert 259 not in marked and ours.decode(marked) == "<|im_end|>" and ours.decode([259]) == "<|im_end|>"
+    assert ours.vocab_size == V and ours.end_of_text == 259 and ours.token_bytes[300] == b""
+
+
+def test_its_weights_are_finetuned_on_text_of_its_tokenizer(run: Callable, saved: Callable, tmp_path: Path) -> None:
+    """Prepared with the tokenizer of the folder or of the run, trained, and exported with the files that came."""
+    (tmp_path / "text.txt").write_text("the other there is the 42nd\n" * 900)
+    for number, source in enumerate((saved("qwen3"), run("qwen3"))):
+        shards, out = tmp_path / f"shards{number}", tmp_path / f"out{number}"
+        prepared = [
+            "prepare",
+            str(tmp_path / "text.txt"),
+            "--out",
+            str(shards),
+            "--tokenizer",
+            str(source),
+            "--workers",
+            "1",
+        ]
+        assert main(prepared) == 0
+        sizes = ["--sequence-length", "32", "--steps", "3", "--tokens-per-step", "64", "--micro-batch", "2"]
+        watched = ["--eval-tokens", "64", "--sample-tokens", "3", "--device", "cpu", "--log-every", "1"]
+        command = ["train", "--init-from", str(run("qwen3")), "--data", str(shards), "--out", str(out)]
+        assert main([*command, *sizes, *watched]) == 0
+    assert main(["export", str(out), "--to", "hf", str(tmp_path / "hf")]) == 0
+    assert (tmp_path / "hf" / "chat_template.jinja").read_text() == "{{ messages }}\n"
+    assert theirs(tmp_path / "hf").config.max_position_embeddings == 32
+
+
+REFUSED: dict[str, tuple[dict[str, object], str]] = {
+    "another type": ({"model_type": "qwen3_moe"}, 'expected model_type "gpt2", "llama", "qwen2", "qwen3" in'),
+    "sliding window": ({"use_sliding_window": True}, "expected use_sliding_window false in"),
+    "layers with windows": ({"layer_types": ["full_attention", "sliding_attention"]}, "expected layer_types of full_atten"),
+    "activation": ({"hidden_act": "gelu"}, 'expected hidden_act "silu" in'),
+    "bias of o": ({"attention_bias": True}, "expected attention_bias false in"),
+    "bias of the MLP": ({"mlp_bias": True}, "expected mlp_bias false in"),
+    "rope": (
+        {"rope_parameters": {"rope_type": "longrope"}},
+        'expected rope_type "default" or "linear" or "llama3" or "yarn"',
+    ),
+    "half a rope": ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, "expected low_freq_factor above 0 in"),
+    "part of the heads": ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "expected partial_rotary_factor 1.0 in"),
+    "quantised": ({"quantization_config": {"bits": 4}}, "expected quantization_config null in"),
+    "heads": ({"num_key_value_heads": 4}, "kv_heads that divide num_heads 6"),
+    "no size": ({"intermediate_size": None}, "expected intermediate_size of 1 or more in"),
+    "epsilon": ({"rms_norm_eps": -1}, "expected rms_norm_eps above 0 in"),
+    "no end of text": ({"eos_token_id": None}, "expected a token that ends texts as eos_token_id beside"),
+    "small vocabulary": ({"vocab_size": 100}, "expected a vocab_size of 260 or more beside"),
+    "other sizes": ({"num_hidden_layers": 4}, "expected a tensor model.layers.3.self_attn.q_proj.weight of shape (36, 36)"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_handgrad_lacks_is_named(name: str, saved: Callable, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    folder, (change, told) = shutil.copytree(saved("llama"), tmp_path / "hf"), REFUSED[name]
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    assert told in refused(capsys, 65, "import", str(folder), "--out", str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_sizes_are_read_without_weights(saved: Callable, run: Callable) -> None:
+    for kind in KINDS:
+        assert sources.read_sizes(str(saved(kind))) == sources.read_sizes(str(run(kind)))
+
+
+def test_parameters_of_published_sizes() -> None:
+    """As published: https://huggingface.co/Qwen/Qwen2.5-1.5B and https://huggingface.co/meta-llama/Llama-3.2-1B."""
+    qwen = {"vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28}
+    qwen |= {"num_attention_heads": 12, "num_key_value_heads": 2, "tie_word_embeddings": True, "rope_theta": 1e6}
+    meta = {"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
+    meta |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": True}
+    for kind, config, parameters in (("qwen2", qwen, 1_543_714_304), ("llama", meta, 1_235_814_400)):
+        content = {"model_type": kind, "max_position_embeddings": 131072, **config}
+        shape = huggingface_llama.read_shape(content, Path("config.json"))
+        table = parameter_table(shape)
+        assert sum(row.stored_rows * row.elements // row.shape[0] for row in table) == parameters
+        assert flat_elements(table) >= parameters
