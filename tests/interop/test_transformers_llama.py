@@ -296,3 +296,16 @@ def test_parameters_of_published_sizes() -> None:
         table = parameter_table(shape)
         assert sum(row.stored_rows * row.elements // row.shape[0] for row in table) == parameters
         assert flat_elements(table) >= parameters
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_texts_with_the_cache(kind: str, saved: Callable, run: Callable) -> None:
+    """200 tokens after a prompt, by both programs' generation."""
+    ours = load(run(kind), device="cpu")
+    start = [ours.tokenizer.end_of_text, *ours.tokenizer.encode("the other").tolist()]
+    options = {"do_sample": False, "max_new_tokens": 200, "pad_token_id": 0}
+    inputs = torch.tensor([start])
+    written = theirs(saved(kind)).generate(inputs, attention_mask=torch.ones_like(inputs), eos_token_id=259, **options)
+    written = written[0, len(start) :].tolist()
+    text = ours.generate("the other", max_tokens=200, temperature=0)
+    assert len(set(written)) > 10 and text == ours.tokenizer.decode(token for token in written if token != 259)

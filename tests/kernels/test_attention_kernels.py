@@ -154,6 +154,8 @@ def compiled_table(*, everything: bool) -> list[dict]:
     def cost(case: tuple) -> dict:
         (name, D, narrow, newer), config, kind, dtype, arch, tail = case
         kernel = getattr(modules[kind], "grouped_dkdv_kernel" if (kind, name) == ("grouped", "dkdv") else f"{name}_kernel")
+        if kind == "grouped":
+            config = shipped(name, D, narrow=narrow, newer=newer, grouped=True)
         signature, constants, options = arguments(kernel, D, dtype, config, tail=tail, kind=kind)
         made = compile_kernel(kernel, signature, constants, config.warps, config.stages, arch, **options)
         return {

@@ -130,19 +130,9 @@ def dkdv_loop(
 ):
     """dk and dv of a block of keys. `head`: (its queries, its dy, its sums, row stride of dy, row stride, T). Here KEEP
     makes tiles (KEYS, QUERIES)."""
-    dk = tl.zeros((k.shape[0], k.shape[1]), tl.float32)
-    dv = tl.zeros((k.shape[0], k.shape[1]), tl.float32)
-    dk, dv = dkdv_added(dk, dv, k, v, head, first, D, QUERIES, TAIL, mask, KEEP)
-    return dk * (1.0 / D**0.5), dv
-
-
-@triton.jit
-def dkdv_added(
-    dk, dv, k, v, head, first, D: tl.constexpr, QUERIES: tl.constexpr, TAIL: tl.constexpr, mask=None,
-    KEEP: tl.constexpr = None,
-):  # fmt: skip
-    """sqrt(D) dk and dv, and beside them what one head of queries adds."""
     KEYS: tl.constexpr = k.shape[0]
+    dk = tl.zeros((KEYS, k.shape[1]), tl.float32)
+    dv = tl.zeros((KEYS, k.shape[1]), tl.float32)
     T = head[5]
     # Blocks of queries that the diagonal crosses, full blocks of queries after all these keys, and at most one tail.
     diagonal = first // QUERIES * QUERIES
@@ -157,7 +147,44 @@ def dkdv_added(
     if TAIL:
         for query in range(full, T, QUERIES):
             dk, dv = dkdv_step(dk, dv, k, v, head, query, first, D, QUERIES, False, True, mask, KEEP)
-    return dk, dv
+    return dk * (1.0 / D**0.5), dv
+
+
+@triton.jit
+def grouped_dkdv_loop(k, v, head, first, D: tl.constexpr, QUERIES: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr):
+    """dk and dv of a block of keys that GROUP heads of queries share; `head`: the first of them. The blocks that the
+    diagonal crosses of all heads, then the full blocks of all heads in one loop, then their tails: a loop in a loop would
+    need more registers than there are."""
+    KEYS: tl.constexpr = k.shape[0]
+    dk = tl.zeros((KEYS, k.shape[1]), tl.float32)
+    dv = tl.zeros((KEYS, k.shape[1]), tl.float32)
+    T = head[5]
+    diagonal = first // QUERIES * QUERIES
+    CROSSED: tl.constexpr = (KEYS + QUERIES - 1) // QUERIES
+    for h in range(GROUP):
+        mine = next_head(head, h, D)
+        for crossed in tl.static_range(CROSSED):
+            query = diagonal + crossed * QUERIES
+            dk, dv = dkdv_step(dk, dv, k, v, mine, query, first, D, QUERIES, True, TAIL, None, None)
+    after = diagonal + CROSSED * QUERIES
+    blocks = tl.maximum(T // QUERIES - after // QUERIES, 0)
+    for step in range(GROUP * blocks):
+        mine, query = next_head(head, step // blocks, D), after + step % blocks * QUERIES
+        dk, dv = dkdv_step(dk, dv, k, v, mine, query, first, D, QUERIES, False, False, None, None)
+    if TAIL:
+        full = tl.maximum(T // QUERIES * QUERIES, after)
+        if full < T:
+            for h in range(GROUP):
+                mine = next_head(head, h, D)
+                dk, dv = dkdv_step(dk, dv, k, v, mine, full, first, D, QUERIES, False, True, None, None)
+    return dk * (1.0 / D**0.5), dv
+
+
+@triton.jit
+def next_head(head, h, D: tl.constexpr):
+    """The head of queries h places after this one."""
+    q_head, dy_head, sums, C, row_stride, T = head
+    return q_head + h * D, dy_head + h * D, sums + 2 * h * T, C, row_stride, T
 
 
 @triton.jit

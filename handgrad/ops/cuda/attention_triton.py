@@ -14,7 +14,15 @@ import triton.language as tl
 from torch import Tensor
 
 from handgrad.ops.cuda.attention_configs import choose_config, rows_of
-from handgrad.ops.cuda.attention_loops import LN_2, LOG2_E, dkdv_added, dkdv_loop, dq_loop, forward_loop, load_dy_delta
+from handgrad.ops.cuda.attention_loops import (
+    LN_2,
+    LOG2_E,
+    dkdv_loop,
+    dq_loop,
+    forward_loop,
+    grouped_dkdv_loop,
+    load_dy_delta,
+)
 from handgrad.ops.cuda.attention_tiles import (
     head_of,
     key_block,
@@ -74,20 +82,18 @@ def grouped_dkdv_kernel(
     dqkv, sums, dout, qkv, H, T, C, row_stride, D: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr,
     KEYS: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of one block of keys of one head that GROUP heads of queries share: the sum over these, in order."""
+    """dk and dv of one block of keys of one head that GROUP heads of queries share."""
     block, b, kv_head, _ = head_of(tl.cdiv(T, KEYS), H // GROUP, T)
     first, distance = block * KEYS, C // GROUP
     row = b * T + first
     k_tile = qkv + row * row_stride + C + kv_head * D
     k = load_tile(k_tile, row_stride, T - first, D, KEYS, WIDTH, TAIL)
     v = load_tile(k_tile + distance, row_stride, T - first, D, KEYS, WIDTH, TAIL)
-    dk, dv = tl.zeros((KEYS, WIDTH), tl.float32), tl.zeros((KEYS, WIDTH), tl.float32)
-    for h in range(kv_head * GROUP, kv_head * GROUP + GROUP):
-        q_head, dy_head = qkv + b * T * row_stride + h * D, dout + b * T * C + h * D
-        head = q_head, dy_head, sums + 2 * (b * H + h) * T, C, row_stride, T
-        dk, dv = dkdv_added(dk, dv, k, v, head, first, D, QUERIES, TAIL)
+    q_head, dy_head = qkv + b * T * row_stride + kv_head * GROUP * D, dout + b * T * C + kv_head * GROUP * D
+    head = q_head, dy_head, sums + 2 * (b * H + kv_head * GROUP) * T, C, row_stride, T
+    dk, dv = grouped_dkdv_loop(k, v, head, first, D, QUERIES, TAIL, GROUP)
     dk_tile = dqkv + row * row_stride + C + kv_head * D
-    store_tile(dk_tile, row_stride, T - first, dk * (1.0 / D**0.5), D, KEYS, WIDTH, TAIL)
+    store_tile(dk_tile, row_stride, T - first, dk, D, KEYS, WIDTH, TAIL)
     store_tile(dk_tile + distance, row_stride, T - first, dv, D, KEYS, WIDTH, TAIL)
 
 
@@ -107,7 +113,7 @@ def blocks(name: str, lse: Tensor, *tensors: Tensor | None, width: int = 0) -> t
     packed = N == B * T and columns == (H + 2 * kv_heads) * D and kv_heads > 0 and H % kv_heads == 0
     assert packed and D <= 128, f"{tuple(qkv.shape)} does not pack {tuple(lse.shape)}"
     assert all(t is None or t.is_contiguous() for t in (*tensors, lse)) and lse.dtype == torch.float32
-    config = choose_config(name, qkv, D)
+    config = choose_config(name, qkv, D, kv_heads < H)
     tiles = {"D": D, "WIDTH": max(16, triton.next_power_of_2(D)), "QUERIES": config.queries, "KEYS": config.keys}
     tail = T % config.queries != 0 or T % config.keys != 0
     options = {"num_warps": config.warps, "num_stages": config.stages}
