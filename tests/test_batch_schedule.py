@@ -191,7 +191,7 @@ def test_a_micro_batch_divides_the_steps_of_all_stages(growing: RunConfig) -> No
 
 
 def test_a_step_larger_than_the_data_is_refused_at_the_start(growing: RunConfig) -> None:
-    with pytest.raises(DataError, match="one step takes 4096 samples .* --batch-schedule ''"):
+    with pytest.raises(DataError, match=r"one step takes 4096 samples .* --batch-schedule ''"):
         train(dataclasses.replace(growing, batch_schedule="3:131072"))
 
 
