@@ -19,17 +19,17 @@ from handgrad.models import modern
 from handgrad.ops import reference as ops
 from handgrad.presets import preset
 from handgrad.run.resolve import resolve
-from handgrad.techniques import default
 from tests.conftest import Model, make_model, quantized_weights
-from tests.techniques import toggled
+from tests.techniques import USUAL, toggled
 from tests.test_fp8_model import BOTH_OF_THE_HEAD, ROUNDOFF, SETTINGS, RoundedProducts, bound, run
 from tests.test_fp8_numbers import LARGEST, bits
 from tests.test_fp8_training import found_in, steps_of
 from tests.test_training import assembly_of
 
 SHAPE = ModelShape(vocab_size=57, sequence_length=16, num_layers=2, num_heads=2, channels=32, architecture="modern")
+SHAPE = replace(SHAPE, techniques=toggled(""))
 BATCH, LENGTH = 3, 16
-WITHOUT = ["rotary", "qk_norm", "rotary,qk_norm", "untied_head,softcap", ",".join(default())]
+WITHOUT = ["rotary", "qk_norm", "rotary,qk_norm", "untied_head,softcap", ",".join(USUAL)]
 
 
 def make(
@@ -174,7 +174,13 @@ def test_a_run_in_fp8_takes_less_memory() -> None:
 @pytest.fixture
 def fp8(config: RunConfig) -> RunConfig:
     settings = {"precision": "fp8", "fp8_window": 2, "fp8_count_every": 1, "fp8_head": BOTH_OF_THE_HEAD}
-    modern_run = {"architecture": "modern", "optimizer": "muon", "learning_rate": 1e-2, "warmup_steps": 0}
+    modern_run = {
+        "architecture": "modern",
+        "techniques": toggled(""),
+        "optimizer": "muon",
+        "learning_rate": 1e-2,
+        "warmup_steps": 0,
+    }
     return dataclasses.replace(config, **settings, **modern_run)
 
 
