@@ -16,7 +16,15 @@ from handgrad.batch_schedule import BatchSchedule, parse_schedule
 from handgrad.errors import DataError, UsageError
 from handgrad.names import check_choice, nearest_name
 from handgrad.parsing import parse_toml
-from handgrad.techniques import TECHNIQUES as TECHNIQUES, check_techniques, difference, names_of, of_stored, settled
+from handgrad.techniques import (
+    IN_16_BITS,
+    TECHNIQUES as TECHNIQUES,
+    check_techniques,
+    difference,
+    names_of,
+    of_stored,
+    settled,
+)
 
 GPT2_VOCABULARY = 50257
 VOCABULARY_MULTIPLE = 128  # the padded vocabulary is a multiple of this: GEMMs run on full tiles
@@ -303,15 +311,13 @@ def check(config: RunConfig) -> RunConfig:
 
 
 def check_architecture(config: RunConfig) -> None:
-    """Raises `UsageError` for a network that does not exist or that this precision does not train."""
+    """Raises `UsageError` for a network that does not exist or that these settings do not train."""
     if config.architecture != "modern":
         return
     check_techniques(config.techniques)
     width = config.channels // config.num_heads
     if "rotary" in names_of(config.techniques) and width % 2:
         raise UsageError(f"rotary positions turn pairs of channels, found heads of {width}; try another --num-heads")
-    if config.precision == "fp8":
-        raise UsageError("architecture modern has no fp8 GEMMs yet, found precision fp8; --precision bf16 trains it")
     if config.dropout:
         raise UsageError(f"architecture modern has no dropout, found dropout {config.dropout:g}; leave it at 0")
 
@@ -320,6 +326,9 @@ def check_fp8(config: RunConfig) -> None:
     """Raises `UsageError` for a shape that fp8 GEMMs cannot take: they read 16 numbers at a time along every side."""
     if config.dropout:
         raise UsageError(f"precision fp8 has no dropout, found dropout {config.dropout:g}; bf16 has: --precision bf16")
+    in_16_bits = [name for name in names_of(config.techniques) if name in IN_16_BITS]
+    if in_16_bits:
+        raise UsageError(f"precision fp8 has no {', '.join(in_16_bits)}; bf16 has: --precision bf16")
     for name in ("channels", "sequence_length"):
         if getattr(config, name) % 16:
             raise UsageError(f"{name} must be a multiple of 16 for precision fp8, found {getattr(config, name)}")

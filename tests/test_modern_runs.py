@@ -33,10 +33,11 @@ def modern(config: RunConfig) -> RunConfig:
     [
         {"precision": "fp32"},
         {"precision": "bf16"},
+        {"precision": "fp8"},
         {"precision": "bf16", "techniques": toggled(NEW)},
         {"techniques": toggled(NEW), "optimizer": "adamw", "recompute": 2},
     ],
-    ids=["fp32", "bf16", "new", "new, adamw"],
+    ids=["fp32", "bf16", "fp8", "new", "new, adamw"],
 )
 def test_it_learns_and_resumes_bit_by_bit(modern: RunConfig, tmp_path: Path, settings: dict) -> None:
     whole = replace(modern, **settings, out=str(tmp_path / "whole"))
@@ -83,7 +84,15 @@ def test_its_checkpoint_is_a_model_like_any(modern: RunConfig, tmp_path: Path) -
     [
         ({"architecture": "modern", "techniques": "qknorm"}, "techniques must be .*rotary.*qk_norm"),
         ({"architecture": "modern", "channels": 6, "num_heads": 2}, "turn pairs of channels, found heads of 3"),
-        ({"architecture": "modern", "precision": "fp8"}, "modern has no fp8 GEMMs yet"),
+        (
+            {"architecture": "modern", "precision": "fp8", "channels": 40, "num_heads": 2},
+            "channels must be a multiple of 16",
+        ),
+        (
+            {"architecture": "modern", "precision": "fp8", "techniques": toggled("input_scalars")},
+            "precision fp8 has no input_scalars; bf16 has",
+        ),
+        ({"architecture": "modern", "precision": "fp8", "dropout": 0.1}, "precision fp8 has no dropout"),
         ({"architecture": "modern", "dropout": 0.1}, "modern has no dropout, found dropout 0.1"),
         ({"architecture": "modem"}, "architecture must be .*modern"),
     ],

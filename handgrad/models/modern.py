@@ -130,7 +130,7 @@ def forward(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) ->
         )
         x = block.residual_out
     last_norm = partial(ops.rmsnorm_forward, act.lnf, act.lnf_rstd, x)
-    return [*stages, Stage("" if w.head is w.wte else "head", last_norm)]
+    return [*stages, Stage("head" if shape.has("untied_head") else "", last_norm)]
 
 
 def embedding_forward(ops: ModuleType, w: Weights, act: Activations) -> None:
@@ -181,9 +181,9 @@ def backward(
 ) -> list[Stage]:
     """After `forward`: act.losses (N), and `g` += scale (1) * the gradient of their sum."""
     stream = [act.first, *(block.residual_out for block in act.blocks)]  # into each block, and out of the last
-    head = partial(head_backward, ops, w, g, act, d, stream[-1], scale, shape)
-    stages = [Stage("", head) if w.head is w.wte else Stage("head", head, done=True)]
     below = [d.dresidual, *(block.dresidual_out for block in d.blocks)]  # the gradient of `stream`
+    head = partial(head_backward, ops, w, g, act, d, stream[-1], below[-1], scale, shape)
+    stages = [Stage("head", head, done=True) if shape.has("untied_head") else Stage("", head)]
     for layer in reversed(range(len(w.blocks))):
         block = w.blocks[layer], g.blocks[layer], act.blocks[layer], d.blocks[layer]
         back = turn_back(ops, d.blocks[layer].dqkv, act.blocks[layer], shape)
@@ -197,9 +197,17 @@ def backward(
 
 
 def head_backward(
-    ops: ModuleType, w: Weights, g: Weights, act: Activations, d: Gradients, x: Tensor, scale: Tensor, shape: ModelShape
+    ops: ModuleType,
+    w: Weights,
+    g: Weights,
+    act: Activations,
+    d: Gradients,
+    x: Tensor,
+    dx: Tensor,
+    scale: Tensor,
+    shape: ModelShape,
 ) -> None:
-    """Losses, and d.dresidual (N, C) = scale * dL/dx of the stream x that enters the last norm."""
+    """Losses, and dx (N, C) = scale * dL/dx of the stream x that enters the last norm."""
     s, sizes = act.scratch, {"vocab_size": shape.vocab_size, "softcap": shape.softcap}
     for rows, logits in head_logits(ops, w, act):
         targets = act.targets.view(-1)[rows]
@@ -208,7 +216,7 @@ def head_backward(
     d.dresidual.zero_()
     if d.dfirst is not None:
         d.dfirst.zero_()
-    ops.rmsnorm_backward(d.dresidual, d.dlnf, x, act.lnf_rstd)
+    ops.rmsnorm_backward(dx, d.dlnf, x, act.lnf_rstd)
 
 
 def block_backward(

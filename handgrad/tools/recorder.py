@@ -113,6 +113,8 @@ PARTS = {
     },
     "gelu_forward_fp8": Counted("GELU to fp8, forward"),
     "gelu_backward_fp8": Counted("GELU to fp8, backward"),
+    "relu2_forward_fp8": Counted("squared ReLU to fp8, forward"),
+    "relu2_backward_fp8": Counted("squared ReLU to fp8, backward"),
 }
 
 ONCE = {"gradient_inout", "logits_inout"}  # may be spoilt, or changes in its padded columns alone
@@ -152,7 +154,8 @@ def flattened(t: Named) -> Iterator[tuple[str, Any]]:
     """The arguments with each form of a quantised tensor on its own; of these only the plain one changes in place."""
     for name, value in t.items():
         if isinstance(value, Quantized):
-            yield from ((name, value.plain), (f"{name}.rows", value.rows), (f"{name}.columns", value.columns))
+            forms = ("rows", "columns", "workspace")
+            yield from ((name, value.plain), *((f"{name}.{form}", getattr(value, form)) for form in forms))
         else:
             yield name, value
 
