@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from handgrad.config import TECHNIQUES, ModelShape, RunConfig
+from handgrad.config import ModelShape, RunConfig
 from handgrad.fp8 import reference as fp8_ops
 from handgrad.fp8.formats import E4M3, E5M2, GRADIENT_FORMATS, SCALE, Quantized
 from handgrad.fp8.scaling import MOST_CALIBRATIONS, UNCALIBRATED
@@ -19,7 +19,9 @@ from handgrad.models import modern
 from handgrad.ops import reference as ops
 from handgrad.presets import preset
 from handgrad.run.resolve import resolve
+from handgrad.techniques import default
 from tests.conftest import Model, make_model, quantized_weights
+from tests.techniques import toggled
 from tests.test_fp8_model import BOTH_OF_THE_HEAD, ROUNDOFF, SETTINGS, RoundedProducts, bound, run
 from tests.test_fp8_numbers import LARGEST, bits
 from tests.test_fp8_training import found_in, steps_of
@@ -27,7 +29,7 @@ from tests.test_training import assembly_of
 
 SHAPE = ModelShape(vocab_size=57, sequence_length=16, num_layers=2, num_heads=2, channels=32, architecture="modern")
 BATCH, LENGTH = 3, 16
-WITHOUT = ["rotary", "qk_norm", "rotary,qk_norm", "untied_head,softcap", ",".join(TECHNIQUES)]
+WITHOUT = ["rotary", "qk_norm", "rotary,qk_norm", "untied_head,softcap", ",".join(default())]
 
 
 def make(
@@ -46,7 +48,7 @@ def make(
         "fp8": fp8,
         "gradients": GRADIENT_FORMATS[gradients],
     }
-    return make_model(replace(SHAPE, without=without), BATCH, LENGTH, dtype, **settings)
+    return make_model(replace(SHAPE, techniques=toggled(without)), BATCH, LENGTH, dtype, **settings)
 
 
 def gemms_of(keep_bf16: str = "", head: str = "") -> Fp8Gemms:
@@ -179,7 +181,7 @@ def fp8(config: RunConfig) -> RunConfig:
 @pytest.mark.parametrize("without", ["", "untied_head", "softcap,rotary,qk_norm"])
 def test_training_in_fp8_learns_what_training_in_bf16_learns(fp8: RunConfig, without: str) -> None:
     """Ten steps that take the loss down by more than a half differ by less than a tenth of that."""
-    settings = {"steps": 10, "without": without}
+    settings = {"steps": 10, "techniques": toggled(without)}
     bf16, rounded = (steps_of(dataclasses.replace(fp8, precision=p, **settings), 10)[1] for p in ("bf16", "fp8"))
     assert rounded[-1].loss < rounded[0].loss - 0.5
     for a, b in zip(bf16, rounded, strict=True):
@@ -199,7 +201,7 @@ def test_recompute_levels_give_the_same_bits(fp8: RunConfig, scaling: str, gradi
 
 @pytest.mark.parametrize("without", ["", "untied_head"])
 def test_every_quantised_tensor_is_counted_whole(fp8: RunConfig, without: str) -> None:
-    training, _, found = steps_of(dataclasses.replace(fp8, without=without), 3)
+    training, _, found = steps_of(dataclasses.replace(fp8, techniques=toggled(without)), 3)
     N, C, Vp = fp8.micro_batch * fp8.sequence_length, fp8.channels, training.design.shape.padded_vocab_size
     per_token = {"norm1": 1, "dqkv": 3, "atty": 1, "dresidual_mid": 1, "norm2": 1, "hidden": 4, "dhidden": 4}
     sizes = {name: width * C * N for name, width in (per_token | {"dresidual_out": 1, "lnf": 1}).items()}
@@ -270,7 +272,7 @@ def test_a_step_before_all_scales_is_resumed_and_begun_again_with_the_same_bits(
 def test_the_static_scale_of_the_logits_clips_nothing_and_never_moves(fp8: RunConfig, without: str) -> None:
     """No number of their gradient is larger than 1 / tokens_per_step, as the slope of the cap is at most 1; and twice that
     would be too large for the scale."""
-    training, _, _ = steps_of(dataclasses.replace(fp8, without=without), 3)
+    training, _, _ = steps_of(dataclasses.replace(fp8, techniques=toggled(without)), 3)
     logits = training.state.activations.logits
     assert logits.format == E5M2
     scale = logits.scaling[SCALE].item()

@@ -18,7 +18,7 @@ class Settings(TypedDict, total=False):
     data: str | os.PathLike[str]
     out: str | os.PathLike[str]
     architecture: str
-    without: str
+    techniques: str
     num_layers: int
     num_heads: int
     channels: int
@@ -27,6 +27,7 @@ class Settings(TypedDict, total=False):
     freeze: str
     steps: int
     tokens_per_step: int
+    batch_schedule: str
     micro_batch: int
     lanes: int
     overfit_one_batch: bool

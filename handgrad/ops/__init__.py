@@ -26,6 +26,7 @@ OPERATIONS = (
     *("rmsnorm_forward", "rmsnorm_backward"),
     *("rotary_forward", "rotary_backward", "qk_norm_forward", "qk_norm_backward"),
     *("qk_norm_rotary_forward", "qk_norm_rotary_backward"),
+    *("mix_rmsnorm_forward", "mix_rmsnorm_backward", "value_embedding_forward", "value_embedding_backward"),
     *("relu2_forward", "relu2_backward", "linear_relu2_forward", "relu2_linear_backward"),
     *("attention_forward", "attention_backward"),
     *("linear_forward", "linear_backward", "linear_residual_forward", "linear_gelu_forward", "gelu_linear_backward"),
@@ -35,7 +36,7 @@ OPERATIONS = (
     *("muon_momentum", "muon_polar", "muon_update"),
     *("tree_sum", "checksum"),  # over lanes and ranks
     *("layernorm_linear_forward", "layernorm_linear_gelu_forward"),  # two in a row, which generation has as one
-    *("rmsnorm_linear_forward", "rmsnorm_linear_relu2_forward"),
+    *("rmsnorm_linear_forward", "rmsnorm_linear_relu2_forward", "mix_rmsnorm_linear_forward"),
     "store_keys_values",
 )
 
@@ -44,15 +45,15 @@ DECODE_OPERATIONS = (
     *("embedding_decode", "token_embedding_decode", "attention_decode", "choose_tokens"),
     *("rotary_forward", "qk_norm_forward", "qk_norm_rotary_forward", "rmsnorm_forward", "softcap_forward"),
     *("layernorm_linear_forward", "layernorm_linear_gelu_forward", "linear_residual_forward"),
-    *("rmsnorm_linear_forward", "rmsnorm_linear_relu2_forward"),
+    *("rmsnorm_linear_forward", "rmsnorm_linear_relu2_forward", "mix_rmsnorm_linear_forward", "value_embedding_decode"),
 )
 
 # And what sets a run up asks every backend.
 SET_UP = ("versions", "check_sizes", "scratch_bytes", "attention_scratch_bytes", "muon_scratch_bytes", "compile_ahead")
 
 # Places in `controls` (float64): what the host decides for a step.
-CONTROL_STEP, CONTROL_LEARNING_RATE, CONTROL_LOSS_LIMIT, CONTROL_NORM_LIMIT = range(4)
-CONTROLS = 4
+CONTROL_STEP, CONTROL_LEARNING_RATE, CONTROL_LOSS_LIMIT, CONTROL_NORM_LIMIT, CONTROL_TOKENS = range(5)
+CONTROLS = 5
 
 # Places in `results` (float64): what a step found out. `scale` multiplies the gradient in the update.
 RESULT_LOSS, RESULT_NORM, RESULT_SCALE, RESULT_VERDICT, RESULT_LOSS_SCALE = range(5)

@@ -65,6 +65,10 @@ OPERATIONS = {
     "qk_norm_backward": Counted("QK-norm and rotation"),
     "qk_norm_rotary_forward": Counted("QK-norm and rotation"),
     "qk_norm_rotary_backward": Counted("QK-norm and rotation"),
+    "mix_rmsnorm_forward": Counted("scalars and RMS norm"),
+    "mix_rmsnorm_backward": Counted("scalars and RMS norm"),
+    "value_embedding_forward": Counted("value embeddings"),
+    "value_embedding_backward": Counted("value embeddings"),
     "linear_forward": Counted(FORWARD, product_flops),
     "linear_residual_forward": Counted(FORWARD, product_flops),
     "linear_gelu_forward": Counted(FORWARD, product_flops),
@@ -114,8 +118,9 @@ PARTS = {
 }
 
 ONCE = {"gradient_inout", "logits_inout"}  # may be spoilt, or changes in its padded columns alone
-BY_TOKEN, BY_POSITION = {"wte", "dwte_acc"}, {"wpe", "dwpe_acc"}  # tables of which not all rows are touched
+BY_TOKEN, BY_POSITION = {"wte", "dwte_acc", "table"}, {"wpe", "dwpe_acc"}  # tables of which not all rows are touched
 PACKED = {"qkv", "qkv_inout", "dqkv_inout"}  # of which only the queries and keys are, where it is bytes that count
+VALUES = {"qkv_inout", "dqkv"}  # of which only the values are, where a table is looked up
 
 
 def is_wgrad(t: Named) -> bool:
@@ -134,6 +139,8 @@ def size_bytes(t: Named) -> int:
             elements = tensor[0].numel() * t["tokens"].unique().numel()
         elif name in BY_POSITION:
             elements = tensor[0].numel() * t["tokens"].shape[1]
+        elif name in VALUES and "table" in t:
+            elements = tensor.numel() // 3
         elif name in PACKED:
             elements = tensor.numel() // 3 * 2
         else:
