@@ -167,7 +167,7 @@ def test_a_tensor_has_the_forms_that_are_read_and_no_others() -> None:
             assert torch.equal(bits(weight.columns), bits(weight.rows).t()), name
 
 
-def test_a_run_in_fp8_takes_less_memory() -> None:
+def test_the_memory_of_a_run() -> None:
     """The preset m12. The two fp8 forms of the weights cost what bf16 weights take once more; the head has none."""
 
     def sizes(**settings: str) -> dict[str, int]:
@@ -176,7 +176,7 @@ def test_a_run_in_fp8_takes_less_memory() -> None:
     bf16, fp8 = sizes(precision="bf16"), sizes(precision="fp8")
     assert fp8["fp8 weights"] == 2 * 12 * 12 * 768 * 768
     assert fp8["fp8 scales"] < 1 << 20
-    assert fp8["activations"] < bf16["activations"]
+    assert fp8["activations"] < bf16["activations"], "a byte per token, layer and channel less"
 
 
 # Training.
@@ -250,6 +250,7 @@ def test_a_frozen_zero_is_waited_for_a_few_steps_only(fp8: RunConfig) -> None:
         assert training.scaling.calibrates(step) == (step < MOST_CALIBRATIONS)
         training.step.step(step)
     assert training.scaling.calibrated_from == MOST_CALIBRATIONS - 1
+    assert training.scaling.calibrates(MOST_CALIBRATIONS - 2), "if that step is begun again, behind the one launched ahead"
 
 
 def test_a_step_before_all_scales_is_resumed_and_begun_again_with_the_same_bits(fp8: RunConfig) -> None:
