@@ -62,13 +62,12 @@ class Audit:
             return
         digest, batch = training.digest, training.design.batch
         assert digest is not None
-        first = batch.first_sample(self.last["step"])
-        samples = [first, batch.first_sample(completed - 1) + batch.samples]
+        first = batch.first_sample(completed - 1)
         self.write(
             {
                 "kind": STEP,
                 "step": completed,
-                "samples": samples,
+                "samples": [first, first + batch.samples],
                 "loss": result.loss.hex(),
                 "norm": result.norm.hex(),
                 "learning_rate": result.learning_rate.hex(),
