@@ -18,7 +18,8 @@ MODULES = sorted({*PACKAGE.rglob("*.py")} - {*EXPORTED})
 BOOK = {"config", "arena", "ops", "models", "layout", "optimizers", "graphs", "training"}  # a training step
 BESIDE = {*BOOK, "fp8", "dropout", "parallel"}  # what joins it at set-up
 MODEL_AT_WORK = {*BESIDE, "generation", "evaluation", "data", "checkpoint", "backend", "devices", "jsonl", "run_files"}
-RUN = {*MODEL_AT_WORK, "audit", "gpus", "interop", "presets", "recipes", "format", "power", "threads", "run"}
+RUN = {*MODEL_AT_WORK, "audit", "gpus", "interop", "manifest", "presets", "recipes", "format", "power", "tensor_files"}
+RUN |= {"threads", "run"}
 LAW = {
     **{part: set() for part in ("errors", "files", "names", "parsing", "format", "config", "run_files", "jsonl", "graphs")},
     **{part: set() for part in ("power", "limits", "tensor_files")},

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from handgrad.errors import DataError, storage_error
-from handgrad.jsonl import numbered_lines, parse
+from handgrad.jsonl import Record, numbered_lines, parse
 
 BEGIN, STEP, CHECKPOINT = "begin", "step", "checkpoint"
 LINKS = (BEGIN, STEP)
+NUMBERS = ("loss", "norm", "learning_rate")  # of a step, as hexadecimal text: exact
 FORMAT = 1
 
 Line = dict[str, Any]
@@ -60,18 +61,44 @@ def read_chain(path: Path) -> list[Line]:
         raise storage_error(error, f"reading {path}") from None
     found = []
     for text, where in numbered_lines(content, path):
-        record = parse(text, where)
-        record.count("step")
-        if record.text("kind") not in (*LINKS, CHECKPOINT):
-            raise DataError(f"expected begin, step or checkpoint as kind, found {record.fields['kind']!r:.40} in {where}")
-        found.append(record.fields)
+        found.append(checked_line(parse(text, where)))
     return found
+
+
+def checked_line(found: Record) -> Line:
+    """The line, once it has the fields of its kind. Raises `DataError`."""
+    kind = found.text("kind")
+    found.count("step")
+    if kind == CHECKPOINT:
+        texts, objects = ("link", "manifest"), ()
+    elif kind == STEP:
+        texts, objects = ("link", "previous", *NUMBERS), ("state",)
+    elif kind == BEGIN:
+        texts, objects = ("link", "previous"), ("config", "versions", "identity", "state")
+    else:
+        raise DataError(f"expected begin, step or checkpoint as kind, found {kind!r:.40} in {found.where}")
+    for name in texts:
+        text = found.text(name)
+        if name in NUMBERS:
+            try:
+                float.fromhex(text)
+            except (ValueError, OverflowError):
+                raise found.wrong(name, "a number in hexadecimal", text) from None
+    for name in objects:
+        found.inner(name)
+    return found.fields
 
 
 def check_chain(lines: Iterable[Line], path: Path) -> None:
     """Raises `DataError` for the first link that was edited or does not follow the one before it."""
     for fault in faults(lines):
         raise DataError(f"{path}: {fault}")
+
+
+def numbers_text(fields: Iterable[str], one: Line, other: Line, between: str) -> str:
+    """The numbers among the differing fields of two links: "loss 5.4, replayed 5.3"."""
+    pairs = [(name, float.fromhex(one[name]), float.fromhex(other[name])) for name in NUMBERS if name in fields]
+    return "; ".join(f"{name} {a:.9g}{between}{b:.9g}" for name, a, b in pairs)
 
 
 def faults(lines: Iterable[Line], *, whole: bool = True) -> Iterator[str]:

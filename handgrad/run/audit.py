@@ -51,7 +51,7 @@ class Audit:
         if fault and not allow_changes:
             path = self.log.folder / AUDIT_FILE
             raise ConfigError(f"{path} does not fit the checkpoint: {fault}; restore it, or begin a chain: --allow-changes")
-        if fault or named is None and last.get("step"):
+        if fault or (named is None and last.get("step")):
             return last, {}
         begun = next((line for line in reversed(lines) if line["kind"] == BEGIN), {})
         return last, {key: value for key, value in begun.items() if key in FACTS}

@@ -4,10 +4,7 @@ import math
 from dataclasses import asdict
 from typing import Any
 
-import torch
-
-import handgrad
-from handgrad import checkpoint, devices, power
+from handgrad import checkpoint, power
 from handgrad.arena import make_plan
 from handgrad.config import RunConfig, to_dict
 from handgrad.data.batches import Batches, validation_batches

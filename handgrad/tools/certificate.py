@@ -5,9 +5,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from handgrad.audit.chain import BEGIN, CHECKPOINT, STEP, Line, canonical, faults
+from handgrad.audit.chain import BEGIN, CHECKPOINT, STEP, Line, canonical, checked_line, faults
 from handgrad.errors import DataError, UsageError, storage_errors
-from handgrad.jsonl import parse
+from handgrad.jsonl import parse, record
 from handgrad.parsing import parse_json
 
 KIND, FORMAT = "handgrad certificate", 1
@@ -59,13 +59,15 @@ def open_certificate(path: Path) -> Line:
     if not isinstance(found, dict) or found.get("kind") != KIND or not isinstance(found.get("links"), list):
         raise DataError(f"{path} is neither a run folder nor a certificate; expected a file of `handgrad certificate`")
     check_signature(found, path)
+    for number, line in enumerate(found["links"], start=1):
+        checked_line(record(line, f"link {number} of {path}"))
     for fault in faults(found["links"], whole=False):
         raise DataError(f"{path}: {fault}")
     return found
 
 
 def check_signature(certificate: Line, path: Path) -> None:
-    """Raises `DataError` for a signature that is not by the key beside it. Whose key that is, the certificate cannot say."""
+    """Raises `DataError` for a signature that is not by the key beside it. The certificate cannot say whose key that is."""
     signature = certificate.get("signature")
     if signature is None:
         return
@@ -124,13 +126,13 @@ def evaluations(metrics: Path) -> list[Line]:
         content = metrics.read_bytes() if metrics.is_file() else b""
     for line in content.split(b"\n"):
         try:
-            record = parse(line, "").fields
+            entry = parse(line, "").fields
         except DataError:  # blank, or cut by a kill
             continue
-        if record.get("kind") == "validation":
-            found["validation loss"] = {"step": record["step"], "name": "validation loss", "value": record["loss"]}
-        elif record.get("kind") == "evaluation" and isinstance(record.get("metrics"), dict):
-            for metric, pair in record["metrics"].items():
-                name = f"{record['task']} {metric}"
-                found[name] = {"step": record.get("step", 0), "name": name, "value": pair[0]}
+        if entry.get("kind") == "validation":
+            found["validation loss"] = {"step": entry["step"], "name": "validation loss", "value": entry["loss"]}
+        elif entry.get("kind") == "evaluation" and isinstance(entry.get("metrics"), dict):
+            for metric, pair in entry["metrics"].items():
+                name = f"{entry['task']} {metric}"
+                found[name] = {"step": entry.get("step", 0), "name": name, "value": pair[0]}
     return list(found.values())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from handgrad import checkpoint
-from handgrad.audit.chain import differing, meaning
+from handgrad.audit.chain import differing, meaning, numbers_text
 from handgrad.checkpoint import Checkpoint
 from handgrad.config import differences
 from handgrad.errors import DataError
@@ -63,12 +63,8 @@ def link_lines(one: Record, other: Record) -> Iterator[str]:
     common = sorted(mine.keys() & theirs.keys())
     for step in common:
         if fields := differing(mine[step], theirs[step]):
-            numbers = [
-                f"{name} {float.fromhex(mine[step][name]):.9g} -> {float.fromhex(theirs[step][name]):.9g}"
-                for name in ("loss", "norm", "learning_rate")
-                if name in fields
-            ]
-            found = "; ".join([", ".join(fields), *numbers])
+            numbers = numbers_text(fields, mine[step], theirs[step], " -> ")
+            found = ", ".join(fields) + (f"; {numbers}" if numbers else "")
             yield f"links          step {step} is the first that differs: {meaning(fields)} ({found})"
             return
 

@@ -1,16 +1,16 @@
 """A run as whoever checks it has it: its chain, its checkpoints, and what it was made with. Nothing is replayed here."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from handgrad import checkpoint, devices
 from handgrad.audit.chain import BEGIN, CHECKPOINT, STEP, Line, check_chain, links, read_chain
 from handgrad.backend import choose_backend
-from handgrad.config import FIELDS, RunConfig, read_toml
+from handgrad.config import FIELDS, RunConfig, convert, read_toml
 from handgrad.data.shards import open_dataset
-from handgrad.errors import ConfigError, DataError, storage_errors
+from handgrad.errors import DataError, storage_errors
 from handgrad.files import file_sha256
 from handgrad.manifest import MANIFEST, read_manifest
 from handgrad.run.saving import versions_of
@@ -60,7 +60,8 @@ class Record:
 
     def compared(self, first: int, last: int) -> tuple[int, int]:
         """The links and the checkpoints that a replay of the steps after `first`, up to `last`, compares."""
-        return tuple(sum(first < step <= last for step in found) for found in (self.steps, self.checkpoints))
+        links, checkpoints = (sum(first < step <= last for step in found) for found in (self.steps, self.checkpoints))
+        return links, checkpoints
 
     @property
     def starts(self) -> list[int]:
@@ -97,7 +98,7 @@ def open_certified(path: Path) -> Record:
 
 def checked(record: Record) -> Record:
     """The record, once every checkpoint at hand is the one that the chain names."""
-    if not links(record.lines):
+    if not record.begins:
         raise DataError(f"{record.path} has no link; train with --audit-every 1 to have a chain")
     seals = [line for line in record.lines if line["kind"] == CHECKPOINT]
     known = {line["link"] for line in links(record.lines)}
@@ -107,8 +108,8 @@ def checked(record: Record) -> Record:
             continue  # from before the chain
         if record.whole and named.get("link") not in known:
             raise DataError(
-                f"{folder} names link {str(named.get('link'))[:12]} of step {named.get('step')}, which is not in the chain of"
-                f" {record.path}, up to step {record.last_step}: it is another run's checkpoint, or links were removed"
+                f"{folder} names link {str(named.get('link'))[:12]} of step {named.get('step')}, which is not in the chain"
+                f" of {record.path}, up to step {record.last_step}: it is another run's checkpoint, or links were removed"
             )
         with storage_errors(f"reading {folder}"):
             digest = file_sha256(folder / MANIFEST)
@@ -126,11 +127,8 @@ def config_of(record: Record, step: int, data: str) -> RunConfig:
     its folder tells them."""
     stored = record.folder / CONFIG_FILE
     free = {name: value for name, value in (read_toml(str(stored)) if stored.is_file() else {}).items() if is_free(name)}
-    settings = {**free, **record.begun(step)["config"]}
-    unknown = sorted(settings.keys() - {field.name for field in fields(RunConfig)})
-    if unknown:
-        raise ConfigError(f"{record.path} has the setting {unknown[0]!r}, which this version does not know")
-    return RunConfig(**{**settings, **({"data": data} if data else {})})
+    settings: dict[str, Any] = {**free, **record.begun(step)["config"], **({"data": data} if data else {})}
+    return RunConfig(**{name: convert(name, value) for name, value in settings.items()})
 
 
 def is_free(name: str) -> bool:

@@ -1,16 +1,18 @@
 """Replays a run between its checkpoints, by the training loop itself, and compares link by link."""
 
+import itertools
 import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from handgrad import checkpoint
-from handgrad.audit.chain import Line, differing, meaning
+from handgrad.audit.chain import Line, differing, meaning, numbers_text
 from handgrad.audit.digest import buffers
 from handgrad.config import RunConfig, check
 from handgrad.errors import AuditError, ConfigError, UsageError
@@ -53,12 +55,12 @@ def spans_of(record: Record, first: int | None, last: int | None, segments: int,
                 f" hand; verify up to there: --to {begin['step']}"
             )
     edges = [first, *cuts, last]
-    pieces = [Span(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+    pieces = [Span(a, b) for a, b in itertools.pairwise(edges)]
     if segments:
         return sorted(random.Random(seed).sample(pieces, min(segments, len(pieces))), key=lambda span: span.first)
     changed = [begin["step"] for begin in record.begins if begin["config"] != record.begun(first)["config"]]
     edges = [first, *(step for step in cuts if step in changed), last]
-    return [Span(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+    return [Span(a, b) for a, b in itertools.pairwise(edges)]
 
 
 def begins_of(record: Record, span: Span) -> list[Line]:
@@ -77,8 +79,8 @@ def check_machine(record: Record, spans: Sequence[Span], data: str, *, allow_cha
         found += [line for line in differences(record, begins_of(record, span), config) if line not in found]
     if found and not allow_changes:
         raise ConfigError(
-            f"{record.path} was made with another device or versions ({'; '.join(found)}), which may give other bits; verify"
-            " with those, or --allow-changes"
+            f"{record.path} was made with another device or versions ({'; '.join(found)}), which may give other bits;"
+            " verify with those, or --allow-changes"
         )
     return found
 
@@ -99,9 +101,9 @@ def replay(record: Record, span: Span, data: str, scratch: Path, *, writes: bool
 
 def quiet(config: RunConfig, scratch: Path) -> RunConfig:
     """The run's configuration with nothing to watch, and a link for every step."""
-    nothing = {"eval_tasks": "", "log_to": "", "keep_best": False, "async_save": False}
-    never = dict.fromkeys(("eval_every", "sample_every", "sample_tokens", "gpu_every", "save_every", "keep_every"), 0)
-    return check(replace(config, out=str(scratch), audit_every=1, eval_tokens=1, keep_checkpoints=0, **nothing, **never))
+    nothing: dict[str, Any] = {"eval_tasks": "", "log_to": "", "keep_best": False, "async_save": False}
+    nothing |= dict.fromkeys(("eval_every", "sample_every", "sample_tokens", "gpu_every", "save_every", "keep_every"), 0)
+    return check(replace(config, out=str(scratch), audit_every=1, eval_tokens=1, keep_checkpoints=0, **nothing))
 
 
 def prepare(record: Record, span: Span, scratch: Path) -> None:
@@ -147,12 +149,7 @@ class Comparing:
     def difference(self, completed: int, link: Line | None, fields: list[str], tensors: list[tuple[str, int, int]]) -> str:
         text = "every digest is equal"
         if link is not None and fields:
-            mine = self.run.audit.last
-            numbers = "; ".join(
-                f"{name} {float.fromhex(link[name]):.9g}, replayed {float.fromhex(mine[name]):.9g}"
-                for name in ("loss", "norm", "learning_rate")
-                if name in fields
-            )
+            numbers = numbers_text(fields, link, self.run.audit.last, ", replayed ")
             text = f"{meaning(fields)} ({', '.join(fields)}{f'; {numbers}' if numbers else ''})"
         if tensors:
             name, count, elements = tensors[0]

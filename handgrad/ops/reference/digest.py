@@ -12,8 +12,8 @@ ROWS = 16  # at a time: their words in 64 bits stay in a cache
 #
 #     sum over p of  w(p) a_j(p div C) b_j(p mod C)    modulo 2^64,    C = 4096,
 #
-# where a and b are odd numbers of 64 bits, drawn by a hash from the step. Parts of a state are added into the same sums, each
-# with the place where it begins in the whole.
+# where a and b are odd numbers of 64 bits, drawn by a hash from the step. Parts of a state are added into the same sums,
+# each with the place where it begins in the whole.
 
 
 def digest(out_acc: Tensor, flat: Tensor, controls: Tensor, *, first: int) -> None:
