@@ -4,8 +4,9 @@
 
 Runs that shared a GPU say nothing of seconds: --shared leaves them out. The first group is the measure: the mean of its
 last validation losses. A learning rate that falls to zero reaches its loss at its own end, so a shorter run is a run of its
-own, not a piece of a longer one. Writes curves, means and standard errors as a results file, and a plot beside it if the
-runs validated on their way.
+own, not a piece of a longer one. Writes curves, means and standard errors as a results file, and a plot beside it: of the
+validation losses, or of the training losses if the runs validated at their ends alone. Without groups it draws the plot of
+a file that exists.
 """
 
 import json
@@ -64,42 +65,43 @@ def compare(groups: dict[str, list[Path]], *, shared: bool) -> dict[str, Any]:
 
 
 def plot(found: dict[str, Any], path: Path) -> None:
-    """Validation losses over tokens: every run of a group in one colour, the mean of the first one's ends dotted."""
+    """Losses over tokens: every run of a group in one colour, the mean of the first one's last validations dotted."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
+    validated = all(len(run["validation"]) > 1 for row in found.values() for run in row["runs"])
+    kind, marker = ("validation", "o-") if validated else ("training", "-")
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     for index, (name, row) in enumerate(found.items()):
         for number, run in enumerate(row["runs"]):
-            steps, losses = zip(*run["validation"], strict=True)
-            tokens = [step * row["tokens"] / steps[-1] / 1e6 for step in steps]
+            steps, losses = zip(*run[kind], strict=True)
+            tokens = [step * row["tokens"] / run["validation"][-1][0] / 1e6 for step in steps]
             label = f"{name}: {row['mean']:.3f}" if number == 0 else None
-            axes.plot(tokens, losses, "o-", markersize=3, linewidth=1.0, color=f"C{index}", label=label)
+            axes.plot(tokens, losses, marker, markersize=3, linewidth=1.0, color=f"C{index}", label=label)
     axes.axhline(next(iter(found.values()))["mean"], color="C0", linewidth=0.8, linestyle=":")
     axes.set_xlabel("tokens, millions")
-    axes.set_ylabel("validation loss, nats per token")
+    axes.set_ylabel(f"{kind} loss, nats per token")
     axes.set_yscale("log")
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, fontsize="small")
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
 
 def main(out: str, texts: list[str]) -> None:
     shared = "--shared" in texts
-    texts = [text for text in texts if text != "--shared"]
     groups = {
-        name: [Path(folder) for folder in folders.split(",")] for name, _, folders in (t.partition("=") for t in texts)
+        name: [Path(folder) for folder in folders.split(",")]
+        for name, _, folders in (text.partition("=") for text in texts if text != "--shared")
     }
-    origin = read(next(iter(groups.values()))[0])
-    found = compare(groups, shared=shared)
-    # The machine of the runs, not the one that compares them.
-    machine = {"machine": origin["device"], "versions": {"torch": origin["torch"]}}
-    write_record(out, torch.device("cpu"), **machine, groups=found)
-    if all(len(run["validation"]) > 1 for row in found.values() for run in row["runs"]):
-        plot(found, Path(out).with_suffix(".png"))
+    if groups:
+        origin = read(next(iter(groups.values()))[0])
+        # The machine of the runs, not the one that compares them.
+        machine = {"machine": origin["device"], "versions": {"torch": origin["torch"]}}
+        write_record(out, torch.device("cpu"), **machine, groups=compare(groups, shared=shared))
+    plot(json.loads(Path(out).read_text(encoding="utf-8"))["groups"], Path(out).with_suffix(".png"))
 
 
 if __name__ == "__main__":

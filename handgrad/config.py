@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from handgrad.batch_schedule import BatchSchedule, parse_schedule
 from handgrad.errors import DataError, UsageError
 from handgrad.names import check_choice, nearest_name
 from handgrad.parsing import parse_toml
@@ -137,6 +138,7 @@ class RunConfig:
     tokens_per_step: int = option(
         524288, "tokens per optimizer step, a multiple of micro_batch * sequence_length", AT_LEAST_1
     )
+    batch_schedule: str = option("", "later sizes of a step, STEP:TOKENS with commas: TOKENS per step after STEP steps")
     micro_batch: int = option(
         8, "samples in a forward and backward pass: decides memory and speed (and rounding)", AT_LEAST_1
     )
@@ -232,12 +234,18 @@ class RunConfig:
         return ModelShape(vocab_size, *sizes, self.architecture, self.without)
 
     @property
+    def batch(self) -> BatchSchedule:
+        """The tokens of every step."""
+        return parse_schedule(self.tokens_per_step, self.batch_schedule)
+
+    @property
     def samples_per_step(self) -> int:
+        """Those of the first step."""
         return self.tokens_per_step // self.sequence_length
 
     @property
     def micro_steps(self) -> int:
-        """Micro-batches of a lane in one optimizer step."""
+        """Micro-batches of a lane in the first optimizer step."""
         return self.samples_per_step // (self.micro_batch * max(1, self.lanes))
 
 
@@ -277,12 +285,17 @@ def check(config: RunConfig) -> RunConfig:
     if config.lanes > 1:
         factors = {"lanes": config.lanes, **factors}
     least = math.prod(factors.values())
-    if config.tokens_per_step % least:
-        nearest = max(1, round(config.tokens_per_step / least)) * least
-        raise UsageError(
-            f"tokens_per_step must be a multiple of {' * '.join(factors)} = {' * '.join(map(str, factors.values()))} ="
-            f" {least}, found {config.tokens_per_step}; try --tokens-per-step {nearest}"
-        )
+    for stage in config.batch.stages:
+        tokens = stage.tokens_per_step
+        if tokens % least:
+            nearest = max(1, round(tokens / least)) * least
+            name, found, remedy = "tokens_per_step", f"{tokens}", f"--tokens-per-step {nearest}"
+            if stage.first_step:
+                name, found, remedy = "tokens in batch_schedule", f"{stage}", f"{stage.first_step}:{nearest}"
+            raise UsageError(
+                f"{name} must be a multiple of {' * '.join(factors)} = {' * '.join(map(str, factors.values()))} ="
+                f" {least}, found {found}; try {remedy}"
+            )
     return config
 
 

@@ -18,18 +18,22 @@ class Replayed:
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self) -> None:
+        if self.graph is None and not self.launched:
+            self.launched = True
+            for launch in self.launches:
+                launch()
+            return
+        self.capture().replay()
+
+    def capture(self) -> torch.cuda.CUDAGraph:
+        """The graph, made unless there is one, of launches that have run eagerly."""
         if self.graph is None:
-            if not self.launched:
-                self.launched = True
-                for launch in self.launches:
-                    launch()
-                return
             self.graph = torch.cuda.CUDAGraph()
             # Other threads (a sampler of the GPU's power, say) may call the driver during the capture.
             with torch.cuda.graph(self.graph, capture_error_mode="thread_local"), no_collection():
                 for launch in self.launches:
                     launch()
-        self.graph.replay()
+        return self.graph
 
 
 def capture(launches: Sequence[Callable[[], object]], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:

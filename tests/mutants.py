@@ -7,6 +7,7 @@ seen depends on it: then the table says why, and it does not count. Some seconds
 
 import argparse
 import importlib
+import json
 import multiprocessing
 import os
 import shlex
@@ -142,22 +143,38 @@ def check(targets: list[Target]) -> None:
                 )
 
 
+def finished(part: Path, commit: str) -> dict[str, list[dict[str, str]]]:
+    """The outcomes by module that an earlier run of this commit has left in `part`."""
+    if not commit or not part.exists():
+        return {}
+    lines = (json.loads(line) for line in part.read_text(encoding="utf-8").splitlines())
+    return {module: each for at, module, each in lines if at == commit}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--module", metavar="PART", default="", help="only modules whose path contains this")
-    parser.add_argument("--record", metavar="FILE", help="write the outcomes as JSON, with machine, versions and commit")
+    parser.add_argument(
+        "--record",
+        metavar="FILE",
+        help="write the outcomes as JSON with their provenance; an interrupted run goes on",
+    )
     arguments = parser.parse_args()
     targets = read_table(TABLE.read_text(encoding="utf-8"))
     check(targets)
     for name in PRELOADED:
         importlib.import_module(name)
-    found: dict[str, list[dict[str, str]]] = {}
+    keep_commit()
+    commit, part = os.environ.get("HANDGRAD_COMMIT", ""), Path(f"{arguments.record}.part")
+    found = finished(part, commit) if arguments.record else {}
     with tempfile.TemporaryDirectory() as folder:
         copy_tree(Path(folder))
-        keep_commit()
         for target in targets:
-            if arguments.module in target.module:
+            if arguments.module in target.module and target.module not in found:
                 found[target.module] = outcomes(target, Path(folder))
+                if arguments.record:
+                    with part.open("a", encoding="utf-8") as lines:
+                        lines.write(json.dumps([commit, target.module, found[target.module]]) + "\n")
     entries = {**found, "total": [entry for entries in found.values() for entry in entries]}
     counts = {
         module: {outcome: sum(entry["outcome"] == outcome for entry in each) for outcome in OUTCOMES}
@@ -168,6 +185,7 @@ def main() -> None:
         print(f"{module:<32}{''.join(f'{number:>12}' for number in count.values())}")
     if arguments.record:
         write_record(arguments.record, torch.device("cpu"), counts=counts, mutants=found)
+        part.unlink(missing_ok=True)
     sys.exit(bool(counts["total"][SURVIVED]))
 
 

@@ -15,14 +15,16 @@ MODULES = sorted({*PACKAGE.rglob("*.py")} - {*EXPORTED})
 
 # Which parts of the package a part may import, besides itself. `errors`, `files`, `names` and
 # `parsing` are for all.
-BOOK = {"config", "arena", "ops", "models", "layout", "optimizers", "graphs", "training"}  # a training step
+# A training step.
+BOOK = {"config", "batch_schedule", "arena", "ops", "models", "layout", "optimizers", "graphs", "training"}
 BESIDE = {*BOOK, "fp8", "dropout", "parallel"}  # what joins it at set-up
 MODEL_AT_WORK = {*BESIDE, "generation", "evaluation", "data", "checkpoint", "backend", "devices", "jsonl", "run_files"}
 RUN = {*MODEL_AT_WORK, "audit", "gpus", "interop", "manifest", "presets", "recipes", "format", "power", "tensor_files"}
 RUN |= {"threads", "run"}
 LAW = {
-    **{part: set() for part in ("errors", "files", "names", "parsing", "format", "config", "run_files", "jsonl", "graphs")},
-    **{part: set() for part in ("power", "limits", "tensor_files")},
+    **{part: set() for part in ("errors", "files", "names", "parsing", "format", "run_files", "jsonl", "graphs")},
+    **{part: set() for part in ("power", "limits", "tensor_files", "batch_schedule")},
+    "config": {"batch_schedule"},
     "threads": {"limits"},
     "manifest": {"tensor_files"},
     "gpus": set(),

@@ -273,12 +273,12 @@ def test_verdict(
     scale: float,
 ) -> None:
     """Four gradients of 2 have the norm 4, ten tokens' losses of 30 in all the mean 3; a loss scale changes neither."""
-    controls, results = torch.tensor([5, 1e-3, loss_limit, norm_limit], dtype=torch.float64), nan(RESULTS)
+    controls, results = torch.tensor([5, 1e-3, loss_limit, norm_limit, 10], dtype=torch.float64), nan(RESULTS)
     partials = torch.tensor([2 * (gradient * scale) ** 2, 2 * (gradient * scale) ** 2])
     loss_scale = torch.tensor([scale / 10, scale, 7.0])
     before = loss_scale.clone()
     losses = torch.tensor([sum_of_losses], dtype=torch.float64)
-    settings = {"tokens_per_step": 10, "clip_norm": 1.0}
+    settings = {"gradient_tokens": 10, "clip_norm": 1.0}
     ops.verdict(results, loss_scale, losses, partials, controls, dynamic_loss_scale=False, **settings)
     assert results[RESULT_VERDICT] == expected and torch.equal(loss_scale, before)
     if expected == UPDATE:
@@ -292,8 +292,8 @@ def test_verdict(
 def test_the_lanes_losses_are_added_one_by_one(ops: ModuleType) -> None:
     """Without the compensation that Python's own sum has, as a GPU adds them."""
     results, losses = nan(RESULTS), torch.tensor([1e16, 1.0, -1e16, 3.0], dtype=torch.float64)
-    controls = torch.tensor([1, 0, math.inf, math.inf], dtype=torch.float64)
-    settings = {"tokens_per_step": 2, "clip_norm": 0.0, "dynamic_loss_scale": False}
+    controls = torch.tensor([1, 0, math.inf, math.inf, 2], dtype=torch.float64)
+    settings = {"gradient_tokens": 2, "clip_norm": 0.0, "dynamic_loss_scale": False}
     ops.verdict(results, torch.ones(3), losses, torch.ones(1), controls, **settings)
     assert results[0] == 1.5
 
@@ -302,17 +302,17 @@ def test_the_lanes_losses_are_added_one_by_one(ops: ModuleType) -> None:
 def test_clipping_scales_down_only(ops: ModuleType, clip_norm: float, factor: float) -> None:
     """A gradient of norm 4; 0 is no limit."""
     results, loss_scale, one = nan(RESULTS), torch.ones(3), torch.ones(1, dtype=torch.float64)
-    controls = torch.tensor([1, 1e-3, math.inf, math.inf], dtype=torch.float64)
-    settings = {"tokens_per_step": 1, "clip_norm": clip_norm, "dynamic_loss_scale": False}
+    controls = torch.tensor([1, 1e-3, math.inf, math.inf, 1], dtype=torch.float64)
+    settings = {"gradient_tokens": 1, "clip_norm": clip_norm, "dynamic_loss_scale": False}
     ops.verdict(results, loss_scale, one, torch.tensor([7.0, 9.0]), controls, **settings)
     assert results[RESULT_SCALE] == factor
 
 
 def test_the_loss_scale_grows_after_so_many_good_steps(ops: ModuleType) -> None:
-    results, controls = nan(RESULTS), torch.tensor([1, 0, math.inf, math.inf], dtype=torch.float64)
+    results, controls = nan(RESULTS), torch.tensor([1, 0, math.inf, math.inf, 2], dtype=torch.float64)
     loss_scale, one = torch.tensor([1.0, 4.0, LOSS_SCALE_GROWTH_STEPS - 2]), torch.ones(1, dtype=torch.float64)
     for expected in (4.0, 8.0, 8.0):
-        settings = {"tokens_per_step": 2, "clip_norm": 0.0, "dynamic_loss_scale": True}
+        settings = {"gradient_tokens": 2, "clip_norm": 0.0, "dynamic_loss_scale": True}
         ops.verdict(results, loss_scale, one, torch.ones(1), controls, **settings)
         assert loss_scale[1] == expected and loss_scale[0] == expected / 2
     assert loss_scale[2] == 1.0

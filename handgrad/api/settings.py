@@ -27,6 +27,7 @@ class Settings(TypedDict, total=False):
     freeze: str
     steps: int
     tokens_per_step: int
+    batch_schedule: str
     micro_batch: int
     lanes: int
     overfit_one_batch: bool

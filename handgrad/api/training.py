@@ -121,7 +121,7 @@ class Training:
         made: list[Step] = []
 
         def take(number: int, result: StepResult) -> None:
-            rate = self.config.tokens_per_step / result.elapsed_seconds
+            rate = run.batch.tokens(number - 1) / result.elapsed_seconds
             made.append(Step(number, result.loss, result.norm, result.learning_rate, rate, result.skipped))
             self.completed = number
             if on_step is not None:

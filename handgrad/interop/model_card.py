@@ -8,6 +8,7 @@ import torch
 from matplotlib.figure import Figure
 
 import handgrad
+from handgrad.batch_schedule import parse_schedule
 from handgrad.checkpoint import Checkpoint
 from handgrad.evaluation.load import LoadedModel
 from handgrad.models import parameter_table
@@ -90,12 +91,14 @@ def training_lines(checkpoint: Checkpoint) -> list[str]:
         return [f"Imported from `{origin.get('source')}`, and not trained since."]
     config = manifest["config"]
     data = (manifest.get("identity") or {}).get("data")
-    tokens = checkpoint.step * config["tokens_per_step"]
+    batch = parse_schedule(config["tokens_per_step"], config.get("batch_schedule", ""))
+    tokens = batch.tokens_before(checkpoint.step)
     lines = ["| training | |", "|---|---|", row("data, its identity", f"`{data}`")]
     lines += [row("tokens seen", f"{tokens:,} in {checkpoint.step:,} steps")]
     if origin := manifest.get("init"):
         lines.append(row("started from the weights of", f"`{origin.get('source')}`"))
     lines += [row(name, config[name]) for name in SETTINGS if name in config]
+    lines += [row("batch_schedule", config["batch_schedule"])] if len(batch.stages) > 1 else []
     lines += [row(name, value) for name, value in (manifest.get("versions") or {}).items()]
     losses = validation_losses(checkpoint)
     if losses:

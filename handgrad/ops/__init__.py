@@ -51,8 +51,8 @@ DECODE_OPERATIONS = (
 SET_UP = ("versions", "check_sizes", "scratch_bytes", "attention_scratch_bytes", "muon_scratch_bytes", "compile_ahead")
 
 # Places in `controls` (float64): what the host decides for a step.
-CONTROL_STEP, CONTROL_LEARNING_RATE, CONTROL_LOSS_LIMIT, CONTROL_NORM_LIMIT = range(4)
-CONTROLS = 4
+CONTROL_STEP, CONTROL_LEARNING_RATE, CONTROL_LOSS_LIMIT, CONTROL_NORM_LIMIT, CONTROL_TOKENS = range(5)
+CONTROLS = 5
 
 # Places in `results` (float64): what a step found out. `scale` multiplies the gradient in the update.
 RESULT_LOSS, RESULT_NORM, RESULT_SCALE, RESULT_VERDICT, RESULT_LOSS_SCALE = range(5)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from handgrad.graphs import capture
+from handgrad.graphs import Replayed, capture
 from handgrad.models.passes import Stage
 from handgrad.parallel.gradient_sync import GradientSync
 from handgrad.parallel.ranks import Ranks
@@ -50,6 +50,7 @@ class ParallelStep(TrainStep):
         self.ranks, self.sync, self.replicas = ranks, sync, replicas
         kinds = ((True, False), (False, True), (True, True)) if ranks.size > 1 else ()  # (waits, sends)
         self.paused = {kind: PausedStages(program.micro_step, *kind, graphs=self.graphs) for kind in kinds}
+        self.captures_ahead = self.graphs and bool(kinds) and len(self.design.batch.schedule.stages) > 1
         cuda = self.design.device.type == "cuda"
         events = range(IN_FLIGHT if cuda else 0)
         self.computing, self.computed = ([torch.cuda.Event(enable_timing=True) for _ in events] for _ in range(2))
@@ -59,6 +60,8 @@ class ParallelStep(TrainStep):
     def make_gradients(self, step: int) -> None:
         slot = step % IN_FLIGHT
         self.sync.step = step
+        if self.captures_ahead and any(stages.launched for stages in self.paused.values()):
+            self.capture_ahead()
         self.sync.await_weights(self.sync.buckets[0].name)
         self.clock_compute(slot, begins=True)
         for lane in range(self.sync.sharding.lanes_per_rank):
@@ -66,16 +69,28 @@ class ParallelStep(TrainStep):
         self.clock_compute(slot, begins=False)
         self.sync.all_received()
 
+    def capture_ahead(self) -> None:
+        """Captures the kinds of micro-steps that later stages of the batch have: no step in the middle of a run waits for a
+        capture. Their launches have run eagerly as those of another kind."""
+        self.captures_ahead = False
+        batch, lanes = self.design.batch, self.sync.sharding.lanes_per_rank
+        counts = [lanes * batch.micro_steps(stage.first_step) for stage in batch.schedule.stages]
+        for kind in sorted({(m == 0, m == count - 1) for count in counts for m in range(count)}):
+            for launches in [self.paused[kind]] if kind in self.paused else self.micro_step:
+                assert isinstance(launches, PausedStages | Replayed)
+                launches.capture()
+
     def run_lane(self, step: int, lane: int) -> None:
         """The micro-batches of one of this rank's lanes, from zeroed sums."""
         state, batch, lanes = self.state, self.design.batch, self.sync.sharding.lanes_per_rank
+        micro_steps = batch.micro_steps(step)
         place = self.ranks.rank * lanes + lane
-        first = batch.first_sample(step) + place * batch.micro_steps * batch.micro_batch
+        first = batch.first_sample(step) + place * micro_steps * batch.micro_batch
         self.sync.gradients.zero_()
         state.sum_of_losses.zero_()
-        for micro_step in range(batch.micro_steps):
+        for micro_step in range(micro_steps):
             self.feed.fill(first + micro_step * batch.micro_batch)
-            kind = lane == micro_step == 0, lane == lanes - 1 and micro_step == batch.micro_steps - 1
+            kind = lane == micro_step == 0, lane == lanes - 1 and micro_step == micro_steps - 1
             if kind in self.paused:
                 self.paused[kind](self.at_pause)
             else:
@@ -143,12 +158,18 @@ class PausedStages:
                     at(stage)
             self.launched = True
             return
-        if not self.captured:
-            torch.cuda.synchronize()
-            stream = torch.cuda.Stream()
-            self.captured = [(capture(run, stream) if run else None, stage) for run, stage in self.stretches]
+        self.capture()
         for graph, stage in self.captured:
             if graph is not None:
                 graph.replay()
             if stage is not None:
                 at(stage)
+
+    def capture(self) -> None:
+        """Makes the graphs, unless they are there, of launches that have run eagerly."""
+        if self.captured:
+            return
+        self.launched = True
+        torch.cuda.synchronize()
+        stream = torch.cuda.Stream()
+        self.captured = [(capture(run, stream) if run else None, stage) for run, stage in self.stretches]

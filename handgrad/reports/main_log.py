@@ -69,7 +69,7 @@ def read_main_log(path: Path, name: str) -> Run:
 def unknown_start(steps: int) -> Start:
     """A launch of which nothing is known but its steps."""
     unknown = {"train_tokens": math.nan, "validation_tokens": math.nan, "validation_text_bytes": math.nan}
-    texts = dict.fromkeys(("host", "command", "commit", "handgrad", "torch", "device", "precision"), "")
+    texts = dict.fromkeys(("host", "command", "commit", "handgrad", "torch", "device", "precision", "batch_schedule"), "")
     numbers = ("time", "parameters", "trained_parameters", "vocab_size", "floor_nats_per_token", "flops_per_token")
     data = DataSource(folder="", source="", identity="", tokenizer="", **unknown)
     sizes = dict.fromkeys(numbers, math.nan)

@@ -22,6 +22,7 @@ const interpolate = ([from, to], x) => {
   return to[i] + slope * (x - from[i]);
 };
 const mapping = (run) => { // step -> value on the chosen axis, or null where the run does not know it
+  if (state.axis === "tokens" && Array.isArray(run.tokens)) return (step) => interpolate(run.tokens, step);
   if (state.axis === "tokens") return run.tokens ? (step) => step * run.tokens : null;
   if (state.axis === "time") return run.clock && ((step) => interpolate(run.clock, step));
   return (step) => step;

@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from handgrad.reports.curves import envelope, smooth, thin
-from handgrad.reports.results import short_text
+from handgrad.reports.results import short_text, tokens_at
 from handgrad.reports.runs import Run, TaskFigure
 from handgrad.reports.style import DASHES, RUN_COLORS, light
 
@@ -49,7 +49,7 @@ def choose_plots(runs: Sequence[Run]) -> list[Plot]:
     if all(len(run.steps.step) >= CLOSE_UP_STEPS for run in runs):
         caption = "The same, without the fall of the first fifth."
         plots.append(Plot("loss_close_up", "Loss, close-up", caption, True, draw_loss_close_up))
-    if len({run.start.tokens_per_step for run in runs if not run.is_log}) > 1:
+    if len({run.start.batch for run in runs if not run.is_log}) > 1:
         caption = "The same curves by tokens seen, because the runs take steps of different sizes."
         draw = partial(draw_loss, by_tokens=True)
         plots.append(Plot("loss_by_tokens", "Loss against tokens seen", caption, True, draw))
@@ -172,11 +172,11 @@ def draw_loss(axes: Axes, runs: Sequence[Run], *, by_tokens: bool = False) -> No
     """Training and validation loss over the steps, or over the tokens."""
     key: list[Line2D] = []
     for index, run in enumerate(runs):
-        width = run.start.tokens_per_step if by_tokens else 1
         if by_tokens and run.is_log:
             continue
+        place = partial(tokens_at, run) if by_tokens else np.asarray
         name = "training" if len(runs) == 1 else run.name
-        draw_curve(axes, run.steps.step * width, run.steps.loss, index, runs, np.mean, name)
+        draw_curve(axes, place(run.steps.step), run.steps.loss, index, runs, np.mean, name)
         if len(runs) > 1:
             key.append(key_of(run, index))
         picked = thin(len(run.validations), MARKS)
@@ -188,7 +188,7 @@ def draw_loss(axes: Axes, runs: Sequence[Run], *, by_tokens: bool = False) -> No
             dots: Style = {"color": color, "marker": "o", "markersize": 4.6, "linestyle": "none"}
             dots |= {"markeredgecolor": light("page"), "markeredgewidth": 0.7, "zorder": 4}
             name = "validation" if len(runs) == 1 else f"{run.name}, validation"
-            axes.plot(points[:, 0] * width, points[:, 1], label=label(name), **belongs(index), **dots)
+            axes.plot(place(points[:, 0]), points[:, 1], label=label(name), **belongs(index), **dots)
             if len(runs) == 1:
                 key.append(Line2D([], [], label="validation", **dots))
     if len(runs) == 1:

@@ -16,7 +16,18 @@ def steps_done(run: Run) -> int:
 
 
 def tokens_seen(run: Run) -> float:
-    return steps_done(run) * run.start.tokens_per_step or math.nan  # a main.log does not tell
+    return run.start.batch.tokens_before(steps_done(run)) or math.nan  # a main.log does not tell
+
+
+def tokens_at(run: Run, steps: np.ndarray) -> np.ndarray:
+    """The tokens seen after so many steps."""
+    stages = run.start.batch.stages
+    ends = [*(stage.first_step for stage in stages[1:]), math.inf]
+    parts = (
+        (np.clip(steps, stage.first_step, end) - stage.first_step) * stage.tokens_per_step
+        for stage, end in zip(stages, ends, strict=True)
+    )
+    return sum(parts, np.zeros(len(steps)))
 
 
 def seconds_in_steps(run: Run) -> float:

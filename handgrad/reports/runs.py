@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from handgrad.errors import DataError, HandgradError, storage_errors
+from handgrad.batch_schedule import BatchSchedule, parse_schedule
+from handgrad.errors import DataError, HandgradError, UsageError, storage_errors
 from handgrad.jsonl import Record, numbered_lines, parse
 from handgrad.parsing import parse_toml
 from handgrad.run_files import CONFIG_FILE, METRICS_FILE
@@ -44,12 +45,18 @@ class Start:
     parameters: float
     trained_parameters: float
     tokens_per_step: int
+    batch_schedule: str
     steps: int  # planned
     vocab_size: float
     memory_bytes: dict[str, float]
     data: DataSource
     floor_nats_per_token: float
     flops_per_token: float
+
+    @property
+    def batch(self) -> BatchSchedule:
+        """The tokens of every step."""
+        return parse_schedule(self.tokens_per_step, self.batch_schedule)
 
 
 @dataclass(frozen=True)
@@ -227,11 +234,17 @@ def read_start(line: Record) -> Start:
         "host": "",
         "command": "",
         "commit": "",
+        "batch_schedule": "",
         "trained_parameters": line.fields.get("parameters"),
         **line.fields,
         "data": {"source": "", **data.fields},
     }
-    return read(Start, Record(known, line.where))
+    start = read(Start, Record(known, line.where))
+    try:
+        _ = start.batch
+    except UsageError:
+        raise line.wrong("batch_schedule", "STEP:TOKENS with commas", start.batch_schedule) from None
+    return start
 
 
 def read_step(line: Record) -> list[float]:

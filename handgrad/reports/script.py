@@ -35,13 +35,22 @@ def attribute(content: str) -> str:
     return "'" + escape(content, quote=False).replace("'", "&#39;") + "'"
 
 
+def tokens_axis(run: Run) -> int | list[list[int]]:
+    """The tokens of a step; of a run with a batch schedule, steps and the tokens seen by then."""
+    batch = run.start.batch
+    if len(batch.stages) == 1:
+        return run.start.tokens_per_step
+    steps = [*(stage.first_step for stage in batch.stages[1:]), batch.stages[-1].first_step + 1]
+    return [steps, [batch.tokens_before(step) for step in steps]]
+
+
 def axis_choice(runs: Sequence[Run]) -> str:
     """Buttons for the x axis, which show where the script runs, with the tokens and seconds at the steps of each run."""
     known = []
     for run in runs:
         seconds, picked = wall_clock(run), thin(len(run.steps.step), CLOCK_POINTS)
         clock = [[brief(float(value)) for value in values[picked]] for values in (run.steps.step, seconds)]
-        known.append({"tokens": run.start.tokens_per_step, "clock": clock if seconds[-1] > 0 else None})
+        known.append({"tokens": tokens_axis(run), "clock": clock if seconds[-1] > 0 else None})
     buttons = "".join(f'<button data-axis="{axis}">{axis}</button>' for axis in ("steps", "tokens", "time"))
     values = attribute(json.dumps(known, separators=(",", ":")))
     return f'<p class="axes" hidden data-runs={values}>Curves by {buttons}</p>'

@@ -97,11 +97,12 @@ def description(run: Run) -> str:
     passes = f", {epochs:.3g} times the training data" if math.isfinite(epochs) else ""
     frozen = start.trained_parameters < start.parameters
     trained = f" ({count(start.trained_parameters)} of them not frozen)" if frozen else ""
+    sizes = ", then ".join(f"{stage.tokens_per_step:,}" for stage in start.batch.stages)
     words = (
         f"A GPT-2{of_shape}: {count(start.parameters)} parameters{trained}, trained with gradients written by hand on"
         f" {data.folder} ({count(data.train_tokens)} tokens, tokenizer {data.tokenizer}, vocabulary"
         f" {count(start.vocab_size)}), in {start.precision} on {start.device}. It has done {results.steps_done(run):,} of"
-        f" {start.steps:,} steps of {start.tokens_per_step:,} tokens: {results.short_text(results.tokens_seen(run))}"
+        f" {start.steps:,} steps of {sizes} tokens: {results.short_text(results.tokens_seen(run))}"
         f" tokens{passes}, in {results.duration_text(results.seconds_in_steps(run))} of steps.{fp8_sentence(run)}"
     )
     return f"<p>{text(words)}</p>"
@@ -210,7 +211,7 @@ def validations(run: Run) -> str:
     rows = []
     for index in thin(len(run.validations), ROWS):
         step, loss = run.validations[index]
-        tokens, bits = results.short_text(step * run.start.tokens_per_step), results.bits_per_byte(run, loss)
+        tokens, bits = results.short_text(run.start.batch.tokens_before(step)), results.bits_per_byte(run, loss)
         rows.append([f"{step:,}", tokens, loss_text(loss), results.perplexity_text(loss), loss_text(bits)])
     return table(["step", "tokens", "nats per token", "perplexity", "bits per byte"], rows) if rows else ""
 

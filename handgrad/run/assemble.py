@@ -44,7 +44,7 @@ def allocate(design: Design) -> tuple[TrainingState, Scaling | None]:
     if design.fp8 is not None and design.fp8.table:  # none if all GEMMs have left fp8
         weights = {row.name: row.view(views["parameters"]) for row in design.parameters}
         scaling = Scaling(design.fp8, design.ops, views, weights)
-        scaling.reset(1.0 / design.batch.tokens)
+        scaling.reset(1.0 / design.batch.gradient_tokens)
     gradients = {}
     if design.sharding.shards_gradients:
         ring = gradient_ring(design.buckets)

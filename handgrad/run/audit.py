@@ -67,7 +67,7 @@ class Audit:
             {
                 "kind": STEP,
                 "step": completed,
-                "samples": [first, first + batch.samples],
+                "samples": [first, first + batch.tokens(completed - 1) // batch.sequence_length],
                 "loss": result.loss.hex(),
                 "norm": result.norm.hex(),
                 "learning_rate": result.learning_rate.hex(),

@@ -28,13 +28,15 @@ def check_fits(config: RunConfig, design: Design, dataset: Dataset, ranks: int =
     samples = Batches(dataset.splits["train"], config.sequence_length, config.seed).samples_per_epoch
     if dataset.splits["validation"]:
         Batches(dataset.splits["validation"], config.sequence_length, config.seed)  # refuses a split without one sample
-    if samples < config.samples_per_step:
+    largest = config.batch.largest // config.sequence_length
+    if samples < largest:
         lanes = config.lanes if config.lanes <= samples else 1
         micro_batch = min(config.micro_batch, samples // lanes)
         fitting = samples // (micro_batch * lanes) * micro_batch * lanes * config.sequence_length
         raise DataError(
-            f"one step takes {config.samples_per_step} samples of {config.sequence_length} tokens, the training split of"
+            f"one step takes {largest} samples of {config.sequence_length} tokens, the training split of"
             f" {config.data} has {samples}; add text, or try --micro-batch {micro_batch} --tokens-per-step {fitting}"
+            + (" --batch-schedule ''" if config.batch_schedule else "")
         )
     shape, device = design.shape, design.device
     design.plain_ops.check_sizes(length=shape.sequence_length, num_heads=shape.num_heads, channels=shape.channels)
@@ -85,7 +87,7 @@ def other_tokenizer(source: str, record: dict[str, Any], remedy: str, dataset: D
 
 def check_shared_gradients(config: RunConfig, ranks: int) -> None:
     """Refuses ZeRO 2 where a rank would have to keep sums of gradients that it has sent away."""
-    micro_batches = config.samples_per_step // config.micro_batch // ranks
+    micro_batches = config.batch.largest // (config.sequence_length * config.micro_batch * ranks)
     if config.zero == 2 and ranks > 1 and micro_batches > 1:
         raise UsageError(
             f"zero 2 keeps no gradients from one micro-batch to the next, so each of {ranks} ranks can have one a step,"

@@ -19,7 +19,7 @@ from handgrad.data.shards import Dataset
 from handgrad.format import human_bytes, human_count, memory_table
 from handgrad.models.rows import count_parameters
 from handgrad.parallel.ranks import Ranks
-from handgrad.training.design import Design
+from handgrad.training.design import Batch, Design
 
 
 def header_lines(
@@ -36,6 +36,7 @@ def header_lines(
     shape, ops = design.shape, design.plain_ops
     samples_per_epoch = Batches(dataset.splits["train"], config.sequence_length, config.seed).samples_per_epoch
     lanes = f"{config.lanes} lanes x " if config.lanes > 1 else ""
+    tokens = config.batch.tokens_before(config.steps)
     backend = ops.__name__.removeprefix("handgrad.ops.").split(".")[0]
     precision = f"{config.precision} {devices.precision_note(design.device, config.precision)}"
     return [
@@ -49,14 +50,25 @@ def header_lines(
         f" {shape.vocab_size} (padded to {shape.padded_vocab_size})",
         *rank_lines(config, ranks),
         f"batch      {config.tokens_per_step} tokens a step = {lanes}{config.micro_steps} x {config.micro_batch} x"
-        f" {config.sequence_length}; {config.steps} steps = {human_count(config.steps * config.tokens_per_step)} tokens,"
-        f" {config.steps * config.samples_per_step / samples_per_epoch:.1f} epochs",
+        f" {config.sequence_length}; {config.steps} steps = {human_count(tokens)} tokens,"
+        f" {tokens // config.sequence_length / samples_per_epoch:.1f} epochs",
+        *batch_lines(config, design.batch),
         f"numbers    {precision}, recompute {config.recompute}, {started}",
         *fp8_lines(config, design),
         *dropout_lines(config, design),
         f"operations {', '.join([backend, *(f'{k}: {v}' for k, v in ops.versions().items())])}",
         "memory",
         *memory_table([memory_bytes]),
+    ]
+
+
+def batch_lines(config: RunConfig, batch: Batch) -> list[str]:
+    """The later stages of the batch: none without a schedule."""
+    lanes = f"{batch.lanes} lanes x " if batch.lanes > 1 else ""
+    return [
+        f"           after step {stage.first_step}: {stage.tokens_per_step} tokens a step ="
+        f" {lanes}{batch.micro_steps(stage.first_step)} x {config.micro_batch} x {config.sequence_length}"
+        for stage in config.batch.stages[1:]
     ]
 
 
@@ -136,6 +148,7 @@ def run_record(
         "parameters": count_parameters(design.parameters),
         "trained_parameters": trained_parameters(design),
         "tokens_per_step": config.tokens_per_step,
+        **({"batch_schedule": config.batch_schedule} if config.batch_schedule else {}),
         "steps": config.steps,
         "vocab_size": design.shape.vocab_size,
         "memory_bytes": memory_bytes,

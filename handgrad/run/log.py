@@ -132,7 +132,8 @@ class RunLog:
             self.told.add(line)
             self.event(step, line)
 
-    def step(self, step: int, result: StepResult, tokens: int) -> None:
+    def step(self, step: int, result: StepResult, tokens: int, tokens_seen: int) -> None:
+        """`tokens`: of this step; `tokens_seen`: of all steps up to it."""
         self.record(
             "step",
             step=step,
@@ -144,7 +145,7 @@ class RunLog:
             skipped=result.skipped,
             step_ms=round(result.elapsed_seconds * 1e3, 3),
             tokens_per_second=round(tokens / result.elapsed_seconds, 1),
-            tokens=tokens * step,
+            tokens=tokens_seen,
             time=round(time.time(), 3),
             **({"loss_scale": result.loss_scale} if result.loss_scale != 1.0 else {}),
         )

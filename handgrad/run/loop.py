@@ -58,7 +58,7 @@ class Run:
     ):
         """`weights`: the initial ones, unless the run is resumed or draws them."""
         self.config, self.design, self.dataset, self.folder, self.ranks = config, design, dataset, folder, ranks
-        self.tasks, self.tokenizer = tasks, dataset.tokenizer
+        self.tasks, self.tokenizer, self.batch = tasks, dataset.tokenizer, config.batch
         self.train_batches = Batches(dataset.splits["train"], config.sequence_length, config.seed)
         self.validation_batches = validation_batches(dataset, config.sequence_length)
         ranks.check_equal("versions and data", {**self.versions(), **self.identity()})
@@ -282,7 +282,7 @@ class Run:
         """Waits for the result of `step`, records and shows it; makes the step again if it looks wrong."""
         result, fault = settle(self.training, self.ranks, step, self.training.step.result(step))
         self.completed, self.step_seconds = step + 1, result.elapsed_seconds
-        self.log.step(self.completed, result, self.config.tokens_per_step)
+        self.log.step(self.completed, result, self.batch.tokens(step), self.batch.tokens_before(self.completed))
         self.audit.add(self.training, self.completed, result)
         found = record_fp8(self.design, self.training.scaling, result, self.completed, self.log)
         if self.config.gpu_every and self.completed % self.config.gpu_every == 0:

@@ -72,19 +72,19 @@ class StepFigures:
 
 
 class Pace:
-    """The mean length of the last steps."""
+    """The speed of the last steps."""
 
     def __init__(self) -> None:
-        self.seconds: deque[float] = deque(maxlen=SPEED_WINDOW)
+        self.steps: deque[tuple[int, float]] = deque(maxlen=SPEED_WINDOW)  # tokens, seconds
         self.warming_up = True
 
-    def add(self, elapsed_seconds: float) -> float:
-        """Adds a step; returns the mean in seconds."""
-        if len(self.seconds) == 1 and self.warming_up:  # the first step also waits for libraries and page faults
-            self.seconds.clear()
+    def add(self, tokens: int, elapsed_seconds: float) -> float:
+        """Adds a step; returns the mean in tokens per second."""
+        if len(self.steps) == 1 and self.warming_up:  # the first step also waits for libraries and page faults
+            self.steps.clear()
             self.warming_up = False
-        self.seconds.append(elapsed_seconds)
-        return sum(self.seconds) / len(self.seconds)
+        self.steps.append((tokens, elapsed_seconds))
+        return sum(tokens for tokens, _ in self.steps) / sum(seconds for _, seconds in self.steps)
 
 
 class Cadence:
@@ -109,18 +109,19 @@ class StepLines:
     """Shows the steps of one process, and puts some of them into the log."""
 
     def __init__(self, log: RunLog, config: RunConfig, design: Design, ranks: int):
-        self.log, self.config, self.pace, self.cadence = log, config, Pace(), Cadence(config.log_every)
+        self.log, self.pace, self.cadence = log, Pace(), Cadence(config.log_every)
+        self.steps, self.batch = config.steps, config.batch
+        self.tokens = self.batch.tokens_before(self.steps)
         peak = devices.peak_flops(design.device)
         self.peak = peak and peak * ranks
         self.flops_per_token = design.model.flops_per_token(design.shape)
 
     def show(self, step: int, result: StepResult) -> None:
         """`step` is counted from 1."""
-        steps = self.config.steps
-        mean_seconds = self.pace.add(result.elapsed_seconds)
-        tokens_per_second = self.config.tokens_per_step / mean_seconds
+        tokens_per_second = self.pace.add(self.batch.tokens(step - 1), result.elapsed_seconds)
         rate = speed(tokens_per_second, self.flops_per_token, self.peak)
-        figures = StepFigures(step, steps, result, tokens_per_second, rate, (steps - step) * mean_seconds)
+        seconds_left = (self.tokens - self.batch.tokens_before(step)) / tokens_per_second
+        figures = StepFigures(step, self.steps, result, tokens_per_second, rate, seconds_left)
         self.log.display.update(step, figures.live_line)
-        if self.cadence.due(step, always=step == steps or bool(result.skipped)):
+        if self.cadence.due(step, always=step == self.steps or bool(result.skipped)):
             self.log.step_line(figures.line)

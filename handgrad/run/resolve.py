@@ -95,7 +95,7 @@ def resolve(
         parameters=parameters,
         buckets=buckets,
         sharding=sharding,
-        batch=Batch(config.micro_batch, config.micro_steps, lanes, config.sequence_length, config.overfit_one_batch),
+        batch=Batch(config.micro_batch, lanes, config.sequence_length, config.batch, config.overfit_one_batch),
         optimizer=optimizer,
         schedule=schedule_of(config),
         guards=guards_of(config),
@@ -156,8 +156,8 @@ def resolve_fp8(
 
 
 def largest_micro_batch(config: RunConfig, vocab_size: int, available_bytes: int, ranks: int = 1) -> int:
-    """The largest micro-batch (samples) that divides a lane's step and whose plan fits; 0 if not even one sample does."""
-    samples = config.samples_per_step // max(1, config.lanes)
+    """The largest micro-batch (samples) that divides a lane's steps and whose plan fits; 0 if not even one sample does."""
+    samples = config.batch.common // config.sequence_length // max(1, config.lanes)
     for micro_batch in (n for n in range(samples, 0, -1) if samples % n == 0):
         design = resolve(replace(config, micro_batch=micro_batch), vocab_size, ranks=ranks)
         if design.plan.total_bytes <= available_bytes:

@@ -14,7 +14,7 @@ def record_fp8(design: Design, scaling: Any, result: StepResult, completed: int,
     if scaling is None:
         return ()
     counted = design.fp8.counts(completed - 1)
-    micro_steps = design.batch.micro_steps * design.batch.lanes
+    micro_steps = design.batch.micro_steps(completed - 1) * design.batch.lanes
     found = findings(scaling, result.reports[0], micro_steps, counted=counted)
     if counted:
         log.record("fp8", step=completed, tensors=summary(found))

@@ -44,6 +44,8 @@ def run_config(preset: str, recipe_file: str, model: str, settings: Mapping[str,
 
 def suited(settings: dict[str, Any]) -> dict[str, Any]:
     """The model and its steps that suit the data and the device, for whom names neither."""
+    if settings.get("batch_schedule") and not settings.keys() >= {"steps", "tokens_per_step"}:
+        raise UsageError("batch_schedule counts steps, here chosen for the data; give --steps and --tokens-per-step")
     from handgrad.run.suited import chosen_settings  # imports torch, which `--help` spares
 
     return chosen_settings(*(str(settings.get(name, getattr(RunConfig, name))) for name in ("data", "out", "device")))

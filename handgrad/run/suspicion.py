@@ -87,7 +87,7 @@ def settle(training: Assembly, ranks: Ranks, step: int, result: StepResult) -> t
 
 def attempt_of(training: Assembly, ranks: Ranks, step: int, sums_of_losses: Tensor, *, complete: bool) -> Attempt:
     """The attempt at `step` that was made last. `sums_of_losses`: its; `complete`: its gradients are still there."""
-    state, steps = training.state, training.step
+    state, steps, batch = training.state, training.step, training.design.batch
     losses, squares = sums_of_losses.cpu(), state.norm_partials.cpu()
     own = [losses]
     if isinstance(steps, ParallelStep) and steps.sync.own_norms is not None:
@@ -95,8 +95,9 @@ def attempt_of(training: Assembly, ranks: Ranks, step: int, sums_of_losses: Tens
     gradients = checksums(training) if complete else torch.zeros(0)
     numbers = [float(crc_of(*tensors)) for tensors in ((losses, squares), own, (gradients,))]
     of_all, of_own, of_gradients = zip(*ranks.all_gather_numbers(numbers, OPERATION), strict=True)
-    loss = math.fsum(losses.tolist()) / state.design.batch.tokens
-    norm = math.sqrt(squares.double().sum().item()) / state.loss_scale[1].item()
+    loss = math.fsum(losses.tolist()) / batch.tokens(step)
+    scale = state.loss_scale[1].item() * (batch.tokens(step) / batch.gradient_tokens)
+    norm = math.sqrt(squares.double().sum().item()) / scale
     return Attempt(loss, norm, of_all, of_own, of_gradients if complete else None)
 
 

@@ -64,8 +64,9 @@ def forecast(
     check_shared_gradients(config, ranks)
     design = resolve_for(spec, config, vocab_size, ranks)
     found = measured.find(name, config, ranks)
-    speed = found.tokens_per_second if found else config.tokens_per_step / step_time(spec, config, design, ranks).total
-    seconds = config.steps * config.tokens_per_step / speed
+    tokens = config.batch.tokens_before(config.steps)
+    speed = found.tokens_per_second if found else tokens / estimated_seconds(spec, config, design, ranks)
+    seconds = tokens / speed
     hours = ranks * seconds / 3600
     return Forecast(
         gpu=name,
@@ -83,6 +84,12 @@ def forecast(
     )
 
 
+def estimated_seconds(gpu: Gpu, config: RunConfig, design: Design, ranks: int) -> float:
+    """The time of all steps, by the roofline."""
+    stages = [(replace(config, tokens_per_step=stage.tokens_per_step), n) for stage, n in config.batch.spans(config.steps)]
+    return sum(steps * step_time(gpu, stage, design, ranks).total for stage, steps in stages)
+
+
 def named_gpu(name: str) -> tuple[str, Gpu]:
     """The GPU of a name, in any case, also "RTX 4090". Raises `UsageError` with the closest one."""
     key = gpus.short_name(name)
@@ -96,16 +103,18 @@ def settled(config: RunConfig, gpu: Gpu, ranks: int) -> RunConfig:
     gpus.check_precision(gpu.title, gpu.capability, precision)
     config = replace(config, precision=precision, lanes=settled_lanes(config, ranks))
     if not list(micro_batches(config)):
+        counts = (stage.tokens_per_step // config.sequence_length for stage in config.batch.stages)
+        samples = next(count for count in counts if not count or count % config.lanes)
         raise UsageError(
-            f"a step of {config.tokens_per_step} tokens has {config.samples_per_step} samples, which {config.lanes} lanes"
+            f"a step of {samples * config.sequence_length} tokens has {samples} samples, which {config.lanes} lanes"
             f" cannot share equally; use fewer GPUs or --tokens-per-step {config.lanes * config.sequence_length}"
         )
     return config
 
 
 def micro_batches(config: RunConfig) -> Iterator[int]:
-    """The micro-batches that divide a lane's step, smallest first."""
-    samples, rest = divmod(config.samples_per_step, config.lanes)
+    """The micro-batches that divide a lane's steps, smallest first."""
+    samples, rest = divmod(config.batch.common // config.sequence_length, config.lanes)
     return (n for n in range(1, samples + 1) if not rest and samples % n == 0)
 
 

@@ -52,9 +52,10 @@ def find(gpu: str, config: RunConfig, ranks: int) -> Measured | None:
     if config.sequence_length != LENGTH or any(getattr(config, name) != getattr(usual, name) for name in COSTLY):
         return None
     sizes = config.num_layers, config.num_heads, config.channels
-    micro_steps = config.samples_per_step // (config.micro_batch * ranks)
+    samples = [stage.tokens_per_step // config.sequence_length for stage in config.batch.stages]
+    micro_steps = {count // (config.micro_batch * ranks) for count in samples}
     for row in ROWS:
-        alike = min(row.micro_steps, micro_steps) >= MANY or row.micro_steps == micro_steps
+        alike = min(row.micro_steps, *micro_steps) >= MANY or {row.micro_steps} == micro_steps
         this = gpu, ranks, sizes, config.precision, config.micro_batch
         if alike and this == (row.gpu, row.gpus, MODELS[row.model], row.precision, row.micro_batch):
             return row

@@ -12,7 +12,7 @@ from handgrad.format import human_bytes, human_count, human_flops, human_seconds
 from handgrad.models.rows import count_parameters
 from handgrad.run.checks import check_shared_gradients, checkpoint_bytes, most_checkpoints
 from handgrad.run.folder import settled_lanes
-from handgrad.run.header import dropout_lines
+from handgrad.run.header import batch_lines, dropout_lines
 from handgrad.run.host_copy import copy_plans
 from handgrad.run.resolve import largest_micro_batch, resolve, with_precision, with_tuned_gemms
 from handgrad.tools.forecast import memory_bytes
@@ -46,7 +46,7 @@ def describe_plan(config: RunConfig, vocab_size: int, ranks: int = 1, fit: int =
     designs = [resolve(replace(config, recompute=level), vocab_size, ranks=ranks) for level in RECOMPUTE_LEVELS]
     design = designs[0]
     flops_per_token = design.model.flops_per_token(design.shape)
-    tokens = config.steps * config.tokens_per_step
+    tokens = config.batch.tokens_before(config.steps)
     rate, kind = gemm_flops(device, design.dtype), "bf16" if config.precision == "fp8" else config.precision
     lines = [
         *run_lines(config, design),
@@ -67,7 +67,7 @@ def describe_plan(config: RunConfig, vocab_size: int, ranks: int = 1, fit: int =
 
 def fits_line(config: RunConfig, fitting: int, available: int, there: str) -> str:
     """The largest micro-batch that fits; 0: none does."""
-    whole = " (a whole step at once)" if fitting * config.lanes == config.samples_per_step else ""
+    whole = " (a whole step at once)" if fitting * config.lanes * config.sequence_length == config.batch.largest else ""
     advice = f"--micro-batch {fitting}{whole}" if fitting else "not even one sample at a time"
     return f"fits       {human_bytes(available)} {there} at recompute {config.recompute}: {advice}"
 
@@ -75,7 +75,7 @@ def fits_line(config: RunConfig, fitting: int, available: int, there: str) -> st
 def run_lines(config: RunConfig, design: Design) -> list[str]:
     """The model and the run, with their work."""
     flops_per_token = design.model.flops_per_token(design.shape)
-    tokens = config.steps * config.tokens_per_step
+    tokens = config.batch.tokens_before(config.steps)
     lanes = f"{config.lanes} lanes x " if config.lanes > 1 else ""
     return [
         f"model      {design.shape.variant}{human_count(count_parameters(design.parameters))} parameters,"
@@ -83,6 +83,7 @@ def run_lines(config: RunConfig, design: Design) -> list[str]:
         f"run        {config.steps} steps of {config.tokens_per_step} tokens = {lanes}{config.micro_steps} x"
         f" {config.micro_batch} x {config.sequence_length}: {human_count(tokens)} tokens,"
         f" {human_flops(tokens * flops_per_token)}",
+        *batch_lines(config, design.batch),
     ]
 
 

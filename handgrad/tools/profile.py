@@ -79,7 +79,7 @@ def profile_run(config: RunConfig, vocab_size: int, source: Source, steps: int, 
     config = with_precision(config, device)
     dtype = devices.use_precision(device, config.precision)
     cuda = device.type == "cuda"
-    config = replace(config, schedule="constant", skip_loss_z=0.0, skip_norm_z=0.0)
+    config = replace(config, schedule="constant", batch_schedule="", skip_loss_z=0.0, skip_norm_z=0.0)
     ceilings = copy_bandwidth(device), gemm_flops(device, dtype, HOT_SECONDS if cuda else 0.1)
     if cuda:
         torch.cuda.empty_cache()
@@ -136,7 +136,7 @@ def profile_run(config: RunConfig, vocab_size: int, source: Source, steps: int, 
 
 def one_micro_step(config: RunConfig, vocab_size: int, source: Source) -> None:
     """The step for `ncu`: after one that loads everything, a single micro-batch, its operations in ranges."""
-    config = replace(config, tokens_per_step=config.micro_batch * config.sequence_length)
+    config = replace(config, tokens_per_step=config.micro_batch * config.sequence_length, batch_schedule="")
     design = set_up(config, vocab_size)
     device, (state, scaling) = design.device, allocate(design)
     recorder = Recorder(design, state.plain_weights.head, torch.cuda.nvtx.range)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from handgrad.arena import Plan
+from handgrad.batch_schedule import BatchSchedule
 from handgrad.config import ModelShape
 from handgrad.layout import Buckets, Sharding
 from handgrad.models.rows import Table
@@ -19,24 +20,31 @@ from handgrad.training.schedule import Schedule
 
 @dataclass(frozen=True)
 class Batch:
-    """An optimizer step's samples: lanes * micro_steps * micro_batch of them, `sequence_length` tokens each."""
+    """The samples of every optimizer step: lanes * micro_steps * micro_batch of them, `sequence_length` tokens each."""
 
     micro_batch: int
-    micro_steps: int  # micro-batches of a lane whose gradients are added up
     lanes: int
     sequence_length: int
-    repeats: bool = False  # every step takes the first step's samples
+    schedule: BatchSchedule
+    repeats: bool = False  # every step begins with the first step's samples
 
-    @property
-    def samples(self) -> int:
-        return self.lanes * self.micro_steps * self.micro_batch
+    def tokens(self, step: int) -> int:
+        """The tokens of 0-based `step`."""
+        return self.schedule.tokens(step)
 
-    @property
-    def tokens(self) -> int:
-        return self.samples * self.sequence_length
+    def micro_steps(self, step: int) -> int:
+        """The micro-batches of a lane whose gradients `step` adds up."""
+        return self.tokens(step) // (self.lanes * self.micro_batch * self.sequence_length)
 
     def first_sample(self, step: int) -> int:
-        return 0 if self.repeats else step * self.samples
+        """The sample that `step` begins with: the steps before it have taken all those before."""
+        return 0 if self.repeats else self.schedule.tokens_before(step) // self.sequence_length
+
+    @property
+    def gradient_tokens(self) -> int:
+        """The divisor of every token's gradient: the tokens of the first step, whatever later steps take, so that gradients
+        keep their range. The verdict divides their sum by the rest."""
+        return self.tokens(0)
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ class TrainingState:
     results: Tensor  # the step's findings
     sum_of_losses: Tensor  # (1) over the tokens of a lane's step
     losses_of_step: Tensor  # (lanes) these sums
-    loss_scale: Tensor  # (3) S / tokens_per_step, S, updates since S last changed; S is 1 but in fp16
+    loss_scale: Tensor  # (3) S / gradient_tokens, S, updates since S last changed; S is 1 but in fp16
     weights: Any  # as the training's GEMMs read them
     plain_weights: Any  # in 16 or 32 bits
     weight_gradients: Any
@@ -109,7 +109,7 @@ class TrainingState:
 
     def set_loss_scale(self, scale: float, good_steps: float) -> None:
         """Sets the factor of the loss, and the number of updates it has held for."""
-        values = [scale / self.design.batch.tokens, scale, good_steps]
+        values = [scale / self.design.batch.gradient_tokens, scale, good_steps]
         self.loss_scale.copy_(torch.tensor(values, dtype=self.loss_scale.dtype))
 
 

@@ -78,7 +78,7 @@ def plain_program(state: TrainingState, ops: Any, model_ops: Any) -> Program:
         state.losses_of_step,
         state.norm_partials,
         state.controls,
-        tokens_per_step=design.batch.tokens,
+        gradient_tokens=design.batch.gradient_tokens,
         clip_norm=design.guards.clip_norm,
         dynamic_loss_scale=design.guards.loss_scaling,
     )
@@ -164,7 +164,7 @@ class TrainStep:
         first = batch.first_sample(step)
         state.gradients.zero_()
         state.sum_of_losses.zero_()
-        for micro_step in range(batch.micro_steps):
+        for micro_step in range(batch.micro_steps(step)):
             self.feed.fill(first + micro_step * batch.micro_batch)
             for launch in self.micro_step:
                 launch()
@@ -179,7 +179,7 @@ class TrainStep:
         """Launches the norm. The spike limits follow from the results before `step`: those are read by now."""
         guards, slot = self.design.guards, step % IN_FLIGHT
         limits = self.losses.limit(guards.loss_z), self.norms.limit(guards.norm_z)
-        controls = [step + 1, self.design.schedule.rate(step), *limits]
+        controls = [step + 1, self.design.schedule.rate(step), *limits, self.design.batch.tokens(step)]
         self.controls[slot].copy_(torch.tensor(controls, dtype=self.controls[slot].dtype))
         self.state.controls.copy_(self.controls[slot], non_blocking=True)
         for launch in (*self.take_norms, *self.program.before_update):

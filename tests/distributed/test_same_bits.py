@@ -17,6 +17,7 @@ KINDS: dict[str, dict[str, object]] = {
     "rounded": {"reduce_precision": "bf16"},  # on their way between lanes
     "dropout": {"dropout": 0.3, "steps": 6, "eval_every": 3},
     "bf16-alone": {"precision": "bf16", "master_weights": "false"},
+    "growing": {"tokens_per_step": 256, "batch_schedule": "2:512,5:1536"},  # 1, 2 and 6 micro-steps a lane
     "rounded-bf16": {"precision": "bf16", "reduce_precision": "bf16", "recompute": 2, "skip_loss_z": 4.0},
 }
 
@@ -48,7 +49,7 @@ def alone(launcher: Launcher, shards: Path, tmp_path_factory: pytest.TempPathFac
         *(("fp8", 2, 1), ("fp8", 4, 1), ("fp8", 2, 0)),
         *(("rounded", 2, 1), ("rounded", 4, 1), ("rounded", 2, 0)),
         *(("bf16-alone", 2, 1), ("bf16-alone", 4, 0)),
-        *(("rounded-bf16", 2, 1), ("dropout", 2, 1)),
+        *(("rounded-bf16", 2, 1), ("dropout", 2, 1), ("growing", 2, 1), ("growing", 4, 1), ("growing", 4, 0)),
     ],
 )
 def test_ranks_do_not_matter(kind: str, ranks: int, zero: int, launcher: Launcher, shards: Path, tmp_path: Path, alone):
@@ -86,6 +87,16 @@ def test_muon_on_ranks(settings: dict, ranks: list, launcher: Launcher, shards: 
     shutil.rmtree(last / "checkpoints" / "step_00000006")
     launcher.run(2, arguments(shards, last, zero=1, **settings))  # continues with step 3
     same_run(tmp_path / "1", last, 6)
+
+
+def test_a_batch_grows_on_other_ranks_than_before(launcher: Launcher, shards: Path, tmp_path: Path, alone) -> None:
+    """Four ranks stop where the second stage begins, two where the third does, one goes on."""
+    settings = KINDS["growing"]
+    for size, fault, codes in ((4, "signal:1:1", [75] * 4), (2, "signal:0:4", [75] * 2), (1, "none", [0])):
+        started = launcher.start(size, arguments(shards, tmp_path / "run", **settings), fault)
+        assert started.wait() == codes, started.errors
+    assert {2, 5} <= {*saved_steps(tmp_path / "run")}
+    same_run(alone(**settings), tmp_path / "run", 8)
 
 
 @pytest.mark.fault(19)

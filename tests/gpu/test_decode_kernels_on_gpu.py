@@ -102,12 +102,13 @@ def test_a_step_is_the_references(batch: int, network: str) -> None:
     assert torch.isfinite(found[0]).all() and error <= 2 * own, f"{error:.3g}, reference {own:.3g}"
 
 
+@pytest.mark.parametrize("network", ARCHITECTURES)
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("options", [SamplingOptions(0.0), SamplingOptions(0.9), SamplingOptions(0.9, top_k=20)], ids=str)
-def test_replayed_steps_write_the_same_text(batch: int, options: SamplingOptions) -> None:
+def test_replayed_steps_write_the_same_text(batch: int, options: SamplingOptions, network: str) -> None:
     """As launches one by one, twice, over a full context: 400 tokens in 256, whose newer half is prefilled again."""
     backend = choose_backend("kernels", torch.device("cuda"))
-    shape, weights, buf = model(backend, torch.bfloat16, batch)
+    shape, weights, buf = model(backend, torch.bfloat16, batch, network)
     texts = []
     for replay in (True, True, False):
         decoder = Decoder(shape, backend, weights, buf, options, end_of_text=None)

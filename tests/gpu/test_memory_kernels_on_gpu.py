@@ -174,9 +174,9 @@ def test_verdict(
     tokens, scale = 524288, 1024.0
     norms = torch.rand(24_000, device="cuda")
     norms *= (norm * scale) ** 2 / norms.sum()
-    controls = torch.tensor([3.0, 1e-3, *limits], dtype=torch.float64, device="cuda")
+    controls = torch.tensor([3.0, 1e-3, *limits, tokens], dtype=torch.float64, device="cuda")
     total = torch.tensor([loss * tokens], dtype=torch.float64, device="cuda")
-    settings = {"tokens_per_step": tokens, "clip_norm": clip_norm, "dynamic_loss_scale": dynamic}
+    settings = {"gradient_tokens": tokens, "clip_norm": clip_norm, "dynamic_loss_scale": dynamic}
     found = []
     for backend in (kernels, reference, kernels):
         results = torch.full((contract.RESULTS,), math.nan, dtype=torch.float64, device="cuda")

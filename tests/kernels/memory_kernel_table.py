@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import triton
 
 from handgrad.dropout.cuda import elementwise
-from handgrad.ops.cuda import classifier, column_sums, digest, embedding, gelu, layernorm, optimizer, reduction
+from handgrad.ops.cuda import classifier, column_sums, digests, embedding, gelu, layernorm, optimizer, reduction
 from tests.kernels.compiling import compile_kernel
 
 ARCHITECTURES = (80, 90, 100)
@@ -115,7 +115,7 @@ def launches(C: int, itemsize: int = 2) -> dict[str, tuple[triton.JITFunction, d
             {"BLOCK": reduction.CHECKSUM_WORDS, "TILES": reduction.CHECKSUM_TILES},
             reduction.CHECKSUM_WARPS,
         ),
-        "digest": (digest._digest, {"COLUMNS": digest.COLUMNS, "ROWS": digest.ROWS}, digest.WARPS),
+        "digest": (digests._digest, {"COLUMNS": digests.COLUMNS, "ROWS": digests.ROWS}, digests.WARPS),
         "verdict": (
             optimizer._verdict,
             {"TOKENS": 524288.0, "CLIP_NORM": 1.0, "DYNAMIC": True, **sums},

@@ -225,8 +225,8 @@ def check_losses_in_order(backend: ModuleType, device: str, lanes: int) -> None:
     if lanes > 8:
         assert in_order not in (math.fsum(sums.tolist()), backwards)
     results = torch.full((ops.RESULTS,), math.nan, dtype=torch.float64, device=device)
-    limits = torch.tensor([1.0, 1e-3, math.inf, math.inf], dtype=torch.float64, device=device)
+    limits = torch.tensor([1.0, 1e-3, math.inf, math.inf, 3000.0], dtype=torch.float64, device=device)
     loss_scale, norms = torch.tensor([1 / 3000, 1.0, 0.0], device=device), torch.ones(4, device=device)
-    settings = {"tokens_per_step": 3000, "clip_norm": 0.0, "dynamic_loss_scale": False}
+    settings = {"gradient_tokens": 3000, "clip_norm": 0.0, "dynamic_loss_scale": False}
     backend.verdict(results, loss_scale, sums.to(device), norms, limits, **settings)
     assert results[ops.RESULT_LOSS].item() == in_order / 3000

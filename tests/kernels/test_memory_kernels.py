@@ -163,15 +163,16 @@ STEPS = {  # (loss, norm of the scaled gradient, updates since the scale changed
 @pytest.mark.parametrize("dynamic", [True, False])
 @pytest.mark.parametrize("clip_norm", [0.0, 0.3, 3.0])  # the good step's norm is 1
 @pytest.mark.parametrize("scale", [1.0, 64.0, 2.0**24])
+@pytest.mark.parametrize("growth", [1, 3])  # of the step's tokens over the first step's
 @pytest.mark.parametrize("name", STEPS)
-def test_verdict(name: str, scale: float, clip_norm: float, dynamic: bool) -> None:
+def test_verdict(name: str, growth: int, scale: float, clip_norm: float, dynamic: bool) -> None:
     (loss, norm, good_steps), limits, code = STEPS[name]
     tokens = 3000
     norms = torch.rand(5003, generator=torch.Generator().manual_seed(2))
-    norms *= norm * norm / norms.sum() * (scale / 64.0) ** 2
-    controls = torch.tensor([3.0, 1e-3, *limits], dtype=torch.float64)
-    total = torch.tensor([loss * tokens], dtype=torch.float64)
-    settings = {"tokens_per_step": tokens, "clip_norm": clip_norm, "dynamic_loss_scale": dynamic}
+    norms *= norm * norm / norms.sum() * (growth * scale / 64.0) ** 2
+    controls = torch.tensor([3.0, 1e-3, *limits, growth * tokens], dtype=torch.float64)
+    total = torch.tensor([loss * growth * tokens], dtype=torch.float64)
+    settings = {"gradient_tokens": tokens, "clip_norm": clip_norm, "dynamic_loss_scale": dynamic}
 
     def run(backend: ModuleType) -> tuple[torch.Tensor, torch.Tensor]:
         results = torch.full((contract.RESULTS,), math.nan, dtype=torch.float64)

@@ -14,6 +14,7 @@ from handgrad.ops.cuda.launch import launch
 # The places of `controls` and `results`, as the kernels need them.
 STEP, LEARNING_RATE = tl.constexpr(ops.CONTROL_STEP), tl.constexpr(ops.CONTROL_LEARNING_RATE)
 LOSS_LIMIT, NORM_LIMIT = tl.constexpr(ops.CONTROL_LOSS_LIMIT), tl.constexpr(ops.CONTROL_NORM_LIMIT)
+STEP_TOKENS = tl.constexpr(ops.CONTROL_TOKENS)
 LOSS, NORM, SCALE = tl.constexpr(ops.RESULT_LOSS), tl.constexpr(ops.RESULT_NORM), tl.constexpr(ops.RESULT_SCALE)
 VERDICT, LOSS_SCALE = tl.constexpr(ops.RESULT_VERDICT), tl.constexpr(ops.RESULT_LOSS_SCALE)
 UPDATE = tl.constexpr(ops.UPDATE)
@@ -76,13 +77,13 @@ def verdict(
     norm_partials: Tensor,
     controls: Tensor,
     *,
-    tokens_per_step: int,
+    gradient_tokens: int,
     clip_norm: float,
     dynamic_loss_scale: bool,
 ) -> None:
     tensors = results, loss_scale_inout, sum_of_losses, norm_partials, controls
     sizes = sum_of_losses.numel(), norm_partials.numel()
-    settings = float(tokens_per_step), float(clip_norm), dynamic_loss_scale
+    settings = float(gradient_tokens), float(clip_norm), dynamic_loss_scale
     launch(_verdict, (1,), *tensors, *sizes, *settings, SUM_ROWS, SUM_COLUMNS, num_warps=SUM_WARPS)
 
 
@@ -98,18 +99,20 @@ def _verdict(
     loss = tl.load(sum_of_losses).to(tl.float64)
     for lane in range(1, lanes):
         loss += tl.load(sum_of_losses + lane).to(tl.float64)
-    loss /= TOKENS
+    tokens = tl.load(controls + STEP_TOKENS).to(tl.float64)
+    loss /= tokens
     scale = tl.load(loss_scale + 1).to(tl.float64)
     good_steps = tl.load(loss_scale + 2).to(tl.float64)
-    norm = tl.sqrt(float64_sum(norm_partials, N, ROWS, COLUMNS)) / scale
+    times = scale * (tokens / TOKENS)  # the mean gradient
+    norm = tl.sqrt(float64_sum(norm_partials, N, ROWS, COLUMNS)) / times
     norm_is_finite = tl.abs(norm) < float("inf")  # false for NaN
     code = tl.where(norm > tl.load(controls + NORM_LIMIT), NORM_OUTLIER, UPDATE)
     code = tl.where(loss > tl.load(controls + LOSS_LIMIT), LOSS_OUTLIER, code)
     code = tl.where(norm_is_finite, code, NORM_NOT_FINITE)
     code = tl.where(tl.abs(loss) < float("inf"), code, LOSS_NOT_FINITE)
-    factor = 1.0 / scale
+    factor = 1.0 / times
     if CLIP_NORM != 0:
-        factor = tl.where(norm > CLIP_NORM, CLIP_NORM / norm / scale, factor)
+        factor = tl.where(norm > CLIP_NORM, CLIP_NORM / norm / times, factor)
     tl.store(results + LOSS, loss)
     tl.store(results + NORM, norm)
     tl.store(results + SCALE, factor)

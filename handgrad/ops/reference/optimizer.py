@@ -46,19 +46,22 @@ def verdict(
     norm_partials: Tensor,
     controls: Tensor,
     *,
-    tokens_per_step: int,
+    gradient_tokens: int,
     clip_norm: float,
     dynamic_loss_scale: bool,
 ) -> None:
-    """results from the lanes' sums of the step's losses (lanes), the blocks' sums of squares and the limits in `controls`.
+    """results from the lanes' sums of the step's losses (lanes), the blocks' sums of squares, and the step's tokens and
+    limits in `controls`.
 
-    loss_scale_inout (3): S / tokens_per_step, which scaled the gradients; S; updates since S last changed. It changes only
-    with `dynamic_loss_scale`.
+    loss_scale_inout (3): S / gradient_tokens, which scaled the gradients; S; updates since S last changed. It changes only
+    with `dynamic_loss_scale`. The sum of the gradients of a step of more tokens is so much larger than their mean.
     """
     limits = controls.tolist()
-    loss = functools.reduce(operator.add, sum_of_losses.tolist()) / tokens_per_step  # `sum` would compensate its rounding
+    tokens = limits[ops.CONTROL_TOKENS]
+    loss = functools.reduce(operator.add, sum_of_losses.tolist()) / tokens  # `sum` would compensate its rounding
     scale, good_steps = loss_scale_inout[1:].tolist()
-    norm = math.sqrt(norm_partials.cpu().double().sum().item()) / scale
+    times = scale * (tokens / gradient_tokens)  # the mean gradient
+    norm = math.sqrt(norm_partials.cpu().double().sum().item()) / times
     if not math.isfinite(loss):
         code = ops.LOSS_NOT_FINITE
     elif not math.isfinite(norm):
@@ -70,7 +73,7 @@ def verdict(
     else:
         code = ops.UPDATE
     clip = clip_norm / norm if clip_norm and norm > clip_norm else 1.0
-    results.copy_(torch.tensor([loss, norm, clip / scale, code, scale], dtype=results.dtype))
+    results.copy_(torch.tensor([loss, norm, clip / times, code, scale], dtype=results.dtype))
     if dynamic_loss_scale:
         if code == ops.NORM_NOT_FINITE:
             scale, good_steps = max(scale / 2, ops.SMALLEST_LOSS_SCALE), 0.0
@@ -78,7 +81,7 @@ def verdict(
             good_steps += 1
             if good_steps == ops.LOSS_SCALE_GROWTH_STEPS:
                 scale, good_steps = min(scale * 2, ops.LARGEST_LOSS_SCALE), 0.0
-        new = [scale / tokens_per_step, scale, good_steps]
+        new = [scale / gradient_tokens, scale, good_steps]
         loss_scale_inout.copy_(torch.tensor(new, dtype=loss_scale_inout.dtype))
 
 

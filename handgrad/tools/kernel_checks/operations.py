@@ -88,8 +88,8 @@ def embedding_backward(d: Draw) -> Arguments:
 def verdict(d: Draw) -> Arguments:
     sums = {"sum_of_losses": d.float64(2.5 * N, 0.5 * N), "norm_partials": d.float32(64).square()}
     scale = {"loss_scale_inout": torch.tensor([1 / N, 1.0, 0.0], device=d.device)}
-    limits = {"controls": d.float64(1.0, 1e-3, math.inf, math.inf)}
-    settings = {"tokens_per_step": N, "clip_norm": 1.0, "dynamic_loss_scale": False}
+    limits = {"controls": d.float64(1.0, 1e-3, math.inf, math.inf, float(N))}
+    settings = {"gradient_tokens": N, "clip_norm": 1.0, "dynamic_loss_scale": False}
     return {"results": d.empty(RESULTS, dtype=torch.float64), **sums, **scale, **limits, **settings}
 
 
