@@ -11,7 +11,7 @@ from handgrad.jsonl import parse, record
 from handgrad.parsing import parse_json
 
 KIND, FORMAT = "handgrad certificate", 1
-REMEDY = "`pip install cryptography`"
+REMEDY = "`pip install cryptography`, or leave --key out"
 
 
 def make_certificate(lines: list[Line], evaluation: list[Line]) -> Line:
