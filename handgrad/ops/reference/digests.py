@@ -24,17 +24,19 @@ def digest(out_acc: Tensor, flat: Tensor, controls: Tensor, *, first: int) -> No
     every step; whoever knows the keys can construct one.
     """
     words = flat.view(torch.int16 if flat.itemsize == 2 else torch.int32)
-    first, step, n = first * (flat.itemsize // 4 or 1), int(controls[CONTROL_STEP]), words.numel()
-    for sum_of_keys in range(DIGEST_SUMS):
-        columns = keys(0, DIGEST_COLUMNS, 4 * sum_of_keys + 2, step, flat.device)
-        for start in range(first - first % DIGEST_COLUMNS, first + n, ROWS * DIGEST_COLUMNS):
-            stop = min(start + ROWS * DIGEST_COLUMNS, first + n)
-            row, end = start // DIGEST_COLUMNS, -(-stop // DIGEST_COLUMNS)
-            part = torch.zeros((end - row) * DIGEST_COLUMNS, dtype=torch.int64, device=flat.device)
-            begin = max(start, first)
-            part[begin - start : stop - start] = words[begin - first : stop - first]
-            by_row = part.view(-1, DIGEST_COLUMNS) @ columns
-            out_acc[sum_of_keys] += (by_row * keys(row, end, 4 * sum_of_keys, step, flat.device)).sum()
+    first, step, C = first * (flat.itemsize // 4 or 1), int(controls[CONTROL_STEP]), DIGEST_COLUMNS
+    row, last, stop = first // C, -(-(first + words.numel()) // C), first + words.numel()
+    by_row = [keys(row, last, 4 * j, step, flat.device) for j in range(DIGEST_SUMS)]
+    by_column = [keys(0, C, 4 * j + 2, step, flat.device) for j in range(DIGEST_SUMS)]
+    block = torch.zeros(ROWS * C, dtype=torch.int64, device=flat.device)
+    for start in range(row * C, stop, ROWS * C):
+        begin, end = max(start, first), min(start + ROWS * C, stop)
+        rows = slice(start // C - row, -(-end // C) - row)
+        block[end - start :].zero_()
+        block[begin - start : end - start].copy_(words[begin - first : end - first])
+        part = block.view(ROWS, C)[: rows.stop - rows.start]
+        for j in range(DIGEST_SUMS):
+            out_acc[j] += ((part @ by_column[j]) * by_row[j][rows]).sum()
 
 
 def keys(start: int, stop: int, stream: int, step: int, device: torch.device) -> Tensor:
