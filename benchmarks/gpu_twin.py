@@ -256,7 +256,7 @@ class TwinTrainer:
         """Weights of the same distributions, drawn on the device, if only the speed counts."""
         for row in self.table:
             parameter = self.twin.parameter_of(row)
-            parameter.fill_(1.0 if row.init.kind == "ones" else 0.0)
+            parameter.fill_(row.init.value)
             if row.init.kind == "normal":
                 parameter[: row.stored_rows].normal_(0.0, row.std)
 

@@ -1,5 +1,6 @@
 """The peer of the modern network: the same in plain PyTorch with autograd, under handgrad's names."""
 
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 import torch
@@ -7,6 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from handgrad.config import ModelShape, RunConfig
+from handgrad.models import parameter_table
+from handgrad.models.modern_tensors import GATE_CHANNELS
 from handgrad.models.rows import ParameterRow
 from handgrad.ops.reference.rmsnorm import RMSNORM_EPSILON
 from handgrad.ops.reference.rotary import ROTARY_BASE
@@ -34,21 +37,44 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-class ModernBlock(nn.Module):
-    """A block of the modern network; `without`: the techniques that it leaves out."""
+class Scalar(nn.Module):
+    """A number that is learnt."""
 
-    def __init__(self, shape: ModelShape):
+    def __init__(self, start: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([start]))
+
+
+class ModernBlock(nn.Module):
+    """A block of the modern network, with the techniques of its shape."""
+
+    def __init__(self, shape: ModelShape, layer: int):
         super().__init__()
         C, self.shape = shape.channels, shape
         self.qkv = nn.Linear(C, 3 * C, bias=False)
         self.proj = nn.Linear(C, C, bias=False)
         self.fc = nn.Linear(C, 4 * C, bias=False)
         self.fcproj = nn.Linear(4 * C, C, bias=False)
+        self.residual_scalar = Scalar(1.0) if shape.has("residual_scalars") else None
+        self.input_scalar = Scalar(0.1) if shape.has("input_scalars") else None
+        self.value_embedding = self.value_gate = None
+        if shape.has("value_embeddings") and (shape.num_layers - layer) % 2 == 1:
+            self.value_embedding = nn.Embedding(shape.padded_vocab_size, C)
+            self.value_gate = nn.Linear(min(GATE_CHANNELS, C), shape.num_heads, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, first: Tensor, tokens: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         B, T, C = x.shape
         H = self.shape.num_heads
-        q, k, v = self.qkv(normed(x)).view(B, T, 3, H, C // H).permute(2, 0, 3, 1, 4)
+        if self.residual_scalar is not None:
+            x = self.residual_scalar.weight.to(x.dtype) * x
+        if self.input_scalar is not None:
+            x = x + self.input_scalar.weight.to(x.dtype) * first
+        norm = normed(x)
+        q, k, v = self.qkv(norm).view(B, T, 3, H, C // H).permute(2, 0, 3, 1, 4)
+        if self.value_embedding is not None and self.value_gate is not None:
+            gate = 2 * torch.sigmoid(self.value_gate(norm[..., : self.value_gate.in_features]))
+            values = gate.unsqueeze(-1) * self.value_embedding(tokens).view(B, T, H, C // H)
+            v = v + values.transpose(1, 2).to(v.dtype)
         if self.shape.has("qk_norm"):
             q, k = normed(q), normed(k)
         if self.shape.has("rotary"):
@@ -65,7 +91,7 @@ class ModernTwin(nn.Module):
         super().__init__()
         self.shape = shape
         self.wte = nn.Embedding(shape.padded_vocab_size, shape.channels)
-        self.blocks = nn.ModuleList(ModernBlock(shape) for _ in range(shape.num_layers))
+        self.blocks = nn.ModuleList(ModernBlock(shape, layer) for layer in range(shape.num_layers))
         if shape.has("untied_head"):
             self.head = nn.Linear(shape.channels, shape.padded_vocab_size, bias=False)
 
@@ -78,10 +104,10 @@ class ModernTwin(nn.Module):
         return normed(x) if self.shape.has("embedding_norm") else x
 
     def stream(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
+        x = first = self.embed(tokens)
         cos, sin = self.angles(tokens.shape[1], x)
         for block in self.blocks:
-            x = block(x, cos, sin)
+            x = block(x, first, tokens, cos, sin)
         return x
 
     def angles(self, length: int, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -157,11 +183,15 @@ class Optimizers:
 
 
 def modern_optimizer(twin: ModernTwin, config: RunConfig, *, fused: bool) -> Optimizers:
-    """torch's Muon for the blocks' matrices, AdamW for the rest."""
-    matrices = list(twin.blocks.parameters())
-    inside = {id(p) for p in matrices}
-    rest = [p for p in twin.parameters() if id(p) not in inside]
+    """torch's Muon for the blocks' matrices, AdamW for the rest, with the rates and decays of handgrad's rows."""
+    matrices = list[nn.Parameter]()
+    groups = defaultdict[tuple[float, float], list[nn.Parameter]](list)  # by rate and decay
+    for row in parameter_table(twin.shape):
+        decay = 0.0 if row.group == "vector" else config.weight_decay / row.rate
+        found = matrices if row.group == "matrix" else groups[config.learning_rate * row.rate, decay]
+        found.append(twin.parameter_of(row))
     settings = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
     muon = torch.optim.Muon(matrices, momentum=0.95, adjust_lr_fn="match_rms_adamw", **settings)
-    betas = config.beta1, config.beta2
-    return Optimizers(muon, torch.optim.AdamW(rest, betas=betas, eps=config.adam_epsilon, fused=fused, **settings))
+    rest = [{"params": found, "lr": rate, "weight_decay": decay} for (rate, decay), found in groups.items()]
+    adamw = torch.optim.AdamW(rest, betas=(config.beta1, config.beta2), eps=config.adam_epsilon, fused=fused, **settings)
+    return Optimizers(muon, adamw)

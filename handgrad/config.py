@@ -16,6 +16,15 @@ from handgrad.batch_schedule import BatchSchedule, parse_schedule
 from handgrad.errors import DataError, UsageError
 from handgrad.names import check_choice, nearest_name
 from handgrad.parsing import parse_toml
+from handgrad.techniques import (
+    IN_16_BITS,
+    TECHNIQUES as TECHNIQUES,
+    check_techniques,
+    difference,
+    names_of,
+    of_stored,
+    settled,
+)
 
 GPT2_VOCABULARY = 50257
 VOCABULARY_MULTIPLE = 128  # the padded vocabulary is a multiple of this: GEMMs run on full tiles
@@ -34,9 +43,7 @@ BACKENDS = ("auto", "kernels", "reference")
 OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("cosine", "linear", "constant", "wsd", "trapezoid")
 ARCHITECTURES = ("gpt2", "modern")
-# Of the modern network, each of which can be left out.
-TECHNIQUES = ("rotary", "qk_norm", "softcap", "embedding_norm", "zero_init", "untied_head")
-SOFTCAP = 15.0  # bound of its logits
+SOFTCAP = 15.0  # bound of the modern network's logits
 
 
 class Rule(NamedTuple):
@@ -78,18 +85,22 @@ class ModelShape:
     num_heads: int  # H
     channels: int  # C
     architecture: str = "gpt2"  # a file of `models`
-    without: str = ""  # the techniques of the architecture that this model leaves out, with commas
+    techniques: str = ""  # of a modern network, all that it has, with commas; empty: the defaults
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "techniques", settled(self.architecture, self.techniques))
 
     def has(self, technique: str) -> bool:
         """True if a modern network has this one of `TECHNIQUES`."""
-        return technique not in names_of(self.without)
+        return technique in names_of(self.techniques)
 
     @property
     def variant(self) -> str:
-        """The beginning of a line about the model: any network but GPT-2, and what it leaves out."""
+        """The beginning of a line about the model: any network but GPT-2, and its difference from the defaults."""
         if self.architecture == "gpt2":
             return ""
-        return self.architecture + (f" without {self.without}" if self.without else "") + ", "
+        without, beside = difference(self.techniques)
+        return self.architecture + (f" without {without}" if without else "") + (f" with {beside}" if beside else "") + ", "
 
     @property
     def softcap(self) -> float:
@@ -125,7 +136,7 @@ class RunConfig:
 
     # the model
     architecture: str = option("gpt2", "the network: gpt2, or modern (docs/modern.md)", choices=ARCHITECTURES)
-    without: str = option("", f"techniques that the modern network leaves out: {', '.join(TECHNIQUES)}")
+    techniques: str = option("", f"all that the modern network has, of {', '.join(TECHNIQUES)}; or none (empty: defaults)")
     num_layers: int = option(12, "number of transformer blocks", AT_LEAST_1, at_most(1000))
     num_heads: int = option(12, "attention heads per block; divides channels", AT_LEAST_1)
     channels: int = option(768, "width of the residual stream", AT_LEAST_1, at_most(1 << 16))
@@ -228,10 +239,13 @@ class RunConfig:
     )
     head_chunk_tokens: int = option(0, "tokens per chunk of the loss head (0: chosen so that logits take <= 512 MiB)")
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "techniques", settled(self.architecture, self.techniques))
+
     def shape(self, vocab_size: int) -> ModelShape:
         """The model's sizes with the vocabulary of the data at hand."""
         sizes = self.sequence_length, self.num_layers, self.num_heads, self.channels
-        return ModelShape(vocab_size, *sizes, self.architecture, self.without)
+        return ModelShape(vocab_size, *sizes, self.architecture, self.techniques)
 
     @property
     def batch(self) -> BatchSchedule:
@@ -299,25 +313,14 @@ def check(config: RunConfig) -> RunConfig:
     return config
 
 
-def names_of(text: str) -> tuple[str, ...]:
-    """The names of a list with commas."""
-    return tuple(filter(None, (name.strip() for name in text.split(","))))
-
-
 def check_architecture(config: RunConfig) -> None:
-    """Raises `UsageError` for a network that does not exist or that this precision does not train."""
-    names = names_of(config.without)
+    """Raises `UsageError` for a network that does not exist or that these settings do not train."""
     if config.architecture != "modern":
-        if names:
-            raise UsageError(f"without is for --architecture modern, found {config.without!r} with {config.architecture}")
         return
-    for name in names:
-        check_choice("without", name, TECHNIQUES)
+    check_techniques(config.techniques)
     width = config.channels // config.num_heads
-    if "rotary" not in names and width % 2:
+    if "rotary" in names_of(config.techniques) and width % 2:
         raise UsageError(f"rotary positions turn pairs of channels, found heads of {width}; try another --num-heads")
-    if config.precision == "fp8":
-        raise UsageError("architecture modern has no fp8 GEMMs yet, found precision fp8; --precision bf16 trains it")
     if config.dropout:
         raise UsageError(f"architecture modern has no dropout, found dropout {config.dropout:g}; leave it at 0")
 
@@ -326,6 +329,9 @@ def check_fp8(config: RunConfig) -> None:
     """Raises `UsageError` for a shape that fp8 GEMMs cannot take: they read 16 numbers at a time along every side."""
     if config.dropout:
         raise UsageError(f"precision fp8 has no dropout, found dropout {config.dropout:g}; bf16 has: --precision bf16")
+    in_16_bits = [name for name in names_of(config.techniques) if name in IN_16_BITS]
+    if in_16_bits:
+        raise UsageError(f"precision fp8 has no {', '.join(in_16_bits)}; bf16 has: --precision bf16")
     for name in ("channels", "sequence_length"):
         if getattr(config, name) % 16:
             raise UsageError(f"{name} must be a multiple of 16 for precision fp8, found {getattr(config, name)}")
@@ -370,6 +376,7 @@ def read_toml(path: str) -> dict[str, Any]:
     for key in ("preset", "model"):
         if not isinstance(loaded.get(key, ""), str):
             raise UsageError(f"{key} in {path} must be text, found {loaded[key]!r}")
+    loaded = of_stored(loaded)
     return {key: value if key in ("preset", "model") else convert(key, value) for key, value in loaded.items()}
 
 
@@ -390,6 +397,6 @@ def to_toml(config: RunConfig) -> str:
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """The differences between two configs that change the numbers: ['seed: 1 -> 2', ...]. A setting that an older version
     did not know had its default."""
-    old = {"lanes": 1, **old}
+    old = {"lanes": 1, **of_stored(old)}
     then = {name: old.get(name, known.default) for name, known in FIELDS.items() if not known.metadata["free"]}
     return [f"{n}: {value!r} -> {new.get(n)!r}" for n, value in then.items() if value != new.get(n)]

@@ -126,15 +126,19 @@ def shard_elements(buckets: Buckets, ranks: int) -> int:
 
 def gradient_ring(buckets: Buckets) -> dict[str, slice]:
     """With ZeRO 2, the range that each bucket's gradients take: `RING` blocks in turn, the others on their own."""
-    places, stop = {}, 0
-    for index, bucket in enumerate(buckets):  # the embedding's is the first, blocks follow, the last norm's is the last
-        block = index - 1
-        if RING <= block < len(buckets) - 2:
-            places[bucket.name] = places[buckets[index - RING].name]
+    places, stop, blocks = {}, 0, blocks_in(buckets)
+    for bucket in buckets:
+        if bucket in blocks[RING:]:
+            places[bucket.name] = places[blocks[blocks.index(bucket) - RING].name]
             continue
         places[bucket.name] = slice(stop, stop + bucket.elements)
         stop += bucket.elements
     return places
+
+
+def blocks_in(buckets: Buckets) -> list[Bucket]:
+    """The buckets of the blocks, all of one size, in order."""
+    return [bucket for bucket in buckets if bucket.name.startswith("blocks.")]
 
 
 def moved(table: Table, buckets: Buckets, places: dict[str, slice]) -> Table:

@@ -46,7 +46,7 @@ def model(name: str) -> dict[str, Any]:
     if name not in MODELS:
         raise UsageError(f"unknown model {name!r}{nearest_name(name, MODELS)}; known: {listed(MODELS)}")
     sizes = dict(zip(("num_layers", "num_heads", "channels"), MODELS[name], strict=True))
-    return sizes | {"architecture": "modern" if name in MODERN else "gpt2"}
+    return sizes | {"architecture": "modern" if name in MODERN else "gpt2", "techniques": ""}
 
 
 def sized(name: str, **settings: Any) -> RunConfig:

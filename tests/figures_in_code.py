@@ -4,7 +4,7 @@ CLAIMS: dict[str, str] = {
     "handgrad/fp8/cuda/column_sums.py": """h200-fp8
 4.1 = kernels[size=124M][kernel=bias sums of fc].share_of_copy * copy_terabytes_per_second in TB/s
 4.2 TB/s = copy_terabytes_per_second""",
-    "handgrad/fp8/cuda/gelu.py": """h200-fp8-choices
+    "handgrad/fp8/cuda/elementwise.py": """h200-fp8-choices
 413 us = gelu_backward_microseconds_124M.8x128_4_warps
 511 = gelu_backward_microseconds_124M.32_quads_x_64_columns_8_warps""",
     "handgrad/fp8/cuda/linear.py": """h200-fp8

@@ -106,7 +106,9 @@ def test_steps_of_all_stages_equal_the_autograd_twin(growing: RunConfig) -> None
     np.testing.assert_allclose(ours, np.array(expected), rtol=1e-5)
 
 
-@pytest.mark.parametrize("settings", [{}, {"precision": "fp16"}, {"precision": "fp8", "fp8_window": 3}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"lanes": 2}, {"precision": "fp16"}, {"precision": "fp8", "fp8_window": 3}], ids=str
+)
 def test_a_run_that_stops_in_any_stage_has_the_bits_of_an_unbroken_one(
     settings: dict, growing: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,7 +164,9 @@ def test_the_record_counts_the_tokens_of_every_step(growing: RunConfig, capsys: 
     rates = [step["learning_rate"] for step in steps]
     plain = elsewhere(growing, "plain", batch_schedule="")
     train(plain)
-    assert [step["learning_rate"] for step in records(plain.out, ("step",))] == rates, "the rate goes by steps"
+    unchanged = records(plain.out, ("step",))
+    assert [step["learning_rate"] for step in unchanged] == rates, "the rate goes by steps"
+    assert steps[:3] == unchanged[:3] and steps[3]["loss"] != unchanged[3]["loss"], "the first stage has the same bits"
     assert "batch_schedule" not in records(plain.out, ("run",))[0] and "after step" not in capsys.readouterr().out
 
 
@@ -187,7 +191,7 @@ def test_a_micro_batch_divides_the_steps_of_all_stages(growing: RunConfig) -> No
 
 
 def test_a_step_larger_than_the_data_is_refused_at_the_start(growing: RunConfig) -> None:
-    with pytest.raises(DataError, match="one step takes 4096 samples .* --batch-schedule ''"):
+    with pytest.raises(DataError, match=r"one step takes 4096 samples .* --batch-schedule ''"):
         train(dataclasses.replace(growing, batch_schedule="3:131072"))
 
 

@@ -68,7 +68,7 @@ def test_the_pages_axis_of_tokens(run: Run) -> None:
 
 def test_a_damaged_schedule_in_a_record_is_refused_by_its_place(run: Run) -> None:
     line = {**dataclasses.asdict(run.start), "batch_schedule": "3:x"}
-    with pytest.raises(DataError, match="STEP:TOKENS with commas.*line 1"):
+    with pytest.raises(DataError, match=r"STEP:TOKENS with commas.*line 1"):
         read_start(Record(line, "line 1"))
 
 

@@ -185,6 +185,17 @@ def one_percent_off(dweight_acc, **arguments) -> None:
     dweight_acc *= 0.99
 
 
+def forgets_the_values(dqkv_inout: Form, qkv: torch.Tensor, rstd: torch.Tensor) -> None:
+    fp8_reference.qk_norm_backward(dqkv_inout, qkv, rstd)
+    if isinstance(dqkv_inout, Quantized) and dqkv_inout.rows is not None:
+        dqkv_inout.rows.view(torch.uint8)[:, 2 * qkv.shape[1] // 3 :] = 0
+
+
+def leaves_the_old_scale(dresidual_inout: Form, *tensors: torch.Tensor, **named: torch.Tensor) -> None:
+    given = replace(dresidual_inout, current=False) if isinstance(dresidual_inout, Quantized) else dresidual_inout
+    fp8_reference.rmsnorm_backward(given, *tensors, **named)
+
+
 def no_such_product(**arguments) -> None:
     raise RuntimeError("no algorithm for\ntypes 28 and 29")
 
@@ -209,6 +220,8 @@ def no_such_product(**arguments) -> None:
             no_such_product,
             ["gelu_linear_backward in fp8 failed: RuntimeError: no algorithm for types 28 and 29; use"],
         ),
+        ("qk_norm_backward", forgets_the_values, ["qk_norm_backward to fp8 failed: relative error"]),
+        ("rmsnorm_backward", leaves_the_old_scale, ["rmsnorm_backward to fp8 failed: relative error"]),
     ],
 )
 def test_a_wrong_fp8_kernel_does_not_pass(operation: str, broken, told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,8 @@ def found_in(training: Assembly, step: int) -> tuple[StepResult, Findings]:
     result, batch, scaling = training.step.step(step), training.design.batch, training.scaling
     if scaling is None:
         return result, ()
-    return result, findings(scaling, result.reports[0], batch.lanes * batch.micro_steps, counted=scaling.fp8.counts(step))
+    micro_steps = batch.lanes * batch.micro_steps(step)
+    return result, findings(scaling, result.reports[0], micro_steps, counted=scaling.fp8.counts(step))
 
 
 def steps_of(config: RunConfig, count: int) -> tuple[Assembly, list[StepResult], list[Findings]]:

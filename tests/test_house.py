@@ -19,12 +19,13 @@ MODULES = sorted({*PACKAGE.rglob("*.py")} - {*EXPORTED})
 BOOK = {"config", "batch_schedule", "arena", "ops", "models", "layout", "optimizers", "graphs", "training"}
 BESIDE = {*BOOK, "fp8", "dropout", "parallel"}  # what joins it at set-up
 MODEL_AT_WORK = {*BESIDE, "generation", "evaluation", "data", "checkpoint", "backend", "devices", "jsonl", "run_files"}
+MODEL_AT_WORK |= {"techniques"}
 RUN = {*MODEL_AT_WORK, "audit", "gpus", "interop", "manifest", "presets", "recipes", "format", "power", "tensor_files"}
 RUN |= {"threads", "run"}
 LAW = {
     **{part: set() for part in ("errors", "files", "names", "parsing", "format", "run_files", "jsonl", "graphs")},
-    **{part: set() for part in ("power", "limits", "tensor_files", "batch_schedule")},
-    "config": {"batch_schedule"},
+    **{part: set() for part in ("power", "limits", "tensor_files", "batch_schedule", "techniques")},
+    "config": {"batch_schedule", "techniques"},
     "threads": {"limits"},
     "manifest": {"tensor_files"},
     "gpus": set(),

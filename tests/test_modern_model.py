@@ -15,10 +15,13 @@ from handgrad.models import forward_buffers, modern, named_activations, paramete
 from handgrad.models.rows import count_parameters, initialize
 from handgrad.ops import cpu, reference
 from tests.conftest import Model, make_model
+from tests.techniques import toggled
 from tests.test_sampling import make_buffers
 
+FIRST = [name for name, on in TECHNIQUES.items() if on]
+NEW = [name for name, on in TECHNIQUES.items() if not on]
 ODD = ModelShape(57, 19, 3, 3, 42, "modern")
-EVERY = ["", *TECHNIQUES, ",".join(TECHNIQUES)]
+EVERY = ["", *FIRST, ",".join(FIRST), *NEW, ",".join(NEW), "softcap," + ",".join(NEW)]
 
 
 def run(model: Model, *, recompute: int = 0, scale: float = 1.0) -> None:
@@ -27,7 +30,8 @@ def run(model: Model, *, recompute: int = 0, scale: float = 1.0) -> None:
 
 
 def shape_without(techniques: str) -> ModelShape:
-    return ModelShape(57, 19, 3, 3, 42, "modern", techniques)
+    """Those of the names that are on by default taken away, the others added."""
+    return ModelShape(57, 19, 3, 3, 42, "modern", toggled(techniques))
 
 
 def autograd_twin(model: Model) -> tuple[Tensor, Tensor]:
@@ -128,15 +132,17 @@ def test_flops_count_what_is_multiplied() -> None:
     shape = ModelShape(50257, 1024, 12, 6, 768, "modern")
     products = 12 * 12 * 768 * 768 + 50257 * 768
     assert modern.flops_per_token(shape) == 6 * products + 6 * 12 * 768 * 1024
-    tied = ModelShape(50257, 1024, 12, 6, 768, "modern", "untied_head")
+    tied = ModelShape(50257, 1024, 12, 6, 768, "modern", toggled("untied_head"))
     assert modern.flops_per_token(tied) == modern.flops_per_token(shape)
 
 
 @pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
-@pytest.mark.parametrize("techniques", ["", "rotary", "qk_norm", "softcap,embedding_norm", "untied_head"])
+@pytest.mark.parametrize(
+    "techniques", ["", "rotary", "qk_norm", "softcap,embedding_norm", "untied_head", *NEW, ",".join(NEW)]
+)
 def test_cached_logits_are_the_forwards(ops: object, techniques: str) -> None:
     """After a prefill and step by step, sequences of other lengths beside each other."""
-    shape = ModelShape(57, 80, 2, 2, 16, "modern", techniques)
+    shape = ModelShape(57, 80, 2, 2, 16, "modern", toggled(techniques))
     lengths, starts = [80, 9, 31], [66, 0, 20]
     model = make_model(shape, 1, 80, noise=0.4)
     texts = [torch.randint(57, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in lengths]

@@ -16,8 +16,10 @@ from handgrad.interop.export import export_llmc
 from handgrad.presets import MODERN, preset
 from handgrad.run.settings import run_config
 from handgrad.run.start import train
+from tests.techniques import toggled
 from tests.test_runs import records, same_bits
 
+NEW = "residual_scalars,input_scalars,value_embeddings"
 MODERN_RUN = {"architecture": "modern", "optimizer": "muon", "learning_rate": 3e-3, "warmup_steps": 2}
 
 
@@ -26,9 +28,19 @@ def modern(config: RunConfig) -> RunConfig:
     return replace(config, **MODERN_RUN)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_it_learns_and_resumes_bit_by_bit(modern: RunConfig, tmp_path: Path, precision: str) -> None:
-    whole = replace(modern, precision=precision, out=str(tmp_path / "whole"))
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"precision": "fp32"},
+        {"precision": "bf16"},
+        {"precision": "fp8"},
+        {"precision": "bf16", "techniques": toggled(NEW)},
+        {"techniques": toggled(NEW), "optimizer": "adamw", "recompute": 2},
+    ],
+    ids=["fp32", "bf16", "fp8", "new", "new, adamw"],
+)
+def test_it_learns_and_resumes_bit_by_bit(modern: RunConfig, tmp_path: Path, settings: dict) -> None:
+    whole = replace(modern, **settings, out=str(tmp_path / "whole"))
     train(whole)
     losses = [record["loss"] for record in records(whole.out, ("step",))]
     assert losses[0] == pytest.approx(math.log(257), abs=1e-3), "a head of zeros guesses"
@@ -38,13 +50,13 @@ def test_it_learns_and_resumes_bit_by_bit(modern: RunConfig, tmp_path: Path, pre
     shutil.rmtree(tmp_path / "again" / "checkpoints" / "step_00000012")
     train(again)  # goes on from step 8
     (header,) = [line for line in (tmp_path / "again" / "log.txt").read_text().splitlines() if "model  " in line][:1]
-    assert "modern, 2 layers" in header
+    assert ("modern with " + NEW if "techniques" in settings else "modern") + ", 2 layers" in header
     same_bits(whole.out, again.out, 12)
 
 
-@pytest.mark.parametrize("without", ["rotary,qk_norm", "softcap,embedding_norm,untied_head,zero_init"])
-def test_each_without_some_techniques_is_a_run_of_its_own(modern: RunConfig, tmp_path: Path, without: str) -> None:
-    train(replace(modern, steps=3, save_every=0, eval_every=0, without=without, out=str(tmp_path / "a")))
+@pytest.mark.parametrize("names", ["rotary,qk_norm", "softcap,embedding_norm,untied_head,zero_init", NEW])
+def test_each_list_of_techniques_is_a_run_of_its_own(modern: RunConfig, tmp_path: Path, names: str) -> None:
+    train(replace(modern, steps=3, save_every=0, eval_every=0, techniques=toggled(names), out=str(tmp_path / "a")))
     train(replace(modern, steps=3, save_every=0, eval_every=0, out=str(tmp_path / "b")))
     one, other = (records(tmp_path / name, ("step",))[-1]["loss"] for name in "ab")
     assert math.isfinite(one) and one != other
@@ -70,10 +82,17 @@ def test_its_checkpoint_is_a_model_like_any(modern: RunConfig, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"without": "qk_norm"}, "without is for --architecture modern, found 'qk_norm' with gpt2"),
-        ({"architecture": "modern", "without": "qknorm"}, "without must be .*rotary.*qk_norm"),
+        ({"architecture": "modern", "techniques": "qknorm"}, "techniques must be .*rotary.*qk_norm"),
         ({"architecture": "modern", "channels": 6, "num_heads": 2}, "turn pairs of channels, found heads of 3"),
-        ({"architecture": "modern", "precision": "fp8"}, "modern has no fp8 GEMMs yet"),
+        (
+            {"architecture": "modern", "precision": "fp8", "channels": 40, "num_heads": 2},
+            "channels must be a multiple of 16",
+        ),
+        (
+            {"architecture": "modern", "precision": "fp8", "techniques": toggled("input_scalars")},
+            "precision fp8 has no input_scalars; bf16 has",
+        ),
+        ({"architecture": "modern", "precision": "fp8", "dropout": 0.1}, "precision fp8 has no dropout"),
         ({"architecture": "modern", "dropout": 0.1}, "modern has no dropout, found dropout 0.1"),
         ({"architecture": "modem"}, "architecture must be .*modern"),
     ],

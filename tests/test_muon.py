@@ -167,7 +167,7 @@ def test_who_gets_which() -> None:
     whole = [row.name for row in design.parameters if row.whole]
     assert whole == [f"blocks.0.{name}_weight" for name in ("qkv", "proj", "fc", "fcproj")]
     kinds = {row.name: design.optimizer.kind(row) for row in design.parameters if not row.whole}
-    assert kinds["wte"] is kinds["wpe"] is True and kinds["lnf_weight"] is False
+    assert kinds["wte"] == kinds["wpe"] == (True, 1.0) and kinds["lnf_weight"] == (False, 1.0)
     plain = resolve(replace(config, optimizer="adamw"), 257)
     assert plain.plan.size_bytes == design.plan.size_bytes, "the state takes AdamW's memory"
 

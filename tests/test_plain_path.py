@@ -100,9 +100,10 @@ def test_the_plain_path_names_nothing_that_stands_beside_it(path: Path) -> None:
     assert not found, f"{name} names what stands beside the plain path: {found}"
 
 
-def test_the_models_equations_name_nothing_that_stands_beside_them() -> None:
-    """In `gpt2.py` the rows say their fp8 forms; the functions know none of it."""
-    source = (PACKAGE / "models" / "gpt2.py").read_text()
+@pytest.mark.parametrize("model", ["gpt2", "modern"])
+def test_the_models_equations_name_nothing_that_stands_beside_them(model: str) -> None:
+    """The rows say their fp8 forms; the functions of the model's file know none of it."""
+    source = (PACKAGE / "models" / f"{model}.py").read_text()
     for node in ast.parse(source).body:
         if isinstance(node, ast.FunctionDef):
             text = ast.get_source_segment(source, node) or ""

@@ -18,7 +18,7 @@ class Settings(TypedDict, total=False):
     data: str | os.PathLike[str]
     out: str | os.PathLike[str]
     architecture: str
-    without: str
+    techniques: str
     num_layers: int
     num_heads: int
     channels: int

@@ -18,6 +18,7 @@ from handgrad.config import (
     NOT_NEGATIVE,
     PRECISIONS,
     SECONDS,
+    TECHNIQUES,
     RunConfig,
     between,
     read_toml,
@@ -34,6 +35,11 @@ SOURCES = (
 )
 
 
+# Flags that change the list `techniques`.
+TECHNIQUE_CHANGES = {
+    settings.WITHOUT: f"techniques to leave out, of {', '.join(name for name, on in TECHNIQUES.items() if on)}",
+    settings.WITH: f"techniques to add, of {', '.join(name for name, on in TECHNIQUES.items() if not on)}",
+}
 PLANNED_GPUS = f"plan for this GPU, which need not be here: {', '.join(GPUS)}; or all (default: this machine, then all)"
 
 # The settings of a run that `--help` shows; `--help-all` shows the others below them, by group.
@@ -90,6 +96,10 @@ def add_run_arguments(parser: Parser) -> None:
             first.add_argument(flag(name), help=text, **options)
         else:
             parser.left_out[group.add_argument(flag(name), help=argparse.SUPPRESS, **options)] = text
+        if name == "techniques":
+            for change, text in TECHNIQUE_CHANGES.items():
+                option = group.add_argument(flag(change), help=argparse.SUPPRESS, metavar="NAMES")
+                parser.left_out[option] = text
 
 
 def run_config(namespace: argparse.Namespace) -> RunConfig:
@@ -99,7 +109,7 @@ def run_config(namespace: argparse.Namespace) -> RunConfig:
 
 def given(namespace: argparse.Namespace) -> dict[str, Any]:
     """The settings that have a flag on the command line."""
-    return {name: value for name in FIELDS if (value := getattr(namespace, name)) is not None}
+    return {name: value for name in (*FIELDS, *TECHNIQUE_CHANGES) if (value := getattr(namespace, name)) is not None}
 
 
 def sweep_of(namespace: argparse.Namespace) -> Sweep:

@@ -16,9 +16,10 @@ from handgrad.data.tokenizer import Tokenizer, read_tokenizer
 from handgrad.errors import DataError, UsageError
 from handgrad.models import named_weights, parameter_table
 from handgrad.models.rows import ParameterRow, flat_elements
+from handgrad.techniques import of_stored
 
 SIZES = ("num_layers", "num_heads", "channels", "sequence_length")  # of a model, as fields of a configuration
-SHAPE = (*SIZES, "architecture", "without")  # all of a model's shape but the vocabulary's
+SHAPE = (*SIZES, "architecture", "techniques")  # all of a model's shape but the vocabulary's
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,8 @@ def checkpoint_weights(found: Checkpoint, named: str = "") -> Weights:
 def checkpoint_config(checkpoint: Checkpoint) -> RunConfig:
     """The configuration of the run that saved the checkpoint, with defaults for settings newer than it; `DataError` if it
     does not hold."""
-    stored: dict[str, Any] = checkpoint.manifest["config"]
     try:
+        stored: dict[str, Any] = of_stored(checkpoint.manifest["config"])
         return check(RunConfig(**{name: convert(name, stored[name]) for name in FIELDS if name in stored}))
     except UsageError as error:
         raise DataError(f"{checkpoint.folder}: its configuration does not hold: {error}") from None

@@ -30,17 +30,17 @@ def with_fp8(
 
     def launch_calibration() -> None:
         """The first scales: of the weights, and of one micro-batch whose gradients nobody takes."""
+        scaling.totals[scaling.fp8.first_weight :].zero_()  # of an earlier calibration
         scaling.quantize_weights(calibrate=True)
         for stage in calibration:
             stage.run()
-        scaling.statistics[: scaling.fp8.first_weight].zero_()  # whose parts may be other kernels' than a step's
 
     def calibrate(step: int) -> None:
-        if not scaling.calibrated:
+        if scaling.calibrates(step):
             feed.fill(design.batch.first_sample(step))
             scaling.count(scaling.fp8.counts(step))
             launch_calibration()
-            scaling.calibrated = True
+            scaling.conclude_calibration(step)
 
     requantize: Callable[[], None] = Replayed([scaling.quantize_weights]) if graphs else scaling.quantize_weights
     between_ranks = sync is not None and sync.ranks.size > 1

@@ -65,7 +65,7 @@ class Quantized:
     statistics: Tensor  # (STATISTICS_PLACES, parts) float32: what each part of the quantising found; unused parts are 0
     plain: Tensor | None = None  # (N, C) in 16 bits
     current: bool = False  # the scale is made from this very tensor, instead of from those of earlier steps
-    workspace: Tensor | None = None  # (N, C) in 16 bits: of a gradient before the GELU, where the one after it lies
+    workspace: Tensor | None = None  # (N, C) in 16 bits: of a gradient, where the one lies that it is made from
 
     def __getitem__(self, rows: slice) -> "Quantized":
         """Some rows, of a tensor that nobody reads in columns."""

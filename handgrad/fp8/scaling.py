@@ -2,7 +2,8 @@
 
 Delayed scaling (Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433): a step quantises with scales that follow from
 the largest numbers of earlier steps, so one pass produces and quantises a tensor. Before the first step one micro-batch
-runs ahead, with scales made from the very tensors they are for.
+runs ahead, with scales made from the very tensors they are for. A tensor that is 0 there, as the gradients below a
+projection that starts from zeros are, gets its first scale before the next step or the one after it.
 """
 
 import math
@@ -20,6 +21,9 @@ from handgrad.fp8 import formats
 from handgrad.fp8.formats import AMAX, COUNTING, E5M2, INVERSE, LARGEST_EXPONENT, MARGIN, SCALE
 from handgrad.fp8.tables import WEIGHT, Fp8Gemms, QuantizedRow, quantized_tensors, scaling_buffers, weight_buffers
 from handgrad.models.rows import Table
+
+MOST_CALIBRATIONS = 8  # a tensor that is still 0 then may stay so: a frozen one
+UNCALIBRATED = "uncalibrated"  # a checkpoint's mark that the next step calibrates as well
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,23 @@ class Scaling:
         self.tensors = quantized_tensors(fp8.table, views, weights, current=not fp8.delayed)
         self.calibrating = quantized_tensors(fp8.table, views, weights, current=True)
         self.numbers = [elements_of(row, views) for row in fp8.table]
-        self.calibrated = False
+        self.calibrated_from: int | None = None  # the first step whose tensors all had numbers to make a scale from
+
+    @property
+    def calibrated(self) -> bool:
+        return self.calibrated_from is not None
+
+    def calibrates(self, step: int) -> bool:
+        """True if scales are made anew before `step`; also where the step is begun again."""
+        return self.calibrated_from is None or step < self.calibrated_from
+
+    def conclude_calibration(self, step: int) -> None:
+        """Notes whether every tensor had a number other than 0, and clears the statistics of the micro-batch that ran
+        ahead: their parts may be other kernels' than a step's."""
+        found = self.statistics[: len(self.fp8.table), AMAX].amax(-1)
+        done = not self.fp8.delayed or step + 1 >= MOST_CALIBRATIONS or bool((found > 0).all())
+        self.calibrated_from = step if done else None
+        self.statistics[: self.fp8.first_weight].zero_()
 
     def quantize_weights(self, *, calibrate: bool = False) -> None:
         """Rounds the weights to fp8, and begins the next step's totals with theirs."""
@@ -124,7 +144,7 @@ class Scaling:
 
     def reset(self, gradient_scale: float) -> None:
         """Scales of 1 and no history; the logits' gradient, at most `gradient_scale`, gets its static scale."""
-        self.calibrated = False
+        self.calibrated_from = None
         for buffer in (self.scaling, self.statistics, self.history, self.totals, self.report):
             buffer.zero_()
         self.scaling[:, [SCALE, INVERSE]] = 1.0
@@ -143,7 +163,8 @@ class Scaling:
     def saved(self) -> dict[str, Any]:
         """The scales and their history by the tensors' names. (JSON keeps every digit of a float32.)"""
         rows = zip(self.scaling[:-1].tolist(), self.history.tolist(), self.totals.tolist(), strict=True)
-        return {row.name: list(parts) for row, parts in zip(self.fp8.table, rows, strict=True)}
+        found: dict[str, Any] = {row.name: list(parts) for row, parts in zip(self.fp8.table, rows, strict=True)}
+        return found if self.calibrated else {**found, UNCALIBRATED: True}
 
     def restore(self, saved: Mapping[str, Any]) -> bool:
         """Loads the result of `saved`; returns False and changes nothing if a tensor or its whole window is missing."""
@@ -155,7 +176,7 @@ class Scaling:
         self.scaling[:-1].copy_(torch.tensor(scaling))
         self.history.copy_(torch.tensor(history))
         self.totals.copy_(torch.tensor(totals, dtype=torch.float64))
-        self.calibrated = True
+        self.calibrated_from = None if UNCALIBRATED in saved else 0
         return True
 
 

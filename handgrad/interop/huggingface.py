@@ -30,13 +30,14 @@ from torch import Tensor
 from handgrad.config import ModelShape
 from handgrad.data.hub import hub_failures
 from handgrad.data.tokenizer import Tokenizer, load_tokenizer
-from handgrad.errors import DataError
+from handgrad.errors import DataError, UsageError
 from handgrad.evaluation.load import imported_config
 from handgrad.interop import huggingface_modern as modern
 from handgrad.interop.vocabulary import read_vocabulary
 from handgrad.models import parameter_table
 from handgrad.models.rows import ParameterRow
 from handgrad.parsing import parse_json
+from handgrad.techniques import of_stored
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -193,18 +194,28 @@ def read_shape(path: Path) -> ModelShape:
     for key, value in sizes.items():
         if type(value) is not int or value < 1:
             raise DataError(f"expected {key} of 1 or more in {path}, found {value!r:.80}; handgrad has no such model")
-    without = content.get("without", "") if is_modern else ""
-    if not isinstance(without, str):
-        raise DataError(f"expected without as text in {path}, found {without!r:.80}; handgrad has no such model")
+    techniques = read_techniques(content, path) if is_modern else ""
     if not is_modern and content.get("n_inner") not in (None, 4 * sizes["n_embd"]):
         raise DataError(
             f"expected n_inner null or {4 * sizes['n_embd']} (4 n_embd) in {path}, found {content['n_inner']!r:.80};"
             " handgrad has no such model"
         )
     V, T, L, H, C = sizes.values()
-    shape = ModelShape(V, T, L, H, C, "modern" if is_modern else "gpt2", without)
+    shape = ModelShape(V, T, L, H, C, "modern" if is_modern else "gpt2", techniques)
     imported_config(shape, str(path))
     return shape
+
+
+def read_techniques(content: dict[str, Any], path: Path) -> str:
+    """The list of techniques in a modern network's config.json; an older one has `without` in its place."""
+    for key in ("techniques", "without"):
+        if not isinstance(value := content.get(key, ""), str):
+            raise DataError(f"expected {key} as text in {path}, found {value!r:.80}; handgrad has no such model")
+    try:
+        found = of_stored({"architecture": "modern", "without": "", **content})["techniques"]
+    except UsageError as error:
+        raise DataError(f"{path}: {error}") from None
+    return found
 
 
 @contextlib.contextmanager

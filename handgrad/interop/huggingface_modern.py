@@ -16,7 +16,7 @@ from handgrad.ops.reference.rotary import ROTARY_BASE
 
 CODE = Path(__file__).with_name("transformers_code")
 MODEL_TYPE = "handgrad_modern"
-# The keys of config.json that decide the mathematics beside the sizes and `without`: the default, and the values of ours.
+# The keys of config.json that decide the mathematics beside sizes and `techniques`: the default, and the values of ours.
 KNOWN: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
     ("model_type", None, (MODEL_TYPE,)),
     ("norm_epsilon", RMSNORM_EPSILON, (RMSNORM_EPSILON,)),
@@ -43,7 +43,7 @@ def their_config(shape: ModelShape) -> dict[str, Any]:
         },
         "model_type": MODEL_TYPE,
         **dict(zip(SIZES, sizes, strict=True)),
-        "without": shape.without,
+        "techniques": shape.techniques,
         **{key: default for key, default, _ in KNOWN[1:4]},
         "tie_word_embeddings": not shape.has("untied_head"),
     }

@@ -130,7 +130,7 @@ def model_card(checkpoint: Checkpoint, model: LoadedModel, dtype: torch.dtype) -
         row("vocabulary, tokens", shape.vocab_size),
         row("tokenizer", f"{TOKENIZERS[model.tokenizer.kind]} (SHA-256 `{model.tokenizer.sha256}`)"),
         row("numbers", kind),
-        *([row("without", shape.without)] if shape.without else []),
+        *([row("techniques", shape.techniques.replace(",", ", "))] if modern else []),
         "",
         *training_lines(checkpoint),
         *evaluation_lines(checkpoint),

@@ -32,6 +32,7 @@ from handgrad.interop.llmc_state import OptimizerState, read_state
 from handgrad.models import parameter_table
 from handgrad.models.rows import ParameterRow
 from handgrad.run_files import CHECKPOINTS, LOCK_FILE
+from handgrad.techniques import of_stored
 
 
 def open_weights(source: str, tokenizer: str = "", *, strict: bool = False) -> Weights:
@@ -75,6 +76,7 @@ def read_sizes(source: str) -> dict[str, Any]:
 
 def shape_fields(config: dict[str, Any]) -> dict[str, Any]:
     """The model's `SHAPE` in a stored configuration; one older than a field has its default."""
+    config = of_stored(config)
     return {name: config.get(name, FIELDS[name].default) for name in SHAPE}
 
 

@@ -5,8 +5,10 @@ The stream begins with x = RMS(wte[token]). A block is two halves, each `x + f(R
     a = x + Attention(q, k, v) Wproj^T,    [q k v] = RMS(x) Wqkv^T,  q and k of each head normalised, then rotated
     y = a + max(RMS(a) Wfc^T, 0)^2 Wfcproj^T
 
-and the logits are z = c tanh(RMS(y) Whead^T / c). A model may be without some of `config.TECHNIQUES`: their tensors and
-operations then do not exist.
+With scalars, x <- r x + s x0 comes before a block, x0 the stream that enters the first one; with value embeddings, in every
+second block up to the last, v <- v + 2 sigmoid(RMS(x)[:G] Wgate^T) ve[token] for each head comes before attention. And the
+logits are z = c tanh(RMS(y) Whead^T / c). A model has some of `config.TECHNIQUES`: the tensors and operations of the others
+do not exist.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,6 +28,7 @@ from handgrad.models.modern_tensors import (
     BlockActivations,
     BlockGradients,
     BlockWeights,
+    DecodingBlock,
     Gradients,
     Weights,
     activations as activations,
@@ -34,7 +37,7 @@ from handgrad.models.modern_tensors import (
     has,
     parameters as parameters,
 )
-from handgrad.models.passes import Stage, head_logits
+from handgrad.models.passes import Stage, head_logits, nothing
 from handgrad.models.rows import ActivationRow, repeated
 
 Launch = Callable[[], None]
@@ -61,8 +64,53 @@ def turn_back(ops: ModuleType, dqkv: Tensor, act: BlockActivations, shape: Model
     return partial(ops.qk_norm_rotary_backward, dqkv, act.qkv, act.qk_rstd, length=length)
 
 
-def nothing() -> None:
-    """The techniques are left out."""
+# Value embeddings, before attention as well.
+
+
+def with_values(ops: ModuleType, turned: Launch, w: BlockWeights, act: BlockActivations, tokens: Tensor) -> Launch:
+    """`turned`, and the value embeddings of `tokens` where the block has them."""
+    if w.value_embedding is None:
+        return turned
+
+    def both() -> None:
+        turned()
+        ops.value_embedding_forward(act.qkv, act.gate, act.norm1, w.value_gate, tokens, w.value_embedding)
+
+    return both
+
+
+# The scalars, before and after a block.
+
+
+def enter(ops: ModuleType, w: BlockWeights, act: BlockActivations, x: Tensor, first: Tensor | None, s: Tensor) -> Tensor:
+    """[q k v] = RMS(x) W^T, x as the scalars change it: returns that stream."""
+    if act.mixed is None:
+        ops.rmsnorm_linear_forward(act.qkv, act.norm1, act.norm1_rstd, x, w.qkv_weight, scratch=s)
+        return x
+    mixture = x, first, w.residual_scalar, w.input_scalar
+    ops.mix_rmsnorm_linear_forward(act.qkv, act.mixed, act.norm1, act.norm1_rstd, *mixture, w.qkv_weight, scratch=s)
+    return act.mixed
+
+
+def norm1_again(ops: ModuleType, w: BlockWeights, act: BlockActivations, x: Tensor, first: Tensor | None) -> None:
+    """The block's first norm once more, from its input."""
+    if act.mixed is None:
+        ops.rmsnorm_forward(act.norm1, act.norm1_rstd, x)
+    else:
+        ops.mix_rmsnorm_forward(None, act.norm1, act.norm1_rstd, x, first, w.residual_scalar, w.input_scalar)
+
+
+def leave(
+    ops: ModuleType, w: BlockWeights, g: BlockWeights, act: BlockActivations, shared: Gradients, x: Tensor, dx: Tensor,
+    first: Tensor | None, s: Tensor,
+) -> None:  # fmt: skip
+    """The block's first norm and its scalars, backward: dx, so far of the stream between them, becomes that of x."""
+    if act.mixed is None:
+        ops.rmsnorm_backward(dx, shared.dnorm, x, act.norm1_rstd)
+        return
+    sums = g.residual_scalar, g.input_scalar
+    mixture = x, first, act.norm1_rstd, w.residual_scalar, w.input_scalar
+    ops.mix_rmsnorm_backward(dx, shared.dfirst, *sums, shared.dnorm, *mixture, scratch=s)
 
 
 # Forward. A stage is a stretch of the pass that reads one bucket's weights for the first time.
@@ -73,12 +121,16 @@ def forward(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) ->
     x, s = act.first, act.scratch
     stages = [Stage("embedding", partial(embedding_forward, ops, w, act))]
     for layer, (weights, block) in enumerate(zip(w.blocks, act.blocks, strict=True)):
-        turned = turn(ops, block, shape, length=block.lse.shape[2])
+        turned = with_values(ops, turn(ops, block, shape, length=block.lse.shape[2]), weights, block, act.tokens)
+        if weights.value_embedding is not None:
+            stages.append(Stage(f"values.{layer}", nothing))
         attend = partial(ops.attention_forward, block.atty, block.lse, block.qkv, scratch=s)
-        stages.append(Stage(f"blocks.{layer}", partial(block_forward, ops, weights, block, x, turned, attend, s)))
+        stages.append(
+            Stage(f"blocks.{layer}", partial(block_forward, ops, weights, block, x, act.first, turned, attend, s))
+        )
         x = block.residual_out
     last_norm = partial(ops.rmsnorm_forward, act.lnf, act.lnf_rstd, x)
-    return [*stages, Stage("" if w.head is w.wte else "head", last_norm)]
+    return [*stages, Stage("head" if shape.has("untied_head") else "", last_norm)]
 
 
 def embedding_forward(ops: ModuleType, w: Weights, act: Activations) -> None:
@@ -88,11 +140,12 @@ def embedding_forward(ops: ModuleType, w: Weights, act: Activations) -> None:
 
 
 def block_forward(
-    ops: ModuleType, w: BlockWeights, act: BlockActivations, x: Tensor, turned: Launch, attend: Launch, s: Tensor
-) -> None:
-    """x (N, C) -> act.residual_out (N, C). `turned` and `attend` make act.atty of act.qkv: in training of the sequences at
-    hand, in generation with the keys and values of earlier tokens."""
-    ops.rmsnorm_linear_forward(act.qkv, act.norm1, act.norm1_rstd, x, w.qkv_weight, scratch=s)  # [q k v] = RMS(x) W^T
+    ops: ModuleType, w: BlockWeights, act: BlockActivations, x: Tensor, first: Tensor | None, turned: Launch,
+    attend: Launch, s: Tensor,
+) -> None:  # fmt: skip
+    """x (N, C) -> act.residual_out (N, C). `first`: the first block's x. `turned` and `attend` make act.atty of act.qkv: in
+    training of the sequences at hand, in generation with the keys and values of earlier tokens."""
+    x = enter(ops, w, act, x, first, s)  # x = r x + s x0, [q k v] = RMS(x) W^T
     turned()  # q, k = R(q / |q|), R(k / |k|)
     attend()  # y = softmax(q k^T / sqrt(D)) v
     ops.linear_residual_forward(act.residual_mid, x, act.atty, w.proj_weight, None, scratch=s)  # a = x + y W^T
@@ -128,28 +181,42 @@ def backward(
 ) -> list[Stage]:
     """After `forward`: act.losses (N), and `g` += scale (1) * the gradient of their sum."""
     stream = [act.first, *(block.residual_out for block in act.blocks)]  # into each block, and out of the last
-    head = partial(head_backward, ops, w, g, act, d, stream[-1], scale, shape)
-    stages = [Stage("", head) if w.head is w.wte else Stage("head", head, done=True)]
     below = [d.dresidual, *(block.dresidual_out for block in d.blocks)]  # the gradient of `stream`
+    head = partial(head_backward, ops, w, g, act, d, stream[-1], below[-1], scale, shape)
+    stages = [Stage("head", head, done=True) if shape.has("untied_head") else Stage("", head)]
     for layer in reversed(range(len(w.blocks))):
         block = w.blocks[layer], g.blocks[layer], act.blocks[layer], d.blocks[layer]
         back = turn_back(ops, d.blocks[layer].dqkv, act.blocks[layer], shape)
-        run = partial(block_backward, ops, *block, d, stream[layer], below[layer], back, act.scratch, recompute)
+        run = partial(block_backward, ops, *block, d, stream[layer], below[layer], act, back, act.scratch, recompute)
         stages.append(Stage(f"blocks.{layer}", run, done=True))
+        if (dtable := g.blocks[layer].value_embedding) is not None:
+            tokens = d.blocks[layer].dvalues, act.tokens, act.sorted_positions
+            add = partial(ops.token_embedding_backward, dtable, *tokens, scratch=act.scratch)
+            stages.append(Stage(f"values.{layer}", add, done=True))
     return [*stages, Stage("embedding", partial(embedding_backward, ops, g, act, d), done=True)]
 
 
 def head_backward(
-    ops: ModuleType, w: Weights, g: Weights, act: Activations, d: Gradients, x: Tensor, scale: Tensor, shape: ModelShape
+    ops: ModuleType,
+    w: Weights,
+    g: Weights,
+    act: Activations,
+    d: Gradients,
+    x: Tensor,
+    dx: Tensor,
+    scale: Tensor,
+    shape: ModelShape,
 ) -> None:
-    """Losses, and d.dresidual (N, C) = scale * dL/dx of the stream x that enters the last norm."""
+    """Losses, and dx (N, C) = scale * dL/dx of the stream x that enters the last norm."""
     s, sizes = act.scratch, {"vocab_size": shape.vocab_size, "softcap": shape.softcap}
     for rows, logits in head_logits(ops, w, act):
         targets = act.targets.view(-1)[rows]
         ops.classifier_forward_backward(act.losses[rows], logits, targets, scale, **sizes)
         ops.linear_backward(d.dlnf[rows], g.head, None, logits, act.lnf[rows], w.head, scratch=s)
     d.dresidual.zero_()
-    ops.rmsnorm_backward(d.dresidual, d.dlnf, x, act.lnf_rstd)
+    if d.dfirst is not None:
+        d.dfirst.zero_()
+    ops.rmsnorm_backward(dx, d.dlnf, x, act.lnf_rstd)
 
 
 def block_backward(
@@ -161,6 +228,7 @@ def block_backward(
     shared: Gradients,
     x: Tensor,
     dx: Tensor,
+    whole: Activations,
     turn_back: Launch,
     s: Tensor,
     recompute: int,
@@ -174,17 +242,22 @@ def block_backward(
     ops.linear_backward(shared.dnorm, g.fc_weight, None, d.dhidden, act.norm2, w.fc_weight, scratch=s)
     ops.rmsnorm_backward(d.dresidual_mid, shared.dnorm, act.residual_mid, act.norm2_rstd)
     if recompute >= 2:
-        ops.rmsnorm_forward(act.norm1, act.norm1_rstd, x)
+        norm1_again(ops, w, act, x, whole.first)
     ops.linear_backward(shared.datty, g.proj_weight, None, d.dresidual_mid, act.atty, w.proj_weight, scratch=s)
     ops.attention_backward(d.dqkv, shared.datty, act.atty, act.lse, act.qkv, scratch=shared.attention_scratch)
     turn_back()
     ops.linear_backward(shared.dnorm, g.qkv_weight, None, d.dqkv, act.norm1, w.qkv_weight, scratch=s)
-    ops.rmsnorm_backward(dx, shared.dnorm, x, act.norm1_rstd)
+    if w.value_embedding is not None:
+        looked_up = act.gate, act.norm1, w.value_gate, whole.tokens, w.value_embedding
+        ops.value_embedding_backward(d.dvalues, shared.dnorm, g.value_gate, d.dqkv, *looked_up, scratch=s)
+    leave(ops, w, g, act, shared, x, dx, whole.first, s)
 
 
 def embedding_backward(ops: ModuleType, g: Weights, act: Activations, d: Gradients) -> None:
     """d.dresidual, the gradient of the first block's input, -> g.wte."""
     dembedded = d.dresidual
+    if d.dfirst is not None:
+        ops.residual_forward(d.dresidual, d.dresidual, d.dfirst)
     if d.dembedded is not None:
         dembedded = d.dembedded.zero_()
         ops.rmsnorm_backward(dembedded, d.dresidual, act.embedded, act.embedding_rstd)
@@ -196,21 +269,22 @@ def embedding_backward(ops: ModuleType, g: Weights, act: Activations, d: Gradien
 
 @dataclass
 class Decoding(Sequences):
-    blocks: list[BlockActivations] = repeated(BlockActivations)  # of the prefill, of the step
+    blocks: list[DecodingBlock] = repeated(DecodingBlock)  # of the prefill, of the step
 
 
 def decoding(
     shape: ModelShape, batch: int, prompt_tokens: int, dtype: torch.dtype, ops: ModuleType
 ) -> Iterator[ActivationRow]:
     """The rows of `Decoding` for `batch` sequences, and for prompts that are taken in by `prompt_tokens` at a time."""
-    rows = decoding_rows(BlockActivations, dims(shape), shape, batch, prompt_tokens, dtype, ops)
+    rows = decoding_rows(DecodingBlock, dims(shape), shape, batch, prompt_tokens, dtype, ops)
     return (row for row in rows if has(shape, row.name))
 
 
 def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> None:
     """Takes in b.tokens at b.positions (the earlier tokens of a sequence were taken in before) -> b.logits (B, Vp) for the
     tokens that follow. `ops`: those of generation, one row per sequence."""
-    s, act, x = b.scratch, b.blocks[1], b.blocks[1].residual_out
+    s, act = b.scratch, b.blocks[1]
+    x = act.residual_out if act.first is None else act.first
     turned = turn(ops, act, shape, positions=b.positions)
     ops.token_embedding_decode(x, b.tokens, w.wte)
     if shape.has("embedding_norm"):
@@ -218,10 +292,27 @@ def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> 
     for layer, weights in enumerate(w.blocks):
         cache = b.keys[layer], b.values[layer]
         attend = partial(ops.attention_decode, act.atty, *cache, act.qkv, b.positions, scratch=s)
-        block_forward(ops, weights, act, x, turned, attend, s)
+        values = values_of_step(ops, turned, weights, act, x, b.tokens)
+        block_forward(ops, weights, act, x, act.first, values, attend, s)
+        x = act.residual_out
     ops.rmsnorm_linear_forward(b.logits, act.norm1, act.norm1_rstd, x, w.head, scratch=s)
     if shape.softcap:
         ops.softcap_forward(b.logits, softcap=shape.softcap)
+
+
+def values_of_step(
+    ops: ModuleType, turned: Launch, w: BlockWeights, act: DecodingBlock, x: Tensor, tokens: Tensor
+) -> Launch:
+    """`with_values` of one token per sequence, from the stream x: generation's products keep no norms."""
+    if w.value_embedding is None:
+        return turned
+    stream = x if act.mixed is None else act.mixed
+
+    def both() -> None:
+        turned()
+        ops.value_embedding_decode(act.qkv, stream, w.value_gate, tokens, w.value_embedding)
+
+    return both
 
 
 def prefill(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape, batch: int, length: int) -> None:
@@ -231,7 +322,7 @@ def prefill(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape, batch: 
     before it reads it."""
     N, s, slots = batch * length, b.scratch, b.prompt_slots[:batch]
     act = prefill_block(b.blocks[0], batch, length, shape.num_heads)
-    x, tokens = act.residual_out, b.prompt_tokens[:N].view(batch, length)
+    x, tokens = act.residual_out if act.first is None else act.first, b.prompt_tokens[:N].view(batch, length)
     caches = [partial(ops.store_keys_values, *cache, act.qkv, slots) for cache in zip(b.keys, b.values, strict=True)]
     turned = turn(ops, act, shape, length=length)
 
@@ -243,8 +334,10 @@ def prefill(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape, batch: 
     if shape.has("embedding_norm"):
         ops.rmsnorm_forward(x, act.norm1_rstd, x)
     for weights, store in zip(w.blocks[:-1], caches, strict=False):
-        block_forward(ops, weights, act, x, turned, partial(attend, store), s)
+        values = with_values(ops, turned, weights, act, tokens)
+        block_forward(ops, weights, act, x, act.first, values, partial(attend, store), s)
+        x = act.residual_out
     last = w.blocks[-1]  # of which the keys and values alone are read
-    ops.rmsnorm_linear_forward(act.qkv, act.norm1, act.norm1_rstd, x, last.qkv_weight, scratch=s)
-    turned()
+    enter(ops, last, act, x, act.first, s)
+    with_values(ops, turned, last, act, tokens)()
     caches[-1]()

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from handgrad.config import ModelShape
 from handgrad.models.rows import (
+    ONES,
     ZEROS,
     ActivationRow,
     Clock,
+    Fp8,
     Init,
     ParameterRow,
     activation,
@@ -30,28 +32,46 @@ from handgrad.models.rows import (
 )
 
 ATTENTION, FEED_FORWARD, NEXT_BLOCK = range(3)  # the stages of a block, and the one that follows
-FP8_PARTS: tuple[str, ...] = ()  # GEMMs that go to fp8: none
+FP8_PARTS = ("qkv", "proj", "mlp")  # GEMMs of a block that go to fp8 together; fc and fcproj share the squared ReLU
 
 # The norm that follows makes the embedding's scale a matter of its learning rate alone; 0.5 is that of an orthogonal
 # matrix's numbers, halved.
 EMBEDDING, MATRIX = Init("normal", 0.02), Init("normal", 0.5, by_inputs=True)
 RESIDUAL = Init("normal", 0.5, by_inputs=True, residual=True)  # in the place of zeros
+FEW = Init("constant", value=0.1)  # of the input, at the start of every block
 
-# The tensors that a model has with a technique alone.
-OF_TECHNIQUE = {"head": "untied_head", "qk_rstd": "qk_norm"}
-OF_TECHNIQUE |= dict.fromkeys(("normed_embedding", "embedding_rstd", "dembedded"), "embedding_norm")
+# Learning rates over the step's, which is the head's: docs/modern.md has their sources.
+INPUT_SCALAR_RATE, VALUE_TABLE_RATE = 100.0, 75.0
+GATE_CHANNELS = 32  # of the stream, that the gates of the value embeddings read
+
+# The tensors that a model has with one of these techniques alone.
+OF_TECHNIQUE: dict[str, tuple[str, ...]] = {"head": ("untied_head",), "qk_rstd": ("qk_norm",)}
+OF_TECHNIQUE |= dict.fromkeys(("normed_embedding", "embedding_rstd", "dembedded"), ("embedding_norm",))
+OF_TECHNIQUE |= {"residual_scalar": ("residual_scalars",), "mixed": ("residual_scalars", "input_scalars")}
+OF_TECHNIQUE |= dict.fromkeys(("input_scalar", "first", "dfirst"), ("input_scalars",))
+VALUE_TENSORS = ("value_embedding", "value_gate", "gate")  # in every second layer
+OF_TECHNIQUE |= dict.fromkeys(VALUE_TENSORS, ("value_embeddings",))
 
 
 def dims(shape: ModelShape) -> dict[str, int]:
     """The sizes of the letters in the parameters' shapes."""
     C, F, H = shape.channels, shape.feed_forward, shape.num_heads
     sizes = {"C": C, "3C": 3 * C, "F": F, "H": H, "2H": 2 * H, "D": C // H, "maxT": shape.sequence_length}
+    sizes |= {"1": 1, "G": min(GATE_CHANNELS, C)}
     return sizes | {"V": shape.vocab_size, "Vp": shape.padded_vocab_size, "L": shape.num_layers}
 
 
 def has(shape: ModelShape, name: str) -> bool:
-    """True if the model has the tensor of this name."""
-    return shape.has(OF_TECHNIQUE.get(name.rpartition(".")[2], ""))
+    """True if the model has a tensor of this name."""
+    techniques = OF_TECHNIQUE.get(name.rpartition(".")[2], ())
+    return not techniques or any(map(shape.has, techniques))
+
+
+def in_its_layer(shape: ModelShape, name: str) -> bool:
+    """True if the layer of a block's tensor has it: value embeddings are in every second one, the last among them."""
+    _, _, rest = name.partition("blocks.")
+    layer, _, tensor = rest.partition(".")
+    return tensor not in VALUE_TENSORS or (shape.num_layers - int(layer)) % 2 == 1
 
 
 # Parameters.
@@ -59,51 +79,68 @@ def has(shape: ModelShape, name: str) -> bool:
 
 @dataclass
 class BlockWeights:
-    qkv_weight: Tensor = parameter("3C C", MATRIX, "matrix")
-    proj_weight: Tensor = parameter("C C", ZEROS, "matrix")
-    fc_weight: Tensor = parameter("F C", MATRIX, "matrix")
-    fcproj_weight: Tensor = parameter("C F", ZEROS, "matrix")
+    value_embedding: Tensor = parameter("Vp C", MATRIX, "embedding", stored_rows="V", optional=True, rate=VALUE_TABLE_RATE)
+    value_gate: Tensor = parameter("H G", ZEROS, "vector", optional=True)
+    qkv_weight: Tensor = parameter("3C C", MATRIX, "matrix", fp8=Fp8("qkv"))
+    proj_weight: Tensor = parameter("C C", ZEROS, "matrix", fp8=Fp8("proj"))
+    fc_weight: Tensor = parameter("F C", MATRIX, "matrix", fp8=Fp8("mlp"))
+    fcproj_weight: Tensor = parameter("C F", ZEROS, "matrix", fp8=Fp8("mlp"))
+    residual_scalar: Tensor = parameter("1", ONES, "vector", optional=True)
+    input_scalar: Tensor = parameter("1", FEW, "vector", optional=True, rate=INPUT_SCALAR_RATE)
 
 
 @dataclass
 class Weights:
     """The weights, or their gradients."""
 
-    wte: Tensor = parameter("Vp C", EMBEDDING, "embedding", bucket="embedding", stored_rows="V")
+    wte: Tensor = parameter("Vp C", EMBEDDING, "embedding", bucket="embedding", stored_rows="V", fp8=Fp8("head"))
     blocks: list[BlockWeights] = repeated(BlockWeights)
-    head: Tensor = parameter("Vp C", ZEROS, "embedding", bucket="head", stored_rows="V", otherwise="wte")
+    head: Tensor = parameter("Vp C", ZEROS, "embedding", bucket="head", stored_rows="V", fp8=Fp8("head"), otherwise="wte")
 
 
 def parameters(shape: ModelShape) -> Iterator[ParameterRow]:
     for row in parameter_rows(Weights, dims(shape), shape.num_layers):
-        if has(shape, row.name):
-            if row.init == ZEROS and not shape.has("zero_init"):
+        if has(shape, row.name) and in_its_layer(shape, row.name):
+            if row.name.endswith(VALUE_TENSORS):
+                # Buckets of their own: those of the blocks stay equal, and a table arrives when its layer comes.
+                row = replace(row, bucket=f"values.{row.name.split('.')[1]}")
+            elif row.init == ZEROS and not shape.has("zero_init"):
                 init = EMBEDDING if row.name == "head" else RESIDUAL
                 row = replace(row, init=init, std=init.std_of(row.shape, shape.num_layers))
+            if row.name == "wte" and shape.has("untied_head"):
+                row = replace(row, fp8=None)  # no GEMM reads it
             yield row
 
 
 def flops_per_token(shape: ModelShape) -> float:
-    """Forward and backward: 6 per parameter of a GEMM, and 6 L C T for attention's two causal products."""
-    in_gemms = (row for row in parameters(shape) if row.name != "wte" or not shape.has("untied_head"))
+    """Forward and backward: 6 per parameter of a GEMM, and 6 L C T for attention's two causal products. Tables are looked
+    up, scalars and gates are next to nothing."""
+    head = "head" if shape.has("untied_head") else "wte"
+    in_gemms = (row for row in parameters(shape) if row.group == "matrix" or row.name == head)
     return 6.0 * count_parameters(in_gemms) + 6.0 * shape.num_layers * shape.channels * shape.sequence_length
 
 
 # Activations. The backward's inputs are kept or, from a recompute level on, made again by the same operation: same bits.
 
 
+HIDDEN = Fp8("mlp", keeps_16bit=True, late_columns=True)  # the squared ReLU's backward reads its output
+
+
 @dataclass
 class BlockActivations:
-    norm1: Tensor = activation("N C", lives=kept(ATTENTION), remade_from=2)
+    # The stream as the scalars change it: attention's product adds to it, the backward makes it again.
+    mixed: Tensor = activation("N C", lives=lambda clock: ((clock.tick(ATTENTION), clock.tick(ATTENTION)),), optional=True)
+    norm1: Tensor = activation("N C", lives=kept(ATTENTION), remade_from=2, fp8=Fp8("qkv"))
     norm1_rstd: Tensor = activation("N", "statistics", lives=kept(ATTENTION))
     qkv: Tensor = activation("N 3C", lives=kept(ATTENTION))  # queries and keys normalised and rotated
     qk_rstd: Tensor = activation("N 2H", "statistics", lives=kept(ATTENTION), optional=True)
-    atty: Tensor = activation("N C", lives=kept(ATTENTION))  # attention's output
+    gate: Tensor = activation("N H", "statistics", lives=kept(ATTENTION), optional=True)  # of the value embeddings
+    atty: Tensor = activation("N C", lives=kept(ATTENTION), fp8=Fp8("proj", keeps_16bit=True))  # attention's output
     lse: Tensor = activation("B H T", "statistics", lives=kept(ATTENTION))  # log of the softmax's denominators
     residual_mid: Tensor = activation("N C", lives=kept(ATTENTION, until=FEED_FORWARD))  # the stream between the halves
-    norm2: Tensor = activation("N C", lives=kept(FEED_FORWARD), remade_from=2)
+    norm2: Tensor = activation("N C", lives=kept(FEED_FORWARD), remade_from=2, fp8=Fp8("mlp", redone_from=1))
     norm2_rstd: Tensor = activation("N", "statistics", lives=kept(FEED_FORWARD))
-    hidden: Tensor = activation("N F", lives=kept(FEED_FORWARD), remade_from=1)  # after the squared ReLU
+    hidden: Tensor = activation("N F", lives=kept(FEED_FORWARD), remade_from=1, fp8=HIDDEN)  # after the squared ReLU
     residual_out: Tensor = activation("N C", lives=kept(FEED_FORWARD, until=NEXT_BLOCK))
 
 
@@ -121,9 +158,9 @@ class Activations:
     )
     embedding_rstd: Tensor = activation("N", "statistics", lives=lambda clock: ((0, clock.mirrored(0)),), optional=True)
     blocks: list[BlockActivations] = repeated(BlockActivations)
-    lnf: Tensor = activation("N C", lives=at_head)
+    lnf: Tensor = activation("N C", lives=at_head, fp8=Fp8("head", keeps_16bit=True))
     lnf_rstd: Tensor = activation("N", "statistics", lives=at_head)
-    logits: Tensor = activation("chunk Vp", lives=at_head)
+    logits: Tensor = activation("chunk Vp", lives=at_head, fp8=Fp8("head", gradient=True, keeps_16bit=True))
 
     @property
     def first(self) -> Tensor:
@@ -131,11 +168,17 @@ class Activations:
         return self.embedded if self.normed_embedding is None else self.normed_embedding
 
 
+DQKV = Fp8("qkv", gradient=True, wide=True, workspace="dturned")  # that of attention's inputs, normalised and rotated
+DHIDDEN = Fp8("mlp", gradient=True, workspace="dsquare")  # after the squared ReLU
+STREAM_PROJ, STREAM_MLP = (Fp8(part, gradient=True, keeps_16bit=True) for part in ("proj", "mlp"))
+
+
 @dataclass
 class BlockGradients:
-    """The gradients that the blocks make one after another in the same memory."""
+    """The gradients that the blocks make one after another in the same memory; in fp8 each block's have a scale."""
 
     dqkv: Tensor = shared()
+    dvalues: Tensor = shared(of="datty")  # of the rows of the value embeddings, once attention's backward has read `datty`
     dresidual_mid: Tensor = shared(of="dresidual")
     dhidden: Tensor = shared()  # before the squared ReLU
     dresidual_out: Tensor = shared(of="dresidual")
@@ -150,8 +193,12 @@ class Gradients:
     dresidual: Tensor = activation("N C", lives=lambda clock: ((clock.head, 2 * clock.head),))
     dnorm: Tensor = activation("N C", lives=backward_of(ATTENTION, FEED_FORWARD))  # of a norm's output
     datty: Tensor = activation("N C", lives=backward_of(ATTENTION))
-    dqkv: Tensor = activation("N 3C", lives=backward_of(ATTENTION))
-    dhidden: Tensor = activation("N F", lives=backward_of(FEED_FORWARD))
+    dqkv: Tensor = activation("N 3C", lives=backward_of(ATTENTION), fp8=DQKV)
+    dhidden: Tensor = activation("N F", lives=backward_of(FEED_FORWARD), fp8=DHIDDEN)
+    # The stream's gradient is written a tick before the GEMM that reads it.
+    dresidual_mid: Tensor = activation("N C", lives=backward_of(FEED_FORWARD, last=1), fp8=STREAM_PROJ, of="dresidual")
+    dresidual_out: Tensor = activation("N C", lives=backward_of(FEED_FORWARD, first=1), fp8=STREAM_MLP, of="dresidual")
+    dfirst: Tensor = activation("N C", lives=lambda clock: ((clock.head, 2 * clock.head),), optional=True)  # of `first`
     dembedded: Tensor = activation("N C", lives=lambda clock: ((2 * clock.head, 2 * clock.head),), optional=True)
     attention_scratch: Tensor = activation("attention_scratch", torch.uint8, lives=backward_of(ATTENTION))
     blocks: list[BlockGradients] = repeated(BlockGradients)
@@ -171,5 +218,22 @@ def activations(
         head = {"num_heads": shape.num_heads, "head_width": C // shape.num_heads}
         sizes["attention_scratch"] = ops.attention_scratch_bytes(batch=batch, length=length, dtype=dtype, **head)
         tables.append(Gradients)
-    rows = (row for table in tables for row in activation_rows(table, sizes, dtypes_of(dtype), clock))
-    return (row for row in rows if has(shape, row.name))
+    for row in (row for table in tables for row in activation_rows(table, sizes, dtypes_of(dtype), clock)):
+        if row.fp8 is DQKV and not (shape.has("rotary") or shape.has("qk_norm")):
+            row = replace(row, fp8=replace(DQKV, workspace=""))  # straight from attention
+        if has(shape, row.name) and in_its_layer(shape, row.name):
+            yield reaching(shape, clock, row)
+
+
+def reaching(shape: ModelShape, clock: Clock, row: ActivationRow) -> ActivationRow:
+    """The first block's input lives as long as a block reads it; the others as they are."""
+    if shape.has("input_scalars") and row.name == ("normed_embedding" if shape.has("embedding_norm") else "embedded"):
+        return replace(row, ticks=((0, max(clock.head, clock.mirrored(0))),))
+    return row
+
+
+@dataclass
+class DecodingBlock(BlockActivations):
+    """A block of generation, which the layers use in turn."""
+
+    first: Tensor = activation("N C", lives=lambda clock: ((clock.tick(0), clock.tick(1)),), optional=True)

@@ -8,6 +8,10 @@ from typing import Any
 from torch import Tensor
 
 
+def nothing() -> None:
+    """Launches nothing: what is left out, or a stage that only marks where its bucket's weights are needed."""
+
+
 @dataclass(frozen=True)
 class Stage:
     """A stretch of a pass: the first one that reads the weights of `bucket`, or, with `done`, the one after which the

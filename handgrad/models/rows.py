@@ -33,20 +33,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Init:
-    """An initial distribution. `residual`: of a projection into the residual stream, scaled by 1/sqrt(2L); `by_inputs`:
-    scaled by 1/sqrt(I) of a matrix with I columns."""
+    """An initial distribution, or the one `value` of a constant. `residual`: of a projection into the residual stream,
+    scaled by 1/sqrt(2L); `by_inputs`: scaled by 1/sqrt(I) of a matrix with I columns."""
 
-    kind: Literal["normal", "zeros", "ones"]
+    kind: Literal["normal", "zeros", "constant"]
     std: float = 0.0
     residual: bool = False
     by_inputs: bool = False
+    value: float = 0.0
 
     def std_of(self, shape: tuple[int, ...], layers: int) -> float:
         inputs = shape[-1] if self.by_inputs else 1
         return self.std / math.sqrt((2 * layers if self.residual else 1) * inputs)
 
 
-ZEROS, ONES = Init("zeros"), Init("ones")
+ZEROS, ONES = Init("zeros"), Init("constant", value=1.0)
 
 
 @dataclass(frozen=True)
@@ -76,12 +77,14 @@ def parameter(
     fp8: Fp8 | None = None,
     otherwise: str = "",
     optional: bool = False,
+    rate: float = 1.0,
 ) -> Any:
     """A parameter. `bucket`: the parameters whose gradients are complete at the same moment (a block's have its name);
     `stored_rows`: the letter of the rows that are saved, where padding rows follow them. A model may be without it, if it
-    is `optional` or has an `otherwise`: the tensor that serves in its place."""
+    is `optional` or has an `otherwise`: the tensor that serves in its place. `rate`: its learning rate over the
+    step's, with AdamW."""
     row = {"shape": shape, "init": init, "group": group, "bucket": bucket, "stored": stored_rows, "fp8": fp8}
-    return field(metadata=row | {"of": otherwise, "optional": optional})
+    return field(metadata=row | {"of": otherwise, "optional": optional, "rate": rate})
 
 
 def activation(
@@ -185,6 +188,7 @@ class ParameterRow:
     frozen: bool = False  # left as it is by the optimizer
     whole: bool = False  # updated in one call, with its shape
     lane: int | None = None  # the lane whose part holds all of it; None: any lanes' parts do
+    rate: float = 1.0  # of learning, over the step's
 
     @property
     def elements(self) -> int:
@@ -221,7 +225,8 @@ def parameter_rows(tensors: type, dims: Dims, layers: int, prefix: str = "") -> 
             std = row["init"].std_of(shape, layers)
             stored = dims[row["stored"]] if row["stored"] else shape[0]
             name = f"{prefix}.{f.name}" if prefix else f.name
-            yield ParameterRow(name, shape, stored, row["init"], std, row["group"], row["bucket"] or prefix, row["fp8"])
+            bucket, more = row["bucket"] or prefix, {"rate": row["rate"]}
+            yield ParameterRow(name, shape, stored, row["init"], std, row["group"], bucket, row["fp8"], **more)
 
 
 def laid_out(
@@ -278,7 +283,7 @@ def initialize(table: Table, seed: int, put: Callable[[ParameterRow, Tensor], ob
 
     def draw(index: int) -> None:
         row = table[index]
-        values = torch.ones(row.stored_shape)
+        values = torch.full(row.stored_shape, row.init.value)
         if row.init.kind == "normal":
             values.normal_(0.0, row.std, generator=torch.Generator().manual_seed(seed * 1_000_003 + index))
         put(row, values)

@@ -26,6 +26,7 @@ OPERATIONS = (
     *("rmsnorm_forward", "rmsnorm_backward"),
     *("rotary_forward", "rotary_backward", "qk_norm_forward", "qk_norm_backward"),
     *("qk_norm_rotary_forward", "qk_norm_rotary_backward"),
+    *("mix_rmsnorm_forward", "mix_rmsnorm_backward", "value_embedding_forward", "value_embedding_backward"),
     *("relu2_forward", "relu2_backward", "linear_relu2_forward", "relu2_linear_backward"),
     *("attention_forward", "attention_backward"),
     *("linear_forward", "linear_backward", "linear_residual_forward", "linear_gelu_forward", "gelu_linear_backward"),
@@ -35,7 +36,7 @@ OPERATIONS = (
     *("muon_momentum", "muon_polar", "muon_update"),
     *("tree_sum", "checksum", "digest"),  # over lanes and ranks
     *("layernorm_linear_forward", "layernorm_linear_gelu_forward"),  # two in a row, which generation has as one
-    *("rmsnorm_linear_forward", "rmsnorm_linear_relu2_forward"),
+    *("rmsnorm_linear_forward", "rmsnorm_linear_relu2_forward", "mix_rmsnorm_linear_forward"),
     "store_keys_values",
 )
 
@@ -44,7 +45,7 @@ DECODE_OPERATIONS = (
     *("embedding_decode", "token_embedding_decode", "attention_decode", "choose_tokens"),
     *("rotary_forward", "qk_norm_forward", "qk_norm_rotary_forward", "rmsnorm_forward", "softcap_forward"),
     *("layernorm_linear_forward", "layernorm_linear_gelu_forward", "linear_residual_forward"),
-    *("rmsnorm_linear_forward", "rmsnorm_linear_relu2_forward"),
+    *("rmsnorm_linear_forward", "rmsnorm_linear_relu2_forward", "mix_rmsnorm_linear_forward", "value_embedding_decode"),
 )
 
 # And what sets a run up asks every backend.

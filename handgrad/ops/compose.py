@@ -28,3 +28,26 @@ def after_rmsnorm(rmsnorm_forward: Operation, product: Operation, *bias: None) -
         product(out, norm, weight, *bias, scratch=scratch)
 
     return both
+
+
+def after_mix_rmsnorm(mix_rmsnorm_forward: Operation, product: Operation) -> Operation:
+    """Returns the operation (out, mixed, norm, rstd, x, first, residual_scalar, input_scalar, weight): `product` of the RMS
+    norm of a mixture of streams with weight (O, C), into out (N, O), and the operands of `mix_rmsnorm_forward`."""
+
+    def both(out: Tensor, *tensors: Tensor | None, scratch: Tensor | None = None) -> None:
+        *mixture, weight = tensors
+        mix_rmsnorm_forward(*mixture)
+        product(out, mixture[1], weight, None, scratch=scratch)
+
+    return both
+
+
+def after_mix(mix_forward: Operation, rmsnorm_linear_forward: Operation) -> Operation:
+    """Returns the same operation, of a mixture and of a product that has the norm in it."""
+
+    def both(out: Tensor, *tensors: Tensor | None, scratch: Tensor | None = None) -> None:
+        mixed, norm, rstd, *mixture, weight = tensors
+        mix_forward(mixed, *mixture)
+        rmsnorm_linear_forward(out, norm, rstd, mixed, weight, scratch=scratch)
+
+    return both

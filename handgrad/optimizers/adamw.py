@@ -1,7 +1,8 @@
-"""AdamW (Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101); vectors do not decay.
+"""AdamW (Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101); vectors do not decay, and a parameter's steps are
+`rate` times as large as the step's learning rate lr has it, its decay is not.
 
 m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2
-w = (1 - lr decay) w - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+w = (1 - lr decay) w - rate lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 """
 
 from collections.abc import Iterable
@@ -29,9 +30,9 @@ class AdamW:
     def whole(self, row: ParameterRow) -> bool:
         return False
 
-    def kind(self, row: ParameterRow) -> bool:
-        """True if the parameter decays."""
-        return row.group != "vector"
+    def kind(self, row: ParameterRow) -> tuple[bool, float]:
+        """(True if the parameter decays, its rate)."""
+        return row.group != "vector", row.rate
 
     def scratch_bytes(self, ops: Any, table: Table, dtype: torch.dtype, device: torch.device) -> int:
         return 0
@@ -41,6 +42,8 @@ class AdamW:
     ) -> None:
         """A call per range; `controls` holds the step and the learning rate, `results` the verdict and the clip factor."""
         for part in owned:
+            assert isinstance(part.kind, tuple)
+            decays, rate = part.kind
             ops.adamw_update(
                 part.published,
                 part.weight,
@@ -52,7 +55,8 @@ class AdamW:
                 beta1=self.beta1,
                 beta2=self.beta2,
                 epsilon=self.epsilon,
-                weight_decay=self.weight_decay if part.kind else 0.0,
+                weight_decay=self.weight_decay / rate if decays else 0.0,  # at the rate of all
+                rate=rate,
                 seed=self.seed,
                 first_element=part.first_element,
             )

@@ -43,7 +43,7 @@ class Muon:
     def whole(self, row: ParameterRow) -> bool:
         return row.group == "matrix"
 
-    def kind(self, row: ParameterRow) -> str | bool:
+    def kind(self, row: ParameterRow) -> str | tuple[bool, float]:
         """`MATRIX`, or AdamW's kind."""
         return MATRIX if self.whole(row) else self.adamw.kind(row)
 

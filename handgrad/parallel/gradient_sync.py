@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from handgrad.layout import RING, Bucket, blocks_of, gradient_ring
+from handgrad.layout import RING, Bucket, blocks_in, blocks_of, gradient_ring
 from handgrad.models.rows import BLOCK_ELEMENTS
 from handgrad.parallel.ranks import Ranks
 from handgrad.training.state import TrainingState
@@ -84,7 +84,7 @@ class GradientSync:
             work = self.ranks.all_to_all(received, sent, f"gradients of {name}", shares, overlapped=overlapped)
             self.sending.append((bucket, work))
         if self.sharding.shards_gradients:
-            self.clear_ring(self.buckets.index(bucket) - RING + 1)
+            self.clear_ring(bucket)
 
     def take_own_norms(self, bucket: Bucket) -> None:
         """Sums of squares of what this rank's lanes have made of a bucket: they show whose lanes differ when a step is made
@@ -99,13 +99,15 @@ class GradientSync:
         that the next forward begins with."""
         return bucket is not self.buckets[0]
 
-    def clear_ring(self, index: int) -> None:
-        """With ZeRO 2: zeroes the ring slot of a block once the block `RING` layers above it has been received. The
-        block in between has not begun, but its backward already adds to one of this block's bias gradients."""
-        if 0 < index < len(self.buckets) - 1:
+    def clear_ring(self, sent: Bucket) -> None:
+        """With ZeRO 2, once a block is sent: zeroes the ring slot of the block `RING - 1` layers below it. What lay there,
+        of the block above the sent one, has been received. The block in between has not begun, but its backward already
+        adds to one of this block's bias gradients."""
+        blocks = blocks_in(self.buckets)
+        if sent in blocks and (below := blocks.index(sent) - RING + 1) >= 0:
             if self.received is not None:
                 torch.cuda.current_stream().wait_event(self.received)
-            self.gradients[self.places[self.buckets[index].name]].zero_()
+            self.gradients[self.places[blocks[below].name]].zero_()
 
     def receive(self) -> None:
         """Sums the buckets in flight over the ranks, where this rank owns them."""

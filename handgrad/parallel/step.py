@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from handgrad.graphs import Replayed, capture
-from handgrad.models.passes import Stage
+from handgrad.models.passes import Stage, nothing
 from handgrad.parallel.gradient_sync import GradientSync
 from handgrad.parallel.ranks import Ranks
 from handgrad.parallel.replicas import Replicas
@@ -138,7 +138,8 @@ class PausedStages:
             pauses = bool(stage.bucket) and (sends if stage.done else waits)
             if pauses and not stage.done:
                 self.end_stretch(stage)
-            self.stretches[-1][0].append(stage.run)
+            if stage.run is not nothing:
+                self.stretches[-1][0].append(stage.run)
             if pauses and stage.done:
                 self.end_stretch(stage)
         self.launched = False

@@ -10,6 +10,9 @@ from handgrad.config import RunConfig, check, convert, read_toml, to_dict
 from handgrad.data.sources import holds_text, prepare_command
 from handgrad.errors import UsageError
 from handgrad.run_files import CONFIG_FILE
+from handgrad.techniques import changed, settled
+
+WITHOUT, WITH = "without", "with"  # settings that change the list `techniques`: no fields of their own
 
 
 def run_config(preset: str, recipe_file: str, model: str, settings: Mapping[str, Any]) -> RunConfig:
@@ -27,9 +30,11 @@ def run_config(preset: str, recipe_file: str, model: str, settings: Mapping[str,
     if "model" in recipe:
         merged |= presets.model(recipe.pop("model"))
     merged |= recipe
+    listed = recipe.get("techniques", "")
     if model:
         merged |= presets.model(model)
-    merged |= {name: convert(name, value) for name, value in settings.items()}
+    change = {name: str(settings.get(name, "")) for name in (WITHOUT, WITH)}
+    merged |= {name: convert(name, value) for name, value in settings.items() if name not in change}
     if merged.get("init_from"):
         merged = {**sizes_of_weights(merged), **merged}
     elif not name and not recipe_file and "num_layers" not in merged and "data" in merged:
@@ -39,6 +44,13 @@ def run_config(preset: str, recipe_file: str, model: str, settings: Mapping[str,
             f"say what to train: --data DIR alone for a run that suits it, a preset ({presets.listed(presets.PRESETS)}),"
             " --config FILE, --model NAME or --init-from WEIGHTS"
         )
+    architecture = merged.get("architecture", RunConfig.architecture)
+    if architecture == "modern":
+        techniques = settled(architecture, merged.get("techniques", ""))
+        merged["techniques"] = changed(techniques, change[WITHOUT], change[WITH])
+    for name, text in (change | {"techniques": listed}).items():
+        if text and architecture != "modern":
+            raise UsageError(f"{name} is for --architecture modern, found {text!r} with {architecture}")
     return check(RunConfig(**merged))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from handgrad.config import RunConfig, convert
 from handgrad.errors import UsageError
-from handgrad.run.settings import run_config
+from handgrad.run.settings import WITH, WITHOUT, run_config
 
 DEFAULT_OUT = "runs/sweep"
 SEED = "seed"  # runs that differ in nothing else are repetitions
@@ -68,7 +68,7 @@ def parse_over(over: Iterable[str]) -> dict[str, list[Any]]:
             raise UsageError("--over cannot vary out: each run has a folder of its own in --out")
         if name in values:
             raise UsageError(f"--over names {name} twice; give all its values at once, with commas")
-        values[name] = [convert(name, value) for value in listed.split(",")]
+        values[name] = [value if name in (WITHOUT, WITH) else convert(name, value) for value in listed.split(",")]
     return values
 
 

@@ -84,6 +84,7 @@ class Sizes:
             batch * num_heads * (parts(length, 64) + parts(length, 32 if wide else 64)),
             parts(tokens * widest, 8192),
             parts(tokens, 32) * parts(widest, 128),
+            min(4096, parts(tokens, min(16, max(1, 1024 // row)))),
         )
 
 

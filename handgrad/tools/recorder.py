@@ -65,6 +65,10 @@ OPERATIONS = {
     "qk_norm_backward": Counted("QK-norm and rotation"),
     "qk_norm_rotary_forward": Counted("QK-norm and rotation"),
     "qk_norm_rotary_backward": Counted("QK-norm and rotation"),
+    "mix_rmsnorm_forward": Counted("scalars and RMS norm"),
+    "mix_rmsnorm_backward": Counted("scalars and RMS norm"),
+    "value_embedding_forward": Counted("value embeddings"),
+    "value_embedding_backward": Counted("value embeddings"),
     "linear_forward": Counted(FORWARD, product_flops),
     "linear_residual_forward": Counted(FORWARD, product_flops),
     "linear_gelu_forward": Counted(FORWARD, product_flops),
@@ -110,11 +114,14 @@ PARTS = {
     },
     "gelu_forward_fp8": Counted("GELU to fp8, forward"),
     "gelu_backward_fp8": Counted("GELU to fp8, backward"),
+    "relu2_forward_fp8": Counted("squared ReLU to fp8, forward"),
+    "relu2_backward_fp8": Counted("squared ReLU to fp8, backward"),
 }
 
 ONCE = {"gradient_inout", "logits_inout"}  # may be spoilt, or changes in its padded columns alone
-BY_TOKEN, BY_POSITION = {"wte", "dwte_acc"}, {"wpe", "dwpe_acc"}  # tables of which not all rows are touched
+BY_TOKEN, BY_POSITION = {"wte", "dwte_acc", "table"}, {"wpe", "dwpe_acc"}  # tables of which not all rows are touched
 PACKED = {"qkv", "qkv_inout", "dqkv_inout"}  # of which only the queries and keys are, where it is bytes that count
+VALUES = {"qkv_inout", "dqkv"}  # of which only the values are, where a table is looked up
 
 
 def is_wgrad(t: Named) -> bool:
@@ -133,6 +140,8 @@ def size_bytes(t: Named) -> int:
             elements = tensor[0].numel() * t["tokens"].unique().numel()
         elif name in BY_POSITION:
             elements = tensor[0].numel() * t["tokens"].shape[1]
+        elif name in VALUES and "table" in t:
+            elements = tensor.numel() // 3
         elif name in PACKED:
             elements = tensor.numel() // 3 * 2
         else:
@@ -146,7 +155,8 @@ def flattened(t: Named) -> Iterator[tuple[str, Any]]:
     """The arguments with each form of a quantised tensor on its own; of these only the plain one changes in place."""
     for name, value in t.items():
         if isinstance(value, Quantized):
-            yield from ((name, value.plain), (f"{name}.rows", value.rows), (f"{name}.columns", value.columns))
+            forms = ("rows", "columns", "workspace")
+            yield from ((name, value.plain), *((f"{name}.{form}", getattr(value, form)) for form in forms))
         else:
             yield name, value
 

@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.runs import Launcher, arguments, same_run, saved_steps, settings_of
+from tests.techniques import toggled
 from tests.test_runs import records, tensors
+
+NEW = "residual_scalars,input_scalars,value_embeddings"
 
 LONG = {"steps": 30, "eval_every": 10, "save_every": 10, "sample_tokens": 3}
 FP8 = {"precision": "fp8", "fp8_window": 3, "fp8_count_every": 2, "fp8_head": "forward,dgrad", "recompute": 1}
@@ -74,8 +77,9 @@ def test_shared_gradients_do_not_matter(ranks: int, kind: str, launcher: Launche
         ({"lanes": 8}, [(2, 0), (4, 1)]),
         ({"micro_batch": 4, "precision": "bf16", "reduce_precision": "bf16"}, [(2, 1), (4, 2)]),
         ({"architecture": "modern", "micro_batch": 4}, [(2, 1), (4, 2)]),
+        ({"architecture": "modern", "micro_batch": 4, "num_layers": 5, "techniques": toggled(NEW)}, [(2, 1), (4, 2)]),
     ],
-    ids=["fp32", "rounded", "modern"],
+    ids=["fp32", "rounded", "modern", "new"],
 )
 def test_muon_on_ranks(settings: dict, ranks: list, launcher: Launcher, shards: Path, tmp_path: Path):
     """Its whole matrices belong to lanes. Shares of a bucket differ; rank 0 of 4 has nothing of a block of 8 lanes."""

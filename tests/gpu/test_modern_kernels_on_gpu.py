@@ -49,6 +49,27 @@ def test_rmsnorm(draw: Draw, N: int, C: int) -> None:
     check_all(checks.rmsnorm_backward(draw, N, C))
 
 
+BOTH, RESIDUAL, INPUT = (True, True), (True, False), (False, True)
+
+
+@pytest.mark.parametrize("has", [BOTH, RESIDUAL, INPUT])
+@pytest.mark.parametrize(("N", "C"), [(65536, 768), (16384, 1600), (1, 24), (1031, 96), (333, 100), (9, 2500)])
+def test_mixed_streams(draw: Draw, N: int, C: int, has: tuple[bool, bool]) -> None:
+    check_all(checks.mix_forward(draw, N, C, *has))
+    check_all(checks.mix_backward(draw, N, C, *has))
+
+
+@pytest.mark.parametrize(
+    ("B", "T", "H", "D", "G"),
+    [(64, 1024, 6, 128, 32), (8, 1024, 25, 64, 32), (1, 1, 1, 24, 24), (3, 111, 3, 10, 30), (2, 40, 2, 100, 32)],
+)
+def test_value_embeddings(draw: Draw, B: int, T: int, H: int, D: int, G: int) -> None:
+    tokens = zipf_tokens(V, B, T)
+    check_all(checks.value_forward(draw, tokens, H, D, G, Vp))
+    check_all(checks.value_backward(draw, tokens, H, D, G, Vp))
+    check_all(checks.value_decode(draw, B, H, D, G))
+
+
 @pytest.mark.parametrize(
     ("N", "H", "D", "length"),
     [

@@ -51,18 +51,18 @@ def make_checkpoint(
     sizes: tuple[int, int, int, int] | None = None,
     spread: float = 0.2,
     architecture: str = "gpt2",
-    without: str = "",
+    techniques: str = "",
     **settings: object,
 ) -> tuple[Path, ModelShape]:
     """A run-like folder with random weights of this `spread`, large enough that no text is trivial; of a run with these
     settings."""
     layers, heads, channels, context = sizes or SIZES[kind]
     tokenizer = TOKENIZERS[kind]()
-    shape = ModelShape(tokenizer.vocab_size, context, layers, heads, channels, architecture, without)
+    shape = ModelShape(tokenizer.vocab_size, context, layers, heads, channels, architecture, techniques)
     generator = torch.Generator().manual_seed(seed)
     state = []
     for row in parameter_table(shape):
-        center = 1.0 if row.init.kind == "ones" else 0.0
+        center = 1.0 if row.init.kind == "constant" else 0.0
         state.append(Stored.of(row.name, center + spread * torch.randn(row.stored_shape, generator=generator)))
     manifest = {
         "config": to_dict(imported_config(shape)) | settings,

@@ -45,7 +45,7 @@ def make_state(folder: Path, shape: ModelShape = ODD, batch: int = 3, length: in
     table, generator = parameter_table(shape), torch.Generator().manual_seed(4)
     flat = torch.zeros(flat_elements(table))
     for row in table:
-        center = 1.0 if row.init.kind == "ones" else 0.0
+        center = 1.0 if row.init.kind == "constant" else 0.0
         row.stored(flat).copy_(center + 0.1 * torch.randn(row.stored_shape, generator=generator))
     tokens, targets = torch.randint(shape.vocab_size, (2, batch, length), generator=generator)
     twin = Twin(shape, padded=True)

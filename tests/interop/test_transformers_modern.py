@@ -17,25 +17,29 @@ from handgrad.cli import main
 from handgrad.interop import export, sources
 from handgrad.interop.huggingface_modern import CODE
 from tests.interop.models import TOKENIZERS, TRICKY, make_checkpoint, our_logits, random_tokens, their_logits, weights
+from tests.techniques import toggled
 from tests.test_commands import refused
 
 SIZES = (3, 2, 36, 90)  # layers, heads, channels, context
-WITHOUT = ("", "rotary, qk_norm", "softcap,embedding_norm,untied_head,zero_init", "qk_norm,softcap")
+NEW = "residual_scalars,input_scalars,value_embeddings"
+# The names of techniques that are not as by default.
+MOST = "softcap,embedding_norm,untied_head,zero_init"
+TOGGLED = ("", "rotary,qk_norm", MOST, "qk_norm,softcap", NEW, "input_scalars,untied_head")
 PROMPT = "the old river"
 
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Path]]:
-    """(run folder, exported folder) of a model without some techniques, made once."""
+    """(run folder, exported folder) of a model with other techniques than by default, made once."""
     made: dict[tuple[str, str], tuple[Path, Path]] = {}
 
-    def get(without: str = "", kind: str = "bpe") -> tuple[Path, Path]:
-        if (without, kind) not in made:
+    def get(names: str = "", kind: str = "bpe") -> tuple[Path, Path]:
+        if (names, kind) not in made:
             root = tmp_path_factory.mktemp("modern")
-            run, _ = make_checkpoint(root / "run", kind, sizes=SIZES, architecture="modern", without=without)
+            run, _ = make_checkpoint(root / "run", kind, sizes=SIZES, architecture="modern", techniques=toggled(names))
             assert main(["export", str(run), "--to", "hf", str(root / "hf")]) == 0
-            made[without, kind] = run, root / "hf"
-        return made[without, kind]
+            made[names, kind] = run, root / "hf"
+        return made[names, kind]
 
     return get
 
@@ -57,24 +61,24 @@ def theirs(folder: Path, dtype: torch.dtype = torch.float32) -> transformers.Pre
     return model.eval()
 
 
-@pytest.mark.parametrize("without", WITHOUT)
-def test_its_logits_are_ours(without: str, exported: Callable) -> None:
-    run, folder = exported(without)
+@pytest.mark.parametrize("names", TOGGLED)
+def test_its_logits_are_ours(names: str, exported: Callable) -> None:
+    run, folder = exported(names)
     config = json.loads((folder / "config.json").read_text())
     tokens = random_tokens(load(run, device="cpu").shape)
     for dtype, largest in ((torch.float32, 1e-4), (torch.float64, 1e-10)):
         model = theirs(folder, dtype)
-        assert model.dtype == dtype and model.config.without == config["without"] == without
+        assert model.dtype == dtype and model.config.techniques == config["techniques"] == toggled(names)
         found, ours = their_logits(model, tokens), our_logits(run, tokens, dtype)
         error = (found - ours).abs().max()
         assert error <= largest, f"logits differ by {error:.3g}"
     tied = model.head.weight is model.wte.weight
-    assert tied == ("untied_head" in without)
+    assert tied == ("untied_head" in names)
 
 
-@pytest.mark.parametrize("without", WITHOUT[:3])
-def test_the_greedy_text_is_ours_with_the_cache_and_without(without: str, exported: Callable) -> None:
-    run, folder = exported(without)
+@pytest.mark.parametrize("names", (*TOGGLED[:3], NEW))
+def test_the_greedy_text_is_ours_with_the_cache_and_without(names: str, exported: Callable) -> None:
+    run, folder = exported(names)
     model, ours, tokenizer = theirs(folder), load(run, device="cpu"), TOKENIZERS["bpe"]()
     start = [tokenizer.end_of_text, *tokenizer.encode(PROMPT).tolist()]
     inputs = torch.tensor([start])
@@ -115,10 +119,10 @@ def test_the_cache_takes_one_token_per_step(exported: Callable) -> None:
         torch.testing.assert_close(rest.logits[:, -2:], model(inputs, logits_to_keep=2).logits, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("without", WITHOUT[::2])
-def test_its_loss_is_ours_and_has_gradients(without: str, exported: Callable) -> None:
+@pytest.mark.parametrize("names", TOGGLED[::2])
+def test_its_loss_is_ours_and_has_gradients(names: str, exported: Callable) -> None:
     """With labels it is the mean loss of each next token; a fine-tuner can take its gradient."""
-    run, folder = exported(without)
+    run, folder = exported(names)
     model, ours = theirs(folder), load(run, device="cpu")
     tokens = random_tokens(ours.shape)
     ids = torch.tensor([tokens])
@@ -152,7 +156,7 @@ def test_the_folder_brings_its_code_and_our_numbers(exported: Callable, tmp_path
 
 def test_what_transformers_saves_is_imported(exported: Callable, tmp_path: Path) -> None:
     """Weights, sizes and code, also tied and in bf16."""
-    run, folder = exported(WITHOUT[2])
+    run, folder = exported(TOGGLED[2])
     saved = tmp_path / "saved"
     theirs(folder, torch.bfloat16).save_pretrained(saved)
     transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(saved)
@@ -171,7 +175,8 @@ def test_the_card_loads_the_model_and_its_tokenizer(
     _, folder = exported("qk_norm,softcap" if kind == "bpe" else "", kind)
     card = (folder / "README.md").read_text()
     assert "\n- custom_code\n" in card and "# A modern network of" in card
-    assert ("| without | qk_norm,softcap |" in card) == (kind == "bpe")
+    names = ("rotary", *(["qk_norm", "softcap"] if kind == "bytes" else []), "embedding_norm", "zero_init", "untied_head")
+    assert f"| techniques | {', '.join(names)} |" in card
     monkeypatch.chdir(folder)
     exec(compile(card.split("```python\n")[1].split("```")[0], "card", "exec"), {})
     theirs_, ours = transformers.AutoTokenizer.from_pretrained(folder), TOKENIZERS[kind]()
@@ -195,6 +200,17 @@ def test_a_number_that_does_not_read_back_leaves_nothing(
     assert not (tmp_path / "hf").exists()
 
 
+def test_an_older_folder_has_what_it_did_not_leave_out(exported: Callable, tmp_path: Path) -> None:
+    """Its config.json names the techniques that are missing, of those that there were."""
+    run, folder = exported("qk_norm,softcap")
+    older = shutil.copytree(folder, tmp_path / "hf")
+    config = json.loads((older / "config.json").read_text())
+    del config["techniques"]
+    (older / "config.json").write_text(json.dumps(config | {"without": "qk_norm,softcap"}))
+    assert main(["import", str(older), "--out", str(tmp_path / "back")]) == 0
+    assert load(tmp_path / "back", device="cpu").shape == load(run, device="cpu").shape
+
+
 def test_llmc_has_no_such_network(exported: Callable, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     told = refused(capsys, 64, "export", str(exported()[0]), "--to", "llmc", str(tmp_path / "c"))
     assert "llm.c has no network like that of" in told and "(modern)" in told and not (tmp_path / "c").exists()
@@ -205,9 +221,10 @@ def test_llmc_has_no_such_network(exported: Callable, tmp_path: Path, capsys: py
     [
         ("softcap", 30.0, "expected softcap 15.0 in"),
         ("rotary_base", 500000.0, "expected rotary_base 10000.0 in"),
-        ("without", "bias", "its sizes do not hold: without must be"),
-        ("without", ["rotary"], r"expected without as text in"),
-        ("without", "untied_head", "expected the tensors of a modern network in"),
+        ("techniques", "bias", "its sizes do not hold: techniques must be"),
+        ("techniques", ["rotary"], r"expected techniques as text in"),
+        ("techniques", "rotary,qk_norm", "expected the tensors of a modern network in"),
+        ("techniques", f"untied_head,{NEW}", "expected a tensor blocks.0.value_embedding.weight of shape"),
         ("hidden_size", 37, "channels must be a multiple of num_heads"),
         ("num_hidden_layers", 4, "expected a tensor blocks.3.qkv.weight of shape"),
     ],

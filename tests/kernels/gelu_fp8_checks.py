@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from handgrad.fp8 import reference
-from handgrad.fp8.cuda import column_sums, gelu as gelu_fp8
+from handgrad.fp8.cuda import column_sums, elementwise, gelu as gelu_fp8
 from handgrad.fp8.formats import CLIPPED, E4M3, INVERSE, VANISHED, Quantized
 from handgrad.fp8.reference.quantizing import write_forms
 from handgrad.ops.cuda import gelu
@@ -63,7 +63,7 @@ def backward(draw: Draw, N: int, F: int, kind: torch.dtype, *, counting: bool, c
     plain, dplain = torch.empty_like(hidden), dgelu.clone()
     gelu.gelu_forward(plain, hidden)
     gelu.gelu_backward(dplain, hidden)
-    parts = gelu_fp8.backward_parts(N, F)
+    parts = elementwise.backward_parts(N, F)
     found = make(N, F, parts, kind, draw.device, scale=SCALES[kind], counting=counting)
     found, inp = replace(found, current=current), make(N, F, 3, E4M3, draw.device, scale=SCALES[E4M3])
     inp.statistics.fill_(7.0)

@@ -62,6 +62,7 @@ def launches(C: int, itemsize: int = 2) -> dict[str, tuple[triton.JITFunction, d
     chunk = {"C": C, "CHUNK": embedding.CHUNK}
     sums = {"ROWS": optimizer.SUM_ROWS, "COLUMNS": optimizer.SUM_COLUMNS}
     betas = {"BETA1": 0.9, "BETA2": 0.95, "LOG2_BETA1": -0.152, "LOG2_BETA2": -0.074, "EPSILON": 1e-8, "WEIGHT_DECAY": 0.1}
+    betas |= {"RATE": 1.0}
     tiles = {"BLOCK": optimizer.UPDATE_ELEMENTS, "TILES": optimizer.UPDATE_TILES}
     return {
         "layernorm_forward": (layernorm._forward, forward, warps),

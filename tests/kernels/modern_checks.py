@@ -45,6 +45,88 @@ def rmsnorm_backward(draw: Draw, N: int, C: int) -> Case:
     return inputs, run
 
 
+def mixture(draw: Draw, N: int, C: int, residual: bool, first: bool) -> tuple[Tensors, list[str]]:
+    """The stream and the scalars of a mixture, and the names of those that it has."""
+    inputs = {name: draw.normal(N, C) for name in ("inp", "first")}
+    inputs |= {"residual_scalar": draw.normal(1) * 0.1 + 1, "input_scalar": draw.normal(1) * 0.1 + 0.3}
+    return inputs, ["residual_scalar"] * residual + ["first", "input_scalar"] * first
+
+
+def mix_forward(draw: Draw, N: int, C: int, residual: bool, first: bool) -> Case:
+    """With the mixture stored, and the norm alone, to the bit."""
+    inputs, names = mixture(draw, N, C, residual, first)
+
+    def run(ops: ModuleType, t: Tensors) -> Tensors:
+        given = [t["inp"], *(t[name] if name in names else None for name in ("first", "residual_scalar", "input_scalar"))]
+        mixed, out, again = (nan(t["inp"], N, C) for _ in range(3))
+        rstds = [nan(t["inp"], N, dtype=statistics_dtype(t["inp"])) for _ in range(2)]
+        ops.mix_rmsnorm_forward(mixed, out, rstds[0], *given)
+        ops.mix_rmsnorm_forward(None, again, rstds[1], *given)
+        assert torch.equal(out, again) or ops is reference
+        return {"mixed": mixed, "out": out, "rstd": torch.stack(rstds)}
+
+    return inputs, run
+
+
+def mix_backward(draw: Draw, N: int, C: int, residual: bool, first: bool) -> Case:
+    inputs, names = mixture(draw, N, C, residual, first)
+    inputs |= {name: draw.normal(N, C) for name in ("dstream", "dfirst", "dout")}
+    inputs["rstd"] = torch.exp2(torch.tanh(draw.normal(N, dtype=torch.float32)))
+
+    def run(ops: ModuleType, t: Tensors) -> Tensors:
+        has = {name: t[name] if name in names else None for name in ("first", "residual_scalar", "input_scalar")}
+        dfirst = t["dfirst"] if first else None
+        sums = [accumulator(t["inp"], 1) if name in names else None for name in ("residual_scalar", "input_scalar")]
+        given = t["dout"], t["inp"], has["first"], t["rstd"], has["residual_scalar"], has["input_scalar"]
+        scratch = poisoned(t["inp"], tokens=N, channels=C, widest=C)
+        ops.mix_rmsnorm_backward(t["dstream"], dfirst, *sums, *given, scratch=scratch)
+        found = {"dstream": t["dstream"], "dresidual_scalar": sums[0], "dinput_scalar": sums[1], "dfirst": dfirst}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    return inputs, run
+
+
+def value_inputs(draw: Draw, tokens: Tensor, H: int, D: int, G: int, Vp: int) -> Tensors:
+    N, C = tokens.numel(), H * D
+    inputs = {name: draw.normal(N, 3 * C) for name in ("qkv", "dqkv")} | {n: draw.normal(N, C) for n in ("norm", "dnorm")}
+    inputs |= {"gate_weight": draw.normal(H, G), "table": draw.normal(Vp, C), "tokens": tokens.to(draw.device)}
+    return inputs | {"gate": 1 + torch.tanh(draw.normal(N, H, dtype=torch.float32))}
+
+
+def value_forward(draw: Draw, tokens: Tensor, H: int, D: int, G: int, Vp: int) -> Case:
+    """Queries and keys stay as they are."""
+
+    def run(ops: ModuleType, t: Tensors) -> Tensors:
+        qkv, gate = t["qkv"].clone(), nan(t["qkv"], tokens.numel(), H, dtype=statistics_dtype(t["qkv"]))
+        ops.value_embedding_forward(qkv, gate, t["norm"], t["gate_weight"], t["tokens"], t["table"])
+        assert torch.equal(qkv[:, : 2 * H * D], t["qkv"][:, : 2 * H * D])
+        return {"qkv": qkv, "gate": gate}
+
+    return value_inputs(draw, tokens, H, D, G, Vp), run
+
+
+def value_backward(draw: Draw, tokens: Tensor, H: int, D: int, G: int, Vp: int) -> Case:
+    def run(ops: ModuleType, t: Tensors) -> Tensors:
+        (N, C), dvalues, sums = t["norm"].shape, nan(t["norm"], *t["norm"].shape), accumulator(t["norm"], H, G)
+        given = t["dqkv"], t["gate"], t["norm"], t["gate_weight"], t["tokens"], t["table"]
+        scratch = poisoned(t["norm"], tokens=N, channels=C, widest=C)
+        ops.value_embedding_backward(dvalues, t["dnorm"], sums, *given, scratch=scratch)
+        return {"dvalues": dvalues, "dnorm": t["dnorm"], "dgate_weight": sums}
+
+    return value_inputs(draw, tokens, H, D, G, Vp), run
+
+
+def value_decode(draw: Draw, B: int, H: int, D: int, G: int) -> Case:
+    inputs = value_inputs(draw, torch.arange(B) * 7 % 19, H, D, G, 19)
+
+    def run(ops: ModuleType, t: Tensors) -> Tensors:
+        qkv = t["qkv"].clone()
+        ops.decode.value_embedding_decode(qkv, t["norm"] * 3, t["gate_weight"], t["tokens"], t["table"])
+        return {"qkv": qkv}
+
+    return inputs, run
+
+
 def heads(draw: Draw, N: int, H: int, D: int) -> Tensors:
     """Packed queries, keys and values, and their gradient."""
     inputs = {name: draw.normal(N, 3 * H * D) for name in ("qkv", "dqkv")}

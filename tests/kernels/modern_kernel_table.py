@@ -1,5 +1,5 @@
-"""The kernels of RMS norm, QK-norm, rotary positions, squared ReLU and a softly capped classifier as they are launched at
-real sizes, compiled for Hopper without a GPU.
+"""The kernels of RMS norm, mixed streams, value embeddings, QK-norm, rotary positions, squared ReLU and a softly capped
+classifier as they are launched at real sizes, compiled for Hopper without a GPU.
 
     python -m tests.kernels.modern_kernel_table      prints registers, stack and the widest accesses as JSON
 
@@ -12,17 +12,19 @@ from concurrent.futures import ThreadPoolExecutor
 
 import triton
 
-from handgrad.ops.cuda import classifier, embedding, gelu, layernorm, relu2, rmsnorm, rotary
+from handgrad.models.modern_tensors import GATE_CHANNELS
+from handgrad.ops.cuda import classifier, embedding, gelu, layernorm, mix, relu2, rmsnorm, rotary, value_embedding
 from tests.kernels.compiling import compile_kernel
 from tests.kernels.memory_kernel_table import NUMBERS, widest
 
 ARCHITECTURE = 90
 DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
 V, Vp = 50257, 50304
+SCALARS = {"both": [], "residual": ["first", "input_scalar"], "input": ["residual_scalar"]}  # and what is then absent
 HEADS = {(768, 12, 64), (768, 6, 128), (1600, 16, 100)}  # C, H, D
 
 TYPES = {**NUMBERS, "length": "i32"}
-TYPES |= dict.fromkeys(("rstd", "losses", "scale"), "*fp32:16") | dict.fromkeys(
+TYPES |= dict.fromkeys(("rstd", "losses", "scale", "gate", "partials"), "*fp32:16") | dict.fromkeys(
     ("targets", "positions", "tokens"), "*i64:16"
 )
 
@@ -48,7 +50,21 @@ def launches(itemsize: int) -> dict[str, Launch]:
             ("rmsnorm_backward", rmsnorm._backward, rmsnorm.backward_tile(C)),
         ):
             found[f"{name} of {C}"] = kernel, {"C": C, "BLOCK_C": block, "ROWS": rows}, warps
+        for name, absent in SCALARS.items():
+            block, rows, warps = layernorm.forward_tile(C)
+            constants = {"C": C, "BLOCK_C": block, "ROWS": rows} | dict.fromkeys(absent)
+            found[f"mix_rmsnorm_forward of {C}, {name}"] = mix._forward, constants, warps
+            _, block, rows, warps, stages = layernorm.backward_tile(1 << 16, C, itemsize)
+            constants = {"C": C, "BLOCK_C": block, "ROWS": rows, "STAGES": stages} | dict.fromkeys(absent)
+            absent = [*absent, *(["dfirst"] if "first" in absent else [])]
+            found[f"mix_rmsnorm_backward of {C}, {name}"] = mix._backward, constants | dict.fromkeys(absent), warps
     for C, H, D in HEADS:
+        (heads, channels, gates), warps = value_embedding.tile(H, D, GATE_CHANNELS, itemsize)
+        constants = {"C": C, "H": H, "G": GATE_CHANNELS, "BLOCK_H": heads, "BLOCK_D": channels, "BLOCK_G": gates}
+        found[f"value_embedding_backward of {H} heads of {D}"] = value_embedding._backward, constants, warps
+        for name, more in (("forward", {"BLOCK_C": 0}), ("decode", {"gate": None, "BLOCK_C": triton.next_power_of_2(C)})):
+            more = {**constants, **more, "OVERLAPS": name == "decode"}
+            found[f"value_embedding_{name} of {H} heads of {D}"] = value_embedding._forward, more, warps
         for name, normed, rotated in (("qk_norm", True, False), ("rotary", False, True), ("qk_norm_rotary", True, True)):
             sizes = {"C3": 3 * C, "HEADS": 2 * H, "D": D, "ROTARY": rotated}
             absent = {} if normed else {"rstd": None}
@@ -74,6 +90,7 @@ def compile_one(job: tuple[str, str]) -> dict[str, object]:
         "stack": made["stack"],
         "load": widest(made["ptx"], "ld"),
         "store": widest(made["ptx"], "st"),
+        "copy": max((int(n, 16) for n in re.findall(r"cp\.async\.cg\S+ .*0x([0-9a-f]+), %r", made["ptx"])), default=0),
         "spills": len(re.findall(r"[ls][dt]\.local", made["ptx"])),
     }
 

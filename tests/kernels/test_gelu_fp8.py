@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from handgrad.fp8.cuda import gelu as gelu_fp8
+from handgrad.fp8.cuda import elementwise, gelu as gelu_fp8
 from handgrad.fp8.formats import E4M3, E5M2
 from handgrad.ops.cuda.gelu import gelu, gelu_derivative
 from tests.kernels import gelu_fp8_checks as checks
@@ -63,8 +63,13 @@ def both_ways(together, apart, inp, BLOCK: tl.constexpr):
 
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, function in {"rounded": rounded, "word": word, "gelu_and_derivative": separately}.items():
-        monkeypatch.setattr(gelu_fp8, name, function)
+    monkeypatch.setattr(gelu_fp8, "gelu_and_derivative", separately)
+    for module, name, function in (
+        (gelu_fp8, "rounded", rounded),
+        (elementwise, "rounded", rounded),
+        (elementwise, "word", word),
+    ):
+        monkeypatch.setattr(module, name, function)
 
 
 @pytest.fixture

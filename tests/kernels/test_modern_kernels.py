@@ -12,7 +12,7 @@ if torch.cuda.is_available():
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: it decides what @triton.jit makes of a kernel
 pytest.importorskip("triton")
 
-from handgrad.ops.cuda import decode, rotary
+from handgrad.ops.cuda import decode, layernorm, rotary, value_embedding
 from tests.kernels import modern_checks as checks
 from tests.kernels.decode_checks import check as check_decode
 from tests.kernels.memory_checks import Draw, check, kernels, zipf_tokens
@@ -42,6 +42,40 @@ def test_a_program_walks_several_rows(draw: Draw, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(rotary, "PROGRAMS", 3)
     check(checks.head_forward(draw, 11, 2, 24, 4))
     check(checks.head_backward(draw, 11, 2, 24, 4))
+
+
+BOTH, RESIDUAL, INPUT = (True, True), (True, False), (False, True)
+
+
+@pytest.mark.parametrize(
+    ("N", "C", "has"), [(1, 24, BOTH), (33, 100, RESIDUAL), (7, 48, INPUT), (5, 768, BOTH), (3, 2500, BOTH)]
+)
+def test_mixed_streams(draw: Draw, N: int, C: int, has: tuple[bool, bool]) -> None:
+    check(checks.mix_forward(draw, N, C, *has))
+    check(checks.mix_backward(draw, N, C, *has))
+
+
+@pytest.mark.parametrize("has", [BOTH, RESIDUAL, INPUT])
+def test_the_scalars_sums_are_of_all_programs(draw: Draw, has: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layernorm, "BACKWARD_PROGRAMS", 3)
+    check(checks.mix_backward(draw, 29, 48, *has))
+
+
+@pytest.mark.parametrize(
+    ("B", "T", "H", "D", "G"), [(1, 1, 1, 24, 24), (2, 5, 3, 10, 30), (1, 4, 6, 128, 32), (3, 3, 2, 100, 32)]
+)
+def test_value_embeddings(draw: Draw, B: int, T: int, H: int, D: int, G: int) -> None:
+    tokens = zipf_tokens(19, B, T)
+    check(checks.value_forward(draw, tokens, H, D, G, 128))
+    check(checks.value_backward(draw, tokens, H, D, G, 128))
+    check(checks.value_decode(draw, B, H, D, G))
+
+
+def test_a_program_walks_several_rows_of_values(draw: Draw, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FORWARD_PROGRAMS", "BACKWARD_PROGRAMS"):
+        monkeypatch.setattr(value_embedding, name, 3)
+    check(checks.value_forward(draw, zipf_tokens(19, 2, 7), 2, 24, 32, 128))
+    check(checks.value_backward(draw, zipf_tokens(19, 2, 7), 2, 24, 32, 128))
 
 
 @pytest.mark.parametrize(("N", "F"), [(1, 77), (9, 31), (33, 300)])

@@ -29,7 +29,11 @@ def test_nothing_spills(compiled: list[dict]) -> None:
 
 
 def test_accesses_are_wide(compiled: list[dict]) -> None:
-    """But of heads of 100 channels, whose halves begin at multiples of 4 bytes."""
+    """But of heads of 100 channels, whose halves begin at multiples of 4 bytes. The backward of mixed streams copies its
+    rows ahead of the loop, in 16 bits."""
     wide = [row for row in compiled if "heads of 100" not in row["kernel"]]
     narrow = {"classifier_forward"}  # which writes single numbers
-    assert [row for row in wide if row["load"] < 16 or (row["store"] < 16 and row["kernel"] not in narrow)] == []
+    copied = [row["kernel"].startswith("mix_rmsnorm_backward") and row["dtype"] != "fp32" for row in wide]
+    loads = [row["copy"] if ahead else row["load"] for row, ahead in zip(wide, copied, strict=True)]
+    stores = [16 if row["kernel"] in narrow else row["store"] for row in wide]
+    assert [row for row, *widths in zip(wide, loads, stores, strict=True) if min(widths) < 16] == []

@@ -4,7 +4,7 @@ same pass, and cuBLASLt multiplies them."""
 # ruff: noqa: F401
 from typing import Any
 
-from handgrad.fp8.cuda import gelu, layernorm, quantizing
+from handgrad.fp8.cuda import elementwise, gelu, layernorm, quantizing, rmsnorm, rotary
 from handgrad.fp8.cuda.attention import attention_backward, attention_forward, backward_parts, forward_parts
 from handgrad.fp8.cuda.classifier import classifier_forward, classifier_forward_backward
 from handgrad.fp8.cuda.column_sums import bias_backward
@@ -14,15 +14,21 @@ from handgrad.fp8.cuda.linear import (
     linear_backward,
     linear_forward,
     linear_gelu_forward,
+    linear_relu2_forward,
     linear_residual_forward,
+    relu2_linear_backward,
     tuned_keep_bf16,
 )
 from handgrad.fp8.cuda.quantizing import fold_statistics, quantize, update_scaling
+from handgrad.fp8.cuda.rmsnorm import rmsnorm_backward, rmsnorm_forward
+from handgrad.fp8.cuda.rotary import qk_norm_backward, qk_norm_rotary_backward, rotary_backward
 from handgrad.ops import cuda
-from handgrad.ops.compose import after_layernorm
+from handgrad.ops.compose import after_layernorm, after_rmsnorm
 
 layernorm_linear_forward = after_layernorm(layernorm_forward, linear_forward)
 layernorm_linear_gelu_forward = after_layernorm(layernorm_forward, linear_gelu_forward)
+rmsnorm_linear_forward = after_rmsnorm(rmsnorm_forward, linear_forward, None)
+rmsnorm_linear_relu2_forward = after_rmsnorm(rmsnorm_forward, linear_relu2_forward)
 
 
 def statistics_parts(
@@ -38,7 +44,9 @@ def statistics_parts(
         forward_parts(*heads),
         backward_parts(*heads),
         gelu.forward_parts(tokens, widest),
-        gelu.backward_parts(tokens, widest),
+        elementwise.backward_parts(tokens, widest),
+        rmsnorm.backward_parts(tokens, channels),
+        rotary.backward_parts(tokens),
     )
 
 

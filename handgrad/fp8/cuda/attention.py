@@ -149,8 +149,12 @@ def attention_forward(out: Form, lse: Tensor, qkv: Tensor, *, scratch: Tensor) -
 
 def attention_backward(dqkv: Form, dout: Tensor, out: Form, lse: Tensor, qkv: Tensor, *, scratch: Tensor) -> None:
     """Of a quantised dqkv there need not be a 16-bit form: where its scale is made from dqkv itself, all is computed
-    twice."""
+    twice. One with a `workspace` is left there, by the faster of cuDNN and Triton: an operation between attention and the
+    product quantises it."""
     inputs = dout, plain(out), lse, qkv
+    if isinstance(dqkv, Quantized) and dqkv.workspace is not None:
+        attention.attention_backward(dqkv.workspace, *inputs, scratch=scratch)
+        return
     if isinstance(dqkv, Tensor):
         either = attention if isinstance(out, Tensor) else attention_triton
         either.attention_backward(dqkv, *inputs, scratch=scratch)

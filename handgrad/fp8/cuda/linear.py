@@ -6,6 +6,7 @@ from torch import Tensor
 
 from handgrad.fp8.cuda.column_sums import bias_backward
 from handgrad.fp8.cuda.gelu import gelu_backward_fp8, gelu_forward_fp8
+from handgrad.fp8.cuda.relu2 import relu2_backward_fp8, relu2_forward_fp8
 from handgrad.fp8.formats import Form, Operands, Quantized, fp8_operands, plain
 from handgrad.ops import cuda
 from handgrad.ops.cuda import linear
@@ -100,6 +101,26 @@ def gelu_linear_backward(
     assert dhidden.workspace is not None and isinstance(inp, Quantized)
     input_backward(dhidden.workspace, dout, weight, scratch=scratch)
     gelu_backward_fp8(dhidden, inp, dhidden.workspace, hidden)
+    weight_backward(dweight_acc, dout, inp, scratch=scratch)
+
+
+def linear_relu2_forward(out: Form, inp: Form, weight: Form, *, scratch: Tensor) -> None:
+    if isinstance(out, Quantized):
+        linear_forward(out, inp, weight, None, scratch=scratch)
+        relu2_forward_fp8(out)
+    else:
+        cuda.linear_relu2_forward(out, plain(inp), plain(weight), scratch=scratch)
+
+
+def relu2_linear_backward(
+    dhidden: Form, dweight_acc: Tensor, dout: Form, inp: Form, weight: Form, *, scratch: Tensor
+) -> None:
+    if isinstance(dhidden, Tensor):
+        cuda.relu2_linear_backward(dhidden, dweight_acc, plain(dout), plain(inp), plain(weight), scratch=scratch)
+        return
+    assert dhidden.workspace is not None and isinstance(inp, Quantized)
+    input_backward(dhidden.workspace, dout, weight, scratch=scratch)
+    relu2_backward_fp8(dhidden, inp, dhidden.workspace)
     weight_backward(dweight_acc, dout, inp, scratch=scratch)
 
 

@@ -11,7 +11,9 @@ from handgrad.fp8.reference.linear import (
     linear_backward,
     linear_forward,
     linear_gelu_forward,
+    linear_relu2_forward,
     linear_residual_forward,
+    relu2_linear_backward,
 )
 from handgrad.fp8.reference.quantized import (
     attention_backward,
@@ -19,14 +21,21 @@ from handgrad.fp8.reference.quantized import (
     classifier_forward_backward,
     layernorm_backward,
     layernorm_forward,
+    qk_norm_backward,
+    qk_norm_rotary_backward,
+    rmsnorm_backward,
+    rmsnorm_forward,
+    rotary_backward,
 )
 from handgrad.fp8.reference.quantizing import fold_statistics, quantize, update_scaling
 from handgrad.ops import reference
-from handgrad.ops.compose import after_layernorm
+from handgrad.ops.compose import after_layernorm, after_rmsnorm
 
 classifier_forward = of_plain(reference.classifier_forward)
 layernorm_linear_forward = after_layernorm(layernorm_forward, linear_forward)
 layernorm_linear_gelu_forward = after_layernorm(layernorm_forward, linear_gelu_forward)
+rmsnorm_linear_forward = after_rmsnorm(rmsnorm_forward, linear_forward, None)
+rmsnorm_linear_relu2_forward = after_rmsnorm(rmsnorm_forward, linear_relu2_forward)
 
 
 def statistics_parts(

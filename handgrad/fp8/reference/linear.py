@@ -115,3 +115,29 @@ def gelu_linear_backward(
     reference.gelu_forward(result, hidden)
     write_forms(replace(inp, rows=None), result)
     weight_backward(dweight_acc, dout, inp)
+
+
+def linear_relu2_forward(out: Form, inp: Form, weight: Form, *, scratch: Tensor | None = None) -> None:
+    """Of a quantised out this writes the 16-bit form, for the backward, and `rows`; its `columns` come in the backward."""
+    linear_forward(out, inp, weight, None)
+    reference.relu2_forward(plain(out))
+    if isinstance(out, Quantized):
+        quantize(replace(out, columns=None), plain(out))
+
+
+def relu2_linear_backward(
+    dhidden: Form, dweight_acc: Tensor, dout: Form, inp: Form, weight: Form, *, scratch: Tensor | None = None
+) -> None:
+    """Of a quantised dhidden, the gradient after the square passes through its `workspace`, and the `columns` of inp are
+    made from its 16-bit form."""
+    if isinstance(dhidden, Tensor):
+        linear_backward(dhidden, dweight_acc, None, dout, inp, weight)
+        reference.relu2_backward(dhidden, plain(inp))
+        return
+    dsquare = dhidden.workspace
+    assert dsquare is not None and isinstance(inp, Quantized)
+    input_backward(dsquare, dout, weight)
+    reference.relu2_backward(dsquare, plain(inp))
+    quantize(dhidden, dsquare)
+    write_forms(replace(inp, rows=None), plain(inp))
+    weight_backward(dweight_acc, dout, inp)

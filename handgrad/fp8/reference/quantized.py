@@ -1,4 +1,4 @@
-"""The other operations that quantise their result: layer norm, attention, the gradient of the loss."""
+"""The other operations that quantise their result: norms, attention and the turn before it, the gradient of the loss."""
 
 import torch
 from torch import Tensor
@@ -35,6 +35,20 @@ def layernorm_backward(
         quantize(dresidual_inout, dresidual)
 
 
+def rmsnorm_forward(out: Form, rstd: Tensor, inp: Tensor) -> None:
+    result = plain(out) if isinstance(out, Tensor) or out.plain is not None else torch.empty_like(inp)
+    reference.rmsnorm_forward(result, rstd, inp)
+    if isinstance(out, Quantized):
+        quantize(out, result)
+
+
+def rmsnorm_backward(dresidual_inout: Form, dout: Tensor, inp: Tensor, rstd: Tensor) -> None:
+    """As `layernorm_backward`."""
+    reference.rmsnorm_backward(plain(dresidual_inout), dout, inp, rstd)
+    if isinstance(dresidual_inout, Quantized):
+        quantize(dresidual_inout, plain(dresidual_inout))
+
+
 def attention_forward(out: Form, lse: Tensor, qkv: Tensor, *, scratch: Tensor | None = None) -> None:
     """A quantised out also has a plain form, for the backward."""
     reference.attention_forward(plain(out), lse, qkv)
@@ -45,10 +59,45 @@ def attention_forward(out: Form, lse: Tensor, qkv: Tensor, *, scratch: Tensor | 
 def attention_backward(
     dqkv: Form, dout: Tensor, out: Form, lse: Tensor, qkv: Tensor, *, scratch: Tensor | None = None
 ) -> None:
+    """A dqkv with a `workspace` is left there: an operation between attention and the product quantises it."""
+    if isinstance(dqkv, Quantized) and dqkv.workspace is not None:
+        reference.attention_backward(dqkv.workspace, dout, plain(out), lse, qkv)
+        return
     result = plain(dqkv) if isinstance(dqkv, Tensor) or dqkv.plain is not None else torch.empty_like(qkv)
     reference.attention_backward(result, dout, plain(out), lse, qkv)
     if isinstance(dqkv, Quantized):
         quantize(dqkv, result)
+
+
+def rotary_backward(dqkv_inout: Form, *, num_heads: int, length: int) -> None:
+    """Of a quantised dqkv, the gradient after the rotation lies in its `workspace`; so with the next two."""
+    reference.rotary_backward(after_the_turn(dqkv_inout), num_heads=num_heads, length=length)
+    quantize_turned(dqkv_inout)
+
+
+def qk_norm_backward(dqkv_inout: Form, qkv: Tensor, rstd: Tensor) -> None:
+    reference.qk_norm_backward(after_the_turn(dqkv_inout), qkv, rstd)
+    quantize_turned(dqkv_inout)
+
+
+def qk_norm_rotary_backward(dqkv_inout: Form, qkv: Tensor, rstd: Tensor, *, length: int) -> None:
+    reference.qk_norm_rotary_backward(after_the_turn(dqkv_inout), qkv, rstd, length=length)
+    quantize_turned(dqkv_inout)
+
+
+def after_the_turn(dqkv: Form) -> Tensor:
+    """The gradient that attention's backward left, in 16 bits; it may be changed."""
+    if isinstance(dqkv, Tensor):
+        return dqkv
+    assert dqkv.workspace is not None
+    return dqkv.workspace
+
+
+def quantize_turned(dqkv: Form) -> None:
+    if isinstance(dqkv, Quantized):
+        quantize(dqkv, after_the_turn(dqkv))
+        if dqkv.plain is not None:
+            dqkv.plain.copy_(after_the_turn(dqkv))
 
 
 def classifier_forward_backward(

@@ -6,8 +6,9 @@ from transformers import PreTrainedConfig
 
 
 class HandgradModernConfig(PreTrainedConfig):
-    """Sizes, and `without`: the techniques that this model leaves out, with commas, of rotary, qk_norm, softcap,
-    embedding_norm, untied_head (and zero_init, which matters at the start of training alone)."""
+    """Sizes, and `techniques`: those that this model has, with commas, of rotary, qk_norm, softcap, embedding_norm,
+    untied_head, residual_scalars, input_scalars, value_embeddings (and zero_init, which matters at the start of training
+    alone)."""
 
     model_type = "handgrad_modern"
     keys_to_ignore_at_inference = ("past_key_values",)
@@ -19,7 +20,7 @@ class HandgradModernConfig(PreTrainedConfig):
         num_hidden_layers: int = 12,
         num_attention_heads: int = 6,
         hidden_size: int = 768,
-        without: str = "",
+        techniques: str = "rotary,qk_norm,softcap,embedding_norm,zero_init,untied_head",
         norm_epsilon: float = 1e-6,
         rotary_base: float = 10000.0,
         softcap: float = 15.0,
@@ -31,7 +32,7 @@ class HandgradModernConfig(PreTrainedConfig):
         self.num_hidden_layers = num_hidden_layers
         self.num_attention_heads = num_attention_heads
         self.hidden_size = hidden_size
-        self.without = without
+        self.techniques = techniques
         self.norm_epsilon = norm_epsilon
         self.rotary_base = rotary_base
         self.softcap = softcap
@@ -40,4 +41,4 @@ class HandgradModernConfig(PreTrainedConfig):
         super().__init__(**kwargs)
 
     def has(self, technique: str) -> bool:
-        return technique not in [name.strip() for name in self.without.split(",")]
+        return technique in [name.strip() for name in self.techniques.split(",")]

@@ -6,7 +6,9 @@ The stream begins with x = RMS(wte[token]). A block is two halves, without biase
     a = x + Attention(q, k, v) Wproj^T,    [q k v] = RMS(x) Wqkv^T,  q and k of each head normalised, then rotated
     y = a + max(RMS(a) Wfc^T, 0)^2 Wfcproj^T
 
-and the logits are z = c tanh(RMS(y) Whead^T / c). `config.without` names the techniques that a model leaves out.
+and the logits are z = c tanh(RMS(y) Whead^T / c). `config.techniques` names those that a model has. With scalars a block
+begins with x <- r x + s x_0, x_0 the stream before the first block; with value embeddings, in every second layer up to the
+last, v <- v + 2 sigmoid(RMS(x)[:G] Wgate^T) ve[token] for each head.
 """
 
 from collections.abc import Callable
@@ -67,6 +69,17 @@ def visible(past: int, length: int, attention_mask: Tensor | None, device: torch
     return causal & attention_mask.to(torch.bool)[:, None, None, :] | (columns == rows)
 
 
+GATE_CHANNELS = 32  # of the stream, that the gates of the value embeddings read
+
+
+class Scalar(nn.Module):
+    """A number that is learnt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+
 class Block(nn.Module):
     def __init__(self, config: HandgradModernConfig, layer: int):
         super().__init__()
@@ -76,15 +89,46 @@ class Block(nn.Module):
         self.proj = nn.Linear(channels, channels, bias=False)
         self.fc = nn.Linear(channels, 4 * channels, bias=False)
         self.fcproj = nn.Linear(4 * channels, channels, bias=False)
+        self.residual_scalar = Scalar() if config.has("residual_scalars") else None
+        self.input_scalar = Scalar() if config.has("input_scalars") else None
+        self.has_values = config.has("value_embeddings") and (config.num_hidden_layers - layer) % 2 == 1
+        if self.has_values:
+            self.value_gate = nn.Linear(min(GATE_CHANNELS, channels), config.num_attention_heads, bias=False)
+            self.value_embedding = nn.Embedding(config.vocab_size, channels)
 
-    def forward(self, x: Tensor, turn: Angles | None, mask: Tensor | None, recall: Recall) -> Tensor:
-        """x (B, T, C) -> (B, T, C). `mask` (B or 1, 1, T, keys), or None: causality alone; `recall` adds a layer's earlier
-        keys and values to new ones."""
+    def forward(
+        self, x: Tensor, first: Tensor, tokens: Tensor | None, turn: Angles | None, mask: Tensor | None, recall: Recall
+    ) -> Tensor:
+        """x (B, T, C) -> (B, T, C); `first`: that of the first block. `mask` (B or 1, 1, T, keys), or None: causality
+        alone; `recall` adds a layer's earlier keys and values to new ones."""
         epsilon = self.config.norm_epsilon
-        x = x + self.proj(self.attention(self.qkv(rms(x, epsilon)), turn, mask, recall))
+        x = self.mixed(x, first)
+        norm = rms(x, epsilon)
+        x = x + self.proj(self.attention(self.qkv(norm), self.values(norm, tokens), turn, mask, recall))
         return x + self.fcproj(F.relu(self.fc(rms(x, epsilon))).square())
 
-    def attention(self, qkv: Tensor, turn: Angles | None, mask: Tensor | None, recall: Recall) -> Tensor:
+    def mixed(self, x: Tensor, first: Tensor) -> Tensor:
+        """r x + s x_0, rounded once."""
+        exact = wide(x)
+        if self.residual_scalar is not None:
+            exact = exact * wide(self.residual_scalar.weight)
+        if self.input_scalar is not None:
+            exact = exact + wide(self.input_scalar.weight) * wide(first)
+        return exact.to(x.dtype)
+
+    def values(self, norm: Tensor, tokens: Tensor | None) -> Tensor | None:
+        """What the tokens add to the values, (B, H, T, D), from the block's normalised stream (B, T, C)."""
+        if not self.has_values:
+            return None
+        if tokens is None:
+            raise ValueError("expected input_ids, found inputs_embeds: the value embeddings of this model need the tokens")
+        gate = 2 * torch.sigmoid(wide(norm[..., : self.value_gate.in_features]) @ wide(self.value_gate.weight).T)
+        found = wide(self.value_embedding(tokens)).unflatten(-1, (gate.shape[-1], -1))
+        return (gate.unsqueeze(-1) * found).transpose(1, 2)
+
+    def attention(
+        self, qkv: Tensor, values: Tensor | None, turn: Angles | None, mask: Tensor | None, recall: Recall
+    ) -> Tensor:
         """qkv (B, T, 3C) -> (B, T, C)."""
         batch, length, channels = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
         heads = self.config.num_attention_heads
@@ -93,6 +137,8 @@ class Block(nn.Module):
             q, k = rms(q, self.config.norm_epsilon), rms(k, self.config.norm_epsilon)
         if turn is not None:
             q, k = rotated(q, turn), rotated(k, turn)
+        if values is not None:
+            v = (wide(v) + values).to(v.dtype)
         k, v = recall(k, v, self.layer)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and length > 1)
         return y.transpose(1, 2).reshape(batch, length, channels)
@@ -167,8 +213,9 @@ class HandgradModernForCausalLM(PreTrainedModel, GenerationMixin):
             turn = angles(position_ids, width, config.rotary_base, torch.promote_types(x.dtype, torch.float32))
         if config.has("embedding_norm"):
             x = rms(x, config.norm_epsilon)
+        first = x
         for block in self.blocks:
-            x = block(x, turn, mask, recall)
+            x = block(x, first, input_ids, turn, mask, recall)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.head(rms(x[:, kept], config.norm_epsilon))
         if config.has("softcap"):

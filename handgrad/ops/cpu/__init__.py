@@ -10,7 +10,7 @@ against `handgrad.ops.reference`, which says what it computes.
 from typing import Any
 
 from handgrad.ops import reference
-from handgrad.ops.compose import after_layernorm, after_rmsnorm
+from handgrad.ops.compose import after_layernorm, after_mix_rmsnorm, after_rmsnorm
 from handgrad.ops.cpu import decode
 from handgrad.ops.cpu.adamw import adamw_update
 from handgrad.ops.cpu.attention import attention_backward, attention_forward
@@ -41,6 +41,7 @@ layernorm_linear_forward = after_layernorm(layernorm_forward, linear_forward)
 layernorm_linear_gelu_forward = after_layernorm(layernorm_forward, linear_gelu_forward)
 rmsnorm_linear_forward = after_rmsnorm(rmsnorm_forward, linear_forward, None)
 rmsnorm_linear_relu2_forward = after_rmsnorm(rmsnorm_forward, linear_relu2_forward)
+mix_rmsnorm_linear_forward = after_mix_rmsnorm(reference.mix_rmsnorm_forward, linear_forward)
 
 
 def __getattr__(name: str) -> Any:

@@ -23,6 +23,7 @@ def adamw_update(
     beta2: float,
     epsilon: float,
     weight_decay: float,
+    rate: float = 1.0,
     seed: int = 0,
     first_element: int = 0,
 ) -> None:
@@ -38,7 +39,7 @@ def adamw_update(
         [v_inout],
         [],
         [one * step],
-        lr=learning_rate,
+        lr=learning_rate * rate,
         beta1=beta1,
         beta2=beta2,
         weight_decay=weight_decay,

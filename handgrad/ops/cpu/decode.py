@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from handgrad.ops.compose import after_layernorm, after_rmsnorm
+from handgrad.ops.compose import after_layernorm, after_mix, after_rmsnorm
 from handgrad.ops.cpu.gelu import linear_gelu_forward, linear_residual_forward
 from handgrad.ops.cpu.layernorm import layernorm_forward
 from handgrad.ops.cpu.linear import linear_forward
@@ -24,11 +24,14 @@ from handgrad.ops.reference.decode import (
     rotary_forward,
     token_embedding_decode,
 )
+from handgrad.ops.reference.mix import mix_forward
+from handgrad.ops.reference.value_embedding import value_embedding_decode
 
 layernorm_linear_forward = after_layernorm(layernorm_forward, linear_forward)
 layernorm_linear_gelu_forward = after_layernorm(layernorm_forward, linear_gelu_forward)
 rmsnorm_linear_forward = after_rmsnorm(rmsnorm_forward, linear_forward, None)
 rmsnorm_linear_relu2_forward = after_rmsnorm(rmsnorm_forward, linear_relu2_forward)
+mix_rmsnorm_linear_forward = after_mix(mix_forward, rmsnorm_linear_forward)
 
 
 def attention_decode(

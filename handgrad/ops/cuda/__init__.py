@@ -9,7 +9,7 @@ deterministic, allocate nothing, and can be recorded in a CUDA graph.
 import triton
 
 from handgrad.errors import UsageError
-from handgrad.ops.compose import after_layernorm, after_rmsnorm
+from handgrad.ops.compose import after_layernorm, after_mix_rmsnorm, after_rmsnorm
 from handgrad.ops.cuda import attention_cudnn, cublaslt, decode
 from handgrad.ops.cuda.attention import attention_backward, attention_forward, attention_scratch_bytes
 from handgrad.ops.cuda.classifier import classifier_forward, classifier_forward_backward, softcap_forward
@@ -33,6 +33,7 @@ from handgrad.ops.cuda.linear import (
     linear_residual_forward,
     relu2_linear_backward,
 )
+from handgrad.ops.cuda.mix import mix_rmsnorm_backward, mix_rmsnorm_forward
 from handgrad.ops.cuda.muon import muon_momentum, muon_polar, muon_scratch_bytes, muon_update
 from handgrad.ops.cuda.optimizer import adamw_update, loss_sum, squared_norms, verdict
 from handgrad.ops.cuda.reduction import checksum, tree_sum
@@ -47,12 +48,14 @@ from handgrad.ops.cuda.rotary import (
     rotary_forward,
 )
 from handgrad.ops.cuda.scratch import scratch_bytes
+from handgrad.ops.cuda.value_embedding import value_embedding_backward, value_embedding_forward
 from handgrad.ops.reference import residual_forward, store_keys_values  # plain torch: a sum, copies
 
 layernorm_linear_forward = after_layernorm(layernorm_forward, linear_forward)
 layernorm_linear_gelu_forward = after_layernorm(layernorm_forward, linear_gelu_forward)
 rmsnorm_linear_forward = after_rmsnorm(rmsnorm_forward, linear_forward, None)
 rmsnorm_linear_relu2_forward = after_rmsnorm(rmsnorm_forward, linear_relu2_forward)
+mix_rmsnorm_linear_forward = after_mix_rmsnorm(mix_rmsnorm_forward, linear_forward)
 
 WIDEST_HEAD = 128
 CAPTURABLE = True  # every operation of a step can be recorded in a CUDA graph

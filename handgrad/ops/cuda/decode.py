@@ -15,16 +15,18 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from handgrad.ops.compose import Operation
+from handgrad.ops.compose import Operation, after_mix
 from handgrad.ops.cuda import linear, rotary
 from handgrad.ops.cuda.choosing import choose_tokens, choosing_scratch_bytes  # noqa: F401
 from handgrad.ops.cuda.classifier import softcap_forward  # noqa: F401
 from handgrad.ops.cuda.gelu import gelu
 from handgrad.ops.cuda.launch import launch, overlapping
 from handgrad.ops.cuda.layernorm import EPSILON, layernorm_forward
+from handgrad.ops.cuda.mix import mix_forward
 from handgrad.ops.cuda.relu2 import relu2
 from handgrad.ops.cuda.rmsnorm import rmsnorm_forward, rstd_of
 from handgrad.ops.cuda.rotary import qk_norm_forward  # noqa: F401
+from handgrad.ops.cuda.value_embedding import value_embedding_decode  # noqa: F401
 
 # A program's tile of the weight, 64 numbers a thread: with a few programs on each multiprocessor as many bytes are on their
 # way as the memory's latency asks for (4.8 TB/s times about 800 ns are 29 KB a multiprocessor).
@@ -100,6 +102,7 @@ def after_rmsnorm(product: Operation, *bias: None, with_relu2: bool = False) -> 
 
 rmsnorm_linear_forward = after_rmsnorm(linear.linear_forward, None)
 rmsnorm_linear_relu2_forward = after_rmsnorm(linear.linear_relu2_forward, with_relu2=True)
+mix_rmsnorm_linear_forward = after_mix(mix_forward, rmsnorm_linear_forward)
 
 
 def qk_norm_rotary_forward(qkv_inout: Tensor, rstd: Tensor, *, positions: Tensor) -> None:

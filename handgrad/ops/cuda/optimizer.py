@@ -144,6 +144,7 @@ def adamw_update(
     beta2: float,
     epsilon: float,
     weight_decay: float,
+    rate: float = 1.0,
     seed: int = 0,
     first_element: int = 0,
 ) -> None:
@@ -153,7 +154,7 @@ def adamw_update(
     tensors = published, weights, m_inout, v_inout, gradient_inout, controls, results
     publishes = published.data_ptr() != weight_inout.data_ptr()
     logarithms = (math.log2(beta) if beta else -math.inf for beta in (beta1, beta2))
-    settings = float(beta1), float(beta2), *logarithms, float(epsilon), float(weight_decay)
+    settings = float(beta1), float(beta2), *logarithms, float(epsilon), float(weight_decay), float(rate)
     sizes = UPDATE_ELEMENTS, UPDATE_TILES
     grid = (triton.cdiv(elements, UPDATE_ELEMENTS * UPDATE_TILES),)
     arguments = *tensors, elements, seed, first_element, publishes, rounded, *settings, *sizes
@@ -164,11 +165,12 @@ def adamw_update(
 def _adamw(
     published, weight, m_buffer, v_buffer, gradient, controls, results, elements, seed, first_element,
     PUBLISH: tl.constexpr, ROUNDED: tl.constexpr, BETA1: tl.constexpr, BETA2: tl.constexpr, LOG2_BETA1: tl.constexpr,
-    LOG2_BETA2: tl.constexpr, EPSILON: tl.constexpr, WEIGHT_DECAY: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
+    LOG2_BETA2: tl.constexpr, EPSILON: tl.constexpr, WEIGHT_DECAY: tl.constexpr, RATE: tl.constexpr, BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
 ):  # fmt: skip
     if tl.load(results + VERDICT) == UPDATE:
         scale = tl.load(results + SCALE).to(tl.float32)
-        step, rate = tl.load(controls + STEP), tl.load(controls + LEARNING_RATE)
+        step, rate = tl.load(controls + STEP), tl.load(controls + LEARNING_RATE) * RATE
         m_rate = (rate / (1.0 - tl.exp2(step * LOG2_BETA1))).to(tl.float32)
         v_factor = (1.0 / tl.sqrt(1.0 - tl.exp2(step * LOG2_BETA2))).to(tl.float32)
         decay = (rate * WEIGHT_DECAY).to(tl.float32)

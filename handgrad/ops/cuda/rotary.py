@@ -129,12 +129,23 @@ def _backward(
         if rstd is not None:
             y1, y2 = pairs_at(qkv + place, inside, D)
             row_rstd = tl.load(rstd + tl.cast(row, tl.int64) * HEADS + head, mask=head < HEADS, other=0.0)
-            along = tl.sum(dx1 * y1 + dx2 * y2, 1, keep_dims=True) / D
-            dx1, dx2 = row_rstd * (dx1 - y1 * along), row_rstd * (dx2 - y2 * along)
+            dx1, dx2 = through_norm(dx1, dx2, y1, y2, row_rstd, D)
         if ROTARY:
             cos, sin = turned(frequency * tl.cast(row % length, tl.float64))
-            dx1, dx2 = dx1 * cos + dx2 * sin, dx2 * cos - dx1 * sin
+            dx1, dx2 = turned_back(dx1, dx2, cos, sin)
         store_pairs(dqkv + place, dx1, dx2, inside, D)
+
+
+@triton.jit
+def through_norm(dy1, dy2, y1, y2, row_rstd, D: tl.constexpr):
+    """The gradient before the norm of heads, of their outputs."""
+    along = tl.sum(dy1 * y1 + dy2 * y2, 1, keep_dims=True) / D
+    return row_rstd * (dy1 - y1 * along), row_rstd * (dy2 - y2 * along)
+
+
+@triton.jit
+def turned_back(dx1, dx2, cos, sin):
+    return dx1 * cos + dx2 * sin, dx2 * cos - dx1 * sin
 
 
 @triton.jit

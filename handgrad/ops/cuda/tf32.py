@@ -5,7 +5,7 @@ from types import ModuleType
 from typing import Any
 
 from handgrad.ops import cuda
-from handgrad.ops.compose import after_layernorm, after_rmsnorm
+from handgrad.ops.compose import after_layernorm, after_mix, after_mix_rmsnorm, after_rmsnorm
 from handgrad.ops.cuda import linear
 
 linear_forward = partial(linear.linear_forward, tf32=True)
@@ -19,6 +19,7 @@ layernorm_linear_forward = after_layernorm(cuda.layernorm_forward, linear_forwar
 layernorm_linear_gelu_forward = after_layernorm(cuda.layernorm_forward, linear_gelu_forward)
 rmsnorm_linear_forward = after_rmsnorm(cuda.rmsnorm_forward, linear_forward, None)
 rmsnorm_linear_relu2_forward = after_rmsnorm(cuda.rmsnorm_forward, linear_relu2_forward)
+mix_rmsnorm_linear_forward = after_mix_rmsnorm(cuda.mix_rmsnorm_forward, linear_forward)
 
 decode = ModuleType(f"{__name__}.decode")
 vars(decode).update(vars(cuda.decode))
@@ -27,6 +28,7 @@ for name in (
     *("rmsnorm_linear_forward", "rmsnorm_linear_relu2_forward"),
 ):
     setattr(decode, name, partial(getattr(cuda.decode, name), tf32=True))
+decode.mix_rmsnorm_linear_forward = after_mix(cuda.decode.mix_forward, decode.rmsnorm_linear_forward)  # type: ignore[attr-defined]
 
 
 def __getattr__(name: str) -> Any:

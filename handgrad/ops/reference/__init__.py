@@ -8,7 +8,7 @@ kernels: those of a CPU are in `handgrad.ops.cpu`.
 
 from collections.abc import Callable
 
-from handgrad.ops.compose import after_layernorm, after_rmsnorm
+from handgrad.ops.compose import after_layernorm, after_mix_rmsnorm, after_rmsnorm
 from handgrad.ops.reference import decode
 from handgrad.ops.reference.attention import attention_backward, attention_forward, attention_scratch_bytes
 from handgrad.ops.reference.classifier import classifier_forward, classifier_forward_backward, softcap_forward
@@ -30,6 +30,7 @@ from handgrad.ops.reference.gelu import (
 )
 from handgrad.ops.reference.layernorm import layernorm_backward, layernorm_forward
 from handgrad.ops.reference.linear import bias_backward, linear_backward, linear_forward
+from handgrad.ops.reference.mix import mix_rmsnorm_backward, mix_rmsnorm_forward
 from handgrad.ops.reference.muon import muon_momentum, muon_polar, muon_scratch_bytes, muon_update
 from handgrad.ops.reference.optimizer import adamw_update, loss_sum, squared_norms, verdict
 from handgrad.ops.reference.reduction import checksum, tree_sum
@@ -48,11 +49,13 @@ from handgrad.ops.reference.rotary import (
     rotary_backward,
     rotary_forward,
 )
+from handgrad.ops.reference.value_embedding import value_embedding_backward, value_embedding_forward
 
 layernorm_linear_forward = after_layernorm(layernorm_forward, linear_forward)  # out = LN(x) W^T + b
 layernorm_linear_gelu_forward = after_layernorm(layernorm_forward, linear_gelu_forward)  # h = LN(x) W^T + b, out = GELU(h)
 rmsnorm_linear_forward = after_rmsnorm(rmsnorm_forward, linear_forward, None)  # out = RMSnorm(x) W^T
 rmsnorm_linear_relu2_forward = after_rmsnorm(rmsnorm_forward, linear_relu2_forward)  # out = max(RMSnorm(x) W^T, 0)^2
+mix_rmsnorm_linear_forward = after_mix_rmsnorm(mix_rmsnorm_forward, linear_forward)  # out = RMSnorm(r x + s x0) W^T
 
 CAPTURABLE = False  # the verdict and the update ask the host
 

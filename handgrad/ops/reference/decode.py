@@ -9,16 +9,18 @@ import math
 import torch
 from torch import Tensor
 
-from handgrad.ops.compose import after_layernorm, after_rmsnorm
+from handgrad.ops.compose import after_layernorm, after_mix, after_rmsnorm
 from handgrad.ops.hashing import BITS32, WEYL, mixed
 from handgrad.ops.reference.attention import split_heads
 from handgrad.ops.reference.classifier import softcap_forward  # noqa: F401
 from handgrad.ops.reference.gelu import linear_gelu_forward, linear_residual_forward  # noqa: F401
 from handgrad.ops.reference.layernorm import layernorm_forward
 from handgrad.ops.reference.linear import linear_forward
+from handgrad.ops.reference.mix import mix_forward
 from handgrad.ops.reference.relu2 import linear_relu2_forward
 from handgrad.ops.reference.rmsnorm import rmsnorm_forward
 from handgrad.ops.reference.rotary import qk_norm_forward, rotate
+from handgrad.ops.reference.value_embedding import value_embedding_decode  # noqa: F401
 
 SHARE_UNIT = 2.0**60  # of probabilities as integers: those above 2^-36 are exact, and their sum fits 63 bits
 DRAW_BITS = 23  # of a draw: with the half that is added, the 24 that a float32 holds exactly
@@ -28,6 +30,7 @@ layernorm_linear_forward = after_layernorm(layernorm_forward, linear_forward)
 layernorm_linear_gelu_forward = after_layernorm(layernorm_forward, linear_gelu_forward)
 rmsnorm_linear_forward = after_rmsnorm(rmsnorm_forward, linear_forward, None)
 rmsnorm_linear_relu2_forward = after_rmsnorm(rmsnorm_forward, linear_relu2_forward)
+mix_rmsnorm_linear_forward = after_mix(mix_forward, rmsnorm_linear_forward)
 
 
 def embedding_decode(out: Tensor, tokens: Tensor, positions: Tensor, wte: Tensor, wpe: Tensor) -> None:

@@ -103,12 +103,13 @@ def adamw_update(
     beta2: float,
     epsilon: float,
     weight_decay: float,
+    rate: float = 1.0,
     seed: int = 0,
     first_element: int = 0,
 ) -> None:
     """One update of flat float32 (or float64) buffers of equal length, unless the verdict in `results` forbids it;
     `published` (any dtype, possibly `weight_inout` itself) receives the new weights, rounded. The gradient's values
-    afterwards mean nothing. `controls` holds the learning rate and the step, which counts from 1.
+    afterwards mean nothing. `controls` holds the learning rate, which `rate` multiplies, and the step, which counts from 1.
 
     Weights of bf16 are all there is of them: they are `published` themselves, updated in float32 and rounded to one of
     their two neighbours at random, keyed by `seed`, the step and the element's place in the whole buffer, where these
@@ -117,6 +118,7 @@ def adamw_update(
     if results[ops.RESULT_VERDICT].item() != ops.UPDATE:
         return
     step, learning_rate = (controls[place].item() for place in (ops.CONTROL_STEP, ops.CONTROL_LEARNING_RATE))
+    learning_rate *= rate
     weight, g = exact_weight(weight_inout), gradient_inout * results[ops.RESULT_SCALE].to(gradient_inout.dtype)
     m_inout.mul_(beta1).add_(g, alpha=1 - beta1)
     v_inout.mul_(beta2).add_(g * g, alpha=1 - beta2)

@@ -44,7 +44,8 @@ def beyond(error: float, allowed: float) -> float:
 
 def launch(operation: Callable[..., None], arguments: Arguments) -> None:
     if "scratch" in inspect.signature(operation).parameters:
-        device = next(t.device for t in arguments.values() if isinstance(t, Tensor))
+        tensors = (getattr(value, "scaling", value) for value in arguments.values())  # of a quantised one
+        device = next(t.device for t in tensors if isinstance(t, Tensor))
         arguments = {**arguments, "scratch": torch.full((SCRATCH_BYTES,), 255, dtype=torch.uint8, device=device)}
     operation(**arguments)
 

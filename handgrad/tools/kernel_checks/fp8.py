@@ -39,6 +39,9 @@ from handgrad.tools.kernel_checks.operations import (
     attention_backward,
     gelu_product_backward,
     layernorm_backward,
+    qk_norm_backward,
+    relu2_product_backward,
+    rmsnorm_backward,
 )
 
 OLDEST_FP8 = (8, 9)  # compute capability of the first GPUs whose tensor cores take fp8: Ada, then Hopper
@@ -100,7 +103,7 @@ def requantized(found: Quantized, scaling: Tensor, plain: Tensor, *, counted: bo
 
 # Operations that write the 16-bit form as well: it changes in place, the backward reads it, or two kernels need not add it
 # up in one order (attention's backward).
-WITH_PLAIN = ("layernorm_backward", "attention_forward", "attention_backward")
+WITH_PLAIN = ("layernorm_backward", "rmsnorm_backward", "attention_forward", "attention_backward")
 
 
 def fused(
@@ -198,16 +201,73 @@ def fp8_gelu_backward(ops: ModuleType, d: Fp8Draw) -> Compared:
     yield from requantized(gelu, gelu.scaling.clone(), plain, counted=False)
 
 
+def fp8_relu2(ops: ModuleType, d: Fp8Draw) -> Compared:
+    """Forward: the product, and its squared ReLU in 16 bits and in fp8 rows."""
+    inp, weight = (d.operand(tensor) for tensor in d.product(F, C).values())
+    for current in (False, True):
+        out, hidden = d.output((N, F), E4M3, 7, columns=None, plain=d.empty(N, F), current=current), d.empty(N, F)
+        scaling = out.scaling.clone()
+        launch(ops.linear_relu2_forward, {"out": out, "inp": inp, "weight": weight})
+        launch(ops.linear_forward, {"out": hidden, "inp": inp, "weight": weight, "bias": None})
+        yield product(hidden, numbers(inp) @ numbers(weight).t())
+        ops.relu2_forward(hidden)
+        assert out.plain is not None
+        yield out.plain, hidden, 0
+        yield from requantized(out, scaling, hidden)
+
+
+def fp8_relu2_backward(ops: ModuleType, d: Fp8Draw) -> Compared:
+    """The gradient before the ReLU, the columns of the square, and the weight's gradient from these."""
+    arguments = relu2_product_backward(d)
+    square, before = arguments["inp"], arguments["dweight_acc"].double()
+    dout, weight = d.operand(arguments["dout"], E5M2), d.operand(arguments["weight"])
+    dhidden = d.output((N, F), E5M2, 14, workspace=d.empty(N, F))
+    inp = d.output((N, F), E4M3, 5, rows=None, plain=square)
+    scaling = dhidden.scaling.clone()
+    given: Arguments = {**arguments, "dhidden": dhidden, "dout": dout, "inp": inp, "weight": weight}
+    launch(ops.relu2_linear_backward, given)
+    yield product(arguments["dweight_acc"], before + numbers(dout).t() @ numbers(inp))
+
+    dsquare = d.empty(N, F)
+    gradients = {"dinp": dsquare, "dweight_acc": d.float32(C, F), "dbias_acc": None}
+    launch(ops.linear_backward, {**gradients, "dout": dout, "inp": inp, "weight": weight})
+    ops.relu2_backward(dsquare, square)
+    yield from requantized(dhidden, scaling, dsquare)
+    yield from requantized(inp, inp.scaling.clone(), square, counted=False)
+
+
+def turn_back(operation: str, make: Callable[[Draw], Arguments], columns: torch.dtype = E4M3) -> Fp8Case:
+    """A case: the gradient before queries' and keys' turn, of which all but the values are near the kernel's in place,
+    and whose forms are those of its own 16-bit numbers."""
+
+    def case(ops: ModuleType, d: Fp8Draw) -> Compared:
+        for current in (False, True):
+            given = make(d)
+            turned = given["dqkv_inout"]
+            own, after = torch.full_like(turned, math.nan), turned.clone()
+            out = d.output(turned.shape, E4M3, 5, plain=own, workspace=after, current=current)
+            assert out.columns is not None
+            out = replace(out, columns=out.columns.view(columns))
+            scaling = out.scaling.clone()
+            launch(getattr(ops, operation), {**given, "dqkv_inout": out})
+            launch(getattr(ops, operation), given)
+            yield own, turned, 2 * torch.finfo(d.dtype).eps
+            yield from requantized(out, scaling, own)
+
+    return case
+
+
 def fp8_classifier(ops: ModuleType, d: Fp8Draw) -> Compared:
     """The gradient of the logits, at a scale that admits every number of it."""
-    plain = CASES["classifier_forward_backward"](d)
-    given, logits = copies(plain), "logits_to_dlogits_inout"
-    out = d.output((N, Vp), E5M2, 16, columns=None, plain=given[logits])
-    launch(ops.classifier_forward_backward, {**given, logits: out})
-    launch(ops.classifier_forward_backward, plain)
-    yield from requantized(out, out.scaling.clone(), plain[logits], counted=False)
-    for name in ("losses", logits):
-        yield given[name], plain[name], 0
+    for line in ("classifier_forward_backward", "classifier_forward_backward, with a cap"):
+        plain = CASES[line](d)
+        given, logits = copies(plain), "logits_to_dlogits_inout"
+        out = d.output((N, Vp), E5M2, 16, columns=None, plain=given[logits])
+        launch(ops.classifier_forward_backward, {**given, logits: out})
+        launch(ops.classifier_forward_backward, plain)
+        yield from requantized(out, out.scaling.clone(), plain[logits], counted=False)
+        for name in ("losses", logits):
+            yield given[name], plain[name], 0
 
 
 def fold_statistics(d: Draw) -> Arguments:
@@ -246,6 +306,8 @@ FP8_CASES: dict[str, Fp8Case] = {
     "quantize to fp8": quantize,
     "layernorm_forward to fp8": fused("layernorm_forward", "out", CASES["layernorm_forward"], E4M3, 7),
     "layernorm_backward to fp8": fused("layernorm_backward", "dresidual_inout", layernorm_backward, E5M2, 14),
+    "rmsnorm_forward to fp8": fused("rmsnorm_forward", "out", CASES["rmsnorm_forward"], E4M3, 7),
+    "rmsnorm_backward to fp8": fused("rmsnorm_backward", "dresidual_inout", rmsnorm_backward, E5M2, 14),
     "attention_forward to fp8, heads of 64 channels": fused(
         "attention_forward", "out", partial(attention, heads=H), E4M3, 7
     ),
@@ -256,8 +318,16 @@ FP8_CASES: dict[str, Fp8Case] = {
     "attention_backward to fp8, columns in e5m2": fused(
         "attention_backward", "dqkv", partial(attention_backward, heads=H), E4M3, 7, columns=E5M2
     ),
+    "rotary_backward to fp8": turn_back("rotary_backward", CASES["rotary_backward"]),
+    "qk_norm_backward to fp8": turn_back("qk_norm_backward", qk_norm_backward),
+    "qk_norm_rotary_backward to fp8": turn_back("qk_norm_rotary_backward", CASES["qk_norm_rotary_backward"]),
+    "qk_norm_rotary_backward to fp8, columns in e5m2": turn_back(
+        "qk_norm_rotary_backward", CASES["qk_norm_rotary_backward"], E5M2
+    ),
     "linear_gelu_forward in fp8": fp8_gelu,
     "gelu_linear_backward in fp8": fp8_gelu_backward,
+    "linear_relu2_forward in fp8": fp8_relu2,
+    "relu2_linear_backward in fp8": fp8_relu2_backward,
     "linear_forward in fp8": products("linear_forward", "linear_residual_forward"),
     "linear_backward in fp8": products("linear_backward"),
     "classifier_forward_backward to fp8": fp8_classifier,

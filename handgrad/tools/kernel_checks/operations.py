@@ -14,6 +14,7 @@ from torch import Tensor
 
 from handgrad.dropout import reference as dropout_reference
 from handgrad.dropout.masks import Dropout
+from handgrad.models.modern_tensors import GATE_CHANNELS
 from handgrad.ops import CONTROLS, RESULTS, UPDATE, reference
 from handgrad.tools.kernel_checks.checking import attempt, compare
 from handgrad.tools.kernel_checks.draw import Arguments, B, C, Draw, F, H, N, T, V, Vp
@@ -38,6 +39,30 @@ def rmsnorm_backward(d: Draw) -> Arguments:
 
 def qk_norm_backward(d: Draw) -> Arguments:
     return {"dqkv_inout": d(N, 3 * C), "qkv": d(N, 3 * C), "rstd": d.float32(N, 2 * H).square() + 0.5}
+
+
+def mixture(d: Draw) -> Arguments:
+    scalars = {"residual_scalar": d(1, scale=0.1) + 1, "input_scalar": d(1, scale=0.1) + 0.3}
+    return {"inp": d(N, C), "first": d(N, C), **scalars}
+
+
+def mix_rmsnorm_forward(d: Draw) -> Arguments:
+    return {"mixed": d.empty(N, C), "out": d.empty(N, C), "rstd": d.empty(N, dtype=torch.float32), **mixture(d)}
+
+
+def mix_rmsnorm_backward(d: Draw) -> Arguments:
+    gradients = {"dstream_inout": d(N, C), "dfirst_inout": d(N, C), "dout": d(N, C), "rstd": d.float32(N).square() + 0.5}
+    return {**gradients, "dresidual_scalar_acc": d.float32(1), "dinput_scalar_acc": d.float32(1), **mixture(d)}
+
+
+def value_embedding(d: Draw) -> Arguments:
+    gates = {"norm": d(N, C), "gate_weight": d(H, GATE_CHANNELS, scale=GATE_CHANNELS**-0.5)}
+    return {**gates, "tokens": d.words(B, T), "table": d(Vp, C)}
+
+
+def value_embedding_backward(d: Draw) -> Arguments:
+    made = {"dvalues": d.empty(N, C), "dnorm_inout": d(N, C), "dgate_weight_acc": d.float32(H, GATE_CHANNELS)}
+    return {**made, "dqkv": d(N, 3 * C), "gate": d.float32(N, H).square(), **value_embedding(d)}
 
 
 def classifier(d: Draw) -> Arguments:
@@ -147,6 +172,14 @@ CASES: Cases = {
     "layernorm_backward": layernorm_backward,
     "rmsnorm_forward": lambda d: {"out": d.empty(N, C), "rstd": d.empty(N, dtype=torch.float32), "inp": d(N, C)},
     "rmsnorm_backward": rmsnorm_backward,
+    "mix_rmsnorm_forward": mix_rmsnorm_forward,
+    "mix_rmsnorm_backward": mix_rmsnorm_backward,
+    "value_embedding_forward": lambda d: {
+        "qkv_inout": d(N, 3 * C),
+        "gate": d.empty(N, H, dtype=torch.float32),
+        **value_embedding(d),
+    },
+    "value_embedding_backward": value_embedding_backward,
     "rotary_forward": lambda d: {"qkv_inout": d(N, 3 * C), "num_heads": H, "length": T},
     "rotary_backward": lambda d: {"dqkv_inout": d(N, 3 * C), "num_heads": H, "length": T},
     "qk_norm_forward": lambda d: {"qkv_inout": d(N, 3 * C), "rstd": d.empty(N, 2 * H, dtype=torch.float32)},

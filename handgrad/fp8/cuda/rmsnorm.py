@@ -1,0 +1,102 @@
+"""RMS norm that also writes fp8: the rows beside the 16-bit ones or instead of them, their transpose by a kernel of its
+own."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from handgrad.fp8.cuda.layernorm import forward_parts, store_rows
+from handgrad.fp8.cuda.quantizing import (
+    SCALE,
+    UNALIGNED,
+    at_own_scale,
+    count_numbers,
+    limits,
+    quantize,
+    store_part,
+    store_statistics,
+    target,
+    transpose_rows,
+)
+from handgrad.fp8.formats import Form, Quantized, plain
+from handgrad.ops import cuda
+from handgrad.ops.cuda.launch import launch
+from handgrad.ops.cuda.layernorm import forward_places, forward_tile
+from handgrad.ops.cuda.rmsnorm import backward_tile, normalised, updated_stream
+
+# Programs of the backward, which walk the rows with this stride: each leaves a part of the statistics, and a tensor's parts
+# are read whole in every micro-step. It is what 132 multiprocessors hold of the smallest programs.
+PROGRAMS = 4096
+
+
+def backward_parts(N: int, C: int) -> int:
+    """Parts of the statistics that the backward writes."""
+    return min(PROGRAMS, triton.cdiv(N, backward_tile(C)[1]))
+
+
+def rmsnorm_forward(out: Form, rstd: Tensor, inp: Tensor) -> None:
+    if isinstance(out, Tensor) or out.rows is None:
+        cuda.rmsnorm_forward(plain(out), rstd, inp)
+        if isinstance(out, Quantized):
+            quantize(out, plain(out))
+        return
+    N, C = inp.shape
+    block, rows, warps = forward_tile(C)
+    form = out.plain, out.rows, *target(out, forward_parts(N, C))
+    arguments = *form, rstd, inp, N, C, block, rows, *limits(out)
+    at_own_scale(out, lambda: launch(_forward, (triton.cdiv(N, rows),), *arguments, num_warps=warps))
+    transpose_rows(out)
+
+
+def rmsnorm_backward(dresidual_inout: Form, dout: Tensor, inp: Tensor, rstd: Tensor) -> None:
+    """A stream without rows, or whose scale waits for it, is read once more: it cannot be updated twice."""
+    dresidual = plain(dresidual_inout)
+    if isinstance(dresidual_inout, Tensor) or dresidual_inout.current or dresidual_inout.rows is None:
+        cuda.rmsnorm_backward(dresidual, dout, inp, rstd)
+        if isinstance(dresidual_inout, Quantized):
+            quantize(dresidual_inout, dresidual)
+        return
+    N, C = inp.shape
+    block, rows, warps = backward_tile(C)
+    programs = backward_parts(N, C)
+    form = dresidual, dresidual_inout.rows, *target(dresidual_inout, programs)
+    launch(_backward, (programs,), *form, dout, inp, rstd, N, C, block, rows, num_warps=warps)
+    count_numbers(dresidual_inout, dresidual)
+    transpose_rows(dresidual_inout)
+
+
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
+def _forward(
+    out, rows, scaling, statistics, PARTS, rstd, inp, N, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr,
+    LARGEST: tl.constexpr, VANISHES_AT: tl.constexpr,
+):  # fmt: skip
+    """out may be None."""
+    first, row, column, in_rows, in_row = forward_places(N, C, BLOCK_C, ROWS)
+    place, inside = first * C + (row * C + column), in_rows & in_row
+    y, row_rstd = normalised(inp, place, inside, C)
+    if out is not None:
+        tl.store(out + place, y, mask=inside)
+    y = y.to(tl.float32)  # 0 outside of the tensor
+    store_rows(rows, place, y, tl.load(scaling + SCALE), inside)
+    store_statistics(statistics, PARTS, tl.program_id(0), y, scaling, LARGEST, VANISHES_AT)
+    tl.store(rstd + first + row, row_rstd, mask=in_rows)
+
+
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
+def _backward(
+    dresidual, rows, scaling, statistics, PARTS, dout, inp, rstd, N, C: tl.constexpr, BLOCK_C: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Of the statistics, the largest number alone."""
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK_C)[None, :]
+    largest = tl.zeros((ROWS, 1), tl.float32)
+    scale = tl.load(scaling + SCALE)
+    for first in range(tl.program_id(0) * ROWS, N, tl.num_programs(0) * ROWS):
+        in_rows = row < N - first
+        place, inside = tl.cast(first, tl.int64) * C + (row * C + column), in_rows & (column < C)
+        updated = updated_stream((dresidual, dout, inp, rstd), place, first + row, in_rows, inside, C)
+        tl.store(dresidual + place, updated, mask=inside)
+        u = updated.to(tl.float32)  # 0 outside of the tensor
+        store_rows(rows, place, u, scale, inside)
+        largest = tl.maximum(largest, tl.max(tl.abs(u), 1, keep_dims=True))
+    store_part(statistics, PARTS, tl.program_id(0), tl.max(tl.max(largest, 1), 0), 0, 0)

@@ -1,0 +1,148 @@
+"""The mixture of streams that enters a block, and the RMS norm after it: one kernel forward and one backward.
+
+Both read the stream x and the first block's x0. The backward makes the mixture again from them, as it needs both for the
+scalars' gradients, which are summed in two stages: over the rows of each program, then over the programs.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from handgrad.ops.cuda.column_sums import add_partials, float32_of
+from handgrad.ops.cuda.launch import launch
+from handgrad.ops.cuda.layernorm import backward_tile, forward_places, forward_tile
+from handgrad.ops.cuda.rmsnorm import rstd_of
+
+
+def mix_forward(
+    out: Tensor, inp: Tensor, first: Tensor | None, residual_scalar: Tensor | None, input_scalar: Tensor | None
+) -> None:
+    forward(out, None, None, inp, first, residual_scalar, input_scalar)
+
+
+def mix_rmsnorm_forward(
+    mixed: Tensor | None,
+    out: Tensor,
+    rstd: Tensor,
+    inp: Tensor,
+    first: Tensor | None,
+    residual_scalar: Tensor | None,
+    input_scalar: Tensor | None,
+) -> None:
+    forward(mixed, out, rstd, inp, first, residual_scalar, input_scalar)
+
+
+def forward(
+    mixed: Tensor | None,
+    out: Tensor | None,
+    rstd: Tensor | None,
+    inp: Tensor,
+    first: Tensor | None,
+    residual_scalar: Tensor | None,
+    input_scalar: Tensor | None,
+) -> None:
+    """What of the mixture and its norm has a buffer."""
+    N, C = inp.shape
+    block, rows, warps = forward_tile(C)
+    tensors = mixed, out, rstd, inp, first, residual_scalar, input_scalar
+    launch(_forward, (triton.cdiv(N, rows),), *tensors, N, C, block, rows, num_warps=warps)
+
+
+def mix_rmsnorm_backward(
+    dstream_inout: Tensor,
+    dfirst_inout: Tensor | None,
+    dresidual_scalar_acc: Tensor | None,
+    dinput_scalar_acc: Tensor | None,
+    dout: Tensor,
+    inp: Tensor,
+    first: Tensor | None,
+    rstd: Tensor,
+    residual_scalar: Tensor | None,
+    input_scalar: Tensor | None,
+    *,
+    scratch: Tensor,
+) -> None:
+    """Rounded once, after norm and scalars."""
+    N, C = inp.shape
+    programs, *tile, warps, stages = backward_tile(N, C, inp.element_size())
+    accumulators = [acc for acc in (dresidual_scalar_acc, dinput_scalar_acc) if acc is not None]
+    partials = float32_of(scratch, programs * len(accumulators))
+    tensors = dstream_inout, dfirst_inout, partials, dout, inp, first, rstd, residual_scalar, input_scalar
+    launch(_backward, (programs,), *tensors, N, C, *tile, stages, num_warps=warps)
+    add_partials(accumulators, partials, programs)
+
+
+@triton.jit
+def _forward(
+    mixed, out, rstd, inp, first, residual_scalar, input_scalar, N, C: tl.constexpr, BLOCK_C: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    start, row, column, in_rows, in_row = forward_places(N, C, BLOCK_C, ROWS)
+    place, inside = start * C + (row * C + column), in_rows & in_row
+    x = tl.load(inp + place, mask=inside, other=0.0).to(tl.float32)
+    x0 = x
+    if input_scalar is not None:
+        x0 = tl.load(first + place, mask=inside, other=0.0).to(tl.float32)
+    m = mixture(x, x0, residual_scalar, input_scalar).to(inp.dtype.element_ty)
+    if mixed is not None:
+        tl.store(mixed + place, m, mask=inside)
+    if out is not None:
+        m = m.to(tl.float32)
+        row_rstd = rstd_of(tl.sum(m * m, 1, keep_dims=True), C)
+        tl.store(out + place, (m * row_rstd).to(out.dtype.element_ty), mask=inside)
+        tl.store(rstd + start + row, row_rstd, mask=in_rows)
+
+
+@triton.jit
+def mixture(x, x0, residual_scalar, input_scalar):
+    """r x + s x0 in float32, the first product with the sum in one rounding: the same bits in every kernel."""
+    if input_scalar is None:
+        m = x * tl.load(residual_scalar).to(tl.float32)
+    else:
+        s = tl.zeros_like(x0) + tl.load(input_scalar).to(tl.float32)
+        if residual_scalar is None:
+            m = tl.fma(x0, s, x)
+        else:
+            m = tl.fma(x, tl.zeros_like(x) + tl.load(residual_scalar).to(tl.float32), x0 * s)
+    return m
+
+
+@triton.jit
+def _backward(
+    dstream, dfirst, partials, dout, inp, first, rstd, residual_scalar, input_scalar, N, C: tl.constexpr,
+    BLOCK_C: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Program p takes the blocks of rows p, p + P, p + 2 P, ... and writes row p of partials (P, 1 or 2)."""
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK_C)[None, :]
+    dr, ds = tl.zeros((ROWS, 1), tl.float32), tl.zeros((ROWS, 1), tl.float32)
+    for start in tl.range(tl.program_id(0) * ROWS, N, tl.num_programs(0) * ROWS, num_stages=STAGES):
+        in_rows = start + row < N
+        inside = in_rows & (column < C)
+        place = tl.cast(start, tl.int64) * C + (row * C + column)
+        dy = tl.load(dout + place, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(inp + place, mask=inside, other=0.0).to(tl.float32)
+        dm = tl.load(dstream + place, mask=inside, other=0.0).to(tl.float32)
+        row_rstd = tl.load(rstd + start + row, mask=in_rows, other=0.0)
+        x0 = x
+        if input_scalar is not None:
+            x0 = tl.load(first + place, mask=inside, other=0.0).to(tl.float32)
+        m = mixture(x, x0, residual_scalar, input_scalar).to(inp.dtype.element_ty).to(tl.float32)
+        normal = m * row_rstd
+        along = tl.sum(dy * normal, 1, keep_dims=True) / C
+        dm += row_rstd * (dy - normal * along)
+        if input_scalar is not None:
+            ds += tl.sum(dm * x0, 1, keep_dims=True)
+            dx0 = tl.load(dfirst + place, mask=inside, other=0.0).to(tl.float32)
+            dx0 += dm * tl.load(input_scalar).to(tl.float32)
+            tl.store(dfirst + place, dx0.to(dfirst.dtype.element_ty), mask=inside)
+        if residual_scalar is not None:
+            dr += tl.sum(dm * x, 1, keep_dims=True)
+            dm *= tl.load(residual_scalar).to(tl.float32)
+        tl.store(dstream + place, dm.to(dstream.dtype.element_ty), mask=inside)
+    if residual_scalar is None:
+        tl.store(partials + tl.program_id(0), tl.sum(ds))
+    elif input_scalar is None:
+        tl.store(partials + tl.program_id(0), tl.sum(dr))
+    else:
+        tl.store(partials + 2 * tl.program_id(0), tl.sum(dr))
+        tl.store(partials + 2 * tl.program_id(0) + 1, tl.sum(ds))

@@ -1,0 +1,88 @@
+"""The stream that enters a block: the stream before it and the one before the first block, each times a learned number."""
+
+from torch import Tensor
+
+from handgrad.ops.reference.rmsnorm import rmsnorm_backward, rmsnorm_forward
+from handgrad.ops.reference.rotary import statistics_dtype
+
+# Residual and input scalars (Jordan et al. 2024, https://github.com/KellerJordan/modded-nanogpt): m = r x + s x0, of the
+# stream x and the first block's x0.  Backward: dx = r dm,  dx0 += s dm,  dr = sum(dm x),  ds = sum(dm x0).
+# Without the one r is 1, without the other s is 0: their tensors are None.
+
+
+def mix_forward(
+    out: Tensor, inp: Tensor, first: Tensor | None, residual_scalar: Tensor | None, input_scalar: Tensor | None
+) -> None:
+    """out, inp, first (N, C); the scalars (1)."""
+    wide = statistics_dtype(inp)
+    mixed = inp.to(wide)
+    if residual_scalar is not None:
+        mixed = mixed * residual_scalar.to(wide)
+    if input_scalar is not None:
+        assert first is not None
+        mixed = mixed + input_scalar.to(wide) * first.to(wide)
+    out.copy_(mixed)
+
+
+def mix_backward(
+    dstream_inout: Tensor,
+    dfirst_inout: Tensor | None,
+    dresidual_scalar_acc: Tensor | None,
+    dinput_scalar_acc: Tensor | None,
+    inp: Tensor,
+    first: Tensor | None,
+    residual_scalar: Tensor | None,
+    input_scalar: Tensor | None,
+) -> None:
+    """Turns the gradient of the mixture (N, C) into that of inp, and adds the part of `first` to its own."""
+    wide = statistics_dtype(inp)
+    dmixed = dstream_inout.to(wide)
+    if input_scalar is not None:
+        assert dfirst_inout is not None and dinput_scalar_acc is not None and first is not None
+        dinput_scalar_acc.add_((dmixed * first.to(wide)).sum())
+        dfirst_inout.add_(dmixed * input_scalar.to(wide))
+    if residual_scalar is not None:
+        assert dresidual_scalar_acc is not None
+        dresidual_scalar_acc.add_((dmixed * inp.to(wide)).sum())
+        dstream_inout.copy_(dmixed * residual_scalar.to(wide))
+
+
+# The same and the RMS norm after it: y = m rstd. The backward makes m again from x and x0, which it reads for dr and ds in
+# any case; m is not kept.
+
+
+def mix_rmsnorm_forward(
+    mixed: Tensor | None,
+    out: Tensor,
+    rstd: Tensor,
+    inp: Tensor,
+    first: Tensor | None,
+    residual_scalar: Tensor | None,
+    input_scalar: Tensor | None,
+) -> None:
+    """mixed, out, inp, first (N, C), rstd (N). Without `mixed` the norm alone is stored."""
+    mixed = out if mixed is None else mixed
+    mix_forward(mixed, inp, first, residual_scalar, input_scalar)
+    rmsnorm_forward(out, rstd, mixed)
+
+
+def mix_rmsnorm_backward(
+    dstream_inout: Tensor,
+    dfirst_inout: Tensor | None,
+    dresidual_scalar_acc: Tensor | None,
+    dinput_scalar_acc: Tensor | None,
+    dout: Tensor,
+    inp: Tensor,
+    first: Tensor | None,
+    rstd: Tensor,
+    residual_scalar: Tensor | None,
+    input_scalar: Tensor | None,
+    *,
+    scratch: Tensor | None = None,
+) -> None:
+    """Turns dstream_inout (N, C), the gradient of the mixture but for the norm's part, into the gradient of inp."""
+    mixed = inp.new_empty(inp.shape)
+    mix_forward(mixed, inp, first, residual_scalar, input_scalar)
+    rmsnorm_backward(dstream_inout, dout, mixed, rstd)
+    sums = dresidual_scalar_acc, dinput_scalar_acc
+    mix_backward(dstream_inout, dfirst_inout, *sums, inp, first, residual_scalar, input_scalar)

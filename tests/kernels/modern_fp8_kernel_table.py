@@ -1,0 +1,90 @@
+"""The modern network's kernels that write fp8 as they are launched at its presets' sizes, compiled without a GPU.
+
+    python -m tests.kernels.modern_fp8_kernel_table      prints registers, stack and the widest accesses as JSON
+
+Needs a process without TRITON_INTERPRET.
+"""
+
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+
+import triton
+
+from handgrad.fp8.cuda import elementwise, gelu, relu2, rmsnorm, rotary
+from handgrad.fp8.formats import E4M3, E5M2, VANISHES_AT, largest
+from handgrad.ops.cuda.layernorm import forward_tile
+from tests.kernels.compiling import compile_kernel
+from tests.kernels.memory_kernel_table import widest
+
+ARCHITECTURES = (90, 100)
+TYPES = {"fp8e4nv": E4M3, "fp8e5": E5M2}
+HEADS = ((12, 64), (6, 128), (24, 128), (16, 100))  # H, D
+SIZES = dict.fromkeys(("elements", "N4", "F", "N", "length"), "i32:16") | {"PARTS": "i32"}
+UNALIGNED = dict.fromkeys(("scaling", "inp_scaling", "statistics"), "*fp32") | {"rstd": "*fp32:16"}
+
+Launch = tuple[triton.JITFunction, dict[str, object], int]
+
+
+def launches(form: str) -> dict[str, Launch]:
+    """name: (kernel, its constants, warps), as the operations launch them."""
+    kind = TYPES[form]
+    limits: dict[str, object] = {"LARGEST": largest(kind), "VANISHES_AT": VANISHES_AT[kind]}
+    tile = {"EVEN": True, "QUADS": elementwise.QUADS, "COLUMNS": elementwise.COLUMNS}
+    found: dict[str, Launch] = {
+        "relu2_forward": (relu2._forward, {**limits, "EVEN": True, "BLOCK": gelu.BLOCK}, gelu.WARPS),
+        "relu2_backward": (relu2._backward, {**limits, **tile}, elementwise.BACKWARD_WARPS),
+    }
+    for C in (768, 1600, 3072):
+        block, rows, warps = forward_tile(C)
+        constants = {**limits, "C": C, "BLOCK_C": block, "ROWS": rows, "out": None}
+        found[f"rmsnorm_forward of {C}"] = rmsnorm._forward, constants, warps
+        block, rows, warps = rmsnorm.backward_tile(C)
+        found[f"rmsnorm_backward of {C}"] = rmsnorm._backward, {"C": C, "BLOCK_C": block, "ROWS": rows}, warps
+    for H, D in HEADS:
+        pairs, warps = rotary.tile(D)
+        sizes = {"C3": 3 * H * D, "HEADS": 3 * H, "D": D, "QUADS": elementwise.QUADS, "BLOCK_P": pairs, "plain": None}
+        for name, absent, rotated in (
+            ("qk_norm", {}, False),
+            ("rotary", {"rstd": None, "qkv": None}, True),
+            ("qk_norm_rotary", {}, True),
+        ):
+            constants = {**limits, **sizes, **absent, "ROTARY": rotated}
+            found[f"{name}_backward of {H} heads of {D}"] = rotary._backward, constants, warps
+    return found
+
+
+def compile_one(job: tuple[str, str, str, int]) -> dict[str, object]:
+    name, dtype, form, arch = job
+    kernel, constants, warps = launches(form)[name]
+    forms = dict.fromkeys(("rows", "drows", "columns", "dcolumns"), f"*{form}:16")
+    signature = {n: (SIZES | UNALIGNED | forms).get(n, f"*{dtype}:16") for n in kernel.arg_names}
+    made = compile_kernel(kernel, signature, constants, warps, 3, arch)
+    return {
+        "kernel": name,
+        "dtype": dtype,
+        "form": form,
+        "arch": arch,
+        "warps": warps,
+        "registers": made["registers"],
+        "stack": made["stack"],
+        "load": widest(made["ptx"], "ld"),
+        "store": widest(made["ptx"], "st"),
+        "spills": len(re.findall(r"[ls][dt]\.local", made["ptx"])),
+        "conversions": sorted(set(re.findall(r"cvt\.rn[\w.]*\.e[45]m[23]x2\.\w+", made["ptx"]))),
+    }
+
+
+def jobs() -> list[tuple[str, str, str, int]]:
+    """All in bf16 and e4m3 on Hopper, and each with another of the other values."""
+    usual = [(name, "bf16", "fp8e4nv", 90) for name in launches("fp8e4nv")]
+    return usual + [(n, "fp16", "fp8e5", 100) for n in launches("fp8e5") if n.endswith(("128", "768", "ward"))]
+
+
+def main() -> None:
+    with ThreadPoolExecutor(2) as pool:
+        print(json.dumps(list(pool.map(compile_one, jobs()))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""The modern network's kernels that write fp8, compiled for GPUs that are not there: what an H200 needs of them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+ROOT = Path(__file__).parents[2]
+REGISTER_FILE = 65536
+CONVERSIONS = {"fp8e4nv": ["cvt.rn.satfinite.e4m3x2.f32"], "fp8e5": ["cvt.rn.satfinite.e5m2x2.f32"]}
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[dict]:
+    """One process for all: the interpreter's environment variable must not be in it."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.kernels.modern_fp8_kernel_table"]
+    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr[-2000:]
+    return json.loads(process.stdout)
+
+
+def test_nothing_spills(compiled: list[dict]) -> None:
+    assert [row for row in compiled if row["stack"] or row["spills"]] == []
+
+
+def test_accesses_are_wide(compiled: list[dict]) -> None:
+    """Halves of heads are read in pieces of 8 bytes (of 100 channels they begin at multiples of 4), and the transposed form
+    written in 16; a norm's forward writes a lane's eight numbers."""
+    for row in compiled:
+        heads = "heads of" in row["kernel"]
+        assert row["load"] >= (4 if "of 100" in row["kernel"] else 8 if heads else 16), row
+        assert row["store"] >= (8 if row["kernel"].startswith("rmsnorm_forward") else 16), row
+
+
+def test_one_instruction_rounds(compiled: list[dict]) -> None:
+    """From float32, and once: not by way of float16."""
+    assert [row for row in compiled if row["conversions"] != CONVERSIONS[row["form"]]] == []
+
+
+def test_enough_programs_fit_a_multiprocessor(compiled: list[dict]) -> None:
+    for row in compiled:
+        resident = REGISTER_FILE // (32 * row["warps"] * -(-row["registers"] // 8) * 8)
+        assert resident * row["warps"] >= (12 if "heads of" in row["kernel"] else 14), row
