@@ -124,6 +124,15 @@ def test_a_resume_refuses_a_chain_that_does_not_fit(run: Path, shards: Path) -> 
     assert [line["step"] for line in again if line["kind"] == "begin"] == [0, 8]
 
 
+def test_a_checkpoint_gets_the_line_that_a_kill_left_out(run: Path, finished: Path, shards: Path) -> None:
+    shutil.rmtree(run / "checkpoints" / "step_00000012")
+    write_lines(run, [line for line in lines_of(run) if (line["kind"], line["step"]) != ("checkpoint", 8)])
+    train(audited(shards, run))
+    assert [line for line in lines_of(run) if line["step"] == 8] == [
+        line for line in lines_of(finished) if line["step"] == 8
+    ]
+
+
 def test_other_settings_begin_anew_in_the_chain(run: Path, shards: Path) -> None:
     """A replay takes each part with its settings, from the checkpoint between them."""
     shutil.rmtree(run / "checkpoints" / "step_00000012")

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from handgrad.audit.chain import BEGIN, CHECKPOINT, FORMAT, LINKS, STEP, Line, faults, linked
+from handgrad.checkpoint import Checkpoint
 from handgrad.config import FIELDS, RunConfig, to_dict
 from handgrad.errors import ConfigError, storage_errors
 from handgrad.files import file_sha256
@@ -26,17 +27,21 @@ class Audit:
     def due(self, completed: int) -> bool:
         return bool(self.every) and completed % self.every == 0
 
-    def begin(self, training: Assembly, facts: Line, completed: int, named: Line | None, *, allow_changes: bool) -> None:
-        """Takes up the chain after `completed` steps, or begins one. `facts`: configuration, versions, data; `named`: the
-        link that the checkpoint names. Raises `ConfigError` if the chain on the disk is not that checkpoint's."""
+    def begin(self, training: Assembly, facts: Line, resumed: Checkpoint | None, *, allow_changes: bool) -> None:
+        """Takes up the chain of a checkpoint, or begins one. `facts`: configuration, versions, data. Raises `ConfigError`
+        if the chain on the disk is not that checkpoint's."""
         if not self.every:
             return
+        completed, named = (resumed.step, resumed.manifest.get("audit")) if resumed else (0, None)
         last, begun = self.ranks.from_rank_0(lambda: self.fitting(named, allow_changes=allow_changes), "the chain")
         self.last = last
         if begun != facts:
             assert training.digest is not None
             state = training.digest.current(completed)
             self.write({"kind": BEGIN, "step": completed, "format": FORMAT, **facts, "state": state})
+        sealed = any(line["kind"] == CHECKPOINT and line["step"] == completed for line in self.log.chain)
+        if resumed and named and not sealed:  # a kill came between the checkpoint and its line
+            self.seal(resumed.folder, resumed.manifest)
 
     def fitting(self, named: Line | None, *, allow_changes: bool) -> tuple[Line, Line]:
         """(the last link on the disk, the facts of the last `begin`), on rank 0; empty where a chain has to begin."""

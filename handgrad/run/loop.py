@@ -80,8 +80,7 @@ class Run:
         self.log = RunLog(folder.path, config.steps, self.completed, ranks, shows, audited=bool(config.audit_every))
         self.audit = audit.Audit(config.audit_every, ranks, self.log)
         facts = audit.facts(config, self.versions(), self.identity(), self.origin)
-        named = resumed.manifest.get("audit") if resumed else None
-        self.audit.begin(self.training, facts, self.completed, named, allow_changes=allow_changes)
+        self.audit.begin(self.training, facts, resumed, allow_changes=allow_changes)
         judge = Judge(self.training.state, ranks)
         self.saves = Saves(config, folder, ranks, self.log, judge, copy, tokenizer_files(self.tokenizer), self.audit.seal)
         self.step_lines, self.stragglers = StepLines(self.log, config, design, ranks.size), Stragglers()
