@@ -1,6 +1,7 @@
 """An audited run: its chain, the replays that hold, and every fault that one of them names."""
 
 import dataclasses
+import hashlib
 import json
 import math
 import shutil
@@ -25,6 +26,7 @@ from handgrad.training.schedule import Schedule
 from handgrad.training.spikes import SpikeWindow
 from handgrad.training.step import TrainStep
 from tests.conftest import small_run, write_text
+from tests.test_runs import records
 
 FAULTY = 5  # the 0-based step of a fault: step 6
 
@@ -81,6 +83,19 @@ def test_a_link_follows_from_the_one_before(finished: Path) -> None:
         link = next(line for line in lines if line["kind"] == "step" and line["step"] == step)
         assert found.manifest["audit"] == {"step": step, "link": link["link"]}
         assert sealed[step]["link"] == link["link"]
+
+
+def test_a_link_is_the_hash_of_sorted_ascii() -> None:
+    """Anybody can make it with other tools."""
+    content = b'{"a":"\\u00e9","b":[1,2],"previous":"x"}'
+    assert linked({"b": [1, 2], "a": "\u00e9"}, "x")["link"] == hashlib.sha256(content).hexdigest()
+
+
+def test_the_numbers_of_a_link_are_those_of_the_record(finished: Path) -> None:
+    found = {line["step"]: line for line in lines_of(finished) if line["kind"] == "step"}
+    for record in records(finished, ("step",)):
+        for name in ("loss", "norm", "learning_rate"):
+            assert float.fromhex(found[record["step"]][name]) == record[name]
 
 
 def test_an_interrupted_run_has_the_chain_of_an_unbroken_one(finished: Path, shards: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from handgrad.cli import main
 from handgrad.run.start import train
+from handgrad.run_files import AUDIT_FILE
 from handgrad.tools.diff import difference
 from tests.test_audit import audited, caught, finished, run, verify
 
@@ -76,3 +77,15 @@ def test_units_in_the_last_place() -> None:
     other = torch.tensor([1.0 + 2**-23, -1.0 - 2**-22, -0.0, 3.0])
     found = difference("w", one, other)
     assert (found.differing, found.elements, found.largest, found.mean) == (3, 4, 2.0, 1.0)
+
+
+def test_chains_alone_can_be_compared(finished: Path, shards: Path, tmp_path: Path, capsys) -> None:
+    """Those of two machines, brought together without their checkpoints."""
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+        shutil.copy(finished / AUDIT_FILE, tmp_path / name)
+    assert main(["diff", str(tmp_path / "here"), str(tmp_path / "there")]) == 0
+    train(audited(shards, tmp_path / "other", seed=3, steps=4))
+    assert main(["diff", str(tmp_path / "here"), str(tmp_path / "other")]) == 1
+    out = capsys.readouterr().out
+    assert "seed: 1337 -> 3" in out and "the initial states differ" in out

@@ -1,14 +1,15 @@
 """An audited run on several ranks: its chain is that of one rank, and any number of ranks verifies it."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 
-from handgrad.audit.chain import links, read_chain
+from handgrad.audit.chain import content_of, linked, links, read_chain
 from handgrad.cli import main
 from handgrad.run_files import AUDIT_FILE
 from tests.distributed.runs import Launcher, arguments
-from tests.test_audit import content_of
 
 SETTINGS = {"audit_every": 1, "eval_every": 0, "keep_checkpoints": 0}
 KINDS = {
@@ -60,3 +61,21 @@ def test_verify_starts_ranks(launcher: Launcher, shards: Path, tmp_path: Path, m
     monkeypatch.setenv("PYTHON_EXEC", str(launcher.write_program(tmp_path / "python")))
     assert main(["verify", str(run), "--ranks", "2", "--segments", "2"]) == 0
     assert "4 links and 2 checkpoints equal, bit by bit, of steps 0 to 2, 2 to 4" in capsys.readouterr().out
+
+
+def test_a_difference_is_told_once(launcher: Launcher, shards: Path, tmp_path: Path) -> None:
+    """The chain says another loss, and was hashed anew."""
+    run, settings = tmp_path / "run", {**SETTINGS, "steps": 4, "save_every": 2}
+    launcher.run(1, arguments(shards, run, **settings))
+    contents = chain_of(run)
+    contents[3]["loss"] = (1.0).hex()
+    shutil.rmtree(run / "checkpoints")
+    forged, previous = [], ""
+    for content in contents:
+        forged.append(linked(content, previous))
+        previous = forged[-1]["link"]
+    (run / AUDIT_FILE).write_text("".join(json.dumps(line) + "\n" for line in forged))
+    (tmp_path / "scratch").mkdir()
+    started = launcher.start(2, ["verify", str(run), "--scratch", str(tmp_path / "scratch")])
+    assert started.wait() == [77, 77], started.errors
+    assert "step 3: the forward pass gave another loss" in started.errors, started.errors
