@@ -1,6 +1,7 @@
 """The whole model: gradients against float64 autograd, logits and loss against transformers, recompute levels bit-equal."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,10 +16,12 @@ from handgrad.format import speed
 from handgrad.models import gpt2, parameter_table
 from handgrad.models.rows import count_parameters
 from tests.conftest import Model, make_model
+from tests.techniques import toggled
 
 ODD = ModelShape(vocab_size=57, sequence_length=19, num_layers=3, num_heads=3, channels=33)
 MODERN = ModelShape(57, 19, 3, 3, 42, "modern")
-both_networks = pytest.mark.parametrize("shape", [ODD, MODERN], ids=["gpt2", "modern"])
+NEW = replace(MODERN, techniques=toggled("residual_scalars,input_scalars,value_embeddings"))
+both_networks = pytest.mark.parametrize("shape", [ODD, MODERN, NEW], ids=["gpt2", "modern", "modern, all techniques"])
 
 
 def run(model: Model, *, recompute: int = 0, scale: float = 1.0) -> None:

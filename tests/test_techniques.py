@@ -69,6 +69,7 @@ def test_an_older_configuration_has_what_there_was(without: str, tmp_path: Path,
     new = to_dict(RunConfig(architecture="modern", techniques=listed(left)))
     monkeypatch.setattr(techniques, "default", lambda: list(TECHNIQUES))
     assert of_stored(old)["techniques"].split(",") == left
+    assert of_stored(new | {"without": "qk_norm"}) == new, "a list is whole"
     assert differences(old, new) == [] and len(differences(old, new | {"techniques": "none"})) == 1
     lines = [f"{name} = {json.dumps(value)}" for name, value in old.items()]
     (tmp_path / "config.toml").write_text("\n".join(lines))

@@ -1,6 +1,7 @@
 """A small model's gradients on any device and backend, and sources of made-up tokens."""
 
 import math
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -14,9 +15,11 @@ from handgrad.models import architecture, named_weights
 from handgrad.models.passes import run
 from handgrad.models.rows import named
 from tests.conftest import make_model
+from tests.techniques import toggled
 
 SHAPE = ModelShape(301, 48, 3, 4, 64)
 MODERN = ModelShape(301, 48, 3, 2, 64, "modern")
+MODERN_NEW = replace(MODERN, techniques=toggled("residual_scalars,input_scalars,value_embeddings"))
 BATCH, LENGTH = 5, 48
 SEED = 1337  # of dropout
 

@@ -21,6 +21,7 @@ from handgrad.models.rows import flat_elements, initialize
 from tests.kernels import decode_checks as checks
 from tests.kernels.decode_checks import check
 from tests.kernels.memory_checks import Draw
+from tests.techniques import toggled
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -72,8 +73,13 @@ def test_choices(draw: Draw, options: dict[str, float]) -> None:
     checks.choices(draw, 50257, 50304, **options)
 
 
+NEW = "residual_scalars,input_scalars,value_embeddings"
+ALL = "modern, all techniques"
+
+
 def model(ops: ModuleType, dtype: torch.dtype, batch: int, network: str) -> tuple[ModelShape, Any, Any]:
-    shape = ModelShape(50257, 256, 3, 5, 320, network, "zero_init" if network == "modern" else "")
+    names = {"gpt2": "", "modern": "zero_init", ALL: f"zero_init,{NEW}"}
+    shape = ModelShape(50257, 256, 3, 5, 320, network.split(",")[0], toggled(names[network]))
     table = parameter_table(shape)
     rows = [Buffer("parameters", (flat_elements(table),), dtype, "parameters"), *decode_buffers(shape, batch, dtype, ops)]
     views = make_plan(rows).allocate(torch.device("cuda"))
@@ -82,7 +88,7 @@ def model(ops: ModuleType, dtype: torch.dtype, batch: int, network: str) -> tupl
     return shape, named_weights(shape, flat, table), decode_tensors(shape, views)
 
 
-@pytest.mark.parametrize("network", ARCHITECTURES)
+@pytest.mark.parametrize("network", [*ARCHITECTURES, ALL])
 @pytest.mark.parametrize("batch", [1, 5])
 def test_a_step_is_the_references(batch: int, network: str) -> None:
     """bf16 logits after a prefill, against float64's: no further off than twice the reference's."""
@@ -102,7 +108,7 @@ def test_a_step_is_the_references(batch: int, network: str) -> None:
     assert torch.isfinite(found[0]).all() and error <= 2 * own, f"{error:.3g}, reference {own:.3g}"
 
 
-@pytest.mark.parametrize("network", ARCHITECTURES)
+@pytest.mark.parametrize("network", [*ARCHITECTURES, ALL])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("options", [SamplingOptions(0.0), SamplingOptions(0.9), SamplingOptions(0.9, top_k=20)], ids=str)
 def test_replayed_steps_write_the_same_text(batch: int, options: SamplingOptions, network: str) -> None:

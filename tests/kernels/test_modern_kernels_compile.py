@@ -29,8 +29,8 @@ def test_nothing_spills(compiled: list[dict]) -> None:
 
 
 def test_accesses_are_wide(compiled: list[dict]) -> None:
-    """But of heads of 100 channels, whose halves begin at multiples of 4 bytes. The backward of mixed streams copies its
-    rows ahead of the loop, in 16 bits."""
+    """But of heads of 100 channels, whose halves begin at multiples of 4 bytes. In 16 bits the backward of mixed streams
+    copies its rows ahead of the loop."""
     wide = [row for row in compiled if "heads of 100" not in row["kernel"]]
     narrow = {"classifier_forward"}  # which writes single numbers
     copied = [row["kernel"].startswith("mix_rmsnorm_backward") and row["dtype"] != "fp32" for row in wide]

@@ -1,0 +1,159 @@
+"""The scalars of the stream, value embeddings, and learning rates of their own: the operations equal float64 autograd to
+1e-10, at odd shapes, over NaN-filled outputs and sentinels."""
+
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from handgrad.models import parameter_table
+from handgrad.models.modern import flops_per_token
+from handgrad.ops import UPDATE, cpu, reference
+from handgrad.ops.reference.mix import mix_forward
+from tests.test_modern_model import shape_without
+from tests.test_modern_operations import normalized
+from tests.test_operations import SENTINEL, accumulator, close, gradients, nan, randn
+
+NEW = "residual_scalars,input_scalars,value_embeddings"
+
+
+@pytest.fixture(params=[reference, cpu], ids=["reference", "cpu"])
+def ops(request: pytest.FixtureRequest) -> ModuleType:
+    return request.param
+
+
+@pytest.mark.parametrize(("residual", "first"), [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize(("N", "C"), [(1, 3), (7, 13)])
+def test_mixed_streams(ops: ModuleType, N: int, C: int, residual: bool, first: bool) -> None:
+    """The mixture, its norm, and what follows for all that is mixed; both paths of the mixture's gradient."""
+    x, x0, r, s = randn(N, C), randn(N, C, seed=1), randn(1, seed=2) + 1, randn(1, seed=3)
+    given = x, x0 if first else None, r if residual else None, s if first else None
+    mixed, out, alone, rstd = nan(N, C), nan(N, C), nan(N, C), nan(N)
+    ops.mix_rmsnorm_forward(mixed, out, rstd, *given)
+    ops.mix_rmsnorm_forward(None, alone, nan(N), *given)
+    leaves = [t.clone().requires_grad_() for t in (x, x0, r, s)]
+    m = (leaves[2] if residual else 1) * leaves[0] + (leaves[3] * leaves[1] if first else 0)
+    close(mixed, m.detach())
+    close(out, normalized(m).detach())
+    assert torch.equal(out, alone)
+    dm, dout, earlier = randn(N, C, seed=4), randn(N, C, seed=5), randn(N, C, seed=6)
+    torch.autograd.backward([m, normalized(m)], [dm, dout])
+    dstream, dfirst = dm.clone(), earlier.clone() if first else None
+    sums = [accumulator(t) if has else None for t, has in ((r, residual), (s, first))]
+    x_, first_, r_, s_ = given
+    ops.mix_rmsnorm_backward(dstream, dfirst, *sums, dout, x_, first_, rstd, r_, s_)
+    close(dstream, gradient(leaves[0]))
+    if residual:
+        close(sums[0] - SENTINEL, gradient(leaves[2]))
+    if first:
+        close(sums[1] - SENTINEL, gradient(leaves[3]))
+        close(dfirst - earlier, gradient(leaves[1]))
+
+
+def gradient(leaf: Tensor) -> Tensor:
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+def test_the_mixture_is_rounded_once() -> None:
+    """In bf16 it is float32's, rounded: r x alone would be rounded to x."""
+    x, x0 = torch.full((1, 8), 1.0, dtype=torch.bfloat16), torch.full((1, 8), 0.5, dtype=torch.bfloat16)
+    r, s = (torch.tensor([value], dtype=torch.bfloat16) for value in (1.0, 2.0**-8))
+    out = torch.empty_like(x)
+    mix_forward(out, x, x0, r, s)
+    assert (out.double() == torch.tensor(1 + 2.0**-9).bfloat16().double()).all()
+    mix_forward(out, x * 3, x0, r * 0.5, s * 0.5)
+    assert (out.double() == torch.tensor(1.5 + 2.0**-10).bfloat16().double()).all()
+
+
+@pytest.mark.parametrize(("B", "T", "H", "D", "G"), [(1, 1, 1, 4, 2), (2, 5, 3, 6, 18), (3, 4, 2, 10, 7)])
+def test_value_embeddings(ops: ModuleType, B: int, T: int, H: int, D: int, G: int) -> None:
+    """Queries and keys stay; the table's rows get their gradient by way of the embedding's backward."""
+    N, C, V = B * T, H * D, 5
+    qkv, norm, weight, table = randn(N, 3 * C), randn(N, C, seed=1), randn(H, G, seed=2), randn(V, C, seed=3)
+    tokens = torch.arange(N).view(B, T) * 3 % V
+    found, gate = qkv.clone(), nan(N, H)
+    ops.value_embedding_forward(found, gate, norm, weight, tokens, table)
+    for t in (norm, weight, table):
+        t.requires_grad_()
+    g = 2 * torch.sigmoid(norm[:, :G] @ weight.t())
+    added = (g.unsqueeze(-1) * table[tokens.view(-1)].view(N, H, D)).view(N, C)
+    close(gate, g.detach())
+    assert torch.equal(found[:, : 2 * C], qkv[:, : 2 * C])
+    close(found[:, 2 * C :], (qkv[:, 2 * C :] + added).detach())
+    dqkv, earlier = randn(N, 3 * C, seed=4), randn(N, C, seed=5)
+    expected = gradients(added, dqkv[:, 2 * C :], norm, weight, table)
+    plain = [t.detach() for t in (norm, weight, table)]
+    dvalues, dnorm, dweight, dtable, before = (
+        nan(N, C),
+        earlier.clone(),
+        accumulator(weight),
+        accumulator(table),
+        dqkv.clone(),
+    )
+    ops.value_embedding_backward(dvalues, dnorm, dweight, dqkv, gate, *plain[:2], tokens, plain[2])
+    ops.token_embedding_backward(dtable, dvalues, tokens, torch.argsort(tokens.view(-1), stable=True).int())
+    for got, wanted in zip((dnorm - earlier, dweight - SENTINEL, dtable - SENTINEL), expected, strict=True):
+        close(got, wanted)
+    assert torch.equal(dqkv, before), "the values' gradient passes"
+
+
+@pytest.mark.parametrize("backend", [reference, cpu], ids=["reference", "cpu"])
+def test_a_step_of_generation_normalises_for_itself(backend: ModuleType) -> None:
+    H, D, G = 3, 6, 5
+    qkv, stream, weight, table = (
+        randn(4, 3 * H * D),
+        randn(4, H * D, seed=1) * 3,
+        randn(H, G, seed=2),
+        randn(7, H * D, seed=3),
+    )
+    tokens, found, expected = torch.tensor([6, 0, 3, 0]), qkv.clone(), qkv.clone()
+    backend.decode.value_embedding_decode(found, stream, weight, tokens, table)
+    backend.value_embedding_forward(expected, nan(4, H), normalized(stream), weight, tokens, table)
+    close(found, expected)
+
+
+def test_a_gate_of_zeros_lets_all_pass(ops: ModuleType) -> None:
+    table, qkv, tokens = randn(5, 6, seed=1), torch.zeros(3, 18, dtype=torch.float64), torch.tensor([[4, 0, 4]])
+    ops.value_embedding_forward(qkv, nan(3, 2), randn(3, 6), torch.zeros(2, 6, dtype=torch.float64), tokens, table)
+    assert torch.equal(qkv[:, 12:], table[[4, 0, 4]])
+
+
+# Their parameters.
+
+
+def test_who_learns_how_fast() -> None:
+    """Tables in every second layer up to the last; scalars and gates do not decay."""
+    table = {row.name: row for row in parameter_table(shape_without(NEW), lanes=2)}
+    names = [name for name in table if "value" in name]
+    assert names == [f"blocks.{layer}.value_{name}" for layer in (0, 2) for name in ("embedding", "gate")]
+    rates = {name: (row.group, row.rate, row.bucket) for name, row in table.items() if name.startswith("blocks.0.")}
+    assert rates["blocks.0.value_embedding"] == ("embedding", 75.0, "values.0")
+    assert rates["blocks.0.value_gate"] == ("vector", 1.0, "values.0")
+    assert rates["blocks.0.residual_scalar"] == ("vector", 1.0, "blocks.0")
+    assert rates["blocks.0.input_scalar"] == ("vector", 100.0, "blocks.0")
+    assert rates["blocks.0.qkv_weight"] == ("matrix", 1.0, "blocks.0")
+    assert table["blocks.1.residual_scalar"].init.value == 1 and table["blocks.1.input_scalar"].init.value == 0.1
+    assert table["blocks.2.value_gate"].init.kind == "zeros" and table["blocks.2.value_gate"].shape == (3, 32)
+
+
+def test_no_more_flops() -> None:
+    """Tables are looked up."""
+    assert flops_per_token(shape_without(NEW)) == flops_per_token(shape_without(""))
+
+
+@pytest.mark.parametrize("rate", [1.0, 100.0])
+def test_a_rate_multiplies_the_step_and_not_the_decay(ops: ModuleType, rate: float) -> None:
+    """As the optimizer calls it: with the decay over the rate."""
+    controls = torch.tensor([3.0, 1e-3, 0, 0], dtype=torch.float64)
+    results = torch.tensor([0, 0, 1.0, UPDATE, 1], dtype=torch.float64)
+    settings = {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8}
+    moved = []
+    for decay, gradient in ((0.0, 1.0), (0.1, 0.0)):
+        w = torch.ones(128)
+        g, m, v = (torch.full_like(w, value) for value in (gradient, 0.0, 0.0))
+        ops.adamw_update(w, w, m, v, g, controls, results, **settings, weight_decay=decay / rate, rate=rate)
+        moved.append(1 - w[0].item())
+    exact = 0.1 / (1 - 0.9**3) / (0.05 / (1 - 0.95**3)) ** 0.5
+    assert moved[0] == pytest.approx(1e-3 * rate * exact, rel=1e-3) and moved[1] == pytest.approx(1e-4, rel=1e-2)
