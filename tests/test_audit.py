@@ -26,7 +26,7 @@ from handgrad.training.schedule import Schedule
 from handgrad.training.spikes import SpikeWindow
 from handgrad.training.step import TrainStep
 from tests.conftest import small_run, write_text
-from tests.test_runs import records
+from tests.test_runs import launch_ahead, records
 
 FAULTY = 5  # the 0-based step of a fault: step 6
 
@@ -108,6 +108,14 @@ def test_an_interrupted_run_has_the_chain_of_an_unbroken_one(finished: Path, sha
     assert links(lines_of(tmp_path / "run")) == links(lines_of(finished))
 
 
+def test_a_loop_one_step_behind_the_device_has_the_same_chain(finished: Path, shards: Path, tmp_path: Path, monkeypatch):
+    """The loop of a GPU: a link is made when the next step has begun."""
+    launch_ahead(monkeypatch)
+    train(audited(shards, tmp_path / "run"))
+    assert links(lines_of(tmp_path / "run")) == links(lines_of(finished))
+    assert verify(tmp_path / "run") == 0
+
+
 def test_links_of_every_third_step(finished: Path, shards: Path, tmp_path: Path) -> None:
     """Their contents are those of the whole chain; a checkpoint names the newest, and a replay holds from it."""
     train(audited(shards, tmp_path / "run", audit_every=3))
@@ -124,6 +132,13 @@ def test_no_audit_writes_nothing(shards: Path, tmp_path: Path, capsys: pytest.Ca
     train(audited(shards, tmp_path / "run", audit_every=0, steps=4))
     assert not (tmp_path / "run" / AUDIT_FILE).exists()
     assert "the run was not audited; train with --audit-every 1" in caught(tmp_path / "run", capsys, 65)
+
+
+def test_an_audit_changes_no_bit(finished: Path, shards: Path, tmp_path: Path) -> None:
+    train(audited(shards, tmp_path / "run", audit_every=0))
+    for name in (WEIGHTS_FILE, OPTIMIZER_FILE):
+        audit, plain = (run / "checkpoints" / "step_00000012" / name for run in (finished, tmp_path / "run"))
+        assert audit.read_bytes() == plain.read_bytes()
 
 
 def test_a_resume_refuses_a_chain_that_does_not_fit(run: Path, shards: Path) -> None:
