@@ -205,6 +205,7 @@ class RunConfig:
     sample_tokens: int = option(96, "tokens per sample of text (0: no samples)", free=True)
     log_every: int = option(10, "steps between plain log lines (every step goes into metrics.jsonl)", AT_LEAST_1, free=True)
     log_to: str = option("", "trackers that get every figure: wandb, tensorboard, trackio; with commas", free=True)
+    audit_every: int = option(0, "steps between links of audit.jsonl, for `handgrad verify` (0: none)", free=True)
     gpu_every: int = option(10, "steps between readings of GPU power, clocks and temperature (0: never)", free=True)
 
     # saving
