@@ -138,16 +138,16 @@ def read_shape(content: dict[str, Any], path: Path) -> ModelShape:
         raise refuse("layer_types", "of full_attention", other)
 
     def whole(key: str, default: int | None = None) -> int:
-        value = content.get(key)
+        value: Any = content.get(key)
         value = default if value is None else value
-        if type(value) is not int or value < 1:
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise refuse(key, "of 1 or more", value)
         return value
 
     def number(key: str, default: float | None, table: dict[str, Any]) -> float:
-        value = table.get(key)
+        value: Any = table.get(key)
         value = default if value is None else value
-        if type(value) not in (int, float) or not 0 < value < math.inf:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
             raise refuse(key, "above 0", value)
         return float(value)
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,18 +107,18 @@ def swiglu_product_backward(d: Draw) -> Arguments:
     return {**outs, "dout": d(N, C), "hidden": d(N, 2 * F), **d.product(C, F)}
 
 
-def attention(d: Draw, heads: int, columns: int = 3 * C, **site: Dropout) -> Arguments:
+def attention(d: Draw, heads: int, columns: int = 3 * C, **site: Any) -> Arguments:
     return {"out": d.empty(N, C), "lse": d.empty(B, heads, T, dtype=torch.float32), "qkv": d(N, columns), **site}
 
 
-def attention_backward(d: Draw, heads: int, columns: int = 3 * C, **site: Dropout) -> Arguments:
+def attention_backward(d: Draw, heads: int, columns: int = 3 * C, **site: Any) -> Arguments:
     """With an output and log-sums that belong to the queries, keys and values."""
     forward = attention(d, heads, columns, **site)
     (dropout_reference if site else reference).attention_forward(**forward)
     return {"dqkv": d.empty(N, columns), "dout": d(N, C), **forward}
 
 
-def site(d: Draw) -> dict[str, Dropout]:
+def site(d: Draw) -> dict[str, Any]:
     """Of samples on both sides of 2^32."""
     return {"dropout": Dropout(torch.tensor([7, (1 << 32) + 7], device=d.device), 0.1, 1337, 2)}
 
@@ -284,6 +285,12 @@ CASES: Cases = {
     "tree_sum": lambda d: {**tree(d, 4), "rounded": False},
     "tree_sum, rounded": lambda d: {**tree(d, 16), "rounded": True},
     "checksum": lambda d: {"out": torch.zeros(1, dtype=torch.int64, device=d.device), "flat": d(3 * 4096 + 5)},
+    "digest": lambda d: {
+        "out_acc": torch.zeros(2, dtype=torch.int64, device=d.device),
+        "flat": d(3 * 4096 + 5),
+        "controls": torch.full((CONTROLS,), 7.0, dtype=torch.float64, device=d.device),
+        "first": 8 * 4096 - 16,
+    },
     "verdict": verdict,
     "adamw_update": adamw_update,
     "muon_momentum": muon_momentum,
