@@ -162,8 +162,10 @@ def export(
     """
     check_free(folder)
     source = checkpoint_weights(checkpoint)
-    short = replace(source.shape, sequence_length=min(CHECKED_TOKENS, source.shape.sequence_length))
-    buffers = decode_buffers(short, 1, torch.float32, reference)
+    shape = source.shape
+    if shape.architecture == "llama":  # whose contexts can be so long that their cache would not fit
+        shape = replace(shape, sequence_length=min(CHECKED_TOKENS, shape.sequence_length))
+    buffers = decode_buffers(shape, 1, torch.float32, reference)
     model = load_model(source, torch.device("cpu"), torch.float32, reference, buffers)
     flat, table = model.views["parameters"], parameter_table(model.shape)
     before = logits(model)

@@ -37,6 +37,7 @@ KNOWN: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
     ("mlp_bias", False, (False, None)),
     ("use_sliding_window", False, (False, None)),
     ("partial_rotary_factor", 1.0, (1.0, None)),
+    ("rope_interleaved", False, (False, None)),  # of neighbouring channels
     ("attention_dropout", 0.0, (0.0, None)),
     ("quantization_config", None, (None,)),
 )

@@ -260,6 +260,7 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
     ),
     "half a rope": ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, "expected low_freq_factor above 0 in"),
     "part of the heads": ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "expected partial_rotary_factor 1.0 in"),
+    "neighbours turn": ({"rope_interleaved": True}, "expected rope_interleaved false in"),
     "quantised": ({"quantization_config": {"bits": 4}}, "expected quantization_config null in"),
     "heads": ({"num_key_value_heads": 4}, "kv_heads that divide num_heads 6"),
     "no size": ({"intermediate_size": None}, "expected intermediate_size of 1 or more in"),
