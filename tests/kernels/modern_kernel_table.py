@@ -13,7 +13,20 @@ from concurrent.futures import ThreadPoolExecutor
 import triton
 
 from handgrad.models.modern_tensors import GATE_CHANNELS
-from handgrad.ops.cuda import classifier, embedding, gelu, layernorm, mix, relu2, rmsnorm, rotary, value_embedding
+from handgrad.ops.cuda import (
+    classifier,
+    embedding,
+    gained_qk_norm,
+    gained_rmsnorm,
+    gelu,
+    layernorm,
+    mix,
+    relu2,
+    rmsnorm,
+    rotary,
+    swiglu,
+    value_embedding,
+)
 from tests.kernels.compiling import compile_kernel
 from tests.kernels.memory_kernel_table import NUMBERS, widest
 
@@ -27,6 +40,8 @@ TYPES = {**NUMBERS, "length": "i32"}
 TYPES |= dict.fromkeys(("rstd", "losses", "scale", "gate", "partials"), "*fp32:16") | dict.fromkeys(
     ("targets", "positions", "tokens"), "*i64:16"
 )
+
+TYPES |= {"frequencies": "*fp64:16", "partials": "*fp32:16", "epsilon": "fp32", "F": "i32:16"}
 
 Launch = tuple[triton.JITFunction, dict[str, object], int]
 
@@ -74,6 +89,32 @@ def launches(itemsize: int) -> dict[str, Launch]:
             heads, pairs, warps = rotary.tile(2 * H, D, itemsize, rotary.BACKWARD_BYTES_PER_WARP)
             constants = {**sizes, **absent, "BLOCK_H": heads, "BLOCK_P": pairs} | ({} if normed else {"qkv": None})
             found[f"{name}_backward of {H} heads of {D}"] = rotary._backward, constants, warps
+    return found | llama_launches(itemsize)
+
+
+def llama_launches(itemsize: int) -> dict[str, Launch]:
+    """Of the Llama family: SmolLM2's sizes and Qwen3's."""
+    found: dict[str, Launch] = {
+        "swiglu_forward": (swiglu._forward, {"BLOCK": swiglu.BLOCK}, swiglu.WARPS),
+        "swiglu_backward": (swiglu._backward, {"BLOCK": swiglu.BLOCK}, swiglu.WARPS),
+    }
+    for C in (576, 1024, 2048):
+        block, rows, warps = layernorm.forward_tile(C)
+        constants = {"C": C, "BLOCK_C": block, "ROWS": rows}
+        found[f"gained_rmsnorm_forward of {C}"] = gained_rmsnorm._forward, constants, warps
+        _, block, rows, warps, stages = layernorm.backward_tile(1 << 16, C, itemsize)
+        constants = {"C": C, "BLOCK_C": block, "ROWS": rows, "STAGES": stages}
+        found[f"gained_rmsnorm_backward of {C}"] = gained_rmsnorm._backward, constants, warps
+    for H, K, D in ((9, 3, 64), (16, 8, 128)):
+        columns, turned = (H + 2 * K) * D, H + K
+        heads, pairs, warps = rotary.tile(turned, D, itemsize, rotary.FORWARD_BYTES_PER_WARP)
+        sizes = {"COLUMNS": columns, "HEADS": turned, "QUERIES": H, "D": D, "SCALE": 1.0}
+        constants = {**sizes, "BLOCK_H": heads, "BLOCK_P": pairs, "positions": None}
+        constants["VALUES"] = triton.next_power_of_2(K * D)
+        found[f"gained_qk_norm_forward of {H} heads"] = gained_qk_norm._forward, constants, warps
+        heads, pairs, warps = rotary.tile(turned, D, itemsize, rotary.BACKWARD_BYTES_PER_WARP)
+        constants = {**sizes, "BLOCK_H": heads, "BLOCK_P": pairs}
+        found[f"gained_qk_norm_backward of {H} heads"] = gained_qk_norm._backward, constants, warps
     return found
 
 
