@@ -127,7 +127,7 @@ def _forward(
     BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr, ROTARY: tl.constexpr, SCALE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     head, pair, inside = places(HEADS, D, BLOCK_H, BLOCK_P)
-    frequency = turns_per_position(frequencies, pair, D)
+    frequency = frequencies_at(frequencies, pair, D)
     if OVERLAPS:
         gdc_launch_dependents()
         gdc_wait()
@@ -156,7 +156,7 @@ def _backward(
     BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr, ROTARY: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     head, pair, inside = places(HEADS, D, BLOCK_H, BLOCK_P)
-    frequency = turns_per_position(frequencies, pair, D)
+    frequency = frequencies_at(frequencies, pair, D)
     for row in range(tl.program_id(0), N, tl.num_programs(0)):
         place = tl.cast(row, tl.int64) * C3 + (head * D + pair)
         dx1, dx2 = pairs_at(dqkv + place, inside, D)
@@ -205,12 +205,18 @@ def store_pairs(first, x1, x2, inside, D: tl.constexpr):
 
 
 @triton.jit
-def turns_per_position(frequencies, pair, D: tl.constexpr):
-    """Of the pairs, in float64: from the table, or base^(-2i/D) / (2 pi)."""
-    if frequencies is not None:
-        return tl.load(frequencies + pair, mask=pair < D // 2, other=0.0)
+def frequencies_at(table, pair, D: tl.constexpr):
+    """Turns per position of the pairs, in float64: from the table, or those of `ROTARY_BASE`."""
+    if table is not None:
+        return tl.load(table + pair, mask=pair < D // 2, other=0.0)
     else:
-        return tl.exp2(pair.to(tl.float64) * (-LOG2_BASE / (D // 2)) - LOG2_TURN)
+        return turns_per_position(pair, D)
+
+
+@triton.jit
+def turns_per_position(pair, D: tl.constexpr):
+    """base^(-2i/D) / (2 pi) of the pairs, in float64."""
+    return tl.exp2(pair.to(tl.float64) * (-LOG2_BASE / (D // 2)) - LOG2_TURN)
 
 
 @triton.jit
