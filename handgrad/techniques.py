@@ -22,7 +22,7 @@ TECHNIQUES = {
     "input_scalars": False,
     "value_embeddings": False,
 }
-IN_16_BITS = ("residual_scalars", "input_scalars", "value_embeddings")  # which read what fp8 has no 16-bit form of
+IN_16_BITS = ("value_embeddings",)  # which read what fp8 has no 16-bit form of
 NONE = "none"  # the list of a model without any
 # What configurations that have `without` instead of a list were made from.
 EARLIER = ("rotary", "qk_norm", "softcap", "embedding_norm", "zero_init", "untied_head")

@@ -89,8 +89,8 @@ def test_its_checkpoint_is_a_model_like_any(modern: RunConfig, tmp_path: Path) -
             "channels must be a multiple of 16",
         ),
         (
-            {"architecture": "modern", "precision": "fp8", "techniques": toggled("input_scalars")},
-            "precision fp8 has no input_scalars; bf16 has",
+            {"architecture": "modern", "precision": "fp8", "techniques": toggled("value_embeddings")},
+            "precision fp8 has no value_embeddings; bf16 has",
         ),
         ({"architecture": "modern", "precision": "fp8", "dropout": 0.1}, "precision fp8 has no dropout"),
         ({"architecture": "modern", "dropout": 0.1}, "modern has no dropout, found dropout 0.1"),

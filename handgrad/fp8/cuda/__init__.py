@@ -19,16 +19,18 @@ from handgrad.fp8.cuda.linear import (
     relu2_linear_backward,
     tuned_keep_bf16,
 )
+from handgrad.fp8.cuda.mix import mix_rmsnorm_backward, mix_rmsnorm_forward
 from handgrad.fp8.cuda.quantizing import fold_statistics, quantize, update_scaling
 from handgrad.fp8.cuda.rmsnorm import rmsnorm_backward, rmsnorm_forward
 from handgrad.fp8.cuda.rotary import qk_norm_backward, qk_norm_rotary_backward, rotary_backward
 from handgrad.ops import cuda
-from handgrad.ops.compose import after_layernorm, after_rmsnorm
+from handgrad.ops.compose import after_layernorm, after_mix_rmsnorm, after_rmsnorm
 
 layernorm_linear_forward = after_layernorm(layernorm_forward, linear_forward)
 layernorm_linear_gelu_forward = after_layernorm(layernorm_forward, linear_gelu_forward)
 rmsnorm_linear_forward = after_rmsnorm(rmsnorm_forward, linear_forward, None)
 rmsnorm_linear_relu2_forward = after_rmsnorm(rmsnorm_forward, linear_relu2_forward)
+mix_rmsnorm_linear_forward = after_mix_rmsnorm(mix_rmsnorm_forward, linear_forward)
 
 
 def statistics_parts(

@@ -21,6 +21,8 @@ from handgrad.fp8.reference.quantized import (
     classifier_forward_backward,
     layernorm_backward,
     layernorm_forward,
+    mix_rmsnorm_backward,
+    mix_rmsnorm_forward,
     qk_norm_backward,
     qk_norm_rotary_backward,
     rmsnorm_backward,
@@ -29,13 +31,14 @@ from handgrad.fp8.reference.quantized import (
 )
 from handgrad.fp8.reference.quantizing import fold_statistics, quantize, update_scaling
 from handgrad.ops import reference
-from handgrad.ops.compose import after_layernorm, after_rmsnorm
+from handgrad.ops.compose import after_layernorm, after_mix_rmsnorm, after_rmsnorm
 
 classifier_forward = of_plain(reference.classifier_forward)
 layernorm_linear_forward = after_layernorm(layernorm_forward, linear_forward)
 layernorm_linear_gelu_forward = after_layernorm(layernorm_forward, linear_gelu_forward)
 rmsnorm_linear_forward = after_rmsnorm(rmsnorm_forward, linear_forward, None)
 rmsnorm_linear_relu2_forward = after_rmsnorm(rmsnorm_forward, linear_relu2_forward)
+mix_rmsnorm_linear_forward = after_mix_rmsnorm(mix_rmsnorm_forward, linear_forward)
 
 
 def statistics_parts(
