@@ -16,7 +16,7 @@ from handgrad.fp8.formats import E4M3, E5M2, VANISHES_AT, largest
 from handgrad.ops.cuda.layernorm import backward_tile, forward_tile
 from tests.kernels.compiling import compile_kernel
 from tests.kernels.memory_kernel_table import widest
-from tests.kernels.modern_kernel_table import SCALARS
+from tests.kernels.modern_kernel_table import SCALARS, copied
 
 ARCHITECTURES = (90, 100)
 TYPES = {"fp8e4nv": E4M3, "fp8e5": E5M2}
@@ -78,6 +78,7 @@ def compile_one(job: tuple[str, str, str, int]) -> dict[str, object]:
         "registers": made["registers"],
         "stack": made["stack"],
         "load": widest(made["ptx"], "ld"),
+        "copy": copied(made["ptx"]),
         "store": widest(made["ptx"], "st"),
         "spills": len(re.findall(r"[ls][dt]\.local", made["ptx"])),
         "conversions": sorted(set(re.findall(r"cvt\.rn[\w.]*\.e[45]m[23]x2\.\w+", made["ptx"]))),

@@ -136,7 +136,7 @@ def _backward(
 
 @triton.jit
 def backward_rows(tensors, place, row, in_rows, inside, C: tl.constexpr):
-    """(The gradient of inp in its dtype, the rows' parts of dr and of ds) of a tile of rows, whose part of dfirst it adds."""
+    """(Gradient of inp in its dtype, the rows' parts of dr and of ds) of a tile of rows, whose part of dfirst it adds."""
     dstream, dfirst, dout, inp, first, rstd, residual_scalar, input_scalar = tensors
     dy = tl.load(dout + place, mask=inside, other=0.0).to(tl.float32)
     dm = tl.load(dstream + place, mask=inside, other=0.0).to(tl.float32)
