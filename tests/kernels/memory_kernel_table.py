@@ -144,7 +144,7 @@ def signature_of(name: str, kernel: triton.JITFunction, dtype: str) -> dict[str,
     if name == "checksum":
         own["out"] = "*i64"
     if name == "digest":
-        own |= {"out_acc": "*i64", "first": "i32:16"}
+        own |= {"out_acc": "*i64", "first": "i32"}
     if name.startswith("adamw"):
         own["weight"] = "*i16" if name == "adamw_update rounded" else "*fp32"
     types = {**FIXED_POINTERS, **own}
