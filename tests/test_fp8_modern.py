@@ -30,8 +30,9 @@ SHAPE = ModelShape(vocab_size=57, sequence_length=16, num_layers=2, num_heads=2,
 SHAPE = replace(SHAPE, techniques=toggled(""))
 BATCH, LENGTH = 3, 16
 WITHOUT = ["rotary", "qk_norm", "rotary,qk_norm", "untied_head,softcap", ",".join(USUAL)]
-NEW = "residual_scalars,input_scalars,value_embeddings"  # with them
-WITHOUT += [NEW, "value_embeddings,rotary,qk_norm", "input_scalars"]
+SCALARS = "residual_scalars,input_scalars"  # with them
+NEW = f"{SCALARS},value_embeddings"
+WITHOUT += [NEW, "value_embeddings,rotary,qk_norm", SCALARS, "residual_scalars", "input_scalars"]
 
 
 def make(
@@ -161,6 +162,8 @@ def test_a_tensor_has_the_forms_that_are_read_and_no_others() -> None:
     assert gradients[1].plain is None and gradients[1].workspace is not None
     unturned = make(torch.bfloat16, gemms_of(), without="rotary,qk_norm").d.blocks[1].dqkv
     assert unturned.workspace is None, "it is quantised by attention itself"
+    mixed, gated = (make(torch.bfloat16, gemms_of(), without=names).act.blocks[1].norm1 for names in (SCALARS, NEW))
+    assert mixed.plain is None and gated.plain is not None, "the gates alone read 16 bits"
     assert isinstance(model.weights.wte, Tensor) and model.weights.head.rows is None, "its forward stays in 16 bits"
     for name, weight in quantized_weights(model).items():
         if name != "wte":
@@ -205,10 +208,12 @@ def test_training_in_fp8_learns_what_training_in_bf16_learns(fp8: RunConfig, wit
         assert abs(a.loss - b.loss) < 0.05
 
 
-@pytest.mark.parametrize("scaling", ["delayed", "current"])
-@pytest.mark.parametrize("gradients", ["e4m3", "mixed"])
-def test_recompute_levels_give_the_same_bits(fp8: RunConfig, scaling: str, gradients: str) -> None:
-    fp8 = dataclasses.replace(fp8, fp8_scaling=scaling, fp8_gradients=gradients)
+@pytest.mark.parametrize(
+    ("scaling", "gradients", "without"),
+    [("delayed", "e4m3", ""), ("delayed", "mixed", SCALARS), ("current", "mixed", ""), ("current", "e4m3", SCALARS)],
+)
+def test_recompute_levels_give_the_same_bits(fp8: RunConfig, scaling: str, gradients: str, without: str) -> None:
+    fp8 = dataclasses.replace(fp8, fp8_scaling=scaling, fp8_gradients=gradients, techniques=toggled(without))
     expected, *told = steps_of(fp8, 3)
     for recompute in (1, 2):
         training, *told_too = steps_of(dataclasses.replace(fp8, recompute=recompute), 3)
@@ -216,14 +221,14 @@ def test_recompute_levels_give_the_same_bits(fp8: RunConfig, scaling: str, gradi
         assert torch.equal(training.state.master, expected.state.master)
 
 
-@pytest.mark.parametrize("without", ["", "untied_head"])
+@pytest.mark.parametrize("without", ["", "untied_head", SCALARS])
 def test_every_quantised_tensor_is_counted_whole(fp8: RunConfig, without: str) -> None:
     training, _, found = steps_of(dataclasses.replace(fp8, techniques=toggled(without)), 3)
     N, C, Vp = fp8.micro_batch * fp8.sequence_length, fp8.channels, training.design.shape.padded_vocab_size
     per_token = {"norm1": 1, "dqkv": 3, "atty": 1, "dresidual_mid": 1, "norm2": 1, "hidden": 4, "dhidden": 4}
     sizes = {name: width * C * N for name, width in (per_token | {"dresidual_out": 1, "lnf": 1}).items()}
     sizes |= {"qkv_weight": 3 * C * C, "proj_weight": C * C, "fc_weight": 4 * C * C, "fcproj_weight": 4 * C * C}
-    sizes |= {"wte" if without else "head": Vp * C}
+    sizes |= {"wte" if without == "untied_head" else "head": Vp * C}
     resolved, scaling = training.design.fp8, training.scaling
     assert len(resolved.table) == 12 * fp8.num_layers + 2 == len({row.name for row in resolved.table})
     assert scaling is not None

@@ -120,21 +120,6 @@ def plain_or_workspace(form: Form) -> Tensor:
     return plain(form) if isinstance(form, Tensor) or form.workspace is None else form.workspace
 
 
-def then_quantized(
-    operation: Callable[..., None], place: int, quantize: Callable[[Quantized, Tensor], None]
-) -> Callable[..., None]:
-    """The operation with 16-bit forms; then its tensor in this place is quantised, in a pass of its own."""
-    in_16_bits = of_plain(operation)
-
-    @wraps(operation)
-    def call(*arguments: Any, **options: Any) -> None:
-        in_16_bits(*arguments, **options)
-        if isinstance(arguments[place], Quantized):
-            quantize(arguments[place], plain(arguments[place]))
-
-    return call
-
-
 Operands = tuple[Tensor, Tensor, tuple[Tensor, Tensor]]  # two fp8 tensors, and the inverse scale (1) of each
 
 

@@ -224,13 +224,12 @@ def activations(
 
 
 def as_read(shape: ModelShape, clock: Clock, row: ActivationRow) -> ActivationRow:
-    """The row as the model's techniques read it. The first block's input lives as long as a block reads it. Scalars make
-    norm1 in 16 bits, value embeddings read it so, and dqkv as well. Where nothing turns queries and keys, attention's
-    backward makes dqkv."""
+    """The row as the model's techniques read it. The first block's input lives as long as a block reads it. Value
+    embeddings read norm1 and dqkv in 16 bits. Where nothing turns queries and keys, attention's backward makes dqkv."""
     if shape.has("input_scalars") and row.name == ("normed_embedding" if shape.has("embedding_norm") else "embedded"):
         return replace(row, ticks=((0, max(clock.head, clock.mirrored(0))),))
     values = shape.has("value_embeddings")
-    if row.fp8 is NORM1 and (values or shape.has("residual_scalars") or shape.has("input_scalars")):
+    if row.fp8 is NORM1 and values:
         return replace(row, fp8=replace(NORM1, keeps_16bit=True))
     if row.fp8 is DQKV and not (shape.has("rotary") or shape.has("qk_norm")):
         return replace(row, fp8=replace(DQKV, workspace="", keeps_16bit=values))

@@ -174,8 +174,14 @@ def test_the_model_is_as_good_as_the_reference(dtype: torch.dtype, precision: st
     own, found = (with_scalars_joined(gradients(ops, GPU, dtype, shape=shape)) for ops in backends)
     for name in found:
         error, reference_error = ((t[name].double() - exact[name]).norm().item() for t in (found, own))
-        assert error <= 2 * reference_error + ROUNDING[torch.float32] * exact[name].norm().item(), name
+        times = TIMES_OF_SCALARS if name == "scalars" else 2
+        assert error <= times * reference_error + ROUNDING[torch.float32] * exact[name].norm().item(), name
     assert (found["wte"][SHAPE.vocab_size :] == 0).all(), "the padded vocabulary has no gradient at all"
+
+
+# Two errors of equal size in six numbers: the square of their norms' ratio has an F distribution of 6 and 6 degrees of
+# freedom, 20 at 99.9 %. A scalar's own bound, from the size of its products, is in tests/kernels/modern_checks.py.
+TIMES_OF_SCALARS = math.sqrt(20)
 
 
 def with_scalars_joined(found: dict[str, Tensor]) -> dict[str, Tensor]:

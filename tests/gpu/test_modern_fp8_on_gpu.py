@@ -31,6 +31,15 @@ def test_rmsnorm(draw: Draw, N: int, C: int, kind: torch.dtype, counting: bool) 
     checks.rmsnorm_backward(draw, N, C, kind, counting=counting)
 
 
+@formats
+@counting
+@norms
+@pytest.mark.parametrize("has", [(True, True), (True, False), (False, True)])
+def test_mixed_streams(draw: Draw, N: int, C: int, has: tuple[bool, bool], kind: torch.dtype, counting: bool) -> None:
+    checks.mix_rmsnorm_forward(draw, N, C, *has, kind, counting=counting)
+    checks.mix_rmsnorm_backward(draw, N, C, *has, kind, counting=counting)
+
+
 @counting
 @current
 @hidden

@@ -21,7 +21,7 @@ DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
 CHANNELS = (768, 1600)
 V, Vp = 50257, 50304
 
-NUMBERS = dict.fromkeys(("N", "O", "T", "P", "B", "n", "first", "elements", "size", "stride"), "i32:16")
+NUMBERS = dict.fromkeys(("N", "O", "T", "P", "B", "n", "elements", "size", "stride"), "i32:16")
 NUMBERS |= dict.fromkeys(("seed", "first_element", "lanes", "stream", "threshold"), "i32") | {"dropout_scale": "fp32"}
 FIXED_POINTERS = {
     "mean": "*fp32",
@@ -144,7 +144,7 @@ def signature_of(name: str, kernel: triton.JITFunction, dtype: str) -> dict[str,
     if name == "checksum":
         own["out"] = "*i64"
     if name == "digest":
-        own["out_acc"] = "*i64"
+        own |= {"out_acc": "*i64", "first": "i32"}
     if name.startswith("adamw"):
         own["weight"] = "*i16" if name == "adamw_update rounded" else "*fp32"
     types = {**FIXED_POINTERS, **own}

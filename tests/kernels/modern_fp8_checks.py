@@ -5,18 +5,20 @@ What they write must be, bit for bit, what the reference's `quantize` makes of t
 
 import math
 from dataclasses import replace
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from handgrad.fp8 import reference
-from handgrad.fp8.cuda import elementwise, gelu, quantizing, relu2, rmsnorm, rotary
+from handgrad.fp8.cuda import elementwise, gelu, layernorm, mix, quantizing, relu2, rmsnorm, rotary
 from handgrad.fp8.formats import E4M3, Form, Quantized
 from handgrad.fp8.reference.quantizing import write_forms
-from handgrad.ops.cuda import relu2 as plain_relu2, rmsnorm as plain_rmsnorm, rotary as plain_rotary
+from handgrad.ops.cuda import mix as plain_mix, relu2 as plain_relu2, rmsnorm as plain_rmsnorm, rotary as plain_rotary
 from tests.kernels.fp8_checks import SCALES, copy, forms_of, make, same, wide
 from tests.kernels.gelu_fp8_checks import check_counts, fresh
 from tests.kernels.memory_checks import Draw
+from tests.kernels.modern_checks import mixture
 
 
 def rmsnorm_forward(draw: Draw, N: int, C: int, kind: torch.dtype, *, counting: bool) -> None:
@@ -49,6 +51,64 @@ def rmsnorm_backward(draw: Draw, N: int, C: int, kind: torch.dtype, *, counting:
         expected = copy(found)
         reference.quantize(expected, plain)
         rmsnorm.rmsnorm_backward(found, dout, inp, rstd)
+        same(found, expected)
+        assert found.plain is not None and torch.equal(found.plain, plain)
+
+
+def mixture_of(draw: Draw, N: int, C: int, residual: bool, first: bool) -> tuple[Tensor, list[Tensor | None]]:
+    """The stream; what it is mixed with, or None: the first block's stream, and the scalars."""
+    inputs, names = mixture(draw, N, C, residual, first)
+    return inputs["inp"], [inputs[name] if name in names else None for name in ("first", "residual_scalar", "input_scalar")]
+
+
+def mix_rmsnorm_forward(
+    draw: Draw, N: int, C: int, residual: bool, first: bool, kind: torch.dtype, *, counting: bool
+) -> None:
+    stream, others = mixture_of(draw, N, C, residual, first)
+    stream *= wide(draw, N, C)
+    rstds = [torch.full((N,), math.nan, device=draw.device) for _ in range(2)]
+    mixed, plain, found_mixed = (torch.full_like(stream, math.nan) for _ in range(3))
+    plain_mix.mix_rmsnorm_forward(mixed, plain, rstds[0], stream, *others)
+    parts = max(layernorm.forward_parts(N, C), quantizing.quantize_parts(N, C))
+    tensor = make(N, C, parts, kind, draw.device, scale=2.0**9, counting=counting)
+    both = replace(tensor, plain=torch.full_like(stream, math.nan))
+    for name, form in [*forms_of(tensor).items(), ("plain", both)]:
+        for into in (found_mixed, None):
+            found = copy(replace(form, plain=both.plain) if name == "columns" else form)
+            expected = copy(found)
+            reference.quantize(expected, plain)
+            mix.mix_rmsnorm_forward(into, found, rstds[1].fill_(math.nan), stream, *others)
+            same(found, expected)
+            assert found.plain is None or torch.equal(found.plain, plain), name
+            assert torch.equal(rstds[0], rstds[1]) and torch.equal(found_mixed, mixed)
+
+
+def mix_rmsnorm_backward(
+    draw: Draw, N: int, C: int, residual: bool, first: bool, kind: torch.dtype, *, counting: bool
+) -> None:
+    inp, others = mixture_of(draw, N, C, residual, first)
+    dout, dstream, dfirst = draw.normal(N, C), wide(draw, N, C), draw.normal(N, C) if first else None
+    rstd = draw.normal(N, dtype=torch.float32).abs()
+    scratch = torch.empty(1 << 20, dtype=torch.uint8, device=draw.device)
+
+    def run(module: ModuleType, dstream: Form) -> list[Tensor]:
+        """The other gradients."""
+        sums = [None if scalar is None else torch.ones(1, device=draw.device) for scalar in others[1:]]
+        gradient = None if dfirst is None else dfirst.clone()
+        tensors = dout, inp, others[0], rstd, *others[1:]
+        module.mix_rmsnorm_backward(dstream, gradient, *sums, *tensors, scratch=scratch.fill_(0xFF))
+        return [tensor for tensor in (gradient, *sums) if tensor is not None]
+
+    plain = dstream.clone()
+    beside = run(plain_mix, plain)
+    parts = max(layernorm.backward_parts(N, C), quantizing.quantize_parts(N, C))
+    tensor = make(N, C, parts, kind, draw.device, scale=SCALES[kind], counting=counting)
+    for form in forms_of(tensor).values():
+        found = copy(replace(form, plain=dstream))
+        expected = copy(found)
+        reference.quantize(expected, plain)
+        for made, wanted in zip(run(mix, found), beside, strict=True):
+            assert torch.equal(made, wanted)
         same(found, expected)
         assert found.plain is not None and torch.equal(found.plain, plain)
 

@@ -11,11 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import triton
 
-from handgrad.fp8.cuda import elementwise, gelu, relu2, rmsnorm, rotary
+from handgrad.fp8.cuda import elementwise, gelu, mix, relu2, rmsnorm, rotary
 from handgrad.fp8.formats import E4M3, E5M2, VANISHES_AT, largest
-from handgrad.ops.cuda.layernorm import forward_tile
+from handgrad.ops.cuda.layernorm import backward_tile, forward_tile
 from tests.kernels.compiling import compile_kernel
 from tests.kernels.memory_kernel_table import widest
+from tests.kernels.modern_kernel_table import SCALARS, copied
 
 ARCHITECTURES = (90, 100)
 TYPES = {"fp8e4nv": E4M3, "fp8e5": E5M2}
@@ -41,6 +42,14 @@ def launches(form: str) -> dict[str, Launch]:
         found[f"rmsnorm_forward of {C}"] = rmsnorm._forward, constants, warps
         block, rows, warps = rmsnorm.backward_tile(C)
         found[f"rmsnorm_backward of {C}"] = rmsnorm._backward, {"C": C, "BLOCK_C": block, "ROWS": rows}, warps
+        for name, absent in SCALARS.items():
+            block, rows, warps = forward_tile(C)
+            constants = {**limits, "C": C, "BLOCK_C": block, "ROWS": rows, "out": None} | dict.fromkeys(absent)
+            found[f"mix_rmsnorm_forward of {C}, {name}"] = mix._forward, constants, warps
+            _, block, rows, warps, stages = backward_tile(1 << 16, C, 2)
+            constants = {"C": C, "BLOCK_C": block, "ROWS": rows, "STAGES": stages} | dict.fromkeys(absent)
+            absent = [*absent, *(["dfirst"] if "first" in absent else [])]
+            found[f"mix_rmsnorm_backward of {C}, {name}"] = mix._backward, constants | dict.fromkeys(absent), warps
     for H, D in HEADS:
         pairs, warps = rotary.tile(D)
         sizes = {"C3": 3 * H * D, "HEADS": 3 * H, "D": D, "QUADS": elementwise.QUADS, "BLOCK_P": pairs, "plain": None}
@@ -69,6 +78,7 @@ def compile_one(job: tuple[str, str, str, int]) -> dict[str, object]:
         "registers": made["registers"],
         "stack": made["stack"],
         "load": widest(made["ptx"], "ld"),
+        "copy": copied(made["ptx"]),
         "store": widest(made["ptx"], "st"),
         "spills": len(re.findall(r"[ls][dt]\.local", made["ptx"])),
         "conversions": sorted(set(re.findall(r"cvt\.rn[\w.]*\.e[45]m[23]x2\.\w+", made["ptx"]))),

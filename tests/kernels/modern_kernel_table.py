@@ -118,6 +118,11 @@ def llama_launches(itemsize: int) -> dict[str, Launch]:
     return found
 
 
+def copied(ptx: str) -> int:
+    """Bytes of the widest copy ahead of a loop."""
+    return max((int(n, 16) for n in re.findall(r"cp\.async\.cg\S+ .*0x([0-9a-f]+), %r", ptx)), default=0)
+
+
 def compile_one(job: tuple[str, str]) -> dict[str, object]:
     name, dtype = job
     kernel, constants, warps = launches(DTYPES[dtype])[name]
@@ -131,7 +136,7 @@ def compile_one(job: tuple[str, str]) -> dict[str, object]:
         "stack": made["stack"],
         "load": widest(made["ptx"], "ld"),
         "store": widest(made["ptx"], "st"),
-        "copy": max((int(n, 16) for n in re.findall(r"cp\.async\.cg\S+ .*0x([0-9a-f]+), %r", made["ptx"])), default=0),
+        "copy": copied(made["ptx"]),
         "spills": len(re.findall(r"[ls][dt]\.local", made["ptx"])),
     }
 

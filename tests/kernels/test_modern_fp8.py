@@ -52,6 +52,17 @@ def test_rmsnorm_backward(
     checks.rmsnorm_backward(draw, *shape, kind, counting=counting)
 
 
+SCALARS = [(True, True), (True, False), (False, True)]
+
+
+@pytest.mark.parametrize(("shape", "has", "kind", "counting"), every_pair(product(NORMS, SCALARS, FORMATS, COUNTING)))
+def test_mixed_streams(
+    draw: Draw, shape: tuple[int, int], has: tuple[bool, bool], kind: torch.dtype, counting: bool
+) -> None:
+    checks.mix_rmsnorm_forward(draw, *shape, *has, kind, counting=counting)
+    checks.mix_rmsnorm_backward(draw, *shape, *has, kind, counting=counting)
+
+
 SHAPES = [(208, 320), (128, 64), (4, 8)]
 
 

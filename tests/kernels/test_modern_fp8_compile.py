@@ -31,10 +31,13 @@ def test_nothing_spills(compiled: list[dict]) -> None:
 
 def test_accesses_are_wide(compiled: list[dict]) -> None:
     """Halves of heads are read in pieces of 8 bytes (of 100 channels they begin at multiples of 4), and the transposed form
-    written in 16; a norm's forward writes a lane's eight numbers."""
+    written in 16; a norm's forward writes a lane's eight numbers. The backward of mixed streams may copy its rows ahead
+    of the loop."""
     for row in compiled:
-        heads = "heads of" in row["kernel"]
-        assert row["load"] >= (4 if "of 100" in row["kernel"] else 8 if heads else 16), row
+        heads, ahead = "heads of" in row["kernel"], row["kernel"].startswith("mix_rmsnorm_backward")
+        assert max(row["load"], row["copy"] if ahead else 0) >= (4 if "of 100" in row["kernel"] else 8 if heads else 16), (
+            row
+        )
         assert row["store"] >= (8 if row["kernel"].startswith("rmsnorm_forward") else 16), row
 
 
@@ -44,6 +47,8 @@ def test_one_instruction_rounds(compiled: list[dict]) -> None:
 
 
 def test_enough_programs_fit_a_multiprocessor(compiled: list[dict]) -> None:
+    """The backward of mixed streams holds five rows, and fetches the next ones meanwhile."""
     for row in compiled:
+        least = 8 if row["kernel"].startswith("mix_rmsnorm_backward") else 12 if "heads of" in row["kernel"] else 14
         resident = REGISTER_FILE // (32 * row["warps"] * -(-row["registers"] // 8) * 8)
-        assert resident * row["warps"] >= (12 if "heads of" in row["kernel"] else 14), row
+        assert resident * row["warps"] >= least, row

@@ -19,16 +19,15 @@ from handgrad.fp8.cuda.linear import (
     relu2_linear_backward,
     tuned_keep_bf16,
 )
+from handgrad.fp8.cuda.mix import mix_rmsnorm_backward, mix_rmsnorm_forward
 from handgrad.fp8.cuda.quantizing import fold_statistics, quantize, update_scaling
 from handgrad.fp8.cuda.rmsnorm import rmsnorm_backward, rmsnorm_forward
 from handgrad.fp8.cuda.rotary import qk_norm_backward, qk_norm_rotary_backward, rotary_backward
-from handgrad.fp8.formats import of_plain, plain_or_workspace, then_quantized
+from handgrad.fp8.formats import of_plain, plain_or_workspace
 from handgrad.ops import cuda
 from handgrad.ops.compose import after_layernorm, after_mix_rmsnorm, after_rmsnorm
 
-# Of techniques that are off by default: no kernel of theirs quantises.
-mix_rmsnorm_forward = then_quantized(cuda.mix_rmsnorm_forward, 1, quantize)
-mix_rmsnorm_backward = then_quantized(cuda.mix_rmsnorm_backward, 0, quantize)
+# Of a technique that is off by default: it reads 16 bits.
 value_embedding_forward = of_plain(cuda.value_embedding_forward)
 value_embedding_backward = of_plain(cuda.value_embedding_backward, plain_or_workspace)
 

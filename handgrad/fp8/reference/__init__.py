@@ -4,7 +4,7 @@ quantised tensors is that of their fp8 numbers."""
 # ruff: noqa: F401
 from typing import Any
 
-from handgrad.fp8.formats import of_plain, plain_or_workspace, then_quantized
+from handgrad.fp8.formats import of_plain, plain_or_workspace
 from handgrad.fp8.reference.linear import (
     bias_backward,
     gelu_linear_backward,
@@ -21,6 +21,8 @@ from handgrad.fp8.reference.quantized import (
     classifier_forward_backward,
     layernorm_backward,
     layernorm_forward,
+    mix_rmsnorm_backward,
+    mix_rmsnorm_forward,
     qk_norm_backward,
     qk_norm_rotary_backward,
     rmsnorm_backward,
@@ -32,8 +34,6 @@ from handgrad.ops import reference
 from handgrad.ops.compose import after_layernorm, after_mix_rmsnorm, after_rmsnorm
 
 classifier_forward = of_plain(reference.classifier_forward)
-mix_rmsnorm_forward = then_quantized(reference.mix_rmsnorm_forward, 1, quantize)
-mix_rmsnorm_backward = then_quantized(reference.mix_rmsnorm_backward, 0, quantize)
 value_embedding_forward = of_plain(reference.value_embedding_forward)
 value_embedding_backward = of_plain(reference.value_embedding_backward, plain_or_workspace)
 layernorm_linear_forward = after_layernorm(layernorm_forward, linear_forward)

@@ -49,6 +49,43 @@ def rmsnorm_backward(dresidual_inout: Form, dout: Tensor, inp: Tensor, rstd: Ten
         quantize(dresidual_inout, plain(dresidual_inout))
 
 
+def mix_rmsnorm_forward(
+    mixed: Tensor | None,
+    out: Form,
+    rstd: Tensor,
+    inp: Tensor,
+    first: Tensor | None,
+    residual_scalar: Tensor | None,
+    input_scalar: Tensor | None,
+) -> None:
+    """The mixture stays in 16 bits."""
+    result = plain(out) if isinstance(out, Tensor) or out.plain is not None else torch.empty_like(inp)
+    reference.mix_rmsnorm_forward(mixed, result, rstd, inp, first, residual_scalar, input_scalar)
+    if isinstance(out, Quantized):
+        quantize(out, result)
+
+
+def mix_rmsnorm_backward(
+    dstream_inout: Form,
+    dfirst_inout: Tensor | None,
+    dresidual_scalar_acc: Tensor | None,
+    dinput_scalar_acc: Tensor | None,
+    dout: Tensor,
+    inp: Tensor,
+    first: Tensor | None,
+    rstd: Tensor,
+    residual_scalar: Tensor | None,
+    input_scalar: Tensor | None,
+    *,
+    scratch: Tensor | None = None,
+) -> None:
+    """As `layernorm_backward`."""
+    sums, scalars = (dresidual_scalar_acc, dinput_scalar_acc), (residual_scalar, input_scalar)
+    reference.mix_rmsnorm_backward(plain(dstream_inout), dfirst_inout, *sums, dout, inp, first, rstd, *scalars)
+    if isinstance(dstream_inout, Quantized):
+        quantize(dstream_inout, plain(dstream_inout))
+
+
 def attention_forward(out: Form, lse: Tensor, qkv: Tensor, *, scratch: Tensor | None = None) -> None:
     """A quantised out also has a plain form, for the backward."""
     reference.attention_forward(plain(out), lse, qkv)

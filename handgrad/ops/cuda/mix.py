@@ -79,11 +79,7 @@ def _forward(
 ):  # fmt: skip
     start, row, column, in_rows, in_row = forward_places(N, C, BLOCK_C, ROWS)
     place, inside = start * C + (row * C + column), in_rows & in_row
-    x = tl.load(inp + place, mask=inside, other=0.0).to(tl.float32)
-    x0 = x
-    if input_scalar is not None:
-        x0 = tl.load(first + place, mask=inside, other=0.0).to(tl.float32)
-    m = mixture(x, x0, residual_scalar, input_scalar).to(inp.dtype.element_ty)
+    m, _, _ = mixture((inp, first, residual_scalar, input_scalar), place, inside)
     if mixed is not None:
         tl.store(mixed + place, m, mask=inside)
     if out is not None:
@@ -94,7 +90,18 @@ def _forward(
 
 
 @triton.jit
-def mixture(x, x0, residual_scalar, input_scalar):
+def mixture(tensors, place, inside):
+    """(m in the stream's dtype, x and x0 in float32) of a tile of rows."""
+    inp, first, residual_scalar, input_scalar = tensors
+    x = tl.load(inp + place, mask=inside, other=0.0).to(tl.float32)
+    x0 = x
+    if input_scalar is not None:
+        x0 = tl.load(first + place, mask=inside, other=0.0).to(tl.float32)
+    return mixture_of(x, x0, residual_scalar, input_scalar).to(inp.dtype.element_ty), x, x0
+
+
+@triton.jit
+def mixture_of(x, x0, residual_scalar, input_scalar):
     """r x + s x0 in float32, the first product with the sum in one rounding: the same bits in every kernel."""
     if input_scalar is None:
         m = x * tl.load(residual_scalar).to(tl.float32)
@@ -112,33 +119,47 @@ def _backward(
     dstream, dfirst, partials, dout, inp, first, rstd, residual_scalar, input_scalar, N, C: tl.constexpr,
     BLOCK_C: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program p takes the blocks of rows p, p + P, p + 2 P, ... and writes row p of partials (P, 1 or 2)."""
+    """Program p takes the blocks of rows p, p + P, p + 2 P, ... and writes row p of partials."""
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK_C)[None, :]
     dr, ds = tl.zeros((ROWS, 1), tl.float32), tl.zeros((ROWS, 1), tl.float32)
     for start in tl.range(tl.program_id(0) * ROWS, N, tl.num_programs(0) * ROWS, num_stages=STAGES):
         in_rows = start + row < N
         inside = in_rows & (column < C)
         place = tl.cast(start, tl.int64) * C + (row * C + column)
-        dy = tl.load(dout + place, mask=inside, other=0.0).to(tl.float32)
-        x = tl.load(inp + place, mask=inside, other=0.0).to(tl.float32)
-        dm = tl.load(dstream + place, mask=inside, other=0.0).to(tl.float32)
-        row_rstd = tl.load(rstd + start + row, mask=in_rows, other=0.0)
-        x0 = x
-        if input_scalar is not None:
-            x0 = tl.load(first + place, mask=inside, other=0.0).to(tl.float32)
-        m = mixture(x, x0, residual_scalar, input_scalar).to(inp.dtype.element_ty).to(tl.float32)
-        normal = m * row_rstd
-        along = tl.sum(dy * normal, 1, keep_dims=True) / C
-        dm += row_rstd * (dy - normal * along)
-        if input_scalar is not None:
-            ds += tl.sum(dm * x0, 1, keep_dims=True)
-            dx0 = tl.load(dfirst + place, mask=inside, other=0.0).to(tl.float32)
-            dx0 += dm * tl.load(input_scalar).to(tl.float32)
-            tl.store(dfirst + place, dx0.to(dfirst.dtype.element_ty), mask=inside)
-        if residual_scalar is not None:
-            dr += tl.sum(dm * x, 1, keep_dims=True)
-            dm *= tl.load(residual_scalar).to(tl.float32)
-        tl.store(dstream + place, dm.to(dstream.dtype.element_ty), mask=inside)
+        tensors = dstream, dfirst, dout, inp, first, rstd, residual_scalar, input_scalar
+        updated, dr_rows, ds_rows = backward_rows(tensors, place, start + row, in_rows, inside, C)
+        dr += dr_rows
+        ds += ds_rows
+        tl.store(dstream + place, updated, mask=inside)
+    store_sums(partials, dr, ds, residual_scalar, input_scalar)
+
+
+@triton.jit
+def backward_rows(tensors, place, row, in_rows, inside, C: tl.constexpr):
+    """(Gradient of inp in its dtype, the rows' parts of dr and of ds) of a tile of rows, whose part of dfirst it adds."""
+    dstream, dfirst, dout, inp, first, rstd, residual_scalar, input_scalar = tensors
+    dy = tl.load(dout + place, mask=inside, other=0.0).to(tl.float32)
+    dm = tl.load(dstream + place, mask=inside, other=0.0).to(tl.float32)
+    row_rstd = tl.load(rstd + row, mask=in_rows, other=0.0)
+    m, x, x0 = mixture((inp, first, residual_scalar, input_scalar), place, inside)
+    normal = m.to(tl.float32) * row_rstd
+    along = tl.sum(dy * normal, 1, keep_dims=True) / C
+    dm += row_rstd * (dy - normal * along)
+    dr, ds = tl.zeros_like(row_rstd), tl.zeros_like(row_rstd)
+    if input_scalar is not None:
+        ds = tl.sum(dm * x0, 1, keep_dims=True)
+        dx0 = tl.load(dfirst + place, mask=inside, other=0.0).to(tl.float32)
+        dx0 += dm * tl.load(input_scalar).to(tl.float32)
+        tl.store(dfirst + place, dx0.to(dfirst.dtype.element_ty), mask=inside)
+    if residual_scalar is not None:
+        dr = tl.sum(dm * x, 1, keep_dims=True)
+        dm *= tl.load(residual_scalar).to(tl.float32)
+    return dm.to(dstream.dtype.element_ty), dr, ds
+
+
+@triton.jit
+def store_sums(partials, dr, ds, residual_scalar, input_scalar):
+    """A program's row of partials (P, 1 or 2), of the scalars that there are."""
     if residual_scalar is None:
         tl.store(partials + tl.program_id(0), tl.sum(ds))
     elif input_scalar is None:

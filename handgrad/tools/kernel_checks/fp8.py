@@ -39,6 +39,7 @@ from handgrad.tools.kernel_checks.operations import (
     attention_backward,
     gelu_product_backward,
     layernorm_backward,
+    mix_rmsnorm_backward,
     qk_norm_backward,
     relu2_product_backward,
     rmsnorm_backward,
@@ -103,7 +104,7 @@ def requantized(found: Quantized, scaling: Tensor, plain: Tensor, *, counted: bo
 
 # Operations that write the 16-bit form as well: it changes in place, the backward reads it, or two kernels need not add it
 # up in one order (attention's backward).
-WITH_PLAIN = ("layernorm_backward", "rmsnorm_backward", "attention_forward", "attention_backward")
+WITH_PLAIN = ("layernorm_backward", "rmsnorm_backward", "mix_rmsnorm_backward", "attention_forward", "attention_backward")
 
 
 def fused(
@@ -308,6 +309,8 @@ FP8_CASES: dict[str, Fp8Case] = {
     "layernorm_backward to fp8": fused("layernorm_backward", "dresidual_inout", layernorm_backward, E5M2, 14),
     "rmsnorm_forward to fp8": fused("rmsnorm_forward", "out", CASES["rmsnorm_forward"], E4M3, 7),
     "rmsnorm_backward to fp8": fused("rmsnorm_backward", "dresidual_inout", rmsnorm_backward, E5M2, 14),
+    "mix_rmsnorm_forward to fp8": fused("mix_rmsnorm_forward", "out", CASES["mix_rmsnorm_forward"], E4M3, 7),
+    "mix_rmsnorm_backward to fp8": fused("mix_rmsnorm_backward", "dstream_inout", mix_rmsnorm_backward, E5M2, 14),
     "attention_forward to fp8, heads of 64 channels": fused(
         "attention_forward", "out", partial(attention, heads=H), E4M3, 7
     ),

@@ -1,0 +1,130 @@
+"""The mixture of streams that enters a block and its RMS norm, which also write fp8: forward the norm's output, backward
+the stream's gradient; the mixture stays in 16 bits."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from handgrad.fp8.cuda.layernorm import forward_parts, store_rows
+from handgrad.fp8.cuda.quantizing import (
+    SCALE,
+    UNALIGNED,
+    at_own_scale,
+    count_numbers,
+    limits,
+    quantize,
+    store_part,
+    store_statistics,
+    target,
+    transpose_rows,
+)
+from handgrad.fp8.formats import Form, Quantized, plain
+from handgrad.ops import cuda
+from handgrad.ops.cuda.column_sums import add_partials, float32_of
+from handgrad.ops.cuda.launch import launch
+from handgrad.ops.cuda.layernorm import backward_tile, forward_places, forward_tile
+from handgrad.ops.cuda.mix import backward_rows, mixture, store_sums
+from handgrad.ops.cuda.rmsnorm import rstd_of
+
+
+def mix_rmsnorm_forward(
+    mixed: Tensor | None,
+    out: Form,
+    rstd: Tensor,
+    inp: Tensor,
+    first: Tensor | None,
+    residual_scalar: Tensor | None,
+    input_scalar: Tensor | None,
+) -> None:
+    tensors = rstd, inp, first, residual_scalar, input_scalar
+    if isinstance(out, Tensor) or out.rows is None:
+        cuda.mix_rmsnorm_forward(mixed, plain(out), *tensors)
+        if isinstance(out, Quantized):
+            quantize(out, plain(out))
+        return
+    N, C = inp.shape
+    block, rows, warps = forward_tile(C)
+    form = out.plain, out.rows, *target(out, forward_parts(N, C))
+    arguments = mixed, *form, *tensors, N, C, block, rows, *limits(out)
+    at_own_scale(out, lambda: launch(_forward, (triton.cdiv(N, rows),), *arguments, num_warps=warps))
+    transpose_rows(out)
+
+
+def mix_rmsnorm_backward(
+    dstream_inout: Form,
+    dfirst_inout: Tensor | None,
+    dresidual_scalar_acc: Tensor | None,
+    dinput_scalar_acc: Tensor | None,
+    dout: Tensor,
+    inp: Tensor,
+    first: Tensor | None,
+    rstd: Tensor,
+    residual_scalar: Tensor | None,
+    input_scalar: Tensor | None,
+    *,
+    scratch: Tensor,
+) -> None:
+    """A stream without rows, or whose scale waits for it, is read once more: it cannot be updated twice."""
+    dstream, tensors = plain(dstream_inout), (dout, inp, first, rstd, residual_scalar, input_scalar)
+    if isinstance(dstream_inout, Tensor) or dstream_inout.current or dstream_inout.rows is None:
+        sums = dresidual_scalar_acc, dinput_scalar_acc
+        cuda.mix_rmsnorm_backward(dstream, dfirst_inout, *sums, *tensors, scratch=scratch)
+        if isinstance(dstream_inout, Quantized):
+            quantize(dstream_inout, dstream)
+        return
+    N, C = inp.shape
+    programs, *tile, warps, stages = backward_tile(N, C, inp.element_size())
+    accumulators = [acc for acc in (dresidual_scalar_acc, dinput_scalar_acc) if acc is not None]
+    partials = float32_of(scratch, programs * len(accumulators))
+    arguments = dstream, dstream_inout.rows, *target(dstream_inout, programs), dfirst_inout, partials, *tensors, N, C
+    launch(_backward, (programs,), *arguments, *tile, stages, num_warps=warps)
+    add_partials(accumulators, partials, programs)
+    count_numbers(dstream_inout, dstream)
+    transpose_rows(dstream_inout)
+
+
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
+def _forward(
+    mixed, out, rows, scaling, statistics, PARTS, rstd, inp, first, residual_scalar, input_scalar, N, C: tl.constexpr,
+    BLOCK_C: tl.constexpr, ROWS: tl.constexpr, LARGEST: tl.constexpr, VANISHES_AT: tl.constexpr,
+):  # fmt: skip
+    """mixed and out may be None."""
+    start, row, column, in_rows, in_row = forward_places(N, C, BLOCK_C, ROWS)
+    place, inside = start * C + (row * C + column), in_rows & in_row
+    m, _, _ = mixture((inp, first, residual_scalar, input_scalar), place, inside)
+    if mixed is not None:
+        tl.store(mixed + place, m, mask=inside)
+    m = m.to(tl.float32)
+    row_rstd = rstd_of(tl.sum(m * m, 1, keep_dims=True), C)
+    y = (m * row_rstd).to(inp.dtype.element_ty)
+    if out is not None:
+        tl.store(out + place, y, mask=inside)
+    y = y.to(tl.float32)  # 0 outside of the tensor
+    store_rows(rows, place, y, tl.load(scaling + SCALE), inside)
+    store_statistics(statistics, PARTS, tl.program_id(0), y, scaling, LARGEST, VANISHES_AT)
+    tl.store(rstd + start + row, row_rstd, mask=in_rows)
+
+
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
+def _backward(
+    dstream, rows, scaling, statistics, PARTS, dfirst, partials, dout, inp, first, rstd, residual_scalar, input_scalar, N,
+    C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """As the plain one; of the statistics, the largest number alone."""
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK_C)[None, :]
+    dr, ds, largest = tl.zeros((ROWS, 1), tl.float32), tl.zeros((ROWS, 1), tl.float32), tl.zeros((ROWS, 1), tl.float32)
+    scale = tl.load(scaling + SCALE)
+    for start in tl.range(tl.program_id(0) * ROWS, N, tl.num_programs(0) * ROWS, num_stages=STAGES):
+        in_rows = start + row < N
+        inside = in_rows & (column < C)
+        place = tl.cast(start, tl.int64) * C + (row * C + column)
+        tensors = dstream, dfirst, dout, inp, first, rstd, residual_scalar, input_scalar
+        updated, dr_rows, ds_rows = backward_rows(tensors, place, start + row, in_rows, inside, C)
+        dr += dr_rows
+        ds += ds_rows
+        tl.store(dstream + place, updated, mask=inside)
+        u = updated.to(tl.float32)  # 0 outside of the tensor
+        store_rows(rows, place, u, scale, inside)
+        largest = tl.maximum(largest, tl.max(tl.abs(u), 1, keep_dims=True))
+    store_sums(partials, dr, ds, residual_scalar, input_scalar)
+    store_part(statistics, PARTS, tl.program_id(0), tl.max(tl.max(largest, 1), 0), 0, 0)
