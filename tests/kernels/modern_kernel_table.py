@@ -37,7 +37,6 @@ SCALARS = {"both": [], "residual": ["first", "input_scalar"], "input": ["residua
 HEADS = {(768, 12, 64), (768, 6, 128), (1600, 16, 100)}  # C, H, D
 
 TYPES = {**NUMBERS, "length": "i32"}
-del TYPES["first"]  # a tensor in `mix`
 TYPES |= dict.fromkeys(("rstd", "losses", "scale", "gate", "partials"), "*fp32:16") | dict.fromkeys(
     ("targets", "positions", "tokens"), "*i64:16"
 )

@@ -15,6 +15,7 @@ from handgrad.fp8.formats import Form
 from handgrad.ops import cuda
 from handgrad.ops.cuda.launch import launch
 from handgrad.ops.cuda.rotary import through_norm, turned, turned_back, turns_per_position
+from handgrad.ops.reference.rotary import Frequencies
 
 # A warp holds 16 pairs of every row: its loads are as wide then as 128 registers of a lane admit.
 PAIRS_PER_WARP, MOST_WARPS = 16, 4
@@ -31,11 +32,16 @@ def tile(width: int) -> tuple[int, int]:
     return pairs, min(MOST_WARPS, max(1, pairs // PAIRS_PER_WARP))
 
 
-def rotary_backward(dqkv_inout: Form, *, num_heads: int, length: int) -> None:
-    """Of a quantised dqkv, the gradient after the rotation lies in its `workspace`; so with the next two."""
+def rotary_backward(
+    dqkv_inout: Form, *, num_heads: int, length: int, frequencies: Frequencies = None, scale: float = 1.0
+) -> None:
+    """Of a quantised dqkv, the gradient after the rotation lies in its `workspace`; so with the next two. It is turned at
+    the frequencies of `ROTARY_BASE` alone."""
     if isinstance(dqkv_inout, Tensor):
-        cuda.rotary_backward(dqkv_inout, num_heads=num_heads, length=length)
+        turn = {"num_heads": num_heads, "length": length, "frequencies": frequencies, "scale": scale}
+        cuda.rotary_backward(dqkv_inout, **turn)
     else:
+        assert frequencies is None and scale == 1.0, "fp8 turns at the frequencies of ROTARY_BASE, found others"
         backward(dqkv_inout, None, None, num_heads, length, rotary=True)
 
 

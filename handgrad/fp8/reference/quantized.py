@@ -6,6 +6,7 @@ from torch import Tensor
 from handgrad.fp8.formats import Form, Quantized, plain
 from handgrad.fp8.reference.quantizing import quantize, write_forms
 from handgrad.ops import reference
+from handgrad.ops.reference.rotary import Frequencies
 
 
 def layernorm_forward(out: Form, mean: Tensor, rstd: Tensor, inp: Tensor, weight: Tensor, bias: Tensor) -> None:
@@ -106,9 +107,12 @@ def attention_backward(
         quantize(dqkv, result)
 
 
-def rotary_backward(dqkv_inout: Form, *, num_heads: int, length: int) -> None:
+def rotary_backward(
+    dqkv_inout: Form, *, num_heads: int, length: int, frequencies: Frequencies = None, scale: float = 1.0
+) -> None:
     """Of a quantised dqkv, the gradient after the rotation lies in its `workspace`; so with the next two."""
-    reference.rotary_backward(after_the_turn(dqkv_inout), num_heads=num_heads, length=length)
+    turn = {"num_heads": num_heads, "length": length, "frequencies": frequencies, "scale": scale}
+    reference.rotary_backward(after_the_turn(dqkv_inout), **turn)
     quantize_turned(dqkv_inout)
 
 

@@ -16,10 +16,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from handgrad.ops.compose import Operation, after_gained_rmsnorm, after_mix
-from handgrad.ops.cuda import linear, rotary
+from handgrad.ops.cuda import gained_qk_norm, linear, rotary
 from handgrad.ops.cuda.choosing import choose_tokens, choosing_scratch_bytes  # noqa: F401
 from handgrad.ops.cuda.classifier import softcap_forward  # noqa: F401
-from handgrad.ops.cuda.gained_qk_norm import gained_qk_norm_rotary_forward  # noqa: F401
 from handgrad.ops.cuda.gained_rmsnorm import gained_rmsnorm_forward
 from handgrad.ops.cuda.gelu import gelu
 from handgrad.ops.cuda.launch import launch, overlapping
@@ -112,6 +111,21 @@ mix_rmsnorm_linear_forward = after_mix(mix_forward, rmsnorm_linear_forward)
 
 def qk_norm_rotary_forward(qkv_inout: Tensor, rstd: Tensor, *, positions: Tensor) -> None:
     rotary.forward(qkv_inout, rstd, positions, rstd.shape[1] // 2, 1, rotary=True, overlaps=True)
+
+
+def gained_qk_norm_rotary_forward(
+    out: Tensor,
+    rstd: Tensor,
+    qkv: Tensor,
+    q_gain: Tensor,
+    k_gain: Tensor,
+    *,
+    positions: Tensor,
+    frequencies: tuple[float, ...],
+    scale: float,
+    epsilon: float,
+) -> None:
+    gained_qk_norm.forward(out, rstd, qkv, q_gain, k_gain, positions, 1, frequencies, scale, epsilon)
 
 
 def rotary_forward(

@@ -33,13 +33,28 @@ def gained_qk_norm_rotary_forward(
     q_gain: Tensor,
     k_gain: Tensor,
     *,
-    length: int = 1,
-    positions: Tensor | None = None,
+    length: int,
     frequencies: tuple[float, ...],
     scale: float,
     epsilon: float,
 ) -> None:
     """Rounded once, after all three."""
+    forward(out, rstd, qkv, q_gain, k_gain, None, length, frequencies, scale, epsilon)
+
+
+def forward(
+    out: Tensor,
+    rstd: Tensor,
+    qkv: Tensor,
+    q_gain: Tensor,
+    k_gain: Tensor,
+    positions: Tensor | None,
+    length: int,
+    frequencies: tuple[float, ...],
+    scale: float,
+    epsilon: float,
+) -> None:
+    """Without `positions` (N), row n stands at position n mod length."""
     (N, columns), turned_heads, D = qkv.shape, rstd.shape[1], q_gain.shape[0]
     heads = columns // D
     *block, warps = tile(turned_heads, D, qkv.element_size(), FORWARD_BYTES_PER_WARP)

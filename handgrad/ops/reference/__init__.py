@@ -8,7 +8,7 @@ kernels: those of a CPU are in `handgrad.ops.cpu`.
 
 from collections.abc import Callable
 
-from handgrad.ops.compose import after_gained_rmsnorm, after_layernorm, after_mix_rmsnorm, after_rmsnorm
+from handgrad.ops import compose
 from handgrad.ops.reference import decode
 from handgrad.ops.reference.attention import attention_backward, attention_forward, attention_scratch_bytes
 from handgrad.ops.reference.classifier import classifier_forward, classifier_forward_backward, softcap_forward
@@ -64,13 +64,13 @@ from handgrad.ops.reference.swiglu import (
 )
 from handgrad.ops.reference.value_embedding import value_embedding_backward, value_embedding_forward
 
-layernorm_linear_forward = after_layernorm(layernorm_forward, linear_forward)  # out = LN(x) W^T + b
-layernorm_linear_gelu_forward = after_layernorm(layernorm_forward, linear_gelu_forward)  # h = LN(x) W^T + b, out = GELU(h)
-rmsnorm_linear_forward = after_rmsnorm(rmsnorm_forward, linear_forward, None)  # out = RMSnorm(x) W^T
-rmsnorm_linear_relu2_forward = after_rmsnorm(rmsnorm_forward, linear_relu2_forward)  # out = max(RMSnorm(x) W^T, 0)^2
-gained_rmsnorm_linear_forward = after_gained_rmsnorm(gained_rmsnorm_forward, linear_forward, 1)  # g RMSnorm(x) W^T + b
-gained_rmsnorm_linear_swiglu_forward = after_gained_rmsnorm(gained_rmsnorm_forward, linear_swiglu_forward, 2)
-mix_rmsnorm_linear_forward = after_mix_rmsnorm(mix_rmsnorm_forward, linear_forward)  # out = RMSnorm(r x + s x0) W^T
+layernorm_linear_forward = compose.after_layernorm(layernorm_forward, linear_forward)  # out = LN(x) W^T + b
+layernorm_linear_gelu_forward = compose.after_layernorm(layernorm_forward, linear_gelu_forward)  # out = GELU(LN(x) W^T + b)
+rmsnorm_linear_forward = compose.after_rmsnorm(rmsnorm_forward, linear_forward, None)  # out = RMSnorm(x) W^T
+rmsnorm_linear_relu2_forward = compose.after_rmsnorm(rmsnorm_forward, linear_relu2_forward)  # max(RMSnorm(x) W^T, 0)^2
+gained_rmsnorm_linear_forward = compose.after_gained_rmsnorm(gained_rmsnorm_forward, linear_forward, 1)  # RMS_g(x) W^T + b
+gained_rmsnorm_linear_swiglu_forward = compose.after_gained_rmsnorm(gained_rmsnorm_forward, linear_swiglu_forward, 2)
+mix_rmsnorm_linear_forward = compose.after_mix_rmsnorm(mix_rmsnorm_forward, linear_forward)  # out = RMSnorm(r x + s x0) W^T
 
 CAPTURABLE = False  # the verdict and the update ask the host
 
