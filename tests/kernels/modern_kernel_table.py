@@ -111,9 +111,20 @@ def llama_launches(itemsize: int) -> dict[str, Launch]:
         constants = {**sizes, "BLOCK_H": heads, "BLOCK_P": pairs, "positions": None}
         constants["VALUES"] = triton.next_power_of_2(K * D)
         found[f"gained_qk_norm_forward of {H} heads"] = gained_qk_norm._forward, constants, warps
+        at_positions = {name: value for name, value in constants.items() if name != "positions"}
+        found[f"gained_qk_norm_forward of {H} heads, generation"] = gained_qk_norm._forward, at_positions, warps
+        alone = {"C3": columns, "HEADS": turned, "D": D, "BLOCK_H": heads, "BLOCK_P": pairs, "ROTARY": True, "rstd": None}
+        for scale in (1.0, 1.2):
+            for name, more in (("", {"positions": None, "OVERLAPS": False}), (", generation", {"OVERLAPS": True})):
+                name = f"rotary_forward of {H} heads by table, scale {scale}{name}"
+                found[name] = rotary._forward, {**alone, **more, "SCALE": scale}, warps
         heads, pairs, warps = rotary.tile(turned, D, itemsize, rotary.BACKWARD_BYTES_PER_WARP)
         constants = {**sizes, "BLOCK_H": heads, "BLOCK_P": pairs}
         found[f"gained_qk_norm_backward of {H} heads"] = gained_qk_norm._backward, constants, warps
+        alone = {**alone, "BLOCK_H": heads, "BLOCK_P": pairs, "qkv": None}
+        for scale in (1.0, 1.2):
+            name = f"rotary_backward of {H} heads by table, scale {scale}"
+            found[name] = rotary._backward, {**alone, "SCALE": scale}, warps
     return found
 
 
