@@ -21,12 +21,12 @@ BOOK |= {"ops", "models", "layout", "optimizers", "graphs", "training"}
 BESIDE = {*BOOK, "fp8", "dropout", "parallel"}  # what joins it at set-up
 MODEL_AT_WORK = {*BESIDE, "generation", "evaluation", "data", "checkpoint", "backend", "devices", "jsonl", "run_files"}
 MODEL_AT_WORK |= {"techniques"}
-RUN = {*MODEL_AT_WORK, "audit", "gpus", "interop", "manifest", "presets", "recipes", "format", "power", "tensor_files"}
-RUN |= {"threads", "run"}
+RUN = {*MODEL_AT_WORK, "audit", "gpus", "interop", "manifest", "presets", "recipes", "rules", "format", "power"}
+RUN |= {"tensor_files", "threads", "run"}
 LAW = {
     **{part: set() for part in ("errors", "files", "names", "parsing", "format", "run_files", "jsonl", "graphs")},
-    **{part: set() for part in ("power", "limits", "tensor_files", "batch_schedule", "techniques", "llama_shape")},
-    "config": {"batch_schedule", "model_shape", "techniques", "llama_shape"},
+    **{part: set() for part in ("power", "limits", "tensor_files", "batch_schedule", "techniques", "llama_shape", "rules")},
+    "config": {"batch_schedule", "model_shape", "rules", "techniques", "llama_shape"},
     "model_shape": {"llama_shape", "techniques"},
     "threads": {"limits"},
     "manifest": {"tensor_files"},
