@@ -7,15 +7,27 @@ its default. Presets are functions in `presets.py` that return a `RunConfig`.
 import dataclasses
 import json
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from handgrad.batch_schedule import BatchSchedule, parse_schedule
 from handgrad.errors import DataError, UsageError
 from handgrad.names import check_choice, nearest_name
 from handgrad.parsing import parse_toml
+from handgrad.rules import (
+    ABOVE_0,
+    AT_LEAST_1,
+    BELOW_1,
+    BELOW_2_32,
+    LANES,
+    NOT_NEGATIVE,
+    SECONDS,
+    UP_TO_2,
+    Rule,
+    at_most,
+    between,
+)
 from handgrad.techniques import (
     IN_16_BITS,
     TECHNIQUES as TECHNIQUES,
@@ -44,35 +56,6 @@ OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("cosine", "linear", "constant", "wsd", "trapezoid")
 ARCHITECTURES = ("gpt2", "modern")
 SOFTCAP = 15.0  # bound of the modern network's logits
-
-
-class Rule(NamedTuple):
-    """A condition on a value; a message reads "NAME must be TEXT"."""
-
-    text: str
-    holds: Callable[[Any], bool]
-
-    def check(self, name: str, value: Any) -> None:
-        if not self.holds(value):
-            raise UsageError(f"{name} must be {self.text}, found {value}")
-
-
-def at_most(most: float) -> Rule:
-    return Rule(f"at most {most}", lambda value: value <= most)
-
-
-def between(least: float, most: float, unit: str = "") -> Rule:
-    return Rule(f"{least} to {most}{unit}", lambda value: least <= value <= most)
-
-
-AT_LEAST_1 = Rule("at least 1", lambda value: value >= 1)
-NOT_NEGATIVE = Rule("a finite number, 0 or more", lambda value: 0 <= value < math.inf)
-ABOVE_0 = Rule("above 0", lambda value: 0 < value < math.inf)
-BELOW_1 = Rule("in [0, 1)", lambda value: 0 <= value < 1)
-BELOW_2_32 = Rule("below 2^32", lambda value: value < 1 << 32)
-UP_TO_2 = Rule("0, 1 or 2", lambda value: value in (0, 1, 2))
-LANES = Rule("a power of two up to 4096, or 0", lambda value: value & (value - 1) == 0 and 0 <= value <= 4096)
-SECONDS = between(1, 86400)
 
 
 @dataclass(frozen=True)
@@ -207,6 +190,11 @@ class RunConfig:
     # watching
     eval_every: int = option(250, "steps between validations (0: only at the end)", free=True)
     eval_tokens: int = option(1 << 20, "tokens per validation, at most the whole split", AT_LEAST_1, free=True)
+    eval_stride: int = option(
+        0,
+        "tokens between validation windows; each scores its last ones (0: sequence_length, so that none overlap)",
+        free=True,
+    )
     eval_tasks: str = option("", "tasks after each validation: hellaswag=FILE,lambada=FILE,... (empty: none)", free=True)
     eval_task_examples: int = option(1000, "examples per task, from the first on (0: all)", free=True)
     sample_every: int = option(0, "steps between samples of text (0: only at the end)", free=True)
@@ -285,6 +273,7 @@ def check(config: RunConfig) -> RunConfig:
     if config.precision == "fp8":
         check_fp8(config)
     check_architecture(config)
+    check_stride(config.eval_stride, config.sequence_length)
     if config.keep_every and (not config.save_every or config.keep_every % config.save_every):
         save = config.save_every
         remedy = (
@@ -320,6 +309,13 @@ def check_architecture(config: RunConfig) -> None:
         raise UsageError(f"rotary positions turn pairs of channels, found heads of {width}; try another --num-heads")
     if config.dropout:
         raise UsageError(f"architecture modern has no dropout, found dropout {config.dropout:g}; leave it at 0")
+
+
+def check_stride(eval_stride: int, sequence_length: int) -> None:
+    """Raises `UsageError` for windows that lie further apart than they are long: they would skip tokens."""
+    if eval_stride > sequence_length:
+        found = f"eval_stride must be at most sequence_length = {sequence_length}, found {eval_stride}"
+        raise UsageError(f"{found}; try --eval-stride {max(1, sequence_length // 2)}, half a window")
 
 
 def check_fp8(config: RunConfig) -> None:

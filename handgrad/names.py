@@ -26,6 +26,7 @@ SYNONYMS = {
     "adam_epsilon": "eps epsilon",
     "eval_every": "eval_interval eval_steps",
     "eval_tokens": "eval_iters",
+    "eval_stride": "stride sliding_window_stride",
     "log_every": "log_interval logging_steps",
     "save_every": "save_interval save_steps checkpoint_every",
     "async_save": "async_checkpoint async_mode background_save save_behind",

@@ -92,6 +92,7 @@ def demo() -> RunConfig:
         final_learning_rate_fraction=0.0,
         eval_every=500,
         eval_tokens=1 << 16,
+        eval_stride=128,
         sample_every=1000,
         save_every=500,
         log_every=100,

@@ -20,11 +20,11 @@ BOOK = {"config", "batch_schedule", "arena", "ops", "models", "layout", "optimiz
 BESIDE = {*BOOK, "fp8", "dropout", "parallel"}  # what joins it at set-up
 MODEL_AT_WORK = {*BESIDE, "generation", "evaluation", "data", "checkpoint", "backend", "devices", "jsonl", "run_files"}
 MODEL_AT_WORK |= {"techniques"}
-RUN = {*MODEL_AT_WORK, "gpus", "interop", "presets", "recipes", "format", "power", "threads", "run"}
+RUN = {*MODEL_AT_WORK, "rules", "gpus", "interop", "presets", "recipes", "format", "power", "threads", "run"}
 LAW = {
     **{part: set() for part in ("errors", "files", "names", "parsing", "format", "run_files", "jsonl", "graphs")},
-    **{part: set() for part in ("power", "limits", "tensor_files", "batch_schedule", "techniques")},
-    "config": {"batch_schedule", "techniques"},
+    **{part: set() for part in ("power", "limits", "tensor_files", "batch_schedule", "techniques", "rules")},
+    "config": {"batch_schedule", "rules", "techniques"},
     "threads": {"limits"},
     "manifest": {"tensor_files"},
     "gpus": set(),

@@ -363,7 +363,7 @@ def test_what_may_change_in_a_resumed_run() -> None:
     where = {"data", "out"}
     how_often = {"eval_every", "sample_every", "log_every", "gpu_every", "save_every", "log_to"}
     ranks = {"zero", "check_ranks_every", "join_seconds", "silence_seconds", "stall_seconds"}
-    of_those = {"eval_tokens", "eval_tasks", "eval_task_examples", "sample_tokens"}
+    of_those = {"eval_tokens", "eval_stride", "eval_tasks", "eval_task_examples", "sample_tokens"}
     kept = {"keep_checkpoints", "keep_every", "keep_best", "async_save"}
     assert free == where | how_often | ranks | of_those | kept
 

@@ -53,18 +53,20 @@ def evaluate(
     data: str | os.PathLike[str] = "",
     *,
     eval_tokens: int = 0,
+    eval_stride: int | None = None,
     micro_batch: int = 8,
     device: str = "auto",
     precision: str = "auto",
     backend: str = "auto",
 ) -> HeldOut:
     """`handgrad evaluate`: the loss on the validation split of `data`, by default the model's training data. `model` is a
-    loaded one, in its own precision, or an argument of `load`.
+    loaded one, in its own precision, or an argument of `load`. Windows start `eval_stride` tokens apart and score their
+    last ones (0: side by side; None: as in the model's run).
 
     Raises `UsageError`, `DataError`: no such data, or not in the model's tokens.
     """
-    if eval_tokens < 0 or micro_batch < 1:
-        raise UsageError("--eval-tokens must be 0 or more and --micro-batch 1 or more")
+    if eval_tokens < 0 or (eval_stride or 0) < 0 or micro_batch < 1:
+        raise UsageError("--eval-tokens and --eval-stride must be 0 or more and --micro-batch 1 or more")
     if not isinstance(model, Model):
         model = load(model, device=device, precision=precision, backend=backend)
     folder = os.fspath(data) or model.data
@@ -72,7 +74,9 @@ def evaluate(
         raise UsageError("the model knows no data; give data=DIR, prepared with the model's tokenizer")
     dataset = open_held_out(folder, model.tokenizer)
     act = model.forward_buffers(micro_batch, model.shape.sequence_length)
-    return held_out_loss(model.shape, model.ops, model.weights, act, dataset, eval_tokens=eval_tokens)
+    stride = model.eval_stride if eval_stride is None else eval_stride
+    tokens = {"eval_tokens": eval_tokens, "eval_stride": stride}
+    return held_out_loss(model.shape, model.ops, model.weights, act, dataset, **tokens)
 
 
 def export(

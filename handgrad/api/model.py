@@ -77,6 +77,7 @@ class Model:
         self.flat, self.weights = loaded.views["parameters"], loaded.weights
         self.origin = source.origin  # the source of the weights
         self.data = source.config.data  # the shards they were trained on, if known
+        self.eval_stride = source.config.eval_stride  # of its run's validations
         self._activation_memory, self._decoding_memory = GrowingMemory(device), GrowingMemory(device)
         self._forward: tuple[tuple[int, int], Any] | None = None  # ((rows, tokens), their buffers)
         self._decoder: tuple[int, Decoder] | None = None  # (texts, their decoder)

@@ -65,6 +65,7 @@ class Settings(TypedDict, total=False):
     fp8_saturation_steps: int
     eval_every: int
     eval_tokens: int
+    eval_stride: int
     eval_tasks: str
     eval_task_examples: int
     sample_every: int

@@ -7,23 +7,19 @@ from typing import Any
 from handgrad import presets
 from handgrad.commands.parser import METAVARS, Formatter, HelpAll, Parser, flag
 from handgrad.config import (
-    ABOVE_0,
-    AT_LEAST_1,
     AUTO,
     BACKENDS,
     DEVICES,
     FIELDS,
     GPT2_VOCABULARY,
-    NOT_NEGATIVE,
     PRECISIONS,
-    SECONDS,
     TECHNIQUES,
     RunConfig,
-    between,
     read_toml,
 )
 from handgrad.evaluation.tasks import TASKS
 from handgrad.gpus import GPUS, short_name
+from handgrad.rules import ABOVE_0, AT_LEAST_1, NOT_NEGATIVE, SECONDS, between
 from handgrad.run import settings
 from handgrad.run.sweep import Sweep, resolve_sweep
 
@@ -195,6 +191,8 @@ def evaluate(parser: Parser) -> None:
     add_model_arguments(parser)
     parser.add_argument("--data", default="", metavar="DIR", help="prepared shards (default without --tasks: the run's)")
     parser.number("--eval-tokens", "tokens (default: the whole split)", rule=NOT_NEGATIVE, default=0)
+    stride = "tokens between windows, each of which scores its last ones; 0: windows side by side (default: the run's)"
+    parser.number("--eval-stride", stride, rule=NOT_NEGATIVE)
     parser.number("--micro-batch", "contexts' worth at once (default: 8)", rule=AT_LEAST_1, default=8)
     names = f"{', '.join(TASKS)}, or your own; without a FILE from the Hub"
     parser.add_argument("--tasks", default="", metavar="NAME[=FILE],...", help=names)

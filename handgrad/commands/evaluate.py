@@ -105,6 +105,7 @@ def loss_lines(
     parsed: Namespace, source: Weights, model: LoadedModel, dataset: Dataset, views: dict[str, Tensor], ranks: Ranks
 ) -> list[str]:
     """The validation loss in nats, as perplexity and in bits per byte."""
+    stride = source.config.eval_stride if parsed.eval_stride is None else parsed.eval_stride
     found = held_out_loss(
         model.shape,
         model.ops,
@@ -112,10 +113,12 @@ def loss_lines(
         named_activations(model.shape, views),
         dataset,
         eval_tokens=parsed.eval_tokens,
+        eval_stride=stride,
         ranks=ranks,
     )
+    apart = f", windows of {model.shape.sequence_length} every {stride}" if stride else ""
     lines = [
-        f"validation tokens {found.tokens} of {dataset.tokens('validation')} in {parsed.data or source.config.data}",
+        f"validation tokens {found.tokens} of {dataset.tokens('validation')} in {parsed.data or source.config.data}{apart}",
         f"loss              {found.loss:.4f} nats per token",
         f"perplexity        {found.perplexity:.2f}",
     ]

@@ -4,9 +4,9 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from handgrad.config import Rule
 from handgrad.errors import UsageError
 from handgrad.names import nearest_name
+from handgrad.rules import Rule
 
 METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT", bool: "true|false"}
 

@@ -5,9 +5,15 @@ start `sequence_length` tokens apart, so that each token is predicted once. An e
 shards in a shuffled order, the windows of a shard in a shuffled order, and nothing of these orders is stored
 (`permutation`). The tokens that do not fill a window are skipped at the start or the end of a shard, a different share
 in each epoch.
+
+To validate, windows may overlap: they start `stride` tokens apart, and each scores only its last `stride` tokens, the
+first of a shard all. Each token is scored once, after at least `sequence_length` - `stride` tokens of its shard or all
+that precede it.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,18 +30,21 @@ SHARD_ORDER, WINDOW_ORDER, OFFSET = 1, 2, 3
 
 
 class Batches:
-    """Samples of `sequence_length` tokens from `shards`; without `shuffle` in order and from the first token on.
+    """Samples of `sequence_length` tokens from `shards`; without `shuffle` in order and from the first token on, every
+    `stride` tokens (0: `sequence_length`).
 
     Raises DataError: no shard holds a single window.
     """
 
-    def __init__(self, shards: Sequence[Shard], sequence_length: int, seed: int, shuffle: bool = True):
-        assert sequence_length > 0
+    def __init__(self, shards: Sequence[Shard], sequence_length: int, seed: int, shuffle: bool = True, stride: int = 0):
+        assert 0 <= stride <= sequence_length > 0 and not (stride and shuffle)
         self.shards = tuple(shards)
         self.sequence_length = sequence_length
         self.seed = seed
         self.shuffle = shuffle
-        self._windows = [max(0, shard.token_count - 1) // sequence_length for shard in self.shards]
+        self.stride = stride or sequence_length
+        overlap = sequence_length - self.stride
+        self._windows = [max(0, shard.token_count - 1 - overlap) // self.stride for shard in self.shards]
         self.samples_per_epoch = sum(self._windows)
         if self.samples_per_epoch == 0:
             longest = max((shard.token_count for shard in self.shards), default=0)
@@ -76,7 +85,21 @@ class Batches:
             window = permute(window, self._windows[shard], mix(self.seed, WINDOW_ORDER, epoch, shard))
             slack = self.shards[shard].token_count - 1 - self._windows[shard] * self.sequence_length
             offset = mix(self.seed, OFFSET, epoch, shard) % (slack + 1)
-        return shard, offset + window * self.sequence_length
+        return shard, offset + window * self.stride
+
+    def context(self, sample: int) -> int:
+        """The number of first targets of a sample that it does not score: the sample before it does."""
+        return self.sequence_length - self.stride if self.locate(sample)[1] else 0
+
+    def scored_tokens(self, samples: int) -> int:
+        """The number of tokens that the first `samples` samples score, at most an epoch's."""
+        begun = sum(first < samples for first in accumulate(filter(None, self._windows), initial=0))  # shards
+        return samples * self.stride + begun * (self.sequence_length - self.stride)
+
+    def samples_of(self, tokens: int) -> int:
+        """The number of first samples that score at most `tokens` tokens, at least 1 and at most an epoch's."""
+        every = range(self.samples_per_epoch + 1)
+        return max(1, bisect_right(every, tokens, key=self.scored_tokens) - 1)
 
     def _enter(self, epoch: int) -> None:
         """Tabulates the order of the shards that hold a window, and the position in the epoch where each begins."""
@@ -89,7 +112,7 @@ class Batches:
         self._epoch = epoch
 
 
-def validation_batches(dataset: Dataset, sequence_length: int) -> Batches | None:
+def validation_batches(dataset: Dataset, sequence_length: int, stride: int = 0) -> Batches | None:
     """The validation split in order, or None if there is none."""
     shards = dataset.splits["validation"]
-    return Batches(shards, sequence_length, 0, shuffle=False) if shards else None
+    return Batches(shards, sequence_length, 0, shuffle=False, stride=stride) if shards else None

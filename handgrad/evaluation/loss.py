@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from handgrad import devices
-from handgrad.config import ModelShape
+from handgrad.config import ModelShape, check_stride
 from handgrad.data.batches import Batches
 from handgrad.data.shards import Dataset, open_dataset
 from handgrad.data.tokenizer import Tokenizer
@@ -25,7 +27,7 @@ def mean_loss(
     samples: int,
     ranks: Ranks | None = None,
 ) -> float:
-    """Mean cross-entropy in nats over the tokens of the first `samples` samples (at most one epoch).
+    """Mean cross-entropy in nats over the tokens that the first `samples` samples (at most one epoch) score.
 
     The last micro-batch may be padded with samples that do not count. Several ranks share the micro-batches
     round-robin; each adds all their sums in the order of the samples, as a single rank does.
@@ -44,12 +46,15 @@ def mean_loss(
         ranks.set_status(f"evaluation, sample {first}")
         model.loss(ops, weights, act, shape)
         counted = min(batch, samples - first)
-        sums[index] = act.losses.view(act.tokens.shape)[:counted].cpu().double().sum().item()
+        losses = act.losses.view(act.tokens.shape)[:counted].cpu().to(torch.float64, copy=True)
+        for row in range(counted):
+            losses[row, : batches.context(first + row)] = 0.0
+        sums[index] = losses.sum().item()
     everyone = ranks.all_gather_numbers(sums, "losses of the evaluation")
     total = 0.0
     for index in range(len(starts)):
         total += everyone[index % ranks.size][index // ranks.size]
-    return total / (samples * act.tokens.shape[1])
+    return total / batches.scored_tokens(samples)
 
 
 def perplexity(loss: float) -> float:
@@ -100,13 +105,14 @@ def held_out_loss(
     dataset: Dataset,
     *,
     eval_tokens: int = 0,
+    eval_stride: int = 0,
     ranks: Ranks | None = None,
 ) -> HeldOut:
-    """The loss on the first `eval_tokens` tokens (0: all) of the validation split, in whole contexts, `act`'s micro-batch
-    at a time."""
+    """The loss on the first `eval_tokens` tokens (0: all) of the validation split, in whole windows `eval_stride` tokens
+    apart (0: a context), `act`'s micro-batch at a time. Raises `UsageError` for a stride above the context."""
     length = act.tokens.shape[1]
-    batches = Batches(dataset.splits["validation"], length, 0, shuffle=False)
-    samples = max(1, eval_tokens // length) if eval_tokens else batches.samples_per_epoch
+    check_stride(eval_stride, length)
+    batches = Batches(dataset.splits["validation"], length, 0, shuffle=False, stride=eval_stride)
+    samples = batches.samples_of(eval_tokens) if eval_tokens else batches.samples_per_epoch
     loss = mean_loss(shape, ops, weights, act, batches, samples=samples, ranks=ranks)
-    tokens = min(samples, batches.samples_per_epoch) * length
-    return HeldOut(loss, perplexity(loss), bits_per_byte(loss, dataset), tokens)
+    return HeldOut(loss, perplexity(loss), bits_per_byte(loss, dataset), batches.scored_tokens(samples))

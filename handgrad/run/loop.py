@@ -62,7 +62,7 @@ class Run:
         self.config, self.design, self.dataset, self.folder, self.ranks = config, design, dataset, folder, ranks
         self.tasks, self.tokenizer, self.batch = tasks, dataset.tokenizer, config.batch
         self.train_batches = Batches(dataset.splits["train"], config.sequence_length, config.seed)
-        self.validation_batches = validation_batches(dataset, config.sequence_length)
+        self.validation_batches = validation_batches(dataset, config.sequence_length, config.eval_stride)
         ranks.check_equal("versions and data", {**self.versions(), **self.identity()})
         folder.claim(self.identity(), ranks, allow_changes=allow_changes)
 
@@ -335,7 +335,7 @@ class Run:
     def validate(self) -> float:
         assert self.validation_batches is not None
         self.training.await_weights()
-        state, samples = self.training.state, max(1, self.config.eval_tokens // self.config.sequence_length)
+        state, samples = self.training.state, self.validation_batches.samples_of(self.config.eval_tokens)
         model = self.design.shape, self.design.ops, state.weights, state.activations
         return mean_loss(*model, self.validation_batches, samples=samples, ranks=self.ranks)
 
