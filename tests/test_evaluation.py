@@ -2,22 +2,29 @@
 
 import dataclasses
 import math
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+import handgrad
+from handgrad.cli import main
 from handgrad.config import ModelShape, RunConfig
 from handgrad.data.batches import Batches
 from handgrad.data.shards import open_dataset
+from handgrad.errors import UsageError
 from handgrad.evaluation.loss import bits_per_byte, floor_note, held_out_loss, mean_loss
 from handgrad.models import gpt2
 from handgrad.ops import reference as ops
 from handgrad.run import loop
 from handgrad.run.assemble import Assembly
-from handgrad.run.start import train
+from handgrad.run.start import open_run, train
 from handgrad.training.step import TrainStep
 from tests.conftest import make_model
+from tests.test_runs import records
 
 
 def test_the_loss_does_not_depend_on_the_micro_batch(shards: Path) -> None:
@@ -52,6 +59,72 @@ def test_the_mean_is_over_the_samples_that_were_asked_for(shards: Path) -> None:
     assert mean_loss(many.shape, ops, many.weights, many.act, batches, samples=windows + 3) == whole
     asked = held_out_loss(many.shape, ops, many.weights, many.act, dataset, eval_tokens=(windows + 3) * 16)
     assert (asked.loss, asked.tokens) == (whole, windows * 16)
+
+
+@pytest.mark.parametrize("stride", [1, 5, 8])
+def test_overlapping_windows_score_their_last_tokens(shards: Path, stride: int) -> None:
+    """Against a forward per window, whose losses are picked by hand: each token's where it first has the context."""
+    dataset = open_dataset(shards)
+    tokens = dataset.splits["validation"][0].tokens
+    one, direct = make_model(ModelShape(257, 16, 2, 2, 32), 1, 16), []
+    for start in range(0, 7 * stride, stride):
+        one.act.tokens[0] = torch.from_numpy(tokens[start : start + 16].astype(np.int64))
+        one.act.targets[0] = torch.from_numpy(tokens[start + 1 : start + 17].astype(np.int64))
+        gpt2.loss(one.ops, one.weights, one.act, one.shape)
+        losses = one.act.losses.view(-1).tolist()
+        direct += losses[-stride:] if start else losses
+    asked = len(direct) + stride - 1
+    for micro_batch in (1, 3, 7):
+        many = make_model(one.shape, micro_batch, 16)
+        found = held_out_loss(many.shape, ops, many.weights, many.act, dataset, eval_tokens=asked, eval_stride=stride)
+        assert found.loss == pytest.approx(sum(direct) / len(direct), rel=1e-12)
+        assert found.tokens == len(direct) == 16 + 6 * stride
+
+
+def test_a_stride_of_a_window_is_none(shards: Path) -> None:
+    """The same bits as windows side by side; a stride above the window is refused."""
+    dataset, many = open_dataset(shards), make_model(ModelShape(257, 16, 2, 2, 32), 4, 16)
+    given = many.shape, ops, many.weights, many.act, dataset
+    assert held_out_loss(*given, eval_tokens=160, eval_stride=16) == held_out_loss(*given, eval_tokens=160)
+    refusal = "eval_stride must be at most sequence_length = 16, found 17; try --eval-stride 8, half a window"
+    with pytest.raises(UsageError, match=f"^{re.escape(refusal)}$"):
+        held_out_loss(*given, eval_stride=17)
+
+
+def test_the_stride_belongs_to_the_validations(config: RunConfig, capsys: pytest.CaptureFixture) -> None:
+    """A run resumes under another; nothing but the validations changes; `evaluate` takes the run's by default."""
+    config = dataclasses.replace(config, eval_tokens=100_000)
+    plain, other = (dataclasses.replace(config, out=f"{config.out}-{name}") for name in ("plain", "other"))
+    train(plain)
+    with open_run(dataclasses.replace(other, eval_stride=8)) as stopped:
+        stopped.begin()
+        stopped.advance(8)
+    train(dataclasses.replace(other, eval_stride=16))
+    for kind, key in (("step", "loss"), ("step", "norm")):
+        assert [r[key] for r in records(plain.out, (kind,))] == [r[key] for r in records(other.out, (kind,))]
+    side_by_side, overlapping = (records(out, ("validation",)) for out in (plain.out, other.out))
+    assert [r["step"] for r in side_by_side] == [r["step"] for r in overlapping] == [6, 12]
+    assert all(r["loss"] != o["loss"] for r, o in zip(side_by_side, overlapping, strict=True))
+    sizes = {"micro_batch": config.micro_batch, "device": "cpu"}
+    theirs, none, eight = (
+        handgrad.evaluate(other.out, **sizes, **given) for given in ({}, {"eval_stride": 0}, {"eval_stride": 8})
+    )
+    assert (theirs.loss, none.loss) == (overlapping[1]["loss"], side_by_side[1]["loss"])
+    assert eight.loss not in (theirs.loss, none.loss) and eight.tokens >= theirs.tokens >= none.tokens
+    for flags, found, apart in (([], theirs, ", windows of 32 every 16\n"), (["--eval-stride", "0"], none, "\n")):
+        capsys.readouterr()
+        assert main(["evaluate", other.out, "--device", "cpu", "--micro-batch", "4", *flags]) == 0
+        shown = capsys.readouterr().out
+        assert (
+            f"{found.loss:.4f} nats" in shown and f"tokens {found.tokens} of" in shown and f"{config.data}{apart}" in shown
+        )
+    capsys.readouterr()
+    assert main(["evaluate", other.out, "--device", "cpu", "--eval-stride", "33"]) == 64
+    assert capsys.readouterr().err.startswith("handgrad: eval_stride must be at most sequence_length = 32, found 33; try")
+    with pytest.raises(UsageError, match="eval_stride must be at most sequence_length = 32, found 33"):
+        train(dataclasses.replace(plain, eval_stride=33))
+    with pytest.raises(UsageError, match="--eval-stride must be 0 or more"):
+        handgrad.evaluate(other.out, eval_stride=-1)
 
 
 def test_bits_per_byte(shards: Path) -> None:

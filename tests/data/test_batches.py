@@ -106,7 +106,39 @@ def test_validation_takes_its_shards_from_the_first_token_on(make_dataset):
     batches = validation_batches(open_dataset(make_dataset(*splits)), T)
     assert [batches.locate(i) for i in range(5)] == [(0, 0), (0, 8), (0, 16), (2, 0), (2, 8)]
     assert batches.samples_per_epoch == 5
+    overlapping = validation_batches(open_dataset(make_dataset(*splits, "again")), T, 5)
+    assert [overlapping.locate(i) for i in range(8)] == [*((0, 5 * n) for n in range(5)), *((2, 5 * n) for n in range(3))]
     assert validation_batches(open_dataset(make_dataset([np.arange(60)], [], "alone")), T) is None
+
+
+@pytest.mark.parametrize("stride", [1, 3, 4, T])
+def test_overlapping_windows_score_every_token_once(shards, stride):
+    """From a shard's first prediction on, each after T - stride tokens or all before it; less than a stride is left."""
+    batches = Batches(shards, T, 0, shuffle=False, stride=stride)
+    scored = []
+    for sample in range(batches.samples_per_epoch):
+        shard, start = batches.locate(sample)
+        targets = range(start + 1, start + T + 1)[batches.context(sample) :]
+        assert all(target - start > min(T - stride, target - 1) for target in targets)
+        assert batches.window(sample).tolist() == shards[shard].tokens[start : start + T + 1].tolist()
+        scored += [(shard, target) for target in targets]
+        assert batches.scored_tokens(sample + 1) == len(scored)
+    for shard, length in ((0, 100), (2, 97), (3, 300)):
+        targets = [target for s, target in scored if s == shard]
+        assert targets == list(range(1, len(targets) + 1)) and 0 <= length - 1 - len(targets) < stride
+    assert len(scored) == len({*scored}) and not any(shard == 1 for shard, _ in scored)
+
+
+def test_samples_of_a_number_of_tokens(shards):
+    """The most that score no more than that, at least one; the first of each shard scores 8 tokens, the others 3."""
+    batches = Batches(shards, T, 0, shuffle=False, stride=3)
+    of_first = 1 + (100 - 1 - T) // 3
+    counts = {1: 1, 8: 1, 10: 1, 11: 2, 14: 3, 8 + 3 * (of_first - 1): of_first, 8 + 3 * of_first: of_first}
+    counts |= {16 + 3 * (of_first - 1): of_first + 1, 10**9: batches.samples_per_epoch}
+    assert {tokens: batches.samples_of(tokens) for tokens in counts} == counts
+    side_by_side = Batches(shards, T, 0, shuffle=False)
+    assert [side_by_side.samples_of(tokens) for tokens in (1, 8, 15, 16, 8 * 61, 10**9)] == [1, 1, 1, 2, 61, 61]
+    assert [side_by_side.context(sample) for sample in (0, 1, 60)] == [0, 0, 0]
 
 
 def test_a_sample_depends_on_seed_and_number_only(shards):
