@@ -42,7 +42,7 @@ def finetune(text: Path, folder: Path, out: str) -> None:
         prepared = prepare(PrepareOptions(source, folder / name, tokenizer="bytes", **options)).dataset
         data[name] = {split: prepared.tokens(split) for split in ("train", "validation")}
 
-    base = replace(demo(), device="cpu", sample_every=0, sample_tokens=0, eval_tokens=1 << 16)
+    base = replace(demo(), device="cpu", sample_every=0, sample_tokens=0, eval_tokens=1 << 16, eval_stride=0)
     stories = replace(base, data=str(folder / "stories"), out=str(folder / "stories-run"), steps=STORY_STEPS)
     train(stories)
     short = replace(base, steps=STEPS, eval_every=50, save_every=0, keep_checkpoints=1)
