@@ -36,6 +36,7 @@ class Settings:
     micro_steps: int = 1  # micro-batches per optimizer step
     precision: str = "bf16"  # of handgrad
     recompute: int = 0  # of handgrad
+    techniques: str = ""  # of a modern network, as in a run's configuration; empty: the defaults
     device: str = "cuda"
     data: str = ""  # folder of prepared shards; empty: made-up tokens
     vocab_size: int = 50257  # of made-up tokens
@@ -52,7 +53,8 @@ class Settings:
         sizes = presets.model(self.model)
         if sizes["architecture"] == "modern":
             values["optimizer"] = "muon"
-        return check(RunConfig(**{**values, **sizes}, tokens_per_step=tokens_per_step))
+        values |= {**sizes, "techniques": self.techniques, "tokens_per_step": tokens_per_step}
+        return check(RunConfig(**values))
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))

@@ -28,15 +28,7 @@ from handgrad.rules import (
     at_most,
     between,
 )
-from handgrad.techniques import (
-    IN_16_BITS,
-    TECHNIQUES as TECHNIQUES,
-    check_techniques,
-    difference,
-    names_of,
-    of_stored,
-    settled,
-)
+from handgrad.techniques import TECHNIQUES as TECHNIQUES, check_techniques, difference, names_of, of_stored, settled
 
 GPT2_VOCABULARY = 50257
 VOCABULARY_MULTIPLE = 128  # the padded vocabulary is a multiple of this: GEMMs run on full tiles
@@ -201,6 +193,7 @@ class RunConfig:
     sample_tokens: int = option(96, "tokens per sample of text (0: no samples)", free=True)
     log_every: int = option(10, "steps between plain log lines (every step goes into metrics.jsonl)", AT_LEAST_1, free=True)
     log_to: str = option("", "trackers that get every figure: wandb, tensorboard, trackio; with commas", free=True)
+    audit_every: int = option(0, "steps between links of audit.jsonl, for `handgrad verify` (0: none)", free=True)
     gpu_every: int = option(10, "steps between readings of GPU power, clocks and temperature (0: never)", free=True)
 
     # saving
@@ -322,9 +315,6 @@ def check_fp8(config: RunConfig) -> None:
     """Raises `UsageError` for a shape that fp8 GEMMs cannot take: they read 16 numbers at a time along every side."""
     if config.dropout:
         raise UsageError(f"precision fp8 has no dropout, found dropout {config.dropout:g}; bf16 has: --precision bf16")
-    in_16_bits = [name for name in names_of(config.techniques) if name in IN_16_BITS]
-    if in_16_bits:
-        raise UsageError(f"precision fp8 has no {', '.join(in_16_bits)}; bf16 has: --precision bf16")
     for name in ("channels", "sequence_length"):
         if getattr(config, name) % 16:
             raise UsageError(f"{name} must be a multiple of 16 for precision fp8, found {getattr(config, name)}")

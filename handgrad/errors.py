@@ -73,6 +73,13 @@ class NumericsError(HandgradError):
     shared = True
 
 
+class AuditError(HandgradError):
+    """A replay or another run gives other bits than the record of a run says."""
+
+    exit_code = 77
+    shared = True
+
+
 class HardwareError(HandgradError):
     """The same work gave different bits each time: memory or a processor is faulty."""
 

@@ -2,11 +2,12 @@
 
 config.toml     the resolved configuration
 metrics.jsonl   a JSON object per step, validation, sample and event
+audit.jsonl     the chain of an audited run: a link per step, and a line per checkpoint
 main.log        losses in llm.c's format
 log.txt         the lines of the console
 samples/        texts written during training
 checkpoints/    step_00001000/, ...; damaged/ and failing/: those that are no longer used
-*.damaged       lines of metrics.jsonl and main.log that could not be read
+*.damaged       lines of metrics.jsonl, main.log and audit.jsonl that could not be read
 report.html     curves and tables
 .lock           marks a folder as a run's; one trainer at a time holds it
 best            no folder: RUN/best stands for the checkpoint with the lowest validation loss
@@ -14,6 +15,7 @@ best            no folder: RUN/best stands for the checkpoint with the lowest va
 
 CONFIG_FILE = "config.toml"
 METRICS_FILE, MAIN_LOG_FILE, LOG_FILE = "metrics.jsonl", "main.log", "log.txt"
+AUDIT_FILE = "audit.jsonl"
 SAMPLES, CHECKPOINTS, BEST = "samples", "checkpoints", "best"
 REPORT_FILE = "report.html"
 LOCK_FILE = ".lock"

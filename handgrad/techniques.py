@@ -16,13 +16,12 @@ TECHNIQUES = {
     "qk_norm": True,
     "softcap": True,
     "embedding_norm": True,
-    "zero_init": True,
-    "untied_head": True,
-    "residual_scalars": False,
-    "input_scalars": False,
+    "zero_init": False,
+    "untied_head": False,
+    "residual_scalars": True,
+    "input_scalars": True,
     "value_embeddings": False,
 }
-IN_16_BITS = ("residual_scalars", "input_scalars", "value_embeddings")  # which read what fp8 has no 16-bit form of
 NONE = "none"  # the list of a model without any
 # What configurations that have `without` instead of a list were made from.
 EARLIER = ("rotary", "qk_norm", "softcap", "embedding_norm", "zero_init", "untied_head")

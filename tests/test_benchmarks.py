@@ -297,6 +297,15 @@ def test_the_precision_of_a_contender() -> None:
     assert isinstance(run, HandgradRun) and run.state.parameters.dtype == torch.bfloat16
 
 
+def test_the_modern_network_steps_in_fp8_beside_its_twin() -> None:
+    """`bench step --model m4 --contenders handgrad-fp8,twin-...`"""
+    settings = dataclasses.replace(SMALL, model="m4", learning_rate=1e-2)
+    run, bf16 = (gpu_step.make_run(name, settings) for name in ("handgrad-fp8", "handgrad-bf16"))
+    assert isinstance(run, HandgradRun) and run.stepper.design.fp8 is not None
+    losses, others = (contender.turn(lambda launched: launched < 3) for contender in (run, bf16))
+    assert losses != others and losses == pytest.approx(others, abs=0.05)
+
+
 def test_bits_of_a_run_are_those_of_its_tensors_and_steps(tmp_path: Path) -> None:
     """However many files they lie in; one bit of a tensor or of a step's loss changes them."""
 

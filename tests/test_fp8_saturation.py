@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
+from handgrad.cli import main
 from handgrad.config import RunConfig
 from handgrad.fp8.formats import INVERSE, MARGIN, SCALE
 from handgrad.fp8.scaling import Scaling
@@ -212,3 +213,13 @@ def test_a_switch_waits_for_a_step_whose_numbers_are_finite(
     config = saturated("bf16")
     train(config)
     assert [step for step, told in events(config) if "goes on in bf16" in told] == [LAST + 1]
+
+
+@pytest.mark.usefixtures("saturating")
+def test_a_replay_leaves_fp8_where_the_run_did(saturated: Callable[..., RunConfig]) -> None:
+    """From the beginning, from before the step, from the state at it and from behind."""
+    config = saturated("bf16", audit_every=1)
+    train(config)
+    assert any("goes on in bf16" in told for _, told in events(config))
+    for first in (0, LAST - 1, LAST, LAST + 1):
+        assert main(["verify", config.out, "--from", str(first)]) == 0

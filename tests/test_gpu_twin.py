@@ -100,13 +100,16 @@ def test_all_contenders_make_the_same_steps() -> None:
     assert losses[-1] < losses[0] - 0.05, "they learn that some tokens are frequent"
 
 
-@pytest.mark.parametrize("bf16_stream", [False, True])
-def test_the_torchao_twin_is_the_twin_in_fp8(bf16_stream: bool) -> None:
+@pytest.mark.parametrize(("bf16_stream", "model"), [(False, SMALL.model), (True, SMALL.model), (True, "m4")])
+def test_the_torchao_twin_is_the_twin_in_fp8(bf16_stream: bool, model: str) -> None:
     """torchao computes its block products, with fp8's error; weights, their names and their decay stay."""
     pytest.importorskip("torchao", reason="torchao is optional")
     from torchao.float8.float8_linear import Float8Linear
 
-    config, tokens = dataclasses.replace(SMALL, learning_rate=1e-2).config(), tokens_of(SMALL)
+    config, tokens = (
+        dataclasses.replace(SMALL, learning_rate=1e-3 if model == "m4" else 1e-2, model=model).config(),
+        tokens_of(SMALL),
+    )
     plain = dataclasses.replace(EAGER, autocast=bf16_stream, bf16_stream=bf16_stream)
     exact = TwinRun(config, tokens, plain, same_weights=True)
     run = TwinRun(config, tokens, dataclasses.replace(plain, float8="all"), same_weights=True)

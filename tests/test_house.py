@@ -20,7 +20,8 @@ BOOK = {"config", "batch_schedule", "arena", "ops", "models", "layout", "optimiz
 BESIDE = {*BOOK, "fp8", "dropout", "parallel"}  # what joins it at set-up
 MODEL_AT_WORK = {*BESIDE, "generation", "evaluation", "data", "checkpoint", "backend", "devices", "jsonl", "run_files"}
 MODEL_AT_WORK |= {"techniques"}
-RUN = {*MODEL_AT_WORK, "rules", "gpus", "interop", "presets", "recipes", "format", "power", "threads", "run"}
+RUN = {*MODEL_AT_WORK, "audit", "gpus", "interop", "manifest", "presets", "recipes", "format", "power", "tensor_files"}
+RUN |= {"rules", "threads", "run"}
 LAW = {
     **{part: set() for part in ("errors", "files", "names", "parsing", "format", "run_files", "jsonl", "graphs")},
     **{part: set() for part in ("power", "limits", "tensor_files", "batch_schedule", "techniques", "rules")},
@@ -40,6 +41,7 @@ LAW = {
     "parallel": BOOK,
     "fp8": {*BOOK, "parallel"},
     "dropout": BOOK,
+    "audit": {*BOOK, "parallel", "jsonl"},
     "generation": {*BOOK, "data", "jsonl"},
     "evaluation": MODEL_AT_WORK,
     "interop": MODEL_AT_WORK,

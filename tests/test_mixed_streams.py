@@ -1,16 +1,21 @@
 """The scalars of the stream, value embeddings, and learning rates of their own: the operations equal float64 autograd to
 1e-10, at odd shapes, over NaN-filled outputs and sentinels."""
 
+import itertools
 from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.modern_twin import ModernTwin, modern_optimizer
+from handgrad.config import ModelShape, RunConfig
+from handgrad.layout import buckets_of, gradient_ring
 from handgrad.models import parameter_table
 from handgrad.models.modern import flops_per_token
 from handgrad.ops import UPDATE, cpu, reference
 from handgrad.ops.reference.mix import mix_forward
+from tests.techniques import toggled
 from tests.test_modern_model import shape_without
 from tests.test_modern_operations import normalized
 from tests.test_operations import SENTINEL, accumulator, close, gradients, nan, randn
@@ -141,6 +146,35 @@ def test_who_learns_how_fast() -> None:
 def test_no_more_flops() -> None:
     """Tables are looked up."""
     assert flops_per_token(shape_without(NEW)) == flops_per_token(shape_without(""))
+
+
+@pytest.mark.parametrize("lanes", [2, 4])
+def test_tables_have_buckets_of_their_own(lanes: int) -> None:
+    """Those of the blocks stay equal, and take turns in the ring; a table has memory to itself, and is read before its
+    block."""
+    shape = ModelShape(57, 19, 6, 3, 42, "modern", toggled(NEW))
+    found = {bucket.name: bucket for bucket in buckets_of(parameter_table(shape, lanes), lanes)}
+    names = ["blocks.0", "values.1", "blocks.1", "blocks.2", "values.3", "blocks.3", "blocks.4", "values.5", "blocks.5"]
+    assert list(found) == ["embedding", *names, "head"]
+    assert len({bucket.elements for name, bucket in found.items() if name.startswith("blocks")}) == 1
+    places = gradient_ring(tuple(found.values()))
+    assert all(places[name].stop - places[name].start == bucket.elements for name, bucket in found.items())
+    assert places["blocks.3"] == places["blocks.0"] and places["blocks.5"] == places["blocks.2"]
+    second = {f"blocks.{layer}" for layer in (3, 4, 5)}
+    alone = sorted((places[name].start, places[name].stop) for name in found if name not in second)
+    assert all(before[1] <= after[0] for before, after in itertools.pairwise(alone))
+
+
+def test_the_twin_learns_alike() -> None:
+    """Its optimizers have the matrices, rates and decays of the rows."""
+    config = RunConfig(architecture="modern", learning_rate=1e-3, weight_decay=0.1)
+    twin = ModernTwin(shape_without(NEW))
+    optimizer = modern_optimizer(twin, config, fused=False)
+    muon, *rest = optimizer.param_groups
+    assert len(muon["params"]) == 4 * 3 and all(p.dim() == 2 for p in muon["params"])
+    found = {(round(group["lr"] / 1e-3), group["weight_decay"] > 0): len(group["params"]) for group in rest}
+    assert found == {(1, True): 2, (1, False): 3 + 2, (100, False): 3, (75, True): 2}
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(twin.parameters()))
 
 
 @pytest.mark.parametrize("rate", [1.0, 100.0])

@@ -115,11 +115,11 @@ def test_the_first_loss_is_that_of_a_guess(techniques: str) -> None:
 def test_parameters() -> None:
     """Matrices begin at half the size of an orthogonal one's numbers, projections and head at zero; techniques add their
     tensors alone."""
-    table = {row.name: row for row in parameter_table(ModelShape(50257, 1024, 12, 6, 768, "modern"))}
+    table = {row.name: row for row in parameter_table(ModelShape(50257, 1024, 12, 6, 768, "modern", toggled("")))}
     assert count_parameters(table.values()) == 2 * 50257 * 768 + 12 * 12 * 768 * 768
     assert table["blocks.3.qkv_weight"].std == 0.5 / math.sqrt(768) and table["blocks.3.fc_weight"].group == "matrix"
     drawn: dict[str, Tensor] = {}
-    initialize(parameter_table(ODD), 0, lambda row, values: drawn.update({row.name: values}))
+    initialize(parameter_table(shape_without("")), 0, lambda row, values: drawn.update({row.name: values}))
     assert not any("proj" in name or name == "head" for name in drawn) and "blocks.0.fc_weight" in drawn
     names = {row.name for row in parameter_table(shape_without("untied_head"))}
     assert "head" not in names and "wte" in names

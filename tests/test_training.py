@@ -109,7 +109,7 @@ def test_only_matrices_decay_and_padding_stays_zero(config: RunConfig) -> None:
     covered, design = 0, state.design
     for part in update_parts(design.parameters, design.buckets, 0, 1, design.optimizer.kind):
         assert part.flat == part.local
-        decayed[part.flat] = part.kind
+        decayed[part.flat], _ = part.kind
         covered += part.flat.stop - part.flat.start
     assert covered == state.master.numel(), "every element belongs to exactly one part"
     for row in design.parameters:

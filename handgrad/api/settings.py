@@ -72,6 +72,7 @@ class Settings(TypedDict, total=False):
     sample_tokens: int
     log_every: int
     log_to: str
+    audit_every: int
     gpu_every: int
     save_every: int
     keep_checkpoints: int

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from handgrad import presets
+from handgrad.commands.audit_arguments import certificate, diff, verify
 from handgrad.commands.parser import METAVARS, Formatter, HelpAll, Parser, flag
 from handgrad.config import (
     AUTO,
@@ -300,6 +301,7 @@ def bench(parser: Parser) -> None:
     parser.add_argument("--precision", choices=PRECISIONS, help="of handgrad (default: bf16)")
     parser.add_argument("--recompute", type=int, choices=(0, 1, 2), help="of handgrad, as in train (default: 0)")
     parser.add_argument("--data", metavar="DIR", help="prepared shards to read the tokens from (default: synthetic tokens)")
+    parser.add_argument("--techniques", metavar="NAMES", help="all that a modern network has (default: as in train)")
     parser.add_argument("--contenders", metavar="TEXT", help="step on a GPU, loss: names, by commas; a wrong one lists all")
     parser.number("--seconds", "per contender (default: 20; ladder: per row, 5)", **real)
     parser.number("--turn-seconds", "step on a GPU: length of a slice (default: 10)", **real)
@@ -355,6 +357,9 @@ COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
     "recipes": ("the shipped recipes and launch templates, listed; or one of them, printed", recipes),
     "runs": ("a table of the runs below a folder: steps, loss, size, state", runs),
     "checkpoints": ("those of a run: listed, verified by their hashes, pruned", checkpoints),
+    "verify": ("replays an audited run between its checkpoints, and compares every link", verify),
+    "diff": ("where two runs part: configuration, versions, data, the first link, tensors", diff),
+    "certificate": ("one small file that says what a run was trained on, with hashes to check it by", certificate),
     "bench": ("handgrad beside a PyTorch autograd twin, on this machine", bench),
     "tune": ("freezes the fastest algorithm of every GEMM of a model on this GPU", tune),
     "profile": ("time per kernel of a run's steps, from the same arguments as train", profile),
@@ -376,6 +381,9 @@ EXAMPLES = {
     "recipes": "handgrad recipes gpt2-124m",
     "runs": "handgrad runs runs",
     "checkpoints": "handgrad checkpoints runs/a --verify",
+    "verify": "handgrad verify runs/a --segments 3 --seed 7",
+    "diff": "handgrad diff runs/a runs/b",
+    "certificate": "handgrad certificate runs/a --key key.pem",
     "bench": "handgrad bench step --model d12 --out step.json",
     "tune": "handgrad tune d12 --precision fp8",
     "profile": "handgrad profile d12 --precision bf16 --trace trace.json.gz",

@@ -109,7 +109,7 @@ def bench_sampling(parsed: Namespace, device: str) -> None:
 
 
 # The flags of each beside --device, --model and --out.
-BATCH = "micro_batch sequence_length micro_steps data"
+BATCH = "micro_batch sequence_length micro_steps data techniques"
 BENCHMARKS: dict[str, tuple[Callable[[Namespace, str], None], str]] = {
     "step": (bench_step, f"{BATCH} precision recompute contenders seconds turn_seconds starts"),
     "step on a CPU": (bench_cpu_step, "micro_batch sequence_length rounds"),

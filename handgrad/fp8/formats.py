@@ -105,12 +105,32 @@ def plain(form: Form) -> Tensor:
     return form.plain
 
 
-def of_plain(operation: Callable[..., None]) -> Callable[..., None]:
+def of_plain(operation: Callable[..., None], in_16_bits: Callable[[Form], Tensor] = plain) -> Callable[..., None]:
     """The operation with the 16-bit form of every tensor that it is given."""
 
     @wraps(operation)
     def call(*arguments: Any, **options: Any) -> None:
-        operation(*(plain(x) if isinstance(x, Quantized) else x for x in arguments), **options)
+        operation(*(in_16_bits(x) if isinstance(x, Quantized) else x for x in arguments), **options)
+
+    return call
+
+
+def plain_or_workspace(form: Form) -> Tensor:
+    """The 16-bit form, or that of the gradient which this one is made from: of dqkv, whose values are the same in both."""
+    return plain(form) if isinstance(form, Tensor) or form.workspace is None else form.workspace
+
+
+def then_quantized(
+    operation: Callable[..., None], place: int, quantize: Callable[[Quantized, Tensor], None]
+) -> Callable[..., None]:
+    """The operation with 16-bit forms; then its tensor in this place is quantised, in a pass of its own."""
+    in_16_bits = of_plain(operation)
+
+    @wraps(operation)
+    def call(*arguments: Any, **options: Any) -> None:
+        in_16_bits(*arguments, **options)
+        if isinstance(arguments[place], Quantized):
+            quantize(arguments[place], plain(arguments[place]))
 
     return call
 

@@ -130,7 +130,9 @@ def activation_buffers(
                 yield Buffer(f"{row.name}.rows", row.shape, E5M2 if tag.gradient else E4M3, KIND, row.ticks)
         elif tag.gradient:
             lives = dict(enumerate(row.ticks))
-            in_fp8 = [lives.pop(layer) for layer in list(lives) if (layer, tag.part) in gemms.blocks]
+            in_fp8 = [lives[layer] for layer in lives if (layer, tag.part) in gemms.blocks]
+            if not tag.keeps_16bit:
+                lives = {layer: ticks for layer, ticks in lives.items() if (layer, tag.part) not in gemms.blocks}
             if lives and not row.of:
                 yield Buffer(row.name, row.shape, row.dtype, KIND, tuple(lives.values()))
             if in_fp8:

@@ -123,6 +123,7 @@ def flops_per_token(shape: ModelShape) -> float:
 # Activations. The backward's inputs are kept or, from a recompute level on, made again by the same operation: same bits.
 
 
+NORM1 = Fp8("qkv")
 HIDDEN = Fp8("mlp", keeps_16bit=True, late_columns=True)  # the squared ReLU's backward reads its output
 
 
@@ -130,7 +131,7 @@ HIDDEN = Fp8("mlp", keeps_16bit=True, late_columns=True)  # the squared ReLU's b
 class BlockActivations:
     # The stream as the scalars change it: attention's product adds to it, the backward makes it again.
     mixed: Tensor = activation("N C", lives=lambda clock: ((clock.tick(ATTENTION), clock.tick(ATTENTION)),), optional=True)
-    norm1: Tensor = activation("N C", lives=kept(ATTENTION), remade_from=2, fp8=Fp8("qkv"))
+    norm1: Tensor = activation("N C", lives=kept(ATTENTION), remade_from=2, fp8=NORM1)
     norm1_rstd: Tensor = activation("N", "statistics", lives=kept(ATTENTION))
     qkv: Tensor = activation("N 3C", lives=kept(ATTENTION))  # queries and keys normalised and rotated
     qk_rstd: Tensor = activation("N 2H", "statistics", lives=kept(ATTENTION), optional=True)
@@ -218,17 +219,21 @@ def activations(
         head = {"num_heads": shape.num_heads, "head_width": C // shape.num_heads}
         sizes["attention_scratch"] = ops.attention_scratch_bytes(batch=batch, length=length, dtype=dtype, **head)
         tables.append(Gradients)
-    for row in (row for table in tables for row in activation_rows(table, sizes, dtypes_of(dtype), clock)):
-        if row.fp8 is DQKV and not (shape.has("rotary") or shape.has("qk_norm")):
-            row = replace(row, fp8=replace(DQKV, workspace=""))  # straight from attention
-        if has(shape, row.name) and in_its_layer(shape, row.name):
-            yield reaching(shape, clock, row)
+    rows = (row for table in tables for row in activation_rows(table, sizes, dtypes_of(dtype), clock))
+    return (as_read(shape, clock, row) for row in rows if has(shape, row.name) and in_its_layer(shape, row.name))
 
 
-def reaching(shape: ModelShape, clock: Clock, row: ActivationRow) -> ActivationRow:
-    """The first block's input lives as long as a block reads it; the others as they are."""
+def as_read(shape: ModelShape, clock: Clock, row: ActivationRow) -> ActivationRow:
+    """The row as the model's techniques read it. The first block's input lives as long as a block reads it. Scalars make
+    norm1 in 16 bits, value embeddings read it so, and dqkv as well. Where nothing turns queries and keys, attention's
+    backward makes dqkv."""
     if shape.has("input_scalars") and row.name == ("normed_embedding" if shape.has("embedding_norm") else "embedded"):
         return replace(row, ticks=((0, max(clock.head, clock.mirrored(0))),))
+    values = shape.has("value_embeddings")
+    if row.fp8 is NORM1 and (values or shape.has("residual_scalars") or shape.has("input_scalars")):
+        return replace(row, fp8=replace(NORM1, keeps_16bit=True))
+    if row.fp8 is DQKV and not (shape.has("rotary") or shape.has("qk_norm")):
+        return replace(row, fp8=replace(DQKV, workspace="", keeps_16bit=values))
     return row
 
 

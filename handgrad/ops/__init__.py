@@ -34,7 +34,7 @@ OPERATIONS = (
     *("classifier_forward", "classifier_forward_backward", "softcap_forward"),
     *("loss_sum", "squared_norms", "verdict", "adamw_update"),
     *("muon_momentum", "muon_polar", "muon_update"),
-    *("tree_sum", "checksum"),  # over lanes and ranks
+    *("tree_sum", "checksum", "digest"),  # over lanes and ranks
     *("layernorm_linear_forward", "layernorm_linear_gelu_forward"),  # two in a row, which generation has as one
     *("rmsnorm_linear_forward", "rmsnorm_linear_relu2_forward", "mix_rmsnorm_linear_forward"),
     "store_keys_values",
@@ -58,6 +58,9 @@ CONTROLS = 5
 # Places in `results` (float64): what a step found out. `scale` multiplies the gradient in the update.
 RESULT_LOSS, RESULT_NORM, RESULT_SCALE, RESULT_VERDICT, RESULT_LOSS_SCALE = range(5)
 RESULTS = 5
+
+# Independent sums of a digest, and the places that share a key of their row.
+DIGEST_SUMS, DIGEST_COLUMNS = 2, 4096
 
 # Verdicts: an update is made only at UPDATE.
 UPDATE, LOSS_NOT_FINITE, NORM_NOT_FINITE, LOSS_OUTLIER, NORM_OUTLIER = range(5)

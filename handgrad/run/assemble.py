@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from handgrad import devices
+from handgrad.audit.digest import StateDigest, with_digest
 from handgrad.dropout.bind import SAMPLES, WithDropout
 from handgrad.fp8.bind import with_fp8
 from handgrad.fp8.scaling import Scaling
@@ -28,6 +29,7 @@ class Assembly:
     step: TrainStep
     scaling: Scaling | None  # of fp8
     sync: GradientSync | None  # of several lanes or ranks
+    digest: StateDigest | None = None  # of an audited run
 
     def await_weights(self) -> None:
         """Waits until the weights of the last update are complete here."""
@@ -84,6 +86,10 @@ def bind(
         program = with_sync(program, sync)
     if scaling is not None:
         program = with_fp8(program, state, scaling, feed, sync, graphs=graphs)
+    digest = None
+    if design.guards.audit_every:
+        digest = StateDigest(state, ranks, design.guards.audit_every, graphs=graphs)
+        program = with_digest(program, digest)
     replicas = Replicas(state, ranks.rank, design.guards.replicas_every) if sync is not None and ranks.size > 1 else None
     if replicas is not None:
         program = with_replicas(program, replicas)
@@ -91,4 +97,4 @@ def bind(
         step = TrainStep(state, feed, program, graphs=graphs)
     else:
         step = ParallelStep(state, feed, program, ranks, sync, replicas, graphs=graphs)
-    return Assembly(design, state, feed, step, scaling, sync)
+    return Assembly(design, state, feed, step, scaling, sync, digest)

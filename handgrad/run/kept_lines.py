@@ -18,11 +18,11 @@ class Line(NamedTuple):
 
     step: int  # the completed steps after which it was written
     is_step: bool  # a step's own: these stand in the order of steps
-    record: dict[str, Any]  # of metrics.jsonl
+    record: dict[str, Any]  # of a file of JSON
 
 
 def metrics_line(line: bytes) -> Line | None:
-    """A line of metrics.jsonl; None if it is damaged."""
+    """A line of metrics.jsonl or audit.jsonl; None if it is damaged."""
     try:
         record = parse(line, "").fields
     except DataError:

@@ -1,8 +1,7 @@
-"""The log of a run: metrics.jsonl for programs, main.log in llm.c's format for its plotting tools, log.txt for people, and
-the console. Only rank 0 logs.
+"""The log of a run: metrics.jsonl for programs, main.log in llm.c's format for its plotting tools, log.txt for people,
+audit.jsonl for whoever checks the run, and the console. Only rank 0 logs.
 
-In the first two files, lines of steps that a resumed run will do again are cut off, so they read like those of an unbroken
-run.
+In all but log.txt, lines of steps that a resumed run will do again are cut off, so they read like those of an unbroken run.
 """
 
 import hashlib
@@ -24,17 +23,20 @@ from handgrad.parallel.ranks import Ranks
 from handgrad.run.console import Display, Shows
 from handgrad.run.kept_lines import keep_lines, main_log_line, metrics_line
 from handgrad.run.sinks import Sinks, trackers
-from handgrad.run_files import LOG_FILE, MAIN_LOG_FILE, METRICS_FILE, SAMPLES
+from handgrad.run_files import AUDIT_FILE, LOG_FILE, MAIN_LOG_FILE, METRICS_FILE, SAMPLES
 from handgrad.training.step import StepResult
 
 
 class RunLog:
-    """Appends to the three files of one run folder and to the console; raises `StorageError` when the disk refuses. On
+    """Appends to the files of one run folder and to the console; raises `StorageError` when the disk refuses. On
     other ranks than 0 it has no files and a silent console."""
 
-    def __init__(self, folder: Path, steps: int, completed: int, ranks: Ranks, shows: Shows = "live"):
-        """Keeps what the files say of the first `completed` steps and drops the rest."""
-        self.folder = folder
+    def __init__(
+        self, folder: Path, steps: int, completed: int, ranks: Ranks, shows: Shows = "live", *, audited: bool = False
+    ):
+        """Keeps what the files say of the first `completed` steps and drops the rest. `audited`: links will come."""
+        self.folder, self.audited = folder, audited
+        self.chain: list[dict[str, Any]] = []  # the lines of audit.jsonl that stay, on rank 0
         self.files: dict[str, TextIO] = {}
         self.told: set[str] = set()  # what was told once
         self.notes: list[str] = []  # about damaged lines of the files
@@ -47,8 +49,11 @@ class RunLog:
         with storage_errors(f"opening the logs in {self.folder}"):
             kept, note = keep_lines(self.folder / METRICS_FILE, completed, metrics_line)
             _, other = keep_lines(self.folder / MAIN_LOG_FILE, completed, main_log_line)
-            self.notes = [text for text in (note, other) if text]
-            self.files = {name: self._open(name) for name in (METRICS_FILE, MAIN_LOG_FILE, LOG_FILE)}
+            chain, links = keep_lines(self.folder / AUDIT_FILE, completed, metrics_line)
+            self.chain = [line.record for line in chain]
+            self.notes = [text for text in (note, other, links) if text]
+            names = METRICS_FILE, MAIN_LOG_FILE, LOG_FILE, *([AUDIT_FILE] if self.audited else [])
+            self.files = {name: self._open(name) for name in names}
         return {(_kind_of(line.record), line.step) for line in kept}
 
     def _open(self, name: str) -> TextIO:
@@ -101,6 +106,9 @@ class RunLog:
                     :12
                 ]  # the first launch's line: the same when resumed
             self.sinks = Sinks(trackers(log_to, self.folder, identity, config, completed), self.line)
+
+    def audit(self, line: dict[str, Any]) -> None:
+        self._write(AUDIT_FILE, json.dumps(line))
 
     def main_log(self, line: str) -> None:
         self._write(MAIN_LOG_FILE, line)

@@ -4,10 +4,7 @@ import math
 from dataclasses import asdict
 from typing import Any
 
-import torch
-
-import handgrad
-from handgrad import checkpoint, devices, power
+from handgrad import checkpoint, power
 from handgrad.arena import make_plan
 from handgrad.config import RunConfig, to_dict
 from handgrad.data.batches import Batches, validation_batches
@@ -23,6 +20,7 @@ from handgrad.models import parameter_table
 from handgrad.parallel.ranks import Ranks
 from handgrad.parallel.step import ParallelStep
 from handgrad.parallel.stragglers import Stragglers
+from handgrad.run import audit
 from handgrad.run.assemble import assemble
 from handgrad.run.console import Shows
 from handgrad.run.folder import RunFolder
@@ -34,7 +32,7 @@ from handgrad.run.progress import StepLines
 from handgrad.run.resolve import resolve
 from handgrad.run.saturation import record_fp8, watch_saturation
 from handgrad.run.saves import Saves
-from handgrad.run.saving import changed_versions, load_run, origin_of, run_facts, run_numbers
+from handgrad.run.saving import changed_versions, load_run, origin_of, run_facts, run_numbers, versions_of
 from handgrad.run.signals import Observer, OnStep, StopSignals, preempted
 from handgrad.run.suspicion import is_overflow, settle
 from handgrad.run.tasks import TaskWatch
@@ -79,9 +77,12 @@ class Run:
         if weights is not None:
             self.take_weights(weights)
         self.restore(resumed)
-        self.log = RunLog(folder.path, config.steps, self.completed, ranks, shows)
+        self.log = RunLog(folder.path, config.steps, self.completed, ranks, shows, audited=bool(config.audit_every))
+        self.audit = audit.Audit(config.audit_every, ranks, self.log)
+        facts = audit.facts(config, self.versions(), self.identity(), self.origin)
+        self.audit.begin(self.training, facts, resumed, allow_changes=allow_changes)
         judge = Judge(self.training.state, ranks)
-        self.saves = Saves(config, folder, ranks, self.log, judge, copy, tokenizer_files(self.tokenizer))
+        self.saves = Saves(config, folder, ranks, self.log, judge, copy, tokenizer_files(self.tokenizer), self.audit.seal)
         self.step_lines, self.stragglers = StepLines(self.log, config, design, ranks.size), Stragglers()
         self.validation_loss: float | None = None  # the last one, in nats
         self.first_step = self.until = self.completed  # of this process, and where it stops for now
@@ -95,12 +96,7 @@ class Run:
 
     def versions(self) -> dict[str, str]:
         """The versions that the bits depend on, beside the configuration and the data."""
-        return {
-            "handgrad": handgrad.__version__,
-            "torch": torch.__version__,
-            "device": devices.describe(self.design.device),
-            **self.design.plain_ops.versions(),
-        }
+        return versions_of(self.design.device, self.design.plain_ops)
 
     def identity(self) -> dict[str, Any]:
         return {"data": self.dataset.identity, "tokenizer": self.tokenizer.sha256}
@@ -286,6 +282,7 @@ class Run:
         result, fault = settle(self.training, self.ranks, step, self.training.step.result(step))
         self.completed, self.step_seconds = step + 1, result.elapsed_seconds
         self.log.step(self.completed, result, self.batch.tokens(step), self.batch.tokens_before(self.completed))
+        self.audit.add(self.training, self.completed, result)
         found = record_fp8(self.design, self.training.scaling, result, self.completed, self.log)
         if self.config.gpu_every and self.completed % self.config.gpu_every == 0:
             self.log.gpu(self.completed, self.design.device)
@@ -358,6 +355,7 @@ class Run:
             **run_numbers(self.training),
             "skips_in_a_row": self.skips_in_a_row,
             "left_fp8": asdict(self.left_fp8),
+            **self.audit.named(),
         }
 
     def event(self, line: str) -> None:

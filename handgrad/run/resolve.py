@@ -117,7 +117,8 @@ def optimizer_of(config: RunConfig) -> AdamW | Muon:
 
 def guards_of(config: RunConfig) -> Guards:
     loss_scaling, replicas_every = config.precision == "fp16", config.check_ranks_every
-    return Guards(config.clip_norm, config.skip_loss_z, config.skip_norm_z, loss_scaling, replicas_every)
+    skips = config.skip_loss_z, config.skip_norm_z
+    return Guards(config.clip_norm, *skips, loss_scaling, replicas_every, config.audit_every)
 
 
 def resolve_fp8(

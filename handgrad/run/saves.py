@@ -7,7 +7,7 @@ Without memory for the copy, or with `async_save` off, training stands still whi
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -56,10 +56,12 @@ class Saves:
         judge: Judge,
         copy: HostCopy | None,
         extra_files: dict[str, bytes],
+        seal: Callable[[Path, dict[str, Any]], None],
     ):
-        """`copy`: None makes training stand still while a state is written. `extra_files`: the tokenizer's."""
+        """`copy`: None makes training stand still while a state is written. `extra_files`: the tokenizer's. `seal` takes
+        the folder and the manifest of a checkpoint that stands."""
         self.config, self.folder, self.ranks, self.log, self.judge = config, folder, ranks, log, judge
-        self.copy, self.extra_files = copy, extra_files
+        self.copy, self.extra_files, self.seal = copy, extra_files, seal
         self.last_saved = -1 if folder.resumed is None else folder.resumed.step  # of a checkpoint that stands
         best = partial(checkpoint.best_validated, folder.path)
         self.best: tuple[int, float] | None = ranks.from_rank_0(best, "the best checkpoint")  # (step, validation loss)
@@ -185,6 +187,7 @@ class Saves:
     def stands(self, save: Save, seconds: float, warnings: list[str]) -> None:
         """The checkpoint is on the disk and has its name."""
         self.last_saved = save.step
+        self.seal(save.final, save.manifest)
         self.log.record("save", step=save.step, seconds=round(seconds, 3), pause_seconds=round(save.pause_seconds, 3))
         under_way = 0.0 if self.copy is None else seconds  # the longest that a stop may find
         if not self.told_slow and (line := too_slow(seconds, save.step_seconds, os.environ, under_way)):

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 import handgrad
-from handgrad import checkpoint
+from handgrad import checkpoint, devices
 from handgrad.checkpoint import Checkpoint, Stored
 from handgrad.config import RunConfig, to_dict
 from handgrad.data.tokenizer import Tokenizer, tokenizer_record
@@ -147,6 +149,12 @@ def load_state(source: Checkpoint, state: TrainingState) -> None:
 def origin_of(source: Checkpoint) -> dict[str, Any] | None:
     """The weights that the run of a checkpoint started from, or None: opened ones, or some imported with moments."""
     return source.manifest.get("init") or source.manifest.get("imported")
+
+
+def versions_of(device: torch.device, ops: ModuleType) -> dict[str, str]:
+    """The versions that the bits depend on, beside the configuration and the data. `ops`: the plain operations."""
+    named = {"handgrad": handgrad.__version__, "torch": torch.__version__, "device": devices.describe(device)}
+    return {**named, **ops.versions()}
 
 
 def changed_versions(source: Checkpoint, now: dict[str, str]) -> list[str]:

@@ -95,6 +95,7 @@ OPERATIONS = {
     "squared_norms": Counted("norm"),
     "tree_sum": Counted("sums over lanes"),
     "checksum": Counted("checksum"),
+    "digest": Counted("digest of the state"),
     "adamw_update": Counted("AdamW"),
     "muon_momentum": Counted("Muon, momentum"),
     "muon_polar": Counted("Muon, polar factors", polar_flops),

@@ -56,6 +56,7 @@ class Guards:
     norm_z: float  # the same for the gradient's norm
     loss_scaling: bool  # fp16's dynamic loss scale
     replicas_every: int = 0  # steps between comparisons of the ranks' weights (0: never)
+    audit_every: int = 0  # steps between digests of the state (0: never)
 
 
 @dataclass(frozen=True)

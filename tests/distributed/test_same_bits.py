@@ -78,8 +78,9 @@ def test_shared_gradients_do_not_matter(ranks: int, kind: str, launcher: Launche
         ({"micro_batch": 4, "precision": "bf16", "reduce_precision": "bf16"}, [(2, 1), (4, 2)]),
         ({"architecture": "modern", "micro_batch": 4}, [(2, 1), (4, 2)]),
         ({"architecture": "modern", "micro_batch": 4, "num_layers": 5, "techniques": toggled(NEW)}, [(2, 1), (4, 2)]),
+        ({"architecture": "modern", "micro_batch": 4, **FP8}, [(2, 1), (4, 2)]),
     ],
-    ids=["fp32", "rounded", "modern", "new"],
+    ids=["fp32", "rounded", "modern", "new", "modern fp8"],
 )
 def test_muon_on_ranks(settings: dict, ranks: list, launcher: Launcher, shards: Path, tmp_path: Path):
     """Its whole matrices belong to lanes. Shares of a bucket differ; rank 0 of 4 has nothing of a block of 8 lanes."""

@@ -18,7 +18,7 @@ from tests.conftest import make_model
 from tests.techniques import toggled
 
 SHAPE = ModelShape(301, 48, 3, 4, 64)
-MODERN = ModelShape(301, 48, 3, 2, 64, "modern")
+MODERN = ModelShape(301, 48, 3, 2, 64, "modern", toggled(""))
 MODERN_NEW = replace(MODERN, techniques=toggled("residual_scalars,input_scalars,value_embeddings"))
 BATCH, LENGTH = 5, 48
 SEED = 1337  # of dropout

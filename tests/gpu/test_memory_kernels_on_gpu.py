@@ -136,6 +136,17 @@ def test_checksum(dtype: torch.dtype) -> None:
     assert found == {reduction_checks.checksum(reference, flat)}
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32, torch.float64, torch.int64])
+def test_digest(dtype: torch.dtype) -> None:
+    draw = Draw(FP32, "cuda")
+    for n, first in ((1, 0), (131, 4090), (40_009, 0), (9001, 70_000)):
+        reduction_checks.check_digest(kernels, draw, dtype, n, first)
+    reduction_checks.check_digest_sees(kernels, draw, dtype)
+    flat = reduction_checks.numbers(draw, dtype, 20_000_003)
+    found = {tuple(reduction_checks.digest(kernels, flat, first=64)) for _ in range(10)}
+    assert found == {tuple(reduction_checks.digest(reference, flat.cpu(), first=64))}
+
+
 @pytest.mark.parametrize("lanes", [1, 2, 3, 16, 64])
 def test_losses_of_lanes_are_added_in_order(lanes: int) -> None:
     reduction_checks.check_losses_in_order(kernels, "cuda", lanes)

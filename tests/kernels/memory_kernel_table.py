@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import triton
 
 from handgrad.dropout.cuda import elementwise
-from handgrad.ops.cuda import classifier, column_sums, embedding, gelu, layernorm, optimizer, reduction
+from handgrad.ops.cuda import classifier, column_sums, digests, embedding, gelu, layernorm, optimizer, reduction
 from tests.kernels.compiling import compile_kernel
 
 ARCHITECTURES = (80, 90, 100)
@@ -21,7 +21,7 @@ DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
 CHANNELS = (768, 1600)
 V, Vp = 50257, 50304
 
-NUMBERS = dict.fromkeys(("N", "O", "T", "P", "B", "n", "elements", "size", "stride"), "i32:16")
+NUMBERS = dict.fromkeys(("N", "O", "T", "P", "B", "n", "first", "elements", "size", "stride"), "i32:16")
 NUMBERS |= dict.fromkeys(("seed", "first_element", "lanes", "stream", "threshold"), "i32") | {"dropout_scale": "fp32"}
 FIXED_POINTERS = {
     "mean": "*fp32",
@@ -116,6 +116,7 @@ def launches(C: int, itemsize: int = 2) -> dict[str, tuple[triton.JITFunction, d
             {"BLOCK": reduction.CHECKSUM_WORDS, "TILES": reduction.CHECKSUM_TILES},
             reduction.CHECKSUM_WARPS,
         ),
+        "digest": (digests._digest, {"COLUMNS": digests.COLUMNS, "ROWS": digests.ROWS}, digests.WARPS),
         "verdict": (
             optimizer._verdict,
             {"TOKENS": 524288.0, "CLIP_NORM": 1.0, "DYNAMIC": True, **sums},
@@ -142,6 +143,8 @@ def signature_of(name: str, kernel: triton.JITFunction, dtype: str) -> dict[str,
         own["out"] = "*fp32"
     if name == "checksum":
         own["out"] = "*i64"
+    if name == "digest":
+        own["out_acc"] = "*i64"
     if name.startswith("adamw"):
         own["weight"] = "*i16" if name == "adamw_update rounded" else "*fp32"
     types = {**FIXED_POINTERS, **own}

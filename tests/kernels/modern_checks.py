@@ -86,6 +86,25 @@ def mix_backward(draw: Draw, N: int, C: int, residual: bool, first: bool) -> Cas
     return inputs, run
 
 
+def check_mix_backward(draw: Draw, N: int, C: int, residual: bool, first: bool) -> None:
+    """As `check` does. But a scalar's gradient is one number, whose error in the reference may be anything by chance: its
+    bound follows from the size of its N C products. Each is rounded to the dtype of the streams; in float32 it has eight
+    roundings, and its sum goes through 136 additions at most, those of a program's turns and of two trees."""
+    inputs, run = mix_backward(draw, N, C, residual, first)
+    found, own = run(kernels, copy(inputs)), run(reference, copy(inputs))
+    wide = copy(inputs, torch.float64)
+    exact = run(reference, copy(wide))
+    dmixed = exact["dstream"] / (wide["residual_scalar"] if residual else 1)
+    for name, factor in (("dresidual_scalar", "inp"), ("dinput_scalar", "first")):
+        if name in found:
+            error, reference_error = ((t[name].double() - exact[name]).abs().item() for t in (found, own))
+            roundings = 144 if draw.dtype == torch.float32 else 1
+            floor = math.sqrt(roundings) * ROUNDING[draw.dtype] * (dmixed * wide[factor]).norm().item()
+            assert error <= 2 * reference_error + floor, f"{name}: {error:.3g}, {reference_error:.3g}, floor {floor:.3g}"
+    for name in found.keys() - {"dresidual_scalar", "dinput_scalar"}:
+        close(name, found[name], own[name], exact[name], terms=1)
+
+
 def value_inputs(draw: Draw, tokens: Tensor, H: int, D: int, G: int, Vp: int) -> Tensors:
     N, C = tokens.numel(), H * D
     inputs = {name: draw.normal(N, 3 * C) for name in ("qkv", "dqkv")} | {n: draw.normal(N, C) for n in ("norm", "dnorm")}
@@ -114,6 +133,15 @@ def value_backward(draw: Draw, tokens: Tensor, H: int, D: int, G: int, Vp: int) 
         return {"dvalues": dvalues, "dnorm": t["dnorm"], "dgate_weight": sums}
 
     return value_inputs(draw, tokens, H, D, G, Vp), run
+
+
+def check_value_backward(draw: Draw, tokens: Tensor, H: int, D: int, G: int, Vp: int) -> None:
+    """As `check` does: the norm's gradient comes from the gates', sums of a head's D products."""
+    inputs, run = value_backward(draw, tokens, H, D, G, Vp)
+    found, own = run(kernels, copy(inputs)), run(reference, copy(inputs))
+    exact = run(reference, copy(inputs, torch.float64))
+    for name, terms in (("dvalues", 1), ("dnorm", D), ("dgate_weight", D * tokens.numel())):
+        close(name, found[name], own[name], exact[name], terms=terms)
 
 
 def value_decode(draw: Draw, B: int, H: int, D: int, G: int) -> Case:

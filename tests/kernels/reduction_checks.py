@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from handgrad import ops
+from handgrad.ops import CONTROLS
 from tests.kernels.memory_checks import Draw, nan
 
 ROWS = (2, 4, 16, 32)
@@ -154,6 +155,63 @@ def check_checksum_sees(backend: ModuleType, draw: Draw, dtype: torch.dtype) -> 
         found.add(checksum(backend, flat))
         words[[a, b]] = words[[b, a]]
     assert len(found) == 1 + len(places) * bits + 3
+
+
+# Digest.
+
+
+def digest(backend: ModuleType, flat: Tensor, step: int = 7, first: int = 0, size: int = 0) -> list[int]:
+    """The sums of a state, made in pieces of `size` numbers, the last first."""
+    out = torch.zeros(2, dtype=torch.int64, device=flat.device)
+    controls = torch.full((CONTROLS,), float(step), dtype=torch.float64, device=flat.device)
+    pieces = flat.split(size or flat.numel())
+    for index in reversed(range(len(pieces))):
+        backend.digest(out, pieces[index], controls, first=first + index * size)
+    return [total % 2**64 for total in out.tolist()]
+
+
+def check_digest(backend: ModuleType, draw: Draw, dtype: torch.dtype, n: int, first: int) -> None:
+    """The formula in Python's integers, and the same in pieces."""
+    flat = numbers(draw, dtype, n)
+    width, step = min(flat.itemsize, 4), 7
+    data = words_of(flat).cpu().numpy().tobytes()
+    words = [int.from_bytes(data[i : i + width], "little", signed=True) for i in range(0, len(data), width)]
+    place = first * (flat.itemsize // width)
+
+    def key(stream: int, at: int) -> int:
+        high, low = (murmur(at ^ murmur((murmur(step) + half * 0x9E3779B1) % 2**32)) for half in (stream, stream + 1))
+        return high << 32 | low | 1
+
+    columns = [[key(4 * j + 2, c) for c in range(4096)] for j in range(2)]
+    expected = [
+        sum(w * key(4 * j, (place + i) // 4096) * columns[j][(place + i) % 4096] for i, w in enumerate(words)) % 2**64
+        for j in range(2)
+    ]
+    assert digest(backend, flat, step, first) == expected
+    if n > 100:
+        assert digest(backend, flat, step, first, size=n // 3) == expected
+
+
+def check_digest_sees(backend: ModuleType, draw: Draw, dtype: torch.dtype) -> None:
+    """A flipped bit anywhere, two exchanged numbers, two flipped signs, another step, another place: each in both sums."""
+    flat = numbers(draw, dtype, 5000)
+    words, found = words_of(flat), [digest(backend, flat), digest(backend, flat, step=8), digest(backend, flat, first=1)]
+    found.append(digest(backend, flat, first=4096))
+    sign = torch.iinfo(words.dtype).min
+    for place in (0, 4095, 4096, 4999):
+        for bit in (0, 1, flat.itemsize * 8 - 2):
+            words[place] ^= 1 << bit
+            found.append(digest(backend, flat))
+            words[place] ^= 1 << bit
+    for a, b in ((0, 1), (0, 4096), (500, 4999)):
+        words[[a, b]] = words[[b, a]]
+        found.append(digest(backend, flat))
+        words[[a, b]] = words[[b, a]]
+        words[[a, b]] ^= sign
+        found.append(digest(backend, flat))
+        words[[a, b]] ^= sign
+    for sums in zip(*found, strict=True):
+        assert len(set(sums)) == len(found)
 
 
 # The losses of a step, one sum per lane.

@@ -21,6 +21,7 @@ NARROW_STORES = {
     "loss_sum",
     "squared_norms",
     "checksum",
+    "digest",
     "verdict",
 }
 # 32 KB of so many rows are less than 16 bytes of each for a lane.

@@ -76,6 +76,17 @@ def test_a_checksum_sees(backend: ModuleType, draw: Draw, dtype: torch.dtype) ->
     checks.check_checksum_sees(backend, draw, dtype)
 
 
+@pytest.mark.parametrize(("n", "first"), [(1, 0), (131, 4090), (40_009, 0), (9001, 70_000)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_digest(backend: ModuleType, draw: Draw, dtype: torch.dtype, n: int, first: int) -> None:
+    checks.check_digest(backend, draw, dtype, n, first)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_digest_sees(backend: ModuleType, draw: Draw, dtype: torch.dtype) -> None:
+    checks.check_digest_sees(backend, draw, dtype)
+
+
 @pytest.mark.parametrize("lanes", [1, 2, 3, 16])
 def test_losses_of_lanes_are_added_in_order(backend: ModuleType, lanes: int) -> None:
     checks.check_losses_in_order(backend, "cpu", lanes)

@@ -22,13 +22,21 @@ from handgrad.fp8.cuda.linear import (
 from handgrad.fp8.cuda.quantizing import fold_statistics, quantize, update_scaling
 from handgrad.fp8.cuda.rmsnorm import rmsnorm_backward, rmsnorm_forward
 from handgrad.fp8.cuda.rotary import qk_norm_backward, qk_norm_rotary_backward, rotary_backward
+from handgrad.fp8.formats import of_plain, plain_or_workspace, then_quantized
 from handgrad.ops import cuda
-from handgrad.ops.compose import after_layernorm, after_rmsnorm
+from handgrad.ops.compose import after_layernorm, after_mix_rmsnorm, after_rmsnorm
+
+# Of techniques that are off by default: no kernel of theirs quantises.
+mix_rmsnorm_forward = then_quantized(cuda.mix_rmsnorm_forward, 1, quantize)
+mix_rmsnorm_backward = then_quantized(cuda.mix_rmsnorm_backward, 0, quantize)
+value_embedding_forward = of_plain(cuda.value_embedding_forward)
+value_embedding_backward = of_plain(cuda.value_embedding_backward, plain_or_workspace)
 
 layernorm_linear_forward = after_layernorm(layernorm_forward, linear_forward)
 layernorm_linear_gelu_forward = after_layernorm(layernorm_forward, linear_gelu_forward)
 rmsnorm_linear_forward = after_rmsnorm(rmsnorm_forward, linear_forward, None)
 rmsnorm_linear_relu2_forward = after_rmsnorm(rmsnorm_forward, linear_relu2_forward)
+mix_rmsnorm_linear_forward = after_mix_rmsnorm(mix_rmsnorm_forward, linear_forward)
 
 
 def statistics_parts(

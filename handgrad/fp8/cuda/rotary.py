@@ -112,7 +112,7 @@ def _backward(
             DTYPE: tl.constexpr = columns.dtype.element_ty
             into = columns.to(tl.pointer_type(tl.int32)) + tl.trans(column.to(tl.int64) * N4 + quad)
             tl.store(into, tl.trans(word(x0, x1, x2, x3, DTYPE)), mask=tl.trans(inside))
-            tl.store(into + D // 2 * N4.to(tl.int64), tl.trans(word(z0, z1, z2, z3, DTYPE)), mask=tl.trans(inside))
+            tl.store(into + D // 2 * tl.cast(N4, tl.int64), tl.trans(word(z0, z1, z2, z3, DTYPE)), mask=tl.trans(inside))
     amax = tl.max(tl.max(largest, 1), 0).to(dturned.dtype.element_ty).to(tl.float32)
     store_part(statistics, PARTS, tl.program_id(0), amax, clipped, vanished)
 

@@ -4,7 +4,7 @@ quantised tensors is that of their fp8 numbers."""
 # ruff: noqa: F401
 from typing import Any
 
-from handgrad.fp8.formats import of_plain
+from handgrad.fp8.formats import of_plain, plain_or_workspace, then_quantized
 from handgrad.fp8.reference.linear import (
     bias_backward,
     gelu_linear_backward,
@@ -29,13 +29,18 @@ from handgrad.fp8.reference.quantized import (
 )
 from handgrad.fp8.reference.quantizing import fold_statistics, quantize, update_scaling
 from handgrad.ops import reference
-from handgrad.ops.compose import after_layernorm, after_rmsnorm
+from handgrad.ops.compose import after_layernorm, after_mix_rmsnorm, after_rmsnorm
 
 classifier_forward = of_plain(reference.classifier_forward)
+mix_rmsnorm_forward = then_quantized(reference.mix_rmsnorm_forward, 1, quantize)
+mix_rmsnorm_backward = then_quantized(reference.mix_rmsnorm_backward, 0, quantize)
+value_embedding_forward = of_plain(reference.value_embedding_forward)
+value_embedding_backward = of_plain(reference.value_embedding_backward, plain_or_workspace)
 layernorm_linear_forward = after_layernorm(layernorm_forward, linear_forward)
 layernorm_linear_gelu_forward = after_layernorm(layernorm_forward, linear_gelu_forward)
 rmsnorm_linear_forward = after_rmsnorm(rmsnorm_forward, linear_forward, None)
 rmsnorm_linear_relu2_forward = after_rmsnorm(rmsnorm_forward, linear_relu2_forward)
+mix_rmsnorm_linear_forward = after_mix_rmsnorm(mix_rmsnorm_forward, linear_forward)
 
 
 def statistics_parts(

@@ -14,6 +14,7 @@ from handgrad.ops.cuda import attention_cudnn, cublaslt, decode
 from handgrad.ops.cuda.attention import attention_backward, attention_forward, attention_scratch_bytes
 from handgrad.ops.cuda.classifier import classifier_forward, classifier_forward_backward, softcap_forward
 from handgrad.ops.cuda.column_sums import bias_backward
+from handgrad.ops.cuda.digests import digest
 from handgrad.ops.cuda.embedding import (
     embedding_backward,
     embedding_forward,

@@ -13,6 +13,7 @@ from handgrad.ops.reference import decode
 from handgrad.ops.reference.attention import attention_backward, attention_forward, attention_scratch_bytes
 from handgrad.ops.reference.classifier import classifier_forward, classifier_forward_backward, softcap_forward
 from handgrad.ops.reference.decode import store_keys_values
+from handgrad.ops.reference.digests import digest
 from handgrad.ops.reference.embedding import (
     embedding_backward,
     embedding_forward,

@@ -239,6 +239,12 @@ CASES: Cases = {
     "tree_sum": lambda d: {**tree(d, 4), "rounded": False},
     "tree_sum, rounded": lambda d: {**tree(d, 16), "rounded": True},
     "checksum": lambda d: {"out": torch.zeros(1, dtype=torch.int64, device=d.device), "flat": d(3 * 4096 + 5)},
+    "digest": lambda d: {
+        "out_acc": torch.zeros(2, dtype=torch.int64, device=d.device),
+        "flat": d(3 * 4096 + 5),
+        "controls": torch.full((CONTROLS,), 7.0, dtype=torch.float64, device=d.device),
+        "first": 8 * 4096 - 16,
+    },
     "verdict": verdict,
     "adamw_update": adamw_update,
     "muon_momentum": muon_momentum,

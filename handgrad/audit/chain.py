@@ -1,0 +1,153 @@
+"""The chain of a run, audit.jsonl: a line of JSON for each link.
+
+    begin        configuration, versions and data from here on; the state: at the start, and where a resumed run has others
+    step         a step's samples, loss, norm, learning rate and verdict, and the digests of the state after it
+    checkpoint   the SHA-256 of a checkpoint's manifest, which has those of its files, and the link of its state
+
+A `begin` or `step` is a link: `previous` is the SHA-256 of the one before, `link` that of its own content. A checkpoint's
+line hangs on its step's link; when it is written depends on the disk, so none is chained to it.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from handgrad.errors import DataError, storage_error
+from handgrad.jsonl import Record, numbered_lines, parse
+
+BEGIN, STEP, CHECKPOINT = "begin", "step", "checkpoint"
+LINKS = (BEGIN, STEP)
+NUMBERS = ("loss", "norm", "learning_rate")  # of a step, as hexadecimal text: exact
+FORMAT = 1
+
+Line = dict[str, Any]
+
+
+def canonical(content: Line) -> bytes:
+    """The bytes of a content that are hashed: sorted keys, no spaces, ASCII."""
+    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+
+
+def sha256(content: Line) -> str:
+    return hashlib.sha256(canonical(content)).hexdigest()
+
+
+def linked(content: Line, previous: str) -> Line:
+    """A link after `previous`, "" for the first."""
+    content = {**content, "previous": previous}
+    return {**content, "link": sha256(content)}
+
+
+def content_of(line: Line) -> Line:
+    """The content of a link that a replay must repeat."""
+    return {key: value for key, value in line.items() if key not in ("previous", "link")}
+
+
+def links(lines: Iterable[Line]) -> list[Line]:
+    return [line for line in lines if line.get("kind") in LINKS]
+
+
+def read_chain(path: Path) -> list[Line]:
+    """The lines of a chain. Raises `DataError` for one that is no line of a chain, `StorageError`."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise DataError(
+            f"{path} does not exist: the run was not audited; train with --audit-every 1 to have a chain"
+        ) from None
+    except OSError as error:
+        raise storage_error(error, f"reading {path}") from None
+    found = []
+    for text, where in numbered_lines(content, path):
+        found.append(checked_line(parse(text, where)))
+    return found
+
+
+def checked_line(found: Record) -> Line:
+    """The line, once it has the fields of its kind. Raises `DataError`."""
+    kind = found.text("kind")
+    found.count("step")
+    if kind == CHECKPOINT:
+        texts, objects = ("link", "manifest"), ()
+    elif kind == STEP:
+        texts, objects = ("link", "previous", *NUMBERS), ("state",)
+    elif kind == BEGIN:
+        texts, objects = ("link", "previous"), ("config", "versions", "identity", "state")
+    else:
+        raise DataError(f"expected begin, step or checkpoint as kind, found {kind!r:.40} in {found.where}")
+    for name in texts:
+        text = found.text(name)
+        if name in NUMBERS:
+            try:
+                float.fromhex(text)
+            except (ValueError, OverflowError):
+                raise found.wrong(name, "a number in hexadecimal", text) from None
+    for name in objects:
+        found.inner(name)
+    return found.fields
+
+
+def check_chain(lines: Iterable[Line], path: Path) -> None:
+    """Raises `DataError` for the first link that was edited or does not follow the one before it."""
+    for fault in faults(lines):
+        raise DataError(f"{path}: {fault}")
+
+
+def numbers_text(fields: Iterable[str], one: Line, other: Line, between: str) -> str:
+    """The numbers among the differing fields of two links: "loss 5.4, replayed 5.3"."""
+    pairs = [(name, float.fromhex(one[name]), float.fromhex(other[name])) for name in NUMBERS if name in fields]
+    return "; ".join(f"{name} {a:.9g}{between}{b:.9g}" for name, a, b in pairs)
+
+
+def faults(lines: Iterable[Line], *, whole: bool = True) -> Iterator[str]:
+    """A line about each link that is not as it was written; unless the chain is `whole`, its links need not follow each
+    other."""
+    last: Line | None = None
+    for number, line in enumerate(lines, start=1):
+        if line.get("kind") not in LINKS:
+            continue
+        where = f"line {number}, {line.get('kind')} {line.get('step')},"
+        content = {key: value for key, value in line.items() if key != "link"}
+        if line.get("link") != sha256(content):
+            yield f"{where} was edited: its SHA-256 is {sha256(content)[:12]}, its link says {str(line.get('link'))[:12]}"
+        elif whole and last is not None and line.get("previous") != last["link"]:
+            yield (
+                f"{where} does not follow {last['kind']} {last['step']}: a line between them was removed, or one was added"
+                f" or replaced (previous is {str(line.get('previous'))[:12]}, expected {last['link'][:12]})"
+            )
+        elif last is not None and line["step"] < last["step"] + (line["kind"] == STEP):
+            yield f"{where} goes back behind {last['kind']} {last['step']}"
+        last = line
+
+
+def differing(one: Line, other: Line) -> list[str]:
+    """The fields in which two links' contents differ, one level deep: ["loss", "state.weights"]."""
+    one, other, found = content_of(one), content_of(other), []
+    for key in sorted({*one, *other}):
+        a, b = one.get(key), other.get(key)
+        if a != b and isinstance(a, dict) and isinstance(b, dict):
+            found += [f"{key}.{name}" for name in sorted({*a, *b}) if a.get(name) != b.get(name)]
+        elif a != b:
+            found.append(key)
+    return found
+
+
+def meaning(fields: Iterable[str]) -> str:
+    """The likely cause of a first difference in these fields of a step's link."""
+    fields = set(fields)
+    if "samples" in fields:
+        return "the samples of the step are others"
+    if "learning_rate" in fields:
+        return "the learning rate is another"
+    if "loss" in fields:
+        return "the forward pass gave another loss from an equal state: a sample or the arithmetic is another"
+    if "norm" in fields:
+        return "the gradients of equal samples are others"
+    if "skipped" in fields:
+        return "the verdict on equal gradients is another"
+    states = sorted(field.partition(".")[2] for field in fields if field.startswith("state."))
+    if states:
+        return f"the update of equal gradients left other bits in {', '.join(states)}"
+    return "the links' fields are others"

@@ -1,0 +1,28 @@
+"""handgrad certificate: a small file that says what a run was trained on, and a page of it."""
+
+from argparse import Namespace
+from pathlib import Path
+
+from handgrad.errors import UsageError, storage_errors
+from handgrad.files import write_durably
+from handgrad.run_files import METRICS_FILE
+from handgrad.tools.certificate import certificate_text, evaluations, make_certificate, page, signed
+from handgrad.tools.record import open_record
+
+NAME = "certificate.json"
+
+
+def run(parsed: Namespace) -> int:
+    folder = Path(parsed.run)
+    if not folder.is_dir():
+        raise UsageError(f"expected a run folder, found {folder}")
+    record = open_record(folder)
+    certificate = make_certificate(record.lines, evaluations(folder / METRICS_FILE))
+    if parsed.key:
+        certificate = signed(certificate, Path(parsed.key))
+    out = Path(parsed.out or folder / NAME)
+    with storage_errors(f"writing {out}"):
+        write_durably(out, certificate_text(certificate))
+        write_durably(out.with_suffix(".md"), page(certificate))
+    print(f"certificate {out}, for people {out.with_suffix('.md')}")
+    return 0

@@ -1,0 +1,74 @@
+"""handgrad verify: replays an audited run between its checkpoints, in a scratch folder, and compares every link."""
+
+import os
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from handgrad import threads
+from handgrad.errors import UsageError
+from handgrad.files import check_free
+from handgrad.parallel.launchers import find_rank_info
+from handgrad.parallel.local import end_with_launcher, is_launched, run_ranks
+from handgrad.tools.record import open_record
+from handgrad.tools.verify import Span, check_machine, holds, replay, spans_of
+
+PATIENCE_SECONDS = 35.0  # of the launcher, for ranks to say why they ended
+
+
+def run(parsed: Namespace) -> int:
+    begun, info = time.perf_counter(), find_rank_info(os.environ)
+    if info.size > 1 and not is_launched() and not parsed.scratch:
+        raise UsageError("expected --scratch DIR, an empty folder that all ranks see, where a launcher starts the ranks")
+    record = open_record(Path(parsed.run))
+    spans = spans_of(record, vars(parsed)["from"], parsed.to, parsed.segments or 0, parsed.seed)
+    if is_launched():
+        end_with_launcher()
+    changed = check_machine(record, spans, parsed.data, allow_changes=parsed.allow_changes)
+    if info.rank == 0 and not is_launched():
+        for line in changed:
+            print(f"other      {line}")
+    if info.size > 1 and len(spans) > 1:
+        raise UsageError(
+            f"a launcher's ranks replay one span, found {len(spans)}; give --from {spans[0].first} --to {spans[0].last}"
+        )
+    links = checkpoints = 0
+    for span in spans:
+        with scratch_folder(parsed.scratch, inside=info.size > 1) as scratch:
+            if (parsed.ranks or 1) > 1 and not is_launched():
+                if code := launch(parsed, span, scratch):
+                    return code
+                found = record.compared(span.first, span.last)
+            else:
+                found = replay(record, span, parsed.data, scratch, writes=info.rank == 0)
+            links, checkpoints = links + found[0], checkpoints + found[1]
+    if info.rank == 0 and not is_launched():
+        print(holds(record, spans, links, checkpoints, begun))
+    return 0
+
+
+def launch(parsed: Namespace, span: Span, scratch: Path) -> int:
+    """Replays one span by several processes; returns their exit code."""
+    environment = {name: value for name, value in os.environ.items() if name not in threads.chosen}
+    words = ["verify", parsed.run, "--from", span.first, "--to", span.last, "--scratch", scratch, "--ranks", parsed.ranks]
+    words += ["--data", parsed.data] if parsed.data else []
+    words += ["--allow-changes"] if parsed.allow_changes else []
+    command = [os.environ.get("PYTHON_EXEC", sys.executable), "-m", "handgrad", *map(str, words)]
+    return run_ranks(command, parsed.ranks, environment, PATIENCE_SECONDS)
+
+
+@contextmanager
+def scratch_folder(given: str, *, inside: bool) -> Iterator[Path]:
+    """An empty folder for a replay, removed afterwards. `inside`: of one of several ranks, which did not make it."""
+    if inside:
+        yield Path(given)
+        return
+    if given:
+        check_free(Path(given))
+        Path(given).mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="verify-", dir=given or None, ignore_cleanup_errors=True) as folder:
+        yield Path(folder)

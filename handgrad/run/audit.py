@@ -1,0 +1,108 @@
+"""The chain that a run writes as it trains. All ranks make every link, rank 0 writes it."""
+
+from pathlib import Path
+from typing import Any
+
+from handgrad.audit.chain import BEGIN, CHECKPOINT, FORMAT, LINKS, STEP, Line, faults, linked
+from handgrad.checkpoint import Checkpoint
+from handgrad.config import FIELDS, RunConfig, to_dict
+from handgrad.errors import ConfigError, storage_errors
+from handgrad.files import file_sha256
+from handgrad.manifest import MANIFEST
+from handgrad.parallel.ranks import Ranks
+from handgrad.run.assemble import Assembly
+from handgrad.run.log import RunLog
+from handgrad.run_files import AUDIT_FILE
+from handgrad.training.step import StepResult
+
+
+class Audit:
+    """The chain of one run: continued where a checkpoint left it, or begun."""
+
+    def __init__(self, every: int, ranks: Ranks, log: RunLog):
+        """`every`: steps between two links; 0 writes none."""
+        self.every, self.ranks, self.log = every, ranks, log
+        self.last: Line = {}  # the newest link
+
+    def due(self, completed: int) -> bool:
+        return bool(self.every) and completed % self.every == 0
+
+    def begin(self, training: Assembly, facts: Line, resumed: Checkpoint | None, *, allow_changes: bool) -> None:
+        """Takes up the chain of a checkpoint, or begins one. `facts`: configuration, versions, data. Raises `ConfigError`
+        if the chain on the disk is not that checkpoint's."""
+        if not self.every:
+            return
+        completed, named = (resumed.step, resumed.manifest.get("audit")) if resumed else (0, None)
+        last, begun = self.ranks.from_rank_0(lambda: self.fitting(named, allow_changes=allow_changes), "the chain")
+        self.last = last
+        if begun != facts:
+            assert training.digest is not None
+            state = training.digest.current(completed)
+            self.write({"kind": BEGIN, "step": completed, "format": FORMAT, **facts, "state": state})
+        sealed = any(line["kind"] == CHECKPOINT and line["step"] == completed for line in self.log.chain)
+        if resumed and named and not sealed:  # a kill came between the checkpoint and its line
+            self.seal(resumed.folder, resumed.manifest)
+
+    def fitting(self, named: Line | None, *, allow_changes: bool) -> tuple[Line, Line]:
+        """(the last link on the disk, the facts of the last `begin`), on rank 0; empty where a chain has to begin."""
+        lines = [line for line in self.log.chain if line["kind"] in LINKS]
+        last = lines[-1] if lines else {}
+        fault = next(faults(self.log.chain), "")
+        if named is not None and last.get("link") != named["link"]:
+            found = f"{last['kind']} {last['step']} with {str(last.get('link'))[:12]}" if last else "no link"
+            fault = (
+                fault or f"the checkpoint names link {named['link'][:12]} of step {named['step']}, the chain has {found}"
+            )
+        if fault and not allow_changes:
+            path = self.log.folder / AUDIT_FILE
+            raise ConfigError(f"{path} does not fit the checkpoint: {fault}; restore it, or begin a chain: --allow-changes")
+        if fault or (named is None and last.get("step")):
+            return last, {}
+        begun = next((line for line in reversed(lines) if line["kind"] == BEGIN), {})
+        return last, {key: value for key, value in begun.items() if key in FACTS}
+
+    def add(self, training: Assembly, completed: int, result: StepResult) -> None:
+        """The link of the step that was just read, if one is due."""
+        if not self.due(completed):
+            return
+        digest, batch = training.digest, training.design.batch
+        assert digest is not None
+        first = batch.first_sample(completed - 1)
+        self.write(
+            {
+                "kind": STEP,
+                "step": completed,
+                "samples": [first, first + batch.tokens(completed - 1) // batch.sequence_length],
+                "loss": result.loss.hex(),
+                "norm": result.norm.hex(),
+                "learning_rate": result.learning_rate.hex(),
+                "skipped": result.skipped is not None,
+                "state": digest.joined(result.reports[digest.report]),
+            }
+        )
+
+    def write(self, content: Line) -> None:
+        self.last = linked(content, self.last.get("link", ""))
+        self.log.audit(self.last)
+
+    def named(self) -> dict[str, Any]:
+        """The part of a checkpoint's manifest that names its link."""
+        return {"audit": {"step": self.last["step"], "link": self.last["link"]}} if self.last else {}
+
+    def seal(self, folder: Path, manifest: Line) -> None:
+        """Binds a checkpoint that stands to its link."""
+        if self.last and self.ranks.is_rank_0:
+            with storage_errors(f"reading {folder}"):
+                digest = file_sha256(folder / MANIFEST)
+            link = manifest["audit"]["link"]
+            self.log.audit({"kind": CHECKPOINT, "step": int(folder.name[5:]), "link": link, "manifest": digest})
+
+
+FACTS = ("config", "versions", "identity", "init")
+
+
+def facts(config: RunConfig, versions: dict[str, str], identity: Line, origin: Line | None) -> Line:
+    """All that the numbers of a run depend on: the settings that touch them, versions and device, the data's hashes, and
+    the weights that it started from."""
+    touching = {name: value for name, value in to_dict(config).items() if not FIELDS[name].metadata["free"]}
+    return {"config": touching, "versions": versions, "identity": identity, **({"init": origin} if origin else {})}

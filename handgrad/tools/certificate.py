@@ -1,0 +1,138 @@
+"""A certificate of a run: one small file that says what was trained on what, with the hashes to check it by."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from handgrad.audit.chain import BEGIN, CHECKPOINT, STEP, Line, canonical, checked_line, faults
+from handgrad.errors import DataError, UsageError, storage_errors
+from handgrad.jsonl import parse, record
+from handgrad.parsing import parse_json
+
+KIND, FORMAT = "handgrad certificate", 1
+REMEDY = "`pip install cryptography`, or leave --key out"
+
+
+def make_certificate(lines: list[Line], evaluation: list[Line]) -> Line:
+    """The content: the facts of every `begin`, first and last link, those of checkpoints with their manifests' hashes."""
+    sealed = {line["link"] for line in lines if line["kind"] == CHECKPOINT}
+    steps = [line for line in lines if line["kind"] == STEP]
+    ends = {line["link"] for line in (*steps[:1], *steps[-1:])}
+    kept = [line for line in lines if line["kind"] in (BEGIN, CHECKPOINT) or line["link"] in sealed or line["link"] in ends]
+    return {"kind": KIND, "format": FORMAT, "evaluation": evaluation, "links": kept}
+
+
+def signed(content: Line, key_file: Path) -> Line:
+    """The content with an Ed25519 signature by a private key in PEM."""
+    serialization, ed25519 = signing()
+    with storage_errors(f"reading {key_file}"):
+        pem = key_file.read_bytes()
+    try:
+        key = serialization.load_pem_private_key(pem, password=None)
+    except (ValueError, TypeError) as error:
+        raise DataError(f"{key_file} is not a private key in PEM without a password: {error}") from None
+    if not isinstance(key, ed25519.Ed25519PrivateKey):
+        raise DataError(f"{key_file} is no Ed25519 key; make one: openssl genpkey -algorithm ed25519 -out key.pem")
+    public = key.public_key().public_bytes(serialization.Encoding.Raw, serialization.PublicFormat.Raw)
+    return {**content, "signature": {"public_key": public.hex(), "ed25519": key.sign(canonical(content)).hex()}}
+
+
+def signing() -> Any:
+    """The modules of `cryptography` for keys and Ed25519. Raises `UsageError` without the package."""
+    try:
+        from cryptography.hazmat.primitives import serialization
+        from cryptography.hazmat.primitives.asymmetric import ed25519
+    except ImportError:
+        raise UsageError(f"signatures need the package cryptography, which is not installed: {REMEDY}") from None
+    return serialization, ed25519
+
+
+def open_certificate(path: Path) -> Line:
+    """The certificate in a file, once its signature, if it has one, and each link's own hash are right."""
+    with storage_errors(f"reading {path}"):
+        content = path.read_bytes()
+    try:
+        found = parse_json(content)
+    except ValueError as error:
+        raise DataError(f"{path} is neither a run folder nor a certificate: {error}") from None
+    if not isinstance(found, dict) or found.get("kind") != KIND or not isinstance(found.get("links"), list):
+        raise DataError(f"{path} is neither a run folder nor a certificate; expected a file of `handgrad certificate`")
+    check_signature(found, path)
+    for number, line in enumerate(found["links"], start=1):
+        checked_line(record(line, f"link {number} of {path}"))
+    for fault in faults(found["links"], whole=False):
+        raise DataError(f"{path}: {fault}")
+    return found
+
+
+def check_signature(certificate: Line, path: Path) -> None:
+    """Raises `DataError` for a signature that is not by the key beside it. The certificate cannot say whose key that is."""
+    signature = certificate.get("signature")
+    if signature is None:
+        return
+    _, ed25519 = signing()
+    from cryptography.exceptions import InvalidSignature
+
+    content = {key: value for key, value in certificate.items() if key != "signature"}
+    try:
+        key = ed25519.Ed25519PublicKey.from_public_bytes(bytes.fromhex(signature["public_key"]))
+        key.verify(bytes.fromhex(signature["ed25519"]), canonical(content))
+    except (InvalidSignature, ValueError, KeyError, TypeError):
+        raise DataError(f"{path}: its signature is not that of its content; it was edited") from None
+
+
+def fingerprint(certificate: Line) -> str:
+    """The SHA-256 of the key that signed, or ""."""
+    signature = certificate.get("signature")
+    return hashlib.sha256(bytes.fromhex(signature["public_key"])).hexdigest() if signature else ""
+
+
+def certificate_text(certificate: Line) -> str:
+    return json.dumps(certificate, indent=1) + "\n"
+
+
+def page(certificate: Line) -> str:
+    """The certificate for people, in Markdown."""
+    begins = [line for line in certificate["links"] if line["kind"] == BEGIN]
+    steps = [line for line in certificate["links"] if line["kind"] == STEP]
+    seals = [line for line in certificate["links"] if line["kind"] == CHECKPOINT]
+    facts, config = begins[-1], begins[-1]["config"]
+    rows = {
+        "model": f"{config['architecture']}: {config['num_layers']} layers, {config['num_heads']} heads,"
+        f" {config['channels']} channels, context {config['sequence_length']}",
+        "steps": f"{steps[-1]['step'] if steps else 0} of {config['steps']}, {config['tokens_per_step']} tokens each",
+        "data": f"`{facts['identity']['data']}`",
+        "tokenizer": f"`{facts['identity']['tokenizer']}`",
+        "precision": config["precision"],
+        **facts["versions"],
+        "first link": f"`{begins[0]['link']}`",
+        "last link": f"`{(steps or begins)[-1]['link']}`",
+        "signed by": f"`{fingerprint(certificate)}`" if "signature" in certificate else "nobody",
+    }
+    lines = ["# Certificate of a training run", "", "| | |", "|---|---|", *(f"| {k} | {v} |" for k, v in rows.items())]
+    lines += ["", "| checkpoint | SHA-256 of its manifest |", "|---|---|"]
+    lines += [f"| step {line['step']} | `{line['manifest']}` |" for line in seals]
+    if certificate["evaluation"]:
+        lines += ["", "| step | evaluation | |", "|---|---|---|"]
+        lines += [f"| {line['step']} | {line['name']} | {line['value']} |" for line in certificate["evaluation"]]
+    return "\n".join([*lines, "", "`handgrad verify` replays what this file says, with the checkpoints beside it.", ""])
+
+
+def evaluations(metrics: Path) -> list[Line]:
+    """The last validation, and the last result on each task, of a run's record."""
+    found: dict[str, Line] = {}
+    with storage_errors(f"reading {metrics}"):
+        content = metrics.read_bytes() if metrics.is_file() else b""
+    for line in content.split(b"\n"):
+        try:
+            entry = parse(line, "").fields
+        except DataError:  # blank, or cut by a kill
+            continue
+        if entry.get("kind") == "validation":
+            found["validation loss"] = {"step": entry["step"], "name": "validation loss", "value": entry["loss"]}
+        elif entry.get("kind") == "evaluation" and isinstance(entry.get("metrics"), dict):
+            for metric, pair in entry["metrics"].items():
+                name = f"{entry['task']} {metric}"
+                found[name] = {"step": entry.get("step", 0), "name": name, "value": pair[0]}
+    return list(found.values())

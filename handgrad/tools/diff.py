@@ -1,0 +1,126 @@
+"""Where two runs part: configuration, versions, data, the first link that differs, and tensors of equal steps."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from handgrad import checkpoint
+from handgrad.audit.chain import differing, meaning, numbers_text
+from handgrad.checkpoint import Checkpoint
+from handgrad.config import differences
+from handgrad.errors import DataError
+from handgrad.manifest import OPTIMIZER_FILE, WEIGHTS_FILE
+from handgrad.run_files import CHECKPOINTS
+from handgrad.tensor_files import opened
+from handgrad.tools.record import Record
+
+DIGITS = 12  # of a hash in a line
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """Of two tensors of the same name: elements that differ, and how far they are apart."""
+
+    name: str
+    differing: int
+    elements: int
+    largest: float  # units in the last place
+    mean: float  # the same, over all elements
+
+    def line(self) -> str:
+        ulps = (
+            f"largest {self.largest:.0f} ulp, mean {self.mean:.3g}" if math.isfinite(self.largest) else "NaN in one alone"
+        )
+        return f"  {self.name}: {self.differing} of {self.elements} elements, {ulps}"
+
+
+def facts_lines(one: Record, other: Record) -> Iterator[str]:
+    """The differences between the last `begin`s of two chains."""
+    a, b = one.begins[-1], other.begins[-1]
+    for line in differences(a["config"], b["config"]):
+        yield f"configuration  {line}"
+    for part, title in (("versions", "versions"), ("identity", "data")):
+        for key in {**a[part], **b[part]}:
+            then, now = (str(facts[part].get(key)) for facts in (a, b))
+            if then != now:
+                yield f"{title:<14} {key}: {then[:60]} -> {now[:60]}"
+    if a.get("init") != b.get("init"):
+        yield f"initial        weights: {a.get('init')} -> {b.get('init')}"
+
+
+def link_lines(one: Record, other: Record) -> Iterator[str]:
+    """The first difference of two chains' contents."""
+    first, second = one.begins[0], other.begins[0]
+    if first["step"] == second["step"] and first["state"] != second["state"]:
+        yield "links          the initial states differ"
+        return
+    mine, theirs = one.steps, other.steps
+    common = sorted(mine.keys() & theirs.keys())
+    for step in common:
+        if fields := differing(mine[step], theirs[step]):
+            numbers = numbers_text(fields, mine[step], theirs[step], " -> ")
+            found = ", ".join(fields) + (f"; {numbers}" if numbers else "")
+            yield f"links          step {step} is the first that differs: {meaning(fields)} ({found})"
+            return
+
+
+def checkpoint_lines(one: Path, other: Path, most: int) -> Iterator[str]:
+    """The tensors that differ between the newest checkpoints of equal steps."""
+    mine, theirs = (
+        {checkpoint.step_of(folder): folder for folder in checkpoint.folders(run / CHECKPOINTS)} for run in (one, other)
+    )
+    if not (common := mine.keys() & theirs.keys()):
+        return
+    step = max(common)
+    found = list(tensor_differences(*(checkpoint.open_checkpoint(run[step]) for run in (mine, theirs))))
+    if not found:
+        return
+    yield f"checkpoints    of step {step}: {len(found)} tensors differ"
+    yield from (one.line() for one in found[: most or None])
+    if most and len(found) > most:
+        yield f"  and {len(found) - most} more; --tensors 0 lists all"
+
+
+def tensor_differences(one: Checkpoint, other: Checkpoint) -> Iterator[TensorDifference]:
+    """Raises `DataError` if the two hold tensors of other names or shapes."""
+    for file in (WEIGHTS_FILE, OPTIMIZER_FILE):
+        names = [name for name, path in one.places.items() if path in one.parts(file)]
+        if absent := [name for name in names if name not in other.places] or [
+            n for n in other.places if n not in one.places
+        ]:
+            raise DataError(f"{one.folder} and {other.folder} hold other tensors, the first is {absent[0]!r}")
+        for name in names:
+            a, b = (read(source, name) for source in (one, other))
+            if a.shape != b.shape or a.dtype != b.dtype:
+                raise DataError(
+                    f"{name} is {tuple(a.shape)} of {a.dtype} in one and {tuple(b.shape)} of {b.dtype} in the other"
+                )
+            if (found := difference(name, a, b)).differing:
+                yield found
+
+
+def read(source: Checkpoint, name: str) -> Tensor:
+    with opened(source.places[name]) as stored:
+        return stored.get_tensor(name)
+
+
+def difference(name: str, one: Tensor, other: Tensor) -> TensorDifference:
+    """Units in the last place are steps between neighbouring floats: of their bits as ordered integers."""
+    a, b = ordered(one), ordered(other)
+    distance = (a - b).abs().double()
+    lone = one.isnan() != other.isnan()
+    largest = math.nan if bool(lone.any()) else float(distance.max()) if distance.numel() else 0.0
+    bits = int((a != b).sum())
+    return TensorDifference(name, bits, a.numel(), largest, float(distance.mean()) if distance.numel() else 0.0)
+
+
+def ordered(values: Tensor) -> Tensor:
+    """Integers in the order of the floats, neighbours one apart; -0 lies one below 0."""
+    integer: Any = {2: torch.int16, 4: torch.int32}[values.itemsize]
+    bits = values.contiguous().view(integer).to(torch.int64)
+    return torch.where(bits < 0, torch.iinfo(integer).min - bits - 1, bits)

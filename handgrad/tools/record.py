@@ -1,0 +1,163 @@
+"""A run as whoever checks it has it: its chain, its checkpoints, and what it was made with. Nothing is replayed here."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from handgrad import checkpoint, devices
+from handgrad.audit.chain import BEGIN, CHECKPOINT, STEP, Line, check_chain, links, read_chain
+from handgrad.backend import choose_backend
+from handgrad.config import FIELDS, RunConfig, convert, read_toml
+from handgrad.data.shards import open_dataset
+from handgrad.errors import DataError, storage_errors
+from handgrad.files import file_sha256
+from handgrad.manifest import MANIFEST, read_manifest
+from handgrad.run.saving import versions_of
+from handgrad.run_files import AUDIT_FILE, CHECKPOINTS, CONFIG_FILE
+from handgrad.tools.certificate import open_certificate
+
+
+@dataclass(frozen=True)
+class Record:
+    """The chain of a run, in whole or, by a certificate, in part."""
+
+    path: Path  # as the user named it
+    lines: list[Line]
+    folder: Path  # holds checkpoints/
+    whole: bool = True
+
+    @property
+    def steps(self) -> dict[int, Line]:
+        """The links of steps."""
+        return {line["step"]: line for line in self.lines if line["kind"] == STEP}
+
+    @property
+    def begins(self) -> list[Line]:
+        return [line for line in self.lines if line["kind"] == BEGIN]
+
+    @property
+    def last_step(self) -> int:
+        return max(line["step"] for line in links(self.lines))
+
+    def begun(self, step: int) -> Line:
+        """The `begin` that holds for the step after `step`."""
+        found = [line for line in self.begins if line["step"] <= step]
+        if not found:
+            first = self.begins[0]["step"]
+            raise DataError(f"{self.path}: the chain begins at step {first}; nothing before can be verified")
+        return found[-1]
+
+    def state_at(self, step: int) -> Line | None:
+        """The newest link with the digests of the state after `step`."""
+        found = [line for line in links(self.lines) if line["step"] == step]
+        return found[-1] if found else None
+
+    @property
+    def checkpoints(self) -> dict[int, Path]:
+        """The checkpoints at hand."""
+        return {checkpoint.step_of(folder): folder for folder in reversed(checkpoint.folders(self.folder / CHECKPOINTS))}
+
+    def compared(self, first: int, last: int) -> tuple[int, int]:
+        """The links and the checkpoints that a replay of the steps after `first`, up to `last`, compares."""
+        links, checkpoints = (sum(first < step <= last for step in found) for found in (self.steps, self.checkpoints))
+        return links, checkpoints
+
+    @property
+    def starts(self) -> list[int]:
+        """The steps from which a replay can begin."""
+        at_start = [0] if self.begins and self.begins[0]["step"] == 0 else []
+        first = self.begins[0]["step"]
+        return sorted({*at_start, *(step for step in self.checkpoints if first <= step < self.last_step)})
+
+
+def open_record(path: Path) -> Record:
+    """The record in a run folder, or by a certificate with the checkpoints beside it. Raises `DataError` for a chain that
+    was edited, and for a checkpoint that it does not know."""
+    if path.is_file():
+        return open_certified(path)
+    lines = read_chain(path / AUDIT_FILE)
+    check_chain(lines, path / AUDIT_FILE)
+    return checked(Record(path, lines, path))
+
+
+def open_certified(path: Path) -> Record:
+    """The chain beside the certificate if it is there, else the links that the certificate has."""
+    certificate, beside = open_certificate(path), path.parent / AUDIT_FILE
+    lines, whole = list[Line](certificate["links"]), beside.exists()
+    if whole:
+        chain = read_chain(beside)
+        check_chain(chain, beside)
+        known = {line["link"] for line in links(chain)}
+        if missing := [line for line in links(lines) if line["link"] not in known]:
+            where = f"{missing[0]['kind']} {missing[0]['step']}"
+            raise DataError(f"{beside} is not the chain of {path}: it lacks the link of {where}")
+        lines = chain
+    return checked(Record(path, lines, path.parent, whole))
+
+
+def checked(record: Record) -> Record:
+    """The record, once every checkpoint at hand is the one that the chain names."""
+    if not record.begins:
+        raise DataError(f"{record.path} has no link; train with --audit-every 1 to have a chain")
+    seals = [line for line in record.lines if line["kind"] == CHECKPOINT]
+    known = {line["link"] for line in links(record.lines)}
+    for step, folder in record.checkpoints.items():
+        named = read_manifest(folder).get("audit")
+        if not isinstance(named, dict):
+            continue  # from before the chain
+        if record.whole and named.get("link") not in known:
+            raise DataError(
+                f"{folder} names link {str(named.get('link'))[:12]} of step {named.get('step')}, which is not in the chain"
+                f" of {record.path}, up to step {record.last_step}: it is another run's checkpoint, or links were removed"
+            )
+        with storage_errors(f"reading {folder}"):
+            digest = file_sha256(folder / MANIFEST)
+        mine = [line["manifest"] for line in seals if line["step"] == step]
+        if mine and digest not in mine:
+            raise DataError(
+                f"{folder} is not the checkpoint that was saved at step {step}: the chain has manifest {mine[-1][:12]},"
+                f" found {digest[:12]}"
+            )
+    return record
+
+
+def config_of(record: Record, step: int, data: str) -> RunConfig:
+    """The configuration that the run went on with after `step`. Settings that do not touch the numbers are the run's where
+    its folder tells them."""
+    stored = record.folder / CONFIG_FILE
+    free = {name: value for name, value in (read_toml(str(stored)) if stored.is_file() else {}).items() if is_free(name)}
+    settings: dict[str, Any] = {**free, **record.begun(step)["config"], **({"data": data} if data else {})}
+    return RunConfig(**{name: convert(name, value) for name, value in settings.items()})
+
+
+def is_free(name: str) -> bool:
+    return name in FIELDS and FIELDS[name].metadata["free"]
+
+
+def differences(record: Record, begins: Iterable[Line], config: RunConfig) -> list[str]:
+    """What a replay on this machine has other than the run had: device, versions."""
+    device = devices.resolve_device(config.device)
+    devices.use_precision(device, config.precision)
+    now = versions_of(device, choose_backend(config.backend, device, "tf32" if config.precision == "tf32" else ""))
+    found = list[str]()
+    for begin in begins:
+        then: dict[str, Any] = begin["versions"]
+        for key in {**then, **now}:
+            line = f"{key}: {then.get(key)} -> {now.get(key)}"
+            if then.get(key) != now.get(key) and line not in found:
+                found.append(line)
+    return found
+
+
+def check_data(record: Record, begins: Iterable[Line], config: RunConfig) -> None:
+    """Raises `DataError` unless the data at hand are the run's, by their hashes."""
+    dataset = open_dataset(config.data)
+    now = {"data": dataset.identity, "tokenizer": dataset.tokenizer.sha256}
+    for begin in begins:
+        for key, digest in now.items():
+            if begin["identity"].get(key) != digest:
+                raise DataError(
+                    f"{record.path} was trained on {key} {str(begin['identity'].get(key))[:12]}, {config.data} holds"
+                    f" {digest[:12]}; give --data with the run's shards"
+                )

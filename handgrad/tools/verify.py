@@ -1,0 +1,192 @@
+"""Replays a run between its checkpoints, by the training loop itself, and compares link by link."""
+
+import itertools
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from handgrad import checkpoint
+from handgrad.audit.chain import Line, differing, meaning, numbers_text
+from handgrad.audit.digest import buffers
+from handgrad.config import RunConfig, check
+from handgrad.errors import AuditError, ConfigError, UsageError
+from handgrad.manifest import OPTIMIZER_FILE, WEIGHTS_FILE
+from handgrad.run.loop import Run
+from handgrad.run.start import open_run
+from handgrad.run_files import CHECKPOINTS, LOCK_FILE
+from handgrad.tools.record import Record, check_data, config_of, differences
+from handgrad.training.step import StepResult
+
+
+@dataclass(frozen=True)
+class Span:
+    """Steps `first` + 1 to `last`, replayed from the state after `first`."""
+
+    first: int
+    last: int
+
+
+def spans_of(record: Record, first: int | None, last: int | None, segments: int, seed: int) -> list[Span]:
+    """The replays to make: one from `first` to `last`, or `segments` of those between neighbouring checkpoints, drawn by
+    `seed`. Raises `UsageError`, `ConfigError` for steps that no replay reaches."""
+    starts = record.starts
+    if not starts:
+        raise UsageError(
+            f"{record.path} has no checkpoint at hand before step {record.last_step}; put one into checkpoints/"
+        )
+    first = starts[0] if first is None else first
+    last = record.last_step if last is None else last
+    if first not in starts:
+        near = min(starts, key=lambda step: abs(step - first))
+        raise UsageError(f"expected --from with a checkpoint at hand, or 0, found {first}; the nearest is {near}")
+    if not first < last <= record.last_step:
+        raise UsageError(f"expected --to after {first}, up to the last link's {record.last_step}, found {last}")
+    cuts = [step for step in starts if first < step < last]
+    for before, begin in zip([record.begun(first), *record.begins], record.begins, strict=False):
+        if first < begin["step"] < last and begin["config"] != before["config"] and begin["step"] not in cuts:
+            raise ConfigError(
+                f"{record.path} goes on with another configuration after step {begin['step']}, of which no checkpoint is at"
+                f" hand; verify up to there: --to {begin['step']}"
+            )
+    edges = [first, *cuts, last]
+    pieces = [Span(a, b) for a, b in itertools.pairwise(edges)]
+    if segments:
+        return sorted(random.Random(seed).sample(pieces, min(segments, len(pieces))), key=lambda span: span.first)
+    changed = [begin["step"] for begin in record.begins if begin["config"] != record.begun(first)["config"]]
+    edges = [first, *(step for step in cuts if step in changed), last]
+    return [Span(a, b) for a, b in itertools.pairwise(edges)]
+
+
+def begins_of(record: Record, span: Span) -> list[Line]:
+    """The `begin`s that hold for a span."""
+    inside = [line for line in record.begins if span.first < line["step"] < span.last]
+    return [record.begun(span.first), *inside]
+
+
+def check_machine(record: Record, spans: Sequence[Span], data: str, *, allow_changes: bool) -> list[str]:
+    """The lines about what is other here than where the run was made. Raises `DataError` for other data, and `ConfigError`
+    for another device or other versions, unless `allow_changes`."""
+    found = list[str]()
+    for span in spans:
+        config = config_of(record, span.first, data)
+        check_data(record, begins_of(record, span), config)
+        found += [line for line in differences(record, begins_of(record, span), config) if line not in found]
+    if found and not allow_changes:
+        raise ConfigError(
+            f"{record.path} was made with another device or versions ({'; '.join(found)}), which may give other bits;"
+            " verify with those, or --allow-changes"
+        )
+    return found
+
+
+def replay(record: Record, span: Span, data: str, scratch: Path, *, writes: bool) -> tuple[int, int]:
+    """Makes the steps of a span again, in the empty folder `scratch`; returns the links and the checkpoints that were
+    equal. `writes`: on the rank that prepares the folder. Raises `AuditError` for the first difference."""
+    config = quiet(config_of(record, span.first, data), scratch)
+    if writes:
+        prepare(record, span, scratch)
+    with open_run(config, allow_changes=True, shows="nothing") as run:
+        run.begin()
+        comparing = Comparing(record, span, run)
+        comparing.begin()
+        run.advance(span.last, comparing.step)
+    return comparing.links, comparing.checkpoints
+
+
+def quiet(config: RunConfig, scratch: Path) -> RunConfig:
+    """The run's configuration with nothing to watch, and a link for every step."""
+    nothing: dict[str, Any] = {"eval_tasks": "", "log_to": "", "keep_best": False, "async_save": False}
+    nothing |= dict.fromkeys(("eval_every", "sample_every", "sample_tokens", "gpu_every", "save_every", "keep_every"), 0)
+    return check(replace(config, out=str(scratch), audit_every=1, eval_tokens=1, keep_checkpoints=0, **nothing))
+
+
+def prepare(record: Record, span: Span, scratch: Path) -> None:
+    """Makes the folder of a run that stands at the span's beginning."""
+    (scratch / LOCK_FILE).touch()
+    (scratch / CHECKPOINTS).mkdir()
+    if span.first:
+        folder = record.checkpoints[span.first].absolute()
+        (scratch / CHECKPOINTS / folder.name).symlink_to(folder, target_is_directory=True)
+
+
+class Comparing:
+    """Compares a replay with its record while it goes on."""
+
+    def __init__(self, record: Record, span: Span, run: Run):
+        self.record, self.span, self.run = record, span, run
+        self.recorded, self.at_hand = record.steps, record.checkpoints
+        self.links = self.checkpoints = 0
+
+    def begin(self) -> None:
+        """Compares the state that the replay starts from."""
+        step, found = self.span.first, self.record.state_at(self.span.first)
+        if found is None:
+            return  # no link of this step: the next one has to do
+        digest = self.run.training.digest
+        assert digest is not None
+        mine = digest.current(step)
+        if found["state"] != mine:
+            names = ", ".join(name for name in mine if mine[name] != found["state"].get(name))
+            source = f"{self.at_hand[step]}" if step else "the initial state"
+            raise AuditError(f"{self.record.path}, step {step}: {source} is not the state of the link; {names} differ")
+
+    def step(self, completed: int, result: StepResult) -> None:
+        """Compares the link of the step that was just made, and its checkpoint where one is at hand."""
+        link = self.recorded.get(completed)
+        fields = [] if link is None else differing(self.run.audit.last, link)
+        tensors = self.differing_tensors(completed) if completed in self.at_hand else []
+        if fields or tensors:
+            raise AuditError(f"{self.record.path}, step {completed}: {self.difference(completed, link, fields, tensors)}")
+        self.links += link is not None
+        self.checkpoints += completed in self.at_hand
+
+    def difference(self, completed: int, link: Line | None, fields: list[str], tensors: list[tuple[str, int, int]]) -> str:
+        text = "every digest is equal"
+        if link is not None and fields:
+            numbers = numbers_text(fields, link, self.run.audit.last, ", replayed ")
+            text = f"{meaning(fields)} ({', '.join(fields)}{f'; {numbers}' if numbers else ''})"
+        if tensors:
+            name, count, elements = tensors[0]
+            more = f", the first of {len(tensors)} tensors" if len(tensors) > 1 else ""
+            text += f"; in {self.at_hand[completed]} {count} of {elements} elements of {name} differ{more}"
+        return text
+
+    def differing_tensors(self, step: int) -> list[tuple[str, int, int]]:
+        """(name, elements that differ, elements) of the tensors of a checkpoint that are not those of the replay."""
+        training, source = self.run.training, checkpoint.open_checkpoint(self.at_hand[step])
+        training.await_weights()
+        state, names, counts, elements = training.state, list[str](), list[float](), list[int]()
+        for prefix, flat in buffers(state).items():
+            for row in state.design.parameters:
+                name = row.name if prefix == "weights" else f"{prefix}.{row.name}"
+                file = WEIGHTS_FILE if prefix == "weights" else OPTIMIZER_FILE
+                values = source.tensor(file, name, row.stored_shape).reshape(-1)
+                whole = flat.numel() == state.parameters.numel()
+                pieces = [(row.stored(flat).reshape(-1), slice(None))] if whole else list(state.pieces(flat, row))
+                if whole and not self.run.ranks.is_rank_0:
+                    pieces = []  # all ranks hold it, one counts
+                names.append(name)
+                counts.append(sum(unequal(piece, values[part]) for piece, part in pieces))
+                elements.append(values.numel())
+        totals = [sum(column) for column in zip(*self.run.ranks.all_gather_numbers(counts, "a checkpoint"), strict=True)]
+        return [(n, int(t), e) for n, t, e in zip(names, totals, elements, strict=True) if t]
+
+
+def unequal(mine: Tensor, stored: Tensor) -> int:
+    """The elements of two tensors whose bits differ."""
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[mine.itemsize]
+    return int((mine.cpu().contiguous().view(integer) != stored.contiguous().view(integer)).sum())
+
+
+def holds(record: Record, spans: Sequence[Span], links: int, checkpoints: int, begun: float) -> str:
+    """The line about a record that holds."""
+    steps = ", ".join(f"{span.first} to {span.last}" for span in spans)
+    states = f" and {checkpoints} checkpoint{'s' * (checkpoints != 1)}" if checkpoints else ""
+    seconds = time.perf_counter() - begun
+    return f"{record.path} holds: {links} links{states} equal, bit by bit, of steps {steps} ({seconds:.1f} s)"

@@ -1,0 +1,91 @@
+"""What is said about audited runs: certificates, and where two runs part."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from handgrad.cli import main
+from handgrad.run.start import train
+from handgrad.run_files import AUDIT_FILE
+from handgrad.tools.diff import difference
+from tests.test_audit import audited, caught, finished, run, verify
+
+__all__ = ["finished", "run"]  # fixtures
+
+
+# Certificates.
+
+
+def test_a_certificate_stands_for_the_run(run: Path, tmp_path: Path, capsys, shards: Path) -> None:
+    assert main(["certificate", str(run), "--out", str(tmp_path / "given" / "run.json")]) == 74
+    (tmp_path / "given").mkdir()
+    certificate = tmp_path / "given" / "run.json"
+    assert main(["certificate", str(run), "--out", str(certificate)]) == 0
+    assert "validation loss" in certificate.with_suffix(".md").read_text()
+    shutil.copytree(run / "checkpoints", tmp_path / "given" / "checkpoints")
+    assert verify(certificate, "--data", shards) == 0
+    assert "4 links and 3 checkpoints equal" in capsys.readouterr().out  # steps 1, 4, 8 and 12
+    content = json.loads(certificate.read_text())
+    content["links"][1]["loss"] = (1.0).hex()
+    certificate.write_text(json.dumps(content))
+    assert "step 1, was edited" in caught(certificate, capsys, 65, "--data", shards)
+
+
+def test_a_signature(run: Path, tmp_path: Path, capsys, shards: Path) -> None:
+    serialization = pytest.importorskip("cryptography.hazmat.primitives.serialization")
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    pem = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    (tmp_path / "key.pem").write_bytes(Ed25519PrivateKey.generate().private_bytes(*pem))
+    assert main(["certificate", str(run), "--key", str(tmp_path / "key.pem")]) == 0
+    assert verify(run / "certificate.json", "--data", shards, "--to", 4) == 0
+    content = json.loads((run / "certificate.json").read_text())
+    content["evaluation"] = []
+    (run / "certificate.json").write_text(json.dumps(content))
+    assert "its signature is not that of its content" in caught(run / "certificate.json", capsys, 65)
+
+
+def test_a_signature_without_the_package(run: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives", None)
+    assert main(["certificate", str(run), "--key", "key.pem"]) == 64
+    assert "signatures need the package cryptography" in capsys.readouterr().err
+
+
+# Two runs.
+
+
+def test_a_run_and_itself_do_not_differ(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diff", str(finished), str(finished)]) == 0
+    assert "12 links are equal" in capsys.readouterr().out
+
+
+def test_where_two_runs_part(finished: Path, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(audited(shards, tmp_path / "run", clip_norm=2.0))
+    assert main(["diff", str(finished), str(tmp_path / "run"), "--tensors", "2"]) == 1
+    out = capsys.readouterr().out
+    assert "configuration  clip_norm: 1.0 -> 2.0" in out
+    assert "step 1 is the first that differs: the update of equal gradients left other bits" in out
+    assert "checkpoints    of step 12:" in out and "ulp, mean" in out and "--tensors 0 lists all" in out
+
+
+def test_units_in_the_last_place() -> None:
+    one = torch.tensor([1.0, -1.0, 0.0, 3.0])
+    other = torch.tensor([1.0 + 2**-23, -1.0 - 2**-22, -0.0, 3.0])
+    found = difference("w", one, other)
+    assert (found.differing, found.elements, found.largest, found.mean) == (3, 4, 2.0, 1.0)
+
+
+def test_chains_alone_can_be_compared(finished: Path, shards: Path, tmp_path: Path, capsys) -> None:
+    """Those of two machines, brought together without their checkpoints."""
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+        shutil.copy(finished / AUDIT_FILE, tmp_path / name)
+    assert main(["diff", str(tmp_path / "here"), str(tmp_path / "there")]) == 0
+    train(audited(shards, tmp_path / "other", seed=3, steps=4))
+    assert main(["diff", str(tmp_path / "here"), str(tmp_path / "other")]) == 1
+    out = capsys.readouterr().out
+    assert "seed: 1337 -> 3" in out and "the initial states differ" in out
