@@ -1,4 +1,4 @@
-"""The loss of finished runs by the distance between validation windows, and by the position in a window.
+"""The loss of finished runs by the distance between validation windows and by the position in a window; their seconds.
 
     handgrad demo && python -m benchmarks.eval_stride runs/demo --out benchmarks/results/cpu-eval-stride.json
 
@@ -6,6 +6,7 @@ The windows of a split that overlap score each token once, after at least a wind
 """
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from benchmarks.record import write_record
 from handgrad.data.batches import Batches
 from handgrad.data.shards import open_dataset
 
-SHARES = (0, 16, 4, 1)  # strides, of a window in 32 parts; 0: side by side
+SHARES = (0, 16, 4)  # strides, of a window in 32 parts; 0: side by side
 BLOCK = 32  # positions
 
 
@@ -25,6 +26,8 @@ def figures_of(folder: Path) -> dict[str, Any]:
     dataset, length = open_dataset(model.data), model.shape.sequence_length
     floor = dataset.floor("validation")
     assert floor is not None, f"the entropy of {model.data} is not known"
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    milliseconds = [line["step_ms"] for line in map(json.loads, lines) if line["kind"] == "step"]
     strides = []
     for stride in (share * length // 32 for share in SHARES):
         found = handgrad.evaluate(model, eval_stride=stride)
@@ -34,6 +37,8 @@ def figures_of(folder: Path) -> dict[str, Any]:
     return {
         "architecture": model.shape.architecture,
         "num_layers": model.shape.num_layers,
+        "steps": len(milliseconds),
+        "seconds_in_steps": sum(milliseconds) / 1e3,
         "floor_nats_per_token": floor,
         "strides": strides,
         "above_floor_by_position": by_position(
