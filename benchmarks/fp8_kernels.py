@@ -10,7 +10,7 @@ from torch import Tensor
 from benchmarks.fp8_bytes import ROWS
 from handgrad.config import ModelShape
 from handgrad.fp8 import cuda as kernels, reference
-from handgrad.fp8.cuda import attention, gelu as gelu_fp8, layernorm
+from handgrad.fp8.cuda import attention, elementwise, gelu as gelu_fp8, layernorm
 from handgrad.fp8.formats import COUNTING, E4M3, E5M2, INVERSE, SCALE, SCALING_PLACES, STATISTICS_PLACES, Form, Quantized
 from handgrad.models import head_chunk_tokens
 
@@ -197,7 +197,7 @@ def gelu_backward(m: Making) -> Case:
     gelu = replace(m.quantized((m.N, m.F), E4M3, NORMAL), rows=None)
     return Case(
         lambda: gelu_fp8.gelu_backward_fp8(dhidden, gelu, dgelu, hidden),
-        [dgelu, hidden, *written(dhidden, gelu_fp8.backward_parts(m.N, m.F)), *written(gelu, 0)],
+        [dgelu, hidden, *written(dhidden, elementwise.backward_parts(m.N, m.F)), *written(gelu, 0)],
         [(dhidden, dhidden16), (gelu, gelu16)],
         lambda: kernels.gelu_backward(dhidden16, hidden),  # in place
         counts=dhidden,

@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -118,7 +119,7 @@ class Peer:
         # In a group of its own: Ctrl-C is for the asking process, which ends this one.
         how = {"text": True, "cwd": ROOT, "env": variables, "process_group": 0}
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, **how)
-        atexit.register(self.process.kill)
+        atexit.register(self.end)
 
     def answer(self) -> dict[str, Any]:
         """Its next line; raises `PeerFailed` if it reports a failure or has ended."""
@@ -145,16 +146,21 @@ class Peer:
     def close(self) -> None:
         """Ends the process, after an interrupt at once, and waits until its memory is free."""
         if isinstance(sys.exception(), KeyboardInterrupt):
-            self.process.kill()
+            self.end()
         assert self.process.stdin is not None and self.process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
         try:
             self.process.wait(PATIENCE_SECONDS)
         except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+            self.end()
         self.process.stdout.close()
+
+    def end(self) -> None:
+        """Kills the process and those that it started, and waits until it is gone: gigabytes take a while to free."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
 
 
 def note(text: str) -> None:

@@ -237,7 +237,8 @@ def commit_errors(records: dict[str, Any], history: bool, exceptions: dict[str, 
 
 
 def exists(commit: str) -> bool:
-    command = ["git", "cat-file", "-e", f"{commit}^{{commit}}"]
+    """True if HEAD grew from this commit: a branch that is gone may have left others behind."""
+    command = ["git", "merge-base", "--is-ancestor", commit, "HEAD"]
     return subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 0
 
 

@@ -1,4 +1,4 @@
-"""What is said about audited runs: certificates, and where two runs part."""
+"""Papers about audited runs: certificates, and the difference of two runs."""
 
 import json
 import shutil

@@ -88,7 +88,7 @@ def test_a_step_of_more_tokens_than_the_first_has_the_mean_of_its_own(ops: Modul
 
 
 def test_steps_of_all_stages_equal_the_autograd_twin(growing: RunConfig) -> None:
-    """Which takes the mean over the micro-batches of each step, and reads the samples one step after the other."""
+    """It takes the mean over the micro-batches of each step, and reads the samples one step after the other."""
     state, results = steps_of(growing, growing.steps)
     fresh, _ = steps_of(growing, 0)
     batches = Batches(open_dataset(growing.data).splits["train"], growing.sequence_length, growing.seed)

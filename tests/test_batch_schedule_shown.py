@@ -58,7 +58,7 @@ def test_a_report_counts_the_tokens_of_every_step(run: Run, growing: RunConfig) 
 
 
 def test_the_pages_axis_of_tokens(run: Run) -> None:
-    """What the script draws between the points: a straight line, also from nothing to the first and beyond the last."""
+    """The script draws a straight line between the points, also from nothing to the first and beyond the last."""
     axis = tokens_axis(run)
     assert axis == [[3, 5, 6], [768, 1792, 3072]]
     assert np.interp([1, 2, 3, 4, 5, 6], [0, *axis[0]], [0, *axis[1]]).tolist() == EIGHT[:6]

@@ -19,7 +19,7 @@ pytest.importorskip("nvmath")
 from benchmarks import fp8_bytes, fp8_kernels, fp8_products, gpu_fp8
 from benchmarks.fp8_kernels import Making, Size
 from handgrad.config import ModelShape
-from handgrad.fp8.cuda import attention, classifier, gelu as gelu_fp8, layernorm, linear, quantizing
+from handgrad.fp8.cuda import attention, classifier, elementwise, gelu as gelu_fp8, layernorm, linear, quantizing
 from handgrad.fp8.tables import fp8_gemms
 from handgrad.models import gpt2
 from handgrad.ops import cuda as kernels
@@ -61,9 +61,9 @@ def multiply(d: Tensor, a: Tensor, b: Tensor, *, scratch: Tensor, **options: Any
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replaces the parts that only a GPU has: fp8 conversions, PTX, cuBLASLt, a clock."""
-    for module in (quantizing, layernorm, classifier, attention, gelu_fp8):
+    for module in (quantizing, layernorm, classifier, attention, elementwise, gelu_fp8):
         monkeypatch.setattr(module, "rounded", rounded)
-    monkeypatch.setattr(gelu_fp8, "word", word)
+    monkeypatch.setattr(elementwise, "word", word)
     monkeypatch.setattr(gelu_fp8, "gelu_and_derivative", separately)
     for module in (linear, plain_linear):
         monkeypatch.setattr(module, "multiply", multiply)

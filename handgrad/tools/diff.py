@@ -1,4 +1,4 @@
-"""Where two runs part: configuration, versions, data, the first link that differs, and tensors of equal steps."""
+"""The first difference of two runs: settings, versions, data, the first link that differs, and tensors of equal steps."""
 
 import math
 from collections.abc import Iterator

@@ -136,7 +136,7 @@ def is_free(name: str) -> bool:
 
 
 def differences(record: Record, begins: Iterable[Line], config: RunConfig) -> list[str]:
-    """What a replay on this machine has other than the run had: device, versions."""
+    """The device and versions of a replay on this machine that are other than the run's."""
     device = devices.resolve_device(config.device)
     devices.use_precision(device, config.precision)
     now = versions_of(device, choose_backend(config.backend, device, "tf32" if config.precision == "tf32" else ""))

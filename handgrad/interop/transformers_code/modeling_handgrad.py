@@ -117,7 +117,7 @@ class Block(nn.Module):
         return exact.to(x.dtype)
 
     def values(self, norm: Tensor, tokens: Tensor | None) -> Tensor | None:
-        """What the tokens add to the values, (B, H, T, D), from the block's normalised stream (B, T, C)."""
+        """The tokens' share of the values, (B, H, T, D), from the block's normalised stream (B, T, C)."""
         if not self.has_values:
             return None
         if tokens is None:

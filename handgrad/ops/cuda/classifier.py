@@ -70,9 +70,9 @@ def capped(x, CAP: tl.constexpr, TYPE: tl.constexpr):
     """z = CAP tanh(x / CAP) and dz/dx, or x and 1 where CAP is 0, in float32; TYPE is that in which x lies in memory.
 
     With e = exp(-2 |x| / CAP) <= 1, which does not overflow, tanh(|x| / CAP) = (1 - e) / (1 + e), and dz/dx =
-    1 - (z / CAP)^2 = 4 e / (1 + e)^2, which cancels nowhere. The unit of exponentials and reciprocals, 16 results per cycle
-    and multiprocessor, bounds the kernel, so for 16-bit logits one of its instructions takes the place of two. It errs by
-    2^-11 of the result at most, as much as rounding to float16 has cost x, and an eighth of rounding to bfloat16
+    1 - (z / CAP)^2 = 4 e / (1 + e)^2, which cancels nowhere. The unit of exponentials and reciprocals gives 16 results per
+    cycle and multiprocessor, so for 16-bit logits one of its instructions takes the place of two. It errs by 2^-11 of the
+    result at most, as much as rounding to float16 has cost x, and an eighth of rounding to bfloat16
     (https://docs.nvidia.com/cuda/parallel-thread-execution/#floating-point-instructions-tanh)."""
     if CAP == 0:
         z, slope = x, 1.0

@@ -41,7 +41,7 @@ def forward(
     residual_scalar: Tensor | None,
     input_scalar: Tensor | None,
 ) -> None:
-    """What of the mixture and its norm has a buffer."""
+    """Makes the mixture and its norm, as far as they have buffers."""
     N, C = inp.shape
     block, rows, warps = forward_tile(C)
     tensors = mixed, out, rstd, inp, first, residual_scalar, input_scalar
