@@ -2,15 +2,18 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 from handgrad import checkpoint
 from handgrad.api.model import Model, load
+from handgrad.config import STREAM
 from handgrad.data import prepare as preparing
 from handgrad.data.shards import Dataset
 from handgrad.errors import UsageError
 from handgrad.evaluation.loss import HeldOut, held_out_loss, open_held_out
 from handgrad.interop.export import EXPORT_DTYPES, Exported, export_llmc, export_model
 from handgrad.names import check_choice
+from handgrad.run.packing import evaluated_packing
 
 
 def prepare(
@@ -73,9 +76,10 @@ def evaluate(
     if not folder:
         raise UsageError("the model knows no data; give data=DIR, prepared with the model's tokenizer")
     dataset = open_held_out(folder, model.tokenizer)
-    act = model.forward_buffers(micro_batch, model.shape.sequence_length)
     stride = model.eval_stride if eval_stride is None else eval_stride
-    tokens = {"eval_tokens": eval_tokens, "eval_stride": stride}
+    packing = evaluated_packing(model.packing, dataset, stride, other_data=bool(data))
+    act = model.forward_buffers(micro_batch, model.shape.sequence_length, packed=packing != STREAM)
+    tokens: dict[str, Any] = {"eval_tokens": eval_tokens, "eval_stride": stride, "packing": packing}
     return held_out_loss(model.shape, model.ops, model.weights, act, dataset, **tokens)
 
 

@@ -36,7 +36,15 @@ class Batches:
     Raises DataError: no shard holds a single window.
     """
 
-    def __init__(self, shards: Sequence[Shard], sequence_length: int, seed: int, shuffle: bool = True, stride: int = 0):
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        sequence_length: int,
+        seed: int,
+        shuffle: bool = True,
+        stride: int = 0,
+        packing: str = "stream",
+    ):
         assert 0 <= stride <= sequence_length > 0 and not (stride and shuffle)
         self.shards = tuple(shards)
         self.sequence_length = sequence_length
@@ -57,7 +65,7 @@ class Batches:
         self._order: list[int] = []
         self._first: np.ndarray = np.empty(0, np.int64)
 
-    def fill(self, inputs: "Tensor", targets: "Tensor", first_sample: int) -> None:
+    def fill(self, inputs: "Tensor", targets: "Tensor", first_sample: int, document_starts: "Tensor | None" = None) -> None:
         """Writes samples `first_sample`, `first_sample` + 1, ... into `inputs` and `targets`, int64 CPU tensors (B, T).
 
         Raises DataError: a shard, touched for the first time, is damaged.
@@ -68,6 +76,9 @@ class Batches:
             window = self.window(first_sample + row)
             inputs_array[row] = window[:-1]
             targets_array[row] = window[1:]
+
+    def trained_tokens(self, first_sample: int, samples: int) -> int:
+        return samples * self.sequence_length
 
     def window(self, sample: int) -> np.ndarray:
         """The tokens of a sample, uint16, (T + 1,), a read-only view of its shard."""

@@ -117,6 +117,10 @@ class Dataset:
         content = {"tokenizer": [self.tokenizer.sha256, self.tokenizer.vocab_size], "splits": shards}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
+    @property
+    def chat(self) -> bool:
+        return False
+
     def tokens(self, split: str) -> int:
         """Tokens of a split, the end-of-text markers included."""
         return sum(shard.token_count for shard in self.splits[split])

@@ -16,6 +16,7 @@ from handgrad.fp8.bind import fp8_operations
 from handgrad.fp8.formats import GRADIENT_FORMATS
 from handgrad.fp8.scaling import Fp8Design
 from handgrad.layout import Sharding, buckets_of, norm_blocks
+from handgrad.models.documents import document_buffers
 from handgrad.models.freezing import freeze
 from handgrad.models.rows import ActivationRow, Table, flat_elements
 from handgrad.optimizers.adamw import AdamW
@@ -84,6 +85,7 @@ def resolve(
         activations = list(tables.activation_buffers(rows, fp8.gemms, gradients, config.recompute))
         activations = [*fp8.buffers(parameters, ranks), *activations]
     dropout = dropout_buffers(config.micro_batch) if config.dropout else []
+    documents = document_buffers(model, config.micro_batch, shape.sequence_length) if config.packed else []
     scratch = update_scratch(optimizer.scratch_bytes(plain_ops, parameters, flat["gradients"].dtype, device))
     return Design(
         device=device,
@@ -103,7 +105,7 @@ def resolve(
         recompute=config.recompute,
         fp8=fp8,
         dropout=config.dropout,
-        plan=make_plan([*flat.values(), *activations, *dropout, *scratch]),
+        plan=make_plan([*flat.values(), *activations, *documents, *dropout, *scratch]),
     )
 
 
