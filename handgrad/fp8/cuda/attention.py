@@ -137,7 +137,10 @@ def launch_blocks(
     return programs
 
 
-def attention_forward(out: Form, lse: Tensor, qkv: Tensor, *, scratch: Tensor) -> None:
+def attention_forward(
+    out: Form, lse: Tensor, qkv: Tensor, *, scratch: Tensor, document_starts: Tensor | None = None
+) -> None:
+    assert document_starts is None
     if isinstance(out, Tensor):
         attention.attention_forward(out, lse, qkv, scratch=scratch)
     elif out.current:
@@ -147,7 +150,16 @@ def attention_forward(out: Form, lse: Tensor, qkv: Tensor, *, scratch: Tensor) -
         launch_blocks("forward", forward_kernel, (plain(out), lse, qkv), out, 0, lse)
 
 
-def attention_backward(dqkv: Form, dout: Tensor, out: Form, lse: Tensor, qkv: Tensor, *, scratch: Tensor) -> None:
+def attention_backward(
+    dqkv: Form,
+    dout: Tensor,
+    out: Form,
+    lse: Tensor,
+    qkv: Tensor,
+    *,
+    scratch: Tensor,
+    document_starts: Tensor | None = None,
+) -> None:
     """Of a quantised dqkv there need not be a 16-bit form: where its scale is made from dqkv itself, all is computed
     twice. One with a `workspace` is left there, by the faster of cuDNN and Triton: an operation between attention and the
     product quantises it."""
