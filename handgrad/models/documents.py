@@ -9,7 +9,9 @@ table of positions is read and written like one of words.
 """
 
 from dataclasses import fields
-from types import ModuleType
+from functools import partial
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -27,3 +29,9 @@ def document_buffers(model: ModuleType, batch: int, length: int) -> list[Buffer]
     }
     known = {field.name for field in fields(model.Activations)}
     return [Buffer(name, shape, dtype, KIND) for name, (shape, dtype) in rows.items() if name in known]
+
+
+def sizing(ops: ModuleType) -> Any:
+    """The sizes of scratch where attention stays within documents: it has kernels of its own."""
+    own = partial(ops.attention_scratch_bytes, documents=True)
+    return SimpleNamespace(scratch_bytes=ops.scratch_bytes, attention_scratch_bytes=own)

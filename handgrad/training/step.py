@@ -55,7 +55,7 @@ class Program:
     micro_step: list[Stage]
     norms: list[Callable[[], object]]
     update: list[Callable[[], object]]
-    trained_tokens: Callable[[int], int]  # of a step's number: the tokens, on all ranks, of its means
+    trained_tokens: Callable[[int], int]  # of a step's number: the divisor of its means
     before_step: list[Callable[[int], None]] = field(default_factory=list)  # of a step's number
     before_update: list[Callable[[], None]] = field(default_factory=list)  # between norms and update; eager
     after_update: list[Callable[[], None]] = field(default_factory=list)  # eager
