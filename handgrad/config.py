@@ -287,12 +287,12 @@ def check_stride(eval_stride: int, sequence_length: int) -> None:
 
 
 def check_packing(config: RunConfig) -> None:
-    """Raises `UsageError` for settings that a packing with masks does not go with."""
-    if config.packed:
-        for name in ("eval_stride", "dropout"):
-            if value := getattr(config, name):
-                remedy = "set it to 0, or --packing stream"
-                raise UsageError(f"packing {config.packing} has no {name}, found {name} {value:g}; {remedy}")
+    """Raises `UsageError` for settings that a packing does not go with."""
+    names = {MASKED: ("dropout",), WHOLE: ("dropout", "eval_stride")}.get(config.packing, ())
+    for name, value in ((name, getattr(config, name)) for name in names):
+        if value:
+            remedy = f"set it to 0, or --packing {STREAM}"
+            raise UsageError(f"packing {config.packing} has no {name}, found {name} {value:g}; {remedy}")
 
 
 def check_fp8(config: RunConfig) -> None:

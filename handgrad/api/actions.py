@@ -77,7 +77,7 @@ def evaluate(
         raise UsageError("the model knows no data; give data=DIR, prepared with the model's tokenizer")
     dataset = open_held_out(folder, model.tokenizer)
     stride = model.eval_stride if eval_stride is None else eval_stride
-    packing = evaluated_packing(model.packing, dataset, stride, other_data=bool(data))
+    packing = evaluated_packing(model.packing, dataset, other_data=bool(data))
     act = model.forward_buffers(micro_batch, model.shape.sequence_length, packed=packing != STREAM)
     tokens: dict[str, Any] = {"eval_tokens": eval_tokens, "eval_stride": stride, "packing": packing}
     return held_out_loss(model.shape, model.ops, model.weights, act, dataset, **tokens)

@@ -104,20 +104,17 @@ def validation_data(parsed: Namespace, source: Weights) -> Dataset:
     return open_held_out(folder, source.tokenizer)
 
 
-def stride_of(parsed: Namespace, source: Weights) -> int:
-    return source.config.eval_stride if parsed.eval_stride is None else parsed.eval_stride
-
-
 def packing_of(parsed: Namespace, source: Weights, dataset: Dataset) -> str:
     """The packing of the documents in a window."""
-    return evaluated_packing(source.config.packing, dataset, stride_of(parsed, source), other_data=bool(parsed.data))
+    return evaluated_packing(source.config.packing, dataset, other_data=bool(parsed.data))
 
 
 def loss_lines(
     parsed: Namespace, source: Weights, model: LoadedModel, dataset: Dataset, views: dict[str, Tensor], ranks: Ranks
 ) -> list[str]:
     """The validation loss in nats, as perplexity and in bits per byte."""
-    stride, packing = stride_of(parsed, source), packing_of(parsed, source, dataset)
+    stride = source.config.eval_stride if parsed.eval_stride is None else parsed.eval_stride
+    packing = packing_of(parsed, source, dataset)
     found = held_out_loss(
         model.shape,
         model.ops,

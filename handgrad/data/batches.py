@@ -123,7 +123,7 @@ class Batches:
         self._epoch = epoch
 
 
-def validation_batches(dataset: Dataset, sequence_length: int, stride: int = 0) -> Batches | None:
+def validation_batches(dataset: Dataset, sequence_length: int, stride: int = 0, packing: str = "stream") -> Batches | None:
     """The validation split in order, or None if there is none."""
     shards = dataset.splits["validation"]
-    return Batches(shards, sequence_length, 0, shuffle=False, stride=stride) if shards else None
+    return Batches(shards, sequence_length, 0, shuffle=False, stride=stride, packing=packing) if shards else None

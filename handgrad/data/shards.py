@@ -118,7 +118,7 @@ class Dataset:
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     @property
-    def chat(self) -> bool:
+    def is_chat(self) -> bool:
         return False
 
     def tokens(self, split: str) -> int:

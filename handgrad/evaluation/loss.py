@@ -28,8 +28,7 @@ def mean_loss(
     samples: int,
     ranks: Ranks | None = None,
 ) -> float:
-    """Mean cross-entropy in nats over the tokens that the first `samples` samples (at most one epoch) score: those that
-    training would train. Raises `DataError` if there are none.
+    """Mean cross-entropy in nats over the tokens that the first `samples` samples (at most one epoch) score.
 
     The last micro-batch may be padded with samples that do not count. Several ranks share the micro-batches
     round-robin; each adds all their sums in the order of the samples, as a single rank does.
@@ -38,7 +37,6 @@ def mean_loss(
     model, inputs = architecture(shape), inputs_of(act, READ)
     host = devices.host_buffers(inputs)
     samples = min(samples, batches.samples_per_epoch)
-    scored = scored_tokens(batches, samples)
     batch = act.tokens.shape[0]
     starts = range(0, samples, batch)
     sums = [0.0] * -(-len(starts) // ranks.size)
@@ -57,17 +55,7 @@ def mean_loss(
     total = 0.0
     for index in range(len(starts)):
         total += everyone[index % ranks.size][index // ranks.size]
-    return total / scored
-
-
-def scored_tokens(batches: Batches, samples: int) -> int:
-    """The tokens that the first `samples` samples score. Raises `DataError` if there are none."""
-    # Of windows that overlap each scores the tokens that the one before has not.
-    overlap = batches.stride < batches.sequence_length
-    scored = batches.scored_tokens(samples) if overlap else batches.trained_tokens(0, samples)
-    if not scored:
-        raise DataError(f"expected trained tokens in {samples} validation samples, found none; raise --eval-tokens")
-    return scored
+    return total / batches.scored_tokens(samples)
 
 
 def perplexity(loss: float) -> float:
@@ -85,7 +73,7 @@ def bits_per_byte(loss: float, dataset: Dataset, packing: str = STREAM) -> float
 
 def scores_all(dataset: Dataset, packing: str) -> bool:
     """True if a validation scores all tokens."""
-    return packing == STREAM and not dataset.chat
+    return packing == STREAM and not dataset.is_chat
 
 
 def floor_of(dataset: Dataset, packing: str = STREAM) -> float | None:
@@ -142,4 +130,4 @@ def held_out_loss(
     batches = Batches(dataset.splits["validation"], length, 0, shuffle=False, stride=eval_stride, packing=packing)
     samples = batches.samples_of(eval_tokens) if eval_tokens else batches.samples_per_epoch
     loss = mean_loss(shape, ops, weights, act, batches, samples=samples, ranks=ranks)
-    return HeldOut(loss, perplexity(loss), bits_per_byte(loss, dataset, packing), scored_tokens(batches, samples))
+    return HeldOut(loss, perplexity(loss), bits_per_byte(loss, dataset, packing), batches.scored_tokens(samples))

@@ -7,6 +7,7 @@ from typing import Any
 from handgrad import checkpoint, power
 from handgrad.arena import make_plan
 from handgrad.config import RunConfig, to_dict
+from handgrad.data.batches import validation_batches
 from handgrad.data.shards import Dataset
 from handgrad.data.tokenizer import tokenizer_files
 from handgrad.errors import NumericsError
@@ -27,7 +28,7 @@ from handgrad.run.header import header_lines, origin_text, run_record
 from handgrad.run.host_copy import host_copy
 from handgrad.run.judge import Judge
 from handgrad.run.log import RunLog
-from handgrad.run.packing import training_batches, validation_batches
+from handgrad.run.packing import trained_tokens, training_batches
 from handgrad.run.progress import StepLines
 from handgrad.run.resolve import resolve
 from handgrad.run.saturation import record_fp8, watch_saturation
@@ -60,7 +61,8 @@ class Run:
         self.config, self.design, self.dataset, self.folder, self.ranks = config, design, dataset, folder, ranks
         self.tasks, self.tokenizer, self.batch = tasks, dataset.tokenizer, config.batch
         self.train_batches = training_batches(config, dataset)
-        self.validation_batches = validation_batches(config, dataset)
+        validated = config.sequence_length, config.eval_stride, config.packing
+        self.validation_batches = validation_batches(dataset, *validated)
         ranks.check_equal("versions and data", {**self.versions(), **self.identity()})
         folder.claim(self.identity(), ranks, allow_changes=allow_changes)
 
@@ -108,8 +110,8 @@ class Run:
 
     def assembled(self) -> Assembly:
         """The training of the design at hand, with initial weights."""
-        source = self.train_batches
-        return assemble(self.design, source, self.ranks, trained_tokens=source.trained_tokens)
+        count = trained_tokens(self.config, self.dataset, self.train_batches)
+        return assemble(self.design, self.train_batches, self.ranks, trained_tokens=count)
 
     def take_weights(self, weights: Weights) -> None:
         """Initial weights from elsewhere. A run with fewer positions has the first of theirs."""

@@ -55,7 +55,7 @@ def open_run(
         ranks.from_rank_0(lambda: sinks.chosen(config.log_to), "log_to")  # refuses one that is not installed
         dataset = open_dataset(config.data)
         packing = ranks.from_rank_0(lambda: begun_packing(given), "packing")
-        config = check(replace(config, packing=settled_packing(packing, dataset, config.eval_stride)))
+        config = check(replace(config, packing=settled_packing(packing, dataset)))
         ranks.from_rank_0(lambda: check_tokenizer(config, dataset, allow_changes=allow_changes), "the tokenizer")
         design = resolve(config, dataset.tokenizer.vocab_size, rank=ranks.rank, ranks=ranks.size, device=device)
         tasks = task_watch(config, design, dataset.tokenizer, ranks)
