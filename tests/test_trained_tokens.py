@@ -1,5 +1,5 @@
-"""Loss and gradient of a step are means over its trained tokens, however many micro-batches and lanes it has; a step that has
-none makes no update."""
+"""Loss and gradient of a step are means over its trained tokens, in any number of micro-batches and lanes; a step that has none
+makes no update."""
 
 import math
 from collections.abc import Iterator

@@ -46,11 +46,7 @@ def tokens_of(config: RunConfig, vocab_size: int | None, *, wanted: bool) -> tup
     if vocab_size is None and (wanted or (config.data != RunConfig.data and Path(config.data).exists())):
         dataset = open_dataset(config.data)
         config = replace(config, packing=settled_packing(config.packing, dataset))
-        return (
-            config,
-            training_batches(config, dataset),
-            dataset.tokenizer.vocab_size,
-            f"of {config.data}, a vocabulary of {dataset.tokenizer.vocab_size}",
-        )
+        size = dataset.tokenizer.vocab_size
+        return config, training_batches(config, dataset), size, f"of {config.data}, a vocabulary of {size}"
     words = vocab_size or GPT2_VOCABULARY
     return config, MadeUpTokens(words, config.seed), words, f"synthetic: word k of {words} at a rate of about 1 / k"
