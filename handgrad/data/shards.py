@@ -1,7 +1,8 @@
 """A folder of token shards, opened and verified.
 
 A shard is an llm.c token file, little-endian: 256 int32 (magic 20240520, version 1, token count, zeros), then the
-tokens as uint16. Beside `train_000000.bin` lies `train_000000.idx`: the offsets within the shard, uint32, where a
+tokens as uint16. Of a vocabulary above 65,536 it is llm.c's file for Llama 3: magic 20240801, version 7, the tokens as
+uint32. Beside `train_000000.bin` lies `train_000000.idx`: the offsets within the shard, uint32, where a
 document starts. `manifest.json` names the files with their hashes. A folder of llm.c `.bin` files without a manifest
 opens too, as GPT-2 tokens.
 
@@ -18,11 +19,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from handgrad.data.llmc_header import EVALUATION, HEADER_BYTES, TOKENS, check_size, make_header, parse_header
+from handgrad.data.llmc_header import EVALUATION, HEADER_BYTES, TOKENS, WIDE_TOKENS, check_size, make_header, parse_header
 from handgrad.data.sources import holds_text, prepare_command
 from handgrad.data.tokenizer import Tokenizer, load_tokenizer, read_tokenizer
 from handgrad.errors import DataError, storage_errors
@@ -39,9 +40,25 @@ HASH = (r"[0-9a-f]{64}", "a SHA-256")
 SHARD_FIELDS = {"file": (r"[A-Za-z0-9_]+\.bin", "a plain file name"), "sha256": HASH, "index_sha256": HASH}
 
 
-def header(token_count: int) -> bytes:
-    """The 1024 bytes that precede `token_count` uint16 tokens."""
-    return make_header({0: TOKENS, 1: 1, 2: token_count})
+class TokenForm(NamedTuple):
+    """The two forms of a token file: its magic, its version, the type of a token."""
+
+    magic: int
+    version: int
+    dtype: np.dtype
+
+
+NARROW, WIDE = TokenForm(TOKENS, 1, np.dtype("<u2")), TokenForm(WIDE_TOKENS, 7, np.dtype("<u4"))
+
+
+def token_form(vocab_size: int) -> TokenForm:
+    """The form that holds every token of a vocabulary."""
+    return NARROW if vocab_size <= 1 << 16 else WIDE
+
+
+def header(token_count: int, form: TokenForm = NARROW) -> bytes:
+    """The 1024 bytes that precede `token_count` tokens."""
+    return make_header({0: form.magic, 1: form.version, 2: token_count})
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,17 +74,17 @@ class Shard:
 
     @functools.cached_property
     def tokens(self) -> np.ndarray:
-        """All tokens, uint16, (token_count,): a read-only memory map, verified on first use.
+        """All tokens, uint16 or uint32, (token_count,): a read-only memory map, verified on first use.
 
         Raises DataError: header, size, hash or a token id is wrong; StorageError: the file cannot be read.
         """
-        content = _memory_map(self.path)
-        found = _token_count(content[:HEADER_BYTES], len(content), self.path)
+        content, form = _memory_map(self.path), token_form(self.vocab_size)
+        found = _token_count(content[:HEADER_BYTES], len(content), self.path, form)
         if found != self.token_count:
             raise DataError(f"expected {self.token_count} tokens in {self.path}, found {found}; prepare the data again")
         if self.sha256 is not None:
             _check_hash(content, self.sha256, self.path)
-        tokens = np.frombuffer(content, "<u2", offset=HEADER_BYTES)
+        tokens = np.frombuffer(content, form.dtype, offset=HEADER_BYTES)
         step = 1 << 24  # bounds the temporary of the comparison
         for start in range(0, len(tokens), step):
             part = tokens[start : start + step]
@@ -197,7 +214,7 @@ def _open_prepared(folder: Path) -> Dataset:
             path = folder / record["file"]
             if not path.is_file():
                 raise DataError(f"expected the shard {path}, found no such file; restore it or prepare the data again")
-            _check_size(path.stat().st_size, record["tokens"], path)
+            _check_size(path.stat().st_size, record["tokens"], path, token_form(tokenizer.vocab_size))
             hashes = record["sha256"], record["index_sha256"]
             shards.append(Shard(path, record["tokens"], tokenizer.vocab_size, record["documents"], *hashes))
         splits[name] = tuple(shards)
@@ -214,6 +231,11 @@ def _open_bare(folder: Path) -> Dataset:
                 first = file.read(HEADER_BYTES)
             if first[:4] == EVALUATION.to_bytes(4, "little"):
                 continue  # hellaswag_val.bin holds questions under the name of a shard
+            if first[:4] == WIDE_TOKENS.to_bytes(4, "little"):
+                raise DataError(
+                    f"expected GPT-2 tokens in {path}, as there is no {MANIFEST_FILE}, found Llama 3 tokens of llm.c;"
+                    " prepare their text with --tokenizer and the folder of the model"
+                )
             token_count = _token_count(first, path.stat().st_size, path)
             check_not_bytes(path)
             splits["train" if match[1] == "train" else "validation"].append(Shard(path, token_count, tokenizer.vocab_size))
@@ -238,15 +260,15 @@ def check_not_bytes(path: Path) -> None:
         )
 
 
-def _token_count(first: bytes, size_bytes: int, path: Path) -> int:
+def _token_count(first: bytes, size_bytes: int, path: Path, form: TokenForm = NARROW) -> int:
     """The token count in a shard's header, checked against the size of its file."""
-    token_count = parse_header(first, path, TOKENS, (1,))[2]
-    _check_size(size_bytes, token_count, path)
+    token_count = parse_header(first, path, form.magic, (form.version,))[2]
+    _check_size(size_bytes, token_count, path, form)
     return token_count
 
 
-def _check_size(size_bytes: int, token_count: int, path: Path) -> None:
-    check_size(path, HEADER_BYTES + 2 * token_count, size_bytes, f"{token_count} tokens")
+def _check_size(size_bytes: int, token_count: int, path: Path, form: TokenForm) -> None:
+    check_size(path, HEADER_BYTES + form.dtype.itemsize * token_count, size_bytes, f"{token_count} tokens")
 
 
 def _check_hash(content: Any, expected: str, path: Path) -> None:
