@@ -20,10 +20,18 @@ from typing import Any, NamedTuple
 import handgrad
 from handgrad.data import hub
 from handgrad.data.pieces import TRAIN, Position, Unit, in_units, read_pieces, story_units
-from handgrad.data.shards import MANIFEST_FILE, MAX_SHARD_TOKENS, SCHEMA, SPLITS, Dataset, open_dataset, read_manifest
+from handgrad.data.shards import (
+    MANIFEST_FILE,
+    MAX_SHARD_TOKENS,
+    SCHEMA,
+    SPLITS,
+    Dataset,
+    open_dataset,
+    read_manifest,
+    token_form,
+)
 from handgrad.data.sources import SourceFile, find_local
 from handgrad.data.tokenizer import (
-    MAX_VOCAB_SIZE,
     TOKENIZER_FILE,
     Tokenizer,
     load_tokenizer,
@@ -132,11 +140,8 @@ def _check(options: PrepareOptions) -> None:
     if options.tokenizer.startswith("bpe:"):
         if not re.fullmatch(r"bpe:\d{3,5}", options.tokenizer) or not 257 <= int(options.tokenizer[4:]) <= 65536:
             raise UsageError(f"expected bpe:SIZE with 257 to 65536 tokens, found {options.tokenizer!r}; try bpe:4096")
-    elif options.tokenizer != "auto" and (size := load_tokenizer(options.tokenizer).vocab_size) > MAX_VOCAB_SIZE:
-        raise UsageError(
-            f"expected a tokenizer of at most {MAX_VOCAB_SIZE} tokens, found {size} in {options.tokenizer}; shards hold"
-            " 16-bit tokens"
-        )
+    elif options.tokenizer != "auto":
+        load_tokenizer(options.tokenizer)  # raises before any work
 
 
 def _recipe(options: PrepareOptions, files: list[SourceFile] | None) -> dict[str, Any]:
@@ -215,7 +220,8 @@ class _Attempt:
         enough = self.documents // STORIES_PER_WORKER if self.stories else self.size_bytes // BYTES_PER_WORKER
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         workers = max(1, min(self.options.workers or cores, enough))
-        writers = [SplitWriter(self.partial, split, self.options.shard_tokens, states[split]) for split in SPLITS]
+        form = token_form(tokenizer.vocab_size)
+        writers = [SplitWriter(self.partial, split, self.options.shard_tokens, states[split], form) for split in SPLITS]
 
         def checkpoint() -> None:
             for writer in writers:

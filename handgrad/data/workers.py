@@ -20,7 +20,7 @@ from handgrad.errors import StorageError
 
 
 class Encoded(NamedTuple):
-    """The part of a unit in a split: uint16 tokens, offsets of documents in them, bytes of UTF-8 text, its -log p."""
+    """The part of a unit in a split: tokens, offsets of documents in them, bytes of UTF-8 text, its -log p."""
 
     tokens: np.ndarray
     document_starts: np.ndarray
@@ -35,8 +35,8 @@ def tokenize(tokenizer: Tokenizer, unit: Unit) -> tuple[Encoded, Encoded]:
 
 
 def encode(tokenizer: Tokenizer, pieces: list[Piece], split: int) -> Encoded:
-    marker = np.array([tokenizer.end_of_text], np.uint16)
-    parts, starts, length, text_bytes, nats = [np.empty(0, np.uint16)], [], 0, 0, 0.0
+    marker = np.array([tokenizer.end_of_text], tokenizer.dtype)
+    parts, starts, length, text_bytes, nats = [marker[:0]], [], 0, 0, 0.0
     for piece in (piece for piece in pieces if piece.split == split):
         if piece.starts_document:
             starts.append(length)

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from handgrad.data.llmc_header import HEADER_BYTES
-from handgrad.data.shards import header
+from handgrad.data.shards import NARROW, TokenForm, header, token_form
 from handgrad.files import file_sha256, write_durably
 
 JOURNAL_FILE = "journal.json"
@@ -33,17 +33,17 @@ class SplitState:
 class SplitWriter:
     """Writes one split as shards of exactly `shard_tokens` tokens, the last one shorter. Raises OSError."""
 
-    def __init__(self, folder: Path, split: str, shard_tokens: int, state: SplitState):
-        self.folder, self.split, self.shard_tokens, self.state = folder, split, shard_tokens, state
+    def __init__(self, folder: Path, split: str, shard_tokens: int, state: SplitState, form: TokenForm = NARROW):
+        self.folder, self.split, self.shard_tokens, self.state, self.form = folder, split, shard_tokens, state, form
         self.files: list[BinaryIO] = []  # of the shard being written: tokens and index
         if state.open_tokens:
-            for path, size_bytes in open_sizes(folder, split, state).items():
+            for path, size_bytes in open_sizes(folder, split, state, form).items():
                 self.files.append(path.open("r+b"))
                 self.files[-1].truncate(size_bytes)
                 self.files[-1].seek(size_bytes)
 
     def append(self, tokens: np.ndarray, document_starts: np.ndarray, text_bytes: int, nats: float) -> None:
-        """Adds uint16 `tokens`; `document_starts` are the rising offsets in them where a document starts."""
+        """Adds `tokens`; `document_starts` are the rising offsets in them where a document starts."""
         state = self.state
         state.tokens += len(tokens)
         state.documents += len(document_starts)
@@ -51,11 +51,11 @@ class SplitWriter:
         state.source_nats += nats
         while len(tokens):
             if not self.files:
-                self.files += [path.open("wb") for path in open_sizes(self.folder, self.split, state)]
-                self.files[0].write(header(0))  # the count follows when it is known
+                self.files += [path.open("wb") for path in open_sizes(self.folder, self.split, state, self.form)]
+                self.files[0].write(header(0, self.form))  # the count follows when it is known
             part = tokens[: self.shard_tokens - state.open_tokens]
             starts = document_starts[: np.searchsorted(document_starts, len(part))]
-            self.files[0].write(part.astype("<u2").tobytes())
+            self.files[0].write(part.astype(self.form.dtype).tobytes())
             self.files[1].write((starts + state.open_tokens).astype("<u4").tobytes())
             state.open_tokens += len(part)
             state.open_documents += len(starts)
@@ -74,10 +74,10 @@ class SplitWriter:
         if not self.files:
             return
         self.files[0].seek(0)
-        self.files[0].write(header(self.state.open_tokens))
+        self.files[0].write(header(self.state.open_tokens, self.form))
         self.checkpoint()
         self.close()
-        path, index_path = open_sizes(self.folder, self.split, self.state)
+        path, index_path = open_sizes(self.folder, self.split, self.state, self.form)
         self.state.shards.append(
             {
                 "file": path.name,
@@ -95,10 +95,13 @@ class SplitWriter:
         self.files = []
 
 
-def open_sizes(folder: Path, split: str, state: SplitState) -> dict[Path, int]:
+def open_sizes(folder: Path, split: str, state: SplitState, form: TokenForm) -> dict[Path, int]:
     """The two files of the shard being written, tokens and index, each with its size in bytes."""
     path = folder / f"{split}_{len(state.shards):06d}.bin"
-    return {path: HEADER_BYTES + 2 * state.open_tokens, path.with_suffix(".idx"): 4 * state.open_documents}
+    return {
+        path: HEADER_BYTES + form.dtype.itemsize * state.open_tokens,
+        path.with_suffix(".idx"): 4 * state.open_documents,
+    }
 
 
 def write_journal(
@@ -126,9 +129,10 @@ def read_journal(folder: Path, recipe: Mapping[str, Any]) -> tuple[dict[str, Any
     if content["recipe"] != recipe:
         return None
     states = {split: SplitState(**record) for split, record in content["states"].items()}
+    form = token_form(content["tokenizer"]["vocab_size"])
     for split, state in states.items():
-        sizes = {folder / shard["file"]: HEADER_BYTES + 2 * shard["tokens"] for shard in state.shards}
-        sizes |= open_sizes(folder, split, state) if state.open_tokens else {}
+        sizes = {folder / shard["file"]: HEADER_BYTES + form.dtype.itemsize * shard["tokens"] for shard in state.shards}
+        sizes |= open_sizes(folder, split, state, form) if state.open_tokens else {}
         if not all(path.is_file() and path.stat().st_size >= size_bytes for path, size_bytes in sizes.items()):
             return None
     return content["tokenizer"], content["units_done"], states
