@@ -1,4 +1,4 @@
-"""Loss and gradient of a step are means over its trained tokens, in any number of micro-batches and lanes; a step without any
+"""Loss and gradient of a step are means over its trained tokens, in any number of micro-batches and lanes. One without any
 makes no update."""
 
 import math
