@@ -38,6 +38,14 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bytes"
 
 
+@pytest.fixture(scope="session")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Shards of 200 conversations, of which the assistant's words alone are trained."""
+    folder = tmp_path_factory.mktemp("chats") / "bytes"
+    prepare(PrepareOptions("questions", folder, tokenizer="bytes", documents=200, validation_fraction=0.2, workers=1))
+    return folder
+
+
 @pytest.fixture
 def packed(documents: Path, tmp_path: Path) -> RunConfig:
     return replace(small_run(documents, tmp_path / "run"), packing="whole")
@@ -47,27 +55,27 @@ def packed(documents: Path, tmp_path: Path) -> RunConfig:
 
 
 @pytest.mark.parametrize(
-    ("network", "packing", "settings"),
+    ("network", "data", "packing", "settings"),
     [
-        ("gpt2", "whole", {}),
-        ("gpt2", "masked", {"precision": "fp8", "recompute": 1}),
-        ("modern", "whole", {"precision": "bf16", "recompute": 2}),
-        ("llama", "masked", {"reduce_precision": "bf16"}),
+        ("gpt2", "chats", "auto", {}),
+        ("gpt2", "documents", "masked", {"precision": "fp8", "recompute": 1}),
+        ("modern", "documents", "whole", {"precision": "bf16", "recompute": 2}),
+        ("llama", "chats", "masked", {"reduce_precision": "bf16"}),
     ],
 )
 def test_ranks_and_kills_do_not_matter(
-    network: str, packing: str, settings: dict, launcher: Launcher, documents: Path, tmp_path: Path
+    network: str,
+    data: str,
+    packing: str,
+    settings: dict,
+    launcher: Launcher,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
 ) -> None:
     """One rank, and four that are killed and go on as two."""
-    settings = {
-        **NETWORKS[network],
-        "packing": packing,
-        "steps": 4,
-        "eval_every": 2,
-        "save_every": 2,
-        "num_layers": 1,
-        **settings,
-    }
+    documents = request.getfixturevalue(data)
+    settings = {**NETWORKS[network], "packing": packing, "steps": 4, "eval_every": 2, "save_every": 2, **settings}
+    settings["num_layers"] = 1
     launcher.run(1, arguments(documents, tmp_path / "alone", **settings))
     command = arguments(documents, tmp_path / "run", **settings)
     launcher.start(4, command, "kill:0:3").wait()
@@ -88,9 +96,9 @@ def test_it_learns_and_evaluates_as_it_validates(packed: RunConfig) -> None:
     assert found.loss == last["loss"] and found.tokens < packed.eval_tokens and found.bits_per_byte is None
 
 
-def test_a_validation_is_the_mean_over_trained_tokens(packed: RunConfig) -> None:
+def test_a_validation_is_the_mean_over_trained_tokens(packed: RunConfig, chats: Path) -> None:
     """By hand: the sum of the losses of every row's trained tokens."""
-    config = replace(packed, steps=1, warmup_steps=0, eval_every=1, save_every=1)
+    config = replace(packed, data=str(chats), steps=1, warmup_steps=0, eval_every=1, save_every=1)
     train(config)
     dataset = open_dataset(config.data)
     batches = validation_batches(dataset, config.sequence_length, packing="whole")
@@ -140,17 +148,20 @@ def test_micro_batches_add_up_to_the_same_losses(packed: RunConfig, tmp_path: Pa
 # The setting.
 
 
-def test_auto_is_settled_by_the_data_and_kept(packed: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_is_settled_by_the_data_and_kept(packed: RunConfig, chats: Path) -> None:
     config = replace(packed, packing="auto", steps=2, warmup_steps=0, eval_every=0, sample_tokens=0)
     train(replace(config, steps=1))
     stored = open_checkpoint(Path(config.out) / "checkpoints" / "step_00000001").manifest["config"]
     assert stored["packing"] == "stream"
-    monkeypatch.setattr("handgrad.data.shards.Dataset.is_chat", True)
-    chat = replace(config, out=config.out + "-chat")
+    chat = replace(config, data=str(chats), out=config.out + "-chat")
     train(chat)
     assert 'packing = "whole"' in (Path(chat.out) / "config.toml").read_text()
-    train(config, allow_changes=True)  # its packing stays that of its beginning
+    train(replace(config, data=str(chats)), allow_changes=True)  # its packing stays that of its beginning
     assert 'packing = "stream"' in (Path(config.out) / "config.toml").read_text()
+    (step,) = [step for step in records(config.out, ("step",)) if step["step"] == 2]
+    assert 0 < step["trained_tokens"] < config.tokens_per_step, (
+        "a stream of chats trains the assistant's words alone as well"
+    )
 
 
 def test_an_older_run_was_a_stream() -> None:
