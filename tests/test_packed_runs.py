@@ -2,6 +2,7 @@
 refused; validation over the tokens that are trained."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from handgrad.api.actions import evaluate
+from handgrad.api.model import load
 from handgrad.checkpoint import open_checkpoint
 from handgrad.config import RunConfig, check, differences, to_dict
 from handgrad.data.batches import Batches, validation_batches
@@ -91,9 +93,21 @@ def test_it_learns_and_evaluates_as_it_validates(packed: RunConfig) -> None:
     steps, (first, last) = records(packed.out, ("step",)), records(packed.out, ("validation",))
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.5 and last["loss"] < first["loss"] and last["bits_per_byte"] is None
     header = (Path(packed.out) / "log.txt").read_text()
-    assert "packing    whole: a row holds whole documents, attention stays within each, " in header
+    ((padding, trained),) = re.findall(r"packing    whole: .* ([\d.]+)% of the rows is padding, ([\d.]+)% of", header)
+    assert 5 < float(padding) < 50 and float(trained) < 100 - float(padding)
     found = evaluate(packed.out, eval_tokens=packed.eval_tokens, device="cpu")
     assert found.loss == last["loss"] and found.tokens < packed.eval_tokens and found.bits_per_byte is None
+
+
+def test_other_data_are_evaluated_as_suits_them(packed: RunConfig, documents: Path, chats: Path) -> None:
+    config = replace(packed, packing="stream", steps=1, warmup_steps=0, eval_every=1)
+    train(config)
+    stream, whole = load(config.out, device="cpu"), load(config.out, device="cpu")
+    whole.packing = "whole"
+    own, other = evaluate(stream, device="cpu"), evaluate(stream, str(chats), device="cpu")
+    assert own.bits_per_byte and other.bits_per_byte is None
+    assert other == evaluate(whole, str(chats), device="cpu") and other.tokens < own.tokens / 2
+    assert evaluate(whole, str(documents), device="cpu").loss != own.loss, "a packed run's text is packed"
 
 
 def test_a_validation_is_the_mean_over_trained_tokens(packed: RunConfig, chats: Path) -> None:
@@ -158,10 +172,9 @@ def test_auto_is_settled_by_the_data_and_kept(packed: RunConfig, chats: Path) ->
     assert 'packing = "whole"' in (Path(chat.out) / "config.toml").read_text()
     train(replace(config, data=str(chats)), allow_changes=True)  # its packing stays that of its beginning
     assert 'packing = "stream"' in (Path(config.out) / "config.toml").read_text()
+    assert records(config.out, ("validation",))[-1]["bits_per_byte"] is None
     (step,) = [step for step in records(config.out, ("step",)) if step["step"] == 2]
-    assert 0 < step["trained_tokens"] < config.tokens_per_step, (
-        "a stream of chats trains the assistant's words alone as well"
-    )
+    assert 0 < step["trained_tokens"] < config.tokens_per_step, "what the user says is not trained"
 
 
 def test_an_older_run_was_a_stream() -> None:

@@ -222,7 +222,8 @@ class TrainStep:
         if code == UPDATE:
             self.losses.add(loss)
             self.norms.add(norm)
-        rate, skipped, trained = self.design.schedule.rate(step), reasons.get(int(code)), self.trained_tokens[slot]
+        rate, skipped = self.design.schedule.rate(step), reasons.get(int(code))
+        trained = self.trained_tokens[slot]
         if not trained:
             skipped = NOTHING_TRAINED
         reports = tuple(self.reports[slot])
