@@ -13,6 +13,7 @@ import torch
 from handgrad.api.actions import evaluate
 from handgrad.api.model import load
 from handgrad.checkpoint import open_checkpoint
+from handgrad.cli import main
 from handgrad.config import RunConfig, check, differences, to_dict
 from handgrad.data.batches import Batches, validation_batches
 from handgrad.data.prepare import PrepareOptions, prepare
@@ -157,6 +158,13 @@ def test_micro_batches_add_up_to_the_same_losses(packed: RunConfig, tmp_path: Pa
         train(config)
         losses.append([step["loss"] for step in records(config.out, ("step",))])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_a_replay_repeats_an_audited_run(packed: RunConfig, chats: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = replace(packed, data=str(chats), packing="auto", steps=4, save_every=2, eval_every=0, audit_every=1)
+    train(replace(config, keep_checkpoints=0))
+    assert main(["verify", config.out]) == 0
+    assert "4 links and 2 checkpoints equal, bit by bit" in capsys.readouterr().out
 
 
 # The setting.
