@@ -1,4 +1,5 @@
-"""Causal attention by the faster of two: cuDNN where it takes the heads, Triton kernels elsewhere."""
+"""Causal attention by the faster of two: cuDNN where it takes the heads, Triton kernels elsewhere, and wherever a row holds
+documents: cuDNN's graphs know no such mask."""
 
 import torch
 from torch import Tensor
@@ -25,11 +26,10 @@ def attention_scratch_bytes(
 def attention_forward(
     out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor, document_starts: Tensor | None = None
 ) -> None:
-    assert document_starts is None
-    if attention_cudnn.runs(qkv.dtype, out.shape[1] // lse.shape[1]):
+    if attention_cudnn.runs(qkv.dtype, out.shape[1] // lse.shape[1]) and document_starts is None:
         attention_cudnn.attention_forward(out, lse, qkv, scratch=scratch)
     else:
-        attention_triton.attention_forward(out, lse, qkv)
+        attention_triton.attention_forward(out, lse, qkv, document_starts=document_starts)
 
 
 def attention_backward(
@@ -42,8 +42,8 @@ def attention_backward(
     scratch: Tensor,
     document_starts: Tensor | None = None,
 ) -> None:
-    assert document_starts is None
-    if attention_cudnn.runs(qkv.dtype, dout.shape[1] // lse.shape[1]):
-        attention_cudnn.attention_backward(dqkv, dout, out, lse, qkv, scratch=scratch)
+    inputs = dout, out, lse, qkv
+    if attention_cudnn.runs(qkv.dtype, dout.shape[1] // lse.shape[1]) and document_starts is None:
+        attention_cudnn.attention_backward(dqkv, *inputs, scratch=scratch)
     else:
-        attention_triton.attention_backward(dqkv, dout, out, lse, qkv, scratch=scratch)
+        attention_triton.attention_backward(dqkv, *inputs, scratch=scratch, document_starts=document_starts)
