@@ -38,7 +38,7 @@ KINDS: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
 PRECISIONS = ("fp32", "bf16", "fp16", "tf32", "fp8")
-AUTO = "auto"  # the precision that suits the device: `devices.auto_precision`
+AUTO = "auto"  # the precision that suits the device: `devices.auto_precision`; the packing that suits the data
 FP8_GRADIENTS = ("e4m3", "e5m2", "mixed")
 FP8_SCALINGS = ("delayed", "current")
 ON_SATURATION = ("warn", "widen", "bf16")
@@ -48,6 +48,8 @@ BACKENDS = ("auto", "kernels", "reference")
 OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("cosine", "linear", "constant", "wsd", "trapezoid")
 ARCHITECTURES = ("gpt2", "modern", "llama")
+STREAM, MASKED, WHOLE = "stream", "masked", "whole"
+PACKINGS = (AUTO, STREAM, MASKED, WHOLE)  # auto: WHOLE for chats, else STREAM
 
 
 def option(default: Any, help: str, *rules: Rule, choices: tuple[str, ...] = (), free: bool = False) -> Any:
@@ -90,6 +92,11 @@ class RunConfig:
     )
     lanes: int = option(
         0, "logical data-parallel width, a power of two that ranks divide (0: ranks at the first start)", LANES
+    )
+    packing: str = option(
+        AUTO,
+        "stream: attention crosses documents; masked: it does not; whole: nor does a row cut them. auto: whole for chats",
+        choices=PACKINGS,
     )
     overfit_one_batch: bool = option(False, "train on the first batch over and over (to debug: the loss must go to 0)")
 
@@ -191,6 +198,11 @@ class RunConfig:
         return parse_schedule(self.tokens_per_step, self.batch_schedule)
 
     @property
+    def packed(self) -> bool:
+        """True if a sample holds documents that do not see each other."""
+        return self.packing in (MASKED, WHOLE)
+
+    @property
     def samples_per_step(self) -> int:
         """Those of the first step."""
         return self.tokens_per_step // self.sequence_length
@@ -227,6 +239,7 @@ def check(config: RunConfig) -> RunConfig:
         check_fp8(config)
     check_architecture(config)
     check_stride(config.eval_stride, config.sequence_length)
+    check_packing(config)
     if config.keep_every and (not config.save_every or config.keep_every % config.save_every):
         save = config.save_every
         remedy = (
@@ -271,6 +284,15 @@ def check_stride(eval_stride: int, sequence_length: int) -> None:
     if eval_stride > sequence_length:
         found = f"eval_stride must be at most sequence_length = {sequence_length}, found {eval_stride}"
         raise UsageError(f"{found}; try --eval-stride {max(1, sequence_length // 2)}, half a window")
+
+
+def check_packing(config: RunConfig) -> None:
+    """Raises `UsageError` for settings that a packing does not go with."""
+    names = {MASKED: ("dropout",), WHOLE: ("dropout", "eval_stride")}.get(config.packing, ())
+    for name, value in ((name, getattr(config, name)) for name in names):
+        if value:
+            remedy = f"set it to 0, or --packing {STREAM}"
+            raise UsageError(f"packing {config.packing} has no {name}, found {name} {value:g}; {remedy}")
 
 
 def check_fp8(config: RunConfig) -> None:
@@ -344,6 +366,6 @@ def to_toml(config: RunConfig) -> str:
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """The differences between two configs that change the numbers: ['seed: 1 -> 2', ...]. A setting that an older version
     did not know had its default."""
-    old = {"lanes": 1, **of_stored(old)}
+    old = {"lanes": 1, "packing": STREAM, **of_stored(old)}
     then = {name: old.get(name, known.default) for name, known in FIELDS.items() if not known.metadata["free"]}
     return [f"{n}: {value!r} -> {new.get(n)!r}" for n, value in then.items() if value != new.get(n)]

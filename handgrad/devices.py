@@ -105,12 +105,12 @@ def synchronize(device: torch.device) -> None:
         torch.mps.synchronize()
 
 
-def host_buffers(tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """CPU tensors like `tokens` and `targets` (B, T) to fill: they themselves on a CPU, pinned ones for a CUDA device."""
-    if tokens.device.type == "cpu":
-        return tokens, targets
-    pin = tokens.device.type == "cuda"
-    return torch.empty_like(tokens, device="cpu", pin_memory=pin), torch.empty_like(targets, device="cpu", pin_memory=pin)
+def host_buffers(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """CPU tensors like these to fill: they themselves on a CPU, pinned ones for a CUDA device."""
+    kind = next(iter(tensors.values())).device.type
+    if kind == "cpu":
+        return tensors
+    return {name: torch.empty_like(t, device="cpu", pin_memory=kind == "cuda") for name, t in tensors.items()}
 
 
 def proc_value(file: str, key: str) -> str:

@@ -15,6 +15,7 @@ SYNONYMS = {
     "micro_batch": "batch_size bs mini_batch_size device_batch_size per_device_train_batch_size",
     "tokens_per_step": "gradient_accumulation_steps grad_accum grad_accum_steps total_batch_size",
     "batch_schedule": "batch_size_schedule rampup_batch_size step_batch_size_schedule batch_size_warmup batch_warmup",
+    "packing": "pack sample_packing neat_packing padding_free",
     "steps": "epochs epoch num_epochs num_train_epochs max_iters iters iterations num_iterations max_steps train_steps",
     "sequence_length": "block_size context_length context context_size ctx seq_len seq_length n_ctx n_positions",
     "num_layers": "n_layer n_layers layers depth num_hidden_layers",

@@ -64,6 +64,8 @@ def test_cudnn_takes_the_heads_that_it_takes(monkeypatch: pytest.MonkeyPatch) ->
                 found = [sizes_on(GPUS[key], RunConfig(dropout=p)).attention_scratch_bytes(**heads) for p in (0.0, 0.1)]
                 took = found[0] != found[1]
                 assert took is attention_cudnn.runs(dtype, width), (key, width, dtype)
+                apart = sizes_on(GPUS[key], RunConfig()).attention_scratch_bytes(**heads, documents=True)
+                assert apart == cuda.attention_scratch_bytes(**heads, documents=True) == found[1]
 
 
 def test_cudnns_workspace_is_the_one_that_was_seen() -> None:

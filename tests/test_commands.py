@@ -98,7 +98,7 @@ def test_flags_beat_recipe_beats_preset(tmp_path: Path) -> None:
 
 def libraries_after(code: str) -> set[str]:
     """The heavy libraries that a Python of its own has loaded after `code`."""
-    heavy = {"torch", "numpy", "matplotlib", "pyarrow", "transformers", "tokenizers", "tiktoken"}
+    heavy = {"torch", "numpy", "matplotlib", "pyarrow", "transformers", "tokenizers", "tiktoken", "jinja2"}
     code = f"import sys\nfrom handgrad.cli import main\n{code}\nprint('\\nloaded', *({heavy} & set(sys.modules)))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
@@ -129,12 +129,16 @@ def test_shipped_recipes_are_valid(recipe: str, monkeypatch: pytest.MonkeyPatch)
     from handgrad.commands.arguments import Parser, add_run_arguments, run_config
     from handgrad.interop import sources
 
-    gpt2 = {"num_layers": 12, "num_heads": 12, "channels": 768, "sequence_length": 1024}
-    monkeypatch.setattr(sources, "read_sizes", {"gpt2": gpt2}.__getitem__)  # as they are on the Hub
+    known = {  # as they are on the Hub, and in the runs that the recipes name
+        "gpt2": {"num_layers": 12, "num_heads": 12, "channels": 768, "sequence_length": 1024},
+        "runs/smollm": {"architecture": "llama", "llama": "kv_heads=3,tied", "num_heads": 9, "channels": 576},
+        "runs/stories": {"num_layers": 4, "num_heads": 4, "channels": 128, "sequence_length": 256},
+    }
+    monkeypatch.setattr(sources, "read_sizes", known.__getitem__)
     parser = Parser("x")
     add_run_arguments(parser)
     config = run_config(parser.parse(["--config", recipe]))
-    assert config.channels == 768 or not config.init_from
+    assert not config.init_from or config.channels == known[config.init_from]["channels"]
 
 
 def test_recipes_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:

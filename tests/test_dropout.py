@@ -272,6 +272,15 @@ def test_header_and_plan_say_what_it_costs(config: RunConfig) -> None:
     assert dropout_lines(config, resolve(config, 257)) == []
 
 
+def test_attention_within_documents_is_refused() -> None:
+    model = make_model(ODD, 1, 19, dropout=P)
+    act, starts = model.act.blocks[0], torch.zeros(1, 19, dtype=torch.int32)
+    with pytest.raises(UsageError, match="--dropout 0 or --packing stream"):
+        model.ops.attention_forward(act.atty, act.lse, act.qkv, scratch=None, document_starts=starts)
+    with pytest.raises(UsageError, match="--dropout 0 or --packing stream"):
+        model.ops.attention_backward(act.qkv, act.atty, act.atty, act.lse, act.qkv, scratch=None, document_starts=starts)
+
+
 def test_nothing_is_left_out_unless_asked_for(config: RunConfig) -> None:
     state, _ = steps_of(config, 0)
     assert config.dropout == 0 and SAMPLES not in state.views

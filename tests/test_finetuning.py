@@ -203,7 +203,7 @@ def test_fewer_positions_are_the_first_ones(trained: Trained, tmp_path: Path) ->
         assert torch.equal(loaded_logits(out), loaded_logits(trained.run))
 
 
-@pytest.mark.parametrize("recipe", ["finetune_shakespeare", "finetune_jsonl"])
+@pytest.mark.parametrize("recipe", ["finetune_shakespeare", "finetune_jsonl", "finetune_chat", "finetune_chat_own"])
 def test_the_recipes_take_other_weights(recipe: str, trained: Trained, tmp_path: Path) -> None:
     """A few steps of each, on a model with fewer positions than GPT-2; the best is kept."""
     path, out = recipes.shipped()[recipe], tmp_path / "on"

@@ -1,6 +1,5 @@
 """Whole runs: the same bits twice, after a kill, after a signal; checkpoints that are complete or do not exist."""
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -8,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,7 +66,7 @@ def finished(config: RunConfig) -> RunConfig:
 
 
 def elsewhere(config: RunConfig, name: str, **settings: object) -> RunConfig:
-    return dataclasses.replace(config, out=str(Path(config.out).with_name(name)), **settings)
+    return replace(config, out=str(Path(config.out).with_name(name)), **settings)
 
 
 def interrupt_at(patch: pytest.MonkeyPatch, step: int) -> None:
@@ -122,7 +122,7 @@ def launch_ahead(patch: pytest.MonkeyPatch) -> None:
 
     def pauses_after(run: loop.Run, step: int) -> bool:
         here = run.design
-        run.design = dataclasses.replace(here, device=torch.device("cuda"))
+        run.design = replace(here, device=torch.device("cuda"))
         try:
             return original(run, step)
         finally:
@@ -200,7 +200,7 @@ def test_resume_of_a_resume(finished: RunConfig, precision: str, monkeypatch: py
 
 
 def test_a_resumed_run_without_master_weights(config: RunConfig) -> None:
-    config = dataclasses.replace(config, precision="bf16", master_weights=False)
+    config = replace(config, precision="bf16", master_weights=False)
     train(config)
     expected = tensors(config.out, 12)
     shutil.rmtree(Path(config.out) / "checkpoints" / "step_00000012")
@@ -219,17 +219,17 @@ def test_a_finished_run_stays_as_it_is(finished: RunConfig) -> None:
 @pytest.mark.fault(20)
 def test_another_configuration_is_refused_and_named(finished: RunConfig) -> None:
     with pytest.raises(ConfigError, match=r"learning_rate: 0\.003 -> 0\.1") as raised:
-        train(dataclasses.replace(finished, learning_rate=0.1))
+        train(replace(finished, learning_rate=0.1))
     assert raised.value.exit_code == 78
-    train(dataclasses.replace(finished, steps=14), allow_changes=True)
+    train(replace(finished, steps=14), allow_changes=True)
     assert any("steps: 12 -> 14" in r["text"] for r in records(finished.out, ("event",)))
     # What does not touch the numbers may change freely.
-    train(dataclasses.replace(finished, steps=14, log_every=1, save_every=5))
+    train(replace(finished, steps=14, log_every=1, save_every=5))
 
 
 def test_a_checkpoint_of_an_older_version_goes_on(finished: RunConfig) -> None:
     """One that knew neither backends nor loss scales: its settings are the defaults of today's."""
-    config = dataclasses.replace(finished, steps=14)
+    config = replace(finished, steps=14)
     for manifest in (Path(finished.out) / "checkpoints").glob("*/manifest.json"):
         content = json.loads(manifest.read_text())
         for name in ("backend", "master_weights", "gpu_every"):
@@ -252,12 +252,12 @@ def test_other_data_is_refused(finished: RunConfig, shards: Path, tmp_path: Path
         (other / name).write_bytes(header(len(tokens) // 2) + tokens)
     shutil.rmtree(Path(finished.out) / "samples")
     with pytest.raises(ConfigError, match="trained with another tokenizer"):
-        train(dataclasses.replace(finished, data=str(other)), allow_changes=False)
+        train(replace(finished, data=str(other)), allow_changes=False)
 
 
 @pytest.mark.fault(12)
 def test_two_trainers_in_one_folder(finished: RunConfig) -> None:
-    held = RunFolder(dataclasses.replace(finished, lanes=1, precision="fp32"), Ranks(), allow_changes=False)
+    held = RunFolder(replace(finished, lanes=1, precision="fp32", packing="stream"), Ranks(), allow_changes=False)
     try:
         with pytest.raises(ConfigError, match="another process is training"):
             train(finished)
@@ -281,7 +281,7 @@ def test_a_run_whose_last_step_is_not_finite_does_not_end_well(config: RunConfig
     def poisoned(training, step):
         result = original(training, step)
         last = step == training.design.schedule.steps - 1
-        return dataclasses.replace(result, norm=float("inf"), skipped="norm is inf") if last else result
+        return replace(result, norm=float("inf"), skipped="norm is inf") if last else result
 
     monkeypatch.setattr(TrainStep, "result", poisoned)
     with pytest.raises(NumericsError, match="newest checkpoint is of step 8"):
@@ -295,9 +295,9 @@ def test_skips_are_counted_in_a_row_and_across_a_resume(config: RunConfig, monke
 
     def skipping(training, step):
         result = original(training, step)
-        return dataclasses.replace(result, skipped="said so") if step not in (2, 3) else result
+        return replace(result, skipped="said so") if step not in (2, 3) else result
 
-    config = dataclasses.replace(config, max_skips=3, save_every=1)
+    config = replace(config, max_skips=3, save_every=1)
 
     def stopping(training, step):
         if step == 6:
@@ -315,7 +315,7 @@ def test_skips_are_counted_in_a_row_and_across_a_resume(config: RunConfig, monke
 def test_a_model_that_diverged_does_not_write(config: RunConfig) -> None:
     """A learning rate of 1e30 without NaN in the losses yet: the sample finds the infinite weights."""
     with pytest.raises(NumericsError):
-        train(dataclasses.replace(config, learning_rate=1e30, warmup_steps=0, steps=3))
+        train(replace(config, learning_rate=1e30, warmup_steps=0, steps=3))
 
 
 def test_a_changed_library_is_said(finished: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,7 +328,7 @@ def test_a_changed_library_is_said(finished: RunConfig, monkeypatch: pytest.Monk
 def test_a_deleted_config_does_not_hide_a_change(finished: RunConfig) -> None:
     (Path(finished.out) / "config.toml").unlink()
     with pytest.raises(ConfigError, match="seed"):
-        train(dataclasses.replace(finished, seed=5))
+        train(replace(finished, seed=5))
     assert not (Path(finished.out) / "config.toml").exists(), "a refused command writes nothing"
 
 
@@ -346,18 +346,18 @@ def test_overflows_of_fp16_are_no_skips_until_the_scale_cannot_fall(
     def overflowing(training, step):
         result = original(training, step)
         scale = 2.0 if step < 5 else 1.0
-        return dataclasses.replace(result, norm=float("inf"), skipped="gradient norm is inf", loss_scale=scale)
+        return replace(result, norm=float("inf"), skipped="gradient norm is inf", loss_scale=scale)
 
     monkeypatch.setattr(TrainStep, "result", overflowing)
     with pytest.raises(NumericsError, match="2 updates in a row were skipped, the last at step 7"):
-        train(dataclasses.replace(config, max_skips=2))
+        train(replace(config, max_skips=2))
     told = [r["text"] for r in records(config.out, ("event",))]
     assert sum("overflowed at loss scale 2" in text for text in told) == 5
 
 
 def test_the_loss_scale_belongs_to_fp16(config: RunConfig) -> None:
     """A run resumed in another precision starts with that precision's own scale."""
-    train(dataclasses.replace(config, steps=2, save_every=2))
+    train(replace(config, steps=2, save_every=2))
     run = loop.Run.restore
     found = []
 
@@ -365,7 +365,7 @@ def test_the_loss_scale_belongs_to_fp16(config: RunConfig) -> None:
         run(self, resumed)
         found.append(self.training.state.loss_scale[1].item())
 
-    changed = dataclasses.replace(config, steps=3, precision="fp16")
+    changed = replace(config, steps=3, precision="fp16")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop.Run, "restore", watching)
         train(changed, allow_changes=True)
@@ -391,7 +391,7 @@ def test_non_finite_losses_are_skipped_then_end_the_run(config: RunConfig, monke
 
     monkeypatch.setattr(TrainStep, "begin", poisoned)
     with pytest.raises(NumericsError, match="3 updates in a row") as raised:
-        train(dataclasses.replace(config, max_skips=3, save_every=2))
+        train(replace(config, max_skips=3, save_every=2))
     assert raised.value.exit_code == 76
     events = [r["text"] for r in records(config.out, ("event",)) if "no update" in r["text"]]
     assert len(events) == 3 and "loss is nan" in events[0] and "non-finite gradients at wte" in events[0]

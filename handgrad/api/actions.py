@@ -2,15 +2,18 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 from handgrad import checkpoint
 from handgrad.api.model import Model, load
+from handgrad.config import STREAM
 from handgrad.data import prepare as preparing
 from handgrad.data.shards import Dataset
 from handgrad.errors import UsageError
 from handgrad.evaluation.loss import HeldOut, held_out_loss, open_held_out
 from handgrad.interop.export import EXPORT_DTYPES, Exported, export_llmc, export_model
 from handgrad.names import check_choice
+from handgrad.run.packing import evaluated_packing
 
 
 def prepare(
@@ -19,6 +22,7 @@ def prepare(
     *,
     tokenizer: str = "auto",
     text_field: str = "text",
+    chat: bool = False,
     validation_fraction: float | None = None,
     shard_tokens: int = 100_000_000,
     documents: int = 0,
@@ -38,6 +42,7 @@ def prepare(
         Path(out),
         tokenizer=os.fspath(tokenizer),
         text_field=text_field,
+        chat=chat,
         shard_tokens=shard_tokens,
         validation_fraction=validation_fraction,
         workers=workers,
@@ -73,9 +78,10 @@ def evaluate(
     if not folder:
         raise UsageError("the model knows no data; give data=DIR, prepared with the model's tokenizer")
     dataset = open_held_out(folder, model.tokenizer)
-    act = model.forward_buffers(micro_batch, model.shape.sequence_length)
     stride = model.eval_stride if eval_stride is None else eval_stride
-    tokens = {"eval_tokens": eval_tokens, "eval_stride": stride}
+    packing = evaluated_packing(model.packing, dataset, other_data=bool(data))
+    act = model.forward_buffers(micro_batch, model.shape.sequence_length, packed=packing != STREAM)
+    tokens: dict[str, Any] = {"eval_tokens": eval_tokens, "eval_stride": stride, "packing": packing}
     return held_out_loss(model.shape, model.ops, model.weights, act, dataset, **tokens)
 
 

@@ -77,9 +77,9 @@ class Model:
         self.flat, self.weights = loaded.views["parameters"], loaded.weights
         self.origin = source.origin  # the source of the weights
         self.data = source.config.data  # the shards they were trained on, if known
-        self.eval_stride = source.config.eval_stride  # of its run's validations
+        self.eval_stride, self.packing = source.config.eval_stride, source.config.packing  # of its run's validations
         self._activation_memory, self._decoding_memory = GrowingMemory(device), GrowingMemory(device)
-        self._forward: tuple[tuple[int, int], Any] | None = None  # ((rows, tokens), their buffers)
+        self._forward: tuple[tuple[int, int, bool], Any] | None = None  # ((rows, tokens, packed), their buffers)
         self._decoder: tuple[int, Decoder] | None = None  # (texts, their decoder)
         self._writer: object = None  # the call that owns the decoder's memory
 
@@ -183,17 +183,19 @@ class Model:
             raise UsageError("expected tokens, found none; give a text, ids, or rows of them")
         return rows
 
-    def forward_buffers(self, batch: int, length: int) -> Any:
+    def forward_buffers(self, batch: int, length: int, *, packed: bool = False) -> Any:
         """The buffers of a forward pass over `batch` rows of `length` tokens, reused while these sizes stay.
+        `packed`: a row holds several documents.
 
         Padding of shorter rows belongs on the right, where causal attention hides it.
         """
         devices.use_precision(self.device, self.precision)  # torch keeps it for the process; another model may differ
-        if self._forward is None or self._forward[0] != (batch, length):
+        sizes = batch, length, packed
+        if self._forward is None or self._forward[0] != sizes:
             self._forward = None  # or it would keep its memory
-            table = forward_buffers(self.shape, batch, length, self.dtype, self.ops)
+            table = forward_buffers(self.shape, batch, length, self.dtype, self.ops, packed=packed)
             act = named_activations(self.shape, self._activation_memory.lay(table, f"{batch} x {length} tokens"))
-            self._forward = (batch, length), act
+            self._forward = sizes, act
         return self._forward[1]
 
     # Text.

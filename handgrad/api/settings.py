@@ -31,6 +31,7 @@ class Settings(TypedDict, total=False):
     batch_schedule: str
     micro_batch: int
     lanes: int
+    packing: str
     overfit_one_batch: bool
     learning_rate: float
     optimizer: str

@@ -13,11 +13,12 @@ from torch import Tensor
 from handgrad import devices
 from handgrad.arena import Buffer, Plan, make_plan
 from handgrad.backend import choose_backend
+from handgrad.config import STREAM
 from handgrad.data.shards import Dataset
 from handgrad.errors import NumericsError, UsageError
 from handgrad.evaluation.likelihoods import Request, Workload
 from handgrad.evaluation.load import LoadedModel, Weights, load_model
-from handgrad.evaluation.loss import held_out_loss, open_held_out
+from handgrad.evaluation.loss import floor_of, held_out_loss, open_held_out
 from handgrad.evaluation.records import AFTERWARDS, append_to_run, check_writable, task_record, write_rows
 from handgrad.evaluation.scoring import TaskResult, make_requests, results_of
 from handgrad.evaluation.tasks import TaskData, load_tasks, parse_tasks
@@ -27,6 +28,7 @@ from handgrad.models.rows import KIND
 from handgrad.parallel.launchers import find_rank_info
 from handgrad.parallel.ranks import Ranks
 from handgrad.parallel.rendezvous import Timeouts, joined
+from handgrad.run.packing import evaluated_packing
 from handgrad.run.start import opened_in_turn
 
 MEMORY = "evaluation.memory"  # of the loss, then of the tasks
@@ -60,7 +62,8 @@ def evaluate(parsed: Namespace, device: torch.device, ranks: Ranks) -> list[str]
     work = None
     if dataset is not None:
         chunk = source.config.head_chunk_tokens
-        rows = forward_buffers(shape, parsed.micro_batch, shape.sequence_length, dtype, ops, chunk=chunk)
+        packed = packing_of(parsed, source, dataset) != STREAM
+        rows = forward_buffers(shape, parsed.micro_batch, shape.sequence_length, dtype, ops, chunk=chunk, packed=packed)
         plans["loss"] = make_plan(rows)
     if tasks:
         positions = parsed.micro_batch * shape.sequence_length
@@ -101,11 +104,17 @@ def validation_data(parsed: Namespace, source: Weights) -> Dataset:
     return open_held_out(folder, source.tokenizer)
 
 
+def packing_of(parsed: Namespace, source: Weights, dataset: Dataset) -> str:
+    """The packing of the documents in a window."""
+    return evaluated_packing(source.config.packing, dataset, other_data=bool(parsed.data))
+
+
 def loss_lines(
     parsed: Namespace, source: Weights, model: LoadedModel, dataset: Dataset, views: dict[str, Tensor], ranks: Ranks
 ) -> list[str]:
     """The validation loss in nats, as perplexity and in bits per byte."""
     stride = source.config.eval_stride if parsed.eval_stride is None else parsed.eval_stride
+    packing = packing_of(parsed, source, dataset)
     found = held_out_loss(
         model.shape,
         model.ops,
@@ -114,6 +123,7 @@ def loss_lines(
         dataset,
         eval_tokens=parsed.eval_tokens,
         eval_stride=stride,
+        packing=packing,
         ranks=ranks,
     )
     apart = f", windows of {model.shape.sequence_length} every {stride}" if stride else ""
@@ -124,7 +134,7 @@ def loss_lines(
     ]
     if found.bits_per_byte is not None:
         lines.append(f"bits per byte     {found.bits_per_byte:.4f}")
-    if floor := dataset.floor("validation"):
+    if floor := floor_of(dataset, packing):
         lines.append(f"source's entropy  {floor:.4f} nats per token; the loss is {found.loss / floor - 1:+.1%}")
     return lines
 

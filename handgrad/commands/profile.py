@@ -1,13 +1,14 @@
 """handgrad profile: time per kernel of a run's steps, beside the limits of this machine."""
 
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 from handgrad import devices
 from handgrad.config import GPT2_VOCABULARY, RunConfig
-from handgrad.data.batches import Batches
 from handgrad.data.shards import open_dataset
 from handgrad.errors import UsageError
+from handgrad.run.packing import settled_packing, training_batches
 from handgrad.tools import nsight
 from handgrad.tools.profile import MadeUpTokens, one_micro_step, profile_run
 from handgrad.training.feed import Source
@@ -30,7 +31,7 @@ def run(parsed: Namespace) -> int:
         lines = nsight.run_ncu([*(a for a in parsed.arguments if a != "--ncu"), "--inside-ncu"])
         print("\n".join(lines))
         return 0
-    source, vocab_size, words = tokens_of(config, parsed.vocab_size, wanted=parsed.data is not None)
+    config, source, vocab_size, words = tokens_of(config, parsed.vocab_size, wanted=parsed.data is not None)
     if parsed.inside_ncu:
         one_micro_step(config, vocab_size, source)
         return 0
@@ -39,12 +40,13 @@ def run(parsed: Namespace) -> int:
     return 0
 
 
-def tokens_of(config: RunConfig, vocab_size: int | None, *, wanted: bool) -> tuple[Source, int, str]:
-    """(samples, size of their vocabulary, description): of the data folder if it is `wanted` or named by a recipe and
-    exists, and no vocabulary is given; else synthetic ones."""
+def tokens_of(config: RunConfig, vocab_size: int | None, *, wanted: bool) -> tuple[RunConfig, Source, int, str]:
+    """(`config` with the packing of the samples, samples, size of their vocabulary, description): of the data folder if it
+    is `wanted` or named by a recipe and exists, and no vocabulary is given; else synthetic ones."""
     if vocab_size is None and (wanted or (config.data != RunConfig.data and Path(config.data).exists())):
         dataset = open_dataset(config.data)
-        batches = Batches(dataset.splits["train"], config.sequence_length, config.seed)
-        return batches, dataset.tokenizer.vocab_size, f"of {config.data}, a vocabulary of {dataset.tokenizer.vocab_size}"
+        config = replace(config, packing=settled_packing(config.packing, dataset))
+        size = dataset.tokenizer.vocab_size
+        return config, training_batches(config, dataset), size, f"of {config.data}, a vocabulary of {size}"
     words = vocab_size or GPT2_VOCABULARY
-    return MadeUpTokens(words, config.seed), words, f"synthetic: word k of {words} at a rate of about 1 / k"
+    return config, MadeUpTokens(words, config.seed), words, f"synthetic: word k of {words} at a rate of about 1 / k"

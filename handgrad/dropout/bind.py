@@ -14,6 +14,7 @@ from torch import Tensor
 
 from handgrad.arena import Buffer
 from handgrad.dropout.masks import Dropout
+from handgrad.errors import UsageError
 from handgrad.models.rows import KIND
 
 SAMPLES = "dropout_samples"  # the buffer of the numbers of a micro-batch's samples
@@ -34,6 +35,12 @@ def sizing(ops: ModuleType) -> Any:
     """The sizes of scratch that a run with dropout needs: its attention has kernels of its own."""
     own = dropout_operations(ops).attention_scratch_bytes
     return SimpleNamespace(scratch_bytes=ops.scratch_bytes, attention_scratch_bytes=own)
+
+
+def refuse_documents(document_starts: Tensor | None) -> None:
+    """Raises `UsageError` where attention must stay within documents: its kernels with dropout have no such mask."""
+    if document_starts is not None:
+        raise UsageError("dropout needs rows without document boundaries: --dropout 0 or --packing stream")
 
 
 class WithDropout(ModuleType):
@@ -74,12 +81,24 @@ class WithDropout(ModuleType):
         self.dropout_ops.dropout_backward(dout_inout, dout_inout, self.embedding)
         self.ops.embedding_backward(dwte_acc, dwpe_acc, dout_inout, *tokens, scratch=scratch)
 
-    def attention_forward(self, out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor) -> None:
+    def attention_forward(
+        self, out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor, document_starts: Tensor | None = None
+    ) -> None:
+        refuse_documents(document_starts)
         self.dropout_ops.attention_forward(out, lse, qkv, self.sites[lse])
 
     def attention_backward(
-        self, dqkv: Tensor, dout: Tensor, out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor
+        self,
+        dqkv: Tensor,
+        dout: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        qkv: Tensor,
+        *,
+        scratch: Tensor,
+        document_starts: Tensor | None = None,
     ) -> None:
+        refuse_documents(document_starts)
         self.dropout_ops.attention_backward(dqkv, dout, out, lse, qkv, self.sites[lse], scratch=scratch)
 
     def linear_residual_forward(

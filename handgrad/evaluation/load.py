@@ -11,7 +11,7 @@ from torch import Tensor
 from handgrad import devices
 from handgrad.arena import Buffer, make_plan
 from handgrad.checkpoint import WEIGHTS_FILE, Checkpoint
-from handgrad.config import FIELDS, ModelShape, RunConfig, check, convert
+from handgrad.config import FIELDS, STREAM, ModelShape, RunConfig, check, convert
 from handgrad.data.tokenizer import Tokenizer, read_tokenizer
 from handgrad.errors import DataError, UsageError
 from handgrad.models import named_weights, parameter_table
@@ -62,7 +62,7 @@ def imported_config(shape: ModelShape, where: str = "") -> RunConfig:
     """The configuration for imported weights: the model's sizes, nothing of training. Raises `DataError` if they do not
     hold."""
     sizes = {name: getattr(shape, name) for name in SHAPE}
-    step = {"steps": 1, "tokens_per_step": shape.sequence_length, "micro_batch": 1, "lanes": 1}
+    step = {"steps": 1, "tokens_per_step": shape.sequence_length, "micro_batch": 1, "lanes": 1, "packing": STREAM}
     try:
         return check(RunConfig(data="", out="", **sizes, **step))
     except UsageError as error:

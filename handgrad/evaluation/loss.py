@@ -8,13 +8,14 @@ from typing import Any
 import torch
 
 from handgrad import devices
-from handgrad.config import ModelShape, check_stride
+from handgrad.config import STREAM, ModelShape, check_stride
 from handgrad.data.batches import Batches
 from handgrad.data.shards import Dataset, open_dataset
 from handgrad.data.tokenizer import Tokenizer
 from handgrad.errors import DataError
 from handgrad.models import architecture
 from handgrad.parallel.ranks import Ranks
+from handgrad.training.feed import READ, copy_all, fill_inputs, inputs_of
 
 
 def mean_loss(
@@ -33,16 +34,16 @@ def mean_loss(
     round-robin; each adds all their sums in the order of the samples, as a single rank does.
     """
     ranks = Ranks() if ranks is None else ranks
-    model, (tokens, targets) = architecture(shape), devices.host_buffers(act.tokens, act.targets)
+    model, inputs = architecture(shape), inputs_of(act, READ)
+    host = devices.host_buffers(inputs)
     samples = min(samples, batches.samples_per_epoch)
     batch = act.tokens.shape[0]
     starts = range(0, samples, batch)
     sums = [0.0] * -(-len(starts) // ranks.size)
     for index, first in enumerate(starts[ranks.rank :: ranks.size]):
-        batches.fill(tokens, targets, first)
-        if tokens is not act.tokens:
-            act.tokens.copy_(tokens)
-            act.targets.copy_(targets)
+        fill_inputs(batches, host, first)
+        if host is not inputs:
+            copy_all(inputs, host)
         ranks.set_status(f"evaluation, sample {first}")
         model.loss(ops, weights, act, shape)
         counted = min(batch, samples - first)
@@ -62,15 +63,27 @@ def perplexity(loss: float) -> float:
     return math.exp(min(loss, 700.0))
 
 
-def bits_per_byte(loss: float, dataset: Dataset) -> float | None:
-    """The validation split's loss in nats per token as bits per byte of its text; None if its size is unknown."""
-    text_bytes = dataset.manifest["splits"]["validation"]["text_bytes"] if dataset.manifest else 0
+def bits_per_byte(loss: float, dataset: Dataset, packing: str = STREAM) -> float | None:
+    """The validation split's loss in nats per token as bits per byte of its text; None if its size is unknown, or the loss
+    is not of all tokens."""
+    manifest = dataset.manifest if scores_all(dataset, packing) else None
+    text_bytes = manifest["splits"]["validation"]["text_bytes"] if manifest else 0
     return loss / math.log(2) * dataset.tokens("validation") / text_bytes if text_bytes else None
 
 
-def floor_note(loss: float, dataset: Dataset) -> str:
+def scores_all(dataset: Dataset, packing: str) -> bool:
+    """True if a validation scores all tokens."""
+    return packing == STREAM and not dataset.is_chat
+
+
+def floor_of(dataset: Dataset, packing: str = STREAM) -> float | None:
+    """The source's entropy in nats per token, if that is known of the tokens that are scored."""
+    return dataset.floor("validation") if scores_all(dataset, packing) else None
+
+
+def floor_note(loss: float, dataset: Dataset, packing: str = STREAM) -> str:
     """The excess of a validation loss over the source's entropy, if that is known."""
-    floor = dataset.floor("validation")
+    floor = floor_of(dataset, packing)
     return f" ({loss / floor - 1:+.1%} above the source's entropy of {floor:.4f})" if floor else ""
 
 
@@ -80,8 +93,8 @@ class HeldOut:
 
     loss: float  # nats per token
     perplexity: float
-    bits_per_byte: float | None  # of text; None if the number of its bytes is unknown
-    tokens: int  # predicted
+    bits_per_byte: float | None  # of text; None if the number of its bytes is unknown, or a part of it is scored
+    tokens: int  # scored
 
 
 def open_held_out(folder: str, tokenizer: Tokenizer) -> Dataset:
@@ -106,13 +119,15 @@ def held_out_loss(
     *,
     eval_tokens: int = 0,
     eval_stride: int = 0,
+    packing: str = STREAM,
     ranks: Ranks | None = None,
 ) -> HeldOut:
     """The loss on the first `eval_tokens` tokens (0: all) of the validation split, in whole windows `eval_stride` tokens
-    apart (0: a context), `act`'s micro-batch at a time. Raises `UsageError` for a stride above the context."""
+    apart (0: a context), `act`'s micro-batch at a time. `packing`: of documents, for which `act` has the inputs. Raises
+    `UsageError` for a stride above the context."""
     length = act.tokens.shape[1]
     check_stride(eval_stride, length)
-    batches = Batches(dataset.splits["validation"], length, 0, shuffle=False, stride=eval_stride)
+    batches = Batches(dataset.splits["validation"], length, 0, shuffle=False, stride=eval_stride, packing=packing)
     samples = batches.samples_of(eval_tokens) if eval_tokens else batches.samples_per_epoch
     loss = mean_loss(shape, ops, weights, act, batches, samples=samples, ranks=ranks)
-    return HeldOut(loss, perplexity(loss), bits_per_byte(loss, dataset), batches.scored_tokens(samples))
+    return HeldOut(loss, perplexity(loss), bits_per_byte(loss, dataset, packing), batches.scored_tokens(samples))

@@ -5,6 +5,7 @@ passes    a pass as a list of stages
 gpt2      GPT-2
 modern    the network of docs/modern.md
 llama     Llama, Qwen2, Qwen3 and their relatives
+documents rows that hold several documents
 decoding  the buffers of generation
 freezing  parameters that a run leaves as they are
 
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from handgrad.arena import Buffer
 from handgrad.config import ModelShape
+from handgrad.models.documents import document_buffers
 from handgrad.models.rows import ParameterRow, Table, laid_out, named
 
 HEAD_CHUNK_BYTES = 512 << 20  # the default chunk's logits take at most this much
@@ -43,12 +45,22 @@ def named_weights(shape: ModelShape, flat: Tensor, table: Table) -> Any:
 
 
 def forward_buffers(
-    shape: ModelShape, batch: int, length: int, dtype: torch.dtype, ops: ModuleType, *, chunk: int = 0
+    shape: ModelShape,
+    batch: int,
+    length: int,
+    dtype: torch.dtype,
+    ops: ModuleType,
+    *,
+    chunk: int = 0,
+    packed: bool = False,
 ) -> list[Buffer]:
-    """The activations of a forward pass over `batch` samples of `length` tokens; `chunk`: as in `head_chunk_tokens`."""
+    """The activations of a forward pass over `batch` samples of `length` tokens; `chunk`: as in `head_chunk_tokens`.
+    `packed`: a sample holds several documents, which do not see each other."""
     chunk = head_chunk_tokens(chunk, batch * length, shape.padded_vocab_size, dtype)
-    rows = architecture(shape).activations(shape, batch, length, dtype, ops, chunk=chunk, training=False)
-    return [row.buffer(recompute=0) for row in rows]
+    model = architecture(shape)
+    rows = model.activations(shape, batch, length, dtype, ops, chunk=chunk, training=False)
+    documents = document_buffers(model, batch, length) if packed else []
+    return [*(row.buffer(recompute=0) for row in rows), *documents]
 
 
 def named_activations(shape: ModelShape, views: Mapping[str, Any]) -> Any:

@@ -34,6 +34,7 @@ from handgrad.models.rows import (
     backward_of,
     count_parameters,
     dtypes_of,
+    given,
     kept,
     parameter,
     parameter_rows,
@@ -120,6 +121,9 @@ class Activations:
     tokens: Tensor = activation("B T", torch.int64)
     targets: Tensor = activation("B T", torch.int64)
     sorted_positions: Tensor = activation("N", torch.int32)  # 0..N-1 ordered by token, for the embedding's backward
+    document_starts: Tensor | None = given()  # where a row holds several documents
+    positions: Tensor | None = given()  # then: of each token in its document
+    sorted_by_position: Tensor | None = given()
     losses: Tensor = activation("N", "statistics")
     scratch: Tensor = activation("scratch", torch.uint8)
     embedded: Tensor = activation("N C", lives=lambda clock: ((0, clock.mirrored(clock.tick(ATTENTION))),))
@@ -183,13 +187,22 @@ def activations(
 def forward(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) -> list[Stage]:
     """act.tokens (B, T) -> act.lnf (N, C), the normalised stream after the last block."""
     x, s = act.embedded, act.scratch
-    stages = [Stage("embedding", partial(ops.embedding_forward, x, act.tokens, w.wte, w.wpe))]
+    stages = [Stage("embedding", partial(embedding_forward, ops, w, act))]
     for layer, (weights, block) in enumerate(zip(w.blocks, act.blocks, strict=True)):
-        attend = partial(ops.attention_forward, block.atty, block.lse, block.qkv, scratch=s)
+        attention = block.atty, block.lse, block.qkv
+        attend = partial(ops.attention_forward, *attention, scratch=s, document_starts=act.document_starts)
         stages.append(Stage(f"blocks.{layer}", partial(block_forward, ops, weights, block, x, attend, s)))
         x = block.residual_out
     last_norm = partial(ops.layernorm_forward, act.lnf, act.lnf_mean, act.lnf_rstd, x, w.lnf_weight, w.lnf_bias)
     return [*stages, Stage("lnf", last_norm)]
+
+
+def embedding_forward(ops: ModuleType, w: Weights, act: Activations) -> None:
+    """x = wte[token] + wpe[position], positions counted in the row, or in each of its documents."""
+    if act.positions is None:
+        ops.embedding_forward(act.embedded, act.tokens, w.wte, w.wpe)
+    else:
+        ops.decode.embedding_decode(act.embedded, act.tokens.view(-1), act.positions.view(-1), w.wte, w.wpe)
 
 
 def block_forward(
@@ -232,7 +245,7 @@ def backward(
     recompute: int,
 ) -> list[Stage]:
     """After `forward`: act.losses (N), and `g` += scale (1) * the gradient of their sum."""
-    s, layers = act.scratch, len(w.blocks)
+    layers = len(w.blocks)
     stream = [act.embedded, *(block.residual_out for block in act.blocks)]  # into each block, and out of the last
     # The gradient of `stream`, and the bias gradient of the GEMM that wrote it: the embedding has none.
     above = [
@@ -243,10 +256,9 @@ def backward(
     stages = [Stage("lnf", head, done=True)]
     for layer in reversed(range(layers)):
         block = w.blocks[layer], g.blocks[layer], act.blocks[layer], d.blocks[layer]
-        run = partial(block_backward, ops, *block, d, stream[layer], *above[layer], s, recompute)
+        run = partial(block_backward, ops, *block, d, stream[layer], *above[layer], act, recompute)
         stages.append(Stage(f"blocks.{layer}", run, done=True))
-    embedding = partial(ops.embedding_backward, g.wte, g.wpe, d.dresidual, act.tokens, act.sorted_positions, scratch=s)
-    return [*stages, Stage("embedding", embedding, done=True)]
+    return [*stages, Stage("embedding", partial(embedding_backward, ops, g, act, d), done=True)]
 
 
 def head_backward(
@@ -282,7 +294,7 @@ def block_backward(
     x: Tensor,
     dx: Tensor,
     dbias_below: Tensor | None,
-    s: Tensor,
+    whole: Activations,
     recompute: int,
 ) -> None:
     """d.dresidual_out -> dx, one buffer changed in place; adds the weights' gradients to `g`.
@@ -291,7 +303,7 @@ def block_backward(
     backward above it has that gradient at hand and adds the sums: those of this block's `fcproj_bias` came with the call
     before, and `dbias_below` (None in the lowest block) belongs to the block below.
     """
-    ln1, ln2 = (act.ln1_mean, act.ln1_rstd), (act.ln2_mean, act.ln2_rstd)
+    s, ln1, ln2 = whole.scratch, (act.ln1_mean, act.ln1_rstd), (act.ln2_mean, act.ln2_rstd)
     if recompute >= 2:
         ops.layernorm_forward(act.ln2, *ln2, act.residual_mid, w.ln2_weight, w.ln2_bias)
     if recompute >= 1:
@@ -304,10 +316,21 @@ def block_backward(
     if recompute >= 2:
         ops.layernorm_forward(act.ln1, *ln1, x, w.ln1_weight, w.ln1_bias)
     ops.linear_backward(shared.datty, g.proj_weight, None, d.dresidual_mid, act.atty, w.proj_weight, scratch=s)
-    ops.attention_backward(d.dqkv, shared.datty, act.atty, act.lse, act.qkv, scratch=shared.attention_scratch)
+    attention, starts = (d.dqkv, shared.datty, act.atty, act.lse, act.qkv), whole.document_starts
+    ops.attention_backward(*attention, scratch=shared.attention_scratch, document_starts=starts)
     ops.linear_backward(shared.dln, g.qkv_weight, g.qkv_bias, d.dqkv, act.ln1, w.qkv_weight, scratch=s)
     norm = shared.dln, x, *ln1, w.ln1_weight
     ops.layernorm_backward(dx, g.ln1_weight, g.ln1_bias, *norm, dbias_below, scratch=s)
+
+
+def embedding_backward(ops: ModuleType, g: Weights, act: Activations, d: Gradients) -> None:
+    """d.dresidual, the gradient of the first block's input, -> g.wte, g.wpe."""
+    words = d.dresidual, act.tokens, act.sorted_positions
+    if act.positions is None:
+        ops.embedding_backward(g.wte, g.wpe, *words, scratch=act.scratch)
+    else:
+        ops.token_embedding_backward(g.wte, *words, scratch=act.scratch)
+        ops.token_embedding_backward(g.wpe, d.dresidual, act.positions, act.sorted_by_position, scratch=act.scratch)
 
 
 # Generation.

@@ -64,7 +64,8 @@ def forward(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) ->
     stages = [Stage("embedding", partial(ops.token_embedding_forward, x, act.tokens, w.wte))]
     for layer, (weights, block) in enumerate(zip(w.blocks, act.blocks, strict=True)):
         turned = turn(ops, weights, block, shape, length=block.lse.shape[2])
-        attend = partial(ops.attention_forward, block.atty, block.lse, block.qkv, scratch=s)
+        attention = block.atty, block.lse, block.qkv
+        attend = partial(ops.attention_forward, *attention, scratch=s, document_starts=act.document_starts)
         run = partial(block_forward, ops, weights, block, x, turned, attend, s, epsilon)
         stages.append(Stage(f"blocks.{layer}", run))
         x = block.residual_out
@@ -133,7 +134,7 @@ def backward(
     below = [d.dresidual, *(block.dresidual_out for block in d.blocks)]  # the gradient of `stream`
     for layer in reversed(range(len(w.blocks))):
         block = w.blocks[layer], g.blocks[layer], act.blocks[layer], d.blocks[layer]
-        run = partial(block_backward, ops, *block, d, stream[layer], below[layer], act.scratch, shape, recompute)
+        run = partial(block_backward, ops, *block, d, stream[layer], below[layer], act, shape, recompute)
         stages.append(Stage(f"blocks.{layer}", run, done=True))
     embedding = partial(
         ops.token_embedding_backward, g.wte, d.dresidual, act.tokens, act.sorted_positions, scratch=act.scratch
@@ -163,12 +164,12 @@ def block_backward(
     shared: Gradients,
     x: Tensor,
     dx: Tensor,
-    s: Tensor,
+    whole: Activations,
     shape: ModelShape,
     recompute: int,
 ) -> None:
     """d.dresidual_out -> dx, one buffer changed in place; adds the weights' gradients to `g`."""
-    epsilon, length = shape.family.norm_epsilon, act.lse.shape[2]
+    s, epsilon, length = whole.scratch, shape.family.norm_epsilon, act.lse.shape[2]
     if recompute >= 2:
         ops.gained_rmsnorm_forward(act.norm2, act.norm2_rstd, act.residual_mid, w.norm2_gain, epsilon=epsilon)
     if recompute >= 1:
@@ -183,7 +184,8 @@ def block_backward(
         if act.heads is not None:
             turn(ops, w, act, shape, length=length)()
     ops.linear_backward(shared.datty, g.proj_weight, None, d.dresidual_mid, act.atty, w.proj_weight, scratch=s)
-    ops.attention_backward(d.dqkv, shared.datty, act.atty, act.lse, act.qkv, scratch=shared.attention_scratch)
+    attention, starts = (d.dqkv, shared.datty, act.atty, act.lse, act.qkv), whole.document_starts
+    ops.attention_backward(*attention, scratch=shared.attention_scratch, document_starts=starts)
     turn_back(ops, w, g, act, d.dqkv, s, shape)
     ops.linear_backward(shared.dnorm, g.qkv_weight, g.qkv_bias, d.dqkv, act.norm1, w.qkv_weight, scratch=s)
     ops.gained_rmsnorm_backward(dx, g.norm1_gain, shared.dnorm, x, act.norm1_rstd, w.norm1_gain, scratch=s)

@@ -24,6 +24,7 @@ from handgrad.models.rows import (
     backward_of,
     count_parameters,
     dtypes_of,
+    given,
     kept,
     parameter,
     parameter_rows,
@@ -118,6 +119,7 @@ class Activations:
     tokens: Tensor = activation("B T", torch.int64)
     targets: Tensor = activation("B T", torch.int64)
     sorted_positions: Tensor = activation("N", torch.int32)  # 0..N-1 ordered by token, for the embedding's backward
+    document_starts: Tensor | None = given()  # where a row holds several documents
     losses: Tensor = activation("N", "statistics")
     scratch: Tensor = activation("scratch", torch.uint8)
     embedded: Tensor = activation("N C", lives=lambda clock: ((0, clock.mirrored(clock.tick(ATTENTION))),))

@@ -124,7 +124,8 @@ def forward(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) ->
         turned = with_values(ops, turn(ops, block, shape, length=block.lse.shape[2]), weights, block, act.tokens)
         if weights.value_embedding is not None:
             stages.append(Stage(f"values.{layer}", nothing))
-        attend = partial(ops.attention_forward, block.atty, block.lse, block.qkv, scratch=s)
+        attention = block.atty, block.lse, block.qkv
+        attend = partial(ops.attention_forward, *attention, scratch=s, document_starts=act.document_starts)
         stages.append(
             Stage(f"blocks.{layer}", partial(block_forward, ops, weights, block, x, act.first, turned, attend, s))
         )
@@ -244,7 +245,8 @@ def block_backward(
     if recompute >= 2:
         norm1_again(ops, w, act, x, whole.first)
     ops.linear_backward(shared.datty, g.proj_weight, None, d.dresidual_mid, act.atty, w.proj_weight, scratch=s)
-    ops.attention_backward(d.dqkv, shared.datty, act.atty, act.lse, act.qkv, scratch=shared.attention_scratch)
+    attention, starts = (d.dqkv, shared.datty, act.atty, act.lse, act.qkv), whole.document_starts
+    ops.attention_backward(*attention, scratch=shared.attention_scratch, document_starts=starts)
     turn_back()
     ops.linear_backward(shared.dnorm, g.qkv_weight, None, d.dqkv, act.norm1, w.qkv_weight, scratch=s)
     if w.value_embedding is not None:

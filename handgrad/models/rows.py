@@ -110,6 +110,11 @@ def shared(of: str = "") -> Any:
     return field(metadata={"of": of})
 
 
+def given() -> Any:
+    """An input that only some runs have: their view of this name, else None (`models.documents`)."""
+    return field(metadata={"optional": True})
+
+
 def repeated(block: type) -> Any:
     """One `block` per layer."""
     return field(metadata={"block": block})

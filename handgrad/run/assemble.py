@@ -1,5 +1,6 @@
 """Assembles a training from its design: memory, feed and step. Here fp8, dropout, lanes and ranks join the plain path."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,8 @@ from handgrad.training.design import Design
 from handgrad.training.feed import BatchFeed, Source
 from handgrad.training.state import TrainingState, make_state
 from handgrad.training.step import Feed, TrainStep, plain_program
+
+TrainedTokens = Callable[[int, int], int]  # (first sample, samples) -> the number of their tokens that are trained
 
 
 @dataclass
@@ -53,10 +56,17 @@ def allocate(design: Design) -> tuple[TrainingState, Scaling | None]:
     return make_state(design, views, {} if scaling is None else scaling.tensors, gradients), scaling
 
 
-def assemble(design: Design, source: Source, ranks: Ranks | None = None, *, graphs: bool | None = None) -> Assembly:
+def assemble(
+    design: Design,
+    source: Source,
+    ranks: Ranks | None = None,
+    *,
+    graphs: bool | None = None,
+    trained_tokens: TrainedTokens | None = None,
+) -> Assembly:
     """All that makes steps: memory, and `bind`."""
     state, scaling = allocate(design)
-    return bind(state, scaling, source, ranks, graphs=graphs)
+    return bind(state, scaling, source, ranks, graphs=graphs, trained_tokens=trained_tokens)
 
 
 def bind(
@@ -67,8 +77,10 @@ def bind(
     *,
     feed: Feed | None = None,
     graphs: bool | None = None,
+    trained_tokens: TrainedTokens | None = None,
 ) -> Assembly:
-    """The step over a state. `feed`: in the place of one that reads `source`."""
+    """The step over a state. `feed`: in the place of one that reads `source`. `trained_tokens`: of a source that does not
+    train all of them."""
     ranks, design, ops = ranks or Ranks(), state.design, state.design.ops
     devices.keep_freed_memory(design.device)
     samples = state.views.get(SAMPLES)
@@ -81,7 +93,10 @@ def bind(
     if samples is not None:
         tensors = state.weights, state.weight_gradients, state.activations, state.activation_gradients
         passes = WithDropout(ops, *tensors, samples=samples, probability=design.dropout, seed=design.seed)
-    program = plain_program(state, ops, passes)
+    program, batch = plain_program(state, ops, passes), design.batch
+    if trained_tokens is not None:
+        count = trained_tokens
+        program.trained_tokens = lambda step: count(batch.first_sample(step), batch.samples(step))
     if sync is not None:
         program = with_sync(program, sync)
     if scaling is not None:

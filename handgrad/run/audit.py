@@ -72,7 +72,7 @@ class Audit:
             {
                 "kind": STEP,
                 "step": completed,
-                "samples": [first, first + batch.tokens(completed - 1) // batch.sequence_length],
+                "samples": [first, first + batch.samples(completed - 1)],
                 "loss": result.loss.hex(),
                 "norm": result.norm.hex(),
                 "learning_rate": result.learning_rate.hex(),

@@ -8,13 +8,14 @@ from typing import Any
 from handgrad import checkpoint, devices
 from handgrad.arena import make_plan
 from handgrad.config import RunConfig
-from handgrad.data.batches import Batches
+from handgrad.data.batches import validation_batches
 from handgrad.data.shards import Dataset
 from handgrad.data.tokenizer import tokenizer_record
 from handgrad.errors import ConfigError, DataError, StorageError, UsageError
 from handgrad.format import human_bytes
 from handgrad.generation.decode import decode_buffers
 from handgrad.models.rows import count_parameters
+from handgrad.run.packing import training_batches
 from handgrad.run.resolve import largest_micro_batch, resolve
 from handgrad.run_files import BEST
 from handgrad.training.design import Design
@@ -25,9 +26,8 @@ def check_fits(config: RunConfig, design: Design, dataset: Dataset, ranks: int =
 
     An fp8 run that may go on in bf16 is checked with that plan as well.
     """
-    samples = Batches(dataset.splits["train"], config.sequence_length, config.seed).samples_per_epoch
-    if dataset.splits["validation"]:
-        Batches(dataset.splits["validation"], config.sequence_length, config.seed)  # refuses a split without one sample
+    samples = training_batches(config, dataset).samples_per_epoch
+    validation_batches(dataset, config.sequence_length, packing=config.packing)  # refuses a split without one sample
     largest = config.batch.largest // config.sequence_length
     if samples < largest:
         lanes = config.lanes if config.lanes <= samples else 1

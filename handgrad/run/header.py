@@ -14,11 +14,12 @@ import torch
 import handgrad
 from handgrad import devices
 from handgrad.config import RunConfig
-from handgrad.data.batches import Batches
 from handgrad.data.shards import Dataset
+from handgrad.evaluation.loss import floor_of, scores_all
 from handgrad.format import human_bytes, human_count, memory_table
 from handgrad.models.rows import count_parameters
 from handgrad.parallel.ranks import Ranks
+from handgrad.run.packing import packing_lines, training_batches
 from handgrad.training.design import Batch, Design
 
 
@@ -34,7 +35,7 @@ def header_lines(
     """Versions, model, data, batch, numbers, memory. `started`: the start of the weights, in a word or two; `origin`:
     where they came from, if the run did not draw them."""
     shape, ops = design.shape, design.plain_ops
-    samples_per_epoch = Batches(dataset.splits["train"], config.sequence_length, config.seed).samples_per_epoch
+    samples_per_epoch = training_batches(config, dataset).samples_per_epoch
     lanes = f"{config.lanes} lanes x " if config.lanes > 1 else ""
     tokens = config.batch.tokens_before(config.steps)
     backend = ops.__name__.removeprefix("handgrad.ops.").split(".")[0]
@@ -53,6 +54,7 @@ def header_lines(
         f" {config.sequence_length}; {config.steps} steps = {human_count(tokens)} tokens,"
         f" {tokens // config.sequence_length / samples_per_epoch:.1f} epochs",
         *batch_lines(config, design.batch),
+        *packing_lines(config, dataset),
         f"numbers    {precision}, recompute {config.recompute}, {started}",
         *fp8_lines(config, design),
         *dropout_lines(config, design),
@@ -135,7 +137,7 @@ def run_record(
     origin: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The "run" line of metrics.jsonl."""
-    manifest = dataset.manifest
+    manifest, all_scored = dataset.manifest, scores_all(dataset, config.packing)
     return {
         "time": round(time.time(), 3),
         "host": platform.node(),
@@ -149,6 +151,7 @@ def run_record(
         "trained_parameters": trained_parameters(design),
         "tokens_per_step": config.tokens_per_step,
         **({"batch_schedule": config.batch_schedule} if config.batch_schedule else {}),
+        **({"packing": config.packing} if config.packed else {}),
         "steps": config.steps,
         "vocab_size": design.shape.vocab_size,
         "memory_bytes": memory_bytes,
@@ -159,9 +162,9 @@ def run_record(
             "tokenizer": dataset.tokenizer.kind,
             "train_tokens": dataset.tokens("train"),
             "validation_tokens": dataset.tokens("validation"),
-            "validation_text_bytes": manifest["splits"]["validation"]["text_bytes"] if manifest else None,
+            "validation_text_bytes": manifest["splits"]["validation"]["text_bytes"] if manifest and all_scored else None,
         },
-        "floor_nats_per_token": dataset.floor("validation"),
+        "floor_nats_per_token": floor_of(dataset, config.packing),
         "flops_per_token": design.model.flops_per_token(design.shape),
         **({"init": origin} if origin else {}),
     }

@@ -147,6 +147,7 @@ class RunLog:
             tokens_per_second=round(tokens / result.elapsed_seconds, 1),
             tokens=tokens_seen,
             time=round(time.time(), 3),
+            **({"trained_tokens": result.trained_tokens} if result.trained_tokens not in (None, tokens) else {}),
             **({"loss_scale": result.loss_scale} if result.loss_scale != 1.0 else {}),
         )
         # llm.c numbers a step's line from 0.

@@ -7,7 +7,7 @@ from typing import Any
 from handgrad import checkpoint, power
 from handgrad.arena import make_plan
 from handgrad.config import RunConfig, to_dict
-from handgrad.data.batches import Batches, validation_batches
+from handgrad.data.batches import validation_batches
 from handgrad.data.shards import Dataset
 from handgrad.data.tokenizer import tokenizer_files
 from handgrad.errors import NumericsError
@@ -21,13 +21,14 @@ from handgrad.parallel.ranks import Ranks
 from handgrad.parallel.step import ParallelStep
 from handgrad.parallel.stragglers import Stragglers
 from handgrad.run import audit
-from handgrad.run.assemble import assemble
+from handgrad.run.assemble import Assembly, assemble
 from handgrad.run.console import Shows
 from handgrad.run.folder import RunFolder
 from handgrad.run.header import header_lines, origin_text, run_record
 from handgrad.run.host_copy import host_copy
 from handgrad.run.judge import Judge
 from handgrad.run.log import RunLog
+from handgrad.run.packing import trained_tokens, training_batches
 from handgrad.run.progress import StepLines
 from handgrad.run.resolve import resolve
 from handgrad.run.saturation import record_fp8, watch_saturation
@@ -37,7 +38,7 @@ from handgrad.run.signals import Observer, OnStep, StopSignals, preempted
 from handgrad.run.suspicion import is_overflow, settle
 from handgrad.run.tasks import TaskWatch
 from handgrad.training.design import Design
-from handgrad.training.step import StepResult
+from handgrad.training.step import NOTHING_TRAINED, StepResult
 
 
 class Run:
@@ -59,8 +60,9 @@ class Run:
         """`weights`: the initial ones, unless the run is resumed or draws them."""
         self.config, self.design, self.dataset, self.folder, self.ranks = config, design, dataset, folder, ranks
         self.tasks, self.tokenizer, self.batch = tasks, dataset.tokenizer, config.batch
-        self.train_batches = Batches(dataset.splits["train"], config.sequence_length, config.seed)
-        self.validation_batches = validation_batches(dataset, config.sequence_length, config.eval_stride)
+        self.train_batches = training_batches(config, dataset)
+        validated = config.sequence_length, config.eval_stride, config.packing
+        self.validation_batches = validation_batches(dataset, *validated)
         ranks.check_equal("versions and data", {**self.versions(), **self.identity()})
         folder.claim(self.identity(), ranks, allow_changes=allow_changes)
 
@@ -72,7 +74,7 @@ class Run:
         self.decode = decode_tensors(design.shape, generation.allocate(design.device))
         self.completed, self.skips_in_a_row = 0, 0
         copy, self.save_lines = host_copy(config, self.design, ranks)  # before the rest takes its memory
-        self.training = assemble(self.design, self.train_batches, ranks)
+        self.training = self.assembled()
         self.origin = weights.origin if weights else origin_of(resumed) if resumed else None
         if weights is not None:
             self.take_weights(weights)
@@ -105,6 +107,11 @@ class Run:
         """The design with the GEMMs in bf16 that have left fp8."""
         place = {"rank": self.ranks.rank, "ranks": self.ranks.size, "device": self.design.device}
         return resolve(self.config, self.design.shape.vocab_size, **place, left_fp8=tuple(self.left_fp8.left))
+
+    def assembled(self) -> Assembly:
+        """The training of the design at hand, with initial weights."""
+        count = trained_tokens(self.config, self.dataset, self.train_batches)
+        return assemble(self.design, self.train_batches, self.ranks, trained_tokens=count)
 
     def take_weights(self, weights: Weights) -> None:
         """Initial weights from elsewhere. A run with fewer positions has the first of theirs."""
@@ -238,10 +245,11 @@ class Run:
         """The validation and the tasks after the completed step, unless the record has them."""
         if self.validation_batches and ("validation", self.completed) not in self.log.recorded:
             self.validation_loss = loss = self.validate()
+            scored = self.dataset, self.config.packing
             better = self.config.keep_best and self.completed > 0 and self.is_best(loss)
-            note = f"{floor_note(loss, self.dataset)}{', the best so far' if better else ''}"
+            note = f"{floor_note(loss, *scored)}{', the best so far' if better else ''}"
             line = f"step {self.completed}: validation loss {loss:.4f}{note}"
-            self.log.validation(self.completed, loss, bits_per_byte(loss, self.dataset), line)
+            self.log.validation(self.completed, loss, bits_per_byte(loss, *scored), line)
             if better:
                 self.saves.prune()  # the best one before
         if self.tasks is not None:
@@ -297,7 +305,9 @@ class Run:
             self.event(fault)
         regular = is_overflow(result)
         self.saves.poisoned = not regular and not (math.isfinite(result.loss) and math.isfinite(result.norm))
-        if regular:
+        if result.skipped == NOTHING_TRAINED:
+            self.event(f"step {self.completed} made no update: {result.skipped}")
+        elif regular:
             self.event(f"step {self.completed} made no update: a gradient overflowed at loss scale {result.loss_scale:g}")
         elif result.skipped:
             self.on_skip(result)
@@ -314,7 +324,7 @@ class Run:
         self.saves.wait()
         del self.training
         self.design = self.design_now()
-        self.training = assemble(self.design, self.train_batches, self.ranks)
+        self.training = self.assembled()
         self.restore(checkpoint.open_checkpoint(checkpoint.folder_of(self.folder.checkpoints, self.completed)))
         self.event(f"step {self.completed}: {', '.join(parts)} goes on in bf16")
 

@@ -16,6 +16,7 @@ from handgrad.fp8.bind import fp8_operations
 from handgrad.fp8.formats import GRADIENT_FORMATS
 from handgrad.fp8.scaling import Fp8Design
 from handgrad.layout import Sharding, buckets_of, norm_blocks
+from handgrad.models import documents
 from handgrad.models.freezing import freeze
 from handgrad.models.rows import ActivationRow, Table, flat_elements
 from handgrad.optimizers.adamw import AdamW
@@ -60,6 +61,7 @@ def resolve(
     tokens = config.micro_batch * shape.sequence_length
     chunk = models.head_chunk_tokens(config.head_chunk_tokens, tokens, shape.padded_vocab_size, dtype)
     sized = sizing(plain_ops) if config.dropout and sizes is None else plain_ops
+    sized = documents.sizing(plain_ops) if config.packed else sized
     rows = tuple(
         model.activations(shape, config.micro_batch, shape.sequence_length, dtype, sized, chunk=chunk, training=True)
     )
@@ -84,6 +86,7 @@ def resolve(
         activations = list(tables.activation_buffers(rows, fp8.gemms, gradients, config.recompute))
         activations = [*fp8.buffers(parameters, ranks), *activations]
     dropout = dropout_buffers(config.micro_batch) if config.dropout else []
+    inputs = documents.document_buffers(model, config.micro_batch, shape.sequence_length) if config.packed else []
     scratch = update_scratch(optimizer.scratch_bytes(plain_ops, parameters, flat["gradients"].dtype, device))
     return Design(
         device=device,
@@ -103,7 +106,7 @@ def resolve(
         recompute=config.recompute,
         fp8=fp8,
         dropout=config.dropout,
-        plan=make_plan([*flat.values(), *activations, *dropout, *scratch]),
+        plan=make_plan([*flat.values(), *activations, *inputs, *dropout, *scratch]),
     )
 
 

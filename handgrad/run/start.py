@@ -26,6 +26,7 @@ from handgrad.run.checks import check_disk, check_fits, check_shared_gradients, 
 from handgrad.run.console import Shows
 from handgrad.run.folder import RunFolder, settled_lanes
 from handgrad.run.loop import Run
+from handgrad.run.packing import begun_packing, settled_packing
 from handgrad.run.resolve import resolve, with_tuned_gemms
 from handgrad.run.tasks import task_watch
 
@@ -53,6 +54,8 @@ def open_run(
         check_shared_gradients(config, ranks.size)
         ranks.from_rank_0(lambda: sinks.chosen(config.log_to), "log_to")  # refuses one that is not installed
         dataset = open_dataset(config.data)
+        packing = ranks.from_rank_0(lambda: begun_packing(given), "packing")
+        config = check(replace(config, packing=settled_packing(packing, dataset)))
         ranks.from_rank_0(lambda: check_tokenizer(config, dataset, allow_changes=allow_changes), "the tokenizer")
         design = resolve(config, dataset.tokenizer.vocab_size, rank=ranks.rank, ranks=ranks.size, device=device)
         tasks = task_watch(config, design, dataset.tokenizer, ranks)

@@ -18,7 +18,7 @@ from handgrad.parallel.order import named_ranks
 from handgrad.parallel.ranks import Ranks
 from handgrad.parallel.step import ParallelStep
 from handgrad.run.assemble import Assembly
-from handgrad.training.step import IN_FLIGHT, StepResult
+from handgrad.training.step import IN_FLIGHT, NOTHING_TRAINED, StepResult
 
 OPERATION = "a step that is made again"
 
@@ -51,10 +51,11 @@ def is_overflow(result: StepResult) -> bool:
 def settle(training: Assembly, ranks: Ranks, step: int, result: StepResult) -> tuple[StepResult, str]:
     """(the result of 0-based `step` that holds, a line about hardware that has failed, or nothing).
 
-    A step that has made an update, and a regular overflow, hold as they are. Raises `HardwareError` if three attempts give
-    three results. All ranks make the same attempts: they decide by numbers that they have exchanged.
+    A step that has made an update, one without a trained token, and a regular overflow hold as they are. Raises
+    `HardwareError` if three attempts give three results. All ranks make the same attempts: they decide by numbers that they
+    have exchanged.
     """
-    if result.skipped is None or is_overflow(result):
+    if result.skipped in (None, NOTHING_TRAINED) or is_overflow(result):
         return result, ""
     steps, newest = training.step, training.step.newest
     attempts = [attempt_of(training, ranks, step, steps.sums_of_losses[step % IN_FLIGHT], complete=newest == step)]
@@ -95,8 +96,9 @@ def attempt_of(training: Assembly, ranks: Ranks, step: int, sums_of_losses: Tens
     gradients = checksums(training) if complete else torch.zeros(0)
     numbers = [float(crc_of(*tensors)) for tensors in ((losses, squares), own, (gradients,))]
     of_all, of_own, of_gradients = zip(*ranks.all_gather_numbers(numbers, OPERATION), strict=True)
-    loss = math.fsum(losses.tolist()) / batch.tokens(step)
-    scale = state.loss_scale[1].item() * (batch.tokens(step) / batch.gradient_tokens)
+    tokens = steps.trained_tokens[step % IN_FLIGHT]
+    loss = math.fsum(losses.tolist()) / tokens
+    scale = state.loss_scale[1].item() * (tokens / batch.gradient_tokens)
     norm = math.sqrt(squares.double().sum().item()) / scale
     return Attempt(loss, norm, of_all, of_own, of_gradients if complete else None)
 

@@ -45,11 +45,19 @@ class Sizes:
         return max(WORKSPACE_BYTES, 4 * max(sums))
 
     def attention_scratch_bytes(
-        self, *, batch: int, length: int, num_heads: int, head_width: int, dtype: torch.dtype, kv_heads: int = 0
+        self,
+        *,
+        batch: int,
+        length: int,
+        num_heads: int,
+        head_width: int,
+        dtype: torch.dtype,
+        kv_heads: int = 0,
+        documents: bool = False,
     ) -> int:
-        """Triton's, two float32 numbers per query and head, or cuDNN's."""
+        """Triton's, two float32 numbers per query and head, or cuDNN's, which keeps no documents apart."""
         queries = batch * length * num_heads
-        if self.cudnn and dtype.itemsize == 2 and head_width in CUDNN_HEADS:
+        if self.cudnn and not documents and dtype.itemsize == 2 and head_width in CUDNN_HEADS:
             return cudnn_scratch_bytes(queries, head_width)
         return 8 * queries
 

@@ -49,7 +49,11 @@ ROWS = (
 def find(gpu: str, config: RunConfig, ranks: int) -> Measured | None:
     """The measured speed of this very run: model, context, precision, micro-batch, and the settings that cost time."""
     usual = RunConfig()
-    if config.sequence_length != LENGTH or any(getattr(config, name) != getattr(usual, name) for name in COSTLY):
+    if (
+        config.sequence_length != LENGTH
+        or config.packed
+        or any(getattr(config, name) != getattr(usual, name) for name in COSTLY)
+    ):
         return None
     sizes = config.num_layers, config.num_heads, config.channels
     samples = [stage.tokens_per_step // config.sequence_length for stage in config.batch.stages]

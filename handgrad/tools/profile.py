@@ -41,7 +41,10 @@ class MadeUpTokens:
     def __init__(self, vocab_size: int, seed: int):
         self.vocab_size, self.generator = vocab_size, np.random.default_rng(seed)
 
-    def fill(self, inputs: Tensor, targets: Tensor, first_sample: int) -> None:
+    def fill(self, inputs: Tensor, targets: Tensor, first_sample: int, document_starts: Tensor | None = None) -> None:
+        """Of a packed run, rows of one document."""
+        if document_starts is not None:
+            document_starts.zero_()
         drawn = np.exp(self.generator.random(inputs.numel() + 1) * np.log(self.vocab_size + 1)) - 1
         tokens = drawn.astype(np.int64).clip(0, self.vocab_size - 1)
         inputs.numpy()[:] = tokens[:-1].reshape(inputs.shape)

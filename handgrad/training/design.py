@@ -20,7 +20,8 @@ from handgrad.training.schedule import Schedule
 
 @dataclass(frozen=True)
 class Batch:
-    """The samples of every optimizer step: lanes * micro_steps * micro_batch of them, `sequence_length` tokens each."""
+    """The samples of every optimizer step: lanes * micro_steps * micro_batch of them, `sequence_length` tokens each,
+    trained or not."""
 
     micro_batch: int
     lanes: int
@@ -35,6 +36,10 @@ class Batch:
     def micro_steps(self, step: int) -> int:
         """The micro-batches of a lane whose gradients `step` adds up."""
         return self.tokens(step) // (self.lanes * self.micro_batch * self.sequence_length)
+
+    def samples(self, step: int) -> int:
+        """The samples of 0-based `step`, of all lanes."""
+        return self.tokens(step) // self.sequence_length
 
     def first_sample(self, step: int) -> int:
         """The sample that `step` begins with: the steps before it have taken all those before."""

@@ -1,5 +1,6 @@
 """Feeds micro-batches into the model's buffers, reading and copying one while the device works on the one before."""
 
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -7,12 +8,35 @@ import torch
 from torch import Tensor
 
 SLOTS = 2  # micro-batches in flight
+SAMPLES = "samples"
+
+# The inputs of a forward pass that a source fills or that follow from them, and those that its backward needs as well.
+READ = ("tokens", "targets", "document_starts", "positions")
+SORTED = {"sorted_positions": "tokens", "sorted_by_position": "positions"}
 
 
 class Source(Protocol):
     """A source of samples: `handgrad.data.batches.Batches`, or anything that fills like it."""
 
     def fill(self, inputs: Tensor, targets: Tensor, first_sample: int) -> None: ...
+
+
+def inputs_of(act: Any, names: Iterable[str] = (*READ, *SORTED)) -> dict[str, Tensor]:
+    """The inputs that these activations have, by name."""
+    return {name: tensor for name in names if (tensor := getattr(act, name, None)) is not None}
+
+
+def fill_inputs(source: Source, inputs: Mapping[str, Tensor], first_sample: int) -> None:
+    """Fills these inputs, on the host, with the samples from `first_sample` on; a source of documents also says where each
+    of them starts."""
+    fill: Callable[..., None] = source.fill
+    starts = inputs.get("document_starts")
+    fill(inputs["tokens"], inputs["targets"], first_sample, *([] if starts is None else [starts]))
+    if starts is not None and "positions" in inputs:
+        torch.sub(torch.arange(starts.shape[1]), starts, out=inputs["positions"])
+    for name, by in SORTED.items():
+        if name in inputs:
+            sort_positions(inputs[name], inputs[by])
 
 
 def sort_positions(sorted_positions: Tensor, tokens: Tensor) -> None:
@@ -24,7 +48,7 @@ def sort_positions(sorted_positions: Tensor, tokens: Tensor) -> None:
 
 
 class BatchFeed:
-    """Fills `act.tokens`, `act.targets` and `act.sorted_positions`.
+    """Fills the inputs of a micro-batch: `act.tokens`, `act.targets`, `act.sorted_positions`, and those of documents.
 
     On a CPU it writes in place. For a CUDA device a micro-batch goes through one of two slots: pinned host memory, from
     there on a stream of its own into device memory, and in the micro-step's turn into the buffers. The host waits only for
@@ -34,19 +58,17 @@ class BatchFeed:
     def __init__(self, source: Source, act: Any, samples: Tensor | None = None):
         """`act`: the model's activations; `samples`: takes the numbers of the micro-batch's samples."""
         self.source = source
-        self.targets: tuple[Tensor, ...] = (act.tokens, act.targets, act.sorted_positions)
-        if samples is not None:
-            self.targets += (samples,)
+        self.targets = inputs_of(act) | ({} if samples is None else {SAMPLES: samples})
         self.on_host = act.tokens.device.type != "cuda"
         if act.tokens.device.type == "mps":
-            self.host = [tuple(torch.empty_like(t, device="cpu") for t in self.targets)]
+            self.host = [{name: torch.empty_like(t, device="cpu") for name, t in self.targets.items()}]
         elif self.on_host:
             self.host = [self.targets]
         else:
-            self.host = [
-                tuple(torch.empty_like(t, device="cpu", pin_memory=True) for t in self.targets) for _ in range(SLOTS)
-            ]
-            self.staging = [tuple(torch.empty_like(t) for t in self.targets) for _ in range(SLOTS)]
+            self.host, self.staging = (
+                [{name: make(t) for name, t in self.targets.items()} for _ in range(SLOTS)]
+                for make in (pinned, torch.empty_like)
+            )
             self.stream = torch.cuda.Stream()
             self.arrived = [torch.cuda.Event() for _ in range(SLOTS)]
             self.taken = [torch.cuda.Event() for _ in range(SLOTS)]
@@ -55,24 +77,31 @@ class BatchFeed:
     def fill(self, first_sample: int) -> None:
         """Samples `first_sample`, ... as the next micro-batch; on CUDA in the order of the current stream."""
         slot, self.slot = self.slot, (self.slot + 1) % len(self.host)
-        tokens, targets, sorted_positions, *samples = self.host[slot]
+        host = self.host[slot]
         if not self.on_host:
             self.arrived[slot].synchronize()  # the slot's last copy has left its pinned memory
-        self.source.fill(tokens, targets, first_sample)
-        sort_positions(sorted_positions, tokens)
-        for numbers in samples:
-            torch.arange(first_sample, first_sample + len(numbers), out=numbers)
+        fill_inputs(self.source, host, first_sample)
+        if SAMPLES in host:
+            torch.arange(first_sample, first_sample + len(host[SAMPLES]), out=host[SAMPLES])
         if self.on_host:
-            if tokens is not self.targets[0]:
-                for destination, value in zip(self.targets, self.host[slot], strict=True):
-                    destination.copy_(value)
+            if host is not self.targets:
+                copy_all(self.targets, host)
             return
         with torch.cuda.stream(self.stream):
             self.stream.wait_event(self.taken[slot])
-            for staged, value in zip(self.staging[slot], self.host[slot], strict=True):
-                staged.copy_(value, non_blocking=True)
+            copy_all(self.staging[slot], host, non_blocking=True)
             self.arrived[slot].record()
         torch.cuda.current_stream().wait_event(self.arrived[slot])
-        for destination, staged in zip(self.targets, self.staging[slot], strict=True):
-            destination.copy_(staged)
+        copy_all(self.targets, self.staging[slot])
         self.taken[slot].record()
+
+
+def pinned(tensor: Tensor) -> Tensor:
+    """Pinned host memory for a tensor like this one."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=True)
+
+
+def copy_all(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor], *, non_blocking: bool = False) -> None:
+    """Copies tensors of equal names; `non_blocking`: from pinned memory."""
+    for name, target in targets.items():
+        target.copy_(sources[name], non_blocking=non_blocking)

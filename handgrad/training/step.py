@@ -5,6 +5,7 @@ its findings come back behind it, and in between the host may launch the next st
 kernels backend, launches run once eagerly, then are captured as CUDA graphs, then replayed.
 """
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,13 +23,14 @@ from handgrad.training.spikes import SpikeWindow
 from handgrad.training.state import OPTIMIZER_SCRATCH, TrainingState
 
 IN_FLIGHT = 2  # steps whose results are not yet read, at most
+NOTHING_TRAINED = "none of its tokens is trained"  # why a step makes no update
 
 
 @dataclass(frozen=True)
 class StepResult:
     """One step's findings. `skipped` says why no update was made, or is None."""
 
-    loss: float  # mean over the step's tokens, nats
+    loss: float  # mean over the step's trained tokens, nats
     norm: float  # of the whole gradient, before clipping
     learning_rate: float
     loss_z: float | None
@@ -37,6 +39,7 @@ class StepResult:
     loss_scale: float = 1.0  # of fp16's dynamic loss scaling
     elapsed_seconds: float = field(default=0.0, compare=False)  # from its first micro-batch to its update
     reports: tuple[Tensor, ...] = field(default=(), compare=False)  # further findings, on the host
+    trained_tokens: int | None = field(default=None, compare=False)  # those that its loss is the mean of
 
 
 class Feed(Protocol):
@@ -52,6 +55,7 @@ class Program:
     micro_step: list[Stage]
     norms: list[Callable[[], object]]
     update: list[Callable[[], object]]
+    trained_tokens: Callable[[int], int]  # of a step's number: the divisor of its means
     before_step: list[Callable[[int], None]] = field(default_factory=list)  # of a step's number
     before_update: list[Callable[[], None]] = field(default_factory=list)  # between norms and update; eager
     after_update: list[Callable[[], None]] = field(default_factory=list)  # eager
@@ -88,7 +92,7 @@ def plain_program(state: TrainingState, ops: Any, model_ops: Any) -> Program:
     scratch = state.views.get(OPTIMIZER_SCRATCH)
     update = partial(design.optimizer.update, ops, state.owned, state.controls, state.results, scratch)
     kept = [state.loss_scale] if design.guards.loss_scaling else []
-    return Program([*passes, losses], [*frozen, *norms], [verdict, update], kept=kept)
+    return Program([*passes, losses], [*frozen, *norms], [verdict, update], design.batch.tokens, kept=kept)
 
 
 class TrainStep:
@@ -119,6 +123,7 @@ class TrainStep:
             torch.zeros_like(state.losses_of_step, device="cpu", pin_memory=cuda) for _ in range(IN_FLIGHT)
         ]
         self.kept = [[torch.empty_like(tensor) for tensor in program.kept] for _ in range(IN_FLIGHT)]
+        self.trained_tokens = [0] * IN_FLIGHT
         self.newest = -1  # the step that was begun last
         events = range(IN_FLIGHT if cuda else 0)
         self.begun, self.done = ([torch.cuda.Event(enable_timing=True) for _ in events] for _ in range(2))
@@ -179,7 +184,10 @@ class TrainStep:
         """Launches the norm. The spike limits follow from the results before `step`: those are read by now."""
         guards, slot = self.design.guards, step % IN_FLIGHT
         limits = self.losses.limit(guards.loss_z), self.norms.limit(guards.norm_z)
-        controls = [step + 1, self.design.schedule.rate(step), *limits, self.design.batch.tokens(step)]
+        tokens = self.trained_tokens[slot] = self.program.trained_tokens(step)
+        if not tokens:
+            limits, tokens = (-math.inf, math.inf), 1  # the mean of nothing is 0, above the limit: no update
+        controls = [step + 1, self.design.schedule.rate(step), *limits, tokens]
         self.controls[slot].copy_(torch.tensor(controls, dtype=self.controls[slot].dtype))
         self.state.controls.copy_(self.controls[slot], non_blocking=True)
         for launch in (*self.take_norms, *self.program.before_update):
@@ -215,8 +223,11 @@ class TrainStep:
             self.losses.add(loss)
             self.norms.add(norm)
         rate, skipped = self.design.schedule.rate(step), reasons.get(int(code))
+        trained = self.trained_tokens[slot]
+        if not trained:
+            skipped = NOTHING_TRAINED
         reports = tuple(self.reports[slot])
-        return StepResult(loss, norm, rate, loss_z, norm_z, skipped, loss_scale, elapsed_seconds, reports)
+        return StepResult(loss, norm, rate, loss_z, norm_z, skipped, loss_scale, elapsed_seconds, reports, trained)
 
     def await_result(self, slot: int) -> float:
         """Waits until the results in `slot` are there; returns the step's length in seconds."""

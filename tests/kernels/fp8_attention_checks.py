@@ -45,17 +45,27 @@ def expected(found: Quantized, inp: Tensor) -> Quantized:
 
 
 def run(
-    draw: Draw, B: int, T: int, H: int, D: int, kind: torch.dtype, *, counting: bool, columns: torch.dtype | None = None
+    draw: Draw,
+    B: int,
+    T: int,
+    H: int,
+    D: int,
+    kind: torch.dtype,
+    *,
+    counting: bool,
+    columns: torch.dtype | None = None,
+    starts: Tensor | None = None,
 ) -> None:
-    """`columns`: the format of the transposed forms, if it is another than `kind`."""
+    """`columns`: the format of the transposed forms, if it is another than `kind`. `starts`: of documents."""
     N, C = B * T, H * D
     qkv, dout = spread(draw, N, 3 * C), spread(draw, N, C)
     out, dqkv = (torch.full((N, width), math.nan, dtype=draw.dtype, device=draw.device) for width in (C, 3 * C))
     lse = torch.full((B, H, T), math.nan, device=draw.device)
     size = attention_triton.attention_scratch_bytes(batch=B, length=T, num_heads=H)
     scratch = torch.full((size,), 255, dtype=torch.uint8, device=draw.device)
-    attention_triton.attention_forward(out, lse, qkv)
-    attention_triton.attention_backward(dqkv, dout, out, lse, qkv, scratch=scratch)
+    documents = {"document_starts": None if starts is None else starts.to(draw.device)}
+    attention_triton.attention_forward(out, lse, qkv, **documents)
+    attention_triton.attention_backward(dqkv, dout, out, lse, qkv, scratch=scratch, **documents)
 
     def programs(kernel: str) -> int:
         return B * H * triton.cdiv(T, rows_of(kernel, attention_triton.choose_config(kernel, qkv, D)))
@@ -67,7 +77,7 @@ def run(
         found = replace(prepared(form, used), plain=torch.full_like(out, math.nan))
         wanted = expected(found, out)
         found_lse = torch.full_like(lse, math.nan)
-        attention.attention_forward(found, found_lse, qkv, scratch=scratch)
+        attention.attention_forward(found, found_lse, qkv, scratch=scratch, **documents)
         assert found.plain is not None and torch.equal(found.plain, out) and torch.equal(found_lse, lse), name
         same(found, wanted)
         counts(found, counting)
@@ -77,7 +87,8 @@ def run(
     for form in forms_of(tensor).values():
         with_plain = replace(prepared(form, used), plain=torch.full_like(dqkv, math.nan))
         before = copy(with_plain)
-        attention.attention_backward(with_plain, dout, replace(copy(tensor), plain=out), lse, qkv, scratch=scratch)
+        inputs = dout, replace(copy(tensor), plain=out), lse, qkv
+        attention.attention_backward(with_plain, *inputs, scratch=scratch, **documents)
         assert with_plain.plain is not None
         same(with_plain, expected(before, with_plain.plain))
         counts(with_plain, counting)
@@ -85,7 +96,7 @@ def run(
         eps = torch.finfo(draw.dtype).eps
         assert (with_plain.plain - dqkv).norm() <= eps * dqkv.norm()
         found = prepared(form, used)
-        attention.attention_backward(found, dout, replace(copy(tensor), plain=out), lse, qkv, scratch=scratch)
+        attention.attention_backward(found, *inputs, scratch=scratch, **documents)
         for name in ("rows", "columns"):
             ours, theirs = getattr(found, name), getattr(with_plain, name)
             if ours is not None:

@@ -127,17 +127,27 @@ RANDOM = {"samples": "*i64:16", "stream": "i32", "threshold": "i32", "dropout_sc
 FORMATS = {"fp8e4nv": (448.0, 2.0**-10), "fp8e5": (57344.0, 2.0**-17)}
 KINDS = {"plain": "ops.cuda.attention_triton", "grouped": "ops.cuda.attention_triton", "dropout": "dropout.cuda.attention"}
 KINDS |= dict.fromkeys(FORMATS, "fp8.cuda.attention")
+DOCUMENTS = " with documents"  # behind a kind
 
 
 def arguments(kernel, D: int, dtype: str, config: Config, *, tail: bool, kind: str) -> tuple[dict, dict, dict]:
     """(signature, constants, options) of a kernel as it is launched at GPT-2's sizes; of `kind` fp8e4nv and fp8e5, that
     write a gradient in fp8 alone."""
-    types = {"lse": "*fp32:16", "sums": "*fp32:16", "H": "i32", "T": "i32" if tail else "i32:16", "C": "i32:16"}
+    kind, documents = kind.removesuffix(DOCUMENTS), kind.endswith(DOCUMENTS)
+    types = {
+        "starts": "*i32:16",
+        "lse": "*fp32:16",
+        "sums": "*fp32:16",
+        "H": "i32",
+        "T": "i32" if tail else "i32:16",
+        "C": "i32:16",
+    }
     types |= {"row_stride": "i32:16", "N": types["T"], "PARTS": "i32:16", "scaling": "*fp32", "statistics": "*fp32"}
     types |= {"rows": f"*{kind}:16", "columns": f"*{kind}:16", **RANDOM}
     signature = {name: types.get(name, f"*{dtype}:16") for name in kernel.arg_names}
     constants = {"D": D, "WIDTH": D, "QUERIES": config.queries, "KEYS": config.keys, "TAIL": tail}
     constants |= {"GROUP": 4} if kind == "grouped" else {}
+    constants |= {"starts": None} if "starts" in kernel.arg_names and not documents else {}
     if kind in FORMATS:
         largest, vanishes_at = FORMATS[kind]
         constants |= {"LARGEST": largest, "VANISHES_AT": vanishes_at}
@@ -153,9 +163,11 @@ def compiled_table(*, everything: bool) -> list[dict]:
 
     def cost(case: tuple) -> dict:
         (name, D, narrow, newer), config, kind, dtype, arch, tail = case
-        kernel = getattr(modules[kind], "grouped_dkdv_kernel" if (kind, name) == ("grouped", "dkdv") else f"{name}_kernel")
-        if kind == "grouped":
-            config = shipped(name, D, narrow=narrow, newer=newer, grouped=True)
+        base = kind.removesuffix(DOCUMENTS)
+        kernel = getattr(modules[base], "grouped_dkdv_kernel" if (base, name) == ("grouped", "dkdv") else f"{name}_kernel")
+        if kind != "plain":
+            groups = {"grouped": base == "grouped", "documents": kind != base}
+            config = shipped(name, D, narrow=narrow, newer=newer, **groups)
         signature, constants, options = arguments(kernel, D, dtype, config, tail=tail, kind=kind)
         made = compile_kernel(kernel, signature, constants, config.warps, config.stages, arch, **options)
         return {
@@ -164,7 +176,7 @@ def compiled_table(*, everything: bool) -> list[dict]:
             "stack": made["stack"],
             "shared": made["shared"],
             "limit": SHARED_LIMIT[arch if newer else 86],
-            "tail": tail,
+            "free": tail or kind != base,
             "wgmma": "wgmma.mma_async" in made["ptx"] if arch == 90 and narrow else None,
             "serialized": made["serialized"],
         }
@@ -177,8 +189,11 @@ def compiled_table(*, everything: bool) -> list[dict]:
         architectures = (90, 100) if newer else (80,)
         kinds = ("plain", "dropout") if narrow and (D == 64 or everything) else ("plain",)
         cuts = list(product(kinds, dtypes, architectures, tails))
+        if narrow or not newer or everything:
+            cuts += product((f"plain{DOCUMENTS}",), dtypes, architectures[: 2 if everything else 1], tails)
         if narrow and newer:  # Triton (3.6, 3.7) compiles the statistics' reductions to one number not for sm_100
-            cuts += product((*FORMATS, "grouped"), ("bf16",), (90,), tails)
+            more = f"fp8e4nv{DOCUMENTS}", f"grouped{DOCUMENTS}"
+            cuts += product((*FORMATS, "grouped", *more), ("bf16",), (90,), tails)
         cases += [((name, D, narrow, newer), config, *cut) for cut in cuts]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(cost, cases))
@@ -197,8 +212,8 @@ def test_shipped_configurations_compile() -> None:
 
 def check(rows: list[dict]) -> None:
     for row in rows:
-        # Lengths that leave a tail may keep a few words outside the loops in memory.
-        assert row["stack"] <= (32 if row["tail"] else 0) and row["shared"] <= row["limit"], row
+        # Lengths that leave a tail, and documents, may keep a few words outside the loops in memory.
+        assert row["stack"] <= (32 if row["free"] else 0) and row["shared"] <= row["limit"], row
         assert row["wgmma"] in (None, True) and not row["serialized"], row
 
 

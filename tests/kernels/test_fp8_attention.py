@@ -16,6 +16,7 @@ from handgrad.fp8.cuda import attention, quantizing
 from handgrad.fp8.formats import E4M3, E5M2
 from handgrad.ops.cuda import attention_triton
 from handgrad.ops.cuda.attention_configs import Config, rows_of, shipped
+from tests.documents import document_starts
 from tests.kernels import fp8_attention_checks as checks
 from tests.kernels.fp8_checks import make
 from tests.kernels.memory_checks import Draw
@@ -45,6 +46,13 @@ def test_bits(shape: tuple[int, ...], kind: torch.dtype, tiles: str, monkeypatch
 def test_bits_of_columns_in_another_format() -> None:
     """At the scale of the rows."""
     checks.run(Draw(torch.float32, "cpu"), 2, 37, 2, 16, E4M3, counting=True, columns=E5M2)
+
+
+@pytest.mark.parametrize("tiles", ["wide", "tall"])
+def test_bits_within_documents(tiles: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_triton, "choose_config", lambda *_: TILES[tiles])
+    starts = document_starts([[5, 1, 20, 11], [30, 7]])
+    checks.run(Draw(torch.float32, "cpu"), 2, 37, 1, 16, E4M3, counting=False, starts=starts)
 
 
 def test_room_for_statistics() -> None:

@@ -80,7 +80,14 @@ def dkdv_kernel(
 
 
 def attention_scratch_bytes(
-    *, batch: int, length: int, num_heads: int, head_width: int, dtype: torch.dtype, kv_heads: int = 0
+    *,
+    batch: int,
+    length: int,
+    num_heads: int,
+    head_width: int,
+    dtype: torch.dtype,
+    kv_heads: int = 0,
+    documents: bool = False,
 ) -> int:
     return attention_triton.attention_scratch_bytes(batch=batch, length=length, num_heads=num_heads)
 

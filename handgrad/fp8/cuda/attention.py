@@ -21,7 +21,7 @@ from handgrad.ops.cuda.attention_tiles import (
     store_tile,
     store_vector,
 )
-from handgrad.ops.cuda.attention_triton import blocks, sums_in
+from handgrad.ops.cuda.attention_triton import blocks, checked, sums_in
 from handgrad.ops.cuda.launch import launch
 
 SCALE = tl.constexpr(formats.SCALE)
@@ -49,12 +49,15 @@ def store_quantized(forms, x, row, column, left, D: tl.constexpr, TAIL: tl.const
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def forward_kernel(
-    out, lse, qkv, rows, columns, scaling, statistics, H, T, C, row_stride, N, PARTS, D: tl.constexpr, WIDTH: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr, LARGEST: tl.constexpr, VANISHES_AT: tl.constexpr,
+    out, lse, qkv, starts, rows, columns, scaling, statistics, H, T, C, row_stride, N, PARTS, D: tl.constexpr,
+    WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr, LARGEST: tl.constexpr,
+    VANISHES_AT: tl.constexpr,
 ):  # fmt: skip
     q, head, place = query_block(qkv, H, T, C, row_stride, D, WIDTH, QUERIES, TAIL)
-    _, _, row, column, vector, first, left = place
-    y, m, l = forward_loop(q, head, first, D, KEYS, TAIL)
+    b, _, row, column, vector, first, left = place
+    if starts is not None:
+        starts += b * T
+    y, m, l = forward_loop(q, head, first, D, KEYS, TAIL, starts=starts)
     y = y / l[:, None]
     store_tile(out + row * C + column, C, left, y, D, QUERIES, WIDTH, TAIL)
     store_vector(lse + vector, left, (m + tl.log2(l)) * LN_2, QUERIES, TAIL)
@@ -67,16 +70,18 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def dq_kernel(
-    dqkv, sums, dout, out, lse, qkv, rows, columns, scaling, statistics, H, T, C, row_stride, N, PARTS, D: tl.constexpr,
-    WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr, LARGEST: tl.constexpr,
-    VANISHES_AT: tl.constexpr,
+    dqkv, sums, dout, out, lse, qkv, starts, rows, columns, scaling, statistics, H, T, C, row_stride, N, PARTS,
+    D: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr,
+    LARGEST: tl.constexpr, VANISHES_AT: tl.constexpr,
 ):  # fmt: skip
     q, head, place = query_block(qkv, H, T, C, row_stride, D, WIDTH, QUERIES, TAIL)
-    _, _, row, column, vector, first, left = place
+    b, _, row, column, vector, first, left = place
+    if starts is not None:
+        starts += b * T
     dy, delta = load_dy_delta(dout, out, row * C + column, C, left, D, QUERIES, WIDTH, TAIL)
     lse2 = load_vector(lse + vector, left, QUERIES, TAIL) * LOG2_E
     store_tile(sums + 2 * vector, 2, left, tl.join(lse2, delta), 2, QUERIES, 2, TAIL)
-    dq = dq_loop(q, dy, lse2, delta, head, first, D, KEYS, TAIL)
+    dq = dq_loop(q, dy, lse2, delta, head, first, D, KEYS, TAIL, starts=starts)
     if dqkv is not None:
         store_tile(dqkv + row * row_stride + column, row_stride, left, dq, D, QUERIES, WIDTH, TAIL)
     dq = dq.to(qkv.dtype.element_ty).to(tl.float32)
@@ -86,13 +91,15 @@ def dq_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def dkdv_kernel(
-    dqkv, sums, dout, qkv, rows, columns, scaling, statistics, H, T, C, row_stride, N, PARTS, D: tl.constexpr,
+    dqkv, sums, dout, qkv, starts, rows, columns, scaling, statistics, H, T, C, row_stride, N, PARTS, D: tl.constexpr,
     WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr, LARGEST: tl.constexpr,
     VANISHES_AT: tl.constexpr,
 ):  # fmt: skip
     k, v, head, place = key_block(qkv, sums, dout, H, T, C, row_stride, D, WIDTH, KEYS, TAIL)
-    _, _, row, column, _, first, left = place
-    dk, dv = dkdv_loop(k, v, head, first, D, QUERIES, TAIL)
+    b, _, row, column, _, first, left = place
+    if starts is not None:
+        starts += b * T
+    dk, dv = dkdv_loop(k, v, head, first, D, QUERIES, TAIL, starts=starts)
     if dqkv is not None:
         dk_tile = dqkv + row * row_stride + column
         store_tile(dk_tile, row_stride, left, dk, D, KEYS, WIDTH, TAIL)
@@ -123,46 +130,63 @@ def most_blocks(kernel: str, length: int, width: int) -> int:
 
 
 def launch_blocks(
-    name: str, kernel: Any, tensors: tuple[Tensor | None, ...], quantized: Quantized, first_part: int, lse: Tensor
+    name: str,
+    kernel: Any,
+    tensors: tuple[Tensor | None, ...],
+    starts: Tensor | None,
+    quantized: Quantized,
+    first_part: int,
+    lse: Tensor,
 ) -> int:
     """Launches a kernel over all blocks of all heads and returns the number of its programs; each writes a part of the
     statistics of `quantized`, from `first_part` on."""
     statistics, parts = quantized.statistics, quantized.statistics.shape[1]
     forms = quantized.rows, quantized.columns, quantized.scaling
-    programs, sizes, options = blocks(name, lse, *forms, statistics, *tensors)
+    programs, sizes, options = blocks(name, lse, *forms, statistics, *tensors, documents=starts is not None)
     assert first_part + programs <= parts, f"{parts} parts, {first_part + programs} needed"
     first, N = statistics.view(-1)[first_part:], quantized.shape[0]
     options |= dict(zip(("LARGEST", "VANISHES_AT"), limits(quantized), strict=True))
-    launch(kernel, (programs,), *tensors, *forms, first, *sizes, N, parts, **options)
+    launch(kernel, (programs,), *tensors, starts, *forms, first, *sizes, N, parts, **options)
     return programs
 
 
-def attention_forward(out: Form, lse: Tensor, qkv: Tensor, *, scratch: Tensor) -> None:
+def attention_forward(
+    out: Form, lse: Tensor, qkv: Tensor, *, scratch: Tensor, document_starts: Tensor | None = None
+) -> None:
     if isinstance(out, Tensor):
-        attention.attention_forward(out, lse, qkv, scratch=scratch)
+        attention.attention_forward(out, lse, qkv, scratch=scratch, document_starts=document_starts)
     elif out.current:
-        attention_triton.attention_forward(plain(out), lse, qkv)
+        attention_triton.attention_forward(plain(out), lse, qkv, document_starts=document_starts)
         quantize(out, plain(out))
     else:
-        launch_blocks("forward", forward_kernel, (plain(out), lse, qkv), out, 0, lse)
+        launch_blocks("forward", forward_kernel, (plain(out), lse, qkv), checked(document_starts, lse), out, 0, lse)
 
 
-def attention_backward(dqkv: Form, dout: Tensor, out: Form, lse: Tensor, qkv: Tensor, *, scratch: Tensor) -> None:
+def attention_backward(
+    dqkv: Form,
+    dout: Tensor,
+    out: Form,
+    lse: Tensor,
+    qkv: Tensor,
+    *,
+    scratch: Tensor,
+    document_starts: Tensor | None = None,
+) -> None:
     """Of a quantised dqkv there need not be a 16-bit form: where its scale is made from dqkv itself, all is computed
     twice. One with a `workspace` is left there, by the faster of cuDNN and Triton: an operation between attention and the
     product quantises it."""
     inputs = dout, plain(out), lse, qkv
     if isinstance(dqkv, Quantized) and dqkv.workspace is not None:
-        attention.attention_backward(dqkv.workspace, *inputs, scratch=scratch)
+        attention.attention_backward(dqkv.workspace, *inputs, scratch=scratch, document_starts=document_starts)
         return
     if isinstance(dqkv, Tensor):
         either = attention if isinstance(out, Tensor) else attention_triton
-        either.attention_backward(dqkv, *inputs, scratch=scratch)
+        either.attention_backward(dqkv, *inputs, scratch=scratch, document_starts=document_starts)
         return
-    sums = sums_in(scratch, lse)
+    sums, starts = sums_in(scratch, lse), checked(document_starts, lse)
 
     def run() -> None:
-        parts = launch_blocks("dq", dq_kernel, (dqkv.plain, sums, *inputs), dqkv, 0, lse)
-        launch_blocks("dkdv", dkdv_kernel, (dqkv.plain, sums, dout, qkv), dqkv, parts, lse)
+        parts = launch_blocks("dq", dq_kernel, (dqkv.plain, sums, *inputs), starts, dqkv, 0, lse)
+        launch_blocks("dkdv", dkdv_kernel, (dqkv.plain, sums, dout, qkv), starts, dqkv, parts, lse)
 
     at_own_scale(dqkv, run)

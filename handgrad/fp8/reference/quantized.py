@@ -87,22 +87,32 @@ def mix_rmsnorm_backward(
         quantize(dstream_inout, plain(dstream_inout))
 
 
-def attention_forward(out: Form, lse: Tensor, qkv: Tensor, *, scratch: Tensor | None = None) -> None:
+def attention_forward(
+    out: Form, lse: Tensor, qkv: Tensor, *, scratch: Tensor | None = None, document_starts: Tensor | None = None
+) -> None:
     """A quantised out also has a plain form, for the backward."""
-    reference.attention_forward(plain(out), lse, qkv)
+    reference.attention_forward(plain(out), lse, qkv, document_starts=document_starts)
     if isinstance(out, Quantized):
         quantize(out, plain(out))
 
 
 def attention_backward(
-    dqkv: Form, dout: Tensor, out: Form, lse: Tensor, qkv: Tensor, *, scratch: Tensor | None = None
+    dqkv: Form,
+    dout: Tensor,
+    out: Form,
+    lse: Tensor,
+    qkv: Tensor,
+    *,
+    scratch: Tensor | None = None,
+    document_starts: Tensor | None = None,
 ) -> None:
     """A dqkv with a `workspace` is left there: an operation between attention and the product quantises it."""
+    inputs = dout, plain(out), lse, qkv
     if isinstance(dqkv, Quantized) and dqkv.workspace is not None:
-        reference.attention_backward(dqkv.workspace, dout, plain(out), lse, qkv)
+        reference.attention_backward(dqkv.workspace, *inputs, document_starts=document_starts)
         return
     result = plain(dqkv) if isinstance(dqkv, Tensor) or dqkv.plain is not None else torch.empty_like(qkv)
-    reference.attention_backward(result, dout, plain(out), lse, qkv)
+    reference.attention_backward(result, *inputs, document_starts=document_starts)
     if isinstance(dqkv, Quantized):
         quantize(dqkv, result)
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from handgrad.ops import reference
 from handgrad.ops.cpu.whole_vectors import by_whole_vectors
+from handgrad.ops.reference.classifier import clear_untrained
 
 CLASSIFIER_BLOCK_ELEMENTS = 1 << 17  # rows of logits worked on at a time: three temporaries of 512 KiB stay in cache
 
@@ -20,6 +21,7 @@ def classifier_forward(
         return
     for rows, target, log_p, _ in log_softmax_blocks(losses.dtype, logits_inout, targets, vocab_size, softcap):
         losses[rows] = log_p.gather(1, target).squeeze(1).neg_()
+    clear_untrained(targets, losses)
 
 
 def classifier_forward_backward(
@@ -41,13 +43,14 @@ def classifier_forward_backward(
         p.scatter_add_(1, target, torch.full_like(target, -1, dtype=p.dtype))
         minus_slope = tanh.square_().sub_(1)
         torch.mul(p.mul_(minus_slope), -scale, out=logits_to_dlogits_inout[rows])
+    clear_untrained(targets, losses, logits_to_dlogits_inout)
 
 
 def log_softmax_blocks(
     dtype: torch.dtype, logits_inout: Tensor, targets: Tensor, vocab_size: int, softcap: float
 ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-    """(rows, targets (R, 1), log softmax (R, Vp), tanh (R, Vp)) by blocks of rows. Masks the padded columns of the logits,
-    in which tanh is -1, the slope 0."""
+    """(rows, targets (R, 1) with word 0 for those below 0, log softmax (R, Vp), tanh (R, Vp)) by blocks of rows. Masks the
+    padded columns of the logits, in which tanh is -1, the slope 0."""
     N, Vp = logits_inout.shape
     logits_inout[:, vocab_size:] = -math.inf
     rows_per_block = max(1, CLASSIFIER_BLOCK_ELEMENTS // Vp)
@@ -56,7 +59,7 @@ def log_softmax_blocks(
         tanh = capped_tanh(logits_inout[rows].to(dtype), softcap)
         z = tanh * softcap
         z[:, vocab_size:] = -math.inf
-        yield rows, targets[rows].unsqueeze(1), torch.log_softmax(z, 1), tanh
+        yield rows, targets[rows].clamp(min=0).unsqueeze(1), torch.log_softmax(z, 1), tanh
 
 
 def capped_tanh(logits: Tensor, softcap: float) -> Tensor:

@@ -1,4 +1,5 @@
-"""Causal attention by the faster of two: cuDNN where it takes the heads, Triton kernels elsewhere."""
+"""Causal attention by the faster of two: cuDNN where it takes the heads, Triton kernels elsewhere, and wherever a row holds
+documents: cuDNN's graphs know no such mask."""
 
 import torch
 from torch import Tensor
@@ -7,23 +8,42 @@ from handgrad.ops.cuda import attention_cudnn, attention_triton
 
 
 def attention_scratch_bytes(
-    *, batch: int, length: int, num_heads: int, head_width: int, dtype: torch.dtype, kv_heads: int = 0
+    *,
+    batch: int,
+    length: int,
+    num_heads: int,
+    head_width: int,
+    dtype: torch.dtype,
+    kv_heads: int = 0,
+    documents: bool = False,
 ) -> int:
-    if attention_cudnn.runs(dtype, head_width):
+    if attention_cudnn.runs(dtype, head_width) and not documents:
         heads = num_heads, kv_heads or num_heads
         return attention_cudnn.backward_graph(batch, *heads, length, head_width, dtype).workspace_bytes
     return attention_triton.attention_scratch_bytes(batch=batch, length=length, num_heads=num_heads)
 
 
-def attention_forward(out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor) -> None:
-    if attention_cudnn.runs(qkv.dtype, out.shape[1] // lse.shape[1]):
+def attention_forward(
+    out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor, document_starts: Tensor | None = None
+) -> None:
+    if attention_cudnn.runs(qkv.dtype, out.shape[1] // lse.shape[1]) and document_starts is None:
         attention_cudnn.attention_forward(out, lse, qkv, scratch=scratch)
     else:
-        attention_triton.attention_forward(out, lse, qkv)
+        attention_triton.attention_forward(out, lse, qkv, document_starts=document_starts)
 
 
-def attention_backward(dqkv: Tensor, dout: Tensor, out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor) -> None:
-    if attention_cudnn.runs(qkv.dtype, dout.shape[1] // lse.shape[1]):
-        attention_cudnn.attention_backward(dqkv, dout, out, lse, qkv, scratch=scratch)
+def attention_backward(
+    dqkv: Tensor,
+    dout: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    qkv: Tensor,
+    *,
+    scratch: Tensor,
+    document_starts: Tensor | None = None,
+) -> None:
+    inputs = dout, out, lse, qkv
+    if attention_cudnn.runs(qkv.dtype, dout.shape[1] // lse.shape[1]) and document_starts is None:
+        attention_cudnn.attention_backward(dqkv, *inputs, scratch=scratch)
     else:
-        attention_triton.attention_backward(dqkv, dout, out, lse, qkv, scratch=scratch)
+        attention_triton.attention_backward(dqkv, *inputs, scratch=scratch, document_starts=document_starts)

@@ -31,6 +31,12 @@ CONFIGS: dict[tuple[str, int], tuple[Config, Config, Config]] = {
 }
 # Where queries' heads share keys, of 16-bit inputs on a data-centre GPU: with one stage less nothing spills.
 GROUPED = {("dkdv", 128): Config(64, 64, 8, 2)}
+# With documents in a row. The tiles are the same, so that one document has the plain kernels' bits; without a cap on the
+# registers the tensor-core instructions overlap, and eight warps do not spill.
+DOCUMENTS: dict[tuple[str, int], tuple[Config, Config, Config]] = {
+    ("dq", 64): (Config(64, 64, 4, 2), Config(64, 64, 4, 2), Config(32, 32, 8, 2)),
+    ("dkdv", 128): (Config(64, 64, 8, 3), Config(32, 32, 4, 2), Config(16, 16, 8, 2)),
+}
 
 
 @functools.cache
@@ -39,17 +45,19 @@ def is_hopper_or_newer(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
-def shipped(kernel: str, D: int, *, narrow: bool, newer: bool, grouped: bool = False) -> Config:
-    """`narrow`: inputs of 16 bits; `newer`: on a data-centre GPU; `grouped`: heads of queries share keys."""
+def shipped(kernel: str, D: int, *, narrow: bool, newer: bool, grouped: bool = False, documents: bool = False) -> Config:
+    """`narrow`: inputs of 16 bits; `newer`: on a data-centre GPU; `grouped`: heads of queries share keys; `documents`: in a
+    row."""
     key = kernel, 64 if D <= 64 else 128
-    data_centre, others, float32 = CONFIGS[key]
+    data_centre, others, float32 = (CONFIGS | DOCUMENTS if documents else CONFIGS)[key]
     if grouped:
         data_centre = GROUPED.get(key, data_centre)
     return (data_centre if newer else others) if narrow else float32
 
 
-def choose_config(kernel: str, qkv: Tensor, D: int, grouped: bool = False) -> Config:
-    return shipped(kernel, D, narrow=qkv.element_size() == 2, newer=is_hopper_or_newer(qkv.device), grouped=grouped)
+def choose_config(kernel: str, qkv: Tensor, D: int, grouped: bool = False, documents: bool = False) -> Config:
+    kind = {"narrow": qkv.element_size() == 2, "newer": is_hopper_or_newer(qkv.device)}
+    return shipped(kernel, D, **kind, grouped=grouped, documents=documents)
 
 
 def rows_of(kernel: str, config: Config) -> int:

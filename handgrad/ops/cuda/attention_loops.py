@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from handgrad.ops.cuda.attention_tiles import is_later, load_tile
+from handgrad.ops.cuda.attention_documents import first_after, is_before, keys_of_queries, masked_block
+from handgrad.ops.cuda.attention_tiles import is_later, load_tile, load_vector
 
 # Causal attention (Vaswani et al. 2017), per head: S = q k^T / sqrt(D) for keys at or before the query,
 # P = softmax(S) = exp(S - lse),  y = P v.
@@ -18,9 +19,14 @@ from handgrad.ops.cuda.attention_tiles import is_later, load_tile
 #
 # A loop may be given a mask: KEEP(mask, first query, first key, QUERIES, KEYS) is a tile of bool, and where it is false, P
 # counts as zero in y and dv, and dP in dS.
+#
+# A loop may be given `starts`, a row's document starts: query i sees key j if starts[i] <= j <= i. The keys of a block of
+# queries then begin with its first query's document, the queries of a block of keys end with its last key's document, and
+# blocks whose keys not every query sees are masked beside those that the diagonal crosses.
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+LOWEST = tl.constexpr(-1e38)  # a maximum to start from where a block may hide all keys: unlike minus infinity it subtracts
 
 # Of products of float32 inputs, also in a run with TF32: Triton truncates where the hardware's rounding would need an
 # instruction more, and the gradients of a block came out five times worse than the reference's in TF32.
@@ -35,25 +41,32 @@ PRECISION = tl.constexpr("ieee")
 
 @triton.jit
 def forward_loop(
-    q, head, first, D: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr, mask=None, KEEP: tl.constexpr = None
-):
+    q, head, first, D: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr, mask=None, KEEP: tl.constexpr = None,
+    starts=None,
+):  # fmt: skip
     """y l, m and l of a block of queries. `head`: (its keys, distance of the values from them, row stride, T)."""
     QUERIES: tl.constexpr = q.shape[0]
     y = tl.zeros((QUERIES, q.shape[1]), tl.float32)
-    m = tl.full((QUERIES,), -float("inf"), tl.float32)
+    m = tl.full((QUERIES,), -float("inf") if starts is None else LOWEST, tl.float32)
     l = tl.zeros((QUERIES,), tl.float32)
     diagonal = first // KEYS * KEYS
-    for key in range(0, diagonal, KEYS):  # before this block's first query: all exist, and every query sees them
-        y, m, l = forward_step(y, m, l, q, head, first, key, D, KEYS, False, False, mask, KEEP)
-    for key in range(diagonal, first + QUERIES, KEYS):
-        y, m, l = forward_step(y, m, l, q, head, first, key, D, KEYS, True, TAIL, mask, KEEP)
+    begin, crossed, own = 0, 0, None
+    if starts is not None:
+        begin, crossed = keys_of_queries(starts, first, head[3], QUERIES, KEYS)
+    for key in range(begin, diagonal, KEYS):  # before this block's first query: all exist, and every query sees them
+        y, m, l = forward_step(y, m, l, q, head, first, key, D, KEYS, False, False, mask, KEEP, None)
+    if starts is not None:
+        own = load_vector(starts + first, head[3] - first, QUERIES, TAIL)
+    for place in range(diagonal - crossed, first + QUERIES, KEYS):
+        key = masked_block(place, diagonal, begin, starts)
+        y, m, l = forward_step(y, m, l, q, head, first, key, D, KEYS, True, TAIL, mask, KEEP, own)
     return y, m, l
 
 
 @triton.jit
 def forward_step(
     y, m, l, q, head, first_query, first_key, D: tl.constexpr, KEYS: tl.constexpr, DIAGONAL: tl.constexpr,
-    TAIL: tl.constexpr, mask, KEEP: tl.constexpr,
+    TAIL: tl.constexpr, mask, KEEP: tl.constexpr, own,
 ):  # fmt: skip
     QUERIES: tl.constexpr = q.shape[0]
     WIDTH: tl.constexpr = q.shape[1]
@@ -64,6 +77,8 @@ def forward_step(
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if DIAGONAL:
         s = tl.where(is_later(first_query, first_key, QUERIES, KEYS), -float("inf"), s)
+    if own is not None:
+        s = tl.where(is_before(first_key, KEYS, own), -float("inf"), s)
     m_new = tl.maximum(m, tl.max(s, 1) * scale2)
     p = tl.exp2(s * scale2 - m_new[:, None])
     shrink = tl.exp2(m - m_new)
@@ -88,23 +103,29 @@ def load_dy_delta(
 @triton.jit
 def dq_loop(
     q, dy, lse2, delta, head, first, D: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr, mask=None,
-    KEEP: tl.constexpr = None,
+    KEEP: tl.constexpr = None, starts=None,
 ):  # fmt: skip
     """dq of a block of queries; `head` as in the forward."""
     QUERIES: tl.constexpr = q.shape[0]
     dq = tl.zeros((QUERIES, q.shape[1]), tl.float32)
     diagonal = first // KEYS * KEYS
-    for key in range(0, diagonal, KEYS):
-        dq = dq_step(dq, q, dy, lse2, delta, head, first, key, D, KEYS, False, False, mask, KEEP)
-    for key in range(diagonal, first + QUERIES, KEYS):
-        dq = dq_step(dq, q, dy, lse2, delta, head, first, key, D, KEYS, True, TAIL, mask, KEEP)
+    begin, crossed, own = 0, 0, None
+    if starts is not None:
+        begin, crossed = keys_of_queries(starts, first, head[3], QUERIES, KEYS)
+    for key in range(begin, diagonal, KEYS):
+        dq = dq_step(dq, q, dy, lse2, delta, head, first, key, D, KEYS, False, False, mask, KEEP, None)
+    if starts is not None:
+        own = load_vector(starts + first, head[3] - first, QUERIES, TAIL)
+    for place in range(diagonal - crossed, first + QUERIES, KEYS):
+        key = masked_block(place, diagonal, begin, starts)
+        dq = dq_step(dq, q, dy, lse2, delta, head, first, key, D, KEYS, True, TAIL, mask, KEEP, own)
     return dq * (1.0 / D**0.5)
 
 
 @triton.jit
 def dq_step(
     dq, q, dy, lse2, delta, head, first_query, first_key, D: tl.constexpr, KEYS: tl.constexpr, DIAGONAL: tl.constexpr,
-    TAIL: tl.constexpr, mask, KEEP: tl.constexpr,
+    TAIL: tl.constexpr, mask, KEEP: tl.constexpr, own,
 ):  # fmt: skip
     QUERIES: tl.constexpr = q.shape[0]
     WIDTH: tl.constexpr = q.shape[1]
@@ -118,6 +139,8 @@ def dq_step(
     p = tl.exp2(s * scale2 - lse2[:, None])
     if DIAGONAL:
         p = tl.where(is_later(first_query, first_key, QUERIES, KEYS), 0.0, p)
+    if own is not None:
+        p = tl.where(is_before(first_key, KEYS, own), 0.0, p)
     if mask is not None:
         dp = tl.where(KEEP(mask, first_query, first_key, QUERIES, KEYS), dp, 0.0)
     ds = p * (dp - delta[:, None])
@@ -126,32 +149,41 @@ def dq_step(
 
 @triton.jit
 def dkdv_loop(
-    k, v, head, first, D: tl.constexpr, QUERIES: tl.constexpr, TAIL: tl.constexpr, mask=None, KEEP: tl.constexpr = None
-):
+    k, v, head, first, D: tl.constexpr, QUERIES: tl.constexpr, TAIL: tl.constexpr, mask=None, KEEP: tl.constexpr = None,
+    starts=None,
+):  # fmt: skip
     """dk and dv of a block of keys. `head`: (its queries, its dy, its sums, row stride of dy, row stride, T). Here KEEP
     makes tiles (KEYS, QUERIES)."""
     KEYS: tl.constexpr = k.shape[0]
     dk = tl.zeros((KEYS, k.shape[1]), tl.float32)
     dv = tl.zeros((KEYS, k.shape[1]), tl.float32)
     T = head[5]
-    # Blocks of queries that the diagonal crosses, full blocks of queries after all these keys, and at most one tail.
+    seen, end = T, T
+    if starts is not None:
+        seen = first_after(starts, first, first, T)
+    # Blocks of queries that the diagonal crosses, full blocks of queries after all these keys, and at most one tail, or
+    # those in which not every query sees every key.
     diagonal = first // QUERIES * QUERIES
     CROSSED: tl.constexpr = (KEYS + QUERIES - 1) // QUERIES
     for crossed in tl.static_range(CROSSED):
         query = diagonal + crossed * QUERIES
-        dk, dv = dkdv_step(dk, dv, k, v, head, query, first, D, QUERIES, True, TAIL, mask, KEEP)
+        dk, dv = dkdv_step(dk, dv, k, v, head, query, first, D, QUERIES, True, TAIL, mask, KEEP, starts)
     after = diagonal + CROSSED * QUERIES
-    full = tl.maximum(T // QUERIES * QUERIES, after)
+    full = tl.maximum(seen // QUERIES * QUERIES, after)
     for query in range(after, full, QUERIES):
-        dk, dv = dkdv_step(dk, dv, k, v, head, query, first, D, QUERIES, False, False, mask, KEEP)
-    if TAIL:
-        for query in range(full, T, QUERIES):
-            dk, dv = dkdv_step(dk, dv, k, v, head, query, first, D, QUERIES, False, True, mask, KEEP)
+        dk, dv = dkdv_step(dk, dv, k, v, head, query, first, D, QUERIES, False, False, mask, KEEP, None)
+    if starts is not None:
+        end = first_after(starts, first, tl.minimum(first + KEYS, T) - 1, T)
+    if TAIL or starts is not None:
+        for query in range(full, end, QUERIES):
+            dk, dv = dkdv_step(dk, dv, k, v, head, query, first, D, QUERIES, False, TAIL, mask, KEEP, starts)
     return dk * (1.0 / D**0.5), dv
 
 
 @triton.jit
-def grouped_dkdv_loop(k, v, head, first, D: tl.constexpr, QUERIES: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr):
+def grouped_dkdv_loop(
+    k, v, head, first, D: tl.constexpr, QUERIES: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr, starts=None
+):
     """dk and dv of a block of keys that GROUP heads of queries share; `head`: the first of them. The blocks that the
     diagonal crosses of all heads, then the full blocks of all heads in one loop, then their tails: a loop in a loop would
     need more registers than there are."""
@@ -159,24 +191,34 @@ def grouped_dkdv_loop(k, v, head, first, D: tl.constexpr, QUERIES: tl.constexpr,
     dk = tl.zeros((KEYS, k.shape[1]), tl.float32)
     dv = tl.zeros((KEYS, k.shape[1]), tl.float32)
     T = head[5]
+    seen = T
+    if starts is not None:
+        seen = first_after(starts, first, first, T)
     diagonal = first // QUERIES * QUERIES
     CROSSED: tl.constexpr = (KEYS + QUERIES - 1) // QUERIES
     for h in range(GROUP):
         mine = next_head(head, h, D)
         for crossed in tl.static_range(CROSSED):
             query = diagonal + crossed * QUERIES
-            dk, dv = dkdv_step(dk, dv, k, v, mine, query, first, D, QUERIES, True, TAIL, None, None)
+            dk, dv = dkdv_step(dk, dv, k, v, mine, query, first, D, QUERIES, True, TAIL, None, None, starts)
     after = diagonal + CROSSED * QUERIES
-    blocks = tl.maximum(T // QUERIES - after // QUERIES, 0)
+    blocks = tl.maximum(seen // QUERIES - after // QUERIES, 0)
     for step in range(GROUP * blocks):
         mine, query = next_head(head, step // blocks, D), after + step % blocks * QUERIES
-        dk, dv = dkdv_step(dk, dv, k, v, mine, query, first, D, QUERIES, False, False, None, None)
-    if TAIL:
+        dk, dv = dkdv_step(dk, dv, k, v, mine, query, first, D, QUERIES, False, False, None, None, None)
+    if starts is not None:
+        full = tl.maximum(seen // QUERIES * QUERIES, after)
+        end = first_after(starts, first, tl.minimum(first + KEYS, T) - 1, T)
+        rest = tl.cdiv(tl.maximum(end - full, 0), QUERIES)
+        for step in range(GROUP * rest):
+            mine, query = next_head(head, step // rest, D), full + step % rest * QUERIES
+            dk, dv = dkdv_step(dk, dv, k, v, mine, query, first, D, QUERIES, False, TAIL, None, None, starts)
+    elif TAIL:
         full = tl.maximum(T // QUERIES * QUERIES, after)
         if full < T:
             for h in range(GROUP):
                 mine = next_head(head, h, D)
-                dk, dv = dkdv_step(dk, dv, k, v, mine, full, first, D, QUERIES, False, True, None, None)
+                dk, dv = dkdv_step(dk, dv, k, v, mine, full, first, D, QUERIES, False, True, None, None, None)
     return dk * (1.0 / D**0.5), dv
 
 
@@ -190,7 +232,7 @@ def next_head(head, h, D: tl.constexpr):
 @triton.jit
 def dkdv_step(
     dk, dv, k, v, head, first_query, first_key, D: tl.constexpr, QUERIES: tl.constexpr, DIAGONAL: tl.constexpr,
-    TAIL: tl.constexpr, mask, KEEP: tl.constexpr,
+    TAIL: tl.constexpr, mask, KEEP: tl.constexpr, starts,
 ):  # fmt: skip
     # Everything transposed, keys in rows: so P^T and dS^T are left operands straight from the registers.
     KEYS: tl.constexpr = k.shape[0]
@@ -208,6 +250,9 @@ def dkdv_step(
     p = tl.exp2(s * scale2 - lse2[None, :])
     if DIAGONAL:
         p = tl.where(tl.trans(is_later(first_query, first_key, QUERIES, KEYS)), 0.0, p)
+    if starts is not None:
+        own = load_vector(starts + first_query, left, QUERIES, TAIL)
+        p = tl.where(tl.trans(is_before(first_key, KEYS, own)), 0.0, p)
     seen = p
     if mask is not None:
         keep = KEEP(mask, first_query, first_key, QUERIES, KEYS)

@@ -37,41 +37,48 @@ from handgrad.ops.cuda.launch import launch
 
 @triton.jit
 def forward_kernel(
-    out, lse, qkv, H, T, C, row_stride, D: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    TAIL: tl.constexpr, GROUP: tl.constexpr = 1,
+    out, lse, qkv, starts, H, T, C, row_stride, D: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr,
+    KEYS: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr = 1,
 ):  # fmt: skip
-    """y and lse of one block of queries of one head. Row n of qkv begins at n row_stride."""
+    """y and lse of one block of queries of one head. Row n of qkv begins at n row_stride. `starts`: document_starts, or
+    None."""
     q, head, place = query_block(qkv, H, T, C, row_stride, D, WIDTH, QUERIES, TAIL, GROUP)
-    _, _, row, column, vector, first, left = place
-    y, m, l = forward_loop(q, head, first, D, KEYS, TAIL)
+    b, _, row, column, vector, first, left = place
+    if starts is not None:
+        starts += b * T
+    y, m, l = forward_loop(q, head, first, D, KEYS, TAIL, starts=starts)
     store_tile(out + row * C + column, C, left, y / l[:, None], D, QUERIES, WIDTH, TAIL)
     store_vector(lse + vector, left, (m + tl.log2(l)) * LN_2, QUERIES, TAIL)
 
 
 @triton.jit
 def dq_kernel(
-    dqkv, sums, dout, out, lse, qkv, H, T, C, row_stride, D: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr,
-    KEYS: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr = 1,
+    dqkv, sums, dout, out, lse, qkv, starts, H, T, C, row_stride, D: tl.constexpr, WIDTH: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr = 1,
 ):  # fmt: skip
     """dq of one block of queries of one head, and its rows of (lse log2(e), delta), which `dkdv_kernel` reads after it."""
     q, head, place = query_block(qkv, H, T, C, row_stride, D, WIDTH, QUERIES, TAIL, GROUP)
-    _, _, row, column, vector, first, left = place
+    b, _, row, column, vector, first, left = place
+    if starts is not None:
+        starts += b * T
     dy, delta = load_dy_delta(dout, out, row * C + column, C, left, D, QUERIES, WIDTH, TAIL)
     lse2 = load_vector(lse + vector, left, QUERIES, TAIL) * LOG2_E
     store_tile(sums + 2 * vector, 2, left, tl.join(lse2, delta), 2, QUERIES, 2, TAIL)
-    dq = dq_loop(q, dy, lse2, delta, head, first, D, KEYS, TAIL)
+    dq = dq_loop(q, dy, lse2, delta, head, first, D, KEYS, TAIL, starts=starts)
     store_tile(dqkv + row * row_stride + column, row_stride, left, dq, D, QUERIES, WIDTH, TAIL)
 
 
 @triton.jit
 def dkdv_kernel(
-    dqkv, sums, dout, qkv, H, T, C, row_stride, D: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr,
+    dqkv, sums, dout, qkv, starts, H, T, C, row_stride, D: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr,
     KEYS: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one block of keys of one head."""
     k, v, head, place = key_block(qkv, sums, dout, H, T, C, row_stride, D, WIDTH, KEYS, TAIL)
-    _, _, row, column, _, first, left = place
-    dk, dv = dkdv_loop(k, v, head, first, D, QUERIES, TAIL)
+    b, _, row, column, _, first, left = place
+    if starts is not None:
+        starts += b * T
+    dk, dv = dkdv_loop(k, v, head, first, D, QUERIES, TAIL, starts=starts)
     dk_tile = dqkv + row * row_stride + column
     store_tile(dk_tile, row_stride, left, dk, D, KEYS, WIDTH, TAIL)
     store_tile(dk_tile + C, row_stride, left, dv, D, KEYS, WIDTH, TAIL)
@@ -79,7 +86,7 @@ def dkdv_kernel(
 
 @triton.jit
 def grouped_dkdv_kernel(
-    dqkv, sums, dout, qkv, H, T, C, row_stride, D: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr,
+    dqkv, sums, dout, qkv, starts, H, T, C, row_stride, D: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr,
     KEYS: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one block of keys of one head that GROUP heads of queries share."""
@@ -91,7 +98,9 @@ def grouped_dkdv_kernel(
     v = load_tile(k_tile + distance, row_stride, T - first, D, KEYS, WIDTH, TAIL)
     q_head, dy_head = qkv + b * T * row_stride + kv_head * GROUP * D, dout + b * T * C + kv_head * GROUP * D
     head = q_head, dy_head, sums + 2 * (b * H + kv_head * GROUP) * T, C, row_stride, T
-    dk, dv = grouped_dkdv_loop(k, v, head, first, D, QUERIES, TAIL, GROUP)
+    if starts is not None:
+        starts += b * T
+    dk, dv = grouped_dkdv_loop(k, v, head, first, D, QUERIES, TAIL, GROUP, starts)
     dk_tile = dqkv + row * row_stride + C + kv_head * D
     store_tile(dk_tile, row_stride, T - first, dk, D, KEYS, WIDTH, TAIL)
     store_tile(dk_tile + distance, row_stride, T - first, dv, D, KEYS, WIDTH, TAIL)
@@ -100,7 +109,9 @@ def grouped_dkdv_kernel(
 Sizes = tuple[int, int, int, int]
 
 
-def blocks(name: str, lse: Tensor, *tensors: Tensor | None, width: int = 0) -> tuple[int, Sizes, dict[str, Any]]:
+def blocks(
+    name: str, lse: Tensor, *tensors: Tensor | None, width: int = 0, documents: bool = False
+) -> tuple[int, Sizes, dict[str, Any]]:
     """(programs, H, T, C and row stride, tile sizes and options) of a kernel over all blocks of all heads; the last of its
     tensors is qkv. Heads have `width` channels, or there are as many heads of keys as of queries. Offsets within one batch
     entry are 32 bits wide: T 3C < 2^31."""
@@ -113,7 +124,7 @@ def blocks(name: str, lse: Tensor, *tensors: Tensor | None, width: int = 0) -> t
     packed = N == B * T and columns == (H + 2 * kv_heads) * D and kv_heads > 0 and H % kv_heads == 0
     assert packed and D <= 128, f"{tuple(qkv.shape)} does not pack {tuple(lse.shape)}"
     assert all(t is None or t.is_contiguous() for t in (*tensors, lse)) and lse.dtype == torch.float32
-    config = choose_config(name, qkv, D, kv_heads < H)
+    config = choose_config(name, qkv, D, kv_heads < H, documents)
     tiles = {"D": D, "WIDTH": max(16, triton.next_power_of_2(D)), "QUERIES": config.queries, "KEYS": config.keys}
     tail = T % config.queries != 0 or T % config.keys != 0
     options = {"num_warps": config.warps, "num_stages": config.stages}
@@ -125,15 +136,31 @@ def blocks(name: str, lse: Tensor, *tensors: Tensor | None, width: int = 0) -> t
 
 
 def launch_blocks(
-    name: str, kernel: Any, lse: Tensor, *tensors: Tensor, more: tuple[Any, ...] = (), width: int = 0
+    name: str,
+    kernel: Any,
+    lse: Tensor,
+    *tensors: Tensor,
+    more: tuple[Any, ...] = (),
+    width: int = 0,
+    documents: bool = False,
 ) -> None:
     """Launches a kernel over all blocks of all heads. `more`: arguments between its tensors and the sizes."""
-    programs, sizes, options = blocks(name, lse, *tensors, width=width)
+    programs, sizes, options = blocks(name, lse, *tensors, width=width, documents=documents)
     launch(kernel, (programs,), *tensors, *more, *sizes, **options)
 
 
-def attention_forward(out: Tensor, lse: Tensor, qkv: Tensor) -> None:
-    launch_blocks("forward", forward_kernel, lse, out, lse, qkv, width=out.shape[1] // lse.shape[1])
+def checked(document_starts: Tensor | None, lse: Tensor) -> Tensor | None:
+    """The document starts, if there are any, as the kernels read them."""
+    if document_starts is not None:
+        shape, kind = tuple(document_starts.shape), document_starts.dtype
+        fits = shape == (lse.shape[0], lse.shape[2]) and kind == torch.int32 and document_starts.is_contiguous()
+        assert fits, f"document starts {shape} {kind} for lse {tuple(lse.shape)}"
+    return document_starts
+
+
+def attention_forward(out: Tensor, lse: Tensor, qkv: Tensor, *, document_starts: Tensor | None = None) -> None:
+    options = {"more": (checked(document_starts, lse),), "documents": document_starts is not None}
+    launch_blocks("forward", forward_kernel, lse, out, lse, qkv, width=out.shape[1] // lse.shape[1], **options)
 
 
 def attention_scratch_bytes(*, batch: int, length: int, num_heads: int) -> int:
@@ -148,8 +175,18 @@ def sums_in(scratch: Tensor, lse: Tensor) -> Tensor:
     return scratch[:needed].view(torch.float32)
 
 
-def attention_backward(dqkv: Tensor, dout: Tensor, out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor) -> None:
+def attention_backward(
+    dqkv: Tensor,
+    dout: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    qkv: Tensor,
+    *,
+    scratch: Tensor,
+    document_starts: Tensor | None = None,
+) -> None:
     sums, (_, H, _), C = sums_in(scratch, lse), lse.shape, out.shape[1]
     dkdv = dkdv_kernel if qkv.shape[1] == 3 * C else grouped_dkdv_kernel
-    launch_blocks("dq", dq_kernel, lse, dqkv, sums, dout, out, lse, qkv, width=C // H)
-    launch_blocks("dkdv", dkdv, lse, dqkv, sums, dout, qkv, width=C // H)
+    options = {"more": (checked(document_starts, lse),), "documents": document_starts is not None, "width": C // H}
+    launch_blocks("dq", dq_kernel, lse, dqkv, sums, dout, out, lse, qkv, **options)
+    launch_blocks("dkdv", dkdv, lse, dqkv, sums, dout, qkv, **options)

@@ -96,7 +96,11 @@ def tanh(x):
 def _forward(losses, logits, targets, V: tl.constexpr, Vp: tl.constexpr, PADDED: tl.constexpr, CAP: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     logits += row * Vp
-    store_loss(losses + row, logits, tl.load(targets + row), V, Vp, CAP, "evict_first")
+    target = tl.load(targets + row)
+    if target < 0:
+        tl.store(losses + row, 0.0)
+    else:
+        store_loss(losses + row, logits, target, V, Vp, CAP, "evict_first")
     if Vp > V:
         beyond = V + tl.arange(0, PADDED)
         tl.store(logits + beyond, tl.full((PADDED,), float("-inf"), tl.float32).to(logits.dtype.element_ty), beyond < Vp)
@@ -118,7 +122,21 @@ def store_in_place(logits, column, d, mask, EVICTION: tl.constexpr):
 def loss_and_gradient(
     loss, logits, target, scale, V: tl.constexpr, Vp: tl.constexpr, CAP: tl.constexpr, STORE: tl.constexpr, into
 ):
-    """A row's loss, and d = scale * dloss/dlogits in the logits' dtype, by STORE(into, columns, d, mask, EVICTION)."""
+    """A row's loss, and d = scale * dloss/dlogits in the logits' dtype, by STORE(into, columns, d, mask, EVICTION). A row
+    that is not trained is not read."""
+    if target < 0:
+        tl.store(loss, 0.0)
+        for start in range(0, Vp, BLOCK):
+            column = start + tl.arange(0, BLOCK)[None, :]
+            STORE(into, column, tl.zeros((1, BLOCK), logits.dtype.element_ty), column < Vp, "evict_first")
+    else:
+        trained_loss_and_gradient(loss, logits, target, scale, V, Vp, CAP, STORE, into)
+
+
+@triton.jit
+def trained_loss_and_gradient(
+    loss, logits, target, scale, V: tl.constexpr, Vp: tl.constexpr, CAP: tl.constexpr, STORE: tl.constexpr, into
+):
     of_target, maximum, total = store_loss(loss, logits, target, V, Vp, CAP, "evict_last")
     factor = tl.load(scale)  # not earlier: a register more, and fewer rows are under way
     per_exponential = factor / total

@@ -11,6 +11,9 @@ from torch import Tensor
 #
 # Grouped heads (Ainslie et al. 2023, https://arxiv.org/abs/2305.13245): K heads of keys and values, each for H / K heads of
 # queries in a row; its dk and dv are the sums over these.
+#
+# Documents side by side in a row: document_starts (B, T) int32 says at which position the document of each position starts,
+# and query i sees key j if document_starts[i] <= j <= i. Nothing else changes: P = 0 for the other keys, and with it dS.
 
 
 def split_heads(packed: Tensor, batch: int, num_heads: int, head_width: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -34,36 +37,62 @@ def group_sums(dkeys: Tensor, kv_heads: int, dim: int = 0) -> Tensor:
     return dkeys if dkeys.shape[dim] == kv_heads else dkeys.unflatten(dim, (kv_heads, -1)).sum(dim + 1)
 
 
-def causal_scores(q: Tensor, k: Tensor) -> Tensor:
-    """q k^T / sqrt(D) of (H, T, D) each, minus infinity where the key comes after the query."""
+def causal_scores(q: Tensor, k: Tensor, starts: Tensor | None = None) -> Tensor:
+    """q k^T / sqrt(D) of (H, T, D) each, minus infinity where the key comes after the query, or before the start (T) of the
+    query's document."""
     scores = torch.matmul(q, k.transpose(-1, -2)).mul_(1.0 / math.sqrt(q.shape[-1]))
     T = q.shape[-2]
-    later = torch.ones(T, T, dtype=torch.bool, device=q.device).triu_(1)
-    return scores.masked_fill_(later, -math.inf)
+    hidden = torch.ones(T, T, dtype=torch.bool, device=q.device).triu_(1)
+    if starts is not None:
+        hidden |= torch.arange(T, device=q.device) < starts.unsqueeze(1)
+    return scores.masked_fill_(hidden, -math.inf)
 
 
 def attention_scratch_bytes(
-    *, batch: int, length: int, num_heads: int, head_width: int, dtype: torch.dtype, kv_heads: int = 0
+    *,
+    batch: int,
+    length: int,
+    num_heads: int,
+    head_width: int,
+    dtype: torch.dtype,
+    kv_heads: int = 0,
+    documents: bool = False,
 ) -> int:
-    """Bytes of `scratch` that the backward of attention needs: none here."""
+    """Bytes of `scratch` that the backward of attention needs, with `documents` one that is given `document_starts`: none
+    here."""
     return 0
 
 
-def attention_forward(out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor | None = None) -> None:
+def attention_forward(
+    out: Tensor,
+    lse: Tensor,
+    qkv: Tensor,
+    *,
+    scratch: Tensor | None = None,
+    document_starts: Tensor | None = None,
+) -> None:
     """out (N, C), lse (B, H, T) = log of the softmax's denominator, from qkv (N, 3C), or (N, (H + 2K) D) with grouped
-    heads: C = H D."""
+    heads: C = H D. document_starts (B, T) keeps each document of a row to itself."""
     B, H, T = lse.shape
     q, k, v = split_heads(qkv.to(lse.dtype), B, H, out.shape[1] // H)
     y = out.view(B, T, H, -1).transpose(1, 2)
     for b in range(B):  # one batch entry at a time bounds the (H, T, T) scores
-        scores = causal_scores(q[b], for_queries(k[b], H))
+        starts = None if document_starts is None else document_starts[b]
+        scores = causal_scores(q[b], for_queries(k[b], H), starts)
         lse[b] = scores.logsumexp(-1)
         weights = torch.exp_(scores.sub_(lse[b].unsqueeze(-1)))
         y[b] = torch.matmul(weights, for_queries(v[b], H))
 
 
 def attention_backward(
-    dqkv: Tensor, dout: Tensor, out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor | None = None
+    dqkv: Tensor,
+    dout: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    qkv: Tensor,
+    *,
+    scratch: Tensor | None = None,
+    document_starts: Tensor | None = None,
 ) -> None:
     """dqkv (N, 3C) from dout, out (N, C), lse (B, H, T) and qkv (N, 3C) or (N, (H + 2K) D)."""
     B, H, T = lse.shape
@@ -74,7 +103,8 @@ def attention_backward(
     scale = 1.0 / math.sqrt(q.shape[-1])
     for b in range(B):
         keys, values = for_queries(k[b], H), for_queries(v[b], H)
-        weights = torch.exp_(causal_scores(q[b], keys).sub_(lse[b].unsqueeze(-1)))
+        starts = None if document_starts is None else document_starts[b]
+        weights = torch.exp_(causal_scores(q[b], keys, starts).sub_(lse[b].unsqueeze(-1)))
         dweights = torch.matmul(dy[b], values.transpose(-1, -2))
         dscores = dweights.sub_((dy[b] * y[b]).sum(-1, keepdim=True)).mul_(weights)
         dv[b] = group_sums(torch.matmul(weights.transpose(-1, -2), dy[b]), K)

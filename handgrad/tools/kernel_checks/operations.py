@@ -67,7 +67,10 @@ def value_embedding_backward(d: Draw) -> Arguments:
 
 
 def classifier(d: Draw) -> Arguments:
-    return {"losses": d.empty(N, dtype=torch.float32), "targets": d.words(N), "vocab_size": V}
+    """Every fifth token is not trained."""
+    targets = d.words(N)
+    targets[::5] = -1
+    return {"losses": d.empty(N, dtype=torch.float32), "targets": targets, "vocab_size": V}
 
 
 def product_backward(d: Draw) -> Arguments:
@@ -107,15 +110,23 @@ def swiglu_product_backward(d: Draw) -> Arguments:
     return {**outs, "dout": d(N, C), "hidden": d(N, 2 * F), **d.product(C, F)}
 
 
-def attention(d: Draw, heads: int, columns: int = 3 * C, **site: Any) -> Arguments:
-    return {"out": d.empty(N, C), "lse": d.empty(B, heads, T, dtype=torch.float32), "qkv": d(N, columns), **site}
+def attention(d: Draw, heads: int, columns: int = 3 * C, **more: Any) -> Arguments:
+    """`more`: a site of dropout, or documents."""
+    return {"out": d.empty(N, C), "lse": d.empty(B, heads, T, dtype=torch.float32), "qkv": d(N, columns), **more}
 
 
-def attention_backward(d: Draw, heads: int, columns: int = 3 * C, **site: Any) -> Arguments:
+def attention_backward(d: Draw, heads: int, columns: int = 3 * C, **more: Any) -> Arguments:
     """With an output and log-sums that belong to the queries, keys and values."""
-    forward = attention(d, heads, columns, **site)
-    (dropout_reference if site else reference).attention_forward(**forward)
+    forward = attention(d, heads, columns, **more)
+    (dropout_reference if "dropout" in more else reference).attention_forward(**forward)
     return {"dqkv": d.empty(N, columns), "dout": d(N, C), **forward}
+
+
+def documents(d: Draw) -> dict[str, Any]:
+    """Three in the first row, one of them a token; one in the second."""
+    starts = torch.zeros(B, T, dtype=torch.int32, device=d.device)
+    starts[0, 40:], starts[0, 41:] = 40, 41
+    return {"document_starts": starts}
 
 
 def site(d: Draw) -> dict[str, Any]:
@@ -262,6 +273,10 @@ CASES: Cases = {
     "attention_backward, heads of 128 channels": lambda d: attention_backward(d, 1),
     "attention_forward, of grouped heads": lambda d: attention(d, H, 2 * C),
     "attention_backward, of grouped heads": lambda d: attention_backward(d, H, 2 * C),
+    "attention_forward, within documents": lambda d: attention(d, H, **documents(d)),
+    "attention_backward, within documents": lambda d: attention_backward(d, H, **documents(d)),
+    "attention_forward, of grouped heads within documents": lambda d: attention(d, H, 2 * C, **documents(d)),
+    "attention_backward, of grouped heads within documents": lambda d: attention_backward(d, H, 2 * C, **documents(d)),
     "classifier_forward": lambda d: {**classifier(d), "logits_inout": d(N, Vp, scale=4)},
     "classifier_forward_backward": lambda d: {
         **classifier(d),

@@ -1,0 +1,37 @@
+"""Several documents in one row of the batch, each as if it were alone: the inputs that keep them apart.
+
+    document_starts (B, T) int32       the place in its row at which a token's document starts
+    positions (B, T) int64             of a token in its document, from 0, where a model learns its positions
+    sorted_by_position (N) int32       0..N-1 ordered by position, equal positions in their order
+
+Attention reads the first: a token sees its own document. Rotary angles are relative, so nothing else changes for them. A
+table of positions is read and written like one of words.
+"""
+
+from dataclasses import fields
+from functools import partial
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from handgrad.arena import Buffer
+from handgrad.models.rows import KIND
+
+
+def document_buffers(model: ModuleType, batch: int, length: int) -> list[Buffer]:
+    """The buffers of these inputs that the architecture has."""
+    places = (batch, length)
+    rows = {
+        "document_starts": (places, torch.int32),
+        "positions": (places, torch.int64),
+        "sorted_by_position": ((batch * length,), torch.int32),
+    }
+    known = {field.name for field in fields(model.Activations)}
+    return [Buffer(name, shape, dtype, KIND) for name, (shape, dtype) in rows.items() if name in known]
+
+
+def sizing(ops: ModuleType) -> Any:
+    """The sizes of scratch where attention stays within documents: it has kernels of its own."""
+    own = partial(ops.attention_scratch_bytes, documents=True)
+    return SimpleNamespace(scratch_bytes=ops.scratch_bytes, attention_scratch_bytes=own)

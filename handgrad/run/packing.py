@@ -1,0 +1,57 @@
+"""The documents in a run's samples: how they are packed, and the batches of them."""
+
+from pathlib import Path
+
+from handgrad import checkpoint
+from handgrad.config import AUTO, MASKED, STREAM, WHOLE, RunConfig
+from handgrad.data.batches import Batches
+from handgrad.data.shards import Dataset
+from handgrad.evaluation.loss import scores_all
+from handgrad.run.assemble import TrainedTokens
+
+PACKING_TEXT = {
+    STREAM: "a row is cut from the stream of documents",
+    MASKED: "a row is cut from the stream of documents, attention stays within each",
+    WHOLE: "a row holds whole documents, attention stays within each",
+}
+
+
+def begun_packing(config: RunConfig) -> str:
+    """`config`'s packing; "auto" stays with that of the run in `config.out`, whatever data it goes on with."""
+    begun = checkpoint.peek_config(Path(config.out)) if config.packing == AUTO else None
+    return config.packing if begun is None else begun.get("packing", STREAM)
+
+
+def settled_packing(packing: str, dataset: Dataset) -> str:
+    """`packing` with that which suits the data in the place of "auto"."""
+    if packing == AUTO:
+        return WHOLE if dataset.is_chat else STREAM
+    return packing
+
+
+def evaluated_packing(own: str, dataset: Dataset, *, other_data: bool) -> str:
+    """The packing in which a model is evaluated: its run's `own`, or on other data than the run's that which suits them."""
+    return settled_packing(AUTO if other_data and own == STREAM else own, dataset)
+
+
+def training_batches(config: RunConfig, dataset: Dataset) -> Batches:
+    """The training split in the run's order."""
+    return Batches(dataset.splits["train"], config.sequence_length, config.seed, packing=config.packing)
+
+
+def trained_tokens(config: RunConfig, dataset: Dataset, batches: Batches) -> TrainedTokens | None:
+    """The count of trained tokens for a run that does not train all of them, else None."""
+    return None if scores_all(dataset, config.packing) else batches.trained_tokens
+
+
+def packing_lines(config: RunConfig, dataset: Dataset) -> list[str]:
+    """The header's line about the rows of a run that does not train all of their tokens."""
+    if scores_all(dataset, config.packing):
+        return []
+    in_order = Batches(dataset.splits["train"], config.sequence_length, 0, shuffle=False, packing=config.packing)
+    samples = in_order.samples_per_epoch
+    places = samples * config.sequence_length
+    parts = [PACKING_TEXT[config.packing], f"{in_order.scored_tokens(samples) / places:.1%} of the targets are trained"]
+    if config.packing == WHOLE:
+        parts.insert(1, f"{max(0.0, 1 - dataset.tokens('train') / places):.1%} of the rows is padding")
+    return [f"packing    {config.packing}: {', '.join(parts)}"]

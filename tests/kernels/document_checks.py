@@ -1,0 +1,77 @@
+"""Checks of attention within documents and of untrained targets, for the interpreter on a CPU and for a GPU alike."""
+
+import math
+from types import ModuleType
+
+import torch
+
+from handgrad.ops import cuda as kernels
+from tests.documents import document_starts
+from tests.kernels.memory_checks import Case, Draw, Tensors, classifier_inputs, copy, nan, statistics_dtype
+
+
+def attention(draw: Draw, lengths: list[list[int]], H: int, K: int, D: int) -> Case:
+    """out, lse and the gradients of q, k and v; of documents of one token, whose q and k have none, in one piece."""
+    starts = document_starts(lengths).to(draw.device)
+    B, T = starts.shape
+    inputs = {"qkv": draw.normal(B * T, (H + 2 * K) * D), "dout": draw.normal(B * T, H * D), "starts": starts}
+
+    def run(ops: ModuleType, t: Tensors, checked: bool = True) -> Tensors:
+        qkv, dout = t["qkv"], t["dout"]
+        out, lse, dqkv = nan(qkv, *dout.shape), nan(qkv, B, H, T, dtype=statistics_dtype(qkv)), nan(qkv, *qkv.shape)
+        sizes = {"batch": B, "length": T, "num_heads": H, "kv_heads": K, "head_width": D, "dtype": qkv.dtype}
+        size = ops.attention_scratch_bytes(**sizes, documents=True)
+        scratch = torch.full((size + 16,), 255, dtype=torch.uint8, device=qkv.device)
+        ops.attention_forward(out, lse, qkv, scratch=scratch, document_starts=t["starts"])
+        ops.attention_backward(dqkv, dout, out, lse, qkv, scratch=scratch, document_starts=t["starts"])
+        assert not checked or (scratch[size:] == 255).all()  # a graph that is captured has no numbers yet
+        if max(map(max, lengths)) == 1:
+            return {"out": out, "lse": lse, "dqkv": dqkv}
+        parts = dict(zip(("dq", "dk", "dv"), dqkv.split((H * D, K * D, K * D), 1), strict=True))
+        return {"out": out, "lse": lse, **parts}
+
+    return inputs, run
+
+
+def check_others(draw: Draw, lengths: list[list[int]], H: int, K: int, D: int) -> None:
+    """Another text in one document of the first row leaves the results of all others as they are, bit for bit."""
+    inputs, run = attention(draw, lengths, H, K, D)
+    before = run(kernels, copy(inputs))
+    for changed in range(len(lengths[0])):
+        first = sum(lengths[0][:changed])
+        place = slice(first, first + lengths[0][changed])
+        other = copy(inputs)
+        for name in ("qkv", "dout"):
+            other[name][place] = draw.normal(*other[name][place].shape) * 30
+        for name, found in run(kernels, other).items():
+            own = before[name]
+            if name == "lse":
+                found, own = (t.transpose(1, 2).flatten(0, 1) for t in (found, own))
+            kept = torch.ones(len(own), dtype=torch.bool, device=own.device)
+            kept[place] = False
+            assert torch.equal(found[kept], own[kept]), name
+            assert not torch.equal(found[place], own[place]), name
+
+
+def check_one_document(draw: Draw, B: int, T: int, H: int, K: int, D: int) -> None:
+    """One document in every row gives the bits of the kernels without documents. (Not of heads that cuDNN takes.)"""
+    inputs, run = attention(draw, [[T]] * B, H, K, D)
+    found, plain = run(kernels, copy(inputs)), run(kernels, copy(inputs) | {"starts": None})
+    for name, own in plain.items():
+        assert torch.equal(found[name], own), name
+
+
+def check_untrained(draw: Draw, N: int, V: int, Vp: int, softcap: float = 0.0) -> None:
+    """Rows without a target, full of NaN, have no loss and no gradient; the others keep their bits."""
+    inputs = classifier_inputs(draw, N, V, Vp)
+    untrained = torch.arange(N, device=draw.device) % 3 != 1
+    logits, targets = inputs["logits"].clone(), inputs["targets"].clone()
+    logits[untrained], targets[untrained] = math.nan, -1
+    results = []
+    for t in (inputs, inputs | {"logits": logits, "targets": targets}):
+        losses, again, dlogits = nan(t["scale"], N), nan(t["scale"], N), t["logits"].clone()
+        kernels.classifier_forward(again, t["logits"].clone(), t["targets"], vocab_size=V, softcap=softcap)
+        kernels.classifier_forward_backward(losses, dlogits, t["targets"], t["scale"], vocab_size=V, softcap=softcap)
+        results.append((losses, again, dlogits))
+    for plain, found in zip(*results, strict=True):
+        assert torch.equal(found[~untrained], plain[~untrained]) and (found[untrained] == 0).all()

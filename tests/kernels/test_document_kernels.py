@@ -1,0 +1,63 @@
+"""Attention within documents and targets that are not trained in float32 by Triton's interpreter, where there is no GPU."""
+
+import os
+
+import pytest
+import torch
+
+if torch.cuda.is_available():
+    pytest.skip("a GPU runs tests/gpu/test_document_kernels_on_gpu.py", allow_module_level=True)
+os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: it decides what @triton.jit makes of a kernel
+pytest.importorskip("triton")
+
+from handgrad.ops.cuda import attention_triton
+from handgrad.ops.cuda.attention_configs import Config
+from tests.documents import PACKINGS
+from tests.kernels import document_checks as checks
+from tests.kernels.memory_checks import Draw, check
+from tests.kernels.pairs import every_pair
+
+# Queries per tile more and fewer than keys; and the shipped ones, as many of both.
+TILES = {"wide": Config(32, 16, 4, 1), "tall": Config(16, 32, 4, 1), "shipped": None}
+LENGTHS = [*PACKINGS.values(), [[3, 40, 1, 32, 20], [96]], [[64, 32], [16, 80]]]  # the last: no tail, boundaries of blocks
+HEADS = [(2, 2, 16), (4, 2, 24), (3, 1, 64)]  # H, K, D
+
+
+@pytest.fixture
+def draw() -> Draw:
+    return Draw(torch.float32, "cpu")
+
+
+@pytest.fixture
+def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TILES[request.param]
+    if config is not None:
+        monkeypatch.setattr(attention_triton, "choose_config", lambda *_: config)
+
+
+CASES = every_pair((t, p, h) for t in TILES for p in range(len(LENGTHS)) for h in HEADS)
+
+
+@pytest.mark.parametrize(("tiles", "packing", "heads"), CASES, indirect=["tiles"])
+def test_attention(draw: Draw, tiles: None, packing: int, heads: tuple[int, int, int]) -> None:
+    check(checks.attention(draw, LENGTHS[packing], *heads))
+
+
+FEWER = every_pair((t, h) for t in TILES for h in HEADS[:2])[::2]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # a hidden score may overflow the exponential before it is dropped
+@pytest.mark.parametrize(("tiles", "heads"), FEWER, indirect=["tiles"])
+def test_a_document_sees_no_other(draw: Draw, tiles: None, heads: tuple[int, int, int]) -> None:
+    checks.check_others(draw, [[19, 2, 16]], *heads)
+
+
+@pytest.mark.parametrize(("tiles", "heads"), FEWER, indirect=["tiles"])
+def test_one_document_has_the_plain_bits(draw: Draw, tiles: None, heads: tuple[int, int, int]) -> None:
+    checks.check_one_document(draw, 1, 37, *heads)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 15.0])
+@pytest.mark.parametrize(("N", "V", "Vp"), [(5, 2, 128), (4, 128, 128), (3, 20011, 20096)])
+def test_untrained_targets(draw: Draw, N: int, V: int, Vp: int, softcap: float) -> None:
+    checks.check_untrained(draw, N, V, Vp, softcap)
