@@ -16,6 +16,8 @@ from handgrad.fp8.bind import fp8_operations
 from handgrad.fp8.formats import GRADIENT_FORMATS
 from handgrad.fp8.scaling import Fp8Design
 from handgrad.layout import Sharding, buckets_of, norm_blocks
+from handgrad.lora.tables import LoraDesign, adapter_buffers, adapters_of, check_rank, frozen_buffer
+from handgrad.lora_shape import parse_lora
 from handgrad.models.freezing import freeze
 from handgrad.models.rows import ActivationRow, Table, flat_elements
 from handgrad.optimizers.adamw import AdamW
@@ -56,6 +58,11 @@ def resolve(
     sharding = Sharding(lanes, rank, ranks, config.zero, config.reduce_precision == "bf16")
     optimizer = optimizer_of(config)
     parameters = freeze(models.parameter_table(shape, lanes, optimizer.whole), config.freeze)
+    base, lora = (), None
+    if config.lora:
+        check_rank(parse_lora(config.lora), getattr(plain_ops, "__name__", ""))
+        lora = LoraDesign(tuple(adapters_of(shape, parse_lora(config.lora))))
+        base, parameters = models.parameter_table(shape), lora.table(lanes)
     buckets = buckets_of(parameters, lanes)
     tokens = config.micro_batch * shape.sequence_length
     chunk = models.head_chunk_tokens(config.head_chunk_tokens, tokens, shape.padded_vocab_size, dtype)
@@ -84,6 +91,9 @@ def resolve(
         activations = list(tables.activation_buffers(rows, fp8.gemms, gradients, config.recompute))
         activations = [*fp8.buffers(parameters, ranks), *activations]
     dropout = dropout_buffers(config.micro_batch) if config.dropout else []
+    adapters = []
+    if lora is not None:
+        adapters = [frozen_buffer(flat_elements(base), dtype), *adapter_buffers(lora, base, tokens, dtype)]
     scratch = update_scratch(optimizer.scratch_bytes(plain_ops, parameters, flat["gradients"].dtype, device))
     return Design(
         device=device,
@@ -103,7 +113,9 @@ def resolve(
         recompute=config.recompute,
         fp8=fp8,
         dropout=config.dropout,
-        plan=make_plan([*flat.values(), *activations, *dropout, *scratch]),
+        plan=make_plan([*flat.values(), *activations, *dropout, *adapters, *scratch]),
+        lora=lora,
+        base=base,
     )
 
 

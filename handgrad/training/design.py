@@ -61,7 +61,7 @@ class Guards:
 
 @dataclass(frozen=True)
 class Design:
-    """A resolved run. `fp8` and `dropout` are for the rooms of that name, None where the run has neither."""
+    """A resolved run. `fp8`, `dropout` and `lora` are for the rooms of that name, None where the run has none of them."""
 
     device: torch.device
     dtype: torch.dtype  # of weights and activations
@@ -81,3 +81,10 @@ class Design:
     fp8: Any
     dropout: float
     plan: Plan
+    lora: Any = None
+    base: Table = ()  # the model's weights, if what trains is beside them: frozen, in a flat buffer of their own
+
+    @property
+    def all_parameters(self) -> Table:
+        """Those that train and those beside them."""
+        return (*self.base, *self.parameters)
