@@ -27,7 +27,7 @@ from handgrad.config import ModelShape
 from handgrad.data.hub import hub_failures
 from handgrad.data.tokenizer import tokenizer_files
 from handgrad.errors import DataError, StorageError, UsageError
-from handgrad.evaluation.load import LoadedModel, checkpoint_config, checkpoint_weights, load_model
+from handgrad.evaluation.load import LoadedModel, checkpoint_config, load_model
 from handgrad.files import check_free, whole
 from handgrad.generation.decode import decode_buffers, decode_tensors
 from handgrad.interop import huggingface, huggingface_modern
@@ -35,6 +35,7 @@ from handgrad.interop.llmc_model import LlmcModel, Values, read_model, write_mod
 from handgrad.interop.llmc_state import read_state, write_state
 from handgrad.interop.llmc_tokenizer import tokenizer_bytes
 from handgrad.interop.model_card import CARD_FILE, CURVE_FILE, curve_png, model_card
+from handgrad.interop.sources import weights_of
 from handgrad.interop.vocabulary import vocabulary_files
 from handgrad.models import architecture, parameter_table
 from handgrad.models.rows import ParameterRow
@@ -115,6 +116,8 @@ def export_llmc(
         check_free(folder)
         if (optimizer := checkpoint.manifest["config"].get("optimizer", "adamw")) != "adamw":
             raise UsageError(f"llm.c's state is AdamW's, found a run of {optimizer}; export the weights alone")
+        if checkpoint.manifest["config"].get("lora"):
+            raise UsageError(f"{checkpoint.folder} has moments of adapters alone; export the weights alone")
         if "m.wte" not in checkpoint.places:
             raise UsageError(f"expected moments in {checkpoint.folder}, found none: it was imported without them")
         tensors |= {"m": stored(OPTIMIZER_FILE, "m."), "v": stored(OPTIMIZER_FILE, "v.")}
@@ -161,7 +164,7 @@ def export(
     returns other numbers than were written.
     """
     check_free(folder)
-    source = checkpoint_weights(checkpoint)
+    source = weights_of(checkpoint)
     shape = source.shape
     if shape.architecture == "llama":  # whose contexts can be so long that their cache would not fit
         shape = replace(shape, sequence_length=min(CHECKED_TOKENS, shape.sequence_length))

@@ -3,6 +3,7 @@
     source                                          is
     a file ending in .bin                           a model of llm.c
     RUN, RUN/best, RUN/checkpoints/step_00001000    a checkpoint of ours: there is a manifest.json, or checkpoints/
+    a folder with adapter_config.json               adapters of PEFT, merged with the weights that it names
     a folder with config.json                       a model of transformers
     NAME or OWNER/NAME, and no such path here       a model of the Hub, downloaded to its cache
 
@@ -20,12 +21,14 @@ from torch import Tensor
 
 import handgrad
 from handgrad import checkpoint
-from handgrad.checkpoint import MANIFEST, Stored
+from handgrad.checkpoint import MANIFEST, Checkpoint, Stored
 from handgrad.config import FIELDS, to_dict
 from handgrad.data.tokenizer import tokenizer_files, tokenizer_record
 from handgrad.errors import DataError, StorageError, UsageError
 from handgrad.evaluation.load import SHAPE, SIZES, Weights, checkpoint_weights, imported_config
 from handgrad.files import check_free, file_sha256, whole
+from handgrad.interop import peft
+from handgrad.interop.adapters import base_of, merged_checkpoint
 from handgrad.interop.huggingface import CONFIG_FILE, MODEL_FILES, HuggingFaceFolder, fetch, on_hub, read_folder, read_shape
 from handgrad.interop.llmc_model import LlmcModel, read_model
 from handgrad.interop.llmc_state import OptimizerState, read_state
@@ -47,9 +50,18 @@ def open_weights(source: str, tokenizer: str = "", *, strict: bool = False) -> W
     if is_ours(path):
         if tokenizer:
             raise UsageError(f"{source} is a run or checkpoint and has its tokenizer; leave --tokenizer out")
-        return checkpoint_weights(checkpoint.find(source, strict=strict), source)
+        return weights_of(checkpoint.find(source, strict=strict), source)
+    if peft.is_peft(path):
+        return peft.adapted(path, open_weights(peft.base_source(path), tokenizer))
     found = read_folder(folder_of(source, MODEL_FILES), tokenizer)
     return imported("hf", source, found, sorted({file for file, _ in found.tensors.values()}))
+
+
+def weights_of(found: Checkpoint, named: str = "") -> Weights:
+    """The weights of a checkpoint of ours, of one with adapters those that they adapt with them merged in; `named` is the
+    user's word for it. Raises the errors of `checkpoint_weights` and `base_of`."""
+    weights = checkpoint_weights(found, named)
+    return merged_checkpoint(weights, base_of(found, open_weights)) if weights.config.lora else weights
 
 
 def imported(kind: str, source: str, found: HuggingFaceFolder | LlmcModel, files: Iterable[Path]) -> Weights:
@@ -69,6 +81,8 @@ def read_sizes(source: str) -> dict[str, Any]:
         if config is None or not all(type(config.get(name)) is int for name in SIZES):
             raise DataError(f"{source} holds no checkpoint; give a run folder or RUN/checkpoints/step_00001000")
         return shape_fields(config)
+    elif peft.is_peft(path):
+        return read_sizes(peft.base_source(path))
     else:
         shape = read_shape(folder_of(source, (CONFIG_FILE,)) / CONFIG_FILE)
     return {name: getattr(shape, name) for name in SHAPE}

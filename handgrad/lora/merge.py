@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from handgrad.lora.tables import Adapter
+from handgrad.training.state import BASE, TrainingState
 
 
 def merged(weight: Tensor, adapter: Adapter, tensor: Callable[[str], Tensor]) -> Tensor:
@@ -14,4 +15,13 @@ def merged(weight: Tensor, adapter: Adapter, tensor: Callable[[str], Tensor]) ->
     a, b = (tensor(name).to(found) for name in (adapter.a, adapter.b))
     for part, ranks, rows in adapter.places():
         found[part.outputs].addmm_(b[rows], a[ranks], alpha=adapter.scale)
+    return found
+
+
+def merged_state(state: TrainingState) -> dict[str, Tensor]:
+    """The model's weights of a run on one rank, by name, their adapters merged in."""
+    trained = {row.name: row.view(state.master) for row in state.design.parameters}
+    found = {row.name: row.stored(state.views[BASE]) for row in state.design.base}
+    for adapter in state.design.lora.adapters:
+        found[adapter.weight] = merged(found[adapter.weight], adapter, trained.__getitem__)
     return found

@@ -5,6 +5,7 @@ of its own, drawn, and a B (outputs, r), zero at first. A matrix's adapter is on
 and their B's, one above the other.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,8 +17,8 @@ from handgrad.errors import UsageError
 from handgrad.lora_shape import LoraShape
 from handgrad.models import architecture
 from handgrad.models.rows import KIND, ZEROS, Init, ParameterRow, Table, laid_out
+from handgrad.training.state import BASE
 
-BASE = "base"  # the flat buffer of the frozen weights
 RANK_MULTIPLE = 8
 
 # The products that a matrix holds, by architecture.
@@ -91,6 +92,13 @@ class LoraDesign:
     def table(self, lanes: int) -> Table:
         """The rows that train, laid out."""
         return laid_out((row for adapter in self.adapters for row in adapter.rows()), lanes)
+
+    def flops_per_token(self, flops: float, base: Table, shape: ModelShape) -> float:
+        """Forward and backward, of a model that takes `flops` when all of it trains: without the gradients of the blocks'
+        matrices and of the head, with the adapters' products, of which x A^T is made twice."""
+        frozen = sum(row.elements for row in base if row.group == "matrix") + shape.vocab_size * shape.channels
+        a, b = (sum(math.prod(row.shape) for row in self.table(1) if row.name.endswith(end)) for end in ("_A", "_B"))
+        return flops - 2.0 * frozen + 8.0 * a + 6.0 * b
 
 
 def check_rank(lora: LoraShape, backend: str) -> None:

@@ -163,7 +163,7 @@ def run_record(
             "validation_text_bytes": manifest["splits"]["validation"]["text_bytes"] if manifest else None,
         },
         "floor_nats_per_token": dataset.floor("validation"),
-        "flops_per_token": design.model.flops_per_token(design.shape),
+        "flops_per_token": design.flops_per_token,
         **({"init": origin} if origin else {}),
     }
 

@@ -45,7 +45,7 @@ def describe_plan(config: RunConfig, vocab_size: int, ranks: int = 1, fit: int =
     check_shared_gradients(config, ranks)
     designs = [resolve(replace(config, recompute=level), vocab_size, ranks=ranks) for level in RECOMPUTE_LEVELS]
     design = designs[0]
-    flops_per_token = design.model.flops_per_token(design.shape)
+    flops_per_token = design.flops_per_token
     tokens = config.batch.tokens_before(config.steps)
     rate, kind = gemm_flops(device, design.dtype), "bf16" if config.precision == "fp8" else config.precision
     lines = [
@@ -74,7 +74,7 @@ def fits_line(config: RunConfig, fitting: int, available: int, there: str) -> st
 
 def run_lines(config: RunConfig, design: Design) -> list[str]:
     """The model and the run, with their work."""
-    flops_per_token = design.model.flops_per_token(design.shape)
+    flops_per_token = design.flops_per_token
     tokens = config.batch.tokens_before(config.steps)
     lanes = f"{config.lanes} lanes x " if config.lanes > 1 else ""
     return [

@@ -88,3 +88,9 @@ class Design:
     def all_parameters(self) -> Table:
         """Those that train and those beside them."""
         return (*self.base, *self.parameters)
+
+    @property
+    def flops_per_token(self) -> float:
+        """Forward and backward."""
+        flops = self.model.flops_per_token(self.shape)
+        return flops if self.lora is None else self.lora.flops_per_token(flops, self.base, self.shape)

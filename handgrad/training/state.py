@@ -15,6 +15,7 @@ from handgrad.ops import CONTROLS, RESULTS
 from handgrad.optimizers import Owned
 from handgrad.training.design import Design
 
+BASE = "base"  # the flat buffer of weights that do not train, beside those that do
 AT_UPDATE: tuple[Interval, ...] = ((1 << 59, 1 << 59),)  # a tick after those of every stage
 OPTIMIZER_SCRATCH = "optimizer_scratch"
 INITIAL_LOSS_SCALE = 2.0**16  # of fp16: halved within a few skipped steps where it is too large
@@ -82,7 +83,7 @@ class TrainingState:
 
     def take_base(self, row: ParameterRow, values: Tensor) -> None:
         """Takes the stored part of a frozen weight beside the parameters."""
-        row.stored(self.views["base"]).copy_(values)
+        row.stored(self.views[BASE]).copy_(values)
 
     def take(self, shard: Tensor, row: ParameterRow, values: Tensor) -> None:
         """Copies the stored part of a parameter into its share of `shard` (master weights or optimizer state)."""
@@ -130,7 +131,7 @@ def make_state(
     gradients = gradients or {row.name: row.view(flat) for row in table}
     of_weights: dict[str, Any] = gradients
     if design.base:  # the model's weights have no gradients
-        weights = {row.name: row.view(views["base"]) for row in design.base}
+        weights = {row.name: row.view(views[BASE]) for row in design.base}
         of_weights = dict.fromkeys(weights)
     optimizer = {name: views[f"optimizer.{name}"] for name in design.optimizer.state}
     shard = sharding.shard, sharding.shards

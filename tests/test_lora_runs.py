@@ -1,0 +1,127 @@
+"""Runs of adapters: they learn, their base stays; resumed bit by bit, the same on several ranks, merged when used."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from handgrad.api.model import load
+from handgrad.checkpoint import find
+from handgrad.config import RunConfig
+from handgrad.data.shards import open_dataset
+from handgrad.errors import DataError, UsageError
+from handgrad.evaluation.loss import held_out_loss
+from handgrad.interop.export import export_llmc, export_model
+from handgrad.interop.sources import open_weights
+from handgrad.models import parameter_table
+from handgrad.run.start import open_run, train
+from tests.conftest import small_run
+from tests.distributed.runs import Launcher, arguments, same_run
+from tests.test_runs import records, same_bits, tensors
+
+LLAMA = "kv_heads=1,tied,qkv_bias"
+LORA = "rank=4,alpha=8"
+RUN = {"steps": 12, "eval_every": 6, "eval_tokens": 512, "sample_every": 6, "sample_tokens": 8}
+RUN |= {"learning_rate": 4e-3, "weight_decay": 0.0, "overfit_one_batch": True}
+
+
+@pytest.fixture(scope="module")
+def bases(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunConfig]:
+    """Short runs of every weight, by architecture."""
+    folder, found = tmp_path_factory.mktemp("bases"), {}
+    for name in ("llama", "gpt2"):
+        sizes = {"architecture": name, "llama": LLAMA if name == "llama" else ""}
+        found[name] = replace(small_run(shards, folder / name), **sizes, steps=80, eval_every=0, sample_tokens=0)
+        train(found[name])
+    return found
+
+
+def adapting(base: RunConfig, out: Path, **settings: object) -> RunConfig:
+    return replace(base, out=str(out), init_from=base.out, lora=LORA, **{**RUN, **settings})
+
+
+@pytest.mark.parametrize(("name", "precision"), [("llama", "fp32"), ("llama", "bf16"), ("gpt2", "fp32")])
+def test_it_learns_and_resumes_bit_by_bit(bases: dict[str, RunConfig], tmp_path: Path, name: str, precision: str) -> None:
+    whole = adapting(bases[name], tmp_path / "whole", precision=precision, sample_tokens=8)
+    with open_run(whole) as run:
+        before = run.training.state.views["base"].clone()
+        run.begin()
+        run.advance(whole.steps)
+        assert run.training.state.views["base"].equal(before) and before.any()
+    losses = [record["loss"] for record in records(whole.out, ("step",))]
+    assert losses[-1] < losses[0] - 0.02
+    again = replace(whole, out=str(tmp_path / "again"))
+    shutil.copytree(whole.out, again.out)
+    shutil.rmtree(tmp_path / "again" / "checkpoints" / "step_00000012")
+    train(again)  # goes on from step 8
+    same_bits(whole.out, again.out, 12)
+    stored = tensors(Path(whole.out), 12)
+    assert {key.rpartition("_")[2] for key in stored} == {"A", "B"}
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_its_checkpoint_is_a_model_like_any(bases: dict[str, RunConfig], tmp_path: Path, name: str) -> None:
+    """Merged it has the loss that the run measured beside its base; exported and started from, the same weights."""
+    config = adapting(bases[name], tmp_path / "run")
+    train(config)
+    model, base = load(config.out, device="cpu"), load(bases[name].out, device="cpu")
+    changed = [row.name for row in model.table if not row.view(model.flat).equal(row.view(base.flat))]
+    matrices = [row.name for row in model.table if row.group == "matrix"]
+    assert changed == matrices
+    measured = [record["loss"] for record in records(config.out, ("validation",))][-1]
+    tensors_of = model.shape, model.ops, model.weights, model.forward_buffers(4, 32)
+    found = held_out_loss(*tensors_of, open_dataset(config.data), eval_tokens=512)
+    assert abs(found.loss - measured) < 1e-5 and abs(base.loss("the river") - model.loss("the river")) > 1e-3
+    export_model(find(config.out), tmp_path / "hf")
+    exported = open_weights(str(tmp_path / "hf"))
+    for row in parameter_table(exported.shape):
+        assert exported.weight(row).equal(row.stored(model.flat)), row.name
+    further = replace(bases[name], init_from=config.out, out=str(tmp_path / "further"), steps=81)
+    with open_run(further) as run:
+        assert run.training.state.parameters.equal(model.flat)
+    if name == "gpt2":
+        export_llmc(find(config.out), tmp_path / "llmc")
+        with pytest.raises(UsageError, match="has moments of adapters alone"):
+            export_llmc(find(config.out), tmp_path / "moments", with_optimizer=True)
+
+
+def test_a_base_that_changed_is_told(bases: dict[str, RunConfig], tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    export_model(find(bases["llama"].out), base)
+    config = replace(adapting(bases["llama"], tmp_path / "run", steps=4), init_from=str(base))
+    train(config)
+    kept = base.rename(tmp_path / "elsewhere")
+    with pytest.raises(DataError, match=r"step_00000004 holds adapters of .*/base, and expected weights at .*put those"):
+        open_weights(config.out)
+    export_model(find(bases["llama"].out), base, torch.bfloat16)
+    for use in (lambda: open_weights(config.out), lambda: train(replace(config, steps=8)), lambda: load(config.out)):
+        with pytest.raises(DataError, match="base, which has changed: expected model.safetensors with SHA"):
+            use()
+    shutil.rmtree(base)
+    kept.rename(base)
+    train(config)  # its steps are done
+
+
+def test_ranks_do_not_matter(bases: dict[str, RunConfig], launcher: Launcher, shards: Path, tmp_path: Path) -> None:
+    base = bases["llama"]
+    sizes = {"num_heads": 2, "channels": 32, "architecture": "llama", "llama": LLAMA}
+    settings = {**sizes, "steps": 4, "micro_batch": 4, "init_from": base.out, "lora": LORA}
+    launcher.run(1, arguments(shards, tmp_path / "alone", **settings))
+    for ranks, zero in ((2, 1), (4, 2), (2, 0)):
+        out = tmp_path / f"run{ranks}{zero}"
+        launcher.run(ranks, arguments(shards, out, zero=zero, **settings))
+        same_run(tmp_path / "alone", out, 4)
+
+
+def test_one_layer_on_two_ranks(bases: dict[str, RunConfig], launcher: Launcher, shards: Path, tmp_path: Path) -> None:
+    """One bucket alone has gradients."""
+    sizes = {"num_layers": 1, "num_heads": 2, "channels": 32}
+    base = arguments(shards, tmp_path / "base", **sizes, steps=2)
+    launcher.run(1, base)
+    settings = {**sizes, "steps": 2, "init_from": tmp_path / "base", "lora": "rank=2,on=up"}
+    launcher.run(1, arguments(shards, tmp_path / "alone", **settings))
+    launcher.run(2, arguments(shards, tmp_path / "run", **settings))
+    alone, shared = (tensors(tmp_path / name, 2) for name in ("alone", "run"))
+    assert alone.keys() == shared.keys() and all(alone[name].equal(shared[name]) for name in alone)
