@@ -74,14 +74,14 @@ def test_its_checkpoint_is_a_model_like_any(bases: dict[str, RunConfig], tmp_pat
     tensors_of = model.shape, model.ops, model.weights, model.forward_buffers(4, 32)
     found = held_out_loss(*tensors_of, open_dataset(config.data), eval_tokens=512)
     assert abs(found.loss - measured) < 1e-5 and abs(base.loss("the river") - model.loss("the river")) > 1e-3
-    export_model(find(config.out), tmp_path / "hf")
-    exported = open_weights(str(tmp_path / "hf"))
-    for row in parameter_table(exported.shape):
-        assert exported.weight(row).equal(row.stored(model.flat)), row.name
     further = replace(bases[name], init_from=config.out, out=str(tmp_path / "further"), steps=81)
     with open_run(further) as run:
         assert run.training.state.parameters.equal(model.flat)
     if name == "gpt2":
+        export_model(find(config.out), tmp_path / "hf")
+        exported = open_weights(str(tmp_path / "hf"))
+        for row in parameter_table(exported.shape):
+            assert exported.weight(row).equal(row.stored(model.flat)), row.name
         export_llmc(find(config.out), tmp_path / "llmc")
         with pytest.raises(UsageError, match="has moments of adapters alone"):
             export_llmc(find(config.out), tmp_path / "moments", with_optimizer=True)
@@ -89,15 +89,15 @@ def test_its_checkpoint_is_a_model_like_any(bases: dict[str, RunConfig], tmp_pat
 
 def test_a_base_that_changed_is_told(bases: dict[str, RunConfig], tmp_path: Path) -> None:
     base = tmp_path / "base"
-    export_model(find(bases["llama"].out), base)
-    config = replace(adapting(bases["llama"], tmp_path / "run", steps=4), init_from=str(base))
+    export_model(find(bases["gpt2"].out), base)
+    config = replace(adapting(bases["gpt2"], tmp_path / "run", steps=4), init_from=str(base))
     train(config)
     kept = base.rename(tmp_path / "elsewhere")
     with pytest.raises(DataError, match=r"step_00000004 holds adapters of .*/base, and expected weights at .*put those"):
         open_weights(config.out)
-    export_model(find(bases["llama"].out), base, torch.bfloat16)
+    export_model(find(bases["gpt2"].out), base, torch.bfloat16)
     for use in (lambda: open_weights(config.out), lambda: train(replace(config, steps=8)), lambda: load(config.out)):
-        with pytest.raises(DataError, match="base, which has changed: expected model.safetensors with SHA"):
+        with pytest.raises(DataError, match=r"base, which has changed: expected model\.safetensors with SHA"):
             use()
     shutil.rmtree(base)
     kept.rename(base)

@@ -24,7 +24,8 @@ def located(weights: Weights) -> Weights:
 
 
 def base_of(found: Checkpoint, open_weights: Callable[[str], Weights]) -> Weights:
-    """The weights that a checkpoint's adapters belong to, by `open_weights`. Raises `DataError` if they are gone or others."""
+    """The weights that a checkpoint's adapters belong to, by `open_weights`. Raises `DataError` if they are gone, or
+    others."""
     origin = found.manifest.get("init") or {}
     source, place = str(origin.get("source", "")), str(origin.get("path", ""))
     where = place if place and Path(place).exists() else source

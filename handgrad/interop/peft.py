@@ -91,8 +91,8 @@ def their_config(shape: ModelShape, lora: LoraShape, adapters: tuple[Adapter, ..
 
 
 def export_peft(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype = torch.float32) -> tuple[int, str]:
-    """`handgrad export --to peft`: writes the folder, whole and read back; returns (bytes of the adapters, the name of their
-    base). Raises `UsageError` for a checkpoint without adapters, `DataError`, `StorageError`."""
+    """`handgrad export --to peft`: writes the folder, whole and read back; returns (bytes of the adapters, their base's
+    name). Raises `UsageError` for a checkpoint without adapters, `DataError`, `StorageError`."""
     check_free(folder)
     weights = checkpoint_weights(checkpoint)
     if not weights.config.lora:
@@ -102,9 +102,8 @@ def export_peft(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype = torch
     tensors = {name: values.to(dtype) for name, values in their_tensors(shape, adapters, tensor)}
     with whole(folder) as partial:
         partial.mkdir(parents=True)
-        write_file(
-            partial / WEIGHTS_FILE, safetensors_bytes([Stored.of(*pair) for pair in tensors.items()], {"format": "pt"})
-        )
+        stored = [Stored.of(name, values.contiguous()) for name, values in tensors.items()]
+        write_file(partial / WEIGHTS_FILE, safetensors_bytes(stored, {"format": "pt"}))
         config = their_config(shape, lora, adapters, base)
         write_file(partial / CONFIG_FILE, [(json.dumps(config, indent=2) + "\n").encode()])
         found = read_adapters(partial, shape)
@@ -153,7 +152,7 @@ def base_source(folder: Path) -> str:
 
 
 def read_adapters(folder: Path, shape: ModelShape) -> PeftFolder:
-    """The adapters of a folder for a model of this shape; `DataError` for one that is missing, foreign or of another size."""
+    """The adapters of a folder for a model of this shape; `DataError` for one that is foreign or of another size."""
     lora, _ = read_config(folder)
     path = folder / WEIGHTS_FILE
     places: dict[str, tuple[Adapter, Part, str]] = {}  # by their names: the product, and A or B

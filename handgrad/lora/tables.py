@@ -1,8 +1,8 @@
 """The products that have adapters, the adapters' rows, and the memory beside them.
 
 A matrix of a block holds one product or several, whose outputs follow one another. Each product of rank r has an A (r, I)
-of its own, drawn, and a B (outputs, r), zero at first. A matrix's adapter is one row of either kind: the A's of its products,
-and their B's, one above the other.
+of its own, drawn, and a B (outputs, r), zero at first. A matrix's adapter is one row of either kind: the A's of its
+products, and their B's, one above the other.
 """
 
 import math
