@@ -1,9 +1,10 @@
-"""A checkpoint into a folder that transformers or llm.c open, read back and compared, bit for bit, before it gets its name.
+"""A checkpoint into a folder that transformers, PEFT or llm.c open, read back and compared, bit for bit, before it gets its name.
 
 transformers    model.safetensors       the weights
                 config.json, generation_config.json, the files of the tokenizer
                 README.md, curve.png    the model card
                 *_handgrad.py           of a modern network: its code, for transformers
+PEFT            adapter_model.safetensors, adapter_config.json      the adapters alone
 llm.c           model.bin               the weights
                 gpt2_tokenizer.bin      the tokens, for llm.c's sampling
                 tokenizer.json          of a trained vocabulary, since llm.c's file cannot encode
@@ -30,7 +31,7 @@ from handgrad.errors import DataError, StorageError, UsageError
 from handgrad.evaluation.load import LoadedModel, checkpoint_config, load_model
 from handgrad.files import check_free, whole
 from handgrad.generation.decode import decode_buffers, decode_tensors
-from handgrad.interop import huggingface, huggingface_modern
+from handgrad.interop import huggingface, huggingface_modern, peft
 from handgrad.interop.llmc_model import LlmcModel, Values, read_model, write_model
 from handgrad.interop.llmc_state import read_state, write_state
 from handgrad.interop.llmc_tokenizer import tokenizer_bytes
@@ -94,6 +95,11 @@ def write_weights(path: Path, flat: Tensor, shape: ModelShape, dtype: torch.dtyp
 
     every = [part for row in parameter_table(shape) for part in theirs(row)]
     write_file(path, safetensors_bytes(every, {"format": "pt"}))
+
+
+def export_peft(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype = torch.float32) -> Exported:
+    """`handgrad export --to peft`. Raises the errors of `peft.write_folder`."""
+    return Exported(folder, peft.write_folder(checkpoint, folder, dtype), 0, 0.0)
 
 
 def export_llmc(

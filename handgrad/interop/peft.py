@@ -90,9 +90,8 @@ def their_config(shape: ModelShape, lora: LoraShape, adapters: tuple[Adapter, ..
     }
 
 
-def export_peft(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype = torch.float32) -> tuple[int, str]:
-    """`handgrad export --to peft`: writes the folder, whole and read back; returns (bytes of the adapters, their base's
-    name). Raises `UsageError` for a checkpoint without adapters, `DataError`, `StorageError`."""
+def write_folder(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype) -> int:
+    """Writes a checkpoint's adapters as a folder of theirs, whole and read back; returns the bytes of the adapters. Raises `UsageError` for a checkpoint without adapters, `DataError`, `StorageError`."""
     check_free(folder)
     weights = checkpoint_weights(checkpoint)
     if not weights.config.lora:
@@ -112,7 +111,7 @@ def export_peft(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype = torch
             raise StorageError(
                 f"reading back {folder} gave other numbers than {checkpoint.folder}; check the disk, try again"
             )
-    return (folder / WEIGHTS_FILE).stat().st_size, base
+    return (folder / WEIGHTS_FILE).stat().st_size
 
 
 @dataclass(frozen=True)
