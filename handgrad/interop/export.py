@@ -1,4 +1,5 @@
-"""A checkpoint into a folder that transformers, PEFT or llm.c open, read back and compared, bit for bit, before it gets its name.
+"""A checkpoint into a folder that transformers, PEFT or llm.c open, read back and compared, bit for bit, before it gets its
+name.
 
 transformers    model.safetensors       the weights
                 config.json, generation_config.json, the files of the tokenizer

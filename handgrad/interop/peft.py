@@ -91,7 +91,8 @@ def their_config(shape: ModelShape, lora: LoraShape, adapters: tuple[Adapter, ..
 
 
 def write_folder(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype) -> int:
-    """Writes a checkpoint's adapters as a folder of theirs, whole and read back; returns the bytes of the adapters. Raises `UsageError` for a checkpoint without adapters, `DataError`, `StorageError`."""
+    """Writes a checkpoint's adapters as a folder of theirs, whole and read back; returns the bytes of the adapters. Raises
+    `UsageError` for a checkpoint without adapters, `DataError`, `StorageError`."""
     check_free(folder)
     weights = checkpoint_weights(checkpoint)
     if not weights.config.lora:

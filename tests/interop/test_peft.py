@@ -55,7 +55,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
             torch.manual_seed(1)
             folder = made[kind] = tmp_path_factory.mktemp(kind)
             config = GPT2 if kind == "gpt2" else CONFIGS[kind]
-            transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+            model = transformers.AutoModelForCausalLM.from_config(config)
+            model.config.eos_token_id = 256 if kind == "gpt2" else 259
+            model.save_pretrained(folder)
             if kind == "gpt2":
                 for name, content in vocabulary_files(load_tokenizer("bytes"), 260).items():
                     (folder / name).write_bytes(content)
