@@ -130,7 +130,8 @@ def adapters_of(shape: ModelShape, lora: LoraShape) -> Iterator[Adapter]:
                 parts.append(Part(product, slice(first, first + size)))
             first += size
         if parts:
-            yield Adapter(row.name, tuple(parts), *row.shape, lora.rank, lora.scale)
+            outputs, inputs = row.shape
+            yield Adapter(row.name, tuple(parts), outputs, inputs, lora.rank, lora.scale)
 
 
 def frozen_buffer(elements: int, dtype: torch.dtype) -> Buffer:

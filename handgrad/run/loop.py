@@ -341,8 +341,7 @@ class Run:
 
     def sample(self) -> None:
         self.training.await_weights()
-        ops, weights = self.training.plain_ops, self.training.state.plain_weights
-        model = self.design.shape, ops, weights, self.decode, self.tokenizer
+        model = self.design.shape, self.training.plain_ops, self.training.state.plain_weights, self.decode, self.tokenizer
         text = write_document(*model, max_tokens=self.config.sample_tokens, seed=self.config.seed + self.completed)
         self.log.sample(self.completed, text)
 
