@@ -68,4 +68,4 @@ def check_lora(text: str, architecture: str, init_from: str, refused: Iterable[t
         raise UsageError(f"lora {text!r} adapts weights, found none; name them with --init-from")
     for name, value, needed in refused:
         if value != needed:
-            raise UsageError(f"lora trains with {name} {needed or 'empty'}, found {value}")
+            raise UsageError(f"lora trains with {name} {'empty' if needed == '' else needed}, found {value}")
