@@ -1,15 +1,20 @@
 """Runs of adapters: they learn, their base stays; resumed bit by bit, the same on several ranks, merged when used."""
 
+import json
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks import lora
 from handgrad.api.model import load
+from handgrad.api.training import Training
 from handgrad.checkpoint import find
-from handgrad.config import RunConfig
+from handgrad.cli import main
+from handgrad.config import RunConfig, to_dict
 from handgrad.data.shards import open_dataset
 from handgrad.errors import DataError, UsageError
 from handgrad.evaluation.loss import held_out_loss
@@ -125,3 +130,36 @@ def test_one_layer_on_two_ranks(bases: dict[str, RunConfig], launcher: Launcher,
     launcher.run(2, arguments(shards, tmp_path / "run", **settings))
     alone, shared = (tensors(tmp_path / name, 2) for name in ("alone", "run"))
     assert alone.keys() == shared.keys() and all(alone[name].equal(shared[name]) for name in alone)
+
+
+def test_the_recipe(bases: dict[str, RunConfig], tmp_path: Path) -> None:
+    """A few steps of it on another model; the best is kept."""
+    base, out = bases["llama"], tmp_path / "on"
+    settings = {"init-from": base.out, "data": base.data, "out": out, "sequence-length": 32, "tokens-per-step": 256}
+    settings |= {"steps": 2, "eval-every": 1, "sample-tokens": 0, "eval-tokens": 512, "device": "cpu"}
+    flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+    assert main(["train", "--config", "finetune_lora", *flags]) == 0
+    assert find(f"{out}/best").manifest["config"]["lora"] == "rank=16,alpha=32"
+    assert load(f"{out}/best", device="cpu").generate("the river", max_tokens=3)
+
+
+def test_training_in_steps_gives_the_merged_model(bases: dict[str, RunConfig], tmp_path: Path) -> None:
+    config = adapting(bases["llama"], tmp_path / "run", steps=3, sample_tokens=0)
+    with Training(**to_dict(config)) as training:
+        training.steps(3)
+        now = training.model()
+        training.save()
+    assert load(config.out, device="cpu").flat.equal(now.flat)
+
+
+def test_the_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """Plans and a few steps of both contenders, at a tiny size on a CPU."""
+    given = ["lora", "--shapes=tiny", "--device=cpu", "--precision=fp32", "--sequence-length=16", "--micro-batch=1"]
+    out = tmp_path / "record.json"
+    monkeypatch.setattr(sys, "argv", [*given, "--rounds=2", "--lora=rank=2", f"--out={out}"])
+    lora.main()
+    figures = json.loads(out.read_text())["figures"]["tiny"]
+    assert figures["lora"]["trained_parameters"] < figures["full"]["trained_parameters"] / 10
+    assert all(row["tokens_per_second"] > 0 for row in figures.values())
+    assert {"frozen weights"} == figures["lora"]["plan_bytes"].keys() - figures["full"]["plan_bytes"].keys()
+    assert "tiny            lora" in capsys.readouterr().out
