@@ -248,6 +248,8 @@ def import_(parser: Parser) -> None:
     parser.add_argument("--tokenizer", default="", metavar="gpt2|bytes|FILE", help="in place of the source's own")
     state = "llm.c's state_*.bin of that step: `train --out DIR` can go on"
     parser.add_argument("--optimizer", default="", metavar="FILE", help=state)
+    under = "the weights under a folder of PEFT's adapters, in the place of those that it names"
+    parser.add_argument("--base", default="", metavar="WEIGHTS", help=under)
 
 
 def report(parser: Parser) -> None:

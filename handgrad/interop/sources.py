@@ -38,13 +38,16 @@ from handgrad.run_files import CHECKPOINTS, LOCK_FILE
 from handgrad.techniques import of_stored
 
 
-def open_weights(source: str, tokenizer: str = "", *, strict: bool = False) -> Weights:
+def open_weights(source: str, tokenizer: str = "", *, strict: bool = False, base: str = "") -> Weights:
     """The weights at a user's `source` (see above). `tokenizer` (gpt2, bytes or a file) replaces the source's own, except
-    a checkpoint's. `strict`: of a run the newest checkpoint, or none.
+    a checkpoint's. `strict`: of a run the newest checkpoint, or none. `base`: the weights under adapters of PEFT, in the
+    place of those that they name.
 
     Raises `DataError` if there are none, or damaged ones, or those of a network that handgrad lacks.
     """
     path = Path(source)
+    if base and not peft.is_peft(path):
+        raise UsageError(f"--base goes with adapters of PEFT, found {source} without {peft.CONFIG_FILE}")
     if is_llmc(path):
         return imported("llm.c", str(path), read_model(path, tokenizer), [path])
     if is_ours(path):
@@ -52,7 +55,7 @@ def open_weights(source: str, tokenizer: str = "", *, strict: bool = False) -> W
             raise UsageError(f"{source} is a run or checkpoint and has its tokenizer; leave --tokenizer out")
         return weights_of(checkpoint.find(source, strict=strict), source)
     if peft.is_peft(path):
-        return peft.adapted(path, open_weights(peft.base_source(path), tokenizer))
+        return peft.adapted(path, open_weights(base or peft.base_source(path), tokenizer))
     found = read_folder(folder_of(source, MODEL_FILES), tokenizer)
     return imported("hf", source, found, sorted({file for file, _ in found.tensors.values()}))
 
@@ -116,7 +119,9 @@ def folder_of(source: str, files: tuple[str, ...]) -> Path:
     return path
 
 
-def import_model(source: str, out: Path, tokenizer: str = "", optimizer: str = "") -> tuple[Weights, OptimizerState | None]:
+def import_model(
+    source: str, out: Path, tokenizer: str = "", optimizer: str = "", base: str = ""
+) -> tuple[Weights, OptimizerState | None]:
     """`handgrad import`: weights into a run-like folder `out`, as float32, which holds float16 and bf16 exactly.
 
     With an `optimizer` state of llm.c the weights are its masters, if it has any, the folder holds moments, and
@@ -125,7 +130,7 @@ def import_model(source: str, out: Path, tokenizer: str = "", optimizer: str = "
     """
     check_free(out)
     path, state = Path(source), None
-    if path.is_file() or is_llmc(path):
+    if not base and (path.is_file() or is_llmc(path)):
         model = read_model(path, tokenizer)
         state = read_state(Path(optimizer), model) if optimizer else None
         found = imported("llm.c", str(path), model, [path, *(state.paths if state else ())])
@@ -134,7 +139,7 @@ def import_model(source: str, out: Path, tokenizer: str = "", optimizer: str = "
     elif optimizer:
         raise UsageError(f"--optimizer goes with a model file of llm.c, found {path}")
     else:
-        found = open_weights(source, tokenizer)
+        found = open_weights(source, tokenizer, base=base)
     readers: dict[str, Callable[[ParameterRow], Tensor]] = {"": found.weight}
     if state:
         readers |= {f"{name}.": functools.partial(state.values, name) for name in ("m", "v")}

@@ -21,7 +21,7 @@ from handgrad.evaluation.load import imported_config
 from handgrad.interop.adapters import located
 from handgrad.interop.export import export_peft
 from handgrad.interop.peft import read_config
-from handgrad.interop.sources import open_weights, read_sizes
+from handgrad.interop.sources import import_model, open_weights, read_sizes
 from handgrad.interop.vocabulary import vocabulary_files
 from handgrad.lora.tables import adapters_of
 from handgrad.lora_shape import parse_lora
@@ -152,6 +152,18 @@ def test_a_base_beside_its_adapters(base: Callable, tmp_path: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": "its_base"}))
     assert read_config(tmp_path / "peft") == (parse_lora("rank=3,alpha=6"), "its_base")
     assert open_weights(str(tmp_path / "peft")).shape == open_weights(str(base("llama"))).shape
+
+
+def test_a_base_that_is_given(base: Callable, tmp_path: Path) -> None:
+    run = adapted_run(base("llama"), tmp_path / "run", "rank=3,on=q")
+    export_peft(checkpoint.find(str(run)), tmp_path / "peft")
+    path = tmp_path / "peft" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": "/nowhere/at/all"}))
+    words = ["--base", str(base("llama")), "--out", str(tmp_path / "imported")]
+    assert main(["import", str(tmp_path / "peft"), *words]) == 0
+    assert load(str(tmp_path / "imported"), device="cpu").flat.equal(load(str(run), device="cpu").flat)
+    with pytest.raises(UsageError, match=r"--base goes with adapters of PEFT, found .* without adapter_config\.json"):
+        import_model(str(base("llama")), tmp_path / "other", base="gpt2")
 
 
 def test_without_adapters_there_is_nothing_to_export(base: Callable, tmp_path: Path) -> None:
