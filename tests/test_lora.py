@@ -14,7 +14,6 @@ from handgrad.arena import make_plan
 from handgrad.config import ModelShape, RunConfig, check
 from handgrad.errors import UsageError
 from handgrad.generation.decode import prefill
-from handgrad.lora import reference as lora_reference
 from handgrad.lora.bind import WithAdapters, bind
 from handgrad.lora.merge import merged
 from handgrad.lora.tables import LoraDesign, adapter_buffers, adapters_of, check_rank
@@ -247,27 +246,3 @@ def test_ranks_of_the_kernels() -> None:
     check_rank(parse_lora("rank=8"), "handgrad.ops.cuda.tf32")
     with pytest.raises(UsageError, match=r"ranks of lora that are multiples of 8, found 4; --backend reference takes any"):
         check_rank(parse_lora("rank=4"), "handgrad.ops.cuda")
-
-
-def test_the_products_of_a_gpu_are_the_references(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the library's column-major product in plain torch."""
-    cuda = pytest.importorskip("handgrad.lora.cuda")
-    linear = pytest.importorskip("handgrad.ops.cuda.linear")
-
-    def multiply(d: Tensor, a: Tensor, b: Tensor, *, added: Tensor, **options: Any) -> None:
-        assert added is d and options.pop("scratch") is scratch and not options.pop("tf32")
-        left, right = (b.t() if options.pop("transpose_b", False) else b, a.t() if options.pop("transpose_a", False) else a)
-        d.copy_(left @ right + added)
-        assert not options
-
-    for module in (cuda, linear):
-        monkeypatch.setattr(module, "multiply", multiply)
-    scratch, numbers = torch.empty(1), torch.Generator().manual_seed(0)
-    inp, weight, y, dy = (torch.randn(size, generator=numbers) for size in ((5, 3), (4, 3), (5, 4), (5, 4)))
-    dx, dweight = torch.randn(5, 3, generator=numbers), torch.randn(4, 3, generator=numbers)
-    found, wanted = ([t.clone() for t in (y, dx, dweight)] for _ in range(2))
-    for (out, dinp, acc), ops, memory in ((found, cuda, scratch), (wanted, lora_reference, None)):
-        ops.add_linear_forward(out, inp, weight, scratch=memory)
-        ops.add_linear_backward(dinp, acc, dy, inp, weight, scratch=memory)
-    for mine, theirs in zip(found, wanted, strict=True):
-        torch.testing.assert_close(mine, theirs)
