@@ -161,5 +161,20 @@ def test_the_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     figures = json.loads(out.read_text())["figures"]["tiny"]
     assert figures["lora"]["trained_parameters"] < figures["full"]["trained_parameters"] / 10
     assert all(row["tokens_per_second"] > 0 for row in figures.values())
-    assert {"frozen weights"} == figures["lora"]["plan_bytes"].keys() - figures["full"]["plan_bytes"].keys()
+    more = figures["lora"]["plan_bytes"].keys() - figures["full"]["plan_bytes"].keys()
+    assert more == {"frozen weights", "adapters at work"}
     assert "tiny            lora" in capsys.readouterr().out
+
+
+def test_tasks_and_a_replay_see_the_adapters(bases: dict[str, RunConfig], tmp_path: Path) -> None:
+    """Tasks during a run use memory of the training's, and give what the merged weights give."""
+    questions = tmp_path / "lambada.jsonl"
+    questions.write_text(
+        "".join(json.dumps({"text": f"the old {w} walks over the stone"}) + "\n" for w in ("crow", "hill"))
+    )
+    config = adapting(bases["llama"], tmp_path / "run", eval_tasks=f"lambada={questions}", audit_every=6)
+    train(replace(config, precision="fp32"))
+    assert main(["evaluate", config.out, "--tasks", f"lambada={questions}"]) == 0
+    begin, *_, trained, merged = [record["metrics"]["perplexity"][0] for record in records(config.out, ("evaluation",))]
+    assert abs(trained - merged) < 1e-4 * merged and abs(begin - merged) > 1e-3 * merged
+    assert main(["verify", config.out]) == 0

@@ -16,10 +16,11 @@ from handgrad.config import ModelShape
 from handgrad.errors import UsageError
 from handgrad.lora_shape import LoraShape
 from handgrad.models import architecture
-from handgrad.models.rows import KIND, ZEROS, Init, ParameterRow, Table, laid_out
+from handgrad.models.rows import ZEROS, Init, ParameterRow, Table, laid_out
 from handgrad.training.state import BASE
 
 RANK_MULTIPLE = 8
+BESIDE = "adapters at work"  # the arena's allocation of their activations
 
 # The products that a matrix holds, by architecture.
 MATRICES = {
@@ -140,15 +141,16 @@ def frozen_buffer(elements: int, dtype: torch.dtype) -> Buffer:
 
 
 def adapter_buffers(design: LoraDesign, base: Table, tokens: int, dtype: torch.dtype) -> list[Buffer]:
-    """The rows that adapters add to the activations of `tokens` tokens: no layer keeps any."""
+    """The rows of the adapters' own activations for `tokens` tokens, which no layer keeps. Their memory is not that of the
+    other activations: tasks overwrite those, and read the adapters."""
     exact = torch.float64 if dtype == torch.float64 else torch.float32
     ranks = max(adapter.ranks for adapter in design.adapters)
     wide = max(adapter.outputs * adapter.ranks for adapter in design.adapters)
     vector = max(row.elements for row in base if len(row.shape) == 1)
     return [
-        Buffer("lora.u", (tokens * ranks,), dtype, KIND),
-        Buffer("lora.du", (tokens * ranks,), dtype, KIND),
-        Buffer("lora.wide", (wide,), dtype, KIND),
-        Buffer("lora.dwide", (wide,), exact, KIND),
-        Buffer("lora.unread", (2, vector), exact, KIND),
+        Buffer("lora.u", (tokens * ranks,), dtype, BESIDE),
+        Buffer("lora.du", (tokens * ranks,), dtype, BESIDE),
+        Buffer("lora.wide", (wide,), dtype, BESIDE),
+        Buffer("lora.dwide", (wide,), exact, BESIDE),
+        Buffer("lora.unread", (2, vector), exact, BESIDE),
     ]
