@@ -21,6 +21,9 @@ from handgrad.evaluation.loss import held_out_loss
 from handgrad.interop.export import export_llmc, export_model
 from handgrad.interop.sources import open_weights
 from handgrad.models import parameter_table
+from handgrad.parallel.replicas import Replicas
+from handgrad.run.assemble import allocate
+from handgrad.run.resolve import resolve
 from handgrad.run.start import open_run, train
 from tests.conftest import small_run
 from tests.distributed.runs import Launcher, arguments, same_run
@@ -178,3 +181,15 @@ def test_tasks_and_a_replay_see_the_adapters(bases: dict[str, RunConfig], tmp_pa
     begin, *_, trained, merged = [record["metrics"]["perplexity"][0] for record in records(config.out, ("evaluation",))]
     assert abs(trained - merged) < 1e-4 * merged and abs(begin - merged) > 1e-3 * merged
     assert main(["verify", config.out]) == 0
+
+
+def test_a_flipped_bit_of_the_base_is_seen(bases: dict[str, RunConfig], tmp_path: Path) -> None:
+    """In the checksum that ranks compare."""
+    config = adapting(bases["llama"], tmp_path / "run", lanes=2, micro_batch=2)
+    state, _ = allocate(resolve(config, 257, ranks=2))
+    replicas, sums = Replicas(state, 0, 1), []
+    for flips in range(3):
+        state.views["base"].view(torch.int32)[7] ^= 1 << 20 if flips else 0
+        replicas.take()
+        sums.append(int(replicas.mine))
+    assert sums[0] == sums[2] != sums[1]
