@@ -150,7 +150,8 @@ def test_training_in_steps_gives_the_merged_model(bases: dict[str, RunConfig], t
     config = adapting(bases["llama"], tmp_path / "run", steps=3, sample_tokens=0)
     with Training(**to_dict(config)) as training:
         training.steps(3)
-        now = training.model()
+        now, again = training.model(), training.model()
+        assert now.flat.equal(again.flat)
         training.save()
     assert load(config.out, device="cpu").flat.equal(now.flat)
 

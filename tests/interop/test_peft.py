@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from handgrad import checkpoint
 from handgrad.api.model import load
@@ -42,7 +44,7 @@ GPT2 = transformers.GPT2Config(
     eos_token_id=256,
 )
 EVERY = ["gpt2", "llama", "qwen2", "qwen3"]
-SOME = {"gpt2": "o+down", "llama": "q+v", "qwen2": "k+up+down", "qwen3": "q+k+v+o"}
+SOME = {"gpt2": "qkv+o", "llama": "q+v", "qwen2": "k+up+down", "qwen3": "q+k+v+o"}
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +100,10 @@ def test_peft_computes_the_same(kind: str, on: str, base: Callable, tmp_path: Pa
     model = load(str(run), device="cpu")
     tokens = random_tokens(model.shape)[:40]
     logits, plain = model.logits([tokens])[0], load(str(base(kind)), device="cpu").logits([tokens])[0]
-    found = their_logits(theirs(base(kind), tmp_path / "peft"), tokens)
+    them = theirs(base(kind), tmp_path / "peft")
+    found = their_logits(them, tokens)
+    with safe_open(tmp_path / "peft" / "adapter_model.safetensors", "pt") as stored:
+        assert len(stored.keys()) == sum(".lora_" in name for name, _ in them.named_parameters()), "no other modules there"
     assert (logits - found).abs().max() <= 1e-5 * logits.abs().max() and (logits - plain).abs().max() > 0.01
     again = load(str(tmp_path / "peft"), device="cpu")
     assert again.flat.equal(model.flat)
@@ -140,6 +145,34 @@ def test_others_are_refused(changes: dict, told: str, base: Callable, tmp_path: 
     export_peft(checkpoint.find(str(run)), tmp_path / "peft")
     path = tmp_path / "peft" / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(DataError, match=told):
+        open_weights(str(tmp_path / "peft"))
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        ("half", "expected A and B of q of blocks.0.qkv_weight in .*, found A alone"),
+        ("nan", "expected finite numbers in base_model.*q_proj.lora_B.weight of .*, found others"),
+        ("foreign", "expected adapters of this model's blocks in .*, found also 'base_model.model.lm_head.lora_A.weight'"),
+        ("none", "expected adapters in .*, found none"),
+    ],
+)
+def test_damaged_ones_are_refused(damage: str, told: str, base: Callable, tmp_path: Path) -> None:
+    run = adapted_run(base("llama"), tmp_path / "run", "rank=3,on=q")
+    export_peft(checkpoint.find(str(run)), tmp_path / "peft")
+    path = tmp_path / "peft" / "adapter_model.safetensors"
+    tensors = load_file(path)
+    first = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
+    if damage == "half":
+        del tensors[first]
+    elif damage == "nan":
+        tensors[first][0, 0] = torch.nan
+    elif damage == "foreign":
+        tensors["base_model.model.lm_head.lora_A.weight"] = torch.zeros(3, 3)
+    else:
+        tensors = {}
+    save_file(tensors, path)
     with pytest.raises(DataError, match=told):
         open_weights(str(tmp_path / "peft"))
 
