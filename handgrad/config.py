@@ -14,6 +14,7 @@ from typing import Any
 from handgrad.batch_schedule import BatchSchedule, parse_schedule
 from handgrad.errors import DataError, UsageError
 from handgrad.llama_shape import check_llama
+from handgrad.lora_shape import check_lora
 from handgrad.model_shape import SOFTCAP as SOFTCAP, VOCABULARY_MULTIPLE as VOCABULARY_MULTIPLE, ModelShape as ModelShape
 from handgrad.names import check_choice, nearest_name
 from handgrad.parsing import parse_toml
@@ -80,6 +81,7 @@ class RunConfig:
     sequence_length: int = option(1024, "tokens per sample, the longest context of the model", AT_LEAST_1, at_most(1 << 20))
     init_from: str = option("", "weights to start from: run, RUN/best, checkpoint, transformers folder, Hub name, .bin")
     freeze: str = option("", "parameters that are not trained, with commas: wte,wpe,blocks.0-5,blocks.*.ln1_*")
+    lora: str = option("", "train adapters alone, like rank=16,alpha=32,on=q+v (docs/lora.md; empty: all weights)")
 
     # the batch
     steps: int = option(1000, "optimizer steps of the whole run", AT_LEAST_1)
@@ -238,6 +240,10 @@ def check(config: RunConfig) -> RunConfig:
     if config.precision == "fp8":
         check_fp8(config)
     check_architecture(config)
+    if config.lora:
+        needs = (("optimizer", "adamw"), ("dropout", 0.0), ("freeze", ""))
+        refused = [(name, getattr(config, name), needed) for name, needed in needs]
+        check_lora(config.lora, config.architecture, config.init_from, refused)
     check_stride(config.eval_stride, config.sequence_length)
     check_packing(config)
     if config.keep_every and (not config.save_every or config.keep_every % config.save_every):
@@ -301,6 +307,8 @@ def check_fp8(config: RunConfig) -> None:
         raise UsageError(f"precision fp8 has no dropout, found dropout {config.dropout:g}; bf16 has: --precision bf16")
     if config.architecture == "llama":
         raise UsageError("architecture llama has no fp8 GEMMs yet, found precision fp8; --precision bf16 trains it")
+    if config.lora:
+        raise UsageError("lora has no fp8 GEMMs yet, found precision fp8; --precision bf16 trains adapters")
     for name in ("channels", "sequence_length"):
         if getattr(config, name) % 16:
             raise UsageError(f"{name} must be a multiple of 16 for precision fp8, found {getattr(config, name)}")

@@ -16,9 +16,9 @@ MODULES = sorted({*PACKAGE.rglob("*.py")} - {*EXPORTED})
 # Which parts of the package a part may import, besides itself. `errors`, `files`, `names` and
 # `parsing` are for all.
 # A training step:
-BOOK = {"config", "model_shape", "llama_shape", "batch_schedule", "arena"}
+BOOK = {"config", "model_shape", "llama_shape", "lora_shape", "batch_schedule", "arena"}
 BOOK |= {"ops", "models", "layout", "optimizers", "graphs", "training"}
-BESIDE = {*BOOK, "fp8", "dropout", "parallel"}  # what joins it at set-up
+BESIDE = {*BOOK, "fp8", "dropout", "lora", "parallel"}  # what joins it at set-up
 MODEL_AT_WORK = {*BESIDE, "generation", "evaluation", "data", "checkpoint", "backend", "devices", "jsonl", "run_files"}
 MODEL_AT_WORK |= {"techniques"}
 RUN = {*MODEL_AT_WORK, "audit", "gpus", "interop", "manifest", "presets", "recipes", "rules", "format", "power"}
@@ -26,7 +26,8 @@ RUN |= {"tensor_files", "threads", "run"}
 LAW = {
     **{part: set() for part in ("errors", "files", "names", "parsing", "format", "run_files", "jsonl", "graphs")},
     **{part: set() for part in ("power", "limits", "tensor_files", "batch_schedule", "techniques", "llama_shape", "rules")},
-    "config": {"batch_schedule", "model_shape", "rules", "techniques", "llama_shape"},
+    "lora_shape": set(),
+    "config": {"batch_schedule", "model_shape", "rules", "techniques", "llama_shape", "lora_shape"},
     "model_shape": {"llama_shape", "techniques"},
     "threads": {"limits"},
     "manifest": {"tensor_files"},
@@ -43,6 +44,7 @@ LAW = {
     "parallel": BOOK,
     "fp8": {*BOOK, "parallel"},
     "dropout": BOOK,
+    "lora": BOOK,
     "audit": {*BOOK, "parallel", "jsonl"},
     "generation": {*BOOK, "data", "jsonl"},
     "evaluation": MODEL_AT_WORK,

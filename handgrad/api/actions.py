@@ -11,7 +11,7 @@ from handgrad.data import prepare as preparing
 from handgrad.data.shards import Dataset
 from handgrad.errors import UsageError
 from handgrad.evaluation.loss import HeldOut, held_out_loss, open_held_out
-from handgrad.interop.export import EXPORT_DTYPES, Exported, export_llmc, export_model
+from handgrad.interop.export import EXPORT_DTYPES, Exported, export_llmc, export_model, export_peft
 from handgrad.names import check_choice
 from handgrad.run.packing import evaluated_packing
 
@@ -88,9 +88,9 @@ def evaluate(
 def export(
     source: str | os.PathLike[str], folder: str | os.PathLike[str], *, to: str = "hf", dtype: str = "fp32"
 ) -> Exported:
-    """`handgrad export`: a run or checkpoint into a folder that transformers ("hf") or llm.c ("llmc") opens, read back and
-    compared before it gets its name. Raises the errors of the command."""
-    formats = {"hf": export_model, "llmc": export_llmc}
+    """`handgrad export`: a run or checkpoint into a folder that transformers ("hf"), PEFT ("peft") or llm.c ("llmc")
+    opens, read back and compared before it gets its name. Raises the errors of the command."""
+    formats = {"hf": export_model, "peft": export_peft, "llmc": export_llmc}
     for name, value, known in (("to", to, formats), ("dtype", dtype, EXPORT_DTYPES)):
         check_choice(name, value, known)
     return formats[to](checkpoint.find(os.fspath(source)), Path(folder), EXPORT_DTYPES[dtype])

@@ -26,6 +26,7 @@ class Settings(TypedDict, total=False):
     sequence_length: int
     init_from: str | os.PathLike[str]
     freeze: str
+    lora: str
     steps: int
     tokens_per_step: int
     batch_schedule: str

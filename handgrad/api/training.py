@@ -14,6 +14,7 @@ from handgrad.api.settings import Settings, with_settings
 from handgrad.config import RunConfig, to_dict
 from handgrad.errors import NumericsError, Preempted, UsageError
 from handgrad.evaluation.load import Weights
+from handgrad.lora.merge import merged_state
 from handgrad.run.loop import Run
 from handgrad.run.settings import run_config
 from handgrad.run.signals import preempted
@@ -154,6 +155,8 @@ class Training:
         design, parameters = run.design, run.training.state.parameters
         precision = "bf16" if self.config.precision == "fp8" else self.config.precision
         tensors = {row.name: row.stored(parameters) for row in design.parameters}
+        if design.lora is not None:
+            tensors = merged_state(run.training.state)
         origin = {"from": "training", "source": self.config.out, "step": self.completed}
         now = Weights(design.shape, run.tokenizer, lambda row: tensors[row.name], origin, self.config)
         return Model(now, design.plain_ops, design.device, precision)

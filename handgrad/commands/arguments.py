@@ -232,9 +232,9 @@ def export(parser: Parser) -> None:
     parser.add_argument("folder", metavar="DIR", help="a new folder")
     formats = (
         "hf: a folder for Hugging Face's transformers: weights, config, tokenizer, model card;"
-        " llmc: a folder for llm.c: model.bin, the tokenizer file"
+        " peft: the adapters of train --lora for PEFT; llmc: a folder for llm.c: model.bin, the tokenizer file"
     )
-    parser.add_argument("--to", required=True, choices=("hf", "llmc"), help=formats)
+    parser.add_argument("--to", required=True, choices=("hf", "peft", "llmc"), help=formats)
     parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16"), help="of the weights (default: fp32)")
     hub = "hf: then upload DIR to the Hub as OWNER/NAME, private if new"
     parser.add_argument("--push", default="", metavar="NAME", help=hub)
@@ -243,7 +243,7 @@ def export(parser: Parser) -> None:
 
 
 def import_(parser: Parser) -> None:
-    sources = "a transformers folder, a model of the Hub by name, or a model file of llm.c"
+    sources = "a folder of transformers or of PEFT, a model of the Hub by name, or a model file of llm.c"
     parser.add_argument("source", metavar="SOURCE", help=sources)
     parser.add_argument(
         "--out", required=True, metavar="DIR", help="a new folder; evaluate, sample and --init-from accept it"
@@ -251,6 +251,8 @@ def import_(parser: Parser) -> None:
     parser.add_argument("--tokenizer", default="", metavar="gpt2|bytes|FILE", help="in place of the source's own")
     state = "llm.c's state_*.bin of that step: `train --out DIR` can go on"
     parser.add_argument("--optimizer", default="", metavar="FILE", help=state)
+    under = "the weights under a folder of PEFT's adapters, in the place of those that it names"
+    parser.add_argument("--base", default="", metavar="WEIGHTS", help=under)
 
 
 def report(parser: Parser) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from handgrad import checkpoint
 from handgrad.errors import UsageError
-from handgrad.interop.export import EXPORT_DTYPES, export_llmc, export_model, push
+from handgrad.interop.export import EXPORT_DTYPES, export_llmc, export_model, export_peft, push
 
 
 def run(parsed: Namespace) -> int:
@@ -15,7 +15,10 @@ def run(parsed: Namespace) -> int:
         raise UsageError("--with-optimizer needs --to llmc; transformers keeps no moments")
     source = checkpoint.find(parsed.checkpoint, strict=parsed.strict)
     folder, dtype = Path(parsed.folder), EXPORT_DTYPES[parsed.dtype]
-    if parsed.to == "hf":
+    if parsed.to == "peft":
+        done = export_peft(source, folder, dtype)
+        read_back = f"every number is the same bits; the adapters of {source.manifest['init']['source']}"
+    elif parsed.to == "hf":
         done = export_model(source, folder, dtype)
         read_back = f"the logits of {done.tokens} random tokens are the same bits"
     else:
@@ -24,7 +27,7 @@ def run(parsed: Namespace) -> int:
     print(f"checkpoint {source.folder} (step {source.step})")
     print(f"written    {done.folder}: {done.parameters_bytes >> 10} KiB of weights in {parsed.dtype}")
     print(f"read back  {read_back}")
-    if parsed.dtype != "fp32":
+    if parsed.dtype != "fp32" and parsed.to != "peft":
         print(f"rounding   to {parsed.dtype} moves a logit by {done.rounding:.2g} at most")
     if parsed.push:
         print(f"pushed     {push(done.folder, parsed.push)}")

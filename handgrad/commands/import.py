@@ -11,7 +11,7 @@ from handgrad.models.rows import count_parameters
 
 def run(parsed: Namespace) -> int:
     out = Path(parsed.out)
-    found, state = import_model(parsed.source, out, parsed.tokenizer, parsed.optimizer)
+    found, state = import_model(parsed.source, out, parsed.tokenizer, parsed.optimizer, parsed.base)
     shape = found.shape
     print(f"source     {Path(parsed.source)}")
     print(

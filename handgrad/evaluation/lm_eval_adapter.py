@@ -47,6 +47,8 @@ class HandgradLM(TemplateLM):
         precision = devices.settled_precision(precision, self._device)
         self.dtype = devices.use_precision(self._device, precision)
         ops, weights = choose_backend(backend, self._device, precision), checkpoint_weights(find(checkpoint))
+        if weights.config.lora:
+            raise UsageError(f"{checkpoint} has adapters, which lm-eval does not read; give it an export: --to hf")
         buffers = decode_buffers(weights.shape, SLOTS, self.dtype, ops)
         self.model = load_model(weights, self._device, self.dtype, ops, buffers)
         self.micro_batch = 8 if str(batch_size).startswith("auto") else int(batch_size)

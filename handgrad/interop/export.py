@@ -1,9 +1,11 @@
-"""A checkpoint into a folder that transformers or llm.c open, read back and compared, bit for bit, before it gets its name.
+"""A checkpoint into a folder that transformers, PEFT or llm.c open, read back and compared, bit for bit, before it gets its
+name.
 
 transformers    model.safetensors       the weights
                 config.json, generation_config.json, the files of the tokenizer
                 README.md, curve.png    the model card
                 *_handgrad.py           of a modern network: its code, for transformers
+PEFT            adapter_model.safetensors, adapter_config.json      the adapters alone
 llm.c           model.bin               the weights
                 gpt2_tokenizer.bin      the tokens, for llm.c's sampling
                 tokenizer.json          of a trained vocabulary, since llm.c's file cannot encode
@@ -27,14 +29,15 @@ from handgrad.config import ModelShape
 from handgrad.data.hub import hub_failures
 from handgrad.data.tokenizer import tokenizer_files
 from handgrad.errors import DataError, StorageError, UsageError
-from handgrad.evaluation.load import LoadedModel, checkpoint_config, checkpoint_weights, load_model
+from handgrad.evaluation.load import LoadedModel, checkpoint_config, load_model
 from handgrad.files import check_free, whole
 from handgrad.generation.decode import decode_buffers, decode_tensors
-from handgrad.interop import huggingface, huggingface_modern
+from handgrad.interop import huggingface, huggingface_modern, peft
 from handgrad.interop.llmc_model import LlmcModel, Values, read_model, write_model
 from handgrad.interop.llmc_state import read_state, write_state
 from handgrad.interop.llmc_tokenizer import tokenizer_bytes
 from handgrad.interop.model_card import CARD_FILE, CURVE_FILE, curve_png, model_card
+from handgrad.interop.sources import weights_of
 from handgrad.interop.vocabulary import vocabulary_files
 from handgrad.models import architecture, parameter_table
 from handgrad.models.rows import ParameterRow
@@ -95,6 +98,11 @@ def write_weights(path: Path, flat: Tensor, shape: ModelShape, dtype: torch.dtyp
     write_file(path, safetensors_bytes(every, {"format": "pt"}))
 
 
+def export_peft(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype = torch.float32) -> Exported:
+    """`handgrad export --to peft`. Raises the errors of `peft.write_folder`."""
+    return Exported(folder, peft.write_folder(checkpoint, folder, dtype), 0, 0.0)
+
+
 def export_llmc(
     checkpoint: Checkpoint, folder: Path, dtype: torch.dtype = torch.float32, *, with_optimizer: bool = False
 ) -> Exported:
@@ -115,6 +123,8 @@ def export_llmc(
         check_free(folder)
         if (optimizer := checkpoint.manifest["config"].get("optimizer", "adamw")) != "adamw":
             raise UsageError(f"llm.c's state is AdamW's, found a run of {optimizer}; export the weights alone")
+        if checkpoint.manifest["config"].get("lora"):
+            raise UsageError(f"{checkpoint.folder} has moments of adapters alone; export the weights alone")
         if "m.wte" not in checkpoint.places:
             raise UsageError(f"expected moments in {checkpoint.folder}, found none: it was imported without them")
         tensors |= {"m": stored(OPTIMIZER_FILE, "m."), "v": stored(OPTIMIZER_FILE, "v.")}
@@ -161,7 +171,7 @@ def export(
     returns other numbers than were written.
     """
     check_free(folder)
-    source = checkpoint_weights(checkpoint)
+    source = weights_of(checkpoint)
     shape = source.shape
     if shape.architecture == "llama":  # whose contexts can be so long that their cache would not fit
         shape = replace(shape, sequence_length=min(CHECKED_TOKENS, shape.sequence_length))

@@ -3,6 +3,7 @@
     source                                          is
     a file ending in .bin                           a model of llm.c
     RUN, RUN/best, RUN/checkpoints/step_00001000    a checkpoint of ours: there is a manifest.json, or checkpoints/
+    a folder with adapter_config.json               adapters of PEFT, merged with the weights that it names
     a folder with config.json                       a model of transformers
     NAME or OWNER/NAME, and no such path here       a model of the Hub, downloaded to its cache
 
@@ -20,12 +21,14 @@ from torch import Tensor
 
 import handgrad
 from handgrad import checkpoint
-from handgrad.checkpoint import MANIFEST, Stored
+from handgrad.checkpoint import MANIFEST, Checkpoint, Stored
 from handgrad.config import FIELDS, to_dict
 from handgrad.data.tokenizer import tokenizer_files, tokenizer_record
 from handgrad.errors import DataError, StorageError, UsageError
 from handgrad.evaluation.load import SHAPE, SIZES, Weights, checkpoint_weights, imported_config
 from handgrad.files import check_free, file_sha256, whole
+from handgrad.interop import peft
+from handgrad.interop.adapters import base_of, merged_checkpoint
 from handgrad.interop.huggingface import CONFIG_FILE, MODEL_FILES, HuggingFaceFolder, fetch, on_hub, read_folder, read_shape
 from handgrad.interop.llmc_model import LlmcModel, read_model
 from handgrad.interop.llmc_state import OptimizerState, read_state
@@ -35,21 +38,33 @@ from handgrad.run_files import CHECKPOINTS, LOCK_FILE
 from handgrad.techniques import of_stored
 
 
-def open_weights(source: str, tokenizer: str = "", *, strict: bool = False) -> Weights:
+def open_weights(source: str, tokenizer: str = "", *, strict: bool = False, base: str = "") -> Weights:
     """The weights at a user's `source` (see above). `tokenizer` (gpt2, bytes or a file) replaces the source's own, except
-    a checkpoint's. `strict`: of a run the newest checkpoint, or none.
+    a checkpoint's. `strict`: of a run the newest checkpoint, or none. `base`: the weights under adapters of PEFT, in the
+    place of those that they name.
 
     Raises `DataError` if there are none, or damaged ones, or those of a network that handgrad lacks.
     """
     path = Path(source)
+    if base and not peft.is_peft(path):
+        raise UsageError(f"--base goes with adapters of PEFT, found {source} without {peft.CONFIG_FILE}")
     if is_llmc(path):
         return imported("llm.c", str(path), read_model(path, tokenizer), [path])
     if is_ours(path):
         if tokenizer:
             raise UsageError(f"{source} is a run or checkpoint and has its tokenizer; leave --tokenizer out")
-        return checkpoint_weights(checkpoint.find(source, strict=strict), source)
+        return weights_of(checkpoint.find(source, strict=strict), source)
+    if peft.is_peft(path):
+        return peft.adapted(path, open_weights(base or peft.base_source(path), tokenizer))
     found = read_folder(folder_of(source, MODEL_FILES), tokenizer)
     return imported("hf", source, found, sorted({file for file, _ in found.tensors.values()}))
+
+
+def weights_of(found: Checkpoint, named: str = "") -> Weights:
+    """The weights of a checkpoint of ours, of one with adapters those that they adapt with them merged in; `named` is the
+    user's word for it. Raises the errors of `checkpoint_weights` and `base_of`."""
+    weights = checkpoint_weights(found, named)
+    return merged_checkpoint(weights, base_of(found, open_weights)) if weights.config.lora else weights
 
 
 def imported(kind: str, source: str, found: HuggingFaceFolder | LlmcModel, files: Iterable[Path]) -> Weights:
@@ -69,6 +84,8 @@ def read_sizes(source: str) -> dict[str, Any]:
         if config is None or not all(type(config.get(name)) is int for name in SIZES):
             raise DataError(f"{source} holds no checkpoint; give a run folder or RUN/checkpoints/step_00001000")
         return shape_fields(config)
+    elif peft.is_peft(path):
+        return read_sizes(peft.base_source(path))
     else:
         shape = read_shape(folder_of(source, (CONFIG_FILE,)) / CONFIG_FILE)
     return {name: getattr(shape, name) for name in SHAPE}
@@ -102,7 +119,9 @@ def folder_of(source: str, files: tuple[str, ...]) -> Path:
     return path
 
 
-def import_model(source: str, out: Path, tokenizer: str = "", optimizer: str = "") -> tuple[Weights, OptimizerState | None]:
+def import_model(
+    source: str, out: Path, tokenizer: str = "", optimizer: str = "", base: str = ""
+) -> tuple[Weights, OptimizerState | None]:
     """`handgrad import`: weights into a run-like folder `out`, as float32, which holds float16 and bf16 exactly.
 
     With an `optimizer` state of llm.c the weights are its masters, if it has any, the folder holds moments, and
@@ -111,7 +130,7 @@ def import_model(source: str, out: Path, tokenizer: str = "", optimizer: str = "
     """
     check_free(out)
     path, state = Path(source), None
-    if path.is_file() or is_llmc(path):
+    if not base and (path.is_file() or is_llmc(path)):
         model = read_model(path, tokenizer)
         state = read_state(Path(optimizer), model) if optimizer else None
         found = imported("llm.c", str(path), model, [path, *(state.paths if state else ())])
@@ -120,7 +139,7 @@ def import_model(source: str, out: Path, tokenizer: str = "", optimizer: str = "
     elif optimizer:
         raise UsageError(f"--optimizer goes with a model file of llm.c, found {path}")
     else:
-        found = open_weights(source, tokenizer)
+        found = open_weights(source, tokenizer, base=base)
     readers: dict[str, Callable[[ParameterRow], Tensor]] = {"": found.weight}
     if state:
         readers |= {f"{name}.": functools.partial(state.values, name) for name in ("m", "v")}

@@ -32,6 +32,6 @@ def with_sharding(
         rows["own_norms"] = Buffer("own_norms", (2, own_blocks), exact, "gradients")  # of a step and of the one before
         # The first bucket in memory is the last to be sent, and may be in flight together with the one before.
         first, *others = (bucket.wire_elements(sharding.ranks) for bucket in buckets)
-        in_flight = first + max(others)
+        in_flight = first + max(others, default=0)
         rows["exchange"] = Buffer("exchange", (in_flight * exact.itemsize,), torch.uint8, "exchange")
     return rows

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from handgrad.errors import NumericsError
 from handgrad.parallel.order import named_ranks
-from handgrad.training.state import TrainingState
+from handgrad.training.state import BASE, TrainingState
 from handgrad.training.step import Program
 
 
@@ -27,6 +27,8 @@ class Replicas:
         self.ops, self.every = state.design.ops, every
         self.weights, self.sent = state.parameters, state.views["sent_losses"]
         self.mine = self.sent.view(torch.int64)[rank, -1:]
+        self.base = state.views.get(BASE)  # of adapters: weights that no update writes anew
+        self.base_sum = torch.zeros_like(self.mine)
         self.checks = False
 
     def due(self, step: int) -> bool:
@@ -42,6 +44,9 @@ class Replicas:
 
     def take(self) -> None:
         checksum(self.mine, self.weights, self.ops)
+        if self.base is not None:
+            checksum(self.base_sum, self.base, self.ops)
+            self.mine.add_(self.base_sum)
 
     def compare(self, step: int, sent: Tensor) -> None:
         """Raises `NumericsError` unless all ranks have used the same weights; names those that differ from most. `sent`: of

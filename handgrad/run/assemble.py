@@ -1,4 +1,5 @@
-"""Assembles a training from its design: memory, feed and step. Here fp8, dropout, lanes and ranks join the plain path."""
+"""Assembles a training from its design: memory, feed and step. Here fp8, dropout, adapters, lanes and ranks join the
+plain path."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from handgrad.dropout.bind import SAMPLES, WithDropout
 from handgrad.fp8.bind import with_fp8
 from handgrad.fp8.scaling import Scaling
 from handgrad.layout import gradient_ring, moved
+from handgrad.lora.bind import WithAdapters, bound_adapters, with_adapters
 from handgrad.parallel.gradient_sync import GradientSync
 from handgrad.parallel.ranks import Ranks
 from handgrad.parallel.replicas import Replicas, with_replicas
@@ -32,6 +34,8 @@ class Assembly:
     step: TrainStep
     scaling: Scaling | None  # of fp8
     sync: GradientSync | None  # of several lanes or ranks
+    ops: Any  # of validation, which reads `state.weights`
+    plain_ops: Any  # of text and tasks, which read `state.plain_weights`
     digest: StateDigest | None = None  # of an audited run
 
     def await_weights(self) -> None:
@@ -93,10 +97,15 @@ def bind(
     if samples is not None:
         tensors = state.weights, state.weight_gradients, state.activations, state.activation_gradients
         passes = WithDropout(ops, *tensors, samples=samples, probability=design.dropout, seed=design.seed)
+    adapted: Any = None
+    if design.lora is not None:
+        passes = adapted = WithAdapters(ops, bound_adapters(state), state.views)
     program, batch = plain_program(state, ops, passes), design.batch
     if trained_tokens is not None:
         count = trained_tokens
         program.trained_tokens = lambda step: count(batch.first_sample(step), batch.samples(step))
+    if adapted is not None:
+        program = with_adapters(program, {bucket.name for bucket in design.buckets})
     if sync is not None:
         program = with_sync(program, sync)
     if scaling is not None:
@@ -112,4 +121,5 @@ def bind(
         step = TrainStep(state, feed, program, graphs=graphs)
     else:
         step = ParallelStep(state, feed, program, ranks, sync, replicas, graphs=graphs)
-    return Assembly(design, state, feed, step, scaling, sync, digest)
+    reads = adapted or ops, adapted or design.plain_ops
+    return Assembly(design, state, feed, step, scaling, sync, *reads, digest)

@@ -103,6 +103,7 @@ FACTS = ("config", "versions", "identity", "init")
 
 def facts(config: RunConfig, versions: dict[str, str], identity: Line, origin: Line | None) -> Line:
     """All that the numbers of a run depend on: the settings that touch them, versions and device, the data's hashes, and
-    the weights that it started from."""
+    the weights that it started from, wherever they lie."""
     touching = {name: value for name, value in to_dict(config).items() if not FIELDS[name].metadata["free"]}
-    return {"config": touching, "versions": versions, "identity": identity, **({"init": origin} if origin else {})}
+    init = {name: value for name, value in (origin or {}).items() if name != "path"}
+    return {"config": touching, "versions": versions, "identity": identity, **({"init": init} if origin else {})}

@@ -43,7 +43,7 @@ def header_lines(
     return [
         f"handgrad {handgrad.__version__}, torch {torch.__version__}, {devices.describe(design.device)}",
         f"model      {shape.variant}{shape.num_layers} layers, {shape.num_heads} heads, {shape.channels} channels,"
-        f" context {shape.sequence_length}: {human_count(count_parameters(design.parameters))} parameters",
+        f" context {shape.sequence_length}: {human_count(count_parameters(design.all_parameters))} parameters",
         *([f"weights    {origin_text(origin)}"] if origin else []),
         *freezing_lines(config, design),
         f"data       {config.data}: {human_count(dataset.tokens('train'))} training and"
@@ -87,10 +87,11 @@ def trained_parameters(design: Design) -> int:
 
 
 def freezing_lines(config: RunConfig, design: Design) -> list[str]:
-    if not config.freeze:
+    if not config.freeze and not config.lora:
         return []
-    trained, everything = trained_parameters(design), count_parameters(design.parameters)
-    return [f"trained    {human_count(trained)} of {human_count(everything)} parameters; frozen: {config.freeze}"]
+    trained, everything = trained_parameters(design), count_parameters(design.all_parameters)
+    which = f"adapters of {config.lora}" if config.lora else f"frozen: {config.freeze}"
+    return [f"trained    {human_count(trained)} of {human_count(everything)} parameters; {which}"]
 
 
 def rank_lines(config: RunConfig, ranks: Ranks) -> list[str]:
@@ -147,7 +148,7 @@ def run_record(
         "torch": torch.__version__,
         "device": devices.describe(design.device),
         "precision": config.precision,
-        "parameters": count_parameters(design.parameters),
+        "parameters": count_parameters(design.all_parameters),
         "trained_parameters": trained_parameters(design),
         "tokens_per_step": config.tokens_per_step,
         **({"batch_schedule": config.batch_schedule} if config.batch_schedule else {}),
@@ -165,7 +166,7 @@ def run_record(
             "validation_text_bytes": manifest["splits"]["validation"]["text_bytes"] if manifest and all_scored else None,
         },
         "floor_nats_per_token": floor_of(dataset, config.packing),
-        "flops_per_token": design.model.flops_per_token(design.shape),
+        "flops_per_token": design.flops_per_token,
         **({"init": origin} if origin else {}),
     }
 

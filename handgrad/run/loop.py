@@ -57,7 +57,7 @@ class Run:
         allow_changes: bool,
         shows: Shows,
     ):
-        """`weights`: the initial ones, unless the run is resumed or draws them."""
+        """`weights`: the initial ones, unless the run is resumed or draws them; those that adapters adapt."""
         self.config, self.design, self.dataset, self.folder, self.ranks = config, design, dataset, folder, ranks
         self.tasks, self.tokenizer, self.batch = tasks, dataset.tokenizer, config.batch
         self.train_batches = training_batches(config, dataset)
@@ -75,7 +75,7 @@ class Run:
         self.completed, self.skips_in_a_row = 0, 0
         copy, self.save_lines = host_copy(config, self.design, ranks)  # before the rest takes its memory
         self.training = self.assembled()
-        self.origin = weights.origin if weights else origin_of(resumed) if resumed else None
+        self.origin = origin_of(resumed) if resumed else weights.origin if weights else None
         if weights is not None:
             self.take_weights(weights)
         self.restore(resumed)
@@ -93,7 +93,7 @@ class Run:
         self.step_seconds = 0.0  # of the last step
         self.memory_bytes = self.design.plan.size_bytes | generation.size_bytes
         if tasks is not None:
-            tasks.allocate()
+            tasks.allocate(self.training.plain_ops)
             self.memory_bytes |= tasks.plan.size_bytes
 
     def versions(self) -> dict[str, str]:
@@ -114,10 +114,13 @@ class Run:
         return assemble(self.design, self.train_batches, self.ranks, trained_tokens=count)
 
     def take_weights(self, weights: Weights) -> None:
-        """Initial weights from elsewhere. A run with fewer positions has the first of theirs."""
-        for theirs, row in zip(parameter_table(weights.shape), self.design.parameters, strict=True):
+        """Initial weights from elsewhere, of a run of adapters those that they adapt. A run with fewer positions has the
+        first of theirs."""
+        state = self.training.state
+        take = state.take_base if self.design.base else state.take_weight
+        for theirs, row in zip(parameter_table(weights.shape), self.design.base or self.design.parameters, strict=True):
             assert theirs.name == row.name
-            self.training.state.take_weight(row, weights.weight(theirs)[: row.stored_rows])
+            take(row, weights.weight(theirs)[: row.stored_rows])
 
     def restore(self, resumed: checkpoint.Checkpoint | None) -> None:
         """Takes up a checkpoint; without one everything stays as it is."""
@@ -343,12 +346,12 @@ class Run:
         assert self.validation_batches is not None
         self.training.await_weights()
         state, samples = self.training.state, self.validation_batches.samples_of(self.config.eval_tokens)
-        model = self.design.shape, self.design.ops, state.weights, state.activations
+        model = self.design.shape, self.training.ops, state.weights, state.activations
         return mean_loss(*model, self.validation_batches, samples=samples, ranks=self.ranks)
 
     def sample(self) -> None:
         self.training.await_weights()
-        model = self.design.shape, self.design.plain_ops, self.training.state.plain_weights, self.decode, self.tokenizer
+        model = self.design.shape, self.training.plain_ops, self.training.state.plain_weights, self.decode, self.tokenizer
         text = write_document(*model, max_tokens=self.config.sample_tokens, seed=self.config.seed + self.completed)
         self.log.sample(self.completed, text)
 

@@ -114,7 +114,7 @@ class StepLines:
         self.tokens = self.batch.tokens_before(self.steps)
         peak = devices.peak_flops(design.device)
         self.peak = peak and peak * ranks
-        self.flops_per_token = design.model.flops_per_token(design.shape)
+        self.flops_per_token = design.flops_per_token
 
     def show(self, step: int, result: StepResult) -> None:
         """`step` is counted from 1."""

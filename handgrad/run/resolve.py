@@ -16,6 +16,8 @@ from handgrad.fp8.bind import fp8_operations
 from handgrad.fp8.formats import GRADIENT_FORMATS
 from handgrad.fp8.scaling import Fp8Design
 from handgrad.layout import Sharding, buckets_of, norm_blocks
+from handgrad.lora.tables import LoraDesign, adapter_buffers, adapters_of, check_rank, frozen_buffer
+from handgrad.lora_shape import parse_lora
 from handgrad.models import documents
 from handgrad.models.freezing import freeze
 from handgrad.models.rows import ActivationRow, Table, flat_elements
@@ -57,6 +59,11 @@ def resolve(
     sharding = Sharding(lanes, rank, ranks, config.zero, config.reduce_precision == "bf16")
     optimizer = optimizer_of(config)
     parameters = freeze(models.parameter_table(shape, lanes, optimizer.whole), config.freeze)
+    base, lora = (), None
+    if config.lora:
+        check_rank(parse_lora(config.lora), getattr(plain_ops, "__name__", ""))
+        lora = LoraDesign(tuple(adapters_of(shape, parse_lora(config.lora))))
+        base, parameters = models.parameter_table(shape), lora.table(lanes)
     buckets = buckets_of(parameters, lanes)
     tokens = config.micro_batch * shape.sequence_length
     chunk = models.head_chunk_tokens(config.head_chunk_tokens, tokens, shape.padded_vocab_size, dtype)
@@ -87,6 +94,9 @@ def resolve(
         activations = [*fp8.buffers(parameters, ranks), *activations]
     dropout = dropout_buffers(config.micro_batch) if config.dropout else []
     inputs = documents.document_buffers(model, config.micro_batch, shape.sequence_length) if config.packed else []
+    adapters = []
+    if lora is not None:
+        adapters = [frozen_buffer(flat_elements(base), dtype), *adapter_buffers(lora, base, tokens, dtype)]
     scratch = update_scratch(optimizer.scratch_bytes(plain_ops, parameters, flat["gradients"].dtype, device))
     return Design(
         device=device,
@@ -106,7 +116,9 @@ def resolve(
         recompute=config.recompute,
         fp8=fp8,
         dropout=config.dropout,
-        plan=make_plan([*flat.values(), *activations, *inputs, *dropout, *scratch]),
+        plan=make_plan([*flat.values(), *activations, *inputs, *dropout, *adapters, *scratch]),
+        lora=lora,
+        base=base,
     )
 
 

@@ -17,6 +17,7 @@ from handgrad.data.shards import Dataset, open_dataset
 from handgrad.data.tokenizer import tokenizer_record
 from handgrad.errors import INTERRUPTED, DataError, StorageError, UsageError
 from handgrad.evaluation.load import Weights
+from handgrad.interop.adapters import base_of, located
 from handgrad.interop.sources import SHAPE, open_weights
 from handgrad.parallel.launchers import find_rank_info
 from handgrad.parallel.ranks import Ranks, error_text, exit_code
@@ -66,6 +67,9 @@ def open_run(
             weights = None
             if config.init_from and not folder.resumed:
                 weights = opened_in_turn(lambda: open_fitting(config, dataset, strict=strict), ranks)
+            elif config.lora and folder.resumed:
+                resumed = folder.resumed
+                weights = opened_in_turn(lambda: base_of(resumed, open_weights), ranks)
             run = Run(config, design, dataset, folder, ranks, weights, tasks, allow_changes=allow_changes, shows=shows)
             with contextlib.closing(run.log), contextlib.closing(run.saves), noting_the_end(run):
                 yield run
@@ -121,7 +125,7 @@ def open_fitting(config: RunConfig, dataset: Dataset, *, strict: bool) -> Weight
                 f"{name} is {there} in {config.init_from} and {here} in this run; give no preset, --model or sizes to take"
                 " those of the weights"
             )
-    return weights
+    return located(weights) if config.lora else weights
 
 
 def train(config: RunConfig, *, allow_changes: bool = False) -> float | None:

@@ -1,6 +1,7 @@
 """Tasks during a run: the questions are made ready once and asked again at every validation."""
 
 import dataclasses
+from typing import Any
 
 from torch import Tensor
 
@@ -37,7 +38,9 @@ class TaskWatch:
         self.notes = [note for task in tasks for note in task.notes]
         self.views: dict[str, Tensor] = {}
 
-    def allocate(self) -> None:
+    def allocate(self, ops: Any) -> None:
+        """`ops`: those that read the run's plain weights."""
+        self.work.ops = ops
         self.views = self.plan.allocate(self.device)
 
     def evaluate(self, state: TrainingState) -> list[TaskResult]:

@@ -12,7 +12,7 @@ from handgrad.format import human_bytes, human_count, human_flops, human_seconds
 from handgrad.models.rows import count_parameters
 from handgrad.run.checks import check_shared_gradients, checkpoint_bytes, most_checkpoints
 from handgrad.run.folder import settled_lanes
-from handgrad.run.header import batch_lines, dropout_lines
+from handgrad.run.header import batch_lines, dropout_lines, freezing_lines
 from handgrad.run.host_copy import copy_plans
 from handgrad.run.resolve import largest_micro_batch, resolve, with_precision, with_tuned_gemms
 from handgrad.tools.forecast import memory_bytes
@@ -45,7 +45,7 @@ def describe_plan(config: RunConfig, vocab_size: int, ranks: int = 1, fit: int =
     check_shared_gradients(config, ranks)
     designs = [resolve(replace(config, recompute=level), vocab_size, ranks=ranks) for level in RECOMPUTE_LEVELS]
     design = designs[0]
-    flops_per_token = design.model.flops_per_token(design.shape)
+    flops_per_token = design.flops_per_token
     tokens = config.batch.tokens_before(config.steps)
     rate, kind = gemm_flops(device, design.dtype), "bf16" if config.precision == "fp8" else config.precision
     lines = [
@@ -74,15 +74,16 @@ def fits_line(config: RunConfig, fitting: int, available: int, there: str) -> st
 
 def run_lines(config: RunConfig, design: Design) -> list[str]:
     """The model and the run, with their work."""
-    flops_per_token = design.model.flops_per_token(design.shape)
+    flops_per_token = design.flops_per_token
     tokens = config.batch.tokens_before(config.steps)
     lanes = f"{config.lanes} lanes x " if config.lanes > 1 else ""
     return [
-        f"model      {design.shape.variant}{human_count(count_parameters(design.parameters))} parameters,"
+        f"model      {design.shape.variant}{human_count(count_parameters(design.all_parameters))} parameters,"
         f" {human_flops(flops_per_token)} per token, forward and backward",
         f"run        {config.steps} steps of {config.tokens_per_step} tokens = {lanes}{config.micro_steps} x"
         f" {config.micro_batch} x {config.sequence_length}: {human_count(tokens)} tokens,"
         f" {human_flops(tokens * flops_per_token)}",
+        *(freezing_lines(config, design) if config.lora else []),
         *batch_lines(config, design.batch),
     ]
 

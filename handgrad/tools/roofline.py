@@ -66,6 +66,7 @@ def step_time(gpu: Gpu, config: RunConfig, design: Design, ranks: int = 1) -> St
     ends = (10 * size + 8) * channels + 2 * size * shape.padded_vocab_size
     # Per micro-batch: weights read forward and backward, gradients read and written in float32.
     moved = tokens * (layers * channels * per_channel + ends) + micro_batches * parameters * (2 * size + 8)
+    moved += micro_batches * count_parameters(design.base) * 2 * size
     return StepTime(
         products=products,
         attention=attention,
@@ -84,7 +85,8 @@ def fp8_share(design: Design) -> float:
 
 
 def product_seconds_per_token(gpu: Gpu, design: Design, precision: str, rate: float) -> float:
-    """Forward, input gradient and weight gradient of every product, the blocks' and the head's."""
+    """Forward, input gradient and weight gradient of every product, the blocks' and the head's; of frozen ones no weight
+    gradient, and of adapters beside them nothing."""
     shape, size = design.shape, design.dtype.itemsize
     C, F, plain = shape.channels, shape.feed_forward, "bf16" if precision == "fp8" else precision
     gemms = design.fp8.gemms if design.fp8 else None
@@ -94,7 +96,7 @@ def product_seconds_per_token(gpu: Gpu, design: Design, precision: str, rate: fl
         operations = 2 * inputs * outputs / (PRODUCT_SHARE.get(kind, USUAL_PRODUCT_SHARE) * gpu.flops(kind))
         return max(operations, (inputs + outputs) * (1 if kind == "fp8" else size) / rate)
 
-    total = 0.0
+    total, passes = 0.0, 2 if design.base else 3
     attended, packed, hidden = shape.num_heads * shape.head_width, 3 * C, F
     if shape.architecture == "llama":
         packed, hidden = attended + 2 * shape.family.kv_heads * shape.head_width, 2 * F
@@ -102,9 +104,9 @@ def product_seconds_per_token(gpu: Gpu, design: Design, precision: str, rate: fl
         again = design.recompute >= 1 and outputs == hidden
         fp8_layers = sum(name == part for _, name in gemms.blocks) if gemms else 0
         for kind, layers in (("fp8", fp8_layers), (plain, shape.num_layers - fp8_layers)):
-            total += layers * (3 + again) * seconds(inputs, outputs, kind) if layers else 0.0
+            total += layers * (passes + again) * seconds(inputs, outputs, kind) if layers else 0.0
     head = gemms.head if gemms else frozenset()
-    kinds = ["fp8" if name in head else plain for name in ("forward", "dgrad")] + [plain]
+    kinds = ["fp8" if name in head else plain for name in ("forward", "dgrad")] + [plain] * (passes - 2)
     return total + sum(seconds(C, shape.padded_vocab_size, kind) for kind in kinds)
 
 

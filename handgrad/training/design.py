@@ -66,7 +66,7 @@ class Guards:
 
 @dataclass(frozen=True)
 class Design:
-    """A resolved run. `fp8` and `dropout` are for the rooms of that name, None where the run has neither."""
+    """A resolved run. `fp8`, `dropout` and `lora` are for the rooms of that name, None where the run has none of them."""
 
     device: torch.device
     dtype: torch.dtype  # of weights and activations
@@ -86,3 +86,16 @@ class Design:
     fp8: Any
     dropout: float
     plan: Plan
+    lora: Any = None
+    base: Table = ()  # the model's weights, if what trains is beside them: frozen, in a flat buffer of their own
+
+    @property
+    def all_parameters(self) -> Table:
+        """Those that train and those beside them."""
+        return (*self.base, *self.parameters)
+
+    @property
+    def flops_per_token(self) -> float:
+        """Forward and backward."""
+        flops = self.model.flops_per_token(self.shape)
+        return flops if self.lora is None else self.lora.flops_per_token(flops, self.base, self.shape)

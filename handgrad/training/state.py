@@ -15,6 +15,7 @@ from handgrad.ops import CONTROLS, RESULTS
 from handgrad.optimizers import Owned
 from handgrad.training.design import Design
 
+BASE = "base"  # the flat buffer of weights that do not train, beside those that do
 AT_UPDATE: tuple[Interval, ...] = ((1 << 59, 1 << 59),)  # a tick after those of every stage
 OPTIMIZER_SCRATCH = "optimizer_scratch"
 INITIAL_LOSS_SCALE = 2.0**16  # of fp16: halved within a few skipped steps where it is too large
@@ -67,6 +68,7 @@ class TrainingState:
     weights: Any  # as the training's GEMMs read them
     plain_weights: Any  # in 16 or 32 bits
     weight_gradients: Any
+    named_gradients: dict[str, Tensor]  # of the parameters, by name
     activations: Any
     activation_gradients: Any
     owned: list[Owned]  # what the optimizer updates here
@@ -78,6 +80,10 @@ class TrainingState:
         row.stored(self.parameters).copy_(values)
         if self.master is not self.parameters:
             self.take(self.master, row, values)
+
+    def take_base(self, row: ParameterRow, values: Tensor) -> None:
+        """Takes the stored part of a frozen weight beside the parameters."""
+        row.stored(self.views[BASE]).copy_(values)
 
     def take(self, shard: Tensor, row: ParameterRow, values: Tensor) -> None:
         """Copies the stored part of a parameter into its share of `shard` (master weights or optimizer state)."""
@@ -122,6 +128,11 @@ def make_state(
     parameters = views["parameters"]
     master, flat = views.get("master", parameters), views["gradients"].view(-1)[: flat_elements(table, sharding.lanes)]
     weights: dict[str, Any] = {row.name: row.view(parameters) for row in table}
+    gradients = gradients or {row.name: row.view(flat) for row in table}
+    of_weights: dict[str, Any] = gradients
+    if design.base:  # the model's weights have no gradients
+        weights = {row.name: row.view(views[BASE]) for row in design.base}
+        of_weights = dict.fromkeys(weights)
     optimizer = {name: views[f"optimizer.{name}"] for name in design.optimizer.state}
     shard = sharding.shard, sharding.shards
     reduced = views.get("gradient_shard")
@@ -157,7 +168,8 @@ def make_state(
         loss_scale=views["loss_scale"],
         weights=named(model.Weights, weights | forms, layers),
         plain_weights=named(model.Weights, weights, layers),
-        weight_gradients=named(model.Weights, gradients or {row.name: row.view(flat) for row in table}, layers),
+        weight_gradients=named(model.Weights, of_weights, layers),
+        named_gradients=gradients,
         activations=named(model.Activations, views | forms, layers),
         activation_gradients=named(model.Gradients, views | forms, layers),
         owned=owned,

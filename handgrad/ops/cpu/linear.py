@@ -30,7 +30,7 @@ def linear_forward(out: Tensor, inp: Tensor, weight: Tensor, bias: Tensor | None
 
 def linear_backward(
     dinp: Tensor,
-    dweight_acc: Tensor,
+    dweight_acc: Tensor | None,
     dbias_acc: Tensor | None,
     dout: Tensor,
     inp: Tensor,
@@ -42,7 +42,8 @@ def linear_backward(
         dinp.copy_(product(dout, weight.t()))
     else:
         torch.mm(dout, weight, out=dinp)
-    weight_backward(dweight_acc, dout, inp)
+    if dweight_acc is not None:
+        weight_backward(dweight_acc, dout, inp)
     if dbias_acc is not None:
         reference.bias_backward(dbias_acc, dout)
 

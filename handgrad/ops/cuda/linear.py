@@ -27,7 +27,7 @@ def linear_forward(
 
 def linear_backward(
     dinp: Tensor,
-    dweight_acc: Tensor,
+    dweight_acc: Tensor | None,
     dbias_acc: Tensor | None,
     dout: Tensor,
     inp: Tensor,
@@ -37,7 +37,8 @@ def linear_backward(
     tf32: bool = False,
 ) -> None:
     input_backward(dinp, dout, weight, scratch=scratch, tf32=tf32)
-    weight_backward(dweight_acc, dout, inp, scratch=scratch, tf32=tf32)
+    if dweight_acc is not None:
+        weight_backward(dweight_acc, dout, inp, scratch=scratch, tf32=tf32)
     if dbias_acc is not None:
         bias_backward(dbias_acc, dout, scratch=scratch)
 

@@ -16,7 +16,7 @@ def linear_forward(out: Tensor, inp: Tensor, weight: Tensor, bias: Tensor | None
 
 def linear_backward(
     dinp: Tensor,
-    dweight_acc: Tensor,
+    dweight_acc: Tensor | None,
     dbias_acc: Tensor | None,
     dout: Tensor,
     inp: Tensor,
@@ -24,10 +24,11 @@ def linear_backward(
     *,
     scratch: Tensor | None = None,
 ) -> None:
-    """dinp (N, I) = dout (N, O) weight; dweight_acc (O, I) += dout^T inp; dbias_acc (O) += column sums of dout, unless it
-    is None."""
+    """dinp (N, I) = dout (N, O) weight; dweight_acc (O, I) += dout^T inp; dbias_acc (O) += column sums of dout. A gradient
+    of a parameter that is None is not made."""
     input_backward(dinp, dout, weight)
-    weight_backward(dweight_acc, dout, inp)
+    if dweight_acc is not None:
+        weight_backward(dweight_acc, dout, inp)
     if dbias_acc is not None:
         bias_backward(dbias_acc, dout)
 

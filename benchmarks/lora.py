@@ -1,0 +1,164 @@
+"""Adapters beside full finetuning: memory and time of a step, for the shapes of Llama models that people finetune.
+
+Both contenders of a shape run in processes of their own, each with its own peak of memory, and make steps by turns, so
+other load affects both alike. Weights are random: the work is the same. `--rounds 0` prints the plans alone.
+
+    python -m benchmarks.lora --device cuda --out benchmarks/results/NAME.json
+    python -m benchmarks.lora --shapes tiny --device cpu
+"""
+
+import argparse
+import sys
+import time
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.record import keep_commit, write_record
+from benchmarks.step import SameBatch
+from benchmarks.turns import Peer, PeerFailed, answers, excuses, memory, note, say
+from handgrad import devices
+from handgrad.config import RunConfig, check
+from handgrad.format import human_bytes
+from handgrad.run.assemble import allocate, bind
+from handgrad.run.header import trained_parameters
+from handgrad.run.resolve import resolve
+from handgrad.training.design import Design
+
+WARM_UP = 2  # turns that do not count
+
+# (vocabulary, layers, heads, channels, the family's numbers), as published on the Hub.
+SHAPES: dict[str, tuple[int, int, int, int, str]] = {
+    "tiny": (300, 2, 4, 32, "kv_heads=2,tied"),
+    "SmolLM2-135M": (49152, 30, 9, 576, "kv_heads=3,feed_forward=1536,tied,rotary_base=100000.0"),
+    "Qwen3-0.6B": (151936, 28, 16, 1024, "kv_heads=8,head_width=128,feed_forward=3072,tied,qk_norm"),
+    "Llama-3.2-1B": (128256, 16, 32, 2048, "kv_heads=8,feed_forward=8192,tied,rotary_base=500000.0"),
+    "Qwen2.5-1.5B": (151936, 28, 12, 1536, "kv_heads=2,feed_forward=8960,tied,qkv_bias,rotary_base=1000000.0"),
+}
+CONTENDERS = ("full", "lora")
+
+
+def config_of(shape: str, contender: str, options: argparse.Namespace) -> RunConfig:
+    _, layers, heads, channels, llama = SHAPES[shape]
+    config = RunConfig(
+        architecture="llama",
+        llama=llama,
+        num_layers=layers,
+        num_heads=heads,
+        channels=channels,
+        sequence_length=options.sequence_length,
+        micro_batch=options.micro_batch,
+        tokens_per_step=options.micro_batch * options.sequence_length,
+        learning_rate=1e-4,
+        precision=options.precision,
+        recompute=options.recompute,
+        device=options.device,
+    )
+    return check(replace(config, lora=options.lora, init_from="random weights") if contender == "lora" else config)
+
+
+def design_of(shape: str, contender: str, options: argparse.Namespace) -> Design:
+    return resolve(config_of(shape, contender, options), SHAPES[shape][0])
+
+
+def contend(shape: str, contender: str, options: argparse.Namespace) -> None:
+    """A contender's process: answers each line on stdin with a step's time and its peak of memory."""
+    pipe = answers()
+    with excuses(pipe):
+        design = design_of(shape, contender, options)
+        state, scaling = allocate(design)
+        generator = torch.Generator().manual_seed(0)
+        for row in design.base:
+            state.take_base(row, 0.02 * torch.randn(row.stored_shape, generator=generator))
+        for tokens in (state.activations.tokens, state.activations.targets):
+            tokens.copy_(torch.randint(SHAPES[shape][0], tokens.shape, generator=generator))
+        stepper = bind(state, scaling, feed=SameBatch()).step
+        for number, _ in enumerate(sys.stdin):
+            devices.synchronize(design.device)
+            begun = time.perf_counter()
+            loss = stepper.step(number).loss
+            devices.synchronize(design.device)
+            say(pipe, {"seconds": time.perf_counter() - begun, "loss": loss, **memory(design.device)})
+
+
+def take_turns(shape: str, options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """The turns of both, or nothing of one that fails."""
+    given = [f"--{name.replace('_', '-')}={value}" for name, value in vars(options).items() if name in PASSED]
+    command = [sys.executable, "-m", "benchmarks.lora", f"--shapes={shape}", *given]
+    peers = {name: Peer(name, [*command, f"--contender={name}"]) for name in CONTENDERS}
+    turns: dict[str, list[dict[str, Any]]] = {name: [] for name in CONTENDERS}
+    for _ in range(WARM_UP + options.rounds):
+        for name, peer in list(peers.items()):
+            try:
+                turns[name].append(peer.ask("step"))
+            except PeerFailed as failure:
+                note(f"{shape}, {name}: {failure}")
+                del peers[name], turns[name]
+    for peer in peers.values():
+        peer.close()
+    return turns
+
+
+def figures_of(shape: str, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Of both contenders: the plan by component, the parameters that train, and what was measured."""
+    turns = take_turns(shape, options) if options.rounds else {}
+    figures: dict[str, dict[str, Any]] = {}
+    for name in CONTENDERS:
+        design = design_of(shape, name, options)
+        row: dict[str, Any] = {"plan_bytes": design.plan.size_bytes, "trained_parameters": trained_parameters(design)}
+        if counted := turns.get(name, [])[WARM_UP:]:
+            seconds = median(turn["seconds"] for turn in counted)
+            tokens = options.micro_batch * options.sequence_length
+            row |= {"seconds_per_step": round(seconds, 5), "tokens_per_second": round(tokens / seconds, 1)}
+            row |= {"peak_bytes": counted[-1]["allocated_bytes"], "loss": round(counted[-1]["loss"], 5)}
+        figures[name] = row
+    return figures
+
+
+def table(figures: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
+    lines = [f"{'':<16}{'':<6}{'trained':>12}{'planned':>12}{'peak':>12}{'ms/step':>10}{'tok/s':>10}"]
+    for shape, rows in figures.items():
+        for name, row in rows.items():
+            peak = human_bytes(row["peak_bytes"]) if row.get("peak_bytes") else "-"
+            rate = f"{row['tokens_per_second']:.0f}" if "tokens_per_second" in row else "-"
+            step = f"{row['seconds_per_step'] * 1e3:.1f}" if "seconds_per_step" in row else "-"
+            planned = human_bytes(sum(row["plan_bytes"].values()))
+            lines.append(f"{shape:<16}{name:<6}{row['trained_parameters']:>12}{planned:>12}{peak:>12}{step:>10}{rate:>10}")
+    return lines
+
+
+PASSED = ("lora", "micro_batch", "sequence_length", "precision", "recompute", "device")  # to a contender's process
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default=",".join(name for name in SHAPES if name != "tiny"))
+    parser.add_argument("--lora", default="rank=16,alpha=32")
+    parser.add_argument("--micro-batch", type=int, default=4)
+    parser.add_argument("--sequence-length", type=int, default=2048)
+    parser.add_argument("--precision", default="bf16")
+    parser.add_argument("--recompute", type=int, default=1)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--out", default="")
+    parser.add_argument("--contender", default="", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.contender:
+        contend(options.shapes, options.contender, options)
+        return
+    keep_commit()
+    figures = {shape: figures_of(shape, options) for shape in options.shapes.split(",")}
+    device = devices.resolve_device(options.device)
+    print(
+        f"\n{options.micro_batch} samples of {options.sequence_length} tokens, {options.lora}, {devices.describe(device)}\n"
+    )
+    print("\n".join(table(figures)))
+    if options.out:
+        settings = {name: getattr(options, name) for name in (*PASSED, "rounds")}
+        write_record(options.out, device, settings=settings, figures=figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,7 @@
+"""LoRA: adapters beside frozen weights (docs/lora.md).
+
+tables     the products that have adapters, the adapters' rows, the memory beside them
+reference  the operations that add into a product, in plain torch; `cuda`: on NVIDIA GPUs
+bind       the operations of a model whose weights have adapters
+merge      weights with their adapters added
+"""

@@ -1,0 +1,71 @@
+"""The adapters of a run (docs/lora.md), and their text in a configuration: `rank=16,alpha=32,on=q+v`."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from handgrad.errors import UsageError
+from handgrad.names import check_choice
+
+# The products of a block that can have an adapter, by architecture.
+PRODUCTS = {
+    "gpt2": ("qkv", "o", "up", "down"),
+    "llama": ("q", "k", "v", "o", "gate", "up", "down"),
+}
+EXAMPLE = "rank=16,alpha=32,on=q+v"
+
+
+@dataclass(frozen=True)
+class LoraShape:
+    """Adapters of one rank for the products that `on` names."""
+
+    rank: int = 16  # r
+    alpha: float = 0.0  # the addition is alpha / r times the adapter's product; 0: twice the rank
+    on: str = ""  # products, with plus signs; empty: all
+
+    @property
+    def scale(self) -> float:
+        """s = alpha / r"""
+        return self.alpha / self.rank if self.alpha else 2.0
+
+    def products(self, architecture: str) -> tuple[str, ...]:
+        """The products with adapters, in the order of the block."""
+        return tuple(name for name in PRODUCTS[architecture] if not self.on or name in self.on.split("+"))
+
+
+@functools.lru_cache(maxsize=64)
+def parse_lora(text: str) -> LoraShape:
+    """The adapters of a text; `UsageError` for a name or a value that they do not have."""
+    known = {f.name: f.type for f in dataclasses.fields(LoraShape)}
+    found: dict[str, Any] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, value = (word.strip() for word in part.partition("="))
+        check_choice("a number of lora", name, tuple(known))
+        try:
+            kind: Any = known[name]
+            if not equals:
+                raise ValueError
+            found[name] = kind(value)
+        except ValueError:
+            raise UsageError(f"lora must be like {EXAMPLE!r}, found {part!r}") from None
+    return LoraShape(**found)
+
+
+def check_lora(text: str, architecture: str, init_from: str, refused: Iterable[tuple[str, object, object]]) -> None:
+    """Raises `UsageError` for adapters that do not exist or that these settings do not train. `refused`: (a setting, its
+    value, the one that adapters need)."""
+    lora = parse_lora(text)
+    if architecture not in PRODUCTS:
+        raise UsageError(f"lora is for architecture {' or '.join(PRODUCTS)}, found {architecture}")
+    if lora.rank < 1 or not math.isfinite(lora.alpha) or lora.alpha < 0:
+        raise UsageError(f"lora must have a rank of 1 or more and an alpha above 0, found {text!r}; try {EXAMPLE!r}")
+    for name in filter(None, lora.on.split("+")):
+        check_choice(f"a product of {architecture} in lora", name, PRODUCTS[architecture])
+    if not init_from:
+        raise UsageError(f"lora {text!r} adapts weights, found none; name them with --init-from")
+    for name, value, needed in refused:
+        if value != needed:
+            raise UsageError(f"lora trains with {name} {'empty' if needed == '' else needed}, found {value}")
