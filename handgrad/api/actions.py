@@ -10,6 +10,7 @@ from handgrad.data.shards import Dataset
 from handgrad.errors import UsageError
 from handgrad.evaluation.loss import HeldOut, held_out_loss, open_held_out
 from handgrad.interop.export import EXPORT_DTYPES, Exported, export_llmc, export_model
+from handgrad.interop.gguf_file import GGUF_TYPES, export_gguf
 from handgrad.names import check_choice
 
 
@@ -79,12 +80,14 @@ def evaluate(
     return held_out_loss(model.shape, model.ops, model.weights, act, dataset, **tokens)
 
 
-def export(
-    source: str | os.PathLike[str], folder: str | os.PathLike[str], *, to: str = "hf", dtype: str = "fp32"
-) -> Exported:
-    """`handgrad export`: a run or checkpoint into a folder that transformers ("hf") or llm.c ("llmc") opens, read back and
-    compared before it gets its name. Raises the errors of the command."""
-    formats = {"hf": export_model, "llmc": export_llmc}
-    for name, value, known in (("to", to, formats), ("dtype", dtype, EXPORT_DTYPES)):
-        check_choice(name, value, known)
-    return formats[to](checkpoint.find(os.fspath(source)), Path(folder), EXPORT_DTYPES[dtype])
+def export(source: str | os.PathLike[str], folder: str | os.PathLike[str], *, to: str = "hf", dtype: str = "") -> Exported:
+    """`handgrad export`: a run or checkpoint into a folder that transformers ("hf") or llm.c ("llmc") opens, or into a file
+    for llama.cpp ("gguf"), read back and compared before it gets its name. Raises the errors of the command."""
+    folders = {"hf": export_model, "llmc": export_llmc}
+    check_choice("to", to, (*folders, "gguf"))
+    dtype = dtype or ("f16" if to == "gguf" else "fp32")
+    check_choice("dtype", dtype, GGUF_TYPES if to == "gguf" else EXPORT_DTYPES)
+    found = checkpoint.find(os.fspath(source))
+    if to == "gguf":
+        return export_gguf(found, Path(folder), dtype)
+    return folders[to](found, Path(folder), EXPORT_DTYPES[dtype])

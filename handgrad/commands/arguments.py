@@ -226,13 +226,14 @@ def sample(parser: Parser) -> None:
 
 def export(parser: Parser) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="run folder (its newest checkpoint) or checkpoint folder")
-    parser.add_argument("folder", metavar="DIR", help="a new folder")
+    parser.add_argument("folder", metavar="DIR", help="a new folder; of gguf a new file")
     formats = (
         "hf: a folder for Hugging Face's transformers: weights, config, tokenizer, model card;"
-        " llmc: a folder for llm.c: model.bin, the tokenizer file"
+        " llmc: a folder for llm.c: model.bin, the tokenizer file; gguf: one file for llama.cpp (needs `pip install gguf`)"
     )
-    parser.add_argument("--to", required=True, choices=("hf", "llmc"), help=formats)
-    parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16"), help="of the weights (default: fp32)")
+    parser.add_argument("--to", required=True, choices=("hf", "llmc", "gguf"), help=formats)
+    types = "of the weights: fp32 or bf16 (default: fp32), for gguf f16, bf16 or q8_0 (default: f16)"
+    parser.add_argument("--dtype", choices=("fp32", "bf16", "f16", "q8_0"), metavar="NAME", help=types)
     hub = "hf: then upload DIR to the Hub as OWNER/NAME, private if new"
     parser.add_argument("--push", default="", metavar="NAME", help=hub)
     parser.add_argument("--with-optimizer", action="store_true", help="llmc: also the moments, for llm.c to go on (-y 1)")
@@ -350,7 +351,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
     "plan": ("memory, speed and cost of a run, here or on any GPU, from the same arguments as train", plan),
     "evaluate": ("validation loss, perplexity and bits per byte of a checkpoint, and its results on tasks", evaluate),
     "sample": ("text from a checkpoint, streamed, or one for each prompt of a file", sample),
-    "export": ("a checkpoint -> a folder for Hugging Face's transformers or llm.c, read back and compared", export),
+    "export": ("a checkpoint -> the format of transformers, llm.c or llama.cpp, read back and compared", export),
     "import": ("a GPT-2 of transformers or of llm.c -> a checkpoint", import_),
     "report": ("a self-contained HTML page of one or more runs", report),
     "watch": ("the report of one or more runs, live in a browser", watch),
