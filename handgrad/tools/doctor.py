@@ -27,7 +27,7 @@ from handgrad.tools.rates import gemm_flops
 
 PACKAGES = (
     *("torch", "numpy", "tiktoken", "tokenizers", "safetensors"),
-    *("huggingface_hub", "pyarrow", "rich", "matplotlib"),
+    *("huggingface_hub", "pyarrow", "rich", "jinja2", "matplotlib"),
 )
 # On an NVIDIA GPU. Package: its benefit.
 OPTIONAL = {

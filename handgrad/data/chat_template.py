@@ -1,0 +1,292 @@
+"""Conversations to tokens, as the template of the tokenizer says, and the stretches of them that the assistant says.
+
+`ChatTemplate(tokenizer)` takes the chat template among a model's files (`Tokenizer.others`), a program in Jinja, and runs
+it as transformers does: sandboxed, without blanks around its blocks. A tokenizer without one gets a plain template: every
+turn is end-of-text, the role on a line of its own, the content; end-of-text after the last turn. No text has that token in
+its encoding, so nothing inside a message can end a turn or begin another.
+
+Special tokens that the template writes are special tokens; those in a message are ordinary text. While the template runs,
+noncharacters of Unicode shield them, mark the ends of the assistant's contents, and stand for `{% generation %}`; messages
+that have one themselves are refused.
+"""
+
+import functools
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from handgrad.data.tokenizer import Tokenizer
+from handgrad.errors import DataError
+from handgrad.parsing import parse_json
+
+ROLES = ("system", "user", "assistant")
+SHIELD, CONTENT_END, BEGIN, END = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"
+_OURS = re.compile(f"[{SHIELD}{CONTENT_END}{BEGIN}{END}]")
+
+Message = Mapping[str, str]  # role and content
+
+
+class Segment(NamedTuple):
+    """A stretch of a conversation that is encoded by itself: text, or a special token by its id."""
+
+    content: str | int
+    trained: bool
+
+
+class ChatTemplate:
+    """The template of `tokenizer`, or the plain one. `now` is the time that the template sees (default: the clock).
+
+    Raises DataError: the tokenizer's template is no Jinja.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, now: datetime | None = None):
+        self.tokenizer = tokenizer
+        text = template_text(tokenizer)
+        self.is_plain = text is None
+        plain = functools.partial(plain_segments, tokenizer.end_of_text)
+        self._segments = plain if text is None else _Jinja(tokenizer, text, now).segments
+
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> list[int]:
+        """The tokens of a conversation; with `add_generation_prompt` up to where the assistant begins to speak.
+
+        Raises DataError: the template refuses it, or nobody can tell what in it the assistant says.
+        """
+        return [int(token) for s in self._segments(messages, add_generation_prompt) for token in self._encode(s)]
+
+    def conversation(self, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray]:
+        """(uint32 tokens, (first, end) of each trained stretch in them). Raises DataError as `render` does."""
+        tokens, stretches, length = [], [], 0
+        for segment in self._segments(messages, False):
+            tokens.append(self._encode(segment))
+            end = length + len(tokens[-1])
+            if segment.trained and end > length:
+                if stretches and stretches[-1][1] == length:
+                    stretches[-1][1] = end
+                else:
+                    stretches.append([length, end])
+            length = end
+        return np.concatenate(tokens).astype(np.uint32), np.array(stretches, np.int64).reshape(-1, 2)
+
+    @functools.cached_property
+    def end_tokens(self) -> frozenset[int]:
+        """The tokens after which the assistant has spoken: the one that ends its turn, and end-of-text."""
+        said = self._segments([{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"}], False)
+        ends = [segment.content for segment in said if segment.trained and isinstance(segment.content, int)]
+        return frozenset([*ends[-1:], self.tokenizer.end_of_text])
+
+    def _encode(self, segment: Segment) -> np.ndarray:
+        if isinstance(segment.content, int):
+            return np.array([segment.content], np.uint32)
+        return self.tokenizer.encode(segment.content)
+
+
+def template_text(tokenizer: Tokenizer) -> str | None:
+    """The chat template among a tokenizer's files, or None. Raises DataError: a file that is no JSON object."""
+    if (text := tokenizer.others.get("chat_template.jinja")) is not None:
+        return text
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        found = _object(tokenizer, name).get("chat_template")
+        if isinstance(found, list):  # several by name
+            found = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}.get("default")
+        if isinstance(found, str):
+            return found
+    return None
+
+
+def plain_segments(end_of_text: int, messages: Sequence[Message], add_generation_prompt: bool) -> list[Segment]:
+    """The plain template. A role and its content are encoded by themselves, so that a content's tokens are the same
+    wherever it stands."""
+    segments, said = [], False
+    for message in messages:
+        segments += [Segment(end_of_text, said), Segment(message["role"] + "\n", False)]
+        said = message["role"] == "assistant"
+        segments.append(Segment(message["content"], said))
+    segments.append(Segment(end_of_text, said))
+    return [*segments, Segment("assistant\n", False)] if add_generation_prompt else segments
+
+
+class _Jinja:
+    """A template in Jinja with the special tokens of its tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer, text: str, now: datetime | None):
+        self.text = text
+        self.special = _special_tokens(tokenizer)
+        every = sorted(self.special, key=len, reverse=True)
+        self.inside = re.compile("|".join(f"(?<={re.escape(s[0])})(?={re.escape(s[1:])})" for s in every) or "(?!)")
+        # A special token at an edge of a content that only the text beside it completes.
+        self.starts = tuple({s[n:] for s in every for n in range(1, len(s))})
+        self.ends = tuple({s[:n] for s in every for n in range(1, len(s))})
+        around = {s: (r"\s*" * left, r"\s*" * right) for s, (_, left, right) in self.special.items()}
+        self.pattern = re.compile("|".join(f"{around[s][0]}({re.escape(s)}){around[s][1]}" for s in every) or "(?!)")
+        self.at_end = re.compile(rf"(?:{self.pattern.pattern})\s*\Z")
+        self.variables = _named_tokens(tokenizer)
+        self.template = _compile(text, now)
+        self.has_generation = bool(re.search(r"\{%-?\s*generation\b", text))
+
+    def segments(self, messages: Sequence[Message], add_generation_prompt: bool) -> list[Segment]:
+        """The rendered conversation, cut at its special tokens and around the stretches that are trained."""
+        for number, message in enumerate(messages, start=1):
+            if found := _OURS.search(message["content"]):
+                raise DataError(
+                    f"expected text, found the noncharacter U+{ord(found[0]):04X} in message {number}; remove it"
+                )
+        shielded = [{**message, "content": self.shield(message["content"])} for message in messages]
+        mark = self.marked_by_generation if self.has_generation else self.marked_by_difference
+        try:
+            text, spans = mark(shielded, add_generation_prompt)
+        except DataError:
+            if not add_generation_prompt:
+                raise
+            text, spans = self.rendered(shielded, True), []  # a template that cannot be trained with still serves to talk
+        segments, position = [], 0
+        for first, end in spans:
+            segments += [*self.cut(text[position:first], False), *self.cut(text[first:end], True)]
+            position = end
+        return [*segments, *self.cut(text[position:], False)]
+
+    def rendered(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
+        import jinja2
+
+        try:
+            return self.template.render(
+                messages=messages, tools=None, documents=None, add_generation_prompt=add_generation_prompt, **self.variables
+            )
+        except jinja2.TemplateError as error:
+            raise DataError(f"expected a conversation that the tokenizer's template takes, found {error!s:.200}") from None
+        except Exception as error:  # a template is somebody's program: anything may go wrong in it
+            found = f"{type(error).__name__}: {error!s:.200}"
+            raise DataError(f"expected a template that renders the conversation, found {found}") from None
+
+    def shield(self, content: str) -> str:
+        """`content` with a noncharacter inside every special token in it, and at an edge where the text beside it could
+        complete one."""
+        content = self.inside.sub(SHIELD, content)
+        inner = content.strip()
+        before, after = SHIELD * inner.startswith(self.starts), SHIELD * inner.endswith(self.ends)
+        first = len(content) - len(content.lstrip())
+        return content[:first] + before + inner + after + content[first + len(inner) :]
+
+    def marked_by_generation(self, messages: list[dict[str, str]], asks: bool) -> tuple[str, list[tuple[int, int]]]:
+        """(rendered text, the stretches inside `{% generation %}`, each with the special token right after it)."""
+        text, spans = self.rendered(messages, asks), []
+        for found in re.finditer(f"{BEGIN}([^{END}]*){END}", text):
+            end = found.end()
+            if not self.at_end.search(found[1]) and (follows := self.pattern.match(text, end)):
+                end = follows.end()
+            spans.append((found.start(), end))
+        if not spans and any(message["role"] == "assistant" for message in messages):
+            raise DataError("expected a template that marks what the assistant says, found no generation block that it ran")
+        return text, spans
+
+    def marked_by_difference(self, messages: list[dict[str, str]], asks: bool) -> tuple[str, list[tuple[int, int]]]:
+        """(rendered text, from the end of each assistant's prompt to the special token after its content)."""
+        marked = [{**m, "content": _mark(m["content"])} if m["role"] == "assistant" else m for m in messages]
+        said = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        text, spans = self.rendered(marked, asks), []
+        if text.replace(CONTENT_END, "") != self.rendered(messages, asks) or text.count(CONTENT_END) != len(said):
+            raise DataError("expected a template that writes every message of the assistant, found one that does not")
+        for number in said:
+            prompt = self.rendered(marked[:number], True)
+            content_end = text.find(CONTENT_END, len(prompt))
+            if not text.startswith(prompt) or content_end < 0 or (spans and len(prompt) < spans[-1][1]):
+                raise DataError(
+                    "expected a template whose prompt is how the conversation before it begins, found another text before"
+                    f" message {number + 1}; use a template with {{% generation %}} around what the assistant says"
+                )
+            ends_turn = self.pattern.search(text, content_end)
+            if ends_turn is None:
+                raise DataError(
+                    f"expected a special token that ends the assistant's turn, found none after message {number + 1};"
+                    " give the template one"
+                )
+            spans.append((len(prompt), ends_turn.end()))
+        return text, spans
+
+    def cut(self, text: str, trained: bool) -> Iterator[Segment]:
+        position = 0
+        for found in self.pattern.finditer(text):
+            yield from self.plain(text[position : found.start()], trained)
+            yield Segment(self.special[found[found.lastindex or 0]][0], trained)
+            position = found.end()
+        yield from self.plain(text[position:], trained)
+
+    def plain(self, text: str, trained: bool) -> Iterator[Segment]:
+        if text := _OURS.sub("", text):
+            yield Segment(text, trained)
+
+
+def _mark(content: str) -> str:
+    """`content` with a mark where its last word ends, so that a template that trims does not change the mark's place."""
+    words = content.rstrip()
+    return words + CONTENT_END + content[len(words) :]
+
+
+def _object(tokenizer: Tokenizer, name: str) -> dict[str, Any]:
+    try:
+        found = parse_json(tokenizer.others.get(name, "{}"))
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise DataError(f"expected a JSON object in the tokenizer's {name}, found none; fetch it again")
+    return found
+
+
+def _special_tokens(tokenizer: Tokenizer) -> dict[str, tuple[int, bool, bool]]:
+    """The special tokens: (id, takes the blanks to its left, those to its right) by their text."""
+    added = parse_json(tokenizer.json_bytes).get("added_tokens") or [] if tokenizer.json_bytes else []
+    special = [token for token in added if token.get("special") and token.get("content")]
+    short = next((token["content"] for token in special if len(token["content"]) == 1), None)
+    if short is not None:
+        raise DataError(f"expected special tokens of two characters or more, found {short!r}; handgrad has no such chat")
+    return {token["content"]: (token["id"], bool(token.get("lstrip")), bool(token.get("rstrip"))) for token in special}
+
+
+def _named_tokens(tokenizer: Tokenizer) -> dict[str, str]:
+    """bos_token, eos_token and their like, the variables of a template."""
+    named = {"eos_token": tokenizer.token_bytes[tokenizer.end_of_text].decode(errors="replace")}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        for key, value in _object(tokenizer, name).items():
+            content = value.get("content") if isinstance(value, dict) else value
+            if key.endswith("_token") and isinstance(content, str):
+                named[key] = content
+    return named
+
+
+def _compile(text: str, now: datetime | None) -> Any:
+    """The template in the environment that transformers gives it."""
+    import jinja2  # here: most commands do without it
+    import jinja2.ext
+    import jinja2.sandbox
+
+    class Generation(jinja2.ext.Extension):
+        """`{% generation %}` ... `{% endgeneration %}`: writes what is inside between two noncharacters."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.CallBlock(self.call_method("_between"), [], [], body).set_lineno(line)
+
+        def _between(self, caller: Callable[[], str]) -> str:
+            return BEGIN + caller() + END
+
+    def tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False):
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    functions = {"raise_exception": raise_exception, "strftime_now": lambda form: (now or datetime.now()).strftime(form)}
+    try:
+        return environment.from_string(text, functions)
+    except jinja2.TemplateError as error:
+        raise DataError(f"expected a chat template in Jinja, found {error!s:.200}; fetch the tokenizer again") from None

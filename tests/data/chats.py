@@ -1,0 +1,79 @@
+"""Templates, tokenizers and conversations that the chat tests share."""
+
+import json
+from collections.abc import Sequence
+
+import tokenizers
+
+from handgrad.data.model_tokenizer import model_tokenizer
+from handgrad.data.tokenizer import Tokenizer
+
+SPECIAL = ("<|begin|>", "<|im_start|>", "<|im_end|>", "<|eot|>")
+
+CHATML = """\
+{%- for m in messages %}
+{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
+"""
+# Trims, writes the date, begins with a token of its own; no newline after a turn.
+TRIMS = """\
+{{- bos_token }}
+{%- for m in messages %}
+    {%- if m['role'] not in ['user', 'assistant'] %}{{ raise_exception('No place for ' + m['role']) }}{% endif %}
+    {%- if loop.first %}{{ 'Today: ' + strftime_now('%d %b %Y') + '\\n' }}{% endif %}
+    {{- '<|im_start|>' + m['role'] + '\\n\\n' + m['content'] | trim + eos_token }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n\\n' }}{% endif %}
+"""
+# Forgets what an answer but the last thought, and says so where it thought nothing; asks what a message begins with.
+THINKS = """\
+{%- set ns = namespace(last=0) %}
+{%- for m in messages %}{% if m.role == 'user' and not m.content.startswith('<tool>') %}
+{%- set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}
+    {%- if m.role == 'assistant' %}
+        {%- set said = m.content.split('</think>')[-1].lstrip('\\n') %}
+        {%- set thought = m.content.split('</think>')[0].split('<think>')[-1] if '</think>' in m.content else '' %}
+        {{- '<|im_start|>assistant\\n' }}
+        {%- if loop.index0 > ns.last %}{{ '<think>\\n' + thought.strip('\\n') + '\\n</think>\\n\\n' }}{% endif %}
+        {{- said + '<|im_end|>\\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
+"""
+GENERATION = """\
+{%- for m in messages %}
+{%- if m.role == 'assistant' %}
+{{- '<|im_start|>assistant\\n' }}{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}
+{%- elif m.content == 'skip' %}{% continue %}
+{%- else %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
+"""
+TEMPLATES = {"chatml": CHATML, "trims": TRIMS, "thinks": THINKS, "generation": GENERATION}
+
+
+def made_tokenizer(template: str | None, filler: int = 0, special: Sequence[str] = SPECIAL) -> Tokenizer:
+    """A byte-level tokenizer with special tokens and a template; `filler` more tokens that no text has, before them."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocab = {character: i for i, character in enumerate(alphabet)} | {"he": 256, "Ġt": 257, "ĊĊ": 258}
+    vocab |= {f"ĀĀĀ{n}": 259 + n for n in range(filler)}
+    merges = [("h", "e"), ("Ġ", "t"), ("Ċ", "Ċ")]
+    library = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=merges))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = tokenizers.decoders.ByteLevel()
+    library.add_special_tokens([tokenizers.AddedToken(text, special=True) for text in special])
+    config = {"bos_token": {"__type": "AddedToken", "content": "<|begin|>"}, "eos_token": "<|eot|>"}
+    others = {"tokenizer_config.json": json.dumps(config | ({"chat_template": template} if template else {}))}
+    size = library.get_vocab_size()
+    return model_tokenizer(library.to_str().encode(), others, size, size - 1, "the test")
+
+
+def talk(*contents: str, system: str | None = None) -> list[dict[str, str]]:
+    """A conversation of the user and the assistant in turn."""
+    roles = ("user", "assistant")
+    turns = [{"role": roles[n % 2], "content": content} for n, content in enumerate(contents)]
+    return ([{"role": "system", "content": system}] if system is not None else []) + turns
