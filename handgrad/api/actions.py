@@ -8,6 +8,7 @@ from handgrad.api.model import Model, load
 from handgrad.data import prepare as preparing
 from handgrad.data.shards import Dataset
 from handgrad.errors import UsageError
+from handgrad.evaluation.load import check_window
 from handgrad.evaluation.loss import HeldOut, held_out_loss, open_held_out
 from handgrad.interop.export import EXPORT_DTYPES, Exported, export_llmc, export_model
 from handgrad.interop.gguf_file import GGUF_TYPES, export_gguf
@@ -55,26 +56,29 @@ def evaluate(
     *,
     eval_tokens: int = 0,
     eval_stride: int | None = None,
+    context: int = 0,
     micro_batch: int = 8,
     device: str = "auto",
     precision: str = "auto",
     backend: str = "auto",
 ) -> HeldOut:
     """`handgrad evaluate`: the loss on the validation split of `data`, by default the model's training data. `model` is a
-    loaded one, in its own precision, or an argument of `load`. Windows start `eval_stride` tokens apart and score their
-    last ones (0: side by side; None: as in the model's run).
+    loaded one, in its own precision, or an argument of `load`. Windows of `context` tokens (0: the model's context, of a
+    model from elsewhere at most 4096) start `eval_stride` tokens apart and score their last ones (0: side by side; None: as
+    in the model's run).
 
     Raises `UsageError`, `DataError`: no such data, or not in the model's tokens.
     """
-    if eval_tokens < 0 or (eval_stride or 0) < 0 or micro_batch < 1:
-        raise UsageError("--eval-tokens and --eval-stride must be 0 or more and --micro-batch 1 or more")
+    if min(eval_tokens, eval_stride or 0, context) < 0 or micro_batch < 1:
+        raise UsageError("--eval-tokens, --context and --eval-stride must be 0 or more and --micro-batch 1 or more")
     if not isinstance(model, Model):
         model = load(model, device=device, precision=precision, backend=backend)
     folder = os.fspath(data) or model.data
     if not folder:
         raise UsageError("the model knows no data; give data=DIR, prepared with the model's tokenizer")
     dataset = open_held_out(folder, model.tokenizer)
-    act = model.forward_buffers(micro_batch, model.shape.sequence_length)
+    check_window(context, model.shape.sequence_length)
+    act = model.forward_buffers(micro_batch, context or model.eval_context)
     stride = model.eval_stride if eval_stride is None else eval_stride
     tokens = {"eval_tokens": eval_tokens, "eval_stride": stride}
     return held_out_loss(model.shape, model.ops, model.weights, act, dataset, **tokens)

@@ -16,7 +16,7 @@ from handgrad.arena import Buffer, make_plan
 from handgrad.backend import choose_backend
 from handgrad.config import AUTO, BACKENDS, DEVICES, PRECISIONS
 from handgrad.errors import UsageError
-from handgrad.evaluation.load import Weights, check_available, load_model
+from handgrad.evaluation.load import Weights, check_available, load_model, usual_window
 from handgrad.generation.chat import Talk
 from handgrad.generation.decode import decode_buffers, decode_tensors, with_cache
 from handgrad.generation.generate import Continuation, Decoder, SamplingOptions, check_writing
@@ -79,6 +79,7 @@ class Model:
         self.origin = source.origin  # the source of the weights
         self.data = source.config.data  # the shards they were trained on, if known
         self.eval_stride = source.config.eval_stride  # of its run's validations
+        self.eval_context = usual_window(source)  # tokens of a window of `handgrad.evaluate`
         self._activation_memory, self._decoding_memory = GrowingMemory(device), GrowingMemory(device)
         self._forward: tuple[tuple[int, int], Any] | None = None  # ((rows, tokens), their buffers)
         self._decoder: tuple[tuple[int, int], Decoder] | None = None  # ((texts, tokens of the cache), their decoder)

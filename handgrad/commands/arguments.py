@@ -173,6 +173,8 @@ def evaluate(parser: Parser) -> None:
     parser.number("--eval-tokens", "tokens (default: the whole split)", rule=NOT_NEGATIVE, default=0)
     stride = "tokens between windows, each of which scores its last ones; 0: windows side by side (default: the run's)"
     parser.number("--eval-stride", stride, rule=NOT_NEGATIVE)
+    context = "tokens of a window (default: the model's context, of a model from elsewhere at most 4096)"
+    parser.number("--context", context, rule=NOT_NEGATIVE, default=0)
     parser.number("--micro-batch", "contexts' worth at once (default: 8)", rule=AT_LEAST_1, default=8)
     names = f"{', '.join(TASKS)}, or your own; without a FILE from the Hub"
     parser.add_argument("--tasks", default="", metavar="NAME[=FILE],...", help=names)
