@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +54,8 @@ from tests.faults import rows as fault_rows
 if TYPE_CHECKING:
     from tests.distributed.runs import Launcher
 
+# Under nohup it is ignored, and what a test starts would inherit that.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # The files that take more than ten seconds, those first that take most.
 LONGEST = (
