@@ -50,10 +50,8 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     "benchmarks/efficiency.py": {"reaches 90 % of linear": "the definition of the function"},
     "handgrad/arena.py": {"within 1 % of the lower bound": "a bound that tests hold"},
     "handgrad/commands/evaluate.py": {"one every 20 s elsewhere": "a constant"},
-    "handgrad/data/prepare.py": {
-        "about 32 MB of text": "arithmetic: 32 units of a million characters",
-        "0.005 of hub rows": "a default",
-    },
+    "handgrad/data/prepare.py": {"about 32 MB of text": "arithmetic: 32 units of a million characters"},
+    "handgrad/data/recipe.py": {"0.005 of hub rows": "a default"},
     "handgrad/data/sources.py": {"modulo 4 GiB": "the format's"},
     "handgrad/devices.py": {"NVIDIA H200, 141 GB": "an example of the output"},
     "handgrad/format.py": {"48.3% MFU": "an example of the output", "152 GFLOP/s": "an example of the output"},

@@ -24,7 +24,7 @@ from handgrad.run.sweep import Sweep, resolve_sweep
 
 TIMEOUTS = ("join_seconds", "silence_seconds", "stall_seconds")
 SOURCES = (
-    "stories (built in), shakespeare, tinystories, fineweb, fineweb-edu, any hub dataset as OWNER/NAME[:CONFIG],"
+    "stories, questions (built in), shakespeare, tinystories, fineweb, fineweb-edu, any hub dataset as OWNER/NAME[:CONFIG],"
     " or local .txt, .jsonl, .parquet: a file, a folder or a quoted glob"
 )
 
@@ -128,15 +128,18 @@ def prepare(parser: Parser) -> None:
     names = "gpt2, bytes, bpe:SIZE or a tokenizer.json (default: auto: gpt2; for less than 4 MiB of your own text bpe:4096)"
     parser.add_argument("--tokenizer", default="auto", metavar="NAME", help=names)
     parser.add_argument("--text-field", default="text", metavar="NAME", help="column of rows with the text")
+    parser.add_argument(
+        "--chat", action="store_true", help=".jsonl rows are conversations; the assistant's words are trained"
+    )
     parser.number(
         "--validation-fraction",
-        "share held out (default: 0.1 of text, 0.05 of rows, 0.005 on the Hub, 0.01 of stories)",
+        "share held out (default: 0.1 of text, 0.05 of rows, 0.005 on the Hub, 0.01 of stories, questions)",
         kind=float,
     )
     parser.number("--shard-tokens", "tokens per shard (default: 100 million)", default=100_000_000)
-    parser.number("--documents", "at most so many (0: all; stories: 100,000)", default=0)
+    parser.number("--documents", "at most so many (0: all; stories, questions: 100,000)", default=0)
     parser.number("--workers", "processes (0: one per core)", default=0)
-    parser.number("--seed", "of the stories and of the validation rows", default=0)
+    parser.number("--seed", "of the stories, the questions and the validation rows", default=0)
     parser.add_argument("--overwrite", action="store_true", help="replace a folder that holds other data")
 
 

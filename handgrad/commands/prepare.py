@@ -75,6 +75,13 @@ def show_prepared(prepared: Prepared) -> None:
     if prepared.already_prepared:
         print(f"{dataset.folder} is prepared already")
     for name, split in dataset.manifest["splits"].items():
+        if dataset.is_chat:
+            share = split["trained_tokens"] / split["tokens"]
+            print(
+                f"{name:<10} {split['tokens']} tokens in {split['documents']} conversations, {split['trained_tokens']} of"
+                f" them trained ({share:.0%}), {len(split['shards'])} shard(s)"
+            )
+            continue
         print(
             f"{name:<10} {split['text_tokens']} text tokens + {split['tokens'] - split['text_tokens']} end-of-text"
             f" in {split['documents']} documents, {len(split['shards'])} shard(s)"

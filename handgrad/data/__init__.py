@@ -3,11 +3,13 @@
 stories, stories_grammar   a built-in corpus whose entropy is known exactly
 sources, hub, download     local files and datasets of the hub, as streams of documents
 cutting                    cuts of a long text that change no token
-tokenizer                  text <-> token ids: GPT-2's vocabulary, bytes, or one trained here
+tokenizer, model_tokenizer text <-> token ids: GPT-2's vocabulary, bytes, one trained here, that of somebody's model
+chat, questions            conversations: of files, built in
 chat_template              conversations -> tokens, and what of them the assistant says
 pieces, workers, writer    documents -> units of work -> tokens -> shards
-prepare                    a source -> a folder of shards, in parallel, resumable
+recipe, prepare            a source -> a folder of shards, in parallel, resumable
 shards                     that folder, opened and verified
-permutation, batches       sample i of a run, a pure function of (seed, i)
+permutation, packing,      sample i of a run, a pure function of (seed, i)
+batches
 llmc_header                the first kilobyte of shards and of llm.c's other files
 """

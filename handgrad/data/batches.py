@@ -9,8 +9,14 @@ in each epoch.
 To validate, windows may overlap: they start `stride` tokens apart, and each scores only its last `stride` tokens, the
 first of a shard all. Each token is scored once, after at least `sequence_length` - `stride` tokens of its shard or all
 that precede it.
+
+Three packings: `stream` is the above. `masked` has the same windows and says where in them a document starts, so that
+attention stays inside; the first token of a document is no target, for nothing of its document precedes it. `whole` fills
+a row with whole documents (`packing.rows_of_whole_documents`) and pads it with end-of-text. Of chat data, only what the
+assistant says is a target, in every packing. What is no target is -1 in `targets`.
 """
 
+import functools
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
@@ -18,9 +24,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from handgrad.data.packing import (
+    PACKINGS,
+    STREAM,
+    WHOLE,
+    Stretches,
+    rows_of_whole_documents,
+    starts_within,
+)
 from handgrad.data.permutation import mix, permute
 from handgrad.data.shards import Dataset, Shard
-from handgrad.errors import DataError
+from handgrad.errors import DataError, UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor  # `prepare` shares this package and runs without torch
@@ -33,11 +47,26 @@ class Batches:
     """Samples of `sequence_length` tokens from `shards`; without `shuffle` in order and from the first token on, every
     `stride` tokens (0: `sequence_length`).
 
-    Raises DataError: no shard holds a single window.
+    Raises DataError: no shard holds a single window, or `packing` asks for documents where nothing says where they start;
+    UsageError: rows of whole documents that overlap.
     """
 
-    def __init__(self, shards: Sequence[Shard], sequence_length: int, seed: int, shuffle: bool = True, stride: int = 0):
-        assert 0 <= stride <= sequence_length > 0 and not (stride and shuffle)
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        sequence_length: int,
+        seed: int,
+        shuffle: bool = True,
+        stride: int = 0,
+        packing: str = STREAM,
+    ):
+        assert 0 <= stride <= sequence_length > 0 and not (stride and shuffle) and packing in PACKINGS
+        if stride not in (0, sequence_length) and packing == WHOLE:
+            raise UsageError(
+                f"expected windows side by side with --packing whole, found --eval-stride {stride}; leave the stride out,"
+                " or take --packing masked"
+            )
+        self.packing = packing
         self.shards = tuple(shards)
         self.sequence_length = sequence_length
         self.seed = seed
@@ -45,6 +74,13 @@ class Batches:
         self.stride = stride or sequence_length
         overlap = sequence_length - self.stride
         self._windows = [max(0, shard.token_count - 1 - overlap) // self.stride for shard in self.shards]
+        self._rows = []  # of whole documents: (first token, number of tokens) of each, by shard
+        self._trained: dict[int, Stretches | None] = {}  # by shard; a cache as well
+        if packing != STREAM:
+            documents = [(shard.document_starts, shard.token_count) for shard in self.shards]  # refuses a shard without
+            if packing == WHOLE:
+                self._rows = [rows_of_whole_documents(*each, sequence_length) for each in documents]
+                self._windows = [len(first) for first, _ in self._rows]
         self.samples_per_epoch = sum(self._windows)
         if self.samples_per_epoch == 0:
             longest = max((shard.token_count for shard in self.shards), default=0)
@@ -57,22 +93,70 @@ class Batches:
         self._order: list[int] = []
         self._first: np.ndarray = np.empty(0, np.int64)
 
-    def fill(self, inputs: "Tensor", targets: "Tensor", first_sample: int) -> None:
-        """Writes samples `first_sample`, `first_sample` + 1, ... into `inputs` and `targets`, int64 CPU tensors (B, T).
+    def fill(self, inputs: "Tensor", targets: "Tensor", first_sample: int, document_starts: "Tensor | None" = None) -> None:
+        """Writes samples `first_sample`, `first_sample` + 1, ... into `inputs` and `targets`, int64 CPU tensors (B, T);
+        into `document_starts`, int32 (B, T), for each position the one in its row where its document starts.
 
         Raises DataError: a shard, touched for the first time, is damaged.
         """
         assert first_sample >= 0 and inputs.shape == targets.shape and inputs.shape[1] == self.sequence_length
         inputs_array, targets_array = inputs.numpy(), targets.numpy()  # the same memory; pinned tensors too
         for row in range(len(inputs_array)):
-            window = self.window(first_sample + row)
-            inputs_array[row] = window[:-1]
-            targets_array[row] = window[1:]
+            shard, start, length = self._place(first_sample + row)
+            window = self.shards[shard].tokens[start : start + length]
+            predicted = length - 1
+            inputs_array[row, :predicted] = window[:-1]
+            targets_array[row, :predicted] = window[1:]
+            if predicted < self.sequence_length:
+                inputs_array[row, predicted] = window[-1]
+                inputs_array[row, length:] = self.shards[shard].end_of_text
+                targets_array[row, predicted:] = -1
+            if (trained := self._targets(shard)) is not None:
+                targets_array[row, :predicted][~trained.mask(start + 1, start + length)] = -1
+            if document_starts is not None:
+                self._fill_starts(document_starts[row].numpy(), shard, start, length)
+
+    def _fill_starts(self, row: np.ndarray, shard: int, start: int, length: int) -> None:
+        row[:] = 0
+        if self.packing != STREAM:
+            within = starts_within(self.shards[shard].document_starts, start, start + min(length, len(row)))
+            row[within] = within
+            if length < len(row):
+                row[length] = length  # padding is a document of its own
+            np.maximum.accumulate(row, out=row)
+
+    def trained_tokens(self, first_sample: int, samples: int) -> int:
+        """The number of targets of samples `first_sample`, ... that are not -1."""
+        return sum(self._trained_of(sample) for sample in range(first_sample, first_sample + samples))
+
+    def _trained_of(self, sample: int) -> int:
+        shard, start, length = self._place(sample)
+        trained = self._targets(shard)
+        return length - 1 if trained is None else int(trained.count(start + 1, start + length))
+
+    def _targets(self, shard: int) -> Stretches | None:
+        """The tokens of a shard that are targets where a row reaches them; None: all."""
+        if shard not in self._trained:
+            trained = self.shards[shard].trained
+            every = np.array([[0, self.shards[shard].token_count]], np.uint32)
+            stretches = Stretches(*(every if trained is None else trained).T.astype(np.int64))
+            if self.packing != STREAM:
+                stretches = stretches.without(self.shards[shard].document_starts.astype(np.int64))
+            self._trained[shard] = None if trained is None and self.packing == STREAM else stretches
+        return self._trained[shard]
 
     def window(self, sample: int) -> np.ndarray:
-        """The tokens of a sample, uint16, (T + 1,), a read-only view of its shard."""
+        """The tokens of a sample, (T + 1,), fewer where a row is padded; a read-only view of its shard."""
+        shard, start, length = self._place(sample)
+        return self.shards[shard].tokens[start : start + length]
+
+    def _place(self, sample: int) -> tuple[int, int, int]:
+        """(number of a sample's shard, offset of its first token there, number of its tokens)."""
         shard, start = self.locate(sample)
-        return self.shards[shard].tokens[start : start + self.sequence_length + 1]
+        if self.packing != WHOLE:
+            return shard, start, self.sequence_length + 1
+        first, lengths = self._rows[shard]
+        return shard, start, int(lengths[np.searchsorted(first, start)])
 
     def locate(self, sample: int) -> tuple[int, int]:
         """(number of a sample's shard, offset of its first token there)."""
@@ -83,6 +167,9 @@ class Batches:
         shard, window, offset = self._order[visit], position - int(self._first[visit]), 0
         if self.shuffle:
             window = permute(window, self._windows[shard], mix(self.seed, WINDOW_ORDER, epoch, shard))
+        if self.packing == WHOLE:
+            return shard, int(self._rows[shard][0][window])
+        if self.shuffle:
             slack = self.shards[shard].token_count - 1 - self._windows[shard] * self.sequence_length
             offset = mix(self.seed, OFFSET, epoch, shard) % (slack + 1)
         return shard, offset + window * self.stride
@@ -93,13 +180,42 @@ class Batches:
 
     def scored_tokens(self, samples: int) -> int:
         """The number of tokens that the first `samples` samples score, at most an epoch's."""
+        if not self._every_token_counts:
+            return int(self._scored[samples])
         begun = sum(first < samples for first in accumulate(filter(None, self._windows), initial=0))  # shards
         return samples * self.stride + begun * (self.sequence_length - self.stride)
 
     def samples_of(self, tokens: int) -> int:
-        """The number of first samples that score at most `tokens` tokens, at least 1 and at most an epoch's."""
+        """The number of first samples that score at most `tokens` tokens, at least one and at most an epoch's."""
         every = range(self.samples_per_epoch + 1)
-        return max(1, bisect_right(every, tokens, key=self.scored_tokens) - 1)
+        some = bisect_right(every, 0, key=self.scored_tokens)  # the first samples may score none
+        return max(some, bisect_right(every, tokens, key=self.scored_tokens) - 1)
+
+    @property
+    def _every_token_counts(self) -> bool:
+        return self.packing == STREAM and all(shard.trained_sha256 is None for shard in self.shards)
+
+    @functools.cached_property
+    def _scored(self) -> np.ndarray:
+        """The number of tokens that the first 0, 1, 2, ... samples of an epoch in order score."""
+        assert not self.shuffle
+        counts = [np.zeros(1, np.int64)]
+        for shard, windows in enumerate(self._windows):
+            if windows and self.packing == WHOLE:
+                first, lengths = self._rows[shard]
+            else:
+                first, lengths = np.arange(windows) * self.stride, np.full(windows, self.sequence_length + 1)
+            context = np.where(first > 0, self.sequence_length - self.stride, 0)
+            trained = self._targets(shard)
+            assert trained is not None
+            counts.append(trained.count(first + 1 + context, first + lengths))
+        scored = np.cumsum(np.concatenate(counts))
+        if not scored[-1]:
+            raise DataError(
+                f"expected a token that counts in the loss, found none among {len(scored) - 1} windows of"
+                f" {self.shards[0].path.parent}; prepare more text, or raise --sequence-length"
+            )
+        return scored
 
     def _enter(self, epoch: int) -> None:
         """Tabulates the order of the shards that hold a window, and the position in the epoch where each begins."""
@@ -112,7 +228,7 @@ class Batches:
         self._epoch = epoch
 
 
-def validation_batches(dataset: Dataset, sequence_length: int, stride: int = 0) -> Batches | None:
+def validation_batches(dataset: Dataset, sequence_length: int, stride: int = 0, packing: str = STREAM) -> Batches | None:
     """The validation split in order, or None if there is none."""
     shards = dataset.splits["validation"]
-    return Batches(shards, sequence_length, 0, shuffle=False, stride=stride) if shards else None
+    return Batches(shards, sequence_length, 0, shuffle=False, stride=stride, packing=packing) if shards else None

@@ -12,6 +12,7 @@ from handgrad.errors import DataError, storage_errors
 HEADER_WORDS = 256
 HEADER_BYTES = HEADER_WORDS * 4
 MODEL, DEBUG_STATE, TOKENIZER, TOKENS, EVALUATION, OPTIMIZER = 20240326, 20240327, 20240328, 20240520, 20240522, 20240527
+WIDE_TOKENS = 20240801
 KINDS = {
     MODEL: "a GPT-2 model",
     DEBUG_STATE: "a debug state",
@@ -19,7 +20,7 @@ KINDS = {
     TOKENS: "GPT-2 tokens",
     EVALUATION: "multiple-choice questions",
     OPTIMIZER: "an optimizer state",
-    20240801: "Llama 3 tokens",
+    WIDE_TOKENS: "Llama 3 tokens",
     20240803: "a Llama 3 model",
 }
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from handgrad.data.chat import read_conversations
 from handgrad.data.cutting import cut, slices
 from handgrad.data.permutation import mix
 from handgrad.data.sources import SourceFile, read_rows, read_text, text_parts
@@ -23,8 +24,32 @@ class Piece(NamedTuple):
     nats: float = 0.0  # -log p, where the source knows it
 
 
+class Conversation(NamedTuple):
+    """A document of chat data: (role, content) of its messages, its place in words, and the time of its file in seconds,
+    which a template may write."""
+
+    split: int
+    messages: tuple[tuple[str, str], ...]
+    where: str
+    seconds: float = 0.0
+
+    @property
+    def text(self) -> str:
+        """Its roles and contents: the text on which a vocabulary is trained."""
+        return "".join(f"{role}\n{content}\n" for role, content in self.messages)
+
+
 class Stories(NamedTuple):
     """The built-in stories first..first+count-1 of a seed; the worker that tokenises them writes them."""
+
+    seed: int
+    first: int
+    count: int
+    block: int
+
+
+class Questions(NamedTuple):
+    """The built-in conversations first..first+count-1 of a seed, as `Stories`."""
 
     seed: int
     first: int
@@ -39,7 +64,7 @@ class Position(NamedTuple):
     documents: int
 
 
-Unit = tuple[Piece, ...] | Stories
+Unit = tuple[Piece | Conversation, ...] | Stories | Questions
 
 
 def block_length(validation_fraction: float) -> int:
@@ -93,9 +118,28 @@ def read_pieces(
         bytes_before += file.size_bytes
 
 
-def in_units(pieces: Iterable[tuple[Position, Piece]]) -> Iterator[tuple[Position, Unit]]:
+def read_chats(
+    files: Iterable[SourceFile], *, row_fraction: float, seed: int, max_documents: int
+) -> Iterator[tuple[Position, Conversation]]:
+    """Every conversation, in order, with the position after it; at most `max_documents` if not 0.
+
+    Raises DataError: a line that is no conversation.
+    """
+    block, bytes_before, documents = block_length(row_fraction), 0, 0
+    for file in files:
+        seconds = file.path.stat().st_mtime
+        for position, where, messages in read_conversations(file):
+            if max_documents and documents == max_documents:
+                return
+            split = deal(seed, documents, block)
+            documents += 1
+            yield Position(bytes_before + position, documents), Conversation(split, messages, where, seconds)
+        bytes_before += file.size_bytes
+
+
+def in_units(pieces: Iterable[tuple[Position, Piece | Conversation]]) -> Iterator[tuple[Position, Unit]]:
     """Pieces grouped into units of at least a million characters, each with the position after it."""
-    unit: list[Piece] = []
+    unit: list[Piece | Conversation] = []
     characters, position = 0, Position(0, 0)
     for position, piece in pieces:
         unit.append(piece)
@@ -107,8 +151,10 @@ def in_units(pieces: Iterable[tuple[Position, Piece]]) -> Iterator[tuple[Positio
         yield position, tuple(unit)
 
 
-def story_units(seed: int, count: int, row_fraction: float) -> Iterator[tuple[Position, Unit]]:
-    """The units of `count` built-in stories."""
+def generated_units(
+    kind: type[Stories] | type[Questions], seed: int, count: int, row_fraction: float
+) -> Iterator[tuple[Position, Unit]]:
+    """The units of `count` built-in stories or questions."""
     for first in range(0, count, STORIES_PER_UNIT):
         size = min(STORIES_PER_UNIT, count - first)
-        yield Position(0, first + size), Stories(seed, first, size, block_length(row_fraction))
+        yield Position(0, first + size), kind(seed, first, size, block_length(row_fraction))

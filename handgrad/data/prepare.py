@@ -13,17 +13,28 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import handgrad
 from handgrad.data import hub
-from handgrad.data.pieces import TRAIN, Position, Unit, in_units, read_pieces, story_units
-from handgrad.data.shards import MANIFEST_FILE, MAX_SHARD_TOKENS, SCHEMA, SPLITS, Dataset, open_dataset, read_manifest
+from handgrad.data.chat import check_files
+from handgrad.data.pieces import (
+    TRAIN,
+    Position,
+    Questions,
+    Stories,
+    Unit,
+    generated_units,
+    in_units,
+    read_chats,
+    read_pieces,
+)
+from handgrad.data.recipe import QUESTIONS, STORIES, PrepareOptions, check_options, is_prepared, recipe_of
+from handgrad.data.shards import MANIFEST_FILE, SCHEMA, SPLITS, Dataset, open_dataset, token_form
 from handgrad.data.sources import SourceFile, find_local
 from handgrad.data.tokenizer import (
-    MAX_VOCAB_SIZE,
     TOKENIZER_FILE,
     Tokenizer,
     load_tokenizer,
@@ -36,7 +47,7 @@ from handgrad.data.writer import JOURNAL_FILE, SplitState, SplitWriter, read_jou
 from handgrad.errors import DataError, StorageError, UsageError, storage_errors
 from handgrad.files import sync_folder, write_durably
 
-DEFAULT_STORIES = 100_000
+DEFAULT_STORIES = 100_000  # and questions
 BPE_SAMPLE_CHARACTERS = 16 << 20
 CHECKPOINT_UNITS = 32  # about 32 MB of text, some seconds of one core
 # A worker starts in a third of a second: none for less work than that.
@@ -46,22 +57,6 @@ BYTES_PER_WORKER, STORIES_PER_WORKER = 2 << 20, 5000
 SMALL_TEXT_BYTES, SMALL_TEXT_TOKENIZER = 4 << 20, "bpe:4096"
 # Validation shares without --validation-fraction: about a million tokens of a large corpus, enough of a small one.
 TEXT_FRACTION, LOCAL_ROW_FRACTION, HUB_ROW_FRACTION, STORY_FRACTION = 0.1, 0.05, 0.005, 0.01
-
-
-@dataclass(frozen=True)
-class PrepareOptions:
-    """The settings of `prepare`."""
-
-    source: str  # stories, a path or glob, shakespeare, tinystories, fineweb, fineweb-edu, or OWNER/NAME[:CONFIG]
-    out: Path
-    tokenizer: str = "auto"  # auto, gpt2, bytes, bpe:SIZE (trained on the source), or a tokenizer.json
-    text_field: str = "text"  # column of rows that holds the text
-    shard_tokens: int = 100_000_000
-    validation_fraction: float | None = None  # None: 0.1 of text files, 0.05 of rows, 0.005 of hub rows, 0.01 of stories
-    workers: int = 0  # processes; 0: one a core
-    seed: int = 0  # of the stories, and of the rows that are validation
-    documents: int = 0  # at most so many; 0: all (stories: 100,000)
-    overwrite: bool = False
 
 
 class Progress(NamedTuple):
@@ -87,15 +82,20 @@ def prepare(options: PrepareOptions, progress: Callable[[Progress], None] | None
     Raises UsageError: options that make no sense, or another dataset in the way; DataError: the source is missing,
     damaged, or too small for two splits; StorageError: disk, network, or a killed worker.
     """
-    _check(options)
+    check_options(options)
     out, source = options.out, options.source
-    stories = source == "stories"
-    from_hub = not stories and not Path(source).expanduser().exists() and hub.is_hub_name(source)
+    generated = source in (STORIES, QUESTIONS)
+    from_hub = not generated and not Path(source).expanduser().exists() and hub.is_hub_name(source)
+    if options.chat and (from_hub or source == STORIES):
+        raise UsageError(f"expected .jsonl files of conversations with --chat, found {source!r}; name a file or a folder")
     with storage_errors(f"writing {out}"):
-        files = None if from_hub else [] if stories else find_local(source)
+        files = None if from_hub else [] if generated else find_local(source)
+        if options.chat:
+            check_files(files or [])
         if options.tokenizer == "auto":
-            options = replace(options, tokenizer=suited_tokenizer(files or []))
-        if _is_prepared(options, _recipe(options, files)):
+            suited = "bytes" if source == QUESTIONS else suited_tokenizer(files or [])
+            options = replace(options, tokenizer=suited)
+        if is_prepared(options, recipe_of(options, files)):
             return Prepared(open_dataset(out), True)
         if files is None:
             files = hub.find_hub(source)
@@ -118,78 +118,23 @@ def suited_tokenizer(files: list[SourceFile]) -> str:
     return SMALL_TEXT_TOKENIZER if own and sum(file.size_bytes for file in files) < SMALL_TEXT_BYTES else "gpt2"
 
 
-def _check(options: PrepareOptions) -> None:
-    fraction = options.validation_fraction
-    if not options.out.name or options.out.name == "..":
-        raise UsageError(f"expected a folder to write, found --out {options.out}; name a new one, for example shards")
-    if not 2 <= options.shard_tokens <= MAX_SHARD_TOKENS:
-        raise UsageError(f"expected 2 to {MAX_SHARD_TOKENS} tokens a shard, found {options.shard_tokens}; try 100000000")
-    if fraction is not None and not 0 < fraction <= 0.5:
-        raise UsageError(f"expected a validation fraction above 0 and up to 0.5, found {fraction}; try 0.1")
-    for name in ("workers", "documents", "seed"):
-        if (value := getattr(options, name)) < 0:
-            raise UsageError(f"expected --{name} of 0 or more, found {value}; leave it out for the default")
-    if options.tokenizer.startswith("bpe:"):
-        if not re.fullmatch(r"bpe:\d{3,5}", options.tokenizer) or not 257 <= int(options.tokenizer[4:]) <= 65536:
-            raise UsageError(f"expected bpe:SIZE with 257 to 65536 tokens, found {options.tokenizer!r}; try bpe:4096")
-    elif options.tokenizer != "auto" and (size := load_tokenizer(options.tokenizer).vocab_size) > MAX_VOCAB_SIZE:
-        raise UsageError(
-            f"expected a tokenizer of at most {MAX_VOCAB_SIZE} tokens, found {size} in {options.tokenizer}; shards hold"
-            " 16-bit tokens"
-        )
-
-
-def _recipe(options: PrepareOptions, files: list[SourceFile] | None) -> dict[str, Any]:
-    """Everything that decides the bytes of the shards. `files` None: a hub dataset that is compared by name alone."""
-    tokenizer = options.tokenizer
-    if tokenizer not in ("gpt2", "bytes") and not tokenizer.startswith("bpe:"):
-        tokenizer = f"file {load_tokenizer(tokenizer).sha256}"
-    local = files and not any(file.download for file in files)
-    others = ("text_field", "shard_tokens", "validation_fraction", "seed", "documents")
-    return {
-        "source": Path(options.source).name if local else options.source,
-        "files": None if files is None else [[f.name, f.size_bytes, f.fingerprint] for f in files],
-        "tokenizer": tokenizer,
-        **{name: getattr(options, name) for name in others},
-    }
-
-
-def _is_prepared(options: PrepareOptions, recipe: dict[str, Any]) -> bool:
-    """True if `out` holds this dataset. UsageError: it holds something else, and --overwrite was not given."""
-    out = options.out
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-        return False
-    if not (out / MANIFEST_FILE).is_file():
-        raise UsageError(f"expected no folder or a prepared dataset at {out}, found something else; choose another --out")
-    if options.overwrite:
-        return False
-    stored = read_manifest(out).get("recipe")
-    found = stored if isinstance(stored, dict) else {}
-    # A hub dataset is compared by name alone: once prepared, it needs no connection.
-    different = (key for key in recipe if found.get(key) != recipe[key] and not (key == "files" and recipe[key] is None))
-    key = next(different, None)
-    if key is None:
-        return True
-    change = "other source files" if key == "files" else f"{key} {found.get(key)!r:.60} instead of {recipe[key]!r:.60}"
-    raise UsageError(
-        f"expected the dataset asked for at {out}, found one with {change}; choose another --out, or --overwrite"
-    )
-
-
 class _Attempt:
     """The work on one folder `partial`, begun or taken up again."""
 
     def __init__(self, options: PrepareOptions, files: list[SourceFile], partial: Path, report: Callable[[Progress], None]):
         self.options, self.files, self.partial, self.report = options, files, partial, report
-        self.recipe = _recipe(options, files)
-        self.stories = options.source == "stories"
-        self.documents = options.documents or (DEFAULT_STORIES if self.stories else 0)
+        self.recipe = recipe_of(options, files)
+        self.generated = {STORIES: Stories, QUESTIONS: Questions}.get(options.source)
+        self.documents = options.documents or (DEFAULT_STORIES if self.generated else 0)
         self.size_bytes = sum(file.size_bytes for file in files)
 
     def units(self) -> Iterator[tuple[Position, Unit]]:
         options, fraction = self.options, self.options.validation_fraction
-        if self.stories:
-            return story_units(options.seed, self.documents, fraction or STORY_FRACTION)
+        if self.generated:
+            return generated_units(self.generated, options.seed, self.documents, fraction or STORY_FRACTION)
+        if options.chat:
+            rows = fraction or LOCAL_ROW_FRACTION
+            return in_units(read_chats(self.files, row_fraction=rows, seed=options.seed, max_documents=options.documents))
         from_hub = any(file.download for file in self.files)
         pieces = read_pieces(
             self.files,
@@ -212,10 +157,11 @@ class _Attempt:
         spec = {"bpe": str(self.partial / TOKENIZER_FILE), "model": self.options.tokenizer}.get(
             tokenizer.kind, tokenizer.kind
         )
-        enough = self.documents // STORIES_PER_WORKER if self.stories else self.size_bytes // BYTES_PER_WORKER
+        enough = self.documents // STORIES_PER_WORKER if self.generated else self.size_bytes // BYTES_PER_WORKER
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         workers = max(1, min(self.options.workers or cores, enough))
-        writers = [SplitWriter(self.partial, split, self.options.shard_tokens, states[split]) for split in SPLITS]
+        form, shard_tokens, chat = token_form(tokenizer.vocab_size), self.options.shard_tokens, "chat" in self.recipe
+        writers = [SplitWriter(self.partial, split, shard_tokens, states[split], form, chat) for split in SPLITS]
 
         def checkpoint() -> None:
             for writer in writers:
@@ -269,7 +215,8 @@ class _Attempt:
         """Removes the files that are ours by name."""
         for path in self.partial.iterdir():
             if re.fullmatch(
-                r"(train|validation)_\d{6}\.(bin|idx)|(journal|manifest|tokenizer(_others)?)\.json(\.new)?", path.name
+                r"(train|validation)_\d{6}\.(bin|idx|trained)|(journal|manifest|tokenizer(_others)?)\.json(\.new)?",
+                path.name,
             ):
                 path.unlink()
 
@@ -306,13 +253,15 @@ class _Attempt:
                 )
 
     def manifest(self, tokenizer: dict[str, Any], states: dict[str, SplitState]) -> dict[str, Any]:
+        chat = "chat" in self.recipe
         splits = {
             split: {
                 "tokens": state.tokens,
-                "text_tokens": state.tokens - state.documents,  # without the end-of-text markers
+                "text_tokens": state.tokens - (0 if chat else state.documents),  # without the end-of-text markers
                 "documents": state.documents,
                 "text_bytes": state.text_bytes,
-                "source_nats": state.source_nats if self.stories else None,
+                "source_nats": state.source_nats if self.generated is Stories else None,
+                **({"trained_tokens": state.trained_tokens} if chat else {}),
                 "shards": state.shards,
             }
             for split, state in states.items()
@@ -320,6 +269,7 @@ class _Attempt:
         return {
             "schema": SCHEMA,
             "handgrad_version": handgrad.__version__,
+            **({"chat": True} if chat else {}),
             "tokenizer": tokenizer,
             "splits": splits,
             "recipe": self.recipe,

@@ -1,9 +1,11 @@
 """A folder of token shards, opened and verified.
 
 A shard is an llm.c token file, little-endian: 256 int32 (magic 20240520, version 1, token count, zeros), then the
-tokens as uint16. Beside `train_000000.bin` lies `train_000000.idx`: the offsets within the shard, uint32, where a
-document starts. `manifest.json` names the files with their hashes. A folder of llm.c `.bin` files without a manifest
-opens too, as GPT-2 tokens.
+tokens as uint16. Of a vocabulary above 65,536 it is llm.c's file for Llama 3: magic 20240801, version 7, the tokens as
+uint32. Beside `train_000000.bin` lies `train_000000.idx`: the offsets within the shard, uint32, where a document starts,
+and of chat data `train_000000.trained`: pairs of them, the first token of a stretch that is trained and the one after its
+last. `manifest.json` names the files with their hashes. A folder of llm.c `.bin` files without a manifest opens too, as
+GPT-2 tokens.
 
 Opening reads the manifest and the file sizes. A shard's content is hashed and checked once, when its tokens are first
 used.
@@ -18,11 +20,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from handgrad.data.llmc_header import EVALUATION, HEADER_BYTES, TOKENS, check_size, make_header, parse_header
+from handgrad.data.llmc_header import EVALUATION, HEADER_BYTES, TOKENS, WIDE_TOKENS, check_size, make_header, parse_header
 from handgrad.data.sources import holds_text, prepare_command
 from handgrad.data.tokenizer import Tokenizer, load_tokenizer, read_tokenizer
 from handgrad.errors import DataError, storage_errors
@@ -39,9 +41,25 @@ HASH = (r"[0-9a-f]{64}", "a SHA-256")
 SHARD_FIELDS = {"file": (r"[A-Za-z0-9_]+\.bin", "a plain file name"), "sha256": HASH, "index_sha256": HASH}
 
 
-def header(token_count: int) -> bytes:
-    """The 1024 bytes that precede `token_count` uint16 tokens."""
-    return make_header({0: TOKENS, 1: 1, 2: token_count})
+class TokenForm(NamedTuple):
+    """The two forms of a token file: its magic, its version, the type of a token."""
+
+    magic: int
+    version: int
+    dtype: np.dtype
+
+
+NARROW, WIDE = TokenForm(TOKENS, 1, np.dtype("<u2")), TokenForm(WIDE_TOKENS, 7, np.dtype("<u4"))
+
+
+def token_form(vocab_size: int) -> TokenForm:
+    """The form that holds every token of a vocabulary."""
+    return NARROW if vocab_size <= 1 << 16 else WIDE
+
+
+def header(token_count: int, form: TokenForm = NARROW) -> bytes:
+    """The 1024 bytes that precede `token_count` tokens."""
+    return make_header({0: form.magic, 1: form.version, 2: token_count})
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,20 +72,22 @@ class Shard:
     document_count: int | None = None
     sha256: str | None = None
     index_sha256: str | None = None
+    trained_sha256: str | None = None  # None: every token is trained
+    end_of_text: int = 0
 
     @functools.cached_property
     def tokens(self) -> np.ndarray:
-        """All tokens, uint16, (token_count,): a read-only memory map, verified on first use.
+        """All tokens, uint16 or uint32, (token_count,): a read-only memory map, verified on first use.
 
         Raises DataError: header, size, hash or a token id is wrong; StorageError: the file cannot be read.
         """
-        content = _memory_map(self.path)
-        found = _token_count(content[:HEADER_BYTES], len(content), self.path)
+        content, form = _memory_map(self.path), token_form(self.vocab_size)
+        found = _token_count(content[:HEADER_BYTES], len(content), self.path, form)
         if found != self.token_count:
             raise DataError(f"expected {self.token_count} tokens in {self.path}, found {found}; prepare the data again")
         if self.sha256 is not None:
             _check_hash(content, self.sha256, self.path)
-        tokens = np.frombuffer(content, "<u2", offset=HEADER_BYTES)
+        tokens = np.frombuffer(content, form.dtype, offset=HEADER_BYTES)
         step = 1 << 24  # bounds the temporary of the comparison
         for start in range(0, len(tokens), step):
             part = tokens[start : start + step]
@@ -94,6 +114,25 @@ class Shard:
             raise DataError(f"expected rising offsets below {self.token_count} in {path}, found others; prepare again")
         return starts
 
+    @functools.cached_property
+    def trained(self) -> np.ndarray | None:
+        """(first, end) of each stretch of tokens that are trained, uint32, (stretches, 2), rising; None: all tokens are.
+
+        Raises DataError: a wrong file.
+        """
+        if self.trained_sha256 is None:
+            return None
+        path = self.path.with_suffix(".trained")
+        content = _memory_map(path)
+        _check_hash(content, self.trained_sha256, path)
+        edges = np.frombuffer(content, "<u4")
+        rising = np.all(edges[1:] >= edges[:-1]) and np.all(edges[1::2] > edges[::2]) if len(edges) % 2 == 0 else False
+        if not rising or (len(edges) and int(edges[-1]) > self.token_count):
+            raise DataError(
+                f"expected rising stretches of at most {self.token_count} tokens in {path}, found others; prepare again"
+            )
+        return edges.reshape(-1, 2)
+
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
@@ -112,7 +151,11 @@ class Dataset:
         every start would cost minutes.
         """
         shards = {
-            name: [[s.token_count, s.sha256 or _sampled_sha256(s.path)] for s in self.splits[name]] for name in SPLITS
+            name: [
+                [s.token_count, s.sha256 or _sampled_sha256(s.path), *filter(None, [s.trained_sha256])]
+                for s in self.splits[name]
+            ]
+            for name in SPLITS
         }
         content = {"tokenizer": [self.tokenizer.sha256, self.tokenizer.vocab_size], "splits": shards}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
@@ -120,6 +163,11 @@ class Dataset:
     def tokens(self, split: str) -> int:
         """Tokens of a split, the end-of-text markers included."""
         return sum(shard.token_count for shard in self.splits[split])
+
+    @property
+    def is_chat(self) -> bool:
+        """True for conversations, of which only what the assistant says is trained."""
+        return bool(self.manifest and self.manifest.get("chat"))
 
     def floor(self, split: str) -> float | None:
         """The least loss, in nats a token, that a model can reach on average; None if the source does not know it."""
@@ -159,19 +207,22 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if schema != SCHEMA:
         raise DataError(f"expected schema {SCHEMA}, found {schema!r:.100} in {path}; prepare the data with this version")
     splits = _field(manifest, "splits", dict, path)
+    chat = "chat" in manifest and _field(manifest, "chat", bool, path)
+    fields = SHARD_FIELDS | ({"trained_sha256": HASH} if chat else {})
+    totals = ("tokens", "documents", *(["trained_tokens"] if chat else []))
     if set(splits) != set(SPLITS):
         raise DataError(f"expected the splits train and validation, found {sorted(splits)!r:.100} in {path}; prepare again")
     for name in SPLITS:
         split = _field(splits, name, dict, path)
-        counts = {key: _field(split, key, int, path) for key in ("tokens", "text_tokens", "documents", "text_bytes")}
+        counts = {key: _field(split, key, int, path) for key in (*totals, "text_tokens", "text_bytes")}
         if split.get("source_nats") is not None and not math.isfinite(_field(split, "source_nats", float, path)):
             raise DataError(f"expected source_nats to be finite in {path}; prepare the data again")
         shards = _field(split, "shards", list, path)
         for shard in shards:
-            for key, (pattern, form) in SHARD_FIELDS.items():
+            for key, (pattern, form) in fields.items():
                 if not isinstance(shard, dict) or not re.fullmatch(pattern, _field(shard, key, str, path)):
                     raise DataError(f"expected {form} as {key} of a shard, found {shard!r:.100} in {path}; prepare again")
-        for key in ("tokens", "documents"):
+        for key in totals:
             total = sum(_field(shard, key, int, path) for shard in shards)
             if counts[key] != total:
                 raise DataError(
@@ -197,9 +248,10 @@ def _open_prepared(folder: Path) -> Dataset:
             path = folder / record["file"]
             if not path.is_file():
                 raise DataError(f"expected the shard {path}, found no such file; restore it or prepare the data again")
-            _check_size(path.stat().st_size, record["tokens"], path)
-            hashes = record["sha256"], record["index_sha256"]
-            shards.append(Shard(path, record["tokens"], tokenizer.vocab_size, record["documents"], *hashes))
+            _check_size(path.stat().st_size, record["tokens"], path, token_form(tokenizer.vocab_size))
+            hashes = record["sha256"], record["index_sha256"], record["trained_sha256"] if manifest.get("chat") else None
+            counts = record["tokens"], tokenizer.vocab_size, record["documents"]
+            shards.append(Shard(path, *counts, *hashes, tokenizer.end_of_text))
         splits[name] = tuple(shards)
     return Dataset(folder, tokenizer, splits, manifest)
 
@@ -214,6 +266,11 @@ def _open_bare(folder: Path) -> Dataset:
                 first = file.read(HEADER_BYTES)
             if first[:4] == EVALUATION.to_bytes(4, "little"):
                 continue  # hellaswag_val.bin holds questions under the name of a shard
+            if first[:4] == WIDE_TOKENS.to_bytes(4, "little"):
+                raise DataError(
+                    f"expected GPT-2 tokens in {path}, as there is no {MANIFEST_FILE}, found Llama 3 tokens of llm.c;"
+                    " prepare their text with --tokenizer and the folder of the model"
+                )
             token_count = _token_count(first, path.stat().st_size, path)
             check_not_bytes(path)
             splits["train" if match[1] == "train" else "validation"].append(Shard(path, token_count, tokenizer.vocab_size))
@@ -238,15 +295,15 @@ def check_not_bytes(path: Path) -> None:
         )
 
 
-def _token_count(first: bytes, size_bytes: int, path: Path) -> int:
+def _token_count(first: bytes, size_bytes: int, path: Path, form: TokenForm = NARROW) -> int:
     """The token count in a shard's header, checked against the size of its file."""
-    token_count = parse_header(first, path, TOKENS, (1,))[2]
-    _check_size(size_bytes, token_count, path)
+    token_count = parse_header(first, path, form.magic, (form.version,))[2]
+    _check_size(size_bytes, token_count, path, form)
     return token_count
 
 
-def _check_size(size_bytes: int, token_count: int, path: Path) -> None:
-    check_size(path, HEADER_BYTES + 2 * token_count, size_bytes, f"{token_count} tokens")
+def _check_size(size_bytes: int, token_count: int, path: Path, form: TokenForm) -> None:
+    check_size(path, HEADER_BYTES + form.dtype.itemsize * token_count, size_bytes, f"{token_count} tokens")
 
 
 def _check_hash(content: Any, expected: str, path: Path) -> None:

@@ -159,7 +159,11 @@ def check_expansion(size: int, path: Path, packed_bytes: int | None = None, free
         )
 
 
-def _read_jsonl(path: Path, text_field: str) -> Iterator[tuple[int, str | None]]:
+def read_objects(path: Path) -> Iterator[tuple[int, str, Any]]:
+    """(position after it, its place in words, its content) of every line of JSON; blank lines are skipped.
+
+    Raises DataError: a line that is no JSON, not UTF-8 or above 64 MiB.
+    """
     offset = 0
     with path.open("rb") as raw, open_plain(path, raw) as file:
         for number, line in enumerate(iter(lambda: file.readline(MAX_ROW_BYTES + 1), b""), start=1):
@@ -167,24 +171,40 @@ def _read_jsonl(path: Path, text_field: str) -> Iterator[tuple[int, str | None]]
             if len(line) > MAX_ROW_BYTES:
                 raise DataError(f"expected lines of at most {MAX_ROW_BYTES} bytes, found more in {where}; use a .txt file")
             try:
-                row = parse_json(line) if not line.isspace() else {text_field: None}
+                row = parse_json(line) if not line.isspace() else None
             except UnicodeDecodeError as error:
                 raise _not_utf8(path, offset + error.start) from None
             except ValueError:
                 raise DataError(f"expected a JSON object, found {line[:60]!r} in {where}; repair the line") from None
-            if not isinstance(row, dict) or text_field not in row:
-                found = f"the keys {', '.join(map(str, row))}" if isinstance(row, dict) else f"a {type(row).__name__}"
-                raise DataError(f"expected an object with {text_field!r}, found {found:.200} in {where}; try --text-field")
-            text = row[text_field]
-            if text is not None and not isinstance(text, str):
-                raise DataError(f"expected text in {text_field!r}, found {text!r:.60} in {where}; try --text-field")
-            try:
-                (text or "").encode()
-            except UnicodeEncodeError:
-                raise DataError(f"expected text, found a lone surrogate (\\ud800...) in {where}; repair the line") from None
+            if not line.isspace():
+                yield raw.tell(), where, row
             offset += len(line)
             check_expansion(offset, path)
-            yield raw.tell(), text
+
+
+def _read_jsonl(path: Path, text_field: str) -> Iterator[tuple[int, str | None]]:
+    for position, where, row in read_objects(path):
+        if not isinstance(row, dict) or text_field not in row:
+            raise DataError(f"expected an object with {text_field!r}, found {keys_of(row)} in {where}; try --text-field")
+        text = row[text_field]
+        if text is not None and not isinstance(text, str):
+            raise DataError(f"expected text in {text_field!r}, found {text!r:.60} in {where}; try --text-field")
+        check_text(text or "", where)
+        yield position, text
+
+
+def keys_of(row: Any) -> str:
+    """The keys of a JSON object in words, or the type of anything else."""
+    found = f"the keys {', '.join(map(str, row))}" if isinstance(row, dict) else f"a {type(row).__name__}"
+    return found[:200]
+
+
+def check_text(text: str, where: str) -> None:
+    """Raises DataError for a text that UTF-8 cannot write."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise DataError(f"expected text, found a lone surrogate (\\ud800...) in {where}; repair the line") from None
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from handgrad.parsing import parse_json
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
 OTHERS_FILE = "tokenizer_others.json"  # a model's files beside it, by name
-MAX_VOCAB_SIZE = 1 << 16  # token files hold uint16
+MAX_VOCAB_SIZE = 1 << 16  # of the kinds below: their tokens are uint16. Those of a model may be uint32
 MAX_TOKENIZER_BYTES = 64 << 20
 
 GPT2_FILE = Path(__file__).parent / "assets" / "gpt2.tiktoken"
@@ -57,8 +57,13 @@ class Tokenizer:
         """End-of-text included."""
         return len(self.token_bytes)
 
+    @property
+    def dtype(self) -> type[np.unsignedinteger]:
+        """The type of an id."""
+        return np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
+
     def encode(self, text: str) -> np.ndarray:
-        """`text` as uint16 ids, (tokens,). A literal "<|endoftext|>" is ordinary text. DataError: a lone surrogate."""
+        """`text` as ids of `dtype`, (tokens,). A literal "<|endoftext|>" is ordinary text. DataError: a lone surrogate."""
         try:
             text.encode()
         except UnicodeEncodeError as error:

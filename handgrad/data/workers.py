@@ -9,35 +9,47 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from datetime import UTC, datetime
 from typing import NamedTuple
 
 import numpy as np
 
-from handgrad.data import stories
-from handgrad.data.pieces import TRAIN, VALIDATION, Piece, Position, Stories, Unit, deal
+from handgrad.data import questions, stories
+from handgrad.data.chat_template import ChatTemplate
+from handgrad.data.pieces import TRAIN, VALIDATION, Conversation, Piece, Position, Questions, Stories, Unit, deal
 from handgrad.data.tokenizer import Tokenizer, load_tokenizer
-from handgrad.errors import StorageError
+from handgrad.errors import DataError, StorageError
 
 
 class Encoded(NamedTuple):
-    """The part of a unit in a split: uint16 tokens, offsets of documents in them, bytes of UTF-8 text, its -log p."""
+    """The part of a unit in a split: tokens, offsets of documents in them, bytes of UTF-8 text, its -log p, and of
+    conversations (first, end) of the stretches that are trained."""
 
     tokens: np.ndarray
     document_starts: np.ndarray
     text_bytes: int
     nats: float
+    trained: np.ndarray
 
 
 def tokenize(tokenizer: Tokenizer, unit: Unit) -> tuple[Encoded, Encoded]:
-    """The tokens of a unit for train and validation; every document starts with end-of-text."""
+    """The tokens of a unit for train and validation; every document of text starts with end-of-text."""
     pieces = list(unit_pieces(unit))
     return encode(tokenizer, pieces, TRAIN), encode(tokenizer, pieces, VALIDATION)
 
 
-def encode(tokenizer: Tokenizer, pieces: list[Piece], split: int) -> Encoded:
-    marker = np.array([tokenizer.end_of_text], np.uint16)
-    parts, starts, length, text_bytes, nats = [np.empty(0, np.uint16)], [], 0, 0, 0.0
+def encode(tokenizer: Tokenizer, pieces: list[Piece | Conversation], split: int) -> Encoded:
+    marker = np.array([tokenizer.end_of_text], tokenizer.dtype)
+    parts, starts, length, text_bytes, nats = [marker[:0]], [], 0, 0, 0.0
+    trained = [np.empty((0, 2), np.int64)]
     for piece in (piece for piece in pieces if piece.split == split):
+        if isinstance(piece, Conversation):
+            tokens, stretches = encode_conversation(tokenizer, piece)
+            starts.append(length)
+            trained.append(stretches + length)
+            parts.append(tokens.astype(tokenizer.dtype))
+            length += len(tokens)
+            continue
         if piece.starts_document:
             starts.append(length)
             parts.append(marker)
@@ -46,7 +58,17 @@ def encode(tokenizer: Tokenizer, pieces: list[Piece], split: int) -> Encoded:
         length += len(parts[-1])
         text_bytes += len(piece.text.encode())
         nats += piece.nats
-    return Encoded(np.concatenate(parts), np.array(starts, np.int64), text_bytes, nats)
+    return Encoded(np.concatenate(parts), np.array(starts, np.int64), text_bytes, nats, np.concatenate(trained))
+
+
+def encode_conversation(tokenizer: Tokenizer, conversation: Conversation) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens, trained stretches) of a conversation. Raises DataError, with its place: a template that does not serve."""
+    messages = [{"role": role, "content": content} for role, content in conversation.messages]
+    try:
+        tokens, stretches = _template(tokenizer, conversation.seconds).conversation(messages)
+    except DataError as error:
+        raise DataError(f"{conversation.where}: {error}") from None
+    return tokens, stretches
 
 
 def tokenize_in_order(
@@ -81,8 +103,14 @@ def tokenize_in_order(
         pool.shutdown(cancel_futures=True)
 
 
-def unit_pieces(unit: Unit) -> Iterator[Piece]:
-    """The pieces of a unit; stories are written here."""
+def unit_pieces(unit: Unit) -> Iterator[Piece | Conversation]:
+    """The pieces of a unit; stories and questions are written here."""
+    if isinstance(unit, Questions):
+        for number in range(unit.first, unit.first + unit.count):
+            split = deal(unit.seed, number, unit.block)
+            messages = questions.conversation(unit.seed, number, held_out=split == VALIDATION)
+            yield Conversation(split, messages, f"question {number}")
+        return
     if isinstance(unit, Stories):
         for number in range(unit.first, unit.first + unit.count):
             yield Piece(deal(unit.seed, number, unit.block), True, *stories.story(unit.seed, number))
@@ -104,6 +132,11 @@ def _exit_with_parent() -> None:
 
 def _work(spec: str, unit: Unit) -> tuple[Encoded, Encoded]:
     return tokenize(_tokenizer(spec), unit)
+
+
+@functools.lru_cache(maxsize=1)
+def _template(tokenizer: Tokenizer, seconds: float) -> ChatTemplate:
+    return ChatTemplate(tokenizer, datetime.fromtimestamp(seconds, UTC))
 
 
 _tokenizer = functools.lru_cache(maxsize=1)(load_tokenizer)

@@ -5,13 +5,14 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from handgrad.data.llmc_header import HEADER_BYTES
-from handgrad.data.shards import header
+from handgrad.data.shards import NARROW, TokenForm, header, token_form
 from handgrad.files import file_sha256, write_durably
 
 JOURNAL_FILE = "journal.json"
@@ -25,38 +26,54 @@ class SplitState:
     documents: int = 0
     text_bytes: int = 0
     source_nats: float = 0.0
+    trained_tokens: int = 0
     shards: list[dict[str, Any]] = field(default_factory=list)  # the complete ones, as the manifest lists them
     open_tokens: int = 0  # in the shard being written
     open_documents: int = 0
+    open_trained_tokens: int = 0
+    open_stretches: int = 0  # of trained tokens
 
 
 class SplitWriter:
     """Writes one split as shards of exactly `shard_tokens` tokens, the last one shorter. Raises OSError."""
 
-    def __init__(self, folder: Path, split: str, shard_tokens: int, state: SplitState):
-        self.folder, self.split, self.shard_tokens, self.state = folder, split, shard_tokens, state
-        self.files: list[BinaryIO] = []  # of the shard being written: tokens and index
+    def __init__(
+        self, folder: Path, split: str, shard_tokens: int, state: SplitState, form: TokenForm = NARROW, chat: bool = False
+    ):
+        self.shard_tokens, self.state, self.form, self.chat = shard_tokens, state, form, chat
+        self.open_sizes = partial(open_sizes, folder, split, state, form, chat)
+        self.files: list[BinaryIO] = []  # of the shard being written: tokens, index, of chat data trained stretches
         if state.open_tokens:
-            for path, size_bytes in open_sizes(folder, split, state).items():
+            for path, size_bytes in self.open_sizes().items():
                 self.files.append(path.open("r+b"))
                 self.files[-1].truncate(size_bytes)
                 self.files[-1].seek(size_bytes)
 
-    def append(self, tokens: np.ndarray, document_starts: np.ndarray, text_bytes: int, nats: float) -> None:
-        """Adds uint16 `tokens`; `document_starts` are the rising offsets in them where a document starts."""
+    def append(
+        self, tokens: np.ndarray, document_starts: np.ndarray, text_bytes: int, nats: float, trained: np.ndarray
+    ) -> None:
+        """Adds `tokens`; `document_starts` are the rising offsets in them where a document starts, `trained` (first, end)
+        of the rising stretches of chat data that are trained."""
         state = self.state
         state.tokens += len(tokens)
         state.documents += len(document_starts)
         state.text_bytes += text_bytes
         state.source_nats += nats
+        state.trained_tokens += lengths(trained)
         while len(tokens):
             if not self.files:
-                self.files += [path.open("wb") for path in open_sizes(self.folder, self.split, state)]
-                self.files[0].write(header(0))  # the count follows when it is known
+                self.files += [path.open("wb") for path in self.open_sizes()]
+                self.files[0].write(header(0, self.form))  # the count follows when it is known
             part = tokens[: self.shard_tokens - state.open_tokens]
             starts = document_starts[: np.searchsorted(document_starts, len(part))]
-            self.files[0].write(part.astype("<u2").tobytes())
+            self.files[0].write(part.astype(self.form.dtype).tobytes())
             self.files[1].write((starts + state.open_tokens).astype("<u4").tobytes())
+            if self.chat:
+                here = trained[: np.searchsorted(trained[:, 0], len(part))].clip(max=len(part))
+                self.files[2].write((here + state.open_tokens).astype("<u4").tobytes())
+                state.open_stretches += len(here)
+                state.open_trained_tokens += lengths(here)
+                trained = (trained[np.searchsorted(trained[:, 1], len(part), side="right") :] - len(part)).clip(min=0)
             state.open_tokens += len(part)
             state.open_documents += len(starts)
             tokens, document_starts = tokens[len(part) :], document_starts[len(starts) :] - len(part)
@@ -74,20 +91,21 @@ class SplitWriter:
         if not self.files:
             return
         self.files[0].seek(0)
-        self.files[0].write(header(self.state.open_tokens))
+        self.files[0].write(header(self.state.open_tokens, self.form))
         self.checkpoint()
         self.close()
-        path, index_path = open_sizes(self.folder, self.split, self.state)
-        self.state.shards.append(
-            {
-                "file": path.name,
-                "tokens": self.state.open_tokens,
-                "documents": self.state.open_documents,
-                "sha256": file_sha256(path),
-                "index_sha256": file_sha256(index_path),
-            }
-        )
-        self.state.open_tokens = self.state.open_documents = 0
+        path, index_path, *trained_path = self.open_sizes()
+        shard: dict[str, Any] = {
+            "file": path.name,
+            "tokens": self.state.open_tokens,
+            "documents": self.state.open_documents,
+            "sha256": file_sha256(path),
+            "index_sha256": file_sha256(index_path),
+        }
+        if self.chat:
+            shard |= {"trained_tokens": self.state.open_trained_tokens, "trained_sha256": file_sha256(*trained_path)}
+        self.state.shards.append(shard)
+        self.state.open_tokens = self.state.open_documents = self.state.open_trained_tokens = self.state.open_stretches = 0
 
     def close(self) -> None:
         for file in self.files:
@@ -95,10 +113,19 @@ class SplitWriter:
         self.files = []
 
 
-def open_sizes(folder: Path, split: str, state: SplitState) -> dict[Path, int]:
-    """The two files of the shard being written, tokens and index, each with its size in bytes."""
+def lengths(stretches: np.ndarray) -> int:
+    """The number of tokens in (first, end) stretches."""
+    return int((stretches[:, 1] - stretches[:, 0]).sum())
+
+
+def open_sizes(folder: Path, split: str, state: SplitState, form: TokenForm, chat: bool) -> dict[Path, int]:
+    """The files of the shard being written, tokens, index, of chat data trained stretches, each with its size in bytes."""
     path = folder / f"{split}_{len(state.shards):06d}.bin"
-    return {path: HEADER_BYTES + 2 * state.open_tokens, path.with_suffix(".idx"): 4 * state.open_documents}
+    sizes = {
+        path: HEADER_BYTES + form.dtype.itemsize * state.open_tokens,
+        path.with_suffix(".idx"): 4 * state.open_documents,
+    }
+    return sizes | ({path.with_suffix(".trained"): 8 * state.open_stretches} if chat else {})
 
 
 def write_journal(
@@ -126,9 +153,10 @@ def read_journal(folder: Path, recipe: Mapping[str, Any]) -> tuple[dict[str, Any
     if content["recipe"] != recipe:
         return None
     states = {split: SplitState(**record) for split, record in content["states"].items()}
+    form = token_form(content["tokenizer"]["vocab_size"])
     for split, state in states.items():
-        sizes = {folder / shard["file"]: HEADER_BYTES + 2 * shard["tokens"] for shard in state.shards}
-        sizes |= open_sizes(folder, split, state) if state.open_tokens else {}
+        sizes = {folder / shard["file"]: HEADER_BYTES + form.dtype.itemsize * shard["tokens"] for shard in state.shards}
+        sizes |= open_sizes(folder, split, state, form, "chat" in recipe) if state.open_tokens else {}
         if not all(path.is_file() and path.stat().st_size >= size_bytes for path, size_bytes in sizes.items()):
             return None
     return content["tokenizer"], content["units_done"], states

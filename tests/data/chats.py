@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import tokenizers
 
@@ -77,3 +78,14 @@ def talk(*contents: str, system: str | None = None) -> list[dict[str, str]]:
     roles = ("user", "assistant")
     turns = [{"role": roles[n % 2], "content": content} for n, content in enumerate(contents)]
     return ([{"role": "system", "content": system}] if system is not None else []) + turns
+
+
+def write_folder(tokenizer: Tokenizer, folder: Path) -> Path:
+    """The tokenizer as the folder of a model, without weights."""
+    folder.mkdir()
+    (folder / "tokenizer.json").write_bytes(tokenizer.json_bytes)
+    for name, content in tokenizer.others.items():
+        (folder / name).write_text(content)
+    config = {"vocab_size": tokenizer.vocab_size, "eos_token_id": tokenizer.end_of_text}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder

@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +37,13 @@ def make_text():
 def make_dataset(tmp_path):
     """Writes a folder as `prepare` would, from token arrays, without `prepare`."""
 
-    def make(train: list[np.ndarray], validation: list[np.ndarray], name: str = "shards") -> Path:
+    def make(
+        train: list[np.ndarray],
+        validation: list[np.ndarray],
+        name: str = "shards",
+        documents: bool = False,  # of the end-of-text token each begins one, else the first token alone
+        trained: Callable[[np.ndarray], np.ndarray] | None = None,  # stretches of a shard's tokens: chat data
+    ) -> Path:
         folder = tmp_path / name
         folder.mkdir()
         splits = {}
@@ -44,16 +51,23 @@ def make_dataset(tmp_path):
             shards = []
             for n, tokens in enumerate(arrays):
                 content = header(len(tokens)) + tokens.astype("<u2").tobytes()
-                index = np.array([0], "<u4").tobytes()
+                starts = np.flatnonzero(tokens == 256) if documents else np.array([0])
+                index = starts.astype("<u4").tobytes()
                 (folder / f"{split}_{n:06d}.bin").write_bytes(content)
                 (folder / f"{split}_{n:06d}.idx").write_bytes(index)
                 hashes = {"sha256": hashlib.sha256(content).hexdigest(), "index_sha256": hashlib.sha256(index).hexdigest()}
-                shards.append({"file": f"{split}_{n:06d}.bin", "tokens": len(tokens), "documents": 1, **hashes})
+                shards.append({"file": f"{split}_{n:06d}.bin", "tokens": len(tokens), "documents": len(starts), **hashes})
+                if trained:
+                    stretches = trained(tokens)
+                    edges = stretches.astype("<u4").tobytes()
+                    (folder / f"{split}_{n:06d}.trained").write_bytes(edges)
+                    count = int((stretches[:, 1] - stretches[:, 0]).sum())
+                    shards[-1] |= {"trained_tokens": count, "trained_sha256": hashlib.sha256(edges).hexdigest()}
             total = sum(len(tokens) for tokens in arrays)
             splits[split] = {
                 "tokens": total,
                 "text_tokens": total - len(arrays),
-                "documents": len(arrays),
+                "documents": sum(shard["documents"] for shard in shards),
                 "text_bytes": total - len(arrays),
                 "source_nats": None,
                 "shards": shards,
@@ -61,6 +75,10 @@ def make_dataset(tmp_path):
         sha256 = hashlib.sha256(b"256 bytes, then end-of-text").hexdigest()
         tokenizer = {"kind": "bytes", "vocab_size": 257, "end_of_text": 256, "sha256": sha256}
         manifest = {"schema": 1, "tokenizer": tokenizer, "splits": splits}
+        if trained:
+            manifest["chat"] = True
+            for split in splits.values():
+                split["trained_tokens"] = sum(shard["trained_tokens"] for shard in split["shards"])
         (folder / "manifest.json").write_text(json.dumps(manifest))
         return folder
 

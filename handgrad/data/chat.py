@@ -1,0 +1,63 @@
+"""Conversations from `.jsonl` files: {"messages": [{"role": ..., "content": ...}, ...]} in each line.
+
+The roles are system, user and assistant. ShareGPT's form is read as well: "conversations" of "from" (human, gpt, system)
+and "value".
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from handgrad.data.chat_template import ROLES
+from handgrad.data.sources import SourceFile, check_text, keys_of, read_objects, reading
+from handgrad.errors import DataError, UsageError
+
+Messages = tuple[tuple[str, str], ...]  # (role, content)
+SHAREGPT = {"human": "user", "gpt": "assistant"}
+
+
+def check_files(files: list[SourceFile]) -> None:
+    """Raises UsageError for a file that is no .jsonl."""
+    for file in files:
+        if file.format != "jsonl":
+            raise UsageError(f"expected .jsonl files with --chat, found {file.path}; write a conversation a line into one")
+
+
+def read_conversations(file: SourceFile) -> Iterator[tuple[int, str, Messages]]:
+    """(position after it, its place in words, its messages) of every conversation; blank lines are skipped.
+
+    Raises DataError: a line that is no conversation, with its number; StorageError: not readable.
+    """
+    with reading(file.path):
+        for position, where, row in read_objects(file.path):
+            yield position, where, messages_of(row, where)
+
+
+def messages_of(row: Any, where: str) -> Messages:
+    """The messages of a line. Raises DataError: another form, or nothing that the assistant says."""
+    turns = row.get("messages", row.get("conversations")) if isinstance(row, dict) else None
+    if turns is None:
+        raise DataError(f'expected an object with "messages", found {keys_of(row)} in {where}; see docs/chat.md')
+    if not isinstance(turns, list) or not turns:
+        raise DataError(f"expected a list of messages, found {turns!r:.60} in {where}; repair the line")
+    messages = tuple(message_of(turn, f"message {number} in {where}") for number, turn in enumerate(turns, start=1))
+    if not any(role == "assistant" for role, _ in messages):
+        raise DataError(f"expected a message of the assistant, found none in {where}; take the line out")
+    return messages
+
+
+def message_of(turn: Any, where: str) -> tuple[str, str]:
+    """(role, content) of a message."""
+    role = turn.get("role", turn.get("from")) if isinstance(turn, dict) else None
+    content = turn.get("content", turn.get("value")) if isinstance(turn, dict) else None
+    if not isinstance(role, str) or not isinstance(content, str):
+        found = f"{turn!r:.80}" if isinstance(turn, dict) else f"a {type(turn).__name__}"
+        raise DataError(f"expected a role and a content of text, found {found} as {where}; repair the line")
+    role = SHAREGPT.get(role, role)
+    if role not in ROLES:
+        raise DataError(f"expected a role {', '.join(ROLES)}, found {role!r:.40} as {where}; take the line out")
+    if turn.get("tool_calls"):
+        raise DataError(f"expected messages of text alone, found tool_calls as {where}; take the line out")
+    if role == "assistant" and not content.strip():
+        raise DataError(f"expected the assistant to say something, found an empty {where}; take the line out")
+    check_text(content, where)
+    return role, content

@@ -1,0 +1,103 @@
+"""The settings of `prepare`, and the recipe of a dataset: all that decides the bytes of its shards."""
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from handgrad.data.chat_template import ChatTemplate
+from handgrad.data.shards import MANIFEST_FILE, MAX_SHARD_TOKENS, read_manifest
+from handgrad.data.sources import SourceFile
+from handgrad.data.tokenizer import load_tokenizer
+from handgrad.errors import UsageError
+
+STORIES, QUESTIONS = "stories", "questions"  # the sources that are generated
+
+
+@dataclass(frozen=True)
+class PrepareOptions:
+    """The settings of `prepare`."""
+
+    source: (
+        str  # stories, questions, a path or glob, shakespeare, tinystories, fineweb, fineweb-edu, or OWNER/NAME[:CONFIG]
+    )
+    out: Path
+    tokenizer: str = "auto"  # auto, gpt2, bytes, bpe:SIZE (trained on the source), or a tokenizer.json
+    text_field: str = "text"  # column of rows that holds the text
+    shard_tokens: int = 100_000_000
+    validation_fraction: float | None = None  # None: 0.1 of text files, 0.05 of rows, 0.005 of hub rows, 0.01 of stories
+    workers: int = 0  # processes; 0: one a core
+    seed: int = 0  # of the stories, and of the rows that are validation
+    documents: int = 0  # at most so many; 0: all (stories, questions: 100,000)
+    chat: bool = False  # the rows are conversations, of which what the assistant says is trained; questions always are
+    overwrite: bool = False
+
+
+def check_options(options: PrepareOptions) -> None:
+    """Raises UsageError for options that make no sense, DataError for a tokenizer that is none."""
+    fraction = options.validation_fraction
+    if not options.out.name or options.out.name == "..":
+        raise UsageError(f"expected a folder to write, found --out {options.out}; name a new one, for example shards")
+    if not 2 <= options.shard_tokens <= MAX_SHARD_TOKENS:
+        raise UsageError(f"expected 2 to {MAX_SHARD_TOKENS} tokens a shard, found {options.shard_tokens}; try 100000000")
+    if fraction is not None and not 0 < fraction <= 0.5:
+        raise UsageError(f"expected a validation fraction above 0 and up to 0.5, found {fraction}; try 0.1")
+    for name in ("workers", "documents", "seed"):
+        if (value := getattr(options, name)) < 0:
+            raise UsageError(f"expected --{name} of 0 or more, found {value}; leave it out for the default")
+    if options.tokenizer.startswith("bpe:"):
+        if not re.fullmatch(r"bpe:\d{3,5}", options.tokenizer) or not 257 <= int(options.tokenizer[4:]) <= 65536:
+            raise UsageError(f"expected bpe:SIZE with 257 to 65536 tokens, found {options.tokenizer!r}; try bpe:4096")
+    elif options.tokenizer != "auto":
+        load_tokenizer(options.tokenizer)  # raises before any work
+
+
+def recipe_of(options: PrepareOptions, files: list[SourceFile] | None) -> dict[str, Any]:
+    """Everything that decides the bytes of the shards. `files` None: a hub dataset that is compared by name alone."""
+    tokenizer = options.tokenizer
+    if tokenizer not in ("gpt2", "bytes") and not tokenizer.startswith("bpe:"):
+        tokenizer = f"file {load_tokenizer(tokenizer).sha256}"
+    local = files and not any(file.download for file in files)
+    others = ("text_field", "shard_tokens", "validation_fraction", "seed", "documents")
+    chat = options.chat or options.source == QUESTIONS
+    return {
+        "source": Path(options.source).name if local else options.source,
+        "files": None if files is None else [[f.name, f.size_bytes, f.fingerprint] for f in files],
+        "tokenizer": tokenizer,
+        **{name: getattr(options, name) for name in others},
+        **({"chat": _chat_form(options.tokenizer)} if chat else {}),
+    }
+
+
+def _chat_form(spec: str) -> str:
+    """The template that makes text of conversations, in the words of a recipe."""
+    if spec.startswith("bpe:"):
+        return "plain"
+    tokenizer = load_tokenizer(spec)
+    files = json.dumps(tokenizer.others, sort_keys=True).encode()
+    return "plain" if ChatTemplate(tokenizer).is_plain else f"template {hashlib.sha256(files).hexdigest()}"
+
+
+def is_prepared(options: PrepareOptions, recipe: dict[str, Any]) -> bool:
+    """True if `out` holds this dataset. UsageError: it holds something else, and --overwrite was not given."""
+    out = options.out
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return False
+    if not (out / MANIFEST_FILE).is_file():
+        raise UsageError(f"expected no folder or a prepared dataset at {out}, found something else; choose another --out")
+    if options.overwrite:
+        return False
+    stored = read_manifest(out).get("recipe")
+    found = stored if isinstance(stored, dict) else {}
+    # A hub dataset is compared by name alone: once prepared, it needs no connection.
+    recipe = {"chat": None} | recipe
+    different = (key for key in recipe if found.get(key) != recipe[key] and not (key == "files" and recipe[key] is None))
+    key = next(different, None)
+    if key is None:
+        return True
+    change = "other source files" if key == "files" else f"{key} {found.get(key)!r:.60} instead of {recipe[key]!r:.60}"
+    raise UsageError(
+        f"expected the dataset asked for at {out}, found one with {change}; choose another --out, or --overwrite"
+    )
