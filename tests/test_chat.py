@@ -81,6 +81,9 @@ def test_every_token_that_ends_an_answer(own: str, tmp_path: Path) -> None:
     said = likeliest(model, ChatTemplate(model.tokenizer).render(HELLO, True), 12)
     place = next(n for n in range(2, 12) if said[n] not in said[:n])
     assert Talk(model.tokenizer).ends == {259} and listed_ends(model.tokenizer) == set()
+    assert Talk(words(with_template(), end=258)).ends == {258, 259}
+    refusing = {"chat_template.jinja": "{{ raise_exception('no') }}"}
+    assert Talk(words(with_template(**refusing))).ends == {259}
     ends = json.dumps({"eos_token_id": [259, said[place], 10**9, "x"]})
     other = load(llama(tmp_path / "run", **{"generation_config.json": ends}), device="cpu")
     assert Talk(other.tokenizer).ends == {259, said[place]}

@@ -52,10 +52,10 @@ def library(*, splits: list | None = None) -> Library:
     return made
 
 
-def words(others: dict[str, str] | None = None, **how: Any) -> Tokenizer:
+def words(others: dict[str, str] | None = None, end: int = 259, **how: Any) -> Tokenizer:
     """That tokenizer with rows of the vocabulary beside its tokens."""
     files = {"tokenizer_config.json": '{"eos_token": "<|im_end|>"}', "chat_template.jinja": CHAT}
-    return model_tokenizer(library(**how).to_str().encode(), files if others is None else others, 270, 259, "a test")
+    return model_tokenizer(library(**how).to_str().encode(), files if others is None else others, 270, end, "a test")
 
 
 @pytest.fixture(scope="module")
