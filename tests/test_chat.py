@@ -215,6 +215,10 @@ def test_in_a_terminal(own: str, capsys: pytest.CaptureFixture, monkeypatch: pyt
     assert signal.getsignal(signal.SIGINT) is before
     monkeypatch.setattr("sys.stdin", io.StringIO("\ufdd0"))
     assert "found the noncharacter" in refused(capsys, 65, "chat", own, "--device", "cpu")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), "utf-8"))
+    assert "found a lone surrogate" in refused(capsys, 65, "chat", own, "--device", "cpu")
+    monkeypatch.setattr("sys.stdin", None)
+    assert main(["chat", own, "--device", "cpu"]) == 0
 
 
 SLOW = (

@@ -1,6 +1,7 @@
 """handgrad chat: a conversation in the terminal, streamed; through a pipe an answer to each line."""
 
 import contextlib
+import io
 import signal
 import sys
 from argparse import Namespace
@@ -63,7 +64,7 @@ def run(parsed: Namespace) -> int:
 
 def converse(parsed: Namespace, talk: Talk, model: LoadedModel, decoder: Decoder, interrupts: Interrupts) -> None:
     beginning: list[Any] = [{"role": "system", "content": parsed.system}] if parsed.system else []
-    messages, answers, terminal = list(beginning), 0, sys.stdin.isatty()
+    messages, answers, terminal = list(beginning), 0, sys.stdin is not None and sys.stdin.isatty()
     if terminal:
         template = "plain template" if talk.template.is_plain else "template of its own"
         print(
@@ -93,7 +94,9 @@ def lines(terminal: bool) -> Iterator[str]:
     if terminal:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 - gives `input` its history and editing
-    while True:
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # the tokenizer names what is no text
+    while sys.stdin is not None:  # as it is after `<&-`
         try:
             line = input("> ") if terminal else sys.stdin.readline()
         except EOFError:

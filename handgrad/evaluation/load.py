@@ -105,8 +105,8 @@ def load_model(
     table = parameter_table(shape)
     parameters = Buffer("parameters", (flat_elements(table),), dtype, "parameters")
     plan = make_plan([parameters, *buffers])
-    fewer = "try fewer at once (--micro-batch of `evaluate`, --batch of `sample`) or --precision bf16"
-    check_available(plan.total_bytes, device, weights.origin["source"], fewer)
+    fewer = "try fewer at once (--micro-batch, --context of `evaluate`, --batch of `sample`, --context of `chat`)"
+    check_available(plan.total_bytes, device, weights.origin["source"], f"{fewer} or --precision bf16")
     views = plan.allocate(device)
     flat = views["parameters"]
     for row in table:
