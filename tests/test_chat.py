@@ -243,17 +243,20 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(own: str) -> None:
     how = {"stdin": ours, "stdout": ours, "stderr": ours, "start_new_session": True, "preexec_fn": own_terminal}
     process = start(["-c", SLOW, "chat", own, "--device", "cpu", "--max-tokens", "1000"], **how)
     os.close(ours)
-    until(terminal, lambda text: text.endswith(b"> "))
-    for _ in range(2):
-        os.write(terminal, b"Hello\n")
-        until(terminal, lambda text: len(text) > 15)
+    try:
+        until(terminal, lambda text: text.endswith(b"> "))
+        for _ in range(2):
+            os.write(terminal, b"Hello\n")
+            until(terminal, lambda text: len(text) > 15)
+            os.write(terminal, b"\x03")
+            assert b"the answer ends after" not in until(terminal, lambda text: text.endswith(b"\n> "))
         os.write(terminal, b"\x03")
-        assert b"the answer ends after" not in until(terminal, lambda text: text.endswith(b"\n> "))
-    os.write(terminal, b"\x03")
-    shown = until(terminal, lambda _: False)
-    os.close(terminal)
-    assert process.wait(30) == 130
-    assert b"handgrad: interrupted" in shown and b"Traceback" not in shown
+        shown = until(terminal, lambda _: False)
+        assert process.wait(30) == 130
+        assert b"handgrad: interrupted" in shown and b"Traceback" not in shown
+    finally:
+        process.kill()
+        os.close(terminal)
 
 
 def until(terminal: int, enough: Callable[[bytes], bool], seconds: float = 60) -> bytes:
