@@ -5,6 +5,7 @@ import io
 import json
 import os
 import pty
+import select
 import signal
 import termios
 import time
@@ -263,7 +264,7 @@ def until(terminal: int, enough: Callable[[bytes], bool], seconds: float = 60) -
     """The terminal's output until it is enough, or ends."""
     text, deadline = b"", time.monotonic() + seconds
     while not enough(text):
-        assert time.monotonic() < deadline, text
+        assert select.select([terminal], [], [], max(0.0, deadline - time.monotonic()))[0], text
         try:
             piece = os.read(terminal, 4096)
         except OSError:  # the other side is closed
