@@ -9,7 +9,7 @@ import select
 import signal
 import termios
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from fcntl import ioctl
 from pathlib import Path
 
@@ -17,11 +17,14 @@ import pytest
 
 from handgrad.api.model import Model, load
 from handgrad.cli import main
+from handgrad.commands import chat as chat_command
 from handgrad.data.chat_template import ChatTemplate
-from handgrad.data.tokenizer import load_tokenizer
+from handgrad.data.tokenizer import Tokenizer, load_tokenizer
 from handgrad.errors import UsageError
 from handgrad.generation.chat import Talk, listed_ends
 from handgrad.generation.decode import with_cache
+from handgrad.generation.generate import Continuation, Decoder
+from handgrad.generation.text import stream_text
 from tests.interop.models import make_checkpoint
 from tests.interop.test_gguf import words
 from tests.test_commands import refused
@@ -220,6 +223,30 @@ def test_in_a_terminal(own: str, capsys: pytest.CaptureFixture, monkeypatch: pyt
     assert "found a lone surrogate" in refused(capsys, 65, "chat", own, "--device", "cpu")
     monkeypatch.setattr("sys.stdin", None)
     assert main(["chat", own, "--device", "cpu"]) == 0
+
+
+def test_an_answer_that_is_stopped_stays_in_the_conversation(
+    own: str, chat: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As far as it came: the token under way is its last."""
+    prompts, answers = [], []
+
+    def interrupted(decoder: Decoder, tokenizer: Tokenizer, texts: Iterator[Continuation], stops: list[str]) -> Iterator:
+        text = next(texts)
+        prompts.append(text.prompt)
+        answers.append("")
+        for count, (_, piece) in enumerate(stream_text(decoder, tokenizer, iter([text]), stops)):
+            if count == 3:
+                signal.raise_signal(signal.SIGINT)
+            answers[-1] += piece
+            yield text, piece
+        raise AssertionError("not stopped")
+
+    monkeypatch.setattr(chat_command, "stream_text", interrupted)
+    told = chat(own, "Hello\nHello\n", "--temperature", "0")
+    assert told == f"{answers[0]}\n{answers[1]}\n" and answers[0]
+    history = [*HELLO, {"role": "assistant", "content": answers[0]}, *HELLO]
+    assert prompts[1] == ChatTemplate(load(own, device="cpu").tokenizer).render(history, True)
 
 
 SLOW = (
