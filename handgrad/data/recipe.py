@@ -10,7 +10,7 @@ from typing import Any
 from handgrad.data.chat_template import ChatTemplate
 from handgrad.data.shards import MANIFEST_FILE, MAX_SHARD_TOKENS, read_manifest
 from handgrad.data.sources import SourceFile
-from handgrad.data.tokenizer import load_tokenizer
+from handgrad.data.tokenizer import Tokenizer, load_tokenizer
 from handgrad.errors import UsageError
 
 STORIES, QUESTIONS = "stories", "questions"  # the sources that are generated
@@ -56,28 +56,26 @@ def check_options(options: PrepareOptions) -> None:
 
 def recipe_of(options: PrepareOptions, files: list[SourceFile] | None) -> dict[str, Any]:
     """Everything that decides the bytes of the shards. `files` None: a hub dataset that is compared by name alone."""
-    tokenizer = options.tokenizer
-    if tokenizer not in ("gpt2", "bytes") and not tokenizer.startswith("bpe:"):
-        tokenizer = f"file {load_tokenizer(tokenizer).sha256}"
+    spec = options.tokenizer
+    tokenizer = None if spec.startswith("bpe:") else load_tokenizer(spec)
     local = files and not any(file.download for file in files)
     others = ("text_field", "shard_tokens", "validation_fraction", "seed", "documents")
     chat = options.chat or options.source == QUESTIONS
     return {
         "source": Path(options.source).name if local else options.source,
         "files": None if files is None else [[f.name, f.size_bytes, f.fingerprint] for f in files],
-        "tokenizer": tokenizer,
+        "tokenizer": spec if tokenizer is None or spec in ("gpt2", "bytes") else f"file {tokenizer.sha256}",
         **{name: getattr(options, name) for name in others},
-        **({"chat": _chat_form(options.tokenizer)} if chat else {}),
+        **({"chat": _chat_form(tokenizer)} if chat else {}),
     }
 
 
-def _chat_form(spec: str) -> str:
-    """The template that makes text of conversations, in the words of a recipe."""
-    if spec.startswith("bpe:"):
+def _chat_form(tokenizer: Tokenizer | None) -> str:
+    """The template that makes text of conversations, in the words of a recipe; None: a vocabulary that is trained."""
+    if tokenizer is None or ChatTemplate(tokenizer).is_plain:
         return "plain"
-    tokenizer = load_tokenizer(spec)
     files = json.dumps(tokenizer.others, sort_keys=True).encode()
-    return "plain" if ChatTemplate(tokenizer).is_plain else f"template {hashlib.sha256(files).hexdigest()}"
+    return f"template {hashlib.sha256(files).hexdigest()}"
 
 
 def is_prepared(options: PrepareOptions, recipe: dict[str, Any]) -> bool:

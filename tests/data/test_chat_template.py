@@ -131,6 +131,9 @@ def test_specials_that_overlap_or_meet():
         tokens = template.render(talk(first, second), True)
         assert [token for token in tokens if token >= 259] == [261], (first, second)
         assert template.tokenizer.decode(tokens) == first + second + "<|eot|>"
+    between = ChatTemplate(made_tokenizer("ab{{ messages[0].content }}ef", special=("abcd", "cdef", "<|eot|>")))
+    for content in ("cdx", "xcd", "cd"):  # the template's own text completes one
+        assert max(between.render(talk(content), True)) < 259
 
 
 def test_the_plain_template():
