@@ -10,8 +10,10 @@ from handgrad.config import STREAM
 from handgrad.data import prepare as preparing
 from handgrad.data.shards import Dataset
 from handgrad.errors import UsageError
+from handgrad.evaluation.load import check_window
 from handgrad.evaluation.loss import HeldOut, held_out_loss, open_held_out
 from handgrad.interop.export import EXPORT_DTYPES, Exported, export_llmc, export_model, export_peft
+from handgrad.interop.gguf_file import GGUF_TYPES, export_gguf
 from handgrad.names import check_choice
 from handgrad.run.packing import evaluated_packing
 
@@ -59,38 +61,44 @@ def evaluate(
     *,
     eval_tokens: int = 0,
     eval_stride: int | None = None,
+    context: int = 0,
     micro_batch: int = 8,
     device: str = "auto",
     precision: str = "auto",
     backend: str = "auto",
 ) -> HeldOut:
     """`handgrad evaluate`: the loss on the validation split of `data`, by default the model's training data. `model` is a
-    loaded one, in its own precision, or an argument of `load`. Windows start `eval_stride` tokens apart and score their
-    last ones (0: side by side; None: as in the model's run).
+    loaded one, in its own precision, or an argument of `load`. Windows of `context` tokens (0: the model's context, of a
+    model from elsewhere at most 4096) start `eval_stride` tokens apart and score their last ones (0: side by side; None: as
+    in the model's run).
 
     Raises `UsageError`, `DataError`: no such data, or not in the model's tokens.
     """
-    if eval_tokens < 0 or (eval_stride or 0) < 0 or micro_batch < 1:
-        raise UsageError("--eval-tokens and --eval-stride must be 0 or more and --micro-batch 1 or more")
+    if min(eval_tokens, eval_stride or 0, context) < 0 or micro_batch < 1:
+        raise UsageError("--eval-tokens, --context and --eval-stride must be 0 or more and --micro-batch 1 or more")
     if not isinstance(model, Model):
         model = load(model, device=device, precision=precision, backend=backend)
     folder = os.fspath(data) or model.data
     if not folder:
         raise UsageError("the model knows no data; give data=DIR, prepared with the model's tokenizer")
     dataset = open_held_out(folder, model.tokenizer)
+    check_window(context, model.shape.sequence_length)
     stride = model.eval_stride if eval_stride is None else eval_stride
     packing = evaluated_packing(model.packing, dataset, other_data=bool(data))
-    act = model.forward_buffers(micro_batch, model.shape.sequence_length, packed=packing != STREAM)
+    act = model.forward_buffers(micro_batch, context or model.eval_context, packed=packing != STREAM)
     tokens: dict[str, Any] = {"eval_tokens": eval_tokens, "eval_stride": stride, "packing": packing}
     return held_out_loss(model.shape, model.ops, model.weights, act, dataset, **tokens)
 
 
-def export(
-    source: str | os.PathLike[str], folder: str | os.PathLike[str], *, to: str = "hf", dtype: str = "fp32"
-) -> Exported:
-    """`handgrad export`: a run or checkpoint into a folder that transformers ("hf"), PEFT ("peft") or llm.c ("llmc")
-    opens, read back and compared before it gets its name. Raises the errors of the command."""
-    formats = {"hf": export_model, "peft": export_peft, "llmc": export_llmc}
-    for name, value, known in (("to", to, formats), ("dtype", dtype, EXPORT_DTYPES)):
-        check_choice(name, value, known)
-    return formats[to](checkpoint.find(os.fspath(source)), Path(folder), EXPORT_DTYPES[dtype])
+def export(source: str | os.PathLike[str], folder: str | os.PathLike[str], *, to: str = "hf", dtype: str = "") -> Exported:
+    """`handgrad export`: a run or checkpoint into a folder that transformers ("hf"), PEFT ("peft") or llm.c ("llmc") opens,
+    or into a file for llama.cpp ("gguf"), read back and compared before it gets its name. Raises the errors of the command.
+    """
+    folders = {"hf": export_model, "peft": export_peft, "llmc": export_llmc}
+    check_choice("to", to, (*folders, "gguf"))
+    dtype = dtype or ("f16" if to == "gguf" else "fp32")
+    check_choice("dtype", dtype, GGUF_TYPES if to == "gguf" else EXPORT_DTYPES)
+    found = checkpoint.find(os.fspath(source))
+    if to == "gguf":
+        return export_gguf(found, Path(folder), dtype)
+    return folders[to](found, Path(folder), EXPORT_DTYPES[dtype])

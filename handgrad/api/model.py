@@ -3,7 +3,7 @@
 import math
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -16,8 +16,9 @@ from handgrad.arena import Buffer, make_plan
 from handgrad.backend import choose_backend
 from handgrad.config import AUTO, BACKENDS, DEVICES, PRECISIONS
 from handgrad.errors import UsageError
-from handgrad.evaluation.load import Weights, check_available, load_model
-from handgrad.generation.decode import decode_buffers, decode_tensors
+from handgrad.evaluation.load import Weights, check_available, load_model, usual_window
+from handgrad.generation.chat import Talk
+from handgrad.generation.decode import decode_buffers, decode_tensors, with_cache
 from handgrad.generation.generate import Continuation, Decoder, SamplingOptions, check_writing
 from handgrad.generation.text import cropped, document, stream_text
 from handgrad.interop.sources import open_weights
@@ -78,9 +79,11 @@ class Model:
         self.origin = source.origin  # the source of the weights
         self.data = source.config.data  # the shards they were trained on, if known
         self.eval_stride, self.packing = source.config.eval_stride, source.config.packing  # of its run's validations
+        self.eval_context = usual_window(source)  # tokens of a window of `handgrad.evaluate`
         self._activation_memory, self._decoding_memory = GrowingMemory(device), GrowingMemory(device)
         self._forward: tuple[tuple[int, int, bool], Any] | None = None  # ((rows, tokens, packed), their buffers)
-        self._decoder: tuple[int, Decoder] | None = None  # (texts, their decoder)
+        self._decoder: tuple[tuple[int, int], Decoder] | None = None  # ((texts, tokens of the cache), their decoder)
+        self._talk: Talk | None = None
         self._writer: object = None  # the call that owns the decoder's memory
 
     def __repr__(self) -> str:
@@ -248,6 +251,36 @@ class Model:
         _, pieces = self._begin([prompt], 1, max_tokens, stop, seed, options)
         return (piece for _, piece in pieces if piece)
 
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        max_tokens: int = 512,
+        temperature: float = 0.8,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        stop: str | Sequence[str] = (),
+        seed: int = 0,
+    ) -> Iterator[str]:
+        """The assistant's answer to a conversation, piece by piece: `messages` like {"role": "user", "content": "Hello"},
+        the last one the user's, in the chat template of the model's tokenizer, or the plain one.
+
+        The oldest turns are left out, with a warning, where the conversation and an answer of `max_tokens` (or of a
+        quarter of the context) do not fit the context. Raises `UsageError` for messages that nobody can answer.
+        """
+        options = SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty)
+        stops = [stop] if isinstance(stop, str) else list(stop)
+        check_writing(max_tokens, seed, stops)
+        if self._talk is None:
+            self._talk = Talk(self.tokenizer)
+        prompt = self._talk.prompt(messages, self.shape.sequence_length, max_tokens)
+        if prompt.note:
+            warnings.warn(prompt.note, stacklevel=2)
+        text = Continuation(prompt.tokens, prompt.max_tokens, seed)
+        return (piece for _, piece in self._write([text], options, stops, 1, self._talk.ends) if piece)
+
     def _begin(
         self,
         prompts: Sequence[str],
@@ -266,31 +299,39 @@ class Model:
         return texts, self._write(texts, options, stops, min(batch, len(texts)))
 
     def _write(
-        self, texts: list[Continuation], options: SamplingOptions, stops: Sequence[str], batch: int
+        self,
+        texts: list[Continuation],
+        options: SamplingOptions,
+        stops: Sequence[str],
+        batch: int,
+        ends: Iterable[int] = (),
     ) -> Iterator[tuple[Continuation, str]]:
         if not texts:
             return
         devices.use_precision(self.device, self.precision)
         mine = self._writer = object()
-        for text, piece in stream_text(self._decoder_of(batch, options), self.tokenizer, iter(texts), stops):
+        longest = max(len(text.prompt) + text.max_tokens for text in texts)
+        decoder = self._decoder_of(batch, longest, options, frozenset((self.tokenizer.end_of_text, *ends)))
+        for text, piece in stream_text(decoder, self.tokenizer, iter(texts), stops):
             yield text, piece
             if self._writer is not mine:
                 raise UsageError("this stream ended when its model began another text; load the model twice to have both")
 
-    def _decoder_of(self, batch: int, options: SamplingOptions) -> Decoder:
-        """The last decoder, with its recorded graph, if it fits."""
-        if self._decoder is None or self._decoder[0] != batch:
+    def _decoder_of(self, batch: int, longest: int, options: SamplingOptions, ends: frozenset[int]) -> Decoder:
+        """The last decoder, with its recorded graph, if it fits texts of up to `longest` tokens."""
+        shape = with_cache(self.shape, longest)
+        size = batch, shape.sequence_length
+        if self._decoder is None or self._decoder[0] != size:
             self._decoder = None  # or it would keep its memory
-            table = decode_buffers(self.shape, batch, self.dtype, self.ops)
-            buffers = decode_tensors(self.shape, self._decoding_memory.lay(table, f"writing {batch} text(s) at once"))
+            table = decode_buffers(shape, batch, self.dtype, self.ops)
+            buffers = decode_tensors(shape, self._decoding_memory.lay(table, f"writing {batch} text(s) at once"))
         else:
             last = self._decoder[1]
-            if last.options == options:
+            if (last.options, last.ends) == (options, ends):
                 return last
             buffers = last.buf
-        end_of_text = self.tokenizer.end_of_text
-        decoder = Decoder(self.shape, self.ops, self.weights, buffers, options, end_of_text=end_of_text)
-        self._decoder = batch, decoder
+        decoder = Decoder(self.shape, self.ops, self.weights, buffers, options, end_of_text=None, ends=ends)
+        self._decoder = size, decoder
         return decoder
 
 

@@ -6,11 +6,9 @@ from typing import Any
 
 from handgrad import presets
 from handgrad.commands.audit_arguments import certificate, diff, verify
+from handgrad.commands.model_arguments import add_model_arguments, add_strict, chat, sample
 from handgrad.commands.parser import METAVARS, Formatter, HelpAll, Parser, flag
 from handgrad.config import (
-    AUTO,
-    BACKENDS,
-    DEVICES,
     FIELDS,
     GPT2_VOCABULARY,
     PRECISIONS,
@@ -117,25 +115,6 @@ def sweep_of(namespace: argparse.Namespace) -> Sweep:
     return resolve_sweep(namespace.over, start, recipe, namespace.model or "", flags, named)
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "checkpoint",
-        metavar="MODEL",
-        help="run (its newest checkpoint), RUN/best, checkpoint, transformers folder, Hub name, .bin of llm.c",
-    )
-    add_strict(parser)
-    parser.add_argument("--device", default="auto", choices=DEVICES, help="(default: auto)")
-    without_fp8 = [AUTO, *(precision for precision in PRECISIONS if precision != "fp8")]
-    chosen = "of weights and GEMMs (default: auto: bf16 on a GPU that has it, else fp16; fp32 on a CPU)"
-    parser.add_argument("--precision", default=AUTO, choices=without_fp8, help=chosen)
-    parser.add_argument("--backend", default="auto", choices=BACKENDS, help="(default: auto: kernels on a CUDA GPU)")
-
-
-def add_strict(parser: argparse.ArgumentParser) -> None:
-    refuses = "refuse a run whose newest checkpoint is damaged, instead of taking the one before"
-    parser.add_argument("--strict", action="store_true", help=refuses)
-
-
 def add_timeout_arguments(parser: Parser) -> None:
     """The waits of ranks for each other, as in a run."""
     for name in TIMEOUTS:
@@ -197,6 +176,8 @@ def evaluate(parser: Parser) -> None:
     parser.number("--eval-tokens", "tokens (default: the whole split)", rule=NOT_NEGATIVE, default=0)
     stride = "tokens between windows, each of which scores its last ones; 0: windows side by side (default: the run's)"
     parser.number("--eval-stride", stride, rule=NOT_NEGATIVE)
+    context = "tokens of a window (default: the model's context, of a model from elsewhere at most 4096)"
+    parser.number("--context", context, rule=NOT_NEGATIVE, default=0)
     parser.number("--micro-batch", "contexts' worth at once (default: 8)", rule=AT_LEAST_1, default=8)
     names = f"{', '.join(TASKS)}, or your own; without a FILE from the Hub"
     parser.add_argument("--tasks", default="", metavar="NAME[=FILE],...", help=names)
@@ -205,37 +186,17 @@ def evaluate(parser: Parser) -> None:
     add_timeout_arguments(parser)
 
 
-def sample(parser: Parser) -> None:
-    add_model_arguments(parser)
-    parser.add_argument("--prompt", metavar="TEXT", help="the beginning (default: a new document)")
-    parser.add_argument("--prompt-file", metavar="FILE", help="a file with the beginning; - is standard input")
-    parser.number("--samples", "number of samples (default: 1)", rule=AT_LEAST_1)
-    parser.number("--max-tokens", "longest sample (default: 200)", default=200)
-    real: dict[str, Any] = {"kind": float}
-    parser.number("--temperature", "divides the logits; 0 is greedy (default: 0.8)", **real, default=0.8)
-    parser.number("--top-k", "only the N likeliest tokens (0: all)", default=0)
-    parser.number("--top-p", "only the likeliest tokens of total probability X (1: all)", **real, default=1.0)
-    parser.number("--min-p", "only tokens X times as likely as the likeliest (0: all)", **real, default=0.0)
-    parser.number("--repetition-penalty", "divides logits of tokens in the text so far (1: none)", **real, default=1.0)
-    parser.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="ends a sample before this text; may be repeated"
-    )
-    parser.number("--seed", "of the first sample or prompt; each further one counts up", default=0)
-    prompts = 'prompts, one {"prompt": TEXT} a line; may have "max_tokens"'
-    parser.add_argument("--in", dest="input", metavar="FILE", help=prompts)
-    parser.add_argument("--out", metavar="FILE", help="for --in: the same lines with text, tokens and why it stopped")
-    parser.number("--batch", "texts at once, of samples or prompts (default: 8)", rule=AT_LEAST_1, default=8)
-
-
 def export(parser: Parser) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="run folder (its newest checkpoint) or checkpoint folder")
-    parser.add_argument("folder", metavar="DIR", help="a new folder")
+    parser.add_argument("folder", metavar="DIR", help="a new folder; of gguf a new file")
     formats = (
         "hf: a folder for Hugging Face's transformers: weights, config, tokenizer, model card;"
-        " peft: the adapters of train --lora for PEFT; llmc: a folder for llm.c: model.bin, the tokenizer file"
+        " peft: the adapters of train --lora for PEFT; llmc: a folder for llm.c: model.bin, the tokenizer file;"
+        " gguf: one file for llama.cpp (needs `pip install gguf`)"
     )
-    parser.add_argument("--to", required=True, choices=("hf", "peft", "llmc"), help=formats)
-    parser.add_argument("--dtype", default="fp32", choices=("fp32", "bf16"), help="of the weights (default: fp32)")
+    parser.add_argument("--to", required=True, choices=("hf", "peft", "llmc", "gguf"), help=formats)
+    types = "of the weights: fp32 or bf16 (default: fp32), for gguf f16, bf16 or q8_0 (default: f16)"
+    parser.add_argument("--dtype", choices=("fp32", "bf16", "f16", "q8_0"), metavar="NAME", help=types)
     hub = "hf: then upload DIR to the Hub as OWNER/NAME, private if new"
     parser.add_argument("--push", default="", metavar="NAME", help=hub)
     parser.add_argument("--with-optimizer", action="store_true", help="llmc: also the moments, for llm.c to go on (-y 1)")
@@ -355,7 +316,8 @@ COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
     "plan": ("memory, speed and cost of a run, here or on any GPU, from the same arguments as train", plan),
     "evaluate": ("validation loss, perplexity and bits per byte of a checkpoint, and its results on tasks", evaluate),
     "sample": ("text from a checkpoint, streamed, or one for each prompt of a file", sample),
-    "export": ("a checkpoint -> a folder for Hugging Face's transformers or llm.c, read back and compared", export),
+    "chat": ("a conversation with a model in the terminal, streamed; through a pipe an answer a line", chat),
+    "export": ("a checkpoint -> the format of transformers, llm.c or llama.cpp, read back and compared", export),
     "import": ("a GPT-2 of transformers or of llm.c -> a checkpoint", import_),
     "report": ("a self-contained HTML page of one or more runs", report),
     "watch": ("the report of one or more runs, live in a browser", watch),
@@ -379,6 +341,7 @@ EXAMPLES = {
     "plan": "handgrad plan d12 --gpu h100 --gpus 8 --price 2.50",
     "evaluate": "handgrad evaluate runs/a --data shards/mine",
     "sample": 'handgrad sample runs/a --prompt "Once upon a time" --samples 3',
+    "chat": 'handgrad chat HuggingFaceTB/SmolLM2-135M-Instruct --system "You are a pirate."',
     "export": "handgrad export runs/a exported --to hf",
     "import": "handgrad import gpt2 --out imported",
     "report": "handgrad report runs/a runs/b --out compared.html",

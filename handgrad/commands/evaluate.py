@@ -5,6 +5,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from handgrad.config import STREAM
 from handgrad.data.shards import Dataset
 from handgrad.errors import NumericsError, UsageError
 from handgrad.evaluation.likelihoods import Request, Workload
-from handgrad.evaluation.load import LoadedModel, Weights, load_model
+from handgrad.evaluation.load import LoadedModel, Weights, check_window, load_model, usual_window
 from handgrad.evaluation.loss import floor_of, held_out_loss, open_held_out
 from handgrad.evaluation.records import AFTERWARDS, append_to_run, check_writable, task_record, write_rows
 from handgrad.evaluation.scoring import TaskResult, make_requests, results_of
@@ -53,20 +54,22 @@ def evaluate(parsed: Namespace, device: torch.device, ranks: Ranks) -> list[str]
     dtype = devices.use_precision(device, parsed.precision)
     ops = choose_backend(parsed.backend, device, parsed.precision)
     source = opened_in_turn(lambda: open_weights(parsed.checkpoint, strict=parsed.strict), ranks)
-    tasks, requests = ranks.from_rank_0(lambda: read_tasks(parsed, source), "the tasks")
+    check_window(parsed.context, source.shape.sequence_length)
+    context = parsed.context or usual_window(source)
+    tasks, requests = ranks.from_rank_0(lambda: read_tasks(parsed, source, context), "the tasks")
     dataset = None if tasks and not parsed.data else validation_data(parsed, source)
 
-    shape = source.shape
+    shape = replace(source.shape, sequence_length=context)  # of the memory; the weights are the model's own
     plans: dict[str, Plan] = {}  # by the evaluation that uses the memory
     buffers: list[Buffer] = []
     work = None
     if dataset is not None:
         chunk = source.config.head_chunk_tokens
         packed = packing_of(parsed, source, dataset) != STREAM
-        rows = forward_buffers(shape, parsed.micro_batch, shape.sequence_length, dtype, ops, chunk=chunk, packed=packed)
+        rows = forward_buffers(shape, parsed.micro_batch, context, dtype, ops, chunk=chunk, packed=packed)
         plans["loss"] = make_plan(rows)
     if tasks:
-        positions = parsed.micro_batch * shape.sequence_length
+        positions = parsed.micro_batch * context
         work = Workload(requests, shape, dtype, ops, device, positions_per_batch=positions, ranks=ranks)
         plans["tasks"] = make_plan(work.activation_buffers())
         buffers += work.buffers()
@@ -86,14 +89,14 @@ def evaluate(parsed: Namespace, device: torch.device, ranks: Ranks) -> list[str]
     return lines
 
 
-def read_tasks(parsed: Namespace, source: Weights) -> tuple[list[TaskData], list[Request]]:
+def read_tasks(parsed: Namespace, source: Weights, context: int) -> tuple[list[TaskData], list[Request]]:
     """The tasks and their requests, read by rank 0 for all."""
     if not parsed.tasks:
         return [], []
     if parsed.out:
         check_writable(Path(parsed.out))
     tasks = load_tasks(parsed.tasks, parsed.limit)
-    return tasks, make_requests(tasks, source.tokenizer, source.config.sequence_length)
+    return tasks, make_requests(tasks, source.tokenizer, context)
 
 
 def validation_data(parsed: Namespace, source: Weights) -> Dataset:
@@ -114,19 +117,21 @@ def loss_lines(
 ) -> list[str]:
     """The validation loss in nats, as perplexity and in bits per byte."""
     stride = source.config.eval_stride if parsed.eval_stride is None else parsed.eval_stride
-    packing = packing_of(parsed, source, dataset)
+    act = named_activations(model.shape, views)
+    context, packing = act.tokens.shape[1], packing_of(parsed, source, dataset)
     found = held_out_loss(
         model.shape,
         model.ops,
         model.weights,
-        named_activations(model.shape, views),
+        act,
         dataset,
         eval_tokens=parsed.eval_tokens,
         eval_stride=stride,
         packing=packing,
         ranks=ranks,
     )
-    apart = f", windows of {model.shape.sequence_length} every {stride}" if stride else ""
+    windows = f", windows of {context}" if stride or context < model.shape.sequence_length else ""
+    apart = windows + (f" every {stride}" if stride else "")
     lines = [
         f"validation tokens {found.tokens} of {dataset.tokens('validation')} in {parsed.data or source.config.data}{apart}",
         f"loss              {found.loss:.4f} nats per token",

@@ -6,6 +6,8 @@ from pathlib import Path
 from handgrad import checkpoint
 from handgrad.errors import UsageError
 from handgrad.interop.export import EXPORT_DTYPES, export_llmc, export_model, export_peft, push
+from handgrad.interop.gguf_file import GGUF_TYPES, export_gguf
+from handgrad.names import check_choice
 
 
 def run(parsed: Namespace) -> int:
@@ -13,22 +15,25 @@ def run(parsed: Namespace) -> int:
         raise UsageError("--push uploads to the Hub and needs --to hf")
     if parsed.with_optimizer and parsed.to != "llmc":
         raise UsageError("--with-optimizer needs --to llmc; transformers keeps no moments")
+    dtype = parsed.dtype or ("f16" if parsed.to == "gguf" else "fp32")
+    check_choice(f"--dtype of --to {parsed.to}", dtype, GGUF_TYPES if parsed.to == "gguf" else EXPORT_DTYPES)
     source = checkpoint.find(parsed.checkpoint, strict=parsed.strict)
-    folder, dtype = Path(parsed.folder), EXPORT_DTYPES[parsed.dtype]
+    path, read_back = Path(parsed.folder), "every number is the same bits"
     if parsed.to == "peft":
-        done = export_peft(source, folder, dtype)
-        read_back = f"every number is the same bits; the adapters of {source.manifest['init']['source']}"
+        done = export_peft(source, path, EXPORT_DTYPES[dtype])
+        read_back += f"; the adapters of {source.manifest['init']['source']}"
     elif parsed.to == "hf":
-        done = export_model(source, folder, dtype)
+        done = export_model(source, path, EXPORT_DTYPES[dtype])
         read_back = f"the logits of {done.tokens} random tokens are the same bits"
+    elif parsed.to == "llmc":
+        done = export_llmc(source, path, EXPORT_DTYPES[dtype], with_optimizer=parsed.with_optimizer)
     else:
-        done = export_llmc(source, folder, dtype, with_optimizer=parsed.with_optimizer)
-        read_back = "every number is the same bits"
+        done = export_gguf(source, path, dtype)
     print(f"checkpoint {source.folder} (step {source.step})")
-    print(f"written    {done.folder}: {done.parameters_bytes >> 10} KiB of weights in {parsed.dtype}")
+    print(f"written    {done.folder}: {done.parameters_bytes >> 10} KiB of weights in {dtype}")
     print(f"read back  {read_back}")
-    if parsed.dtype != "fp32" and parsed.to != "peft":
-        print(f"rounding   to {parsed.dtype} moves a logit by {done.rounding:.2g} at most")
+    if dtype != "fp32" and parsed.to != "peft":
+        print(f"rounding   to {dtype} moves a logit by {done.rounding:.2g} at most")
     if parsed.push:
         print(f"pushed     {push(done.folder, parsed.push)}")
     return 0

@@ -19,7 +19,7 @@ from handgrad.backend import choose_backend
 from handgrad.errors import DataError, UsageError, storage_errors
 from handgrad.evaluation.load import LoadedModel, Weights, load_model
 from handgrad.files import check_free
-from handgrad.generation.decode import decode_buffers, decode_tensors
+from handgrad.generation.decode import decode_buffers, decode_tensors, with_cache
 from handgrad.generation.generate import Continuation, Decoder, SamplingOptions, check_writing
 from handgrad.generation.prompts import read_prompts, whole_lines
 from handgrad.generation.text import cropped, document, stream_text
@@ -51,11 +51,12 @@ def run(parsed: Namespace) -> int:
         if parsed.out:
             identity = identity_of(prompts, weights, parsed, options, precision, device.type, ops.__name__, batch)
             written, write = opened.enter_context(whole_lines(Path(parsed.out), identity))
-        model = load_model(weights, device, dtype, ops, decode_buffers(weights.shape, batch, dtype, ops))
         texts = []
         for number, row in enumerate(prompts):
             most_tokens = row.get("max_tokens", parsed.max_tokens)
-            texts.append(Continuation(document(model.tokenizer, row["prompt"]), most_tokens, parsed.seed + number))
+            texts.append(Continuation(document(weights.tokenizer, row["prompt"]), most_tokens, parsed.seed + number))
+        cache = with_cache(weights.shape, max(len(text.prompt) + text.max_tokens for text in texts))
+        model = load_model(weights, device, dtype, ops, decode_buffers(cache, batch, dtype, ops))
         if note := cropped(texts, model.shape.sequence_length):
             print(note, file=sys.stderr)
         buf, end_of_text = decode_tensors(model.shape, model.views), model.tokenizer.end_of_text

@@ -17,10 +17,10 @@ from handgrad.errors import DataError
 from handgrad.parsing import parse_json
 
 KIND = "model"
-# What transformers keeps beside `tokenizer.json`, among it the chat template: not read here, written as it came.
+# What transformers keeps beside `tokenizer.json`, the chat template and all ends of texts among it: written as it came.
 OTHERS = (
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
-    *("chat_template.jinja", "chat_template.json"),
+    *("chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
 MAX_TOKENS = 1 << 24
 

@@ -19,6 +19,7 @@ from handgrad.models.rows import ParameterRow, flat_elements
 from handgrad.techniques import of_stored
 
 SIZES = ("num_layers", "num_heads", "channels", "sequence_length")  # of a model, as fields of a configuration
+LONGEST_WINDOW = 4096  # tokens, of a model from elsewhere, unless asked for
 SHAPE = (*SIZES, "architecture", "techniques", "llama")  # all of a model's shape but the vocabulary's
 
 
@@ -32,6 +33,19 @@ class Weights:
     origin: dict[str, Any]  # for a manifest: "from" a format, "source" in the user's words, "sha256" by file
     config: RunConfig  # of their run; the sizes alone for imported weights
     checkpoint: Checkpoint | None = None  # that holds them, if it is one of ours
+
+
+def usual_window(weights: Weights) -> int:
+    """The tokens of a window of an evaluation: the model's context; of a model from elsewhere, whose context may be longer
+    than memory allows, at most `LONGEST_WINDOW`."""
+    ours = weights.checkpoint is not None and "imported" not in weights.checkpoint.manifest
+    return weights.shape.sequence_length if ours else min(weights.shape.sequence_length, LONGEST_WINDOW)
+
+
+def check_window(tokens: int, context: int) -> None:
+    """Raises `UsageError` for more tokens than the model's context."""
+    if tokens > context:
+        raise UsageError(f"--context must be at most {context}, the model's own, found {tokens}")
 
 
 def checkpoint_weights(found: Checkpoint, named: str = "") -> Weights:
@@ -91,8 +105,8 @@ def load_model(
     table = parameter_table(shape)
     parameters = Buffer("parameters", (flat_elements(table),), dtype, "parameters")
     plan = make_plan([parameters, *buffers])
-    fewer = "try fewer at once (--micro-batch of `evaluate`, --batch of `sample`) or --precision bf16"
-    check_available(plan.total_bytes, device, weights.origin["source"], fewer)
+    fewer = "try fewer at once (--micro-batch, --context of `evaluate`, --batch of `sample`, --context of `chat`)"
+    check_available(plan.total_bytes, device, weights.origin["source"], f"{fewer} or --precision bf16")
     views = plan.allocate(device)
     flat = views["parameters"]
     for row in table:

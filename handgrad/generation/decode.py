@@ -1,6 +1,7 @@
 """The memory of generation, and the intake of prompts."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -14,7 +15,13 @@ from handgrad.models.rows import named
 
 KIND = "generation"
 PREFILL_TOKENS = 2048  # of prompts at once, if the batch has as many: enough for a GPU's GEMMs to run at full speed
+LEAST_CACHE = 1024  # tokens
 LENGTH_MULTIPLE = 64  # prompts are padded to a multiple of it, so that GEMMs of few shapes occur
+
+
+def with_cache(shape: ModelShape, tokens: int) -> ModelShape:
+    """The shape whose cache holds so many tokens: a power of two from `LEAST_CACHE` on, at most the model's context."""
+    return replace(shape, sequence_length=min(shape.sequence_length, max(LEAST_CACHE, 1 << (tokens - 1).bit_length())))
 
 
 def decode_buffers(

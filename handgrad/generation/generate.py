@@ -98,12 +98,14 @@ class Decoder:
         options: SamplingOptions,
         *,
         end_of_text: int | None,
+        ends: Iterable[int] = (),
     ):
-        """`weights` and `buf`: of the architecture of `shape`; `end_of_text`: the token that ends a text, exempt from the
-        repetition penalty, or None."""
+        """`weights` and `buf`: of the architecture of `shape`; `end_of_text`: the token that ends a text, or None; `ends`:
+        others that end one. They are exempt from the repetition penalty."""
         self.model, self.shape, self.ops, self.weights, self.buf = architecture(shape), shape, ops, weights, buf
         self.options = options
-        self.vocab_size, self.end_of_text = shape.vocab_size, end_of_text
+        self.vocab_size = shape.vocab_size
+        self.ends = frozenset(ends) if end_of_text is None else frozenset((end_of_text, *ends))
         self.longest = buf.keys.shape[3]
         self.slots: list[Slot | None] = [None] * buf.tokens.shape[0]
         cuda = buf.tokens.is_cuda
@@ -201,8 +203,7 @@ class Decoder:
             if self.options.repetition_penalty != 1:
                 seen = torch.zeros(buf.seen.shape[1], dtype=torch.bool)
                 seen[[*text.prompt, *text.tokens]] = True
-                if self.end_of_text is not None:
-                    seen[self.end_of_text] = False  # it began the document, which is no reason not to end it
+                seen[list(self.ends)] = False  # end-of-text began the document, which is no reason not to end it
                 buf.seen[index].copy_(seen)
 
     def launch(self) -> Launched:
@@ -233,7 +234,7 @@ class Decoder:
                     "the model's logits are not finite: its weights have diverged; use an earlier checkpoint, or train"
                     " again with a lower --learning-rate"
                 )
-            if token == self.end_of_text:
+            if token in self.ends:
                 text.stopped = END_OF_TEXT
             else:
                 text.tokens.append(token)

@@ -171,12 +171,7 @@ def export(
     returns other numbers than were written.
     """
     check_free(folder)
-    source = weights_of(checkpoint)
-    shape = source.shape
-    if shape.architecture == "llama":  # whose contexts can be so long that their cache would not fit
-        shape = replace(shape, sequence_length=min(CHECKED_TOKENS, shape.sequence_length))
-    buffers = decode_buffers(shape, 1, torch.float32, reference)
-    model = load_model(source, torch.device("cpu"), torch.float32, reference, buffers)
+    model = load_to_check(checkpoint)
     flat, table = model.views["parameters"], parameter_table(model.shape)
     before = logits(model)
     for row in table:
@@ -196,6 +191,16 @@ def export(
             )
     size = (folder / weights_file).stat().st_size
     return Exported(folder, size, len(before), float((before - logits(model)).abs().max()))
+
+
+def load_to_check(checkpoint: Checkpoint) -> LoadedModel:
+    """The checkpoint in float32, with the buffers for `logits`. Raises `DataError` if it is damaged."""
+    source = weights_of(checkpoint)
+    shape = source.shape
+    if shape.architecture == "llama":  # whose contexts can be so long that their cache would not fit
+        shape = replace(shape, sequence_length=min(CHECKED_TOKENS, shape.sequence_length))
+    buffers = decode_buffers(shape, 1, torch.float32, reference)
+    return load_model(source, torch.device("cpu"), torch.float32, reference, buffers)
 
 
 def logits(model: LoadedModel) -> Tensor:

@@ -31,11 +31,11 @@ from torch import Tensor
 from handgrad.config import ModelShape
 from handgrad.data.hub import hub_failures
 from handgrad.data.model_tokenizer import is_plain, read_model_tokenizer
-from handgrad.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
+from handgrad.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer, read_small
 from handgrad.errors import DataError, UsageError
 from handgrad.evaluation.load import imported_config
 from handgrad.interop import huggingface_llama as llama, huggingface_modern as modern
-from handgrad.interop.vocabulary import read_vocabulary
+from handgrad.interop.vocabulary import is_bytes, read_vocabulary
 from handgrad.models import parameter_table
 from handgrad.models.rows import ParameterRow
 from handgrad.parsing import parse_json
@@ -186,9 +186,10 @@ def read_folder(folder: Path, tokenizer: str = "") -> HuggingFaceFolder:
 
 def read_words(folder: Path, shape: ModelShape) -> Tokenizer:
     """The folder's tokenizer: in the Llama family any byte-level one."""
-    if shape.architecture == "llama" and not is_plain(folder / TOKENIZER_FILE, shape.vocab_size):
-        return read_model_tokenizer(folder)
-    return read_vocabulary(folder)
+    path = folder / TOKENIZER_FILE
+    if shape.architecture != "llama" or is_plain(path, shape.vocab_size) or is_bytes(read_small(path)):
+        return read_vocabulary(folder)
+    return read_model_tokenizer(folder)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -123,7 +123,7 @@ def read_vocabulary(folder: Path) -> Tokenizer:
             f"expected {TOKENIZER_FILE}, or {VOCAB_FILE} and {MERGES_FILE}, in {folder}, found neither; add the model's"
             " tokenizer files, or name one with `handgrad import --tokenizer gpt2|bytes|FILE`"
         )
-    if _is_bytes(content):
+    if is_bytes(content):
         return bytes_tokenizer()
     tokenizer = parse_bpe(content, where=str(path))
     gpt2 = load_tokenizer("gpt2")
@@ -165,7 +165,7 @@ def _ids(path: Path) -> list[int]:
     return list(vocab.values())
 
 
-def _is_bytes(content: bytes) -> bool:
+def is_bytes(content: bytes) -> bool:
     """True if in a `tokenizer.json` every byte is its own id, and end-of-text is 256."""
     try:
         tables = parse_json(content)

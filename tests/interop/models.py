@@ -45,20 +45,21 @@ SIZES = {"bytes": (2, 2, 32, 96), "bpe": (3, 3, 33, 97), "gpt2": (1, 5, 35, 77)}
 
 def make_checkpoint(
     out: Path,
-    kind: str,
+    kind: str | Tokenizer,
     seed: int = 3,
     *,
     sizes: tuple[int, int, int, int] | None = None,
     spread: float = 0.2,
     architecture: str = "gpt2",
     techniques: str = "",
+    llama: str = "",
     **settings: object,
 ) -> tuple[Path, ModelShape]:
     """A run-like folder with random weights of this `spread`, large enough that no text is trivial; of a run with these
     settings."""
-    layers, heads, channels, context = sizes or SIZES[kind]
-    tokenizer = TOKENIZERS[kind]()
-    shape = ModelShape(tokenizer.vocab_size, context, layers, heads, channels, architecture, techniques)
+    tokenizer = TOKENIZERS[kind]() if isinstance(kind, str) else kind
+    layers, heads, channels, context = sizes or SIZES[tokenizer.kind]
+    shape = ModelShape(tokenizer.vocab_size, context, layers, heads, channels, architecture, techniques, llama)
     generator = torch.Generator().manual_seed(seed)
     state = []
     for row in parameter_table(shape):

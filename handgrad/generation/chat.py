@@ -1,0 +1,80 @@
+"""Conversations with a model: the part of one that fits its context, and the tokens that end an answer."""
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from handgrad.data.chat_template import ROLES, ChatTemplate, Message
+from handgrad.data.tokenizer import Tokenizer
+from handgrad.errors import DataError, UsageError
+from handgrad.parsing import parse_json
+
+GENERATION_FILE = "generation_config.json"  # of transformers, among a model's files
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The tokens after which the assistant speaks."""
+
+    tokens: list[int]
+    messages: list[Message]  # those that the tokens are of
+    max_tokens: int  # of the answer, so that it fits as well
+    note: str  # a line about all that did not fit, or ""
+
+
+class Talk:
+    """The conversations of a tokenizer, by its own chat template or the plain one. `ends`: tokens that end an answer."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.template = ChatTemplate(tokenizer)
+        self.ends = {tokenizer.end_of_text, *listed_ends(tokenizer)}
+        with contextlib.suppress(DataError):  # of a template that nobody can train with
+            self.ends |= self.template.end_tokens
+
+    def prompt(self, messages: Sequence[Message], context: int, max_tokens: int) -> Prompt:
+        """The prompt of the longest end of a conversation that leaves an answer of `max_tokens` room in the context, or
+        a quarter of it; a system's message at the beginning stays.
+
+        Raises `UsageError` for messages that nobody can answer, `DataError` for some that the template refuses.
+        """
+        check_messages(messages)
+        kept, left_out = list(messages), 0
+        most = max(1, context - min(max_tokens, context // 4))
+        tokens = self.template.render(kept, True)
+        while len(tokens) > most and (turn := oldest_turn(kept)):
+            del kept[turn]
+            left_out += turn.stop - turn.start
+            tokens = self.template.render(kept, True)
+        note = f"the oldest {left_out} messages are left out: the context has {context} tokens" if left_out else ""
+        if len(tokens) > most:
+            note = f"the message has {len(tokens)} tokens, of which the last {most} are read: the context has {context}"
+            tokens = tokens[-most:]
+        return Prompt(tokens, kept, min(max_tokens, context - len(tokens)) or 1, note)
+
+
+def oldest_turn(messages: Sequence[Message]) -> slice | None:
+    """The place of the oldest message of the user with its answer; None if nothing follows it."""
+    asked = [number for number, message in enumerate(messages) if message["role"] == "user"]
+    return slice(asked[0], asked[1]) if len(asked) > 1 else None
+
+
+def listed_ends(tokenizer: Tokenizer) -> set[int]:
+    """The tokens that transformers' `generate` ends at by the model's own file."""
+    try:
+        found: Any = parse_json(tokenizer.others.get(GENERATION_FILE, "{}")).get("eos_token_id")
+    except (ValueError, AttributeError):
+        return set()
+    ids = found if isinstance(found, list) else [found]
+    return {token for token in ids if type(token) is int and 0 <= token < tokenizer.vocab_size}
+
+
+def check_messages(messages: Sequence[Any]) -> None:
+    wanted = "expected messages like {'role': 'user', 'content': 'Hello'}"
+    for number, message in enumerate(messages, start=1):
+        if not isinstance(message, Mapping) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise UsageError(f"{wanted}, found {message!r:.80} as number {number}")
+        if message["role"] not in ROLES:
+            raise UsageError(f"expected a role of {', '.join(ROLES)}, found {message['role']!r:.40} in message {number}")
+    if not messages or messages[-1]["role"] != "user":
+        raise UsageError(f"{wanted} as the last one, found {messages[-1]['role'] if messages else 'none'}")

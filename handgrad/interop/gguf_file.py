@@ -1,0 +1,223 @@
+"""A checkpoint as one GGUF file, for llama.cpp and what is built on it (`pip install gguf`).
+
+    ours                        there, after blk.l.                  shape
+    wte, wpe, head              token_embd, position_embd, output    (V, C), (maxT, C), (V, C)
+    lnf                         output_norm                          (C)
+    qkv                         attn_qkv (GPT-2), attn_q, _k, _v     (3C, C), (H D, C), (K D, C) twice
+    proj                        attn_output                          (C, H D)
+    fc, gate_up                 ffn_up, ffn_gate and ffn_up          (F, C)
+    fcproj, down                ffn_down                             (C, F)
+    ln1 and ln2, norm1, norm2   attn_norm, ffn_norm                  (C)
+    q_gain, k_gain              attn_q_norm, attn_k_norm             (D)
+
+A name there is the package's own for the name of transformers. Vectors and positions are float32.
+
+llama.cpp turns the pairs (0, 1), (2, 3), ... of a head's channels in the architecture `llama`, and (0, D/2), (1, D/2 + 1),
+... in `qwen2` and `qwen3`, as transformers and we do in all of them. So the rows of q and k are put in the former order for
+`llama` (`interleaved`); attention's products of q and k do not depend on the order.
+
+Source: ggml's docs/gguf.md, llama.cpp's src/llama-model.cpp, the package's constants.py and tensor_mapping.py.
+"""
+
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from handgrad.checkpoint import Checkpoint
+from handgrad.config import ModelShape
+from handgrad.errors import StorageError, UsageError
+from handgrad.files import check_free, whole
+from handgrad.interop import huggingface
+from handgrad.interop.export import Exported, load_to_check, logits
+from handgrad.interop.gguf_tokens import add_tokenizer
+from handgrad.interop.huggingface_llama import model_type
+from handgrad.models import parameter_table
+
+GGUF_TYPES = ("f16", "bf16", "q8_0")
+FLOAT32 = ("position_embd.weight", "rope_freqs.weight")  # beside vectors
+INSTALL = "--to gguf needs the package gguf; install it with `pip install gguf`"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor of the file, and the part of ours that it holds."""
+
+    name: str
+    values: Tensor  # (rows, ...) float32, a view of the model's weights, or numbers of the file alone
+    heads: int = 0  # whose rows are interleaved; 0: as they are
+
+    def theirs(self) -> np.ndarray:
+        """float32, in their order."""
+        return (interleaved(self.values, self.heads) if self.heads else self.values).contiguous().numpy()
+
+    def read(self, found: np.ndarray) -> None:
+        """Sets our part to numbers of the file."""
+        values = torch.from_numpy(np.array(found)).view(self.values.shape)
+        self.values.copy_(in_halves(values, self.heads) if self.heads else values)
+
+
+def interleaved(values: Tensor, heads: int) -> Tensor:
+    """(H D, ...): the rows 0, D/2, 1, D/2 + 1, ... of every head."""
+    return values.view(heads, 2, -1, *values.shape[1:]).transpose(1, 2).reshape(values.shape)
+
+
+def in_halves(values: Tensor, heads: int) -> Tensor:
+    """The inverse of `interleaved`."""
+    return values.view(heads, -1, 2, *values.shape[1:]).transpose(1, 2).reshape(values.shape)
+
+
+def export_gguf(checkpoint: Checkpoint, file: Path, kind: str = "f16") -> Exported:
+    """`handgrad export --to gguf`: one file with weights of a `kind` of `GGUF_TYPES`, read back and compared.
+
+    Raises `UsageError`: `file` exists, the package is missing, or llama.cpp has no such network or tokenizer; `DataError`:
+    the checkpoint is damaged; `StorageError`: the disk refuses, or returns other numbers than were written.
+    """
+    try:
+        import gguf
+    except ImportError:
+        raise UsageError(INSTALL) from None
+    check_free(file)
+    model = load_to_check(checkpoint)
+    shape, before = model.shape, logits(model)
+    name = network(shape)
+    parts = list(tensors(shape, model.views["parameters"], name))
+    writer = gguf.GGUFWriter(None, name)
+    writer.add_name(checkpoint.folder.resolve().parent.parent.name)
+    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind.upper()}"])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    add_shape(writer, shape)
+    add_tokenizer(writer, model.tokenizer)
+    with whole(file) as partial:
+        write(writer, partial, parts, kind)
+        read_back(partial, parts, kind, file)
+    return Exported(file, file.stat().st_size, len(before), float((before - logits(model)).abs().max()))
+
+
+def network(shape: ModelShape) -> str:
+    """llama.cpp's name of the architecture; `UsageError` if it has none that computes the same."""
+    if shape.architecture == "modern":
+        raise UsageError("llama.cpp has no network like the modern one, only GPT-2's and the Llama family's; use --to hf")
+    if shape.architecture == "llama" and shape.family.rope_scale != 1 and shape.family.rope != "yarn":
+        raise UsageError(
+            f"llama.cpp scales rotated heads under rope=yarn alone, found rope_scale {shape.family.rope_scale}"
+        )
+    return "gpt2" if shape.architecture == "gpt2" else model_type(shape)
+
+
+def tensors(shape: ModelShape, flat: Tensor, network: str) -> Iterator[Part]:
+    """The tensors of the file, over the model's weights."""
+    import gguf
+
+    architecture = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == network)
+    names = gguf.get_tensor_name_map(architecture, shape.num_layers)
+    for row in parameter_table(shape):
+        start = 0
+        theirs = huggingface.their_tensors(shape, row)
+        for name, dims in theirs.items():
+            stored = row.stored(flat)
+            rows = stored.shape[0] if len(theirs) == 1 else dims[0]
+            found = names.get_name(huggingface.prefix(shape) + name, try_suffixes=(".weight", ".bias"))
+            assert found, name
+            turned = network == "llama" and ("q_proj" in name or "k_proj" in name)
+            yield Part(found, stored[start : start + rows], rows // shape.head_width if turned else 0)
+            start += rows
+    if shape.architecture == "llama" and shape.family.rope == "llama3":
+        family = shape.family
+        plain = (family.rotary_base ** (-2 * pair / family.head_width) for pair in family.pairs)
+        factors = [frequency / ours for frequency, ours in zip(plain, family.frequencies, strict=True)]
+        yield Part("rope_freqs.weight", torch.tensor(factors, dtype=torch.float32))  # that divide the frequencies
+
+
+def add_shape(writer: Any, shape: ModelShape) -> None:
+    """Adds the sizes, and the numbers that decide the mathematics."""
+    import gguf
+
+    writer.add_block_count(shape.num_layers)
+    writer.add_context_length(shape.sequence_length)
+    writer.add_embedding_length(shape.channels)
+    writer.add_feed_forward_length(shape.feed_forward)
+    writer.add_head_count(shape.num_heads)
+    writer.add_vocab_size(shape.vocab_size)
+    if shape.architecture == "gpt2":
+        writer.add_layer_norm_eps(1e-5)
+        return
+    family = shape.family
+    writer.add_head_count_kv(family.kv_heads)
+    writer.add_key_length(family.head_width)
+    writer.add_value_length(family.head_width)
+    writer.add_layer_norm_rms_eps(family.norm_epsilon)
+    writer.add_rope_dimension_count(family.head_width)
+    writer.add_rope_freq_base(family.rotary_base)
+    if family.rope in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType[family.rope.upper()])
+        writer.add_rope_scaling_factor(family.rope_factor)
+    if family.rope == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(family.rope_length)
+        writer.add_rope_scaling_yarn_beta_fast(family.rope_fast)
+        writer.add_rope_scaling_yarn_beta_slow(family.rope_slow)
+        # llama.cpp multiplies it by the scale that follows from the factor.
+        writer.add_rope_scaling_attn_factors(family.rope_scale / (1 + 0.1 * math.log(family.rope_factor)))
+
+
+def type_of(part: Part, kind: str) -> Any:
+    """The `gguf.GGMLQuantizationType` of a tensor."""
+    import gguf
+
+    if part.values.dim() == 1 or part.name in FLOAT32:
+        return gguf.GGMLQuantizationType.F32
+    made = gguf.GGMLQuantizationType[kind.upper()]
+    whole_blocks = part.values.shape[1] % gguf.GGML_QUANT_SIZES[made][0] == 0
+    return made if whole_blocks else gguf.GGMLQuantizationType.F16
+
+
+def encoded(part: Part, made: Any) -> np.ndarray:
+    """The bytes of a tensor, (rows, bytes) or (bytes). Raises `UsageError` for a number that the type has not."""
+    import gguf
+
+    with np.errstate(over="ignore"):
+        content = gguf.quantize(part.theirs(), made)
+    if not np.isfinite(gguf.dequantize(content, made)).all():
+        raise UsageError(f"{part.name} has numbers above 65504, the largest of {made.name.lower()}; use --dtype bf16")
+    return content.view(np.uint8)
+
+
+def write(writer: Any, path: Path, parts: list[Part], kind: str) -> None:
+    """Writes the file, encoding a tensor at a time. Raises OSError."""
+    import gguf
+
+    for part in parts:
+        made = type_of(part, kind)
+        row_bytes = gguf.quant_shape_to_byte_shape(part.values.shape, made)
+        size_bytes = math.prod(row_bytes)
+        writer.add_tensor_info(part.name, row_bytes, np.dtype(np.uint8), size_bytes, raw_dtype=made)
+    writer.write_header_to_file(path)
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for part in parts:
+        writer.write_tensor_data(encoded(part, type_of(part, kind)))
+    writer.flush()
+    os.fsync(writer.fout[0].fileno())
+    writer.close()
+
+
+def read_back(path: Path, parts: list[Part], kind: str, file: Path) -> None:
+    """Sets the model's weights to those in the file. Raises `StorageError` if they are not the bytes that were meant."""
+    import gguf
+
+    found = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    for part in parts:
+        made, tensor = type_of(part, kind), found.get(part.name)
+        if (
+            tensor is None
+            or tensor.tensor_type != made
+            or not np.array_equal(tensor.data.view(np.uint8), encoded(part, made))
+        ):
+            raise StorageError(f"reading back {file} gave another {part.name} than was written; check the disk, try again")
+        part.read(gguf.dequantize(tensor.data, made))
