@@ -54,7 +54,18 @@ GENERATION = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
 """
-TEMPLATES = {"chatml": CHATML, "trims": TRIMS, "thinks": THINKS, "generation": GENERATION}
+# Without a dash: the blanks around its blocks go, the newline after an expression stays.
+LINES = """\
+{% for m in messages %}
+    {% if m.content %}
+{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}
+    {% endif %}
+    {% if loop.last and add_generation_prompt %}
+{{ '<|im_start|>assistant' }}
+    {% endif %}
+{% endfor %}
+"""
+TEMPLATES = {"lines": LINES, "chatml": CHATML, "trims": TRIMS, "thinks": THINKS, "generation": GENERATION}
 
 
 def made_tokenizer(
