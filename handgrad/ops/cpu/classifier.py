@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from handgrad.ops import reference
+from handgrad.ops.cpu.whole_vectors import by_whole_vectors
 
 CLASSIFIER_BLOCK_ELEMENTS = 1 << 17  # rows of logits worked on at a time: three temporaries of 512 KiB stay in cache
 
@@ -62,4 +63,6 @@ def capped_tanh(logits: Tensor, softcap: float) -> Tensor:
     """tanh(x) of x = logits / c. In float32 it is 2 sigmoid(2 x) - 1, to 2^-22: torch's sigmoid is faster than its tanh."""
     if logits.dtype == torch.float64:
         return (logits / softcap).tanh_()
-    return (logits * (2 / softcap)).sigmoid_().mul_(2).sub_(1)
+    tanh = logits * (2 / softcap)
+    by_whole_vectors(torch.sigmoid_, tanh)
+    return tanh.mul_(2).sub_(1)

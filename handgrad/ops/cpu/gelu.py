@@ -4,17 +4,21 @@ import torch
 from torch import Tensor
 
 from handgrad.ops.cpu.linear import linear_backward, linear_forward
+from handgrad.ops.cpu.whole_vectors import by_whole_vectors
 from handgrad.ops.reference import residual_forward
 
 aten = torch.ops.aten
 
 
 def gelu_forward(out: Tensor, inp: Tensor) -> None:
-    aten.gelu.out(inp, approximate="tanh", out=out)
+    by_whole_vectors(lambda y, x: aten.gelu.out(x, approximate="tanh", out=y), out, inp)
 
 
 def gelu_backward(dhidden_inout: Tensor, inp: Tensor) -> None:
-    aten.gelu_backward.grad_input(dhidden_inout, inp, approximate="tanh", grad_input=dhidden_inout)
+    def backward(dy: Tensor, x: Tensor) -> None:
+        aten.gelu_backward.grad_input(dy, x, approximate="tanh", grad_input=dy)
+
+    by_whole_vectors(backward, dhidden_inout, inp)
 
 
 def linear_gelu_forward(

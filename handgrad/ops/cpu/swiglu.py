@@ -4,12 +4,13 @@ import torch
 from torch import Tensor
 
 from handgrad.ops.cpu.linear import linear_backward, linear_forward
+from handgrad.ops.cpu.whole_vectors import by_whole_vectors
 from handgrad.ops.reference.swiglu import gates
 
 
 def swiglu_forward(out: Tensor, hidden: Tensor) -> None:
     g, u = gates(hidden)
-    y = torch.sigmoid(g).mul_(g)
+    y = sigmoid(g).mul_(g)
     torch.mul(y, u, out=y if out.dtype != y.dtype else out)
     if out.dtype != y.dtype:
         out.copy_(y)
@@ -17,12 +18,19 @@ def swiglu_forward(out: Tensor, hidden: Tensor) -> None:
 
 def swiglu_backward(dhidden: Tensor, dout: Tensor, hidden: Tensor) -> None:
     g, u = gates(hidden)
-    dy, s = dout.to(g.dtype), torch.sigmoid(g)
+    dy, s = dout.to(g.dtype), sigmoid(g)
     dg, du = dhidden.chunk(2, dim=1)
     silu = g * s
     slope = torch.addcmul(s, silu, s, value=-1).add_(silu)  # s (1 + g (1 - s)) = s - g s s + g s
     dg.copy_(slope.mul_(u).mul_(dy))
     du.copy_(silu.mul_(dy))
+
+
+def sigmoid(gates: Tensor) -> Tensor:
+    """Of a view of the hidden layer, as a tensor of its own."""
+    s = gates.clone(memory_format=torch.contiguous_format)
+    by_whole_vectors(torch.sigmoid_, s)
+    return s
 
 
 def linear_swiglu_forward(

@@ -39,11 +39,11 @@ def mix_backward(
     dmixed = dstream_inout.to(wide)
     if input_scalar is not None:
         assert dfirst_inout is not None and dinput_scalar_acc is not None and first is not None
-        dinput_scalar_acc.add_((dmixed * first.to(wide)).sum())
+        dinput_scalar_acc.add_((dmixed * first.to(wide)).sum(1).sum())
         dfirst_inout.add_(dmixed * input_scalar.to(wide))
     if residual_scalar is not None:
         assert dresidual_scalar_acc is not None
-        dresidual_scalar_acc.add_((dmixed * inp.to(wide)).sum())
+        dresidual_scalar_acc.add_((dmixed * inp.to(wide)).sum(1).sum())  # by rows: torch cuts a whole sum by threads
         dstream_inout.copy_(dmixed * residual_scalar.to(wide))
 
 

@@ -1,0 +1,90 @@
+"""A CPU's number of threads does not change a bit: sizes that no number of threads divides, every architecture."""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from handgrad.config import RunConfig
+from handgrad.ops import cpu
+from handgrad.ops.cpu.whole_vectors import GRAIN_ELEMENTS, VECTOR_ELEMENTS, whole_vectors
+from handgrad.run.start import train
+
+# 513 tokens a step: products, attention and every operation on each element have enough to do for several threads.
+ODD = {"num_layers": 1, "num_heads": 5, "channels": 340, "sequence_length": 171, "micro_batch": 3, "tokens_per_step": 513}
+SHORT = {"steps": 2, "eval_every": 0, "save_every": 0, "sample_tokens": 0, "audit_every": 1}
+NETWORKS = {
+    "gpt2": {},
+    "gpt2 in bf16": {"precision": "bf16"},
+    "gpt2 with dropout": {"dropout": 0.1},
+    "modern": {"architecture": "modern"},
+    "modern with value embeddings and Muon": {
+        "architecture": "modern",
+        "optimizer": "muon",
+        "techniques": "rotary,qk_norm,softcap,value_embeddings,residual_scalars,input_scalars",
+    },
+    "llama": {"architecture": "llama", "llama": "kv_heads=1,qk_norm"},
+}
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_any_number_of_threads_gives_the_same_bits(network: str, config: RunConfig, tmp_path: Path) -> None:
+    found = []
+    for number in (1, 2, 3):
+        torch.set_num_threads(number)
+        changes: dict[str, Any] = ODD | SHORT | NETWORKS[network] | {"out": str(tmp_path / str(number))}
+        train(dataclasses.replace(config, **changes))
+        links = [json.loads(line) for line in (tmp_path / str(number) / "audit.jsonl").read_text().splitlines()]
+        found.append([(link["state"], link["loss"], link["norm"]) for link in links if "loss" in link])
+    assert len(found[0]) == SHORT["steps"]
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("operation", ["swiglu", "gelu", "classifier"])
+def test_functions_that_round_otherwise_in_vectors(operation: str) -> None:
+    """Of many numbers, as few of those between two threads' stretches differ."""
+    hidden = torch.randn(513, 2 * 1360, generator=torch.Generator().manual_seed(0))
+    targets, scale = torch.zeros(513, dtype=torch.int64), torch.ones(1)
+
+    def made() -> Tensor:
+        out, changed, losses = torch.empty(513, 1360), hidden.clone(), torch.empty(513)
+        if operation == "swiglu":
+            cpu.swiglu_forward(out, hidden)
+            cpu.swiglu_backward(changed, out, hidden)
+        elif operation == "gelu":
+            cpu.gelu_forward(changed, hidden)
+            cpu.gelu_backward(changed, hidden)
+        else:
+            changed = 15 * hidden[:, 1:]
+            cpu.classifier_forward_backward(losses, changed, targets, scale, vocab_size=2700, softcap=15.0)
+        return changed
+
+    found = []
+    for number in (1, 3, 5, 7):
+        torch.set_num_threads(number)
+        found.append(made())
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 7, 64])
+@pytest.mark.parametrize("elements", [1, 100, GRAIN_ELEMENTS, 2 * GRAIN_ELEMENTS + 1, 513 * 1360, 5 * GRAIN_ELEMENTS - 1])
+def test_stretches_of_threads_are_whole_vectors(elements: int, threads: int) -> None:
+    """As torch cuts them: a thread for each begun grain, stretches of equal length rounded up."""
+    whole = whole_vectors(elements, threads)
+    used = min(threads, -(-whole // GRAIN_ELEMENTS))
+    assert elements - whole < max(threads, 1) * VECTOR_ELEMENTS or used == 1
+    assert used <= 1 or -(-whole // used) % VECTOR_ELEMENTS == 0
+    rest = elements - whole
+    assert rest <= GRAIN_ELEMENTS and (whole == elements or whole % VECTOR_ELEMENTS == 0)
