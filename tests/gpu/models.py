@@ -11,11 +11,13 @@ from torch import Tensor
 from handgrad.arena import make_plan
 from handgrad.config import ModelShape
 from handgrad.dropout.bind import WithDropout, sizing
-from handgrad.models import architecture, named_weights
+from handgrad.models import architecture, documents, named_weights
 from handgrad.models.passes import run
 from handgrad.models.rows import named
+from handgrad.training.feed import BatchFeed
 from tests.conftest import make_model
 from tests.techniques import toggled
+from tests.test_trained_tokens import Answers
 
 SHAPE = ModelShape(301, 48, 3, 4, 64)
 MODERN = ModelShape(301, 48, 3, 2, 64, "modern", toggled(""))
@@ -37,18 +39,23 @@ def gradients(
     recompute: int = 0,
     dropout: float = 0.0,
     shape: ModelShape = SHAPE,
+    packed: bool = False,
 ) -> dict[str, Tensor]:
-    """Losses, and gradients by name, of the same model and batch; the weights are numbers that every dtype holds."""
+    """Losses, and gradients by name, of the same model and batch; the weights are numbers that every dtype holds. `packed`:
+    of rows of documents, of which a third of the targets is trained."""
     source, layers, model = make_model(shape, BATCH, LENGTH, torch.float64), shape.num_layers, architecture(shape)
     flat = source.flat.to(torch.bfloat16).to(torch.float16).to(device, dtype)
     flat_gradients = torch.zeros(flat.shape, dtype=statistics(dtype), device=device)
-    sizes: Any = sizing(ops) if dropout else ops
+    sizes: Any = sizing(ops) if dropout else documents.sizing(ops) if packed else ops
     rows = model.activations(shape, BATCH, LENGTH, dtype, sizes, chunk=100, training=True)
-    views = make_plan([row.buffer(recompute) for row in rows if not row.of]).allocate(device)
+    inputs = documents.document_buffers(model, BATCH, LENGTH) if packed else []
+    views = make_plan([*(row.buffer(recompute) for row in rows if not row.of), *inputs]).allocate(device)
     act, d = named(model.Activations, views, layers), named(model.Gradients, views, layers)
     act.tokens.copy_(source.act.tokens)
     act.targets.copy_(source.act.targets)
     act.sorted_positions.copy_(torch.argsort(source.act.tokens.view(-1), stable=True))
+    if packed:
+        BatchFeed(Answers(LENGTH), act).fill(0)
     w, g = (named_weights(shape, part, source.table) for part in (flat, flat_gradients))
     backend: Any = ops
     if dropout:

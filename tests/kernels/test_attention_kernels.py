@@ -206,7 +206,7 @@ def test_shipped_configurations_compile() -> None:
     result = subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-2000:]
     rows = [json.loads(line) for line in result.stdout.splitlines()]
-    assert len(rows) == 63
+    assert len(rows) == 93
     check(rows)
 
 

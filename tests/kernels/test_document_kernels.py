@@ -10,9 +10,13 @@ if torch.cuda.is_available():
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: it decides what @triton.jit makes of a kernel
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
+
 from handgrad.ops.cuda import attention_triton
 from handgrad.ops.cuda.attention_configs import Config
-from tests.documents import PACKINGS
+from handgrad.ops.cuda.attention_documents import first_after
+from tests.documents import PACKINGS, document_starts
 from tests.kernels import document_checks as checks
 from tests.kernels.memory_checks import Draw, check
 from tests.kernels.pairs import every_pair
@@ -55,6 +59,22 @@ def test_a_document_sees_no_other(draw: Draw, tiles: None, heads: tuple[int, int
 @pytest.mark.parametrize(("tiles", "heads"), FEWER, indirect=["tiles"])
 def test_one_document_has_the_plain_bits(draw: Draw, tiles: None, heads: tuple[int, int, int]) -> None:
     checks.check_one_document(draw, 1, 37, *heads)
+
+
+@triton.jit
+def ends_kernel(out, starts, keys, T, SPAN: tl.constexpr):
+    first = tl.program_id(0)
+    tl.store(out + first, first_after(starts, first, tl.load(keys + first), T, SPAN))
+
+
+@pytest.mark.parametrize("ahead", [0, 3, 150])
+def test_the_end_of_a_document(ahead: int) -> None:
+    """Past many blocks of 16 positions, of a key at the first position or some after it."""
+    T, starts = 300, document_starts([[1, 1, 200, 31, 3, 64]])[0]
+    keys = (torch.arange(T) + ahead).clamp(max=T - 1).int()
+    out = torch.zeros(T, dtype=torch.int32)
+    ends_kernel[(T,)](out, starts, keys, T, SPAN=4)
+    assert torch.equal(out, torch.searchsorted(starts, keys, right=True).int())
 
 
 @pytest.mark.parametrize("softcap", [0.0, 15.0])
