@@ -116,12 +116,14 @@ class _Jinja:
         self.text = text
         self.special = _special_tokens(tokenizer)
         every = sorted(self.special, key=len, reverse=True)
-        self.inside = re.compile("|".join(f"(?<={re.escape(s[0])})(?={re.escape(s[1:])})" for s in every) or "(?!)")
+        self.inside = re.compile("|".join(f"(?<={c})(?={rest})" for c, rest in _by_first_character(every)) or "(?!)")
         # A special token at an edge of a content that only the text beside it completes.
         self.starts = tuple({s[n:] for s in every for n in range(1, len(s))})
         self.ends = tuple({s[:n] for s in every for n in range(1, len(s))})
-        around = {s: (r"\s*" * left, r"\s*" * right) for s, (_, left, right) in self.special.items()}
-        self.pattern = re.compile("|".join(f"{around[s][0]}({re.escape(s)}){around[s][1]}" for s in every) or "(?!)")
+        alike: dict[tuple[bool, bool], list[str]] = {}
+        for special in every:
+            alike.setdefault(self.special[special][1:], []).append(special)
+        self.pattern = re.compile("|".join(_any_of(*blanks, texts) for blanks, texts in alike.items()) or "(?!)")
         self.at_end = re.compile(rf"(?:{self.pattern.pattern})\s*\Z")
         self.variables = _named_tokens(tokenizer)
         self.template = _compile(text, now)
@@ -172,12 +174,14 @@ class _Jinja:
 
     def marked_by_generation(self, messages: list[dict[str, str]], asks: bool) -> tuple[str, list[tuple[int, int]]]:
         """(rendered text, the stretches inside `{% generation %}`, each with the special token right after it)."""
-        text, spans = self.rendered(messages, asks), []
-        for found in re.finditer(f"{BEGIN}([^{END}]*){END}", text):
-            end = found.end()
-            if not self.at_end.search(found[1]) and (follows := self.pattern.match(text, end)):
-                end = follows.end()
-            spans.append((found.start(), end))
+        parts = re.split(f"[{BEGIN}{END}]", self.rendered(messages, asks))  # every second one from inside a block
+        text, spans, end = "".join(parts), [], 0
+        for number, part in enumerate(parts):
+            first, end = end, end + len(part)
+            if number % 2:
+                last = self.at_end.search(part)
+                ends_turn = self.pattern.match(text, first + last.start() if last else end)
+                spans.append((first, max(end, ends_turn.end()) if ends_turn else end))
         if not spans and any(message["role"] == "assistant" for message in messages):
             raise DataError("expected a template that marks what the assistant says, found no generation block that it ran")
         return text, spans
@@ -217,6 +221,19 @@ class _Jinja:
     def plain(self, text: str, trained: bool) -> Iterator[Segment]:
         if text := _OURS.sub("", text):
             yield Segment(text, trained)
+
+
+def _by_first_character(special: list[str]) -> list[tuple[str, str]]:
+    """(first character, the alternatives of what follows), as patterns: hundreds of tokens are tried at few places."""
+    rests: dict[str, list[str]] = {}
+    for text in special:
+        rests.setdefault(re.escape(text[0]), []).append(re.escape(text[1:]))
+    return [(first, f"(?:{'|'.join(each)})") for first, each in rests.items()]
+
+
+def _any_of(left: bool, right: bool, special: list[str]) -> str:
+    """A pattern of any of these special tokens, a group, with the blanks that they take to their left and right."""
+    return r"\s*" * left + f"({'|'.join(map(''.join, _by_first_character(special)))})" + r"\s*" * right
 
 
 def _mark(content: str) -> str:

@@ -19,7 +19,7 @@ def rows_of_whole_documents(
     """
     starts = _with_beginning(document_starts, token_count)
     lengths = np.diff(starts, append=token_count)
-    parts = np.maximum(1, -(-(lengths - 1) // sequence_length))  # each predicts at least one token of a long document
+    parts = -(-lengths // sequence_length)
     number = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)
     first = np.repeat(starts, parts) + number * sequence_length
     end = np.minimum(first + sequence_length + 1, np.repeat(starts + lengths, parts))
@@ -34,8 +34,8 @@ def rows_of_whole_documents(
 
 
 def starts_within(document_starts: np.ndarray, first: int, end: int) -> np.ndarray:
-    """Offsets from `first` of the documents that start in tokens `first` + 1 ... `end` - 1."""
-    a, b = np.searchsorted(document_starts, (first + 1, end))
+    """Offsets from `first` of the documents that start in tokens `first` ... `end` - 1."""
+    a, b = np.searchsorted(document_starts, (first, end))
     return document_starts[a:b].astype(np.int64) - first
 
 

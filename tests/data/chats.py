@@ -54,11 +54,25 @@ GENERATION = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
 """
-TEMPLATES = {"chatml": CHATML, "trims": TRIMS, "thinks": THINKS, "generation": GENERATION}
+# Without a dash: the blanks around its blocks go, the newline after an expression stays.
+LINES = """\
+{% for m in messages %}
+    {% if m.content %}
+{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}
+    {% endif %}
+    {% if loop.last and add_generation_prompt %}
+{{ '<|im_start|>assistant' }}
+    {% endif %}
+{% endfor %}
+"""
+TEMPLATES = {"lines": LINES, "chatml": CHATML, "trims": TRIMS, "thinks": THINKS, "generation": GENERATION}
 
 
-def made_tokenizer(template: str | None, filler: int = 0, special: Sequence[str] = SPECIAL) -> Tokenizer:
-    """A byte-level tokenizer with special tokens and a template; `filler` more tokens that no text has, before them."""
+def made_tokenizer(
+    template: str | None, filler: int = 0, special: Sequence[str] = SPECIAL, takes_blanks: bool = False
+) -> Tokenizer:
+    """A byte-level tokenizer with special tokens and a template; `filler` more tokens that no text has, before them.
+    With `takes_blanks` a special token takes the blanks to its right, every other one also those to its left."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocab = {character: i for i, character in enumerate(alphabet)} | {"he": 256, "Ġt": 257, "ĊĊ": 258}
     vocab |= {f"ĀĀĀ{n}": 259 + n for n in range(filler)}
@@ -66,7 +80,12 @@ def made_tokenizer(template: str | None, filler: int = 0, special: Sequence[str]
     library = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=merges))
     library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = tokenizers.decoders.ByteLevel()
-    library.add_special_tokens([tokenizers.AddedToken(text, special=True) for text in special])
+    library.add_special_tokens(
+        [
+            tokenizers.AddedToken(text, special=True, rstrip=takes_blanks, lstrip=takes_blanks and n % 2 == 1)
+            for n, text in enumerate(special)
+        ]
+    )
     config = {"bos_token": {"__type": "AddedToken", "content": "<|begin|>"}, "eos_token": "<|eot|>"}
     others = {"tokenizer_config.json": json.dumps(config | ({"chat_template": template} if template else {}))}
     size = library.get_vocab_size()
