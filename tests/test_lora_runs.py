@@ -194,3 +194,18 @@ def test_a_flipped_bit_of_the_base_is_seen(bases: dict[str, RunConfig], tmp_path
         replicas.take()
         sums.append(int(replicas.mine))
     assert sums[0] == sums[2] != sums[1]
+
+
+def test_the_base_is_found_from_anywhere(
+    bases: dict[str, RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name that was given from one folder, in another; and where everything has moved, by the name again."""
+    monkeypatch.chdir(Path(bases["llama"].out).parent)
+    config = replace(adapting(bases["llama"], tmp_path / "run", steps=1, sample_tokens=0), init_from="llama")
+    train(config)
+    merged = load(config.out, device="cpu").flat
+    monkeypatch.chdir(tmp_path)
+    assert load(config.out, device="cpu").flat.equal(merged)
+    shutil.copytree(bases["llama"].out, tmp_path / "llama")
+    monkeypatch.setattr("handgrad.interop.adapters.PLACE", "nowhere")
+    assert load(config.out, device="cpu").flat.equal(merged)
