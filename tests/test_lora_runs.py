@@ -209,3 +209,10 @@ def test_the_base_is_found_from_anywhere(
     shutil.copytree(bases["llama"].out, tmp_path / "llama")
     monkeypatch.setattr("handgrad.interop.adapters.PLACE", "nowhere")
     assert load(config.out, device="cpu").flat.equal(merged)
+
+
+def test_fewer_positions_than_the_base(bases: dict[str, RunConfig], tmp_path: Path) -> None:
+    config = adapting(bases["gpt2"], tmp_path / "run", steps=1, sample_tokens=0, sequence_length=16)
+    train(config)
+    model, base = load(config.out, device="cpu"), load(bases["gpt2"].out, device="cpu")
+    assert model.shape.sequence_length == 16 and model.weights.wpe.equal(base.weights.wpe[:16])
