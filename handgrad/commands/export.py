@@ -5,6 +5,7 @@ from pathlib import Path
 
 from handgrad import checkpoint
 from handgrad.errors import UsageError
+from handgrad.interop import peft
 from handgrad.interop.export import EXPORT_DTYPES, export_llmc, export_model, export_peft, push
 
 
@@ -17,7 +18,7 @@ def run(parsed: Namespace) -> int:
     folder, dtype = Path(parsed.folder), EXPORT_DTYPES[parsed.dtype]
     if parsed.to == "peft":
         done = export_peft(source, folder, dtype)
-        read_back = f"every number is the same bits; the adapters of {source.manifest['init']['source']}"
+        read_back = f"every number is the same bits; the adapters of {peft.read_config(folder)[1]}"
     elif parsed.to == "hf":
         done = export_model(source, folder, dtype)
         read_back = f"the logits of {done.tokens} random tokens are the same bits"
