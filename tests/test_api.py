@@ -321,7 +321,7 @@ def test_to_other_programs_and_back(
         and model.origin["step"] == 12
     )
     assert back.logits(rows[1]).equal(model.logits(rows[1]))
-    with pytest.raises(UsageError, match="to must be one of hf, llmc, gguf; found 'onnx'"):
+    with pytest.raises(UsageError, match="to must be one of hf, peft, llmc, gguf; found 'onnx'"):
         handgrad.export(run, tmp_path / "again", to="onnx")
     with pytest.raises(UsageError, match="dtype must be one of fp32, bf16"):
         handgrad.export(run, tmp_path / "again", dtype="fp64")

@@ -194,3 +194,25 @@ def test_a_flipped_bit_of_the_base_is_seen(bases: dict[str, RunConfig], tmp_path
         replicas.take()
         sums.append(int(replicas.mine))
     assert sums[0] == sums[2] != sums[1]
+
+
+def test_the_base_is_found_from_anywhere(
+    bases: dict[str, RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name that was given from one folder, in another; and where everything has moved, by the name again."""
+    monkeypatch.chdir(Path(bases["llama"].out).parent)
+    config = replace(adapting(bases["llama"], tmp_path / "run", steps=1, sample_tokens=0), init_from="llama")
+    train(config)
+    merged = load(config.out, device="cpu").flat
+    monkeypatch.chdir(tmp_path)
+    assert load(config.out, device="cpu").flat.equal(merged)
+    shutil.copytree(bases["llama"].out, tmp_path / "llama")
+    monkeypatch.setattr("handgrad.interop.adapters.PLACE", "nowhere")
+    assert load(config.out, device="cpu").flat.equal(merged)
+
+
+def test_fewer_positions_than_the_base(bases: dict[str, RunConfig], tmp_path: Path) -> None:
+    config = adapting(bases["gpt2"], tmp_path / "run", steps=1, sample_tokens=0, sequence_length=16)
+    train(config)
+    model, base = load(config.out, device="cpu"), load(bases["gpt2"].out, device="cpu")
+    assert model.shape.sequence_length == 16 and model.weights.wpe.equal(base.weights.wpe[:16])

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from handgrad import checkpoint
 from handgrad.errors import UsageError
+from handgrad.interop import peft
 from handgrad.interop.export import EXPORT_DTYPES, export_llmc, export_model, export_peft, push
 from handgrad.interop.gguf_file import GGUF_TYPES, export_gguf
 from handgrad.names import check_choice
@@ -21,7 +22,7 @@ def run(parsed: Namespace) -> int:
     path, read_back = Path(parsed.folder), "every number is the same bits"
     if parsed.to == "peft":
         done = export_peft(source, path, EXPORT_DTYPES[dtype])
-        read_back += f"; the adapters of {source.manifest['init']['source']}"
+        read_back += f"; the adapters of {peft.read_config(path)[1]}"
     elif parsed.to == "hf":
         done = export_model(source, path, EXPORT_DTYPES[dtype])
         read_back = f"the logits of {done.tokens} random tokens are the same bits"

@@ -15,11 +15,13 @@ from handgrad.lora_shape import parse_lora
 from handgrad.models import parameter_table
 from handgrad.models.rows import ParameterRow
 
+PLACE = "path"  # of the weights, in a manifest's word on where they came from
+
 
 def located(weights: Weights) -> Weights:
     """The weights with their place in their origin: a run of adapters finds them there again."""
     folder = Path(weights.origin["source"]) if weights.checkpoint is None else weights.checkpoint.folder
-    place = {"path": str(folder.absolute())} if folder.exists() else {}  # else a name on the Hub
+    place = {PLACE: str(folder.absolute())} if folder.exists() else {}  # else a name on the Hub
     return replace(weights, origin=weights.origin | place)
 
 
@@ -27,7 +29,7 @@ def base_of(found: Checkpoint, open_weights: Callable[[str], Weights]) -> Weight
     """The weights that a checkpoint's adapters belong to, by `open_weights`. Raises `DataError` if they are gone, or
     others."""
     origin = found.manifest.get("init") or {}
-    source, place = str(origin.get("source", "")), str(origin.get("path", ""))
+    source, place = str(origin.get("source", "")), str(origin.get(PLACE, ""))
     where = place if place and Path(place).exists() else source
     try:
         base = open_weights(where)

@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from handgrad.checkpoint import Checkpoint, Stored, safetensors_bytes, write_file
+from handgrad.checkpoint import Checkpoint, Stored, peek, safetensors_bytes, write_file
 from handgrad.config import ModelShape
 from handgrad.errors import DataError, StorageError, UsageError
 from handgrad.evaluation.load import Weights, checkpoint_weights
 from handgrad.files import check_free, file_sha256, whole
 from handgrad.interop import huggingface
-from handgrad.interop.adapters import merging, stored_adapters
+from handgrad.interop.adapters import PLACE, merging, stored_adapters
 from handgrad.lora.tables import MATRICES, Adapter, Part, adapters_of
 from handgrad.lora_shape import LoraShape, parse_lora
 from handgrad.models import parameter_table
@@ -97,7 +97,7 @@ def write_folder(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype) -> in
     weights = checkpoint_weights(checkpoint)
     if not weights.config.lora:
         raise UsageError(f"{checkpoint.folder} has no adapters, they come from train --lora; --to hf writes its weights")
-    lora, shape, base = parse_lora(weights.config.lora), weights.shape, checkpoint.manifest["init"]["source"]
+    lora, shape, base = parse_lora(weights.config.lora), weights.shape, base_name(checkpoint.manifest["init"])
     adapters, tensor = stored_adapters(checkpoint, weights)
     tensors = {name: values.to(dtype) for name, values in their_tensors(shape, adapters, tensor)}
     with whole(folder) as partial:
@@ -113,6 +113,13 @@ def write_folder(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype) -> in
                 f"reading back {folder} gave other numbers than {checkpoint.folder}; check the disk, try again"
             )
     return (folder / WEIGHTS_FILE).stat().st_size
+
+
+def base_name(origin: dict[str, Any]) -> str:
+    """The name of the weights that were adapted: the user's word, of an imported run that of its source."""
+    found = peek(Path(origin[PLACE])) if origin["from"] == "checkpoint" and PLACE in origin else None
+    imported = found[1].get("imported", {}) if found else {}
+    return str(imported["source"] if imported.get("from") == "hf" else origin["source"])
 
 
 @dataclass(frozen=True)

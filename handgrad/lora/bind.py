@@ -248,7 +248,8 @@ class WithAdapters(ModuleType):
     def wide(self, bound: Bound) -> Tensor:
         """s B (O, R) of all parts."""
         adapter, wide = bound.adapter, self.matrix("lora.wide", bound.adapter)
-        wide.zero_()
+        if adapter.parts[0].outputs != slice(0, adapter.outputs):  # else every number is written below
+            wide.zero_()
         for part, columns, rows in adapter.places():
             torch.mul(bound.b[rows], adapter.scale, out=wide[part.outputs, columns])
         return wide

@@ -187,6 +187,13 @@ def test_a_base_beside_its_adapters(base: Callable, tmp_path: Path) -> None:
     assert open_weights(str(tmp_path / "peft")).shape == open_weights(str(base("llama"))).shape
 
 
+def test_the_base_of_an_imported_run_is_its_source(base: Callable, tmp_path: Path) -> None:
+    assert main(["import", str(base("llama")), "--out", str(tmp_path / "imported")]) == 0
+    run = adapted_run(tmp_path / "imported", tmp_path / "run", "rank=3,on=q")
+    export_peft(checkpoint.find(str(run)), tmp_path / "peft")
+    assert read_config(tmp_path / "peft")[1] == str(base("llama"))
+
+
 def test_a_base_that_is_given(base: Callable, tmp_path: Path) -> None:
     run = adapted_run(base("llama"), tmp_path / "run", "rank=3,on=q")
     export_peft(checkpoint.find(str(run)), tmp_path / "peft")
