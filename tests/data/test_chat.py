@@ -54,8 +54,8 @@ def read_back(dataset):
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "gpt2", "chatml", "thinks", "wide"])
-def test_conversations_come_back(tmp_path, source, tokenizer):
-    """In shards that cut them anywhere: the text of each as its template says, and what the assistant says in it."""
+def test_conversations_come_back(tmp_path, source, small_units, tokenizer):
+    """In shards that cut them anywhere, written in several goes: each as its template says, and what the assistant says."""
     spec = tokenizer
     if tokenizer in (*TEMPLATES, "wide"):
         made = made_tokenizer(TEMPLATES.get(tokenizer, CHATML), filler=66_000 if tokenizer == "wide" else 0)

@@ -47,6 +47,10 @@ def test_questions_about_turns_before():
     assert questions.check(asked("What is 1 + 1?", "And plus 9?", "And plus 5?"), "16")
     for unknown in (["And plus 1?"], ["Who has the cup?"], [world, "Who has the pen?"], ["Why?"], []):
         assert questions.known_answer(asked(*unknown)) is None and questions.kind_of(asked(*unknown)) is None
+    told = [f"{one} has the {colour} cup. Who has the cup?" for one in questions.PEOPLE for colour in questions.COLOURS]
+    assert len({questions.is_held_out([each, "What colour is the cup?"]) for each in told}) == 2, (
+        "the world decides as well"
+    )
 
 
 def test_conversations():

@@ -9,7 +9,7 @@ import torch
 from handgrad.data import workers
 from handgrad.data.batches import Batches
 from handgrad.data.prepare import PrepareOptions, prepare
-from handgrad.data.shards import WIDE, header, open_dataset
+from handgrad.data.shards import NARROW, WIDE, header, open_dataset, token_form
 from handgrad.errors import DataError
 from tests.data.chats import made_tokenizer, write_folder
 from tests.data.conftest import contents, flip_bit
@@ -23,7 +23,8 @@ def model(tmp_path_factory):
 
 
 def test_a_vocabulary_above_65536(tmp_path, make_text, small_units, monkeypatch, model):
-    """Its tokens come back, a batch has them, and an interrupted attempt goes on to the same bytes."""
+    """A token less has 16 bits; its tokens come back, a batch has them, and an interrupted attempt goes on to the same bytes."""
+    assert token_form(1 << 16) is NARROW and token_form((1 << 16) + 1) is WIDE
     source, text = tmp_path / "a.txt", make_text(20_000)
     source.write_text(text)
     options = [
