@@ -243,8 +243,8 @@ def other_rate(patching: pytest.MonkeyPatch) -> None:
 
 
 def swapped_sample(patching: pytest.MonkeyPatch) -> None:
-    original, swapped = Batches.window, {FAULTY * 8 + 1: 3}
-    patching.setattr(Batches, "window", lambda batches, sample: original(batches, swapped.get(sample, sample)))
+    original, swapped = Batches.locate, {FAULTY * 8 + 1: 3}
+    patching.setattr(Batches, "locate", lambda batches, sample: original(batches, swapped.get(sample, sample)))
 
 
 @pytest.mark.parametrize(
