@@ -85,7 +85,10 @@ def test_ranks_and_kills_do_not_matter(
     launcher.run(2, command)
     same_run(tmp_path / "alone", tmp_path / "run", 4)
     steps = records(tmp_path / "run", ("step",))
-    assert all(0 < step["trained_tokens"] < 512 for step in steps)
+    if (data, packing) == ("documents", "masked"):
+        assert not any("trained_tokens" in step for step in steps), "all are trained"
+    else:
+        assert all(0 < step["trained_tokens"] < 512 for step in steps)
     assert len({step["trained_tokens"] for step in steps}) > 1
 
 

@@ -11,9 +11,9 @@ first of a shard all. Each token is scored once, after at least `sequence_length
 that precede it.
 
 Three packings: `stream` is the above. `masked` has the same windows and says where in them a document starts, so that
-attention stays inside; the first token of a document is no target, for nothing of its document precedes it. `whole` fills
-a row with whole documents (`packing.rows_of_whole_documents`) and pads it with end-of-text. Of chat data, only what the
-assistant says is a target, in every packing. What is no target is -1 in `targets`.
+attention stays inside; end-of-text, with which the next document begins, is the target of a document's last token. `whole`
+fills a row with whole documents (`packing.rows_of_whole_documents`) and pads it with end-of-text. Of chat data, only what
+the assistant says is a target, in every packing. What is no target is -1 in `targets`.
 """
 
 import functools
@@ -138,11 +138,10 @@ class Batches:
         """The tokens of a shard that are targets where a row reaches them; None: all."""
         if shard not in self._trained:
             trained = self.shards[shard].trained
-            every = np.array([[0, self.shards[shard].token_count]], np.uint32)
-            stretches = Stretches(*(every if trained is None else trained).T.astype(np.int64))
-            if self.packing != STREAM:
+            stretches = None if trained is None else Stretches(*trained.T.astype(np.int64))
+            if stretches is not None and self.packing != STREAM:
                 stretches = stretches.without(self.shards[shard].document_starts.astype(np.int64))
-            self._trained[shard] = None if trained is None and self.packing == STREAM else stretches
+            self._trained[shard] = stretches
         return self._trained[shard]
 
     def window(self, sample: int) -> np.ndarray:
@@ -193,7 +192,7 @@ class Batches:
 
     @property
     def _every_token_counts(self) -> bool:
-        return self.packing == STREAM and all(shard.trained_sha256 is None for shard in self.shards)
+        return self.packing != WHOLE and all(shard.trained_sha256 is None for shard in self.shards)
 
     @functools.cached_property
     def _scored(self) -> np.ndarray:
@@ -207,8 +206,8 @@ class Batches:
                 first, lengths = np.arange(windows) * self.stride, np.full(windows, self.sequence_length + 1)
             context = np.where(first > 0, self.sequence_length - self.stride, 0)
             trained = self._targets(shard)
-            assert trained is not None
-            counts.append(trained.count(first + 1 + context, first + lengths))
+            every = lengths - 1 - context
+            counts.append(every if trained is None else trained.count(first + 1 + context, first + lengths))
         scored = np.cumsum(np.concatenate(counts))
         if not scored[-1]:
             raise DataError(

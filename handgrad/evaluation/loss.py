@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from handgrad import devices
-from handgrad.config import STREAM, ModelShape, check_stride
+from handgrad.config import STREAM, WHOLE, ModelShape, check_stride
 from handgrad.data.batches import Batches
 from handgrad.data.shards import Dataset, open_dataset
 from handgrad.data.tokenizer import Tokenizer
@@ -73,7 +73,7 @@ def bits_per_byte(loss: float, dataset: Dataset, packing: str = STREAM) -> float
 
 def scores_all(dataset: Dataset, packing: str) -> bool:
     """True if a validation scores all tokens."""
-    return packing == STREAM and not dataset.is_chat
+    return packing != WHOLE and not dataset.is_chat
 
 
 def floor_of(dataset: Dataset, packing: str = STREAM) -> float | None:

@@ -45,9 +45,9 @@ def trained_tokens(config: RunConfig, dataset: Dataset, batches: Batches) -> Tra
 
 
 def packing_lines(config: RunConfig, dataset: Dataset) -> list[str]:
-    """The header's line about the rows of a run that does not train all of their tokens."""
+    """The header's line about rows of which not all is trained, or whose documents do not see each other."""
     if scores_all(dataset, config.packing):
-        return []
+        return [f"packing    {config.packing}: {PACKING_TEXT[config.packing]}"] if config.packed else []
     in_order = Batches(dataset.splits["train"], config.sequence_length, 0, shuffle=False, packing=config.packing)
     samples = in_order.samples_per_epoch
     places = samples * config.sequence_length

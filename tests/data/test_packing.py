@@ -57,7 +57,7 @@ def expected_row(shard, start, end, packing, chat):
         if (at in starts and n) or at == end:
             begun = n
         inputs.append(tokens[at] if at < end else END)
-        counts = at + 1 < end and at + 1 in trained and at + 1 not in starts
+        counts = at + 1 < end and at + 1 in trained and not (chat and at + 1 in starts)
         targets.append(tokens[at + 1] if counts else -1)
         first.append(begun)
     return inputs, targets, first
@@ -154,7 +154,7 @@ def test_scored_tokens(shards, packing, stride, chat):
         found = max(n for n in range(count + 1) if scored[n] <= tokens)
         assert batches.samples_of(tokens) == max(found, next(n for n in range(count + 1) if scored[n] > 0), 1)
     if (packing, chat) == ("masked", False):
-        assert batches.scored_tokens(count) < sum(T - batches.context(row) for row in range(count))
+        assert batches.scored_tokens(count) == sum(T - batches.context(row) for row in range(count))
 
 
 def test_a_sample_is_a_function_of_seed_and_number(shards):
