@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_twin import Switches, TwinTrainer
+from benchmarks.llama_twin import SHAPES as LLAMAS, sizes as llama_sizes
 from handgrad import devices, presets
 from handgrad.backend import choose_backend
 from handgrad.config import FIELDS, RunConfig, check
@@ -50,7 +51,7 @@ class Settings:
         """The run that these settings describe; raises `UsageError` if there is none."""
         values = {name: getattr(self, name) for name in NAMES & FIELDS.keys()}
         tokens_per_step = self.micro_steps * self.micro_batch * self.sequence_length
-        sizes = presets.model(self.model)
+        sizes = llama_sizes(self.model) if self.model in LLAMAS else presets.model(self.model)
         if sizes["architecture"] == "modern":
             values["optimizer"] = "muon"
         values |= {**sizes, "techniques": self.techniques, "tokens_per_step": tokens_per_step}

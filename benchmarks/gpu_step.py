@@ -115,10 +115,16 @@ def started(name: str, line: list[str], folder: Path, row: dict[str, Any], *, tw
 
 
 def measure(
-    commands: dict[str, list[str]], seconds: float, turn_seconds: float, device: torch.device, *, twice: bool = True
+    commands: dict[str, list[str]],
+    seconds: float,
+    turn_seconds: float,
+    device: torch.device,
+    *,
+    twice: bool = True,
+    single_steps: int = 0,
 ) -> dict[str, Any]:
     """Starts all contenders, alternates between them and returns a row of raw figures for each. A failing one leaves the
-    field, with its reason in the row.
+    field, with its reason in the row. `single_steps` behind the first come one by one, untimed, for their `losses`.
 
     While one starts or works, the others sleep, so the growth of the device's memory belongs to that one.
     """
@@ -130,6 +136,9 @@ def measure(
             before = used_bytes(device)
             try:
                 peers[name] = started(name, line, Path(folder), rows[name], twice=twice)
+                if single_steps:
+                    followed = [peers[name].ask("go 0")["loss"] for _ in range(single_steps)]
+                    rows[name]["losses"] = [rows[name]["first_loss"], *followed]
             except PeerFailed as failure:
                 rows[name]["failed"] = str(failure)
                 note(f"{name}: {failure}")

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.llama_twin import LlamaGpuTwin
 from benchmarks.modern_twin import ModernGpuTwin, modern_optimizer
 from benchmarks.twin import Block, Twin, optimizer_of
 from handgrad.config import ModelShape, RunConfig
@@ -213,6 +214,9 @@ def use_float8(blocks: nn.Module, which: str, device: torch.device) -> None:
     float8.convert_to_float8_training(blocks, config=wanted, module_filter_fn=taken)
 
 
+NETWORKS: dict[str, Any] = {"gpt2": GpuTwin, "modern": ModernGpuTwin, "llama": LlamaGpuTwin}
+
+
 class TwinTrainer:
     """The twin, its optimizer and its steps. Sets torch's global switches: one trainer per process."""
 
@@ -226,7 +230,7 @@ class TwinTrainer:
             torch.backends.cuda.matmul.allow_tf32 = switches.tf32
         modern = shape.architecture == "modern"
         with device:
-            self.twin = ModernGpuTwin(shape, switches) if modern else GpuTwin(shape, switches)
+            self.twin = NETWORKS[shape.architecture](shape, switches)
         use_float8(self.twin.blocks, switches.float8, device)
         make = modern_optimizer if modern else optimizer_of
         self.optimizer: Any = make(self.twin, config, fused=switches.fused)

@@ -4,7 +4,7 @@ Both contenders of a shape run in processes of their own, each with its own peak
 other load affects both alike. Weights are random: the work is the same. `--rounds 0` prints the plans alone.
 
     python -m benchmarks.lora --device cuda --out benchmarks/results/NAME.json
-    python -m benchmarks.lora --shapes tiny --device cpu
+    python -m benchmarks.lora --shapes tiny-llama --device cpu
 """
 
 import argparse
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.llama_twin import LARGE, SHAPES, sizes
 from benchmarks.record import keep_commit, write_record
 from benchmarks.step import SameBatch
 from benchmarks.turns import Peer, PeerFailed, answers, excuses, memory, note, say
@@ -29,25 +30,12 @@ from handgrad.training.design import Design
 
 WARM_UP = 2  # turns that do not count
 
-# (vocabulary, layers, heads, channels, the family's numbers), as published on the Hub.
-SHAPES: dict[str, tuple[int, int, int, int, str]] = {
-    "tiny": (300, 2, 4, 32, "kv_heads=2,tied"),
-    "SmolLM2-135M": (49152, 30, 9, 576, "kv_heads=3,feed_forward=1536,tied,rotary_base=100000.0"),
-    "Qwen3-0.6B": (151936, 28, 16, 1024, "kv_heads=8,head_width=128,feed_forward=3072,tied,qk_norm"),
-    "Llama-3.2-1B": (128256, 16, 32, 2048, "kv_heads=8,feed_forward=8192,tied,rotary_base=500000.0"),
-    "Qwen2.5-1.5B": (151936, 28, 12, 1536, "kv_heads=2,feed_forward=8960,tied,qkv_bias,rotary_base=1000000.0"),
-}
 CONTENDERS = ("full", "lora")
 
 
 def config_of(shape: str, contender: str, options: argparse.Namespace) -> RunConfig:
-    _, layers, heads, channels, llama = SHAPES[shape]
     config = RunConfig(
-        architecture="llama",
-        llama=llama,
-        num_layers=layers,
-        num_heads=heads,
-        channels=channels,
+        **sizes(shape),
         sequence_length=options.sequence_length,
         micro_batch=options.micro_batch,
         tokens_per_step=options.micro_batch * options.sequence_length,
@@ -134,7 +122,7 @@ PASSED = ("lora", "micro_batch", "sequence_length", "precision", "recompute", "d
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default=",".join(name for name in SHAPES if name != "tiny"))
+    parser.add_argument("--shapes", default=",".join(LARGE))
     parser.add_argument("--lora", default="rank=16,alpha=32")
     parser.add_argument("--micro-batch", type=int, default=4)
     parser.add_argument("--sequence-length", type=int, default=2048)

@@ -158,16 +158,16 @@ def test_training_in_steps_gives_the_merged_model(bases: dict[str, RunConfig], t
 
 def test_the_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     """Plans and a few steps of both contenders, at a tiny size on a CPU."""
-    given = ["lora", "--shapes=tiny", "--device=cpu", "--precision=fp32", "--sequence-length=16", "--micro-batch=1"]
+    given = ["lora", "--shapes=tiny-llama", "--device=cpu", "--precision=fp32", "--sequence-length=16", "--micro-batch=1"]
     out = tmp_path / "record.json"
     monkeypatch.setattr(sys, "argv", [*given, "--rounds=2", "--lora=rank=2", f"--out={out}"])
     lora.main()
-    figures = json.loads(out.read_text())["figures"]["tiny"]
+    figures = json.loads(out.read_text())["figures"]["tiny-llama"]
     assert figures["lora"]["trained_parameters"] < figures["full"]["trained_parameters"] / 10
     assert all(row["tokens_per_second"] > 0 for row in figures.values())
     more = figures["lora"]["plan_bytes"].keys() - figures["full"]["plan_bytes"].keys()
     assert more == {"frozen weights", "adapters at work"}
-    assert "tiny            lora" in capsys.readouterr().out
+    assert "tiny-llama      lora" in capsys.readouterr().out
 
 
 def test_tasks_and_a_replay_see_the_adapters(bases: dict[str, RunConfig], tmp_path: Path) -> None:

@@ -1,0 +1,170 @@
+"""Whole steps of Llama models at their published sizes: handgrad, the tuned twin, and transformers under its Trainer.
+
+Weights are random and the same for all contenders, which alternate as in `handgrad bench step`. The losses of their first
+steps must agree: else one of them computes another model, and the command ends with 1.
+
+    python -m benchmarks.llama_speed --out-folder benchmarks/results
+    python -m benchmarks.llama_speed --shapes tiny-llama --device cpu --precision fp32
+"""
+
+import argparse
+import dataclasses
+import importlib.metadata
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks import gpu_step
+from benchmarks.contenders import Settings, TwinRun, tokens_of
+from benchmarks.gpu_twin import check_libraries, switches_of
+from benchmarks.llama_twin import LARGE, SHAPES
+from benchmarks.record import keep_commit, write_record
+from benchmarks.trainer_run import TrainerRun
+from benchmarks.turns import Run, answers, contend
+from handgrad import devices
+from handgrad.errors import HandgradError, UsageError
+from handgrad.models import architecture
+
+TRAINERS = {"transformers": False, "transformers-compiled": True}  # torch.compile
+TWINS = ("twin-cudnn+stream+regional", "twin-flash+stream+regional", "twin-flash+stream")
+MICRO_BATCHES = {"SmolLM2-135M": 32, "Qwen3-0.6B": 8, "Llama-3.2-1B": 8, "Qwen2.5-1.5B": 8}  # for 141 GB; elsewhere 2
+
+FIRST_STEPS = 5  # whose losses are compared
+LARGEST_DIFFERENCE = 0.02  # in nats, of these losses: bf16's rounding is a tenth of it
+
+
+def default_contenders() -> str:
+    liger = ("twin-flash+stream+regional+liger",) if importlib.util.find_spec("liger_kernel") else ()
+    return ",".join(("handgrad", *TWINS, *liger, *TRAINERS))
+
+
+def check_contenders(text: str) -> list[str]:
+    """The names in a comma-separated list; raises `UsageError` for an unknown one or a twin's missing library."""
+    given = [name.strip() for name in text.split(",") if name.strip()]
+    others = [name for name in given if name not in TRAINERS]
+    if others:
+        gpu_step.check_contenders(",".join(others))
+    for switches in map(switches_of, others):
+        if switches is not None:
+            check_libraries(switches)
+            if switches.attention == "plain" or switches.float8 != "none":
+                raise UsageError(f"expected twins of the Llama family with fused attention in bf16, found {text!r}")
+    return given
+
+
+def make_run(name: str, settings: Settings) -> Run:
+    """A contender, in its own process, from handgrad's initial weights."""
+    config, tokens = settings.config(), tokens_of(settings)
+    if name in TRAINERS:
+        return TrainerRun(config, tokens, compiled=TRAINERS[name])
+    if switches := switches_of(name):
+        on_gpu, bf16 = config.device == "cuda", config.precision == "bf16"
+        chosen = dataclasses.replace(
+            switches, compiled=on_gpu, autocast=bf16, bf16_stream=switches.bf16_stream and bf16, tf32=bf16
+        )
+        return TwinRun(config, tokens, chosen, same_weights=True)
+    return gpu_step.make_run(name, settings)
+
+
+def add_comparisons(rows: dict[str, Any]) -> None:
+    """Adds to each row its speed over the fastest peer's, and the largest distance of its first losses from handgrad's."""
+    twin, measure = gpu_step.best_twin(rows), rows.get("handgrad", {}).get("losses")
+    for row in rows.values():
+        if twin and "tokens_per_second" in row:
+            row["times_best_twin"] = row["tokens_per_second"] / rows[twin]["tokens_per_second"]
+        if measure and "losses" in row:
+            row["loss_difference"] = max(abs(a - b) for a, b in zip(row["losses"], measure, strict=True))
+
+
+def other_models(rows: dict[str, Any]) -> list[str]:
+    """The contenders that compute something else than handgrad, a line each."""
+    return [
+        f"{name}: expected the first losses within {LARGEST_DIFFERENCE} of handgrad's, found {row['losses']}"
+        for name, row in rows.items()
+        if not row.get("loss_difference", 0.0) <= LARGEST_DIFFERENCE  # NaN is none
+    ]
+
+
+def compare(settings: Settings, names: list[str], seconds: float, turn_seconds: float, out: str) -> dict[str, Any]:
+    """Measures one shape, prints its table, writes the record to `out` if that is not empty; returns the rows."""
+    device, config, tokens = devices.resolve_device(settings.device), settings.config(), tokens_of(settings)
+    commands = {name: [sys.executable, "-m", "benchmarks.llama_speed", name, settings.to_json()] for name in names}
+    raw = gpu_step.measure(commands, seconds, turn_seconds, device, twice=False, single_steps=FIRST_STEPS - 1)
+    shape = config.shape(tokens.vocab_size)
+    flops, peak = architecture(shape).flops_per_token(shape), devices.peak_flops(device)
+    rows = {name: gpu_step.figures(row, config.tokens_per_step, flops, peak) for name, row in raw.items()}
+    add_comparisons(rows)
+    batch = f"steps of {settings.micro_steps} x {settings.micro_batch} x {settings.sequence_length} tokens"
+    print(f"\n{settings.model}, {settings.precision}, {batch}, {devices.describe(device)}; memory in GiB\n")
+    print("\n".join(gpu_step.table(rows)))
+    for name, row in rows.items():
+        if "loss_difference" in row:
+            print(f"{name}: loss {row['losses'][0]:.5f} at step 1, within {row['loss_difference']:.1e} of handgrad's")
+    if out:
+        described = {**dataclasses.asdict(settings), "seconds": seconds, "turn_seconds": turn_seconds}
+        versions = {**gpu_step.libraries(), **{name: version(name) for name in ("transformers", "accelerate")}}
+        counted = {"flops_per_token": flops, "peak_flop_per_second": peak}
+        figures = gpu_step.rounded(rows)
+        write_record(out, device, settings=described, tokens=tokens.words, libraries=versions, **counted, figures=figures)
+    return rows
+
+
+def version(library: str) -> str | None:
+    try:
+        return importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def parse(given: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default=",".join(LARGE))
+    parser.add_argument("--contenders", default=default_contenders())
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--precision", default="bf16", choices=("bf16", "fp32"))
+    parser.add_argument("--sequence-length", type=int, default=2048)
+    parser.add_argument("--micro-batch", type=int, default=0, help="of all contenders; 0: by shape")
+    parser.add_argument("--micro-steps", type=int, default=1)
+    parser.add_argument("--recompute", type=int, default=0, help="of handgrad")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each contender")
+    parser.add_argument("--turn-seconds", type=float, default=5.0)
+    parser.add_argument("--out-folder", default="", help="for a record of each shape")
+    return parser.parse_args(given)
+
+
+def main() -> int:
+    options = parse()
+    names, shapes = check_contenders(options.contenders), options.shapes.split(",")
+    if unknown := [shape for shape in shapes if shape not in SHAPES]:
+        raise UsageError(f"unknown shapes {', '.join(unknown)}; known: {', '.join(SHAPES)}")
+    keep_commit()
+    lines = []
+    for shape in shapes:
+        settings = Settings(
+            model=shape,
+            micro_batch=options.micro_batch or MICRO_BATCHES.get(shape, 2),
+            micro_steps=options.micro_steps,
+            sequence_length=options.sequence_length,
+            precision=options.precision,
+            recompute=options.recompute,
+            device=options.device,
+            vocab_size=SHAPES[shape][0],
+        )
+        kind = "h200" if options.device == "cuda" else options.device
+        out = Path(options.out_folder) / f"{kind}-llama-speed-{shape.lower()}.json" if options.out_folder else ""
+        lines += other_models(compare(settings, names, options.seconds, options.turn_seconds, str(out)))
+    print("\n".join(lines), file=sys.stderr)
+    return 1 if lines else 0
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 3 and sys.argv[2].startswith("{"):
+        _name, _settings = sys.argv[1], Settings.from_json(sys.argv[2])
+        _pipe = answers()
+        contend(lambda: make_run(_name, _settings), devices.resolve_device(_settings.device), sys.stdin, _pipe)
+    else:
+        try:
+            sys.exit(main())
+        except HandgradError as error:
+            sys.exit(f"error: {error}")

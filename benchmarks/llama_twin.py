@@ -1,0 +1,130 @@
+"""The peer of the Llama family: the same in plain PyTorch with autograd, under handgrad's names, tuned for a GPU. And the
+published sizes that the benchmarks measure.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.modern_twin import rotated
+from handgrad.config import ModelShape
+from handgrad.models.rows import ParameterRow
+
+if TYPE_CHECKING:
+    from benchmarks.gpu_twin import Switches
+
+# (vocabulary, layers, heads, channels, the family's numbers), as published on the Hub.
+SHAPES: dict[str, tuple[int, int, int, int, str]] = {
+    "tiny-llama": (300, 2, 4, 32, "kv_heads=2,tied"),
+    "SmolLM2-135M": (49152, 30, 9, 576, "kv_heads=3,feed_forward=1536,tied,rotary_base=100000.0"),
+    "Qwen3-0.6B": (
+        *(151936, 28, 16, 1024),
+        "kv_heads=8,head_width=128,feed_forward=3072,norm_epsilon=1e-06,tied,qk_norm,rotary_base=1000000.0",
+    ),
+    "Llama-3.2-1B": (
+        *(128256, 16, 32, 2048),
+        "kv_heads=8,feed_forward=8192,tied,rotary_base=500000.0,rope=llama3,rope_factor=32.0",
+    ),
+    "Qwen2.5-1.5B": (
+        *(151936, 28, 12, 1536),
+        "kv_heads=2,feed_forward=8960,norm_epsilon=1e-06,tied,qkv_bias,rotary_base=1000000.0",
+    ),
+}
+LARGE = [name for name in SHAPES if name != "tiny-llama"]
+
+
+def sizes(name: str) -> dict[str, Any]:
+    """The fields of a run's configuration for a name in `SHAPES`."""
+    _, layers, heads, channels, llama = SHAPES[name]
+    return {"architecture": "llama", "llama": llama, "num_layers": layers, "num_heads": heads, "channels": channels}
+
+
+class LlamaBlock(nn.Module):
+    """A block: attention with grouped heads, then SwiGLU."""
+
+    def __init__(self, shape: ModelShape):
+        super().__init__()
+        self.shape, family, C = shape, shape.family, shape.channels
+        D, epsilon = family.head_width, family.norm_epsilon
+        self.norm1, self.norm2 = nn.RMSNorm(C, epsilon), nn.RMSNorm(C, epsilon)
+        self.qkv = nn.Linear(C, (shape.num_heads + 2 * family.kv_heads) * D, bias=family.qkv_bias)
+        self.proj = nn.Linear(shape.num_heads * D, C, bias=False)
+        self.gate_up = nn.Linear(C, 2 * family.feed_forward, bias=False)
+        self.down = nn.Linear(family.feed_forward, C, bias=False)
+        self.q, self.k = (nn.RMSNorm(D, epsilon) if family.qk_norm else nn.Identity() for _ in range(2))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x (B, T, C); cos, sin (T, D / 2)."""
+        B, T, _ = x.shape
+        H, K, D = self.shape.num_heads, self.shape.family.kv_heads, self.shape.head_width
+        heads = self.qkv(self.norm1(x)).view(B, T, H + 2 * K, D).transpose(1, 2)
+        q, k, v = heads.split((H, K, K), 1)
+        q, k = (rotated(norm(t), cos, sin).to(v.dtype) for norm, t in ((self.q, q), (self.k, k)))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=K < H)
+        x = x + self.proj(y.transpose(1, 2).reshape(B, T, H * D))
+        gate, up = self.gate_up(self.norm2(x)).chunk(2, -1)
+        return x + self.down(F.silu(gate) * up)
+
+
+class LlamaGpuTwin(nn.Module):
+    """The whole network: angles computed once, the residual stream in bf16 or float32, the head whole or by Liger's fused
+    kernel. Embedding and head have handgrad's padded rows, which the loss masks."""
+
+    def __init__(self, shape: ModelShape, switches: "Switches"):
+        super().__init__()
+        self.shape, family = shape, shape.family
+        self.bf16_stream, self.liger = switches.bf16_stream, switches.head == "liger"
+        self.wte = nn.Embedding(shape.padded_vocab_size, shape.channels)
+        self.blocks = nn.ModuleList(LlamaBlock(shape) for _ in range(shape.num_layers))
+        self.lnf = nn.RMSNorm(shape.channels, family.norm_epsilon)
+        if not family.tied:
+            self.head = nn.Linear(shape.channels, shape.padded_vocab_size, bias=False)
+        frequencies = torch.tensor(family.frequencies, dtype=torch.float64)
+        angles = torch.arange(shape.sequence_length, dtype=torch.float64, device=frequencies.device)[:, None] * frequencies
+        self.register_buffer("cos", (family.rope_scale * angles.cos()).float(), persistent=False)
+        self.register_buffer("sin", (family.rope_scale * angles.sin()).float(), persistent=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Mean loss in nats of tokens, targets (B, T)."""
+        x = self.embed(tokens)
+        cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x, cos, sin)
+        return self.loss(x, targets)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        x = self.wte(tokens)
+        return x.to(torch.bfloat16) if self.bf16_stream else x
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        weight = self.wte.weight if self.shape.family.tied else self.head.weight
+        x = self.lnf(x)
+        if self.liger:
+            from benchmarks.gpu_twin import fused_head
+
+            dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+            return fused_head(x.view(-1, x.shape[-1]).to(dtype), weight.to(dtype), targets.reshape(-1))
+        logits = F.linear(x, weight)
+        columns = logits.shape[-1]
+        if columns > self.shape.vocab_size:
+            real = torch.arange(columns, device=logits.device) < self.shape.vocab_size
+            logits = torch.where(real, logits, -torch.inf)
+        exact = torch.promote_types(logits.dtype, torch.float32)
+        return F.cross_entropy(logits.view(-1, columns).to(exact), targets.reshape(-1))
+
+    def parameter_of(self, row: ParameterRow) -> nn.Parameter:
+        """The parameter that handgrad's table calls `row.name`."""
+        if row.name in ("wte", "head"):
+            return self.get_submodule(row.name).weight
+        module, _, kind = row.name.rpartition("_")
+        return getattr(self.get_submodule(module), "weight" if kind == "gain" else kind)
+
+    @torch.no_grad()
+    def load(self, table: tuple[ParameterRow, ...], flat: Tensor) -> None:
+        """Loads the weights in handgrad's flat buffer."""
+        for row in table:
+            parameter = self.parameter_of(row)
+            parameter[: row.stored_rows].copy_(row.stored(flat))
+            parameter[row.stored_rows :].zero_()

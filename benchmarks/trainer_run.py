@@ -1,0 +1,148 @@
+"""transformers' own model of the Llama family under transformers' Trainer, with the settings that people take: bf16, fused
+AdamW, SDPA, torch.compile off or on.
+
+It starts from handgrad's initial weights and sees handgrad's samples in their order, so its losses compare.
+"""
+
+import importlib.util
+import math
+import tempfile
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.contenders import More, Tokens
+from handgrad import devices
+from handgrad.config import ModelShape, RunConfig
+from handgrad.errors import UsageError
+from handgrad.interop import huggingface, huggingface_llama
+from handgrad.models import parameter_table
+from handgrad.models.rows import flat_elements, initialize
+
+STEPS = 1 << 20  # of the Trainer, which the end of the process stops
+
+
+class Samples(torch.utils.data.Dataset):
+    """handgrad's samples. The targets are those of handgrad, of which the last belongs to the following sample."""
+
+    def __init__(self, tokens: Tokens, config: RunConfig):
+        self.tokens, self.config = tokens, config
+
+    def __len__(self) -> int:
+        return STEPS * self.config.samples_per_step
+
+    def __getitem__(self, sample: int) -> dict[str, Tensor]:
+        inputs, targets = (torch.zeros(1, self.config.sequence_length, dtype=torch.int64) for _ in range(2))
+        self.tokens.source.fill(inputs, targets, sample)
+        return {"input_ids": inputs[0], "labels": targets[0], "shift_labels": targets[0]}
+
+
+def own_model(shape: ModelShape, seed: int) -> Any:
+    """transformers' model of this shape with handgrad's initial weights of `seed`, in float32."""
+    import transformers
+
+    content = huggingface_llama.their_config(shape)
+    config = transformers.AutoConfig.for_model(content.pop("model_type"), **content, use_cache=False)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+    table, weights = parameter_table(shape), {}
+    flat = torch.zeros(flat_elements(table))
+    initialize(table, seed, lambda row, values: row.stored(flat).copy_(values))
+    for row in table:
+        theirs = huggingface.their_tensors(shape, row)
+        parts = row.stored(flat).split([dims[0] for dims in theirs.values()])
+        weights |= dict(zip(theirs, parts, strict=True))
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
+    model.tie_weights()
+    return model
+
+
+class TrainerRun:
+    """Steps of a Trainer, which runs in a thread of its own and waits between the turns."""
+
+    def __init__(self, config: RunConfig, tokens: Tokens, *, compiled: bool):
+        if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("accelerate") is None:
+            raise UsageError("transformers or accelerate is not installed here: pip install 'transformers[torch]'")
+        self.config, self.completed = config, 0
+        self.device = devices.resolve_device(config.device)
+        self.may_go, self.done = threading.Semaphore(0), threading.Semaphore(0)
+        self.losses: list[Tensor] = []
+        self.micro_losses: list[Tensor] = []
+        self.error: BaseException | None = None
+        self.trainer = self.make_trainer(tokens, compiled)
+        threading.Thread(target=self.work, daemon=True).start()
+
+    def make_trainer(self, tokens: Tokens, compiled: bool) -> Any:
+        from transformers import Trainer, TrainerCallback, TrainingArguments
+
+        run, config = self, self.config
+
+        class Turns(TrainerCallback):
+            def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                run.end_step()
+
+        class Listening(Trainer):
+            def training_step(self, *arguments: Any, **options: Any) -> Tensor:
+                loss = super().training_step(*arguments, **options)
+                run.micro_losses.append(loss.detach())
+                return loss
+
+        arguments = TrainingArguments(
+            output_dir=tempfile.gettempdir(),  # nothing is written
+            per_device_train_batch_size=config.micro_batch,
+            gradient_accumulation_steps=config.micro_steps,
+            max_steps=STEPS,
+            learning_rate=config.learning_rate,
+            lr_scheduler_type="constant",
+            weight_decay=config.weight_decay,
+            adam_beta1=config.beta1,
+            adam_beta2=config.beta2,
+            adam_epsilon=config.adam_epsilon,
+            max_grad_norm=config.clip_norm,
+            optim="adamw_torch_fused",
+            bf16=config.precision == "bf16",
+            torch_compile=compiled,
+            train_sampling_strategy="sequential",
+            remove_unused_columns=False,  # it would take away the targets
+            dataloader_pin_memory=self.device.type == "cuda",
+            use_cpu=self.device.type == "cpu",
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+            report_to="none",
+            seed=config.seed,
+        )
+        model = own_model(config.shape(tokens.vocab_size), config.seed)
+        return Listening(model=model, args=arguments, train_dataset=Samples(tokens, config), callbacks=[Turns()])
+
+    def work(self) -> None:
+        """The Trainer's thread."""
+        self.may_go.acquire()
+        try:
+            self.trainer.train()
+        except BaseException as error:  # for the thread that asks
+            self.error = error
+        self.done.release()
+
+    def end_step(self) -> None:
+        """In the Trainer's thread, after every step: waits where a turn is over."""
+        self.losses.append(torch.stack(self.micro_losses).sum())
+        self.micro_losses.clear()
+        self.completed += 1
+        if not self.more(len(self.losses)):
+            self.done.release()
+            self.may_go.acquire()
+
+    def turn(self, more: More) -> list[float]:
+        """Makes steps while `more` returns True, at least one; returns their losses."""
+        self.more = more
+        self.losses.clear()
+        self.may_go.release()
+        self.done.acquire()
+        if self.error is not None:
+            raise self.error
+        losses = [loss.item() for loss in self.losses]
+        assert all(map(math.isfinite, losses)), f"expected finite losses of the Trainer, found {losses}"
+        return losses
