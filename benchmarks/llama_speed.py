@@ -15,6 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks import gpu_step
 from benchmarks.contenders import Settings, TwinRun, tokens_of
 from benchmarks.gpu_twin import check_libraries, switches_of
@@ -74,7 +76,7 @@ def add_comparisons(rows: dict[str, Any]) -> None:
         if twin and "tokens_per_second" in row:
             row["times_best_twin"] = row["tokens_per_second"] / rows[twin]["tokens_per_second"]
         if measure and "losses" in row:
-            row["loss_difference"] = max(abs(a - b) for a, b in zip(row["losses"], measure, strict=True))
+            row["loss_difference"] = float(np.abs(np.subtract(row["losses"], measure)).max())  # NaN if one of them is
 
 
 def other_models(rows: dict[str, Any]) -> list[str]:

@@ -1,9 +1,11 @@
 """Adapters beside full finetuning: memory and time of a step, for the shapes of Llama models that people finetune.
 
 Both contenders of a shape run in processes of their own, each with its own peak of memory, and make steps by turns, so
-other load affects both alike. Weights are random: the work is the same. `--rounds 0` prints the plans alone.
+other load affects both alike. Weights are random: the work is the same. `--rounds 0` prints the plans alone. `--cap` says
+which of them fit into so many GiB.
 
     python -m benchmarks.lora --device cuda --out benchmarks/results/NAME.json
+    python -m benchmarks.lora --cap 8,16,24 --micro-batch 1 --recompute 2 --device cuda
     python -m benchmarks.lora --shapes tiny-llama --device cpu
 """
 
@@ -22,6 +24,7 @@ from benchmarks.step import SameBatch
 from benchmarks.turns import Peer, PeerFailed, answers, excuses, memory, note, say
 from handgrad import devices
 from handgrad.config import RunConfig, check
+from handgrad.errors import HandgradError, UsageError
 from handgrad.format import human_bytes
 from handgrad.run.assemble import allocate, bind
 from handgrad.run.header import trained_parameters
@@ -29,6 +32,8 @@ from handgrad.run.resolve import resolve
 from handgrad.training.design import Design
 
 WARM_UP = 2  # turns that do not count
+CONTEXT_GIB = 0.75  # of a GPU's memory, taken by the driver's context and the libraries: outside torch's allocator
+GIB = 2**30
 
 CONTENDERS = ("full", "lora")
 
@@ -55,6 +60,7 @@ def contend(shape: str, contender: str, options: argparse.Namespace) -> None:
     """A contender's process: answers each line on stdin with a step's time and its peak of memory."""
     pipe = answers()
     with excuses(pipe):
+        limit_memory(options)
         design = design_of(shape, contender, options)
         state, scaling = allocate(design)
         generator = torch.Generator().manual_seed(0)
@@ -71,9 +77,26 @@ def contend(shape: str, contender: str, options: argparse.Namespace) -> None:
             say(pipe, {"seconds": time.perf_counter() - begun, "loss": loss, **memory(design.device)})
 
 
+def limit_memory(options: argparse.Namespace) -> None:
+    """Limits torch's allocator, from which handgrad has all its memory, to --cap GiB less those of a context."""
+    if not options.cap:
+        return
+    device = devices.resolve_device(options.device)
+    if device.type != "cuda":
+        raise UsageError("--cap limits the memory of a GPU, found --device cpu; `handgrad plan` counts without one")
+    total = torch.cuda.mem_get_info(device)[1]
+    torch.cuda.set_per_process_memory_fraction(min(1.0, (float(options.cap) - CONTEXT_GIB) * GIB / total), device)
+
+
+def fits(shape: str, cap: str, options: argparse.Namespace) -> dict[str, bool]:
+    """Of both contenders: True if a few steps run within `cap` GiB of a GPU."""
+    turns = take_turns(shape, argparse.Namespace(**{**vars(options), "cap": cap, "rounds": 1}))
+    return {name: name in turns for name in CONTENDERS}
+
+
 def take_turns(shape: str, options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """The turns of both, or nothing of one that fails."""
-    given = [f"--{name.replace('_', '-')}={value}" for name, value in vars(options).items() if name in PASSED]
+    """The turns of both, or nothing of one that runs out of memory."""
+    given = [f"--{name.replace('_', '-')}={value}" for name, value in vars(options).items() if name in (*PASSED, "cap")]
     command = [sys.executable, "-m", "benchmarks.lora", f"--shapes={shape}", *given]
     peers = {name: Peer(name, [*command, f"--contender={name}"]) for name in CONTENDERS}
     turns: dict[str, list[dict[str, Any]]] = {name: [] for name in CONTENDERS}
@@ -82,16 +105,21 @@ def take_turns(shape: str, options: argparse.Namespace) -> dict[str, list[dict[s
             try:
                 turns[name].append(peer.ask("step"))
             except PeerFailed as failure:
-                note(f"{shape}, {name}: {failure}")
+                note(f"{shape}, {name}{f', {options.cap} GiB' if options.cap else ''}: {failure}")
+                peer.close()
                 del peers[name], turns[name]
+                if options.cap and not str(failure).startswith("out of memory"):
+                    raise UsageError(f"{shape}, {name}, failed otherwise than for want of memory: {failure}") from failure
     for peer in peers.values():
         peer.close()
     return turns
 
 
 def figures_of(shape: str, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Of both contenders: the plan by component, the parameters that train, and what was measured."""
-    turns = take_turns(shape, options) if options.rounds else {}
+    """Of both contenders: the plan by component, the parameters that train, and what was measured; with --cap, the caps
+    that it fits."""
+    caps = {cap: fits(shape, cap, options) for cap in options.cap.split(",")} if options.cap else {}
+    turns = take_turns(shape, options) if options.rounds and not caps else {}
     figures: dict[str, dict[str, Any]] = {}
     for name in CONTENDERS:
         design = design_of(shape, name, options)
@@ -101,6 +129,8 @@ def figures_of(shape: str, options: argparse.Namespace) -> dict[str, dict[str, A
             tokens = options.micro_batch * options.sequence_length
             row |= {"seconds_per_step": round(seconds, 5), "tokens_per_second": round(tokens / seconds, 1)}
             row |= {"peak_bytes": counted[-1]["allocated_bytes"], "loss": round(counted[-1]["loss"], 5)}
+        if caps:
+            row["fits_gib"] = {cap: found[name] for cap, found in caps.items()}
         figures[name] = row
     return figures
 
@@ -113,7 +143,9 @@ def table(figures: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
             rate = f"{row['tokens_per_second']:.0f}" if "tokens_per_second" in row else "-"
             step = f"{row['seconds_per_step'] * 1e3:.1f}" if "seconds_per_step" in row else "-"
             planned = human_bytes(sum(row["plan_bytes"].values()))
-            lines.append(f"{shape:<16}{name:<6}{row['trained_parameters']:>12}{planned:>12}{peak:>12}{step:>10}{rate:>10}")
+            caps = "".join(f"  {cap} GiB: {'fits' if found else 'no':<4}" for cap, found in row.get("fits_gib", {}).items())
+            figure = f"{row['trained_parameters']:>12}{planned:>12}{peak:>12}{step:>10}{rate:>10}{caps}"
+            lines.append(f"{shape:<16}{name:<6}{figure}".rstrip())
     return lines
 
 
@@ -129,6 +161,7 @@ def main() -> None:
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--recompute", type=int, default=1)
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--cap", default="", help="GiB of GPUs, with commas: which fit? Nothing else is measured")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--out", default="")
     parser.add_argument("--contender", default="", help=argparse.SUPPRESS)
@@ -144,9 +177,12 @@ def main() -> None:
     )
     print("\n".join(table(figures)))
     if options.out:
-        settings = {name: getattr(options, name) for name in (*PASSED, "rounds")}
+        settings = {name: getattr(options, name) for name in (*PASSED, "cap", "rounds")}
         write_record(options.out, device, settings=settings, figures=figures)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except HandgradError as error:
+        sys.exit(f"error: {error}")

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks import lora
+from benchmarks.turns import PeerFailed
 from handgrad.api.model import load
 from handgrad.api.training import Training
 from handgrad.checkpoint import find
@@ -168,6 +170,48 @@ def test_the_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     more = figures["lora"]["plan_bytes"].keys() - figures["full"]["plan_bytes"].keys()
     assert more == {"frozen weights", "adapters at work"}
     assert "tiny-llama      lora" in capsys.readouterr().out
+
+
+def test_the_benchmark_within_caps(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """A contender without memory does not fit; one that fails otherwise says nothing about memory."""
+    asked = list[str]()
+
+    class Card:
+        """A contender's process: adapters run in 8 GiB, all else in 16."""
+
+        def __init__(self, name: str, command: list[str]):
+            cap = float(next(part for part in command if part.startswith("--cap=")).removeprefix("--cap="))
+            self.enough = cap >= (8 if name == "lora" else 16)
+            asked.append(f"{name} {cap:g}")
+
+        def ask(self, line: str) -> dict:
+            if not self.enough:
+                raise PeerFailed("out of memory; a smaller --micro-batch may fit")
+            return {"seconds": 1.0, "loss": 2.0, "allocated_bytes": 1, "reserved_bytes": 1}
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(lora, "Peer", Card)
+    monkeypatch.setattr(sys, "argv", ["lora", "--shapes=tiny-llama", "--device=cpu", "--precision=fp32", "--cap=4,8,16"])
+    lora.main()
+    full, adapters = capsys.readouterr().out.splitlines()[-2:]
+    assert full.endswith("  4 GiB: no    8 GiB: no    16 GiB: fits")
+    assert adapters.endswith("  4 GiB: no    8 GiB: fits  16 GiB: fits")
+    assert asked == [f"{name} {cap}" for cap in (4, 8, 16) for name in ("full", "lora")]
+
+
+def test_a_cap_is_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its context counts; a CPU has no cap, and that is not called a lack of memory."""
+    fractions = list[float]()
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 140 << 30))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda fraction, device: fractions.append(fraction))
+    monkeypatch.setattr(lora.devices, "resolve_device", torch.device)
+    lora.limit_memory(Namespace(cap="8", device="cuda"))
+    lora.limit_memory(Namespace(cap="", device="cuda"))
+    assert fractions == [(8 - lora.CONTEXT_GIB) / 140]
+    with pytest.raises(UsageError, match="--cap limits the memory of a GPU, found --device cpu"):
+        lora.limit_memory(Namespace(cap="8", device="cpu"))
 
 
 def test_tasks_and_a_replay_see_the_adapters(bases: dict[str, RunConfig], tmp_path: Path) -> None:

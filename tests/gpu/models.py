@@ -22,6 +22,10 @@ from tests.test_trained_tokens import Answers
 SHAPE = ModelShape(301, 48, 3, 4, 64)
 MODERN = ModelShape(301, 48, 3, 2, 64, "modern", toggled(""))
 MODERN_NEW = replace(MODERN, techniques=toggled("residual_scalars,input_scalars,value_embeddings"))
+# Grouped heads, wider than channels / heads, with all that a member of the family may have.
+ALL = "kv_heads=2,head_width=24,feed_forward=160,tied,qkv_bias,qk_norm,rope=llama3,rope_length=16"
+LLAMA = ModelShape(301, 48, 3, 4, 64, "llama", llama=ALL)
+LLAMA_UNTIED = replace(LLAMA, llama="kv_heads=1")
 BATCH, LENGTH = 5, 48
 SEED = 1337  # of dropout
 

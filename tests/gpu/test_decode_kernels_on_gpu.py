@@ -78,8 +78,10 @@ ALL = "modern, all techniques"
 
 
 def model(ops: ModuleType, dtype: torch.dtype, batch: int, network: str) -> tuple[ModelShape, Any, Any]:
-    names = {"gpt2": "", "modern": "zero_init", ALL: f"zero_init,{NEW}"}
-    shape = ModelShape(50257, 256, 3, 5, 320, network.split(",")[0], toggled(names[network]))
+    names = {"modern": "zero_init", ALL: f"zero_init,{NEW}"}
+    techniques = toggled(names[network]) if network in names else ""
+    llama = "kv_heads=1,head_width=128,qk_norm,qkv_bias" if network == "llama" else ""
+    shape = ModelShape(50257, 256, 3, 5, 320, network.split(",")[0], techniques, llama)
     table = parameter_table(shape)
     rows = [Buffer("parameters", (flat_elements(table),), dtype, "parameters"), *decode_buffers(shape, batch, dtype, ops)]
     views = make_plan(rows).allocate(torch.device("cuda"))

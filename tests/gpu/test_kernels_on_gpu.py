@@ -22,7 +22,7 @@ from handgrad.run.assemble import assemble
 from handgrad.run.resolve import resolve
 from handgrad.run.start import train
 from handgrad.training.step import StepResult
-from tests.gpu.models import MODERN, MODERN_NEW, SHAPE, ZipfBytes, ZipfTokens, gradients, statistics
+from tests.gpu.models import LLAMA, LLAMA_UNTIED, MODERN, MODERN_NEW, SHAPE, ZipfBytes, ZipfTokens, gradients, statistics
 from tests.gpu.runs import check_allocations, leave_the_same_bits
 from tests.test_runs import elsewhere, records
 
@@ -166,7 +166,11 @@ def test_tuning_writes_a_table_that_products_then_use(
     ("dtype", "precision"),
     [(torch.bfloat16, "bf16"), (torch.float16, "fp16"), (torch.float32, "fp32"), (torch.float32, "tf32")],
 )
-@pytest.mark.parametrize("shape", [SHAPE, MODERN, MODERN_NEW], ids=["gpt2", "modern", "modern, all techniques"])
+@pytest.mark.parametrize(
+    "shape",
+    [SHAPE, MODERN, MODERN_NEW, LLAMA, LLAMA_UNTIED],
+    ids=["gpt2", "modern", "modern, all techniques", "llama", "llama, untied"],
+)
 def test_the_model_is_as_good_as_the_reference(dtype: torch.dtype, precision: str, shape: ModelShape) -> None:
     exact = with_scalars_joined(gradients(reference, GPU, torch.float64, shape=shape))
     devices.use_precision(GPU, precision)

@@ -1,0 +1,131 @@
+"""The speed comparison of the Llama family: the same model in all contenders, and rows that say so."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import contenders, gpu_step, llama_speed, llama_twin
+from benchmarks.contenders import Settings, tokens_of
+from benchmarks.trainer_run import TrainerRun
+from handgrad.errors import UsageError
+from handgrad.models import parameter_table
+from handgrad.models.rows import count_parameters
+from tests.llama_twin import FAMILIES
+
+SMALL = Settings(
+    model="tiny-llama",
+    micro_batch=2,
+    sequence_length=16,
+    micro_steps=2,
+    precision="fp32",
+    device="cpu",
+    vocab_size=57,
+    learning_rate=1e-2,
+)
+PARAMETERS = {  # as published
+    "SmolLM2-135M": 134_515_008,
+    "Qwen3-0.6B": 596_049_920,
+    "Llama-3.2-1B": 1_235_814_400,
+    "Qwen2.5-1.5B": 1_543_714_304,
+}
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Settings:
+    """A small member of a family, of odd sizes."""
+    monkeypatch.setitem(contenders.LLAMAS, request.param, (57, 3, 4, 24, FAMILIES[request.param]))
+    return dataclasses.replace(SMALL, model=request.param)
+
+
+def losses_of(name: str, settings: Settings, steps: int) -> list[float]:
+    return llama_speed.make_run(name, settings).turn(lambda launched: launched < steps)
+
+
+@pytest.mark.parametrize("name", llama_twin.LARGE)
+def test_the_sizes_are_the_published_ones(name: str) -> None:
+    settings = Settings(model=name, micro_batch=1, sequence_length=2048, device="cpu")
+    shape = settings.config().shape(llama_twin.SHAPES[name][0])
+    assert count_parameters(parameter_table(shape)) == PARAMETERS[name]
+
+
+def test_the_twin_makes_the_same_steps(family: Settings) -> None:
+    expected = losses_of("handgrad", family, 4)
+    assert losses_of("twin-flash+stream", family, 4) == pytest.approx(expected, abs=5e-5)
+    assert expected[-1] < expected[0] - 0.05, "they learn that some tokens are frequent"
+
+
+def test_the_twin_in_bf16_is_near(family: Settings) -> None:
+    """With its stream in bf16, or in float32."""
+    expected = losses_of("handgrad", family, 3)
+    bf16 = dataclasses.replace(family, precision="bf16")
+    for name in ("twin-flash", "twin-flash+stream"):
+        losses = losses_of(name, bf16, 3)
+        assert losses != expected and losses == pytest.approx(expected, abs=0.02)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"], indirect=True)
+def test_the_trainer_makes_the_same_steps(family: Settings) -> None:
+    """Over two turns, of two micro-batches a step."""
+    pytest.importorskip("accelerate", reason="transformers' Trainer is optional")
+    run = llama_speed.make_run("transformers", family)
+    losses = run.turn(lambda launched: launched < 3) + run.turn(lambda launched: False)
+    assert run.completed == 4
+    assert losses == pytest.approx(losses_of("handgrad", family, 4), abs=5e-5)
+
+
+def test_a_trainer_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="not installed here: pip install"):
+        TrainerRun(SMALL.config(), tokens_of(SMALL), compiled=False)
+
+
+def test_what_stops_a_trainer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("accelerate", reason="transformers' Trainer is optional")
+    run = llama_speed.make_run("transformers", SMALL)
+    monkeypatch.setattr(run, "end_step", lambda: (_ for _ in ()).throw(torch.OutOfMemoryError("full")))
+    with pytest.raises(torch.OutOfMemoryError, match="full"):
+        run.turn(lambda launched: False)
+
+
+def rows_of(losses: dict[str, list[float]]) -> dict[str, Any]:
+    """Raw rows of contenders with one turn each."""
+    turn = {"steps": 4, "seconds": 2.0, "loss": 1.0, "power": None, "allocated_bytes": 1 << 30, "reserved_bytes": 2 << 30}
+    return {name: {"turns": [turn], "first_loss": own[0], "losses": own} for name, own in losses.items()}
+
+
+@pytest.mark.parametrize("theirs", [2.001, 2.1, float("nan")])
+def test_another_model_is_told(
+    theirs: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """The record is written all the same; a contender without figures has a row."""
+    raw = rows_of({"handgrad": [5.0, 2.0], "twin-flash": [5.0, theirs]})
+    raw["transformers"] = {"turns": [], "failed": "absent"}
+    monkeypatch.setattr(gpu_step, "measure", lambda commands, *_, **options: raw)
+    given = ["--shapes=tiny-llama", "--device=cpu", "--precision=fp32", "--sequence-length=16", f"--out-folder={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", ["llama_speed", *given])
+    assert llama_speed.main() == (theirs != 2.001)
+    told = capsys.readouterr()
+    assert ("twin-flash: expected the first losses within 0.02" in told.err) == (theirs != 2.001)
+    assert "transformers                   failed: absent" in told.out
+    record = json.loads((tmp_path / "cpu-llama-speed-tiny-llama.json").read_text())
+    assert record["figures"]["handgrad"]["tokens_per_second"] == 2 * 2 * 16
+    assert record["figures"]["handgrad"]["times_best_twin"] == 1.0
+    assert record["figures"]["transformers"] == {"failed": "absent"}
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("handgrad,twin-flush", "unknown contender 'twin-flush'"),
+        ("twin-plain", "fused attention in bf16"),
+        ("transformer", "unknown contender 'transformer'"),
+    ],
+)
+def test_usage(text: str, told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        llama_speed.check_contenders(text)
