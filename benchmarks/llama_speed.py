@@ -30,7 +30,7 @@ from handgrad.models import architecture
 
 TRAINERS = {"transformers": False, "transformers-compiled": True}  # torch.compile
 TWINS = ("twin-cudnn+stream+regional", "twin-flash+stream+regional", "twin-flash+stream")
-MICRO_BATCHES = {"SmolLM2-135M": 32, "Qwen3-0.6B": 8, "Llama-3.2-1B": 8, "Qwen2.5-1.5B": 8}  # for 141 GB; elsewhere 2
+MICRO_BATCHES = {"SmolLM2-135M": 32, "Qwen3-0.6B": 8, "Llama-3.2-1B": 8, "Qwen2.5-1.5B": 8}  # for an H200; of others 2
 
 FIRST_STEPS = 5  # whose losses are compared
 LARGEST_DIFFERENCE = 0.02  # in nats, of these losses: bf16's rounding is a tenth of it

@@ -46,8 +46,9 @@ class LlamaBlock(nn.Module):
 
     def __init__(self, shape: ModelShape):
         super().__init__()
-        self.shape, family, C = shape, shape.family, shape.channels
+        family, C = shape.family, shape.channels
         D, epsilon = family.head_width, family.norm_epsilon
+        self.sizes = shape.num_heads, family.kv_heads, D
         self.norm1, self.norm2 = nn.RMSNorm(C, epsilon), nn.RMSNorm(C, epsilon)
         self.qkv = nn.Linear(C, (shape.num_heads + 2 * family.kv_heads) * D, bias=family.qkv_bias)
         self.proj = nn.Linear(shape.num_heads * D, C, bias=False)
@@ -58,7 +59,7 @@ class LlamaBlock(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x (B, T, C); cos, sin (T, D / 2)."""
         B, T, _ = x.shape
-        H, K, D = self.shape.num_heads, self.shape.family.kv_heads, self.shape.head_width
+        H, K, D = self.sizes
         heads = self.qkv(self.norm1(x)).view(B, T, H + 2 * K, D).transpose(1, 2)
         q, k, v = heads.split((H, K, K), 1)
         q, k = (rotated(norm(t), cos, sin).to(v.dtype) for norm, t in ((self.q, q), (self.k, k)))
@@ -74,7 +75,8 @@ class LlamaGpuTwin(nn.Module):
 
     def __init__(self, shape: ModelShape, switches: "Switches"):
         super().__init__()
-        self.shape, family = shape, shape.family
+        self.vocab_size, family = shape.vocab_size, shape.family
+        self.tied = family.tied
         self.bf16_stream, self.liger = switches.bf16_stream, switches.head == "liger"
         self.wte = nn.Embedding(shape.padded_vocab_size, shape.channels)
         self.blocks = nn.ModuleList(LlamaBlock(shape) for _ in range(shape.num_layers))
@@ -82,7 +84,7 @@ class LlamaGpuTwin(nn.Module):
         if not family.tied:
             self.head = nn.Linear(shape.channels, shape.padded_vocab_size, bias=False)
         frequencies = torch.tensor(family.frequencies, dtype=torch.float64)
-        angles = torch.arange(shape.sequence_length, dtype=torch.float64, device=frequencies.device)[:, None] * frequencies
+        angles = torch.arange(shape.sequence_length, dtype=torch.float64)[:, None] * frequencies
         self.register_buffer("cos", (family.rope_scale * angles.cos()).float(), persistent=False)
         self.register_buffer("sin", (family.rope_scale * angles.sin()).float(), persistent=False)
 
@@ -99,7 +101,7 @@ class LlamaGpuTwin(nn.Module):
         return x.to(torch.bfloat16) if self.bf16_stream else x
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        weight = self.wte.weight if self.shape.family.tied else self.head.weight
+        weight = self.wte.weight if self.tied else self.head.weight
         x = self.lnf(x)
         if self.liger:
             from benchmarks.gpu_twin import fused_head
@@ -108,8 +110,8 @@ class LlamaGpuTwin(nn.Module):
             return fused_head(x.view(-1, x.shape[-1]).to(dtype), weight.to(dtype), targets.reshape(-1))
         logits = F.linear(x, weight)
         columns = logits.shape[-1]
-        if columns > self.shape.vocab_size:
-            real = torch.arange(columns, device=logits.device) < self.shape.vocab_size
+        if columns > self.vocab_size:
+            real = torch.arange(columns, device=logits.device) < self.vocab_size
             logits = torch.where(real, logits, -torch.inf)
         exact = torch.promote_types(logits.dtype, torch.float32)
         return F.cross_entropy(logits.view(-1, columns).to(exact), targets.reshape(-1))
