@@ -23,7 +23,7 @@ def model(tmp_path_factory):
 
 
 def test_a_vocabulary_above_65536(tmp_path, make_text, small_units, monkeypatch, model):
-    """A token less has 16 bits; its tokens come back, a batch has them, and an interrupted attempt goes on to the same bytes."""
+    """A smaller one has 16 bits; its tokens come back, and an interrupted attempt goes on to the same bytes."""
     assert token_form(1 << 16) is NARROW and token_form((1 << 16) + 1) is WIDE
     source, text = tmp_path / "a.txt", make_text(20_000)
     source.write_text(text)
