@@ -84,6 +84,7 @@ LONGEST = (
     "test_finetuned_ranks.py",
     "test_local_ranks.py",
     "test_sweep.py",
+    "test_packed_runs.py",
 )
 
 

@@ -80,7 +80,7 @@ def test_a_document_sees_no_other(ops: ModuleType) -> None:
 
 @pytest.mark.parametrize("left", ["plain", "workspace"])
 def test_fp8_attention_within_documents(left: str) -> None:
-    """What a quantised result holds in 16 bits is the plain one, also where the gradient is left in its workspace."""
+    """A quantised result holds the plain one in 16 bits, also where the gradient is left in its workspace."""
     H, D = 2, 8
     starts = document_starts([[9, 14, 10]])
     qkv, dout = randn(33, 3 * H * D).float(), randn(33, H * D, seed=1).float()

@@ -89,7 +89,7 @@ def test_ranks_and_kills_do_not_matter(
         assert not any("trained_tokens" in step for step in steps), "all are trained"
     else:
         assert all(0 < step["trained_tokens"] < 512 for step in steps)
-    assert len({step["trained_tokens"] for step in steps}) > 1
+        assert len({step["trained_tokens"] for step in steps}) > 1
 
 
 def test_it_learns_and_evaluates_as_it_validates(packed: RunConfig) -> None:

@@ -78,7 +78,7 @@ def test_generation_blocks(outside):
 
 @pytest.mark.parametrize("kind", [*TEMPLATES, "plain"])
 def test_the_prompt_of_an_answer_begins_its_document(kind):
-    """What the model reads before it answers is what it read in training, token by token."""
+    """The model reads the tokens before an answer that it read in training."""
     tokenizer = gpt2_tokenizer() if kind == "plain" else made_tokenizer(TEMPLATES[kind])
     template = ChatTemplate(tokenizer, NOW)
     for messages in (talk("a", "\n\nb"), talk("x\n", "\n y", "z", " w")):

@@ -142,7 +142,7 @@ def gained_qk_norm_rotary_forward(
 
 
 def gained_norm(out: Tensor, rstd: Tensor, qkv: Tensor, q_gain: Tensor, k_gain: Tensor, epsilon: float) -> int:
-    """What comes before the rotation. Returns H."""
+    """The norm, with its gains, before the rotation. Returns H."""
     num_heads = query_heads(qkv, rstd, q_gain)
     out.copy_(qkv)
     heads = qkv.view(len(qkv), -1, len(q_gain))[:, : rstd.shape[1]]
