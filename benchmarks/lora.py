@@ -85,7 +85,8 @@ def limit_memory(options: argparse.Namespace) -> None:
     if device.type != "cuda":
         raise UsageError("--cap limits the memory of a GPU, found --device cpu; `handgrad plan` counts without one")
     total = torch.cuda.mem_get_info(device)[1]
-    torch.cuda.set_per_process_memory_fraction(min(1.0, (float(options.cap) - CONTEXT_GIB) * GIB / total), device)
+    fraction = min(1.0, (float(options.cap) - CONTEXT_GIB) * GIB / total)
+    torch.cuda.set_per_process_memory_fraction(fraction, device.index or 0)  # it takes no "cuda" alone
 
 
 def fits(shape: str, cap: str, options: argparse.Namespace) -> dict[str, bool]:

@@ -113,7 +113,7 @@ def test_another_model_is_told(
     assert ("twin-flash: expected the first losses within 0.02" in told.err) == (theirs != 2.001)
     assert "transformers                   failed: absent" in told.out
     record = json.loads((tmp_path / "cpu-llama-speed-tiny-llama.json").read_text())
-    assert record["figures"]["handgrad"]["tokens_per_second"] == 2 * 2 * 16
+    assert record["figures"]["handgrad"]["tokens_per_second"] == 2 * 4 * 2 * 16
     assert record["figures"]["handgrad"]["times_best_twin"] == 1.0
     assert record["figures"]["transformers"] == {"failed": "absent"}
 

@@ -205,11 +205,11 @@ def test_a_cap_is_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its context counts; a CPU has no cap, and that is not called a lack of memory."""
     fractions = list[float]()
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 140 << 30))
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda fraction, device: fractions.append(fraction))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *of: fractions.append(of))
     monkeypatch.setattr(lora.devices, "resolve_device", torch.device)
     lora.limit_memory(Namespace(cap="8", device="cuda"))
     lora.limit_memory(Namespace(cap="", device="cuda"))
-    assert fractions == [(8 - lora.CONTEXT_GIB) / 140]
+    assert fractions == [((8 - lora.CONTEXT_GIB) / 140, 0)]
     with pytest.raises(UsageError, match="--cap limits the memory of a GPU, found --device cpu"):
         lora.limit_memory(Namespace(cap="8", device="cpu"))
 

@@ -16,7 +16,7 @@ from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.ops import cuda as kernels
 from tests.gpu.models import MODERN, MODERN_NEW, SHAPE, gradients
 from tests.gpu.runs import leave_the_same_bits
-from tests.gpu.test_kernels_on_gpu import DTYPES, GPU, compare
+from tests.gpu.test_kernels_on_gpu import DTYPES, GPU, compare, with_scalars_joined
 from tests.test_runs import records
 
 LLAMA = ModelShape(301, 48, 3, 4, 64, "llama", llama="kv_heads=2,qk_norm,qkv_bias")
@@ -32,7 +32,7 @@ def exact_products() -> None:
 @pytest.mark.parametrize("name", SHAPES)
 def test_gradients_of_rows_of_documents(name: str, dtype: torch.dtype) -> None:
     run = partial(gradients, scale=1.0 / 80, shape=SHAPES[name], packed=True)
-    compare(lambda ops, kind: run(ops, GPU, kind), dtype)
+    compare(lambda ops, kind: with_scalars_joined(run(ops, GPU, kind)), dtype)
 
 
 @pytest.mark.parametrize("name", SHAPES)

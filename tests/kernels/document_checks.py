@@ -33,6 +33,13 @@ def attention(draw: Draw, lengths: list[list[int]], H: int, K: int, D: int) -> C
     return inputs, run
 
 
+def terms(lengths: list[list[int]], D: int) -> dict[str, int]:
+    """Of each result, the terms of the longest sum behind it: products of D numbers, and for keys and values of all queries
+    of a document. In documents of a few tokens the reference's own error is that of a few numbers, small by chance."""
+    longest = max(map(max, lengths))
+    return {"lse": D, "dq": max(D, longest), "dk": max(D, longest), "dv": max(D, longest), "dqkv": D}
+
+
 def check_others(draw: Draw, lengths: list[list[int]], H: int, K: int, D: int) -> None:
     """Another text in one document of the first row leaves the results of all others as they are, bit for bit."""
     inputs, run = attention(draw, lengths, H, K, D)
