@@ -111,7 +111,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """The results file that `make test-gpu` leaves."""
+    """The results file that `make test-gpu` leaves. Of parallel runs the first process writes it: a worker knows its own tests,
+    and one whose first process was killed would leave a record of those alone."""
+    if hasattr(config, "workerinput"):
+        return
     if path := config.getoption("--record"):
         found = {outcome: terminalreporter.stats.get(outcome, []) for outcome in ("passed", "failed", "error", "skipped")}
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
