@@ -111,8 +111,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """The results file that `make test-gpu` leaves. Of parallel runs the first process writes it: a worker knows its own tests,
-    and one whose first process was killed would leave a record of those alone."""
+    """The results file that `make test-gpu` leaves. Of parallel processes the first writes it: a worker whose first process
+    was killed would leave a record of its own tests alone."""
     if hasattr(config, "workerinput"):
         return
     if path := config.getoption("--record"):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import two_torches
 from handgrad.cli import main
 from handgrad.run.start import train
 from handgrad.run_files import AUDIT_FILE
@@ -68,8 +69,12 @@ def test_where_two_runs_part(finished: Path, shards: Path, tmp_path: Path, capsy
     assert main(["diff", str(finished), str(tmp_path / "run"), "--tensors", "2"]) == 1
     out = capsys.readouterr().out
     assert "configuration  clip_norm: 1.0 -> 2.0" in out
-    assert "step 1 is the first that differs: the update of equal gradients left other bits" in out
+    assert "step 1 is the first that differs: gradients of an equal norm, or their update, left other bits" in out
     assert "checkpoints    of step 12:" in out and "ulp, mean" in out and "--tensors 0 lists all" in out
+    found = two_torches.compare(finished, tmp_path / "run")
+    assert (found["first_link"], found["steps"]) == (1, 12) and 1 <= found["equal_losses"] < 12
+    assert two_torches.compare(finished, finished)["first_link"] is None
+    assert {row["name"] for row in two_torches.tensors(finished, tmp_path / "run")} >= {"wte", "m.wte", "v.wte"}
 
 
 def test_units_in_the_last_place() -> None:

@@ -148,6 +148,8 @@ def meaning(fields: Iterable[str]) -> str:
     if "skipped" in fields:
         return "the verdict on equal gradients is another"
     states = sorted(field.partition(".")[2] for field in fields if field.startswith("state."))
+    if "m" in states:  # whose update reads nothing but the gradients; equal norms may hide others
+        return f"gradients of an equal norm, or their update, left other bits in {', '.join(states)}"
     if states:
         return f"the update of equal gradients left other bits in {', '.join(states)}"
     return "the links' fields are others"
