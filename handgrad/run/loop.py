@@ -110,7 +110,7 @@ class Run:
 
     def assembled(self) -> Assembly:
         """The training of the design at hand, with initial weights."""
-        count = trained_tokens(self.config, self.dataset, self.train_batches)
+        count = trained_tokens(self.train_batches)
         return assemble(self.design, self.train_batches, self.ranks, trained_tokens=count)
 
     def take_weights(self, weights: Weights) -> None:

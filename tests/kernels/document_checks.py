@@ -70,8 +70,9 @@ def check_untrained(draw: Draw, N: int, V: int, Vp: int, softcap: float = 0.0) -
     results = []
     for t in (inputs, inputs | {"logits": logits, "targets": targets}):
         losses, again, dlogits = nan(t["scale"], N), nan(t["scale"], N), t["logits"].clone()
-        kernels.classifier_forward(again, t["logits"].clone(), t["targets"], vocab_size=V, softcap=softcap)
-        kernels.classifier_forward_backward(losses, dlogits, t["targets"], t["scale"], vocab_size=V, softcap=softcap)
+        options = {"vocab_size": V, "softcap": softcap, "untrained": t is not inputs}
+        kernels.classifier_forward(again, t["logits"].clone(), t["targets"], **options)
+        kernels.classifier_forward_backward(losses, dlogits, t["targets"], t["scale"], **options)
         results.append((losses, again, dlogits))
     for plain, found in zip(*results, strict=True):
         assert torch.equal(found[~untrained], plain[~untrained]) and (found[untrained] == 0).all()
