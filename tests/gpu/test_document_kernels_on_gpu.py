@@ -14,7 +14,7 @@ from tests.kernels import document_checks as checks
 from tests.kernels.memory_checks import Draw, check, check_repeats, copy
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-HEADS = [(12, 12, 64), (9, 3, 64), (16, 8, 128), (4, 2, 96), (3, 3, 24)]  # H, K, D
+HEADS = [(12, 12, 64), (9, 3, 64), (16, 8, 128), (4, 2, 96), (3, 3, 24), (8, 2, 256)]  # H, K, D
 TALKS = [[181, 22, 340, 97, 250, 134], [1024], [64] * 16, [3, 1021]]  # rows of 1024
 LENGTHS = [*PACKINGS.values(), TALKS, [[500, 277], [777]], [[5, 19000, 1475]]]
 

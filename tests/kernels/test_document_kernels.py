@@ -24,7 +24,7 @@ from tests.kernels.pairs import every_pair
 # Queries per tile more and fewer than keys; and the shipped ones, as many of both.
 TILES = {"wide": Config(32, 16, 4, 1), "tall": Config(16, 32, 4, 1), "shipped": None}
 LENGTHS = [*PACKINGS.values(), [[3, 40, 1, 32, 20], [96]], [[64, 32], [16, 80]]]  # the last: no tail, boundaries of blocks
-HEADS = [(2, 2, 16), (4, 2, 24), (3, 1, 64)]  # H, K, D
+HEADS = [(2, 2, 16), (4, 2, 24), (3, 1, 64), (2, 1, 256)]  # H, K, D
 
 
 @pytest.fixture
