@@ -70,11 +70,8 @@ def launches() -> dict[str, tuple[triton.JITFunction, dict[str, object], int]]:
     for name, (elements, warps) in {"few": decode.FEW_ATTENTIONS, "many": decode.MANY_ATTENTIONS}.items():
         found[f"attention, {name}"] = decode._attention, {"KEYS": elements // 64, "BLOCK": 64, "GROUP": 1}, warps
         found[f"grouped attention, {name}"] = decode._attention, {"KEYS": elements // 64, "BLOCK": 64, "GROUP": 3}, warps
-        found[f"grouped attention of 256, {name}"] = (
-            decode._attention,
-            {"KEYS": elements // 256, "BLOCK": 256, "GROUP": 4},
-            warps,
-        )
+        wide = {"KEYS": elements // 256, "BLOCK": 256, "GROUP": 4}
+        found[f"grouped attention of 256, {name}"] = decode._attention, wide, max(warps, 4)
     found["embedding"] = decode._embedding, {"BLOCK": 1024}, 2
     found["token embedding"] = decode._embedding, {"BLOCK": 1024, "positions": None, "wpe": None}, 2
     found["greatest"] = choosing._greatest, {"seen": None, "BLOCK": choosing.CHOICES}, 4
