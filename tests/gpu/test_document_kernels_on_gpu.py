@@ -42,6 +42,13 @@ def test_attention(draw: Draw, packing: int, heads: tuple[int, int, int]) -> Non
     torch.cuda.empty_cache()
 
 
+@pytest.mark.parametrize(("H", "D"), [(12, 64), (4, 128), (3, 24), (2, 256)])
+def test_attention_with_dropout(draw: Draw, H: int, D: int) -> None:
+    case = checks.attention_with_dropout(draw, TALKS, H, D)
+    check(case)
+    check_repeats(case)
+
+
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_a_document_sees_no_other(draw: Draw, heads: tuple[int, int, int]) -> None:
     checks.check_others(draw, TALKS, *heads)

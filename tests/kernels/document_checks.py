@@ -5,6 +5,8 @@ from types import ModuleType
 
 import torch
 
+from handgrad.dropout import cuda as dropout_kernels, reference as dropout_reference
+from handgrad.dropout.masks import Dropout
 from handgrad.ops import cuda as kernels
 from tests.documents import document_starts
 from tests.kernels.memory_checks import Case, Draw, Tensors, classifier_inputs, copy, nan, statistics_dtype
@@ -29,6 +31,27 @@ def attention(draw: Draw, lengths: list[list[int]], H: int, K: int, D: int) -> C
             return {"out": out, "lse": lse, "dqkv": dqkv}
         parts = dict(zip(("dq", "dk", "dv"), dqkv.split((H * D, K * D, K * D), 1), strict=True))
         return {"out": out, "lse": lse, **parts}
+
+    return inputs, run
+
+
+def attention_with_dropout(draw: Draw, lengths: list[list[int]], H: int, D: int) -> Case:
+    """out, lse and the gradients of q, k and v, of samples on both sides of 2^32."""
+    starts = document_starts(lengths).to(draw.device)
+    B, T = starts.shape
+    site = Dropout(torch.arange(B, device=draw.device) + (1 << 32) - 1, 0.3, 1337, 4)
+    inputs = {"qkv": draw.normal(B * T, 3 * H * D), "dout": draw.normal(B * T, H * D), "starts": starts}
+
+    def run(ops: ModuleType, t: Tensors) -> Tensors:
+        backend = dropout_kernels if ops is kernels else dropout_reference
+        qkv, dout = t["qkv"], t["dout"]
+        out, lse, dqkv = nan(qkv, *dout.shape), nan(qkv, B, H, T, dtype=statistics_dtype(qkv)), nan(qkv, *qkv.shape)
+        sizes = {"batch": B, "length": T, "num_heads": H, "head_width": D, "dtype": qkv.dtype}
+        scratch = torch.full((backend.attention_scratch_bytes(**sizes),), 255, dtype=torch.uint8, device=qkv.device)
+        backend.attention_forward(out, lse, qkv, site, document_starts=t["starts"])
+        more = {"scratch": scratch, "document_starts": t["starts"]}
+        backend.attention_backward(dqkv, dout, out, lse, qkv, site, **more)
+        return {"out": out, "lse": lse, **dict(zip(("dq", "dk", "dv"), dqkv.split(H * D, 1), strict=True))}
 
     return inputs, run
 

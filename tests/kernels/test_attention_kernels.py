@@ -199,7 +199,7 @@ def compiled_table(*, everything: bool) -> list[dict]:
         if narrow or not newer or everything:
             cuts += product((f"plain{DOCUMENTS}",), dtypes, architectures[: 2 if everything else 1], tails)
         if narrow and newer:  # Triton (3.6, 3.7) compiles the statistics' reductions to one number not for sm_100
-            more = f"fp8e4nv{DOCUMENTS}", f"grouped{DOCUMENTS}"
+            more = f"fp8e4nv{DOCUMENTS}", f"grouped{DOCUMENTS}", f"dropout{DOCUMENTS}"
             fp8 = FORMATS if D <= WIDEST_HEAD_OF_FP8 else ()
             cuts += product((*fp8, "grouped", *more[not fp8 :]), ("bf16",), (90,), tails)
         cases += [((name, D, narrow, newer), config, *cut) for cut in cuts]
@@ -214,7 +214,7 @@ def test_shipped_configurations_compile() -> None:
     result = subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-2000:]
     rows = [json.loads(line) for line in result.stdout.splitlines()]
-    assert len(rows) == 126
+    assert len(rows) == 135
     check(rows)
 
 

@@ -47,6 +47,11 @@ def test_attention(draw: Draw, tiles: None, packing: int, heads: tuple[int, int,
     check(checks.attention(draw, LENGTHS[packing], *heads))
 
 
+@pytest.mark.parametrize(("tiles", "packing"), [("wide", 2), ("tall", 3), ("shipped", 3)], indirect=["tiles"])
+def test_attention_with_dropout(draw: Draw, tiles: None, packing: int) -> None:
+    check(checks.attention_with_dropout(draw, [[3, 40, 1, 32, 20], [96]][: packing - 1], 2, 24))
+
+
 FEWER = every_pair((t, h) for t in TILES for h in HEADS[:2])[::2]
 
 

@@ -323,6 +323,8 @@ DROPOUT_CASES: Cases = {
     "dropout_residual_forward": lambda d: {"branch_to_out_inout": d(N, C), "residual": d(N, C), **site(d)},
     "attention_forward, with dropout": lambda d: attention(d, H, **site(d)),
     "attention_backward, with dropout": lambda d: attention_backward(d, H, **site(d)),
+    "attention_forward, with dropout within documents": lambda d: attention(d, H, **site(d), **documents(d)),
+    "attention_backward, with dropout within documents": lambda d: attention_backward(d, H, **site(d), **documents(d)),
 }
 
 
