@@ -116,8 +116,9 @@ def test_a_target_below_zero_is_not_trained(
     def run(targets: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
         losses, forward_losses = torch.full((2, N), math.nan, dtype=wide)
         found = logits.clone()
-        ops.classifier_forward(forward_losses, logits.clone(), targets, vocab_size=V, softcap=softcap)
-        ops.classifier_forward_backward(losses, found, targets, scale, vocab_size=V, softcap=softcap)
+        options = {"vocab_size": V, "softcap": softcap, "untrained": targets is some}
+        ops.classifier_forward(forward_losses, logits.clone(), targets, **options)
+        ops.classifier_forward_backward(losses, found, targets, scale, **options)
         assert torch.equal(losses, forward_losses)
         return losses, found
 
@@ -125,6 +126,9 @@ def test_a_target_below_zero_is_not_trained(
     for values in (logits, logits.index_fill(0, untrained, math.nan)):
         for found, expected in zip(run(some, values), exact, strict=True):
             assert torch.equal(found[trained], expected[trained]) and (found[~trained] == 0).all()
+    for operation, more in ((ops.classifier_forward, ()), (ops.classifier_forward_backward, (scale,))):
+        with pytest.raises(AssertionError, match="a target is below 0"):
+            operation(torch.empty(N, dtype=wide), logits.clone(), some, *more, vocab_size=V, softcap=softcap)
 
 
 def test_the_mean_over_trained_tokens_is_cross_entropys(ops: ModuleType) -> None:
@@ -134,7 +138,7 @@ def test_the_mean_over_trained_tokens_is_cross_entropys(ops: ModuleType) -> None
     expected = F.cross_entropy(leaf, targets, ignore_index=-1)
     expected.backward()
     losses, scale = torch.full((N,), math.nan, dtype=torch.float64), torch.tensor([1 / 6], dtype=torch.float64)
-    ops.classifier_forward_backward(losses, logits, targets, scale, vocab_size=V)
+    ops.classifier_forward_backward(losses, logits, targets, scale, vocab_size=V, untrained=True)
     assert leaf.grad is not None
     close(losses.sum() / 6, expected.detach())
     close(logits, leaf.grad)

@@ -18,13 +18,16 @@ from handgrad.dropout.bind import SAMPLES
 from handgrad.dropout.masks import Dropout
 from handgrad.dropout.reference import attention_mask
 from handgrad.errors import UsageError
-from handgrad.models import gpt2
+from handgrad.models import documents, gpt2
 from handgrad.ops import reference as ops
 from handgrad.run.header import dropout_lines
 from handgrad.run.resolve import resolve
 from handgrad.run.start import train
+from handgrad.training.feed import fill_inputs, inputs_of
 from tests.conftest import Model, make_model
+from tests.documents import visible
 from tests.test_model import ODD, run
+from tests.test_packed_models import SHAPES as PACKED, Documents
 from tests.test_runs import elsewhere, same_bits
 from tests.test_training import assembly_of, steps_of
 
@@ -54,11 +57,14 @@ def loss_of_twin(twin: Twin, model: Model) -> Tensor:
     def drop(x: Tensor, site: Dropout) -> Tensor:
         return x * factors(site, B * T, C).view(B, T, C)
 
-    x = drop(twin.wte(tokens) + twin.wpe.weight[:T], bound.embedding)
+    hidden, positions = torch.ones(T, T, dtype=torch.bool).triu(1), torch.arange(T)
+    if model.act.document_starts is not None:
+        hidden, positions = ~visible(model.act.document_starts), model.act.positions
+    x = drop(twin.wte(tokens) + twin.wpe(positions), bound.embedding)
     for block, w, act in zip(twin.blocks, model.weights.blocks, model.act.blocks, strict=True):
         q, k, v = block.qkv(block.ln1(x)).view(B, T, 3, H, C // H).permute(2, 0, 3, 1, 4)
         scores = q @ k.transpose(-1, -2) / math.sqrt(C // H)
-        weights = scores.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -math.inf).softmax(-1)
+        weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
         site = bound.sites[act.lse]
         weights = weights * torch.stack([attention_mask(weights[b].detach(), site, b) for b in range(B)])
         x = x + drop(block.proj((weights @ v).transpose(1, 2).reshape(B, T, C)), bound.sites[w.proj_bias])
@@ -70,8 +76,23 @@ def loss_of_twin(twin: Twin, model: Model) -> Tensor:
 @pytest.mark.parametrize("recompute", [0, 1, 2])
 @pytest.mark.parametrize(("batch", "length", "chunk"), [(1, 1, 1), (3, 17, 20)])
 def test_gradients_equal_autograd(batch: int, length: int, chunk: int, recompute: int) -> None:
-    model = make_model(ODD, batch, length, recompute=recompute, chunk=chunk, dropout=P)
-    run(model, recompute=recompute, scale=1 / (batch * length))
+    check_gradients(make_model(ODD, batch, length, recompute=recompute, chunk=chunk, dropout=P), recompute)
+
+
+@pytest.mark.parametrize("recompute", [0, 2])
+def test_gradients_within_documents_equal_autograd(recompute: int) -> None:
+    """Several in a row, whose positions restart: the embedding and attention have operations of their own."""
+    source = Documents(padding=0)
+    source.targets.random_(57, generator=torch.Generator().manual_seed(4))
+    model = make_model(PACKED["gpt2"], *source.starts.shape, noise=0.3, recompute=recompute, chunk=11, dropout=P)
+    for buffer in documents.document_buffers(model.module, *source.starts.shape):
+        setattr(model.act, buffer.name, torch.zeros(buffer.shape, dtype=buffer.dtype))
+    fill_inputs(source, inputs_of(model.act), 0)
+    check_gradients(model, recompute)
+
+
+def check_gradients(model: Model, recompute: int) -> None:
+    run(model, recompute=recompute, scale=1 / model.act.tokens.numel())
     twin = Twin(model.shape, padded=True).double()
     twin.load(model.table, model.flat)
     loss = loss_of_twin(twin, model)
@@ -270,15 +291,6 @@ def test_header_and_plan_say_what_it_costs(config: RunConfig) -> None:
             f"masks take no memory, and a micro-batch moves {moved} more"
         )
     assert dropout_lines(config, resolve(config, 257)) == []
-
-
-def test_attention_within_documents_is_refused() -> None:
-    model = make_model(ODD, 1, 19, dropout=P)
-    act, starts = model.act.blocks[0], torch.zeros(1, 19, dtype=torch.int32)
-    with pytest.raises(UsageError, match="--dropout 0 or --packing stream"):
-        model.ops.attention_forward(act.atty, act.lse, act.qkv, scratch=None, document_starts=starts)
-    with pytest.raises(UsageError, match="--dropout 0 or --packing stream"):
-        model.ops.attention_backward(act.qkv, act.atty, act.atty, act.lse, act.qkv, scratch=None, document_starts=starts)
 
 
 def test_nothing_is_left_out_unless_asked_for(config: RunConfig) -> None:

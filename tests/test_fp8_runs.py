@@ -258,6 +258,7 @@ def test_from_data_to_text(shards: Path, tmp_path: Path, capsys: pytest.CaptureF
         (["--fp8-keep-bf16=-1.mlp"], "found '-1.mlp'"),
         (["--fp8-keep-bf16", "\N{SUPERSCRIPT ONE}.mlp"], "fp8_keep_bf16 takes"),
         (["--fp8-head", "wgrad"], "fp8_head takes forward, dgrad, found 'wgrad'"),
+        (["--channels", "320"], "precision fp8 takes heads of up to 128 channels, found 160; --precision bf16"),
         (["--channels", "40"], "channels must be a multiple of 16 for precision fp8, found 40"),
         (["--sequence-length", "8"], "sequence_length must be a multiple of 16 for precision fp8, found 8"),
         (["--fp8-window", "0"], "fp8_window must be at least 1"),

@@ -1,5 +1,7 @@
-"""A model whose context is longer than memory: it writes and is evaluated in the memory of what is asked for."""
+"""Long contexts: a model whose context is longer than memory writes and is evaluated in the memory of what is asked for;
+a run trains at 32,768 tokens a row."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,11 +9,16 @@ import pytest
 import handgrad
 from handgrad.arena import Plan
 from handgrad.cli import main
+from handgrad.config import RunConfig
 from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.errors import UsageError
-from tests.conftest import write_text
+from handgrad.run.resolve import resolve
+from handgrad.run.start import train
+from handgrad.run.writing import generation_plan
+from tests.conftest import small_run, write_text
 from tests.interop.models import make_checkpoint
 from tests.test_commands import refused
+from tests.test_runs import records
 
 CONTEXT = 131072
 
@@ -64,3 +71,30 @@ def test_windows_of_an_evaluation(
     )
     with pytest.raises(UsageError, match="--context must be at most"):
         handgrad.evaluate(model, shards, context=CONTEXT + 1)
+
+
+LLAMA = {"architecture": "llama", "llama": "kv_heads=1,feed_forward=32", "num_heads": 1, "channels": 8, "num_layers": 1}
+
+
+@pytest.mark.parametrize("packing", ["stream", "masked"])
+def test_a_run_trains_at_32768_tokens(packing: str, tmp_path: Path) -> None:
+    """Windows, plan, step, validation, save and text; the first loss is that of words all alike."""
+    texts = write_text(tmp_path / "text.txt", words=20_000)
+    prepare(PrepareOptions(str(texts), tmp_path / "shards", tokenizer="bytes", validation_fraction=0.4, workers=1))
+    config = replace(small_run(tmp_path / "shards", tmp_path / "run"), **LLAMA, packing=packing, steps=2, save_every=0)
+    config = replace(config, sequence_length=32768, tokens_per_step=32768, micro_batch=1, recompute=1, eval_every=2)
+    train(replace(config, warmup_steps=0, eval_tokens=32768))
+    first, second = records(config.out, ("step",))
+    (validation,) = records(config.out, ("validation",))
+    assert second["loss"] < first["loss"] and abs(first["loss"] - 5.55) < 0.05, "ln(257) = 5.55"
+    assert abs(validation["loss"] - second["loss"]) < 0.1
+
+
+def test_a_run_writes_in_the_memory_of_its_texts(config: RunConfig) -> None:
+    """Not in that of its context; a text longer than a cache of 1024 tokens has a longer one."""
+    long = replace(config, **LLAMA, sequence_length=32768, micro_batch=1, tokens_per_step=32768, sample_tokens=1023)
+    bytes_of = [
+        generation_plan(resolve(each, 257)).total_bytes
+        for each in (long, replace(long, sequence_length=1024, tokens_per_step=1024), replace(long, sample_tokens=1024))
+    ]
+    assert bytes_of[0] == bytes_of[1] < bytes_of[2]

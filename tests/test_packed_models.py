@@ -12,6 +12,7 @@ from benchmarks.modern_twin import ModernTwin
 from benchmarks.twin import Twin
 from handgrad.config import ModelShape
 from handgrad.models import documents, forward_buffers, named_activations
+from handgrad.models.untrained import WithUntrained
 from handgrad.ops import cpu, reference
 from handgrad.training.feed import fill_inputs, inputs_of
 from tests.conftest import Model, make_model
@@ -68,7 +69,7 @@ def packed_model(name: str, source: Documents, ops: ModuleType = reference, **op
     for buffer in documents.document_buffers(model.module, *source.starts.shape):
         setattr(model.act, buffer.name, torch.zeros(buffer.shape, dtype=buffer.dtype))
     fill_inputs(source, inputs_of(model.act), 0)
-    model.ops = ops
+    model.ops = WithUntrained(ops)
     return model
 
 
@@ -147,7 +148,7 @@ def test_a_forward_alone_has_the_same_losses(name: str) -> None:
     views = {buffer.name: torch.zeros(buffer.shape, dtype=buffer.dtype) for buffer in packed}
     act = named_activations(model.shape, views)
     fill_inputs(source, inputs_of(act), 0)
-    model.module.loss(reference, model.weights, act, model.shape)
+    model.module.loss(WithUntrained(reference), model.weights, act, model.shape)
     torch.testing.assert_close(act.losses, model.act.losses, rtol=1e-13, atol=0)
 
 

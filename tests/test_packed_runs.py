@@ -60,7 +60,7 @@ def packed(documents: Path, tmp_path: Path) -> RunConfig:
 @pytest.mark.parametrize(
     ("network", "data", "packing", "settings"),
     [
-        ("gpt2", "chats", "auto", {}),
+        ("gpt2", "chats", "auto", {"dropout": 0.1}),
         ("gpt2", "documents", "masked", {"precision": "fp8", "recompute": 1}),
         ("modern", "documents", "whole", {"precision": "bf16", "recompute": 2}),
         ("llama", "chats", "masked", {"reduce_precision": "bf16"}),
@@ -199,10 +199,7 @@ def test_what_a_packing_does_not_go_with(packed: RunConfig, tmp_path: Path) -> N
     with pytest.raises(UsageError, match="packing whole has no eval_stride, found eval_stride 8; set it to 0"):
         check(replace(packed, eval_stride=8))
     check(replace(packed, packing="masked", eval_stride=8))
-    with pytest.raises(
-        UsageError, match=r"packing masked has no dropout, found dropout 0\.1; set it to 0, or --packing stream"
-    ):
-        check(replace(packed, packing="masked", dropout=0.1))
+    check(replace(packed, dropout=0.1))
     with pytest.raises(UsageError, match="packing must be one of auto, stream, masked, whole"):
         check(replace(packed, packing="mixed"))
     bare = tmp_path / "bare"

@@ -23,6 +23,7 @@ from handgrad.tools.nsight import METRICS, parse, table
 from handgrad.tools.profile import MadeUpTokens
 from handgrad.tools.recorder import OPERATIONS, PARTS, Recorder, size_bytes
 from handgrad.tools.traces import COPIES, OTHER, Spent, innermost, ranges_of, spent_on_cpu, spent_on_gpu
+from tests.documents import document_starts, visible
 
 TINY = [
     *("profile", "tiny", "--device", "cpu", "--num-layers", "2", "--num-heads", "2", "--channels", "32"),
@@ -118,6 +119,13 @@ def test_attention_counts_the_keys_that_a_query_may_see() -> None:
     with recorded() as made:
         reference.attention_forward(out, lse, qkv)
         reference.attention_backward(torch.empty_like(qkv), torch.randn_like(out), out, lse, qkv)
+    assert made.counted == {"attention forward": 2 * 2 * pairs * D, "attention backward": 5 * 2 * pairs * D}
+    starts = document_starts([[3, 2], [1, 4]])
+    pairs = H * int(visible(starts).sum())
+    with recorded() as made:
+        reference.attention_forward(out, lse, qkv, document_starts=starts)
+        inputs = torch.empty_like(qkv), torch.randn_like(out), out, lse, qkv
+        reference.attention_backward(*inputs, document_starts=starts)
     assert made.counted == {"attention forward": 2 * 2 * pairs * D, "attention backward": 5 * 2 * pairs * D}
 
 

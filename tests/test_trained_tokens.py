@@ -107,6 +107,11 @@ def states(training: Assembly) -> Iterator[Tensor]:
     yield training.state.loss_scale
 
 
+def test_a_run_that_trains_every_token_ends_at_a_target_below_zero(packed: RunConfig) -> None:
+    with pytest.raises(AssertionError, match="a target is below 0"):
+        assemble(resolve(packed, VOCABULARY), Answers(packed.sequence_length)).step.step(0)
+
+
 def test_overfitting_reads_the_same_samples(packed: RunConfig) -> None:
     config = replace(packed, overfit_one_batch=True, learning_rate=2e-2, schedule="constant")
     source = Answers(config.sequence_length)

@@ -179,7 +179,7 @@ class Batches:
 
     def scored_tokens(self, samples: int) -> int:
         """The number of tokens that the first `samples` samples score, at most an epoch's."""
-        if not self._every_token_counts:
+        if not self.trains_all:
             return int(self._scored[samples])
         begun = sum(first < samples for first in accumulate(filter(None, self._windows), initial=0))  # shards
         return samples * self.stride + begun * (self.sequence_length - self.stride)
@@ -191,7 +191,8 @@ class Batches:
         return max(some, bisect_right(every, tokens, key=self.scored_tokens) - 1)
 
     @property
-    def _every_token_counts(self) -> bool:
+    def trains_all(self) -> bool:
+        """True if `fill` writes no target of -1: each row is a window, and of a shard every token is a target."""
         return self.packing != WHOLE and all(shard.trained_sha256 is None for shard in self.shards)
 
     @functools.cached_property

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from handgrad.arena import Buffer
 from handgrad.dropout.masks import Dropout
-from handgrad.errors import UsageError
 from handgrad.models.rows import KIND
 
 SAMPLES = "dropout_samples"  # the buffer of the numbers of a micro-batch's samples
@@ -37,12 +36,6 @@ def sizing(ops: ModuleType) -> Any:
     return SimpleNamespace(scratch_bytes=ops.scratch_bytes, attention_scratch_bytes=own)
 
 
-def refuse_documents(document_starts: Tensor | None) -> None:
-    """Raises `UsageError` where attention must stay within documents: its kernels with dropout have no such mask."""
-    if document_starts is not None:
-        raise UsageError("dropout needs rows without document boundaries: --dropout 0 or --packing stream")
-
-
 class WithDropout(ModuleType):
     """The plain operations `ops` with dropout at the sites of GPT-2. All that are not here are the plain ones."""
 
@@ -59,7 +52,8 @@ class WithDropout(ModuleType):
         super().__init__(ops.__name__)
         self.ops, self.dropout_ops, self.dbranch = ops, dropout_operations(ops), d.dln
         sites = (Dropout(samples, probability, seed, site) for site in count())  # in the order of the forward
-        self.embedding = next(sites)
+        self.embedding, self.dwte_acc = next(sites), g.wte
+        self.decode = SimpleNamespace(embedding_decode=self.embedding_decode)
         self.sites: dict[Tensor, Dropout] = {}  # by an attention's lse, a product's bias, its weight's gradient
         self.dbias_acc: dict[Tensor, Tensor] = {}  # of the products before the stream, by their weights' gradients
         for a, b, db in zip(act.blocks, w.blocks, g.blocks, strict=True):
@@ -81,11 +75,22 @@ class WithDropout(ModuleType):
         self.dropout_ops.dropout_backward(dout_inout, dout_inout, self.embedding)
         self.ops.embedding_backward(dwte_acc, dwpe_acc, dout_inout, *tokens, scratch=scratch)
 
+    # Where positions restart with each document, the embedding has operations of its own, its backward one for words and
+    # then one for positions.
+
+    def embedding_decode(self, out: Tensor, tokens: Tensor, positions: Tensor, wte: Tensor, wpe: Tensor) -> None:
+        self.ops.decode.embedding_decode(out, tokens, positions, wte, wpe)
+        self.dropout_ops.dropout_forward(out, out, self.embedding)
+
+    def token_embedding_backward(self, dwte_acc: Tensor, dout_inout: Tensor, *tokens: Tensor, scratch: Tensor) -> None:
+        if dwte_acc is self.dwte_acc:
+            self.dropout_ops.dropout_backward(dout_inout, dout_inout, self.embedding)
+        self.ops.token_embedding_backward(dwte_acc, dout_inout, *tokens, scratch=scratch)
+
     def attention_forward(
         self, out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor, document_starts: Tensor | None = None
     ) -> None:
-        refuse_documents(document_starts)
-        self.dropout_ops.attention_forward(out, lse, qkv, self.sites[lse])
+        self.dropout_ops.attention_forward(out, lse, qkv, self.sites[lse], document_starts=document_starts)
 
     def attention_backward(
         self,
@@ -98,8 +103,8 @@ class WithDropout(ModuleType):
         scratch: Tensor,
         document_starts: Tensor | None = None,
     ) -> None:
-        refuse_documents(document_starts)
-        self.dropout_ops.attention_backward(dqkv, dout, out, lse, qkv, self.sites[lse], scratch=scratch)
+        more = {"scratch": scratch, "document_starts": document_starts}
+        self.dropout_ops.attention_backward(dqkv, dout, out, lse, qkv, self.sites[lse], **more)
 
     def linear_residual_forward(
         self, out: Tensor, residual: Tensor, inp: Tensor, weight: Tensor, bias: Tensor, *, scratch: Tensor

@@ -78,20 +78,30 @@ def attention_mask(weights: Tensor, dropout: Dropout, sample: int) -> Tensor:
     return mask.to(weights.dtype).mul_(dropout.scale)
 
 
-def attention_forward(out: Tensor, lse: Tensor, qkv: Tensor, dropout: Dropout) -> None:
+def attention_forward(
+    out: Tensor, lse: Tensor, qkv: Tensor, dropout: Dropout, *, document_starts: Tensor | None = None
+) -> None:
     """The plain operation with the probabilities masked, each head's by a mask of its own."""
     B, H, T = lse.shape
     q, k, v = split_heads(qkv.to(lse.dtype), B, H)
     y = out.view(B, T, H, -1).transpose(1, 2)
     for b in range(B):
-        scores = causal_scores(q[b], k[b])
+        scores = causal_scores(q[b], k[b], None if document_starts is None else document_starts[b])
         lse[b] = scores.logsumexp(-1)
         weights = torch.exp_(scores.sub_(lse[b].unsqueeze(-1)))
         y[b] = torch.matmul(weights.mul_(attention_mask(weights, dropout, b)), v[b])
 
 
 def attention_backward(
-    dqkv: Tensor, dout: Tensor, out: Tensor, lse: Tensor, qkv: Tensor, dropout: Dropout, *, scratch: Tensor | None = None
+    dqkv: Tensor,
+    dout: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    qkv: Tensor,
+    dropout: Dropout,
+    *,
+    scratch: Tensor | None = None,
+    document_starts: Tensor | None = None,
 ) -> None:
     """The plain operation with the masks of the forward."""
     B, H, T = lse.shape
@@ -100,7 +110,8 @@ def attention_backward(
     dq, dk, dv = split_heads(dqkv, B, H)
     scale = 1.0 / math.sqrt(q.shape[-1])
     for b in range(B):
-        weights = torch.exp_(causal_scores(q[b], k[b]).sub_(lse[b].unsqueeze(-1)))
+        starts = None if document_starts is None else document_starts[b]
+        weights = torch.exp_(causal_scores(q[b], k[b], starts).sub_(lse[b].unsqueeze(-1)))
         mask = attention_mask(weights, dropout, b)
         dweights = torch.matmul(dy[b], v[b].transpose(-1, -2)).mul_(mask)
         dscores = dweights.sub_((dy[b] * y[b]).sum(-1, keepdim=True)).mul_(weights)

@@ -14,13 +14,14 @@ from handgrad.data.shards import Dataset, open_dataset
 from handgrad.data.tokenizer import Tokenizer
 from handgrad.errors import DataError
 from handgrad.models import architecture
+from handgrad.models.untrained import WithUntrained
 from handgrad.parallel.ranks import Ranks
 from handgrad.training.feed import READ, copy_all, fill_inputs, inputs_of
 
 
 def mean_loss(
     shape: ModelShape,
-    ops: ModuleType,
+    ops: Any,
     weights: Any,
     act: Any,
     batches: Batches,
@@ -35,6 +36,7 @@ def mean_loss(
     """
     ranks = Ranks() if ranks is None else ranks
     model, inputs = architecture(shape), inputs_of(act, READ)
+    ops = ops if batches.trains_all else WithUntrained(ops)
     host = devices.host_buffers(inputs)
     samples = min(samples, batches.samples_per_epoch)
     batch = act.tokens.shape[0]

@@ -22,11 +22,18 @@ def fp8_operations(ops: ModuleType) -> ModuleType:
 
 
 def with_fp8(
-    program: Program, state: TrainingState, scaling: Scaling, feed: Feed, sync: GradientSync | None, *, graphs: bool
+    program: Program,
+    model_ops: ModuleType,
+    state: TrainingState,
+    scaling: Scaling,
+    feed: Feed,
+    sync: GradientSync | None,
+    *,
+    graphs: bool,
 ) -> Program:
     """The program with the first scales before the first step, the statistics of every micro-step, and new scales and fp8
     weights after the update."""
-    design, calibration = state.design, calibration_stages(state, scaling)
+    design, calibration = state.design, calibration_stages(model_ops, state, scaling)
 
     def launch_calibration() -> None:
         """The first scales: of the weights, and of one micro-batch whose gradients nobody takes."""
@@ -58,7 +65,7 @@ def with_fp8(
     )
 
 
-def calibration_stages(state: TrainingState, scaling: Scaling) -> list[Stage]:
+def calibration_stages(ops: ModuleType, state: TrainingState, scaling: Scaling) -> list[Stage]:
     """A forward and backward pass whose tensors make their own scales."""
     design = state.design
     model, layers = design.model, design.shape.num_layers
@@ -69,8 +76,8 @@ def calibration_stages(state: TrainingState, scaling: Scaling) -> list[Stage]:
         for kind, found in ((model.Weights, weights), (model.Activations, views), (model.Gradients, views))
     )
     tensors = w, state.weight_gradients, act, d, state.loss_scale[:1]
-    backward = model.backward(design.ops, *tensors, design.shape, recompute=design.recompute)
-    return [*model.forward(design.ops, w, act, design.shape), *backward]
+    backward = model.backward(ops, *tensors, design.shape, recompute=design.recompute)
+    return [*model.forward(ops, w, act, design.shape), *backward]
 
 
 def gather_statistics(scaling: Scaling, sync: GradientSync) -> None:

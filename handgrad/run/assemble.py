@@ -12,6 +12,7 @@ from handgrad.fp8.bind import with_fp8
 from handgrad.fp8.scaling import Scaling
 from handgrad.layout import gradient_ring, moved
 from handgrad.lora.bind import WithAdapters, bound_adapters, with_adapters
+from handgrad.models.untrained import WithUntrained
 from handgrad.parallel.gradient_sync import GradientSync
 from handgrad.parallel.ranks import Ranks
 from handgrad.parallel.replicas import Replicas, with_replicas
@@ -93,13 +94,14 @@ def bind(
         feed = BatchFeed(source, state.activations, samples)
     sync = None if design.sharding.lanes == 1 else GradientSync(state, ranks)
     graphs = design.device.type == "cuda" and ops.CAPTURABLE if graphs is None else graphs
-    passes: Any = ops
+    model_ops: Any = ops if trained_tokens is None else WithUntrained(ops)
+    passes: Any = model_ops
     if samples is not None:
         tensors = state.weights, state.weight_gradients, state.activations, state.activation_gradients
-        passes = WithDropout(ops, *tensors, samples=samples, probability=design.dropout, seed=design.seed)
+        passes = WithDropout(model_ops, *tensors, samples=samples, probability=design.dropout, seed=design.seed)
     adapted: Any = None
     if design.lora is not None:
-        passes = adapted = WithAdapters(ops, bound_adapters(state), state.views)
+        passes = adapted = WithAdapters(model_ops, bound_adapters(state), state.views)
     program, batch = plain_program(state, ops, passes), design.batch
     if trained_tokens is not None:
         count = trained_tokens
@@ -109,7 +111,7 @@ def bind(
     if sync is not None:
         program = with_sync(program, sync)
     if scaling is not None:
-        program = with_fp8(program, state, scaling, feed, sync, graphs=graphs)
+        program = with_fp8(program, model_ops, state, scaling, feed, sync, graphs=graphs)
     digest = None
     if design.guards.audit_every:
         digest = StateDigest(state, ranks, design.guards.audit_every, graphs=graphs)

@@ -6,17 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from handgrad import checkpoint, devices
-from handgrad.arena import make_plan
 from handgrad.config import RunConfig
 from handgrad.data.batches import validation_batches
 from handgrad.data.shards import Dataset
 from handgrad.data.tokenizer import tokenizer_record
 from handgrad.errors import ConfigError, DataError, StorageError, UsageError
 from handgrad.format import human_bytes
-from handgrad.generation.decode import decode_buffers
 from handgrad.models.rows import count_parameters
 from handgrad.run.packing import training_batches
 from handgrad.run.resolve import largest_micro_batch, resolve
+from handgrad.run.writing import generation_plan
 from handgrad.run_files import BEST
 from handgrad.training.design import Design
 
@@ -45,7 +44,7 @@ def check_fits(config: RunConfig, design: Design, dataset: Dataset, ranks: int =
     if design.fp8 is not None and config.fp8_on_saturation == "bf16":
         in_bf16 = resolve(replace(config, precision="bf16"), shape.vocab_size, ranks=ranks, device=device)
         needed = max(needed, in_bf16.plan.total_bytes)
-    needed += make_plan(decode_buffers(shape, 1, design.dtype, design.plain_ops)).total_bytes + more_bytes
+    needed += generation_plan(design).total_bytes + more_bytes
     available = devices.available_bytes(device)
     if available is not None and needed > available:
         fitting = largest_micro_batch(config, shape.vocab_size, available - more_bytes, ranks)

@@ -5,7 +5,6 @@ from dataclasses import asdict
 from typing import Any
 
 from handgrad import checkpoint, power
-from handgrad.arena import make_plan
 from handgrad.config import RunConfig, to_dict
 from handgrad.data.batches import validation_batches
 from handgrad.data.shards import Dataset
@@ -14,7 +13,7 @@ from handgrad.errors import NumericsError
 from handgrad.evaluation.load import Weights
 from handgrad.evaluation.loss import bits_per_byte, floor_note, mean_loss
 from handgrad.fp8.monitor import LeftFp8
-from handgrad.generation.decode import decode_buffers, decode_tensors
+from handgrad.generation.decode import decode_tensors
 from handgrad.generation.text import write_document
 from handgrad.models import parameter_table
 from handgrad.parallel.ranks import Ranks
@@ -37,6 +36,7 @@ from handgrad.run.saving import changed_versions, load_run, origin_of, run_facts
 from handgrad.run.signals import Observer, OnStep, StopSignals, preempted
 from handgrad.run.suspicion import is_overflow, settle
 from handgrad.run.tasks import TaskWatch
+from handgrad.run.writing import generation_plan
 from handgrad.training.design import Design
 from handgrad.training.step import NOTHING_TRAINED, StepResult
 
@@ -70,7 +70,7 @@ class Run:
         self.left_fp8 = LeftFp8(**({} if resumed is None else resumed.manifest.get("left_fp8", {})))
         if self.left_fp8.left:
             self.design = self.design_now()
-        generation = make_plan(decode_buffers(design.shape, 1, design.dtype, design.plain_ops))
+        generation = generation_plan(design)
         self.decode = decode_tensors(design.shape, generation.allocate(design.device))
         self.completed, self.skips_in_a_row = 0, 0
         copy, self.save_lines = host_copy(config, self.design, ranks)  # before the rest takes its memory
@@ -110,7 +110,7 @@ class Run:
 
     def assembled(self) -> Assembly:
         """The training of the design at hand, with initial weights."""
-        count = trained_tokens(self.config, self.dataset, self.train_batches)
+        count = trained_tokens(self.train_batches)
         return assemble(self.design, self.train_batches, self.ranks, trained_tokens=count)
 
     def take_weights(self, weights: Weights) -> None:

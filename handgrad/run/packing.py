@@ -39,9 +39,9 @@ def training_batches(config: RunConfig, dataset: Dataset) -> Batches:
     return Batches(dataset.splits["train"], config.sequence_length, config.seed, packing=config.packing)
 
 
-def trained_tokens(config: RunConfig, dataset: Dataset, batches: Batches) -> TrainedTokens | None:
+def trained_tokens(batches: Batches) -> TrainedTokens | None:
     """The count of trained tokens for a run that does not train all of them, else None."""
-    return None if scores_all(dataset, config.packing) else batches.trained_tokens
+    return None if batches.trains_all else batches.trained_tokens
 
 
 def packing_lines(config: RunConfig, dataset: Dataset) -> list[str]:

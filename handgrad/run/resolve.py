@@ -117,6 +117,7 @@ def resolve(
         fp8=fp8,
         dropout=config.dropout,
         plan=make_plan([*flat.values(), *activations, *inputs, *dropout, *adapters, *scratch]),
+        sample_tokens=config.sample_tokens,
         lora=lora,
         base=base,
     )

@@ -6,15 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from handgrad import gpus
-from handgrad.arena import make_plan
 from handgrad.config import AUTO, RunConfig
 from handgrad.errors import UsageError
 from handgrad.format import human_bytes
-from handgrad.generation.decode import decode_buffers
 from handgrad.gpus import GPUS, Gpu
 from handgrad.names import check_choice
 from handgrad.run.checks import check_shared_gradients
 from handgrad.run.folder import settled_lanes
+from handgrad.run.writing import generation_plan
 from handgrad.tools import measured
 from handgrad.tools.absent import resolve_for
 from handgrad.tools.roofline import step_time
@@ -136,8 +135,7 @@ def largest_micro_batch(
 
 def memory_bytes(design: Design) -> dict[str, int]:
     """Bytes of every allocation that a rank of this run makes."""
-    generation = make_plan(decode_buffers(design.shape, 1, design.dtype, design.plain_ops))
-    return design.plan.size_bytes | generation.size_bytes
+    return design.plan.size_bytes | generation_plan(design).size_bytes
 
 
 def remedy(config: RunConfig) -> str:

@@ -40,6 +40,15 @@ def two_products_flops(t: Named) -> int:
     return 4 * rows.numel() * t["dweight_acc"].shape[0]
 
 
+def pair_flops(t: Named) -> int:
+    """Of one product over all visible pairs of queries and keys."""
+    (N, C), T, starts = plain(t["out"]).shape, t["lse"].shape[-1], t.get("document_starts")
+    pairs = N * (T + 1) // 2
+    if starts is not None:
+        pairs -= int(starts.sum())  # the keys before the document of each query
+    return 2 * C * pairs
+
+
 def polar_flops(t: Named) -> int:
     """Three products for each polynomial, as if a symmetric one were formed whole."""
     (matrices, *sides), steps = t["update_to_polar_inout"].shape, len(POLAR_EXPRESS)
@@ -48,8 +57,8 @@ def polar_flops(t: Named) -> int:
 
 FORWARD, BACKWARD = "{place} products, forward", "{place} products, dgrad and wgrad"
 
-# Causal attention: query q meets q + 1 keys, (T + 1) / 2 in the mean. Two products forward; five backward, the scores once
-# again among them, however often a kernel forms them.
+# Causal attention: a query meets the keys from the start of its document to itself. Two products forward; five backward,
+# the scores once again among them, however often a kernel forms them.
 OPERATIONS = {
     "embedding_forward": Counted("embedding"),
     "embedding_backward": Counted("embedding"),
@@ -82,8 +91,8 @@ OPERATIONS = {
     "linear_swiglu_forward": Counted(FORWARD, lambda t: 2 * t["hidden"].numel() * t["inp"].shape[1]),
     "swiglu_linear_backward": Counted(BACKWARD, two_products_flops),
     "gelu_linear_backward": Counted(BACKWARD, two_products_flops),
-    "attention_forward": Counted("attention forward", lambda t: 2 * plain(t["out"]).numel() * (t["lse"].shape[-1] + 1)),
-    "attention_backward": Counted("attention backward", lambda t: 5 * plain(t["out"]).numel() * (t["lse"].shape[-1] + 1)),
+    "attention_forward": Counted("attention forward", lambda t: 2 * pair_flops(t)),
+    "attention_backward": Counted("attention backward", lambda t: 5 * pair_flops(t)),
     "residual_forward": Counted("residual sum"),
     "dropout_forward": Counted("dropout"),
     "dropout_backward": Counted("dropout"),

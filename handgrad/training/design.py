@@ -86,6 +86,7 @@ class Design:
     fp8: Any
     dropout: float
     plan: Plan
+    sample_tokens: int = 0  # of the texts that the run writes
     lora: Any = None
     base: Table = ()  # the model's weights, if what trains is beside them: frozen, in a flat buffer of their own
 

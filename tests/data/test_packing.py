@@ -96,6 +96,7 @@ def test_every_number_of_an_epoch(shards, packing, chat, shuffle):
         seen.append((shard, start, end))
         assert batches.trained_tokens(2 * count + row, 1) == (targets[row] >= 0).sum()
     assert batches.trained_tokens(2 * count, count) == (targets >= 0).sum() > 0
+    assert batches.trains_all == (targets >= 0).all(), "by which a run decides whether the kernels look at targets"
     if packing == "whole":
         rows = [(n, *row) for n, shard in enumerate(batches.shards) for row in naive_rows(shard)]
         assert sorted(seen) == rows and (seen == rows) == (not shuffle)

@@ -14,6 +14,7 @@ from handgrad.dropout.bind import WithDropout, sizing
 from handgrad.models import architecture, documents, named_weights
 from handgrad.models.passes import run
 from handgrad.models.rows import named
+from handgrad.models.untrained import WithUntrained
 from handgrad.training.feed import BatchFeed
 from tests.conftest import make_model
 from tests.techniques import toggled
@@ -65,6 +66,8 @@ def gradients(
     if dropout:
         samples = torch.arange(BATCH, device=device) + 11
         backend = WithDropout(ops, w, g, act, d, samples=samples, probability=dropout, seed=SEED)
+    if packed:
+        backend = WithUntrained(ops)
     factor = torch.tensor([scale], dtype=statistics(dtype), device=device)
     run(model.forward(backend, w, act, shape))
     run(model.backward(backend, w, g, act, d, factor, shape, recompute=recompute))

@@ -14,7 +14,7 @@ from tests.kernels import document_checks as checks
 from tests.kernels.memory_checks import Draw, check, check_repeats, copy
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-HEADS = [(12, 12, 64), (9, 3, 64), (16, 8, 128), (4, 2, 96), (3, 3, 24)]  # H, K, D
+HEADS = [(12, 12, 64), (9, 3, 64), (16, 8, 128), (4, 2, 96), (3, 3, 24), (8, 2, 256)]  # H, K, D
 TALKS = [[181, 22, 340, 97, 250, 134], [1024], [64] * 16, [3, 1021]]  # rows of 1024
 LENGTHS = [*PACKINGS.values(), TALKS, [[500, 277], [777]], [[5, 19000, 1475]]]
 
@@ -40,6 +40,13 @@ def test_attention(draw: Draw, packing: int, heads: tuple[int, int, int]) -> Non
     check(case, checks.terms(LENGTHS[packing], D))
     check_repeats(case)
     torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize(("H", "D"), [(12, 64), (4, 128), (3, 24), (2, 256)])
+def test_attention_with_dropout(draw: Draw, H: int, D: int) -> None:
+    case = checks.attention_with_dropout(draw, TALKS, H, D)
+    check(case)
+    check_repeats(case)
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)

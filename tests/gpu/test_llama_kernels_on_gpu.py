@@ -43,14 +43,18 @@ def test_swiglu(draw: Draw, N: int, F: int) -> None:
 
 @pytest.mark.parametrize(
     ("N", "H", "K", "D", "length"),
-    [(32768, 9, 3, 64, 2048), (8192, 16, 8, 128, 1024), (8192, 32, 8, 64, 8192), (1, 1, 1, 2, 1), (333, 4, 2, 24, 7)],
+    [
+        *((32768, 9, 3, 64, 2048), (8192, 16, 8, 128, 1024), (8192, 32, 8, 64, 8192), (1, 1, 1, 2, 1), (333, 4, 2, 24, 7)),
+        (8192, 16, 8, 256, 4096),
+    ],
 )
 def test_heads(draw: Draw, N: int, H: int, K: int, D: int, length: int) -> None:
     check_all(checks.heads(draw, N, H, K, D, length, 1.2 if K > 1 else 1.0))
 
 
 @pytest.mark.parametrize(
-    ("positions", "H", "K", "D"), [([0], 2, 1, 16), ([5, 0, 31], 6, 2, 24), ([17, 2], 4, 4, 64), ([1023], 9, 3, 64)]
+    ("positions", "H", "K", "D"),
+    [([0], 2, 1, 16), ([5, 0, 31], 6, 2, 24), ([17, 2], 4, 4, 64), ([1023], 9, 3, 64), ([700, 3], 8, 1, 256)],
 )
 def test_generation(draw: Draw, positions: list[int], H: int, K: int, D: int) -> None:
     check_all(checks.attention_decode(draw, positions, H, K, D, max(positions) + 1))

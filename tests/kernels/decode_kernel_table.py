@@ -54,7 +54,7 @@ def launches() -> dict[str, tuple[triton.JITFunction, dict[str, object], int]]:
         constants = {"ROWS": rows, "BLOCK": block, "LATE": name == "RMS norm, qkv", "GELU": False}
         constants |= {"RMS_NORM": "norm" in name, "RELU2": "relu2" in name}
         found[name] = decode._row_product, constants | dict.fromkeys(("ln_weight", "ln_bias", "bias", *absent)), warps
-    for C, H, D in ((768, 12, 64), (768, 6, 128), (1600, 16, 100)):
+    for C, H, D in ((768, 12, 64), (768, 6, 128), (1600, 16, 100), (2048, 8, 256)):
         heads, pairs, warps = rotary.tile(2 * H, D, 2, rotary.FORWARD_BYTES_PER_WARP)
         constants = {"C3": 3 * C, "HEADS": 2 * H, "D": D, "BLOCK_H": heads, "BLOCK_P": pairs, "ROTARY": True}
         constants |= {"SCALE": 1.0, "frequencies": None}
@@ -70,6 +70,8 @@ def launches() -> dict[str, tuple[triton.JITFunction, dict[str, object], int]]:
     for name, (elements, warps) in {"few": decode.FEW_ATTENTIONS, "many": decode.MANY_ATTENTIONS}.items():
         found[f"attention, {name}"] = decode._attention, {"KEYS": elements // 64, "BLOCK": 64, "GROUP": 1}, warps
         found[f"grouped attention, {name}"] = decode._attention, {"KEYS": elements // 64, "BLOCK": 64, "GROUP": 3}, warps
+        wide = {"KEYS": elements // 256, "BLOCK": 256, "GROUP": 4}
+        found[f"grouped attention of 256, {name}"] = decode._attention, wide, max(warps, 4)
     found["embedding"] = decode._embedding, {"BLOCK": 1024}, 2
     found["token embedding"] = decode._embedding, {"BLOCK": 1024, "positions": None, "wpe": None}, 2
     found["greatest"] = choosing._greatest, {"seen": None, "BLOCK": choosing.CHOICES}, 4

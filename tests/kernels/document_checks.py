@@ -5,6 +5,8 @@ from types import ModuleType
 
 import torch
 
+from handgrad.dropout import cuda as dropout_kernels, reference as dropout_reference
+from handgrad.dropout.masks import Dropout
 from handgrad.ops import cuda as kernels
 from tests.documents import document_starts
 from tests.kernels.memory_checks import Case, Draw, Tensors, classifier_inputs, copy, nan, statistics_dtype
@@ -38,6 +40,27 @@ def terms(lengths: list[list[int]], D: int) -> dict[str, int]:
     of a document. In documents of a few tokens the reference's own error is that of a few numbers, small by chance."""
     longest = max(map(max, lengths))
     return {"lse": D, "dq": max(D, longest), "dk": max(D, longest), "dv": max(D, longest), "dqkv": D}
+
+
+def attention_with_dropout(draw: Draw, lengths: list[list[int]], H: int, D: int) -> Case:
+    """out, lse and the gradients of q, k and v, of samples on both sides of 2^32."""
+    starts = document_starts(lengths).to(draw.device)
+    B, T = starts.shape
+    site = Dropout(torch.arange(B, device=draw.device) + (1 << 32) - 1, 0.3, 1337, 4)
+    inputs = {"qkv": draw.normal(B * T, 3 * H * D), "dout": draw.normal(B * T, H * D), "starts": starts}
+
+    def run(ops: ModuleType, t: Tensors) -> Tensors:
+        backend = dropout_kernels if ops is kernels else dropout_reference
+        qkv, dout = t["qkv"], t["dout"]
+        out, lse, dqkv = nan(qkv, *dout.shape), nan(qkv, B, H, T, dtype=statistics_dtype(qkv)), nan(qkv, *qkv.shape)
+        sizes = {"batch": B, "length": T, "num_heads": H, "head_width": D, "dtype": qkv.dtype}
+        scratch = torch.full((backend.attention_scratch_bytes(**sizes),), 255, dtype=torch.uint8, device=qkv.device)
+        backend.attention_forward(out, lse, qkv, site, document_starts=t["starts"])
+        more = {"scratch": scratch, "document_starts": t["starts"]}
+        backend.attention_backward(dqkv, dout, out, lse, qkv, site, **more)
+        return {"out": out, "lse": lse, **dict(zip(("dq", "dk", "dv"), dqkv.split(H * D, 1), strict=True))}
+
+    return inputs, run
 
 
 def check_others(draw: Draw, lengths: list[list[int]], H: int, K: int, D: int) -> None:
@@ -77,8 +100,9 @@ def check_untrained(draw: Draw, N: int, V: int, Vp: int, softcap: float = 0.0) -
     results = []
     for t in (inputs, inputs | {"logits": logits, "targets": targets}):
         losses, again, dlogits = nan(t["scale"], N), nan(t["scale"], N), t["logits"].clone()
-        kernels.classifier_forward(again, t["logits"].clone(), t["targets"], vocab_size=V, softcap=softcap)
-        kernels.classifier_forward_backward(losses, dlogits, t["targets"], t["scale"], vocab_size=V, softcap=softcap)
+        options = {"vocab_size": V, "softcap": softcap, "untrained": t is not inputs}
+        kernels.classifier_forward(again, t["logits"].clone(), t["targets"], **options)
+        kernels.classifier_forward_backward(losses, dlogits, t["targets"], t["scale"], **options)
         results.append((losses, again, dlogits))
     for plain, found in zip(*results, strict=True):
         assert torch.equal(found[~untrained], plain[~untrained]) and (found[untrained] == 0).all()

@@ -80,6 +80,11 @@ def launches(C: int, itemsize: int = 2) -> dict[str, tuple[triton.JITFunction, d
         ),
         "classifier_forward": (classifier._forward, {**softmax, "PADDED": 64}, classifier.WARPS),
         "classifier_forward_backward": (classifier._forward_backward, softmax, classifier.WARPS),
+        "classifier_forward_backward, untrained": (
+            classifier._forward_backward,
+            {**softmax, "UNTRAINED": True},
+            classifier.WARPS,
+        ),
         "gelu_forward": (gelu._forward, {"BLOCK": gelu.BLOCK}, gelu.WARPS),
         "gelu_backward": (gelu._backward, {"BLOCK": gelu.BLOCK}, gelu.WARPS),
         "embedding_forward": (embedding._forward, {"C": C, "BLOCK_C": block, "ROWS": rows}, warps),

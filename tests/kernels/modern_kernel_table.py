@@ -92,7 +92,7 @@ def launches(itemsize: int) -> dict[str, Launch]:
 
 
 def llama_launches(itemsize: int) -> dict[str, Launch]:
-    """Of the Llama family: SmolLM2's sizes and Qwen3's."""
+    """Of the Llama family: SmolLM2's sizes, Qwen3's, and heads of 256."""
     found: dict[str, Launch] = {
         "swiglu_forward": (swiglu._forward, {"BLOCK": swiglu.BLOCK}, swiglu.WARPS),
         "swiglu_backward": (swiglu._backward, {"BLOCK": swiglu.BLOCK}, swiglu.WARPS),
@@ -104,7 +104,7 @@ def llama_launches(itemsize: int) -> dict[str, Launch]:
         _, block, rows, warps, stages = layernorm.backward_tile(1 << 16, C, itemsize)
         constants = {"C": C, "BLOCK_C": block, "ROWS": rows, "STAGES": stages}
         found[f"gained_rmsnorm_backward of {C}"] = gained_rmsnorm._backward, constants, warps
-    for H, K, D in ((9, 3, 64), (16, 8, 128)):
+    for H, K, D in ((9, 3, 64), (16, 8, 128), (8, 4, 256)):
         columns, turned = (H + 2 * K) * D, H + K
         heads, pairs, warps = rotary.tile(turned, D, itemsize, rotary.FORWARD_BYTES_PER_WARP)
         sizes = {"COLUMNS": columns, "HEADS": turned, "QUERIES": H, "D": D, "SCALE": 1.0}

@@ -23,6 +23,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
+from handgrad.config import WIDEST_HEAD_OF_FP8
 from handgrad.dropout import cuda as dropout_kernels, reference as dropout_reference
 from handgrad.dropout.masks import Dropout
 from handgrad.ops import reference
@@ -71,14 +72,17 @@ def run(dtype: torch.dtype, B: int, T: int, H: int, D: int, *, kernels: bool, p:
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize(
     ("B", "T", "H", "D"),
-    [(1, 1, 1, 16), (2, 37, 3, 16), (1, 96, 2, 64), (2, 70, 2, 24), (1, 33, 1, 128), (1, 128, 1, 16), (3, 64, 1, 8)],
+    [
+        *((1, 1, 1, 16), (2, 37, 3, 16), (1, 96, 2, 64), (2, 70, 2, 24), (1, 33, 1, 128), (1, 128, 1, 16), (3, 64, 1, 8)),
+        *((1, 70, 1, 80), (2, 33, 1, 96), (1, 64, 2, 112), (1, 130, 1, 256), (2, 33, 1, 192)),
+    ],
 )
 def test_float32(B: int, T: int, H: int, D: int) -> None:
     check_float32(B, T, H, D, 0.0)
 
 
 @pytest.mark.usefixtures("tiles")
-@pytest.mark.parametrize(("B", "T", "H", "D"), [(2, 37, 3, 16), (1, 70, 2, 24), (1, 33, 1, 128)])
+@pytest.mark.parametrize(("B", "T", "H", "D"), [(2, 37, 3, 16), (1, 70, 2, 24), (1, 33, 1, 128), (1, 33, 1, 256)])
 def test_float32_with_dropout(B: int, T: int, H: int, D: int) -> None:
     check_float32(B, T, H, D, 0.3)
 
@@ -128,6 +132,9 @@ FORMATS = {"fp8e4nv": (448.0, 2.0**-10), "fp8e5": (57344.0, 2.0**-17)}
 KINDS = {"plain": "ops.cuda.attention_triton", "grouped": "ops.cuda.attention_triton", "dropout": "dropout.cuda.attention"}
 KINDS |= dict.fromkeys(FORMATS, "fp8.cuda.attention")
 DOCUMENTS = " with documents"  # behind a kind
+OLDER = "dkdv", 256  # its tiles have too few rows for Hopper's tensor-core instructions: they run Ampere's
+# With documents. (kernel, head width, inputs of 16 bits), and the bytes of a thread: float32 is no precision for speed.
+SPILLING, SPILLED = {("dkdv", 256, False)}, 288
 
 
 def arguments(kernel, D: int, dtype: str, config: Config, *, tail: bool, kind: str) -> tuple[dict, dict, dict]:
@@ -176,8 +183,8 @@ def compiled_table(*, everything: bool) -> list[dict]:
             "stack": made["stack"],
             "shared": made["shared"],
             "limit": SHARED_LIMIT[arch if newer else 86],
-            "free": tail or kind != base,
-            "wgmma": "wgmma.mma_async" in made["ptx"] if arch == 90 and narrow else None,
+            "most_stack": SPILLED if (name, D, narrow) in SPILLING and kind != base else 32 * (tail or kind != base),
+            "wgmma": "wgmma.mma_async" in made["ptx"] if arch == 90 and narrow and (name, D) != OLDER else None,
             "serialized": made["serialized"],
         }
 
@@ -192,8 +199,9 @@ def compiled_table(*, everything: bool) -> list[dict]:
         if narrow or not newer or everything:
             cuts += product((f"plain{DOCUMENTS}",), dtypes, architectures[: 2 if everything else 1], tails)
         if narrow and newer:  # Triton (3.6, 3.7) compiles the statistics' reductions to one number not for sm_100
-            more = f"fp8e4nv{DOCUMENTS}", f"grouped{DOCUMENTS}"
-            cuts += product((*FORMATS, "grouped", *more), ("bf16",), (90,), tails)
+            more = f"fp8e4nv{DOCUMENTS}", f"grouped{DOCUMENTS}", f"dropout{DOCUMENTS}"
+            fp8 = FORMATS if D <= WIDEST_HEAD_OF_FP8 else ()
+            cuts += product((*fp8, "grouped", *more[not fp8 :]), ("bf16",), (90,), tails)
         cases += [((name, D, narrow, newer), config, *cut) for cut in cuts]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(cost, cases))
@@ -206,14 +214,14 @@ def test_shipped_configurations_compile() -> None:
     result = subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-2000:]
     rows = [json.loads(line) for line in result.stdout.splitlines()]
-    assert len(rows) == 93
+    assert len(rows) == 135
     check(rows)
 
 
 def check(rows: list[dict]) -> None:
     for row in rows:
         # Lengths that leave a tail, and documents, may keep a few words outside the loops in memory.
-        assert row["stack"] <= (32 if row["free"] else 0) and row["shared"] <= row["limit"], row
+        assert row["stack"] <= row["most_stack"] and row["shared"] <= row["limit"], row
         assert row["wgmma"] in (None, True) and not row["serialized"], row
 
 

@@ -24,7 +24,7 @@ from tests.kernels.pairs import every_pair
 # Queries per tile more and fewer than keys; and the shipped ones, as many of both.
 TILES = {"wide": Config(32, 16, 4, 1), "tall": Config(16, 32, 4, 1), "shipped": None}
 LENGTHS = [*PACKINGS.values(), [[3, 40, 1, 32, 20], [96]], [[64, 32], [16, 80]]]  # the last: no tail, boundaries of blocks
-HEADS = [(2, 2, 16), (4, 2, 24), (3, 1, 64)]  # H, K, D
+HEADS = [(2, 2, 16), (4, 2, 24), (3, 1, 64), (2, 1, 256)]  # H, K, D
 
 
 @pytest.fixture
@@ -45,6 +45,11 @@ CASES = every_pair((t, p, h) for t in TILES for p in range(len(LENGTHS)) for h i
 @pytest.mark.parametrize(("tiles", "packing", "heads"), CASES, indirect=["tiles"])
 def test_attention(draw: Draw, tiles: None, packing: int, heads: tuple[int, int, int]) -> None:
     check(checks.attention(draw, LENGTHS[packing], *heads))
+
+
+@pytest.mark.parametrize(("tiles", "packing"), [("wide", 2), ("tall", 3), ("shipped", 3)], indirect=["tiles"])
+def test_attention_with_dropout(draw: Draw, tiles: None, packing: int) -> None:
+    check(checks.attention_with_dropout(draw, [[3, 40, 1, 32, 20], [96]][: packing - 1], 2, 24))
 
 
 FEWER = every_pair((t, h) for t in TILES for h in HEADS[:2])[::2]

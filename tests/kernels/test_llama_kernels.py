@@ -32,7 +32,14 @@ def test_swiglu(draw: Draw, N: int, F: int) -> None:
     check(checks.swiglu(draw, N, F))
 
 
-HEADS = [(1, 1, 1, 2, 1), (7, 4, 2, 24, 3), (5, 9, 3, 64, 5), (4, 3, 3, 96, 3), (3, 4, 1, 128, 2)]  # N, H, K, D, length
+HEADS = [
+    (1, 1, 1, 2, 1),
+    (7, 4, 2, 24, 3),
+    (5, 9, 3, 64, 5),
+    (4, 3, 3, 96, 3),
+    (3, 4, 1, 128, 2),
+    (2, 4, 1, 256, 2),
+]  # N, H, K, D, length
 
 
 @pytest.mark.parametrize(("N", "H", "K", "D", "length"), HEADS)
@@ -70,7 +77,9 @@ def test_attention(config: Config | None, B: int, T: int, H: int, K: int, D: int
         assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
 
 
-@pytest.mark.parametrize(("positions", "H", "K", "D"), [([0], 2, 1, 16), ([5, 0, 31], 6, 2, 24), ([17, 2], 4, 4, 64)])
+@pytest.mark.parametrize(
+    ("positions", "H", "K", "D"), [([0], 2, 1, 16), ([5, 0, 31], 6, 2, 24), ([17, 2], 4, 4, 64), ([19, 3], 4, 1, 256)]
+)
 def test_generation(draw: Draw, positions: list[int], H: int, K: int, D: int) -> None:
     check(checks.attention_decode(draw, positions, H, K, D, 32))
     check(checks.heads_decode(draw, positions, H, K, D))

@@ -22,11 +22,13 @@ def classifier_forward_backward(
     *,
     vocab_size: int,
     softcap: float = 0.0,
+    untrained: bool = False,
 ) -> None:
     """Writes no 16-bit gradient where it has both fp8 forms: nobody reads it then."""
     logits, out = plain(logits_to_dlogits_inout), logits_to_dlogits_inout
     if isinstance(out, Tensor) or out.rows is None:
-        cuda.classifier_forward_backward(losses, logits, targets, scale, vocab_size=vocab_size, softcap=softcap)
+        options = {"vocab_size": vocab_size, "softcap": softcap, "untrained": untrained}
+        cuda.classifier_forward_backward(losses, logits, targets, scale, **options)
         if not isinstance(out, Tensor):
             write_forms(out, logits)
         return
@@ -34,19 +36,19 @@ def classifier_forward_backward(
     # A tail with nothing but padding came out wrong from Triton 3.6 (H200). No model has one: Vp is V rounded up to 128.
     assert Vp == vocab_size or vocab_size % TILE.value, f"{Vp - vocab_size} columns behind {vocab_size}"
     tensors, in_place = (losses, logits, out.rows, out.scaling, targets, scale), out.columns is None
-    launch(_forward_backward, (N,), *tensors, vocab_size, Vp, softcap, in_place, num_warps=WARPS)
+    launch(_forward_backward, (N,), *tensors, vocab_size, Vp, softcap, in_place, untrained, num_warps=WARPS)
     transpose_rows(out)
 
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def _forward_backward(
     losses, logits, rows, scaling, targets, scale, V: tl.constexpr, Vp: tl.constexpr, CAP: tl.constexpr,
-    IN_PLACE: tl.constexpr,
+    IN_PLACE: tl.constexpr, UNTRAINED: tl.constexpr = False,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits += row * Vp
     into = logits, rows + row * Vp, tl.load(scaling + SCALE), IN_PLACE
-    loss_and_gradient(losses + row, logits, tl.load(targets + row), scale, V, Vp, CAP, store_gradient, into)
+    loss_and_gradient(losses + row, logits, tl.load(targets + row), scale, V, Vp, CAP, UNTRAINED, store_gradient, into)
 
 
 @triton.jit

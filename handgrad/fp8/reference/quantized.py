@@ -159,9 +159,11 @@ def classifier_forward_backward(
     *,
     vocab_size: int,
     softcap: float = 0.0,
+    untrained: bool = False,
 ) -> None:
     """Quantises at the scale as it stands, which follows from the largest number that the gradient can have."""
     logits = plain(logits_to_dlogits_inout)
-    reference.classifier_forward_backward(losses, logits, targets, scale, vocab_size=vocab_size, softcap=softcap)
+    options = {"vocab_size": vocab_size, "softcap": softcap, "untrained": untrained}
+    reference.classifier_forward_backward(losses, logits, targets, scale, **options)
     if isinstance(logits_to_dlogits_inout, Quantized):
         write_forms(logits_to_dlogits_inout, logits)

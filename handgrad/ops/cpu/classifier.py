@@ -8,20 +8,28 @@ from torch import Tensor
 
 from handgrad.ops import reference
 from handgrad.ops.cpu.whole_vectors import by_whole_vectors
-from handgrad.ops.reference.classifier import clear_untrained
+from handgrad.ops.reference.classifier import check_trained, clear_untrained
 
 CLASSIFIER_BLOCK_ELEMENTS = 1 << 17  # rows of logits worked on at a time: three temporaries of 512 KiB stay in cache
 
 
 def classifier_forward(
-    losses: Tensor, logits_inout: Tensor, targets: Tensor, *, vocab_size: int, softcap: float = 0.0
+    losses: Tensor,
+    logits_inout: Tensor,
+    targets: Tensor,
+    *,
+    vocab_size: int,
+    softcap: float = 0.0,
+    untrained: bool = False,
 ) -> None:
     if not softcap:
-        reference.classifier_forward(losses, logits_inout, targets, vocab_size=vocab_size)
+        reference.classifier_forward(losses, logits_inout, targets, vocab_size=vocab_size, untrained=untrained)
         return
+    check_trained(targets, untrained)
     for rows, target, log_p, _ in log_softmax_blocks(losses.dtype, logits_inout, targets, vocab_size, softcap):
         losses[rows] = log_p.gather(1, target).squeeze(1).neg_()
-    clear_untrained(targets, losses)
+    if untrained:
+        clear_untrained(targets, losses)
 
 
 def classifier_forward_backward(
@@ -32,10 +40,13 @@ def classifier_forward_backward(
     *,
     vocab_size: int,
     softcap: float = 0.0,
+    untrained: bool = False,
 ) -> None:
     if not softcap:
-        reference.classifier_forward_backward(losses, logits_to_dlogits_inout, targets, scale, vocab_size=vocab_size)
+        plain = losses, logits_to_dlogits_inout, targets, scale
+        reference.classifier_forward_backward(*plain, vocab_size=vocab_size, untrained=untrained)
         return
+    check_trained(targets, untrained)
     blocks = log_softmax_blocks(losses.dtype, logits_to_dlogits_inout, targets, vocab_size, softcap)
     for rows, target, log_p, tanh in blocks:
         losses[rows] = log_p.gather(1, target).squeeze(1).neg_()
@@ -43,7 +54,8 @@ def classifier_forward_backward(
         p.scatter_add_(1, target, torch.full_like(target, -1, dtype=p.dtype))
         minus_slope = tanh.square_().sub_(1)
         torch.mul(p.mul_(minus_slope), -scale, out=logits_to_dlogits_inout[rows])
-    clear_untrained(targets, losses, logits_to_dlogits_inout)
+    if untrained:
+        clear_untrained(targets, losses, logits_to_dlogits_inout)
 
 
 def log_softmax_blocks(

@@ -12,6 +12,7 @@ from handgrad.errors import UsageError
 from handgrad.ops.compose import after_gained_rmsnorm, after_layernorm, after_mix_rmsnorm, after_rmsnorm
 from handgrad.ops.cuda import attention_cudnn, cublaslt, decode
 from handgrad.ops.cuda.attention import attention_backward, attention_forward, attention_scratch_bytes
+from handgrad.ops.cuda.attention_configs import WIDEST_HEAD
 from handgrad.ops.cuda.classifier import classifier_forward, classifier_forward_backward, softcap_forward
 from handgrad.ops.cuda.column_sums import bias_backward
 from handgrad.ops.cuda.digests import digest
@@ -64,7 +65,6 @@ gained_rmsnorm_linear_forward = after_gained_rmsnorm(gained_rmsnorm_forward, lin
 gained_rmsnorm_linear_swiglu_forward = after_gained_rmsnorm(gained_rmsnorm_forward, linear_swiglu_forward, 2)
 mix_rmsnorm_linear_forward = after_mix_rmsnorm(mix_rmsnorm_forward, linear_forward)
 
-WIDEST_HEAD = 128
 CAPTURABLE = True  # every operation of a step can be recorded in a CUDA graph
 
 

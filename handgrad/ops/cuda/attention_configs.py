@@ -24,13 +24,19 @@ class Config(NamedTuple):
 CONFIGS: dict[tuple[str, int], tuple[Config, Config, Config]] = {
     ("forward", 64): (Config(64, 64, 4, 3, 128), Config(128, 64, 8, 2), Config(32, 32, 8, 2)),
     ("forward", 128): (Config(64, 64, 4, 3), Config(128, 32, 8, 2), Config(32, 16, 8, 2)),
+    ("forward", 256): (Config(128, 64, 8, 2), Config(64, 32, 8, 2), Config(32, 16, 8, 2)),
     ("dq", 64): (Config(64, 64, 4, 2, 128), Config(64, 64, 4, 2), Config(32, 32, 8, 2)),
     ("dq", 128): (Config(128, 64, 8, 3), Config(64, 32, 4, 2), Config(32, 16, 8, 2)),
+    ("dq", 256): (Config(128, 32, 8, 2), Config(32, 32, 4, 2), Config(32, 16, 8, 2)),
     ("dkdv", 64): (Config(64, 64, 4, 3), Config(32, 64, 8, 2), Config(32, 32, 8, 2)),
     ("dkdv", 128): (Config(64, 64, 8, 3), Config(32, 32, 4, 2), Config(16, 16, 4, 2)),
+    # Sums of 64 keys and 256 channels, two of them, spill: so 32 keys, too few rows for Hopper's own instructions (wgmma).
+    ("dkdv", 256): (Config(64, 32, 8, 2), Config(32, 32, 8, 2), Config(16, 16, 8, 2)),
 }
-# Where queries' heads share keys, of 16-bit inputs on a data-centre GPU: with one stage less nothing spills.
-GROUPED = {("dkdv", 128): Config(64, 64, 8, 2)}
+# Where queries' heads share keys, of 16-bit inputs on a data-centre GPU: with one stage or half of the queries less
+# nothing spills.
+GROUPED = {("dkdv", 128): Config(64, 64, 8, 2), ("dkdv", 256): Config(32, 32, 8, 2)}
+WIDEST_HEAD = max(width for _, width in CONFIGS)
 # With documents in a row. The tiles are the same, so that one document has the plain kernels' bits; without a cap on the
 # registers the tensor-core instructions overlap, and eight warps do not spill.
 DOCUMENTS: dict[tuple[str, int], tuple[Config, Config, Config]] = {
@@ -48,7 +54,7 @@ def is_hopper_or_newer(device: torch.device) -> bool:
 def shipped(kernel: str, D: int, *, narrow: bool, newer: bool, grouped: bool = False, documents: bool = False) -> Config:
     """`narrow`: inputs of 16 bits; `newer`: on a data-centre GPU; `grouped`: heads of queries share keys; `documents`: in a
     row."""
-    key = kernel, 64 if D <= 64 else 128
+    key = kernel, min(width for name, width in CONFIGS if name == kernel and width >= D)
     data_centre, others, float32 = (CONFIGS | DOCUMENTS if documents else CONFIGS)[key]
     if grouped:
         data_centre = GROUPED.get(key, data_centre)

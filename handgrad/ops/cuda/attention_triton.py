@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from handgrad.ops.cuda.attention_configs import choose_config, rows_of
+from handgrad.ops.cuda.attention_configs import WIDEST_HEAD, choose_config, rows_of
 from handgrad.ops.cuda.attention_loops import (
     LN_2,
     LOG2_E,
@@ -122,7 +122,7 @@ def blocks(
     D = width or columns // (3 * H)
     kv_heads = (columns // D - H) // 2
     packed = N == B * T and columns == (H + 2 * kv_heads) * D and kv_heads > 0 and H % kv_heads == 0
-    assert packed and D <= 128, f"{tuple(qkv.shape)} does not pack {tuple(lse.shape)}"
+    assert packed and D <= WIDEST_HEAD, f"{tuple(qkv.shape)} does not pack {tuple(lse.shape)}"
     assert all(t is None or t.is_contiguous() for t in (*tensors, lse)) and lse.dtype == torch.float32
     config = choose_config(name, qkv, D, kv_heads < H, documents)
     tiles = {"D": D, "WIDTH": max(16, triton.next_power_of_2(D)), "QUERIES": config.queries, "KEYS": config.keys}

@@ -29,11 +29,18 @@ CAP_BLOCK = 4096
 
 
 def classifier_forward(
-    losses: Tensor, logits_inout: Tensor, targets: Tensor, *, vocab_size: int, softcap: float = 0.0
+    losses: Tensor,
+    logits_inout: Tensor,
+    targets: Tensor,
+    *,
+    vocab_size: int,
+    softcap: float = 0.0,
+    untrained: bool = False,
 ) -> None:
     N, Vp = logits_inout.shape
     padded = triton.next_power_of_2(max(1, Vp - vocab_size))
-    launch(_forward, (N,), losses, logits_inout, targets, vocab_size, Vp, padded, softcap, num_warps=WARPS)
+    sizes = vocab_size, Vp, padded
+    launch(_forward, (N,), losses, logits_inout, targets, *sizes, softcap, untrained, num_warps=WARPS)
 
 
 def classifier_forward_backward(
@@ -44,10 +51,11 @@ def classifier_forward_backward(
     *,
     vocab_size: int,
     softcap: float = 0.0,
+    untrained: bool = False,
 ) -> None:
     N, Vp = logits_to_dlogits_inout.shape
     tensors = losses, logits_to_dlogits_inout, targets, scale
-    launch(_forward_backward, (N,), *tensors, vocab_size, Vp, softcap, num_warps=WARPS)
+    launch(_forward_backward, (N,), *tensors, vocab_size, Vp, softcap, untrained, num_warps=WARPS)
 
 
 def softcap_forward(logits_inout: Tensor, *, softcap: float) -> None:
@@ -93,11 +101,14 @@ def tanh(x):
 
 
 @triton.jit
-def _forward(losses, logits, targets, V: tl.constexpr, Vp: tl.constexpr, PADDED: tl.constexpr, CAP: tl.constexpr):
+def _forward(
+    losses, logits, targets, V: tl.constexpr, Vp: tl.constexpr, PADDED: tl.constexpr, CAP: tl.constexpr,
+    UNTRAINED: tl.constexpr = False,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits += row * Vp
     target = tl.load(targets + row)
-    if target < 0:
+    if UNTRAINED and target < 0:
         tl.store(losses + row, 0.0)
     else:
         store_loss(losses + row, logits, target, V, Vp, CAP, "evict_first")
@@ -107,10 +118,12 @@ def _forward(losses, logits, targets, V: tl.constexpr, Vp: tl.constexpr, PADDED:
 
 
 @triton.jit
-def _forward_backward(losses, logits, targets, scale, V: tl.constexpr, Vp: tl.constexpr, CAP: tl.constexpr):
+def _forward_backward(
+    losses, logits, targets, scale, V: tl.constexpr, Vp: tl.constexpr, CAP: tl.constexpr, UNTRAINED: tl.constexpr = False
+):
     row = tl.program_id(0).to(tl.int64)
     logits += row * Vp
-    loss_and_gradient(losses + row, logits, tl.load(targets + row), scale, V, Vp, CAP, store_in_place, logits)
+    loss_and_gradient(losses + row, logits, tl.load(targets + row), scale, V, Vp, CAP, UNTRAINED, store_in_place, logits)
 
 
 @triton.jit
@@ -120,11 +133,12 @@ def store_in_place(logits, column, d, mask, EVICTION: tl.constexpr):
 
 @triton.jit
 def loss_and_gradient(
-    loss, logits, target, scale, V: tl.constexpr, Vp: tl.constexpr, CAP: tl.constexpr, STORE: tl.constexpr, into
-):
+    loss, logits, target, scale, V: tl.constexpr, Vp: tl.constexpr, CAP: tl.constexpr, UNTRAINED: tl.constexpr,
+    STORE: tl.constexpr, into,
+):  # fmt: skip
     """A row's loss, and d = scale * dloss/dlogits in the logits' dtype, by STORE(into, columns, d, mask, EVICTION). A row
-    that is not trained is not read."""
-    if target < 0:
+    that is not trained is not read. (The question takes registers: without UNTRAINED nobody asks it.)"""
+    if UNTRAINED and target < 0:
         tl.store(loss, 0.0)
         for start in range(0, Vp, BLOCK):
             column = start + tl.arange(0, BLOCK)[None, :]

@@ -175,7 +175,7 @@ def attention_decode(
     tensors = out, keys_inout, values_inout, qkv, positions
     scale, block = 1 / (math.sqrt(D) * math.log(2)), triton.next_power_of_2(D)
     elements, warps = FEW_ATTENTIONS if B * H < FEWEST_PROGRAMS else MANY_ATTENTIONS
-    tile = max(16, elements // block), block
+    tile, warps = (max(16, elements // block), block), max(warps, block // 64)  # two warps spill heads of 256
     launch(_attention, (H, B), *tensors, H, maxT, D, scale, *tile, H // K, **overlapping(out, warps))
 
 

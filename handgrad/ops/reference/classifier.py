@@ -15,13 +15,21 @@ CLASSIFIER_BLOCK_ELEMENTS = 1 << 19  # of the softmax's float32 temporary: 2 MiB
 
 
 def classifier_forward(
-    losses: Tensor, logits_inout: Tensor, targets: Tensor, *, vocab_size: int, softcap: float = 0.0
+    losses: Tensor,
+    logits_inout: Tensor,
+    targets: Tensor,
+    *,
+    vocab_size: int,
+    softcap: float = 0.0,
+    untrained: bool = False,
 ) -> None:
     """losses (N) from logits (N, Vp) and targets (N). Masks the padded columns of the logits with minus infinity. softcap:
-    c, or 0 for none."""
+    c, or 0 for none. untrained: targets may be below 0; without it none may, and the kernels do not look."""
+    check_trained(targets, untrained)
     for rows, target, log_p, _ in _log_softmax_blocks(losses.dtype, logits_inout, targets, vocab_size, softcap):
         losses[rows] = log_p.gather(1, target).squeeze(1).neg_()
-    clear_untrained(targets, losses)
+    if untrained:
+        clear_untrained(targets, losses)
 
 
 def classifier_forward_backward(
@@ -32,16 +40,23 @@ def classifier_forward_backward(
     *,
     vocab_size: int,
     softcap: float = 0.0,
+    untrained: bool = False,
 ) -> None:
     """losses (N), and the logits (N, Vp) turned into scale * dlosses/dlogits in place, from targets (N); scale (1) has
-    the dtype of the losses. No number of the gradient is larger than scale."""
+    the dtype of the losses. No number of the gradient is larger than scale. untrained: as above."""
+    check_trained(targets, untrained)
     blocks = _log_softmax_blocks(losses.dtype, logits_to_dlogits_inout, targets, vocab_size, softcap)
     for rows, target, log_p, slope in blocks:
         losses[rows] = log_p.gather(1, target).squeeze(1).neg_()
         p = log_p.exp_()  # exactly 0 in the padded columns
         p.scatter_add_(1, target, torch.full_like(target, -1, dtype=p.dtype))
         torch.mul(p if slope is None else p.mul_(slope), scale, out=logits_to_dlogits_inout[rows])
-    clear_untrained(targets, losses, logits_to_dlogits_inout)
+    if untrained:
+        clear_untrained(targets, losses, logits_to_dlogits_inout)
+
+
+def check_trained(targets: Tensor, untrained: bool) -> None:
+    assert untrained or not (targets < 0).any(), "a target is below 0, where every token was said to be trained"
 
 
 def clear_untrained(targets: Tensor, *tensors: Tensor) -> None:

@@ -260,8 +260,8 @@ def turn_back(operation: str, make: Callable[[Draw], Arguments], columns: torch.
 
 def fp8_classifier(ops: ModuleType, d: Fp8Draw) -> Compared:
     """The gradient of the logits, at a scale that admits every number of it."""
-    for line in ("classifier_forward_backward", "classifier_forward_backward, with a cap"):
-        plain = CASES[line](d)
+    for more in ("", ", with a cap", ", some untrained"):
+        plain = CASES["classifier_forward_backward" + more](d)
         given, logits = copies(plain), "logits_to_dlogits_inout"
         out = d.output((N, Vp), E5M2, 16, columns=None, plain=given[logits])
         launch(ops.classifier_forward_backward, {**given, logits: out})

@@ -67,10 +67,21 @@ def value_embedding_backward(d: Draw) -> Arguments:
 
 
 def classifier(d: Draw) -> Arguments:
+    return {"losses": d.empty(N, dtype=torch.float32), "targets": d.words(N), "vocab_size": V}
+
+
+def classifier_backward(d: Draw) -> Arguments:
+    return {
+        **classifier(d),
+        "logits_to_dlogits_inout": d(N, Vp, scale=4),
+        "scale": torch.tensor([0.37], device=d.device),
+    }
+
+
+def untrained(made: Arguments) -> Arguments:
     """Every fifth token is not trained."""
-    targets = d.words(N)
-    targets[::5] = -1
-    return {"losses": d.empty(N, dtype=torch.float32), "targets": targets, "vocab_size": V}
+    made["targets"][::5] = -1
+    return {**made, "untrained": True}
 
 
 def product_backward(d: Draw) -> Arguments:
@@ -278,18 +289,11 @@ CASES: Cases = {
     "attention_forward, of grouped heads within documents": lambda d: attention(d, H, 2 * C, **documents(d)),
     "attention_backward, of grouped heads within documents": lambda d: attention_backward(d, H, 2 * C, **documents(d)),
     "classifier_forward": lambda d: {**classifier(d), "logits_inout": d(N, Vp, scale=4)},
-    "classifier_forward_backward": lambda d: {
-        **classifier(d),
-        "logits_to_dlogits_inout": d(N, Vp, scale=4),
-        "scale": torch.tensor([0.37], device=d.device),
-    },
+    "classifier_forward_backward": classifier_backward,
     "classifier_forward, with a cap": lambda d: {**classifier(d), "logits_inout": d(N, Vp, scale=4), "softcap": 15.0},
-    "classifier_forward_backward, with a cap": lambda d: {
-        **classifier(d),
-        "logits_to_dlogits_inout": d(N, Vp, scale=4),
-        "scale": torch.tensor([0.37], device=d.device),
-        "softcap": 15.0,
-    },
+    "classifier_forward_backward, with a cap": lambda d: {**classifier_backward(d), "softcap": 15.0},
+    "classifier_forward, some untrained": lambda d: untrained({**classifier(d), "logits_inout": d(N, Vp, scale=4)}),
+    "classifier_forward_backward, some untrained": lambda d: untrained(classifier_backward(d)),
     "softcap_forward": lambda d: {"logits_inout": d(N, Vp, scale=4), "softcap": 15.0},
     "loss_sum": sums,
     "squared_norms": lambda d: {
@@ -319,6 +323,8 @@ DROPOUT_CASES: Cases = {
     "dropout_residual_forward": lambda d: {"branch_to_out_inout": d(N, C), "residual": d(N, C), **site(d)},
     "attention_forward, with dropout": lambda d: attention(d, H, **site(d)),
     "attention_backward, with dropout": lambda d: attention_backward(d, H, **site(d)),
+    "attention_forward, with dropout within documents": lambda d: attention(d, H, **site(d), **documents(d)),
+    "attention_backward, with dropout within documents": lambda d: attention_backward(d, H, **site(d), **documents(d)),
 }
 
 

@@ -1,0 +1,23 @@
+"""Binds into the operations of a model that some of its targets are below 0: tokens that are not trained.
+
+`Batches.fill` alone writes such targets, and only where `Batches.trains_all` is False. So whoever has the batches decides
+by it, and where all tokens are trained the classifier's kernels do not ask.
+"""
+
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+
+class WithUntrained(ModuleType):
+    """The operations `ops`, with the classifier's told that targets may be below 0. All that are not here are the plain
+    ones."""
+
+    def __init__(self, ops: Any):
+        super().__init__(ops.__name__)
+        self.ops = ops
+        self.classifier_forward = partial(ops.classifier_forward, untrained=True)
+        self.classifier_forward_backward = partial(ops.classifier_forward_backward, untrained=True)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.ops, name)
