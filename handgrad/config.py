@@ -13,7 +13,7 @@ from typing import Any
 
 from handgrad.batch_schedule import BatchSchedule, parse_schedule
 from handgrad.errors import DataError, UsageError
-from handgrad.llama_shape import check_llama
+from handgrad.llama_shape import check_llama, check_llama_multiples
 from handgrad.lora_shape import check_lora
 from handgrad.model_shape import SOFTCAP as SOFTCAP, VOCABULARY_MULTIPLE as VOCABULARY_MULTIPLE, ModelShape as ModelShape
 from handgrad.names import check_choice, nearest_name
@@ -237,9 +237,9 @@ def check(config: RunConfig) -> RunConfig:
         raise UsageError("optimizer muon needs float32 master weights, found master_weights false")
     if config.optimizer != "muon" and config.matrix_learning_rate:
         raise UsageError(f"matrix_learning_rate is muon's, found optimizer {config.optimizer}; try --optimizer muon")
+    check_architecture(config)
     if config.precision == "fp8":
         check_fp8(config)
-    check_architecture(config)
     if config.lora:
         needs = (("optimizer", "adamw"), ("dropout", 0.0), ("freeze", ""))
         refused = [(name, getattr(config, name), needed) for name, needed in needs]
@@ -305,13 +305,13 @@ def check_fp8(config: RunConfig) -> None:
     """Raises `UsageError` for a shape that fp8 GEMMs cannot take: they read 16 numbers at a time along every side."""
     if config.dropout:
         raise UsageError(f"precision fp8 has no dropout, found dropout {config.dropout:g}; bf16 has: --precision bf16")
-    if config.architecture == "llama":
-        raise UsageError("architecture llama has no fp8 GEMMs yet, found precision fp8; --precision bf16 trains it")
     if config.lora:
         raise UsageError("lora has no fp8 GEMMs yet, found precision fp8; --precision bf16 trains adapters")
     for name in ("channels", "sequence_length"):
         if getattr(config, name) % 16:
             raise UsageError(f"{name} must be a multiple of 16 for precision fp8, found {getattr(config, name)}")
+    if config.architecture == "llama":
+        check_llama_multiples(config.llama, config.num_heads, config.channels, 16, "for precision fp8")
 
 
 def convert(name: str, value: Any) -> Any:
