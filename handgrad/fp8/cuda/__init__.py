@@ -61,7 +61,6 @@ def statistics_parts(
         rmsnorm.backward_parts(tokens, channels),
         rotary.backward_parts(tokens),
         swiglu.forward_parts(tokens, widest // 2),
-        swiglu.backward_parts(tokens, widest // 2),
     )
 
 

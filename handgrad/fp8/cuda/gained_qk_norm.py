@@ -83,24 +83,30 @@ def _backward(
     cos1, sin1 = scaled_turn(frequency, row1 % length, TURN_SCALE)
     cos2, sin2 = scaled_turn(frequency, row2 % length, TURN_SCALE)
     cos3, sin3 = scaled_turn(frequency, row3 % length, TURN_SCALE)
-    q1, q2 = pairs_at(q_gain + pair, in_row, D)
-    k1, k2 = pairs_at(k_gain + pair, in_row, D)
     largest = tl.zeros((QUADS, BLOCK_P), tl.float32)
-    dq1, dq2, dk1, dk2 = largest, largest, largest, largest
+    sums = largest, largest
     clipped, vanished = 0, 0
     tensors, places = (plain, rows, dturned, qkv, rstd), (in_quad, inside)
     for head in range(HEADS):
         column, is_query = head * D + pair, head < QUERIES
-        gains = tl.where(is_query, q1, k1), tl.where(is_query, q2, k2)
-        a0, x0, z0, s0, t0 = gained_pairs(tensors, row0, column, head, places, cos0, sin0, gains, scale, COLUMNS, TURNED, D)
-        a1, x1, z1, s1, t1 = gained_pairs(tensors, row1, column, head, places, cos1, sin1, gains, scale, COLUMNS, TURNED, D)
-        a2, x2, z2, s2, t2 = gained_pairs(tensors, row2, column, head, places, cos2, sin2, gains, scale, COLUMNS, TURNED, D)
-        a3, x3, z3, s3, t3 = gained_pairs(tensors, row3, column, head, places, cos3, sin3, gains, scale, COLUMNS, TURNED, D)
-        s, t = (s0 + s1) + (s2 + s3), (t0 + t1) + (t2 + t3)
-        dq1 += tl.where(is_query, s, 0.0)
-        dq2 += tl.where(is_query, t, 0.0)
-        dk1 += tl.where(is_query, 0.0, s)
-        dk2 += tl.where(is_query, 0.0, t)
+        gains = pairs_at(tl.where(is_query, q_gain, k_gain) + pair, in_row, D)
+        a0, x0, z0, sums = gained_pairs(
+            tensors, sums, row0, column, head, places, cos0, sin0, gains, scale, COLUMNS, TURNED, D
+        )
+        a1, x1, z1, sums = gained_pairs(
+            tensors, sums, row1, column, head, places, cos1, sin1, gains, scale, COLUMNS, TURNED, D
+        )
+        a2, x2, z2, sums = gained_pairs(
+            tensors, sums, row2, column, head, places, cos2, sin2, gains, scale, COLUMNS, TURNED, D
+        )
+        a3, x3, z3, sums = gained_pairs(
+            tensors, sums, row3, column, head, places, cos3, sin3, gains, scale, COLUMNS, TURNED, D
+        )
+        if (head == QUERIES - 1) | (head == TURNED - 1):  # the last of its gain
+            mine = partials + (tl.program_id(0) * 2 + tl.where(is_query, 0, 1)) * D + pair
+            tl.store(mine, tl.sum(sums[0], 0, keep_dims=True), mask=in_row)
+            tl.store(mine + D // 2, tl.sum(sums[1], 0, keep_dims=True), mask=in_row)
+            sums = tl.zeros_like(largest), tl.zeros_like(largest)
         largest = tl.maximum(largest, tl.maximum(tl.maximum(a0, a1), tl.maximum(a2, a3)))
         if counting:
             found = counted_quads((x0, x1, x2, x3), (z0, z1, z2, z3), LARGEST, VANISHES_AT)
@@ -110,29 +116,25 @@ def _backward(
             store_quads(columns, (x0, x1, x2, x3), (z0, z1, z2, z3), column, quad, inside, N4, D)
     amax = tl.max(tl.max(largest, 1), 0).to(dturned.dtype.element_ty).to(tl.float32)
     store_part(statistics, PARTS, tl.program_id(0), amax, clipped, vanished)
-    mine = partials + tl.program_id(0) * 2 * D + pair
-    tl.store(mine, tl.sum(dq1, 0, keep_dims=True), mask=in_row)
-    tl.store(mine + D // 2, tl.sum(dq2, 0, keep_dims=True), mask=in_row)
-    tl.store(mine + D, tl.sum(dk1, 0, keep_dims=True), mask=in_row)
-    tl.store(mine + D + D // 2, tl.sum(dk2, 0, keep_dims=True), mask=in_row)
 
 
 @triton.jit
 def gained_pairs(
-    tensors, row, column, head, places, cos, sin, gains, scale, COLUMNS: tl.constexpr, TURNED: tl.constexpr,
+    tensors, sums, row, column, head, places, cos, sin, gains, scale, COLUMNS: tl.constexpr, TURNED: tl.constexpr,
     D: tl.constexpr,
 ):  # fmt: skip
-    """As `rotary.turned_pairs`, and both channels' terms of the gains' gradients, which values have none of."""
+    """As `rotary.turned_pairs`, and the sums of both channels' terms of the gains' gradients, none of them a value's."""
     plain, rows, dturned, qkv, rstd = tensors
     in_quad, inside = places
-    g1, g2 = gains
+    sums1, sums2 = sums
     place = row * COLUMNS + column
     dx1, dx2 = widened_pairs(dturned + place, inside, D)
-    s, t = tl.zeros_like(dx1), tl.zeros_like(dx2)
     if head < TURNED:  # a query or a key
         du1, du2 = turned_back(dx1, dx2, cos, sin)
-        n1, n2 = widened_pairs(qkv + place, inside, D)
+        x1, x2 = widened_pairs(qkv + place, inside, D)
         row_rstd = tl.load(rstd + row * TURNED + head, mask=in_quad, other=0.0)
-        dx1, dx2, s, t = through_gained_norm(du1, du2, n1, n2, g1, g2, row_rstd, D)
+        dx1, dx2, dg1, dg2 = through_gained_norm(du1, du2, x1, x2, gains[0], gains[1], row_rstd, D)
+        sums1 += dg1
+        sums2 += dg2
     amax, x, z = written_pairs((plain, rows), place, inside, dx1, dx2, scale, dturned.dtype.element_ty, D)
-    return amax, x, z, s, t
+    return amax, x, z, (sums1, sums2)

@@ -5,34 +5,37 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from handgrad.fp8.cuda.elementwise import QUAD, counted, rounded_and_scaled, widened, word
+from handgrad.fp8.cuda.elementwise import (
+    BACKWARD_WARPS,
+    COLUMNS,
+    QUAD,
+    QUADS,
+    backward_parts,
+    counted,
+    rounded_and_scaled,
+    widened,
+    word,
+)
 from handgrad.fp8.cuda.quantizing import COUNTING, SCALE, at_own_scale, limits, rounded, store_part, target
 from handgrad.fp8.formats import Quantized
 from handgrad.ops.cuda.launch import launch
 from handgrad.ops.cuda.swiglu import gated
 
-# Forward: a program's tile, 512 bytes of a row of gates and as many of what they let through.
-ROWS, COLUMNS, WARPS = 32, 256, 8
-
-# Backward: in quads of rows, as in `elementwise`, whose tile has twice as many columns: here a place has two gradients.
-QUADS, BACKWARD_COLUMNS, BACKWARD_WARPS = 8, 64, 4
+# Forward: a program's tile, 512 bytes of a row of gates and as many of what they let through. The backward's tile is that
+# of every nonlinearity.
+ROWS, FORWARD_COLUMNS, WARPS = 32, 256, 8
 
 
 def forward_parts(N: int, F: int) -> int:
     """Parts of the statistics that the forward writes."""
-    return triton.cdiv(N, ROWS) * triton.cdiv(F, COLUMNS)
-
-
-def backward_parts(N: int, F: int) -> int:
-    """Parts of the statistics that the backward writes."""
-    return triton.cdiv(N, QUADS * QUAD.value) * triton.cdiv(F, BACKWARD_COLUMNS)
+    return triton.cdiv(N, ROWS) * triton.cdiv(F, FORWARD_COLUMNS)
 
 
 def swiglu_forward_fp8(out: Quantized, hidden: Tensor) -> None:
     """The rows of out (N, F), and its statistics; hidden (N, 2F). With `current`, first the scale."""
     N, F = out.shape
-    grid, even = (triton.cdiv(F, COLUMNS), triton.cdiv(N, ROWS)), N % ROWS == 0 and F % COLUMNS == 0
-    arguments = out.rows, *target(out, forward_parts(N, F)), hidden, N, F, *limits(out), even, ROWS, COLUMNS
+    grid, even = (triton.cdiv(F, FORWARD_COLUMNS), triton.cdiv(N, ROWS)), N % ROWS == 0 and F % FORWARD_COLUMNS == 0
+    arguments = out.rows, *target(out, forward_parts(N, F)), hidden, N, F, *limits(out), even, ROWS, FORWARD_COLUMNS
     at_own_scale(out, lambda: launch(_forward, grid, *arguments, num_warps=WARPS))
 
 
@@ -43,8 +46,8 @@ def swiglu_backward_fp8(dhidden: Quantized, inp: Quantized, dout: Tensor, hidden
     assert N % QUAD.value == 0, f"the number of tokens must be a multiple of {QUAD.value}, found {N}"
     scaling, *statistics = target(dhidden, backward_parts(N, F))
     tensors = dhidden.rows, dhidden.columns, inp.columns, scaling, inp.scaling, *statistics, dout, hidden
-    sizes, even = (N // QUAD.value, F, *limits(dhidden)), N % rows == 0 and F % BACKWARD_COLUMNS == 0
-    grid, tile = (triton.cdiv(F, BACKWARD_COLUMNS), triton.cdiv(N, rows)), (even, QUADS, BACKWARD_COLUMNS)
+    sizes, even = (N // QUAD.value, F, *limits(dhidden)), N % rows == 0 and F % COLUMNS == 0
+    grid, tile = (triton.cdiv(F, COLUMNS), triton.cdiv(N, rows)), (even, QUADS, COLUMNS)
     at_own_scale(dhidden, lambda: launch(_backward, grid, *tensors, *sizes, *tile, num_warps=BACKWARD_WARPS))
 
 
