@@ -1,6 +1,8 @@
 """The Llama family in fp8 on a CUDA GPU: kernels bit for bit what quantising 16-bit kernels' results gives, whole steps
 near those in bf16, with the same bits every time."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ from handgrad.fp8.formats import E4M3, E5M2
 from handgrad.run.assemble import Assembly, assemble
 from handgrad.run.resolve import resolve
 from tests.documents import document_starts
+from tests.gpu.runs import check_allocations, leave_the_same_bits
 from tests.kernels import llama_fp8_checks as checks
 from tests.kernels.memory_checks import Draw
 
@@ -113,6 +116,23 @@ def test_steps_are_near_those_in_bf16_and_repeat(name: str) -> None:
             assert abs(found - expected) < 0.01 * expected
         del runs
         torch.cuda.empty_cache()
+
+
+TEXTS = ("kv_heads=1,tied,qkv_bias", "kv_heads=2,head_width=64,qk_norm,feed_forward=320")
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("gradients", ["e4m3", "mixed"])
+def test_runs_repeat_and_resume(text: str, gradients: str, config: RunConfig) -> None:
+    """With graphs, checkpoints and validation."""
+    shape = {"architecture": "llama", "llama": text, "channels": 128, "num_heads": 4, "sequence_length": 64}
+    fp8 = {"precision": "fp8", "fp8_gradients": gradients, "fp8_head": "forward,dgrad", "device": "cuda"}
+    leave_the_same_bits(dataclasses.replace(config, **shape, **fp8, tokens_per_step=1024, micro_batch=4))
+
+
+def test_steps_allocate_nothing(config: RunConfig) -> None:
+    numbers = {**sizes("SmolLM2-135M"), "num_layers": 2, "sequence_length": 512, "tokens_per_step": 4096, "micro_batch": 8}
+    check_allocations(dataclasses.replace(config, **numbers, precision="fp8", device="cuda"))
 
 
 def test_learning_from_a_few_samples() -> None:
