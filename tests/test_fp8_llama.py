@@ -16,9 +16,11 @@ from handgrad.errors import UsageError
 from handgrad.fp8 import reference as fp8_ops
 from handgrad.fp8.formats import E4M3, E5M2, GRADIENT_FORMATS, SCALE, Quantized
 from handgrad.fp8.tables import Fp8Gemms, fp8_gemms
+from handgrad.gpus import GPUS
 from handgrad.models import llama
 from handgrad.ops import reference as ops
 from handgrad.run.resolve import resolve
+from handgrad.tools.absent import resolve_for
 from tests.conftest import Model, make_model, quantized_weights
 from tests.llama_twin import FAMILIES, shape_of
 from tests.test_fp8_model import BOTH_OF_THE_HEAD, ROUNDOFF, SETTINGS, RoundedProducts, bound, run
@@ -183,6 +185,19 @@ def test_sides_that_fp8_products_cannot_read_are_refused(settings: dict, told: s
     config = RunConfig(architecture="llama", precision="fp8", channels=32, num_heads=2, init_from="x")
     with pytest.raises(UsageError, match=told):
         check(replace(config, **settings))
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_room_for_statistics_on_a_gpu(name: str) -> None:
+    """A part for each program of the kernels that make the widest tensors, in the tiles that they have."""
+    settings = {"micro_batch": 4, "sequence_length": 1024, "tokens_per_step": 4096, "precision": "fp8", **sizes(name)}
+    design = resolve_for(GPUS["h200"], check(RunConfig(**settings)), SHAPES[name][0])
+    shape, N = design.shape, 4096
+    F, C, QKV = shape.feed_forward, shape.channels, (shape.num_heads + 2 * shape.family.kv_heads) * shape.head_width
+    quantised = [(N, 2 * F), (2 * F, C), (QKV, C), (C, F), (shape.padded_vocab_size, C)]
+    needed = [-(-rows // 64) * -(-columns // 128) for rows, columns in quantised]
+    needed += [-(-N // 32) * -(-F // 128), 4 * shape.num_heads * (1024 // 64)]
+    assert max(needed) <= design.fp8.statistics_parts <= 4 * max(needed)
 
 
 TEXTS = {  # of 32 channels and 2 heads

@@ -191,8 +191,8 @@ def turn_back(operation: str, make: Callable[[Draw], Arguments], columns: torch.
             assert out.columns is not None
             out = replace(out, columns=out.columns.view(columns))
             scaling = out.scaling.clone()
-            quantised = {**copies(given), "dqkv_inout": out}
-            launch(getattr(ops, operation), quantised)
+            quantised = copies(given)
+            launch(getattr(ops, operation), {**quantised, "dqkv_inout": out})
             launch(getattr(ops, operation), given)
             yield own, turned, 2 * torch.finfo(d.dtype).eps
             yield from ((quantised[name], given[name], 2.0**-20) for name in given if name.endswith("_acc"))
