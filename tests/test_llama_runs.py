@@ -51,7 +51,10 @@ def test_it_learns_and_resumes_bit_by_bit(llama: RunConfig, tmp_path: Path, prec
 IN_FP8 = {"precision": "fp8", "fp8_head": "forward,dgrad", "fp8_window": 2, "fp8_count_every": 2, "recompute": 1}
 
 
-@pytest.mark.parametrize("other", [{}, {"optimizer": "muon"}, IN_FP8], ids=["adamw", "muon", "fp8"])
+OTHERS = {"adamw": {}, "muon": {"optimizer": "muon"}, "fp8": IN_FP8, "muon in fp8": {"optimizer": "muon", **IN_FP8}}
+
+
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
 def test_ranks_do_not_matter(other: dict, launcher: Launcher, shards: Path, tmp_path: Path) -> None:
     settings = {"architecture": "llama", "llama": "kv_heads=1,qkv_bias,qk_norm", "steps": 4, "micro_batch": 4, **other}
     launcher.run(1, arguments(shards, tmp_path / "alone", **settings))
