@@ -168,6 +168,24 @@ def test_published_sizes_are_accepted_and_planned(name: str) -> None:
     assert fp8["activations"] < bf16["activations"]
 
 
+@pytest.mark.parametrize("name", ["SmolLM2-135M", "Qwen3-0.6B"])
+def test_the_bytes_that_a_block_keeps(name: str) -> None:
+    """Per token, fewer than in bf16, as docs/llama.md counts them: by level of recomputation."""
+
+    def of_two_more_blocks(precision: str, recompute: int) -> float:
+        settings = {"micro_batch": 4, "sequence_length": 1024, "tokens_per_step": 4096, **sizes(name)}
+        settings |= {"precision": precision, "recompute": recompute}
+        configs = (check(RunConfig(**settings | {"num_layers": layers})) for layers in (10, 12))
+        fewer, more = (resolve_for(GPUS["h200"], config, SHAPES[name][0]).plan.size_bytes for config in configs)
+        return (more["activations"] - fewer["activations"]) / 4096
+
+    shape = check(RunConfig(**sizes(name))).shape(SHAPES[name][0])
+    C, F, HD = shape.channels, shape.feed_forward, shape.num_heads * shape.head_width
+    for recompute, saved in enumerate((2 * C + 2 * F - HD, C - HD, -HD)):
+        bf16, fp8 = (of_two_more_blocks(precision, recompute) for precision in ("bf16", "fp8"))
+        assert bf16 - fp8 == 2 * saved
+
+
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
