@@ -2,6 +2,7 @@
 near those in bf16, with the same bits every time."""
 
 import dataclasses
+from itertools import product
 
 import pytest
 import torch
@@ -19,11 +20,14 @@ from tests.documents import document_starts
 from tests.gpu.runs import check_allocations, leave_the_same_bits
 from tests.kernels import llama_fp8_checks as checks
 from tests.kernels.memory_checks import Draw
+from tests.kernels.pairs import every_pair
 
-formats = pytest.mark.parametrize("kind", [E4M3, E5M2], ids=str)
-counting = pytest.mark.parametrize("counting", [True, False])
-current = pytest.mark.parametrize("current", [True, False])
-hidden = pytest.mark.parametrize(("N", "F"), [(65536, 1536), (8192, 8960), (8192, 8192), (208, 160), (36, 72), (4, 8)])
+# Inputs are drawn on the CPU, the same on every device: fewer tokens than a micro-batch has are as good.
+FORMATS, COUNTING, CURRENT = (E4M3, E5M2), (True, False), (True, False)
+NORMS = [(32768, 576), (16384, 1024), (8192, 1536), (8192, 2048), (1, 8), (333, 100)]
+HIDDEN = [(16384, 1536), (2048, 8960), (2048, 8192), (208, 160), (36, 72), (4, 8)]
+HEADS = [(8192, 9, 3, 64, 2048), (4096, 16, 8, 128, 1024), (8192, 32, 8, 64, 8192), (4096, 12, 2, 128, 2048)]
+HEADS += [(48, 4, 2, 24, 16), (36, 3, 3, 100, 12), (4, 1, 1, 2, 4)]
 
 
 @pytest.fixture(params=[torch.bfloat16, torch.float16], ids=str)
@@ -32,43 +36,25 @@ def draw(request: pytest.FixtureRequest) -> Draw:
     return Draw(request.param, "cuda")
 
 
-@formats
-@counting
-@pytest.mark.parametrize(("N", "C"), [(65536, 576), (16384, 1024), (8192, 1536), (8192, 2048), (1, 8), (333, 100)])
-def test_gained_rmsnorm(draw: Draw, N: int, C: int, kind: torch.dtype, counting: bool) -> None:
-    checks.gained_rmsnorm_forward(draw, N, C, kind, counting=counting)
-    checks.gained_rmsnorm_backward(draw, N, C, kind, counting=counting)
+@pytest.mark.parametrize(("shape", "kind", "counting"), every_pair(product(NORMS, FORMATS, COUNTING)))
+def test_gained_rmsnorm(draw: Draw, shape: tuple[int, int], kind: torch.dtype, counting: bool) -> None:
+    checks.gained_rmsnorm_forward(draw, *shape, kind, counting=counting)
+    checks.gained_rmsnorm_backward(draw, *shape, kind, counting=counting)
 
 
-@counting
-@current
-@hidden
-def test_swiglu_forward(draw: Draw, N: int, F: int, counting: bool, current: bool) -> None:
-    checks.swiglu_forward(draw, N, F, counting=counting, current=current)
+@pytest.mark.parametrize(("shape", "counting", "current"), every_pair(product(HIDDEN, COUNTING, CURRENT)))
+def test_swiglu_forward(draw: Draw, shape: tuple[int, int], counting: bool, current: bool) -> None:
+    checks.swiglu_forward(draw, *shape, counting=counting, current=current)
 
 
-@formats
-@counting
-@current
-@hidden
-def test_swiglu_backward(draw: Draw, N: int, F: int, kind: torch.dtype, counting: bool, current: bool) -> None:
-    checks.swiglu_backward(draw, N, F, kind, counting=counting, current=current)
+@pytest.mark.parametrize(("shape", "kind", "counting", "current"), every_pair(product(HIDDEN, FORMATS, COUNTING, CURRENT)))
+def test_swiglu_backward(draw: Draw, shape: tuple[int, int], kind: torch.dtype, counting: bool, current: bool) -> None:
+    checks.swiglu_backward(draw, *shape, kind, counting=counting, current=current)
 
 
-@formats
-@counting
-@pytest.mark.parametrize("turn", checks.TURNS)
-@pytest.mark.parametrize(
-    ("N", "H", "K", "D", "length"),
-    [
-        *((32768, 9, 3, 64, 2048), (8192, 16, 8, 128, 1024), (8192, 32, 8, 64, 8192), (8192, 12, 2, 128, 2048)),
-        *((48, 4, 2, 24, 16), (36, 3, 3, 100, 12), (4, 1, 1, 2, 4)),
-    ],
-)
-def test_turn_back(
-    draw: Draw, N: int, H: int, K: int, D: int, length: int, turn: str, kind: torch.dtype, counting: bool
-) -> None:
-    checks.turn_back(draw, N, H, K, D, length, turn, kind, counting=counting, scale=1.2 if H == 12 else 1.0)
+@pytest.mark.parametrize(("sizes", "turn", "kind", "counting"), every_pair(product(HEADS, checks.TURNS, FORMATS, COUNTING)))
+def test_turn_back(draw: Draw, sizes: tuple[int, ...], turn: str, kind: torch.dtype, counting: bool) -> None:
+    checks.turn_back(draw, *sizes, turn, kind, counting=counting, scale=1.2 if sizes[1] == 12 else 1.0)
 
 
 @pytest.mark.parametrize("turn", checks.TURNS)
@@ -76,7 +62,7 @@ def test_turn_back_with_columns_in_another_format(draw: Draw, turn: str) -> None
     checks.turn_back(draw, 4096, 16, 8, 128, 1024, turn, E4M3, counting=True, columns=E5M2)
 
 
-@formats
+@pytest.mark.parametrize("kind", FORMATS, ids=str)
 @pytest.mark.parametrize(
     ("B", "T", "H", "K", "D"), [(4, 1024, 9, 3, 64), (2, 1024, 16, 8, 128), (2, 1000, 12, 2, 128), (3, 80, 6, 2, 16)]
 )
