@@ -237,9 +237,9 @@ def check(config: RunConfig) -> RunConfig:
         raise UsageError("optimizer muon needs float32 master weights, found master_weights false")
     if config.optimizer != "muon" and config.matrix_learning_rate:
         raise UsageError(f"matrix_learning_rate is muon's, found optimizer {config.optimizer}; try --optimizer muon")
-    check_architecture(config)
     if config.precision == "fp8":
         check_fp8(config)
+    check_architecture(config)
     if config.lora:
         needs = (("optimizer", "adamw"), ("dropout", 0.0), ("freeze", ""))
         refused = [(name, getattr(config, name), needed) for name, needed in needs]
@@ -274,6 +274,8 @@ def check(config: RunConfig) -> RunConfig:
 def check_architecture(config: RunConfig) -> None:
     """Raises `UsageError` for a network that does not exist or that these settings do not train."""
     check_llama(config.architecture, config.llama, config.num_heads, config.channels)
+    if config.architecture == "llama" and config.precision == "fp8":
+        check_llama_multiples(config.llama, config.num_heads, config.channels, 16, "for precision fp8")
     if config.architecture == "modern":
         check_techniques(config.techniques)
         width = config.channels // config.num_heads
@@ -310,8 +312,6 @@ def check_fp8(config: RunConfig) -> None:
     for name in ("channels", "sequence_length"):
         if getattr(config, name) % 16:
             raise UsageError(f"{name} must be a multiple of 16 for precision fp8, found {getattr(config, name)}")
-    if config.architecture == "llama":
-        check_llama_multiples(config.llama, config.num_heads, config.channels, 16, "for precision fp8")
 
 
 def convert(name: str, value: Any) -> Any:
