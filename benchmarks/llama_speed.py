@@ -4,6 +4,7 @@ Weights are random and the same for all contenders, which alternate as in `handg
 steps must agree: else one of them computes another model, and the command ends with 1.
 
     python -m benchmarks.llama_speed --out-folder benchmarks/results
+    python -m benchmarks.llama_speed --precision fp8 --out-folder benchmarks/results
     python -m benchmarks.llama_speed --shapes tiny-llama --device cpu --precision fp32
 """
 
@@ -37,13 +38,17 @@ LEARNING_RATE = 1e-5  # without a warm-up: at 1e-4 Llama-3.2-1B's third loss ris
 LARGEST_DIFFERENCE = 0.02  # in nats, of these losses: bf16's rounding is a tenth of it
 
 
-def default_contenders() -> str:
+def default_contenders(precision: str) -> str:
+    """All of them, in fp8 those that have it and the fastest in bf16."""
+    if precision == "fp8":
+        return ",".join(("handgrad", "handgrad-bf16", *TWINS[:2], *(f"{name}+torchao" for name in TWINS[:2])))
     liger = ("twin-flash+stream+regional+liger",) if importlib.util.find_spec("liger_kernel") else ()
     return ",".join(("handgrad", *TWINS, *liger, *TRAINERS))
 
 
-def check_contenders(text: str) -> list[str]:
-    """The names in a comma-separated list; raises `UsageError` for an unknown one or a twin's missing library."""
+def check_contenders(text: str, precision: str) -> list[str]:
+    """The names in a comma-separated list; raises `UsageError` for an unknown one, a twin's missing library, or twins in
+    fp8 beside contenders in another `precision`."""
     given = [name.strip() for name in text.split(",") if name.strip()]
     others = [name for name in given if name not in TRAINERS]
     if others:
@@ -51,8 +56,10 @@ def check_contenders(text: str) -> list[str]:
     for switches in map(switches_of, others):
         if switches is not None:
             check_libraries(switches)
-            if switches.attention == "plain" or switches.float8 != "none":
-                raise UsageError(f"expected twins of the Llama family with fused attention in bf16, found {text!r}")
+            if switches.attention == "plain":
+                raise UsageError(f"expected twins of the Llama family with fused attention, found {text!r}")
+            if switches.float8 != "none" and precision != "fp8":
+                raise UsageError(f"the torchao twins need --precision fp8, found {precision} for {text!r}")
     return given
 
 
@@ -60,9 +67,10 @@ def make_run(name: str, settings: Settings) -> Run:
     """A contender, in its own process, from handgrad's initial weights."""
     config, tokens = settings.config(), tokens_of(settings)
     if name in TRAINERS:
-        return TrainerRun(config, tokens, compiled=TRAINERS[name])
+        plain = dataclasses.replace(config, precision="bf16") if config.precision == "fp8" else config
+        return TrainerRun(plain, tokens, compiled=TRAINERS[name])
     if switches := switches_of(name):
-        on_gpu, bf16 = config.device == "cuda", config.precision == "bf16"
+        on_gpu, bf16 = config.device == "cuda", config.precision in ("bf16", "fp8")
         chosen = dataclasses.replace(
             switches, compiled=on_gpu, autocast=bf16, bf16_stream=switches.bf16_stream and bf16, tf32=bf16
         )
@@ -123,9 +131,9 @@ def version(library: str) -> str | None:
 def parse(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=",".join(LARGE))
-    parser.add_argument("--contenders", default=default_contenders())
+    parser.add_argument("--contenders", default="", help="by commas; empty: those of the precision")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--precision", default="bf16", choices=("bf16", "fp32"))
+    parser.add_argument("--precision", default="bf16", choices=("bf16", "fp32", "fp8"), help="of handgrad")
     parser.add_argument("--sequence-length", type=int, default=2048)
     parser.add_argument("--micro-batch", type=int, default=0, help="of all contenders; 0: by shape")
     parser.add_argument("--micro-steps", type=int, default=4)
@@ -138,7 +146,8 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     options = parse()
-    names, shapes = check_contenders(options.contenders), options.shapes.split(",")
+    chosen = options.contenders or default_contenders(options.precision)
+    names, shapes = check_contenders(chosen, options.precision), options.shapes.split(",")
     if unknown := [shape for shape in shapes if shape not in SHAPES]:
         raise UsageError(f"unknown shapes {', '.join(unknown)}; known: {', '.join(SHAPES)}")
     keep_commit()
@@ -156,7 +165,8 @@ def main() -> int:
             vocab_size=SHAPES[shape][0],
         )
         kind = "h200" if options.device == "cuda" else options.device
-        out = Path(options.out_folder) / f"{kind}-llama-speed-{shape.lower()}.json" if options.out_folder else ""
+        name = f"{kind}-llama-speed-{'fp8-' if options.precision == 'fp8' else ''}{shape.lower()}.json"
+        out = Path(options.out_folder) / name if options.out_folder else ""
         lines += other_models(compare(settings, names, options.seconds, options.turn_seconds, str(out)))
     print("\n".join(lines), file=sys.stderr)
     return 1 if lines else 0

@@ -13,7 +13,7 @@ from typing import Any
 
 from handgrad.batch_schedule import BatchSchedule, parse_schedule
 from handgrad.errors import DataError, UsageError
-from handgrad.llama_shape import check_llama
+from handgrad.llama_shape import check_llama, check_llama_multiples
 from handgrad.lora_shape import check_lora
 from handgrad.model_shape import SOFTCAP as SOFTCAP, VOCABULARY_MULTIPLE as VOCABULARY_MULTIPLE, ModelShape as ModelShape
 from handgrad.names import check_choice, nearest_name
@@ -275,6 +275,8 @@ def check(config: RunConfig) -> RunConfig:
 def check_architecture(config: RunConfig) -> None:
     """Raises `UsageError` for a network that does not exist or that these settings do not train."""
     check_llama(config.architecture, config.llama, config.num_heads, config.channels)
+    if config.architecture == "llama" and config.precision == "fp8":
+        check_llama_multiples(config.llama, config.num_heads, config.channels, 16, "for precision fp8")
     if config.architecture == "modern":
         check_techniques(config.techniques)
         width = config.channels // config.num_heads
@@ -304,8 +306,6 @@ def check_fp8(config: RunConfig) -> None:
     """Raises `UsageError` for a shape that fp8 GEMMs cannot take: they read 16 numbers at a time along every side."""
     if config.dropout:
         raise UsageError(f"precision fp8 has no dropout, found dropout {config.dropout:g}; bf16 has: --precision bf16")
-    if config.architecture == "llama":
-        raise UsageError("architecture llama has no fp8 GEMMs yet, found precision fp8; --precision bf16 trains it")
     if config.lora:
         raise UsageError("lora has no fp8 GEMMs yet, found precision fp8; --precision bf16 trains adapters")
     if (width := config.channels // config.num_heads) > WIDEST_HEAD_OF_FP8:

@@ -74,6 +74,7 @@ LONGEST = (
     "test_runs.py",
     "test_reduction.py",
     "test_fp8_attention.py",
+    "test_llama_fp8.py",
     "test_launch.py",
     "test_huggingface.py",
     "test_fp8_kernels.py",

@@ -259,6 +259,10 @@ def test_gains_are_over_the_measured_row_before() -> None:
         (["loss", "--out", "{shards}/none/x.json"], "there is no folder"),
         (["kernels"], "needs a CUDA GPU"),
         (["fp8"], "needs a CUDA GPU"),
+        (
+            ["fp8", "--model", "m12"],
+            "bench fp8 measures the kernels and GEMMs of GPT-2, found model m12; `handgrad bench step",
+        ),
     ],
 )
 def test_usage(

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -44,13 +44,14 @@ class RoundedProducts:
     """The reference on plain tensors, but a product that is wanted in fp8 rounds its operands to the nearest numbers of
     the format, each tensor at the largest scale that clips nothing."""
 
+    PARTS: ClassVar = {"qkv_weight": "qkv", "proj_weight": "proj", "fc_weight": "mlp", "fcproj_weight": "mlp"}
+
     def __init__(self, model: Model, gemms: Fp8Gemms, gradients: str):
         self.gemms, self.gradients = gemms, GRADIENT_FORMATS[gradients]
-        parts = {"qkv_weight": "qkv", "proj_weight": "proj", "fc_weight": "mlp", "fcproj_weight": "mlp"}
         self.part_of = {
             getattr(block, name).data_ptr(): (layer, part)
             for layer, block in enumerate(model.weights.blocks)
-            for name, part in parts.items()
+            for name, part in self.PARTS.items()
         }
 
     def __getattr__(self, operation: str) -> Any:

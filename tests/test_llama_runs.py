@@ -30,7 +30,10 @@ def llama(config: RunConfig) -> RunConfig:
     return replace(config, architecture="llama", llama=GROUPED)
 
 
-@pytest.mark.parametrize(("precision", "text"), [("fp32", GROUPED), ("bf16", EVERYTHING)])
+FP8 = "kv_heads=1,head_width=24,feed_forward=48,qkv_bias,qk_norm,rope=llama3,rope_length=16"  # in multiples of 16
+
+
+@pytest.mark.parametrize(("precision", "text"), [("fp32", GROUPED), ("bf16", EVERYTHING), ("fp8", FP8)])
 def test_it_learns_and_resumes_bit_by_bit(llama: RunConfig, tmp_path: Path, precision: str, text: str) -> None:
     whole = replace(llama, llama=text, precision=precision, out=str(tmp_path / "whole"))
     train(whole)
@@ -45,15 +48,15 @@ def test_it_learns_and_resumes_bit_by_bit(llama: RunConfig, tmp_path: Path, prec
     same_bits(whole.out, again.out, 12)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_ranks_do_not_matter(optimizer: str, launcher: Launcher, shards: Path, tmp_path: Path) -> None:
-    settings = {
-        "architecture": "llama",
-        "llama": "kv_heads=1,qkv_bias,qk_norm",
-        "steps": 4,
-        "optimizer": optimizer,
-        "micro_batch": 4,
-    }
+IN_FP8 = {"precision": "fp8", "fp8_head": "forward,dgrad", "fp8_window": 2, "fp8_count_every": 2, "recompute": 1}
+
+
+OTHERS = {"adamw": {}, "muon": {"optimizer": "muon"}, "fp8": IN_FP8, "muon in fp8": {"optimizer": "muon", **IN_FP8}}
+
+
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
+def test_ranks_do_not_matter(other: dict, launcher: Launcher, shards: Path, tmp_path: Path) -> None:
+    settings = {"architecture": "llama", "llama": "kv_heads=1,qkv_bias,qk_norm", "steps": 4, "micro_batch": 4, **other}
     launcher.run(1, arguments(shards, tmp_path / "alone", **settings))
     for ranks, zero in ((2, 1), (4, 2)):
         launcher.run(ranks, arguments(shards, tmp_path / f"run{ranks}", zero=zero, **settings))
@@ -107,7 +110,10 @@ def test_zeros_stand_for_what_follows_from_the_sizes() -> None:
         ({"llama": "rotary_base=nan"}, "rotary_base above 1"),
         ({"llama": "rope=longrope"}, "rope of llama must be one of plain, linear, llama3, yarn"),
         ({"num_heads": 7}, "channels must be a multiple of num_heads, found 768 and 7"),
-        ({"precision": "fp8"}, "architecture llama has no fp8 GEMMs yet"),
+        (
+            {"precision": "fp8", "llama": "feed_forward=1000"},
+            "feed_forward in multiples of 16 for precision fp8, found 1000",
+        ),
         ({"dropout": 0.1}, "architecture llama has no dropout, found dropout 0.1"),
     ],
 )

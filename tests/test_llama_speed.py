@@ -122,10 +122,49 @@ def test_another_model_is_told(
     ("text", "told"),
     [
         ("handgrad,twin-flush", "unknown contender 'twin-flush'"),
-        ("twin-plain", "fused attention in bf16"),
+        ("twin-plain", "with fused attention, found 'twin-plain'"),
         ("transformer", "unknown contender 'transformer'"),
+        ("twin-flash+torchao", "the torchao twins need --precision fp8, found bf16 for 'twin-flash"),
     ],
 )
-def test_usage(text: str, told: str) -> None:
+def test_usage(text: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llama_speed, "check_libraries", lambda switches: None)
     with pytest.raises(UsageError, match=told):
-        llama_speed.check_contenders(text)
+        llama_speed.check_contenders(text, "bf16")
+
+
+def test_the_contenders_of_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """handgrad and the fastest twins, each in fp8 and in bf16."""
+    monkeypatch.setattr(llama_speed, "check_libraries", lambda switches: None)
+    settings = dataclasses.replace(SMALL, precision="fp8")
+    names = llama_speed.check_contenders(llama_speed.default_contenders("fp8"), "fp8")
+    found = [gpu_step.precision_of(name, settings) for name in names]
+    assert names[0] == "handgrad" and found.count("fp8") == found.count("bf16") == 3
+    for name in llama_speed.check_contenders(llama_speed.default_contenders("bf16"), "bf16"):
+        assert "torchao" not in name and "fp8" not in name
+
+
+def test_contenders_in_fp8_are_the_same_model() -> None:
+    """As near as the check of the first losses asks; the twins are in bf16 here, and transformers' Trainer would be."""
+    fp8 = dataclasses.replace(SMALL, precision="fp8")
+    run = llama_speed.make_run("handgrad", fp8)
+    assert isinstance(run, contenders.HandgradRun) and run.stepper.design.fp8 is not None
+    losses = run.turn(lambda launched: launched < llama_speed.FIRST_STEPS)
+    for name in ("handgrad-bf16", "twin-flash+stream"):
+        others = losses_of(name, fp8, llama_speed.FIRST_STEPS)
+        assert others != losses and others == pytest.approx(losses, abs=llama_speed.LARGEST_DIFFERENCE)
+
+
+def test_the_torchao_twin_is_the_same_model() -> None:
+    pytest.importorskip("torchao", reason="torchao is optional")
+    from torchao.float8.float8_linear import Float8Linear
+
+    fp8 = dataclasses.replace(SMALL, precision="fp8")
+    run = llama_speed.make_run("twin-flash+stream+torchao", fp8)
+    assert isinstance(run, contenders.TwinRun)
+    converted = {name for name, part in run.trainer.twin.named_modules() if isinstance(part, Float8Linear)}
+    layers = range(fp8.config().num_layers)
+    assert converted == {f"blocks.{i}.{name}" for i in layers for name in ("qkv", "proj", "gate_up", "down")}
+    losses = run.turn(lambda launched: launched < llama_speed.FIRST_STEPS)
+    others = losses_of("handgrad", fp8, llama_speed.FIRST_STEPS)
+    assert others != losses and others == pytest.approx(losses, abs=llama_speed.LARGEST_DIFFERENCE)

@@ -64,6 +64,7 @@ def packed(documents: Path, tmp_path: Path) -> RunConfig:
         ("gpt2", "documents", "masked", {"precision": "fp8", "recompute": 1}),
         ("modern", "documents", "whole", {"precision": "bf16", "recompute": 2}),
         ("llama", "chats", "masked", {"reduce_precision": "bf16"}),
+        ("llama", "chats", "whole", {"precision": "fp8", "recompute": 2}),
     ],
 )
 def test_ranks_and_kills_do_not_matter(

@@ -100,7 +100,7 @@ def test_the_plain_path_names_nothing_that_stands_beside_it(path: Path) -> None:
     assert not found, f"{name} names what stands beside the plain path: {found}"
 
 
-@pytest.mark.parametrize("model", ["gpt2", "modern"])
+@pytest.mark.parametrize("model", ["gpt2", "modern", "llama"])
 def test_the_models_equations_name_nothing_that_stands_beside_them(model: str) -> None:
     """The rows say their fp8 forms; the functions of the model's file know none of it."""
     source = (PACKAGE / "models" / f"{model}.py").read_text()

@@ -148,7 +148,9 @@ def test_every_operation_of_a_backend_is_known() -> None:
     of_fp8 = {*fp8.OPERATIONS} - {"statistics_parts", "tuned_keep_bf16"}
     of_generation = {"store_keys_values"}
     assert {*ops.OPERATIONS} - two_in_a_row - of_generation | dropout | of_fp8 == OPERATIONS.keys()
-    nonlinearities = {f"{name}_{direction}_fp8" for name in ("gelu", "relu2") for direction in ("forward", "backward")}
+    nonlinearities = {
+        f"{name}_{direction}_fp8" for name in ("gelu", "relu2", "swiglu") for direction in ("forward", "backward")
+    }
     assert PARTS.keys() - OPERATIONS.keys() == {"multiply", *nonlinearities}
 
 

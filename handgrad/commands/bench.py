@@ -87,6 +87,9 @@ def bench_kernels(parsed: Namespace, device: str) -> None:
 
 
 def bench_fp8(parsed: Namespace, device: str) -> None:
+    if presets.model(parsed.model)["architecture"] != "gpt2":
+        steps = f"`handgrad bench step --model {parsed.model} --contenders handgrad-fp8,handgrad-bf16` measures its steps"
+        raise UsageError(f"bench fp8 measures the kernels and GEMMs of GPT-2, found model {parsed.model}; {steps}")
     need_kernels(parsed, device)
     devices.use_precision(devices.resolve_device("cuda"), "fp8")
     module("gpu_fp8").compare(parsed.out)

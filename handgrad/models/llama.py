@@ -129,9 +129,9 @@ def backward(
 ) -> list[Stage]:
     """After `forward`: act.losses (N), and `g` += scale (1) * the gradient of their sum."""
     stream = [act.embedded, *(block.residual_out for block in act.blocks)]  # into each block, and out of the last
-    head = partial(head_backward, ops, w, g, act, d, stream[-1], scale, shape)
-    stages = [Stage("head", head, done=True)]
     below = [d.dresidual, *(block.dresidual_out for block in d.blocks)]  # the gradient of `stream`
+    head = partial(head_backward, ops, w, g, act, d, stream[-1], below[-1], scale, shape)
+    stages = [Stage("head", head, done=True)]
     for layer in reversed(range(len(w.blocks))):
         block = w.blocks[layer], g.blocks[layer], act.blocks[layer], d.blocks[layer]
         run = partial(block_backward, ops, *block, d, stream[layer], below[layer], act, shape, recompute)
@@ -143,16 +143,24 @@ def backward(
 
 
 def head_backward(
-    ops: ModuleType, w: Weights, g: Weights, act: Activations, d: Gradients, x: Tensor, scale: Tensor, shape: ModelShape
+    ops: ModuleType,
+    w: Weights,
+    g: Weights,
+    act: Activations,
+    d: Gradients,
+    x: Tensor,
+    dx: Tensor,
+    scale: Tensor,
+    shape: ModelShape,
 ) -> None:
-    """Losses, and d.dresidual (N, C) = scale * dL/dx of the stream x that enters the last norm."""
+    """Losses, and dx (N, C) = scale * dL/dx of the stream x that enters the last norm."""
     s = act.scratch
     for rows, logits in head_logits(ops, w, act):
         targets = act.targets.view(-1)[rows]
         ops.classifier_forward_backward(act.losses[rows], logits, targets, scale, vocab_size=shape.vocab_size)
         ops.linear_backward(d.dlnf[rows], g.head, None, logits, act.lnf[rows], w.head, scratch=s)
     d.dresidual.zero_()
-    ops.gained_rmsnorm_backward(d.dresidual, g.lnf_gain, d.dlnf, x, act.lnf_rstd, w.lnf_gain, scratch=s)
+    ops.gained_rmsnorm_backward(dx, g.lnf_gain, d.dlnf, x, act.lnf_rstd, w.lnf_gain, scratch=s)
 
 
 def block_backward(

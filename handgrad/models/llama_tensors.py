@@ -16,6 +16,7 @@ from handgrad.models.rows import (
     ZEROS,
     ActivationRow,
     Clock,
+    Fp8,
     Init,
     ParameterRow,
     activation,
@@ -33,7 +34,7 @@ from handgrad.models.rows import (
 )
 
 ATTENTION, FEED_FORWARD, NEXT_BLOCK = range(3)  # the stages of a block, and the one that follows
-FP8_PARTS: tuple[str, ...] = ()  # GEMMs that go to fp8: none
+FP8_PARTS = ("qkv", "proj", "mlp")  # GEMMs of a block that go to fp8 together; gate_up and down share the SwiGLU
 
 NORMAL = Init("normal", 0.02)
 RESIDUAL = Init("normal", 0.02, residual=True)
@@ -62,10 +63,11 @@ def has(shape: ModelShape, name: str) -> bool:
 
 @dataclass
 class BlockWeights:
-    qkv_weight: Tensor = parameter("QKV C", NORMAL, "matrix")
-    proj_weight: Tensor = parameter("C HD", RESIDUAL, "matrix")
-    gate_up_weight: Tensor = parameter("2F C", NORMAL, "matrix")  # the gates' rows, then those of what they let through
-    down_weight: Tensor = parameter("C F", RESIDUAL, "matrix")
+    qkv_weight: Tensor = parameter("QKV C", NORMAL, "matrix", fp8=Fp8("qkv"))
+    proj_weight: Tensor = parameter("C HD", RESIDUAL, "matrix", fp8=Fp8("proj"))
+    # The gates' rows, then those of what they let through.
+    gate_up_weight: Tensor = parameter("2F C", NORMAL, "matrix", fp8=Fp8("mlp"))
+    down_weight: Tensor = parameter("C F", RESIDUAL, "matrix", fp8=Fp8("mlp"))
     qkv_bias: Tensor = parameter("QKV", ZEROS, "vector", optional=True)
     norm1_gain: Tensor = parameter("C", ONES, "vector")
     norm2_gain: Tensor = parameter("C", ONES, "vector")
@@ -77,14 +79,17 @@ class BlockWeights:
 class Weights:
     """The weights, or their gradients."""
 
-    wte: Tensor = parameter("Vp C", NORMAL, "embedding", bucket="embedding", stored_rows="V")
+    wte: Tensor = parameter("Vp C", NORMAL, "embedding", bucket="embedding", stored_rows="V", fp8=Fp8("head"))
     blocks: list[BlockWeights] = repeated(BlockWeights)
-    head: Tensor = parameter("Vp C", NORMAL, "embedding", bucket="head", stored_rows="V", otherwise="wte")
+    head: Tensor = parameter("Vp C", NORMAL, "embedding", bucket="head", stored_rows="V", fp8=Fp8("head"), otherwise="wte")
     lnf_gain: Tensor = parameter("C", ONES, "vector", bucket="head")
 
 
 def parameters(shape: ModelShape) -> Iterator[ParameterRow]:
-    return (row for row in parameter_rows(Weights, dims(shape), shape.num_layers) if has(shape, row.name))
+    for row in parameter_rows(Weights, dims(shape), shape.num_layers):
+        if has(shape, row.name):
+            # No GEMM reads an embedding that is not the head.
+            yield row if row.name != "wte" or shape.family.tied else replace(row, fp8=None)
 
 
 def flops_per_token(shape: ModelShape) -> float:
@@ -99,18 +104,18 @@ def flops_per_token(shape: ModelShape) -> float:
 
 @dataclass
 class BlockActivations:
-    norm1: Tensor = activation("N C", lives=kept(ATTENTION), remade_from=2)
+    norm1: Tensor = activation("N C", lives=kept(ATTENTION), remade_from=2, fp8=Fp8("qkv"))
     norm1_rstd: Tensor = activation("N", "statistics", lives=kept(ATTENTION))
     heads: Tensor = activation("N QKV", lives=kept(ATTENTION), optional=True)  # before the norm of queries and keys
     heads_rstd: Tensor = activation("N H+K", "statistics", lives=kept(ATTENTION), optional=True)
     qkv: Tensor = activation("N QKV", lives=kept(ATTENTION), remade_from=2)  # queries and keys rotated; see `activations`
-    atty: Tensor = activation("N HD", lives=kept(ATTENTION))  # attention's output
+    atty: Tensor = activation("N HD", lives=kept(ATTENTION), fp8=Fp8("proj", keeps_16bit=True))  # attention's output
     lse: Tensor = activation("B H T", "statistics", lives=kept(ATTENTION))  # log of the softmax's denominators
     residual_mid: Tensor = activation("N C", lives=kept(ATTENTION, until=FEED_FORWARD))  # the stream between the halves
-    norm2: Tensor = activation("N C", lives=kept(FEED_FORWARD), remade_from=2)
+    norm2: Tensor = activation("N C", lives=kept(FEED_FORWARD), remade_from=2, fp8=Fp8("mlp", redone_from=1))
     norm2_rstd: Tensor = activation("N", "statistics", lives=kept(FEED_FORWARD))
     hidden: Tensor = activation("N 2F", lives=kept(FEED_FORWARD), remade_from=1)  # gates, and what they let through
-    swiglu: Tensor = activation("N F", lives=kept(FEED_FORWARD), remade_from=1)
+    swiglu: Tensor = activation("N F", lives=kept(FEED_FORWARD), remade_from=1, fp8=Fp8("mlp", late_columns=True))
     residual_out: Tensor = activation("N C", lives=kept(FEED_FORWARD, until=NEXT_BLOCK))
 
 
@@ -124,14 +129,18 @@ class Activations:
     scratch: Tensor = activation("scratch", torch.uint8)
     embedded: Tensor = activation("N C", lives=lambda clock: ((0, clock.mirrored(clock.tick(ATTENTION))),))
     blocks: list[BlockActivations] = repeated(BlockActivations)
-    lnf: Tensor = activation("N C", lives=at_head)
+    lnf: Tensor = activation("N C", lives=at_head, fp8=Fp8("head", keeps_16bit=True))
     lnf_rstd: Tensor = activation("N", "statistics", lives=at_head)
-    logits: Tensor = activation("chunk Vp", lives=at_head)
+    logits: Tensor = activation("chunk Vp", lives=at_head, fp8=Fp8("head", gradient=True, keeps_16bit=True))
+
+
+DQKV = Fp8("qkv", gradient=True, wide=True, workspace="dturned")  # that of attention's inputs, normalised and rotated
+STREAM_PROJ, STREAM_MLP = (Fp8(part, gradient=True, keeps_16bit=True) for part in ("proj", "mlp"))
 
 
 @dataclass
 class BlockGradients:
-    """The gradients that the blocks make one after another in the same memory."""
+    """The gradients that the blocks make one after another in the same memory; in fp8 each block's have a scale."""
 
     dqkv: Tensor = shared()
     dresidual_mid: Tensor = shared(of="dresidual")
@@ -149,9 +158,12 @@ class Gradients:
     dresidual: Tensor = activation("N C", lives=lambda clock: ((clock.head, 2 * clock.head),))
     dnorm: Tensor = activation("N C", lives=backward_of(ATTENTION, FEED_FORWARD))  # of a norm's output
     datty: Tensor = activation("N HD", lives=backward_of(ATTENTION))
-    dqkv: Tensor = activation("N QKV", lives=backward_of(ATTENTION))
-    dhidden: Tensor = activation("N 2F", lives=backward_of(FEED_FORWARD))
+    dqkv: Tensor = activation("N QKV", lives=backward_of(ATTENTION), fp8=DQKV)
+    dhidden: Tensor = activation("N 2F", lives=backward_of(FEED_FORWARD), fp8=Fp8("mlp", gradient=True))
     dswiglu: Tensor = activation("N F", lives=backward_of(FEED_FORWARD))
+    # The stream's gradient is written a tick before the GEMM that reads it.
+    dresidual_mid: Tensor = activation("N C", lives=backward_of(FEED_FORWARD, last=1), fp8=STREAM_PROJ, of="dresidual")
+    dresidual_out: Tensor = activation("N C", lives=backward_of(FEED_FORWARD, first=1), fp8=STREAM_MLP, of="dresidual")
     attention_scratch: Tensor = activation("attention_scratch", torch.uint8, lives=backward_of(ATTENTION))
     blocks: list[BlockGradients] = repeated(BlockGradients)
 

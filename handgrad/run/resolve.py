@@ -153,9 +153,9 @@ def resolve_fp8(
         batch=config.micro_batch,
         length=shape.sequence_length,
         num_heads=shape.num_heads,
-        head_width=shape.channels // shape.num_heads,
+        head_width=shape.head_width,
         channels=shape.channels,
-        widest=shape.feed_forward,
+        widest=max(max(row.shape) for row in parameters if row.group == "matrix"),
         padded_vocab_size=shape.padded_vocab_size,
     )
     return Fp8Design(

@@ -135,6 +135,8 @@ PARTS = {
     "gelu_backward_fp8": Counted("GELU to fp8, backward"),
     "relu2_forward_fp8": Counted("squared ReLU to fp8, forward"),
     "relu2_backward_fp8": Counted("squared ReLU to fp8, backward"),
+    "swiglu_forward_fp8": Counted("SwiGLU to fp8, forward"),
+    "swiglu_backward_fp8": Counted("SwiGLU to fp8, backward"),
 }
 
 ONCE = {"gradient_inout", "logits_inout"}  # may be spoilt, or changes in its padded columns alone

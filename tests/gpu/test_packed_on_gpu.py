@@ -46,8 +46,6 @@ def test_recompute_keeps_the_bits(name: str) -> None:
 @pytest.mark.parametrize("architecture", ["gpt2", "modern", "llama"])
 def test_runs_over_chats(architecture: str, precision: str, config: RunConfig, tmp_path: Path) -> None:
     """With graphs, whose documents change from step to step."""
-    if architecture == "llama" and precision == "fp8":
-        pytest.skip("a Llama has no fp8 products")
     folder = tmp_path / "questions"
     prepare(PrepareOptions("questions", folder, tokenizer="bytes", documents=400, validation_fraction=0.2, workers=1))
     chats = dataclasses.replace(config, data=str(folder), architecture=architecture, precision=precision, device="cuda")

@@ -53,6 +53,7 @@ def launches(form: str) -> dict[str, Launch]:
     for H, D in HEADS:
         pairs, warps = rotary.tile(D)
         sizes = {"C3": 3 * H * D, "HEADS": 3 * H, "D": D, "QUADS": elementwise.QUADS, "BLOCK_P": pairs, "plain": None}
+        sizes |= {"TURNED": 2 * H, "TURN_SCALE": 1.0, "frequencies": None}
         for name, absent, rotated in (
             ("qk_norm", {}, False),
             ("rotary", {"rstd": None, "qkv": None}, True),

@@ -1,5 +1,5 @@
 """Fewer cases than all combinations: every pair of two axes' values, as a mistake rarely takes three. For kernels in the
-interpreter, which on a GPU run in all combinations (tests/gpu)."""
+interpreter, most of which a GPU runs in all combinations (tests/gpu)."""
 
 from collections.abc import Iterable
 from itertools import combinations

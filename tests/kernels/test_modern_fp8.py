@@ -96,11 +96,3 @@ def test_what_a_tile_cannot_hold_is_refused(draw: Draw) -> None:
         rotary.rotary_backward(tensor, num_heads=1, length=16)
     with pytest.raises(AssertionError, match="even number of channels, found 3"):
         rotary.rotary_backward(tensor, num_heads=8, length=16)
-
-
-def test_other_frequencies_are_refused(draw: Draw) -> None:
-    """Not turned at those of `ROTARY_BASE` in silence."""
-    tensor = checks.replace(checks.make(48, 72, -5, E4M3, "cpu"), workspace=draw.normal(48, 72))
-    for other in ({"frequencies": (1.0,) * 12}, {"scale": 2.0}):
-        with pytest.raises(AssertionError, match="found others"):
-            rotary.rotary_backward(tensor, num_heads=1, length=16, **other)

@@ -4,10 +4,12 @@ same pass, and cuBLASLt multiplies them."""
 # ruff: noqa: F401
 from typing import Any
 
-from handgrad.fp8.cuda import elementwise, gelu, layernorm, quantizing, rmsnorm, rotary
+from handgrad.fp8.cuda import elementwise, gelu, layernorm, quantizing, rmsnorm, rotary, swiglu
 from handgrad.fp8.cuda.attention import attention_backward, attention_forward, backward_parts, forward_parts
 from handgrad.fp8.cuda.classifier import classifier_forward, classifier_forward_backward
 from handgrad.fp8.cuda.column_sums import bias_backward
+from handgrad.fp8.cuda.gained_qk_norm import gained_qk_norm_rotary_backward
+from handgrad.fp8.cuda.gained_rmsnorm import gained_rmsnorm_backward, gained_rmsnorm_forward
 from handgrad.fp8.cuda.layernorm import layernorm_backward, layernorm_forward
 from handgrad.fp8.cuda.linear import (
     gelu_linear_backward,
@@ -16,7 +18,9 @@ from handgrad.fp8.cuda.linear import (
     linear_gelu_forward,
     linear_relu2_forward,
     linear_residual_forward,
+    linear_swiglu_forward,
     relu2_linear_backward,
+    swiglu_linear_backward,
     tuned_keep_bf16,
 )
 from handgrad.fp8.cuda.mix import mix_rmsnorm_backward, mix_rmsnorm_forward
@@ -25,7 +29,7 @@ from handgrad.fp8.cuda.rmsnorm import rmsnorm_backward, rmsnorm_forward
 from handgrad.fp8.cuda.rotary import qk_norm_backward, qk_norm_rotary_backward, rotary_backward
 from handgrad.fp8.formats import of_plain, plain_or_workspace
 from handgrad.ops import cuda
-from handgrad.ops.compose import after_layernorm, after_mix_rmsnorm, after_rmsnorm
+from handgrad.ops.compose import after_gained_rmsnorm, after_layernorm, after_mix_rmsnorm, after_rmsnorm
 
 # Of a technique that is off by default: it reads 16 bits.
 value_embedding_forward = of_plain(cuda.value_embedding_forward)
@@ -35,6 +39,8 @@ layernorm_linear_forward = after_layernorm(layernorm_forward, linear_forward)
 layernorm_linear_gelu_forward = after_layernorm(layernorm_forward, linear_gelu_forward)
 rmsnorm_linear_forward = after_rmsnorm(rmsnorm_forward, linear_forward, None)
 rmsnorm_linear_relu2_forward = after_rmsnorm(rmsnorm_forward, linear_relu2_forward)
+gained_rmsnorm_linear_forward = after_gained_rmsnorm(gained_rmsnorm_forward, linear_forward, 1)
+gained_rmsnorm_linear_swiglu_forward = after_gained_rmsnorm(gained_rmsnorm_forward, linear_swiglu_forward, 2)
 mix_rmsnorm_linear_forward = after_mix_rmsnorm(mix_rmsnorm_forward, linear_forward)
 
 
@@ -54,6 +60,7 @@ def statistics_parts(
         elementwise.backward_parts(tokens, widest),
         rmsnorm.backward_parts(tokens, channels),
         rotary.backward_parts(tokens),
+        swiglu.forward_parts(tokens, widest // 2),
     )
 
 

@@ -51,9 +51,9 @@ def store_quantized(forms, x, row, column, left, D: tl.constexpr, TAIL: tl.const
 def forward_kernel(
     out, lse, qkv, starts, rows, columns, scaling, statistics, H, T, C, row_stride, N, PARTS, D: tl.constexpr,
     WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, TAIL: tl.constexpr, LARGEST: tl.constexpr,
-    VANISHES_AT: tl.constexpr,
+    VANISHES_AT: tl.constexpr, GROUP: tl.constexpr = 1,
 ):  # fmt: skip
-    q, head, place = query_block(qkv, H, T, C, row_stride, D, WIDTH, QUERIES, TAIL)
+    q, head, place = query_block(qkv, H, T, C, row_stride, D, WIDTH, QUERIES, TAIL, GROUP)
     b, _, row, column, vector, first, left = place
     if starts is not None:
         starts += b * T
@@ -137,12 +137,13 @@ def launch_blocks(
     quantized: Quantized,
     first_part: int,
     lse: Tensor,
+    width: int,
 ) -> int:
     """Launches a kernel over all blocks of all heads and returns the number of its programs; each writes a part of the
-    statistics of `quantized`, from `first_part` on."""
+    statistics of `quantized`, from `first_part` on. `width`: channels of a head."""
     statistics, parts = quantized.statistics, quantized.statistics.shape[1]
     forms = quantized.rows, quantized.columns, quantized.scaling
-    programs, sizes, options = blocks(name, lse, *forms, statistics, *tensors, documents=starts is not None)
+    programs, sizes, options = blocks(name, lse, *forms, statistics, *tensors, documents=starts is not None, width=width)
     assert first_part + programs <= parts, f"{parts} parts, {first_part + programs} needed"
     first, N = statistics.view(-1)[first_part:], quantized.shape[0]
     options |= dict(zip(("LARGEST", "VANISHES_AT"), limits(quantized), strict=True))
@@ -159,7 +160,8 @@ def attention_forward(
         attention_triton.attention_forward(plain(out), lse, qkv, document_starts=document_starts)
         quantize(out, plain(out))
     else:
-        launch_blocks("forward", forward_kernel, (plain(out), lse, qkv), checked(document_starts, lse), out, 0, lse)
+        width, starts = out.shape[1] // lse.shape[1], checked(document_starts, lse)
+        launch_blocks("forward", forward_kernel, (plain(out), lse, qkv), starts, out, 0, lse, width)
 
 
 def attention_backward(
@@ -174,7 +176,7 @@ def attention_backward(
 ) -> None:
     """Of a quantised dqkv there need not be a 16-bit form: where its scale is made from dqkv itself, all is computed
     twice. One with a `workspace` is left there, by the faster of cuDNN and Triton: an operation between attention and the
-    product quantises it."""
+    product quantises it: of heads that share keys always."""
     inputs = dout, plain(out), lse, qkv
     if isinstance(dqkv, Quantized) and dqkv.workspace is not None:
         attention.attention_backward(dqkv.workspace, *inputs, scratch=scratch, document_starts=document_starts)
@@ -183,10 +185,11 @@ def attention_backward(
         either = attention if isinstance(out, Tensor) else attention_triton
         either.attention_backward(dqkv, *inputs, scratch=scratch, document_starts=document_starts)
         return
-    sums, starts = sums_in(scratch, lse), checked(document_starts, lse)
+    assert qkv.shape[1] == 3 * dout.shape[1], "heads that share keys are quantised behind attention"
+    sums, starts, width = sums_in(scratch, lse), checked(document_starts, lse), dout.shape[1] // lse.shape[1]
 
     def run() -> None:
-        parts = launch_blocks("dq", dq_kernel, (dqkv.plain, sums, *inputs), starts, dqkv, 0, lse)
-        launch_blocks("dkdv", dkdv_kernel, (dqkv.plain, sums, dout, qkv), starts, dqkv, parts, lse)
+        parts = launch_blocks("dq", dq_kernel, (dqkv.plain, sums, *inputs), starts, dqkv, 0, lse, width)
+        launch_blocks("dkdv", dkdv_kernel, (dqkv.plain, sums, dout, qkv), starts, dqkv, parts, lse, width)
 
     at_own_scale(dqkv, run)

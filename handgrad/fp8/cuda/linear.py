@@ -7,6 +7,7 @@ from torch import Tensor
 from handgrad.fp8.cuda.column_sums import bias_backward
 from handgrad.fp8.cuda.gelu import gelu_backward_fp8, gelu_forward_fp8
 from handgrad.fp8.cuda.relu2 import relu2_backward_fp8, relu2_forward_fp8
+from handgrad.fp8.cuda.swiglu import swiglu_backward_fp8, swiglu_forward_fp8
 from handgrad.fp8.formats import Form, Operands, Quantized, fp8_operands, plain
 from handgrad.ops import cuda
 from handgrad.ops.cuda import linear
@@ -121,6 +122,35 @@ def relu2_linear_backward(
     assert dhidden.workspace is not None and isinstance(inp, Quantized)
     input_backward(dhidden.workspace, dout, weight, scratch=scratch)
     relu2_backward_fp8(dhidden, inp, dhidden.workspace)
+    weight_backward(dweight_acc, dout, inp, scratch=scratch)
+
+
+def linear_swiglu_forward(out: Form, hidden: Tensor, inp: Form, weight: Form, *, scratch: Tensor) -> None:
+    if isinstance(out, Quantized):
+        linear_forward(hidden, inp, weight, None, scratch=scratch)
+        swiglu_forward_fp8(out, hidden)
+    else:
+        cuda.linear_swiglu_forward(out, hidden, plain(inp), plain(weight), scratch=scratch)
+
+
+def swiglu_linear_backward(
+    dhidden: Form,
+    dinp: Tensor,
+    dweight_acc: Tensor,
+    dout: Form,
+    inp: Form,
+    hidden: Tensor,
+    weight: Form,
+    *,
+    scratch: Tensor,
+) -> None:
+    if isinstance(dhidden, Tensor):
+        operands = plain(dout), plain(inp), hidden, plain(weight)
+        cuda.swiglu_linear_backward(dhidden, dinp, dweight_acc, *operands, scratch=scratch)
+        return
+    assert isinstance(inp, Quantized)
+    input_backward(dinp, dout, weight, scratch=scratch)
+    swiglu_backward_fp8(dhidden, inp, dinp, hidden)
     weight_backward(dweight_acc, dout, inp, scratch=scratch)
 
 

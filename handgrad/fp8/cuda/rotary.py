@@ -14,7 +14,7 @@ from handgrad.fp8.cuda.quantizing import COUNTING, SCALE, at_own_scale, limits, 
 from handgrad.fp8.formats import Form
 from handgrad.ops import cuda
 from handgrad.ops.cuda.launch import launch
-from handgrad.ops.cuda.rotary import through_norm, turned, turned_back, turns_per_position
+from handgrad.ops.cuda.rotary import frequencies_at, heads_of, through_norm, turned, turned_back
 from handgrad.ops.reference.rotary import Frequencies
 
 # A warp holds 16 pairs of every row: its loads are as wide then as 128 registers of a lane admit.
@@ -35,14 +35,13 @@ def tile(width: int) -> tuple[int, int]:
 def rotary_backward(
     dqkv_inout: Form, *, num_heads: int, length: int, frequencies: Frequencies = None, scale: float = 1.0
 ) -> None:
-    """Of a quantised dqkv, the gradient after the rotation lies in its `workspace`; so with the next two. It is turned at
-    the frequencies of `ROTARY_BASE` alone."""
+    """Of a quantised dqkv, the gradient after the rotation lies in its `workspace`; so with the next two, and with the
+    norm that has gains."""
+    turn = {"frequencies": frequencies, "scale": scale}
     if isinstance(dqkv_inout, Tensor):
-        turn = {"num_heads": num_heads, "length": length, "frequencies": frequencies, "scale": scale}
-        cuda.rotary_backward(dqkv_inout, **turn)
+        cuda.rotary_backward(dqkv_inout, num_heads=num_heads, length=length, **turn)
     else:
-        assert frequencies is None and scale == 1.0, "fp8 turns at the frequencies of ROTARY_BASE, found others"
-        backward(dqkv_inout, None, None, num_heads, length, rotary=True)
+        backward(dqkv_inout, None, None, num_heads, length, rotary=True, **turn)
 
 
 def qk_norm_backward(dqkv_inout: Form, qkv: Tensor, rstd: Tensor) -> None:
@@ -59,29 +58,45 @@ def qk_norm_rotary_backward(dqkv_inout: Form, qkv: Tensor, rstd: Tensor, *, leng
         backward(dqkv_inout, qkv, rstd, rstd.shape[1] // 2, length, rotary=True)
 
 
-def backward(dqkv: Form, qkv: Tensor | None, rstd: Tensor | None, num_heads: int, length: int, *, rotary: bool) -> None:
+def backward(
+    dqkv: Form,
+    qkv: Tensor | None,
+    rstd: Tensor | None,
+    num_heads: int,
+    length: int,
+    *,
+    rotary: bool,
+    frequencies: Frequencies = None,
+    scale: float = 1.0,
+) -> None:
     """Reads the workspace of dqkv and leaves it as it is. A `plain` form, where there is one, receives the 16 bits."""
     assert not isinstance(dqkv, Tensor) and dqkv.workspace is not None
-    N, C3 = dqkv.workspace.shape
-    width = C3 // (3 * num_heads)
+    N, columns = dqkv.workspace.shape
+    table, turned_heads, width = heads_of(dqkv.workspace, num_heads, frequencies)
+    check_tile(N, width)
+    programs = backward_parts(N)
+    tensors = dqkv.plain, dqkv.rows, dqkv.columns, *target(dqkv, programs), dqkv.workspace, qkv, rstd, table
+    pairs, warps = tile(width)
+    sizes = N // QUAD.value, length, columns, columns // width, turned_heads, width, QUADS, pairs
+    arguments = *tensors, *sizes, rotary, scale, *limits(dqkv)
+    at_own_scale(dqkv, lambda: launch(_backward, (programs,), *arguments, num_warps=warps))
+
+
+def check_tile(N: int, width: int) -> None:
+    """Asserts what a tile of quads of rows and pairs of channels can hold."""
     assert N % QUAD.value == 0, f"the number of tokens must be a multiple of {QUAD.value}, found {N}"
     assert width % 2 == 0, f"heads must have an even number of channels, found {width}"
-    programs = backward_parts(N)
-    tensors = dqkv.plain, dqkv.rows, dqkv.columns, *target(dqkv, programs), dqkv.workspace, qkv, rstd
-    pairs, warps = tile(width)
-    sizes = N // QUAD.value, length, C3, 3 * num_heads, width, QUADS, pairs
-    arguments = *tensors, *sizes, rotary, *limits(dqkv)
-    at_own_scale(dqkv, lambda: launch(_backward, (programs,), *arguments, num_warps=warps))
 
 
 @triton.jit(do_not_specialize_on_alignment=["scaling", "statistics"])
 def _backward(
-    plain, rows, columns, scaling, statistics, PARTS, dturned, qkv, rstd, N4, length, C3: tl.constexpr, HEADS: tl.constexpr,
-    D: tl.constexpr, QUADS: tl.constexpr, BLOCK_P: tl.constexpr, ROTARY: tl.constexpr, LARGEST: tl.constexpr,
-    VANISHES_AT: tl.constexpr,
+    plain, rows, columns, scaling, statistics, PARTS, dturned, qkv, rstd, frequencies, N4, length, C3: tl.constexpr,
+    HEADS: tl.constexpr, TURNED: tl.constexpr, D: tl.constexpr, QUADS: tl.constexpr, BLOCK_P: tl.constexpr,
+    ROTARY: tl.constexpr, TURN_SCALE: tl.constexpr, LARGEST: tl.constexpr, VANISHES_AT: tl.constexpr,
 ):  # fmt: skip
-    """Some token rows, in four tensors, whose rows i are rows 4 i to 4 i + 3. N4 = N / 4. HEADS: those of queries, keys and
-    values together. plain may be None, so may one of the forms."""
+    """Some token rows, in four tensors, whose rows i are rows 4 i to 4 i + 3. N4 = N / 4. C3: columns of a row. HEADS:
+    those of queries, keys and values together; TURNED: those of queries and keys. plain may be None, so may one of the
+    forms, and the table of frequencies."""
     scale, counting = tl.load(scaling + SCALE), tl.load(scaling + COUNTING) != 0
     quad, pair = tl.program_id(0) * QUADS + tl.arange(0, QUADS)[:, None], tl.arange(0, BLOCK_P)[None, :]
     in_quad = quad < N4
@@ -89,11 +104,11 @@ def _backward(
     row0 = quad.to(tl.int64) * QUAD
     row1, row2, row3 = row0 + 1, row0 + 2, row0 + 3
     if ROTARY:
-        frequency = turns_per_position(pair, D)
-        cos0, sin0 = turned(frequency * (row0 % length).to(tl.float64))
-        cos1, sin1 = turned(frequency * (row1 % length).to(tl.float64))
-        cos2, sin2 = turned(frequency * (row2 % length).to(tl.float64))
-        cos3, sin3 = turned(frequency * (row3 % length).to(tl.float64))
+        frequency = frequencies_at(frequencies, pair, D)
+        cos0, sin0 = scaled_turn(frequency, row0 % length, TURN_SCALE)
+        cos1, sin1 = scaled_turn(frequency, row1 % length, TURN_SCALE)
+        cos2, sin2 = scaled_turn(frequency, row2 % length, TURN_SCALE)
+        cos3, sin3 = scaled_turn(frequency, row3 % length, TURN_SCALE)
     else:
         cos0, sin0, cos1, sin1, cos2, sin2, cos3, sin3 = 1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0
     largest = tl.zeros((QUADS, BLOCK_P), tl.float32)
@@ -101,53 +116,85 @@ def _backward(
     tensors = plain, rows, dturned, qkv, rstd
     for head in range(HEADS):
         column = head * D + pair
-        a0, x0, z0 = turned_pairs(tensors, row0, column, head, in_quad, inside, cos0, sin0, scale, C3, HEADS, D, ROTARY)
-        a1, x1, z1 = turned_pairs(tensors, row1, column, head, in_quad, inside, cos1, sin1, scale, C3, HEADS, D, ROTARY)
-        a2, x2, z2 = turned_pairs(tensors, row2, column, head, in_quad, inside, cos2, sin2, scale, C3, HEADS, D, ROTARY)
-        a3, x3, z3 = turned_pairs(tensors, row3, column, head, in_quad, inside, cos3, sin3, scale, C3, HEADS, D, ROTARY)
+        a0, x0, z0 = turned_pairs(tensors, row0, column, head, in_quad, inside, cos0, sin0, scale, C3, TURNED, D, ROTARY)
+        a1, x1, z1 = turned_pairs(tensors, row1, column, head, in_quad, inside, cos1, sin1, scale, C3, TURNED, D, ROTARY)
+        a2, x2, z2 = turned_pairs(tensors, row2, column, head, in_quad, inside, cos2, sin2, scale, C3, TURNED, D, ROTARY)
+        a3, x3, z3 = turned_pairs(tensors, row3, column, head, in_quad, inside, cos3, sin3, scale, C3, TURNED, D, ROTARY)
         largest = tl.maximum(largest, tl.maximum(tl.maximum(a0, a1), tl.maximum(a2, a3)))
         if counting:
-            first = counted(x0, LARGEST, VANISHES_AT) + counted(x1, LARGEST, VANISHES_AT)
-            first += counted(x2, LARGEST, VANISHES_AT) + counted(x3, LARGEST, VANISHES_AT)
-            first += counted(z0, LARGEST, VANISHES_AT) + counted(z1, LARGEST, VANISHES_AT)
-            first += counted(z2, LARGEST, VANISHES_AT) + counted(z3, LARGEST, VANISHES_AT)
-            found = tl.sum(tl.sum(first, 1), 0)
+            found = counted_quads((x0, x1, x2, x3), (z0, z1, z2, z3), LARGEST, VANISHES_AT)
             clipped += found & 65535
             vanished += found >> 16
         if columns is not None:
-            DTYPE: tl.constexpr = columns.dtype.element_ty
-            into = columns.to(tl.pointer_type(tl.int32)) + tl.trans(column.to(tl.int64) * N4 + quad)
-            tl.store(into, tl.trans(word(x0, x1, x2, x3, DTYPE)), mask=tl.trans(inside))
-            tl.store(into + D // 2 * tl.cast(N4, tl.int64), tl.trans(word(z0, z1, z2, z3, DTYPE)), mask=tl.trans(inside))
+            store_quads(columns, (x0, x1, x2, x3), (z0, z1, z2, z3), column, quad, inside, N4, D)
     amax = tl.max(tl.max(largest, 1), 0).to(dturned.dtype.element_ty).to(tl.float32)
     store_part(statistics, PARTS, tl.program_id(0), amax, clipped, vanished)
 
 
 @triton.jit
+def scaled_turn(frequency, position, TURN_SCALE: tl.constexpr):
+    """(cos, sin) of the angles at `position`, times the scale of rotated heads."""
+    cos, sin = turned(frequency * position.to(tl.float64))
+    if TURN_SCALE != 1.0:
+        cos, sin = cos * TURN_SCALE, sin * TURN_SCALE
+    return cos, sin
+
+
+@triton.jit
 def turned_pairs(
-    tensors, row, column, head, in_quad, inside, cos, sin, scale, C3: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr,
+    tensors, row, column, head, in_quad, inside, cos, sin, scale, C3: tl.constexpr, TURNED: tl.constexpr, D: tl.constexpr,
     ROTARY: tl.constexpr,
 ):  # fmt: skip
     """(larger magnitude of a pair, its first and its second channel in 16 bits and scaled), whose rows it writes."""
     plain, rows, dturned, qkv, rstd = tensors
     place = row * C3 + column
     dx1, dx2 = widened_pairs(dturned + place, inside, D)
-    if head < HEADS // 3 * 2:  # a query or a key
+    if head < TURNED:  # a query or a key
         if rstd is not None:
             y1, y2 = widened_pairs(qkv + place, inside, D)
-            row_rstd = tl.load(rstd + row * (HEADS // 3 * 2) + head, mask=in_quad, other=0.0)
+            row_rstd = tl.load(rstd + row * TURNED + head, mask=in_quad, other=0.0)
             dx1, dx2 = through_norm(dx1, dx2, y1, y2, row_rstd, D)
         if ROTARY:
             dx1, dx2 = turned_back(dx1, dx2, cos, sin)
+    return written_pairs((plain, rows), place, inside, dx1, dx2, scale, dturned.dtype.element_ty, D)
+
+
+@triton.jit
+def written_pairs(forms, place, inside, dx1, dx2, scale, TYPE: tl.constexpr, D: tl.constexpr):
+    """The result of `turned_pairs` of float32 pairs, whose rows it writes, and the 16-bit form if there is one."""
+    plain, rows = forms
     if plain is not None:
         tl.store(plain + place, dx1.to(plain.dtype.element_ty), mask=inside)
         tl.store(plain + place + D // 2, dx2.to(plain.dtype.element_ty), mask=inside)
-    s1 = rounded_and_scaled(dx1, scale, dturned.dtype.element_ty)
-    s2 = rounded_and_scaled(dx2, scale, dturned.dtype.element_ty)
+    s1 = rounded_and_scaled(dx1, scale, TYPE)
+    s2 = rounded_and_scaled(dx2, scale, TYPE)
     if rows is not None:
         tl.store(rows + place, rounded(s1, 1.0, rows.dtype.element_ty), mask=inside)
         tl.store(rows + place + D // 2, rounded(s2, 1.0, rows.dtype.element_ty), mask=inside)
     return tl.maximum(tl.abs(dx1), tl.abs(dx2)), s1, s2
+
+
+@triton.jit
+def counted_quads(firsts, seconds, LARGEST: tl.constexpr, VANISHES_AT: tl.constexpr):
+    """The sum of `counted` over four rows of pairs, scaled."""
+    x0, x1, x2, x3 = firsts
+    z0, z1, z2, z3 = seconds
+    first = counted(x0, LARGEST, VANISHES_AT) + counted(x1, LARGEST, VANISHES_AT)
+    first += counted(x2, LARGEST, VANISHES_AT) + counted(x3, LARGEST, VANISHES_AT)
+    first += counted(z0, LARGEST, VANISHES_AT) + counted(z1, LARGEST, VANISHES_AT)
+    first += counted(z2, LARGEST, VANISHES_AT) + counted(z3, LARGEST, VANISHES_AT)
+    return tl.sum(tl.sum(first, 1), 0)
+
+
+@triton.jit
+def store_quads(columns, firsts, seconds, column, quad, inside, N4, D: tl.constexpr):
+    """Four rows of scaled pairs, whose first channels are `column`, in the transposed form."""
+    x0, x1, x2, x3 = firsts
+    z0, z1, z2, z3 = seconds
+    DTYPE: tl.constexpr = columns.dtype.element_ty
+    into = columns.to(tl.pointer_type(tl.int32)) + tl.trans(column.to(tl.int64) * N4 + quad)
+    tl.store(into, tl.trans(word(x0, x1, x2, x3, DTYPE)), mask=tl.trans(inside))
+    tl.store(into + D // 2 * tl.cast(N4, tl.int64), tl.trans(word(z0, z1, z2, z3, DTYPE)), mask=tl.trans(inside))
 
 
 @triton.jit

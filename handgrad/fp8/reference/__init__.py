@@ -13,12 +13,17 @@ from handgrad.fp8.reference.linear import (
     linear_gelu_forward,
     linear_relu2_forward,
     linear_residual_forward,
+    linear_swiglu_forward,
     relu2_linear_backward,
+    swiglu_linear_backward,
 )
 from handgrad.fp8.reference.quantized import (
     attention_backward,
     attention_forward,
     classifier_forward_backward,
+    gained_qk_norm_rotary_backward,
+    gained_rmsnorm_backward,
+    gained_rmsnorm_forward,
     layernorm_backward,
     layernorm_forward,
     mix_rmsnorm_backward,
@@ -31,7 +36,7 @@ from handgrad.fp8.reference.quantized import (
 )
 from handgrad.fp8.reference.quantizing import fold_statistics, quantize, update_scaling
 from handgrad.ops import reference
-from handgrad.ops.compose import after_layernorm, after_mix_rmsnorm, after_rmsnorm
+from handgrad.ops.compose import after_gained_rmsnorm, after_layernorm, after_mix_rmsnorm, after_rmsnorm
 
 classifier_forward = of_plain(reference.classifier_forward)
 value_embedding_forward = of_plain(reference.value_embedding_forward)
@@ -40,6 +45,8 @@ layernorm_linear_forward = after_layernorm(layernorm_forward, linear_forward)
 layernorm_linear_gelu_forward = after_layernorm(layernorm_forward, linear_gelu_forward)
 rmsnorm_linear_forward = after_rmsnorm(rmsnorm_forward, linear_forward, None)
 rmsnorm_linear_relu2_forward = after_rmsnorm(rmsnorm_forward, linear_relu2_forward)
+gained_rmsnorm_linear_forward = after_gained_rmsnorm(gained_rmsnorm_forward, linear_forward, 1)
+gained_rmsnorm_linear_swiglu_forward = after_gained_rmsnorm(gained_rmsnorm_forward, linear_swiglu_forward, 2)
 mix_rmsnorm_linear_forward = after_mix_rmsnorm(mix_rmsnorm_forward, linear_forward)
 
 

@@ -141,3 +141,36 @@ def relu2_linear_backward(
     quantize(dhidden, dsquare)
     write_forms(replace(inp, rows=None), plain(inp))
     weight_backward(dweight_acc, dout, inp)
+
+
+def linear_swiglu_forward(out: Form, hidden: Tensor, inp: Form, weight: Form, *, scratch: Tensor | None = None) -> None:
+    """As `linear_gelu_forward`: the `columns` of a quantised out come in the backward."""
+    linear_forward(hidden, inp, weight, None)
+    result = out if isinstance(out, Tensor) else hidden.new_empty(out.shape)
+    reference.swiglu_forward(result, hidden)
+    if isinstance(out, Quantized):
+        quantize(replace(out, columns=None), result)
+
+
+def swiglu_linear_backward(
+    dhidden: Form,
+    dinp: Tensor,
+    dweight_acc: Tensor,
+    dout: Form,
+    inp: Form,
+    hidden: Tensor,
+    weight: Form,
+    *,
+    scratch: Tensor | None = None,
+) -> None:
+    """The `columns` of a quantised inp are made from hidden."""
+    input_backward(dinp, dout, weight)
+    result = dhidden if isinstance(dhidden, Tensor) else torch.empty_like(hidden)
+    reference.swiglu_backward(result, dinp, hidden)
+    if isinstance(dhidden, Quantized):
+        assert isinstance(inp, Quantized)
+        quantize(dhidden, result)
+        again = torch.empty_like(dinp)
+        reference.swiglu_forward(again, hidden)
+        write_forms(replace(inp, rows=None), again)
+    weight_backward(dweight_acc, dout, inp)

@@ -50,6 +50,29 @@ def rmsnorm_backward(dresidual_inout: Form, dout: Tensor, inp: Tensor, rstd: Ten
         quantize(dresidual_inout, plain(dresidual_inout))
 
 
+def gained_rmsnorm_forward(out: Form, rstd: Tensor, inp: Tensor, gain: Tensor, *, epsilon: float) -> None:
+    result = plain(out) if isinstance(out, Tensor) or out.plain is not None else torch.empty_like(inp)
+    reference.gained_rmsnorm_forward(result, rstd, inp, gain, epsilon=epsilon)
+    if isinstance(out, Quantized):
+        quantize(out, result)
+
+
+def gained_rmsnorm_backward(
+    dresidual_inout: Form,
+    dgain_acc: Tensor,
+    dout: Tensor,
+    inp: Tensor,
+    rstd: Tensor,
+    gain: Tensor,
+    *,
+    scratch: Tensor | None = None,
+) -> None:
+    """As `layernorm_backward`."""
+    reference.gained_rmsnorm_backward(plain(dresidual_inout), dgain_acc, dout, inp, rstd, gain)
+    if isinstance(dresidual_inout, Quantized):
+        quantize(dresidual_inout, plain(dresidual_inout))
+
+
 def mix_rmsnorm_forward(
     mixed: Tensor | None,
     out: Form,
@@ -120,7 +143,7 @@ def attention_backward(
 def rotary_backward(
     dqkv_inout: Form, *, num_heads: int, length: int, frequencies: Frequencies = None, scale: float = 1.0
 ) -> None:
-    """Of a quantised dqkv, the gradient after the rotation lies in its `workspace`; so with the next two."""
+    """Of a quantised dqkv, the gradient after the rotation lies in its `workspace`; so with the next three."""
     turn = {"num_heads": num_heads, "length": length, "frequencies": frequencies, "scale": scale}
     reference.rotary_backward(after_the_turn(dqkv_inout), **turn)
     quantize_turned(dqkv_inout)
@@ -133,6 +156,25 @@ def qk_norm_backward(dqkv_inout: Form, qkv: Tensor, rstd: Tensor) -> None:
 
 def qk_norm_rotary_backward(dqkv_inout: Form, qkv: Tensor, rstd: Tensor, *, length: int) -> None:
     reference.qk_norm_rotary_backward(after_the_turn(dqkv_inout), qkv, rstd, length=length)
+    quantize_turned(dqkv_inout)
+
+
+def gained_qk_norm_rotary_backward(
+    dqkv_inout: Form,
+    dq_gain_acc: Tensor,
+    dk_gain_acc: Tensor,
+    qkv: Tensor,
+    rstd: Tensor,
+    q_gain: Tensor,
+    k_gain: Tensor,
+    *,
+    length: int,
+    frequencies: tuple[float, ...],
+    scale: float,
+    scratch: Tensor | None = None,
+) -> None:
+    turn, sums = {"length": length, "frequencies": frequencies, "scale": scale}, (dq_gain_acc, dk_gain_acc)
+    reference.gained_qk_norm_rotary_backward(after_the_turn(dqkv_inout), *sums, qkv, rstd, q_gain, k_gain, **turn)
     quantize_turned(dqkv_inout)
 
 

@@ -143,15 +143,23 @@ def _backward(
         du1, du2 = dy1 * cos + dy2 * sin, dy2 * cos - dy1 * sin
         x1, x2 = pairs_at(qkv + place, inside, D)
         row_rstd = tl.load(rstd + tl.cast(row, tl.int64) * HEADS + head, mask=head < HEADS, other=0.0)
-        n1, n2 = x1 * row_rstd, x2 * row_rstd
-        sums1 += du1 * n1
-        sums2 += du2 * n2
-        du1, du2 = du1 * g1, du2 * g2
-        along = tl.sum(du1 * n1 + du2 * n2, 1, keep_dims=True) / D
-        store_pairs(dqkv + place, row_rstd * (du1 - n1 * along), row_rstd * (du2 - n2 * along), inside, D)
+        dx1, dx2, dg1, dg2 = through_gained_norm(du1, du2, x1, x2, g1, g2, row_rstd, D)
+        sums1 += dg1
+        sums2 += dg2
+        store_pairs(dqkv + place, dx1, dx2, inside, D)
     is_query = head < QUERIES
     mine, in_row = partials + tl.program_id(0) * 2 * D + pair, pair < D // 2
     tl.store(mine, tl.sum(tl.where(is_query, sums1, 0.0), 0, keep_dims=True), mask=in_row)
     tl.store(mine + D // 2, tl.sum(tl.where(is_query, sums2, 0.0), 0, keep_dims=True), mask=in_row)
     tl.store(mine + D, tl.sum(tl.where(is_query, 0.0, sums1), 0, keep_dims=True), mask=in_row)
     tl.store(mine + D + D // 2, tl.sum(tl.where(is_query, 0.0, sums2), 0, keep_dims=True), mask=in_row)
+
+
+@triton.jit
+def through_gained_norm(du1, du2, x1, x2, g1, g2, row_rstd, D: tl.constexpr):
+    """(the gradient before a norm of heads, both channels; their terms of the gains' gradients) of its input x."""
+    n1, n2 = x1 * row_rstd, x2 * row_rstd
+    dg1, dg2 = du1 * n1, du2 * n2
+    du1, du2 = du1 * g1, du2 * g2
+    along = tl.sum(du1 * n1 + du2 * n2, 1, keep_dims=True) / D
+    return row_rstd * (du1 - n1 * along), row_rstd * (du2 - n2 * along), dg1, dg2

@@ -39,11 +39,19 @@ def gained_rmsnorm_backward(
 def _forward(out, rstd, inp, gain, epsilon, N, C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr):
     first, row, column, in_rows, in_row = forward_places(N, C, BLOCK_C, ROWS)
     place, inside = first * C + (row * C + column), in_rows & in_row
+    y, row_rstd = normalised((inp, gain), place, column, inside, in_row, epsilon, C)
+    tl.store(out + place, y, mask=inside)
+    tl.store(rstd + first + row, row_rstd, mask=in_rows)
+
+
+@triton.jit
+def normalised(tensors, place, column, inside, in_row, epsilon, C: tl.constexpr):
+    """(out in the input's dtype, rstd) of a tile of rows."""
+    inp, gain = tensors
     x = tl.load(inp + place, mask=inside, other=0.0).to(tl.float32)
     g = tl.load(gain + column, mask=in_row, other=0.0).to(tl.float32)
     row_rstd = rstd_of(tl.sum(x * x, 1, keep_dims=True), C, epsilon)
-    tl.store(out + place, (x * row_rstd * g).to(out.dtype.element_ty), mask=inside)
-    tl.store(rstd + first + row, row_rstd, mask=in_rows)
+    return (x * row_rstd * g).to(inp.dtype.element_ty), row_rstd
 
 
 @triton.jit
@@ -60,13 +68,22 @@ def _backward(
         in_rows = row < N - first
         inside = in_rows & in_row
         place = tl.cast(first, tl.int64) * C + (row * C + column)
-        dy = tl.load(dout + place, mask=inside, other=0.0).to(tl.float32)
-        x = tl.load(inp + place, mask=inside, other=0.0).to(tl.float32)
-        stream = tl.load(dresidual + place, mask=inside, other=0.0).to(tl.float32)
-        row_rstd = tl.load(rstd + first + row, mask=in_rows, other=0.0)
-        normal, u = x * row_rstd, dy * g
-        along = tl.sum(u * normal, 1, keep_dims=True) / C
-        updated = stream + row_rstd * (u - normal * along)
-        tl.store(dresidual + place, updated.to(dresidual.dtype.element_ty), mask=inside)
-        sums += tl.sum(dy * normal, 0, keep_dims=True)
+        tensors = dresidual, dout, inp, rstd
+        updated, dgain = backward_rows(tensors, g, place, first + row, in_rows, inside, C)
+        tl.store(dresidual + place, updated, mask=inside)
+        sums += dgain
     tl.store(partials + tl.program_id(0) * C + column, sums, mask=in_row)
+
+
+@triton.jit
+def backward_rows(tensors, g, place, row, in_rows, inside, C: tl.constexpr):
+    """(the stream's gradient of a tile of rows with the norm's own path, in its dtype; their sum of the gain's)."""
+    dresidual, dout, inp, rstd = tensors
+    dy = tl.load(dout + place, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(inp + place, mask=inside, other=0.0).to(tl.float32)
+    stream = tl.load(dresidual + place, mask=inside, other=0.0).to(tl.float32)
+    row_rstd = tl.load(rstd + row, mask=in_rows, other=0.0)
+    normal, u = x * row_rstd, dy * g
+    along = tl.sum(u * normal, 1, keep_dims=True) / C
+    updated = stream + row_rstd * (u - normal * along)
+    return updated.to(dresidual.dtype.element_ty), tl.sum(dy * normal, 0, keep_dims=True)

@@ -38,12 +38,20 @@ def sigmoid(x):
 
 
 @triton.jit
+def gated(g, u, dy):
+    """(silu(g) u, and the gradients of g and u) of float32 gates and what they let through; dy is that of the output."""
+    s = sigmoid(g)
+    return g * s * u, dy * u * (s * (1 + g * (1 - s))), dy * (g * s)
+
+
+@triton.jit
 def _forward(out, hidden, F, BLOCK: tl.constexpr):
     row, column, inside = places(F, BLOCK)
     gate = hidden + row * 2 * F + column
     g = tl.load(gate, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(gate + F, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * F + column, (g * sigmoid(g) * u).to(out.dtype.element_ty), mask=inside)
+    y, _, _ = gated(g, u, 0.0)
+    tl.store(out + row * F + column, y.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -53,7 +61,6 @@ def _backward(dhidden, dout, hidden, F, BLOCK: tl.constexpr):
     g = tl.load(hidden + gate, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(hidden + gate + F, mask=inside, other=0.0).to(tl.float32)
     dy = tl.load(dout + row * F + column, mask=inside, other=0.0).to(tl.float32)
-    s = sigmoid(g)
-    dg, du = dy * u * (s * (1 + g * (1 - s))), dy * (g * s)
+    _, dg, du = gated(g, u, dy)
     tl.store(dhidden + gate, dg.to(dhidden.dtype.element_ty), mask=inside)
     tl.store(dhidden + gate + F, du.to(dhidden.dtype.element_ty), mask=inside)

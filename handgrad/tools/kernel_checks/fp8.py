@@ -5,20 +5,17 @@ otherwise; a product, when it is off by little more than the rounding of its res
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from handgrad.fp8 import reference
 from handgrad.fp8.formats import (
-    AMAX,
     CLIPPED,
-    COUNTING,
     E4M3,
     E5M2,
     INVERSE,
@@ -32,7 +29,9 @@ from handgrad.fp8.formats import (
 )
 from handgrad.ops import CONTROLS
 from handgrad.tools.kernel_checks.checking import Compared, attempt, compare, copies, launch
-from handgrad.tools.kernel_checks.draw import Arguments, B, C, Draw, F, H, N, T, Vp
+from handgrad.tools.kernel_checks.draw import Arguments, C, Draw, F, H, N, Vp
+from handgrad.tools.kernel_checks.fp8_checking import Fp8Case, Fp8Draw, numbers, product, requantized
+from handgrad.tools.kernel_checks.fp8_swiglu import fp8_swiglu, fp8_swiglu_backward
 from handgrad.tools.kernel_checks.operations import (
     CASES,
     attention,
@@ -46,65 +45,11 @@ from handgrad.tools.kernel_checks.operations import (
 )
 
 OLDEST_FP8 = (8, 9)  # compute capability of the first GPUs whose tensor cores take fp8: Ada, then Hopper
-# The tensor cores add fp8 products up in fewer bits than float32 has; so much more than by the rounding of its result may
-# a product be off.
-FP8_SUMS = 2.0**-10
-
-
-class Fp8Draw(Draw):
-    """Draws quantised tensors as well, with room for the statistics of a backend."""
-
-    def __init__(self, ops: ModuleType, device: torch.device):
-        super().__init__(torch.bfloat16, device)
-        sizes = {"batch": B, "length": T, "channels": C, "widest": F, "padded_vocab_size": Vp}
-        self.parts = max(ops.statistics_parts(num_heads=n, head_width=C // n, **sizes) for n in (1, H))
-
-    def output(self, shape: Sequence[int], form: torch.dtype, exponent: int, **changes: Any) -> Quantized:
-        """Forms of a tensor of this shape, full of NaN, at a scale of 2^exponent."""
-        rows, columns = (
-            torch.full(sides, 0x7F, dtype=torch.uint8, device=self.device).view(form)
-            for sides in (tuple(shape), tuple(shape)[::-1])
-        )
-        scaling = torch.zeros(SCALING_PLACES, device=self.device)
-        scaling[SCALE], scaling[INVERSE], scaling[COUNTING] = 2.0**exponent, 2.0**-exponent, 1.0
-        statistics = torch.zeros(STATISTICS_PLACES, self.parts, device=self.device)
-        return replace(Quantized(rows, columns, scaling, statistics), **changes)
-
-    def operand(self, x: Tensor, form: torch.dtype = E4M3) -> Quantized:
-        """x in fp8, at the scale that suits it."""
-        made = self.output(x.shape, form, 0, current=True)
-        reference.quantize(made, x)
-        return made
-
-
-Fp8Case = Callable[[ModuleType, Fp8Draw], Compared]
-
-
-def numbers(tensor: Quantized) -> Tensor:
-    """The numbers that a tensor in fp8 stands for, in float64."""
-    if tensor.rows is not None:
-        return tensor.rows.double() * tensor.inverse_scale
-    assert tensor.columns is not None
-    return tensor.columns.t().double() * tensor.inverse_scale
-
-
-def requantized(found: Quantized, scaling: Tensor, plain: Tensor, *, counted: bool = True) -> Compared:
-    """The quantised tensor beside the reference's of the 16-bit numbers `plain`, at the `scaling` of before."""
-    rows, columns = (None if form is None else torch.empty_like(form) for form in (found.rows, found.columns))
-    right = Quantized(rows, columns, scaling, torch.zeros_like(found.statistics), current=found.current)
-    reference.quantize(right, plain)
-    for made, wanted in ((found.rows, right.rows), (found.columns, right.columns)):
-        if made is not None and wanted is not None:
-            yield made.float(), wanted.float(), 0
-    if counted:
-        yield found.scaling, right.scaling, 0
-        yield found.statistics[AMAX].amax(), right.statistics[AMAX].amax(), 0
-        yield found.statistics[CLIPPED:].sum(1), right.statistics[CLIPPED:].sum(1), 0
-
 
 # Operations that write the 16-bit form as well: it changes in place, the backward reads it, or two kernels need not add it
 # up in one order (attention's backward).
-WITH_PLAIN = ("layernorm_backward", "rmsnorm_backward", "mix_rmsnorm_backward", "attention_forward", "attention_backward")
+WITH_PLAIN = ("layernorm_backward", "rmsnorm_backward", "gained_rmsnorm_backward", "mix_rmsnorm_backward")
+WITH_PLAIN += ("attention_forward", "attention_backward")
 
 
 def fused(
@@ -148,10 +93,6 @@ def quantize(ops: ModuleType, d: Fp8Draw) -> Compared:
         scaling = out.scaling.clone()
         ops.quantize(out, inp)
         yield from requantized(out, scaling, inp)
-
-
-def product(found: Tensor, exact: Tensor) -> tuple[Tensor, Tensor, float]:
-    return found, exact, torch.finfo(found.dtype).eps / 2 + FP8_SUMS
 
 
 def products(*operations: str) -> Fp8Case:
@@ -239,7 +180,7 @@ def fp8_relu2_backward(ops: ModuleType, d: Fp8Draw) -> Compared:
 
 def turn_back(operation: str, make: Callable[[Draw], Arguments], columns: torch.dtype = E4M3) -> Fp8Case:
     """A case: the gradient before queries' and keys' turn, of which all but the values are near the kernel's in place,
-    and whose forms are those of its own 16-bit numbers."""
+    and whose forms are those of its own 16-bit numbers; and the gradients of gains, where there are some."""
 
     def case(ops: ModuleType, d: Fp8Draw) -> Compared:
         for current in (False, True):
@@ -250,9 +191,11 @@ def turn_back(operation: str, make: Callable[[Draw], Arguments], columns: torch.
             assert out.columns is not None
             out = replace(out, columns=out.columns.view(columns))
             scaling = out.scaling.clone()
-            launch(getattr(ops, operation), {**given, "dqkv_inout": out})
+            quantised = copies(given)
+            launch(getattr(ops, operation), {**quantised, "dqkv_inout": out})
             launch(getattr(ops, operation), given)
             yield own, turned, 2 * torch.finfo(d.dtype).eps
+            yield from ((quantised[name], given[name], 2.0**-20) for name in given if name.endswith("_acc"))
             yield from requantized(out, scaling, own)
 
     return case
@@ -309,6 +252,10 @@ FP8_CASES: dict[str, Fp8Case] = {
     "layernorm_backward to fp8": fused("layernorm_backward", "dresidual_inout", layernorm_backward, E5M2, 14),
     "rmsnorm_forward to fp8": fused("rmsnorm_forward", "out", CASES["rmsnorm_forward"], E4M3, 7),
     "rmsnorm_backward to fp8": fused("rmsnorm_backward", "dresidual_inout", rmsnorm_backward, E5M2, 14),
+    "gained_rmsnorm_forward to fp8": fused("gained_rmsnorm_forward", "out", CASES["gained_rmsnorm_forward"], E4M3, 7),
+    "gained_rmsnorm_backward to fp8": fused(
+        "gained_rmsnorm_backward", "dresidual_inout", CASES["gained_rmsnorm_backward"], E5M2, 14
+    ),
     "mix_rmsnorm_forward to fp8": fused("mix_rmsnorm_forward", "out", CASES["mix_rmsnorm_forward"], E4M3, 7),
     "mix_rmsnorm_backward to fp8": fused("mix_rmsnorm_backward", "dstream_inout", mix_rmsnorm_backward, E5M2, 14),
     "attention_forward to fp8, heads of 64 channels": fused(
@@ -317,11 +264,18 @@ FP8_CASES: dict[str, Fp8Case] = {
     "attention_forward to fp8, heads of 128 channels": fused(
         "attention_forward", "out", partial(attention, heads=1), E4M3, 7
     ),
+    "attention_forward to fp8, of grouped heads": fused(
+        "attention_forward", "out", partial(attention, heads=H, columns=2 * C), E4M3, 7
+    ),
     "attention_backward to fp8": fused("attention_backward", "dqkv", partial(attention_backward, heads=H), E5M2, 14),
     "attention_backward to fp8, columns in e5m2": fused(
         "attention_backward", "dqkv", partial(attention_backward, heads=H), E4M3, 7, columns=E5M2
     ),
     "rotary_backward to fp8": turn_back("rotary_backward", CASES["rotary_backward"]),
+    "rotary_backward to fp8, of grouped heads": turn_back("rotary_backward", CASES["rotary_backward, of grouped heads"]),
+    "gained_qk_norm_rotary_backward to fp8": turn_back(
+        "gained_qk_norm_rotary_backward", CASES["gained_qk_norm_rotary_backward"], E5M2
+    ),
     "qk_norm_backward to fp8": turn_back("qk_norm_backward", qk_norm_backward),
     "qk_norm_rotary_backward to fp8": turn_back("qk_norm_rotary_backward", CASES["qk_norm_rotary_backward"]),
     "qk_norm_rotary_backward to fp8, columns in e5m2": turn_back(
@@ -331,6 +285,8 @@ FP8_CASES: dict[str, Fp8Case] = {
     "gelu_linear_backward in fp8": fp8_gelu_backward,
     "linear_relu2_forward in fp8": fp8_relu2,
     "relu2_linear_backward in fp8": fp8_relu2_backward,
+    "linear_swiglu_forward in fp8": fp8_swiglu,
+    "swiglu_linear_backward in fp8": fp8_swiglu_backward,
     "linear_forward in fp8": products("linear_forward", "linear_residual_forward"),
     "linear_backward in fp8": products("linear_backward"),
     "classifier_forward_backward to fp8": fp8_classifier,

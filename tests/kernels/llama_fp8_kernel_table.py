@@ -1,0 +1,100 @@
+"""The Llama family's kernels that write fp8 as they are launched at published sizes, compiled without a GPU.
+
+    python -m tests.kernels.llama_fp8_kernel_table      prints registers, stack and the widest accesses as JSON
+
+Needs a process without TRITON_INTERPRET.
+"""
+
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+
+from handgrad.fp8.cuda import attention, elementwise, gained_qk_norm, gained_rmsnorm, rotary, swiglu
+from handgrad.fp8.formats import VANISHES_AT, largest
+from handgrad.ops.cuda.attention_configs import shipped
+from handgrad.ops.cuda.layernorm import backward_tile, forward_tile
+from tests.kernels.compiling import compile_kernel
+from tests.kernels.memory_kernel_table import widest
+from tests.kernels.modern_fp8_kernel_table import SIZES, TYPES, UNALIGNED, Launch
+from tests.kernels.modern_kernel_table import copied
+
+CHANNELS = (576, 1024, 1536, 2048)
+HEADS = ((9, 3, 64), (32, 8, 64), (16, 8, 128), (12, 2, 128))  # H, K, D: SmolLM2, Llama 3.2, Qwen3, Qwen2.5
+DTYPES = SIZES | UNALIGNED | {"epsilon": "fp32", "partials": "*fp32:16", "frequencies": "*fp64:16", "lse": "*fp32:16"}
+DTYPES |= {"H": "i32", "T": "i32:16", "C": "i32:16", "row_stride": "i32:16"}
+
+
+def launches(form: str) -> dict[str, Launch]:
+    """name: (kernel, its constants, warps), as the operations launch them."""
+    kind = TYPES[form]
+    limits: dict[str, object] = {"LARGEST": largest(kind), "VANISHES_AT": VANISHES_AT[kind]}
+    tile = {"EVEN": True, "QUADS": elementwise.QUADS, "COLUMNS": elementwise.COLUMNS}
+    forward = {"EVEN": True, "ROWS": swiglu.ROWS, "COLUMNS": swiglu.FORWARD_COLUMNS}
+    found: dict[str, Launch] = {
+        "swiglu_forward": (swiglu._forward, {**limits, **forward}, swiglu.WARPS),
+        "swiglu_backward": (swiglu._backward, {**limits, **tile}, elementwise.BACKWARD_WARPS),
+    }
+    for C in CHANNELS:
+        block, rows, warps = forward_tile(C)
+        constants = {**limits, "C": C, "BLOCK_C": block, "ROWS": rows, "out": None}
+        found[f"gained_rmsnorm_forward of {C}"] = gained_rmsnorm._forward, constants, warps
+        _, block, rows, warps, stages = backward_tile(1 << 16, C, 2)
+        constants = {"C": C, "BLOCK_C": block, "ROWS": rows, "STAGES": stages}
+        found[f"gained_rmsnorm_backward of {C}"] = gained_rmsnorm._backward, constants, warps
+    for H, K, D in HEADS:
+        heads, (pairs, warps) = H + 2 * K, rotary.tile(D)
+        sizes = {"HEADS": heads, "TURNED": H + K, "D": D, "QUADS": elementwise.QUADS, "BLOCK_P": pairs, "plain": None}
+        sizes |= {**limits, "TURN_SCALE": 1.0}
+        constants = {**sizes, "C3": heads * D, "ROTARY": True, "rstd": None, "qkv": None}
+        found[f"rotary_backward of {H} heads of {D}"] = rotary._backward, constants, warps
+        constants = {**sizes, "COLUMNS": heads * D, "QUERIES": H}
+        found[f"gained_qk_norm_backward of {H} heads of {D}"] = gained_qk_norm._backward, constants, warps
+        config = shipped("forward", D, narrow=True, newer=True, grouped=True)
+        constants = {**limits, "D": D, "WIDTH": D, "QUERIES": config.queries, "KEYS": config.keys, "TAIL": False}
+        constants |= {"GROUP": H // K, "starts": None}
+        found[f"attention_forward of {H} heads of {D}"] = attention.forward_kernel, constants, config.warps
+    return found
+
+
+def compile_one(job: tuple[str, str, str, int]) -> dict[str, object]:
+    name, dtype, form, arch = job
+    kernel, constants, warps = launches(form)[name]
+    forms = dict.fromkeys(("rows", "drows", "columns", "dcolumns"), f"*{form}:16")
+    signature = {n: (DTYPES | forms).get(n, f"*{dtype}:16") for n in kernel.arg_names}
+    stages, options = 3, {}
+    if name.startswith("attention"):
+        config = shipped("forward", int(name.split()[-1]), narrow=True, newer=True, grouped=True)
+        stages, options = config.stages, {"maxnreg": config.registers} if config.registers else {}
+    made = compile_kernel(kernel, signature, constants, warps, stages, arch, **options)
+    return {
+        "kernel": name,
+        "dtype": dtype,
+        "form": form,
+        "arch": arch,
+        "warps": warps,
+        "registers": made["registers"],
+        "stack": made["stack"],
+        "shared": made["shared"],
+        "load": widest(made["ptx"], "ld"),
+        "copy": copied(made["ptx"]),
+        "store": widest(made["ptx"], "st"),
+        "spills": len(re.findall(r"[ls][dt]\.local", made["ptx"])),
+        "serialized": made["serialized"],
+        "conversions": sorted(set(re.findall(r"cvt\.rn[\w.]*\.e[45]m[23]x2\.\w+", made["ptx"]))),
+    }
+
+
+def jobs() -> list[tuple[str, str, str, int]]:
+    """All in bf16 and e4m3 on Hopper, and some but attention's with another of the other values."""
+    usual = [(name, "bf16", "fp8e4nv", 90) for name in launches("fp8e4nv")]
+    some = [n for n in launches("fp8e5") if n.endswith(("12 heads of 128", "576", "ward")) and "attention" not in n]
+    return usual + [(n, "fp16", "fp8e5", 100) for n in some]
+
+
+def main() -> None:
+    with ThreadPoolExecutor(2) as pool:
+        print(json.dumps(list(pool.map(compile_one, jobs()))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,283 @@
+"""The Llama family in fp8, a member of each: to the bit one whose products round their operands, near one that rounds
+nothing; the forms of its tensors, its memory, its training."""
+
+import dataclasses
+import math
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.llama_twin import LARGE, SHAPES, sizes
+from handgrad.config import RunConfig, check
+from handgrad.errors import UsageError
+from handgrad.fp8 import reference as fp8_ops
+from handgrad.fp8.formats import E4M3, E5M2, GRADIENT_FORMATS, SCALE, Quantized
+from handgrad.fp8.tables import Fp8Gemms, fp8_gemms
+from handgrad.gpus import GPUS
+from handgrad.models import llama
+from handgrad.ops import reference as ops
+from handgrad.run.resolve import resolve
+from handgrad.tools.absent import resolve_for
+from tests.conftest import Model, make_model, quantized_weights
+from tests.llama_twin import FAMILIES, shape_of
+from tests.test_fp8_model import BOTH_OF_THE_HEAD, ROUNDOFF, SETTINGS, RoundedProducts, bound, run
+from tests.test_fp8_numbers import LARGEST, bits
+from tests.test_fp8_training import steps_of
+
+BATCH, LENGTH, LAYERS, VOCABULARY = 3, 16, 2, 57
+
+
+def make(
+    family: str, dtype: torch.dtype, fp8: Fp8Gemms | None = None, gradients: str = "e5m2", *, recompute: int = 0
+) -> Model:
+    shape = shape_of(family, VOCABULARY, LENGTH, LAYERS)
+    settings = {"recompute": recompute, "chunk": 20, "fp8": fp8, "gradients": GRADIENT_FORMATS[gradients]}
+    return make_model(shape, BATCH, LENGTH, dtype, **settings)
+
+
+def gemms_of(keep_bf16: str = "", head: str = "") -> Fp8Gemms:
+    return fp8_gemms(keep_bf16, head, LAYERS, llama.FP8_PARTS)
+
+
+class RoundedLlamaProducts(RoundedProducts):
+    PARTS: ClassVar = {"qkv_weight": "qkv", "proj_weight": "proj", "gate_up_weight": "mlp", "down_weight": "mlp"}
+
+    def gained_rmsnorm_forward(self, out: Tensor, *others: Tensor, epsilon: float) -> None:
+        ops.gained_rmsnorm_forward(out, *others, epsilon=epsilon)
+        self.lnf = out  # the last one, when the head reads it
+
+    def gained_rmsnorm_linear_forward(self, out: Tensor, *tensors: Tensor, epsilon: float, **scratch: Tensor) -> None:
+        norm, product = tensors[:4], tensors[4:]
+        self.gained_rmsnorm_forward(*norm, epsilon=epsilon)
+        self.linear_forward(out, norm[0], *product)
+
+    def linear_swiglu_forward(self, out: Tensor, hidden: Tensor, inp: Tensor, weight: Tensor, **scratch: Tensor) -> None:
+        self.linear_forward(hidden, inp, weight, None)
+        ops.swiglu_forward(out, hidden)
+
+    def gained_rmsnorm_linear_swiglu_forward(
+        self, out: Tensor, hidden: Tensor, *tensors: Tensor, epsilon: float, **scratch: Tensor
+    ) -> None:
+        self.gained_rmsnorm_forward(*tensors[:4], epsilon=epsilon)
+        self.linear_swiglu_forward(out, hidden, tensors[0], tensors[4])
+
+    def swiglu_linear_backward(
+        self, dhidden: Tensor, dinp: Tensor, dweight: Tensor, dout: Tensor, inp: Tensor, *rest: Tensor, **scratch: Any
+    ) -> None:
+        hidden, weight = rest
+        self.linear_backward(dinp, dweight, None, dout, inp, weight)
+        ops.swiglu_backward(dhidden, dinp, hidden)
+
+
+CASES = [*((name, "qwen2") for name in SETTINGS), *(("all and head", family) for family in FAMILIES if family != "qwen2")]
+CASES += [("mixed gradients", "llama"), ("without qkv", "qwen3"), ("without parts of layers", "llama")]
+
+
+@pytest.mark.parametrize(("name", "family"), CASES)
+def test_the_products_that_are_wanted_and_no_others_round_their_operands(name: str, family: str) -> None:
+    """At every recompute level, the bits of a model that keeps no fp8 number anywhere."""
+    plain = make(family, torch.bfloat16)
+    plain.ops = RoundedLlamaProducts(plain, *SETTINGS[name])
+    losses, gradients = run(plain)
+    for recompute in (0, 1, 2):
+        rounded = make(family, torch.bfloat16, *SETTINGS[name], recompute=recompute)
+        found_losses, found = run(rounded, recompute=recompute)
+        assert torch.equal(found_losses, losses)
+        for row in plain.table:
+            assert torch.equal(row.view(found), row.view(gradients)), row.name
+
+
+def llama_bound(gemms: Fp8Gemms, gradients: str) -> float:
+    """GPT-2's, but SwiGLU multiplies two numbers that the product before it has rounded, whose errors add in squares: the
+    two roundoffs of each `gate_up` count once more."""
+    squares = sum(part == "mlp" for _, part in gemms.blocks) * 2 * ROUNDOFF[E4M3] ** 2
+    return math.sqrt(bound(gemms, gradients) ** 2 + squares)
+
+
+@pytest.mark.parametrize(("name", "family"), CASES)
+def test_gradients_are_as_near_as_the_formats_admit(name: str, family: str) -> None:
+    admitted = llama_bound(*SETTINGS[name])
+    exact = make(family, torch.float32)
+    exact.flat.copy_(exact.flat.bfloat16())
+    rounded = make(family, torch.float32, *SETTINGS[name])
+    rounded.flat.copy_(exact.flat)
+    for form in quantized_weights(rounded).values():
+        fp8_ops.quantize(form, form.plain)
+    (losses, expected), (found_losses, found) = run(exact), run(rounded)
+    for row in exact.table:
+        error = ((row.view(found) - row.view(expected)).norm() / row.view(expected).norm()).item()
+        assert 0 < error <= admitted, f"{row.name}: relative error {error:.3f}, admitted {admitted:.3f}"
+    assert ((found_losses - losses).norm() / losses.norm()) <= admitted
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_the_padded_vocabulary_touches_nothing(family: str) -> None:
+    """With the largest numbers of the format in the padded rows of the head's matrix, tied or not, the same bits."""
+    V, gemms = VOCABULARY, gemms_of("", BOTH_OF_THE_HEAD)
+    clean, poisoned = (make(family, torch.bfloat16, gemms) for _ in range(2))
+    head = poisoned.weights.head
+    assert head.rows is not None and head.columns is not None and head.plain is not None
+    assert head.statistics[0, 0] == head.plain[:V].float().abs().max()
+    head.rows[V:] = LARGEST[E4M3]
+    head.columns[:, V:] = -LARGEST[E4M3]
+    for expected, found in zip(run(clean), run(poisoned), strict=True):
+        assert torch.equal(found, expected)
+    name = "wte" if family == "llama" else "head"
+    (row,) = (row for row in clean.table if row.name == name)
+    assert (row.view(clean.flat_gradients)[V:] == 0).all(), "padded rows have no gradient"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tensor_has_the_forms_that_are_read_and_no_others(family: str) -> None:
+    """Attention's backward passes through 16 bits, as a turn stands before the product; gates stay in 16 bits for the
+    slope, and their gradient is fp8 alone."""
+    model = make(family, torch.bfloat16, gemms_of("0.qkv", "dgrad"))
+    first, second = model.act.blocks
+    assert isinstance(first.norm1, Tensor) and isinstance(model.weights.blocks[0].qkv_weight, Tensor)
+    for norm in (second.norm1, second.norm2, second.swiglu):
+        assert isinstance(norm, Quantized) and norm.plain is None
+    assert isinstance(second.hidden, Tensor) and isinstance(second.qkv, Tensor)
+    assert isinstance(second.atty, Quantized) and second.atty.plain is not None
+    turned, gated = ([getattr(block, name) for block in model.d.blocks] for name in ("dqkv", "dhidden"))
+    assert isinstance(turned[0], Tensor) and isinstance(turned[1], Quantized)
+    assert turned[1].plain is None and turned[1].workspace is not None
+    assert all(isinstance(d, Quantized) and d.plain is None and d.workspace is None for d in gated)
+    assert isinstance(model.weights.wte, Tensor) and model.weights.head.rows is None, "its forward stays in 16 bits"
+    for name, weight in quantized_weights(model).items():
+        if name != "wte":
+            assert torch.equal(bits(weight.columns), bits(weight.rows).t()), name
+
+
+# Runs.
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_published_sizes_are_accepted_and_planned(name: str) -> None:
+    """The two fp8 forms of the weights cost what bf16 weights take once more, and activations less than in bf16."""
+    settings = {"micro_batch": 1, "sequence_length": 1024, "tokens_per_step": 1024, "device": "cpu", **sizes(name)}
+
+    def plan(precision: str) -> dict[str, int]:
+        return resolve(check(RunConfig(precision=precision, **settings)), SHAPES[name][0]).plan.size_bytes
+
+    bf16, fp8 = plan("bf16"), plan("fp8")
+    matrices = [row for row in resolve(check(RunConfig(**settings)), SHAPES[name][0]).parameters if row.group == "matrix"]
+    assert fp8["fp8 weights"] == 2 * sum(row.elements for row in matrices)
+    assert fp8["activations"] < bf16["activations"]
+
+
+@pytest.mark.parametrize("name", ["SmolLM2-135M", "Qwen3-0.6B"])
+def test_the_bytes_that_a_block_keeps(name: str) -> None:
+    """Per token, fewer than in bf16, as docs/llama.md counts them: by level of recomputation."""
+
+    def of_two_more_blocks(precision: str, recompute: int) -> float:
+        settings = {"micro_batch": 4, "sequence_length": 1024, "tokens_per_step": 4096, **sizes(name)}
+        settings |= {"precision": precision, "recompute": recompute}
+        configs = (check(RunConfig(**settings | {"num_layers": layers})) for layers in (10, 12))
+        fewer, more = (resolve_for(GPUS["h200"], config, SHAPES[name][0]).plan.size_bytes for config in configs)
+        return (more["activations"] - fewer["activations"]) / 4096
+
+    shape = check(RunConfig(**sizes(name))).shape(SHAPES[name][0])
+    C, F, HD = shape.channels, shape.feed_forward, shape.num_heads * shape.head_width
+    for recompute, saved in enumerate((2 * C + 2 * F - HD, C - HD, -HD)):
+        bf16, fp8 = (of_two_more_blocks(precision, recompute) for precision in ("bf16", "fp8"))
+        assert bf16 - fp8 == 2 * saved
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"channels": 72, "num_heads": 9}, "channels must be a multiple of 16 for precision fp8, found 72"),
+        ({"llama": "head_width=4,feed_forward=48"}, r"num_heads \* head_width in multiples of 16 .*, found 8"),
+        (
+            {"num_heads": 4, "llama": "head_width=4,kv_heads=1,feed_forward=48"},
+            r"\(num_heads \+ 2 kv_heads\) \* head_width in multiples of 16 .*, found 24",
+        ),
+        ({"llama": "feed_forward=72"}, "feed_forward in multiples of 16 for precision fp8, found 72"),
+        ({"lora": "rank=4"}, "lora has no fp8 GEMMs yet"),
+    ],
+)
+def test_sides_that_fp8_products_cannot_read_are_refused(settings: dict, told: str) -> None:
+    config = RunConfig(architecture="llama", precision="fp8", channels=32, num_heads=2, init_from="x")
+    with pytest.raises(UsageError, match=told):
+        check(replace(config, **settings))
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_room_for_statistics_on_a_gpu(name: str) -> None:
+    """A part for each program of the kernels that make the widest tensors, in the tiles that they have."""
+    settings = {"micro_batch": 64, "sequence_length": 1024, "tokens_per_step": 65536, "precision": "fp8", **sizes(name)}
+    design = resolve_for(GPUS["h200"], check(RunConfig(**settings)), SHAPES[name][0])
+    shape, N = design.shape, 65536
+    F, C, QKV = shape.feed_forward, shape.channels, (shape.num_heads + 2 * shape.family.kv_heads) * shape.head_width
+    quantised = [(N, 2 * F), (2 * F, C), (QKV, C), (C, F), (shape.padded_vocab_size, C)]
+    needed = [-(-rows // 64) * -(-columns // 128) for rows, columns in quantised]
+    needed += [-(-N // 32) * -(-F // 128), 64 * shape.num_heads * (1024 // 64)]
+    assert max(needed) <= design.fp8.statistics_parts <= 4 * max(needed)
+
+
+TEXTS = {  # of 32 channels and 2 heads
+    "llama": "kv_heads=1,tied,feed_forward=48",
+    "qwen2": "kv_heads=1,qkv_bias,feed_forward=80,rope=yarn,rope_factor=2.0,rope_length=16,rope_scale=1.1",
+    "qwen3": "kv_heads=2,head_width=24,qk_norm,feed_forward=48",
+}
+
+
+@pytest.fixture
+def fp8(config: RunConfig) -> RunConfig:
+    settings = {"precision": "fp8", "fp8_window": 2, "fp8_count_every": 1, "fp8_head": BOTH_OF_THE_HEAD}
+    return replace(config, architecture="llama", llama=TEXTS["qwen2"], warmup_steps=0, learning_rate=1e-2, **settings)
+
+
+@pytest.mark.parametrize("family", TEXTS)
+def test_training_in_fp8_learns_what_training_in_bf16_learns(fp8: RunConfig, family: str) -> None:
+    """Ten steps that take the loss down by more than a half differ by less than a tenth of that."""
+    settings = {"steps": 10, "llama": TEXTS[family]}
+    bf16, rounded = (steps_of(dataclasses.replace(fp8, precision=p, **settings), 10)[1] for p in ("bf16", "fp8"))
+    assert rounded[-1].loss < rounded[0].loss - 0.5
+    for a, b in zip(bf16, rounded, strict=True):
+        assert abs(a.loss - b.loss) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("scaling", "gradients", "family"),
+    [
+        ("delayed", "e4m3", "qwen2"),
+        ("delayed", "mixed", "qwen3"),
+        ("current", "mixed", "qwen2"),
+        ("current", "e4m3", "qwen3"),
+    ],
+)
+def test_recompute_levels_give_the_same_bits(fp8: RunConfig, scaling: str, gradients: str, family: str) -> None:
+    fp8 = dataclasses.replace(fp8, fp8_scaling=scaling, fp8_gradients=gradients, llama=TEXTS[family])
+    expected, *told = steps_of(fp8, 3)
+    for recompute in (1, 2):
+        training, *told_too = steps_of(dataclasses.replace(fp8, recompute=recompute), 3)
+        assert told_too == told
+        assert torch.equal(training.state.master, expected.state.master)
+
+
+@pytest.mark.parametrize("family", TEXTS)
+def test_every_quantised_tensor_is_counted_whole(fp8: RunConfig, family: str) -> None:
+    training, _, found = steps_of(dataclasses.replace(fp8, llama=TEXTS[family]), 3)
+    shape = training.design.shape
+    N, C, F, Vp = fp8.micro_batch * fp8.sequence_length, fp8.channels, shape.feed_forward, shape.padded_vocab_size
+    HD, QKV = (n * shape.head_width for n in (shape.num_heads, shape.num_heads + 2 * shape.family.kv_heads))
+    rows = {"norm1": C, "dqkv": QKV, "atty": HD, "dresidual_mid": C, "norm2": C, "swiglu": F, "dhidden": 2 * F}
+    counted = {name: width * N for name, width in (rows | {"dresidual_out": C, "lnf": C}).items()}
+    counted |= {"qkv_weight": QKV * C, "proj_weight": C * HD, "gate_up_weight": 2 * F * C, "down_weight": C * F}
+    counted |= {"wte" if shape.family.tied else "head": Vp * C}
+    resolved, scaling = training.design.fp8, training.scaling
+    assert len(resolved.table) == 12 * fp8.num_layers + 2 == len({row.name for row in resolved.table})
+    assert scaling is not None
+    assert scaling.numbers == [counted[row.name.rpartition(".")[2]] for row in resolved.table]
+    assert all(line.amax > 0 for line in found[2])
+
+
+def test_the_static_scale_of_the_logits_clips_nothing(fp8: RunConfig) -> None:
+    training, _, _ = steps_of(fp8, 2)
+    logits = training.state.activations.logits
+    assert logits.format == E5M2
+    assert LARGEST[E5M2] / 4 < logits.scaling[SCALE].item() / fp8.tokens_per_step <= LARGEST[E5M2]
