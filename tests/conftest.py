@@ -27,6 +27,7 @@ from handgrad.config import ModelShape, RunConfig
 from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.dropout.bind import WithDropout
 from handgrad.fp8 import reference as fp8_reference
+from handgrad.fp8.dropout import WithFp8Dropout, with_workspace
 from handgrad.fp8.formats import (
     COUNTING,
     GRADIENT_FORMATS,
@@ -202,6 +203,7 @@ def make_model(
     if fp8 is None:
         buffers = [row.buffer(recompute) for row in rows if not row.of]
     else:
+        rows = with_workspace(rows) if dropout else rows
         quantized = quantized_table(table, rows, fp8, gpt2.FP8_PARTS, gradients)
         buffers = [
             *activation_buffers(rows, fp8, gradients, recompute),
@@ -227,8 +229,8 @@ def make_model(
     gradients = named_weights(shape, flat_gradients, table)
     model = Model(shape, table, flat, flat_gradients, weights, gradients, act, d, plan, views, ops)
     if dropout:
-        tensors = weights, gradients, act, d
-        model.ops = WithDropout(reference, *tensors, samples=torch.arange(batch), probability=dropout, seed=1337)
+        tensors, dropping = (weights, gradients, act, d), WithDropout if fp8 is None else WithFp8Dropout
+        model.ops = dropping(ops, *tensors, samples=torch.arange(batch), probability=dropout, seed=1337)
     for form in quantized_weights(model).values():
         assert form.plain is not None
         fp8_reference.quantize(form, form.plain)

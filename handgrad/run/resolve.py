@@ -13,6 +13,7 @@ from handgrad.config import TUNED, ModelShape, RunConfig
 from handgrad.dropout.bind import dropout_buffers, sizing
 from handgrad.fp8 import tables
 from handgrad.fp8.bind import fp8_operations
+from handgrad.fp8.dropout import with_workspace
 from handgrad.fp8.formats import GRADIENT_FORMATS
 from handgrad.fp8.scaling import Fp8Design
 from handgrad.layout import Sharding, buckets_of, norm_blocks
@@ -75,6 +76,7 @@ def resolve(
     training_ops, fp8 = plain_ops, None
     if config.precision == "fp8":
         training_ops = fp8_operations(plain_ops) if sizes is None else sizes
+        rows = with_workspace(rows) if config.dropout else rows
         fp8 = resolve_fp8(config, shape, model, parameters, rows, training_ops, left_fp8)
     flat = flat_buffers(
         flat_elements(parameters, lanes),
