@@ -38,6 +38,7 @@ GPT2_VOCABULARY = 50257
 KINDS: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text without NUL"}
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
+FP8_MULTIPLE = 16  # of every side of a GEMM in fp8: cuBLASLt reads 16 bytes at a time
 PRECISIONS = ("fp32", "bf16", "fp16", "tf32", "fp8")
 AUTO = "auto"  # the precision that suits the device: `devices.auto_precision`; the packing that suits the data
 FP8_GRADIENTS = ("e4m3", "e5m2", "mixed")
@@ -302,14 +303,25 @@ def check_packing(config: RunConfig) -> None:
 
 
 def check_fp8(config: RunConfig) -> None:
-    """Raises `UsageError` for a shape that fp8 GEMMs cannot take: they read 16 numbers at a time along every side."""
+    """Raises `UsageError` for settings that fp8 does not go with, and for shapes that its GEMMs cannot take."""
     if config.architecture == "llama":
         raise UsageError("architecture llama has no fp8 GEMMs yet, found precision fp8; --precision bf16 trains it")
     if config.lora:
         raise UsageError("lora has no fp8 GEMMs yet, found precision fp8; --precision bf16 trains adapters")
-    for name in ("channels", "sequence_length"):
-        if getattr(config, name) % 16:
-            raise UsageError(f"{name} must be a multiple of 16 for precision fp8, found {getattr(config, name)}")
+    if config.channels % FP8_MULTIPLE:
+        raise UsageError(f"channels must be a multiple of {FP8_MULTIPLE} for precision fp8, found {config.channels}")
+    samples, length = config.micro_batch, config.sequence_length
+    if not takes_micro_batch(config, samples):
+        least = FP8_MULTIPLE // math.gcd(FP8_MULTIPLE, length)
+        raise UsageError(
+            f"micro_batch * sequence_length must be a multiple of {FP8_MULTIPLE} for precision fp8, found {samples} *"
+            f" {length} = {samples * length}; try --micro-batch {-(-samples // least) * least}"
+        )
+
+
+def takes_micro_batch(config: RunConfig, samples: int) -> bool:
+    """True if the GEMMs of the run's precision take the tokens of so many samples."""
+    return config.precision != "fp8" or samples * config.sequence_length % FP8_MULTIPLE == 0
 
 
 def convert(name: str, value: Any) -> Any:

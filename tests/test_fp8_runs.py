@@ -259,7 +259,10 @@ def test_from_data_to_text(shards: Path, tmp_path: Path, capsys: pytest.CaptureF
         (["--fp8-keep-bf16", "\N{SUPERSCRIPT ONE}.mlp"], "fp8_keep_bf16 takes"),
         (["--fp8-head", "wgrad"], "fp8_head takes forward, dgrad, found 'wgrad'"),
         (["--channels", "40"], "channels must be a multiple of 16 for precision fp8, found 40"),
-        (["--sequence-length", "8"], "sequence_length must be a multiple of 16 for precision fp8, found 8"),
+        (
+            ["--sequence-length", "8", "--micro-batch", "1"],
+            "must be a multiple of 16 for precision fp8, found 1 * 8 = 8; try --micro-batch 2",
+        ),
         (["--fp8-window", "0"], "fp8_window must be at least 1"),
         (["--fp8-count-every", "0"], "fp8_count_every must be at least 1"),
         (["--fp8-saturation-steps", "0"], "fp8_saturation_steps must be at least 1"),

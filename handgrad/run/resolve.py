@@ -9,7 +9,7 @@ import torch
 from handgrad import devices, models
 from handgrad.arena import make_plan
 from handgrad.backend import choose_backend
-from handgrad.config import TUNED, ModelShape, RunConfig
+from handgrad.config import TUNED, ModelShape, RunConfig, takes_micro_batch
 from handgrad.dropout.bind import dropout_buffers, sizing
 from handgrad.fp8 import tables
 from handgrad.fp8.bind import fp8_operations
@@ -175,7 +175,7 @@ def resolve_fp8(
 def largest_micro_batch(config: RunConfig, vocab_size: int, available_bytes: int, ranks: int = 1) -> int:
     """The largest micro-batch (samples) that divides a lane's steps and whose plan fits; 0 if not even one sample does."""
     samples = config.batch.common // config.sequence_length // max(1, config.lanes)
-    for micro_batch in (n for n in range(samples, 0, -1) if samples % n == 0):
+    for micro_batch in (n for n in range(samples, 0, -1) if samples % n == 0 and takes_micro_batch(config, n)):
         design = resolve(replace(config, micro_batch=micro_batch), vocab_size, ranks=ranks)
         if design.plan.total_bytes <= available_bytes:
             return micro_batch
