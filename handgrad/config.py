@@ -138,7 +138,7 @@ class RunConfig:
     fp8_keep_bf16: str = option(
         TUNED, "GEMMs that stay in bf16: qkv, proj, mlp, of one layer like 3.mlp; tuned: those that `handgrad tune` found"
     )
-    fp8_head: str = option("", "GEMMs of the loss head in fp8: forward, dgrad; with commas")
+    fp8_head: str = option("", "GEMMs of the loss head in fp8: forward, dgrad, wgrad; with commas")
     fp8_gradients: str = option(
         "e4m3", "format of gradients: digits, range, or each where it counts", choices=FP8_GRADIENTS
     )
@@ -316,6 +316,12 @@ def check_fp8(config: RunConfig) -> None:
         raise UsageError(
             f"micro_batch * sequence_length must be a multiple of {FP8_MULTIPLE} for precision fp8, found {samples} *"
             f" {length} = {samples * length}; try --micro-batch {-(-samples // least) * least}"
+        )
+    chunk = config.head_chunk_tokens
+    if "wgrad" in config.fp8_head and chunk % FP8_MULTIPLE:
+        raise UsageError(
+            f"head_chunk_tokens must be a multiple of {FP8_MULTIPLE} for fp8_head wgrad, found {chunk};"
+            f" try --head-chunk-tokens {-(-chunk // FP8_MULTIPLE) * FP8_MULTIPLE}"
         )
 
 

@@ -257,7 +257,8 @@ def test_from_data_to_text(shards: Path, tmp_path: Path, capsys: pytest.CaptureF
         (["--fp8-keep-bf16", "qkv,2.mlp"], "(layers 0 to 1), found '2.mlp'"),
         (["--fp8-keep-bf16=-1.mlp"], "found '-1.mlp'"),
         (["--fp8-keep-bf16", "\N{SUPERSCRIPT ONE}.mlp"], "fp8_keep_bf16 takes"),
-        (["--fp8-head", "wgrad"], "fp8_head takes forward, dgrad, found 'wgrad'"),
+        (["--fp8-head", "wgrad"], "fp8_head wgrad needs dgrad, found 'wgrad'"),
+        (["--fp8-head", "backward"], "fp8_head takes forward, dgrad, wgrad, found 'backward'"),
         (["--channels", "40"], "channels must be a multiple of 16 for precision fp8, found 40"),
         (
             ["--sequence-length", "8", "--micro-batch", "1"],

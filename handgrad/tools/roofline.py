@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from handgrad.config import RunConfig
 from handgrad.fp8.dropout import more_passes
+from handgrad.fp8.tables import HEAD_GEMMS
 from handgrad.gpus import Gpu
 from handgrad.models.rows import count_parameters
 from handgrad.training.design import Design
@@ -110,7 +111,7 @@ def product_seconds_per_token(gpu: Gpu, design: Design, precision: str, rate: fl
         for kind, layers in (("fp8", fp8_layers), (plain, shape.num_layers - fp8_layers)):
             total += layers * (passes + again) * seconds(inputs, outputs, kind) if layers else 0.0
     head = gemms.head if gemms else frozenset()
-    kinds = ["fp8" if name in head else plain for name in ("forward", "dgrad")] + [plain] * (passes - 2)
+    kinds = ["fp8" if name in head else plain for name in HEAD_GEMMS[:passes]]
     return total + sum(seconds(C, shape.padded_vocab_size, kind) for kind in kinds)
 
 

@@ -12,7 +12,7 @@ from tests.test_runs import records, tensors
 NEW = "residual_scalars,input_scalars,value_embeddings"
 
 LONG = {"steps": 30, "eval_every": 10, "eval_stride": 12, "save_every": 10, "sample_tokens": 3}
-FP8 = {"precision": "fp8", "fp8_window": 3, "fp8_count_every": 2, "fp8_head": "forward,dgrad", "recompute": 1}
+FP8 = {"precision": "fp8", "fp8_window": 3, "fp8_count_every": 2, "fp8_head": "forward,dgrad,wgrad", "recompute": 1}
 KINDS: dict[str, dict[str, object]] = {
     "fp32": LONG,
     "bf16": {"precision": "bf16"},

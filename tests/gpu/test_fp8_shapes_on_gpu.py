@@ -24,15 +24,22 @@ SHAPES = {
     "heads of 80": {"num_heads": 3, "channels": 240},
     "lengths of no multiple of 16": {"sequence_length": 100, "micro_batch": 4, "tokens_per_step": 800},
     "an odd length": {"sequence_length": 77, "micro_batch": 16, "tokens_per_step": 2464},
-    "chunks of the head": {"head_chunk_tokens": 37},
+    "chunks of the head": {"head_chunk_tokens": 48},  # five, and one of 16
+    "chunks of any length": {"head_chunk_tokens": 37, "fp8_head": "forward,dgrad"},
 }
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "modern"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes(name: str, architecture: str) -> None:
-    step = {"num_layers": 2, "sequence_length": 64, "micro_batch": 4, "tokens_per_step": 512, "fp8_head": "forward,dgrad"}
-    config = RunConfig(**(step | SHAPES[name]), architecture=architecture, precision="fp8", warmup_steps=2, steps=20)
+    step = {"num_layers": 2, "sequence_length": 64, "micro_batch": 4, "tokens_per_step": 512}
+    config = RunConfig(
+        **(step | {"fp8_head": "forward,dgrad,wgrad"} | SHAPES[name]),
+        architecture=architecture,
+        precision="fp8",
+        warmup_steps=2,
+        steps=20,
+    )
 
     def losses_and_weights(config: RunConfig, ops: object) -> tuple[list[float], torch.Tensor]:
         training = assemble(resolve(check(config), 257, device=GPU, ops=ops), ZipfBytes())
