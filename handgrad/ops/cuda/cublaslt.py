@@ -282,6 +282,19 @@ def describe() -> str:
     return f"cuBLASLt {lt.get_version()}, {len(rows)} algorithms {whose} ({digest})"
 
 
+def tuning() -> str:
+    """Names the table of algorithms for this GPU and library, or the heuristic, whose cost on this GPU is unknown."""
+    tables = {"tuned here": user_table(), "shipped": shipped_table()}
+    found = [f"{path.name} ({whose})" for whose, path in tables.items() if path.exists()]
+    if found:
+        return f"GEMM algorithms from {' over '.join(found)}"
+    shipped = ", ".join(sorted(path.name for path in shipped_table().parent.glob("*.json")))
+    return (
+        f"GEMM algorithms from cuBLASLt's heuristic: no table {table_name()} (shipped: {shipped}); the speed lost on this"
+        " GPU is not measured, `handgrad tune MODEL` measures it and writes the table"
+    )
+
+
 @functools.cache
 def frozen_algorithms() -> dict[str, list[str]]:
     """Words of the algorithms by product, the user's table over the shipped one."""
