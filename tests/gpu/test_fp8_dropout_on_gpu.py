@@ -9,6 +9,8 @@ from torch import Tensor
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
+if torch.cuda.get_device_capability() < (8, 9):
+    pytest.skip("needs a GPU that computes in fp8", allow_module_level=True)
 
 from handgrad import presets
 from handgrad.config import RunConfig

@@ -8,6 +8,8 @@ import torch
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
+if torch.cuda.get_device_capability() < (8, 9):
+    pytest.skip("needs a GPU that computes in fp8", allow_module_level=True)
 
 from handgrad.config import RunConfig, check
 from handgrad.ops import cuda as kernels, reference
