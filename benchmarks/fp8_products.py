@@ -22,7 +22,7 @@ LAYERS: dict[str, tuple[int, int, bool, tuple[str, ...]]] = {
     "proj": (1, 1, True, (FORWARD, DGRAD, WGRAD)),
     "fc": (4, 1, False, (FORWARD, DGRAD, WGRAD)),
     "fcproj": (1, 4, True, (FORWARD, DGRAD, WGRAD)),
-    "head": (0, 1, False, (FORWARD, DGRAD)),
+    "head": (0, 1, False, (FORWARD, DGRAD, WGRAD)),
 }
 
 # Rows of a result that are also computed in float64.

@@ -80,9 +80,10 @@ class Clock:
 
 def attempt(row: Row, measure: Callable[[], Row]) -> Row:
     """The row with its measurements, or with the reason for none; `failed` are all errors."""
-    # The compiler, cuBLASLt and the driver have no exception in common; the rows after this one still run.
     try:
         found = measure()
+    # The compiler, cuBLASLt and the driver have no exception in common. Nothing is hidden: the record and the last lines of
+    # the output name each failure, and the rows after it still run.
     except Exception as failure:
         reason = " ".join(f"{type(failure).__name__}: {failure}".split())
         found = {"failed": [f"{reason:.300}"]}

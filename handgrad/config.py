@@ -13,6 +13,7 @@ from typing import Any
 
 from handgrad.batch_schedule import BatchSchedule, parse_schedule
 from handgrad.errors import DataError, UsageError
+from handgrad.fp8_shape import check_fp8
 from handgrad.llama_shape import check_llama, check_llama_multiples
 from handgrad.lora_shape import check_lora
 from handgrad.model_shape import SOFTCAP as SOFTCAP, VOCABULARY_MULTIPLE as VOCABULARY_MULTIPLE, ModelShape as ModelShape
@@ -38,7 +39,6 @@ GPT2_VOCABULARY = 50257
 KINDS: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text without NUL"}
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
-WIDEST_HEAD_OF_FP8 = 128  # attention that rounds to fp8 in the same pass spills at wider ones
 PRECISIONS = ("fp32", "bf16", "fp16", "tf32", "fp8")
 AUTO = "auto"  # the precision that suits the device: `devices.auto_precision`; the packing that suits the data
 FP8_GRADIENTS = ("e4m3", "e5m2", "mixed")
@@ -138,7 +138,7 @@ class RunConfig:
     fp8_keep_bf16: str = option(
         TUNED, "GEMMs that stay in bf16: qkv, proj, mlp, of one layer like 3.mlp; tuned: those that `handgrad tune` found"
     )
-    fp8_head: str = option("", "GEMMs of the loss head in fp8: forward, dgrad; with commas")
+    fp8_head: str = option("", "GEMMs of the loss head in fp8: forward, dgrad, wgrad; with commas")
     fp8_gradients: str = option(
         "e4m3", "format of gradients: digits, range, or each where it counts", choices=FP8_GRADIENTS
     )
@@ -238,9 +238,9 @@ def check(config: RunConfig) -> RunConfig:
         raise UsageError("optimizer muon needs float32 master weights, found master_weights false")
     if config.optimizer != "muon" and config.matrix_learning_rate:
         raise UsageError(f"matrix_learning_rate is muon's, found optimizer {config.optimizer}; try --optimizer muon")
+    check_architecture(config)
     if config.precision == "fp8":
         check_fp8(config)
-    check_architecture(config)
     if config.lora:
         needs = (("optimizer", "adamw"), ("dropout", 0.0), ("freeze", ""))
         refused = [(name, getattr(config, name), needed) for name, needed in needs]
@@ -300,22 +300,6 @@ def check_packing(config: RunConfig) -> None:
     if config.packing == WHOLE and config.eval_stride:
         remedy = f"set it to 0, or --packing {STREAM}"
         raise UsageError(f"packing {WHOLE} has no eval_stride, found eval_stride {config.eval_stride}; {remedy}")
-
-
-def check_fp8(config: RunConfig) -> None:
-    """Raises `UsageError` for a shape that fp8 GEMMs cannot take: they read 16 numbers at a time along every side."""
-    if config.dropout:
-        raise UsageError(f"precision fp8 has no dropout, found dropout {config.dropout:g}; bf16 has: --precision bf16")
-    if config.lora:
-        raise UsageError("lora has no fp8 GEMMs yet, found precision fp8; --precision bf16 trains adapters")
-    if (width := config.channels // config.num_heads) > WIDEST_HEAD_OF_FP8:
-        raise UsageError(
-            f"precision fp8 takes heads of up to {WIDEST_HEAD_OF_FP8} channels, found {width};"
-            f" --precision bf16 takes them, --num-heads {-(-config.channels // WIDEST_HEAD_OF_FP8)} fits"
-        )
-    for name in ("channels", "sequence_length"):
-        if getattr(config, name) % 16:
-            raise UsageError(f"{name} must be a multiple of 16 for precision fp8, found {getattr(config, name)}")
 
 
 def convert(name: str, value: Any) -> Any:

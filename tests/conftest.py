@@ -25,8 +25,9 @@ from benchmarks.record import write_record
 from handgrad.arena import ALWAYS, Plan, make_plan
 from handgrad.config import ModelShape, RunConfig
 from handgrad.data.prepare import PrepareOptions, prepare
-from handgrad.dropout.bind import WithDropout
+from handgrad.dropout.bind import WithDropout, sizing
 from handgrad.fp8 import reference as fp8_reference
+from handgrad.fp8.dropout import WithFp8Dropout, with_workspace
 from handgrad.fp8.formats import (
     COUNTING,
     GRADIENT_FORMATS,
@@ -182,11 +183,13 @@ def make_model(
     gradients: GradientFormats = GRADIENT_FORMATS["e5m2"],
     dropout: float = 0.0,
     private: bool = False,
+    backends: tuple[Any, Any] = (reference, fp8_reference),
 ) -> Model:
     """Initial weights plus noise (so that no bias or layer norm is trivial), zero gradients, NaN-filled activations.
 
     `fp8`: the GEMMs that go to fp8, every tensor at its own current scale (the logits' gradient at a scale for a
     loss that is multiplied by at most 1). `dropout`: of the samples 0, 1, ... `private`: nothing shares the plan's memory.
+    `backends`: operations without and with fp8.
     """
     table = parameter_table(shape)
     elements = flat_elements(table)
@@ -199,18 +202,23 @@ def make_model(
         stored.add_(torch.randn(stored.shape, generator=generator), alpha=noise)
     flat = flat.to(dtype)
     flat_gradients = torch.zeros(elements, dtype=exact)
-    ops = reference if fp8 is None else fp8_reference
+    ops = backends[fp8 is not None]
     module, chunk = architecture(shape), min(chunk, batch * length)
-    rows = tuple(module.activations(shape, batch, length, dtype, reference, chunk=chunk, training=True))
+    sizes = sizing(ops) if dropout else ops
+    rows = tuple(module.activations(shape, batch, length, dtype, sizes, chunk=chunk, training=True))
     quantized: tuple[QuantizedRow, ...] = ()
     if fp8 is None:
         buffers = [row.buffer(recompute) for row in rows if not row.of]
     else:
+        rows = with_workspace(rows) if dropout else rows
         quantized = quantized_table(table, rows, fp8, gpt2.FP8_PARTS, gradients)
+        heads = {"num_heads": shape.num_heads, "head_width": shape.head_width, "channels": shape.channels}
+        sides = {"widest": shape.feed_forward, "padded_vocab_size": shape.padded_vocab_size}
+        parts = ops.statistics_parts(batch=batch, length=length, **heads, **sides)
         buffers = [
             *activation_buffers(rows, fp8, gradients, recompute),
             *weight_buffers(quantized, table, fp8),
-            *scaling_buffers(len(quantized), statistics_parts=1),
+            *scaling_buffers(len(quantized), statistics_parts=parts),
         ]
     plan = make_plan(buffers)
     placed = make_plan(dataclasses.replace(b, lifetimes=ALWAYS) for b in buffers) if private else plan
@@ -231,11 +239,11 @@ def make_model(
     gradients = named_weights(shape, flat_gradients, table)
     model = Model(shape, table, flat, flat_gradients, weights, gradients, act, d, plan, views, ops)
     if dropout:
-        tensors = weights, gradients, act, d
-        model.ops = WithDropout(reference, *tensors, samples=torch.arange(batch), probability=dropout, seed=1337)
+        tensors, dropping = (weights, gradients, act, d), WithDropout if fp8 is None else WithFp8Dropout
+        model.ops = dropping(ops, *tensors, samples=torch.arange(batch), probability=dropout, seed=1337)
     for form in quantized_weights(model).values():
         assert form.plain is not None
-        fp8_reference.quantize(form, form.plain)
+        ops.quantize(form, form.plain)
     return model
 
 

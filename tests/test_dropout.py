@@ -304,7 +304,6 @@ def test_nothing_is_left_out_unless_asked_for(config: RunConfig) -> None:
         ({"dropout": 1.0}, "dropout must be 0 to 0.99, found 1"),
         ({"dropout": -0.1}, "dropout must be 0 to 0.99, found -0.1"),
         ({"dropout": math.nan}, "dropout must be 0 to 0.99, found nan"),
-        ({"dropout": 0.1, "precision": "fp8"}, "precision fp8 has no dropout, found dropout 0.1; bf16 has"),
     ],
 )
 def test_what_cannot_run_is_refused(config: RunConfig, settings: dict, told: str) -> None:

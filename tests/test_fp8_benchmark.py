@@ -121,7 +121,7 @@ def test_all_of_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypat
     assert norm["microseconds"] == 2 and norm["share_of_copy"] == pytest.approx(norm["size_bytes"] / 2e-6 / 4e12, rel=1e-3)
 
     products = {(row["product"], row.get("direction"), row.get("gradients")): row for row in record["products"]}
-    assert len(products) == len(record["products"]) == 4 * (1 + 2 + 2) + (1 + 2) + 2
+    assert len(products) == len(record["products"]) == 5 * (1 + 2 + 2) + 2
     assert products["fcproj", "wgrad", "e5m2"]["m_n_k"] == [32, 128, 64]
     assert products["head", "forward", ""]["m_n_k"] == [64, 384, 32]
     for (_, direction, gradients), row in products.items():

@@ -92,11 +92,14 @@ class RoundedProducts:
     def linear_backward(
         self, dinp: Tensor, dweight: Tensor, dbias: Tensor | None, dout: Tensor, inp: Tensor, weight: Tensor, **rest: Tensor
     ) -> None:
-        if weight.data_ptr() not in self.part_of:  # the head: its weight gradient is never in fp8
-            ops.linear_backward(dinp, dweight, None, dout, inp, weight)
+        if weight.data_ptr() not in self.part_of:  # the head
+            left = self.rounded(dout, E5M2, torch.tensor([2.0**15]))
+            ops.linear_backward(dinp, None if "wgrad" in self.gemms.head else dweight, None, dout, inp, weight)
             if "dgrad" in self.gemms.head:
-                left = self.rounded(dout, E5M2, torch.tensor([2.0**15]))
                 dinp.copy_(torch.mm(left, self.rounded(weight, E4M3)))
+            if "wgrad" in self.gemms.head:
+                scale = largest_scales(self.lnf.abs().max().view(1), E4M3, 0)
+                dweight.add_(torch.mm(left.t(), self.rounded(inp, E4M3, scale)))
         elif self.wants(weight, "dgrad"):
             usual, wide = self.gradients
             scale = largest_scales(dout.abs().max().view(1), usual, 0)
@@ -135,6 +138,8 @@ SETTINGS = {
     "head dgrad": (gemms_of("", "dgrad"), "e5m2"),
     "head alone": (gemms_of("qkv,proj,mlp", BOTH_OF_THE_HEAD), "e5m2"),
     "all and head": (gemms_of("", BOTH_OF_THE_HEAD), "e4m3"),
+    "head with its weight gradient": (gemms_of("", "forward,dgrad,wgrad"), "e4m3"),
+    "head backward alone": (gemms_of("qkv,proj,mlp", "dgrad,wgrad"), "e5m2"),
 }
 
 
@@ -164,7 +169,7 @@ def bound(gemms: Fp8Gemms, gradients: str) -> float:
     in_blocks = sum({"qkv": 1, "proj": 1, "mlp": 2}[part] for _, part in gemms.blocks)
     squares = in_blocks * (2 * activation + (gradient + activation)) + bool(in_blocks) * (gradient + activation)
     squares += ("forward" in gemms.head) * 2 * activation
-    squares += ("dgrad" in gemms.head) * (ROUNDOFF[E5M2] ** 2 + activation)
+    squares += sum(name in gemms.head for name in ("dgrad", "wgrad")) * (ROUNDOFF[E5M2] ** 2 + activation)
     return math.sqrt(squares)
 
 

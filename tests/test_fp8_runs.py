@@ -257,10 +257,14 @@ def test_from_data_to_text(shards: Path, tmp_path: Path, capsys: pytest.CaptureF
         (["--fp8-keep-bf16", "qkv,2.mlp"], "(layers 0 to 1), found '2.mlp'"),
         (["--fp8-keep-bf16=-1.mlp"], "found '-1.mlp'"),
         (["--fp8-keep-bf16", "\N{SUPERSCRIPT ONE}.mlp"], "fp8_keep_bf16 takes"),
-        (["--fp8-head", "wgrad"], "fp8_head takes forward, dgrad, found 'wgrad'"),
         (["--channels", "320"], "precision fp8 takes heads of up to 128 channels, found 160; --precision bf16"),
+        (["--fp8-head", "wgrad"], "fp8_head wgrad needs dgrad, found 'wgrad'"),
+        (["--fp8-head", "backward"], "fp8_head takes forward, dgrad, wgrad, found 'backward'"),
         (["--channels", "40"], "channels must be a multiple of 16 for precision fp8, found 40"),
-        (["--sequence-length", "8"], "sequence_length must be a multiple of 16 for precision fp8, found 8"),
+        (
+            ["--sequence-length", "8", "--micro-batch", "1"],
+            "must be a multiple of 16 for precision fp8, found 1 * 8 = 8; try --micro-batch 2",
+        ),
         (["--fp8-window", "0"], "fp8_window must be at least 1"),
         (["--fp8-count-every", "0"], "fp8_count_every must be at least 1"),
         (["--fp8-saturation-steps", "0"], "fp8_saturation_steps must be at least 1"),
@@ -279,6 +283,5 @@ def test_usage_errors(
     assert not out.exists(), "a refused command writes nothing"
 
 
-@pytest.mark.parametrize("command", ["evaluate", "sample"])
-def test_there_is_no_fp8_outside_training(whole: RunConfig, command: str, capsys: pytest.CaptureFixture) -> None:
-    assert "--precision" in refused(capsys, 64, command, whole.out, "--precision", "fp8")
+def test_no_text_is_written_in_fp8(whole: RunConfig, capsys: pytest.CaptureFixture) -> None:
+    assert "--precision" in refused(capsys, 64, "sample", whole.out, "--precision", "fp8")

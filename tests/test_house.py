@@ -42,7 +42,7 @@ LAW = {
     "optimizers": {"models", "ops"},
     "training": BOOK,
     "parallel": BOOK,
-    "fp8": {*BOOK, "parallel"},
+    "fp8": {*BOOK, "dropout", "parallel"},
     "dropout": BOOK,
     "lora": BOOK,
     "audit": {*BOOK, "parallel", "jsonl"},

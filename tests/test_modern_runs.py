@@ -94,7 +94,7 @@ def test_its_checkpoint_is_a_model_like_any(modern: RunConfig, tmp_path: Path) -
             {"architecture": "modern", "precision": "fp8", "channels": 40, "num_heads": 2},
             "channels must be a multiple of 16",
         ),
-        ({"architecture": "modern", "precision": "fp8", "dropout": 0.1}, "precision fp8 has no dropout"),
+        ({"architecture": "modern", "precision": "fp8", "dropout": 0.1}, "modern has no dropout"),
         ({"architecture": "modern", "dropout": 0.1}, "modern has no dropout, found dropout 0.1"),
         ({"architecture": "modem"}, "architecture must be .*modern"),
     ],

@@ -171,7 +171,7 @@ def plan(parser: Parser) -> None:
 
 
 def evaluate(parser: Parser) -> None:
-    add_model_arguments(parser)
+    add_model_arguments(parser, with_fp8=True)
     parser.add_argument("--data", default="", metavar="DIR", help="prepared shards (default without --tasks: the run's)")
     parser.number("--eval-tokens", "tokens (default: the whole split)", rule=NOT_NEGATIVE, default=0)
     stride = "tokens between windows, each of which scores its last ones; 0: windows side by side (default: the run's)"

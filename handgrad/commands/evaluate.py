@@ -7,9 +7,9 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from handgrad import devices
 from handgrad.arena import Buffer, Plan, make_plan
@@ -29,6 +29,7 @@ from handgrad.models.rows import KIND
 from handgrad.parallel.launchers import find_rank_info
 from handgrad.parallel.ranks import Ranks
 from handgrad.parallel.rendezvous import Timeouts, joined
+from handgrad.run.fp8_forward import CheckpointForward
 from handgrad.run.packing import evaluated_packing
 from handgrad.run.start import opened_in_turn
 
@@ -62,12 +63,19 @@ def evaluate(parsed: Namespace, device: torch.device, ranks: Ranks) -> list[str]
     shape = replace(source.shape, sequence_length=context)  # of the memory; the weights are the model's own
     plans: dict[str, Plan] = {}  # by the evaluation that uses the memory
     buffers: list[Buffer] = []
-    work = None
+    work, in_fp8 = None, None
+    if tasks and parsed.precision == "fp8":
+        raise UsageError("tasks are scored in 16 bits, found --precision fp8; use bf16, or leave out --tasks")
     if dataset is not None:
         chunk = source.config.head_chunk_tokens
         packed = packing_of(parsed, source, dataset) != STREAM
-        rows = forward_buffers(shape, parsed.micro_batch, context, dtype, ops, chunk=chunk, packed=packed)
-        plans["loss"] = make_plan(rows)
+        if parsed.precision == "fp8":
+            in_fp8 = CheckpointForward(source, shape, parsed.micro_batch, device, parsed.backend, packed=packed)
+            plans["loss"] = make_plan(in_fp8.activations)
+            buffers += in_fp8.forward.beside
+        else:
+            rows = forward_buffers(shape, parsed.micro_batch, context, dtype, ops, chunk=chunk, packed=packed)
+            plans["loss"] = make_plan(rows)
     if tasks:
         positions = parsed.micro_batch * context
         work = Workload(requests, shape, dtype, ops, device, positions_per_batch=positions, ranks=ranks)
@@ -76,7 +84,9 @@ def evaluate(parsed: Namespace, device: torch.device, ranks: Ranks) -> list[str]
     memory_bytes = max(plan.size_bytes[KIND] for plan in plans.values())
     buffers.append(Buffer(MEMORY, (memory_bytes,), torch.uint8, KIND))
     model = load_model(source, device, dtype, ops, buffers)
-    views = {name: plan.lay_over({KIND: model.views[MEMORY]}) for name, plan in plans.items()}
+    views: dict[str, dict[str, Any]] = {n: plan.lay_over({KIND: model.views[MEMORY]}) for n, plan in plans.items()}
+    if in_fp8 is not None:
+        model, views["loss"] = in_fp8.quantized(model, views["loss"])
 
     step = "" if source.checkpoint is None else f" (step {source.checkpoint.step})"
     lines = [f"checkpoint        {parsed.checkpoint}{step}"]
@@ -113,7 +123,7 @@ def packing_of(parsed: Namespace, source: Weights, dataset: Dataset) -> str:
 
 
 def loss_lines(
-    parsed: Namespace, source: Weights, model: LoadedModel, dataset: Dataset, views: dict[str, Tensor], ranks: Ranks
+    parsed: Namespace, source: Weights, model: LoadedModel, dataset: Dataset, views: dict[str, Any], ranks: Ranks
 ) -> list[str]:
     """The validation loss in nats, as perplexity and in bits per byte."""
     stride = source.config.eval_stride if parsed.eval_stride is None else parsed.eval_stride

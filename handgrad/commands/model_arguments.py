@@ -8,9 +8,11 @@ from handgrad.config import AUTO, BACKENDS, DEVICES, PRECISIONS
 from handgrad.rules import AT_LEAST_1, between
 
 CHAT_CONTEXT = 4096
+FP8_NOTE = "; fp8: as a run in fp8 validates"
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+def add_model_arguments(parser: argparse.ArgumentParser, *, with_fp8: bool = False) -> None:
+    """The model and its computation; `with_fp8`: fp8 is a precision of it, for a run's checkpoint."""
     parser.add_argument(
         "checkpoint",
         metavar="MODEL",
@@ -18,9 +20,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_strict(parser)
     parser.add_argument("--device", default="auto", choices=DEVICES, help="(default: auto)")
-    without_fp8 = [AUTO, *(precision for precision in PRECISIONS if precision != "fp8")]
+    precisions = [AUTO, *(precision for precision in PRECISIONS if with_fp8 or precision != "fp8")]
     chosen = "of weights and GEMMs (default: auto: bf16 on a GPU that has it, else fp16; fp32 on a CPU)"
-    parser.add_argument("--precision", default=AUTO, choices=without_fp8, help=chosen)
+    parser.add_argument("--precision", default=AUTO, choices=precisions, help=chosen + FP8_NOTE * with_fp8)
     parser.add_argument("--backend", default="auto", choices=BACKENDS, help="(default: auto: kernels on a CUDA GPU)")
 
 

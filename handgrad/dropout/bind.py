@@ -16,6 +16,7 @@ from handgrad.arena import Buffer
 from handgrad.dropout.masks import Dropout
 from handgrad.models.rows import KIND
 
+CUDA = "handgrad.ops.cuda", "handgrad.fp8.cuda"  # the backends of NVIDIA GPUs
 SAMPLES = "dropout_samples"  # the buffer of the numbers of a micro-batch's samples
 
 
@@ -25,8 +26,8 @@ def dropout_buffers(batch: int) -> list[Buffer]:
 
 
 def dropout_operations(ops: ModuleType) -> ModuleType:
-    """`handgrad.dropout.reference` or `handgrad.dropout.cuda`, beside the plain operations `ops`."""
-    backend = "cuda" if ops.__name__.startswith("handgrad.ops.cuda") else "reference"
+    """`handgrad.dropout.reference` or `handgrad.dropout.cuda`, beside the operations `ops` of a backend."""
+    backend = "cuda" if ops.__name__.startswith(CUDA) else "reference"
     return import_module(f"handgrad.dropout.{backend}")
 
 
@@ -116,24 +117,27 @@ class WithDropout(ModuleType):
     # In the backward the output gradient of such a product is not the stream's, but `dbranch`, from which its bias gradient
     # is made here: the layer norm above, which sums the stream's gradient for the plain product, does not.
 
-    def layernorm_backward(self, *tensors: Tensor | None, scratch: Tensor) -> None:
-        self.ops.layernorm_backward(*tensors[:-1], None, scratch=scratch)
+    def layernorm_backward(self, dresidual_inout: Tensor, *tensors: Tensor | None, scratch: Tensor) -> None:
+        self.ops.layernorm_backward(dresidual_inout, *tensors[:-1], None, scratch=scratch)
 
-    def drop_branch(self, dweight_acc: Tensor, dout: Tensor) -> Tensor:
-        """Fills `dbranch` from the stream's gradient; returns the product's bias gradient."""
+    def drop_branch(self, dweight_acc: Tensor, dout: Tensor) -> Any:
+        """Fills `dbranch` from the stream's gradient; returns it as the product reads it."""
         self.dropout_ops.dropout_backward(self.dbranch, dout, self.sites[dweight_acc])
-        return self.dbias_acc[dweight_acc]
+        return self.dbranch
 
     def gelu_linear_backward(
         self, dhidden: Tensor, dweight_acc: Tensor, dout: Tensor, *rest: Tensor, scratch: Tensor
     ) -> None:
-        dbias_acc = self.drop_branch(dweight_acc, dout)
-        self.ops.gelu_linear_backward(dhidden, dweight_acc, self.dbranch, *rest, scratch=scratch)
-        self.ops.bias_backward(dbias_acc, self.dbranch, scratch=scratch)
+        dbranch = self.drop_branch(dweight_acc, dout)
+        self.ops.gelu_linear_backward(dhidden, dweight_acc, dbranch, *rest, scratch=scratch)
+        self.ops.bias_backward(self.dbias_acc[dweight_acc], self.dbranch, scratch=scratch)
 
     def linear_backward(
         self, dinp: Tensor, dweight_acc: Tensor, dbias_acc: Tensor | None, dout: Tensor, *rest: Tensor, scratch: Tensor
     ) -> None:
-        if dweight_acc in self.dbias_acc:  # attention's projection
-            dbias_acc, dout = self.drop_branch(dweight_acc, dout), self.dbranch
-        self.ops.linear_backward(dinp, dweight_acc, dbias_acc, dout, *rest, scratch=scratch)
+        if dweight_acc not in self.dbias_acc:
+            self.ops.linear_backward(dinp, dweight_acc, dbias_acc, dout, *rest, scratch=scratch)
+            return
+        dbranch = self.drop_branch(dweight_acc, dout)  # attention's projection
+        self.ops.linear_backward(dinp, dweight_acc, None, dbranch, *rest, scratch=scratch)
+        self.ops.bias_backward(self.dbias_acc[dweight_acc], self.dbranch, scratch=scratch)

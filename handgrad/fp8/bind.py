@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 from handgrad.fp8.scaling import Scaling
 from handgrad.graphs import Replayed
@@ -23,17 +24,17 @@ def fp8_operations(ops: ModuleType) -> ModuleType:
 
 def with_fp8(
     program: Program,
-    model_ops: ModuleType,
     state: TrainingState,
     scaling: Scaling,
     feed: Feed,
     sync: GradientSync | None,
+    passes: Callable[..., Any],
     *,
     graphs: bool,
 ) -> Program:
     """The program with the first scales before the first step, the statistics of every micro-step, and new scales and fp8
-    weights after the update."""
-    design, calibration = state.design, calibration_stages(model_ops, state, scaling)
+    weights after the update. `passes`: the operations of a pass over (weights, their gradients, activations, theirs)."""
+    design, calibration = state.design, calibration_stages(state, scaling, passes)
 
     def launch_calibration() -> None:
         """The first scales: of the weights, and of one micro-batch whose gradients nobody takes."""
@@ -65,7 +66,7 @@ def with_fp8(
     )
 
 
-def calibration_stages(ops: ModuleType, state: TrainingState, scaling: Scaling) -> list[Stage]:
+def calibration_stages(state: TrainingState, scaling: Scaling, passes: Callable[..., Any]) -> list[Stage]:
     """A forward and backward pass whose tensors make their own scales."""
     design = state.design
     model, layers = design.model, design.shape.num_layers
@@ -75,8 +76,9 @@ def calibration_stages(ops: ModuleType, state: TrainingState, scaling: Scaling) 
         named(kind, found, layers)
         for kind, found in ((model.Weights, weights), (model.Activations, views), (model.Gradients, views))
     )
-    tensors = w, state.weight_gradients, act, d, state.loss_scale[:1]
-    backward = model.backward(ops, *tensors, design.shape, recompute=design.recompute)
+    tensors = w, state.weight_gradients, act, d
+    ops = passes(*tensors)
+    backward = model.backward(ops, *tensors, state.loss_scale[:1], design.shape, recompute=design.recompute)
     return [*model.forward(ops, w, act, design.shape), *backward]
 
 

@@ -68,10 +68,10 @@ class Quantized:
     workspace: Tensor | None = None  # (N, C) in 16 bits: of a gradient, where the one lies that it is made from
 
     def __getitem__(self, rows: slice) -> "Quantized":
-        """Some rows, of a tensor that nobody reads in columns."""
-        assert self.columns is None and self.workspace is None
+        """Some rows; in `columns` they lie as far apart as before."""
+        assert self.workspace is None
         part = {name: None if (form := getattr(self, name)) is None else form[rows] for name in ("rows", "plain")}
-        return replace(self, **part)
+        return replace(self, columns=None if self.columns is None else self.columns[:, rows], **part)
 
     @property
     def shape(self) -> torch.Size:

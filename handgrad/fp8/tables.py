@@ -1,7 +1,7 @@
 """The quantised tensors of an fp8 run: which they are, their buffers, and the forms that GEMMs read.
 
 A model's rows say which tensors may be in fp8 and which part of a block's GEMMs reads them (`models.rows.Fp8`); a part goes
-to fp8 with its forward, input gradient and weight gradient. Of the loss head, forward and input gradient are separate.
+to fp8 with its forward, input gradient and weight gradient. Of the loss head each of the three is chosen by itself.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ from handgrad.models.rows import KIND, ActivationRow, ParameterRow, Table
 Lives = tuple[tuple[int, int], ...]  # lifetimes of a buffer
 
 HEAD = "head"
-HEAD_GEMMS = ("forward", "dgrad")
+HEAD_GEMMS = ("forward", "dgrad", "wgrad")
 ACTIVATION, GRADIENT, WEIGHT = "activation", "gradient", "weight"
 
 
@@ -57,6 +57,8 @@ def fp8_gemms(keep_bf16: str, head: str, layers: int, parts: Sequence[str]) -> F
     unknown = [name for name in chosen if name not in HEAD_GEMMS]
     if unknown:
         raise UsageError(f"fp8_head takes {', '.join(HEAD_GEMMS)}, found {unknown[0]!r}")
+    if "wgrad" in chosen and "dgrad" not in chosen:  # the logits' gradient is written in 16 bits or in fp8, not in both
+        raise UsageError(f"fp8_head wgrad needs dgrad, found {head!r}; try --fp8-head {','.join(['dgrad', *chosen])}")
     every = {(layer, part) for layer in range(layers) for part in parts}
     return Fp8Gemms(frozenset(every - kept), frozenset(chosen))
 
@@ -128,6 +130,8 @@ def activation_buffers(
             yield row.buffer(recompute)
             if (gemms.head and not tag.gradient) or "dgrad" in gemms.head:
                 yield Buffer(f"{row.name}.rows", row.shape, E5M2 if tag.gradient else E4M3, KIND, row.ticks)
+            if "wgrad" in gemms.head:
+                yield Buffer(f"{row.name}.columns", row.shape[::-1], E5M2 if tag.gradient else E4M3, KIND, row.ticks)
         elif tag.gradient:
             lives = dict(enumerate(row.ticks))
             in_fp8 = [lives[layer] for layer in lives if (layer, tag.part) in gemms.blocks]

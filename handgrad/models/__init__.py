@@ -13,7 +13,7 @@ An architecture computes with the operations and tensors that it is given. It kn
 process. Adding one takes a file here and its name in `config.ARCHITECTURES`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -24,7 +24,7 @@ from torch import Tensor
 from handgrad.arena import Buffer
 from handgrad.config import ModelShape
 from handgrad.models.documents import document_buffers
-from handgrad.models.rows import ParameterRow, Table, laid_out, named
+from handgrad.models.rows import ActivationRow, ParameterRow, Table, laid_out, named
 
 HEAD_CHUNK_BYTES = 512 << 20  # the default chunk's logits take at most this much
 
@@ -56,11 +56,17 @@ def forward_buffers(
 ) -> list[Buffer]:
     """The activations of a forward pass over `batch` samples of `length` tokens; `chunk`: as in `head_chunk_tokens`.
     `packed`: a sample holds several documents, which do not see each other."""
-    chunk = head_chunk_tokens(chunk, batch * length, shape.padded_vocab_size, dtype)
-    model = architecture(shape)
-    rows = model.activations(shape, batch, length, dtype, ops, chunk=chunk, training=False)
-    documents = document_buffers(model, batch, length) if packed else []
+    documents = document_buffers(architecture(shape), batch, length) if packed else []
+    rows = forward_rows(shape, batch, length, dtype, ops, chunk=chunk)
     return [*(row.buffer(recompute=0) for row in rows), *documents]
+
+
+def forward_rows(
+    shape: ModelShape, batch: int, length: int, dtype: torch.dtype, ops: ModuleType, *, chunk: int = 0
+) -> Iterator[ActivationRow]:
+    """The rows of a forward pass, for `forward_buffers`."""
+    chunk = head_chunk_tokens(chunk, batch * length, shape.padded_vocab_size, dtype)
+    return architecture(shape).activations(shape, batch, length, dtype, ops, chunk=chunk, training=False)
 
 
 def named_activations(shape: ModelShape, views: Mapping[str, Any]) -> Any:

@@ -9,6 +9,7 @@ from handgrad import devices
 from handgrad.audit.digest import StateDigest, with_digest
 from handgrad.dropout.bind import SAMPLES, WithDropout
 from handgrad.fp8.bind import with_fp8
+from handgrad.fp8.dropout import WithFp8Dropout
 from handgrad.fp8.scaling import Scaling
 from handgrad.layout import gradient_ring, moved
 from handgrad.lora.bind import WithAdapters, bound_adapters, with_adapters
@@ -95,10 +96,15 @@ def bind(
     sync = None if design.sharding.lanes == 1 else GradientSync(state, ranks)
     graphs = design.device.type == "cuda" and ops.CAPTURABLE if graphs is None else graphs
     model_ops: Any = ops if trained_tokens is None else WithUntrained(ops)
-    passes: Any = model_ops
-    if samples is not None:
-        tensors = state.weights, state.weight_gradients, state.activations, state.activation_gradients
-        passes = WithDropout(model_ops, *tensors, samples=samples, probability=design.dropout, seed=design.seed)
+
+    def passes_over(*tensors: Any) -> Any:
+        """The operations of passes over weights, their gradients, activations and theirs."""
+        if samples is None:
+            return model_ops
+        dropping = WithDropout if scaling is None else WithFp8Dropout
+        return dropping(model_ops, *tensors, samples=samples, probability=design.dropout, seed=design.seed)
+
+    passes = passes_over(state.weights, state.weight_gradients, state.activations, state.activation_gradients)
     adapted: Any = None
     if design.lora is not None:
         passes = adapted = WithAdapters(model_ops, bound_adapters(state), state.views)
@@ -111,7 +117,7 @@ def bind(
     if sync is not None:
         program = with_sync(program, sync)
     if scaling is not None:
-        program = with_fp8(program, model_ops, state, scaling, feed, sync, graphs=graphs)
+        program = with_fp8(program, state, scaling, feed, sync, passes_over, graphs=graphs)
     digest = None
     if design.guards.audit_every:
         digest = StateDigest(state, ranks, design.guards.audit_every, graphs=graphs)

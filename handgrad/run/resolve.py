@@ -13,8 +13,10 @@ from handgrad.config import TUNED, ModelShape, RunConfig
 from handgrad.dropout.bind import dropout_buffers, sizing
 from handgrad.fp8 import tables
 from handgrad.fp8.bind import fp8_operations
+from handgrad.fp8.dropout import with_workspace
 from handgrad.fp8.formats import GRADIENT_FORMATS
 from handgrad.fp8.scaling import Fp8Design
+from handgrad.fp8_shape import takes_micro_batch
 from handgrad.layout import Sharding, buckets_of, norm_blocks
 from handgrad.lora.tables import LoraDesign, adapter_buffers, adapters_of, check_rank, frozen_buffer
 from handgrad.lora_shape import parse_lora
@@ -75,6 +77,7 @@ def resolve(
     training_ops, fp8 = plain_ops, None
     if config.precision == "fp8":
         training_ops = fp8_operations(plain_ops) if sizes is None else sizes
+        rows = with_workspace(rows) if config.dropout else rows
         fp8 = resolve_fp8(config, shape, model, parameters, rows, training_ops, left_fp8)
     flat = flat_buffers(
         flat_elements(parameters, lanes),
@@ -174,7 +177,7 @@ def resolve_fp8(
 def largest_micro_batch(config: RunConfig, vocab_size: int, available_bytes: int, ranks: int = 1) -> int:
     """The largest micro-batch (samples) that divides a lane's steps and whose plan fits; 0 if not even one sample does."""
     samples = config.batch.common // config.sequence_length // max(1, config.lanes)
-    for micro_batch in (n for n in range(samples, 0, -1) if samples % n == 0):
+    for micro_batch in (n for n in range(samples, 0, -1) if samples % n == 0 and takes_micro_batch(config, n)):
         design = resolve(replace(config, micro_batch=micro_batch), vocab_size, ranks=ranks)
         if design.plan.total_bytes <= available_bytes:
             return micro_batch

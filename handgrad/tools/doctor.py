@@ -100,6 +100,7 @@ def examine_gpu(device: torch.device) -> Iterator[tuple[bool, str]]:
         yield False, str(error)
         return
     yield True, f"GEMMs by {used['products']}; attention by {used['attention']}"
+    yield True, kernels.tuning()
     dtype = devices.use_precision(device, half_precision(device))
     yield from check_kernels(kernels, device, dtype)
     yield from check_dropout_kernels(dropout_operations(kernels), device, dtype)

@@ -9,6 +9,7 @@ from handgrad import gpus
 from handgrad.config import AUTO, RunConfig
 from handgrad.errors import UsageError
 from handgrad.format import human_bytes
+from handgrad.fp8_shape import FP8_MULTIPLE, takes_micro_batch
 from handgrad.gpus import GPUS, Gpu
 from handgrad.names import check_choice
 from handgrad.run.checks import check_shared_gradients
@@ -103,7 +104,12 @@ def settled(config: RunConfig, gpu: Gpu, ranks: int) -> RunConfig:
     config = replace(config, precision=precision, lanes=settled_lanes(config, ranks))
     if not list(micro_batches(config)):
         counts = (stage.tokens_per_step // config.sequence_length for stage in config.batch.stages)
-        samples = next(count for count in counts if not count or count % config.lanes)
+        samples = next((count for count in counts if not count or count % config.lanes), None)
+        if samples is None:
+            raise UsageError(
+                f"precision fp8 needs micro-batches whose tokens are a multiple of {FP8_MULTIPLE}, found none that divides"
+                f" a lane's step: samples have {config.sequence_length} tokens; use fewer GPUs or --precision bf16"
+            )
         raise UsageError(
             f"a step of {samples * config.sequence_length} tokens has {samples} samples, which {config.lanes} lanes"
             f" cannot share equally; use fewer GPUs or --tokens-per-step {config.lanes * config.sequence_length}"
@@ -112,9 +118,9 @@ def settled(config: RunConfig, gpu: Gpu, ranks: int) -> RunConfig:
 
 
 def micro_batches(config: RunConfig) -> Iterator[int]:
-    """The micro-batches that divide a lane's steps, smallest first."""
+    """The micro-batches that divide a lane's steps and that the precision takes, smallest first."""
     samples, rest = divmod(config.batch.common // config.sequence_length, config.lanes)
-    return (n for n in range(1, samples + 1) if not rest and samples % n == 0)
+    return (n for n in range(1, samples + 1) if not rest and samples % n == 0 and takes_micro_batch(config, n))
 
 
 def largest_micro_batch(

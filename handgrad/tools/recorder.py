@@ -117,7 +117,7 @@ OPERATIONS = {
     "muon_momentum": Counted("Muon, momentum"),
     "muon_polar": Counted("Muon, polar factors", polar_flops),
     "muon_update": Counted("Muon, weights"),
-    "quantize": Counted("quantising weights"),
+    "quantize": Counted("quantising in a pass of its own"),
     "fold_statistics": Counted("fp8 scales"),
     "update_scaling": Counted("fp8 scales"),
 }

@@ -7,6 +7,8 @@ own share; all other kernels at the rate of the memory; then the optimizer. docs
 from dataclasses import dataclass
 
 from handgrad.config import RunConfig
+from handgrad.fp8.dropout import more_passes
+from handgrad.fp8.tables import HEAD_GEMMS
 from handgrad.gpus import Gpu
 from handgrad.models.rows import count_parameters
 from handgrad.training.design import Design
@@ -61,7 +63,10 @@ def step_time(gpu: Gpu, config: RunConfig, design: Design, ranks: int = 1) -> St
     attention *= tokens * (1 + (QUANTISING - 1) * in_fp8)
     level = config.recompute
     per_channel = (1 - in_fp8) * size * (ELEMENTS + AGAIN_ELEMENTS[level])
-    per_channel += in_fp8 * (FP8_BYTES + FP8_AGAIN_BYTES[level]) + DROPOUT_PASSES * size * (config.dropout > 0)
+    per_channel += in_fp8 * (FP8_BYTES + FP8_AGAIN_BYTES[level])
+    if config.dropout:
+        more = more_passes(design.fp8.gemms.blocks) / layers if design.fp8 else 0.0
+        per_channel += (DROPOUT_PASSES + more) * size
     # Beside the blocks: embedding, last layer norm, loss.
     ends = (10 * size + 8) * channels + 2 * size * shape.padded_vocab_size
     # Per micro-batch: weights read forward and backward, gradients read and written in float32.
@@ -106,7 +111,7 @@ def product_seconds_per_token(gpu: Gpu, design: Design, precision: str, rate: fl
         for kind, layers in (("fp8", fp8_layers), (plain, shape.num_layers - fp8_layers)):
             total += layers * (passes + again) * seconds(inputs, outputs, kind) if layers else 0.0
     head = gemms.head if gemms else frozenset()
-    kinds = ["fp8" if name in head else plain for name in ("forward", "dgrad")] + [plain] * (passes - 2)
+    kinds = ["fp8" if name in head else plain for name in HEAD_GEMMS[:passes]]
     return total + sum(seconds(C, shape.padded_vocab_size, kind) for kind in kinds)
 
 

@@ -42,8 +42,8 @@ def operands(product: Product) -> dict[str, Any]:
     one = torch.ones(1, device="cuda")
     return {
         "d": d,
-        "a": random(*((m, k) if product.transpose_a else (k, m)), product.a_dtype, small),
-        "b": random(*((k, n) if product.transpose_b else (n, k)), product.b_dtype),
+        "a": random(*((m, product.a_stride or k) if product.transpose_a else (k, m)), product.a_dtype, small),
+        "b": random(*((k, n) if product.transpose_b else (n, product.b_stride or k)), product.b_dtype),
         "c": random(n, m, product.out_dtype) if product.adds and product.out_dtype != torch.float32 else d,
         "bias": None if product.epilogue in (PLAIN, DGELU) else random(1, m, narrow),
         "aux": random(n, m, narrow) if product.epilogue in (GELU_AUX_BIAS, DGELU) else None,

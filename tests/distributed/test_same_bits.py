@@ -12,13 +12,14 @@ from tests.test_runs import records, tensors
 NEW = "residual_scalars,input_scalars,value_embeddings"
 
 LONG = {"steps": 30, "eval_every": 10, "eval_stride": 12, "save_every": 10, "sample_tokens": 3}
-FP8 = {"precision": "fp8", "fp8_window": 3, "fp8_count_every": 2, "fp8_head": "forward,dgrad", "recompute": 1}
+FP8 = {"precision": "fp8", "fp8_window": 3, "fp8_count_every": 2, "fp8_head": "forward,dgrad,wgrad", "recompute": 1}
 KINDS: dict[str, dict[str, object]] = {
     "fp32": LONG,
     "bf16": {"precision": "bf16"},
     "fp8": {**FP8, "steps": 6, "eval_every": 3},
     "rounded": {"reduce_precision": "bf16"},  # on their way between lanes
     "dropout": {"dropout": 0.3, "steps": 6, "eval_every": 3},
+    "fp8-dropout": {**FP8, "dropout": 0.3, "steps": 6, "eval_every": 3},
     "bf16-alone": {"precision": "bf16", "master_weights": "false"},
     "growing": {"tokens_per_step": 256, "batch_schedule": "2:512,5:1536"},  # 1, 2 and 6 micro-steps a lane
     "rounded-bf16": {"precision": "bf16", "reduce_precision": "bf16", "recompute": 2, "skip_loss_z": 4.0},
@@ -52,7 +53,8 @@ def alone(launcher: Launcher, shards: Path, tmp_path_factory: pytest.TempPathFac
         *(("fp8", 2, 1), ("fp8", 4, 1), ("fp8", 2, 0)),
         *(("rounded", 2, 1), ("rounded", 4, 1), ("rounded", 2, 0)),
         *(("bf16-alone", 2, 1), ("bf16-alone", 4, 0)),
-        *(("rounded-bf16", 2, 1), ("dropout", 2, 1), ("growing", 2, 1), ("growing", 4, 1), ("growing", 4, 0)),
+        *(("rounded-bf16", 2, 1), ("dropout", 2, 1), ("fp8-dropout", 2, 1)),
+        *(("growing", 2, 1), ("growing", 4, 1), ("growing", 4, 0)),
     ],
 )
 def test_ranks_do_not_matter(kind: str, ranks: int, zero: int, launcher: Launcher, shards: Path, tmp_path: Path, alone):

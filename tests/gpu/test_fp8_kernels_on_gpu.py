@@ -57,6 +57,12 @@ def test_transpose(N: int, C: int, kind: torch.dtype) -> None:
 
 
 @formats
+@pytest.mark.parametrize(("N", "C", "tail"), [(208, 80, 16), (65, 130, 64), (4096, 50304, 1008)])
+def test_transpose_of_a_tail(N: int, C: int, tail: int, kind: torch.dtype) -> None:
+    checks.transpose_tail(Draw(torch.bfloat16, "cuda"), N, C, tail, kind)
+
+
+@formats
 def test_rescale(kind: torch.dtype) -> None:
     checks.rescale("cuda", kind)
 

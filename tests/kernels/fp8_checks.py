@@ -114,6 +114,15 @@ def transpose(draw: Draw, N: int, C: int, kind: torch.dtype) -> None:
     assert torch.equal(tensor.columns.view(torch.uint8), rows.view(torch.uint8).t())
 
 
+def transpose_tail(draw: Draw, N: int, C: int, tail: int, kind: torch.dtype) -> None:
+    """The first `tail` rows of a buffer of N, which is transposed as a whole."""
+    tensor = replace(make(N, C, 0, kind, draw.device), rows=draw.integers(256, N, C).to(torch.uint8).view(kind))
+    part = tensor[:tail]
+    assert part.rows is not None and part.columns is not None
+    kernels.transpose_rows(part)
+    assert torch.equal(part.columns.view(torch.uint8), part.rows.view(torch.uint8).t())
+
+
 AMAXES = (0.0, math.inf, 1e-45, 2.0**-127, 2.0**-126, 1.0, 1.75, math.nextafter(1.75, 2), 448.0, 449.0, 3e38, 0.3)
 
 

@@ -23,9 +23,9 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
-from handgrad.config import WIDEST_HEAD_OF_FP8
 from handgrad.dropout import cuda as dropout_kernels, reference as dropout_reference
 from handgrad.dropout.masks import Dropout
+from handgrad.fp8_shape import WIDEST_HEAD_OF_FP8
 from handgrad.ops import reference
 from handgrad.ops.cuda import attention_triton
 from handgrad.ops.cuda.attention_configs import CONFIGS, Config, shipped

@@ -69,6 +69,11 @@ def test_transpose(draw: Draw, N: int, C: int, kind: torch.dtype) -> None:
     checks.transpose(draw, N, C, kind)
 
 
+@pytest.mark.parametrize(("N", "C", "tail"), [(208, 80, 16), (65, 130, 64), (16, 8, 1)])
+def test_transpose_of_a_tail(draw: Draw, N: int, C: int, tail: int) -> None:
+    checks.transpose_tail(draw, N, C, tail, E5M2)
+
+
 @formats
 def test_rescale(kind: torch.dtype) -> None:
     checks.rescale("cpu", kind)

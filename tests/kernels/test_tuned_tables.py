@@ -11,7 +11,7 @@ from handgrad.errors import UsageError
 
 TABLES = sorted((Path(handgrad.__file__).parent / "ops" / "cuda" / "tuned").glob("*.json"))
 KINDS = r"(bfloat16|float16|float32|float8_e4m3fn|float8_e4m3fn-float8_e5m2)-(bfloat16|float16|float32)(-tf32|-fast)?"
-ROW = re.compile(rf"\d+x\d+x\d+ [NT][NT] {KINDS} (plain|bias|gelu|dgelu)( add)?( align\d+)?")
+ROW = re.compile(rf"\d+x\d+x\d+ [NT][NT] {KINDS} (plain|bias|gelu|dgelu)( add)?( align\d+)?( strides \d+ \d+)?")
 
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
@@ -46,6 +46,24 @@ def test_every_product_of_gpt2_is_tuned_for_the_h200(C: int) -> None:
         wanted += [f"{I}x{O}x{N} TN {kinds}-float32 plain add" for O, I in forward]
     wanted.append(f"{Vp}x{chunk}x{C} TN {e4m3} plain")
     assert [name for name in wanted if name not in rows] == []
+
+
+def test_doctor_says_which_table_a_gpu_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("nvmath")
+    cublaslt = pytest.importorskip("handgrad.ops.cuda.cublaslt")
+    monkeypatch.setattr(cublaslt.lt, "get_version", lambda: 130100)
+    monkeypatch.setattr(cublaslt.Path, "home", lambda: tmp_path)
+    monkeypatch.setattr(cublaslt.torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    assert cublaslt.tuning() == "GEMM algorithms from nvidia-h200-cublaslt-130100.json (shipped)"
+    monkeypatch.setattr(cublaslt.torch.cuda, "get_device_name", lambda: "NVIDIA H100")
+    assert cublaslt.tuning() == (
+        "GEMM algorithms from cuBLASLt's heuristic: no table nvidia-h100-cublaslt-130100.json (shipped:"
+        " nvidia-h200-cublaslt-130100.json); the speed lost on this GPU is not measured, `handgrad tune MODEL` measures it"
+        " and writes the table"
+    )
+    cublaslt.user_table().parent.mkdir(parents=True)
+    cublaslt.user_table().write_text("{}")
+    assert cublaslt.tuning() == "GEMM algorithms from nvidia-h100-cublaslt-130100.json (tuned here)"
 
 
 @pytest.mark.parametrize(

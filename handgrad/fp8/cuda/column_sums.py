@@ -20,6 +20,7 @@ def bias_backward(dbias_acc: Tensor, dout: Form, *, scratch: Tensor) -> None:
         cuda.bias_backward(dbias_acc, plain(dout), scratch=scratch)
         return
     O, N = dout.columns.shape
+    assert dout.columns.is_contiguous(), "columns of a chunk"
     tensors = dbias_acc, dout.columns, dout.scaling
     launch(_sum_fp8_rows, (triton.cdiv(O, ROWS),), *tensors, O, N, ROWS, COLUMNS, STAGES, num_warps=WARPS)
 

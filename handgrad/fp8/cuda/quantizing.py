@@ -89,8 +89,10 @@ def count_numbers(tensor: Quantized, inp: Tensor) -> None:
 
 
 def transpose(columns: Tensor, rows: Tensor) -> None:
-    """columns (C, N) = the transpose of rows (N, C), both fp8."""
-    launch(_transpose, tiles(*rows.shape), columns, rows, *rows.shape, ROWS, COLUMNS, num_warps=WARPS)
+    """columns (C, N) = the transpose of rows (N, C), both fp8. Where they are the first N of a buffer's M columns, as in
+    the last chunk of the head, all M are written, from M rows: nobody reads those behind N."""
+    M, C = columns.stride(0), rows.shape[1]
+    launch(_transpose, tiles(M, C), columns, rows, M, C, ROWS, COLUMNS, num_warps=WARPS)
 
 
 def transpose_rows(tensor: Quantized) -> None:

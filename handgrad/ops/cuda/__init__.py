@@ -73,6 +73,11 @@ def versions() -> dict[str, str]:
     return {"triton": triton.__version__, "products": cublaslt.describe(), "attention": attention_cudnn.describe()}
 
 
+def tuning() -> str:
+    """Names the table of tuned algorithms, for `doctor`."""
+    return cublaslt.tuning()
+
+
 def check_sizes(*, length: int, num_heads: int, channels: int, head_width: int = 0) -> None:
     """Raises `UsageError` for a model that the kernels do not take. `head_width`: of heads with a width of their own."""
     width = head_width or channels // num_heads

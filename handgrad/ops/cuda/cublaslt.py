@@ -55,6 +55,8 @@ class Product:
     tf32: bool
     alignment_bytes: int
     fast_sums: bool = False  # of fp8: sums of the tensor cores' own width throughout
+    a_stride: int = 0  # elements from one of its rows in memory to the next, where they lie apart; else 0
+    b_stride: int = 0
 
     def name(self) -> str:
         """The key of a table of algorithms."""
@@ -63,6 +65,7 @@ class Product:
         kind = "-".join(str(k).removeprefix("torch.") for k in (*inputs, self.out_dtype))
         kind += "-tf32" * self.tf32 + "-fast" * self.fast_sums
         aligned = "" if self.alignment_bytes == ALIGNMENT_BYTES else f" align{self.alignment_bytes}"
+        aligned += f" strides {self.a_stride} {self.b_stride}" if self.a_stride or self.b_stride else ""
         return f"{self.m}x{self.n}x{self.k} {op} {kind} {EPILOGUES[self.epilogue]}{' add' * self.adds}{aligned}"
 
 
@@ -83,8 +86,8 @@ class Plan:
         if self.is_fp8:
             self.set(attribute.FAST_ACCUM, int(product.fast_sums), np.int8)
         a_shape, b_shape = (k, m) if product.transpose_a else (m, k), (n, k) if product.transpose_b else (k, n)
-        self.a = lt.matrix_layout_create(DATA_TYPES[product.a_dtype], *a_shape, a_shape[0])
-        self.b = lt.matrix_layout_create(DATA_TYPES[product.b_dtype], *b_shape, b_shape[0])
+        self.a = lt.matrix_layout_create(DATA_TYPES[product.a_dtype], *a_shape, product.a_stride or a_shape[0])
+        self.b = lt.matrix_layout_create(DATA_TYPES[product.b_dtype], *b_shape, product.b_stride or b_shape[0])
         self.d = lt.matrix_layout_create(DATA_TYPES[product.out_dtype], m, n, m)
         self.beta = ONE if product.adds else ZERO
         self.algorithm: np.ndarray = self.choose()
@@ -245,6 +248,8 @@ def multiply(
         tf32=tf32 and a.dtype == torch.float32,
         alignment_bytes=pointers & -pointers,
         fast_sums=fast_sums,
+        a_stride=0 if a.is_contiguous() else a.stride(0),
+        b_stride=0 if b.is_contiguous() else b.stride(0),
     )
     plan(product).launch(d, a, b, c, bias, aux, inverse_scales, scratch)
 
@@ -275,6 +280,19 @@ def describe() -> str:
     digest = hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:12]
     whose = "tuned here" if user_table().exists() else f"tuned for {torch.cuda.get_device_name()}"
     return f"cuBLASLt {lt.get_version()}, {len(rows)} algorithms {whose} ({digest})"
+
+
+def tuning() -> str:
+    """Names the table of algorithms for this GPU and library, or the heuristic, whose cost on this GPU is unknown."""
+    tables = {"tuned here": user_table(), "shipped": shipped_table()}
+    found = [f"{path.name} ({whose})" for whose, path in tables.items() if path.exists()]
+    if found:
+        return f"GEMM algorithms from {' over '.join(found)}"
+    shipped = ", ".join(sorted(path.name for path in shipped_table().parent.glob("*.json")))
+    return (
+        f"GEMM algorithms from cuBLASLt's heuristic: no table {table_name()} (shipped: {shipped}); the speed lost on this"
+        " GPU is not measured, `handgrad tune MODEL` measures it and writes the table"
+    )
 
 
 @functools.cache

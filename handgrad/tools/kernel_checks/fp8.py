@@ -112,6 +112,17 @@ def products(*operations: str) -> Fp8Case:
     return case
 
 
+def fp8_chunk_backward(ops: ModuleType, d: Fp8Draw) -> Compared:
+    """The backward of a product of some rows, whose columns lie as far apart as those of all."""
+    given, chunk = CASES["linear_backward"](d), slice(16, N)
+    given |= {name: d.operand(given[name], form)[chunk] for name, form in (("dout", E5M2), ("inp", E4M3))}
+    given |= {"dinp": given["dinp"][chunk], "dbias_acc": None, "weight": d.operand(given["weight"])}
+    exact = copies({k: numbers(v) if isinstance(v, Quantized) else v for k, v in given.items()}, double=True)
+    launch(reference.linear_backward, exact)
+    launch(ops.linear_backward, given)
+    yield from (product(given[name], exact[name]) for name in ("dinp", "dweight_acc"))
+
+
 def fp8_gelu(ops: ModuleType, d: Fp8Draw) -> Compared:
     """Forward: the product, and the fp8 rows of its GELU."""
     inp, weight = (d.operand(tensor) for tensor in d.product(F, C).values())
@@ -289,6 +300,7 @@ FP8_CASES: dict[str, Fp8Case] = {
     "swiglu_linear_backward in fp8": fp8_swiglu_backward,
     "linear_forward in fp8": products("linear_forward", "linear_residual_forward"),
     "linear_backward in fp8": products("linear_backward"),
+    "linear_backward in fp8, of some rows": fp8_chunk_backward,
     "classifier_forward_backward to fp8": fp8_classifier,
     "fold_statistics": beside_the_reference("fold_statistics", fold_statistics),
     "update_scaling": beside_the_reference("update_scaling", update_scaling),

@@ -1,0 +1,59 @@
+"""The cost in loss of the head's GEMMs in fp8: none of them, forward and input gradient, all three, by several seeds.
+
+    python -m benchmarks.fp8_head OUT.json --data shards/sources --work FOLDER [--seeds 1,2,3] [--set steps=300 ...]
+
+Every run is GPT-2 124M in fp8 for 200 steps of 131,072 tokens; `--set` changes a setting of all. Runs of FOLDER that are
+finished are not made again. Means and standard errors by `benchmarks.tokens_to_loss`, whose first group is the measure.
+"""
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks import tokens_to_loss
+
+HEADS = {"none": "", "forward and dgrad": "forward,dgrad", "all": "forward,dgrad,wgrad"}
+SETTINGS = {
+    "precision": "fp8",
+    "steps": "200",
+    "tokens_per_step": "131072",
+    "micro_batch": "64",
+    "learning_rate": "6e-4",
+    "warmup_steps": "30",
+    "eval_every": "100",
+    "eval_tokens": "2097152",
+    "sample_every": "0",
+    "sample_tokens": "0",
+    "save_every": "0",
+    "log_every": "100",
+}
+
+
+def train(data: str, folder: Path, head: str, seed: int, changes: dict[str, str]) -> None:
+    """Makes one run, or goes on with it."""
+    settings = SETTINGS | {"data": data, "out": str(folder), "fp8_head": head, "seed": str(seed)} | changes
+    words = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", value)]
+    subprocess.run([sys.executable, "-m", "handgrad", "train", "d12", *words], check=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The cost in loss of the head's GEMMs in fp8.")
+    parser.add_argument("out", help="the results file")
+    parser.add_argument("--data", required=True, metavar="DIR", help="shards of real text, made by `handgrad prepare`")
+    parser.add_argument("--work", required=True, metavar="FOLDER", help="folder of the runs")
+    parser.add_argument("--seeds", default="1,2,3", help="seeds of the runs, with commas")
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings that differ from these here")
+    given = parser.parse_args()
+    changes = dict(text.split("=", 1) for text in given.set)
+    groups: dict[str, list[Path]] = {name: [] for name in HEADS}
+    for seed in map(int, given.seeds.split(",")):  # by seed: where time runs out, whole rows of the table are there
+        for name, head in HEADS.items():
+            folder = Path(given.work) / f"{name.replace(' ', '-')}-{seed}"
+            train(given.data, folder, head, seed, changes)
+            groups[name].append(folder)
+    tokens_to_loss.main(given.out, [f"{name}={','.join(map(str, folders))}" for name, folders in groups.items()])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""The shapes and settings that fp8 GEMMs take."""
+
+import math
+from typing import TYPE_CHECKING
+
+from handgrad.errors import UsageError
+from handgrad.model_shape import VOCABULARY_MULTIPLE
+
+if TYPE_CHECKING:
+    from handgrad.config import RunConfig
+
+WIDEST_HEAD_OF_FP8 = 128  # attention that rounds to fp8 in the same pass spills at wider ones
+FP8_MULTIPLE = 16  # of every side of a GEMM in fp8: cuBLASLt reads 16 bytes at a time
+
+
+def check_fp8(config: "RunConfig") -> None:
+    """Raises `UsageError` for settings that fp8 does not go with, and for shapes that its GEMMs cannot take."""
+    if config.lora:
+        raise UsageError("lora has no fp8 GEMMs yet, found precision fp8; --precision bf16 trains adapters")
+    if (width := config.shape(VOCABULARY_MULTIPLE).head_width) > WIDEST_HEAD_OF_FP8:
+        raise UsageError(
+            f"precision fp8 takes heads of up to {WIDEST_HEAD_OF_FP8} channels, found {width};"
+            f" --precision bf16 takes them, --num-heads {-(-config.channels // WIDEST_HEAD_OF_FP8)} fits"
+        )
+    if config.channels % FP8_MULTIPLE:
+        raise UsageError(f"channels must be a multiple of {FP8_MULTIPLE} for precision fp8, found {config.channels}")
+    samples, length = config.micro_batch, config.sequence_length
+    if not takes_micro_batch(config, samples):
+        least = FP8_MULTIPLE // math.gcd(FP8_MULTIPLE, length)
+        raise UsageError(
+            f"micro_batch * sequence_length must be a multiple of {FP8_MULTIPLE} for precision fp8, found {samples} *"
+            f" {length} = {samples * length}; try --micro-batch {-(-samples // least) * least}"
+        )
+    chunk = config.head_chunk_tokens
+    if "wgrad" in config.fp8_head and chunk % FP8_MULTIPLE:
+        raise UsageError(
+            f"head_chunk_tokens must be a multiple of {FP8_MULTIPLE} for fp8_head wgrad, found {chunk};"
+            f" try --head-chunk-tokens {-(-chunk // FP8_MULTIPLE) * FP8_MULTIPLE}"
+        )
+
+
+def takes_micro_batch(config: "RunConfig", samples: int) -> bool:
+    """True if the GEMMs of the run's precision take the tokens of so many samples."""
+    return config.precision != "fp8" or samples * config.sequence_length % FP8_MULTIPLE == 0

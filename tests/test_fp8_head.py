@@ -1,0 +1,96 @@
+"""The head's weight gradient in fp8: what it asks for, its chunks, its runs, and the benchmark of its cost."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import fp8_head
+from handgrad.config import RunConfig, check
+from handgrad.errors import UsageError
+from handgrad.fp8.formats import E4M3, E5M2, Quantized
+from handgrad.fp8.tables import fp8_gemms
+from handgrad.gpus import GPUS
+from handgrad.run.resolve import resolve
+from handgrad.tools.roofline import product_seconds_per_token
+from tests.test_fp8_training import steps_of
+
+ALL = "forward,dgrad,wgrad"
+
+
+@pytest.fixture
+def fp8(config: RunConfig) -> RunConfig:
+    return dataclasses.replace(config, precision="fp8", fp8_head=ALL, fp8_window=2, fp8_count_every=1)
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "modern"])
+@pytest.mark.parametrize("chunk", [0, 48])
+def test_recompute_levels_give_the_same_bits(fp8: RunConfig, architecture: str, chunk: int) -> None:
+    """In one chunk, and in chunks of which the last is shorter."""
+    config = check(dataclasses.replace(fp8, head_chunk_tokens=chunk, architecture=architecture))
+    first, results, found = steps_of(config, 3)
+    logits, lnf = first.state.activations.logits, first.state.activations.lnf
+    assert isinstance(logits, Quantized) and isinstance(lnf, Quantized)
+    assert logits.columns is not None and logits.columns.dtype == E5M2 and logits.columns.shape == (384, chunk or 128)
+    assert lnf.columns is not None and lnf.columns.dtype == E4M3
+    for recompute in (1, 2):
+        again, others, other_found = steps_of(dataclasses.replace(config, recompute=recompute), 3)
+        assert torch.equal(again.state.master, first.state.master)
+        assert (others, other_found) == (results, found)
+
+
+def test_the_weight_gradient_alone_differs(fp8: RunConfig) -> None:
+    """The first step's loss is that of a head with two GEMMs in fp8; its update is not."""
+    (one, results, _), (other, others, _) = (
+        steps_of(dataclasses.replace(fp8, fp8_head=head), 1) for head in (ALL, "forward,dgrad")
+    )
+    assert results[0].loss == others[0].loss and results[0].norm != others[0].norm
+    assert not torch.equal(one.state.master, other.state.master)
+
+
+def test_other_runs_have_no_memory_for_it(fp8: RunConfig) -> None:
+    two, three = (
+        {buffer.name for buffer in resolve(dataclasses.replace(fp8, fp8_head=head), 257).plan.buffers}
+        for head in ("forward,dgrad", ALL)
+    )
+    assert three - two == {"logits.columns", "lnf.columns"} and two <= three
+
+
+def test_the_roofline_knows_it(fp8: RunConfig) -> None:
+    def seconds(head: str) -> float:
+        design = resolve(dataclasses.replace(fp8, fp8_head=head), 257)
+        return product_seconds_per_token(GPUS["h200"], design, "fp8", 4e12)
+
+    two, three, none = seconds("forward,dgrad"), seconds(ALL), seconds("")
+    assert none - two == pytest.approx(2 * (two - three)) and two > three
+
+
+@pytest.mark.parametrize("head", ["wgrad", "forward,wgrad"])
+def test_it_needs_the_input_gradient(head: str) -> None:
+    with pytest.raises(UsageError, match=f"wgrad needs dgrad, found '{head}'; try --fp8-head dgrad,{head}"):
+        fp8_gemms("", head, 2, ("qkv", "proj", "mlp"))
+
+
+def test_chunks_must_be_multiples_of_16(fp8: RunConfig) -> None:
+    with pytest.raises(UsageError, match="multiple of 16 for fp8_head wgrad, found 40; try --head-chunk-tokens 48"):
+        check(dataclasses.replace(fp8, head_chunk_tokens=40))
+    check(dataclasses.replace(fp8, head_chunk_tokens=40, fp8_head="forward,dgrad"))
+
+
+def test_the_benchmark_makes_all_runs_once(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = "num_layers=1 num_heads=2 channels=32 sequence_length=32 micro_batch=4 tokens_per_step=128 steps=2 device=cpu"
+    out, work = tmp_path / "head.json", tmp_path / "runs"
+    arguments = [str(out), "--data", str(shards), "--work", str(work), "--seeds", "1,2"]
+    quick = "eval_every=1 eval_tokens=256 warmup_steps=0 log_every=1"
+    monkeypatch.setattr(sys, "argv", ["fp8_head", *arguments, "--set", *sizes.split(), *quick.split()])
+    fp8_head.main()
+    groups = json.loads(out.read_text())["groups"]
+    assert list(groups) == list(fp8_head.HEADS) and all(row["seeds"] == [1, 2] for row in groups.values())
+    assert groups["none"]["difference"] == 0 and groups["all"]["standard_error"] > 0
+    assert [len(list(work.glob(f"{name.replace(' ', '-')}-*"))) for name in fp8_head.HEADS] == [2, 2, 2]
+    before = {path: path.stat().st_mtime_ns for path in work.rglob("model.safetensors")}
+    fp8_head.main()
+    assert {path: path.stat().st_mtime_ns for path in work.rglob("model.safetensors")} == before

@@ -1,0 +1,97 @@
+"""Shapes in fp8: a model trains whose GEMMs have sides of multiples of 16, with any heads, lengths and vocabulary."""
+
+import dataclasses
+import math
+from types import ModuleType
+
+import pytest
+import torch
+
+from handgrad.config import ModelShape, RunConfig, check
+from handgrad.errors import UsageError
+from handgrad.fp8.formats import GRADIENT_FORMATS
+from handgrad.fp8.tables import fp8_gemms
+from handgrad.gpus import GPUS
+from handgrad.models import gpt2, modern
+from handgrad.run.resolve import largest_micro_batch, resolve
+from handgrad.tools import forecast
+from tests.conftest import make_model
+from tests.techniques import toggled
+from tests.test_fp8_model import BOTH_OF_THE_HEAD, RoundedProducts, run
+from tests.test_fp8_modern import RoundedModernProducts
+from tests.test_fp8_training import steps_of
+
+# (samples, tokens of a sample, heads, channels, vocabulary)
+SHAPES = {
+    "three heads": (2, 16, 3, 48, 57),
+    "lengths of no multiple of 16": (2, 24, 2, 32, 57),
+    "an odd length": (16, 7, 2, 32, 130),
+    "one token a sample": (16, 1, 1, 16, 1),
+    "heads of 64": (1, 16, 3, 192, 57),
+    "heads of 128": (1, 32, 1, 128, 128),
+    "heads of 80": (1, 16, 1, 80, 300),
+    "wider than long": (1, 16, 5, 160, 57),
+}
+MODELS: dict[str, tuple[ModuleType, type[RoundedProducts]]] = {
+    "gpt2": (gpt2, RoundedProducts),
+    "modern": (modern, RoundedModernProducts),
+}
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_product_rounds_its_operands(name: str, architecture: str) -> None:
+    """At every recompute level, the bits of a model whose products round their operands; in chunks of the head that no 16
+    divides."""
+    B, T, H, C, V = SHAPES[name]
+    model, rounding = MODELS[architecture]
+    shape = ModelShape(V, max(T, 2), 2, H, C, architecture, toggled("") if architecture == "modern" else "")
+    gemms = fp8_gemms("", BOTH_OF_THE_HEAD, shape.num_layers, model.FP8_PARTS)
+    settings = {"chunk": 7, "gradients": GRADIENT_FORMATS["mixed"]}
+    plain = make_model(shape, B, T, torch.bfloat16, **settings)
+    plain.ops = rounding(plain, gemms, "mixed")
+    losses, gradients = run(plain)
+    for recompute in (0, 1, 2):
+        rounded = make_model(shape, B, T, torch.bfloat16, fp8=gemms, recompute=recompute, **settings)
+        found_losses, found = run(rounded, recompute=recompute)
+        assert torch.equal(found_losses, losses)
+        for row in plain.table:
+            assert torch.equal(row.view(found), row.view(gradients)), row.name
+
+
+LENGTH = {"sequence_length": 24, "precision": "fp8", "tokens_per_step": 192}
+
+
+@pytest.mark.parametrize("settings", [{}, {"architecture": "modern"}, {"num_heads": 1}], ids=str)
+def test_a_run_whose_samples_are_no_multiple_of_16(config: RunConfig, settings: dict) -> None:
+    config = check(dataclasses.replace(config, **LENGTH, micro_batch=2, **settings))
+    first, results, found = steps_of(config, 3)
+    assert results[-1].loss < results[0].loss and all(math.isfinite(line.amax) for line in found[-1])
+    for recompute in (1, 2):
+        again, other, _ = steps_of(dataclasses.replace(config, recompute=recompute), 3)
+        assert other == results and torch.equal(again.state.master, first.state.master)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"micro_batch": 1}, r"found 1 \* 24 = 24; try --micro-batch 2$"),
+        ({"micro_batch": 3, "tokens_per_step": 72, "sequence_length": 24}, r"found 3 \* 24 = 72; try --micro-batch 4$"),
+        ({"micro_batch": 8, "sequence_length": 25, "tokens_per_step": 200}, r"= 200; try --micro-batch 16$"),
+        ({"channels": 40}, "channels must be a multiple of 16 for precision fp8, found 40$"),
+    ],
+)
+def test_other_shapes_are_refused(config: RunConfig, settings: dict, told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        check(dataclasses.replace(config, **(LENGTH | settings)))
+
+
+def test_micro_batches_that_are_found_are_some_that_train(config: RunConfig) -> None:
+    """Where the plan of the run does not fit, and where a GPU is not there."""
+    config = dataclasses.replace(config, **LENGTH, micro_batch=8)
+    small = resolve(dataclasses.replace(config, micro_batch=2), 257).plan.total_bytes
+    assert largest_micro_batch(config, 257, small) == 2
+    assert largest_micro_batch(config, 257, small - 1) == 0, "1 x 24 is no multiple of 16"
+    assert list(forecast.micro_batches(dataclasses.replace(config, lanes=1))) == [2, 4, 8]
+    with pytest.raises(UsageError, match="multiple of 16, found none that divides a lane's step: samples have 24 tokens"):
+        forecast.settled(dataclasses.replace(config, lanes=8), GPUS["h100"], 8)
