@@ -27,6 +27,7 @@ from handgrad.rules import (
     NOT_NEGATIVE,
     SECONDS,
     UP_TO_2,
+    UP_TO_3,
     Rule,
     at_most,
     between,
@@ -182,7 +183,7 @@ class RunConfig:
     backend: str = option("auto", "auto: the kernels on a CUDA GPU, torch's on a CPU, else the reference", choices=BACKENDS)
     master_weights: bool = option(True, "keep fp32 weights beside bf16 ones; false: bf16 only, rounded stochastically")
     recompute: int = option(
-        0, "0: keep all activations; 1: redo the hidden layer in the backward; 2: layernorms too", UP_TO_2
+        0, "0: keep all activations; 1: redo the hidden layer in the backward; 2: layernorms too; 3: whole blocks", UP_TO_3
     )
     head_chunk_tokens: int = option(0, "tokens per chunk of the loss head (0: chosen so that logits take <= 512 MiB)")
 

@@ -141,7 +141,7 @@ def memory_bytes(design: Design) -> dict[str, int]:
 
 
 def remedy(config: RunConfig) -> str:
-    return "a smaller model or more GPUs" if config.recompute == 2 else "--recompute 2, a smaller model or more GPUs"
+    return "a smaller model or more GPUs" if config.recompute == 3 else "--recompute 3, a smaller model or more GPUs"
 
 
 def bytes_of(text: str) -> int:

@@ -19,7 +19,7 @@ from handgrad.tools.forecast import memory_bytes
 from handgrad.tools.rates import gemm_flops
 from handgrad.training.design import Design
 
-RECOMPUTE_LEVELS = (0, 1, 2)
+RECOMPUTE_LEVELS = (0, 1, 2, 3)
 
 
 def vocabulary(config: RunConfig, *, given: bool) -> tuple[int, str]:

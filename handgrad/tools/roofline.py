@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from handgrad.config import RunConfig
 from handgrad.gpus import Gpu
-from handgrad.models.rows import count_parameters
+from handgrad.models.rows import WHOLE_BLOCKS, count_parameters
 from handgrad.training.design import Design
 
 # Fitted to steps of 124M and 1558M on an H200 at its power limit; the other sizes and GPUs are predictions.
@@ -26,7 +26,7 @@ LINK_SHARE = 0.55
 # Bytes per token and channel of a block's kernels but for products and attention: two layer norms forward (2 elements
 # each) and backward (4 each), the bias sums of qkv and fc (3 and 4); in fp8 those that benchmarks/fp8_bytes.py lists.
 ELEMENTS, FP8_BYTES = 19, 79
-AGAIN_ELEMENTS, FP8_AGAIN_BYTES = (0, 0, 4), (0, 12, 18)  # by level of recomputation
+AGAIN_ELEMENTS, FP8_AGAIN_BYTES = (0, 0, 4, 4), (0, 12, 18, 18)  # by level of recomputation
 DROPOUT_PASSES = 10
 
 
@@ -57,7 +57,8 @@ def step_time(gpu: Gpu, config: RunConfig, design: Design, ranks: int = 1) -> St
     in_fp8 = fp8_share(design)
     products = tokens * product_seconds_per_token(gpu, design, precision, rate)
     kind = "bf16" if precision == "fp8" else "fp32" if precision == "tf32" else precision
-    attention = 7 * layers * channels * (length + 1) / (ATTENTION_SHARE * gpu.flops(kind))
+    products_of_attention = 7 + 2 * (config.recompute >= WHOLE_BLOCKS)  # two forward, five backward
+    attention = products_of_attention * layers * channels * (length + 1) / (ATTENTION_SHARE * gpu.flops(kind))
     attention *= tokens * (1 + (QUANTISING - 1) * in_fp8)
     level = config.recompute
     per_channel = (1 - in_fp8) * size * (ELEMENTS + AGAIN_ELEMENTS[level])
@@ -101,7 +102,8 @@ def product_seconds_per_token(gpu: Gpu, design: Design, precision: str, rate: fl
     if shape.architecture == "llama":
         packed, hidden = attended + 2 * shape.family.kv_heads * shape.head_width, 2 * F
     for part, inputs, outputs in (("qkv", C, packed), ("proj", attended, C), ("mlp", C, hidden), ("mlp", F, C)):
-        again = design.recompute >= 1 and outputs == hidden
+        whole = design.recompute >= WHOLE_BLOCKS and inputs != F  # all products of a block but its last
+        again = whole or (design.recompute >= 1 and outputs == hidden)
         fp8_layers = sum(name == part for _, name in gemms.blocks) if gemms else 0
         for kind, layers in (("fp8", fp8_layers), (plain, shape.num_layers - fp8_layers)):
             total += layers * (passes + again) * seconds(inputs, outputs, kind) if layers else 0.0
