@@ -46,6 +46,7 @@ FP8_SCALINGS = ("delayed", "current")
 ON_SATURATION = ("warn", "widen", "bf16")
 TUNED = "tuned"
 REDUCE_PRECISIONS = ("fp32", "bf16")
+MOMENTS = ("fp32", "bf16")
 BACKENDS = ("auto", "kernels", "reference")
 OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("cosine", "linear", "constant", "wsd", "trapezoid")
@@ -177,11 +178,12 @@ class RunConfig:
     device: str = option("auto", "auto takes a CUDA GPU if there is one, else the CPU", choices=DEVICES)
     precision: str = option(
         AUTO,
-        "of weights, activations and GEMMs; moments stay fp32. auto: bf16 on a GPU that has it, else fp16; fp32 on a CPU",
+        "of weights, activations and GEMMs. auto: bf16 on a GPU that has it, else fp16; fp32 on a CPU",
         choices=(AUTO, *PRECISIONS),
     )
     backend: str = option("auto", "auto: the kernels on a CUDA GPU, torch's on a CPU, else the reference", choices=BACKENDS)
     master_weights: bool = option(True, "keep fp32 weights beside bf16 ones; false: bf16 only, rounded stochastically")
+    moments: str = option("fp32", "AdamW's m and v; bf16: half the memory, rounded stochastically", choices=MOMENTS)
     recompute: int = option(
         0, "0: keep all activations; 1: redo the hidden layer in the backward; 2: layernorms too; 3: whole blocks", UP_TO_3
     )
@@ -236,6 +238,8 @@ def check(config: RunConfig) -> RunConfig:
         raise UsageError(f"master_weights false needs precision bf16 or fp8, found {config.precision}")
     if config.optimizer == "muon" and not config.master_weights:
         raise UsageError("optimizer muon needs float32 master weights, found master_weights false")
+    if config.optimizer == "muon" and config.moments != "fp32":
+        raise UsageError(f"optimizer muon needs float32 moments, found moments {config.moments}")
     if config.optimizer != "muon" and config.matrix_learning_rate:
         raise UsageError(f"matrix_learning_rate is muon's, found optimizer {config.optimizer}; try --optimizer muon")
     if config.precision == "fp8":

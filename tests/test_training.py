@@ -375,6 +375,16 @@ def test_largest_micro_batch_fits(config: RunConfig) -> None:
     assert largest_micro_batch(config, 257, 1000) == 0
 
 
+def test_moments_of_bf16_take_half_and_learn_as_much(config: RunConfig) -> None:
+    """The loss of the last ten of 40 steps, in float32: each moment is its float32 value but for 2^-8 of it, at random."""
+    kept_state, kept = steps_of(config, 40)
+    state, results = steps_of(dataclasses.replace(config, moments="bf16"), 40)
+    assert state.optimizer["m"].dtype == state.optimizer["v"].dtype == torch.bfloat16
+    assert kept_state.design.plan.total_bytes - state.design.plan.total_bytes == 4 * state.master.numel()
+    ends = [sum(result.loss for result in found[-10:]) / 10 for found in (kept, results)]
+    assert ends[0] < kept[0].loss - 1 and abs(ends[1] - ends[0]) < 2**-6 * ends[0]
+
+
 def test_without_master_weights_training_learns_and_repeats(config: RunConfig) -> None:
     """bf16 alone: four bytes a parameter less, the same bits every time, and a loss near that with master weights."""
     config = dataclasses.replace(config, precision="bf16", learning_rate=3e-3, tokens_per_step=512)

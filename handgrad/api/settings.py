@@ -86,6 +86,7 @@ class Settings(TypedDict, total=False):
     precision: str
     backend: str
     master_weights: bool
+    moments: str
     recompute: int
     head_chunk_tokens: int
 

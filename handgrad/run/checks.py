@@ -109,9 +109,9 @@ def most_checkpoints(config: RunConfig) -> int:
 
 def checkpoint_bytes(design: Design) -> int:
     """Weights and optimizer state."""
-    names = {buffer.name for buffer in design.plan.buffers}
-    weight_bytes = 4 if "master" in names else design.dtype.itemsize
-    return (weight_bytes + 4 * len(design.optimizer.state)) * count_parameters(design.parameters)
+    sizes = {buffer.name: buffer.dtype.itemsize for buffer in design.plan.buffers}
+    state = sum(sizes[f"optimizer.{name}"] for name in design.optimizer.state)
+    return (sizes.get("master", sizes["parameters"]) + state) * count_parameters(design.parameters)
 
 
 def check_disk(config: RunConfig, design: Design) -> None:

@@ -82,6 +82,7 @@ def resolve(
         device,
         optimizer,
         master_weights=config.master_weights,
+        rounded_moments=config.moments == "bf16",
         blocks=norm_blocks(buckets, lanes),
     )
     if lanes > 1:

@@ -116,7 +116,7 @@ def optimizer_bytes(config: RunConfig, parameters: int, size: int, ranks: int) -
     """Of a step: the norm and the clearing of the gradients, and AdamW, of which ranks have a share each from ZeRO 1 on:
     the gradient, the master weights, two moments, and the weights that the model reads; in fp8 also their forms."""
     share = ranks if config.zero else 1
-    adamw = 28 + (size if size < 4 else 0)
+    adamw = 28 - 8 * (config.moments == "bf16") + (size if size < 4 else 0)
     return parameters * (8 + adamw / share + (4 if config.precision == "fp8" else 0))
 
 
