@@ -184,6 +184,7 @@ class RunConfig:
     backend: str = option("auto", "auto: the kernels on a CUDA GPU, torch's on a CPU, else the reference", choices=BACKENDS)
     master_weights: bool = option(True, "keep fp32 weights beside bf16 ones; false: bf16 only, rounded stochastically")
     moments: str = option("fp32", "AdamW's m and v; bf16: half the memory, rounded stochastically", choices=MOMENTS)
+    offload: bool = option(False, "keep AdamW's master weights and moments in host memory, pinned", free=True)
     recompute: int = option(
         0, "0: keep all activations; 1: redo the hidden layer in the backward; 2: layernorms too; 3: whole blocks", UP_TO_3
     )
@@ -240,13 +241,15 @@ def check(config: RunConfig) -> RunConfig:
         raise UsageError("optimizer muon needs float32 master weights, found master_weights false")
     if config.optimizer == "muon" and config.moments != "fp32":
         raise UsageError(f"optimizer muon needs float32 moments, found moments {config.moments}")
+    if config.optimizer == "muon" and config.offload:
+        raise UsageError("offload moves AdamW's state, found optimizer muon; leave it off, or use --optimizer adamw")
     if config.optimizer != "muon" and config.matrix_learning_rate:
         raise UsageError(f"matrix_learning_rate is muon's, found optimizer {config.optimizer}; try --optimizer muon")
     if config.precision == "fp8":
         check_fp8(config)
     check_architecture(config)
     if config.lora:
-        needs = (("optimizer", "adamw"), ("dropout", 0.0), ("freeze", ""))
+        needs = (("optimizer", "adamw"), ("dropout", 0.0), ("freeze", ""), ("offload", False))
         refused = [(name, getattr(config, name), needed) for name, needed in needs]
         check_lora(config.lora, config.architecture, config.init_from, refused)
     check_stride(config.eval_stride, config.sequence_length)

@@ -87,6 +87,7 @@ class Settings(TypedDict, total=False):
     backend: str
     master_weights: bool
     moments: str
+    offload: bool
     recompute: int
     head_chunk_tokens: int
 

@@ -24,6 +24,7 @@ from handgrad.models.rows import ActivationRow, Table, flat_elements
 from handgrad.optimizers.adamw import AdamW
 from handgrad.optimizers.muon import Muon
 from handgrad.parallel.memory import with_sharding
+from handgrad.training import offload
 from handgrad.training.design import Batch, Design, Guards
 from handgrad.training.schedule import Schedule
 from handgrad.training.state import flat_buffers, update_scratch
@@ -87,6 +88,10 @@ def resolve(
     )
     if lanes > 1:
         flat = with_sharding(flat, buckets, sharding, optimizer.state)
+    host, slots = [], []
+    if config.offload:
+        flat, host = offload.divided(flat)
+        slots = offload.slot_buffers(host)
     if fp8 is None:
         activations = [row.buffer(config.recompute) for row in rows if not row.of]
     else:
@@ -117,7 +122,8 @@ def resolve(
         recompute=config.recompute,
         fp8=fp8,
         dropout=config.dropout,
-        plan=make_plan([*flat.values(), *activations, *inputs, *dropout, *adapters, *scratch]),
+        plan=make_plan([*flat.values(), *activations, *inputs, *dropout, *adapters, *scratch, *slots]),
+        host_plan=make_plan(host),
         lora=lora,
         base=base,
     )

@@ -72,7 +72,7 @@ def step_time(gpu: Gpu, config: RunConfig, design: Design, ranks: int = 1) -> St
         products=products,
         attention=attention,
         memory=moved / rate,
-        optimizer=optimizer_bytes(config, parameters, size, ranks) / rate,
+        optimizer=optimizer_bytes(config, parameters, size, ranks) / rate + offload_seconds(gpu, design),
         exchange=exchange_seconds(gpu, config, parameters, size, ranks)
         + (ranks > 1) * (1 / TOGETHER_SHARE - 1) * (products + attention + moved / rate),
     )
@@ -118,6 +118,11 @@ def optimizer_bytes(config: RunConfig, parameters: int, size: int, ranks: int) -
     share = ranks if config.zero else 1
     adamw = 28 - 8 * (config.moments == "bf16") + (size if size < 4 else 0)
     return parameters * (8 + adamw / share + (4 if config.precision == "fp8" else 0))
+
+
+def offload_seconds(gpu: Gpu, design: Design) -> float:
+    """The state on the host comes and goes at the same time."""
+    return design.host_plan.total_bytes / (LINK_SHARE * gpu.host_gigabytes_per_second * 1e9)
 
 
 def exchange_seconds(gpu: Gpu, config: RunConfig, parameters: int, size: int, ranks: int) -> float:
