@@ -33,7 +33,7 @@ from handgrad.training.design import Design
 from handgrad.training.state import TrainingState
 
 WARM_UP = 2  # turns that do not count: the first compiles, the second captures the graphs
-PLAIN = "plain"
+PLAIN, ROUNDED = "plain", "offload, moments bf16, recompute 2"
 OFFLOAD = {"offload": True}
 SETTINGS: dict[str, dict[str, Any]] = {
     PLAIN: {},
@@ -42,15 +42,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "offload, recompute 1": {**OFFLOAD, "recompute": 1},
     "offload, recompute 3": {**OFFLOAD, "recompute": 3},
     "moments bf16": {"moments": "bf16"},
-    "offload, moments bf16, recompute 2": {**OFFLOAD, "moments": "bf16", "recompute": 2},
+    ROUNDED: {**OFFLOAD, "moments": "bf16", "recompute": 2},
 }
 # Tokens of a step, and the settings that one GPU of 141 GB holds at once beside the plain run.
 MODELS = {
     "d12": (524288, (PLAIN, "recompute 3", "offload", "offload, recompute 3", "moments bf16")),
-    "d48": (
-        131072,
-        (PLAIN, "offload", "offload, recompute 1", "offload, recompute 3", "offload, moments bf16, recompute 2"),
-    ),
+    "d48": (131072, (PLAIN, "offload", "offload, recompute 1", "offload, recompute 3", ROUNDED)),
 }
 
 

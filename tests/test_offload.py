@@ -33,6 +33,7 @@ SETTINGS = {
     "without masters": {"precision": "bf16", "master_weights": False},
     "moments of bf16": {"precision": "bf16", "moments": "bf16"},
     "fp8": {"precision": "fp8", "num_layers": 2},
+    "lanes": {"precision": "bf16", "lanes": 2, "micro_batch": 2},
     "frozen": {"precision": "bf16", "freeze": "blocks.0"},
 }
 

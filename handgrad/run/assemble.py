@@ -41,11 +41,15 @@ class Assembly:
     digest: StateDigest | None = None  # of an audited run
 
     def await_weights(self) -> None:
-        """Waits until the weights of the last update are complete here, on the host the optimizer's state as well."""
-        if self.design.host_plan.buffers:
-            devices.synchronize(self.design.device)
+        """Waits until the weights of the last update are complete here, and the state on the host."""
+        self.await_state()
         if self.sync is not None:
             self.sync.await_all_weights()
+
+    def await_state(self) -> None:
+        """With offload, waits until no copy of the state is under way: nothing else orders the host behind them."""
+        if self.design.host_plan.buffers:
+            devices.synchronize(self.design.device)
 
 
 def allocate(design: Design) -> tuple[TrainingState, Scaling | None]:
@@ -130,4 +134,6 @@ def bind(
     else:
         step = ParallelStep(state, feed, program, ranks, sync, replicas, graphs=graphs)
     reads = adapted or ops, adapted or design.plain_ops
-    return Assembly(design, state, feed, step, scaling, sync, *reads, digest)
+    made = Assembly(design, state, feed, step, scaling, sync, *reads, digest)
+    made.await_state()  # compiling ahead has copied it; now the host may write it
+    return made

@@ -24,7 +24,7 @@ from tests.kernels import memory_checks as checks
 from tests.test_runs import elsewhere, same_bits
 
 ROUNDED = {"moments": "bf16"}
-OFFLOAD = {"offload": True}  # 13.5 million parameters in three pieces and a rest, and the embedding's ten
+OFFLOAD = {"offload": True}  # 53 million parameters, in 16 pieces or so
 
 
 def config_of(**settings: object) -> RunConfig:
