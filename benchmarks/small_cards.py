@@ -44,7 +44,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "moments bf16": {"moments": "bf16"},
     ROUNDED: {**OFFLOAD, "moments": "bf16", "recompute": 2},
 }
-# Tokens of a step, and the settings that one GPU of 141 GB holds at once beside the plain run.
+# Tokens of a step, and the settings that one H200 holds at once beside the plain run.
 MODELS = {
     "d12": (524288, (PLAIN, "recompute 3", "offload", "offload, recompute 3", "moments bf16")),
     "d48": (131072, (PLAIN, "offload", "offload, recompute 1", "offload, recompute 3", ROUNDED)),
