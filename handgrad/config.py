@@ -28,6 +28,7 @@ from handgrad.rules import (
     NOT_NEGATIVE,
     SECONDS,
     UP_TO_2,
+    UP_TO_3,
     Rule,
     at_most,
     between,
@@ -46,6 +47,7 @@ FP8_SCALINGS = ("delayed", "current")
 ON_SATURATION = ("warn", "widen", "bf16")
 TUNED = "tuned"
 REDUCE_PRECISIONS = ("fp32", "bf16")
+MOMENTS = ("fp32", "bf16")
 BACKENDS = ("auto", "kernels", "reference")
 OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("cosine", "linear", "constant", "wsd", "trapezoid")
@@ -177,13 +179,15 @@ class RunConfig:
     device: str = option("auto", "auto takes a CUDA GPU if there is one, else the CPU", choices=DEVICES)
     precision: str = option(
         AUTO,
-        "of weights, activations and GEMMs; moments stay fp32. auto: bf16 on a GPU that has it, else fp16; fp32 on a CPU",
+        "of weights, activations and GEMMs. auto: bf16 on a GPU that has it, else fp16; fp32 on a CPU",
         choices=(AUTO, *PRECISIONS),
     )
     backend: str = option("auto", "auto: the kernels on a CUDA GPU, torch's on a CPU, else the reference", choices=BACKENDS)
     master_weights: bool = option(True, "keep fp32 weights beside bf16 ones; false: bf16 only, rounded stochastically")
+    moments: str = option("fp32", "AdamW's m and v; bf16: half the memory, rounded stochastically", choices=MOMENTS)
+    offload: bool = option(False, "keep AdamW's master weights and moments in host memory, pinned", free=True)
     recompute: int = option(
-        0, "0: keep all activations; 1: redo the hidden layer in the backward; 2: layernorms too", UP_TO_2
+        0, "0: keep all activations; 1: redo the hidden layer in the backward; 2: layernorms too; 3: whole blocks", UP_TO_3
     )
     head_chunk_tokens: int = option(0, "tokens per chunk of the loss head (0: chosen so that logits take <= 512 MiB)")
 
@@ -236,13 +240,17 @@ def check(config: RunConfig) -> RunConfig:
         raise UsageError(f"master_weights false needs precision bf16 or fp8, found {config.precision}")
     if config.optimizer == "muon" and not config.master_weights:
         raise UsageError("optimizer muon needs float32 master weights, found master_weights false")
+    if config.optimizer == "muon" and config.moments != "fp32":
+        raise UsageError(f"optimizer muon needs float32 moments, found moments {config.moments}")
+    if config.optimizer == "muon" and config.offload:
+        raise UsageError("offload moves AdamW's state, found optimizer muon; leave it off, or use --optimizer adamw")
     if config.optimizer != "muon" and config.matrix_learning_rate:
         raise UsageError(f"matrix_learning_rate is muon's, found optimizer {config.optimizer}; try --optimizer muon")
     check_architecture(config)
     if config.precision == "fp8":
         check_fp8(config)
     if config.lora:
-        needs = (("optimizer", "adamw"), ("dropout", 0.0), ("freeze", ""))
+        needs = (("optimizer", "adamw"), ("dropout", 0.0), ("freeze", ""), ("offload", False))
         refused = [(name, getattr(config, name), needed) for name, needed in needs]
         check_lora(config.lora, config.architecture, config.init_from, refused)
     check_stride(config.eval_stride, config.sequence_length)

@@ -29,6 +29,11 @@ class Gpu(NamedTuple):
     def memory_bytes(self) -> int:
         return int(self.memory_gib * 2**30)
 
+    @property
+    def host_gigabytes_per_second(self) -> float:
+        """Of PCIe, one way: its generation 3, 4 or 5, with 16 lanes."""
+        return 16 if self.capability < (8, 0) else 32 if self.capability < HOPPER else 64
+
     def flops(self, precision: str) -> float:
         """Peak FLOP/s of dense products. TF32 runs at half the rate of bf16 on all of them."""
         rates = {"fp8": self.fp8_teraflops, "fp32": self.fp32_teraflops, "tf32": self.half_teraflops / 2}

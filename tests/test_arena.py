@@ -64,19 +64,23 @@ def test_no_two_living_buffers_share_bytes(rows: list) -> None:
     assert all(plan.offsets[b.name] + b.size_bytes <= plan.size_bytes["k"] for b in buffers)
 
 
-@pytest.mark.parametrize("recompute", [0, 1, 2])
+@pytest.mark.parametrize("recompute", [0, 1, 2, 3])
 @pytest.mark.parametrize("use", ["training", "fp8 training", "evaluation"])
 @pytest.mark.parametrize("layers", [1, 2, 12, 48])
 def test_the_activation_plan_is_tight(layers: int, recompute: int, use: str) -> None:
     shape = ModelShape(50257, 1024, layers, 12, 768)
     plan = planned(shape, recompute, training=use != "evaluation", fp8=use == "fp8 training")
     assert overlapping_pairs(plan) == []
-    assert plan.size_bytes["activations"] <= 1.01 * lower_bound(plan, "activations")
+    most = 1.01 if recompute < 3 else 1.016  # so little is kept that a gap beside the logits, 2 MB, counts
+    assert plan.size_bytes["activations"] <= most * lower_bound(plan, "activations")
 
 
 @pytest.mark.parametrize(
     ("precision", "recompute", "bytes_per_channel"),
-    [("bf16", 0, 32), ("bf16", 1, 16), ("bf16", 2, 12), ("fp8", 0, 23), ("fp8", 1, 16), ("fp8", 2, 13)],
+    [
+        *(("bf16", level, size) for level, size in enumerate((32, 16, 12, 2))),
+        *(("fp8", level, size) for level, size in enumerate((23, 16, 13, 2))),
+    ],
 )
 def test_kept_activations_take_what_the_levels_promise(precision: str, recompute: int, bytes_per_channel: int) -> None:
     """Bytes per layer and B*T*C, beside the few of the statistics (16 per token and 4 per head)."""
@@ -86,11 +90,12 @@ def test_kept_activations_take_what_the_levels_promise(precision: str, recompute
         shape = ModelShape(50257, 1024, layers, H, C)
         return planned(shape, recompute, fp8=precision == "fp8").size_bytes["activations"]
 
-    per_layer = (size(30) - size(20)) / 10
-    assert abs(per_layer - N * (bytes_per_channel * C + 16 + 4 * H)) < 0.001 * per_layer
+    per_layer, statistics = (size(30) - size(20)) / 10, 16 + 4 * H if recompute < 3 else 0
+    assert abs(per_layer - N * (bytes_per_channel * C + statistics)) < 0.001 * per_layer
 
 
 SHARING = ModelShape(57, 16, 4, 2, 32)
+HEAD = 1 + 2 * SHARING.num_layers  # the tick of the loss
 GEMMS = {
     "16 bits": None,
     "fp8": gemms_of(SHARING),
@@ -99,7 +104,7 @@ GEMMS = {
 
 
 @pytest.mark.parametrize("gemms", GEMMS)
-@pytest.mark.parametrize("recompute", [0, 1, 2])
+@pytest.mark.parametrize("recompute", [0, 1, 2, 3])
 def test_sharing_memory_changes_no_bit(recompute: int, gemms: str) -> None:
     """The plan's lifetimes are right: with a private place for every buffer the numbers are the same."""
     settings = {"recompute": recompute, "chunk": 7, "fp8": GEMMS[gemms]}
@@ -147,7 +152,8 @@ class Recorder:
                     self.note(tensor.data_ptr())
             with Touches(self.note):
                 getattr(self.ops, operation)(*tensors, **settings)
-            self.tick += operation in CLOSES_A_TICK
+            again = operation == "linear_residual_forward" and self.tick >= HEAD  # a block's forward, in its backward
+            self.tick += operation in CLOSES_A_TICK and not again
 
         return call
 
@@ -158,7 +164,7 @@ class Recorder:
 
 
 @pytest.mark.parametrize("gemms", GEMMS)
-@pytest.mark.parametrize("recompute", [0, 1, 2])
+@pytest.mark.parametrize("recompute", [0, 1, 2, 3])
 def test_lifetimes_are_neither_too_short_nor_too_long(recompute: int, gemms: str) -> None:
     """Every buffer is touched only while it lives, and at both ends of each of its intervals."""
     settings = {"recompute": recompute, "chunk": 7, "fp8": GEMMS[gemms]}

@@ -178,7 +178,7 @@ def test_recipes_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (["bench", "kernels", "--device", "cpu"], "needs a CUDA GPU"),
         (["train", "tiny", "--channels", "65"], "channels must be a multiple of num_heads"),
         (["train", "tiny", "--tokens-per-step", "1000"], "try --tokens-per-step 1024"),
-        (["train", "tiny", "--recompute", "3"], "recompute must be 0, 1 or 2"),
+        (["train", "tiny", "--recompute", "4"], "recompute must be 0, 1, 2 or 3"),
         (["train", "tiny", "--num-layers", "100000000"], "num_layers must be at most 1000"),
         (["train", "tiny", "--out", "a\0b"], "out must be text without NUL"),
         (["train", "tiny", "extra"], "unknown argument 'extra'"),

@@ -73,7 +73,7 @@ def loss_of_twin(twin: Twin, model: Model) -> Tensor:
     return F.cross_entropy(logits.reshape(-1, twin.vocab_size), model.act.targets.reshape(-1))
 
 
-@pytest.mark.parametrize("recompute", [0, 1, 2])
+@pytest.mark.parametrize("recompute", [0, 1, 2, 3])
 @pytest.mark.parametrize(("batch", "length", "chunk"), [(1, 1, 1), (3, 17, 20)])
 def test_gradients_equal_autograd(batch: int, length: int, chunk: int, recompute: int) -> None:
     check_gradients(make_model(ODD, batch, length, recompute=recompute, chunk=chunk, dropout=P), recompute)
@@ -108,7 +108,7 @@ def check_gradients(model: Model, recompute: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_recompute_levels_give_the_same_bits(dtype: torch.dtype) -> None:
     found = []
-    for level in (0, 1, 2):
+    for level in (0, 1, 2, 3):
         model = make_model(ODD, 3, 16, dtype, recompute=level, dropout=P)
         run(model, recompute=level)
         found.append((model.flat_gradients, model.act.losses.clone()))

@@ -73,7 +73,7 @@ def autograd(
 EVERY = {"gpt2": "qkv+o+up+down", "llama": "q+k+v+o+gate+up+down"}
 
 
-@pytest.mark.parametrize("recompute", [0, 1, 2])
+@pytest.mark.parametrize("recompute", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("ops", [reference, cpu], ids=["reference", "cpu"])
 def test_gradients_equal_autograd(ops: Any, name: str, recompute: int) -> None:

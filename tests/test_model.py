@@ -43,7 +43,7 @@ def autograd_twin(model: Model) -> tuple[Tensor, Tensor]:
     return loss.detach(), flat
 
 
-@pytest.mark.parametrize("recompute", [0, 1, 2])
+@pytest.mark.parametrize("recompute", [0, 1, 2, 3])
 @pytest.mark.parametrize(("batch", "length", "chunk"), [(1, 1, 1), (3, 17, 20), (2, 19, 1 << 20)])
 def test_gradients_equal_autograd(batch: int, length: int, chunk: int, recompute: int) -> None:
     model = make_model(ODD, batch, length, recompute=recompute, chunk=chunk)
@@ -70,7 +70,7 @@ def test_gradients_are_added(shape: ModelShape) -> None:
 @both_networks
 def test_recompute_levels_give_the_same_bits(dtype: torch.dtype, shape: ModelShape) -> None:
     found = []
-    for level in (0, 1, 2):
+    for level in (0, 1, 2, 3):
         model = make_model(shape, 3, 16, dtype, recompute=level)
         run(model, recompute=level)
         found.append((model.flat_gradients, model.act.losses.clone()))

@@ -48,7 +48,9 @@ def autograd_twin(model: Model) -> tuple[Tensor, Tensor]:
     return loss.detach(), flat
 
 
-@pytest.mark.parametrize(("recompute", "batch", "length", "chunk"), [(0, 3, 17, 20), (1, 1, 1, 1), (2, 2, 19, 1 << 20)])
+@pytest.mark.parametrize(
+    ("recompute", "batch", "length", "chunk"), [(0, 3, 17, 20), (1, 1, 1, 1), (2, 2, 19, 1 << 20), (3, 2, 7, 5)]
+)
 @pytest.mark.parametrize("techniques", EVERY)
 def test_gradients_equal_autograd(techniques: str, recompute: int, batch: int, length: int, chunk: int) -> None:
     model = make_model(shape_without(techniques), batch, length, recompute=recompute, chunk=chunk, noise=0.3)
@@ -76,11 +78,22 @@ def test_a_forward_alone_gives_the_losses_of_training(techniques: str) -> None:
 
 
 def test_recompute_levels_keep_less() -> None:
-    """Level 1 keeps no hidden layer, level 2 no norms' outputs either."""
-    found = [{b.name: b.lifetimes for b in make_model(ODD, 2, 8, recompute=level).plan.buffers} for level in (0, 1, 2)]
+    """Level 1 keeps no hidden layer, level 2 no norms' outputs either, level 3 the streams between blocks alone."""
+    found = [{b.name: b.lifetimes for b in make_model(ODD, 2, 8, recompute=level).plan.buffers} for level in range(4)]
     again = [{name for name, lives in level.items() if lives != found[0][name]} for level in found]
     hidden, norms = {f"blocks.{n}.hidden" for n in range(3)}, {f"blocks.{n}.norm{k}" for n in range(3) for k in (1, 2)}
-    assert again == [set(), hidden, hidden | norms]
+    blocks = {name for name in found[0] if name.startswith("blocks.") and not name.endswith("residual_out")}
+    assert again == [set(), hidden, hidden | norms, blocks]
+
+
+@pytest.mark.parametrize("techniques", EVERY)
+def test_recomputation_keeps_the_bits(techniques: str) -> None:
+    found = []
+    for level in range(4):
+        model = make_model(shape_without(techniques), 2, 19, torch.bfloat16, recompute=level, noise=0.3)
+        run(model, recompute=level)
+        found.append(model.flat_gradients)
+    assert all(torch.equal(gradients, found[0]) for gradients in found[1:])
 
 
 def test_bf16_gradients_are_as_good_as_bf16_autograd() -> None:

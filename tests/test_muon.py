@@ -204,6 +204,8 @@ def test_a_matrix_has_the_same_bits_in_any_batch(ops: ModuleType) -> None:
 def test_what_it_does_not_do_is_refused() -> None:
     with pytest.raises(UsageError, match="muon needs float32 master weights"):
         check(RunConfig(optimizer="muon", precision="bf16", master_weights=False))
+    with pytest.raises(UsageError, match="muon needs float32 moments, found moments bf16"):
+        check(RunConfig(optimizer="muon", moments="bf16"))
     with pytest.raises(UsageError, match="matrix_learning_rate is muon's"):
         check(RunConfig(matrix_learning_rate=0.02))
 

@@ -174,7 +174,7 @@ def test_the_micro_batch_that_fits() -> None:
     assert there.micro_batch == 64 and less.micro_batch == 16, "the step's divisors: 1, 2, 4, ..."
     assert less.memory_bytes <= 10e9 == less.available_bytes
     assert forecast(config, 50257, "h200", fit=bytes_of("10GB")).memory_bytes == less.memory_bytes
-    with pytest.raises(handgrad.HandgradError, match=r"not even one sample .* 1\.9 GiB there; try --recompute 2"):
+    with pytest.raises(handgrad.HandgradError, match=r"not even one sample .* 1\.9 GiB there; try --recompute 3"):
         forecast(config, 50257, "4090", fit=bytes_of("2GB"))
 
 

@@ -199,15 +199,15 @@ def test_resume_of_a_resume(finished: RunConfig, precision: str, monkeypatch: py
     same_bits(whole.out, pieces.out, whole.steps)
 
 
-def test_a_resumed_run_without_master_weights(config: RunConfig) -> None:
-    config = replace(config, precision="bf16", master_weights=False)
+@pytest.mark.parametrize("rounded", [{"master_weights": False}, {"moments": "bf16"}], ids=str)
+def test_a_resumed_run_that_rounds_its_state(config: RunConfig, rounded: dict) -> None:
+    config = replace(config, precision="bf16", **rounded)
     train(config)
     expected = tensors(config.out, 12)
     shutil.rmtree(Path(config.out) / "checkpoints" / "step_00000012")
     train(config)
-    found = tensors(config.out, 12)
-    assert found["wte"].dtype == torch.bfloat16
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    found, name = tensors(config.out, 12), "m.wte" if "moments" in rounded else "wte"
+    assert found[name].dtype == torch.bfloat16 and all(torch.equal(found[n], tensor) for n, tensor in expected.items())
 
 
 def test_a_finished_run_stays_as_it_is(finished: RunConfig) -> None:

@@ -359,10 +359,10 @@ def test_memory_is_pinned_while_it_lives(monkeypatch: pytest.MonkeyPatch) -> Non
     """As large as it is."""
     driver, memory = Driver(), torch.zeros(3000, dtype=torch.uint8)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    host_copy.pin(memory)
+    host_copy.pin(memory, "a copy", "--async-save false")
     assert driver.pinned == {memory.data_ptr(): 3000}
     del memory
     assert not driver.pinned
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Driver(error=2))
     with pytest.raises(MemoryShort, match=r"pin 2.9 KiB of host memory.*CUDA error 2.*--async-save false"):
-        host_copy.pin(torch.zeros(3000, dtype=torch.uint8))
+        host_copy.pin(torch.zeros(3000, dtype=torch.uint8), "a copy", "--async-save false")

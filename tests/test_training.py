@@ -77,7 +77,7 @@ def test_the_micro_batch_changes_nothing_but_rounding(config: RunConfig) -> None
 def test_two_runs_and_all_recompute_levels_give_the_same_bits(config: RunConfig, precision: str) -> None:
     config = dataclasses.replace(config, precision=precision)
     reference_state, reference_results = steps_of(config, 5)
-    for recompute in (0, 1, 2):
+    for recompute in (0, 1, 2, 3):
         state, results = steps_of(dataclasses.replace(config, recompute=recompute), 5)
         assert results == reference_results
         for name in ("parameters", "master", "optimizer.m", "optimizer.v"):
@@ -360,7 +360,7 @@ def test_clipping_can_be_turned_off(config: RunConfig) -> None:
 def test_what_may_change_in_a_resumed_run() -> None:
     """Only where things lie and how often they are looked at: nothing that touches a number."""
     free = {name for name, known in FIELDS.items() if known.metadata["free"]}
-    where = {"data", "out"}
+    where = {"data", "out", "offload"}
     how_often = {"audit_every", "eval_every", "sample_every", "log_every", "gpu_every", "save_every", "log_to"}
     ranks = {"zero", "check_ranks_every", "join_seconds", "silence_seconds", "stall_seconds"}
     of_those = {"eval_tokens", "eval_stride", "eval_tasks", "eval_task_examples", "sample_tokens"}
@@ -373,6 +373,16 @@ def test_largest_micro_batch_fits(config: RunConfig) -> None:
     budget = resolve(dataclasses.replace(config, micro_batch=2), 257).plan.total_bytes
     assert largest_micro_batch(config, 257, budget) == 2
     assert largest_micro_batch(config, 257, 1000) == 0
+
+
+def test_moments_of_bf16_take_half_and_learn_as_much(config: RunConfig) -> None:
+    """The loss of the last ten of 40 steps, in float32: each moment is its float32 value but for 2^-8 of it, at random."""
+    kept_state, kept = steps_of(config, 40)
+    state, results = steps_of(dataclasses.replace(config, moments="bf16"), 40)
+    assert state.optimizer["m"].dtype == state.optimizer["v"].dtype == torch.bfloat16
+    assert kept_state.design.plan.total_bytes - state.design.plan.total_bytes == 4 * state.master.numel()
+    ends = [sum(result.loss for result in found[-10:]) / 10 for found in (kept, results)]
+    assert ends[0] < kept[0].loss - 1 and abs(ends[1] - ends[0]) < 2**-6 * ends[0]
 
 
 def test_without_master_weights_training_learns_and_repeats(config: RunConfig) -> None:

@@ -86,6 +86,8 @@ class Settings(TypedDict, total=False):
     precision: str
     backend: str
     master_weights: bool
+    moments: str
+    offload: bool
     recompute: int
     head_chunk_tokens: int
 

@@ -265,7 +265,7 @@ def bench(parser: Parser) -> None:
     parser.number("--sequence-length", "tokens per sample (default: 1024; CPU: 64)", **whole)
     parser.number("--micro-steps", "micro-batches per optimizer step (default: 1)", **whole)
     parser.add_argument("--precision", choices=PRECISIONS, help="of handgrad (default: bf16)")
-    parser.add_argument("--recompute", type=int, choices=(0, 1, 2), help="of handgrad, as in train (default: 0)")
+    parser.add_argument("--recompute", type=int, choices=(0, 1, 2, 3), help="of handgrad, as in train (default: 0)")
     parser.add_argument("--data", metavar="DIR", help="prepared shards to read the tokens from (default: synthetic tokens)")
     parser.add_argument("--techniques", metavar="NAMES", help="all that a modern network has (default: as in train)")
     parser.add_argument("--contenders", metavar="TEXT", help="step on a GPU, loss: names, by commas; a wrong one lists all")

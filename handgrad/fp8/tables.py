@@ -15,7 +15,7 @@ from torch import Tensor
 from handgrad.arena import Buffer
 from handgrad.errors import UsageError
 from handgrad.fp8.formats import E4M3, E5M2, SCALING_PLACES, STATISTICS_PLACES, GradientFormats, Quantized
-from handgrad.models.rows import KIND, ActivationRow, ParameterRow, Table
+from handgrad.models.rows import KIND, WHOLE_BLOCKS, ActivationRow, ParameterRow, Table
 
 Lives = tuple[tuple[int, int], ...]  # lifetimes of a buffer
 
@@ -154,6 +154,8 @@ def activation_buffers(
             lifetimes = row.lifetimes(recompute)
             redone = tag.redone_from <= recompute < row.remade_from
             in_forward = lifetimes if redone or recompute >= row.remade_from else ((first, first),)
+            if recompute >= WHOLE_BLOCKS:
+                in_forward = (first, first), (lifetimes[-1][0],) * 2
             in_backward = ((last, last),) if tag.late_columns else lifetimes
             yield from forms(row.name, row.shape, (E4M3, E4M3), in_forward, in_backward)
 

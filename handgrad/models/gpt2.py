@@ -22,6 +22,7 @@ from handgrad.models.decoding import Sequences, decoding_rows, prefill_block
 from handgrad.models.passes import Stage, head_logits
 from handgrad.models.rows import (
     ONES,
+    WHOLE_BLOCKS,
     ZEROS,
     ActivationRow,
     Clock,
@@ -189,9 +190,8 @@ def forward(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) ->
     x, s = act.embedded, act.scratch
     stages = [Stage("embedding", partial(embedding_forward, ops, w, act))]
     for layer, (weights, block) in enumerate(zip(w.blocks, act.blocks, strict=True)):
-        attention = block.atty, block.lse, block.qkv
-        attend = partial(ops.attention_forward, *attention, scratch=s, document_starts=act.document_starts)
-        stages.append(Stage(f"blocks.{layer}", partial(block_forward, ops, weights, block, x, attend, s)))
+        run = partial(block_forward, ops, weights, block, x, attention_of(ops, block, act), s)
+        stages.append(Stage(f"blocks.{layer}", run))
         x = block.residual_out
     last_norm = partial(ops.layernorm_forward, act.lnf, act.lnf_mean, act.lnf_rstd, x, w.lnf_weight, w.lnf_bias)
     return [*stages, Stage("lnf", last_norm)]
@@ -205,11 +205,18 @@ def embedding_forward(ops: ModuleType, w: Weights, act: Activations) -> None:
         ops.decode.embedding_decode(act.embedded, act.tokens.view(-1), act.positions.view(-1), w.wte, w.wpe)
 
 
+def attention_of(ops: ModuleType, act: BlockActivations, whole: Activations) -> Callable[[], None]:
+    """A training's attention, of the sequences at hand."""
+    tensors = act.atty, act.lse, act.qkv
+    return partial(ops.attention_forward, *tensors, scratch=whole.scratch, document_starts=whole.document_starts)
+
+
 def block_forward(
-    ops: ModuleType, w: BlockWeights, act: BlockActivations, x: Tensor, attend: Callable[[], None], s: Tensor
-) -> None:
+    ops: ModuleType, w: BlockWeights, act: BlockActivations, x: Tensor, attend: Callable[[], None], s: Tensor,
+    *, again: bool = False,
+) -> None:  # fmt: skip
     """x (N, C) -> act.residual_out (N, C). `attend` makes act.atty of act.qkv: in training of the sequences at hand, in
-    generation with the keys and values of earlier tokens."""
+    generation with the keys and values of earlier tokens. `again`: in the backward, which reads no last product."""
     ln1, ln2 = (act.ln1, act.ln1_mean, act.ln1_rstd), (act.ln2, act.ln2_mean, act.ln2_rstd)
     qkv, proj = (w.qkv_weight, w.qkv_bias), (w.proj_weight, w.proj_bias)
     fc, fcproj = (w.fc_weight, w.fc_bias), (w.fcproj_weight, w.fcproj_bias)
@@ -219,7 +226,8 @@ def block_forward(
     ops.layernorm_linear_gelu_forward(  # h = GELU(LN(a) W^T + b)
         act.gelu, act.fc, *ln2, act.residual_mid, w.ln2_weight, w.ln2_bias, *fc, scratch=s
     )
-    ops.linear_residual_forward(act.residual_out, act.residual_mid, act.gelu, *fcproj, scratch=s)  # a + h W^T + b
+    if not again:
+        ops.linear_residual_forward(act.residual_out, act.residual_mid, act.gelu, *fcproj, scratch=s)  # a + h W^T + b
 
 
 def loss(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) -> None:
@@ -304,16 +312,18 @@ def block_backward(
     before, and `dbias_below` (None in the lowest block) belongs to the block below.
     """
     s, ln1, ln2 = whole.scratch, (act.ln1_mean, act.ln1_rstd), (act.ln2_mean, act.ln2_rstd)
-    if recompute >= 2:
-        ops.layernorm_forward(act.ln2, *ln2, act.residual_mid, w.ln2_weight, w.ln2_bias)
-    if recompute >= 1:
+    if recompute == WHOLE_BLOCKS:
+        block_forward(ops, w, act, x, attention_of(ops, act, whole), s, again=True)
+    elif recompute:
+        if recompute == 2:
+            ops.layernorm_forward(act.ln2, *ln2, act.residual_mid, w.ln2_weight, w.ln2_bias)
         ops.linear_gelu_forward(act.gelu, act.fc, act.ln2, w.fc_weight, w.fc_bias, scratch=s)
     fcproj = d.dresidual_out, act.gelu, act.fc, w.fcproj_weight
     ops.gelu_linear_backward(d.dhidden, g.fcproj_weight, *fcproj, scratch=s)
     ops.linear_backward(shared.dln, g.fc_weight, g.fc_bias, d.dhidden, act.ln2, w.fc_weight, scratch=s)
     norm = shared.dln, act.residual_mid, *ln2, w.ln2_weight
     ops.layernorm_backward(d.dresidual_mid, g.ln2_weight, g.ln2_bias, *norm, g.proj_bias, scratch=s)
-    if recompute >= 2:
+    if recompute == 2:
         ops.layernorm_forward(act.ln1, *ln1, x, w.ln1_weight, w.ln1_bias)
     ops.linear_backward(shared.datty, g.proj_weight, None, d.dresidual_mid, act.atty, w.proj_weight, scratch=s)
     attention, starts = (d.dqkv, shared.datty, act.atty, act.lse, act.qkv), whole.document_starts

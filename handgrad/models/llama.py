@@ -35,7 +35,7 @@ from handgrad.models.llama_tensors import (
     parameters as parameters,
 )
 from handgrad.models.passes import Stage, head_logits
-from handgrad.models.rows import ActivationRow, repeated
+from handgrad.models.rows import WHOLE_BLOCKS, ActivationRow, repeated
 
 Launch = Callable[[], None]
 
@@ -64,13 +64,17 @@ def forward(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) ->
     stages = [Stage("embedding", partial(ops.token_embedding_forward, x, act.tokens, w.wte))]
     for layer, (weights, block) in enumerate(zip(w.blocks, act.blocks, strict=True)):
         turned = turn(ops, weights, block, shape, length=block.lse.shape[2])
-        attention = block.atty, block.lse, block.qkv
-        attend = partial(ops.attention_forward, *attention, scratch=s, document_starts=act.document_starts)
-        run = partial(block_forward, ops, weights, block, x, turned, attend, s, epsilon)
+        run = partial(block_forward, ops, weights, block, x, turned, attention_of(ops, block, act), s, epsilon)
         stages.append(Stage(f"blocks.{layer}", run))
         x = block.residual_out
     last_norm = partial(ops.gained_rmsnorm_forward, act.lnf, act.lnf_rstd, x, w.lnf_gain, epsilon=epsilon)
     return [*stages, Stage("head", last_norm)]
+
+
+def attention_of(ops: ModuleType, act: BlockActivations, whole: Activations) -> Launch:
+    """A training's attention, of the sequences at hand."""
+    tensors = act.atty, act.lse, act.qkv
+    return partial(ops.attention_forward, *tensors, scratch=whole.scratch, document_starts=whole.document_starts)
 
 
 def block_forward(
@@ -82,9 +86,12 @@ def block_forward(
     attend: Launch,
     s: Tensor,
     epsilon: float,
+    *,
+    again: bool = False,
 ) -> None:
     """x (N, C) -> act.residual_out (N, C). `turned` and `attend` make act.atty of act.qkv: in training of the sequences at
-    hand, in generation with the keys and values of earlier tokens."""
+    hand, in generation with the keys and values of earlier tokens. `again`: in the backward, which does not read the last
+    product."""
     queries_keys_values(ops, w, act, x, s, epsilon)
     turned()  # q, k = R(q), R(k)
     attend()  # y = softmax(q k^T / sqrt(D)) v
@@ -93,7 +100,9 @@ def block_forward(
     ops.gained_rmsnorm_linear_swiglu_forward(
         act.swiglu, act.hidden, *norm, epsilon=epsilon, scratch=s
     )  # [g u] = RMS(a) W^T, h = silu(g) u
-    ops.linear_residual_forward(act.residual_out, act.residual_mid, act.swiglu, w.down_weight, None, scratch=s)  # a + h W^T
+    if not again:
+        down = act.residual_mid, act.swiglu, w.down_weight, None
+        ops.linear_residual_forward(act.residual_out, *down, scratch=s)  # a + h W^T
 
 
 def queries_keys_values(
@@ -178,16 +187,19 @@ def block_backward(
 ) -> None:
     """d.dresidual_out -> dx, one buffer changed in place; adds the weights' gradients to `g`."""
     s, epsilon, length = whole.scratch, shape.family.norm_epsilon, act.lse.shape[2]
-    if recompute >= 2:
-        ops.gained_rmsnorm_forward(act.norm2, act.norm2_rstd, act.residual_mid, w.norm2_gain, epsilon=epsilon)
-    if recompute >= 1:
+    if recompute == WHOLE_BLOCKS:
+        turned = turn(ops, w, act, shape, length=length)
+        block_forward(ops, w, act, x, turned, attention_of(ops, act, whole), s, epsilon, again=True)
+    elif recompute:
+        if recompute == 2:
+            ops.gained_rmsnorm_forward(act.norm2, act.norm2_rstd, act.residual_mid, w.norm2_gain, epsilon=epsilon)
         ops.linear_swiglu_forward(act.swiglu, act.hidden, act.norm2, w.gate_up_weight, scratch=s)
     down = d.dswiglu, g.down_weight, d.dresidual_out, act.swiglu, act.hidden, w.down_weight
     ops.swiglu_linear_backward(d.dhidden, *down, scratch=s)
     ops.linear_backward(shared.dnorm, g.gate_up_weight, None, d.dhidden, act.norm2, w.gate_up_weight, scratch=s)
     norm2 = g.norm2_gain, shared.dnorm, act.residual_mid, act.norm2_rstd, w.norm2_gain
     ops.gained_rmsnorm_backward(d.dresidual_mid, *norm2, scratch=s)
-    if recompute >= 2:
+    if recompute == 2:
         ops.gained_rmsnorm_forward(act.norm1, act.norm1_rstd, x, w.norm1_gain, epsilon=epsilon)
         if act.heads is not None:
             turn(ops, w, act, shape, length=length)()

@@ -38,7 +38,7 @@ from handgrad.models.modern_tensors import (
     parameters as parameters,
 )
 from handgrad.models.passes import Stage, head_logits, nothing
-from handgrad.models.rows import ActivationRow, repeated
+from handgrad.models.rows import WHOLE_BLOCKS, ActivationRow, repeated
 
 Launch = Callable[[], None]
 
@@ -121,14 +121,10 @@ def forward(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) ->
     x, s = act.first, act.scratch
     stages = [Stage("embedding", partial(embedding_forward, ops, w, act))]
     for layer, (weights, block) in enumerate(zip(w.blocks, act.blocks, strict=True)):
-        turned = with_values(ops, turn(ops, block, shape, length=block.lse.shape[2]), weights, block, act.tokens)
         if weights.value_embedding is not None:
             stages.append(Stage(f"values.{layer}", nothing))
-        attention = block.atty, block.lse, block.qkv
-        attend = partial(ops.attention_forward, *attention, scratch=s, document_starts=act.document_starts)
-        stages.append(
-            Stage(f"blocks.{layer}", partial(block_forward, ops, weights, block, x, act.first, turned, attend, s))
-        )
+        run = partial(block_forward, ops, weights, block, x, act.first, *attention_of(ops, weights, block, act, shape), s)
+        stages.append(Stage(f"blocks.{layer}", run))
         x = block.residual_out
     last_norm = partial(ops.rmsnorm_forward, act.lnf, act.lnf_rstd, x)
     return [*stages, Stage("head" if shape.has("untied_head") else "", last_norm)]
@@ -140,21 +136,32 @@ def embedding_forward(ops: ModuleType, w: Weights, act: Activations) -> None:
         ops.rmsnorm_forward(act.normed_embedding, act.embedding_rstd, act.embedded)
 
 
+def attention_of(
+    ops: ModuleType, w: BlockWeights, act: BlockActivations, whole: Activations, shape: ModelShape
+) -> tuple[Launch, Launch]:
+    """`turned` and `attend` of a training, of the sequences at hand."""
+    turned = with_values(ops, turn(ops, act, shape, length=act.lse.shape[2]), w, act, whole.tokens)
+    tensors = act.atty, act.lse, act.qkv
+    attend = partial(ops.attention_forward, *tensors, scratch=whole.scratch, document_starts=whole.document_starts)
+    return turned, attend
+
+
 def block_forward(
     ops: ModuleType, w: BlockWeights, act: BlockActivations, x: Tensor, first: Tensor | None, turned: Launch,
-    attend: Launch, s: Tensor,
+    attend: Launch, s: Tensor, *, again: bool = False,
 ) -> None:  # fmt: skip
     """x (N, C) -> act.residual_out (N, C). `first`: the first block's x. `turned` and `attend` make act.atty of act.qkv: in
-    training of the sequences at hand, in generation with the keys and values of earlier tokens."""
+    training of the sequences at hand, in generation with the keys and values of earlier tokens. `again`: in the backward,
+    which does not read the last product."""
     x = enter(ops, w, act, x, first, s)  # x = r x + s x0, [q k v] = RMS(x) W^T
     turned()  # q, k = R(q / |q|), R(k / |k|)
     attend()  # y = softmax(q k^T / sqrt(D)) v
     ops.linear_residual_forward(act.residual_mid, x, act.atty, w.proj_weight, None, scratch=s)  # a = x + y W^T
     norm = act.norm2, act.norm2_rstd, act.residual_mid
     ops.rmsnorm_linear_relu2_forward(act.hidden, *norm, w.fc_weight, scratch=s)  # h = max(RMS(a) W^T, 0)^2
-    ops.linear_residual_forward(
-        act.residual_out, act.residual_mid, act.hidden, w.fcproj_weight, None, scratch=s
-    )  # a + h W^T
+    if not again:
+        fcproj = act.residual_mid, act.hidden, w.fcproj_weight, None
+        ops.linear_residual_forward(act.residual_out, *fcproj, scratch=s)  # a + h W^T
 
 
 def loss(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) -> None:
@@ -188,7 +195,12 @@ def backward(
     for layer in reversed(range(len(w.blocks))):
         block = w.blocks[layer], g.blocks[layer], act.blocks[layer], d.blocks[layer]
         back = turn_back(ops, d.blocks[layer].dqkv, act.blocks[layer], shape)
-        run = partial(block_backward, ops, *block, d, stream[layer], below[layer], act, back, act.scratch, recompute)
+        again = None
+        if recompute == WHOLE_BLOCKS:
+            attention = attention_of(ops, w.blocks[layer], act.blocks[layer], act, shape)
+            tensors = w.blocks[layer], act.blocks[layer], stream[layer], act.first
+            again = partial(block_forward, ops, *tensors, *attention, act.scratch, again=True)
+        run = partial(block_backward, ops, *block, d, stream[layer], below[layer], act, back, again, act.scratch, recompute)
         stages.append(Stage(f"blocks.{layer}", run, done=True))
         if (dtable := g.blocks[layer].value_embedding) is not None:
             tokens = d.blocks[layer].dvalues, act.tokens, act.sorted_positions
@@ -231,18 +243,22 @@ def block_backward(
     dx: Tensor,
     whole: Activations,
     turn_back: Launch,
+    again: Launch | None,
     s: Tensor,
     recompute: int,
 ) -> None:
-    """d.dresidual_out -> dx, one buffer changed in place; adds the weights' gradients to `g`."""
-    if recompute >= 2:
-        ops.rmsnorm_forward(act.norm2, act.norm2_rstd, act.residual_mid)
-    if recompute >= 1:
+    """d.dresidual_out -> dx, one buffer changed in place; adds the weights' gradients to `g`. `again`: the block's forward,
+    at `WHOLE_BLOCKS`."""
+    if again is not None:
+        again()
+    elif recompute:
+        if recompute == 2:
+            ops.rmsnorm_forward(act.norm2, act.norm2_rstd, act.residual_mid)
         ops.linear_relu2_forward(act.hidden, act.norm2, w.fc_weight, scratch=s)
     ops.relu2_linear_backward(d.dhidden, g.fcproj_weight, d.dresidual_out, act.hidden, w.fcproj_weight, scratch=s)
     ops.linear_backward(shared.dnorm, g.fc_weight, None, d.dhidden, act.norm2, w.fc_weight, scratch=s)
     ops.rmsnorm_backward(d.dresidual_mid, shared.dnorm, act.residual_mid, act.norm2_rstd)
-    if recompute >= 2:
+    if recompute == 2:
         norm1_again(ops, w, act, x, whole.first)
     ops.linear_backward(shared.datty, g.proj_weight, None, d.dresidual_mid, act.atty, w.proj_weight, scratch=s)
     attention, starts = (d.dqkv, shared.datty, act.atty, act.lse, act.qkv), whole.document_starts

@@ -23,7 +23,8 @@ from handgrad.arena import ALWAYS, Buffer, Interval
 
 ALIGN_ELEMENTS = 128  # a parameter starts at a multiple: 512 bytes of float32, 256 of bf16
 BLOCK_ELEMENTS = 1 << 16  # gradient elements behind one partial sum of the global norm
-NEVER = 3  # above every recompute level
+WHOLE_BLOCKS = 3  # the recompute level at which a block keeps its input alone
+NEVER = 4  # above every recompute level
 KIND = "activations"  # the arena's allocation of a model's activations
 
 Dims = Mapping[str, int]  # the size of each letter
@@ -99,8 +100,8 @@ def activation(
 ) -> Any:
     """An activation, or the gradient of one. `dtype`: "16-bit" for the run's own, "statistics" for that of sums. `lives`:
     the ticks it lives through (all by default); `remade_from`: the recompute level from which it lives at the first and the
-    last of them only. `of`: it is another name of that tensor; only its fp8 forms have memory of their own. `optional`: a
-    model may be without it."""
+    last of them only (but see `lived_again`). `of`: it is another name of that tensor; only its fp8 forms have
+    memory of their own. `optional`: a model may be without it."""
     row = {"shape": shape, "dtype": dtype, "lives": lives, "remade_from": remade_from, "fp8": fp8, "of": of}
     return field(metadata=row | {"optional": optional})
 
@@ -158,6 +159,16 @@ Lives = Callable[[Clock], tuple[Interval, ...]]
 def kept(stage: int, until: int | None = None) -> Lives:
     """From its stage in the forward to the backward of stage `until` (by default the same)."""
     return lambda clock: ((clock.tick(stage), clock.mirrored(clock.tick(stage if until is None else until))),)
+
+
+def lived_again(clock: Clock, ticks: tuple[Interval, ...]) -> tuple[Interval, ...]:
+    """The ticks of a block's tensor at `WHOLE_BLOCKS`: those of its readers in the forward; then, made again as the block's
+    backward begins, to its last reader there. What the blocks above alone read is kept."""
+    ((first, last),) = ticks
+    begin = clock.mirrored(clock.tick(clock.stages - 1))
+    if last < clock.head:
+        return (first, last), (begin, begin)
+    return ((first, clock.mirrored(last)), (begin, last)) if begin <= last else ticks
 
 
 def at_head(clock: Clock) -> tuple[Interval, ...]:
@@ -312,8 +323,11 @@ class ActivationRow:
     remade_from: int = NEVER
     fp8: Fp8 | None = None
     of: str = ""  # another name of that tensor: no memory of its own
+    again: tuple[Interval, ...] = ()  # the lifetimes of a block's tensor at `WHOLE_BLOCKS`
 
     def lifetimes(self, recompute: int) -> tuple[Interval, ...]:
+        if recompute >= WHOLE_BLOCKS and self.again:
+            return self.again
         if recompute < self.remade_from:
             return self.ticks
         ((first, last),) = self.ticks
@@ -336,7 +350,8 @@ def activation_rows(
             ticks = row["lives"](clock) if row["lives"] else ALWAYS
             dtype = dtypes.get(row["dtype"], row["dtype"])
             shape = sizes(row["shape"], dims)
-            yield ActivationRow(prefix + f.name, shape, dtype, ticks, row["remade_from"], row["fp8"], row["of"])
+            again = lived_again(clock, ticks) if prefix and clock.training else ()
+            yield ActivationRow(prefix + f.name, shape, dtype, ticks, row["remade_from"], row["fp8"], row["of"], again)
 
 
 def dtypes_of(dtype: torch.dtype) -> dict[str, torch.dtype]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 BITS32 = 0xFFFFFFFF
 WEYL = 0x9E3779B1
+FIRST_MOMENT, SECOND_MOMENT = 0x6D6D6D6D, 0x76767676  # "m", "v": XORed into the seed, for random bits of their own
 
 Number = TypeVar("Number", int, Tensor)
 

@@ -2,7 +2,7 @@
 
 It is a frozen dataclass with
 
-    state               names of its flat float32 buffers, one number per parameter; a checkpoint has `NAME.parameter`
+    state               names of its flat buffers, float32 or bf16, a number per parameter; in a checkpoint `NAME.parameter`
     whole(row)          true for a parameter that one call updates whole, with its shape; the others may be cut anywhere
     kind(row)           equal for parameters that one call may update together
     scratch_bytes(...)  bytes of `scratch` in its update: planned, where activations lie until the update

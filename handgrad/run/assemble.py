@@ -1,5 +1,5 @@
-"""Assembles a training from its design: memory, feed and step. Here fp8, dropout, adapters, lanes and ranks join the
-plain path."""
+"""Assembles a training from its design: memory, feed and step. Here fp8, dropout, adapters, offload, lanes and ranks join
+the plain path."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +18,8 @@ from handgrad.parallel.gradient_sync import GradientSync
 from handgrad.parallel.ranks import Ranks
 from handgrad.parallel.replicas import Replicas, with_replicas
 from handgrad.parallel.step import ParallelStep, with_sync
+from handgrad.run.host_copy import host_state
+from handgrad.training import offload
 from handgrad.training.design import Design
 from handgrad.training.feed import BatchFeed, Source
 from handgrad.training.state import TrainingState, make_state
@@ -41,14 +43,22 @@ class Assembly:
     digest: StateDigest | None = None  # of an audited run
 
     def await_weights(self) -> None:
-        """Waits until the weights of the last update are complete here."""
+        """Waits until the weights of the last update are complete here, and the state on the host."""
+        self.await_state()
         if self.sync is not None:
             self.sync.await_all_weights()
+
+    def await_state(self) -> None:
+        """With offload, waits until no copy of the state is under way: nothing else orders the host behind them."""
+        if self.design.host_plan.buffers:
+            devices.synchronize(self.design.device)
 
 
 def allocate(design: Design) -> tuple[TrainingState, Scaling | None]:
     """The memory of the plan with the initial weights, and the scales of an fp8 run."""
     views = design.plan.allocate(design.device)
+    if design.host_plan.buffers:
+        views |= host_state(design)
     scaling = None
     if design.fp8 is not None and design.fp8.table:  # none if all GEMMs have left fp8
         weights = {row.name: row.view(views["parameters"]) for row in design.parameters}
@@ -109,6 +119,8 @@ def bind(
     if design.lora is not None:
         passes = adapted = WithAdapters(model_ops, bound_adapters(state), state.views)
     program, batch = plain_program(state, ops, passes), design.batch
+    if design.host_plan.buffers:
+        program = offload.with_offload(program, state, ops)
     if trained_tokens is not None:
         count = trained_tokens
         program.trained_tokens = lambda step: count(batch.first_sample(step), batch.samples(step))
@@ -130,4 +142,6 @@ def bind(
     else:
         step = ParallelStep(state, feed, program, ranks, sync, replicas, graphs=graphs)
     reads = adapted or ops, adapted or design.plain_ops
-    return Assembly(design, state, feed, step, scaling, sync, *reads, digest)
+    made = Assembly(design, state, feed, step, scaling, sync, *reads, digest)
+    made.await_state()  # compiling ahead has copied it; now the host may write it
+    return made

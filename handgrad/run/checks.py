@@ -5,6 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from handgrad import checkpoint, devices
 from handgrad.config import RunConfig
 from handgrad.data.batches import validation_batches
@@ -45,6 +47,11 @@ def check_fits(config: RunConfig, design: Design, dataset: Dataset, ranks: int =
         in_bf16 = resolve(replace(config, precision="bf16"), shape.vocab_size, ranks=ranks, device=device)
         needed = max(needed, in_bf16.plan.total_bytes)
     needed += generation_plan(design).total_bytes + more_bytes
+    host, free = design.host_plan.total_bytes, devices.available_bytes(torch.device("cpu"))
+    if free is not None and host > free:
+        raise DataError(
+            f"offload needs {human_bytes(host)} of host memory, {human_bytes(free)} are free; --offload false needs none"
+        )
     available = devices.available_bytes(device)
     if available is not None and needed > available:
         fitting = largest_micro_batch(config, shape.vocab_size, available - more_bytes, ranks)
@@ -95,6 +102,16 @@ def check_shared_gradients(config: RunConfig, ranks: int) -> None:
         )
 
 
+def check_offload(config: RunConfig, device: torch.device, ranks: int) -> None:
+    """Refuses an offload that moves nothing, and ranks that would have to send the state from the host."""
+    if config.offload and device.type not in ("cuda", "meta"):
+        raise UsageError(
+            f"offload moves the optimizer's state out of a GPU's memory, found device {device.type}; leave it off"
+        )
+    if config.offload and ranks > 1:
+        raise UsageError(f"offload is for one GPU, found {ranks} ranks, which share the state already: --offload false")
+
+
 def most_checkpoints(config: RunConfig) -> int:
     """The largest number of checkpoints on the disk at once: the oldest goes only after the newest stands."""
     saves = -(-config.steps // (config.save_every or config.steps))
@@ -108,9 +125,9 @@ def most_checkpoints(config: RunConfig) -> int:
 
 def checkpoint_bytes(design: Design) -> int:
     """Weights and optimizer state."""
-    names = {buffer.name for buffer in design.plan.buffers}
-    weight_bytes = 4 if "master" in names else design.dtype.itemsize
-    return (weight_bytes + 4 * len(design.optimizer.state)) * count_parameters(design.parameters)
+    sizes = {buffer.name: buffer.dtype.itemsize for buffer in design.buffers}
+    state = sum(sizes[f"optimizer.{name}"] for name in design.optimizer.state)
+    return (sizes.get("master", sizes["parameters"]) + state) * count_parameters(design.parameters)
 
 
 def check_disk(config: RunConfig, design: Design) -> None:

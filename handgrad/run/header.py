@@ -51,6 +51,7 @@ def header_lines(
         f" {human_count(dataset.tokens('validation'))} validation tokens, {dataset.tokenizer.kind} vocabulary of"
         f" {shape.vocab_size} (padded to {shape.padded_vocab_size})",
         *rank_lines(config, ranks),
+        *offload_lines(design),
         f"batch      {config.tokens_per_step} tokens a step = {lanes}{config.micro_steps} x {config.micro_batch} x"
         f" {config.sequence_length}; {config.steps} steps = {human_count(tokens)} tokens,"
         f" {tokens // config.sequence_length / samples_per_epoch:.1f} epochs",
@@ -106,6 +107,14 @@ def rank_lines(config: RunConfig, ranks: Ranks) -> list[str]:
         f"ranks      {ranks.size}{nodes}, {lanes} of {config.lanes} lanes each; shared (zero {config.zero}): {shared};"
         f" gradients travel in {config.reduce_precision}"
     ]
+
+
+def offload_lines(design: Design) -> list[str]:
+    """The state in host memory."""
+    host = design.host_plan.size_bytes
+    if not host:
+        return []
+    return [f"offload    {' and '.join(host)} in host memory: {human_bytes(design.host_plan.total_bytes)}"]
 
 
 def fp8_lines(config: RunConfig, design: Design) -> list[str]:

@@ -1,4 +1,5 @@
-"""The copy of a run's state in host memory from which a save is written while training goes on, planned like all memory."""
+"""The state of a run in host memory, planned like all memory: a copy from which a save is written while training goes on,
+and, with offload, the optimizer's state itself."""
 
 import math
 import weakref
@@ -22,7 +23,7 @@ REST_BYTES = 1 << 30  # of a GPU's process beside the copy: libraries, batches, 
 
 def checkpoint_rows(design: Design) -> list[Buffer]:
     """The tensors of a checkpoint, whole, in the order in which it holds them."""
-    dtypes = {buffer.name: buffer.dtype for buffer in design.plan.buffers}
+    dtypes = {buffer.name: buffer.dtype for buffer in design.buffers}
     kinds = {"": dtypes.get("master", dtypes["parameters"])}
     kinds |= {f"{name}.": dtypes[f"optimizer.{name}"] for name in design.optimizer.state}
     return [
@@ -40,7 +41,7 @@ def copy_plans(design: Design, ranks: int) -> list[Plan]:
 
 def host_memory(design: Design, ranks: Ranks) -> tuple[float, float]:
     """(bytes that a machine's ranks need for their copies and the rest, bytes that are free), the same on all ranks."""
-    rest = design.plan.total_bytes if design.device.type == "cpu" else REST_BYTES
+    rest = design.host_plan.total_bytes + (design.plan.total_bytes if design.device.type == "cpu" else REST_BYTES)
     free = devices.available_bytes(torch.device("cpu"))
     mine = copy_plans(design, ranks.size)[ranks.rank].total_bytes + rest, math.inf if free is None else free
     needed, free = zip(*ranks.all_gather_numbers(mine, "host memory"), strict=True)
@@ -62,7 +63,7 @@ class HostCopy:
             for file, rows in checkpoint.shares(checkpoint_rows(design), ranks.size)[ranks.rank].items()
         }
         for memory in self.storage.values() if self.pinned else ():
-            pin(memory)
+            pin(memory, "the copy from which saves are written", "--async-save false")
 
     def take(self, tensors: list[Stored]) -> None:
         """Copies the rank's share. All ranks fetch all tensors: their shards are gathered."""
@@ -74,14 +75,23 @@ class HostCopy:
             torch.cuda.current_stream().synchronize()
 
 
-def pin(memory: Tensor) -> None:
-    """Pins the memory of a tensor for as long as the tensor lives. torch's own pinned memory comes in powers of two, up to
-    twice as much."""
+def host_state(design: Design) -> dict[str, Tensor]:
+    """The views of the host's plan, zeroed: of the optimizer's state that a GPU's run keeps here, pinned."""
+    plan = design.host_plan
+    storage = {kind: torch.empty(size, dtype=torch.uint8).zero_() for kind, size in plan.size_bytes.items()}
+    for kind, memory in storage.items() if design.device.type == "cuda" else ():
+        pin(memory, f"the {kind}", "--offload false")
+    return plan.lay_over(storage)
+
+
+def pin(memory: Tensor, holds: str, remedy: str) -> None:
+    """Pins the memory of a tensor for as long as the tensor lives; raises `MemoryShort`, which says what it `holds` and the
+    setting that does without. torch's own pinned memory comes in powers of two, up to twice as much."""
     driver: Any = torch.cuda.cudart()
     if error := int(driver.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)):
         raise MemoryShort(
-            f"the driver does not pin {human_bytes(memory.nbytes)} of host memory, from which saves are written (CUDA error"
-            f" {error}); use --async-save false"
+            f"the driver does not pin {human_bytes(memory.nbytes)} of host memory for {holds} (CUDA error {error});"
+            f" use {remedy}"
         )
     unpins: Any = weakref.finalize(memory, driver.cudaHostUnregister, memory.data_ptr())
     unpins.atexit = False  # the process takes its memory along

@@ -26,6 +26,7 @@ from handgrad.models.rows import ActivationRow, Table, flat_elements
 from handgrad.optimizers.adamw import AdamW
 from handgrad.optimizers.muon import Muon
 from handgrad.parallel.memory import with_sharding
+from handgrad.training import offload
 from handgrad.training.design import Batch, Design, Guards
 from handgrad.training.schedule import Schedule
 from handgrad.training.state import flat_buffers, update_scratch
@@ -85,10 +86,15 @@ def resolve(
         device,
         optimizer,
         master_weights=config.master_weights,
+        rounded_moments=config.moments == "bf16",
         blocks=norm_blocks(buckets, lanes),
     )
     if lanes > 1:
         flat = with_sharding(flat, buckets, sharding, optimizer.state)
+    host, slots = [], []
+    if config.offload:
+        flat, host = offload.divided(flat)
+        slots = offload.slot_buffers(host)
     if fp8 is None:
         activations = [row.buffer(config.recompute) for row in rows if not row.of]
     else:
@@ -119,7 +125,8 @@ def resolve(
         recompute=config.recompute,
         fp8=fp8,
         dropout=config.dropout,
-        plan=make_plan([*flat.values(), *activations, *inputs, *dropout, *adapters, *scratch]),
+        plan=make_plan([*flat.values(), *activations, *inputs, *dropout, *adapters, *scratch, *slots]),
+        host_plan=make_plan(host),
         sample_tokens=config.sample_tokens,
         lora=lora,
         base=base,

@@ -23,7 +23,14 @@ from handgrad.parallel.launchers import find_rank_info
 from handgrad.parallel.ranks import Ranks, error_text, exit_code
 from handgrad.parallel.rendezvous import Timeouts, joined
 from handgrad.run import sinks
-from handgrad.run.checks import check_disk, check_fits, check_shared_gradients, check_tokenizer, other_tokenizer
+from handgrad.run.checks import (
+    check_disk,
+    check_fits,
+    check_offload,
+    check_shared_gradients,
+    check_tokenizer,
+    other_tokenizer,
+)
 from handgrad.run.console import Shows
 from handgrad.run.folder import RunFolder, settled_lanes
 from handgrad.run.loop import Run
@@ -53,6 +60,7 @@ def open_run(
         ranks.check_equal("configuration", to_dict(given))
         config = check(replace(given, lanes=ranks.from_rank_0(lambda: settled_lanes(given, ranks.size), "lanes")))
         check_shared_gradients(config, ranks.size)
+        check_offload(config, device, ranks.size)
         ranks.from_rank_0(lambda: sinks.chosen(config.log_to), "log_to")  # refuses one that is not installed
         dataset = open_dataset(config.data)
         packing = ranks.from_rank_0(lambda: begun_packing(given), "packing")

@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import torch
+
 from handgrad import gpus
 from handgrad.config import AUTO, RunConfig
 from handgrad.errors import UsageError
@@ -12,7 +14,7 @@ from handgrad.format import human_bytes
 from handgrad.fp8_shape import FP8_MULTIPLE, takes_micro_batch
 from handgrad.gpus import GPUS, Gpu
 from handgrad.names import check_choice
-from handgrad.run.checks import check_shared_gradients
+from handgrad.run.checks import check_offload, check_shared_gradients
 from handgrad.run.folder import settled_lanes
 from handgrad.run.writing import generation_plan
 from handgrad.tools import measured
@@ -101,6 +103,7 @@ def settled(config: RunConfig, gpu: Gpu, ranks: int) -> RunConfig:
     """`config` as it would start on `ranks` such GPUs: its precision and its lanes."""
     precision = gpus.auto_precision(gpu.capability) if config.precision == AUTO else config.precision
     gpus.check_precision(gpu.title, gpu.capability, precision)
+    check_offload(config, torch.device("meta"), ranks)
     config = replace(config, precision=precision, lanes=settled_lanes(config, ranks))
     if not list(micro_batches(config)):
         counts = (stage.tokens_per_step // config.sequence_length for stage in config.batch.stages)
@@ -145,7 +148,9 @@ def memory_bytes(design: Design) -> dict[str, int]:
 
 
 def remedy(config: RunConfig) -> str:
-    return "a smaller model or more GPUs" if config.recompute == 2 else "--recompute 2, a smaller model or more GPUs"
+    level = "" if config.recompute == 3 else "--recompute 3, "
+    offload = "" if config.offload or config.optimizer != "adamw" or config.lora else "--offload true, "
+    return f"{level}{offload}a smaller model or more GPUs"
 
 
 def bytes_of(text: str) -> int:

@@ -11,7 +11,8 @@ MANY = 8  # micro-batches from which on their number no longer matters: the opti
 
 # Settings that change the speed; the measured runs had their defaults.
 COSTLY = (
-    *("recompute", "dropout", "zero", "reduce_precision", "master_weights", "head_chunk_tokens", "freeze", "optimizer"),
+    *("recompute", "dropout", "zero", "reduce_precision", "master_weights", "moments", "offload", "head_chunk_tokens"),
+    *("freeze", "optimizer"),
     *("fp8_keep_bf16", "fp8_head", "fp8_gradients", "fp8_scaling"),
 )
 

@@ -10,16 +10,15 @@ from handgrad.data.shards import open_dataset
 from handgrad.errors import DataError
 from handgrad.format import human_bytes, human_count, human_flops, human_seconds, memory_table
 from handgrad.models.rows import count_parameters
-from handgrad.run.checks import check_shared_gradients, checkpoint_bytes, most_checkpoints
+from handgrad.run.checks import check_offload, check_shared_gradients, checkpoint_bytes, most_checkpoints
 from handgrad.run.folder import settled_lanes
 from handgrad.run.header import batch_lines, dropout_lines, freezing_lines
 from handgrad.run.host_copy import copy_plans
 from handgrad.run.resolve import largest_micro_batch, resolve, with_precision, with_tuned_gemms
+from handgrad.tools.fitting import RECOMPUTE_LEVELS, candidates, fitting_lines
 from handgrad.tools.forecast import memory_bytes
 from handgrad.tools.rates import gemm_flops
 from handgrad.training.design import Design
-
-RECOMPUTE_LEVELS = (0, 1, 2)
 
 
 def vocabulary(config: RunConfig, *, given: bool) -> tuple[int, str]:
@@ -43,6 +42,7 @@ def describe_plan(config: RunConfig, vocab_size: int, ranks: int = 1, fit: int =
     config = with_tuned_gemms(config, choose_backend(config.backend, device, config.precision))
     config = check(replace(config, lanes=settled_lanes(config, ranks)))
     check_shared_gradients(config, ranks)
+    check_offload(config, device, ranks)
     designs = [resolve(replace(config, recompute=level), vocab_size, ranks=ranks) for level in RECOMPUTE_LEVELS]
     design = designs[0]
     flops_per_token = design.flops_per_token
@@ -62,6 +62,9 @@ def describe_plan(config: RunConfig, vocab_size: int, ranks: int = 1, fit: int =
         other = replace(config, recompute=level)
         fitting = largest_micro_batch(other, vocab_size, available or 0, ranks)
         lines.append(fits_line(other, fitting, available or 0, there))
+    if fit:
+        found = candidates(config, device, ranks, lambda other: resolve(other, vocab_size, ranks=ranks), None)
+        lines += fitting_lines(found, fit)
     return lines
 
 
@@ -95,9 +98,11 @@ def memory_lines(config: RunConfig, designs: list[Design], ranks: int) -> list[s
     copy = max(plan.total_bytes for plan in copy_plans(designs[0], ranks))
     each = " per rank" if ranks > 1 else ""
     host = f"host       {human_bytes(copy)}{each}: the copy from which saves are written behind training"
+    state = designs[0].host_plan.total_bytes
     return [
         f"disk       {human_bytes(checkpoints * checkpoint_bytes(designs[0]))}: at most {checkpoints} checkpoints",
         *([host] if config.async_save else []),
+        *([f"host       {human_bytes(state)}: {' and '.join(designs[0].host_plan.size_bytes)}"] if state else []),
         "",
         f"{memory:<18}" + "".join(f"{f'recompute {level}':>16}" for level in RECOMPUTE_LEVELS),
         *memory_table([memory_bytes(design) for design in designs]),

@@ -2,13 +2,17 @@
 
 from dataclasses import replace
 
+import torch
+
 from handgrad.config import RunConfig
 from handgrad.errors import HandgradError
 from handgrad.format import human_bytes, human_count
-from handgrad.gpus import GPUS
+from handgrad.gpus import GPUS, Gpu
 from handgrad.tools.absent import resolve_for
+from handgrad.tools.fitting import RECOMPUTE_LEVELS, Candidate, candidates, chosen_of, fitting_lines
 from handgrad.tools.forecast import Forecast, forecast, largest_micro_batch, named_gpu, settled
-from handgrad.tools.plan import RECOMPUTE_LEVELS, fits_line, memory_lines, run_lines
+from handgrad.tools.plan import fits_line, memory_lines, run_lines
+from handgrad.tools.roofline import step_time
 
 WIDTHS = (11, 9, 11, 11, 10, 10, 9, 11)
 NOTE = (
@@ -21,8 +25,11 @@ def describe_gpu(
     config: RunConfig, vocab_size: int, gpu: str, ranks: int = 1, price: float | None = None, fit: int = 0
 ) -> list[str]:
     """The plan for `ranks` GPUs of this name. Raises the errors of `forecast`."""
-    found = forecast(config, vocab_size, gpu, ranks=ranks, price=price, fit=fit)
     _, spec = named_gpu(gpu)
+    fitted = fitted_to(config, spec, vocab_size, ranks) if fit else []
+    if chosen := chosen_of(fitted, config, fit):
+        config = chosen.config
+    found = forecast(config, vocab_size, gpu, ranks=ranks, price=price, fit=fit)
     config = replace(settled(config, spec, ranks), micro_batch=found.micro_batch)
     levels = [replace(config, recompute=level) for level in RECOMPUTE_LEVELS]
     designs = [resolve_for(spec, level, vocab_size, ranks) for level in levels]
@@ -39,11 +46,23 @@ def describe_gpu(
             fits_line(level, most, available, "allowed" if fit else "usable")
             for level, most in zip(levels, largest, strict=True)
         ),
+        *(fitting_lines(fitted, fit) if fit else []),
         "",
         heading(),
         row(found),
         f"{'measured' + source if found.measured else 'estimated, by the model of docs/planning.md'}; steps alone",
     ]
+
+
+def fitted_to(config: RunConfig, gpu: Gpu, vocab_size: int, ranks: int) -> list[Candidate]:
+    """The run's settings by their time on so many of these GPUs, by the model of docs/planning.md."""
+    return candidates(
+        settled(config, gpu, ranks),
+        torch.device("meta"),
+        ranks,
+        lambda other: resolve_for(gpu, other, vocab_size, ranks),
+        lambda other, design: step_time(gpu, other, design, ranks).total,
+    )
 
 
 def describe_gpus(

@@ -23,6 +23,7 @@ from handgrad.config import RunConfig
 from handgrad.evaluation.load import check_available
 from handgrad.format import human_count
 from handgrad.run.assemble import allocate, assemble, bind
+from handgrad.run.checks import check_offload
 from handgrad.run.resolve import resolve, with_precision, with_tuned_gemms
 from handgrad.tools.rates import copy_bandwidth, gemm_flops
 from handgrad.tools.recorder import Recorder
@@ -54,6 +55,7 @@ class MadeUpTokens:
 def set_up(config: RunConfig, vocab_size: int) -> Design:
     """The design of a run on one process; raises `DataError` if it does not fit."""
     device = devices.resolve_device(config.device)
+    check_offload(config, device, 1)
     config = with_precision(config, device)
     config = with_tuned_gemms(config, choose_backend(config.backend, device, config.precision))
     design = resolve(config, vocab_size, device=device)

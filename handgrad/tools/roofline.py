@@ -10,7 +10,7 @@ from handgrad.config import RunConfig
 from handgrad.fp8.dropout import more_passes
 from handgrad.fp8.tables import HEAD_GEMMS
 from handgrad.gpus import Gpu
-from handgrad.models.rows import count_parameters
+from handgrad.models.rows import WHOLE_BLOCKS, count_parameters
 from handgrad.training.design import Design
 
 # Fitted to steps of 124M and 1558M on an H200 at its power limit; the other sizes and GPUs are predictions.
@@ -28,7 +28,7 @@ LINK_SHARE = 0.55
 # Bytes per token and channel of a block's kernels but for products and attention: two layer norms forward (2 elements
 # each) and backward (4 each), the bias sums of qkv and fc (3 and 4); in fp8 those that benchmarks/fp8_bytes.py lists.
 ELEMENTS, FP8_BYTES = 19, 79
-AGAIN_ELEMENTS, FP8_AGAIN_BYTES = (0, 0, 4), (0, 12, 18)  # by level of recomputation
+AGAIN_ELEMENTS, FP8_AGAIN_BYTES = (0, 0, 4, 4), (0, 12, 18, 18)  # by level of recomputation
 DROPOUT_PASSES = 10
 
 
@@ -59,7 +59,8 @@ def step_time(gpu: Gpu, config: RunConfig, design: Design, ranks: int = 1) -> St
     in_fp8 = fp8_share(design)
     products = tokens * product_seconds_per_token(gpu, design, precision, rate)
     kind = "bf16" if precision == "fp8" else "fp32" if precision == "tf32" else precision
-    attention = 7 * layers * channels * (length + 1) / (ATTENTION_SHARE * gpu.flops(kind))
+    products_of_attention = 7 + 2 * (config.recompute >= WHOLE_BLOCKS)  # two forward, five backward
+    attention = products_of_attention * layers * channels * (length + 1) / (ATTENTION_SHARE * gpu.flops(kind))
     attention *= tokens * (1 + (QUANTISING - 1) * in_fp8)
     level = config.recompute
     per_channel = (1 - in_fp8) * size * (ELEMENTS + AGAIN_ELEMENTS[level])
@@ -76,7 +77,7 @@ def step_time(gpu: Gpu, config: RunConfig, design: Design, ranks: int = 1) -> St
         products=products,
         attention=attention,
         memory=moved / rate,
-        optimizer=optimizer_bytes(config, parameters, size, ranks) / rate,
+        optimizer=optimizer_bytes(config, parameters, size, ranks) / rate + offload_seconds(gpu, design),
         exchange=exchange_seconds(gpu, config, parameters, size, ranks)
         + (ranks > 1) * (1 / TOGETHER_SHARE - 1) * (products + attention + moved / rate),
     )
@@ -106,7 +107,8 @@ def product_seconds_per_token(gpu: Gpu, design: Design, precision: str, rate: fl
     if shape.architecture == "llama":
         packed, hidden = attended + 2 * shape.family.kv_heads * shape.head_width, 2 * F
     for part, inputs, outputs in (("qkv", C, packed), ("proj", attended, C), ("mlp", C, hidden), ("mlp", F, C)):
-        again = design.recompute >= 1 and outputs == hidden
+        whole = design.recompute >= WHOLE_BLOCKS and inputs != F  # all products of a block but its last
+        again = whole or (design.recompute >= 1 and outputs == hidden)
         fp8_layers = sum(name == part for _, name in gemms.blocks) if gemms else 0
         for kind, layers in (("fp8", fp8_layers), (plain, shape.num_layers - fp8_layers)):
             total += layers * (passes + again) * seconds(inputs, outputs, kind) if layers else 0.0
@@ -119,8 +121,13 @@ def optimizer_bytes(config: RunConfig, parameters: int, size: int, ranks: int) -
     """Of a step: the norm and the clearing of the gradients, and AdamW, of which ranks have a share each from ZeRO 1 on:
     the gradient, the master weights, two moments, and the weights that the model reads; in fp8 also their forms."""
     share = ranks if config.zero else 1
-    adamw = 28 + (size if size < 4 else 0)
+    adamw = 28 - 8 * (config.moments == "bf16") + (size if size < 4 else 0)
     return parameters * (8 + adamw / share + (4 if config.precision == "fp8" else 0))
+
+
+def offload_seconds(gpu: Gpu, design: Design) -> float:
+    """The state on the host comes and goes at the same time."""
+    return design.host_plan.total_bytes / (LINK_SHARE * gpu.host_gigabytes_per_second * 1e9)
 
 
 def exchange_seconds(gpu: Gpu, config: RunConfig, parameters: int, size: int, ranks: int) -> float:

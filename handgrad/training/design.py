@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from handgrad.arena import Plan
+from handgrad.arena import Buffer, Plan
 from handgrad.batch_schedule import BatchSchedule
 from handgrad.config import ModelShape
 from handgrad.layout import Buckets, Sharding
@@ -86,6 +86,7 @@ class Design:
     fp8: Any
     dropout: float
     plan: Plan
+    host_plan: Plan  # of the optimizer's state, where the host keeps it
     sample_tokens: int = 0  # of the texts that the run writes
     lora: Any = None
     base: Table = ()  # the model's weights, if what trains is beside them: frozen, in a flat buffer of their own
@@ -94,6 +95,11 @@ class Design:
     def all_parameters(self) -> Table:
         """Those that train and those beside them."""
         return (*self.base, *self.parameters)
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        """Those of the device and of the host."""
+        return (*self.plan.buffers, *self.host_plan.buffers)
 
     @property
     def flops_per_token(self) -> float:

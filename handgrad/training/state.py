@@ -22,18 +22,26 @@ INITIAL_LOSS_SCALE = 2.0**16  # of fp16: halved within a few skipped steps where
 
 
 def flat_buffers(
-    elements: int, dtype: torch.dtype, device: torch.device, optimizer: Any, *, master_weights: bool, blocks: int
+    elements: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    optimizer: Any,
+    *,
+    master_weights: bool,
+    rounded_moments: bool,
+    blocks: int,
 ) -> dict[str, Buffer]:
     """The rows beside the activations, by name: flat buffers of `elements`, and the few numbers of a step; `blocks` partial
-    sums make the global norm."""
+    sums make the global norm. `rounded_moments`: bf16 holds the optimizer's state."""
     exact = torch.float64 if dtype == torch.float64 else torch.float32
     double = torch.float32 if device.type == "mps" else torch.float64  # Apple GPUs have no float64
+    of_state = torch.bfloat16 if rounded_moments else exact
     rows = [Buffer("parameters", (elements,), dtype, "parameters")]
     if dtype != exact and master_weights:
         rows.append(Buffer("master", (elements,), exact, "master weights"))
     rows += [
         Buffer("gradients", (elements,), exact, "gradients"),
-        *(Buffer(f"optimizer.{name}", (elements,), exact, "moments") for name in optimizer.state),
+        *(Buffer(f"optimizer.{name}", (elements,), of_state, "moments") for name in optimizer.state),
         Buffer("norm_partials", (blocks,), exact, "gradients"),
         Buffer("controls", (CONTROLS,), double, "gradients"),
         Buffer("results", (RESULTS,), double, "gradients"),
@@ -58,7 +66,7 @@ class TrainingState:
     parameters: Tensor  # flat, in the run's dtype
     master: Tensor  # flat float32, the optimizer's: `parameters` itself in fp32 and without master weights
     gradients: Tensor  # flat float32
-    optimizer: dict[str, Tensor]  # flat float32
+    optimizer: dict[str, Tensor]  # flat float32, or bf16
     norm_partials: Tensor  # a sum of squares per block of the gradients
     controls: Tensor  # the host's decisions for a step (`handgrad.ops` names the slots)
     results: Tensor  # the step's findings

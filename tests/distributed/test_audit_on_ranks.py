@@ -17,6 +17,7 @@ KINDS = {
     "bf16": {"precision": "bf16", "dropout": 0.1},
     "fp8": {"precision": "fp8"},
     "no masters": {"precision": "bf16", "master_weights": False},
+    "moments": {"precision": "bf16", "moments": "bf16"},
     "muon": {"optimizer": "muon", "num_layers": 3},
     "modern": {"architecture": "modern", "optimizer": "muon", "precision": "bf16"},
 }

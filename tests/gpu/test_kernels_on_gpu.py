@@ -212,7 +212,7 @@ def state_after(
 def test_the_same_bits_with_and_without_graphs_at_every_recompute_level() -> None:
     first, results = state_after(6, micro_batch=8, graphs=True)
     assert results[-1].loss < results[0].loss - 0.5
-    for graphs, recompute in ((False, 0), (True, 1), (True, 2), (False, 2)):
+    for graphs, recompute in ((False, 0), (True, 1), (True, 2), (False, 2), (True, 3)):
         again, other = state_after(6, micro_batch=8, graphs=graphs, recompute=recompute)
         assert torch.equal(again, first) and other == results, (graphs, recompute)
 

@@ -299,7 +299,7 @@ def adamw(draw: Draw, elements: int, steps: int, *, betas: tuple[float, float], 
     return inputs, run
 
 
-def check_stochastic_rounding(device: str) -> None:
+def check_stochastic_rounding(device: str, *, moments: torch.dtype = torch.float32) -> None:
     draw, n, first = Draw(torch.float32, device), 5000, 3 << 30
     weight, m, g = draw.normal(n).bfloat16(), draw.normal(n) * 0.1, draw.normal(n)
     controls, results = (torch.zeros(8, dtype=torch.float64, device=device) for _ in range(2))
@@ -308,9 +308,10 @@ def check_stochastic_rounding(device: str) -> None:
     settings = {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "weight_decay": 0.1, "seed": 1337, "first_element": first}
     found = []
     for backend in (reference, kernels):
-        w = weight.clone()
-        backend.adamw_update(w, w, m.clone(), m.square(), g.clone(), controls, results, **settings)
-        found.append(w)
-    assert (found[0] != weight).float().mean() > 0.1, "an update that moves nothing shows nothing"
-    assert (found[0] == found[1]).float().mean() > 0.999
-    assert ((found[0].view(torch.int16).int() - found[1].view(torch.int16).int()).abs() <= 1).all()
+        w, state = weight.clone(), [m.to(moments, copy=True), m.square().to(moments)]
+        backend.adamw_update(w, w, *state, g.clone(), controls, results, **settings)
+        found.append([tensor for tensor in (w, *state) if tensor.dtype == torch.bfloat16])
+    assert (found[0][0] != weight).float().mean() > 0.1, "an update that moves nothing shows nothing"
+    for one, other in zip(*found, strict=True):
+        assert (one == other).float().mean() > 0.999
+        assert ((one.view(torch.int16).int() - other.view(torch.int16).int()).abs() <= 1).all()

@@ -127,17 +127,17 @@ def launches(C: int, itemsize: int = 2) -> dict[str, tuple[triton.JITFunction, d
             {"TOKENS": 524288.0, "CLIP_NORM": 1.0, "DYNAMIC": True, **sums},
             optimizer.SUM_WARPS,
         ),
-        "adamw_update": (optimizer._adamw, {"PUBLISH": True, "ROUNDED": False, **betas, **tiles}, optimizer.UPDATE_WARPS),
-        "adamw_update in place": (
-            optimizer._adamw,
-            {"PUBLISH": False, "ROUNDED": False, **betas, **tiles},
-            optimizer.UPDATE_WARPS,
-        ),
-        "adamw_update rounded": (
-            optimizer._adamw,
-            {"PUBLISH": False, "ROUNDED": True, **betas, **tiles},
-            optimizer.UPDATE_WARPS,
-        ),
+        **{
+            f"adamw_update{kind}": (
+                optimizer._adamw,
+                {"PUBLISH": publishes, "ROUNDED": rounded, "ROUNDED_MOMENTS": moments, **betas, **tiles},
+                optimizer.UPDATE_WARPS,
+            )
+            for kind, publishes, rounded, moments in (
+                *(("", True, False, False), (" in place", False, False, False), (" rounded", False, True, False)),
+                *((", moments of bf16", True, False, True), (" rounded, moments of bf16", False, True, True)),
+            )
+        },
     }
 
 
@@ -151,7 +151,8 @@ def signature_of(name: str, kernel: triton.JITFunction, dtype: str) -> dict[str,
     if name == "digest":
         own |= {"out_acc": "*i64", "first": "i32"}
     if name.startswith("adamw"):
-        own["weight"] = "*i16" if name == "adamw_update rounded" else "*fp32"
+        own["weight"] = "*i16" if "rounded" in name else "*fp32"
+        own |= dict.fromkeys(("m_buffer", "v_buffer"), "*i16") if "moments" in name else {}
     types = {**FIXED_POINTERS, **own}
     return {n: NUMBERS.get(n) or types.get(n, f"*{dtype}") + ":16" for n in kernel.arg_names}
 

@@ -215,6 +215,7 @@ def test_adamw_does_not_depend_on_how_the_buffer_is_cut() -> None:
     assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
 
 
-def test_adamw_on_bf16_weights_rounds_as_the_reference_does() -> None:
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
+def test_adamw_on_bf16_rounds_as_the_reference_does(moments: torch.dtype) -> None:
     """The same random numbers; where the float32 updates differ in the last bit, a rounding may, once in thousands."""
-    checks.check_stochastic_rounding("cpu" if not torch.cuda.is_available() else "cuda")
+    checks.check_stochastic_rounding("cpu" if not torch.cuda.is_available() else "cuda", moments=moments)

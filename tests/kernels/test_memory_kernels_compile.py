@@ -22,6 +22,7 @@ NARROW_STORES = {
     "squared_norms",
     "checksum",
     "digest",
+    "adamw_update rounded, moments of bf16",  # four numbers of two bytes to a lane
     "verdict",
 }
 # 32 KB of so many rows are less than 16 bytes of each for a lane.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from handgrad import ops
-from handgrad.ops.reference.optimizer import exact_weight, publish
+from handgrad.ops.reference.optimizer import exact, keep_moments, publish
 
 
 def adamw_update(
@@ -31,12 +31,13 @@ def adamw_update(
         return
     gradient_scale = results[ops.RESULT_SCALE].item()
     step, learning_rate = (controls[place].item() for place in (ops.CONTROL_STEP, ops.CONTROL_LEARNING_RATE))
-    one, weight = torch.ones((), dtype=torch.float32), exact_weight(weight_inout)
+    one = torch.ones((), dtype=torch.float32)
+    weight, m, v = (exact(tensor) for tensor in (weight_inout, m_inout, v_inout))
     torch.ops.aten._fused_adamw_(
         [weight],
         [gradient_inout],
-        [m_inout],
-        [v_inout],
+        [m],
+        [v],
         [],
         [one * step],
         lr=learning_rate * rate,
@@ -48,4 +49,5 @@ def adamw_update(
         maximize=False,
         grad_scale=None if gradient_scale == 1.0 else one / gradient_scale,
     )
+    keep_moments(m_inout, v_inout, m, v, int(step), seed, first_element)
     publish(published, weight_inout, weight, int(step), seed, first_element)

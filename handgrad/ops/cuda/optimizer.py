@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from handgrad import ops
+from handgrad.ops import hashing
 from handgrad.ops.cuda.hashing import WEYL, mixed
 from handgrad.ops.cuda.launch import launch
 
@@ -20,6 +21,7 @@ VERDICT, LOSS_SCALE = tl.constexpr(ops.RESULT_VERDICT), tl.constexpr(ops.RESULT_
 UPDATE = tl.constexpr(ops.UPDATE)
 LOSS_NOT_FINITE, NORM_NOT_FINITE = tl.constexpr(ops.LOSS_NOT_FINITE), tl.constexpr(ops.NORM_NOT_FINITE)
 LOSS_OUTLIER, NORM_OUTLIER = tl.constexpr(ops.LOSS_OUTLIER), tl.constexpr(ops.NORM_OUTLIER)
+FIRST_MOMENT, SECOND_MOMENT = tl.constexpr(hashing.FIRST_MOMENT), tl.constexpr(hashing.SECOND_MOMENT)
 GROWTH_STEPS = tl.constexpr(ops.LOSS_SCALE_GROWTH_STEPS)
 LARGEST, SMALLEST = tl.constexpr(ops.LARGEST_LOSS_SCALE), tl.constexpr(ops.SMALLEST_LOSS_SCALE)
 
@@ -151,22 +153,25 @@ def adamw_update(
     elements = weight_inout.numel()
     rounded = weight_inout.dtype == torch.bfloat16
     weights = weight_inout.view(torch.int16) if rounded else weight_inout
-    tensors = published, weights, m_inout, v_inout, gradient_inout, controls, results
+    moments, rounded_moments = (m_inout, v_inout), m_inout.dtype == torch.bfloat16
+    if rounded_moments:
+        moments = m_inout.view(torch.int16), v_inout.view(torch.int16)
+    tensors = published, weights, *moments, gradient_inout, controls, results
     publishes = published.data_ptr() != weight_inout.data_ptr()
     logarithms = (math.log2(beta) if beta else -math.inf for beta in (beta1, beta2))
     settings = float(beta1), float(beta2), *logarithms, float(epsilon), float(weight_decay), float(rate)
     sizes = UPDATE_ELEMENTS, UPDATE_TILES
     grid = (triton.cdiv(elements, UPDATE_ELEMENTS * UPDATE_TILES),)
-    arguments = *tensors, elements, seed, first_element, publishes, rounded, *settings, *sizes
+    arguments = *tensors, elements, seed, first_element, publishes, rounded, rounded_moments, *settings, *sizes
     launch(_adamw, grid, *arguments, num_warps=UPDATE_WARPS)
 
 
 @triton.jit(do_not_specialize=["seed", "first_element"])  # one kernel for all runs of the flat buffers
 def _adamw(
     published, weight, m_buffer, v_buffer, gradient, controls, results, elements, seed, first_element,
-    PUBLISH: tl.constexpr, ROUNDED: tl.constexpr, BETA1: tl.constexpr, BETA2: tl.constexpr, LOG2_BETA1: tl.constexpr,
-    LOG2_BETA2: tl.constexpr, EPSILON: tl.constexpr, WEIGHT_DECAY: tl.constexpr, RATE: tl.constexpr, BLOCK: tl.constexpr,
-    TILES: tl.constexpr,
+    PUBLISH: tl.constexpr, ROUNDED: tl.constexpr, ROUNDED_MOMENTS: tl.constexpr, BETA1: tl.constexpr, BETA2: tl.constexpr,
+    LOG2_BETA1: tl.constexpr, LOG2_BETA2: tl.constexpr, EPSILON: tl.constexpr, WEIGHT_DECAY: tl.constexpr,
+    RATE: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     if tl.load(results + VERDICT) == UPDATE:
         scale = tl.load(results + SCALE).to(tl.float32)
@@ -180,17 +185,21 @@ def _adamw(
             place = start + tl.arange(0, BLOCK)
             inside = tl.arange(0, BLOCK) < elements - start
             g = tl.load(gradient + place, mask=inside, other=0.0) * scale
-            if ROUNDED:
-                w = (tl.load(weight + place, mask=inside, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
-            else:
-                w = tl.load(weight + place, mask=inside, other=0.0)
-            m = tl.load(m_buffer + place, mask=inside, other=0.0)
-            v = tl.load(v_buffer + place, mask=inside, other=0.0)
+            w = loaded(weight + place, inside, ROUNDED)
+            m = loaded(m_buffer + place, inside, ROUNDED_MOMENTS)
+            v = loaded(v_buffer + place, inside, ROUNDED_MOMENTS)
             m = BETA1 * m + (1.0 - BETA1) * g
             v = BETA2 * v + (1.0 - BETA2) * (g * g)
             w -= decay * w + tl.div_rn(m_rate * m, tl.sqrt_rn(v) * v_factor + EPSILON)
-            tl.store(m_buffer + place, m, mask=inside)
-            tl.store(v_buffer + place, v, mask=inside)
+            if ROUNDED_MOMENTS:
+                element, key = first_element + place, seed.to(tl.uint32)
+                rounded_m = stochastically(m, element, step.to(tl.int32), key ^ FIRST_MOMENT)
+                rounded_v = stochastically(v, element, step.to(tl.int32), key ^ SECOND_MOMENT)
+                tl.store(m_buffer + place, rounded_m, mask=inside)
+                tl.store(v_buffer + place, rounded_v, mask=inside)
+            else:
+                tl.store(m_buffer + place, m, mask=inside)
+                tl.store(v_buffer + place, v, mask=inside)
             if ROUNDED:
                 rounded = stochastically(w, first_element + place, step.to(tl.int32), seed)
                 tl.store(weight + place, rounded, mask=inside)
@@ -198,6 +207,15 @@ def _adamw(
                 tl.store(weight + place, w, mask=inside)
             if PUBLISH:
                 tl.store(published + place, w.to(published.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def loaded(place, inside, ROUNDED: tl.constexpr):
+    """Numbers of float32, or of bf16 (as int16) in float32."""
+    if ROUNDED:
+        return (tl.load(place, mask=inside, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return tl.load(place, mask=inside, other=0.0)
 
 
 # Stochastic rounding to bf16: the upper half of a float's bits plus a random lower half (see the reference).

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from handgrad import ops
-from handgrad.ops.hashing import BITS32, WEYL, mixed
+from handgrad.ops.hashing import BITS32, FIRST_MOMENT, SECOND_MOMENT, WEYL, mixed
 
 # Loss of a step: the micro-steps' sums, added in their order.
 
@@ -113,23 +113,33 @@ def adamw_update(
 
     Weights of bf16 are all there is of them: they are `published` themselves, updated in float32 and rounded to one of
     their two neighbours at random, keyed by `seed`, the step and the element's place in the whole buffer, where these
-    begin at `first_element`.
+    begin at `first_element`. Moments of bf16 likewise, with random bits of their own; the weights' update takes them before
+    they are rounded.
     """
     if results[ops.RESULT_VERDICT].item() != ops.UPDATE:
         return
     step, learning_rate = (controls[place].item() for place in (ops.CONTROL_STEP, ops.CONTROL_LEARNING_RATE))
     learning_rate *= rate
-    weight, g = exact_weight(weight_inout), gradient_inout * results[ops.RESULT_SCALE].to(gradient_inout.dtype)
-    m_inout.mul_(beta1).add_(g, alpha=1 - beta1)
-    v_inout.mul_(beta2).add_(g * g, alpha=1 - beta2)
-    denominator = (v_inout / (1 - beta2**step)).sqrt_().add_(epsilon)
-    weight.mul_(1 - learning_rate * weight_decay).sub_(m_inout / denominator, alpha=learning_rate / (1 - beta1**step))
+    weight, m, v = (exact(tensor) for tensor in (weight_inout, m_inout, v_inout))
+    g = gradient_inout * results[ops.RESULT_SCALE].to(gradient_inout.dtype)
+    m.mul_(beta1).add_(g, alpha=1 - beta1)
+    v.mul_(beta2).add_(g * g, alpha=1 - beta2)
+    denominator = (v / (1 - beta2**step)).sqrt_().add_(epsilon)
+    weight.mul_(1 - learning_rate * weight_decay).sub_(m / denominator, alpha=learning_rate / (1 - beta1**step))
+    keep_moments(m_inout, v_inout, m, v, int(step), seed, first_element)
     publish(published, weight_inout, weight, int(step), seed, first_element)
 
 
-def exact_weight(weight_inout: Tensor) -> Tensor:
-    """The weights to update: themselves, or bf16 weights in float32."""
-    return weight_inout.float() if weight_inout.dtype == torch.bfloat16 else weight_inout
+def exact(tensor: Tensor) -> Tensor:
+    """The numbers to update: themselves, or those of bf16 in float32."""
+    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+
+
+def keep_moments(m_inout: Tensor, v_inout: Tensor, m: Tensor, v: Tensor, step: int, seed: int, first_element: int) -> None:
+    """Rounds the updated m and v into moments of bf16."""
+    for kept, moment, salt in ((m_inout, m, FIRST_MOMENT), (v_inout, v, SECOND_MOMENT)):
+        if kept is not moment:
+            round_stochastically(kept, moment, step, seed ^ salt, first_element)
 
 
 def publish(published: Tensor, weight_inout: Tensor, weight: Tensor, step: int, seed: int, first_element: int) -> None:
