@@ -129,9 +129,7 @@ class Decoder:
             **asdict(o),
             scratch=buf.scratch,
         )
-        torch.clamp(buf.chosen, min=0, out=buf.tokens)  # -1 is no token; the host ends the text when it sees it
-        buf.positions.add_(buf.active)
-        buf.places.add_(1)
+        self.ops.decode.advance(buf.tokens, buf.positions, buf.places, buf.chosen, buf.active)
 
     def prefill(self, batch: int, length: int) -> None:
         """Runs the model's prefill; on a GPU its ~80 launches are captured once per size, and replayed."""

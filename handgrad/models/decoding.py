@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from handgrad.config import ModelShape
+from handgrad.models.passes import Onto
 from handgrad.models.rows import ActivationRow, Clock, Dims, activation, activation_rows, dtypes_of
 
 PROMPTS, STEP = ((1, 2),), ((3, 4),)
@@ -62,6 +63,17 @@ def decoding_rows(
     for its_sizes, its_clock, ticks in zip(turns, clock.every_layer(), (PROMPTS, STEP), strict=True):
         for row in activation_rows(block, its_sizes, dtypes, its_clock, f"blocks.{its_clock.layer}."):
             yield replace(row, ticks=ticks) if row.name.endswith("residual_out") else row  # the stream
+
+
+def onto_stream_of_step(ops: ModuleType, block: Any, sequences: Sequences, layer: int) -> Onto:
+    """`passes.onto_stream` of one token per sequence: attention over the layer's cache and the product after it."""
+    cache = sequences.keys[layer], sequences.values[layer]
+
+    def both(out: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        tensors = residual, block.qkv, sequences.positions, weight, bias
+        ops.attention_linear_residual_forward(out, block.atty, *cache, *tensors, scratch=sequences.scratch)
+
+    return both
 
 
 def prefill_block(buffers: Block, batch: int, length: int, num_heads: int) -> Block:

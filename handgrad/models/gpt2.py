@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from handgrad.config import ModelShape
-from handgrad.models.decoding import Sequences, decoding_rows, prefill_block
-from handgrad.models.passes import Stage, head_logits
+from handgrad.models.decoding import Sequences, decoding_rows, onto_stream_of_step, prefill_block
+from handgrad.models.passes import Onto, Stage, head_logits, onto_stream
 from handgrad.models.rows import (
     ONES,
     ZEROS,
@@ -191,7 +191,8 @@ def forward(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) ->
     for layer, (weights, block) in enumerate(zip(w.blocks, act.blocks, strict=True)):
         attention = block.atty, block.lse, block.qkv
         attend = partial(ops.attention_forward, *attention, scratch=s, document_starts=act.document_starts)
-        stages.append(Stage(f"blocks.{layer}", partial(block_forward, ops, weights, block, x, attend, s)))
+        onto = onto_stream(ops, attend, block.atty, s)
+        stages.append(Stage(f"blocks.{layer}", partial(block_forward, ops, weights, block, x, onto, s)))
         x = block.residual_out
     last_norm = partial(ops.layernorm_forward, act.lnf, act.lnf_mean, act.lnf_rstd, x, w.lnf_weight, w.lnf_bias)
     return [*stages, Stage("lnf", last_norm)]
@@ -206,16 +207,15 @@ def embedding_forward(ops: ModuleType, w: Weights, act: Activations) -> None:
 
 
 def block_forward(
-    ops: ModuleType, w: BlockWeights, act: BlockActivations, x: Tensor, attend: Callable[[], None], s: Tensor
+    ops: ModuleType, w: BlockWeights, act: BlockActivations, x: Tensor, attend: Onto, s: Tensor
 ) -> None:
-    """x (N, C) -> act.residual_out (N, C). `attend` makes act.atty of act.qkv: in training of the sequences at hand, in
-    generation with the keys and values of earlier tokens."""
+    """x (N, C) -> act.residual_out (N, C). `attend` attends with act.qkv, in training among the sequences at hand, in
+    generation with the keys and values of earlier tokens, and adds the product of the result to the stream."""
     ln1, ln2 = (act.ln1, act.ln1_mean, act.ln1_rstd), (act.ln2, act.ln2_mean, act.ln2_rstd)
     qkv, proj = (w.qkv_weight, w.qkv_bias), (w.proj_weight, w.proj_bias)
     fc, fcproj = (w.fc_weight, w.fc_bias), (w.fcproj_weight, w.fcproj_bias)
     ops.layernorm_linear_forward(act.qkv, *ln1, x, w.ln1_weight, w.ln1_bias, *qkv, scratch=s)  # [q k v] = LN(x) W^T + b
-    attend()  # y = softmax(q k^T / sqrt(D)) v
-    ops.linear_residual_forward(act.residual_mid, x, act.atty, *proj, scratch=s)  # a = x + y W^T + b
+    attend(act.residual_mid, x, *proj)  # y = softmax(q k^T / sqrt(D)) v, a = x + y W^T + b
     ops.layernorm_linear_gelu_forward(  # h = GELU(LN(a) W^T + b)
         act.gelu, act.fc, *ln2, act.residual_mid, w.ln2_weight, w.ln2_bias, *fc, scratch=s
     )
@@ -354,9 +354,7 @@ def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> 
     s, act, x = b.scratch, b.blocks[1], b.blocks[1].residual_out
     ops.embedding_decode(x, b.tokens, b.positions, w.wte, w.wpe)
     for layer, weights in enumerate(w.blocks):
-        cache = b.keys[layer], b.values[layer]
-        attend = partial(ops.attention_decode, act.atty, *cache, act.qkv, b.positions, scratch=s)
-        block_forward(ops, weights, act, x, attend, s)
+        block_forward(ops, weights, act, x, onto_stream_of_step(ops, act, b, layer), s)
     norm = act.ln1, act.ln1_mean, act.ln1_rstd
     ops.layernorm_linear_forward(b.logits, *norm, x, w.lnf_weight, w.lnf_bias, w.wte, None, scratch=s)
 
@@ -377,7 +375,7 @@ def prefill(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape, batch: 
 
     ops.embedding_forward(x, b.prompt_tokens[:N].view(batch, length), w.wte, w.wpe)
     for weights, store in zip(w.blocks[:-1], caches, strict=False):
-        block_forward(ops, weights, act, x, partial(attend, store), s)
+        block_forward(ops, weights, act, x, onto_stream(ops, partial(attend, store), act.atty, s), s)
     last = w.blocks[-1]  # of which the keys and values alone are read
     norm = act.ln1, act.ln1_mean, act.ln1_rstd, x, last.ln1_weight, last.ln1_bias
     ops.layernorm_linear_forward(act.qkv, *norm, last.qkv_weight, last.qkv_bias, scratch=s)

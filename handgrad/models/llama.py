@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from handgrad.config import ModelShape
-from handgrad.models.decoding import Sequences, decoding_rows, prefill_block
+from handgrad.models.decoding import Sequences, decoding_rows, onto_stream_of_step, prefill_block
 from handgrad.models.llama_tensors import (
     FP8_PARTS as FP8_PARTS,
     Activations,
@@ -34,7 +34,7 @@ from handgrad.models.llama_tensors import (
     has,
     parameters as parameters,
 )
-from handgrad.models.passes import Stage, head_logits
+from handgrad.models.passes import Onto, Stage, head_logits, onto_stream
 from handgrad.models.rows import ActivationRow, repeated
 
 Launch = Callable[[], None]
@@ -66,7 +66,8 @@ def forward(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) ->
         turned = turn(ops, weights, block, shape, length=block.lse.shape[2])
         attention = block.atty, block.lse, block.qkv
         attend = partial(ops.attention_forward, *attention, scratch=s, document_starts=act.document_starts)
-        run = partial(block_forward, ops, weights, block, x, turned, attend, s, epsilon)
+        onto = onto_stream(ops, attend, block.atty, s)
+        run = partial(block_forward, ops, weights, block, x, turned, onto, s, epsilon)
         stages.append(Stage(f"blocks.{layer}", run))
         x = block.residual_out
     last_norm = partial(ops.gained_rmsnorm_forward, act.lnf, act.lnf_rstd, x, w.lnf_gain, epsilon=epsilon)
@@ -79,16 +80,16 @@ def block_forward(
     act: BlockActivations,
     x: Tensor,
     turned: Launch,
-    attend: Launch,
+    attend: Onto,
     s: Tensor,
     epsilon: float,
 ) -> None:
-    """x (N, C) -> act.residual_out (N, C). `turned` and `attend` make act.atty of act.qkv: in training of the sequences at
-    hand, in generation with the keys and values of earlier tokens."""
+    """x (N, C) -> act.residual_out (N, C). `turned` places act.qkv, and `attend` attends with them, in training among the
+    sequences at hand, in generation with the keys and values of earlier tokens, and adds the product of the result to the
+    stream."""
     queries_keys_values(ops, w, act, x, s, epsilon)
     turned()  # q, k = R(q), R(k)
-    attend()  # y = softmax(q k^T / sqrt(D)) v
-    ops.linear_residual_forward(act.residual_mid, x, act.atty, w.proj_weight, None, scratch=s)  # a = x + y W^T
+    attend(act.residual_mid, x, w.proj_weight, None)  # y = softmax(q k^T / sqrt(D)) v, a = x + y W^T
     norm = act.norm2, act.norm2_rstd, act.residual_mid, w.norm2_gain, w.gate_up_weight
     ops.gained_rmsnorm_linear_swiglu_forward(
         act.swiglu, act.hidden, *norm, epsilon=epsilon, scratch=s
@@ -229,9 +230,7 @@ def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> 
     ops.token_embedding_decode(x, b.tokens, w.wte)
     for layer, weights in enumerate(w.blocks):
         turned = turn(ops, weights, act, shape, positions=b.positions)
-        cache = b.keys[layer], b.values[layer]
-        attend = partial(ops.attention_decode, act.atty, *cache, act.qkv, b.positions, scratch=s)
-        block_forward(ops, weights, act, x, turned, attend, s, epsilon)
+        block_forward(ops, weights, act, x, turned, onto_stream_of_step(ops, act, b, layer), s, epsilon)
     norm = act.norm1, act.norm1_rstd, x, w.lnf_gain
     ops.gained_rmsnorm_linear_forward(b.logits, *norm, w.head, None, epsilon=epsilon, scratch=s)
 
@@ -252,7 +251,8 @@ def prefill(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape, batch: 
     ops.token_embedding_forward(x, tokens, w.wte)
     for layer, weights in enumerate(w.blocks[:-1]):
         turned = turn(ops, weights, act, shape, length=length)
-        block_forward(ops, weights, act, x, turned, partial(attend, layer), s, epsilon)
+        onto = onto_stream(ops, partial(attend, layer), act.atty, s)
+        block_forward(ops, weights, act, x, turned, onto, s, epsilon)
     last = w.blocks[-1]  # of which the keys and values alone are read
     queries_keys_values(ops, last, act, x, s, epsilon)
     turn(ops, last, act, shape, length=length)()

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from handgrad.config import ModelShape
-from handgrad.models.decoding import Sequences, decoding_rows, prefill_block
+from handgrad.models.decoding import Sequences, decoding_rows, onto_stream_of_step, prefill_block
 from handgrad.models.modern_tensors import (
     FP8_PARTS as FP8_PARTS,
     Activations,
@@ -37,7 +37,7 @@ from handgrad.models.modern_tensors import (
     has,
     parameters as parameters,
 )
-from handgrad.models.passes import Stage, head_logits, nothing
+from handgrad.models.passes import Onto, Stage, head_logits, nothing, onto_stream
 from handgrad.models.rows import ActivationRow, repeated
 
 Launch = Callable[[], None]
@@ -126,8 +126,9 @@ def forward(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) ->
             stages.append(Stage(f"values.{layer}", nothing))
         attention = block.atty, block.lse, block.qkv
         attend = partial(ops.attention_forward, *attention, scratch=s, document_starts=act.document_starts)
+        onto = onto_stream(ops, attend, block.atty, s)
         stages.append(
-            Stage(f"blocks.{layer}", partial(block_forward, ops, weights, block, x, act.first, turned, attend, s))
+            Stage(f"blocks.{layer}", partial(block_forward, ops, weights, block, x, act.first, turned, onto, s))
         )
         x = block.residual_out
     last_norm = partial(ops.rmsnorm_forward, act.lnf, act.lnf_rstd, x)
@@ -142,14 +143,14 @@ def embedding_forward(ops: ModuleType, w: Weights, act: Activations) -> None:
 
 def block_forward(
     ops: ModuleType, w: BlockWeights, act: BlockActivations, x: Tensor, first: Tensor | None, turned: Launch,
-    attend: Launch, s: Tensor,
+    attend: Onto, s: Tensor,
 ) -> None:  # fmt: skip
-    """x (N, C) -> act.residual_out (N, C). `first`: the first block's x. `turned` and `attend` make act.atty of act.qkv: in
-    training of the sequences at hand, in generation with the keys and values of earlier tokens."""
+    """x (N, C) -> act.residual_out (N, C). `first`: the first block's x. `turned` places act.qkv, and `attend` attends with
+    them, in training among the sequences at hand, in generation with the keys and values of earlier tokens, and adds the
+    product of the result to the stream."""
     x = enter(ops, w, act, x, first, s)  # x = r x + s x0, [q k v] = RMS(x) W^T
     turned()  # q, k = R(q / |q|), R(k / |k|)
-    attend()  # y = softmax(q k^T / sqrt(D)) v
-    ops.linear_residual_forward(act.residual_mid, x, act.atty, w.proj_weight, None, scratch=s)  # a = x + y W^T
+    attend(act.residual_mid, x, w.proj_weight, None)  # y = softmax(q k^T / sqrt(D)) v, a = x + y W^T
     norm = act.norm2, act.norm2_rstd, act.residual_mid
     ops.rmsnorm_linear_relu2_forward(act.hidden, *norm, w.fc_weight, scratch=s)  # h = max(RMS(a) W^T, 0)^2
     ops.linear_residual_forward(
@@ -292,10 +293,8 @@ def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> 
     if shape.has("embedding_norm"):
         ops.rmsnorm_forward(x, act.norm1_rstd, x)
     for layer, weights in enumerate(w.blocks):
-        cache = b.keys[layer], b.values[layer]
-        attend = partial(ops.attention_decode, act.atty, *cache, act.qkv, b.positions, scratch=s)
         values = values_of_step(ops, turned, weights, act, x, b.tokens)
-        block_forward(ops, weights, act, x, act.first, values, attend, s)
+        block_forward(ops, weights, act, x, act.first, values, onto_stream_of_step(ops, act, b, layer), s)
         x = act.residual_out
     ops.rmsnorm_linear_forward(b.logits, act.norm1, act.norm1_rstd, x, w.head, scratch=s)
     if shape.softcap:
@@ -337,7 +336,8 @@ def prefill(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape, batch: 
         ops.rmsnorm_forward(x, act.norm1_rstd, x)
     for weights, store in zip(w.blocks[:-1], caches, strict=False):
         values = with_values(ops, turned, weights, act, tokens)
-        block_forward(ops, weights, act, x, act.first, values, partial(attend, store), s)
+        onto = onto_stream(ops, partial(attend, store), act.atty, s)
+        block_forward(ops, weights, act, x, act.first, values, onto, s)
         x = act.residual_out
     last = w.blocks[-1]  # of which the keys and values alone are read
     enter(ops, last, act, x, act.first, s)

@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from handgrad.ops.compose import after_gained_rmsnorm, after_layernorm, after_mix, after_rmsnorm
+from handgrad.ops.compose import after_attention, after_gained_rmsnorm, after_layernorm, after_mix, after_rmsnorm
 from handgrad.ops.hashing import BITS32, WEYL, mixed
 from handgrad.ops.reference.attention import for_queries, split_heads
 from handgrad.ops.reference.classifier import softcap_forward  # noqa: F401
@@ -93,6 +93,14 @@ def attention_decode(
     out.view(*q.shape).copy_(torch.matmul(weights, values))
 
 
+def advance(tokens: Tensor, positions_inout: Tensor, places_inout: Tensor, chosen: Tensor, active: Tensor) -> None:
+    """The state of sequences for their next step, all (B) int64: tokens = max(chosen, 0), since -1 is no token and the host
+    ends such a text; positions += active; places += 1."""
+    torch.clamp(chosen, min=0, out=tokens)
+    positions_inout.add_(active)
+    places_inout.add_(1)
+
+
 def append_keys_values(keys_inout: Tensor, values_inout: Tensor, qkv: Tensor, positions: Tensor) -> Tensor:
     """The new keys and values into the caches; returns q / sqrt(D) (B, H, 1, D), in float32 or float64."""
     B, K, _, D = keys_inout.shape
@@ -101,6 +109,9 @@ def append_keys_values(keys_inout: Tensor, values_inout: Tensor, qkv: Tensor, po
     keys_inout[rows, :, positions] = k[:, :, 0]
     values_inout[rows, :, positions] = v[:, :, 0]
     return q.to(torch.float64 if qkv.dtype == torch.float64 else torch.float32) / math.sqrt(q.shape[-1])
+
+
+attention_linear_residual_forward = after_attention(attention_decode, linear_residual_forward)
 
 
 def store_keys_values(keys_inout: Tensor, values_inout: Tensor, qkv: Tensor, slots: Tensor) -> None:
