@@ -36,6 +36,18 @@ def draw(request: pytest.FixtureRequest) -> Draw:
 )
 def test_row_products(draw: Draw, C: int, O: int) -> None:
     check(checks.row_products(draw, C, O), terms=4)
+    check(checks.swiglu_product(draw, C, O), terms=8)
+
+
+@pytest.mark.parametrize("position", [0, 63, 64, 257, 1023])
+@pytest.mark.parametrize(("H", "K", "maxT", "D"), [(12, 12, 1024, 64), (25, 25, 1024, 64), (8, 2, 8192, 128), (9, 3, 2048, 64)])
+def test_heads_in_parts(draw: Draw, H: int, K: int, maxT: int, D: int, position: int) -> None:
+    check(checks.split_attention(draw, H, K, maxT, D, position))
+
+
+@pytest.mark.parametrize("B", [1, 3, 65])
+def test_advance(draw: Draw, B: int) -> None:
+    checks.advance(draw, B)
 
 
 @pytest.mark.parametrize(

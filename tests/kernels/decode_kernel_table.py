@@ -51,7 +51,7 @@ def launches() -> dict[str, tuple[triton.JITFunction, dict[str, object], int]]:
 
     def product(name: str, O: int, K: int, *given: str, itemsize: int = 2, head: int = 0, **constants: object) -> None:
         scaled = ("scales",) if itemsize == 1 else ()
-        rows, block, warps = row_products.product_tile(O, K, itemsize)
+        rows, block, warps = row_products.product_tile(O, K)
         if constants.get("ACTIVATION") == "swiglu":
             rows //= 2
         present = (*given, *scaled, *(("sums", "tops", "totals") if head else ()))
@@ -109,7 +109,9 @@ def compiled(name: str, arch: int) -> dict[str, object]:
     if "fp8" in name:
         signature["weight"] = "*fp8e4nv:16"
     overlaps = arch >= 90
-    options = {"launch_pdl": True} if overlaps else {}
+    options: dict[str, object] = {"launch_pdl": True} if overlaps else {}
+    if kernel is row_products._row_product:
+        options["maxnreg"] = row_products.REGISTERS
     result = compile_kernel(kernel, signature, constants | {"OVERLAPS": overlaps}, warps, 3, arch, **options)
     before, _, _ = result["ptx"].partition("griddepcontrol.wait")
     widths = [int(v or 1) * int(b) // 8 for v, b in re.findall(r"ld\.global[\w.:]*?(?:\.v(\d))?\.b(\d+)", before)]

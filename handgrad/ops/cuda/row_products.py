@@ -1,7 +1,7 @@
 """Products of one row with a weight, for generation: as fast as the weight is read.
 
-A program holds a tile of rows of the weight in registers, and the next one while it computes: its first tile it requests
-before it waits for the kernel before (programmatic dependent launch, from Hopper on). No more programs run than a GPU holds
+A program holds a tile of rows of the weight in registers, and has the next one on its way: its first two it requests before
+it waits for the kernel before (programmatic dependent launch, from Hopper on). No more programs run than a GPU holds
 beside those of the next kernel, so that the next kernel's first tiles come while this one computes, and a program prepares
 x once for all its tiles: its norm, or the sum of attention's parts. Every output is the sum of one program in a fixed order.
 """
@@ -22,13 +22,14 @@ from handgrad.ops.cuda.rmsnorm import rstd_of
 from handgrad.ops.cuda.swiglu import sigmoid
 from handgrad.ops.reference.layernorm import LAYERNORM_EPSILON
 
-# A program's tile of the weight, 128 bytes a thread: with a few programs on each multiprocessor as many bytes are on their
-# way as the memory's latency asks for (4.8 TB/s times about 800 ns are 29 KB a multiprocessor).
-TILE_BYTES = 16384
-BYTES_PER_WARP = 4096
+# A program's tile of the weight, 64 numbers a thread: with two tiles of a few programs on each multiprocessor as many bytes are
+# on their way as the memory's latency asks for (4.8 TB/s times about 800 ns are 29 KB a multiprocessor).
+TILE_ELEMENTS = 8192
+ELEMENTS_PER_WARP = 2048
 LONGEST_ROW = 1 << 15  # of a tile of one row
 FEWEST_PROGRAMS = 264  # two on each of 132 multiprocessors, while a program still has rows to give
-MOST_PROGRAMS = 264  # the rest of the tiles are second and third ones of these programs; None: a program for each tile
+MOST_PROGRAMS = 264  # they take the remaining tiles as well, twice as many in fp8; None: a program for each tile
+REGISTERS = 192  # of a thread at most; without a limit the assembler spills at 128 for compute capability 10.0
 
 NOTHING = tl.constexpr(-1e30)  # a score below all scores
 
@@ -57,13 +58,17 @@ def takes(x: Tensor, weight: Tensor | Fp8Weight) -> bool:
     return x.shape[0] == 1 and weight.shape[1] <= LONGEST_ROW
 
 
-def product_tile(O: int, K: int, itemsize: int = 2) -> tuple[int, int, int]:
-    """(rows, padded row length, warps) of a program's tile. Numbers of 4 bytes are as many as of 2."""
-    block, itemsize = triton.next_power_of_2(K), min(2, itemsize)
-    rows = max(1, TILE_BYTES // itemsize // block)
+def product_tile(O: int, K: int) -> tuple[int, int, int]:
+    """(rows, padded row length, warps) of a program's tile."""
+    block = triton.next_power_of_2(K)
+    rows = max(1, TILE_ELEMENTS // block)
     while rows > 1 and triton.cdiv(O, rows) < FEWEST_PROGRAMS:
         rows //= 2
-    return rows, block, min(16, max(1, rows * block * itemsize // BYTES_PER_WARP))
+    return rows, block, min(16, max(1, rows * block // ELEMENTS_PER_WARP))
+
+
+def programs_of(tiles: int, *, fp8: bool) -> int:
+    return tiles if MOST_PROGRAMS is None else min(tiles, MOST_PROGRAMS * (2 if fp8 else 1))
 
 
 def row_product(
@@ -84,16 +89,15 @@ def row_product(
     its gain or without, or nothing. `parts`: x is their sum instead, which nothing else has made."""
     rows, scales = weight if isinstance(weight, Fp8Weight) else (weight, None)
     O, K = out.shape[1], weight.shape[1]
-    *tile, warps = product_tile(weight.shape[0], K, rows.element_size())
+    *tile, warps = product_tile(weight.shape[0], K)
     if activation == "swiglu" and tile[0] > 1:  # a program takes as many rows of the other half
         tile[0] //= 2
-    count = triton.cdiv(O, tile[0])
-    programs = count if MOST_PROGRAMS is None else min(count, MOST_PROGRAMS)
+    programs = programs_of(triton.cdiv(O, tile[0]), fp8=scales is not None)
     sums, tops, totals = parts or (None, None, None)
     split = (0, 0) if sums is None else (sums.shape[1], sums.shape[2])
     tensors = out, x, *norm, rows, scales, bias, residual, sums, tops, totals
     constants = O, K, epsilon, *tile, *split, activation, rms_norm
-    launch(_row_product, (programs,), *tensors, *constants, **overlapping(out, warps))
+    launch(_row_product, (programs,), *tensors, *constants, maxnreg=REGISTERS, **overlapping(out, warps))
 
 
 @triton.jit
@@ -142,9 +146,11 @@ def _row_product(
     inside = column < K
     # Everything that no kernel of this step writes, before waiting for the one before.
     w = weight_tile(weight, first, 0, O, K, ROWS, BLOCK)
-    w2 = w
+    w_next = weight_tile(weight, first + step, 0, O, K, ROWS, BLOCK)
+    u, u_next = w, w_next
     if ACTIVATION == "swiglu":
-        w2 = weight_tile(weight, first, O, O, K, ROWS, BLOCK)
+        u = weight_tile(weight, first, O, O, K, ROWS, BLOCK)
+        u_next = weight_tile(weight, first + step, O, O, K, ROWS, BLOCK)
     scale, shift = 1.0, 0.0
     if norm_weight is not None:
         scale = tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32)
@@ -168,21 +174,21 @@ def _row_product(
     for tile in range(first, tl.cdiv(O, ROWS), step):
         row = tile * ROWS + tl.arange(0, ROWS)
         here = row < O
-        # Requested before the product of the tile at hand, so that none of them is waited for alone.
         added = tl.zeros([ROWS], tl.float32)
         if bias is not None:
             added += tl.load(bias + row, mask=here, other=0.0).to(tl.float32)
         if residual is not None:
             added += tl.load(residual + row, mask=here, other=0.0).to(tl.float32)
-        w_next = weight_tile(weight, tile + step, 0, O, K, ROWS, BLOCK)
+        # The assembler puts these loads behind the products, into whose registers they go: therefore two tiles ahead.
+        w_later, u_later = weight_tile(weight, tile + 2 * step, 0, O, K, ROWS, BLOCK), u_next
+        if ACTIVATION == "swiglu":
+            u_later = weight_tile(weight, tile + 2 * step, O, O, K, ROWS, BLOCK)
         y = product(w, v, scales, row, here) + added
         if ACTIVATION == "gelu":
             y = gelu(y)
         if ACTIVATION == "relu2":
             y = relu2(y)
         if ACTIVATION == "swiglu":
-            w2_next = weight_tile(weight, tile + step, O, O, K, ROWS, BLOCK)
-            y = y * sigmoid(y) * product(w2, v, scales, row + O, here)
-            w2 = w2_next
+            y = y * sigmoid(y) * product(u, v, scales, row + O, here)
         tl.store(out + row, y.to(out.dtype.element_ty), mask=here)
-        w = w_next
+        w, w_next, u, u_next = w_next, w_later, u_next, u_later
