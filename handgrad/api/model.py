@@ -279,7 +279,7 @@ class Model:
         if prompt.note:
             warnings.warn(prompt.note, stacklevel=2)
         text = Continuation(prompt.tokens, prompt.max_tokens, seed)
-        return (piece for _, piece in self._write([text], options, stops, 1, self._talk.ends) if piece)
+        return (piece for _, piece in self._write([text], options, stops, 1, self._talk) if piece)
 
     def _begin(
         self,
@@ -304,15 +304,19 @@ class Model:
         options: SamplingOptions,
         stops: Sequence[str],
         batch: int,
-        ends: Iterable[int] = (),
+        talk: Talk | None = None,
     ) -> Iterator[tuple[Continuation, str]]:
+        """`talk`: of a conversation, which keeps the keys and values of its earlier turns."""
         if not texts:
             return
         devices.use_precision(self.device, self.precision)
         mine = self._writer = object()
         longest = max(len(text.prompt) + text.max_tokens for text in texts)
-        decoder = self._decoder_of(batch, longest, options, frozenset((self.tokenizer.end_of_text, *ends)))
-        for text, piece in stream_text(decoder, self.tokenizer, iter(texts), stops):
+        ends = frozenset((self.tokenizer.end_of_text, *(talk.ends if talk else ())))
+        if talk and self._decoder and self._decoder[0][0] == batch:
+            longest = max(longest, self._decoder[0][1])
+        decoder = self._decoder_of(batch, longest, options, ends)
+        for text, piece in stream_text(decoder, self.tokenizer, iter(texts), stops, keeps=talk is not None):
             yield text, piece
             if self._writer is not mine:
                 raise UsageError("this stream ended when its model began another text; load the model twice to have both")

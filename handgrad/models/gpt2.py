@@ -9,7 +9,7 @@ The loss head shares the token embedding and works in chunks of tokens: a chunk'
 its gradient, so the full (N, Vp) logits never exist.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -18,7 +18,14 @@ import torch
 from torch import Tensor
 
 from handgrad.config import ModelShape
-from handgrad.models.decoding import Sequences, decoding_rows, onto_stream_of_step, prefill_block
+from handgrad.models.decoding import (
+    Sequences,
+    decoding_rows,
+    onto_stream_of_prompts,
+    onto_stream_of_step,
+    prefill_block,
+    store_prompts,
+)
 from handgrad.models.passes import Onto, Stage, head_logits, onto_stream
 from handgrad.models.rows import (
     ONES,
@@ -206,9 +213,7 @@ def embedding_forward(ops: ModuleType, w: Weights, act: Activations) -> None:
         ops.decode.embedding_decode(act.embedded, act.tokens.view(-1), act.positions.view(-1), w.wte, w.wpe)
 
 
-def block_forward(
-    ops: ModuleType, w: BlockWeights, act: BlockActivations, x: Tensor, attend: Onto, s: Tensor
-) -> None:
+def block_forward(ops: ModuleType, w: BlockWeights, act: BlockActivations, x: Tensor, attend: Onto, s: Tensor) -> None:
     """x (N, C) -> act.residual_out (N, C). `attend` attends with act.qkv, in training among the sequences at hand, in
     generation with the keys and values of earlier tokens, and adds the product of the result to the stream."""
     ln1, ln2 = (act.ln1, act.ln1_mean, act.ln1_rstd), (act.ln2, act.ln2_mean, act.ln2_rstd)
@@ -359,24 +364,24 @@ def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> 
     ops.layernorm_linear_forward(b.logits, *norm, x, w.lnf_weight, w.lnf_bias, w.wte, None, scratch=s)
 
 
-def prefill(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape, batch: int, length: int) -> None:
-    """b.prompt_tokens, (`batch`, `length`), -> their keys and values in the caches of b.prompt_slots, from position 0 on.
+def prefill(
+    ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape, batch: int, length: int, *, begun: bool = False
+) -> None:
+    """b.prompt_tokens, (`batch`, `length`), -> their keys and values in the caches of b.prompt_slots: from position 0 on,
+    or, where the caches have `begun` these prompts, at b.prompt_positions (N).
 
     Padding on the right is harmless: attention is causal, and the step that gets to a padded position of a cache writes it
     before it reads it."""
-    N, s, slots = batch * length, b.scratch, b.prompt_slots[:batch]
+    N, s = batch * length, b.scratch
     act = prefill_block(b.blocks[0], batch, length, shape.num_heads)
-    x = act.residual_out
-    caches = [partial(ops.store_keys_values, *cache, act.qkv, slots) for cache in zip(b.keys, b.values, strict=True)]
-
-    def attend(store: Callable[[], None]) -> None:
-        store()
-        ops.attention_forward(act.atty, act.lse, act.qkv, scratch=s)
-
-    ops.embedding_forward(x, b.prompt_tokens[:N].view(batch, length), w.wte, w.wpe)
-    for weights, store in zip(w.blocks[:-1], caches, strict=False):
-        block_forward(ops, weights, act, x, onto_stream(ops, partial(attend, store), act.atty, s), s)
+    x, tokens = act.residual_out, b.prompt_tokens[:N]
+    if begun:
+        ops.decode.embedding_decode(x, tokens, b.prompt_positions[:N], w.wte, w.wpe)
+    else:
+        ops.embedding_forward(x, tokens.view(batch, length), w.wte, w.wpe)
+    for layer, weights in enumerate(w.blocks[:-1]):
+        block_forward(ops, weights, act, x, onto_stream_of_prompts(ops, act, b, layer, batch, begun=begun), s)
     last = w.blocks[-1]  # of which the keys and values alone are read
     norm = act.ln1, act.ln1_mean, act.ln1_rstd, x, last.ln1_weight, last.ln1_bias
     ops.layernorm_linear_forward(act.qkv, *norm, last.qkv_weight, last.qkv_bias, scratch=s)
-    caches[-1]()
+    store_prompts(ops, act, b, len(w.blocks) - 1, batch, begun=begun)

@@ -19,7 +19,14 @@ import torch
 from torch import Tensor
 
 from handgrad.config import ModelShape
-from handgrad.models.decoding import Sequences, decoding_rows, onto_stream_of_step, prefill_block
+from handgrad.models.decoding import (
+    Sequences,
+    decoding_rows,
+    onto_stream_of_prompts,
+    onto_stream_of_step,
+    prefill_block,
+    store_prompts,
+)
 from handgrad.models.llama_tensors import (
     FP8_PARTS as FP8_PARTS,
     Activations,
@@ -235,25 +242,32 @@ def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> 
     ops.gained_rmsnorm_linear_forward(b.logits, *norm, w.head, None, epsilon=epsilon, scratch=s)
 
 
-def prefill(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape, batch: int, length: int) -> None:
-    """b.prompt_tokens, (`batch`, `length`), -> their keys and values in the caches of b.prompt_slots, from position 0 on.
+def prefill(
+    ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape, batch: int, length: int, *, begun: bool = False
+) -> None:
+    """b.prompt_tokens, (`batch`, `length`), -> their keys and values in the caches of b.prompt_slots: from position 0 on,
+    or, where the caches have `begun` these prompts, at b.prompt_positions (N).
 
     Padding on the right is harmless: attention is causal, and the step that gets to a padded position of a cache writes it
     before it reads it."""
-    N, s, slots, epsilon = batch * length, b.scratch, b.prompt_slots[:batch], shape.family.norm_epsilon
+    N, s, epsilon = batch * length, b.scratch, shape.family.norm_epsilon
     act = prefill_block(b.blocks[0], batch, length, shape.num_heads)
     x, tokens = act.residual_out, b.prompt_tokens[:N].view(batch, length)
-
-    def attend(layer: int) -> None:
-        ops.store_keys_values(b.keys[layer], b.values[layer], act.qkv, slots)
-        ops.attention_forward(act.atty, act.lse, act.qkv, scratch=s)
-
     ops.token_embedding_forward(x, tokens, w.wte)
     for layer, weights in enumerate(w.blocks[:-1]):
-        turned = turn(ops, weights, act, shape, length=length)
-        onto = onto_stream(ops, partial(attend, layer), act.atty, s)
+        turned = turn_prompts(ops, weights, act, shape, b.prompt_positions[:N] if begun else None, length)
+        onto = onto_stream_of_prompts(ops, act, b, layer, batch, begun=begun)
         block_forward(ops, weights, act, x, turned, onto, s, epsilon)
     last = w.blocks[-1]  # of which the keys and values alone are read
     queries_keys_values(ops, last, act, x, s, epsilon)
-    turn(ops, last, act, shape, length=length)()
-    ops.store_keys_values(b.keys[-1], b.values[-1], act.qkv, slots)
+    turn_prompts(ops, last, act, shape, b.prompt_positions[:N] if begun else None, length)()
+    store_prompts(ops, act, b, len(w.blocks) - 1, batch, begun=begun)
+
+
+def turn_prompts(
+    ops: ModuleType, w: BlockWeights, act: BlockActivations, shape: ModelShape, positions: Tensor | None, length: int
+) -> Launch:
+    """`turn` of tokens at `positions` (N), or of samples of `length` tokens."""
+    if positions is None:
+        return turn(ops, w, act, shape, length=length)
+    return turn(ops.decode, w, act, shape, positions=positions)

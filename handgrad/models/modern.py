@@ -21,7 +21,14 @@ import torch
 from torch import Tensor
 
 from handgrad.config import ModelShape
-from handgrad.models.decoding import Sequences, decoding_rows, onto_stream_of_step, prefill_block
+from handgrad.models.decoding import (
+    Sequences,
+    decoding_rows,
+    onto_stream_of_prompts,
+    onto_stream_of_step,
+    prefill_block,
+    store_prompts,
+)
 from handgrad.models.modern_tensors import (
     FP8_PARTS as FP8_PARTS,
     Activations,
@@ -127,9 +134,7 @@ def forward(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) ->
         attention = block.atty, block.lse, block.qkv
         attend = partial(ops.attention_forward, *attention, scratch=s, document_starts=act.document_starts)
         onto = onto_stream(ops, attend, block.atty, s)
-        stages.append(
-            Stage(f"blocks.{layer}", partial(block_forward, ops, weights, block, x, act.first, turned, onto, s))
-        )
+        stages.append(Stage(f"blocks.{layer}", partial(block_forward, ops, weights, block, x, act.first, turned, onto, s)))
         x = block.residual_out
     last_norm = partial(ops.rmsnorm_forward, act.lnf, act.lnf_rstd, x)
     return [*stages, Stage("head" if shape.has("untied_head") else "", last_norm)]
@@ -316,30 +321,30 @@ def values_of_step(
     return both
 
 
-def prefill(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape, batch: int, length: int) -> None:
-    """b.prompt_tokens, (`batch`, `length`), -> their keys and values in the caches of b.prompt_slots, from position 0 on.
+def prefill(
+    ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape, batch: int, length: int, *, begun: bool = False
+) -> None:
+    """b.prompt_tokens, (`batch`, `length`), -> their keys and values in the caches of b.prompt_slots: from position 0 on,
+    or, where the caches have `begun` these prompts, at b.prompt_positions (N).
 
     Padding on the right is harmless: attention is causal, and the step that gets to a padded position of a cache writes it
     before it reads it."""
-    N, s, slots = batch * length, b.scratch, b.prompt_slots[:batch]
+    N, s = batch * length, b.scratch
     act = prefill_block(b.blocks[0], batch, length, shape.num_heads)
     x, tokens = act.residual_out if act.first is None else act.first, b.prompt_tokens[:N].view(batch, length)
-    caches = [partial(ops.store_keys_values, *cache, act.qkv, slots) for cache in zip(b.keys, b.values, strict=True)]
-    turned = turn(ops, act, shape, length=length)
-
-    def attend(store: Launch) -> None:
-        store()
-        ops.attention_forward(act.atty, act.lse, act.qkv, scratch=s)
-
+    if begun:
+        turned = turn(ops.decode, act, shape, positions=b.prompt_positions[:N])
+    else:
+        turned = turn(ops, act, shape, length=length)
     ops.token_embedding_forward(x, tokens, w.wte)
     if shape.has("embedding_norm"):
         ops.rmsnorm_forward(x, act.norm1_rstd, x)
-    for weights, store in zip(w.blocks[:-1], caches, strict=False):
+    for layer, weights in enumerate(w.blocks[:-1]):
         values = with_values(ops, turned, weights, act, tokens)
-        onto = onto_stream(ops, partial(attend, store), act.atty, s)
+        onto = onto_stream_of_prompts(ops, act, b, layer, batch, begun=begun)
         block_forward(ops, weights, act, x, act.first, values, onto, s)
         x = act.residual_out
     last = w.blocks[-1]  # of which the keys and values alone are read
     enter(ops, last, act, x, act.first, s)
     with_values(ops, turned, last, act, tokens)()
-    caches[-1]()
+    store_prompts(ops, act, b, len(w.blocks) - 1, batch, begun=begun)

@@ -31,7 +31,7 @@ Onto = Callable[[Tensor, Tensor, Tensor, Tensor | None], None]  # (out, residual
 
 
 def onto_stream(ops: ModuleType, attend: Callable[[], None], attended: Tensor, scratch: Tensor) -> Onto:
-    """Returns `attend`, which makes y = `attended` (N, H D), and the product after it: out = residual + y weight^T + bias."""
+    """Returns `attend`, which makes y = `attended` (N, H D), and then out = residual + y weight^T + bias."""
 
     def both(out: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         attend()

@@ -40,9 +40,24 @@ def test_row_products(draw: Draw, C: int, O: int) -> None:
 
 
 @pytest.mark.parametrize("position", [0, 63, 64, 257, 1023])
-@pytest.mark.parametrize(("H", "K", "maxT", "D"), [(12, 12, 1024, 64), (25, 25, 1024, 64), (8, 2, 8192, 128), (9, 3, 2048, 64)])
+@pytest.mark.parametrize(
+    ("H", "K", "maxT", "D"), [(12, 12, 1024, 64), (25, 25, 1024, 64), (8, 2, 8192, 128), (9, 3, 2048, 64)]
+)
 def test_heads_in_parts(draw: Draw, H: int, K: int, maxT: int, D: int, position: int) -> None:
     check(checks.split_attention(draw, H, K, maxT, D, position))
+
+
+@pytest.mark.parametrize(
+    ("T", "starts", "H", "K", "maxT", "D"),
+    [
+        (5, [3, 0, 11], 4, 2, 16, 24),
+        (64, [700], 25, 25, 1024, 64),
+        (130, [64, 0], 9, 3, 2048, 64),
+        (64, [1000], 8, 2, 1030, 128),
+    ],
+)
+def test_attention_of_new_tokens(draw: Draw, T: int, starts: list[int], H: int, K: int, maxT: int, D: int) -> None:
+    check(checks.attention_append(draw, T, starts, H, K, maxT, D))
 
 
 @pytest.mark.parametrize("B", [1, 3, 65])

@@ -94,6 +94,27 @@ def split_attention(draw: Draw, H: int, K: int, maxT: int, D: int, position: int
     return inputs, run
 
 
+def attention_append(draw: Draw, T: int, starts: list[int], H: int, K: int, maxT: int, D: int) -> Case:
+    """New tokens of sequences in slots of a larger batch, some padded beyond the cache's end."""
+    B, slots = len(starts), torch.arange(len(starts), device=draw.device).flip(0) * 2
+    inputs = {name: draw.normal(2 * B, K, maxT, D) for name in ("keys", "values")}
+    inputs["qkv"] = draw.normal(B * T, (H + 2 * K) * D)
+    places = torch.tensor(starts, device=draw.device).unsqueeze(1) + torch.arange(T, device=draw.device)
+    positions = places.clamp(max=maxT - 1).view(-1)
+    real = (places.view(-1) < maxT - 1).nonzero().view(-1)
+
+    def run(ops: ModuleType, t: Tensors) -> Tensors:
+        out, caches = nan(t["qkv"], B * T, H * D), (t["keys"].clone(), t["values"].clone())
+        for cache in caches:
+            for slot, start in zip(slots.tolist(), starts, strict=True):
+                cache[slot, :, start:] = torch.nan
+        ops.store_keys_values_at(*caches, t["qkv"], slots, positions)
+        ops.attention_append(out, *caches, t["qkv"], slots, positions, scratch=torch.empty(0))
+        return {"out": out[real]}
+
+    return inputs, run
+
+
 def advance(draw: Draw, B: int) -> None:
     """Exactly the reference's."""
     chosen, active = draw.integers(50, B) - 1, draw.integers(2, B)

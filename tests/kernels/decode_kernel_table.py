@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import triton
 
-from handgrad.ops.cuda import attention_decode, choosing, decode, rotary, row_products
+from handgrad.ops.cuda import attention_append, attention_decode, choosing, decode, rotary, row_products
 from tests.kernels.compiling import compile_kernel
 
 ARCHITECTURES = (80, 90, 100)
@@ -37,8 +37,8 @@ SIGNATURE |= dict.fromkeys(
     ("values_out", "largest", "rstd", "scales", "sums", "tops", "totals", "sums_out", "tops_out", "totals_out"), "*fp32:16"
 )
 SIGNATURE |= dict.fromkeys(("ids", "ids_out", "broken", "broken_out"), "*i32:16")
-SIGNATURE |= dict.fromkeys(("places", "chosen", "active"), "*i64:16")
-SIGNATURE |= dict.fromkeys(("O", "K", "C", "maxT", "D", "stride"), "i32:16") | dict.fromkeys(
+SIGNATURE |= dict.fromkeys(("places", "chosen", "active", "slots"), "*i64:16")
+SIGNATURE |= dict.fromkeys(("O", "K", "C", "T", "maxT", "D", "stride"), "i32:16") | dict.fromkeys(
     ("H", "V", "B", "parts", "N", "length"), "i32"
 )
 SIGNATURE |= dict.fromkeys(("SCALE", "temperature", "penalty", "least", "epsilon"), "fp32")
@@ -55,7 +55,14 @@ def launches() -> dict[str, tuple[triton.JITFunction, dict[str, object], int]]:
         if constants.get("ACTIVATION") == "swiglu":
             rows //= 2
         present = (*given, *scaled, *(("sums", "tops", "totals") if head else ()))
-        plain = {"ROWS": rows, "BLOCK": block, "SPLITS": 4 if head else 0, "HEAD": head, "ACTIVATION": "", "RMS_NORM": False}
+        plain = {
+            "ROWS": rows,
+            "BLOCK": block,
+            "SPLITS": 4 if head else 0,
+            "HEAD": head,
+            "ACTIVATION": "",
+            "RMS_NORM": False,
+        }
         absent = dict.fromkeys(set(everything) - set(present))
         found[name] = row_products._row_product, plain | constants | absent, warps
 
@@ -81,12 +88,26 @@ def launches() -> dict[str, tuple[triton.JITFunction, dict[str, object], int]]:
         constants = {"C3": 3 * C, "HEADS": 2 * H, "D": D, "BLOCK_H": heads, "BLOCK_P": pairs, "ROTARY": True}
         constants |= {"SCALE": 1.0, "frequencies": None}
         found[f"QK-norm and rotation of {H} heads"] = rotary._forward, constants, warps
-    for name, (elements, warps) in {"few": attention_decode.FEW_ATTENTIONS, "many": attention_decode.MANY_ATTENTIONS}.items():
+    for name, (elements, warps) in {
+        "few": attention_decode.FEW_ATTENTIONS,
+        "many": attention_decode.MANY_ATTENTIONS,
+    }.items():
         found[f"attention, {name}"] = attention_decode._attention, {"KEYS": elements // 64, "BLOCK": 64, "GROUP": 1}, warps
-        found[f"grouped attention, {name}"] = attention_decode._attention, {"KEYS": elements // 64, "BLOCK": 64, "GROUP": 3}, warps
+        found[f"grouped attention, {name}"] = (
+            attention_decode._attention,
+            {"KEYS": elements // 64, "BLOCK": 64, "GROUP": 3},
+            warps,
+        )
     for D, parts in ((64, 4), (64, 16), (128, 4)):
         constants = {"KEYS": attention_decode.PART_TILE // D, "D": D, "GROUP": 1, "SPLITS": parts}
         found[f"a part of {parts}, heads of {D}"] = attention_decode._attention_part, constants, attention_decode.PART_WARPS
+    for D in (64, 128):
+        constants = {"QUERIES": attention_append.QUERIES, "KEYS": attention_append.KEYS, "BLOCK": D, "GROUP": 1}
+        found[f"attention of new tokens, heads of {D}"] = (
+            attention_append._attention_append,
+            constants,
+            attention_append.WARPS,
+        )
     found["advance"] = decode._advance, {"BLOCK": 1}, 1
     found["embedding"] = decode._embedding, {"BLOCK": 1024}, 2
     found["token embedding"] = decode._embedding, {"BLOCK": 1024, "positions": None, "wpe": None}, 2
@@ -110,9 +131,11 @@ def compiled(name: str, arch: int) -> dict[str, object]:
         signature["weight"] = "*fp8e4nv:16"
     overlaps = arch >= 90
     options: dict[str, object] = {"launch_pdl": True} if overlaps else {}
-    if kernel is row_products._row_product:
+    if kernel is row_products._row_product and "norm_weight" not in constants:
         options["maxnreg"] = row_products.REGISTERS
-    result = compile_kernel(kernel, signature, constants | {"OVERLAPS": overlaps}, warps, 3, arch, **options)
+    if "OVERLAPS" in kernel.arg_names:
+        constants = constants | {"OVERLAPS": overlaps}
+    result = compile_kernel(kernel, signature, constants, warps, 3, arch, **options)
     before, _, _ = result["ptx"].partition("griddepcontrol.wait")
     widths = [int(v or 1) * int(b) // 8 for v, b in re.findall(r"ld\.global[\w.:]*?(?:\.v(\d))?\.b(\d+)", before)]
     return {

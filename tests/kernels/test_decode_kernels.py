@@ -83,9 +83,27 @@ def test_heads_in_parts(draw: Draw, H: int, K: int, position: int, monkeypatch: 
         check(checks.split_attention(draw, H, K, 200, 32, position, with_bias=position != 64))
 
 
+@pytest.mark.parametrize(
+    ("T", "starts", "H", "K", "maxT", "D"),
+    [
+        (1, [0], 1, 1, 16, 16),
+        (5, [3, 0, 11], 4, 2, 16, 24),
+        (70, [0, 130], 3, 3, 201, 64),
+        (130, [64], 2, 1, 200, 20),
+    ],
+)
+def test_attention_of_new_tokens(draw: Draw, T: int, starts: list[int], H: int, K: int, maxT: int, D: int) -> None:
+    check(checks.attention_append(draw, T, starts, H, K, maxT, D))
+
+
 def test_heads_that_are_not_split() -> None:
     """Of a width that is no power of two, or of a short cache."""
-    assert [attention_decode.splits(*sizes) for sizes in ((1024, 100), (256, 64), (1024, 64), (1 << 17, 128))] == [1, 1, 4, 16]
+    assert [attention_decode.splits(*sizes) for sizes in ((1024, 100), (256, 64), (1024, 64), (1 << 17, 128))] == [
+        1,
+        1,
+        4,
+        16,
+    ]
 
 
 @pytest.mark.parametrize("B", [1, 3, 65])

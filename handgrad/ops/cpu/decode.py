@@ -18,6 +18,7 @@ from handgrad.ops.reference.classifier import softcap_forward
 from handgrad.ops.reference.decode import (
     advance,
     append_keys_values,
+    attention_append,
     choose_tokens,
     choosing_scratch_bytes,
     embedding_decode,
@@ -25,6 +26,7 @@ from handgrad.ops.reference.decode import (
     qk_norm_forward,
     qk_norm_rotary_forward,
     rotary_forward,
+    store_keys_values_at,
     token_embedding_decode,
 )
 from handgrad.ops.reference.mix import mix_forward

@@ -1,9 +1,9 @@
 """Attention of generation: one query a head, over the keys and values of a cache.
 
-Where few heads would leave most of a GPU idle, and the longer the text the more so, each head's keys are split into parts, a
-program each (flash-decoding, Dao et al. 2023). Part s takes the tiles s, s + S, s + 2 S, ... of the keys, so that the parts are
-equally long at every position. The product that follows adds the parts in their order (`row_products.attended`): there is no
-further launch, and no order that a race decides.
+Where few heads would leave most of a GPU idle, each head's keys are split into S parts, a program each (flash-decoding,
+Dao et al. 2023). Part s takes the tiles s, s + S, s + 2 S, ... of the keys, so that the parts are equally long at every
+position. The product that follows adds the parts in their order (`row_products.attended`): there is no further launch, and
+no order that a race decides.
 """
 
 import math

@@ -15,6 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from handgrad.ops.compose import Operation, after_mix
 from handgrad.ops.cuda import gained_qk_norm, linear, rotary
+from handgrad.ops.cuda.attention_append import attention_append  # noqa: F401
 from handgrad.ops.cuda.attention_decode import attention_decode, attention_parts, splits
 from handgrad.ops.cuda.choosing import choose_tokens, choosing_scratch_bytes  # noqa: F401
 from handgrad.ops.cuda.classifier import softcap_forward  # noqa: F401
@@ -26,6 +27,7 @@ from handgrad.ops.cuda.rmsnorm import rmsnorm_forward
 from handgrad.ops.cuda.rotary import qk_norm_forward  # noqa: F401
 from handgrad.ops.cuda.row_products import row_product, takes
 from handgrad.ops.cuda.value_embedding import value_embedding_decode  # noqa: F401
+from handgrad.ops.reference.decode import store_keys_values_at  # noqa: F401
 from handgrad.ops.reference.rmsnorm import RMSNORM_EPSILON
 from handgrad.ops.reference.rotary import Frequencies
 

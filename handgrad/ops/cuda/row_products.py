@@ -1,9 +1,9 @@
 """Products of one row with a weight, for generation: as fast as the weight is read.
 
-A program holds a tile of rows of the weight in registers, and has the next one on its way: its first two it requests before
-it waits for the kernel before (programmatic dependent launch, from Hopper on). No more programs run than a GPU holds
+A program holds a tile of rows of the weight in registers, and has the next one on its way: its first two it requests
+before it waits for the kernel before (programmatic dependent launch, from Hopper on). No more programs run than a GPU holds
 beside those of the next kernel, so that the next kernel's first tiles come while this one computes, and a program prepares
-x once for all its tiles: its norm, or the sum of attention's parts. Every output is the sum of one program in a fixed order.
+x once for all its tiles: its norm, or the sum of attention's parts. Every output is one program's sum, in a fixed order.
 """
 
 from typing import NamedTuple
@@ -22,14 +22,16 @@ from handgrad.ops.cuda.rmsnorm import rstd_of
 from handgrad.ops.cuda.swiglu import sigmoid
 from handgrad.ops.reference.layernorm import LAYERNORM_EPSILON
 
-# A program's tile of the weight, 64 numbers a thread: with two tiles of a few programs on each multiprocessor as many bytes are
-# on their way as the memory's latency asks for (4.8 TB/s times about 800 ns are 29 KB a multiprocessor).
+# A program's tile of the weight, 64 numbers a thread: with two tiles of a few programs on each multiprocessor as many bytes
+# are on their way as the memory's latency asks for (4.8 TB/s times about 800 ns are 29 KB a multiprocessor).
 TILE_ELEMENTS = 8192
 ELEMENTS_PER_WARP = 2048
 LONGEST_ROW = 1 << 15  # of a tile of one row
 FEWEST_PROGRAMS = 264  # two on each of 132 multiprocessors, while a program still has rows to give
 MOST_PROGRAMS = 264  # they take the remaining tiles as well, twice as many in fp8; None: a program for each tile
-REGISTERS = 192  # of a thread at most; without a limit the assembler spills at 128 for compute capability 10.0
+REGISTERS = (
+    160  # of a thread, after a norm: where the assembler aims at 128 by itself it spills for compute capability 10.0
+)
 
 NOTHING = tl.constexpr(-1e30)  # a score below all scores
 
@@ -46,7 +48,7 @@ class Fp8Weight(NamedTuple):
 
 
 class AttentionParts(NamedTuple):
-    """Attention of one row in S parts a head (`attention_decode`): its sums, to be divided, relative to the largest score."""
+    """Attention of one row in S parts a head (`attention_decode`): sums not yet divided, relative to the largest score."""
 
     sums: Tensor  # (H, S, D) float32
     tops: Tensor  # (H, S) float32, the largest score of each part
@@ -97,7 +99,8 @@ def row_product(
     split = (0, 0) if sums is None else (sums.shape[1], sums.shape[2])
     tensors = out, x, *norm, rows, scales, bias, residual, sums, tops, totals
     constants = O, K, epsilon, *tile, *split, activation, rms_norm
-    launch(_row_product, (programs,), *tensors, *constants, maxnreg=REGISTERS, **overlapping(out, warps))
+    options = overlapping(out, warps) | ({"maxnreg": REGISTERS} if norm[0] is not None else {})
+    launch(_row_product, (programs,), *tensors, *constants, **options)
 
 
 @triton.jit
