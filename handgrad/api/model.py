@@ -19,6 +19,7 @@ from handgrad.errors import UsageError
 from handgrad.evaluation.load import Weights, check_available, load_model, usual_window
 from handgrad.generation.chat import Talk
 from handgrad.generation.decode import decode_buffers, decode_tensors, with_cache
+from handgrad.generation.fp8_weights import fp8_buffers, rounded, with_fp8_weights
 from handgrad.generation.generate import Continuation, Decoder, SamplingOptions, check_writing
 from handgrad.generation.text import cropped, document, stream_text
 from handgrad.interop.sources import open_weights
@@ -68,14 +69,19 @@ class Model:
         ["a text", "another"], [[464], [2068, 7586]], a tensor or array (T) or (B, T)      rows, of any lengths
     """
 
-    def __init__(self, source: Weights, ops: ModuleType, device: torch.device, precision: str):
-        """Copies the weights of `source`. Raises `DataError` without memory for them."""
+    def __init__(
+        self, source: Weights, ops: ModuleType, device: torch.device, precision: str, *, fp8_weights: bool = False
+    ):
+        """Copies the weights of `source`, rounded with `fp8_weights`. Raises `DataError` without memory for them."""
         self.device, self.precision = device, precision
         self.dtype = devices.use_precision(device, precision)
-        loaded = load_model(source, device, self.dtype, ops, [])
+        source = rounded(source) if fp8_weights else source
+        fp8 = fp8_buffers(source.shape, ops, device) if fp8_weights else []
+        loaded = load_model(source, device, self.dtype, ops, fp8)
         self.shape, self.tokenizer, self.ops = loaded.shape, loaded.tokenizer, ops
         self.model, self.table = architecture(self.shape), parameter_table(self.shape)
         self.flat, self.weights = loaded.views["parameters"], loaded.weights
+        self._ops_of_one = with_fp8_weights(ops, self.shape, self.weights, loaded.views)  # text at once
         self.origin = source.origin  # the source of the weights
         self.data = source.config.data  # the shards they were trained on, if known
         self.eval_stride, self.packing = source.config.eval_stride, source.config.packing  # of its run's validations
@@ -334,7 +340,8 @@ class Model:
             if (last.options, last.ends) == (options, ends):
                 return last
             buffers = last.buf
-        decoder = Decoder(self.shape, self.ops, self.weights, buffers, options, end_of_text=None, ends=ends)
+        ops = self._ops_of_one if batch == 1 else self.ops
+        decoder = Decoder(self.shape, ops, self.weights, buffers, options, end_of_text=None, ends=ends)
         self._decoder = size, decoder
         return decoder
 
@@ -351,9 +358,11 @@ def load(
     precision: str = "auto",
     backend: str = "auto",
     tokenizer: str = "",
+    fp8_weights: bool = False,
 ) -> Model:
     """Loads the model at `source`: a run (its newest checkpoint), RUN/best, a checkpoint, a transformers folder, a name on
-    the Hub, a .bin of llm.c. The options are those of `handgrad sample` and, for imported weights, of `handgrad import`.
+    the Hub, a .bin of llm.c. The options are those of `handgrad sample` and, for imported weights, of `handgrad import`:
+    `fp8_weights` rounds the weights of products to fp8, which a text written alone then reads on a GPU.
 
     Raises `DataError` or `UsageError` if there is no model, or a damaged one, or one that does not fit.
     """
@@ -362,4 +371,4 @@ def load(
         check_choice(name, value, (choice for choice in known if choice != "fp8"))
     found, where = open_weights(os.fspath(source), tokenizer), devices.resolve_device(device)
     precision = devices.settled_precision(precision, where)
-    return Model(found, choose_backend(backend, where, precision), where, precision)
+    return Model(found, choose_backend(backend, where, precision), where, precision, fp8_weights=fp8_weights)

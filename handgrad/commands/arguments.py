@@ -6,7 +6,7 @@ from typing import Any
 
 from handgrad import presets
 from handgrad.commands.audit_arguments import certificate, diff, verify
-from handgrad.commands.model_arguments import add_model_arguments, add_strict, chat, sample
+from handgrad.commands.model_arguments import add_fp8_weights, add_model_arguments, add_strict, chat, sample
 from handgrad.commands.parser import METAVARS, Formatter, HelpAll, Parser, flag
 from handgrad.config import (
     FIELDS,
@@ -172,6 +172,7 @@ def plan(parser: Parser) -> None:
 
 def evaluate(parser: Parser) -> None:
     add_model_arguments(parser)
+    add_fp8_weights(parser)
     parser.add_argument("--data", default="", metavar="DIR", help="prepared shards (default without --tasks: the run's)")
     parser.number("--eval-tokens", "tokens (default: the whole split)", rule=NOT_NEGATIVE, default=0)
     stride = "tokens between windows, each of which scores its last ones; 0: windows side by side (default: the run's)"

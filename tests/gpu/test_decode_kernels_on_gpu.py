@@ -14,6 +14,7 @@ from handgrad.arena import Buffer, make_plan
 from handgrad.backend import choose_backend
 from handgrad.config import ARCHITECTURES, ModelShape
 from handgrad.generation.decode import decode_buffers, decode_tensors, prefill
+from handgrad.generation.fp8_weights import OLDEST_CAPABILITY
 from handgrad.generation.generate import Continuation, Decoder, SamplingOptions
 from handgrad.graphs import Replayed
 from handgrad.models import architecture, named_weights, parameter_table
@@ -37,6 +38,12 @@ def draw(request: pytest.FixtureRequest) -> Draw:
 def test_row_products(draw: Draw, C: int, O: int) -> None:
     check(checks.row_products(draw, C, O), terms=4)
     check(checks.swiglu_product(draw, C, O), terms=8)
+
+
+@pytest.mark.skipif(torch.cuda.get_device_capability() < OLDEST_CAPABILITY, reason="converts no e4m3 numbers")
+@pytest.mark.parametrize(("C", "O"), [(24, 7), (100, 33), (768, 50304), (1600, 4800), (6400, 1600)])
+def test_row_products_of_fp8_weights(draw: Draw, C: int, O: int) -> None:
+    checks.fp8_products(draw, C, O)
 
 
 @pytest.mark.parametrize("position", [0, 63, 64, 257, 1023])
