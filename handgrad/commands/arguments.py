@@ -237,7 +237,7 @@ BENCHMARKS = {
     "loss": "the same training run by handgrad and by the twin: how far their losses lie apart",
     "ladder": "from plain PyTorch to handgrad's kernels, one improvement a row",
     "kernels": "single operations beside torch's",
-    "sampling": "texts of a model with random weights, beside transformers.generate, one and 64 at a time",
+    "sampling": "texts of a model with random weights, beside transformers.generate: 1, 8 and 64 at a time",
     "fp8": "kernels and GEMMs of fp8 beside bf16: times, bytes, errors",
 }
 
