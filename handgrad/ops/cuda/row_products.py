@@ -28,7 +28,7 @@ TILE_ELEMENTS = 8192
 ELEMENTS_PER_WARP = 2048
 LONGEST_ROW = 1 << 15  # of a tile of one row
 FEWEST_PROGRAMS = 264  # two on each of 132 multiprocessors, while a program still has rows to give
-MOST_PROGRAMS = 264  # they take the remaining tiles as well, twice as many in fp8; None: a program for each tile
+MOST_PROGRAMS = 264  # where programs take several tiles, up to twice as many, in fp8 four times; None: a program a tile
 REGISTERS = (
     160  # of a thread, after a norm: where the assembler aims at 128 by itself it spills for compute capability 10.0
 )
@@ -70,7 +70,10 @@ def product_tile(O: int, K: int) -> tuple[int, int, int]:
 
 
 def programs_of(tiles: int, *, fp8: bool) -> int:
-    return tiles if MOST_PROGRAMS is None else min(tiles, MOST_PROGRAMS * (2 if fp8 else 1))
+    """Programs with equally many tiles, but the last ones."""
+    if MOST_PROGRAMS is None:
+        return tiles
+    return triton.cdiv(tiles, max(1, tiles // (MOST_PROGRAMS * (2 if fp8 else 1))))
 
 
 def row_product(
