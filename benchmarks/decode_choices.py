@@ -1,8 +1,8 @@
 """Milliseconds of a decoding step of one text, by position in the context, under every choice that its kernels have.
 
-A step is a CUDA graph of decode_step and the choice of the token, replayed `REPLAYS` times; random weights, greedy, bf16 and
-then fp8. The first row is as shipped, and each other row differs from it in what it says. "before" is as close as today's
-kernels come to those of the fourth run in benchmarks/results/h200-decode-choices.json.
+A step is a CUDA graph of decode_step and the choice of the token, replayed `REPLAYS` times; random weights, greedy, bf16
+and then fp8. The first row is as shipped, and each other row differs from it in what it says. "before" is as close as
+today's kernels come to those of the fourth run in benchmarks/results/h200-decode-choices.json.
 
     python -m benchmarks.decode_choices d12            (d48: 1558M; needs a GPU)
 """

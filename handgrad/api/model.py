@@ -4,6 +4,7 @@ import math
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -75,7 +76,8 @@ class Model:
         """Copies the weights of `source`, rounded with `fp8_weights`. Raises `DataError` without memory for them."""
         self.device, self.precision = device, precision
         self.dtype = devices.use_precision(device, precision)
-        source = rounded(source) if fp8_weights else source
+        if fp8_weights:
+            source = replace(source, weight=rounded(source.shape, source.weight))
         fp8 = fp8_buffers(source.shape, ops, device) if fp8_weights else []
         loaded = load_model(source, device, self.dtype, ops, fp8)
         self.shape, self.tokenizer, self.ops = loaded.shape, loaded.tokenizer, ops

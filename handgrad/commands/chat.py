@@ -53,7 +53,7 @@ def run(parsed: Namespace) -> int:
     ops = choose_backend(parsed.backend, device, precision)
     weights = open_weights(parsed.checkpoint, strict=parsed.strict)
     if parsed.fp8_weights:
-        weights = rounded(weights)
+        weights = replace(weights, weight=rounded(weights.shape, weights.weight))
     talk = Talk(weights.tokenizer)
     shape = replace(weights.shape, sequence_length=min(parsed.context, weights.shape.sequence_length))
     buffers = decode_buffers(shape, 1, dtype, ops)

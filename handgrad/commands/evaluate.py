@@ -56,7 +56,7 @@ def evaluate(parsed: Namespace, device: torch.device, ranks: Ranks) -> list[str]
     ops = choose_backend(parsed.backend, device, parsed.precision)
     source = opened_in_turn(lambda: open_weights(parsed.checkpoint, strict=parsed.strict), ranks)
     if parsed.fp8_weights:
-        source = rounded(source)
+        source = replace(source, weight=rounded(source.shape, source.weight))
     check_window(parsed.context, source.shape.sequence_length)
     context = parsed.context or usual_window(source)
     tasks, requests = ranks.from_rank_0(lambda: read_tasks(parsed, source, context), "the tasks")

@@ -7,7 +7,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ def run(parsed: Namespace) -> int:
     ops = choose_backend(parsed.backend, device, precision)
     weights = open_weights(parsed.checkpoint, strict=parsed.strict)
     if parsed.fp8_weights:
-        weights = rounded(weights)
+        weights = replace(weights, weight=rounded(weights.shape, weights.weight))
     with contextlib.ExitStack() as opened:
         written, write = {}, None
         if parsed.out:

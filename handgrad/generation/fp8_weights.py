@@ -8,7 +8,6 @@ that converts them (compute capability 8.9).
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -18,12 +17,11 @@ from torch import Tensor
 
 from handgrad.arena import Buffer
 from handgrad.config import ModelShape
-from handgrad.evaluation.load import Weights
 from handgrad.models import parameter_table
 from handgrad.models.rows import ParameterRow
 
 KIND = "fp8 weights"
-E4M3, LARGEST_EXPONENT, LARGEST = torch.float8_e4m3fn, 9, 448.0  # 448 = 0.875 * 2^9
+E4M3, LARGEST_EXPONENT, LARGEST = torch.float8_e4m3fn, 9, 448.0  # 448 = 7/8 of 2^9
 OLDEST_CAPABILITY = (8, 9)
 
 # The operations of generation that a weight enters as a factor of a product.
@@ -48,19 +46,18 @@ def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (weight.float() / scales.unsqueeze(1)).to(E4M3), scales
 
 
-def rounded(source: Weights) -> Weights:
-    """The same weights with the matrices of products rounded."""
+def rounded(shape: ModelShape, weight: Callable[[ParameterRow], Tensor]) -> Callable[[ParameterRow], Tensor]:
+    """Returns `weight`, which gives the stored weight of a row of the model's table, with products' matrices rounded."""
+    names = {row.name for row in fp8_rows(shape)}
 
-    names = {row.name for row in fp8_rows(source.shape)}
-
-    def weight(row: ParameterRow) -> Tensor:
-        found = source.weight(row)
+    def rounded_weight(row: ParameterRow) -> Tensor:
+        found = weight(row)
         if row.name not in names:
             return found
         rows, scales = quantized(found)
         return rows.float() * scales.unsqueeze(1)
 
-    return replace(source, weight=weight)
+    return rounded_weight
 
 
 def fp8_buffers(shape: ModelShape, ops: ModuleType, device: torch.device) -> list[Buffer]:

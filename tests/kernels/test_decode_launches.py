@@ -1,5 +1,6 @@
 """The launches of one text's step, noted and not made: docs/sampling.md models its time by their number."""
 
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -17,6 +18,7 @@ from handgrad.generation.generate import Decoder, SamplingOptions
 from handgrad.models import named_weights, parameter_table
 from handgrad.models.rows import flat_elements
 from handgrad.ops import cuda
+from handgrad.ops.cuda import attention_decode, row_products
 from handgrad.ops.cuda.launch import collecting
 
 LLAMA = "kv_heads=1,head_width=64,qk_norm,qkv_bias"
@@ -59,3 +61,18 @@ def test_a_block_of_llama_takes_six_kernels() -> None:
     """GPT-2's, and the norm and rotation of heads; norms and SwiGLU are in the products."""
     found, _ = launches(ModelShape(3000, 1024, 3, 4, 256, "llama", "", LLAMA))
     assert found == STEP | {"_row_product": 4 * 3 + 1, "_attention_part": 3, "_forward": 3}
+
+
+def test_the_page_has_the_programs_of_every_kernel() -> None:
+    counts: dict[str, list[int]] = {}
+    for C, H in ((768, 12), (1600, 25)):
+        for name, O, K in (
+            *(("q, k, v", 3 * C, C), ("its product", C, C), ("feed-forward, up", 4 * C, C)),
+            *(("feed-forward, down", C, 4 * C), ("loss head", 50304, C)),
+        ):
+            tiles = -(-O // row_products.product_tile(O, K)[0])
+            counts.setdefault(name, []).append(row_products.programs_of(tiles, fp8=False))
+        counts.setdefault("attention over a cache of 1024", []).append(H * attention_decode.splits(1024, 64))
+    page = (Path(__file__).parents[2] / "docs" / "sampling.md").read_text()
+    for name, (small, large) in counts.items():
+        assert f"| {name} | {small} | {large} |" in page

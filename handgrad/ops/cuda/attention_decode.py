@@ -113,7 +113,7 @@ def _attention_part(
     own = tl.where(is_first, tl.sum(q * k.to(tl.float32)), NOTHING)
     top = tl.maximum(own, tl.max(largest))
     share = tl.exp2(largest - top)
-    own_weight = tl.where(is_first, tl.exp2(own - top), 0.0)
+    own_weight = tl.exp2(own - top)  # of a part without keys 1, whose top then makes it nothing
     out = h * SPLITS + part
     tl.store(sums_out + out * D + channel, tl.sum(y * share[:, None], 0) + own_weight * v.to(tl.float32))
     tl.store(tops_out + out, top)
