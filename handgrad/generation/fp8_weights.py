@@ -114,7 +114,7 @@ def with_fp8_weights(ops: ModuleType, shape: ModelShape, weights: Any, views: Ma
     these buffers."""
     if not any(name.startswith(KIND) for name in views):
         return ops
-    from handgrad.ops.cuda.row_products import Fp8Weight  # imports the library of a GPU
+    from handgrad.ops.cuda.row_products import ScaledRows  # imports the library of a GPU
 
     found: dict[Tensor, Any] = {}
     for row in fp8_rows(shape):
@@ -122,7 +122,7 @@ def with_fp8_weights(ops: ModuleType, shape: ModelShape, weights: Any, views: Ma
         for weight in tensors_of(weights, row.name):
             for target, value in zip((rows, scales), quantized(weight), strict=True):
                 target.copy_(value)
-            found[weight] = Fp8Weight(rows, scales)
+            found[weight] = ScaledRows(rows, scales)
     return WithFp8Weights(ops, found)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from handgrad.generation.fp8_weights import quantized
 from handgrad.ops.cuda import decode as kernels
-from handgrad.ops.cuda.row_products import Fp8Weight
+from handgrad.ops.cuda.row_products import ScaledRows
 from handgrad.ops.reference import decode as reference
 from tests.kernels.memory_checks import Case, Draw, Tensors, close, copy, nan, statistics_dtype
 
@@ -67,7 +67,7 @@ def fp8_products(draw: Draw, C: int, O: int) -> None:
     inputs["weight"] = (rows.float() * scales.unsqueeze(1)).to(draw.dtype)
     exact = run(reference, copy(inputs, torch.float64))
     own = run(reference, copy(inputs))
-    found = run(kernels, copy(inputs) | {"weight": Fp8Weight(rows, scales)})  # type: ignore[dict-item]
+    found = run(kernels, copy(inputs) | {"weight": ScaledRows(rows, scales)})  # type: ignore[dict-item]
     for name, result in found.items():
         close(name, result, own[name], exact[name], terms=4)
 

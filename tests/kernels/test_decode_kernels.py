@@ -58,8 +58,14 @@ def test_a_program_has_rows_while_there_are_enough_programs() -> None:
     assert row_products.product_tile(50304, 768) == (8, 1024, 4)
     assert row_products.product_tile(768, 768) == (2, 1024, 1)
     assert row_products.product_tile(1600, 6400) == (1, 8192, 4)
-    assert [row_products.programs_of(tiles, fp8=False) for tiles in (96, 264, 527, 528, 1200)] == [96, 264, 527, 264, 300]
-    assert row_products.programs_of(1200, fp8=True) == 600
+    assert [row_products.programs_of(tiles, narrow=False) for tiles in (96, 264, 527, 528, 1200)] == [
+        96,
+        264,
+        527,
+        264,
+        300,
+    ]
+    assert row_products.programs_of(1200, narrow=True) == 600
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def test_the_page_has_the_programs_of_every_kernel() -> None:
             *(("feed-forward, down", C, 4 * C), ("loss head", 50304, C)),
         ):
             tiles = -(-O // row_products.product_tile(O, K)[0])
-            counts.setdefault(name, []).append(row_products.programs_of(tiles, fp8=False))
+            counts.setdefault(name, []).append(row_products.programs_of(tiles, narrow=False))
         counts.setdefault("attention over a cache of 1024", []).append(H * attention_decode.splits(1024, 64))
     page = (Path(__file__).parents[2] / "docs" / "sampling.md").read_text()
     for name, (small, large) in counts.items():

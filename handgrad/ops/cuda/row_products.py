@@ -28,7 +28,7 @@ TILE_ELEMENTS = 8192
 ELEMENTS_PER_WARP = 2048
 LONGEST_ROW = 1 << 15  # of a tile of one row
 FEWEST_PROGRAMS = 264  # two on each of 132 multiprocessors, while a program still has rows to give
-MOST_PROGRAMS = 264  # where programs take several tiles, up to twice as many, in fp8 four times; None: a program a tile
+MOST_PROGRAMS = 264  # if programs take several tiles: up to twice as many, of 8-bit numbers four times; None: one tile each
 REGISTERS = (
     160  # of a thread, after a norm: where the assembler aims at 128 by itself it spills for compute capability 10.0
 )
@@ -36,7 +36,7 @@ REGISTERS = (
 NOTHING = tl.constexpr(-1e30)  # a score below all scores
 
 
-class Fp8Weight(NamedTuple):
+class ScaledRows(NamedTuple):
     """A weight (O, K) = rows * scales[:, None], as a product of one row reads it."""
 
     rows: Tensor  # (O, K) e4m3
@@ -55,7 +55,7 @@ class AttentionParts(NamedTuple):
     totals: Tensor  # (H, S) float32, the sum of its weights
 
 
-def takes(x: Tensor, weight: Tensor | Fp8Weight) -> bool:
+def takes(x: Tensor, weight: Tensor | ScaledRows) -> bool:
     """True for the product of one row that fits a program."""
     return x.shape[0] == 1 and weight.shape[1] <= LONGEST_ROW
 
@@ -69,17 +69,17 @@ def product_tile(O: int, K: int) -> tuple[int, int, int]:
     return rows, block, min(16, max(1, rows * block // ELEMENTS_PER_WARP))
 
 
-def programs_of(tiles: int, *, fp8: bool) -> int:
-    """Programs with equally many tiles, but the last ones."""
+def programs_of(tiles: int, *, narrow: bool) -> int:
+    """Programs with equally many tiles, but the last ones; more where tiles are of 8-bit numbers (`narrow`)."""
     if MOST_PROGRAMS is None:
         return tiles
-    return triton.cdiv(tiles, max(1, tiles // (MOST_PROGRAMS * (2 if fp8 else 1))))
+    return triton.cdiv(tiles, max(1, tiles // (MOST_PROGRAMS * (2 if narrow else 1))))
 
 
 def row_product(
     out: Tensor,
     x: Tensor,
-    weight: Tensor | Fp8Weight,
+    weight: Tensor | ScaledRows,
     bias: Tensor | None,
     *,
     norm: tuple[Tensor | None, Tensor | None] = (None, None),
@@ -92,12 +92,12 @@ def row_product(
     """out (1, O) = f(norm(x) weight^T + bias (O) + residual (1, O)), of one row x (1, K). f is "gelu", "relu2", "swiglu"
     (weight (2 O, K)) or nothing, weight (O, K) otherwise; the norm a layer norm with its weight and bias, an RMS norm with
     its gain or without, or nothing. `parts`: x is their sum instead, which nothing else has made."""
-    rows, scales = weight if isinstance(weight, Fp8Weight) else (weight, None)
+    rows, scales = weight if isinstance(weight, ScaledRows) else (weight, None)
     O, K = out.shape[1], weight.shape[1]
     *tile, warps = product_tile(weight.shape[0], K)
     if activation == "swiglu" and tile[0] > 1:  # a program takes as many rows of the other half
         tile[0] //= 2
-    programs = programs_of(triton.cdiv(O, tile[0]), fp8=scales is not None)
+    programs = programs_of(triton.cdiv(O, tile[0]), narrow=scales is not None)
     sums, tops, totals = parts or (None, None, None)
     split = (0, 0) if sums is None else (sums.shape[1], sums.shape[2])
     tensors = out, x, *norm, rows, scales, bias, residual, sums, tops, totals
