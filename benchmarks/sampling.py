@@ -1,14 +1,17 @@
 """Tokens per second of texts: handgrad's sampling beside `transformers.generate`, each contender in a process of its own.
 
 All continue the same random prompts greedily with random weights of the same sizes, in the same precision, to the same
-length; a call's time runs from the prompts' tokens on the host to the texts' tokens on the host. All contenders load,
-compile and capture side by side, in a call that does not count; then each makes `CALLS` calls while the others sleep, and
-the median counts.
+length; a call's time runs from the prompts' tokens on the host to the texts' tokens on the host. All contenders load and
+compile side by side, in calls that do not count; then each makes `CALLS` calls while the others sleep, and the median
+counts. handgrad makes `WARM_UPS` calls before, in which its graphs are captured.
+
+"handgrad-before" has a program for each tile of a weight and whole heads in attention; "handgrad-fp8" rounds its weights to
+fp8. Both differ from "handgrad" where one text is written. `python -m benchmarks.decode_choices` times single steps.
 
     handgrad bench sampling --model d12
 """
 
-import itertools
+import gc
 import statistics
 import sys
 import time
@@ -26,15 +29,17 @@ from handgrad.arena import Buffer, make_plan
 from handgrad.backend import choose_backend
 from handgrad.config import ModelShape
 from handgrad.generation.decode import decode_buffers, decode_tensors
+from handgrad.generation.fp8_weights import fp8_buffers, with_fp8_weights
 from handgrad.generation.generate import Continuation, Decoder, SamplingOptions
 from handgrad.models import named_weights, parameter_table
 from handgrad.models.rows import count_parameters, flat_elements, initialize
 from handgrad.tools.rates import copy_bandwidth
 
 VOCABULARY, CONTEXT = 50257, 1024
-PROMPT_TOKENS, NEW_TOKENS = 32, 128
-CALLS = 3
-CONTENDERS = ("handgrad", "transformers", "transformers-compiled")
+SHORT_PROMPT, LONG_PROMPT, NEW_TOKENS = 32, 512, 128
+CALLS, WARM_UPS = 3, 2
+OURS = ("handgrad", "handgrad-fp8", "handgrad-before")
+CONTENDERS = (*OURS, "transformers", "transformers-compiled")
 
 Call = Callable[[list[list[int]]], list[list[int]]]
 
@@ -44,23 +49,54 @@ def sizes(model: str) -> ModelShape:
     return ModelShape(VOCABULARY, CONTEXT, known["num_layers"], known["num_heads"], known["channels"])
 
 
-def handgrad_call(shape: ModelShape, batch: int, device: torch.device, precision: str) -> Call:
-    ops, dtype = choose_backend("auto", device, precision), devices.DTYPES[precision]
-    table = parameter_table(shape)
-    parameters = Buffer("parameters", (flat_elements(table),), dtype, "parameters")
-    views = make_plan([parameters, *decode_buffers(shape, batch, dtype, ops)]).allocate(device)
-    initialize(table, 0, lambda row, values: row.stored(views["parameters"]).copy_(values))
-    weights = named_weights(shape, views["parameters"], table)
-    options = SamplingOptions(temperature=0)
-    decoder = Decoder(shape, ops, weights, decode_tensors(shape, views), options, end_of_text=None)
+def cases(name: str, batches: list[int]) -> list[tuple[int, int]]:
+    """(texts at once, tokens of each prompt) that a contender is timed with: a compiled peer takes a minute for each."""
+    prompts = (SHORT_PROMPT, LONG_PROMPT) if name in OURS else (SHORT_PROMPT,)
+    if name in OURS[1:]:
+        batches = [batch for batch in batches if batch == 1]
+    elif name == "transformers-compiled":
+        batches = [batch for batch in batches if batch in (min(batches), max(batches))]
+    return [(batch, prompt) for batch in batches for prompt in prompts]
 
-    def call(prompts: list[list[int]]) -> list[list[int]]:
+
+class Handgrad:
+    """Random weights, and one decoder at a time: for `batch` texts."""
+
+    def __init__(self, shape: ModelShape, device: torch.device, precision: str, name: str):
+        self.shape, self.device, self.dtype = shape, device, devices.DTYPES[precision]
+        self.ops = choose_backend("auto", device, precision)
+        if name == "handgrad-before":
+            from handgrad.ops.cuda import attention_decode, row_products
+
+            row_products.MOST_PROGRAMS = attention_decode.KEYS_PER_PART = None
+        table = parameter_table(shape)
+        fp8 = fp8_buffers(shape, self.ops, device) if name == "handgrad-fp8" else []
+        views = make_plan([Buffer("parameters", (flat_elements(table),), self.dtype, "parameters"), *fp8]).allocate(device)
+        initialize(table, 0, lambda row, values: row.stored(views["parameters"]).copy_(values))
+        self.weights = named_weights(shape, views["parameters"], table)
+        self.ops = with_fp8_weights(self.ops, shape, self.weights, views)
+        self.decoder: tuple[int, Decoder] | None = None
+
+    def __call__(self, prompts: list[list[int]]) -> list[list[int]]:
         texts = [Continuation(prompt, NEW_TOKENS, 0) for prompt in prompts]
-        for _ in decoder.generate(texts):
+        for _ in self.decoder_of(len(prompts)).generate(texts):
             pass
         return [text.tokens for text in texts]
 
-    return call
+    def decoder_of(self, batch: int) -> Decoder:
+        if self.decoder is None or self.decoder[0] != batch:
+            self.forget()
+            views = make_plan(decode_buffers(self.shape, batch, self.dtype, self.ops)).allocate(self.device)
+            buffers, options = decode_tensors(self.shape, views), SamplingOptions(temperature=0)
+            self.decoder = batch, Decoder(self.shape, self.ops, self.weights, buffers, options, end_of_text=None)
+        return self.decoder[1]
+
+    def forget(self) -> None:
+        """Frees the decoder's memory for the other processes."""
+        self.decoder = None
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 def transformers_call(shape: ModelShape, device: torch.device, dtype: torch.dtype, *, compiled: bool) -> Call:
@@ -86,20 +122,23 @@ def transformers_call(shape: ModelShape, device: torch.device, dtype: torch.dtyp
     return call
 
 
-def contend(name: str, model: str, batch: int, device: torch.device, precision: str) -> None:
-    """Runs one contender in this process: reports when it is ready, then answers each line with its calls' times."""
+def contend(name: str, model: str, batches: list[int], device: torch.device, precision: str) -> None:
+    """Runs one contender in this process: reports when it is ready, then answers each line, "TEXTS TOKENS", with the times
+    of its calls."""
     pipe = answers()
     with excuses(pipe):
         shape, dtype = sizes(model), devices.use_precision(device, precision)
-        if name == "handgrad":
-            call = handgrad_call(shape, batch, device, precision)
-        else:
-            call = transformers_call(shape, device, dtype, compiled=name == "transformers-compiled")
-        generator = torch.Generator().manual_seed(0)
-        prompts = torch.randint(shape.vocab_size, (batch, PROMPT_TOKENS), generator=generator).tolist()
-        assert [len(text) for text in call(prompts)] == [NEW_TOKENS] * batch
+        ours = Handgrad(shape, device, precision, name) if name in OURS else None
+        call = ours or transformers_call(shape, device, dtype, compiled=name == "transformers-compiled")
+        for batch, tokens in cases(name, batches):
+            assert [len(text) for text in call(random_prompts(shape, batch, tokens))] == [NEW_TOKENS] * batch
+        if ours:
+            ours.forget()
         say(pipe, {"ready": True})
-        for _ in sys.stdin:
+        for line in sys.stdin:
+            prompts = random_prompts(shape, *map(int, line.split()))
+            for _ in range(WARM_UPS if ours else 0):
+                call(prompts)
             seconds = []
             for _ in range(CALLS):
                 begun = time.perf_counter()
@@ -108,37 +147,51 @@ def contend(name: str, model: str, batch: int, device: torch.device, precision: 
             say(pipe, {"seconds_of_calls": [round(s, 4) for s in seconds], **memory(device)})
 
 
+def random_prompts(shape: ModelShape, batch: int, tokens: int) -> list[list[int]]:
+    return torch.randint(shape.vocab_size, (batch, tokens), generator=torch.Generator().manual_seed(0)).tolist()
+
+
 def compare(model: str, batches: list[int], chosen: str, device: torch.device, precision: str, out: str) -> None:
     """Prints the table, and writes it to `out`."""
     names = known_names(chosen, list(CONTENDERS))
     bandwidth = copy_bandwidth(device)
     weight_bytes = count_parameters(parameter_table(sizes(model))) * devices.DTYPES[precision].itemsize
     limit = bandwidth / weight_bytes
-    print(f"{model}, {precision}: {PROMPT_TOKENS} tokens in, {NEW_TOKENS} out, greedy; {devices.describe(device)}")
+    print(f"{model}, {precision}: {NEW_TOKENS} tokens out, greedy; {devices.describe(device)}")
     print(f"reading the weights at the {bandwidth / 1e12:.2f} TB/s of a copy: {limit:.0f} tokens/s a sequence at most")
     peers = {}
-    for batch, name in itertools.product(batches, names):
-        arguments = name, model, str(batch), device.type, precision
-        peers[batch, name] = Peer(name, [sys.executable, "-m", "benchmarks.sampling", *arguments])
-    print(f"{'':<24}{'batch':>6}{'tokens/s':>12}{'ms/token':>10}{'of limit':>10}{'GB':>8}{'handgrad is':>13}")
+    for name in names:
+        arguments = name, model, ",".join(map(str, batches)), device.type, precision
+        peers[name] = Peer(name, [sys.executable, "-m", "benchmarks.sampling", *arguments])
+    print(
+        f"{'':<24}{'batch':>6}{'tokens in':>11}{'tokens/s':>12}{'ms/token':>10}{'of limit':>10}{'GB':>8}{'handgrad is':>13}"
+    )
     rows: list[dict[str, Any]] = []
     try:
-        ready = {key: is_ready(peer) for key, peer in peers.items()}
-        for (batch, name), peer in peers.items():
-            if ready[batch, name]:
-                answer = peer.ask("go")
-                seconds = statistics.median(answer["seconds_of_calls"])
-                row = {"contender": name, "batch": batch, "tokens_per_second": round(batch * NEW_TOKENS / seconds, 1)}
-                row |= {"milliseconds_per_token": round(seconds * 1e3 / NEW_TOKENS, 4), **answer}
-                rows.append(row | {"of_limit": round(row["tokens_per_second"] / batch / limit, 4)})
-                print(line_of(rows[-1], rows), flush=True)
+        ready = [name for name, peer in peers.items() if is_ready(peer)]
+        wanted = {name: cases(name, batches) for name in ready}
+        for case in sorted({case for cases_of_one in wanted.values() for case in cases_of_one}):
+            for name in ready:
+                if case in wanted[name]:
+                    rows.append(measured(peers[name], *case, limit))
+                    print(line_of(rows[-1], rows), flush=True)
     finally:
         for peer in peers.values():
             peer.close()
     if out:
-        settings = {"model": model, "prompt_tokens": PROMPT_TOKENS, "new_tokens": NEW_TOKENS, "precision": precision}
+        settings = {"model": model, "new_tokens": NEW_TOKENS, "precision": precision}
         figures = {"copy_bytes_per_second": round(bandwidth), "weight_bytes": weight_bytes, "rows": rows}
         write_record(out, device, transformers=version("transformers"), **settings, **figures)
+
+
+def measured(peer: Peer, batch: int, tokens: int, limit: float) -> dict[str, Any]:
+    """A row of the table. `limit`: tokens per second of one text, of weights in the precision asked for, fp8 or not."""
+    answer = peer.ask(f"{batch} {tokens}")
+    seconds = statistics.median(answer["seconds_of_calls"])
+    row = {"contender": peer.name, "batch": batch, "prompt_tokens": tokens}
+    row["tokens_per_second"] = round(batch * NEW_TOKENS / seconds, 1)
+    row |= {"milliseconds_per_token": round(seconds * 1e3 / NEW_TOKENS, 4), **answer}
+    return row | {"of_limit": round(row["tokens_per_second"] / batch / limit, 4)}
 
 
 def is_ready(peer: Peer) -> bool:
@@ -151,13 +204,15 @@ def is_ready(peer: Peer) -> bool:
 
 
 def line_of(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
-    ours = next((r for r in rows if r["contender"] == "handgrad" and r["batch"] == row["batch"]), None)
+    same = [r for r in rows if (r["batch"], r["prompt_tokens"]) == (row["batch"], row["prompt_tokens"])]
+    ours = next((r for r in same if r["contender"] == "handgrad"), None)
     times = f"{ours['tokens_per_second'] / row['tokens_per_second']:.2f}x" if ours else ""
     reserved = f"{row['reserved_bytes'] / 1e9:.1f}" if row["reserved_bytes"] else ""
     numbers = f"{row['tokens_per_second']:>12.0f}{row['milliseconds_per_token']:>10.3f}{row['of_limit']:>10.1%}"
-    return f"{row['contender']:<24}{row['batch']:>6}{numbers}{reserved:>8}{times:>13}"
+    return f"{row['contender']:<24}{row['batch']:>6}{row['prompt_tokens']:>11}{numbers}{reserved:>8}{times:>13}"
 
 
 if __name__ == "__main__":
-    contender, of_model, of_batch, on, in_precision = sys.argv[1:]
-    contend(contender, of_model, int(of_batch), devices.resolve_device(on), in_precision)
+    contender, of_model, of_batches, on, in_precision = sys.argv[1:]
+    batches_asked = [int(batch) for batch in of_batches.split(",")]
+    contend(contender, of_model, batches_asked, devices.resolve_device(on), in_precision)

@@ -56,7 +56,7 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     "handgrad/devices.py": {"NVIDIA H200, 141 GB": "an example of the output"},
     "handgrad/format.py": {"48.3% MFU": "an example of the output", "152 GFLOP/s": "an example of the output"},
     "handgrad/ops/cuda/classifier.py": {"cache of 50 MB": "the vendor's specification"},
-    "handgrad/ops/cuda/decode.py": {"4.8 TB/s times about 800 ns": "the vendor's specification, and an estimate"},
+    "handgrad/ops/cuda/row_products.py": {"4.8 TB/s times about 800 ns": "the vendor's specification, and an estimate"},
     "handgrad/ops/cuda/embedding.py": {"up 4 % of all tokens": "an example"},
     "handgrad/ops/cuda/gelu.py": {
         "(1 + tanh u), u = sqrt(2/pi) (x + 0.044715 x^3)": "an equation",

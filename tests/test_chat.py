@@ -232,11 +232,13 @@ def test_an_answer_that_is_stopped_stays_in_the_conversation(
     """As far as it came: the token under way is its last."""
     prompts, answers = [], []
 
-    def interrupted(decoder: Decoder, tokenizer: Tokenizer, texts: Iterator[Continuation], stops: list[str]) -> Iterator:
+    def interrupted(
+        decoder: Decoder, tokenizer: Tokenizer, texts: Iterator[Continuation], stops: list[str], *, keeps: bool
+    ) -> Iterator:
         text = next(texts)
         prompts.append(text.prompt)
         answers.append("")
-        for count, (_, piece) in enumerate(stream_text(decoder, tokenizer, iter([text]), stops)):
+        for count, (_, piece) in enumerate(stream_text(decoder, tokenizer, iter([text]), stops, keeps=keeps)):
             if count == 3:
                 signal.raise_signal(signal.SIGINT)
             answers[-1] += piece

@@ -4,6 +4,7 @@ import math
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from handgrad.errors import UsageError
 from handgrad.evaluation.load import Weights, check_available, load_model, usual_window
 from handgrad.generation.chat import Talk
 from handgrad.generation.decode import decode_buffers, decode_tensors, with_cache
+from handgrad.generation.fp8_weights import fp8_buffers, rounded, with_fp8_weights
 from handgrad.generation.generate import Continuation, Decoder, SamplingOptions, check_writing
 from handgrad.generation.text import cropped, document, stream_text
 from handgrad.interop.sources import open_weights
@@ -68,14 +70,20 @@ class Model:
         ["a text", "another"], [[464], [2068, 7586]], a tensor or array (T) or (B, T)      rows, of any lengths
     """
 
-    def __init__(self, source: Weights, ops: ModuleType, device: torch.device, precision: str):
-        """Copies the weights of `source`. Raises `DataError` without memory for them."""
+    def __init__(
+        self, source: Weights, ops: ModuleType, device: torch.device, precision: str, *, fp8_weights: bool = False
+    ):
+        """Copies the weights of `source`, rounded with `fp8_weights`. Raises `DataError` without memory for them."""
         self.device, self.precision = device, precision
         self.dtype = devices.use_precision(device, precision)
-        loaded = load_model(source, device, self.dtype, ops, [])
+        if fp8_weights:
+            source = replace(source, weight=rounded(source.shape, source.weight))
+        fp8 = fp8_buffers(source.shape, ops, device) if fp8_weights else []
+        loaded = load_model(source, device, self.dtype, ops, fp8)
         self.shape, self.tokenizer, self.ops = loaded.shape, loaded.tokenizer, ops
         self.model, self.table = architecture(self.shape), parameter_table(self.shape)
         self.flat, self.weights = loaded.views["parameters"], loaded.weights
+        self._ops_of_one = with_fp8_weights(ops, self.shape, self.weights, loaded.views)  # text at once
         self.origin = source.origin  # the source of the weights
         self.data = source.config.data  # the shards they were trained on, if known
         self.eval_stride, self.packing = source.config.eval_stride, source.config.packing  # of its run's validations
@@ -279,7 +287,7 @@ class Model:
         if prompt.note:
             warnings.warn(prompt.note, stacklevel=2)
         text = Continuation(prompt.tokens, prompt.max_tokens, seed)
-        return (piece for _, piece in self._write([text], options, stops, 1, self._talk.ends) if piece)
+        return (piece for _, piece in self._write([text], options, stops, 1, self._talk) if piece)
 
     def _begin(
         self,
@@ -304,15 +312,19 @@ class Model:
         options: SamplingOptions,
         stops: Sequence[str],
         batch: int,
-        ends: Iterable[int] = (),
+        talk: Talk | None = None,
     ) -> Iterator[tuple[Continuation, str]]:
+        """`talk`: of a conversation, which keeps the keys and values of its earlier turns."""
         if not texts:
             return
         devices.use_precision(self.device, self.precision)
         mine = self._writer = object()
         longest = max(len(text.prompt) + text.max_tokens for text in texts)
-        decoder = self._decoder_of(batch, longest, options, frozenset((self.tokenizer.end_of_text, *ends)))
-        for text, piece in stream_text(decoder, self.tokenizer, iter(texts), stops):
+        ends = frozenset((self.tokenizer.end_of_text, *(talk.ends if talk else ())))
+        if talk and self._decoder and self._decoder[0][0] == batch:
+            longest = max(longest, self._decoder[0][1])
+        decoder = self._decoder_of(batch, longest, options, ends)
+        for text, piece in stream_text(decoder, self.tokenizer, iter(texts), stops, keeps=talk is not None):
             yield text, piece
             if self._writer is not mine:
                 raise UsageError("this stream ended when its model began another text; load the model twice to have both")
@@ -330,7 +342,8 @@ class Model:
             if (last.options, last.ends) == (options, ends):
                 return last
             buffers = last.buf
-        decoder = Decoder(self.shape, self.ops, self.weights, buffers, options, end_of_text=None, ends=ends)
+        ops = self._ops_of_one if batch == 1 else self.ops
+        decoder = Decoder(self.shape, ops, self.weights, buffers, options, end_of_text=None, ends=ends)
         self._decoder = size, decoder
         return decoder
 
@@ -347,9 +360,11 @@ def load(
     precision: str = "auto",
     backend: str = "auto",
     tokenizer: str = "",
+    fp8_weights: bool = False,
 ) -> Model:
     """Loads the model at `source`: a run (its newest checkpoint), RUN/best, a checkpoint, a transformers folder, a name on
-    the Hub, a .bin of llm.c. The options are those of `handgrad sample` and, for imported weights, of `handgrad import`.
+    the Hub, a .bin of llm.c. The options are those of `handgrad sample` and, for imported weights, of `handgrad import`:
+    `fp8_weights` rounds the weights of products to fp8, which a text written alone then reads on a GPU.
 
     Raises `DataError` or `UsageError` if there is no model, or a damaged one, or one that does not fit.
     """
@@ -358,4 +373,4 @@ def load(
         check_choice(name, value, (choice for choice in known if choice != "fp8"))
     found, where = open_weights(os.fspath(source), tokenizer), devices.resolve_device(device)
     precision = devices.settled_precision(precision, where)
-    return Model(found, choose_backend(backend, where, precision), where, precision)
+    return Model(found, choose_backend(backend, where, precision), where, precision, fp8_weights=fp8_weights)

@@ -6,7 +6,7 @@ from typing import Any
 
 from handgrad import presets
 from handgrad.commands.audit_arguments import certificate, diff, verify
-from handgrad.commands.model_arguments import add_model_arguments, add_strict, chat, sample
+from handgrad.commands.model_arguments import add_fp8_weights, add_model_arguments, add_strict, chat, sample
 from handgrad.commands.parser import METAVARS, Formatter, HelpAll, Parser, flag
 from handgrad.config import (
     FIELDS,
@@ -172,6 +172,7 @@ def plan(parser: Parser) -> None:
 
 def evaluate(parser: Parser) -> None:
     add_model_arguments(parser, with_fp8=True)
+    add_fp8_weights(parser)
     parser.add_argument("--data", default="", metavar="DIR", help="prepared shards (default without --tasks: the run's)")
     parser.number("--eval-tokens", "tokens (default: the whole split)", rule=NOT_NEGATIVE, default=0)
     stride = "tokens between windows, each of which scores its last ones; 0: windows side by side (default: the run's)"
@@ -236,7 +237,7 @@ BENCHMARKS = {
     "loss": "the same training run by handgrad and by the twin: how far their losses lie apart",
     "ladder": "from plain PyTorch to handgrad's kernels, one improvement a row",
     "kernels": "single operations beside torch's",
-    "sampling": "texts of a model with random weights, beside transformers.generate, one and 64 at a time",
+    "sampling": "texts of a model with random weights, beside transformers.generate: 1, 8 and 64 at a time",
     "fp8": "kernels and GEMMs of fp8 beside bf16: times, bytes, errors",
 }
 

@@ -103,7 +103,7 @@ def need_kernels(parsed: Namespace, device: str) -> None:
 
 def bench_sampling(parsed: Namespace, device: str) -> None:
     sampling = module("sampling")
-    batches = [parsed.micro_batch] if parsed.micro_batch else [1, 64]
+    batches = [parsed.micro_batch] if parsed.micro_batch else [1, 8, 64]
     chosen = parsed.contenders or ",".join(sampling.CONTENDERS)
     precision = parsed.precision or ("bf16" if device == "cuda" else "fp32")
     if precision == "fp8":

@@ -16,6 +16,7 @@ from handgrad.errors import DataError, tell_note
 from handgrad.evaluation.load import LoadedModel, load_model
 from handgrad.generation.chat import Prompt, Talk
 from handgrad.generation.decode import decode_buffers, decode_tensors
+from handgrad.generation.fp8_weights import fp8_buffers, rounded, with_fp8_weights
 from handgrad.generation.generate import MAX_TOKENS, Continuation, Decoder, SamplingOptions, check_writing
 from handgrad.generation.text import stream_text
 from handgrad.interop.sources import open_weights
@@ -51,10 +52,16 @@ def run(parsed: Namespace) -> int:
     dtype = devices.use_precision(device, precision)
     ops = choose_backend(parsed.backend, device, precision)
     weights = open_weights(parsed.checkpoint, strict=parsed.strict)
+    if parsed.fp8_weights:
+        weights = replace(weights, weight=rounded(weights.shape, weights.weight))
     talk = Talk(weights.tokenizer)
     shape = replace(weights.shape, sequence_length=min(parsed.context, weights.shape.sequence_length))
-    model = load_model(weights, device, dtype, ops, decode_buffers(shape, 1, dtype, ops))
+    buffers = decode_buffers(shape, 1, dtype, ops)
+    if parsed.fp8_weights:
+        buffers += fp8_buffers(weights.shape, ops, device)
+    model = load_model(weights, device, dtype, ops, buffers)
     buf, end_of_text = decode_tensors(shape, model.views), model.tokenizer.end_of_text
+    ops = with_fp8_weights(ops, model.shape, model.weights, model.views)
     decoder = Decoder(model.shape, ops, model.weights, buf, options, end_of_text=end_of_text, ends=talk.ends)
     interrupts = Interrupts()
     with interrupts.handled():
@@ -117,7 +124,7 @@ def answer(
     """Prints the answer while it is written, and returns it, or as much as there was when Ctrl-C came."""
     text, said = Continuation(prompt.tokens, prompt.max_tokens, seed), ""
     interrupts.answering = True
-    for _, piece in stream_text(decoder, model.tokenizer, iter([text]), stops):
+    for _, piece in stream_text(decoder, model.tokenizer, iter([text]), stops, keeps=True):
         said += piece
         print(piece, end="", flush=True)
         if not interrupts.answering:

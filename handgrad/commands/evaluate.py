@@ -23,6 +23,7 @@ from handgrad.evaluation.loss import floor_of, held_out_loss, open_held_out
 from handgrad.evaluation.records import AFTERWARDS, append_to_run, check_writable, task_record, write_rows
 from handgrad.evaluation.scoring import TaskResult, make_requests, results_of
 from handgrad.evaluation.tasks import TaskData, load_tasks, parse_tasks
+from handgrad.generation.fp8_weights import rounded
 from handgrad.interop.sources import open_weights
 from handgrad.models import forward_buffers, named_activations
 from handgrad.models.rows import KIND
@@ -55,6 +56,8 @@ def evaluate(parsed: Namespace, device: torch.device, ranks: Ranks) -> list[str]
     dtype = devices.use_precision(device, parsed.precision)
     ops = choose_backend(parsed.backend, device, parsed.precision)
     source = opened_in_turn(lambda: open_weights(parsed.checkpoint, strict=parsed.strict), ranks)
+    if parsed.fp8_weights:
+        source = replace(source, weight=rounded(source.shape, source.weight))
     check_window(parsed.context, source.shape.sequence_length)
     context = parsed.context or usual_window(source)
     tasks, requests = ranks.from_rank_0(lambda: read_tasks(parsed, source, context), "the tasks")
@@ -89,7 +92,7 @@ def evaluate(parsed: Namespace, device: torch.device, ranks: Ranks) -> list[str]
         model, views["loss"] = in_fp8.quantized(model, views["loss"])
 
     step = "" if source.checkpoint is None else f" (step {source.checkpoint.step})"
-    lines = [f"checkpoint        {parsed.checkpoint}{step}"]
+    lines = [f"checkpoint        {parsed.checkpoint}{step}{', weights rounded to fp8' if parsed.fp8_weights else ''}"]
     if dataset is not None:
         lines += loss_lines(parsed, source, model, dataset, views["loss"], ranks)
     if work is not None:
@@ -166,6 +169,8 @@ def task_lines(parsed: Namespace, source: Weights, tasks: list[TaskData], result
     if parsed.out:
         write_rows(Path(parsed.out), results)
         lines.append(f"every example in {parsed.out}")
+    if parsed.fp8_weights:  # others than the run's own
+        return lines
     records = [task_record(*pair, parsed.precision, AFTERWARDS) for pair in zip(tasks, results, strict=True)]
     if source.checkpoint is not None and (message := append_to_run(source.checkpoint, records)):
         lines.append(message)

@@ -26,6 +26,11 @@ def add_model_arguments(parser: argparse.ArgumentParser, *, with_fp8: bool = Fal
     parser.add_argument("--backend", default="auto", choices=BACKENDS, help="(default: auto: kernels on a CUDA GPU)")
 
 
+def add_fp8_weights(parser: argparse.ArgumentParser) -> None:
+    rounds = "round the weights of products to fp8 (e4m3, a scale a row), which one text reads on a GPU (default: no)"
+    parser.add_argument("--fp8-weights", action="store_true", help=rounds)
+
+
 def add_strict(parser: argparse.ArgumentParser) -> None:
     refuses = "refuse a run whose newest checkpoint is damaged, instead of taking the one before"
     parser.add_argument("--strict", action="store_true", help=refuses)
@@ -46,6 +51,7 @@ def add_sampling_arguments(parser: Parser, text: str) -> None:
 
 def sample(parser: Parser) -> None:
     add_model_arguments(parser)
+    add_fp8_weights(parser)
     parser.add_argument("--prompt", metavar="TEXT", help="the beginning (default: a new document)")
     parser.add_argument("--prompt-file", metavar="FILE", help="a file with the beginning; - is standard input")
     parser.number("--samples", "number of samples (default: 1)", rule=AT_LEAST_1)
@@ -60,6 +66,7 @@ def sample(parser: Parser) -> None:
 
 def chat(parser: Parser) -> None:
     add_model_arguments(parser)
+    add_fp8_weights(parser)
     parser.add_argument("--system", default="", metavar="TEXT", help="the message of the system, before the conversation")
     parser.number("--max-tokens", "longest answer (default: 512)", default=512)
     add_sampling_arguments(parser, "an answer")

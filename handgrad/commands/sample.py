@@ -7,7 +7,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from handgrad.errors import DataError, UsageError, storage_errors
 from handgrad.evaluation.load import LoadedModel, Weights, load_model
 from handgrad.files import check_free
 from handgrad.generation.decode import decode_buffers, decode_tensors, with_cache
+from handgrad.generation.fp8_weights import fp8_buffers, rounded, with_fp8_weights
 from handgrad.generation.generate import Continuation, Decoder, SamplingOptions, check_writing
 from handgrad.generation.prompts import read_prompts, whole_lines
 from handgrad.generation.text import cropped, document, stream_text
@@ -46,6 +47,8 @@ def run(parsed: Namespace) -> int:
     dtype = devices.use_precision(device, precision)
     ops = choose_backend(parsed.backend, device, precision)
     weights = open_weights(parsed.checkpoint, strict=parsed.strict)
+    if parsed.fp8_weights:
+        weights = replace(weights, weight=rounded(weights.shape, weights.weight))
     with contextlib.ExitStack() as opened:
         written, write = {}, None
         if parsed.out:
@@ -56,10 +59,14 @@ def run(parsed: Namespace) -> int:
             most_tokens = row.get("max_tokens", parsed.max_tokens)
             texts.append(Continuation(document(weights.tokenizer, row["prompt"]), most_tokens, parsed.seed + number))
         cache = with_cache(weights.shape, max(len(text.prompt) + text.max_tokens for text in texts))
-        model = load_model(weights, device, dtype, ops, decode_buffers(cache, batch, dtype, ops))
+        buffers = decode_buffers(cache, batch, dtype, ops)
+        if parsed.fp8_weights and batch == 1:
+            buffers += fp8_buffers(weights.shape, ops, device)
+        model = load_model(weights, device, dtype, ops, buffers)
         if note := cropped(texts, model.shape.sequence_length):
             print(note, file=sys.stderr)
         buf, end_of_text = decode_tensors(model.shape, model.views), model.tokenizer.end_of_text
+        ops = with_fp8_weights(ops, model.shape, model.weights, model.views)
         decoder = Decoder(model.shape, ops, model.weights, buf, options, end_of_text=end_of_text)
         started = time.perf_counter()
         if write is None:
@@ -80,6 +87,7 @@ def identity_of(
     return {
         "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
         "weights": weights.origin["sha256"],
+        "fp8_weights": parsed.fp8_weights,
         **asdict(options),
         "max_tokens": parsed.max_tokens,
         "stop": parsed.stop,

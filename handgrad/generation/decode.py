@@ -16,7 +16,7 @@ from handgrad.models.rows import named
 KIND = "generation"
 PREFILL_TOKENS = 2048  # of prompts at once, if the batch has as many: enough for a GPU's GEMMs to run at full speed
 LEAST_CACHE = 1024  # tokens
-LENGTH_MULTIPLE = 64  # prompts are padded to a multiple of it, so that GEMMs of few shapes occur
+LENGTH_MULTIPLE = 64  # of the lengths that prompts are padded to
 
 
 def with_cache(shape: ModelShape, tokens: int) -> ModelShape:
@@ -39,19 +39,41 @@ def decode_tensors(shape: ModelShape, views: dict[str, Tensor]) -> Any:
     return named(architecture(shape).Decoding, {name.removeprefix(f"{KIND}."): view for name, view in views.items()}, 2)
 
 
-def prefill(launch: Callable[[int, int], None], buf: Any, sequences: Sequence[Sequence[int]], slots: Sequence[int]) -> None:
-    """The keys and values of whole sequences (each of at most maxT tokens, or none) into their slots, from position 0 on.
-    `launch(B', T)` runs the architecture's prefill over as many rows of `buf.prompt_tokens` and of `buf.prompt_slots`.
+def padded_length(tokens: int, longest: int) -> int:
+    """The length that prompts of so many tokens are padded to, at most `longest`: a multiple of `LENGTH_MULTIPLE`, from 512
+    tokens on of a quarter of the power of two below. So few lengths occur, each of them a graph: 12 up to 1024 tokens, and
+    four more with every doubling."""
+    multiple = max(LENGTH_MULTIPLE, (1 << max(0, tokens - 1).bit_length()) // 8)
+    return min(-(-tokens // multiple) * multiple, longest)
+
+
+def prefill(
+    launch: Callable[..., None],
+    buf: Any,
+    sequences: Sequence[Sequence[int]],
+    slots: Sequence[int],
+    starts: Sequence[int] | None = None,
+) -> None:
+    """The keys and values of sequences (each of at most maxT tokens, or none) into their slots, from position 0 on, or from
+    `starts`, before which the slots hold those of earlier tokens. `launch(B', T)`, or `launch(B', T, begun=True)`, runs the
+    architecture's prefill over as many rows of the buffers of prompts.
 
     Logits come from the step that takes in the token after them. Longest first: those of about one length are padded
     together.
     """
-    waiting = sorted((pair for pair in zip(sequences, slots, strict=True) if pair[0]), key=lambda pair: -len(pair[0]))
     rows, longest = buf.prompt_tokens.shape[0], buf.keys.shape[3]
-    while waiting:
-        length = min(-(-len(waiting[0][0]) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, longest)
-        group, waiting = waiting[: rows // length], waiting[rows // length :]
-        padded = torch.tensor([[*sequence, *[0] * (length - len(sequence))] for sequence, _ in group])
-        buf.prompt_tokens[: padded.numel()].view(padded.shape).copy_(padded)
-        buf.prompt_slots[: len(group)].copy_(torch.tensor([slot for _, slot in group]))
-        launch(len(group), length)
+    everything = list(zip(sequences, slots, starts or [0] * len(slots), strict=True))
+    for begun in (False, True):
+        waiting = sorted((one for one in everything if one[0] and bool(one[2]) == begun), key=lambda one: -len(one[0]))
+        while waiting:
+            length = padded_length(len(waiting[0][0]), longest)
+            group, waiting = waiting[: rows // length], waiting[rows // length :]
+            padded = torch.tensor([[*sequence, *[0] * (length - len(sequence))] for sequence, _, _ in group])
+            buf.prompt_tokens[: padded.numel()].view(padded.shape).copy_(padded)
+            buf.prompt_slots[: len(group)].copy_(torch.tensor([slot for _, slot, _ in group]))
+            if begun:
+                positions = torch.tensor([start for _, _, start in group]).unsqueeze(1) + torch.arange(length)
+                buf.prompt_positions[: padded.numel()].copy_(positions.clamp_(max=longest - 1).view(-1))
+                launch(len(group), length, begun=True)
+            else:
+                launch(len(group), length)

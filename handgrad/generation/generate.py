@@ -74,6 +74,18 @@ class Slot:
 
 
 @dataclass
+class Cached:
+    """The tokens whose keys and values a slot of the cache holds."""
+
+    slot: Slot
+    context: list[int]  # with which the slot's text entered it
+    before: int  # tokens of the text that the context has already
+
+    def tokens(self) -> list[int]:
+        return (self.context + self.slot.text.tokens[self.before :])[: self.slot.position]
+
+
+@dataclass
 class Launched:
     """A step in flight: its texts and the buffer for their tokens."""
 
@@ -103,7 +115,7 @@ class Decoder:
         """`weights` and `buf`: of the architecture of `shape`; `end_of_text`: the token that ends a text, or None; `ends`:
         others that end one. They are exempt from the repetition penalty."""
         self.model, self.shape, self.ops, self.weights, self.buf = architecture(shape), shape, ops, weights, buf
-        self.options = options
+        self.options, self.keeps = options, False
         self.vocab_size = shape.vocab_size
         self.ends = frozenset(ends) if end_of_text is None else frozenset((end_of_text, *ends))
         self.longest = buf.keys.shape[3]
@@ -111,7 +123,8 @@ class Decoder:
         cuda = buf.tokens.is_cuda
         self.graphs = cuda and ops.CAPTURABLE
         self.step = Replayed([self.launch_step]) if self.graphs else self.launch_step
-        self.prefills: dict[tuple[int, int], Callable[[], None]] = {}  # by sequences and padded length
+        self.cached: list[Cached | None] = [None] * len(self.slots)
+        self.prefills: dict[tuple[int, int, bool], Callable[[], None]] = {}  # by sequences, padded length, whether begun
         # Tokens arrive on the host in two buffers by turns; a CPU's are there already.
         self.arrivals = [torch.empty_like(buf.chosen, device="cpu", pin_memory=True) for _ in range(2)] if cuda else []
 
@@ -129,23 +142,26 @@ class Decoder:
             **asdict(o),
             scratch=buf.scratch,
         )
-        torch.clamp(buf.chosen, min=0, out=buf.tokens)  # -1 is no token; the host ends the text when it sees it
-        buf.positions.add_(buf.active)
-        buf.places.add_(1)
+        self.ops.decode.advance(buf.tokens, buf.positions, buf.places, buf.chosen, buf.active)
 
-    def prefill(self, batch: int, length: int) -> None:
+    def prefill(self, batch: int, length: int, *, begun: bool = False) -> None:
         """Runs the model's prefill; on a GPU its ~80 launches are captured once per size, and replayed."""
-        if (batch, length) not in self.prefills:
-            launch = partial(self.model.prefill, self.ops, self.weights, self.buf, self.shape, batch, length)
-            self.prefills[batch, length] = Replayed([launch]) if self.graphs else launch
-        self.prefills[batch, length]()
+        size = batch, length, begun
+        if size not in self.prefills:
+            tensors = self.ops, self.weights, self.buf, self.shape
+            launch = partial(self.model.prefill, *tensors, batch, length, begun=begun)
+            self.prefills[size] = Replayed([launch]) if self.graphs else launch
+        self.prefills[size]()
 
-    def generate(self, texts: Iterable[Continuation]) -> Iterator[Continuation]:
+    def generate(self, texts: Iterable[Continuation], *, keeps: bool = False) -> Iterator[Continuation]:
         """Yields a text whenever it has a new token or ends, until all have ended; reads `texts` as slots become free.
 
-        When a context is full, this drops its older half and prefills the rest at its new positions. Raises `NumericsError`
-        when the model's logits are not finite.
+        When a context is full, this drops its older half and prefills the rest at its new positions. With `keeps`, a prompt
+        that begins with the tokens of the last text in its slot keeps their keys and values, those of an earlier call as
+        well; its logits then depend, in their rounding, on the texts before it. Raises `NumericsError` when the model's
+        logits are not finite.
         """
+        self.keeps = keeps
         waiting = iter(texts)
         in_flight: Launched | None = None
         self.slots = [None] * len(self.slots)  # an earlier reader may have stopped halfway
@@ -190,11 +206,14 @@ class Decoder:
         """Prefills the last tokens of these texts, at most `most` (and at least one), each at its slot's beginning."""
         buf = self.buf
         contexts = {index: (text.prompt + text.tokens)[-max(1, most) :] for index, text in texts.items()}
-        prefill(self.prefill, buf, [context[:-1] for context in contexts.values()], list(contexts))
+        kept = [self.kept(index, context[:-1]) for index, context in contexts.items()]
+        new = [context[start:-1] for context, start in zip(contexts.values(), kept, strict=True)]
+        prefill(self.prefill, buf, new, list(contexts), kept)
         for index, context in contexts.items():
             slot, text = self.slots[index], texts[index]
             assert slot is not None
             slot.position = len(context) - 1
+            self.cached[index] = Cached(slot, context, len(text.tokens))
             buf.tokens[index] = context[-1]
             buf.positions[index] = slot.position
             buf.places[index] = len(text.prompt) + len(text.tokens)
@@ -206,12 +225,21 @@ class Decoder:
                 seen[list(self.ends)] = False  # end-of-text began the document, which is no reason not to end it
                 buf.seen[index].copy_(seen)
 
+    def kept(self, index: int, tokens: Sequence[int]) -> int:
+        """The number of tokens at the beginning whose keys and values the slot holds already, and may keep."""
+        cached = self.cached[index]
+        held = cached.tokens() if self.keeps and cached else []
+        differing = (n for n, (token, its) in enumerate(zip(tokens, held, strict=False)) if token != its)
+        return next(differing, min(len(tokens), len(held)))
+
     def launch(self) -> Launched:
         self.step()
         texts = []
-        for slot in self.slots:
+        for index, slot in enumerate(self.slots):
             texts.append(slot.text if slot else None)
-            if slot:
+            if slot is None:
+                self.cached[index] = None  # the step writes at the beginning of a free slot
+            else:
                 slot.position += 1
                 slot.left -= 1
         if not self.arrivals:

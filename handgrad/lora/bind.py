@@ -22,7 +22,7 @@ from torch import Tensor
 from handgrad.lora import reference
 from handgrad.lora.tables import Adapter
 from handgrad.models.passes import Stage
-from handgrad.ops.compose import after_gained_rmsnorm, after_layernorm
+from handgrad.ops.compose import after_attention, after_gained_rmsnorm, after_layernorm
 from handgrad.training.state import TrainingState
 from handgrad.training.step import Program
 
@@ -63,6 +63,7 @@ class WithAdapters(ModuleType):
         self.add_linear_forward, self.add_linear_backward = added_products(ops)
         norm, gained = ops.layernorm_forward, ops.gained_rmsnorm_forward
         self.unfused: dict[str, Callable[..., None]] = {
+            "attention": after_attention(ops.decode.attention_decode, self.linear_residual_forward),
             "layernorm_linear_forward": after_layernorm(norm, self.linear_forward),
             "layernorm_linear_gelu_forward": after_layernorm(norm, self.linear_gelu_forward),
             "gained_rmsnorm_linear_forward": after_gained_rmsnorm(gained, self.linear_forward, 1),
@@ -85,6 +86,12 @@ class WithAdapters(ModuleType):
     ) -> None:
         self.others.linear_residual_forward(out, residual, inp, weight, bias, scratch=scratch)
         self.add_forward(out, inp, weight, scratch)
+
+    def attention_linear_residual_forward(self, *tensors: Tensor | None, scratch: Tensor) -> None:
+        """In two, where the product has an adapter."""
+        bound = tensors[-2] in self.bound
+        operation = self.unfused["attention"] if bound else self.others.attention_linear_residual_forward
+        operation(*tensors, scratch=scratch)
 
     def linear_gelu_forward(
         self, out: Tensor, hidden: Tensor, inp: Tensor, weight: Tensor, bias: Tensor, *, scratch: Tensor

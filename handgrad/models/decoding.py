@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from handgrad.config import ModelShape
+from handgrad.models.passes import Onto, onto_stream
 from handgrad.models.rows import ActivationRow, Clock, Dims, activation, activation_rows, dtypes_of
 
 PROMPTS, STEP = ((1, 2),), ((3, 4),)
@@ -35,6 +36,9 @@ class Sequences:
     values: Tensor = activation("L B K maxT D")
     scratch: Tensor = activation("scratch", torch.uint8)
     prompt_tokens: Tensor = activation("R", torch.int64, lives=lambda _: PROMPTS)
+    prompt_positions: Tensor = activation(
+        "R", torch.int64, lives=lambda _: PROMPTS
+    )  # of prompts that the caches have begun
     prompt_slots: Tensor = activation("B", torch.int64, lives=lambda _: PROMPTS)  # the sequences that they belong to
     logits: Tensor = activation("B Vp", lives=lambda _: STEP)
 
@@ -62,6 +66,46 @@ def decoding_rows(
     for its_sizes, its_clock, ticks in zip(turns, clock.every_layer(), (PROMPTS, STEP), strict=True):
         for row in activation_rows(block, its_sizes, dtypes, its_clock, f"blocks.{its_clock.layer}."):
             yield replace(row, ticks=ticks) if row.name.endswith("residual_out") else row  # the stream
+
+
+def onto_stream_of_step(ops: ModuleType, block: Any, sequences: Sequences, layer: int) -> Onto:
+    """`passes.onto_stream` of one token per sequence: attention over the layer's cache and the product after it."""
+    cache = sequences.keys[layer], sequences.values[layer]
+
+    def both(out: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        tensors = residual, block.qkv, sequences.positions, weight, bias
+        ops.attention_linear_residual_forward(out, block.atty, *cache, *tensors, scratch=sequences.scratch)
+
+    return both
+
+
+def store_prompts(ops: ModuleType, block: Any, sequences: Sequences, layer: int, batch: int, *, begun: bool) -> None:
+    """The keys and values of `batch` prompts into the layer's cache: from position 0 on, or where the caches have `begun`
+    them, at `prompt_positions`."""
+    cache, slots = (sequences.keys[layer], sequences.values[layer]), sequences.prompt_slots[:batch]
+    if begun:
+        positions = sequences.prompt_positions[: block.qkv.shape[0]]
+        ops.decode.store_keys_values_at(*cache, block.qkv, slots, positions)
+    else:
+        ops.store_keys_values(*cache, block.qkv, slots)
+
+
+def onto_stream_of_prompts(
+    ops: ModuleType, block: Any, sequences: Sequences, layer: int, batch: int, *, begun: bool
+) -> Onto:
+    """`passes.onto_stream` of prompts, whose keys and values it stores: attention among their tokens, or over the layer's
+    cache where that has `begun` them."""
+
+    def attend() -> None:
+        store_prompts(ops, block, sequences, layer, batch, begun=begun)
+        if begun:
+            cache = sequences.keys[layer], sequences.values[layer]
+            places = sequences.prompt_slots[:batch], sequences.prompt_positions[: block.qkv.shape[0]]
+            ops.decode.attention_append(block.atty, *cache, block.qkv, *places, scratch=sequences.scratch)
+        else:
+            ops.attention_forward(block.atty, block.lse, block.qkv, scratch=sequences.scratch)
+
+    return onto_stream(ops, attend, block.atty, sequences.scratch)
 
 
 def prefill_block(buffers: Block, batch: int, length: int, num_heads: int) -> Block:

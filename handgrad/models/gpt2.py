@@ -9,7 +9,7 @@ The loss head shares the token embedding and works in chunks of tokens: a chunk'
 its gradient, so the full (N, Vp) logits never exist.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -18,8 +18,15 @@ import torch
 from torch import Tensor
 
 from handgrad.config import ModelShape
-from handgrad.models.decoding import Sequences, decoding_rows, prefill_block
-from handgrad.models.passes import Stage, head_logits
+from handgrad.models.decoding import (
+    Sequences,
+    decoding_rows,
+    onto_stream_of_prompts,
+    onto_stream_of_step,
+    prefill_block,
+    store_prompts,
+)
+from handgrad.models.passes import Onto, Stage, head_logits, onto_stream
 from handgrad.models.rows import (
     ONES,
     WHOLE_BLOCKS,
@@ -190,8 +197,8 @@ def forward(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) ->
     x, s = act.embedded, act.scratch
     stages = [Stage("embedding", partial(embedding_forward, ops, w, act))]
     for layer, (weights, block) in enumerate(zip(w.blocks, act.blocks, strict=True)):
-        run = partial(block_forward, ops, weights, block, x, attention_of(ops, block, act), s)
-        stages.append(Stage(f"blocks.{layer}", run))
+        onto = attention_of(ops, block, act)
+        stages.append(Stage(f"blocks.{layer}", partial(block_forward, ops, weights, block, x, onto, s)))
         x = block.residual_out
     last_norm = partial(ops.layernorm_forward, act.lnf, act.lnf_mean, act.lnf_rstd, x, w.lnf_weight, w.lnf_bias)
     return [*stages, Stage("lnf", last_norm)]
@@ -205,24 +212,24 @@ def embedding_forward(ops: ModuleType, w: Weights, act: Activations) -> None:
         ops.decode.embedding_decode(act.embedded, act.tokens.view(-1), act.positions.view(-1), w.wte, w.wpe)
 
 
-def attention_of(ops: ModuleType, act: BlockActivations, whole: Activations) -> Callable[[], None]:
-    """A training's attention, of the sequences at hand."""
+def attention_of(ops: ModuleType, act: BlockActivations, whole: Activations) -> Onto:
+    """A training's attention, of the sequences at hand, and its product."""
     tensors = act.atty, act.lse, act.qkv
-    return partial(ops.attention_forward, *tensors, scratch=whole.scratch, document_starts=whole.document_starts)
+    attend = partial(ops.attention_forward, *tensors, scratch=whole.scratch, document_starts=whole.document_starts)
+    return onto_stream(ops, attend, act.atty, whole.scratch)
 
 
 def block_forward(
-    ops: ModuleType, w: BlockWeights, act: BlockActivations, x: Tensor, attend: Callable[[], None], s: Tensor,
-    *, again: bool = False,
-) -> None:  # fmt: skip
-    """x (N, C) -> act.residual_out (N, C). `attend` makes act.atty of act.qkv: in training of the sequences at hand, in
-    generation with the keys and values of earlier tokens. `again`: in the backward, which reads no last product."""
+    ops: ModuleType, w: BlockWeights, act: BlockActivations, x: Tensor, attend: Onto, s: Tensor, *, again: bool = False
+) -> None:
+    """x (N, C) -> act.residual_out (N, C). `attend` attends with act.qkv, in training among the sequences at hand, in
+    generation with the keys and values of earlier tokens, and adds the product of the result to the stream. `again`: in the
+    backward, which reads no last product."""
     ln1, ln2 = (act.ln1, act.ln1_mean, act.ln1_rstd), (act.ln2, act.ln2_mean, act.ln2_rstd)
     qkv, proj = (w.qkv_weight, w.qkv_bias), (w.proj_weight, w.proj_bias)
     fc, fcproj = (w.fc_weight, w.fc_bias), (w.fcproj_weight, w.fcproj_bias)
     ops.layernorm_linear_forward(act.qkv, *ln1, x, w.ln1_weight, w.ln1_bias, *qkv, scratch=s)  # [q k v] = LN(x) W^T + b
-    attend()  # y = softmax(q k^T / sqrt(D)) v
-    ops.linear_residual_forward(act.residual_mid, x, act.atty, *proj, scratch=s)  # a = x + y W^T + b
+    attend(act.residual_mid, x, *proj)  # y = softmax(q k^T / sqrt(D)) v, a = x + y W^T + b
     ops.layernorm_linear_gelu_forward(  # h = GELU(LN(a) W^T + b)
         act.gelu, act.fc, *ln2, act.residual_mid, w.ln2_weight, w.ln2_bias, *fc, scratch=s
     )
@@ -364,31 +371,29 @@ def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> 
     s, act, x = b.scratch, b.blocks[1], b.blocks[1].residual_out
     ops.embedding_decode(x, b.tokens, b.positions, w.wte, w.wpe)
     for layer, weights in enumerate(w.blocks):
-        cache = b.keys[layer], b.values[layer]
-        attend = partial(ops.attention_decode, act.atty, *cache, act.qkv, b.positions, scratch=s)
-        block_forward(ops, weights, act, x, attend, s)
+        block_forward(ops, weights, act, x, onto_stream_of_step(ops, act, b, layer), s)
     norm = act.ln1, act.ln1_mean, act.ln1_rstd
     ops.layernorm_linear_forward(b.logits, *norm, x, w.lnf_weight, w.lnf_bias, w.wte, None, scratch=s)
 
 
-def prefill(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape, batch: int, length: int) -> None:
-    """b.prompt_tokens, (`batch`, `length`), -> their keys and values in the caches of b.prompt_slots, from position 0 on.
+def prefill(
+    ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape, batch: int, length: int, *, begun: bool = False
+) -> None:
+    """b.prompt_tokens, (`batch`, `length`), -> their keys and values in the caches of b.prompt_slots: from position 0 on,
+    or, where the caches have `begun` these prompts, at b.prompt_positions (N).
 
     Padding on the right is harmless: attention is causal, and the step that gets to a padded position of a cache writes it
     before it reads it."""
-    N, s, slots = batch * length, b.scratch, b.prompt_slots[:batch]
+    N, s = batch * length, b.scratch
     act = prefill_block(b.blocks[0], batch, length, shape.num_heads)
-    x = act.residual_out
-    caches = [partial(ops.store_keys_values, *cache, act.qkv, slots) for cache in zip(b.keys, b.values, strict=True)]
-
-    def attend(store: Callable[[], None]) -> None:
-        store()
-        ops.attention_forward(act.atty, act.lse, act.qkv, scratch=s)
-
-    ops.embedding_forward(x, b.prompt_tokens[:N].view(batch, length), w.wte, w.wpe)
-    for weights, store in zip(w.blocks[:-1], caches, strict=False):
-        block_forward(ops, weights, act, x, partial(attend, store), s)
+    x, tokens = act.residual_out, b.prompt_tokens[:N]
+    if begun:
+        ops.decode.embedding_decode(x, tokens, b.prompt_positions[:N], w.wte, w.wpe)
+    else:
+        ops.embedding_forward(x, tokens.view(batch, length), w.wte, w.wpe)
+    for layer, weights in enumerate(w.blocks[:-1]):
+        block_forward(ops, weights, act, x, onto_stream_of_prompts(ops, act, b, layer, batch, begun=begun), s)
     last = w.blocks[-1]  # of which the keys and values alone are read
     norm = act.ln1, act.ln1_mean, act.ln1_rstd, x, last.ln1_weight, last.ln1_bias
     ops.layernorm_linear_forward(act.qkv, *norm, last.qkv_weight, last.qkv_bias, scratch=s)
-    caches[-1]()
+    store_prompts(ops, act, b, len(w.blocks) - 1, batch, begun=begun)

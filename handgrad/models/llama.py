@@ -19,7 +19,14 @@ import torch
 from torch import Tensor
 
 from handgrad.config import ModelShape
-from handgrad.models.decoding import Sequences, decoding_rows, prefill_block
+from handgrad.models.decoding import (
+    Sequences,
+    decoding_rows,
+    onto_stream_of_prompts,
+    onto_stream_of_step,
+    prefill_block,
+    store_prompts,
+)
 from handgrad.models.llama_tensors import (
     FP8_PARTS as FP8_PARTS,
     Activations,
@@ -34,7 +41,7 @@ from handgrad.models.llama_tensors import (
     has,
     parameters as parameters,
 )
-from handgrad.models.passes import Stage, head_logits
+from handgrad.models.passes import Onto, Stage, head_logits, onto_stream
 from handgrad.models.rows import WHOLE_BLOCKS, ActivationRow, repeated
 
 Launch = Callable[[], None]
@@ -71,10 +78,11 @@ def forward(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) ->
     return [*stages, Stage("head", last_norm)]
 
 
-def attention_of(ops: ModuleType, act: BlockActivations, whole: Activations) -> Launch:
-    """A training's attention, of the sequences at hand."""
+def attention_of(ops: ModuleType, act: BlockActivations, whole: Activations) -> Onto:
+    """A training's attention, of the sequences at hand, and its product."""
     tensors = act.atty, act.lse, act.qkv
-    return partial(ops.attention_forward, *tensors, scratch=whole.scratch, document_starts=whole.document_starts)
+    attend = partial(ops.attention_forward, *tensors, scratch=whole.scratch, document_starts=whole.document_starts)
+    return onto_stream(ops, attend, act.atty, whole.scratch)
 
 
 def block_forward(
@@ -83,19 +91,18 @@ def block_forward(
     act: BlockActivations,
     x: Tensor,
     turned: Launch,
-    attend: Launch,
+    attend: Onto,
     s: Tensor,
     epsilon: float,
     *,
     again: bool = False,
 ) -> None:
-    """x (N, C) -> act.residual_out (N, C). `turned` and `attend` make act.atty of act.qkv: in training of the sequences at
-    hand, in generation with the keys and values of earlier tokens. `again`: in the backward, which does not read the last
-    product."""
+    """x (N, C) -> act.residual_out (N, C). `turned` places act.qkv, and `attend` attends with them, in training among the
+    sequences at hand, in generation with the keys and values of earlier tokens, and adds the product of the result to the
+    stream. `again`: in the backward, which does not read the last product."""
     queries_keys_values(ops, w, act, x, s, epsilon)
     turned()  # q, k = R(q), R(k)
-    attend()  # y = softmax(q k^T / sqrt(D)) v
-    ops.linear_residual_forward(act.residual_mid, x, act.atty, w.proj_weight, None, scratch=s)  # a = x + y W^T
+    attend(act.residual_mid, x, w.proj_weight, None)  # y = softmax(q k^T / sqrt(D)) v, a = x + y W^T
     norm = act.norm2, act.norm2_rstd, act.residual_mid, w.norm2_gain, w.gate_up_weight
     ops.gained_rmsnorm_linear_swiglu_forward(
         act.swiglu, act.hidden, *norm, epsilon=epsilon, scratch=s
@@ -249,31 +256,37 @@ def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> 
     ops.token_embedding_decode(x, b.tokens, w.wte)
     for layer, weights in enumerate(w.blocks):
         turned = turn(ops, weights, act, shape, positions=b.positions)
-        cache = b.keys[layer], b.values[layer]
-        attend = partial(ops.attention_decode, act.atty, *cache, act.qkv, b.positions, scratch=s)
-        block_forward(ops, weights, act, x, turned, attend, s, epsilon)
+        block_forward(ops, weights, act, x, turned, onto_stream_of_step(ops, act, b, layer), s, epsilon)
     norm = act.norm1, act.norm1_rstd, x, w.lnf_gain
     ops.gained_rmsnorm_linear_forward(b.logits, *norm, w.head, None, epsilon=epsilon, scratch=s)
 
 
-def prefill(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape, batch: int, length: int) -> None:
-    """b.prompt_tokens, (`batch`, `length`), -> their keys and values in the caches of b.prompt_slots, from position 0 on.
+def prefill(
+    ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape, batch: int, length: int, *, begun: bool = False
+) -> None:
+    """b.prompt_tokens, (`batch`, `length`), -> their keys and values in the caches of b.prompt_slots: from position 0 on,
+    or, where the caches have `begun` these prompts, at b.prompt_positions (N).
 
     Padding on the right is harmless: attention is causal, and the step that gets to a padded position of a cache writes it
     before it reads it."""
-    N, s, slots, epsilon = batch * length, b.scratch, b.prompt_slots[:batch], shape.family.norm_epsilon
+    N, s, epsilon = batch * length, b.scratch, shape.family.norm_epsilon
     act = prefill_block(b.blocks[0], batch, length, shape.num_heads)
     x, tokens = act.residual_out, b.prompt_tokens[:N].view(batch, length)
-
-    def attend(layer: int) -> None:
-        ops.store_keys_values(b.keys[layer], b.values[layer], act.qkv, slots)
-        ops.attention_forward(act.atty, act.lse, act.qkv, scratch=s)
-
     ops.token_embedding_forward(x, tokens, w.wte)
     for layer, weights in enumerate(w.blocks[:-1]):
-        turned = turn(ops, weights, act, shape, length=length)
-        block_forward(ops, weights, act, x, turned, partial(attend, layer), s, epsilon)
+        turned = turn_prompts(ops, weights, act, shape, b.prompt_positions[:N] if begun else None, length)
+        onto = onto_stream_of_prompts(ops, act, b, layer, batch, begun=begun)
+        block_forward(ops, weights, act, x, turned, onto, s, epsilon)
     last = w.blocks[-1]  # of which the keys and values alone are read
     queries_keys_values(ops, last, act, x, s, epsilon)
-    turn(ops, last, act, shape, length=length)()
-    ops.store_keys_values(b.keys[-1], b.values[-1], act.qkv, slots)
+    turn_prompts(ops, last, act, shape, b.prompt_positions[:N] if begun else None, length)()
+    store_prompts(ops, act, b, len(w.blocks) - 1, batch, begun=begun)
+
+
+def turn_prompts(
+    ops: ModuleType, w: BlockWeights, act: BlockActivations, shape: ModelShape, positions: Tensor | None, length: int
+) -> Launch:
+    """`turn` of tokens at `positions` (N), or of samples of `length` tokens."""
+    if positions is None:
+        return turn(ops, w, act, shape, length=length)
+    return turn(ops.decode, w, act, shape, positions=positions)

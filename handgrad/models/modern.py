@@ -21,7 +21,14 @@ import torch
 from torch import Tensor
 
 from handgrad.config import ModelShape
-from handgrad.models.decoding import Sequences, decoding_rows, prefill_block
+from handgrad.models.decoding import (
+    Sequences,
+    decoding_rows,
+    onto_stream_of_prompts,
+    onto_stream_of_step,
+    prefill_block,
+    store_prompts,
+)
 from handgrad.models.modern_tensors import (
     FP8_PARTS as FP8_PARTS,
     Activations,
@@ -37,7 +44,7 @@ from handgrad.models.modern_tensors import (
     has,
     parameters as parameters,
 )
-from handgrad.models.passes import Stage, head_logits, nothing
+from handgrad.models.passes import Onto, Stage, head_logits, nothing, onto_stream
 from handgrad.models.rows import WHOLE_BLOCKS, ActivationRow, repeated
 
 Launch = Callable[[], None]
@@ -138,25 +145,24 @@ def embedding_forward(ops: ModuleType, w: Weights, act: Activations) -> None:
 
 def attention_of(
     ops: ModuleType, w: BlockWeights, act: BlockActivations, whole: Activations, shape: ModelShape
-) -> tuple[Launch, Launch]:
+) -> tuple[Launch, Onto]:
     """`turned` and `attend` of a training, of the sequences at hand."""
     turned = with_values(ops, turn(ops, act, shape, length=act.lse.shape[2]), w, act, whole.tokens)
     tensors = act.atty, act.lse, act.qkv
     attend = partial(ops.attention_forward, *tensors, scratch=whole.scratch, document_starts=whole.document_starts)
-    return turned, attend
+    return turned, onto_stream(ops, attend, act.atty, whole.scratch)
 
 
 def block_forward(
     ops: ModuleType, w: BlockWeights, act: BlockActivations, x: Tensor, first: Tensor | None, turned: Launch,
-    attend: Launch, s: Tensor, *, again: bool = False,
+    attend: Onto, s: Tensor, *, again: bool = False,
 ) -> None:  # fmt: skip
-    """x (N, C) -> act.residual_out (N, C). `first`: the first block's x. `turned` and `attend` make act.atty of act.qkv: in
-    training of the sequences at hand, in generation with the keys and values of earlier tokens. `again`: in the backward,
-    which does not read the last product."""
+    """x (N, C) -> act.residual_out (N, C). `first`: the first block's x. `turned` places act.qkv, and `attend` attends with
+    them, in training among the sequences at hand, in generation with the keys and values of earlier tokens, and adds the
+    product of the result to the stream. `again`: in the backward, which does not read the last product."""
     x = enter(ops, w, act, x, first, s)  # x = r x + s x0, [q k v] = RMS(x) W^T
     turned()  # q, k = R(q / |q|), R(k / |k|)
-    attend()  # y = softmax(q k^T / sqrt(D)) v
-    ops.linear_residual_forward(act.residual_mid, x, act.atty, w.proj_weight, None, scratch=s)  # a = x + y W^T
+    attend(act.residual_mid, x, w.proj_weight, None)  # y = softmax(q k^T / sqrt(D)) v, a = x + y W^T
     norm = act.norm2, act.norm2_rstd, act.residual_mid
     ops.rmsnorm_linear_relu2_forward(act.hidden, *norm, w.fc_weight, scratch=s)  # h = max(RMS(a) W^T, 0)^2
     if not again:
@@ -308,10 +314,8 @@ def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> 
     if shape.has("embedding_norm"):
         ops.rmsnorm_forward(x, act.norm1_rstd, x)
     for layer, weights in enumerate(w.blocks):
-        cache = b.keys[layer], b.values[layer]
-        attend = partial(ops.attention_decode, act.atty, *cache, act.qkv, b.positions, scratch=s)
         values = values_of_step(ops, turned, weights, act, x, b.tokens)
-        block_forward(ops, weights, act, x, act.first, values, attend, s)
+        block_forward(ops, weights, act, x, act.first, values, onto_stream_of_step(ops, act, b, layer), s)
         x = act.residual_out
     ops.rmsnorm_linear_forward(b.logits, act.norm1, act.norm1_rstd, x, w.head, scratch=s)
     if shape.softcap:
@@ -333,29 +337,30 @@ def values_of_step(
     return both
 
 
-def prefill(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape, batch: int, length: int) -> None:
-    """b.prompt_tokens, (`batch`, `length`), -> their keys and values in the caches of b.prompt_slots, from position 0 on.
+def prefill(
+    ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape, batch: int, length: int, *, begun: bool = False
+) -> None:
+    """b.prompt_tokens, (`batch`, `length`), -> their keys and values in the caches of b.prompt_slots: from position 0 on,
+    or, where the caches have `begun` these prompts, at b.prompt_positions (N).
 
     Padding on the right is harmless: attention is causal, and the step that gets to a padded position of a cache writes it
     before it reads it."""
-    N, s, slots = batch * length, b.scratch, b.prompt_slots[:batch]
+    N, s = batch * length, b.scratch
     act = prefill_block(b.blocks[0], batch, length, shape.num_heads)
     x, tokens = act.residual_out if act.first is None else act.first, b.prompt_tokens[:N].view(batch, length)
-    caches = [partial(ops.store_keys_values, *cache, act.qkv, slots) for cache in zip(b.keys, b.values, strict=True)]
-    turned = turn(ops, act, shape, length=length)
-
-    def attend(store: Launch) -> None:
-        store()
-        ops.attention_forward(act.atty, act.lse, act.qkv, scratch=s)
-
+    if begun:
+        turned = turn(ops.decode, act, shape, positions=b.prompt_positions[:N])
+    else:
+        turned = turn(ops, act, shape, length=length)
     ops.token_embedding_forward(x, tokens, w.wte)
     if shape.has("embedding_norm"):
         ops.rmsnorm_forward(x, act.norm1_rstd, x)
-    for weights, store in zip(w.blocks[:-1], caches, strict=False):
+    for layer, weights in enumerate(w.blocks[:-1]):
         values = with_values(ops, turned, weights, act, tokens)
-        block_forward(ops, weights, act, x, act.first, values, partial(attend, store), s)
+        onto = onto_stream_of_prompts(ops, act, b, layer, batch, begun=begun)
+        block_forward(ops, weights, act, x, act.first, values, onto, s)
         x = act.residual_out
     last = w.blocks[-1]  # of which the keys and values alone are read
     enter(ops, last, act, x, act.first, s)
     with_values(ops, turned, last, act, tokens)()
-    caches[-1]()
+    store_prompts(ops, act, b, len(w.blocks) - 1, batch, begun=begun)

@@ -27,6 +27,19 @@ def run(stages: Iterable[Stage]) -> None:
         stage.run()
 
 
+Onto = Callable[[Tensor, Tensor, Tensor, Tensor | None], None]  # (out, residual, weight, bias)
+
+
+def onto_stream(ops: ModuleType, attend: Callable[[], None], attended: Tensor, scratch: Tensor) -> Onto:
+    """Returns `attend`, which makes y = `attended` (N, H D), and then out = residual + y weight^T + bias."""
+
+    def both(out: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        attend()
+        ops.linear_residual_forward(out, residual, attended, weight, bias, scratch=scratch)
+
+    return both
+
+
 def head_logits(ops: ModuleType, w: Any, act: Any) -> Iterator[tuple[slice, Tensor]]:
     """(rows, logits) of one chunk of tokens after the other, all in one buffer: the products of act.lnf with w.head."""
     N, chunk = act.lnf.shape[0], act.logits.shape[0]

@@ -47,9 +47,10 @@ OPERATIONS = (
 
 # Those of generation, a token of each sequence at a time, in a module `decode` of the backend.
 DECODE_OPERATIONS = (
-    *("embedding_decode", "token_embedding_decode", "attention_decode", "choose_tokens"),
+    *("embedding_decode", "token_embedding_decode", "attention_decode", "choose_tokens", "advance"),
     *("rotary_forward", "qk_norm_forward", "qk_norm_rotary_forward", "rmsnorm_forward", "softcap_forward"),
     *("layernorm_linear_forward", "layernorm_linear_gelu_forward", "linear_residual_forward"),
+    *("attention_linear_residual_forward", "store_keys_values_at", "attention_append"),
     *("gained_rmsnorm_forward", "gained_qk_norm_rotary_forward"),
     *("gained_rmsnorm_linear_forward", "gained_rmsnorm_linear_swiglu_forward"),
     *("rmsnorm_linear_forward", "rmsnorm_linear_relu2_forward", "mix_rmsnorm_linear_forward", "value_embedding_decode"),

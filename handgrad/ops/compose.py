@@ -63,3 +63,27 @@ def after_mix(mix_forward: Operation, rmsnorm_linear_forward: Operation) -> Oper
         rmsnorm_linear_forward(out, norm, rstd, mixed, weight, scratch=scratch)
 
     return both
+
+
+def after_attention(attention_decode: Operation, linear_residual_forward: Operation) -> Operation:
+    """Returns the operation (out, attended, keys, values, residual, qkv, positions, weight, bias): attention of one token
+    per sequence, then the product of its result y (B, H D) with weight (C, H D), onto residual (B, C), into out (B, C).
+    attended (B, H D) may receive y."""
+
+    def both(
+        out: Tensor,
+        attended: Tensor,
+        keys_inout: Tensor,
+        values_inout: Tensor,
+        residual: Tensor,
+        qkv: Tensor,
+        positions: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        scratch: Tensor | None = None,
+    ) -> None:
+        attention_decode(attended, keys_inout, values_inout, qkv, positions, scratch=scratch)
+        linear_residual_forward(out, residual, attended, weight, bias, scratch=scratch)
+
+    return both

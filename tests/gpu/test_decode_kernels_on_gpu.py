@@ -14,10 +14,12 @@ from handgrad.arena import Buffer, make_plan
 from handgrad.backend import choose_backend
 from handgrad.config import ARCHITECTURES, ModelShape
 from handgrad.generation.decode import decode_buffers, decode_tensors, prefill
+from handgrad.generation.fp8_weights import OLDEST_CAPABILITY, fp8_buffers, tensors_of, with_fp8_weights
 from handgrad.generation.generate import Continuation, Decoder, SamplingOptions
 from handgrad.graphs import Replayed
 from handgrad.models import architecture, named_weights, parameter_table
 from handgrad.models.rows import flat_elements, initialize
+from handgrad.ops.cuda import attention_decode
 from tests.kernels import decode_checks as checks
 from tests.kernels.decode_checks import check
 from tests.kernels.memory_checks import Draw
@@ -36,6 +38,39 @@ def draw(request: pytest.FixtureRequest) -> Draw:
 )
 def test_row_products(draw: Draw, C: int, O: int) -> None:
     check(checks.row_products(draw, C, O), terms=4)
+    check(checks.swiglu_product(draw, C, O), terms=8)
+
+
+@pytest.mark.skipif(torch.cuda.get_device_capability() < OLDEST_CAPABILITY, reason="converts no e4m3 numbers")
+@pytest.mark.parametrize(("C", "O"), [(24, 7), (100, 33), (768, 50304), (1600, 4800), (6400, 1600)])
+def test_row_products_of_fp8_weights(draw: Draw, C: int, O: int) -> None:
+    checks.fp8_products(draw, C, O)
+
+
+@pytest.mark.parametrize("position", [0, 63, 64, 257, 1023])
+@pytest.mark.parametrize(
+    ("H", "K", "maxT", "D"), [(12, 12, 1024, 64), (25, 25, 1024, 64), (8, 2, 8192, 128), (9, 3, 2048, 64)]
+)
+def test_heads_in_parts(draw: Draw, H: int, K: int, maxT: int, D: int, position: int) -> None:
+    check(checks.split_attention(draw, H, K, maxT, D, position))
+
+
+@pytest.mark.parametrize(
+    ("T", "starts", "H", "K", "maxT", "D"),
+    [
+        (5, [3, 0, 11], 4, 2, 16, 24),
+        (64, [700], 25, 25, 1024, 64),
+        (130, [64, 0], 9, 3, 2048, 64),
+        (64, [1000], 8, 2, 1030, 128),
+    ],
+)
+def test_attention_of_new_tokens(draw: Draw, T: int, starts: list[int], H: int, K: int, maxT: int, D: int) -> None:
+    check(checks.attention_append(draw, T, starts, H, K, maxT, D))
+
+
+@pytest.mark.parametrize("B", [1, 3, 65])
+def test_advance(draw: Draw, B: int) -> None:
+    checks.advance(draw, B)
 
 
 @pytest.mark.parametrize(
@@ -90,6 +125,12 @@ def model(ops: ModuleType, dtype: torch.dtype, batch: int, network: str) -> tupl
     return shape, named_weights(shape, flat, table), decode_tensors(shape, views)
 
 
+@pytest.fixture(autouse=True)
+def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of 256 positions is split as well, where one text is written."""
+    monkeypatch.setattr(attention_decode, "KEYS_PER_PART", 64)
+
+
 @pytest.mark.parametrize("network", [*ARCHITECTURES, ALL])
 @pytest.mark.parametrize("batch", [1, 5])
 def test_a_step_is_the_references(batch: int, network: str) -> None:
@@ -130,3 +171,57 @@ def test_replayed_steps_write_the_same_text(batch: int, options: SamplingOptions
         assert bool(captured) == replay
     assert texts[0] == texts[1] == texts[2] and all(len(text) == 400 for text in texts[0])
     assert len(set(texts[0][0])) > 20, "no text to speak of"
+
+
+@pytest.mark.parametrize("network", [*ARCHITECTURES, ALL])
+def test_a_conversation_goes_on_as_from_a_fresh_cache(network: str) -> None:
+    """In float32, where rounding decides nothing: three prompts, each the one before, its text and new tokens; the third
+    replays the graph of the second."""
+    backend = choose_backend("kernels", torch.device("cuda"))
+    shape, weights, buf = model(backend, torch.float32, 1, network)
+    kept = Decoder(shape, backend, weights, buf, SamplingOptions(0.0), end_of_text=None)
+    prompt = list(range(3, 60))
+    for turn in range(3):
+        texts = []
+        other = model(backend, torch.float32, 1, network)[1:]
+        for decoder in (kept, Decoder(shape, backend, *other, SamplingOptions(0.0), end_of_text=None)):
+            text = Continuation(prompt, 12, 0)
+            for _ in decoder.generate([text], keeps=True):
+                pass
+            texts.append(text.tokens)
+        assert texts[0] == texts[1] and len(texts[0]) == 12
+        prompt = [*prompt, *texts[0], *range(100 + turn, 120 + turn)]
+    begun = [prefill for size, prefill in kept.prefills.items() if size[2]]
+    assert len(begun) == 1 and isinstance(begun[0], Replayed) and begun[0].graph
+
+
+@pytest.mark.skipif(torch.cuda.get_device_capability() < OLDEST_CAPABILITY, reason="converts no e4m3 numbers")
+@pytest.mark.parametrize("network", [*ARCHITECTURES, ALL])
+def test_a_step_of_fp8_weights_is_that_of_the_rounded_ones(network: str) -> None:
+    """In bf16: the logits are as close to float64's of the rounded weights as those of the kernels that read bf16."""
+    backend = choose_backend("kernels", torch.device("cuda"))
+    shape, weights, buf = model(backend, torch.bfloat16, 1, network)
+    views = make_plan(fp8_buffers(shape, backend, torch.device("cuda"))).allocate(torch.device("cuda"))
+    reads = with_fp8_weights(backend, shape, weights, views)
+    for weight, rounded in reads.decode.found.items():
+        weight.copy_(rounded.rows.float() * rounded.scales.unsqueeze(1))
+    exact_shape, exact_weights, exact_buf = model(
+        choose_backend("reference", torch.device("cuda")), torch.float64, 1, network
+    )
+    rows = {row.name: row for row in parameter_table(shape)}
+    for name in rows:
+        for target, source in zip(tensors_of(exact_weights, name), tensors_of(weights, name), strict=True):
+            target.copy_(source)
+    found = []
+    for ops, w, b in ((backend, weights, buf), (reads, weights, buf)):
+        b.tokens.fill_(7)
+        b.positions.zero_()
+        architecture(shape).decode_step(ops.decode, w, b, shape)
+        found.append(b.logits[:, : shape.vocab_size].double().clone())
+    exact_buf.tokens.fill_(7)
+    exact_buf.positions.zero_()
+    reference = choose_backend("reference", torch.device("cuda"))
+    architecture(shape).decode_step(reference.decode, exact_weights, exact_buf, exact_shape)
+    exact = exact_buf.logits[:, : shape.vocab_size].double()
+    own, error = ((logits - exact).norm().item() for logits in found)
+    assert torch.isfinite(found[1]).all() and error <= 2 * own, f"{error:.3g}, bf16 kernels {own:.3g}"

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from handgrad.generation.fp8_weights import quantized
 from handgrad.ops.cuda import decode as kernels
+from handgrad.ops.cuda.row_products import ScaledRows
 from handgrad.ops.reference import decode as reference
 from tests.kernels.memory_checks import Case, Draw, Tensors, close, copy, nan, statistics_dtype
 
@@ -42,9 +44,102 @@ def row_products(draw: Draw, C: int, O: int) -> Case:
         ops.layernorm_linear_forward(out["without"], *workspace(t["x"]), *norm, None, **scratch)
         ops.layernorm_linear_gelu_forward(out["gelu"], *workspace(t["x"], O), *norm, t["bias"], **scratch)
         ops.linear_residual_forward(out["residual"], t["residual"], t["x"], t["weight"], t["bias"], **scratch)
-        return out
+        return out | gained(ops, t, O)
 
     return inputs, run
+
+
+def gained(ops: ModuleType, t: Tensors, O: int) -> Tensors:
+    """The products of the Llama family after an RMS norm with a gain, with and without bias."""
+    out = {name: nan(t["x"], 1, O) for name in ("gained", "gained with bias")}
+    rstd, options = nan(t["x"], 1, dtype=statistics_dtype(t["x"])), {"epsilon": 1e-3, "scratch": torch.empty(0)}
+    norm = nan(t["x"], *t["x"].shape), rstd, t["x"], t["ln_weight"]
+    ops.gained_rmsnorm_linear_forward(out["gained"], *norm, t["weight"], None, **options)
+    ops.gained_rmsnorm_linear_forward(out["gained with bias"], *norm, t["weight"], t["bias"], **options)
+    return out
+
+
+def fp8_products(draw: Draw, C: int, O: int) -> None:
+    """The kernels' products of e4m3 numbers and scales are theirs of the rounded weight: the same numbers in another form,
+    so that only the order of a sum may differ."""
+    inputs, run = row_products(draw, C, O)
+    rows, scales = quantized(inputs["weight"])
+    inputs["weight"] = (rows.float() * scales.unsqueeze(1)).to(draw.dtype)
+    exact = run(reference, copy(inputs, torch.float64))
+    own = run(reference, copy(inputs))
+    found = run(kernels, copy(inputs) | {"weight": ScaledRows(rows, scales)})  # type: ignore[dict-item]
+    for name, result in found.items():
+        close(name, result, own[name], exact[name], terms=4)
+
+
+def swiglu_product(draw: Draw, C: int, F: int) -> Case:
+    """After an RMS norm with a gain: a product of two products, whose errors add up."""
+    inputs = {"x": draw.normal(1, C) * 2 + 0.5, "gain": draw.normal(C), "weight": draw.normal(2 * F, C) / C**0.5}
+
+    def run(ops: ModuleType, t: Tensors) -> Tensors:
+        out, hidden = nan(t["x"], 1, F), nan(t["x"], 1, 2 * F)
+        norm = nan(t["x"], 1, C), nan(t["x"], 1, dtype=statistics_dtype(t["x"])), t["x"], t["gain"]
+        options = {"epsilon": 1e-3, "scratch": torch.empty(0)}
+        ops.gained_rmsnorm_linear_swiglu_forward(out, hidden, *norm, t["weight"], **options)
+        return {"out": out}
+
+    return inputs, run
+
+
+def split_attention(draw: Draw, H: int, K: int, maxT: int, D: int, position: int, *, with_bias: bool = True) -> Case:
+    """Attention of one row and the product after it: what lies behind the position may be anything, and stays."""
+    C = 24
+    inputs = {"qkv": draw.normal(1, (H + 2 * K) * D), "weight": draw.normal(C, H * D) / (H * D) ** 0.5}
+    inputs |= {name: draw.normal(1, K, maxT, D) for name in ("keys", "values")}
+    inputs |= {"bias": draw.normal(C), "residual": draw.normal(1, C)}
+    positions = torch.tensor([position], device=draw.device)
+
+    def run(ops: ModuleType, t: Tensors) -> Tensors:
+        caches = t["keys"].clone(), t["values"].clone()
+        for cache in caches:
+            cache[:, :, position:] = torch.nan
+        out, attended = nan(t["qkv"], 1, C), nan(t["qkv"], 1, H * D)
+        scratch = torch.full((1 << 20,), 255, dtype=torch.uint8, device=draw.device)
+        bias = t["bias"] if with_bias else None
+        tensors = *caches, t["residual"], t["qkv"], positions, t["weight"], bias
+        ops.attention_linear_residual_forward(out, attended, *tensors, scratch=scratch)
+        assert all(torch.isnan(cache[:, :, position + 1 :]).all() for cache in caches)
+        return {"out": out, "written": torch.stack([cache[:, :, position] for cache in caches])}
+
+    return inputs, run
+
+
+def attention_append(draw: Draw, T: int, starts: list[int], H: int, K: int, maxT: int, D: int) -> Case:
+    """New tokens of sequences in slots of a larger batch, some padded beyond the cache's end."""
+    B, slots = len(starts), torch.arange(len(starts), device=draw.device).flip(0) * 2
+    inputs = {name: draw.normal(2 * B, K, maxT, D) for name in ("keys", "values")}
+    inputs["qkv"] = draw.normal(B * T, (H + 2 * K) * D)
+    places = torch.tensor(starts, device=draw.device).unsqueeze(1) + torch.arange(T, device=draw.device)
+    positions = places.clamp(max=maxT - 1).view(-1)
+    real = (places.view(-1) < maxT - 1).nonzero().view(-1)
+
+    def run(ops: ModuleType, t: Tensors) -> Tensors:
+        out, caches = nan(t["qkv"], B * T, H * D), (t["keys"].clone(), t["values"].clone())
+        for cache in caches:
+            for slot, start in zip(slots.tolist(), starts, strict=True):
+                cache[slot, :, start:] = torch.nan
+        ops.store_keys_values_at(*caches, t["qkv"], slots, positions)
+        ops.attention_append(out, *caches, t["qkv"], slots, positions, scratch=torch.empty(0))
+        return {"out": out[real]}
+
+    return inputs, run
+
+
+def advance(draw: Draw, B: int) -> None:
+    """Exactly the reference's."""
+    chosen, active = draw.integers(50, B) - 1, draw.integers(2, B)
+    chosen[0] = -1
+    results = []
+    for ops in (kernels, reference):
+        state = [torch.full((B,), 9, device=draw.device), *(torch.arange(B, device=draw.device) for _ in range(2))]
+        ops.advance(*state, chosen, active)
+        results.append(torch.stack(state))
+    assert torch.equal(*results) and results[0][0, 0] == 0
 
 
 def attention(draw: Draw, B: int, H: int, maxT: int, D: int, positions: list[int]) -> Case:

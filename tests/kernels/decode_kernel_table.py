@@ -12,16 +12,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import triton
 
-from handgrad.ops.cuda import choosing, decode, rotary
+from handgrad.ops.cuda import attention_append, attention_decode, choosing, decode, rotary, row_products
 from tests.kernels.compiling import compile_kernel
 
 ARCHITECTURES = (80, 90, 100)
-PLAIN = {"RMS_NORM": False, "RELU2": False}
 POINTERS = (
     "out",
     "x",
-    "ln_weight",
-    "ln_bias",
+    "norm_weight",
+    "norm_bias",
     "weight",
     "bias",
     "residual",
@@ -34,44 +33,84 @@ POINTERS = (
 )
 SIGNATURE = dict.fromkeys(POINTERS, "*bf16:16")
 SIGNATURE |= dict.fromkeys(("positions", "tokens", "tokens_out", "seeds"), "*i64:16")
-SIGNATURE |= dict.fromkeys(("values_out", "largest", "rstd"), "*fp32:16") | dict.fromkeys(
-    ("ids", "ids_out", "broken", "broken_out"), "*i32:16"
+SIGNATURE |= dict.fromkeys(
+    ("values_out", "largest", "rstd", "scales", "sums", "tops", "totals", "sums_out", "tops_out", "totals_out"), "*fp32:16"
 )
-SIGNATURE |= dict.fromkeys(("O", "K", "C", "maxT", "D", "stride"), "i32:16") | dict.fromkeys(
-    ("H", "V", "parts", "N", "length"), "i32"
+SIGNATURE |= dict.fromkeys(("ids", "ids_out", "broken", "broken_out"), "*i32:16")
+SIGNATURE |= dict.fromkeys(("places", "chosen", "active", "slots"), "*i64:16")
+SIGNATURE |= dict.fromkeys(("O", "K", "C", "T", "maxT", "D", "stride"), "i32:16") | dict.fromkeys(
+    ("H", "V", "B", "parts", "N", "length"), "i32"
 )
-SIGNATURE |= dict.fromkeys(("SCALE", "temperature", "penalty", "least"), "fp32")
+SIGNATURE |= dict.fromkeys(("SCALE", "temperature", "penalty", "least", "epsilon"), "fp32")
 
 
 def launches() -> dict[str, tuple[triton.JITFunction, dict[str, object], int]]:
     """name: (kernel, its constants, warps), as the operations launch them."""
     found: dict[str, tuple[triton.JITFunction, dict[str, object], int]] = {}
-    for name, O, K, absent in (
-        *(("RMS norm, qkv", 2304, 768, ("residual",)), ("RMS norm, relu2", 3072, 768, ("residual",))),
-        ("residual without bias", 768, 3072, ()),
-    ):
-        rows, block, warps = decode.product_tile(O, K)
-        constants = {"ROWS": rows, "BLOCK": block, "LATE": name == "RMS norm, qkv", "GELU": False}
-        constants |= {"RMS_NORM": "norm" in name, "RELU2": "relu2" in name}
-        found[name] = decode._row_product, constants | dict.fromkeys(("ln_weight", "ln_bias", "bias", *absent)), warps
+    everything = ("norm_weight", "norm_bias", "scales", "bias", "residual", "sums", "tops", "totals")
+
+    def product(name: str, O: int, K: int, *given: str, itemsize: int = 2, head: int = 0, **constants: object) -> None:
+        scaled = ("scales",) if itemsize == 1 else ()
+        rows, block, warps = row_products.product_tile(O, K)
+        if constants.get("ACTIVATION") == "swiglu":
+            rows //= 2
+        present = (*given, *scaled, *(("sums", "tops", "totals") if head else ()))
+        plain = {
+            "ROWS": rows,
+            "BLOCK": block,
+            "SPLITS": 4 if head else 0,
+            "HEAD": head,
+            "ACTIVATION": "",
+            "RMS_NORM": False,
+        }
+        absent = dict.fromkeys(set(everything) - set(present))
+        found[name] = row_products._row_product, plain | constants | absent, warps
+
+    product("RMS norm, qkv", 2304, 768, RMS_NORM=True)
+    product("RMS norm, relu2", 3072, 768, RMS_NORM=True, ACTIVATION="relu2")
+    product("residual without bias", 768, 3072, "residual")
+    for name, C, F in (("576", 576, 1536), ("2048", 2048, 8192)):  # SmolLM2 135M, Llama 3.2 1B
+        product(f"gained RMS norm, qkv of {name}", 3 * C, C, "norm_weight", RMS_NORM=True)
+        product(f"gained RMS norm, SwiGLU of {name}", 2 * F, C, "norm_weight", RMS_NORM=True, ACTIVATION="swiglu")
+        product(f"down of {name}", C, F, "residual")
+        product(f"parts and proj of {name}", C, C, "residual", head=64)
+    for C in (768, 1600):
+        for itemsize, kind in ((2, ""), (1, " in fp8")):
+            product(f"qkv of {C}{kind}", 3 * C, C, "norm_weight", "norm_bias", "bias", itemsize=itemsize)
+            product(f"proj of {C}{kind}", C, C, "bias", "residual", itemsize=itemsize)
+            product(f"parts and proj of {C}{kind}", C, C, "bias", "residual", itemsize=itemsize, head=64)
+            norm = "norm_weight", "norm_bias", "bias"
+            product(f"fc of {C}{kind}", 4 * C, C, *norm, itemsize=itemsize, ACTIVATION="gelu")
+            product(f"fcproj of {C}{kind}", C, 4 * C, "bias", "residual", itemsize=itemsize)
+            product(f"head of {C}{kind}", 50304, C, "norm_weight", "norm_bias", itemsize=itemsize)
     for C, H, D in ((768, 12, 64), (768, 6, 128), (1600, 16, 100), (2048, 8, 256)):
         heads, pairs, warps = rotary.tile(2 * H, D, 2, rotary.FORWARD_BYTES_PER_WARP)
         constants = {"C3": 3 * C, "HEADS": 2 * H, "D": D, "BLOCK_H": heads, "BLOCK_P": pairs, "ROTARY": True}
         constants |= {"SCALE": 1.0, "frequencies": None}
         found[f"QK-norm and rotation of {H} heads"] = rotary._forward, constants, warps
-    nothing = {"ln_weight": None, "ln_bias": None, "residual": None}
-    for C in (768, 1600):
-        for name, O, K in (("qkv", 3 * C, C), ("proj", C, C), ("fc", 4 * C, C), ("fcproj", C, 4 * C), ("head", 50304, C)):
-            rows, block, warps = decode.product_tile(O, K)
-            absent = set(nothing) - ({"residual"} if "proj" in name else {"ln_weight", "ln_bias"})
-            constants = {"ROWS": rows, "BLOCK": block, "LATE": name == "qkv", "GELU": name == "fc", **PLAIN}
-            absent |= {"bias"} if name == "head" else set()
-            found[f"{name} of {C}"] = decode._row_product, constants | dict.fromkeys(absent), warps
-    for name, (elements, warps) in {"few": decode.FEW_ATTENTIONS, "many": decode.MANY_ATTENTIONS}.items():
-        found[f"attention, {name}"] = decode._attention, {"KEYS": elements // 64, "BLOCK": 64, "GROUP": 1}, warps
-        found[f"grouped attention, {name}"] = decode._attention, {"KEYS": elements // 64, "BLOCK": 64, "GROUP": 3}, warps
+    for name, (elements, warps) in {
+        "few": attention_decode.FEW_ATTENTIONS,
+        "many": attention_decode.MANY_ATTENTIONS,
+    }.items():
+        found[f"attention, {name}"] = attention_decode._attention, {"KEYS": elements // 64, "BLOCK": 64, "GROUP": 1}, warps
+        found[f"grouped attention, {name}"] = (
+            attention_decode._attention,
+            {"KEYS": elements // 64, "BLOCK": 64, "GROUP": 3},
+            warps,
+        )
         wide = {"KEYS": elements // 256, "BLOCK": 256, "GROUP": 4}
-        found[f"grouped attention of 256, {name}"] = decode._attention, wide, max(warps, 4)
+        found[f"grouped attention of 256, {name}"] = attention_decode._attention, wide, max(warps, 4)
+    for D, parts in ((64, 4), (64, 16), (128, 4)):
+        constants = {"KEYS": attention_decode.PART_TILE // D, "D": D, "GROUP": 1, "SPLITS": parts}
+        found[f"a part of {parts}, heads of {D}"] = attention_decode._attention_part, constants, attention_decode.PART_WARPS
+    for D in (64, 128):
+        constants = {"QUERIES": attention_append.QUERIES, "KEYS": attention_append.KEYS, "BLOCK": D, "GROUP": 1}
+        found[f"attention of new tokens, heads of {D}"] = (
+            attention_append._attention_append,
+            constants,
+            attention_append.WARPS,
+        )
+    found["advance"] = decode._advance, {"BLOCK": 1}, 1
     found["embedding"] = decode._embedding, {"BLOCK": 1024}, 2
     found["token embedding"] = decode._embedding, {"BLOCK": 1024, "positions": None, "wpe": None}, 2
     found["greatest"] = choosing._greatest, {"seen": None, "BLOCK": choosing.CHOICES}, 4
@@ -80,14 +119,25 @@ def launches() -> dict[str, tuple[triton.JITFunction, dict[str, object], int]]:
     return found
 
 
+def runs(name: str, arch: int) -> bool:
+    """The conversion from e4m3 is an instruction from compute capability 8.9 on."""
+    return arch >= 89 or "fp8" not in name
+
+
 def compiled(name: str, arch: int) -> dict[str, object]:
     kernel, constants, warps = launches()[name]
     signature = dict(SIGNATURE)
     if name == "join":
         signature["values"] = "*fp32:16"
+    if "fp8" in name:
+        signature["weight"] = "*fp8e4nv:16"
     overlaps = arch >= 90
-    options = {"launch_pdl": True} if overlaps else {}
-    result = compile_kernel(kernel, signature, constants | {"OVERLAPS": overlaps}, warps, 3, arch, **options)
+    options: dict[str, object] = {"launch_pdl": True} if overlaps else {}
+    if kernel is row_products._row_product and "norm_weight" not in constants:
+        options["maxnreg"] = row_products.REGISTERS
+    if "OVERLAPS" in kernel.arg_names:
+        constants = constants | {"OVERLAPS": overlaps}
+    result = compile_kernel(kernel, signature, constants, warps, 3, arch, **options)
     before, _, _ = result["ptx"].partition("griddepcontrol.wait")
     widths = [int(v or 1) * int(b) // 8 for v, b in re.findall(r"ld\.global[\w.:]*?(?:\.v(\d))?\.b(\d+)", before)]
     return {
@@ -96,11 +146,18 @@ def compiled(name: str, arch: int) -> dict[str, object]:
         "registers": result["registers"],
         "stack": result["stack"],
         "weight_bytes_before_waiting": 32 * warps * sum(w for w in widths if w == 16) if overlaps else None,
-        "tile_bytes": 2 * int(constants.get("ROWS", 0)) * int(constants.get("BLOCK", 0)),
+        "shared": result["shared"],
+        "warps": warps,
+        "tile_bytes": tile_bytes(name, constants),
     }
+
+
+def tile_bytes(name: str, constants: dict[str, object]) -> int:
+    halves = 2 if constants.get("ACTIVATION") == "swiglu" else 1
+    return halves * (1 if "fp8" in name else 2) * int(constants.get("ROWS", 0)) * int(constants.get("BLOCK", 0))
 
 
 if __name__ == "__main__":
     with ThreadPoolExecutor(2) as pool:
-        jobs = [pool.submit(compiled, name, arch) for name in launches() for arch in ARCHITECTURES]
+        jobs = [pool.submit(compiled, name, arch) for name in launches() for arch in ARCHITECTURES if runs(name, arch)]
         json.dump([job.result() for job in jobs], sys.stdout, indent=1)

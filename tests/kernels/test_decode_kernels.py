@@ -10,7 +10,7 @@ if torch.cuda.is_available():
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: it decides what @triton.jit makes of a kernel
 pytest.importorskip("triton")
 
-from handgrad.ops.cuda import choosing, decode
+from handgrad.ops.cuda import attention_decode, choosing, decode, row_products
 from handgrad.ops.reference import decode as reference
 from handgrad.ops.reference.decode import gumbel
 from tests.kernels import decode_checks as checks
@@ -26,8 +26,21 @@ def draw() -> Draw:
 @pytest.mark.parametrize(("C", "O"), [(24, 7), (100, 33), (768, 11), (1600, 5), (6400, 40)])
 def test_row_products(draw: Draw, C: int, O: int, monkeypatch: pytest.MonkeyPatch) -> None:
     check(checks.row_products(draw, C, O), terms=4)  # of the layer norm: as its own check has it
-    monkeypatch.setattr(decode, "FEWEST_PROGRAMS", 2)  # several rows in a program, the last one cut
+    monkeypatch.setattr(row_products, "FEWEST_PROGRAMS", 2)  # several rows in a tile, the last one cut
+    monkeypatch.setattr(row_products, "MOST_PROGRAMS", 2)  # several tiles in a program
     check(checks.row_products(draw, C, O), terms=4)
+    check(checks.swiglu_product(draw, C, O), terms=8)
+    monkeypatch.setattr(row_products, "MOST_PROGRAMS", None)
+    check(checks.row_products(draw, C, O), terms=4)
+    check(checks.swiglu_product(draw, C, O), terms=8)
+
+
+@pytest.mark.parametrize(("C", "O"), [(24, 7), (100, 33), (1600, 40)])
+def test_row_products_of_fp8_weights(draw: Draw, C: int, O: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    checks.fp8_products(draw, C, O)
+    monkeypatch.setattr(row_products, "FEWEST_PROGRAMS", 2)
+    monkeypatch.setattr(row_products, "MOST_PROGRAMS", 1)
+    checks.fp8_products(draw, C, O)
 
 
 def test_a_row_far_from_zero_keeps_its_variance(draw: Draw) -> None:
@@ -41,10 +54,18 @@ def test_a_row_far_from_zero_keeps_its_variance(draw: Draw) -> None:
 
 
 def test_a_program_has_rows_while_there_are_enough_programs() -> None:
-    assert decode.product_tile(4800, 1600) == (4, 2048, 4)
-    assert decode.product_tile(50304, 768) == (8, 1024, 4)
-    assert decode.product_tile(768, 768) == (2, 1024, 1)
-    assert decode.product_tile(1600, 6400) == (1, 8192, 4)
+    assert row_products.product_tile(4800, 1600) == (4, 2048, 4)
+    assert row_products.product_tile(50304, 768) == (8, 1024, 4)
+    assert row_products.product_tile(768, 768) == (2, 1024, 1)
+    assert row_products.product_tile(1600, 6400) == (1, 8192, 4)
+    assert [row_products.programs_of(tiles, narrow=False) for tiles in (96, 264, 527, 528, 1200)] == [
+        96,
+        264,
+        527,
+        264,
+        300,
+    ]
+    assert row_products.programs_of(1200, narrow=True) == 600
 
 
 @pytest.mark.parametrize(
@@ -58,11 +79,50 @@ def test_attention(draw: Draw, B: int, H: int, maxT: int, D: int, positions: lis
 @pytest.mark.parametrize("positions", [[0, 1, 15], [16, 17, 31], [32, 33, 79]])
 def test_attention_over_several_tiles(draw: Draw, positions: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of 16 keys: at their borders, and past the fifth; in either choice of a tile."""
-    monkeypatch.setattr(decode, "FEW_ATTENTIONS", (16 * 32, 1))
+    monkeypatch.setattr(attention_decode, "FEW_ATTENTIONS", (16 * 32, 1))
     check(checks.attention(draw, 3, 2, 80, 24, positions))
-    monkeypatch.setattr(decode, "FEWEST_PROGRAMS", 1)
-    monkeypatch.setattr(decode, "MANY_ATTENTIONS", (16 * 32, 1))
+    monkeypatch.setattr(attention_decode, "FEW_PROGRAMS", 1)
+    monkeypatch.setattr(attention_decode, "MANY_ATTENTIONS", (16 * 32, 1))
     check(checks.attention(draw, 3, 2, 80, 24, positions))
+
+
+@pytest.mark.parametrize("position", [0, 1, 15, 16, 63, 64, 65, 129, 199])
+@pytest.mark.parametrize(("H", "K"), [(3, 3), (6, 2)])
+def test_heads_in_parts(draw: Draw, H: int, K: int, position: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts without a key, of one tile, of several; heads that share keys; heads whose number is no power of two."""
+    monkeypatch.setattr(attention_decode, "PART_TILE", 16 * 32)
+    for keys_of_part, parts in ((64, 4), (200, 1), (16, 16)):
+        monkeypatch.setattr(attention_decode, "KEYS_PER_PART", keys_of_part)
+        assert attention_decode.splits(200, 32) == parts
+        check(checks.split_attention(draw, H, K, 200, 32, position, with_bias=position != 64))
+
+
+@pytest.mark.parametrize(
+    ("T", "starts", "H", "K", "maxT", "D"),
+    [
+        (1, [0], 1, 1, 16, 16),
+        (5, [3, 0, 11], 4, 2, 16, 24),
+        (70, [0, 130], 3, 3, 201, 64),
+        (130, [64], 2, 1, 200, 20),
+    ],
+)
+def test_attention_of_new_tokens(draw: Draw, T: int, starts: list[int], H: int, K: int, maxT: int, D: int) -> None:
+    check(checks.attention_append(draw, T, starts, H, K, maxT, D))
+
+
+def test_heads_that_are_not_split() -> None:
+    """Of a width that is no power of two, or of a short cache."""
+    assert [attention_decode.splits(*sizes) for sizes in ((1024, 100), (256, 64), (1024, 64), (1 << 17, 128))] == [
+        1,
+        1,
+        4,
+        16,
+    ]
+
+
+@pytest.mark.parametrize("B", [1, 3, 65])
+def test_advance(draw: Draw, B: int) -> None:
+    checks.advance(draw, B)
 
 
 @pytest.mark.parametrize(("B", "C"), [(1, 24), (3, 100), (2, 1600)])

@@ -12,7 +12,7 @@ if torch.cuda.is_available():
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: it decides what @triton.jit makes of a kernel
 pytest.importorskip("triton")
 
-from handgrad.ops.cuda import decode, layernorm, rotary, value_embedding
+from handgrad.ops.cuda import layernorm, rotary, row_products, value_embedding
 from tests.kernels import modern_checks as checks
 from tests.kernels.decode_checks import check as check_decode
 from tests.kernels.memory_checks import Draw, check, kernels, zipf_tokens
@@ -96,7 +96,7 @@ def test_token_embedding(draw: Draw, B: int, T: int, C: int) -> None:
 @pytest.mark.parametrize(("C", "O"), [(24, 7), (100, 33), (768, 11), (1600, 5), (6400, 40)])
 def test_row_products(draw: Draw, C: int, O: int, monkeypatch: pytest.MonkeyPatch) -> None:
     check_decode(checks.modern_row_products(draw, C, O), terms=4)  # of the norm: as its own check has it
-    monkeypatch.setattr(decode, "FEWEST_PROGRAMS", 2)  # several rows in a program, the last one cut
+    monkeypatch.setattr(row_products, "FEWEST_PROGRAMS", 2)  # several rows in a program, the last one cut
     check_decode(checks.modern_row_products(draw, C, O), terms=4)
 
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from handgrad.ops.compose import after_gained_rmsnorm, after_layernorm, after_mix, after_rmsnorm
+from handgrad.ops.compose import after_attention, after_gained_rmsnorm, after_layernorm, after_mix, after_rmsnorm
 from handgrad.ops.cpu.gelu import linear_gelu_forward, linear_residual_forward
 from handgrad.ops.cpu.layernorm import layernorm_forward
 from handgrad.ops.cpu.linear import linear_forward
@@ -16,7 +16,9 @@ from handgrad.ops.cpu.rmsnorm import gained_rmsnorm_forward, rmsnorm_forward
 from handgrad.ops.cpu.swiglu import linear_swiglu_forward
 from handgrad.ops.reference.classifier import softcap_forward
 from handgrad.ops.reference.decode import (
+    advance,
     append_keys_values,
+    attention_append,
     choose_tokens,
     choosing_scratch_bytes,
     embedding_decode,
@@ -24,6 +26,7 @@ from handgrad.ops.reference.decode import (
     qk_norm_forward,
     qk_norm_rotary_forward,
     rotary_forward,
+    store_keys_values_at,
     token_embedding_decode,
 )
 from handgrad.ops.reference.mix import mix_forward
@@ -48,3 +51,6 @@ def attention_decode(
     for b, position in enumerate(positions.tolist()):
         keys, values = (cache[b, :, : position + 1].to(q.dtype) for cache in (keys_inout, values_inout))
         y[b] = torch.matmul(torch.softmax(torch.matmul(q[b], keys.transpose(-1, -2)), -1), values)
+
+
+attention_linear_residual_forward = after_attention(attention_decode, linear_residual_forward)

@@ -9,11 +9,11 @@ import math
 import torch
 from torch import Tensor
 
-from handgrad.ops.compose import after_gained_rmsnorm, after_layernorm, after_mix, after_rmsnorm
+from handgrad.ops.compose import after_attention, after_gained_rmsnorm, after_layernorm, after_mix, after_rmsnorm
 from handgrad.ops.hashing import BITS32, WEYL, mixed
 from handgrad.ops.reference.attention import for_queries, split_heads
 from handgrad.ops.reference.classifier import softcap_forward  # noqa: F401
-from handgrad.ops.reference.gelu import linear_gelu_forward, linear_residual_forward  # noqa: F401
+from handgrad.ops.reference.gelu import linear_gelu_forward, linear_residual_forward
 from handgrad.ops.reference.layernorm import layernorm_forward
 from handgrad.ops.reference.linear import linear_forward
 from handgrad.ops.reference.mix import mix_forward
@@ -93,6 +93,14 @@ def attention_decode(
     out.view(*q.shape).copy_(torch.matmul(weights, values))
 
 
+def advance(tokens: Tensor, positions_inout: Tensor, places_inout: Tensor, chosen: Tensor, active: Tensor) -> None:
+    """The state of sequences for their next step, all (B) int64: tokens = max(chosen, 0), since -1 is no token and the host
+    ends such a text; positions += active; places += 1."""
+    torch.clamp(chosen, min=0, out=tokens)
+    positions_inout.add_(active)
+    places_inout.add_(1)
+
+
 def append_keys_values(keys_inout: Tensor, values_inout: Tensor, qkv: Tensor, positions: Tensor) -> Tensor:
     """The new keys and values into the caches; returns q / sqrt(D) (B, H, 1, D), in float32 or float64."""
     B, K, _, D = keys_inout.shape
@@ -103,6 +111,9 @@ def append_keys_values(keys_inout: Tensor, values_inout: Tensor, qkv: Tensor, po
     return q.to(torch.float64 if qkv.dtype == torch.float64 else torch.float32) / math.sqrt(q.shape[-1])
 
 
+attention_linear_residual_forward = after_attention(attention_decode, linear_residual_forward)
+
+
 def store_keys_values(keys_inout: Tensor, values_inout: Tensor, qkv: Tensor, slots: Tensor) -> None:
     """The keys and values of whole prompts into the caches (B, K, maxT, D): qkv (B' T, (H + 2K) D) of B' prompts,
     positions 0..T-1 of the sequences slots (B'), no two of which are equal."""
@@ -111,6 +122,41 @@ def store_keys_values(keys_inout: Tensor, values_inout: Tensor, qkv: Tensor, slo
     T = k.shape[2]
     keys_inout[slots, :, :T] = k
     values_inout[slots, :, :T] = v
+
+
+def store_keys_values_at(keys_inout: Tensor, values_inout: Tensor, qkv: Tensor, slots: Tensor, positions: Tensor) -> None:
+    """`store_keys_values` of tokens at positions (B' T) int64, those of a sequence one after the other. Padded tokens may
+    be at the cache's last position several times: any of them stays there."""
+    B, (_, K, _, D) = slots.shape[0], keys_inout.shape
+    _, k, v = split_heads(qkv, B, qkv.shape[1] // D - 2 * K, D)
+    places = slots.unsqueeze(1), slice(None), positions.view(B, -1)
+    keys_inout[places] = k.transpose(1, 2)
+    values_inout[places] = v.transpose(1, 2)
+
+
+def attention_append(
+    out: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    qkv: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    *,
+    scratch: Tensor | None = None,
+) -> None:
+    """Several new tokens of each of B' sequences, whose keys and values the caches (B, K, maxT, D) hold already: each
+    attends to those at positions up to its own. out (B' T, H D), qkv (B' T, (H + 2K) D), slots (B'), positions (B' T) as
+    in `store_keys_values_at`."""
+    B, (_, K, maxT, D) = slots.shape[0], keys.shape
+    q, _, _ = split_heads(qkv, B, qkv.shape[1] // D - 2 * K, D)
+    H, T = q.shape[1:3]
+    q = q.to(torch.float64 if qkv.dtype == torch.float64 else torch.float32) / math.sqrt(D)
+    later = torch.arange(maxT, device=qkv.device) > positions.view(B, 1, T, 1)
+    scores = torch.matmul(q, for_queries(keys[slots], H, 1).to(q.dtype).transpose(-1, -2))
+    weights = torch.softmax(scores.masked_fill_(later, -math.inf), -1)
+    unseen = later.all(2).view(B, 1, maxT, 1)  # of the whole sequence; may be no number, and 0 times that is none either
+    y = torch.matmul(weights, for_queries(values[slots], H, 1).to(q.dtype).masked_fill(unseen, 0))
+    out.view(B, T, H, D).copy_(y.transpose(1, 2))
 
 
 # The next token. Let l be the logits. Repetition penalty r (Keskar et al. 2019, CTRL, with the sign rule that later became

@@ -1,0 +1,89 @@
+"""Milliseconds of a decoding step of one text, by position in the context, under every choice that its kernels have.
+
+A step is a CUDA graph of decode_step and the choice of the token, replayed `REPLAYS` times; random weights, greedy, bf16
+and then fp8. The first row is as shipped, and each other row differs from it in what it says. "before" is as close as
+today's kernels come to those of the fourth run in benchmarks/results/h200-decode-choices.json.
+
+    python -m benchmarks.decode_choices d12            (d48: 1558M; needs a GPU)
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
+import torch
+
+from benchmarks.sampling import Handgrad, sizes
+from handgrad import devices
+from handgrad.generation.generate import Decoder
+from handgrad.graphs import Replayed
+from handgrad.models import parameter_table
+from handgrad.models.rows import count_parameters
+from handgrad.ops.cuda import attention_decode, row_products
+from handgrad.tools.rates import copy_bandwidth
+
+POSITIONS, REPLAYS = (64, 150, 512, 1000), 100
+CHOICES: dict[str, dict[tuple[ModuleType, str], object]] = {
+    "as shipped": {},
+    "before": {(row_products, "MOST_PROGRAMS"): None, (attention_decode, "KEYS_PER_PART"): None},
+    "a program a tile": {(row_products, "MOST_PROGRAMS"): None},
+    **{f"{n} programs at most": {(row_products, "MOST_PROGRAMS"): n} for n in (132, 396, 528)},
+    "tiles of 16384 numbers": {(row_products, "TILE_ELEMENTS"): 16384, (row_products, "ELEMENTS_PER_WARP"): 4096},
+    "tiles of 4096 numbers": {(row_products, "TILE_ELEMENTS"): 4096},
+    "twice the warps": {(row_products, "ELEMENTS_PER_WARP"): 1024},
+    "whole heads": {(attention_decode, "KEYS_PER_PART"): None},
+    **{f"a part for {n} keys of the cache": {(attention_decode, "KEYS_PER_PART"): n} for n in (128, 512)},
+    "tiles of 32 keys": {(attention_decode, "PART_TILE"): 2048},
+}
+
+
+@contextmanager
+def chosen(choice: dict[tuple[ModuleType, str], object]) -> Iterator[None]:
+    before = {place: getattr(*place) for place in choice}
+    for place, value in choice.items():
+        setattr(*place, value)
+    try:
+        yield
+    finally:
+        for place, value in before.items():
+            setattr(*place, value)
+
+
+def milliseconds(decoder: Decoder, position: int) -> float:
+    """Of a step at this position. Afterwards the state of the sequence means nothing."""
+    buf = decoder.buf
+    buf.active.zero_()
+    buf.positions.fill_(position)
+    step = Replayed([decoder.launch_step])
+    for _ in range(3):
+        step()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(REPLAYS):
+        step()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / REPLAYS
+
+
+def main(model: str) -> None:
+    device, shape = devices.resolve_device("cuda"), sizes(model)
+    devices.use_precision(device, "bf16")
+    weight_bytes = 2 * count_parameters(parameter_table(shape))
+    limit = 1e3 * weight_bytes / copy_bandwidth(device)
+    print(f"{model}, bf16, one text: milliseconds of a step, at positions {POSITIONS}; {devices.describe(device)}")
+    print(f"reading the weights at the speed of a copy: {limit:.4f} ms")
+    for name, weights in (("", "handgrad"), ("fp8, ", "handgrad-fp8")):
+        ours = Handgrad(shape, device, "bf16", weights)
+        decoder = ours.decoder_of(1)
+        for choice, settings in CHOICES.items():
+            with chosen(settings):
+                times = [milliseconds(decoder, position) for position in POSITIONS]
+            shares = f"{limit / times[1]:>8.1%} of the limit at {POSITIONS[1]}"
+            print(f"{name + choice:<44}" + "".join(f"{time:>9.4f}" for time in times) + shares, flush=True)
+        ours.forget()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

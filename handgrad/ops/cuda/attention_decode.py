@@ -1,0 +1,174 @@
+"""Attention of generation: one query a head, over the keys and values of a cache.
+
+Where few heads would leave most of a GPU idle, each head's keys are split into S parts, a program each (flash-decoding,
+Dao et al. 2023). Part s takes the tiles s, s + S, s + 2 S, ... of the keys, so that the parts are equally long at every
+position. The product that follows adds the parts in their order (`row_products.attended`): there is no further launch, and
+no order that a race decides.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from handgrad.ops.cuda.launch import launch, overlapping
+from handgrad.ops.cuda.row_products import NOTHING, AttentionParts
+
+# (numbers, warps) of an attention tile: 256 keys of 64 channels at once where there are few programs, which then have a
+# multiprocessor each; less where many share one.
+FEW_PROGRAMS = 264
+FEW_ATTENTIONS, MANY_ATTENTIONS = (16384, 8), (4096, 2)
+
+PART_TILE, PART_WARPS = 4096, 4  # numbers of a part's tile: 64 keys of 64 channels
+KEYS_PER_PART = 256  # of a full cache: four parts of 1024 keys; None: heads are not split
+MOST_PARTS = 16  # of a head: every program of the product that follows reads them all
+
+
+def splits(maxT: int, D: int) -> int:
+    """Parts of a head: a power of two; 1 where heads are whole, as those are whose width is no power of two."""
+    if KEYS_PER_PART is None or D & (D - 1):
+        return 1
+    return min(MOST_PARTS, triton.next_power_of_2(triton.cdiv(maxT, KEYS_PER_PART)))
+
+
+def attention_decode(
+    out: Tensor, keys_inout: Tensor, values_inout: Tensor, qkv: Tensor, positions: Tensor, *, scratch: Tensor
+) -> None:
+    B, K, maxT, D = keys_inout.shape
+    H = out.shape[1] // D
+    tensors = out, keys_inout, values_inout, qkv, positions
+    scale, block = 1 / (math.sqrt(D) * math.log(2)), triton.next_power_of_2(D)
+    elements, warps = FEW_ATTENTIONS if B * H < FEW_PROGRAMS else MANY_ATTENTIONS
+    tile, warps = (max(16, elements // block), block), max(warps, block // 64)  # two warps spill heads of 256
+    launch(_attention, (H, B), *tensors, H, maxT, D, scale, *tile, H // K, **overlapping(out, warps))
+
+
+def attention_parts(
+    keys_inout: Tensor, values_inout: Tensor, qkv: Tensor, positions: Tensor, *, scratch: Tensor
+) -> AttentionParts:
+    """`attention_decode` of one row as far as its parts, which lie in scratch."""
+    _, K, maxT, D = keys_inout.shape
+    H, parts = qkv.shape[1] // D - 2 * K, splits(maxT, D)
+    needed = 4 * H * parts * (D + 2)
+    assert scratch.numel() >= needed, f"scratch of {scratch.numel()} bytes, {needed} needed"
+    numbers = scratch[:needed].view(torch.float32)
+    sums, tops, totals = numbers.split([H * parts * D, H * parts, H * parts])
+    found = AttentionParts(sums.view(H, parts, D), tops.view(H, parts), totals.view(H, parts))
+    tensors, scale = (keys_inout, values_inout, qkv, positions), 1 / (math.sqrt(D) * math.log(2))
+    sizes = H, maxT, scale, max(16, PART_TILE // D), D, H // K, parts
+    launch(_attention_part, (H, parts), *found, *tensors, *sizes, **overlapping(qkv, PART_WARPS))
+    return found
+
+
+@triton.jit
+def tile_of(keys, values, place, here, inside):
+    mask = here[:, None] & inside[None, :]
+    return tl.load(keys + place, mask=mask, other=0.0), tl.load(values + place, mask=mask, other=0.0)
+
+
+@triton.jit
+def _attention_part(
+    sums_out, tops_out, totals_out, keys, values, qkv, positions, H, maxT, SCALE, KEYS: tl.constexpr, D: tl.constexpr,
+    GROUP: tl.constexpr, SPLITS: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """A part of one head's keys. The new token belongs to part 0, which stores its key and value: heads that share them
+    store the same."""
+    h, part = tl.program_id(0), tl.program_id(1)
+    channel, n = tl.arange(0, D), part * KEYS + tl.arange(0, KEYS)
+    inside = channel < D
+    position = tl.load(positions).to(tl.int32)
+    kv_heads, kv_head = H // GROUP, h // GROUP
+    cache = kv_head.to(tl.int64) * maxT * D
+    place = cache + n.to(tl.int64)[:, None] * D + channel[None, :]
+    key, value = tile_of(keys, values, place, n < position, inside)
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
+    mine = qkv + h * D + channel
+    q = tl.load(mine).to(tl.float32) * SCALE
+    mine += (H + kv_head - h) * D
+    k, v = tl.load(mine), tl.load(mine + kv_heads * D)
+    is_first = part == 0
+    tl.store(keys + cache + position.to(tl.int64) * D + channel, k, mask=inside & is_first)
+    tl.store(values + cache + position.to(tl.int64) * D + channel, v, mask=inside & is_first)
+    # Every row of the tile keeps a softmax of its own over the keys it meets, as in `_attention`.
+    largest = tl.full([KEYS], NOTHING, tl.float32)
+    total = tl.zeros([KEYS], tl.float32)
+    y = tl.zeros([KEYS, D], tl.float32)
+    for start in range(0, position - part * KEYS, SPLITS * KEYS):
+        here = start + n < position
+        later = start + SPLITS * KEYS  # requested before this tile's scores
+        next_key, next_value = tile_of(keys, values, place + later * D, later + n < position, inside)
+        scores = tl.where(here, tl.sum(key.to(tl.float32) * q[None, :], 1), NOTHING)
+        above = tl.maximum(largest, scores)
+        weights = tl.where(here, tl.exp2(scores - above), 0.0)
+        before = tl.exp2(largest - above)
+        total = total * before + weights
+        y = y * before[:, None] + weights[:, None] * value.to(tl.float32)
+        largest = above
+        key, value = next_key, next_value
+    own = tl.where(is_first, tl.sum(q * k.to(tl.float32)), NOTHING)
+    top = tl.maximum(own, tl.max(largest))
+    share = tl.exp2(largest - top)
+    own_weight = tl.exp2(own - top)  # of a part without keys 1, whose top then makes it nothing
+    out = h * SPLITS + part
+    tl.store(sums_out + out * D + channel, tl.sum(y * share[:, None], 0) + own_weight * v.to(tl.float32))
+    tl.store(tops_out + out, top)
+    tl.store(totals_out + out, tl.sum(total * share) + own_weight)
+
+
+@triton.jit
+def _attention(
+    out, keys, values, qkv, positions, H, maxT, D, SCALE, KEYS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """One head of queries. Those that share keys and values all store the new ones, which are the same."""
+    h, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    channel, n = tl.arange(0, BLOCK), tl.arange(0, KEYS)
+    inside = channel < D
+    # What was there before this step needs no waiting.
+    position = tl.load(positions + b).to(tl.int32)
+    kv_heads, kv_head = H // GROUP, h // GROUP
+    cache = (b * kv_heads + kv_head) * maxT * D
+    place = cache + n.to(tl.int64)[:, None] * D + channel[None, :]
+    mask = (n < position)[:, None] & inside[None, :]
+    key = tl.load(keys + place, mask=mask, other=0.0)
+    value = tl.load(values + place, mask=mask, other=0.0)
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
+    mine = qkv + b * (H + 2 * kv_heads) * D + h * D + channel
+    q = tl.load(mine, mask=inside, other=0.0).to(tl.float32) * SCALE
+    mine += (H + kv_head - h) * D
+    k = tl.load(mine, mask=inside, other=0.0)
+    v = tl.load(mine + kv_heads * D, mask=inside, other=0.0)
+    tl.store(keys + cache + position.to(tl.int64) * D + channel, k, mask=inside)
+    tl.store(values + cache + position.to(tl.int64) * D + channel, v, mask=inside)
+    # Every row of the tile keeps a softmax of its own over the keys it meets: nothing in the loop waits for another warp.
+    # A row that meets none stays at a maximum far below all scores, and at a sum of 0.
+    largest = tl.where(n < position, tl.sum(key.to(tl.float32) * q[None, :], 1), NOTHING)
+    total = tl.where(n < position, 1.0, 0.0)
+    y = total[:, None] * value.to(tl.float32)
+    for start in range(KEYS, position, KEYS):
+        earlier = start + n < position
+        mask = earlier[:, None] & inside[None, :]
+        key = tl.load(keys + place + start * D, mask=mask, other=0.0)
+        value = tl.load(values + place + start * D, mask=mask, other=0.0)
+        scores = tl.where(earlier, tl.sum(key.to(tl.float32) * q[None, :], 1), NOTHING)
+        above = tl.maximum(largest, scores)
+        weights = tl.where(earlier, tl.exp2(scores - above), 0.0)
+        before = tl.exp2(largest - above)
+        total = total * before + weights
+        y = y * before[:, None] + weights[:, None] * value.to(tl.float32)
+        largest = above
+    # The new token is at hand; the caches are read before it only.
+    own = tl.sum(q * k.to(tl.float32))
+    top = tl.maximum(own, tl.max(largest))
+    share = tl.exp2(largest - top)
+    mine_weight = tl.exp2(own - top)
+    sums = tl.sum(total * share) + mine_weight
+    result = tl.sum(y * share[:, None], 0) + mine_weight * v.to(tl.float32)
+    tl.store(out + b * H * D + h * D + channel, (result / sums).to(out.dtype.element_ty), mask=inside)

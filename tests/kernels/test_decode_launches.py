@@ -1,0 +1,78 @@
+"""The launches of one text's step, noted and not made: docs/sampling.md models its time by their number."""
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+pytest.importorskip("nvmath")
+
+from handgrad.arena import Buffer, make_plan
+from handgrad.config import ModelShape
+from handgrad.generation.decode import decode_buffers, decode_tensors
+from handgrad.generation.fp8_weights import buffers_of, with_fp8_weights
+from handgrad.generation.generate import Decoder, SamplingOptions
+from handgrad.models import named_weights, parameter_table
+from handgrad.models.rows import flat_elements
+from handgrad.ops import cuda
+from handgrad.ops.cuda import attention_decode, row_products
+from handgrad.ops.cuda.launch import collecting
+
+LLAMA = "kv_heads=1,head_width=64,qk_norm,qkv_bias"
+STEP = {"_embedding": 1, "_greatest": 1, "_join": 1, "_advance": 1}
+
+
+def launches(shape: ModelShape, *, fp8: bool = False) -> tuple[dict[str, int], list[tuple[int, ...]]]:
+    """Kernels by name, and the grids of the products."""
+    dtype, ops, table = torch.float32, cuda, parameter_table(shape)
+    rows = [Buffer("parameters", (flat_elements(table),), dtype, "parameters"), *decode_buffers(shape, 1, dtype, ops)]
+    views = make_plan([*rows, *(buffers_of(shape) if fp8 else [])]).allocate(torch.device("cpu"))
+    weights: Any = named_weights(shape, views["parameters"], table)
+    bound: ModuleType = with_fp8_weights(ops, shape, weights, views)
+    decoder = Decoder(shape, bound, weights, decode_tensors(shape, views), SamplingOptions(0), end_of_text=None)
+    with collecting() as noted:
+        decoder.launch_step()
+    products = [launch for kernel, made in noted.items() if name_of(kernel) == "_row_product" for launch in made]
+    assert all((type(arguments[5]) is torch.Tensor) == fp8 for _, arguments, _ in products), "scales"
+    return {name_of(kernel): len(made) for kernel, made in noted.items()}, [grid for grid, _, _ in products]
+
+
+def name_of(kernel: Any) -> str:
+    return kernel.fn.__name__
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_block_of_gpt2_takes_five_kernels(fp8: bool) -> None:
+    """Four products and attention, and nothing of the block or of the choice runs outside of them."""
+    found, grids = launches(ModelShape(3000, 1024, 3, 12, 768), fp8=fp8)
+    assert found == STEP | {"_row_product": 4 * 3 + 1, "_attention_part": 3}
+    assert grids[:4] == [(288,), (384,), (384,), (384,)], "qkv, proj, fc, fcproj on 132 multiprocessors"
+
+
+def test_a_short_cache_is_read_by_whole_heads() -> None:
+    found, _ = launches(ModelShape(3000, 256, 2, 12, 768))
+    assert found["_attention"] == 2 and "_attention_part" not in found
+
+
+def test_a_block_of_llama_takes_six_kernels() -> None:
+    """GPT-2's, and the norm and rotation of heads; norms and SwiGLU are in the products."""
+    found, _ = launches(ModelShape(3000, 1024, 3, 4, 256, "llama", "", LLAMA))
+    assert found == STEP | {"_row_product": 4 * 3 + 1, "_attention_part": 3, "_forward": 3}
+
+
+def test_the_page_has_the_programs_of_every_kernel() -> None:
+    counts: dict[str, list[int]] = {}
+    for C, H in ((768, 12), (1600, 25)):
+        for name, O, K in (
+            *(("q, k, v", 3 * C, C), ("its product", C, C), ("feed-forward, up", 4 * C, C)),
+            *(("feed-forward, down", C, 4 * C), ("loss head", 50304, C)),
+        ):
+            tiles = -(-O // row_products.product_tile(O, K)[0])
+            counts.setdefault(name, []).append(row_products.programs_of(tiles, narrow=False))
+        counts.setdefault("attention over a cache of 1024", []).append(H * attention_decode.splits(1024, 64))
+    page = (Path(__file__).parents[2] / "docs" / "sampling.md").read_text()
+    for name, (small, large) in counts.items():
+        assert f"| {name} | {small} | {large} |" in page

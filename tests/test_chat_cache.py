@@ -1,0 +1,87 @@
+"""The cache of a conversation: an answer takes in its new tokens alone, and says what a fresh cache would have it say."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from handgrad.api.model import Model, load
+from handgrad.config import ModelShape
+from handgrad.generation.decode import padded_length
+from handgrad.generation.generate import Continuation, Decoder
+from tests.interop.models import make_checkpoint
+from tests.test_sampling import make_decoder, make_model
+
+LLAMA = {"architecture": "llama", "sizes": (2, 4, 32, 2048), "llama": "kv_heads=2,feed_forward=64,qk_norm"}
+MODERN = {"architecture": "modern", "sizes": (2, 2, 32, 512), "techniques": "rotary,qk_norm,untied_head,value_embeddings"}
+NETWORKS = {"gpt2": {"sizes": (2, 2, 32, 512)}, "llama": LLAMA, "modern": MODERN}
+
+
+def answered(model: Model, messages: list[dict[str, str]]) -> tuple[str, int, int]:
+    """The answer, the tokens of the prompt, and how many of them were taken in at once."""
+    sizes: list[tuple[int, int]] = []
+    enter = Decoder.enter
+
+    def counted(self: Decoder, texts: dict[int, Continuation], most: int) -> None:
+        prompt = texts[0].prompt
+        sizes.append((len(prompt), len(prompt) - 1 - self.kept(0, prompt[:-1])))
+        enter(self, texts, most)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Decoder, "enter", counted)
+        answer = "".join(model.chat(messages, temperature=0, max_tokens=20))
+    return answer, *sizes[0]
+
+
+@pytest.fixture(params=list(NETWORKS))
+def fresh(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Model]:
+    run, _ = make_checkpoint(tmp_path / "run", "bytes", spread=0.5, **NETWORKS[request.param])
+    return lambda: load(run, device="cpu", backend="reference")
+
+
+def test_a_later_answer_is_that_of_a_fresh_cache(fresh: Callable[[], Model]) -> None:
+    """Three turns: each takes in less than its prompt by at least the prompt before, and says the same."""
+    model, before = fresh(), 0
+    messages = [{"role": "system", "content": "Be kind to all who ask."}]
+    for turn in range(3):
+        messages.append({"role": "user", "content": f"Question {turn}?"})
+        answer, length, taken = answered(model, messages)
+        assert taken <= length - before and taken > 5
+        assert answered(fresh(), messages) == (answer, length, length - 1) and len(answer) > 5
+        messages.append({"role": "assistant", "content": answer})
+        before = length
+
+
+def test_only_conversations_keep_their_tokens(fresh: Callable[[], Model]) -> None:
+    """A text otherwise depends on no text before it, down to its last bit."""
+    model = fresh()
+    model.generate("Hello there", max_tokens=4, batch=1)
+    decoder = model._decoder[1]
+    assert decoder.cached[0] is not None and decoder.kept(0, decoder.cached[0].tokens()) == 0
+
+
+def test_tokens_that_a_slot_holds() -> None:
+    """Those of prompt and text as far as the reader got; none where steps ran while the slot was free."""
+    model = make_model(ModelShape(23, 64, 2, 2, 16), 1, 64, noise=0.8)
+    decoder = make_decoder(model, 2)
+    short, long = Continuation([5, 1, 2], 3, 0), Continuation([7, 8], 9, 0)
+    for _ in decoder.generate([short, long], keeps=True):
+        pass
+    assert decoder.cached[0] is None
+    held = decoder.cached[1].tokens()
+    assert held == [7, 8, *long.tokens[:-1]] and len(held) == 10, "nothing took in the last token"
+    assert decoder.kept(1, [*held[:6], 22, 3]) == 6 and decoder.kept(1, held[:4]) == 4 and decoder.kept(0, held) == 0
+    again = Continuation([*held[:8], 3], 5, 0)
+    for _ in decoder.generate([again], keeps=True):
+        pass
+    other = Continuation(list(again.prompt), 5, 0)
+    for _ in make_decoder(model, 2).generate([other]):
+        pass
+    assert again.tokens == other.tokens
+
+
+def test_lengths_of_prompts() -> None:
+    """Few, at most a quarter longer than a prompt from 256 tokens on, and never longer than the cache."""
+    assert [padded_length(n, 1000) for n in (1, 64, 65, 513, 700, 999)] == [64, 64, 128, 640, 768, 1000]
+    lengths = {padded_length(n, 1 << 17) for n in range(1, (1 << 17) + 1, 31)}
+    assert len(lengths) <= 12 + 4 * 7 and all(padded_length(n, 1 << 17) <= max(n * 1.25, n + 64) for n in range(1, 5000))
