@@ -81,7 +81,8 @@ def host_state(design: Design) -> dict[str, Tensor]:
     storage = {kind: torch.empty(size, dtype=torch.uint8).zero_() for kind, size in plan.size_bytes.items()}
     for kind, memory in storage.items() if design.device.type == "cuda" else ():
         pin(memory, f"the {kind}", "--offload false")
-    return plan.lay_over(storage)
+    # A view keeps the memory, but not its pinning: that ends with the tensor of the whole.
+    return plan.lay_over(storage) | {f"pinned {kind}": memory for kind, memory in storage.items()}
 
 
 def pin(memory: Tensor, holds: str, remedy: str) -> None:

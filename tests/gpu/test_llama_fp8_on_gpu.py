@@ -76,8 +76,9 @@ def test_attention_of_grouped_heads(draw: Draw, B: int, T: int, H: int, K: int, 
 
 
 def assembled(name: str, **settings: object) -> Assembly:
+    # At 1e-3 without a warm-up the two larger ones jump between 10.6 and 11, in bf16 as well.
     numbers: dict[str, object] = {"micro_batch": 2, "sequence_length": 512, "tokens_per_step": 2048, "num_layers": 2}
-    numbers |= {"device": "cuda", "backend": "kernels", "learning_rate": 1e-3, "warmup_steps": 0, "steps": 10}
+    numbers |= {"device": "cuda", "backend": "kernels", "learning_rate": 1e-5, "warmup_steps": 0, "steps": 10}
     config = check(RunConfig(**(sizes(name) | numbers | settings)))  # type: ignore[arg-type]
     vocab_size = SHAPES[name][0]
     return assemble(resolve(config, vocab_size), ZipfTokens(vocab_size, config.seed))

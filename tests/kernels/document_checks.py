@@ -22,7 +22,7 @@ def attention(draw: Draw, lengths: list[list[int]], H: int, K: int, D: int) -> C
         qkv, dout = t["qkv"], t["dout"]
         out, lse, dqkv = nan(qkv, *dout.shape), nan(qkv, B, H, T, dtype=statistics_dtype(qkv)), nan(qkv, *qkv.shape)
         sizes = {"batch": B, "length": T, "num_heads": H, "kv_heads": K, "head_width": D, "dtype": qkv.dtype}
-        size = ops.attention_scratch_bytes(**sizes, documents=True)
+        size = ops.attention_scratch_bytes(**sizes, documents=t["starts"] is not None)
         scratch = torch.full((size + 16,), 255, dtype=torch.uint8, device=qkv.device)
         ops.attention_forward(out, lse, qkv, scratch=scratch, document_starts=t["starts"])
         ops.attention_backward(dqkv, dout, out, lse, qkv, scratch=scratch, document_starts=t["starts"])

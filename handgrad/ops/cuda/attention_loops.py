@@ -203,15 +203,19 @@ def grouped_dkdv_loop(
             dk, dv = dkdv_step(dk, dv, k, v, mine, query, first, D, QUERIES, True, TAIL, None, None, starts)
     after = diagonal + CROSSED * QUERIES
     blocks = tl.maximum(seen // QUERIES - after // QUERIES, 0)
+    # The last keys have no full block. A division by 0 would tell the compiler that there is one, whose loads it would then
+    # begin ahead of the loop, behind the last row's end.
+    per_head = tl.maximum(blocks, 1)
     for step in range(GROUP * blocks):
-        mine, query = next_head(head, step // blocks, D), after + step % blocks * QUERIES
+        mine, query = next_head(head, step // per_head, D), after + step % per_head * QUERIES
         dk, dv = dkdv_step(dk, dv, k, v, mine, query, first, D, QUERIES, False, False, None, None, None)
     if starts is not None:
         full = tl.maximum(seen // QUERIES * QUERIES, after)
         end = first_after(starts, first, tl.minimum(first + KEYS, T) - 1, T)
         rest = tl.cdiv(tl.maximum(end - full, 0), QUERIES)
+        rest_per_head = tl.maximum(rest, 1)
         for step in range(GROUP * rest):
-            mine, query = next_head(head, step // rest, D), full + step % rest * QUERIES
+            mine, query = next_head(head, step // rest_per_head, D), full + step % rest_per_head * QUERIES
             dk, dv = dkdv_step(dk, dv, k, v, mine, query, first, D, QUERIES, False, TAIL, None, None, starts)
     elif TAIL:
         full = tl.maximum(T // QUERIES * QUERIES, after)
