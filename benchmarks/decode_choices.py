@@ -1,8 +1,7 @@
 """Milliseconds of a decoding step of one text, by position in the context, under every choice that its kernels have.
 
 A step is a CUDA graph of decode_step and the choice of the token, replayed `REPLAYS` times; random weights, greedy, bf16
-and then fp8. The first row is as shipped, and each other row differs from it in what it says. "before" is as close as
-today's kernels come to those of the fourth run in benchmarks/results/h200-decode-choices.json.
+and then fp8. The first row is as shipped, and each other row differs from it in what it says.
 
     python -m benchmarks.decode_choices d12            (d48: 1558M; needs a GPU)
 """
@@ -26,14 +25,11 @@ from handgrad.tools.rates import copy_bandwidth
 POSITIONS, REPLAYS = (64, 150, 512, 1000), 100
 CHOICES: dict[str, dict[tuple[ModuleType, str], object]] = {
     "as shipped": {},
-    "before": {(row_products, "MOST_PROGRAMS"): None, (attention_decode, "KEYS_PER_PART"): None},
-    "a program a tile": {(row_products, "MOST_PROGRAMS"): None},
-    **{f"{n} programs at most": {(row_products, "MOST_PROGRAMS"): n} for n in (132, 396, 528)},
+    **{f"{n} programs at most": {(row_products, "MOST_PROGRAMS"): n} for n in (132, 264, 528)},
     "tiles of 16384 numbers": {(row_products, "TILE_ELEMENTS"): 16384, (row_products, "ELEMENTS_PER_WARP"): 4096},
     "tiles of 4096 numbers": {(row_products, "TILE_ELEMENTS"): 4096},
     "twice the warps": {(row_products, "ELEMENTS_PER_WARP"): 1024},
-    "whole heads": {(attention_decode, "KEYS_PER_PART"): None},
-    **{f"a part for {n} keys of the cache": {(attention_decode, "KEYS_PER_PART"): n} for n in (128, 512)},
+    **{f"a part for {n} keys of the cache": {(attention_decode, "KEYS_PER_PART"): n} for n in (128, 256, 512)},
     "tiles of 32 keys": {(attention_decode, "PART_TILE"): 2048},
 }
 

@@ -1,19 +1,16 @@
-"""The shapes and settings that fp8 GEMMs take."""
+"""The shapes and settings that fp8 GEMMs take: checks of a run's configuration, which imports them."""
 
 import math
-from typing import TYPE_CHECKING
+from typing import Any
 
 from handgrad.errors import UsageError
 from handgrad.model_shape import VOCABULARY_MULTIPLE
-
-if TYPE_CHECKING:
-    from handgrad.config import RunConfig
 
 WIDEST_HEAD_OF_FP8 = 128  # attention that rounds to fp8 in the same pass spills at wider ones
 FP8_MULTIPLE = 16  # of every side of a GEMM in fp8: cuBLASLt reads 16 bytes at a time
 
 
-def check_fp8(config: "RunConfig") -> None:
+def check_fp8(config: Any) -> None:
     """Raises `UsageError` for settings that fp8 does not go with, and for shapes that its GEMMs cannot take."""
     if config.lora:
         raise UsageError("lora has no fp8 GEMMs yet, found precision fp8; --precision bf16 trains adapters")
@@ -39,6 +36,6 @@ def check_fp8(config: "RunConfig") -> None:
         )
 
 
-def takes_micro_batch(config: "RunConfig", samples: int) -> bool:
+def takes_micro_batch(config: Any, samples: int) -> bool:
     """True if the GEMMs of the run's precision take the tokens of so many samples."""
     return config.precision != "fp8" or samples * config.sequence_length % FP8_MULTIPLE == 0

@@ -16,7 +16,7 @@ MODULES = sorted({*PACKAGE.rglob("*.py")} - {*EXPORTED})
 # Which parts of the package a part may import, besides itself. `errors`, `files`, `names` and
 # `parsing` are for all.
 # A training step:
-BOOK = {"config", "model_shape", "llama_shape", "lora_shape", "batch_schedule", "arena"}
+BOOK = {"config", "model_shape", "llama_shape", "lora_shape", "fp8_shape", "batch_schedule", "arena"}
 BOOK |= {"ops", "models", "layout", "optimizers", "graphs", "training"}
 BESIDE = {*BOOK, "fp8", "dropout", "lora", "parallel"}  # what joins it at set-up
 MODEL_AT_WORK = {*BESIDE, "generation", "evaluation", "data", "checkpoint", "backend", "devices", "jsonl", "run_files"}
@@ -27,7 +27,8 @@ LAW = {
     **{part: set() for part in ("errors", "files", "names", "parsing", "format", "run_files", "jsonl", "graphs")},
     **{part: set() for part in ("power", "limits", "tensor_files", "batch_schedule", "techniques", "llama_shape", "rules")},
     "lora_shape": set(),
-    "config": {"batch_schedule", "model_shape", "rules", "techniques", "llama_shape", "lora_shape"},
+    "fp8_shape": {"model_shape"},
+    "config": {"batch_schedule", "model_shape", "rules", "techniques", "llama_shape", "lora_shape", "fp8_shape"},
     "model_shape": {"llama_shape", "techniques"},
     "threads": {"limits"},
     "manifest": {"tensor_files"},

@@ -74,16 +74,16 @@ def test_a_matrix_of_zeros_stays() -> None:
 
 @pytest.mark.parametrize("shape", [(64, 64), (64, 192), (256, 64), (1, 5)])
 def test_in_float32_a_cpu_is_as_exact(shape: tuple[int, int]) -> None:
-    """No further from float64 than twice the reference in float32, with the same bits in any batch; zeros stay."""
+    """No further from float64 than twice the reference in float32, over many matrices (the error of a single row is one
+    number, small by chance), with the same bits in any batch; zeros stay."""
     generator = torch.Generator().manual_seed(0)
-    matrices = torch.randn(3, *shape, generator=generator)
+    matrices = torch.randn(16, *shape, generator=generator)
     found, alone, zeros = matrices.clone(), matrices[1:2].clone(), torch.zeros(1, *shape)
     for batch in (found, alone, zeros):
         cpu.muon_polar(batch)
-    for matrix, mine in zip(matrices, found, strict=True):
-        exact = polar(matrix.double())
-        error, allowed = ((x.double() - exact).norm() / exact.norm() for x in (mine, polar(matrix)))
-        assert error <= 2 * allowed + 1e-6, f"{error:.3g}, the reference {allowed:.3g}"
+    exact, reference = (torch.stack(list(map(polar, made))) for made in (matrices.double(), matrices))
+    error, allowed = ((x.double() - exact).norm() / exact.norm() for x in (found, reference))
+    assert error <= 2 * allowed + 1e-6, f"{error:.3g}, the reference {allowed:.3g}"
     assert torch.equal(found[1], alone[0]) and not zeros.any()
 
 

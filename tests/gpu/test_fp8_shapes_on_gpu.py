@@ -53,9 +53,7 @@ def test_shapes(name: str, architecture: str, monkeypatch: pytest.MonkeyPatch) -
     for recompute in (1, 2):
         other_losses, other = losses_and_weights(dataclasses.replace(config, recompute=recompute), kernels)
         assert other_losses == losses and torch.equal(other, weights), recompute
-    monkeypatch.setattr(
-        linear, "LONGEST_FAST_SUM", 0
-    )  # the tensor cores' own sums are short of 2^-8 in logits of this size
+    monkeypatch.setattr(linear, "LONGEST_FAST_SUM", 0)  # the tensor cores' own sums miss 2^-8 in logits of this size
     losses, _ = losses_and_weights(config, kernels)
     right, _ = losses_and_weights(config, reference)
     assert all(math.isclose(a, b, rel_tol=2**-8) for a, b in zip(losses, right, strict=True)), (losses, right)

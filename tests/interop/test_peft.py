@@ -33,6 +33,8 @@ from tests.interop.test_transformers_llama import CONFIGS, byte_tokenizer
 
 peft = pytest.importorskip("peft")  # of the extra `test`
 
+LOGITS = 1e-4  # as beside transformers without adapters, in float32: on some CPUs the sums of both lie further apart
+
 GPT2 = transformers.GPT2Config(
     vocab_size=257,
     n_positions=260,
@@ -104,7 +106,7 @@ def test_peft_computes_the_same(kind: str, on: str, base: Callable, tmp_path: Pa
     found = their_logits(them, tokens)
     with safe_open(tmp_path / "peft" / "adapter_model.safetensors", "pt") as stored:
         assert len(stored.keys()) == sum(".lora_" in name for name, _ in them.named_parameters()), "no other modules there"
-    assert (logits - found).abs().max() <= 1e-5 * logits.abs().max() and (logits - plain).abs().max() > 0.01
+    assert (logits - found).abs().max() <= LOGITS and (logits - plain).abs().max() > 0.01
     again = load(str(tmp_path / "peft"), device="cpu")
     assert again.flat.equal(model.flat)
 

@@ -23,7 +23,8 @@ FEW_PROGRAMS = 264
 FEW_ATTENTIONS, MANY_ATTENTIONS = (16384, 8), (4096, 2)
 
 PART_TILE, PART_WARPS = 4096, 4  # numbers of a part's tile: 64 keys of 64 channels
-KEYS_PER_PART = 256  # of a full cache: four parts of 1024 keys; None: heads are not split
+# Of a full cache; None: heads are not split. With 256, four parts of 1024 keys, short texts were slower (docs/sampling.md).
+KEYS_PER_PART: int | None = 1024
 MOST_PARTS = 16  # of a head: every program of the product that follows reads them all
 
 

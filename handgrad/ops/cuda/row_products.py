@@ -28,7 +28,9 @@ TILE_ELEMENTS = 8192
 ELEMENTS_PER_WARP = 2048
 LONGEST_ROW = 1 << 15  # of a tile of one row
 FEWEST_PROGRAMS = 264  # two on each of 132 multiprocessors, while a program still has rows to give
-MOST_PROGRAMS = 264  # if programs take several tiles: up to twice as many, of 8-bit numbers four times; None: one tile each
+# If programs take several tiles: up to twice as many, of 8-bit numbers four times. None: one tile each, which an H200 was
+# quicker with (docs/sampling.md).
+MOST_PROGRAMS: int | None = None
 REGISTERS = (
     160  # of a thread, after a norm: where the assembler aims at 128 by itself it spills for compute capability 10.0
 )
