@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import os
 import re
 import sys
 import types
@@ -164,3 +165,16 @@ def test_ipython_in_a_terminal_is_no_notebook(monkeypatch: pytest.MonkeyPatch) -
     setattr(ipython, "get_ipython", lambda: None)  # noqa: B010 - for type checkers
     monkeypatch.setitem(sys.modules, "IPython", ipython)
     assert not console.in_notebook(), "IPython was imported by a program"
+
+
+def test_output_that_nobody_reads_any_more_does_not_fail_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes that wait in the buffer as the reader goes: Python would flush them at its end, and exit with 120."""
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w", encoding="utf-8") as out:
+        monkeypatch.setattr("sys.stdout", out)
+        display = console.Display(10, 0, "lines")
+        out.write("step 1")
+        os.close(reading)
+        display.close()
+        out.flush()
+        assert display.closed

@@ -1,7 +1,6 @@
 """The console of a run: a live progress line on a terminal, one line that is redrawn in a notebook, plain lines everywhere
 else."""
 
-import contextlib
 import os
 import sys
 from collections.abc import Callable
@@ -65,8 +64,12 @@ class Display:
         try:
             self.console.print(text, markup=False, soft_wrap=True)
         except (OSError, SystemExit):  # rich turns a broken pipe into the second
-            self.closed = True
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            self.leave()
+
+    def leave(self) -> None:
+        """Nobody reads the output any more: the rest of it, and what waits in its buffer, goes nowhere."""
+        self.closed = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def keep_line(self) -> None:
         """Leaves the line that a notebook redraws as it is: what follows begins another one."""
@@ -76,6 +79,9 @@ class Display:
 
     def close(self) -> None:
         self.keep_line()
-        if self.live:
-            with contextlib.suppress(OSError):  # the terminal is gone
+        try:
+            if self.live:
                 self.progress.stop()
+            sys.stdout.flush()  # at the end of the process its failure would be the exit code, 120
+        except OSError:  # the terminal is gone
+            self.leave()
