@@ -87,7 +87,7 @@ def test_other_shapes_are_refused(config: RunConfig, settings: dict, told: str) 
 
 
 def test_micro_batches_that_are_found_are_some_that_train(config: RunConfig) -> None:
-    """Where the plan of the run does not fit, and where a GPU is not there."""
+    """`plan` for a micro-batch that does not fit, and for a GPU that is not there."""
     config = dataclasses.replace(config, **LENGTH, micro_batch=8)
     small = resolve(dataclasses.replace(config, micro_batch=2), 257).plan.total_bytes
     assert largest_micro_batch(config, 257, small) == 2
