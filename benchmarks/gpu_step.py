@@ -28,9 +28,10 @@ from handgrad.errors import UsageError
 from handgrad.models import architecture
 from handgrad.names import nearest_name
 
-# "handgrad" computes in --precision, "handgrad-PRECISION" in another; "handgrad-gpt2" is GPT-2 of a modern network's sizes.
+# "handgrad" computes in --precision, "handgrad-PRECISION" in another; "handgrad-gpt2", also with a precision behind it, is
+# GPT-2 of a modern network's sizes.
 SAME_SIZE = "handgrad-gpt2"
-HANDGRADS = ("handgrad", *(f"handgrad-{precision}" for precision in PRECISIONS), SAME_SIZE)
+HANDGRADS = tuple(f"{base}{end}" for base in ("handgrad", SAME_SIZE) for end in ("", *(f"-{p}" for p in PRECISIONS)))
 # The fastest twin of all sizes on one H200, with Liger's head where Liger is installed.
 FASTEST_TWIN = "twin-cudnn+stream+regional"
 
@@ -50,8 +51,7 @@ def precision_of(name: str, settings: Settings) -> str:
     """The precision of most of a contender's GEMMs."""
     if switches := switches_of(name):
         return switches.precision
-    own = settings.precision if name == SAME_SIZE else name.removeprefix("handgrad").removeprefix("-")
-    return own or settings.precision
+    return name.removeprefix("handgrad").removeprefix("-gpt2").removeprefix("-") or settings.precision
 
 
 def make_run(name: str, settings: Settings) -> Run:
@@ -59,7 +59,7 @@ def make_run(name: str, settings: Settings) -> Run:
     config, tokens = settings.config(), tokens_of(settings)
     if switches := switches_of(name):
         return TwinRun(config, tokens, dataclasses.replace(switches, compiled=config.device == "cuda"))
-    if name == SAME_SIZE:
+    if name.startswith(SAME_SIZE):
         heads = max(1, config.channels // 64)
         config = dataclasses.replace(config, architecture="gpt2", optimizer="adamw", num_heads=heads)
     backend = "kernels" if config.device == "cuda" else "auto"

@@ -295,8 +295,11 @@ def test_the_fastest_twin_is_a_default_contender(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_precision_of_a_contender() -> None:
-    names = ("handgrad", "handgrad-tf32", "twin-cudnn", "twin-cudnn+torchao", "twin-flash+stream+torchao-filtered")
-    assert [gpu_step.precision_of(name, SMALL) for name in names] == ["fp32", "tf32", "bf16", "fp8", "fp8"]
+    ours = ("handgrad", "handgrad-tf32", "handgrad-gpt2", "handgrad-gpt2-fp8")
+    twins = ("twin-cudnn", "twin-cudnn+torchao", "twin-flash+stream+torchao-filtered")
+    assert gpu_step.check_contenders(",".join(ours + twins)) == [*ours, *twins]
+    precisions = [gpu_step.precision_of(name, SMALL) for name in ours + twins]
+    assert precisions == ["fp32", "tf32", "fp32", "fp8", "bf16", "fp8", "fp8"]
     run = gpu_step.make_run("handgrad-bf16", SMALL)
     assert isinstance(run, HandgradRun) and run.state.parameters.dtype == torch.bfloat16
 
@@ -304,6 +307,8 @@ def test_the_precision_of_a_contender() -> None:
 def test_the_modern_network_steps_in_fp8_beside_its_twin() -> None:
     """`bench step --model m4 --contenders handgrad-fp8,twin-...`"""
     settings = dataclasses.replace(SMALL, model="m4", learning_rate=1e-2)
+    gpt2 = gpu_step.make_run("handgrad-gpt2-bf16", settings)
+    assert isinstance(gpt2, HandgradRun) and gpt2.state.parameters.dtype == torch.bfloat16
     run, bf16 = (gpu_step.make_run(name, settings) for name in ("handgrad-fp8", "handgrad-bf16"))
     assert isinstance(run, HandgradRun) and run.stepper.design.fp8 is not None
     losses, others = (contender.turn(lambda launched: launched < 3) for contender in (run, bf16))
