@@ -25,10 +25,14 @@ from handgrad.tools.rates import copy_bandwidth
 POSITIONS, REPLAYS = (64, 150, 512, 1000), 100
 CHOICES: dict[str, dict[tuple[ModuleType, str], object]] = {
     "as shipped": {},
-    **{f"{n} programs at most": {(row_products, "MOST_PROGRAMS"): n} for n in (132, 264, 528)},
-    "tiles of 16384 numbers": {(row_products, "TILE_ELEMENTS"): 16384, (row_products, "ELEMENTS_PER_WARP"): 4096},
+    "a program for each tile": {(row_products, "MOST_PROGRAMS"): 1 << 30},
+    **{f"{n} programs at most": {(row_products, "MOST_PROGRAMS"): n} for n in (396, 528, 792)},
+    **{f"{n} stages": {(row_products, "STAGES"): n} for n in (2, 4)},
+    "small tiles of one warp": {(row_products, "FEWEST_WARPS"): 1},
+    "tiles of 16384 numbers": {(row_products, "TILE_ELEMENTS"): 16384},
     "tiles of 4096 numbers": {(row_products, "TILE_ELEMENTS"): 4096},
-    "twice the warps": {(row_products, "ELEMENTS_PER_WARP"): 1024},
+    "twice the warps": {(row_products, "ELEMENTS_PER_WARP"): 1024, (row_products, "FEWEST_WARPS"): 8},
+    "registers without a limit": {(row_products, "REGISTERS"): {True: 255, False: 255}},
     **{f"a part for {n} keys of the cache": {(attention_decode, "KEYS_PER_PART"): n} for n in (128, 256, 512)},
     "tiles of 32 keys": {(attention_decode, "PART_TILE"): 2048},
 }

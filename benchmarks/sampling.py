@@ -5,9 +5,8 @@ length; a call's time runs from the prompts' tokens on the host to the texts' to
 compile side by side, in calls that do not count; then each makes `CALLS` calls while the others sleep, and the median
 counts. handgrad makes `WARM_UPS` calls before, in which its graphs are captured.
 
-"handgrad-parts" gives a program several tiles of a weight and splits each head of attention; "handgrad-fp8" rounds its
-weights to fp8. Both differ from "handgrad" where one text is written. `python -m benchmarks.decode_choices` times single
-steps.
+"handgrad-fp8" rounds its weights to fp8, which differs from "handgrad" where one text is written. `python -m
+benchmarks.decode_choices` times single steps.
 
     handgrad bench sampling --model d12
 """
@@ -39,7 +38,7 @@ from handgrad.tools.rates import copy_bandwidth
 VOCABULARY, CONTEXT = 50257, 1024
 SHORT_PROMPT, LONG_PROMPT, NEW_TOKENS = 32, 512, 128
 CALLS, WARM_UPS = 3, 2
-OURS = ("handgrad", "handgrad-fp8", "handgrad-parts")
+OURS = ("handgrad", "handgrad-fp8")
 CONTENDERS = (*OURS, "transformers", "transformers-compiled")
 
 Call = Callable[[list[list[int]]], list[list[int]]]
@@ -66,10 +65,6 @@ class Handgrad:
     def __init__(self, shape: ModelShape, device: torch.device, precision: str, name: str):
         self.shape, self.device, self.dtype = shape, device, devices.DTYPES[precision]
         self.ops = choose_backend("auto", device, precision)
-        if name == "handgrad-parts":
-            from handgrad.ops.cuda import attention_decode, row_products
-
-            row_products.MOST_PROGRAMS, attention_decode.KEYS_PER_PART = 264, 256
         table = parameter_table(shape)
         fp8 = fp8_buffers(shape, self.ops, device) if name == "handgrad-fp8" else []
         views = make_plan([Buffer("parameters", (flat_elements(table),), self.dtype, "parameters"), *fp8]).allocate(device)

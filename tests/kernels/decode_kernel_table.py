@@ -54,6 +54,8 @@ def launches() -> dict[str, tuple[triton.JITFunction, dict[str, object], int]]:
         rows, block, warps = row_products.product_tile(O, K)
         if constants.get("ACTIVATION") == "swiglu":
             rows //= 2
+            O //= 2
+        tiles = triton.cdiv(O, rows)
         present = (*given, *scaled, *(("sums", "tops", "totals") if head else ()))
         plain = {
             "ROWS": rows,
@@ -62,6 +64,7 @@ def launches() -> dict[str, tuple[triton.JITFunction, dict[str, object], int]]:
             "HEAD": head,
             "ACTIVATION": "",
             "RMS_NORM": False,
+            "STAGES": row_products.STAGES if tiles > row_products.programs_of(tiles) else 0,
         }
         absent = dict.fromkeys(set(everything) - set(present))
         found[name] = row_products._row_product, plain | constants | absent, warps
@@ -74,6 +77,7 @@ def launches() -> dict[str, tuple[triton.JITFunction, dict[str, object], int]]:
         product(f"gained RMS norm, SwiGLU of {name}", 2 * F, C, "norm_weight", RMS_NORM=True, ACTIVATION="swiglu")
         product(f"down of {name}", C, F, "residual")
         product(f"parts and proj of {name}", C, C, "residual", head=64)
+    product("proj of 4096", 4096, 4096, "residual")
     for C in (768, 1600):
         for itemsize, kind in ((2, ""), (1, " in fp8")):
             product(f"qkv of {C}{kind}", 3 * C, C, "norm_weight", "norm_bias", "bias", itemsize=itemsize)
@@ -133,22 +137,25 @@ def compiled(name: str, arch: int) -> dict[str, object]:
         signature["weight"] = "*fp8e4nv:16"
     overlaps = arch >= 90
     options: dict[str, object] = {"launch_pdl": True} if overlaps else {}
-    if kernel is row_products._row_product and "norm_weight" not in constants:
-        options["maxnreg"] = row_products.REGISTERS
+    if kernel is row_products._row_product:
+        options |= row_products.registers(constants["STAGES"], "norm_weight" not in constants)
     if "OVERLAPS" in kernel.arg_names:
         constants = constants | {"OVERLAPS": overlaps}
     result = compile_kernel(kernel, signature, constants, warps, 3, arch, **options)
     before, _, _ = result["ptx"].partition("griddepcontrol.wait")
     widths = [int(v or 1) * int(b) // 8 for v, b in re.findall(r"ld\.global[\w.:]*?(?:\.v(\d))?\.b(\d+)", before)]
+    copies = [int(size, 16) for size in re.findall(r"cp\.async\.c[ag]\.shared\.global [^;]*?\], 0x(\w+)", before)]
     return {
         "kernel": name,
         "arch": arch,
         "registers": result["registers"],
         "stack": result["stack"],
-        "weight_bytes_before_waiting": 32 * warps * sum(w for w in widths if w == 16) if overlaps else None,
+        "weight_bytes_before_waiting": 32 * warps * sum(w for w in widths + copies if w == 16) if overlaps else None,
+        "small_copies_before_waiting": sum(size < 16 for size in copies),
         "shared": result["shared"],
         "warps": warps,
         "tile_bytes": tile_bytes(name, constants),
+        "tiles": 2 if constants.get("STAGES") else 1,
     }
 
 

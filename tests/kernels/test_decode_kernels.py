@@ -26,11 +26,9 @@ def draw() -> Draw:
 @pytest.mark.parametrize(("C", "O"), [(24, 7), (100, 33), (768, 11), (1600, 5), (6400, 40)])
 def test_row_products(draw: Draw, C: int, O: int, monkeypatch: pytest.MonkeyPatch) -> None:
     check(checks.row_products(draw, C, O), terms=4)  # of the layer norm: as its own check has it
+    check(checks.swiglu_product(draw, C, O), terms=8)
     monkeypatch.setattr(row_products, "FEWEST_PROGRAMS", 2)  # several rows in a tile, the last one cut
     monkeypatch.setattr(row_products, "MOST_PROGRAMS", 2)  # several tiles in a program
-    check(checks.row_products(draw, C, O), terms=4)
-    check(checks.swiglu_product(draw, C, O), terms=8)
-    monkeypatch.setattr(row_products, "MOST_PROGRAMS", None)
     check(checks.row_products(draw, C, O), terms=4)
     check(checks.swiglu_product(draw, C, O), terms=8)
 
@@ -53,16 +51,13 @@ def test_a_row_far_from_zero_keeps_its_variance(draw: Draw) -> None:
     assert (out - exact).norm() < 1e-3 * exact.norm()
 
 
-def test_a_program_has_rows_while_there_are_enough_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_has_rows_while_there_are_enough_programs() -> None:
     assert row_products.product_tile(4800, 1600) == (4, 2048, 4)
     assert row_products.product_tile(50304, 768) == (8, 1024, 4)
-    assert row_products.product_tile(768, 768) == (2, 1024, 1)
+    assert row_products.product_tile(768, 768) == (2, 1024, 4)
     assert row_products.product_tile(1600, 6400) == (1, 8192, 4)
-    assert row_products.programs_of(1200, narrow=False) == 1200, "a program a tile"
-    monkeypatch.setattr(row_products, "MOST_PROGRAMS", 264)
-    counts = {tiles: row_products.programs_of(tiles, narrow=False) for tiles in (96, 264, 527, 528, 1200)}
-    assert counts == {96: 96, 264: 264, 527: 527, 528: 264, 1200: 300}
-    assert row_products.programs_of(1200, narrow=True) == 600
+    counts = {tiles: row_products.programs_of(tiles) for tiles in (96, 660, 661, 1200, 1600, 12576)}
+    assert counts == {96: 96, 660: 660, 661: 331, 1200: 600, 1600: 534, 12576: 629}, "as many tiles for each"
 
 
 @pytest.mark.parametrize(

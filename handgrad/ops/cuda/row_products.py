@@ -1,9 +1,10 @@
 """Products of one row with a weight, for generation: as fast as the weight is read.
 
-A program holds a tile of rows of the weight in registers, and has the next one on its way: its first two it requests
-before it waits for the kernel before (programmatic dependent launch, from Hopper on). No more programs run than a GPU holds
-beside those of the next kernel, so that the next kernel's first tiles come while this one computes, and a program prepares
-x once for all its tiles: its norm, or the sum of attention's parts. Every output is one program's sum, in a fixed order.
+A small weight has a program for each tile of its rows, which holds it in registers. A large one is read by as many programs
+as a GPU holds at once, each of which goes from tile to tile with the next ones on their way to shared memory (cp.async), and
+prepares x once for all of them: its norm, or the sum of attention's parts. Either way a program requests its first tiles
+before it waits for the kernel before (programmatic dependent launch, from Hopper on), whose work they hide behind. Every
+output is one program's sum, in a fixed order.
 """
 
 from typing import NamedTuple
@@ -22,18 +23,19 @@ from handgrad.ops.cuda.rmsnorm import rstd_of
 from handgrad.ops.cuda.swiglu import sigmoid
 from handgrad.ops.reference.layernorm import LAYERNORM_EPSILON
 
-# A program's tile of the weight, 64 numbers a thread: with two tiles of a few programs on each multiprocessor as many bytes
-# are on their way as the memory's latency asks for (4.8 TB/s times about 800 ns are 29 KB a multiprocessor).
+# A tile of the weight: 64 numbers a thread.
 TILE_ELEMENTS = 8192
 ELEMENTS_PER_WARP = 2048
+FEWEST_WARPS = 4  # of a program with more than one row: 1.28 against 1.62 us for 768 x 768
 LONGEST_ROW = 1 << 15  # of a tile of one row
 FEWEST_PROGRAMS = 264  # two on each of 132 multiprocessors, while a program still has rows to give
-# If programs take several tiles: up to twice as many, of 8-bit numbers four times. None: one tile each, which an H200 was
-# quicker with (docs/sampling.md).
-MOST_PROGRAMS: int | None = None
-REGISTERS = (
-    160  # of a thread, after a norm: where the assembler aims at 128 by itself it spills for compute capability 10.0
-)
+# More tiles than this are dealt out to at most as many programs: five on a multiprocessor, whose two tiles on their way are
+# more bytes than the memory's latency asks for (4.8 TB/s times about 800 ns are 29 KB a multiprocessor).
+MOST_PROGRAMS = 660
+STAGES = 3  # tiles of a program: one in work, two on their way
+# Registers of a thread, by whether its program has several tiles. So five such programs fit a multiprocessor; and after a norm
+# the assembler, which aims at 128 by itself, would spill for compute capability 10.0.
+REGISTERS = {True: 96, False: 160}
 
 NOTHING = tl.constexpr(-1e30)  # a score below all scores
 
@@ -68,14 +70,17 @@ def product_tile(O: int, K: int) -> tuple[int, int, int]:
     rows = max(1, TILE_ELEMENTS // block)
     while rows > 1 and triton.cdiv(O, rows) < FEWEST_PROGRAMS:
         rows //= 2
-    return rows, block, min(16, max(1, rows * block // ELEMENTS_PER_WARP))
+    return rows, block, min(16, max(FEWEST_WARPS if rows > 1 else 1, rows * block // ELEMENTS_PER_WARP))
 
 
-def programs_of(tiles: int, *, narrow: bool) -> int:
-    """Programs with equally many tiles, but the last ones; more where tiles are of 8-bit numbers (`narrow`)."""
-    if MOST_PROGRAMS is None:
-        return tiles
-    return triton.cdiv(tiles, max(1, tiles // (MOST_PROGRAMS * (2 if narrow else 1))))
+def programs_of(tiles: int) -> int:
+    """Programs with equally many tiles, but the last one."""
+    return triton.cdiv(tiles, triton.cdiv(tiles, MOST_PROGRAMS))
+
+
+def registers(stages: int, normed: bool) -> dict[str, int]:
+    """The option of a launch that limits the registers of a thread, where it needs one."""
+    return {"maxnreg": REGISTERS[stages > 0]} if stages or normed else {}
 
 
 def row_product(
@@ -99,12 +104,14 @@ def row_product(
     *tile, warps = product_tile(weight.shape[0], K)
     if activation == "swiglu" and tile[0] > 1:  # a program takes as many rows of the other half
         tile[0] //= 2
-    programs = programs_of(triton.cdiv(O, tile[0]), narrow=scales is not None)
+    tiles = triton.cdiv(O, tile[0])
+    programs = programs_of(tiles)
+    stages = STAGES if tiles > programs else 0
     sums, tops, totals = parts or (None, None, None)
     split = (0, 0) if sums is None else (sums.shape[1], sums.shape[2])
     tensors = out, x, *norm, rows, scales, bias, residual, sums, tops, totals
-    constants = O, K, epsilon, *tile, *split, activation, rms_norm
-    options = overlapping(out, warps) | ({"maxnreg": REGISTERS} if norm[0] is not None else {})
+    constants = O, K, epsilon, *tile, *split, activation, rms_norm, stages
+    options = overlapping(out, warps) | registers(stages, norm[0] is not None)
     launch(_row_product, (programs,), *tensors, *constants, **options)
 
 
@@ -144,21 +151,68 @@ def attended(sums, tops, totals, H, SPLITS: tl.constexpr, HEAD: tl.constexpr, BL
 
 
 @triton.jit
+def prepared(x, scale, shift, sums, tops, totals, K, epsilon, SPLITS: tl.constexpr, HEAD: tl.constexpr,
+    BLOCK: tl.constexpr, NORM: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """(BLOCK) float32: the row, once the kernel before has written it."""
+    if OVERLAPS:
+        gdc_wait()
+    column = tl.arange(0, BLOCK)
+    inside = column < K
+    if SPLITS:
+        v = attended(sums, tops, totals, K // HEAD, SPLITS, HEAD, BLOCK)
+        v = tl.where(inside, v, 0.0).to(x.dtype.element_ty).to(tl.float32)
+    else:
+        v = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
+    if NORM == "rms":
+        v = (v * rstd_of(tl.sum(v * v, 0), K, epsilon) * scale).to(x.dtype.element_ty).to(tl.float32)
+    if NORM == "layer":
+        # The mean first: squares / K - mean^2 in one pass loses the variance of a row far from zero.
+        centred = tl.where(inside, v - tl.sum(v, 0) / K, 0.0)
+        rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(centred * centred, 0) / K + EPSILON))
+        v = (centred * rstd * scale + shift).to(x.dtype.element_ty).to(tl.float32)
+    return v
+
+
+@triton.jit
+def store_product(
+    out, w, u, v, scales, bias, residual, tile, O, ROWS: tl.constexpr, ACTIVATION: tl.constexpr
+):  # fmt: skip
+    row = tile * ROWS + tl.arange(0, ROWS)
+    here = row < O
+    added = tl.zeros([ROWS], tl.float32)
+    if bias is not None:
+        added += tl.load(bias + row, mask=here, other=0.0).to(tl.float32)
+    if residual is not None:
+        # Inside of a condition that always holds, this load stays here: those of the loop's own body the compiler may bring
+        # forward, before the wait for the kernel that writes the residual.
+        if tile * ROWS < O:
+            added += tl.load(residual + row, mask=here, other=0.0).to(tl.float32)
+    y = product(w, v, scales, row, here) + added
+    if ACTIVATION == "gelu":
+        y = gelu(y)
+    if ACTIVATION == "relu2":
+        y = relu2(y)
+    if ACTIVATION == "swiglu":
+        y = y * sigmoid(y) * product(u, v, scales, row + O, here)
+    tl.store(out + row, y.to(out.dtype.element_ty), mask=here)
+
+
+@triton.jit
 def _row_product(
     out, x, norm_weight, norm_bias, weight, scales, bias, residual, sums, tops, totals, O, K, epsilon,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, HEAD: tl.constexpr, ACTIVATION: tl.constexpr,
-    RMS_NORM: tl.constexpr, OVERLAPS: tl.constexpr,
+    RMS_NORM: tl.constexpr, STAGES: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    """`STAGES`: of a program with several tiles; 0: each has one."""
+    NORM: tl.constexpr = "rms" if RMS_NORM else ("" if norm_weight is None else "layer")
     first, step = tl.program_id(0), tl.num_programs(0)
     column = tl.arange(0, BLOCK)
     inside = column < K
     # Everything that no kernel of this step writes, before waiting for the one before.
-    w = weight_tile(weight, first, 0, O, K, ROWS, BLOCK)
-    w_next = weight_tile(weight, first + step, 0, O, K, ROWS, BLOCK)
-    u, u_next = w, w_next
-    if ACTIVATION == "swiglu":
-        u = weight_tile(weight, first, O, O, K, ROWS, BLOCK)
-        u_next = weight_tile(weight, first + step, O, O, K, ROWS, BLOCK)
+    if not STAGES:
+        w = weight_tile(weight, first, 0, O, K, ROWS, BLOCK)
+        u = weight_tile(weight, first, O, O, K, ROWS, BLOCK) if ACTIVATION == "swiglu" else w
     scale, shift = 1.0, 0.0
     if norm_weight is not None:
         scale = tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32)
@@ -166,37 +220,14 @@ def _row_product(
         shift = tl.load(norm_bias + column, mask=inside, other=0.0).to(tl.float32)
     if OVERLAPS:
         gdc_launch_dependents()
-        gdc_wait()
-    if SPLITS:
-        v = attended(sums, tops, totals, K // HEAD, SPLITS, HEAD, BLOCK)
-        v = tl.where(inside, v, 0.0).to(x.dtype.element_ty).to(tl.float32)
+    if STAGES:
+        v = tl.zeros([BLOCK], tl.float32)
+        for tile in tl.range(first, tl.cdiv(O, ROWS), step, num_stages=STAGES):
+            w = weight_tile(weight, tile, 0, O, K, ROWS, BLOCK)
+            u = weight_tile(weight, tile, O, O, K, ROWS, BLOCK) if ACTIVATION == "swiglu" else w
+            if tile == first:
+                v = prepared(x, scale, shift, sums, tops, totals, K, epsilon, SPLITS, HEAD, BLOCK, NORM, OVERLAPS)
+            store_product(out, w, u, v, scales, bias, residual, tile, O, ROWS, ACTIVATION)
     else:
-        v = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
-    if RMS_NORM:
-        v = (v * rstd_of(tl.sum(v * v, 0), K, epsilon) * scale).to(x.dtype.element_ty).to(tl.float32)
-    elif norm_weight is not None:
-        # The mean first: squares / K - mean^2 in one pass loses the variance of a row far from zero.
-        centred = tl.where(inside, v - tl.sum(v, 0) / K, 0.0)
-        rstd = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(centred * centred, 0) / K + EPSILON))
-        v = (centred * rstd * scale + shift).to(x.dtype.element_ty).to(tl.float32)
-    for tile in range(first, tl.cdiv(O, ROWS), step):
-        row = tile * ROWS + tl.arange(0, ROWS)
-        here = row < O
-        added = tl.zeros([ROWS], tl.float32)
-        if bias is not None:
-            added += tl.load(bias + row, mask=here, other=0.0).to(tl.float32)
-        if residual is not None:
-            added += tl.load(residual + row, mask=here, other=0.0).to(tl.float32)
-        # The assembler puts these loads behind the products, into whose registers they go: therefore two tiles ahead.
-        w_later, u_later = weight_tile(weight, tile + 2 * step, 0, O, K, ROWS, BLOCK), u_next
-        if ACTIVATION == "swiglu":
-            u_later = weight_tile(weight, tile + 2 * step, O, O, K, ROWS, BLOCK)
-        y = product(w, v, scales, row, here) + added
-        if ACTIVATION == "gelu":
-            y = gelu(y)
-        if ACTIVATION == "relu2":
-            y = relu2(y)
-        if ACTIVATION == "swiglu":
-            y = y * sigmoid(y) * product(u, v, scales, row + O, here)
-        tl.store(out + row, y.to(out.dtype.element_ty), mask=here)
-        w, w_next, u, u_next = w_next, w_later, u_next, u_later
+        v = prepared(x, scale, shift, sums, tops, totals, K, epsilon, SPLITS, HEAD, BLOCK, NORM, OVERLAPS)
+        store_product(out, w, u, v, scales, bias, residual, first, O, ROWS, ACTIVATION)
