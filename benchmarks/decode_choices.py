@@ -3,16 +3,17 @@
 A step is a CUDA graph of decode_step and the choice of the token, replayed `REPLAYS` times; random weights, greedy, bf16
 and then fp8. The first row is as shipped, and each other row differs from it in what it says.
 
-    python -m benchmarks.decode_choices d12            (d48: 1558M; needs a GPU)
+    python -m benchmarks.decode_choices d12 --out h200-decode-step-124m.json       (d48: 1558M; needs a GPU)
 """
 
-import sys
+import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 
 import torch
 
+from benchmarks.record import keep_commit, write_record
 from benchmarks.sampling import Handgrad, sizes
 from handgrad import devices
 from handgrad.generation.generate import Decoder
@@ -27,12 +28,12 @@ CHOICES: dict[str, dict[tuple[ModuleType, str], object]] = {
     "as shipped": {},
     "a program for each tile": {(row_products, "MOST_PROGRAMS"): 1 << 30},
     **{f"{n} programs at most": {(row_products, "MOST_PROGRAMS"): n} for n in (396, 528, 792)},
-    **{f"{n} stages": {(row_products, "STAGES"): n} for n in (2, 4)},
+    **{f"{n} stages": {(row_products, "STAGES"): n, (row_products, "STAGES_OF_MANY"): n} for n in (2, 3, 4)},
     "small tiles of one warp": {(row_products, "FEWEST_WARPS"): 1},
     "tiles of 16384 numbers": {(row_products, "TILE_ELEMENTS"): 16384},
     "tiles of 4096 numbers": {(row_products, "TILE_ELEMENTS"): 4096},
     "twice the warps": {(row_products, "ELEMENTS_PER_WARP"): 1024, (row_products, "FEWEST_WARPS"): 8},
-    "registers without a limit": {(row_products, "REGISTERS"): {True: 255, False: 255}},
+    "registers without a limit": {(row_products, "REGISTERS"): 255, (row_products, "REGISTERS_OF_SEVERAL"): 255},
     **{f"a part for {n} keys of the cache": {(attention_decode, "KEYS_PER_PART"): n} for n in (128, 256, 512)},
     "tiles of 32 keys": {(attention_decode, "PART_TILE"): 2048},
 }
@@ -67,23 +68,39 @@ def milliseconds(decoder: Decoder, position: int) -> float:
     return begin.elapsed_time(end) / REPLAYS
 
 
-def main(model: str) -> None:
-    device, shape = devices.resolve_device("cuda"), sizes(model)
+def main(given: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Milliseconds of a decoding step of one text, by its kernels' choices.")
+    parser.add_argument("model", help="d12, d48, ...")
+    parser.add_argument("--choices", type=int, default=len(CHOICES), help="the first so many")
+    parser.add_argument("--out", default="", help="the results file")
+    options = parser.parse_args(given)
+    keep_commit()
+    device, shape = devices.resolve_device("cuda"), sizes(options.model)
     devices.use_precision(device, "bf16")
-    weight_bytes = 2 * count_parameters(parameter_table(shape))
-    limit = 1e3 * weight_bytes / copy_bandwidth(device)
-    print(f"{model}, bf16, one text: milliseconds of a step, at positions {POSITIONS}; {devices.describe(device)}")
+    weight_bytes, bandwidth = 2 * count_parameters(parameter_table(shape)), copy_bandwidth(device)
+    limit = 1e3 * weight_bytes / bandwidth
+    print(f"{options.model}, bf16, one text: milliseconds of a step, at positions {POSITIONS}; {devices.describe(device)}")
     print(f"reading the weights at the speed of a copy: {limit:.4f} ms")
-    for name, weights in (("", "handgrad"), ("fp8, ", "handgrad-fp8")):
-        ours = Handgrad(shape, device, "bf16", weights)
+    rows = []
+    for weights, contender in (("bf16", "handgrad"), ("fp8", "handgrad-fp8")):
+        ours = Handgrad(shape, device, "bf16", contender)
         decoder = ours.decoder_of(1)
-        for choice, settings in CHOICES.items():
+        for choice, settings in list(CHOICES.items())[: options.choices]:
             with chosen(settings):
                 times = [milliseconds(decoder, position) for position in POSITIONS]
             shares = f"{limit / times[1]:>8.1%} of the limit at {POSITIONS[1]}"
-            print(f"{name + choice:<44}" + "".join(f"{time:>9.4f}" for time in times) + shares, flush=True)
+            print(f"{weights + ', ' + choice:<44}" + "".join(f"{time:>9.4f}" for time in times) + shares, flush=True)
+            steps = {str(position): round(time, 4) for position, time in zip(POSITIONS, times, strict=True)}
+            rows.append({"weights": weights, "choice": choice, "milliseconds_by_position": steps})
         ours.forget()
+    if options.out:
+        counted = {
+            "copy_bytes_per_second": round(bandwidth),
+            "weight_bytes": weight_bytes,
+            "limit_milliseconds": round(limit, 4),
+        }
+        write_record(options.out, device, model=options.model, **counted, rows=rows)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

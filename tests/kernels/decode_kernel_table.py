@@ -55,7 +55,6 @@ def launches() -> dict[str, tuple[triton.JITFunction, dict[str, object], int]]:
         if constants.get("ACTIVATION") == "swiglu":
             rows //= 2
             O //= 2
-        tiles = triton.cdiv(O, rows)
         present = (*given, *scaled, *(("sums", "tops", "totals") if head else ()))
         plain = {
             "ROWS": rows,
@@ -64,7 +63,7 @@ def launches() -> dict[str, tuple[triton.JITFunction, dict[str, object], int]]:
             "HEAD": head,
             "ACTIVATION": "",
             "RMS_NORM": False,
-            "STAGES": row_products.STAGES if tiles > row_products.programs_of(tiles) else 0,
+            "STAGES": row_products.stages_of(triton.cdiv(O, rows)),
         }
         absent = dict.fromkeys(set(everything) - set(present))
         found[name] = row_products._row_product, plain | constants | absent, warps
@@ -138,7 +137,7 @@ def compiled(name: str, arch: int) -> dict[str, object]:
     overlaps = arch >= 90
     options: dict[str, object] = {"launch_pdl": True} if overlaps else {}
     if kernel is row_products._row_product:
-        options |= row_products.registers(constants["STAGES"], "norm_weight" not in constants)
+        options |= row_products.registers(constants["STAGES"], normed="norm_weight" not in constants)
     if "OVERLAPS" in kernel.arg_names:
         constants = constants | {"OVERLAPS": overlaps}
     result = compile_kernel(kernel, signature, constants, warps, 3, arch, **options)
@@ -155,7 +154,7 @@ def compiled(name: str, arch: int) -> dict[str, object]:
         "shared": result["shared"],
         "warps": warps,
         "tile_bytes": tile_bytes(name, constants),
-        "tiles": 2 if constants.get("STAGES") else 1,
+        "tiles": max(1, constants.get("STAGES", 0) - 1),
     }
 
 

@@ -58,6 +58,7 @@ def test_a_program_has_rows_while_there_are_enough_programs() -> None:
     assert row_products.product_tile(1600, 6400) == (1, 8192, 4)
     counts = {tiles: row_products.programs_of(tiles) for tiles in (96, 660, 661, 1200, 1600, 12576)}
     assert counts == {96: 96, 660: 660, 661: 331, 1200: 600, 1600: 534, 12576: 629}, "as many tiles for each"
+    assert [row_products.stages_of(tiles) for tiles in (96, 660, 661, 2640, 2641)] == [0, 0, 2, 2, 3]
 
 
 @pytest.mark.parametrize(

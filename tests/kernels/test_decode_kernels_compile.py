@@ -1,5 +1,6 @@
-"""The kernels of generation compiled for GPUs that are not there: nothing spills, and a product asks for its tile of the
-weight, or its first two, before it waits for the kernel before it, and for nothing that this kernel writes."""
+"""The kernels of generation compiled for GPUs that are not there: nothing spills. A product asks for its tile of the weight,
+of a program with many tiles the first two, before it waits for the kernel before it, and for nothing which that one writes.
+"""
 
 import json
 import os
@@ -33,10 +34,17 @@ def test_weights_are_asked_for_before_waiting(compiled: list[dict]) -> None:
     assert len(products) == 72
     for row in products:
         assert row["weight_bytes_before_waiting"] >= row["tiles"] * row["tile_bytes"], row
-    assert {row["kernel"] for row in products if row["tiles"] == 2} >= {"fc of 1600", "head of 768", "down of 2048"}
+    ahead = {row["kernel"] for row in products if row["tiles"] == 2}
+    assert ahead == {
+        "head of 768",
+        "head of 1600",
+        "head of 768 in fp8",
+        "head of 1600 in fp8",
+        "gained RMS norm, SwiGLU of 2048",
+    }
 
 
 def test_a_residual_is_read_after_waiting(compiled: list[dict]) -> None:
     """Two numbers of it are a copy that the compiler would take out of the loop."""
     rows = [row for row in compiled if row["kernel"] == "proj of 4096" and row["arch"] >= 90]
-    assert [(row["tiles"], row["small_copies_before_waiting"]) for row in rows] == [(2, 0)] * 2
+    assert [(row["shared"] > 1 << 14, row["small_copies_before_waiting"]) for row in rows] == [(True, 0)] * 2

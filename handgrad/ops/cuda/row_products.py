@@ -1,10 +1,10 @@
 """Products of one row with a weight, for generation: as fast as the weight is read.
 
-A small weight has a program for each tile of its rows, which holds it in registers. A large one is read by as many programs
-as a GPU holds at once, each of which goes from tile to tile with the next ones on their way to shared memory (cp.async), and
-prepares x once for all of them: its norm, or the sum of attention's parts. Either way a program requests its first tiles
-before it waits for the kernel before (programmatic dependent launch, from Hopper on), whose work they hide behind. Every
-output is one program's sum, in a fixed order.
+A small weight has a program for each tile of its rows, which holds it in registers. A large one is read by as many
+programs as a GPU holds at once: each goes from tile to tile, with the next one on its way to shared memory (cp.async), and
+prepares x once for all of them, its norm or the sum of attention's parts. Either way a program requests its first tile
+before it waits for the kernel before (programmatic dependent launch, from Hopper on), so that the reading hides behind that
+kernel. Every output is one program's sum, in a fixed order.
 """
 
 from typing import NamedTuple
@@ -29,13 +29,15 @@ ELEMENTS_PER_WARP = 2048
 FEWEST_WARPS = 4  # of a program with more than one row: 1.28 against 1.62 us for 768 x 768
 LONGEST_ROW = 1 << 15  # of a tile of one row
 FEWEST_PROGRAMS = 264  # two on each of 132 multiprocessors, while a program still has rows to give
-# More tiles than this are dealt out to at most as many programs: five on a multiprocessor, whose two tiles on their way are
+# More tiles than this are dealt out to at most as many programs: five on a multiprocessor, whose tiles on their way are
 # more bytes than the memory's latency asks for (4.8 TB/s times about 800 ns are 29 KB a multiprocessor).
 MOST_PROGRAMS = 660
-STAGES = 3  # tiles of a program: one in work, two on their way
-# Registers of a thread, by whether its program has several tiles. So five such programs fit a multiprocessor; and after a norm
-# the assembler, which aims at 128 by itself, would spill for compute capability 10.0.
-REGISTERS = {True: 96, False: 160}
+# Tiles that a program holds: one in work, one on its way; two if it has more than `FEW_TILES`. With one, the programs of
+# the next kernel find room in shared memory while these run.
+STAGES, FEW_TILES, STAGES_OF_MANY = 2, 4, 3
+# Registers of a thread: of a program with several tiles, so that five fit a multiprocessor, and of one with a norm and one
+# tile, because the assembler, which aims at 128 by itself, would spill for compute capability 10.0.
+REGISTERS_OF_SEVERAL, REGISTERS = 96, 160
 
 NOTHING = tl.constexpr(-1e30)  # a score below all scores
 
@@ -78,9 +80,17 @@ def programs_of(tiles: int) -> int:
     return triton.cdiv(tiles, triton.cdiv(tiles, MOST_PROGRAMS))
 
 
-def registers(stages: int, normed: bool) -> dict[str, int]:
+def stages_of(tiles: int) -> int:
+    """Tiles that a program holds at once; 0 if it has one in all."""
+    each = triton.cdiv(tiles, programs_of(tiles))
+    return 0 if each == 1 else STAGES if each <= FEW_TILES else STAGES_OF_MANY
+
+
+def registers(stages: int, *, normed: bool) -> dict[str, int]:
     """The option of a launch that limits the registers of a thread, where it needs one."""
-    return {"maxnreg": REGISTERS[stages > 0]} if stages or normed else {}
+    if stages:
+        return {"maxnreg": REGISTERS_OF_SEVERAL}
+    return {"maxnreg": REGISTERS} if normed else {}
 
 
 def row_product(
@@ -105,14 +115,13 @@ def row_product(
     if activation == "swiglu" and tile[0] > 1:  # a program takes as many rows of the other half
         tile[0] //= 2
     tiles = triton.cdiv(O, tile[0])
-    programs = programs_of(tiles)
-    stages = STAGES if tiles > programs else 0
+    stages = stages_of(tiles)
     sums, tops, totals = parts or (None, None, None)
     split = (0, 0) if sums is None else (sums.shape[1], sums.shape[2])
     tensors = out, x, *norm, rows, scales, bias, residual, sums, tops, totals
     constants = O, K, epsilon, *tile, *split, activation, rms_norm, stages
-    options = overlapping(out, warps) | registers(stages, norm[0] is not None)
-    launch(_row_product, (programs,), *tensors, *constants, **options)
+    options = overlapping(out, warps) | registers(stages, normed=norm[0] is not None)
+    launch(_row_product, (programs_of(tiles),), *tensors, *constants, **options)
 
 
 @triton.jit
@@ -183,11 +192,10 @@ def store_product(
     added = tl.zeros([ROWS], tl.float32)
     if bias is not None:
         added += tl.load(bias + row, mask=here, other=0.0).to(tl.float32)
-    if residual is not None:
-        # Inside of a condition that always holds, this load stays here: those of the loop's own body the compiler may bring
-        # forward, before the wait for the kernel that writes the residual.
-        if tile * ROWS < O:
-            added += tl.load(residual + row, mask=here, other=0.0).to(tl.float32)
+    # The second condition always holds. Without it the compiler would bring this load forward, as it does with those of the
+    # loop's own body: to before the wait for the kernel that writes the residual.
+    if residual is not None and tile * ROWS < O:
+        added += tl.load(residual + row, mask=here, other=0.0).to(tl.float32)
     y = product(w, v, scales, row, here) + added
     if ACTIVATION == "gelu":
         y = gelu(y)
