@@ -27,8 +27,12 @@ POSITIONS, REPLAYS = (64, 150, 512, 1000), 100
 CHOICES: dict[str, dict[tuple[ModuleType, str], object]] = {
     "as shipped": {},
     "a program for each tile": {(row_products, "MOST_PROGRAMS"): 1 << 30},
-    **{f"{n} programs at most": {(row_products, "MOST_PROGRAMS"): n} for n in (396, 528, 792)},
     **{f"{n} stages": {(row_products, "STAGES"): n, (row_products, "STAGES_OF_MANY"): n} for n in (2, 3, 4)},
+    **{
+        f"{keys} keys at once, {warps} warps": {(attention_decode, "FEW_ATTENTIONS"): (64 * keys, warps)}
+        for keys, warps in ((256, 16), (128, 8), (128, 4), (64, 4))
+    },
+    **{f"{n} programs at most": {(row_products, "MOST_PROGRAMS"): n} for n in (396, 528, 792)},
     "small tiles of one warp": {(row_products, "FEWEST_WARPS"): 1},
     "tiles of 16384 numbers": {(row_products, "TILE_ELEMENTS"): 16384},
     "tiles of 4096 numbers": {(row_products, "TILE_ELEMENTS"): 4096},

@@ -1,5 +1,6 @@
 """The kernels of generation compiled for GPUs that are not there: nothing spills. A product asks for its tile of the weight
-(of a program with many tiles for the first two) before it waits for the kernel before it, and for nothing which that one writes.
+(of a program with many tiles for the first two) before it waits for the kernel before it, and for nothing of that
+kernel's.
 """
 
 import json
