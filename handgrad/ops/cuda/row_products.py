@@ -160,6 +160,17 @@ def attended(sums, tops, totals, H, SPLITS: tl.constexpr, HEAD: tl.constexpr, BL
 
 
 @triton.jit
+def norm_parameters(norm_weight, norm_bias, K, BLOCK: tl.constexpr):
+    column = tl.arange(0, BLOCK)
+    scale, shift = 1.0, 0.0
+    if norm_weight is not None:
+        scale = tl.load(norm_weight + column, mask=column < K, other=0.0).to(tl.float32)
+    if norm_bias is not None:
+        shift = tl.load(norm_bias + column, mask=column < K, other=0.0).to(tl.float32)
+    return scale, shift
+
+
+@triton.jit
 def prepared(x, scale, shift, sums, tops, totals, K, epsilon, SPLITS: tl.constexpr, HEAD: tl.constexpr,
     BLOCK: tl.constexpr, NORM: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
@@ -215,20 +226,11 @@ def _row_product(
     """`STAGES`: of a program with several tiles; 0: each has one."""
     NORM: tl.constexpr = "rms" if RMS_NORM else ("" if norm_weight is None else "layer")
     first, step = tl.program_id(0), tl.num_programs(0)
-    column = tl.arange(0, BLOCK)
-    inside = column < K
     # Everything that no kernel of this step writes, before waiting for the one before.
-    if not STAGES:
-        w = weight_tile(weight, first, 0, O, K, ROWS, BLOCK)
-        u = weight_tile(weight, first, O, O, K, ROWS, BLOCK) if ACTIVATION == "swiglu" else w
-    scale, shift = 1.0, 0.0
-    if norm_weight is not None:
-        scale = tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32)
-    if norm_bias is not None:
-        shift = tl.load(norm_bias + column, mask=inside, other=0.0).to(tl.float32)
-    if OVERLAPS:
-        gdc_launch_dependents()
     if STAGES:
+        scale, shift = norm_parameters(norm_weight, norm_bias, K, BLOCK)
+        if OVERLAPS:
+            gdc_launch_dependents()
         v = tl.zeros([BLOCK], tl.float32)
         for tile in tl.range(first, tl.cdiv(O, ROWS), step, num_stages=STAGES):
             w = weight_tile(weight, tile, 0, O, K, ROWS, BLOCK)
@@ -237,5 +239,10 @@ def _row_product(
                 v = prepared(x, scale, shift, sums, tops, totals, K, epsilon, SPLITS, HEAD, BLOCK, NORM, OVERLAPS)
             store_product(out, w, u, v, scales, bias, residual, tile, O, ROWS, ACTIVATION)
     else:
+        w = weight_tile(weight, first, 0, O, K, ROWS, BLOCK)
+        u = weight_tile(weight, first, O, O, K, ROWS, BLOCK) if ACTIVATION == "swiglu" else w
+        scale, shift = norm_parameters(norm_weight, norm_bias, K, BLOCK)
+        if OVERLAPS:
+            gdc_launch_dependents()
         v = prepared(x, scale, shift, sums, tops, totals, K, epsilon, SPLITS, HEAD, BLOCK, NORM, OVERLAPS)
         store_product(out, w, u, v, scales, bias, residual, first, O, ROWS, ACTIVATION)
