@@ -33,8 +33,17 @@ SHAPES = {"gpt2": GPT2, **{family: llama_twin.shape_of(family, layers=2) for fam
 class Adapted:
     """A model with adapters of random numbers, its base without gradients."""
 
-    def __init__(self, shape: ModelShape, text: str, ops: Any, recompute: int = 0, dtype: torch.dtype = torch.float64):
-        self.model: Model = make_model(shape, 3, 17, dtype, recompute=recompute, chunk=20, noise=0.3)
+    def __init__(
+        self,
+        shape: ModelShape,
+        text: str,
+        ops: Any,
+        recompute: int = 0,
+        dtype: torch.dtype = torch.float64,
+        length: int = 17,
+        noise: float = 0.3,
+    ):
+        self.model: Model = make_model(shape, 3, length, dtype, recompute=recompute, chunk=20, noise=noise)
         self.adapters = tuple(adapters_of(shape, parse_lora(text)))
         design = LoraDesign(self.adapters)
         self.table = design.table(1)
@@ -43,7 +52,7 @@ class Adapted:
         self.views = {row.name: torch.randn(row.shape, generator=generator, dtype=exact).to(dtype) for row in self.table}
         self.gradients = {row.name: torch.zeros(row.shape, dtype=exact) for row in self.table}
         bound = bind(self.adapters, self.model.weights, self.views, self.gradients)
-        memory = make_plan(adapter_buffers(design, self.model.table, 51, dtype)).allocate(torch.device("cpu"))
+        memory = make_plan(adapter_buffers(design, self.model.table, 3 * length, dtype)).allocate(torch.device("cpu"))
         for view in memory.values():
             view.fill_(float("nan"))
         self.model.ops = WithAdapters(ops, bound, memory)

@@ -6,7 +6,7 @@ memory that all weights share. Text reads 16 bits, made in the same memory. With
 gradient has columns. Adapters read both in 16 bits, so every operation writes those, and a product rounds its operand.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -17,10 +17,10 @@ from torch import Tensor
 from handgrad.arena import Buffer
 from handgrad.fp8.formats import COUNTING, E4M3, Form, Quantized, of_plain, plain
 from handgrad.fp8.scaling import Fp8Design, Scaling
-from handgrad.fp8.tables import WEIGHT
+from handgrad.fp8.tables import WEIGHT, without_columns
 from handgrad.lora.bind import WithAdapters
 from handgrad.lora.tables import BESIDE
-from handgrad.models.rows import ActivationRow, Table, laid_out
+from handgrad.models.rows import KIND, ActivationRow, Table, laid_out
 
 AT_WORK = "fp8.at_work"  # one frozen weight: its columns, or its numbers in 16 bits
 
@@ -29,6 +29,16 @@ def with_16_bits(rows: Iterable[ActivationRow]) -> tuple[ActivationRow, ...]:
     """The rows of activations and gradients with a 16-bit form of each."""
     form = {"keeps_16bit": True, "workspace": ""}
     return tuple(replace(row, fp8=replace(row.fp8, **form)) if row.fp8 else row for row in rows)
+
+
+def at_products(buffers: Iterable[Buffer]) -> Iterator[Buffer]:
+    """The buffers of an fp8 run without columns; rows of activations and gradients live in the ticks of their products."""
+    for buffer in without_columns(buffers):
+        if buffer.kind == KIND and buffer.name.endswith(".rows"):
+            ticks = (tick for interval in buffer.lifetimes for tick in interval)
+            yield replace(buffer, lifetimes=tuple((tick, tick) for tick in ticks))
+        else:
+            yield buffer
 
 
 def rounded_weights(fp8: Fp8Design) -> frozenset[str]:
