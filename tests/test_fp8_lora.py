@@ -77,7 +77,7 @@ class AdaptedInFp8(Adapted):
         ]
         beside = [frozen.work_buffer(model.table, rounded, dtype)]
         beside += adapter_buffers(SimpleNamespace(adapters=self.adapters), model.table, 3 * LENGTH, dtype)
-        self.plan = make_plan([*frozen.at_products(buffers), *beside])
+        self.plan = make_plan([*frozen.with_one_operand(buffers), *beside])
         views = self.memory = self.plan.allocate(torch.device("cpu"))
         for name, view in views.items():
             view.fill_(float("nan") if view.is_floating_point() else 0)
@@ -85,6 +85,7 @@ class AdaptedInFp8(Adapted):
                 view.copy_(getattr(model.act, name))
         views["sorted_positions"].copy_(torch.argsort(model.act.tokens.view(-1), stable=True))
         set_scales(views["fp8.scaling"])
+        views |= frozen.operand_views(SimpleNamespace(table=table), views)
         plain = {row.name: row.view(model.flat) for row in model.table if row.name not in rounded}
         self.forms = tables.quantized_tensors(table, views, plain, current=True)
         for row in model.table:
@@ -262,8 +263,8 @@ def test_weights_take_a_byte_and_activations_what_they_take_in_bf16() -> None:
         assert 0 <= fp8["fp8 weights"] - matrices < slack
         assert abs(bf16["frozen weights"] - fp8["frozen weights"] - 2 * matrices) < slack
         assert abs(fp8["adapters at work"] - bf16["adapters at work"] - 2 * 2 * F * C) < slack
-        rows = 4 * 1024 * max(2 * F, C)  # of the one tensor that a product reads
-        assert 0 <= fp8["activations"] - bf16["activations"] <= rows + slack
+        operand = 4 * 1024 * max(2 * F, C)
+        assert 0 <= fp8["activations"] - bf16["activations"] <= operand
         assert fp8["fp8 scales"] < 20 << 20
         same = ("parameters", "master weights", "gradients", "moments")
         assert [fp8[kind] for kind in same] == [bf16[kind] for kind in same]

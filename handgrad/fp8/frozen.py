@@ -6,7 +6,8 @@ memory that all weights share. Text reads 16 bits, made in the same memory. With
 gradient has columns. Adapters read both in 16 bits, so every operation writes those, and a product rounds its operand.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -22,6 +23,7 @@ from handgrad.lora.bind import WithAdapters
 from handgrad.lora.tables import BESIDE
 from handgrad.models.rows import KIND, ActivationRow, Table, laid_out
 
+OPERAND = "fp8.operand"
 AT_WORK = "fp8.at_work"  # one frozen weight: its columns, or its numbers in 16 bits
 
 
@@ -31,14 +33,25 @@ def with_16_bits(rows: Iterable[ActivationRow]) -> tuple[ActivationRow, ...]:
     return tuple(replace(row, fp8=replace(row.fp8, **form)) if row.fp8 else row for row in rows)
 
 
-def at_products(buffers: Iterable[Buffer]) -> Iterator[Buffer]:
-    """The buffers of an fp8 run without columns; rows of activations and gradients live in the ticks of their products."""
+def with_one_operand(buffers: Iterable[Buffer]) -> list[Buffer]:
+    """The buffers of an fp8 run without columns, and with one that the rows of activations and gradients share: a product
+    makes its operand and reads it."""
+    shared, others = list[Buffer](), list[Buffer]()
     for buffer in without_columns(buffers):
-        if buffer.kind == KIND and buffer.name.endswith(".rows"):
-            ticks = (tick for interval in buffer.lifetimes for tick in interval)
-            yield replace(buffer, lifetimes=tuple((tick, tick) for tick in ticks))
-        else:
-            yield buffer
+        (shared if buffer.kind == KIND and buffer.name.endswith(".rows") else others).append(buffer)
+    ticks = sorted({tick for buffer in shared for interval in buffer.lifetimes for tick in interval})
+    elements = max(math.prod(buffer.shape) for buffer in shared)
+    return [*others, Buffer(OPERAND, (elements,), E4M3, KIND, tuple((tick, tick) for tick in ticks))]
+
+
+def operand_views(fp8: Fp8Design, views: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The rows of every activation and gradient, by name."""
+    found = {}
+    for row in fp8.table:
+        if row.kind != WEIGHT:
+            wide = views[row.plain]
+            found[f"{row.stored_as}.rows"] = views[OPERAND][: wide.numel()].view(row.format).view(wide.shape)
+    return found
 
 
 def rounded_weights(fp8: Fp8Design) -> frozenset[str]:

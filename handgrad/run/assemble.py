@@ -12,7 +12,7 @@ from handgrad.audit.digest import StateDigest, with_digest
 from handgrad.dropout.bind import SAMPLES, WithDropout
 from handgrad.fp8.bind import with_fp8
 from handgrad.fp8.dropout import WithFp8Dropout
-from handgrad.fp8.frozen import AT_WORK, FrozenProducts, RoundedWeights, WithFp8Adapters, take
+from handgrad.fp8.frozen import AT_WORK, FrozenProducts, RoundedWeights, WithFp8Adapters, operand_views, take
 from handgrad.fp8.scaling import Scaling
 from handgrad.layout import gradient_ring, moved
 from handgrad.lora.bind import WithAdapters, bound_adapters, with_adapters
@@ -72,6 +72,8 @@ def allocate(design: Design) -> tuple[TrainingState, Scaling | None]:
     if design.host_plan.buffers:
         views |= host_state(design)
     scaling = None
+    if design.rounded:
+        views |= operand_views(design.fp8, views)
     if design.fp8 is not None and design.fp8.table:  # none if all GEMMs have left fp8
         scaling = Scaling(design.fp8, design.ops, views, model_weights(design, views))
         scaling.reset(1.0 / design.batch.gradient_tokens)

@@ -109,7 +109,7 @@ def resolve(
     inputs = documents.document_buffers(model, config.micro_batch, shape.sequence_length) if config.packed else []
     adapters = []
     if lora is not None:
-        activations = list(frozen.at_products(activations)) if rounded else activations
+        activations = frozen.with_one_operand(activations) if rounded else activations
         adapters = [frozen_buffer(flat_elements(kept), dtype), *adapter_buffers(lora, base, tokens, dtype)]
         adapters += [frozen.work_buffer(base, rounded, dtype)] if rounded else []
     scratch = update_scratch(optimizer.scratch_bytes(plain_ops, parameters, flat["gradients"].dtype, device))
