@@ -58,10 +58,15 @@ class AdaptedInFp8(Adapted):
         dtype: torch.dtype = torch.bfloat16,
         backends: tuple[Any, ModuleType] = (reference, fp8_reference),
         noise: float = 0.3,
+        device: str = "cpu",
     ):
         plain_ops, ops = backends
         super().__init__(shape, text, plain_ops, recompute, dtype, LENGTH, noise)
-        model, gemms, adapters = self.model, gemms or gemms_of(), self.views
+        model, gemms = self.model, gemms or gemms_of()
+        self.views, self.gradients = (
+            {name: values.to(device) for name, values in of.items()} for of in (self.views, self.gradients)
+        )
+        flat = model.flat.to(device)
         rows = model.module.activations(shape, 3, LENGTH, dtype, plain_ops, chunk=20, training=True)
         rows = frozen.with_16_bits(rows)
         table = tables.quantized_table(model.table, rows, gemms, gpt2.FP8_PARTS, E4M3_GRADIENTS)
@@ -78,7 +83,7 @@ class AdaptedInFp8(Adapted):
         beside = [frozen.work_buffer(model.table, rounded, dtype)]
         beside += adapter_buffers(SimpleNamespace(adapters=self.adapters), model.table, 3 * LENGTH, dtype)
         self.plan = make_plan([*frozen.with_one_operand(buffers), *beside])
-        views = self.memory = self.plan.allocate(torch.device("cpu"))
+        views = self.memory = self.plan.allocate(torch.device(device))
         for name, view in views.items():
             view.fill_(float("nan") if view.is_floating_point() else 0)
             if name in ("tokens", "targets"):
@@ -86,17 +91,17 @@ class AdaptedInFp8(Adapted):
         views["sorted_positions"].copy_(torch.argsort(model.act.tokens.view(-1), stable=True))
         set_scales(views["fp8.scaling"])
         views |= frozen.operand_views(SimpleNamespace(table=table), views)
-        plain = {row.name: row.view(model.flat) for row in model.table if row.name not in rounded}
+        plain = {row.name: row.view(flat) for row in model.table if row.name not in rounded}
         self.forms = tables.quantized_tensors(table, views, plain, current=True)
         for row in model.table:
             if row.name in rounded:
-                frozen.take(SimpleNamespace(tensors=self.forms, ops=ops), views, row.name, row.view(model.flat))  # type: ignore[arg-type]
+                frozen.take(SimpleNamespace(tensors=self.forms, ops=ops), views, row.name, row.view(flat))  # type: ignore[arg-type]
         layers = shape.num_layers
         weights = plain | {name: self.forms[name] for name in rounded}
         model.weights = named(model.module.Weights, weights, layers)
         model.act = named(model.module.Activations, views | self.forms, layers)
         model.d = named(model.module.Gradients, views | self.forms, layers)
-        bound = bind(self.adapters, model.weights, adapters, self.gradients)
+        bound = bind(self.adapters, model.weights, self.views, self.gradients)
         model.ops = WithFp8Adapters(FrozenProducts(plain_ops, ops, views[AT_WORK]), bound, views)
         self.text_ops = WithAdapters(RoundedWeights(plain_ops, views[AT_WORK]), bound, views)  # type: ignore[arg-type]
 

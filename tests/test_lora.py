@@ -61,7 +61,8 @@ class Adapted:
 
     def run(self, recompute: int = 0) -> None:
         self.model.forward()
-        self.model.backward(torch.tensor([1 / 51], dtype=self.model.act.losses.dtype), recompute)
+        losses = self.model.act.losses
+        self.model.backward(torch.tensor([1 / 51], dtype=losses.dtype, device=losses.device), recompute)
 
     def stored(self) -> dict[str, Tensor]:
         return {row.name: row.stored(self.model.flat) for row in self.model.table}
