@@ -250,7 +250,7 @@ def test_the_text_has_the_numbers() -> None:
         ({"architecture": "gpt2", "lora": "on=q"}, "a product of gpt2 in lora must be one of qkv, o, up, down"),
         ({"architecture": "modern"}, "lora is for architecture gpt2 or llama, found modern"),
         ({"init_from": ""}, "lora 'rank=4' adapts weights, found none; name them with --init-from"),
-        ({"optimizer": "muon"}, "lora trains with optimizer adamw, found muon"),
+        ({"optimizer": "muon"}, "lora trains with optimizer adamw, found muon; muon's step is one of a whole"),
         ({"architecture": "gpt2", "dropout": 0.1}, "lora trains with dropout 0.0, found 0.1"),
         ({"freeze": "wte"}, "lora trains with freeze empty, found wte"),
         ({"precision": "fp8", "fp8_head": "dgrad"}, "lora trains with fp8_head empty, found dgrad"),
