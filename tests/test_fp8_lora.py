@@ -14,7 +14,7 @@ from torch import Tensor
 from handgrad.arena import make_plan
 from handgrad.config import ModelShape, RunConfig, check
 from handgrad.fp8 import frozen, reference as fp8_reference, tables
-from handgrad.fp8.formats import AMAX, E4M3, GRADIENT_FORMATS, SCALE, Quantized
+from handgrad.fp8.formats import AMAX, COUNTING, E4M3, GRADIENT_FORMATS, SCALE, Quantized
 from handgrad.fp8.frozen import AT_WORK, FrozenProducts, RoundedWeights, WithFp8Adapters
 from handgrad.fp8.tables import Fp8Gemms, fp8_gemms
 from handgrad.generation.decode import prefill
@@ -85,7 +85,10 @@ class AdaptedInFp8(Adapted):
         self.plan = make_plan([*frozen.with_one_operand(buffers), *beside])
         views = self.memory = self.plan.allocate(torch.device(device))
         for name, view in views.items():
-            view.fill_(float("nan") if view.is_floating_point() else 0)
+            if view.itemsize == 1:
+                view.view(torch.uint8).fill_(0x7F)  # NaN in e4m3
+            else:
+                view.fill_(float("nan") if view.is_floating_point() else 0)
             if name in ("tokens", "targets"):
                 view.copy_(getattr(model.act, name))
         views["sorted_positions"].copy_(torch.argsort(model.act.tokens.view(-1), stable=True))
@@ -93,9 +96,11 @@ class AdaptedInFp8(Adapted):
         views |= frozen.operand_views(SimpleNamespace(table=table), views)
         plain = {row.name: row.view(flat) for row in model.table if row.name not in rounded}
         self.forms = tables.quantized_tensors(table, views, plain, current=True)
+        views["fp8.scaling"][:, COUNTING] = 0.0
+        delayed: Any = SimpleNamespace(ops=ops, tensors={n: replace(form, current=False) for n, form in self.forms.items()})
         for row in model.table:
             if row.name in rounded:
-                frozen.take(SimpleNamespace(tensors=self.forms, ops=ops), views, row.name, row.view(flat))  # type: ignore[arg-type]
+                frozen.take(delayed, views, row.name, row.view(flat))
         layers = shape.num_layers
         weights = plain | {name: self.forms[name] for name in rounded}
         model.weights = named(model.module.Weights, weights, layers)
@@ -206,6 +211,7 @@ def test_a_tensor_has_the_forms_that_are_read_and_no_others(name: str) -> None:
     for form in (*vars(adapted.model.act.blocks[1]).values(), *vars(adapted.model.d.blocks[1]).values()):
         assert not isinstance(form, Quantized) or (form.plain is not None and form.rows is not None)
     assert not any(view.endswith(".columns") for view in adapted.memory)
+    assert not adapted.memory.keys() & {"dturned", "dgelu"}, "nothing passes through a workspace"
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen2"])
@@ -219,6 +225,7 @@ def test_a_frozen_weight_is_rounded_at_its_own_scale(name: str) -> None:
         weight = row.view(adapted.model.flat).float()
         assert form.statistics[AMAX].max() == weight.abs().max()
         assert 224 < weight.abs().max() * form.scaling[SCALE] <= 448
+        assert form.scaling[COUNTING] == 1
         text = RoundedWeights(reference, adapted.memory[AT_WORK]).in_16_bits(form)
         assert text.dtype == torch.bfloat16 and text.float().equal(form.rows.float() * form.inverse_scale)
         assert (text - weight).abs().max() <= 2**-4 * weight.abs().max()

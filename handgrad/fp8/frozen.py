@@ -139,10 +139,10 @@ class FrozenProducts(ModuleType):
 class WithFp8Adapters(WithAdapters):
     """`WithAdapters` for operations whose tensors may be quantised."""
 
-    def add_forward(self, out: Form, inp: Form, weight: Form, scratch: Tensor) -> None:
+    def add_forward(self, out: Form, inp: Form, weight: Any, scratch: Tensor) -> None:
         super().add_forward(plain(out), plain(inp), weight, scratch)
 
-    def add_backward(self, dinp: Form, dout: Form, inp: Form, weight: Form, scratch: Tensor) -> None:
+    def add_backward(self, dinp: Form, dout: Form, inp: Form, weight: Any, scratch: Tensor) -> None:
         super().add_backward(plain(dinp), plain(dout), plain(inp), weight, scratch)
 
     def after_norm(self, name: str, weight: Any, *tensors: Form | None, **options: Any) -> None:

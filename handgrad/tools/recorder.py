@@ -242,9 +242,9 @@ class Recorder:
     def enter(self, frame: FrameType, entry: Counted) -> None:
         t = dict(frame.f_locals)
         if entry.kind in (FORWARD, BACKWARD):
-            weight = t["weight"]
-            form = weight.rows if isinstance(weight, Quantized) and weight.plain is None else plain(weight)
-            self.place = "head" if form.data_ptr() == self.head else "block"
+            weight = t["weight"].plain if isinstance(t["weight"], Quantized) else t["weight"]
+            # A frozen weight of a block may be without 16 bits.
+            self.place = "head" if weight is not None and weight.data_ptr() == self.head else "block"
             self.forward = entry.kind == FORWARD
         role = "wgrad" if is_wgrad(t) else "forward" if self.forward else "dgrad"
         kind = entry.kind.format(place=self.place, role=role)

@@ -81,6 +81,10 @@ FP8_GPT2 = ModelShape(301, FP8_LENGTH, LAYERS, 4, 64)
 FP8_LLAMA = ModelShape(301, FP8_LENGTH, LAYERS, 4, 64, "llama", llama="kv_heads=2,tied,qkv_bias,qk_norm,feed_forward=160")
 
 
+needs_fp8 = pytest.mark.skipif(torch.cuda.get_device_capability() < (8, 9), reason="needs a GPU with fp8")
+
+
+@needs_fp8
 @pytest.mark.parametrize("shape", [FP8_GPT2, FP8_LLAMA], ids=["gpt2", "llama"])
 @pytest.mark.parametrize("kept", ["", "0.mlp,1.qkv"])
 def test_gradients_beside_weights_in_fp8(shape: ModelShape, kept: str) -> None:
@@ -110,12 +114,13 @@ def test_gradients_beside_weights_in_fp8(shape: ModelShape, kept: str) -> None:
         assert all(found.gradients[row].equal(other.gradients[row]) for other in others), row
 
 
+@needs_fp8
 def test_steps_beside_weights_in_fp8_allocate_the_plan_alone() -> None:
     config = RunConfig(num_layers=4, num_heads=4, channels=256, sequence_length=256, micro_batch=8, tokens_per_step=4096)
     check_allocations(replace(config, precision="fp8", lora=LORA, init_from="x", device="cuda", optimizer="adamw"))
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32", "fp8"])
+@pytest.mark.parametrize("precision", ["bf16", "fp32", pytest.param("fp8", marks=needs_fp8)])
 def test_a_run_learns_and_resumes(shards: Path, tmp_path: Path, precision: str) -> None:
     sizes = {"architecture": "llama", "llama": "kv_heads=1,tied", "device": "cuda", "precision": precision}
     base = replace(small_run(shards, tmp_path / "base"), **sizes, steps=80, eval_every=0, sample_tokens=0)
