@@ -1,8 +1,8 @@
 """Adapters beside full finetuning: memory and time of a step, for the shapes of Llama models that people finetune.
 
-Both contenders of a shape run in processes of their own, each with its own peak of memory, and make steps by turns, so
-other load affects both alike. Weights are random: the work is the same. `--rounds 0` prints the plans alone. `--cap` says
-which of them fit into so many GiB.
+The contenders of a shape, full finetuning, adapters, and adapters beside frozen weights in fp8, run in processes of their
+own, each with its own peak of memory, and make steps by turns, so other load affects all alike. Weights are random: the
+work is the same. `--rounds 0` prints the plans alone. `--cap` says which of them fit into so many GiB.
 
     python -m benchmarks.lora --device cuda --out benchmarks/results/NAME.json
     python -m benchmarks.lora --cap 8,16,24 --micro-batch 1 --recompute 2 --device cuda
@@ -35,7 +35,7 @@ WARM_UP = 2  # turns that do not count
 CONTEXT_GIB = 0.75  # of a GPU's memory, taken by the driver's context and the libraries: outside torch's allocator
 GIB = 2**30
 
-CONTENDERS = ("full", "lora")
+CONTENDERS = ("full", "lora", "lora-fp8")
 
 
 def config_of(shape: str, contender: str, options: argparse.Namespace) -> RunConfig:
@@ -45,11 +45,11 @@ def config_of(shape: str, contender: str, options: argparse.Namespace) -> RunCon
         micro_batch=options.micro_batch,
         tokens_per_step=options.micro_batch * options.sequence_length,
         learning_rate=1e-4,
-        precision=options.precision,
+        precision="fp8" if contender == "lora-fp8" else options.precision,
         recompute=options.recompute,
         device=options.device,
     )
-    return check(replace(config, lora=options.lora, init_from="random weights") if contender == "lora" else config)
+    return check(replace(config, lora=options.lora, init_from="random weights") if contender != "full" else config)
 
 
 def design_of(shape: str, contender: str, options: argparse.Namespace) -> Design:
@@ -64,15 +64,15 @@ def contend(shape: str, contender: str, options: argparse.Namespace) -> None:
         design = design_of(shape, contender, options)
         state, scaling = allocate(design)
         generator = torch.Generator().manual_seed(0)
+        training = bind(state, scaling, feed=SameBatch())
         for row in design.base:
-            state.take_base(row, 0.02 * torch.randn(row.stored_shape, generator=generator))
+            training.take_base(row, 0.02 * torch.randn(row.stored_shape, generator=generator))
         for tokens in (state.activations.tokens, state.activations.targets):
             tokens.copy_(torch.randint(SHAPES[shape][0], tokens.shape, generator=generator))
-        stepper = bind(state, scaling, feed=SameBatch()).step
         for number, _ in enumerate(sys.stdin):
             devices.synchronize(design.device)
             begun = time.perf_counter()
-            loss = stepper.step(number).loss
+            loss = training.step.step(number).loss
             devices.synchronize(design.device)
             say(pipe, {"seconds": time.perf_counter() - begun, "loss": loss, **memory(design.device)})
 
@@ -90,17 +90,17 @@ def limit_memory(options: argparse.Namespace) -> None:
 
 
 def fits(shape: str, cap: str, options: argparse.Namespace) -> dict[str, bool]:
-    """Of both contenders: True if a few steps run within `cap` GiB of a GPU."""
+    """Of each contender: True if a few steps run within `cap` GiB of a GPU."""
     turns = take_turns(shape, argparse.Namespace(**{**vars(options), "cap": cap, "rounds": 1}))
-    return {name: name in turns for name in CONTENDERS}
+    return {name: name in turns for name in options.contenders.split(",")}
 
 
 def take_turns(shape: str, options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """The turns of both, or nothing of one that runs out of memory."""
+    """The turns of all, or nothing of one that runs out of memory."""
     given = [f"--{name.replace('_', '-')}={value}" for name, value in vars(options).items() if name in (*PASSED, "cap")]
     command = [sys.executable, "-m", "benchmarks.lora", f"--shapes={shape}", *given]
-    peers = {name: Peer(name, [*command, f"--contender={name}"]) for name in CONTENDERS}
-    turns: dict[str, list[dict[str, Any]]] = {name: [] for name in CONTENDERS}
+    peers = {name: Peer(name, [*command, f"--contender={name}"]) for name in options.contenders.split(",")}
+    turns: dict[str, list[dict[str, Any]]] = {name: [] for name in peers}
     for _ in range(WARM_UP + options.rounds):
         for name, peer in list(peers.items()):
             try:
@@ -117,12 +117,12 @@ def take_turns(shape: str, options: argparse.Namespace) -> dict[str, list[dict[s
 
 
 def figures_of(shape: str, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Of both contenders: the plan by component, the parameters that train, and what was measured; with --cap, the caps
+    """Of each contender: the plan by component, the parameters that train, and what was measured; with --cap, the caps
     that it fits."""
     caps = {cap: fits(shape, cap, options) for cap in options.cap.split(",")} if options.cap else {}
     turns = take_turns(shape, options) if options.rounds and not caps else {}
     figures: dict[str, dict[str, Any]] = {}
-    for name in CONTENDERS:
+    for name in options.contenders.split(","):
         design = design_of(shape, name, options)
         row: dict[str, Any] = {"plan_bytes": design.plan.size_bytes, "trained_parameters": trained_parameters(design)}
         if counted := turns.get(name, [])[WARM_UP:]:
@@ -137,7 +137,7 @@ def figures_of(shape: str, options: argparse.Namespace) -> dict[str, dict[str, A
 
 
 def table(figures: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
-    lines = [f"{'':<16}{'':<6}{'trained':>12}{'planned':>12}{'peak':>12}{'ms/step':>10}{'tok/s':>10}"]
+    lines = [f"{'':<16}{'':<9}{'trained':>12}{'planned':>12}{'peak':>12}{'ms/step':>10}{'tok/s':>10}"]
     for shape, rows in figures.items():
         for name, row in rows.items():
             peak = human_bytes(row["peak_bytes"]) if row.get("peak_bytes") else "-"
@@ -146,7 +146,7 @@ def table(figures: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
             planned = human_bytes(sum(row["plan_bytes"].values()))
             caps = "".join(f"  {cap} GiB: {'fits' if found else 'no':<4}" for cap, found in row.get("fits_gib", {}).items())
             figure = f"{row['trained_parameters']:>12}{planned:>12}{peak:>12}{step:>10}{rate:>10}{caps}"
-            lines.append(f"{shape:<16}{name:<6}{figure}".rstrip())
+            lines.append(f"{shape:<16}{name:<9}{figure}".rstrip())
     return lines
 
 
@@ -156,6 +156,7 @@ PASSED = ("lora", "micro_batch", "sequence_length", "precision", "recompute", "d
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=",".join(LARGE))
+    parser.add_argument("--contenders", default=",".join(CONTENDERS))
     parser.add_argument("--lora", default="rank=16,alpha=32")
     parser.add_argument("--micro-batch", type=int, default=4)
     parser.add_argument("--sequence-length", type=int, default=2048)
@@ -178,7 +179,7 @@ def main() -> None:
     )
     print("\n".join(table(figures)))
     if options.out:
-        settings = {name: getattr(options, name) for name in (*PASSED, "cap", "rounds")}
+        settings = {name: getattr(options, name) for name in (*PASSED, "contenders", "cap", "rounds")}
         write_record(options.out, device, settings=settings, figures=figures)
 
 

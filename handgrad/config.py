@@ -250,7 +250,7 @@ def check(config: RunConfig) -> RunConfig:
     if config.precision == "fp8":
         check_fp8(config)
     if config.lora:
-        needs = (("optimizer", "adamw"), ("dropout", 0.0), ("freeze", ""), ("offload", False))
+        needs = (("optimizer", "adamw"), ("dropout", 0.0), ("freeze", ""), ("offload", False), ("fp8_head", ""))
         refused = [(name, getattr(config, name), needed) for name, needed in needs]
         check_lora(config.lora, config.architecture, config.init_from, refused)
     check_stride(config.eval_stride, config.sequence_length)

@@ -12,8 +12,6 @@ FP8_MULTIPLE = 16  # of every side of a GEMM in fp8: cuBLASLt reads 16 bytes at 
 
 def check_fp8(config: Any) -> None:
     """Raises `UsageError` for settings that fp8 does not go with, and for shapes that its GEMMs cannot take."""
-    if config.lora:
-        raise UsageError("lora has no fp8 GEMMs yet, found precision fp8; --precision bf16 trains adapters")
     if (width := config.shape(VOCABULARY_MULTIPLE).head_width) > WIDEST_HEAD_OF_FP8:
         raise UsageError(
             f"precision fp8 takes heads of up to {WIDEST_HEAD_OF_FP8} channels, found {width};"

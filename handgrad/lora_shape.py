@@ -16,6 +16,7 @@ PRODUCTS = {
     "llama": ("q", "k", "v", "o", "gate", "up", "down"),
 }
 EXAMPLE = "rank=16,alpha=32,on=q+v"
+REASONS = {"optimizer": "; muon's step is one of a whole matrix, not of two factors"}  # why a setting is refused
 
 
 @dataclass(frozen=True)
@@ -68,4 +69,5 @@ def check_lora(text: str, architecture: str, init_from: str, refused: Iterable[t
         raise UsageError(f"lora {text!r} adapts weights, found none; name them with --init-from")
     for name, value, needed in refused:
         if value != needed:
-            raise UsageError(f"lora trains with {name} {'empty' if needed == '' else needed}, found {value}")
+            wanted = "empty" if needed == "" else needed
+            raise UsageError(f"lora trains with {name} {wanted}, found {value}{REASONS.get(name, '')}")

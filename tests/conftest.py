@@ -87,6 +87,7 @@ LONGEST = (
     "test_local_ranks.py",
     "test_sweep.py",
     "test_packed_runs.py",
+    "test_fp8_lora_runs.py",
 )
 
 

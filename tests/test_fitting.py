@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.llama_twin import sizes
 from handgrad.cli import main
 from handgrad.errors import DataError
 from handgrad.gpus import GPUS
@@ -74,6 +75,21 @@ def test_a_run_that_fits_stays_as_it_was_asked_for(tmp_path: Path, monkeypatch, 
     assert main(["plan", "d12", "--gpu", "h200", "--fit", "40GB", "--recompute", "2"]) == 0
     text = capsys.readouterr().out
     assert "take       --recompute 0\n" in text and "10.4 GiB" in text.split("\nGPU ")[1]
+
+
+def test_adapters_fit_by_recompute_alone(tmp_path: Path, monkeypatch, capsys) -> None:
+    """Of Llama 3.2 1B, in bf16 and, in less, beside weights in fp8. Their state stays on the device: it is small."""
+    monkeypatch.chdir(tmp_path)
+    config = {**sizes("Llama-3.2-1B"), "sequence-length": 2048, "micro-batch": 4, "tokens-per-step": 65536}
+    config |= {"vocab-size": 128256, "lora": "rank=16", "init-from": "x", "gpu": "4090", "fit": "8GB"}
+    flags = [part for name, value in config.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    totals = []
+    for precision in ("bf16", "fp8"):
+        assert main(["plan", *flags, "--precision", precision]) == 0
+        text = capsys.readouterr().out
+        assert "take       --recompute 1\n" in text and "--offload" not in text
+        totals.append([float(level) for level in re.findall(r"([\d.]+) GiB", re.search(r"^  total.*$", text, re.M)[0])])
+    assert all(fp8 < bf16 - 0.5 for bf16, fp8 in zip(*totals, strict=True))
 
 
 def test_nothing_fits(tmp_path: Path, monkeypatch, capsys) -> None:

@@ -196,7 +196,6 @@ def test_the_bytes_that_a_block_keeps(name: str) -> None:
             r"\(num_heads \+ 2 kv_heads\) \* head_width in multiples of 16 .*, found 24",
         ),
         ({"llama": "feed_forward=72"}, "feed_forward in multiples of 16 for precision fp8, found 72"),
-        ({"lora": "rank=4"}, "lora has no fp8 GEMMs yet"),
     ],
 )
 def test_sides_that_fp8_products_cannot_read_are_refused(settings: dict, told: str) -> None:

@@ -43,7 +43,7 @@ LAW = {
     "optimizers": {"models", "ops"},
     "training": BOOK,
     "parallel": BOOK,
-    "fp8": {*BOOK, "dropout", "parallel"},
+    "fp8": {*BOOK, "dropout", "lora", "parallel"},
     "dropout": BOOK,
     "lora": BOOK,
     "audit": {*BOOK, "parallel", "jsonl"},

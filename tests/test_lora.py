@@ -33,8 +33,17 @@ SHAPES = {"gpt2": GPT2, **{family: llama_twin.shape_of(family, layers=2) for fam
 class Adapted:
     """A model with adapters of random numbers, its base without gradients."""
 
-    def __init__(self, shape: ModelShape, text: str, ops: Any, recompute: int = 0, dtype: torch.dtype = torch.float64):
-        self.model: Model = make_model(shape, 3, 17, dtype, recompute=recompute, chunk=20, noise=0.3)
+    def __init__(
+        self,
+        shape: ModelShape,
+        text: str,
+        ops: Any,
+        recompute: int = 0,
+        dtype: torch.dtype = torch.float64,
+        length: int = 17,
+        noise: float = 0.3,
+    ):
+        self.model: Model = make_model(shape, 3, length, dtype, recompute=recompute, chunk=20, noise=noise)
         self.adapters = tuple(adapters_of(shape, parse_lora(text)))
         design = LoraDesign(self.adapters)
         self.table = design.table(1)
@@ -43,7 +52,7 @@ class Adapted:
         self.views = {row.name: torch.randn(row.shape, generator=generator, dtype=exact).to(dtype) for row in self.table}
         self.gradients = {row.name: torch.zeros(row.shape, dtype=exact) for row in self.table}
         bound = bind(self.adapters, self.model.weights, self.views, self.gradients)
-        memory = make_plan(adapter_buffers(design, self.model.table, 51, dtype)).allocate(torch.device("cpu"))
+        memory = make_plan(adapter_buffers(design, self.model.table, 3 * length, dtype)).allocate(torch.device("cpu"))
         for view in memory.values():
             view.fill_(float("nan"))
         self.model.ops = WithAdapters(ops, bound, memory)
@@ -52,7 +61,8 @@ class Adapted:
 
     def run(self, recompute: int = 0) -> None:
         self.model.forward()
-        self.model.backward(torch.tensor([1 / 51], dtype=self.model.act.losses.dtype), recompute)
+        losses = self.model.act.losses
+        self.model.backward(torch.tensor([1 / 51], dtype=losses.dtype, device=losses.device), recompute)
 
     def stored(self) -> dict[str, Tensor]:
         return {row.name: row.stored(self.model.flat) for row in self.model.table}
@@ -240,10 +250,10 @@ def test_the_text_has_the_numbers() -> None:
         ({"architecture": "gpt2", "lora": "on=q"}, "a product of gpt2 in lora must be one of qkv, o, up, down"),
         ({"architecture": "modern"}, "lora is for architecture gpt2 or llama, found modern"),
         ({"init_from": ""}, "lora 'rank=4' adapts weights, found none; name them with --init-from"),
-        ({"optimizer": "muon"}, "lora trains with optimizer adamw, found muon"),
+        ({"optimizer": "muon"}, "lora trains with optimizer adamw, found muon; muon's step is one of a whole"),
         ({"architecture": "gpt2", "dropout": 0.1}, "lora trains with dropout 0.0, found 0.1"),
         ({"freeze": "wte"}, "lora trains with freeze empty, found wte"),
-        ({"architecture": "gpt2", "precision": "fp8"}, "lora has no fp8 GEMMs yet, found precision fp8; --precision bf16"),
+        ({"precision": "fp8", "fp8_head": "dgrad"}, "lora trains with fp8_head empty, found dgrad"),
     ],
 )
 def test_what_it_does_not_do_is_refused(settings: dict, told: str) -> None:

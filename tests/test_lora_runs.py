@@ -159,7 +159,7 @@ def test_training_in_steps_gives_the_merged_model(bases: dict[str, RunConfig], t
 
 
 def test_the_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """Plans and a few steps of both contenders, at a tiny size on a CPU."""
+    """Plans and a few steps of all contenders, at a tiny size on a CPU."""
     given = ["lora", "--shapes=tiny-llama", "--device=cpu", "--precision=fp32", "--sequence-length=16", "--micro-batch=1"]
     out = tmp_path / "record.json"
     monkeypatch.setattr(sys, "argv", [*given, "--rounds=2", "--lora=rank=2", f"--out={out}"])
@@ -169,6 +169,8 @@ def test_the_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert all(row["tokens_per_second"] > 0 for row in figures.values())
     more = figures["lora"]["plan_bytes"].keys() - figures["full"]["plan_bytes"].keys()
     assert more == {"frozen weights", "adapters at work"}
+    assert figures["lora-fp8"]["plan_bytes"]["frozen weights"] < figures["lora"]["plan_bytes"]["frozen weights"]
+    assert abs(figures["lora-fp8"]["loss"] - figures["lora"]["loss"]) < 0.1
     assert "tiny-llama      lora" in capsys.readouterr().out
 
 
@@ -177,11 +179,11 @@ def test_the_benchmark_within_caps(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     asked = list[str]()
 
     class Card:
-        """A contender's process: adapters run in 8 GiB, all else in 16."""
+        """A contender's process: adapters run in 8 GiB, in fp8 in 4, all else in 16."""
 
         def __init__(self, name: str, command: list[str]):
             cap = float(next(part for part in command if part.startswith("--cap=")).removeprefix("--cap="))
-            self.enough = cap >= (8 if name == "lora" else 16)
+            self.enough = cap >= {"lora-fp8": 4, "lora": 8, "full": 16}[name]
             asked.append(f"{name} {cap:g}")
 
         def ask(self, line: str) -> dict:
@@ -195,10 +197,11 @@ def test_the_benchmark_within_caps(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     monkeypatch.setattr(lora, "Peer", Card)
     monkeypatch.setattr(sys, "argv", ["lora", "--shapes=tiny-llama", "--device=cpu", "--precision=fp32", "--cap=4,8,16"])
     lora.main()
-    full, adapters = capsys.readouterr().out.splitlines()[-2:]
+    full, adapters, in_fp8 = capsys.readouterr().out.splitlines()[-3:]
     assert full.endswith("  4 GiB: no    8 GiB: no    16 GiB: fits")
     assert adapters.endswith("  4 GiB: no    8 GiB: fits  16 GiB: fits")
-    assert asked == [f"{name} {cap}" for cap in (4, 8, 16) for name in ("full", "lora")]
+    assert in_fp8.endswith("  4 GiB: fits  8 GiB: fits  16 GiB: fits")
+    assert asked == [f"{name} {cap}" for cap in (4, 8, 16) for name in ("full", "lora", "lora-fp8")]
 
 
 def test_a_cap_is_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,8 @@ def test_a_product_counts_two_flops_per_multiplication() -> None:
         assert made.counted == {"block products, forward": 2 * N * I * O}
         reference.linear_backward(torch.empty(N, I), torch.zeros(O, I), None, out, inp, weight)
         assert made.counted["block products, dgrad and wgrad"] == 2 * (2 * N * I * O)
+        reference.linear_backward(torch.empty(N, I), None, None, out, inp, weight)
+        assert made.counted["block products, dgrad and wgrad"] == 3 * (2 * N * I * O), "a frozen weight has no gradient"
         assert made.in_flops == set(made.counted)
         made.counting = False
         reference.linear_forward(out, inp, weight, None)
@@ -240,6 +242,17 @@ def test_the_whole_command(tmp_path: Path, capsys: pytest.CaptureFixture) -> Non
     total = sum(float(rows[name][1]) for name in kinds)
     assert total == pytest.approx(float(rows["sum of kernels"][1]), rel=0.01, abs=0.02)
     assert any(e.get("name") == "handgrad/AdamW" for e in json.loads(trace.read_text())["traceEvents"])
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_adapters(precision: str, capsys: pytest.CaptureFixture) -> None:
+    """The frozen weights' products and the adapters' are counted; in fp8 so is what the former read."""
+    adapters = ["--lora", "rank=2", "--init-from", "nowhere", "--precision", precision, "--vocab-size", "60"]
+    assert main([*TINY, *adapters]) == 0
+    rows = {line[:32].strip(): line[32:].split() for line in capsys.readouterr().out.splitlines()}
+    in_fp8 = {"quantising in a pass of its own", "transposing fp8 weights"}
+    assert rows["block products, dgrad and wgrad"][4] == "GFLOP"
+    assert in_fp8 <= rows.keys() if precision == "fp8" else not in_fp8 & rows.keys()
 
 
 def test_real_tokens_if_asked_for(shards: Path, capsys: pytest.CaptureFixture) -> None:

@@ -70,7 +70,7 @@ def calibration_stages(state: TrainingState, scaling: Scaling, passes: Callable[
     """A forward and backward pass whose tensors make their own scales."""
     design = state.design
     model, layers = design.model, design.shape.num_layers
-    weights = {row.name: row.view(state.parameters) for row in design.parameters} | scaling.calibrating
+    weights = state.named_weights | scaling.calibrating
     views = state.views | scaling.calibrating
     w, act, d = (
         named(kind, found, layers)

@@ -105,12 +105,12 @@ def plain(form: Form) -> Tensor:
     return form.plain
 
 
-def of_plain(operation: Callable[..., None], in_16_bits: Callable[[Form], Tensor] = plain) -> Callable[..., None]:
+def of_plain(operation: Callable[..., Any], in_16_bits: Callable[[Form], Tensor] = plain) -> Callable[..., Any]:
     """The operation with the 16-bit form of every tensor that it is given."""
 
     @wraps(operation)
-    def call(*arguments: Any, **options: Any) -> None:
-        operation(*(in_16_bits(x) if isinstance(x, Quantized) else x for x in arguments), **options)
+    def call(*arguments: Any, **options: Any) -> Any:
+        return operation(*(in_16_bits(x) if isinstance(x, Quantized) else x for x in arguments), **options)
 
     return call
 

@@ -1,6 +1,6 @@
 """The quantised tensors of a forward pass alone: weights at rest, at the scales that their training had come to."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -8,11 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from handgrad.arena import Buffer
 from handgrad.errors import UsageError
 from handgrad.fp8.formats import GRADIENT_FORMATS
 from handgrad.fp8.scaling import Fp8Design, weights_of
-from handgrad.fp8.tables import activation_buffers, quantized_table, quantized_tensors, scaling_buffers, weight_buffers
+from handgrad.fp8.tables import (
+    activation_buffers,
+    quantized_table,
+    quantized_tensors,
+    scaling_buffers,
+    weight_buffers,
+    without_columns,
+)
 from handgrad.models.rows import ActivationRow, Table
 
 FORWARD = frozenset({"forward"})  # of the head's GEMMs
@@ -44,8 +50,3 @@ class Fp8Forward:
         for weight in weights_of(found):
             ops.quantize(weight, weight.plain)
         return found
-
-
-def without_columns(buffers: Iterable[Buffer]) -> list[Buffer]:
-    """Without the forms that weight and input gradients alone read."""
-    return [buffer for buffer in buffers if not buffer.name.endswith(".columns")]

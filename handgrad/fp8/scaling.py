@@ -99,9 +99,10 @@ class Scaling:
         self.statistics[: self.fp8.first_weight].zero_()
 
     def quantize_weights(self, *, calibrate: bool = False) -> None:
-        """Rounds the weights to fp8, and begins the next step's totals with theirs."""
+        """Rounds the weights to fp8, and begins the next step's totals with theirs. Those without a 16-bit form stay."""
         for weight in weights_of(self.calibrating if calibrate else self.tensors):
-            self.ops.quantize(weight, weight.plain)
+            if weight.plain is not None:
+                self.ops.quantize(weight, weight.plain)
         first, end = self.fp8.first_weight, len(self.fp8.table)
         self.ops.fold_statistics(self.totals[first:], self.statistics[first:end])
 

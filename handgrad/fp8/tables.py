@@ -179,6 +179,11 @@ def weight_buffers(table: Iterable[QuantizedRow], parameters: Table, gemms: Fp8G
             yield Buffer(f"{row.name}.columns", shapes[row.name][::-1], row.format, "fp8 weights")
 
 
+def without_columns(buffers: Iterable[Buffer]) -> list[Buffer]:
+    """Without the forms that weight and input gradients alone read."""
+    return [buffer for buffer in buffers if not buffer.name.endswith(".columns")]
+
+
 def scaling_buffers(count: int, statistics_parts: int) -> list[Buffer]:
     """The tensors' scales and statistics; the last row is the static one of the logits' gradient."""
     kind = "fp8 scales"

@@ -55,7 +55,7 @@ class WithAdapters(ModuleType):
     of frozen parameters are not made; vectors' come with other work and go where nobody reads them.
     """
 
-    def __init__(self, ops: ModuleType, bound: Mapping[Tensor, Bound], memory: Mapping[str, Tensor], others: Any = None):
+    def __init__(self, ops: ModuleType, bound: Mapping[Any, Bound], memory: Mapping[str, Tensor], others: Any = None):
         """`bound`: by their weights; `memory`: views of `adapter_buffers`; `others`: the module of all other operations,
         `ops` or those of generation."""
         super().__init__(ops.__name__)
@@ -270,15 +270,15 @@ class WithAdapters(ModuleType):
         return self.memory[name][: tokens * ranks].view(tokens, ranks)
 
 
-def bound_adapters(state: TrainingState) -> dict[Tensor, Bound]:
-    """The adapters of a state, by the weights of their matrices."""
+def bound_adapters(state: TrainingState, weights: Any) -> dict[Any, Bound]:
+    """The adapters of a state, by the `weights` of their matrices."""
     views = {row.name: row.view(state.parameters) for row in state.design.parameters}
-    return bind(state.design.lora.adapters, state.weights, views, state.named_gradients)
+    return bind(state.design.lora.adapters, weights, views, state.named_gradients)
 
 
 def bind(
     adapters: Iterable[Adapter], weights: Any, views: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
-) -> dict[Tensor, Bound]:
+) -> dict[Any, Bound]:
     """The adapters of a model with these weights, from their tensors and gradients by name."""
     found = {}
     for adapter in adapters:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from handgrad.lora.tables import Adapter
-from handgrad.training.state import BASE, TrainingState
+from handgrad.training.state import TrainingState
 
 
 def merged(weight: Tensor, adapter: Adapter, tensor: Callable[[str], Tensor]) -> Tensor:
@@ -19,9 +19,10 @@ def merged(weight: Tensor, adapter: Adapter, tensor: Callable[[str], Tensor]) ->
 
 
 def merged_state(state: TrainingState) -> dict[str, Tensor]:
-    """The model's weights of a run on one rank, by name, their adapters merged in."""
+    """The model's weights of a run on one rank, by name, their adapters merged in; frozen ones as the run reads them."""
     trained = {row.name: row.view(state.master) for row in state.design.parameters}
-    found = {row.name: row.stored(state.views[BASE]) for row in state.design.base}
+    found = {row.name: state.named_weights[row.name][: row.stored_rows] for row in state.design.base}
+    found |= {name: found[name].rows.float() * found[name].inverse_scale for name in state.design.rounded}
     for adapter in state.design.lora.adapters:
         found[adapter.weight] = merged(found[adapter.weight], adapter, trained.__getitem__)
     return found

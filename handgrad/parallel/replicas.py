@@ -27,7 +27,8 @@ class Replicas:
         self.ops, self.every = state.design.ops, every
         self.weights, self.sent = state.parameters, state.views["sent_losses"]
         self.mine = self.sent.view(torch.int64)[rank, -1:]
-        self.base = state.views.get(BASE)  # of adapters: weights that no update writes anew
+        names = [BASE, *(f"{name}.rows" for name in sorted(state.design.rounded))] if state.design.base else []
+        self.base = [state.views[name].view(-1).view(torch.int32) for name in names]  # weights that no update writes anew
         self.base_sum = torch.zeros_like(self.mine)
         self.checks = False
 
@@ -44,8 +45,8 @@ class Replicas:
 
     def take(self) -> None:
         checksum(self.mine, self.weights, self.ops)
-        if self.base is not None:
-            checksum(self.base_sum, self.base, self.ops)
+        for flat in self.base:
+            checksum(self.base_sum, flat, self.ops)
             self.mine.add_(self.base_sum)
 
     def compare(self, step: int, sent: Tensor) -> None:

@@ -5,14 +5,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from handgrad import devices
 from handgrad.audit.digest import StateDigest, with_digest
 from handgrad.dropout.bind import SAMPLES, WithDropout
 from handgrad.fp8.bind import with_fp8
 from handgrad.fp8.dropout import WithFp8Dropout
+from handgrad.fp8.frozen import AT_WORK, FrozenProducts, RoundedWeights, WithFp8Adapters, operand_views, take
 from handgrad.fp8.scaling import Scaling
 from handgrad.layout import gradient_ring, moved
 from handgrad.lora.bind import WithAdapters, bound_adapters, with_adapters
+from handgrad.models.rows import ParameterRow
 from handgrad.models.untrained import WithUntrained
 from handgrad.parallel.gradient_sync import GradientSync
 from handgrad.parallel.ranks import Ranks
@@ -22,7 +26,7 @@ from handgrad.run.host_copy import host_state
 from handgrad.training import offload
 from handgrad.training.design import Design
 from handgrad.training.feed import BatchFeed, Source
-from handgrad.training.state import TrainingState, make_state
+from handgrad.training.state import BASE, TrainingState, make_state, model_weights
 from handgrad.training.step import Feed, TrainStep, plain_program
 
 TrainedTokens = Callable[[int, int], int]  # (first sample, samples) -> the number of their tokens that are trained
@@ -42,6 +46,14 @@ class Assembly:
     plain_ops: Any  # of text and tasks, which read `state.plain_weights`
     digest: StateDigest | None = None  # of an audited run
 
+    def take_base(self, row: ParameterRow, values: Tensor) -> None:
+        """Takes the stored part of a frozen weight beside the parameters."""
+        if row.name in self.design.rounded:
+            assert self.scaling is not None
+            take(self.scaling, self.state.views, row.name, values)
+        else:
+            row.stored(self.state.views[BASE]).copy_(values)
+
     def await_weights(self) -> None:
         """Waits until the weights of the last update are complete here, and the state on the host."""
         self.await_state()
@@ -60,9 +72,10 @@ def allocate(design: Design) -> tuple[TrainingState, Scaling | None]:
     if design.host_plan.buffers:
         views |= host_state(design)
     scaling = None
+    if design.rounded:
+        views |= operand_views(design.fp8, views)
     if design.fp8 is not None and design.fp8.table:  # none if all GEMMs have left fp8
-        weights = {row.name: row.view(views["parameters"]) for row in design.parameters}
-        scaling = Scaling(design.fp8, design.ops, views, weights)
+        scaling = Scaling(design.fp8, design.ops, views, model_weights(design, views))
         scaling.reset(1.0 / design.batch.gradient_tokens)
     gradients = {}
     if design.sharding.shards_gradients:
@@ -105,26 +118,29 @@ def bind(
         feed = BatchFeed(source, state.activations, samples)
     sync = None if design.sharding.lanes == 1 else GradientSync(state, ranks)
     graphs = design.device.type == "cuda" and ops.CAPTURABLE if graphs is None else graphs
-    model_ops: Any = ops if trained_tokens is None else WithUntrained(ops)
+    model_ops: Any = FrozenProducts(design.plain_ops, ops, state.views[AT_WORK]) if design.rounded else ops
+    model_ops = model_ops if trained_tokens is None else WithUntrained(model_ops)
 
     def passes_over(*tensors: Any) -> Any:
         """The operations of passes over weights, their gradients, activations and theirs."""
+        if design.lora is not None:
+            adapting = WithFp8Adapters if design.rounded else WithAdapters
+            return adapting(model_ops, bound_adapters(state, tensors[0]), state.views)
         if samples is None:
             return model_ops
         dropping = WithDropout if scaling is None else WithFp8Dropout
         return dropping(model_ops, *tensors, samples=samples, probability=design.dropout, seed=design.seed)
 
     passes = passes_over(state.weights, state.weight_gradients, state.activations, state.activation_gradients)
-    adapted: Any = None
-    if design.lora is not None:
-        passes = adapted = WithAdapters(model_ops, bound_adapters(state), state.views)
     program, batch = plain_program(state, ops, passes), design.batch
     if design.host_plan.buffers:
         program = offload.with_offload(program, state, ops)
     if trained_tokens is not None:
         count = trained_tokens
         program.trained_tokens = lambda step: count(batch.first_sample(step), batch.samples(step))
-    if adapted is not None:
+    reads = ops, design.plain_ops
+    if design.lora is not None:
+        reads = passes, text_operations(state) if design.rounded else passes
         program = with_adapters(program, {bucket.name for bucket in design.buckets})
     if sync is not None:
         program = with_sync(program, sync)
@@ -141,7 +157,12 @@ def bind(
         step = TrainStep(state, feed, program, graphs=graphs)
     else:
         step = ParallelStep(state, feed, program, ranks, sync, replicas, graphs=graphs)
-    reads = adapted or ops, adapted or design.plain_ops
     made = Assembly(design, state, feed, step, scaling, sync, *reads, digest)
     made.await_state()  # compiling ahead has copied it; now the host may write it
     return made
+
+
+def text_operations(state: TrainingState) -> WithAdapters:
+    """The operations of text and tasks beside frozen weights in fp8."""
+    plain_ops: Any = RoundedWeights(state.design.plain_ops, state.views[AT_WORK])
+    return WithAdapters(plain_ops, bound_adapters(state, state.plain_weights), state.views)

@@ -26,6 +26,9 @@ class CheckpointForward:
         if not manifest.get("fp8"):
             found = source.origin["source"]
             raise UsageError(f"{found} has no fp8 scales: expected a checkpoint of a run in fp8; use --precision bf16")
+        if source.config.lora:
+            found = source.origin["source"]
+            raise UsageError(f"{found} has adapters, which are merged here, beside weights in fp8; use --precision bf16")
         self.saved, self.model = manifest["fp8"], architecture(shape)
         config = replace(source.config, micro_batch=batch, sequence_length=shape.sequence_length, backend=backend)
         left = tuple(manifest.get("left_fp8", {}).get("left", ()))

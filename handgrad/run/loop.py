@@ -15,6 +15,8 @@ from handgrad.evaluation.loss import bits_per_byte, floor_note, mean_loss
 from handgrad.fp8.monitor import LeftFp8
 from handgrad.generation.decode import decode_tensors
 from handgrad.generation.text import write_document
+from handgrad.interop.adapters import base_of
+from handgrad.interop.sources import open_weights
 from handgrad.models import parameter_table
 from handgrad.parallel.ranks import Ranks
 from handgrad.parallel.step import ParallelStep
@@ -117,7 +119,7 @@ class Run:
         """Initial weights from elsewhere, of a run of adapters those that they adapt. A run with fewer positions has the
         first of theirs."""
         state = self.training.state
-        take = state.take_base if self.design.base else state.take_weight
+        take = self.training.take_base if self.design.base else state.take_weight
         for theirs, row in zip(parameter_table(weights.shape), self.design.base or self.design.parameters, strict=True):
             assert theirs.name == row.name
             take(row, weights.weight(theirs)[: row.stored_rows])
@@ -328,7 +330,10 @@ class Run:
         del self.training
         self.design = self.design_now()
         self.training = self.assembled()
-        self.restore(checkpoint.open_checkpoint(checkpoint.folder_of(self.folder.checkpoints, self.completed)))
+        resumed = checkpoint.open_checkpoint(checkpoint.folder_of(self.folder.checkpoints, self.completed))
+        if self.design.base:
+            self.take_weights(base_of(resumed, open_weights))
+        self.restore(resumed)
         self.event(f"step {self.completed}: {', '.join(parts)} goes on in bf16")
 
     def on_skip(self, result: StepResult) -> None:

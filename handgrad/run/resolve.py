@@ -11,7 +11,7 @@ from handgrad.arena import make_plan
 from handgrad.backend import choose_backend
 from handgrad.config import TUNED, ModelShape, RunConfig
 from handgrad.dropout.bind import dropout_buffers, sizing
-from handgrad.fp8 import tables
+from handgrad.fp8 import frozen, tables
 from handgrad.fp8.bind import fp8_operations
 from handgrad.fp8.dropout import with_workspace
 from handgrad.fp8.formats import GRADIENT_FORMATS
@@ -78,8 +78,12 @@ def resolve(
     training_ops, fp8 = plain_ops, None
     if config.precision == "fp8":
         training_ops = fp8_operations(plain_ops) if sizes is None else sizes
-        rows = with_workspace(rows) if config.dropout else rows
-        fp8 = resolve_fp8(config, shape, model, parameters, rows, training_ops, left_fp8)
+        rows = with_workspace(rows) if config.dropout else frozen.with_16_bits(rows) if config.lora else rows
+        fp8 = resolve_fp8(config, shape, model, base or parameters, rows, training_ops, left_fp8)
+    kept, rounded = base, frozenset[str]()  # of the frozen weights: in 16 bits, and in fp8 alone
+    if lora is not None and fp8 is not None:
+        rounded = frozen.rounded_weights(fp8)
+        base, kept = frozen.laid_apart(base, rounded)
     flat = flat_buffers(
         flat_elements(parameters, lanes),
         dtype,
@@ -100,12 +104,14 @@ def resolve(
     else:
         gradients = GRADIENT_FORMATS[config.fp8_gradients]
         activations = list(tables.activation_buffers(rows, fp8.gemms, gradients, config.recompute))
-        activations = [*fp8.buffers(parameters, ranks), *activations]
+        activations = [*fp8.buffers(base or parameters, ranks), *activations]
     dropout = dropout_buffers(config.micro_batch) if config.dropout else []
     inputs = documents.document_buffers(model, config.micro_batch, shape.sequence_length) if config.packed else []
     adapters = []
     if lora is not None:
-        adapters = [frozen_buffer(flat_elements(base), dtype), *adapter_buffers(lora, base, tokens, dtype)]
+        activations = frozen.with_one_operand(activations) if rounded else activations
+        adapters = [frozen_buffer(flat_elements(kept), dtype), *adapter_buffers(lora, base, tokens, dtype)]
+        adapters += [frozen.work_buffer(base, rounded, dtype)] if rounded else []
     scratch = update_scratch(optimizer.scratch_bytes(plain_ops, parameters, flat["gradients"].dtype, device))
     return Design(
         device=device,
@@ -130,6 +136,7 @@ def resolve(
         sample_tokens=config.sample_tokens,
         lora=lora,
         base=base,
+        rounded=rounded,
     )
 
 

@@ -35,9 +35,10 @@ def product_flops(t: Named) -> int:
     return 2 * math.prod(t["out"].shape) * t["inp"].shape[1]
 
 
-def two_products_flops(t: Named) -> int:
+def gradients_flops(t: Named) -> int:
+    """Of the gradients of input and weight; of a frozen weight there is none."""
     rows = next(t[name] for name in ("dinp", "hidden", "dhidden") if name in t)
-    return 4 * rows.numel() * t["dweight_acc"].shape[0]
+    return 2 * (1 + (t["dweight_acc"] is not None)) * rows.numel() * t["weight"].shape[0]
 
 
 def pair_flops(t: Named) -> int:
@@ -85,12 +86,12 @@ OPERATIONS = {
     "linear_forward": Counted(FORWARD, product_flops),
     "linear_residual_forward": Counted(FORWARD, product_flops),
     "linear_gelu_forward": Counted(FORWARD, product_flops),
-    "linear_backward": Counted(BACKWARD, two_products_flops),
+    "linear_backward": Counted(BACKWARD, gradients_flops),
     "linear_relu2_forward": Counted(FORWARD, product_flops),
-    "relu2_linear_backward": Counted(BACKWARD, two_products_flops),
+    "relu2_linear_backward": Counted(BACKWARD, gradients_flops),
     "linear_swiglu_forward": Counted(FORWARD, lambda t: 2 * t["hidden"].numel() * t["inp"].shape[1]),
-    "swiglu_linear_backward": Counted(BACKWARD, two_products_flops),
-    "gelu_linear_backward": Counted(BACKWARD, two_products_flops),
+    "swiglu_linear_backward": Counted(BACKWARD, gradients_flops),
+    "gelu_linear_backward": Counted(BACKWARD, gradients_flops),
     "attention_forward": Counted("attention forward", lambda t: 2 * pair_flops(t)),
     "attention_backward": Counted("attention backward", lambda t: 5 * pair_flops(t)),
     "residual_forward": Counted("residual sum"),
@@ -118,6 +119,7 @@ OPERATIONS = {
     "muon_polar": Counted("Muon, polar factors", polar_flops),
     "muon_update": Counted("Muon, weights"),
     "quantize": Counted("quantising in a pass of its own"),
+    "transpose": Counted("transposing fp8 weights"),
     "fold_statistics": Counted("fp8 scales"),
     "update_scaling": Counted("fp8 scales"),
 }
@@ -205,6 +207,7 @@ class Recorder:
     def __init__(self, design: Design, head: Tensor, span: Callable[[str], AbstractContextManager]):
         self.head, self.span = head.data_ptr(), span
         backends = [design.ops, *([dropout_operations(design.plain_ops)] if design.dropout else [])]
+        backends += [design.plain_ops] if design.rounded else []
         self.operations = {code_of(getattr(b, n)): e for b in backends for n, e in OPERATIONS.items() if hasattr(b, n)}
         self.running: list[Running] = []
         self.place, self.forward, self.products, self.counting = "block", True, 0, False
@@ -239,7 +242,9 @@ class Recorder:
     def enter(self, frame: FrameType, entry: Counted) -> None:
         t = dict(frame.f_locals)
         if entry.kind in (FORWARD, BACKWARD):
-            self.place = "head" if plain(t["weight"]).data_ptr() == self.head else "block"
+            weight = t["weight"].plain if isinstance(t["weight"], Quantized) else t["weight"]
+            # A frozen weight of a block may be without 16 bits.
+            self.place = "head" if weight is not None and weight.data_ptr() == self.head else "block"
             self.forward = entry.kind == FORWARD
         role = "wgrad" if is_wgrad(t) else "forward" if self.forward else "dgrad"
         kind = entry.kind.format(place=self.place, role=role)

@@ -90,6 +90,7 @@ class Design:
     sample_tokens: int = 0  # of the texts that the run writes
     lora: Any = None
     base: Table = ()  # the model's weights, if what trains is beside them: frozen, in a flat buffer of their own
+    rounded: frozenset[str] = frozenset()  # those of them that exist in fp8 alone
 
     @property
     def all_parameters(self) -> Table:

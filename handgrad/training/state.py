@@ -75,6 +75,7 @@ class TrainingState:
     loss_scale: Tensor  # (3) S / gradient_tokens, S, updates since S last changed; S is 1 but in fp16
     weights: Any  # as the training's GEMMs read them
     plain_weights: Any  # in 16 or 32 bits
+    named_weights: dict[str, Any]  # the same by name
     weight_gradients: Any
     named_gradients: dict[str, Tensor]  # of the parameters, by name
     activations: Any
@@ -88,10 +89,6 @@ class TrainingState:
         row.stored(self.parameters).copy_(values)
         if self.master is not self.parameters:
             self.take(self.master, row, values)
-
-    def take_base(self, row: ParameterRow, values: Tensor) -> None:
-        """Takes the stored part of a frozen weight beside the parameters."""
-        row.stored(self.views[BASE]).copy_(values)
 
     def take(self, shard: Tensor, row: ParameterRow, values: Tensor) -> None:
         """Copies the stored part of a parameter into its share of `shard` (master weights or optimizer state)."""
@@ -127,6 +124,13 @@ class TrainingState:
         self.loss_scale.copy_(torch.tensor(values, dtype=self.loss_scale.dtype))
 
 
+def model_weights(design: Design, views: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The model's weights in 16 or 32 bits, by name."""
+    if not design.base:
+        return {row.name: row.view(views["parameters"]) for row in design.parameters}
+    return {row.name: row.view(views[BASE]) for row in design.base if row.name not in design.rounded}
+
+
 def make_state(
     design: Design, views: dict[str, Tensor], forms: dict[str, Any], gradients: dict[str, Tensor]
 ) -> TrainingState:
@@ -135,11 +139,10 @@ def make_state(
     table, model, layers, sharding = design.parameters, design.model, design.shape.num_layers, design.sharding
     parameters = views["parameters"]
     master, flat = views.get("master", parameters), views["gradients"].view(-1)[: flat_elements(table, sharding.lanes)]
-    weights: dict[str, Any] = {row.name: row.view(parameters) for row in table}
+    weights: dict[str, Any] = model_weights(design, views) | {name: forms[name] for name in design.rounded}
     gradients = gradients or {row.name: row.view(flat) for row in table}
     of_weights: dict[str, Any] = gradients
     if design.base:  # the model's weights have no gradients
-        weights = {row.name: row.view(views[BASE]) for row in design.base}
         of_weights = dict.fromkeys(weights)
     optimizer = {name: views[f"optimizer.{name}"] for name in design.optimizer.state}
     shard = sharding.shard, sharding.shards
@@ -176,6 +179,7 @@ def make_state(
         loss_scale=views["loss_scale"],
         weights=named(model.Weights, weights | forms, layers),
         plain_weights=named(model.Weights, weights, layers),
+        named_weights=weights,
         weight_gradients=named(model.Weights, of_weights, layers),
         named_gradients=gradients,
         activations=named(model.Activations, views | forms, layers),

@@ -1,5 +1,5 @@
-"""Adapters on a CUDA GPU: as exact as PyTorch's own backward in bf16, the same bits every time, the base untouched; a run
-learns, and resumes with the same bits."""
+"""Adapters on a CUDA GPU, beside weights in bf16 and in fp8: as exact as the reference, the same bits every time, the base
+untouched; a run learns, resumes with the same bits, and allocates its plan alone."""
 
 import math
 import shutil
@@ -15,6 +15,7 @@ if not torch.cuda.is_available():
 
 from handgrad.arena import make_plan
 from handgrad.config import ModelShape, RunConfig
+from handgrad.fp8 import cuda as fp8_cuda
 from handgrad.lora.bind import WithAdapters, bind
 from handgrad.lora.tables import LoraDesign, adapter_buffers, adapters_of
 from handgrad.lora_shape import parse_lora
@@ -24,6 +25,9 @@ from handgrad.models.rows import named
 from handgrad.ops import cuda, reference
 from handgrad.run.start import train
 from tests.conftest import make_model, small_run
+from tests.gpu.runs import check_allocations
+from tests.test_fp8_lora import LAYERS, LENGTH as FP8_LENGTH, SMALL, AdaptedInFp8, gemms_of
+from tests.test_lora import Adapted
 from tests.test_runs import records, same_bits
 
 BATCH, LENGTH = 4, 64
@@ -73,7 +77,50 @@ def test_gradients(shape: ModelShape, dtype: torch.dtype) -> None:
     assert all(found[name].equal(again[name]) for name in found)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+FP8_GPT2 = ModelShape(301, FP8_LENGTH, LAYERS, 4, 64)
+FP8_LLAMA = ModelShape(301, FP8_LENGTH, LAYERS, 4, 64, "llama", llama="kv_heads=2,tied,qkv_bias,qk_norm,feed_forward=160")
+
+
+needs_fp8 = pytest.mark.skipif(torch.cuda.get_device_capability() < (8, 9), reason="needs a GPU with fp8")
+
+
+@needs_fp8
+@pytest.mark.parametrize("shape", [FP8_GPT2, FP8_LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("kept", ["", "0.mlp,1.qkv"])
+def test_gradients_beside_weights_in_fp8(shape: ModelShape, kept: str) -> None:
+    """From those of the same numbers without fp8 in float32: at most twice as far as the reference; at every level of
+    recomputation the same bits, and twice. The frozen weights are the reference's to the bit."""
+    settings = {"gemms": gemms_of(kept), "noise": 0.1}
+    own = AdaptedInFp8(shape, LORA, **settings)
+    exact = Adapted(shape, LORA, reference, 0, torch.float32, FP8_LENGTH, 0.1)
+    exact.model.flat.copy_(own.model.flat)
+    levels = [
+        AdaptedInFp8(shape, LORA, recompute=level, backends=(cuda, fp8_cuda), device="cuda", **settings)
+        for level in (0, 0, 1, 2, 3)
+    ]
+    for row, values in exact.views.items():
+        values.copy_(own.views[row].mul_(SMALL))
+        for adapted in levels:
+            adapted.views[row].mul_(SMALL)
+    for adapted, level in zip((own, exact, *levels), (0, 0, 0, 0, 1, 2, 3), strict=True):
+        adapted.run(level)
+    found, *others = levels
+    for weight, form in own.forms.items():
+        if weight.endswith("_weight"):
+            assert found.forms[weight].rows.cpu().view(torch.uint8).equal(form.rows.view(torch.uint8)), weight
+    for row, right in exact.gradients.items():
+        errors = [(adapted.gradients[row].cpu() - right).norm().item() for adapted in (own, found)]
+        assert 0 < errors[1] <= 2 * errors[0], (row, errors)
+        assert all(found.gradients[row].equal(other.gradients[row]) for other in others), row
+
+
+@needs_fp8
+def test_steps_beside_weights_in_fp8_allocate_the_plan_alone() -> None:
+    config = RunConfig(num_layers=4, num_heads=4, channels=256, sequence_length=256, micro_batch=8, tokens_per_step=4096)
+    check_allocations(replace(config, precision="fp8", lora=LORA, init_from="x", device="cuda", optimizer="adamw"))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32", pytest.param("fp8", marks=needs_fp8)])
 def test_a_run_learns_and_resumes(shards: Path, tmp_path: Path, precision: str) -> None:
     sizes = {"architecture": "llama", "llama": "kv_heads=1,tied", "device": "cuda", "precision": precision}
     base = replace(small_run(shards, tmp_path / "base"), **sizes, steps=80, eval_every=0, sample_tokens=0)

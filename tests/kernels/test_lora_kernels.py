@@ -12,10 +12,14 @@ if torch.cuda.is_available():
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: it decides what @triton.jit makes of a kernel
 pytest.importorskip("triton")
 
+from handgrad.fp8 import cuda as fp8_cuda, reference as fp8_reference
 from handgrad.lora import cuda as lora_cuda, reference as lora_reference
 from handgrad.lora.bind import added_products
 from handgrad.ops import cuda, reference
 from handgrad.ops.cuda import linear
+from tests.kernels.test_modern_fp8 import stand_ins  # noqa: F401 - a fixture
+from tests.test_fp8_benchmark import interpreted, multiply as multiply_in_16_bits  # noqa: F401 - a fixture
+from tests.test_fp8_lora import LENGTH, LORA, SHAPES as FP8_SHAPES, SMALL, AdaptedInFp8
 from tests.test_lora import SHAPES, Adapted
 
 MEBIBYTES = 1 << 20
@@ -64,3 +68,33 @@ def test_the_products_of_tf32_are_its_own(tf32: bool, monkeypatch: pytest.Monkey
     backward(numbers, numbers, numbers, numbers, numbers, scratch=scratch)
     assert seen == [tf32] * 3
     assert added_products(reference)[0] is lora_reference.add_linear_forward
+
+
+FP8_CASES = [("gpt2", 0), ("gpt2", 3), ("qwen2", 1), ("qwen3", 2), ("llama", 0)]
+
+
+@pytest.mark.usefixtures("interpreted", "stand_ins")
+@pytest.mark.parametrize(("name", "recompute"), FP8_CASES)
+def test_a_model_beside_weights_in_fp8(name: str, recompute: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float16, from the gradients of the same numbers in float32 without fp8: at most twice the reference's distance,
+    adapter by adapter. The frozen weights are the reference's to the bit."""
+    for module in (lora_cuda, linear):
+        monkeypatch.setattr(module, "multiply", multiply_in_16_bits)
+    settings = {"recompute": recompute, "dtype": torch.float16, "noise": 0.1}
+    own = AdaptedInFp8(FP8_SHAPES[name], backends=(reference, fp8_reference), **settings)
+    found = AdaptedInFp8(FP8_SHAPES[name], backends=(cuda, fp8_cuda), **settings)
+    exact = Adapted(FP8_SHAPES[name], LORA, reference, 0, torch.float32, LENGTH, 0.1)
+    exact.model.flat.copy_(own.model.flat)
+    for row, values in exact.views.items():
+        values.copy_(own.views[row].mul_(SMALL))
+        found.views[row].mul_(SMALL)
+    for weight, form in own.forms.items():
+        if weight.endswith("_weight"):
+            assert found.forms[weight].rows.view(torch.uint8).equal(form.rows.view(torch.uint8)), weight
+    for adapted, level in ((own, recompute), (found, recompute), (exact, 0)):
+        adapted.run(level)
+    losses, own_losses, found_losses = (adapted.model.act.losses for adapted in (exact, own, found))
+    assert (found_losses - losses).norm() <= 2 * (own_losses - losses).norm()
+    for row, right in exact.gradients.items():
+        errors = [(adapted.gradients[row] - right).norm().item() for adapted in (own, found)]
+        assert 0 < errors[1] <= 2 * errors[0], (row, errors)

@@ -24,7 +24,7 @@ from handgrad.fp8.cuda.linear import (
     tuned_keep_bf16,
 )
 from handgrad.fp8.cuda.mix import mix_rmsnorm_backward, mix_rmsnorm_forward
-from handgrad.fp8.cuda.quantizing import fold_statistics, quantize, update_scaling
+from handgrad.fp8.cuda.quantizing import fold_statistics, quantize, transpose, update_scaling
 from handgrad.fp8.cuda.rmsnorm import rmsnorm_backward, rmsnorm_forward
 from handgrad.fp8.cuda.rotary import qk_norm_backward, qk_norm_rotary_backward, rotary_backward
 from handgrad.fp8.formats import of_plain, plain_or_workspace

@@ -48,10 +48,18 @@ def linear_forward(out: Form, inp: Form, weight: Form, bias: Tensor | None, *, s
 
 
 def linear_backward(
-    dinp: Tensor, dweight_acc: Tensor, dbias_acc: Tensor | None, dout: Form, inp: Form, weight: Form, *, scratch: Tensor
+    dinp: Tensor,
+    dweight_acc: Tensor | None,
+    dbias_acc: Tensor | None,
+    dout: Form,
+    inp: Form,
+    weight: Form,
+    *,
+    scratch: Tensor,
 ) -> None:
     input_backward(dinp, dout, weight, scratch=scratch)
-    weight_backward(dweight_acc, dout, inp, scratch=scratch)
+    if dweight_acc is not None:
+        weight_backward(dweight_acc, dout, inp, scratch=scratch)
     if dbias_acc is not None:
         bias_backward(dbias_acc, dout, scratch=scratch)
 

@@ -34,7 +34,7 @@ from handgrad.fp8.reference.quantized import (
     rmsnorm_forward,
     rotary_backward,
 )
-from handgrad.fp8.reference.quantizing import fold_statistics, quantize, update_scaling
+from handgrad.fp8.reference.quantizing import fold_statistics, quantize, transpose, update_scaling
 from handgrad.ops import reference
 from handgrad.ops.compose import after_gained_rmsnorm, after_layernorm, after_mix_rmsnorm, after_rmsnorm
 

@@ -32,7 +32,7 @@ def linear_forward(out: Form, inp: Form, weight: Form, bias: Tensor | None, *, s
 
 def linear_backward(
     dinp: Tensor,
-    dweight_acc: Tensor,
+    dweight_acc: Tensor | None,
     dbias_acc: Tensor | None,
     dout: Form,
     inp: Form,
@@ -41,7 +41,8 @@ def linear_backward(
     scratch: Tensor | None = None,
 ) -> None:
     input_backward(dinp, dout, weight)
-    weight_backward(dweight_acc, dout, inp)
+    if dweight_acc is not None:
+        weight_backward(dweight_acc, dout, inp)
     if dbias_acc is not None:
         bias_backward(dbias_acc, dout)
 

@@ -36,6 +36,11 @@ def write_forms(out: Quantized, inp: Tensor) -> None:
             form.copy_(values.clamp(-limit, limit))
 
 
+def transpose(columns: Tensor, rows: Tensor) -> None:
+    """columns (C, N) = the transpose of rows (N, C), both fp8."""
+    columns.copy_(rows.t())
+
+
 def rescale_to(tensor: Quantized, amax: Tensor) -> None:
     """Sets the tensor's scale for numbers up to amax (0-dimensional)."""
     scale_rows = tensor.scaling.unsqueeze(0)

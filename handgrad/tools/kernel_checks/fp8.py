@@ -95,6 +95,16 @@ def quantize(ops: ModuleType, d: Fp8Draw) -> Compared:
         yield from requantized(out, scaling, inp)
 
 
+def transpose(ops: ModuleType, d: Fp8Draw) -> Compared:
+    """Of rows as a frozen weight has them."""
+    made = d.operand(d(N, C))
+    assert made.rows is not None and made.columns is not None
+    columns = made.columns.clone()
+    made.columns.fill_(0)
+    ops.transpose(made.columns, made.rows)
+    yield made.columns.float(), columns.float(), 0
+
+
 def products(*operations: str) -> Fp8Case:
     """A case: GEMMs of fp8 numbers, beside the reference of the same numbers in float64."""
 
@@ -259,6 +269,7 @@ def beside_the_reference(operation: str, make: Callable[[Draw], Arguments]) -> F
 # Line: a case, which launches the operations of a backend and yields the tensors to compare.
 FP8_CASES: dict[str, Fp8Case] = {
     "quantize to fp8": quantize,
+    "transpose of fp8": transpose,
     "layernorm_forward to fp8": fused("layernorm_forward", "out", CASES["layernorm_forward"], E4M3, 7),
     "layernorm_backward to fp8": fused("layernorm_backward", "dresidual_inout", layernorm_backward, E5M2, 14),
     "rmsnorm_forward to fp8": fused("rmsnorm_forward", "out", CASES["rmsnorm_forward"], E4M3, 7),

@@ -1,0 +1,170 @@
+"""Frozen weights in fp8 beside adapters: their products, forward and input gradient, run on 8-bit numbers.
+
+A frozen weight is rounded once, at a current scale (a delayed one of numbers that stay is the same), and then exists as fp8
+`rows` alone, a byte a number. An input gradient reads columns: before its product a transpose makes them of the rows, in
+memory that all weights share. Text reads 16 bits, made in the same memory. Without weight gradients no activation and no
+gradient has columns. Adapters read both in 16 bits, so every operation writes those, and a product rounds its operand.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from handgrad.arena import Buffer
+from handgrad.fp8.formats import COUNTING, E4M3, Form, Quantized, of_plain, plain
+from handgrad.fp8.scaling import Fp8Design, Scaling
+from handgrad.fp8.tables import WEIGHT, without_columns
+from handgrad.lora.bind import WithAdapters
+from handgrad.lora.tables import BESIDE
+from handgrad.models.rows import KIND, ActivationRow, Table, laid_out
+
+OPERAND = "fp8.operand"
+AT_WORK = "fp8.at_work"  # one frozen weight: its columns, or its numbers in 16 bits
+
+
+def with_16_bits(rows: Iterable[ActivationRow]) -> tuple[ActivationRow, ...]:
+    """The rows of activations and gradients with a 16-bit form of each."""
+    form = {"keeps_16bit": True, "workspace": ""}
+    return tuple(replace(row, fp8=replace(row.fp8, **form)) if row.fp8 else row for row in rows)
+
+
+def with_one_operand(buffers: Iterable[Buffer]) -> list[Buffer]:
+    """The buffers of an fp8 run without columns, and with one that the rows of activations and gradients share: a product
+    makes its operand and reads it."""
+    shared, others = list[Buffer](), list[Buffer]()
+    for buffer in without_columns(buffers):
+        (shared if buffer.kind == KIND and buffer.name.endswith(".rows") else others).append(buffer)
+    ticks = sorted({tick for buffer in shared for interval in buffer.lifetimes for tick in interval})
+    elements = max(math.prod(buffer.shape) for buffer in shared)
+    return [*others, Buffer(OPERAND, (elements,), E4M3, KIND, tuple((tick, tick) for tick in ticks))]
+
+
+def operand_views(fp8: Fp8Design, views: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The rows of every activation and gradient, by name."""
+    found = {}
+    for row in fp8.table:
+        if row.kind != WEIGHT:
+            wide = views[row.plain]
+            found[f"{row.stored_as}.rows"] = views[OPERAND][: wide.numel()].view(row.format).view(wide.shape)
+    return found
+
+
+def rounded_weights(fp8: Fp8Design) -> frozenset[str]:
+    """The names of the weights in fp8."""
+    return frozenset(row.name for row in fp8.table if row.kind == WEIGHT)
+
+
+def laid_apart(base: Table, rounded: frozenset[str]) -> tuple[Table, Table]:
+    """(the rows of all frozen weights in their order, those of them that a flat buffer of 16 bits holds)."""
+    kept = {row.name: row for row in laid_out(row for row in base if row.name not in rounded)}
+    return tuple(kept.get(row.name, row) for row in base), tuple(kept.values())
+
+
+def work_buffer(base: Table, rounded: frozenset[str], dtype: torch.dtype) -> Buffer:
+    return Buffer(AT_WORK, (max(row.elements for row in base if row.name in rounded),), dtype, BESIDE)
+
+
+def take(scaling: Scaling, views: Mapping[str, Tensor], name: str, values: Tensor) -> None:
+    """Rounds a frozen weight (O, I), for good. Its numbers are counted, whatever the step."""
+    weight = scaling.tensors[name]
+    wide = at_work(views[AT_WORK], weight)
+    wide.copy_(values)
+    weight.scaling[COUNTING] = 1.0
+    scaling.ops.quantize(replace(weight, current=True), wide)
+
+
+def at_work(memory: Tensor, weight: Quantized) -> Tensor:
+    """Memory for a weight (O, I) in 16 bits."""
+    return memory[: weight.shape.numel()].view(weight.shape)
+
+
+class FrozenProducts(ModuleType):
+    """The plain operations `ops`, which read the 16-bit forms, with the products of quantised weights, which run in fp8."""
+
+    def __init__(self, ops: ModuleType, fp8: Any, memory: Tensor):
+        """`fp8`: the operations on quantised tensors; `memory`: the view of `work_buffer`."""
+        super().__init__(ops.__name__)
+        self.ops, self.fp8, self.memory = ops, fp8, memory
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.ops, name)
+        return of_plain(found) if callable(found) else found
+
+    def linear_forward(self, out: Tensor, inp: Form, weight: Form, bias: Tensor | None, *, scratch: Tensor) -> None:
+        if isinstance(weight, Tensor):
+            self.ops.linear_forward(out, plain(inp), weight, bias, scratch=scratch)
+        else:
+            self.fp8.linear_forward(out, self.rounded(inp), weight, bias, scratch=scratch)
+
+    def linear_residual_forward(
+        self, out: Tensor, residual: Tensor, inp: Form, weight: Form, bias: Tensor | None, *, scratch: Tensor
+    ) -> None:
+        if isinstance(weight, Tensor):
+            self.ops.linear_residual_forward(out, residual, plain(inp), weight, bias, scratch=scratch)
+        else:
+            self.fp8.linear_residual_forward(out, residual, self.rounded(inp), weight, bias, scratch=scratch)
+
+    def linear_backward(
+        self,
+        dinp: Form,
+        dweight_acc: Tensor | None,
+        dbias_acc: Tensor | None,
+        dout: Form,
+        inp: Form,
+        weight: Form,
+        *,
+        scratch: Tensor,
+    ) -> None:
+        if isinstance(weight, Tensor):
+            gradients = plain(dinp), dweight_acc, dbias_acc
+            self.ops.linear_backward(*gradients, plain(dout), plain(inp), weight, scratch=scratch)
+            return
+        columns = self.memory.view(E4M3)[: weight.shape.numel()].view(weight.shape[::-1])
+        self.fp8.transpose(columns, weight.rows)
+        frozen = replace(weight, columns=columns)
+        self.fp8.linear_backward(plain(dinp), None, None, self.rounded(dout), inp, frozen, scratch=scratch)
+
+    def rounded(self, tensor: Form) -> Quantized:
+        """An activation or a gradient with its fp8 form made from the 16-bit one."""
+        assert isinstance(tensor, Quantized)
+        self.fp8.quantize(tensor, plain(tensor))
+        return tensor
+
+
+class WithFp8Adapters(WithAdapters):
+    """`WithAdapters` for operations whose tensors may be quantised."""
+
+    def add_forward(self, out: Form, inp: Form, weight: Any, scratch: Tensor) -> None:
+        super().add_forward(plain(out), plain(inp), weight, scratch)
+
+    def add_backward(self, dinp: Form, dout: Form, inp: Form, weight: Any, scratch: Tensor) -> None:
+        super().add_backward(plain(dinp), plain(dout), plain(inp), weight, scratch)
+
+    def after_norm(self, name: str, weight: Any, *tensors: Form | None, **options: Any) -> None:
+        """In two: no norm has a product in fp8 in it."""
+        self.unfused[name](*tensors, **options)
+
+
+class RoundedWeights(ModuleType):
+    """The plain operations `ops` of text and tasks: a frozen weight in fp8 is read in 16 bits."""
+
+    def __init__(self, ops: ModuleType, memory: Tensor):
+        """`memory`: the view of `work_buffer`."""
+        super().__init__(ops.__name__)
+        self.ops, self.memory = ops, memory
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.ops, name)
+        if name == "decode":
+            return RoundedWeights(found, self.memory)
+        return of_plain(found, self.in_16_bits) if callable(found) else found
+
+    def in_16_bits(self, weight: Form) -> Tensor:
+        """Exact: the scale is a power of two."""
+        assert isinstance(weight, Quantized) and weight.rows is not None
+        return at_work(self.memory, weight).copy_(weight.rows).mul_(weight.inverse_scale)
