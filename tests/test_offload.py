@@ -19,8 +19,9 @@ from handgrad.errors import UsageError
 from handgrad.gpus import GPUS
 from handgrad.models.rows import flat_elements
 from handgrad.ops import LOSS_NOT_FINITE, RESULT_VERDICT
+from handgrad.parallel.ranks import Ranks
 from handgrad.presets import preset
-from handgrad.run import checks, start
+from handgrad.run import checks, judge, start
 from handgrad.run.start import train
 from handgrad.tools.absent import resolve_for
 from handgrad.training import offload
@@ -105,6 +106,20 @@ def test_a_run_takes_it_up_and_leaves_it_when_it_resumes(config: RunConfig, tmp_
         found.append(tensors(run.out, 12))
     for others in found[1:]:
         assert all(torch.equal(others[name], tensor) for name, tensor in found[0].items())
+
+
+def test_norms_are_joined_where_they_lie(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights without masters are the GPU's, their moments the host's: one stack cannot hold the norms of both."""
+    state = assembly_of(dataclasses.replace(config, precision="bf16", master_weights=False, offload=True)).state
+    found, stack, norm_of = judge.tensor_norms(state, Ranks()), torch.stack, judge.norm_of
+
+    def stack_of(pieces: list[torch.Tensor]) -> torch.Tensor:
+        assert len({piece.untyped_storage().data_ptr() for piece in pieces}) == 1
+        return stack([norm_of(piece) for piece in pieces])
+
+    monkeypatch.setattr(judge, "norm_of", lambda piece: piece)
+    monkeypatch.setattr(torch, "stack", stack_of)
+    assert judge.tensor_norms(state, Ranks()) == found and len(found) == 3 * len(state.design.parameters)
 
 
 def test_only_the_slots_are_left_on_the_device() -> None:
