@@ -20,7 +20,7 @@ from handgrad.gpus import GPUS
 from handgrad.models import llama
 from handgrad.ops import reference as ops
 from handgrad.run.resolve import resolve
-from handgrad.tools.absent import resolve_for
+from handgrad.tools.absent import power_of_two, resolve_for
 from tests.conftest import Model, make_model, quantized_weights
 from tests.llama_twin import FAMILIES, shape_of
 from tests.test_fp8_model import BOTH_OF_THE_HEAD, ROUNDOFF, SETTINGS, RoundedProducts, bound, run
@@ -215,7 +215,8 @@ def test_room_for_statistics_on_a_gpu(name: str) -> None:
     quantised = [(N, 2 * F), (2 * F, C), (QKV, C), (C, F), (shape.padded_vocab_size, C)]
     needed = [-(-rows // 64) * -(-columns // 128) for rows, columns in quantised]
     needed += [-(-N // 32) * -(-F // 128), 64 * shape.num_heads * (1024 // 64)]
-    assert max(needed) <= design.fp8.statistics_parts <= 4 * max(needed)
+    needed += [-(-N // (2048 // power_of_two(C)))]  # a norm's rows
+    assert design.fp8.statistics_parts == max(needed)
 
 
 TEXTS = {  # of 32 channels and 2 heads

@@ -100,7 +100,10 @@ def test_gradients_that_attention_cannot_quantise_are_refused(draw: Draw) -> Non
 
 @pytest.mark.parametrize(("tokens", "F"), [(16384, 1536), (48, 48), (32, 16), (96, 8960)])
 def test_room_for_statistics(tokens: int, F: int) -> None:
-    """The parts that a run makes room for are enough for the SwiGLU's programs."""
+    """The parts that a run makes room for are enough for the SwiGLU's programs, and for those that quantise alone."""
     sizes = {"batch": 1, "length": tokens, "num_heads": 1, "head_width": 64, "channels": 64, "padded_vocab_size": 128}
-    room = cuda.statistics_parts(**sizes, widest=2 * F)
-    assert room >= max(swiglu.forward_parts(tokens, F), swiglu.backward_parts(tokens, F))
+    room = cuda.statistics_parts(**sizes, feed_forward=F, widest=2 * F)
+    written = [swiglu.forward_parts(tokens, F), swiglu.backward_parts(tokens, F)]
+    shapes = (tokens, 2 * F), (2 * F, 64), (64, F), (tokens, 64), (128, 64)
+    written += [quantizing.quantize_parts(*shape) for shape in shapes]
+    assert room >= max(written)
