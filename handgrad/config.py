@@ -14,7 +14,7 @@ from typing import Any
 from handgrad.batch_schedule import BatchSchedule, parse_schedule
 from handgrad.errors import DataError, UsageError
 from handgrad.fp8_shape import check_fp8
-from handgrad.llama_shape import check_llama, check_llama_multiples
+from handgrad.llama_shape import check_llama
 from handgrad.lora_shape import check_lora
 from handgrad.model_shape import SOFTCAP as SOFTCAP, VOCABULARY_MULTIPLE as VOCABULARY_MULTIPLE, ModelShape as ModelShape
 from handgrad.names import check_choice, nearest_name
@@ -283,8 +283,6 @@ def check(config: RunConfig) -> RunConfig:
 def check_architecture(config: RunConfig) -> None:
     """Raises `UsageError` for a network that does not exist or that these settings do not train."""
     check_llama(config.architecture, config.llama, config.num_heads, config.channels)
-    if config.architecture == "llama" and config.precision == "fp8":
-        check_llama_multiples(config.llama, config.num_heads, config.channels, 16, "for precision fp8")
     if config.architecture == "modern":
         check_techniques(config.techniques)
         width = config.channels // config.num_heads

@@ -189,7 +189,7 @@ def test_the_bytes_that_a_block_keeps(name: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"channels": 72, "num_heads": 9}, r"num_heads \* head_width in multiples of 16 .*, found 72"),
+        ({"num_heads": 9, "llama": "head_width=8"}, r"num_heads \* head_width in multiples of 16 .*, found 72"),
         ({"llama": "head_width=4,feed_forward=48"}, r"num_heads \* head_width in multiples of 16 .*, found 8"),
         (
             {"num_heads": 4, "llama": "head_width=4,kv_heads=1,feed_forward=48"},
