@@ -15,7 +15,8 @@ from handgrad.run.header import dropout_lines
 from handgrad.run.resolve import resolve
 from handgrad.run.start import train
 from tests.conftest import Model, make_model
-from tests.test_fp8_model import BATCH, LENGTH, SETTINGS, SHAPE, RoundedProducts, bound, gemms_of, run
+from tests.fp8_models import SETTINGS, RoundedProducts, bound, gemms_of, rounds_its_operands, run
+from tests.test_fp8_model import BATCH, LENGTH, SHAPE
 from tests.test_fp8_training import steps_of
 from tests.test_runs import elsewhere, same_bits
 
@@ -37,13 +38,7 @@ def test_a_product_rounds_its_operand_after_dropout(name: str) -> None:
     rounding.__name__ = "handgrad.ops.reference"
     tensors = plain.weights, plain.gradients, plain.act, plain.d
     plain.ops = WithDropout(rounding, *tensors, samples=torch.arange(BATCH), probability=P, seed=1337)
-    losses, gradients = run(plain)
-    for recompute in (0, 1, 2, 3):
-        model = make(name, recompute)
-        found_losses, found = run(model, recompute=recompute)
-        assert torch.equal(found_losses, losses)
-        for row in plain.table:
-            assert torch.equal(row.view(found), row.view(gradients)), row.name
+    rounds_its_operands(plain, lambda level: make(name, level))
 
 
 def test_gradients_are_as_near_as_the_formats_admit() -> None:

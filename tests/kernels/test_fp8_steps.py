@@ -19,9 +19,9 @@ from handgrad.fp8.tables import fp8_gemms
 from handgrad.models import gpt2
 from handgrad.ops import cuda as kernels
 from tests.conftest import Model, make_model
+from tests.fp8_models import run
 from tests.techniques import toggled
 from tests.test_fp8_benchmark import interpreted  # noqa: F401 - a fixture
-from tests.test_fp8_model import run
 
 B, T = 4, 12  # 48 tokens, in chunks of 32 and 16
 GPT2 = ModelShape(vocab_size=57, sequence_length=T, num_layers=1, num_heads=3, channels=48)
