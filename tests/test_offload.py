@@ -22,6 +22,8 @@ from handgrad.ops import LOSS_NOT_FINITE, RESULT_VERDICT
 from handgrad.parallel.ranks import Ranks
 from handgrad.presets import preset
 from handgrad.run import checks, judge, start
+from handgrad.run.host_copy import HostCopy
+from handgrad.run.resolve import resolve
 from handgrad.run.start import train
 from handgrad.tools.absent import resolve_for
 from handgrad.training import offload
@@ -120,6 +122,14 @@ def test_norms_are_joined_where_they_lie(config: RunConfig, monkeypatch: pytest.
     monkeypatch.setattr(judge, "norm_of", lambda piece: piece)
     monkeypatch.setattr(torch, "stack", stack_of)
     assert judge.tensor_norms(state, Ranks()) == found and len(found) == 3 * len(state.design.parameters)
+
+
+def test_a_copy_of_what_lies_on_the_host_is_not_pinned(config: RunConfig) -> None:
+    """The driver pins pages of the state alone: it would refuse here, where there is none."""
+    config = dataclasses.replace(config, precision="bf16", offload=True, backend="reference")
+    design = resolve(config, 257, device=torch.device("cpu"))
+    copy = HostCopy(dataclasses.replace(design, device=torch.device("cuda")), Ranks())
+    assert not copy.pinned and copy.size_bytes >= checks.checkpoint_bytes(design)
 
 
 def test_only_the_slots_are_left_on_the_device() -> None:
