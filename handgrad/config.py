@@ -187,7 +187,10 @@ class RunConfig:
     moments: str = option("fp32", "AdamW's m and v; bf16: half the memory, rounded stochastically", choices=MOMENTS)
     offload: bool = option(False, "keep AdamW's master weights and moments in host memory, pinned", free=True)
     recompute: int = option(
-        0, "0: keep all activations; 1: redo the hidden layer in the backward; 2: layernorms too; 3: whole blocks", UP_TO_3
+        0,
+        "0: keep all activations; 1: redo the hidden layer in the backward; 2: layernorms too; 3: whole blocks",
+        UP_TO_3,
+        free=True,
     )
     head_chunk_tokens: int = option(0, "tokens per chunk of the loss head (0: chosen so that logits take <= 512 MiB)")
 

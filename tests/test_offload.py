@@ -92,7 +92,7 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("on_a_cpu", "small_pieces")
 def test_a_run_takes_it_up_and_leaves_it_when_it_resumes(config: RunConfig, tmp_path: Path) -> None:
-    """Checkpoints, audits and judged saves read the state where it lies."""
+    """And another recompute level with it. Checkpoints, audits and judged saves read the state where it lies."""
     config = dataclasses.replace(config, precision="bf16", audit_every=2, save_every=4, keep_checkpoints=0)
     found = []
     for name, turns in {
@@ -102,9 +102,9 @@ def test_a_run_takes_it_up_and_leaves_it_when_it_resumes(config: RunConfig, tmp_
         "on, off": (True, False),
     }.items():
         run = dataclasses.replace(config, out=str(tmp_path / name))
-        train(dataclasses.replace(run, offload=turns[0]))
+        train(dataclasses.replace(run, offload=turns[0], recompute=3 * turns[0]))
         shutil.rmtree(tmp_path / name / "checkpoints" / "step_00000012")
-        train(dataclasses.replace(run, offload=turns[1]))
+        train(dataclasses.replace(run, offload=turns[1], recompute=3 * turns[1]))
         found.append(tensors(run.out, 12))
     for others in found[1:]:
         assert all(torch.equal(others[name], tensor) for name, tensor in found[0].items())
