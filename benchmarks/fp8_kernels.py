@@ -77,7 +77,7 @@ class Making:
         self.N, self.V, self.Vp = size.tokens, shape.vocab_size, shape.padded_vocab_size
         heads = {"batch": self.B, "length": self.T, "num_heads": self.H, "head_width": self.C // self.H}
         sizes = {"channels": self.C, "widest": self.F}
-        self.parts = kernels.statistics_parts(**heads, **sizes, padded_vocab_size=self.Vp)
+        self.parts = kernels.statistics_parts(**heads, **sizes, feed_forward=self.F, padded_vocab_size=self.Vp)
         self.scratch = self.empty(kernels.scratch_bytes(tokens=self.N, **sizes), dtype=torch.uint8)
         needed = kernels.attention_scratch_bytes(dtype=self.dtype, **heads)
         self.attention_scratch = self.empty(needed, dtype=torch.uint8)

@@ -14,7 +14,7 @@ from typing import Any
 from handgrad.batch_schedule import BatchSchedule, parse_schedule
 from handgrad.errors import DataError, UsageError
 from handgrad.fp8_shape import check_fp8
-from handgrad.llama_shape import check_llama, check_llama_multiples
+from handgrad.llama_shape import check_llama
 from handgrad.lora_shape import check_lora
 from handgrad.model_shape import SOFTCAP as SOFTCAP, VOCABULARY_MULTIPLE as VOCABULARY_MULTIPLE, ModelShape as ModelShape
 from handgrad.names import check_choice, nearest_name
@@ -187,7 +187,10 @@ class RunConfig:
     moments: str = option("fp32", "AdamW's m and v; bf16: half the memory, rounded stochastically", choices=MOMENTS)
     offload: bool = option(False, "keep AdamW's master weights and moments in host memory, pinned", free=True)
     recompute: int = option(
-        0, "0: keep all activations; 1: redo the hidden layer in the backward; 2: layernorms too; 3: whole blocks", UP_TO_3
+        0,
+        "0: keep all activations; 1: redo the hidden layer in the backward; 2: layernorms too; 3: whole blocks",
+        UP_TO_3,
+        free=True,
     )
     head_chunk_tokens: int = option(0, "tokens per chunk of the loss head (0: chosen so that logits take <= 512 MiB)")
 
@@ -283,8 +286,6 @@ def check(config: RunConfig) -> RunConfig:
 def check_architecture(config: RunConfig) -> None:
     """Raises `UsageError` for a network that does not exist or that these settings do not train."""
     check_llama(config.architecture, config.llama, config.num_heads, config.channels)
-    if config.architecture == "llama" and config.precision == "fp8":
-        check_llama_multiples(config.llama, config.num_heads, config.channels, 16, "for precision fp8")
     if config.architecture == "modern":
         check_techniques(config.techniques)
         width = config.channels // config.num_heads

@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from handgrad.errors import UsageError
-from handgrad.model_shape import VOCABULARY_MULTIPLE
+from handgrad.model_shape import VOCABULARY_MULTIPLE, ModelShape
 
 WIDEST_HEAD_OF_FP8 = 128  # attention that rounds to fp8 in the same pass spills at wider ones
 FP8_MULTIPLE = 16  # of every side of a GEMM in fp8: cuBLASLt reads 16 bytes at a time
@@ -12,13 +12,16 @@ FP8_MULTIPLE = 16  # of every side of a GEMM in fp8: cuBLASLt reads 16 bytes at 
 
 def check_fp8(config: Any) -> None:
     """Raises `UsageError` for settings that fp8 does not go with, and for shapes that its GEMMs cannot take."""
-    if (width := config.shape(VOCABULARY_MULTIPLE).head_width) > WIDEST_HEAD_OF_FP8:
+    shape: ModelShape = config.shape(VOCABULARY_MULTIPLE)
+    if (width := shape.head_width) > WIDEST_HEAD_OF_FP8:
         raise UsageError(
             f"precision fp8 takes heads of up to {WIDEST_HEAD_OF_FP8} channels, found {width};"
             f" --precision bf16 takes them, --num-heads {-(-config.channels // WIDEST_HEAD_OF_FP8)} fits"
         )
     if config.channels % FP8_MULTIPLE:
         raise UsageError(f"channels must be a multiple of {FP8_MULTIPLE} for precision fp8, found {config.channels}")
+    if shape.architecture == "llama":
+        check_llama_sides(shape)
     samples, length = config.micro_batch, config.sequence_length
     if not takes_micro_batch(config, samples):
         least = FP8_MULTIPLE // math.gcd(FP8_MULTIPLE, length)
@@ -32,6 +35,20 @@ def check_fp8(config: Any) -> None:
             f"head_chunk_tokens must be a multiple of {FP8_MULTIPLE} for fp8_head wgrad, found {chunk};"
             f" try --head-chunk-tokens {-(-chunk // FP8_MULTIPLE) * FP8_MULTIPLE}"
         )
+
+
+def check_llama_sides(shape: ModelShape) -> None:
+    """Raises `UsageError` for a side of a Llama's matrices that fp8 GEMMs cannot take: the others' follow from channels."""
+    H, K, D = shape.num_heads, shape.family.kv_heads, shape.head_width
+    sides = {
+        "num_heads * head_width": H * D,
+        "(num_heads + 2 kv_heads) * head_width": (H + 2 * K) * D,
+        "feed_forward": shape.feed_forward,
+    }
+    for name, size in sides.items():
+        if size % FP8_MULTIPLE:
+            found = f"for precision fp8, found {size}"
+            raise UsageError(f"llama must have {name} in multiples of {FP8_MULTIPLE} {found}")
 
 
 def takes_micro_batch(config: Any, samples: int) -> bool:

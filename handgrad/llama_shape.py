@@ -130,20 +130,6 @@ def settled_llama(text: str, num_heads: int, channels: int) -> str:
     return str(parse_llama(text).settled(num_heads, channels))
 
 
-def check_llama_multiples(text: str, num_heads: int, channels: int, multiple: int, reason: str) -> None:
-    """Raises `UsageError` for a side of a block's matrices, beside `channels`, that is no `multiple`. `reason`: the end of
-    the message's condition."""
-    made = parse_llama(text).settled(num_heads, channels)
-    sides = {
-        "num_heads * head_width": num_heads * made.head_width,
-        "(num_heads + 2 kv_heads) * head_width": (num_heads + 2 * made.kv_heads) * made.head_width,
-        "feed_forward": made.feed_forward,
-    }
-    for name, size in sides.items():
-        if size % multiple:
-            raise UsageError(f"llama must have {name} in multiples of {multiple} {reason}, found {size}")
-
-
 def check_llama(architecture: str, text: str, num_heads: int, channels: int) -> None:
     """Raises `UsageError` for numbers that make no model, or that no model of this architecture has."""
     if architecture == "llama":

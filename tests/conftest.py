@@ -41,6 +41,7 @@ from handgrad.fp8.tables import (
     Fp8Gemms,
     QuantizedRow,
     activation_buffers,
+    longest_side,
     quantized_table,
     quantized_tensors,
     scaling_buffers,
@@ -214,7 +215,8 @@ def make_model(
         rows = with_workspace(rows) if dropout else rows
         quantized = quantized_table(table, rows, fp8, gpt2.FP8_PARTS, gradients)
         heads = {"num_heads": shape.num_heads, "head_width": shape.head_width, "channels": shape.channels}
-        sides = {"widest": shape.feed_forward, "padded_vocab_size": shape.padded_vocab_size}
+        sides = {"feed_forward": shape.feed_forward, "widest": longest_side(table)}
+        sides |= {"padded_vocab_size": shape.padded_vocab_size}
         parts = ops.statistics_parts(batch=batch, length=length, **heads, **sides)
         buffers = [
             *activation_buffers(rows, fp8, gradients, recompute),

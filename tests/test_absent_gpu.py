@@ -44,8 +44,10 @@ def test_the_sizes_are_those_of_the_kernels(
     found = here.attention_scratch_bytes(**heads_of, dtype=torch.bfloat16)
     assert found == cuda.attention_scratch_bytes(**heads_of, dtype=torch.bfloat16)
     assert found == dropout.attention_scratch_bytes(**heads_of, dtype=torch.bfloat16)
-    parts = heads_of | {"channels": channels, "widest": ratio * channels, "padded_vocab_size": vocabulary}
-    assert here.statistics_parts(**parts) == fp8.statistics_parts(**parts)
+    for widest in (ratio * channels, 2 * ratio * channels):  # without gates, and with them
+        parts = heads_of | {"channels": channels, "feed_forward": ratio * channels, "widest": widest}
+        parts |= {"padded_vocab_size": vocabulary}
+        assert here.statistics_parts(**parts) == fp8.statistics_parts(**parts)
     for matrix in ({"rows": channels, "columns": ratio * channels}, {"rows": 3 * channels, "columns": channels}):
         for matrices in (1, 12):
             found = here.muon_scratch_bytes(matrices=matrices, **matrix)

@@ -18,7 +18,7 @@ from handgrad.dropout.bind import SAMPLES
 from handgrad.dropout.masks import Dropout
 from handgrad.dropout.reference import attention_mask
 from handgrad.errors import UsageError
-from handgrad.models import documents, gpt2
+from handgrad.models import compute_losses, documents
 from handgrad.ops import reference as ops
 from handgrad.run.header import dropout_lines
 from handgrad.run.resolve import resolve
@@ -119,7 +119,7 @@ def test_recompute_levels_give_the_same_bits(dtype: torch.dtype) -> None:
 def test_evaluation_leaves_nothing_out() -> None:
     dropped, without = (make_model(ODD, 3, 16, torch.float32, dropout=p) for p in (P, 0.0))
     for model in (dropped, without):
-        gpt2.loss(ops, model.weights, model.act, ODD)
+        compute_losses(ops, model.weights, model.act, ODD)
     evaluated = dropped.act.losses.clone()
     assert torch.equal(evaluated, without.act.losses)
     run(dropped)

@@ -17,7 +17,7 @@ from handgrad.data.batches import Batches
 from handgrad.data.shards import open_dataset
 from handgrad.errors import UsageError
 from handgrad.evaluation.loss import bits_per_byte, floor_note, held_out_loss, mean_loss
-from handgrad.models import gpt2
+from handgrad.models import compute_losses
 from handgrad.ops import reference as ops
 from handgrad.run import loop
 from handgrad.run.assemble import Assembly
@@ -44,7 +44,7 @@ def test_the_mean_is_over_the_samples_that_were_asked_for(shards: Path) -> None:
     model, alone = make_model(ModelShape(257, 16, 2, 2, 32), 1, 16), []
     for sample in range(5):
         batches.fill(model.act.tokens, model.act.targets, sample)
-        gpt2.loss(model.ops, model.weights, model.act, model.shape)
+        compute_losses(model.ops, model.weights, model.act, model.shape)
         alone.append(float(model.act.losses.mean()))
     assert len(set(alone)) == 5
     many = make_model(ModelShape(257, 16, 2, 2, 32), 2, 16)
@@ -70,7 +70,7 @@ def test_overlapping_windows_score_their_last_tokens(shards: Path, stride: int) 
     for start in range(0, 7 * stride, stride):
         one.act.tokens[0] = torch.from_numpy(tokens[start : start + 16].astype(np.int64))
         one.act.targets[0] = torch.from_numpy(tokens[start + 1 : start + 17].astype(np.int64))
-        gpt2.loss(one.ops, one.weights, one.act, one.shape)
+        compute_losses(one.ops, one.weights, one.act, one.shape)
         losses = one.act.losses.view(-1).tolist()
         direct += losses[-stride:] if start else losses
     asked = len(direct) + stride - 1

@@ -12,9 +12,9 @@ from handgrad.cli import main
 from handgrad.errors import DataError
 from handgrad.gpus import GPUS
 from handgrad.presets import preset
-from handgrad.run.checks import check_fits
+from handgrad.run.checks import can_offload, check_fits
 from handgrad.tools.absent import resolve_for
-from handgrad.tools.fitting import can_offload, candidates
+from handgrad.tools.fitting import candidates
 from handgrad.tools.forecast import bytes_of, forecast, memory_bytes
 from handgrad.tools.plan_gpus import fitted_to
 from handgrad.tools.roofline import step_time
@@ -96,6 +96,8 @@ def test_nothing_fits(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["plan", "d48", "--gpu", "h200", "--fit", "1GB"]) == 64
     assert "try --recompute 3, --offload true, a smaller model" in capsys.readouterr().err
+    assert main(["plan", "d48", "--gpu", "h200", "--gpus", "2", "--fit", "1GB"]) == 64
+    assert "try --recompute 3, a smaller model" in capsys.readouterr().err, "ranks are refused offload"
     assert main(["plan", "tiny", "--fit", "1MB", "--device", "cpu", "--precision", "fp32"]) == 0
     assert "take       none of these; " in capsys.readouterr().out
 

@@ -19,14 +19,13 @@ pytest.importorskip("nvmath")
 from benchmarks import fp8_bytes, fp8_kernels, fp8_products, gpu_fp8
 from benchmarks.fp8_kernels import Making, Size
 from handgrad.config import ModelShape
-from handgrad.fp8.cuda import attention, classifier, elementwise, gelu as gelu_fp8, layernorm, linear, quantizing
+from handgrad.fp8.cuda import gelu as gelu_fp8, layernorm, linear
 from handgrad.fp8.tables import fp8_gemms
 from handgrad.models import gpt2
 from handgrad.ops import cuda as kernels
 from handgrad.ops.cuda import linear as plain_linear
 from tests.conftest import make_model
-from tests.kernels.test_fp8_kernels import rounded
-from tests.kernels.test_gelu_fp8 import separately, word
+from tests.kernels import fp8_stand_ins
 
 SHAPE = ModelShape(vocab_size=301, sequence_length=32, num_layers=2, num_heads=2, channels=32)
 TINY = Size("tiny", SHAPE, batch=2, device="cpu", dtype=torch.float16)  # the interpreter has no bf16
@@ -61,10 +60,7 @@ def multiply(d: Tensor, a: Tensor, b: Tensor, *, scratch: Tensor, **options: Any
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replaces the parts that only a GPU has: fp8 conversions, PTX, cuBLASLt, a clock."""
-    for module in (quantizing, layernorm, classifier, attention, elementwise, gelu_fp8):
-        monkeypatch.setattr(module, "rounded", rounded)
-    monkeypatch.setattr(elementwise, "word", word)
-    monkeypatch.setattr(gelu_fp8, "gelu_and_derivative", separately)
+    fp8_stand_ins.install(monkeypatch)
     for module in (linear, plain_linear):
         monkeypatch.setattr(module, "multiply", multiply)
     monkeypatch.setattr(gpu_fp8, "Clock", Clock)

@@ -4,24 +4,30 @@ that rounds nothing; the forms of its tensors, its memory, its training."""
 import dataclasses
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from handgrad.config import ModelShape, RunConfig
-from handgrad.fp8 import reference as fp8_ops
-from handgrad.fp8.formats import E4M3, E5M2, GRADIENT_FORMATS, SCALE, Quantized
+from handgrad.fp8.formats import E5M2, GRADIENT_FORMATS, SCALE, Quantized
 from handgrad.fp8.scaling import MOST_CALIBRATIONS, UNCALIBRATED
-from handgrad.fp8.tables import Fp8Gemms, fp8_gemms
-from handgrad.models import modern
-from handgrad.ops import reference as ops
+from handgrad.fp8.tables import Fp8Gemms
 from handgrad.presets import preset
 from handgrad.run.resolve import resolve
 from tests.conftest import Model, make_model, quantized_weights
+from tests.fp8_models import (
+    BOTH_OF_THE_HEAD,
+    SETTINGS,
+    RoundedModernProducts,
+    bound,
+    gemms_of,
+    ignores_padding,
+    is_as_near_as,
+    rounds_its_operands,
+    run,
+)
 from tests.techniques import USUAL, toggled
-from tests.test_fp8_model import BOTH_OF_THE_HEAD, ROUNDOFF, SETTINGS, RoundedProducts, bound, run
 from tests.test_fp8_numbers import LARGEST, bits
 from tests.test_fp8_training import found_in, steps_of
 from tests.test_training import assembly_of
@@ -54,98 +60,29 @@ def make(
     return make_model(replace(SHAPE, techniques=toggled(without)), BATCH, LENGTH, dtype, **settings)
 
 
-def gemms_of(keep_bf16: str = "", head: str = "") -> Fp8Gemms:
-    return fp8_gemms(keep_bf16, head, SHAPE.num_layers, modern.FP8_PARTS)
-
-
-class RoundedModernProducts(RoundedProducts):
-    def rmsnorm_forward(self, out: Tensor, *others: Tensor) -> None:
-        ops.rmsnorm_forward(out, *others)
-        self.lnf = out  # the last one, when the head reads it
-
-    def linear_relu2_forward(self, out: Tensor, inp: Tensor, weight: Tensor, **scratch: Tensor) -> None:
-        self.linear_forward(out, inp, weight, None)
-        ops.relu2_forward(out)
-
-    def rmsnorm_linear_forward(
-        self, out: Tensor, norm: Tensor, rstd: Tensor, x: Tensor, weight: Tensor, **scratch: Tensor
-    ) -> None:
-        self.rmsnorm_forward(norm, rstd, x)
-        self.linear_forward(out, norm, weight, None)
-
-    def rmsnorm_linear_relu2_forward(
-        self, out: Tensor, norm: Tensor, rstd: Tensor, x: Tensor, weight: Tensor, **scratch: Tensor
-    ) -> None:
-        self.rmsnorm_forward(norm, rstd, x)
-        self.linear_relu2_forward(out, norm, weight)
-
-    def mix_rmsnorm_forward(self, mixed: Tensor | None, *others: Tensor) -> None:
-        ops.mix_rmsnorm_forward(mixed, *others)
-
-    def mix_rmsnorm_linear_forward(self, out: Tensor, mixed: Tensor, *others: Tensor, **scratch: Tensor) -> None:
-        *norm, weight = others
-        self.mix_rmsnorm_forward(mixed, *norm)
-        self.linear_forward(out, norm[0], weight, None)
-
-    def relu2_linear_backward(self, dhidden: Tensor, dweight: Tensor, *rest: Tensor, **buffers: Any) -> None:
-        dout, inp, weight = rest
-        self.linear_backward(dhidden, dweight, None, dout, inp, weight)
-        ops.relu2_backward(dhidden, inp)
-
-
 CASES = [*((name, "") for name in SETTINGS), *((name, without) for name in ("all and head",) for without in WITHOUT)]
 
 
 @pytest.mark.parametrize(("name", "without"), CASES)
 def test_the_products_that_are_wanted_and_no_others_round_their_operands(name: str, without: str) -> None:
-    """At every recompute level, the bits of a model that keeps no fp8 number anywhere."""
     plain = make(torch.bfloat16, without=without)
     plain.ops = RoundedModernProducts(plain, *SETTINGS[name])
-    losses, gradients = run(plain)
-    for recompute in (0, 1, 2, 3):
-        rounded = make(torch.bfloat16, *SETTINGS[name], recompute=recompute, without=without)
-        found_losses, found = run(rounded, recompute=recompute)
-        assert torch.equal(found_losses, losses)
-        for row in plain.table:
-            assert torch.equal(row.view(found), row.view(gradients)), row.name
-
-
-def modern_bound(gemms: Fp8Gemms, gradients: str) -> float:
-    """GPT-2's, but the square doubles the relative error of the product that enters it, which is four times its square: the
-    two roundoffs of each `fc` count three times more."""
-    squares = sum(part == "mlp" for _, part in gemms.blocks) * 3 * 2 * ROUNDOFF[E4M3] ** 2
-    return math.sqrt(bound(gemms, gradients) ** 2 + squares)
+    rounds_its_operands(plain, lambda level: make(torch.bfloat16, *SETTINGS[name], recompute=level, without=without))
 
 
 @pytest.mark.parametrize(("name", "without"), CASES)
 def test_gradients_are_as_near_as_the_formats_admit(name: str, without: str) -> None:
-    admitted = modern_bound(*SETTINGS[name])
-    exact = make(torch.float32, without=without)
-    exact.flat.copy_(exact.flat.bfloat16())
-    rounded = make(torch.float32, *SETTINGS[name], without=without)
-    rounded.flat.copy_(exact.flat)
-    for form in quantized_weights(rounded).values():
-        fp8_ops.quantize(form, form.plain)
-    (losses, expected), (found_losses, found) = run(exact), run(rounded)
-    for row in exact.table:
-        error = ((row.view(found) - row.view(expected)).norm() / row.view(expected).norm()).item()
-        if row.elements > 1:  # a single number's terms may cancel
-            assert 0 < error <= admitted, f"{row.name}: relative error {error:.3f}, admitted {admitted:.3f}"
-    assert ((found_losses - losses).norm() / losses.norm()) <= admitted
+    """The square doubles the relative error of the product that enters it, which is four times its square: the two
+    roundoffs of each `fc` count three times more."""
+    exact, rounded = make(torch.float32, without=without), make(torch.float32, *SETTINGS[name], without=without)
+    is_as_near_as(bound(*SETTINGS[name], of_each_mlp=3 * 2), exact, rounded)
 
 
 @pytest.mark.parametrize("without", ["", "untied_head"])
 def test_the_padded_vocabulary_touches_nothing(without: str) -> None:
-    """With the largest numbers of the format in the padded rows of the head's matrix, the same bits."""
     V, gemms = SHAPE.vocab_size, gemms_of("", BOTH_OF_THE_HEAD)
     clean, poisoned = (make(torch.bfloat16, gemms, without=without) for _ in range(2))
-    head = poisoned.weights.head
-    assert head.rows is not None and head.columns is not None and head.plain is not None
-    assert head.statistics[0, 0] == head.plain[:V].float().abs().max()
-    head.rows[V:] = LARGEST[E4M3]
-    head.columns[:, V:] = -LARGEST[E4M3]
-    for expected, found in zip(run(clean), run(poisoned), strict=True):
-        assert torch.equal(found, expected)
+    ignores_padding(clean, poisoned)
     assert (clean.table[-1].view(clean.flat_gradients)[V:] == 0).all() or without, "padded rows have no gradient"
 
 

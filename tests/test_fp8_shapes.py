@@ -16,9 +16,8 @@ from handgrad.models import gpt2, modern
 from handgrad.run.resolve import largest_micro_batch, resolve
 from handgrad.tools import forecast
 from tests.conftest import make_model
+from tests.fp8_models import BOTH_OF_THE_HEAD, RoundedModernProducts, RoundedProducts, rounds_its_operands
 from tests.techniques import toggled
-from tests.test_fp8_model import BOTH_OF_THE_HEAD, RoundedProducts, run
-from tests.test_fp8_modern import RoundedModernProducts
 from tests.test_fp8_training import steps_of
 
 # (samples, tokens of a sample, heads, channels, vocabulary)
@@ -41,8 +40,7 @@ MODELS: dict[str, tuple[ModuleType, type[RoundedProducts]]] = {
 @pytest.mark.parametrize("architecture", MODELS)
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_product_rounds_its_operands(name: str, architecture: str) -> None:
-    """At every recompute level, the bits of a model whose products round their operands; in chunks of the head that no 16
-    divides."""
+    """In chunks of the head that no 16 divides."""
     B, T, H, C, V = SHAPES[name]
     model, rounding = MODELS[architecture]
     shape = ModelShape(V, max(T, 2), 2, H, C, architecture, toggled("") if architecture == "modern" else "")
@@ -50,13 +48,9 @@ def test_every_product_rounds_its_operands(name: str, architecture: str) -> None
     settings = {"chunk": 7, "gradients": GRADIENT_FORMATS["mixed"]}
     plain = make_model(shape, B, T, torch.bfloat16, **settings)
     plain.ops = rounding(plain, gemms, "mixed")
-    losses, gradients = run(plain)
-    for recompute in (0, 1, 2):
-        rounded = make_model(shape, B, T, torch.bfloat16, fp8=gemms, recompute=recompute, **settings)
-        found_losses, found = run(rounded, recompute=recompute)
-        assert torch.equal(found_losses, losses)
-        for row in plain.table:
-            assert torch.equal(row.view(found), row.view(gradients)), row.name
+    rounds_its_operands(
+        plain, lambda level: make_model(shape, B, T, torch.bfloat16, fp8=gemms, recompute=level, **settings)
+    )
 
 
 LENGTH = {"sequence_length": 24, "precision": "fp8", "tokens_per_step": 192}
@@ -67,7 +61,7 @@ def test_a_run_whose_samples_are_no_multiple_of_16(config: RunConfig, settings: 
     config = check(dataclasses.replace(config, **LENGTH, micro_batch=2, **settings))
     first, results, found = steps_of(config, 3)
     assert results[-1].loss < results[0].loss and all(math.isfinite(line.amax) for line in found[-1])
-    for recompute in (1, 2):
+    for recompute in (1, 2, 3):
         again, other, _ = steps_of(dataclasses.replace(config, recompute=recompute), 3)
         assert other == results and torch.equal(again.state.master, first.state.master)
 

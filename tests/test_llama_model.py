@@ -10,7 +10,7 @@ from torch import Tensor
 from handgrad.arena import make_plan
 from handgrad.config import ModelShape
 from handgrad.generation.decode import prefill
-from handgrad.models import forward_buffers, llama, named_activations, parameter_table
+from handgrad.models import compute_losses, forward_buffers, llama, named_activations, parameter_table
 from handgrad.models.rows import count_parameters
 from handgrad.ops import cpu, reference
 from tests.conftest import Model, make_model
@@ -69,12 +69,12 @@ def test_recomputation_keeps_the_bits(family: str) -> None:
 def test_a_forward_alone_gives_the_losses_of_training(family: str) -> None:
     """Its plan has other lives: what no backward reads gives its memory away."""
     model = make_model(shape_of(family), 2, 19, noise=0.3)
-    llama.loss(reference, model.weights, model.act, model.shape)
+    compute_losses(reference, model.weights, model.act, model.shape)
     plan = make_plan(forward_buffers(model.shape, 2, 19, torch.float64, reference))
     act = named_activations(model.shape, plan.allocate(torch.device("cpu")))
     act.tokens.copy_(model.act.tokens)
     act.targets.copy_(model.act.targets)
-    llama.loss(reference, model.weights, act, model.shape)
+    compute_losses(reference, model.weights, act, model.shape)
     torch.testing.assert_close(act.losses, model.act.losses, rtol=1e-13, atol=0)
 
 

@@ -13,7 +13,7 @@ from benchmarks.twin import Twin
 from handgrad import devices
 from handgrad.config import ModelShape
 from handgrad.format import speed
-from handgrad.models import gpt2, parameter_table
+from handgrad.models import compute_losses, gpt2, parameter_table
 from handgrad.models.rows import count_parameters
 from tests.conftest import Model, make_model
 from tests.techniques import toggled
@@ -144,7 +144,7 @@ def hugging_face(model: Model) -> "transformers.GPT2LMHeadModel":
 )
 def test_logits_and_loss_equal_transformers(shape: ModelShape) -> None:
     model = make_model(shape, 2, shape.sequence_length, torch.float32, noise=0.02)
-    gpt2.loss(model.ops, model.weights, model.act, shape)
+    compute_losses(model.ops, model.weights, model.act, shape)
     logits = (model.act.lnf @ model.weights.wte.t())[:, : shape.vocab_size]
     theirs = hugging_face(model)
     with torch.no_grad():
@@ -210,5 +210,5 @@ def test_initial_weights_follow_gpt2() -> None:
     beginnings = {tuple(row.stored(model.flat).flatten()[:4].tolist()) for row in model.table if len(row.shape) == 2}
     assert len(beginnings) == sum(len(row.shape) == 2 for row in model.table), "every tensor has numbers of its own"
     # The loss of an untrained model is that of guessing.
-    gpt2.loss(model.ops, model.weights, model.act, shape)
+    compute_losses(model.ops, model.weights, model.act, shape)
     assert abs(model.act.losses.mean().item() - math.log(1000)) < 0.3

@@ -11,7 +11,8 @@ from benchmarks.modern_twin import ModernTwin
 from handgrad.arena import make_plan
 from handgrad.config import TECHNIQUES, ModelShape
 from handgrad.generation.decode import prefill
-from handgrad.models import forward_buffers, modern, named_activations, parameter_table
+from handgrad.models import compute_losses, forward_buffers, modern, named_activations, parameter_table
+from handgrad.models.passes import head_logits
 from handgrad.models.rows import count_parameters, initialize
 from handgrad.ops import cpu, reference
 from tests.conftest import Model, make_model
@@ -68,12 +69,12 @@ def test_gradients_equal_autograd(techniques: str, recompute: int, batch: int, l
 def test_a_forward_alone_gives_the_losses_of_training(techniques: str) -> None:
     """Its plan has other lives: what no backward reads gives its memory away."""
     model = make_model(shape_without(techniques), 2, 19, noise=0.3)
-    modern.loss(reference, model.weights, model.act, model.shape)
+    compute_losses(reference, model.weights, model.act, model.shape)
     plan = make_plan(forward_buffers(model.shape, 2, 19, torch.float64, reference))
     act = named_activations(model.shape, plan.allocate(torch.device("cpu")))
     act.tokens.copy_(model.act.tokens)
     act.targets.copy_(model.act.targets)
-    modern.loss(reference, model.weights, act, model.shape)
+    compute_losses(reference, model.weights, act, model.shape)
     torch.testing.assert_close(act.losses, model.act.losses, rtol=1e-13, atol=0)
 
 
@@ -117,7 +118,7 @@ def test_bf16_gradients_are_as_good_as_bf16_autograd() -> None:
 def test_the_first_loss_is_that_of_a_guess(techniques: str) -> None:
     """A head of zeros gives every word the same probability; another one knows nothing either."""
     model = make_model(shape_without(techniques), 2, 16, noise=0.0)
-    modern.loss(model.ops, model.weights, model.act, model.shape)
+    compute_losses(model.ops, model.weights, model.act, model.shape)
     guess = math.log(57)
     if "untied_head" in techniques or "zero_init" in techniques:
         assert model.act.losses.mean() == pytest.approx(guess, rel=0.3)
@@ -178,7 +179,7 @@ def whole_logits(model: Model, text: list[int]) -> Tensor:
     alone.act.tokens.copy_(torch.tensor(text))
     for stage in modern.forward(reference, model.weights, alone.act, model.shape):
         stage.run()
-    ((_, logits),) = modern.head_logits(reference, model.weights, alone.act)
+    ((_, logits),) = head_logits(reference, model.weights, alone.act)
     if model.shape.softcap:
         reference.softcap_forward(logits, softcap=model.shape.softcap)
     return logits[:, :57].clone()

@@ -19,8 +19,11 @@ from handgrad.errors import UsageError
 from handgrad.gpus import GPUS
 from handgrad.models.rows import flat_elements
 from handgrad.ops import LOSS_NOT_FINITE, RESULT_VERDICT
+from handgrad.parallel.ranks import Ranks
 from handgrad.presets import preset
-from handgrad.run import checks, start
+from handgrad.run import checks, judge, start
+from handgrad.run.host_copy import HostCopy
+from handgrad.run.resolve import resolve
 from handgrad.run.start import train
 from handgrad.tools.absent import resolve_for
 from handgrad.training import offload
@@ -89,7 +92,7 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("on_a_cpu", "small_pieces")
 def test_a_run_takes_it_up_and_leaves_it_when_it_resumes(config: RunConfig, tmp_path: Path) -> None:
-    """Checkpoints, audits and judged saves read the state where it lies."""
+    """And another recompute level with it. Checkpoints, audits and judged saves read the state where it lies."""
     config = dataclasses.replace(config, precision="bf16", audit_every=2, save_every=4, keep_checkpoints=0)
     found = []
     for name, turns in {
@@ -99,12 +102,34 @@ def test_a_run_takes_it_up_and_leaves_it_when_it_resumes(config: RunConfig, tmp_
         "on, off": (True, False),
     }.items():
         run = dataclasses.replace(config, out=str(tmp_path / name))
-        train(dataclasses.replace(run, offload=turns[0]))
+        train(dataclasses.replace(run, offload=turns[0], recompute=3 * turns[0]))
         shutil.rmtree(tmp_path / name / "checkpoints" / "step_00000012")
-        train(dataclasses.replace(run, offload=turns[1]))
+        train(dataclasses.replace(run, offload=turns[1], recompute=3 * turns[1]))
         found.append(tensors(run.out, 12))
     for others in found[1:]:
         assert all(torch.equal(others[name], tensor) for name, tensor in found[0].items())
+
+
+def test_norms_are_joined_where_they_lie(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights without masters are the GPU's, their moments the host's: one stack cannot hold the norms of both."""
+    state = assembly_of(dataclasses.replace(config, precision="bf16", master_weights=False, offload=True)).state
+    found, stack, norm_of = judge.tensor_norms(state, Ranks()), torch.stack, judge.norm_of
+
+    def stack_of(pieces: list[torch.Tensor]) -> torch.Tensor:
+        assert len({piece.untyped_storage().data_ptr() for piece in pieces}) == 1
+        return stack([norm_of(piece) for piece in pieces])
+
+    monkeypatch.setattr(judge, "norm_of", lambda piece: piece)
+    monkeypatch.setattr(torch, "stack", stack_of)
+    assert judge.tensor_norms(state, Ranks()) == found and len(found) == 3 * len(state.design.parameters)
+
+
+def test_a_copy_of_what_lies_on_the_host_is_not_pinned(config: RunConfig) -> None:
+    """The driver pins pages of the state alone: it would refuse here, where there is none."""
+    config = dataclasses.replace(config, precision="bf16", offload=True, backend="reference")
+    design = resolve(config, 257, device=torch.device("cpu"))
+    copy = HostCopy(dataclasses.replace(design, device=torch.device("cuda")), Ranks())
+    assert not copy.pinned and copy.size_bytes >= checks.checkpoint_bytes(design)
 
 
 def test_only_the_slots_are_left_on_the_device() -> None:

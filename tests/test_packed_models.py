@@ -11,7 +11,7 @@ from torch import Tensor
 from benchmarks.modern_twin import ModernTwin
 from benchmarks.twin import Twin
 from handgrad.config import ModelShape
-from handgrad.models import documents, forward_buffers, named_activations
+from handgrad.models import compute_losses, documents, forward_buffers, named_activations
 from handgrad.models.untrained import WithUntrained
 from handgrad.ops import cpu, reference
 from handgrad.training.feed import fill_inputs, inputs_of
@@ -148,7 +148,7 @@ def test_a_forward_alone_has_the_same_losses(name: str) -> None:
     views = {buffer.name: torch.zeros(buffer.shape, dtype=buffer.dtype) for buffer in packed}
     act = named_activations(model.shape, views)
     fill_inputs(source, inputs_of(act), 0)
-    model.module.loss(WithUntrained(reference), model.weights, act, model.shape)
+    compute_losses(WithUntrained(reference), model.weights, act, model.shape)
     torch.testing.assert_close(act.losses, model.act.losses, rtol=1e-13, atol=0)
 
 

@@ -24,8 +24,8 @@ from handgrad.generation.fp8_weights import fp8_buffers, rounded, with_fp8_weigh
 from handgrad.generation.generate import Continuation, Decoder, SamplingOptions, check_writing
 from handgrad.generation.text import cropped, document, stream_text
 from handgrad.interop.sources import open_weights
-from handgrad.models import architecture, forward_buffers, named_activations, parameter_table
-from handgrad.models.passes import run
+from handgrad.models import architecture, compute_losses, forward_buffers, named_activations, parameter_table
+from handgrad.models.passes import head_logits, run
 from handgrad.models.rows import count_parameters
 from handgrad.names import check_choice
 
@@ -132,7 +132,7 @@ class Model:
             act.tokens.copy_(padded(group, longest))
             run(self.model.forward(self.ops, self.weights, act, self.shape))
             theirs = found[first : first + len(group)].view(-1, V)
-            for chunk, logits in self.model.head_logits(self.ops, self.weights, act):
+            for chunk, logits in head_logits(self.ops, self.weights, act):
                 if self.shape.softcap:
                     self.ops.softcap_forward(logits, softcap=self.shape.softcap)
                 theirs[chunk] = logits[:, :V]
@@ -169,7 +169,7 @@ class Model:
             act = self.forward_buffers(len(cut), longest)
             act.tokens.copy_(padded([ids[:-1] for ids in cut], longest))
             act.targets.copy_(padded([ids[1:] for ids in cut], longest))
-            self.model.loss(self.ops, self.weights, act, self.shape)
+            compute_losses(self.ops, self.weights, act, self.shape)
             for (number, start), ids, losses in zip(group, cut, act.losses.view(len(group), longest), strict=True):
                 found[number, start : start + len(ids) - 1] = losses[: len(ids) - 1]
         return found

@@ -12,7 +12,16 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from handgrad.data.tokenizer import OTHERS_FILE, TOKENIZER_FILE, Tokenizer, byte_of_character, parse_bpe, read_small
+from handgrad.data.tokenizer import (
+    OTHERS_FILE,
+    TOKENIZER_FILE,
+    Tokenizer,
+    byte_of_character,
+    parse_bpe,
+    read_small,
+    read_tokenizer,
+)
+from handgrad.data.vocabulary import is_bytes, read_vocabulary
 from handgrad.errors import DataError
 from handgrad.parsing import parse_json
 
@@ -97,23 +106,27 @@ def of_record(folder: Path, record: Mapping[str, Any]) -> Tokenizer:
 
 
 def of_folder(folder: Path) -> Tokenizer:
-    """The tokenizer in a folder: a plain one by its `tokenizer.json`, that of a checkpoint of ours, or a model's."""
+    """The tokenizer of a run or a checkpoint of ours, or of a transformers folder."""
     checkpoints = sorted(folder.glob("checkpoints/step_*/manifest.json"))
     manifest = checkpoints[-1] if checkpoints else folder / "manifest.json"
-    if manifest.is_file():
-        record = read_object(manifest).get("tokenizer")
-        if isinstance(record, dict) and record.get("kind") == KIND:
-            return of_record(manifest.parent, record)
-    config = folder / "config.json"
-    if config.is_file() and not is_plain(folder / TOKENIZER_FILE, read_object(config).get("vocab_size")):
-        return read_model_tokenizer(folder)
-    return parse_bpe(read_small(folder / TOKENIZER_FILE), where=str(folder / TOKENIZER_FILE))
+    record = read_object(manifest).get("tokenizer") if manifest.is_file() else None
+    if isinstance(record, dict):
+        return read_tokenizer(manifest.parent, record)
+    return of_transformers(folder, read_object(folder / "config.json").get("vocab_size"))
 
 
-def is_plain(path: Path, vocab_size: Any) -> bool:
-    """True for a byte-level BPE of this size with GPT-2's splitter and one special token; for no file at all, which a
-    folder of GPT-2's older files has not."""
+def of_transformers(folder: Path, vocab_size: Any) -> Tokenizer:
+    """The tokenizer of a transformers folder: GPT-2's, bytes, a BPE with GPT-2's splitter, or else the model's own.
+    `vocab_size`: of the model."""
+    return read_vocabulary(folder) if is_ours(folder / TOKENIZER_FILE, vocab_size) else read_model_tokenizer(folder)
+
+
+def is_ours(path: Path, vocab_size: Any) -> bool:
+    """True for bytes, for a byte-level BPE of this size with GPT-2's splitter and one special token, and for no file at
+    all, which a folder of GPT-2's older files has not."""
+    if not path.is_file() or is_bytes(content := read_small(path)):
+        return True
     try:
-        return not path.is_file() or parse_bpe(read_small(path), where=str(path)).vocab_size == vocab_size
+        return parse_bpe(content, where=str(path)).vocab_size == vocab_size
     except DataError:
         return False

@@ -13,7 +13,7 @@ from handgrad.data.batches import Batches
 from handgrad.data.shards import Dataset, open_dataset
 from handgrad.data.tokenizer import Tokenizer
 from handgrad.errors import DataError
-from handgrad.models import architecture
+from handgrad.models import compute_losses
 from handgrad.models.untrained import WithUntrained
 from handgrad.parallel.ranks import Ranks
 from handgrad.training.feed import READ, copy_all, fill_inputs, inputs_of
@@ -35,7 +35,7 @@ def mean_loss(
     round-robin; each adds all their sums in the order of the samples, as a single rank does.
     """
     ranks = Ranks() if ranks is None else ranks
-    model, inputs = architecture(shape), inputs_of(act, READ)
+    inputs = inputs_of(act, READ)
     ops = ops if batches.trains_all else WithUntrained(ops)
     host = devices.host_buffers(inputs)
     samples = min(samples, batches.samples_per_epoch)
@@ -47,7 +47,7 @@ def mean_loss(
         if host is not inputs:
             copy_all(inputs, host)
         ranks.set_status(f"evaluation, sample {first}")
-        model.loss(ops, weights, act, shape)
+        compute_losses(ops, weights, act, shape)
         counted = min(batch, samples - first)
         losses = act.losses.view(act.tokens.shape)[:counted].cpu().to(torch.float64, copy=True)
         for row in range(counted):

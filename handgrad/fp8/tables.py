@@ -114,6 +114,11 @@ def head_weight(parameters: Table) -> ParameterRow:
     return next(row for row in parameters if row.fp8 is not None and row.fp8.part == HEAD)
 
 
+def longest_side(parameters: Table) -> int:
+    """Of the blocks' matrices."""
+    return max(max(row.shape) for row in parameters if row.group == "matrix")
+
+
 def activation_buffers(
     rows: Iterable[ActivationRow], gemms: Fp8Gemms, gradients: GradientFormats, recompute: int
 ) -> Iterator[Buffer]:

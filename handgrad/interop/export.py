@@ -28,6 +28,7 @@ from handgrad.checkpoint import OPTIMIZER_FILE, WEIGHTS_FILE, Checkpoint, Stored
 from handgrad.config import ModelShape
 from handgrad.data.hub import hub_failures
 from handgrad.data.tokenizer import tokenizer_files
+from handgrad.data.vocabulary import vocabulary_files
 from handgrad.errors import DataError, StorageError, UsageError
 from handgrad.evaluation.load import LoadedModel, checkpoint_config, load_model
 from handgrad.files import check_free, whole
@@ -38,7 +39,6 @@ from handgrad.interop.llmc_state import read_state, write_state
 from handgrad.interop.llmc_tokenizer import tokenizer_bytes
 from handgrad.interop.model_card import CARD_FILE, CURVE_FILE, curve_png, model_card
 from handgrad.interop.sources import weights_of
-from handgrad.interop.vocabulary import vocabulary_files
 from handgrad.models import architecture, parameter_table
 from handgrad.models.rows import ParameterRow
 from handgrad.ops import reference

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from handgrad.data.tokenizer import TOKENIZER_FILE, Tokenizer
+from handgrad.data.vocabulary import characters, vocabulary_files
 from handgrad.errors import UsageError
-from handgrad.interop.vocabulary import characters, vocabulary_files
 from handgrad.parsing import parse_json
 
 CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"

@@ -30,12 +30,12 @@ from torch import Tensor
 
 from handgrad.config import ModelShape
 from handgrad.data.hub import hub_failures
-from handgrad.data.model_tokenizer import is_plain, read_model_tokenizer
-from handgrad.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer, read_small
+from handgrad.data.model_tokenizer import of_transformers
+from handgrad.data.tokenizer import Tokenizer, load_tokenizer
+from handgrad.data.vocabulary import read_vocabulary
 from handgrad.errors import DataError, UsageError
 from handgrad.evaluation.load import imported_config
 from handgrad.interop import huggingface_llama as llama, huggingface_modern as modern
-from handgrad.interop.vocabulary import is_bytes, read_vocabulary
 from handgrad.models import parameter_table
 from handgrad.models.rows import ParameterRow
 from handgrad.parsing import parse_json
@@ -186,10 +186,7 @@ def read_folder(folder: Path, tokenizer: str = "") -> HuggingFaceFolder:
 
 def read_words(folder: Path, shape: ModelShape) -> Tokenizer:
     """The folder's tokenizer: in the Llama family any byte-level one."""
-    path = folder / TOKENIZER_FILE
-    if shape.architecture != "llama" or is_plain(path, shape.vocab_size) or is_bytes(read_small(path)):
-        return read_vocabulary(folder)
-    return read_model_tokenizer(folder)
+    return of_transformers(folder, shape.vocab_size) if shape.architecture == "llama" else read_vocabulary(folder)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Architectures, a file each: rows, forward, backward, generation.
 
 rows      the row types, and the buffers, views and initial weights that derive from them
-passes    a pass as a list of stages
+passes    a pass as a list of stages, attention with its product, the loss head
 gpt2      GPT-2
 modern    the network of docs/modern.md
 llama     Llama, Qwen2, Qwen3 and their relatives
@@ -24,6 +24,7 @@ from torch import Tensor
 from handgrad.arena import Buffer
 from handgrad.config import ModelShape
 from handgrad.models.documents import document_buffers
+from handgrad.models.passes import head_losses, run
 from handgrad.models.rows import ActivationRow, ParameterRow, Table, laid_out, named
 
 HEAD_CHUNK_BYTES = 512 << 20  # the default chunk's logits take at most this much
@@ -67,6 +68,12 @@ def forward_rows(
     """The rows of a forward pass, for `forward_buffers`."""
     chunk = head_chunk_tokens(chunk, batch * length, shape.padded_vocab_size, dtype)
     return architecture(shape).activations(shape, batch, length, dtype, ops, chunk=chunk, training=False)
+
+
+def compute_losses(ops: Any, weights: Any, act: Any, shape: ModelShape) -> None:
+    """act.tokens, act.targets (B, T) -> act.losses (N): the cross-entropy of each token in nats."""
+    run(architecture(shape).forward(ops, weights, act, shape))
+    head_losses(ops, weights, act, shape)
 
 
 def named_activations(shape: ModelShape, views: Mapping[str, Any]) -> Any:

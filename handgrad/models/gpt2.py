@@ -26,7 +26,7 @@ from handgrad.models.decoding import (
     prefill_block,
     store_prompts,
 )
-from handgrad.models.passes import Onto, Stage, head_logits, onto_stream
+from handgrad.models.passes import Onto, Stage, attention_of, head_gradients
 from handgrad.models.rows import (
     ONES,
     WHOLE_BLOCKS,
@@ -212,13 +212,6 @@ def embedding_forward(ops: ModuleType, w: Weights, act: Activations) -> None:
         ops.decode.embedding_decode(act.embedded, act.tokens.view(-1), act.positions.view(-1), w.wte, w.wpe)
 
 
-def attention_of(ops: ModuleType, act: BlockActivations, whole: Activations) -> Onto:
-    """A training's attention, of the sequences at hand, and its product."""
-    tensors = act.atty, act.lse, act.qkv
-    attend = partial(ops.attention_forward, *tensors, scratch=whole.scratch, document_starts=whole.document_starts)
-    return onto_stream(ops, attend, act.atty, whole.scratch)
-
-
 def block_forward(
     ops: ModuleType, w: BlockWeights, act: BlockActivations, x: Tensor, attend: Onto, s: Tensor, *, again: bool = False
 ) -> None:
@@ -235,14 +228,6 @@ def block_forward(
     )
     if not again:
         ops.linear_residual_forward(act.residual_out, act.residual_mid, act.gelu, *fcproj, scratch=s)  # a + h W^T + b
-
-
-def loss(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) -> None:
-    """act.tokens, act.targets (B, T) -> act.losses (N): the cross-entropy of each token in nats."""
-    for stage in forward(ops, w, act, shape):
-        stage.run()
-    for rows, logits in head_logits(ops, w, act):
-        ops.classifier_forward(act.losses[rows], logits, act.targets.view(-1)[rows], vocab_size=shape.vocab_size)
 
 
 # Backward: the mirror image, bottom line first. A stage is a stretch that finishes one bucket's gradients.
@@ -267,7 +252,7 @@ def backward(
         (d.dresidual, None),
         *((d.blocks[layer].dresidual_out, g.blocks[layer].fcproj_bias) for layer in range(layers)),
     ]
-    head = partial(head_backward, ops, w, g, act, d, stream[-1], *above[-1], scale, shape.vocab_size)
+    head = partial(head_backward, ops, w, g, act, d, stream[-1], *above[-1], scale, shape)
     stages = [Stage("lnf", head, done=True)]
     for layer in reversed(range(layers)):
         block = w.blocks[layer], g.blocks[layer], act.blocks[layer], d.blocks[layer]
@@ -286,17 +271,13 @@ def head_backward(
     dx: Tensor,
     dbias_below: Tensor | None,
     scale: Tensor,
-    vocab_size: int,
+    shape: ModelShape,
 ) -> None:
     """Losses, and dx (N, C) = scale * dL/dx of the stream x that enters the last layer norm."""
-    s = act.scratch
-    for rows, logits in head_logits(ops, w, act):
-        targets = act.targets.view(-1)[rows]
-        ops.classifier_forward_backward(act.losses[rows], logits, targets, scale, vocab_size=vocab_size)
-        ops.linear_backward(d.dlnf[rows], g.wte, None, logits, act.lnf[rows], w.head, scratch=s)
+    head_gradients(ops, w, g, act, d, scale, shape)
     d.dresidual.zero_()
     lnf = act.lnf_mean, act.lnf_rstd, w.lnf_weight
-    ops.layernorm_backward(dx, g.lnf_weight, g.lnf_bias, d.dlnf, x, *lnf, dbias_below, scratch=s)
+    ops.layernorm_backward(dx, g.lnf_weight, g.lnf_bias, d.dlnf, x, *lnf, dbias_below, scratch=act.scratch)
 
 
 def block_backward(

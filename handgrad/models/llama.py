@@ -9,7 +9,7 @@ and the logits are z = RMS(y) Whead^T. Keys and values may have fewer heads than
 of each head of q and k before the rotation; the head may be the embedding. What a member has not, does not exist.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -41,10 +41,8 @@ from handgrad.models.llama_tensors import (
     has,
     parameters as parameters,
 )
-from handgrad.models.passes import Onto, Stage, head_logits, onto_stream
+from handgrad.models.passes import Launch, Onto, Stage, attention_of, head_gradients
 from handgrad.models.rows import WHOLE_BLOCKS, ActivationRow, repeated
-
-Launch = Callable[[], None]
 
 
 def rotation(shape: ModelShape) -> dict[str, Any]:
@@ -76,13 +74,6 @@ def forward(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) ->
         x = block.residual_out
     last_norm = partial(ops.gained_rmsnorm_forward, act.lnf, act.lnf_rstd, x, w.lnf_gain, epsilon=epsilon)
     return [*stages, Stage("head", last_norm)]
-
-
-def attention_of(ops: ModuleType, act: BlockActivations, whole: Activations) -> Onto:
-    """A training's attention, of the sequences at hand, and its product."""
-    tensors = act.atty, act.lse, act.qkv
-    attend = partial(ops.attention_forward, *tensors, scratch=whole.scratch, document_starts=whole.document_starts)
-    return onto_stream(ops, attend, act.atty, whole.scratch)
 
 
 def block_forward(
@@ -119,14 +110,6 @@ def queries_keys_values(
     out = act.qkv if act.heads is None else act.heads
     norm = act.norm1, act.norm1_rstd, x, w.norm1_gain
     ops.gained_rmsnorm_linear_forward(out, *norm, w.qkv_weight, w.qkv_bias, epsilon=epsilon, scratch=s)
-
-
-def loss(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) -> None:
-    """act.tokens, act.targets (B, T) -> act.losses (N): the cross-entropy of each token in nats."""
-    for stage in forward(ops, w, act, shape):
-        stage.run()
-    for rows, logits in head_logits(ops, w, act):
-        ops.classifier_forward(act.losses[rows], logits, act.targets.view(-1)[rows], vocab_size=shape.vocab_size)
 
 
 # Backward: the mirror image, bottom line first. A stage is a stretch that finishes one bucket's gradients.
@@ -170,13 +153,9 @@ def head_backward(
     shape: ModelShape,
 ) -> None:
     """Losses, and dx (N, C) = scale * dL/dx of the stream x that enters the last norm."""
-    s = act.scratch
-    for rows, logits in head_logits(ops, w, act):
-        targets = act.targets.view(-1)[rows]
-        ops.classifier_forward_backward(act.losses[rows], logits, targets, scale, vocab_size=shape.vocab_size)
-        ops.linear_backward(d.dlnf[rows], g.head, None, logits, act.lnf[rows], w.head, scratch=s)
+    head_gradients(ops, w, g, act, d, scale, shape)
     d.dresidual.zero_()
-    ops.gained_rmsnorm_backward(dx, g.lnf_gain, d.dlnf, x, act.lnf_rstd, w.lnf_gain, scratch=s)
+    ops.gained_rmsnorm_backward(dx, g.lnf_gain, d.dlnf, x, act.lnf_rstd, w.lnf_gain, scratch=act.scratch)
 
 
 def block_backward(

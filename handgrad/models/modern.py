@@ -11,7 +11,7 @@ logits are z = c tanh(RMS(y) Whead^T / c). A model has some of `config.TECHNIQUE
 do not exist.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -44,10 +44,8 @@ from handgrad.models.modern_tensors import (
     has,
     parameters as parameters,
 )
-from handgrad.models.passes import Onto, Stage, head_logits, nothing, onto_stream
+from handgrad.models.passes import Launch, Onto, Stage, attention_of, head_gradients, nothing
 from handgrad.models.rows import WHOLE_BLOCKS, ActivationRow, repeated
-
-Launch = Callable[[], None]
 
 # Queries and keys before attention, and back: normalised and rotated, one of the two, or as they are.
 
@@ -130,7 +128,8 @@ def forward(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) ->
     for layer, (weights, block) in enumerate(zip(w.blocks, act.blocks, strict=True)):
         if weights.value_embedding is not None:
             stages.append(Stage(f"values.{layer}", nothing))
-        run = partial(block_forward, ops, weights, block, x, act.first, *attention_of(ops, weights, block, act, shape), s)
+        attention = turned_and_attention(ops, weights, block, act, shape)
+        run = partial(block_forward, ops, weights, block, x, act.first, *attention, s)
         stages.append(Stage(f"blocks.{layer}", run))
         x = block.residual_out
     last_norm = partial(ops.rmsnorm_forward, act.lnf, act.lnf_rstd, x)
@@ -143,14 +142,12 @@ def embedding_forward(ops: ModuleType, w: Weights, act: Activations) -> None:
         ops.rmsnorm_forward(act.normed_embedding, act.embedding_rstd, act.embedded)
 
 
-def attention_of(
+def turned_and_attention(
     ops: ModuleType, w: BlockWeights, act: BlockActivations, whole: Activations, shape: ModelShape
 ) -> tuple[Launch, Onto]:
-    """`turned` and `attend` of a training, of the sequences at hand."""
+    """`turned` and `attend` of a training."""
     turned = with_values(ops, turn(ops, act, shape, length=act.lse.shape[2]), w, act, whole.tokens)
-    tensors = act.atty, act.lse, act.qkv
-    attend = partial(ops.attention_forward, *tensors, scratch=whole.scratch, document_starts=whole.document_starts)
-    return turned, onto_stream(ops, attend, act.atty, whole.scratch)
+    return turned, attention_of(ops, act, whole)
 
 
 def block_forward(
@@ -168,15 +165,6 @@ def block_forward(
     if not again:
         fcproj = act.residual_mid, act.hidden, w.fcproj_weight, None
         ops.linear_residual_forward(act.residual_out, *fcproj, scratch=s)  # a + h W^T
-
-
-def loss(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) -> None:
-    """act.tokens, act.targets (B, T) -> act.losses (N): the cross-entropy of each token in nats."""
-    for stage in forward(ops, w, act, shape):
-        stage.run()
-    sizes = {"vocab_size": shape.vocab_size, "softcap": shape.softcap}
-    for rows, logits in head_logits(ops, w, act):
-        ops.classifier_forward(act.losses[rows], logits, act.targets.view(-1)[rows], **sizes)
 
 
 # Backward: the mirror image, bottom line first. A stage is a stretch that finishes one bucket's gradients.
@@ -203,7 +191,7 @@ def backward(
         back = turn_back(ops, d.blocks[layer].dqkv, act.blocks[layer], shape)
         again = None
         if recompute == WHOLE_BLOCKS:
-            attention = attention_of(ops, w.blocks[layer], act.blocks[layer], act, shape)
+            attention = turned_and_attention(ops, w.blocks[layer], act.blocks[layer], act, shape)
             tensors = w.blocks[layer], act.blocks[layer], stream[layer], act.first
             again = partial(block_forward, ops, *tensors, *attention, act.scratch, again=True)
         run = partial(block_backward, ops, *block, d, stream[layer], below[layer], act, back, again, act.scratch, recompute)
@@ -227,11 +215,7 @@ def head_backward(
     shape: ModelShape,
 ) -> None:
     """Losses, and dx (N, C) = scale * dL/dx of the stream x that enters the last norm."""
-    s, sizes = act.scratch, {"vocab_size": shape.vocab_size, "softcap": shape.softcap}
-    for rows, logits in head_logits(ops, w, act):
-        targets = act.targets.view(-1)[rows]
-        ops.classifier_forward_backward(act.losses[rows], logits, targets, scale, **sizes)
-        ops.linear_backward(d.dlnf[rows], g.head, None, logits, act.lnf[rows], w.head, scratch=s)
+    head_gradients(ops, w, g, act, d, scale, shape)
     d.dresidual.zero_()
     if d.dfirst is not None:
         d.dfirst.zero_()

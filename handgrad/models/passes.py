@@ -1,11 +1,17 @@
-"""A pass through a model as a list of stages, and the loss head, which takes a chunk of tokens at a time."""
+"""A pass through a model as a list of stages, and the parts of it that all architectures share: attention with its product,
+and the loss head, which takes a chunk of tokens at a time."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 from torch import Tensor
+
+from handgrad.config import ModelShape
+
+Launch = Callable[[], None]
 
 
 def nothing() -> None:
@@ -18,7 +24,7 @@ class Stage:
     bucket's gradients are complete."""
 
     bucket: str
-    run: Callable[[], None]
+    run: Launch
     done: bool = False
 
 
@@ -30,7 +36,7 @@ def run(stages: Iterable[Stage]) -> None:
 Onto = Callable[[Tensor, Tensor, Tensor, Tensor | None], None]  # (out, residual, weight, bias)
 
 
-def onto_stream(ops: ModuleType, attend: Callable[[], None], attended: Tensor, scratch: Tensor) -> Onto:
+def onto_stream(ops: ModuleType, attend: Launch, attended: Tensor, scratch: Tensor) -> Onto:
     """Returns `attend`, which makes y = `attended` (N, H D), and then out = residual + y weight^T + bias."""
 
     def both(out: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -38,6 +44,13 @@ def onto_stream(ops: ModuleType, attend: Callable[[], None], attended: Tensor, s
         ops.linear_residual_forward(out, residual, attended, weight, bias, scratch=scratch)
 
     return both
+
+
+def attention_of(ops: ModuleType, block: Any, whole: Any) -> Onto:
+    """`onto_stream` of a training: attention among the tokens of a row, or of each document in it."""
+    tensors = block.atty, block.lse, block.qkv
+    attend = partial(ops.attention_forward, *tensors, scratch=whole.scratch, document_starts=whole.document_starts)
+    return onto_stream(ops, attend, block.atty, whole.scratch)
 
 
 def head_logits(ops: ModuleType, w: Any, act: Any) -> Iterator[tuple[slice, Tensor]]:
@@ -48,3 +61,19 @@ def head_logits(ops: ModuleType, w: Any, act: Any) -> Iterator[tuple[slice, Tens
         logits = act.logits[: rows.stop - start]
         ops.linear_forward(logits, act.lnf[rows], w.head, None, scratch=act.scratch)
         yield rows, logits
+
+
+def head_losses(ops: ModuleType, w: Any, act: Any, shape: ModelShape) -> None:
+    """act.lnf (N, C), act.targets (B, T) -> act.losses (N): the cross-entropy of each token in nats."""
+    sizes = {"vocab_size": shape.vocab_size, "softcap": shape.softcap}
+    for rows, logits in head_logits(ops, w, act):
+        ops.classifier_forward(act.losses[rows], logits, act.targets.view(-1)[rows], **sizes)
+
+
+def head_gradients(ops: ModuleType, w: Any, g: Any, act: Any, d: Any, scale: Tensor, shape: ModelShape) -> None:
+    """`head_losses`, and d.dlnf (N, C) = scale * dL/dlnf; adds the gradient of the head's weight to `g`."""
+    sizes = {"vocab_size": shape.vocab_size, "softcap": shape.softcap}
+    for rows, logits in head_logits(ops, w, act):
+        targets = act.targets.view(-1)[rows]
+        ops.classifier_forward_backward(act.losses[rows], logits, targets, scale, **sizes)
+        ops.linear_backward(d.dlnf[rows], g.head, None, logits, act.lnf[rows], w.head, scratch=act.scratch)

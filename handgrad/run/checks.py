@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from handgrad import checkpoint, devices
-from handgrad.config import RunConfig
+from handgrad.config import RunConfig, check
 from handgrad.data.batches import validation_batches
 from handgrad.data.shards import Dataset
 from handgrad.data.tokenizer import tokenizer_record
@@ -110,6 +110,16 @@ def check_offload(config: RunConfig, device: torch.device, ranks: int) -> None:
         )
     if config.offload and ranks > 1:
         raise UsageError(f"offload is for one GPU, found {ranks} ranks, which share the state already: --offload false")
+
+
+def can_offload(config: RunConfig, device: torch.device, ranks: int) -> bool:
+    """True if the run may keep the optimizer's state on the host, whether it does or not."""
+    offloaded = replace(config, offload=True)
+    try:
+        check_offload(check(offloaded), device, ranks)
+    except UsageError:
+        return False
+    return True
 
 
 def most_checkpoints(config: RunConfig) -> int:

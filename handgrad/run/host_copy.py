@@ -49,11 +49,12 @@ def host_memory(design: Design, ranks: Ranks) -> tuple[float, float]:
 
 
 class HostCopy:
-    """One rank's share of a checkpoint in host memory; of a CUDA device's it is pinned."""
+    """One rank's share of a checkpoint in host memory. Pinned, it takes a CUDA device's state at the speed of the link; a
+    state that lies on the host already needs no second stretch of pinned pages."""
 
     def __init__(self, design: Design, ranks: Ranks):
         plan = copy_plans(design, ranks.size)[ranks.rank]
-        self.size_bytes, self.pinned = plan.total_bytes, design.device.type == "cuda"
+        self.size_bytes, self.pinned = plan.total_bytes, design.device.type == "cuda" and not design.host_plan.buffers
         self.storage = {kind: torch.empty(size, dtype=torch.uint8) for kind, size in plan.size_bytes.items()}
         for memory in self.storage.values():
             memory.zero_()  # the system gives the pages now, not in the first save

@@ -62,19 +62,19 @@ class Judge:
 
 def tensor_norms(state: TrainingState, ranks: Ranks) -> dict[str, float]:
     """The Euclidean norm of each tensor that a checkpoint holds, as all ranks know it. Each reduces its share."""
-    names, pieces = list[str](), list[tuple[int, Tensor]]()
-    sharded = list[bool]()
+    names, sharded, squares = list[str](), list[bool](), list[float]()
     for prefix, flat in {"": state.master, **{f"{name}.": flat for name, flat in state.optimizer.items()}}.items():
+        whole, pieces = flat.numel() == state.parameters.numel(), list[tuple[int, Tensor]]()
         for row in state.design.parameters:
-            whole = flat.numel() == state.parameters.numel()
             mine = [row.stored(flat)] if whole else [piece for piece, _ in state.pieces(flat, row)]
             pieces += [(len(names), piece) for piece in mine]
             names.append(prefix + row.name)
             sharded.append(not whole)
-    squares = [0.0] * len(names)
-    norms = torch.stack([norm_of(piece) for _, piece in pieces]).tolist() if pieces else []
-    for (index, _), norm in zip(pieces, norms, strict=True):
-        squares[index] += norm * norm
+            squares.append(0.0)
+        # A transfer for each buffer: with offload some lie on the host.
+        norms = torch.stack([norm_of(piece) for _, piece in pieces]).tolist() if pieces else []
+        for (index, _), norm in zip(pieces, norms, strict=True):
+            squares[index] += norm * norm
     columns = zip(*ranks.all_gather_numbers(squares, "norms of a checkpoint"), strict=True)
     totals = [sum(column) if cut else worst(column) for column, cut in zip(columns, sharded, strict=True)]
     return {name: math.sqrt(total) for name, total in zip(names, totals, strict=True)}

@@ -172,7 +172,8 @@ def resolve_fp8(
         num_heads=shape.num_heads,
         head_width=shape.head_width,
         channels=shape.channels,
-        widest=max(max(row.shape) for row in parameters if row.group == "matrix"),
+        feed_forward=shape.feed_forward,
+        widest=tables.longest_side(parameters),
         padded_vocab_size=shape.padded_vocab_size,
     )
     return Fp8Design(

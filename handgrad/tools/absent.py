@@ -75,6 +75,7 @@ class Sizes:
         num_heads: int,
         head_width: int,
         channels: int,
+        feed_forward: int,
         widest: int,
         padded_vocab_size: int,
     ) -> int:
@@ -84,14 +85,16 @@ class Sizes:
         rows_forward = min(16, max(1, 2048 // row))
         programs_backward = min(512 if row <= 1024 else 256, parts(tokens, 2 if row <= 2048 else 1))
         return max(
-            parts(max(tokens, widest), 64) * parts(widest, 128),
+            parts(tokens, 64) * parts(widest, 128),
+            parts(widest, 64) * parts(channels, 128),
+            parts(channels, 64) * parts(widest, 128),
             parts(padded_vocab_size, 64) * parts(channels, 128),
             parts(tokens, rows_forward),
             programs_backward,
             batch * num_heads * parts(length, 64),
             batch * num_heads * (parts(length, 64) + parts(length, 32 if wide else 64)),
-            parts(tokens * widest, 8192),
-            parts(tokens, 32) * parts(widest, 128),
+            parts(tokens * feed_forward, 8192),
+            parts(tokens, 32) * parts(feed_forward, 128),
             min(4096, parts(tokens, min(16, max(1, 1024 // row)))),
         )
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from handgrad.config import RunConfig
-from handgrad.errors import UsageError
 from handgrad.format import human_bytes
-from handgrad.run.checks import check_offload
+from handgrad.run.checks import can_offload
 from handgrad.tools.forecast import memory_bytes
 from handgrad.training.design import Design
 
@@ -49,15 +48,6 @@ def candidates(
             memory = sum(memory_bytes(design).values()), design.host_plan.total_bytes, moments
             found.append(Candidate(changed, *memory, seconds_of(changed, design) if seconds_of else None))
     return sorted(found, key=lambda candidate: candidate.seconds or 0.0)
-
-
-def can_offload(config: RunConfig, device: torch.device, ranks: int) -> bool:
-    """True if the run may keep the optimizer's state on the host."""
-    try:
-        check_offload(replace(config, offload=True), device, ranks)
-    except UsageError:
-        return False
-    return config.optimizer == "adamw" and not config.lora
 
 
 def chosen_of(found: list[Candidate], config: RunConfig, available: int) -> Candidate | None:

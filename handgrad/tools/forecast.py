@@ -14,7 +14,7 @@ from handgrad.format import human_bytes
 from handgrad.fp8_shape import FP8_MULTIPLE, takes_micro_batch
 from handgrad.gpus import GPUS, Gpu
 from handgrad.names import check_choice
-from handgrad.run.checks import check_offload, check_shared_gradients
+from handgrad.run.checks import can_offload, check_offload, check_shared_gradients
 from handgrad.run.folder import settled_lanes
 from handgrad.run.writing import generation_plan
 from handgrad.tools import measured
@@ -60,7 +60,7 @@ def forecast(
         least = memory_bytes(resolve_for(spec, replace(config, micro_batch=1), vocab_size, ranks))
         raise UsageError(
             f"not even one sample at a time fits {spec.title}: {human_bytes(sum(least.values()))} needed,"
-            f" {human_bytes(available)} there; try {remedy(config)}"
+            f" {human_bytes(available)} there; try {remedy(config, ranks)}"
         )
     config = replace(config, micro_batch=fitting)
     check_shared_gradients(config, ranks)
@@ -147,9 +147,9 @@ def memory_bytes(design: Design) -> dict[str, int]:
     return design.plan.size_bytes | generation_plan(design).size_bytes
 
 
-def remedy(config: RunConfig) -> str:
+def remedy(config: RunConfig, ranks: int) -> str:
     level = "" if config.recompute == 3 else "--recompute 3, "
-    offload = "" if config.offload or config.optimizer != "adamw" or config.lora else "--offload true, "
+    offload = "--offload true, " if not config.offload and can_offload(config, torch.device("meta"), ranks) else ""
     return f"{level}{offload}a smaller model or more GPUs"
 
 

@@ -16,7 +16,7 @@ from handgrad.fp8 import formats as fp8, reference
 from handgrad.fp8.cuda import quantizing as kernels
 from handgrad.fp8.formats import E4M3, E5M2
 from handgrad.ops import CONTROL_STEP, CONTROLS
-from tests.kernels import fp8_checks as checks
+from tests.kernels import fp8_checks as checks, layernorm_fp8_checks
 from tests.kernels.memory_checks import Draw
 
 formats = pytest.mark.parametrize("kind", [E4M3, E5M2], ids=str)
@@ -77,14 +77,14 @@ def test_scaling_over_steps(tensors: int, parts: int, window: int, widen: bool) 
 @counting
 @pytest.mark.parametrize(("N", "C"), [*ODD, (65536, 768), (16384, 1600)])
 def test_layernorm_forward(draw: Draw, N: int, C: int, kind: torch.dtype, counting: bool) -> None:
-    checks.layernorm_forward(draw, N, C, kind, counting=counting)
+    layernorm_fp8_checks.layernorm_forward(draw, N, C, kind, counting=counting)
 
 
 @formats
 @counting
 @pytest.mark.parametrize(("N", "C"), [*ODD, (65536, 768), (16384, 1600)])
 def test_layernorm_backward(draw: Draw, N: int, C: int, kind: torch.dtype, counting: bool) -> None:
-    checks.layernorm_backward(draw, N, C, kind, counting=counting)
+    layernorm_fp8_checks.layernorm_backward(draw, N, C, kind, counting=counting)
 
 
 @formats

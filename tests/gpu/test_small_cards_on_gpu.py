@@ -24,6 +24,7 @@ from tests.kernels import memory_checks as checks
 from tests.test_runs import elsewhere, same_bits
 
 ROUNDED = {"moments": "bf16"}
+WITHOUT_MASTERS = {"precision": "bf16", "master_weights": False}
 OFFLOAD = {"offload": True}  # 53 million parameters, in 16 pieces or so
 
 
@@ -70,8 +71,10 @@ def test_two_runs_a_resumed_one_and_their_audit(config: RunConfig, settings: dic
     assert "12 links and 3 checkpoints equal" in capsys.readouterr().out
 
 
-def test_a_run_with_offload_has_the_bits_of_one_without(config: RunConfig) -> None:
-    kept = dataclasses.replace(config, device="cuda", precision="bf16", offload=False)
+@pytest.mark.parametrize("state", [{"precision": "bf16"}, {"precision": "fp32"}, WITHOUT_MASTERS], ids=str)
+def test_a_run_with_offload_has_the_bits_of_one_without(config: RunConfig, state: dict) -> None:
+    """Also where the weights of a checkpoint lie on the GPU and its moments on the host."""
+    kept = dataclasses.replace(config, device="cuda", offload=False, **state)
     moved = elsewhere(kept, "moved", offload=True, recompute=3)
     for run in (kept, moved):
         train(run)

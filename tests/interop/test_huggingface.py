@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from handgrad import checkpoint
 from handgrad.cli import main
+from handgrad.data.vocabulary import gpt2_merges, read_vocabulary, vocabulary_files
 from handgrad.errors import DataError
 from handgrad.interop import huggingface, sources
-from handgrad.interop.vocabulary import gpt2_merges, read_vocabulary, vocabulary_files
 from tests.interop.models import (
     SIZES,
     TOKENIZERS,

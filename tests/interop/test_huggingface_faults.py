@@ -16,9 +16,9 @@ from torch import Tensor
 
 from handgrad import checkpoint
 from handgrad.cli import main
+from handgrad.data.vocabulary import read_vocabulary
 from handgrad.errors import DataError, StorageError
 from handgrad.interop import export, huggingface, sources
-from handgrad.interop.vocabulary import read_vocabulary
 from tests.test_commands import refused
 
 

@@ -18,13 +18,13 @@ from handgrad.checkpoint import Stored
 from handgrad.cli import main
 from handgrad.config import to_dict
 from handgrad.data.tokenizer import load_tokenizer, tokenizer_files, tokenizer_record
+from handgrad.data.vocabulary import vocabulary_files
 from handgrad.errors import DataError, UsageError
 from handgrad.evaluation.load import imported_config
 from handgrad.interop.adapters import located
 from handgrad.interop.export import export_peft
 from handgrad.interop.peft import read_config
 from handgrad.interop.sources import import_model, open_weights, read_sizes
-from handgrad.interop.vocabulary import vocabulary_files
 from handgrad.lora.tables import adapters_of
 from handgrad.lora_shape import parse_lora
 from handgrad.run_files import CHECKPOINTS

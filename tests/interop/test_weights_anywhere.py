@@ -7,6 +7,9 @@ import pytest
 
 from handgrad.cli import main
 from handgrad.config import ModelShape
+from handgrad.data.tokenizer import load_tokenizer
+from handgrad.interop.sources import open_weights
+from tests.interop.models import make_checkpoint
 from tests.test_commands import refused
 
 
@@ -31,6 +34,25 @@ def test_the_same_from_a_run_and_its_exports(
         found.append((text, lines))
     assert "own" in found[0][1][-1] or "own" in found[0][1][-3]
     assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe", "gpt2"])
+def test_text_is_prepared_with_the_tokenizer_of_a_run_or_its_export(
+    kind: str, exported: Callable[[str], tuple[Path, Path, ModelShape]]
+) -> None:
+    """By the name of either folder: the tokenizer that an import of the weights has, so that they train on the text."""
+    run, folder, _ = exported(kind)
+    own = open_weights(str(run)).tokenizer
+    for source in (run, folder):
+        found = load_tokenizer(str(source))
+        assert (found.kind, found.sha256, found.vocab_size) == (kind, own.sha256, own.vocab_size)
+    assert open_weights(str(folder)).tokenizer.sha256 == own.sha256
+
+
+def test_that_of_an_exported_llama_as_well(tmp_path: Path) -> None:
+    run, _ = make_checkpoint(tmp_path / "run", "bytes", sizes=(1, 2, 32, 64), architecture="llama", llama="kv_heads=1")
+    assert main(["export", str(run), "--to", "hf", str(tmp_path / "hf")]) == 0
+    assert load_tokenizer(str(tmp_path / "hf")).kind == "bytes"
 
 
 def test_a_loss_needs_data(exported: Callable[[str], tuple[Path, Path, ModelShape]], capsys: pytest.CaptureFixture) -> None:

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from handgrad.fp8 import formats, reference
-from handgrad.fp8.cuda import classifier, layernorm, quantizing as kernels
+from handgrad.fp8.cuda import classifier, quantizing as kernels
 from handgrad.fp8.formats import AMAX, CLIPPED, COUNTING, INVERSE, MARGIN, SCALE, VANISHED, Quantized
 from handgrad.fp8.reference import quantizing
 from handgrad.ops import CONTROL_STEP, CONTROLS
-from handgrad.ops.cuda.scratch import scratch_bytes
 from tests.kernels.memory_checks import Draw
 
 # Scales at which some numbers of `wide` are too large for a format; in e4m3 some vanish at the same scale.
@@ -170,57 +169,6 @@ def scaling_over_steps(device: str, *, tensors: int, parts: int, window: int, wi
             assert torch.equal(a, b), (step, a, b)
     saturated, margin = theirs[3][2, formats.SATURATED], theirs[0][2, MARGIN]
     assert (saturated, margin) == ((1, (steps - 1) // 2) if widen else (steps - 1, 0))
-
-
-def layernorm_forward(draw: Draw, N: int, C: int, kind: torch.dtype, *, counting: bool) -> None:
-    inp = wide(draw, N, C) * 3 + 0.5
-    # A wide weight: some of the output vanishes, some is too large.
-    weight, bias = wide(draw, C), draw.normal(C) * 0.01
-    statistics = [torch.full((N,), math.nan, device=draw.device) for _ in range(4)]
-    plain = torch.full_like(inp, math.nan)
-    layernorm.layernorm_forward(plain, *statistics[:2], inp, weight, bias)
-    tensor = make(N, C, max_parts(N, C), kind, draw.device, scale=2.0**13, counting=counting)
-    both = replace(tensor, plain=torch.full_like(inp, math.nan))
-    for name, form in [*forms_of(tensor).items(), ("plain", both)]:
-        found = copy(replace(form, plain=both.plain) if name == "columns" else form)
-        expected = copy(found)
-        reference.quantize(expected, plain)
-        layernorm.layernorm_forward(found, *statistics[2:], inp, weight, bias)
-        same(found, expected)
-        assert found.plain is None or torch.equal(found.plain, plain), name
-        assert torch.equal(statistics[0], statistics[2]) and torch.equal(statistics[1], statistics[3])
-
-
-def max_parts(N: int, C: int) -> int:
-    return max(layernorm.forward_parts(N, C), layernorm.backward_parts(N, C), kernels.quantize_parts(N, C))
-
-
-def layernorm_backward(draw: Draw, N: int, C: int, kind: torch.dtype, *, counting: bool) -> None:
-    dout, inp, weight = draw.normal(N, C), draw.normal(N, C), draw.normal(C)
-    mean, rstd = draw.normal(N, dtype=torch.float32), draw.normal(N, dtype=torch.float32).abs() * 0.01
-    # What the kernel computes in the columns of its padding, -mean(g) rstd, is larger than anything in the first two rows.
-    dout[:2], inp[:2], weight[:], mean[:2], rstd[:2] = 1, 0.5, weight.abs(), 0.5, 300
-    dout[:2] /= weight
-    stream = wide(draw, N, C)
-    scratch = torch.full((scratch_bytes(tokens=N, channels=C, widest=C),), 255, dtype=torch.uint8, device=draw.device)
-
-    def run(dresidual: formats.Form) -> list[Tensor]:
-        sums = [torch.zeros(C, device=draw.device) for _ in range(3)]
-        tensors = dout, inp, mean, rstd, weight
-        layernorm.layernorm_backward(dresidual, *sums[:2], *tensors, sums[2], scratch=scratch)
-        return sums
-
-    plain = stream.clone()
-    sums = run(plain)
-    tensor = make(N, C, max_parts(N, C), kind, draw.device, scale=SCALES[kind], counting=counting)
-    for form in forms_of(tensor).values():
-        found = copy(replace(form, plain=stream))
-        expected = copy(found)
-        reference.quantize(expected, plain)
-        again = run(found)
-        same(found, expected)
-        assert found.plain is not None and torch.equal(found.plain, plain)
-        assert all(torch.equal(a, b) for a, b in zip(again, sums, strict=True))
 
 
 def classifier_forward_backward(draw: Draw, N: int, V: int, Vp: int, kind: torch.dtype) -> None:

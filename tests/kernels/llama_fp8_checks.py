@@ -1,7 +1,4 @@
-"""Checks of the Llama family's kernels that write fp8, for the interpreter on a CPU and for a GPU alike.
-
-What they write must be, bit for bit, what the reference's `quantize` makes of the results of the 16-bit kernels.
-"""
+"""Checks of the Llama family's kernels that write fp8, for the interpreter on a CPU and for a GPU alike."""
 
 import math
 from dataclasses import replace
@@ -11,28 +8,13 @@ import triton
 from torch import Tensor
 
 from handgrad.fp8 import reference
-from handgrad.fp8.cuda import (
-    attention,
-    gained_qk_norm,
-    gained_rmsnorm,
-    layernorm,
-    quantizing,
-    rotary,
-    swiglu,
-)
-from handgrad.fp8.formats import E4M3, Form, Quantized
-from handgrad.fp8.reference.quantizing import write_forms
+from handgrad.fp8.cuda import attention, gained_qk_norm, gained_rmsnorm, layernorm, quantizing, rotary, swiglu
+from handgrad.fp8.formats import Form
 from handgrad.llama_shape import LlamaShape
-from handgrad.ops.cuda import (
-    attention_triton,
-    gained_qk_norm as plain_gained_qk_norm,
-    gained_rmsnorm as plain_gained_rmsnorm,
-    rotary as plain_rotary,
-    swiglu as plain_swiglu,
-)
+from handgrad.ops.cuda import attention_triton, swiglu as plain_swiglu
 from handgrad.ops.cuda.attention_configs import rows_of
+from tests.kernels import fp8_frames as frames
 from tests.kernels.fp8_checks import SCALES, copy, forms_of, make, same, wide
-from tests.kernels.gelu_fp8_checks import check_counts, fresh
 from tests.kernels.memory_checks import Draw
 
 
@@ -42,53 +24,36 @@ def scratch_of(draw: Draw) -> Tensor:
 
 def gained_rmsnorm_forward(draw: Draw, N: int, C: int, kind: torch.dtype, *, counting: bool) -> None:
     inp, gain = wide(draw, N, C), draw.normal(C)
-    rstds = [torch.full((N,), math.nan, device=draw.device) for _ in range(2)]
-    plain = torch.full_like(inp, math.nan)
-    plain_gained_rmsnorm.gained_rmsnorm_forward(plain, rstds[0], inp, gain, epsilon=1e-3)
-    parts = max(layernorm.forward_parts(N, C), quantizing.quantize_parts(N, C))
-    tensor = make(N, C, parts, kind, draw.device, scale=2.0**9, counting=counting)
-    both = replace(tensor, plain=torch.full_like(inp, math.nan))
-    for name, form in [*forms_of(tensor).items(), ("plain", both)]:
-        found = copy(replace(form, plain=both.plain) if name == "columns" else form)
-        expected = copy(found)
-        reference.quantize(expected, plain)
-        gained_rmsnorm.gained_rmsnorm_forward(found, rstds[1].fill_(math.nan), inp, gain, epsilon=1e-3)
-        same(found, expected)
-        assert found.plain is None or torch.equal(found.plain, plain), name
-        assert torch.equal(rstds[0], rstds[1])
+
+    def run(out: Form) -> list[Tensor]:
+        rstd = torch.full((N,), math.nan, device=draw.device)
+        gained_rmsnorm.gained_rmsnorm_forward(out, rstd, inp, gain, epsilon=1e-3)
+        return [rstd]
+
+    frames.norm_forward(draw, (N, C), kind, layernorm.forward_parts(N, C), run, counting=counting)
 
 
 def gained_rmsnorm_backward(draw: Draw, N: int, C: int, kind: torch.dtype, *, counting: bool) -> None:
+    """The gain's gradient has the bits of bf16's kernel."""
     dout, inp, stream, gain = draw.normal(N, C), draw.normal(N, C), wide(draw, N, C), draw.normal(C)
-    rstd = draw.normal(N, dtype=torch.float32).abs()
-    tensors, scratch = (dout, inp, rstd, gain), scratch_of(draw)
-    plain, dgain = stream.clone(), torch.ones(C, device=draw.device)
-    plain_gained_rmsnorm.gained_rmsnorm_backward(plain, dgain, *tensors, scratch=scratch)
-    parts = max(layernorm.backward_parts(N, C), quantizing.quantize_parts(N, C))
-    tensor = make(N, C, parts, kind, draw.device, scale=SCALES[kind], counting=counting)
-    for form in forms_of(tensor).values():
-        found, sums = copy(replace(form, plain=stream)), torch.ones(C, device=draw.device)
-        expected = copy(found)
-        reference.quantize(expected, plain)
-        gained_rmsnorm.gained_rmsnorm_backward(found, sums, *tensors, scratch=scratch.fill_(255))
-        same(found, expected)
-        assert found.plain is not None and torch.equal(found.plain, plain)
-        assert torch.equal(sums, dgain), "the gain's gradient has the bits of bf16's kernel"
+    rstd, scratch = draw.normal(N, dtype=torch.float32).abs(), scratch_of(draw)
+
+    def run(dresidual: Form) -> list[Tensor]:
+        dgain = torch.ones(C, device=draw.device)
+        gained_rmsnorm.gained_rmsnorm_backward(dresidual, dgain, dout, inp, rstd, gain, scratch=scratch.fill_(255))
+        return [dgain]
+
+    frames.norm_backward(draw, stream, kind, layernorm.backward_parts(N, C), run, counting=counting)
 
 
 def swiglu_forward(draw: Draw, N: int, F: int, *, counting: bool, current: bool) -> None:
     hidden = wide(draw, N, 2 * F)
-    plain = torch.full((N, F), math.nan, dtype=draw.dtype, device=draw.device)
+    plain, before = torch.full((N, F), math.nan, dtype=draw.dtype, device=draw.device), hidden.clone()
     plain_swiglu.swiglu_forward(plain, hidden)
-    found = make(N, F, swiglu.forward_parts(N, F), E4M3, draw.device, scale=SCALES[E4M3], counting=counting)
-    found = replace(found, current=current)
-    expected, before = fresh(found), hidden.clone()
-    reference.quantize(replace(expected, columns=None), plain)
-    swiglu.swiglu_forward_fp8(found, hidden)
-    same(replace(found, columns=None), replace(expected, columns=None))
-    assert found.columns is not None and (found.columns.view(torch.uint8) == 0x7F).all(), "the forward writes no columns"
+    launch = lambda found: swiglu.swiglu_forward_fp8(found, hidden)  # noqa: E731
+    parts = swiglu.forward_parts(N, F)
+    frames.nonlinearity_forward(draw, plain, parts, launch, counting=counting, current=current)
     assert torch.equal(hidden, before)
-    check_counts(found, counting and not current and N * F > 1000)
 
 
 def swiglu_backward(draw: Draw, N: int, F: int, kind: torch.dtype, *, counting: bool, current: bool) -> None:
@@ -98,17 +63,9 @@ def swiglu_backward(draw: Draw, N: int, F: int, kind: torch.dtype, *, counting: 
     dplain = torch.full_like(hidden, math.nan)
     plain_swiglu.swiglu_forward(plain, hidden)
     plain_swiglu.swiglu_backward(dplain, dout, hidden)
-    found = make(N, 2 * F, swiglu.backward_parts(N, F), kind, draw.device, scale=SCALES[kind], counting=counting)
-    found, inp = replace(found, current=current), make(N, F, 3, E4M3, draw.device, scale=SCALES[E4M3])
-    inp.statistics.fill_(7.0)
-    expected, expected_inp, before = fresh(found), copy(inp), (hidden.clone(), dout.clone())
-    reference.quantize(expected, dplain)
-    write_forms(replace(expected_inp, rows=None), plain)
-    swiglu.swiglu_backward_fp8(found, inp, dout, hidden)
-    same(found, expected)
-    same(inp, expected_inp)  # its rows and statistics as they were
-    assert torch.equal(hidden, before[0]) and torch.equal(dout, before[1])
-    check_counts(found, counting and not current and N * F > 1000 and kind == E4M3)
+    tensors = draw, dplain, plain, kind, swiglu.backward_parts(N, F)
+    launch = lambda found, inp: swiglu.swiglu_backward_fp8(found, inp, dout, hidden)  # noqa: E731
+    frames.nonlinearity_backward(*tensors, launch, (hidden, dout), counting=counting, current=current)
 
 
 TURNS = ("rotary", "gained_qk_norm_rotary")
@@ -128,7 +85,6 @@ def turn_back(
     scale: float = 1.0,
     columns: torch.dtype | None = None,
 ) -> None:
-    """`columns`: the format of the transposed form, if it is another than `kind`."""
     width = (H + 2 * K) * D
     dturned, qkv, gains = wide(draw, N, width), draw.normal(N, width), [draw.normal(D) for _ in range(2)]
     rstd = torch.exp2(torch.tanh(draw.normal(N, H + K, dtype=torch.float32)))
@@ -138,42 +94,16 @@ def turn_back(
 
     def run(dqkv: Form) -> list[Tensor]:
         """The gains' gradients."""
-        sums = [torch.ones(D, device=draw.device) for _ in gains]
-        plain = isinstance(dqkv, Tensor)
         if turn == "rotary":
-            (plain_rotary if plain else rotary).rotary_backward(dqkv, num_heads=H, **options)
-        else:
-            module = plain_gained_qk_norm if plain else gained_qk_norm
-            module.gained_qk_norm_rotary_backward(dqkv, *sums, qkv, rstd, *gains, **options, scratch=scratch_of(draw))
+            rotary.rotary_backward(dqkv, num_heads=H, **options)
+            return []
+        sums = [torch.ones(D, device=draw.device) for _ in gains]
+        inputs = qkv, rstd, *gains
+        gained_qk_norm.gained_qk_norm_rotary_backward(dqkv, *sums, *inputs, **options, scratch=scratch_of(draw))
         return sums
 
-    expected_plain = dturned.clone()
-    expected_sums = run(expected_plain)
-    tensor = make(
-        N, width, rotary.backward_parts(N), kind, draw.device, scale=SCALES[kind], counting=counting, columns_kind=columns
-    )
-    for form in forms_of(tensor).values():
-        if form.rows is None and columns is not None:
-            continue  # whose own limits are others
-        found = replace(copy(form), workspace=dturned.clone(), plain=torch.full_like(dturned, math.nan))
-        sums = run(found)
-        plain = found.plain
-        assert plain is not None and found.workspace is not None and torch.equal(found.workspace, dturned)
-        # Sums over a head may be added in another order than by the kernel in place: a rounding in a thousand flips.
-        assert (plain.double() - expected_plain.double()).norm() <= torch.finfo(draw.dtype).eps * expected_plain.norm()
-        assert torch.equal(plain[:, (H + K) * D :], dturned[:, (H + K) * D :]), "the values pass"
-        # And those over rows: of terms of random sign, as many as rows and heads, in float32.
-        for found_sum, expected_sum in zip(sums, expected_sums, strict=True):
-            terms = math.sqrt(N * H) * max(1.0, expected_plain.abs().max().item()) * 4
-            assert (found_sum - expected_sum).abs().max() <= 2.0**-20 * terms
-        expected: Quantized = fresh(form)
-        reference.quantize(expected, plain)
-        same(found, expected)
-        check_counts(found, counting and not found.current and N * width > 1000 and kind == E4M3)
-        alone = replace(copy(form), workspace=dturned.clone())
-        for again, once in zip(run(alone), sums, strict=True):
-            assert torch.equal(again, once), "with a 16-bit form or without, the same bits"
-        same(alone, expected)
+    turned_columns, terms = (H + K) * D, N * H
+    frames.turn_back(draw, dturned, turned_columns, kind, run, counting=counting, columns=columns, terms=terms)
 
 
 def attention_forward(
@@ -191,7 +121,7 @@ def attention_forward(
     tensor = make(N, C, parts, kind, draw.device, scale=SCALES[kind])
     for form in forms_of(tensor).values():
         found = replace(copy(form), plain=outs[1].fill_(math.nan))
-        expected = fresh(form)
+        expected = frames.fresh(form)
         reference.quantize(expected, outs[0])
         attention.attention_forward(found, lses[1].fill_(math.nan), qkv, scratch=scratch_of(draw), **documents)
         same(replace(found, plain=None), expected)

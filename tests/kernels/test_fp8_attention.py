@@ -12,25 +12,22 @@ if torch.cuda.is_available():
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: it decides what @triton.jit makes of a kernel
 pytest.importorskip("triton")
 
-from handgrad.fp8.cuda import attention, quantizing
+from handgrad.fp8.cuda import attention
 from handgrad.fp8.formats import E4M3, E5M2
 from handgrad.ops.cuda import attention_triton
 from handgrad.ops.cuda.attention_configs import Config, rows_of, shipped
 from tests.documents import document_starts
-from tests.kernels import fp8_attention_checks as checks
+from tests.kernels import fp8_attention_checks as checks, fp8_stand_ins
 from tests.kernels.fp8_checks import make
 from tests.kernels.memory_checks import Draw
 from tests.kernels.pairs import every_pair
-from tests.kernels.test_fp8_kernels import rounded
 
 TILES = {"wide": Config(32, 16, 4, 1), "tall": Config(16, 32, 4, 1), "shipped": None}
 
 
 @pytest.fixture(autouse=True)
-def exact_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter's own conversion to fp8 rounds wrongly."""
-    for module in (quantizing, attention):
-        monkeypatch.setattr(module, "rounded", rounded)
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    fp8_stand_ins.install(monkeypatch)
 
 
 @pytest.mark.parametrize(

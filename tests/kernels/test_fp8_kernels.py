@@ -10,40 +10,18 @@ if torch.cuda.is_available():
     pytest.skip("a GPU runs tests/gpu/test_fp8_kernels_on_gpu.py", allow_module_level=True)
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: it decides what @triton.jit makes of a kernel
 pytest.importorskip("triton")
-import triton
-import triton.language as tl
 
-from handgrad.fp8.cuda import classifier, layernorm, linear, quantizing
+from handgrad.fp8.cuda import linear
 from handgrad.fp8.formats import E4M3, E5M2
 from handgrad.ops.cuda import layernorm as plain_layernorm
-from tests.kernels import fp8_checks as checks
+from tests.kernels import fp8_checks as checks, fp8_stand_ins, layernorm_fp8_checks
 from tests.kernels.memory_checks import Draw
 from tests.kernels.pairs import every_pair
 
 
-@triton.jit
-def rounded(x, scale, TYPE: tl.constexpr):
-    """x * scale as the hardware rounds it; the interpreter's own conversion to fp8 rounds wrongly."""
-    if tl.float8e5 == TYPE:
-        MANTISSA, BIAS, LARGEST_CODE = 2, 15, 0x7B
-    else:
-        MANTISSA, BIAS, LARGEST_CODE = 3, 7, 0x7E
-    y = x * scale
-    bits = y.to(tl.int32, bitcast=True)
-    sign, magnitude = (bits >> 24) & 0x80, bits & 0x7FFFFFFF
-    even = (magnitude >> (23 - MANTISSA)) & 1
-    normal = ((magnitude + (1 << (22 - MANTISSA)) - 1 + even) >> (23 - MANTISSA)) - ((127 - BIAS) << MANTISSA)
-    adding = 2.0 ** (24 - BIAS - MANTISSA)  # a sum with it is rounded at the format's smallest number
-    small = (tl.abs(y) + adding).to(tl.int32, bitcast=True) - ((127 + 24 - BIAS - MANTISSA) << 23)
-    code = tl.where(magnitude < ((128 - BIAS) << 23), small, tl.minimum(normal, LARGEST_CODE))
-    code = tl.where(magnitude > 0x7F800000, 0x7F, code)
-    return (code | sign).to(tl.uint8).to(TYPE, bitcast=True)
-
-
 @pytest.fixture(autouse=True)
-def exact_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (quantizing, layernorm, classifier):
-        monkeypatch.setattr(module, "rounded", rounded)
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    fp8_stand_ins.install(monkeypatch)
 
 
 @pytest.fixture
@@ -94,7 +72,7 @@ def test_fast_sums_are_for_short_sums_and_16_bit_results() -> None:
 
 @shapes((33, 80), (5, 768), (3, 100))
 def test_layernorm_forward(draw: Draw, shape: tuple[int, int], kind: torch.dtype, counting: bool) -> None:
-    checks.layernorm_forward(draw, *shape, kind, counting=counting)
+    layernorm_fp8_checks.layernorm_forward(draw, *shape, kind, counting=counting)
 
 
 @shapes((33, 80), (5, 768), (7, 100))
@@ -102,7 +80,7 @@ def test_layernorm_backward(
     draw: Draw, shape: tuple[int, int], kind: torch.dtype, counting: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plain_layernorm, "BACKWARD_PROGRAMS", 3)
-    checks.layernorm_backward(draw, *shape, kind, counting=counting)
+    layernorm_fp8_checks.layernorm_backward(draw, *shape, kind, counting=counting)
 
 
 @pytest.mark.parametrize(("N", "V", "Vp", "kind"), [(5, 57, 128, E4M3), (5, 57, 128, E5M2), (3, 16384, 16384, E5M2)])

@@ -1,16 +1,11 @@
 """The kernels that quantise compiled for GPUs that are not there: nothing spills, accesses are wide, enough run at once."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("triton")
 
-ROOT = Path(__file__).parents[2]
+from tests.kernels.tables import compiled_rows
+
 MULTIPROCESSORS, REGISTER_FILE = 132, 65536  # of an H200
 
 # What has single numbers to read or write.
@@ -24,12 +19,7 @@ AT_ONCE = {"layernorm_forward": 16, "classifier_forward_backward": 3, "classifie
 
 @pytest.fixture(scope="module")
 def compiled() -> list[dict]:
-    """One process for all: the interpreter's environment variable must not be in it."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.kernels.fp8_kernel_table"]
-    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert process.returncode == 0, process.stderr[-2000:]
-    return json.loads(process.stdout)
+    return compiled_rows("fp8_kernel_table")
 
 
 def test_nothing_spills(compiled: list[dict]) -> None:

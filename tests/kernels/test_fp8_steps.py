@@ -19,15 +19,15 @@ from handgrad.fp8.tables import fp8_gemms
 from handgrad.models import gpt2
 from handgrad.ops import cuda as kernels
 from tests.conftest import Model, make_model
-from tests.kernels.test_modern_fp8 import stand_ins  # noqa: F401 - a fixture
+from tests.fp8_models import run
 from tests.techniques import toggled
 from tests.test_fp8_benchmark import interpreted  # noqa: F401 - a fixture
-from tests.test_fp8_model import run
 
 B, T = 4, 12  # 48 tokens, in chunks of 32 and 16
 GPT2 = ModelShape(vocab_size=57, sequence_length=T, num_layers=1, num_heads=3, channels=48)
 WITHOUT_CAP = toggled("softcap,residual_scalars,input_scalars")  # the cap's tanh is PTX
 MODERN = replace(GPT2, architecture="modern", techniques=WITHOUT_CAP)
+LLAMA = replace(GPT2, architecture="llama")
 WIDE = replace(GPT2, num_heads=1, channels=128)
 GEMMS = fp8_gemms("", "forward,dgrad,wgrad", 1, gpt2.FP8_PARTS)
 
@@ -43,11 +43,15 @@ CASES = {
     "dropout": (GPT2, 0.3, 0),
     "dropout, all recomputed": (GPT2, 0.3, 2),
     "heads of 128": (WIDE, 0.0, 0),
+    "GPT-2, whole blocks": (GPT2, 0.0, 3),
     "modern": (MODERN, 0.0, 2),
+    "Llama": (replace(LLAMA, llama="kv_heads=1,tied,feed_forward=48"), 0.0, 0),
+    "Qwen2, whole blocks": (replace(LLAMA, llama="kv_heads=1,qkv_bias,feed_forward=80"), 0.0, 3),
+    "Qwen3": (replace(LLAMA, llama="kv_heads=3,qk_norm,feed_forward=48"), 0.0, 2),
 }
 
 
-@pytest.mark.usefixtures("interpreted", "stand_ins")
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("case", CASES)
 def test_kernels_are_as_good_as_the_reference(case: str) -> None:
     """From the gradients without fp8: at most twice the reference's own distance, tensor by tensor."""

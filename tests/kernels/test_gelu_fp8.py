@@ -13,31 +13,12 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from handgrad.fp8.cuda import elementwise, gelu as gelu_fp8
+from handgrad.fp8.cuda import gelu as gelu_fp8
 from handgrad.fp8.formats import E4M3, E5M2
 from handgrad.ops.cuda.gelu import gelu, gelu_derivative
-from tests.kernels import gelu_fp8_checks as checks
+from tests.kernels import fp8_stand_ins, gelu_fp8_checks as checks
 from tests.kernels.memory_checks import Draw
 from tests.kernels.pairs import every_pair
-from tests.kernels.test_fp8_kernels import rounded
-
-# The interpreter has no PTX. Its exact quotient is not the GPU's, so that bits are compared with `gelu` in its place.
-
-
-@triton.jit
-def word(a, b, c, d, TYPE: tl.constexpr):
-    low = byte(a, TYPE) | (byte(b, TYPE) << 8)
-    return low | (byte(c, TYPE) << 16) | (byte(d, TYPE) << 24)
-
-
-@triton.jit
-def byte(x, TYPE: tl.constexpr):
-    return rounded(x, 1.0, TYPE).to(tl.uint8, bitcast=True).to(tl.int32)
-
-
-@triton.jit
-def separately(x):
-    return gelu(x), gelu_derivative(x)
 
 
 @triton.jit
@@ -63,13 +44,7 @@ def both_ways(together, apart, inp, BLOCK: tl.constexpr):
 
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gelu_fp8, "gelu_and_derivative", separately)
-    for module, name, function in (
-        (gelu_fp8, "rounded", rounded),
-        (elementwise, "rounded", rounded),
-        (elementwise, "word", word),
-    ):
-        monkeypatch.setattr(module, name, function)
+    fp8_stand_ins.install(monkeypatch)
 
 
 @pytest.fixture

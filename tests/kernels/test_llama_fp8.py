@@ -12,27 +12,22 @@ os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: it decides wh
 pytest.importorskip("triton")
 
 from handgrad.fp8 import cuda
-from handgrad.fp8.cuda import attention, layernorm, quantizing, rotary, swiglu
+from handgrad.fp8.cuda import attention, quantizing, swiglu
 from handgrad.fp8.formats import E4M3, E5M2
 from handgrad.ops.cuda import attention_triton, layernorm as plain_layernorm
 from handgrad.ops.cuda.attention_configs import Config
 from tests.documents import document_starts
-from tests.kernels import llama_fp8_checks as checks
+from tests.kernels import fp8_stand_ins, llama_fp8_checks as checks
+from tests.kernels.fp8_checks import make
 from tests.kernels.memory_checks import Draw
 from tests.kernels.pairs import every_pair
-from tests.kernels.test_fp8_kernels import rounded
-from tests.kernels.test_gelu_fp8 import word
 
 FORMATS, COUNTING, CURRENT = (E4M3, E5M2), (True, False), (True, False)
 
 
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter has no PTX, and rounds to fp8 wrongly."""
-    for module in (quantizing, layernorm, swiglu, rotary, attention):
-        monkeypatch.setattr(module, "rounded", rounded)
-    for module in (swiglu, rotary):
-        monkeypatch.setattr(module, "word", word)
+    fp8_stand_ins.install(monkeypatch)
 
 
 @pytest.fixture
@@ -92,7 +87,7 @@ def test_attention_of_grouped_heads(kind: torch.dtype, config: Config | None, mo
 
 
 def test_gradients_that_attention_cannot_quantise_are_refused(draw: Draw) -> None:
-    dqkv, lse = checks.make(16, 64, 50, E4M3, "cpu"), torch.zeros(1, 2, 16)
+    dqkv, lse = make(16, 64, 50, E4M3, "cpu"), torch.zeros(1, 2, 16)
     out, scratch = torch.zeros(16, 32), torch.zeros(1 << 10, dtype=torch.uint8)
     with pytest.raises(AssertionError, match="quantised behind attention"):
         attention.attention_backward(dqkv, out, out, lse, torch.zeros(16, 64), scratch=scratch)
@@ -100,7 +95,10 @@ def test_gradients_that_attention_cannot_quantise_are_refused(draw: Draw) -> Non
 
 @pytest.mark.parametrize(("tokens", "F"), [(16384, 1536), (48, 48), (32, 16), (96, 8960)])
 def test_room_for_statistics(tokens: int, F: int) -> None:
-    """The parts that a run makes room for are enough for the SwiGLU's programs."""
+    """The parts that a run makes room for are enough for the SwiGLU's programs, and for those that quantise alone."""
     sizes = {"batch": 1, "length": tokens, "num_heads": 1, "head_width": 64, "channels": 64, "padded_vocab_size": 128}
-    room = cuda.statistics_parts(**sizes, widest=2 * F)
-    assert room >= max(swiglu.forward_parts(tokens, F), swiglu.backward_parts(tokens, F))
+    room = cuda.statistics_parts(**sizes, feed_forward=F, widest=2 * F)
+    written = [swiglu.forward_parts(tokens, F), swiglu.backward_parts(tokens, F)]
+    shapes = (tokens, 2 * F), (2 * F, 64), (64, F), (tokens, 64), (128, 64)
+    written += [quantizing.quantize_parts(*shape) for shape in shapes]
+    assert room >= max(written)

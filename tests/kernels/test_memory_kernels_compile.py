@@ -1,16 +1,10 @@
 """The memory-bound kernels compiled for GPUs that are not there: nothing spills, and bf16 moves in 16-byte pieces."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("triton")
 
-ROOT = Path(__file__).parents[2]
+from tests.kernels.tables import compiled_rows
 
 # What reads or writes less than 16 bytes at a time, because there is no more: single numbers, and a strip's 64 bytes.
 NARROW_STORES = {
@@ -34,12 +28,7 @@ ROWS_UNDER_WAY = {"classifier_forward_backward": 3, "classifier_forward": 3}  # 
 
 @pytest.fixture(scope="module")
 def compiled() -> list[dict]:
-    """One process for all: the interpreter's environment variable must not be in it."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.kernels.memory_kernel_table"]
-    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert process.returncode == 0, process.stderr[-2000:]
-    return json.loads(process.stdout)
+    return compiled_rows("memory_kernel_table")
 
 
 def test_nothing_spills(compiled: list[dict]) -> None:

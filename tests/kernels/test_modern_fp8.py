@@ -1,6 +1,7 @@
 """The modern network's kernels that write fp8, in float16 by Triton's interpreter (tests/gpu has the same on a GPU)."""
 
 import os
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -11,24 +12,19 @@ if torch.cuda.is_available():
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: it decides what @triton.jit makes of a kernel
 pytest.importorskip("triton")
 
-from handgrad.fp8.cuda import elementwise, layernorm, quantizing, relu2, rmsnorm, rotary
+from handgrad.fp8.cuda import rmsnorm, rotary
 from handgrad.fp8.formats import E4M3, E5M2
-from tests.kernels import modern_fp8_checks as checks
+from tests.kernels import fp8_stand_ins, modern_fp8_checks as checks
+from tests.kernels.fp8_checks import make
 from tests.kernels.memory_checks import Draw
 from tests.kernels.pairs import every_pair
-from tests.kernels.test_fp8_kernels import rounded
-from tests.kernels.test_gelu_fp8 import word
 
 FORMATS, COUNTING, CURRENT = (E4M3, E5M2), (True, False), (True, False)
 
 
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter has no PTX, and rounds to fp8 wrongly."""
-    for module in (quantizing, layernorm, elementwise, relu2, rotary):
-        monkeypatch.setattr(module, "rounded", rounded)
-    for module in (elementwise, rotary):
-        monkeypatch.setattr(module, "word", word)
+    fp8_stand_ins.install(monkeypatch)
 
 
 @pytest.fixture
@@ -90,8 +86,8 @@ def test_turn_back_with_columns_in_another_format(draw: Draw) -> None:
 
 
 def test_what_a_tile_cannot_hold_is_refused(draw: Draw) -> None:
-    tensor = checks.make(48, 72, -5, E4M3, "cpu")
-    tensor = checks.replace(tensor, workspace=draw.normal(48, 72))
+    tensor = make(48, 72, -5, E4M3, "cpu")
+    tensor = replace(tensor, workspace=draw.normal(48, 72))
     with pytest.raises(AssertionError, match="0 parts, 2 needed"):
         rotary.rotary_backward(tensor, num_heads=1, length=16)
     with pytest.raises(AssertionError, match="even number of channels, found 3"):

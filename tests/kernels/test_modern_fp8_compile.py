@@ -1,28 +1,18 @@
 """The modern network's kernels that write fp8, compiled for GPUs that are not there: what an H200 needs of them."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("triton")
 
-ROOT = Path(__file__).parents[2]
+from tests.kernels.tables import compiled_rows
+
 REGISTER_FILE = 65536
 CONVERSIONS = {"fp8e4nv": ["cvt.rn.satfinite.e4m3x2.f32"], "fp8e5": ["cvt.rn.satfinite.e5m2x2.f32"]}
 
 
 @pytest.fixture(scope="module")
 def compiled() -> list[dict]:
-    """One process for all: the interpreter's environment variable must not be in it."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.kernels.modern_fp8_kernel_table"]
-    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert process.returncode == 0, process.stderr[-2000:]
-    return json.loads(process.stdout)
+    return compiled_rows("modern_fp8_kernel_table")
 
 
 def test_nothing_spills(compiled: list[dict]) -> None:

@@ -1,11 +1,7 @@
 """Muon's kernels in float32 by Triton's interpreter, where there is no GPU (tests/gpu has the same on one), and compiled
 for GPUs that are not there."""
 
-import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,8 +14,8 @@ pytest.importorskip("triton")
 from handgrad.ops.cuda import muon
 from tests.kernels import muon_checks as checks
 from tests.kernels.memory_checks import Draw, check
+from tests.kernels.tables import compiled_rows
 
-ROOT = Path(__file__).parents[2]
 SHAPES = [(1, 5), (24, 8), (40, 100), (96, 32), (45, 45)]
 
 
@@ -85,12 +81,7 @@ def test_the_whole_update(draw: Draw, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def compiled() -> list[dict]:
-    """One process for all: the interpreter's environment variable must not be in it."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.kernels.muon_kernel_table"]
-    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert process.returncode == 0, process.stderr[-2000:]
-    return json.loads(process.stdout)
+    return compiled_rows("muon_kernel_table")
 
 
 def test_nothing_spills(compiled: list[dict]) -> None:

@@ -45,22 +45,32 @@ mix_rmsnorm_linear_forward = after_mix_rmsnorm(mix_rmsnorm_forward, linear_forwa
 
 
 def statistics_parts(
-    *, batch: int, length: int, num_heads: int, head_width: int, channels: int, widest: int, padded_vocab_size: int
+    *,
+    batch: int,
+    length: int,
+    num_heads: int,
+    head_width: int,
+    channels: int,
+    feed_forward: int,
+    widest: int,
+    padded_vocab_size: int,
 ) -> int:
     """One for each program of the kernel with the most of them."""
     tokens, heads = batch * length, (batch, num_heads, length, head_width)
     return max(
-        quantizing.quantize_parts(max(tokens, widest), widest),
+        quantizing.quantize_parts(tokens, widest),
+        quantizing.quantize_parts(widest, channels),
+        quantizing.quantize_parts(channels, widest),
         quantizing.quantize_parts(padded_vocab_size, channels),
         layernorm.forward_parts(tokens, channels),
         layernorm.backward_parts(tokens, channels),
         forward_parts(*heads),
         backward_parts(*heads),
-        gelu.forward_parts(tokens, widest),
-        elementwise.backward_parts(tokens, widest),
+        gelu.forward_parts(tokens, feed_forward),
+        elementwise.backward_parts(tokens, feed_forward),
         rmsnorm.backward_parts(tokens, channels),
         rotary.backward_parts(tokens),
-        swiglu.forward_parts(tokens, widest // 2),
+        swiglu.forward_parts(tokens, feed_forward),
     )
 
 

@@ -33,7 +33,7 @@ class Fp8Draw(Draw):
 
     def __init__(self, ops: ModuleType, device: torch.device):
         super().__init__(torch.bfloat16, device)
-        sizes = {"batch": B, "length": T, "channels": C, "widest": 2 * F, "padded_vocab_size": Vp}
+        sizes = {"batch": B, "length": T, "channels": C, "feed_forward": F, "widest": 2 * F, "padded_vocab_size": Vp}
         self.parts = max(ops.statistics_parts(num_heads=n, head_width=C // n, **sizes) for n in (1, H))
 
     def output(self, shape: Sequence[int], form: torch.dtype, exponent: int, **changes: Any) -> Quantized:

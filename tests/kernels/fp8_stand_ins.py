@@ -1,0 +1,65 @@
+"""Stand-ins for what Triton's interpreter lacks: PTX, and the hardware's rounding to fp8."""
+
+import pytest
+import triton
+import triton.language as tl
+
+from handgrad.fp8.cuda import (
+    attention,
+    classifier,
+    elementwise,
+    gelu as gelu_fp8,
+    layernorm,
+    quantizing,
+    relu2,
+    rotary,
+    swiglu,
+)
+from handgrad.ops.cuda.gelu import gelu, gelu_derivative
+
+MODULES = (attention, classifier, elementwise, gelu_fp8, layernorm, quantizing, relu2, rotary, swiglu)
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every module that has them. The interpreter's exact quotient is not the GPU's, so that bits are compared with the
+    plain GELU in the place of the fp8 kernels' own."""
+    for module in MODULES:
+        for name, function in (("rounded", rounded), ("word", word)):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, function)
+    monkeypatch.setattr(gelu_fp8, "gelu_and_derivative", separately)
+
+
+@triton.jit
+def rounded(x, scale, TYPE: tl.constexpr):
+    """x * scale as the hardware rounds it; the interpreter's own conversion to fp8 rounds wrongly."""
+    if tl.float8e5 == TYPE:
+        MANTISSA, BIAS, LARGEST_CODE = 2, 15, 0x7B
+    else:
+        MANTISSA, BIAS, LARGEST_CODE = 3, 7, 0x7E
+    y = x * scale
+    bits = y.to(tl.int32, bitcast=True)
+    sign, magnitude = (bits >> 24) & 0x80, bits & 0x7FFFFFFF
+    even = (magnitude >> (23 - MANTISSA)) & 1
+    normal = ((magnitude + (1 << (22 - MANTISSA)) - 1 + even) >> (23 - MANTISSA)) - ((127 - BIAS) << MANTISSA)
+    adding = 2.0 ** (24 - BIAS - MANTISSA)  # a sum with it is rounded at the format's smallest number
+    small = (tl.abs(y) + adding).to(tl.int32, bitcast=True) - ((127 + 24 - BIAS - MANTISSA) << 23)
+    code = tl.where(magnitude < ((128 - BIAS) << 23), small, tl.minimum(normal, LARGEST_CODE))
+    code = tl.where(magnitude > 0x7F800000, 0x7F, code)
+    return (code | sign).to(tl.uint8).to(TYPE, bitcast=True)
+
+
+@triton.jit
+def word(a, b, c, d, TYPE: tl.constexpr):
+    low = byte(a, TYPE) | (byte(b, TYPE) << 8)
+    return low | (byte(c, TYPE) << 16) | (byte(d, TYPE) << 24)
+
+
+@triton.jit
+def byte(x, TYPE: tl.constexpr):
+    return rounded(x, 1.0, TYPE).to(tl.uint8, bitcast=True).to(tl.int32)
+
+
+@triton.jit
+def separately(x):
+    return gelu(x), gelu_derivative(x)
