@@ -25,7 +25,7 @@ def compiled() -> list[dict]:
 
 
 def test_nothing_spills(compiled: list[dict]) -> None:
-    assert len(compiled) == 156 and [row for row in compiled if row["stack"]] == []
+    assert len(compiled) == 162 and [row for row in compiled if row["stack"]] == []
 
 
 def test_weights_are_asked_for_before_waiting(compiled: list[dict]) -> None:
