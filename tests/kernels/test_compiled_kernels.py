@@ -1,5 +1,5 @@
 """Cards that are not there: every kernel that is launched is among those that `benchmarks.compiled_kernels` compiles for
-them, and a sample of these compiles here."""
+them, a sample of these compiles here, and the page has the record's figures."""
 
 import ast
 import importlib
@@ -73,6 +73,16 @@ def test_a_sample_compiles() -> None:
     rows = [row for dtypes in json.loads(process.stdout).values() for row in dtypes.values()]
     assert sum(row["kernels"] for row in rows) == len(compiled_kernels.SAMPLE)
     assert [row for row in rows if row["failed"] or row["over_the_limit"] or row["spilled_bytes"]] == []
+
+
+def test_the_page_has_the_record() -> None:
+    """Nothing failed, nothing is beyond a card's shared memory, and the spills are those that the page names."""
+    figures = json.loads((ROOT / "benchmarks" / "results" / "compiled-kernels.json").read_text())["figures"]
+    page = (ROOT / "docs" / "compatibility.md").read_text()
+    expected = compiled_kernels.lines(figures)
+    assert [line for line in page.splitlines() if line.startswith("| ") and "| sm_" in line] == expected
+    rows = [row for dtypes in figures.values() for row in dtypes.values()]
+    assert len(rows) == 5 and not any(row["failed"] or row["over_the_limit"] for row in rows)
 
 
 @pytest.mark.parametrize(("found", "widest"), [((7, 5), 128), ((8, 0), 256), ((9, 0), 256), ((12, 0), 256), (None, 256)])
