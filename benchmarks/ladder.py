@@ -1,12 +1,15 @@
 """The steps of a lecture on this machine: GPT-2 in plain PyTorch, one improvement per row, up to handgrad's kernels.
 
 Each row is a fresh process that makes optimizer steps of one micro-batch for a few seconds. A row that needs a CUDA GPU
-is skipped elsewhere, and so is its improvement in later rows.
+is skipped elsewhere, and so is its improvement in later rows. The record is written after every row, so a climb that is cut
+short keeps what it has, and `--rows` goes on in it.
 
-    handgrad bench ladder
+    handgrad bench ladder --out ladder.json
+    handgrad bench ladder --out ladder.json --rows 6-9
 """
 
 import dataclasses
+import re
 import sys
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,10 +19,11 @@ import torch
 from benchmarks.contenders import HandgradRun, Settings, TwinRun, tokens_of
 from benchmarks.gpu_step import rounded
 from benchmarks.gpu_twin import Switches
-from benchmarks.record import write_record
+from benchmarks.record import continued, write_record
 from benchmarks.turns import Peer, PeerFailed, Run, answers, contend, note
 from handgrad import devices
 from handgrad.config import ModelShape
+from handgrad.errors import UsageError
 
 WARM_UP_SECONDS = 1.0
 
@@ -89,12 +93,20 @@ def climb(rung: int, settings: Settings, seconds: float) -> dict[str, Any]:
     }
 
 
-def add_gains(rows: list[dict[str, Any]]) -> None:
-    """Each measured row against the measured row before it, and against the first."""
+def add_gains(rows: list[dict[str, Any]], titles: list[str]) -> None:
+    """Each measured row against the measured row before it, and against the first. `titles`: of all rows; one that is still
+    to come leaves the row after it without a gain."""
+    made = {row["title"]: row for row in rows}
     measured = [row for row in rows if "tokens_per_second" in row]
+    for row in rows:
+        row.pop("gain", None)
+        row.pop("gain_from_the_bottom", None)
     for row, before in zip(measured[1:], measured, strict=False):
-        row["gain"] = row["tokens_per_second"] / before["tokens_per_second"]
-        row["gain_from_the_bottom"] = row["tokens_per_second"] / measured[0]["tokens_per_second"]
+        between = titles[titles.index(before["title"]) : titles.index(row["title"])]
+        if all(title in made for title in between):
+            row["gain"] = row["tokens_per_second"] / before["tokens_per_second"]
+        if titles[0] in made:
+            row["gain_from_the_bottom"] = row["tokens_per_second"] / measured[0]["tokens_per_second"]
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
@@ -120,29 +132,46 @@ def titled(rung: Rung, shape: ModelShape) -> str:
     return rung.title.format(V=shape.vocab_size, Vp=shape.padded_vocab_size)
 
 
+def rungs_of(text: str) -> list[int]:
+    """The places in `RUNGS` of rows as people count them: `6-9` or `1,8,9`. Raises `UsageError`."""
+    found: list[int] = []
+    for part in text.split(","):
+        matched = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
+        first, last = (int(matched[1]), int(matched[2] or matched[1])) if matched else (0, 0)
+        if not 1 <= first <= last <= len(RUNGS):
+            raise UsageError(f"rows are numbers from 1 to {len(RUNGS)} like 6-9 or 1,8,9, found {text!r}")
+        found += range(first - 1, last)
+    return sorted(set(found))
+
+
 def compare(settings: Settings, seconds: float, out: str, rungs: list[int] | None = None) -> list[dict[str, Any]]:
-    """Climbs (all rungs, or those at the places given), prints the table, writes it to `out` if that is not empty."""
+    """Climbs: all rungs, or those at the places given, beside which the rows stay that `out` has already. Prints the table,
+    and writes it to `out`, if that is not empty, after every row."""
     device = devices.resolve_device(settings.device)
     tokens = tokens_of(settings)
     shape = settings.config().shape(tokens.vocab_size)
-    rows = []
+    described = {"settings": {**dataclasses.asdict(settings), "seconds": seconds}, "tokens": tokens.words}
+    before = continued(out, device, described) if out and rungs is not None else None
+    done: dict[str, dict[str, Any]] = {row["title"]: row for row in before or ()}
+    titles = [titled(rung, shape) for rung in RUNGS]
+    rows: list[dict[str, Any]] = []
     for rung in range(len(RUNGS)) if rungs is None else rungs:
-        row: dict[str, Any] = {"title": titled(RUNGS[rung], shape)}
+        row: dict[str, Any] = {"title": titles[rung]}
         if RUNGS[rung].cuda and device.type != "cuda":
             row["skipped"] = "needs a CUDA GPU"
         else:
             row |= climb(rung, settings, seconds)
             note(f"{row['title']}: {row.get('failed') or round(row['tokens_per_second'])}")
-        rows.append(row)
-    add_gains(rows)
+        done[row["title"]] = row
+        rows = [done[title] for title in titles if title in done]
+        add_gains(rows, titles)
+        if out:
+            write_record(out, device, **described, figures=rounded(rows))
     print(
         f"\n{settings.model}, micro-batches of {settings.micro_batch} x {settings.sequence_length} tokens ({tokens.words}),"
         f" an optimizer step after every {settings.micro_steps}, {devices.describe(device)}, {seconds:g} s a row\n"
     )
     print("\n".join(table(rows)))
-    if out:
-        described = {**dataclasses.asdict(settings), "seconds": seconds}
-        write_record(out, device, settings=described, tokens=tokens.words, figures=rounded(rows))
     return rows
 
 

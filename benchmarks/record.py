@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from handgrad import devices
+from handgrad.errors import DataError
 
 ROOT = Path(__file__).parents[1]
 
@@ -38,6 +39,25 @@ def provenance(device: torch.device) -> dict[str, Any]:
         **({"uncommitted_changes": True} if changed else {}),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
     }
+
+
+def continued(path: str | Path, device: torch.device, same: dict[str, Any]) -> Any:
+    """The figures of a record that a benchmark goes on in; None where there is no file. Raises `DataError` if its commit,
+    machine, versions or what is the `same` for all its figures differ: they would not compare."""
+    path = Path(path)
+    if not path.is_file():
+        return None
+    try:
+        record = dict(json.loads(path.read_text(encoding="utf-8")))
+        figures = record["figures"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} is no record of a benchmark ({error}); remove it") from None
+    origin = {name: value for name, value in provenance(device).items() if name != "date"}
+    for name, value in {**origin, **same}.items():
+        if record.get(name) != value:
+            has = f"{path} has {name} {record.get(name)!r}, here it is {value!r}"
+            raise DataError(f"{has}: the figures do not compare; name another --out")
+    return figures
 
 
 def write_record(path: str | Path, device: torch.device, **content: Any) -> None:

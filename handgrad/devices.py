@@ -85,6 +85,12 @@ def use_precision(device: torch.device, precision: str) -> torch.dtype:
     return DTYPES[precision]
 
 
+def check_optimizer(device: torch.device, optimizer: str) -> None:
+    """Raises `UsageError` for an optimizer that does not run on the device."""
+    if device.type == "cuda":
+        gpus.check_optimizer(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device), optimizer)
+
+
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's mallopt
 
 

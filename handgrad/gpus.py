@@ -79,3 +79,9 @@ def check_precision(name: str, capability: Capability, precision: str) -> None:
         raise UsageError(f"{name} has no fp8 (Ada and Hopper have); use --precision bf16")
     if precision == "fp8" and capability[0] == 10:  # Triton 3.6 and 3.7 fail on fp8 attention's kernels there
         raise UsageError(f"precision fp8 does not run on {name} yet: its kernels do not compile; use --precision bf16")
+
+
+def check_optimizer(name: str, capability: Capability, optimizer: str) -> None:
+    """Raises `UsageError` for an optimizer that does not run on the GPU called `name`."""
+    if optimizer == "muon" and capability < BF16_CAPABILITY:
+        raise UsageError(f"{name} has no bf16, in which optimizer muon computes polar factors; use --optimizer adamw")

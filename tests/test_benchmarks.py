@@ -19,7 +19,7 @@ from benchmarks.gpu_twin import ATTENTIONS, OPTIONS, Switches, switches_of
 from benchmarks.turns import Peer, PeerFailed, contend, timed_turn
 from handgrad.cli import main
 from handgrad.config import PRECISIONS
-from handgrad.errors import UsageError
+from handgrad.errors import DataError, UsageError
 
 CPU = torch.device("cpu")
 SMALL = Settings(
@@ -238,12 +238,47 @@ def test_gains_are_over_the_measured_row_before() -> None:
     row = {"milliseconds_per_micro_batch": 1.0, "reserved_bytes": None, "first_step_seconds": 1.0}
     speeds = {"a": 100.0, "b": None, "c": 150.0, "d": None, "e": 600.0}
     rows = [{"title": t, "tokens_per_second": s, **row} if s else {"title": t, "failed": "no"} for t, s in speeds.items()]
-    ladder.add_gains(rows)
+    ladder.add_gains(rows, list(speeds))
     assert [(row.get("gain"), row.get("gain_from_the_bottom")) for row in rows] == [
         *((None, None), (None, None), (1.5, 1.5), (None, None), (4.0, 6.0))
     ]
     lines = ladder.table(rows)
     assert "x 4.00   x 6.00" in lines[5] and "no" in lines[2]
+    ladder.add_gains(rows, ["a", "b", "b2", "c", "d", "e"])
+    assert [row.get("gain") for row in rows] == [None, None, None, None, 4.0], "a row to come leaves no gain"
+
+
+def test_a_climb_that_was_cut_short_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After every row there is a record; the rows to come join it, unless they would not compare."""
+    out, speed = tmp_path / "ladder.json", {"tokens_per_second": 1.0, "milliseconds_per_micro_batch": 1.0}
+    found = {**speed, "reserved_bytes": None, "first_step_seconds": 1.0}
+    monkeypatch.setenv("HANDGRAD_COMMIT", "one")
+
+    def climb(rung: int, settings: object, seconds: float) -> dict[str, object]:
+        if rung == 5:
+            raise KeyboardInterrupt
+        return {**found, "tokens_per_second": 2.0 * (rung + 1)}
+
+    monkeypatch.setattr(ladder, "climb", climb)
+    with pytest.raises(KeyboardInterrupt):
+        ladder.compare(SMALL, 0.2, str(out))
+    assert [row.get("gain") for row in json.loads(out.read_text())["figures"]] == [None, None, 3.0, None, 1.6667]
+    monkeypatch.setattr(ladder, "climb", lambda rung, settings, seconds: {**found, "tokens_per_second": 60.0})
+    rows = ladder.compare(SMALL, 0.2, str(out), rungs=ladder.rungs_of("6-9"))
+    assert len(rows) == len(ladder.RUNGS) and rows[5]["gain"] == 6.0 and rows[5]["gain_from_the_bottom"] == 30.0
+    assert json.loads(out.read_text())["figures"][-2]["gain"] == 1.0
+    with pytest.raises(DataError, match=r"has settings .* the figures do not compare; name another --out"):
+        ladder.compare(SMALL, 0.3, str(out), rungs=[8])
+    monkeypatch.setenv("HANDGRAD_COMMIT", "two")
+    with pytest.raises(DataError, match="has commit 'one', here it is 'two'"):
+        ladder.compare(SMALL, 0.2, str(out), rungs=[8])
+
+
+def test_rows_of_a_ladder_as_people_count_them() -> None:
+    assert ladder.rungs_of("6-9") == [5, 6, 7, 8] and ladder.rungs_of("9, 1,8-9") == [0, 7, 8]
+    for wrong in ("0", "10", "9-6", "x", "1-", "3,", "-2"):
+        with pytest.raises(UsageError, match="rows are numbers from 1 to 9"):
+            ladder.rungs_of(wrong)
 
 
 @pytest.mark.parametrize(
@@ -253,6 +288,8 @@ def test_gains_are_over_the_measured_row_before() -> None:
         (["ladder", "--rounds", "3"], "--rounds does nothing in `bench ladder`"),
         (["ladder", "--seconds", "0"], "--seconds must be above 0"),
         (["ladder", "--device", "cuda"], "device cuda"),
+        (["ladder", "--rows", "6-9"], "--rows goes on in a record: give its --out FILE"),
+        (["ladder", "--rows", "6-10", "--out", "{shards}/x.json"], "rows are numbers from 1 to 9"),
         (["loss"], "give --data DIR"),
         (["loss", "--data", "{shards}", "--contenders", "twin-flsh,handgrad-bf16"], "did you mean twin-flash?"),
         (["loss", "--data", "{shards}", "--contenders", "twin-flash"], "two names"),

@@ -284,20 +284,23 @@ def test_a_gpu_that_is_too_old(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_kernels_are_launched(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("handgrad.backend.why_no_kernels", lambda device: "")
     told = {"products": "cuBLASLt 13, 42 algorithms", "attention": "Triton"}
-    asked = {"versions": lambda: told, "tuning": lambda: "algorithms from a table"}
+    asked = {"versions": lambda: told, "tuning": lambda lost: f"algorithms from a table; {lost}"}
     ops, fp8_ops = backend(**asked), backend(fp8_reference, **asked)
     monkeypatch.setattr("importlib.import_module", {"handgrad.ops.cuda": ops, "handgrad.fp8.cuda": fp8_ops}.__getitem__)
-    monkeypatch.setattr(doctor, "check_kernels", lambda *found: iter([(found == (ops, CUDA, torch.float16), "checked")]))
+    without_muon = {line: make for line, make in doctor.CASES.items() if not line.startswith("muon")}
+    expected = ops, CUDA, torch.float16, without_muon
+    monkeypatch.setattr(doctor, "check_kernels", lambda *found: iter([(found == expected, "checked")]))
     dropout = object()
     monkeypatch.setattr(doctor, "dropout_operations", {ops: dropout}.__getitem__)
     monkeypatch.setattr(doctor, "check_dropout_kernels", lambda *found: iter([(found[0] is dropout, "with dropout")]))
     monkeypatch.setattr(doctor.devices, "use_precision", lambda device, precision: doctor.devices.DTYPES[precision])
     lines = list(doctor.examine_gpu(CUDA))
-    assert lines[-5:] == [
+    assert lines[-6:] == [
         (True, "GEMMs by cuBLASLt 13, 42 algorithms; attention by Triton"),
-        (True, "algorithms from a table"),
+        (True, "algorithms from a table; the speed lost on this GPU is not measured"),
         (True, "checked"),
         (True, "with dropout"),
+        (True, "--optimizer muon needs bf16, which compute capability 7.0 lacks: train with adamw"),
         (
             True,
             "--precision fp8 needs compute capability 8.9 (Ada, Hopper or newer), this GPU has 7.0: train in fp16",

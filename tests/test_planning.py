@@ -241,6 +241,7 @@ def test_no_library_of_a_gpu_is_needed(nowhere: Path) -> None:
         (["--gpu", "h10"], "did you mean h100?"),
         (["--gpu", "a100", "--precision", "fp8"], "A100 80GB SXM has no fp8"),
         (["--gpu", "t4", "--precision", "bf16"], "T4 has no bf16"),
+        (["--gpu", "t4", "--optimizer", "muon"], "T4 has no bf16, in which optimizer muon"),
         (["--gpu", "h100", "--fit", "much"], "fit must be a size"),
         (["--gpu", "h100", "--gpus", "3"], "expected a power of two"),
         (["--gpu", "h100", "--gpus", "2", "--ranks", "4"], "--gpus and --ranks say the same thing"),

@@ -9,6 +9,7 @@ import torch
 from handgrad import devices, load
 from handgrad.checkpoint import peek_config
 from handgrad.config import RunConfig
+from handgrad.errors import UsageError
 from handgrad.presets import PRESETS
 from handgrad.run.resolve import resolve
 from handgrad.run.start import precision_of, train
@@ -67,3 +68,19 @@ def test_a_run_goes_on_in_the_precision_that_it_began_with(
     losses = (Path(config.out) / "metrics.jsonl").read_text()
     train(config)  # finished: the same run, not another configuration
     assert (Path(config.out) / "metrics.jsonl").read_text().startswith(losses)
+
+
+def test_a_gpu_without_bf16_refuses_muon(capability: dict[str, tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its polar factors are products of bf16; AdamW has none."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Tesla T4")
+    capability["is"] = (8, 0)
+    devices.check_optimizer(CUDA, "muon")
+    capability["is"] = (7, 5)
+    devices.check_optimizer(CUDA, "adamw")
+    devices.check_optimizer(CPU, "muon")
+    with pytest.raises(UsageError, match=r"Tesla T4 has no bf16, in which optimizer muon .*; use --optimizer adamw"):
+        devices.check_optimizer(CUDA, "muon")
+    wanted = RunConfig(precision="fp16", optimizer="muon", micro_batch=1, tokens_per_step=1024, device="cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(UsageError, match="optimizer muon"):
+        resolve(wanted, 300, device=CUDA)

@@ -276,6 +276,7 @@ def bench(parser: Parser) -> None:
     parser.add_argument("--starts", type=int, choices=(1, 2), help=starts)
     parser.number("--steps", "loss: optimizer steps (default: 200)", **whole)
     parser.number("--learning-rate", "loss: at its peak (default: 6e-4)", **real)
+    parser.add_argument("--rows", metavar="NUMBERS", help="ladder: these alone, into --out beside what it has, like 6-9")
     parser.number("--rounds", "step on a CPU: slices of every contender (default: 5)", **whole)
     parser.add_argument("--out", default="", metavar="FILE", help="also write the figures as JSON")
 

@@ -78,7 +78,12 @@ def bench_loss(parsed: Namespace, device: str) -> None:
 
 
 def bench_ladder(parsed: Namespace, device: str) -> None:
-    module("ladder").compare(settings(parsed, device, 16), parsed.seconds or 5.0, parsed.out)
+    ladder = module("ladder")
+    if parsed.rows and not parsed.out:
+        raise UsageError("--rows goes on in a record: give its --out FILE")
+    module("record").keep_commit()
+    rungs = ladder.rungs_of(parsed.rows) if parsed.rows else None
+    ladder.compare(settings(parsed, device, 16), parsed.seconds or 5.0, parsed.out, rungs)
 
 
 def bench_kernels(parsed: Namespace, device: str) -> None:
@@ -117,7 +122,7 @@ BENCHMARKS: dict[str, tuple[Callable[[Namespace, str], None], str]] = {
     "step": (bench_step, f"{BATCH} precision recompute contenders seconds turn_seconds starts"),
     "step on a CPU": (bench_cpu_step, "micro_batch sequence_length rounds"),
     "loss": (bench_loss, f"{BATCH} recompute contenders steps learning_rate"),
-    "ladder": (bench_ladder, f"{BATCH} precision recompute seconds"),
+    "ladder": (bench_ladder, f"{BATCH} precision recompute seconds rows"),
     "kernels": (bench_kernels, ""),
     "sampling": (bench_sampling, "micro_batch precision contenders"),
     "fp8": (bench_fp8, ""),

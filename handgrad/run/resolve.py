@@ -53,6 +53,7 @@ def resolve(
     device = devices.resolve_device(config.device) if device is None else device
     config = with_precision(config, device)
     dtype = devices.use_precision(device, config.precision)
+    devices.check_optimizer(device, config.optimizer)
     if sizes is not None:
         ops = sizes
     plain_ops = choose_backend(config.backend, device, "tf32" if config.precision == "tf32" else "") if ops is None else ops

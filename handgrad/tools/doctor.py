@@ -17,11 +17,13 @@ from handgrad.data.tokenizer import load_tokenizer
 from handgrad.dropout.bind import dropout_operations
 from handgrad.errors import HandgradError
 from handgrad.format import human_bytes
+from handgrad.gpus import BF16_CAPABILITY
 from handgrad.ops import reference
 from handgrad.run.assemble import assemble
 from handgrad.run.resolve import resolve
 from handgrad.tools.kernel_checks.fp8 import OLDEST_FP8, check_fp8_kernels
-from handgrad.tools.kernel_checks.operations import check_dropout_kernels, check_kernels
+from handgrad.tools.kernel_checks.operations import CASES, Cases, check_dropout_kernels, check_kernels
+from handgrad.tools.measured import lost_without_table
 from handgrad.tools.profile import MadeUpTokens
 from handgrad.tools.rates import gemm_flops
 
@@ -79,7 +81,7 @@ def examine_package(package: str, remedy: str, *, optional: bool = False) -> tup
 
 def half_precision(device: torch.device) -> str:
     """The 16-bit precision to train in: fp16 on GPUs before Ampere, else bf16."""
-    return "fp16" if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0) else "bf16"
+    return "fp16" if device.type == "cuda" and torch.cuda.get_device_capability(device) < BF16_CAPABILITY else "bf16"
 
 
 def examine_gpu(device: torch.device) -> Iterator[tuple[bool, str]]:
@@ -100,15 +102,22 @@ def examine_gpu(device: torch.device) -> Iterator[tuple[bool, str]]:
         yield False, str(error)
         return
     yield True, f"GEMMs by {used['products']}; attention by {used['attention']}"
-    yield True, kernels.tuning()
+    yield True, kernels.tuning(lost_without_table(torch.cuda.get_device_name(device)))
     dtype = devices.use_precision(device, half_precision(device))
-    yield from check_kernels(kernels, device, dtype)
+    yield from check_kernels(kernels, device, dtype, cases_on(capability))
     yield from check_dropout_kernels(dropout_operations(kernels), device, dtype)
+    if capability < BF16_CAPABILITY:
+        yield True, f"--optimizer muon needs bf16, which compute capability {dotted(capability)} lacks: train with adamw"
     if capability < OLDEST_FP8:
         needed = f"compute capability {dotted(OLDEST_FP8)} (Ada, Hopper or newer)"
         yield True, f"--precision fp8 needs {needed}, this GPU has {dotted(capability)}: train in {half_precision(device)}"
     else:
         yield from check_fp8_kernels(choose_backend("kernels", device, "fp8"), device)
+
+
+def cases_on(capability: tuple[int, int]) -> Cases:
+    """The operations that runs launch on a GPU: Muon's, whose products are of bf16, only where there is bf16."""
+    return {line: make for line, make in CASES.items() if capability >= BF16_CAPABILITY or not line.startswith("muon")}
 
 
 def dotted(capability: tuple[int, int]) -> str:

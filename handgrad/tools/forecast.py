@@ -103,6 +103,7 @@ def settled(config: RunConfig, gpu: Gpu, ranks: int) -> RunConfig:
     """`config` as it would start on `ranks` such GPUs: its precision and its lanes."""
     precision = gpus.auto_precision(gpu.capability) if config.precision == AUTO else config.precision
     gpus.check_precision(gpu.title, gpu.capability, precision)
+    gpus.check_optimizer(gpu.title, gpu.capability, config.optimizer)
     check_offload(config, torch.device("meta"), ranks)
     config = replace(config, precision=precision, lanes=settled_lanes(config, ranks))
     if not list(micro_batches(config)):

@@ -47,6 +47,31 @@ ROWS = (
 )
 
 
+class WithoutTable(NamedTuple):
+    """The share of a step's speed that a GPU loses where the heuristic's first algorithms stand in for its table's."""
+
+    gpu: str  # in the name that torch has for it
+    model: str
+    precision: str
+    lost: float
+    source: str  # a record of `benchmarks.tuned_tables`
+
+
+WITHOUT_TABLE: tuple[WithoutTable, ...] = ()  # none has been measured yet
+
+
+def lost_without_table(name: str) -> str:
+    """The speed that a GPU of this name loses without a table, for `doctor`; of other GPUs where it is not measured."""
+    rows: dict[str, list[str]] = {}
+    for row in WITHOUT_TABLE:
+        rows.setdefault(row.gpu, []).append(f"{row.lost:.1%} ({row.model} {row.precision})")
+    here = next((found for gpu, found in rows.items() if gpu in name), None)
+    if here:
+        return f"a step loses {', '.join(here)} of its speed without one"
+    elsewhere = [f"on {gpu} a step loses {', '.join(found)} of its speed without one" for gpu, found in rows.items()]
+    return "; ".join(["the speed lost on this GPU is not measured", *elsewhere])
+
+
 def find(gpu: str, config: RunConfig, ranks: int) -> Measured | None:
     """The measured speed of this very run: model, context, precision, micro-batch, and the settings that cost time."""
     usual = RunConfig()

@@ -18,6 +18,8 @@ from handgrad import devices, presets
 from handgrad.backend import choose_backend
 from handgrad.config import ModelShape, RunConfig
 from handgrad.ops import cuda as kernels, reference
+from handgrad.ops.cuda import attention_triton
+from handgrad.ops.cuda.attention_configs import TURING
 from handgrad.run.assemble import assemble
 from handgrad.run.resolve import resolve
 from handgrad.run.start import train
@@ -128,6 +130,26 @@ def test_attention(B: int, T: int, H: int, D: int, dtype: torch.dtype, scratch: 
         )
         ops.attention_forward(out, lse, qkv, scratch=scratch)
         ops.attention_backward(dqkv, dout, out, lse, qkv, scratch=own_scratch)
+        return {"out": out, "lse": lse, "dqkv": dqkv}
+
+    compare(run, dtype)
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_attention_in_turings_tiles(D: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, scratch: Tensor) -> None:
+    """On whatever GPU there is: the tiles of a T4."""
+    B, T, H, C = 2, 130, 2, 2 * D
+    monkeypatch.setattr(attention_triton, "choose_config", lambda name, *_: TURING[name, D])
+    packed, dy = randn(B * T, 3 * C, dtype=dtype, seed=1), randn(B * T, C, dtype=dtype, seed=2)
+
+    def run(ops: ModuleType, kind: torch.dtype) -> dict[str, Tensor]:
+        qkv, dout = packed.to(kind), dy.to(kind)
+        out, dqkv = empty(B * T, C, dtype=kind), empty(B * T, 3 * C, dtype=kind)
+        lse = empty(B, H, T, dtype=statistics(kind))
+        ops = attention_triton if ops is kernels else ops
+        ops.attention_forward(out, lse, qkv)
+        ops.attention_backward(dqkv, dout, out, lse, qkv, scratch=scratch)
         return {"out": out, "lse": lse, "dqkv": dqkv}
 
     compare(run, dtype)

@@ -44,8 +44,8 @@ SIGNATURE |= dict.fromkeys(("O", "K", "C", "T", "maxT", "D", "stride"), "i32:16"
 SIGNATURE |= dict.fromkeys(("SCALE", "temperature", "penalty", "least", "epsilon"), "fp32")
 
 
-def launches() -> dict[str, tuple[triton.JITFunction, dict[str, object], int]]:
-    """name: (kernel, its constants, warps), as the operations launch them."""
+def launches(*, turing: bool = False) -> dict[str, tuple[triton.JITFunction, dict[str, object], int]]:
+    """name: (kernel, its constants, warps), as the operations launch them; `turing`: on a GPU before Ampere."""
     found: dict[str, tuple[triton.JITFunction, dict[str, object], int]] = {}
     everything = ("norm_weight", "norm_bias", "scales", "bias", "residual", "sums", "tops", "totals")
 
@@ -106,13 +106,11 @@ def launches() -> dict[str, tuple[triton.JITFunction, dict[str, object], int]]:
     for D, parts in ((64, 4), (64, 16), (128, 4)):
         constants = {"KEYS": attention_decode.PART_TILE // D, "D": D, "GROUP": 1, "SPLITS": parts}
         found[f"a part of {parts}, heads of {D}"] = attention_decode._attention_part, constants, attention_decode.PART_WARPS
-    for D in (64, 128):
-        constants = {"QUERIES": attention_append.QUERIES, "KEYS": attention_append.KEYS, "BLOCK": D, "GROUP": 1}
-        found[f"attention of new tokens, heads of {D}"] = (
-            attention_append._attention_append,
-            constants,
-            attention_append.WARPS,
-        )
+    queries, keys, warps = attention_append.TURING_TILE if turing else attention_append.TILE
+    for D, group in ((64, 1), (128, 1), (64, 4), (128, 2)):
+        constants = {"QUERIES": queries, "KEYS": keys, "BLOCK": D, "GROUP": group}
+        name = f"attention of new tokens, heads of {D}, {group} to a key"
+        found[name] = attention_append._attention_append, constants, warps
     found["advance"] = decode._advance, {"BLOCK": 1}, 1
     found["embedding"] = decode._embedding, {"BLOCK": 1024}, 2
     found["token embedding"] = decode._embedding, {"BLOCK": 1024, "positions": None, "wpe": None}, 2
@@ -127,9 +125,10 @@ def runs(name: str, arch: int) -> bool:
     return arch >= 89 or "fp8" not in name
 
 
-def compiled(name: str, arch: int) -> dict[str, object]:
-    kernel, constants, warps = launches()[name]
-    signature = dict(SIGNATURE)
+def compile_one(job: tuple[str, str, int]) -> dict[str, object]:
+    name, dtype, arch = job
+    kernel, constants, warps = launches(turing=arch < 80)[name]
+    signature = SIGNATURE | dict.fromkeys(POINTERS, f"*{dtype}:16")
     if name == "join":
         signature["values"] = "*fp32:16"
     if "fp8" in name:
@@ -146,6 +145,7 @@ def compiled(name: str, arch: int) -> dict[str, object]:
     copies = [int(size, 16) for size in re.findall(r"cp\.async\.c[ag]\.shared\.global [^;]*?\], 0x(\w+)", before)]
     return {
         "kernel": name,
+        "dtype": dtype,
         "arch": arch,
         "registers": result["registers"],
         "stack": result["stack"],
@@ -165,5 +165,5 @@ def tile_bytes(name: str, constants: dict[str, object]) -> int:
 
 if __name__ == "__main__":
     with ThreadPoolExecutor(2) as pool:
-        jobs = [pool.submit(compiled, name, arch) for name in launches() for arch in ARCHITECTURES if runs(name, arch)]
-        json.dump([job.result() for job in jobs], sys.stdout, indent=1)
+        jobs = [(name, "bf16", arch) for name in launches() for arch in ARCHITECTURES if runs(name, arch)]
+        json.dump(list(pool.map(compile_one, jobs)), sys.stdout, indent=1)

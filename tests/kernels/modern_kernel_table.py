@@ -133,17 +133,21 @@ def copied(ptx: str) -> int:
     return max((int(n, 16) for n in re.findall(r"cp\.async\.cg\S+ .*0x([0-9a-f]+), %r", ptx)), default=0)
 
 
-def compile_one(job: tuple[str, str]) -> dict[str, object]:
-    name, dtype = job
+def compile_one(job: tuple[str, str, int]) -> dict[str, object]:
+    name, dtype, arch = job
     kernel, constants, warps = launches(DTYPES[dtype])[name]
+    if constants.get("OVERLAPS"):
+        constants = {**constants, "OVERLAPS": arch >= 90}
     signature = {n: TYPES.get(n, f"*{dtype}:16") for n in kernel.arg_names}
-    made = compile_kernel(kernel, signature, constants, warps, 3, ARCHITECTURE)
+    made = compile_kernel(kernel, signature, constants, warps, 3, arch)
     return {
         "kernel": name,
         "dtype": dtype,
+        "arch": arch,
         "warps": warps,
         "registers": made["registers"],
         "stack": made["stack"],
+        "shared": made["shared"],
         "load": widest(made["ptx"], "ld"),
         "store": widest(made["ptx"], "st"),
         "copy": copied(made["ptx"]),
@@ -153,5 +157,5 @@ def compile_one(job: tuple[str, str]) -> dict[str, object]:
 
 if __name__ == "__main__":
     with ThreadPoolExecutor(2) as pool:
-        jobs = [(name, dtype) for dtype, itemsize in DTYPES.items() for name in launches(itemsize)]
+        jobs = [(name, dtype, ARCHITECTURE) for dtype, itemsize in DTYPES.items() for name in launches(itemsize)]
         print(json.dumps(list(pool.map(compile_one, jobs))))

@@ -1,18 +1,13 @@
 """Attention's kernels: right in the interpreter (float32), and without spills when compiled for GPUs that are not there.
 
-    TRITON_INTERPRET=0 python -m tests.kernels.test_attention_kernels [all]      prints what each configuration costs
-
 The interpreter's products of 16-bit inputs are garbage: those are checked on a GPU.
 """
 
-import importlib
 import json
 import math
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -25,10 +20,10 @@ pytest.importorskip("triton")
 
 from handgrad.dropout import cuda as dropout_kernels, reference as dropout_reference
 from handgrad.dropout.masks import Dropout
-from handgrad.fp8_shape import WIDEST_HEAD_OF_FP8
 from handgrad.ops import reference
 from handgrad.ops.cuda import attention_triton
-from handgrad.ops.cuda.attention_configs import CONFIGS, Config, shipped
+from handgrad.ops.cuda.attention_configs import Config
+from tests.kernels.attention_kernel_table import check
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROUNDING = 2.0**-24
@@ -127,105 +122,12 @@ def test_scratch_is_checked() -> None:
         attention_triton.attention_backward(*tensors, scratch=torch.zeros(64, dtype=torch.uint8, device=DEVICE))
 
 
-RANDOM = {"samples": "*i64:16", "stream": "i32", "threshold": "i32", "dropout_scale": "fp32"}
-FORMATS = {"fp8e4nv": (448.0, 2.0**-10), "fp8e5": (57344.0, 2.0**-17)}
-KINDS = {"plain": "ops.cuda.attention_triton", "grouped": "ops.cuda.attention_triton", "dropout": "dropout.cuda.attention"}
-KINDS |= dict.fromkeys(FORMATS, "fp8.cuda.attention")
-DOCUMENTS = " with documents"  # behind a kind
-OLDER = "dkdv", 256  # its tiles have too few rows for Hopper's tensor-core instructions: they run Ampere's
-# With documents. (kernel, head width, inputs of 16 bits), and the bytes of a thread: float32 is no precision for speed.
-SPILLING, SPILLED = {("dkdv", 256, False)}, 288
-
-
-def arguments(kernel, D: int, dtype: str, config: Config, *, tail: bool, kind: str) -> tuple[dict, dict, dict]:
-    """(signature, constants, options) of a kernel as it is launched at GPT-2's sizes; of `kind` fp8e4nv and fp8e5, that
-    write a gradient in fp8 alone."""
-    kind, documents = kind.removesuffix(DOCUMENTS), kind.endswith(DOCUMENTS)
-    types = {
-        "starts": "*i32:16",
-        "lse": "*fp32:16",
-        "sums": "*fp32:16",
-        "H": "i32",
-        "T": "i32" if tail else "i32:16",
-        "C": "i32:16",
-    }
-    types |= {"row_stride": "i32:16", "N": types["T"], "PARTS": "i32:16", "scaling": "*fp32", "statistics": "*fp32"}
-    types |= {"rows": f"*{kind}:16", "columns": f"*{kind}:16", **RANDOM}
-    signature = {name: types.get(name, f"*{dtype}:16") for name in kernel.arg_names}
-    constants = {"D": D, "WIDTH": D, "QUERIES": config.queries, "KEYS": config.keys, "TAIL": tail}
-    constants |= {"GROUP": 4} if kind == "grouped" else {}
-    constants |= {"starts": None} if "starts" in kernel.arg_names and not documents else {}
-    if kind in FORMATS:
-        largest, vanishes_at = FORMATS[kind]
-        constants |= {"LARGEST": largest, "VANISHES_AT": vanishes_at}
-        constants |= {"dqkv": None} if "dqkv" in kernel.arg_names else {}
-    return signature, constants, {"maxnreg": config.registers} if config.registers else {}
-
-
-def compiled_table(*, everything: bool) -> list[dict]:
-    """The cost of each shipped configuration. `everything`: also fp16, and lengths that leave a tail."""
-    from tests.kernels.compiling import SHARED_LIMIT, compile_kernel
-
-    modules = {kind: importlib.import_module(f"handgrad.{module}") for kind, module in KINDS.items()}
-
-    def cost(case: tuple) -> dict:
-        (name, D, narrow, newer), config, kind, dtype, arch, tail = case
-        base = kind.removesuffix(DOCUMENTS)
-        kernel = getattr(modules[base], "grouped_dkdv_kernel" if (base, name) == ("grouped", "dkdv") else f"{name}_kernel")
-        if kind != "plain":
-            groups = {"grouped": base == "grouped", "documents": kind != base}
-            config = shipped(name, D, narrow=narrow, newer=newer, **groups)
-        signature, constants, options = arguments(kernel, D, dtype, config, tail=tail, kind=kind)
-        made = compile_kernel(kernel, signature, constants, config.warps, config.stages, arch, **options)
-        return {
-            "kernel": f"{kind} {name} D {D} sm_{arch} {dtype}{' tail' * tail} {tuple(config)}",
-            "registers": made["registers"],
-            "stack": made["stack"],
-            "shared": made["shared"],
-            "limit": SHARED_LIMIT[arch if newer else 86],
-            "most_stack": SPILLED if (name, D, narrow) in SPILLING and kind != base else 32 * (tail or kind != base),
-            "wgmma": "wgmma.mma_async" in made["ptx"] if arch == 90 and narrow and (name, D) != OLDER else None,
-            "serialized": made["serialized"],
-        }
-
-    cases = []
-    for (name, D), narrow, newer in product(CONFIGS, (True, False), (True, False)):
-        config = shipped(name, D, narrow=narrow, newer=newer)
-        dtypes = (("bf16", "fp16") if everything else ("bf16",)) if narrow else ("fp32",)
-        tails = (False, True) if everything else (False,)
-        architectures = (90, 100) if newer else (80,)
-        kinds = ("plain", "dropout") if narrow and (D == 64 or everything) else ("plain",)
-        cuts = list(product(kinds, dtypes, architectures, tails))
-        if narrow or not newer or everything:
-            cuts += product((f"plain{DOCUMENTS}",), dtypes, architectures[: 2 if everything else 1], tails)
-        if narrow and newer:  # Triton (3.6, 3.7) compiles the statistics' reductions to one number not for sm_100
-            more = f"fp8e4nv{DOCUMENTS}", f"grouped{DOCUMENTS}", f"dropout{DOCUMENTS}"
-            fp8 = FORMATS if D <= WIDEST_HEAD_OF_FP8 else ()
-            cuts += product((*fp8, "grouped", *more[not fp8 :]), ("bf16",), (90,), tails)
-        cases += [((name, D, narrow, newer), config, *cut) for cut in cuts]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(cost, cases))
-
-
 def test_shipped_configurations_compile() -> None:
     """No spills, within shared memory, and on Hopper with its own tensor-core instructions."""
-    command = [sys.executable, "-m", "tests.kernels.test_attention_kernels"]
+    command = [sys.executable, "-m", "tests.kernels.attention_kernel_table"]
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     result = subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-2000:]
     rows = [json.loads(line) for line in result.stdout.splitlines()]
     assert len(rows) == 135
     check(rows)
-
-
-def check(rows: list[dict]) -> None:
-    for row in rows:
-        # Lengths that leave a tail, and documents, may keep a few words outside the loops in memory.
-        assert row["stack"] <= row["most_stack"] and row["shared"] <= row["limit"], row
-        assert row["wgmma"] in (None, True) and not row["serialized"], row
-
-
-if __name__ == "__main__":
-    table = compiled_table(everything="all" in sys.argv)
-    print("\n".join(map(json.dumps, table)))
-    check(table)

@@ -10,7 +10,7 @@ if torch.cuda.is_available():
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: it decides what @triton.jit makes of a kernel
 pytest.importorskip("triton")
 
-from handgrad.ops.cuda import attention_decode, choosing, decode, row_products
+from handgrad.ops.cuda import attention_append, attention_decode, choosing, decode, row_products
 from handgrad.ops.reference import decode as reference
 from handgrad.ops.reference.decode import gumbel
 from tests.kernels import decode_checks as checks
@@ -101,6 +101,11 @@ def test_heads_in_parts(draw: Draw, H: int, K: int, position: int, monkeypatch: 
 )
 def test_attention_of_new_tokens(draw: Draw, T: int, starts: list[int], H: int, K: int, maxT: int, D: int) -> None:
     check(checks.attention_append(draw, T, starts, H, K, maxT, D))
+
+
+def test_attention_of_new_tokens_in_turings_tiles(draw: Draw, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_append, "TILE", attention_append.TURING_TILE)
+    check(checks.attention_append(draw, 37, [3, 0, 11], 4, 2, 64, 24))
 
 
 def test_heads_that_are_not_split() -> None:

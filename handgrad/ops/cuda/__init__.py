@@ -12,7 +12,7 @@ from handgrad.errors import UsageError
 from handgrad.ops.compose import after_gained_rmsnorm, after_layernorm, after_mix_rmsnorm, after_rmsnorm
 from handgrad.ops.cuda import attention_cudnn, cublaslt, decode
 from handgrad.ops.cuda.attention import attention_backward, attention_forward, attention_scratch_bytes
-from handgrad.ops.cuda.attention_configs import WIDEST_HEAD
+from handgrad.ops.cuda.attention_configs import capability_here, widest_head
 from handgrad.ops.cuda.classifier import classifier_forward, classifier_forward_backward, softcap_forward
 from handgrad.ops.cuda.column_sums import bias_backward
 from handgrad.ops.cuda.digests import digest
@@ -73,21 +73,19 @@ def versions() -> dict[str, str]:
     return {"triton": triton.__version__, "products": cublaslt.describe(), "attention": attention_cudnn.describe()}
 
 
-def tuning() -> str:
-    """Names the table of tuned algorithms, for `doctor`."""
-    return cublaslt.tuning()
+def tuning(lost: str) -> str:
+    """Names the table of tuned algorithms, for `doctor`, or says what speed is `lost` without one."""
+    return cublaslt.tuning(lost)
 
 
 def check_sizes(*, length: int, num_heads: int, channels: int, head_width: int = 0) -> None:
     """Raises `UsageError` for a model that the kernels do not take. `head_width`: of heads with a width of their own."""
-    width = head_width or channels // num_heads
+    width, widest = head_width or channels // num_heads, widest_head(capability_here())
     problem = ""
     if channels % 8:
         problem = f"channels must be a multiple of 8, found {channels}"
-    elif width > WIDEST_HEAD:
-        problem = (
-            f"heads may have up to {WIDEST_HEAD} channels, found {width} (--num-heads {-(-channels // WIDEST_HEAD)} fits)"
-        )
+    elif width > widest:
+        problem = f"heads may have up to {widest} channels, found {width} (--num-heads {-(-channels // widest)} fits)"
     elif num_heads * width % 8:
         problem = f"the channels of all heads must be a multiple of 8, found {num_heads} heads of {width}"
     elif length * 3 * max(channels, num_heads * width) >= 1 << 31:

@@ -10,10 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from handgrad.ops.cuda.attention_configs import capability, is_before_ampere
 from handgrad.ops.cuda.launch import launch
 from handgrad.ops.cuda.row_products import NOTHING
 
-QUERIES, KEYS, WARPS = 64, 32, 4
+# Queries and keys of a tile, and warps; and the same before Ampere, where larger tiles spill (attention_configs).
+TILE, TURING_TILE = (64, 32, 4), (16, 16, 8)
 
 
 def attention_append(
@@ -22,8 +24,9 @@ def attention_append(
     (_, K, maxT, D), B = keys.shape, slots.shape[0]
     H, T = out.shape[1] // D, out.shape[0] // B
     tensors, scale = (out, keys, values, qkv, slots, positions), 1 / (math.sqrt(D) * math.log(2))
-    tile = QUERIES, KEYS, max(16, triton.next_power_of_2(D)), H // K
-    launch(_attention_append, (triton.cdiv(T, QUERIES), H, B), *tensors, H, T, maxT, D, scale, *tile, num_warps=WARPS)
+    queries, keys_at_once, warps = TURING_TILE if is_before_ampere(capability(qkv.device)) else TILE
+    tile = queries, keys_at_once, max(16, triton.next_power_of_2(D)), H // K
+    launch(_attention_append, (triton.cdiv(T, queries), H, B), *tensors, H, T, maxT, D, scale, *tile, num_warps=warps)
 
 
 @triton.jit

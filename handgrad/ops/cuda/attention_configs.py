@@ -44,17 +44,62 @@ DOCUMENTS: dict[tuple[str, int], tuple[Config, Config, Config]] = {
     ("dkdv", 128): (Config(64, 64, 8, 3), Config(32, 32, 4, 2), Config(16, 16, 8, 2)),
 }
 
+# Before Ampere, of 16-bit inputs and of float32. Triton has no tensor-core instructions there
+# (https://github.com/triton-lang/triton/pull/5066): a product is unrolled into multiply-adds, so that larger tiles spill;
+# and shared memory ends at 64 KB, where float32 heads of 256 channels do not fit.
+TURING: dict[tuple[str, int], Config] = {
+    ("forward", 64): Config(32, 32, 8, 1),
+    ("forward", 128): Config(16, 16, 4, 1),
+    ("dq", 64): Config(32, 32, 8, 1),
+    ("dq", 128): Config(16, 16, 8, 1),
+    ("dkdv", 64): Config(32, 32, 8, 1),
+    ("dkdv", 128): Config(16, 16, 8, 1),
+}
+
+
+AMPERE = (8, 0)
+
 
 @functools.cache
-def is_hopper_or_newer(device: torch.device) -> bool:
-    """True on a data-centre GPU. sm_120 has Blackwell's name, but not its shared memory."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """Compute capability of a CUDA GPU; None on the CPU, where the interpreter runs the kernels."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
-def shipped(kernel: str, D: int, *, narrow: bool, newer: bool, grouped: bool = False, documents: bool = False) -> Config:
-    """`narrow`: inputs of 16 bits; `newer`: on a data-centre GPU; `grouped`: heads of queries share keys; `documents`: in a
-    row."""
+def capability_here() -> tuple[int, int] | None:
+    """Of the current GPU; None where there is none."""
+    return capability(torch.device("cuda", torch.cuda.current_device())) if torch.cuda.is_available() else None
+
+
+def is_data_centre(found: tuple[int, int] | None) -> bool:
+    """True for Hopper's and Blackwell's data-centre GPUs. sm_120 has Blackwell's name, but not its shared memory."""
+    return found is not None and found[0] in (9, 10)
+
+
+def is_before_ampere(found: tuple[int, int] | None) -> bool:
+    return found is not None and found < AMPERE
+
+
+def widest_head(found: tuple[int, int] | None) -> int:
+    """Channels of the widest head that the kernels take on a GPU."""
+    return max(width for _, width in (TURING if is_before_ampere(found) else CONFIGS))
+
+
+def shipped(
+    kernel: str,
+    D: int,
+    *,
+    narrow: bool,
+    newer: bool,
+    turing: bool = False,
+    grouped: bool = False,
+    documents: bool = False,
+) -> Config:
+    """`narrow`: inputs of 16 bits; `newer`: on a data-centre GPU; `turing`: on one before Ampere; `grouped`: heads of
+    queries share keys; `documents`: in a row."""
     key = kernel, min(width for name, width in CONFIGS if name == kernel and width >= D)
+    if turing:
+        return TURING[key]
     data_centre, others, float32 = (CONFIGS | DOCUMENTS if documents else CONFIGS)[key]
     if grouped:
         data_centre = GROUPED.get(key, data_centre)
@@ -62,7 +107,8 @@ def shipped(kernel: str, D: int, *, narrow: bool, newer: bool, grouped: bool = F
 
 
 def choose_config(kernel: str, qkv: Tensor, D: int, grouped: bool = False, documents: bool = False) -> Config:
-    kind = {"narrow": qkv.element_size() == 2, "newer": is_hopper_or_newer(qkv.device)}
+    found = capability(qkv.device)
+    kind = {"narrow": qkv.element_size() == 2, "newer": is_data_centre(found), "turing": is_before_ampere(found)}
     return shipped(kernel, D, **kind, grouped=grouped, documents=documents)
 
 

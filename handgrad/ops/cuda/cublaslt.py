@@ -104,8 +104,8 @@ class Plan:
         heuristic = self.candidates(1)
         if not heuristic:
             raise UsageError(
-                f"cuBLASLt has no algorithm for the product {self.product.name()}: channels must be a multiple of 8;"
-                " use --backend reference for other sizes"
+                f"cuBLASLt has no algorithm for the product {self.product.name()} on {torch.cuda.get_device_name()}:"
+                " channels must be a multiple of 8; use --backend reference for other sizes, or where the library lacks it"
             )
         return heuristic[0]
 
@@ -282,16 +282,16 @@ def describe() -> str:
     return f"cuBLASLt {lt.get_version()}, {len(rows)} algorithms {whose} ({digest})"
 
 
-def tuning() -> str:
-    """Names the table of algorithms for this GPU and library, or the heuristic, whose cost on this GPU is unknown."""
+def tuning(lost: str = "the speed lost on this GPU is not measured") -> str:
+    """Names the table of algorithms for this GPU and library, or the heuristic, with the speed `lost` by it."""
     tables = {"tuned here": user_table(), "shipped": shipped_table()}
     found = [f"{path.name} ({whose})" for whose, path in tables.items() if path.exists()]
     if found:
         return f"GEMM algorithms from {' over '.join(found)}"
     shipped = ", ".join(sorted(path.name for path in shipped_table().parent.glob("*.json")))
     return (
-        f"GEMM algorithms from cuBLASLt's heuristic: no table {table_name()} (shipped: {shipped}); the speed lost on this"
-        " GPU is not measured, `handgrad tune MODEL` measures it and writes the table"
+        f"GEMM algorithms from cuBLASLt's heuristic: no table {table_name()} (shipped: {shipped}); {lost};"
+        " `handgrad tune MODEL` measures each GEMM and writes the table"
     )
 
 

@@ -1,0 +1,96 @@
+"""benchmarks/tuned_tables.py: two steps on one state in turns, the table that it needs, and the line of `doctor`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import tuned_tables
+from benchmarks.contenders import Settings, tokens_of
+from benchmarks.record import continued, write_record
+from handgrad.errors import DataError, UsageError
+from handgrad.tools import measured
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp8"])
+def test_both_steps_work_on_one_state(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, which has no table: steps of both are numbered through, and the second one has the heuristic's choices."""
+    used: list[Any] = []
+    monkeypatch.setattr(tuned_tables, "use_rows", used.append)
+    monkeypatch.setattr(tuned_tables, "planned", lambda: (7, 5))
+    made: list[tuple[str, int]] = []
+    turn = tuned_tables.Turns.turn
+
+    def counted(self: tuned_tables.Turns, name: str, seconds: float) -> dict[str, Any]:
+        made.append((name, self.number))
+        return turn(self, name, seconds)
+
+    monkeypatch.setattr(tuned_tables.Turns, "turn", counted)
+    sizes = {"model": "tiny", "micro_batch": 2, "sequence_length": 16, "vocab_size": 301, "device": "cpu"}
+    settings = Settings(**sizes, micro_steps=2, precision=precision)
+    figures = tuned_tables.measure(settings.config(), tokens_of(settings), {"a row": []}, 2, 0.0)
+    assert used == [{"a row": []}, {}]
+    assert made == [(name, 4 + n) for n, name in enumerate(("table", "heuristic") * 3)], "a step a turn at 0 s"
+    assert figures["products"] == 7 and figures["products_in_the_table"] == 5
+    for name in ("table", "heuristic"):
+        turns = [turn["milliseconds"] for turn in figures[f"{name}_by_turn"]]
+        assert len(turns) == 2 and figures[f"{name}_milliseconds_per_step"] == pytest.approx(sum(turns) / 2)
+    lost = 1 - figures["table_milliseconds_per_step"] / figures["heuristic_milliseconds_per_step"]
+    assert figures["speed_lost_without_the_table"] == pytest.approx(lost)
+
+
+def test_a_table_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("nvmath")
+    cublaslt = pytest.importorskip("handgrad.ops.cuda.cublaslt")
+    with pytest.raises(UsageError, match=r"there is no table .*none\.json; `handgrad tune MODEL` writes one"):
+        tuned_tables.rows_of(str(tmp_path / "none.json"))
+    monkeypatch.setattr(cublaslt, "frozen_algorithms", cublaslt.frozen_algorithms)
+    (tmp_path / "some.json").write_text(json.dumps({"algorithms": {"a row": ["0"] * 8}}))
+    tuned_tables.use_rows(tuned_tables.rows_of(str(tmp_path / "some.json")))
+    assert cublaslt.frozen_algorithms() == {"a row": ["0"] * 8} and tuned_tables.planned() == (0, 0)
+
+
+def test_a_record_goes_on_where_its_figures_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HANDGRAD_COMMIT", "one")
+    path = tmp_path / "record.json"
+    assert continued(path, CPU, {"turns": 4}) is None
+    write_record(path, CPU, turns=4, figures={"a": 1})
+    assert continued(path, CPU, {"turns": 4}) == {"a": 1}
+    with pytest.raises(DataError, match="has turns 4, here it is 5: the figures do not compare"):
+        continued(path, CPU, {"turns": 5})
+    monkeypatch.setenv("HANDGRAD_COMMIT", "two")
+    with pytest.raises(DataError, match="has commit 'one', here it is 'two'"):
+        continued(path, CPU, {"turns": 4})
+    path.write_text("[]")
+    with pytest.raises(DataError, match="is no record of a benchmark"):
+        continued(path, CPU, {})
+
+
+def test_the_line_of_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a record nothing is said but that; of this GPU, or else of another, which is named."""
+    monkeypatch.setattr(measured, "WITHOUT_TABLE", ())
+    nothing = measured.lost_without_table("NVIDIA H100 80GB HBM3")
+    assert nothing == "the speed lost on this GPU is not measured"
+    rows = (
+        measured.WithoutTable("H200", "d12", "bf16", 0.031, "h200-tuned-tables"),
+        measured.WithoutTable("H200", "d48", "fp8", 0.008, "h200-tuned-tables"),
+        measured.WithoutTable("H100", "d12", "bf16", 0.02, "h100-tuned-tables"),
+    )
+    monkeypatch.setattr(measured, "WITHOUT_TABLE", rows)
+    assert measured.lost_without_table("NVIDIA H100 80GB HBM3") == "a step loses 2.0% (d12 bf16) of its speed without one"
+    assert measured.lost_without_table("NVIDIA A100") == (
+        "the speed lost on this GPU is not measured; on H200 a step loses 3.1% (d12 bf16), 0.8% (d48 fp8) of its speed"
+        " without one; on H100 a step loses 2.0% (d12 bf16) of its speed without one"
+    )
+
+
+def test_the_lost_speeds_are_the_records() -> None:
+    """Those that `doctor` quotes, word by word."""
+    records = Path(tuned_tables.__file__).parent / "results"
+    for row in measured.WITHOUT_TABLE:
+        figures = json.loads((records / f"{row.source}.json").read_text())["figures"]
+        assert figures[f"{row.model}-{row.precision}"]["speed_lost_without_the_table"] == row.lost
