@@ -36,7 +36,8 @@ def run_config(preset: str, recipe_file: str, model: str, settings: Mapping[str,
     change = {name: str(settings.get(name, "")) for name in (WITHOUT, WITH)}
     merged |= {name: convert(name, value) for name, value in settings.items() if name not in change}
     if merged.get("init_from"):
-        merged = {**sizes_of_weights(merged), **merged}
+        sizes = sizes_of_weights(merged)
+        merged = {**sizes, **({} if name or recipe_file else suited_finetuning(merged, sizes)), **merged}
     elif not name and not recipe_file and "num_layers" not in merged and "data" in merged:
         merged = {**suited(merged), **merged}
     elif not name and not recipe_file and "num_layers" not in merged:
@@ -61,6 +62,15 @@ def suited(settings: dict[str, Any]) -> dict[str, Any]:
     from handgrad.run.suited import chosen_settings  # imports torch, which `--help` spares
 
     return chosen_settings(*(str(settings.get(name, getattr(RunConfig, name))) for name in ("data", "out", "device")))
+
+
+def suited_finetuning(settings: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:
+    """The rows, steps and learning rate that suit weights, data and device, for whom gives none."""
+    if settings.get("batch_schedule"):
+        return {}  # counts steps of its own
+    from handgrad.run.suited_finetuning import chosen_finetuning  # imports torch, which `--help` spares
+
+    return chosen_finetuning(settings, sizes)
 
 
 def refuse_path(name: str) -> None:
