@@ -125,7 +125,8 @@ def add_timeout_arguments(parser: Parser) -> None:
 def prepare(parser: Parser) -> None:
     parser.add_argument("source", metavar="SOURCE", help=SOURCES)
     parser.add_argument("--out", default="shards", metavar="DIR", help="folder to write (default: shards)")
-    names = "gpt2, bytes, bpe:SIZE or a tokenizer.json (default: auto: gpt2; for less than 4 MiB of your own text bpe:4096)"
+    names = "gpt2, bytes, bpe:SIZE, a run, a model's folder or a tokenizer.json (default: auto: gpt2; for less than 4 MiB"
+    names += " of your own text bpe:4096)"
     parser.add_argument("--tokenizer", default="auto", metavar="NAME", help=names)
     parser.add_argument("--text-field", default="text", metavar="NAME", help="column of rows with the text")
     parser.add_argument(
@@ -319,7 +320,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
     "sample": ("text from a checkpoint, streamed, or one for each prompt of a file", sample),
     "chat": ("a conversation with a model in the terminal, streamed; through a pipe an answer a line", chat),
     "export": ("a checkpoint -> the format of transformers, llm.c or llama.cpp, read back and compared", export),
-    "import": ("a GPT-2 of transformers or of llm.c -> a checkpoint", import_),
+    "import": ("a model of transformers, of the Hub, of PEFT or of llm.c -> a checkpoint", import_),
     "report": ("a self-contained HTML page of one or more runs", report),
     "watch": ("the report of one or more runs, live in a browser", watch),
     "recipes": ("the shipped recipes and launch templates, listed; or one of them, printed", recipes),

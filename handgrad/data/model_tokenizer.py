@@ -12,7 +12,15 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from handgrad.data.tokenizer import OTHERS_FILE, TOKENIZER_FILE, Tokenizer, byte_of_character, parse_bpe, read_small
+from handgrad.data.tokenizer import (
+    OTHERS_FILE,
+    TOKENIZER_FILE,
+    Tokenizer,
+    byte_of_character,
+    parse_bpe,
+    read_small,
+    read_tokenizer,
+)
 from handgrad.errors import DataError
 from handgrad.parsing import parse_json
 
@@ -97,13 +105,11 @@ def of_record(folder: Path, record: Mapping[str, Any]) -> Tokenizer:
 
 
 def of_folder(folder: Path) -> Tokenizer:
-    """The tokenizer in a folder: a plain one by its `tokenizer.json`, that of a checkpoint of ours, or a model's."""
+    """The tokenizer in a folder: that of a run or a checkpoint of ours, one of our kind by its file, or a model's."""
     checkpoints = sorted(folder.glob("checkpoints/step_*/manifest.json"))
     manifest = checkpoints[-1] if checkpoints else folder / "manifest.json"
     if manifest.is_file():
-        record = read_object(manifest).get("tokenizer")
-        if isinstance(record, dict) and record.get("kind") == KIND:
-            return of_record(manifest.parent, record)
+        return read_tokenizer(manifest.parent, read_object(manifest).get("tokenizer"))
     config = folder / "config.json"
     if config.is_file() and not is_plain(folder / TOKENIZER_FILE, read_object(config).get("vocab_size")):
         return read_model_tokenizer(folder)
