@@ -112,11 +112,20 @@ def their_config(shape: ModelShape, tokenizer: Tokenizer, dtype: torch.dtype, dr
         **own_config(shape, dropout),
         "initializer_range": 0.02,
         "use_cache": True,
-        "bos_token_id": tokenizer.end_of_text,
+        "bos_token_id": begin_token(tokenizer),
         "eos_token_id": tokenizer.end_of_text,
         "torch_dtype": kind,
         "dtype": kind,
     }
+
+
+def begin_token(tokenizer: Tokenizer) -> int:
+    """The token that begins a text: of a model from elsewhere that of its own file, else end-of-text."""
+    try:
+        found: Any = parse_json(tokenizer.others.get(GENERATION_FILE, "{}")).get("bos_token_id")
+    except (ValueError, AttributeError):
+        found = None
+    return found if type(found) is int and 0 <= found < tokenizer.vocab_size else tokenizer.end_of_text
 
 
 def own_config(shape: ModelShape, dropout: float) -> dict[str, Any]:
