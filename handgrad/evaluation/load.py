@@ -39,8 +39,14 @@ class Weights:
 def usual_window(weights: Weights) -> int:
     """The tokens of a window of an evaluation: those of the run's rows; of a model from elsewhere, whose context may be
     longer than memory allows, at most `LONGEST_WINDOW`."""
-    ours = weights.checkpoint is not None and "imported" not in weights.checkpoint.manifest
-    return weights.config.sequence_length if ours else min(weights.shape.sequence_length, LONGEST_WINDOW)
+    if from_elsewhere(weights):
+        return min(weights.shape.sequence_length, LONGEST_WINDOW)
+    return weights.config.sequence_length
+
+
+def from_elsewhere(weights: Weights) -> bool:
+    """True for weights that no run of ours has trained, imported or not."""
+    return weights.checkpoint is None or "imported" in weights.checkpoint.manifest
 
 
 def check_window(tokens: int, context: int) -> None:
