@@ -353,11 +353,13 @@ def fetch(source: str, files: tuple[str, ...] = MODEL_FILES) -> Path:
     Raises `DataError`: no such model; the line says so if there was no connection.
     """
     import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
         return Path(huggingface_hub.snapshot_download(source, allow_patterns=list(files)))
     except hub_failures() as error:
+        reason = "no connection, no copy here" if isinstance(error, LocalEntryNotFoundError) else f"{error!s:.200}"
         raise DataError(
-            f"expected a folder {source} or a model of that name on the Hub, found neither ({error!s:.200});"
+            f"expected a folder {source} or a model of that name on the Hub, found neither ({reason});"
             " check the name and the connection"
         ) from None

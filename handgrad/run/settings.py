@@ -41,6 +41,9 @@ def run_config(preset: str, recipe_file: str, model: str, settings: Mapping[str,
     elif not name and not recipe_file and "num_layers" not in merged and "data" in merged:
         merged = {**suited(merged), **merged}
     elif not name and not recipe_file and "num_layers" not in merged:
+        run = Path(str(merged.get("out", "")))
+        if "out" in merged and (run / CONFIG_FILE).is_file():
+            raise UsageError(f"say how to train: {run} is a run, which {resumes(run)} resumes")
         raise UsageError(
             f"say what to train: --data DIR alone for a run that suits it, a preset ({presets.listed(presets.PRESETS)}),"
             " --config FILE, --model NAME or --init-from WEIGHTS"
@@ -80,14 +83,18 @@ def refuse_path(name: str) -> None:
     if name in recipes.recipe_names() or (path.suffix == ".toml" and path.is_file()):
         raise UsageError(f"{start}, found a recipe: `handgrad train --config {shlex.quote(name)}`")
     if (path / CONFIG_FILE).is_file():
-        recipe = shlex.quote(str(path / CONFIG_FILE))
-        raise UsageError(f"{start}, found the run folder {name}; resume it by `handgrad train --config {recipe}`")
+        raise UsageError(f"{start}, found the run folder {name}; resume it by {resumes(path)}")
     if any(path.glob("*.bin")):
         raise UsageError(f"{start}, found shards: `handgrad train --data {shlex.quote(name)}`")
     if holds_text(path):
         raise UsageError(
             f"{start}, found text: run `{prepare_command(path)}`, then `handgrad train --data` with that --out"
         )
+
+
+def resumes(run: Path) -> str:
+    """The command that resumes a run, for an error line."""
+    return f"`handgrad train --config {shlex.quote(str(run / CONFIG_FILE))}`"
 
 
 def sizes_of_weights(settings: dict[str, Any]) -> dict[str, Any]:
