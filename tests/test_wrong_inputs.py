@@ -124,8 +124,8 @@ def test_a_run_is_named_by_its_folder_alone(finished: RunConfig, capsys: pytest.
 
 
 def test_a_run_that_is_not_there_was_not_audited_either(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    for command in ("verify", "certificate"):
-        line = refused(capsys, 65, command, str(tmp_path / "nothing"))
+    for command in (["verify"], ["diff", str(tmp_path)]):
+        line = refused(capsys, 65, command[0], str(tmp_path / "nothing"), *command[1:])
         assert f"found nothing at {tmp_path / 'nothing'}; check the name" in line
 
 
