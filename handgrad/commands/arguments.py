@@ -76,7 +76,8 @@ def add_run_arguments(parser: Parser) -> None:
     parser.add_argument("--config", metavar="FILE", help="TOML recipe, or the name of a shipped one (`handgrad recipes`)")
     parser.add_argument("--model", metavar="NAME", help=f"sets layers, heads, channels: {presets.listed(presets.MODELS)}")
     parser.add_argument("--help-all", action=HelpAll, nargs=0, help="show all settings")
-    first = group = parser.add_argument_group("settings", "a preset changes their defaults; --help-all shows the others")
+    change = "a preset, --init-from and --data alone change their defaults; --help-all shows the others"
+    first = group = parser.add_argument_group("settings", change)
     for name, known in FIELDS.items():
         if name in GROUPS:
             group = parser.add_argument_group(GROUPS[name])
