@@ -22,7 +22,9 @@ def run(parsed: Namespace) -> int:
     prepared = prepare_with_progress(PrepareOptions(**given | {"out": Path(parsed.out)}))
     show_prepared(prepared)
     if parsed.tokenizer == "auto" and prepared.dataset.tokenizer.kind == "bpe":
-        print("           trained on this text, as it is small; to finetune a model: --tokenizer gpt2, or its folder")
+        print(
+            "           trained on this text, as it is small; --tokenizer gpt2 if GPT-2's weights are to be finetuned on it"
+        )
     print(f"next       {next_command(prepared.dataset, parsed.tokenizer)}")
     return 0
 
