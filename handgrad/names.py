@@ -43,6 +43,11 @@ SYNONYMS = {
     "temperature": "temp",
     "prompt": "start",
     "dtype": "precision bf16 fp16 fp32",
+    # commands
+    "train": "finetune fine_tune sft fit resume",
+    "sample": "generate infer inference complete",
+    "evaluate": "eval validate",
+    "import": "convert download pull",
     # values
     "fp32": "float32 torch.float32 f32 float single full 32",
     "bf16": "bfloat16 torch.bfloat16 bfloat",

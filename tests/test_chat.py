@@ -215,7 +215,7 @@ def test_in_a_terminal(own: str, capsys: pytest.CaptureFixture, monkeypatch: pyt
     assert main(["chat", own, "--device", "cpu", "--max-tokens", "5", "--temperature", "0"]) == 0
     shown, told = capsys.readouterr()
     assert shown == "".join(load(own, device="cpu").chat(HELLO, max_tokens=5, temperature=0)) + "\n\n"
-    assert "template of its own, context of 4096; Ctrl-C stops an answer" in told
+    assert "template of its own, context of 4096 (5.6 MiB); Ctrl-C stops an answer" in told
     assert "handgrad: expected text, found the noncharacter U+FDD0 in message 1" in told
     assert signal.getsignal(signal.SIGINT) is before
     monkeypatch.setattr("sys.stdin", io.StringIO("\ufdd0"))
@@ -224,6 +224,18 @@ def test_in_a_terminal(own: str, capsys: pytest.CaptureFixture, monkeypatch: pyt
     assert "found a lone surrogate" in refused(capsys, 65, "chat", own, "--device", "cpu")
     monkeypatch.setattr("sys.stdin", None)
     assert main(["chat", own, "--device", "cpu"]) == 0
+
+
+def test_a_base_model_says_that_it_is_one(plain: str, own: str, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    """Weights from elsewhere without a template; a run of ours may have been trained on the plain one."""
+    assert main(["export", plain, "--to", "hf", str(tmp_path / "hf")]) == 0
+    assert main(["import", str(tmp_path / "hf"), "--out", str(tmp_path / "imported")]) == 0
+    for model, told in ((tmp_path / "hf", True), (tmp_path / "imported", True), (plain, False), (own, False)):
+        capsys.readouterr()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("sys.stdin", None)
+            assert main(["chat", str(model), "--device", "cpu"]) == 0
+        assert ("has no chat template, so this talks in the plain one" in capsys.readouterr().err) == told
 
 
 def test_an_answer_that_is_stopped_stays_in_the_conversation(

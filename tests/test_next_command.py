@@ -1,13 +1,20 @@
-"""The command that `handgrad prepare` recommends works, however short the text."""
+"""The command that `handgrad prepare` recommends works, however short the text; so do those of the others."""
 
+import io
+import json
 import shlex
 from pathlib import Path
 
 import pytest
 
 from handgrad.cli import main
+from handgrad.data.model_tokenizer import of_folder
+from handgrad.data.shards import open_dataset
 from tests.conftest import write_text
+from tests.data.chats import CHATML, made_tokenizer, write_folder
+from tests.interop.models import TOKENIZERS, make_checkpoint
 
+LLAMA = {"sizes": (2, 2, 32, 256), "architecture": "llama", "llama": "kv_heads=1,tied"}
 QUICK = ["--steps", "2", "--device", "cpu", "--sample-tokens", "2", "--eval-tokens", "64"]
 
 
@@ -31,3 +38,44 @@ def test_the_recommended_command_works(
     assert main([*words, *QUICK]) == 0, capsys.readouterr().err
     # The folder of the first run is taken by now.
     assert recommended(capsys, text, tokenizer, "my shards")[-1] == "runs/b"
+
+
+@pytest.mark.parametrize("template", [True, False])
+def test_every_command_names_the_next_one(
+    template: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """From somebody's model to a talk with it, by what each command recommends."""
+    monkeypatch.chdir(tmp_path)
+    folder = write_folder(made_tokenizer(CHATML if template else None), tmp_path / "somebody")
+    weights, _ = make_checkpoint(tmp_path / "random", of_folder(folder), **LLAMA)
+    assert main(["export", str(weights), "--to", "hf", "their model"]) == 0
+    talk = [{"role": "user", "content": "Hi!"}, {"role": "assistant", "content": "Hello."}]
+    Path("talks.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for _ in range(100)))
+    capsys.readouterr()
+    assert main(["import", "their model", "--out", "my model"]) == 0
+    words = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert words[1:4] == ["handgrad", "chat" if template else "sample", "my model"]
+    prepare = words[words.index("prepare") :]
+    prepare[prepare.index("FILE")] = "talks.jsonl"
+    assert main([*prepare, "--chat", "--workers", "1"]) == 0
+    words = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert words[1:5] == ["handgrad", "train", "--init-from", "my model"]
+    assert main([*words[2:], *QUICK]) == 0
+    words = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert words[1:4] == ["handgrad", "chat", "runs/a"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hi!\n"))
+    assert main([*words[2:4], "--max-tokens", "3", "--device", "cpu"]) == 0
+    assert capsys.readouterr().out.endswith("\n")
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe", "gpt2"])
+def test_a_run_names_its_tokenizer(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Its folder, that of a checkpoint and RUN/best; the next command starts from its weights."""
+    run, _ = make_checkpoint(tmp_path / "run", kind)
+    text = write_text(tmp_path / "text.txt")
+    for number, spec in enumerate((str(run), f"{run}/checkpoints/step_00000040", f"{run}/best")):
+        out = str(tmp_path / f"{number}")
+        assert main(["prepare", str(text), "--tokenizer", spec, "--out", out, "--workers", "1"]) == 0
+        words = shlex.split(capsys.readouterr().out.splitlines()[-1])
+        assert words[1:5] == ["handgrad", "train", "--init-from", spec]
+        assert open_dataset(out).tokenizer.sha256 == TOKENIZERS[kind]().sha256

@@ -189,7 +189,7 @@ def test_names_as_people_write_them(name: str, key: str) -> None:
 
 def test_sizes_of_memory() -> None:
     assert bytes_of("24GB") == bytes_of("24g") == 24 * 10**9 and bytes_of(" 22.5 GiB") == 22.5 * 2**30
-    for wrong in ("", "24XB", "GB", "-1GB", "0", "1.2.3GB"):
+    for wrong in ("", "24XB", "GB", "-1GB", "0", "1.2.3GB", "24", "512kB"):
         with pytest.raises(handgrad.HandgradError, match="fit must be a size"):
             bytes_of(wrong)
 

@@ -81,8 +81,8 @@ def test_words_in_python() -> None:
 
 
 def test_every_synonym_leads_to_a_name() -> None:
-    """The table names flags, values and presets that exist; a name of ours suggests itself however it is written."""
-    known = set()
+    """The table names commands, flags, values and presets that exist; ours suggest themselves however they are written."""
+    known = set(COMMANDS)
     for _, add_arguments in COMMANDS.values():
         parser = Parser("x")
         add_arguments(parser)
@@ -94,3 +94,4 @@ def test_every_synonym_leads_to_a_name() -> None:
     assert set(SYNONYMS) <= known | set(MODELS)
     assert nearest_name("--Learning_Rate", ["--learning-rate", "--zero"]) == " (did you mean --learning-rate?)"
     assert nearest_name("zzz", ["--learning-rate"]) == ""
+    assert nearest_name("finetune", COMMANDS) == " (did you mean train?)", "not tune"

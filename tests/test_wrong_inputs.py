@@ -110,3 +110,27 @@ def test_a_report_leaves_out_what_it_cannot_read(
     assert new.startswith(f"left out   {runs / 'new'} has no finished step yet")
     assert notes.startswith(f"left out   {runs / 'notes.txt'} is a file")
     assert "empty holds no metrics" in refused(capsys, 65, "report", str(runs / "empty"), str(runs / "new"))
+
+
+def test_a_run_is_named_by_its_folder_alone(finished: RunConfig, capsys: pytest.CaptureFixture) -> None:
+    """`train --out RUN`, and other settings for it, are answered with the command that resumes it, which works."""
+    recipe = f"{finished.out}/config.toml"
+    assert f"is a run, which `handgrad train --config {recipe}` resumes" in refused(
+        capsys, 64, "train", "--out", finished.out
+    )
+    line = refused(capsys, 78, "train", *SMALL, "--data", finished.data, "--out", finished.out)
+    assert f"use the old settings (--config {recipe})" in line
+    assert main(["train", "--config", recipe]) == 0
+
+
+def test_a_run_that_is_not_there_was_not_audited_either(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    for command in (["verify"], ["diff", str(tmp_path)]):
+        line = refused(capsys, 65, command[0], str(tmp_path / "nothing"), *command[1:])
+        assert f"found nothing at {tmp_path / 'nothing'}; check the name" in line
+
+
+def test_the_hub_is_out_of_reach(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    """One short reason, not the library's story of it."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    line = refused(capsys, 65, "import", "someone/no-such-model", "--out", str(tmp_path / "out"))
+    assert "found neither (no connection, no copy here); check the name and the connection" in line

@@ -54,6 +54,10 @@ def read_chain(path: Path) -> list[Line]:
     try:
         content = path.read_bytes()
     except FileNotFoundError:
+        if not path.parent.is_dir():
+            raise DataError(
+                f"expected a run folder or a certificate, found nothing at {path.parent}; check the name"
+            ) from None
         raise DataError(
             f"{path} does not exist: the run was not audited; train with --audit-every 1 to have a chain"
         ) from None

@@ -76,7 +76,8 @@ def add_run_arguments(parser: Parser) -> None:
     parser.add_argument("--config", metavar="FILE", help="TOML recipe, or the name of a shipped one (`handgrad recipes`)")
     parser.add_argument("--model", metavar="NAME", help=f"sets layers, heads, channels: {presets.listed(presets.MODELS)}")
     parser.add_argument("--help-all", action=HelpAll, nargs=0, help="show all settings")
-    first = group = parser.add_argument_group("settings", "a preset changes their defaults; --help-all shows the others")
+    change = "a preset, --init-from and --data alone change their defaults; --help-all shows the others"
+    first = group = parser.add_argument_group("settings", change)
     for name, known in FIELDS.items():
         if name in GROUPS:
             group = parser.add_argument_group(GROUPS[name])
@@ -125,7 +126,8 @@ def add_timeout_arguments(parser: Parser) -> None:
 def prepare(parser: Parser) -> None:
     parser.add_argument("source", metavar="SOURCE", help=SOURCES)
     parser.add_argument("--out", default="shards", metavar="DIR", help="folder to write (default: shards)")
-    names = "gpt2, bytes, bpe:SIZE or a tokenizer.json (default: auto: gpt2; for less than 4 MiB of your own text bpe:4096)"
+    names = "gpt2, bytes, bpe:SIZE, a run, a model's folder or a tokenizer.json (default: auto: gpt2; for less than 4 MiB"
+    names += " of your own text bpe:4096)"
     parser.add_argument("--tokenizer", default="auto", metavar="NAME", help=names)
     parser.add_argument("--text-field", default="text", metavar="NAME", help="column of rows with the text")
     parser.add_argument(
@@ -320,7 +322,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
     "sample": ("text from a checkpoint, streamed, or one for each prompt of a file", sample),
     "chat": ("a conversation with a model in the terminal, streamed; through a pipe an answer a line", chat),
     "export": ("a checkpoint -> the format of transformers, llm.c or llama.cpp, read back and compared", export),
-    "import": ("a GPT-2 of transformers or of llm.c -> a checkpoint", import_),
+    "import": ("a model of transformers, of the Hub, of PEFT or of llm.c -> a checkpoint", import_),
     "report": ("a self-contained HTML page of one or more runs", report),
     "watch": ("the report of one or more runs, live in a browser", watch),
     "recipes": ("the shipped recipes and launch templates, listed; or one of them, printed", recipes),

@@ -11,9 +11,11 @@ from types import FrameType
 from typing import Any
 
 from handgrad import devices
+from handgrad.arena import make_plan
 from handgrad.backend import choose_backend
 from handgrad.errors import DataError, tell_note
-from handgrad.evaluation.load import LoadedModel, load_model
+from handgrad.evaluation.load import LoadedModel, from_elsewhere, load_model
+from handgrad.format import human_bytes
 from handgrad.generation.chat import Prompt, Talk
 from handgrad.generation.decode import decode_buffers, decode_tensors
 from handgrad.generation.fp8_weights import fp8_buffers, rounded, with_fp8_weights
@@ -63,20 +65,27 @@ def run(parsed: Namespace) -> int:
     buf, end_of_text = decode_tensors(shape, model.views), model.tokenizer.end_of_text
     ops = with_fp8_weights(ops, model.shape, model.weights, model.views)
     decoder = Decoder(model.shape, ops, model.weights, buf, options, end_of_text=end_of_text, ends=talk.ends)
+    if talk.template.is_plain and from_elsewhere(weights):
+        tell_note(
+            f"{parsed.checkpoint} has no chat template, so this talks in the plain one; a base model continues text and"
+            " seldom answers: finetune it on conversations, which `handgrad prepare --chat` takes"
+        )
     interrupts = Interrupts()
     with interrupts.handled():
-        converse(parsed, talk, model, decoder, interrupts)
+        converse(parsed, talk, model, decoder, interrupts, human_bytes(make_plan(buffers).total_bytes))
     return 0
 
 
-def converse(parsed: Namespace, talk: Talk, model: LoadedModel, decoder: Decoder, interrupts: Interrupts) -> None:
+def converse(
+    parsed: Namespace, talk: Talk, model: LoadedModel, decoder: Decoder, interrupts: Interrupts, memory: str
+) -> None:
+    """`memory`: of the context, in words."""
     beginning: list[Any] = [{"role": "system", "content": parsed.system}] if parsed.system else []
     messages, answers, terminal = list(beginning), 0, sys.stdin is not None and sys.stdin.isatty()
     if terminal:
         template = "plain template" if talk.template.is_plain else "template of its own"
-        print(
-            f"{template}, context of {decoder.longest}; Ctrl-C stops an answer, {NEW} forgets, {QUIT} ends", file=sys.stderr
-        )
+        context = f"context of {decoder.longest} ({memory})"
+        print(f"{template}, {context}; Ctrl-C stops an answer, {NEW} forgets, {QUIT} ends", file=sys.stderr)
     for line in lines(terminal):
         if line == QUIT:
             return

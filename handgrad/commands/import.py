@@ -1,9 +1,11 @@
 """handgrad import: weights from another program, as a checkpoint to evaluate, sample or start from."""
 
+import shlex
 from argparse import Namespace
 from pathlib import Path
 
 from handgrad.commands.arguments import flag
+from handgrad.data.chat_template import template_text
 from handgrad.interop.sources import SIZES, import_model
 from handgrad.models import parameter_table
 from handgrad.models.rows import count_parameters
@@ -24,5 +26,7 @@ def run(parsed: Namespace) -> int:
         sizes = " ".join(f"{flag(name)} {getattr(shape, name)}" for name in SIZES)
         print(f"optimizer  {masters} after {state.step} steps; to go on from there:")
         print(f"           handgrad train {sizes} --data SHARDS --out {out} --allow-changes")
-    print(f"written    {out}; try `handgrad sample {out}`, or train with --init-from {out}")
+    print(f"written    {out}")
+    name, tries = shlex.quote(str(out)), "sample" if template_text(found.tokenizer) is None else "chat"
+    print(f"next       handgrad {tries} {name}   or, to finetune it:   handgrad prepare FILE --tokenizer {name}")
     return 0

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress as Bars, TextColumn, TimeRemaining
 from handgrad.data.prepare import Prepared, PrepareOptions, Progress, prepare as write_shards
 from handgrad.data.shards import Dataset
 from handgrad.format import human_count
+from handgrad.run_files import BEST, CHECKPOINTS
 
 
 def run(parsed: Namespace) -> int:
@@ -24,14 +25,22 @@ def run(parsed: Namespace) -> int:
         print(
             "           trained on this text, as it is small; --tokenizer gpt2 if GPT-2's weights are to be finetuned on it"
         )
-    print(f"next       {next_command(prepared.dataset)}")
+    print(f"next       {next_command(prepared.dataset, parsed.tokenizer)}")
     return 0
 
 
-def next_command(dataset: Dataset) -> str:
-    """A first training run, which suits the data, in a folder that is free."""
+def next_command(dataset: Dataset, tokenizer: str) -> str:
+    """A first training run, which suits the data, in a folder that is free: from the weights beside the `tokenizer` that
+    was named."""
+    weights = ["--init-from", tokenizer] if holds_weights(Path(tokenizer)) else []
     free = (out for letter in string.ascii_lowercase if not Path(out := f"runs/{letter}").exists())
-    return shlex.join(["handgrad", "train", "--data", str(dataset.folder), "--out", next(free, "runs/another")])
+    return shlex.join(["handgrad", "train", *weights, "--data", str(dataset.folder), "--out", next(free, "runs/another")])
+
+
+def holds_weights(folder: Path) -> bool:
+    """True for a run, RUN/best, a checkpoint, and a folder of transformers with its weights."""
+    run = folder.parent if folder.name == BEST else folder
+    return (run / CHECKPOINTS).is_dir() or any(folder.glob("*.safetensors"))
 
 
 def prepare_with_progress(options: PrepareOptions) -> Prepared:

@@ -13,6 +13,7 @@ from handgrad.errors import DataError, UsageError
 
 Messages = tuple[tuple[str, str], ...]  # (role, content)
 SHAREGPT = {"human": "user", "gpt": "assistant"}
+FORM = '{"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]}'
 
 
 def check_files(files: list[SourceFile]) -> None:
@@ -36,7 +37,7 @@ def messages_of(row: Any, where: str) -> Messages:
     """The messages of a line. Raises DataError: another form, or nothing that the assistant says."""
     turns = row.get("messages", row.get("conversations")) if isinstance(row, dict) else None
     if turns is None:
-        raise DataError(f'expected an object with "messages", found {keys_of(row)} in {where}; see docs/chat.md')
+        raise DataError(f'expected an object with "messages", found {keys_of(row)} in {where}; write it as {FORM}')
     if not isinstance(turns, list) or not turns:
         raise DataError(f"expected a list of messages, found {turns!r:.60} in {where}; repair the line")
     messages = tuple(message_of(turn, f"message {number} in {where}") for number, turn in enumerate(turns, start=1))

@@ -247,9 +247,11 @@ class _Attempt:
             raise DataError(f"expected text, found no document in {source}; name a source that holds some")
         for split in SPLITS:
             if not states[split].documents:
+                more = split == "validation" and documents > 1
+                remedy = "raise --validation-fraction (up to 0.5), or add text" if more else "add text"
                 raise DataError(
                     f"expected documents for training and validation, found none for {split} among the {documents} of "
-                    f"{source}; raise --validation-fraction (up to 0.5), or add text"
+                    f"{source}; {remedy}"
                 )
 
     def manifest(self, tokenizer: dict[str, Any], states: dict[str, SplitState]) -> dict[str, Any]:

@@ -185,7 +185,9 @@ def read_objects(path: Path) -> Iterator[tuple[int, str, Any]]:
 def _read_jsonl(path: Path, text_field: str) -> Iterator[tuple[int, str | None]]:
     for position, where, row in read_objects(path):
         if not isinstance(row, dict) or text_field not in row:
-            raise DataError(f"expected an object with {text_field!r}, found {keys_of(row)} in {where}; try --text-field")
+            talks = isinstance(row, dict) and not row.keys().isdisjoint(("messages", "conversations"))
+            remedy = "conversations need --chat" if talks else "try --text-field"
+            raise DataError(f"expected an object with {text_field!r}, found {keys_of(row)} in {where}; {remedy}")
         text = row[text_field]
         if text is not None and not isinstance(text, str):
             raise DataError(f"expected text in {text_field!r}, found {text!r:.60} in {where}; try --text-field")

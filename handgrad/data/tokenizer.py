@@ -20,6 +20,7 @@ import tokenizers
 
 from handgrad.errors import DataError, UsageError, storage_errors
 from handgrad.parsing import parse_json
+from handgrad.run_files import BEST, CHECKPOINTS
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
@@ -137,14 +138,19 @@ def load_tokenizer(spec: str) -> Tokenizer:
     if spec == "bytes":
         return bytes_tokenizer()
     path = Path(spec)
-    if path.is_dir() and ((path / "config.json").is_file() or (path / "checkpoints").is_dir()):
+    if path.name == BEST and not path.exists():  # RUN/best has the tokenizer of its run
+        path = path.parent
+    if any((path / name).exists() for name in ("config.json", "manifest.json", CHECKPOINTS)):
         from handgrad.data.model_tokenizer import of_folder
 
         return of_folder(path)
     if path.is_dir():
         path = path / TOKENIZER_FILE
     if not path.is_file():
-        raise UsageError(f"expected the tokenizer gpt2, bytes, bpe:SIZE or a tokenizer.json, found {spec!r}, no such file")
+        raise UsageError(
+            f"expected the tokenizer gpt2, bytes, bpe:SIZE, a run, a model's folder or a tokenizer.json, found {spec!r}, no"
+            " such file or folder; a model of the Hub comes by `handgrad import`"
+        )
     return parse_bpe(read_small(path), where=str(path))
 
 

@@ -5,21 +5,31 @@ Needs the lm-evaluation-harness (`pip install 'handgrad[lm-eval]'`). `likelihood
 lm-eval's own code splits contexts and continuations.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import lm_eval.models  # registers lm-eval's own: it looks for them only while its list is empty
 import numpy as np
+import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from handgrad import devices
+from handgrad.arena import make_plan
 from handgrad.backend import choose_backend
 from handgrad.checkpoint import find
 from handgrad.errors import UsageError
 from handgrad.evaluation.likelihoods import Request, score
-from handgrad.evaluation.load import LoadedModel, checkpoint_weights, load_model
-from handgrad.generation.decode import decode_buffers, decode_tensors
+from handgrad.evaluation.load import (
+    LoadedModel,
+    check_available,
+    check_window,
+    checkpoint_weights,
+    load_model,
+    usual_window,
+)
+from handgrad.generation.decode import decode_buffers, decode_tensors, with_cache
 from handgrad.generation.generate import Continuation, Decoder, SamplingOptions
 from handgrad.generation.text import TextStream
 
@@ -40,8 +50,10 @@ class HandgradLM(TemplateLM):
         backend: str = "auto",
         batch_size: int | str = 8,
         max_batch_size: int | None = None,
+        max_length: int | str = 0,
     ):
-        """`checkpoint`: a run's or a checkpoint's folder. `batch_size`: tokens at once, in contexts ("auto": 8)."""
+        """`checkpoint`: a run's or a checkpoint's folder. `max_length`: tokens of a window that is scored (0: the
+        run's rows, of an import at most 4096). `batch_size`: tokens at once, in windows ("auto": 8)."""
         super().__init__()
         self._device = devices.resolve_device(device or "auto")
         precision = devices.settled_precision(precision, self._device)
@@ -49,8 +61,9 @@ class HandgradLM(TemplateLM):
         ops, weights = choose_backend(backend, self._device, precision), checkpoint_weights(find(checkpoint))
         if weights.config.lora:
             raise UsageError(f"{checkpoint} has adapters, which lm-eval does not read; give it an export: --to hf")
-        buffers = decode_buffers(weights.shape, SLOTS, self.dtype, ops)
-        self.model = load_model(weights, self._device, self.dtype, ops, buffers)
+        check_window(int(max_length), weights.shape.sequence_length)
+        self.window = int(max_length) or usual_window(weights)
+        self.model = load_model(weights, self._device, self.dtype, ops, [])
         self.micro_batch = 8 if str(batch_size).startswith("auto") else int(batch_size)
         if self.micro_batch < 1:
             raise UsageError(f"batch_size must be 1 or more, or auto, found {batch_size}")
@@ -70,9 +83,11 @@ class HandgradLM(TemplateLM):
         self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
         scored = [Request(np.array(context + rest), len(rest)) for _, context, rest in requests]
-        model, positions = self.model, self.micro_batch * self.model.shape.sequence_length
-        target = model.shape, self.dtype, model.device
-        found = score(model.ops, model.weights, scored, *target, positions_per_batch=positions)
+        model = self.model
+        window = max([self.window, *(request.scored for request in scored)])
+        shape = replace(model.shape, sequence_length=min(window, model.shape.sequence_length))  # of the memory
+        positions = self.micro_batch * shape.sequence_length
+        found = score(model.ops, model.weights, scored, shape, self.dtype, model.device, positions_per_batch=positions)
         answers = list(zip(found.sums.tolist(), found.greedy.tolist(), strict=True))
         for (key, _, _), answer in zip(requests, answers, strict=True):
             if key is not None:
@@ -80,14 +95,12 @@ class HandgradLM(TemplateLM):
         return answers
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """The log-likelihood of whole texts, in windows of the model's context as lm-eval cuts them."""
+        """The log-likelihood of whole texts, in windows as lm-eval cuts them."""
         windows: list[tuple[None, list[int], list[int]]] = []
         counts = []
         for request in requests:
             (text,) = request.args
-            cut = get_rolling_token_windows(
-                self.tok_encode(text), self.prefix_token_id, self.model.shape.sequence_length, context_len=1
-            )
+            cut = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.window, context_len=1)
             mine = [(None, *make_disjoint_window(pair)) for pair in cut]
             windows += mine
             counts.append(len(mine))
@@ -102,7 +115,8 @@ class HandgradLM(TemplateLM):
         orders = [Order(*request.args) for request in requests]
         answers = dict[Order, str]()
         for temperature in sorted({order.temperature for order in orders}):
-            answers |= complete(self.model, [order for order in orders if order.temperature == temperature], temperature)
+            equal = [order for order in orders if order.temperature == temperature]
+            answers |= complete(self.model, equal, temperature, self.dtype)
         for request, order in zip(requests, orders, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, answers[order])
         return [answers[order] for order in orders]
@@ -120,15 +134,19 @@ class Order:
         self.temperature = float(settings.get("temperature", 1.0)) if sampled else 0.0
 
 
-def complete(model: LoadedModel, orders: list[Order], temperature: float) -> dict[Order, str]:
-    """Writes the text after each context, up to one of its stop strings, end-of-text or its length."""
-    tokenizer, buf = model.tokenizer, decode_tensors(model.shape, model.views)
-    options = SamplingOptions(temperature=temperature)
+def complete(model: LoadedModel, orders: list[Order], temperature: float, dtype: torch.dtype) -> dict[Order, str]:
+    """Writes the text after each context, up to one of its stop strings, end-of-text or its length, in memory for the
+    longest."""
+    tokenizer, options = model.tokenizer, SamplingOptions(temperature=temperature)
+    prompts = {order: tokenizer.encode(order.context).tolist() or [tokenizer.end_of_text] for order in orders}
+    shape = with_cache(model.shape, max(len(prompt) + order.max_tokens for order, prompt in prompts.items()))
+    plan = make_plan(decode_buffers(shape, min(SLOTS, len(orders)), dtype, model.ops))
+    check_available(plan.total_bytes, model.device, f"a cache of {shape.sequence_length} tokens", "ask for shorter texts")
+    buf = decode_tensors(shape, plan.allocate(model.device))
     decoder = Decoder(model.shape, model.ops, model.weights, buf, options, end_of_text=tokenizer.end_of_text)
     answers = dict.fromkeys(orders, "")
     streams: dict[Continuation, tuple[Order, TextStream]] = {}
-    for order in orders:
-        prompt = tokenizer.encode(order.context).tolist() or [tokenizer.end_of_text]
+    for order, prompt in prompts.items():
         streams[Continuation(prompt, order.max_tokens, 0)] = order, TextStream(tokenizer, order.stops)
     for text in decoder.generate(list(streams)):
         order, stream = streams[text]

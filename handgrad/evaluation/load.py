@@ -1,7 +1,7 @@
 """Opens and loads a model to evaluate or to sample: its weights and the requested buffers, nothing of training."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -20,6 +20,7 @@ from handgrad.techniques import of_stored
 
 SIZES = ("num_layers", "num_heads", "channels", "sequence_length")  # of a model, as fields of a configuration
 LONGEST_WINDOW = 4096  # tokens, of a model from elsewhere, unless asked for
+CONTEXT, MOST_CONTEXT = "context", 1 << 24  # tokens of the weights that a run started from, in a manifest
 SHAPE = (*SIZES, "architecture", "techniques", "llama")  # all of a model's shape but the vocabulary's
 
 
@@ -36,10 +37,16 @@ class Weights:
 
 
 def usual_window(weights: Weights) -> int:
-    """The tokens of a window of an evaluation: the model's context; of a model from elsewhere, whose context may be longer
-    than memory allows, at most `LONGEST_WINDOW`."""
-    ours = weights.checkpoint is not None and "imported" not in weights.checkpoint.manifest
-    return weights.shape.sequence_length if ours else min(weights.shape.sequence_length, LONGEST_WINDOW)
+    """The tokens of a window of an evaluation: those of the run's rows; of a model from elsewhere, whose context may be
+    longer than memory allows, at most `LONGEST_WINDOW`."""
+    if from_elsewhere(weights):
+        return min(weights.shape.sequence_length, LONGEST_WINDOW)
+    return weights.config.sequence_length
+
+
+def from_elsewhere(weights: Weights) -> bool:
+    """True for weights that no run of ours has trained, imported or not."""
+    return weights.checkpoint is None or "imported" in weights.checkpoint.manifest
 
 
 def check_window(tokens: int, context: int) -> None:
@@ -59,7 +66,17 @@ def checkpoint_weights(found: Checkpoint, named: str = "") -> Weights:
     def weight(row: ParameterRow) -> Tensor:
         return found.tensor(WEIGHTS_FILE, row.name, row.stored_shape).to(torch.float32)
 
-    return Weights(config.shape(tokenizer.vocab_size), tokenizer, weight, origin, config, found)
+    shape = with_context(config.shape(tokenizer.vocab_size), found.manifest.get("init"))
+    return Weights(shape, tokenizer, weight, origin, config, found)
+
+
+def with_context(shape: ModelShape, init: Any) -> ModelShape:
+    """The shape of a run's model: its rotary positions reach as far as those of the weights that it started from, also
+    where its rows were shorter. `init`: the manifest's word on these weights."""
+    context = init.get(CONTEXT) if isinstance(init, dict) else None
+    if type(context) is not int or not shape.sequence_length < context <= MOST_CONTEXT:
+        return shape
+    return replace(shape, sequence_length=context)
 
 
 def checkpoint_config(checkpoint: Checkpoint) -> RunConfig:

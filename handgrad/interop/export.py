@@ -196,9 +196,8 @@ def export(
 def load_to_check(checkpoint: Checkpoint) -> LoadedModel:
     """The checkpoint in float32, with the buffers for `logits`. Raises `DataError` if it is damaged."""
     source = weights_of(checkpoint)
-    shape = source.shape
-    if shape.architecture == "llama":  # whose contexts can be so long that their cache would not fit
-        shape = replace(shape, sequence_length=min(CHECKED_TOKENS, shape.sequence_length))
+    # Contexts can be so long that their cache would not fit.
+    shape = replace(source.shape, sequence_length=min(CHECKED_TOKENS, source.shape.sequence_length))
     buffers = decode_buffers(shape, 1, torch.float32, reference)
     return load_model(source, torch.device("cpu"), torch.float32, reference, buffers)
 

@@ -112,11 +112,20 @@ def their_config(shape: ModelShape, tokenizer: Tokenizer, dtype: torch.dtype, dr
         **own_config(shape, dropout),
         "initializer_range": 0.02,
         "use_cache": True,
-        "bos_token_id": tokenizer.end_of_text,
+        "bos_token_id": begin_token(tokenizer),
         "eos_token_id": tokenizer.end_of_text,
         "torch_dtype": kind,
         "dtype": kind,
     }
+
+
+def begin_token(tokenizer: Tokenizer) -> int:
+    """The token that begins a text: of a model from elsewhere that of its own file, else end-of-text."""
+    try:
+        found: Any = parse_json(tokenizer.others.get(GENERATION_FILE, "{}")).get("bos_token_id")
+    except (ValueError, AttributeError):
+        found = None
+    return found if type(found) is int and 0 <= found < tokenizer.vocab_size else tokenizer.end_of_text
 
 
 def own_config(shape: ModelShape, dropout: float) -> dict[str, Any]:
@@ -341,11 +350,13 @@ def fetch(source: str, files: tuple[str, ...] = MODEL_FILES) -> Path:
     Raises `DataError`: no such model; the line says so if there was no connection.
     """
     import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
         return Path(huggingface_hub.snapshot_download(source, allow_patterns=list(files)))
     except hub_failures() as error:
+        reason = "no connection, no copy here" if isinstance(error, LocalEntryNotFoundError) else f"{error!s:.200}"
         raise DataError(
-            f"expected a folder {source} or a model of that name on the Hub, found neither ({error!s:.200});"
+            f"expected a folder {source} or a model of that name on the Hub, found neither ({reason});"
             " check the name and the connection"
         ) from None

@@ -7,6 +7,7 @@ from handgrad.audit.chain import BEGIN, CHECKPOINT, FORMAT, LINKS, STEP, Line, f
 from handgrad.checkpoint import Checkpoint
 from handgrad.config import FIELDS, RunConfig, to_dict
 from handgrad.errors import ConfigError, storage_errors
+from handgrad.evaluation.load import CONTEXT
 from handgrad.files import file_sha256
 from handgrad.manifest import MANIFEST
 from handgrad.parallel.ranks import Ranks
@@ -105,5 +106,5 @@ def facts(config: RunConfig, versions: dict[str, str], identity: Line, origin: L
     """All that the numbers of a run depend on: the settings that touch them, versions and device, the data's hashes, and
     the weights that it started from, wherever they lie."""
     touching = {name: value for name, value in to_dict(config).items() if not FIELDS[name].metadata["free"]}
-    init = {name: value for name, value in (origin or {}).items() if name != "path"}
+    init = {name: value for name, value in (origin or {}).items() if name not in ("path", CONTEXT)}
     return {"config": touching, "versions": versions, "identity": identity, **({"init": init} if origin else {})}

@@ -1,5 +1,6 @@
 """The folder of a run: who may write to it, which configuration it belongs to, and where it goes on."""
 
+import shlex
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -67,7 +68,8 @@ class RunFolder:
             if self.changes and not allow_changes:
                 raise ConfigError(
                     f"{self.path} was started with another configuration ({'; '.join(self.changes)});"
-                    " use the old settings, another --out, or --allow-changes"
+                    f" use the old settings (--config {shlex.quote(str(self.path / CONFIG_FILE))}), another --out, or"
+                    " --allow-changes"
                 )
         except BaseException:
             self.close()

@@ -36,10 +36,14 @@ def run_config(preset: str, recipe_file: str, model: str, settings: Mapping[str,
     change = {name: str(settings.get(name, "")) for name in (WITHOUT, WITH)}
     merged |= {name: convert(name, value) for name, value in settings.items() if name not in change}
     if merged.get("init_from"):
-        merged = {**sizes_of_weights(merged), **merged}
+        sizes = sizes_of_weights(merged)
+        merged = {**sizes, **({} if name or recipe_file else suited_finetuning(merged, sizes)), **merged}
     elif not name and not recipe_file and "num_layers" not in merged and "data" in merged:
         merged = {**suited(merged), **merged}
     elif not name and not recipe_file and "num_layers" not in merged:
+        run = Path(str(merged.get("out", "")))
+        if "out" in merged and (run / CONFIG_FILE).is_file():
+            raise UsageError(f"say how to train: {run} is a run, which {resumes(run)} resumes")
         raise UsageError(
             f"say what to train: --data DIR alone for a run that suits it, a preset ({presets.listed(presets.PRESETS)}),"
             " --config FILE, --model NAME or --init-from WEIGHTS"
@@ -63,6 +67,15 @@ def suited(settings: dict[str, Any]) -> dict[str, Any]:
     return chosen_settings(*(str(settings.get(name, getattr(RunConfig, name))) for name in ("data", "out", "device")))
 
 
+def suited_finetuning(settings: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:
+    """The rows, steps and learning rate that suit weights, data and device, for whom gives none."""
+    if settings.get("batch_schedule"):
+        return {}  # counts steps of its own
+    from handgrad.run.suited_finetuning import chosen_finetuning  # imports torch, which `--help` spares
+
+    return chosen_finetuning(settings, sizes)
+
+
 def refuse_path(name: str) -> None:
     """Raises `UsageError` with the command to run if `name`, in the place of a preset, is a path to a recipe, a run, shards
     or text."""
@@ -70,14 +83,18 @@ def refuse_path(name: str) -> None:
     if name in recipes.recipe_names() or (path.suffix == ".toml" and path.is_file()):
         raise UsageError(f"{start}, found a recipe: `handgrad train --config {shlex.quote(name)}`")
     if (path / CONFIG_FILE).is_file():
-        recipe = shlex.quote(str(path / CONFIG_FILE))
-        raise UsageError(f"{start}, found the run folder {name}; resume it by `handgrad train --config {recipe}`")
+        raise UsageError(f"{start}, found the run folder {name}; resume it by {resumes(path)}")
     if any(path.glob("*.bin")):
         raise UsageError(f"{start}, found shards: `handgrad train --data {shlex.quote(name)}`")
     if holds_text(path):
         raise UsageError(
             f"{start}, found text: run `{prepare_command(path)}`, then `handgrad train --data` with that --out"
         )
+
+
+def resumes(run: Path) -> str:
+    """The command that resumes a run, for an error line."""
+    return f"`handgrad train --config {shlex.quote(str(run / CONFIG_FILE))}`"
 
 
 def sizes_of_weights(settings: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from handgrad.config import AUTO, RunConfig, check, to_dict
 from handgrad.data.shards import Dataset, open_dataset
 from handgrad.data.tokenizer import tokenizer_record
 from handgrad.errors import INTERRUPTED, DataError, StorageError, UsageError
-from handgrad.evaluation.load import Weights
+from handgrad.evaluation.load import CONTEXT, Weights
 from handgrad.interop.adapters import base_of, located
 from handgrad.interop.sources import SHAPE, open_weights
 from handgrad.parallel.launchers import find_rank_info
@@ -133,6 +133,8 @@ def open_fitting(config: RunConfig, dataset: Dataset, *, strict: bool) -> Weight
                 f"{name} is {there} in {config.init_from} and {here} in this run; give no preset, --model or sizes to take"
                 " those of the weights"
             )
+    if shape.architecture == "llama" and shape.sequence_length < weights.shape.sequence_length:
+        weights = replace(weights, origin=weights.origin | {CONTEXT: weights.shape.sequence_length})
     return located(weights) if config.lora else weights
 
 

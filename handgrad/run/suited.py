@@ -110,16 +110,25 @@ def fits(config: RunConfig, vocab_size: int, device: torch.device) -> bool:
 
 
 def settings_of(config: RunConfig, size: Size, dataset: Dataset, device: torch.device) -> dict[str, Any]:
+    pace = paced(config, dataset, device, size.epochs, size.warmup_share)
+    return {**{name: getattr(config, name) for name in CHOSEN_SIZES}, **pace}
+
+
+def paced(
+    config: RunConfig, dataset: Dataset, device: torch.device, epochs: float, warmup_share: float, steps: float = 0
+) -> dict[str, Any]:
+    """The number of steps, unless it is given, and what comes every so many of them."""
     training, validation = dataset.tokens("train"), dataset.tokens("validation")
-    steps = size.epochs * training / config.tokens_per_step
-    shape = config.shape(dataset.tokenizer.vocab_size)
-    if device.type == "cpu":
-        steps = min(steps, CPU_FLOPS / (architecture(shape).flops_per_token(shape) * config.tokens_per_step))
-    steps = round(min(max(steps, LEAST_STEPS), MOST_STEPS))
+    if not steps:
+        steps = epochs * training / config.tokens_per_step
+        shape = config.shape(dataset.tokenizer.vocab_size)
+        if device.type == "cpu":
+            steps = min(steps, CPU_FLOPS / (architecture(shape).flops_per_token(shape) * config.tokens_per_step))
+        steps = min(max(steps, LEAST_STEPS), MOST_STEPS)
+    steps = round(steps)
     return {
-        **{name: getattr(config, name) for name in CHOSEN_SIZES},
         "steps": steps,
-        "warmup_steps": max(1, min(int(steps * size.warmup_share), MOST_WARM_UP_STEPS)),
+        "warmup_steps": max(1, min(int(steps * warmup_share), MOST_WARM_UP_STEPS)),
         "eval_every": min(max(1, steps // 10), 250),
         "eval_tokens": min(max(config.sequence_length, validation), 10 << 20),
         "sample_every": max(1, steps // 4),

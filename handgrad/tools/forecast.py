@@ -155,12 +155,13 @@ def remedy(config: RunConfig, ranks: int) -> str:
 
 
 def bytes_of(text: str) -> int:
-    """`24GB` -> 24,000,000,000, `24GiB` -> 25,769,803,776. Raises `UsageError` for what is no size."""
+    """`24GB` -> 24,000,000,000, `24GiB` -> 25,769,803,776. Raises `UsageError` for what is no size, or less than a
+    megabyte: a number without its unit."""
     found = re.fullmatch(r"([0-9.]+)\s*([kmgt]?i?)b?", text.strip().lower())
     try:
         size = int(float(found[1]) * UNITS[found[2]]) if found else 0
     except (ValueError, KeyError, OverflowError):
         size = 0
-    if size < 1:
+    if size < 10**6:
         raise UsageError(f"fit must be a size of memory like 24GB or 22.5GiB, found {text!r}")
     return size

@@ -144,6 +144,7 @@ GOOD = {"role": "user", "content": "a"}
     "row, message",
     [
         ({"text": "a"}, 'expected an object with "messages", found the keys text in line 2 of'),
+        ({"prompt": "a", "completion": "b"}, r'keys prompt, completion in .*; write it as {"messages": \[{"role": "user"'),
         ([1], 'expected an object with "messages", found a list in line 2 of'),
         ({"messages": []}, r"expected a list of messages, found \[\] in line 2"),
         ({"messages": [GOOD]}, "expected a message of the assistant, found none in line 2"),

@@ -273,6 +273,6 @@ def test_the_result_opens(tmp_path):
 @pytest.mark.fault(27)
 def test_too_little_for_two_splits(tmp_path):
     write_rows(tmp_path / "a.jsonl", ["only one"])
-    with pytest.raises(DataError, match=r"none for (train|validation) among the 1 .*--validation-fraction"):
+    with pytest.raises(DataError, match=r"none for (train|validation) among the 1 .*jsonl; add text$"):
         prepare(PrepareOptions(str(tmp_path / "a.jsonl"), tmp_path / "out", "bytes"))
     assert not (tmp_path / "out").exists()

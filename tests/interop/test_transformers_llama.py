@@ -1,5 +1,6 @@
 """The Llama family in transformers and back: equal logits, greedy texts and gradients for random weights of each type."""
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from handgrad.api.model import load
 from handgrad.checkpoint import find
 from handgrad.cli import main
+from handgrad.data.tokenizer import load_tokenizer
 from handgrad.evaluation.load import checkpoint_weights
 from handgrad.interop import huggingface, huggingface_llama, sources
 from handgrad.models import parameter_table
@@ -244,7 +246,8 @@ def test_its_weights_are_finetuned_on_text_of_its_tokenizer(run: Callable, saved
         assert main([*command, *sizes, *watched]) == 0
     assert main(["export", str(out), "--to", "hf", str(tmp_path / "hf")]) == 0
     assert (tmp_path / "hf" / "chat_template.jinja").read_text() == "{{ messages }}\n"
-    assert theirs(tmp_path / "hf").config.max_position_embeddings == 32
+    config = theirs(tmp_path / "hf").config
+    assert config.max_position_embeddings == LENGTH, "that of the weights, not of the rows that it was finetuned on"
 
 
 REFUSED: dict[str, tuple[dict[str, object], str]] = {
@@ -311,3 +314,11 @@ def test_greedy_texts_with_the_cache(kind: str, saved: Callable, run: Callable) 
     written = written[0, len(start) :].tolist()
     text = ours.generate("the other", max_tokens=200, temperature=0)
     assert len(set(written)) > 10 and text == ours.tokenizer.decode(token for token in written if token != 259)
+
+
+@pytest.mark.parametrize(
+    "content, begins", [('{"bos_token_id": 5}', 5), ('{"bos_token_id": [5]}', 257), ("{}", 257), ("[", 257)]
+)
+def test_the_first_token_is_the_models_own(content: str, begins: int) -> None:
+    tokenizer = dataclasses.replace(load_tokenizer("bytes"), others={huggingface.GENERATION_FILE: content}, end_of_text=257)
+    assert huggingface.begin_token(tokenizer) == begins
