@@ -28,8 +28,8 @@ from handgrad.run.resolve import resolve
 from handgrad.tools.absent import resolve_for
 from tests import llama_twin
 from tests.conftest import set_scales
+from tests.fp8_models import ROUNDOFF, RoundedProducts
 from tests.test_fp8_llama import RoundedLlamaProducts
-from tests.test_fp8_model import ROUNDOFF, RoundedProducts
 from tests.test_lora import SMOLLM, Adapted
 from tests.test_sampling import make_buffers
 
@@ -73,7 +73,7 @@ class AdaptedInFp8(Adapted):
         rounded = frozenset(row.name for row in table if row.kind == tables.WEIGHT)
         sizes = {"num_heads": shape.num_heads, "head_width": shape.head_width, "channels": shape.channels}
         widest = max(max(row.shape) for row in model.table if row.group == "matrix")
-        sizes |= {"widest": widest, "padded_vocab_size": shape.padded_vocab_size}
+        sizes |= {"widest": widest, "padded_vocab_size": shape.padded_vocab_size, "feed_forward": shape.feed_forward}
         parts = ops.statistics_parts(batch=3, length=LENGTH, **sizes)
         buffers = [
             *tables.activation_buffers(rows, gemms, E4M3_GRADIENTS, recompute),
