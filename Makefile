@@ -5,6 +5,7 @@
 # make test-gpu  the kernels' tests on this machine's GPU, into benchmarks/results/gpu-tests.json (PYTHON: one that has torch)
 # make docs    the documentation as a site, into site/
 # make check   lint, formatting, types
+# make ready   installs what test, docs and check need at once, which is quicker than one by one
 
 PYTHON ?= python3
 COUNT  ?= 200
@@ -12,7 +13,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: train test faults soak test-gpu docs check format clean
+.PHONY: train test faults soak test-gpu docs check ready format clean
 
 train: $(VENV)/.installed
 	@$(BIN)/handgrad demo
@@ -37,6 +38,10 @@ check: $(VENV)/.installed-check
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/pyrefly check
+
+ready: $(VENV)/.installed
+	@$(PIP) --editable '.[test,docs,check]'
+	@touch $(VENV)/.installed-test $(VENV)/.installed-docs $(VENV)/.installed-check
 
 format: $(VENV)/.installed-check
 	@$(BIN)/ruff check --fix .

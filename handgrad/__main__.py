@@ -1,6 +1,7 @@
 """The program `handgrad`, and `python -m handgrad`: signals have their handlers before anything large is imported."""
 
 import _signal  # pyrefly: ignore[missing-import] - built in, while `signal` imports some milliseconds of others
+import atexit
 import sys
 
 INTERRUPTIBLE = _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler  # else ignored, as in a shell's background
@@ -17,6 +18,9 @@ def main() -> int:
 
     if INTERRUPTIBLE:
         _signal.signal(_signal.SIGINT, end_at_once)
+        # The last that runs at exit: then Python takes its handlers away and the modules down, which takes a second, and a
+        # signal would kill it whatever its exit code is.
+        atexit.register(_signal.signal, _signal.SIGINT, _signal.SIG_IGN)
     with stoppable(training=sys.argv[1:2] == ["train"]):
         from handgrad import cli
 

@@ -64,6 +64,21 @@ def test_no_late_import_loses_it(tmp_path: Path) -> None:
     assert process.returncode == 130
 
 
+@pytest.mark.parametrize(("command", "code"), [("recipes", 0), ("", 64)])
+def test_one_that_comes_while_python_ends_keeps_the_exit_code(command: str, code: int) -> None:
+    """Its modules are taken down, and its handlers are gone."""
+    program = (
+        "import os, signal, sys\n"
+        "from handgrad.__main__ import main\n"
+        "class Last:\n    def __del__(self, kill=os.kill, own=os.getpid(), sent=signal.SIGINT):\n        kill(own, sent)\n"
+        "last = Last()\n"
+        "sys.exit(main())\n"
+    )
+    process = start(["-c", program, *command.split()])
+    _, told = process.communicate()
+    assert (process.returncode, told) == (code, "")
+
+
 def recipe(config: RunConfig, path: Path, **changes: Any) -> str:
     path.write_text(to_toml(dataclasses.replace(config, **changes)))
     return str(path)

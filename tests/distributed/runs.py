@@ -147,7 +147,13 @@ signal.signal(signal.SIGTERM, lambda *_: os.kill(wait_for("/pid"), signal.SIGTER
 code = wait_for("/code")
 sys.stdout.write(open(folder + "/output").read())
 sys.stderr.write(open(folder + "/errors").read())
-sys.exit(code % 256)
+if code < 0:  # by the same signal
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if -code != signal.SIGKILL:
+        signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+sys.exit(code)
 """
 
 

@@ -1,7 +1,8 @@
 """Every memory-bound kernel as it is launched at GPT-2's sizes, compiled without a GPU.
 
-    python -m tests.kernels.memory_kernel_table      prints registers, stack and the widest accesses as JSON
+    python -m tests.kernels.memory_kernel_table [all]      prints registers, stack and the widest accesses as JSON
 
+Without `all`, bf16 on every architecture and each of the other dtypes on one: a compilation takes 0.3 s.
 Needs a process without TRITON_INTERPRET.
 """
 
@@ -9,6 +10,7 @@ import json
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 
 import triton
 
@@ -18,6 +20,7 @@ from tests.kernels.compiling import compile_kernel
 
 ARCHITECTURES = (80, 90, 100)
 DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
+USUAL = (("bf16", 80), ("bf16", 90), ("bf16", 100), ("fp16", 90), ("fp32", 80))
 CHANNELS = (768, 1600)
 V, Vp = 50257, 50304
 
@@ -192,10 +195,10 @@ def jobs(architectures: tuple[int, ...], dtypes: tuple[str, ...]) -> list[tuple[
 
 
 def main() -> None:
-    architectures = tuple(map(int, sys.argv[1].split(","))) if len(sys.argv) > 1 else ARCHITECTURES
-    dtypes = tuple(sys.argv[2].split(",")) if len(sys.argv) > 2 else tuple(DTYPES)
+    pairs = product(DTYPES, ARCHITECTURES) if "all" in sys.argv else USUAL
+    chosen = [job for dtype, arch in pairs for job in jobs((arch,), (dtype,))]
     with ThreadPoolExecutor(2) as pool:
-        print(json.dumps(list(pool.map(compile_one, jobs(architectures, dtypes)))))
+        print(json.dumps(list(pool.map(compile_one, chosen))))
 
 
 if __name__ == "__main__":

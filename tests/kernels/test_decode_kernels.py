@@ -79,8 +79,11 @@ def test_attention_over_several_tiles(draw: Draw, positions: list[int], monkeypa
     check(checks.attention(draw, 3, 2, 80, 24, positions))
 
 
-@pytest.mark.parametrize("position", [0, 1, 15, 16, 63, 64, 65, 129, 199])
-@pytest.mark.parametrize(("H", "K"), [(3, 3), (6, 2)])
+# Shared keys at each border of a tile or a part; keys of one head each in no part, in one and in all.
+IN_PARTS = [*((6, 2, position) for position in (0, 1, 15, 16, 63, 64, 65, 129, 199)), (3, 3, 0), (3, 3, 16), (3, 3, 199)]
+
+
+@pytest.mark.parametrize(("H", "K", "position"), IN_PARTS)
 def test_heads_in_parts(draw: Draw, H: int, K: int, position: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts without a key, of one tile, of several; heads that share keys; heads whose number is no power of two."""
     monkeypatch.setattr(attention_decode, "PART_TILE", 16 * 32)
