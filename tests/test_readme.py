@@ -161,8 +161,8 @@ def sampling_rows() -> list[str]:
     """Tokens per second of texts, beside transformers, and the share of the limit set by reading the weights."""
     lines = []
     for model, record in SAMPLING.items():
-        rows = {(row["contender"], row["batch"]): row for row in record["rows"]}
-        for batch in sorted({batch for _, batch in rows}):
+        rows = {(row["contender"], row["batch"]): row for row in record["rows"] if row["prompt_tokens"] == 32}
+        for batch in sorted({batch for name, batch in rows if name == "transformers-compiled"}):
             ours, eager, compiled = (rows[name, batch] for name in ("handgrad", "transformers", "transformers-compiled"))
             speeds = [row["tokens_per_second"] for row in (ours, eager, compiled)]
             lines.append(
