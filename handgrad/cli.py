@@ -17,6 +17,7 @@ from handgrad.errors import (
     MemoryShort,
     UsageError,
     interruptible,
+    leave,
     storage_error,
     tell,
 )
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     except BrokenPipeError:
         # The reader of our output went away (`handgrad sample ... | head`): end quietly, as other tools do.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        leave(sys.stdout)
         return 0
     except KeyboardInterrupt as interrupt:
         print(f"handgrad: {interrupt}" if str(interrupt) else "handgrad: interrupted", file=sys.stderr)

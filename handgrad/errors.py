@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 
 class HandgradError(ValueError):
@@ -130,16 +130,27 @@ def tell(error: HandgradError) -> None:
 def tell_line(text: str) -> None:
     line = f"handgrad: {text}"
     if is_first(line):
-        with contextlib.suppress(OSError):  # the terminal is gone
-            print(line, file=sys.stderr, flush=True)
+        print_error(line)
 
 
 def tell_note(text: str) -> None:
     """`tell_line` of something that does not end the process."""
     line = f"handgrad: {text}"
     if is_first(line, ends=False):
-        with contextlib.suppress(OSError):
-            print(line, file=sys.stderr, flush=True)
+        print_error(line)
+
+
+def print_error(line: str) -> None:
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except OSError:  # the terminal is gone
+        leave(sys.stderr)
+
+
+def leave(stream: TextIO) -> None:
+    """Nobody reads the stream any more: the rest of it, and what waits in its buffer, goes nowhere. Python flushes the
+    buffer at its end, and a failure there would be the exit code, 120."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def is_first(text: str, *, ends: bool = True, of_all: bool = False) -> bool:

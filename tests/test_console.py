@@ -14,6 +14,7 @@ from rich.console import Console
 
 import handgrad
 from handgrad.config import RunConfig
+from handgrad.errors import tell_line
 from handgrad.run import console
 from handgrad.run.progress import Cadence, StepFigures
 from handgrad.run.start import train
@@ -178,3 +179,13 @@ def test_output_that_nobody_reads_any_more_does_not_fail_at_the_end(monkeypatch:
         display.close()
         out.flush()
         assert display.closed
+
+
+def test_a_line_that_nobody_reads_any_more_does_not_fail_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line on stderr that says why a run ends."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w", encoding="utf-8") as out:
+        monkeypatch.setattr("sys.stderr", out)
+        tell_line("stopped")
+        out.flush()

@@ -1,13 +1,14 @@
 """The console of a run: a live progress line on a terminal, one line that is redrawn in a notebook, plain lines everywhere
 else."""
 
-import os
 import sys
 from collections.abc import Callable
 from typing import Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
+
+from handgrad import errors
 
 Shows = Literal["live", "lines", "nothing"]  # on the console: a live line where there is a terminal, plain lines, nothing
 NOTEBOOK_WIDTH = 100  # characters; a cell's output shows some more
@@ -67,9 +68,9 @@ class Display:
             self.leave()
 
     def leave(self) -> None:
-        """Nobody reads the output any more: the rest of it, and what waits in its buffer, goes nowhere."""
+        """Nobody reads the output any more."""
         self.closed = True
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        errors.leave(sys.stdout)
 
     def keep_line(self) -> None:
         """Leaves the line that a notebook redraws as it is: what follows begins another one."""
@@ -82,6 +83,6 @@ class Display:
         try:
             if self.live:
                 self.progress.stop()
-            sys.stdout.flush()  # at the end of the process its failure would be the exit code, 120
+            sys.stdout.flush()
         except OSError:  # the terminal is gone
             self.leave()
