@@ -265,6 +265,19 @@ def test_two_trainers_in_one_folder(finished: RunConfig) -> None:
         held.close()
 
 
+def test_a_refused_start_leaves_no_folder(config: RunConfig, tmp_path: Path) -> None:
+    """Unless something is in it."""
+    (tmp_path / "nothing").mkdir()
+    refused = replace(config, out=str(tmp_path / "runs" / "refused"), init_from=str(tmp_path / "nothing"))
+    with pytest.raises(DataError):
+        train(refused)
+    assert list((tmp_path / "runs").iterdir()) == []
+    Path(refused.out).mkdir()
+    with pytest.raises(DataError):
+        train(refused)
+    assert Path(refused.out).is_dir(), "somebody else has made it"
+
+
 def test_a_folder_of_something_else_is_left_alone(config: RunConfig) -> None:
     folder = Path(config.out)
     folder.mkdir(parents=True)

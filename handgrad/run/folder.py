@@ -1,5 +1,6 @@
 """The folder of a run: who may write to it, which configuration it belongs to, and where it goes on."""
 
+import contextlib
 import shlex
 from pathlib import Path
 from typing import Any, TextIO
@@ -30,6 +31,7 @@ class RunFolder:
         self.passed_over: list[str] = []
         self.failure: dict[str, int] = {}  # failed_at: the step at which the last launch met numbers that are not finite
         self._lock: TextIO | None = None
+        self._is_new = False
         self.resumed: Checkpoint | None = None
         found = ranks.from_rank_0(lambda: self._open(allow_changes=allow_changes, strict=strict), "the run folder")
         if not ranks.is_rank_0 and found is not None:
@@ -42,6 +44,7 @@ class RunFolder:
         if self.path.is_dir() and any(self.path.iterdir()) and not (self.path / LOCK_FILE).exists():
             raise UsageError(f"--out {self.path} has files in it but is no run folder; choose another folder")
         with storage_errors(f"making the run folder {self.path}"):
+            self._is_new = not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = take_lock(self.path)  # first: it is what makes a folder a run folder
             (self.path / SAMPLES).mkdir(exist_ok=True)
@@ -112,8 +115,16 @@ class RunFolder:
             write_durably(self.path / CONFIG_FILE, to_toml(self.config))
 
     def close(self) -> None:
-        if self._lock is not None:
-            self._lock.close()
+        """Lets go of the folder. One that this start has made goes, if it was refused before the folder was a run's."""
+        if self._lock is None:
+            return
+        if self._is_new and not (self.path / CONFIG_FILE).exists():
+            with contextlib.suppress(OSError):  # something is in it: it stays
+                for folder in (self.path / SAMPLES, self.checkpoints):
+                    folder.rmdir()
+                (self.path / LOCK_FILE).unlink()
+                self.path.rmdir()
+        self._lock.close()
 
 
 def settled_lanes(config: RunConfig, ranks: int) -> int:

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from time import sleep
@@ -17,15 +18,26 @@ HELD = "; wait for it or choose another --out"
 def take_lock(run: Path, remedy: str = HELD) -> TextIO:
     """Takes the lock of a run folder until the returned file is closed. Tries for a second: `is_held` holds it for an
     instant. Raises `ConfigError` if another process keeps it, `OSError` if the file cannot be opened."""
-    lock = (run / LOCK_FILE).open("a")
+    path = run / LOCK_FILE
     for _ in range(TRIES):
+        lock = path.open("a")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return lock
+            if is_at(path, lock):
+                return lock
         except BlockingIOError:
-            sleep(1 / TRIES)  # seconds
-    lock.close()
+            pass
+        lock.close()  # held, or removed by a start that was refused, and then it locks nothing
+        sleep(1 / TRIES)  # seconds
     raise ConfigError(f"another process is training in {run}, or a `handgrad.Training` that is not closed{remedy}")
+
+
+def is_at(path: Path, file: TextIO) -> bool:
+    """True if the path still leads to the open file."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
 
 
 @contextlib.contextmanager
