@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import pytest
 
@@ -85,21 +85,6 @@ def test_a_look_at_the_lock_refuses_no_trainer(tmp_path: Path, monkeypatch: pyte
             assert len(waited) == 3
             take_lock(tmp_path)
     assert 0.9 < sum(waited[3:]) < 1.1
-
-
-def test_a_lock_whose_file_is_gone_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A start that was refused removed it between another's opening of it and its locking."""
-    (tmp_path / LOCK_FILE).touch()
-    locking, removals = fcntl.flock, []
-
-    def removed_before(file: TextIO, operation: int) -> None:
-        if not removals:
-            removals.append((tmp_path / LOCK_FILE).unlink())
-        locking(file, operation)
-
-    monkeypatch.setattr("fcntl.flock", removed_before)
-    with take_lock(tmp_path), pytest.raises(ConfigError, match="another process is training"):
-        take_lock(tmp_path)
 
 
 def test_real_runs(config: RunConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from handgrad import checkpoint
 from handgrad.config import RunConfig, to_toml
 from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.data.shards import HEADER_BYTES, header
-from handgrad.errors import ConfigError, DataError, NumericsError, Preempted, UsageError
+from handgrad.errors import ConfigError, DataError, NumericsError, Preempted
 from handgrad.parallel.ranks import Ranks
 from handgrad.run import loop
 from handgrad.run.folder import RunFolder
@@ -263,28 +263,6 @@ def test_two_trainers_in_one_folder(finished: RunConfig) -> None:
             train(finished)
     finally:
         held.close()
-
-
-def test_a_refused_start_leaves_no_folder(config: RunConfig, tmp_path: Path) -> None:
-    """Unless something is in it."""
-    (tmp_path / "nothing").mkdir()
-    refused = replace(config, out=str(tmp_path / "runs" / "refused"), init_from=str(tmp_path / "nothing"))
-    with pytest.raises(DataError):
-        train(refused)
-    assert list((tmp_path / "runs").iterdir()) == []
-    Path(refused.out).mkdir()
-    with pytest.raises(DataError):
-        train(refused)
-    assert Path(refused.out).is_dir(), "somebody else has made it"
-
-
-def test_a_folder_of_something_else_is_left_alone(config: RunConfig) -> None:
-    folder = Path(config.out)
-    folder.mkdir(parents=True)
-    (folder / "thesis.tex").write_text("do not touch")
-    with pytest.raises(UsageError, match="no run folder"):
-        train(config)
-    assert [p.name for p in folder.iterdir()] == ["thesis.tex"]
 
 
 @pytest.mark.usefixtures("launching")
