@@ -47,7 +47,7 @@ Job = tuple[Callable[[Any], Row], Any]
 
 
 def jobs(arch: int, dtype: str) -> Iterator[Job]:
-    """What to compile for a card, in one dtype of weights and activations."""
+    """The compilations for a card, in one dtype of weights and activations."""
     yield from ((memory.compile_one, job) for job in memory.jobs((arch,), (dtype,)))
     yield from ((modern.compile_one, (name, dtype, arch)) for name in modern.launches(2))
     yield from ((decode.compile_one, (name, dtype, arch)) for name in decode.launches() if decode.runs(name, arch))
