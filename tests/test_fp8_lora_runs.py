@@ -22,33 +22,24 @@ from handgrad.parallel.replicas import Replicas
 from handgrad.run.assemble import Assembly, allocate
 from handgrad.run.resolve import resolve
 from handgrad.run.start import open_run, train
-from tests.conftest import small_run
 from tests.distributed.runs import Launcher, arguments, same_run
 from tests.test_fp8_runs import manifest, train_until
 from tests.test_fp8_saturation import make_saturate
+from tests.test_lora_runs import LORA, adapting as adapting_in_16_bits, trained_bases
 from tests.test_packed_runs import documents  # noqa: F401 - a fixture
 from tests.test_runs import elsewhere, records, same_bits, tensors
 
 LLAMA = "kv_heads=1,tied,qkv_bias,feed_forward=96"
-LORA = "rank=4,alpha=8"
-RUN = {"steps": 12, "eval_every": 6, "eval_tokens": 512, "sample_every": 6, "sample_tokens": 8}
-RUN |= {"learning_rate": 4e-3, "weight_decay": 0.0, "overfit_one_batch": True}
 FP8 = {"precision": "fp8", "fp8_window": 3, "fp8_count_every": 1}
 
 
 @pytest.fixture(scope="module")
 def bases(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunConfig]:
-    """Short runs of every weight, by architecture."""
-    folder, found = tmp_path_factory.mktemp("bases"), {}
-    for name in ("llama", "gpt2"):
-        sizes = {"architecture": name, "llama": LLAMA if name == "llama" else ""}
-        found[name] = replace(small_run(shards, folder / name), **sizes, steps=80, eval_every=0, sample_tokens=0)
-        train(found[name])
-    return found
+    return trained_bases(shards, tmp_path_factory.mktemp("bases"), LLAMA)
 
 
 def adapting(base: RunConfig, out: Path, **settings: object) -> RunConfig:
-    return replace(base, out=str(out), init_from=base.out, lora=LORA, **{**RUN, **FP8, **settings})
+    return adapting_in_16_bits(base, out, **{**FP8, **settings})
 
 
 def rows_of(training: Assembly) -> dict[str, torch.Tensor]:

@@ -39,10 +39,14 @@ RUN |= {"learning_rate": 4e-3, "weight_decay": 0.0, "overfit_one_batch": True}
 
 @pytest.fixture(scope="module")
 def bases(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunConfig]:
-    """Short runs of every weight, by architecture."""
-    folder, found = tmp_path_factory.mktemp("bases"), {}
+    return trained_bases(shards, tmp_path_factory.mktemp("bases"), LLAMA)
+
+
+def trained_bases(shards: Path, folder: Path, llama: str) -> dict[str, RunConfig]:
+    """Short runs of every weight, by architecture; `llama`: the family's numbers."""
+    found = {}
     for name in ("llama", "gpt2"):
-        sizes = {"architecture": name, "llama": LLAMA if name == "llama" else ""}
+        sizes = {"architecture": name, "llama": llama if name == "llama" else ""}
         found[name] = replace(small_run(shards, folder / name), **sizes, steps=80, eval_every=0, sample_tokens=0)
         train(found[name])
     return found

@@ -26,7 +26,8 @@ from handgrad.ops.reference.layernorm import LAYERNORM_EPSILON
 # A tile of the weight: 64 numbers a thread.
 TILE_ELEMENTS = 8192
 ELEMENTS_PER_WARP = 2048
-FEWEST_WARPS = 4  # of a program with more than one row: its one wait is shorter than a single warp's sum
+# Of a program with more than one row; `benchmarks.decode_choices` sets one warp beside it, of which there is no record yet.
+FEWEST_WARPS = 4
 LONGEST_ROW = 1 << 15  # of a tile of one row
 FEWEST_PROGRAMS = 264  # two on each of 132 multiprocessors, while a program still has rows to give
 # More tiles than this are dealt out to at most as many programs: five on a multiprocessor, whose tiles on their way are
