@@ -84,8 +84,8 @@ MEASURED = [  # record, contender, preset
     ("h200-step-350m", "handgrad", "d24"),
     ("h200-step-774m", "handgrad", "d36"),
     ("h200-step-1558m", "handgrad", "d48"),
-    ("h200-fp8-step-124m", "handgrad-fp8", "d12"),
-    ("h200-fp8-step-350m", "handgrad-fp8", "d24"),
+    ("h200-step-124m", "handgrad-fp8", "d12"),
+    ("h200-step-350m", "handgrad-fp8", "d24"),
     ("h200-fp8-step-774m", "handgrad-fp8", "d36"),
     ("h200-fp8-step-1558m", "handgrad-fp8", "d48"),
 ]

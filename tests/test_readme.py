@@ -116,8 +116,8 @@ def result(name: str) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-STEPS = ("124m", "350m", "774m", "774m-liger", "1558m")
-FP8_STEPS = ("fp8-step-124m", "fp8-step-350m", "fp8-step-774m", "fp8-step-1558m")
+STEPS = ("124m", "350m", "774m", "774m-without-liger", "1558m")
+FP8_STEPS = ("step-124m", "step-350m", "fp8-step-774m", "fp8-step-1558m")
 
 
 def line(*cells: str) -> str:

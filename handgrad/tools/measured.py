@@ -31,17 +31,20 @@ class Measured(NamedTuple):
 
 
 ROWS = (
-    Measured("h200", 1, "d12", "bf16", 64, 8, 620100, "h200-step-124m"),
-    Measured("h200", 1, "d24", "bf16", 32, 8, 227440, "h200-step-350m"),
-    Measured("h200", 1, "d36", "bf16", 32, 8, 107670, "h200-step-774m"),
-    Measured("h200", 1, "d48", "bf16", 16, 8, 55451, "h200-step-1558m"),
-    Measured("h200", 1, "d12", "fp8", 64, 8, 738390, "h200-fp8-step-124m"),
-    Measured("h200", 1, "d24", "fp8", 32, 8, 296080, "h200-fp8-step-350m"),
-    Measured("h200", 1, "d36", "fp8", 32, 8, 151140, "h200-fp8-step-774m"),
-    Measured("h200", 1, "d48", "fp8", 16, 8, 79012, "h200-fp8-step-1558m"),
+    Measured("h200", 1, "d12", "bf16", 64, 8, 619480, "h200-step-124m"),
+    Measured("h200", 1, "d24", "bf16", 32, 8, 228050, "h200-step-350m"),
+    Measured("h200", 1, "d36", "bf16", 32, 8, 107770, "h200-step-774m"),
+    Measured("h200", 1, "d48", "bf16", 16, 8, 55810, "h200-step-1558m"),
+    Measured("h200", 1, "d12", "fp8", 64, 8, 733030, "h200-step-124m"),
+    Measured("h200", 1, "d24", "fp8", 32, 8, 291660, "h200-step-350m"),
+    Measured("h200", 1, "d36", "fp8", 32, 8, 149730, "h200-fp8-step-774m"),
+    Measured("h200", 1, "d48", "fp8", 16, 8, 78712, "h200-fp8-step-1558m"),
     Measured("h200", 1, "d12", "bf16", 64, 1, 615860, "h200-step-124m-one-micro-step"),
     Measured("h200", 4, "d12", "bf16", 64, 2, 2424063, "h200-x4-scaling-124m"),
     Measured("h200", 4, "d48", "bf16", 16, 8, 222165, "h200-x4-scaling-1558m"),
+    Measured("h100", 1, "d12", "bf16", 64, 8, 593020, "h100-step-124m"),
+    Measured("h100", 1, "d12", "fp8", 64, 8, 693290, "h100-step-124m"),
+    Measured("h100", 1, "d48", "fp8", 16, 8, 74622, "h100-fp8-step-1558m"),
     Measured("h100", 1, "d24", "bf16", 32, 8, 212100, "h100-step-350m"),
     Measured("h100", 1, "d24", "fp8", 32, 8, 272600, "h100-step-350m"),
 )
