@@ -61,6 +61,7 @@ UNITS = {
 # Words in the names of fields that say their unit; the first that fits counts, from the last key to the first.
 FIELDS = {
     "tokens_per_second": "tok/s",
+    "tflop_per_second": "TFLOP/s",
     "gflop_per_second": "GFLOP/s",
     "flop_per_second": "FLOP/s",
     "terabytes_per_second": "TB/s",
