@@ -28,10 +28,11 @@ from handgrad.errors import UsageError
 from handgrad.models import architecture
 from handgrad.names import nearest_name
 
-# "handgrad" computes in --precision, "handgrad-PRECISION" in another; "handgrad-gpt2", also with a precision behind it, is
-# GPT-2 of a modern network's sizes.
-SAME_SIZE = "handgrad-gpt2"
-HANDGRADS = tuple(f"{base}{end}" for base in ("handgrad", SAME_SIZE) for end in ("", *(f"-{p}" for p in PRECISIONS)))
+# "handgrad" computes in --precision, "handgrad-PRECISION" in another. Also with a precision behind it: "handgrad-gpt2" is
+# GPT-2 of a modern network's sizes, "handgrad-adamw" the model itself with AdamW in the place of Muon.
+SAME_SIZE, ADAMW = "handgrad-gpt2", "handgrad-adamw"
+BASES = ("handgrad", SAME_SIZE, ADAMW)
+HANDGRADS = tuple(f"{base}{end}" for base in BASES for end in ("", *(f"-{p}" for p in PRECISIONS)))
 # The fastest twin of all sizes on one H200, with Liger's head where Liger is installed.
 FASTEST_TWIN = "twin-cudnn+stream+regional"
 
@@ -51,7 +52,8 @@ def precision_of(name: str, settings: Settings) -> str:
     """The precision of most of a contender's GEMMs."""
     if switches := switches_of(name):
         return switches.precision
-    return name.removeprefix("handgrad").removeprefix("-gpt2").removeprefix("-") or settings.precision
+    base = max((base for base in BASES if name.startswith(base)), key=len)
+    return name.removeprefix(base).removeprefix("-") or settings.precision
 
 
 def make_run(name: str, settings: Settings) -> Run:
@@ -62,6 +64,8 @@ def make_run(name: str, settings: Settings) -> Run:
     if name.startswith(SAME_SIZE):
         heads = max(1, config.channels // 64)
         config = dataclasses.replace(config, architecture="gpt2", optimizer="adamw", num_heads=heads)
+    if name.startswith(ADAMW):
+        config = dataclasses.replace(config, optimizer="adamw")
     backend = "kernels" if config.device == "cuda" else "auto"
     return HandgradRun(check(dataclasses.replace(config, precision=precision_of(name, settings))), tokens, backend=backend)
 

@@ -20,6 +20,8 @@ from benchmarks.turns import Peer, PeerFailed, contend, timed_turn
 from handgrad.cli import main
 from handgrad.config import PRECISIONS
 from handgrad.errors import DataError, UsageError
+from handgrad.optimizers.adamw import AdamW
+from handgrad.optimizers.muon import Muon
 
 CPU = torch.device("cpu")
 SMALL = Settings(
@@ -332,7 +334,7 @@ def test_the_fastest_twin_is_a_default_contender(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_precision_of_a_contender() -> None:
-    ours = ("handgrad", "handgrad-tf32", "handgrad-gpt2", "handgrad-gpt2-fp8")
+    ours = ("handgrad", "handgrad-tf32", "handgrad-gpt2", "handgrad-adamw-fp8")
     twins = ("twin-cudnn", "twin-cudnn+torchao", "twin-flash+stream+torchao-filtered")
     assert gpu_step.check_contenders(",".join(ours + twins)) == [*ours, *twins]
     precisions = [gpu_step.precision_of(name, SMALL) for name in ours + twins]
@@ -346,7 +348,10 @@ def test_the_modern_network_steps_in_fp8_beside_its_twin() -> None:
     settings = dataclasses.replace(SMALL, model="m4", learning_rate=1e-2)
     gpt2 = gpu_step.make_run("handgrad-gpt2-bf16", settings)
     assert isinstance(gpt2, HandgradRun) and gpt2.state.parameters.dtype == torch.bfloat16
-    run, bf16 = (gpu_step.make_run(name, settings) for name in ("handgrad-fp8", "handgrad-bf16"))
+    adamw, run, bf16 = (gpu_step.make_run(name, settings) for name in ("handgrad-adamw", "handgrad-fp8", "handgrad-bf16"))
+    assert isinstance(adamw, HandgradRun) and isinstance(bf16, HandgradRun)
+    assert isinstance(adamw.state.design.optimizer, AdamW) and isinstance(bf16.state.design.optimizer, Muon)
+    assert adamw.state.design.shape == bf16.state.design.shape
     assert isinstance(run, HandgradRun) and run.stepper.design.fp8 is not None
     losses, others = (contender.turn(lambda launched: launched < 3) for contender in (run, bf16))
     assert losses != others and losses == pytest.approx(others, abs=0.05)
