@@ -273,7 +273,6 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "heads": ({"num_key_value_heads": 4}, "kv_heads that divide num_heads 6"),
     "no size": ({"intermediate_size": None}, "expected intermediate_size of 1 or more in"),
     "epsilon": ({"rms_norm_eps": -1}, "expected rms_norm_eps above 0 in"),
-    "no end of text": ({"eos_token_id": None}, "expected a token that ends texts as eos_token_id beside"),
     "small vocabulary": ({"vocab_size": 100}, "expected a vocab_size of 260 or more beside"),
     "other sizes": ({"num_hidden_layers": 4}, "expected a tensor model.layers.3.self_attn.q_proj.weight of shape (36, 36)"),
 }
