@@ -68,6 +68,18 @@ def test_a_prompt_is_that_of_their_tokenizer(folder: Path, tmp_path: Path) -> No
     assert len(set(written)) > 10 and text == ours.tokenizer.decode(token for token in written if token != END)
 
 
+def test_the_file_of_llama_cpp_says_it(folder: Path, tmp_path: Path) -> None:
+    """Also where no other file names the token."""
+    gguf = pytest.importorskip("gguf")
+    made = shutil.copytree(folder, tmp_path / "hf")
+    (made / "tokenizer_config.json").write_text("{}")
+    assert main(["import", str(made), "--out", str(tmp_path / "run")]) == 0
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "x.gguf"), "--to", "gguf"]) == 0
+    fields = gguf.GGUFReader(tmp_path / "x.gguf").fields
+    for name, expected in (("add_bos_token", True), ("bos_token_id", BEGIN), ("eos_token_id", END)):
+        assert fields[f"tokenizer.ggml.{name}"].contents() == expected
+
+
 def test_documents_in_shards(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "docs.jsonl").write_text("".join(json.dumps({"text": f"the {n}"}) + "\n" for n in range(40)))
     command = ["prepare", str(tmp_path / "docs.jsonl"), "--tokenizer", str(folder), "--workers", "1"]
@@ -90,7 +102,7 @@ def test_an_end_that_only_the_generation_config_names(folder: Path, tmp_path: Pa
     model = load(str(made), device="cpu")
     assert model.tokenizer.end_of_text == 257
     (made / "generation_config.json").write_text("{}")
-    with pytest.raises(DataError, match="expected a token that ends texts as eos_token_id beside .*, found None; name it"):
+    with pytest.raises(DataError, match=r"expected a token that ends texts as eos_token_id beside .*, found None; name it"):
         load(str(made), device="cpu")
 
 
