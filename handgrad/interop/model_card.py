@@ -144,7 +144,7 @@ def model_card(checkpoint: Checkpoint, model: LoadedModel, dtype: torch.dtype, c
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
         "",
         'folder = "."  # of this file',
-        "tokenizer = AutoTokenizer.from_pretrained(folder)",
+        f"tokenizer = AutoTokenizer.from_pretrained(folder{trust})",
         f'model = AutoModelForCausalLM.from_pretrained(folder, dtype="{kind}"{trust})',
         f'ids = tokenizer("{start}{prompt}", return_tensors="pt")',
         f"print(tokenizer.decode(model.generate(**ids, max_new_tokens={room})[0]))",
