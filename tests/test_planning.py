@@ -168,6 +168,14 @@ def test_a_measured_run_quotes_its_record_and_others_the_model() -> None:
     assert MODELS["d12"] == MODELS["gpt3-125m"] and not forecast(preset("gpt3-125m"), 50257, "h200").measured
 
 
+def test_what_a_preset_chose(nowhere: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["plan", "m12", "--device", "cpu"]) == 0
+    told = capsys.readouterr().out
+    assert "sizes      12 layers of 768 channels, 6 heads of 128, context 1024\n" in told
+    assert "optimizer  muon, learning rate 0.003, of input_scalar x 100, weight decay 0.1\n" in told
+    assert "schedule   trapezoid to 0 of the peak over the last 50%, after 47 steps of warm-up\n" in told
+
+
 def test_the_micro_batch_that_fits() -> None:
     config = preset("d12")
     there, less = forecast(config, 50257, "4090"), forecast(config, 50257, "4090", fit=bytes_of("10GB"))

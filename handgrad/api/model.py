@@ -18,7 +18,7 @@ from handgrad.backend import choose_backend
 from handgrad.config import AUTO, BACKENDS, DEVICES, PRECISIONS
 from handgrad.errors import UsageError
 from handgrad.evaluation.load import Weights, check_available, load_model, usual_window
-from handgrad.generation.chat import Talk
+from handgrad.generation.chat import Talk, listed_ends
 from handgrad.generation.decode import decode_buffers, decode_tensors, with_cache
 from handgrad.generation.fp8_weights import fp8_buffers, rounded, with_fp8_weights
 from handgrad.generation.generate import Continuation, Decoder, SamplingOptions, check_writing
@@ -65,7 +65,7 @@ class Model:
 
     Arguments named `tokens` are
 
-        "a text"                           its document: end-of-text, then its tokens
+        "a text"                           its document: end-of-text or the model's own begin, then its tokens
         [464, 2068, 7586]                  one row
         ["a text", "another"], [[464], [2068, 7586]], a tensor or array (T) or (B, T)      rows, of any lengths
     """
@@ -105,7 +105,7 @@ class Model:
     # Numbers of given tokens.
 
     def tokens(self, text: str) -> list[int]:
-        """The document that begins with `text`: end-of-text, as in training, then the text's tokens."""
+        """The document that begins with `text`: what a prompt starts with (`Tokenizer.prompt_start`), then its tokens."""
         return document(self.tokenizer, text)
 
     def logits(self, tokens: Tokens) -> Tensor:
@@ -142,7 +142,7 @@ class Model:
 
     def losses(self, tokens: Tokens) -> Tensor:
         """(B, T-1) float32: the cross-entropy of each token but the first, given those before it, in nats; -loss is its
-        log-likelihood. A text has one for each of its tokens, since end-of-text comes first.
+        log-likelihood. A text has one for each of its tokens, since another comes first.
 
         After the end of a shorter row stands NaN. A row longer than the context is cut into contexts that share one token,
         as training cuts the validation split, so each token but the first is predicted once. Raises `UsageError` for a
@@ -320,7 +320,7 @@ class Model:
         devices.use_precision(self.device, self.precision)
         mine = self._writer = object()
         longest = max(len(text.prompt) + text.max_tokens for text in texts)
-        ends = frozenset((self.tokenizer.end_of_text, *(talk.ends if talk else ())))
+        ends = frozenset((self.tokenizer.end_of_text, *(talk.ends if talk else listed_ends(self.tokenizer))))
         if talk and self._decoder and self._decoder[0][0] == batch:
             longest = max(longest, self._decoder[0][1])
         decoder = self._decoder_of(batch, longest, options, ends)

@@ -84,6 +84,7 @@ def show_prepared(prepared: Prepared) -> None:
     if prepared.already_prepared:
         print(f"{dataset.folder} is prepared already")
     for name, split in dataset.manifest["splits"].items():
+        marks = "end-of-text and begin-of-text" if dataset.tokenizer.begins else "end-of-text"
         if dataset.is_chat:
             share = split["trained_tokens"] / split["tokens"]
             print(
@@ -92,7 +93,7 @@ def show_prepared(prepared: Prepared) -> None:
             )
             continue
         print(
-            f"{name:<10} {split['text_tokens']} text tokens + {split['tokens'] - split['text_tokens']} end-of-text"
+            f"{name:<10} {split['text_tokens']} text tokens + {split['tokens'] - split['text_tokens']} {marks}"
             f" in {split['documents']} documents, {len(split['shards'])} shard(s)"
         )
     print(f"tokenizer  {dataset.tokenizer.kind}, {dataset.tokenizer.vocab_size} words")

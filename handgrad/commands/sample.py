@@ -19,6 +19,7 @@ from handgrad.backend import choose_backend
 from handgrad.errors import DataError, UsageError, storage_errors
 from handgrad.evaluation.load import LoadedModel, Weights, load_model
 from handgrad.files import check_free
+from handgrad.generation.chat import listed_ends
 from handgrad.generation.decode import decode_buffers, decode_tensors, with_cache
 from handgrad.generation.fp8_weights import fp8_buffers, rounded, with_fp8_weights
 from handgrad.generation.generate import Continuation, Decoder, SamplingOptions, check_writing
@@ -66,8 +67,9 @@ def run(parsed: Namespace) -> int:
         if note := cropped(texts, model.shape.sequence_length):
             print(note, file=sys.stderr)
         buf, end_of_text = decode_tensors(model.shape, model.views), model.tokenizer.end_of_text
+        ends = listed_ends(model.tokenizer)
         ops = with_fp8_weights(ops, model.shape, model.weights, model.views)
-        decoder = Decoder(model.shape, ops, model.weights, buf, options, end_of_text=end_of_text)
+        decoder = Decoder(model.shape, ops, model.weights, buf, options, end_of_text=end_of_text, ends=ends)
         started = time.perf_counter()
         if write is None:
             write_terminal(decoder, model, texts, prompts[0]["prompt"], parsed.stop)

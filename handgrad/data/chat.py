@@ -12,6 +12,7 @@ from handgrad.data.sources import SourceFile, check_text, keys_of, read_objects,
 from handgrad.errors import DataError, UsageError
 
 Messages = tuple[tuple[str, str], ...]  # (role, content)
+MEANT = ("tool_calls", "function_call", "reasoning_content")  # that a template of text alone would leave out
 SHAREGPT = {"human": "user", "gpt": "assistant"}
 FORM = '{"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]}'
 
@@ -38,6 +39,8 @@ def messages_of(row: Any, where: str) -> Messages:
     turns = row.get("messages", row.get("conversations")) if isinstance(row, dict) else None
     if turns is None:
         raise DataError(f'expected an object with "messages", found {keys_of(row)} in {where}; write it as {FORM}')
+    if row.get("tools"):
+        raise DataError(f"expected conversations without tools, found some in {where}; take the line out")
     if not isinstance(turns, list) or not turns:
         raise DataError(f"expected a list of messages, found {turns!r:.60} in {where}; repair the line")
     messages = tuple(message_of(turn, f"message {number} in {where}") for number, turn in enumerate(turns, start=1))
@@ -56,8 +59,10 @@ def message_of(turn: Any, where: str) -> tuple[str, str]:
     role = SHAREGPT.get(role, role)
     if role not in ROLES:
         raise DataError(f"expected a role {', '.join(ROLES)}, found {role!r:.40} as {where}; take the line out")
-    if turn.get("tool_calls"):
-        raise DataError(f"expected messages of text alone, found tool_calls as {where}; take the line out")
+    if key := next((key for key in MEANT if turn.get(key)), None):
+        raise DataError(f"expected messages of text alone, found {key} as {where}; take the line out")
+    if turn.get("weight", 1) != 1:
+        raise DataError(f"expected weight 1, found {turn['weight']!r:.40} as {where}; every answer is trained: take it out")
     if role == "assistant" and not content.strip():
         raise DataError(f"expected the assistant to say something, found an empty {where}; take the line out")
     check_text(content, where)

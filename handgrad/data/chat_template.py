@@ -10,6 +10,7 @@ noncharacters of Unicode shield them, mark the ends of the assistant's contents,
 that have one themselves are refused.
 """
 
+import contextlib
 import functools
 import json
 import re
@@ -194,7 +195,7 @@ class _Jinja:
         if text.replace(CONTENT_END, "") != self.rendered(messages, asks) or text.count(CONTENT_END) != len(said):
             raise DataError("expected a template that writes every message of the assistant, found one that does not")
         for number in said:
-            prompt = self.rendered(marked[:number], True)
+            prompt = self.rendered(marked[:number], True) if number else self.opening(text)
             content_end = text.find(CONTENT_END, len(prompt))
             if not text.startswith(prompt) or content_end < 0 or (spans and len(prompt) < spans[-1][1]):
                 raise DataError(
@@ -209,6 +210,13 @@ class _Jinja:
                 )
             spans.append((len(prompt), ends_turn.end()))
         return text, spans
+
+    def opening(self, text: str) -> str:
+        """The prompt before any message, of a conversation that the assistant begins, rendered as `text`."""
+        with contextlib.suppress(DataError):
+            if text.startswith(prompt := self.rendered([], True)):
+                return prompt
+        raise DataError("expected a message before the assistant's first one, as the template needs, found none; add one")
 
     def cut(self, text: str, trained: bool) -> Iterator[Segment]:
         position = 0

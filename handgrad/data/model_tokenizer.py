@@ -5,6 +5,7 @@ there are tokens, and the token that ends a document.
 """
 
 import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,11 @@ from handgrad.data.vocabulary import is_bytes, read_vocabulary
 from handgrad.errors import DataError
 from handgrad.parsing import parse_json
 
-KIND = "model"
+KIND, GENERATION_FILE = "model", "generation_config.json"
 # What transformers keeps beside `tokenizer.json`, the chat template and all ends of texts among it: written as it came.
 OTHERS = (
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
-    *("chat_template.jinja", "chat_template.json", "generation_config.json"),
+    *("chat_template.jinja", "chat_template.json", GENERATION_FILE),
 )
 MAX_TOKENS = 1 << 24
 
@@ -39,8 +40,13 @@ def read_model_tokenizer(folder: Path) -> Tokenizer:
     path, config = folder / TOKENIZER_FILE, read_object(folder / "config.json")
     if not path.is_file():
         raise DataError(f"expected {TOKENIZER_FILE} in {folder}, found no such file; add the model's tokenizer files")
-    ends = config.get("eos_token_id")
     others = {name: read_small(folder / name).decode() for name in OTHERS if (folder / name).is_file()}
+    ends = config.get("eos_token_id")
+    if ends is None and GENERATION_FILE in others:
+        ends = read_object(folder / GENERATION_FILE).get("eos_token_id")
+    elif isinstance(ends, list):  # transformers makes this file of the configuration, where there is none
+        ids = {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config}
+        others.setdefault(GENERATION_FILE, json.dumps(ids))
     first = ends[0] if isinstance(ends, list) and ends else ends
     return model_tokenizer(read_small(path), others, config.get("vocab_size"), first, str(path))
 
@@ -72,7 +78,9 @@ def model_tokenizer(content: bytes, others: Mapping[str, str], vocab_size: Any, 
             f"expected a vocab_size of {library.get_vocab_size()} or more beside {where}, found {vocab_size!r:.80}"
         )
     if type(end_of_text) is not int or not 0 <= end_of_text < library.get_vocab_size():
-        raise DataError(f"expected a token that ends texts as eos_token_id beside {where}, found {end_of_text!r:.80}")
+        raise DataError(
+            f"expected a token that ends texts as eos_token_id beside {where}, found {end_of_text!r:.80}; name it"
+        )
     library.encode_special_tokens = True  # what reads like one in a text is text
     library.no_truncation()
     library.no_padding()
@@ -95,7 +103,15 @@ def model_tokenizer(content: bytes, others: Mapping[str, str], vocab_size: Any, 
         return np.array(library.encode_batch_fast([text], add_special_tokens=False)[0].ids, dtype=dtype)
 
     sha256 = hashlib.sha256(content + f"{vocab_size} {end_of_text}".encode()).hexdigest()
-    return Tokenizer(KIND, token_bytes, end_of_text, sha256, encode, content, others=dict(others))
+    begins = tokens_before(library)
+    return Tokenizer(KIND, token_bytes, end_of_text, sha256, encode, content, others=dict(others), begins=begins)
+
+
+def tokens_before(library: tokenizers.Tokenizer) -> tuple[int, ...]:
+    """The tokens that a library's tokenizer puts before every text."""
+    whole, text = (library.encode("a", add_special_tokens=special).ids for special in (True, False))
+    places = range(len(whole) - len(text) + 1)
+    return tuple(whole[: next((n for n in places if whole[n : n + len(text)] == text), 0)])
 
 
 def of_record(folder: Path, record: Mapping[str, Any]) -> Tokenizer:

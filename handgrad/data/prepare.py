@@ -194,7 +194,10 @@ class _Attempt:
                 for writer in writers:
                     writer.close()
         self.check_splits(states)
-        write_durably(self.partial / MANIFEST_FILE, json.dumps(self.manifest(record, states), indent=1) + "\n")
+        write_durably(
+            self.partial / MANIFEST_FILE,
+            json.dumps(self.manifest(record, len(tokenizer.document_start), states), indent=1) + "\n",
+        )
 
     def begin(self) -> tuple[Tokenizer, int, dict[str, SplitState]]:
         """(tokenizer, units done, state per split): from the journal if it is of this recipe, else a clean start."""
@@ -254,12 +257,13 @@ class _Attempt:
                     f"{source}; {remedy}"
                 )
 
-    def manifest(self, tokenizer: dict[str, Any], states: dict[str, SplitState]) -> dict[str, Any]:
+    def manifest(self, tokenizer: dict[str, Any], marker: int, states: dict[str, SplitState]) -> dict[str, Any]:
+        """`marker`: tokens before each document of text."""
         chat = "chat" in self.recipe
         splits = {
             split: {
                 "tokens": state.tokens,
-                "text_tokens": state.tokens - (0 if chat else state.documents),  # without the end-of-text markers
+                "text_tokens": state.tokens - (0 if chat else marker * state.documents),
                 "documents": state.documents,
                 "text_bytes": state.text_bytes,
                 "source_nats": state.source_nats if self.generated is Stories else None,

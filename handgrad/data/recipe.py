@@ -65,6 +65,7 @@ def recipe_of(options: PrepareOptions, files: list[SourceFile] | None) -> dict[s
         "source": Path(options.source).name if local else options.source,
         "files": None if files is None else [[f.name, f.size_bytes, f.fingerprint] for f in files],
         "tokenizer": spec if tokenizer is None or spec in ("gpt2", "bytes") else f"file {tokenizer.sha256}",
+        **({"begins": list(tokenizer.begins)} if tokenizer and tokenizer.begins and not chat else {}),
         **{name: getattr(options, name) for name in others},
         **({"chat": _chat_form(tokenizer)} if chat else {}),
     }

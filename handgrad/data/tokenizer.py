@@ -52,6 +52,7 @@ class Tokenizer:
     json_bytes: bytes = field(default=b"", repr=False)  # the tokenizer.json of a trained vocabulary
     merges: tuple[tuple[str, str], ...] = field(default=(), repr=False)  # its merges in their order
     others: dict[str, str] = field(default_factory=dict, repr=False)  # a model's files beside that, by name
+    begins: tuple[int, ...] = ()  # what a model's own tokenizer puts before a text, as Llama 3's its begin-of-text
 
     @property
     def vocab_size(self) -> int:
@@ -62,6 +63,16 @@ class Tokenizer:
     def dtype(self) -> type[np.unsignedinteger]:
         """The type of an id."""
         return np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
+
+    @property
+    def document_start(self) -> tuple[int, ...]:
+        """The tokens before a document in shards: they end the document before it as well."""
+        return (self.end_of_text, *self.begins)
+
+    @property
+    def prompt_start(self) -> tuple[int, ...]:
+        """The tokens before a prompt: those of the model's own tokenizer, or end-of-text."""
+        return self.begins or (self.end_of_text,)
 
     def encode(self, text: str) -> np.ndarray:
         """`text` as ids of `dtype`, (tokens,). A literal "<|endoftext|>" is ordinary text. DataError: a lone surrogate."""

@@ -33,13 +33,13 @@ class Encoded(NamedTuple):
 
 
 def tokenize(tokenizer: Tokenizer, unit: Unit) -> tuple[Encoded, Encoded]:
-    """The tokens of a unit for train and validation; every document of text starts with end-of-text."""
+    """The tokens of a unit for train and validation; every document of text has its start."""
     pieces = list(unit_pieces(unit))
     return encode(tokenizer, pieces, TRAIN), encode(tokenizer, pieces, VALIDATION)
 
 
 def encode(tokenizer: Tokenizer, pieces: list[Piece | Conversation], split: int) -> Encoded:
-    marker = np.array([tokenizer.end_of_text], tokenizer.dtype)
+    marker = np.array(tokenizer.document_start, tokenizer.dtype)
     parts, starts, length, text_bytes, nats = [marker[:0]], [], 0, 0, 0.0
     trained = [np.empty((0, 2), np.int64)]
     for piece in (piece for piece in pieces if piece.split == split):
@@ -53,7 +53,7 @@ def encode(tokenizer: Tokenizer, pieces: list[Piece | Conversation], split: int)
         if piece.starts_document:
             starts.append(length)
             parts.append(marker)
-            length += 1
+            length += len(marker)
         parts.append(tokenizer.encode(piece.text))
         length += len(parts[-1])
         text_bytes += len(piece.text.encode())

@@ -60,11 +60,11 @@ class Encoder:
         """(ids, number of the last ones that belong to the continuation), as lm-eval splits them.
 
         Blanks at the context's end belong to the continuation. Both are encoded as one text; the continuation begins after
-        as many tokens as the context alone has. An empty context is end-of-text.
+        as many tokens as the context alone has. An empty context is a prompt's start.
         """
         if not context:
             ids = self.ids(continuation)
-            return np.concatenate([np.array([self.tokenizer.end_of_text], ids.dtype), ids]), len(ids)
+            return np.concatenate([np.array(self.tokenizer.prompt_start, ids.dtype), ids]), len(ids)
         stripped = context.rstrip()
         continuation = context[len(stripped) :] + continuation
         head = self.ids(stripped)

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from handgrad.data.chat_template import ROLES, ChatTemplate, Message
+from handgrad.data.model_tokenizer import GENERATION_FILE
 from handgrad.data.tokenizer import Tokenizer
 from handgrad.errors import DataError, UsageError
 from handgrad.parsing import parse_json
-
-GENERATION_FILE = "generation_config.json"  # of transformers, among a model's files
 
 
 @dataclass(frozen=True)

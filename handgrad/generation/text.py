@@ -11,8 +11,8 @@ from handgrad.generation.generate import STOP, Continuation, Decoder, SamplingOp
 
 
 def document(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The tokens of a document that begins with `text`: end-of-text first, as in training."""
-    return [tokenizer.end_of_text, *tokenizer.encode(text).tolist()]
+    """The tokens of a document that begins with `text`: end-of-text first, or the model's own begin (`prompt_start`)."""
+    return [*tokenizer.prompt_start, *tokenizer.encode(text).tolist()]
 
 
 def cropped(texts: Sequence[Continuation], context: int) -> str:
@@ -76,5 +76,5 @@ def write_document(
 ) -> str:
     """A document of up to `max_tokens` tokens from its beginning, sampled as `handgrad sample` does by default."""
     decoder = Decoder(shape, ops, weights, buf, SamplingOptions(), end_of_text=tokenizer.end_of_text)
-    document = Continuation([tokenizer.end_of_text], max_tokens, seed)
+    document = Continuation(list(tokenizer.prompt_start), max_tokens, seed)
     return "".join(piece for _, piece in stream_text(decoder, tokenizer, iter([document])))

@@ -42,6 +42,7 @@ from handgrad.models import parameter_table
 
 GGUF_TYPES = ("f16", "bf16", "q8_0")
 FLOAT32 = ("position_embd.weight", "rope_freqs.weight")  # beside vectors
+YARN_BETAS = (32.0, 1.0)  # fast and slow
 INSTALL = "--to gguf needs the package gguf; install it with `pip install gguf`"
 
 
@@ -104,11 +105,24 @@ def network(shape: ModelShape) -> str:
     """llama.cpp's name of the architecture; `UsageError` if it has none that computes the same."""
     if shape.architecture == "modern":
         raise UsageError("llama.cpp has no network like the modern one, only GPT-2's and the Llama family's; use --to hf")
-    if shape.architecture == "llama" and shape.family.rope_scale != 1 and shape.family.rope != "yarn":
+    if shape.architecture == "gpt2":
+        return "gpt2"
+    family, kind = shape.family, model_type(shape)
+    if family.rope_scale != 1 and family.rope != "yarn":
+        raise UsageError(f"llama.cpp scales rotated heads under rope=yarn alone, found rope_scale {family.rope_scale}")
+    if family.rope == "yarn" and (family.rope_fast, family.rope_slow) != YARN_BETAS:  # it reads none from the file
+        found = f"rope_fast {family.rope_fast} and rope_slow {family.rope_slow}"
         raise UsageError(
-            f"llama.cpp scales rotated heads under rope=yarn alone, found rope_scale {shape.family.rope_scale}"
+            f"llama.cpp computes rope=yarn with rope_fast 32 and rope_slow 1 alone, found {found}; use --to hf"
         )
-    return "gpt2" if shape.architecture == "gpt2" else model_type(shape)
+    if family.rope == "llama3" and kind != "llama":
+        raise UsageError(f"llama.cpp has rope=llama3 in the network llama alone, found it in a {kind}; use --to hf")
+    if kind == "qwen2" and shape.num_heads * family.head_width != shape.channels:
+        raise UsageError(
+            f"llama.cpp has heads of channels / heads alone in a qwen2, found head_width {family.head_width} of"
+            f" {shape.num_heads} heads in {shape.channels} channels; use --to hf"
+        )
+    return kind
 
 
 def tensors(shape: ModelShape, flat: Tensor, network: str) -> Iterator[Part]:

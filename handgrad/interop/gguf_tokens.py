@@ -37,6 +37,10 @@ def add_tokenizer(writer: Any, tokenizer: Tokenizer) -> None:
     special.merges = special.merges or list(NO_MERGES)
     if tokenizer.kind != "model":  # documents of ours begin with end-of-text
         special.add_special_token["bos"] = True
+    elif tokenizer.begins:
+        special.special_token_ids["bos"], special.add_special_token["bos"] = tokenizer.begins[0], True
+    else:  # llama.cpp's own choice depends on the splitter's name
+        special.add_special_token.setdefault("bos", False)
     writer.add_tokenizer_model("gpt2")  # byte-level BPE
     writer.add_tokenizer_pre(splitter(tables))
     writer.add_token_list(tokens)

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from handgrad.config import ModelShape
 from handgrad.data.hub import hub_failures
-from handgrad.data.model_tokenizer import of_transformers
+from handgrad.data.model_tokenizer import GENERATION_FILE, of_transformers
 from handgrad.data.tokenizer import Tokenizer, load_tokenizer
 from handgrad.data.vocabulary import read_vocabulary
 from handgrad.errors import DataError, UsageError
@@ -41,7 +41,7 @@ from handgrad.models.rows import ParameterRow
 from handgrad.parsing import parse_json
 from handgrad.techniques import of_stored
 
-CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
+CONFIG_FILE = "config.json"
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 PREFIX = "transformer."
 HEAD = "lm_head.weight"

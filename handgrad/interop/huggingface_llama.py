@@ -39,6 +39,7 @@ KNOWN: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
     ("partial_rotary_factor", 1.0, (1.0, None)),
     ("rope_interleaved", False, (False, None)),  # of neighbouring channels
     ("attention_dropout", 0.0, (0.0, None)),
+    ("is_causal", True, (True, None)),
     ("quantization_config", None, (None,)),
 )
 SIZES = ("vocab_size", "max_position_embeddings", "num_hidden_layers", "num_attention_heads", "hidden_size")
@@ -158,9 +159,11 @@ def read_shape(content: dict[str, Any], path: Path) -> ModelShape:
     tied = content.get("tie_word_embeddings", False)
     if type(tied) is not bool:
         raise refuse("tie_word_embeddings", "true or false", tied)
-    rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        raise refuse("rope_scaling", "as an object", rope)
+    # A file of a newer version has rope_parameters; rope_scaling, which model cards say to add, replaces all of it there.
+    key = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
+    rope = content.get(key) or {}
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+        raise refuse(key, "as one object for all layers", rope)
     name = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(name, str) or name not in ROPES:
         raise refuse("rope_type", " or ".join(map(json.dumps, ROPES)), name)
@@ -170,7 +173,7 @@ def read_shape(content: dict[str, Any], path: Path) -> ModelShape:
             raise refuse(key, json.dumps(default), rope[key])
     numbers: dict[str, Any] = {here: number(there, default, rope) for here, there, default in ROPE_NUMBERS[ours]}
     if ours in ("llama3", "yarn"):
-        numbers["rope_length"] = int(number(LENGTH, float(T), rope))
+        numbers["rope_length"] = int(number(LENGTH, float(T), rope | {LENGTH: content.get(LENGTH) or rope.get(LENGTH)}))
     if ours == "yarn":
         numbers["rope_scale"] = number("attention_factor", yarn_scale(rope, numbers["rope_factor"]), rope)
     family = LlamaShape(

@@ -119,6 +119,8 @@ def model_card(checkpoint: Checkpoint, model: LoadedModel, dtype: torch.dtype, c
     prompt = "Once upon a time"
     # Their generation has no sliding window: prompt and text have to fit, even if each byte of the prompt is a token.
     room = max(1, min(40, shape.sequence_length - 1 - len(prompt)))
+    start = "" if model.tokenizer.begins else model.tokenizer.decode([model.tokenizer.end_of_text])
+    first = model.tokenizer.decode(model.tokenizer.prompt_start)
     lines = [
         HUB_HEADER.format(tag="custom_code" if modern else config["model_type"]),
         f"# A {NETWORKS[shape.architecture]} of {count_parameters(parameter_table(shape)):,} parameters",
@@ -142,12 +144,12 @@ def model_card(checkpoint: Checkpoint, model: LoadedModel, dtype: torch.dtype, c
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
         "",
         'folder = "."  # of this file',
-        "tokenizer = AutoTokenizer.from_pretrained(folder)",
+        f"tokenizer = AutoTokenizer.from_pretrained(folder{trust})",
         f'model = AutoModelForCausalLM.from_pretrained(folder, dtype="{kind}"{trust})',
-        f'ids = tokenizer("{model.tokenizer.decode([model.tokenizer.end_of_text])}{prompt}", return_tensors="pt")',
+        f'ids = tokenizer("{start}{prompt}", return_tensors="pt")',
         f"print(tokenizer.decode(model.generate(**ids, max_new_tokens={room})[0]))",
         "```",
         "",
-        'A document begins with the token "<|endoftext|>", as in training.',
+        f'A document begins with the token "{first}", {"as in training" if start else "which the tokenizer puts there"}.',
     ]
     return "\n".join(lines) + "\n"

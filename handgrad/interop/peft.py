@@ -48,6 +48,12 @@ KNOWN: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
     ("trainable_token_indices", None, (None, [])),
     ("target_parameters", None, (None, [])),
 )
+# The same, of files that are read. Other values of the first subtract from the base at the start (PiSSA, OLoRA, CorDA).
+OTHERS: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
+    ("init_lora_weights", True, (True, False, None, "gaussian", "eva", "orthogonal", "mica")),
+    ("alora_invocation_tokens", None, (None, [])),
+    ("arrow_config", None, (None,)),
+)
 
 
 def modules(shape: ModelShape, weight: str) -> dict[str, str]:
@@ -138,7 +144,7 @@ def read_config(folder: Path) -> tuple[LoraShape, str]:
     """(rank and alpha, the name of the base); `DataError` for adapters that ours are not."""
     path = folder / CONFIG_FILE
     content = huggingface.read_json(path)
-    for key, default, ours in KNOWN:
+    for key, default, ours in KNOWN + OTHERS:
         if (value := content.get(key, default)) not in ours:
             wanted = json.dumps(ours[0])
             raise DataError(f"expected {key} {wanted} in {path}, found {value!r:.80}; handgrad has no such adapters")

@@ -88,6 +88,24 @@ def run_lines(config: RunConfig, design: Design) -> list[str]:
         f" {human_flops(tokens * flops_per_token)}",
         *(freezing_lines(config, design) if config.lora else []),
         *batch_lines(config, design.batch),
+        *settings_lines(config, design),
+    ]
+
+
+def settings_lines(config: RunConfig, design: Design) -> list[str]:
+    """The sizes, the optimizer and its rates, which a preset chooses."""
+    shape = design.shape
+    matrices = f", of matrices {config.matrix_learning_rate:g}" if config.matrix_learning_rate else ""
+    others = {row.name.rpartition(".")[2]: row.rate for row in design.parameters if row.rate != 1}
+    more = "".join(f", of {name} x {rate:g}" for name, rate in others.items())
+    over = f" over the last {config.cooldown_fraction:.0%}" if config.schedule in ("wsd", "trapezoid") else ""
+    final = "" if config.schedule == "constant" else f" to {config.final_learning_rate_fraction:g} of the peak"
+    return [
+        f"sizes      {shape.num_layers} layers of {shape.channels} channels, {shape.num_heads} heads of {shape.head_width},"
+        f" context {shape.sequence_length}",
+        f"optimizer  {config.optimizer}, learning rate {config.learning_rate:.3g}{matrices}{more},"
+        f" weight decay {config.weight_decay:g}",
+        f"schedule   {config.schedule}{final}{over}, after {config.warmup_steps} steps of warm-up",
     ]
 
 

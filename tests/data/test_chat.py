@@ -158,6 +158,15 @@ GOOD = {"role": "user", "content": "a"}
         ({"messages": [GOOD, {"role": "assistant", "content": " \n"}]}, "found an empty message 2 in line 2"),
         ({"messages": [GOOD, {"role": "assistant", "content": "b", "tool_calls": [1]}]}, "found tool_calls as message 2"),
         (
+            {"messages": [GOOD, {"role": "assistant", "content": "b", "reasoning_content": "c"}]},
+            "found reasoning_content as",
+        ),
+        (
+            {"messages": [GOOD, {"role": "assistant", "content": "b", "weight": 0}]},
+            "expected weight 1, found 0 as message 2",
+        ),
+        ({"messages": talk("a", "b"), "tools": [{"type": "function"}]}, "expected conversations without tools, found some"),
+        (
             {"messages": [GOOD, {"role": "assistant", "content": "\ud800"}]},
             "found a lone surrogate .* in message 2 in line 2",
         ),

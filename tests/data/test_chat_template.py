@@ -173,6 +173,12 @@ def test_where_the_template_comes_from():
         ("{{ messages[9].content.x }}", talk("a", "b"), "renders the conversation|template takes"),
         ("{{ ''.__class__.__mro__ }}", talk("a", "b"), "template takes, found access to attribute '__class__'"),
         (CHATML.replace("assistant\\n", "robot\\n"), talk("a", "b"), "found another text before message 2"),
+        (
+            "{{ messages[0].role }}" + CHATML,
+            talk("a", "b")[1:],
+            "expected a message before the assistant's first one, as the",
+        ),
+        ("{% if messages %}x{% endif %}" + CHATML, talk("a", "b")[1:], "expected a message before the assistant's first"),
         (CHATML.replace("'<|im_end|>'", "''"), talk("a", "b"), "ends the assistant's turn, found none after message 2"),
         (CHATML.replace("m.content", "m.content[:1]"), talk("a", "bcd"), "writes every message of the assistant"),
         (CHATML, talk("a" + SHIELD, "b"), r"found the noncharacter U\+FDD0 in message 1"),

@@ -15,11 +15,12 @@ from tokenizers import Regex, Tokenizer as Library, decoders, models, pre_tokeni
 import handgrad
 from handgrad.api.model import Model, load
 from handgrad.cli import main
+from handgrad.config import ModelShape
 from handgrad.data.model_tokenizer import model_tokenizer
 from handgrad.data.tokenizer import Tokenizer, load_tokenizer
 from handgrad.errors import StorageError, UsageError
 from handgrad.interop import gguf_file, gguf_tokens
-from handgrad.interop.gguf_file import in_halves, interleaved
+from handgrad.interop.gguf_file import in_halves, interleaved, network
 from tests.interop.gguf_twin import GgufModel
 from tests.interop.models import bpe, make_checkpoint
 from tests.test_commands import refused
@@ -202,6 +203,7 @@ def test_the_tokenizer(run: Callable, tmp_path: Path) -> None:
     assert fields["tokenizer.ggml.merges"] == ["h e", "Ġ t"] and fields["tokenizer.ggml.pre"] == "smollm"
     assert fields["tokenizer.ggml.eos_token_id"] == 259 and "tokenizer.ggml.bos_token_id" not in fields
     assert fields["tokenizer.ggml.model"] == "gpt2" and fields["tokenizer.chat_template"] == CHAT
+    assert fields["tokenizer.ggml.add_bos_token"] is False, "the default of llama.cpp depends on the splitter"
     assert main(["export", str(run("gpt2")), str(tmp_path / "b"), "--to", "gguf"]) == 0
     fields = {name: field.contents() for name, field in gguf.GGUFReader(tmp_path / "b").fields.items()}
     end = bpe().end_of_text
@@ -260,6 +262,25 @@ def test_what_cannot_be_written(
     told = refused(capsys, 64, "export", str(run("llama")), str(tmp_path / "y"), "--to", "gguf")
     assert "pip install gguf" in told
     assert sorted(path.name for path in tmp_path.iterdir()) == ["large", "modern", "x.gguf"]
+
+
+@pytest.mark.parametrize(
+    "family, told",
+    [
+        (
+            "rope=yarn,rope_factor=4.0,rope_fast=16.0",
+            "rope_fast 32 and rope_slow 1 alone, found rope_fast 16.0 and rope_slow 1.0",
+        ),
+        ("rope=yarn,rope_factor=4.0,rope_fast=32.0,rope_slow=2.0", "found rope_fast 32.0 and rope_slow 2.0"),
+        ("qk_norm,rope=llama3,rope_factor=8.0", "rope=llama3 in the network llama alone, found it in a qwen3"),
+        ("qkv_bias,rope=llama3,rope_factor=8.0", "rope=llama3 in the network llama alone, found it in a qwen2"),
+        ("qkv_bias,head_width=16", "found head_width 16 of 2 heads in 16 channels"),
+    ],
+)
+def test_networks_that_only_their_names_share(family: str, told: str) -> None:
+    """llama.cpp fails to load such a file, or computes another model of it."""
+    with pytest.raises(UsageError, match=told):
+        network(ModelShape(57, 32, 1, 2, 16, "llama", llama=family))
 
 
 def test_a_disk_that_returns_other_bytes(run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,6 +134,8 @@ def test_its_own_adapters_are_read(kind: str, base: Callable, tmp_path: Path) ->
     [
         ({"peft_type": "IA3"}, 'expected peft_type "LORA" in .*, found .IA3.; handgrad has no such adapters'),
         ({"use_dora": True}, "expected use_dora false in"),
+        ({"init_lora_weights": "pissa_niter_4"}, "expected init_lora_weights true in"),
+        ({"alora_invocation_tokens": [5, 6]}, "expected alora_invocation_tokens null in"),
         ({"rank_pattern": {"q_proj": 8}}, "expected rank_pattern {} in"),
         ({"r": 0}, "expected r of 1 or more in"),
         ({"lora_alpha": -1}, "expected lora_alpha above 0 in"),

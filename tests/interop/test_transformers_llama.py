@@ -262,13 +262,17 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
         'expected rope_type "default" or "linear" or "llama3" or "yarn"',
     ),
     "half a rope": ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, "expected low_freq_factor above 0 in"),
+    "rope by layers": (
+        {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 4.0}}},
+        "expected rope_parameters as one object for all layers in",
+    ),
+    "both directions": ({"is_causal": False}, "expected is_causal true in"),
     "part of the heads": ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "expected partial_rotary_factor 1.0 in"),
     "neighbours turn": ({"rope_interleaved": True}, "expected rope_interleaved false in"),
     "quantised": ({"quantization_config": {"bits": 4}}, "expected quantization_config null in"),
     "heads": ({"num_key_value_heads": 4}, "kv_heads that divide num_heads 6"),
     "no size": ({"intermediate_size": None}, "expected intermediate_size of 1 or more in"),
     "epsilon": ({"rms_norm_eps": -1}, "expected rms_norm_eps above 0 in"),
-    "no end of text": ({"eos_token_id": None}, "expected a token that ends texts as eos_token_id beside"),
     "small vocabulary": ({"vocab_size": 100}, "expected a vocab_size of 260 or more beside"),
     "other sizes": ({"num_hidden_layers": 4}, "expected a tensor model.layers.3.self_attn.q_proj.weight of shape (36, 36)"),
 }
@@ -282,6 +286,29 @@ def test_what_handgrad_lacks_is_named(name: str, saved: Callable, tmp_path: Path
     capsys.readouterr()  # of the library that saved it
     assert told in refused(capsys, 65, "import", str(folder), "--out", str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
+
+
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_scaling": LINEAR},  # beside the rope_parameters of a newer version, as model cards say to add it
+        {"rope_scaling": YARN, "original_max_position_embeddings": 32},
+        {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}},  # its length is the context's
+        {"rope_parameters": None, "rope_theta": 777.0, "rope_scaling": {"type": "linear", "factor": 2.0}},  # old
+    ],
+)
+def test_settings_of_frequencies_that_stand_twice(change: dict, saved: Callable, tmp_path: Path) -> None:
+    folder = shutil.copytree(saved("qwen3"), tmp_path / "hf")
+    config = json.loads((folder / "config.json").read_text())
+    plain = load(str(folder), device="cpu")
+    (folder / "config.json").write_text(json.dumps(config | change))
+    ours, tokens = load(str(folder), device="cpu"), random_tokens(plain.shape)
+    logits = their_logits(theirs(folder), tokens)
+    assert (ours.logits([tokens])[0] - logits).abs().max() <= 1e-4
+    assert (plain.logits([tokens])[0] - logits).abs().max() > 0.1
 
 
 def test_sizes_are_read_without_weights(saved: Callable, run: Callable) -> None:

@@ -177,6 +177,7 @@ def test_the_card_loads_the_model_and_its_tokenizer(
     assert "\n- custom_code\n" in card and "# A modern network of" in card
     names = ("rotary", *(["qk_norm", "softcap"] if kind == "bytes" else []), "embedding_norm", "zero_init", "untied_head")
     assert f"| techniques | {', '.join(names)} |" in card
+    assert card.count("trust_remote_code=True") == 2, "without it the tokenizer's loader waits for an answer as well"
     monkeypatch.chdir(folder)
     exec(compile(card.split("```python\n")[1].split("```")[0], "card", "exec"), {})
     theirs_, ours = transformers.AutoTokenizer.from_pretrained(folder), TOKENIZERS[kind]()

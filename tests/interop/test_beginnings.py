@@ -1,0 +1,124 @@
+"""Tokens before a text and at its end, as the files of a model from elsewhere say them: those of transformers."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+import transformers
+
+from handgrad.api.model import load
+from handgrad.cli import main
+from handgrad.data.model_tokenizer import tokens_before
+from handgrad.data.shards import open_dataset
+from handgrad.errors import DataError
+from tests.interop.test_transformers_llama import V, byte_tokenizer, theirs
+
+BEGIN, END, PROMPT = 258, 259, "the other"
+
+
+def tokenizer_that_begins(template: str) -> tokenizers.Tokenizer:
+    made = byte_tokenizer()
+    special = [("<|im_start|>", BEGIN), ("<|im_end|>", END)]
+    made.post_processor = tokenizers.processors.TemplateProcessing(single=template, special_tokens=special)
+    return made
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose tokenizer puts a token before every text, as Llama 3's."""
+    made = tmp_path_factory.mktemp("begins") / "hf"
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(vocab_size=V, max_position_embeddings=128, initializer_range=0.2, **sizes)
+    config.bos_token_id, config.eos_token_id = BEGIN, END
+    transformers.LlamaForCausalLM(config).save_pretrained(made)
+    tokenizer_that_begins("<|im_start|> $A").save(str(made / "tokenizer.json"))
+    (made / "tokenizer_config.json").write_text('{"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}')
+    return made
+
+
+@pytest.mark.parametrize(
+    "template, before",
+    [
+        ("$A", ()),
+        ("<|im_start|> $A", (BEGIN,)),
+        ("$A <|im_end|>", ()),
+        ("<|im_end|> <|im_start|> $A <|im_end|>", (END, BEGIN)),
+    ],
+)
+def test_tokens_before_a_text(template: str, before: tuple[int, ...]) -> None:
+    assert tokens_before(tokenizer_that_begins(template)) == before
+
+
+def test_a_prompt_is_that_of_their_tokenizer(folder: Path, tmp_path: Path) -> None:
+    """Greedy text from the words, the tokens left to each program."""
+    library = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    inputs = library(PROMPT, return_tensors="pt")
+    assert main(["import", str(folder), "--out", str(tmp_path / "run")]) == 0
+    ours = load(str(tmp_path / "run"), device="cpu")
+    assert ours.tokens(PROMPT) == inputs["input_ids"][0].tolist()
+    options = {"do_sample": False, "max_new_tokens": 100, "pad_token_id": 0}
+    written = theirs(folder).generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], **options)
+    written = written[0, inputs["input_ids"].shape[1] :].tolist()
+    text = ours.generate(PROMPT, max_tokens=100, temperature=0)
+    assert len(set(written)) > 10 and text == ours.tokenizer.decode(token for token in written if token != END)
+
+
+def test_the_file_of_llama_cpp_says_it(folder: Path, tmp_path: Path) -> None:
+    """Also where no other file names the token."""
+    gguf = pytest.importorskip("gguf")
+    made = shutil.copytree(folder, tmp_path / "hf")
+    (made / "tokenizer_config.json").write_text("{}")
+    assert main(["import", str(made), "--out", str(tmp_path / "run")]) == 0
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "x.gguf"), "--to", "gguf"]) == 0
+    fields = gguf.GGUFReader(tmp_path / "x.gguf").fields
+    for name, expected in (("add_bos_token", True), ("bos_token_id", BEGIN), ("eos_token_id", END)):
+        assert fields[f"tokenizer.ggml.{name}"].contents() == expected
+
+
+def test_documents_in_shards(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "docs.jsonl").write_text("".join(json.dumps({"text": f"the {n}"}) + "\n" for n in range(40)))
+    command = ["prepare", str(tmp_path / "docs.jsonl"), "--tokenizer", str(folder), "--workers", "1"]
+    assert main([*command, "--out", str(tmp_path / "shards")]) == 0
+    dataset = open_dataset(tmp_path / "shards")
+    for split in ("train", "validation"):
+        (shard,) = dataset.splits[split]
+        tokens = np.fromfile(shard.path, np.uint16)[512:]
+        counts = dataset.manifest["splits"][split]
+        starts = np.flatnonzero(tokens == END)
+        assert len(starts) == counts["documents"] and (tokens[starts + 1] == BEGIN).all() and starts[0] == 0
+        assert counts["text_tokens"] == counts["tokens"] - 2 * counts["documents"]
+
+
+def test_an_end_that_only_the_generation_config_names(folder: Path, tmp_path: Path) -> None:
+    made = shutil.copytree(folder, tmp_path / "hf")
+    config = json.loads((made / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps(config | {"eos_token_id": None}))
+    (made / "generation_config.json").write_text(json.dumps({"eos_token_id": [257, END]}))
+    model = load(str(made), device="cpu")
+    assert model.tokenizer.end_of_text == 257
+    (made / "generation_config.json").write_text("{}")
+    with pytest.raises(DataError, match=r"expected a token that ends texts as eos_token_id beside .*, found None; name it"):
+        load(str(made), device="cpu")
+
+
+def test_a_text_ends_at_every_token_that_is_listed(folder: Path, tmp_path: Path) -> None:
+    """Of a list in config.json as well, of which transformers makes its generation's configuration."""
+    plain = load(str(folder), device="cpu")
+    row = plain.tokens(PROMPT)
+    for _ in range(5):
+        row.append(int(plain.logits([row])[0][-1].argmax()))
+    (made, last) = shutil.copytree(folder, tmp_path / "hf"), row[-1]
+    (made / "generation_config.json").unlink()
+    config = json.loads((made / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps(config | {"eos_token_id": [END, last]}))
+    row = row[len(plain.tokens(PROMPT)) :]
+    expected = plain.tokenizer.decode(row[: row.index(last)])
+    assert load(str(made), device="cpu").generate(PROMPT, max_tokens=100, temperature=0) == expected
+    inputs = torch.tensor([plain.tokens(PROMPT)])
+    written = theirs(made).generate(inputs, do_sample=False, max_new_tokens=100, pad_token_id=0)
+    assert written[0, -1] == last and written.shape[1] == inputs.shape[1] + row.index(last) + 1
