@@ -18,7 +18,7 @@ from handgrad.dropout.bind import SAMPLES
 from handgrad.dropout.masks import Dropout
 from handgrad.dropout.reference import attention_mask
 from handgrad.errors import UsageError
-from handgrad.models import compute_losses, documents
+from handgrad.models import compute_losses
 from handgrad.ops import reference as ops
 from handgrad.run.header import dropout_lines
 from handgrad.run.resolve import resolve
@@ -84,9 +84,8 @@ def test_gradients_within_documents_equal_autograd(recompute: int) -> None:
     """Several in a row, whose positions restart: the embedding and attention have operations of their own."""
     source = Documents(padding=0)
     source.targets.random_(57, generator=torch.Generator().manual_seed(4))
-    model = make_model(PACKED["gpt2"], *source.starts.shape, noise=0.3, recompute=recompute, chunk=11, dropout=P)
-    for buffer in documents.document_buffers(model.module, *source.starts.shape):
-        setattr(model.act, buffer.name, torch.zeros(buffer.shape, dtype=buffer.dtype))
+    options = {"recompute": recompute, "chunk": 11, "dropout": P, "packed": True}
+    model = make_model(PACKED["gpt2"], *source.starts.shape, noise=0.3, **options)
     fill_inputs(source, inputs_of(model.act), 0)
     check_gradients(model, recompute)
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from benchmarks.modern_twin import ModernTwin
 from benchmarks.twin import Twin
 from handgrad.config import ModelShape
-from handgrad.models import compute_losses, documents, forward_buffers, named_activations
+from handgrad.models import compute_losses, forward_buffers, named_activations
+from handgrad.models.documents import within_documents
 from handgrad.models.untrained import WithUntrained
 from handgrad.ops import cpu, reference
 from handgrad.training.feed import fill_inputs, inputs_of
@@ -65,11 +66,9 @@ class Documents:
 def packed_model(name: str, source: Documents, ops: ModuleType = reference, **options: Any) -> Model:
     """A model whose activations have the inputs of documents, filled from `source`."""
     shape = SHAPES[name]
-    model = make_model(shape, *source.starts.shape, noise=0.3, **options)
-    for buffer in documents.document_buffers(model.module, *source.starts.shape):
-        setattr(model.act, buffer.name, torch.zeros(buffer.shape, dtype=buffer.dtype))
+    backends = WithUntrained(ops), None
+    model = make_model(shape, *source.starts.shape, noise=0.3, packed=True, backends=backends, **options)
     fill_inputs(source, inputs_of(model.act), 0)
-    model.ops = WithUntrained(ops)
     return model
 
 
@@ -148,7 +147,8 @@ def test_a_forward_alone_has_the_same_losses(name: str) -> None:
     views = {buffer.name: torch.zeros(buffer.shape, dtype=buffer.dtype) for buffer in packed}
     act = named_activations(model.shape, views)
     fill_inputs(source, inputs_of(act), 0)
-    compute_losses(WithUntrained(reference), model.weights, act, model.shape)
+    ops = within_documents(WithUntrained(reference), act)
+    compute_losses(ops, model.weights, act, model.shape)
     torch.testing.assert_close(act.losses, model.act.losses, rtol=1e-13, atol=0)
 
 

@@ -190,8 +190,7 @@ def block_backward(
         if act.heads is not None:
             turn(ops, w, act, shape, length=length)()
     ops.linear_backward(shared.datty, g.proj_weight, None, d.dresidual_mid, act.atty, w.proj_weight, scratch=s)
-    attention, starts = (d.dqkv, shared.datty, act.atty, act.lse, act.qkv), whole.document_starts
-    ops.attention_backward(*attention, scratch=shared.attention_scratch, document_starts=starts)
+    ops.attention_backward(d.dqkv, shared.datty, act.atty, act.lse, act.qkv, scratch=shared.attention_scratch)
     turn_back(ops, w, g, act, d.dqkv, s, shape)
     ops.linear_backward(shared.dnorm, g.qkv_weight, g.qkv_bias, d.dqkv, act.norm1, w.qkv_weight, scratch=s)
     ops.gained_rmsnorm_backward(dx, g.norm1_gain, shared.dnorm, x, act.norm1_rstd, w.norm1_gain, scratch=s)

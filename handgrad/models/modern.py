@@ -251,8 +251,7 @@ def block_backward(
     if recompute == 2:
         norm1_again(ops, w, act, x, whole.first)
     ops.linear_backward(shared.datty, g.proj_weight, None, d.dresidual_mid, act.atty, w.proj_weight, scratch=s)
-    attention, starts = (d.dqkv, shared.datty, act.atty, act.lse, act.qkv), whole.document_starts
-    ops.attention_backward(*attention, scratch=shared.attention_scratch, document_starts=starts)
+    ops.attention_backward(d.dqkv, shared.datty, act.atty, act.lse, act.qkv, scratch=shared.attention_scratch)
     turn_back()
     ops.linear_backward(shared.dnorm, g.qkv_weight, None, d.dqkv, act.norm1, w.qkv_weight, scratch=s)
     if w.value_embedding is not None:

@@ -47,9 +47,8 @@ def onto_stream(ops: ModuleType, attend: Launch, attended: Tensor, scratch: Tens
 
 
 def attention_of(ops: ModuleType, block: Any, whole: Any) -> Onto:
-    """`onto_stream` of a training: attention among the tokens of a row, or of each document in it."""
-    tensors = block.atty, block.lse, block.qkv
-    attend = partial(ops.attention_forward, *tensors, scratch=whole.scratch, document_starts=whole.document_starts)
+    """`onto_stream` of a training: attention among the tokens of a row."""
+    attend = partial(ops.attention_forward, block.atty, block.lse, block.qkv, scratch=whole.scratch)
     return onto_stream(ops, attend, block.atty, whole.scratch)
 
 

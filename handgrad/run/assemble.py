@@ -16,6 +16,7 @@ from handgrad.fp8.frozen import AT_WORK, FrozenProducts, RoundedWeights, WithFp8
 from handgrad.fp8.scaling import Scaling
 from handgrad.layout import gradient_ring, moved
 from handgrad.lora.bind import WithAdapters, bound_adapters, with_adapters
+from handgrad.models.documents import within_documents
 from handgrad.models.rows import ParameterRow
 from handgrad.models.untrained import WithUntrained
 from handgrad.parallel.gradient_sync import GradientSync
@@ -123,13 +124,18 @@ def bind(
 
     def passes_over(*tensors: Any) -> Any:
         """The operations of passes over weights, their gradients, activations and theirs."""
+        weights, _, act, _ = tensors
+        within = within_documents(model_ops, act)
         if design.lora is not None:
-            adapting = WithFp8Adapters if design.rounded else WithAdapters
-            return adapting(model_ops, bound_adapters(state, tensors[0]), state.views)
+            return adapted(within, weights)
         if samples is None:
-            return model_ops
+            return within
         dropping = WithDropout if scaling is None else WithFp8Dropout
-        return dropping(model_ops, *tensors, samples=samples, probability=design.dropout, seed=design.seed)
+        return dropping(within, *tensors, samples=samples, probability=design.dropout, seed=design.seed)
+
+    def adapted(ops: Any, weights: Any) -> WithAdapters:
+        adapting = WithFp8Adapters if design.rounded else WithAdapters
+        return adapting(ops, bound_adapters(state, weights), state.views)
 
     passes = passes_over(state.weights, state.weight_gradients, state.activations, state.activation_gradients)
     program, batch = plain_program(state, ops, passes), design.batch
@@ -140,7 +146,8 @@ def bind(
         program.trained_tokens = lambda step: count(batch.first_sample(step), batch.samples(step))
     reads = ops, design.plain_ops
     if design.lora is not None:
-        reads = passes, text_operations(state) if design.rounded else passes
+        validation = adapted(model_ops, state.weights)  # `mean_loss` binds documents to its own
+        reads = validation, text_operations(state) if design.rounded else validation
         program = with_adapters(program, {bucket.name for bucket in design.buckets})
     if sync is not None:
         program = with_sync(program, sync)
