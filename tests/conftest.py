@@ -163,6 +163,11 @@ class Model:
         for stage in self.module.backward(self.ops, *tensors, scale, self.shape, recompute=recompute):
             stage.run()
 
+    def run(self, *, scale: float = 1.0, recompute: int = 0) -> None:
+        """Forward and backward, of the losses times `scale`."""
+        self.forward()
+        self.backward(torch.tensor([scale], dtype=self.act.losses.dtype), recompute)
+
 
 def quantized_weights(model: Model) -> dict[str, Quantized]:
     """Those of a model in fp8, by name."""

@@ -26,7 +26,8 @@ from handgrad.run.start import train
 from handgrad.training.feed import fill_inputs, inputs_of
 from tests.conftest import Model, make_model
 from tests.documents import visible
-from tests.test_model import ODD, run
+from tests.model_checks import twin_of
+from tests.test_model import ODD
 from tests.test_packed_models import SHAPES as PACKED, Documents
 from tests.test_runs import elsewhere, same_bits
 from tests.test_training import assembly_of, steps_of
@@ -91,9 +92,8 @@ def test_gradients_within_documents_equal_autograd(recompute: int) -> None:
 
 
 def check_gradients(model: Model, recompute: int) -> None:
-    run(model, recompute=recompute, scale=1 / model.act.tokens.numel())
-    twin = Twin(model.shape, padded=True).double()
-    twin.load(model.table, model.flat)
+    model.run(recompute=recompute, scale=1 / model.act.tokens.numel())
+    twin = twin_of(model)
     loss = loss_of_twin(twin, model)
     loss.backward()
     assert abs(model.act.losses.mean() - loss) <= 1e-12 * loss
@@ -109,7 +109,7 @@ def test_recompute_levels_give_the_same_bits(dtype: torch.dtype) -> None:
     found = []
     for level in (0, 1, 2, 3):
         model = make_model(ODD, 3, 16, dtype, recompute=level, dropout=P)
-        run(model, recompute=level)
+        model.run(recompute=level)
         found.append((model.flat_gradients, model.act.losses.clone()))
     for gradients, losses in found[1:]:
         assert torch.equal(gradients, found[0][0]) and torch.equal(losses, found[0][1])
@@ -121,7 +121,7 @@ def test_evaluation_leaves_nothing_out() -> None:
         compute_losses(ops, model.weights, model.act, ODD)
     evaluated = dropped.act.losses.clone()
     assert torch.equal(evaluated, without.act.losses)
-    run(dropped)
+    dropped.run()
     assert (dropped.act.losses != evaluated).all(), "training leaves something out"
 
 
