@@ -14,7 +14,6 @@ from torch import Tensor
 from benchmarks.twin import Twin
 from handgrad.config import RunConfig, check
 from handgrad.dropout import reference as dropout_ops
-from handgrad.dropout.bind import SAMPLES
 from handgrad.dropout.masks import Dropout
 from handgrad.dropout.reference import attention_mask
 from handgrad.errors import UsageError
@@ -23,7 +22,7 @@ from handgrad.ops import reference as ops
 from handgrad.run.header import dropout_lines
 from handgrad.run.resolve import resolve
 from handgrad.run.start import train
-from handgrad.training.feed import fill_inputs, inputs_of
+from handgrad.training.feed import SAMPLE_NUMBERS, fill_inputs, inputs_of
 from tests.conftest import Model, make_model
 from tests.documents import visible
 from tests.model_checks import twin_of
@@ -252,7 +251,7 @@ def test_the_feed_says_which_samples(with_p: RunConfig) -> None:
     training = assembly_of(with_p)
     for first in (0, 2**33 + 5):
         training.feed.fill(first)
-        assert training.state.views[SAMPLES].tolist() == list(range(first, first + with_p.micro_batch))
+        assert training.state.views[SAMPLE_NUMBERS].tolist() == list(range(first, first + with_p.micro_batch))
 
 
 def test_the_micro_batch_changes_nothing_but_rounding(with_p: RunConfig) -> None:
@@ -277,7 +276,7 @@ def test_a_resumed_run_has_the_same_bits(with_p: RunConfig) -> None:
 def test_memory_is_the_numbers_of_the_samples(config: RunConfig) -> None:
     plans = [resolve(dataclasses.replace(config, dropout=p), 257).plan for p in (0.0, P)]
     without, with_dropout = ({buffer.name: buffer.shape for buffer in plan.buffers} for plan in plans)
-    assert with_dropout == without | {SAMPLES: (config.micro_batch,)}
+    assert with_dropout == without | {SAMPLE_NUMBERS: (config.micro_batch,)}
     assert plans[1].total_bytes - plans[0].total_bytes <= 512, "one row, aligned"
 
 
@@ -294,7 +293,7 @@ def test_header_and_plan_say_what_it_costs(config: RunConfig) -> None:
 
 def test_nothing_is_left_out_unless_asked_for(config: RunConfig) -> None:
     state, _ = steps_of(config, 0)
-    assert config.dropout == 0 and SAMPLES not in state.views
+    assert config.dropout == 0 and SAMPLE_NUMBERS not in state.views
 
 
 @pytest.mark.parametrize(

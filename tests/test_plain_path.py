@@ -48,8 +48,11 @@ BELOW_THE_RUN = (
     "training",
     "fp8",
     "dropout",
+    "lora",
     "parallel",
+    "audit",
     "generation",
+    "layout.py",
     "arena.py",
     "graphs.py",
 )

@@ -16,14 +16,14 @@ from handgrad.arena import Buffer
 from handgrad.dropout.masks import Dropout
 from handgrad.models.overlay import Overlay
 from handgrad.models.rows import KIND
+from handgrad.training.feed import SAMPLE_NUMBERS
 
 CUDA = "handgrad.ops.cuda", "handgrad.fp8.cuda"  # the backends of NVIDIA GPUs
-SAMPLES = "dropout_samples"  # the buffer of the numbers of a micro-batch's samples
 
 
 def dropout_buffers(batch: int) -> list[Buffer]:
     """The rows that dropout adds to a plan: masks take no memory."""
-    return [Buffer(SAMPLES, (batch,), torch.int64, KIND)]
+    return [Buffer(SAMPLE_NUMBERS, (batch,), torch.int64, KIND)]
 
 
 def dropout_operations(ops: ModuleType) -> ModuleType:

@@ -79,7 +79,7 @@ def scores_all(dataset: Dataset, packing: str) -> bool:
     return packing != WHOLE and not dataset.is_chat
 
 
-def floor_of(dataset: Dataset, packing: str = STREAM) -> float | None:
+def floor_of(dataset: Dataset, packing: str) -> float | None:
     """The source's entropy in nats per token, if that is known of the tokens that are scored."""
     return dataset.floor("validation") if scores_all(dataset, packing) else None
 

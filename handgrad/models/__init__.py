@@ -65,7 +65,7 @@ def forward_buffers(
 
 
 def forward_rows(
-    shape: ModelShape, batch: int, length: int, dtype: torch.dtype, ops: ModuleType, *, chunk: int = 0
+    shape: ModelShape, batch: int, length: int, dtype: torch.dtype, ops: ModuleType, *, chunk: int
 ) -> Iterator[ActivationRow]:
     """The rows of a forward pass, for `forward_buffers`."""
     chunk = head_chunk_tokens(chunk, batch * length, shape.padded_vocab_size, dtype)

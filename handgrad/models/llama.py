@@ -94,10 +94,9 @@ def block_forward(
     queries_keys_values(ops, w, act, x, s, epsilon)
     turned()  # q, k = R(q), R(k)
     attend(act.residual_mid, x, w.proj_weight, None)  # y = softmax(q k^T / sqrt(D)) v, a = x + y W^T
-    norm = act.norm2, act.norm2_rstd, act.residual_mid, w.norm2_gain, w.gate_up_weight
-    ops.gained_rmsnorm_linear_swiglu_forward(
-        act.swiglu, act.hidden, *norm, epsilon=epsilon, scratch=s
-    )  # [g u] = RMS(a) W^T, h = silu(g) u
+    outs, norm = (act.swiglu, act.hidden), (act.norm2, act.norm2_rstd, act.residual_mid, w.norm2_gain)
+    # [g u] = RMS(a) W^T, h = silu(g) u
+    ops.gained_rmsnorm_linear_swiglu_forward(*outs, *norm, w.gate_up_weight, epsilon=epsilon, scratch=s)
     if not again:
         down = act.residual_mid, act.swiglu, w.down_weight, None
         ops.linear_residual_forward(act.residual_out, *down, scratch=s)  # a + h W^T

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from handgrad import devices
 from handgrad.audit.digest import StateDigest, with_digest
-from handgrad.dropout.bind import SAMPLES, WithDropout
+from handgrad.dropout.bind import WithDropout
 from handgrad.fp8.bind import with_fp8
 from handgrad.fp8.dropout import WithFp8Dropout
 from handgrad.fp8.frozen import AT_WORK, FrozenProducts, RoundedWeights, WithFp8Adapters, operand_views, take
@@ -26,7 +26,7 @@ from handgrad.parallel.step import ParallelStep, with_sync
 from handgrad.run.host_copy import host_state
 from handgrad.training import offload
 from handgrad.training.design import Design
-from handgrad.training.feed import BatchFeed, Source
+from handgrad.training.feed import SAMPLE_NUMBERS, BatchFeed, Source
 from handgrad.training.state import BASE, TrainingState, make_state, model_weights
 from handgrad.training.step import Feed, TrainStep, plain_program
 
@@ -113,7 +113,7 @@ def bind(
     train all of them."""
     ranks, design, ops = ranks or Ranks(), state.design, state.design.ops
     devices.keep_freed_memory(design.device)
-    samples = state.views.get(SAMPLES)
+    samples = state.views.get(SAMPLE_NUMBERS)
     if feed is None:
         assert source is not None
         feed = BatchFeed(source, state.activations, samples)
