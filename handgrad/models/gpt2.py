@@ -26,7 +26,7 @@ from handgrad.models.decoding import (
     prefill_block,
     store_prompts,
 )
-from handgrad.models.passes import Onto, Stage, attention_of, head_gradients
+from handgrad.models.passes import Onto, Stage, attention_of, head_backward
 from handgrad.models.rows import (
     ONES,
     WHOLE_BLOCKS,
@@ -245,7 +245,10 @@ def backward(
         (d.dresidual, None),
         *((d.blocks[layer].dresidual_out, g.blocks[layer].fcproj_bias) for layer in range(layers)),
     ]
-    head = partial(head_backward, ops, w, g, act, d, stream[-1], *above[-1], scale, shape)
+    x, (dx, dbias_below), lnf = stream[-1], above[-1], (act.lnf_mean, act.lnf_rstd, w.lnf_weight)
+    norm = dx, g.lnf_weight, g.lnf_bias, d.dlnf, x, *lnf, dbias_below
+    last_norm = partial(ops.layernorm_backward, *norm, scratch=act.scratch)
+    head = partial(head_backward, ops, w, g, act, d, scale, shape, last_norm)
     stages = [Stage("lnf", head, done=True)]
     for layer in reversed(range(layers)):
         block = w.blocks[layer], g.blocks[layer], act.blocks[layer], d.blocks[layer]
@@ -254,25 +257,6 @@ def backward(
     words = d.dresidual, act.tokens, act.sorted_positions
     embedding = partial(ops.embedding_backward, g.wte, g.wpe, *words, scratch=act.scratch)
     return [*stages, Stage("embedding", embedding, done=True)]
-
-
-def head_backward(
-    ops: ModuleType,
-    w: Weights,
-    g: Weights,
-    act: Activations,
-    d: Gradients,
-    x: Tensor,
-    dx: Tensor,
-    dbias_below: Tensor | None,
-    scale: Tensor,
-    shape: ModelShape,
-) -> None:
-    """Losses, and dx (N, C) = scale * dL/dx of the stream x that enters the last layer norm."""
-    head_gradients(ops, w, g, act, d, scale, shape)
-    d.dresidual.zero_()
-    lnf = act.lnf_mean, act.lnf_rstd, w.lnf_weight
-    ops.layernorm_backward(dx, g.lnf_weight, g.lnf_bias, d.dlnf, x, *lnf, dbias_below, scratch=act.scratch)
 
 
 def block_backward(

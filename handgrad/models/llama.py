@@ -41,7 +41,7 @@ from handgrad.models.llama_tensors import (
     has,
     parameters as parameters,
 )
-from handgrad.models.passes import Launch, Onto, Stage, attention_of, head_gradients
+from handgrad.models.passes import Launch, Onto, Stage, attention_of, head_backward
 from handgrad.models.rows import WHOLE_BLOCKS, ActivationRow, repeated
 
 
@@ -128,7 +128,9 @@ def backward(
     """After `forward`: act.losses (N), and `g` += scale (1) * the gradient of their sum."""
     stream = [act.embedded, *(block.residual_out for block in act.blocks)]  # into each block, and out of the last
     below = [d.dresidual, *(block.dresidual_out for block in d.blocks)]  # the gradient of `stream`
-    head = partial(head_backward, ops, w, g, act, d, stream[-1], below[-1], scale, shape)
+    norm = below[-1], g.lnf_gain, d.dlnf, stream[-1], act.lnf_rstd, w.lnf_gain
+    last_norm = partial(ops.gained_rmsnorm_backward, *norm, scratch=act.scratch)
+    head = partial(head_backward, ops, w, g, act, d, scale, shape, last_norm)
     stages = [Stage("head", head, done=True)]
     for layer in reversed(range(len(w.blocks))):
         block = w.blocks[layer], g.blocks[layer], act.blocks[layer], d.blocks[layer]
@@ -138,23 +140,6 @@ def backward(
         ops.token_embedding_backward, g.wte, d.dresidual, act.tokens, act.sorted_positions, scratch=act.scratch
     )
     return [*stages, Stage("embedding", embedding, done=True)]
-
-
-def head_backward(
-    ops: ModuleType,
-    w: Weights,
-    g: Weights,
-    act: Activations,
-    d: Gradients,
-    x: Tensor,
-    dx: Tensor,
-    scale: Tensor,
-    shape: ModelShape,
-) -> None:
-    """Losses, and dx (N, C) = scale * dL/dx of the stream x that enters the last norm."""
-    head_gradients(ops, w, g, act, d, scale, shape)
-    d.dresidual.zero_()
-    ops.gained_rmsnorm_backward(dx, g.lnf_gain, d.dlnf, x, act.lnf_rstd, w.lnf_gain, scratch=act.scratch)
 
 
 def block_backward(
