@@ -55,9 +55,7 @@ def resolve(
     config = with_precision(config, device)
     dtype = devices.use_precision(device, config.precision)
     devices.check_optimizer(device, config.optimizer)
-    if sizes is not None:
-        ops = sizes
-    plain_ops = plain_backend(config.backend, device, config.precision) if ops is None else ops
+    plain_ops = sizes or ops or plain_backend(config.backend, device, config.precision)
     shape = config.shape(vocab_size)
     model = models.architecture(shape)
     lanes = max(1, config.lanes)
@@ -66,8 +64,9 @@ def resolve(
     parameters = freeze(models.parameter_table(shape, lanes, optimizer.whole), config.freeze)
     base, lora = (), None
     if config.lora:
-        check_rank(parse_lora(config.lora), getattr(plain_ops, "__name__", ""))
-        lora = LoraDesign(tuple(adapters_of(shape, parse_lora(config.lora))))
+        asked = parse_lora(config.lora)
+        check_rank(asked, getattr(plain_ops, "__name__", ""))
+        lora = LoraDesign(tuple(adapters_of(shape, asked)))
         base, parameters = models.parameter_table(shape), lora.table(lanes)
     buckets = buckets_of(parameters, lanes)
     tokens = config.micro_batch * shape.sequence_length
