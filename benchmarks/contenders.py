@@ -13,7 +13,6 @@ from torch import Tensor
 from benchmarks.gpu_twin import Switches, TwinTrainer
 from benchmarks.llama_twin import SHAPES as LLAMAS, sizes as llama_sizes
 from handgrad import devices, presets
-from handgrad.backend import choose_backend
 from handgrad.config import FIELDS, RunConfig, check
 from handgrad.data.batches import Batches
 from handgrad.data.shards import open_dataset
@@ -111,7 +110,7 @@ class HandgradRun:
     def __init__(self, config: RunConfig, tokens: Tokens, *, backend: str = "auto", graphs: bool | None = None):
         config = dataclasses.replace(config, backend=backend)
         device = devices.resolve_device(config.device)
-        config = with_tuned_gemms(config, choose_backend(backend, device, config.precision))
+        config = with_tuned_gemms(config, device)
         training = assemble(resolve(config, tokens.vocab_size, device=device), tokens.source, graphs=graphs)
         self.state, self.stepper = training.state, training.step
         self.completed = 0

@@ -30,7 +30,6 @@ from benchmarks.contenders import Settings, Tokens, tokens_of
 from benchmarks.distributed_twin import DdpTrainer, FsdpTrainer, step as twin_step
 from benchmarks.record import write_record
 from handgrad import devices, presets
-from handgrad.backend import choose_backend
 from handgrad.config import RunConfig, check
 from handgrad.parallel.gradient_sync import GradientSync
 from handgrad.parallel.launchers import find_rank_info
@@ -83,7 +82,7 @@ class HandgradSteps:
         silent = isinstance(ranks, SilentRanks)
         checks = 0 if silent or sums_by_nccl else config.check_ranks_every  # ranks differ
         config = dataclasses.replace(config, lanes=ranks.size, check_ranks_every=checks)
-        config = with_tuned_gemms(check(config), choose_backend("auto", device, config.precision))
+        config = with_tuned_gemms(check(config), device)
         place = {"rank": ranks.rank, "ranks": ranks.size, "device": device}
         training = assemble(resolve(config, tokens.vocab_size, **place), tokens.source, ranks)
         self.design, self.stepper = training.design, training.step

@@ -106,7 +106,7 @@ class Turns:
 def measure(config: RunConfig, tokens: Tokens, rows: Rows, turns: int, seconds: float) -> dict[str, Any]:
     """The figures of a model in a precision."""
     device = devices.resolve_device(config.device)
-    config = with_tuned_gemms(config, choose_backend(config.backend, device, config.precision))
+    config = with_tuned_gemms(config, device)
     begun = time.perf_counter()
     use_rows(rows)
     first = assemble(resolve(config, tokens.vocab_size, device=device), tokens.source)

@@ -39,6 +39,11 @@ def choose_backend(name: str, device: torch.device, precision: str = "") -> Modu
     return kernels
 
 
+def plain_backend(name: str, device: torch.device, precision: str) -> ModuleType:
+    """The operations without fp8: for a run in fp8 those of bf16."""
+    return choose_backend(name, device, "bf16" if precision == "fp8" else precision)
+
+
 def why_no_kernels(device: torch.device) -> str:
     """The reason why the kernels cannot run on this device, with its remedy; "" if they can."""
     if device.type != "cuda":

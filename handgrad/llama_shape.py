@@ -6,10 +6,9 @@ import dataclasses
 import functools
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 from handgrad.errors import UsageError
-from handgrad.names import check_choice
+from handgrad.names import check_choice, named_values
 
 ROPES = ("plain", "linear", "llama3", "yarn")
 FEED_FORWARD_MULTIPLE = 64
@@ -110,19 +109,7 @@ class LlamaShape:
 @functools.lru_cache(maxsize=64)
 def parse_llama(text: str) -> LlamaShape:
     """The numbers in a text; `UsageError` for a name or a value that none has."""
-    known = {f.name: f.type for f in dataclasses.fields(LlamaShape)}
-    found: dict[str, Any] = {}
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        name, equals, value = (word.strip() for word in part.partition("="))
-        check_choice("a number of llama", name, tuple(known))
-        try:
-            kind: Any = known[name]
-            if (kind is bool) == bool(equals):
-                raise ValueError
-            found[name] = True if kind is bool else kind(value)
-        except ValueError:
-            raise UsageError(f"llama must be like 'kv_heads=2,rotary_base=500000.0,tied', found {part!r}") from None
-    return LlamaShape(**found)
+    return named_values(LlamaShape, "llama", text, "kv_heads=2,rotary_base=500000.0,tied")
 
 
 def settled_llama(text: str, num_heads: int, channels: int) -> str:

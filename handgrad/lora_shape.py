@@ -1,14 +1,12 @@
 """The adapters of a run (docs/lora.md), and their text in a configuration: `rank=16,alpha=32,on=q+v`."""
 
-import dataclasses
 import functools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from handgrad.errors import UsageError
-from handgrad.names import check_choice
+from handgrad.names import check_choice, named_values
 
 # The products of a block that can have an adapter, by architecture.
 PRODUCTS = {
@@ -40,19 +38,7 @@ class LoraShape:
 @functools.lru_cache(maxsize=64)
 def parse_lora(text: str) -> LoraShape:
     """The adapters of a text; `UsageError` for a name or a value that they do not have."""
-    known = {f.name: f.type for f in dataclasses.fields(LoraShape)}
-    found: dict[str, Any] = {}
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        name, equals, value = (word.strip() for word in part.partition("="))
-        check_choice("a number of lora", name, tuple(known))
-        try:
-            kind: Any = known[name]
-            if not equals:
-                raise ValueError
-            found[name] = kind(value)
-        except ValueError:
-            raise UsageError(f"lora must be like {EXAMPLE!r}, found {part!r}") from None
-    return LoraShape(**found)
+    return named_values(LoraShape, "lora", text, EXAMPLE)
 
 
 def check_lora(text: str, architecture: str, init_from: str, refused: Iterable[tuple[str, object, object]]) -> None:

@@ -1,10 +1,13 @@
 """The names that people type, and those of ours that they mean."""
 
+import dataclasses
 import difflib
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 from handgrad.errors import UsageError
+
+T = TypeVar("T")
 
 # A name of ours, and other trainers' and libraries' words for it. The first name that a command knows is suggested.
 SYNONYMS = {
@@ -86,3 +89,21 @@ def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
     if value not in choices:
         near = nearest_name(str(value), choices)
         raise UsageError(f"{name} must be one of {', '.join(choices)}; found {value!r}{near}")
+
+
+def named_values(kind: type[T], setting: str, text: str, example: str) -> T:
+    """The dataclass whose fields a setting's text names with their values, like the `example`; a switch is named alone, and
+    what is not named has its default. Raises `UsageError` for a name or a value that it does not have."""
+    known = {f.name: f.type for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    found: dict[str, Any] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, value = (word.strip() for word in part.partition("="))
+        check_choice(f"a number of {setting}", name, tuple(known))
+        of_field: Any = known[name]
+        try:
+            if (of_field is bool) == bool(equals):
+                raise ValueError
+            found[name] = True if of_field is bool else of_field(value)
+        except ValueError:
+            raise UsageError(f"{setting} must be like {example!r}, found {part!r}") from None
+    return kind(**found)

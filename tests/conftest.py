@@ -48,6 +48,7 @@ from handgrad.fp8.tables import (
     weight_buffers,
 )
 from handgrad.models import architecture, gpt2, named_weights, parameter_table
+from handgrad.models.documents import document_buffers, within_documents
 from handgrad.models.rows import Table, flat_elements, initialize, named
 from handgrad.ops import reference
 from handgrad.presets import tiny
@@ -162,6 +163,11 @@ class Model:
         for stage in self.module.backward(self.ops, *tensors, scale, self.shape, recompute=recompute):
             stage.run()
 
+    def run(self, *, scale: float = 1.0, recompute: int = 0) -> None:
+        """Forward and backward, of the losses times `scale`."""
+        self.forward()
+        self.backward(torch.tensor([scale], dtype=self.act.losses.dtype), recompute)
+
 
 def quantized_weights(model: Model) -> dict[str, Quantized]:
     """Those of a model in fp8, by name."""
@@ -184,14 +190,15 @@ def make_model(
     fp8: Fp8Gemms | None = None,
     gradients: GradientFormats = GRADIENT_FORMATS["e5m2"],
     dropout: float = 0.0,
+    packed: bool = False,
     private: bool = False,
     backends: tuple[Any, Any] = (reference, fp8_reference),
 ) -> Model:
     """Initial weights plus noise (so that no bias or layer norm is trivial), zero gradients, NaN-filled activations.
 
     `fp8`: the GEMMs that go to fp8, every tensor at its own current scale (the logits' gradient at a scale for a
-    loss that is multiplied by at most 1). `dropout`: of the samples 0, 1, ... `private`: nothing shares the plan's memory.
-    `backends`: operations without and with fp8.
+    loss that is multiplied by at most 1). `dropout`: of the samples 0, 1, ... `packed`: rows may hold several documents.
+    `private`: nothing shares the plan's memory. `backends`: operations without and with fp8.
     """
     table = parameter_table(shape)
     elements = flat_elements(table)
@@ -223,6 +230,7 @@ def make_model(
             *weight_buffers(quantized, table, fp8),
             *scaling_buffers(len(quantized), statistics_parts=parts),
         ]
+    buffers += document_buffers(module, batch, length) if packed else []
     plan = make_plan(buffers)
     placed = make_plan(dataclasses.replace(b, lifetimes=ALWAYS) for b in buffers) if private else plan
     views = placed.allocate(torch.device("cpu"))
@@ -240,10 +248,11 @@ def make_model(
     act.targets.copy_(torch.randint(shape.vocab_size, (batch, length), generator=generator))
     weights = named(module.Weights, plain | forms, layers)
     gradients = named_weights(shape, flat_gradients, table)
-    model = Model(shape, table, flat, flat_gradients, weights, gradients, act, d, plan, views, ops)
+    within = within_documents(ops, act)
+    model = Model(shape, table, flat, flat_gradients, weights, gradients, act, d, plan, views, within)
     if dropout:
         tensors, dropping = (weights, gradients, act, d), WithDropout if fp8 is None else WithFp8Dropout
-        model.ops = dropping(ops, *tensors, samples=torch.arange(batch), probability=dropout, seed=1337)
+        model.ops = dropping(within, *tensors, samples=torch.arange(batch), probability=dropout, seed=1337)
     for form in quantized_weights(model).values():
         assert form.plain is not None
         ops.quantize(form, form.plain)

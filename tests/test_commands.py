@@ -310,11 +310,14 @@ def test_logs_on_a_full_disk(
 def test_a_run_that_does_not_fit_in_memory(
     shards: Path, capsys: pytest.CaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The micro-batch that the line names fits, with the texts that the run writes."""
     from handgrad import devices
 
     monkeypatch.setattr(devices, "available_bytes", lambda device: 1_500_000)
-    line = refused(capsys, 65, "train", *SMALL, "--data", str(shards), "--out", str(tmp_path / "run"))
-    assert "try --micro-batch 2" in line
+    command = "train", *SMALL, "--data", str(shards), "--out", str(tmp_path / "run")
+    line = refused(capsys, 65, *command)
+    assert "try --micro-batch 1 " in line
+    assert main([*command, "--micro-batch", "1"]) == 0
 
 
 @pytest.mark.fault(14)

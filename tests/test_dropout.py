@@ -14,19 +14,19 @@ from torch import Tensor
 from benchmarks.twin import Twin
 from handgrad.config import RunConfig, check
 from handgrad.dropout import reference as dropout_ops
-from handgrad.dropout.bind import SAMPLES
 from handgrad.dropout.masks import Dropout
 from handgrad.dropout.reference import attention_mask
 from handgrad.errors import UsageError
-from handgrad.models import compute_losses, documents
+from handgrad.models import compute_losses
 from handgrad.ops import reference as ops
 from handgrad.run.header import dropout_lines
 from handgrad.run.resolve import resolve
 from handgrad.run.start import train
-from handgrad.training.feed import fill_inputs, inputs_of
+from handgrad.training.feed import SAMPLE_NUMBERS, fill_inputs, inputs_of
 from tests.conftest import Model, make_model
 from tests.documents import visible
-from tests.test_model import ODD, run
+from tests.model_checks import twin_of
+from tests.test_model import ODD
 from tests.test_packed_models import SHAPES as PACKED, Documents
 from tests.test_runs import elsewhere, same_bits
 from tests.test_training import assembly_of, steps_of
@@ -84,17 +84,15 @@ def test_gradients_within_documents_equal_autograd(recompute: int) -> None:
     """Several in a row, whose positions restart: the embedding and attention have operations of their own."""
     source = Documents(padding=0)
     source.targets.random_(57, generator=torch.Generator().manual_seed(4))
-    model = make_model(PACKED["gpt2"], *source.starts.shape, noise=0.3, recompute=recompute, chunk=11, dropout=P)
-    for buffer in documents.document_buffers(model.module, *source.starts.shape):
-        setattr(model.act, buffer.name, torch.zeros(buffer.shape, dtype=buffer.dtype))
+    options = {"recompute": recompute, "chunk": 11, "dropout": P, "packed": True}
+    model = make_model(PACKED["gpt2"], *source.starts.shape, noise=0.3, **options)
     fill_inputs(source, inputs_of(model.act), 0)
     check_gradients(model, recompute)
 
 
 def check_gradients(model: Model, recompute: int) -> None:
-    run(model, recompute=recompute, scale=1 / model.act.tokens.numel())
-    twin = Twin(model.shape, padded=True).double()
-    twin.load(model.table, model.flat)
+    model.run(recompute=recompute, scale=1 / model.act.tokens.numel())
+    twin = twin_of(model)
     loss = loss_of_twin(twin, model)
     loss.backward()
     assert abs(model.act.losses.mean() - loss) <= 1e-12 * loss
@@ -110,7 +108,7 @@ def test_recompute_levels_give_the_same_bits(dtype: torch.dtype) -> None:
     found = []
     for level in (0, 1, 2, 3):
         model = make_model(ODD, 3, 16, dtype, recompute=level, dropout=P)
-        run(model, recompute=level)
+        model.run(recompute=level)
         found.append((model.flat_gradients, model.act.losses.clone()))
     for gradients, losses in found[1:]:
         assert torch.equal(gradients, found[0][0]) and torch.equal(losses, found[0][1])
@@ -122,7 +120,7 @@ def test_evaluation_leaves_nothing_out() -> None:
         compute_losses(ops, model.weights, model.act, ODD)
     evaluated = dropped.act.losses.clone()
     assert torch.equal(evaluated, without.act.losses)
-    run(dropped)
+    dropped.run()
     assert (dropped.act.losses != evaluated).all(), "training leaves something out"
 
 
@@ -253,7 +251,7 @@ def test_the_feed_says_which_samples(with_p: RunConfig) -> None:
     training = assembly_of(with_p)
     for first in (0, 2**33 + 5):
         training.feed.fill(first)
-        assert training.state.views[SAMPLES].tolist() == list(range(first, first + with_p.micro_batch))
+        assert training.state.views[SAMPLE_NUMBERS].tolist() == list(range(first, first + with_p.micro_batch))
 
 
 def test_the_micro_batch_changes_nothing_but_rounding(with_p: RunConfig) -> None:
@@ -278,7 +276,7 @@ def test_a_resumed_run_has_the_same_bits(with_p: RunConfig) -> None:
 def test_memory_is_the_numbers_of_the_samples(config: RunConfig) -> None:
     plans = [resolve(dataclasses.replace(config, dropout=p), 257).plan for p in (0.0, P)]
     without, with_dropout = ({buffer.name: buffer.shape for buffer in plan.buffers} for plan in plans)
-    assert with_dropout == without | {SAMPLES: (config.micro_batch,)}
+    assert with_dropout == without | {SAMPLE_NUMBERS: (config.micro_batch,)}
     assert plans[1].total_bytes - plans[0].total_bytes <= 512, "one row, aligned"
 
 
@@ -295,7 +293,7 @@ def test_header_and_plan_say_what_it_costs(config: RunConfig) -> None:
 
 def test_nothing_is_left_out_unless_asked_for(config: RunConfig) -> None:
     state, _ = steps_of(config, 0)
-    assert config.dropout == 0 and SAMPLES not in state.views
+    assert config.dropout == 0 and SAMPLE_NUMBERS not in state.views
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,10 @@ from handgrad.errors import DataError
 from handgrad.gpus import GPUS
 from handgrad.presets import preset
 from handgrad.run.checks import can_offload, check_fits
+from handgrad.run.writing import memory_bytes
 from handgrad.tools.absent import resolve_for
 from handgrad.tools.fitting import candidates
-from handgrad.tools.forecast import bytes_of, forecast, memory_bytes
+from handgrad.tools.forecast import bytes_of, forecast
 from handgrad.tools.plan_gpus import fitted_to
 from handgrad.tools.roofline import step_time
 

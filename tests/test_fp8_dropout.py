@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from handgrad.config import RunConfig, check
-from handgrad.dropout.bind import SAMPLES, WithDropout
+from handgrad.dropout.bind import WithDropout
 from handgrad.fp8.formats import AMAX, GRADIENT_FORMATS, Quantized
 from handgrad.models import compute_losses
 from handgrad.run.header import dropout_lines
 from handgrad.run.resolve import resolve
 from handgrad.run.start import train
+from handgrad.training.feed import SAMPLE_NUMBERS
 from tests.conftest import Model, make_model
 from tests.fp8_models import SETTINGS, RoundedProducts, bound, gemms_of, rounds_its_operands, run
 from tests.test_fp8_model import BATCH, LENGTH, SHAPE
@@ -86,7 +87,7 @@ def test_a_run_without_dropout_has_no_memory_for_it(fp8: RunConfig) -> None:
         for p in (0.0, P)
     )
     tokens = fp8.micro_batch * fp8.sequence_length
-    more = {SAMPLES: (fp8.micro_batch,), "dqkv_16_bits": (tokens, 3 * fp8.channels)}
+    more = {SAMPLE_NUMBERS: (fp8.micro_batch,), "dqkv_16_bits": (tokens, 3 * fp8.channels)}
     assert with_dropout == without | more
 
 

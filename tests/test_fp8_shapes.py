@@ -14,6 +14,7 @@ from handgrad.fp8.tables import fp8_gemms
 from handgrad.gpus import GPUS
 from handgrad.models import gpt2, modern
 from handgrad.run.resolve import largest_micro_batch, resolve
+from handgrad.run.writing import memory_bytes
 from handgrad.tools import forecast
 from tests.conftest import make_model
 from tests.fp8_models import BOTH_OF_THE_HEAD, RoundedModernProducts, RoundedProducts, rounds_its_operands
@@ -83,7 +84,7 @@ def test_other_shapes_are_refused(config: RunConfig, settings: dict, told: str) 
 def test_micro_batches_that_are_found_are_some_that_train(config: RunConfig) -> None:
     """`plan` for a micro-batch that does not fit, and for a GPU that is not there."""
     config = dataclasses.replace(config, **LENGTH, micro_batch=8)
-    small = resolve(dataclasses.replace(config, micro_batch=2), 257).plan.total_bytes
+    small = sum(memory_bytes(resolve(dataclasses.replace(config, micro_batch=2), 257)).values())
     assert largest_micro_batch(config, 257, small) == 2
     assert largest_micro_batch(config, 257, small - 1) == 0, "1 x 24 is no multiple of 16"
     assert list(forecast.micro_batches(dataclasses.replace(config, lanes=1))) == [2, 4, 8]

@@ -7,22 +7,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from handgrad.arena import make_plan
 from handgrad.config import ModelShape
 from handgrad.generation.decode import prefill
-from handgrad.models import compute_losses, forward_buffers, llama, named_activations, parameter_table
+from handgrad.models import llama, parameter_table
 from handgrad.models.rows import count_parameters
 from handgrad.ops import cpu, reference
 from tests.conftest import Model, make_model
 from tests.llama_twin import FAMILIES, autograd, logits, shape_of
+from tests.model_checks import check_forward_alone, exact_and_bf16
 from tests.test_sampling import make_buffers
 
 EVERY = list(FAMILIES)
-
-
-def run(model: Model, *, recompute: int = 0, scale: float = 1.0) -> None:
-    model.forward()
-    model.backward(torch.tensor([scale], dtype=model.act.losses.dtype), recompute)
 
 
 def stored(model: Model, flat: Tensor) -> dict[str, Tensor]:
@@ -37,7 +32,7 @@ def stored(model: Model, flat: Tensor) -> dict[str, Tensor]:
 def test_gradients_equal_autograd(ops: object, family: str, recompute: int, batch: int, length: int, chunk: int) -> None:
     model = make_model(shape_of(family), batch, length, recompute=recompute, chunk=chunk, noise=0.3)
     model.ops = ops
-    run(model, recompute=recompute, scale=1 / (batch * length))
+    model.run(recompute=recompute, scale=1 / (batch * length))
     loss, expected = autograd(stored(model, model.flat), model.act.tokens, model.act.targets, model.shape)
     assert abs(model.act.losses.mean() - loss) <= 1e-12 * loss
     for name, found in stored(model, model.flat_gradients).items():
@@ -55,7 +50,7 @@ def test_recomputation_keeps_the_bits(family: str) -> None:
     found, kept = [], []
     for level in (0, 1, 2, 3):
         model = make_model(shape_of(family), 2, 19, recompute=level)
-        run(model, recompute=level)
+        model.run(recompute=level)
         found.append(model.flat_gradients)
         kept.append({b.name.partition(".")[2] for b in model.plan.buffers if len(b.lifetimes) == 2})
     assert all(torch.equal(gradients, found[0]) for gradients in found[1:])
@@ -67,28 +62,14 @@ def test_recomputation_keeps_the_bits(family: str) -> None:
 
 @pytest.mark.parametrize("family", EVERY)
 def test_a_forward_alone_gives_the_losses_of_training(family: str) -> None:
-    """Its plan has other lives: what no backward reads gives its memory away."""
-    model = make_model(shape_of(family), 2, 19, noise=0.3)
-    compute_losses(reference, model.weights, model.act, model.shape)
-    plan = make_plan(forward_buffers(model.shape, 2, 19, torch.float64, reference))
-    act = named_activations(model.shape, plan.allocate(torch.device("cpu")))
-    act.tokens.copy_(model.act.tokens)
-    act.targets.copy_(model.act.targets)
-    compute_losses(reference, model.weights, act, model.shape)
-    torch.testing.assert_close(act.losses, model.act.losses, rtol=1e-13, atol=0)
+    check_forward_alone(shape_of(family))
 
 
 @pytest.mark.parametrize("family", EVERY)
 def test_bf16_gradients_are_as_good_as_bf16_autograd(family: str) -> None:
     """The error against float64 is at most twice that of PyTorch's own backward run wholly in bf16."""
-    exact = make_model(shape_of(family), 3, 16)
-    rounded = exact.flat.to(torch.bfloat16)
-    exact.flat.copy_(rounded)
-    run(exact, scale=1 / 48)
-    ours = make_model(shape_of(family), 3, 16, torch.bfloat16)
-    ours.flat.copy_(rounded)
-    run(ours, scale=1 / 48)
-    _, theirs = autograd(stored(ours, rounded), ours.act.tokens, ours.act.targets, ours.shape)
+    exact, ours = exact_and_bf16(shape_of(family))
+    _, theirs = autograd(stored(ours, ours.flat), ours.act.tokens, ours.act.targets, ours.shape)
     found, right = stored(ours, ours.flat_gradients), stored(exact, exact.flat_gradients)
     our_error = math.hypot(*((found[name].double() - right[name]).norm() for name in right))
     their_error = math.hypot(*((theirs[name].double() - right[name]).norm() for name in right))

@@ -7,15 +7,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from torch import Tensor
 
-from benchmarks.twin import Twin
 from handgrad import devices
 from handgrad.config import ModelShape
 from handgrad.format import speed
 from handgrad.models import compute_losses, gpt2, parameter_table
 from handgrad.models.rows import count_parameters
 from tests.conftest import Model, make_model
+from tests.model_checks import autograd_twin, check_bf16_gradients
 from tests.techniques import toggled
 
 ODD = ModelShape(vocab_size=57, sequence_length=19, num_layers=3, num_heads=3, channels=33)
@@ -24,30 +23,11 @@ NEW = replace(MODERN, techniques=toggled("residual_scalars,input_scalars,value_e
 both_networks = pytest.mark.parametrize("shape", [ODD, MODERN, NEW], ids=["gpt2", "modern", "modern, all techniques"])
 
 
-def run(model: Model, *, recompute: int = 0, scale: float = 1.0) -> None:
-    model.forward()
-    model.backward(torch.tensor([scale], dtype=model.act.losses.dtype), recompute)
-
-
-def autograd_twin(model: Model) -> tuple[Tensor, Tensor]:
-    """(mean loss, flat gradients) of the same weights in plain PyTorch."""
-    twin = Twin(model.shape, padded=True).to(model.flat.dtype)
-    twin.load(model.table, model.flat)
-    loss = twin(model.act.tokens, model.act.targets)
-    loss.backward()
-    flat = torch.zeros_like(model.flat)
-    for row in model.table:
-        gradient = twin.parameter_of(row).grad
-        assert gradient is not None
-        row.view(flat).copy_(gradient)
-    return loss.detach(), flat
-
-
 @pytest.mark.parametrize("recompute", [0, 1, 2, 3])
 @pytest.mark.parametrize(("batch", "length", "chunk"), [(1, 1, 1), (3, 17, 20), (2, 19, 1 << 20)])
 def test_gradients_equal_autograd(batch: int, length: int, chunk: int, recompute: int) -> None:
     model = make_model(ODD, batch, length, recompute=recompute, chunk=chunk)
-    run(model, recompute=recompute, scale=1 / (batch * length))
+    model.run(recompute=recompute, scale=1 / (batch * length))
     loss, expected = autograd_twin(model)
     assert abs(model.act.losses.mean() - loss) <= 1e-12 * loss
     for row in model.table:
@@ -60,9 +40,9 @@ def test_gradients_equal_autograd(batch: int, length: int, chunk: int, recompute
 @both_networks
 def test_gradients_are_added(shape: ModelShape) -> None:
     model = make_model(shape, 2, 5)
-    run(model)
+    model.run()
     once = model.flat_gradients.clone()
-    run(model)
+    model.run()
     torch.testing.assert_close(model.flat_gradients, 2 * once, rtol=1e-12, atol=1e-14)
 
 
@@ -72,27 +52,14 @@ def test_recompute_levels_give_the_same_bits(dtype: torch.dtype, shape: ModelSha
     found = []
     for level in (0, 1, 2, 3):
         model = make_model(shape, 3, 16, dtype, recompute=level)
-        run(model, recompute=level)
+        model.run(recompute=level)
         found.append((model.flat_gradients, model.act.losses.clone()))
     for gradients, losses in found[1:]:
         assert torch.equal(gradients, found[0][0]) and torch.equal(losses, found[0][1])
 
 
 def test_bf16_gradients_are_as_good_as_bf16_autograd() -> None:
-    """The error against float64 is at most twice that of PyTorch's own backward run wholly in bf16."""
-    exact = make_model(ODD, 3, 16)
-    rounded = exact.flat.to(torch.bfloat16)
-    exact.flat.copy_(rounded)
-    run(exact, scale=1 / 48)
-    ours = make_model(ODD, 3, 16, torch.bfloat16)
-    ours.flat.copy_(rounded)
-    run(ours, scale=1 / 48)
-    theirs = make_model(ODD, 3, 16, torch.bfloat16)
-    theirs.flat.copy_(rounded)
-    _, reference = autograd_twin(theirs)
-    our_error = (ours.flat_gradients.double() - exact.flat_gradients).norm()
-    their_error = (reference.double() - exact.flat_gradients).norm()
-    assert our_error <= 2 * their_error, f"{our_error:.3g} > 2 * {their_error:.3g}"
+    check_bf16_gradients(ODD)
 
 
 def hugging_face(model: Model) -> "transformers.GPT2LMHeadModel":

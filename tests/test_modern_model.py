@@ -7,15 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.modern_twin import ModernTwin
-from handgrad.arena import make_plan
 from handgrad.config import TECHNIQUES, ModelShape
 from handgrad.generation.decode import prefill
-from handgrad.models import compute_losses, forward_buffers, modern, named_activations, parameter_table
+from handgrad.models import compute_losses, modern, parameter_table
 from handgrad.models.passes import head_logits
 from handgrad.models.rows import count_parameters, initialize
 from handgrad.ops import cpu, reference
 from tests.conftest import Model, make_model
+from tests.model_checks import autograd_twin, check_bf16_gradients, check_forward_alone
 from tests.techniques import toggled
 from tests.test_sampling import make_buffers
 
@@ -25,28 +24,9 @@ ODD = ModelShape(57, 19, 3, 3, 42, "modern")
 EVERY = ["", *FIRST, ",".join(FIRST), *NEW, ",".join(NEW), "softcap," + ",".join(NEW)]
 
 
-def run(model: Model, *, recompute: int = 0, scale: float = 1.0) -> None:
-    model.forward()
-    model.backward(torch.tensor([scale], dtype=model.act.losses.dtype), recompute)
-
-
 def shape_without(techniques: str) -> ModelShape:
     """Those of the names that are on by default taken away, the others added."""
     return ModelShape(57, 19, 3, 3, 42, "modern", toggled(techniques))
-
-
-def autograd_twin(model: Model) -> tuple[Tensor, Tensor]:
-    """(mean loss, flat gradients) of the same weights in plain PyTorch."""
-    twin = ModernTwin(model.shape).to(model.flat.dtype)
-    twin.load(model.table, model.flat)
-    loss = twin(model.act.tokens, model.act.targets)
-    loss.backward()
-    flat = torch.zeros_like(model.flat)
-    for row in model.table:
-        gradient = twin.parameter_of(row).grad
-        assert gradient is not None
-        row.view(flat).copy_(gradient)
-    return loss.detach(), flat
 
 
 @pytest.mark.parametrize(
@@ -55,7 +35,7 @@ def autograd_twin(model: Model) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("techniques", EVERY)
 def test_gradients_equal_autograd(techniques: str, recompute: int, batch: int, length: int, chunk: int) -> None:
     model = make_model(shape_without(techniques), batch, length, recompute=recompute, chunk=chunk, noise=0.3)
-    run(model, recompute=recompute, scale=1 / (batch * length))
+    model.run(recompute=recompute, scale=1 / (batch * length))
     loss, expected = autograd_twin(model)
     assert abs(model.act.losses.mean() - loss) <= 1e-12 * loss
     for row in model.table:
@@ -67,15 +47,7 @@ def test_gradients_equal_autograd(techniques: str, recompute: int, batch: int, l
 
 @pytest.mark.parametrize("techniques", EVERY)
 def test_a_forward_alone_gives_the_losses_of_training(techniques: str) -> None:
-    """Its plan has other lives: what no backward reads gives its memory away."""
-    model = make_model(shape_without(techniques), 2, 19, noise=0.3)
-    compute_losses(reference, model.weights, model.act, model.shape)
-    plan = make_plan(forward_buffers(model.shape, 2, 19, torch.float64, reference))
-    act = named_activations(model.shape, plan.allocate(torch.device("cpu")))
-    act.tokens.copy_(model.act.tokens)
-    act.targets.copy_(model.act.targets)
-    compute_losses(reference, model.weights, act, model.shape)
-    torch.testing.assert_close(act.losses, model.act.losses, rtol=1e-13, atol=0)
+    check_forward_alone(shape_without(techniques))
 
 
 def test_recompute_levels_keep_less() -> None:
@@ -92,26 +64,13 @@ def test_recomputation_keeps_the_bits(techniques: str) -> None:
     found = []
     for level in range(4):
         model = make_model(shape_without(techniques), 2, 19, torch.bfloat16, recompute=level, noise=0.3)
-        run(model, recompute=level)
+        model.run(recompute=level)
         found.append(model.flat_gradients)
     assert all(torch.equal(gradients, found[0]) for gradients in found[1:])
 
 
 def test_bf16_gradients_are_as_good_as_bf16_autograd() -> None:
-    """The error against float64 is at most twice that of PyTorch's own backward run wholly in bf16."""
-    exact = make_model(ODD, 3, 16)
-    rounded = exact.flat.to(torch.bfloat16)
-    exact.flat.copy_(rounded)
-    run(exact, scale=1 / 48)
-    ours = make_model(ODD, 3, 16, torch.bfloat16)
-    ours.flat.copy_(rounded)
-    run(ours, scale=1 / 48)
-    theirs = make_model(ODD, 3, 16, torch.bfloat16)
-    theirs.flat.copy_(rounded)
-    _, expected = autograd_twin(theirs)
-    our_error = (ours.flat_gradients.double() - exact.flat_gradients).norm()
-    their_error = (expected.double() - exact.flat_gradients).norm()
-    assert our_error <= 2 * their_error, f"{our_error:.3g} > 2 * {their_error:.3g}"
+    check_bf16_gradients(ODD)
 
 
 @pytest.mark.parametrize("techniques", EVERY)

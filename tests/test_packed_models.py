@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.modern_twin import ModernTwin
-from benchmarks.twin import Twin
 from handgrad.config import ModelShape
-from handgrad.models import compute_losses, documents, forward_buffers, named_activations
+from handgrad.models import compute_losses, forward_buffers, named_activations
+from handgrad.models.documents import within_documents
 from handgrad.models.untrained import WithUntrained
 from handgrad.ops import cpu, reference
 from handgrad.training.feed import fill_inputs, inputs_of
 from tests.conftest import Model, make_model
 from tests.documents import document_starts
 from tests.llama_twin import FAMILIES, autograd, shape_of
+from tests.model_checks import twin_of
 from tests.techniques import toggled
 
 MODERN = ModelShape(57, 19, 3, 3, 42, "modern")
@@ -65,11 +65,9 @@ class Documents:
 def packed_model(name: str, source: Documents, ops: ModuleType = reference, **options: Any) -> Model:
     """A model whose activations have the inputs of documents, filled from `source`."""
     shape = SHAPES[name]
-    model = make_model(shape, *source.starts.shape, noise=0.3, **options)
-    for buffer in documents.document_buffers(model.module, *source.starts.shape):
-        setattr(model.act, buffer.name, torch.zeros(buffer.shape, dtype=buffer.dtype))
+    backends = WithUntrained(ops), None
+    model = make_model(shape, *source.starts.shape, noise=0.3, packed=True, backends=backends, **options)
     fill_inputs(source, inputs_of(model.act), 0)
-    model.ops = WithUntrained(ops)
     return model
 
 
@@ -84,10 +82,7 @@ def alone_by_autograd(model: Model, source: Documents) -> tuple[float, dict[str,
         if model.shape.architecture == "llama":
             mean, found = autograd(weights, tokens, targets, model.shape)
         else:
-            twin = (
-                Twin(model.shape, padded=True) if model.shape.architecture == "gpt2" else ModernTwin(model.shape)
-            ).double()
-            twin.load(model.table, model.flat)
+            twin = twin_of(model)
             mean = twin(tokens, targets)
             mean.backward()
             rows = [(row, twin.parameter_of(row).grad) for row in model.table]
@@ -98,17 +93,12 @@ def alone_by_autograd(model: Model, source: Documents) -> tuple[float, dict[str,
     return loss, gradients
 
 
-def run(model: Model, scale: float, recompute: int = 0) -> None:
-    model.forward()
-    model.backward(torch.tensor([scale], dtype=model.act.losses.dtype), recompute)
-
-
 @pytest.mark.parametrize(("ops", "recompute"), [(reference, 0), (cpu, 1), (cpu, 2)], ids=["reference", "cpu", "cpu, again"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_documents_are_alone(name: str, ops: ModuleType, recompute: int) -> None:
     source = Documents()
     model = packed_model(name, source, ops, recompute=recompute, chunk=11)
-    run(model, 1 / source.trained_tokens(0, 2), recompute)
+    model.run(scale=1 / source.trained_tokens(0, 2), recompute=recompute)
     loss, expected = alone_by_autograd(model, source)
     assert abs(model.act.losses.sum() / source.trained_tokens(0, 2) - loss) <= 1e-12 * loss
     for row in model.table:
@@ -122,18 +112,18 @@ def test_a_document_does_not_see_its_neighbours(name: str) -> None:
     """Other words in one document leave the bits of all others' losses; without the mask they would not."""
     source = Documents(padding=0)
     model = packed_model(name, source, cpu)
-    run(model, 1.0)
+    model.run()
     before = model.act.losses.view(2, -1).clone()
     own = source.starts[0] == 0
     source.tokens[0, own] = (source.tokens[0, own] + 1) % 57
     fill_inputs(source, inputs_of(model.act), 0)
-    run(model, 1.0)
+    model.run()
     after = model.act.losses.view(2, -1)
     assert not torch.equal(after[0, own], before[0, own])
     assert torch.equal(after[0, ~own], before[0, ~own]) and torch.equal(after[1], before[1])
     assert model.act.document_starts is not None
     model.act.document_starts.zero_()
-    run(model, 1.0)
+    model.run()
     assert not torch.equal(model.act.losses.view(2, -1)[0, ~own], before[0, ~own])
 
 
@@ -141,14 +131,15 @@ def test_a_document_does_not_see_its_neighbours(name: str) -> None:
 def test_a_forward_alone_has_the_same_losses(name: str) -> None:
     source = Documents()
     model = packed_model(name, source)
-    run(model, 1.0)
+    model.run()
     plain, packed = (forward_buffers(model.shape, 2, 19, torch.float64, reference, packed=on) for on in (False, True))
     inputs = {buffer.name for buffer in packed} - {buffer.name for buffer in plain}
     assert inputs == {"document_starts", *(("positions", "sorted_by_position") if name == "gpt2" else ())}
     views = {buffer.name: torch.zeros(buffer.shape, dtype=buffer.dtype) for buffer in packed}
     act = named_activations(model.shape, views)
     fill_inputs(source, inputs_of(act), 0)
-    compute_losses(WithUntrained(reference), model.weights, act, model.shape)
+    ops = within_documents(WithUntrained(reference), act)
+    compute_losses(ops, model.weights, act, model.shape)
     torch.testing.assert_close(act.losses, model.act.losses, rtol=1e-13, atol=0)
 
 

@@ -20,6 +20,7 @@ from handgrad.ops import cpu
 from handgrad.ops.reference.optimizer import round_stochastically
 from handgrad.run.assemble import Assembly, assemble
 from handgrad.run.resolve import largest_micro_batch, resolve, schedule_of
+from handgrad.run.writing import memory_bytes
 from handgrad.training.feed import sort_positions
 from handgrad.training.spikes import WINDOW, SpikeWindow
 from handgrad.training.state import TrainingState
@@ -371,8 +372,10 @@ def test_what_may_change_in_a_resumed_run() -> None:
 
 @pytest.mark.fault(41)
 def test_largest_micro_batch_fits(config: RunConfig) -> None:
-    budget = resolve(dataclasses.replace(config, micro_batch=2), 257).plan.total_bytes
+    """Beside the texts that the run writes: `check_fits` takes the same micro-batch."""
+    budget = sum(memory_bytes(resolve(dataclasses.replace(config, micro_batch=2), 257)).values())
     assert largest_micro_batch(config, 257, budget) == 2
+    assert largest_micro_batch(config, 257, budget - 1) == 1
     assert largest_micro_batch(config, 257, 1000) == 0
 
 

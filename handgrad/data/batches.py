@@ -24,14 +24,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from handgrad.data.packing import (
-    PACKINGS,
-    STREAM,
-    WHOLE,
-    Stretches,
-    rows_of_whole_documents,
-    starts_within,
-)
+from handgrad.config import AUTO, STREAM, WHOLE
+from handgrad.data.packing import Stretches, rows_of_whole_documents, starts_within
 from handgrad.data.permutation import mix, permute
 from handgrad.data.shards import Dataset, Shard
 from handgrad.errors import DataError, UsageError
@@ -60,7 +54,7 @@ class Batches:
         stride: int = 0,
         packing: str = STREAM,
     ):
-        assert 0 <= stride <= sequence_length > 0 and not (stride and shuffle) and packing in PACKINGS
+        assert 0 <= stride <= sequence_length > 0 and not (stride and shuffle) and packing != AUTO
         if stride not in (0, sequence_length) and packing == WHOLE:
             raise UsageError(
                 f"expected windows side by side with --packing whole, found --eval-stride {stride}; leave the stride out,"

@@ -4,9 +4,6 @@ import functools
 
 import numpy as np
 
-STREAM, MASKED, WHOLE = "stream", "masked", "whole"
-PACKINGS = (STREAM, MASKED, WHOLE)
-
 
 def rows_of_whole_documents(
     document_starts: np.ndarray, token_count: int, sequence_length: int

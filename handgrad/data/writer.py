@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from handgrad.data.llmc_header import HEADER_BYTES
-from handgrad.data.shards import NARROW, TokenForm, header, token_form
+from handgrad.data.shards import TokenForm, header, token_form
 from handgrad.files import file_sha256, write_durably
 
 JOURNAL_FILE = "journal.json"
@@ -37,9 +37,7 @@ class SplitState:
 class SplitWriter:
     """Writes one split as shards of exactly `shard_tokens` tokens, the last one shorter. Raises OSError."""
 
-    def __init__(
-        self, folder: Path, split: str, shard_tokens: int, state: SplitState, form: TokenForm = NARROW, chat: bool = False
-    ):
+    def __init__(self, folder: Path, split: str, shard_tokens: int, state: SplitState, form: TokenForm, chat: bool):
         self.shard_tokens, self.state, self.form, self.chat = shard_tokens, state, form, chat
         self.open_sizes = partial(open_sizes, folder, split, state, form, chat)
         self.files: list[BinaryIO] = []  # of the shard being written: tokens, index, of chat data trained stretches

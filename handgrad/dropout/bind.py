@@ -14,15 +14,16 @@ from torch import Tensor
 
 from handgrad.arena import Buffer
 from handgrad.dropout.masks import Dropout
+from handgrad.models.overlay import Overlay
 from handgrad.models.rows import KIND
+from handgrad.training.feed import SAMPLE_NUMBERS
 
 CUDA = "handgrad.ops.cuda", "handgrad.fp8.cuda"  # the backends of NVIDIA GPUs
-SAMPLES = "dropout_samples"  # the buffer of the numbers of a micro-batch's samples
 
 
 def dropout_buffers(batch: int) -> list[Buffer]:
     """The rows that dropout adds to a plan: masks take no memory."""
-    return [Buffer(SAMPLES, (batch,), torch.int64, KIND)]
+    return [Buffer(SAMPLE_NUMBERS, (batch,), torch.int64, KIND)]
 
 
 def dropout_operations(ops: ModuleType) -> ModuleType:
@@ -37,8 +38,8 @@ def sizing(ops: ModuleType) -> Any:
     return SimpleNamespace(scratch_bytes=ops.scratch_bytes, attention_scratch_bytes=own)
 
 
-class WithDropout(ModuleType):
-    """The plain operations `ops` with dropout at the sites of GPT-2. All that are not here are the plain ones."""
+class WithDropout(Overlay):
+    """The operations `ops` with dropout at the sites of GPT-2."""
 
     def __init__(
         self, ops: ModuleType, w: Any, g: Any, act: Any, d: Any, *, samples: Tensor, probability: float, seed: int
@@ -50,20 +51,17 @@ class WithDropout(ModuleType):
         step. (Gradients of different blocks may share memory, with ZeRO 2.) `dbranch` (N, C) is workspace of the backward;
         it may lie where the output gradient of a block's layer norm is written next.
         """
-        super().__init__(ops.__name__)
-        self.ops, self.dropout_ops, self.dbranch = ops, dropout_operations(ops), d.dln
+        super().__init__(ops)
+        self.dropout_ops, self.dbranch = dropout_operations(ops), d.dln
+        self.documents = {"document_starts": act.document_starts}
         sites = (Dropout(samples, probability, seed, site) for site in count())  # in the order of the forward
-        self.embedding, self.dwte_acc = next(sites), g.wte
-        self.decode = SimpleNamespace(embedding_decode=self.embedding_decode)
+        self.embedding = next(sites)
         self.sites: dict[Tensor, Dropout] = {}  # by an attention's lse, a product's bias, its weight's gradient
         self.dbias_acc: dict[Tensor, Tensor] = {}  # of the products before the stream, by their weights' gradients
         for a, b, db in zip(act.blocks, w.blocks, g.blocks, strict=True):
             self.sites[a.lse], proj, fcproj = next(sites), next(sites), next(sites)
             self.sites |= {b.proj_bias: proj, db.proj_weight: proj, b.fcproj_bias: fcproj, db.fcproj_weight: fcproj}
             self.dbias_acc |= {db.proj_weight: db.proj_bias, db.fcproj_weight: db.fcproj_bias}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.ops, name)
 
     def embedding_forward(self, out: Tensor, tokens: Tensor, wte: Tensor, wpe: Tensor) -> None:
         self.ops.embedding_forward(out, tokens, wte, wpe)
@@ -76,36 +74,14 @@ class WithDropout(ModuleType):
         self.dropout_ops.dropout_backward(dout_inout, dout_inout, self.embedding)
         self.ops.embedding_backward(dwte_acc, dwpe_acc, dout_inout, *tokens, scratch=scratch)
 
-    # Where positions restart with each document, the embedding has operations of its own, its backward one for words and
-    # then one for positions.
-
-    def embedding_decode(self, out: Tensor, tokens: Tensor, positions: Tensor, wte: Tensor, wpe: Tensor) -> None:
-        self.ops.decode.embedding_decode(out, tokens, positions, wte, wpe)
-        self.dropout_ops.dropout_forward(out, out, self.embedding)
-
-    def token_embedding_backward(self, dwte_acc: Tensor, dout_inout: Tensor, *tokens: Tensor, scratch: Tensor) -> None:
-        if dwte_acc is self.dwte_acc:
-            self.dropout_ops.dropout_backward(dout_inout, dout_inout, self.embedding)
-        self.ops.token_embedding_backward(dwte_acc, dout_inout, *tokens, scratch=scratch)
-
-    def attention_forward(
-        self, out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor, document_starts: Tensor | None = None
-    ) -> None:
-        self.dropout_ops.attention_forward(out, lse, qkv, self.sites[lse], document_starts=document_starts)
+    def attention_forward(self, out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor) -> None:
+        self.dropout_ops.attention_forward(out, lse, qkv, self.sites[lse], **self.documents)
 
     def attention_backward(
-        self,
-        dqkv: Tensor,
-        dout: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        qkv: Tensor,
-        *,
-        scratch: Tensor,
-        document_starts: Tensor | None = None,
+        self, dqkv: Tensor, dout: Tensor, out: Tensor, lse: Tensor, qkv: Tensor, *, scratch: Tensor
     ) -> None:
-        more = {"scratch": scratch, "document_starts": document_starts}
-        self.dropout_ops.attention_backward(dqkv, dout, out, lse, qkv, self.sites[lse], **more)
+        tensors = dqkv, dout, out, lse, qkv
+        self.dropout_ops.attention_backward(*tensors, self.sites[lse], scratch=scratch, **self.documents)
 
     def linear_residual_forward(
         self, out: Tensor, residual: Tensor, inp: Tensor, weight: Tensor, bias: Tensor, *, scratch: Tensor

@@ -22,6 +22,7 @@ from handgrad.arena import Buffer, make_plan
 from handgrad.config import ModelShape
 from handgrad.models import architecture, forward_buffers, head_chunk_tokens, named_activations
 from handgrad.models.passes import run
+from handgrad.models.rows import exact_dtype
 from handgrad.parallel.ranks import Ranks
 
 KIND = "evaluation"
@@ -159,14 +160,13 @@ class Workload:
 
     def buffers(self) -> list[Buffer]:
         """The buffers of scoring beside the activations: input from the host, the head's input, and the results."""
-        stats = torch.float64 if self.dtype == torch.float64 else torch.float32
         most = max((block.scored for block in self.blocks), default=0)
         rows: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "block": ((max((block.ids.numel() for block in self.blocks), default=0),), torch.int32),
             "targets": ((most,), torch.int64),
             "picked": ((self.chunk, self.shape.channels), self.dtype),
             "likeliest": ((self.chunk,), torch.int64),
-            "losses": ((self.results,), stats),
+            "losses": ((self.results,), exact_dtype(self.dtype)),
             "hits": ((self.results,), torch.bool),
         }
         return [Buffer(f"{KIND}.{name}", dims, kind, KIND) for name, (dims, kind) in rows.items()]

@@ -14,6 +14,7 @@ from handgrad.data.shards import Dataset, open_dataset
 from handgrad.data.tokenizer import Tokenizer
 from handgrad.errors import DataError
 from handgrad.models import compute_losses
+from handgrad.models.documents import within_documents
 from handgrad.models.untrained import WithUntrained
 from handgrad.parallel.ranks import Ranks
 from handgrad.training.feed import READ, copy_all, fill_inputs, inputs_of
@@ -36,7 +37,7 @@ def mean_loss(
     """
     ranks = Ranks() if ranks is None else ranks
     inputs = inputs_of(act, READ)
-    ops = ops if batches.trains_all else WithUntrained(ops)
+    ops = within_documents(ops if batches.trains_all else WithUntrained(ops), act)
     host = devices.host_buffers(inputs)
     samples = min(samples, batches.samples_per_epoch)
     batch = act.tokens.shape[0]
@@ -78,7 +79,7 @@ def scores_all(dataset: Dataset, packing: str) -> bool:
     return packing != WHOLE and not dataset.is_chat
 
 
-def floor_of(dataset: Dataset, packing: str = STREAM) -> float | None:
+def floor_of(dataset: Dataset, packing: str) -> float | None:
     """The source's entropy in nats per token, if that is known of the tokens that are scored."""
     return dataset.floor("validation") if scores_all(dataset, packing) else None
 

@@ -36,27 +36,14 @@ def with_workspace(rows: Iterable[ActivationRow]) -> tuple[ActivationRow, ...]:
 class WithFp8Dropout(WithDropout):
     """`WithDropout` for operations whose tensors may be quantised."""
 
-    def attention_forward(
-        self, out: Form, lse: Tensor, qkv: Tensor, *, scratch: Tensor, document_starts: Tensor | None = None
-    ) -> None:
-        super().attention_forward(plain(out), lse, qkv, scratch=scratch, document_starts=document_starts)
+    def attention_forward(self, out: Form, lse: Tensor, qkv: Tensor, *, scratch: Tensor) -> None:
+        super().attention_forward(plain(out), lse, qkv, scratch=scratch)
         if isinstance(out, Quantized):
             self.ops.quantize(out, plain(out))
 
-    def attention_backward(
-        self,
-        dqkv: Form,
-        dout: Tensor,
-        out: Form,
-        lse: Tensor,
-        qkv: Tensor,
-        *,
-        scratch: Tensor,
-        document_starts: Tensor | None = None,
-    ) -> None:
+    def attention_backward(self, dqkv: Form, dout: Tensor, out: Form, lse: Tensor, qkv: Tensor, *, scratch: Tensor) -> None:
         gradient = plain_or_workspace(dqkv)
-        tensors = gradient, dout, plain(out), lse, qkv
-        super().attention_backward(*tensors, scratch=scratch, document_starts=document_starts)
+        super().attention_backward(gradient, dout, plain(out), lse, qkv, scratch=scratch)
         if isinstance(dqkv, Quantized):
             self.ops.quantize(dqkv, gradient)
 

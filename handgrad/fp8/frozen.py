@@ -21,6 +21,7 @@ from handgrad.fp8.scaling import Fp8Design, Scaling
 from handgrad.fp8.tables import WEIGHT, without_columns
 from handgrad.lora.bind import WithAdapters
 from handgrad.lora.tables import BESIDE
+from handgrad.models.overlay import Overlay
 from handgrad.models.rows import KIND, ActivationRow, Table, laid_out
 
 OPERAND = "fp8.operand"
@@ -83,13 +84,13 @@ def at_work(memory: Tensor, weight: Quantized) -> Tensor:
     return memory[: weight.shape.numel()].view(weight.shape)
 
 
-class FrozenProducts(ModuleType):
+class FrozenProducts(Overlay):
     """The plain operations `ops`, which read the 16-bit forms, with the products of quantised weights, which run in fp8."""
 
     def __init__(self, ops: ModuleType, fp8: Any, memory: Tensor):
         """`fp8`: the operations on quantised tensors; `memory`: the view of `work_buffer`."""
-        super().__init__(ops.__name__)
-        self.ops, self.fp8, self.memory = ops, fp8, memory
+        super().__init__(ops)
+        self.fp8, self.memory = fp8, memory
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.ops, name)
@@ -150,13 +151,13 @@ class WithFp8Adapters(WithAdapters):
         self.unfused[name](*tensors, **options)
 
 
-class RoundedWeights(ModuleType):
+class RoundedWeights(Overlay):
     """The plain operations `ops` of text and tasks: a frozen weight in fp8 is read in 16 bits."""
 
     def __init__(self, ops: ModuleType, memory: Tensor):
         """`memory`: the view of `work_buffer`."""
-        super().__init__(ops.__name__)
-        self.ops, self.memory = ops, memory
+        super().__init__(ops)
+        self.memory = memory
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.ops, name)

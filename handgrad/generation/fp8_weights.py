@@ -18,6 +18,7 @@ from torch import Tensor
 from handgrad.arena import Buffer
 from handgrad.config import ModelShape
 from handgrad.models import parameter_table
+from handgrad.models.overlay import Overlay
 from handgrad.models.rows import ParameterRow
 
 KIND = "fp8 weights"
@@ -84,22 +85,19 @@ def fp8_rows(shape: ModelShape) -> list[ParameterRow]:
     return [row for row in table if row.name == head or (row.group == "matrix" and row.name.endswith("_weight"))]
 
 
-class WithFp8Weights(ModuleType):
+class WithFp8Weights(Overlay):
     """The operations `ops` of a model that writes one text. Those of generation read its matrices in fp8: a product is
     known by the weight that it carries, the very object that the model passes."""
 
     def __init__(self, ops: ModuleType, found: Mapping[Tensor, Any]):
-        super().__init__(ops.__name__)
-        self.ops, self.decode = ops, DecodeWithFp8Weights(ops.decode, found)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.ops, name)
+        super().__init__(ops)
+        self.decode = DecodeWithFp8Weights(ops.decode, found)
 
 
-class DecodeWithFp8Weights(ModuleType):
+class DecodeWithFp8Weights(Overlay):
     def __init__(self, ops: ModuleType, found: Mapping[Tensor, Any]):
-        super().__init__(ops.__name__)
-        self.ops, self.found = ops, found
+        super().__init__(ops)
+        self.found = found
 
     def __getattr__(self, name: str) -> Any:
         operation: Callable[..., None] = getattr(self.ops, name)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from handgrad.lora import reference
 from handgrad.lora.tables import Adapter
+from handgrad.models.overlay import Overlay
 from handgrad.models.passes import Stage
 from handgrad.ops.compose import after_attention, after_gained_rmsnorm, after_layernorm
 from handgrad.training.state import TrainingState
@@ -48,8 +49,8 @@ class Bound:
     db_acc: Tensor
 
 
-class WithAdapters(ModuleType):
-    """The plain operations `ops` of a model whose weights have adapters. All that are not here are the plain ones.
+class WithAdapters(Overlay):
+    """The operations `ops` of a model whose weights have adapters.
 
     A call is known to belong to an adapter by the weight that it carries: the very object that the model passes. Gradients
     of frozen parameters are not made; vectors' come with other work and go where nobody reads them.
@@ -58,8 +59,8 @@ class WithAdapters(ModuleType):
     def __init__(self, ops: ModuleType, bound: Mapping[Any, Bound], memory: Mapping[str, Tensor], others: Any = None):
         """`bound`: by their weights; `memory`: views of `adapter_buffers`; `others`: the module of all other operations,
         `ops` or those of generation."""
-        super().__init__(ops.__name__)
-        self.ops, self.bound, self.memory, self.others = ops, bound, memory, ops if others is None else others
+        super().__init__(ops)
+        self.bound, self.memory, self.others = bound, memory, ops if others is None else others
         self.add_linear_forward, self.add_linear_backward = added_products(ops)
         norm, gained = ops.layernorm_forward, ops.gained_rmsnorm_forward
         self.unfused: dict[str, Callable[..., None]] = {

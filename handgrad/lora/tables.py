@@ -16,7 +16,7 @@ from handgrad.config import ModelShape
 from handgrad.errors import UsageError
 from handgrad.lora_shape import LoraShape
 from handgrad.models import architecture
-from handgrad.models.rows import ZEROS, Init, ParameterRow, Table, laid_out
+from handgrad.models.rows import ZEROS, Init, ParameterRow, Table, exact_dtype, laid_out
 from handgrad.training.state import BASE
 
 RANK_MULTIPLE = 8
@@ -143,7 +143,7 @@ def frozen_buffer(elements: int, dtype: torch.dtype) -> Buffer:
 def adapter_buffers(design: LoraDesign, base: Table, tokens: int, dtype: torch.dtype) -> list[Buffer]:
     """The rows of the adapters' own activations for `tokens` tokens, which no layer keeps. Their memory is not that of the
     other activations: tasks overwrite those, and read the adapters."""
-    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    exact = exact_dtype(dtype)
     ranks = max(adapter.ranks for adapter in design.adapters)
     wide = max(adapter.outputs * adapter.ranks for adapter in design.adapters)
     vector = max(row.elements for row in base if len(row.shape) == 1)

@@ -3,10 +3,12 @@
 rows      the row types, and the buffers, views and initial weights that derive from them
 passes    a pass as a list of stages, attention with its product, the loss head
 gpt2      GPT-2
-modern    the network of docs/modern.md
-llama     Llama, Qwen2, Qwen3 and their relatives
-documents rows that hold several documents
+modern    the network of docs/modern.md; `modern_tensors` has its rows
+llama     Llama, Qwen2, Qwen3 and their relatives; `llama_tensors` has their rows
 decoding  the buffers of generation
+overlay   operations with some of them replaced, as the two that follow have them
+documents rows that hold several documents
+untrained targets that are not trained
 freezing  parameters that a run leaves as they are
 
 An architecture computes with the operations and tensors that it is given. It knows no memory, no optimizer and no other
@@ -63,7 +65,7 @@ def forward_buffers(
 
 
 def forward_rows(
-    shape: ModelShape, batch: int, length: int, dtype: torch.dtype, ops: ModuleType, *, chunk: int = 0
+    shape: ModelShape, batch: int, length: int, dtype: torch.dtype, ops: ModuleType, *, chunk: int
 ) -> Iterator[ActivationRow]:
     """The rows of a forward pass, for `forward_buffers`."""
     chunk = head_chunk_tokens(chunk, batch * length, shape.padded_vocab_size, dtype)

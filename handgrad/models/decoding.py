@@ -36,9 +36,7 @@ class Sequences:
     values: Tensor = activation("L B K maxT D")
     scratch: Tensor = activation("scratch", torch.uint8)
     prompt_tokens: Tensor = activation("R", torch.int64, lives=lambda _: PROMPTS)
-    prompt_positions: Tensor = activation(
-        "R", torch.int64, lives=lambda _: PROMPTS
-    )  # of prompts that the caches have begun
+    prompt_positions: Tensor = activation("R", torch.int64, lives=lambda _: PROMPTS)  # where the caches have begun them
     prompt_slots: Tensor = activation("B", torch.int64, lives=lambda _: PROMPTS)  # the sequences that they belong to
     logits: Tensor = activation("B Vp", lives=lambda _: STEP)
 

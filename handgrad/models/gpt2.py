@@ -26,7 +26,7 @@ from handgrad.models.decoding import (
     prefill_block,
     store_prompts,
 )
-from handgrad.models.passes import Onto, Stage, attention_of, head_gradients
+from handgrad.models.passes import Onto, Stage, attention_of, head_backward
 from handgrad.models.rows import (
     ONES,
     WHOLE_BLOCKS,
@@ -195,21 +195,14 @@ def activations(
 def forward(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) -> list[Stage]:
     """act.tokens (B, T) -> act.lnf (N, C), the normalised stream after the last block."""
     x, s = act.embedded, act.scratch
-    stages = [Stage("embedding", partial(embedding_forward, ops, w, act))]
+    # x = wte[token] + wpe[position]
+    stages = [Stage("embedding", partial(ops.embedding_forward, x, act.tokens, w.wte, w.wpe))]
     for layer, (weights, block) in enumerate(zip(w.blocks, act.blocks, strict=True)):
         onto = attention_of(ops, block, act)
         stages.append(Stage(f"blocks.{layer}", partial(block_forward, ops, weights, block, x, onto, s)))
         x = block.residual_out
     last_norm = partial(ops.layernorm_forward, act.lnf, act.lnf_mean, act.lnf_rstd, x, w.lnf_weight, w.lnf_bias)
     return [*stages, Stage("lnf", last_norm)]
-
-
-def embedding_forward(ops: ModuleType, w: Weights, act: Activations) -> None:
-    """x = wte[token] + wpe[position], positions counted in the row, or in each of its documents."""
-    if act.positions is None:
-        ops.embedding_forward(act.embedded, act.tokens, w.wte, w.wpe)
-    else:
-        ops.decode.embedding_decode(act.embedded, act.tokens.view(-1), act.positions.view(-1), w.wte, w.wpe)
 
 
 def block_forward(
@@ -252,32 +245,18 @@ def backward(
         (d.dresidual, None),
         *((d.blocks[layer].dresidual_out, g.blocks[layer].fcproj_bias) for layer in range(layers)),
     ]
-    head = partial(head_backward, ops, w, g, act, d, stream[-1], *above[-1], scale, shape)
+    x, (dx, dbias_below), lnf = stream[-1], above[-1], (act.lnf_mean, act.lnf_rstd, w.lnf_weight)
+    norm = dx, g.lnf_weight, g.lnf_bias, d.dlnf, x, *lnf, dbias_below
+    last_norm = partial(ops.layernorm_backward, *norm, scratch=act.scratch)
+    head = partial(head_backward, ops, w, g, act, d, scale, shape, last_norm)
     stages = [Stage("lnf", head, done=True)]
     for layer in reversed(range(layers)):
         block = w.blocks[layer], g.blocks[layer], act.blocks[layer], d.blocks[layer]
         run = partial(block_backward, ops, *block, d, stream[layer], *above[layer], act, recompute)
         stages.append(Stage(f"blocks.{layer}", run, done=True))
-    return [*stages, Stage("embedding", partial(embedding_backward, ops, g, act, d), done=True)]
-
-
-def head_backward(
-    ops: ModuleType,
-    w: Weights,
-    g: Weights,
-    act: Activations,
-    d: Gradients,
-    x: Tensor,
-    dx: Tensor,
-    dbias_below: Tensor | None,
-    scale: Tensor,
-    shape: ModelShape,
-) -> None:
-    """Losses, and dx (N, C) = scale * dL/dx of the stream x that enters the last layer norm."""
-    head_gradients(ops, w, g, act, d, scale, shape)
-    d.dresidual.zero_()
-    lnf = act.lnf_mean, act.lnf_rstd, w.lnf_weight
-    ops.layernorm_backward(dx, g.lnf_weight, g.lnf_bias, d.dlnf, x, *lnf, dbias_below, scratch=act.scratch)
+    words = d.dresidual, act.tokens, act.sorted_positions
+    embedding = partial(ops.embedding_backward, g.wte, g.wpe, *words, scratch=act.scratch)
+    return [*stages, Stage("embedding", embedding, done=True)]
 
 
 def block_backward(
@@ -314,21 +293,10 @@ def block_backward(
     if recompute == 2:
         ops.layernorm_forward(act.ln1, *ln1, x, w.ln1_weight, w.ln1_bias)
     ops.linear_backward(shared.datty, g.proj_weight, None, d.dresidual_mid, act.atty, w.proj_weight, scratch=s)
-    attention, starts = (d.dqkv, shared.datty, act.atty, act.lse, act.qkv), whole.document_starts
-    ops.attention_backward(*attention, scratch=shared.attention_scratch, document_starts=starts)
+    ops.attention_backward(d.dqkv, shared.datty, act.atty, act.lse, act.qkv, scratch=shared.attention_scratch)
     ops.linear_backward(shared.dln, g.qkv_weight, g.qkv_bias, d.dqkv, act.ln1, w.qkv_weight, scratch=s)
     norm = shared.dln, x, *ln1, w.ln1_weight
     ops.layernorm_backward(dx, g.ln1_weight, g.ln1_bias, *norm, dbias_below, scratch=s)
-
-
-def embedding_backward(ops: ModuleType, g: Weights, act: Activations, d: Gradients) -> None:
-    """d.dresidual, the gradient of the first block's input, -> g.wte, g.wpe."""
-    words = d.dresidual, act.tokens, act.sorted_positions
-    if act.positions is None:
-        ops.embedding_backward(g.wte, g.wpe, *words, scratch=act.scratch)
-    else:
-        ops.token_embedding_backward(g.wte, *words, scratch=act.scratch)
-        ops.token_embedding_backward(g.wpe, d.dresidual, act.positions, act.sorted_by_position, scratch=act.scratch)
 
 
 # Generation.

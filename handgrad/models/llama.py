@@ -41,7 +41,7 @@ from handgrad.models.llama_tensors import (
     has,
     parameters as parameters,
 )
-from handgrad.models.passes import Launch, Onto, Stage, attention_of, head_gradients
+from handgrad.models.passes import Launch, Onto, Stage, attention_of, head_backward
 from handgrad.models.rows import WHOLE_BLOCKS, ActivationRow, repeated
 
 
@@ -94,10 +94,9 @@ def block_forward(
     queries_keys_values(ops, w, act, x, s, epsilon)
     turned()  # q, k = R(q), R(k)
     attend(act.residual_mid, x, w.proj_weight, None)  # y = softmax(q k^T / sqrt(D)) v, a = x + y W^T
-    norm = act.norm2, act.norm2_rstd, act.residual_mid, w.norm2_gain, w.gate_up_weight
-    ops.gained_rmsnorm_linear_swiglu_forward(
-        act.swiglu, act.hidden, *norm, epsilon=epsilon, scratch=s
-    )  # [g u] = RMS(a) W^T, h = silu(g) u
+    outs, norm = (act.swiglu, act.hidden), (act.norm2, act.norm2_rstd, act.residual_mid, w.norm2_gain)
+    # [g u] = RMS(a) W^T, h = silu(g) u
+    ops.gained_rmsnorm_linear_swiglu_forward(*outs, *norm, w.gate_up_weight, epsilon=epsilon, scratch=s)
     if not again:
         down = act.residual_mid, act.swiglu, w.down_weight, None
         ops.linear_residual_forward(act.residual_out, *down, scratch=s)  # a + h W^T
@@ -129,7 +128,9 @@ def backward(
     """After `forward`: act.losses (N), and `g` += scale (1) * the gradient of their sum."""
     stream = [act.embedded, *(block.residual_out for block in act.blocks)]  # into each block, and out of the last
     below = [d.dresidual, *(block.dresidual_out for block in d.blocks)]  # the gradient of `stream`
-    head = partial(head_backward, ops, w, g, act, d, stream[-1], below[-1], scale, shape)
+    norm = below[-1], g.lnf_gain, d.dlnf, stream[-1], act.lnf_rstd, w.lnf_gain
+    last_norm = partial(ops.gained_rmsnorm_backward, *norm, scratch=act.scratch)
+    head = partial(head_backward, ops, w, g, act, d, scale, shape, last_norm)
     stages = [Stage("head", head, done=True)]
     for layer in reversed(range(len(w.blocks))):
         block = w.blocks[layer], g.blocks[layer], act.blocks[layer], d.blocks[layer]
@@ -139,23 +140,6 @@ def backward(
         ops.token_embedding_backward, g.wte, d.dresidual, act.tokens, act.sorted_positions, scratch=act.scratch
     )
     return [*stages, Stage("embedding", embedding, done=True)]
-
-
-def head_backward(
-    ops: ModuleType,
-    w: Weights,
-    g: Weights,
-    act: Activations,
-    d: Gradients,
-    x: Tensor,
-    dx: Tensor,
-    scale: Tensor,
-    shape: ModelShape,
-) -> None:
-    """Losses, and dx (N, C) = scale * dL/dx of the stream x that enters the last norm."""
-    head_gradients(ops, w, g, act, d, scale, shape)
-    d.dresidual.zero_()
-    ops.gained_rmsnorm_backward(dx, g.lnf_gain, d.dlnf, x, act.lnf_rstd, w.lnf_gain, scratch=act.scratch)
 
 
 def block_backward(
@@ -190,8 +174,7 @@ def block_backward(
         if act.heads is not None:
             turn(ops, w, act, shape, length=length)()
     ops.linear_backward(shared.datty, g.proj_weight, None, d.dresidual_mid, act.atty, w.proj_weight, scratch=s)
-    attention, starts = (d.dqkv, shared.datty, act.atty, act.lse, act.qkv), whole.document_starts
-    ops.attention_backward(*attention, scratch=shared.attention_scratch, document_starts=starts)
+    ops.attention_backward(d.dqkv, shared.datty, act.atty, act.lse, act.qkv, scratch=shared.attention_scratch)
     turn_back(ops, w, g, act, d.dqkv, s, shape)
     ops.linear_backward(shared.dnorm, g.qkv_weight, g.qkv_bias, d.dqkv, act.norm1, w.qkv_weight, scratch=s)
     ops.gained_rmsnorm_backward(dx, g.norm1_gain, shared.dnorm, x, act.norm1_rstd, w.norm1_gain, scratch=s)

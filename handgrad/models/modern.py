@@ -44,7 +44,7 @@ from handgrad.models.modern_tensors import (
     has,
     parameters as parameters,
 )
-from handgrad.models.passes import Launch, Onto, Stage, attention_of, head_gradients, nothing
+from handgrad.models.passes import Launch, Onto, Stage, attention_of, head_backward, nothing
 from handgrad.models.rows import WHOLE_BLOCKS, ActivationRow, repeated
 
 # Queries and keys before attention, and back: normalised and rotated, one of the two, or as they are.
@@ -184,7 +184,8 @@ def backward(
     """After `forward`: act.losses (N), and `g` += scale (1) * the gradient of their sum."""
     stream = [act.first, *(block.residual_out for block in act.blocks)]  # into each block, and out of the last
     below = [d.dresidual, *(block.dresidual_out for block in d.blocks)]  # the gradient of `stream`
-    head = partial(head_backward, ops, w, g, act, d, stream[-1], below[-1], scale, shape)
+    last_norm = partial(last_norm_backward, ops, act, d, stream[-1], below[-1])
+    head = partial(head_backward, ops, w, g, act, d, scale, shape, last_norm)
     stages = [Stage("head", head, done=True) if shape.has("untied_head") else Stage("", head)]
     for layer in reversed(range(len(w.blocks))):
         block = w.blocks[layer], g.blocks[layer], act.blocks[layer], d.blocks[layer]
@@ -203,20 +204,8 @@ def backward(
     return [*stages, Stage("embedding", partial(embedding_backward, ops, g, act, d), done=True)]
 
 
-def head_backward(
-    ops: ModuleType,
-    w: Weights,
-    g: Weights,
-    act: Activations,
-    d: Gradients,
-    x: Tensor,
-    dx: Tensor,
-    scale: Tensor,
-    shape: ModelShape,
-) -> None:
-    """Losses, and dx (N, C) = scale * dL/dx of the stream x that enters the last norm."""
-    head_gradients(ops, w, g, act, d, scale, shape)
-    d.dresidual.zero_()
+def last_norm_backward(ops: ModuleType, act: Activations, d: Gradients, x: Tensor, dx: Tensor) -> None:
+    """Adds to dx (N, C) the gradient of the stream x that enters the last norm. That of the first stream begins with 0."""
     if d.dfirst is not None:
         d.dfirst.zero_()
     ops.rmsnorm_backward(dx, d.dlnf, x, act.lnf_rstd)
@@ -251,8 +240,7 @@ def block_backward(
     if recompute == 2:
         norm1_again(ops, w, act, x, whole.first)
     ops.linear_backward(shared.datty, g.proj_weight, None, d.dresidual_mid, act.atty, w.proj_weight, scratch=s)
-    attention, starts = (d.dqkv, shared.datty, act.atty, act.lse, act.qkv), whole.document_starts
-    ops.attention_backward(*attention, scratch=shared.attention_scratch, document_starts=starts)
+    ops.attention_backward(d.dqkv, shared.datty, act.atty, act.lse, act.qkv, scratch=shared.attention_scratch)
     turn_back()
     ops.linear_backward(shared.dnorm, g.qkv_weight, None, d.dqkv, act.norm1, w.qkv_weight, scratch=s)
     if w.value_embedding is not None:

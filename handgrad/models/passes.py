@@ -47,9 +47,8 @@ def onto_stream(ops: ModuleType, attend: Launch, attended: Tensor, scratch: Tens
 
 
 def attention_of(ops: ModuleType, block: Any, whole: Any) -> Onto:
-    """`onto_stream` of a training: attention among the tokens of a row, or of each document in it."""
-    tensors = block.atty, block.lse, block.qkv
-    attend = partial(ops.attention_forward, *tensors, scratch=whole.scratch, document_starts=whole.document_starts)
+    """`onto_stream` of a training: attention among the tokens of a row."""
+    attend = partial(ops.attention_forward, block.atty, block.lse, block.qkv, scratch=whole.scratch)
     return onto_stream(ops, attend, block.atty, whole.scratch)
 
 
@@ -70,10 +69,15 @@ def head_losses(ops: ModuleType, w: Any, act: Any, shape: ModelShape) -> None:
         ops.classifier_forward(act.losses[rows], logits, act.targets.view(-1)[rows], **sizes)
 
 
-def head_gradients(ops: ModuleType, w: Any, g: Any, act: Any, d: Any, scale: Tensor, shape: ModelShape) -> None:
-    """`head_losses`, and d.dlnf (N, C) = scale * dL/dlnf; adds the gradient of the head's weight to `g`."""
+def head_backward(
+    ops: ModuleType, w: Any, g: Any, act: Any, d: Any, scale: Tensor, shape: ModelShape, last_norm: Launch
+) -> None:
+    """`head_losses`, and d.dlnf (N, C) = scale * dL/dlnf; adds the gradient of the head's weight to `g`. `last_norm`: the
+    norm's backward, which adds its part to d.dresidual (N, C), 0 before it."""
     sizes = {"vocab_size": shape.vocab_size, "softcap": shape.softcap}
     for rows, logits in head_logits(ops, w, act):
         targets = act.targets.view(-1)[rows]
         ops.classifier_forward_backward(act.losses[rows], logits, targets, scale, **sizes)
         ops.linear_backward(d.dlnf[rows], g.head, None, logits, act.lnf[rows], w.head, scratch=act.scratch)
+    d.dresidual.zero_()
+    last_norm()

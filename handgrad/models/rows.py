@@ -333,8 +333,8 @@ class ActivationRow:
         ((first, last),) = self.ticks
         return ((first, first), (last, last))
 
-    def buffer(self, recompute: int, kind: str = KIND) -> Buffer:
-        return Buffer(self.name, self.shape, self.dtype, kind, self.lifetimes(recompute))
+    def buffer(self, recompute: int) -> Buffer:
+        return Buffer(self.name, self.shape, self.dtype, KIND, self.lifetimes(recompute))
 
 
 def activation_rows(
@@ -356,7 +356,12 @@ def activation_rows(
 
 def dtypes_of(dtype: torch.dtype) -> dict[str, torch.dtype]:
     """The dtypes of "16-bit" and "statistics" in a run whose weights and activations are of `dtype`."""
-    return {"16-bit": dtype, "statistics": torch.float64 if dtype == torch.float64 else torch.float32}
+    return {"16-bit": dtype, "statistics": exact_dtype(dtype)}
+
+
+def exact_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of statistics, accumulators and master weights of a run whose weights are of `dtype`."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 # Views.

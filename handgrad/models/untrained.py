@@ -5,19 +5,15 @@ by it, and where all tokens are trained the classifier's kernels do not ask.
 """
 
 from functools import partial
-from types import ModuleType
 from typing import Any
 
+from handgrad.models.overlay import Overlay
 
-class WithUntrained(ModuleType):
-    """The operations `ops`, with the classifier's told that targets may be below 0. All that are not here are the plain
-    ones."""
+
+class WithUntrained(Overlay):
+    """The operations `ops`, with the classifier's told that targets may be below 0."""
 
     def __init__(self, ops: Any):
-        super().__init__(ops.__name__)
-        self.ops = ops
+        super().__init__(ops)
         self.classifier_forward = partial(ops.classifier_forward, untrained=True)
         self.classifier_forward_backward = partial(ops.classifier_forward_backward, untrained=True)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.ops, name)

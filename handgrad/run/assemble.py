@@ -9,13 +9,14 @@ from torch import Tensor
 
 from handgrad import devices
 from handgrad.audit.digest import StateDigest, with_digest
-from handgrad.dropout.bind import SAMPLES, WithDropout
+from handgrad.dropout.bind import WithDropout
 from handgrad.fp8.bind import with_fp8
 from handgrad.fp8.dropout import WithFp8Dropout
 from handgrad.fp8.frozen import AT_WORK, FrozenProducts, RoundedWeights, WithFp8Adapters, operand_views, take
 from handgrad.fp8.scaling import Scaling
 from handgrad.layout import gradient_ring, moved
 from handgrad.lora.bind import WithAdapters, bound_adapters, with_adapters
+from handgrad.models.documents import within_documents
 from handgrad.models.rows import ParameterRow
 from handgrad.models.untrained import WithUntrained
 from handgrad.parallel.gradient_sync import GradientSync
@@ -25,7 +26,7 @@ from handgrad.parallel.step import ParallelStep, with_sync
 from handgrad.run.host_copy import host_state
 from handgrad.training import offload
 from handgrad.training.design import Design
-from handgrad.training.feed import BatchFeed, Source
+from handgrad.training.feed import SAMPLE_NUMBERS, BatchFeed, Source
 from handgrad.training.state import BASE, TrainingState, make_state, model_weights
 from handgrad.training.step import Feed, TrainStep, plain_program
 
@@ -112,7 +113,7 @@ def bind(
     train all of them."""
     ranks, design, ops = ranks or Ranks(), state.design, state.design.ops
     devices.keep_freed_memory(design.device)
-    samples = state.views.get(SAMPLES)
+    samples = state.views.get(SAMPLE_NUMBERS)
     if feed is None:
         assert source is not None
         feed = BatchFeed(source, state.activations, samples)
@@ -123,13 +124,18 @@ def bind(
 
     def passes_over(*tensors: Any) -> Any:
         """The operations of passes over weights, their gradients, activations and theirs."""
+        weights, _, act, _ = tensors
+        within = within_documents(model_ops, act)
         if design.lora is not None:
-            adapting = WithFp8Adapters if design.rounded else WithAdapters
-            return adapting(model_ops, bound_adapters(state, tensors[0]), state.views)
+            return adapted(within, weights)
         if samples is None:
-            return model_ops
+            return within
         dropping = WithDropout if scaling is None else WithFp8Dropout
-        return dropping(model_ops, *tensors, samples=samples, probability=design.dropout, seed=design.seed)
+        return dropping(within, *tensors, samples=samples, probability=design.dropout, seed=design.seed)
+
+    def adapted(ops: Any, weights: Any) -> WithAdapters:
+        adapting = WithFp8Adapters if design.rounded else WithAdapters
+        return adapting(ops, bound_adapters(state, weights), state.views)
 
     passes = passes_over(state.weights, state.weight_gradients, state.activations, state.activation_gradients)
     program, batch = plain_program(state, ops, passes), design.batch
@@ -140,7 +146,8 @@ def bind(
         program.trained_tokens = lambda step: count(batch.first_sample(step), batch.samples(step))
     reads = ops, design.plain_ops
     if design.lora is not None:
-        reads = passes, text_operations(state) if design.rounded else passes
+        validation = adapted(model_ops, state.weights)  # `mean_loss` binds documents to its own
+        reads = validation, text_operations(state) if design.rounded else validation
         program = with_adapters(program, {bucket.name for bucket in design.buckets})
     if sync is not None:
         program = with_sync(program, sync)

@@ -17,7 +17,7 @@ from handgrad.format import human_bytes
 from handgrad.models.rows import count_parameters
 from handgrad.run.packing import training_batches
 from handgrad.run.resolve import largest_micro_batch, resolve
-from handgrad.run.writing import generation_plan
+from handgrad.run.writing import memory_bytes
 from handgrad.run_files import BEST
 from handgrad.training.design import Design
 
@@ -42,11 +42,11 @@ def check_fits(config: RunConfig, design: Design, dataset: Dataset, ranks: int =
     shape, device = design.shape, design.device
     heads = {"num_heads": shape.num_heads, "head_width": shape.head_width}
     design.plain_ops.check_sizes(length=shape.sequence_length, channels=shape.channels, **heads)
-    needed = design.plan.total_bytes
+    needed = sum(memory_bytes(design).values())
     if design.fp8 is not None and config.fp8_on_saturation == "bf16":
         in_bf16 = resolve(replace(config, precision="bf16"), shape.vocab_size, ranks=ranks, device=device)
-        needed = max(needed, in_bf16.plan.total_bytes)
-    needed += generation_plan(design).total_bytes + more_bytes
+        needed = max(needed, sum(memory_bytes(in_bf16).values()))
+    needed += more_bytes
     host, free = design.host_plan.total_bytes, devices.available_bytes(torch.device("cpu"))
     if free is not None and host > free:
         raise DataError(

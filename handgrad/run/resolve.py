@@ -8,7 +8,7 @@ import torch
 
 from handgrad import devices, models
 from handgrad.arena import make_plan
-from handgrad.backend import choose_backend
+from handgrad.backend import choose_backend, plain_backend
 from handgrad.config import TUNED, ModelShape, RunConfig
 from handgrad.dropout.bind import dropout_buffers, sizing
 from handgrad.fp8 import frozen, tables
@@ -26,6 +26,7 @@ from handgrad.models.rows import ActivationRow, Table, flat_elements
 from handgrad.optimizers.adamw import AdamW
 from handgrad.optimizers.muon import Muon
 from handgrad.parallel.memory import with_sharding
+from handgrad.run.writing import memory_bytes
 from handgrad.training import offload
 from handgrad.training.design import Batch, Design, Guards
 from handgrad.training.schedule import Schedule
@@ -54,9 +55,7 @@ def resolve(
     config = with_precision(config, device)
     dtype = devices.use_precision(device, config.precision)
     devices.check_optimizer(device, config.optimizer)
-    if sizes is not None:
-        ops = sizes
-    plain_ops = choose_backend(config.backend, device, "tf32" if config.precision == "tf32" else "") if ops is None else ops
+    plain_ops = sizes or ops or plain_backend(config.backend, device, config.precision)
     shape = config.shape(vocab_size)
     model = models.architecture(shape)
     lanes = max(1, config.lanes)
@@ -65,8 +64,9 @@ def resolve(
     parameters = freeze(models.parameter_table(shape, lanes, optimizer.whole), config.freeze)
     base, lora = (), None
     if config.lora:
-        check_rank(parse_lora(config.lora), getattr(plain_ops, "__name__", ""))
-        lora = LoraDesign(tuple(adapters_of(shape, parse_lora(config.lora))))
+        asked = parse_lora(config.lora)
+        check_rank(asked, getattr(plain_ops, "__name__", ""))
+        lora = LoraDesign(tuple(adapters_of(shape, asked)))
         base, parameters = models.parameter_table(shape), lora.table(lanes)
     buckets = buckets_of(parameters, lanes)
     tokens = config.micro_batch * shape.sequence_length
@@ -191,11 +191,12 @@ def resolve_fp8(
 
 
 def largest_micro_batch(config: RunConfig, vocab_size: int, available_bytes: int, ranks: int = 1) -> int:
-    """The largest micro-batch (samples) that divides a lane's steps and whose plan fits; 0 if not even one sample does."""
+    """The largest micro-batch (samples) that divides a lane's steps and whose memory fits; 0 if not even one sample's
+    does."""
     samples = config.batch.common // config.sequence_length // max(1, config.lanes)
     for micro_batch in (n for n in range(samples, 0, -1) if samples % n == 0 and takes_micro_batch(config, n)):
         design = resolve(replace(config, micro_batch=micro_batch), vocab_size, ranks=ranks)
-        if design.plan.total_bytes <= available_bytes:
+        if sum(memory_bytes(design).values()) <= available_bytes:
             return micro_batch
     return 0
 
@@ -210,8 +211,11 @@ def with_precision(config: RunConfig, device: torch.device) -> RunConfig:
     return replace(config, precision=devices.settled_precision(config.precision, device))
 
 
-def with_tuned_gemms(config: RunConfig, ops: ModuleType) -> RunConfig:
-    """`config` with the fp8 GEMMs that `handgrad tune` found faster in bf16 in the place of "tuned"."""
+def with_tuned_gemms(config: RunConfig, device: torch.device) -> RunConfig:
+    """`config` with the fp8 GEMMs that `handgrad tune` found faster in bf16 in the place of "tuned".
+
+    Raises `UsageError` for a backend that cannot run."""
+    ops = choose_backend(config.backend, device, config.precision)
     if config.precision != "fp8" or config.fp8_keep_bf16 != TUNED:
         return config
     tokens = config.micro_batch * config.sequence_length

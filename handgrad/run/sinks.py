@@ -75,7 +75,7 @@ def _numbers(prefix: str, content: dict[str, Any]) -> Iterator[tuple[str, float]
 class Sink:
     """One tracker behind its queue. `opens` runs on the sink's thread, and everything after it."""
 
-    def __init__(self, name: str, opens: Opens, size: int = WAITING):
+    def __init__(self, name: str, opens: Opens, size: int):
         self.name, self.opens = name, opens
         self.queue: queue.Queue[tuple[int, dict[str, float]]] = queue.Queue(size)
         self.warnings: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -130,9 +130,8 @@ class Sinks:
     def __init__(self, trackers: dict[str, Opens], say: Callable[[str], object], size: int = WAITING):
         """`say` gets the warnings, on the thread that calls `record` and `close`."""
         self.say, self.sinks = say, [Sink(name, opens, size) for name, opens in trackers.items()]
-        self.step = (
-            0  # of the newest record: some trackers take no earlier one, and a checkpoint stands later than its step
-        )
+        # Of the newest record: some trackers take no earlier one, and a checkpoint stands later than its step.
+        self.step = 0
 
     def record(self, record: dict[str, Any]) -> None:
         if self.sinks and "step" in record and record["kind"] != "run" and (values := figures(record)):

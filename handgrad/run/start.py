@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from handgrad import checkpoint, devices
-from handgrad.backend import choose_backend
 from handgrad.config import AUTO, RunConfig, check, to_dict
 from handgrad.data.shards import Dataset, open_dataset
 from handgrad.data.tokenizer import tokenizer_record
@@ -56,7 +55,7 @@ def open_run(
         begun = config
         config = check(replace(config, precision=ranks.from_rank_0(lambda: precision_of(begun, device), "precision")))
         devices.use_precision(device, config.precision)  # refuses what the device lacks, before any data is read
-        given = with_tuned_gemms(config, choose_backend(config.backend, device, config.precision))
+        given = with_tuned_gemms(config, device)
         ranks.check_equal("configuration", to_dict(given))
         config = check(replace(given, lanes=ranks.from_rank_0(lambda: settled_lanes(given, ranks.size), "lanes")))
         check_shared_gradients(config, ranks.size)

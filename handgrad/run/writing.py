@@ -1,4 +1,4 @@
-"""The memory of the texts that a run writes."""
+"""The memory of a run: of its training, and of the texts that it writes."""
 
 from handgrad.arena import Plan, make_plan
 from handgrad.generation.decode import decode_buffers, with_cache
@@ -10,3 +10,8 @@ def generation_plan(design: Design) -> Plan:
     has their length, not that of the context."""
     shape = with_cache(design.shape, 1 + design.sample_tokens)
     return make_plan(decode_buffers(shape, 1, design.dtype, design.plain_ops))
+
+
+def memory_bytes(design: Design) -> dict[str, int]:
+    """Bytes of every allocation that a rank of this run makes on its device."""
+    return design.plan.size_bytes | generation_plan(design).size_bytes

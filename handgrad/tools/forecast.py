@@ -16,7 +16,7 @@ from handgrad.gpus import GPUS, Gpu
 from handgrad.names import check_choice
 from handgrad.run.checks import can_offload, check_offload, check_shared_gradients
 from handgrad.run.folder import settled_lanes
-from handgrad.run.writing import generation_plan
+from handgrad.run.writing import memory_bytes
 from handgrad.tools import measured
 from handgrad.tools.absent import resolve_for
 from handgrad.tools.roofline import step_time
@@ -141,11 +141,6 @@ def largest_micro_batch(
         return choices[-1]
     index = bisect.bisect_left(choices, True, key=lambda samples: not fits(samples))  # more samples take more memory
     return choices[index - 1] if index else 0
-
-
-def memory_bytes(design: Design) -> dict[str, int]:
-    """Bytes of every allocation that a rank of this run makes."""
-    return design.plan.size_bytes | generation_plan(design).size_bytes
 
 
 def remedy(config: RunConfig, ranks: int) -> str:

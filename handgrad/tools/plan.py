@@ -4,7 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from handgrad import devices
-from handgrad.backend import choose_backend
 from handgrad.config import GPT2_VOCABULARY, RunConfig, check
 from handgrad.data.shards import open_dataset
 from handgrad.errors import DataError
@@ -15,8 +14,8 @@ from handgrad.run.folder import settled_lanes
 from handgrad.run.header import batch_lines, dropout_lines, freezing_lines
 from handgrad.run.host_copy import copy_plans
 from handgrad.run.resolve import largest_micro_batch, resolve, with_precision, with_tuned_gemms
+from handgrad.run.writing import memory_bytes
 from handgrad.tools.fitting import RECOMPUTE_LEVELS, candidates, fitting_lines
-from handgrad.tools.forecast import memory_bytes
 from handgrad.tools.rates import gemm_flops
 from handgrad.training.design import Design
 
@@ -38,8 +37,7 @@ def describe_plan(config: RunConfig, vocab_size: int, ranks: int = 1, fit: int =
     """The plan for this machine; memory is that of one of `ranks` equal ones. `fit`: bytes that it may take, not those that
     are free. Raises `ConfigError` for lanes that they cannot share."""
     device = devices.resolve_device(config.device)
-    config = with_precision(config, device)
-    config = with_tuned_gemms(config, choose_backend(config.backend, device, config.precision))
+    config = with_tuned_gemms(with_precision(config, device), device)
     config = check(replace(config, lanes=settled_lanes(config, ranks)))
     check_shared_gradients(config, ranks)
     check_offload(config, device, ranks)

@@ -18,7 +18,6 @@ from torch import Tensor
 
 import handgrad
 from handgrad import devices, power
-from handgrad.backend import choose_backend
 from handgrad.config import RunConfig
 from handgrad.evaluation.load import check_available
 from handgrad.format import human_count
@@ -56,8 +55,7 @@ def set_up(config: RunConfig, vocab_size: int) -> Design:
     """The design of a run on one process; raises `DataError` if it does not fit."""
     device = devices.resolve_device(config.device)
     check_offload(config, device, 1)
-    config = with_precision(config, device)
-    config = with_tuned_gemms(config, choose_backend(config.backend, device, config.precision))
+    config = with_tuned_gemms(with_precision(config, device), device)
     design = resolve(config, vocab_size, device=device)
     shape = design.shape
     heads = {"num_heads": shape.num_heads, "head_width": shape.head_width}

@@ -7,7 +7,7 @@ from typing import Any
 
 from handgrad import checkpoint, devices
 from handgrad.audit.chain import BEGIN, CHECKPOINT, STEP, Line, check_chain, links, read_chain
-from handgrad.backend import choose_backend
+from handgrad.backend import plain_backend
 from handgrad.config import FIELDS, RunConfig, convert, read_toml
 from handgrad.data.shards import open_dataset
 from handgrad.errors import DataError, storage_errors
@@ -139,7 +139,7 @@ def differences(record: Record, begins: Iterable[Line], config: RunConfig) -> li
     """The device and versions of a replay on this machine that are other than the run's."""
     device = devices.resolve_device(config.device)
     devices.use_precision(device, config.precision)
-    now = versions_of(device, choose_backend(config.backend, device, "tf32" if config.precision == "tf32" else ""))
+    now = versions_of(device, plain_backend(config.backend, device, config.precision))
     found = list[str]()
     for begin in begins:
         then: dict[str, Any] = begin["versions"]

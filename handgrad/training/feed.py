@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 SLOTS = 2  # micro-batches in flight
-SAMPLES = "samples"
+SAMPLE_NUMBERS = "sample_numbers"  # of a micro-batch in the run, where something follows from them
 
 # The inputs of a forward pass that a source fills or that follow from them, and those that its backward needs as well.
 READ = ("tokens", "targets", "document_starts", "positions")
@@ -58,7 +58,7 @@ class BatchFeed:
     def __init__(self, source: Source, act: Any, samples: Tensor | None = None):
         """`act`: the model's activations; `samples`: takes the numbers of the micro-batch's samples."""
         self.source = source
-        self.targets = inputs_of(act) | ({} if samples is None else {SAMPLES: samples})
+        self.targets = inputs_of(act) | ({} if samples is None else {SAMPLE_NUMBERS: samples})
         self.on_host = act.tokens.device.type != "cuda"
         if act.tokens.device.type == "mps":
             self.host = [{name: torch.empty_like(t, device="cpu") for name, t in self.targets.items()}]
@@ -81,8 +81,8 @@ class BatchFeed:
         if not self.on_host:
             self.arrived[slot].synchronize()  # the slot's last copy has left its pinned memory
         fill_inputs(self.source, host, first_sample)
-        if SAMPLES in host:
-            torch.arange(first_sample, first_sample + len(host[SAMPLES]), out=host[SAMPLES])
+        if SAMPLE_NUMBERS in host:
+            torch.arange(first_sample, first_sample + len(host[SAMPLE_NUMBERS]), out=host[SAMPLE_NUMBERS])
         if self.on_host:
             if host is not self.targets:
                 copy_all(self.targets, host)

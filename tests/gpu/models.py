@@ -62,12 +62,10 @@ def gradients(
     if packed:
         BatchFeed(Answers(LENGTH), act).fill(0)
     w, g = (named_weights(shape, part, source.table) for part in (flat, flat_gradients))
-    backend: Any = ops
+    backend: Any = documents.within_documents(WithUntrained(ops), act) if packed else ops
     if dropout:
         samples = torch.arange(BATCH, device=device) + 11
-        backend = WithDropout(ops, w, g, act, d, samples=samples, probability=dropout, seed=SEED)
-    if packed:
-        backend = WithUntrained(ops)
+        backend = WithDropout(backend, w, g, act, d, samples=samples, probability=dropout, seed=SEED)
     factor = torch.tensor([scale], dtype=statistics(dtype), device=device)
     run(model.forward(backend, w, act, shape))
     run(model.backward(backend, w, g, act, d, factor, shape, recompute=recompute))

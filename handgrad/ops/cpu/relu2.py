@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from handgrad.ops.cpu.linear import linear_backward, linear_forward
+from handgrad.ops.reference.dtypes import statistics_dtype
 
 
 def relu2_forward(hidden_inout: Tensor) -> None:
@@ -15,7 +16,7 @@ def relu2_forward(hidden_inout: Tensor) -> None:
 def relu2_backward(dhidden_inout: Tensor, out: Tensor) -> None:
     """2 sqrt(y) = y / sqrt(y / 4): torch's square root is slow at zeros, of which there are many; the reciprocal root is
     not. The smallest normal number takes the place of zero, lest 0 / 0 be formed."""
-    y = out.to(torch.float64 if out.dtype == torch.float64 else torch.float32)
+    y = out.to(statistics_dtype(out))
     slope = (y * 0.25).clamp_(min=torch.finfo(y.dtype).tiny).rsqrt_().mul_(y)
     dhidden_inout.mul_(slope)
 

@@ -9,8 +9,9 @@ import functools
 import torch
 from torch import Tensor
 
+from handgrad.ops.reference.dtypes import statistics_dtype
 from handgrad.ops.reference.rmsnorm import RMSNORM_EPSILON
-from handgrad.ops.reference.rotary import Frequencies, frequencies_of, queries_and_keys, statistics_dtype
+from handgrad.ops.reference.rotary import Frequencies, frequencies_of, queries_and_keys
 
 KEPT_TABLES = 8  # of different lengths, head widths and dtypes
 

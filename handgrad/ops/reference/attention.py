@@ -37,7 +37,7 @@ def group_sums(dkeys: Tensor, kv_heads: int, dim: int = 0) -> Tensor:
     return dkeys if dkeys.shape[dim] == kv_heads else dkeys.unflatten(dim, (kv_heads, -1)).sum(dim + 1)
 
 
-def causal_scores(q: Tensor, k: Tensor, starts: Tensor | None = None) -> Tensor:
+def causal_scores(q: Tensor, k: Tensor, starts: Tensor | None) -> Tensor:
     """q k^T / sqrt(D) of (H, T, D) each, minus infinity where the key comes after the query, or before the start (T) of the
     query's document."""
     scores = torch.matmul(q, k.transpose(-1, -2)).mul_(1.0 / math.sqrt(q.shape[-1]))

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from handgrad.ops.reference.dtypes import statistics_dtype
+
 CLASSIFIER_BLOCK_ELEMENTS = 1 << 19  # of the softmax's float32 temporary: 2 MiB
 
 # Classifier: loss = logsumexp(z) - z[target], over the V real words; the padded columns do not exist. z are the logits,
@@ -88,5 +90,5 @@ def _log_softmax_blocks(
 
 def softcap_forward(logits_inout: Tensor, *, softcap: float) -> None:
     """logits_inout (N, Vp) = c tanh(logits / c), in place: what generation chooses from."""
-    wide = logits_inout.to(torch.float64 if logits_inout.dtype == torch.float64 else torch.float32)
+    wide = logits_inout.to(statistics_dtype(logits_inout))
     logits_inout.copy_(torch.tanh(wide / softcap) * softcap)

@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from handgrad.ops.reference.dtypes import statistics_dtype
 from handgrad.ops.reference.linear import linear_backward, linear_forward
 
 ROOT, CUBIC = math.sqrt(2 / math.pi), 0.044715
@@ -28,7 +29,7 @@ def gelu_backward(dhidden_inout: Tensor, inp: Tensor) -> None:
 
 def gelu_terms(inp: Tensor) -> tuple[Tensor, Tensor]:
     """x and tanh u, at least in float32."""
-    x = inp.to(torch.float64 if inp.dtype == torch.float64 else torch.float32)
+    x = inp.to(statistics_dtype(inp))
     return x, torch.tanh(ROOT * (x + CUBIC * x * x * x))
 
 

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
+from handgrad.ops.reference.dtypes import statistics_dtype
 from handgrad.ops.reference.rmsnorm import rmsnorm_backward, rmsnorm_forward
-from handgrad.ops.reference.rotary import statistics_dtype
 
 # Residual and input scalars (Jordan et al. 2024, https://github.com/KellerJordan/modded-nanogpt): m = r x + s x0, of the
 # stream x and the first block's x0.  Backward: dx = r dm,  dx0 += s dm,  dr = sum(dm x),  ds = sum(dm x0).

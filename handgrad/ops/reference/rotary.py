@@ -7,6 +7,7 @@ a row is H heads of queries and K each of keys and values, (N, (H + 2K) D), and 
 import torch
 from torch import Tensor
 
+from handgrad.ops.reference.dtypes import statistics_dtype
 from handgrad.ops.reference.rmsnorm import RMSNORM_EPSILON
 
 ROTARY_BASE = 10000.0
@@ -76,10 +77,6 @@ def queries_and_keys(qkv: Tensor, num_heads: int, frequencies: Frequencies = Non
 
 def positions_of(qkv: Tensor, length: int) -> Tensor:
     return torch.arange(qkv.shape[0], device=qkv.device) % length
-
-
-def statistics_dtype(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 # QK-norm (Henry et al. 2020, https://arxiv.org/abs/2010.04245; with RMS norm: Dehghani et al. 2023,

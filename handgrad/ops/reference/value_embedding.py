@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from handgrad.ops.reference.dtypes import statistics_dtype
 from handgrad.ops.reference.rmsnorm import rmsnorm_forward
-from handgrad.ops.reference.rotary import statistics_dtype
 
 # Value embeddings (after Zhou et al. 2024, https://arxiv.org/abs/2410.17897; as tables in modded-nanogpt, gated like this
 # in nanochat): of each head, v = u + g e, e = table[token], g = 2 sigmoid(z), z = sum_j W_j n_j over the first G channels

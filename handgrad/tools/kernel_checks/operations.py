@@ -21,7 +21,7 @@ from handgrad.tools.kernel_checks.checking import attempt, compare
 from handgrad.tools.kernel_checks.draw import Arguments, B, C, Draw, F, H, N, T, V, Vp
 
 
-def statistics(draw: Draw, inp: Tensor) -> Arguments:
+def statistics(inp: Tensor) -> Arguments:
     x = inp.float()
     return {"mean": x.mean(1), "rstd": (x.var(1, correction=0) + 1e-5).rsqrt()}
 
@@ -29,7 +29,7 @@ def statistics(draw: Draw, inp: Tensor) -> Arguments:
 def layernorm_backward(d: Draw) -> Arguments:
     inp = d(N, C)
     accumulators = {name: d.float32(C) for name in ("dweight_acc", "dbias_acc", "dbias_below_acc")}
-    return {"dresidual_inout": d(N, C), "dout": d(N, C), "inp": inp, **statistics(d, inp), "weight": d(C), **accumulators}
+    return {"dresidual_inout": d(N, C), "dout": d(N, C), "inp": inp, **statistics(inp), "weight": d(C), **accumulators}
 
 
 def rmsnorm_backward(d: Draw) -> Arguments:
