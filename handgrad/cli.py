@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = parser.parse(arguments[:1]).command
         if command not in COMMANDS:
             near = nearest_name(command, COMMANDS)
-            raise UsageError(f"unknown command {command!r}{near}; commands: {', '.join(COMMANDS)}")
+            raise UsageError(f"unknown command {command!r}{near}; `handgrad --help` lists all")
         parsed = parse(command, arguments[1:])
         threads.choose()
         # Imported only now: help and mistakes are answered at once, and `prepare` never loads torch.

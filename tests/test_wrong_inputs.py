@@ -110,6 +110,7 @@ def test_a_report_leaves_out_what_it_cannot_read(
     assert new.startswith(f"left out   {runs / 'new'} has no finished step yet")
     assert notes.startswith(f"left out   {runs / 'notes.txt'} is a file")
     assert "empty holds no metrics" in refused(capsys, 65, "report", str(runs / "empty"), str(runs / "new"))
+    assert f"name the runs in it: {runs}/*" in refused(capsys, 65, "report", str(runs))
 
 
 def test_a_run_is_named_by_its_folder_alone(finished: RunConfig, capsys: pytest.CaptureFixture) -> None:

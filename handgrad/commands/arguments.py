@@ -259,7 +259,7 @@ def checkpoints(parser: Parser) -> None:
 
 def bench(parser: Parser) -> None:
     texts = "; ".join(f"{name}: {text}" for name, text in BENCHMARKS.items())
-    parser.add_argument("what", choices=list(BENCHMARKS), help=texts)
+    parser.add_argument("what", choices=list(BENCHMARKS), metavar="BENCHMARK", help=texts)
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="(default: auto)")
     parser.add_argument("--model", default="d12", metavar="NAME", help="model size (default: d12)")
     whole: dict[str, Any] = {"rule": AT_LEAST_1}
