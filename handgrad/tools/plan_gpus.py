@@ -101,14 +101,14 @@ def cells(first: str, *others: str) -> str:
 
 
 def energy(kilowatt_hours: float) -> str:
-    """5.725 -> '5.72', 12345 -> '12,345', 7e-7 -> '<0.01'."""
+    """12345 -> '12,345', 7e-7 -> '<0.01'."""
     if kilowatt_hours < 0.01:
         return "<0.01"
     return f"{kilowatt_hours:.3g}" if kilowatt_hours < 1000 else f"{kilowatt_hours:,.0f}"
 
 
 def duration(seconds: float) -> str:
-    """90 -> '1.5 min', 9e4 -> '25 hours', 1e6 -> '11.6 days', 0.003 -> '<1 s'."""
+    """90 -> '1.5 min', 9e4 -> '25 hours', 1e6 -> '11.6 days', 3e-3 -> '<1 s'."""
     if seconds < 1:
         return "<1 s"
     for size, unit, least in ((86400, "days", 2), (3600, "hours", 1), (60, "min", 1)):
