@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def top_parser() -> Parser:
     parser = Parser(
         "handgrad",
-        description="Trains GPT-2 from raw text, finetunes Llama, Qwen and SmolLM, with every gradient written by hand.",
+        description="Trains GPT-2 from raw text, finetunes Llama, Qwen and SmolLM.\nEvery gradient is written by hand.",
         epilog="commands:\n" + "\n".join(f"  {name:<13}{summary}" for name, (summary, _) in COMMANDS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
