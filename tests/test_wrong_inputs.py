@@ -122,6 +122,10 @@ def test_a_run_is_named_by_its_folder_alone(finished: RunConfig, capsys: pytest.
     line = refused(capsys, 78, "train", *SMALL, "--data", finished.data, "--out", finished.out)
     assert f"use the old settings (--config {recipe})" in line
     assert main(["train", "--config", recipe]) == 0
+    moved = Path(finished.out).rename(f"{finished.out}_moved")
+    assert f"`handgrad train --config {moved}/config.toml --out {moved}` resumes" in refused(
+        capsys, 64, "train", "--out", str(moved)
+    )
 
 
 def test_a_run_that_is_not_there_was_not_audited_either(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
