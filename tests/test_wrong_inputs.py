@@ -57,7 +57,8 @@ def test_a_recipe_or_a_run_in_the_place_of_a_preset(tmp_path: Path, capsys: pyte
     recipe = tmp_path / "config.toml"
     recipe.write_text("steps = 3\n")
     assert f"`handgrad train --config {recipe}`" in refused(capsys, 64, "train", str(recipe))
-    assert f"`handgrad train --config {recipe}`" in refused(capsys, 64, "train", str(tmp_path))
+    there = f"`handgrad train --config {recipe} --out {tmp_path}`"
+    assert there in refused(capsys, 64, "train", str(tmp_path)), "the recipe names no folder, or another"
 
 
 def test_the_tokenizer_is_named_before_the_batch(
