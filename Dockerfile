@@ -3,6 +3,8 @@
 #   docker build --tag handgrad .
 #   docker run --rm --gpus all --ipc host handgrad                                     # doctor: is everything there?
 #   docker run --rm --gpus all --ipc host --volume "$PWD:/work" handgrad train --data shards/mine --gpus 8
+#
+# Add --stop-timeout 300 to the last one: `docker stop` kills after ten seconds otherwise, in the middle of a large model's save.
 FROM python:3.12-slim
 # Triton builds its launchers with a C compiler. CUDA's libraries come with the wheels of torch.
 RUN apt-get update \

@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = parser.parse(arguments[:1]).command
         if command not in COMMANDS:
             near = nearest_name(command, COMMANDS)
-            raise UsageError(f"unknown command {command!r}{near}; commands: {', '.join(COMMANDS)}")
+            raise UsageError(f"unknown command {command!r}{near}; `handgrad --help` lists all")
         parsed = parse(command, arguments[1:])
         threads.choose()
         # Imported only now: help and mistakes are answered at once, and `prepare` never loads torch.
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def top_parser() -> Parser:
     parser = Parser(
         "handgrad",
-        description="Trains GPT-2 from raw text, finetunes Llama, Qwen and SmolLM, with every gradient written by hand.",
+        description="Trains GPT-2 from raw text, finetunes Llama, Qwen and SmolLM.\nEvery gradient is written by hand.",
         epilog="commands:\n" + "\n".join(f"  {name:<13}{summary}" for name, (summary, _) in COMMANDS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -26,7 +26,9 @@ def human_bytes(size: float) -> str:
 
 
 def human_seconds(seconds: float) -> str:
-    """3725 -> '1:02:05'."""
+    """3725 -> '1:02:05', 604800 -> '7.0 days'."""
+    if seconds >= 2 * 86400:
+        return f"{seconds / 86400:.1f} days"
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

@@ -74,5 +74,7 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     "handgrad/reports/plots.py": {"above 99 % of the values": "a constant"},
     "handgrad/reports/results.py": {"last 2 % of the steps": "a constant", "600, 8.19k": "an example of the output"},
     "handgrad/tools/network.py": {"'11.0 GB/s'": "an example of the output"},
+    "handgrad/tools/plan_gpus.py": {"3e-3 -> '<1 s'": "an example of the output"},
+    "handgrad/tools/profile.py": {"-> '4.1 GFLOP/s'": "an example of the output"},
     "handgrad/tools/rates.py": {"a copy of 2 GB on the device (64 MB on a CPU)": "constants"},
 }

@@ -148,7 +148,11 @@ def test_recipes_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert recipes.find("gpt2-124m") == "gpt2-124m", "a file of that name comes first"
     assert main(["recipes"]) == 0
     listed = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in listed[: len(recipes.shipped())]] == list(recipes.shipped())
+    trained, launched = listed[: listed.index("")], listed[listed.index("") + 1 :]
+    for part in (trained, launched):
+        assert "handgrad recipes NAME >" in part.pop(), "each list ends with what to do with one of it"
+    assert [line.split()[0] for line in trained] == recipes.recipe_names()
+    assert [line.split()[0] for line in trained + launched] == list(recipes.shipped())
     for name, path in recipes.shipped().items():
         assert main(["recipes", name]) == main(["recipes", path.name]) == 0
         assert capsys.readouterr().out == 2 * path.read_text()
@@ -162,7 +166,7 @@ def test_recipes_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["trian"], "did you mean train?"),
+        (["trian"], "unknown command 'trian' (did you mean train?); `handgrad --help` lists all"),
         (["train"], "say what to train"),
         (["train", "tinny"], "did you mean tiny?"),
         (["train", "tiny", "--model", "d122"], "did you mean d12?"),
@@ -185,6 +189,11 @@ def test_recipes_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (["train", "--config", "no-such.toml"], "no-such.toml does not exist"),
         (["sample", "run", "--temperature", "-1"], "--temperature"),
         (["plan", "d12", "--vocab-size", "0"], "--vocab-size"),
+        (["plan", "d12", "--gpu", "h300"], "--gpu must be one of b200, "),
+        (["plan", "d12", "--price", "cheap"], "--price must be a number, found 'cheap'"),
+        (["sample", "run", "--max-tokens", "abc"], "--max-tokens must be a whole number, found 'abc'"),
+        (["bench", "setp"], "found 'setp' (did you mean step?)"),
+        (["train", "--config", "slurm"], "slurm is a launch file, not a recipe: `handgrad recipes slurm` prints it"),
         (["evaluate", "run", "--stall-seconds", "0"], "--stall-seconds must be 1 to 86400, found 0"),
         (["train", "tiny", "--seed", "99999999999"], "seed must be below 2^32"),
         (["sample", "run", "--seed", "99999999999"], "--seed"),

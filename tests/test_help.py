@@ -49,6 +49,13 @@ def test_help_ends_with_an_example_that_parses(command: str, capsys: pytest.Capt
     parse(command, words[2:])
 
 
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_fits_a_terminal_of_80_columns(command: str, capsys: pytest.CaptureFixture) -> None:
+    """All but the example, which stays a line that can be copied."""
+    lines = shown(capsys, *([command] if command else []), "--help").partition("\nexample: ")[0].splitlines()
+    assert [line for line in lines if len(line) > 80] == []
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_defaults_are_shown(command: str, capsys: pytest.CaptureFixture) -> None:
     """Every option with a default that does something says which one."""

@@ -14,12 +14,14 @@ import pytest
 import handgrad
 from handgrad.cli import main
 from handgrad.config import RunConfig
+from handgrad.format import human_seconds
 from handgrad.gpus import GPUS, short_name
 from handgrad.presets import MODELS, preset
 from handgrad.tools import measured, roofline
 from handgrad.tools.absent import resolve_for
 from handgrad.tools.forecast import bytes_of, forecast, settled
 from handgrad.tools.measured import ROWS, Measured
+from handgrad.tools.plan_gpus import duration, energy
 
 ROOT = Path(__file__).parents[1]
 NAMES = {"d12": "124M", "d24": "350M", "d36": "774M", "d48": "1558M"}
@@ -193,6 +195,15 @@ def test_the_micro_batch_that_fits() -> None:
 def test_names_as_people_write_them(name: str, key: str) -> None:
     assert short_name(name) == key and key in GPUS
     assert all(short_name(key) == key for key in GPUS)
+
+
+def test_small_and_large_amounts_are_readable() -> None:
+    """A tiny run takes an H200 less than a second and next to no energy; GPT-2 124M takes a laptop 481 days."""
+    assert [duration(s) for s in (0.00444, 1.2, 90, 9e4, 1e6)] == ["<1 s", "1.2 s", "1.5 min", "25 hours", "11.6 days"]
+    assert [energy(amount) for amount in (7.4e-7, 0.01, 5.725, 12345)] == ["<0.01", "0.01", "5.72", "12,345"]
+    assert [human_seconds(s) for s in (59.6, 3725, 172799, 172800, 41590643)] == [
+        *("1:00", "1:02:05", "47:59:59", "2.0 days", "481.4 days")
+    ]
 
 
 def test_sizes_of_memory() -> None:

@@ -20,7 +20,7 @@ from handgrad.ops import reference
 from handgrad.presets import tiny
 from handgrad.run.resolve import resolve
 from handgrad.tools.nsight import METRICS, parse, table
-from handgrad.tools.profile import MadeUpTokens
+from handgrad.tools.profile import MadeUpTokens, rate_text
 from handgrad.tools.recorder import OPERATIONS, PARTS, Recorder, size_bytes
 from handgrad.tools.traces import COPIES, OTHER, Spent, innermost, ranges_of, spent_on_cpu, spent_on_gpu
 from tests.documents import document_starts, visible
@@ -225,10 +225,11 @@ def test_a_csv_without_kernels_or_metrics() -> None:
         parse(CSV.replace("smsp__inst_executed.sum", "n"))
 
 
-def test_the_whole_command(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_whole_command(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     trace = tmp_path / "trace.json"
     assert main([*TINY, "--vocab-size", "60", "--trace", str(trace)]) == 0
-    shown = capsys.readouterr().out
+    shown, told = capfd.readouterr()
+    assert told == "", "torch's profiler is silent"
     rows = {line[:32].strip(): line[32:].split() for line in shown.splitlines()}
     # Per micro-step of 32 tokens: 2 blocks of 12 C^2 weights, and the head's Vp = 128 words.
     assert rows["block products, forward"][0] == "8" and rows["block products, forward"][3:5] == ["0.001573", "GFLOP"]
@@ -242,6 +243,12 @@ def test_the_whole_command(tmp_path: Path, capsys: pytest.CaptureFixture) -> Non
     total = sum(float(rows[name][1]) for name in kinds)
     assert total == pytest.approx(float(rows["sum of kernels"][1]), rel=0.01, abs=0.02)
     assert any(e.get("name") == "handgrad/AdamW" for e in json.loads(trace.read_text())["traceEvents"])
+
+
+def test_rates_have_the_unit_of_their_ceiling() -> None:
+    """A CPU's memory in GB/s, and no row beside it in 1.75e-05 TB/s."""
+    assert rate_text(1.75e7, 5e9, "B") == "0.0175 GB/s" and rate_text(2.1e10, 5.1e10, "FLOP") == "21 GFLOP/s"
+    assert rate_text(4.123e12, 4.2e12, "B") == "4.12 TB/s" and rate_text(2e10, 3.2e11, "B") == "0.02 TB/s"
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])

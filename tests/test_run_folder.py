@@ -1,17 +1,22 @@
 """Whose a run folder is."""
 
 import fcntl
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
 import pytest
+import torch
 
 from handgrad.config import RunConfig
 from handgrad.errors import ConfigError, DataError, UsageError
 from handgrad.run.lock import take_lock
 from handgrad.run.start import train
-from handgrad.run_files import LOCK_FILE
+from handgrad.run_files import CHECKPOINTS, CONFIG_FILE, LOCK_FILE, METRICS_FILE
+from tests.test_runs import finished, tensors
+
+__all__ = ["finished"]  # a fixture
 
 
 def test_a_lock_whose_file_is_gone_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,3 +54,32 @@ def test_a_folder_of_something_else_is_left_alone(config: RunConfig) -> None:
     with pytest.raises(UsageError, match="no run folder"):
         train(config)
     assert [p.name for p in folder.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("what", ["*", "step_*"])
+def test_a_run_whose_checkpoints_are_gone_does_not_start_over(finished: RunConfig, what: str) -> None:
+    """Their disk may not be mounted."""
+    checkpoints = Path(finished.out) / CHECKPOINTS
+    if what == "*":
+        shutil.rmtree(checkpoints)
+    else:
+        for folder in checkpoints.glob(what):
+            shutil.rmtree(folder)
+    record = (Path(finished.out) / METRICS_FILE).read_bytes()
+    with pytest.raises(DataError, match=r"expected the checkpoint of step 12 in .*, found none; restore it, or remove"):
+        train(finished)
+    assert (Path(finished.out) / METRICS_FILE).read_bytes() == record
+
+
+@pytest.mark.parametrize("kept", [(CHECKPOINTS,), (CHECKPOINTS, METRICS_FILE, CONFIG_FILE)])
+def test_a_copy_without_its_dotfiles_resumes(finished: RunConfig, tmp_path: Path, kept: tuple[str, ...]) -> None:
+    """`cp -r RUN/* COPY` leaves the lock out, a backup may hold the checkpoints alone."""
+    (tmp_path / "copy").mkdir()
+    for name in kept:
+        path = Path(finished.out) / name
+        (shutil.copytree if path.is_dir() else shutil.copy)(path, tmp_path / "copy" / name)
+    shutil.rmtree(tmp_path / "copy" / CHECKPOINTS / "step_00000012")
+    copy = replace(finished, out=str(tmp_path / "copy"))
+    train(copy)
+    there, here = tensors(finished.out, 12), tensors(copy.out, 12)
+    assert there.keys() == here.keys() and all(torch.equal(there[name], here[name]) for name in there)

@@ -57,7 +57,8 @@ def test_a_recipe_or_a_run_in_the_place_of_a_preset(tmp_path: Path, capsys: pyte
     recipe = tmp_path / "config.toml"
     recipe.write_text("steps = 3\n")
     assert f"`handgrad train --config {recipe}`" in refused(capsys, 64, "train", str(recipe))
-    assert f"`handgrad train --config {recipe}`" in refused(capsys, 64, "train", str(tmp_path))
+    there = f"`handgrad train --config {recipe} --out {tmp_path}`"
+    assert there in refused(capsys, 64, "train", str(tmp_path)), "the recipe names no folder, or another"
 
 
 def test_the_tokenizer_is_named_before_the_batch(
@@ -110,6 +111,7 @@ def test_a_report_leaves_out_what_it_cannot_read(
     assert new.startswith(f"left out   {runs / 'new'} has no finished step yet")
     assert notes.startswith(f"left out   {runs / 'notes.txt'} is a file")
     assert "empty holds no metrics" in refused(capsys, 65, "report", str(runs / "empty"), str(runs / "new"))
+    assert f"name the runs in it: {runs}/*" in refused(capsys, 65, "report", str(runs))
 
 
 def test_a_run_is_named_by_its_folder_alone(finished: RunConfig, capsys: pytest.CaptureFixture) -> None:
@@ -121,6 +123,10 @@ def test_a_run_is_named_by_its_folder_alone(finished: RunConfig, capsys: pytest.
     line = refused(capsys, 78, "train", *SMALL, "--data", finished.data, "--out", finished.out)
     assert f"use the old settings (--config {recipe})" in line
     assert main(["train", "--config", recipe]) == 0
+    moved = Path(finished.out).rename(f"{finished.out}_moved")
+    assert f"`handgrad train --config {moved}/config.toml --out {moved}` resumes" in refused(
+        capsys, 64, "train", "--out", str(moved)
+    )
 
 
 def test_a_run_that_is_not_there_was_not_audited_either(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

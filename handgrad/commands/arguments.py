@@ -71,12 +71,12 @@ def parse(command: str, arguments: Sequence[str]) -> argparse.Namespace:
 
 def add_run_arguments(parser: Parser) -> None:
     """A preset or a recipe, a model size, and a flag for every field, under the heading of its group."""
-    parser.usage = "%(prog)s [PRESET] [--config FILE] [--model NAME] [--SETTING VALUE]..."
+    parser.usage = "%(prog)s [PRESET] [--config FILE] [--SETTING VALUE]..."
     parser.add_argument("preset", nargs="?", help=f"starting point: {presets.listed(presets.PRESETS)}")
     parser.add_argument("--config", metavar="FILE", help="TOML recipe, or the name of a shipped one (`handgrad recipes`)")
     parser.add_argument("--model", metavar="NAME", help=f"sets layers, heads, channels: {presets.listed(presets.MODELS)}")
     parser.add_argument("--help-all", action=HelpAll, nargs=0, help="show all settings")
-    change = "a preset, --init-from and --data alone change their defaults; --help-all shows the others"
+    change = "a preset, --init-from and --data alone change defaults; --help-all shows all"
     first = group = parser.add_argument_group("settings", change)
     for name, known in FIELDS.items():
         if name in GROUPS:
@@ -156,7 +156,7 @@ def train(parser: Parser) -> None:
 
 def sweep(parser: Parser) -> None:
     add_run_arguments(parser)
-    parser.usage = "%(prog)s [PRESET|RECIPE] --over KEY=VALUE,... [KEY=VALUE,...] [--SETTING VALUE]..."
+    parser.usage = "%(prog)s [PRESET|RECIPE] --over KEY=VALUE,... [--SETTING VALUE]..."
     over = "settings to vary, each with its values; a run for every combination, in OUT/KEY=VALUE,KEY=VALUE"
     parser.add_argument("--over", nargs="+", action="extend", required=True, metavar="KEY=VALUE,...", help=over)
     parser.number("--jobs", "runs at once (default: one per GPU, one on a CPU)", rule=AT_LEAST_1)
@@ -259,7 +259,7 @@ def checkpoints(parser: Parser) -> None:
 
 def bench(parser: Parser) -> None:
     texts = "; ".join(f"{name}: {text}" for name, text in BENCHMARKS.items())
-    parser.add_argument("what", choices=list(BENCHMARKS), help=texts)
+    parser.add_argument("what", choices=list(BENCHMARKS), metavar="BENCHMARK", help=texts)
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="(default: auto)")
     parser.add_argument("--model", default="d12", metavar="NAME", help="model size (default: d12)")
     whole: dict[str, Any] = {"rule": AT_LEAST_1}
@@ -316,24 +316,24 @@ def demo(parser: Parser) -> None:
 COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
     "prepare": ("raw text -> a folder of token shards", prepare),
     "train": ("trains the run in --out, or resumes it", train),
-    "sweep": ("a run for every combination of values, and one report of all; resumable", sweep),
-    "plan": ("memory, speed and cost of a run, here or on any GPU, from the same arguments as train", plan),
-    "evaluate": ("validation loss, perplexity and bits per byte of a checkpoint, and its results on tasks", evaluate),
-    "sample": ("text from a checkpoint, streamed, or one for each prompt of a file", sample),
-    "chat": ("a conversation with a model in the terminal, streamed; through a pipe an answer a line", chat),
-    "export": ("a checkpoint -> the format of transformers, llm.c or llama.cpp, read back and compared", export),
-    "import": ("a model of transformers, of the Hub, of PEFT or of llm.c -> a checkpoint", import_),
+    "sweep": ("a run for every combination of values, and one report of all", sweep),
+    "plan": ("memory, speed and cost of a run, here or on GPUs elsewhere", plan),
+    "evaluate": ("loss, perplexity, bits per byte of a checkpoint; results on tasks", evaluate),
+    "sample": ("text from a checkpoint, streamed; or one for each prompt", sample),
+    "chat": ("a conversation with a model, streamed; a pipe: an answer a line", chat),
+    "export": ("a checkpoint -> transformers, PEFT, llm.c, llama.cpp; compared", export),
+    "import": ("a model of transformers, the Hub, PEFT, llm.c -> a checkpoint", import_),
     "report": ("a self-contained HTML page of one or more runs", report),
     "watch": ("the report of one or more runs, live in a browser", watch),
-    "recipes": ("the shipped recipes and launch templates, listed; or one of them, printed", recipes),
+    "recipes": ("the shipped recipes and launch files, listed; or one, printed", recipes),
     "runs": ("a table of the runs below a folder: steps, loss, size, state", runs),
     "checkpoints": ("those of a run: listed, verified by their hashes, pruned", checkpoints),
-    "verify": ("replays an audited run between its checkpoints, and compares every link", verify),
-    "diff": ("where two runs part: configuration, versions, data, the first link, tensors", diff),
-    "certificate": ("one small file that says what a run was trained on, with hashes to check it by", certificate),
+    "verify": ("replays an audited run from checkpoints; compares every link", verify),
+    "diff": ("where two runs part: settings, versions, data, link, tensors", diff),
+    "certificate": ("one small file that says what a run was trained on, with hashes", certificate),
     "bench": ("handgrad beside a PyTorch autograd twin, on this machine", bench),
-    "tune": ("freezes the fastest algorithm of every GEMM of a model on this GPU", tune),
-    "profile": ("time per kernel of a run's steps, from the same arguments as train", profile),
+    "tune": ("freezes the fastest algorithm of each GEMM of a model on this GPU", tune),
+    "profile": ("time per kernel of a run's steps, beside this machine's limits", profile),
     "doctor": ("parts of this machine: present, in use, missing; each runs once", doctor),
     "demo": ("the whole way in about two minutes: stories, training, a report", demo),
 }

@@ -4,8 +4,9 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from handgrad.config import KINDS
 from handgrad.errors import UsageError
-from handgrad.names import nearest_name
+from handgrad.names import check_choice, nearest_name
 from handgrad.rules import Rule
 
 METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT", bool: "true|false"}
@@ -46,12 +47,18 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}; `{self.prog} --help` lists what there is")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """argparse's own check of `choices`, with the nearest one in its message."""
+        """argparse's own check of `choices`, in the words of a setting's, with the nearest one."""
+        if action.choices is not None and value not in action.choices:
+            check_choice(name_of(action), str(value), map(str, action.choices))
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        """argparse's own conversion; what is no number is refused in the words of a setting's."""
+        if action.type not in (int, float):
+            return super()._get_value(action, arg_string)
         try:
-            super()._check_value(action, value)
-        except argparse.ArgumentError as error:
-            error.message += nearest_name(str(value), map(str, action.choices or ()))
-            raise
+            return action.type(arg_string)
+        except ValueError:
+            raise UsageError(f"{name_of(action)} must be {KINDS[action.type]}, found {arg_string!r}") from None
 
     def number(self, flag: str, help: str, *, rule: Rule | None = None, kind: type = int, default: Any = None) -> None:
         """A flag with a whole number, or of `kind` float, that keeps to `rule`."""
@@ -71,6 +78,11 @@ class Parser(argparse.ArgumentParser):
             if getattr(namespace, name) is not None:
                 rule.check(flag(name), getattr(namespace, name))
         return namespace
+
+
+def name_of(action: argparse.Action) -> str:
+    """--max-tokens of an option, PRESET of a positional argument."""
+    return action.option_strings[-1] if action.option_strings else str(action.metavar or action.dest)
 
 
 def flag(name: str) -> str:

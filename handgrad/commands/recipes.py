@@ -11,9 +11,12 @@ def run(args: argparse.Namespace) -> int:
     shipped = recipes.shipped()
     if not args.name:
         width = max(map(len, shipped))
-        for name, path in shipped.items():
-            print(f"{name:<{width}}  {recipes.first_comment(path)}")
-        print("\ntrain one: handgrad train --config NAME; change one: handgrad recipes NAME > mine.toml")
+        lines = {name: f"{name:<{width}}  {recipes.first_comment(path)}" for name, path in shipped.items()}
+        trained = recipes.recipe_names()
+        print(*(lines[name] for name in trained), sep="\n")
+        print("train one: handgrad train --config NAME; change one: handgrad recipes NAME > mine.toml\n")
+        print(*(line for name, line in lines.items() if name not in trained), sep="\n")
+        print("launch with one: handgrad recipes NAME > FILE; its first lines say how")
         return 0
     name = args.name.split("/")[-1]
     found = shipped.get(name) or shipped.get(name.rpartition(".")[0])

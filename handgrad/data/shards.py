@@ -17,6 +17,7 @@ import json
 import math
 import mmap
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ import numpy as np
 
 from handgrad.data.llmc_header import EVALUATION, HEADER_BYTES, TOKENS, WIDE_TOKENS, check_size, make_header, parse_header
 from handgrad.data.sources import holds_text, prepare_command
-from handgrad.data.tokenizer import Tokenizer, load_tokenizer, read_tokenizer
+from handgrad.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer, read_tokenizer
 from handgrad.errors import DataError, storage_errors
 from handgrad.parsing import parse_json
 
@@ -182,10 +183,10 @@ def open_dataset(folder: str | Path) -> Dataset:
     """
     folder = Path(folder)
     if folder.is_file():
-        raise DataError(
-            f"expected a folder of token shards, found the file {folder}; run `{prepare_command(folder)}`, then give that"
-            " --out as --data"
-        )
+        remedy = f"run `{prepare_command(folder)}`, then give that --out as --data"
+        if folder.suffix == ".bin" or folder.name == MANIFEST_FILE:
+            remedy = f"give its folder: --data {shlex.quote(str(folder.parent))}"
+        raise DataError(f"expected a folder of token shards, found the file {folder}; {remedy}")
     if not folder.is_dir():
         begun = folder.with_name(folder.name + ".partial").is_dir()
         hint = "finish it by running its `handgrad prepare` again" if begun else "make one with `handgrad prepare`"
@@ -257,6 +258,10 @@ def _open_prepared(folder: Path) -> Dataset:
 
 
 def _open_bare(folder: Path) -> Dataset:
+    if (folder / TOKENIZER_FILE).exists():  # of a prepared folder: its tokens are no GPT-2's
+        raise DataError(
+            f"expected {MANIFEST_FILE} beside {folder / TOKENIZER_FILE}, found none; restore it or prepare the text again"
+        )
     tokenizer = load_tokenizer("gpt2")
     splits: dict[str, list[Shard]] = {name: [] for name in SPLITS}
     for path in sorted(folder.glob("*.bin")):

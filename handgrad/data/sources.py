@@ -63,7 +63,7 @@ class SourceFile:
         for suffix, format in SUFFIXES.items():
             if self.name.lower().endswith(suffix):
                 return format
-        raise DataError(f"expected a file named {', '.join(SUFFIXES)}, found {self.path}; rename it if it is one of these")
+        raise DataError(f"expected a file named {', '.join(SUFFIXES)}, found {self.path}; convert it to text, or rename it")
 
 
 def find_local(spec: str) -> list[SourceFile]:

@@ -26,6 +26,8 @@ def find(name: str) -> str:
     shipped_as = name.removesuffix(".toml")
     if Path(name).exists():
         return name
+    if shipped_as in shipped() and shipped_as not in recipe_names():
+        raise UsageError(f"{name} is a launch file, not a recipe: `handgrad recipes {name}` prints it")
     if shipped_as not in recipe_names():
         near = nearest_name(Path(name).stem, recipe_names())
         raise UsageError(f"config file {name} does not exist{near}; `handgrad recipes` lists those that ship")

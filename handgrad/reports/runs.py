@@ -188,7 +188,10 @@ def read_run(folder: Path, name: str) -> Run:
     config_path, metrics_path = folder / CONFIG_FILE, folder / METRICS_FILE
     for path in (metrics_path, config_path):
         if not path.is_file():
-            raise DataError(f"{folder} holds no {path.name}; name a folder that was the --out of `handgrad train`")
+            remedy = "name a folder that was the --out of `handgrad train`"
+            if any(folder.glob(f"*/{METRICS_FILE}")):
+                remedy = f"name the runs in it: {folder}/*"
+            raise DataError(f"{folder} holds no {path.name}; {remedy}")
     with storage_errors(f"reading {folder}"):
         config_bytes, metrics_bytes = config_path.read_bytes(), metrics_path.read_bytes()
     try:

@@ -1,4 +1,4 @@
-"""A checkpoint from which a run keeps failing: known by the record of the launches that went on from it."""
+"""Checkpoints in the record of a run: the last save, and one from which launches keep failing."""
 
 from pathlib import Path
 
@@ -24,3 +24,11 @@ def failed_twice(run: Path, resumed: int) -> bool:
         return False
     launch = last_records(run).get("run", {})
     return launch.get("step") == resumed and launch.get("failed_at") == failed_at
+
+
+def last_save(run: Path) -> int | None:
+    """The step of the last checkpoint that the run's record says it wrote; None if it says so of none."""
+    try:
+        return last_records(run).get("save", {}).get("step")
+    except DataError:  # no record, or a damaged one
+        return None

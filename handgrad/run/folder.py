@@ -11,7 +11,7 @@ from handgrad.config import RunConfig, differences, to_dict, to_toml
 from handgrad.errors import ConfigError, DataError, UsageError, storage_errors
 from handgrad.files import sync_folder, write_durably
 from handgrad.parallel.ranks import Ranks
-from handgrad.run.failures import failed_twice, last_failure
+from handgrad.run.failures import failed_twice, last_failure, last_save
 from handgrad.run.lock import take_lock
 from handgrad.run_files import CHECKPOINTS, CONFIG_FILE, LOCK_FILE, SAMPLES
 
@@ -41,7 +41,8 @@ class RunFolder:
         """Takes the folder; returns the newest valid checkpoint's."""
         if self.path.exists() and not self.path.is_dir():
             raise UsageError(f"--out {self.path} is a file; give a folder for the run")
-        if self.path.is_dir() and any(self.path.iterdir()) and not (self.path / LOCK_FILE).exists():
+        is_run = (self.path / LOCK_FILE).exists() or checkpoint.folders(self.checkpoints)  # a copy may lack the lock
+        if self.path.is_dir() and any(self.path.iterdir()) and not is_run:
             raise UsageError(f"--out {self.path} has files in it but is no run folder; choose another folder")
         with storage_errors(f"making the run folder {self.path}"):
             self._is_new = not self.path.exists()
@@ -61,7 +62,12 @@ class RunFolder:
             if self.resumed is None and self.passed_over:
                 raise DataError(
                     f"{self.path} has checkpoints, but none that can be used ({self.passed_over[0]}); restore one,"
-                    f" or remove {self.checkpoints} to start over"
+                    f" or remove {self.path} to start over"
+                )
+            if self.resumed is None and (step := last_save(self.path)) is not None:
+                raise DataError(
+                    f"expected the checkpoint of step {step} in {self.checkpoints}, found none; restore it,"
+                    f" or remove {self.path} to start over"
                 )
             if self.resumed is not None:
                 with storage_errors(f"reading {self.checkpoints}"):

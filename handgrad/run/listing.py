@@ -25,7 +25,7 @@ WAITING = "waiting"  # to be resumed: preempted, left by a lost rank, or closed 
 CRASHED = "crashed"  # its process is gone and left no record of the end
 FAILED = "failed"  # by an error
 
-KINDS = re.compile(rb'\{"kind": "(run|step|validation|end|stop)"')
+KINDS = re.compile(rb'\{"kind": "(run|step|validation|save|end|stop)"')
 MARKERS = ("run", "end", "stop")  # the last of these in a record tells the state
 HEADINGS = ("run", "model", "step", "loss", "size", "state", "written")
 

@@ -93,8 +93,10 @@ def refuse_path(name: str) -> None:
 
 
 def resumes(run: Path) -> str:
-    """The command that resumes a run, for an error line."""
-    return f"`handgrad train --config {shlex.quote(str(run / CONFIG_FILE))}`"
+    """The command that resumes a run, for an error line. The recipe of a moved one names another folder."""
+    recipe = str(run / CONFIG_FILE)
+    moved = Path(str(read_toml(recipe).get("out", ""))).resolve() != run.resolve()
+    return f"`handgrad train --config {shlex.quote(recipe)}{f' --out {shlex.quote(str(run))}' if moved else ''}`"
 
 
 def sizes_of_weights(settings: dict[str, Any]) -> dict[str, Any]:

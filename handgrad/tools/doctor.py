@@ -87,7 +87,8 @@ def half_precision(device: torch.device) -> str:
 def examine_gpu(device: torch.device) -> Iterator[tuple[bool, str]]:
     """The driver, the kernels' packages and libraries, and each kernel launched."""
     if device.type != "cuda":
-        yield True, f"the kernels need an NVIDIA GPU; on {device.type} runs use the reference operations"
+        others = "torch's own kernels" if device.type == "cpu" else "the reference operations"
+        yield True, f"the kernels need an NVIDIA GPU; on {device.type} runs use {others}"
         return
     capability = torch.cuda.get_device_capability(device)
     yield True, f"driver {driver_version()}, CUDA {torch.version.cuda}, compute capability {dotted(capability)}"

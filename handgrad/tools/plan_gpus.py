@@ -91,7 +91,7 @@ def row(found: Forecast) -> str:
         human_bytes(found.memory_bytes),
         human_count(found.tokens_per_second),
         duration(found.seconds),
-        f"{found.kilowatt_hours:.3g}" if found.kilowatt_hours < 1000 else f"{found.kilowatt_hours:,.0f}",
+        energy(found.kilowatt_hours),
         dollars,
     ) + ("  measured" if found.measured else "  estimated")
 
@@ -100,8 +100,17 @@ def cells(first: str, *others: str) -> str:
     return f"{first:<{WIDTHS[0]}}" + " ".join(f"{text:>{width}}" for text, width in zip(others, WIDTHS[1:], strict=True))
 
 
+def energy(kilowatt_hours: float) -> str:
+    """12345 -> '12,345', 7e-7 -> '<0.01'."""
+    if kilowatt_hours < 0.01:
+        return "<0.01"
+    return f"{kilowatt_hours:.3g}" if kilowatt_hours < 1000 else f"{kilowatt_hours:,.0f}"
+
+
 def duration(seconds: float) -> str:
-    """90 -> '1.5 min', 9e4 -> '25 hours', 1e6 -> '11.6 days'."""
+    """90 -> '1.5 min', 9e4 -> '25 hours', 1e6 -> '11.6 days', 3e-3 -> '<1 s'."""
+    if seconds < 1:
+        return "<1 s"
     for size, unit, least in ((86400, "days", 2), (3600, "hours", 1), (60, "min", 1)):
         if seconds >= least * size:
             return f"{seconds / size:.3g} {unit}"

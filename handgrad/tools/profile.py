@@ -6,6 +6,7 @@ time of a step comes from steps as `handgrad train` makes them.
 """
 
 import math
+import os
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -84,7 +85,7 @@ def profile_run(config: RunConfig, vocab_size: int, source: Source, steps: int, 
     dtype = devices.use_precision(device, config.precision)
     cuda = device.type == "cuda"
     config = replace(config, schedule="constant", batch_schedule="", skip_loss_z=0.0, skip_norm_z=0.0)
-    ceilings = copy_bandwidth(device), gemm_flops(device, dtype, HOT_SECONDS if cuda else 0.1)
+    ceilings = copying, flops = copy_bandwidth(device), gemm_flops(device, dtype, HOT_SECONDS if cuda else 0.1)
     if cuda:
         torch.cuda.empty_cache()
     training = assemble(set_up(config, vocab_size), source)
@@ -99,6 +100,7 @@ def profile_run(config: RunConfig, vocab_size: int, source: Source, steps: int, 
     wall_ms = fmean(result.elapsed_seconds for result in results) * 1e3
     done += steps
 
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # below, torch 2.13's profiler prints two lines of its own
     recorder = Recorder(training.design, state.plain_weights.head, torch.profiler.record_function)
     stepper = bind(state, training.scaling, source, graphs=False).step
     activity = torch.profiler.ProfilerActivity
@@ -124,7 +126,7 @@ def profile_run(config: RunConfig, vocab_size: int, source: Source, steps: int, 
         f"handgrad {handgrad.__version__}, torch {torch.__version__}, {devices.describe(device)}",
         f"run        {config.num_layers} layers, {config.channels} channels, {config.precision}, recompute"
         f" {config.recompute}; {config.micro_steps} micro-steps of {config.micro_batch} x {config.sequence_length} tokens",
-        f"ceilings   {ceilings[0] / 1e12:.3g} TB/s by a copy of 2 GB, {ceilings[1] / 1e12:.3g} TFLOP/s by a large"
+        f"ceilings   {rate_text(copying, copying, 'B')} by a copy of 2 GB, {rate_text(flops, flops, 'FLOP')} by a large"
         f" {'bf16' if config.precision == 'fp8' else config.precision} product under load"
         + ("" if cuda else " (smaller ones on a CPU)"),
         f"recorded   launches and ms: {steps} steps without CUDA graphs; wall time: {steps} steps as in training",
@@ -182,7 +184,7 @@ def table(
         if work and ms > 0:
             in_flops, rate = kind in recorder.in_flops, work / ms * 1e3
             amount = f"{work / 1e9:.4g} GFLOP" if in_flops else f"{work / 1e6:.4g} MB"
-            speed = f"{rate / 1e12:.3g} {'TFLOP' if in_flops else 'TB'}/s"
+            speed = rate_text(rate, ceilings[in_flops], "FLOP" if in_flops else "B")
             line += f"{amount:>17}{speed:>18}{rate / ceilings[in_flops]:>12.1%}"
         lines.append(line)
     total = sum(row.microseconds for row in spent.values()) / 1e3 / micro_steps
@@ -191,5 +193,12 @@ def table(
         *lines,
         f"{'sum of kernels':<32}{launches:>9.4g}{total:>10.3f}{total / wall:>8.1%}",
         f"{'wall time':<41}{wall:>10.3f}    a step takes {wall_ms:.2f} ms: {per_step} micro-steps and its update",
-        f"{'gap':<41}{wall - total:>10.3f}{1 - total / wall:>8.1%}",
+        f"{'gap':<41}{wall - total:>10.3f}{1 - total / wall:>8.1%}"
+        + ("    below 0: recording takes time itself" if total > wall else ""),
     ]
+
+
+def rate_text(rate: float, ceiling: float, unit: str) -> str:
+    """(4.1e9, 5.1e10, "FLOP") -> '4.1 GFLOP/s': in billions a second where the ceiling is below a tenth of a trillion."""
+    size, prefix = (1e12, "T") if ceiling >= 1e11 else (1e9, "G")
+    return f"{rate / size:.3g} {prefix}{unit}/s"

@@ -137,6 +137,20 @@ def test_bytes_do_not_open_as_gpt2_tokens(tmp_path):
         open_dataset(tmp_path)
 
 
+def test_tokens_of_another_tokenizer_do_not_open_as_gpt2s(tmp_path):
+    """They are in GPT-2's range, so nothing else would tell."""
+    (tmp_path / "train_000000.bin").write_bytes(header(3) + np.array([1, 300, 4095], "<u2").tobytes())
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match=r"expected manifest.json beside .*tokenizer.json, found none; restore it"):
+        open_dataset(tmp_path)
+
+
+def test_a_file_of_a_prepared_folder_is_answered_with_the_folder(folder):
+    for name in ("train_000000.bin", "manifest.json"):
+        with pytest.raises(DataError, match=rf"found the file .*{name}; give its folder: --data .*{folder.name}$"):
+            open_dataset(folder / name)
+
+
 def test_a_bare_folder_of_llmc_files(tmp_path):
     for name, tokens in (
         ("fineweb_train_000001", [1, 2, 50256]),

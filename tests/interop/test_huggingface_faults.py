@@ -166,7 +166,8 @@ def test_taken_targets_and_names(exported: Callable, tmp_path: Path, capsys: pyt
     assert "taken" in refused(capsys, 64, "export", str(run), "--to", "hf", str(tmp_path / "taken"))
     assert "taken" in refused(capsys, 64, "import", str(folder), "--out", str(tmp_path / "taken"))
     assert "--to" in refused(capsys, 64, "export", str(run), str(tmp_path / "x"))
-    assert "invalid choice" in refused(capsys, 64, "export", str(run), "--to", "onnx", str(tmp_path / "x"))
+    line = refused(capsys, 64, "export", str(run), "--to", "onnx", str(tmp_path / "x"))
+    assert "--to must be one of hf, peft, llmc, gguf; found 'onnx'" in line
     assert "holds no checkpoint" in refused(capsys, 65, "export", str(folder), "--to", "hf", str(tmp_path / "x"))
     line = refused(capsys, 65, "import", "somebody/some-gpt2", "--out", str(tmp_path / "x"))
     assert "expected a folder somebody/some-gpt2 or a model of that name on the Hub" in line
