@@ -1,5 +1,6 @@
 """Papers about audited runs: certificates, and the difference of two runs."""
 
+import hashlib
 import json
 import shutil
 import sys
@@ -9,11 +10,13 @@ import pytest
 import torch
 
 from benchmarks import two_torches
+from handgrad.audit.chain import content_of, linked, links
 from handgrad.cli import main
 from handgrad.run.start import train
 from handgrad.run_files import AUDIT_FILE
+from handgrad.tools.certificate import signed
 from handgrad.tools.diff import difference
-from tests.test_audit import audited, caught, finished, run, verify
+from tests.test_audit import audited, caught, finished, lines_of, run, verify, write_lines
 
 __all__ = ["finished", "run"]  # fixtures
 
@@ -48,6 +51,47 @@ def test_a_signature(run: Path, tmp_path: Path, capsys, shards: Path) -> None:
     content["evaluation"] = []
     (run / "certificate.json").write_text(json.dumps(content))
     assert "its signature is not that of its content" in caught(run / "certificate.json", capsys, 65)
+
+
+def test_the_key_that_signed(run: Path, tmp_path: Path, capsys, shards: Path) -> None:
+    """An edited certificate can be signed anew, by another key, or by none: `verify` says by which."""
+    pytest.importorskip("cryptography")
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    pem = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    keys = [Ed25519PrivateKey.generate() for _ in range(2)]
+    names = [hashlib.sha256(key.public_key().public_bytes_raw()).hexdigest() for key in keys]
+    for number, key in enumerate(keys):
+        (tmp_path / f"{number}.pem").write_bytes(key.private_bytes(*pem))
+    certificate = run / "certificate.json"
+    replay = "--data", shards, "--to", 2
+    assert main(["certificate", str(run), "--key", str(tmp_path / "0.pem")]) == 0
+    assert names[0] in certificate.with_suffix(".md").read_text()
+    capsys.readouterr()
+    assert verify(certificate, *replay, "--signed-by", names[0].upper()) == 0
+    assert f"signed by  the key {names[0]}" in capsys.readouterr().out
+    content = {key: value for key, value in json.loads(certificate.read_text()).items() if key != "signature"}
+    content["evaluation"] = []
+    forged = signed(content, tmp_path / "1.pem"), content
+    for written, signer in zip(forged, (f"the key {names[1]}", "nobody"), strict=True):
+        certificate.write_text(json.dumps(written))
+        assert verify(certificate, *replay) == 0
+        assert f"signed by  {signer}" in capsys.readouterr().out
+        error = caught(certificate, capsys, 65, *replay, "--signed-by", names[0])
+        assert f"is signed by {signer}, expected the key {names[0]}" in error
+    assert "expected a certificate beside --signed-by" in caught(run, capsys, 64, "--signed-by", names[0])
+
+
+def test_a_certificate_of_strange_facts(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Hashed anew by hand; the page says what is there, and never fails."""
+    content = content_of(links(lines_of(run))[0])
+    write_lines(run, [linked({**content, "config": {}, "versions": {}}, "")])
+    shutil.rmtree(run / "checkpoints")
+    assert main(["certificate", str(run)]) == 0
+    write_lines(run, [linked({**content, "identity": {}}, "")])
+    assert main(["certificate", str(run)]) == 65
+    assert "expected text in 'data'" in capsys.readouterr().err
 
 
 def test_a_signature_without_the_package(run: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,6 +96,9 @@ def checked_line(found: Record) -> Line:
                 raise found.wrong(name, "a number in hexadecimal", text) from None
     for name in objects:
         found.inner(name)
+    if kind == BEGIN:
+        for name in ("data", "tokenizer"):
+            found.inner("identity").text(name)
     return found.fields
 
 

@@ -13,6 +13,8 @@ def verify(parser: Parser) -> None:
     parser.number("--to", "last step (default: that of the last link or checkpoint)", rule=AT_LEAST_1)
     parser.number("--segments", "instead: N of those between two checkpoints, drawn by --seed", rule=AT_LEAST_1)
     parser.number("--seed", "of the draw", rule=NOT_NEGATIVE, default=0)
+    key = "SHA-256 of the key that must have signed the certificate (default: any, or none)"
+    parser.add_argument("--signed-by", default="", metavar="SHA256", help=key)
     changes = "replay although the device or versions are others (named)"
     parser.add_argument("--allow-changes", action="store_true", help=changes)
     parser.number("--ranks", "replay by N processes, a GPU each where there are any (default: 1)", rule=AT_LEAST_1)

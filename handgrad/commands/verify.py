@@ -24,7 +24,9 @@ def run(parsed: Namespace) -> int:
     begun, info = time.perf_counter(), find_rank_info(os.environ)
     if info.size > 1 and not is_launched() and not parsed.scratch:
         raise UsageError("expected --scratch DIR, an empty folder that all ranks see, where a launcher starts the ranks")
-    record = open_record(Path(parsed.run))
+    record = open_record(Path(parsed.run), parsed.signed_by)
+    if record.signer is not None and info.rank == 0 and not is_launched():
+        print(f"signed by  {f'the key {record.signer}' if record.signer else 'nobody'}")
     spans = spans_of(record, vars(parsed)["from"], parsed.to, parsed.segments or 0, parsed.seed)
     if is_launched():
         end_with_launcher()

@@ -10,12 +10,12 @@ from handgrad.audit.chain import BEGIN, CHECKPOINT, STEP, Line, check_chain, lin
 from handgrad.backend import choose_backend
 from handgrad.config import FIELDS, RunConfig, convert, read_toml
 from handgrad.data.shards import open_dataset
-from handgrad.errors import DataError, storage_errors
+from handgrad.errors import DataError, UsageError, storage_errors
 from handgrad.files import file_sha256
 from handgrad.manifest import MANIFEST, read_manifest
 from handgrad.run.saving import versions_of
 from handgrad.run_files import AUDIT_FILE, CHECKPOINTS, CONFIG_FILE
-from handgrad.tools.certificate import open_certificate
+from handgrad.tools.certificate import fingerprint, open_certificate
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class Record:
     lines: list[Line]
     folder: Path  # holds checkpoints/
     whole: bool = True
+    signer: str | None = None  # of a certificate: the SHA-256 of the key that signed it, or ""
 
     @property
     def steps(self) -> dict[int, Line]:
@@ -72,19 +73,25 @@ class Record:
         return sorted({*at_start, *(step for step in self.checkpoints if first <= step < self.last_step)})
 
 
-def open_record(path: Path) -> Record:
+def open_record(path: Path, signed_by: str = "") -> Record:
     """The record in a run folder, or by a certificate with the checkpoints beside it. Raises `DataError` for a chain that
-    was edited, and for a checkpoint that it does not know."""
+    was edited, for a checkpoint that it does not know, and for a certificate that another key than `signed_by`, a SHA-256,
+    has signed."""
     if path.is_file():
-        return open_certified(path)
+        return open_certified(path, signed_by)
+    if signed_by:
+        raise UsageError(f"expected a certificate beside --signed-by, found {path}; give RUN/certificate.json")
     lines = read_chain(path / AUDIT_FILE)
     check_chain(lines, path / AUDIT_FILE)
     return checked(Record(path, lines, path))
 
 
-def open_certified(path: Path) -> Record:
+def open_certified(path: Path, signed_by: str) -> Record:
     """The chain beside the certificate if it is there, else the links that the certificate has."""
     certificate, beside = open_certificate(path), path.parent / AUDIT_FILE
+    signer = fingerprint(certificate)
+    if signed_by and signed_by.lower() != signer:
+        raise DataError(f"{path} is signed by {f'the key {signer}' if signer else 'nobody'}, expected the key {signed_by}")
     lines, whole = list[Line](certificate["links"]), beside.exists()
     if whole:
         chain = read_chain(beside)
@@ -94,7 +101,7 @@ def open_certified(path: Path) -> Record:
             where = f"{missing[0]['kind']} {missing[0]['step']}"
             raise DataError(f"{beside} is not the chain of {path}: it lacks the link of {where}")
         lines = chain
-    return checked(Record(path, lines, path.parent, whole))
+    return checked(Record(path, lines, path.parent, whole, signer))
 
 
 def checked(record: Record) -> Record:
