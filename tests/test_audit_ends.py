@@ -9,7 +9,7 @@ import pytest
 from handgrad.audit.chain import content_of, linked, links
 from handgrad.run.start import train
 from handgrad.run_files import AUDIT_FILE
-from tests.test_audit import audited, caught, finished, lines_of, run, verify, write_lines
+from tests.test_audit import audited, caught, faulty_run, finished, lines_of, run, swapped_sample, verify, write_lines
 
 __all__ = ["finished", "run"]  # fixtures
 
@@ -61,6 +61,16 @@ def test_a_seal_belongs_to_a_link(run: Path, capsys: pytest.CaptureFixture[str])
     next(line for line in lines if (line["kind"], line["step"]) == ("checkpoint", 8))["link"] = "0" * 64
     write_lines(run, lines)
     assert "checkpoint 8, belongs to link 000000000000, which is not in the chain" in caught(run, capsys, 65)
+
+
+def test_a_fault_between_two_links(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A sample is swapped in step 6. The link of step 10 cannot say which step went wrong; a checkpoint comes closer."""
+    run = faulty_run(audited(shards, tmp_path / "run", audit_every=5), swapped_sample)
+    error = caught(run, capsys, 77)
+    assert "step 8: no link; in" in error and "elements of wte differ" in error
+    shutil.rmtree(run / "checkpoints")
+    error = caught(run, capsys, 77)
+    assert "step 10: one of the steps 6 to 10 is another (loss, norm, state.m, state.v, state.weights; loss" in error
 
 
 # Chains.

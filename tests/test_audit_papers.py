@@ -12,11 +12,11 @@ import torch
 from benchmarks import two_torches
 from handgrad.audit.chain import content_of, linked, links
 from handgrad.cli import main
-from handgrad.run.start import train
+from handgrad.run.start import open_run, train
 from handgrad.run_files import AUDIT_FILE
 from handgrad.tools.certificate import signed
 from handgrad.tools.diff import difference
-from tests.test_audit import audited, caught, finished, lines_of, run, verify, write_lines
+from tests.test_audit import audited, caught, faulty_run, finished, lines_of, run, swapped_sample, verify, write_lines
 
 __all__ = ["finished", "run"]  # fixtures
 
@@ -138,3 +138,54 @@ def test_chains_alone_can_be_compared(finished: Path, shards: Path, tmp_path: Pa
     assert main(["diff", str(tmp_path / "here"), str(tmp_path / "other")]) == 1
     out = capsys.readouterr().out
     assert "seed: 1337 -> 3" in out and "the initial states differ" in out
+
+
+def test_runs_between_whose_links_a_sample_differs(finished: Path, shards: Path, tmp_path: Path, capsys) -> None:
+    other = faulty_run(audited(shards, tmp_path / "other", audit_every=5), swapped_sample)
+    assert main(["diff", str(finished), str(other)]) == 1
+    assert "step 10 is the first that differs: one of the steps 6 to 10 is another" in capsys.readouterr().out
+
+
+def test_runs_without_a_chain(finished: Path, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Settings, versions, data, metrics and checkpoints say where they part; of a state they know nothing."""
+    same, other = tmp_path / "same", faulty_run(audited(shards, tmp_path / "other", audit_every=0), swapped_sample)
+    train(audited(shards, same, audit_every=0))
+    said = f"no chain       of {same}: metrics and checkpoints are compared"
+    for one in (finished, same):  # the control: one run has a chain, or none
+        capsys.readouterr()
+        assert main(["diff", str(one), str(same)]) == 0
+        out = capsys.readouterr().out
+        assert said in out and "loss, norm and rate of 12 steps are equal" in out
+    assert main(["diff", str(same), str(other)]) == 1
+    out = capsys.readouterr().out
+    assert "metrics        step 6 is the first that differs (loss, norm; loss 4." in out
+    assert "checkpoints    of step 12:" in out and "configuration" not in out
+    shutil.rmtree(other / "checkpoints")  # versions and data then come from the last start
+    (other / "config.toml").write_text((other / "config.toml").read_text().replace("clip_norm = 1.0", "clip_norm = 2.0"))
+    assert main(["diff", str(same), str(other)]) == 1
+    out = capsys.readouterr().out
+    assert "configuration  clip_norm: 1.0 -> 2.0" in out and "versions" not in out and "data" not in out
+    assert main(["diff", str(same), str(shards)]) == 65
+    assert "expected a run folder with config.toml and metrics.jsonl" in capsys.readouterr().err
+    assert main(["certificate", str(finished), "--out", str(tmp_path / "certificate.json")]) == 0
+    assert main(["diff", str(tmp_path / "certificate.json"), str(same)]) == 64
+
+
+def test_runs_of_other_networks(finished: Path, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Checkpoints of other tensors are a difference like any other: the settings before it are still told."""
+    train(audited(shards, tmp_path / "modern", architecture="modern", steps=4))
+    train(audited(shards, tmp_path / "gpt2", steps=4))
+    assert main(["diff", str(tmp_path / "gpt2"), str(tmp_path / "modern")]) == 1
+    out = capsys.readouterr().out
+    assert "configuration  architecture: 'gpt2' -> 'modern'" in out and "the initial states differ (weights)" in out
+    assert "hold other tensors, the first is" in out
+
+
+def test_a_run_that_began_twice(finished: Path, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ended before its first checkpoint and begun again with the other's seed: the last beginning counts."""
+    for seed, steps in ((2, 2), (1337, 12)):
+        with open_run(audited(shards, tmp_path / "run", seed=seed)) as run:
+            run.begin()
+            run.advance(steps)
+    assert main(["diff", str(finished), str(tmp_path / "run")]) == 0
+    assert verify(tmp_path / "run") == 0

@@ -153,9 +153,12 @@ def differing(one: Line, other: Line) -> list[str]:
     return found
 
 
-def meaning(fields: Iterable[str]) -> str:
-    """The likely cause of a first difference in these fields of a step's link."""
+def meaning(fields: Iterable[str], step: int, equal: int) -> str:
+    """The likely cause of a first difference in these fields of a step's link; `equal`: the step before it whose state
+    was found equal."""
     fields = set(fields)
+    if equal < step - 1:  # nothing of the steps between them is known
+        return f"one of the steps {equal + 1} to {step} is another"
     if "samples" in fields:
         return "the samples of the step are others"
     if "learning_rate" in fields:

@@ -125,6 +125,7 @@ class Comparing:
         self.recorded, self.at_hand = record.steps, record.checkpoints
         self.begun_again = {line["step"]: line for line in begins_of(record, span)[1:]}
         self.links = self.checkpoints = 0
+        self.equal = span.first  # the last step whose state was compared
 
     def begin(self) -> None:
         """Compares the state that the replay starts from."""
@@ -151,12 +152,13 @@ class Comparing:
             raise AuditError(f"{self.record.path}, step {completed}: {self.difference(completed, link, fields, tensors)}")
         self.links += link is not None
         self.checkpoints += completed in self.at_hand
+        self.equal = completed if link is not None or completed in self.at_hand else self.equal
 
     def difference(self, completed: int, link: Line | None, fields: list[str], tensors: list[tuple[str, int, int]]) -> str:
         text = "no link" if link is None else "every digest is equal"
         if link is not None and fields:
             numbers = numbers_text(fields, link, self.run.audit.last, ", replayed ")
-            text = f"{meaning(fields)} ({', '.join(fields)}{f'; {numbers}' if numbers else ''})"
+            text = f"{meaning(fields, completed, self.equal)} ({', '.join(fields)}{f'; {numbers}' if numbers else ''})"
         if tensors:
             name, count, elements = tensors[0]
             more = f", the first of {len(tensors)} tensors" if len(tensors) > 1 else ""
