@@ -42,7 +42,6 @@ def folder_record(run: Path, manifest: dict[str, Any] | None) -> Record:
     """A run by its settings, its metrics, and a checkpoint's manifest or the `run` line of its last start."""
     settings = {name: value for name, value in read_toml(str(run / CONFIG_FILE)).items() if name in FIELDS}
     config = to_dict(RunConfig(**{name: convert(name, value) for name, value in settings.items()}))
-    touching = {name: value for name, value in config.items() if not FIELDS[name].metadata["free"]}
     lines, start = list[Line](), dict[str, Any]()
     for record in metrics(run / METRICS_FILE):
         if record.fields.get("kind") == "run":
@@ -55,7 +54,7 @@ def folder_record(run: Path, manifest: dict[str, Any] | None) -> Record:
         facts, init = {name: manifest.get(name, {}) for name in facts}, manifest.get("init")
     if init:
         facts["init"] = {name: value for name, value in init.items() if name not in ("path", CONTEXT)}
-    return Record(run, [{"kind": BEGIN, "step": 0, "config": touching, "state": {}, **facts}, *lines], run)
+    return Record(run, [{"kind": BEGIN, "step": 0, "config": config, "state": {}, **facts}, *lines], run)
 
 
 def identity_of(start: dict[str, Any]) -> Any:
