@@ -1,12 +1,14 @@
 """The ends of an audited run: checkpoints without a link of their own, chains that begin late, weights from elsewhere."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 
 import pytest
 
 from handgrad.audit.chain import content_of, linked, links
+from handgrad.manifest import MANIFEST, content_sha256
 from handgrad.run.start import train
 from handgrad.run_files import AUDIT_FILE
 from tests.test_audit import audited, caught, faulty_run, finished, lines_of, run, swapped_sample, verify, write_lines
@@ -54,6 +56,20 @@ def test_a_checkpoint_of_an_unaudited_run(run: Path, unaudited: Path, capsys: py
     assert "is not the checkpoint that was saved at step 8" in caught(run, capsys, 65)
     unsealed(run)
     assert "elements of wte differ" in caught(run, capsys, 77)
+
+
+@pytest.mark.parametrize("name", ["loss_window", "norm_window", "loss_scale"])
+def test_a_number_of_a_manifest(name: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """That a run goes on with: the windows of the spike detector, the loss scale. Every hash is made to fit."""
+    folder = run / "checkpoints" / "step_00000012"
+    content = json.loads((folder / MANIFEST).read_text())
+    content[name][0] = math.nextafter(content[name][0], 100.0)
+    del content["sha256"]
+    (folder / MANIFEST).write_text(json.dumps({"sha256": content_sha256(content), **content}))
+    assert "is not the checkpoint that was saved at step 12" in caught(run, capsys, 65)
+    unsealed(run)
+    error = caught(run, capsys, 77)
+    assert f"step 12: every tensor is equal; {name} in the manifest of {folder} are others" in error
 
 
 def test_a_seal_belongs_to_a_link(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
