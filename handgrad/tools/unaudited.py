@@ -28,6 +28,8 @@ def folder_records(runs: list[Path]) -> list[Record]:
     Raises `UsageError` for a certificate, `DataError` for what is no run folder.
     """
     for run in runs:
+        if not run.exists():
+            raise DataError(f"expected a run folder or a certificate, found nothing at {run}; check the name")
         if run.is_file():
             raise UsageError(f"expected two run folders where one run was not audited, found the certificate {run}")
         if not (run / CONFIG_FILE).is_file() or not (run / METRICS_FILE).is_file():
