@@ -89,9 +89,9 @@ def verification(folder: Path, first: int, last: int, data: str) -> dict[str, An
     """The time of one process for the segment, from the start to the last comparison."""
     begun = time.perf_counter()
     record, span = open_record(folder / "run"), Span(first, last)
-    check_machine(record, [span], data, allow_changes=False)
+    check_machine(record, [span], {"data": data}, allow_changes=False)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        links, checkpoints = replay(record, span, data, Path(scratch), writes=True)
+        links, checkpoints = replay(record, span, {"data": data}, Path(scratch), writes=True)
     return {"verification_seconds": time.perf_counter() - begun, "equal_links": links, "equal_checkpoints": checkpoints}
 
 

@@ -65,7 +65,7 @@ def compare(one: Path, other: Path) -> dict[str, Any]:
     return {
         "first_link": first,
         "fields": fields,
-        "meaning": meaning(fields) if fields else "",
+        "meaning": meaning(fields, first, first - 1) if fields else "",
         "equal_losses": sum(mine[step]["loss"] == theirs[step]["loss"] for step in mine),
         "steps": len(mine),
     }

@@ -151,7 +151,7 @@ def test_a_resume_refuses_a_chain_that_does_not_fit(run: Path, shards: Path) -> 
             train(config)
     train(config, allow_changes=True)
     again = lines_of(run)
-    assert [line["step"] for line in again if line["kind"] == "begin"] == [0, 8]
+    assert [line["step"] for line in again if line["kind"] == "begin"] == [8]
 
 
 def test_a_checkpoint_gets_the_line_that_a_kill_left_out(run: Path, finished: Path, shards: Path) -> None:
@@ -366,7 +366,7 @@ def test_steps_that_no_replay_reaches(run: Path, capsys: pytest.CaptureFixture[s
     assert "expected --from with a checkpoint at hand, or 0, found 5; the nearest is 4" in caught(
         run, capsys, 64, "--from", 5
     )
-    assert "up to the last link's 12, found 13" in caught(run, capsys, 64, "--to", 13)
+    assert "up to the record's last step 12, found 13" in caught(run, capsys, 64, "--to", 13)
 
 
 def test_a_damaged_line_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

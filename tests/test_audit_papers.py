@@ -1,5 +1,6 @@
 """Papers about audited runs: certificates, and the difference of two runs."""
 
+import hashlib
 import json
 import shutil
 import sys
@@ -9,11 +10,13 @@ import pytest
 import torch
 
 from benchmarks import two_torches
+from handgrad.audit.chain import content_of, linked, links
 from handgrad.cli import main
-from handgrad.run.start import train
+from handgrad.run.start import open_run, train
 from handgrad.run_files import AUDIT_FILE
+from handgrad.tools.certificate import signed
 from handgrad.tools.diff import difference
-from tests.test_audit import audited, caught, finished, run, verify
+from tests.test_audit import audited, caught, faulty_run, finished, lines_of, run, swapped_sample, verify, write_lines
 
 __all__ = ["finished", "run"]  # fixtures
 
@@ -48,6 +51,47 @@ def test_a_signature(run: Path, tmp_path: Path, capsys, shards: Path) -> None:
     content["evaluation"] = []
     (run / "certificate.json").write_text(json.dumps(content))
     assert "its signature is not that of its content" in caught(run / "certificate.json", capsys, 65)
+
+
+def test_the_key_that_signed(run: Path, tmp_path: Path, capsys, shards: Path) -> None:
+    """An edited certificate can be signed anew, by another key, or by none: `verify` says by which."""
+    pytest.importorskip("cryptography")
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    pem = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    keys = [Ed25519PrivateKey.generate() for _ in range(2)]
+    names = [hashlib.sha256(key.public_key().public_bytes_raw()).hexdigest() for key in keys]
+    for number, key in enumerate(keys):
+        (tmp_path / f"{number}.pem").write_bytes(key.private_bytes(*pem))
+    certificate = run / "certificate.json"
+    replay = "--data", shards, "--to", 2
+    assert main(["certificate", str(run), "--key", str(tmp_path / "0.pem")]) == 0
+    assert names[0] in certificate.with_suffix(".md").read_text()
+    capsys.readouterr()
+    assert verify(certificate, *replay, "--signed-by", names[0].upper()) == 0
+    assert f"signed by  the key {names[0]}" in capsys.readouterr().out
+    content = {key: value for key, value in json.loads(certificate.read_text()).items() if key != "signature"}
+    content["evaluation"] = []
+    forged = signed(content, tmp_path / "1.pem"), content
+    for written, signer in zip(forged, (f"the key {names[1]}", "nobody"), strict=True):
+        certificate.write_text(json.dumps(written))
+        assert verify(certificate, *replay) == 0
+        assert f"signed by  {signer}" in capsys.readouterr().out
+        error = caught(certificate, capsys, 65, *replay, "--signed-by", names[0])
+        assert f"is signed by {signer}, expected the key {names[0]}" in error
+    assert "expected a certificate beside --signed-by" in caught(run, capsys, 64, "--signed-by", names[0])
+
+
+def test_a_certificate_of_strange_facts(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Hashed anew by hand; the page says what is there, and never fails."""
+    content = content_of(links(lines_of(run))[0])
+    write_lines(run, [linked({**content, "config": {}, "versions": {}}, "")])
+    shutil.rmtree(run / "checkpoints")
+    assert main(["certificate", str(run)]) == 0
+    write_lines(run, [linked({**content, "identity": {}}, "")])
+    assert main(["certificate", str(run)]) == 65
+    assert "expected text in 'data'" in capsys.readouterr().err
 
 
 def test_a_signature_without_the_package(run: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,3 +138,54 @@ def test_chains_alone_can_be_compared(finished: Path, shards: Path, tmp_path: Pa
     assert main(["diff", str(tmp_path / "here"), str(tmp_path / "other")]) == 1
     out = capsys.readouterr().out
     assert "seed: 1337 -> 3" in out and "the initial states differ" in out
+
+
+def test_runs_between_whose_links_a_sample_differs(finished: Path, shards: Path, tmp_path: Path, capsys) -> None:
+    other = faulty_run(audited(shards, tmp_path / "other", audit_every=5), swapped_sample)
+    assert main(["diff", str(finished), str(other)]) == 1
+    assert "step 10 is the first that differs: one of the steps 6 to 10 is another" in capsys.readouterr().out
+
+
+def test_runs_without_a_chain(finished: Path, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Settings, versions, data, metrics and checkpoints say where they part; of a state they know nothing."""
+    same, other = tmp_path / "same", faulty_run(audited(shards, tmp_path / "other", audit_every=0), swapped_sample)
+    train(audited(shards, same, audit_every=0))
+    said = f"no chain       of {same}: metrics and checkpoints are compared"
+    for one in (finished, same):  # the control: one run has a chain, or none
+        capsys.readouterr()
+        assert main(["diff", str(one), str(same)]) == 0
+        out = capsys.readouterr().out
+        assert said in out and "loss, norm and rate of 12 steps are equal" in out
+    assert main(["diff", str(same), str(other)]) == 1
+    out = capsys.readouterr().out
+    assert "metrics        step 6 is the first that differs (loss, norm; loss 4." in out
+    assert "checkpoints    of step 12:" in out and "configuration" not in out
+    shutil.rmtree(other / "checkpoints")  # versions and data then come from the last start
+    (other / "config.toml").write_text((other / "config.toml").read_text().replace("clip_norm = 1.0", "clip_norm = 2.0"))
+    assert main(["diff", str(same), str(other)]) == 1
+    out = capsys.readouterr().out
+    assert "configuration  clip_norm: 1.0 -> 2.0" in out and "versions" not in out and "data" not in out
+    assert main(["diff", str(same), str(shards)]) == 65
+    assert "expected a run folder with config.toml and metrics.jsonl" in capsys.readouterr().err
+    assert main(["certificate", str(finished), "--out", str(tmp_path / "certificate.json")]) == 0
+    assert main(["diff", str(tmp_path / "certificate.json"), str(same)]) == 64
+
+
+def test_runs_of_other_networks(finished: Path, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Checkpoints of other tensors are a difference like any other: the settings before it are still told."""
+    train(audited(shards, tmp_path / "modern", architecture="modern", steps=4))
+    train(audited(shards, tmp_path / "gpt2", steps=4))
+    assert main(["diff", str(tmp_path / "gpt2"), str(tmp_path / "modern")]) == 1
+    out = capsys.readouterr().out
+    assert "configuration  architecture: 'gpt2' -> 'modern'" in out and "the initial states differ (weights)" in out
+    assert "hold other tensors, the first is" in out
+
+
+def test_a_run_that_began_twice(finished: Path, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ended before its first checkpoint and begun again with the other's seed: the last beginning counts."""
+    for seed, steps in ((2, 2), (1337, 12)):
+        with open_run(audited(shards, tmp_path / "run", seed=seed)) as run:
+            run.begin()
+            run.advance(steps)
+    assert main(["diff", str(finished), str(tmp_path / "run")]) == 0
+    assert verify(tmp_path / "run") == 0

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -245,3 +246,21 @@ def test_a_manifest_may_be_laid_out_anew(tmp_path: Path) -> None:
     content = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps(dict(reversed(content.items())), indent=4))
     assert checkpoint.open_checkpoint(folder).manifest == before
+
+
+def test_a_file_that_another_writer_has_not_finished(tmp_path: Path) -> None:
+    """A file of another machine is as long as its entry says, or the checkpoint does not get its name."""
+    final = checkpoint.folder_of(tmp_path, 1)
+    rows = [Stored.of("w", torch.arange(5.0)), Stored.of("m.w", torch.zeros(5))]
+    for lost, stands in ((0, True), (1, False)):
+        checkpoint.begin(final)
+        files = checkpoint.write_tensors(final, checkpoint.shares(rows, 1)[0])
+        cut = checkpoint.partial_of(final) / "optimizer.safetensors"
+        os.truncate(cut, cut.stat().st_size - lost)
+        if stands:
+            assert checkpoint.commit(final, 1, files, {}, {}).is_dir()
+            shutil.rmtree(final)
+            continue
+        with pytest.raises(OSError, match=r"expected \d+ bytes in optimizer.safetensors, found \d+"):
+            checkpoint.commit(final, 1, files, {}, {})
+        assert not final.exists()

@@ -213,3 +213,9 @@ def test_top_p_adds_up_integers(monkeypatch: pytest.MonkeyPatch) -> None:
     exact = torch.softmax(scores, 1).double()[0]
     assert int(torch.isfinite(left).sum()) == int((add_up(exact, 0) - exact < 0.5).sum())
     assert int(torch.isfinite(filtered(scores, top_k=0, top_p=1e-30, min_p=0.0)).sum()) == 1
+
+
+def test_top_k_of_all_but_one_drops_the_last() -> None:
+    scores = torch.tensor([[0.0, -0.5, -1.5, -2.5]])
+    for k, kept in ((1, 1), (3, 3), (4, 4), (5, 4), (0, 4)):
+        assert int(torch.isfinite(filtered(scores, top_k=k, top_p=1.0, min_p=0.0)).sum()) == kept

@@ -145,23 +145,24 @@ def test_files_stay_short(folder: str) -> None:
     assert not long, f"over 400 lines: {long}"
 
 
-def code_blocks(path: Path) -> list[tuple[str, str]]:
-    return re.findall(r"^```(\w+)\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL)
+# A block of text right below a block of Python is what that prints.
+PYTHON = re.compile(r"^```python\n(.*?)^```$(?:\n\n^```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
 
 
 def python_blocks() -> list:
     pages = sorted({*(ROOT / "docs").rglob("*.md")} - {ROOT / "docs" / "tour.md"})  # tests/test_readme.py runs the tour
     return [
-        pytest.param(code, id=f"{page.relative_to(ROOT)}:{number}")
+        pytest.param(code, printed, id=f"{page.relative_to(ROOT)}:{number}")
         for page in pages
-        for number, (language, code) in enumerate(code_blocks(page))
-        if language == "python"
+        for number, (code, printed) in enumerate(PYTHON.findall(page.read_text()))
     ]
 
 
-@pytest.mark.parametrize("code", python_blocks())
-def test_python_in_the_docs_runs(code: str) -> None:
+@pytest.mark.parametrize(("code", "printed"), python_blocks())
+def test_python_in_the_docs_runs(code: str, printed: str, capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile(code, "docs", "exec"), {"__name__": "__main__"})
+    found = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert not printed or found == [line.rstrip() for line in printed.splitlines()]
 
 
 def test_figures_in_prose_stand_in_results() -> None:

@@ -317,6 +317,8 @@ def test_the_readmes_run_is_the_recorded_one() -> None:
     log = iter(result("cpu-demo")["log"])
     missing = [line for line in shown if line not in log]  # which continues where it stopped
     assert len(shown) > 5 and not missing, missing
+    seconds = next(c["seconds"] for c in result("cpu-first-minutes")["commands"] if c["command"] == "make train")
+    assert "ends like this after two to three minutes on two CPU cores" in PAGES["README.md"] and 120 <= seconds <= 180
 
 
 def test_the_readme_is_short_and_links_to_what_runs() -> None:

@@ -249,6 +249,8 @@ def test_schedules(config: RunConfig, schedule: str) -> None:
         assert rates[80] == 1.0 and abs(rates[85] - (0.1 + 0.9 * 0.75)) < 1e-12
         longer = schedule_of(dataclasses.replace(config, schedule=schedule, **settings, cooldown_fraction=0.5))
         assert longer.rate(50) == 1.0 and abs(longer.rate(75) - 0.55) < 1e-12
+        rounded = dataclasses.replace(longer, cooldown_fraction=0.29)  # of 100 steps 28.999999999999996
+        assert rounded.rate(71) == 1.0 > rounded.rate(72)
 
 
 def test_outliers_are_judged_against_the_window_before_them() -> None:

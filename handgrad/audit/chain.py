@@ -65,7 +65,13 @@ def read_chain(path: Path) -> list[Line]:
         raise storage_error(error, f"reading {path}") from None
     found = []
     for text, where in numbered_lines(content, path):
-        found.append(checked_line(parse(text, where)))
+        try:
+            line = parse(text, where)
+        except DataError:
+            if content.endswith(text):  # without its end: a kill cut it, or a run is writing it now
+                break
+            raise
+        found.append(checked_line(line))
     return found
 
 
@@ -90,6 +96,9 @@ def checked_line(found: Record) -> Line:
                 raise found.wrong(name, "a number in hexadecimal", text) from None
     for name in objects:
         found.inner(name)
+    if kind == BEGIN:
+        for name in ("data", "tokenizer"):
+            found.inner("identity").text(name)
     return found.fields
 
 
@@ -107,15 +116,21 @@ def numbers_text(fields: Iterable[str], one: Line, other: Line, between: str) ->
 
 def faults(lines: Iterable[Line], *, whole: bool = True) -> Iterator[str]:
     """A line about each link that is not as it was written; unless the chain is `whole`, its links need not follow each
-    other."""
+    other. A chain may begin late, behind one that was lost."""
     last: Line | None = None
+    known = set[Any]()
     for number, line in enumerate(lines, start=1):
-        if line.get("kind") not in LINKS:
-            continue
         where = f"line {number}, {line.get('kind')} {line.get('step')},"
+        if line.get("kind") not in LINKS:
+            if whole and line.get("link") not in known:
+                yield f"{where} belongs to link {str(line.get('link'))[:12]}, which is not in the chain before it"
+            continue
+        known |= {line.get("link")} if known else {line.get("previous"), line.get("link")}
         content = {key: value for key, value in line.items() if key != "link"}
         if line.get("link") != sha256(content):
             yield f"{where} was edited: its SHA-256 is {sha256(content)[:12]}, its link says {str(line.get('link'))[:12]}"
+        elif whole and last is None and line["kind"] != BEGIN:
+            yield f"{where} has no begin before it: lines were removed"
         elif whole and last is not None and line.get("previous") != last["link"]:
             yield (
                 f"{where} does not follow {last['kind']} {last['step']}: a line between them was removed, or one was added"
@@ -138,9 +153,12 @@ def differing(one: Line, other: Line) -> list[str]:
     return found
 
 
-def meaning(fields: Iterable[str]) -> str:
-    """The likely cause of a first difference in these fields of a step's link."""
+def meaning(fields: Iterable[str], step: int, equal: int) -> str:
+    """The likely cause of a first difference in these fields of a step's link; `equal`: the step before it whose state
+    was found equal."""
     fields = set(fields)
+    if equal < step - 1:  # nothing of the steps between them is known
+        return f"one of the steps {equal + 1} to {step} is another"
     if "samples" in fields:
         return "the samples of the step are others"
     if "learning_rate" in fields:

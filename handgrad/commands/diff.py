@@ -3,17 +3,24 @@
 from argparse import Namespace
 from pathlib import Path
 
-from handgrad.tools.diff import checkpoint_lines, facts_lines, link_lines
+from handgrad.tools.diff import checkpoint_lines, facts_lines, link_lines, metrics_lines
 from handgrad.tools.record import open_record
+from handgrad.tools.unaudited import folder_records, unaudited
 
 
 def run(parsed: Namespace) -> int:
-    one, other = (open_record(Path(path)) for path in (parsed.run, parsed.other))
-    found = [*facts_lines(one, other), *link_lines(one, other)]
+    paths = [Path(parsed.run), Path(parsed.other)]
+    if without := unaudited(paths):
+        one, other = folder_records(paths)
+        names = " and ".join(dict.fromkeys(map(str, without)))
+        print(f"no chain       of {names}: metrics and checkpoints are compared; train with --audit-every 1 for states")
+        found = [*facts_lines(one, other), *metrics_lines(one, other)]
+        compared = "loss, norm and rate of {} steps"
+    else:
+        one, other = (open_record(path) for path in paths)
+        found = [*facts_lines(one, other), *link_lines(one, other)]
+        compared = "{} links"
     found += checkpoint_lines(one.folder, other.folder, parsed.tensors)
-    print("\n".join(found) if found else equal_line(len(one.steps.keys() & other.steps.keys())))
+    steps = compared.format(len(one.steps.keys() & other.steps.keys()))
+    print("\n".join(found) if found else f"nothing differs: configuration, versions, data and {steps} are equal")
     return 1 if found else 0
-
-
-def equal_line(common: int) -> str:
-    return f"nothing differs: configuration, versions, data and {common} links are equal"

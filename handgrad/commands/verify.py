@@ -24,11 +24,14 @@ def run(parsed: Namespace) -> int:
     begun, info = time.perf_counter(), find_rank_info(os.environ)
     if info.size > 1 and not is_launched() and not parsed.scratch:
         raise UsageError("expected --scratch DIR, an empty folder that all ranks see, where a launcher starts the ranks")
-    record = open_record(Path(parsed.run))
+    record = open_record(Path(parsed.run), parsed.signed_by)
+    if record.signer is not None and info.rank == 0 and not is_launched():
+        print(f"signed by  {f'the key {record.signer}' if record.signer else 'nobody'}")
     spans = spans_of(record, vars(parsed)["from"], parsed.to, parsed.segments or 0, parsed.seed)
     if is_launched():
         end_with_launcher()
-    changed = check_machine(record, spans, parsed.data, allow_changes=parsed.allow_changes)
+    elsewhere = {name: place for name in ("data", "init_from") if (place := getattr(parsed, name))}
+    changed = check_machine(record, spans, elsewhere, allow_changes=parsed.allow_changes)
     if info.rank == 0 and not is_launched():
         for line in changed:
             print(f"other      {line}")
@@ -44,7 +47,7 @@ def run(parsed: Namespace) -> int:
                     return code
                 found = record.compared(span.first, span.last)
             else:
-                found = replay(record, span, parsed.data, scratch, writes=info.rank == 0)
+                found = replay(record, span, elsewhere, scratch, writes=info.rank == 0)
             links, checkpoints = links + found[0], checkpoints + found[1]
     if info.rank == 0 and not is_launched():
         print(holds(record, spans, links, checkpoints, begun))
@@ -56,6 +59,7 @@ def launch(parsed: Namespace, span: Span, scratch: Path) -> int:
     environment = {name: value for name, value in os.environ.items() if name not in threads.chosen}
     words = ["verify", parsed.run, "--from", span.first, "--to", span.last, "--scratch", scratch, "--ranks", parsed.ranks]
     words += ["--data", parsed.data] if parsed.data else []
+    words += ["--init-from", parsed.init_from] if parsed.init_from else []
     words += ["--allow-changes"] if parsed.allow_changes else []
     command = [os.environ.get("PYTHON_EXEC", sys.executable), "-m", "handgrad", *map(str, words)]
     return run_ranks(command, parsed.ranks, environment, PATIENCE_SECONDS)

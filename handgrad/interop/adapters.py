@@ -25,12 +25,13 @@ def located(weights: Weights) -> Weights:
     return replace(weights, origin=weights.origin | place)
 
 
-def base_of(found: Checkpoint, open_weights: Callable[[str], Weights]) -> Weights:
-    """The weights that a checkpoint's adapters belong to, by `open_weights`. Raises `DataError` if they are gone, or
-    others."""
+def base_of(found: Checkpoint, open_weights: Callable[[str], Weights], elsewhere: str = "") -> Weights:
+    """The weights that a checkpoint's adapters belong to, by `open_weights`; `elsewhere`: where they lie now. Raises
+    `DataError` if they are gone, or others."""
     origin = found.manifest.get("init") or {}
     source, place = str(origin.get("source", "")), str(origin.get(PLACE, ""))
     where = place if place and Path(place).exists() else source
+    where = elsewhere if elsewhere not in ("", source) else where
     try:
         base = open_weights(where)
     except (DataError, UsageError) as error:

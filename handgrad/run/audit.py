@@ -54,10 +54,15 @@ class Audit:
             fault = (
                 fault or f"the checkpoint names link {named['link'][:12]} of step {named['step']}, the chain has {found}"
             )
-        if fault and not allow_changes:
+        if fault:
             path = self.log.folder / AUDIT_FILE
-            raise ConfigError(f"{path} does not fit the checkpoint: {fault}; restore it, or begin a chain: --allow-changes")
-        if fault or (named is None and last.get("step")):
+            if not allow_changes:
+                remedy = "restore it, or begin a chain: --allow-changes"
+                raise ConfigError(f"{path} does not fit the checkpoint: {fault}; {remedy}")
+            # A chain holds as a whole or not at all. The new one hangs on the link that the checkpoint names.
+            self.log.notes.append(f"{path}: set aside in {self.log.set_chain_aside()}, a chain begins here; {fault}")
+            return {"link": named["link"]} if named else {}, {}
+        if named is None and last.get("step"):
             return last, {}
         begun = next((line for line in reversed(lines) if line["kind"] == BEGIN), {})
         return last, {key: value for key, value in begun.items() if key in FACTS}

@@ -42,6 +42,13 @@ def main_log_line(line: bytes) -> Line | None:
     return Line(int(match[1]) + is_step, is_step, {})
 
 
+def set_aside(path: Path, content: bytes) -> Path:
+    """Adds lines of a file to FILE.damaged beside it, whose path it returns. Raises OSError."""
+    aside = path.with_name(path.name + DAMAGED)
+    write_bytes_durably(aside, (aside.read_bytes() if aside.exists() else b"") + content)
+    return aside
+
+
 def keep_lines(path: Path, completed: int, read: Callable[[bytes], Line | None]) -> tuple[list[Line], str]:
     """Cuts a file down to the lines of the first `completed` steps; returns them, and a message about damaged ones or "".
 
@@ -59,9 +66,7 @@ def keep_lines(path: Path, completed: int, read: Callable[[bytes], Line | None])
     damaged = [i for i in range(len(lines) - 1) if found[i] is None or (not stays[i] and i < max(in_order, default=0))]
     message = ""
     if damaged:
-        aside = path.with_name(path.name + DAMAGED)
-        earlier = aside.read_bytes() if aside.exists() else b""
-        write_bytes_durably(aside, earlier + b"".join(lines[index] + b"\n" for index in damaged))
+        aside = set_aside(path, b"".join(lines[index] + b"\n" for index in damaged))
         numbers = ", ".join(str(index + 1) for index in damaged[:8]) + (", ..." if len(damaged) > 8 else "")
         which = "a damaged line" if len(damaged) == 1 else f"{len(damaged)} damaged lines"
         message = f"{path}: set aside {which}, {numbers}, in {aside}; the run goes on without"

@@ -21,7 +21,7 @@ from handgrad.evaluation.records import IN_TRAINING
 from handgrad.files import write_durably
 from handgrad.parallel.ranks import Ranks
 from handgrad.run.console import Display, Shows
-from handgrad.run.kept_lines import keep_lines, main_log_line, metrics_line
+from handgrad.run.kept_lines import keep_lines, main_log_line, metrics_line, set_aside
 from handgrad.run.sinks import Sinks, trackers
 from handgrad.run_files import AUDIT_FILE, LOG_FILE, MAIN_LOG_FILE, METRICS_FILE, SAMPLES
 from handgrad.training.step import StepResult
@@ -106,6 +106,15 @@ class RunLog:
                     :12
                 ]  # the first launch's line: the same when resumed
             self.sinks = Sinks(trackers(log_to, self.folder, identity, config, completed), self.line)
+
+    def set_chain_aside(self) -> Path:
+        """Empties audit.jsonl; returns the file beside it that has its lines."""
+        path = self.folder / AUDIT_FILE
+        with storage_errors(f"writing {path}"):
+            aside = set_aside(path, path.read_bytes())
+            self.files[AUDIT_FILE].truncate(0)
+        self.chain = []
+        return aside
 
     def audit(self, line: dict[str, Any]) -> None:
         self._write(AUDIT_FILE, json.dumps(line))

@@ -332,7 +332,7 @@ class Run:
         self.training = self.assembled()
         resumed = checkpoint.open_checkpoint(checkpoint.folder_of(self.folder.checkpoints, self.completed))
         if self.design.base:
-            self.take_weights(base_of(resumed, open_weights))
+            self.take_weights(base_of(resumed, open_weights, self.config.init_from))
         self.restore(resumed)
         self.event(f"step {self.completed}: {', '.join(parts)} goes on in bf16")
 

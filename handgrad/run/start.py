@@ -76,7 +76,7 @@ def open_run(
                 weights = opened_in_turn(lambda: open_fitting(config, dataset, strict=strict), ranks)
             elif config.lora and folder.resumed:
                 resumed = folder.resumed
-                weights = opened_in_turn(lambda: base_of(resumed, open_weights), ranks)
+                weights = opened_in_turn(lambda: base_of(resumed, open_weights, config.init_from), ranks)
             run = Run(config, design, dataset, folder, ranks, weights, tasks, allow_changes=allow_changes, shows=shows)
             with contextlib.closing(run.log), contextlib.closing(run.saves), noting_the_end(run):
                 yield run

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from handgrad.audit.chain import BEGIN, CHECKPOINT, STEP, Line, canonical, checked_line, faults
+from handgrad.config import RunConfig, to_dict
 from handgrad.errors import DataError, UsageError, storage_errors
 from handgrad.jsonl import parse, record
 from handgrad.parsing import parse_json
@@ -97,7 +98,7 @@ def page(certificate: Line) -> str:
     begins = [line for line in certificate["links"] if line["kind"] == BEGIN]
     steps = [line for line in certificate["links"] if line["kind"] == STEP]
     seals = [line for line in certificate["links"] if line["kind"] == CHECKPOINT]
-    facts, config = begins[-1], begins[-1]["config"]
+    facts, config = begins[-1], to_dict(RunConfig()) | begins[-1]["config"]
     rows = {
         "model": f"{config['architecture']}: {config['num_layers']} layers, {config['num_heads']} heads,"
         f" {config['channels']} channels, context {config['sequence_length']}",

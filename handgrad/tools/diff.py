@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from handgrad import checkpoint
-from handgrad.audit.chain import differing, meaning, numbers_text
+from handgrad.audit.chain import Line, differing, meaning, numbers_text
 from handgrad.checkpoint import Checkpoint
 from handgrad.config import differences
 from handgrad.errors import DataError
@@ -55,17 +55,37 @@ def facts_lines(one: Record, other: Record) -> Iterator[str]:
 
 def link_lines(one: Record, other: Record) -> Iterator[str]:
     """The first difference of two chains' contents."""
-    first, second = one.begins[0], other.begins[0]
-    if first["step"] == second["step"] and first["state"] != second["state"]:
-        yield "links          the initial states differ"
+    begun = one.begins[0]["step"], other.begins[0]["step"]
+    first, second = (record.state_at(step) for record, step in zip((one, other), begun, strict=True))
+    if begun[0] == begun[1] and first is not None and second is not None and (names := differing_states(first, second)):
+        yield f"links          the initial states differ ({names})"
         return
-    mine, theirs = one.steps, other.steps
-    common = sorted(mine.keys() & theirs.keys())
-    for step in common:
+    mine, theirs, equal = one.steps, other.steps, max(begun)
+    for step in sorted(mine.keys() & theirs.keys()):
         if fields := differing(mine[step], theirs[step]):
-            numbers = numbers_text(fields, mine[step], theirs[step], " -> ")
-            found = ", ".join(fields) + (f"; {numbers}" if numbers else "")
-            yield f"links          step {step} is the first that differs: {meaning(fields)} ({found})"
+            found = found_text(fields, mine[step], theirs[step])
+            yield f"links          step {step} is the first that differs: {meaning(fields, step, equal)} ({found})"
+            return
+        equal = step
+
+
+def differing_states(one: Line, other: Line) -> str:
+    """The buffers of two links whose digests differ: "m, weights"."""
+    mine, theirs = one["state"], other["state"]
+    return ", ".join(name for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name))
+
+
+def found_text(fields: list[str], one: Line, other: Line) -> str:
+    numbers = numbers_text(fields, one, other, " -> ")
+    return ", ".join(fields) + (f"; {numbers}" if numbers else "")
+
+
+def metrics_lines(one: Record, other: Record) -> Iterator[str]:
+    """The first step with another loss, norm or rate. The state before it is not known, and so neither is the cause."""
+    mine, theirs = one.steps, other.steps
+    for step in sorted(mine.keys() & theirs.keys()):
+        if fields := differing(mine[step], theirs[step]):
+            yield f"metrics        step {step} is the first that differs ({found_text(fields, mine[step], theirs[step])})"
             return
 
 
@@ -77,7 +97,12 @@ def checkpoint_lines(one: Path, other: Path, most: int) -> Iterator[str]:
     if not (common := mine.keys() & theirs.keys()):
         return
     step = max(common)
-    found = list(tensor_differences(*(checkpoint.open_checkpoint(run[step]) for run in (mine, theirs))))
+    both = [checkpoint.open_checkpoint(run[step]) for run in (mine, theirs)]
+    try:
+        found = list(tensor_differences(*both))
+    except DataError as error:
+        yield f"checkpoints    {error}"
+        return
     if not found:
         return
     yield f"checkpoints    of step {step}: {len(found)} tensors differ"

@@ -10,12 +10,12 @@ from handgrad.audit.chain import BEGIN, CHECKPOINT, STEP, Line, check_chain, lin
 from handgrad.backend import plain_backend
 from handgrad.config import FIELDS, RunConfig, convert, read_toml
 from handgrad.data.shards import open_dataset
-from handgrad.errors import DataError, storage_errors
+from handgrad.errors import DataError, UsageError, storage_errors
 from handgrad.files import file_sha256
 from handgrad.manifest import MANIFEST, read_manifest
 from handgrad.run.saving import versions_of
 from handgrad.run_files import AUDIT_FILE, CHECKPOINTS, CONFIG_FILE
-from handgrad.tools.certificate import open_certificate
+from handgrad.tools.certificate import fingerprint, open_certificate
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class Record:
     lines: list[Line]
     folder: Path  # holds checkpoints/
     whole: bool = True
+    signer: str | None = None  # of a certificate: the SHA-256 of the key that signed it, or ""
 
     @property
     def steps(self) -> dict[int, Line]:
@@ -38,7 +39,8 @@ class Record:
 
     @property
     def last_step(self) -> int:
-        return max(line["step"] for line in links(self.lines))
+        """The last step with a link, or with a checkpoint at hand: not every one has a link of its own."""
+        return max(*self.checkpoints, *(line["step"] for line in links(self.lines)), 0)
 
     def begun(self, step: int) -> Line:
         """The `begin` that holds for the step after `step`."""
@@ -71,19 +73,25 @@ class Record:
         return sorted({*at_start, *(step for step in self.checkpoints if first <= step < self.last_step)})
 
 
-def open_record(path: Path) -> Record:
+def open_record(path: Path, signed_by: str = "") -> Record:
     """The record in a run folder, or by a certificate with the checkpoints beside it. Raises `DataError` for a chain that
-    was edited, and for a checkpoint that it does not know."""
+    was edited, for a checkpoint that it does not know, and for a certificate that another key than `signed_by`, a SHA-256,
+    has signed."""
     if path.is_file():
-        return open_certified(path)
+        return open_certified(path, signed_by)
+    if signed_by:
+        raise UsageError(f"expected a certificate beside --signed-by, found {path}; give RUN/certificate.json")
     lines = read_chain(path / AUDIT_FILE)
     check_chain(lines, path / AUDIT_FILE)
     return checked(Record(path, lines, path))
 
 
-def open_certified(path: Path) -> Record:
+def open_certified(path: Path, signed_by: str) -> Record:
     """The chain beside the certificate if it is there, else the links that the certificate has."""
     certificate, beside = open_certificate(path), path.parent / AUDIT_FILE
+    signer = fingerprint(certificate)
+    if signed_by and signed_by.lower() != signer:
+        raise DataError(f"{path} is signed by {f'the key {signer}' if signer else 'nobody'}, expected the key {signed_by}")
     lines, whole = list[Line](certificate["links"]), beside.exists()
     if whole:
         chain = read_chain(beside)
@@ -93,7 +101,7 @@ def open_certified(path: Path) -> Record:
             where = f"{missing[0]['kind']} {missing[0]['step']}"
             raise DataError(f"{beside} is not the chain of {path}: it lacks the link of {where}")
         lines = chain
-    return checked(Record(path, lines, path.parent, whole))
+    return checked(Record(path, lines, path.parent, whole, signer))
 
 
 def checked(record: Record) -> Record:
@@ -101,15 +109,17 @@ def checked(record: Record) -> Record:
     if not record.begins:
         raise DataError(f"{record.path} has no link; train with --audit-every 1 to have a chain")
     seals = [line for line in record.lines if line["kind"] == CHECKPOINT]
-    known = {line["link"] for line in links(record.lines)}
+    begin = record.begins[0]
+    known = {begin["previous"], *(line["link"] for line in links(record.lines))}
     for step, folder in record.checkpoints.items():
-        named = read_manifest(folder).get("audit")
-        if not isinstance(named, dict):
+        if step < begin["step"]:
             continue  # from before the chain
-        if record.whole and named.get("link") not in known:
+        named = read_manifest(folder).get("audit")
+        if record.whole and isinstance(named, dict) and named.get("link") not in known:
+            last = links(record.lines)[-1]["step"]
             raise DataError(
                 f"{folder} names link {str(named.get('link'))[:12]} of step {named.get('step')}, which is not in the chain"
-                f" of {record.path}, up to step {record.last_step}: it is another run's checkpoint, or links were removed"
+                f" of {record.path}, up to step {last}: it is another run's checkpoint, or links were removed"
             )
         with storage_errors(f"reading {folder}"):
             digest = file_sha256(folder / MANIFEST)
@@ -122,12 +132,12 @@ def checked(record: Record) -> Record:
     return record
 
 
-def config_of(record: Record, step: int, data: str) -> RunConfig:
+def config_of(record: Record, step: int, elsewhere: dict[str, str]) -> RunConfig:
     """The configuration that the run went on with after `step`. Settings that do not touch the numbers are the run's where
-    its folder tells them."""
+    its folder tells them. `elsewhere`: where its data and initial weights lie here, if not where the run had them."""
     stored = record.folder / CONFIG_FILE
     free = {name: value for name, value in (read_toml(str(stored)) if stored.is_file() else {}).items() if is_free(name)}
-    settings: dict[str, Any] = {**free, **record.begun(step)["config"], **({"data": data} if data else {})}
+    settings: dict[str, Any] = {**free, **record.begun(step)["config"], **elsewhere}
     return RunConfig(**{name: convert(name, value) for name, value in settings.items()})
 
 
@@ -161,3 +171,15 @@ def check_data(record: Record, begins: Iterable[Line], config: RunConfig) -> Non
                     f"{record.path} was trained on {key} {str(begin['identity'].get(key))[:12]}, {config.data} holds"
                     f" {digest[:12]}; give --data with the run's shards"
                 )
+
+
+def check_initial(record: Record, origin: dict[str, Any] | None, init_from: str) -> None:
+    """Raises `DataError` unless the initial weights at hand are the run's, by their hashes. `origin`: of those at hand."""
+    then, now = (dict[str, str]((named or {}).get("sha256", {})) for named in (record.begun(0).get("init"), origin))
+    if then != now:
+        name = next(name for name in (*then, *now) if then.get(name) != now.get(name))
+        was, found = (digests.get(name, "none")[:12] for digests in (then, now))
+        raise DataError(
+            f"{record.path} started from weights whose {name} has SHA-256 {was}, {init_from} holds {found}; give"
+            " --init-from with the run's"
+        )

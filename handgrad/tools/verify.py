@@ -16,11 +16,12 @@ from handgrad.audit.chain import Line, differing, meaning, numbers_text
 from handgrad.audit.digest import buffers
 from handgrad.config import RunConfig, check
 from handgrad.errors import AuditError, ConfigError, UsageError
-from handgrad.manifest import OPTIMIZER_FILE, WEIGHTS_FILE
+from handgrad.manifest import OPTIMIZER_FILE, WEIGHTS_FILE, read_manifest
 from handgrad.run.loop import Run
+from handgrad.run.saving import run_numbers
 from handgrad.run.start import open_run
 from handgrad.run_files import CHECKPOINTS, LOCK_FILE
-from handgrad.tools.record import Record, check_data, config_of, differences
+from handgrad.tools.record import Record, check_data, check_initial, config_of, differences
 from handgrad.training.step import StepResult
 
 
@@ -46,7 +47,7 @@ def spans_of(record: Record, first: int | None, last: int | None, segments: int,
         near = min(starts, key=lambda step: abs(step - first))
         raise UsageError(f"expected --from with a checkpoint at hand, or 0, found {first}; the nearest is {near}")
     if not first < last <= record.last_step:
-        raise UsageError(f"expected --to after {first}, up to the last link's {record.last_step}, found {last}")
+        raise UsageError(f"expected --to after {first}, up to the record's last step {record.last_step}, found {last}")
     cuts = [step for step in starts if first < step < last]
     for before, begin in zip([record.begun(first), *record.begins], record.begins, strict=False):
         if first < begin["step"] < last and begin["config"] != before["config"] and begin["step"] not in cuts:
@@ -69,12 +70,12 @@ def begins_of(record: Record, span: Span) -> list[Line]:
     return [record.begun(span.first), *inside]
 
 
-def check_machine(record: Record, spans: Sequence[Span], data: str, *, allow_changes: bool) -> list[str]:
+def check_machine(record: Record, spans: Sequence[Span], elsewhere: dict[str, str], *, allow_changes: bool) -> list[str]:
     """The lines about what is other here than where the run was made. Raises `DataError` for other data, and `ConfigError`
     for another device or other versions, unless `allow_changes`."""
     found = list[str]()
     for span in spans:
-        config = config_of(record, span.first, data)
+        config = config_of(record, span.first, elsewhere)
         check_data(record, begins_of(record, span), config)
         found += [line for line in differences(record, begins_of(record, span), config) if line not in found]
     if found and not allow_changes:
@@ -85,13 +86,15 @@ def check_machine(record: Record, spans: Sequence[Span], data: str, *, allow_cha
     return found
 
 
-def replay(record: Record, span: Span, data: str, scratch: Path, *, writes: bool) -> tuple[int, int]:
+def replay(record: Record, span: Span, elsewhere: dict[str, str], scratch: Path, *, writes: bool) -> tuple[int, int]:
     """Makes the steps of a span again, in the empty folder `scratch`; returns the links and the checkpoints that were
     equal. `writes`: on the rank that prepares the folder. Raises `AuditError` for the first difference."""
-    config = quiet(config_of(record, span.first, data), scratch)
+    config = quiet(config_of(record, span.first, elsewhere), scratch)
     if writes:
         prepare(record, span, scratch)
     with open_run(config, allow_changes=True, shows="nothing") as run:
+        if not span.first:
+            check_initial(record, run.origin, config.init_from)
         run.begin()
         comparing = Comparing(record, span, run)
         comparing.begin()
@@ -121,7 +124,9 @@ class Comparing:
     def __init__(self, record: Record, span: Span, run: Run):
         self.record, self.span, self.run = record, span, run
         self.recorded, self.at_hand = record.steps, record.checkpoints
+        self.begun_again = {line["step"]: line for line in begins_of(record, span)[1:]}
         self.links = self.checkpoints = 0
+        self.equal = span.first  # the last step whose state was compared
 
     def begin(self) -> None:
         """Compares the state that the replay starts from."""
@@ -138,24 +143,37 @@ class Comparing:
 
     def step(self, completed: int, result: StepResult) -> None:
         """Compares the link of the step that was just made, and its checkpoint where one is at hand."""
-        link = self.recorded.get(completed)
-        fields = [] if link is None else differing(self.run.audit.last, link)
+        link, mine = self.recorded.get(completed), self.run.audit.last
+        fields = [] if link is None else differing(mine, link)
+        begin = self.begun_again.get(completed)
+        if begin is not None and begin["state"] != mine["state"] and not fields:
+            raise AuditError(f"{self.record.path}, step {completed}: the state that it begins anew with is another")
         tensors = self.differing_tensors(completed) if completed in self.at_hand else []
         if fields or tensors:
             raise AuditError(f"{self.record.path}, step {completed}: {self.difference(completed, link, fields, tensors)}")
+        if numbers := self.differing_numbers(completed) if completed in self.at_hand else []:
+            manifest = f"{', '.join(numbers)} in the manifest of {self.at_hand[completed]}"
+            raise AuditError(f"{self.record.path}, step {completed}: every tensor is equal; {manifest} are others")
         self.links += link is not None
         self.checkpoints += completed in self.at_hand
+        self.equal = completed if link is not None or completed in self.at_hand else self.equal
 
     def difference(self, completed: int, link: Line | None, fields: list[str], tensors: list[tuple[str, int, int]]) -> str:
-        text = "every digest is equal"
+        text = "no link" if link is None else "every digest is equal"
         if link is not None and fields:
             numbers = numbers_text(fields, link, self.run.audit.last, ", replayed ")
-            text = f"{meaning(fields)} ({', '.join(fields)}{f'; {numbers}' if numbers else ''})"
+            text = f"{meaning(fields, completed, self.equal)} ({', '.join(fields)}{f'; {numbers}' if numbers else ''})"
         if tensors:
             name, count, elements = tensors[0]
             more = f", the first of {len(tensors)} tensors" if len(tensors) > 1 else ""
             text += f"; in {self.at_hand[completed]} {count} of {elements} elements of {name} differ{more}"
         return text
+
+    def differing_numbers(self, step: int) -> list[str]:
+        """The names of the numbers that a run would take up from a checkpoint and that are not those of the replay. Not the
+        scales of fp8: on a GPU the next step may be at work on them."""
+        stored, mine = read_manifest(self.at_hand[step]), run_numbers(self.run.training)
+        return [name for name in ("loss_window", "norm_window", "loss_scale") if stored.get(name) != mine[name]]
 
     def differing_tensors(self, step: int) -> list[tuple[str, int, int]]:
         """(name, elements that differ, elements) of the tensors of a checkpoint that are not those of the replay."""
@@ -188,5 +206,8 @@ def holds(record: Record, spans: Sequence[Span], links: int, checkpoints: int, b
     """The line about a record that holds."""
     steps = ", ".join(f"{span.first} to {span.last}" for span in spans)
     states = f" and {checkpoints} checkpoint{'s' * (checkpoints != 1)}" if checkpoints else ""
+    late = record.begins[0]["step"]
+    before = f", none before step {late}, where its chain begins" if late else ""
     seconds = time.perf_counter() - begun
-    return f"{record.path} holds: {links} links{states} equal, bit by bit, of steps {steps} ({seconds:.1f} s)"
+    equal = f"{links} link{'s' * (links != 1)}{states} equal"
+    return f"{record.path} holds: {equal}, bit by bit, of steps {steps}{before} ({seconds:.1f} s)"

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from handgrad.data.batches import Batches, validation_batches
+from handgrad.data.batches import WINDOW_ORDER, Batches, validation_batches
 from handgrad.data.permutation import mix, permute
 from handgrad.data.shards import open_dataset
 from handgrad.errors import DataError
@@ -99,6 +99,19 @@ def test_the_seed_decides_shards_windows_and_offsets(shards):
         orders |= {tuple(start - offset for start in each) for each, offset in zip(starts, offsets, strict=True)}
         assert len(set(offsets)) > 2 or shard == 2, "where the windows begin, if there is room"
     assert len(orders) == 3 * 8, "the order of windows, also of two shards that hold as many"
+
+
+def test_shards_of_equal_length_begin_at_offsets_of_their_own(make_dataset):
+    """Drawn by shard, and by another draw than the order of windows takes: no two uses of a seed share their numbers."""
+    shards = open_dataset(make_dataset([np.arange(100) % 250, np.arange(100) % 250], [np.arange(60)])).splits["train"]
+    offsets, of_windows = [], []
+    for seed in range(8):
+        batches = Batches(shards, T, seed=seed)
+        places = [batches.locate(i) for i in range(batches.samples_per_epoch)]
+        offsets.append([min(start for s, start in places if s == shard) for shard in (0, 1)])
+        of_windows.append([mix(seed, WINDOW_ORDER, 0, shard) % 4 for shard in (0, 1)])
+    assert any(first != second for first, second in offsets)
+    assert offsets != of_windows
 
 
 def test_validation_takes_its_shards_from_the_first_token_on(make_dataset):

@@ -59,3 +59,14 @@ def test_links_of_every_third_step_have_the_same_digests(config: RunConfig) -> N
         for run in (audited, seldom)
     )
     assert some == {step: whole[step] for step in (0, 3, 6, 9, 12)}
+
+
+def test_a_replay_goes_on_to_a_checkpoint_behind_the_last_link(
+    config: RunConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its tensors and the spike detector's windows are compared there."""
+    audited = dataclasses.replace(config, device="cuda", precision="bf16", **SIZES | {"audit_every": 5})
+    train(audited)
+    capsys.readouterr()
+    assert main(["verify", audited.out]) == 0
+    assert "2 links and 3 checkpoints equal, bit by bit, of steps 0 to 12 (" in capsys.readouterr().out

@@ -1,0 +1,163 @@
+"""The ends of an audited run: checkpoints without a link of their own, chains that begin late, weights from elsewhere."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+
+from handgrad.audit.chain import content_of, linked, links
+from handgrad.manifest import MANIFEST, content_sha256
+from handgrad.run.start import train
+from handgrad.run_files import AUDIT_FILE
+from tests.test_audit import audited, caught, faulty_run, finished, lines_of, run, swapped_sample, verify, write_lines
+
+__all__ = ["finished", "run"]  # fixtures
+
+
+def replace_checkpoint(run: Path, other: Path, name: str) -> None:
+    shutil.rmtree(run / "checkpoints" / name)
+    shutil.copytree(other / "checkpoints" / name, run / "checkpoints" / name)
+
+
+def unsealed(run: Path) -> None:
+    """Removes the lines that bind checkpoints, on which no link hangs."""
+    write_lines(run, links(lines_of(run)))
+
+
+@pytest.fixture(scope="module")
+def unaudited(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another run, whose checkpoints name no link."""
+    config = audited(shards, tmp_path_factory.mktemp("unaudited") / "run", seed=2, audit_every=0)
+    train(config)
+    return Path(config.out)
+
+
+# Checkpoints.
+
+
+def test_a_checkpoint_behind_the_last_link_is_compared(unaudited: Path, shards: Path, tmp_path: Path, capsys) -> None:
+    """Its run ends between two links."""
+    run = tmp_path / "run"
+    train(audited(shards, run, audit_every=5))
+    assert verify(run) == 0
+    assert "2 links and 3 checkpoints equal, bit by bit, of steps 0 to 12 (" in capsys.readouterr().out
+    assert verify(run, "--from", 8) == 0  # over the link of step 10
+    unsealed(run)
+    replace_checkpoint(run, unaudited, "step_00000012")
+    error = caught(run, capsys, 77)
+    assert "step 12: no link; in" in error and "elements of wte differ" in error
+    assert verify(run, "--to", 10) == 0  # the control: what is left is the run's
+
+
+def test_a_checkpoint_of_an_unaudited_run(run: Path, unaudited: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    replace_checkpoint(run, unaudited, "step_00000008")
+    assert "is not the checkpoint that was saved at step 8" in caught(run, capsys, 65)
+    unsealed(run)
+    assert "elements of wte differ" in caught(run, capsys, 77)
+
+
+@pytest.mark.parametrize("name", ["loss_window", "norm_window", "loss_scale"])
+def test_a_number_of_a_manifest(name: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """That a run goes on with: the windows of the spike detector, the loss scale. Every hash is made to fit."""
+    folder = run / "checkpoints" / "step_00000012"
+    content = json.loads((folder / MANIFEST).read_text())
+    content[name][0] = math.nextafter(content[name][0], 100.0)
+    del content["sha256"]
+    (folder / MANIFEST).write_text(json.dumps({"sha256": content_sha256(content), **content}))
+    assert "is not the checkpoint that was saved at step 12" in caught(run, capsys, 65)
+    unsealed(run)
+    error = caught(run, capsys, 77)
+    assert f"step 12: every tensor is equal; {name} in the manifest of {folder} are others" in error
+
+
+def test_a_seal_belongs_to_a_link(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = lines_of(run)
+    next(line for line in lines if (line["kind"], line["step"]) == ("checkpoint", 8))["link"] = "0" * 64
+    write_lines(run, lines)
+    assert "checkpoint 8, belongs to link 000000000000, which is not in the chain" in caught(run, capsys, 65)
+
+
+def test_a_fault_between_two_links(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A sample is swapped in step 6. The link of step 10 cannot say which step went wrong; a checkpoint comes closer."""
+    run = faulty_run(audited(shards, tmp_path / "run", audit_every=5), swapped_sample)
+    error = caught(run, capsys, 77)
+    assert "step 8: no link; in" in error and "elements of wte differ" in error
+    shutil.rmtree(run / "checkpoints")
+    error = caught(run, capsys, 77)
+    assert "step 10: one of the steps 6 to 10 is another (loss, norm, state.m, state.v, state.weights; loss" in error
+
+
+# Chains.
+
+
+def test_a_chain_that_begins_anew_holds_from_there(run: Path, shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A line was lost, and the run went on: what was before is set aside, what follows can be verified."""
+    shutil.rmtree(run / "checkpoints" / "step_00000012")
+    damaged = [line for line in lines_of(run) if line["step"] != 3]
+    write_lines(run, damaged)
+    train(audited(shards, run), allow_changes=True)
+    assert [line["step"] for line in lines_of(run)] == [8, 8, 9, 10, 11, 12, 12]
+    aside = (run / f"{AUDIT_FILE}.damaged").read_text()
+    assert [json.loads(line) for line in aside.splitlines()] == [line for line in damaged if line["step"] <= 8]
+    assert f"set aside in {run / AUDIT_FILE}.damaged, a chain begins here" in (run / "log.txt").read_text()
+    assert verify(run) == 0
+    assert "4 links and 1 checkpoint equal, bit by bit, of steps 8 to 12, none before step 8" in capsys.readouterr().out
+    assert "the nearest is 8" in caught(run, capsys, 64, "--from", 4)
+
+
+def test_a_line_that_a_kill_has_cut(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Or that is being written: `verify` takes what stands."""
+    chain = run / AUDIT_FILE
+    chain.write_text(chain.read_text()[:-40])
+    assert verify(run) == 0
+    chain.write_text(chain.read_text() + "\n")
+    assert "line 16 of" in caught(run, capsys, 65)
+
+
+def test_a_chain_without_its_beginning(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_lines(run, lines_of(run)[1:])
+    assert "line 1, step 1, has no begin before it: lines were removed" in caught(run, capsys, 65)
+
+
+def test_the_state_of_a_later_begin(run: Path, shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run went on with other versions after step 8; a replay from step 0 runs through."""
+    for forged in (False, True):
+        contents = []
+        for line in links(lines_of(run)):
+            contents.append(content_of(line))
+            if line["step"] == 8 and line["kind"] == "step":
+                state = {name: "0" * 32 if forged else digest for name, digest in line["state"].items()}
+                contents.append({**contents[0], "step": 8, "state": state})
+        lines = []
+        for content in contents:
+            lines.append(linked(content, lines[-1]["link"] if lines else ""))
+        copy = run.with_name(f"forged-{forged}")
+        copy.mkdir()
+        write_lines(copy, lines)
+        if forged:
+            assert "step 8: the state that it begins anew with is another" in caught(copy, capsys, 77, "--data", shards)
+        else:
+            assert verify(copy, "--data", shards) == 0
+
+
+# Weights from elsewhere.
+
+
+@pytest.mark.parametrize("lora", ["", "rank=4,alpha=8,on=qkv"], ids=["all weights", "adapters"])
+def test_initial_weights_that_lie_elsewhere(
+    lora: str, finished: Path, unaudited: Path, shards: Path, tmp_path: Path, capsys
+):
+    """They are named by their hashes, before any step is made."""
+    base, moved, run = tmp_path / "base", tmp_path / "moved", tmp_path / "run"
+    shutil.copytree(finished, base)
+    train(audited(shards, run, init_from=str(base), lora=lora, steps=8))
+    base.rename(moved)
+    assert str(base) in caught(run, capsys, 65)
+    assert verify(run, "--init-from", moved) == 0
+    assert verify(run, "--init-from", moved, "--from", 4) == 0
+    error = caught(run, capsys, 65, "--init-from", unaudited)
+    assert "started from weights whose model.safetensors has SHA-256" in error and "give --init-from" in error
+    if lora:
+        assert "which has changed" in caught(run, capsys, 65, "--init-from", unaudited, "--from", 4)
