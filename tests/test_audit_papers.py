@@ -16,6 +16,7 @@ from handgrad.run.start import open_run, train
 from handgrad.run_files import AUDIT_FILE
 from handgrad.tools.certificate import signed
 from handgrad.tools.diff import difference
+from handgrad.tools.record import open_record
 from tests.test_audit import audited, caught, faulty_run, finished, lines_of, run, swapped_sample, verify, write_lines
 
 __all__ = ["finished", "run"]  # fixtures
@@ -138,6 +139,20 @@ def test_chains_alone_can_be_compared(finished: Path, shards: Path, tmp_path: Pa
     assert main(["diff", str(tmp_path / "here"), str(tmp_path / "other")]) == 1
     out = capsys.readouterr().out
     assert "seed: 1337 -> 3" in out and "the initial states differ" in out
+
+
+def test_the_chains_of_an_h100_and_an_h200(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/audit.md shows their difference. Each chain is whole, and up to its first loss they are equal."""
+    root = Path(__file__).parents[1]
+    folders = [Path("benchmarks/results/chains") / name for name in ("h100-124m", "h200-124m")]
+    monkeypatch.chdir(root)
+    assert main(["diff", *map(str, folders)]) == 1
+    shown = f"$ handgrad diff {folders[0]} {folders[1]}\n{capsys.readouterr().out}```"
+    assert shown in (root / "docs" / "audit.md").read_text(encoding="utf-8")
+    chains = [open_record(folder) for folder in folders]
+    (begun, begun_too), (first, first_too) = ([chain.begun(0) for chain in chains], [chain.steps[1] for chain in chains])
+    assert begun["config"] == begun_too["config"] and begun["identity"] == begun_too["identity"]
+    assert begun["state"] == begun_too["state"] and first["loss"] == first_too["loss"]
 
 
 def test_runs_between_whose_links_a_sample_differs(finished: Path, shards: Path, tmp_path: Path, capsys) -> None:
