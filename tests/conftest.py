@@ -51,6 +51,7 @@ from handgrad.models import architecture, gpt2, named_weights, parameter_table
 from handgrad.models.rows import Table, flat_elements, initialize, named
 from handgrad.ops import reference
 from handgrad.presets import tiny
+from tests import quick_interpreter
 from tests.faults import rows as fault_rows
 
 if TYPE_CHECKING:
@@ -269,23 +270,9 @@ def write_text(path: Path, words: int = 6000) -> Path:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def quick_interpreter() -> Iterator[None]:
-    """Triton's interpreter replaces the functions of its language when a kernel begins, and again, to no effect, whenever
-    the kernel calls another function: that was a third of the time of these tests."""
-    try:
-        import triton.language as tl
-        from triton.runtime import interpreter
-    except ImportError:
-        yield
-        return
-    replace = interpreter._patch_lang
-
-    def replace_once(fn: Any) -> Any:
-        languages = [value for value in fn.__globals__.values() if value is tl or value is tl.core]
-        return replace(fn) if any(tl.core.is_builtin(language.load) for language in languages) else None
-
+def quickened_interpreter() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_patch_lang", replace_once)
+        quick_interpreter.install(patch)
         yield
 
 
