@@ -11,7 +11,9 @@ PYTHON ?= python3
 COUNT  ?= 200
 VENV   := .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+# Python compiles a file when it first imports it: of all those that pip installs and would compile, few are ever imported.
+PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: train test faults soak test-gpu docs check ready format clean
 

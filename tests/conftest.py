@@ -52,6 +52,7 @@ from handgrad.models.documents import document_buffers, within_documents
 from handgrad.models.rows import Table, flat_elements, initialize, named
 from handgrad.ops import reference
 from handgrad.presets import tiny
+from tests import quick_interpreter
 from tests.faults import rows as fault_rows
 
 if TYPE_CHECKING:
@@ -62,34 +63,40 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # The files that take more than ten seconds, those first that take most.
 LONGEST = (
-    "test_rank_faults.py",
     "test_same_bits.py",
-    "test_readme.py",
-    "test_report.py",
-    "test_prepare.py",
+    "test_examples.py",
+    "test_llama_fp8.py",
+    "test_lora_kernels.py",
+    "test_modern_fp8.py",
+    "test_long_attention.py",
+    "test_decode_kernels.py",
+    "test_rank_faults.py",
+    "test_transformers_parity.py",
+    "test_fp8_steps.py",
+    "test_huggingface.py",
+    "test_fp8_lora_runs.py",
+    "test_document_kernels.py",
+    "test_launch.py",
+    "test_transformers_llama.py",
+    "test_benchmarks.py",
     "test_commands.py",
     "test_attention_kernels.py",
-    "test_report_fp8.py",
-    "test_examples.py",
-    "test_heartbeat.py",
-    "test_random_moments.py",
-    "test_transformers_parity.py",
-    "test_runs.py",
     "test_reduction.py",
-    "test_fp8_attention.py",
-    "test_llama_fp8.py",
-    "test_launch.py",
-    "test_huggingface.py",
-    "test_fp8_kernels.py",
-    "test_memory_kernels.py",
     "test_memory_kernels_compile.py",
-    "test_benchmarks.py",
-    "test_fp8_benchmark.py",
-    "test_finetuned_ranks.py",
-    "test_local_ranks.py",
-    "test_sweep.py",
+    "test_cpu_twin.py",
+    "test_memory_kernels.py",
+    "test_prepare.py",
+    "test_random_moments.py",
+    "test_decode_kernels_compile.py",
+    "test_audit_on_ranks.py",
     "test_packed_runs.py",
-    "test_fp8_lora_runs.py",
+    "test_lora_runs.py",
+    "test_readme.py",
+    "test_runs.py",
+    "test_compiled_kernels.py",
+    "test_report.py",
+    "test_local_ranks.py",
+    "test_devices.py",
 )
 
 
@@ -278,23 +285,9 @@ def write_text(path: Path, words: int = 6000) -> Path:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def quick_interpreter() -> Iterator[None]:
-    """Triton's interpreter replaces the functions of its language when a kernel begins, and again, to no effect, whenever
-    the kernel calls another function: that was a third of the time of these tests."""
-    try:
-        import triton.language as tl
-        from triton.runtime import interpreter
-    except ImportError:
-        yield
-        return
-    replace = interpreter._patch_lang
-
-    def replace_once(fn: Any) -> Any:
-        languages = [value for value in fn.__globals__.values() if value is tl or value is tl.core]
-        return replace(fn) if any(tl.core.is_builtin(language.load) for language in languages) else None
-
+def quickened_interpreter() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_patch_lang", replace_once)
+        quick_interpreter.install(patch)
         yield
 
 

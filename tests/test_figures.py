@@ -1,6 +1,7 @@
 """Every measured figure of the pages is its record's; and a forged one is found (`tests/figures.py` says how)."""
 
 import copy
+import functools
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -18,13 +19,13 @@ ALL = sorted(
     str(path.relative_to(ROOT)) for path in (ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md"))
 )
 HELD = [page for page in ALL if page not in NOT_YET]
-MADE = made()
+made_lines = functools.cache(made)  # half a second: not in every process that collects this file
 
 
 def check(page: str, text: str | None = None, records: dict | None = None) -> Checked:
     text = (ROOT / page).read_text() if text is None else text
     text = blank(text, ARITHMETIC)
-    return check_page(text, RECORDS if records is None else records, MADE.get(page), list(PAGES.get(page, {})))
+    return check_page(text, RECORDS if records is None else records, made_lines().get(page), list(PAGES.get(page, {})))
 
 
 @pytest.mark.parametrize("page", HELD)

@@ -5,14 +5,12 @@ TRITON_INTERPRET=0 python -m tests.kernels.attention_kernel_table [all]      pri
 
 import importlib
 import json
-import os
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
 from handgrad.fp8_shape import WIDEST_HEAD_OF_FP8
 from handgrad.ops.cuda.attention_configs import CONFIGS, TURING, Config, shipped
-from tests.kernels.compiling import SHARED_LIMIT, compile_kernel
+from tests.kernels.compiling import SHARED_LIMIT, compile_all, compile_kernel
 
 RANDOM = {"samples": "*i64:16", "stream": "i32", "threshold": "i32", "dropout_scale": "fp32"}
 FORMATS = {"fp8e4nv": (448.0, 2.0**-10), "fp8e5": (57344.0, 2.0**-17)}
@@ -70,14 +68,10 @@ def compile_one(case: Case) -> dict[str, object]:
         "kernel": f"{kind} {name} D {D} sm_{arch} {dtype}{' tail' * tail} {tuple(config)}",
         "dtype": dtype,
         "arch": arch,
-        "registers": made["registers"],
-        "stack": made["stack"],
-        "shared": made["shared"],
+        **made,
         "limit": SHARED_LIMIT[86 if arch == 80 else arch],  # A100's tiles are those of the smaller cards
         "most_stack": SPILLED if (name, D, narrow) in SPILLING and kind != base else 32 * (tail or kind != base),
-        "wgmma": "wgmma.mma_async" in made["ptx"] if arch == 90 and narrow and (name, D) != OLDER else None,
-        "tensor_cores": "mma" in made["ptx"],
-        "serialized": made["serialized"],
+        "wgmma": made["wgmma"] if arch == 90 and narrow and (name, D) != OLDER else None,
     }
 
 
@@ -88,8 +82,8 @@ def cases_of(arch: int, dtypes: tuple[str, ...]) -> list[Case]:
     return [(*key, kind, dtype, arch, tail) for key, kind, dtype, tail in product(widths, kinds, dtypes, (False, True))]
 
 
-def compiled_table(*, everything: bool) -> list[dict]:
-    """The cost of each shipped configuration. `everything`: also fp16, and lengths that leave a tail."""
+def jobs_of_tests(*, everything: bool = False) -> list[Case]:
+    """Each shipped configuration. `everything`: also fp16, and lengths that leave a tail."""
     cases: list[Case] = []
     for (name, D), narrow, newer in product(CONFIGS, (True, False), (True, False)):
         dtypes = (("bf16", "fp16") if everything else ("bf16",)) if narrow else ("fp32",)
@@ -104,8 +98,7 @@ def compiled_table(*, everything: bool) -> list[dict]:
             fp8 = FORMATS if D <= WIDEST_HEAD_OF_FP8 else ()
             cuts += product((*fp8, "grouped", *more[not fp8 :]), ("bf16",), (90,), tails)
         cases += [(name, D, *cut) for cut in cuts]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(compile_one, cases))
+    return cases
 
 
 def check(rows: list[dict]) -> None:
@@ -116,6 +109,6 @@ def check(rows: list[dict]) -> None:
 
 
 if __name__ == "__main__":
-    table = compiled_table(everything="all" in sys.argv)
-    print("\n".join(map(json.dumps, table)))
+    table = compile_all(compile_one, jobs_of_tests(everything="all" in sys.argv))
+    print(json.dumps(table))
     check(table)

@@ -6,14 +6,11 @@ Needs a process without TRITON_INTERPRET.
 """
 
 import json
-import re
-import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import triton
 
 from handgrad.ops.cuda import attention_append, attention_decode, choosing, decode, rotary, row_products
-from tests.kernels.compiling import compile_kernel
+from tests.kernels.compiling import compile_all, compile_kernel
 
 ARCHITECTURES = (80, 90, 100)
 POINTERS = (
@@ -139,19 +136,13 @@ def compile_one(job: tuple[str, str, int]) -> dict[str, object]:
         options |= row_products.registers(constants["STAGES"], normed="norm_weight" not in constants)
     if "OVERLAPS" in kernel.arg_names:
         constants = constants | {"OVERLAPS": overlaps}
-    result = compile_kernel(kernel, signature, constants, warps, 3, arch, **options)
-    before, _, _ = result["ptx"].partition("griddepcontrol.wait")
-    widths = [int(v or 1) * int(b) // 8 for v, b in re.findall(r"ld\.global[\w.:]*?(?:\.v(\d))?\.b(\d+)", before)]
-    copies = [int(size, 16) for size in re.findall(r"cp\.async\.c[ag]\.shared\.global [^;]*?\], 0x(\w+)", before)]
+    made = compile_kernel(kernel, signature, constants, warps, 3, arch, **options)
     return {
         "kernel": name,
         "dtype": dtype,
         "arch": arch,
-        "registers": result["registers"],
-        "stack": result["stack"],
-        "weight_bytes_before_waiting": 32 * warps * sum(w for w in widths + copies if w == 16) if overlaps else None,
-        "small_copies_before_waiting": sum(size < 16 for size in copies),
-        "shared": result["shared"],
+        **made,
+        "weight_bytes_before_waiting": 32 * warps * 16 * made["wide_reads_before_waiting"] if overlaps else None,
         "warps": warps,
         "tile_bytes": tile_bytes(name, constants),
         "tiles": max(1, constants.get("STAGES", 0) - 1),
@@ -163,7 +154,9 @@ def tile_bytes(name: str, constants: dict[str, object]) -> int:
     return halves * (1 if "fp8" in name else 2) * int(constants.get("ROWS", 0)) * int(constants.get("BLOCK", 0))
 
 
+def jobs_of_tests() -> list[tuple[str, str, int]]:
+    return [(name, "bf16", arch) for name in launches() for arch in ARCHITECTURES if runs(name, arch)]
+
+
 if __name__ == "__main__":
-    with ThreadPoolExecutor(2) as pool:
-        jobs = [(name, "bf16", arch) for name in launches() for arch in ARCHITECTURES if runs(name, arch)]
-        json.dump(list(pool.map(compile_one, jobs)), sys.stdout, indent=1)
+    print(json.dumps(compile_all(compile_one, jobs_of_tests())))

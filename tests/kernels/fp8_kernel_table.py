@@ -6,15 +6,13 @@ Needs a process without TRITON_INTERPRET.
 """
 
 import json
-import re
-from concurrent.futures import ThreadPoolExecutor
 
 import triton
 
 from handgrad.fp8 import formats as fp8
 from handgrad.fp8.cuda import classifier, layernorm, quantizing
-from tests.kernels.compiling import compile_kernel
-from tests.kernels.memory_kernel_table import CHANNELS, FIXED_POINTERS, NUMBERS, V, Vp, widest
+from tests.kernels.compiling import compile_all, compile_kernel
+from tests.kernels.memory_kernel_table import CHANNELS, FIXED_POINTERS, NUMBERS, V, Vp
 
 ARCHITECTURES = (90, 100)
 TYPES = {"fp8e4nv": fp8.E4M3, "fp8e5": fp8.E5M2}
@@ -72,18 +70,11 @@ def compile_one(job: tuple[str, int, str, str, int]) -> dict[str, object]:
         "form": form,
         "arch": arch,
         "warps": warps,
-        "registers": made["registers"],
-        "stack": made["stack"],
-        "shared": made["shared"],
-        "load": widest(made["ptx"], "ld"),
-        "store": widest(made["ptx"], "st"),
-        "copies": len(re.findall(r"cp\.async\.c[ag]\.", made["ptx"])),
-        "conversions": sorted(set(re.findall(r"cvt\.rn[\w.]*\.e[45]m[23]x2\.\w+", made["ptx"]))),
-        "spills": len(re.findall(r"[ls][dt]\.local", made["ptx"])),
+        **made,
     }
 
 
-def jobs() -> list[tuple[str, int, str, str, int]]:
+def jobs_of_tests() -> list[tuple[str, int, str, str, int]]:
     """Kernels without C among their constants are compiled once."""
     found = []
     for name, (_, constants, _) in launches(768, "fp8e4nv").items():
@@ -94,10 +85,5 @@ def jobs() -> list[tuple[str, int, str, str, int]]:
     return found
 
 
-def main() -> None:
-    with ThreadPoolExecutor(2) as pool:
-        print(json.dumps(list(pool.map(compile_one, jobs()))))
-
-
 if __name__ == "__main__":
-    main()
+    print(json.dumps(compile_all(compile_one, jobs_of_tests())))

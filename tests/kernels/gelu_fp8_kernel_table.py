@@ -6,13 +6,10 @@ Needs a process without TRITON_INTERPRET.
 """
 
 import json
-import re
-from concurrent.futures import ThreadPoolExecutor
 
 from handgrad.fp8.cuda import column_sums, elementwise, gelu as gelu_fp8
 from handgrad.fp8.formats import E4M3, E5M2, LARGEST_EXPONENT, LARGEST_MANTISSA, VANISHES_AT
-from tests.kernels.compiling import compile_kernel
-from tests.kernels.memory_kernel_table import widest
+from tests.kernels.compiling import compile_all, compile_kernel
 
 ARCHITECTURES = (90, 100)
 TYPES = {"fp8e4nv": E4M3, "fp8e5": E5M2}
@@ -37,7 +34,6 @@ def compile_one(job: tuple[str, str, str, bool, int]) -> dict[str, object]:
     types |= dict.fromkeys(("hidden", "dgelu"), f"*{dtype}:16") | {"dout": f"*{form}:16", "PARTS": "i32"}
     signature = SIZES | UNALIGNED | types
     made = compile_kernel(kernel, {n: signature.get(n, "") for n in kernel.arg_names}, constants, warps, 3, arch)
-    ptx = made["ptx"]
     return {
         "kernel": name,
         "dtype": dtype,
@@ -46,20 +42,11 @@ def compile_one(job: tuple[str, str, str, bool, int]) -> dict[str, object]:
         "arch": arch,
         "warps": warps,
         "lane_elements": elements // (32 * warps),
-        "registers": made["registers"],
-        "stack": made["stack"],
-        "shared": made["shared"],
-        "load": widest(ptx, "ld"),
-        "store": widest(ptx, "st"),
-        "spills": len(re.findall(r"[ls][dt]\.local", ptx)),
-        "exponentials": ptx.count("ex2."),
-        "quotients": ptx.count("rcp.") + ptx.count("div."),
-        "conversions": sorted(set(re.findall(r"cvt\.rn[\w.]*\.e[45]m[23]x2\.\w+", ptx))),
-        "single_conversions": ptx.count("cvt.rn.bf16.f32"),
+        **made,
     }
 
 
-def jobs() -> list[tuple[str, str, str, bool, int]]:
+def jobs_of_tests() -> list[tuple[str, str, str, bool, int]]:
     return [
         (name, dtype, form, even, arch)
         for name in ("forward", "backward", "sums")
@@ -71,10 +58,5 @@ def jobs() -> list[tuple[str, str, str, bool, int]]:
     ]
 
 
-def main() -> None:
-    with ThreadPoolExecutor(2) as pool:
-        print(json.dumps(list(pool.map(compile_one, jobs()))))
-
-
 if __name__ == "__main__":
-    main()
+    print(json.dumps(compile_all(compile_one, jobs_of_tests())))

@@ -6,17 +6,13 @@ Needs a process without TRITON_INTERPRET.
 """
 
 import json
-import re
-from concurrent.futures import ThreadPoolExecutor
 
 from handgrad.fp8.cuda import attention, elementwise, gained_qk_norm, gained_rmsnorm, rotary, swiglu
 from handgrad.fp8.formats import VANISHES_AT, largest
 from handgrad.ops.cuda.attention_configs import shipped
 from handgrad.ops.cuda.layernorm import backward_tile, forward_tile
-from tests.kernels.compiling import compile_kernel
-from tests.kernels.memory_kernel_table import widest
+from tests.kernels.compiling import compile_all, compile_kernel
 from tests.kernels.modern_fp8_kernel_table import SIZES, TYPES, UNALIGNED, Launch
-from tests.kernels.modern_kernel_table import copied
 
 CHANNELS = (576, 1024, 1536, 2048)
 HEADS = ((9, 3, 64), (32, 8, 64), (16, 8, 128), (12, 2, 128))  # H, K, D: SmolLM2, Llama 3.2, Qwen3, Qwen2.5
@@ -72,29 +68,16 @@ def compile_one(job: tuple[str, str, str, int]) -> dict[str, object]:
         "form": form,
         "arch": arch,
         "warps": warps,
-        "registers": made["registers"],
-        "stack": made["stack"],
-        "shared": made["shared"],
-        "load": widest(made["ptx"], "ld"),
-        "copy": copied(made["ptx"]),
-        "store": widest(made["ptx"], "st"),
-        "spills": len(re.findall(r"[ls][dt]\.local", made["ptx"])),
-        "serialized": made["serialized"],
-        "conversions": sorted(set(re.findall(r"cvt\.rn[\w.]*\.e[45]m[23]x2\.\w+", made["ptx"]))),
+        **made,
     }
 
 
-def jobs() -> list[tuple[str, str, str, int]]:
+def jobs_of_tests() -> list[tuple[str, str, str, int]]:
     """All in bf16 and e4m3 on Hopper, and some but attention's with another of the other values."""
     usual = [(name, "bf16", "fp8e4nv", 90) for name in launches("fp8e4nv")]
     some = [n for n in launches("fp8e5") if n.endswith(("12 heads of 128", "576", "ward")) and "attention" not in n]
     return usual + [(n, "fp16", "fp8e5", 100) for n in some]
 
 
-def main() -> None:
-    with ThreadPoolExecutor(2) as pool:
-        print(json.dumps(list(pool.map(compile_one, jobs()))))
-
-
 if __name__ == "__main__":
-    main()
+    print(json.dumps(compile_all(compile_one, jobs_of_tests())))

@@ -6,17 +6,14 @@ Needs a process without TRITON_INTERPRET.
 """
 
 import json
-import re
-from concurrent.futures import ThreadPoolExecutor
 
 import triton
 
 from handgrad.fp8.cuda import elementwise, gelu, mix, relu2, rmsnorm, rotary
 from handgrad.fp8.formats import E4M3, E5M2, VANISHES_AT, largest
 from handgrad.ops.cuda.layernorm import backward_tile, forward_tile
-from tests.kernels.compiling import compile_kernel
-from tests.kernels.memory_kernel_table import widest
-from tests.kernels.modern_kernel_table import SCALARS, copied
+from tests.kernels.compiling import compile_all, compile_kernel
+from tests.kernels.modern_kernel_table import SCALARS
 
 ARCHITECTURES = (90, 100)
 TYPES = {"fp8e4nv": E4M3, "fp8e5": E5M2}
@@ -76,26 +73,15 @@ def compile_one(job: tuple[str, str, str, int]) -> dict[str, object]:
         "form": form,
         "arch": arch,
         "warps": warps,
-        "registers": made["registers"],
-        "stack": made["stack"],
-        "load": widest(made["ptx"], "ld"),
-        "copy": copied(made["ptx"]),
-        "store": widest(made["ptx"], "st"),
-        "spills": len(re.findall(r"[ls][dt]\.local", made["ptx"])),
-        "conversions": sorted(set(re.findall(r"cvt\.rn[\w.]*\.e[45]m[23]x2\.\w+", made["ptx"]))),
+        **made,
     }
 
 
-def jobs() -> list[tuple[str, str, str, int]]:
+def jobs_of_tests() -> list[tuple[str, str, str, int]]:
     """All in bf16 and e4m3 on Hopper, and each with another of the other values."""
     usual = [(name, "bf16", "fp8e4nv", 90) for name in launches("fp8e4nv")]
     return usual + [(n, "fp16", "fp8e5", 100) for n in launches("fp8e5") if n.endswith(("128", "768", "ward"))]
 
 
-def main() -> None:
-    with ThreadPoolExecutor(2) as pool:
-        print(json.dumps(list(pool.map(compile_one, jobs()))))
-
-
 if __name__ == "__main__":
-    main()
+    print(json.dumps(compile_all(compile_one, jobs_of_tests())))

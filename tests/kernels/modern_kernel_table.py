@@ -7,8 +7,6 @@ Needs a process without TRITON_INTERPRET.
 """
 
 import json
-import re
-from concurrent.futures import ThreadPoolExecutor
 
 import triton
 
@@ -27,8 +25,8 @@ from handgrad.ops.cuda import (
     swiglu,
     value_embedding,
 )
-from tests.kernels.compiling import compile_kernel
-from tests.kernels.memory_kernel_table import NUMBERS, widest
+from tests.kernels.compiling import compile_all, compile_kernel
+from tests.kernels.memory_kernel_table import NUMBERS
 
 ARCHITECTURE = 90
 DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -128,11 +126,6 @@ def llama_launches(itemsize: int) -> dict[str, Launch]:
     return found
 
 
-def copied(ptx: str) -> int:
-    """Bytes of the widest copy ahead of a loop."""
-    return max((int(n, 16) for n in re.findall(r"cp\.async\.cg\S+ .*0x([0-9a-f]+), %r", ptx)), default=0)
-
-
 def compile_one(job: tuple[str, str, int]) -> dict[str, object]:
     name, dtype, arch = job
     kernel, constants, warps = launches(DTYPES[dtype])[name]
@@ -145,17 +138,13 @@ def compile_one(job: tuple[str, str, int]) -> dict[str, object]:
         "dtype": dtype,
         "arch": arch,
         "warps": warps,
-        "registers": made["registers"],
-        "stack": made["stack"],
-        "shared": made["shared"],
-        "load": widest(made["ptx"], "ld"),
-        "store": widest(made["ptx"], "st"),
-        "copy": copied(made["ptx"]),
-        "spills": len(re.findall(r"[ls][dt]\.local", made["ptx"])),
+        **made,
     }
 
 
+def jobs_of_tests() -> list[tuple[str, str, int]]:
+    return [(name, dtype, ARCHITECTURE) for dtype, itemsize in DTYPES.items() for name in launches(itemsize)]
+
+
 if __name__ == "__main__":
-    with ThreadPoolExecutor(2) as pool:
-        jobs = [(name, dtype, ARCHITECTURE) for dtype, itemsize in DTYPES.items() for name in launches(itemsize)]
-        print(json.dumps(list(pool.map(compile_one, jobs))))
+    print(json.dumps(compile_all(compile_one, jobs_of_tests())))

@@ -1,20 +1,16 @@
 """Muon's kernels as they are launched for the matrices of GPT-2, compiled without a GPU.
 
-    python -m tests.kernels.muon_kernel_table [90,100]      prints registers, stack, shared memory and accesses as JSON
+    python -m tests.kernels.muon_kernel_table      prints registers, stack, shared memory and accesses as JSON
 
 Needs a process without TRITON_INTERPRET.
 """
 
 import json
-import re
-import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import triton
 
 from handgrad.ops.cuda import muon
-from tests.kernels.compiling import compile_kernel
-from tests.kernels.memory_kernel_table import widest
+from tests.kernels.compiling import compile_all, compile_kernel
 
 ARCHITECTURES = (80, 90, 100)
 TYPES = dict.fromkeys(("R", "C", "size", "elements", "row_stride", "column_stride"), "i32:16") | {"parts": "i32"}
@@ -54,26 +50,17 @@ def compile_one(job: tuple[str, int]) -> dict[str, object]:
     types = {argument: TYPES.get(argument, "*bf16:16") for argument in kernel.arg_names}
     limited = {"maxnreg": muon.HOPPER_REGISTERS} if "WHOLE" in constants and arch // 10 == muon.HOPPER else {}
     made = compile_kernel(kernel, types, constants, warps, stages, arch, **limited)
-    ptx = made["ptx"]
     return {
         "kernel": name,
         "arch": arch,
         "warps": warps,
-        **{key: made[key] for key in ("registers", "stack", "shared", "serialized")},
-        "load": widest(ptx, "ld"),
-        "store": widest(ptx, "st"),
-        "copies": "cp.async.cg" in ptx,  # 16 bytes at a time from global to shared memory
-        "wgmma": "wgmma.mma_async" in ptx,
-        "spills": len(re.findall(r"[ls][dt]\.local", ptx)),
+        **made,
     }
 
 
-def main() -> None:
-    architectures = tuple(map(int, sys.argv[1].split(","))) if len(sys.argv) > 1 else ARCHITECTURES
-    jobs = [(name, arch) for name in launches() for arch in architectures]
-    with ThreadPoolExecutor(2) as pool:
-        print(json.dumps(list(pool.map(compile_one, jobs))))
+def jobs_of_tests() -> list[tuple[str, int]]:
+    return [(name, arch) for name in launches() for arch in ARCHITECTURES]
 
 
 if __name__ == "__main__":
-    main()
+    print(json.dumps(compile_all(compile_one, jobs_of_tests())))

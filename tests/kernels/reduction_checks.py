@@ -178,6 +178,7 @@ def check_digest(backend: ModuleType, draw: Draw, dtype: torch.dtype, n: int, fi
     words = [int.from_bytes(data[i : i + width], "little", signed=True) for i in range(0, len(data), width)]
     place = first * (flat.itemsize // width)
 
+    @functools.cache
     def key(stream: int, at: int) -> int:
         high, low = (murmur(at ^ murmur((murmur(step) + half * 0x9E3779B1) % 2**32)) for half in (stream, stream + 1))
         return high << 32 | low | 1

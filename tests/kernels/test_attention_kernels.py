@@ -3,12 +3,8 @@
 The interpreter's products of 16-bit inputs are garbage: those are checked on a GPU.
 """
 
-import json
 import math
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +20,7 @@ from handgrad.ops import reference
 from handgrad.ops.cuda import attention_triton
 from handgrad.ops.cuda.attention_configs import Config
 from tests.kernels.attention_kernel_table import check
+from tests.kernels.tables import compiled_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROUNDING = 2.0**-24
@@ -124,10 +121,6 @@ def test_scratch_is_checked() -> None:
 
 def test_shipped_configurations_compile() -> None:
     """No spills, within shared memory, and on Hopper with its own tensor-core instructions."""
-    command = [sys.executable, "-m", "tests.kernels.attention_kernel_table"]
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    result = subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-2000:]
-    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    rows = compiled_rows("attention_kernel_table")
     assert len(rows) == 135
     check(rows)

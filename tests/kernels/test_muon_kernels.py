@@ -90,13 +90,13 @@ def test_nothing_spills(compiled: list[dict]) -> None:
 
 def test_accesses_are_wide(compiled: list[dict]) -> None:
     """16 bytes at a time, or 16-byte copies to shared memory; sums are written one by one."""
-    assert {row["kernel"] for row in compiled if row["load"] < 16 and not row["copies"]} == set()
+    assert {row["kernel"] for row in compiled if row["load"] < 16 and not row["wide_copies"]} == set()
     assert {row["kernel"] for row in compiled if row["store"] < 16} == {"squares", "moments"}
 
 
 def test_two_programs_of_a_product_fit_a_multiprocessor_of_hopper(compiled: list[dict]) -> None:
     """On the tensor cores, from copies under way: 227 KB and 65,536 registers."""
-    products = [row for row in compiled if row["arch"] == 90 and row["copies"]]
+    products = [row for row in compiled if row["arch"] == 90 and row["wide_copies"]]
     assert len(products) == 5 and all(row["wgmma"] for row in products)
     for row in products:
         assert 2 * (row["shared"] + 1024) <= 227 << 10, row
