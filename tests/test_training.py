@@ -376,9 +376,7 @@ def test_what_may_change_in_a_resumed_run() -> None:
 def test_largest_micro_batch_fits(config: RunConfig) -> None:
     """Beside the texts that the run writes: `check_fits` takes the same micro-batch."""
     budget = sum(memory_bytes(resolve(dataclasses.replace(config, micro_batch=2), 257)).values())
-    assert largest_micro_batch(config, 257, budget) == 2
-    assert largest_micro_batch(config, 257, budget - 1) == 1
-    assert largest_micro_batch(config, 257, 1000) == 0
+    assert [largest_micro_batch(config, 257, available) for available in (budget, budget - 1, 1000)] == [2, 1, 0]
 
 
 def test_moments_of_bf16_take_half_and_learn_as_much(config: RunConfig) -> None:

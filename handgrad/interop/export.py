@@ -20,18 +20,22 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from handgrad.checkpoint import OPTIMIZER_FILE, WEIGHTS_FILE, Checkpoint, Stored, opened, safetensors_bytes, write_file
 from handgrad.config import ModelShape
+from handgrad.data.chat_template import template_text
 from handgrad.data.hub import hub_failures
-from handgrad.data.tokenizer import tokenizer_files
+from handgrad.data.model_tokenizer import GENERATION_FILE
+from handgrad.data.tokenizer import Tokenizer, tokenizer_files
 from handgrad.data.vocabulary import vocabulary_files
 from handgrad.errors import DataError, StorageError, UsageError
 from handgrad.evaluation.load import LoadedModel, checkpoint_config, load_model
 from handgrad.files import check_free, whole
+from handgrad.generation.chat import Talk, listed_ends
 from handgrad.generation.decode import decode_buffers, decode_tensors
 from handgrad.interop import huggingface, huggingface_modern, peft
 from handgrad.interop.llmc_model import LlmcModel, Values, read_model, write_model
@@ -42,6 +46,7 @@ from handgrad.interop.sources import weights_of
 from handgrad.models import architecture, parameter_table
 from handgrad.models.rows import ParameterRow
 from handgrad.ops import reference
+from handgrad.parsing import parse_json
 
 MODEL_FILE, TOKENS_FILE = "model.bin", "gpt2_tokenizer.bin"
 CHECKED_TOKENS = 8  # random tokens, to measure how far rounding moves logits
@@ -66,11 +71,12 @@ def export_model(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype = torc
         write_weights(weights_file, model.views["parameters"], model.shape, dtype)
         dropout = checkpoint_config(checkpoint).dropout
         config = huggingface.their_config(model.shape, model.tokenizer, dtype, dropout)
-        ids = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
+        generation = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
         files = {
             huggingface.CONFIG_FILE: (json.dumps(config, indent=2) + "\n").encode(),
-            huggingface.GENERATION_FILE: (json.dumps(ids, indent=2) + "\n").encode(),
+            GENERATION_FILE: (json.dumps(generation, indent=2) + "\n").encode(),
             **vocabulary_files(model.tokenizer, model.shape.sequence_length),
+            **({} if checkpoint.manifest.get("imported") else ends_of_turns(model.tokenizer, generation)),
             CARD_FILE: model_card(checkpoint, model, dtype, config).encode(),
             CURVE_FILE: curve_png(checkpoint),
         }
@@ -81,6 +87,24 @@ def export_model(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype = torc
                 write_file(partial / name, [content])
 
     return export(checkpoint, folder, dtype, huggingface.WEIGHTS_FILE, write, huggingface.read_folder)
+
+
+def ends_of_turns(tokenizer: Tokenizer, generation: dict[str, Any]) -> dict[str, bytes]:
+    """`generation_config.json` with the token with which the chat template ends a turn, where a model's own file lacks it,
+    as that of a base does: what was trained on conversations would not end an answer in transformers. `generation`: the
+    content for a model without the file."""
+    listed = listed_ends(tokenizer)
+    if template_text(tokenizer) is None or not (missing := Talk(tokenizer).ends - {tokenizer.end_of_text, *listed}):
+        return {}
+    try:
+        content = parse_json(tokenizer.others.get(GENERATION_FILE, json.dumps(generation)))
+    except ValueError:
+        content = None
+    if not isinstance(content, dict):  # it travels as it came
+        return {}
+    ids = content.get("eos_token_id")
+    ids = ids if isinstance(ids, list) else [tokenizer.end_of_text if ids is None else ids]
+    return {GENERATION_FILE: (json.dumps(content | {"eos_token_id": [*ids, *sorted(missing)]}, indent=2) + "\n").encode()}
 
 
 def write_weights(path: Path, flat: Tensor, shape: ModelShape, dtype: torch.dtype) -> None:

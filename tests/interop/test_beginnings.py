@@ -15,9 +15,12 @@ from handgrad.cli import main
 from handgrad.data.model_tokenizer import tokens_before
 from handgrad.data.shards import open_dataset
 from handgrad.errors import DataError
+from tests.data.chats import CHATML, SPECIAL, made_tokenizer
+from tests.interop.models import make_checkpoint
 from tests.interop.test_transformers_llama import V, byte_tokenizer, theirs
 
 BEGIN, END, PROMPT = 258, 259, "the other"
+LLAMA = {"sizes": (2, 2, 32, 256), "architecture": "llama", "llama": "kv_heads=1,tied"}
 
 
 def tokenizer_that_begins(template: str) -> tokenizers.Tokenizer:
@@ -122,3 +125,28 @@ def test_a_text_ends_at_every_token_that_is_listed(folder: Path, tmp_path: Path)
     inputs = torch.tensor([plain.tokens(PROMPT)])
     written = theirs(made).generate(inputs, do_sample=False, max_new_tokens=100, pad_token_id=0)
     assert written[0, -1] == last and written.shape[1] == inputs.shape[1] + row.index(last) + 1
+
+
+def test_a_trained_model_ends_its_turns_in_transformers(tmp_path: Path) -> None:
+    """Of a base, whose own files name the end of a text alone. Its import comes out as it came in."""
+    tokenizer = made_tokenizer(CHATML)
+    special = {token: number for number, token in enumerate(SPECIAL, tokenizer.vocab_size - len(SPECIAL))}
+    text, turn = special["<|eot|>"], special["<|im_end|>"]
+    run, _ = make_checkpoint(tmp_path / "run", tokenizer, **LLAMA)
+
+    def ends(folder: Path) -> object:
+        return transformers.GenerationConfig.from_pretrained(folder).eos_token_id
+
+    assert main(["export", str(run), str(tmp_path / "hf"), "--to", "hf"]) == 0
+    assert ends(tmp_path / "hf") == [text, turn]
+    assert transformers.GenerationConfig.from_pretrained(tmp_path / "hf").bos_token_id is not None
+    other = json.dumps({"eos_token_id": [text, 3], "temperature": 0.5})
+    tokenizer.others["generation_config.json"] = other
+    run, _ = make_checkpoint(tmp_path / "listed", tokenizer, **LLAMA)
+    assert main(["export", str(run), str(tmp_path / "more"), "--to", "hf"]) == 0
+    content = json.loads((tmp_path / "more" / "generation_config.json").read_text())
+    assert content == {"eos_token_id": [text, 3, turn], "temperature": 0.5}
+    (tmp_path / "more" / "generation_config.json").write_text(other)
+    assert main(["import", str(tmp_path / "more"), "--out", str(tmp_path / "back")]) == 0
+    assert main(["export", str(tmp_path / "back"), str(tmp_path / "again"), "--to", "hf"]) == 0
+    assert (tmp_path / "again" / "generation_config.json").read_text() == other
