@@ -15,11 +15,10 @@ from handgrad.models.rows import count_parameters, initialize
 from handgrad.ops import cpu, reference
 from tests.conftest import Model, make_model
 from tests.model_checks import autograd_twin, check_bf16_gradients, check_forward_alone
-from tests.techniques import toggled
+from tests.techniques import USUAL, toggled
 from tests.test_sampling import make_buffers
 
-FIRST = [name for name, on in TECHNIQUES.items() if on]
-NEW = [name for name, on in TECHNIQUES.items() if not on]
+FIRST, NEW = list(USUAL), [name for name in TECHNIQUES if name not in USUAL]
 ODD = ModelShape(57, 19, 3, 3, 42, "modern")
 EVERY = ["", *FIRST, ",".join(FIRST), *NEW, ",".join(NEW), "softcap," + ",".join(NEW)]
 
