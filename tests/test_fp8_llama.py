@@ -147,16 +147,21 @@ def test_sides_that_fp8_products_cannot_read_are_refused(settings: dict, told: s
         check(replace(config, **settings))
 
 
-@pytest.mark.parametrize("name", LARGE)
-def test_room_for_statistics_on_a_gpu(name: str) -> None:
-    """A part for each program of the kernels that make the widest tensors, in the tiles that they have."""
-    settings = {"micro_batch": 64, "sequence_length": 1024, "tokens_per_step": 65536, "precision": "fp8", **sizes(name)}
-    design = resolve_for(GPUS["h200"], check(RunConfig(**settings)), SHAPES[name][0])
-    shape, N = design.shape, 65536
+@pytest.mark.parametrize(
+    ("name", "vocab_size", "batch", "length"),
+    [*((name, SHAPES[name][0], 64, 1024) for name in LARGE), ("SmolLM2-135M", 257, 1, 32)],
+)
+def test_room_for_statistics_on_a_gpu(name: str, vocab_size: int, batch: int, length: int) -> None:
+    """A part for each program of the kernels that make the widest tensors, in the tiles that they have: an activation, or,
+    beside few tokens and a small vocabulary, a weight."""
+    N = batch * length
+    settings = {"micro_batch": batch, "sequence_length": length, "tokens_per_step": N, "precision": "fp8", **sizes(name)}
+    design = resolve_for(GPUS["h200"], check(RunConfig(**settings)), vocab_size)
+    shape = design.shape
     F, C, QKV = shape.feed_forward, shape.channels, (shape.num_heads + 2 * shape.family.kv_heads) * shape.head_width
     quantised = [(N, 2 * F), (2 * F, C), (QKV, C), (C, F), (shape.padded_vocab_size, C)]
     needed = [-(-rows // 64) * -(-columns // 128) for rows, columns in quantised]
-    needed += [-(-N // 32) * -(-F // 128), 64 * shape.num_heads * (1024 // 64)]
+    needed += [-(-N // 32) * -(-F // 128), batch * shape.num_heads * -(-length // 64)]
     needed += [-(-N // (2048 // power_of_two(C)))]  # a norm's rows
     assert design.fp8.statistics_parts == max(needed)
 

@@ -20,6 +20,7 @@ from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.data.shards import open_dataset
 from handgrad.errors import DataError, UsageError
 from handgrad.evaluation.load import checkpoint_weights
+from handgrad.run.packing import packing_lines
 from handgrad.run.start import train
 from tests.conftest import small_run
 from tests.distributed.runs import Launcher, arguments, same_run
@@ -102,6 +103,12 @@ def test_it_learns_and_evaluates_as_it_validates(packed: RunConfig) -> None:
     assert 5 < float(padding) < 50 and float(trained) < 100 - float(padding)
     found = evaluate(packed.out, eval_tokens=packed.eval_tokens, device="cpu")
     assert found.loss == last["loss"] and found.tokens < packed.eval_tokens and found.bits_per_byte is None
+
+
+@pytest.mark.parametrize("packing", ["stream", "masked", "whole"])
+def test_the_header_says_how_much_of_the_chats_is_trained(packed: RunConfig, chats: Path, packing: str) -> None:
+    (line,) = packing_lines(replace(packed, data=str(chats), packing=packing), open_dataset(chats))
+    assert line.startswith(f"packing    {packing}: ") and line.endswith("% of the targets are trained")
 
 
 def test_other_data_are_evaluated_as_suits_them(packed: RunConfig, documents: Path, chats: Path) -> None:
