@@ -8,7 +8,7 @@ import pytest
 
 
 def install(patch: pytest.MonkeyPatch) -> None:
-    """Where Triton is installed."""
+    """Patches the interpreter, if Triton is installed."""
     try:
         import triton.language as tl
         from triton.runtime import interpreter

@@ -65,7 +65,7 @@ def compile_all(compile_one: Callable[[Any], dict[str, Any]], jobs: Iterable[Any
 
 
 def costs_of(ptx: str) -> dict[str, Any]:
-    """What a kernel does, counted in its PTX; `load` and `store` are bytes of the widest global access of one lane."""
+    """A kernel's instructions, counted in its PTX; `load` and `store` are bytes of the widest global access of one lane."""
 
     def widest(operation: str) -> int:
         found = re.findall(rf"{operation}\.global[\w.:]*?(?:\.v(\d))?\.b(\d+)\s", ptx)
