@@ -45,8 +45,8 @@ def muon_momentum(
     m_inout.copy_(torch.where(results[ops.RESULT_VERDICT] == ops.UPDATE, m, m_inout))
 
 
-# Polar factor: the nearest matrix with singular values of 1, about: U V^T of U S V^T, for which five products of the matrix
-# with polynomials of X X^T stand.
+# Polar factor: the nearest matrix with singular values of 1, Y Z^T of Y S Z^T. Five polynomials, each a X + b (X X^T) X +
+# c (X X^T)^2 X, come close to it.
 
 
 def muon_polar(update_to_polar_inout: Tensor, *, scratch: Tensor | None = None) -> None:
