@@ -126,7 +126,7 @@ def shard_elements(buckets: Buckets, ranks: int) -> int:
 
 def gradient_ring(buckets: Buckets) -> dict[str, slice]:
     """With ZeRO 2, the range that each bucket's gradients take: `RING` blocks in turn, the others on their own."""
-    places, stop, blocks = {}, 0, blocks_in(buckets)
+    places, stop, blocks = {}, 0, block_buckets(buckets)
     for bucket in buckets:
         if bucket in blocks[RING:]:
             places[bucket.name] = places[blocks[blocks.index(bucket) - RING].name]
@@ -136,7 +136,7 @@ def gradient_ring(buckets: Buckets) -> dict[str, slice]:
     return places
 
 
-def blocks_in(buckets: Buckets) -> list[Bucket]:
+def block_buckets(buckets: Buckets) -> list[Bucket]:
     """The buckets of the blocks, all of one size, in order."""
     return [bucket for bucket in buckets if bucket.name.startswith("blocks.")]
 
@@ -169,7 +169,7 @@ class NormPart(Part):
 def norm_parts(buckets: Buckets, lanes: int, rank: int, ranks: int) -> list[NormPart]:
     """The rank's parts, each cut into blocks of its own: part after part, in each bucket after bucket, so that the ranks'
     sums one after another are those of a single rank."""
-    parts, most = [], blocks_per_lane(buckets, lanes)
+    parts, most = [], norm_blocks_per_lane(buckets, lanes)
     for place, part in enumerate(range(rank * lanes // ranks, (rank + 1) * lanes // ranks)):
         partial = place * most
         for bucket in buckets:
@@ -183,20 +183,20 @@ def norm_parts(buckets: Buckets, lanes: int, rank: int, ranks: int) -> list[Norm
     return parts
 
 
-def blocks_per_lane(buckets: Buckets, lanes: int) -> int:
-    """The sums of squares of the lane that has most; those that another lane has not stay zero."""
+def norm_blocks_per_lane(buckets: Buckets, lanes: int) -> int:
+    """The number of sums of squares of the lane that has most; those that another lane has not stay zero."""
     shares = [bucket.shares(lanes) for bucket in buckets]
     return max(sum(-(-elements[lane] // BLOCK_ELEMENTS) for elements in shares) for lane in range(lanes))
 
 
-def blocks_of(bucket: Bucket) -> int:
-    """The sums of squares of a whole bucket."""
+def norm_blocks_of(bucket: Bucket) -> int:
+    """The number of sums of squares of a whole bucket."""
     return -(-bucket.elements // BLOCK_ELEMENTS)
 
 
 def norm_blocks(buckets: Buckets, lanes: int) -> int:
     """The number of sums of squares behind the global norm."""
-    return lanes * blocks_per_lane(buckets, lanes)
+    return lanes * norm_blocks_per_lane(buckets, lanes)
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,7 @@ def outlier(config: RunConfig, before: Callable[[], object]) -> None:
     """A run whose detector has a full window when it begins, of the norms that it meets."""
     with open_run(config) as run:
         run.begin()
-        run.training.step.norms = SpikeWindow([1.0, 3.0] * (WINDOW // 2))
+        run.training.step.norm_window = SpikeWindow([1.0, 3.0] * (WINDOW // 2))
         before()
         run.advance(config.steps)
 

@@ -97,7 +97,7 @@ def test_a_step_without_a_trained_token_changes_nothing(
     assert all(torch.equal(a, b) for a, b in zip(before, states(training), strict=True))
     after = training.step.step(2)
     assert after.skipped is None and not torch.equal(before[0], training.state.master)
-    assert len(training.step.losses.values) == 2, "the window of losses has no zero"
+    assert len(training.step.loss_window.values) == 2, "the window of losses has no zero"
 
 
 def states(training: Assembly) -> Iterator[Tensor]:

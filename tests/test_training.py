@@ -271,12 +271,12 @@ def test_a_spike_is_skipped_and_leaves_the_weights_alone(config: RunConfig) -> N
     config = dataclasses.replace(config, skip_norm_z=3.0, steps=WINDOW + 8)
     training = assembly_of(config)
     state, stepper = training.state, training.step
-    stepper.norms = SpikeWindow([1e-6 * (i % 2) for i in range(WINDOW)])
+    stepper.norm_window = SpikeWindow([1e-6 * (i % 2) for i in range(WINDOW)])
     before = state.master.clone()
     result = stepper.step(0)
     assert result.skipped is not None and "norm" in result.skipped
     assert torch.equal(state.master, before) and (state.optimizer["m"] == 0).all()
-    stepper.norms = SpikeWindow()
+    stepper.norm_window = SpikeWindow()
     assert stepper.step(1).skipped is None
     assert not torch.equal(state.master, before)
 
@@ -315,12 +315,12 @@ def test_the_device_judges_by_that_limit(config: RunConfig, series: str, z: floa
     found = getattr(assembly_of(config).step.step(0), series)
     step = assembly_of(dataclasses.replace(config, **{f"skip_{series}_z": z})).step
     window = SpikeWindow([found - 5, found - 3] * (WINDOW // 2))
-    setattr(step, {"loss": "losses", "norm": "norms"}[series], window)
-    before = list(step.losses.values), list(step.norms.values)
+    setattr(step, f"{series}_window", window)
+    before = list(step.loss_window.values), list(step.norm_window.values)
     result = step.step(0)
     assert getattr(result, f"{series}_z") == pytest.approx(4.0)
     assert (result.skipped is not None) == skipped
-    after = list(step.losses.values), list(step.norms.values)
+    after = list(step.loss_window.values), list(step.norm_window.values)
     if skipped:
         assert after == before, "neither number of a skipped step enters its window"
     else:
@@ -345,8 +345,8 @@ def test_the_verdict_is_on_the_window_before_the_step(config: RunConfig) -> None
     """Skipped steps do not enter the window: the third spike in a row stands out as much as the first."""
     config = dataclasses.replace(config, skip_loss_z=4.0)
     stepper = assembly_of(config).step
-    stepper.losses = SpikeWindow([0.1 * (i % 2) for i in range(WINDOW)])
-    stepper.norms = SpikeWindow([2.0 + i % 2 for i in range(WINDOW)])
+    stepper.loss_window = SpikeWindow([0.1 * (i % 2) for i in range(WINDOW)])
+    stepper.norm_window = SpikeWindow([2.0 + i % 2 for i in range(WINDOW)])
     for step in range(3):
         result = stepper.step(step)
         assert result.loss_z is not None and abs(result.loss_z - (result.loss - 0.05) / 0.05) < 1e-6

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from handgrad.arena import Buffer
+from handgrad.arena import Buffer, Interval
 from handgrad.errors import UsageError
 from handgrad.fp8.formats import E4M3, E5M2, SCALING_PLACES, STATISTICS_PLACES, GradientFormats, Quantized
 from handgrad.models.rows import KIND, WHOLE_BLOCKS, ActivationRow, ParameterRow, Table
 
-Lives = tuple[tuple[int, int], ...]  # lifetimes of a buffer
+Intervals = tuple[Interval, ...]  # lifetimes of a buffer
 
 HEAD = "head"
 HEAD_GEMMS = ("forward", "dgrad", "wgrad")
@@ -166,7 +166,7 @@ def activation_buffers(
 
 
 def forms(
-    name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, torch.dtype], rows: Lives, columns: Lives
+    name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, torch.dtype], rows: Intervals, columns: Intervals
 ) -> Iterator[Buffer]:
     yield Buffer(f"{name}.rows", shape, dtypes[0], KIND, rows)
     yield Buffer(f"{name}.columns", shape[::-1], dtypes[1], KIND, columns)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from handgrad.layout import RING, Bucket, blocks_in, blocks_of, gradient_ring
+from handgrad.layout import RING, Bucket, block_buckets, gradient_ring, norm_blocks_of
 from handgrad.models.rows import BLOCK_ELEMENTS
 from handgrad.parallel.ranks import Ranks
 from handgrad.training.state import TrainingState
@@ -33,7 +33,7 @@ class GradientSync:
         self.lane_sums = state.views["gradients"]  # (levels, elements): the lane at work, and partial sums that wait
         self.gradients = self.lane_sums[0]
         self.own_norms = state.views["own_norms"] if ranks.size > 1 else None  # (2, blocks) of this rank's own lanes
-        starts = itertools.accumulate((blocks_of(bucket) for bucket in self.buckets), initial=0)
+        starts = itertools.accumulate((norm_blocks_of(bucket) for bucket in self.buckets), initial=0)
         self.own_blocks = {bucket.name: first for bucket, first in zip(self.buckets, starts, strict=False)}
         self.step = 0
         cuda = design.device.type == "cuda" and ranks.size > 1
@@ -91,7 +91,7 @@ class GradientSync:
         again."""
         assert self.own_norms is not None
         first = self.own_blocks[bucket.name]
-        sums = self.own_norms[self.step % 2, first : first + blocks_of(bucket)]
+        sums = self.own_norms[self.step % 2, first : first + norm_blocks_of(bucket)]
         self.ops.squared_norms(sums, self.gradients[self.places[bucket.name]], block_elements=BLOCK_ELEMENTS)
 
     def overlaps(self, bucket: Bucket) -> bool:
@@ -103,7 +103,7 @@ class GradientSync:
         """With ZeRO 2, once a block is sent: zeroes the ring slot of the block `RING - 1` layers below it. What lay there,
         of the block above the sent one, has been received. The block in between has not begun, but its backward already
         adds to one of this block's bias gradients."""
-        blocks = blocks_in(self.buckets)
+        blocks = block_buckets(self.buckets)
         if sent in blocks and (below := blocks.index(sent) - RING + 1) >= 0:
             if self.received is not None:
                 torch.cuda.current_stream().wait_event(self.received)

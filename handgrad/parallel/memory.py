@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from handgrad.arena import Buffer
-from handgrad.layout import Buckets, Sharding, blocks_of, gradient_ring, shard_elements
+from handgrad.layout import Buckets, Sharding, gradient_ring, norm_blocks_of, shard_elements
 
 
 def with_sharding(
@@ -28,7 +28,7 @@ def with_sharding(
         losses = rows["losses_of_step"]
         sent = replace(losses, name="sent_losses", shape=(sharding.ranks, sharding.lanes_per_rank + 1))  # and a checksum
         rows["sent_losses"] = sent
-        own_blocks = sum(blocks_of(bucket) for bucket in buckets)
+        own_blocks = sum(norm_blocks_of(bucket) for bucket in buckets)
         rows["own_norms"] = Buffer("own_norms", (2, own_blocks), exact, "gradients")  # of a step and of the one before
         # The first bucket in memory is the last to be sent, and may be in flight together with the one before.
         first, *others = (bucket.wire_elements(sharding.ranks) for bucket in buckets)

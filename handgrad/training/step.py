@@ -105,7 +105,7 @@ class TrainStep:
     def __init__(self, state: TrainingState, feed: Feed, program: Program, *, graphs: bool):
         """`graphs`: capture CUDA graphs."""
         self.design, self.state, self.feed, self.program, self.graphs = state.design, state, feed, program, graphs
-        self.losses, self.norms = SpikeWindow(), SpikeWindow()
+        self.loss_window, self.norm_window = SpikeWindow(), SpikeWindow()
         cuda = self.design.device.type == "cuda"
         stages = [stage.run for stage in program.micro_step]
         self.design.ops.compile_ahead(*stages, *program.norms, *program.update, *program.compiled)
@@ -183,7 +183,7 @@ class TrainStep:
     def sum_up(self, step: int) -> None:
         """Launches the norm. The spike limits follow from the results before `step`: those are read by now."""
         guards, slot = self.design.guards, step % IN_FLIGHT
-        limits = self.losses.limit(guards.loss_z), self.norms.limit(guards.norm_z)
+        limits = self.loss_window.limit(guards.loss_z), self.norm_window.limit(guards.norm_z)
         tokens = self.trained_tokens[slot] = self.program.trained_tokens(step)
         if not tokens:
             limits, tokens = (-math.inf, math.inf), 1  # the mean of nothing is 0, above the limit: no update
@@ -212,7 +212,7 @@ class TrainStep:
         slot, guards = step % IN_FLIGHT, self.design.guards
         elapsed_seconds = self.await_result(slot)
         loss, norm, _, code, loss_scale = self.results[slot].tolist()
-        loss_z, norm_z = self.losses.z_score(loss), self.norms.z_score(norm)
+        loss_z, norm_z = self.loss_window.z_score(loss), self.norm_window.z_score(norm)
         reasons = {
             LOSS_NOT_FINITE: f"loss is {loss}",
             NORM_NOT_FINITE: f"gradient norm is {norm}",
@@ -220,8 +220,8 @@ class TrainStep:
             NORM_OUTLIER: f"norm z-score {norm_z or 0:.1f} > {guards.norm_z:g}",
         }
         if code == UPDATE:
-            self.losses.add(loss)
-            self.norms.add(norm)
+            self.loss_window.add(loss)
+            self.norm_window.add(norm)
         rate, skipped = self.design.schedule.rate(step), reasons.get(int(code))
         trained = self.trained_tokens[slot]
         if not trained:
