@@ -50,7 +50,7 @@ def rotation(shape: ModelShape) -> dict[str, Any]:
     return {"frequencies": shape.family.frequencies, "scale": shape.family.rope_scale}
 
 
-def turn(ops: ModuleType, w: BlockWeights, act: BlockActivations, shape: ModelShape, **place: Any) -> Launch:
+def norm_and_rotate(ops: ModuleType, w: BlockWeights, act: BlockActivations, shape: ModelShape, **place: Any) -> Launch:
     """Queries and keys before attention: normalised, if the model does, and rotated. `place`: the `length` of the samples
     at hand, or the `positions` of one token per sequence."""
     options = rotation(shape) | place
@@ -68,8 +68,8 @@ def forward(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) ->
     x, s, epsilon = act.embedded, act.scratch, shape.family.norm_epsilon
     stages = [Stage("embedding", partial(ops.token_embedding_forward, x, act.tokens, w.wte))]
     for layer, (weights, block) in enumerate(zip(w.blocks, act.blocks, strict=True)):
-        turned = turn(ops, weights, block, shape, length=block.lse.shape[2])
-        run = partial(block_forward, ops, weights, block, x, turned, attention_of(ops, block, act), s, epsilon)
+        rotated = norm_and_rotate(ops, weights, block, shape, length=block.lse.shape[2])
+        run = partial(block_forward, ops, weights, block, x, rotated, attention_of(ops, block, act), s, epsilon)
         stages.append(Stage(f"blocks.{layer}", run))
         x = block.residual_out
     last_norm = partial(ops.gained_rmsnorm_forward, act.lnf, act.lnf_rstd, x, w.lnf_gain, epsilon=epsilon)
@@ -81,18 +81,18 @@ def block_forward(
     w: BlockWeights,
     act: BlockActivations,
     x: Tensor,
-    turned: Launch,
+    before_attention: Launch,
     attend: Onto,
     s: Tensor,
     epsilon: float,
     *,
     again: bool = False,
 ) -> None:
-    """x (N, C) -> act.residual_out (N, C). `turned` places act.qkv, and `attend` attends with them, in training among the
-    sequences at hand, in generation with the keys and values of earlier tokens, and adds the product of the result to the
-    stream. `again`: in the backward, which does not read the last product."""
+    """x (N, C) -> act.residual_out (N, C). `before_attention` changes act.qkv, and `attend` attends with them, in training
+    among the sequences at hand, in generation with the keys and values of earlier tokens, and adds the product of the
+    result to the stream. `again`: in the backward, which does not read the last product."""
     queries_keys_values(ops, w, act, x, s, epsilon)
-    turned()  # q, k = R(q), R(k)
+    before_attention()  # q, k = R(q), R(k)
     attend(act.residual_mid, x, w.proj_weight, None)  # y = softmax(q k^T / sqrt(D)) v, a = x + y W^T
     outs, norm = (act.swiglu, act.hidden), (act.norm2, act.norm2_rstd, act.residual_mid, w.norm2_gain)
     # [g u] = RMS(a) W^T, h = silu(g) u
@@ -105,7 +105,7 @@ def block_forward(
 def queries_keys_values(
     ops: ModuleType, w: BlockWeights, act: BlockActivations, x: Tensor, s: Tensor, epsilon: float
 ) -> None:
-    """[q k v] = RMS(x) W^T + b, where `turn` expects them."""
+    """[q k v] = RMS(x) W^T + b, where `norm_and_rotate` expects them."""
     out = act.qkv if act.heads is None else act.heads
     norm = act.norm1, act.norm1_rstd, x, w.norm1_gain
     ops.gained_rmsnorm_linear_forward(out, *norm, w.qkv_weight, w.qkv_bias, epsilon=epsilon, scratch=s)
@@ -158,8 +158,8 @@ def block_backward(
     """d.dresidual_out -> dx, one buffer changed in place; adds the weights' gradients to `g`."""
     s, epsilon, length = whole.scratch, shape.family.norm_epsilon, act.lse.shape[2]
     if recompute == WHOLE_BLOCKS:
-        turned = turn(ops, w, act, shape, length=length)
-        block_forward(ops, w, act, x, turned, attention_of(ops, act, whole), s, epsilon, again=True)
+        rotated = norm_and_rotate(ops, w, act, shape, length=length)
+        block_forward(ops, w, act, x, rotated, attention_of(ops, act, whole), s, epsilon, again=True)
     elif recompute:
         if recompute == 2:
             ops.gained_rmsnorm_forward(act.norm2, act.norm2_rstd, act.residual_mid, w.norm2_gain, epsilon=epsilon)
@@ -172,18 +172,18 @@ def block_backward(
     if recompute == 2:
         ops.gained_rmsnorm_forward(act.norm1, act.norm1_rstd, x, w.norm1_gain, epsilon=epsilon)
         if act.heads is not None:
-            turn(ops, w, act, shape, length=length)()
+            norm_and_rotate(ops, w, act, shape, length=length)()
     ops.linear_backward(shared.datty, g.proj_weight, None, d.dresidual_mid, act.atty, w.proj_weight, scratch=s)
     ops.attention_backward(d.dqkv, shared.datty, act.atty, act.lse, act.qkv, scratch=shared.attention_scratch)
-    turn_back(ops, w, g, act, d.dqkv, s, shape)
+    norm_and_rotate_backward(ops, w, g, act, d.dqkv, s, shape)
     ops.linear_backward(shared.dnorm, g.qkv_weight, g.qkv_bias, d.dqkv, act.norm1, w.qkv_weight, scratch=s)
     ops.gained_rmsnorm_backward(dx, g.norm1_gain, shared.dnorm, x, act.norm1_rstd, w.norm1_gain, scratch=s)
 
 
-def turn_back(
+def norm_and_rotate_backward(
     ops: ModuleType, w: BlockWeights, g: BlockWeights, act: BlockActivations, dqkv: Tensor, s: Tensor, shape: ModelShape
 ) -> None:
-    """Turns the gradient after `turn` into the gradient before it."""
+    """Turns the gradient after `norm_and_rotate` into the gradient before it."""
     options = rotation(shape) | {"length": act.lse.shape[2]}
     if act.heads is None:
         ops.rotary_backward(dqkv, num_heads=shape.num_heads, **options)
@@ -217,8 +217,8 @@ def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> 
     epsilon = shape.family.norm_epsilon
     ops.token_embedding_decode(x, b.tokens, w.wte)
     for layer, weights in enumerate(w.blocks):
-        turned = turn(ops, weights, act, shape, positions=b.positions)
-        block_forward(ops, weights, act, x, turned, onto_stream_of_step(ops, act, b, layer), s, epsilon)
+        rotated = norm_and_rotate(ops, weights, act, shape, positions=b.positions)
+        block_forward(ops, weights, act, x, rotated, onto_stream_of_step(ops, act, b, layer), s, epsilon)
     norm = act.norm1, act.norm1_rstd, x, w.lnf_gain
     ops.gained_rmsnorm_linear_forward(b.logits, *norm, w.head, None, epsilon=epsilon, scratch=s)
 
@@ -234,21 +234,14 @@ def prefill(
     N, s, epsilon = batch * length, b.scratch, shape.family.norm_epsilon
     act = prefill_block(b.blocks[0], batch, length, shape.num_heads)
     x, tokens = act.residual_out, b.prompt_tokens[:N].view(batch, length)
+    at_places = ops.decode if begun else ops
+    place: dict[str, Any] = {"positions": b.prompt_positions[:N]} if begun else {"length": length}
     ops.token_embedding_forward(x, tokens, w.wte)
     for layer, weights in enumerate(w.blocks[:-1]):
-        turned = turn_prompts(ops, weights, act, shape, b.prompt_positions[:N] if begun else None, length)
+        rotated = norm_and_rotate(at_places, weights, act, shape, **place)
         onto = onto_stream_of_prompts(ops, act, b, layer, batch, begun=begun)
-        block_forward(ops, weights, act, x, turned, onto, s, epsilon)
+        block_forward(ops, weights, act, x, rotated, onto, s, epsilon)
     last = w.blocks[-1]  # of which the keys and values alone are read
     queries_keys_values(ops, last, act, x, s, epsilon)
-    turn_prompts(ops, last, act, shape, b.prompt_positions[:N] if begun else None, length)()
+    norm_and_rotate(at_places, last, act, shape, **place)()
     store_prompts(ops, act, b, len(w.blocks) - 1, batch, begun=begun)
-
-
-def turn_prompts(
-    ops: ModuleType, w: BlockWeights, act: BlockActivations, shape: ModelShape, positions: Tensor | None, length: int
-) -> Launch:
-    """`turn` of tokens at `positions` (N), or of samples of `length` tokens."""
-    if positions is None:
-        return turn(ops, w, act, shape, length=length)
-    return turn(ops.decode, w, act, shape, positions=positions)

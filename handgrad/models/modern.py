@@ -50,7 +50,7 @@ from handgrad.models.rows import WHOLE_BLOCKS, ActivationRow, repeated
 # Queries and keys before attention, and back: normalised and rotated, one of the two, or as they are.
 
 
-def turn(ops: ModuleType, act: BlockActivations, shape: ModelShape, **place: Any) -> Launch:
+def norm_and_rotate(ops: ModuleType, act: BlockActivations, shape: ModelShape, **place: Any) -> Launch:
     """`place`: the `length` of the samples at hand, or the `positions` of one token per sequence."""
     if not shape.has("rotary"):
         return nothing if act.qk_rstd is None else partial(ops.qk_norm_forward, act.qkv, act.qk_rstd)
@@ -59,26 +59,28 @@ def turn(ops: ModuleType, act: BlockActivations, shape: ModelShape, **place: Any
     return partial(ops.qk_norm_rotary_forward, act.qkv, act.qk_rstd, **place)
 
 
-def turn_back(ops: ModuleType, dqkv: Tensor, act: BlockActivations, shape: ModelShape) -> Launch:
-    """Turns the gradient after `turn` into the gradient before it."""
+def norm_and_rotate_backward(ops: ModuleType, act: BlockActivations, dqkv: Tensor, shape: ModelShape) -> None:
+    """Turns the gradient after `norm_and_rotate` into the gradient before it."""
     length = act.lse.shape[2]
     if not shape.has("rotary"):
-        return nothing if act.qk_rstd is None else partial(ops.qk_norm_backward, dqkv, act.qkv, act.qk_rstd)
-    if act.qk_rstd is None:
-        return partial(ops.rotary_backward, dqkv, num_heads=shape.num_heads, length=length)
-    return partial(ops.qk_norm_rotary_backward, dqkv, act.qkv, act.qk_rstd, length=length)
+        if act.qk_rstd is not None:
+            ops.qk_norm_backward(dqkv, act.qkv, act.qk_rstd)
+    elif act.qk_rstd is None:
+        ops.rotary_backward(dqkv, num_heads=shape.num_heads, length=length)
+    else:
+        ops.qk_norm_rotary_backward(dqkv, act.qkv, act.qk_rstd, length=length)
 
 
 # Value embeddings, before attention as well.
 
 
-def with_values(ops: ModuleType, turned: Launch, w: BlockWeights, act: BlockActivations, tokens: Tensor) -> Launch:
-    """`turned`, and the value embeddings of `tokens` where the block has them."""
+def with_values(ops: ModuleType, before: Launch, w: BlockWeights, act: BlockActivations, tokens: Tensor) -> Launch:
+    """`before`, and then the value embeddings of `tokens` where the block has them."""
     if w.value_embedding is None:
-        return turned
+        return before
 
     def both() -> None:
-        turned()
+        before()
         ops.value_embedding_forward(act.qkv, act.gate, act.norm1, w.value_gate, tokens, w.value_embedding)
 
     return both
@@ -87,7 +89,9 @@ def with_values(ops: ModuleType, turned: Launch, w: BlockWeights, act: BlockActi
 # The scalars, before and after a block.
 
 
-def enter(ops: ModuleType, w: BlockWeights, act: BlockActivations, x: Tensor, first: Tensor | None, s: Tensor) -> Tensor:
+def queries_keys_values(
+    ops: ModuleType, w: BlockWeights, act: BlockActivations, x: Tensor, first: Tensor | None, s: Tensor
+) -> Tensor:
     """[q k v] = RMS(x) W^T, x as the scalars change it: returns that stream."""
     if act.mixed is None:
         ops.rmsnorm_linear_forward(act.qkv, act.norm1, act.norm1_rstd, x, w.qkv_weight, scratch=s)
@@ -105,10 +109,17 @@ def norm1_again(ops: ModuleType, w: BlockWeights, act: BlockActivations, x: Tens
         ops.mix_rmsnorm_forward(None, act.norm1, act.norm1_rstd, x, first, w.residual_scalar, w.input_scalar)
 
 
-def leave(
-    ops: ModuleType, w: BlockWeights, g: BlockWeights, act: BlockActivations, shared: Gradients, x: Tensor, dx: Tensor,
-    first: Tensor | None, s: Tensor,
-) -> None:  # fmt: skip
+def norm1_backward(
+    ops: ModuleType,
+    w: BlockWeights,
+    g: BlockWeights,
+    act: BlockActivations,
+    shared: Gradients,
+    x: Tensor,
+    dx: Tensor,
+    first: Tensor | None,
+    s: Tensor,
+) -> None:
     """The block's first norm and its scalars, backward: dx, so far of the stream between them, becomes that of x."""
     if act.mixed is None:
         ops.rmsnorm_backward(dx, shared.dnorm, x, act.norm1_rstd)
@@ -128,8 +139,8 @@ def forward(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) ->
     for layer, (weights, block) in enumerate(zip(w.blocks, act.blocks, strict=True)):
         if weights.value_embedding is not None:
             stages.append(Stage(f"values.{layer}", nothing))
-        attention = turned_and_attention(ops, weights, block, act, shape)
-        run = partial(block_forward, ops, weights, block, x, act.first, *attention, s)
+        before = before_attention_of(ops, weights, block, act, shape)
+        run = partial(block_forward, ops, weights, block, x, act.first, before, attention_of(ops, block, act), s)
         stages.append(Stage(f"blocks.{layer}", run))
         x = block.residual_out
     last_norm = partial(ops.rmsnorm_forward, act.lnf, act.lnf_rstd, x)
@@ -142,23 +153,30 @@ def embedding_forward(ops: ModuleType, w: Weights, act: Activations) -> None:
         ops.rmsnorm_forward(act.normed_embedding, act.embedding_rstd, act.embedded)
 
 
-def turned_and_attention(
+def before_attention_of(
     ops: ModuleType, w: BlockWeights, act: BlockActivations, whole: Activations, shape: ModelShape
-) -> tuple[Launch, Onto]:
-    """`turned` and `attend` of a training."""
-    turned = with_values(ops, turn(ops, act, shape, length=act.lse.shape[2]), w, act, whole.tokens)
-    return turned, attention_of(ops, act, whole)
+) -> Launch:
+    """The `before_attention` of a training."""
+    return with_values(ops, norm_and_rotate(ops, act, shape, length=act.lse.shape[2]), w, act, whole.tokens)
 
 
 def block_forward(
-    ops: ModuleType, w: BlockWeights, act: BlockActivations, x: Tensor, first: Tensor | None, turned: Launch,
-    attend: Onto, s: Tensor, *, again: bool = False,
-) -> None:  # fmt: skip
-    """x (N, C) -> act.residual_out (N, C). `first`: the first block's x. `turned` places act.qkv, and `attend` attends with
-    them, in training among the sequences at hand, in generation with the keys and values of earlier tokens, and adds the
-    product of the result to the stream. `again`: in the backward, which does not read the last product."""
-    x = enter(ops, w, act, x, first, s)  # x = r x + s x0, [q k v] = RMS(x) W^T
-    turned()  # q, k = R(q / |q|), R(k / |k|)
+    ops: ModuleType,
+    w: BlockWeights,
+    act: BlockActivations,
+    x: Tensor,
+    first: Tensor | None,
+    before_attention: Launch,
+    attend: Onto,
+    s: Tensor,
+    *,
+    again: bool = False,
+) -> None:
+    """x (N, C) -> act.residual_out (N, C). `first`: the first block's x. `before_attention` changes act.qkv, and `attend`
+    attends with them, in training among the sequences at hand, in generation with the keys and values of earlier tokens,
+    and adds the product of the result to the stream. `again`: in the backward, which does not read the last product."""
+    x = queries_keys_values(ops, w, act, x, first, s)  # x = r x + s x0, [q k v] = RMS(x) W^T
+    before_attention()  # q, k = R(RMS(q)), R(RMS(k)), v = v + g ve[token]
     attend(act.residual_mid, x, w.proj_weight, None)  # y = softmax(q k^T / sqrt(D)) v, a = x + y W^T
     norm = act.norm2, act.norm2_rstd, act.residual_mid
     ops.rmsnorm_linear_relu2_forward(act.hidden, *norm, w.fc_weight, scratch=s)  # h = max(RMS(a) W^T, 0)^2
@@ -189,13 +207,7 @@ def backward(
     stages = [Stage("head", head, done=True) if shape.has("untied_head") else Stage("", head)]
     for layer in reversed(range(len(w.blocks))):
         block = w.blocks[layer], g.blocks[layer], act.blocks[layer], d.blocks[layer]
-        back = turn_back(ops, d.blocks[layer].dqkv, act.blocks[layer], shape)
-        again = None
-        if recompute == WHOLE_BLOCKS:
-            attention = turned_and_attention(ops, w.blocks[layer], act.blocks[layer], act, shape)
-            tensors = w.blocks[layer], act.blocks[layer], stream[layer], act.first
-            again = partial(block_forward, ops, *tensors, *attention, act.scratch, again=True)
-        run = partial(block_backward, ops, *block, d, stream[layer], below[layer], act, back, again, act.scratch, recompute)
+        run = partial(block_backward, ops, *block, d, stream[layer], below[layer], act, shape, recompute)
         stages.append(Stage(f"blocks.{layer}", run, done=True))
         if (dtable := g.blocks[layer].value_embedding) is not None:
             tokens = d.blocks[layer].dvalues, act.tokens, act.sorted_positions
@@ -221,15 +233,14 @@ def block_backward(
     x: Tensor,
     dx: Tensor,
     whole: Activations,
-    turn_back: Launch,
-    again: Launch | None,
-    s: Tensor,
+    shape: ModelShape,
     recompute: int,
 ) -> None:
-    """d.dresidual_out -> dx, one buffer changed in place; adds the weights' gradients to `g`. `again`: the block's forward,
-    at `WHOLE_BLOCKS`."""
-    if again is not None:
-        again()
+    """d.dresidual_out -> dx, one buffer changed in place; adds the weights' gradients to `g`."""
+    s = whole.scratch
+    if recompute == WHOLE_BLOCKS:
+        before = before_attention_of(ops, w, act, whole, shape)
+        block_forward(ops, w, act, x, whole.first, before, attention_of(ops, act, whole), s, again=True)
     elif recompute:
         if recompute == 2:
             ops.rmsnorm_forward(act.norm2, act.norm2_rstd, act.residual_mid)
@@ -241,12 +252,12 @@ def block_backward(
         norm1_again(ops, w, act, x, whole.first)
     ops.linear_backward(shared.datty, g.proj_weight, None, d.dresidual_mid, act.atty, w.proj_weight, scratch=s)
     ops.attention_backward(d.dqkv, shared.datty, act.atty, act.lse, act.qkv, scratch=shared.attention_scratch)
-    turn_back()
+    norm_and_rotate_backward(ops, act, d.dqkv, shape)
     ops.linear_backward(shared.dnorm, g.qkv_weight, None, d.dqkv, act.norm1, w.qkv_weight, scratch=s)
     if w.value_embedding is not None:
         looked_up = act.gate, act.norm1, w.value_gate, whole.tokens, w.value_embedding
         ops.value_embedding_backward(d.dvalues, shared.dnorm, g.value_gate, d.dqkv, *looked_up, scratch=s)
-    leave(ops, w, g, act, shared, x, dx, whole.first, s)
+    norm1_backward(ops, w, g, act, shared, x, dx, whole.first, s)
 
 
 def embedding_backward(ops: ModuleType, g: Weights, act: Activations, d: Gradients) -> None:
@@ -281,13 +292,13 @@ def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> 
     tokens that follow. `ops`: those of generation, one row per sequence."""
     s, act = b.scratch, b.blocks[1]
     x = act.residual_out if act.first is None else act.first
-    turned = turn(ops, act, shape, positions=b.positions)
+    rotated = norm_and_rotate(ops, act, shape, positions=b.positions)
     ops.token_embedding_decode(x, b.tokens, w.wte)
     if shape.has("embedding_norm"):
         ops.rmsnorm_forward(x, act.norm1_rstd, x)
     for layer, weights in enumerate(w.blocks):
-        values = values_of_step(ops, turned, weights, act, x, b.tokens)
-        block_forward(ops, weights, act, x, act.first, values, onto_stream_of_step(ops, act, b, layer), s)
+        before = values_of_step(ops, rotated, weights, act, x, b.tokens)
+        block_forward(ops, weights, act, x, act.first, before, onto_stream_of_step(ops, act, b, layer), s)
         x = act.residual_out
     ops.rmsnorm_linear_forward(b.logits, act.norm1, act.norm1_rstd, x, w.head, scratch=s)
     if shape.softcap:
@@ -295,15 +306,15 @@ def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> 
 
 
 def values_of_step(
-    ops: ModuleType, turned: Launch, w: BlockWeights, act: DecodingBlock, x: Tensor, tokens: Tensor
+    ops: ModuleType, before: Launch, w: BlockWeights, act: DecodingBlock, x: Tensor, tokens: Tensor
 ) -> Launch:
     """`with_values` of one token per sequence, from the stream x: generation's products keep no norms."""
     if w.value_embedding is None:
-        return turned
+        return before
     stream = x if act.mixed is None else act.mixed
 
     def both() -> None:
-        turned()
+        before()
         ops.value_embedding_decode(act.qkv, stream, w.value_gate, tokens, w.value_embedding)
 
     return both
@@ -321,18 +332,18 @@ def prefill(
     act = prefill_block(b.blocks[0], batch, length, shape.num_heads)
     x, tokens = act.residual_out if act.first is None else act.first, b.prompt_tokens[:N].view(batch, length)
     if begun:
-        turned = turn(ops.decode, act, shape, positions=b.prompt_positions[:N])
+        rotated = norm_and_rotate(ops.decode, act, shape, positions=b.prompt_positions[:N])
     else:
-        turned = turn(ops, act, shape, length=length)
+        rotated = norm_and_rotate(ops, act, shape, length=length)
     ops.token_embedding_forward(x, tokens, w.wte)
     if shape.has("embedding_norm"):
         ops.rmsnorm_forward(x, act.norm1_rstd, x)
     for layer, weights in enumerate(w.blocks[:-1]):
-        values = with_values(ops, turned, weights, act, tokens)
+        before = with_values(ops, rotated, weights, act, tokens)
         onto = onto_stream_of_prompts(ops, act, b, layer, batch, begun=begun)
-        block_forward(ops, weights, act, x, act.first, values, onto, s)
+        block_forward(ops, weights, act, x, act.first, before, onto, s)
         x = act.residual_out
     last = w.blocks[-1]  # of which the keys and values alone are read
-    enter(ops, last, act, x, act.first, s)
-    with_values(ops, turned, last, act, tokens)()
+    queries_keys_values(ops, last, act, x, act.first, s)
+    with_values(ops, rotated, last, act, tokens)()
     store_prompts(ops, act, b, len(w.blocks) - 1, batch, begun=begun)
