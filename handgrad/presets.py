@@ -42,7 +42,7 @@ def listed(names: Iterable[str]) -> str:
 
 
 def model(name: str) -> dict[str, Any]:
-    """The fields that `--model NAME` sets."""
+    """The fields that `--model NAME` sets. Raises `UsageError` for an unknown name."""
     if name not in MODELS:
         raise UsageError(f"unknown model {name!r}{nearest_name(name, MODELS)}; known: {listed(MODELS)}")
     sizes = dict(zip(("num_layers", "num_heads", "channels"), MODELS[name], strict=True))
@@ -166,6 +166,7 @@ PRESETS: dict[str, Callable[[], RunConfig]] = {
 
 
 def preset(name: str) -> RunConfig:
+    """The configuration of this name. Raises `UsageError` for an unknown one."""
     if name not in PRESETS:
         raise UsageError(f"unknown preset {name!r}{nearest_name(name, PRESETS)}; known: {listed(PRESETS)}")
     return PRESETS[name]()

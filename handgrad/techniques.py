@@ -53,14 +53,14 @@ def default() -> list[str]:
 
 
 def check_techniques(techniques: str) -> None:
-    """Raises `UsageError` for a name that there is not."""
+    """Raises `UsageError` for an unknown name."""
     for name in names_of(techniques):
         check_choice("techniques", name, (*TECHNIQUES, NONE))
 
 
 def changed(techniques: str, without: str = "", added: str = "") -> str:
-    """The list less the names in `without`, and with those in `added`. Raises `UsageError` for a name that there is not,
-    and for one that changes nothing."""
+    """The list less the names in `without`, and with those in `added`. Raises `UsageError` for an unknown name, and for one
+    that changes nothing."""
     check_techniques(techniques)
     names = set(names_of(techniques)) - {NONE}
     for option, text, has, state in (

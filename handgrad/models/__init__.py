@@ -6,9 +6,9 @@ gpt2      GPT-2
 modern    the network of docs/modern.md; `modern_tensors` has its rows
 llama     Llama, Qwen2, Qwen3 and their relatives; `llama_tensors` has their rows
 decoding  the buffers of generation
-overlay   operations with some of them replaced, as the two that follow have them
-documents rows that hold several documents
-untrained targets that are not trained
+overlay   operations with some of them replaced
+documents an overlay for rows that hold several documents
+untrained an overlay for targets that are not trained
 freezing  parameters that a run leaves as they are
 
 An architecture computes with the operations and tensors that it is given. It knows no memory, no optimizer and no other

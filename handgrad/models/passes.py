@@ -37,7 +37,8 @@ Onto = Callable[[Tensor, Tensor, Tensor, Tensor | None], None]  # (out, residual
 
 
 def onto_stream(ops: ModuleType, attend: Launch, attended: Tensor, scratch: Tensor) -> Onto:
-    """Returns `attend`, which makes y = `attended` (N, H D), and then out = residual + y weight^T + bias."""
+    """Returns a function that calls `attend`, which makes y = `attended` (N, H D), then makes out = residual + y weight^T +
+    bias."""
 
     def both(out: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         attend()

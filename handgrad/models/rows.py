@@ -3,9 +3,12 @@
 An architecture declares its tensors once, as fields of dataclasses: the field's name is the tensor's, its metadata is the
 row. A shape is written in the alphabet of `handgrad.ops` ("N 3C", "B H T"); the sizes of the letters come with the model.
 
-    parameter      shape, initial distribution, bucket, optimizer group, the GEMMs that may read it in fp8
-    activation     shape, dtype, the stages it lives through, the recompute level from which it is made again
-    gradient       the same, of the backward pass; one buffer serves all blocks in turn
+    parameter   shape, initial distribution, bucket, optimizer group, the GEMMs that may read it in fp8
+    activation  shape, dtype, the stages it lives through, the recompute level from which it is made again; the gradients of
+                activations are such rows as well, each a buffer that all blocks use in turn
+    shared      a block's name for such a buffer
+    given       an input that only some runs have
+    repeated    a dataclass per layer
 """
 
 import itertools

@@ -10,8 +10,8 @@
   that stand in `reference` already, and is tested against that composition.
 - Parameters and activations share one dtype (float32, bfloat16, float16; float64 in tests). Statistics (`mean`, `rstd`,
   `lse`, `losses`) and gradient accumulators are float32, or float64 where the activations are.
-- What changes from step to step (learning rate, step number, limits) lies in the buffer `controls`, and what a step finds
-  out (loss, norm, verdict) in `results`, on the device: a launched step can be replayed without the host.
+- Two buffers on the device hold the numbers that change from step to step: `controls` the host's (learning rate, step
+  number, limits, tokens), `results` the step's own (loss, norm, verdict). So a step can be replayed without the host.
 
 One alphabet for the whole repository:
 
@@ -56,14 +56,14 @@ DECODE_OPERATIONS = (
     *("rmsnorm_linear_forward", "rmsnorm_linear_relu2_forward", "mix_rmsnorm_linear_forward", "value_embedding_decode"),
 )
 
-# And what sets a run up asks every backend.
+# Set-up calls these of every backend.
 SET_UP = ("versions", "check_sizes", "scratch_bytes", "attention_scratch_bytes", "muon_scratch_bytes", "compile_ahead")
 
-# Places in `controls` (float64): what the host decides for a step.
+# Places in `controls` (float64): the host's decisions for a step.
 CONTROL_STEP, CONTROL_LEARNING_RATE, CONTROL_LOSS_LIMIT, CONTROL_NORM_LIMIT, CONTROL_TOKENS = range(5)
 CONTROLS = 5
 
-# Places in `results` (float64): what a step found out. `scale` multiplies the gradient in the update.
+# Places in `results` (float64): the findings of a step. `scale` multiplies the gradient in the update.
 RESULT_LOSS, RESULT_NORM, RESULT_SCALE, RESULT_VERDICT, RESULT_LOSS_SCALE = range(5)
 RESULTS = 5
 

@@ -55,7 +55,7 @@ def after_mix_rmsnorm(mix_rmsnorm_forward: Operation, product: Operation) -> Ope
 
 
 def after_mix(mix_forward: Operation, rmsnorm_linear_forward: Operation) -> Operation:
-    """Returns the same operation, of a mixture and of a product that has the norm in it."""
+    """Returns the operation of `after_mix_rmsnorm`, from the mixture alone and a product that begins with the norm."""
 
     def both(out: Tensor, *tensors: Tensor | None, scratch: Tensor | None = None) -> None:
         mixed, norm, rstd, *mixture, weight = tensors

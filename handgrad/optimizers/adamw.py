@@ -1,5 +1,5 @@
-"""AdamW (Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101); vectors do not decay, and a parameter's steps are
-`rate` times as large as the step's learning rate lr has it, its decay is not.
+"""AdamW (Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101). Vectors do not decay. A parameter's `rate` multiplies
+the learning rate lr of its steps, but not of its decay.
 
 m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2
 w = (1 - lr decay) w - rate lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
@@ -55,7 +55,7 @@ class AdamW:
                 beta1=self.beta1,
                 beta2=self.beta2,
                 epsilon=self.epsilon,
-                weight_decay=self.weight_decay / rate if decays else 0.0,  # at the rate of all
+                weight_decay=self.weight_decay / rate if decays else 0.0,  # which the operation multiplies by rate
                 rate=rate,
                 seed=self.seed,
                 first_element=part.first_element,

@@ -12,7 +12,7 @@ N is scaled to a root mean square of 0.2, about that of AdamW's updates, so that
 only where the update shrinks them (Chen et al. 2025, https://arxiv.org/abs/2510.12402).
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
@@ -49,12 +49,9 @@ class Muon:
 
     def scratch_bytes(self, ops: Any, table: Table, dtype: torch.dtype, device: torch.device) -> int:
         """The largest batch of the model, whatever part of it this process owns, and the operations' scratch behind it."""
-        matrices = defaultdict[tuple[int, ...], int](int)
-        for row in table:
-            matrices[row.shape] += self.whole(row)
         needs = [0]
-        for (rows, columns), owned in ((shape, owned) for shape, owned in matrices.items() if owned):
-            count = min(owned, batch_size(rows, columns))
+        for (rows, columns), count in Counter(row.shape for row in table if self.whole(row)).items():
+            count = min(count, batch_size(rows, columns))
             batch = count * rows * columns * polar_dtype(device, dtype).itemsize
             needs.append(rounded_up(batch, ALIGN_BYTES))
             needs[-1] += ops.muon_scratch_bytes(matrices=count, rows=rows, columns=columns)

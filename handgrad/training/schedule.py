@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Schedule:
-    """With r from 0 to 1 over the steps after the warm-up, and low = final_fraction * peak:
+    """With low = final_fraction * peak, r from 0 to 1 over the steps after the warm-up, and r' over the cooldown, the last
+    part of all steps:
 
     warm-up   peak (s + 1) / warmup_steps
     cosine    low + (peak - low) (1 + cos(pi r)) / 2      (Loshchilov & Hutter 2017)
     linear    peak + (low - peak) r
-    wsd       peak, and in the cooldown, the last part of all steps, low + (1 - sqrt r') (peak - low)  (Haegele et al. 2024)
-    trapezoid peak, and in the cooldown low + (1 - r') (peak - low)                       (Zhai et al. 2022)
+    wsd       peak, and in the cooldown low + (1 - sqrt r') (peak - low)      (Haegele et al. 2024)
+    trapezoid peak, and in the cooldown low + (1 - r') (peak - low)           (Zhai et al. 2022)
     constant  peak
     """
 

@@ -141,9 +141,9 @@ def make_state(
     master, flat = views.get("master", parameters), views["gradients"].view(-1)[: flat_elements(table, sharding.lanes)]
     weights: dict[str, Any] = model_weights(design, views) | {name: forms[name] for name in design.rounded}
     gradients = gradients or {row.name: row.view(flat) for row in table}
-    of_weights: dict[str, Any] = gradients
-    if design.base:  # the model's weights have no gradients
-        of_weights = dict.fromkeys(weights)
+    weight_gradients: dict[str, Any] = gradients
+    if design.base:  # the model's weights have none
+        weight_gradients = dict.fromkeys(weights)
     optimizer = {name: views[f"optimizer.{name}"] for name in design.optimizer.state}
     shard = sharding.shard, sharding.shards
     reduced = views.get("gradient_shard")
@@ -180,7 +180,7 @@ def make_state(
         weights=named(model.Weights, weights | forms, layers),
         plain_weights=named(model.Weights, weights, layers),
         named_weights=weights,
-        weight_gradients=named(model.Weights, of_weights, layers),
+        weight_gradients=named(model.Weights, weight_gradients, layers),
         named_gradients=gradients,
         activations=named(model.Activations, views | forms, layers),
         activation_gradients=named(model.Gradients, views | forms, layers),

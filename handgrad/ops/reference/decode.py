@@ -1,7 +1,7 @@
 """Generation, one token per sequence at a time: no operation here asks the host, so that a step can be replayed.
 
 Every sequence of the batch stands at a position of its own. The model's block runs on the operations of this module, whose
-names are those of training where a row is a row; what they leave in `ln`, `mean`, `rstd` and `hidden` means nothing here.
+names are those of training where a row is a row. Nothing reads their `ln`, `mean`, `rstd` and `hidden` here.
 """
 
 import math
@@ -166,7 +166,7 @@ def attention_append(
 #   top-k (Fan et al. 2018): the k likeliest;
 #   top-p (Holtzman et al. 2020): the likeliest until their probabilities add up to p or more;
 #   min-p (Nguyen et al. 2024): those at least min_p times as likely as the likeliest.
-# A token as likely as the last one that a filter keeps is kept, too: what is kept does not depend on an order of equals.
+# A filter keeps every token that is as likely as the last one that it keeps, so the order of equals decides nothing.
 # Drawn is argmax(l + g) over what is left, g = -log(-log u) (Gumbel-max trick; Maddison et al. 2014): token i with the
 # probability softmax(l)_i. u is a hash of (seed, position, token id), the one of stochastic rounding: a draw has no state,
 # and depends neither on the batch nor on the device.

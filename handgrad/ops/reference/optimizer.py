@@ -54,13 +54,13 @@ def verdict(
     limits in `controls`.
 
     loss_scale_inout (3): S / gradient_tokens, which scaled the gradients; S; updates since S last changed. It changes only
-    with `dynamic_loss_scale`. The sum of the gradients of a step of more tokens is so much larger than their mean.
+    with `dynamic_loss_scale`. Over a step of `tokens` the gradients add up to tokens / gradient_tokens times their mean.
     """
     limits = controls.tolist()
     tokens = limits[ops.CONTROL_TOKENS]
     loss = functools.reduce(operator.add, sum_of_losses.tolist()) / tokens  # `sum` would compensate its rounding
     scale, good_steps = loss_scale_inout[1:].tolist()
-    times = scale * (tokens / gradient_tokens)  # the mean gradient
+    times = scale * (tokens / gradient_tokens)  # the factor that the gradients hold
     norm = math.sqrt(norm_partials.cpu().double().sum().item()) / times
     if not math.isfinite(loss):
         code = ops.LOSS_NOT_FINITE
