@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from json import JSONDecodeError
 from pathlib import Path
 
-from handgrad.data.hub import fetch, find_hub
 from handgrad.data.sources import batches, open_parquet, open_plain, reading
 from handgrad.errors import DataError, UsageError
 from handgrad.files import file_sha256
@@ -228,6 +227,8 @@ def task_rows(name: str, file: str) -> tuple[list[Path], list[Record]]:
     if file:
         paths = [Path(file).expanduser()]
     else:
+        from handgrad.data.hub import fetch, find_hub  # `--help` lists the tasks, and needs no HTTP
+
         dataset, split = SHOTS_HUB if name == SHOTS else TASKS[name].hub
         paths = [fetch(source) for source in find_hub(dataset, split)]
     rows = [row for path in paths for row in read_rows(path)]
