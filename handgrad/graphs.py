@@ -1,5 +1,5 @@
-"""Launches that are captured as CUDA graphs: run once eagerly, which loads and compiles what they need, then captured, then
-replayed. They must not allocate, and must not read what the host changes.
+"""Launches that are captured as CUDA graphs: run once eagerly, which loads and compiles their kernels, then captured, then
+replayed. They must not allocate, nor read memory that the host changes.
 """
 
 import contextlib

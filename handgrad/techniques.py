@@ -23,7 +23,7 @@ TECHNIQUES = {
     "value_embeddings": False,
 }
 NONE = "none"  # the list of a model without any
-# What configurations that have `without` instead of a list were made from.
+# The techniques of older configurations, which have `without` instead of a list.
 EARLIER = ("rotary", "qk_norm", "softcap", "embedding_norm", "zero_init", "untied_head")
 
 

@@ -1,7 +1,7 @@
-"""Tensors in fp8: what a product reads instead of 16-bit numbers, and how they are scaled.
+"""Tensors in fp8, which products read in the place of 16-bit ones, and their scales.
 
-fp8(x) = x * scale, rounded to the nearest number of the format (ties to even); what is larger than its largest number
-becomes that one, infinities too, and NaN stays NaN. x counts as it is rounded to the activations' 16-bit dtype, so that
+fp8(x) = x * scale, rounded to the nearest number of the format (ties to even). Larger numbers than its largest, and
+infinities, become that one; NaN stays NaN. x counts as it is rounded to the activations' 16-bit dtype, so that
 quantising is the same wherever it happens. A scale is a power of two: it changes no digit, only the exponent.
 
 The formats (Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433): e4m3 with 3 bits of mantissa, magnitudes from
@@ -26,7 +26,7 @@ GRADIENT_FORMATS: dict[str, GradientFormats] = {"e4m3": (E4M3, E4M3), "e5m2": (E
 # Both formats' largest number is 1.75 * 2^e.
 LARGEST_MANTISSA = 1.75
 LARGEST_EXPONENT = {E4M3: 8, E5M2: 15}
-# What is at most half of the smallest number becomes zero.
+# Numbers of at most half of the smallest become zero.
 VANISHES_AT = {E4M3: 2.0**-10, E5M2: 2.0**-17}
 # Scales stay in the range where they and their inverses are normal float32 numbers.
 LARGEST_SCALE_EXPONENT = 100
@@ -62,7 +62,7 @@ class Quantized:
     rows: Tensor | None  # (N, C) fp8
     columns: Tensor | None  # (C, N) fp8: the same numbers, transposed
     scaling: Tensor  # (SCALING_PLACES) float32
-    statistics: Tensor  # (STATISTICS_PLACES, parts) float32: what each part of the quantising found; unused parts are 0
+    statistics: Tensor  # (STATISTICS_PLACES, parts) float32, from each part of the quantising; unused parts are 0
     plain: Tensor | None = None  # (N, C) in 16 bits
     current: bool = False  # the scale is made from this very tensor, instead of from those of earlier steps
     workspace: Tensor | None = None  # (N, C) in 16 bits: of a gradient, where the one lies that it is made from
@@ -90,7 +90,7 @@ class Quantized:
 
     @property
     def inverse_scale(self) -> Tensor:
-        """(1): what a 1 in fp8 stands for."""
+        """(1): the number that a 1 in fp8 stands for."""
         return self.scaling[INVERSE : INVERSE + 1]
 
 

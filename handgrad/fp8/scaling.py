@@ -1,4 +1,4 @@
-"""The scales of an fp8 run: how they begin, how they follow the numbers, what a checkpoint keeps of them.
+"""The scales of an fp8 run: their beginning, their update from step to step, their part in a checkpoint.
 
 Delayed scaling (Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433): a step quantises with scales that follow from
 the largest numbers of earlier steps, so one pass produces and quantises a tensor. Before the first step one micro-batch

@@ -6,7 +6,7 @@ The stream begins with x = wte[token]. A block is two halves, each `x + f(RMS(x)
     y = a + (silu(g) u) Wdown^T,           [g u] = RMS(a) Wgate_up^T
 
 and the logits are z = RMS(y) Whead^T. Keys and values may have fewer heads than queries. Qwen2 has the bias b, Qwen3 a norm
-of each head of q and k before the rotation; the head may be the embedding. What a member has not, does not exist.
+of each head of q and k before the rotation; the head may be the embedding. Tensors that a member lacks do not exist.
 """
 
 from collections.abc import Iterator

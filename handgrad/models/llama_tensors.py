@@ -65,7 +65,7 @@ def has(shape: ModelShape, name: str) -> bool:
 class BlockWeights:
     qkv_weight: Tensor = parameter("QKV C", NORMAL, "matrix", fp8=Fp8("qkv"))
     proj_weight: Tensor = parameter("C HD", RESIDUAL, "matrix", fp8=Fp8("proj"))
-    # The gates' rows, then those of what they let through.
+    # The rows of the gates g, then those of the numbers u.
     gate_up_weight: Tensor = parameter("2F C", NORMAL, "matrix", fp8=Fp8("mlp"))
     down_weight: Tensor = parameter("C F", RESIDUAL, "matrix", fp8=Fp8("mlp"))
     qkv_bias: Tensor = parameter("QKV", ZEROS, "vector", optional=True)
@@ -114,7 +114,7 @@ class BlockActivations:
     residual_mid: Tensor = activation("N C", lives=kept(ATTENTION, until=FEED_FORWARD))  # the stream between the halves
     norm2: Tensor = activation("N C", lives=kept(FEED_FORWARD), remade_from=2, fp8=Fp8("mlp", redone_from=1))
     norm2_rstd: Tensor = activation("N", "statistics", lives=kept(FEED_FORWARD))
-    hidden: Tensor = activation("N 2F", lives=kept(FEED_FORWARD), remade_from=1)  # gates, and what they let through
+    hidden: Tensor = activation("N 2F", lives=kept(FEED_FORWARD), remade_from=1)  # gates g, then the numbers u
     swiglu: Tensor = activation("N F", lives=kept(FEED_FORWARD), remade_from=1, fp8=Fp8("mlp", late_columns=True))
     residual_out: Tensor = activation("N C", lives=kept(FEED_FORWARD, until=NEXT_BLOCK))
 
@@ -172,8 +172,8 @@ def activations(
     shape: ModelShape, batch: int, length: int, dtype: torch.dtype, ops: ModuleType, *, chunk: int, training: bool
 ) -> Iterator[ActivationRow]:
     """The rows of `Activations` for `batch` samples of `length` tokens, and with `training` those of `Gradients`; `chunk`
-    tokens at a time go through the loss head. Without a norm of queries and keys, qkv is what their product made, rotated
-    in place, and is kept."""
+    tokens at a time go through the loss head. Without a norm of queries and keys, qkv is the output of their product,
+    rotated in place, and is kept."""
     N = batch * length
     sizes = dims(shape) | {"B": batch, "T": length, "N": N, "chunk": chunk}
     sizes["scratch"] = scratch_bytes(shape, N, ops)
@@ -191,6 +191,6 @@ def activations(
 
 
 def scratch_bytes(shape: ModelShape, tokens: int, ops: ModuleType) -> int:
-    """Bytes of `scratch` of the operations that take in so many tokens."""
+    """Bytes of `scratch` of the operations over `tokens` tokens."""
     sizes = dims(shape)
     return ops.scratch_bytes(tokens=tokens, channels=shape.channels, widest=max(sizes["2F"], sizes["QKV"]))

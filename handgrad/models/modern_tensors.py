@@ -39,11 +39,11 @@ FP8_PARTS = ("qkv", "proj", "mlp")  # GEMMs of a block that go to fp8 together; 
 # matrix's numbers, halved.
 EMBEDDING, MATRIX = Init("normal", 0.02), Init("normal", 0.5, by_inputs=True)
 RESIDUAL = Init("normal", 0.5, by_inputs=True, residual=True)  # in the place of zeros
-FEW = Init("constant", value=0.1)  # of the input, at the start of every block
+INPUT_SHARE = Init("constant", value=0.1)  # of the first stream in that of every block
 
-# Learning rates over the step's, which is the head's: docs/modern.md has their sources.
+# Learning rates over the step's, at which the head learns: docs/modern.md has their sources.
 INPUT_SCALAR_RATE, VALUE_TABLE_RATE = 100.0, 75.0
-GATE_CHANNELS = 32  # of the stream, that the gates of the value embeddings read
+GATE_CHANNELS = 32  # of the stream: the gates of the value embeddings read these
 
 # The tensors that a model has with one of these techniques alone.
 OF_TECHNIQUE: dict[str, tuple[str, ...]] = {"head": ("untied_head",), "qk_rstd": ("qk_norm",)}
@@ -87,7 +87,7 @@ class BlockWeights:
     fc_weight: Tensor = parameter("F C", MATRIX, "matrix", fp8=Fp8("mlp"))
     fcproj_weight: Tensor = parameter("C F", ZEROS, "matrix", fp8=Fp8("mlp"))
     residual_scalar: Tensor = parameter("1", ONES, "vector", optional=True)
-    input_scalar: Tensor = parameter("1", FEW, "vector", optional=True, rate=INPUT_SCALAR_RATE)
+    input_scalar: Tensor = parameter("1", INPUT_SHARE, "vector", optional=True, rate=INPUT_SCALAR_RATE)
 
 
 @dataclass

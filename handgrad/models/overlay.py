@@ -1,4 +1,4 @@
-"""Operations of a backend with some of them replaced: what stands beside the plain path joins it in this way."""
+"""Operations of a backend with some of them replaced: so the rooms beside the plain path join it."""
 
 from types import ModuleType
 from typing import Any

@@ -15,7 +15,8 @@ Launch = Callable[[], None]
 
 
 def nothing() -> None:
-    """Launches nothing: what is left out, or a stage that only marks where its bucket's weights are needed."""
+    """Launches nothing, in the place of an operation that a model lacks, or in a stage that only marks where its bucket's
+    weights are needed."""
 
 
 @dataclass(frozen=True)

@@ -166,7 +166,7 @@ def kept(stage: int, until: int | None = None) -> Lives:
 
 def lived_again(clock: Clock, ticks: tuple[Interval, ...]) -> tuple[Interval, ...]:
     """The ticks of a block's tensor at `WHOLE_BLOCKS`: those of its readers in the forward; then, made again as the block's
-    backward begins, to its last reader there. What the blocks above alone read is kept."""
+    backward begins, to its last reader there. Tensors that the blocks above alone read are kept."""
     ((first, last),) = ticks
     begin = clock.mirrored(clock.tick(clock.stages - 1))
     if last < clock.head:
@@ -372,7 +372,7 @@ def exact_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def named(tensors: type[T], views: Mapping[str, Any], layers: int, prefix: str = "") -> T:
     """A dataclass of tensors with the views that bear its fields' names: of a block's field `blocks.3.name`, or the `name`
-    that all blocks share. What has no 16-bit form is None, and what the model is without."""
+    that all blocks share. Tensors without a 16-bit form are None, and those that the model lacks."""
 
     def lookup(f: Field) -> Any:
         row = f.metadata

@@ -1,11 +1,11 @@
 """The contract of an operation. A backend is a module of functions that keep it; `reference` is the specification.
 
 - Outputs first, then inputs, then keyword-only scalars. Shapes come from the tensors.
-- An operation fills the buffers it is given. What a kernel needs beside them it takes from `scratch`, a uint8 buffer of
-  at least `scratch_bytes(...)` whose contents mean nothing between operations; the operations of a CPU take none. (Their
-  temporaries inside one call, and the cosines of a length, which they keep, are the only allocations.)
-- A parameter gradient is added into: `*_acc`. An activation gradient is overwritten: `d*`. What is changed in place
-  says so: `*_inout`. No buffer ever holds what its name denies.
+- An operation fills the buffers that it is given. A kernel's workspace is `scratch`, a uint8 buffer of at least
+  `scratch_bytes(...)` whose contents mean nothing between operations. The operations of a CPU take none: they allocate
+  temporaries inside a call, and keep the cosines of a length.
+- An operation adds a parameter's gradient into `*_acc`, overwrites an activation's, `d*`, and changes `*_inout` in place.
+  No buffer's name denies its contents.
 - `x_forward` and `x_backward` stand side by side, headed by their equation. A fused operation is the composition of two
   that stand in `reference` already, and is tested against that composition.
 - Parameters and activations share one dtype (float32, bfloat16, float16; float64 in tests). Statistics (`mean`, `rstd`,
@@ -20,7 +20,7 @@ One alphabet for the whole repository:
     K heads of keys and values, where they are fewer than those of queries
 """
 
-# The operations of every backend, with the same arguments in each. `reference` says what they do.
+# The operations of every backend, with the same arguments in each. `reference` specifies them.
 OPERATIONS = (
     *("embedding_forward", "embedding_backward", "token_embedding_forward", "token_embedding_backward"),
     *("layernorm_forward", "layernorm_backward"),

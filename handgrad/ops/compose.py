@@ -32,7 +32,8 @@ def after_rmsnorm(rmsnorm_forward: Operation, product: Operation, *bias: None) -
 
 def after_gained_rmsnorm(gained_rmsnorm_forward: Operation, product: Operation, outs: int) -> Operation:
     """Returns the operation (*outs, norm, rstd, x, gain, *weights): `product` of RMSnorm(x) with its gain (C), x (N, C),
-    and the weights that it takes, into so many `outs`. norm (N, C) receives RMSnorm(x), rstd (N) its statistic."""
+    and the weights that it takes. `outs`: the number of its outputs. norm (N, C) receives RMSnorm(x), rstd (N) its
+    statistic."""
 
     def both(*tensors: Tensor | None, epsilon: float, scratch: Tensor | None = None) -> None:
         norm, rstd, x, gain = tensors[outs : outs + 4]

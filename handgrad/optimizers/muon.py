@@ -26,7 +26,7 @@ from handgrad.optimizers import Owned
 from handgrad.optimizers.adamw import AdamW
 
 MATRIX = "matrix"
-BATCH_ELEMENTS = 1 << 27  # matrices of one shape go through the polynomials together, as many as have so many elements
+BATCH_ELEMENTS = 1 << 27  # of the matrices of one shape that go through the polynomials together, at most
 ALIGN_BYTES = 512  # of the operations' scratch behind a batch
 
 
@@ -85,8 +85,8 @@ class Muon:
 
 
 def polar_dtype(device: torch.device, exact: torch.dtype) -> torch.dtype:
-    """On a GPU 16 bits: the next polynomial sends back towards 1 what rounding moves (docs/operations/muon.md). "meta" is a
-    GPU that is not here."""
+    """On a GPU 16 bits: each polynomial sends singular values that rounding moved back towards 1 (docs/operations/muon.md).
+    "meta" is a GPU that is not here."""
     return torch.bfloat16 if device.type in ("cuda", "meta") else exact
 
 

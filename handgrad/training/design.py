@@ -1,7 +1,6 @@
 """A training run, resolved: everything that the run is, decided once.
 
-`run.resolve` makes it from the user's configuration. What is below here takes what it needs from it and never asks the
-configuration again.
+`run.resolve` makes it from the user's configuration. The modules below take it, and never ask the configuration again.
 """
 
 from dataclasses import dataclass
@@ -89,7 +88,7 @@ class Design:
     host_plan: Plan  # of the optimizer's state, where the host keeps it
     sample_tokens: int = 0  # of the texts that the run writes
     lora: Any = None
-    base: Table = ()  # the model's weights, if what trains is beside them: frozen, in a flat buffer of their own
+    base: Table = ()  # the model's weights where adapters train instead: frozen, in a flat buffer of their own
     rounded: frozenset[str] = frozenset()  # those of them that exist in fp8 alone
 
     @property

@@ -59,7 +59,7 @@ class Piece:
 
 
 def pieces(state: TrainingState) -> Iterator[Piece]:
-    """The pieces of what is updated here, whose slots take turns."""
+    """The pieces of the ranges that this process updates, in slots that take turns."""
     number = 0
     for part in state.owned:
         for start in range(0, part.weight.numel(), PIECE_ELEMENTS):

@@ -80,7 +80,7 @@ class TrainingState:
     named_gradients: dict[str, Tensor]  # of the parameters, by name
     activations: Any
     activation_gradients: Any
-    owned: list[Owned]  # what the optimizer updates here
+    owned: list[Owned]  # the ranges and parameters that this process updates
     frozen: list[Tensor]  # gradients of frozen parameters
     norms: list[tuple[Tensor, Tensor]]  # (sums of squares, gradient) of the parts of the global norm made here
 

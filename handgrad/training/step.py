@@ -59,10 +59,10 @@ class Program:
     before_step: list[Callable[[int], None]] = field(default_factory=list)  # of a step's number
     before_update: list[Callable[[], None]] = field(default_factory=list)  # between norms and update; eager
     after_update: list[Callable[[], None]] = field(default_factory=list)  # eager
-    compiled: list[Callable[[], None]] = field(default_factory=list)  # what else to compile ahead
+    compiled: list[Callable[[], None]] = field(default_factory=list)  # more launches to compile ahead
     reports: list[Tensor] = field(default_factory=list)  # device tensors that travel with a step's results
-    kept: list[Tensor] = field(default_factory=list)  # what changes even in a step without an update
-    restored: list[Callable[[], None]] = field(default_factory=list)  # what follows from them; eager
+    kept: list[Tensor] = field(default_factory=list)  # tensors that change even in a step without an update
+    restored: list[Callable[[], None]] = field(default_factory=list)  # make the tensors that follow from `kept`; eager
 
 
 def plain_program(state: TrainingState, ops: Any, model_ops: Any) -> Program:
@@ -149,8 +149,8 @@ class TrainStep:
         self.make_gradients(step)
 
     def begin_again(self, step: int) -> None:
-        """Launches the micro-batches of `step` once more: one without an update, whose result was read last. What the step
-        behind it has begun is lost."""
+        """Launches the micro-batches of `step` once more, a step without an update whose result was read last. The
+        gradients of the step behind it are lost."""
         for copy, tensor in zip(self.kept[step % IN_FLIGHT], self.program.kept, strict=True):
             tensor.copy_(copy)
         for restore in self.program.restored:
@@ -159,7 +159,7 @@ class TrainStep:
         self.make_gradients(step)
 
     def prepare(self, step: int) -> None:
-        """Does what `step` needs before its first micro-batch."""
+        """Makes the preparations of `step`, before its first micro-batch."""
         for prepare in self.program.before_step:
             prepare(step)
 

@@ -2,7 +2,7 @@
 
 Layer norm, GELU and attention, forward and backward, AdamW and float32 GEMMs (oneDNN) call the library. RMS norm, rotation,
 squared ReLU, SwiGLU and the soft cap, for which it has no kernels, make fewer passes over memory than the formula. Each is
-tested against `handgrad.ops.reference`, which says what it computes.
+tested against `handgrad.ops.reference`, its specification.
 """
 
 # ruff: noqa: F401

@@ -18,7 +18,7 @@ from torch import Tensor
 
 def split_heads(packed: Tensor, batch: int, num_heads: int, head_width: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """q (B, H, T, D), k and v (B, K, T, D) as views of the packed (N, (H + 2K) D), whose rows hold q, k, v, each head after
-    head. Without a `head_width` D there are as many heads of keys as of queries."""
+    head. Without a `head_width` D, K is H."""
     N, columns = packed.shape
     heads = columns // head_width if head_width else 3 * num_heads
     every = packed.view(batch, N // batch, heads, columns // heads).transpose(1, 2)

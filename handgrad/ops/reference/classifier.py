@@ -89,6 +89,6 @@ def _log_softmax_blocks(
 
 
 def softcap_forward(logits_inout: Tensor, *, softcap: float) -> None:
-    """logits_inout (N, Vp) = c tanh(logits / c), in place: what generation chooses from."""
+    """logits_inout (N, Vp) = c tanh(logits / c), in place: generation chooses from them."""
     wide = logits_inout.to(statistics_dtype(logits_inout))
     logits_inout.copy_(torch.tanh(wide / softcap) * softcap)

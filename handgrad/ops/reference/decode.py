@@ -82,14 +82,14 @@ def attention_decode(
     out: Tensor, keys_inout: Tensor, values_inout: Tensor, qkv: Tensor, positions: Tensor, *, scratch: Tensor | None = None
 ) -> None:
     """One new token per sequence: appends its key and value to the caches (B, K, maxT, D) at positions (B), and attends to
-    0..positions[b]. out (B, H D), qkv (B, (H + 2K) D). What the caches hold after that position is not read."""
+    0..positions[b]. out (B, H D), qkv (B, (H + 2K) D). It reads nothing after that position."""
     B, _, maxT, _ = keys_inout.shape
     q = append_keys_values(keys_inout, values_inout, qkv, positions)
     later = torch.arange(maxT, device=qkv.device) > positions.unsqueeze(1)  # (B, maxT)
     H = q.shape[1]
     scores = torch.matmul(q, for_queries(keys_inout, H, 1).to(q.dtype).transpose(-1, -2))
     weights = torch.softmax(scores.masked_fill_(later.view(B, 1, 1, maxT), -math.inf), -1)
-    # What was never written may be no number, and 0 times that is none either.
+    # Memory that was never written may hold NaN, which a weight of 0 does not remove.
     values = for_queries(values_inout, H, 1).to(q.dtype).masked_fill(later.view(B, 1, maxT, 1), 0)
     out.view(*q.shape).copy_(torch.matmul(weights, values))
 
@@ -155,7 +155,7 @@ def attention_append(
     later = torch.arange(maxT, device=qkv.device) > positions.view(B, 1, T, 1)
     scores = torch.matmul(q, for_queries(keys[slots], H, 1).to(q.dtype).transpose(-1, -2))
     weights = torch.softmax(scores.masked_fill_(later, -math.inf), -1)
-    unseen = later.all(2).view(B, 1, maxT, 1)  # of the whole sequence; may be no number, and 0 times that is none either
+    unseen = later.all(2).view(B, 1, maxT, 1)  # by the whole sequence: may be NaN
     y = torch.matmul(weights, for_queries(values[slots], H, 1).to(q.dtype).masked_fill(unseen, 0))
     out.view(B, T, H, D).copy_(y.transpose(1, 2))
 

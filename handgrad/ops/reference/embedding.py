@@ -41,7 +41,7 @@ def token_embedding_backward(
 ) -> None:
     """dwte_acc[token[n]] += dout[n], dout (N, C).
 
-    `sorted_positions` (N) int32 holds 0..N-1 ordered by token, equal tokens in their order: what a parallel kernel needs
-    to add equal tokens in a fixed order. `index_put_` sorts by itself.
+    `sorted_positions` (N) int32 holds 0..N-1 ordered by token, equal tokens in their order: a parallel kernel adds equal
+    tokens in that order. `index_put_` sorts by itself.
     """
     dwte_acc.index_put_((tokens.view(-1),), dout.to(dwte_acc.dtype), accumulate=True)

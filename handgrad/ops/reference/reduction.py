@@ -1,4 +1,4 @@
-"""Sums whose order is fixed, over what several workers made; and a number that shows whether they hold the same."""
+"""Sums over several workers in a fixed order, and a checksum that shows whether they hold the same bits."""
 
 import torch
 from torch import Tensor

@@ -81,7 +81,7 @@ def positions_of(qkv: Tensor, length: int) -> Tensor:
 
 # QK-norm (Henry et al. 2020, https://arxiv.org/abs/2010.04245; with RMS norm: Dehghani et al. 2023,
 # https://arxiv.org/abs/2302.05442): every head's query and key to a root mean square of 1, so that no score of attention is
-# larger than sqrt(D).  y = x rstd.  Backward: dx = rstd (dy - y mean(dy y)), of the output y, which is all that is kept.
+# larger than sqrt(D).  y = x rstd.  Backward: dx = rstd (dy - y mean(dy y)), of the output y alone; x is not kept.
 
 
 def qk_norm_forward(qkv_inout: Tensor, rstd: Tensor) -> None:

@@ -11,7 +11,7 @@ from handgrad.ops.reference.linear import linear_backward, linear_forward
 
 
 def swiglu_forward(out: Tensor, hidden: Tensor) -> None:
-    """out (N, F), hidden (N, 2F): the gates, then what they let through."""
+    """out (N, F), hidden (N, 2F): the gates g, then the numbers u."""
     g, u = gates(hidden)
     out.copy_(g * torch.sigmoid(g) * u)
 
