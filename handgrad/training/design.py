@@ -88,7 +88,7 @@ class Design:
     host_plan: Plan  # of the optimizer's state, where the host keeps it
     sample_tokens: int = 0  # of the texts that the run writes
     lora: Any = None
-    base: Table = ()  # the model's weights where adapters train instead: frozen, in a flat buffer of their own
+    base: Table = ()  # with `lora` the model's weights: frozen, in a flat buffer of their own
     rounded: frozenset[str] = frozenset()  # those of them that exist in fp8 alone
 
     @property
