@@ -25,7 +25,7 @@ from handgrad.run.sweep import Sweep, resolve_sweep
 TIMEOUTS = ("join_seconds", "silence_seconds", "stall_seconds")
 SOURCES = (
     "stories, questions (built in), shakespeare, tinystories, fineweb, fineweb-edu, any hub dataset as OWNER/NAME[:CONFIG],"
-    " or local .txt, .jsonl, .parquet: a file, a folder or a quoted glob"
+    " or local .txt, .md, .jsonl, .parquet: a file, a folder or a quoted glob"
 )
 
 
