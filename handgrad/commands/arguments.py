@@ -220,7 +220,7 @@ def import_(parser: Parser) -> None:
 
 
 def report(parser: Parser) -> None:
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, llm.c's main.log; several are overlaid")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, a folder of runs, llm.c's main.log; overlaid")
     parser.add_argument("--out", default="", metavar="FILE", help="the page, plots beside it (default: RUN/report.html)")
 
 
