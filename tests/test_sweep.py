@@ -60,8 +60,11 @@ def test_a_sweep_and_the_same_again(command: Arguments, tmp_path: Path, capsys: 
     assert content["best"]["settings"] == {"learning_rate": 0.001} and content["best"]["validation_losses"] == losses
     assert content["best"]["mean"] == pytest.approx(sum(losses) / 2) and len(content["groups"]) == 1
     assert content["best"]["spread"] == pytest.approx(abs(losses[0] - losses[1]) / 2**0.5)
-    line = f"best       learning_rate=0.001: validation loss {content['best']['mean']:.4f} ± "
-    assert line in told.out and "over 2 seeds" in told.out
+    error = abs(losses[0] - losses[1]) / 2  # the spread over the root of two runs
+    assert content["best"]["standard_error"] == pytest.approx(error)
+    line = f"best       learning_rate=0.001: validation loss {content['best']['mean']:.4f} ± {error:.4f} over 2 seeds\n"
+    row = f"{content['best']['mean']:.4f}  {error:>9.4f}  {content['best']['spread']:.4f}\n"
+    assert line in told.out and row in told.out
     page = (folder / "report.html").read_text()
     assert all(name in page for name in good)
     before = {path: path.read_bytes() for name in good for path in (folder / name).glob("metrics.jsonl")}
@@ -199,4 +202,4 @@ def test_groups_are_ordered_by_their_mean() -> None:
     assert groups == [Group({"learning_rate": 2.0}, [1.0]), Group({"learning_rate": 1.0}, [4.0, 2.0])]
     assert groups[1].mean == 3.0 and groups[1].spread == pytest.approx(2**0.5) and groups[0].spread is None
     lines = sweep.table(groups)
-    assert [line.split() for line in lines[1:]] == [["2.0", "1", "1.0000"], ["1.0", "2", "3.0000", "1.4142"]]
+    assert [line.split() for line in lines[1:]] == [["2.0", "1", "1.0000"], ["1.0", "2", "3.0000", "1.0000", "1.4142"]]
