@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from handgrad import devices
+from handgrad.api.records import metrics
 from handgrad.cli import main
 from handgrad.commands.arguments import parse
 from handgrad.run.listing import list_runs
@@ -183,6 +184,19 @@ def test_a_run_for_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert devices_of(None, 2, {"CUDA_VISIBLE_DEVICES": "5,GPU-7"}) == ["5", "GPU-7"]
     assert devices_of(3, 2, {}) == ["0", "1", "0"] and devices_of(1, 2, {}) == ["0"]
     assert devices.gpu_count() >= 0
+
+
+def test_a_warm_up_as_long_as_the_run(
+    command: Arguments, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Runs whose schedule never begins compare nothing: the run says it, and the sweep, once for equal ones."""
+    line = "warm-up    10 steps in a run of 4: the learning rate ends at 1.20e-03 on its way to 3.00e-03; --warmup-steps"
+    assert main(command("seed=1,2")) == 0
+    assert capsys.readouterr().out.count(line) == 1 and line in (tmp_path / "sweep" / "seed=1" / "log.txt").read_text()
+    rates = [record["learning_rate"] for record in metrics(tmp_path / "sweep" / "seed=1", "step")]
+    assert rates[-1] == pytest.approx(1.2e-3)
+    assert main(["train", *SMALL, "--warmup-steps", "3", "--data", str(shards), "--out", str(tmp_path / "run")]) == 0
+    assert "warm-up" not in capsys.readouterr().out
 
 
 def test_groups_are_ordered_by_their_mean() -> None:
