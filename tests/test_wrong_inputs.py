@@ -53,6 +53,21 @@ def test_text_in_the_place_of_shards(text: Path, capsys: pytest.CaptureFixture) 
     assert not Path("runs").exists(), "a refused command writes nothing"
 
 
+def test_a_folder_of_them(finished: RunConfig, shards: Path, capsys: pytest.CaptureFixture) -> None:
+    """In the place of a run or of shards: the line names one in it."""
+    line = refused(capsys, 65, "sample", str(Path(finished.out).parent))
+    assert f"found a folder of runs; name one of them, as {finished.out}" in line
+    line = refused(capsys, 65, "train", *SMALL, "--data", str(shards.parent))
+    assert f"name one of the prepared folders in it, as --data {shards}" in line
+
+
+def test_several_files(text: Path, capsys: pytest.CaptureFixture) -> None:
+    """A shell that has expanded a glob."""
+    line = refused(capsys, 64, "prepare", text.name, "texts/one.txt", "--out", "shards")
+    assert "one argument too many: 'texts/one.txt'; several files are one SOURCE: their folder, or a glob in quotes" in line
+    assert "unknown argument '--nothing'" in refused(capsys, 64, "prepare", text.name, "--nothing")
+
+
 def test_a_recipe_or_a_run_in_the_place_of_a_preset(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     recipe = tmp_path / "config.toml"
     recipe.write_text("steps = 3\n")

@@ -125,6 +125,7 @@ def add_timeout_arguments(parser: Parser) -> None:
 
 def prepare(parser: Parser) -> None:
     parser.add_argument("source", metavar="SOURCE", help=SOURCES)
+    parser.takes_one = "several files are one SOURCE: their folder, or a glob in quotes, like 'notes/*.txt'"
     parser.add_argument("--out", default="shards", metavar="DIR", help="folder to write (default: shards)")
     names = "gpt2, bytes, bpe:SIZE, a run, a model's folder or a tokenizer.json (default: auto: gpt2; for less than 4 MiB"
     names += " of your own text bpe:4096)"
