@@ -1,6 +1,6 @@
 """Train a small GPT on a text of your own, watch its loss, and read what it writes on the way."""
 
-# %% What to learn from: a .txt, .jsonl or .parquet of yours, a folder of them, or the name of a data set on the Hub.
+# %% What to learn from: a .txt, .md, .jsonl or .parquet of yours, a folder of them, or the name of a data set on the Hub.
 import handgrad
 
 SOURCE = "stories"  # built in: little stories, made by a grammar

@@ -24,7 +24,6 @@ A reader of the code starts here, in this order (docs/architecture.md draws the 
     reports, tools, api       pages about runs; plan, doctor, profile, tune; the commands as functions
 """
 
-# ruff: noqa: F401 - what type checkers import is `__all__`, by HOMES
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -59,14 +58,32 @@ HOMES = {
     "report": "handgrad.api.reports",
     "train": "handgrad.api.training",
 }
-__all__ = list(HOMES)
+# Spelt out, not made of HOMES: a type checker reads which names are public from here.
+__all__ = [
+    "HandgradError",
+    "Model",
+    "RunConfig",
+    "Training",
+    "compare",
+    "evaluate",
+    "export",
+    "load",
+    "metrics",
+    "plan",
+    "plot",
+    "prepare",
+    "preset",
+    "report",
+    "train",
+]
 
+if not TYPE_CHECKING:  # a type checker that saw it would pass misspelt names
 
-def __getattr__(name: str) -> Any:
-    if name not in HOMES:
-        raise AttributeError(f"module 'handgrad' has no attribute {name!r}")
-    import_module("handgrad.threads").choose()  # before the first of them loads torch
-    return getattr(import_module(HOMES[name]), name)
+    def __getattr__(name: str) -> Any:
+        if name not in HOMES:
+            raise AttributeError(f"module 'handgrad' has no attribute {name!r}")
+        import_module("handgrad.threads").choose()  # before the first of them loads torch
+        return getattr(import_module(HOMES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -332,7 +332,9 @@ def convert(name: str, value: Any) -> Any:
             raise ValueError
         return value
     except (ValueError, KeyError, OverflowError, TypeError):
-        raise UsageError(f"{name} must be {KINDS[kind]}, found {value!r}") from None
+        choices = FIELDS[name].metadata["choices"]
+        wanted = f"one of {', '.join(choices)}" if choices else KINDS[kind]
+        raise UsageError(f"{name} must be {wanted}, found {value!r}") from None
 
 
 def read_toml(path: str) -> dict[str, Any]:

@@ -40,6 +40,7 @@ SYNONYMS = {
     "device": "gpu cuda cpu",
     "gpus": "num_gpus n_gpus ngpus nproc_per_node devices",
     # of other commands than train
+    "tokenizer": "vocab vocab_size vocabulary encoding",
     "batch": "batch_size bs",
     "samples": "num_samples n",
     "max_tokens": "max_new_tokens length",
@@ -65,16 +66,29 @@ SYNONYMS = {
     "d48": "gpt2_xl xl 1558m 1.5b",
 }
 
+# Other trainers' settings that are none of a run here, and their place.
+ELSEWHERE = {
+    "in a copy of the package, by a few lines: Trying an idea, in docs/architecture.md": "activation activation_function"
+    " activation_fn hidden_act loss_fn loss_function criterion",
+    "in a loop of your own around Training.steps: Experiments, in docs/python.md": "early_stopping patience"
+    " early_stopping_patience early_stop callbacks callback on_step hooks compute_metrics",
+    "when the data are prepared: `handgrad prepare --tokenizer`": "tokenizer vocab_size vocab vocabulary",
+}
+
 
 def nearest_name(name: str, known: Any) -> str:
-    """' (did you mean X?)' for the known name that `name` says in other words, or else the closest one; or nothing."""
+    """' (did you mean X?)' for the known name that `name` says in other words, or else the closest one; ' (that is done
+    ...)' for a word of other trainers that is no setting of a run; or nothing."""
     known = list(known)
     names = {plain_name(option): option for option in known}
     plain = plain_name(name)
     other_words = (target for target, words in SYNONYMS.items() if plain in words.split())
     meant = next((names[word] for word in (plain, *other_words) if word in names), None)
+    place = next((place for place, words in ELSEWHERE.items() if plain in words.split()), "")
+    if meant is None and place and "learning_rate" in names:
+        return f" (that is done {place})"
     if meant is None:
-        meant = next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.5)), None)
+        meant = next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.6)), None)
     return f" (did you mean {meant}?)" if meant else ""
 
 

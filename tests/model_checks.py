@@ -1,5 +1,6 @@
 """Checks that GPT-2, the modern network and Llamas pass alike, and the first two in plain PyTorch."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -32,6 +33,33 @@ def autograd_twin(model: Model) -> tuple[Tensor, Tensor]:
         assert gradient is not None
         row.view(flat).copy_(gradient)
     return loss.detach(), flat
+
+
+def check_gradients(gradients: Iterable[tuple[str, Tensor, Tensor]], *, least_norm: float = 1e-12) -> None:
+    """(name, found, expected) in the order of the model's table; all agree to 1e-10. A mistake spoils every gradient that
+    the backward makes after it: the message names those of the block nearest to the loss, and the right ones beside them.
+    """
+    errors = {
+        name: float((found - wanted).norm() / wanted.norm().clamp_min(least_norm)) for name, found, wanted in gradients
+    }
+    wrong = [name for name, error in errors.items() if not error <= 1e-10]
+    if wrong:
+        block = wrong[-1].rpartition(".")[0]
+        near = [name for name in errors if name.rpartition(".")[0] == block]
+        right = ", ".join(name for name in near if name not in wrong) or "none"
+        found = ", ".join(f"{name} (relative error {errors[name]:.3g})" for name in near if name in wrong)
+        message = (
+            f"{len(wrong)} of {len(errors)} gradients are wrong; nearest to the loss {found}; right beside them: {right}"
+        )
+        raise AssertionError(message)
+
+
+def check_twin_gradients(model: Model) -> None:
+    """The loss and all gradients of a model that has run equal autograd's."""
+    loss, expected = autograd_twin(model)
+    found = model.act.losses.mean()
+    assert abs(found - loss) <= 1e-12 * loss, f"the forward differs from the twin's: loss {found:.12g}, not {loss:.12g}"
+    check_gradients((row.name, row.view(model.flat_gradients), row.view(expected)) for row in model.table)
 
 
 def exact_and_bf16(shape: ModelShape) -> tuple[Model, Model]:

@@ -1,5 +1,6 @@
 """The names, signatures and types that an editor or a notebook shows."""
 
+import ast
 import dataclasses
 import inspect
 import os
@@ -37,6 +38,20 @@ def test_the_names_that_completion_offers() -> None:
     assert [name for name in dir(handgrad) if not name.startswith("__")] == sorted(handgrad.__all__)
     assert {"__version__", "__doc__"} <= set(dir(handgrad))
     assert files("handgrad").joinpath("py.typed").is_file(), "type checkers read the annotations"
+
+
+def test_type_checkers_see_the_public_names() -> None:
+    """They read a literal `__all__`, without which each name is private to them, and imports from the homes; the look-up at
+    run time, which would make any misspelt name pass, is hidden from them."""
+    tree = ast.parse(Path(inspect.getsourcefile(handgrad) or "").read_text())
+    given = [node for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"]
+    assert [ast.literal_eval(node.value) for node in given] == [sorted(handgrad.HOMES)]
+    branches = {ast.unparse(node.test): node.body for node in tree.body if isinstance(node, ast.If)}
+    imports = [node for node in branches["TYPE_CHECKING"] if isinstance(node, ast.ImportFrom)]
+    assert {alias.name: node.module for node in imports for alias in node.names} == handgrad.HOMES
+    (hidden,) = branches["not TYPE_CHECKING"]
+    assert isinstance(hidden, ast.FunctionDef) and hidden.name == "__getattr__"
+    assert not any(isinstance(node, ast.FunctionDef) and node.name == "__getattr__" for node in tree.body)
 
 
 def test_help_opens_with_what_to_do(tmp_path: Path) -> None:

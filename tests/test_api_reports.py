@@ -1,5 +1,6 @@
 """plot, compare and report: the report's curves and figures from Python."""
 
+import ast
 import dataclasses
 import math
 from pathlib import Path
@@ -7,7 +8,10 @@ from pathlib import Path
 import pytest
 
 import handgrad
+from handgrad.api.records import KINDS
 from handgrad.config import RunConfig
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -63,3 +67,24 @@ def test_mistakes_are_one_line(runs: list[Path], tmp_path: Path) -> None:
             call()
         with pytest.raises(handgrad.HandgradError, match="nowhere"):
             call(tmp_path / "nowhere")
+        with pytest.raises(handgrad.HandgradError, match=r"found \[.*; write \*runs for a list"):
+            call(runs)  # type: ignore[arg-type]
+
+
+def test_every_kind_of_record_has_its_name(runs: list[Path]) -> None:
+    """The kinds that the package writes are those that `metrics` takes and the chapter lists; a misspelt one is refused."""
+    calls = (node for path in (ROOT / "handgrad").rglob("*.py") for node in ast.walk(ast.parse(path.read_text())))
+    names = {
+        argument.value
+        for node in calls
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "record"
+        for argument in node.args[:1]
+        if isinstance(argument, ast.Constant)
+    }
+    assert names == set(KINDS)
+    table = (ROOT / "docs" / "report.md").read_text().split("## Input")[1]
+    assert all(f"`{kind}`" in table for kind in KINDS)
+    with pytest.raises(
+        handgrad.HandgradError, match=r"kind must be one of run, step, .*; found 'validations' \(did you mean"
+    ):
+        handgrad.metrics(runs[0], "validations")

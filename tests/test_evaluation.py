@@ -12,6 +12,7 @@ import torch
 
 import handgrad
 from handgrad.cli import main
+from handgrad.commands import evaluate
 from handgrad.config import ModelShape, RunConfig
 from handgrad.data.batches import Batches
 from handgrad.data.shards import open_dataset
@@ -35,6 +36,22 @@ def test_the_loss_does_not_depend_on_the_micro_batch(shards: Path) -> None:
         model = make_model(ModelShape(257, 16, 2, 2, 32), batch, 16)
         found.append(mean_loss(model.shape, ops, model.weights, model.act, batches, samples=6))
     assert max(found) - min(found) < 1e-12
+
+
+def test_a_long_evaluation_gives_signs_of_life(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """On stderr, of the loss as of tasks; a short one is silent, and stdout is the same."""
+    train(config)
+    capsys.readouterr()
+    assert main(["evaluate", config.out, "--device", "cpu"]) == 0
+    quiet = capsys.readouterr()
+    monkeypatch.setattr(evaluate, "PROGRESS_SECONDS", 0.0)
+    assert main(["evaluate", config.out, "--device", "cpu", "--micro-batch", "8"]) == 0
+    told = capsys.readouterr()
+    assert not quiet.err and told.out == quiet.out
+    shares = re.findall(r"^loss: (\d+)%, [\d,]+ positions/s$", told.err, re.MULTILINE)
+    assert len(shares) > 1 and shares[-1] == "100" and shares == sorted(shares, key=int)
 
 
 def test_the_mean_is_over_the_samples_that_were_asked_for(shards: Path) -> None:

@@ -13,8 +13,9 @@ from handgrad.config import ModelShape
 from handgrad.format import speed
 from handgrad.models import compute_losses, gpt2, parameter_table
 from handgrad.models.rows import count_parameters
+from handgrad.ops.reference import gelu
 from tests.conftest import Model, make_model
-from tests.model_checks import autograd_twin, check_bf16_gradients
+from tests.model_checks import check_bf16_gradients, check_twin_gradients
 from tests.techniques import toggled
 
 ODD = ModelShape(vocab_size=57, sequence_length=19, num_layers=3, num_heads=3, channels=33)
@@ -28,13 +29,27 @@ both_networks = pytest.mark.parametrize("shape", [ODD, MODERN, NEW], ids=["gpt2"
 def test_gradients_equal_autograd(batch: int, length: int, chunk: int, recompute: int) -> None:
     model = make_model(ODD, batch, length, recompute=recompute, chunk=chunk)
     model.run(recompute=recompute, scale=1 / (batch * length))
-    loss, expected = autograd_twin(model)
-    assert abs(model.act.losses.mean() - loss) <= 1e-12 * loss
-    for row in model.table:
-        found, wanted = row.view(model.flat_gradients), row.view(expected)
-        error = (found - wanted).norm() / wanted.norm().clamp_min(1e-12)
-        assert error <= 1e-10, f"{row.name}: relative error {error:.3g}"
+    check_twin_gradients(model)
     assert (model.table[0].view(model.flat_gradients)[ODD.vocab_size :] == 0).all(), "padded rows have no gradient"
+
+
+def test_the_check_points_at_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong slope of GELU spoils all gradients below it: the last block's tell its place, the right ones above it and the
+    wrong ones below. A wrong formula forward is told by the loss."""
+    slope = gelu.gelu_backward
+    monkeypatch.setattr(gelu, "gelu_backward", lambda dhidden, inp: slope(dhidden.mul_(1.001), inp))
+    model = make_model(ODD, 2, 5)
+    model.run(scale=1 / 10)
+    right = "blocks.2.fcproj_weight, blocks.2.fcproj_bias"
+    with pytest.raises(
+        AssertionError, match=rf"nearest to the loss .*2.fc_weight .*error 0.001.*; right beside them: {right}$"
+    ):
+        check_twin_gradients(model)
+    forward = gelu.gelu_forward
+    monkeypatch.setattr(gelu, "gelu_forward", lambda out, inp: forward(out, 2 * inp))
+    model.run(scale=1 / 10)
+    with pytest.raises(AssertionError, match="the forward differs from the twin's: loss"):
+        check_twin_gradients(model)
 
 
 @both_networks

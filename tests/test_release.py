@@ -16,12 +16,24 @@ import yaml
 
 import handgrad
 from handgrad.__main__ import main
+from handgrad.config import ARCHITECTURES, FIELDS
 from tests.conftest import write_text
 
 ROOT = Path(__file__).parents[1]
 TRACKED = subprocess.run(
     ["git", "ls-files", "handgrad"], cwd=ROOT, capture_output=True, text=True, check=True
 ).stdout.split()
+
+
+def test_what_it_does_not_do_is_still_so() -> None:
+    """What the page on its limits says of networks, ZeRO stages, GPUs and the changelog."""
+    page = (ROOT / "docs" / "compatibility.md").read_text()
+    names = re.search(r"networks besides (.*): no experts", page)
+    assert names and tuple(re.findall(r"`(\w+)`", names[1])) == ARCHITECTURES
+    assert "ZeRO 0 to 2" in page and [rule.text for rule in FIELDS["zero"].metadata["rules"]] == ["0, 1 or 2"]
+    records = (ROOT / "benchmarks" / "results").glob("*.json")
+    assert not [path.name for path in records if (gpus := re.search(r"-x(\d+)-", path.name)) and int(gpus[1]) > 4]
+    assert "### Other than before" in (ROOT / "CHANGELOG.md").read_text().split("## 0.2.0")[1][:200]
 
 
 @pytest.fixture(scope="module")

@@ -66,6 +66,7 @@ def test_words_of_other_trainers(word: str, meant: str, tmp_path: Path, capsys: 
         ("export run dir --to hf --dtype bfloat16", "bf16"),
         ("export run dir --to hf --precision bf16", "--dtype"),
         ("prepare text.txt --out-dir x", "--out"),
+        ("prepare text.txt --vocab-size 512", "--tokenizer"),
     ],
 )
 def test_words_of_other_libraries(line: str, meant: str, capsys: pytest.CaptureFixture) -> None:
@@ -78,6 +79,36 @@ def test_words_in_python() -> None:
             handgrad.load("no-such-run", **given)
     with pytest.raises(UsageError, match=r"\(did you mean bf16\?\)"):
         handgrad.preset("tiny", precision="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("word", "place"),
+    [
+        ("activation", "Trying an idea"),
+        ("loss_fn", "Trying an idea"),
+        ("early_stopping", "Experiments"),
+        ("on_step", "Training.steps"),
+        ("vocab_size", "handgrad prepare --tokenizer"),
+    ],
+)
+def test_what_is_no_setting_has_its_place(word: str, place: str, capsys: pytest.CaptureFixture) -> None:
+    """And no unlike name is suggested instead."""
+    for line in (refused(capsys, 64, "train", "tiny", f"--{word.replace('_', '-')}", "8"), mistake(word)):
+        assert place in line and "did you mean" not in line
+    root = Path(handgrad.__file__).parents[1]
+    headings = {"Trying an idea": "architecture.md", "Experiments": "python.md"}
+    assert all(f"\n## {name}\n" in (root / "docs" / page).read_text() for name, page in headings.items())
+
+
+def test_a_setting_that_holds_a_name_says_which() -> None:
+    with pytest.raises(UsageError, match=r"schedule must be one of cosine, linear, .*, found <function"):
+        handgrad.preset("tiny", schedule=lambda step: 1e-3)  # type: ignore[arg-type]
+
+
+def mistake(word: str) -> str:
+    with pytest.raises(UsageError) as raised:
+        handgrad.preset("tiny", **{word: 8})
+    return str(raised.value)
 
 
 def test_every_synonym_leads_to_a_name() -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from handgrad import devices
+from handgrad.api.records import metrics
 from handgrad.cli import main
 from handgrad.commands.arguments import parse
 from handgrad.run.listing import list_runs
@@ -60,8 +61,11 @@ def test_a_sweep_and_the_same_again(command: Arguments, tmp_path: Path, capsys: 
     assert content["best"]["settings"] == {"learning_rate": 0.001} and content["best"]["validation_losses"] == losses
     assert content["best"]["mean"] == pytest.approx(sum(losses) / 2) and len(content["groups"]) == 1
     assert content["best"]["spread"] == pytest.approx(abs(losses[0] - losses[1]) / 2**0.5)
-    line = f"best       learning_rate=0.001: validation loss {content['best']['mean']:.4f} ± "
-    assert line in told.out and "over 2 seeds" in told.out
+    error = abs(losses[0] - losses[1]) / 2  # the spread over the root of two runs
+    assert content["best"]["standard_error"] == pytest.approx(error)
+    line = f"best       learning_rate=0.001: validation loss {content['best']['mean']:.4f} ± {error:.4f} over 2 seeds\n"
+    row = f"{content['best']['mean']:.4f}  {error:>9.4f}  {content['best']['spread']:.4f}\n"
+    assert line in told.out and row in told.out
     page = (folder / "report.html").read_text()
     assert all(name in page for name in good)
     before = {path: path.read_bytes() for name in good for path in (folder / name).glob("metrics.jsonl")}
@@ -182,6 +186,19 @@ def test_a_run_for_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert devices.gpu_count() >= 0
 
 
+def test_a_warm_up_as_long_as_the_run(
+    command: Arguments, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Runs whose schedule never begins compare nothing: the run says it, and the sweep, once for equal ones."""
+    line = "warm-up    10 steps in a run of 4: the learning rate ends at 1.20e-03 on its way to 3.00e-03; --warmup-steps"
+    assert main(command("seed=1,2")) == 0
+    assert capsys.readouterr().out.count(line) == 1 and line in (tmp_path / "sweep" / "seed=1" / "log.txt").read_text()
+    rates = [record["learning_rate"] for record in metrics(tmp_path / "sweep" / "seed=1", "step")]
+    assert rates[-1] == pytest.approx(1.2e-3)
+    assert main(["train", *SMALL, "--warmup-steps", "3", "--data", str(shards), "--out", str(tmp_path / "run")]) == 0
+    assert "warm-up" not in capsys.readouterr().out
+
+
 def test_groups_are_ordered_by_their_mean() -> None:
     def outcome(rate: float, seed: int, loss: float | None, code: int = 0) -> sweep.Outcome:
         settings = {"learning_rate": rate, "seed": seed}
@@ -199,4 +216,4 @@ def test_groups_are_ordered_by_their_mean() -> None:
     assert groups == [Group({"learning_rate": 2.0}, [1.0]), Group({"learning_rate": 1.0}, [4.0, 2.0])]
     assert groups[1].mean == 3.0 and groups[1].spread == pytest.approx(2**0.5) and groups[0].spread is None
     lines = sweep.table(groups)
-    assert [line.split() for line in lines[1:]] == [["2.0", "1", "1.0000"], ["1.0", "2", "3.0000", "1.4142"]]
+    assert [line.split() for line in lines[1:]] == [["2.0", "1", "1.0000"], ["1.0", "2", "3.0000", "1.0000", "1.4142"]]

@@ -53,6 +53,21 @@ def test_text_in_the_place_of_shards(text: Path, capsys: pytest.CaptureFixture) 
     assert not Path("runs").exists(), "a refused command writes nothing"
 
 
+def test_a_folder_of_them(finished: RunConfig, shards: Path, capsys: pytest.CaptureFixture) -> None:
+    """In the place of a run or of shards: the line names one in it."""
+    line = refused(capsys, 65, "sample", str(Path(finished.out).parent))
+    assert f"found a folder of runs; name one of them, as {finished.out}" in line
+    line = refused(capsys, 65, "train", *SMALL, "--data", str(shards.parent))
+    assert f"name one of the prepared folders in it, as --data {shards}" in line
+
+
+def test_several_files(text: Path, capsys: pytest.CaptureFixture) -> None:
+    """A shell that has expanded a glob."""
+    line = refused(capsys, 64, "prepare", text.name, "texts/one.txt", "--out", "shards")
+    assert "one argument too many: 'texts/one.txt'; several files are one SOURCE: their folder, or a glob in quotes" in line
+    assert "unknown argument '--nothing'" in refused(capsys, 64, "prepare", text.name, "--nothing")
+
+
 def test_a_recipe_or_a_run_in_the_place_of_a_preset(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     recipe = tmp_path / "config.toml"
     recipe.write_text("steps = 3\n")
@@ -111,7 +126,27 @@ def test_a_report_leaves_out_what_it_cannot_read(
     assert new.startswith(f"left out   {runs / 'new'} has no finished step yet")
     assert notes.startswith(f"left out   {runs / 'notes.txt'} is a file")
     assert "empty holds no metrics" in refused(capsys, 65, "report", str(runs / "empty"), str(runs / "new"))
-    assert f"name the runs in it: {runs}/*" in refused(capsys, 65, "report", str(runs))
+    (tmp_path / "all").mkdir()
+    runs.rename(tmp_path / "all" / "runs")
+    assert "lists them" in refused(capsys, 65, "report", str(tmp_path / "all"))
+
+
+def test_a_folder_of_runs_stands_for_its_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """In their order, beside other runs; files and folders of other kinds in it are no mistakes."""
+    monkeypatch.setattr(pages, "choose_plots", lambda runs: [])
+    make_run(tmp_path / "single")
+    for name in ("seed=2", "seed=1"):
+        make_run(tmp_path / "sweep" / name)
+    (tmp_path / "sweep" / "sweep.json").write_text("{}")
+    (tmp_path / "sweep" / "starts").mkdir()
+    assert main(["report", str(tmp_path / "sweep")]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == f"{tmp_path}/sweep/report.html\n" and not shown.err
+    assert "<title>seed=1 · seed=2 – handgrad</title>" in (tmp_path / "sweep" / "report.html").read_text()
+    rows = handgrad.compare(tmp_path / "single", tmp_path / "sweep")
+    assert [row["run"] for row in rows] == ["single", "seed=1", "seed=2"]
 
 
 def test_a_run_is_named_by_its_folder_alone(finished: RunConfig, capsys: pytest.CaptureFixture) -> None:

@@ -8,19 +8,26 @@ from typing import Any, BinaryIO
 
 from handgrad.errors import DataError, storage_error
 from handgrad.jsonl import parse
+from handgrad.names import check_choice
 from handgrad.run_files import METRICS_FILE
 
 POLL_SECONDS = 0.2
+KINDS = (
+    *("run", "step", "gpu", "fp8", "ranks", "validation", "evaluation", "sample", "save", "event"),
+    *("stop", "end"),
+)
 
 
 def metrics(run: str | os.PathLike[str], kind: str = "", *, follow: bool = False) -> Iterator[dict[str, Any]]:
     """The records of a run's metrics.jsonl in their order, or those of one `kind`: run, step, validation, sample, event,
-    ... (docs/training.md has their keys). With `follow` it waits for more until the run is finished, even if somebody
-    stopped the run.
+    ... (docs/report.md has all, and their keys). With `follow` it waits for more until the run is finished, even if
+    somebody stopped the run.
 
-    A resumed run repeats the steps after its checkpoint, so a follower gets them again. Raises `DataError`: there is no
-    such file, or a line is no record.
+    A resumed run repeats the steps after its checkpoint, so a follower gets them again. Raises `UsageError` for
+    a kind that does not exist, `DataError`: there is no such file, or a line is no record.
     """
+    if kind:
+        check_choice("kind", kind, KINDS)
     path = Path(run) / METRICS_FILE
     if not path.is_file() and not follow:
         raise DataError(

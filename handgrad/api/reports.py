@@ -73,8 +73,8 @@ def cell_text(value: object) -> str:
 
 
 def report(*runs: RunFolder, out: RunFolder = "") -> Path:
-    """`handgrad report`: writes the page about one or several run folders; returns its path. `out`: by default
-    RUN/report.html of a single run, report.html of several.
+    """`handgrad report`: writes the page about one or several run folders, or a folder of runs; returns its path. `out`: by
+    default RUN/report.html of a single folder, report.html of several.
 
     Raises `UsageError`, `DataError`: no runs given, or a folder that is none.
     """
@@ -84,7 +84,8 @@ def report(*runs: RunFolder, out: RunFolder = "") -> Path:
 
 
 def plot(*runs: RunFolder, curve: str = "loss") -> Curves:
-    """A plot of the report: `curve` is its name, such as loss, gradient_norm, learning_rate, tokens_per_second, step_time.
+    """A plot of the report, of run folders or a folder of runs: `curve` is its name, such as loss, gradient_norm,
+    learning_rate, tokens_per_second, step_time.
 
     Raises `UsageError` for a curve that these runs do not have, and the errors of `report`.
     """
@@ -95,8 +96,8 @@ def plot(*runs: RunFolder, curve: str = "loss") -> Curves:
 
 
 def compare(*runs: RunFolder) -> Comparison:
-    """The results of runs, a row each, then the settings in which they differ. Losses are in nats per token, the training
-    loss is a mean over the last steps, speeds are medians; NaN where a run has none.
+    """The results of run folders, or of all runs in a folder, a row each, then the settings in which they differ. Losses
+    are in nats per token, the training loss is a mean over the last steps, speeds are medians; NaN where a run has none.
 
     Raises the errors of `report`.
     """
@@ -113,4 +114,9 @@ def compare(*runs: RunFolder) -> Comparison:
 def given(runs: Sequence[RunFolder]) -> list[Path]:
     if not runs:
         raise UsageError("expected at least one run folder, as in handgrad.compare('runs/a', 'runs/b')")
+    for run in runs:
+        if not isinstance(run, str | os.PathLike):
+            raise UsageError(
+                f"expected each run folder as an argument of its own, found {run!r:.60}; write *runs for a list"
+            )
     return [Path(run) for run in runs]

@@ -25,7 +25,7 @@ from handgrad.run.sweep import Sweep, resolve_sweep
 TIMEOUTS = ("join_seconds", "silence_seconds", "stall_seconds")
 SOURCES = (
     "stories, questions (built in), shakespeare, tinystories, fineweb, fineweb-edu, any hub dataset as OWNER/NAME[:CONFIG],"
-    " or local .txt, .jsonl, .parquet: a file, a folder or a quoted glob"
+    " or local .txt, .md, .jsonl, .parquet: a file, a folder or a quoted glob"
 )
 
 
@@ -125,6 +125,7 @@ def add_timeout_arguments(parser: Parser) -> None:
 
 def prepare(parser: Parser) -> None:
     parser.add_argument("source", metavar="SOURCE", help=SOURCES)
+    parser.takes_one = "several files are one SOURCE: their folder, or a glob in quotes, like 'notes/*.txt'"
     parser.add_argument("--out", default="shards", metavar="DIR", help="folder to write (default: shards)")
     names = "gpt2, bytes, bpe:SIZE, a run, a model's folder or a tokenizer.json (default: auto: gpt2; for less than 4 MiB"
     names += " of your own text bpe:4096)"
@@ -220,7 +221,7 @@ def import_(parser: Parser) -> None:
 
 
 def report(parser: Parser) -> None:
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, llm.c's main.log; several are overlaid")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, a folder of runs, llm.c's main.log; overlaid")
     parser.add_argument("--out", default="", metavar="FILE", help="the page, plots beside it (default: RUN/report.html)")
 
 

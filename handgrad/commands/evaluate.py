@@ -96,7 +96,11 @@ def evaluate(parsed: Namespace, device: torch.device, ranks: Ranks) -> list[str]
     if dataset is not None:
         lines += loss_lines(parsed, source, model, dataset, views["loss"], ranks)
     if work is not None:
-        found = work.score(model.weights, model.views | views["tasks"], Progress(ranks) if ranks.is_rank_0 else None)
+        found = work.score(
+            model.weights,
+            model.views | views["tasks"],
+            Progress(ranks, "tasks: {:.0%} launched") if ranks.is_rank_0 else None,
+        )
         results = results_of(tasks, requests, found)
         lines += ranks.from_rank_0(lambda: task_lines(parsed, source, tasks, results), "the results")
     return lines
@@ -142,6 +146,7 @@ def loss_lines(
         eval_stride=stride,
         packing=packing,
         ranks=ranks,
+        progress=Progress(ranks, "loss: {:.0%}") if ranks.is_rank_0 else None,
     )
     windows = f", windows of {context}" if stride or context < model.shape.sequence_length else ""
     apart = windows + (f" every {stride}" if stride else "")
@@ -185,10 +190,11 @@ def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 class Progress:
-    """Progress of the tasks on stderr: a line that changes on a terminal, one every 20 s elsewhere."""
+    """Progress on stderr: a line that changes on a terminal, one every 20 s elsewhere. `share` is the text of the part that
+    is done."""
 
-    def __init__(self, ranks: Ranks):
-        self.ranks, self.begun = ranks, time.monotonic()
+    def __init__(self, ranks: Ranks, share: str):
+        self.ranks, self.share, self.begun = ranks, share, time.monotonic()
         self.shown, self.terminal = self.begun, sys.stderr.isatty()
 
     def __call__(self, done: int, total: int) -> None:
@@ -198,6 +204,6 @@ class Progress:
             return
         self.shown = now
         rate = done * self.ranks.size / max(now - self.begun, 1e-9)
-        line = f"tasks: {done / total:.0%} launched, {rate:,.0f} positions/s"
+        line = f"{self.share.format(done / total)}, {rate:,.0f} positions/s"
         ending = "\n" if done == total or not self.terminal else ""
         print(f"\r\x1b[K{line}" if self.terminal else line, end=ending, file=sys.stderr, flush=True)

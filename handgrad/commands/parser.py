@@ -37,6 +37,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, allow_abbrev=False, **kwargs)
         self.rules: dict[str, Rule] = {}
+        self.takes_one = ""  # the remedy for a second argument where one stands for several
         self.left_out: dict[argparse.Action, str] = {}  # with the help that `--help` does not show
 
     def show_all(self) -> None:
@@ -71,6 +72,8 @@ class Parser(argparse.ArgumentParser):
         namespace, unknown = self.parse_known_args(arguments)
         if unknown:
             name = unknown[0].split("=")[0]
+            if self.takes_one and not name.startswith("-"):
+                raise UsageError(f"one argument too many: {unknown[0]!r}; {self.takes_one}")
             full = "--help-all" if self.left_out else "--help"
             known = [option for action in self._actions for option in action.option_strings]
             raise UsageError(f"unknown argument {name!r}{nearest_name(name, known)}; `{self.prog} {full}` lists all")

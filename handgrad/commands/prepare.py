@@ -13,6 +13,7 @@ from rich.progress import BarColumn, Progress as Bars, TextColumn, TimeRemaining
 
 from handgrad.data.prepare import Prepared, PrepareOptions, Progress, prepare as write_shards
 from handgrad.data.shards import Dataset
+from handgrad.data.sources import passed_over
 from handgrad.format import human_count
 from handgrad.run_files import BEST, CHECKPOINTS
 
@@ -21,6 +22,9 @@ def run(parsed: Namespace) -> int:
     given = {field.name: getattr(parsed, field.name) for field in fields(PrepareOptions) if field.name in parsed}
     prepared = prepare_with_progress(PrepareOptions(**given | {"out": Path(parsed.out)}))
     show_prepared(prepared)
+    if others := passed_over(parsed.source):
+        kinds = ", ".join(f"{count} {suffix}" for suffix, count in others.items())
+        print(f"left out   {sum(others.values())} files of other kinds: {kinds:.200}")
     if parsed.tokenizer == "auto" and prepared.dataset.tokenizer.kind == "bpe":
         print(
             "           trained on this text, as it is small; --tokenizer gpt2 if GPT-2's weights are to be finetuned on it"

@@ -9,6 +9,7 @@ from handgrad import devices
 from handgrad.commands.report import leave_out
 from handgrad.errors import INTERRUPTED, HandgradError, Preempted, tell, tell_line
 from handgrad.reports.page import write_report
+from handgrad.run.header import warmup_lines
 from handgrad.run_files import REPORT_FILE
 from handgrad.tools.sweep import Runner, exit_code_of, gpu_places, groups_of, table, write_results
 
@@ -18,6 +19,8 @@ def run(parsed: Namespace) -> int:
     on_gpus = {one.config.device for one in sweep.runs} & {"auto", "cuda"}
     places = gpu_places(parsed.jobs, devices.gpu_count() if on_gpus else 0, os.environ)
     print(f"sweep      {len(sweep.runs)} runs in {sweep.folder}, {min(len(places), len(sweep.runs))} at once", flush=True)
+    for line in dict.fromkeys(line for one in sweep.runs for line in warmup_lines(one.config)):
+        print(line, flush=True)
     runner = Runner(sweep, places, lambda line: print(line, flush=True))
     outcomes = runner.run_all()
     results, groups = write_results(sweep, outcomes), groups_of(outcomes)

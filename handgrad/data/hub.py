@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from handgrad.data.download import ATTEMPTS, BACKOFF_SECONDS, OnBytes, download
-from handgrad.data.sources import SUFFIXES, Download, SourceFile
+from handgrad.data.sources import HUB_SUFFIXES, SUFFIXES, Download, SourceFile
 from handgrad.errors import DataError, StorageError
 
 ALIASES = {
@@ -83,7 +83,7 @@ def choose_files(names: list[str], configs: Any, config: str, dataset: str, spli
     `configs` is the list of that name in the dataset's card, which people write: any shape is possible. Raises
     DataError: there is no such configuration, or no text.
     """
-    texts = [name for name in names if name.lower().endswith(tuple(SUFFIXES)) and not name.startswith(".")]
+    texts = [name for name in names if name.lower().endswith(HUB_SUFFIXES) and not name.startswith(".")]
     known = {c["config_name"]: c for c in configs or [] if isinstance(c, dict) and isinstance(c.get("config_name"), str)}
     if config:
         entry = known.get(config)
@@ -110,7 +110,7 @@ def choose_files(names: list[str], configs: Any, config: str, dataset: str, spli
     if not chosen:
         what = "" if split == "train" else f" of its {split} split"
         raise DataError(
-            f"expected {', '.join(SUFFIXES)} files{what} in {dataset}, found none; download it and convert it to one"
+            f"expected {', '.join(HUB_SUFFIXES)} files{what} in {dataset}, found none; download it and convert it to one"
         )
     return chosen
 

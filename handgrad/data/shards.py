@@ -280,9 +280,12 @@ def _open_bare(folder: Path) -> Dataset:
             check_not_bytes(path)
             splits["train" if match[1] == "train" else "validation"].append(Shard(path, token_count, tokenizer.vocab_size))
     if not any(splits.values()):
+        inside = sorted(shlex.quote(str(path.parent)) for path in folder.glob(f"*/{MANIFEST_FILE}"))
+        remedy = f"make shards with `{prepare_command(folder) if holds_text(folder) else 'handgrad prepare'}`"
+        if inside:
+            remedy = f"name one of the prepared folders in it, as --data {inside[0]}"
         raise DataError(
-            f"expected {MANIFEST_FILE} or llm.c files *_train_*.bin and *_val_*.bin, found none in {folder}; "
-            f"make shards with `{prepare_command(folder) if holds_text(folder) else 'handgrad prepare'}`"
+            f"expected {MANIFEST_FILE} or llm.c files *_train_*.bin and *_val_*.bin, found none in {folder}; {remedy}"
         )
     return Dataset(folder, tokenizer, {name: tuple(shards) for name, shards in splits.items()}, None)
 

@@ -1,4 +1,4 @@
-"""Local text as streams of documents: .txt (a file is one), .jsonl and .parquet (a row is one), in bounded memory.
+"""Local text as streams of documents: .txt and .md (a file is one), .jsonl and .parquet (a row is one), in bounded memory.
 
 `.txt.gz` and `.jsonl.gz` are read too. Text is UTF-8; anything else is refused with its offset. A position counts the bytes
 read of the file as it lies on disk, for progress.
@@ -9,6 +9,7 @@ import glob
 import gzip
 import shlex
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,10 +24,12 @@ Format = Literal["txt", "jsonl", "parquet"]
 SUFFIXES: dict[str, Format] = {
     ".txt": "txt",
     ".txt.gz": "txt",
+    ".md": "txt",
     ".jsonl": "jsonl",
     ".jsonl.gz": "jsonl",
     ".parquet": "parquet",
 }
+HUB_SUFFIXES = tuple(suffix for suffix in SUFFIXES if suffix != ".md")  # the README.md of a dataset is about it
 BLOCK_BYTES = 1 << 18
 MAX_ROW_BYTES = 64 << 20  # a row is held in memory whole; a longer document belongs into a .txt, which is not
 PARQUET_ROWS, PARQUET_BYTES = 8, 64 << 20  # of a batch, at most
@@ -63,7 +66,9 @@ class SourceFile:
         for suffix, format in SUFFIXES.items():
             if self.name.lower().endswith(suffix):
                 return format
-        raise DataError(f"expected a file named {', '.join(SUFFIXES)}, found {self.path}; convert it to text, or rename it")
+        raise DataError(
+            f"expected a file named {', '.join(SUFFIXES)}, found {self.path}; convert it to one, or rename plain text"
+        )
 
 
 def find_local(spec: str) -> list[SourceFile]:
@@ -75,7 +80,7 @@ def find_local(spec: str) -> list[SourceFile]:
     if path.is_file():
         found, root = [path], path.parent
     elif path.is_dir():
-        found, root = sorted(filter(_is_text, path.rglob("*"))), path
+        found, root = sorted(filter(_is_text, files_below(path))), path
         if not found:
             raise DataError(f"expected {', '.join(SUFFIXES)} files in {path}, found none; name another folder")
     else:
@@ -95,6 +100,20 @@ def find_local(spec: str) -> list[SourceFile]:
     return files
 
 
+def files_below(folder: Path) -> Iterator[Path]:
+    """The files in and below `folder`, without hidden ones and those in hidden folders, such as .git and .venv."""
+    for path in folder.rglob("*"):
+        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(folder).parts):
+            yield path
+
+
+def passed_over(spec: str) -> dict[str, int]:
+    """How many files below a folder are no text by their names, for each suffix; nothing for another source."""
+    folder = Path(spec).expanduser()
+    others = (path for path in files_below(folder) if not _is_text(path)) if folder.is_dir() else ()
+    return dict(Counter(path.suffix.lower() or "no suffix" for path in others).most_common())
+
+
 def text_parts(path: Path, fraction: float) -> tuple[int, int]:
     """(byte where the validation part of a text file begins, size in bytes); uncompressed bytes, both.
 
@@ -112,7 +131,7 @@ def text_parts(path: Path, fraction: float) -> tuple[int, int]:
 
 
 def read_text(path: Path, start: int, stop: int) -> Iterator[str]:
-    """The text in bytes [start, stop) of a file, in blocks.
+    """The text in bytes [start, stop) of a file, in blocks. The byte-order mark that Windows puts before it is no text.
 
     Raises DataError: bytes that are not UTF-8, with their offset, or a damaged .gz; StorageError: as `text_parts`.
     """
@@ -129,7 +148,7 @@ def read_text(path: Path, start: int, stop: int) -> Iterator[str]:
                 text = decoder.decode(block, final=start >= stop)
             except UnicodeDecodeError as error:
                 raise _not_utf8(path, start - len(block) - pending + error.start) from None
-            yield text
+            yield text.removeprefix("\ufeff") if start == len(block) else text
 
 
 def read_rows(file: SourceFile, text_field: str) -> Iterator[tuple[int, str]]:
@@ -186,13 +205,19 @@ def _read_jsonl(path: Path, text_field: str) -> Iterator[tuple[int, str | None]]
     for position, where, row in read_objects(path):
         if not isinstance(row, dict) or text_field not in row:
             talks = isinstance(row, dict) and not row.keys().isdisjoint(("messages", "conversations"))
-            remedy = "conversations need --chat" if talks else "try --text-field"
+            remedy = "conversations need --chat" if talks else f"try --text-field {longest_text(row)}".rstrip()
             raise DataError(f"expected an object with {text_field!r}, found {keys_of(row)} in {where}; {remedy}")
         text = row[text_field]
         if text is not None and not isinstance(text, str):
             raise DataError(f"expected text in {text_field!r}, found {text!r:.60} in {where}; try --text-field")
         check_text(text or "", where)
         yield position, text
+
+
+def longest_text(row: Any) -> str:
+    """The key of the longest text in a JSON object; nothing without one."""
+    texts = {key: len(value) for key, value in row.items() if isinstance(value, str)} if isinstance(row, dict) else {}
+    return max(texts, key=lambda key: texts[key], default="")[:60]
 
 
 def keys_of(row: Any) -> str:
@@ -240,7 +265,9 @@ def _read_parquet(path: Path, text_field: str) -> Iterator[tuple[int, str | None
         column = file.schema_arrow.get_field_index(text_field)
         if column < 0:
             names = ", ".join(file.schema_arrow.names)
-            raise DataError(f"expected a column {text_field!r}, found {names:.200} in {path}; try --text-field")
+            raise DataError(
+                f"expected a column {text_field!r}, found {names:.200} in {path}; try --text-field{first_text(file)}"
+            )
         kind = file.schema_arrow.field(column).type
         kind = getattr(kind, "value_type", kind) if str(kind).startswith("dictionary") else kind
         if str(kind) not in ("string", "large_string", "string_view"):
@@ -257,6 +284,12 @@ def _read_parquet(path: Path, text_field: str) -> Iterator[tuple[int, str | None
                     long = f"{len(text)} in row {row} of {path}"
                     raise DataError(f"expected rows below {MAX_ROW_BYTES} characters, found {long}; use a .txt file")
                 yield size_bytes * row // row_count, text
+
+
+def first_text(file: Any) -> str:
+    """ " NAME" of the first column of texts in a parquet file; nothing without one."""
+    kinds = ("string", "large_string", "dictionary<values=string", "dictionary<values=large_string")
+    return next((f" {field.name:.60}" for field in file.schema_arrow if str(field.type).startswith(kinds)), "")
 
 
 def batches(file: Any, columns: list[str] | None = None) -> Iterator[Any]:
@@ -277,7 +310,7 @@ def prepare_command(text: Path) -> str:
 
 def holds_text(path: Path) -> bool:
     """True for a text file and for a folder with one."""
-    return _is_text(path) or (path.is_dir() and any(map(_is_text, path.rglob("*"))))
+    return _is_text(path) or (path.is_dir() and any(map(_is_text, files_below(path))))
 
 
 def _is_text(path: Path) -> bool:

@@ -9,7 +9,7 @@ per batch brings all input from the host, and the results stay on the device unt
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from handgrad.arena import Buffer, make_plan
 from handgrad.config import ModelShape
+from handgrad.evaluation.loss import OnTokens
 from handgrad.models import architecture, forward_buffers, head_chunk_tokens, named_activations
 from handgrad.models.passes import run
 from handgrad.models.rows import exact_dtype
@@ -28,8 +29,6 @@ from handgrad.parallel.ranks import Ranks
 KIND = "evaluation"
 LENGTH_MULTIPLE = 16  # of a batch's positions: few shapes to compile and tune kernels for
 ROWS_MULTIPLE = 64  # the same for the rows that go through the head
-
-OnTokens = Callable[[int, int], None]  # (positions done by this rank, its total)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The loss of a model on the validation split of prepared data, in the units that people compare."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -19,6 +20,8 @@ from handgrad.models.untrained import WithUntrained
 from handgrad.parallel.ranks import Ranks
 from handgrad.training.feed import READ, copy_all, fill_inputs, inputs_of
 
+OnTokens = Callable[[int, int], object]  # (positions done by this rank, its total)
+
 
 def mean_loss(
     shape: ModelShape,
@@ -29,11 +32,13 @@ def mean_loss(
     *,
     samples: int,
     ranks: Ranks | None = None,
+    progress: OnTokens | None = None,
 ) -> float:
     """Mean cross-entropy in nats over the tokens that the first `samples` samples (at most one epoch) score.
 
     The last micro-batch may be padded with samples that do not count. Several ranks share the micro-batches
-    round-robin; each adds all their sums in the order of the samples, as a single rank does.
+    round-robin; each adds all their sums in the order of the samples, as a single rank does. `progress` receives this
+    rank's positions that are done, and all of its own, after each micro-batch.
     """
     ranks = Ranks() if ranks is None else ranks
     inputs = inputs_of(act, READ)
@@ -54,6 +59,8 @@ def mean_loss(
         for row in range(counted):
             losses[row, : batches.context(first + row)] = 0.0
         sums[index] = losses.sum().item()
+        if progress is not None:
+            progress((index + 1) * act.tokens.numel(), len(sums) * act.tokens.numel())
     everyone = ranks.all_gather_numbers(sums, "losses of the evaluation")
     total = 0.0
     for index in range(len(starts)):
@@ -124,6 +131,7 @@ def held_out_loss(
     eval_stride: int = 0,
     packing: str = STREAM,
     ranks: Ranks | None = None,
+    progress: OnTokens | None = None,
 ) -> HeldOut:
     """The loss on the first `eval_tokens` tokens (0: all) of the validation split, in whole windows `eval_stride` tokens
     apart (0: a context), `act`'s micro-batch at a time. `packing`: of documents, for which `act` has the inputs. Raises
@@ -132,5 +140,5 @@ def held_out_loss(
     check_stride(eval_stride, length)
     batches = Batches(dataset.splits["validation"], length, 0, shuffle=False, stride=eval_stride, packing=packing)
     samples = batches.samples_of(eval_tokens) if eval_tokens else batches.samples_per_epoch
-    loss = mean_loss(shape, ops, weights, act, batches, samples=samples, ranks=ranks)
+    loss = mean_loss(shape, ops, weights, act, batches, samples=samples, ranks=ranks, progress=progress)
     return HeldOut(loss, perplexity(loss), bits_per_byte(loss, dataset, packing), batches.scored_tokens(samples))

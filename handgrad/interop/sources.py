@@ -112,6 +112,8 @@ def folder_of(source: str, files: tuple[str, ...]) -> Path:
     path = Path(source)
     if not (path / CONFIG_FILE).is_file():
         found = "a file" if path.is_file() else "a folder without them" if path.is_dir() else "nothing"
+        if runs := sorted(folder.parent for folder in path.glob(f"*/{CHECKPOINTS}")):
+            found = f"a folder of runs; name one of them, as {runs[0]}"
         raise DataError(
             f"expected weights at {path}: a run, a checkpoint, a transformers folder with {CONFIG_FILE}, a .bin of llm.c or"
             f" a name on the Hub; found {found}"

@@ -140,17 +140,28 @@ class Run:
 
 
 def read_runs(folders: Sequence[Path], leave_out: Callable[[HandgradError], object] | None = None) -> list[Run]:
-    """Reads the runs in `folders`, in that order; a folder named twice counts once.
+    """Reads the runs in `folders` (see `runs_in`), in that order; a folder named twice counts once.
 
     Raises the error of a folder that cannot be read, or calls `leave_out` with it; then raises only when no run is left.
     """
-    runs, errors = read_readable(folders)
+    runs, errors = read_readable(runs_in(folders))
     if errors and (leave_out is None or not runs):
         raise errors[0]
     if leave_out is not None:
         for error in errors:
             leave_out(error)
     return runs
+
+
+def runs_in(named: Sequence[Path]) -> list[Path]:
+    """The run folders and main.logs that are named; in the place of a folder of runs, such as a sweep's, those in it."""
+    found = []
+    for path in named:
+        if path.is_dir() and not (path / CONFIG_FILE).exists():
+            found += sorted(file.parent for file in path.glob(f"*/{METRICS_FILE}")) or [path]
+        else:
+            found.append(path)
+    return found
 
 
 def read_readable(folders: Sequence[Path]) -> tuple[list[Run], list[HandgradError]]:
@@ -189,8 +200,8 @@ def read_run(folder: Path, name: str) -> Run:
     for path in (metrics_path, config_path):
         if not path.is_file():
             remedy = "name a folder that was the --out of `handgrad train`"
-            if any(folder.glob(f"*/{METRICS_FILE}")):
-                remedy = f"name the runs in it: {folder}/*"
+            if any(folder.glob(f"*/*/{METRICS_FILE}")):
+                remedy = f"name the folders of runs in it, as `handgrad runs {folder}` lists them"
             raise DataError(f"{folder} holds no {path.name}; {remedy}")
     with storage_errors(f"reading {folder}"):
         config_bytes, metrics_bytes = config_path.read_bytes(), metrics_path.read_bytes()

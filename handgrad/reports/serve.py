@@ -20,9 +20,9 @@ from handgrad.errors import DataError, UsageError
 from handgrad.reports.page import Live, document, page
 from handgrad.reports.plots import choose_plots
 from handgrad.reports.results import steps_done
-from handgrad.reports.runs import Run, read_readable
+from handgrad.reports.runs import Run, read_readable, runs_in
 from handgrad.reports.sections import faint
-from handgrad.run_files import CONFIG_FILE, METRICS_FILE
+from handgrad.run_files import METRICS_FILE
 
 REST = 9  # times the seconds that a page took to draw until it is drawn again
 
@@ -40,14 +40,7 @@ class Watched:
 
     def folders(self) -> list[Path]:
         """The runs that exist by now: those named, and those in a named folder that is no run itself."""
-        found = []
-        for path in self.named:
-            if path.is_dir() and not (path / CONFIG_FILE).exists():
-                inner = sorted(folder.parent for folder in path.glob(f"*/{METRICS_FILE}"))
-                found += inner or [path]
-            else:
-                found.append(path)
-        return found
+        return runs_in(self.named)
 
     def waiting(self) -> list[str]:
         return [f"{path} does not exist yet" for path in self.named if not path.exists()]

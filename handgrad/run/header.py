@@ -56,6 +56,7 @@ def header_lines(
         f" {config.sequence_length}; {config.steps} steps = {human_count(tokens)} tokens,"
         f" {tokens // config.sequence_length / samples_per_epoch:.1f} epochs",
         *batch_lines(config, design.batch),
+        *warmup_lines(config),
         *packing_lines(config, dataset),
         f"numbers    {precision}, recompute {config.recompute}, {started}",
         *fp8_lines(config, design),
@@ -73,6 +74,17 @@ def batch_lines(config: RunConfig, batch: Batch) -> list[str]:
         f"           after step {stage.first_step}: {stage.tokens_per_step} tokens a step ="
         f" {lanes}{batch.micro_steps(stage.first_step)} x {config.micro_batch} x {config.sequence_length}"
         for stage in config.batch.stages[1:]
+    ]
+
+
+def warmup_lines(config: RunConfig) -> list[str]:
+    """A line about a warm-up that lasts as long as the run, as a preset's with few steps: its schedule never begins."""
+    if config.warmup_steps < config.steps:
+        return []
+    last = config.learning_rate * config.steps / config.warmup_steps
+    return [
+        f"warm-up    {config.warmup_steps} steps in a run of {config.steps}: the learning rate ends at {last:.2e} on its"
+        f" way to {config.learning_rate:.2e}; --warmup-steps shortens it"
     ]
 
 

@@ -1,6 +1,7 @@
 """Runs a sweep: a process per run, as many at once as there are GPUs; and what came of it."""
 
 import json
+import math
 import os
 import signal
 import statistics
@@ -61,8 +62,14 @@ class Group:
         """Standard deviation over seeds."""
         return statistics.stdev(self.losses) if len(self.losses) > 1 else None
 
+    @property
+    def standard_error(self) -> float | None:
+        """Of the mean: what another set of as many seeds would move it by."""
+        return None if self.spread is None else self.spread / math.sqrt(len(self.losses))
+
     def text(self) -> str:
-        return f"{self.mean:.4f}" + ("" if self.spread is None else f" ± {self.spread:.4f} over {len(self.losses)} seeds")
+        error = "" if self.standard_error is None else f" ± {self.standard_error:.4f} over {len(self.losses)} seeds"
+        return f"{self.mean:.4f}{error}"
 
 
 class Runner:
@@ -174,12 +181,12 @@ def groups_of(outcomes: list[Outcome]) -> list[Group]:
 
 
 def table(groups: list[Group]) -> list[str]:
-    """A line per group: its settings, runs, mean and spread of the validation loss."""
+    """A line per group: its settings, runs, and the mean of the validation loss, its standard error, the losses' spread."""
     keys = list(groups[0].settings)
-    rows = [[*keys, "runs", "mean loss", "spread"]]
+    rows = [[*keys, "runs", "mean loss", "std error", "spread"]]
     for group in groups:
-        spread = "" if group.spread is None else f"{group.spread:.4f}"
-        rows.append([*map(str, group.settings.values()), str(len(group.losses)), f"{group.mean:.4f}", spread])
+        errors = ("" if value is None else f"{value:.4f}" for value in (group.standard_error, group.spread))
+        rows.append([*map(str, group.settings.values()), str(len(group.losses)), f"{group.mean:.4f}", *errors])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
 
@@ -187,8 +194,9 @@ def table(groups: list[Group]) -> list[str]:
 def write_results(sweep: Sweep, outcomes: list[Outcome]) -> Path:
     """Writes sweep.json: the runs, the groups from the best on."""
     groups = [
-        {"settings": g.settings, "validation_losses": g.losses, "mean": g.mean, "spread": g.spread}
-        for g in groups_of(outcomes)
+        {"settings": group.settings, "validation_losses": group.losses, "mean": group.mean}
+        | {"standard_error": group.standard_error, "spread": group.spread}
+        for group in groups_of(outcomes)
     ]
     content = {"over": sweep.over, "best": groups[0] if groups else None, "groups": groups}
     path = sweep.folder / RESULTS_FILE

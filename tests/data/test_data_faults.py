@@ -218,11 +218,13 @@ def test_truncated_files(tmp_path, make_text):
         ("a.txt", b"", "no document"),
         ("a.jsonl", b"", "no document"),
         ("a.jsonl", b'{"text": ""}\n\n{"text": null}\n', "no document"),
-        ("a.jsonl", b'{"body": "x"}\n', "'text', found the keys body in line 1"),
+        ("a.jsonl", b'{"body": "x"}\n', "'text', found the keys body in line 1 .*; try --text-field body$"),
+        ("a.jsonl", b'{"id": "7", "body": "long", "n": 1}\n', "found the keys id, body, n .*; try --text-field body$"),
+        ("a.jsonl", b'{"n": 1}\n', "; try --text-field$"),
         ("a.jsonl", b'{"text": "x"}\n{"text": 3}\n', "found 3 in line 2"),
         ("a.jsonl", b'{"text": "x"}\n{"text":\n', "JSON object.* in line 2"),
         ("a.jsonl", b"[1]\n", "found a list"),
-        ("a.csv", b"x", "rename it"),
+        ("a.csv", b"x", "convert it to one, or rename plain text"),
         ("a.txt", b"x", "none for (train|validation)"),
     ],
 )
@@ -232,7 +234,7 @@ def test_sources_without_usable_text(tmp_path, name, content, message):
 
 def test_parquet_columns(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"body": ["x"], "n": [1]}), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match="column 'text', found body, n"):
+    with pytest.raises(DataError, match=r"column 'text', found body, n .*; try --text-field body$"):
         prepare(PrepareOptions(str(tmp_path / "a.parquet"), tmp_path / "out"))
     with pytest.raises(DataError, match="found int64"):
         prepare(PrepareOptions(str(tmp_path / "a.parquet"), tmp_path / "out", text_field="n"))

@@ -321,6 +321,7 @@ NAMES = ["README.md", "data/CC/0.parquet", "sample/10BT/0.parquet", "sample/100B
         (CARD, "big", ["big/a.jsonl"]),
         (None, "100BT", ["sample/100BT/0.parquet"]),
         ([{"config_name": "only", "data_files": "x/*"}], "", ["x/0.parquet"]),
+        ([{"config_name": "all", "data_files": "*"}], "", NAMES[1:]),  # its README.md is no text to learn
         ([3, {"config_name": ["odd"]}, {"data_files": 7}], "", [n for n in NAMES if n.endswith("parquet")]),
     ],
 )

@@ -1,5 +1,6 @@
 """From documents to shards: exact tokens, splits as documented, bounded memory, and nothing overwritten."""
 
+import codecs
 import gzip
 import json
 import os
@@ -14,6 +15,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from handgrad.cli import main
 from handgrad.data import prepare as preparing, stories
 from handgrad.data.pieces import deal
 from handgrad.data.prepare import PrepareOptions, prepare
@@ -104,7 +106,8 @@ def test_the_formats_agree_and_empty_rows_are_passed_over(tmp_path, make_text):
 
 def test_a_folder_a_glob_and_a_limit(tmp_path, make_text):
     (tmp_path / "in" / "deep").mkdir(parents=True)
-    texts = {"in/a.txt": make_text(3000, 1), "in/deep/b.txt": make_text(3000, 2), "in/c.md": "ignored"}
+    texts = {"in/a.txt": make_text(3000, 1), "in/deep/b.txt": make_text(3000, 2), "in/c.pdf": "x", "in/.venv/d.txt": "x"}
+    (tmp_path / "in" / ".venv").mkdir()
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
     (tmp_path / "in" / "d.txt.gz").write_bytes(gzip.compress(texts["in/a.txt"].encode()))
@@ -115,6 +118,28 @@ def test_a_folder_a_glob_and_a_limit(tmp_path, make_text):
     assert text_of(globbed, "train") == text_of(both, "train")[2:]
     limited = prepare(PrepareOptions(str(tmp_path / "in"), tmp_path / "limited", "bytes", documents=1)).dataset
     assert text_of(limited, "train") == text_of(both, "train")[:1]
+
+
+def test_notes_of_windows(tmp_path, make_text, capsys):
+    """.md files are text; the mark that an editor there puts before a text is none, its line ends stay; what is no text by
+    its name is counted, hidden folders are not looked into."""
+    notes, out = tmp_path / "notes", tmp_path / "out"
+    text = make_text(3000, 1).replace(" ", "\r\n")
+    for name, content in {"a.md": text.encode(), "b.TXT": codecs.BOM_UTF8 + text.encode()}.items():
+        (notes / name).parent.mkdir(exist_ok=True)
+        (notes / name).write_bytes(content)
+    for name in ("x.docx", "y.PDF", "z.pdf", "Makefile", ".git/notes.md"):
+        (notes / name).parent.mkdir(exist_ok=True)
+        (notes / name).write_bytes(b"\xff")
+    assert main(["prepare", str(notes), "--out", str(out), "--tokenizer", "bytes", "--workers", "1"]) == 0
+    assert "left out   4 files of other kinds: 2 .pdf, 1 .docx, 1 no suffix\n" in capsys.readouterr().out
+    train, validation = (text_of(open_dataset(out), split) for split in ("train", "validation"))
+    assert train[0] == train[1] and validation[0] == validation[1] and train[0] + validation[0] == text
+    assert (
+        main(["prepare", str(notes / "a.md"), "--out", str(tmp_path / "one"), "--tokenizer", "bytes", "--workers", "1"])
+        == 0
+    )
+    assert "left out" not in capsys.readouterr().out
 
 
 def test_stories_carry_their_entropy(tmp_path, small_units):

@@ -1,0 +1,69 @@
+"""The lines of docs/architecture.md that try an idea fit the reference, and their gradients are autograd's."""
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from handgrad.ops import reference
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def ideas() -> dict[str, str]:
+    """The lines by the name of the operation that they belong into."""
+    section = (ROOT / "docs" / "architecture.md").read_text().split("## Trying an idea")[1]
+    (block,) = re.findall(r"```text\n(out\.copy_.*?)```", section, re.S)
+    activation, loss, optimizer = block.split("\n\n")
+    return {"gelu": activation, "classifier_forward_backward": loss, "adamw_update": optimizer}
+
+
+def test_the_activation(ideas: dict[str, str]) -> None:
+    inp = torch.linspace(-9, 9, 91, dtype=torch.float64, requires_grad=True)
+    expected = F.silu(inp)
+    (gradient,) = torch.autograd.grad(expected.sum(), inp)
+    names: dict[str, Any] = {"torch": torch, "inp": inp.detach(), "out": torch.empty_like(inp.detach())}
+    exec(ideas["gelu"], names)
+    torch.testing.assert_close((names["out"], names["slope"]), (expected.detach(), gradient), rtol=1e-12, atol=1e-14)
+    assert "slope = " in inspect.getsource(reference.gelu_backward) and "out.copy_(" in inspect.getsource(
+        reference.gelu_forward
+    )
+
+
+def test_the_term_of_the_loss(ideas: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operation with these lines in the place of its own."""
+    source = inspect.getsource(reference.classifier_forward_backward)
+    old = re.findall(r"^ +losses\[rows\] = .*\n +p = log_p.exp_\(\).*\n", source, re.M)
+    assert len(old) == 1
+    new = "".join(f"        {line}\n" for line in ideas["classifier_forward_backward"].splitlines())
+    names = dict(vars(inspect.getmodule(reference.classifier_forward_backward)))
+    exec(source.replace(old[0], new), names)
+    logits = torch.randn(7, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).mul_(3).requires_grad_()
+    targets, V = torch.arange(7), 19
+    z = logits[:, :V]
+    expected = F.cross_entropy(z, targets, reduction="none") + 1e-4 * z.logsumexp(1) ** 2
+    (gradient,) = torch.autograd.grad(expected.sum(), logits)
+    losses, dlogits = torch.empty(7, dtype=torch.float64), logits.detach().clone()
+    names["classifier_forward_backward"](losses, dlogits, targets, torch.ones(1, dtype=torch.float64), vocab_size=V)
+    torch.testing.assert_close((losses, dlogits), (expected.detach(), gradient), rtol=1e-12, atol=1e-14)
+
+
+def test_the_optimizer(ideas: dict[str, str]) -> None:
+    """Two steps of Lion (https://arxiv.org/abs/2302.06675), in the names of AdamW's own."""
+    source = inspect.getsource(reference.adamw_update)
+    old = re.findall(r"^    m\.mul_.*?(?=^    keep_moments)", source, re.M | re.S)
+    assert len(old) == 1
+    b1, b2, lr, decay = 0.9, 0.99, 0.01, 0.1
+    w, m = torch.tensor([1.0, -2.0, 3.0]), torch.zeros(3)
+    names: dict[str, Any] = {"weight": w.clone(), "m": m.clone(), "beta1": b1, "beta2": b2, "learning_rate": lr}
+    for g in (torch.tensor([0.5, -0.1, 0.0]), torch.tensor([-0.01, 4.0, 1.0])):
+        w = w - lr * (torch.sign(b1 * m + (1 - b1) * g) + decay * w)
+        m = b2 * m + (1 - b2) * g
+        exec(ideas["adamw_update"], names | {"g": g, "weight_decay": decay})
+    torch.testing.assert_close((names["weight"], names["m"]), (w, m))
+    assert all(name in old[0] for name in ("weight.mul_(1 - learning_rate * weight_decay)", "beta1", "beta2"))
