@@ -168,6 +168,8 @@ def main() -> int:
     if unknown := [shape for shape in shapes if shape not in SHAPES]:
         raise UsageError(f"unknown shapes {', '.join(unknown)}; known: {', '.join(SHAPES)}")
     keep_commit()
+    if options.out_folder:
+        Path(options.out_folder).mkdir(parents=True, exist_ok=True)
     lines = []
     for shape in shapes:
         settings = Settings(

@@ -114,6 +114,15 @@ def test_a_conversation_longer_than_the_context(plain: str) -> None:
     long = talk.prompt([{"role": "user", "content": "x" * 500}], 100, 40)
     assert len(long.tokens) == 75 and long.tokens == talk.template.render(long.messages, True)[-75:]
     assert long.note.startswith("the message has 5") and long.note.endswith("the last 75 are read: the context has 100")
+    counted, answer = Talk(load_tokenizer("bytes")), {"role": "assistant", "content": "Hm."}
+    turns = [message for n in range(500) for message in ({"role": "user", "content": f"{n}"}, answer)]
+    render, rendered = counted.template.render, []
+    counted.template.render = lambda *given: rendered.append(given) or render(*given)  # type: ignore[method-assign]
+    left = counted.prompt([TALK[0], *turns, *HELLO], 300, 10)
+    assert len(rendered) < 15 and len(left.messages) % 2 == 0 and left.messages[0] == TALK[0]
+    longer = [TALK[0], *turns[2 - len(left.messages) - 2 :], *HELLO]
+    assert len(left.tokens) <= 290 < len(render(longer, True)) and longer[3:] == left.messages[1:]
+    assert left.note == f"the oldest {1002 - len(left.messages)} messages are left out: the context has 300 tokens"
     model = load(plain, device="cpu")
     with pytest.warns(UserWarning, match="the oldest 2 messages are left out"):
         list(model.chat([*TALK[:2], {"role": "assistant", "content": "m" * 90}, *HELLO], max_tokens=60))

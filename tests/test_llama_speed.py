@@ -158,13 +158,19 @@ def test_another_model_is_told(
     raw = rows_of({"handgrad": [5.0, 2.0], "twin-flash": [5.0, theirs]})
     raw["transformers"] = {"turns": [], "failed": "absent"}
     monkeypatch.setattr(gpu_step, "measure", lambda commands, *_, **options: raw)
-    given = ["--shapes=tiny-llama", "--device=cpu", "--precision=fp32", "--sequence-length=16", f"--out-folder={tmp_path}"]
+    given = [
+        "--shapes=tiny-llama",
+        "--device=cpu",
+        "--precision=fp32",
+        "--sequence-length=16",
+        f"--out-folder={tmp_path / 'new'}",
+    ]
     monkeypatch.setattr(sys, "argv", ["llama_speed", *given])
     assert llama_speed.main() == (theirs != 2.001)
     told = capsys.readouterr()
     assert ("twin-flash: expected the first losses within 0.02" in told.err) == (theirs != 2.001)
     assert f"{'transformers':<{gpu_step.NAME_WIDTH}} failed: absent" in told.out
-    record = json.loads((tmp_path / "cpu-llama-speed-tiny-llama.json").read_text())
+    record = json.loads((tmp_path / "new" / "cpu-llama-speed-tiny-llama.json").read_text())
     assert record["figures"]["handgrad"]["tokens_per_second"] == 2 * 4 * 2 * 16
     assert record["figures"]["handgrad"]["times_best_twin"] == 1.0
     assert record["figures"]["transformers"] == {"failed": "absent"}

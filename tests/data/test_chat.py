@@ -96,16 +96,20 @@ def test_sharegpt_and_both_forms_give_the_same_tokens(tmp_path):
     assert len(ours) == 7
 
 
-def test_any_number_of_workers_and_an_interrupted_attempt(tmp_path, source, small_units):
+@pytest.mark.parametrize(("spec", "enough"), [("bpe:300", 2500), ("model", 6000)])
+def test_any_number_of_workers_and_an_interrupted_attempt(tmp_path, source, small_units, spec, enough):
+    """With the plain template, and with a model's tokenizer and its own."""
+    if spec == "model":
+        spec = str(write_folder(made_tokenizer(CHATML), tmp_path / "model"))
     options = [
-        PrepareOptions(str(source), tmp_path / name, "bpe:300", chat=True, workers=workers, shard_tokens=500)
+        PrepareOptions(str(source), tmp_path / name, spec, chat=True, workers=workers, shard_tokens=500)
         for name, workers in (("one", 1), ("two", 2), ("again", 1))
     ]
     for each in options[:2]:
         prepare(each)
 
     def stop(progress):
-        if progress.tokens > 2500:
+        if progress.tokens > enough:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt, match="go on"):

@@ -8,6 +8,7 @@ import json
 import pytest
 import transformers
 
+from handgrad.data import chat_template
 from handgrad.data.chat_template import BEGIN, CONTENT_END, END, SHIELD, ChatTemplate
 from handgrad.data.tokenizer import bytes_tokenizer, gpt2_tokenizer
 from handgrad.errors import DataError
@@ -188,3 +189,40 @@ def test_a_template_that_does_not_serve_is_refused(template, messages, message):
     with pytest.raises(DataError, match=message) as raised:
         ChatTemplate(made_tokenizer(template)).conversation(messages)
     assert "\n" not in str(raised.value)
+
+
+WORDS = """\
+{{- bos_token }}
+{%- for m in messages %}{{- m.content if m.role == 'user' else m.content + eos_token }}
+{%- if m.role == 'user' %}{{ ' ANSWER: ' }}{% endif %}{%- endfor %}
+"""
+
+
+@pytest.mark.parametrize("kind", [*TEMPLATES, "words"])
+def test_a_long_conversation_is_rendered_a_few_times(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokens and stretches are those of all its prompts rendered, whatever the messages say."""
+    template = ChatTemplate(made_tokenizer(WORDS if kind == "words" else TEMPLATES[kind]))
+    traps = (" ANSWER: ", "the. ANSWER: the", "<think>\na\n</think>\n\nb", "assistant\n", "he", " he ")
+    messages = talk(*(traps[n % 5 * (n % 7) % 6] + f"{n}." for n in range(240)))
+    rendered, count = chat_template._Jinja.rendered, [0]
+
+    def counted(*arguments: object) -> str:
+        count[0] += 1
+        return rendered(*arguments)
+
+    monkeypatch.setattr(chat_template._Jinja, "rendered", counted)
+    tokens, stretches = template.conversation(messages)
+    few, count[0] = count[0], 0
+    monkeypatch.setattr(chat_template, "RENDERED_PROMPTS", 1000)
+    expected, all_stretches = template.conversation(messages)
+    assert tokens.tolist() == expected.tolist() and stretches.tolist() == all_stretches.tolist() and len(stretches) == 120
+    assert few <= count[0] and (few < 100 or kind in ("thinks", "words")), "of these some are rendered one by one"
+
+
+def test_a_long_conversation_that_forgets_its_beginning_is_refused() -> None:
+    forgets = TEMPLATES["chatml"].replace(
+        "+ m.content +", "+ ('' if messages|length > 150 and loop.first else m.content) +"
+    )
+    template = ChatTemplate(made_tokenizer(forgets))
+    with pytest.raises(DataError, match="found another text before message"):
+        template.conversation(talk(*("he" for _ in range(200))))
