@@ -119,6 +119,7 @@ class _Jinja:
 
     def __init__(self, tokenizer: Tokenizer, text: str, now: datetime | None):
         self.text = text
+        check_apart(tokenizer)
         self.special = _special_tokens(tokenizer)
         every = sorted(self.special, key=len, reverse=True)
         self.inside = re.compile("|".join(f"(?<={c})(?={rest})" for c, rest in _by_first_character(every)) or "(?!)")
@@ -252,6 +253,17 @@ class _Jinja:
             yield Segment(text, trained)
 
 
+def check_apart(tokenizer: Tokenizer) -> None:
+    """Raises DataError for a tokenizer that adds to a text or takes from it where it begins or ends, as a prefix space
+    does: a conversation is encoded in pieces."""
+    for text in ("a", " a\n"):
+        if (found := tokenizer.decode(tokenizer.encode(text))) != text:
+            raise DataError(
+                f"expected a tokenizer that gives a text back, found {found!r} for {text!r} (a prefix space?);"
+                " handgrad has no such chat"
+            )
+
+
 def _by_first_character(special: list[str]) -> list[tuple[str, str]]:
     """(first character, the alternatives of what follows), as patterns: hundreds of tokens are tried at few places."""
     rests: dict[str, list[str]] = {}
@@ -298,14 +310,20 @@ def _special_tokens(tokenizer: Tokenizer) -> dict[str, tuple[int, bool, bool]]:
     short = next((token["content"] for token in special if len(token["content"]) == 1), None)
     if short is not None:
         raise DataError(f"expected special tokens of two characters or more, found {short!r}; handgrad has no such chat")
+    if alone := next((token["content"] for token in special if token.get("single_word")), None):
+        raise DataError(
+            f"expected special tokens anywhere in a text, found {alone!r} of single_word; handgrad has no such chat"
+        )
     return {token["content"]: (token["id"], bool(token.get("lstrip")), bool(token.get("rstrip"))) for token in special}
 
 
 def _named_tokens(tokenizer: Tokenizer) -> dict[str, str]:
     """bos_token, eos_token and their like, the variables of a template."""
     named = {"eos_token": tokenizer.token_bytes[tokenizer.end_of_text].decode(errors="replace")}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        for key, value in _object(tokenizer, name).items():
+    config, legacy = (_object(tokenizer, name) for name in ("tokenizer_config.json", "special_tokens_map.json"))
+    # As transformers reads them: the map counts before the configuration, unless that lists all added tokens.
+    for found in (legacy, config) if "added_tokens_decoder" in config else (config, legacy):
+        for key, value in found.items():
             content = value.get("content") if isinstance(value, dict) else value
             if key.endswith("_token") and isinstance(content, str):
                 named[key] = content
