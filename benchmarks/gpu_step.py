@@ -209,7 +209,7 @@ def best_twin(rows: dict[str, Any]) -> str | None:
     return max(twins, key=lambda name: twins[name]) if twins else None
 
 
-NAME_WIDTH = 30
+NAME_WIDTH = 35
 
 # Heading, width, key, format.
 COLUMNS = (

@@ -1,7 +1,8 @@
 """Whole steps of Llama models at their published sizes: handgrad, the tuned twin, and transformers under its Trainer.
 
 Weights are random and the same for all contenders, which alternate as in `handgrad bench step`. The losses of their first
-steps must agree: else one of them computes another model, and the command ends with 1.
+steps must agree: else one of them computes another model, and the command ends with 1. Each Trainer is measured alone,
+after the others have freed the device's memory.
 
     python -m benchmarks.llama_speed --out-folder benchmarks/results
     python -m benchmarks.llama_speed --precision fp8 --out-folder benchmarks/results
@@ -17,19 +18,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from benchmarks import gpu_step
 from benchmarks.contenders import Settings, TwinRun, tokens_of
 from benchmarks.gpu_twin import check_libraries, switches_of
 from benchmarks.llama_twin import LARGE, SHAPES
 from benchmarks.record import keep_commit, write_record
-from benchmarks.trainer_run import TrainerRun
+from benchmarks.trainer_run import TrainerRun, trainer_switches
 from benchmarks.turns import Run, answers, contend
 from handgrad import devices
 from handgrad.errors import HandgradError, UsageError
 from handgrad.models import architecture
 
-TRAINERS = {"transformers": False, "transformers-compiled": True}  # torch.compile
+TRAINERS = (
+    "transformers",
+    *(f"transformers+{end}" for end in ("compiled", "liger", "compiled+liger", "compiled+liger+cudnn")),
+)
 TWINS = ("twin-cudnn+stream+regional", "twin-flash+stream+regional")
 MICRO_BATCHES = {"SmolLM2-135M": 16}  # of others 4: three contenders side by side fit an H200
 
@@ -50,7 +55,7 @@ def check_contenders(text: str, precision: str) -> list[str]:
     """The names in a comma-separated list; raises `UsageError` for an unknown one, a twin's missing library, or twins in
     fp8 beside contenders in another `precision`."""
     given = [name.strip() for name in text.split(",") if name.strip()]
-    others = [name for name in given if name not in TRAINERS]
+    others = [name for name in given if trainer_switches(name) is None]
     if others:
         gpu_step.check_contenders(",".join(others))
     for switches in map(switches_of, others):
@@ -66,9 +71,9 @@ def check_contenders(text: str, precision: str) -> list[str]:
 def make_run(name: str, settings: Settings) -> Run:
     """A contender, in its own process, from handgrad's initial weights."""
     config, tokens = settings.config(), tokens_of(settings)
-    if name in TRAINERS:
+    if trainer := trainer_switches(name):
         plain = dataclasses.replace(config, precision="bf16") if config.precision == "fp8" else config
-        return TrainerRun(plain, tokens, compiled=TRAINERS[name])
+        return TrainerRun(plain, tokens, trainer)
     if switches := switches_of(name):
         on_gpu, bf16 = config.device == "cuda", config.precision in ("bf16", "fp8")
         chosen = dataclasses.replace(
@@ -97,11 +102,22 @@ def other_models(rows: dict[str, Any]) -> list[str]:
     ]
 
 
+def measure(commands: dict[str, list[str]], seconds: float, turn_seconds: float, device: torch.device) -> dict[str, Any]:
+    """The raw figures of all contenders: of the Trainers one by one, each in the memory of the whole device; of the others,
+    which alternate, together."""
+    alone = [{name: command} for name, command in commands.items() if trainer_switches(name)]
+    together = {name: command for name, command in commands.items() if not trainer_switches(name)}
+    rows: dict[str, Any] = {}
+    for group in [together, *alone] if together else alone:
+        rows |= gpu_step.measure(group, seconds, turn_seconds, device, twice=False, single_steps=FIRST_STEPS - 1)
+    return rows
+
+
 def compare(settings: Settings, names: list[str], seconds: float, turn_seconds: float, out: str) -> dict[str, Any]:
     """Measures one shape, prints its table, writes the record to `out` if that is not empty; returns the rows."""
     device, config, tokens = devices.resolve_device(settings.device), settings.config(), tokens_of(settings)
     commands = {name: [sys.executable, "-m", "benchmarks.llama_speed", name, settings.to_json()] for name in names}
-    raw = gpu_step.measure(commands, seconds, turn_seconds, device, twice=False, single_steps=FIRST_STEPS - 1)
+    raw = measure(commands, seconds, turn_seconds, device)
     shape = config.shape(tokens.vocab_size)
     flops, peak = architecture(shape).flops_per_token(shape), devices.peak_flops(device)
     rows = {name: gpu_step.figures(row, config.tokens_per_step, flops, peak) for name, row in raw.items()}
@@ -114,6 +130,7 @@ def compare(settings: Settings, names: list[str], seconds: float, turn_seconds: 
             print(f"{name}: loss {row['losses'][0]:.5f} at step 1, within {row['loss_difference']:.1e} of handgrad's")
     if out:
         described = {**dataclasses.asdict(settings), "seconds": seconds, "turn_seconds": turn_seconds}
+        described["measured_alone"] = [name for name in names if trainer_switches(name)]
         versions = {**gpu_step.libraries(), **{name: version(name) for name in ("transformers", "accelerate")}}
         counted = {"flops_per_token": flops, "peak_flop_per_second": peak}
         figures = gpu_step.rounded(rows)
@@ -151,6 +168,8 @@ def main() -> int:
     if unknown := [shape for shape in shapes if shape not in SHAPES]:
         raise UsageError(f"unknown shapes {', '.join(unknown)}; known: {', '.join(SHAPES)}")
     keep_commit()
+    if options.out_folder:
+        Path(options.out_folder).mkdir(parents=True, exist_ok=True)
     lines = []
     for shape in shapes:
         settings = Settings(

@@ -1,5 +1,5 @@
-"""transformers' own model of the Llama family under transformers' Trainer, with the settings that people take: bf16, fused
-AdamW, SDPA, torch.compile off or on.
+"""transformers' own model of the Llama family under transformers' Trainer: bf16 over float32 weights, fused AdamW, SDPA, no
+gradient checkpointing; on request torch.compile, Liger's kernels, cuDNN's attention.
 
 It starts from handgrad's initial weights and sees handgrad's samples in their order, so its losses compare.
 """
@@ -8,12 +8,14 @@ import importlib.util
 import math
 import tempfile
 import threading
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.contenders import More, Tokens
+from benchmarks.gpu_twin import use_attention
 from handgrad import devices
 from handgrad.config import ModelShape, RunConfig
 from handgrad.errors import UsageError
@@ -22,6 +24,24 @@ from handgrad.models import parameter_table
 from handgrad.models.rows import flat_elements, initialize
 
 STEPS = 1 << 20  # of the Trainer, which the end of the process stops
+TRAINER = "transformers"
+
+
+@dataclass(frozen=True)
+class TrainerSwitches:
+    """The choices of a Trainer. All off is a Trainer as a tutorial writes it."""
+
+    compiled: bool = False  # torch_compile=True
+    liger: bool = False  # use_liger_kernel=True: norms, rotary positions, SwiGLU, the head with its loss
+    cudnn: bool = False  # SDPA with cuDNN's kernel in the place of the one that torch takes by itself
+
+
+def trainer_switches(name: str) -> TrainerSwitches | None:
+    """Those of a contender called "transformers", with +OPTION for each; None for another name."""
+    kind, *options = name.split("+")
+    if kind != TRAINER or not {*options} <= {*TrainerSwitches.__dataclass_fields__}:
+        return None
+    return TrainerSwitches(**dict.fromkeys(options, True))
 
 
 class Samples(torch.utils.data.Dataset):
@@ -59,22 +79,33 @@ def own_model(shape: ModelShape, seed: int) -> Any:
     return model
 
 
+def check_installed(switches: TrainerSwitches, device: torch.device) -> None:
+    """Raises `UsageError` where a library is not there, and on a CPU for Liger's kernels."""
+    if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("accelerate") is None:
+        raise UsageError("transformers or accelerate is not installed here: pip install 'transformers[torch]'")
+    if switches.liger and importlib.util.find_spec("liger_kernel") is None:
+        raise UsageError("liger-kernel is not installed here: pip install 'liger-kernel>=0.8'")
+    if switches.liger and device.type == "cpu":
+        raise UsageError("Liger's kernels need a GPU, found device cpu")
+
+
 class TrainerRun:
     """Steps of a Trainer, which runs in a thread of its own and waits between the turns."""
 
-    def __init__(self, config: RunConfig, tokens: Tokens, *, compiled: bool):
-        if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("accelerate") is None:
-            raise UsageError("transformers or accelerate is not installed here: pip install 'transformers[torch]'")
+    def __init__(self, config: RunConfig, tokens: Tokens, switches: TrainerSwitches):
         self.config, self.completed = config, 0
         self.device = devices.resolve_device(config.device)
+        check_installed(switches, self.device)
+        if switches.cudnn:
+            use_attention("cudnn", self.device)
         self.may_go, self.done = threading.Semaphore(0), threading.Semaphore(0)
         self.losses: list[Tensor] = []
         self.micro_losses: list[Tensor] = []
         self.error: BaseException | None = None
-        self.trainer = self.make_trainer(tokens, compiled)
+        self.trainer = self.make_trainer(tokens, switches)
         threading.Thread(target=self.work, daemon=True).start()
 
-    def make_trainer(self, tokens: Tokens, compiled: bool) -> Any:
+    def make_trainer(self, tokens: Tokens, switches: TrainerSwitches) -> Any:
         from transformers import Trainer, TrainerCallback, TrainingArguments
 
         run, config = self, self.config
@@ -103,13 +134,15 @@ class TrainerRun:
             max_grad_norm=config.clip_norm,
             optim="adamw_torch_fused",
             bf16=config.precision == "bf16",
-            torch_compile=compiled,
+            torch_compile=switches.compiled,
+            use_liger_kernel=switches.liger,
             train_sampling_strategy="sequential",
             remove_unused_columns=False,  # it would take away the targets
             dataloader_pin_memory=self.device.type == "cuda",
             use_cpu=self.device.type == "cpu",
             save_strategy="no",
             logging_strategy="no",
+            logging_nan_inf_filter=False,  # it waits for the device after every micro-batch
             disable_tqdm=True,
             report_to="none",
             seed=config.seed,

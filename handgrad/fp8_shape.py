@@ -14,9 +14,10 @@ def check_fp8(config: Any) -> None:
     """Raises `UsageError` for settings that fp8 does not go with, and for shapes that its GEMMs cannot take."""
     shape: ModelShape = config.shape(VOCABULARY_MULTIPLE)
     if (width := shape.head_width) > WIDEST_HEAD_OF_FP8:
+        more = f", --num-heads {fitting_heads(config.channels)} fits" if shape.architecture != "llama" else ""
         raise UsageError(
             f"precision fp8 takes heads of up to {WIDEST_HEAD_OF_FP8} channels, found {width};"
-            f" --precision bf16 takes them, --num-heads {-(-config.channels // WIDEST_HEAD_OF_FP8)} fits"
+            f" --precision bf16 takes them{more}"
         )
     if config.channels % FP8_MULTIPLE:
         raise UsageError(f"channels must be a multiple of {FP8_MULTIPLE} for precision fp8, found {config.channels}")
@@ -25,9 +26,13 @@ def check_fp8(config: Any) -> None:
     samples, length = config.micro_batch, config.sequence_length
     if not takes_micro_batch(config, samples):
         least = FP8_MULTIPLE // math.gcd(FP8_MULTIPLE, length)
+        more = -(-samples // least) * least
+        together = more * length * max(1, config.lanes)
+        tokens = -(-config.tokens_per_step // together) * together
+        step = f" --tokens-per-step {tokens}" if tokens != config.tokens_per_step and not config.batch_schedule else ""
         raise UsageError(
             f"micro_batch * sequence_length must be a multiple of {FP8_MULTIPLE} for precision fp8, found {samples} *"
-            f" {length} = {samples * length}; try --micro-batch {-(-samples // least) * least}"
+            f" {length} = {samples * length}; try --micro-batch {more}{step}"
         )
     chunk = config.head_chunk_tokens
     if "wgrad" in config.fp8_head and chunk % FP8_MULTIPLE:
@@ -35,6 +40,12 @@ def check_fp8(config: Any) -> None:
             f"head_chunk_tokens must be a multiple of {FP8_MULTIPLE} for fp8_head wgrad, found {chunk};"
             f" try --head-chunk-tokens {-(-chunk // FP8_MULTIPLE) * FP8_MULTIPLE}"
         )
+
+
+def fitting_heads(channels: int) -> int:
+    """The fewest heads of `channels` that fp8 takes."""
+    least = -(-channels // WIDEST_HEAD_OF_FP8)
+    return next(heads for heads in range(least, channels + 1) if channels % heads == 0)
 
 
 def check_llama_sides(shape: ModelShape) -> None:

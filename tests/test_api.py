@@ -139,23 +139,23 @@ def test_memory_is_kept_and_grows_only_when_it_must(run: str, rows: list[list[in
     large = model.logits([row[:8] for row in rows])
     kept, storage = large.clone(), model._activation_memory.storage
     first = model.generate(["a", "b", "c"], max_tokens=5)
-    writing = model._decoding_memory.storage
+    writing = model._writing.memory.storage
     small = model.logits(rows[2])
-    assert model._activation_memory.storage is storage and model._decoding_memory.storage is writing
+    assert model._activation_memory.storage is storage and model._writing.memory.storage is writing
     assert large.nan_to_num().equal(kept.nan_to_num()), "results are tensors of their own"
     assert small.untyped_storage().data_ptr() != storage.untyped_storage().data_ptr()
     model.losses([row * 3 for row in rows if len(row) > 9])
     assert model._activation_memory.storage.numel() > storage.numel()
-    assert model.generate("a", max_tokens=5) == first[0] and model._decoding_memory.storage is writing
+    assert model.generate("a", max_tokens=5) == first[0] and model._writing.memory.storage is writing
     assert model.generate(["a", "b", "c"], max_tokens=5) == first
 
 
 def test_what_does_not_fit_is_said_before(model: handgrad.Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("handgrad.devices.available_bytes", lambda device: 1 << 20)
-    before = model._decoding_memory.storage.numel()
+    before = model._writing.memory.storage.numel()
     with pytest.raises(DataError, match=r"writing 400 text\(s\) at once needs \d+ MiB, cpu has 1 MiB free"):
         model.generate(["a"] * 400, batch=400)
-    assert model._decoding_memory.storage.numel() in (0, before)
+    assert model._writing.memory.storage.numel() in (0, before)
     with pytest.raises(DataError, match="logits of 100 x 32 tokens needs 3 MiB"):
         model.logits([[1] * 32] * 100)
     monkeypatch.undo()
@@ -195,7 +195,7 @@ def test_many_texts_are_those_of_their_seeds(model: handgrad.Model) -> None:
     assert len(set(alone)) == 4
     for batch in (1, 3, 8):
         assert model.generate(prompts, max_tokens=30, seed=3, batch=batch) == alone
-        assert model._decoder is not None and model._decoder[0][0] == min(batch, 4), "memory for those at once"
+        assert model._writing.last is not None and model._writing.size[0] == min(batch, 4), "memory for those at once"
     pieces = list(model.stream("the", max_tokens=30, seed=3))
     assert "".join(pieces) == alone[0] and len(pieces) > 5 and all(pieces)
     cut = list(model.stream("the", max_tokens=30, seed=3, stop=[alone[0][4:6]]))

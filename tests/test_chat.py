@@ -114,6 +114,15 @@ def test_a_conversation_longer_than_the_context(plain: str) -> None:
     long = talk.prompt([{"role": "user", "content": "x" * 500}], 100, 40)
     assert len(long.tokens) == 75 and long.tokens == talk.template.render(long.messages, True)[-75:]
     assert long.note.startswith("the message has 5") and long.note.endswith("the last 75 are read: the context has 100")
+    counted, answer = Talk(load_tokenizer("bytes")), {"role": "assistant", "content": "Hm."}
+    turns = [message for n in range(500) for message in ({"role": "user", "content": f"{n}"}, answer)]
+    render, rendered = counted.template.render, []
+    counted.template.render = lambda *given: rendered.append(given) or render(*given)  # type: ignore[method-assign]
+    left = counted.prompt([TALK[0], *turns, *HELLO], 300, 10)
+    assert len(rendered) < 15 and len(left.messages) % 2 == 0 and left.messages[0] == TALK[0]
+    longer = [TALK[0], *turns[2 - len(left.messages) - 2 :], *HELLO]
+    assert len(left.tokens) <= 290 < len(render(longer, True)) and longer[3:] == left.messages[1:]
+    assert left.note == f"the oldest {1002 - len(left.messages)} messages are left out: the context has 300 tokens"
     model = load(plain, device="cpu")
     with pytest.warns(UserWarning, match="the oldest 2 messages are left out"):
         list(model.chat([*TALK[:2], {"role": "assistant", "content": "m" * 90}, *HELLO], max_tokens=60))
@@ -186,14 +195,25 @@ def test_the_memory_is_that_of_the_conversation(own: str, chat: Callable[..., st
     """And of the samples: not of a context of 131,072 tokens."""
     model = load(own, device="cpu")
     list(model.chat(HELLO, max_tokens=3))
-    decoder = model._decoder[1]  # type: ignore[index]
+    decoder = model._writing.last  # type: ignore[index]
     assert decoder.longest == 1024
     model.generate("Hello", max_tokens=1100)
-    assert model._decoder[1].longest == 2048  # type: ignore[index]
+    assert model._writing.last.longest == 2048  # type: ignore[index]
     small = dataclasses.replace(model.shape, sequence_length=77)
     assert with_cache(small, 5).sequence_length == with_cache(small, 500).sequence_length == 77
     assert [with_cache(model.shape, n).sequence_length for n in (1, 1024, 1025, 10**6)] == [1024, 1024, 2048, 131072]
-    assert chat(own, "Hello", "--max-tokens", "3").count("\n") == 1
+    caches: list[int] = []
+    make = Decoder.__init__
+
+    def made(self: Decoder, *arguments: object, **options: object) -> None:
+        make(self, *arguments, **options)  # type: ignore[arg-type]
+        caches.append(self.longest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Decoder, "__init__", made)
+        lines = "Hello\n" + "x" * 700 + "\nHello\n/new\nHello"
+        assert chat(own, lines, "--max-tokens", "400", "--temperature", "0").count("\n") >= 4
+    assert caches == [1024, 2048], "it grows with the conversation, and stays"
     assert main(["sample", own, "--device", "cpu", "--max-tokens", "3"]) == 0
 
 
@@ -215,7 +235,7 @@ def test_in_a_terminal(own: str, capsys: pytest.CaptureFixture, monkeypatch: pyt
     assert main(["chat", own, "--device", "cpu", "--max-tokens", "5", "--temperature", "0"]) == 0
     shown, told = capsys.readouterr()
     assert shown == "".join(load(own, device="cpu").chat(HELLO, max_tokens=5, temperature=0)) + "\n\n"
-    assert "template of its own, context of 4096 (5.6 MiB); Ctrl-C stops an answer" in told
+    assert "template of its own, context of 131072 (" in told and " when it is full); Ctrl-C stops an answer" in told
     assert "handgrad: expected text, found the noncharacter U+FDD0 in message 1" in told
     assert signal.getsignal(signal.SIGINT) is before
     monkeypatch.setattr("sys.stdin", io.StringIO("\ufdd0"))

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from handgrad import devices
 from handgrad.api.model import Model, load
+from handgrad.arena import make_plan
 from handgrad.config import ModelShape
 from handgrad.generation.decode import padded_length
 from handgrad.generation.generate import Continuation, Decoder
@@ -56,7 +58,7 @@ def test_only_conversations_keep_their_tokens(fresh: Callable[[], Model]) -> Non
     """A text otherwise depends on no text before it, down to its last bit."""
     model = fresh()
     model.generate("Hello there", max_tokens=4, batch=1)
-    decoder = model._decoder[1]
+    decoder = model._writing.last
     assert decoder.cached[0] is not None and decoder.kept(0, decoder.cached[0].tokens()) == 0
 
 
@@ -85,3 +87,23 @@ def test_lengths_of_prompts() -> None:
     assert [padded_length(n, 1000) for n in (1, 64, 65, 513, 700, 999)] == [64, 64, 128, 640, 768, 1000]
     lengths = {padded_length(n, 1 << 17) for n in range(1, (1 << 17) + 1, 31)}
     assert len(lengths) <= 12 + 4 * 7 and all(padded_length(n, 1 << 17) <= max(n * 1.25, n + 64) for n in range(1, 5000))
+
+
+def test_a_context_that_memory_does_not_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A conversation has the part of it that fits, by halves; what a smaller cache occupies counts as free."""
+    shape = {"architecture": "llama", "sizes": (1, 2, 32, 5000), "llama": "feed_forward=64"}
+    run, _ = make_checkpoint(tmp_path / "run", "bytes", **shape)
+    model = load(run, device="cpu", backend="reference")
+    whole, half = (make_plan(model._writing.table(1, tokens)).total_bytes for tokens in (5000, 2500))
+    free = [whole]
+    monkeypatch.setattr(devices, "available_bytes", lambda device: free[0])
+    assert model._writing.fitting(5000) == 5000
+    free[0] = whole - 1
+    assert model._writing.fitting(5000) == 2500
+    free[0] = half - 1
+    assert model._writing.fitting(5000) == 1250 and model._writing.fitting(1000) == 1000
+    long = [{"role": "user", "content": "x" * 3000}]
+    with pytest.warns(UserWarning, match="the last 1246 are read: the context has 1250"):
+        list(model.chat(long, max_tokens=4))
+    free[0] = half - model._writing.memory.storage.numel()
+    assert model._writing.fitting(5000) == 2500

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from handgrad.config import ModelShape, RunConfig, check
-from handgrad.errors import UsageError
+from handgrad.errors import DataError, UsageError
 from handgrad.fp8.formats import GRADIENT_FORMATS
 from handgrad.fp8.tables import fp8_gemms
 from handgrad.gpus import GPUS
 from handgrad.models import gpt2, modern
-from handgrad.run.resolve import largest_micro_batch, resolve
+from handgrad.run import checks
+from handgrad.run.resolve import largest_micro_batch, possible_configs, resolve
 from handgrad.run.writing import memory_bytes
 from handgrad.tools import forecast
 from tests.conftest import make_model
@@ -71,8 +72,9 @@ def test_a_run_whose_samples_are_no_multiple_of_16(config: RunConfig, settings: 
     ("settings", "told"),
     [
         ({"micro_batch": 1}, r"found 1 \* 24 = 24; try --micro-batch 2$"),
-        ({"micro_batch": 3, "tokens_per_step": 72, "sequence_length": 24}, r"found 3 \* 24 = 72; try --micro-batch 4$"),
-        ({"micro_batch": 8, "sequence_length": 25, "tokens_per_step": 200}, r"= 200; try --micro-batch 16$"),
+        ({"micro_batch": 3, "tokens_per_step": 72}, r"= 72; try --micro-batch 4 --tokens-per-step 96$"),
+        ({"micro_batch": 8, "sequence_length": 25, "tokens_per_step": 200}, r"--micro-batch 16 --tokens-per-step 400$"),
+        ({"channels": 528, "num_heads": 3}, "takes heads of up to 128 channels, found 176; .* --num-heads 6 fits$"),
         ({"channels": 40}, "channels must be a multiple of 16 for precision fp8, found 40$"),
     ],
 )
@@ -81,12 +83,29 @@ def test_other_shapes_are_refused(config: RunConfig, settings: dict, told: str) 
         check(dataclasses.replace(config, **(LENGTH | settings)))
 
 
-def test_micro_batches_that_are_found_are_some_that_train(config: RunConfig) -> None:
-    """`plan` for a micro-batch that does not fit, and for a GPU that is not there."""
+def memory_of(config: RunConfig) -> int:
+    return sum(memory_bytes(resolve(config, 257)).values())
+
+
+def test_micro_batches_that_are_found_are_some_that_train(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`plan` for a micro-batch that does not fit, and for a GPU that is not there; where a run may go on in bf16, also
+    there."""
     config = dataclasses.replace(config, **LENGTH, micro_batch=8)
-    small = sum(memory_bytes(resolve(dataclasses.replace(config, micro_batch=2), 257)).values())
+    small = memory_of(dataclasses.replace(config, micro_batch=2))
     assert largest_micro_batch(config, 257, small) == 2
     assert largest_micro_batch(config, 257, small - 1) == 0, "1 x 24 is no multiple of 16"
+    leaving = dataclasses.replace(config, fp8_on_saturation="bf16")
+    needed = [memory_of(dataclasses.replace(each, micro_batch=8)) for each in possible_configs(leaving)]
+    assert len(needed) == 2 and needed[0] < needed[1] and possible_configs(config) == [config]
+    assert largest_micro_batch(config, 257, needed[0]) == largest_micro_batch(leaving, 257, needed[1]) == 8
+    assert largest_micro_batch(leaving, 257, needed[1] - 1) == 4
+    monkeypatch.setattr(checks, "training_batches", lambda *_: type("Batches", (), {"samples_per_epoch": 1 << 20}))
+    monkeypatch.setattr(checks, "validation_batches", lambda *_, **__: None)
+    monkeypatch.setattr(checks.devices, "available_bytes", lambda device: needed[1] - 1)
+    checks.check_fits(config, resolve(config, 257), None)  # type: ignore[arg-type]
+    told = "in bf16, where it may go on \\(.* in fp8 alone, with --fp8-on-saturation warn\\), .* try --micro-batch 4 "
+    with pytest.raises(DataError, match=told):
+        checks.check_fits(leaving, resolve(leaving, 257), None)  # type: ignore[arg-type]
     assert list(forecast.micro_batches(dataclasses.replace(config, lanes=1))) == [2, 4, 8]
     with pytest.raises(UsageError, match="multiple of 16, found none that divides a lane's step: samples have 24 tokens"):
         forecast.settled(dataclasses.replace(config, lanes=8), GPUS["h100"], 8)

@@ -94,7 +94,7 @@ def test_every_product_of_a_step_reads_fp8(network: str, tmp_path: Path) -> None
         operation(*given, **options)
 
     bound.decode.call = decoded
-    model._ops_of_one, model._decoder = bound, None
+    model._writing.ops_of_one, model._writing.last = bound, None
     assert model.generate("Hello", max_tokens=12, temperature=0) == plain
     matrices = [row.shape for row in fp8_rows(model.shape)]
     assert len(read) % len(matrices) == 0 and sorted(read[: len(matrices)]) == sorted(matrices)

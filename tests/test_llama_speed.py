@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import contenders, gpu_step, llama_speed, llama_twin
 from benchmarks.contenders import Settings, tokens_of
-from benchmarks.trainer_run import TrainerRun
+from benchmarks.trainer_run import TrainerRun, TrainerSwitches
 from handgrad.errors import UsageError
 from handgrad.models import parameter_table
 from handgrad.models.rows import count_parameters
@@ -81,7 +81,59 @@ def test_the_trainer_makes_the_same_steps(family: Settings) -> None:
 def test_a_trainer_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UsageError, match="not installed here: pip install"):
-        TrainerRun(SMALL.config(), tokens_of(SMALL), compiled=False)
+        TrainerRun(SMALL.config(), tokens_of(SMALL), TrainerSwitches())
+
+
+@pytest.mark.parametrize(("installed", "told"), [(False, "liger-kernel is not installed here: pip"), (True, "need a GPU")])
+def test_liger_that_is_not_there(installed: bool, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its contender alone has no figures."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name != "liger_kernel" or installed or None)
+    names = llama_speed.check_contenders("handgrad,transformers+compiled+liger", "bf16")
+    with pytest.raises(UsageError, match=told):
+        llama_speed.make_run(names[1], SMALL)
+
+
+def test_a_trainer_is_tuned_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its arguments say what its name does; nothing waits for the device in between."""
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")  # which Trainer sets, for the whole process
+    pytest.importorskip("accelerate", reason="transformers' Trainer is optional")
+    monkeypatch.setattr("benchmarks.trainer_run.check_installed", lambda switches, device: None)
+    for name in llama_speed.TRAINERS:
+        run = llama_speed.make_run(name, SMALL)
+        assert isinstance(run, TrainerRun)
+        given = run.trainer.args
+        assert (given.torch_compile, given.use_liger_kernel) == ("compiled" in name, "liger" in name)
+        assert given.optim == "adamw_torch_fused" and not given.logging_nan_inf_filter
+        assert not run.trainer.model.is_gradient_checkpointing
+        assert run.trainer.model.config._attn_implementation == "sdpa"
+
+
+def test_the_compiled_trainer_makes_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the compiler's front, whose graphs torch runs as they are: writing C++ for them takes a minute."""
+    accelerate = pytest.importorskip("accelerate", reason="transformers' Trainer is optional")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")
+    run = llama_speed.make_run("transformers+compiled", SMALL)
+    assert isinstance(run, TrainerRun)
+    run.trainer.accelerator.state.dynamo_plugin.backend = accelerate.utils.DynamoBackend.EAGER
+    torch._dynamo.utils.counters.clear()
+    losses = run.turn(lambda launched: launched < 3)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    assert losses == pytest.approx(losses_of("handgrad", SMALL, 3), abs=5e-5)
+
+
+def test_trainers_are_measured_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each after the others are gone, which alternate; the rows stand in one record."""
+    groups: list[list[str]] = []
+
+    def measure(commands: dict[str, list[str]], *_: Any, **options: Any) -> dict[str, Any]:
+        groups.append([*commands])
+        return {name: {"turns": []} for name in commands}
+
+    monkeypatch.setattr(gpu_step, "measure", measure)
+    names = ["transformers", "handgrad", "transformers+compiled+liger", "twin-flash"]
+    rows = llama_speed.measure({name: [] for name in names}, 1, 1, torch.device("cpu"))
+    assert groups == [["handgrad", "twin-flash"], ["transformers"], ["transformers+compiled+liger"]] and {*rows} == {*names}
+    assert len(llama_speed.measure({"transformers": []}, 1, 1, torch.device("cpu"))) == 1 and groups[-1] == ["transformers"]
 
 
 def test_what_stops_a_trainer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,13 +158,19 @@ def test_another_model_is_told(
     raw = rows_of({"handgrad": [5.0, 2.0], "twin-flash": [5.0, theirs]})
     raw["transformers"] = {"turns": [], "failed": "absent"}
     monkeypatch.setattr(gpu_step, "measure", lambda commands, *_, **options: raw)
-    given = ["--shapes=tiny-llama", "--device=cpu", "--precision=fp32", "--sequence-length=16", f"--out-folder={tmp_path}"]
+    given = [
+        "--shapes=tiny-llama",
+        "--device=cpu",
+        "--precision=fp32",
+        "--sequence-length=16",
+        f"--out-folder={tmp_path / 'new'}",
+    ]
     monkeypatch.setattr(sys, "argv", ["llama_speed", *given])
     assert llama_speed.main() == (theirs != 2.001)
     told = capsys.readouterr()
     assert ("twin-flash: expected the first losses within 0.02" in told.err) == (theirs != 2.001)
-    assert "transformers                   failed: absent" in told.out
-    record = json.loads((tmp_path / "cpu-llama-speed-tiny-llama.json").read_text())
+    assert f"{'transformers':<{gpu_step.NAME_WIDTH}} failed: absent" in told.out
+    record = json.loads((tmp_path / "new" / "cpu-llama-speed-tiny-llama.json").read_text())
     assert record["figures"]["handgrad"]["tokens_per_second"] == 2 * 4 * 2 * 16
     assert record["figures"]["handgrad"]["times_best_twin"] == 1.0
     assert record["figures"]["transformers"] == {"failed": "absent"}
@@ -124,6 +182,7 @@ def test_another_model_is_told(
         ("handgrad,twin-flush", "unknown contender 'twin-flush'"),
         ("twin-plain", "with fused attention, found 'twin-plain'"),
         ("transformer", "unknown contender 'transformer'"),
+        ("transformers+ligr", r"unknown contender 'transformers\+ligr'"),
         ("twin-flash+torchao", "the torchao twins need --precision fp8, found bf16 for 'twin-flash"),
     ],
 )

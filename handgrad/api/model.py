@@ -3,7 +3,7 @@
 import math
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import ModuleType
 from typing import Any, TypeVar
@@ -13,15 +13,13 @@ import torch
 from torch import Tensor
 
 from handgrad import devices
-from handgrad.arena import Buffer, make_plan
-from handgrad.backend import choose_backend
 from handgrad.config import AUTO, BACKENDS, DEVICES, PRECISIONS
 from handgrad.errors import UsageError
-from handgrad.evaluation.load import Weights, check_available, load_model, usual_window
+from handgrad.evaluation.load import Weights, check_available, load_model, machine, usual_window
+from handgrad.evaluation.writing import GrowingMemory, Writing
 from handgrad.generation.chat import Talk, listed_ends
-from handgrad.generation.decode import decode_buffers, decode_tensors, with_cache
 from handgrad.generation.fp8_weights import fp8_buffers, rounded, with_fp8_weights
-from handgrad.generation.generate import Continuation, Decoder, SamplingOptions, check_writing
+from handgrad.generation.generate import Continuation, SamplingOptions, check_writing
 from handgrad.generation.text import cropped, document, stream_text
 from handgrad.interop.sources import open_weights
 from handgrad.models import architecture, compute_losses, forward_buffers, named_activations, parameter_table
@@ -33,27 +31,6 @@ MICRO_BATCH = 8  # rows that go through the model at once, as in `handgrad evalu
 
 Prompts = TypeVar("Prompts", str, list[str])
 Tokens = str | Tensor | np.ndarray | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]
-
-
-class GrowingMemory:
-    """One allocation that serves plan after plan, as large as the largest so far."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.storage = torch.empty(0, dtype=torch.uint8, device=device)
-
-    def lay(self, buffers: Iterable[Buffer], purpose: str) -> dict[str, Tensor]:
-        """Zeroed views of buffers of one kind, over all earlier views. Raises `DataError`, which names the `purpose`, if
-        the device has too little memory."""
-        plan = make_plan(buffers)
-        ((kind, size_bytes),) = plan.size_bytes.items()
-        if self.storage.numel() < size_bytes:
-            self.storage = torch.empty(0, dtype=torch.uint8, device=self.device)  # frees it before asking for more
-            check_available(size_bytes, self.device, purpose, "ask for fewer at once, or load with precision bf16")
-            self.storage = torch.zeros(size_bytes, dtype=torch.uint8, device=self.device)
-        else:
-            self.storage[:size_bytes].zero_()
-        return plan.lay_over({kind: self.storage})
 
 
 class Model:
@@ -83,14 +60,13 @@ class Model:
         self.shape, self.tokenizer, self.ops = loaded.shape, loaded.tokenizer, ops
         self.model, self.table = architecture(self.shape), parameter_table(self.shape)
         self.flat, self.weights = loaded.views["parameters"], loaded.weights
-        self._ops_of_one = with_fp8_weights(ops, self.shape, self.weights, loaded.views)  # text at once
+        self._writing = Writing(loaded, self.dtype, with_fp8_weights(ops, self.shape, self.weights, loaded.views))
         self.origin = source.origin  # the source of the weights
         self.data = source.config.data  # the shards they were trained on, if known
         self.eval_stride, self.packing = source.config.eval_stride, source.config.packing  # of its run's validations
         self.eval_context = usual_window(source)  # tokens of a window of `handgrad.evaluate`
-        self._activation_memory, self._decoding_memory = GrowingMemory(device), GrowingMemory(device)
+        self._activation_memory = GrowingMemory(device)
         self._forward: tuple[tuple[int, int, bool], Any] | None = None  # ((rows, tokens, packed), their buffers)
-        self._decoder: tuple[tuple[int, int], Decoder] | None = None  # ((texts, tokens of the cache), their decoder)
         self._talk: Talk | None = None
         self._writer: object = None  # the call that owns the decoder's memory
 
@@ -276,14 +252,15 @@ class Model:
         the last one the user's, in the chat template of the model's tokenizer, or the plain one.
 
         The oldest turns are left out, with a warning, where the conversation and an answer of `max_tokens` (or of a
-        quarter of the context) do not fit the context. Raises `UsageError` for messages that nobody can answer.
+        quarter of the context) do not fit the model's context, or the part of it that memory holds. Raises `UsageError`
+        for messages that nobody can answer.
         """
         options = SamplingOptions(temperature, top_k, top_p, min_p, repetition_penalty)
         stops = [stop] if isinstance(stop, str) else list(stop)
         check_writing(max_tokens, seed, stops)
         if self._talk is None:
             self._talk = Talk(self.tokenizer)
-        prompt = self._talk.prompt(messages, self.shape.sequence_length, max_tokens)
+        prompt = self._talk.prompt(messages, self._writing.fitting(self.shape.sequence_length), max_tokens)
         if prompt.note:
             warnings.warn(prompt.note, stacklevel=2)
         text = Continuation(prompt.tokens, prompt.max_tokens, seed)
@@ -321,31 +298,13 @@ class Model:
         mine = self._writer = object()
         longest = max(len(text.prompt) + text.max_tokens for text in texts)
         ends = frozenset((self.tokenizer.end_of_text, *(talk.ends if talk else listed_ends(self.tokenizer))))
-        if talk and self._decoder and self._decoder[0][0] == batch:
-            longest = max(longest, self._decoder[0][1])
-        decoder = self._decoder_of(batch, longest, options, ends)
+        if talk and self._writing.size[0] == batch:
+            longest = max(longest, self._writing.size[1])
+        decoder = self._writing.decoder(batch, longest, options, ends)
         for text, piece in stream_text(decoder, self.tokenizer, iter(texts), stops, keeps=talk is not None):
             yield text, piece
             if self._writer is not mine:
                 raise UsageError("this stream ended when its model began another text; load the model twice to have both")
-
-    def _decoder_of(self, batch: int, longest: int, options: SamplingOptions, ends: frozenset[int]) -> Decoder:
-        """The last decoder, with its recorded graph, if it fits texts of up to `longest` tokens."""
-        shape = with_cache(self.shape, longest)
-        size = batch, shape.sequence_length
-        if self._decoder is None or self._decoder[0] != size:
-            self._decoder = None  # or it would keep its memory
-            table = decode_buffers(shape, batch, self.dtype, self.ops)
-            buffers = decode_tensors(shape, self._decoding_memory.lay(table, f"writing {batch} text(s) at once"))
-        else:
-            last = self._decoder[1]
-            if (last.options, last.ends) == (options, ends):
-                return last
-            buffers = last.buf
-        ops = self._ops_of_one if batch == 1 else self.ops
-        decoder = Decoder(self.shape, ops, self.weights, buffers, options, end_of_text=None, ends=ends)
-        self._decoder = size, decoder
-        return decoder
 
 
 def padded(rows: list[list[int]], length: int) -> Tensor:
@@ -371,6 +330,5 @@ def load(
     choices = {"device": (device, DEVICES), "precision": (precision, (AUTO, *PRECISIONS)), "backend": (backend, BACKENDS)}
     for name, (value, known) in choices.items():
         check_choice(name, value, (choice for choice in known if choice != "fp8"))
-    found, where = open_weights(os.fspath(source), tokenizer), devices.resolve_device(device)
-    precision = devices.settled_precision(precision, where)
-    return Model(found, choose_backend(backend, where, precision), where, precision, fp8_weights=fp8_weights)
+    found, on = open_weights(os.fspath(source), tokenizer), machine(devices.resolve_device(device), precision, backend)
+    return Model(found, on.ops, on.device, on.precision, fp8_weights=fp8_weights)

@@ -12,12 +12,11 @@ from typing import Any
 
 from handgrad import devices
 from handgrad.arena import make_plan
-from handgrad.backend import choose_backend
 from handgrad.errors import DataError, tell_note
-from handgrad.evaluation.load import LoadedModel, from_elsewhere, load_model
+from handgrad.evaluation.load import LoadedModel, from_elsewhere, load_model, machine
+from handgrad.evaluation.writing import Writing
 from handgrad.format import human_bytes
 from handgrad.generation.chat import Prompt, Talk
-from handgrad.generation.decode import decode_buffers, decode_tensors
 from handgrad.generation.fp8_weights import fp8_buffers, rounded, with_fp8_weights
 from handgrad.generation.generate import MAX_TOKENS, Continuation, Decoder, SamplingOptions, check_writing
 from handgrad.generation.text import stream_text
@@ -49,22 +48,13 @@ class Interrupts:
 def run(parsed: Namespace) -> int:
     check_writing(parsed.max_tokens, parsed.seed, parsed.stop)
     options = SamplingOptions(parsed.temperature, parsed.top_k, parsed.top_p, parsed.min_p, parsed.repetition_penalty)
-    device = devices.resolve_device(parsed.device)
-    precision = devices.settled_precision(parsed.precision, device)
-    dtype = devices.use_precision(device, precision)
-    ops = choose_backend(parsed.backend, device, precision)
+    device, _, dtype, ops = machine(devices.resolve_device(parsed.device), parsed.precision, parsed.backend)
     weights = open_weights(parsed.checkpoint, strict=parsed.strict)
     if parsed.fp8_weights:
         weights = replace(weights, weight=rounded(weights.shape, weights.weight))
     talk = Talk(weights.tokenizer)
-    shape = replace(weights.shape, sequence_length=min(parsed.context, weights.shape.sequence_length))
-    buffers = decode_buffers(shape, 1, dtype, ops)
-    if parsed.fp8_weights:
-        buffers += fp8_buffers(weights.shape, ops, device)
-    model = load_model(weights, device, dtype, ops, buffers)
-    buf, end_of_text = decode_tensors(shape, model.views), model.tokenizer.end_of_text
-    ops = with_fp8_weights(ops, model.shape, model.weights, model.views)
-    decoder = Decoder(model.shape, ops, model.weights, buf, options, end_of_text=end_of_text, ends=talk.ends)
+    model = load_model(weights, device, dtype, ops, fp8_buffers(weights.shape, ops, device) if parsed.fp8_weights else [])
+    writing = Writing(model, dtype, with_fp8_weights(ops, model.shape, model.weights, model.views))
     if talk.template.is_plain and from_elsewhere(weights):
         tell_note(
             f"{parsed.checkpoint} has no chat template, so this talks in the plain one; a base model continues text and"
@@ -72,20 +62,28 @@ def run(parsed: Namespace) -> int:
         )
     interrupts = Interrupts()
     with interrupts.handled():
-        converse(parsed, talk, model, decoder, interrupts, human_bytes(make_plan(buffers).total_bytes))
+        converse(parsed, talk, writing, options, interrupts)
     return 0
 
 
-def converse(
-    parsed: Namespace, talk: Talk, model: LoadedModel, decoder: Decoder, interrupts: Interrupts, memory: str
-) -> None:
-    """`memory`: of the context, in words."""
+def context_of(writing: Writing, asked: int | None) -> tuple[int, str]:
+    """(tokens of the longest conversation, the same in words): the context that is `asked` for, or the model's, or the part
+    of it that memory holds."""
+    own = writing.model.shape.sequence_length
+    wanted = min(asked, own) if asked else own
+    context = writing.fitting(wanted)
+    memory = human_bytes(make_plan(writing.table(1, context)).total_bytes)
+    less = f" of {wanted}: memory holds no more" if context < wanted else ""
+    return context, f"context of {context}{less} ({memory} when it is full)"
+
+
+def converse(parsed: Namespace, talk: Talk, writing: Writing, options: SamplingOptions, interrupts: Interrupts) -> None:
+    context, described = context_of(writing, parsed.context)
     beginning: list[Any] = [{"role": "system", "content": parsed.system}] if parsed.system else []
     messages, answers, terminal = list(beginning), 0, sys.stdin is not None and sys.stdin.isatty()
     if terminal:
         template = "plain template" if talk.template.is_plain else "template of its own"
-        context = f"context of {decoder.longest} ({memory})"
-        print(f"{template}, {context}; Ctrl-C stops an answer, {NEW} forgets, {QUIT} ends", file=sys.stderr)
+        print(f"{template}, {described}; Ctrl-C stops an answer, {NEW} forgets, {QUIT} ends", file=sys.stderr)
     for line in lines(terminal):
         if line == QUIT:
             return
@@ -93,7 +91,9 @@ def converse(
             messages = list(beginning)
             continue
         try:
-            prompt = talk.prompt([*messages, {"role": "user", "content": line}], decoder.longest, parsed.max_tokens)
+            prompt = talk.prompt([*messages, {"role": "user", "content": line}], context, parsed.max_tokens)
+            longest = max(writing.size[1], len(prompt.tokens) + prompt.max_tokens)
+            decoder = writing.decoder(1, longest, options, frozenset(talk.ends))
         except DataError as error:
             if not terminal:
                 raise
@@ -101,7 +101,7 @@ def converse(
             continue
         if prompt.note:
             print(prompt.note, file=sys.stderr)
-        said = answer(prompt, model, decoder, parsed.stop, parsed.seed + answers, interrupts)
+        said = answer(prompt, writing.model, decoder, parsed.stop, parsed.seed + answers, interrupts)
         messages, answers = [*prompt.messages, {"role": "assistant", "content": said}], answers + 1
 
 

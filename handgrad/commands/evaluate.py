@@ -13,12 +13,11 @@ import torch
 
 from handgrad import devices
 from handgrad.arena import Buffer, Plan, make_plan
-from handgrad.backend import choose_backend
 from handgrad.config import STREAM
 from handgrad.data.shards import Dataset
 from handgrad.errors import NumericsError, UsageError
 from handgrad.evaluation.likelihoods import Request, Workload
-from handgrad.evaluation.load import LoadedModel, Weights, check_window, load_model, usual_window
+from handgrad.evaluation.load import LoadedModel, Weights, check_window, load_model, machine, usual_window
 from handgrad.evaluation.loss import floor_of, held_out_loss, open_held_out
 from handgrad.evaluation.records import AFTERWARDS, append_to_run, check_writable, task_record, write_rows
 from handgrad.evaluation.scoring import TaskResult, make_requests, results_of
@@ -52,9 +51,7 @@ def run(parsed: Namespace) -> int:
 
 def evaluate(parsed: Namespace, device: torch.device, ranks: Ranks) -> list[str]:
     """The lines to print, computed by all `ranks` together."""
-    parsed.precision = devices.settled_precision(parsed.precision, device)
-    dtype = devices.use_precision(device, parsed.precision)
-    ops = choose_backend(parsed.backend, device, parsed.precision)
+    _, parsed.precision, dtype, ops = machine(device, parsed.precision, parsed.backend)
     source = opened_in_turn(lambda: open_weights(parsed.checkpoint, strict=parsed.strict), ranks)
     if parsed.fp8_weights:
         source = replace(source, weight=rounded(source.shape, source.weight))

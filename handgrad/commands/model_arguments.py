@@ -7,7 +7,6 @@ from handgrad.commands.parser import Parser
 from handgrad.config import AUTO, BACKENDS, DEVICES, PRECISIONS
 from handgrad.rules import AT_LEAST_1, between
 
-CHAT_CONTEXT = 4096
 FP8_NOTE = "; fp8: as a run in fp8 validates"
 
 
@@ -71,5 +70,5 @@ def chat(parser: Parser) -> None:
     parser.number("--max-tokens", "longest answer (default: 512)", default=512)
     add_sampling_arguments(parser, "an answer")
     parser.number("--seed", "of the first answer; each further one counts up", default=0)
-    reads = f"tokens of the conversation that the model reads, at most its own context (default: {CHAT_CONTEXT})"
-    parser.number("--context", reads, rule=between(2, 1 << 24), default=CHAT_CONTEXT)
+    reads = "most tokens of the conversation that the model reads (default: its own context, or what memory holds)"
+    parser.number("--context", reads, rule=between(2, 1 << 24))

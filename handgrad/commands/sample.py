@@ -15,9 +15,8 @@ import torch
 
 import handgrad
 from handgrad import devices
-from handgrad.backend import choose_backend
 from handgrad.errors import DataError, UsageError, storage_errors
-from handgrad.evaluation.load import LoadedModel, Weights, load_model
+from handgrad.evaluation.load import LoadedModel, Weights, load_model, machine
 from handgrad.files import check_free
 from handgrad.generation.chat import listed_ends
 from handgrad.generation.decode import decode_buffers, decode_tensors, with_cache
@@ -43,10 +42,7 @@ def run(parsed: Namespace) -> int:
     if parsed.out:
         check_free(Path(parsed.out))
     batch = min(parsed.batch, len(prompts))
-    device = devices.resolve_device(parsed.device)
-    precision = devices.settled_precision(parsed.precision, device)
-    dtype = devices.use_precision(device, precision)
-    ops = choose_backend(parsed.backend, device, precision)
+    device, precision, dtype, ops = machine(devices.resolve_device(parsed.device), parsed.precision, parsed.backend)
     weights = open_weights(parsed.checkpoint, strict=parsed.strict)
     if parsed.fp8_weights:
         weights = replace(weights, weight=rounded(weights.shape, weights.weight))

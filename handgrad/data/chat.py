@@ -13,6 +13,11 @@ from handgrad.errors import DataError, UsageError
 
 Messages = tuple[tuple[str, str], ...]  # (role, content)
 MEANT = ("tool_calls", "function_call", "reasoning_content")  # that a template of text alone would leave out
+BESIDE = {
+    "system": "write it as their first message",
+    "chat_template_kwargs": "handgrad's templates have none: take it out",
+}
+UNTRAINED = ("train", "training", "trainable", "loss")  # keys by which other trainers leave an answer out
 SHAREGPT = {"human": "user", "gpt": "assistant"}
 FORM = '{"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]}'
 
@@ -39,8 +44,10 @@ def messages_of(row: Any, where: str) -> Messages:
     turns = row.get("messages", row.get("conversations")) if isinstance(row, dict) else None
     if turns is None:
         raise DataError(f'expected an object with "messages", found {keys_of(row)} in {where}; write it as {FORM}')
-    if row.get("tools"):
+    if row.get("tools") or row.get("functions"):
         raise DataError(f"expected conversations without tools, found some in {where}; take the line out")
+    if key := next((key for key in BESIDE if row.get(key)), None):
+        raise DataError(f"expected messages alone, found {key} beside them in {where}; {BESIDE[key]}")
     if not isinstance(turns, list) or not turns:
         raise DataError(f"expected a list of messages, found {turns!r:.60} in {where}; repair the line")
     messages = tuple(message_of(turn, f"message {number} in {where}") for number, turn in enumerate(turns, start=1))
@@ -63,6 +70,8 @@ def message_of(turn: Any, where: str) -> tuple[str, str]:
         raise DataError(f"expected messages of text alone, found {key} as {where}; take the line out")
     if turn.get("weight", 1) != 1:
         raise DataError(f"expected weight 1, found {turn['weight']!r:.40} as {where}; every answer is trained: take it out")
+    if key := next((key for key in UNTRAINED if turn.get(key) is False), None):
+        raise DataError(f"expected answers that are all trained, found {key} false in {where}; take the line out")
     if role == "assistant" and not content.strip():
         raise DataError(f"expected the assistant to say something, found an empty {where}; take the line out")
     check_text(content, where)

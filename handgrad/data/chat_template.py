@@ -12,6 +12,7 @@ that have one themselves are refused.
 
 import contextlib
 import functools
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +28,9 @@ from handgrad.parsing import parse_json
 ROLES = ("system", "user", "assistant")
 SHIELD, CONTENT_END, BEGIN, END = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"
 _OURS = re.compile(f"[{SHIELD}{CONTENT_END}{BEGIN}{END}]")
+
+# At each end of a conversation every prompt is rendered: all of a conversation of 6000 messages would take 3000 renderings.
+RENDERED_PROMPTS = 16
 
 Message = Mapping[str, str]  # role and content
 
@@ -115,6 +119,7 @@ class _Jinja:
 
     def __init__(self, tokenizer: Tokenizer, text: str, now: datetime | None):
         self.text = text
+        check_apart(tokenizer)
         self.special = _special_tokens(tokenizer)
         every = sorted(self.special, key=len, reverse=True)
         self.inside = re.compile("|".join(f"(?<={c})(?={rest})" for c, rest in _by_first_character(every)) or "(?!)")
@@ -194,10 +199,19 @@ class _Jinja:
         text, spans = self.rendered(marked, asks), []
         if text.replace(CONTENT_END, "") != self.rendered(messages, asks) or text.count(CONTENT_END) != len(said):
             raise DataError("expected a template that writes every message of the assistant, found one that does not")
-        for number in said:
-            prompt = self.rendered(marked[:number], True) if number else self.opening(text)
-            content_end = text.find(CONTENT_END, len(prompt))
-            if not text.startswith(prompt) or content_end < 0 or (spans and len(prompt) < spans[-1][1]):
+        prompts: list[str] = []
+        ending = ""
+        for place, number in enumerate(said):
+            before, begin = spans[-1][1] if spans else 0, 0
+            if RENDERED_PROMPTS <= place < len(said) - RENDERED_PROMPTS:
+                ending = ending or self.ending(prompts)
+                begin = begin_of_answer(text, before, ending, marked[number]["content"])
+            if not begin:
+                prompt = self.rendered(marked[:number], True) if number else self.opening(text)
+                prompts.append(prompt)
+                begin = len(prompt) if text.startswith(prompt) else -1
+            content_end = text.find(CONTENT_END, max(0, begin))
+            if begin < before or content_end < 0:
                 raise DataError(
                     "expected a template whose prompt is how the conversation before it begins, found another text before"
                     f" message {number + 1}; use a template with {{% generation %}} around what the assistant says"
@@ -208,8 +222,16 @@ class _Jinja:
                     f"expected a special token that ends the assistant's turn, found none after message {number + 1};"
                     " give the template one"
                 )
-            spans.append((len(prompt), ends_turn.end()))
+            spans.append((begin, ends_turn.end()))
         return text, spans
+
+    def ending(self, prompts: list[str]) -> str:
+        """The end that all these prompts share, from its first special token on, if it has one."""
+        backwards = sorted(prompt[::-1] for prompt in prompts)
+        pairs = zip(backwards[0], backwards[-1], strict=False)  # what these two share, all between them share
+        shared = "".join(one for one, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))[::-1]
+        found = self.pattern.search(shared)
+        return shared[found.start() :] if found else shared
 
     def opening(self, text: str) -> str:
         """The prompt before any message, of a conversation that the assistant begins, rendered as `text`."""
@@ -231,6 +253,17 @@ class _Jinja:
             yield Segment(text, trained)
 
 
+def check_apart(tokenizer: Tokenizer) -> None:
+    """Raises DataError for a tokenizer that adds to a text or takes from it where it begins or ends, as a prefix space
+    does: a conversation is encoded in pieces."""
+    for text in ("a", " a\n"):
+        if (found := tokenizer.decode(tokenizer.encode(text))) != text:
+            raise DataError(
+                f"expected a tokenizer that gives a text back, found {found!r} for {text!r} (a prefix space?);"
+                " handgrad has no such chat"
+            )
+
+
 def _by_first_character(special: list[str]) -> list[tuple[str, str]]:
     """(first character, the alternatives of what follows), as patterns: hundreds of tokens are tried at few places."""
     rests: dict[str, list[str]] = {}
@@ -242,6 +275,16 @@ def _by_first_character(special: list[str]) -> list[tuple[str, str]]:
 def _any_of(left: bool, right: bool, special: list[str]) -> str:
     """A pattern of any of these special tokens, a group, with the blanks that they take to their left and right."""
     return r"\s*" * left + f"({'|'.join(map(''.join, _by_first_character(special)))})" + r"\s*" * right
+
+
+def begin_of_answer(text: str, first: int, ending: str, marked: str) -> int:
+    """The place in `text` after a prompt's `ending` from which the next answer, with its mark, is all that is written up to
+    the mark; 0 if there is no such place."""
+    end = text.find(CONTENT_END, first)
+    place = text.rfind(ending, first, end) if ending else -1
+    begin = place + len(ending)
+    said = marked[: marked.index(CONTENT_END)]
+    return begin if place >= 0 and text[begin:end].strip() == said.strip() else 0
 
 
 def _mark(content: str) -> str:
@@ -267,14 +310,20 @@ def _special_tokens(tokenizer: Tokenizer) -> dict[str, tuple[int, bool, bool]]:
     short = next((token["content"] for token in special if len(token["content"]) == 1), None)
     if short is not None:
         raise DataError(f"expected special tokens of two characters or more, found {short!r}; handgrad has no such chat")
+    if alone := next((token["content"] for token in special if token.get("single_word")), None):
+        raise DataError(
+            f"expected special tokens anywhere in a text, found {alone!r} of single_word; handgrad has no such chat"
+        )
     return {token["content"]: (token["id"], bool(token.get("lstrip")), bool(token.get("rstrip"))) for token in special}
 
 
 def _named_tokens(tokenizer: Tokenizer) -> dict[str, str]:
     """bos_token, eos_token and their like, the variables of a template."""
     named = {"eos_token": tokenizer.token_bytes[tokenizer.end_of_text].decode(errors="replace")}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        for key, value in _object(tokenizer, name).items():
+    config, legacy = (_object(tokenizer, name) for name in ("tokenizer_config.json", "special_tokens_map.json"))
+    # As transformers reads them: the map counts before the configuration, unless that lists all added tokens.
+    for found in (legacy, config) if "added_tokens_decoder" in config else (config, legacy):
+        for key, value in found.items():
             content = value.get("content") if isinstance(value, dict) else value
             if key.endswith("_token") and isinstance(content, str):
                 named[key] = content

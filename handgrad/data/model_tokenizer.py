@@ -26,10 +26,10 @@ from handgrad.data.vocabulary import is_bytes, read_vocabulary
 from handgrad.errors import DataError
 from handgrad.parsing import parse_json
 
-KIND, GENERATION_FILE = "model", "generation_config.json"
+KIND, GENERATION_FILE, CONFIG_FILE = "model", "generation_config.json", "tokenizer_config.json"
 # What transformers keeps beside `tokenizer.json`, the chat template and all ends of texts among it: written as it came.
 OTHERS = (
-    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
+    *(CONFIG_FILE, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
     *("chat_template.jinja", "chat_template.json", GENERATION_FILE),
 )
 MAX_TOKENS = 1 << 24
@@ -48,7 +48,29 @@ def read_model_tokenizer(folder: Path) -> Tokenizer:
         ids = {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config}
         others.setdefault(GENERATION_FILE, json.dumps(ids))
     first = ends[0] if isinstance(ends, list) and ends else ends
-    return model_tokenizer(read_small(path), others, config.get("vocab_size"), first, str(path))
+    tokenizer = model_tokenizer(read_small(path), others, config.get("vocab_size"), first, str(path))
+    check_added(folder, tokenizer)
+    return tokenizer
+
+
+def check_added(folder: Path, tokenizer: Tokenizer) -> None:
+    """Raises `DataError` where a file beside `tokenizer.json` adds a token that this has not, as transformers would."""
+    listed: dict[Any, Any] = {}
+    if "added_tokens.json" in tokenizer.others:
+        listed |= {number: content for content, number in read_object(folder / "added_tokens.json").items()}
+    if CONFIG_FILE in tokenizer.others:
+        decoder = read_object(folder / CONFIG_FILE).get("added_tokens_decoder")
+        for number, token in decoder.items() if isinstance(decoder, dict) else ():
+            listed[int(number) if str(number).isdigit() else number] = (
+                token.get("content") if isinstance(token, dict) else token
+            )
+    added = {token["id"]: token["content"] for token in parse_json(tokenizer.json_bytes).get("added_tokens") or []}
+    for number, content in listed.items():
+        if added.get(number) != content:
+            raise DataError(
+                f"expected the added token {content!r:.60} ({number!r:.20}) in {folder / TOKENIZER_FILE}, found it in"
+                " another file beside it; load the tokenizer in transformers and save it again"
+            )
 
 
 def read_object(path: Path) -> dict[str, Any]:

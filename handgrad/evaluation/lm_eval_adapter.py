@@ -17,7 +17,6 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from handgrad import devices
 from handgrad.arena import make_plan
-from handgrad.backend import choose_backend
 from handgrad.checkpoint import find
 from handgrad.errors import UsageError
 from handgrad.evaluation.likelihoods import Request, score
@@ -27,6 +26,7 @@ from handgrad.evaluation.load import (
     check_window,
     checkpoint_weights,
     load_model,
+    machine,
     usual_window,
 )
 from handgrad.generation.decode import decode_buffers, decode_tensors, with_cache
@@ -55,10 +55,8 @@ class HandgradLM(TemplateLM):
         """`checkpoint`: a run's or a checkpoint's folder. `max_length`: tokens of a window that is scored (0: the
         run's rows, of an import at most 4096). `batch_size`: tokens at once, in windows ("auto": 8)."""
         super().__init__()
-        self._device = devices.resolve_device(device or "auto")
-        precision = devices.settled_precision(precision, self._device)
-        self.dtype = devices.use_precision(self._device, precision)
-        ops, weights = choose_backend(backend, self._device, precision), checkpoint_weights(find(checkpoint))
+        self._device, _, self.dtype, ops = machine(devices.resolve_device(device or "auto"), precision, backend)
+        weights = checkpoint_weights(find(checkpoint))
         if weights.config.lora:
             raise UsageError(f"{checkpoint} has adapters, which lm-eval does not read; give it an export: --to hf")
         check_window(int(max_length), weights.shape.sequence_length)

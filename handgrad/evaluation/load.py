@@ -3,13 +3,14 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from handgrad import devices
 from handgrad.arena import Buffer, make_plan
+from handgrad.backend import choose_backend
 from handgrad.checkpoint import WEIGHTS_FILE, Checkpoint
 from handgrad.config import FIELDS, STREAM, ModelShape, RunConfig, check, convert
 from handgrad.data.tokenizer import Tokenizer, read_tokenizer
@@ -98,6 +99,23 @@ def imported_config(shape: ModelShape, where: str = "") -> RunConfig:
         return check(RunConfig(data="", out="", **sizes, **step))
     except UsageError as error:
         raise DataError(f"{where}: its sizes do not hold: {error}") from None
+
+
+class Machine(NamedTuple):
+    """A device, and what a precision means on it."""
+
+    device: torch.device
+    precision: str  # never "auto"
+    dtype: torch.dtype  # of weights and activations
+    ops: ModuleType
+
+
+def machine(device: torch.device, precision: str, backend: str) -> Machine:
+    """The machine of a command that trains nothing; sets torch's global switches. Raises `UsageError` as
+    `devices.use_precision` and `choose_backend` do."""
+    precision = devices.settled_precision(precision, device)
+    dtype = devices.use_precision(device, precision)
+    return Machine(device, precision, dtype, choose_backend(backend, device, precision))
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """Conversations with a model: the part of one that fits its context, and the tokens that end an answer."""
 
+import bisect
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,24 +39,25 @@ class Talk:
         Raises `UsageError` for messages that nobody can answer, `DataError` for some that the template refuses.
         """
         check_messages(messages)
-        kept, left_out = list(messages), 0
+        asked = [number for number, message in enumerate(messages) if message["role"] == "user"]
         most = max(1, context - min(max_tokens, context // 4))
+
+        def without(turns: int) -> list[Message]:
+            """The conversation without the first `turns` messages of the user and what follows each."""
+            return [*messages[: asked[0]], *messages[asked[turns] :]]
+
+        def fits(turns: int) -> bool:
+            return len(self.template.render(without(turns), True)) <= most
+
+        # By halves: a conversation of thousands of messages is rendered a dozen times.
+        turns = 0 if fits(0) else bisect.bisect_left(range(len(asked) - 1), True, key=fits)
+        kept, left_out = without(turns), asked[turns] - asked[0]
         tokens = self.template.render(kept, True)
-        while len(tokens) > most and (turn := oldest_turn(kept)):
-            del kept[turn]
-            left_out += turn.stop - turn.start
-            tokens = self.template.render(kept, True)
         note = f"the oldest {left_out} messages are left out: the context has {context} tokens" if left_out else ""
         if len(tokens) > most:
             note = f"the message has {len(tokens)} tokens, of which the last {most} are read: the context has {context}"
             tokens = tokens[-most:]
         return Prompt(tokens, kept, min(max_tokens, context - len(tokens)) or 1, note)
-
-
-def oldest_turn(messages: Sequence[Message]) -> slice | None:
-    """The place of the oldest message of the user with its answer; None if nothing follows it."""
-    asked = [number for number, message in enumerate(messages) if message["role"] == "user"]
-    return slice(asked[0], asked[1]) if len(asked) > 1 else None
 
 
 def listed_ends(tokenizer: Tokenizer) -> set[int]:

@@ -16,7 +16,7 @@ from handgrad.errors import ConfigError, DataError, StorageError, UsageError
 from handgrad.format import human_bytes
 from handgrad.models.rows import count_parameters
 from handgrad.run.packing import training_batches
-from handgrad.run.resolve import largest_micro_batch, resolve
+from handgrad.run.resolve import largest_micro_batch, possible_configs, resolve
 from handgrad.run.writing import memory_bytes
 from handgrad.run_files import BEST
 from handgrad.training.design import Design
@@ -42,10 +42,12 @@ def check_fits(config: RunConfig, design: Design, dataset: Dataset, ranks: int =
     shape, device = design.shape, design.device
     heads = {"num_heads": shape.num_heads, "head_width": shape.head_width}
     design.plain_ops.check_sizes(length=shape.sequence_length, channels=shape.channels, **heads)
-    needed = sum(memory_bytes(design).values())
-    if design.fp8 is not None and config.fp8_on_saturation == "bf16":
-        in_bf16 = resolve(replace(config, precision="bf16"), shape.vocab_size, ranks=ranks, device=device)
-        needed = max(needed, sum(memory_bytes(in_bf16).values()))
+    needed, words = sum(memory_bytes(design).values()), ""
+    for other in possible_configs(config)[1:]:
+        in_bf16 = sum(memory_bytes(resolve(other, shape.vocab_size, ranks=ranks, device=device)).values())
+        if in_bf16 > needed:
+            less = f"{human_bytes(needed + more_bytes)} in fp8 alone, with --fp8-on-saturation warn"
+            needed, words = in_bf16, f" in bf16, where it may go on ({less})"
     needed += more_bytes
     host, free = design.host_plan.total_bytes, devices.available_bytes(torch.device("cpu"))
     if free is not None and host > free:
@@ -57,7 +59,7 @@ def check_fits(config: RunConfig, design: Design, dataset: Dataset, ranks: int =
         fitting = largest_micro_batch(config, shape.vocab_size, available - more_bytes, ranks)
         advice = f"try --micro-batch {fitting}" if fitting else "even one sample at a time does not fit"
         raise DataError(
-            f"the run needs {human_bytes(needed)}, {device.type} has {human_bytes(available)} free;"
+            f"the run needs {human_bytes(needed)}{words}, {device.type} has {human_bytes(available)} free;"
             f" {advice} (`handgrad plan` shows what takes it)"
         )
 

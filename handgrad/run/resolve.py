@@ -190,13 +190,20 @@ def resolve_fp8(
     )
 
 
+def possible_configs(config: RunConfig) -> list[RunConfig]:
+    """The run, and of one in fp8 that may go on in bf16 that run: both have to fit."""
+    may_leave = config.precision == "fp8" and config.fp8_on_saturation == "bf16"
+    return [config, replace(config, precision="bf16")] if may_leave else [config]
+
+
 def largest_micro_batch(config: RunConfig, vocab_size: int, available_bytes: int, ranks: int = 1) -> int:
     """The largest micro-batch (samples) that divides a lane's steps and whose memory fits; 0 if not even one sample's
     does."""
     samples = config.batch.common // config.sequence_length // max(1, config.lanes)
     for micro_batch in (n for n in range(samples, 0, -1) if samples % n == 0 and takes_micro_batch(config, n)):
-        design = resolve(replace(config, micro_batch=micro_batch), vocab_size, ranks=ranks)
-        if sum(memory_bytes(design).values()) <= available_bytes:
+        possible = possible_configs(replace(config, micro_batch=micro_batch))
+        designs = (resolve(each, vocab_size, ranks=ranks) for each in possible)
+        if all(sum(memory_bytes(design).values()) <= available_bytes for design in designs):
             return micro_batch
     return 0
 

@@ -16,7 +16,7 @@ from handgrad import checkpoint, devices, presets
 from handgrad.config import RunConfig
 from handgrad.data.shards import SPLITS, Dataset, open_dataset
 from handgrad.models import architecture
-from handgrad.run.resolve import resolve
+from handgrad.run.resolve import possible_configs, resolve
 
 CPU_FLOPS = 2.5e13  # of the whole run: three minutes on two cores
 MEMORY_SHARE = 0.85  # of a GPU's memory that the plan may take
@@ -106,7 +106,7 @@ def fits(config: RunConfig, vocab_size: int, device: torch.device) -> bool:
     if device.type != "cuda":
         return True
     most = MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory
-    return resolve(config, vocab_size, device=device).plan.total_bytes <= most
+    return all(resolve(one, vocab_size, device=device).plan.total_bytes <= most for one in possible_configs(config))
 
 
 def settings_of(config: RunConfig, size: Size, dataset: Dataset, device: torch.device) -> dict[str, Any]:

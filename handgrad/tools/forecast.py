@@ -16,6 +16,7 @@ from handgrad.gpus import GPUS, Gpu
 from handgrad.names import check_choice
 from handgrad.run.checks import can_offload, check_offload, check_shared_gradients
 from handgrad.run.folder import settled_lanes
+from handgrad.run.resolve import possible_configs
 from handgrad.run.writing import memory_bytes
 from handgrad.tools import measured
 from handgrad.tools.absent import resolve_for
@@ -57,9 +58,10 @@ def forecast(
     available = fit or int(spec.memory_bytes - DRIVER_BYTES)
     fitting = largest_micro_batch(spec, config, vocab_size, available, ranks, most=config.micro_batch)
     if not fitting:
-        least = memory_bytes(resolve_for(spec, replace(config, micro_batch=1), vocab_size, ranks))
+        possible = possible_configs(replace(config, micro_batch=1))
+        least = max(sum(memory_bytes(resolve_for(spec, one, vocab_size, ranks)).values()) for one in possible)
         raise UsageError(
-            f"not even one sample at a time fits {spec.title}: {human_bytes(sum(least.values()))} needed,"
+            f"not even one sample at a time fits {spec.title}: {human_bytes(least)} needed,"
             f" {human_bytes(available)} there; try {remedy(config, ranks)}"
         )
     config = replace(config, micro_batch=fitting)
@@ -134,8 +136,9 @@ def largest_micro_batch(
     choices = [n for n in micro_batches(config) if most is None or n <= most]
 
     def fits(samples: int) -> bool:
-        design = resolve_for(gpu, replace(config, micro_batch=samples), vocab_size, ranks)
-        return sum(memory_bytes(design).values()) <= available
+        possible = possible_configs(replace(config, micro_batch=samples))
+        designs = (resolve_for(gpu, each, vocab_size, ranks) for each in possible)
+        return all(sum(memory_bytes(design).values()) <= available for design in designs)
 
     if fits(choices[-1]):
         return choices[-1]

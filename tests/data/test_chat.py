@@ -96,16 +96,20 @@ def test_sharegpt_and_both_forms_give_the_same_tokens(tmp_path):
     assert len(ours) == 7
 
 
-def test_any_number_of_workers_and_an_interrupted_attempt(tmp_path, source, small_units):
+@pytest.mark.parametrize(("spec", "enough"), [("bpe:300", 2500), ("model", 6000)])
+def test_any_number_of_workers_and_an_interrupted_attempt(tmp_path, source, small_units, spec, enough):
+    """With the plain template, and with a model's tokenizer and its own."""
+    if spec == "model":
+        spec = str(write_folder(made_tokenizer(CHATML), tmp_path / "model"))
     options = [
-        PrepareOptions(str(source), tmp_path / name, "bpe:300", chat=True, workers=workers, shard_tokens=500)
+        PrepareOptions(str(source), tmp_path / name, spec, chat=True, workers=workers, shard_tokens=500)
         for name, workers in (("one", 1), ("two", 2), ("again", 1))
     ]
     for each in options[:2]:
         prepare(each)
 
     def stop(progress):
-        if progress.tokens > 2500:
+        if progress.tokens > enough:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt, match="go on"):
@@ -146,6 +150,9 @@ GOOD = {"role": "user", "content": "a"}
         ({"text": "a"}, 'expected an object with "messages", found the keys text in line 2 of'),
         ({"prompt": "a", "completion": "b"}, r'keys prompt, completion in .*; write it as {"messages": \[{"role": "user"'),
         ([1], 'expected an object with "messages", found a list in line 2 of'),
+        ({"messages": [], "system": "Be brief."}, "expected messages alone, found system .*; write it as their first"),
+        ({"messages": [], "functions": [1]}, "without tools"),
+        ({"messages": [{"role": "assistant", "content": "a", "train": False}]}, "all trained, found train false"),
         ({"messages": []}, r"expected a list of messages, found \[\] in line 2"),
         ({"messages": [GOOD]}, "expected a message of the assistant, found none in line 2"),
         ({"messages": [GOOD, "b"]}, "found a str as message 2 in line 2"),

@@ -1,17 +1,22 @@
 """A conversation's tokens are those of transformers, what the assistant says is found in them, and no message can forge a
 turn."""
 
+import dataclasses
 import datetime
 import itertools
 import json
+import re
+from pathlib import Path
 
 import pytest
 import transformers
 
+from handgrad.data import chat_template
 from handgrad.data.chat_template import BEGIN, CONTENT_END, END, SHIELD, ChatTemplate
+from handgrad.data.model_tokenizer import model_tokenizer, read_model_tokenizer
 from handgrad.data.tokenizer import bytes_tokenizer, gpt2_tokenizer
 from handgrad.errors import DataError
-from tests.data.chats import CHATML, SPECIAL, TEMPLATES, made_tokenizer, talk
+from tests.data.chats import CHATML, SPECIAL, TEMPLATES, made_tokenizer, talk, write_folder
 
 NOW = datetime.datetime(2024, 2, 3, tzinfo=datetime.UTC)
 CONVERSATIONS = {
@@ -188,3 +193,79 @@ def test_a_template_that_does_not_serve_is_refused(template, messages, message):
     with pytest.raises(DataError, match=message) as raised:
         ChatTemplate(made_tokenizer(template)).conversation(messages)
     assert "\n" not in str(raised.value)
+
+
+WORDS = """\
+{{- bos_token }}
+{%- for m in messages %}{{- m.content if m.role == 'user' else m.content + eos_token }}
+{%- if m.role == 'user' %}{{ ' ANSWER: ' }}{% endif %}{%- endfor %}
+"""
+
+
+@pytest.mark.parametrize("kind", [*TEMPLATES, "words"])
+def test_a_long_conversation_is_rendered_a_few_times(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokens and stretches are those of all its prompts rendered, whatever the messages say."""
+    template = ChatTemplate(made_tokenizer(WORDS if kind == "words" else TEMPLATES[kind]))
+    traps = (" ANSWER: ", "the. ANSWER: the", "<think>\na\n</think>\n\nb", "assistant\n", "he", " he ")
+    messages = talk(*(traps[n % 5 * (n % 7) % 6] + f"{n}." for n in range(240)))
+    rendered, count = chat_template._Jinja.rendered, [0]
+
+    def counted(*arguments: object) -> str:
+        count[0] += 1
+        return rendered(*arguments)
+
+    monkeypatch.setattr(chat_template._Jinja, "rendered", counted)
+    tokens, stretches = template.conversation(messages)
+    few, count[0] = count[0], 0
+    monkeypatch.setattr(chat_template, "RENDERED_PROMPTS", 1000)
+    expected, all_stretches = template.conversation(messages)
+    assert tokens.tolist() == expected.tolist() and stretches.tolist() == all_stretches.tolist() and len(stretches) == 120
+    assert few <= count[0] and (few < 100 or kind in ("thinks", "words")), "of these some are rendered one by one"
+
+
+def test_a_long_conversation_that_forgets_its_beginning_is_refused() -> None:
+    forgets = TEMPLATES["chatml"].replace(
+        "+ m.content +", "+ ('' if messages|length > 150 and loop.first else m.content) +"
+    )
+    template = ChatTemplate(made_tokenizer(forgets))
+    with pytest.raises(DataError, match="found another text before message"):
+        template.conversation(talk(*("he" for _ in range(200))))
+
+
+def test_a_tokenizer_that_adds_to_every_text_is_refused() -> None:
+    """A prefix space before an answer, and special tokens that letters beside them undo."""
+    plain = made_tokenizer(CHATML)
+    for change, told in (
+        (lambda tables: tables["pre_tokenizer"].update(add_prefix_space=True), "found ' a' for 'a'"),
+        (lambda tables: tables["added_tokens"][1].update(single_word=True), "found '<|im_start|>' of single_word"),
+    ):
+        tables = json.loads(plain.json_bytes)
+        change(tables)
+        content = json.dumps(tables).encode()
+        with pytest.raises(DataError, match=re.escape(told)):
+            ChatTemplate(model_tokenizer(content, plain.others, plain.vocab_size, plain.end_of_text, "the test"))
+
+
+@pytest.mark.parametrize("lists_all", [False, True])
+def test_the_names_of_special_tokens_are_those_of_transformers(lists_all: bool, tmp_path: Path) -> None:
+    """Where two files differ."""
+    tokenizer = made_tokenizer(TEMPLATES["trims"])
+    config = json.loads(tokenizer.others["tokenizer_config.json"]) | ({"added_tokens_decoder": {}} if lists_all else {})
+    files = {"tokenizer_config.json": json.dumps(config), "special_tokens_map.json": '{"bos_token": "<|im_end|>"}'}
+    tokenizer = dataclasses.replace(tokenizer, others=files)
+    text = theirs(tokenizer, tmp_path).apply_chat_template(talk("a"), tokenize=False)
+    found = tokenizer.decode(ChatTemplate(tokenizer).render(talk("a")))
+    assert found == text and found.startswith("<|begin|>" if lists_all else "<|im_end|>")
+
+
+@pytest.mark.parametrize("name", ["added_tokens.json", "tokenizer_config.json"])
+def test_a_token_beside_the_tokenizer_alone_is_refused(name: str, tmp_path: Path) -> None:
+    folder = write_folder(made_tokenizer(CHATML), tmp_path / "model")
+    read_model_tokenizer(folder)
+    tokens = {
+        "added_tokens.json": {"<|x|>": 9},
+        "tokenizer_config.json": {"added_tokens_decoder": {"9": {"content": "<|x|>"}}},
+    }
+    (folder / name).write_text(json.dumps(tokens[name]))
+    with pytest.raises(DataError, match=r"expected the added token '<\|x\|>' \(9\) in .*tokenizer.json"):
+        read_model_tokenizer(folder)
