@@ -185,6 +185,7 @@ class Run:
             )
         if not self.log.has_end(self.completed):
             self.log.record("end", step=self.completed)
+            self.log.sync()
 
     def one_step(self, step: int) -> bool:
         """Launches `step`, and reads the result of the one before while the device works on this one's micro-batches.
