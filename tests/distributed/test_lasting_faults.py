@@ -1,4 +1,4 @@
-"""Faults that stay: a disk that is full for good, a device without memory, and a pause of all ranks together, which is none."""
+"""Faults that stay: a full disk, a device without memory. And a pause of all ranks together, which is no fault."""
 
 from functools import partial
 from pathlib import Path
