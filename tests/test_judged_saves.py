@@ -76,6 +76,18 @@ def test_diverged_weights_are_not_saved(config: RunConfig) -> None:
     assert not saved_steps(Path(run.out))
 
 
+def test_without_a_checkpoint_none_is_recommended(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = TrainStep.begin
+
+    def poisoned(training: TrainStep, step: int) -> None:
+        training.state.weights.lnf_bias[0] = float("nan")
+        original(training, step)
+
+    monkeypatch.setattr(TrainStep, "begin", poisoned)
+    with pytest.raises(NumericsError, match=r"2 updates in a row .*; there is no checkpoint yet: lower --learning-rate"):
+        train(dataclasses.replace(config, max_skips=2))
+
+
 def test_a_jump_is_by_a_thousand() -> None:
     """Of what the norm was, or of one per element: a run may have large weights if they were as large before."""
     before, now = {"a": 5e6, "b": 0.0}, {"a": 5e7, "b": 900.0}

@@ -29,7 +29,7 @@ import numpy as np
 from handgrad.data.llmc_header import EVALUATION, HEADER_BYTES, TOKENS, WIDE_TOKENS, check_size, make_header, parse_header
 from handgrad.data.sources import holds_text, prepare_command
 from handgrad.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer, read_tokenizer
-from handgrad.errors import DataError, storage_errors
+from handgrad.errors import DataError, storage_error, storage_errors
 from handgrad.files import file_sha256
 from handgrad.parsing import parse_json
 
@@ -109,14 +109,16 @@ class Shard:
         Raises the errors of `tokens`.
         """
         dtype = self.tokens.dtype
-        with storage_errors(f"reading {self.path}"):
-            content = os.pread(self.file.fileno(), count * dtype.itemsize, HEADER_BYTES + start * dtype.itemsize)
-        tokens = np.frombuffer(content[: len(content) // dtype.itemsize * dtype.itemsize], dtype)
-        if len(tokens) != count:
+        size_bytes, offset = count * dtype.itemsize, HEADER_BYTES + start * dtype.itemsize
+        try:
+            content = os.pread(self.file.fileno(), size_bytes, offset)
+        except OSError as error:
+            raise storage_error(error, f"reading {self.path}") from None
+        if len(content) != size_bytes:
             raise DataError(
                 f"expected {self.token_count} tokens in {self.path}, but it was cut while it was read; restore it"
             )
-        return tokens
+        return np.frombuffer(content, dtype)
 
     @functools.cached_property
     def file(self) -> BinaryIO:
