@@ -16,6 +16,7 @@ from handgrad.run import judge
 from handgrad.run.loop import Run
 from handgrad.run.start import train
 from handgrad.training.state import TrainingState
+from handgrad.training.step import TrainStep
 from tests.distributed.runs import Launcher, arguments, same_run, saved_steps
 from tests.test_runs import elsewhere, finished, same_bits
 
