@@ -13,13 +13,11 @@ from handgrad import threads
 from handgrad.commands.arguments import COMMANDS, Parser, parse
 from handgrad.errors import (
     INTERRUPTED,
-    HandgradError,
-    MemoryShort,
     UsageError,
     interruptible,
     leave,
-    storage_error,
     tell,
+    user_error,
 )
 from handgrad.names import nearest_name
 
@@ -27,8 +25,7 @@ from handgrad.names import nearest_name
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if sys.stdout is None:  # started with `>&-`; this stays open as long as the process
-        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
+    keep_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character must not end a run
     try:
@@ -46,9 +43,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         module = importlib.import_module(f"handgrad.commands.{command}")
         with interruptible():
             return module.run(parsed)
-    except HandgradError as error:
-        tell(error)
-        return error.exit_code
     except BrokenPipeError:
         # The reader of our output went away (`handgrad sample ... | head`): end quietly, as other tools do.
         leave(sys.stdout)
@@ -56,16 +50,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as interrupt:
         print(f"handgrad: {interrupt}" if str(interrupt) else "handgrad: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except (MemoryError, RuntimeError) as error:
-        if type(error).__name__ not in ("MemoryError", "OutOfMemoryError"):  # Python's, torch's
+    except Exception as error:
+        told = user_error(error)
+        if told is None:
             raise
-        asked = (str(error).splitlines() or ["Python found no memory"])[0]
-        tell(MemoryShort(f"out of memory: {asked} Try half the --micro-batch; `handgrad plan` shows what takes memory"))
-        return MemoryShort.exit_code
-    except OSError as error:
-        message = storage_error(error, f"using {error.filename}" if error.filename else "input or output")
-        tell(message)
-        return message.exit_code
+        tell(told)
+        return told.exit_code
+
+
+def keep_streams() -> None:
+    """Opens what the process was started without (`>&-`, `2>&-`): else the next file that it opens, a run's record perhaps,
+    would take the number and with it what libraries print."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # as long as the process  # noqa: SIM115
 
 
 def top_parser() -> Parser:

@@ -106,6 +106,19 @@ def storage_error(error: OSError, doing: str) -> StorageError:
     return StorageError(f"{doing} failed: {error.strerror or error}{HINTS.get(error.errno or 0, '')}")
 
 
+def user_error(error: BaseException) -> HandgradError | None:
+    """An exception as a message for users: a `HandgradError` is one; an `OSError` and a lack of memory become one. None for
+    a bug."""
+    if isinstance(error, HandgradError):
+        return error
+    if isinstance(error, OSError):
+        return storage_error(error, f"using {error.filename}" if error.filename else "input or output")
+    if type(error).__name__ in ("MemoryError", "OutOfMemoryError"):  # Python's, torch's
+        asked = (str(error).splitlines() or ["Python found no memory"])[0].removesuffix(".")
+        return MemoryShort(f"out of memory: {asked}. Try half the --micro-batch; `handgrad plan` shows what takes memory")
+    return None
+
+
 @contextlib.contextmanager
 def storage_errors(doing: str) -> Iterator[None]:
     """Raises an `OSError` of the block as the `storage_error` of `doing`."""

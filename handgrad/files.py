@@ -24,11 +24,16 @@ def write_durably(path: Path, text: str) -> None:
 def write_bytes_durably(path: Path, content: bytes) -> None:
     """Replaces `path` by a file with `content`, on the disk when this returns; never half of it. Raises OSError."""
     new = path.with_name(path.name + ".new")
-    with new.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)
+    try:
+        with new.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            new.unlink()
+        raise
     sync_folder(path.parent)
 
 

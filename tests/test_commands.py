@@ -379,6 +379,15 @@ def test_consoles_that_show_little(how: str, shards: Path, tmp_path: Path) -> No
     assert run.returncode == 0, run.stderr
 
 
+def test_streams_that_are_closed_are_no_files(tmp_path: Path) -> None:
+    """Else the first file that a run opens would be its stderr, and get what libraries print."""
+    script = "import os; from handgrad.cli import main; main(['recipes']); os.symlink(os.readlink('/proc/self/fd/2'), 'o')"
+    for closed in ("2>&-", ">&- 2>&-", "<&- >&- 2>&-"):
+        subprocess.run(["bash", "-c", f'{sys.executable} -c "{script}" {closed}'], cwd=tmp_path, check=True)
+        assert (tmp_path / "o").readlink() == Path("/dev/null")
+        (tmp_path / "o").unlink()
+
+
 def test_an_evaluation_that_does_not_fit(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["train", *SMALL, "--data", str(shards), "--out", str(tmp_path / "run")]) == 0
     capsys.readouterr()

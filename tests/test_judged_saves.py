@@ -16,6 +16,7 @@ from handgrad.run import judge
 from handgrad.run.loop import Run
 from handgrad.run.start import train
 from handgrad.training.state import TrainingState
+from handgrad.training.step import TrainStep
 from tests.distributed.runs import Launcher, arguments, same_run, saved_steps
 from tests.test_runs import elsewhere, finished, same_bits
 
@@ -74,6 +75,18 @@ def test_diverged_weights_are_not_saved(config: RunConfig) -> None:
     with pytest.raises(NumericsError, match=r"step 1 is not saved: .*; the same of \d+ others: .* no checkpoint"):
         train(run)
     assert not saved_steps(Path(run.out))
+
+
+def test_without_a_checkpoint_none_is_recommended(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = TrainStep.begin
+
+    def poisoned(training: TrainStep, step: int) -> None:
+        training.state.weights.lnf_bias[0] = float("nan")
+        original(training, step)
+
+    monkeypatch.setattr(TrainStep, "begin", poisoned)
+    with pytest.raises(NumericsError, match=r"2 updates in a row .*; there is no checkpoint yet: lower --learning-rate"):
+        train(dataclasses.replace(config, max_skips=2))
 
 
 def test_a_jump_is_by_a_thousand() -> None:

@@ -1,6 +1,8 @@
 """Whose a run folder is."""
 
+import errno
 import fcntl
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from handgrad.config import RunConfig
-from handgrad.errors import ConfigError, DataError, UsageError
+from handgrad.errors import ConfigError, DataError, StorageError, UsageError
 from handgrad.run.lock import take_lock
 from handgrad.run.start import train
 from handgrad.run_files import CHECKPOINTS, CONFIG_FILE, LOCK_FILE, METRICS_FILE
@@ -45,6 +47,28 @@ def test_a_refused_start_leaves_no_folder(config: RunConfig, tmp_path: Path) -> 
     with pytest.raises(DataError):
         train(refused)
     assert Path(refused.out).is_dir(), "somebody else has made it"
+
+
+@pytest.mark.fault(4)
+def test_a_start_that_a_full_disk_refuses_may_be_repeated(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It leaves no half of a configuration, nor a folder that counts as somebody else's for what is in it."""
+    with monkeypatch.context() as patch, pytest.raises(StorageError, match=r"config.toml failed: No space left"):
+        patch.setattr(Path, "replace", full)
+        train(replace(config, steps=1))
+    assert not Path(config.out).exists()
+
+    def stacks_then_full(path: Path, target: Path) -> None:
+        (Path(config.out) / "stacks").mkdir()
+        full(path, target)
+
+    with monkeypatch.context() as patch, pytest.raises(StorageError):
+        patch.setattr(Path, "replace", stacks_then_full)
+        train(replace(config, steps=1))
+    train(replace(config, steps=1))
+
+
+def full(path: Path, target: Path) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_a_folder_of_something_else_is_left_alone(config: RunConfig) -> None:

@@ -97,7 +97,7 @@ class Batches:
         inputs_array, targets_array = inputs.numpy(), targets.numpy()  # the same memory; pinned tensors too
         for row in range(len(inputs_array)):
             shard, start, length = self._place(first_sample + row)
-            window = self.shards[shard].tokens[start : start + length]
+            window = self.shards[shard].read(start, length)
             predicted = length - 1
             inputs_array[row, :predicted] = window[:-1]
             targets_array[row, :predicted] = window[1:]

@@ -16,19 +16,21 @@ import hashlib
 import json
 import math
 import mmap
+import os
 import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from handgrad.data.llmc_header import EVALUATION, HEADER_BYTES, TOKENS, WIDE_TOKENS, check_size, make_header, parse_header
 from handgrad.data.sources import holds_text, prepare_command
 from handgrad.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer, read_tokenizer
-from handgrad.errors import DataError, storage_errors
+from handgrad.errors import DataError, storage_error, storage_errors
+from handgrad.files import file_sha256
 from handgrad.parsing import parse_json
 
 MAX_SHARD_TOKENS = (1 << 31) - 1  # the header's count is an int32
@@ -87,7 +89,7 @@ class Shard:
         if found != self.token_count:
             raise DataError(f"expected {self.token_count} tokens in {self.path}, found {found}; prepare the data again")
         if self.sha256 is not None:
-            _check_hash(content, self.sha256, self.path)
+            _check_hash(self.sha256, self.path)
         tokens = np.frombuffer(content, form.dtype, offset=HEADER_BYTES)
         step = 1 << 24  # bounds the temporary of the comparison
         for start in range(0, len(tokens), step):
@@ -100,6 +102,30 @@ class Shard:
                 )
         return tokens
 
+    def read(self, start: int, count: int) -> np.ndarray:
+        """`count` tokens from `start` on, read from the file once it is verified: where a disk fails or somebody cuts the
+        file, a memory map ends the process by SIGBUS, without a word.
+
+        Raises the errors of `tokens`.
+        """
+        dtype = self.tokens.dtype
+        size_bytes, offset = count * dtype.itemsize, HEADER_BYTES + start * dtype.itemsize
+        try:
+            content = os.pread(self.file.fileno(), size_bytes, offset)
+        except OSError as error:
+            raise storage_error(error, f"reading {self.path}") from None
+        if len(content) != size_bytes:
+            raise DataError(
+                f"expected {self.token_count} tokens in {self.path}, but it was cut while it was read; restore it"
+            )
+        return np.frombuffer(content, dtype)
+
+    @functools.cached_property
+    def file(self) -> BinaryIO:
+        """The token file, open as long as the shard."""
+        with storage_errors(f"reading {self.path}"):
+            return self.path.open("rb", buffering=0)
+
     @functools.cached_property
     def document_starts(self) -> np.ndarray:
         """Offsets of the tokens that start a document, uint32, (document_count,), rising; DataError: a wrong file."""
@@ -109,7 +135,7 @@ class Shard:
         content = _memory_map(path)
         if len(content) != 4 * self.document_count:
             raise DataError(f"expected {4 * self.document_count} bytes in {path}, found {len(content)}; prepare again")
-        _check_hash(content, self.index_sha256, path)
+        _check_hash(self.index_sha256, path)
         starts = np.frombuffer(content, "<u4")
         if len(starts) and (int(starts[-1]) >= self.token_count or not np.all(starts[1:] > starts[:-1])):
             raise DataError(f"expected rising offsets below {self.token_count} in {path}, found others; prepare again")
@@ -125,7 +151,7 @@ class Shard:
             return None
         path = self.path.with_suffix(".trained")
         content = _memory_map(path)
-        _check_hash(content, self.trained_sha256, path)
+        _check_hash(self.trained_sha256, path)
         edges = np.frombuffer(content, "<u4")
         rising = np.all(edges[1:] >= edges[:-1]) and np.all(edges[1::2] > edges[::2]) if len(edges) % 2 == 0 else False
         if not rising or (len(edges) and int(edges[-1]) > self.token_count):
@@ -314,8 +340,9 @@ def _check_size(size_bytes: int, token_count: int, path: Path, form: TokenForm) 
     check_size(path, HEADER_BYTES + form.dtype.itemsize * token_count, size_bytes, f"{token_count} tokens")
 
 
-def _check_hash(content: Any, expected: str, path: Path) -> None:
-    found = hashlib.sha256(content).hexdigest()
+def _check_hash(expected: str, path: Path) -> None:
+    with storage_errors(f"reading {path}"):  # a page of a map that cannot be read would be a SIGBUS
+        found = file_sha256(path)
     if found != expected:
         raise DataError(f"expected SHA-256 {expected}, found {found} in {path}; it changed, restore it or prepare again")
 

@@ -2,7 +2,8 @@
 
 A collective waits for ever for a rank that is dead, stopped or stuck, or until a library's limit that names nobody. So a
 thread of each rank writes beats into the store where the ranks met and reads others: rank 0 all of them, the rest rank 0's.
-The first rank to find a fault writes it under one key that all ranks read. Clocks of machines are never compared.
+The first rank to find a fault writes it under one key that all ranks read. Clocks of machines are never compared, and a
+pause of all ranks together is nobody's silence (`running_clock`).
 
 A call to a store whose host is stopped does not return, whatever its time limit. So a second thread, the guard, which never
 calls the store, watches the first and ends the process.
@@ -24,11 +25,13 @@ import torch.distributed as dist
 
 from handgrad.errors import NumericsError
 from handgrad.parallel.order import Entry, difference_text, first_difference, named_ranks
+from handgrad.parallel.running_clock import RunningClock
 
 RELAUNCH = 75  # the exit code that says: relaunch the same command
 INTERVAL_SECONDS = 1.0  # between beats
 WORK_FACTOR = 6  # a rank may work so many times as long as all may wait for each other
 SUSPECT_SECONDS = 5.0  # of silence are enough once a collective has failed
+READ_SECONDS = 0.05  # between two looks whether the others know of an error
 GRACE_SECONDS = 3.0  # between finding a fault and ending the process: it may be about to end by itself
 
 
@@ -74,15 +77,15 @@ class Heartbeat:
         stall_seconds: float,
         stacks: Path | None,
         end: Callable[[int], None] = os._exit,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] | None = None,
     ):
         """`store`: a connection of its own, whose calls take at most `timeout_seconds`. Writes the first beat: `start` may
         be called once all ranks have written theirs. `stacks`: the folder for the stacks of a process that is ended."""
         self.store, self.rank, self.size, self.stacks = store, rank, size, stacks
-        self.end, self.clock = end, clock
         self.timeout_seconds, self.stall_seconds = timeout_seconds, stall_seconds
         self.limit_seconds = timeout_seconds
         self.interval = min(INTERVAL_SECONDS, timeout_seconds / 4)
+        self.end, self.clock = end, clock or RunningClock(2 * self.interval)
         self.status: tuple[int, str, bool, float] = (0, "the start", True, self.clock())
         self.pending: Callable[[], str] = str  # names the device's unfinished collective
         self.recent: Iterable[Entry] = ()  # this rank's last collectives
@@ -105,7 +108,7 @@ class Heartbeat:
 
     def leave(self, text: str, exit_code: int = RELAUNCH) -> None:
         """Tells the others the error that ends this rank, or, with no text, its orderly end. Returns within
-        `timeout_seconds`."""
+        `timeout_seconds`, and a few more in which the others learn of an error of rank 0, whose process has the store."""
         if self.closing.is_set():
             return
         self.closing.set()
@@ -114,6 +117,16 @@ class Heartbeat:
         if not self.thread.is_alive():  # else the store does not answer: nobody would read it
             with contextlib.suppress(dist.DistError, RuntimeError):  # the store is gone, and with it the readers
                 self.write(self.beat(text, exit_code))
+                if text and self.rank == 0:
+                    self.await_readers()
+
+    def await_readers(self) -> None:
+        """Waits until all others know of a fault, `SUSPECT_SECONDS` at most."""
+        readers = [self.knows(rank) for rank in range(1, self.size)]
+        for _ in range(int(SUSPECT_SECONDS / READ_SECONDS)):
+            if self.store.check(readers):
+                return
+            time.sleep(READ_SECONDS)
 
     def await_verdict(self) -> None:
         """After a failed collective: gives the threads time to find out whose fault it was, and to end the process. Counts
@@ -132,6 +145,8 @@ class Heartbeat:
             try:
                 self.write(self.beat())
                 self.fault = self.read()
+                if self.fault is not None:
+                    self.store.set(self.knows(self.rank), "")
             except (dist.DistError, RuntimeError) as error:
                 self.fault = no_contact(str(error))
             self.rounds += 1
@@ -161,6 +176,9 @@ class Heartbeat:
 
     def key(self, rank: int) -> str:
         return f"beat/{rank}"
+
+    def knows(self, rank: int) -> str:
+        return f"knows/{rank}"
 
     def read(self) -> Fault | None:
         """The fault that ends this run, if there is one: another rank's finding, or this one's."""

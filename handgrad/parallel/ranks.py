@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from handgrad.errors import HandgradError, LostRank, NumericsError, UsageError
+from handgrad.errors import HandgradError, LostRank, NumericsError, UsageError, user_error
 from handgrad.parallel.heartbeat import Heartbeat
 from handgrad.parallel.order import Order, difference_text, first_difference
 
@@ -244,15 +244,15 @@ def is_network_error(error: RuntimeError) -> bool:
 
 def error_text(error: BaseException) -> str:
     """One line, never empty, which would be an orderly end: the error's own for a user, else its type and text."""
-    text = " ".join(str(error).split())
-    if isinstance(error, HandgradError) and text:
+    if (told := user_error(error)) is not None and (text := " ".join(str(told).split())):
         return text
+    text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def exit_code(error: BaseException) -> int:
-    if isinstance(error, HandgradError):
-        return error.exit_code
+    if (told := user_error(error)) is not None:
+        return told.exit_code
     return error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
 
 

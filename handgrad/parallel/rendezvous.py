@@ -19,7 +19,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from handgrad.errors import HandgradError, LostRank, UsageError, end_interrupted, is_first, tell
+from handgrad.errors import LostRank, UsageError, end_interrupted, is_first, tell, user_error
 from handgrad.parallel.heartbeat import WORK_FACTOR, Heartbeat
 from handgrad.parallel.launchers import RankInfo
 from handgrad.parallel.order import Order
@@ -106,11 +106,12 @@ def exit_now(error: BaseException, *, prints: bool) -> NoReturn:
     collectives which another rank will never join."""
     if isinstance(error, KeyboardInterrupt):
         end_interrupted()
-    if not isinstance(error, HandgradError | SystemExit):
-        if is_first("".join(traceback.format_exception(error))):  # a bug in all ranks
-            traceback.print_exception(error)
-    elif isinstance(error, HandgradError) and (prints or not error.shared):
-        tell(error)
+    told = user_error(error)
+    if told is not None:
+        if prints or not told.shared:
+            tell(told)
+    elif not isinstance(error, SystemExit) and is_first("".join(traceback.format_exception(error))):  # a bug in all ranks
+        traceback.print_exception(error)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

@@ -128,8 +128,9 @@ class RunFolder:
             with contextlib.suppress(OSError):  # something is in it: it stays
                 for folder in (self.path / SAMPLES, self.checkpoints):
                     folder.rmdir()
-                (self.path / LOCK_FILE).unlink()
-                self.path.rmdir()
+                if [path.name for path in self.path.iterdir()] == [LOCK_FILE]:  # which marks what stays as a run's
+                    (self.path / LOCK_FILE).unlink()
+                    self.path.rmdir()
         self._lock.close()
 
 

@@ -4,6 +4,7 @@ audit.jsonl for whoever checks the run, and the console. Only rank 0 logs.
 In all but log.txt, lines of steps that a resumed run will do again are cut off, so they read like those of an unbroken run.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -189,7 +190,8 @@ class RunLog:
         self.sinks.close()
         self.display.close()
         for file in self.files.values():
-            file.close()
+            with contextlib.suppress(OSError):  # of a line that could not be written: the run has ended by that
+                file.close()
 
 
 def _kind_of(record: dict[str, Any]) -> str:

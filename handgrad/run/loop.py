@@ -185,6 +185,7 @@ class Run:
             )
         if not self.log.has_end(self.completed):
             self.log.record("end", step=self.completed)
+            self.log.sync()
 
     def one_step(self, step: int) -> bool:
         """Launches `step`, and reads the result of the one before while the device works on this one's micro-batches.
@@ -342,9 +343,12 @@ class Run:
         where = f"; non-finite gradients at {named}" if named else ""
         self.event(f"step {self.completed} made no update: {result.skipped}{where}")
         if self.skips_in_a_row >= self.config.max_skips:
+            clean = "the last checkpoint is clean: lower --learning-rate and start from it"
+            if self.saves.last_saved < 0:
+                clean = "there is no checkpoint yet: lower --learning-rate and start anew"
             raise NumericsError(
                 f"{self.skips_in_a_row} updates in a row were skipped, the last at step {self.completed}"
-                f" ({result.skipped}){where}; the last checkpoint is clean: lower --learning-rate and start from it"
+                f" ({result.skipped}){where}; {clean}"
             )
 
     def validate(self) -> float:

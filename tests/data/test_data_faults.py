@@ -1,6 +1,10 @@
 """Whatever the bytes are: one readable error of the documented kind, quickly, and nothing under the final name."""
 
+import errno
 import json
+import os
+import subprocess
+import sys
 import time
 import tracemalloc
 
@@ -13,7 +17,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.data.shards import header, open_dataset
 from handgrad.data.tokenizer import load_tokenizer, train_bpe
-from handgrad.errors import DataError, HandgradError
+from handgrad.errors import DataError, HandgradError, StorageError
 
 FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 JSON = st.recursive(
@@ -262,3 +266,38 @@ def test_missing_sources(tmp_path):
     ):
         with pytest.raises(DataError, match=message):
             prepare(PrepareOptions(str(given_source), tmp_path / "out"))
+
+
+CUT = """
+import os, sys
+from handgrad.data.shards import open_dataset
+from handgrad.errors import DataError
+shard = open_dataset(sys.argv[1]).splits["train"][0]
+assert shard.read(39_000, 5).tolist() == [0, 1, 2, 3, 4]
+os.truncate(shard.path, 20_000)
+try:
+    shard.read(39_000, 5)
+except DataError as error:
+    print(error)
+"""
+
+
+def test_a_shard_that_is_cut_while_it_is_read(make_dataset):
+    """In a process of its own, which a memory map would lose by SIGBUS."""
+    folder = make_dataset([np.arange(40_000) % 250], [np.arange(60)])
+    found = subprocess.run([sys.executable, "-c", CUT, str(folder)], capture_output=True, text=True)
+    line = f"expected 40000 tokens in {folder / 'train_000000.bin'}, but it was cut while it was read; restore it\n"
+    assert (found.returncode, found.stdout) == (0, line), found.stderr
+
+
+@pytest.mark.parametrize("name", ["pread", "file_digest"])
+def test_a_disk_that_fails_while_a_shard_is_read(make_dataset, monkeypatch, name):
+    """In a step, and where the shard is verified before its first use."""
+    shard = open_dataset(make_dataset([np.arange(40_000) % 250], [np.arange(60)])).splits["train"][0]
+
+    def fail(*given):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(f"os.{name}" if name == "pread" else f"hashlib.{name}", fail)
+    with pytest.raises(StorageError, match=r"reading .*train_000000.bin failed: Input/output error"):
+        shard.read(0, 5)

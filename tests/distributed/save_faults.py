@@ -44,6 +44,20 @@ def full_disk(step: int) -> None:
     checkpoint.write_file = write
 
 
+def full_for_good(step: int) -> None:
+    """The run's disk is full from the record of a step on, and stays so."""
+    original = RunLog.step
+
+    def record(log: RunLog, now: int, *given: Any) -> None:
+        if now == step + 1 and log.files:
+            fired()
+            for file in log.files.values():
+                os.dup2(os.open("/dev/full", os.O_WRONLY), file.fileno())
+        original(log, now, *given)
+
+    RunLog.step = record
+
+
 def killed_in_write(after: int) -> None:
     """After so many bytes of this rank's files of the run's second checkpoint."""
     original, left = checkpoint.write_file, [after]
