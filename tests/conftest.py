@@ -1,6 +1,7 @@
 """Shared by the tests: small shapes, a model in float64 or float32, prepared shards of a few kilobytes."""
 
 import dataclasses
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -57,6 +58,9 @@ from tests.faults import rows as fault_rows
 
 if TYPE_CHECKING:
     from tests.distributed.runs import Launcher
+
+# Until the tests begin: what is collected stays, and looking through it again and again took a fifth of that time.
+gc.disable()
 
 # Under nohup it is ignored, and what a test starts would inherit that.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -115,6 +119,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     fault_rows.note_rows(items, config)
     order = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -286,8 +296,7 @@ def write_text(path: Path, words: int = 6000) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def quickened_interpreter() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        quick_interpreter.install(patch)
+    with quick_interpreter.quickened():
         yield
 
 

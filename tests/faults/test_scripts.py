@@ -4,11 +4,11 @@ import os
 import random
 import time
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from benchmarks import chaos, checkpoint_peers, gpu_faults, soak
+from benchmarks import chaos, gpu_faults, soak
 from tests.distributed import worker
 from tests.faults import rows
 
@@ -29,8 +29,18 @@ def test_the_faults_of_chaos_exist(kind: str) -> None:
         assert name in worker.FAULTS and int(rank) in (0, 1) and int(number) >= 0 and codes
 
 
+@pytest.fixture
+def checkpoint_peers() -> ModuleType:
+    """Imported by its tests alone: every worker collects this file, and torch.distributed.checkpoint takes a second."""
+    from benchmarks import checkpoint_peers
+
+    return checkpoint_peers
+
+
 @pytest.mark.parametrize("name", ["`torch.save`", "safetensors' `save_file`", "handgrad"])
-def test_what_a_format_holds(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_format_holds(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint_peers: ModuleType
+) -> None:
     """The old state, the new one, or neither; a flipped bit changes a number or is refused."""
     monkeypatch.setattr(checkpoint_peers, "ELEMENTS", 1 << 13)
     peer = checkpoint_peers.PEERS[name]
@@ -45,7 +55,7 @@ def test_what_a_format_holds(name: str, tmp_path: Path, monkeypatch: pytest.Monk
     assert found["refused"] == (found["tries"] if name == "handgrad" else 0)
 
 
-def test_a_kill_is_seen(tmp_path: Path) -> None:
+def test_a_kill_is_seen(checkpoint_peers: ModuleType) -> None:
     def act(pipe: int) -> None:
         os.write(pipe, b"b")
         time.sleep(60)
