@@ -68,8 +68,8 @@ def precision_note(device: torch.device, precision: str) -> str:
     """The place of a precision beside the choice of "auto": '(auto, on a CPU)', '(auto would take bf16, ...)'."""
     choice, reason = auto_precision(device)
     if precision == choice:
-        faster = ", which multiplies bf16: `handgrad doctor` times both" if device.type == "cpu" and multiplies_bf16() else ""
-        return f"(auto, {reason}{faster})"
+        bf16 = device.type == "cpu" and multiplies_bf16()
+        return f"(auto, {reason}{', which multiplies bf16: `handgrad doctor` times both' if bf16 else ''})"
     slow = "; fp16 is slow on a CPU" if (device.type, precision) == ("cpu", "fp16") else ""
     return f"(auto would take {choice}, {reason}{slow})"
 
