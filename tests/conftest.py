@@ -12,7 +12,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may look for a hub; the 
 # One thread, read when torch is loaded: tests run side by side, and two threads that wait for each other on a busy machine
 # took 40 times as long as one.
 os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-
 import pytest
 import torch
 
@@ -22,6 +21,7 @@ if not torch.cuda.is_available():  # Triton reads it when it is first imported: 
 from torch import Tensor
 
 from benchmarks.record import write_record
+from handgrad import threads
 from handgrad.arena import ALWAYS, Plan, make_plan
 from handgrad.config import ModelShape, RunConfig
 from handgrad.data.prepare import PrepareOptions, prepare
@@ -57,6 +57,8 @@ from tests.faults import rows as fault_rows
 
 if TYPE_CHECKING:
     from tests.distributed.runs import Launcher
+
+threads.choose()  # as every command does: before MKL is first called
 
 # Under nohup it is ignored, and what a test starts would inherit that.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)

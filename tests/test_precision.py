@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from handgrad import devices, load
+from handgrad import devices, load, processor
 from handgrad.checkpoint import peek_config
 from handgrad.config import RunConfig
 from handgrad.errors import UsageError
@@ -39,7 +39,7 @@ def test_the_choice_by_device(capability: dict[str, tuple[int, int]]) -> None:
 def flags(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Those of the CPU; a test changes them."""
     found = {"flags": "fma avx512f"}
-    monkeypatch.setattr(devices, "proc_value", lambda file, key: found.get(key, ""))
+    monkeypatch.setattr(processor, "value", lambda file, key: found.get(key, ""))
     return found
 
 
