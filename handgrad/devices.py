@@ -1,14 +1,12 @@
 """The device of a run: its choice, precision, memory, and description."""
 
 import ctypes
-import platform
 import sys
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from handgrad import gpus, limits
+from handgrad import gpus, limits, processor
 from handgrad.errors import UsageError
 from handgrad.gpus import GPUS
 
@@ -68,7 +66,8 @@ def precision_note(device: torch.device, precision: str) -> str:
     """The place of a precision beside the choice of "auto": '(auto, on a CPU)', '(auto would take bf16, ...)'."""
     choice, reason = auto_precision(device)
     if precision == choice:
-        return f"(auto, {reason})"
+        bf16 = device.type == "cpu" and processor.multiplies_bf16()
+        return f"(auto, {reason}{', which multiplies bf16: `handgrad doctor` times both' if bf16 else ''})"
     slow = "; fp16 is slow on a CPU" if (device.type, precision) == ("cpu", "fp16") else ""
     return f"(auto would take {choice}, {reason}{slow})"
 
@@ -119,25 +118,14 @@ def host_buffers(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: torch.empty_like(t, device="cpu", pin_memory=kind == "cuda") for name, t in tensors.items()}
 
 
-def proc_value(file: str, key: str) -> str:
-    """The first value of `key` in a file of "key: value" lines; "" if there is none."""
-    path = Path(file)
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(key)), "")
-
-
-def processor_name() -> str:
-    return proc_value("/proc/cpuinfo", "model name") or platform.processor() or platform.machine()
-
-
 def describe(device: torch.device) -> str:
     """'cpu: AMD EPYC, 2 threads' or 'cuda: NVIDIA H200, 141 GB'."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return f"cuda: {properties.name}, {properties.total_memory / 1e9:.0f} GB"
     if device.type == "mps":
-        return f"mps: {processor_name()}"
-    return f"cpu: {processor_name()}, {torch.get_num_threads()} threads"
+        return f"mps: {processor.name()}"
+    return f"cpu: {processor.name()}, {torch.get_num_threads()} threads"
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -155,6 +143,6 @@ def available_bytes(device: torch.device) -> int | None:
         return torch.cuda.mem_get_info(device)[0]
     if device.type != "cpu":
         return None
-    kibibytes = proc_value("/proc/meminfo", "MemAvailable:")
+    kibibytes = processor.value("/proc/meminfo", "MemAvailable:")
     free = [int(kibibytes.split()[0]) * 1024] if kibibytes else []
     return min([*free, *limits.memory_left()], default=None)

@@ -1,6 +1,7 @@
-"""The threads of a CPU: their number under a quota, and how long one that waits spins before it sleeps.
+"""The threads of a CPU: their number under a quota, how long one that waits spins before it sleeps, and sums that do not
+depend on their number.
 
-Both are environment variables that an OpenMP runtime reads once, when torch loads it; variables that are set stay. By
+Environment variables decide, which an OpenMP runtime reads once, when torch loads it; variables that are set stay. By
 default libgomp's threads spin for milliseconds at the end of every operation. Beside other work they spin away the time in
 which the thread that they wait for could run.
 """
@@ -11,11 +12,15 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from handgrad import processor
 from handgrad.limits import group_folders
 
 # Turns of libgomp's loop, some tens of microseconds: longer than the waits on an idle machine, shorter than a time slice.
 # Other runtimes count milliseconds: at 0, a thread sleeps at once.
 WAITING = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "0"}
+# On an Intel CPU float32 products go to MKL (ops/cpu/linear.py). With this its sums do not depend on the number of threads:
+# https://www.intel.com/content/www/us/en/docs/onemkl/developer-reference-fortran/2023-2/named-constants-for-cnr-control.html
+REPRODUCIBLE = {"MKL_CBWR": "AUTO,STRICT"}
 # The variables of users that settle a question; the first is also the one that handgrad sets for the number.
 NUMBER = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 POLICY = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
@@ -24,10 +29,13 @@ chosen: dict[str, str] = {}  # the variables that this process set
 
 
 def choose() -> None:
-    """Sets the variables that the user has not set, unless torch is loaded and has read them."""
+    """Sets the variables that the user has not set, unless torch is loaded and has read them. MKL reads its own when it is
+    first called."""
+    if processor.is_intel():
+        chosen.update({name: value for name, value in REPRODUCIBLE.items() if name not in os.environ})
     if "torch" not in sys.modules:
         chosen.update(choice(os.environ, cores(), quota()))
-        os.environ.update(chosen)
+    os.environ.update(chosen)
 
 
 def choice(environment: Mapping[str, str], cores: int, quota: float | None) -> dict[str, str]:

@@ -13,7 +13,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may look for a hub; the 
 # One thread, read when torch is loaded: tests run side by side, and two threads that wait for each other on a busy machine
 # took 40 times as long as one.
 os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-
 import pytest
 import torch
 
@@ -23,6 +22,7 @@ if not torch.cuda.is_available():  # Triton reads it when it is first imported: 
 from torch import Tensor
 
 from benchmarks.record import write_record
+from handgrad import threads
 from handgrad.arena import ALWAYS, Plan, make_plan
 from handgrad.config import ModelShape, RunConfig
 from handgrad.data.prepare import PrepareOptions, prepare
@@ -61,6 +61,8 @@ if TYPE_CHECKING:
 
 # Until the tests begin: what is collected stays, and looking through it again and again took a fifth of that time.
 gc.disable()
+
+threads.choose()  # as every command does: before MKL is first called
 
 # Under nohup it is ignored, and what a test starts would inherit that.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from handgrad import devices, load
+from handgrad import devices, load, processor
 from handgrad.checkpoint import peek_config
 from handgrad.config import RunConfig
 from handgrad.errors import UsageError
@@ -35,8 +35,20 @@ def test_the_choice_by_device(capability: dict[str, tuple[int, int]]) -> None:
     assert devices.settled_precision("tf32", CUDA) == "tf32", "a name stays"
 
 
-def test_the_note_says_what_auto_would_take(capability: dict[str, tuple[int, int]]) -> None:
+@pytest.fixture
+def flags(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Those of the CPU; a test changes them."""
+    found = {"flags": "fma avx512f"}
+    monkeypatch.setattr(processor, "value", lambda file, key: found.get(key, ""))
+    return found
+
+
+def test_the_note_says_what_auto_would_take(capability: dict[str, tuple[int, int]], flags: dict[str, str]) -> None:
     assert devices.precision_note(CPU, "fp32") == "(auto, on a CPU)"
+    for flag in ("avx512_bf16", "amx_bf16"):
+        flags["flags"] = f"fma {flag}"
+        note = "(auto, on a CPU, which multiplies bf16: `handgrad doctor` times both)"
+        assert devices.precision_note(CPU, "fp32") == note
     assert devices.precision_note(CUDA, "bf16") == "(auto, which this GPU computes in)"
     assert devices.precision_note(CUDA, "fp32") == "(auto would take bf16, which this GPU computes in)"
     assert devices.precision_note(CPU, "fp16") == "(auto would take fp32, on a CPU; fp16 is slow on a CPU)"
@@ -51,7 +63,7 @@ def test_auto_is_the_default_of_every_run(config: RunConfig) -> None:
     folder = Path(config.out)
     assert 'precision = "fp32"' in (folder / "config.toml").read_text()
     assert (peek_config(folder) or {})["precision"] == "fp32"
-    assert "numbers    fp32 (auto, on a CPU), " in (folder / "log.txt").read_text()
+    assert "numbers    fp32 (auto, on a CPU" in (folder / "log.txt").read_text()
     assert load(folder, device="cpu").dtype == torch.float32
     assert resolve(config, 300).dtype == torch.float32
 
