@@ -1,8 +1,6 @@
 """The command line: what works end to end, and that every mistake gets one clear line, its exit code and no half output."""
 
 import json
-import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -344,54 +342,6 @@ def test_a_run_whose_checkpoints_do_not_fit(
     line = refused(capsys, 74, "train", *arguments)
     assert "3 checkpoints take" in line and "--keep-checkpoints" in line
     assert not (tmp_path / "run").exists()
-
-
-def test_as_a_program() -> None:
-    """`python -m handgrad`: exit codes reach the shell; a closed pipe is no error."""
-    environment = {**os.environ, "COLUMNS": "100"}
-    run = subprocess.run(
-        [sys.executable, "-m", "handgrad", "train", "tny"], capture_output=True, text=True, env=environment
-    )
-    assert run.returncode == 64 and run.stdout == "" and run.stderr.startswith("handgrad: unknown preset 'tny'")
-    run = subprocess.run([sys.executable, "-m", "handgrad", "--help"], capture_output=True, text=True, env=environment)
-    assert run.returncode == 0 and all(f"  {name} " in run.stdout for name in COMMANDS)
-    command = f"{sys.executable} -m handgrad doctor | head -1"
-    run = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
-    assert run.returncode == 0 and run.stderr == "", run.stderr
-
-
-# Without a report, whose plots take longer than these runs.
-PROGRAM = """
-import sys
-import handgrad.__main__, handgrad.commands.train
-handgrad.commands.train.write_report = lambda runs, out: out
-console = sys.stdout
-for command in " ".join(sys.argv[1:]).split(" then "):
-    sys.stdout, sys.argv[1:] = console, command.split()
-    if code := handgrad.__main__.main():
-        sys.exit(code)
-"""
-
-
-@pytest.mark.parametrize("how", ["{} | head -1", "PYTHONIOENCODING=ascii {}", "{} >&-"])
-def test_consoles_that_show_little(how: str, shards: Path, tmp_path: Path) -> None:
-    """`handgrad train | head -1` loses its console, not its run; an ASCII console, or none, is no reason to lose it."""
-    (tmp_path / "program.py").write_text(PROGRAM)
-    train = f"train {' '.join(SMALL)} --data {shards} --out {tmp_path / 'run'}"
-    commands = f"{train} then sample {tmp_path / 'run'} --prompt 你好 --max-tokens 3"
-    command = how.format(f"{sys.executable} {tmp_path / 'program.py'} {commands}")
-    run = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
-    assert run.returncode == 0 and re.fullmatch(r"3 tokens in .*\n", run.stderr), run.stderr
-    assert (tmp_path / "run" / "checkpoints" / "step_00000004").is_dir()
-
-
-def test_streams_that_are_closed_are_no_files(tmp_path: Path) -> None:
-    """Else the first file that a run opens would be its stderr, and get what libraries print."""
-    script = "import os; from handgrad.cli import main; main(['recipes']); os.symlink(os.readlink('/proc/self/fd/2'), 'o')"
-    for closed in ("2>&-", ">&- 2>&-", "<&- >&- 2>&-"):
-        subprocess.run(["bash", "-c", f'{sys.executable} -c "{script}" {closed}'], cwd=tmp_path, check=True)
-        assert (tmp_path / "o").readlink() == Path("/dev/null")
-        (tmp_path / "o").unlink()
 
 
 def test_an_evaluation_that_does_not_fit(shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

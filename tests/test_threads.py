@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from handgrad import threads
+from handgrad import processor, threads
 
 ROOT = Path(__file__).parents[1]
 CHOSEN = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "0"}
@@ -33,6 +33,20 @@ def test_only_a_quota_below_the_cores_sets_the_number(quota: float | None, numbe
 def test_a_policy_of_the_user_stays(name: str) -> None:
     assert threads.choice({name: "PASSIVE"}, 4, None) == {}
     assert threads.choice({name: "PASSIVE"}, 4, 2.0) == {"OMP_NUM_THREADS": "2"}
+
+
+@pytest.mark.parametrize(
+    ("intel", "user", "found"), [(True, None, "AUTO,STRICT"), (True, "AVX2", "AVX2"), (False, None, None)]
+)
+def test_mkl_sums_alike_on_any_number_of_threads(
+    intel: bool, user: str | None, found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it makes the products; the user's own mode stays."""
+    monkeypatch.setattr(processor, "is_intel", lambda: intel)
+    monkeypatch.setattr(threads, "chosen", {})
+    monkeypatch.setattr(os, "environ", {} if user is None else {"MKL_CBWR": user})
+    threads.choose()
+    assert os.environ.get("MKL_CBWR") == found
 
 
 @pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "MKL_NUM_THREADS"])

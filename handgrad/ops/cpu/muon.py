@@ -1,4 +1,4 @@
-"""Muon's update in place, as the host knows the step's numbers, with the polynomials' float32 products by oneDNN."""
+"""Muon's update in place, as the host knows the step's numbers, and the polynomials' float32 products by oneDNN, if faster."""
 
 import torch
 from torch import Tensor
