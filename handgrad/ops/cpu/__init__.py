@@ -1,8 +1,8 @@
 """The operations on a CPU: torch's own fused kernels where they are faster than the formula, the reference elsewhere.
 
 Layer norm, GELU and attention, forward and backward, AdamW and float32 GEMMs (oneDNN, MKL) call the library. RMS norm,
-rotation, squared ReLU, SwiGLU and the soft cap, for which it has no kernels, make fewer passes over memory than the formula. Each is
-tested against `handgrad.ops.reference`, its specification.
+rotation, squared ReLU, SwiGLU and the soft cap, for which it has none, make fewer passes over memory than the formula.
+Each is tested against `handgrad.ops.reference`, its specification.
 """
 
 # ruff: noqa: F401

@@ -1,4 +1,4 @@
-"""Muon's update in place, as the host knows the step's numbers, and the polynomials' float32 products by oneDNN, if faster."""
+"""Muon's update in place, as the host knows the step's numbers, with float32 products by oneDNN where that is faster."""
 
 import torch
 from torch import Tensor
