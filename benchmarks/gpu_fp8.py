@@ -84,7 +84,7 @@ def attempt(row: Row, measure: Callable[[], Row]) -> Row:
         found = measure()
     # The compiler, cuBLASLt and the driver have no exception in common. Nothing is hidden: the record and the last lines of
     # the output name each failure, and the rows after it still run.
-    except Exception as failure:
+    except Exception as failure:  # recorded by name
         reason = " ".join(f"{type(failure).__name__}: {failure}".split())
         found = {"failed": [f"{reason:.300}"]}
     return row | found | {"failed": row.get("failed", []) + found.get("failed", [])}

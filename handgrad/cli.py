@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as interrupt:
         print(f"handgrad: {interrupt}" if str(interrupt) else "handgrad: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except Exception as error:
+    except Exception as error:  # `user_error` tells a user's error from a bug, which goes on up
         told = user_error(error)
         if told is None:
             raise

@@ -97,18 +97,13 @@ CHECKS = {
 
 
 def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path, launcher: Launcher) -> None:
-    """Its cells as one script; it was saved after such a run, with pictures. It makes a fifth of its 500 steps: those of
-    examples/1_train.py, which makes all, have its settings."""
+    """Its cells as one script; it was saved after such a run, with pictures."""
     cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
     pictures = [output for cell in cells for output in cell["outputs"] if "image/png" in output.get("data", {})]
     assert len(pictures) == 2 and not any(output["output_type"] == "error" for cell in cells for output in cell["outputs"])
-    text = "\n\n".join("".join(cell["source"]) for cell in cells) + "\nprint(handgrad.compare(run.folder))\n"
-    for steps, fifth in (("500", "100"), ("250", "50"), ("% 100", "% 20")):
-        assert steps in text
-        text = text.replace(steps, fifth)
     script = tmp_path / "notebook.py"
-    script.write_text(text)
+    script.write_text("\n\n".join("".join(cell["source"]) for cell in cells) + "\nprint(handgrad.compare(run.folder))\n")
     output = launcher.run(1, [str(script)], cwds=[tmp_path]).ranks[0].output
     losses = [float(loss) for loss in re.findall(r"^step \d+   loss ([\d.]+)$", output, re.MULTILINE)]
     assert len(losses) == 5 and losses[-1] < losses[0] - 1, "it learns"

@@ -26,7 +26,7 @@ TRACKED = subprocess.run(
 
 
 def test_what_it_does_not_do_is_still_so() -> None:
-    """What the page on its limits says of networks, ZeRO stages, GPUs and the changelog."""
+    """The page on its limits names the networks, ZeRO stages, GPUs and the changelog as they are."""
     page = (ROOT / "docs" / "compatibility.md").read_text()
     names = re.search(r"networks besides (.*): no experts", page)
     assert names and tuple(re.findall(r"`(\w+)`", names[1])) == ARCHITECTURES

@@ -41,7 +41,7 @@ def test_a_policy_of_the_user_stays(name: str) -> None:
 def test_mkl_sums_alike_on_any_number_of_threads(
     intel: bool, user: str | None, found: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where it makes the products; the user's own mode stays."""
+    """On the CPUs where it makes the products; the user's own mode stays."""
     monkeypatch.setattr(processor, "is_intel", lambda: intel)
     monkeypatch.setattr(threads, "chosen", {})
     monkeypatch.setattr(os, "environ", {} if user is None else {"MKL_CBWR": user})

@@ -108,7 +108,7 @@ def files_below(folder: Path) -> Iterator[Path]:
 
 
 def passed_over(spec: str) -> dict[str, int]:
-    """How many files below a folder are no text by their names, for each suffix; nothing for another source."""
+    """Counts the files below a folder that are no text by their names, for each suffix; nothing for another source."""
     folder = Path(spec).expanduser()
     others = (path for path in files_below(folder) if not _is_text(path)) if folder.is_dir() else ()
     return dict(Counter(path.suffix.lower() or "no suffix" for path in others).most_common())

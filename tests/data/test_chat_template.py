@@ -248,7 +248,7 @@ def test_a_tokenizer_that_adds_to_every_text_is_refused() -> None:
 
 @pytest.mark.parametrize("lists_all", [False, True])
 def test_the_names_of_special_tokens_are_those_of_transformers(lists_all: bool, tmp_path: Path) -> None:
-    """Where two files differ."""
+    """The files of a model differ here, and transformers reads one of them first."""
     tokenizer = made_tokenizer(TEMPLATES["trims"])
     config = json.loads(tokenizer.others["tokenizer_config.json"]) | ({"added_tokens_decoder": {}} if lists_all else {})
     files = {"tokenizer_config.json": json.dumps(config), "special_tokens_map.json": '{"bos_token": "<|im_end|>"}'}

@@ -1,4 +1,4 @@
-"""transformers and handgrad write the same text: 200 tokens greedily, at odd sizes and after training, 40 with GPT-2's 124M
+"""transformers and handgrad write the same text: 200 tokens greedily, at odd sizes, after training, and with GPT-2's 124M
 weights; their logits are within 1e-4."""
 
 import shutil
@@ -14,13 +14,13 @@ from handgrad.config import ModelShape
 from handgrad.data.tokenizer import Tokenizer, load_tokenizer, read_tokenizer
 from tests.interop.models import make_checkpoint, our_logits, their_logits
 
-LENGTH, LENGTH_124M = 200, 40  # tokens of text
+LENGTH = 200  # tokens of text
 PROMPT = "the old river"
 
 
-def our_text(run: Path, capsys: pytest.CaptureFixture, length: int = LENGTH) -> str:
+def our_text(run: Path, capsys: pytest.CaptureFixture) -> str:
     capsys.readouterr()
-    options = ["--temperature", "0", "--max-tokens", str(length), "--device", "cpu"]
+    options = ["--temperature", "0", "--max-tokens", str(LENGTH), "--device", "cpu"]
     assert main(["sample", str(run), "--prompt", PROMPT, *options]) == 0
     return capsys.readouterr().out.removesuffix("\n")
 
@@ -86,16 +86,16 @@ def test_gpt2_124m(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: p
         written: list[int] = []  # the tokens themselves: a text of random ones has others, too
         decode_bytes = Tokenizer.decode_bytes
         monkeypatch.setattr(Tokenizer, "decode_bytes", lambda self, ids: written.extend(ids) or decode_bytes(self, ids))
-        text, tokenizer = our_text(tmp_path / "back", capsys, LENGTH_124M), load_tokenizer("gpt2")
+        text, tokenizer = our_text(tmp_path / "back", capsys), load_tokenizer("gpt2")
         monkeypatch.undo()
-        assert text == PROMPT + tokenizer.decode(written) and len(written) == LENGTH_124M
+        assert text == PROMPT + tokenizer.decode(written) and len(written) == LENGTH
         ids = [tokenizer.end_of_text, *tokenizer.encode(PROMPT).tolist(), *written]
         model = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "hf").eval()
         found = their_logits(model, ids)
         error = (found - our_logits(tmp_path / "back", ids)).abs().max()
         assert error <= 1e-4, f"logits differ by {error:.3g}"
-        assert found.argmax(-1)[-1 - LENGTH_124M : -1].tolist() == written
-        assert len(set(written)) >= 10, "a text worth comparing"
+        assert found.argmax(-1)[-1 - LENGTH : -1].tolist() == written
+        assert len(set(written)) >= 50, "a text worth comparing"
     finally:
         torch.set_num_threads(threads)
         shutil.rmtree(tmp_path)  # gigabytes

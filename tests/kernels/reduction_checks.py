@@ -140,21 +140,21 @@ def check_checksum(backend: ModuleType, draw: Draw, dtype: torch.dtype, n: int) 
 
 
 def check_checksum_sees(backend: ModuleType, draw: Draw, dtype: torch.dtype) -> None:
-    """Every single flipped bit of a number, the lowest and the highest of the first and of the last; and two exchanged."""
+    """Every single flipped bit, of the first number, the last and one between; and two exchanged."""
     flat = numbers(draw, dtype, 1031)
     words, found = words_of(flat), {checksum(backend, flat)}
-    bits = flat.itemsize * 8
-    flips = [(500, bit) for bit in range(bits)] + [(place, bit) for place in (0, 1030) for bit in (0, bits - 1)]
-    for place, bit in flips:
-        mask = torch.tensor(1 << bit).to(words.dtype) if bit < bits - 1 else torch.iinfo(words.dtype).min
-        words[place] ^= mask
-        found.add(checksum(backend, flat))
-        words[place] ^= mask
+    places, bits = (0, 500, 1030), flat.itemsize * 8
+    for place in places:
+        for bit in range(bits):
+            mask = torch.tensor(1 << bit).to(words.dtype) if bit < bits - 1 else torch.iinfo(words.dtype).min
+            words[place] ^= mask
+            found.add(checksum(backend, flat))
+            words[place] ^= mask
     for a, b in ((0, 1), (0, 1030), (6, 518)):  # 512 apart
         words[[a, b]] = words[[b, a]]
         found.add(checksum(backend, flat))
         words[[a, b]] = words[[b, a]]
-    assert len(found) == 1 + len(flips) + 3
+    assert len(found) == 1 + len(places) * bits + 3
 
 
 # Digest.
