@@ -210,15 +210,15 @@ def test_connections_that_are_none(client: Client) -> None:
 
 
 def test_a_client_that_goes_away_ends_its_text(client: Client) -> None:
-    """While it is written, and before it is begun."""
-    body = json.dumps({"messages": HELLO, "max_tokens": 10**9, "stream": True}).encode()
-    head = f"POST {CHAT} HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    """A completion has no other end: a full context drops its older half."""
+    body = json.dumps({"prompt": "Once", "max_tokens": 10**9, "stream": True}).encode()
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     for _ in range(2):
         with socket.create_connection(("127.0.0.1", client.port), timeout=60) as connection:
             connection.sendall(head + body)
             assert connection.recv(64)
     assert client.text(messages=HELLO)
-    assert client.lines[:2] == ["chat: the client went away"] * 2
+    assert client.lines[:2] == ["completion: the client went away"] * 2
 
 
 def test_requests_are_answered_in_their_order(client: Client) -> None:

@@ -48,8 +48,6 @@ def write_all(served: Served, writer: Writer, tell: Callable[[str], object]) -> 
     """Writes the text of every job that comes, for ever; tells a line about each."""
     while True:
         job = served.jobs.get()
-        if job.dropped:
-            continue
         try:
             for part in writer.write(job.request):
                 job.arrived.put(part)
