@@ -1,6 +1,7 @@
 """`handgrad watch` serves what the report shows, renews it, and outlives the faults of the runs; the page's script in a
 browser, where there is one."""
 
+import functools
 import json
 import re
 import socket
@@ -14,9 +15,10 @@ import pytest
 
 from handgrad.cli import main
 from handgrad.errors import DataError, UsageError
+from handgrad.local_server import LocalServer, listen
 from handgrad.reports import serve
 from handgrad.reports.page import write_report
-from handgrad.reports.serve import Server, Watched, open_server
+from handgrad.reports.serve import Handler, Watched
 from tests.screenshots import LEAST_WINDOW, WIDTHS, ask, chromium, screenshot
 from tests.test_interrupts import start
 from tests.test_report import make_run, run_lines, start_line, step_line
@@ -32,7 +34,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def serving(watched: Watched) -> Iterator[str]:
-    with open_server(watched, "127.0.0.1", 0, may_move=False) as server:
+    with listen(functools.partial(Handler, watched), "127.0.0.1", 0, may_move=False) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_address[1]}/"
         server.shutdown()
@@ -117,9 +119,9 @@ def test_wrong_calls(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(UsageError, match=rf"port {port}: .* in use; name another --port"):
-            open_server(watched, "127.0.0.1", port, may_move=False)
-        with open_server(watched, "127.0.0.1", port, may_move=True) as moved:
-            assert isinstance(moved, Server) and moved.server_address[1] not in (0, port)
+            listen(functools.partial(Handler, watched), "127.0.0.1", port, may_move=False)
+        with listen(functools.partial(Handler, watched), "127.0.0.1", port, may_move=True) as moved:
+            assert isinstance(moved, LocalServer) and moved.server_address[1] not in (0, port)
         assert main(["watch", str(tmp_path / "run"), "--port", str(port)]) == 64
         assert capsys.readouterr().err.count("\n") == 1
     assert main(["watch", str(tmp_path / "run"), "--port", "0"]) == 64

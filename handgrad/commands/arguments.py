@@ -231,7 +231,17 @@ def recipes(parser: Parser) -> None:
 
 def watch(parser: Parser) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, a folder of runs, llm.c's main.log; overlaid")
-    parser.number("--port", "of the page (default: 8360, or a free one)", rule=between(1, 65535))
+    add_address(parser, 8360)
+
+
+def serve(parser: Parser) -> None:
+    chat(parser)
+    add_address(parser, 8361)
+
+
+def add_address(parser: Parser, port: int) -> None:
+    """The place where a page is."""
+    parser.number("--port", f"of the page (default: {port}, or a free one)", rule=between(1, 65535))
     parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on; 0.0.0.0: for the network too")
 
 
@@ -322,6 +332,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
     "evaluate": ("loss, perplexity, bits per byte of a checkpoint; results on tasks", evaluate),
     "sample": ("text from a checkpoint, streamed; or one for each prompt", sample),
     "chat": ("a conversation with a model, streamed; a pipe: an answer a line", chat),
+    "serve": ("a model over HTTP: a page to talk to it, and OpenAI's API", serve),
     "export": ("a checkpoint -> transformers, PEFT, llm.c, llama.cpp; compared", export),
     "import": ("a model of transformers, the Hub, PEFT, llm.c -> a checkpoint", import_),
     "report": ("a self-contained HTML page of one or more runs", report),
@@ -347,6 +358,7 @@ EXAMPLES = {
     "evaluate": "handgrad evaluate runs/a --data shards/mine",
     "sample": 'handgrad sample runs/a --prompt "Once upon a time" --samples 3',
     "chat": 'handgrad chat HuggingFaceTB/SmolLM2-135M-Instruct --system "You are a pirate."',
+    "serve": "handgrad serve runs/talks --port 8000",
     "export": "handgrad export runs/a exported --to hf",
     "import": "handgrad import gpt2 --out imported",
     "report": "handgrad report runs/a runs/b --out compared.html",

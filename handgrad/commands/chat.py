@@ -13,7 +13,7 @@ from typing import Any
 from handgrad import devices
 from handgrad.arena import make_plan
 from handgrad.errors import DataError, tell_note
-from handgrad.evaluation.load import LoadedModel, from_elsewhere, load_model, machine
+from handgrad.evaluation.load import LoadedModel, Weights, from_elsewhere, load_model, machine
 from handgrad.evaluation.writing import Writing
 from handgrad.format import human_bytes
 from handgrad.generation.chat import Prompt, Talk
@@ -48,22 +48,27 @@ class Interrupts:
 def run(parsed: Namespace) -> int:
     check_writing(parsed.max_tokens, parsed.seed, parsed.stop)
     options = SamplingOptions(parsed.temperature, parsed.top_k, parsed.top_p, parsed.min_p, parsed.repetition_penalty)
+    _, talk, writing = opened(parsed)
+    interrupts = Interrupts()
+    with interrupts.handled():
+        converse(parsed, talk, writing, options, interrupts)
+    return 0
+
+
+def opened(parsed: Namespace) -> tuple[Weights, Talk, Writing]:
+    """The model of a command that talks, in memory; says so if nobody has taught it to."""
     device, _, dtype, ops = machine(devices.resolve_device(parsed.device), parsed.precision, parsed.backend)
     weights = open_weights(parsed.checkpoint, strict=parsed.strict)
     if parsed.fp8_weights:
         weights = replace(weights, weight=rounded(weights.shape, weights.weight))
     talk = Talk(weights.tokenizer)
     model = load_model(weights, device, dtype, ops, fp8_buffers(weights.shape, ops, device) if parsed.fp8_weights else [])
-    writing = Writing(model, dtype, with_fp8_weights(ops, model.shape, model.weights, model.views))
     if talk.template.is_plain and from_elsewhere(weights):
         tell_note(
             f"{parsed.checkpoint} has no chat template, so this talks in the plain one; a base model continues text and"
             " seldom answers: finetune it on conversations, which `handgrad prepare --chat` takes"
         )
-    interrupts = Interrupts()
-    with interrupts.handled():
-        converse(parsed, talk, writing, options, interrupts)
-    return 0
+    return weights, talk, Writing(model, dtype, with_fp8_weights(ops, model.shape, model.weights, model.views))
 
 
 def context_of(writing: Writing, asked: int | None) -> tuple[int, str]:

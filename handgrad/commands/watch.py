@@ -1,9 +1,11 @@
 """handgrad watch: the report of runs, live in a browser."""
 
+import functools
 from argparse import Namespace
 from pathlib import Path
 
-from handgrad.reports.serve import Watched, open_server
+from handgrad.local_server import listen
+from handgrad.reports.serve import Handler, Watched
 
 PORT = 8360
 
@@ -12,7 +14,8 @@ def run(parsed: Namespace) -> int:
     watched = Watched([Path(name) for name in parsed.runs])
     for line in watched.waiting():
         print(f"waiting    {line}")
-    with open_server(watched, parsed.host, parsed.port or PORT, may_move=parsed.port is None) as server:
+    handler = functools.partial(Handler, watched)
+    with listen(handler, parsed.host, parsed.port or PORT, may_move=parsed.port is None) as server:
         host, port = server.server_address[:2]
         print(f"watching   http://{host}:{port}/   (Ctrl-C ends it)", flush=True)
         server.serve_forever()

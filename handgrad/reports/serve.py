@@ -5,18 +5,17 @@ Drawing takes at most a tenth of one core, because the run may need the same cor
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import threading
 import time
 from collections.abc import Sequence
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from handgrad.errors import DataError, UsageError
+from handgrad.errors import DataError
+from handgrad.local_server import LocalHandler
 from handgrad.reports.page import Live, document, page
 from handgrad.reports.plots import choose_plots
 from handgrad.reports.results import steps_done
@@ -95,7 +94,7 @@ def progress(run: Run) -> str:
     return f"{run.name}: {done}"
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(LocalHandler):
     """Answers GET / with the page, and GET /?after=VERSION with nothing while that is the newest."""
 
     def __init__(self, watched: Watched, *connection: Any):
@@ -114,32 +113,3 @@ class Handler(BaseHTTPRequestHandler):
                 self.answer(HTTPStatus.NO_CONTENT)
             else:
                 self.answer(HTTPStatus.OK, page.encode("utf-8", errors="replace"))
-
-    def answer(self, status: HTTPStatus, content: bytes = b"") -> None:
-        with contextlib.suppress(ConnectionError):  # the browser went away
-            self.send_response(status)
-            self.send_header("Content-Type", "text/html; charset=utf-8")
-            self.send_header("Content-Length", str(len(content)))
-            self.send_header("Cache-Control", "no-store")
-            self.end_headers()
-            self.wfile.write(content)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Says nothing: the terminal is for errors."""
-
-
-class Server(ThreadingHTTPServer):
-    daemon_threads = True
-    allow_reuse_address = True
-
-
-def open_server(watched: Watched, host: str, port: int, *, may_move: bool) -> Server:
-    """A server on `port`, or if `may_move` and that is taken on a free one. Raises `UsageError`: taken, or no such host."""
-    refused = OSError()
-    for number in (port, 0) if may_move else (port,):
-        try:
-            return Server((host, number), functools.partial(Handler, watched))
-        except OSError as error:
-            refused = error
-    reason = refused.strerror or refused
-    raise UsageError(f"cannot listen on {host}, port {port}: {reason}; name another --port, or none to take a free one")

@@ -1,0 +1,39 @@
+"""handgrad serve: a model over HTTP, for OpenAI's clients and for a browser."""
+
+import functools
+import threading
+import time
+from argparse import Namespace
+
+from handgrad.commands.chat import context_of, opened
+from handgrad.config import WHOLE
+from handgrad.generation.generate import SamplingOptions, check_writing
+from handgrad.local_server import listen
+from handgrad.serving.requests import Request
+from handgrad.serving.server import Handler, Served, write_all
+from handgrad.serving.writer import Writer
+
+PORT = 8361
+
+
+def run(parsed: Namespace) -> int:
+    check_writing(parsed.max_tokens, parsed.seed, parsed.stop)
+    options = SamplingOptions(parsed.temperature, parsed.top_k, parsed.top_p, parsed.min_p, parsed.repetition_penalty)
+    weights, talk, writing = opened(parsed)
+    context, described = context_of(writing, parsed.context)
+    # The page begins with a conversation if the model was trained on some, as far as its files tell.
+    talks = not talk.template.is_plain or weights.config.packing == WHOLE
+    about = {"id": parsed.checkpoint, "object": "model", "created": int(time.time()), "owned_by": "handgrad"}
+    about |= {"context": context, "talks": talks, "temperature": options.temperature, "max_tokens": parsed.max_tokens}
+    default = Request(max_tokens=parsed.max_tokens, options=options, stops=tuple(parsed.stop))
+    served = Served(about | {"system": parsed.system}, default, parsed.system)
+    handler = functools.partial(Handler, served)
+    with listen(handler, parsed.host, parsed.port or PORT, may_move=parsed.port is None) as server:
+        host, port = server.server_address[:2]
+        print(f"model      {parsed.checkpoint}, {described}")
+        print(f"page       http://{host}:{port}/   (Ctrl-C ends it)")
+        print(f"API        http://{host}:{port}/v1   (OpenAI's: chat/completions, completions, models)", flush=True)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        writer = Writer(writing, talk, context=context, seed=parsed.seed)
+        write_all(served, writer, lambda line: print(f"{time.strftime('%H:%M:%S')}   {line}", flush=True))
+    return 0

@@ -1,0 +1,124 @@
+"""The texts that clients ask for, in the form of OpenAI's API: `/v1/chat/completions` and `/v1/completions`.
+
+Source: https://platform.openai.com/docs/api-reference. `top_k`, `min_p` and `repetition_penalty` have the names that vLLM
+and llama.cpp gave them there.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from handgrad.data.chat_template import Message
+from handgrad.errors import UsageError
+from handgrad.generation.chat import check_messages
+from handgrad.generation.generate import SamplingOptions, check_writing
+from handgrad.parsing import parse_json
+
+CHAT, COMPLETION = "chat", "completion"
+PATHS = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETION}
+
+NUMBERS = {"temperature": float, "top_k": int, "top_p": float, "min_p": float, "repetition_penalty": float}
+READ = {*NUMBERS, "messages", "prompt", "max_tokens", "max_completion_tokens", "stop", "seed", "stream", "stream_options"}
+# Settings that say nothing of the text.
+PASSED_OVER = {"model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
+PASSED_OVER |= {"parallel_tool_calls", "tool_choice"}  # without `tools` they choose nothing
+# Values by which clients spell out a default. Another value asks for what this server lacks.
+NEUTRAL = {"n": 1, "best_of": 1, "response_format": {"type": "text"}}
+
+
+@dataclass(frozen=True)
+class Request:
+    """A text to write. `prompt`: the conversation that it answers, or the text that it continues."""
+
+    prompt: list[Message] | str = ""
+    max_tokens: int = 512
+    options: SamplingOptions = SamplingOptions()  # noqa: RUF009 - frozen
+    stops: tuple[str, ...] = ()
+    seed: int | None = None  # None: any
+    streams: bool = False  # the client wants the pieces as they come
+    counts: bool = False  # a stream tells the number of tokens at its end
+
+    @property
+    def kind(self) -> str:
+        return COMPLETION if isinstance(self.prompt, str) else CHAT
+
+
+def read_request(kind: str, content: bytes, default: Request, system: str = "") -> Request:
+    """The request in the body of a POST; `default` has the settings that it leaves out, and `system` is the message of the
+    system for a conversation without one. Raises `UsageError` for a body that nobody can answer, or that asks for a
+    setting that handgrad lacks."""
+    try:
+        body = parse_json(content)
+    except ValueError as error:
+        raise UsageError(f"expected JSON, found: {error}") from None
+    if not isinstance(body, dict):
+        raise UsageError(f"expected a JSON object, found {content[:40]!r}")
+    for name, value in body.items():
+        if value and name not in {*READ, *PASSED_OVER} and value != NEUTRAL.get(name):
+            raise UsageError(f"this server does not know {name!r} (here {value!r:.60}); leave it out")
+    most = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
+    numbers: dict[str, Any] = {
+        name: number(body, name, kind, getattr(default.options, name)) for name, kind in NUMBERS.items()
+    }
+    found = replace(
+        default,
+        prompt=conversation(body, system) if kind == CHAT else text_of(body.get("prompt", "")),
+        max_tokens=number(body, most, int, default.max_tokens),
+        options=replace(default.options, **numbers),
+        stops=stops_of(body.get("stop")) or default.stops,
+        seed=number(body, "seed", int, default.seed),
+        streams=bool(body.get("stream")),
+        counts=bool((body.get("stream_options") or {}).get("include_usage")),
+    )
+    check_writing(found.max_tokens, found.seed or 0, found.stops)
+    return found
+
+
+def number(body: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
+    """The number of that name, or the default for null and none."""
+    value = body.get(name)
+    if value is None:
+        return default
+    if type(value) is int or (kind is float and type(value) is float):
+        return kind(value)
+    raise UsageError(f"expected {name!r} to be {'a' if kind is float else 'a whole'} number, found {value!r:.60}")
+
+
+def conversation(body: Mapping[str, Any], system: str) -> list[Message]:
+    """The messages, each with one text for a content."""
+    given = body.get("messages")
+    if not isinstance(given, list):
+        raise UsageError(f"expected 'messages' to be a list, found {given!r:.60}")
+    messages = []
+    for message in given:
+        if isinstance(message, dict) and isinstance(message.get("content"), list):
+            message = message | {"content": "".join(map(part_of, message["content"]))}
+        messages.append(message)
+    check_messages(messages)
+    if messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system}] * bool(system) + messages
+    elif not messages[0]["content"]:  # none at all, whatever the server has for others
+        del messages[0]
+    return [{"role": message["role"], "content": message["content"]} for message in messages]
+
+
+def part_of(part: Any) -> str:
+    """The text of a part of a content: pictures and sounds are refused."""
+    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return part["text"]
+    raise UsageError(f"expected parts of a message to be texts, found {part!r:.60}")
+
+
+def stops_of(stop: Any) -> tuple[str, ...]:
+    found = [stop] if isinstance(stop, str) else stop or []
+    if isinstance(found, list) and all(isinstance(text, str) for text in found):
+        return tuple(found)
+    raise UsageError(f"expected 'stop' to be a text or a list of texts, found {stop!r:.60}")
+
+
+def text_of(prompt: Any) -> str:
+    if isinstance(prompt, list) and len(prompt) == 1:
+        prompt = prompt[0]
+    if not isinstance(prompt, str):
+        raise UsageError(f"expected 'prompt' to be one text, found {prompt!r:.60}")
+    return prompt

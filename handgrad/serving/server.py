@@ -1,0 +1,186 @@
+"""Takes requests over HTTP and sends answers back. Each connection has a thread; the model has one, which writes one text
+after another, in the order in which the requests came."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from http import HTTPStatus
+from itertools import count
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from handgrad.errors import HandgradError, NumericsError, UsageError
+from handgrad.generation.generate import MAX_TOKENS
+from handgrad.local_server import LocalHandler
+from handgrad.serving.requests import CHAT, PATHS, Request, read_request
+from handgrad.serving.writer import Writer, Written
+
+PAGE = Path(__file__).with_name("page.html")
+JSON, EVENTS = "application/json", "text/event-stream"
+MOST_BYTES = 16 << 20  # of a request: a conversation of a million tokens has some four
+IDLE_SECONDS = 60  # that a connection may take for its request
+
+
+@dataclass
+class Job:
+    """A request on its way to the model, and what comes back: pieces, then the end or the reason why there is none."""
+
+    request: Request
+    arrived: SimpleQueue[str | Written | HandgradError] = field(default_factory=SimpleQueue)
+    dropped: bool = False  # the client went away
+
+
+@dataclass
+class Served:
+    """All that a connection knows: the model's name and what it is for, the settings of requests, the way to the model."""
+
+    about: dict[str, Any]  # of the model, as `/v1/models` lists it
+    default: Request
+    system: str
+    jobs: SimpleQueue[Job] = field(default_factory=SimpleQueue)
+    numbers: Iterator[int] = field(default_factory=partial(count, 1))  # of the answers
+
+
+def write_all(served: Served, writer: Writer, tell: Callable[[str], object]) -> None:
+    """Writes the text of every job that comes, for ever; tells a line about each."""
+    while True:
+        job = served.jobs.get()
+        try:
+            for part in writer.write(job.request):
+                job.arrived.put(part)
+                if job.dropped:
+                    tell(f"{job.request.kind}: the client went away")
+                    break
+                if isinstance(part, Written):
+                    speed = part.tokens / max(part.elapsed_seconds, 1e-9)
+                    said = f"{part.prompt_tokens} tokens read, {part.tokens} written at {speed:.0f} tokens/s"
+                    tell(f"{job.request.kind}: {said} ({part.reason})")
+        except HandgradError as error:
+            job.arrived.put(error)
+            tell(f"{job.request.kind}: {error}")
+
+
+class Handler(LocalHandler):
+    """GET / is the page, GET /v1/models the model; POST of a request is answered whole or, with `stream`, as events."""
+
+    timeout = IDLE_SECONDS
+
+    def __init__(self, served: Served, *connection: Any):
+        self.served = served
+        super().__init__(*connection)
+
+    def do_GET(self) -> None:
+        if self.path == "/":
+            self.answer(HTTPStatus.OK, PAGE.read_bytes())
+        elif self.path == "/favicon.ico":
+            self.answer(HTTPStatus.NO_CONTENT)
+        elif self.path == "/v1/models":
+            self.answer_json({"object": "list", "data": [self.served.about]})
+        else:
+            self.refuse(HTTPStatus.NOT_FOUND, f"nothing is at {self.path}; the page is at /, the API at /v1")
+
+    def do_POST(self) -> None:
+        kind = PATHS.get(self.path)
+        if kind is None:
+            self.refuse(HTTPStatus.NOT_FOUND, f"nothing is at {self.path}; POST to {' or '.join(PATHS)}")
+            return
+        try:
+            request = read_request(kind, self.content(), self.served.default, self.served.system)
+        except UsageError as error:
+            self.refuse(HTTPStatus.BAD_REQUEST, str(error))
+            return
+        job = Job(request)
+        self.served.jobs.put(job)
+        first = job.arrived.get()
+        if isinstance(first, HandgradError):
+            self.refuse(status_of(first), str(first))
+        elif request.streams:
+            self.send_events(job, first)
+        else:
+            self.send_whole(job, first)
+
+    def content(self) -> bytes:
+        """The body of the request. A browser sends JSON to a foreign server after asking it alone, and this one never says
+        yes: so no page from elsewhere can use the model."""
+        if self.headers.get_content_type() != JSON:
+            raise UsageError(f"expected Content-Type: {JSON}, found {self.headers.get_content_type()}")
+        length = self.headers.get("Content-Length", "")
+        if not length.isdecimal() or int(length) > MOST_BYTES:
+            raise UsageError(f"expected a Content-Length of at most {MOST_BYTES}, found {length or 'none'}")
+        return self.rfile.read(int(length))
+
+    def send_whole(self, job: Job, part: str | Written | HandgradError) -> None:
+        """The answer as one JSON object."""
+        text = ""
+        while isinstance(part, str):
+            text += part
+            part = job.arrived.get()
+        if isinstance(part, HandgradError):
+            self.refuse(status_of(part), str(part))
+            return
+        said = {"message": {"role": "assistant", "content": text}} if job.request.kind == CHAT else {"text": text}
+        self.answer_json(self.head(job) | {"choices": [choice(said, part)], "usage": usage(part)} | noted(part))
+
+    def send_events(self, job: Job, part: str | Written | HandgradError) -> None:
+        """The answer as server-sent events: an object for each piece, one for the end, and the word [DONE]."""
+        is_chat, head = job.request.kind == CHAT, self.head(job, "chat.completion.chunk")
+        try:
+            self.send_response(HTTPStatus.OK)
+            self.send_header("Content-Type", EVENTS)
+            self.send_header("Cache-Control", "no-store")
+            self.end_headers()
+            if is_chat:
+                self.send_event(head | {"choices": [choice({"delta": {"role": "assistant", "content": ""}})]})
+            while isinstance(part, str):
+                self.send_event(head | {"choices": [choice({"delta": {"content": part}} if is_chat else {"text": part})]})
+                part = job.arrived.get()
+            if isinstance(part, HandgradError):
+                self.send_event(failure(str(part)))
+                return
+            last = choice({"delta": {}} if is_chat else {"text": ""}, part)
+            self.send_event(head | {"choices": [last]} | noted(part))
+            if job.request.counts:
+                self.send_event(head | {"choices": [], "usage": usage(part)})
+            self.wfile.write(b"data: [DONE]\n\n")
+        except OSError:  # the client went away, or takes nothing for a minute
+            job.dropped = True
+
+    def send_event(self, event: dict[str, Any]) -> None:
+        self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+
+    def head(self, job: Job, chat_object: str = "chat.completion") -> dict[str, Any]:
+        name = chat_object if job.request.kind == CHAT else "text_completion"
+        answer = {"id": f"handgrad-{next(self.served.numbers)}", "object": name, "created": int(time.time())}
+        return answer | {"model": self.served.about["id"]}
+
+    def answer_json(self, value: dict[str, Any], status: HTTPStatus = HTTPStatus.OK) -> None:
+        self.answer(status, json.dumps(value).encode(), JSON)
+
+    def refuse(self, status: HTTPStatus, message: str) -> None:
+        self.answer_json(failure(message), status)
+
+
+def status_of(error: HandgradError) -> HTTPStatus:
+    return HTTPStatus.INTERNAL_SERVER_ERROR if isinstance(error, NumericsError) else HTTPStatus.BAD_REQUEST
+
+
+def failure(message: str) -> dict[str, Any]:
+    return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}}
+
+
+def choice(said: dict[str, Any], end: Written | None = None) -> dict[str, Any]:
+    reason = None if end is None else "length" if end.reason == MAX_TOKENS else "stop"
+    return {"index": 0, **said, "logprobs": None, "finish_reason": reason}
+
+
+def usage(end: Written) -> dict[str, int]:
+    total = end.prompt_tokens + end.tokens
+    return {"prompt_tokens": end.prompt_tokens, "completion_tokens": end.tokens, "total_tokens": total}
+
+
+def noted(end: Written) -> dict[str, str]:
+    """The line about a prompt that was not read as a whole, where OpenAI's API has nothing."""
+    return {"note": end.note} if end.note else {}
