@@ -14,7 +14,7 @@ from handgrad.ops import reference
 
 
 def quantizing(operation: Callable[..., None]) -> Callable[..., None]:
-    """The operation, whose result alone may be quantised. It computes the 16-bit form, or a temporary where there is none."""
+    """The operation, whose result alone may be quantised: it makes the 16-bit form, or a temporary where there is none."""
 
     @wraps(operation)
     def call(*tensors: Any, **options: Any) -> None:
