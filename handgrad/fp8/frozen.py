@@ -146,9 +146,9 @@ class WithFp8Adapters(WithAdapters):
     def add_backward(self, dinp: Form, dout: Form, inp: Form, weight: Any, scratch: Tensor) -> None:
         super().add_backward(plain(dinp), plain(dout), plain(inp), weight, scratch)
 
-    def after_norm(self, name: str, weight: Any, *tensors: Form | None, **options: Any) -> None:
+    def in_one_or_two(self, name: str, *tensors: Form | None, **options: Any) -> None:
         """In two: no norm has a product in fp8 in it."""
-        self.unfused[name](*tensors, **options)
+        self.in_two[name](*tensors, **options)
 
 
 class RoundedWeights(Overlay):
