@@ -21,12 +21,12 @@ from handgrad.config import ModelShape
 from handgrad.models.decoding import (
     Sequences,
     decoding_rows,
-    onto_stream_of_prompts,
-    onto_stream_of_step,
     prefill_block,
+    prompt_attention,
+    step_attention,
     store_prompts,
 )
-from handgrad.models.passes import Onto, Stage, attention_of, head_backward
+from handgrad.models.passes import Attention, Stage, head_backward, training_attention
 from handgrad.models.rows import (
     ONES,
     WHOLE_BLOCKS,
@@ -198,19 +198,18 @@ def forward(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) ->
     # x = wte[token] + wpe[position]
     stages = [Stage("embedding", partial(ops.embedding_forward, x, act.tokens, w.wte, w.wpe))]
     for layer, (weights, block) in enumerate(zip(w.blocks, act.blocks, strict=True)):
-        onto = attention_of(ops, block, act)
-        stages.append(Stage(f"blocks.{layer}", partial(block_forward, ops, weights, block, x, onto, s)))
+        attention = training_attention(ops, block, act)
+        stages.append(Stage(f"blocks.{layer}", partial(block_forward, ops, weights, block, x, attention, s)))
         x = block.residual_out
     last_norm = partial(ops.layernorm_forward, act.lnf, act.lnf_mean, act.lnf_rstd, x, w.lnf_weight, w.lnf_bias)
     return [*stages, Stage("lnf", last_norm)]
 
 
 def block_forward(
-    ops: ModuleType, w: BlockWeights, act: BlockActivations, x: Tensor, attend: Onto, s: Tensor, *, again: bool = False
+    ops: ModuleType, w: BlockWeights, act: BlockActivations, x: Tensor, attend: Attention, s: Tensor, *, again: bool = False
 ) -> None:
-    """x (N, C) -> act.residual_out (N, C). `attend` attends with act.qkv, in training among the sequences at hand, in
-    generation with the keys and values of earlier tokens, and adds the product of the result to the stream. `again`: in the
-    backward, which reads no last product."""
+    """x (N, C) -> act.residual_out (N, C). `attend` reads act.qkv, and in generation the cache. `again`: in the
+    backward, which does not read the last product."""
     ln1, ln2 = (act.ln1, act.ln1_mean, act.ln1_rstd), (act.ln2, act.ln2_mean, act.ln2_rstd)
     qkv, proj = (w.qkv_weight, w.qkv_bias), (w.proj_weight, w.proj_bias)
     fc, fcproj = (w.fc_weight, w.fc_bias), (w.fcproj_weight, w.fcproj_bias)
@@ -280,7 +279,7 @@ def block_backward(
     """
     s, ln1, ln2 = whole.scratch, (act.ln1_mean, act.ln1_rstd), (act.ln2_mean, act.ln2_rstd)
     if recompute == WHOLE_BLOCKS:
-        block_forward(ops, w, act, x, attention_of(ops, act, whole), s, again=True)
+        block_forward(ops, w, act, x, training_attention(ops, act, whole), s, again=True)
     elif recompute:
         if recompute == 2:
             ops.layernorm_forward(act.ln2, *ln2, act.residual_mid, w.ln2_weight, w.ln2_bias)
@@ -320,7 +319,7 @@ def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> 
     s, act, x = b.scratch, b.blocks[1], b.blocks[1].residual_out
     ops.embedding_decode(x, b.tokens, b.positions, w.wte, w.wpe)
     for layer, weights in enumerate(w.blocks):
-        block_forward(ops, weights, act, x, onto_stream_of_step(ops, act, b, layer), s)
+        block_forward(ops, weights, act, x, step_attention(ops, act, b, layer), s)
     norm = act.ln1, act.ln1_mean, act.ln1_rstd
     ops.layernorm_linear_forward(b.logits, *norm, x, w.lnf_weight, w.lnf_bias, w.wte, None, scratch=s)
 
@@ -341,7 +340,7 @@ def prefill(
     else:
         ops.embedding_forward(x, tokens.view(batch, length), w.wte, w.wpe)
     for layer, weights in enumerate(w.blocks[:-1]):
-        block_forward(ops, weights, act, x, onto_stream_of_prompts(ops, act, b, layer, batch, begun=begun), s)
+        block_forward(ops, weights, act, x, prompt_attention(ops, act, b, layer, batch, begun=begun), s)
     last = w.blocks[-1]  # of which the keys and values alone are read
     norm = act.ln1, act.ln1_mean, act.ln1_rstd, x, last.ln1_weight, last.ln1_bias
     ops.layernorm_linear_forward(act.qkv, *norm, last.qkv_weight, last.qkv_bias, scratch=s)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from handgrad.arena import ALWAYS, Buffer, Interval
+from handgrad.dtypes import accumulation_dtype
 
 ALIGN_ELEMENTS = 128  # a parameter starts at a multiple: 512 bytes of float32, 256 of bf16
 BLOCK_ELEMENTS = 1 << 16  # gradient elements behind one partial sum of the global norm
@@ -359,12 +360,7 @@ def activation_rows(
 
 def dtypes_of(dtype: torch.dtype) -> dict[str, torch.dtype]:
     """The dtypes of "16-bit" and "statistics" in a run whose weights and activations are of `dtype`."""
-    return {"16-bit": dtype, "statistics": exact_dtype(dtype)}
-
-
-def exact_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of statistics, accumulators and master weights of a run whose weights are of `dtype`."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    return {"16-bit": dtype, "statistics": accumulation_dtype(dtype)}
 
 
 # Views.

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from handgrad.ops.reference.dtypes import statistics_dtype
+from handgrad.dtypes import accumulation_dtype
 
 CLASSIFIER_BLOCK_ELEMENTS = 1 << 19  # of the softmax's float32 temporary: 2 MiB
 
@@ -90,5 +90,5 @@ def _log_softmax_blocks(
 
 def softcap_forward(logits_inout: Tensor, *, softcap: float) -> None:
     """logits_inout (N, Vp) = c tanh(logits / c), in place: generation chooses from them."""
-    wide = logits_inout.to(statistics_dtype(logits_inout))
+    wide = logits_inout.to(accumulation_dtype(logits_inout.dtype))
     logits_inout.copy_(torch.tanh(wide / softcap) * softcap)
