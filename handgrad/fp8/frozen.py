@@ -21,8 +21,9 @@ from handgrad.fp8.scaling import Fp8Design, Scaling
 from handgrad.fp8.tables import WEIGHT, without_columns
 from handgrad.lora.bind import WithAdapters
 from handgrad.lora.tables import BESIDE
+from handgrad.models.activations import ActivationRow
 from handgrad.models.overlay import Overlay
-from handgrad.models.rows import KIND, ActivationRow, Table, laid_out
+from handgrad.models.rows import KIND, Table, laid_out
 
 OPERAND = "fp8.operand"
 AT_WORK = "fp8.at_work"  # one frozen weight: its columns, or its numbers in 16 bits

@@ -15,7 +15,9 @@ from torch import Tensor
 from handgrad.arena import Buffer, Interval
 from handgrad.errors import UsageError
 from handgrad.fp8.formats import E4M3, E5M2, SCALING_PLACES, STATISTICS_PLACES, GradientFormats, Quantized
-from handgrad.models.rows import KIND, WHOLE_BLOCKS, ActivationRow, ParameterRow, Table
+from handgrad.models.activations import ActivationRow
+from handgrad.models.lifetimes import WHOLE_BLOCKS
+from handgrad.models.rows import KIND, ParameterRow, Table
 
 Intervals = tuple[Interval, ...]  # lifetimes of a buffer
 

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from handgrad.config import ModelShape
+from handgrad.models.activations import ActivationRow, activation, activation_rows, dtypes_of
+from handgrad.models.lifetimes import Clock
 from handgrad.models.passes import Attention, with_projection
-from handgrad.models.rows import ActivationRow, Clock, Dims, activation, activation_rows, dtypes_of
+from handgrad.models.rows import Dims
 
 PROMPTS, STEP = ((1, 2),), ((3, 4),)
 Block = TypeVar("Block")

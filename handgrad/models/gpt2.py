@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from handgrad.config import ModelShape
+from handgrad.models.activations import ActivationRow, activation, activation_rows, dtypes_of, given
 from handgrad.models.decoding import (
     Sequences,
     decoding_rows,
@@ -26,24 +27,15 @@ from handgrad.models.decoding import (
     step_attention,
     store_prompts,
 )
+from handgrad.models.lifetimes import WHOLE_BLOCKS, Clock, at_head, backward_of, kept
 from handgrad.models.passes import Attention, Stage, head_backward, training_attention
 from handgrad.models.rows import (
     ONES,
-    WHOLE_BLOCKS,
     ZEROS,
-    ActivationRow,
-    Clock,
     Fp8,
     Init,
     ParameterRow,
-    activation,
-    activation_rows,
-    at_head,
-    backward_of,
     count_parameters,
-    dtypes_of,
-    given,
-    kept,
     parameter,
     parameter_rows,
     repeated,

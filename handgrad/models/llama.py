@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from handgrad.config import ModelShape
+from handgrad.models.activations import ActivationRow
 from handgrad.models.decoding import (
     Sequences,
     decoding_rows,
@@ -27,6 +28,7 @@ from handgrad.models.decoding import (
     step_attention,
     store_prompts,
 )
+from handgrad.models.lifetimes import WHOLE_BLOCKS
 from handgrad.models.llama_tensors import (
     FP8_PARTS as FP8_PARTS,
     Activations,
@@ -42,7 +44,7 @@ from handgrad.models.llama_tensors import (
     parameters as parameters,
 )
 from handgrad.models.passes import Attention, Launch, Stage, head_backward, training_attention
-from handgrad.models.rows import WHOLE_BLOCKS, ActivationRow, repeated
+from handgrad.models.rows import repeated
 
 
 def rotation(shape: ModelShape) -> dict[str, Any]:

@@ -10,23 +10,15 @@ import torch
 from torch import Tensor
 
 from handgrad.config import ModelShape
+from handgrad.models.activations import ActivationRow, activation, activation_rows, dtypes_of, given
+from handgrad.models.lifetimes import NEVER, Clock, at_head, backward_of, kept
 from handgrad.models.rows import (
-    NEVER,
     ONES,
     ZEROS,
-    ActivationRow,
-    Clock,
     Fp8,
     Init,
     ParameterRow,
-    activation,
-    activation_rows,
-    at_head,
-    backward_of,
     count_parameters,
-    dtypes_of,
-    given,
-    kept,
     parameter,
     parameter_rows,
     repeated,

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from handgrad.config import ModelShape
+from handgrad.models.activations import ActivationRow
 from handgrad.models.decoding import (
     Sequences,
     decoding_rows,
@@ -29,6 +30,7 @@ from handgrad.models.decoding import (
     step_attention,
     store_prompts,
 )
+from handgrad.models.lifetimes import WHOLE_BLOCKS
 from handgrad.models.modern_tensors import (
     FP8_PARTS as FP8_PARTS,
     Activations,
@@ -45,7 +47,7 @@ from handgrad.models.modern_tensors import (
     parameters as parameters,
 )
 from handgrad.models.passes import Attention, Launch, Stage, head_backward, nothing, training_attention
-from handgrad.models.rows import WHOLE_BLOCKS, ActivationRow, repeated
+from handgrad.models.rows import repeated
 
 # Queries and keys before attention, and back: normalised and rotated, one of the two, or as they are.
 
