@@ -7,9 +7,11 @@ given       an input that only some runs have
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from handgrad.arena import ALWAYS, Buffer, Interval
 from handgrad.dtypes import accumulation_dtype
@@ -38,6 +40,18 @@ def activation(
 def given() -> Any:
     """An input that only some runs have: their view of this name, else None (`models.documents`)."""
     return field(metadata={"optional": True})
+
+
+@dataclass
+class PassTensors:
+    """The inputs of a pass, its losses, and the scratch of its operations."""
+
+    tokens: Tensor = activation("B T", torch.int64)
+    targets: Tensor = activation("B T", torch.int64)
+    sorted_positions: Tensor = activation("N", torch.int32)  # 0..N-1 ordered by token, for the embedding's backward
+    document_starts: Tensor | None = given()  # where a row holds several documents
+    losses: Tensor = activation("N", "statistics")
+    scratch: Tensor = activation("scratch", torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -85,3 +99,27 @@ def activation_rows(
 def dtypes_of(dtype: torch.dtype) -> dict[str, torch.dtype]:
     """The dtypes of "16-bit" and "statistics" in a run whose weights and activations are of `dtype`."""
     return {"16-bit": dtype, "statistics": accumulation_dtype(dtype)}
+
+
+def rows_of_pass(
+    tables: tuple[type, type],
+    dims: Dims,
+    batch: int,
+    length: int,
+    dtype: torch.dtype,
+    ops: ModuleType,
+    clock: Clock,
+    *,
+    chunk: int,
+    widest: int,
+) -> Iterator[ActivationRow]:
+    """The rows of an architecture's `Activations` for `batch` samples of `length` tokens, and in training those of its
+    `Gradients`. `dims`: sizes of the letters in its parameters' shapes; `chunk`: tokens that go through the loss head at a
+    time; `widest`: columns of the widest product in a block."""
+    N, attention = batch * length, {"num_heads": dims["H"], "kv_heads": dims["K"], "head_width": dims["D"]}
+    sizes = {**dims, "B": batch, "T": length, "N": N, "chunk": chunk}
+    sizes["scratch"] = ops.scratch_bytes(tokens=N, channels=dims["C"], widest=widest)
+    if clock.training:
+        sizes["attention_scratch"] = ops.attention_scratch_bytes(batch=batch, length=length, dtype=dtype, **attention)
+    for table in tables if clock.training else tables[:1]:
+        yield from activation_rows(table, sizes, dtypes_of(dtype), clock)

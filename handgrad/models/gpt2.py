@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from handgrad.config import ModelShape
-from handgrad.models.activations import ActivationRow, activation, activation_rows, dtypes_of, given
+from handgrad.models.activations import ActivationRow, PassTensors, activation, given, rows_of_pass
 from handgrad.models.decoding import (
     Sequences,
     decoding_rows,
@@ -117,15 +117,9 @@ class BlockActivations:
 
 
 @dataclass
-class Activations:
-    tokens: Tensor = activation("B T", torch.int64)
-    targets: Tensor = activation("B T", torch.int64)
-    sorted_positions: Tensor = activation("N", torch.int32)  # 0..N-1 ordered by token, for the embedding's backward
-    document_starts: Tensor | None = given()  # where a row holds several documents
-    positions: Tensor | None = given()  # then: of each token in its document
+class Activations(PassTensors):
+    positions: Tensor | None = given()  # of each token in its document, where a row holds several
     sorted_by_position: Tensor | None = given()
-    losses: Tensor = activation("N", "statistics")
-    scratch: Tensor = activation("scratch", torch.uint8)
     embedded: Tensor = activation("N C", lives=lambda clock: ((0, clock.mirrored(clock.tick(ATTENTION))),))
     blocks: list[BlockActivations] = repeated(BlockActivations)
     lnf: Tensor = activation("N C", lives=at_head, fp8=Fp8("head", keeps_16bit=True))
@@ -168,17 +162,10 @@ class Gradients:
 def activations(
     shape: ModelShape, batch: int, length: int, dtype: torch.dtype, ops: ModuleType, *, chunk: int, training: bool
 ) -> Iterator[ActivationRow]:
-    """The rows of `Activations` for `batch` samples of `length` tokens, and with `training` those of `Gradients`; `chunk`
-    tokens at a time go through the loss head."""
-    N, C = batch * length, shape.channels
-    sizes = dims(shape) | {"B": batch, "T": length, "N": N, "chunk": chunk}
-    sizes["scratch"] = ops.scratch_bytes(tokens=N, channels=C, widest=shape.feed_forward)
-    clock = Clock(shape.num_layers, stages=2, training=training)
-    yield from activation_rows(Activations, sizes, dtypes_of(dtype), clock)
-    if training:
-        head = {"num_heads": shape.num_heads, "head_width": C // shape.num_heads}
-        sizes["attention_scratch"] = ops.attention_scratch_bytes(batch=batch, length=length, dtype=dtype, **head)
-        yield from activation_rows(Gradients, sizes, dtypes_of(dtype), clock)
+    """The rows of a pass, as in `rows_of_pass`."""
+    sizes, clock = dims(shape), Clock(shape.num_layers, stages=2, training=training)
+    tables = Activations, Gradients
+    return rows_of_pass(tables, sizes, batch, length, dtype, ops, clock, chunk=chunk, widest=sizes["F"])
 
 
 # Forward. A stage is a stretch of the pass that reads one bucket's weights for the first time.

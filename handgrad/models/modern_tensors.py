@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from handgrad.config import ModelShape
-from handgrad.models.activations import ActivationRow, activation, activation_rows, dtypes_of, given
+from handgrad.models.activations import ActivationRow, PassTensors, activation, rows_of_pass
 from handgrad.models.lifetimes import Clock, at_head, backward_of, kept
 from handgrad.models.rows import (
     ONES,
@@ -140,13 +140,7 @@ class BlockActivations:
 
 
 @dataclass
-class Activations:
-    tokens: Tensor = activation("B T", torch.int64)
-    targets: Tensor = activation("B T", torch.int64)
-    sorted_positions: Tensor = activation("N", torch.int32)  # 0..N-1 ordered by token, for the embedding's backward
-    document_starts: Tensor | None = given()  # where a row holds several documents
-    losses: Tensor = activation("N", "statistics")
-    scratch: Tensor = activation("scratch", torch.uint8)
+class Activations(PassTensors):
     # The first block's input if there is no norm after it.
     embedded: Tensor = activation("N C", lives=lambda clock: ((0, max(clock.tick(ATTENTION), clock.mirrored(0))),))
     normed_embedding: Tensor = activation(
@@ -203,18 +197,10 @@ class Gradients:
 def activations(
     shape: ModelShape, batch: int, length: int, dtype: torch.dtype, ops: ModuleType, *, chunk: int, training: bool
 ) -> Iterator[ActivationRow]:
-    """The rows of `Activations` for `batch` samples of `length` tokens, and with `training` those of `Gradients`; `chunk`
-    tokens at a time go through the loss head."""
-    N, C = batch * length, shape.channels
-    sizes = dims(shape) | {"B": batch, "T": length, "N": N, "chunk": chunk}
-    sizes["scratch"] = ops.scratch_bytes(tokens=N, channels=C, widest=shape.feed_forward)
-    clock = Clock(shape.num_layers, stages=2, training=training)
-    tables: list[type] = [Activations]
-    if training:
-        head = {"num_heads": shape.num_heads, "head_width": C // shape.num_heads}
-        sizes["attention_scratch"] = ops.attention_scratch_bytes(batch=batch, length=length, dtype=dtype, **head)
-        tables.append(Gradients)
-    rows = (row for table in tables for row in activation_rows(table, sizes, dtypes_of(dtype), clock))
+    """The rows of a pass, as in `rows_of_pass`."""
+    sizes, clock = dims(shape), Clock(shape.num_layers, stages=2, training=training)
+    tables = Activations, Gradients
+    rows = rows_of_pass(tables, sizes, batch, length, dtype, ops, clock, chunk=chunk, widest=sizes["F"])
     return (as_read(shape, clock, row) for row in rows if has(shape, row.name) and in_its_layer(shape, row.name))
 
 
