@@ -172,16 +172,16 @@ def laid_out(
         bucket = list(group)
         offset = rounded_up(offset, ALIGN_ELEMENTS * lanes)
         if lanes > 1 and any(row.whole for row in bucket):
-            bucket = shared_out(bucket, loads)
+            bucket = assigned_to_lanes(bucket, loads)
         for row in bucket:
             placed[row.name] = replace(row, offset=offset)
             offset += row.aligned_elements
     return tuple(placed[row.name] for row in rows)
 
 
-def shared_out(bucket: list[ParameterRow], loads: list[int]) -> list[ParameterRow]:
-    """The rows in the order of their lanes: largest first, each takes the lane with the fewest elements. `loads`: the
-    lanes' elements, which even out over the buckets of a model, not within one."""
+def assigned_to_lanes(bucket: list[ParameterRow], loads: list[int]) -> list[ParameterRow]:
+    """The rows in the order of their lanes. Largest first, each goes to the lane with the fewest elements (Graham 1969,
+    longest processing time first). `loads`: the lanes' elements, which even out over a model's buckets, not within one."""
     parts: list[list[ParameterRow]] = [[] for _ in loads]
     for row in sorted(bucket, key=lambda row: -row.elements):
         lane = loads.index(min(loads))

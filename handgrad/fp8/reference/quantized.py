@@ -2,7 +2,7 @@
 is the plain one in 16 bits, then `quantize`."""
 
 from collections.abc import Callable
-from functools import wraps
+from inspect import Signature, signature
 from typing import Any
 
 import torch
@@ -13,35 +13,44 @@ from handgrad.fp8.reference.quantizing import quantize, write_forms
 from handgrad.ops import reference
 
 
-def quantizing(operation: Callable[..., None]) -> Callable[..., None]:
-    """The operation, whose result alone may be quantised: it makes the 16-bit form, or a temporary where there is none."""
+def quantizing(operation: Callable[..., None], result: str) -> Callable[..., None]:
+    """The operation, whose `result` may be quantised: it makes the 16-bit form, or a temporary where there is none."""
 
-    @wraps(operation)
-    def call(*tensors: Any, **options: Any) -> None:
-        out = next((t for t in tensors if isinstance(t, Quantized)), None)
-        if out is None:
-            operation(*tensors, **options)
-            return
-        result = out.plain
-        if result is None:
-            result = torch.empty_like(next(t for t in tensors if isinstance(t, Tensor) and t.shape == out.shape))
-        operation(*(result if t is out else t for t in tensors), **options)
-        quantize(out, result)
+    def call(*tensors: Any, **named: Any) -> None:
+        given = signature(operation).bind(*tensors, **named).arguments
+        out = given[result]
+        if isinstance(out, Quantized):
+            alike = (t for t in given.values() if isinstance(t, Tensor) and t.shape == out.shape)
+            given[result] = torch.empty_like(next(alike)) if out.plain is None else out.plain
+        operation(**given)
+        if isinstance(out, Quantized):
+            quantize(out, given[result])
 
+    call.__signature__ = taking_forms(operation, result)  # type: ignore[attr-defined]
     return call
 
 
-layernorm_forward = quantizing(reference.layernorm_forward)
-rmsnorm_forward = quantizing(reference.rmsnorm_forward)
-gained_rmsnorm_forward = quantizing(reference.gained_rmsnorm_forward)
-mix_rmsnorm_forward = quantizing(reference.mix_rmsnorm_forward)
-attention_forward = quantizing(reference.attention_forward)
+def taking_forms(operation: Callable[..., None], name: str) -> Signature:
+    """The operation's signature, with a tensor that may be quantised under `name`."""
+    plain_one = signature(operation)
+    parameters = [p.replace(annotation=Form) if p.name == name else p for p in plain_one.parameters.values()]
+    return plain_one.replace(parameters=parameters)
+
+
+layernorm_forward = quantizing(reference.layernorm_forward, "out")
+rmsnorm_forward = quantizing(reference.rmsnorm_forward, "out")
+gained_rmsnorm_forward = quantizing(reference.gained_rmsnorm_forward, "out")
+mix_rmsnorm_forward = quantizing(reference.mix_rmsnorm_forward, "out")
+attention_forward = quantizing(reference.attention_forward, "out")
 
 # The stream's gradient is quantised as it passes by, for the product below that reads it in fp8.
-layernorm_backward = quantizing(reference.layernorm_backward)
-rmsnorm_backward = quantizing(reference.rmsnorm_backward)
-gained_rmsnorm_backward = quantizing(reference.gained_rmsnorm_backward)
-mix_rmsnorm_backward = quantizing(reference.mix_rmsnorm_backward)
+layernorm_backward = quantizing(reference.layernorm_backward, "dresidual_inout")
+rmsnorm_backward = quantizing(reference.rmsnorm_backward, "dresidual_inout")
+gained_rmsnorm_backward = quantizing(reference.gained_rmsnorm_backward, "dresidual_inout")
+mix_rmsnorm_backward = quantizing(reference.mix_rmsnorm_backward, "dstream_inout")
+
+
+attention_backward_into = quantizing(reference.attention_backward, "dqkv")
 
 
 def attention_backward(
@@ -56,22 +65,22 @@ def attention_backward(
 ) -> None:
     """A dqkv with a `workspace` is left there: an operation between attention and the product quantises it."""
     into = dqkv.workspace if isinstance(dqkv, Quantized) and dqkv.workspace is not None else dqkv
-    quantizing(reference.attention_backward)(into, dout, plain(out), lse, qkv, document_starts=document_starts)
+    attention_backward_into(into, dout, plain(out), lse, qkv, document_starts=document_starts)
 
 
 def quantizing_workspace(operation: Callable[..., None]) -> Callable[..., None]:
-    """The operation, which turns the gradient behind attention's inputs into the one before them. Of a quantised dqkv it
-    does so in the `workspace` where attention's backward left it, then quantises it from there."""
+    """The operation, which changes attention's input gradient in place. A quantised one lies in its `workspace`, where
+    attention's backward left it, and is quantised from there."""
 
-    @wraps(operation)
-    def call(dqkv_inout: Form, *tensors: Tensor, **options: Any) -> None:
+    def call(dqkv_inout: Form, *tensors: Any, **named: Any) -> None:
         gradient = plain_or_workspace(dqkv_inout)
-        operation(gradient, *tensors, **options)
+        operation(gradient, *tensors, **named)
         if isinstance(dqkv_inout, Quantized):
             quantize(dqkv_inout, gradient)
             if dqkv_inout.plain is not None:
                 dqkv_inout.plain.copy_(gradient)
 
+    call.__signature__ = taking_forms(operation, "dqkv_inout")  # type: ignore[attr-defined]
     return call
 
 
