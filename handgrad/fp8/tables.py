@@ -187,7 +187,7 @@ def weight_buffers(table: Iterable[QuantizedRow], parameters: Table, gemms: Fp8G
 
 
 def without_columns(buffers: Iterable[Buffer]) -> list[Buffer]:
-    """Without the forms that weight and input gradients alone read."""
+    """Drops the forms that only weight and input gradients read."""
     return [buffer for buffer in buffers if not buffer.name.endswith(".columns")]
 
 

@@ -52,8 +52,8 @@ class Bound:
 class WithAdapters(Overlay):
     """The operations `ops` of a model whose weights have adapters.
 
-    A call is known to belong to an adapter by the weight that it carries: the very object that the model passes. Gradients
-    of frozen parameters are not made; vectors' come with other work and go where nobody reads them.
+    The weight that a call carries, the very object that the model passes, tells its adapter. Frozen matrices have no
+    gradients. Those of frozen vectors are by-products of other kernels and go into memory that nothing reads.
     """
 
     def __init__(self, ops: ModuleType, bound: Mapping[Any, Bound], memory: Mapping[str, Tensor], others: Any = None):

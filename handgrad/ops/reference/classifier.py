@@ -45,7 +45,7 @@ def classifier_forward_backward(
     untrained: bool = False,
 ) -> None:
     """losses (N), and the logits (N, Vp) turned into scale * dlosses/dlogits in place, from targets (N); scale (1) has
-    the dtype of the losses. No number of the gradient is larger than scale. untrained: as above."""
+    the dtype of the losses. No element of the gradient exceeds scale in magnitude. untrained: as above."""
     check_trained(targets, untrained)
     blocks = _log_softmax_blocks(losses.dtype, logits_to_dlogits_inout, targets, vocab_size, softcap)
     for rows, target, log_p, slope in blocks:
