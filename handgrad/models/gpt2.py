@@ -27,7 +27,7 @@ from handgrad.models.decoding import (
     step_attention,
     store_prompts,
 )
-from handgrad.models.lifetimes import WHOLE_BLOCKS, Clock, at_head, backward_of, kept
+from handgrad.models.lifetimes import WHOLE_BLOCKS, Clock, at_head, backward_of, from_embedding, in_backward, kept
 from handgrad.models.passes import Attention, Stage, head_backward, training_attention
 from handgrad.models.rows import (
     ONES,
@@ -120,7 +120,7 @@ class BlockActivations:
 class Activations(PassTensors):
     positions: Tensor | None = given()  # of each token in its document, where a row holds several
     sorted_by_position: Tensor | None = given()
-    embedded: Tensor = activation("N C", lives=lambda clock: ((0, clock.mirrored(clock.tick(ATTENTION))),))
+    embedded: Tensor = activation("N C", lives=from_embedding(ATTENTION))
     blocks: list[BlockActivations] = repeated(BlockActivations)
     lnf: Tensor = activation("N C", lives=at_head, fp8=Fp8("head", keeps_16bit=True))
     lnf_mean: Tensor = activation("N", "statistics", lives=at_head)
@@ -147,7 +147,7 @@ class Gradients:
     it is, and each layer norm adds its own path."""
 
     dlnf: Tensor = activation("N C", lives=at_head)
-    dresidual: Tensor = activation("N C", lives=lambda clock: ((clock.head, 2 * clock.head),))
+    dresidual: Tensor = activation("N C", lives=in_backward)
     dln: Tensor = activation("N C", lives=backward_of(ATTENTION, FEED_FORWARD))  # of a layer norm's output
     datty: Tensor = activation("N C", lives=backward_of(ATTENTION))
     dqkv: Tensor = activation("N 3C", lives=backward_of(ATTENTION), fp8=Fp8("qkv", gradient=True, wide=True))

@@ -52,8 +52,18 @@ def lived_again(clock: Clock, ticks: tuple[Interval, ...]) -> tuple[Interval, ..
     return ((first, clock.mirrored(last)), (begin, last)) if begin <= last else ticks
 
 
+def from_embedding(stage: int) -> Lives:
+    """From the embedding to the backward of this stage of the first block."""
+    return lambda clock: ((0, clock.mirrored(clock.tick(stage))),)
+
+
 def at_head(clock: Clock) -> tuple[Interval, ...]:
     return ((clock.head, clock.head),)
+
+
+def in_backward(clock: Clock) -> tuple[Interval, ...]:
+    """From the loss head to the end of the backward."""
+    return ((clock.head, clock.mirrored(0)),)
 
 
 def backward_of(*stages: int, first: int = 0, last: int = 0) -> Lives:

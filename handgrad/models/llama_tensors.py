@@ -11,7 +11,7 @@ from torch import Tensor
 
 from handgrad.config import ModelShape
 from handgrad.models.activations import ActivationRow, PassTensors, activation, rows_of_pass
-from handgrad.models.lifetimes import NEVER, Clock, at_head, backward_of, kept
+from handgrad.models.lifetimes import NEVER, Clock, at_head, backward_of, from_embedding, in_backward, kept
 from handgrad.models.rows import (
     ONES,
     ZEROS,
@@ -113,7 +113,7 @@ class BlockActivations:
 
 @dataclass
 class Activations(PassTensors):
-    embedded: Tensor = activation("N C", lives=lambda clock: ((0, clock.mirrored(clock.tick(ATTENTION))),))
+    embedded: Tensor = activation("N C", lives=from_embedding(ATTENTION))
     blocks: list[BlockActivations] = repeated(BlockActivations)
     lnf: Tensor = activation("N C", lives=at_head, fp8=Fp8("head", keeps_16bit=True))
     lnf_rstd: Tensor = activation("N", "statistics", lives=at_head)
@@ -141,7 +141,7 @@ class Gradients:
     it is, and each norm adds its own path."""
 
     dlnf: Tensor = activation("N C", lives=at_head)
-    dresidual: Tensor = activation("N C", lives=lambda clock: ((clock.head, 2 * clock.head),))
+    dresidual: Tensor = activation("N C", lives=in_backward)
     dnorm: Tensor = activation("N C", lives=backward_of(ATTENTION, FEED_FORWARD))  # of a norm's output
     datty: Tensor = activation("N HD", lives=backward_of(ATTENTION))
     dqkv: Tensor = activation("N QKV", lives=backward_of(ATTENTION), fp8=DQKV)

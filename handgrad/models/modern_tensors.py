@@ -11,7 +11,7 @@ from torch import Tensor
 
 from handgrad.config import ModelShape
 from handgrad.models.activations import ActivationRow, PassTensors, activation, rows_of_pass
-from handgrad.models.lifetimes import Clock, at_head, backward_of, kept
+from handgrad.models.lifetimes import Clock, at_head, backward_of, from_embedding, in_backward, kept
 from handgrad.models.rows import (
     ONES,
     ZEROS,
@@ -143,9 +143,7 @@ class BlockActivations:
 class Activations(PassTensors):
     # The first block's input if there is no norm after it.
     embedded: Tensor = activation("N C", lives=lambda clock: ((0, max(clock.tick(ATTENTION), clock.mirrored(0))),))
-    normed_embedding: Tensor = activation(
-        "N C", lives=lambda clock: ((0, clock.mirrored(clock.tick(ATTENTION))),), optional=True
-    )
+    normed_embedding: Tensor = activation("N C", lives=from_embedding(ATTENTION), optional=True)
     embedding_rstd: Tensor = activation("N", "statistics", lives=lambda clock: ((0, clock.mirrored(0)),), optional=True)
     blocks: list[BlockActivations] = repeated(BlockActivations)
     lnf: Tensor = activation("N C", lives=at_head, fp8=Fp8("head", keeps_16bit=True))
@@ -180,7 +178,7 @@ class Gradients:
     it is, and each norm adds its own path."""
 
     dlnf: Tensor = activation("N C", lives=at_head)
-    dresidual: Tensor = activation("N C", lives=lambda clock: ((clock.head, 2 * clock.head),))
+    dresidual: Tensor = activation("N C", lives=in_backward)
     dnorm: Tensor = activation("N C", lives=backward_of(ATTENTION, FEED_FORWARD))  # of a norm's output
     datty: Tensor = activation("N C", lives=backward_of(ATTENTION))
     dqkv: Tensor = activation("N 3C", lives=backward_of(ATTENTION), fp8=DQKV)
@@ -188,7 +186,7 @@ class Gradients:
     # The stream's gradient is written a tick before the GEMM that reads it.
     dresidual_mid: Tensor = activation("N C", lives=backward_of(FEED_FORWARD, last=1), fp8=STREAM_PROJ, of="dresidual")
     dresidual_out: Tensor = activation("N C", lives=backward_of(FEED_FORWARD, first=1), fp8=STREAM_MLP, of="dresidual")
-    dfirst: Tensor = activation("N C", lives=lambda clock: ((clock.head, 2 * clock.head),), optional=True)  # of `first`
+    dfirst: Tensor = activation("N C", lives=in_backward, optional=True)  # of `first`
     dembedded: Tensor = activation("N C", lives=lambda clock: ((2 * clock.head, 2 * clock.head),), optional=True)
     attention_scratch: Tensor = activation("attention_scratch", torch.uint8, lives=backward_of(ATTENTION))
     blocks: list[BlockGradients] = repeated(BlockGradients)
