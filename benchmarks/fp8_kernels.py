@@ -10,7 +10,7 @@ from torch import Tensor
 from benchmarks.fp8_bytes import ROWS
 from handgrad.config import ModelShape
 from handgrad.fp8 import cuda as kernels, reference
-from handgrad.fp8.cuda import attention, elementwise, gelu as gelu_fp8, layernorm
+from handgrad.fp8.cuda import attention, elementwise, gelu as gelu_fp8, layernorm, norms
 from handgrad.fp8.formats import COUNTING, E4M3, E5M2, INVERSE, SCALE, SCALING_PLACES, STATISTICS_PLACES, Form, Quantized
 from handgrad.models import head_chunk_tokens
 
@@ -127,7 +127,7 @@ def layernorm_forward(m: Making) -> Case:
     inputs = mean, rstd, inp, weight, bias
     return Case(
         lambda: kernels.layernorm_forward(out, *inputs),
-        [*inputs, *written(out, layernorm.forward_parts(m.N, m.C)), rows_of(out)],
+        [*inputs, *written(out, norms.forward_parts(m.N, m.C)), rows_of(out)],
         [(out, out16)],
         lambda: kernels.layernorm_forward(out16, *inputs),
         counts=out,

@@ -19,7 +19,7 @@ ALWAYS: tuple[Interval, ...] = ((-(1 << 60), 1 << 60),)
 
 @dataclass(frozen=True)
 class Buffer:
-    """A tensor that is planned: its name, shape, dtype, allocation and lifetimes."""
+    """A planned tensor: name, shape, dtype, allocation and lifetimes."""
 
     name: str
     shape: tuple[int, ...]

@@ -94,7 +94,7 @@ class Bucket:
         return [owned.stop - owned.start for owned in (self.owned(rank, ranks) for rank in range(ranks))]
 
     def wire_elements(self, ranks: int) -> int:
-        """Memory for the bucket on its way: all of it, or all ranks' sums of the largest share."""
+        """Elements of the communication buffer: the bucket, or the largest rank's share times the ranks."""
         return max(self.elements, ranks * max(self.shares(ranks)))
 
 
@@ -184,7 +184,7 @@ def norm_parts(buckets: Buckets, lanes: int, rank: int, ranks: int) -> list[Norm
 
 
 def norm_blocks_per_lane(buckets: Buckets, lanes: int) -> int:
-    """The number of sums of squares of the lane that has most; those that another lane has not stay zero."""
+    """The most sums of squares that any lane has. A lane with fewer leaves the rest at zero."""
     shares = [bucket.shares(lanes) for bucket in buckets]
     return max(sum(-(-elements[lane] // BLOCK_ELEMENTS) for elements in shares) for lane in range(lanes))
 

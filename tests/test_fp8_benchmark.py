@@ -19,7 +19,7 @@ pytest.importorskip("nvmath")
 from benchmarks import fp8_bytes, fp8_kernels, fp8_products, gpu_fp8
 from benchmarks.fp8_kernels import Making, Size
 from handgrad.config import ModelShape
-from handgrad.fp8.cuda import gelu as gelu_fp8, layernorm, linear
+from handgrad.fp8.cuda import gelu as gelu_fp8, linear, norms
 from handgrad.fp8.tables import fp8_gemms
 from handgrad.models import gpt2
 from handgrad.ops import cuda as kernels
@@ -112,7 +112,7 @@ def test_all_of_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypat
     assert record["failed"] == [made["gelu_forward"]] and made["gelu_forward"]["failed"] == ["RuntimeError: out of luck"]
     assert "  tiny gelu_forward:  RuntimeError: out of luck" in printed.splitlines()
     norm = made["layernorm_forward"]
-    parts = layernorm.forward_parts(64, 32)
+    parts = norms.forward_parts(64, 32)
     assert norm["size_bytes"] == 5 * 64 * 32 + 2 * 4 * 64 + 2 * 2 * 32 + 3 * 4 * parts  # rows, statistics, weights, parts
     assert norm["microseconds"] == 2 and norm["share_of_copy"] == pytest.approx(norm["size_bytes"] / 2e-6 / 4e12, rel=1e-3)
 

@@ -1,4 +1,4 @@
-"""One site of the model where numbers are dropped in training, and what decides which."""
+"""One site of the model where numbers are dropped in training, and the seeds of its mask."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ ROWS, ROW_STRIDE, PAIR = 16, 1 << 20, 8
 
 @dataclass(frozen=True)
 class Dropout:
-    """All that the masks of one site follow from. They are the same whenever and wherever they are made."""
+    """The inputs of one site's masks, which are the same whenever and wherever they are made."""
 
     samples: Tensor  # (B) int64: the numbers of the micro-batch's samples in the run
     probability: float  # of a number to be dropped

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from handgrad.dropout.masks import PAIR, ROW_STRIDE, ROWS, Dropout
+from handgrad.dtypes import accumulation_dtype
 from handgrad.ops.hashing import BITS32, WEYL, mixed
 from handgrad.ops.reference.attention import attention_scratch_bytes, causal_scores, split_heads  # noqa: F401
-from handgrad.ops.reference.dtypes import statistics_dtype
 
 # Dropout (Srivastava et al. 2014), inverted: y = M x / (1 - p), M = 1 with probability 1 - p, else 0.
 # Backward: dx = M dy / (1 - p). M is not stored: both make it from (seed, site, sample, row, column).
@@ -62,7 +62,7 @@ def dropout_backward(dinp: Tensor, dout: Tensor, dropout: Dropout) -> None:
 
 def dropout_residual_forward(branch_to_out_inout: Tensor, residual: Tensor, dropout: Dropout) -> None:
     """Turns a branch (N, C) into residual (N, C) + dropout(branch), in place, summed in float32 and rounded once."""
-    exact = statistics_dtype(residual)
+    exact = accumulation_dtype(residual.dtype)
     for rows, mask in masks(dropout, residual):
         branch = (branch_to_out_inout[rows].to(exact) * dropout.scale).masked_fill_(~mask, 0)
         branch_to_out_inout[rows] = branch.add_(residual[rows])

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from handgrad.arena import Buffer, make_plan
 from handgrad.config import ModelShape
+from handgrad.dtypes import accumulation_dtype
 from handgrad.evaluation.loss import OnTokens
 from handgrad.models import architecture, forward_buffers, head_chunk_tokens, named_activations
 from handgrad.models.passes import run
-from handgrad.models.rows import exact_dtype
 from handgrad.parallel.ranks import Ranks
 
 KIND = "evaluation"
@@ -165,7 +165,7 @@ class Workload:
             "targets": ((most,), torch.int64),
             "picked": ((self.chunk, self.shape.channels), self.dtype),
             "likeliest": ((self.chunk,), torch.int64),
-            "losses": ((self.results,), exact_dtype(self.dtype)),
+            "losses": ((self.results,), accumulation_dtype(self.dtype)),
             "hits": ((self.results,), torch.bool),
         }
         return [Buffer(f"{KIND}.{name}", dims, kind, KIND) for name, (dims, kind) in rows.items()]

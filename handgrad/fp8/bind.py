@@ -37,7 +37,7 @@ def with_fp8(
     design, calibration = state.design, calibration_stages(state, scaling, passes)
 
     def launch_calibration() -> None:
-        """The first scales: of the weights, and of one micro-batch whose gradients nobody takes."""
+        """Makes the first scales from the weights and one micro-batch, whose gradients are discarded."""
         scaling.totals[scaling.fp8.first_weight :].zero_()  # of an earlier calibration
         scaling.quantize_weights(calibrate=True)
         for stage in calibration:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from handgrad.dropout.bind import WithDropout
 from handgrad.fp8.formats import Form, Quantized, plain, plain_or_workspace
-from handgrad.models.rows import ActivationRow
+from handgrad.models.activations import ActivationRow
 
 # Passes over (N, C) in 16 bits that dropout costs more in a layer with this part of the GEMMs in fp8. qkv: dqkv is written
 # in 16 bits, and `quantize` reads it (2 * 3). proj: `quantize` reads attention's output (1). proj and mlp: it reads the

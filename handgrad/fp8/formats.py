@@ -68,7 +68,7 @@ class Quantized:
     workspace: Tensor | None = None  # (N, C) in 16 bits: of a gradient, where the one lies that it is made from
 
     def __getitem__(self, rows: slice) -> "Quantized":
-        """Some rows; in `columns` they lie as far apart as before."""
+        """Some rows; `columns` keeps its stride."""
         assert self.workspace is None
         part = {name: None if (form := getattr(self, name)) is None else form[rows] for name in ("rows", "plain")}
         return replace(self, columns=None if self.columns is None else self.columns[:, rows], **part)

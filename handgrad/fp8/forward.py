@@ -19,7 +19,8 @@ from handgrad.fp8.tables import (
     weight_buffers,
     without_columns,
 )
-from handgrad.models.rows import ActivationRow, Table
+from handgrad.models.activations import ActivationRow
+from handgrad.models.rows import Table
 
 FORWARD = frozenset({"forward"})  # of the head's GEMMs
 

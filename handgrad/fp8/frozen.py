@@ -21,8 +21,9 @@ from handgrad.fp8.scaling import Fp8Design, Scaling
 from handgrad.fp8.tables import WEIGHT, without_columns
 from handgrad.lora.bind import WithAdapters
 from handgrad.lora.tables import BESIDE
+from handgrad.models.activations import ActivationRow
 from handgrad.models.overlay import Overlay
-from handgrad.models.rows import KIND, ActivationRow, Table, laid_out
+from handgrad.models.rows import KIND, Table, laid_out
 
 OPERAND = "fp8.operand"
 AT_WORK = "fp8.at_work"  # one frozen weight: its columns, or its numbers in 16 bits
@@ -146,9 +147,9 @@ class WithFp8Adapters(WithAdapters):
     def add_backward(self, dinp: Form, dout: Form, inp: Form, weight: Any, scratch: Tensor) -> None:
         super().add_backward(plain(dinp), plain(dout), plain(inp), weight, scratch)
 
-    def after_norm(self, name: str, weight: Any, *tensors: Form | None, **options: Any) -> None:
+    def in_one_or_two(self, name: str, *tensors: Form | None, **options: Any) -> None:
         """In two: no norm has a product in fp8 in it."""
-        self.unfused[name](*tensors, **options)
+        self.in_two[name](*tensors, **options)
 
 
 class RoundedWeights(Overlay):

@@ -57,8 +57,8 @@ def summary(found_tensors: Iterable[Finding]) -> dict[str, dict[str, Any]]:
 
 @dataclass
 class LeftFp8:
-    """The parts of blocks (or the head) that a run has moved to bf16, and those next, with the number of completed
-    steps after which it will."""
+    """The parts of blocks (or the head) that a run has moved to bf16, and those that it will move, each after a number of
+    completed steps."""
 
     left: list[str] = field(default_factory=list)
     leaving: dict[str, int] = field(default_factory=dict)

@@ -144,7 +144,7 @@ class Scaling:
             self.report[:, formats.SATURATED] = 0.0
 
     def reset(self, gradient_scale: float) -> None:
-        """Scales of 1 and no history; the logits' gradient, at most `gradient_scale`, gets its static scale."""
+        """Sets scales to 1 and clears their history. The logits' gradient, at most `gradient_scale`, has a static scale."""
         self.calibrated_from = None
         for buffer in (self.scaling, self.statistics, self.history, self.totals, self.report):
             buffer.zero_()

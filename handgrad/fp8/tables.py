@@ -15,7 +15,9 @@ from torch import Tensor
 from handgrad.arena import Buffer, Interval
 from handgrad.errors import UsageError
 from handgrad.fp8.formats import E4M3, E5M2, SCALING_PLACES, STATISTICS_PLACES, GradientFormats, Quantized
-from handgrad.models.rows import KIND, WHOLE_BLOCKS, ActivationRow, ParameterRow, Table
+from handgrad.models.activations import ActivationRow
+from handgrad.models.lifetimes import WHOLE_BLOCKS
+from handgrad.models.rows import KIND, Fp8, ParameterRow, Table
 
 Intervals = tuple[Interval, ...]  # lifetimes of a buffer
 
@@ -132,37 +134,50 @@ def activation_buffers(
             if not row.of:
                 yield row.buffer(recompute)
         elif tag.part == HEAD:
-            yield row.buffer(recompute)
-            if (gemms.head and not tag.gradient) or "dgrad" in gemms.head:
-                yield Buffer(f"{row.name}.rows", row.shape, E5M2 if tag.gradient else E4M3, KIND, row.ticks)
-            if "wgrad" in gemms.head:
-                yield Buffer(f"{row.name}.columns", row.shape[::-1], E5M2 if tag.gradient else E4M3, KIND, row.ticks)
+            yield from head_buffers(row, tag, gemms, recompute)
         elif tag.gradient:
-            lives = dict(enumerate(row.ticks))
-            in_fp8 = [lives[layer] for layer in lives if (layer, tag.part) in gemms.blocks]
-            if not tag.keeps_16bit:
-                lives = {layer: ticks for layer, ticks in lives.items() if (layer, tag.part) not in gemms.blocks}
-            if lives and not row.of:
-                yield Buffer(row.name, row.shape, row.dtype, KIND, tuple(lives.values()))
-            if in_fp8:
-                usual, wide = gradients
-                dtypes = usual, wide if tag.wide else usual
-                yield from forms(row.name, row.shape, dtypes, tuple(in_fp8), tuple(in_fp8))
-            if in_fp8 and tag.workspace:
-                yield Buffer(tag.workspace, row.shape, row.dtype, KIND, tuple(in_fp8))
+            yield from gradient_buffers(row, tag, gemms, gradients)
         elif (int(row.name.split(".")[1]), tag.part) not in gemms.blocks:
             yield row.buffer(recompute)
         else:
-            if tag.keeps_16bit:
-                yield row.buffer(recompute)
-            ((first, last),) = row.ticks
-            lifetimes = row.lifetimes(recompute)
-            redone = tag.redone_from <= recompute < row.remade_from
-            in_forward = lifetimes if redone or recompute >= row.remade_from else ((first, first),)
-            if recompute >= WHOLE_BLOCKS:
-                in_forward = (first, first), (lifetimes[-1][0],) * 2
-            in_backward = ((last, last),) if tag.late_columns else lifetimes
-            yield from forms(row.name, row.shape, (E4M3, E4M3), in_forward, in_backward)
+            yield from block_buffers(row, tag, recompute)
+
+
+def head_buffers(row: ActivationRow, tag: Fp8, gemms: Fp8Gemms, recompute: int) -> Iterator[Buffer]:
+    """Of the head's input, or of the logits, whose gradient takes their place."""
+    kind = E5M2 if tag.gradient else E4M3
+    yield row.buffer(recompute)
+    if (gemms.head and not tag.gradient) or "dgrad" in gemms.head:
+        yield Buffer(f"{row.name}.rows", row.shape, kind, KIND, row.ticks)
+    if "wgrad" in gemms.head:
+        yield Buffer(f"{row.name}.columns", row.shape[::-1], kind, KIND, row.ticks)
+
+
+def gradient_buffers(row: ActivationRow, tag: Fp8, gemms: Fp8Gemms, gradients: GradientFormats) -> Iterator[Buffer]:
+    """Of a gradient that the blocks make in turn, of some in 16 bits, of others in fp8."""
+    in_fp8 = tuple(ticks for layer, ticks in enumerate(row.ticks) if (layer, tag.part) in gemms.blocks)
+    in_16_bits = row.ticks if tag.keeps_16bit else tuple(ticks for ticks in row.ticks if ticks not in in_fp8)
+    if in_16_bits and not row.of:
+        yield Buffer(row.name, row.shape, row.dtype, KIND, in_16_bits)
+    if in_fp8:
+        usual, wide = gradients
+        yield from forms(row.name, row.shape, (usual, wide if tag.wide else usual), in_fp8, in_fp8)
+    if in_fp8 and tag.workspace:
+        yield Buffer(tag.workspace, row.shape, row.dtype, KIND, in_fp8)
+
+
+def block_buffers(row: ActivationRow, tag: Fp8, recompute: int) -> Iterator[Buffer]:
+    """Of a block's activation in fp8."""
+    if tag.keeps_16bit:
+        yield row.buffer(recompute)
+    ((first, last),) = row.ticks
+    lifetimes = row.lifetimes(recompute)
+    redone = tag.redone_from <= recompute < row.remade_from
+    in_forward = lifetimes if redone or recompute >= row.remade_from else ((first, first),)
+    if recompute >= WHOLE_BLOCKS:
+        in_forward = (first, first), (lifetimes[-1][0],) * 2
+    in_backward = ((last, last),) if tag.late_columns else lifetimes
+    yield from forms(row.name, row.shape, (E4M3, E4M3), in_forward, in_backward)
 
 
 def forms(
@@ -185,7 +200,7 @@ def weight_buffers(table: Iterable[QuantizedRow], parameters: Table, gemms: Fp8G
 
 
 def without_columns(buffers: Iterable[Buffer]) -> list[Buffer]:
-    """Without the forms that weight and input gradients alone read."""
+    """Drops the forms that only weight and input gradients read."""
     return [buffer for buffer in buffers if not buffer.name.endswith(".columns")]
 
 

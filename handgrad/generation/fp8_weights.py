@@ -86,15 +86,9 @@ def fp8_rows(shape: ModelShape) -> list[ParameterRow]:
 
 
 class WithFp8Weights(Overlay):
-    """The operations `ops` of a model that writes one text. Those of generation read its matrices in fp8: a product is
-    known by the weight that it carries, the very object that the model passes."""
+    """The operations `ops` of generation for a model that writes one text. Products read its matrices in fp8: each is known
+    by the weight that it carries, the very object that the model passes."""
 
-    def __init__(self, ops: ModuleType, found: Mapping[Tensor, Any]):
-        super().__init__(ops)
-        self.decode = DecodeWithFp8Weights(ops.decode, found)
-
-
-class DecodeWithFp8Weights(Overlay):
     def __init__(self, ops: ModuleType, found: Mapping[Tensor, Any]):
         super().__init__(ops)
         self.found = found
@@ -103,8 +97,8 @@ class DecodeWithFp8Weights(Overlay):
         operation: Callable[..., None] = getattr(self.ops, name)
         return partial(self.call, operation) if name in PRODUCTS else operation
 
-    def call(self, operation: Callable[..., None], *tensors: Tensor | None, **options: Any) -> None:
-        operation(*(tensor if tensor is None else self.found.get(tensor, tensor) for tensor in tensors), **options)
+    def call(self, operation: Callable[..., None], *tensors: Any, **options: Any) -> None:
+        operation(*(self.found.get(tensor, tensor) for tensor in tensors), **options)
 
 
 def with_fp8_weights(ops: ModuleType, shape: ModelShape, weights: Any, views: Mapping[str, Tensor]) -> ModuleType:
@@ -121,7 +115,9 @@ def with_fp8_weights(ops: ModuleType, shape: ModelShape, weights: Any, views: Ma
             for target, value in zip((rows, scales), quantized(weight), strict=True):
                 target.copy_(value)
             found[weight] = ScaledRows(rows, scales)
-    return WithFp8Weights(ops, found)
+    reading = Overlay(ops)
+    reading.decode = WithFp8Weights(ops.decode, found)  # type: ignore[attr-defined]
+    return reading
 
 
 def tensors_of(weights: Any, name: str) -> list[Tensor]:

@@ -164,7 +164,7 @@ class Decoder:
         self.keeps = keeps
         waiting = iter(texts)
         in_flight: Launched | None = None
-        self.slots = [None] * len(self.slots)  # an earlier reader may have stopped halfway
+        self.slots = [None] * len(self.slots)  # the reader of an earlier call may have stopped halfway
         self.buf.active.zero_()
         self.buf.positions.zero_()
         while True:

@@ -52,8 +52,8 @@ class Bound:
 class WithAdapters(Overlay):
     """The operations `ops` of a model whose weights have adapters.
 
-    A call is known to belong to an adapter by the weight that it carries: the very object that the model passes. Gradients
-    of frozen parameters are not made; vectors' come with other work and go where nobody reads them.
+    The weight that a call carries, the very object that the model passes, tells its adapter. Frozen matrices have no
+    gradients. Those of frozen vectors are by-products of other kernels and go into memory that nothing reads.
     """
 
     def __init__(self, ops: ModuleType, bound: Mapping[Any, Bound], memory: Mapping[str, Tensor], others: Any = None):
@@ -63,8 +63,9 @@ class WithAdapters(Overlay):
         self.bound, self.memory, self.others = bound, memory, ops if others is None else others
         self.add_linear_forward, self.add_linear_backward = added_products(ops)
         norm, gained = ops.layernorm_forward, ops.gained_rmsnorm_forward
-        self.unfused: dict[str, Callable[..., None]] = {
-            "attention": after_attention(ops.decode.attention_decode, self.linear_residual_forward),
+        # Operations that end with a product, as two, for a weight with an adapter.
+        self.in_two: dict[str, Callable[..., None]] = {
+            "attention_linear_residual_forward": after_attention(ops.decode.attention_decode, self.linear_residual_forward),
             "layernorm_linear_forward": after_layernorm(norm, self.linear_forward),
             "layernorm_linear_gelu_forward": after_layernorm(norm, self.linear_gelu_forward),
             "gained_rmsnorm_linear_forward": after_gained_rmsnorm(gained, self.linear_forward, 1),
@@ -74,7 +75,15 @@ class WithAdapters(Overlay):
     def __getattr__(self, name: str) -> Any:
         if name == "decode":
             return WithAdapters(self.ops, self.bound, self.memory, self.ops.decode)
+        if name in self.in_two:
+            return partial(self.in_one_or_two, name)
         return getattr(self.others, name)
+
+    def in_one_or_two(self, name: str, *tensors: Tensor | None, **options: Any) -> None:
+        """As the backend has the operation, unless its weight has an adapter."""
+        has_adapter = any(tensor in self.bound for tensor in tensors)
+        operation = self.in_two[name] if has_adapter else getattr(self.others, name)
+        operation(*tensors, **options)
 
     # Forward.
 
@@ -88,12 +97,6 @@ class WithAdapters(Overlay):
         self.others.linear_residual_forward(out, residual, inp, weight, bias, scratch=scratch)
         self.add_forward(out, inp, weight, scratch)
 
-    def attention_linear_residual_forward(self, *tensors: Tensor | None, scratch: Tensor) -> None:
-        """In two, where the product has an adapter."""
-        bound = tensors[-2] in self.bound
-        operation = self.unfused["attention"] if bound else self.others.attention_linear_residual_forward
-        operation(*tensors, scratch=scratch)
-
     def linear_gelu_forward(
         self, out: Tensor, hidden: Tensor, inp: Tensor, weight: Tensor, bias: Tensor, *, scratch: Tensor
     ) -> None:
@@ -103,24 +106,6 @@ class WithAdapters(Overlay):
     def linear_swiglu_forward(self, out: Tensor, hidden: Tensor, inp: Tensor, weight: Tensor, *, scratch: Tensor) -> None:
         self.linear_forward(hidden, inp, weight, None, scratch=scratch)
         self.ops.swiglu_forward(out, hidden)
-
-    # After a norm: as the backend has it, for a weight without an adapter.
-
-    def layernorm_linear_forward(self, *tensors: Tensor | None, scratch: Tensor) -> None:
-        self.after_norm("layernorm_linear_forward", tensors[-2], *tensors, scratch=scratch)
-
-    def layernorm_linear_gelu_forward(self, *tensors: Tensor | None, scratch: Tensor) -> None:
-        self.after_norm("layernorm_linear_gelu_forward", tensors[-2], *tensors, scratch=scratch)
-
-    def gained_rmsnorm_linear_forward(self, *tensors: Tensor | None, epsilon: float, scratch: Tensor) -> None:
-        self.after_norm("gained_rmsnorm_linear_forward", tensors[-2], *tensors, epsilon=epsilon, scratch=scratch)
-
-    def gained_rmsnorm_linear_swiglu_forward(self, *tensors: Tensor | None, epsilon: float, scratch: Tensor) -> None:
-        self.after_norm("gained_rmsnorm_linear_swiglu_forward", tensors[-1], *tensors, epsilon=epsilon, scratch=scratch)
-
-    def after_norm(self, name: str, weight: Tensor | None, *tensors: Tensor | None, **options: Any) -> None:
-        operation = self.unfused[name] if weight in self.bound else getattr(self.others, name)
-        operation(*tensors, **options)
 
     # Backward.
 
@@ -138,79 +123,32 @@ class WithAdapters(Overlay):
         self.ops.linear_backward(dinp, None, None, dout, inp, weight, scratch=scratch)
         self.add_backward(dinp, dout, inp, weight, scratch)
 
-    def gelu_linear_backward(
-        self,
-        dhidden: Tensor,
-        dweight_acc: None,
-        dout: Tensor,
-        inp: Tensor,
-        hidden: Tensor,
-        weight: Tensor,
-        *,
-        scratch: Tensor,
-    ) -> None:
+    def gelu_linear_backward(self, dhidden: Tensor, dweight_acc: None, *inputs: Tensor, scratch: Tensor) -> None:
+        dout, inp, hidden, weight = inputs
         self.linear_backward(dhidden, None, None, dout, inp, weight, scratch=scratch)
         self.ops.gelu_backward(dhidden, hidden)
 
     def swiglu_linear_backward(
-        self,
-        dhidden: Tensor,
-        dinp: Tensor,
-        dweight_acc: None,
-        dout: Tensor,
-        inp: Tensor,
-        hidden: Tensor,
-        weight: Tensor,
-        *,
-        scratch: Tensor,
+        self, dhidden: Tensor, dinp: Tensor, dweight_acc: None, *inputs: Tensor, scratch: Tensor
     ) -> None:
+        dout, inp, hidden, weight = inputs
         self.linear_backward(dinp, None, None, dout, inp, weight, scratch=scratch)
         self.ops.swiglu_backward(dhidden, dinp, hidden)
 
     def layernorm_backward(
-        self,
-        dresidual_inout: Tensor,
-        dweight_acc: None,
-        dbias_acc: None,
-        dout: Tensor,
-        inp: Tensor,
-        mean: Tensor,
-        rstd: Tensor,
-        weight: Tensor,
-        dbias_below_acc: None,
-        *,
-        scratch: Tensor,
+        self, dresidual_inout: Tensor, dweight_acc: None, dbias_acc: None, *inputs: Any, scratch: Tensor
     ) -> None:
-        rest = dout, inp, mean, rstd, weight, None
-        self.ops.layernorm_backward(dresidual_inout, *self.unread(weight), *rest, scratch=scratch)
+        *_, weight, _ = inputs
+        self.ops.layernorm_backward(dresidual_inout, *self.unread(weight), *inputs, scratch=scratch)
 
-    def gained_rmsnorm_backward(
-        self,
-        dresidual_inout: Tensor,
-        dgain_acc: None,
-        dout: Tensor,
-        inp: Tensor,
-        rstd: Tensor,
-        gain: Tensor,
-        *,
-        scratch: Tensor,
-    ) -> None:
-        unread, _ = self.unread(gain)
-        self.ops.gained_rmsnorm_backward(dresidual_inout, unread, dout, inp, rstd, gain, scratch=scratch)
+    def gained_rmsnorm_backward(self, dresidual_inout: Tensor, dgain_acc: None, *inputs: Tensor, scratch: Tensor) -> None:
+        unread, _ = self.unread(inputs[-1])
+        self.ops.gained_rmsnorm_backward(dresidual_inout, unread, *inputs, scratch=scratch)
 
     def gained_qk_norm_rotary_backward(
-        self,
-        dqkv_inout: Tensor,
-        dq_gain_acc: None,
-        dk_gain_acc: None,
-        qkv: Tensor,
-        rstd: Tensor,
-        q_gain: Tensor,
-        k_gain: Tensor,
-        **options: Any,
+        self, dqkv_inout: Tensor, dq_gain_acc: None, dk_gain_acc: None, *inputs: Tensor, **options: Any
     ) -> None:
-        rest = qkv, rstd, q_gain, k_gain
-        self.ops.gained_qk_norm_rotary_backward(dqkv_inout, *self.unread(q_gain), *rest, **options)
+        self.ops.gained_qk_norm_rotary_backward(dqkv_inout, *self.unread(inputs[-1]), *inputs, **options)
 
     def embedding_backward(self, *tensors: Tensor | None, scratch: Tensor) -> None:
         """Nothing below the blocks is trained."""

@@ -13,10 +13,11 @@ import torch
 
 from handgrad.arena import Buffer
 from handgrad.config import ModelShape
+from handgrad.dtypes import accumulation_dtype
 from handgrad.errors import UsageError
 from handgrad.lora_shape import LoraShape
 from handgrad.models import architecture
-from handgrad.models.rows import ZEROS, Init, ParameterRow, Table, exact_dtype, laid_out
+from handgrad.models.rows import ZEROS, Init, ParameterRow, Table, laid_out
 from handgrad.training.state import BASE
 
 RANK_MULTIPLE = 8
@@ -143,7 +144,7 @@ def frozen_buffer(elements: int, dtype: torch.dtype) -> Buffer:
 def adapter_buffers(design: LoraDesign, base: Table, tokens: int, dtype: torch.dtype) -> list[Buffer]:
     """The rows of the adapters' own activations for `tokens` tokens, which no layer keeps. Their memory is not that of the
     other activations: tasks overwrite those, and read the adapters."""
-    exact = exact_dtype(dtype)
+    exact = accumulation_dtype(dtype)
     ranks = max(adapter.ranks for adapter in design.adapters)
     wide = max(adapter.outputs * adapter.ranks for adapter in design.adapters)
     vector = max(row.elements for row in base if len(row.shape) == 1)

@@ -1,15 +1,16 @@
 """Architectures, a file each: rows, forward, backward, generation.
 
-rows      the row types, and the buffers, views and initial weights that derive from them
-passes    a pass as a list of stages, attention with its product, the loss head
-gpt2      GPT-2
-modern    the network of docs/modern.md; `modern_tensors` has its rows
-llama     Llama, Qwen2, Qwen3 and their relatives; `llama_tensors` has their rows
-decoding  the buffers of generation
-overlay   operations with some of them replaced
-documents an overlay for rows that hold several documents
-untrained an overlay for targets that are not trained
-freezing  parameters that a run leaves as they are
+rows         parameters as rows: their places in the flat buffers, initial weights, views
+activations  activations as rows; `lifetimes` has the clock on which they live
+passes       a pass as a list of stages, attention with its output projection, the loss head
+gpt2         GPT-2
+modern       the network of docs/modern.md; `modern_tensors` has its rows
+llama        Llama, Qwen2, Qwen3 and their relatives; `llama_tensors` has their rows
+decoding     the buffers of generation
+overlay      operations with some of them replaced
+documents    an overlay for rows that hold several documents
+untrained    an overlay for targets that are not trained
+freezing     parameters that a run leaves as they are
 
 An architecture computes with the operations and tensors that it is given. It knows no memory, no optimizer and no other
 process. Adding one takes a file here and its name in `config.ARCHITECTURES`.
@@ -25,9 +26,10 @@ from torch import Tensor
 
 from handgrad.arena import Buffer
 from handgrad.config import ModelShape
+from handgrad.models.activations import ActivationRow
 from handgrad.models.documents import document_buffers
 from handgrad.models.passes import head_losses, run
-from handgrad.models.rows import ActivationRow, ParameterRow, Table, laid_out, named
+from handgrad.models.rows import ParameterRow, Table, laid_out, named
 
 HEAD_CHUNK_BYTES = 512 << 20  # the default chunk's logits take at most this much
 

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from handgrad.config import ModelShape
-from handgrad.models.passes import Onto, onto_stream
-from handgrad.models.rows import ActivationRow, Clock, Dims, activation, activation_rows, dtypes_of
+from handgrad.models.activations import ActivationRow, activation, activation_rows, dtypes_of
+from handgrad.models.lifetimes import Clock
+from handgrad.models.passes import Attention, with_projection
+from handgrad.models.rows import Dims
 
 PROMPTS, STEP = ((1, 2),), ((3, 4),)
 Block = TypeVar("Block")
@@ -66,15 +68,15 @@ def decoding_rows(
             yield replace(row, ticks=ticks) if row.name.endswith("residual_out") else row  # the stream
 
 
-def onto_stream_of_step(ops: ModuleType, block: Any, sequences: Sequences, layer: int) -> Onto:
-    """`passes.onto_stream` of one token per sequence: attention over the layer's cache and the product after it."""
+def step_attention(ops: ModuleType, block: Any, sequences: Sequences, layer: int) -> Attention:
+    """One token per sequence attends over the layer's cache."""
     cache = sequences.keys[layer], sequences.values[layer]
 
-    def both(out: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    def attention(out: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         tensors = residual, block.qkv, sequences.positions, weight, bias
         ops.attention_linear_residual_forward(out, block.atty, *cache, *tensors, scratch=sequences.scratch)
 
-    return both
+    return attention
 
 
 def store_prompts(ops: ModuleType, block: Any, sequences: Sequences, layer: int, batch: int, *, begun: bool) -> None:
@@ -88,11 +90,11 @@ def store_prompts(ops: ModuleType, block: Any, sequences: Sequences, layer: int,
         ops.store_keys_values(*cache, block.qkv, slots)
 
 
-def onto_stream_of_prompts(
+def prompt_attention(
     ops: ModuleType, block: Any, sequences: Sequences, layer: int, batch: int, *, begun: bool
-) -> Onto:
-    """`passes.onto_stream` of prompts, whose keys and values it stores: attention among their tokens, or over the layer's
-    cache where that has `begun` them."""
+) -> Attention:
+    """Stores the keys and values of prompts, whose tokens attend to each other, or over the layer's cache where that has
+    `begun` them."""
 
     def attend() -> None:
         store_prompts(ops, block, sequences, layer, batch, begun=begun)
@@ -103,7 +105,7 @@ def onto_stream_of_prompts(
         else:
             ops.attention_forward(block.atty, block.lse, block.qkv, scratch=sequences.scratch)
 
-    return onto_stream(ops, attend, block.atty, sequences.scratch)
+    return with_projection(ops, attend, block.atty, sequences.scratch)
 
 
 def prefill_block(buffers: Block, batch: int, length: int, num_heads: int) -> Block:

@@ -18,32 +18,24 @@ import torch
 from torch import Tensor
 
 from handgrad.config import ModelShape
+from handgrad.models.activations import ActivationRow, PassTensors, activation, given, rows_of_pass
 from handgrad.models.decoding import (
     Sequences,
     decoding_rows,
-    onto_stream_of_prompts,
-    onto_stream_of_step,
     prefill_block,
+    prompt_attention,
+    step_attention,
     store_prompts,
 )
-from handgrad.models.passes import Onto, Stage, attention_of, head_backward
+from handgrad.models.lifetimes import WHOLE_BLOCKS, Clock, at_head, backward_of, from_embedding, in_backward, kept
+from handgrad.models.passes import Attention, Stage, head_backward, training_attention
 from handgrad.models.rows import (
     ONES,
-    WHOLE_BLOCKS,
     ZEROS,
-    ActivationRow,
-    Clock,
     Fp8,
     Init,
     ParameterRow,
-    activation,
-    activation_rows,
-    at_head,
-    backward_of,
     count_parameters,
-    dtypes_of,
-    given,
-    kept,
     parameter,
     parameter_rows,
     repeated,
@@ -125,16 +117,10 @@ class BlockActivations:
 
 
 @dataclass
-class Activations:
-    tokens: Tensor = activation("B T", torch.int64)
-    targets: Tensor = activation("B T", torch.int64)
-    sorted_positions: Tensor = activation("N", torch.int32)  # 0..N-1 ordered by token, for the embedding's backward
-    document_starts: Tensor | None = given()  # where a row holds several documents
-    positions: Tensor | None = given()  # then: of each token in its document
+class Activations(PassTensors):
+    positions: Tensor | None = given()  # of each token in its document, where a row holds several
     sorted_by_position: Tensor | None = given()
-    losses: Tensor = activation("N", "statistics")
-    scratch: Tensor = activation("scratch", torch.uint8)
-    embedded: Tensor = activation("N C", lives=lambda clock: ((0, clock.mirrored(clock.tick(ATTENTION))),))
+    embedded: Tensor = activation("N C", lives=from_embedding(ATTENTION))
     blocks: list[BlockActivations] = repeated(BlockActivations)
     lnf: Tensor = activation("N C", lives=at_head, fp8=Fp8("head", keeps_16bit=True))
     lnf_mean: Tensor = activation("N", "statistics", lives=at_head)
@@ -161,7 +147,7 @@ class Gradients:
     it is, and each layer norm adds its own path."""
 
     dlnf: Tensor = activation("N C", lives=at_head)
-    dresidual: Tensor = activation("N C", lives=lambda clock: ((clock.head, 2 * clock.head),))
+    dresidual: Tensor = activation("N C", lives=in_backward)
     dln: Tensor = activation("N C", lives=backward_of(ATTENTION, FEED_FORWARD))  # of a layer norm's output
     datty: Tensor = activation("N C", lives=backward_of(ATTENTION))
     dqkv: Tensor = activation("N 3C", lives=backward_of(ATTENTION), fp8=Fp8("qkv", gradient=True, wide=True))
@@ -176,17 +162,10 @@ class Gradients:
 def activations(
     shape: ModelShape, batch: int, length: int, dtype: torch.dtype, ops: ModuleType, *, chunk: int, training: bool
 ) -> Iterator[ActivationRow]:
-    """The rows of `Activations` for `batch` samples of `length` tokens, and with `training` those of `Gradients`; `chunk`
-    tokens at a time go through the loss head."""
-    N, C = batch * length, shape.channels
-    sizes = dims(shape) | {"B": batch, "T": length, "N": N, "chunk": chunk}
-    sizes["scratch"] = ops.scratch_bytes(tokens=N, channels=C, widest=shape.feed_forward)
-    clock = Clock(shape.num_layers, stages=2, training=training)
-    yield from activation_rows(Activations, sizes, dtypes_of(dtype), clock)
-    if training:
-        head = {"num_heads": shape.num_heads, "head_width": C // shape.num_heads}
-        sizes["attention_scratch"] = ops.attention_scratch_bytes(batch=batch, length=length, dtype=dtype, **head)
-        yield from activation_rows(Gradients, sizes, dtypes_of(dtype), clock)
+    """The rows of a pass, as in `rows_of_pass`."""
+    sizes, clock = dims(shape), Clock(shape.num_layers, stages=2, training=training)
+    tables = Activations, Gradients
+    return rows_of_pass(tables, sizes, batch, length, dtype, ops, clock, chunk=chunk, widest=sizes["F"])
 
 
 # Forward. A stage is a stretch of the pass that reads one bucket's weights for the first time.
@@ -198,19 +177,18 @@ def forward(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) ->
     # x = wte[token] + wpe[position]
     stages = [Stage("embedding", partial(ops.embedding_forward, x, act.tokens, w.wte, w.wpe))]
     for layer, (weights, block) in enumerate(zip(w.blocks, act.blocks, strict=True)):
-        onto = attention_of(ops, block, act)
-        stages.append(Stage(f"blocks.{layer}", partial(block_forward, ops, weights, block, x, onto, s)))
+        attention = training_attention(ops, block, act)
+        stages.append(Stage(f"blocks.{layer}", partial(block_forward, ops, weights, block, x, attention, s)))
         x = block.residual_out
     last_norm = partial(ops.layernorm_forward, act.lnf, act.lnf_mean, act.lnf_rstd, x, w.lnf_weight, w.lnf_bias)
     return [*stages, Stage("lnf", last_norm)]
 
 
 def block_forward(
-    ops: ModuleType, w: BlockWeights, act: BlockActivations, x: Tensor, attend: Onto, s: Tensor, *, again: bool = False
+    ops: ModuleType, w: BlockWeights, act: BlockActivations, x: Tensor, attend: Attention, s: Tensor, *, again: bool = False
 ) -> None:
-    """x (N, C) -> act.residual_out (N, C). `attend` attends with act.qkv, in training among the sequences at hand, in
-    generation with the keys and values of earlier tokens, and adds the product of the result to the stream. `again`: in the
-    backward, which reads no last product."""
+    """x (N, C) -> act.residual_out (N, C). `attend` reads act.qkv, and in generation the cache. `again`: in the
+    backward, which does not read the last product."""
     ln1, ln2 = (act.ln1, act.ln1_mean, act.ln1_rstd), (act.ln2, act.ln2_mean, act.ln2_rstd)
     qkv, proj = (w.qkv_weight, w.qkv_bias), (w.proj_weight, w.proj_bias)
     fc, fcproj = (w.fc_weight, w.fc_bias), (w.fcproj_weight, w.fcproj_bias)
@@ -280,7 +258,7 @@ def block_backward(
     """
     s, ln1, ln2 = whole.scratch, (act.ln1_mean, act.ln1_rstd), (act.ln2_mean, act.ln2_rstd)
     if recompute == WHOLE_BLOCKS:
-        block_forward(ops, w, act, x, attention_of(ops, act, whole), s, again=True)
+        block_forward(ops, w, act, x, training_attention(ops, act, whole), s, again=True)
     elif recompute:
         if recompute == 2:
             ops.layernorm_forward(act.ln2, *ln2, act.residual_mid, w.ln2_weight, w.ln2_bias)
@@ -320,7 +298,7 @@ def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> 
     s, act, x = b.scratch, b.blocks[1], b.blocks[1].residual_out
     ops.embedding_decode(x, b.tokens, b.positions, w.wte, w.wpe)
     for layer, weights in enumerate(w.blocks):
-        block_forward(ops, weights, act, x, onto_stream_of_step(ops, act, b, layer), s)
+        block_forward(ops, weights, act, x, step_attention(ops, act, b, layer), s)
     norm = act.ln1, act.ln1_mean, act.ln1_rstd
     ops.layernorm_linear_forward(b.logits, *norm, x, w.lnf_weight, w.lnf_bias, w.wte, None, scratch=s)
 
@@ -341,7 +319,7 @@ def prefill(
     else:
         ops.embedding_forward(x, tokens.view(batch, length), w.wte, w.wpe)
     for layer, weights in enumerate(w.blocks[:-1]):
-        block_forward(ops, weights, act, x, onto_stream_of_prompts(ops, act, b, layer, batch, begun=begun), s)
+        block_forward(ops, weights, act, x, prompt_attention(ops, act, b, layer, batch, begun=begun), s)
     last = w.blocks[-1]  # of which the keys and values alone are read
     norm = act.ln1, act.ln1_mean, act.ln1_rstd, x, last.ln1_weight, last.ln1_bias
     ops.layernorm_linear_forward(act.qkv, *norm, last.qkv_weight, last.qkv_bias, scratch=s)

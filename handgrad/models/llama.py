@@ -19,14 +19,16 @@ import torch
 from torch import Tensor
 
 from handgrad.config import ModelShape
+from handgrad.models.activations import ActivationRow
 from handgrad.models.decoding import (
     Sequences,
     decoding_rows,
-    onto_stream_of_prompts,
-    onto_stream_of_step,
     prefill_block,
+    prompt_attention,
+    step_attention,
     store_prompts,
 )
+from handgrad.models.lifetimes import WHOLE_BLOCKS
 from handgrad.models.llama_tensors import (
     FP8_PARTS as FP8_PARTS,
     Activations,
@@ -41,8 +43,8 @@ from handgrad.models.llama_tensors import (
     has,
     parameters as parameters,
 )
-from handgrad.models.passes import Launch, Onto, Stage, attention_of, head_backward
-from handgrad.models.rows import WHOLE_BLOCKS, ActivationRow, repeated
+from handgrad.models.passes import Attention, Launch, Stage, head_backward, training_attention
+from handgrad.models.rows import repeated
 
 
 def rotation(shape: ModelShape) -> dict[str, Any]:
@@ -69,7 +71,7 @@ def forward(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) ->
     stages = [Stage("embedding", partial(ops.token_embedding_forward, x, act.tokens, w.wte))]
     for layer, (weights, block) in enumerate(zip(w.blocks, act.blocks, strict=True)):
         rotated = norm_and_rotate(ops, weights, block, shape, length=block.lse.shape[2])
-        run = partial(block_forward, ops, weights, block, x, rotated, attention_of(ops, block, act), s, epsilon)
+        run = partial(block_forward, ops, weights, block, x, rotated, training_attention(ops, block, act), s, epsilon)
         stages.append(Stage(f"blocks.{layer}", run))
         x = block.residual_out
     last_norm = partial(ops.gained_rmsnorm_forward, act.lnf, act.lnf_rstd, x, w.lnf_gain, epsilon=epsilon)
@@ -82,15 +84,14 @@ def block_forward(
     act: BlockActivations,
     x: Tensor,
     before_attention: Launch,
-    attend: Onto,
+    attend: Attention,
     s: Tensor,
     epsilon: float,
     *,
     again: bool = False,
 ) -> None:
-    """x (N, C) -> act.residual_out (N, C). `before_attention` changes act.qkv, and `attend` attends with them, in training
-    among the sequences at hand, in generation with the keys and values of earlier tokens, and adds the product of the
-    result to the stream. `again`: in the backward, which does not read the last product."""
+    """x (N, C) -> act.residual_out (N, C). `before_attention` changes act.qkv, and `attend` reads it, in generation the
+    cache as well. `again`: in the backward, which does not read the last product."""
     queries_keys_values(ops, w, act, x, s, epsilon)
     before_attention()  # q, k = R(q), R(k)
     attend(act.residual_mid, x, w.proj_weight, None)  # y = softmax(q k^T / sqrt(D)) v, a = x + y W^T
@@ -159,7 +160,7 @@ def block_backward(
     s, epsilon, length = whole.scratch, shape.family.norm_epsilon, act.lse.shape[2]
     if recompute == WHOLE_BLOCKS:
         rotated = norm_and_rotate(ops, w, act, shape, length=length)
-        block_forward(ops, w, act, x, rotated, attention_of(ops, act, whole), s, epsilon, again=True)
+        block_forward(ops, w, act, x, rotated, training_attention(ops, act, whole), s, epsilon, again=True)
     elif recompute:
         if recompute == 2:
             ops.gained_rmsnorm_forward(act.norm2, act.norm2_rstd, act.residual_mid, w.norm2_gain, epsilon=epsilon)
@@ -218,7 +219,7 @@ def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> 
     ops.token_embedding_decode(x, b.tokens, w.wte)
     for layer, weights in enumerate(w.blocks):
         rotated = norm_and_rotate(ops, weights, act, shape, positions=b.positions)
-        block_forward(ops, weights, act, x, rotated, onto_stream_of_step(ops, act, b, layer), s, epsilon)
+        block_forward(ops, weights, act, x, rotated, step_attention(ops, act, b, layer), s, epsilon)
     norm = act.norm1, act.norm1_rstd, x, w.lnf_gain
     ops.gained_rmsnorm_linear_forward(b.logits, *norm, w.head, None, epsilon=epsilon, scratch=s)
 
@@ -239,8 +240,8 @@ def prefill(
     ops.token_embedding_forward(x, tokens, w.wte)
     for layer, weights in enumerate(w.blocks[:-1]):
         rotated = norm_and_rotate(at_places, weights, act, shape, **place)
-        onto = onto_stream_of_prompts(ops, act, b, layer, batch, begun=begun)
-        block_forward(ops, weights, act, x, rotated, onto, s, epsilon)
+        attention = prompt_attention(ops, act, b, layer, batch, begun=begun)
+        block_forward(ops, weights, act, x, rotated, attention, s, epsilon)
     last = w.blocks[-1]  # of which the keys and values alone are read
     queries_keys_values(ops, last, act, x, s, epsilon)
     norm_and_rotate(at_places, last, act, shape, **place)()

@@ -10,23 +10,15 @@ import torch
 from torch import Tensor
 
 from handgrad.config import ModelShape
+from handgrad.models.activations import ActivationRow, PassTensors, activation, rows_of_pass
+from handgrad.models.lifetimes import NEVER, Clock, at_head, backward_of, from_embedding, in_backward, kept
 from handgrad.models.rows import (
-    NEVER,
     ONES,
     ZEROS,
-    ActivationRow,
-    Clock,
     Fp8,
     Init,
     ParameterRow,
-    activation,
-    activation_rows,
-    at_head,
-    backward_of,
     count_parameters,
-    dtypes_of,
-    given,
-    kept,
     parameter,
     parameter_rows,
     repeated,
@@ -120,14 +112,8 @@ class BlockActivations:
 
 
 @dataclass
-class Activations:
-    tokens: Tensor = activation("B T", torch.int64)
-    targets: Tensor = activation("B T", torch.int64)
-    sorted_positions: Tensor = activation("N", torch.int32)  # 0..N-1 ordered by token, for the embedding's backward
-    document_starts: Tensor | None = given()  # where a row holds several documents
-    losses: Tensor = activation("N", "statistics")
-    scratch: Tensor = activation("scratch", torch.uint8)
-    embedded: Tensor = activation("N C", lives=lambda clock: ((0, clock.mirrored(clock.tick(ATTENTION))),))
+class Activations(PassTensors):
+    embedded: Tensor = activation("N C", lives=from_embedding(ATTENTION))
     blocks: list[BlockActivations] = repeated(BlockActivations)
     lnf: Tensor = activation("N C", lives=at_head, fp8=Fp8("head", keeps_16bit=True))
     lnf_rstd: Tensor = activation("N", "statistics", lives=at_head)
@@ -155,7 +141,7 @@ class Gradients:
     it is, and each norm adds its own path."""
 
     dlnf: Tensor = activation("N C", lives=at_head)
-    dresidual: Tensor = activation("N C", lives=lambda clock: ((clock.head, 2 * clock.head),))
+    dresidual: Tensor = activation("N C", lives=in_backward)
     dnorm: Tensor = activation("N C", lives=backward_of(ATTENTION, FEED_FORWARD))  # of a norm's output
     datty: Tensor = activation("N HD", lives=backward_of(ATTENTION))
     dqkv: Tensor = activation("N QKV", lives=backward_of(ATTENTION), fp8=DQKV)
@@ -171,26 +157,11 @@ class Gradients:
 def activations(
     shape: ModelShape, batch: int, length: int, dtype: torch.dtype, ops: ModuleType, *, chunk: int, training: bool
 ) -> Iterator[ActivationRow]:
-    """The rows of `Activations` for `batch` samples of `length` tokens, and with `training` those of `Gradients`; `chunk`
-    tokens at a time go through the loss head. Without a norm of queries and keys, qkv is the output of their product,
+    """The rows of a pass, as in `rows_of_pass`. Without a norm of queries and keys, qkv is the output of their product,
     rotated in place, and is kept."""
-    N = batch * length
-    sizes = dims(shape) | {"B": batch, "T": length, "N": N, "chunk": chunk}
-    sizes["scratch"] = scratch_bytes(shape, N, ops)
-    clock = Clock(shape.num_layers, stages=2, training=training)
-    tables: list[type] = [Activations]
-    if training:
-        heads = {"num_heads": shape.num_heads, "kv_heads": sizes["K"], "head_width": sizes["D"]}
-        sizes["attention_scratch"] = ops.attention_scratch_bytes(batch=batch, length=length, dtype=dtype, **heads)
-        tables.append(Gradients)
-    for table in tables:
-        for row in activation_rows(table, sizes, dtypes_of(dtype), clock):
-            if has(shape, row.name):
-                remade = row.name.endswith(".qkv") and not shape.family.qk_norm
-                yield replace(row, remade_from=NEVER) if remade else row
-
-
-def scratch_bytes(shape: ModelShape, tokens: int, ops: ModuleType) -> int:
-    """Bytes of `scratch` of the operations over `tokens` tokens."""
-    sizes = dims(shape)
-    return ops.scratch_bytes(tokens=tokens, channels=shape.channels, widest=max(sizes["2F"], sizes["QKV"]))
+    sizes, clock = dims(shape), Clock(shape.num_layers, stages=2, training=training)
+    tables, widest = (Activations, Gradients), max(sizes["2F"], sizes["QKV"])
+    for row in rows_of_pass(tables, sizes, batch, length, dtype, ops, clock, chunk=chunk, widest=widest):
+        if has(shape, row.name):
+            is_kept = row.name.endswith(".qkv") and not shape.family.qk_norm
+            yield replace(row, remade_from=NEVER) if is_kept else row

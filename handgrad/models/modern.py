@@ -21,14 +21,16 @@ import torch
 from torch import Tensor
 
 from handgrad.config import ModelShape
+from handgrad.models.activations import ActivationRow
 from handgrad.models.decoding import (
     Sequences,
     decoding_rows,
-    onto_stream_of_prompts,
-    onto_stream_of_step,
     prefill_block,
+    prompt_attention,
+    step_attention,
     store_prompts,
 )
+from handgrad.models.lifetimes import WHOLE_BLOCKS
 from handgrad.models.modern_tensors import (
     FP8_PARTS as FP8_PARTS,
     Activations,
@@ -44,8 +46,8 @@ from handgrad.models.modern_tensors import (
     has,
     parameters as parameters,
 )
-from handgrad.models.passes import Launch, Onto, Stage, attention_of, head_backward, nothing
-from handgrad.models.rows import WHOLE_BLOCKS, ActivationRow, repeated
+from handgrad.models.passes import Attention, Launch, Stage, head_backward, nothing, training_attention
+from handgrad.models.rows import repeated
 
 # Queries and keys before attention, and back: normalised and rotated, one of the two, or as they are.
 
@@ -140,7 +142,7 @@ def forward(ops: ModuleType, w: Weights, act: Activations, shape: ModelShape) ->
         if weights.value_embedding is not None:
             stages.append(Stage(f"values.{layer}", nothing))
         before = before_attention_of(ops, weights, block, act, shape)
-        run = partial(block_forward, ops, weights, block, x, act.first, before, attention_of(ops, block, act), s)
+        run = partial(block_forward, ops, weights, block, x, act.first, before, training_attention(ops, block, act), s)
         stages.append(Stage(f"blocks.{layer}", run))
         x = block.residual_out
     last_norm = partial(ops.rmsnorm_forward, act.lnf, act.lnf_rstd, x)
@@ -167,14 +169,13 @@ def block_forward(
     x: Tensor,
     first: Tensor | None,
     before_attention: Launch,
-    attend: Onto,
+    attend: Attention,
     s: Tensor,
     *,
     again: bool = False,
 ) -> None:
     """x (N, C) -> act.residual_out (N, C). `first`: the first block's x. `before_attention` changes act.qkv, and `attend`
-    attends with them, in training among the sequences at hand, in generation with the keys and values of earlier tokens,
-    and adds the product of the result to the stream. `again`: in the backward, which does not read the last product."""
+    reads it, in generation the cache as well. `again`: in the backward, which does not read the last product."""
     x = queries_keys_values(ops, w, act, x, first, s)  # x = r x + s x0, [q k v] = RMS(x) W^T
     before_attention()  # q, k = R(RMS(q)), R(RMS(k)), v = v + g ve[token]
     attend(act.residual_mid, x, w.proj_weight, None)  # y = softmax(q k^T / sqrt(D)) v, a = x + y W^T
@@ -240,7 +241,7 @@ def block_backward(
     s = whole.scratch
     if recompute == WHOLE_BLOCKS:
         before = before_attention_of(ops, w, act, whole, shape)
-        block_forward(ops, w, act, x, whole.first, before, attention_of(ops, act, whole), s, again=True)
+        block_forward(ops, w, act, x, whole.first, before, training_attention(ops, act, whole), s, again=True)
     elif recompute:
         if recompute == 2:
             ops.rmsnorm_forward(act.norm2, act.norm2_rstd, act.residual_mid)
@@ -298,7 +299,7 @@ def decode_step(ops: ModuleType, w: Weights, b: Decoding, shape: ModelShape) -> 
         ops.rmsnorm_forward(x, act.norm1_rstd, x)
     for layer, weights in enumerate(w.blocks):
         before = values_of_step(ops, rotated, weights, act, x, b.tokens)
-        block_forward(ops, weights, act, x, act.first, before, onto_stream_of_step(ops, act, b, layer), s)
+        block_forward(ops, weights, act, x, act.first, before, step_attention(ops, act, b, layer), s)
         x = act.residual_out
     ops.rmsnorm_linear_forward(b.logits, act.norm1, act.norm1_rstd, x, w.head, scratch=s)
     if shape.softcap:
@@ -340,8 +341,8 @@ def prefill(
         ops.rmsnorm_forward(x, act.norm1_rstd, x)
     for layer, weights in enumerate(w.blocks[:-1]):
         before = with_values(ops, rotated, weights, act, tokens)
-        onto = onto_stream_of_prompts(ops, act, b, layer, batch, begun=begun)
-        block_forward(ops, weights, act, x, act.first, before, onto, s)
+        attention = prompt_attention(ops, act, b, layer, batch, begun=begun)
+        block_forward(ops, weights, act, x, act.first, before, attention, s)
         x = act.residual_out
     last = w.blocks[-1]  # of which the keys and values alone are read
     queries_keys_values(ops, last, act, x, act.first, s)

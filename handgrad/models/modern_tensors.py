@@ -10,22 +10,15 @@ import torch
 from torch import Tensor
 
 from handgrad.config import ModelShape
+from handgrad.models.activations import ActivationRow, PassTensors, activation, rows_of_pass
+from handgrad.models.lifetimes import Clock, at_head, backward_of, from_embedding, in_backward, kept
 from handgrad.models.rows import (
     ONES,
     ZEROS,
-    ActivationRow,
-    Clock,
     Fp8,
     Init,
     ParameterRow,
-    activation,
-    activation_rows,
-    at_head,
-    backward_of,
     count_parameters,
-    dtypes_of,
-    given,
-    kept,
     parameter,
     parameter_rows,
     repeated,
@@ -147,18 +140,10 @@ class BlockActivations:
 
 
 @dataclass
-class Activations:
-    tokens: Tensor = activation("B T", torch.int64)
-    targets: Tensor = activation("B T", torch.int64)
-    sorted_positions: Tensor = activation("N", torch.int32)  # 0..N-1 ordered by token, for the embedding's backward
-    document_starts: Tensor | None = given()  # where a row holds several documents
-    losses: Tensor = activation("N", "statistics")
-    scratch: Tensor = activation("scratch", torch.uint8)
+class Activations(PassTensors):
     # The first block's input if there is no norm after it.
     embedded: Tensor = activation("N C", lives=lambda clock: ((0, max(clock.tick(ATTENTION), clock.mirrored(0))),))
-    normed_embedding: Tensor = activation(
-        "N C", lives=lambda clock: ((0, clock.mirrored(clock.tick(ATTENTION))),), optional=True
-    )
+    normed_embedding: Tensor = activation("N C", lives=from_embedding(ATTENTION), optional=True)
     embedding_rstd: Tensor = activation("N", "statistics", lives=lambda clock: ((0, clock.mirrored(0)),), optional=True)
     blocks: list[BlockActivations] = repeated(BlockActivations)
     lnf: Tensor = activation("N C", lives=at_head, fp8=Fp8("head", keeps_16bit=True))
@@ -193,7 +178,7 @@ class Gradients:
     it is, and each norm adds its own path."""
 
     dlnf: Tensor = activation("N C", lives=at_head)
-    dresidual: Tensor = activation("N C", lives=lambda clock: ((clock.head, 2 * clock.head),))
+    dresidual: Tensor = activation("N C", lives=in_backward)
     dnorm: Tensor = activation("N C", lives=backward_of(ATTENTION, FEED_FORWARD))  # of a norm's output
     datty: Tensor = activation("N C", lives=backward_of(ATTENTION))
     dqkv: Tensor = activation("N 3C", lives=backward_of(ATTENTION), fp8=DQKV)
@@ -201,7 +186,7 @@ class Gradients:
     # The stream's gradient is written a tick before the GEMM that reads it.
     dresidual_mid: Tensor = activation("N C", lives=backward_of(FEED_FORWARD, last=1), fp8=STREAM_PROJ, of="dresidual")
     dresidual_out: Tensor = activation("N C", lives=backward_of(FEED_FORWARD, first=1), fp8=STREAM_MLP, of="dresidual")
-    dfirst: Tensor = activation("N C", lives=lambda clock: ((clock.head, 2 * clock.head),), optional=True)  # of `first`
+    dfirst: Tensor = activation("N C", lives=in_backward, optional=True)  # of `first`
     dembedded: Tensor = activation("N C", lives=lambda clock: ((2 * clock.head, 2 * clock.head),), optional=True)
     attention_scratch: Tensor = activation("attention_scratch", torch.uint8, lives=backward_of(ATTENTION))
     blocks: list[BlockGradients] = repeated(BlockGradients)
@@ -210,18 +195,10 @@ class Gradients:
 def activations(
     shape: ModelShape, batch: int, length: int, dtype: torch.dtype, ops: ModuleType, *, chunk: int, training: bool
 ) -> Iterator[ActivationRow]:
-    """The rows of `Activations` for `batch` samples of `length` tokens, and with `training` those of `Gradients`; `chunk`
-    tokens at a time go through the loss head."""
-    N, C = batch * length, shape.channels
-    sizes = dims(shape) | {"B": batch, "T": length, "N": N, "chunk": chunk}
-    sizes["scratch"] = ops.scratch_bytes(tokens=N, channels=C, widest=shape.feed_forward)
-    clock = Clock(shape.num_layers, stages=2, training=training)
-    tables: list[type] = [Activations]
-    if training:
-        head = {"num_heads": shape.num_heads, "head_width": C // shape.num_heads}
-        sizes["attention_scratch"] = ops.attention_scratch_bytes(batch=batch, length=length, dtype=dtype, **head)
-        tables.append(Gradients)
-    rows = (row for table in tables for row in activation_rows(table, sizes, dtypes_of(dtype), clock))
+    """The rows of a pass, as in `rows_of_pass`."""
+    sizes, clock = dims(shape), Clock(shape.num_layers, stages=2, training=training)
+    tables = Activations, Gradients
+    rows = rows_of_pass(tables, sizes, batch, length, dtype, ops, clock, chunk=chunk, widest=sizes["F"])
     return (as_read(shape, clock, row) for row in rows if has(shape, row.name) and in_its_layer(shape, row.name))
 
 

@@ -1,11 +1,11 @@
-"""Operations of a backend with some of them replaced: so the rooms beside the plain path join it."""
+"""A backend with some operations replaced: dropout, documents, adapters and fp8 join the plain path by it."""
 
 from types import ModuleType
 from typing import Any
 
 
 class Overlay(ModuleType):
-    """The operations `ops` but for those that a subclass, or an attribute of it, has in their place."""
+    """The operations `ops`, except those that a subclass or an attribute replaces."""
 
     def __init__(self, ops: Any):
         super().__init__(ops.__name__)

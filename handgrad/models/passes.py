@@ -1,5 +1,5 @@
-"""A pass through a model as a list of stages, and the parts of it that all architectures share: attention with its product,
-and the loss head, which takes a chunk of tokens at a time."""
+"""A pass through a model as a list of stages, and the parts of it that all architectures share: attention with its output
+projection, and the loss head, which takes a chunk of tokens at a time."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -34,24 +34,24 @@ def run(stages: Iterable[Stage]) -> None:
         stage.run()
 
 
-Onto = Callable[[Tensor, Tensor, Tensor, Tensor | None], None]  # (out, residual, weight, bias)
+# Attention with its output projection and the residual sum: out (N, C) = residual + y weight^T + bias.
+Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None], None]  # (out, residual, weight, bias)
 
 
-def onto_stream(ops: ModuleType, attend: Launch, attended: Tensor, scratch: Tensor) -> Onto:
-    """Returns a function that calls `attend`, which makes y = `attended` (N, H D), then makes out = residual + y weight^T +
-    bias."""
+def with_projection(ops: ModuleType, attend: Launch, attended: Tensor, scratch: Tensor) -> Attention:
+    """Returns `attend`, which makes y = attended (N, H D), with the projection and the sum behind it."""
 
-    def both(out: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    def attention(out: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         attend()
         ops.linear_residual_forward(out, residual, attended, weight, bias, scratch=scratch)
 
-    return both
+    return attention
 
 
-def attention_of(ops: ModuleType, block: Any, whole: Any) -> Onto:
-    """`onto_stream` of a training: attention among the tokens of a row."""
+def training_attention(ops: ModuleType, block: Any, whole: Any) -> Attention:
+    """The tokens of a row attend to each other."""
     attend = partial(ops.attention_forward, block.atty, block.lse, block.qkv, scratch=whole.scratch)
-    return onto_stream(ops, attend, block.atty, whole.scratch)
+    return with_projection(ops, attend, block.atty, whole.scratch)
 
 
 def head_logits(ops: ModuleType, w: Any, act: Any) -> Iterator[tuple[slice, Tensor]]:

@@ -1,13 +1,11 @@
-"""The row types of a model's tables, and the buffers, views and initial weights that derive from them.
+"""The rows of a model's parameters, and the places, initial weights and views that derive from them.
 
 An architecture declares its tensors once, as fields of dataclasses: the field's name is the tensor's, its metadata is the
 row. A shape is written in the alphabet of `handgrad.ops` ("N 3C", "B H T"); the sizes of the letters come with the model.
 
     parameter   shape, initial distribution, bucket, optimizer group, the GEMMs that may read it in fp8
-    activation  shape, dtype, the stages it lives through, the recompute level from which it is made again; the gradients of
-                activations are such rows as well, each a buffer that all blocks use in turn
-    shared      a block's name for such a buffer
-    given       an input that only some runs have
+    activation  shape, dtype, lifetimes (`models.activations`)
+    shared      a block's name for a tensor that all blocks use
     repeated    a dataclass per layer
 """
 
@@ -22,12 +20,10 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from handgrad.arena import ALWAYS, Buffer, Interval
+from handgrad.models.lifetimes import NEVER
 
 ALIGN_ELEMENTS = 128  # a parameter starts at a multiple: 512 bytes of float32, 256 of bf16
 BLOCK_ELEMENTS = 1 << 16  # gradient elements behind one partial sum of the global norm
-WHOLE_BLOCKS = 3  # the recompute level at which a block keeps its input alone
-NEVER = 4  # above every recompute level
 KIND = "activations"  # the arena's allocation of a model's activations
 
 Dims = Mapping[str, int]  # the size of each letter
@@ -91,32 +87,9 @@ def parameter(
     return field(metadata=row | {"of": otherwise, "optional": optional, "rate": rate})
 
 
-def activation(
-    shape: str,
-    dtype: torch.dtype | Literal["16-bit", "statistics"] = "16-bit",
-    *,
-    lives: "Lives | None" = None,
-    remade_from: int = NEVER,
-    fp8: Fp8 | None = None,
-    of: str = "",
-    optional: bool = False,
-) -> Any:
-    """An activation, or the gradient of one. `dtype`: "16-bit" for the run's own, "statistics" for that of sums. `lives`:
-    the ticks it lives through (all by default); `remade_from`: the recompute level from which it lives at the first and the
-    last of them only (but see `lived_again`). `of`: it is another name of that tensor; only its fp8 forms have
-    memory of their own. `optional`: a model may be without it."""
-    row = {"shape": shape, "dtype": dtype, "lives": lives, "remade_from": remade_from, "fp8": fp8, "of": of}
-    return field(metadata=row | {"optional": optional})
-
-
 def shared(of: str = "") -> Any:
     """A block's name for a tensor that all blocks use in turn; `of`: its name outside, if that is another one."""
     return field(metadata={"of": of})
-
-
-def given() -> Any:
-    """An input that only some runs have: their view of this name, else None (`models.documents`)."""
-    return field(metadata={"optional": True})
 
 
 def repeated(block: type) -> Any:
@@ -126,66 +99,6 @@ def repeated(block: type) -> Any:
 
 def sizes(shape: str, dims: Dims) -> tuple[int, ...]:
     return tuple(dims[letters] for letters in shape.split())
-
-
-# Lifetimes.
-
-
-@dataclass(frozen=True)
-class Clock:
-    """The ticks of a micro-step: the embedding is 0, stage s of block l is 1 + S l + s, then comes the loss head, and the
-    backward mirrors the forward. Without a backward everything ends where the forward reads it last."""
-
-    layers: int
-    stages: int  # S, of a block
-    training: bool = True
-    layer: int = 0
-
-    @property
-    def head(self) -> int:
-        return 1 + self.stages * self.layers
-
-    def tick(self, stage: int) -> int:
-        """The forward tick of a stage of this layer; stage S is the next layer's first."""
-        return 1 + self.stages * self.layer + stage
-
-    def mirrored(self, tick: int) -> int:
-        return 2 * self.head - tick if self.training else tick
-
-    def every_layer(self) -> "Iterator[Clock]":
-        return (replace(self, layer=layer) for layer in range(self.layers))
-
-
-Lives = Callable[[Clock], tuple[Interval, ...]]
-
-
-def kept(stage: int, until: int | None = None) -> Lives:
-    """From its stage in the forward to the backward of stage `until` (by default the same)."""
-    return lambda clock: ((clock.tick(stage), clock.mirrored(clock.tick(stage if until is None else until))),)
-
-
-def lived_again(clock: Clock, ticks: tuple[Interval, ...]) -> tuple[Interval, ...]:
-    """The ticks of a block's tensor at `WHOLE_BLOCKS`: those of its readers in the forward; then, made again as the block's
-    backward begins, to its last reader there. Tensors that the blocks above alone read are kept."""
-    ((first, last),) = ticks
-    begin = clock.mirrored(clock.tick(clock.stages - 1))
-    if last < clock.head:
-        return (first, last), (begin, begin)
-    return ((first, clock.mirrored(last)), (begin, last)) if begin <= last else ticks
-
-
-def at_head(clock: Clock) -> tuple[Interval, ...]:
-    return ((clock.head, clock.head),)
-
-
-def backward_of(*stages: int, first: int = 0, last: int = 0) -> Lives:
-    """The backward ticks of these stages in all layers, from `first` ticks before to `last` ticks after."""
-
-    def ticks(clock: Clock) -> tuple[Interval, ...]:
-        middle = [layer.mirrored(layer.tick(stage)) for stage in stages for layer in clock.every_layer()]
-        return tuple((tick - first, tick + last) for tick in middle)
-
-    return ticks
 
 
 # Parameters.
@@ -259,16 +172,16 @@ def laid_out(
         bucket = list(group)
         offset = rounded_up(offset, ALIGN_ELEMENTS * lanes)
         if lanes > 1 and any(row.whole for row in bucket):
-            bucket = shared_out(bucket, loads)
+            bucket = assigned_to_lanes(bucket, loads)
         for row in bucket:
             placed[row.name] = replace(row, offset=offset)
             offset += row.aligned_elements
     return tuple(placed[row.name] for row in rows)
 
 
-def shared_out(bucket: list[ParameterRow], loads: list[int]) -> list[ParameterRow]:
-    """The rows in the order of their lanes: largest first, each takes the lane with the fewest elements. `loads`: the
-    lanes' elements, which even out over the buckets of a model, not within one."""
+def assigned_to_lanes(bucket: list[ParameterRow], loads: list[int]) -> list[ParameterRow]:
+    """The rows in the order of their lanes. Largest first, each goes to the lane with the fewest elements (Graham 1969,
+    longest processing time first). `loads`: the lanes' elements, which even out over a model's buckets, not within one."""
     parts: list[list[ParameterRow]] = [[] for _ in loads]
     for row in sorted(bucket, key=lambda row: -row.elements):
         lane = loads.index(min(loads))
@@ -310,61 +223,6 @@ def initialize(table: Table, seed: int, put: Callable[[ParameterRow, Tensor], ob
     # A thread per processor: the draws of one tensor are a sequence, those of different tensors are not.
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads:
         list(threads.map(draw, [index for index, row in enumerate(table) if row.init.kind != "zeros"]))
-
-
-# Activations.
-
-
-@dataclass(frozen=True)
-class ActivationRow:
-    """A tensor of a pass. `ticks`: its lifetimes; a gradient that the blocks use in turn has one per layer."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    ticks: tuple[Interval, ...]
-    remade_from: int = NEVER
-    fp8: Fp8 | None = None
-    of: str = ""  # another name of that tensor: no memory of its own
-    again: tuple[Interval, ...] = ()  # the lifetimes of a block's tensor at `WHOLE_BLOCKS`
-
-    def lifetimes(self, recompute: int) -> tuple[Interval, ...]:
-        if recompute >= WHOLE_BLOCKS and self.again:
-            return self.again
-        if recompute < self.remade_from:
-            return self.ticks
-        ((first, last),) = self.ticks
-        return ((first, first), (last, last))
-
-    def buffer(self, recompute: int) -> Buffer:
-        return Buffer(self.name, self.shape, self.dtype, KIND, self.lifetimes(recompute))
-
-
-def activation_rows(
-    tensors: type, dims: Dims, dtypes: Mapping[str, torch.dtype], clock: Clock, prefix: str = ""
-) -> Iterator[ActivationRow]:
-    """The rows of a dataclass of activations in the order of its fields."""
-    for f in fields(tensors):
-        row = f.metadata
-        if "block" in row:
-            for layer in clock.every_layer():
-                yield from activation_rows(row["block"], dims, dtypes, layer, f"{prefix}{f.name}.{layer.layer}.")
-        elif "shape" in row:
-            ticks = row["lives"](clock) if row["lives"] else ALWAYS
-            dtype = dtypes.get(row["dtype"], row["dtype"])
-            shape = sizes(row["shape"], dims)
-            again = lived_again(clock, ticks) if prefix and clock.training else ()
-            yield ActivationRow(prefix + f.name, shape, dtype, ticks, row["remade_from"], row["fp8"], row["of"], again)
-
-
-def dtypes_of(dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """The dtypes of "16-bit" and "statistics" in a run whose weights and activations are of `dtype`."""
-    return {"16-bit": dtype, "statistics": exact_dtype(dtype)}
-
-
-def exact_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of statistics, accumulators and master weights of a run whose weights are of `dtype`."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 # Views.

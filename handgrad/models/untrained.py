@@ -1,4 +1,4 @@
-"""Binds into the operations of a model that some of its targets are below 0: tokens that are not trained.
+"""Operations for targets below 0, which mark tokens that are not trained.
 
 `Batches.fill` alone writes such targets, and only where `Batches.trains_all` is False. So whoever has the batches decides
 by it, and where all tokens are trained the classifier's kernels do not ask.

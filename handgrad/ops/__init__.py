@@ -34,18 +34,18 @@ OPERATIONS = (
     *("relu2_forward", "relu2_backward", "linear_relu2_forward", "relu2_linear_backward"),
     *("attention_forward", "attention_backward"),
     *("linear_forward", "linear_backward", "linear_residual_forward", "linear_gelu_forward", "gelu_linear_backward"),
-    *("bias_backward", "gelu_forward", "gelu_backward", "residual_forward"),  # which products also have at their ends
+    *("bias_backward", "gelu_forward", "gelu_backward", "residual_forward"),  # also the ends of products
     *("classifier_forward", "classifier_forward_backward", "softcap_forward"),
     *("loss_sum", "squared_norms", "verdict", "adamw_update"),
     *("muon_momentum", "muon_polar", "muon_update"),
     *("tree_sum", "checksum", "digest"),  # over lanes and ranks
-    *("layernorm_linear_forward", "layernorm_linear_gelu_forward"),  # two in a row, which generation has as one
+    *("layernorm_linear_forward", "layernorm_linear_gelu_forward"),  # two in a row; generation has kernels for both at once
     *("gained_rmsnorm_linear_forward", "gained_rmsnorm_linear_swiglu_forward"),
     *("rmsnorm_linear_forward", "rmsnorm_linear_relu2_forward", "mix_rmsnorm_linear_forward"),
     "store_keys_values",
 )
 
-# Those of generation, a token of each sequence at a time, in a module `decode` of the backend.
+# Generation takes one token per sequence at a time; its operations are in the backend's module `decode`.
 DECODE_OPERATIONS = (
     *("embedding_decode", "token_embedding_decode", "attention_decode", "choose_tokens", "advance"),
     *("rotary_forward", "qk_norm_forward", "qk_norm_rotary_forward", "rmsnorm_forward", "softcap_forward"),

@@ -21,8 +21,9 @@ from handgrad.layout import Sharding, buckets_of, norm_blocks
 from handgrad.lora.tables import LoraDesign, adapter_buffers, adapters_of, check_rank, frozen_buffer
 from handgrad.lora_shape import parse_lora
 from handgrad.models import documents
+from handgrad.models.activations import ActivationRow
 from handgrad.models.freezing import freeze
-from handgrad.models.rows import ActivationRow, Table, flat_elements
+from handgrad.models.rows import Table, flat_elements
 from handgrad.optimizers.adamw import AdamW
 from handgrad.optimizers.muon import Muon
 from handgrad.parallel.memory import with_sharding

@@ -10,7 +10,8 @@ from handgrad.config import RunConfig
 from handgrad.fp8.dropout import more_passes
 from handgrad.fp8.tables import HEAD_GEMMS
 from handgrad.gpus import Gpu
-from handgrad.models.rows import WHOLE_BLOCKS, count_parameters
+from handgrad.models.lifetimes import WHOLE_BLOCKS
+from handgrad.models.rows import count_parameters
 from handgrad.training.design import Design
 
 # Fitted to steps of 124M and 1558M on an H200 at its power limit; the other sizes and GPUs are predictions.

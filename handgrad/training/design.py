@@ -53,7 +53,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Guards:
-    """The gradient's limit, the updates that are skipped, the weights that are compared."""
+    """The gradient's limit, and the conditions of skipped updates, compared weights and audited states."""
 
     clip_norm: float  # 0: none
     loss_z: float  # skip a loss so many deviations above the last 128 (0: never)

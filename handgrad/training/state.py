@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from handgrad.arena import Buffer, Interval
+from handgrad.dtypes import accumulation_dtype
 from handgrad.layout import norm_parts, update_parts
-from handgrad.models.rows import BLOCK_ELEMENTS, KIND, ParameterRow, exact_dtype, flat_elements, initialize, named
+from handgrad.models.rows import BLOCK_ELEMENTS, KIND, ParameterRow, flat_elements, initialize, named
 from handgrad.ops import CONTROLS, RESULTS
 from handgrad.optimizers import Owned
 from handgrad.training.design import Design
@@ -33,7 +34,7 @@ def flat_buffers(
 ) -> dict[str, Buffer]:
     """The rows beside the activations, by name: flat buffers of `elements`, and the few numbers of a step; `blocks` partial
     sums make the global norm. `rounded_moments`: bf16 holds the optimizer's state."""
-    exact = exact_dtype(dtype)
+    exact = accumulation_dtype(dtype)
     double = torch.float32 if device.type == "mps" else torch.float64  # Apple GPUs have no float64
     of_state = torch.bfloat16 if rounded_moments else exact
     rows = [Buffer("parameters", (elements,), dtype, "parameters")]

@@ -11,6 +11,7 @@ import triton
 
 from handgrad.fp8 import formats as fp8
 from handgrad.fp8.cuda import classifier, layernorm, quantizing
+from handgrad.ops.cuda.layernorm import backward_tile, forward_tile
 from tests.kernels.compiling import compile_all, compile_kernel
 from tests.kernels.memory_kernel_table import CHANNELS, FIXED_POINTERS, NUMBERS, V, Vp
 
@@ -24,8 +25,8 @@ def launches(C: int, form: str) -> dict[str, tuple[triton.JITFunction, dict[str,
     """name: (kernel, its constants, warps), as the operations launch them."""
     kind = TYPES[form]
     limits = {"LARGEST": fp8.LARGEST_MANTISSA * 2.0 ** fp8.LARGEST_EXPONENT[kind], "VANISHES_AT": fp8.VANISHES_AT[kind]}
-    block, rows, warps = layernorm.forward_tile(C)
-    _, back_block, back_rows, back_warps, stages = layernorm.backward_tile(1 << 16, C, 2)
+    block, rows, warps = forward_tile(C)
+    _, back_block, back_rows, back_warps, stages = backward_tile(1 << 16, C, 2)
     forward = {"C": C, "BLOCK_C": block, "ROWS": rows, **limits}
     backward = {"C": C, "BLOCK_C": back_block, "ROWS": back_rows, "BELOW": True, "STAGES": stages}
     softmax = {"V": V, "Vp": Vp, "CAP": 0.0}

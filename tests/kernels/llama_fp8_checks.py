@@ -8,7 +8,7 @@ import triton
 from torch import Tensor
 
 from handgrad.fp8 import reference
-from handgrad.fp8.cuda import attention, gained_qk_norm, gained_rmsnorm, layernorm, quantizing, rotary, swiglu
+from handgrad.fp8.cuda import attention, gained_qk_norm, gained_rmsnorm, layernorm, norms, quantizing, rotary, swiglu
 from handgrad.fp8.formats import Form
 from handgrad.llama_shape import LlamaShape
 from handgrad.ops.cuda import attention_triton, swiglu as plain_swiglu
@@ -30,7 +30,7 @@ def gained_rmsnorm_forward(draw: Draw, N: int, C: int, kind: torch.dtype, *, cou
         gained_rmsnorm.gained_rmsnorm_forward(out, rstd, inp, gain, epsilon=1e-3)
         return [rstd]
 
-    frames.norm_forward(draw, (N, C), kind, layernorm.forward_parts(N, C), run, counting=counting)
+    frames.norm_forward(draw, (N, C), kind, norms.forward_parts(N, C), run, counting=counting)
 
 
 def gained_rmsnorm_backward(draw: Draw, N: int, C: int, kind: torch.dtype, *, counting: bool) -> None:

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from handgrad.fp8.cuda import elementwise, gelu, layernorm, mix, quantizing, relu2, rmsnorm, rotary
+from handgrad.fp8.cuda import elementwise, gelu, layernorm, mix, norms, quantizing, relu2, rmsnorm, rotary
 from handgrad.fp8.formats import Form
 from handgrad.ops.cuda import relu2 as plain_relu2
 from tests.kernels import fp8_frames as frames
@@ -22,7 +22,7 @@ def rmsnorm_forward(draw: Draw, N: int, C: int, kind: torch.dtype, *, counting: 
         rmsnorm.rmsnorm_forward(out, rstd, inp)
         return [rstd]
 
-    frames.norm_forward(draw, (N, C), kind, rmsnorm.forward_parts(N, C), run, counting=counting)
+    frames.norm_forward(draw, (N, C), kind, norms.forward_parts(N, C), run, counting=counting)
 
 
 def rmsnorm_backward(draw: Draw, N: int, C: int, kind: torch.dtype, *, counting: bool) -> None:
@@ -57,7 +57,7 @@ def mix_rmsnorm_forward(
         return [rstd, mixed.clone()]
 
     for into in (mixed, None):  # with the mixture kept, and without: as it was kept before
-        parts = layernorm.forward_parts(N, C)
+        parts = norms.forward_parts(N, C)
         frames.norm_forward(draw, (N, C), kind, parts, lambda out, into=into: run(out, into), counting=counting)
 
 

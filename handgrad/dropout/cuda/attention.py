@@ -3,7 +3,6 @@ which the reference could not repeat."""
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -87,16 +86,8 @@ def dkdv_kernel(
     store_tile(dk_tile + C, row_stride, left, dv, D, KEYS, WIDTH, TAIL)
 
 
-def attention_scratch_bytes(
-    *,
-    batch: int,
-    length: int,
-    num_heads: int,
-    head_width: int,
-    dtype: torch.dtype,
-    kv_heads: int = 0,
-    documents: bool = False,
-) -> int:
+def attention_scratch_bytes(*, batch: int, length: int, num_heads: int, **_sizes: Any) -> int:
+    """The need of the Triton kernels, for heads of any width."""
     return attention_triton.attention_scratch_bytes(batch=batch, length=length, num_heads=num_heads)
 
 

@@ -4,7 +4,7 @@ same pass, and cuBLASLt multiplies them."""
 # ruff: noqa: F401
 from typing import Any
 
-from handgrad.fp8.cuda import elementwise, gelu, layernorm, quantizing, rmsnorm, rotary, swiglu
+from handgrad.fp8.cuda import elementwise, gelu, layernorm, norms, quantizing, rmsnorm, rotary, swiglu
 from handgrad.fp8.cuda.attention import attention_backward, attention_forward, backward_parts, forward_parts
 from handgrad.fp8.cuda.classifier import classifier_forward, classifier_forward_backward
 from handgrad.fp8.cuda.column_sums import bias_backward
@@ -62,7 +62,7 @@ def statistics_parts(
         quantizing.quantize_parts(widest, channels),
         quantizing.quantize_parts(channels, widest),
         quantizing.quantize_parts(padded_vocab_size, channels),
-        layernorm.forward_parts(tokens, channels),
+        norms.forward_parts(tokens, channels),
         layernorm.backward_parts(tokens, channels),
         forward_parts(*heads),
         backward_parts(*heads),

@@ -1,43 +1,31 @@
-"""RMS norm with a gain that also writes fp8: the rows beside the 16-bit ones or instead of them, their transpose by a
-kernel of its own."""
+"""RMS norm with a gain that also writes fp8."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from handgrad.fp8.cuda.layernorm import forward_parts, store_rows
+from handgrad.fp8.cuda.layernorm import store_rows
+from handgrad.fp8.cuda.norms import norm_forward, quantize_plain, updated_in_fp8
 from handgrad.fp8.cuda.quantizing import (
     SCALE,
     UNALIGNED,
-    at_own_scale,
     count_numbers,
-    limits,
-    quantize,
     store_part,
     store_statistics,
     target,
     transpose_rows,
 )
-from handgrad.fp8.formats import Form, Quantized, plain
+from handgrad.fp8.formats import Form, plain
 from handgrad.ops import cuda
 from handgrad.ops.cuda.column_sums import add_partials, float32_of
 from handgrad.ops.cuda.gained_rmsnorm import backward_rows, normalised
 from handgrad.ops.cuda.launch import launch
-from handgrad.ops.cuda.layernorm import backward_tile, forward_places, forward_tile
+from handgrad.ops.cuda.layernorm import backward_tile, forward_places
 
 
 def gained_rmsnorm_forward(out: Form, rstd: Tensor, inp: Tensor, gain: Tensor, *, epsilon: float) -> None:
-    if isinstance(out, Tensor) or out.rows is None:
-        cuda.gained_rmsnorm_forward(plain(out), rstd, inp, gain, epsilon=epsilon)
-        if isinstance(out, Quantized):
-            quantize(out, plain(out))
-        return
-    N, C = inp.shape
-    block, rows, warps = forward_tile(C)
-    form = out.plain, out.rows, *target(out, forward_parts(N, C))
-    arguments = *form, rstd, inp, gain, epsilon, N, C, block, rows, *limits(out)
-    at_own_scale(out, lambda: launch(_forward, (triton.cdiv(N, rows),), *arguments, num_warps=warps))
-    transpose_rows(out)
+    tensors = rstd, inp, gain
+    norm_forward(out, lambda y: cuda.gained_rmsnorm_forward(y, *tensors, epsilon=epsilon), _forward, *tensors, epsilon)
 
 
 def gained_rmsnorm_backward(
@@ -50,12 +38,10 @@ def gained_rmsnorm_backward(
     *,
     scratch: Tensor,
 ) -> None:
-    """A stream without rows, or whose scale waits for it, is read once more: it cannot be updated twice."""
     dresidual, tensors = plain(dresidual_inout), (dout, inp, rstd, gain)
-    if isinstance(dresidual_inout, Tensor) or dresidual_inout.current or dresidual_inout.rows is None:
+    if not updated_in_fp8(dresidual_inout):
         cuda.gained_rmsnorm_backward(dresidual, dgain_acc, *tensors, scratch=scratch)
-        if isinstance(dresidual_inout, Quantized):
-            quantize(dresidual_inout, dresidual)
+        quantize_plain(dresidual_inout)
         return
     N, C = inp.shape
     programs, *tile, warps, stages = backward_tile(N, C, inp.element_size())

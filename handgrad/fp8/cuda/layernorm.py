@@ -1,24 +1,21 @@
-"""Layer norm that also writes fp8: the rows beside the 16-bit ones or instead of them, their transpose by a kernel of its
-own."""
+"""Layer norm that also writes fp8."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from handgrad.fp8.cuda.norms import norm_forward, quantize_plain, updated_in_fp8
 from handgrad.fp8.cuda.quantizing import (
     SCALE,
     UNALIGNED,
-    at_own_scale,
     count_numbers,
-    limits,
-    quantize,
     rounded,
     store_part,
     store_statistics,
     target,
     transpose_rows,
 )
-from handgrad.fp8.formats import Form, Quantized, plain
+from handgrad.fp8.formats import Form, plain
 from handgrad.ops import cuda
 from handgrad.ops.cuda.column_sums import add_partials, float32_of
 from handgrad.ops.cuda.launch import launch
@@ -27,15 +24,9 @@ from handgrad.ops.cuda.layernorm import (
     backward_rows,
     backward_tile,
     forward_places,
-    forward_tile,
     normalised,
     store_sums,
 )
-
-
-def forward_parts(N: int, C: int) -> int:
-    """Parts of the statistics that the forward writes."""
-    return triton.cdiv(N, forward_tile(C)[1])
 
 
 def backward_parts(N: int, C: int) -> int:
@@ -45,17 +36,7 @@ def backward_parts(N: int, C: int) -> int:
 
 def layernorm_forward(out: Form, mean: Tensor, rstd: Tensor, inp: Tensor, weight: Tensor, bias: Tensor) -> None:
     tensors = mean, rstd, inp, weight, bias
-    if isinstance(out, Tensor) or out.rows is None:
-        cuda.layernorm_forward(plain(out), *tensors)
-        if isinstance(out, Quantized):
-            quantize(out, plain(out))
-        return
-    N, C = inp.shape
-    block, rows, warps = forward_tile(C)
-    grid, form = (triton.cdiv(N, rows),), (out.rows, *target(out, forward_parts(N, C)))
-    arguments = out.plain, *form, *tensors, N, C, block, rows, *limits(out)
-    at_own_scale(out, lambda: launch(_forward, grid, *arguments, num_warps=warps))
-    transpose_rows(out)
+    norm_forward(out, lambda y: cuda.layernorm_forward(y, *tensors), _forward, *tensors)
 
 
 def layernorm_backward(
@@ -71,12 +52,10 @@ def layernorm_backward(
     *,
     scratch: Tensor,
 ) -> None:
-    """A stream without rows, or whose scale waits for it, is read once more: it cannot be updated twice."""
     dresidual, tensors = plain(dresidual_inout), (dout, inp, mean, rstd, weight)
-    if isinstance(dresidual_inout, Tensor) or dresidual_inout.current or dresidual_inout.rows is None:
+    if not updated_in_fp8(dresidual_inout):
         cuda.layernorm_backward(dresidual, dweight_acc, dbias_acc, *tensors, dbias_below_acc, scratch=scratch)
-        if isinstance(dresidual_inout, Quantized):
-            quantize(dresidual_inout, dresidual)
+        quantize_plain(dresidual_inout)
         return
     N, C = inp.shape
     programs, *tile, warps, stages = backward_tile(N, C, inp.element_size())

@@ -5,24 +5,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from handgrad.fp8.cuda.layernorm import forward_parts, store_rows
+from handgrad.fp8.cuda.layernorm import store_rows
+from handgrad.fp8.cuda.norms import norm_forward, quantize_plain, updated_in_fp8
 from handgrad.fp8.cuda.quantizing import (
     SCALE,
     UNALIGNED,
-    at_own_scale,
     count_numbers,
-    limits,
-    quantize,
     store_part,
     store_statistics,
     target,
     transpose_rows,
 )
-from handgrad.fp8.formats import Form, Quantized, plain
+from handgrad.fp8.formats import Form, plain
 from handgrad.ops import cuda
 from handgrad.ops.cuda.column_sums import add_partials, float32_of
 from handgrad.ops.cuda.launch import launch
-from handgrad.ops.cuda.layernorm import backward_tile, forward_places, forward_tile
+from handgrad.ops.cuda.layernorm import backward_tile, forward_places
 from handgrad.ops.cuda.mix import backward_rows, mixture, store_sums
 from handgrad.ops.cuda.rmsnorm import rstd_of
 
@@ -37,17 +35,7 @@ def mix_rmsnorm_forward(
     input_scalar: Tensor | None,
 ) -> None:
     tensors = rstd, inp, first, residual_scalar, input_scalar
-    if isinstance(out, Tensor) or out.rows is None:
-        cuda.mix_rmsnorm_forward(mixed, plain(out), *tensors)
-        if isinstance(out, Quantized):
-            quantize(out, plain(out))
-        return
-    N, C = inp.shape
-    block, rows, warps = forward_tile(C)
-    form = out.plain, out.rows, *target(out, forward_parts(N, C))
-    arguments = mixed, *form, *tensors, N, C, block, rows, *limits(out)
-    at_own_scale(out, lambda: launch(_forward, (triton.cdiv(N, rows),), *arguments, num_warps=warps))
-    transpose_rows(out)
+    norm_forward(out, lambda y: cuda.mix_rmsnorm_forward(mixed, y, *tensors), _forward, *tensors, mixed=(mixed,))
 
 
 def mix_rmsnorm_backward(
@@ -64,13 +52,11 @@ def mix_rmsnorm_backward(
     *,
     scratch: Tensor,
 ) -> None:
-    """A stream without rows, or whose scale waits for it, is read once more: it cannot be updated twice."""
     dstream, tensors = plain(dstream_inout), (dout, inp, first, rstd, residual_scalar, input_scalar)
-    if isinstance(dstream_inout, Tensor) or dstream_inout.current or dstream_inout.rows is None:
+    if not updated_in_fp8(dstream_inout):
         sums = dresidual_scalar_acc, dinput_scalar_acc
         cuda.mix_rmsnorm_backward(dstream, dfirst_inout, *sums, *tensors, scratch=scratch)
-        if isinstance(dstream_inout, Quantized):
-            quantize(dstream_inout, dstream)
+        quantize_plain(dstream_inout)
         return
     N, C = inp.shape
     programs, *tile, warps, stages = backward_tile(N, C, inp.element_size())

@@ -1,27 +1,24 @@
-"""RMS norm that also writes fp8: the rows beside the 16-bit ones or instead of them, their transpose by a kernel of its
-own."""
+"""RMS norm that also writes fp8."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from handgrad.fp8.cuda.layernorm import forward_parts, store_rows
+from handgrad.fp8.cuda.layernorm import store_rows
+from handgrad.fp8.cuda.norms import norm_forward, quantize_plain, updated_in_fp8
 from handgrad.fp8.cuda.quantizing import (
     SCALE,
     UNALIGNED,
-    at_own_scale,
     count_numbers,
-    limits,
-    quantize,
     store_part,
     store_statistics,
     target,
     transpose_rows,
 )
-from handgrad.fp8.formats import Form, Quantized, plain
+from handgrad.fp8.formats import Form, plain
 from handgrad.ops import cuda
 from handgrad.ops.cuda.launch import launch
-from handgrad.ops.cuda.layernorm import forward_places, forward_tile
+from handgrad.ops.cuda.layernorm import forward_places
 from handgrad.ops.cuda.rmsnorm import backward_tile, normalised, updated_stream
 
 # Programs of the backward, which walk the rows with this stride: each leaves a part of the statistics, and a tensor's parts
@@ -35,26 +32,14 @@ def backward_parts(N: int, C: int) -> int:
 
 
 def rmsnorm_forward(out: Form, rstd: Tensor, inp: Tensor) -> None:
-    if isinstance(out, Tensor) or out.rows is None:
-        cuda.rmsnorm_forward(plain(out), rstd, inp)
-        if isinstance(out, Quantized):
-            quantize(out, plain(out))
-        return
-    N, C = inp.shape
-    block, rows, warps = forward_tile(C)
-    form = out.plain, out.rows, *target(out, forward_parts(N, C))
-    arguments = *form, rstd, inp, N, C, block, rows, *limits(out)
-    at_own_scale(out, lambda: launch(_forward, (triton.cdiv(N, rows),), *arguments, num_warps=warps))
-    transpose_rows(out)
+    norm_forward(out, lambda y: cuda.rmsnorm_forward(y, rstd, inp), _forward, rstd, inp)
 
 
 def rmsnorm_backward(dresidual_inout: Form, dout: Tensor, inp: Tensor, rstd: Tensor) -> None:
-    """A stream without rows, or whose scale waits for it, is read once more: it cannot be updated twice."""
     dresidual = plain(dresidual_inout)
-    if isinstance(dresidual_inout, Tensor) or dresidual_inout.current or dresidual_inout.rows is None:
+    if not updated_in_fp8(dresidual_inout):
         cuda.rmsnorm_backward(dresidual, dout, inp, rstd)
-        if isinstance(dresidual_inout, Quantized):
-            quantize(dresidual_inout, dresidual)
+        quantize_plain(dresidual_inout)
         return
     N, C = inp.shape
     block, rows, warps = backward_tile(C)

@@ -12,7 +12,7 @@ from torch import Tensor
 from handgrad.fp8.cuda.elementwise import QUAD, QUADS, counted, rounded_and_scaled, widened, word
 from handgrad.fp8.cuda.quantizing import COUNTING, SCALE, at_own_scale, limits, rounded, store_part, target
 from handgrad.fp8.formats import Form
-from handgrad.ops import cuda
+from handgrad.ops.cuda import rotary as plain_rotary
 from handgrad.ops.cuda.launch import launch
 from handgrad.ops.cuda.rotary import frequencies_at, heads_of, through_norm, turned, turned_back
 from handgrad.ops.reference.rotary import Frequencies
@@ -37,25 +37,15 @@ def rotary_backward(
 ) -> None:
     """Of a quantised dqkv, the gradient after the rotation lies in its `workspace`; so with the next two, and with the
     norm that has gains."""
-    turn = {"frequencies": frequencies, "scale": scale}
-    if isinstance(dqkv_inout, Tensor):
-        cuda.rotary_backward(dqkv_inout, num_heads=num_heads, length=length, **turn)
-    else:
-        backward(dqkv_inout, None, None, num_heads, length, rotary=True, **turn)
+    backward(dqkv_inout, None, None, num_heads, length, rotary=True, frequencies=frequencies, scale=scale)
 
 
 def qk_norm_backward(dqkv_inout: Form, qkv: Tensor, rstd: Tensor) -> None:
-    if isinstance(dqkv_inout, Tensor):
-        cuda.qk_norm_backward(dqkv_inout, qkv, rstd)
-    else:
-        backward(dqkv_inout, qkv, rstd, rstd.shape[1] // 2, 1, rotary=False)
+    backward(dqkv_inout, qkv, rstd, rstd.shape[1] // 2, 1, rotary=False)
 
 
 def qk_norm_rotary_backward(dqkv_inout: Form, qkv: Tensor, rstd: Tensor, *, length: int) -> None:
-    if isinstance(dqkv_inout, Tensor):
-        cuda.qk_norm_rotary_backward(dqkv_inout, qkv, rstd, length=length)
-    else:
-        backward(dqkv_inout, qkv, rstd, rstd.shape[1] // 2, length, rotary=True)
+    backward(dqkv_inout, qkv, rstd, rstd.shape[1] // 2, length, rotary=True)
 
 
 def backward(
@@ -69,8 +59,13 @@ def backward(
     frequencies: Frequencies = None,
     scale: float = 1.0,
 ) -> None:
-    """Reads the workspace of dqkv and leaves it as it is. A `plain` form, where there is one, receives the 16 bits."""
-    assert not isinstance(dqkv, Tensor) and dqkv.workspace is not None
+    """Reads the workspace of a quantised dqkv and leaves it as it is. A `plain` form, where there is one, receives the 16
+    bits."""
+    if isinstance(dqkv, Tensor):
+        options = {"rotary": rotary, "frequencies": frequencies, "scale": scale}
+        plain_rotary.backward(dqkv, qkv, rstd, num_heads, length, **options)
+        return
+    assert dqkv.workspace is not None
     N, columns = dqkv.workspace.shape
     table, turned_heads, width = heads_of(dqkv.workspace, num_heads, frequencies)
     check_tile(N, width)

@@ -1,122 +1,56 @@
-"""The other operations that quantise their result: norms, attention and the turn before it, the gradient of the loss."""
+"""The other operations that quantise their result: norms, attention and the rotation before it, the loss's gradient. Each
+is the plain one in 16 bits, then `quantize`."""
+
+from collections.abc import Callable
+from inspect import Signature, signature
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from handgrad.fp8.formats import Form, Quantized, plain
+from handgrad.fp8.formats import Form, Quantized, plain, plain_or_workspace
 from handgrad.fp8.reference.quantizing import quantize, write_forms
 from handgrad.ops import reference
-from handgrad.ops.reference.rotary import Frequencies
 
 
-def layernorm_forward(out: Form, mean: Tensor, rstd: Tensor, inp: Tensor, weight: Tensor, bias: Tensor) -> None:
-    result = plain(out) if isinstance(out, Tensor) or out.plain is not None else torch.empty_like(inp)
-    reference.layernorm_forward(result, mean, rstd, inp, weight, bias)
-    if isinstance(out, Quantized):
-        quantize(out, result)
+def quantizing(operation: Callable[..., None], result: str) -> Callable[..., None]:
+    """The operation, whose `result` may be quantised: it makes the 16-bit form, or a temporary where there is none."""
+
+    def call(*tensors: Any, **named: Any) -> None:
+        given = signature(operation).bind(*tensors, **named).arguments
+        out = given[result]
+        if isinstance(out, Quantized):
+            alike = (t for t in given.values() if isinstance(t, Tensor) and t.shape == out.shape)
+            given[result] = torch.empty_like(next(alike)) if out.plain is None else out.plain
+        operation(**given)
+        if isinstance(out, Quantized):
+            quantize(out, given[result])
+
+    call.__signature__ = taking_forms(operation, result)  # type: ignore[attr-defined]
+    return call
 
 
-def layernorm_backward(
-    dresidual_inout: Form,
-    dweight_acc: Tensor,
-    dbias_acc: Tensor,
-    dout: Tensor,
-    inp: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor,
-    dbias_below_acc: Tensor | None,
-    *,
-    scratch: Tensor | None = None,
-) -> None:
-    """The stream's gradient is quantised on the way, for the product below that reads it in fp8."""
-    dresidual, tensors = plain(dresidual_inout), (dout, inp, mean, rstd, weight)
-    reference.layernorm_backward(dresidual, dweight_acc, dbias_acc, *tensors, dbias_below_acc)
-    if isinstance(dresidual_inout, Quantized):
-        quantize(dresidual_inout, dresidual)
+def taking_forms(operation: Callable[..., None], name: str) -> Signature:
+    """The operation's signature, with a tensor that may be quantised under `name`."""
+    plain_one = signature(operation)
+    parameters = [p.replace(annotation=Form) if p.name == name else p for p in plain_one.parameters.values()]
+    return plain_one.replace(parameters=parameters)
 
 
-def rmsnorm_forward(out: Form, rstd: Tensor, inp: Tensor) -> None:
-    result = plain(out) if isinstance(out, Tensor) or out.plain is not None else torch.empty_like(inp)
-    reference.rmsnorm_forward(result, rstd, inp)
-    if isinstance(out, Quantized):
-        quantize(out, result)
+layernorm_forward = quantizing(reference.layernorm_forward, "out")
+rmsnorm_forward = quantizing(reference.rmsnorm_forward, "out")
+gained_rmsnorm_forward = quantizing(reference.gained_rmsnorm_forward, "out")
+mix_rmsnorm_forward = quantizing(reference.mix_rmsnorm_forward, "out")
+attention_forward = quantizing(reference.attention_forward, "out")
+
+# The stream's gradient is quantised as it passes by, for the product below that reads it in fp8.
+layernorm_backward = quantizing(reference.layernorm_backward, "dresidual_inout")
+rmsnorm_backward = quantizing(reference.rmsnorm_backward, "dresidual_inout")
+gained_rmsnorm_backward = quantizing(reference.gained_rmsnorm_backward, "dresidual_inout")
+mix_rmsnorm_backward = quantizing(reference.mix_rmsnorm_backward, "dstream_inout")
 
 
-def rmsnorm_backward(dresidual_inout: Form, dout: Tensor, inp: Tensor, rstd: Tensor) -> None:
-    """As `layernorm_backward`."""
-    reference.rmsnorm_backward(plain(dresidual_inout), dout, inp, rstd)
-    if isinstance(dresidual_inout, Quantized):
-        quantize(dresidual_inout, plain(dresidual_inout))
-
-
-def gained_rmsnorm_forward(out: Form, rstd: Tensor, inp: Tensor, gain: Tensor, *, epsilon: float) -> None:
-    result = plain(out) if isinstance(out, Tensor) or out.plain is not None else torch.empty_like(inp)
-    reference.gained_rmsnorm_forward(result, rstd, inp, gain, epsilon=epsilon)
-    if isinstance(out, Quantized):
-        quantize(out, result)
-
-
-def gained_rmsnorm_backward(
-    dresidual_inout: Form,
-    dgain_acc: Tensor,
-    dout: Tensor,
-    inp: Tensor,
-    rstd: Tensor,
-    gain: Tensor,
-    *,
-    scratch: Tensor | None = None,
-) -> None:
-    """As `layernorm_backward`."""
-    reference.gained_rmsnorm_backward(plain(dresidual_inout), dgain_acc, dout, inp, rstd, gain)
-    if isinstance(dresidual_inout, Quantized):
-        quantize(dresidual_inout, plain(dresidual_inout))
-
-
-def mix_rmsnorm_forward(
-    mixed: Tensor | None,
-    out: Form,
-    rstd: Tensor,
-    inp: Tensor,
-    first: Tensor | None,
-    residual_scalar: Tensor | None,
-    input_scalar: Tensor | None,
-) -> None:
-    """The mixture stays in 16 bits."""
-    result = plain(out) if isinstance(out, Tensor) or out.plain is not None else torch.empty_like(inp)
-    reference.mix_rmsnorm_forward(mixed, result, rstd, inp, first, residual_scalar, input_scalar)
-    if isinstance(out, Quantized):
-        quantize(out, result)
-
-
-def mix_rmsnorm_backward(
-    dstream_inout: Form,
-    dfirst_inout: Tensor | None,
-    dresidual_scalar_acc: Tensor | None,
-    dinput_scalar_acc: Tensor | None,
-    dout: Tensor,
-    inp: Tensor,
-    first: Tensor | None,
-    rstd: Tensor,
-    residual_scalar: Tensor | None,
-    input_scalar: Tensor | None,
-    *,
-    scratch: Tensor | None = None,
-) -> None:
-    """As `layernorm_backward`."""
-    sums, scalars = (dresidual_scalar_acc, dinput_scalar_acc), (residual_scalar, input_scalar)
-    reference.mix_rmsnorm_backward(plain(dstream_inout), dfirst_inout, *sums, dout, inp, first, rstd, *scalars)
-    if isinstance(dstream_inout, Quantized):
-        quantize(dstream_inout, plain(dstream_inout))
-
-
-def attention_forward(
-    out: Form, lse: Tensor, qkv: Tensor, *, scratch: Tensor | None = None, document_starts: Tensor | None = None
-) -> None:
-    """A quantised out also has a plain form, for the backward."""
-    reference.attention_forward(plain(out), lse, qkv, document_starts=document_starts)
-    if isinstance(out, Quantized):
-        quantize(out, plain(out))
+attention_backward_into = quantizing(reference.attention_backward, "dqkv")
 
 
 def attention_backward(
@@ -130,67 +64,30 @@ def attention_backward(
     document_starts: Tensor | None = None,
 ) -> None:
     """A dqkv with a `workspace` is left there: an operation between attention and the product quantises it."""
-    inputs = dout, plain(out), lse, qkv
-    if isinstance(dqkv, Quantized) and dqkv.workspace is not None:
-        reference.attention_backward(dqkv.workspace, *inputs, document_starts=document_starts)
-        return
-    result = plain(dqkv) if isinstance(dqkv, Tensor) or dqkv.plain is not None else torch.empty_like(qkv)
-    reference.attention_backward(result, *inputs, document_starts=document_starts)
-    if isinstance(dqkv, Quantized):
-        quantize(dqkv, result)
+    into = dqkv.workspace if isinstance(dqkv, Quantized) and dqkv.workspace is not None else dqkv
+    attention_backward_into(into, dout, plain(out), lse, qkv, document_starts=document_starts)
 
 
-def rotary_backward(
-    dqkv_inout: Form, *, num_heads: int, length: int, frequencies: Frequencies = None, scale: float = 1.0
-) -> None:
-    """Of a quantised dqkv, the gradient after the rotation lies in its `workspace`; so with the next three."""
-    turn = {"num_heads": num_heads, "length": length, "frequencies": frequencies, "scale": scale}
-    reference.rotary_backward(after_the_turn(dqkv_inout), **turn)
-    quantize_turned(dqkv_inout)
+def quantizing_workspace(operation: Callable[..., None]) -> Callable[..., None]:
+    """The operation, which changes attention's input gradient in place. A quantised one lies in its `workspace`, where
+    attention's backward left it, and is quantised from there."""
+
+    def call(dqkv_inout: Form, *tensors: Any, **named: Any) -> None:
+        gradient = plain_or_workspace(dqkv_inout)
+        operation(gradient, *tensors, **named)
+        if isinstance(dqkv_inout, Quantized):
+            quantize(dqkv_inout, gradient)
+            if dqkv_inout.plain is not None:
+                dqkv_inout.plain.copy_(gradient)
+
+    call.__signature__ = taking_forms(operation, "dqkv_inout")  # type: ignore[attr-defined]
+    return call
 
 
-def qk_norm_backward(dqkv_inout: Form, qkv: Tensor, rstd: Tensor) -> None:
-    reference.qk_norm_backward(after_the_turn(dqkv_inout), qkv, rstd)
-    quantize_turned(dqkv_inout)
-
-
-def qk_norm_rotary_backward(dqkv_inout: Form, qkv: Tensor, rstd: Tensor, *, length: int) -> None:
-    reference.qk_norm_rotary_backward(after_the_turn(dqkv_inout), qkv, rstd, length=length)
-    quantize_turned(dqkv_inout)
-
-
-def gained_qk_norm_rotary_backward(
-    dqkv_inout: Form,
-    dq_gain_acc: Tensor,
-    dk_gain_acc: Tensor,
-    qkv: Tensor,
-    rstd: Tensor,
-    q_gain: Tensor,
-    k_gain: Tensor,
-    *,
-    length: int,
-    frequencies: tuple[float, ...],
-    scale: float,
-    scratch: Tensor | None = None,
-) -> None:
-    turn, sums = {"length": length, "frequencies": frequencies, "scale": scale}, (dq_gain_acc, dk_gain_acc)
-    reference.gained_qk_norm_rotary_backward(after_the_turn(dqkv_inout), *sums, qkv, rstd, q_gain, k_gain, **turn)
-    quantize_turned(dqkv_inout)
-
-
-def after_the_turn(dqkv: Form) -> Tensor:
-    """The gradient that attention's backward left, in 16 bits; it may be changed."""
-    if isinstance(dqkv, Tensor):
-        return dqkv
-    assert dqkv.workspace is not None
-    return dqkv.workspace
-
-
-def quantize_turned(dqkv: Form) -> None:
-    if isinstance(dqkv, Quantized):
-        quantize(dqkv, after_the_turn(dqkv))
-        if dqkv.plain is not None:
-            dqkv.plain.copy_(after_the_turn(dqkv))
+rotary_backward = quantizing_workspace(reference.rotary_backward)
+qk_norm_backward = quantizing_workspace(reference.qk_norm_backward)
+qk_norm_rotary_backward = quantizing_workspace(reference.qk_norm_rotary_backward)
+gained_qk_norm_rotary_backward = quantizing_workspace(reference.gained_qk_norm_rotary_backward)
 
 
 def classifier_forward_backward(

@@ -1,8 +1,6 @@
 """Generation on a CPU, where the host may ask: attention reads only the tokens that each sequence has."""
 
-# ruff: noqa: F401
-
-import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,23 +12,7 @@ from handgrad.ops.cpu.linear import linear_forward
 from handgrad.ops.cpu.relu2 import linear_relu2_forward
 from handgrad.ops.cpu.rmsnorm import gained_rmsnorm_forward, rmsnorm_forward
 from handgrad.ops.cpu.swiglu import linear_swiglu_forward
-from handgrad.ops.reference.classifier import softcap_forward
-from handgrad.ops.reference.decode import (
-    advance,
-    append_keys_values,
-    attention_append,
-    choose_tokens,
-    choosing_scratch_bytes,
-    embedding_decode,
-    gained_qk_norm_rotary_forward,
-    qk_norm_forward,
-    qk_norm_rotary_forward,
-    rotary_forward,
-    store_keys_values_at,
-    token_embedding_decode,
-)
-from handgrad.ops.reference.mix import mix_forward
-from handgrad.ops.reference.value_embedding import value_embedding_decode
+from handgrad.ops.reference import decode as reference
 
 layernorm_linear_forward = after_layernorm(layernorm_forward, linear_forward)
 layernorm_linear_gelu_forward = after_layernorm(layernorm_forward, linear_gelu_forward)
@@ -38,13 +20,13 @@ rmsnorm_linear_forward = after_rmsnorm(rmsnorm_forward, linear_forward, None)
 rmsnorm_linear_relu2_forward = after_rmsnorm(rmsnorm_forward, linear_relu2_forward)
 gained_rmsnorm_linear_forward = after_gained_rmsnorm(gained_rmsnorm_forward, linear_forward, 1)
 gained_rmsnorm_linear_swiglu_forward = after_gained_rmsnorm(gained_rmsnorm_forward, linear_swiglu_forward, 2)
-mix_rmsnorm_linear_forward = after_mix(mix_forward, rmsnorm_linear_forward)
+mix_rmsnorm_linear_forward = after_mix(reference.mix_forward, rmsnorm_linear_forward)
 
 
 def attention_decode(
     out: Tensor, keys_inout: Tensor, values_inout: Tensor, qkv: Tensor, positions: Tensor, *, scratch: Tensor | None = None
 ) -> None:
-    q = append_keys_values(keys_inout, values_inout, qkv, positions)
+    q = reference.append_keys_values(keys_inout, values_inout, qkv, positions)
     B, K, _, D = keys_inout.shape
     q = q.view(B, K, -1, D)  # heads of queries that share keys and values are rows of one product
     y = out.view(*q.shape)
@@ -54,3 +36,8 @@ def attention_decode(
 
 
 attention_linear_residual_forward = after_attention(attention_decode, linear_residual_forward)
+
+
+def __getattr__(name: str) -> Any:
+    """All other operations are the reference's."""
+    return getattr(reference, name)

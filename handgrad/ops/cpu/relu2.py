@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from handgrad.dtypes import accumulation_dtype
 from handgrad.ops.cpu.linear import linear_backward, linear_forward
-from handgrad.ops.reference.dtypes import statistics_dtype
 
 
 def relu2_forward(hidden_inout: Tensor) -> None:
@@ -16,7 +16,7 @@ def relu2_forward(hidden_inout: Tensor) -> None:
 def relu2_backward(dhidden_inout: Tensor, out: Tensor) -> None:
     """2 sqrt(y) = y / sqrt(y / 4): torch's square root is slow at zeros, of which there are many; the reciprocal root is
     not. The smallest normal number takes the place of zero, lest 0 / 0 be formed."""
-    y = out.to(statistics_dtype(out))
+    y = out.to(accumulation_dtype(out.dtype))
     slope = (y * 0.25).clamp_(min=torch.finfo(y.dtype).tiny).rsqrt_().mul_(y)
     dhidden_inout.mul_(slope)
 

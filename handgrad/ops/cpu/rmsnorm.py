@@ -15,7 +15,7 @@ def rmsnorm_forward(out: Tensor, rstd: Tensor, inp: Tensor) -> None:
 def rmsnorm_backward(dresidual_inout: Tensor, dout: Tensor, inp: Tensor, rstd: Tensor) -> None:
     x, dy, r = inp.to(rstd.dtype), dout.to(rstd.dtype), rstd.unsqueeze(1)
     dx = dy * x
-    along = dx.mean(1, keepdim=True).mul_(r).mul_(r)  # mean(dy y) / |x|
+    along = dx.mean(1, keepdim=True).mul_(r).mul_(r)  # mean(dy y) rstd
     torch.addcmul(dy, x, along, value=-1, out=dx)
     dresidual_inout.add_(dx.mul_(r))
 

@@ -9,7 +9,7 @@ import functools
 import torch
 from torch import Tensor
 
-from handgrad.ops.reference.dtypes import statistics_dtype
+from handgrad.dtypes import accumulation_dtype
 from handgrad.ops.reference.rmsnorm import RMSNORM_EPSILON
 from handgrad.ops.reference.rotary import Frequencies, frequencies_of, queries_and_keys
 
@@ -20,14 +20,14 @@ def rotary_forward(
     qkv_inout: Tensor, *, num_heads: int, length: int, frequencies: Frequencies = None, scale: float = 1.0
 ) -> None:
     heads = queries_and_keys(qkv_inout, num_heads, frequencies)
-    turn(heads, heads.to(statistics_dtype(heads)), length, 1, frequencies, scale)
+    turn(heads, heads.to(accumulation_dtype(heads.dtype)), length, 1, frequencies, scale)
 
 
 def rotary_backward(
     dqkv_inout: Tensor, *, num_heads: int, length: int, frequencies: Frequencies = None, scale: float = 1.0
 ) -> None:
     heads = queries_and_keys(dqkv_inout, num_heads, frequencies)
-    turn(heads, heads.to(statistics_dtype(heads)), length, -1, frequencies, scale)
+    turn(heads, heads.to(accumulation_dtype(heads.dtype)), length, -1, frequencies, scale)
 
 
 def turn(out: Tensor, x: Tensor, length: int, direction: int, frequencies: Frequencies = None, scale: float = 1.0) -> None:

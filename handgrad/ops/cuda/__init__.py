@@ -15,6 +15,7 @@ from handgrad.ops.cuda.attention import attention_backward, attention_forward, a
 from handgrad.ops.cuda.attention_configs import capability_here, widest_head
 from handgrad.ops.cuda.classifier import classifier_forward, classifier_forward_backward, softcap_forward
 from handgrad.ops.cuda.column_sums import bias_backward
+from handgrad.ops.cuda.cublaslt import tuning
 from handgrad.ops.cuda.digests import digest
 from handgrad.ops.cuda.embedding import (
     embedding_backward,
@@ -71,11 +72,6 @@ CAPTURABLE = True  # every operation of a step can be recorded in a CUDA graph
 def versions() -> dict[str, str]:
     """Names all that the bits depend on beside torch and the GPU."""
     return {"triton": triton.__version__, "products": cublaslt.describe(), "attention": attention_cudnn.describe()}
-
-
-def tuning(lost: str) -> str:
-    """Names the table of tuned algorithms, for `doctor`, or says what speed is `lost` without one."""
-    return cublaslt.tuning(lost)
 
 
 def check_sizes(*, length: int, num_heads: int, channels: int, head_width: int = 0) -> None:

@@ -17,22 +17,10 @@ from handgrad.ops.cuda.rmsnorm import rstd_of
 def mix_forward(
     out: Tensor, inp: Tensor, first: Tensor | None, residual_scalar: Tensor | None, input_scalar: Tensor | None
 ) -> None:
-    forward(out, None, None, inp, first, residual_scalar, input_scalar)
+    mix_rmsnorm_forward(out, None, None, inp, first, residual_scalar, input_scalar)
 
 
 def mix_rmsnorm_forward(
-    mixed: Tensor | None,
-    out: Tensor,
-    rstd: Tensor,
-    inp: Tensor,
-    first: Tensor | None,
-    residual_scalar: Tensor | None,
-    input_scalar: Tensor | None,
-) -> None:
-    forward(mixed, out, rstd, inp, first, residual_scalar, input_scalar)
-
-
-def forward(
     mixed: Tensor | None,
     out: Tensor | None,
     rstd: Tensor | None,
@@ -41,7 +29,7 @@ def forward(
     residual_scalar: Tensor | None,
     input_scalar: Tensor | None,
 ) -> None:
-    """Makes the mixture and its norm, as far as they have buffers."""
+    """Without `out` the mixture alone is stored, without `mixed` the norm alone."""
     N, C = inp.shape
     block, rows, warps = forward_tile(C)
     tensors = mixed, out, rstd, inp, first, residual_scalar, input_scalar

@@ -76,7 +76,7 @@ CAPTURABLE = False  # the verdict and the update ask the host
 
 
 def versions() -> dict[str, str]:
-    """Names all that the bits depend on beside torch and the device: nothing."""
+    """The bits depend on torch and the device alone."""
     return {}
 
 
@@ -85,7 +85,7 @@ def check_sizes(*, length: int, num_heads: int, channels: int, head_width: int =
 
 
 def compile_ahead(*launches: Callable[[], None]) -> None:
-    """Compiles what the launches need: nothing."""
+    """The reference has no kernels to compile."""
 
 
 def scratch_bytes(*, tokens: int, channels: int, widest: int) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from handgrad.ops.reference.dtypes import statistics_dtype
+from handgrad.dtypes import accumulation_dtype
 
 CLASSIFIER_BLOCK_ELEMENTS = 1 << 19  # of the softmax's float32 temporary: 2 MiB
 
@@ -45,7 +45,7 @@ def classifier_forward_backward(
     untrained: bool = False,
 ) -> None:
     """losses (N), and the logits (N, Vp) turned into scale * dlosses/dlogits in place, from targets (N); scale (1) has
-    the dtype of the losses. No number of the gradient is larger than scale. untrained: as above."""
+    the dtype of the losses. No element of the gradient exceeds scale in magnitude. untrained: as above."""
     check_trained(targets, untrained)
     blocks = _log_softmax_blocks(losses.dtype, logits_to_dlogits_inout, targets, vocab_size, softcap)
     for rows, target, log_p, slope in blocks:
@@ -90,5 +90,5 @@ def _log_softmax_blocks(
 
 def softcap_forward(logits_inout: Tensor, *, softcap: float) -> None:
     """logits_inout (N, Vp) = c tanh(logits / c), in place: generation chooses from them."""
-    wide = logits_inout.to(statistics_dtype(logits_inout))
+    wide = logits_inout.to(accumulation_dtype(logits_inout.dtype))
     logits_inout.copy_(torch.tanh(wide / softcap) * softcap)

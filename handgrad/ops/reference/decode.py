@@ -9,11 +9,11 @@ import math
 import torch
 from torch import Tensor
 
+from handgrad.dtypes import accumulation_dtype
 from handgrad.ops.compose import after_attention, after_gained_rmsnorm, after_layernorm, after_mix, after_rmsnorm
 from handgrad.ops.hashing import BITS32, WEYL, mixed
 from handgrad.ops.reference.attention import for_queries, split_heads
 from handgrad.ops.reference.classifier import softcap_forward  # noqa: F401
-from handgrad.ops.reference.dtypes import statistics_dtype
 from handgrad.ops.reference.gelu import linear_gelu_forward, linear_residual_forward
 from handgrad.ops.reference.layernorm import layernorm_forward
 from handgrad.ops.reference.linear import linear_forward
@@ -109,7 +109,7 @@ def append_keys_values(keys_inout: Tensor, values_inout: Tensor, qkv: Tensor, po
     rows = torch.arange(B, device=qkv.device)
     keys_inout[rows, :, positions] = k[:, :, 0]
     values_inout[rows, :, positions] = v[:, :, 0]
-    return q.to(statistics_dtype(qkv)) / math.sqrt(q.shape[-1])
+    return q.to(accumulation_dtype(qkv.dtype)) / math.sqrt(q.shape[-1])
 
 
 attention_linear_residual_forward = after_attention(attention_decode, linear_residual_forward)
@@ -151,7 +151,7 @@ def attention_append(
     B, (_, K, maxT, D) = slots.shape[0], keys.shape
     q, _, _ = split_heads(qkv, B, qkv.shape[1] // D - 2 * K, D)
     H, T = q.shape[1:3]
-    q = q.to(statistics_dtype(qkv)) / math.sqrt(D)
+    q = q.to(accumulation_dtype(qkv.dtype)) / math.sqrt(D)
     later = torch.arange(maxT, device=qkv.device) > positions.view(B, 1, T, 1)
     scores = torch.matmul(q, for_queries(keys[slots], H, 1).to(q.dtype).transpose(-1, -2))
     weights = torch.softmax(scores.masked_fill_(later, -math.inf), -1)
@@ -201,7 +201,7 @@ def choose_tokens(
     repetition_penalty is 1. Arithmetic in float32, of float64 logits in float64.
     """
     assert temperature == 0 or temperature >= SMALLEST_TEMPERATURE
-    scores = logits[:, :vocab_size].to(statistics_dtype(logits))
+    scores = logits[:, :vocab_size].to(accumulation_dtype(logits.dtype))
     finite = torch.isfinite(scores).all(1)
     scores = scores.masked_fill(~finite.unsqueeze(1), 0)
     if repetition_penalty != 1:

@@ -28,7 +28,7 @@ def embedding_backward(
     dwpe_acc[:T].add_(dout.to(dwpe_acc.dtype).view(B, T, -1).sum(0))
 
 
-# Of the tokens alone, where positions enter elsewhere: x[n] = wte[token[n]].
+# Tokens alone, for models that encode positions elsewhere: x[n] = wte[token[n]].
 
 
 def token_embedding_forward(out: Tensor, tokens: Tensor, wte: Tensor) -> None:

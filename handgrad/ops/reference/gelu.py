@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from handgrad.ops.reference.dtypes import statistics_dtype
+from handgrad.dtypes import accumulation_dtype
 from handgrad.ops.reference.linear import linear_backward, linear_forward
 
 ROOT, CUBIC = math.sqrt(2 / math.pi), 0.044715
@@ -29,7 +29,7 @@ def gelu_backward(dhidden_inout: Tensor, inp: Tensor) -> None:
 
 def gelu_terms(inp: Tensor) -> tuple[Tensor, Tensor]:
     """x and tanh u, at least in float32."""
-    x = inp.to(statistics_dtype(inp))
+    x = inp.to(accumulation_dtype(inp.dtype))
     return x, torch.tanh(ROOT * (x + CUBIC * x * x * x))
 
 

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from handgrad.ops.reference.dtypes import statistics_dtype
+from handgrad.dtypes import accumulation_dtype
 from handgrad.ops.reference.rmsnorm import rmsnorm_backward, rmsnorm_forward
 
 # Residual and input scalars (Jordan et al. 2024, https://github.com/KellerJordan/modded-nanogpt): m = r x + s x0, of the
@@ -14,7 +14,7 @@ def mix_forward(
     out: Tensor, inp: Tensor, first: Tensor | None, residual_scalar: Tensor | None, input_scalar: Tensor | None
 ) -> None:
     """out, inp, first (N, C); the scalars (1)."""
-    wide = statistics_dtype(inp)
+    wide = accumulation_dtype(inp.dtype)
     mixed = inp.to(wide)
     if residual_scalar is not None:
         mixed = mixed * residual_scalar.to(wide)
@@ -35,7 +35,7 @@ def mix_backward(
     input_scalar: Tensor | None,
 ) -> None:
     """Turns the gradient of the mixture (N, C) into that of inp, and adds the part of `first` to its own."""
-    wide = statistics_dtype(inp)
+    wide = accumulation_dtype(inp.dtype)
     dmixed = dstream_inout.to(wide)
     if input_scalar is not None:
         assert dfirst_inout is not None and dinput_scalar_acc is not None and first is not None

@@ -17,7 +17,7 @@ POLAR_EXPRESS = (
     (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
-ABOVE_LARGEST = 1.02  # the norm is divided by a bit more than itself: rounding may not lift a singular value above 1
+ABOVE_LARGEST = 1.02  # U is divided by this times its norm, lest rounding lift a singular value above 1
 LEAST_NORM = 1e-7
 UPDATE_RMS = 0.2
 FIRST_MOMENTUM, WARM_UP_STEPS = 0.85, 300  # momentum grows in a straight line, while the gradient still turns quickly

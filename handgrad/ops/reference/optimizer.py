@@ -108,13 +108,13 @@ def adamw_update(
     first_element: int = 0,
 ) -> None:
     """One update of flat float32 (or float64) buffers of equal length, unless the verdict in `results` forbids it;
-    `published` (any dtype, possibly `weight_inout` itself) receives the new weights, rounded. The gradient's values
-    afterwards mean nothing. `controls` holds the learning rate, which `rate` multiplies, and the step, which counts from 1.
+    `published` (any dtype, possibly `weight_inout` itself) receives the new weights, rounded. The gradient is undefined
+    afterwards. `controls` holds the learning rate, which `rate` multiplies, and the step, which counts from 1.
 
-    Weights of bf16 are all there is of them: they are `published` themselves, updated in float32 and rounded to one of
-    their two neighbours at random, keyed by `seed`, the step and the element's place in the whole buffer, where these
-    begin at `first_element`. Moments of bf16 likewise, with random bits of their own; the weights' update takes them before
-    they are rounded.
+    bf16 weights have no master copy: `weight_inout` is `published`. They are updated in float32 and rounded to one of their
+    two neighbours at random, keyed by `seed`, the step and the element's place in the whole buffer, in which these begin at
+    `first_element`. bf16 moments are rounded likewise, with random bits of their own, after the weights' update has read
+    them.
     """
     if results[ops.RESULT_VERDICT].item() != ops.UPDATE:
         return

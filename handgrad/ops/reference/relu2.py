@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from handgrad.ops.reference.dtypes import statistics_dtype
+from handgrad.dtypes import accumulation_dtype
 from handgrad.ops.reference.linear import linear_backward, linear_forward
 
 # Squared ReLU (So et al. 2021, https://arxiv.org/abs/2109.08668): y = max(x, 0)^2,  dy/dx = 2 max(x, 0) = 2 sqrt(y).
@@ -11,13 +11,13 @@ from handgrad.ops.reference.linear import linear_backward, linear_forward
 
 def relu2_forward(hidden_inout: Tensor) -> None:
     """hidden_inout (N, F), in place, at least in float32."""
-    x = hidden_inout.to(statistics_dtype(hidden_inout)).clamp(min=0)
+    x = hidden_inout.to(accumulation_dtype(hidden_inout.dtype)).clamp(min=0)
     hidden_inout.copy_(x * x)
 
 
 def relu2_backward(dhidden_inout: Tensor, out: Tensor) -> None:
     """Turns the gradient after the square into the gradient before the ReLU, in place; out (N, F) is the output."""
-    y = out.to(statistics_dtype(out))
+    y = out.to(accumulation_dtype(out.dtype))
     dhidden_inout.copy_(dhidden_inout * (2 * y.sqrt()))
 
 

@@ -7,7 +7,7 @@ a row is H heads of queries and K each of keys and values, (N, (H + 2K) D), and 
 import torch
 from torch import Tensor
 
-from handgrad.ops.reference.dtypes import statistics_dtype
+from handgrad.dtypes import accumulation_dtype
 from handgrad.ops.reference.rmsnorm import RMSNORM_EPSILON
 
 ROTARY_BASE = 10000.0
@@ -50,7 +50,7 @@ def rotate(
 
 def rotate_heads(heads_inout: Tensor, positions: Tensor, direction: int, frequencies: Frequencies, scale: float) -> None:
     """Rotates heads (N, heads, D) at positions (N), forwards (1) or backwards (-1)."""
-    wide = statistics_dtype(heads_inout)
+    wide = accumulation_dtype(heads_inout.dtype)
     first, second = heads_inout.chunk(2, dim=-1)  # (N, heads, D/2) each
     angles = (positions.to(torch.float64).unsqueeze(1) * frequencies_of(heads_inout, frequencies)).unsqueeze(1)
     cos, sin = (scale * angles.cos()).to(wide), direction * (scale * angles.sin()).to(wide)

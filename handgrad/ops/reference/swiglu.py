@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from handgrad.ops.reference.dtypes import statistics_dtype
+from handgrad.dtypes import accumulation_dtype
 from handgrad.ops.reference.linear import linear_backward, linear_forward
 
 # SwiGLU (Shazeer 2020, https://arxiv.org/abs/2002.05202): [g u] = x [Wg Wu]^T in one product,  y = silu(g) u,
@@ -27,7 +27,7 @@ def swiglu_backward(dhidden: Tensor, dout: Tensor, hidden: Tensor) -> None:
 
 def gates(hidden: Tensor) -> tuple[Tensor, Tensor]:
     """g and u, (N, F) each, at least in float32."""
-    g, u = hidden.to(statistics_dtype(hidden)).chunk(2, dim=1)
+    g, u = hidden.to(accumulation_dtype(hidden.dtype)).chunk(2, dim=1)
     return g, u
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from handgrad.ops.reference.dtypes import statistics_dtype
+from handgrad.dtypes import accumulation_dtype
 from handgrad.ops.reference.rmsnorm import rmsnorm_forward
 
 # Value embeddings (after Zhou et al. 2024, https://arxiv.org/abs/2410.17897; as tables in modded-nanogpt, gated like this
@@ -59,7 +59,7 @@ def looked_up(table: Tensor, tokens: Tensor, num_heads: int) -> Tensor:
 
 def value_embedding_decode(qkv_inout: Tensor, stream: Tensor, gate_weight: Tensor, tokens: Tensor, table: Tensor) -> None:
     """The forward of one token per sequence, from the stream (B, C) itself, as generation keeps no norms."""
-    wide = statistics_dtype(stream)
+    wide = accumulation_dtype(stream.dtype)
     norm, rstd = torch.empty_like(stream), stream.new_empty(len(stream), dtype=wide)
     rmsnorm_forward(norm, rstd, stream)
     gate = stream.new_empty(len(stream), gate_weight.shape[0], dtype=wide)
