@@ -167,7 +167,12 @@ def test_a_measured_run_quotes_its_record_and_others_the_model() -> None:
     assert not forecast(config, 50257, "h200", ranks=8).measured
     assert not forecast(config, 4096, "h200").measured, "another head"
     adapters = {"lora": "rank=8,alpha=16", "init_from": "weights"}
-    for other in ({"architecture": "llama", "llama": "kv_heads=4"}, {"architecture": "modern"}, adapters, {"audit_every": 1}):
+    for other in (
+        {"architecture": "llama", "llama": "kv_heads=4"},
+        {"architecture": "modern"},
+        adapters,
+        {"audit_every": 1},
+    ):
         assert not forecast(dataclasses.replace(config, **other), 50257, "h200").measured, other
     assert forecast(preset("d48"), 50257, "h200").measured, "64 micro-batches to an update are as fast as 8"
     assert not forecast(dataclasses.replace(config, tokens_per_step=1 << 17), 50257, "h200").measured, "2 are not"

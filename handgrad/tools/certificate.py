@@ -8,7 +8,7 @@ from typing import Any
 from handgrad.audit.chain import BEGIN, CHECKPOINT, STEP, Line, canonical, checked_line, faults
 from handgrad.config import RunConfig, to_dict
 from handgrad.errors import DataError, UsageError, storage_errors
-from handgrad.jsonl import parse, record
+from handgrad.jsonl import readable_records, record
 from handgrad.parsing import parse_json
 
 KIND, FORMAT = "handgrad certificate", 1
@@ -123,13 +123,8 @@ def page(certificate: Line) -> str:
 def evaluations(metrics: Path) -> list[Line]:
     """The last validation, and the last result on each task, of a run's record."""
     found: dict[str, Line] = {}
-    with storage_errors(f"reading {metrics}"):
-        content = metrics.read_bytes() if metrics.is_file() else b""
-    for line in content.split(b"\n"):
-        try:
-            entry = parse(line, "").fields
-        except DataError:  # blank, or cut by a kill
-            continue
+    for read in readable_records(metrics) if metrics.is_file() else ():
+        entry = read.fields
         if entry.get("kind") == "validation":
             found["validation loss"] = {"step": entry["step"], "name": "validation loss", "value": entry["loss"]}
         elif entry.get("kind") == "evaluation" and isinstance(entry.get("metrics"), dict):
