@@ -151,6 +151,16 @@ def test_the_bytes_of_the_other_kernels_are_those_of_the_table() -> None:
 # The forecast, the command, Python.
 
 
+def test_attention_is_counted_by_the_width_of_its_heads() -> None:
+    """Heads of twice the width take twice the time at the same channels (Qwen3's)."""
+    gpu, seconds = GPUS["h200"], []
+    for width in (64, 128):
+        llama = dataclasses.replace(preset("d12"), architecture="llama", llama=f"head_width={width}")
+        config = settled(llama, gpu, 1)
+        seconds.append(roofline.step_time(gpu, config, resolve_for(gpu, config, 50257)).attention)
+    assert seconds[1] == pytest.approx(2 * seconds[0])
+
+
 def test_a_measured_run_quotes_its_record_and_others_the_model() -> None:
     config = preset("d12")
     one = forecast(config, 50257, "H200", price=3.0)

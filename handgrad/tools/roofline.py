@@ -60,7 +60,8 @@ def step_time(gpu: Gpu, config: RunConfig, design: Design, ranks: int = 1) -> St
     products = tokens * product_seconds_per_token(gpu, design, precision, rate)
     kind = "bf16" if precision == "fp8" else "fp32" if precision == "tf32" else precision
     products_of_attention = 7 + 2 * (config.recompute >= WHOLE_BLOCKS)  # two forward, five backward
-    attention = products_of_attention * layers * channels * (length + 1) / (ATTENTION_SHARE * gpu.flops(kind))
+    attended = shape.num_heads * shape.head_width
+    attention = products_of_attention * layers * attended * (length + 1) / (ATTENTION_SHARE * gpu.flops(kind))
     attention *= tokens * (1 + (QUANTISING - 1) * in_fp8)
     level = config.recompute
     per_channel = (1 - in_fp8) * size * (ELEMENTS + AGAIN_ELEMENTS[level])
