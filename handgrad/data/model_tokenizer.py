@@ -27,6 +27,7 @@ from handgrad.errors import DataError
 from handgrad.parsing import parse_json
 
 KIND, GENERATION_FILE, CONFIG_FILE = "model", "generation_config.json", "tokenizer_config.json"
+MODEL_FILE = "config.json"  # of which nothing but the padding token travels with the tokenizer
 # What transformers keeps beside `tokenizer.json`, the chat template and all ends of texts among it: written as it came.
 OTHERS = (
     *(CONFIG_FILE, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
@@ -37,7 +38,7 @@ MAX_TOKENS = 1 << 24
 
 def read_model_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer of a transformers folder. Raises `DataError` if there is none that gives a text's bytes back."""
-    path, config = folder / TOKENIZER_FILE, read_object(folder / "config.json")
+    path, config = folder / TOKENIZER_FILE, read_object(folder / MODEL_FILE)
     if not path.is_file():
         raise DataError(f"expected {TOKENIZER_FILE} in {folder}, found no such file; add the model's tokenizer files")
     others = {name: read_small(folder / name).decode() for name in OTHERS if (folder / name).is_file()}
@@ -47,6 +48,8 @@ def read_model_tokenizer(folder: Path) -> Tokenizer:
     elif isinstance(ends, list):  # transformers makes this file of the configuration, where there is none
         ids = {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config}
         others.setdefault(GENERATION_FILE, json.dumps(ids))
+    if (pad := config.get("pad_token_id")) is not None:
+        others[MODEL_FILE] = json.dumps({"pad_token_id": pad})
     first = ends[0] if isinstance(ends, list) and ends else ends
     tokenizer = model_tokenizer(read_small(path), others, config.get("vocab_size"), first, str(path))
     check_added(folder, tokenizer)
@@ -150,7 +153,7 @@ def of_folder(folder: Path) -> Tokenizer:
     record = read_object(manifest).get("tokenizer") if manifest.is_file() else None
     if isinstance(record, dict):
         return read_tokenizer(manifest.parent, record)
-    return of_transformers(folder, read_object(folder / "config.json").get("vocab_size"))
+    return of_transformers(folder, read_object(folder / MODEL_FILE).get("vocab_size"))
 
 
 def of_transformers(folder: Path, vocab_size: Any) -> Tokenizer:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from handgrad.data.chat_template import ChatTemplate
+from handgrad.data.model_tokenizer import MODEL_FILE
 from handgrad.data.shards import MANIFEST_FILE, MAX_SHARD_TOKENS, read_manifest
 from handgrad.data.sources import SourceFile
 from handgrad.data.tokenizer import Tokenizer, load_tokenizer
@@ -75,7 +76,7 @@ def _chat_form(tokenizer: Tokenizer | None) -> str:
     """The template that makes text of conversations, in the words of a recipe; None: a vocabulary that is trained."""
     if tokenizer is None or ChatTemplate(tokenizer).is_plain:
         return "plain"
-    files = json.dumps(tokenizer.others, sort_keys=True).encode()
+    files = json.dumps({k: v for k, v in tokenizer.others.items() if k != MODEL_FILE}, sort_keys=True).encode()
     return f"template {hashlib.sha256(files).hexdigest()}"
 
 

@@ -73,10 +73,10 @@ def export_model(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype = torc
         config = huggingface.their_config(model.shape, model.tokenizer, dtype, dropout)
         generation = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
         files = {
-            huggingface.CONFIG_FILE: (json.dumps(config, indent=2) + "\n").encode(),
             GENERATION_FILE: (json.dumps(generation, indent=2) + "\n").encode(),
             **vocabulary_files(model.tokenizer, model.shape.sequence_length),
             **({} if checkpoint.manifest.get("imported") else ends_of_turns(model.tokenizer, generation)),
+            huggingface.CONFIG_FILE: (json.dumps(config, indent=2) + "\n").encode(),
             CARD_FILE: model_card(checkpoint, model, dtype, config).encode(),
             CURVE_FILE: curve_png(checkpoint),
         }

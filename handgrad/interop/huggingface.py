@@ -30,7 +30,7 @@ from torch import Tensor
 
 from handgrad.config import ModelShape
 from handgrad.data.hub import hub_failures
-from handgrad.data.model_tokenizer import GENERATION_FILE, of_transformers
+from handgrad.data.model_tokenizer import GENERATION_FILE, MODEL_FILE, of_transformers
 from handgrad.data.tokenizer import Tokenizer, load_tokenizer
 from handgrad.data.vocabulary import read_vocabulary
 from handgrad.errors import DataError, UsageError
@@ -108,12 +108,14 @@ def transposed(shape: ModelShape, row: ParameterRow) -> bool:
 def their_config(shape: ModelShape, tokenizer: Tokenizer, dtype: torch.dtype, dropout: float) -> dict[str, Any]:
     """The content of config.json, with the dropout of the run."""
     kind = str(dtype).removeprefix("torch.")
+    pad = own_token(tokenizer, MODEL_FILE, "pad_token_id")
     return {
         **own_config(shape, dropout),
         "initializer_range": 0.02,
         "use_cache": True,
         "bos_token_id": begin_token(tokenizer),
         "eos_token_id": tokenizer.end_of_text,
+        **({} if pad is None else {"pad_token_id": pad}),
         "torch_dtype": kind,
         "dtype": kind,
     }
@@ -121,11 +123,17 @@ def their_config(shape: ModelShape, tokenizer: Tokenizer, dtype: torch.dtype, dr
 
 def begin_token(tokenizer: Tokenizer) -> int:
     """The token that begins a text: of a model from elsewhere that of its own file, else end-of-text."""
+    found = own_token(tokenizer, GENERATION_FILE, "bos_token_id")
+    return tokenizer.end_of_text if found is None else found
+
+
+def own_token(tokenizer: Tokenizer, file: str, key: str) -> int | None:
+    """The token that a file of a model from elsewhere names under `key`, or None."""
     try:
-        found: Any = parse_json(tokenizer.others.get(GENERATION_FILE, "{}")).get("bos_token_id")
+        found: Any = parse_json(tokenizer.others.get(file, "{}")).get(key)
     except (ValueError, AttributeError):
-        found = None
-    return found if type(found) is int and 0 <= found < tokenizer.vocab_size else tokenizer.end_of_text
+        return None
+    return found if type(found) is int and 0 <= found < tokenizer.vocab_size else None
 
 
 def own_config(shape: ModelShape, dropout: float) -> dict[str, Any]:
