@@ -11,7 +11,6 @@ the two checkpoints must be equal, byte for byte.
 
 import argparse
 import dataclasses
-import json
 import math
 import os
 import shutil
@@ -26,6 +25,7 @@ import numpy as np
 import torch
 
 from benchmarks.record import write_record
+from benchmarks.run_record import lines_of
 from handgrad import checkpoint, presets
 from handgrad.checkpoint import Checkpoint, opened
 from handgrad.config import RunConfig, check
@@ -89,8 +89,7 @@ def measure(run: Run, steps: int, still: Path) -> dict[str, Any]:
     pause = time.perf_counter() - begun
     during = timed(run, many)
     after = timed(run, steps)
-    records = [json.loads(line) for line in (run.folder.path / "metrics.jsonl").read_text().splitlines()]
-    seconds = [record["seconds"] for record in records if record["kind"] == "save" and record["step"] == step][-1]
+    seconds = [line["seconds"] for line in lines_of(run.folder.path)["save"] if line["step"] == step][-1]
     whole = max([at for at in during if at - begun < seconds], during[:2], key=len)
     tokens = run.config.tokens_per_step
     alone = 2 * steps * tokens / (before[-1] - before[0] + after[-1] - after[0])
