@@ -8,7 +8,6 @@ seconds until each has had its time. All contenders stay in memory and sleep whi
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import importlib.util
 import math
 import sys
@@ -20,7 +19,7 @@ import torch
 
 from benchmarks.contenders import HandgradRun, Settings, TwinRun, tokens_of
 from benchmarks.gpu_twin import ATTENTIONS, OPTIONS, check_libraries, switches_of
-from benchmarks.record import write_record
+from benchmarks.record import rounded, version, write_record
 from benchmarks.turns import Peer, PeerFailed, Run, answers, contend, note
 from handgrad import devices
 from handgrad.config import PRECISIONS, check
@@ -240,30 +239,10 @@ def table(rows: dict[str, Any]) -> list[str]:
     return lines
 
 
-def rounded(value: Any) -> Any:
-    """Numbers in the precision of a record: five figures."""
-    if isinstance(value, float):
-        return float(f"{value:.5g}")
-    if isinstance(value, dict):
-        return {key: rounded(entry) for key, entry in value.items()}
-    return [rounded(entry) for entry in value] if isinstance(value, list) else value
-
-
 def libraries() -> dict[str, Any]:
     """Versions of the libraries beside torch."""
-    found: dict[str, Any] = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
-    try:
-        import triton
-
-        found["triton"] = triton.__version__
-    except ImportError:
-        found["triton"] = None
-    for name in ("torchao", "liger-kernel"):
-        try:
-            found[name] = importlib.metadata.version(name)  # without importing it
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+    installed = {name: version(name) for name in ("triton", "torchao", "liger-kernel")}
+    return {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(), **installed}
 
 
 def compare(

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from benchmarks.contenders import HandgradRun, Settings, tokens_of
-from benchmarks.gpu_step import libraries, rounded
+from benchmarks.gpu_step import libraries
 from benchmarks.llama_twin import SHAPES
-from benchmarks.record import keep_commit, write_record
+from benchmarks.record import keep_commit, rounded, write_record
 from handgrad import devices
 from handgrad.errors import HandgradError, UsageError
 from handgrad.models import architecture

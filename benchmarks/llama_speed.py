@@ -11,7 +11,6 @@ after the others have freed the device's memory.
 
 import argparse
 import dataclasses
-import importlib.metadata
 import importlib.util
 import sys
 from pathlib import Path
@@ -24,7 +23,7 @@ from benchmarks import gpu_step
 from benchmarks.contenders import Settings, TwinRun, tokens_of
 from benchmarks.gpu_twin import check_libraries, switches_of
 from benchmarks.llama_twin import LARGE, SHAPES
-from benchmarks.record import keep_commit, write_record
+from benchmarks.record import keep_commit, rounded, version, write_record
 from benchmarks.trainer_run import TrainerRun, trainer_switches
 from benchmarks.turns import Run, answers, contend
 from handgrad import devices
@@ -133,16 +132,9 @@ def compare(settings: Settings, names: list[str], seconds: float, turn_seconds: 
         described["measured_alone"] = [name for name in names if trainer_switches(name)]
         versions = {**gpu_step.libraries(), **{name: version(name) for name in ("transformers", "accelerate")}}
         counted = {"flops_per_token": flops, "peak_flop_per_second": peak}
-        figures = gpu_step.rounded(rows)
+        figures = rounded(rows)
         write_record(out, device, settings=described, tokens=tokens.words, libraries=versions, **counted, figures=figures)
     return rows
-
-
-def version(library: str) -> str | None:
-    try:
-        return importlib.metadata.version(library)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def parse(given: list[str] | None = None) -> argparse.Namespace:

@@ -1,5 +1,6 @@
 """The provenance of a figure, stored beside it: machine, versions, commit and date."""
 
+import importlib.metadata
 import json
 import os
 import platform
@@ -39,6 +40,23 @@ def provenance(device: torch.device) -> dict[str, Any]:
         **({"uncommitted_changes": True} if changed else {}),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
     }
+
+
+def rounded(value: Any, digits: int = 5) -> Any:
+    """The figures of a record, to so many digits."""
+    if isinstance(value, float):
+        return float(f"{value:.{digits}g}")
+    if isinstance(value, dict):
+        return {key: rounded(entry, digits) for key, entry in value.items()}
+    return [rounded(entry, digits) for entry in value] if isinstance(value, list) else value
+
+
+def version(library: str) -> str | None:
+    """The version of a library, without importing it; None where it is not installed."""
+    try:
+        return importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def continued(path: str | Path, device: torch.device, same: dict[str, Any]) -> Any:

@@ -16,13 +16,12 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from typing import Any
 
 import torch
 
 from benchmarks.contenders import known_names
-from benchmarks.record import write_record
+from benchmarks.record import version, write_record
 from benchmarks.turns import Peer, PeerFailed, answers, excuses, memory, say
 from handgrad import devices, presets
 from handgrad.arena import Buffer, make_plan

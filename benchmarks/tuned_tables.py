@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.contenders import Settings, Tokens, tokens_of
-from benchmarks.gpu_step import rounded
-from benchmarks.record import continued, keep_commit, write_record
+from benchmarks.record import continued, keep_commit, rounded, write_record
 from benchmarks.turns import note
 from handgrad import devices
 from handgrad.backend import choose_backend

@@ -19,7 +19,7 @@ from torch import Tensor
 from handgrad.files import write_durably
 from handgrad.ops.cuda import cublaslt
 from handgrad.ops.cuda.cublaslt import DGELU, GELU_AUX_BIAS, PLAIN, WORKSPACE_BYTES, Plan, Product
-from handgrad.tools.rates import gemm_flops
+from handgrad.tools.rates import gemm_flops, launch_milliseconds
 
 HEURISTICS = 16  # algorithms asked for, in all and of each family
 TURNS = 12  # single launches of every candidate, one after the other, so that all see the same clock
@@ -86,15 +86,9 @@ def in_turns(launches: list[Callable[[], None]]) -> list[float]:
 def sustained(launch: Callable[[], None], milliseconds: float) -> float:
     """Mean milliseconds of a launch in the second half of `SUSTAINED_SECONDS` of nothing else."""
     count = max(4, round(SUSTAINED_SECONDS / 2 * 1e3 / milliseconds))
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for _ in range(count):
         launch()
-    start.record()
-    for _ in range(count):
-        launch()
-    stop.record()
-    stop.synchronize()
-    return start.elapsed_time(stop) / count
+    return launch_milliseconds(launch, count)
 
 
 @dataclass(frozen=True)
