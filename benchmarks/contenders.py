@@ -21,6 +21,7 @@ from handgrad.names import nearest_name
 from handgrad.run.assemble import assemble
 from handgrad.run.resolve import resolve, with_tuned_gemms
 from handgrad.training.feed import Source
+from handgrad.training.step import TrainStep
 
 # (steps launched in this slice so far) -> True for another one. Called after every launch.
 More = Callable[[int], bool]
@@ -104,16 +105,11 @@ class ZipfTokens:
         targets.numpy()[:] = tokens[1:].reshape(B, T)
 
 
-class HandgradRun:
+class Steps:
     """handgrad's own steps, launched one ahead of their results."""
 
-    def __init__(self, config: RunConfig, tokens: Tokens, *, backend: str = "auto", graphs: bool | None = None):
-        config = dataclasses.replace(config, backend=backend)
-        device = devices.resolve_device(config.device)
-        config = with_tuned_gemms(config, device)
-        training = assemble(resolve(config, tokens.vocab_size, device=device), tokens.source, graphs=graphs)
-        self.state, self.stepper = training.state, training.step
-        self.completed = 0
+    def __init__(self, stepper: TrainStep):
+        self.stepper, self.completed = stepper, 0
 
     def turn(self, more: More) -> list[float]:
         """Makes steps while `more` returns True, at least one; returns their losses."""
@@ -129,6 +125,17 @@ class HandgradRun:
             losses.append(self.stepper.result(step).loss)
             if not another:
                 return losses
+
+
+class HandgradRun(Steps):
+    """The steps of a run, alone on its device."""
+
+    def __init__(self, config: RunConfig, tokens: Tokens, *, backend: str = "auto", graphs: bool | None = None):
+        device = devices.resolve_device(config.device)
+        config = with_tuned_gemms(dataclasses.replace(config, backend=backend), device)
+        training = assemble(resolve(config, tokens.vocab_size, device=device), tokens.source, graphs=graphs)
+        super().__init__(training.step)
+        self.state = training.state
 
 
 class Slot:

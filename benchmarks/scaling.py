@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.contenders import Settings, Tokens, tokens_of
+from benchmarks.contenders import Settings, Steps, Tokens, tokens_of
 from benchmarks.distributed_twin import DdpTrainer, FsdpTrainer, step as twin_step
 from benchmarks.record import write_record
 from handgrad import devices, presets
@@ -75,8 +75,8 @@ def reduce_scatter(sync: GradientSync) -> Callable[[str], None]:
     return send
 
 
-class HandgradSteps:
-    """handgrad's steps, launched one ahead of their results."""
+class HandgradSteps(Steps):
+    """handgrad's steps on these ranks."""
 
     def __init__(self, config: RunConfig, tokens: Tokens, device: torch.device, ranks: Ranks, *, sums_by_nccl: bool):
         silent = isinstance(ranks, SilentRanks)
@@ -85,22 +85,14 @@ class HandgradSteps:
         config = with_tuned_gemms(check(config), device)
         place = {"rank": ranks.rank, "ranks": ranks.size, "device": device}
         training = assemble(resolve(config, tokens.vocab_size, **place), tokens.source, ranks)
-        self.design, self.stepper = training.design, training.step
+        super().__init__(training.step)
+        self.design = training.design
         if sums_by_nccl and training.sync is not None:
             training.sync.send = reduce_scatter(training.sync)  # type: ignore[method-assign]
-        self.completed = 0
 
     def run(self, steps: int) -> float:
         """Makes `steps` steps; returns the last loss."""
-        loss = math.nan
-        self.stepper.begin(self.completed)
-        for step in range(self.completed, self.completed + steps):
-            self.stepper.finish(step)
-            if step + 1 < self.completed + steps:
-                self.stepper.begin(step + 1)
-            loss = self.stepper.result(step).loss
-        self.completed += steps
-        return loss
+        return self.turn(lambda launched: launched < steps)[-1]
 
 
 class TwinSteps:
@@ -154,14 +146,6 @@ def timed(run: Callable[[int], float], steps: int, ranks: Ranks, device: torch.d
     return time.perf_counter() - start
 
 
-def own_seconds(run: Callable[[int], float], steps: int, device: torch.device) -> float:
-    devices.synchronize(device)
-    start = time.perf_counter()
-    run(steps)
-    devices.synchronize(device)
-    return time.perf_counter() - start
-
-
 def turn(name: str, made: HandgradSteps | TwinSteps, config: RunConfig, seconds: float, ranks: Ranks, device) -> dict:
     """One contender's turn: warm-up, then `seconds` of steps; a row of figures, the same on every rank."""
     step_seconds = timed(made.run, WARM_UP_STEPS, ranks, device) / WARM_UP_STEPS
@@ -172,7 +156,7 @@ def turn(name: str, made: HandgradSteps | TwinSteps, config: RunConfig, seconds:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     with Sampler(device) as sampler:
-        own = own_seconds(made.run, steps, device) if name == "alone" else timed(made.run, steps, ranks, device)
+        own = timed(made.run, steps, Ranks() if name == "alone" else ranks, device)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     watts = (sampler.summary or {}).get("watts") or {}
     clock = (sampler.summary or {}).get("sm_megahertz") or {}
