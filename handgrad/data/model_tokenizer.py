@@ -41,7 +41,7 @@ def read_model_tokenizer(folder: Path) -> Tokenizer:
     path, config = folder / TOKENIZER_FILE, read_object(folder / MODEL_FILE)
     if not path.is_file():
         raise DataError(f"expected {TOKENIZER_FILE} in {folder}, found no such file; add the model's tokenizer files")
-    others = {name: read_small(folder / name).decode() for name in OTHERS if (folder / name).is_file()}
+    others = {name: read_text(folder / name) for name in OTHERS if (folder / name).is_file()}
     ends = config.get("eos_token_id")
     if ends is None and GENERATION_FILE in others:
         ends = read_object(folder / GENERATION_FILE).get("eos_token_id")
@@ -60,7 +60,8 @@ def check_added(folder: Path, tokenizer: Tokenizer) -> None:
     """Raises `DataError` where a file beside `tokenizer.json` adds a token that this has not, as transformers would."""
     listed: dict[Any, Any] = {}
     if "added_tokens.json" in tokenizer.others:
-        listed |= {number: content for content, number in read_object(folder / "added_tokens.json").items()}
+        found = read_object(folder / "added_tokens.json")
+        listed |= {number if type(number) is int else repr(number): content for content, number in found.items()}
     if CONFIG_FILE in tokenizer.others:
         decoder = read_object(folder / CONFIG_FILE).get("added_tokens_decoder")
         for number, token in decoder.items() if isinstance(decoder, dict) else ():
@@ -76,10 +77,22 @@ def check_added(folder: Path, tokenizer: Tokenizer) -> None:
             )
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def read_text(path: Path) -> str:
+    """A file of a model. Raises `DataError`: it is not UTF-8, or larger than any is."""
     try:
-        content = parse_json(read_small(path))
-    except (OSError, ValueError) as error:
+        return read_small(path).decode()
+    except UnicodeDecodeError:
+        raise DataError(f"expected UTF-8 in {path}, found other bytes; fetch it again") from None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a model. Raises `DataError` if there is none."""
+    if not path.is_file():
+        raise DataError(f"expected {path.name} in {path.parent}, found no such file; give a transformers folder")
+    content = read_small(path)
+    try:
+        content = parse_json(content)
+    except ValueError as error:
         raise DataError(f"expected JSON in {path}, found {error!s:.200}; fetch it again") from None
     if not isinstance(content, dict):
         raise DataError(f"expected a JSON object in {path}, found {type(content).__name__}; fetch it again")

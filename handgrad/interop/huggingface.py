@@ -30,7 +30,7 @@ from torch import Tensor
 
 from handgrad.config import ModelShape
 from handgrad.data.hub import hub_failures
-from handgrad.data.model_tokenizer import GENERATION_FILE, MODEL_FILE, of_transformers
+from handgrad.data.model_tokenizer import GENERATION_FILE, MODEL_FILE, of_transformers, read_object
 from handgrad.data.tokenizer import Tokenizer, load_tokenizer
 from handgrad.data.vocabulary import read_vocabulary
 from handgrad.errors import DataError, UsageError
@@ -48,7 +48,6 @@ HEAD = "lm_head.weight"
 MASKS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")  # buffers of old versions: the causal mask
 DTYPES = ("F32", "BF16", "F16")
 MODEL_FILES = ("*.json", "model*.safetensors", "merges.txt", "*.jinja")
-MAX_JSON_BYTES = 64 << 20
 
 BLOCK_NAMES = {
     "qkv": "attn.c_attn",
@@ -206,24 +205,9 @@ def read_words(folder: Path, shape: ModelShape) -> Tokenizer:
     return of_transformers(folder, shape.vocab_size) if shape.architecture == "llama" else read_vocabulary(folder)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of theirs; `DataError` if there is none."""
-    if not path.is_file():
-        raise DataError(f"expected {path.name} in {path.parent}, found no such file; give a transformers folder")
-    if (size := path.stat().st_size) > MAX_JSON_BYTES:
-        raise DataError(f"expected at most {MAX_JSON_BYTES} bytes, found {size} in {path}; fetch it again")
-    try:
-        content = parse_json(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise DataError(f"expected JSON in {path}, found {error}; fetch it again") from None
-    if not isinstance(content, dict):
-        raise DataError(f"expected a JSON object in {path}, found {type(content).__name__}; fetch it again")
-    return content
-
-
 def read_shape(path: Path) -> ModelShape:
     """The model's sizes from config.json; `DataError` if it asks for anything that ours do not compute."""
-    content = read_json(path)
+    content = read_object(path)
     if content.get("model_type") in tuple(llama.MODEL_TYPES):
         shape = llama.read_shape(content, path)
         imported_config(shape, str(path))
@@ -335,7 +319,7 @@ def weight_files(folder: Path) -> list[Path]:
         old = folder / "pytorch_model.bin"
         hint = f"; {old.name} may run code when read: save it again as safetensors" if old.is_file() else ""
         raise DataError(f"expected {WEIGHTS_FILE} or {INDEX_FILE} in {folder}, found neither{hint}")
-    tensors = read_json(folder / INDEX_FILE).get("weight_map")
+    tensors = read_object(folder / INDEX_FILE).get("weight_map")
     names = list(tensors.values()) if isinstance(tensors, dict) else []
     if not names or not all(isinstance(n, str) and re.fullmatch(r"[\w.-]+\.safetensors", n) for n in names):
         raise DataError(f"expected a weight_map of tensors to files in {folder / INDEX_FILE}, found none; fetch it again")

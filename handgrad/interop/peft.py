@@ -22,6 +22,7 @@ from torch import Tensor
 
 from handgrad.checkpoint import Checkpoint, Stored, peek, safetensors_bytes, write_file
 from handgrad.config import ModelShape
+from handgrad.data.model_tokenizer import read_object
 from handgrad.errors import DataError, StorageError, UsageError
 from handgrad.evaluation.load import Weights, checkpoint_weights
 from handgrad.files import check_free, file_sha256, whole
@@ -143,7 +144,7 @@ def is_peft(path: Path) -> bool:
 def read_config(folder: Path) -> tuple[LoraShape, str]:
     """(rank and alpha, the name of the base); `DataError` for adapters that ours are not."""
     path = folder / CONFIG_FILE
-    content = huggingface.read_json(path)
+    content = read_object(path)
     for key, default, ours in KNOWN + OTHERS:
         if (value := content.get(key, default)) not in ours:
             wanted = json.dumps(ours[0])
