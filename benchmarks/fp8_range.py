@@ -14,7 +14,6 @@ A model is PRESET:MICRO_BATCH:MICRO_STEPS:STEPS.
 """
 
 import argparse
-import gc
 from collections.abc import Callable
 from statistics import median
 from typing import Any, NamedTuple
@@ -200,9 +199,7 @@ def main() -> None:
                 shown = "  ".join(f"{name} {value['worst']:.3g}" for name, value in figures.items())
                 print(f"{tensor:<14} {rounding:<42} {shown}", flush=True)
         del run
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        record.free_memory(device)
     if asked.out:
         method = "each model trained in bf16, then one micro-batch; each gradient rounded alone, products in float32"
         record.write_record(asked.out, device, method=method, learning_rate=LEARNING_RATE, rows=record.rounded(rows, 4))

@@ -23,11 +23,11 @@ from benchmarks import gpu_step
 from benchmarks.contenders import Settings, TwinRun, tokens_of
 from benchmarks.gpu_twin import check_libraries, switches_of
 from benchmarks.llama_twin import LARGE, SHAPES
-from benchmarks.record import keep_commit, rounded, version, write_record
+from benchmarks.record import keep_commit, rounded, run_main, version, write_record
 from benchmarks.trainer_run import TrainerRun, trainer_switches
 from benchmarks.turns import Run, answers, contend
 from handgrad import devices
-from handgrad.errors import HandgradError, UsageError
+from handgrad.errors import UsageError
 from handgrad.models import architecture
 
 TRAINERS = (
@@ -189,7 +189,4 @@ if __name__ == "__main__":
         _pipe = answers()
         contend(lambda: make_run(_name, _settings), devices.resolve_device(_settings.device), sys.stdin, _pipe)
     else:
-        try:
-            sys.exit(main())
-        except HandgradError as error:
-            sys.exit(f"error: {error}")
+        run_main(main)

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from benchmarks.llama_twin import LARGE, SHAPES, sizes
-from benchmarks.record import keep_commit, write_record
+from benchmarks.record import keep_commit, run_main, write_record
 from benchmarks.same_batch import assemble_on_one_batch, timed_step
 from benchmarks.turns import Peer, alternate, answers, excuses, memory, say
 from handgrad import devices
 from handgrad.config import RunConfig, check
-from handgrad.errors import HandgradError, UsageError
+from handgrad.errors import UsageError
 from handgrad.format import human_bytes
 from handgrad.run.header import trained_parameters
 from handgrad.run.resolve import resolve
@@ -164,7 +164,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except HandgradError as error:
-        sys.exit(f"error: {error}")
+    run_main(main)

@@ -14,7 +14,6 @@ All contenders make the same optimizer steps of `--tokens-per-step` tokens:
 import argparse
 import dataclasses
 import datetime
-import gc
 import math
 import os
 import tempfile
@@ -28,7 +27,7 @@ import torch.distributed as dist
 
 from benchmarks.contenders import Settings, Steps, Tokens, tokens_of
 from benchmarks.distributed_twin import DdpTrainer, FsdpTrainer, step as twin_step
-from benchmarks.record import write_record
+from benchmarks.record import free_memory, write_record
 from handgrad import devices, presets
 from handgrad.config import RunConfig, check
 from handgrad.parallel.gradient_sync import GradientSync
@@ -250,9 +249,7 @@ def main() -> None:
         if asked.keep:
             held[name] = made
         del made
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        free_memory(device)
     if ranks.is_rank_0:
         linear = max((row["tokens_per_second"] for row in rows if row["contender"] == "alone"), default=math.nan)
         for name in dict.fromkeys(row["contender"] for row in rows):

@@ -18,13 +18,13 @@ import torch
 
 from benchmarks.gpu_step import used_bytes
 from benchmarks.lora import CONTEXT_GIB, GIB, limit_memory
-from benchmarks.record import keep_commit, write_record
+from benchmarks.record import keep_commit, run_main, write_record
 from benchmarks.same_batch import assemble_on_one_batch, timed_step
 from benchmarks.step import VOCABULARY
 from benchmarks.turns import Peer, alternate, answers, excuses, memory, say
 from handgrad import devices, presets
 from handgrad.config import RunConfig, check
-from handgrad.errors import HandgradError, UsageError
+from handgrad.errors import UsageError
 from handgrad.format import human_bytes
 from handgrad.ops import DIGEST_SUMS
 from handgrad.run.resolve import resolve
@@ -181,7 +181,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except HandgradError as error:
-        sys.exit(f"error: {error}")
+    run_main(main)

@@ -77,9 +77,7 @@ def own_model(shape: ModelShape, seed: int) -> Any:
     flat = torch.zeros(flat_elements(table))
     initialize(table, seed, lambda row, values: row.stored(flat).copy_(values))
     for row in table:
-        theirs = huggingface.their_tensors(shape, row)
-        parts = row.stored(flat).split([dims[0] for dims in theirs.values()])
-        weights |= dict(zip(theirs, parts, strict=True))
+        weights |= huggingface.parts(shape, row, row.stored(flat))
     missing, unexpected = model.load_state_dict(weights, strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
     model.tie_weights()

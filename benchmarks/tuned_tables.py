@@ -9,7 +9,6 @@ of `--table`, a file that `handgrad tune --table FILE` wrote. The GEMMs of an fp
 """
 
 import argparse
-import gc
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.contenders import Settings, Steps, Tokens, tokens_of
-from benchmarks.record import continued, keep_commit, rounded, write_record
+from benchmarks.record import continued, free_memory, keep_commit, rounded, run_main, write_record
 from benchmarks.turns import note, timed_turn
 from handgrad import devices
 from handgrad.backend import choose_backend
@@ -148,12 +147,8 @@ def main() -> None:
             figures[f"{model}-{precision}"] = rounded(made)
             note(f"{model} {precision}: {made.get('failed') or made['speed_lost_without_the_table']}")
             write_record(parsed.out, device, **begun, figures=figures)
-            gc.collect()
-            torch.cuda.empty_cache()
+            free_memory(device)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except HandgradError as error:
-        raise SystemExit(str(error)) from None
+    run_main(main)

@@ -317,5 +317,5 @@ def test_ncu_runs_the_same_command_inside(monkeypatch: pytest.MonkeyPatch, tmp_p
     called = (tmp_path / "called").read_text()
     assert "--clock-control none" in called and called.endswith("-m handgrad profile tiny --inside-ncu\n")
     (tmp_path / "sample").write_text("==ERROR== ERR_NVGPUCTRPERM - no permission\n")
-    with pytest.raises(UsageError, match="counted no kernel; it said: ==ERROR== ERR_NVGPUCTRPERM"):
+    with pytest.raises(UsageError, match="counted no kernel; it printed: ==ERROR== ERR_NVGPUCTRPERM"):
         nsight.run_ncu([])

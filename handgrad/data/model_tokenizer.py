@@ -1,7 +1,7 @@
-"""The tokenizer of somebody's model: its `tokenizer.json` run by its own library, and the files beside it carried along.
+"""The tokenizer of a model from elsewhere: its own library runs its `tokenizer.json`, and the files beside it are kept.
 
-Beside the file stand two numbers that it does not hold: the size of the model's vocabulary, which may have more rows than
-there are tokens, and the token that ends a document.
+Two numbers are not in that file: the size of the model's vocabulary, which may have more rows than there are tokens, and
+the token that ends a document.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from handgrad.parsing import parse_json
 
 KIND, GENERATION_FILE, CONFIG_FILE = "model", "generation_config.json", "tokenizer_config.json"
 MODEL_FILE = "config.json"  # of which nothing but the padding token travels with the tokenizer
-# What transformers keeps beside `tokenizer.json`, the chat template and all ends of texts among it: written as it came.
+# Files of transformers beside `tokenizer.json`, among them the chat template and all ends of texts; kept unchanged.
 OTHERS = (
     *(CONFIG_FILE, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
     *("chat_template.jinja", "chat_template.json", GENERATION_FILE),
@@ -57,7 +57,8 @@ def read_model_tokenizer(folder: Path) -> Tokenizer:
 
 
 def check_added(folder: Path, tokenizer: Tokenizer) -> None:
-    """Raises `DataError` where a file beside `tokenizer.json` adds a token that this has not, as transformers would."""
+    """Raises `DataError` for a token that only a file beside `tokenizer.json` adds: transformers would add it, we would
+    not."""
     listed: dict[Any, Any] = {}
     if "added_tokens.json" in tokenizer.others:
         found = read_object(folder / "added_tokens.json")

@@ -111,12 +111,9 @@ def write_weights(path: Path, flat: Tensor, shape: ModelShape, dtype: torch.dtyp
     """Writes the parameters as one safetensors file of theirs. Raises OSError."""
 
     def theirs(row: ParameterRow) -> Iterator[Stored]:
-        stored = row.stored(flat).t() if huggingface.transposed(shape, row) else row.stored(flat)
-        start = 0
-        for name, dims in huggingface.their_tensors(shape, row).items():
-            part = stored[start : start + dims[0]]
-            yield Stored(huggingface.prefix(shape) + name, dtype, dims, functools.partial(part.to, dtype))
-            start += dims[0]
+        for name, part in huggingface.parts(shape, row, row.stored(flat)):
+            values = part.t() if huggingface.transposed(shape, row) else part
+            yield Stored(huggingface.prefix(shape) + name, dtype, tuple(values.shape), functools.partial(values.to, dtype))
 
     every = [part for row in parameter_table(shape) for part in theirs(row)]
     write_file(path, safetensors_bytes(every, {"format": "pt"}))

@@ -86,6 +86,13 @@ def their_tensors(shape: ModelShape, row: ParameterRow) -> dict[str, tuple[int, 
     return {name: (rows or row.stored_rows, *row.shape[1:]) for name, rows in names.items()}
 
 
+def parts(shape: ModelShape, row: ParameterRow, stored: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """(name in their file without the prefix, its part of the values of a row), not transposed."""
+    theirs = their_tensors(shape, row)
+    sizes = [dims[0] for dims in theirs.values()] if len(theirs) > 1 else [len(stored)]
+    return zip(theirs, stored.split(sizes), strict=True)
+
+
 def their_name(shape: ModelShape, name: str) -> str:
     """A row of the parameter table -> its one name in their file, without the prefix."""
     if shape.architecture == "modern":
@@ -100,7 +107,7 @@ def their_name(shape: ModelShape, name: str) -> str:
 
 
 def transposed(shape: ModelShape, row: ParameterRow) -> bool:
-    """True for a matrix that they keep the other way round: GPT-2's, but for its embeddings."""
+    """True for a matrix that they store transposed: GPT-2's, except its embeddings."""
     return shape.architecture == "gpt2" and len(row.shape) == 2 and row.name not in ("wte", "wpe")
 
 
@@ -121,7 +128,7 @@ def their_config(shape: ModelShape, tokenizer: Tokenizer, dtype: torch.dtype, dr
 
 
 def begin_token(tokenizer: Tokenizer) -> int:
-    """The token that begins a text: of a model from elsewhere that of its own file, else end-of-text."""
+    """The token that begins a text: the one that a model from elsewhere names, or end-of-text."""
     found = own_token(tokenizer, GENERATION_FILE, "bos_token_id")
     return tokenizer.end_of_text if found is None else found
 
@@ -206,7 +213,8 @@ def read_words(folder: Path, shape: ModelShape) -> Tokenizer:
 
 
 def read_shape(path: Path) -> ModelShape:
-    """The model's sizes from config.json; `DataError` if it asks for anything that ours do not compute."""
+    """Reads the model's sizes from config.json. Raises `DataError` if it asks for anything that handgrad does not
+    compute."""
     content = read_object(path)
     if content.get("model_type") in tuple(llama.MODEL_TYPES):
         shape = llama.read_shape(content, path)
@@ -254,7 +262,7 @@ def read_techniques(content: dict[str, Any], path: Path) -> str:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[Any]:
-    """A safetensors file; `DataError` if it is none, or not whole."""
+    """Opens a safetensors file. Raises `DataError` for another kind of file and for a cut one."""
     if path.exists() and not path.is_file():
         raise DataError(f"expected a plain file at {path}, found a folder, pipe or device; fetch or export it again")
     try:

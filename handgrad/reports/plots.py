@@ -40,7 +40,7 @@ class Plot:
 
 
 def choose_plots(runs: Sequence[Run]) -> list[Plot]:
-    """The plots that say something about these runs, in reading order."""
+    """The plots for which these runs have data, in reading order."""
     dots = " Dots: validation." if any(run.validations for run in runs) else ""
     floor = " Dashed: entropy of the source, which no model can beat." if floors(runs) else ""
     crosses = " Crosses: skipped updates." if any(run.skipped for run in runs) else ""

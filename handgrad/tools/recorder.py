@@ -36,7 +36,7 @@ def product_flops(t: Named) -> int:
 
 
 def gradients_flops(t: Named) -> int:
-    """Of the gradients of input and weight; of a frozen weight there is none."""
+    """Both gradients of a product; a frozen weight has none."""
     rows = next(t[name] for name in ("dinp", "hidden", "dhidden") if name in t)
     return 2 * (1 + (t["dweight_acc"] is not None)) * rows.numel() * t["weight"].shape[0]
 

@@ -1,4 +1,4 @@
-"""Two runs of which one has no chain, as their folders show them: configuration, newest checkpoint, metrics.jsonl."""
+"""Two runs, one of them without a chain, compared by their folders: configuration, newest checkpoint, metrics.jsonl."""
 
 from pathlib import Path
 from typing import Any
