@@ -198,18 +198,16 @@ def read_folder(folder: Path, tokenizer: str = "") -> HuggingFaceFolder:
     Raises `DataError` if a file is missing or damaged, or if the model is none of ours. Reads the weights on request.
     """
     shape = read_shape(folder / CONFIG_FILE)
-    words = load_tokenizer(tokenizer) if tokenizer else read_words(folder, shape)
+    if tokenizer:
+        words = load_tokenizer(tokenizer)
+    else:  # in the Llama family any byte-level one
+        words = of_transformers(folder, shape.vocab_size) if shape.architecture == "llama" else read_vocabulary(folder)
     if words.vocab_size != shape.vocab_size:
         raise DataError(
             f"expected a tokenizer of {shape.vocab_size} tokens as {folder / CONFIG_FILE} says, found one of"
             f" {words.vocab_size} ({words.kind}); name the model's own with `handgrad import --tokenizer gpt2|bytes|FILE`"
         )
     return HuggingFaceFolder(shape, words, find_tensors(folder, shape))
-
-
-def read_words(folder: Path, shape: ModelShape) -> Tokenizer:
-    """The folder's tokenizer: in the Llama family any byte-level one."""
-    return of_transformers(folder, shape.vocab_size) if shape.architecture == "llama" else read_vocabulary(folder)
 
 
 def read_shape(path: Path) -> ModelShape:

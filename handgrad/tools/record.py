@@ -136,13 +136,10 @@ def config_of(record: Record, step: int, elsewhere: dict[str, str]) -> RunConfig
     """The configuration in force after `step`. Settings that do not change the numbers come from the run's folder, if it
     has them. `elsewhere`: where data and initial weights lie on this machine, if not where the run had them."""
     stored = record.folder / CONFIG_FILE
-    free = {name: value for name, value in (read_toml(str(stored)) if stored.is_file() else {}).items() if is_free(name)}
+    told = read_toml(str(stored)) if stored.is_file() else {}
+    free = {name: value for name, value in told.items() if name in FIELDS and FIELDS[name].metadata["free"]}
     settings: dict[str, Any] = {**free, **record.begun(step)["config"], **elsewhere}
     return RunConfig(**{name: convert(name, value) for name, value in settings.items()})
-
-
-def is_free(name: str) -> bool:
-    return name in FIELDS and FIELDS[name].metadata["free"]
 
 
 def differences(record: Record, begins: Iterable[Line], config: RunConfig) -> list[str]:
