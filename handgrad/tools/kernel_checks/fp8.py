@@ -36,11 +36,9 @@ from handgrad.tools.kernel_checks.operations import (
     attention,
     attention_backward,
     gelu_product_backward,
-    layernorm_backward,
     mix_rmsnorm_backward,
     qk_norm_backward,
     relu2_product_backward,
-    rmsnorm_backward,
     swiglu_product_backward,
 )
 
@@ -298,19 +296,19 @@ def beside_the_reference(operation: str, make: Callable[[Draw], Arguments]) -> F
     return lambda ops, d: compare(getattr(ops, operation), getattr(reference, operation), partial(make, d))
 
 
+NORMS, MIXED = ("layernorm", "rmsnorm", "gained_rmsnorm"), "mix_rmsnorm"
 # Line: a case, which launches the operations of a backend and yields the tensors to compare.
 FP8_CASES: dict[str, Fp8Case] = {
     "quantize to fp8": quantize,
     "transpose of fp8": transpose,
-    "layernorm_forward to fp8": fused("layernorm_forward", "out", CASES["layernorm_forward"], E4M3, 7),
-    "layernorm_backward to fp8": fused("layernorm_backward", "dresidual_inout", layernorm_backward, E5M2, 14),
-    "rmsnorm_forward to fp8": fused("rmsnorm_forward", "out", CASES["rmsnorm_forward"], E4M3, 7),
-    "rmsnorm_backward to fp8": fused("rmsnorm_backward", "dresidual_inout", rmsnorm_backward, E5M2, 14),
-    "gained_rmsnorm_forward to fp8": fused("gained_rmsnorm_forward", "out", CASES["gained_rmsnorm_forward"], E4M3, 7),
-    "gained_rmsnorm_backward to fp8": fused(
-        "gained_rmsnorm_backward", "dresidual_inout", CASES["gained_rmsnorm_backward"], E5M2, 14
-    ),
-    "mix_rmsnorm_forward to fp8": fused("mix_rmsnorm_forward", "out", CASES["mix_rmsnorm_forward"], E4M3, 7),
+    **{
+        f"{name}_forward to fp8": fused(f"{name}_forward", "out", CASES[f"{name}_forward"], E4M3, 7)
+        for name in (*NORMS, MIXED)
+    },
+    **{
+        f"{name}_backward to fp8": fused(f"{name}_backward", "dresidual_inout", CASES[f"{name}_backward"], E5M2, 14)
+        for name in NORMS
+    },
     "mix_rmsnorm_backward to fp8": fused("mix_rmsnorm_backward", "dstream_inout", mix_rmsnorm_backward, E5M2, 14),
     "attention_forward to fp8, heads of 64 channels": fused(
         "attention_forward", "out", partial(attention, heads=H), E4M3, 7
