@@ -59,7 +59,7 @@ def candidates(plan: Plan) -> list[np.ndarray]:
     return list({tuple(words): words for words in found}.values())
 
 
-def in_turns(launches: list[Callable[[], None]]) -> list[float]:
+def alternating_milliseconds(launches: list[Callable[[], None]]) -> list[float]:
     """Median milliseconds of each launch, all at the same clock; infinite for one that the library refuses."""
     times: list[list[float]] = [[] for _ in launches]
     refused = set()
@@ -114,7 +114,7 @@ def choose(product: Product, scratch: Tensor) -> Choice:
 
     found = candidates(plan)
     launches = [launcher(words) for words in found]
-    short = in_turns(launches)
+    short = alternating_milliseconds(launches)
     order = sorted(range(len(found)), key=lambda i: (short[i], i))
     finalists = list(dict.fromkeys([0, *order[:FINALISTS]]))
     long = {i: sustained(launches[i], short[i]) for i in finalists}
