@@ -208,6 +208,15 @@ def best_twin(rows: dict[str, Any]) -> str | None:
     return max(twins, key=lambda name: twins[name]) if twins else None
 
 
+def add_times_best_twin(rows: dict[str, Any]) -> str | None:
+    """Adds to each row its speed over that of the fastest twin, and returns that."""
+    twin = best_twin(rows)
+    for row in rows.values():
+        if twin and "tokens_per_second" in row:
+            row["times_best_twin"] = row["tokens_per_second"] / rows[twin]["tokens_per_second"]
+    return twin
+
+
 NAME_WIDTH = 35
 
 # Heading, width, key, format.
@@ -262,10 +271,7 @@ def compare(
         name: {"precision": precision_of(name, settings), **figures(row, config.tokens_per_step, flops, peak)}
         for name, row in raw.items()
     }
-    twin = best_twin(rows)
-    for row in rows.values():
-        if twin and "tokens_per_second" in row:
-            row["times_best_twin"] = row["tokens_per_second"] / rows[twin]["tokens_per_second"]
+    twin = add_times_best_twin(rows)
     print(
         f"\n{settings.model}, steps of {settings.micro_steps} x {settings.micro_batch} x {settings.sequence_length} tokens"
         f" ({tokens.words}), {devices.describe(device)}, {seconds:g} s each in slices of {turn_seconds:g} s; GiB\n"

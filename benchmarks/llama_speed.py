@@ -84,10 +84,9 @@ def make_run(name: str, settings: Settings) -> Run:
 
 def add_comparisons(rows: dict[str, Any]) -> None:
     """Adds to each row its speed over the fastest peer's, and the largest distance of its first losses from handgrad's."""
-    twin, measure = gpu_step.best_twin(rows), rows.get("handgrad", {}).get("losses")
+    gpu_step.add_times_best_twin(rows)
+    measure = rows.get("handgrad", {}).get("losses")
     for row in rows.values():
-        if twin and "tokens_per_second" in row:
-            row["times_best_twin"] = row["tokens_per_second"] / rows[twin]["tokens_per_second"]
         if measure and "losses" in row:
             row["loss_difference"] = float(np.abs(np.subtract(row["losses"], measure)).max())  # NaN if one of them is
 
