@@ -19,7 +19,6 @@ from handgrad.reports.curves import envelope, smooth, thin
 from handgrad.reports.page import write_report
 from handgrad.reports.results import bits_per_byte, bytes_text, duration_text, perplexity, short_text
 from handgrad.reports.runs import read_run, read_runs
-from handgrad.reports.sections import description
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 SAMPLE = 'Tom said: <script>alert("1 & 2")</script>\n\x00 the end'
@@ -162,13 +161,6 @@ def test_page_of_one_run(tmp_path):
     pngs = sorted((tmp_path / "report").glob("*.png"))
     assert pngs == sorted(tmp_path / "report" / f"page_{name}.png" for name in names)
     assert all(png.read_bytes().startswith(b"\x89PNG") for png in pngs)
-
-
-def test_the_network_has_its_name(tmp_path):
-    for architecture, name in (("gpt2", "A GPT-2 of"), ("modern", "A modern network of"), ("llama", "A Llama of")):
-        run = read_run(make_run(tmp_path / architecture, architecture=architecture), architecture)
-        assert f"<p>{name} 4 layers" in description(run)
-    assert "<p>A GPT-2 of 4 layers" in description(read_run(make_run(tmp_path / "of an older version"), "old"))
 
 
 def test_page_stands_alone(tmp_path):
