@@ -26,11 +26,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.gpu_step import libraries, rounded
-from benchmarks.record import keep_commit, write_record
+from benchmarks.gpu_step import libraries
+from benchmarks.record import keep_commit, rounded, write_record
 from handgrad import devices
 from handgrad.ops import cpu
 from handgrad.ops.reference.attention import split_heads
+from handgrad.tools.rates import launch_milliseconds
 
 NONE, ONE, SHORT = DOCUMENTS = "none", "one", "short"
 SHORT_TOKENS = (250, 750)  # of a short document, evenly drawn
@@ -225,18 +226,12 @@ def deterministic(on: bool) -> Iterator[None]:
 
 def seconds_of(launch: Callable[[], object], launches: int, device: torch.device) -> float:
     """Of one of so many launches in a row."""
-    if device.type != "cuda":
-        before = time.perf_counter()
-        for _ in range(launches):
-            launch()
-        return (time.perf_counter() - before) / launches
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
+    if device.type == "cuda":
+        return launch_milliseconds(launch, launches) / 1e3
+    before = time.perf_counter()
     for _ in range(launches):
         launch()
-    stop.record()
-    stop.synchronize()
-    return start.elapsed_time(stop) / 1e3 / launches
+    return (time.perf_counter() - before) / launches
 
 
 def measure(case: Case, tokens: int, device: torch.device, dtype: torch.dtype, peak: float | None) -> list[dict[str, Any]]:

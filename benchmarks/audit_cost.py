@@ -21,9 +21,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import write_record
-from benchmarks.saves import timed, write_tokens
-from handgrad import devices, presets
+from benchmarks.saves import arguments, asked_preset, publish, timed, write_tokens
+from handgrad import devices
 from handgrad.config import RunConfig, check
 from handgrad.models.rows import count_parameters
 from handgrad.parallel.launchers import find_rank_info
@@ -41,9 +40,8 @@ FIGURES = "figures.json"
 
 
 def config_of(asked: argparse.Namespace, folder: Path, ranks: int) -> RunConfig:
-    """The preset's run with a link for every step, and nothing else due."""
-    given = {name: value for name in ("device", "micro_batch", "precision") if (value := getattr(asked, name))}
-    config = dataclasses.replace(presets.preset(asked.preset), data=str(folder / "data"), out=str(folder / "run"), **given)
+    """A run with a link for every step, and nothing else due."""
+    config = asked_preset(asked, folder)
     step = asked.tokens_per_step or config.tokens_per_step
     settings = {"tokens_per_step": step, "lanes": ranks, "steps": 10**6, "audit_every": 1}
     return check(dataclasses.replace(config, **settings, **dict.fromkeys(NEVER.split(), 0)))
@@ -109,19 +107,11 @@ def train(asked: argparse.Namespace, folder: Path) -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("preset", nargs="?", default="demo", help=f"{', '.join(presets.PRESETS)} (default: demo)")
-    parser.add_argument("--device", default="")
-    parser.add_argument("--ranks", type=int, default=1, help="processes of the run; one verifies it")
-    parser.add_argument("--micro-batch", type=int, default=0)
-    parser.add_argument("--precision", default="")
-    parser.add_argument("--tokens-per-step", type=int, default=0, help="(default: the preset's)")
+    parser = arguments(__doc__, "demo", "the preset's")
     parser.add_argument("--rounds", type=int, default=6, help="turns with, and as many without")
     parser.add_argument("--steps", type=int, default=5, help="of a turn")
     parser.add_argument("--segment", type=int, default=20, help="steps to verify")
-    parser.add_argument("--folder", default="", help="with room for two checkpoints (default: the system's temporary one)")
     parser.add_argument("--keep", default="", help="a folder for the chain")
-    parser.add_argument("--out", default="", help="file for the figures")
     return parser.parse_args()
 
 
@@ -141,18 +131,10 @@ def main() -> int:
         figures = json.loads((folder / FIGURES).read_text())
         figures |= verification(folder, figures["first"], figures["last"], str(folder / "data"))
         figures["verification_times_segment"] = figures["verification_seconds"] / figures["segment_seconds"]
-        for name, value in figures.items():
-            if not isinstance(value, dict):
-                print(f"{name:<32} {value:>16,.6g}" if isinstance(value, float) else f"{name:<32} {value:>16,}")
         if asked.keep:
             Path(asked.keep).mkdir(parents=True, exist_ok=True)
             shutil.copy(folder / "run" / AUDIT_FILE, asked.keep)
-        if asked.out:
-            settings = {key: value for key, value in vars(asked).items() if key not in ("out", "folder", "keep")}
-            device = devices.resolve_device(asked.device or "auto")
-            write_record(
-                asked.out, device, method=(__doc__ or "").strip().splitlines()[0], settings=settings, figures=figures
-            )
+        publish(asked, __doc__, devices.resolve_device(asked.device or "auto"), figures)
     return 0
 
 

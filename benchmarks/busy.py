@@ -15,8 +15,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.record import write_record
+from benchmarks.same_batch import assemble_on_one_batch
+from benchmarks.step import CPU, VOCABULARY, config_of
 from benchmarks.turns import Peer, answers, note, say
-from handgrad import threads
+from handgrad import presets, threads
+from handgrad.devices import keep_freed_memory
+from handgrad.run.resolve import resolve
 
 TURNS, SECONDS, BUSY = 5, 1.5, 3
 STRANGERS = 0.1  # cores
@@ -33,23 +38,10 @@ MODELS = {"demo": list(SETTINGS), "d12": list(SETTINGS)[:3]}  # all contenders o
 
 def contend(model: str) -> None:
     """A contender's process: for each line on stdin, steps of that many seconds."""
-    import torch
-
-    from benchmarks.step import CPU, VOCABULARY, SameBatch, config_of
-    from handgrad import presets
-    from handgrad.devices import keep_freed_memory
-    from handgrad.run.assemble import allocate, bind
-    from handgrad.run.resolve import resolve
-
     keep_freed_memory(CPU)
-    pipe = answers()
+    pipe, done = answers(), 0
     config, vocabulary = (presets.demo(), 1024) if model == "demo" else (config_of(model, 4, 64, "fp32"), VOCABULARY)
-    state, scaling = allocate(resolve(config, vocabulary, device=CPU))
-    generator = torch.Generator().manual_seed(0)
-    for tokens in (state.activations.tokens, state.activations.targets):
-        tokens.random_(0, vocabulary, generator=generator)
-    step = bind(state, scaling, feed=SameBatch()).step
-    done = 0
+    step = assemble_on_one_batch(resolve(config, vocabulary, device=CPU), vocabulary).step
     for line in sys.stdin:
         start, first = time.perf_counter(), done
         while done == first or time.perf_counter() - start < float(line):
@@ -115,9 +107,6 @@ def measure(model: str, busy: int) -> dict[str, Any]:
 
 
 def main(out: str) -> None:
-    from benchmarks.record import write_record
-    from benchmarks.step import CPU
-
     figures = {"demo": {"idle": measure("demo", 0), "busy": measure("demo", BUSY)}, "d12": {"idle": measure("d12", 0)}}
     print(json.dumps(figures, indent=1))
     settings = {"turns": TURNS, "seconds": SECONDS, "busy_processes": BUSY, "strangers": STRANGERS, "variables": SETTINGS}

@@ -7,7 +7,6 @@ them by kind. --folder keeps data and run: the command resumes.
 """
 
 import argparse
-import json
 from collections import Counter
 from dataclasses import replace
 from itertools import count
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.record import write_record
+from benchmarks.run_record import lines_of, losses, seconds_in_steps
 from handgrad.api.model import Model, load
 from handgrad.arena import make_plan
 from handgrad.config import RunConfig, check
@@ -100,17 +100,16 @@ def learn(config: RunConfig, asked: int) -> dict[str, Any]:
     model = load(config.out, device=config.device)
     held_out = questions(asked)
     given = answers(model, held_out)
-    lines = [json.loads(line) for line in (Path(config.out) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    steps = [line for line in lines if line["kind"] == "step"]
+    lines = lines_of(Path(config.out))
     return {
         "architecture": config.architecture,
         "parameters": count_parameters(parameter_table(model.shape)),
         "train_tokens": open_dataset(config.data).tokens("train"),
         "steps": config.steps,
         "tokens_per_step": config.tokens_per_step,
-        "trained_tokens": sum(line["trained_tokens"] for line in steps),
-        "seconds_in_steps": round(sum(line["step_ms"] for line in steps) / 1e3, 1),
-        "validation": [[line["step"], round(line["loss"], 4)] for line in lines if line["kind"] == "validation"],
+        "trained_tokens": sum(line["trained_tokens"] for line in lines["step"]),
+        "seconds_in_steps": round(seconds_in_steps(lines), 1),
+        "validation": losses(lines["validation"]),
         "accuracy": accuracy(held_out, given),
         "examples": [[messages[-1]["content"], answer] for messages, answer in zip(held_out[:20], given[:20], strict=True)],
     }

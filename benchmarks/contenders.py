@@ -21,6 +21,7 @@ from handgrad.names import nearest_name
 from handgrad.run.assemble import assemble
 from handgrad.run.resolve import resolve, with_tuned_gemms
 from handgrad.training.feed import Source
+from handgrad.training.step import TrainStep
 
 # (steps launched in this slice so far) -> True for another one. Called after every launch.
 More = Callable[[int], bool]
@@ -104,16 +105,11 @@ class ZipfTokens:
         targets.numpy()[:] = tokens[1:].reshape(B, T)
 
 
-class HandgradRun:
+class Steps:
     """handgrad's own steps, launched one ahead of their results."""
 
-    def __init__(self, config: RunConfig, tokens: Tokens, *, backend: str = "auto", graphs: bool | None = None):
-        config = dataclasses.replace(config, backend=backend)
-        device = devices.resolve_device(config.device)
-        config = with_tuned_gemms(config, device)
-        training = assemble(resolve(config, tokens.vocab_size, device=device), tokens.source, graphs=graphs)
-        self.state, self.stepper = training.state, training.step
-        self.completed = 0
+    def __init__(self, stepper: TrainStep):
+        self.stepper, self.completed = stepper, 0
 
     def turn(self, more: More) -> list[float]:
         """Makes steps while `more` returns True, at least one; returns their losses."""
@@ -131,11 +127,22 @@ class HandgradRun:
                 return losses
 
 
-class Slot:
-    """Host memory for the tokens of one optimizer step of the twin and for its loss, and an event for its end."""
+class HandgradRun(Steps):
+    """The steps of a run, alone on its device."""
 
-    def __init__(self, config: RunConfig, cuda: bool):
-        size = (config.micro_steps, config.micro_batch, config.sequence_length)
+    def __init__(self, config: RunConfig, tokens: Tokens, *, backend: str = "auto", graphs: bool | None = None):
+        device = devices.resolve_device(config.device)
+        config = with_tuned_gemms(dataclasses.replace(config, backend=backend), device)
+        training = assemble(resolve(config, tokens.vocab_size, device=device), tokens.source, graphs=graphs)
+        super().__init__(training.step)
+        self.state = training.state
+
+
+class Slot:
+    """Host memory for the tokens of so many micro-batches of the twin and for their loss, and an event for the end."""
+
+    def __init__(self, config: RunConfig, micro_batches: int, cuda: bool):
+        size = (micro_batches, config.micro_batch, config.sequence_length)
         self.tokens, self.targets = (torch.zeros(size, dtype=torch.int64, pin_memory=cuda) for _ in range(2))
         self.loss = torch.zeros((), pin_memory=cuda)
         self.done = torch.cuda.Event() if cuda else None
@@ -146,26 +153,21 @@ class Slot:
         return self.loss.item()
 
 
-class TwinRun:
-    """The twin's steps, also launched one ahead of their results."""
+class TwinSteps:
+    """The twin's steps on a rank's share of the samples, also launched one ahead of their results."""
 
-    def __init__(self, config: RunConfig, tokens: Tokens, switches: Switches, *, same_weights: bool = False):
-        """`same_weights`: handgrad's initial numbers, else numbers of the same distribution, which are faster to make."""
-        self.config, self.source = config, tokens.source
-        self.device = devices.resolve_device(config.device)
-        self.trainer = TwinTrainer(config, config.shape(tokens.vocab_size), self.device, switches)
-        if same_weights:
-            self.trainer.load_initial()
-        else:
-            self.trainer.draw_initial()
-        self.slots = [Slot(config, self.device.type == "cuda") for _ in range(2)]
+    def __init__(self, trainer: TwinTrainer, source: Source, rank: int = 0, ranks: int = 1):
+        self.trainer, self.source, self.rank = trainer, source, rank
+        self.config, self.device = trainer.config, trainer.device
+        micro_batches = self.config.micro_steps // ranks
+        self.slots = [Slot(self.config, micro_batches, self.device.type == "cuda") for _ in range(2)]
         self.completed = 0
 
     def launch(self) -> Slot:
-        config, slot = self.config, self.slots[self.completed % 2]
-        first = self.completed * config.samples_per_step
-        for m in range(config.micro_steps):
-            self.source.fill(slot.tokens[m], slot.targets[m], first + m * config.micro_batch)
+        slot, samples = self.slots[self.completed % 2], self.config.micro_batch
+        first = self.completed * self.config.samples_per_step + self.rank * len(slot.tokens) * samples
+        for m in range(len(slot.tokens)):
+            self.source.fill(slot.tokens[m], slot.targets[m], first + m * samples)
         tokens, targets = (host.to(self.device, non_blocking=True) for host in (slot.tokens, slot.targets))
         loss = self.trainer.step(list(zip(tokens, targets, strict=True)))
         slot.loss.copy_(loss, non_blocking=True)
@@ -183,6 +185,19 @@ class TwinRun:
             losses.append(in_flight.wait())
             in_flight = following
         return [*losses, in_flight.wait()]
+
+
+class TwinRun(TwinSteps):
+    """The steps of a twin, alone on its device."""
+
+    def __init__(self, config: RunConfig, tokens: Tokens, switches: Switches, *, same_weights: bool = False):
+        """`same_weights`: handgrad's initial numbers, else numbers of the same distribution, which are faster to make."""
+        trainer = TwinTrainer(config, config.shape(tokens.vocab_size), devices.resolve_device(config.device), switches)
+        if same_weights:
+            trainer.load_initial()
+        else:
+            trainer.draw_initial()
+        super().__init__(trainer, tokens.source)
 
 
 def known_names(text: str, known: list[str]) -> list[str]:

@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 
-import torch
-
 from benchmarks.record import keep_commit, write_record
 from benchmarks.sampling import Handgrad, sizes
 from handgrad import devices
@@ -21,7 +19,7 @@ from handgrad.graphs import Replayed
 from handgrad.models import parameter_table
 from handgrad.models.rows import count_parameters
 from handgrad.ops.cuda import attention_decode, row_products
-from handgrad.tools.rates import copy_bandwidth
+from handgrad.tools.rates import copy_bandwidth, launch_milliseconds
 
 POSITIONS, REPLAYS = (64, 150, 512, 1000), 100
 CHOICES: dict[str, dict[tuple[ModuleType, str], object]] = {
@@ -63,13 +61,7 @@ def milliseconds(decoder: Decoder, position: int) -> float:
     step = Replayed([decoder.launch_step])
     for _ in range(3):
         step()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(REPLAYS):
-        step()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / REPLAYS
+    return launch_milliseconds(step, REPLAYS)
 
 
 def main(given: list[str] | None = None) -> None:

@@ -20,12 +20,36 @@ from handgrad.config import ModelShape, RunConfig
 SWITCHES = Switches(attention="cudnn", bf16_stream=True)  # the fastest of the twins on one H200 without Liger
 
 
-class DdpTrainer(TwinTrainer):
-    """The twin under DistributedDataParallel: weights, moments and gradients whole on every rank."""
+class DistributedTrainer(TwinTrainer):
+    """The twin on a rank, with weights of its own."""
 
     def __init__(self, config: RunConfig, shape: ModelShape, device: torch.device):
         super().__init__(config, shape, device, SWITCHES)
         self.draw_initial()
+
+    def in_between(self, *, last: bool) -> contextlib.AbstractContextManager[object]:
+        raise NotImplementedError
+
+    def step(self, micro_batches: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """One optimizer step over this rank's micro-batches of (tokens, targets); their mean loss, on the device."""
+        self.optimizer.zero_grad(set_to_none=isinstance(self, FsdpTrainer))
+        total = torch.zeros((), device=self.device)
+        for index, (tokens, targets) in enumerate(micro_batches):
+            with self.in_between(last=index == len(micro_batches) - 1):
+                with torch.autocast(self.device.type, torch.bfloat16):
+                    loss = self.model(tokens, targets)
+                (loss / len(micro_batches)).backward()
+            total += loss.detach()
+        nn.utils.clip_grad_norm_(self.parameters, self.config.clip_norm)
+        self.optimizer.step()
+        return total / len(micro_batches) / dist.get_world_size()
+
+
+class DdpTrainer(DistributedTrainer):
+    """The twin under DistributedDataParallel: weights, moments and gradients whole on every rank."""
+
+    def __init__(self, config: RunConfig, shape: ModelShape, device: torch.device):
+        super().__init__(config, shape, device)
         devices = [device.index or 0] if device.type == "cuda" else None
         self.model = DistributedDataParallel(
             torch.compile(self.twin) if device.type == "cuda" else self.twin,
@@ -38,12 +62,11 @@ class DdpTrainer(TwinTrainer):
         return contextlib.nullcontext() if last else self.model.no_sync()
 
 
-class FsdpTrainer(TwinTrainer):
+class FsdpTrainer(DistributedTrainer):
     """The twin under FSDP2: weights, moments and gradients sharded over the ranks."""
 
     def __init__(self, config: RunConfig, shape: ModelShape, device: torch.device):
-        super().__init__(config, shape, device, SWITCHES)
-        self.draw_initial()
+        super().__init__(config, shape, device)
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for index, block in enumerate(self.twin.blocks):
             if device.type == "cuda":
@@ -61,18 +84,3 @@ class FsdpTrainer(TwinTrainer):
         self.model.set_requires_gradient_sync(last)
         self.model.set_reshard_after_backward(last)
         return contextlib.nullcontext()
-
-
-def step(trainer: DdpTrainer | FsdpTrainer, micro_batches: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """One optimizer step over this rank's micro-batches of (tokens, targets); returns their mean loss, on the device."""
-    trainer.optimizer.zero_grad(set_to_none=isinstance(trainer, FsdpTrainer))
-    total = torch.zeros((), device=trainer.device)
-    for index, (tokens, targets) in enumerate(micro_batches):
-        with trainer.in_between(last=index == len(micro_batches) - 1):
-            with torch.autocast(trainer.device.type, torch.bfloat16):
-                loss = trainer.model(tokens, targets)
-            (loss / len(micro_batches)).backward()
-        total += loss.detach()
-    nn.utils.clip_grad_norm_(trainer.parameters, trainer.config.clip_norm)
-    trainer.optimizer.step()
-    return total / len(micro_batches) / dist.get_world_size()

@@ -6,7 +6,6 @@ The windows of a split that overlap score each token once, after at least a wind
 """
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 
 import handgrad
 from benchmarks.record import write_record
+from benchmarks.run_record import lines_of, seconds_in_steps
 from handgrad.data.batches import Batches
 from handgrad.data.shards import open_dataset
 
@@ -26,9 +26,7 @@ def figures_of(folder: Path) -> dict[str, Any]:
     dataset, length = open_dataset(model.data), model.shape.sequence_length
     floor = dataset.floor("validation")
     assert floor is not None, f"the entropy of {model.data} is not known"
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    milliseconds = [line["step_ms"] for line in map(json.loads, lines) if line["kind"] == "step"]
-    strides = []
+    lines, strides = lines_of(folder), []
     for stride in (share * length // 32 for share in SHARES):
         found = handgrad.evaluate(model, eval_stride=stride)
         strides.append(
@@ -37,8 +35,8 @@ def figures_of(folder: Path) -> dict[str, Any]:
     return {
         "architecture": model.shape.architecture,
         "num_layers": model.shape.num_layers,
-        "steps": len(milliseconds),
-        "seconds_in_steps": sum(milliseconds) / 1e3,
+        "steps": len(lines["step"]),
+        "seconds_in_steps": seconds_in_steps(lines),
         "floor_nats_per_token": floor,
         "strides": strides,
         "above_floor_by_position": by_position(

@@ -31,6 +31,10 @@ def cells(*texts: str) -> str:
     return f"| {' | '.join(texts)} |"
 
 
+def heading(*texts: str) -> list[str]:
+    return [cells(*texts), cells(*["---"] * len(texts))]
+
+
 def on_cpu(row: Row, found: dict[str, Any]) -> str:
     tests = found.get("rows", {}).get(str(row.number))
     if "cpu" not in row.runs_on or tests is None:
@@ -53,10 +57,7 @@ def without_guard(row: Row, found: dict[str, Any]) -> str:
 def rows_table() -> list[str]:
     """The lines of the page's table of faults."""
     cpu, gpu, guards = record("cpu-faults"), record("h200-faults"), record("cpu-fault-guards")
-    lines = [
-        cells("#", "fault", "required outcome", "passed on a CPU", "without its guard", "passed on a GPU"),
-        cells("---", "---", "---", "---", "---", "---"),
-    ]
+    lines = heading("#", "fault", "required outcome", "passed on a CPU", "without its guard", "passed on a GPU")
     for row in read_rows().values():
         last = on_cpu(row, cpu), without_guard(row, guards), on_gpu(row, gpu)
         lines.append(cells(str(row.number), row.fault, row.then, *last))
@@ -74,18 +75,8 @@ def peers_table() -> list[str]:
     peers = record("cpu-checkpoint-peers")
     if not peers:
         return []
-    lines = [
-        cells(
-            "saved by",
-            "killed in saves",
-            "then the old or the new state",
-            "neither",
-            "a bit flipped",
-            "refused",
-            "ms a save",
-        ),
-        cells("---", "---", "---", "---", "---", "---", "---"),
-    ]
+    kills, flips = ("killed in saves", "then the old or the new state", "neither"), ("a bit flipped", "refused")
+    lines = heading("saved by", *kills, *flips, "ms a save")
     for name, row in peers["rows"].items():
         kills, flips = row["kills"], row["flips"]
         found = kills["tries"], kills["old"] + kills["new"], kills["lost"], flips["tries"], flips["refused"]
@@ -143,16 +134,8 @@ def main() -> None:
     parser.add_argument("--run", action="store_true", help="run the tests first")
     if parser.parse_args().run:
         workers = ["-n", "auto", "--dist", "loadfile", "--no-loadscope-reorder"]
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            *workers,
-            "-m",
-            "fault",
-            "--fault-record",
-            str(RESULTS / "cpu-faults.json"),
-        ]
+        command = [sys.executable, "-m", "pytest", *workers, "-m", "fault"]
+        command += ["--fault-record", str(RESULTS / "cpu-faults.json")]
         if code := subprocess.run([*command, *files()], cwd=ROOT).returncode:
             sys.exit(code)
     PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -7,7 +7,6 @@ report page with both curves.
 """
 
 import argparse
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.record import write_record
+from benchmarks.run_record import lines_of, losses, seconds_in_steps
 from handgrad.config import RunConfig
 from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.presets import demo
@@ -81,10 +81,8 @@ def trained(config: RunConfig) -> dict[str, Any]:
 
 def described(config: RunConfig) -> dict[str, Any]:
     """The settings that differ from run to run, and the results."""
-    lines = [json.loads(line) for line in (Path(config.out) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    validation = [[line["step"], round(line["loss"], 4)] for line in lines if line["kind"] == "validation"]
-    steps = [line for line in lines if line["kind"] == "step"]
-    started = next(line for line in lines if line["kind"] == "run")
+    lines = lines_of(Path(config.out))
+    validation, started = losses(lines["validation"]), lines["run"][0]
     return {
         "run": Path(config.out).name,
         "learning_rate": config.learning_rate,
@@ -94,10 +92,8 @@ def described(config: RunConfig) -> dict[str, Any]:
         "trained_parameters": started["trained_parameters"],
         "validation": validation,
         "lowest_validation": min(validation, key=lambda pair: pair[1]),
-        "training": [
-            [line["step"], round(line["loss"], 4)] for line in steps if line["step"] in (1, 10) or line["step"] % 50 == 0
-        ],
-        "seconds_in_steps": round(sum(line["step_ms"] for line in steps) / 1e3, 1),
+        "training": losses([line for line in lines["step"] if line["step"] in (1, 10) or line["step"] % 50 == 0]),
+        "seconds_in_steps": round(seconds_in_steps(lines), 1),
     }
 
 

@@ -56,7 +56,7 @@ def play(folder: Path) -> list[dict[str, Any]]:
         command = recommended if command is NEXT else command
         lines, seconds = act(command, clone)
         recommended = next((line.removeprefix("next").strip() for line in lines if line.startswith("next")), recommended)
-        said = said_in(lines, folder)
+        said = without_noise(lines, folder)
         played.append(
             {"title": title, "command": command, "seconds": round(seconds, 1), "output": shortened(said, first, last)}
         )
@@ -72,7 +72,7 @@ def act(command: str, clone: Path) -> tuple[list[str], float]:
     return (watch if command.startswith("handgrad watch") else run)(command, clone, environment)
 
 
-def said_in(lines: Sequence[str], folder: Path) -> list[str]:
+def without_noise(lines: Sequence[str], folder: Path) -> list[str]:
     """The lines without the folder's name and without pip's warnings, which are about its own settings."""
     return [line.replace(str(folder), "~")[:CLIPPED] for line in lines if not line.startswith("WARNING: ")]
 

@@ -11,7 +11,7 @@ from benchmarks.fp8_bytes import ROWS
 from handgrad.config import ModelShape
 from handgrad.fp8 import cuda as kernels, reference
 from handgrad.fp8.cuda import attention, elementwise, gelu as gelu_fp8, layernorm, norms
-from handgrad.fp8.formats import COUNTING, E4M3, E5M2, INVERSE, SCALE, SCALING_PLACES, STATISTICS_PLACES, Form, Quantized
+from handgrad.fp8.formats import E4M3, E5M2, INVERSE, SCALE, SCALING_PLACES, STATISTICS_PLACES, Form, Quantized
 from handgrad.models import head_chunk_tokens
 
 Step = Callable[[], None]
@@ -282,10 +282,6 @@ def numbers(form: Form) -> Tensor:
     if form.columns is not None:
         assert torch.equal(form.columns.view(torch.uint8).t(), form.rows.view(torch.uint8)), "columns are not the rows'"
     return form.rows.float() * form.inverse_scale
-
-
-def set_counting(tensor: Quantized, on: bool) -> None:
-    tensor.scaling[COUNTING] = float(on)
 
 
 def compile_all(sizes: Sequence[Size]) -> dict[str, float]:

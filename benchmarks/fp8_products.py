@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,30 +89,19 @@ def make(m: Making, layer: str, direction: str) -> Product:
         return Product(direction, out, inp, weight, lambda: forward(inp, weight), [shipped], bias, stream, scratch)
 
     dout = m.gradient(rows, O)
-    forms = {name: m.operand(dout, form) for name, form in (("e5m2", E5M2), ("e4m3", E4M3))}
     if direction == DGRAD:
-        out = m.empty(rows, I)
-        variants = [
-            Variant(
-                name,
-                lambda form=form: linear.input_backward(out, form, weight8, scratch=scratch),
-                operands_of(form, "rows", weight8, "columns"),
-            )
-            for name, form in forms.items()
-        ]
-        plain = lambda: linear.input_backward(out, dout, weight, scratch=scratch)  # noqa: E731
-        return Product(direction, out, dout, weight.t(), plain, variants, None, None, scratch)
-    out = m.zeros(O, I)
-    variants = [
-        Variant(
-            name,
-            lambda form=form: linear.weight_backward(out, form, inp8, scratch=scratch),
-            operands_of(form, "columns", inp8, "columns"),
-        )
-        for name, form in forms.items()
-    ]
-    plain = lambda: linear.weight_backward(out, dout, inp, scratch=scratch)  # noqa: E731
-    return Product(direction, out, dout.t(), inp.t(), plain, variants, None, out, scratch)
+        out, added, form, other = m.empty(rows, I), None, "rows", weight8
+        left, right, backward, second = dout, weight.t(), linear.input_backward, weight
+    else:
+        out, form, other = m.zeros(O, I), "columns", inp8
+        left, right, backward, second, added = dout.t(), inp.t(), linear.weight_backward, inp, out
+    variants = []
+    for name, number_format in (("e5m2", E5M2), ("e4m3", E4M3)):
+        dout8 = m.operand(dout, number_format)
+        step = partial(backward, out, dout8, other, scratch=scratch)
+        variants.append(Variant(name, step, operands_of(dout8, form, other, "columns")))
+    plain = partial(backward, out, dout, second, scratch=scratch)
+    return Product(direction, out, left, right, plain, variants, None, added, scratch)
 
 
 def operands_of(left: Quantized, left_form: str, right: Quantized, right_form: str) -> Operands:

@@ -14,7 +14,6 @@ A model is PRESET:MICRO_BATCH:MICRO_STEPS:STEPS.
 """
 
 import argparse
-import gc
 from collections.abc import Callable
 from statistics import median
 from typing import Any, NamedTuple
@@ -22,8 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks import record
 from benchmarks.contenders import HandgradRun, Settings, tokens_of
-from benchmarks.record import write_record
 from handgrad import devices
 from handgrad.fp8.formats import E4M3, E5M2, LARGEST_EXPONENT, LARGEST_SCALE_EXPONENT, largest
 
@@ -200,21 +199,10 @@ def main() -> None:
                 shown = "  ".join(f"{name} {value['worst']:.3g}" for name, value in figures.items())
                 print(f"{tensor:<14} {rounding:<42} {shown}", flush=True)
         del run
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        record.free_memory(device)
     if asked.out:
         method = "each model trained in bf16, then one micro-batch; each gradient rounded alone, products in float32"
-        write_record(asked.out, device, method=method, learning_rate=LEARNING_RATE, rows=digits(rows))
-
-
-def digits(value: Any) -> Any:
-    """Four digits of each figure."""
-    if isinstance(value, float):
-        return float(f"{value:.4g}")
-    if isinstance(value, dict):
-        return {key: digits(entry) for key, entry in value.items()}
-    return [digits(entry) for entry in value] if isinstance(value, list) else value
+        record.write_record(asked.out, device, method=method, learning_rate=LEARNING_RATE, rows=record.rounded(rows, 4))
 
 
 if __name__ == "__main__":

@@ -19,13 +19,15 @@ import torch
 from benchmarks import fp8_bytes, fp8_kernels, fp8_products
 from benchmarks.fp8_kernels import Making, Size, Step
 from benchmarks.gpu_kernels import FLUSH_BYTES, copy_bandwidth, milliseconds
-from benchmarks.record import write_record
+from benchmarks.record import rounded, write_record
 from handgrad import devices
 from handgrad.backend import choose_backend
 from handgrad.config import ModelShape
 from handgrad.fp8.cuda import linear
+from handgrad.fp8.formats import COUNTING
 from handgrad.ops import cuda as kernels
 from handgrad.tools.kernel_checks.checking import relative_error
+from handgrad.tools.rates import launch_milliseconds
 
 SIZES = (
     Size("124M", ModelShape(50257, 1024, 12, 12, 768), batch=64),
@@ -52,9 +54,9 @@ class Clock:
         step()  # compiles
         torch.cuda.synchronize()
         launch = self.recorded(step) if recorded else lambda: [step() for _ in range(RECORDED)]
-        once = max(self.elapsed(launch, 1), 1e-3)
-        self.elapsed(launch, math.ceil(WARM_MILLISECONDS / once))
-        return self.elapsed(launch, math.ceil(MEASURED_MILLISECONDS / once)) / RECORDED * 1e3
+        once = max(launch_milliseconds(launch, 1), 1e-3)
+        launch_milliseconds(launch, math.ceil(WARM_MILLISECONDS / once))
+        return launch_milliseconds(launch, math.ceil(MEASURED_MILLISECONDS / once)) / RECORDED * 1e3
 
     def recorded(self, step: Step) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
@@ -62,16 +64,6 @@ class Clock:
             for _ in range(RECORDED):
                 step()
         return graph.replay
-
-    def elapsed(self, launch: Callable[[], object], count: int) -> float:
-        """Milliseconds of one launch."""
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(count):
-            launch()
-        stop.record()
-        stop.synchronize()
-        return start.elapsed_time(stop) / count
 
     def cold(self, step: Step) -> float:
         """Microseconds of a single launch with a cold L2 cache."""
@@ -104,7 +96,7 @@ def kernel_row(name: str, making: Making, clock: Clock) -> Row:
     row["share_of_copy"] = case.size_bytes / taken * 1e6 / clock.bandwidth
     row["cold_microseconds"] = clock.cold(case.fp8)
     if case.counts is not None:
-        fp8_kernels.set_counting(case.counts, True)
+        case.counts.scaling[COUNTING] = 1.0
         row["counting_microseconds"] = clock.back_to_back(case.fp8, recorded=True)
     if case.plain is not None:
         row["bf16_microseconds"] = clock.back_to_back(case.plain, recorded=True)
@@ -142,11 +134,6 @@ def joined_row(name: str, making: Making, clock: Clock) -> Row:
 
 def number(row: Row, key: str, form: str, width: int) -> str:
     return f"{format(row[key], form) if key in row else '-':>{width}}"
-
-
-def digits(row: Row) -> Row:
-    """Four digits of each figure."""
-    return {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in row.items()}
 
 
 def failures(row: Row) -> str:
@@ -230,10 +217,10 @@ def compare(out: str, sizes: Sequence[Size] = SIZES) -> None:
             device,
             libraries=versions,
             copy_terabytes_per_second=clock.bandwidth / 1e12,
-            kernels=[digits(row) for row in found_kernels],
-            products=[digits(row) for row in found_products],
+            kernels=rounded(found_kernels, 4),
+            products=rounded(found_products, 4),
             bytes_per_token_and_block=fp8_bytes.record(),
-            failed=[digits(row) for row in failed],
+            failed=rounded(failed, 4),
         )
 
 

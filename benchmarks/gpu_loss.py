@@ -80,12 +80,10 @@ def table(curves: dict[str, list[float]], measure: str) -> list[str]:
 
 def plot(curves: dict[str, list[float]], measure: str, path: Path) -> None:
     """Above, the curves; below, their distance from the measure's, in log scale."""
-    import matplotlib  # here: the contenders' processes draw nothing
+    from matplotlib.figure import Figure  # here: the contenders' processes draw nothing
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (above, below) = plt.subplots(2, 1, figsize=(8, 7), sharex=True, layout="constrained")
+    figure = Figure(figsize=(8, 7), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True)
     for index, (name, losses) in enumerate(curves.items()):
         steps = range(1, len(losses) + 1)
         above.plot(steps, losses, label=name, linewidth=1.2, color=f"C{index}")
@@ -101,7 +99,6 @@ def plot(curves: dict[str, list[float]], measure: str, path: Path) -> None:
         if axes.lines:
             axes.legend(frameon=False)
     figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 def check_contenders(text: str) -> list[str]:

@@ -8,7 +8,6 @@ seconds until each has had its time. All contenders stay in memory and sleep whi
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import importlib.util
 import math
 import sys
@@ -20,7 +19,7 @@ import torch
 
 from benchmarks.contenders import HandgradRun, Settings, TwinRun, tokens_of
 from benchmarks.gpu_twin import ATTENTIONS, OPTIONS, check_libraries, switches_of
-from benchmarks.record import write_record
+from benchmarks.record import rounded, version, write_record
 from benchmarks.turns import Peer, PeerFailed, Run, answers, contend, note
 from handgrad import devices
 from handgrad.config import PRECISIONS, check
@@ -209,6 +208,15 @@ def best_twin(rows: dict[str, Any]) -> str | None:
     return max(twins, key=lambda name: twins[name]) if twins else None
 
 
+def add_times_best_twin(rows: dict[str, Any]) -> str | None:
+    """Adds to each row its speed over that of the fastest twin, and returns that."""
+    twin = best_twin(rows)
+    for row in rows.values():
+        if twin and "tokens_per_second" in row:
+            row["times_best_twin"] = row["tokens_per_second"] / rows[twin]["tokens_per_second"]
+    return twin
+
+
 NAME_WIDTH = 35
 
 # Heading, width, key, format.
@@ -240,30 +248,10 @@ def table(rows: dict[str, Any]) -> list[str]:
     return lines
 
 
-def rounded(value: Any) -> Any:
-    """Numbers in the precision of a record: five figures."""
-    if isinstance(value, float):
-        return float(f"{value:.5g}")
-    if isinstance(value, dict):
-        return {key: rounded(entry) for key, entry in value.items()}
-    return [rounded(entry) for entry in value] if isinstance(value, list) else value
-
-
 def libraries() -> dict[str, Any]:
     """Versions of the libraries beside torch."""
-    found: dict[str, Any] = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
-    try:
-        import triton
-
-        found["triton"] = triton.__version__
-    except ImportError:
-        found["triton"] = None
-    for name in ("torchao", "liger-kernel"):
-        try:
-            found[name] = importlib.metadata.version(name)  # without importing it
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+    installed = {name: version(name) for name in ("triton", "torchao", "liger-kernel")}
+    return {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(), **installed}
 
 
 def compare(
@@ -283,10 +271,7 @@ def compare(
         name: {"precision": precision_of(name, settings), **figures(row, config.tokens_per_step, flops, peak)}
         for name, row in raw.items()
     }
-    twin = best_twin(rows)
-    for row in rows.values():
-        if twin and "tokens_per_second" in row:
-            row["times_best_twin"] = row["tokens_per_second"] / rows[twin]["tokens_per_second"]
+    twin = add_times_best_twin(rows)
     print(
         f"\n{settings.model}, steps of {settings.micro_steps} x {settings.micro_batch} x {settings.sequence_length} tokens"
         f" ({tokens.words}), {devices.describe(device)}, {seconds:g} s each in slices of {turn_seconds:g} s; GiB\n"

@@ -7,7 +7,6 @@ loss in chunks, `float8` converts the blocks' GEMMs to fp8 by torchao.
 
 import dataclasses
 import importlib.util
-import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from benchmarks.llama_twin import LlamaGpuTwin
 from benchmarks.modern_twin import ModernGpuTwin, modern_optimizer
-from benchmarks.twin import Block, Twin, optimizer_of
+from benchmarks.twin import Block, Twin, liger_loss, optimizer_of, padded_loss
 from handgrad.config import ModelShape, RunConfig
 from handgrad.errors import UsageError
 from handgrad.models import parameter_table
@@ -33,7 +32,6 @@ FLOAT8_MULTIPLE = 16  # of the sizes of torch's fp8 GEMMs
 FLOAT8_CAPABILITY = (8, 9)  # the first GPUs with fp8 tensor cores
 # In these a graph's outputs are overwritten by its next replay: gradients must be added to tensors of their own.
 GRAPH_MODES = ("reduce-overhead", "max-autotune")
-LIGER_CHUNKS = 4  # times Liger's own chunk of the logits: its smallest leave the GEMMs short
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,7 @@ class GpuTwin(Twin):
     def __init__(self, shape: ModelShape, switches: Switches):
         super().__init__(shape, padded=switches.padded)
         self.bf16_stream = switches.bf16_stream
-        self.loss = self.liger_loss if switches.head == "liger" else self.whole_loss
+        self.loss = self.chunked_loss if switches.head == "liger" else self.whole_loss
         self.stream_loss: Callable[..., Tensor] = head_loss
         if switches.attention == "plain":
             self.blocks = nn.ModuleList(PlainBlock(shape.channels, shape.num_heads) for _ in range(shape.num_layers))
@@ -121,11 +119,8 @@ class GpuTwin(Twin):
     def whole_loss(self, x: Tensor, targets: Tensor) -> Tensor:
         return self.stream_loss(x, targets, self.lnf.weight, self.lnf.bias, self.wte.weight, self.vocab_size)
 
-    def liger_loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """The head's three GEMMs and the cross-entropy, chunk by chunk, without the whole logits."""
-        normed = self.lnf(x)
-        dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-        return fused_head(normed.view(-1, normed.shape[-1]).to(dtype), self.wte.weight.to(dtype), targets.reshape(-1))
+    def chunked_loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        return liger_loss(self.lnf(x), self.wte.weight, targets)
 
 
 def head_loss(
@@ -133,24 +128,7 @@ def head_loss(
 ) -> Tensor:
     """Mean loss in nats of the stream x (B, T, C) after the last block."""
     logits = F.linear(F.layer_norm(x, norm_weight.shape, norm_weight, norm_bias), weight)
-    columns = logits.shape[-1]
-    if columns > vocab_size:
-        # Masked and not cut off: the compiler's loads stay aligned.
-        real = torch.arange(columns, device=logits.device) < vocab_size
-        logits = torch.where(real, logits, -math.inf)
-    exact = torch.promote_types(logits.dtype, torch.float32)
-    return F.cross_entropy(logits.view(-1, columns).to(exact), targets.reshape(-1))
-
-
-@torch.compiler.disable
-def fused_head(x: Tensor, weight: Tensor, targets: Tensor, softcap: float | None = None) -> Tensor:
-    """Liger's fused linear cross-entropy. The compiler does not look inside: its kernels are Triton already."""
-    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
-
-    parameters = inspect.signature(LigerFusedLinearCrossEntropyFunction.forward).parameters
-    options = {"accum_dtype": torch.float32, "chunk_mem_const": LIGER_CHUNKS, "softcap": softcap}
-    arguments = [options.get(name, parameters[name].default) for name in [*parameters][4:]]
-    return LigerFusedLinearCrossEntropyFunction.apply(x, weight, targets, *arguments)[0]
+    return padded_loss(logits, targets, vocab_size)
 
 
 def compiled_by_region(twin: GpuTwin, mode: str) -> GpuTwin:

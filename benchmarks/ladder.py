@@ -17,12 +17,10 @@ from typing import Any
 import torch
 
 from benchmarks.contenders import HandgradRun, Settings, TwinRun, tokens_of
-from benchmarks.gpu_step import rounded
 from benchmarks.gpu_twin import Switches
-from benchmarks.record import continued, write_record
+from benchmarks.record import continued, rounded, write_record
 from benchmarks.turns import Peer, PeerFailed, Run, answers, contend, note
 from handgrad import devices
-from handgrad.config import ModelShape
 from handgrad.errors import UsageError
 
 WARM_UP_SECONDS = 1.0
@@ -128,10 +126,6 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def titled(rung: Rung, shape: ModelShape) -> str:
-    return rung.title.format(V=shape.vocab_size, Vp=shape.padded_vocab_size)
-
-
 def rungs_of(text: str) -> list[int]:
     """The places in `RUNGS` of rows as people count them: `6-9` or `1,8,9`. Raises `UsageError`."""
     found: list[int] = []
@@ -153,7 +147,7 @@ def compare(settings: Settings, seconds: float, out: str, rungs: list[int] | Non
     described = {"settings": {**dataclasses.asdict(settings), "seconds": seconds}, "tokens": tokens.words}
     before = continued(out, device, described) if out and rungs is not None else None
     done: dict[str, dict[str, Any]] = {row["title"]: row for row in before or ()}
-    titles = [titled(rung, shape) for rung in RUNGS]
+    titles = [rung.title.format(V=shape.vocab_size, Vp=shape.padded_vocab_size) for rung in RUNGS]
     rows: list[dict[str, Any]] = []
     for rung in range(len(RUNGS)) if rungs is None else rungs:
         row: dict[str, Any] = {"title": titles[rung]}

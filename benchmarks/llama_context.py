@@ -9,7 +9,6 @@ of a length must be equal at all levels, bit for bit, else the command ends with
 
 import argparse
 import dataclasses
-import gc
 import sys
 import time
 from typing import Any
@@ -17,11 +16,11 @@ from typing import Any
 import torch
 
 from benchmarks.contenders import HandgradRun, Settings, tokens_of
-from benchmarks.gpu_step import libraries, rounded
+from benchmarks.gpu_step import libraries
 from benchmarks.llama_twin import SHAPES
-from benchmarks.record import keep_commit, write_record
+from benchmarks.record import free_memory, keep_commit, rounded, run_main, write_record
 from handgrad import devices
-from handgrad.errors import HandgradError, UsageError
+from handgrad.errors import UsageError
 from handgrad.models import architecture
 
 WARM_UP_STEPS = 4  # one eager, one captured, two replayed; their losses are compared
@@ -112,9 +111,7 @@ def main(given: list[str] | None = None) -> int:
             settings = dataclasses.replace(common, sequence_length=length, recompute=level)
             rows.append(measure(settings, options.seconds, peak))
             print(line(rows[-1]), flush=True)
-            gc.collect()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+            free_memory(device)
     if options.out:
         described = {key: value for key, value in vars(options).items() if key != "out"}
         made_up = tokens_of(common).words
@@ -126,7 +123,4 @@ def main(given: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except HandgradError as error:
-        sys.exit(f"error: {error}")
+    run_main(main)

@@ -17,38 +17,21 @@ import torch
 import transformers
 
 import handgrad
+from benchmarks.llama_twin import SHAPES, sizes
 from benchmarks.record import write_record
+from benchmarks.trainer_run import their_config
+from handgrad.config import RunConfig
 from handgrad.generation.generate import Continuation, SamplingOptions
 
 TOKENS, PROMPT, GREEDY = 256, 16, 200
 SPREADS = (0.02, 0.03)  # of matrices
-CONFIGS: dict[str, transformers.PretrainedConfig] = {
-    "SmolLM2-135M": transformers.LlamaConfig(
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        max_position_embeddings=8192,
-        rms_norm_eps=1e-5,
-        rope_theta=100000.0,
-        tie_word_embeddings=True,
-    ),
-    "Qwen3-0.6B": transformers.Qwen3Config(
-        vocab_size=151936,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=40960,
-        rms_norm_eps=1e-6,
-        rope_theta=1000000.0,
-        tie_word_embeddings=True,
-    ),
-}
+# The model's context by its name in `SHAPES`.
+LENGTHS = {"SmolLM2-135M": 8192, "Qwen3-0.6B": 40960}
+
+
+def config_of(name: str) -> transformers.PretrainedConfig:
+    vocab_size, *_ = SHAPES[name]
+    return their_config(RunConfig(**sizes(name), sequence_length=LENGTHS[name]).shape(vocab_size))
 
 
 def random_model(config: transformers.PretrainedConfig, spread: float, folder: Path) -> transformers.PreTrainedModel:
@@ -101,8 +84,8 @@ if __name__ == "__main__":
     parser.add_argument("--out", required=True)
     parsed = parser.parse_args()
     rows: dict[str, list[dict[str, Any]]] = {}
-    for name, config in CONFIGS.items():
-        rows[name] = [compare(config, spread) for spread in SPREADS]
+    for name in LENGTHS:
+        rows[name] = [compare(config_of(name), spread) for spread in SPREADS]
         print(name, *rows[name], sep="\n", flush=True)
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10  # KiB on Linux
     versions = {"transformers": transformers.__version__}

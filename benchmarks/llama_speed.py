@@ -11,7 +11,6 @@ after the others have freed the device's memory.
 
 import argparse
 import dataclasses
-import importlib.metadata
 import importlib.util
 import sys
 from pathlib import Path
@@ -24,11 +23,11 @@ from benchmarks import gpu_step
 from benchmarks.contenders import Settings, TwinRun, tokens_of
 from benchmarks.gpu_twin import check_libraries, switches_of
 from benchmarks.llama_twin import LARGE, SHAPES
-from benchmarks.record import keep_commit, write_record
+from benchmarks.record import keep_commit, rounded, run_main, version, write_record
 from benchmarks.trainer_run import TrainerRun, trainer_switches
 from benchmarks.turns import Run, answers, contend
 from handgrad import devices
-from handgrad.errors import HandgradError, UsageError
+from handgrad.errors import UsageError
 from handgrad.models import architecture
 
 TRAINERS = (
@@ -85,10 +84,9 @@ def make_run(name: str, settings: Settings) -> Run:
 
 def add_comparisons(rows: dict[str, Any]) -> None:
     """Adds to each row its speed over the fastest peer's, and the largest distance of its first losses from handgrad's."""
-    twin, measure = gpu_step.best_twin(rows), rows.get("handgrad", {}).get("losses")
+    gpu_step.add_times_best_twin(rows)
+    measure = rows.get("handgrad", {}).get("losses")
     for row in rows.values():
-        if twin and "tokens_per_second" in row:
-            row["times_best_twin"] = row["tokens_per_second"] / rows[twin]["tokens_per_second"]
         if measure and "losses" in row:
             row["loss_difference"] = float(np.abs(np.subtract(row["losses"], measure)).max())  # NaN if one of them is
 
@@ -133,16 +131,9 @@ def compare(settings: Settings, names: list[str], seconds: float, turn_seconds: 
         described["measured_alone"] = [name for name in names if trainer_switches(name)]
         versions = {**gpu_step.libraries(), **{name: version(name) for name in ("transformers", "accelerate")}}
         counted = {"flops_per_token": flops, "peak_flop_per_second": peak}
-        figures = gpu_step.rounded(rows)
+        figures = rounded(rows)
         write_record(out, device, settings=described, tokens=tokens.words, libraries=versions, **counted, figures=figures)
     return rows
-
-
-def version(library: str) -> str | None:
-    try:
-        return importlib.metadata.version(library)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def parse(given: list[str] | None = None) -> argparse.Namespace:
@@ -197,7 +188,4 @@ if __name__ == "__main__":
         _pipe = answers()
         contend(lambda: make_run(_name, _settings), devices.resolve_device(_settings.device), sys.stdin, _pipe)
     else:
-        try:
-            sys.exit(main())
-        except HandgradError as error:
-            sys.exit(f"error: {error}")
+        run_main(main)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.modern_twin import rotated
+from benchmarks.twin import Named, liger_loss, padded_loss
 from handgrad.config import ModelShape
 from handgrad.models.rows import ParameterRow
 
@@ -69,7 +70,7 @@ class LlamaBlock(nn.Module):
         return x + self.down(F.silu(gate) * up)
 
 
-class LlamaGpuTwin(nn.Module):
+class LlamaGpuTwin(Named):
     """The whole network: angles computed once, the residual stream in bf16 or float32, the head whole or by Liger's fused
     kernel. Embedding and head have handgrad's padded rows, which the loss masks."""
 
@@ -104,29 +105,11 @@ class LlamaGpuTwin(nn.Module):
         weight = self.wte.weight if self.tied else self.head.weight
         x = self.lnf(x)
         if self.liger:
-            from benchmarks.gpu_twin import fused_head
-
-            dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-            return fused_head(x.view(-1, x.shape[-1]).to(dtype), weight.to(dtype), targets.reshape(-1))
-        logits = F.linear(x, weight)
-        columns = logits.shape[-1]
-        if columns > self.vocab_size:
-            real = torch.arange(columns, device=logits.device) < self.vocab_size
-            logits = torch.where(real, logits, -torch.inf)
-        exact = torch.promote_types(logits.dtype, torch.float32)
-        return F.cross_entropy(logits.view(-1, columns).to(exact), targets.reshape(-1))
+            return liger_loss(x, weight, targets)
+        return padded_loss(F.linear(x, weight), targets, self.vocab_size)
 
     def parameter_of(self, row: ParameterRow) -> nn.Parameter:
-        """The parameter that handgrad's table calls `row.name`."""
         if row.name in ("wte", "head"):
             return self.get_submodule(row.name).weight
         module, _, kind = row.name.rpartition("_")
         return getattr(self.get_submodule(module), "weight" if kind == "gain" else kind)
-
-    @torch.no_grad()
-    def load(self, table: tuple[ParameterRow, ...], flat: Tensor) -> None:
-        """Loads the weights in handgrad's flat buffer."""
-        for row in table:
-            parameter = self.parameter_of(row)
-            parameter[: row.stored_rows].copy_(row.stored(flat))
-            parameter[row.stored_rows :].zero_()

@@ -11,7 +11,6 @@ work is the same. `--rounds 0` prints the plans alone. `--cap` says which of the
 
 import argparse
 import sys
-import time
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -19,14 +18,13 @@ from typing import Any
 import torch
 
 from benchmarks.llama_twin import LARGE, SHAPES, sizes
-from benchmarks.record import keep_commit, write_record
-from benchmarks.step import SameBatch
-from benchmarks.turns import Peer, PeerFailed, answers, excuses, memory, note, say
+from benchmarks.record import keep_commit, run_main, write_record
+from benchmarks.same_batch import assemble_on_one_batch, timed_step
+from benchmarks.turns import Peer, alternate, answers, excuses, memory, say
 from handgrad import devices
 from handgrad.config import RunConfig, check
-from handgrad.errors import HandgradError, UsageError
+from handgrad.errors import UsageError
 from handgrad.format import human_bytes
-from handgrad.run.assemble import allocate, bind
 from handgrad.run.header import trained_parameters
 from handgrad.run.resolve import resolve
 from handgrad.training.design import Design
@@ -61,20 +59,9 @@ def contend(shape: str, contender: str, options: argparse.Namespace) -> None:
     pipe = answers()
     with excuses(pipe):
         limit_memory(options)
-        design = design_of(shape, contender, options)
-        state, scaling = allocate(design)
-        generator = torch.Generator().manual_seed(0)
-        training = bind(state, scaling, feed=SameBatch())
-        for row in design.base:
-            training.take_base(row, 0.02 * torch.randn(row.stored_shape, generator=generator))
-        for tokens in (state.activations.tokens, state.activations.targets):
-            tokens.copy_(torch.randint(SHAPES[shape][0], tokens.shape, generator=generator))
+        training = assemble_on_one_batch(design_of(shape, contender, options), SHAPES[shape][0])
         for number, _ in enumerate(sys.stdin):
-            devices.synchronize(design.device)
-            begun = time.perf_counter()
-            loss = training.step.step(number).loss
-            devices.synchronize(design.device)
-            say(pipe, {"seconds": time.perf_counter() - begun, "loss": loss, **memory(design.device)})
+            say(pipe, {**timed_step(training, number), **memory(training.design.device)})
 
 
 def limit_memory(options: argparse.Namespace) -> None:
@@ -100,19 +87,12 @@ def take_turns(shape: str, options: argparse.Namespace) -> dict[str, list[dict[s
     given = [f"--{name.replace('_', '-')}={value}" for name, value in vars(options).items() if name in (*PASSED, "cap")]
     command = [sys.executable, "-m", "benchmarks.lora", f"--shapes={shape}", *given]
     peers = {name: Peer(name, [*command, f"--contender={name}"]) for name in options.contenders.split(",")}
-    turns: dict[str, list[dict[str, Any]]] = {name: [] for name in peers}
-    for _ in range(WARM_UP + options.rounds):
-        for name, peer in list(peers.items()):
-            try:
-                turns[name].append(peer.ask("step"))
-            except PeerFailed as failure:
-                note(f"{shape}, {name}{f', {options.cap} GiB' if options.cap else ''}: {failure}")
-                peer.close()
-                del peers[name], turns[name]
-                if options.cap and not str(failure).startswith("out of memory"):
-                    raise UsageError(f"{shape}, {name}, failed otherwise than for want of memory: {failure}") from failure
+    turns, failed = alternate(peers, WARM_UP + options.rounds)
     for peer in peers.values():
         peer.close()
+    for name, failure in failed.items():
+        if options.cap and not failure.startswith("out of memory"):
+            raise UsageError(f"{shape}, {name}, failed otherwise than for want of memory: {failure}")
     return turns
 
 
@@ -184,7 +164,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except HandgradError as error:
-        sys.exit(f"error: {error}")
+    run_main(main)

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.twin import Named, liger_loss, padded_loss
 from handgrad.config import ModelShape, RunConfig
 from handgrad.models import parameter_table
 from handgrad.models.modern_tensors import GATE_CHANNELS
@@ -84,7 +85,7 @@ class ModernBlock(nn.Module):
         return x + self.fcproj(F.relu(self.fc(normed(x))).square())
 
 
-class ModernTwin(nn.Module):
+class ModernTwin(Named):
     """The whole network; its embedding and head have handgrad's padded rows, which the loss masks."""
 
     def __init__(self, shape: ModelShape):
@@ -120,21 +121,10 @@ class ModernTwin(nn.Module):
         logits, cap = logits.to(exact), self.shape.softcap
         if cap:
             logits = cap * torch.tanh(logits / cap)
-        columns = torch.arange(logits.shape[-1], device=logits.device)
-        logits = torch.where(columns < self.shape.vocab_size, logits, -torch.inf)
-        return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.reshape(-1))
+        return padded_loss(logits, targets, self.shape.vocab_size)
 
     def parameter_of(self, row: ParameterRow) -> nn.Parameter:
-        """The parameter that handgrad's table calls `row.name`."""
         return self.get_submodule(row.name.removesuffix("_weight")).weight
-
-    @torch.no_grad()
-    def load(self, table: tuple[ParameterRow, ...], flat: Tensor) -> None:
-        """Loads the weights in handgrad's flat buffer."""
-        for row in table:
-            parameter = self.parameter_of(row)
-            parameter[: row.stored_rows].copy_(row.stored(flat))
-            parameter[row.stored_rows :].zero_()
 
 
 class ModernGpuTwin(ModernTwin):
@@ -158,12 +148,8 @@ class ModernGpuTwin(ModernTwin):
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         if not self.liger:
             return super().loss(x, targets)
-        from benchmarks.gpu_twin import fused_head
-
         weight = self.head.weight if self.shape.has("untied_head") else self.wte.weight
-        dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-        flat = normed(x).view(-1, x.shape[-1]).to(dtype)
-        return fused_head(flat, weight.to(dtype), targets.reshape(-1), self.shape.softcap or None)
+        return liger_loss(normed(x), weight, targets, self.shape.softcap or None)
 
 
 class Optimizers:

@@ -1,17 +1,21 @@
 """The provenance of a figure, stored beside it: machine, versions, commit and date."""
 
+import gc
+import importlib.metadata
 import json
 import os
 import platform
 import subprocess
+import sys
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from handgrad import devices
-from handgrad.errors import DataError
+from handgrad.errors import DataError, HandgradError
 
 ROOT = Path(__file__).parents[1]
 
@@ -41,9 +45,26 @@ def provenance(device: torch.device) -> dict[str, Any]:
     }
 
 
+def rounded(value: Any, digits: int = 5) -> Any:
+    """The figures of a record, to so many digits."""
+    if isinstance(value, float):
+        return float(f"{value:.{digits}g}")
+    if isinstance(value, dict):
+        return {key: rounded(entry, digits) for key, entry in value.items()}
+    return [rounded(entry, digits) for entry in value] if isinstance(value, list) else value
+
+
+def version(library: str) -> str | None:
+    """The version of a library, without importing it; None where it is not installed."""
+    try:
+        return importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def continued(path: str | Path, device: torch.device, same: dict[str, Any]) -> Any:
-    """The figures of a record that a benchmark goes on in; None where there is no file. Raises `DataError` if its commit,
-    machine, versions or what is the `same` for all its figures differ: they would not compare."""
+    """The figures of a record that a benchmark adds to; None where there is no file. Raises `DataError` if its commit,
+    machine, versions or the fields in `same` differ: figures would not compare."""
     path = Path(path)
     if not path.is_file():
         return None
@@ -58,6 +79,21 @@ def continued(path: str | Path, device: torch.device, same: dict[str, Any]) -> A
             has = f"{path} has {name} {record.get(name)!r}, here it is {value!r}"
             raise DataError(f"{has}: the figures do not compare; name another --out")
     return figures
+
+
+def free_memory(device: torch.device) -> None:
+    """Returns the memory of deleted objects to the device, for other processes and the next model."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def run_main(main: Callable[[], int | None]) -> NoReturn:
+    """Ends the process with the exit code of `main`, or with the line of its error."""
+    try:
+        sys.exit(main())
+    except HandgradError as error:
+        sys.exit(f"error: {error}")
 
 
 def write_record(path: str | Path, device: torch.device, **content: Any) -> None:

@@ -6,15 +6,16 @@
 results file, and a plot beside it.
 """
 
-import json
 import sys
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 
 from benchmarks.record import write_record
+from benchmarks.run_record import lines_of, losses, origin
 from handgrad.config import differences, read_toml
 
 LATE = 20  # the last steps, whose losses are averaged
@@ -23,22 +24,20 @@ EVERY = 10  # steps between the recorded training losses
 
 def read(folder: Path) -> dict[str, Any]:
     """A summary of a run's metrics."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    header = next(line for line in lines if line["kind"] == "run")
-    steps = [line for line in lines if line["kind"] == "step"]
-    counts = [line for line in lines if line["kind"] == "fp8"]
+    lines = lines_of(folder)
+    steps, counts = lines["step"], lines["fp8"]
     return {
         "config": read_toml(str(folder / "config.toml")),
-        "device": header["device"],
-        "torch": header["torch"],
+        "device": lines["run"][0]["device"],
+        "torch": lines["run"][0]["torch"],
         "tokens": steps[-1]["tokens"],
-        "validation": [[line["step"], round(line["loss"], 4)] for line in lines if line["kind"] == "validation"],
-        "final_validation": [line["loss"] for line in lines if line["kind"] == "validation"][-1],
+        "validation": losses(lines["validation"]),
+        "final_validation": lines["validation"][-1]["loss"],
         "late_mean": fmean(line["loss"] for line in steps[-LATE:]),
-        "training": [[line["step"], round(line["loss"], 5)] for line in steps if line["step"] % EVERY == 0],
+        "training": losses([line for line in steps if line["step"] % EVERY == 0], 5),
         "skipped_steps": sum(line["skipped"] is not None for line in steps),
         "tokens_per_second": round(fmean(line["tokens_per_second"] for line in steps[len(steps) // 2 :])),
-        "events": [line["text"] for line in lines if line["kind"] == "event"],
+        "events": [line["text"] for line in lines["event"]],
         "largest_clipped_fraction": max(
             (t["clipped_fraction"] for c in counts for t in c["tensors"].values()), default=None
         ),
@@ -72,12 +71,8 @@ def compare(folders: list[Path]) -> list[dict[str, Any]]:
 
 def plot(pairs: list[dict[str, Any]], path: Path) -> None:
     """Training and validation losses of every pair, the second of each dashed."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
     for index, pair in enumerate(pairs):
         for record, line in zip(pair["runs"], ("-", "--"), strict=True):
             label = f"{record['config']['precision']}, seed {record['config']['seed']}: {record['validation'][-1][1]:.4f}"
@@ -89,12 +84,9 @@ def plot(pairs: list[dict[str, Any]], path: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 if __name__ == "__main__":
     made = compare([Path(folder) for folder in sys.argv[2:]])
-    # The machine of the runs, not the one that compares them.
-    origin = {"machine": made[0]["runs"][0]["device"], "versions": {"torch": made[0]["runs"][0]["torch"]}}
-    write_record(sys.argv[1], torch.device("cpu"), **origin, pairs=made)
+    write_record(sys.argv[1], torch.device("cpu"), **origin(made[0]["runs"][0]), pairs=made)
     plot(made, Path(sys.argv[1]).with_suffix(".png"))

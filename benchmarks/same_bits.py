@@ -99,14 +99,8 @@ def main() -> None:
             with ThreadPoolExecutor(together) as pool:
                 made = {}
                 for precision in precisions:
-                    run = (
-                        {**settings, "precision": precision},
-                        count,
-                        asked.preset,
-                        Path(work) / f"{precision}-{count}",
-                        free,
-                    )
-                    made[precision] = pool.submit(train, *run)
+                    folder, changed = Path(work) / f"{precision}-{count}", {**settings, "precision": precision}
+                    made[precision] = pool.submit(train, changed, count, asked.preset, folder, free)
             for precision, future in made.items():
                 row = {"precision": precision, "ranks": count, **vars(future.result())}
                 rows.append(row)
@@ -116,9 +110,8 @@ def main() -> None:
     for precision, same in equal.items():
         print(f"{precision}: {'the same bits' if same else 'OTHER BITS'} on {asked.ranks} ranks")
     if asked.out:
-        sizes = {
-            name: config[name] for name in ("num_layers", "channels", "micro_batch", "tokens_per_step", "lanes", "zero")
-        }
+        names = "num_layers", "channels", "micro_batch", "tokens_per_step", "lanes", "zero"
+        sizes = {name: config[name] for name in names}
         write_record(asked.out, torch.device(asked.device), config=sizes, steps=asked.steps, equal=equal, rows=rows)
     sys.exit(0 if all(equal.values()) else 1)
 

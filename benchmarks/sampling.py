@@ -11,18 +11,16 @@ benchmarks.decode_choices` times single steps.
     handgrad bench sampling --model d12
 """
 
-import gc
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from typing import Any
 
 import torch
 
 from benchmarks.contenders import known_names
-from benchmarks.record import write_record
+from benchmarks.record import free_memory, version, write_record
 from benchmarks.turns import Peer, PeerFailed, answers, excuses, memory, say
 from handgrad import devices, presets
 from handgrad.arena import Buffer, make_plan
@@ -90,9 +88,7 @@ class Handgrad:
     def forget(self) -> None:
         """Frees the decoder's memory for the other processes."""
         self.decoder = None
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        free_memory(self.device)
 
 
 def transformers_call(shape: ModelShape, device: torch.device, dtype: torch.dtype, *, compiled: bool) -> Call:

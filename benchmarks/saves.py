@@ -11,7 +11,6 @@ the two checkpoints must be equal, byte for byte.
 
 import argparse
 import dataclasses
-import json
 import math
 import os
 import shutil
@@ -26,6 +25,7 @@ import numpy as np
 import torch
 
 from benchmarks.record import write_record
+from benchmarks.run_record import lines_of
 from handgrad import checkpoint, presets
 from handgrad.checkpoint import Checkpoint, opened
 from handgrad.config import RunConfig, check
@@ -53,10 +53,16 @@ def write_tokens(folder: Path, tokens: int, rank: int) -> None:
     mine.replace(folder / "random_train_000000.bin")
 
 
+def asked_preset(asked: argparse.Namespace, folder: Path) -> RunConfig:
+    """The preset with the settings that were asked for, its data and its run in a folder."""
+    names = ("device", "micro_batch", "channels", "precision")
+    given = {name: value for name in names if (value := getattr(asked, name, None))}
+    return dataclasses.replace(presets.preset(asked.preset), data=str(folder / "data"), out=str(folder / "run"), **given)
+
+
 def config_of(asked: argparse.Namespace, folder: Path, ranks: int) -> RunConfig:
-    """The preset's run, with a step of one micro-batch a rank unless more are asked for, and nothing due."""
-    given = {name: value for name in ("device", "micro_batch", "channels", "precision") if (value := getattr(asked, name))}
-    config = dataclasses.replace(presets.preset(asked.preset), data=str(folder / "data"), out=str(folder / "run"), **given)
+    """A run with a step of one micro-batch a rank unless more are asked for, and nothing due."""
+    config = asked_preset(asked, folder)
     step = asked.tokens_per_step or config.micro_batch * config.sequence_length * ranks
     return check(dataclasses.replace(config, tokens_per_step=step, steps=10**6, **dict.fromkeys(NEVER.split(), 0)))
 
@@ -89,8 +95,7 @@ def measure(run: Run, steps: int, still: Path) -> dict[str, Any]:
     pause = time.perf_counter() - begun
     during = timed(run, many)
     after = timed(run, steps)
-    records = [json.loads(line) for line in (run.folder.path / "metrics.jsonl").read_text().splitlines()]
-    seconds = [record["seconds"] for record in records if record["kind"] == "save" and record["step"] == step][-1]
+    seconds = [line["seconds"] for line in lines_of(run.folder.path)["save"] if line["step"] == step][-1]
     whole = max([at for at in during if at - begun < seconds], during[:2], key=len)
     tokens = run.config.tokens_per_step
     alone = 2 * steps * tokens / (before[-1] - before[0] + after[-1] - after[0])
@@ -123,19 +128,36 @@ def check_equal(one: Path, other: Path) -> int:
     return len(places[0])
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("preset", nargs="?", default="tiny", help=f"{', '.join(presets.PRESETS)} (default: tiny)")
+def arguments(description: str | None, preset: str, step: str) -> argparse.ArgumentParser:
+    """The arguments about a run. `step`: its tokens by default, in words."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("preset", nargs="?", default=preset, help=f"{', '.join(presets.PRESETS)} (default: {preset})")
     parser.add_argument("--device", default="")
-    parser.add_argument("--ranks", type=int, default=1, help="processes to start")
+    parser.add_argument("--ranks", type=int, default=1, help="processes of the run")
     parser.add_argument("--micro-batch", type=int, default=0)
-    parser.add_argument("--channels", type=int, default=0)
     parser.add_argument("--precision", default="")
-    parser.add_argument("--tokens-per-step", type=int, default=0, help="(default: one micro-batch a rank)")
-    parser.add_argument("--steps", type=int, default=10, help="without a save, before and after")
-    parser.add_argument("--folder", default="", help="on the disk to write to (default: the system's temporary folder)")
+    parser.add_argument("--tokens-per-step", type=int, default=0, help=f"(default: {step})")
+    parser.add_argument("--folder", default="", help="with room for two checkpoints (default: the system's temporary one)")
     parser.add_argument("--out", default="", help="file for the figures")
+    return parser
+
+
+def parse() -> argparse.Namespace:
+    parser = arguments(__doc__, "tiny", "one micro-batch a rank")
+    parser.add_argument("--channels", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=10, help="without a save, before and after")
     return parser.parse_args()
+
+
+def publish(asked: argparse.Namespace, description: str | None, device: torch.device, figures: dict[str, Any], **more: Any):
+    """Prints the figures, and writes them to --out."""
+    for name, value in figures.items():
+        if not isinstance(value, dict):
+            print(f"{name:<32} {value:>16,.6g}" if isinstance(value, float) else f"{name:<32} {value:>16,}")
+    if asked.out:
+        settings = {key: value for key, value in vars(asked).items() if key not in ("out", "folder", "keep")}
+        method = (description or "").strip().splitlines()[0]
+        write_record(asked.out, device, method=method, settings=settings, **more, figures=figures)
 
 
 def main() -> int:
@@ -156,12 +178,7 @@ def main() -> int:
             if ranks.is_rank_0:
                 names = [checkpoint.folder_of(parent, step) for parent in (run.folder.checkpoints, folder / "still")]
                 figures["equal_tensors"] = check_equal(*names)
-                for name, value in figures.items():
-                    print(f"{name:<32} {value:>16,.6g}" if isinstance(value, float) else f"{name:<32} {value:>16,}")
-                if asked.out:
-                    settings = {key: value for key, value in vars(asked).items() if key not in ("out", "folder")}
-                    method = (__doc__ or "").strip().splitlines()[0]
-                    write_record(asked.out, device, method=method, settings=settings, ranks=ranks.size, figures=figures)
+                publish(asked, __doc__, device, figures, ranks=ranks.size)
     finally:
         if not info.rank:
             shutil.rmtree(folder, ignore_errors=True)

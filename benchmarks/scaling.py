@@ -14,7 +14,6 @@ All contenders make the same optimizer steps of `--tokens-per-step` tokens:
 import argparse
 import dataclasses
 import datetime
-import gc
 import math
 import os
 import tempfile
@@ -26,9 +25,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.contenders import Settings, Tokens, tokens_of
-from benchmarks.distributed_twin import DdpTrainer, FsdpTrainer, step as twin_step
-from benchmarks.record import write_record
+from benchmarks.contenders import Settings, Steps, Tokens, TwinSteps, tokens_of
+from benchmarks.distributed_twin import DdpTrainer, FsdpTrainer
+from benchmarks.record import free_memory, write_record
 from handgrad import devices, presets
 from handgrad.config import RunConfig, check
 from handgrad.parallel.gradient_sync import GradientSync
@@ -75,8 +74,8 @@ def reduce_scatter(sync: GradientSync) -> Callable[[str], None]:
     return send
 
 
-class HandgradSteps:
-    """handgrad's steps, launched one ahead of their results."""
+class HandgradSteps(Steps):
+    """handgrad's steps on these ranks."""
 
     def __init__(self, config: RunConfig, tokens: Tokens, device: torch.device, ranks: Ranks, *, sums_by_nccl: bool):
         silent = isinstance(ranks, SilentRanks)
@@ -85,51 +84,16 @@ class HandgradSteps:
         config = with_tuned_gemms(check(config), device)
         place = {"rank": ranks.rank, "ranks": ranks.size, "device": device}
         training = assemble(resolve(config, tokens.vocab_size, **place), tokens.source, ranks)
-        self.design, self.stepper = training.design, training.step
+        super().__init__(training.step)
+        self.design = training.design
         if sums_by_nccl and training.sync is not None:
             training.sync.send = reduce_scatter(training.sync)  # type: ignore[method-assign]
-        self.completed = 0
-
-    def run(self, steps: int) -> float:
-        """Makes `steps` steps; returns the last loss."""
-        loss = math.nan
-        self.stepper.begin(self.completed)
-        for step in range(self.completed, self.completed + steps):
-            self.stepper.finish(step)
-            if step + 1 < self.completed + steps:
-                self.stepper.begin(step + 1)
-            loss = self.stepper.result(step).loss
-        self.completed += steps
-        return loss
-
-
-class TwinSteps:
-    """A twin's steps on this rank's share of the same samples."""
-
-    def __init__(self, config: RunConfig, tokens: Tokens, device: torch.device, ranks: Ranks, trainer: type):
-        self.config, self.source, self.device, self.ranks = config, tokens.source, device, ranks
-        self.trainer = trainer(config, config.shape(tokens.vocab_size), device)
-        size = (config.samples_per_step // config.micro_batch // ranks.size, config.micro_batch, config.sequence_length)
-        self.host = torch.zeros(2, 2, *size, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self.completed = 0
-
-    def run(self, steps: int) -> float:
-        loss = torch.zeros(())
-        for step in range(self.completed, self.completed + steps):
-            tokens, targets = self.host[step % 2]
-            first = step * self.config.samples_per_step + self.ranks.rank * len(tokens) * self.config.micro_batch
-            for index in range(len(tokens)):
-                self.source.fill(tokens[index], targets[index], first + index * self.config.micro_batch)
-            on_device = [host.to(self.device, non_blocking=True) for host in (tokens, targets)]
-            previous, loss = loss, twin_step(self.trainer, list(zip(*on_device, strict=True)))
-            previous.item()  # one step ahead of its result, as handgrad
-        self.completed += steps
-        return loss.item()
 
 
 def make(name: str, config: RunConfig, tokens: Tokens, device: torch.device, ranks: Ranks) -> HandgradSteps | TwinSteps:
     if name in ("ddp", "fsdp"):
-        return TwinSteps(config, tokens, device, ranks, DdpTrainer if name == "ddp" else FsdpTrainer)
+        trainer = (DdpTrainer if name == "ddp" else FsdpTrainer)(config, config.shape(tokens.vocab_size), device)
+        return TwinSteps(trainer, tokens.source, ranks.rank, ranks.size)
     group = ranks
     if name == "alone":
         group = Ranks()
@@ -143,36 +107,28 @@ def make(name: str, config: RunConfig, tokens: Tokens, device: torch.device, ran
     return HandgradSteps(config, tokens, device, group, sums_by_nccl=name == "reduce-scatter")
 
 
-def timed(run: Callable[[int], float], steps: int, ranks: Ranks, device: torch.device) -> float:
+def timed(made: HandgradSteps | TwinSteps, steps: int, ranks: Ranks, device: torch.device) -> float:
     """Seconds of `steps` steps, from the common start of all ranks to the end of the last."""
     devices.synchronize(device)
     ranks.barrier("a turn begins")
     start = time.perf_counter()
-    run(steps)
+    made.turn(lambda launched: launched < steps)
     devices.synchronize(device)
     ranks.barrier("a turn ends")
     return time.perf_counter() - start
 
 
-def own_seconds(run: Callable[[int], float], steps: int, device: torch.device) -> float:
-    devices.synchronize(device)
-    start = time.perf_counter()
-    run(steps)
-    devices.synchronize(device)
-    return time.perf_counter() - start
-
-
 def turn(name: str, made: HandgradSteps | TwinSteps, config: RunConfig, seconds: float, ranks: Ranks, device) -> dict:
     """One contender's turn: warm-up, then `seconds` of steps; a row of figures, the same on every rank."""
-    step_seconds = timed(made.run, WARM_UP_STEPS, ranks, device) / WARM_UP_STEPS
+    step_seconds = timed(made, WARM_UP_STEPS, ranks, device) / WARM_UP_STEPS
     step_seconds = ranks.from_rank_0(lambda: step_seconds, "a turn's length")
     warming = max(1, math.ceil(WARM_UP_SECONDS / step_seconds))  # slow ones: they compile, and record graphs
-    step_seconds = timed(made.run, warming, ranks, device) / warming
+    step_seconds = timed(made, warming, ranks, device) / warming
     steps = ranks.from_rank_0(lambda: max(2, math.ceil(seconds / step_seconds)), "a turn's length")
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     with Sampler(device) as sampler:
-        own = own_seconds(made.run, steps, device) if name == "alone" else timed(made.run, steps, ranks, device)
+        own = timed(made, steps, Ranks() if name == "alone" else ranks, device)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     watts = (sampler.summary or {}).get("watts") or {}
     clock = (sampler.summary or {}).get("sm_megahertz") or {}
@@ -195,7 +151,7 @@ def exposed(made: HandgradSteps, steps: int, path: Path | None) -> dict[str, flo
     step."""
     activity = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[activity.CUDA]) as profiler:
-        made.run(steps)
+        made.turn(lambda launched: launched < steps)
         torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         target = path or Path(folder) / "trace.json.gz"
@@ -266,9 +222,7 @@ def main() -> None:
         if asked.keep:
             held[name] = made
         del made
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        free_memory(device)
     if ranks.is_rank_0:
         linear = max((row["tokens_per_second"] for row in rows if row["contender"] == "alone"), default=math.nan)
         for name in dict.fromkeys(row["contender"] for row in rows):

@@ -10,7 +10,6 @@ moments, are compared with the plain run's. The peak is the driver's: the memory
 
 import argparse
 import sys
-import time
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -19,15 +18,15 @@ import torch
 
 from benchmarks.gpu_step import used_bytes
 from benchmarks.lora import CONTEXT_GIB, GIB, limit_memory
-from benchmarks.record import keep_commit, write_record
-from benchmarks.step import VOCABULARY, SameBatch
-from benchmarks.turns import Peer, PeerFailed, answers, excuses, memory, note, say
+from benchmarks.record import keep_commit, run_main, write_record
+from benchmarks.same_batch import assemble_on_one_batch, timed_step
+from benchmarks.step import VOCABULARY
+from benchmarks.turns import Peer, alternate, answers, excuses, memory, say
 from handgrad import devices, presets
 from handgrad.config import RunConfig, check
-from handgrad.errors import HandgradError, UsageError
+from handgrad.errors import UsageError
 from handgrad.format import human_bytes
 from handgrad.ops import DIGEST_SUMS
-from handgrad.run.assemble import allocate, bind
 from handgrad.run.resolve import resolve
 from handgrad.training.design import Design
 from handgrad.training.state import TrainingState
@@ -69,25 +68,13 @@ def contend(model: str, setting: str, options: argparse.Namespace) -> None:
     pipe = answers()
     with excuses(pipe):
         limit_memory(options)
-        design = design_of(model, setting, options)
-        state, scaling = allocate(design)
-        generator = torch.Generator().manual_seed(0)
-        for tokens in (state.activations.tokens, state.activations.targets):
-            tokens.copy_(torch.randint(VOCABULARY, tokens.shape, generator=generator))
-        training = bind(state, scaling, feed=SameBatch())
-        say(pipe, {"ready": True})
-        steps = 0
-        for line in sys.stdin:
-            if line.strip() == "digests":
-                training.await_weights()
-                say(pipe, {"digests": digests_of(state), **memory(design.device)})
+        training = assemble_on_one_batch(design_of(model, setting, options), VOCABULARY)
+        for number, line in enumerate(sys.stdin):
+            if line.strip() == "step":
+                say(pipe, timed_step(training, number))
                 continue
-            devices.synchronize(design.device)
-            begun = time.perf_counter()
-            result = training.step.step(steps)
-            devices.synchronize(design.device)
-            steps += 1
-            say(pipe, {"seconds": time.perf_counter() - begun, "loss": result.loss, "norm": result.norm})
+            training.await_weights()
+            say(pipe, {"digests": digests_of(training.state), **memory(training.design.device)})
 
 
 def digests_of(state: TrainingState) -> dict[str, list[int]]:
@@ -107,23 +94,6 @@ def cap_of(planned_bytes: int, caps: str) -> str:
     return min(fitting, key=float, default="")
 
 
-def take_turns(peers: dict[str, Peer], rounds: int) -> dict[str, list[dict[str, Any]]]:
-    """Steps in turns; a setting that fails has none, and the others go on."""
-    turns: dict[str, list[dict[str, Any]]] = {name: [] for name in peers}
-    for number in range(1 + WARM_UP + rounds):
-        for name, peer in list(peers.items()):
-            try:
-                answer = peer.ask("step") if number else peer.answer()
-            except PeerFailed as failure:
-                note(f"{name}: {failure}")
-                peer.close()
-                del peers[name], turns[name]
-                continue
-            if number:
-                turns[name].append(answer)
-    return turns
-
-
 def figures_of(model: str, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Of each setting: plan, cap, time of a step and its ratio to the plain run's, peak, and whether the bits are its."""
     device = devices.resolve_device(options.device)
@@ -138,7 +108,7 @@ def figures_of(model: str, options: argparse.Namespace) -> dict[str, dict[str, A
         given = [f"--{key}={getattr(options, key.replace('-', '_'))}" for key in PASSED]
         command = [sys.executable, "-m", "benchmarks.small_cards", f"--models={model}", *given, f"--cap={cap}"]
         peers[name] = Peer(name, [*command, f"--contender={name}"])
-    turns = take_turns(peers, options.rounds)
+    turns, _ = alternate(peers, WARM_UP + options.rounds)
     if PLAIN not in turns:
         raise UsageError(f"the plain run of {model} must run beside the others, and did not; try a smaller --micro-batch")
     for peer in peers.values():  # all at once: what lies on the host takes a while
@@ -211,7 +181,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except HandgradError as error:
-        sys.exit(f"error: {error}")
+    run_main(main)

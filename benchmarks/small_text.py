@@ -6,7 +6,6 @@ Runs of FOLDER that are finished are not made again.
 """
 
 import argparse
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.record import write_record
+from benchmarks.run_record import lines_of, seconds_in_steps
 
 TOKENIZERS = ("bytes", "bpe:512", "bpe:1024", "bpe:2048", "bpe:4096", "gpt2")
 
@@ -28,15 +28,13 @@ def measure(text: Path, tokenizer: str, work: Path) -> dict[str, Any]:
     shards, run = str(work / "shards" / name), work / "runs" / name
     handgrad("prepare", str(text), "--tokenizer", tokenizer, "--out", shards)
     handgrad("train", "--data", shards, "--out", str(run), "--device", "cpu")
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    start = next(line for line in lines if line["kind"] == "run")
-    steps = [line for line in lines if line["kind"] == "step"]
-    bits = [line["bits_per_byte"] for line in lines if line["kind"] == "validation"]
+    lines = lines_of(run)
+    bits = [line["bits_per_byte"] for line in lines["validation"]]
     written = handgrad("sample", str(run), "--prompt", "The statement", "--max-tokens", "120", "--seed", "1")
     return {
-        "parameters": start["parameters"],
-        "steps": len(steps),
-        "seconds_in_steps": round(sum(line["step_ms"] for line in steps) / 1e3, 1),
+        "parameters": lines["run"][0]["parameters"],
+        "steps": len(lines["step"]),
+        "seconds_in_steps": round(seconds_in_steps(lines), 1),
         "bits_per_byte": round(bits[-1], 4),
         "least_bits_per_byte": round(min(bits), 4),
         "text": written,

@@ -19,11 +19,11 @@ import torch
 
 from benchmarks.cpu_twin import CpuSwitches, twin_steps
 from benchmarks.record import write_record
-from benchmarks.turns import Peer, PeerFailed, answers, excuses, note, say
+from benchmarks.same_batch import assemble_on_one_batch
+from benchmarks.turns import Peer, alternate, answers, excuses, say
 from handgrad import devices, presets
 from handgrad.config import RunConfig
 from handgrad.models import architecture
-from handgrad.run.assemble import allocate, bind
 from handgrad.run.resolve import resolve
 
 VOCABULARY = 50257
@@ -63,13 +63,6 @@ CONTENDERS = {
 }
 
 
-class SameBatch:
-    """A feed whose batch is already in place: reading data is not what is measured here."""
-
-    def fill(self, first_sample: int) -> None:
-        pass
-
-
 def config_of(model: str, micro_batch: int, sequence_length: int, precision: str) -> RunConfig:
     return dataclasses.replace(
         RunConfig(**presets.model(model)),
@@ -83,16 +76,13 @@ def config_of(model: str, micro_batch: int, sequence_length: int, precision: str
 
 def step_of(contender: Contender, config: RunConfig) -> Callable[[int], float]:
     """Returns a function that makes step n and returns its loss."""
+    if contender.twin is None:
+        training = assemble_on_one_batch(resolve(config, VOCABULARY, device=CPU), VOCABULARY)
+        return lambda step: training.step.step(step).loss
     generator = torch.Generator().manual_seed(0)
     size = (config.micro_batch, config.sequence_length)
-    tokens, targets = (torch.randint(VOCABULARY, size, generator=generator) for _ in range(2))
-    if contender.twin is not None:
-        return twin_steps(config, VOCABULARY, contender.twin, (tokens, targets))
-    state, scaling = allocate(resolve(config, VOCABULARY, device=CPU))
-    state.activations.tokens.copy_(tokens)
-    state.activations.targets.copy_(targets)
-    stepper = bind(state, scaling, feed=SameBatch()).step
-    return lambda step: stepper.step(step).loss
+    tokens, targets = (torch.randint(VOCABULARY, size, generator=generator) for _ in range(2))  # handgrad's
+    return twin_steps(config, VOCABULARY, contender.twin, (tokens, targets))
 
 
 def contend(name: str, model: str, micro_batch: int, sequence_length: int) -> None:
@@ -114,22 +104,12 @@ def command(name: str, setting: list[str]) -> list[str]:
 
 
 def take_turns(names: list[str], setting: list[str], rounds: int) -> dict[str, dict[str, Any]]:
-    """Alternates between these contenders; by name their `turns` after the warm-up, `first_loss`, or `failed`."""
+    """Alternates between these contenders; by name their `turns`, warm-up and all, or the reason why one `failed`."""
     peers = {name: Peer(name, command(name, setting), CONTENDERS[name].environment) for name in names}
-    rows: dict[str, dict[str, Any]] = {name: {"turns": []} for name in names}
-    for turn in range(WARM_UP + rounds):
-        for name, peer in peers.items():
-            if "failed" in rows[name]:
-                continue
-            try:
-                rows[name]["turns"].append(peer.ask("step"))
-            except PeerFailed as failure:
-                rows[name]["failed"] = str(failure)
-                note(f"{name}: {failure}")
-        note(f"turn {turn + 1} of {WARM_UP + rounds}")
+    turns, failed = alternate(peers, WARM_UP + rounds)
     for peer in peers.values():
         peer.close()
-    return rows
+    return {name: {"failed": failed[name]} if name in failed else {"turns": turns[name]} for name in names}
 
 
 def figures_of(row: dict[str, Any], precision: str, tokens: int, flops_per_token: float) -> dict[str, Any]:

@@ -17,16 +17,12 @@ from statistics import fmean, stdev
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 
 from benchmarks.record import write_record
 from benchmarks.run_pairs import read
+from benchmarks.run_record import lines_of, origin, seconds_in_steps
 from handgrad.config import RunConfig, differences, to_dict
-
-
-def seconds_of(folder: Path) -> float:
-    """Seconds that the steps of a run took, without validations and saves."""
-    lines = (json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-    return sum(line["step_ms"] for line in lines if line["kind"] == "step") / 1000
 
 
 def group(name: str, folders: list[Path], *, shared: bool) -> dict[str, Any]:
@@ -40,7 +36,7 @@ def group(name: str, folders: list[Path], *, shared: bool) -> dict[str, Any]:
         "settings": differences(to_dict(RunConfig()), configs[0]),
         "seeds": [config["seed"] for config in configs],
         "tokens": runs[0]["tokens"],
-        **({} if shared else {"seconds": round(fmean(map(seconds_of, folders)), 2)}),
+        **({} if shared else {"seconds": round(fmean(seconds_in_steps(lines_of(folder)) for folder in folders), 2)}),
         "mean": fmean(finals),
         "standard_error": stdev(finals) / math.sqrt(len(finals)) if len(finals) > 1 else None,
         "runs": [{key: run[key] for key in ("validation", "training", "skipped_steps")} for run in runs],
@@ -66,14 +62,10 @@ def compare(groups: dict[str, list[Path]], *, shared: bool) -> dict[str, Any]:
 
 def plot(found: dict[str, Any], path: Path) -> None:
     """Losses over tokens: every run of a group in one colour, the mean of the first one's last validations dotted."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     validated = all(len(run["validation"]) > 1 for row in found.values() for run in row["runs"])
     kind, marker = ("validation", "o-") if validated else ("training", "-")
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
     for index, (name, row) in enumerate(found.items()):
         for number, run in enumerate(row["runs"]):
             steps, losses = zip(*run[kind], strict=True)
@@ -87,7 +79,6 @@ def plot(found: dict[str, Any], path: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize="small")
     figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 def main(out: str, texts: list[str]) -> None:
@@ -97,10 +88,8 @@ def main(out: str, texts: list[str]) -> None:
         for name, _, folders in (text.partition("=") for text in texts if text != "--shared")
     }
     if groups:
-        origin = read(next(iter(groups.values()))[0])
-        # The machine of the runs, not the one that compares them.
-        machine = {"machine": origin["device"], "versions": {"torch": origin["torch"]}}
-        write_record(out, torch.device("cpu"), **machine, groups=compare(groups, shared=shared))
+        start = lines_of(next(iter(groups.values()))[0])["run"][0]
+        write_record(out, torch.device("cpu"), **origin(start), groups=compare(groups, shared=shared))
     plot(json.loads(Path(out).read_text(encoding="utf-8"))["groups"], Path(out).with_suffix(".png"))
 
 

@@ -59,20 +59,25 @@ class Samples(torch.utils.data.Dataset):
         return {"input_ids": inputs[0], "labels": targets[0], "shift_labels": targets[0]}
 
 
+def their_config(shape: ModelShape, **more: Any) -> Any:
+    """transformers' configuration of this shape."""
+    import transformers
+
+    content = huggingface_llama.their_config(shape)
+    return transformers.AutoConfig.for_model(content.pop("model_type"), **content, **more)
+
+
 def own_model(shape: ModelShape, seed: int) -> Any:
     """transformers' model of this shape with handgrad's initial weights of `seed`, in float32."""
     import transformers
 
-    content = huggingface_llama.their_config(shape)
-    config = transformers.AutoConfig.for_model(content.pop("model_type"), **content, use_cache=False)
+    config = their_config(shape, use_cache=False)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
     table, weights = parameter_table(shape), {}
     flat = torch.zeros(flat_elements(table))
     initialize(table, seed, lambda row, values: row.stored(flat).copy_(values))
     for row in table:
-        theirs = huggingface.their_tensors(shape, row)
-        parts = row.stored(flat).split([dims[0] for dims in theirs.values()])
-        weights |= dict(zip(theirs, parts, strict=True))
+        weights |= huggingface.parts(shape, row, row.stored(flat))
     missing, unexpected = model.load_state_dict(weights, strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
     model.tie_weights()

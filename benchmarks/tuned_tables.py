@@ -9,7 +9,6 @@ of `--table`, a file that `handgrad tune --table FILE` wrote. The GEMMs of an fp
 """
 
 import argparse
-import gc
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,15 +16,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.contenders import Settings, Tokens, tokens_of
-from benchmarks.gpu_step import rounded
-from benchmarks.record import continued, keep_commit, write_record
-from benchmarks.turns import note
+from benchmarks.contenders import Settings, Steps, Tokens, tokens_of
+from benchmarks.record import continued, free_memory, keep_commit, rounded, run_main, write_record
+from benchmarks.turns import note, timed_turn
 from handgrad import devices
 from handgrad.backend import choose_backend
 from handgrad.config import RunConfig
 from handgrad.errors import HandgradError, UsageError
-from handgrad.power import Sampler
 from handgrad.run.assemble import assemble, bind
 from handgrad.run.resolve import resolve, with_tuned_gemms
 from handgrad.training.step import TrainStep
@@ -69,28 +66,15 @@ class Turns:
     """Steps of two kinds on one state, numbered through."""
 
     def __init__(self, steps: dict[str, TrainStep], device: torch.device, clock: Callable[[], float]):
-        self.steps, self.device, self.clock, self.number = steps, device, clock, 0
+        self.steps, self.device, self.clock, self.number = {n: Steps(s) for n, s in steps.items()}, device, clock, 0
 
     def turn(self, name: str, seconds: float) -> dict[str, Any]:
         """Whole steps for about `seconds`, each launched before the result of the last is read."""
-        step, count = self.steps[name], 0
-        devices.synchronize(self.device)
-        with Sampler(self.device) as sampler:
-            begun = self.clock()
-            step.begin(self.number)
-            while True:
-                current, count = self.number, count + 1
-                step.finish(current)
-                self.number += 1
-                another = self.clock() - begun < seconds
-                if another:
-                    step.begin(self.number)
-                step.result(current)
-                if not another:
-                    break
-            devices.synchronize(self.device)
-            elapsed = self.clock() - begun
-        return {"milliseconds": 1e3 * elapsed / count, "power": sampler.summary}
+        run = self.steps[name]
+        run.completed = self.number
+        made = timed_turn(run, seconds, self.device, self.clock)
+        self.number = run.completed
+        return {"milliseconds": 1e3 * made["seconds"] / made["steps"], "power": made["power"]}
 
     def alternate(self, turns: int, seconds: float) -> dict[str, list[dict[str, Any]]]:
         """Turns of each by name, after a warm-up that does not count."""
@@ -163,12 +147,8 @@ def main() -> None:
             figures[f"{model}-{precision}"] = rounded(made)
             note(f"{model} {precision}: {made.get('failed') or made['speed_lost_without_the_table']}")
             write_record(parsed.out, device, **begun, figures=figures)
-            gc.collect()
-            torch.cuda.empty_cache()
+            free_memory(device)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except HandgradError as error:
-        raise SystemExit(str(error)) from None
+    run_main(main)

@@ -163,6 +163,24 @@ class Peer:
             self.process.wait()
 
 
+def alternate(peers: dict[str, Peer], rounds: int) -> tuple[dict[str, list[dict[str, Any]]], dict[str, str]]:
+    """(the answers of each peer to "step" in so many rounds, the reasons of those that failed). Closes and removes a peer
+    that fails; the others go on."""
+    turns: dict[str, list[dict[str, Any]]] = {name: [] for name in peers}
+    failed: dict[str, str] = {}
+    for number in range(rounds):
+        for name, peer in list(peers.items()):
+            try:
+                turns[name].append(peer.ask("step"))
+            except PeerFailed as failure:
+                failed[name] = str(failure)
+                note(f"{name}: {failure}")
+                peer.close()
+                del peers[name], turns[name]
+        note(f"turn {number + 1} of {rounds}")
+    return turns, failed
+
+
 def note(text: str) -> None:
     """Prints progress to stderr; the figures go to stdout."""
     print(text, file=sys.stderr, flush=True)

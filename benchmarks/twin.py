@@ -3,6 +3,9 @@
 It loads handgrad's weights under handgrad's names, so both start from the same point.
 """
 
+import inspect
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -10,6 +13,24 @@ from torch import Tensor, nn
 from handgrad.config import ModelShape, RunConfig
 from handgrad.models.rows import ParameterRow
 from handgrad.run.resolve import schedule_of
+
+LIGER_CHUNKS = 4  # times Liger's own chunk of the logits: its smallest leave the GEMMs short
+
+
+class Named(nn.Module):
+    """A network whose parameters have handgrad's names."""
+
+    def parameter_of(self, row: ParameterRow) -> nn.Parameter:
+        """The parameter that handgrad's table calls `row.name`."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def load(self, table: tuple[ParameterRow, ...], flat: Tensor) -> None:
+        """Loads the weights in handgrad's flat buffer."""
+        for row in table:
+            parameter = self.parameter_of(row)
+            parameter[: row.stored_rows].copy_(row.stored(flat))
+            parameter[row.stored_rows :].zero_()
 
 
 class Block(nn.Module):
@@ -33,7 +54,7 @@ class Block(nn.Module):
         return x + self.fcproj(F.gelu(self.fc(self.ln2(x)), approximate="tanh"))
 
 
-class Twin(nn.Module):
+class Twin(Named):
     """GPT-2 with a shared embedding and head; `padded` gives it handgrad's padded vocabulary, for faster GEMMs."""
 
     def __init__(self, shape: ModelShape, *, padded: bool = False):
@@ -58,19 +79,38 @@ class Twin(nn.Module):
         return F.linear(x, self.wte.weight)
 
     def parameter_of(self, row: ParameterRow) -> nn.Parameter:
-        """The parameter that handgrad's table calls `row.name`."""
         if row.name in ("wte", "wpe"):
             return self.get_submodule(row.name).weight
         module, _, kind = row.name.rpartition("_")
         return getattr(self.get_submodule(module), kind)
 
-    @torch.no_grad()
-    def load(self, table: tuple[ParameterRow, ...], flat: Tensor) -> None:
-        """Loads the weights in handgrad's flat buffer."""
-        for row in table:
-            parameter = self.parameter_of(row)
-            parameter[: row.stored_rows].copy_(row.stored(flat))
-            parameter[row.stored_rows :].zero_()
+
+def padded_loss(logits: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+    """Mean loss in nats of logits (B, T, Vp), of which the padded columns get probability 0."""
+    columns = logits.shape[-1]
+    if columns > vocab_size:
+        # Masked and not cut off: the compiler's loads stay aligned.
+        real = torch.arange(columns, device=logits.device) < vocab_size
+        logits = torch.where(real, logits, -math.inf)
+    exact = torch.promote_types(logits.dtype, torch.float32)
+    return F.cross_entropy(logits.view(-1, columns).to(exact), targets.reshape(-1))
+
+
+def liger_loss(x: Tensor, weight: Tensor, targets: Tensor, softcap: float | None = None) -> Tensor:
+    """The GEMMs of the head on x (B, T, C) and the cross-entropy, chunk by chunk, without the whole logits."""
+    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+    return fused_head(x.view(-1, x.shape[-1]).to(dtype), weight.to(dtype), targets.reshape(-1), softcap)
+
+
+@torch.compiler.disable
+def fused_head(x: Tensor, weight: Tensor, targets: Tensor, softcap: float | None) -> Tensor:
+    """Liger's fused linear cross-entropy. The compiler does not look inside: its kernels are Triton already."""
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+
+    parameters = inspect.signature(LigerFusedLinearCrossEntropyFunction.forward).parameters
+    options = {"accum_dtype": torch.float32, "chunk_mem_const": LIGER_CHUNKS, "softcap": softcap}
+    arguments = [options.get(name, parameters[name].default) for name in [*parameters][4:]]
+    return LigerFusedLinearCrossEntropyFunction.apply(x, weight, targets, *arguments)[0]
 
 
 def optimizer_of(twin: Twin, config: RunConfig, *, fused: bool) -> torch.optim.AdamW:

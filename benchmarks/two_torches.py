@@ -33,15 +33,15 @@ RUNS = {
     "llama": ["tiny", "--sequence-length=128", "--architecture=llama", "--llama=kv_heads=2"],
 }
 STEPS = 20
-SAID = """
+VERSIONS = """
 import json, torch
 print(json.dumps({"torch": torch.__version__, "onednn": torch.__config__.show()}))
 """
 
 
-def said_by(python: str) -> dict[str, str]:
+def versions_of(python: str) -> dict[str, str]:
     """The versions of torch and of its oneDNN."""
-    found = json.loads(subprocess.run([python, "-c", SAID], capture_output=True, text=True, check=True).stdout)
+    found = json.loads(subprocess.run([python, "-c", VERSIONS], capture_output=True, text=True, check=True).stdout)
     onednn = re.search(r"MKL-DNN v([\d.]+)", found["onednn"])
     return {"torch": found["torch"], "onednn": onednn[1] if onednn else "none"}
 
@@ -108,7 +108,7 @@ def main() -> None:
             for found in row["tensors_after_step_1"]:
                 print(f"  {found['name']}: {found['differing']} of {found['elements']}, mean {found['mean_ulp']} ulp")
     if asked.out:
-        write_record(asked.out, torch.device("cpu"), pythons=[said_by(python) for python in pythons], figures=figures)
+        write_record(asked.out, torch.device("cpu"), pythons=[versions_of(python) for python in pythons], figures=figures)
 
 
 if __name__ == "__main__":

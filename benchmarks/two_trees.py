@@ -10,9 +10,9 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,96 +28,81 @@ CASES: dict[str, dict[str, Any]] = {
     for precision in ("bf16", "fp8")
 }
 TEXT = "text"  # tokens per second of one text from a 124M model
+NEVER = dict.fromkeys(("eval_every", "save_every", "gpu_every", "sample_tokens"), 0)
+
+
+def text_rates(data: str, out: str) -> Iterator[float]:
+    """Tokens per second of one text, for each line on stdin, which has seconds; a first value says that it is set up."""
+    import handgrad
+
+    if not Path(out).exists():
+        settings = {**CASES["d12-bf16"], "micro_batch": 8, "tokens_per_step": 8192, "steps": 1, **NEVER}
+        with handgrad.Training(data=data, out=out, quiet=True, **settings) as run:
+            run.steps()
+    model = handgrad.load(out, precision="bf16")
+    model.generate("The", max_tokens=64)
+    yield 0.0
+    for seconds in map(float, sys.stdin):
+        begun, tokens, seed = time.perf_counter(), 0, 0
+        while time.perf_counter() - begun < seconds:
+            seed += 1
+            tokens += sum(1 for _ in model.stream("The", max_tokens=800, seed=seed, temperature=0))
+        yield tokens / (time.perf_counter() - begun)
+
+
+def step_rates(case: str, data: str, out: str) -> Iterator[float]:
+    """The same of training steps."""
+    import handgrad
+
+    settings: dict[str, Any] = {**CASES[case], **NEVER, "steps": 100_000, "warmup_steps": 700, "learning_rate": 6e-4}
+    run = handgrad.Training(data=data, out=out, quiet=True, **settings)
+    run.steps(1)
+    yield 0.0
+    run.steps(3)  # captures
+    for seconds in map(float, sys.stdin):
+        begun, steps = time.perf_counter(), 0
+        while time.perf_counter() - begun < seconds:
+            steps += len(run.steps(4))
+        yield steps * CASES[case]["tokens_per_step"] / (time.perf_counter() - begun)
 
 
 def worker(case: str, data: str, out: str) -> None:
-    """Sets a case up, says so, then does a turn for every line on stdin: the seconds to work."""
-    started = time.time()
+    """A tree's process, which may import nothing from this one: answers when it is ready, then each line with a rate."""
+    started, pipe = time.time(), os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
     import handgrad
 
-    def say(**values: Any) -> None:
-        print(json.dumps(values), flush=True)
-
-    if case == TEXT:
-        settings = {
-            **CASES["d12-bf16"],
-            "steps": 1,
-            "eval_every": 0,
-            "sample_tokens": 0,
-            "micro_batch": 8,
-            "tokens_per_step": 8192,
-        }
-        if not Path(out).exists():
-            with handgrad.Training(data=data, out=out, quiet=True, **settings) as run:
-                run.steps()
-        model = handgrad.load(out, precision="bf16")
-        model.generate("The", max_tokens=64)
-        say(ready=time.time() - started, package=handgrad.__file__)
-        for line in sys.stdin:
-            begun, tokens, seed = time.perf_counter(), 0, 0
-            while time.perf_counter() - begun < float(line):
-                seed += 1
-                tokens += sum(1 for _ in model.stream("The", max_tokens=800, seed=seed, temperature=0))
-            say(rate=tokens / (time.perf_counter() - begun))
-        return
-    never = dict.fromkeys(("eval_every", "save_every", "gpu_every", "sample_tokens"), 0)
-    settings: dict[str, Any] = {**CASES[case], **never, "steps": 100_000}
-    run = handgrad.Training(data=data, out=out, quiet=True, warmup_steps=700, learning_rate=6e-4, **settings)
-    run.steps(1)
-    say(ready=time.time() - started, package=handgrad.__file__)
-    run.steps(3)  # captures
-    for line in sys.stdin:
-        begun, steps = time.perf_counter(), 0
-        while time.perf_counter() - begun < float(line):
-            steps += len(run.steps(4))
-        say(rate=steps * CASES[case]["tokens_per_step"] / (time.perf_counter() - begun))
+    rates = text_rates(data, out) if case == TEXT else step_rates(case, data, out)
+    next(rates)
+    print(json.dumps({"ready": time.time() - started, "package": handgrad.__file__}), file=pipe)
+    for rate in rates:
+        print(json.dumps({"rate": rate}), file=pipe)
 
 
 def compare(case: str, trees: list[str], data: str, folder: Path) -> dict[str, Any]:
     """The rates of each tree in its turns, and the seconds from the start of its process to step 1."""
-    processes, ready = [], []
+    from benchmarks.turns import Peer
+
+    peers, ready = list[Peer](), []
     for number, tree in enumerate(trees):
         command = [sys.executable, str(Path(__file__).absolute()), "--worker", case, "--data", data]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([tree, os.environ.get("PYTHONPATH", "")])}
-        out = str(folder / f"{case}_{number}")
-        process = subprocess.Popen(
-            [*command, "--out", out], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder
-        )
-        processes.append(process)
-        first = reply(process)
+        paths = os.pathsep.join([tree, os.environ.get("PYTHONPATH", "")])
+        peers.append(Peer(tree, [*command, "--out", str(folder / f"{case}_{number}")], {"PYTHONPATH": paths}))
+        first = peers[-1].answer()
         assert Path(first["package"]).is_relative_to(Path(tree)), f"{first['package']} is not of {tree}"
         ready.append(first["ready"])
     rates: list[list[float]] = [[] for _ in trees]
     for turn in range(round(SECONDS / SLICE_SECONDS) + 1):
         order = range(len(trees)) if turn % 2 == 0 else reversed(range(len(trees)))
         for number in order:
-            stdin = processes[number].stdin
-            assert stdin is not None
-            stdin.write(f"{SLICE_SECONDS if turn else 3.0}\n")
-            stdin.flush()
-            rate = reply(processes[number])["rate"]
+            rate = peers[number].ask(str(SLICE_SECONDS if turn else 3.0))["rate"]
             if turn:  # the first turn warms up
                 rates[number].append(rate)
-    for process in processes:
-        process.kill()
-        process.wait()
+    for peer in peers:
+        peer.end()
     means = [statistics.fmean(found) for found in rates]
-    return {
-        "case": case,
-        "unit": "tokens/s",
-        "rates": rates,
-        "means": means,
-        "ratio": means[-1] / means[0],
-        "seconds_to_step_1": ready,
-    }
-
-
-def reply(process: subprocess.Popen[str]) -> dict[str, Any]:
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("{"):
-            return json.loads(line)
-    raise RuntimeError(f"a worker ended with {process.wait()}")
+    figures = {"case": case, "unit": "tokens/s", "rates": rates, "means": means, "ratio": means[-1] / means[0]}
+    return {**figures, "seconds_to_step_1": ready}
 
 
 def main() -> None:

@@ -1,12 +1,13 @@
 """JSON objects from users' files. Each carries its place, so an error names the file, the line and the field."""
 
+import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from handgrad.errors import DataError
+from handgrad.errors import DataError, storage_errors
 from handgrad.parsing import parse_json
 
 COUNT_LIMIT = 1 << 53  # a float64, which plots use, holds every whole number below it
@@ -103,3 +104,12 @@ def numbered_lines(content: bytes, path: Path) -> Iterator[tuple[bytes, str]]:
     for number, line in enumerate(content.split(b"\n"), start=1):
         if line.strip():
             yield line, f"line {number} of {path}"
+
+
+def readable_records(path: Path) -> Iterator[Record]:
+    """The records of a file in order, without lines that are none: a kill may have cut the last. Raises `StorageError`."""
+    with storage_errors(f"reading {path}"):
+        content = path.read_bytes()
+    for line, where in numbered_lines(content, path):
+        with contextlib.suppress(DataError):
+            yield parse(line, where)

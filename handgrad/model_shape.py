@@ -6,6 +6,7 @@ from handgrad.llama_shape import LlamaShape, parse_llama, settled_llama
 from handgrad.techniques import difference, names_of, settled
 
 VOCABULARY_MULTIPLE = 128  # the padded vocabulary is a multiple of this: GEMMs run on full tiles
+NETWORKS = {"gpt2": "GPT-2", "modern": "modern network", "llama": "Llama"}  # the name of each architecture in a sentence
 SOFTCAP = 15.0  # bound of the modern network's logits
 
 

@@ -151,6 +151,16 @@ def test_the_bytes_of_the_other_kernels_are_those_of_the_table() -> None:
 # The forecast, the command, Python.
 
 
+def test_attention_is_counted_by_the_width_of_its_heads() -> None:
+    """Heads of twice the width take twice the time at the same channels (Qwen3's)."""
+    gpu, seconds = GPUS["h200"], []
+    for width in (64, 128):
+        llama = dataclasses.replace(preset("d12"), architecture="llama", llama=f"head_width={width}")
+        config = settled(llama, gpu, 1)
+        seconds.append(roofline.step_time(gpu, config, resolve_for(gpu, config, 50257)).attention)
+    assert seconds[1] == pytest.approx(2 * seconds[0])
+
+
 def test_a_measured_run_quotes_its_record_and_others_the_model() -> None:
     config = preset("d12")
     one = forecast(config, 50257, "H200", price=3.0)
@@ -165,6 +175,15 @@ def test_a_measured_run_quotes_its_record_and_others_the_model() -> None:
         changed = forecast(dataclasses.replace(config, **other), 50257, "h200")
         assert not changed.measured and changed.source == "" and changed.dollars is None
     assert not forecast(config, 50257, "h200", ranks=8).measured
+    assert not forecast(config, 4096, "h200").measured, "another head"
+    adapters = {"lora": "rank=8,alpha=16", "init_from": "weights"}
+    for other in (
+        {"architecture": "llama", "llama": "kv_heads=4"},
+        {"architecture": "modern"},
+        adapters,
+        {"audit_every": 1},
+    ):
+        assert not forecast(dataclasses.replace(config, **other), 50257, "h200").measured, other
     assert forecast(preset("d48"), 50257, "h200").measured, "64 micro-batches to an update are as fast as 8"
     assert not forecast(dataclasses.replace(config, tokens_per_step=1 << 17), 50257, "h200").measured, "2 are not"
     assert MODELS["d12"] == MODELS["gpt3-125m"] and not forecast(preset("gpt3-125m"), 50257, "h200").measured

@@ -266,6 +266,12 @@ def test_adapters(precision: str, capsys: pytest.CaptureFixture) -> None:
     assert in_fp8 <= rows.keys() if precision == "fp8" else not in_fp8 & rows.keys()
 
 
+def test_micro_steps_of_all_lanes_count(capsys: pytest.CaptureFixture) -> None:
+    assert main([*TINY, "--lanes", "2", "--profile-steps", "1"]) == 0
+    rows = {line[:32].strip(): line[32:].split() for line in capsys.readouterr().out.splitlines()}
+    assert rows["attention backward"][0] == "2" and rows["sums over lanes"][0] == "0.5"
+
+
 def test_real_tokens_if_asked_for(shards: Path, capsys: pytest.CaptureFixture) -> None:
     assert main([*TINY, "--data", str(shards), "--profile-steps", "1"]) == 0
     assert f"of {shards}, a vocabulary of 257" in capsys.readouterr().out
@@ -311,5 +317,5 @@ def test_ncu_runs_the_same_command_inside(monkeypatch: pytest.MonkeyPatch, tmp_p
     called = (tmp_path / "called").read_text()
     assert "--clock-control none" in called and called.endswith("-m handgrad profile tiny --inside-ncu\n")
     (tmp_path / "sample").write_text("==ERROR== ERR_NVGPUCTRPERM - no permission\n")
-    with pytest.raises(UsageError, match="counted no kernel; it said: ==ERROR== ERR_NVGPUCTRPERM"):
+    with pytest.raises(UsageError, match="counted no kernel; it printed: ==ERROR== ERR_NVGPUCTRPERM"):
         nsight.run_ncu([])

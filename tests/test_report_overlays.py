@@ -18,6 +18,7 @@ from handgrad.reports.main_log import read_main_log
 from handgrad.reports.plots import choose_plots
 from handgrad.reports.results import date_text, wall_clock
 from handgrad.reports.runs import read_run, read_runs
+from handgrad.reports.sections import description
 from handgrad.run import header
 from handgrad.run.start import train
 from tests.test_report import make_run, report, run_lines, start_line, step_line
@@ -153,3 +154,10 @@ def test_history_names_its_cells(tmp_path: Path) -> None:
     report(tmp_path, make_run(tmp_path / "run"), plots=False)
     source = (tmp_path / "report" / "page.html").read_text()
     assert '<table class="cards">' in source and 'data-label="first step"' in source
+
+
+def test_the_network_has_its_name(tmp_path):
+    for architecture, name in (("gpt2", "A GPT-2 of"), ("modern", "A modern network of"), ("llama", "A Llama of")):
+        run = read_run(make_run(tmp_path / architecture, architecture=architecture), architecture)
+        assert f"<p>{name} 4 layers" in description(run)
+    assert "<p>A GPT-2 of 4 layers" in description(read_run(make_run(tmp_path / "of an older version"), "old"))

@@ -20,10 +20,10 @@ from handgrad.run_files import REPORT_FILE
 
 RunFolder = str | os.PathLike[str]
 RESULTS: dict[str, Callable[[Run], float]] = {
-    "validation_loss": comparing.last_loss,
-    "best_validation_loss": comparing.best_loss,
+    "validation_loss": results.final_validation,
+    "best_validation_loss": lambda run: results.best_validation(run)[1],
     "training_loss": results.final_training_loss,
-    "bits_per_byte": lambda run: results.bits_per_byte(run, comparing.last_loss(run)),
+    "bits_per_byte": lambda run: results.bits_per_byte(run, results.final_validation(run)),
     "steps": results.steps_done,
     "tokens": results.tokens_seen,
     "tokens_per_second": comparing.speed,

@@ -6,7 +6,7 @@ cutting                    cuts of a long text that change no token
 tokenizer, model_tokenizer text <-> token ids: GPT-2's vocabulary, bytes, one trained here, that of somebody's model
 vocabulary                 the same as transformers keeps them, in files
 chat, questions            conversations: of files, built in
-chat_template              conversations -> tokens, and what of them the assistant says
+chat_template              conversations -> tokens, and the stretches of the assistant
 pieces, workers, writer    documents -> units of work -> tokens -> shards
 recipe, prepare            a source -> a folder of shards, in parallel, resumable
 shards                     that folder, opened and verified

@@ -12,8 +12,8 @@ from handgrad.data.sources import SourceFile, check_text, keys_of, read_objects,
 from handgrad.errors import DataError, UsageError
 
 Messages = tuple[tuple[str, str], ...]  # (role, content)
-MEANT = ("tool_calls", "function_call", "reasoning_content")  # that a template of text alone would leave out
-BESIDE = {
+NOT_TEXT = ("tool_calls", "function_call", "reasoning_content")  # that a template of text alone would leave out
+EXTRA_KEYS = {
     "system": "write it as their first message",
     "chat_template_kwargs": "handgrad's templates have none: take it out",
 }
@@ -46,8 +46,8 @@ def messages_of(row: Any, where: str) -> Messages:
         raise DataError(f'expected an object with "messages", found {keys_of(row)} in {where}; write it as {FORM}')
     if row.get("tools") or row.get("functions"):
         raise DataError(f"expected conversations without tools, found some in {where}; take the line out")
-    if key := next((key for key in BESIDE if row.get(key)), None):
-        raise DataError(f"expected messages alone, found {key} beside them in {where}; {BESIDE[key]}")
+    if key := next((key for key in EXTRA_KEYS if row.get(key)), None):
+        raise DataError(f"expected messages alone, found {key} beside them in {where}; {EXTRA_KEYS[key]}")
     if not isinstance(turns, list) or not turns:
         raise DataError(f"expected a list of messages, found {turns!r:.60} in {where}; repair the line")
     messages = tuple(message_of(turn, f"message {number} in {where}") for number, turn in enumerate(turns, start=1))
@@ -66,7 +66,7 @@ def message_of(turn: Any, where: str) -> tuple[str, str]:
     role = SHAREGPT.get(role, role)
     if role not in ROLES:
         raise DataError(f"expected a role {', '.join(ROLES)}, found {role!r:.40} as {where}; take the line out")
-    if key := next((key for key in MEANT if turn.get(key)), None):
+    if key := next((key for key in NOT_TEXT if turn.get(key)), None):
         raise DataError(f"expected messages of text alone, found {key} as {where}; take the line out")
     if turn.get("weight", 1) != 1:
         raise DataError(f"expected weight 1, found {turn['weight']!r:.40} as {where}; every answer is trained: take it out")

@@ -1,4 +1,4 @@
-"""Conversations to tokens, as the template of the tokenizer says, and the stretches of them that the assistant says.
+"""Renders conversations to tokens by the tokenizer's template, and marks the stretches that the assistant speaks.
 
 `ChatTemplate(tokenizer)` takes the chat template among a model's files (`Tokenizer.others`), a program in Jinja, and runs
 it as transformers does: sandboxed, without blanks around its blocks. A tokenizer without one gets a plain template: every
@@ -45,7 +45,7 @@ class Segment(NamedTuple):
 class ChatTemplate:
     """The template of `tokenizer`, or the plain one. `now` is the time that the template sees (default: the clock).
 
-    Raises DataError: the tokenizer's template is no Jinja.
+    Raises DataError: the tokenizer's template is not valid Jinja.
     """
 
     def __init__(self, tokenizer: Tokenizer, now: datetime | None = None):
@@ -58,7 +58,7 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> list[int]:
         """The tokens of a conversation; with `add_generation_prompt` up to where the assistant begins to speak.
 
-        Raises DataError: the template refuses it, or nobody can tell what in it the assistant says.
+        Raises DataError: the template refuses the conversation, or does not show where the assistant speaks.
         """
         return [int(token) for s in self._segments(messages, add_generation_prompt) for token in self._encode(s)]
 

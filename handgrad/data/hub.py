@@ -123,7 +123,7 @@ def fetch(file: SourceFile, on_bytes: OnBytes | None = None) -> Path:
 
 
 def hub_failures() -> tuple[type[BaseException], ...]:
-    """The errors of `huggingface_hub`: a name that is none, the network, the disk."""
+    """The errors of `huggingface_hub`: an invalid name, the network, the disk."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     # The base of HfHubHTTPError is the HTTP library's own: it changed twice, and no name of it is stable.

@@ -1,7 +1,7 @@
-"""The tokenizer of somebody's model: its `tokenizer.json` run by its own library, and the files beside it carried along.
+"""The tokenizer of a model from elsewhere: its own library runs its `tokenizer.json`, and the files beside it are kept.
 
-Beside the file stand two numbers that it does not hold: the size of the model's vocabulary, which may have more rows than
-there are tokens, and the token that ends a document.
+Two numbers are not in that file: the size of the model's vocabulary, which may have more rows than there are tokens, and
+the token that ends a document.
 """
 
 import hashlib
@@ -27,7 +27,8 @@ from handgrad.errors import DataError
 from handgrad.parsing import parse_json
 
 KIND, GENERATION_FILE, CONFIG_FILE = "model", "generation_config.json", "tokenizer_config.json"
-# What transformers keeps beside `tokenizer.json`, the chat template and all ends of texts among it: written as it came.
+MODEL_FILE = "config.json"  # of which nothing but the padding token travels with the tokenizer
+# Files of transformers beside `tokenizer.json`, among them the chat template and all ends of texts; kept unchanged.
 OTHERS = (
     *(CONFIG_FILE, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
     *("chat_template.jinja", "chat_template.json", GENERATION_FILE),
@@ -37,16 +38,18 @@ MAX_TOKENS = 1 << 24
 
 def read_model_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer of a transformers folder. Raises `DataError` if there is none that gives a text's bytes back."""
-    path, config = folder / TOKENIZER_FILE, read_object(folder / "config.json")
+    path, config = folder / TOKENIZER_FILE, read_object(folder / MODEL_FILE)
     if not path.is_file():
         raise DataError(f"expected {TOKENIZER_FILE} in {folder}, found no such file; add the model's tokenizer files")
-    others = {name: read_small(folder / name).decode() for name in OTHERS if (folder / name).is_file()}
+    others = {name: read_text(folder / name) for name in OTHERS if (folder / name).is_file()}
     ends = config.get("eos_token_id")
     if ends is None and GENERATION_FILE in others:
         ends = read_object(folder / GENERATION_FILE).get("eos_token_id")
     elif isinstance(ends, list):  # transformers makes this file of the configuration, where there is none
         ids = {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config}
         others.setdefault(GENERATION_FILE, json.dumps(ids))
+    if (pad := config.get("pad_token_id")) is not None:
+        others[MODEL_FILE] = json.dumps({"pad_token_id": pad})
     first = ends[0] if isinstance(ends, list) and ends else ends
     tokenizer = model_tokenizer(read_small(path), others, config.get("vocab_size"), first, str(path))
     check_added(folder, tokenizer)
@@ -54,10 +57,12 @@ def read_model_tokenizer(folder: Path) -> Tokenizer:
 
 
 def check_added(folder: Path, tokenizer: Tokenizer) -> None:
-    """Raises `DataError` where a file beside `tokenizer.json` adds a token that this has not, as transformers would."""
+    """Raises `DataError` for a token that only a file beside `tokenizer.json` adds: transformers would add it, we would
+    not."""
     listed: dict[Any, Any] = {}
     if "added_tokens.json" in tokenizer.others:
-        listed |= {number: content for content, number in read_object(folder / "added_tokens.json").items()}
+        found = read_object(folder / "added_tokens.json")
+        listed |= {number if type(number) is int else repr(number): content for content, number in found.items()}
     if CONFIG_FILE in tokenizer.others:
         decoder = read_object(folder / CONFIG_FILE).get("added_tokens_decoder")
         for number, token in decoder.items() if isinstance(decoder, dict) else ():
@@ -73,10 +78,22 @@ def check_added(folder: Path, tokenizer: Tokenizer) -> None:
             )
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def read_text(path: Path) -> str:
+    """A file of a model. Raises `DataError`: it is not UTF-8, or larger than any is."""
     try:
-        content = parse_json(read_small(path))
-    except (OSError, ValueError) as error:
+        return read_small(path).decode()
+    except UnicodeDecodeError:
+        raise DataError(f"expected UTF-8 in {path}, found other bytes; fetch it again") from None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a model. Raises `DataError` if there is none."""
+    if not path.is_file():
+        raise DataError(f"expected {path.name} in {path.parent}, found no such file; give a transformers folder")
+    content = read_small(path)
+    try:
+        content = parse_json(content)
+    except ValueError as error:
         raise DataError(f"expected JSON in {path}, found {error!s:.200}; fetch it again") from None
     if not isinstance(content, dict):
         raise DataError(f"expected a JSON object in {path}, found {type(content).__name__}; fetch it again")
@@ -150,7 +167,7 @@ def of_folder(folder: Path) -> Tokenizer:
     record = read_object(manifest).get("tokenizer") if manifest.is_file() else None
     if isinstance(record, dict):
         return read_tokenizer(manifest.parent, record)
-    return of_transformers(folder, read_object(folder / "config.json").get("vocab_size"))
+    return of_transformers(folder, read_object(folder / MODEL_FILE).get("vocab_size"))
 
 
 def of_transformers(folder: Path, vocab_size: Any) -> Tokenizer:

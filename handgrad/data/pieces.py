@@ -12,7 +12,7 @@ from handgrad.data.sources import SourceFile, read_rows, read_text, text_parts
 TRAIN, VALIDATION = 0, 1  # indices into shards.SPLITS
 UNIT_CHARACTERS = 1 << 20
 STORIES_PER_UNIT = 1000
-DEAL = 4  # the purpose in a key (batches has 1 to 3)
+SPLIT_ORDER = 4  # the purpose in a key (batches has 1 to 3)
 
 
 class Piece(NamedTuple):
@@ -72,10 +72,10 @@ def block_length(validation_fraction: float) -> int:
     return max(2, round(1 / validation_fraction))
 
 
-def deal(seed: int, document: int, block: int) -> int:
+def split_of(seed: int, document: int, block: int) -> int:
     """The split of row `document`: of every `block` rows the one that the block's hash chooses is validation."""
     number, row = divmod(document, block)
-    return VALIDATION if row == mix(seed, DEAL, number) % block else TRAIN
+    return VALIDATION if row == mix(seed, SPLIT_ORDER, number) % block else TRAIN
 
 
 def read_pieces(
@@ -109,7 +109,7 @@ def read_pieces(
                     yield Position(position, documents), Piece(split, n == 0, text)
         else:
             for row_position, text in read_rows(file, text_field):
-                split = deal(seed, documents, block)
+                split = split_of(seed, documents, block)
                 documents += 1
                 for n, part in enumerate(cut(slices(text))):
                     yield Position(bytes_before + row_position, documents), Piece(split, n == 0, part)
@@ -131,7 +131,7 @@ def read_chats(
         for position, where, messages in read_conversations(file):
             if max_documents and documents == max_documents:
                 return
-            split = deal(seed, documents, block)
+            split = split_of(seed, documents, block)
             documents += 1
             yield Position(bytes_before + position, documents), Conversation(split, messages, where, seconds)
         bytes_before += file.size_bytes

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from handgrad.data.chat_template import ChatTemplate
+from handgrad.data.model_tokenizer import MODEL_FILE
 from handgrad.data.shards import MANIFEST_FILE, MAX_SHARD_TOKENS, read_manifest
 from handgrad.data.sources import SourceFile
 from handgrad.data.tokenizer import Tokenizer, load_tokenizer
@@ -30,13 +31,13 @@ class PrepareOptions:
     validation_fraction: float | None = None  # None: 0.1 of text files, 0.05 of rows, 0.005 of hub rows, 0.01 of stories
     workers: int = 0  # processes; 0: one a core
     seed: int = 0  # of the stories, and of the rows that are validation
-    documents: int = 0  # at most so many; 0: all (stories, questions: 100,000)
+    documents: int = 0  # at most this many; 0: all (stories, questions: 100,000)
     chat: bool = False  # the rows are conversations, of which what the assistant says is trained; questions always are
     overwrite: bool = False
 
 
 def check_options(options: PrepareOptions) -> None:
-    """Raises UsageError for options that make no sense, DataError for a tokenizer that is none."""
+    """Raises UsageError for options that make no sense, DataError for a file that is no tokenizer."""
     fraction = options.validation_fraction
     if not options.out.name or options.out.name == "..":
         raise UsageError(f"expected a folder to write, found --out {options.out}; name a new one, for example shards")
@@ -75,7 +76,7 @@ def _chat_form(tokenizer: Tokenizer | None) -> str:
     """The template that makes text of conversations, in the words of a recipe; None: a vocabulary that is trained."""
     if tokenizer is None or ChatTemplate(tokenizer).is_plain:
         return "plain"
-    files = json.dumps(tokenizer.others, sort_keys=True).encode()
+    files = json.dumps({k: v for k, v in tokenizer.others.items() if k != MODEL_FILE}, sort_keys=True).encode()
     return f"template {hashlib.sha256(files).hexdigest()}"
 
 

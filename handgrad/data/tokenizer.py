@@ -232,10 +232,10 @@ def read_tokenizer(folder: Path, record: Any) -> Tokenizer:
 
 
 def read_small(path: Path) -> bytes:
-    """A tokenizer's file. Raises DataError: larger than any is; StorageError: not readable."""
+    """A model's file beside its weights. Raises DataError: larger than any is; StorageError: not readable."""
     with storage_errors(f"reading {path}"):
         if (size := path.stat().st_size) > MAX_TOKENIZER_BYTES:
-            raise DataError(f"expected a tokenizer of at most {MAX_TOKENIZER_BYTES} bytes, found {size} in {path}")
+            raise DataError(f"expected at most {MAX_TOKENIZER_BYTES} bytes, found {size} in {path}; fetch it again")
         return path.read_bytes()
 
 

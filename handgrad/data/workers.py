@@ -16,7 +16,7 @@ import numpy as np
 
 from handgrad.data import questions, stories
 from handgrad.data.chat_template import ChatTemplate
-from handgrad.data.pieces import TRAIN, VALIDATION, Conversation, Piece, Position, Questions, Stories, Unit, deal
+from handgrad.data.pieces import TRAIN, VALIDATION, Conversation, Piece, Position, Questions, Stories, Unit, split_of
 from handgrad.data.tokenizer import Tokenizer, load_tokenizer
 from handgrad.errors import DataError, StorageError
 
@@ -107,13 +107,13 @@ def unit_pieces(unit: Unit) -> Iterator[Piece | Conversation]:
     """The pieces of a unit; stories and questions are written here."""
     if isinstance(unit, Questions):
         for number in range(unit.first, unit.first + unit.count):
-            split = deal(unit.seed, number, unit.block)
+            split = split_of(unit.seed, number, unit.block)
             messages = questions.conversation(unit.seed, number, held_out=split == VALIDATION)
             yield Conversation(split, messages, f"question {number}")
         return
     if isinstance(unit, Stories):
         for number in range(unit.first, unit.first + unit.count):
-            yield Piece(deal(unit.seed, number, unit.block), True, *stories.story(unit.seed, number))
+            yield Piece(split_of(unit.seed, number, unit.block), True, *stories.story(unit.seed, number))
     else:
         yield from unit
 

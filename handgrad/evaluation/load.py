@@ -38,8 +38,8 @@ class Weights:
 
 
 def usual_window(weights: Weights) -> int:
-    """The tokens of a window of an evaluation: those of the run's rows; of a model from elsewhere, whose context may be
-    longer than memory allows, at most `LONGEST_WINDOW`."""
+    """Tokens of an evaluation's window: the run's sequence length, or at most `LONGEST_WINDOW` for a model from elsewhere,
+    whose context may not fit the memory."""
     if from_elsewhere(weights):
         return min(weights.shape.sequence_length, LONGEST_WINDOW)
     return weights.config.sequence_length
@@ -57,8 +57,8 @@ def check_window(tokens: int, context: int) -> None:
 
 
 def checkpoint_weights(found: Checkpoint, named: str = "") -> Weights:
-    """The weights of a checkpoint of ours; `named` is the user's word for it. Raises `DataError` for a configuration or a
-    tokenizer that does not hold."""
+    """The weights of a checkpoint of ours; `named`: the user's name for it. Raises `DataError` for an invalid configuration
+    or tokenizer."""
     tokenizer, config = read_tokenizer(found.folder, found.manifest.get("tokenizer")), checkpoint_config(found)
     digests = {path.name: found.manifest["files"][path.name]["sha256"] for path in found.parts(WEIGHTS_FILE)}
     source = named or str(found.folder)
@@ -72,8 +72,8 @@ def checkpoint_weights(found: Checkpoint, named: str = "") -> Weights:
 
 
 def with_context(shape: ModelShape, init: Any) -> ModelShape:
-    """The shape of a run's model: its rotary positions reach as far as those of the weights that it started from, also
-    where its rows were shorter. `init`: the manifest's word on these weights."""
+    """Extends a run's shape to the context of the weights that it started from: its rotary positions reach that far, even
+    if its rows were shorter. `init`: the manifest's entry about these weights."""
     context = init.get(CONTEXT) if isinstance(init, dict) else None
     if type(context) is not int or not shape.sequence_length < context <= MOST_CONTEXT:
         return shape
@@ -81,24 +81,24 @@ def with_context(shape: ModelShape, init: Any) -> ModelShape:
 
 
 def checkpoint_config(checkpoint: Checkpoint) -> RunConfig:
-    """The configuration of the run that saved the checkpoint, with defaults for settings newer than it; `DataError` if it
-    does not hold."""
+    """The configuration of the run that saved the checkpoint, with defaults for settings newer than it. Raises `DataError`
+    if it is invalid."""
     try:
         stored: dict[str, Any] = of_stored(checkpoint.manifest["config"])
         return check(RunConfig(**{name: convert(name, stored[name]) for name in FIELDS if name in stored}))
     except UsageError as error:
-        raise DataError(f"{checkpoint.folder}: its configuration does not hold: {error}") from None
+        raise DataError(f"{checkpoint.folder}: its configuration is invalid: {error}") from None
 
 
 def imported_config(shape: ModelShape, where: str = "") -> RunConfig:
-    """The configuration for imported weights: the model's sizes, nothing of training. Raises `DataError` if they do not
-    hold."""
+    """The configuration for imported weights: the model's sizes, nothing of training. Raises `DataError` for invalid
+    sizes."""
     sizes = {name: getattr(shape, name) for name in SHAPE}
     step = {"steps": 1, "tokens_per_step": shape.sequence_length, "micro_batch": 1, "lanes": 1, "packing": STREAM}
     try:
         return check(RunConfig(data="", out="", **sizes, **step))
     except UsageError as error:
-        raise DataError(f"{where}: its sizes do not hold: {error}") from None
+        raise DataError(f"{where}: its sizes are invalid: {error}") from None
 
 
 class Machine(NamedTuple):

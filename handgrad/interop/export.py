@@ -73,10 +73,10 @@ def export_model(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype = torc
         config = huggingface.their_config(model.shape, model.tokenizer, dtype, dropout)
         generation = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
         files = {
-            huggingface.CONFIG_FILE: (json.dumps(config, indent=2) + "\n").encode(),
             GENERATION_FILE: (json.dumps(generation, indent=2) + "\n").encode(),
             **vocabulary_files(model.tokenizer, model.shape.sequence_length),
             **({} if checkpoint.manifest.get("imported") else ends_of_turns(model.tokenizer, generation)),
+            huggingface.CONFIG_FILE: (json.dumps(config, indent=2) + "\n").encode(),
             CARD_FILE: model_card(checkpoint, model, dtype, config).encode(),
             CURVE_FILE: curve_png(checkpoint),
         }
@@ -111,12 +111,9 @@ def write_weights(path: Path, flat: Tensor, shape: ModelShape, dtype: torch.dtyp
     """Writes the parameters as one safetensors file of theirs. Raises OSError."""
 
     def theirs(row: ParameterRow) -> Iterator[Stored]:
-        stored = row.stored(flat).t() if huggingface.transposed(shape, row) else row.stored(flat)
-        start = 0
-        for name, dims in huggingface.their_tensors(shape, row).items():
-            part = stored[start : start + dims[0]]
-            yield Stored(huggingface.prefix(shape) + name, dtype, dims, functools.partial(part.to, dtype))
-            start += dims[0]
+        for name, part in huggingface.parts(shape, row, row.stored(flat)):
+            values = part.t() if huggingface.transposed(shape, row) else part
+            yield Stored(huggingface.prefix(shape) + name, dtype, tuple(values.shape), functools.partial(values.to, dtype))
 
     every = [part for row in parameter_table(shape) for part in theirs(row)]
     write_file(path, safetensors_bytes(every, {"format": "pt"}))

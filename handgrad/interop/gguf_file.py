@@ -132,16 +132,11 @@ def tensors(shape: ModelShape, flat: Tensor, network: str) -> Iterator[Part]:
     architecture = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == network)
     names = gguf.get_tensor_name_map(architecture, shape.num_layers)
     for row in parameter_table(shape):
-        start = 0
-        theirs = huggingface.their_tensors(shape, row)
-        for name, dims in theirs.items():
-            stored = row.stored(flat)
-            rows = stored.shape[0] if len(theirs) == 1 else dims[0]
+        for name, part in huggingface.parts(shape, row, row.stored(flat)):
             found = names.get_name(huggingface.prefix(shape) + name, try_suffixes=(".weight", ".bias"))
             assert found, name
             turned = network == "llama" and ("q_proj" in name or "k_proj" in name)
-            yield Part(found, stored[start : start + rows], rows // shape.head_width if turned else 0)
-            start += rows
+            yield Part(found, part, len(part) // shape.head_width if turned else 0)
     if shape.architecture == "llama" and shape.family.rope == "llama3":
         family = shape.family
         plain = (family.rotary_base ** (-2 * pair / family.head_width) for pair in family.pairs)

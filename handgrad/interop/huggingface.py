@@ -30,7 +30,7 @@ from torch import Tensor
 
 from handgrad.config import ModelShape
 from handgrad.data.hub import hub_failures
-from handgrad.data.model_tokenizer import GENERATION_FILE, of_transformers
+from handgrad.data.model_tokenizer import GENERATION_FILE, MODEL_FILE, of_transformers, read_object
 from handgrad.data.tokenizer import Tokenizer, load_tokenizer
 from handgrad.data.vocabulary import read_vocabulary
 from handgrad.errors import DataError, UsageError
@@ -48,7 +48,6 @@ HEAD = "lm_head.weight"
 MASKS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")  # buffers of old versions: the causal mask
 DTYPES = ("F32", "BF16", "F16")
 MODEL_FILES = ("*.json", "model*.safetensors", "merges.txt", "*.jinja")
-MAX_JSON_BYTES = 64 << 20
 
 BLOCK_NAMES = {
     "qkv": "attn.c_attn",
@@ -87,6 +86,13 @@ def their_tensors(shape: ModelShape, row: ParameterRow) -> dict[str, tuple[int, 
     return {name: (rows or row.stored_rows, *row.shape[1:]) for name, rows in names.items()}
 
 
+def parts(shape: ModelShape, row: ParameterRow, stored: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """(name in their file without the prefix, its part of the values of a row), not transposed."""
+    theirs = their_tensors(shape, row)
+    sizes = [dims[0] for dims in theirs.values()] if len(theirs) > 1 else [len(stored)]
+    return zip(theirs, stored.split(sizes), strict=True)
+
+
 def their_name(shape: ModelShape, name: str) -> str:
     """A row of the parameter table -> its one name in their file, without the prefix."""
     if shape.architecture == "modern":
@@ -101,31 +107,39 @@ def their_name(shape: ModelShape, name: str) -> str:
 
 
 def transposed(shape: ModelShape, row: ParameterRow) -> bool:
-    """True for a matrix that they keep the other way round: GPT-2's, but for its embeddings."""
+    """True for a matrix that they store transposed: GPT-2's, except its embeddings."""
     return shape.architecture == "gpt2" and len(row.shape) == 2 and row.name not in ("wte", "wpe")
 
 
 def their_config(shape: ModelShape, tokenizer: Tokenizer, dtype: torch.dtype, dropout: float) -> dict[str, Any]:
     """The content of config.json, with the dropout of the run."""
     kind = str(dtype).removeprefix("torch.")
+    pad = own_token(tokenizer, MODEL_FILE, "pad_token_id")
     return {
         **own_config(shape, dropout),
         "initializer_range": 0.02,
         "use_cache": True,
         "bos_token_id": begin_token(tokenizer),
         "eos_token_id": tokenizer.end_of_text,
+        **({} if pad is None else {"pad_token_id": pad}),
         "torch_dtype": kind,
         "dtype": kind,
     }
 
 
 def begin_token(tokenizer: Tokenizer) -> int:
-    """The token that begins a text: of a model from elsewhere that of its own file, else end-of-text."""
+    """The token that begins a text: the one that a model from elsewhere names, or end-of-text."""
+    found = own_token(tokenizer, GENERATION_FILE, "bos_token_id")
+    return tokenizer.end_of_text if found is None else found
+
+
+def own_token(tokenizer: Tokenizer, file: str, key: str) -> int | None:
+    """The token that a file of a model from elsewhere names under `key`, or None."""
     try:
-        found: Any = parse_json(tokenizer.others.get(GENERATION_FILE, "{}")).get("bos_token_id")
+        found: Any = parse_json(tokenizer.others.get(file, "{}")).get(key)
     except (ValueError, AttributeError):
-        found = None
-    return found if type(found) is int and 0 <= found < tokenizer.vocab_size else tokenizer.end_of_text
+        return None
+    return found if type(found) is int and 0 <= found < tokenizer.vocab_size else None
 
 
 def own_config(shape: ModelShape, dropout: float) -> dict[str, Any]:
@@ -184,7 +198,10 @@ def read_folder(folder: Path, tokenizer: str = "") -> HuggingFaceFolder:
     Raises `DataError` if a file is missing or damaged, or if the model is none of ours. Reads the weights on request.
     """
     shape = read_shape(folder / CONFIG_FILE)
-    words = load_tokenizer(tokenizer) if tokenizer else read_words(folder, shape)
+    if tokenizer:
+        words = load_tokenizer(tokenizer)
+    else:  # in the Llama family any byte-level one
+        words = of_transformers(folder, shape.vocab_size) if shape.architecture == "llama" else read_vocabulary(folder)
     if words.vocab_size != shape.vocab_size:
         raise DataError(
             f"expected a tokenizer of {shape.vocab_size} tokens as {folder / CONFIG_FILE} says, found one of"
@@ -193,29 +210,10 @@ def read_folder(folder: Path, tokenizer: str = "") -> HuggingFaceFolder:
     return HuggingFaceFolder(shape, words, find_tensors(folder, shape))
 
 
-def read_words(folder: Path, shape: ModelShape) -> Tokenizer:
-    """The folder's tokenizer: in the Llama family any byte-level one."""
-    return of_transformers(folder, shape.vocab_size) if shape.architecture == "llama" else read_vocabulary(folder)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of theirs; `DataError` if there is none."""
-    if not path.is_file():
-        raise DataError(f"expected {path.name} in {path.parent}, found no such file; give a transformers folder")
-    if (size := path.stat().st_size) > MAX_JSON_BYTES:
-        raise DataError(f"expected at most {MAX_JSON_BYTES} bytes, found {size} in {path}; fetch it again")
-    try:
-        content = parse_json(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise DataError(f"expected JSON in {path}, found {error}; fetch it again") from None
-    if not isinstance(content, dict):
-        raise DataError(f"expected a JSON object in {path}, found {type(content).__name__}; fetch it again")
-    return content
-
-
 def read_shape(path: Path) -> ModelShape:
-    """The model's sizes from config.json; `DataError` if it asks for anything that ours do not compute."""
-    content = read_json(path)
+    """Reads the model's sizes from config.json. Raises `DataError` if it asks for anything that handgrad does not
+    compute."""
+    content = read_object(path)
     if content.get("model_type") in tuple(llama.MODEL_TYPES):
         shape = llama.read_shape(content, path)
         imported_config(shape, str(path))
@@ -262,7 +260,7 @@ def read_techniques(content: dict[str, Any], path: Path) -> str:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[Any]:
-    """A safetensors file; `DataError` if it is none, or not whole."""
+    """Opens a safetensors file. Raises `DataError` for another kind of file and for a cut one."""
     if path.exists() and not path.is_file():
         raise DataError(f"expected a plain file at {path}, found a folder, pipe or device; fetch or export it again")
     try:
@@ -327,7 +325,7 @@ def weight_files(folder: Path) -> list[Path]:
         old = folder / "pytorch_model.bin"
         hint = f"; {old.name} may run code when read: save it again as safetensors" if old.is_file() else ""
         raise DataError(f"expected {WEIGHTS_FILE} or {INDEX_FILE} in {folder}, found neither{hint}")
-    tensors = read_json(folder / INDEX_FILE).get("weight_map")
+    tensors = read_object(folder / INDEX_FILE).get("weight_map")
     names = list(tensors.values()) if isinstance(tensors, dict) else []
     if not names or not all(isinstance(n, str) and re.fullmatch(r"[\w.-]+\.safetensors", n) for n in names):
         raise DataError(f"expected a weight_map of tensors to files in {folder / INDEX_FILE}, found none; fetch it again")

@@ -1,7 +1,6 @@
 """The README.md of an exported model: its sizes, its training, its results, and the code that loads it."""
 
 import io
-import json
 from typing import Any
 
 import torch
@@ -11,6 +10,8 @@ import handgrad
 from handgrad.batch_schedule import parse_schedule
 from handgrad.checkpoint import Checkpoint
 from handgrad.evaluation.load import LoadedModel
+from handgrad.jsonl import readable_records
+from handgrad.model_shape import NETWORKS
 from handgrad.models import parameter_table
 from handgrad.models.rows import count_parameters
 from handgrad.run_files import METRICS_FILE
@@ -18,7 +19,6 @@ from handgrad.run_files import METRICS_FILE
 CARD_FILE, CURVE_FILE = "README.md", "curve.png"
 LAST_LOSSES = 5
 HUB_HEADER = "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- {tag}\n- handgrad\n---\n"
-NETWORKS = {"gpt2": "GPT-2", "modern": "modern network", "llama": "Llama"}
 TOKENIZERS = {
     "gpt2": "GPT-2's, 50,257 tokens",
     "bytes": "the 256 bytes of UTF-8, each its own id, and end-of-text",
@@ -29,13 +29,12 @@ SETTINGS = ("precision", "steps", "tokens_per_step", "learning_rate", "schedule"
 
 
 # Of a metrics file that is missing, or not of ours: a card without its figures is still a card.
-UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+UNREADABLE = (ValueError, KeyError, TypeError, AttributeError)
 
 
 def run_records(checkpoint: Checkpoint, kind: str) -> list[dict[str, Any]]:
     """The records of a kind up to the checkpoint, from the metrics of the run around it."""
-    lines = (checkpoint.folder.resolve().parent.parent / METRICS_FILE).read_text(encoding="utf-8").splitlines()
-    records = [json.loads(line) for line in lines]
+    records = [record.fields for record in readable_records(checkpoint.folder.resolve().parent.parent / METRICS_FILE)]
     return [record for record in records if record.get("kind") == kind and record["step"] <= checkpoint.step]
 
 

@@ -13,7 +13,7 @@ Source: peft, tuners/lora/config.py and utils/save_and_load.py; https://huggingf
 import json
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from handgrad.checkpoint import Checkpoint, Stored, peek, safetensors_bytes, write_file
 from handgrad.config import ModelShape
+from handgrad.data.model_tokenizer import read_object
 from handgrad.errors import DataError, StorageError, UsageError
 from handgrad.evaluation.load import Weights, checkpoint_weights
 from handgrad.files import check_free, file_sha256, whole
@@ -112,8 +113,7 @@ def write_folder(checkpoint: Checkpoint, folder: Path, dtype: torch.dtype) -> in
         write_file(partial / WEIGHTS_FILE, safetensors_bytes(stored, {"format": "pt"}))
         config = their_config(shape, lora, adapters, base)
         write_file(partial / CONFIG_FILE, [(json.dumps(config, indent=2) + "\n").encode()])
-        found = read_adapters(partial, shape)
-        back = dict(their_tensors(shape, found.adapters, found.tensor))
+        back = dict(their_tensors(shape, *read_adapters(partial, shape)))
         if back.keys() != tensors.keys() or any(not back[name].equal(tensors[name].float()) for name in tensors):
             raise StorageError(
                 f"reading back {folder} gave other numbers than {checkpoint.folder}; check the disk, try again"
@@ -128,14 +128,6 @@ def base_name(origin: dict[str, Any]) -> str:
     return str(imported["source"] if imported.get("from") == "hf" else origin["source"])
 
 
-@dataclass(frozen=True)
-class PeftFolder:
-    """The adapters of a folder of theirs. `tensor` reads a row of ours in float32."""
-
-    adapters: tuple[Adapter, ...]
-    tensor: Callable[[str], Tensor]
-
-
 def is_peft(path: Path) -> bool:
     return (path / CONFIG_FILE).is_file()
 
@@ -143,7 +135,7 @@ def is_peft(path: Path) -> bool:
 def read_config(folder: Path) -> tuple[LoraShape, str]:
     """(rank and alpha, the name of the base); `DataError` for adapters that ours are not."""
     path = folder / CONFIG_FILE
-    content = huggingface.read_json(path)
+    content = read_object(path)
     for key, default, ours in KNOWN + OTHERS:
         if (value := content.get(key, default)) not in ours:
             wanted = json.dumps(ours[0])
@@ -164,8 +156,9 @@ def base_source(folder: Path) -> str:
     return str(folder / base) if not Path(base).exists() and (folder / base).exists() else base
 
 
-def read_adapters(folder: Path, shape: ModelShape) -> PeftFolder:
-    """The adapters of a folder for a model of this shape; `DataError` for one that is foreign or of another size."""
+def read_adapters(folder: Path, shape: ModelShape) -> tuple[tuple[Adapter, ...], Callable[[str], Tensor]]:
+    """(the adapters of a folder for a model of this shape, the function that reads a row of them in float32). Raises
+    `DataError` for an adapter that is foreign or of another size."""
     lora, _ = read_config(folder)
     path = folder / WEIGHTS_FILE
     places: dict[str, tuple[Adapter, Part, str]] = {}  # by their names: the product, and A or B
@@ -200,14 +193,14 @@ def read_adapters(folder: Path, shape: ModelShape) -> PeftFolder:
                 rows[name] = torch.cat([tensors[adapter.weight, part.name, kind] for part in parts])
     if not found:
         raise DataError(f"expected adapters in {path}, found none")
-    return PeftFolder(tuple(found), rows.__getitem__)
+    return tuple(found), rows.__getitem__
 
 
 def adapted(folder: Path, base: Weights) -> Weights:
     """The weights `base` with the adapters of a folder merged in."""
-    found = read_adapters(folder, base.shape)
+    adapters, tensor = read_adapters(folder, base.shape)
     digests = {WEIGHTS_FILE: file_sha256(folder / WEIGHTS_FILE)}
     digests |= {f"of the base, {name}": digest for name, digest in base.origin["sha256"].items()}
     origin = {"from": "peft", "source": str(folder), "sha256": digests}
-    weight = merging(base, {adapter.weight: adapter for adapter in found.adapters}, found.tensor)
+    weight = merging(base, {adapter.weight: adapter for adapter in adapters}, tensor)
     return replace(base, weight=weight, origin=origin, checkpoint=None)

@@ -61,8 +61,8 @@ def open_weights(source: str, tokenizer: str = "", *, strict: bool = False, base
 
 
 def weights_of(found: Checkpoint, named: str = "") -> Weights:
-    """The weights of a checkpoint of ours, of one with adapters those that they adapt with them merged in; `named` is the
-    user's word for it. Raises the errors of `checkpoint_weights` and `base_of`."""
+    """The weights of a checkpoint of ours, adapters merged with the weights that they adapt; `named`: the user's name for
+    it. Raises the errors of `checkpoint_weights` and `base_of`."""
     weights = checkpoint_weights(found, named)
     return merged_checkpoint(weights, base_of(found, open_weights)) if weights.config.lora else weights
 

@@ -19,26 +19,18 @@ class Column(NamedTuple):
     text: Callable[[Run], str]
 
 
+def measured(name: str, value: Callable[[Run], float], form: Callable[[float], str]) -> Column:
+    """A column of numbers."""
+    return Column(name, value, lambda run: form(value(run)))
+
+
 def named(name: str, fact: Callable[[Run], str]) -> Column:
     """A column of words."""
     return Column(name, fact, lambda run: fact(run) or results.DASH)
 
 
-def last_loss(run: Run) -> float:
-    return results.final_validation(run)
-
-
-def best_loss(run: Run) -> float:
-    return results.best_validation(run)[1]
-
-
 def speed(run: Run) -> float:
     return results.median(run.steps.tokens_per_second)
-
-
-def model_flops(run: Run) -> float:
-    """Per second: arithmetic of the model; recomputed work does not count."""
-    return run.start.flops_per_token * speed(run)
 
 
 def seconds(run: Run) -> float:
@@ -54,28 +46,20 @@ def data(run: Run) -> str:
 
 
 COLUMNS = (
-    Column("validation loss", last_loss, results.validation_text),
-    Column("best", best_loss, lambda run: loss_text(best_loss(run))),
-    Column("training loss", results.final_training_loss, lambda run: loss_text(results.final_training_loss(run))),
-    Column("perplexity", last_loss, lambda run: results.perplexity_text(last_loss(run))),
-    Column(
-        "bits per byte",
-        lambda run: results.bits_per_byte(run, last_loss(run)),
-        lambda run: loss_text(results.bits_per_byte(run, last_loss(run))),
-    ),
-    Column("above the floor", last_loss, lambda run: results.floor_text(run, last_loss(run))),
-    Column("steps", results.steps_done, lambda run: f"{results.steps_done(run):,}"),
-    Column("tokens", results.tokens_seen, lambda run: results.short_text(results.tokens_seen(run))),
-    Column("tokens per second", speed, lambda run: results.count_text(speed(run))),
-    Column("model FLOP/s", model_flops, lambda run: results.short_text(model_flops(run))),
-    Column(
-        "time in steps",
-        seconds,
-        lambda run: results.DASH if math.isnan(seconds(run)) else results.duration_text(seconds(run)),
-    ),
-    Column("started", lambda run: run.starts[0].time, lambda run: results.date_text(run.starts[0].time)),
-    Column("parameters", lambda run: run.start.parameters, lambda run: results.count_text(run.start.parameters)),
-    Column("planned memory", memory, lambda run: results.bytes_text(memory(run))),
+    Column("validation loss", results.final_validation, results.validation_text),
+    measured("best", lambda run: results.best_validation(run)[1], loss_text),
+    measured("training loss", results.final_training_loss, loss_text),
+    measured("perplexity", results.final_validation, results.perplexity_text),
+    measured("bits per byte", lambda run: results.bits_per_byte(run, results.final_validation(run)), loss_text),
+    Column("above the floor", results.final_validation, lambda run: results.floor_text(run, results.final_validation(run))),
+    measured("steps", results.steps_done, "{:,}".format),
+    measured("tokens", results.tokens_seen, results.short_text),
+    measured("tokens per second", speed, results.count_text),
+    measured("model FLOP/s", lambda run: run.start.flops_per_token * speed(run), results.short_text),
+    measured("time in steps", seconds, lambda taken: results.shown(taken, results.duration_text)),
+    measured("started", lambda run: run.starts[0].time, results.date_text),
+    measured("parameters", lambda run: run.start.parameters, results.count_text),
+    measured("planned memory", memory, results.bytes_text),
     named("precision", lambda run: run.start.precision),
     named("device", lambda run: run.start.device),
     named("host", lambda run: run.start.host),

@@ -40,7 +40,7 @@ class Plot:
 
 
 def choose_plots(runs: Sequence[Run]) -> list[Plot]:
-    """The plots that say something about these runs, in reading order."""
+    """The plots for which these runs have data, in reading order."""
     dots = " Dots: validation." if any(run.validations for run in runs) else ""
     floor = " Dashed: entropy of the source, which no model can beat." if floors(runs) else ""
     crosses = " Crosses: skipped updates." if any(run.skipped for run in runs) else ""
@@ -85,7 +85,7 @@ def choose_plots(runs: Sequence[Run]) -> list[Plot]:
 # Axes, styles and names.
 
 
-def look(index: int) -> Style:
+def run_style(index: int) -> Style:
     """Colour and dash of the run at `index`."""
     return {"color": light(f"run{index % RUN_COLORS}"), "linestyle": DASHES[index // RUN_COLORS % len(DASHES)]}
 
@@ -97,14 +97,14 @@ def label(name: str) -> str:
     return f" {name}" if name.startswith("_") else name
 
 
-def key_of(run: Run, index: int) -> Line2D:
-    return Line2D([], [], linewidth=1.5, label=label(run.name), **look(index))
+def legend_line(run: Run, index: int) -> Line2D:
+    return Line2D([], [], linewidth=1.5, label=label(run.name), **run_style(index))
 
 
-def name_runs(axes: Axes, runs: Sequence[Run], corner: Literal["upper right", "lower center", "lower right"]) -> None:
+def add_legend(axes: Axes, runs: Sequence[Run], corner: Literal["upper right", "lower center", "lower right"]) -> None:
     """A legend of the runs' names, if there are several."""
     if len(runs) > 1:
-        key = [key_of(run, index) for index, run in enumerate(runs)]
+        key = [legend_line(run, index) for index, run in enumerate(runs)]
         axes.legend(handles=key, loc=corner, ncols=1 if len(runs) <= 4 else 2, fontsize=7)
 
 
@@ -122,7 +122,7 @@ def tick_sparsely(axes: Axes, count: int) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_text(value)))
 
 
-def belongs(index: int) -> Style:
+def run_mark(index: int) -> Style:
     """Marks a line as one of the run at `index`: the page's script finds it by that."""
     return {"gid": f"{RUN_LINE}{index}"}
 
@@ -141,8 +141,8 @@ def draw_curve(
     The page shows the average's values under the pointer, by `name` or the run's own.
     """
     bins = max(60, RAW_BINS // len(runs))  # so the file does not grow with the number of runs
-    style: Style = {**look(index), **belongs(index), "label": label(name or runs[index].name)}
-    axes.plot(*envelope(x, y, bins), color=style["color"], alpha=0.28, linewidth=0.6, **belongs(index))
+    style: Style = {**run_style(index), **run_mark(index), "label": label(name or runs[index].name)}
+    axes.plot(*envelope(x, y, bins), color=style["color"], alpha=0.28, linewidth=0.6, **run_mark(index))
     picked = thin(len(y), bins)
     axes.plot(x[picked], smooth(y, smoothing(len(y)), picked, average), linewidth=1.5, **style)
     # All steps, also those whose value is not finite: a run that diverged shows how long it did.
@@ -178,21 +178,21 @@ def draw_loss(axes: Axes, runs: Sequence[Run], *, by_tokens: bool = False) -> No
         name = "training" if len(runs) == 1 else run.name
         draw_curve(axes, place(run.steps.step), run.steps.loss, index, runs, np.mean, name)
         if len(runs) > 1:
-            key.append(key_of(run, index))
+            key.append(legend_line(run, index))
         picked = thin(len(run.validations), MARKS)
         if len(picked):
             points = np.array(run.validations, dtype=float)[picked]
             points[~np.isfinite(points)] = np.nan
             # One run: the second colour tells validation from training. Several: the colour tells the runs apart.
-            color = light("run1") if len(runs) == 1 else look(index)["color"]
+            color = light("run1") if len(runs) == 1 else run_style(index)["color"]
             dots: Style = {"color": color, "marker": "o", "markersize": 4.6, "linestyle": "none"}
             dots |= {"markeredgecolor": light("page"), "markeredgewidth": 0.7, "zorder": 4}
             name = "validation" if len(runs) == 1 else f"{run.name}, validation"
-            axes.plot(place(points[:, 0]), points[:, 1], label=label(name), **belongs(index), **dots)
+            axes.plot(place(points[:, 0]), points[:, 1], label=label(name), **run_mark(index), **dots)
             if len(runs) == 1:
                 key.append(Line2D([], [], label="validation", **dots))
     if len(runs) == 1:
-        key.insert(0, Line2D([], [], linewidth=1.5, label="training", **look(0)))
+        key.insert(0, Line2D([], [], linewidth=1.5, label="training", **run_style(0)))
     dashed: Style = {"color": light("floor"), "linewidth": 1.0, "linestyle": (0, (4, 3))}
     for floor in floors(runs):
         axes.axhline(floor, zorder=1.5, **dashed)
@@ -245,10 +245,10 @@ def draw_norm(axes: Axes, runs: Sequence[Run]) -> None:
         draw_curve(axes, run.steps.step, norm, index, runs)
         skipped = np.isin(run.steps.step, list(run.skipped))
         picked = np.flatnonzero(skipped)[thin(int(skipped.sum()), MARKS)]
-        color = light("warning") if len(runs) == 1 else look(index)["color"]
+        color = light("warning") if len(runs) == 1 else run_style(index)["color"]
         cross: Style = {"color": color, "marker": "x", "markersize": 4.5, "markeredgewidth": 1.2, "linestyle": "none"}
         known = picked[~np.isnan(norm[picked])]
-        cross |= belongs(index)
+        cross |= run_mark(index)
         axes.plot(run.steps.step[known], norm[known], zorder=4, **cross)
         # A norm that is not finite has no height: its cross stands at the upper edge.
         edge = picked[np.isnan(norm[picked])]
@@ -267,16 +267,16 @@ def draw_norm(axes: Axes, runs: Sequence[Run]) -> None:
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0,) if high / low > 300 else (1.0, 2.0, 5.0)))
         show_values_as(axes)
         axes.yaxis.set_minor_formatter(NullFormatter())
-    name_runs(axes, runs, "upper right")
+    add_legend(axes, runs, "upper right")
 
 
 def draw_learning_rate(axes: Axes, runs: Sequence[Run]) -> None:
     for index, run in enumerate(runs):
-        style: Style = {**look(index), **belongs(index), "linewidth": 1.5, "label": label(run.name)}
+        style: Style = {**run_style(index), **run_mark(index), "linewidth": 1.5, "label": label(run.name)}
         axes.plot(*envelope(run.steps.step, run.steps.learning_rate, RAW_BINS // 2), **style)
     axes.set_ylim(bottom=0)
     show_values_as(axes)
-    name_runs(axes, runs, "lower center")
+    add_legend(axes, runs, "lower center")
 
 
 def draw_quantity(axes: Axes, runs: Sequence[Run], *, of: Literal["steps", "gpu"], quantity: str) -> None:
@@ -291,7 +291,7 @@ def draw_quantity(axes: Axes, runs: Sequence[Run], *, of: Literal["steps", "gpu"
             tops.append(np.quantile(finite, 0.99))
     axes.set_ylim(0, 1.15 * max(tops) or 1)
     show_values_as(axes, short_text)
-    name_runs(axes, runs, "lower right")
+    add_legend(axes, runs, "lower right")
 
 
 # Tasks.
@@ -315,10 +315,10 @@ def draw_tasks(axes: Axes, runs: Sequence[Run]) -> None:
             steps = [float(step) for step, _ in figures]
             values, bars = [figure.value for _, figure in figures], [figure.stderr for _, figure in figures]
             name = task if len(runs) == 1 else f"{run.name}: {task}"
-            color, dash = look(number if len(runs) == 1 else index)["color"], DASHES[number % len(DASHES)]
+            color, dash = run_style(number if len(runs) == 1 else index)["color"], DASHES[number % len(DASHES)]
             for bar in axes.errorbar(steps, values, bars, fmt="none", ecolor=color, elinewidth=0.6).lines[2]:
-                bar.set(**belongs(index))
-            axes.plot(steps, values, marker=".", color=color, linestyle=dash, label=label(name), **belongs(index))
+                bar.set(**run_mark(index))
+            axes.plot(steps, values, marker=".", color=color, linestyle=dash, label=label(name), **run_mark(index))
             end, lines = max(end, steps[-1]), lines + 1
     show_steps_to(axes, end)
     show_values_as(axes)
@@ -342,11 +342,11 @@ def draw_fp8(axes: Axes, runs: Sequence[Run], *, quantity: str) -> None:
         for number, (name, values) in enumerate(lines.items()):
             largest = float(np.nanmax(values, initial=0.0))
             named = bool(name) and number < NAMED_CLASSES and largest > 0
-            style: Style = {"linewidth": 1.3, **look(number if name else index)} if named or not name else faint
+            style: Style = {"linewidth": 1.3, **run_style(number if name else index)} if named or not name else faint
             marker = "." if len(steps) == 1 else ""
             curve = envelope(steps, values, RAW_BINS // 2)
             shown = label(name or run.name) if named or not name else None
-            axes.plot(*curve, marker=marker, label=shown, **belongs(index), **style)
+            axes.plot(*curve, marker=marker, label=shown, **run_mark(index), **style)
             top = max(top, largest)
         end = max(end, steps[-1])
     show_steps_to(axes, end)
@@ -354,7 +354,7 @@ def draw_fp8(axes: Axes, runs: Sequence[Run], *, quantity: str) -> None:
     show_values_as(axes)
     if len(runs) == 1 and top > 0:
         axes.legend(loc="upper right", ncols=3, fontsize=7)
-    name_runs(axes, runs, "upper right")
+    add_legend(axes, runs, "upper right")
 
 
 def percents(run: Run, quantity: str) -> dict[str, np.ndarray]:

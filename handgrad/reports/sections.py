@@ -11,6 +11,7 @@ from typing import Any
 
 from handgrad.config import FIELDS, TUNED, RunConfig, convert
 from handgrad.errors import DataError, UsageError
+from handgrad.model_shape import NETWORKS
 from handgrad.reports import results
 from handgrad.reports.curves import thin
 from handgrad.reports.results import loss_text
@@ -97,9 +98,11 @@ def description(run: Run) -> str:
     passes = f", {epochs:.3g} times the training data" if math.isfinite(epochs) else ""
     frozen = start.trained_parameters < start.parameters
     trained = f" ({count(start.trained_parameters)} of them not frozen)" if frozen else ""
+    architecture = str(run.config.get("architecture", "gpt2"))
+    network = f"{NETWORKS.get(architecture, architecture)}{of_shape}"
     sizes = ", then ".join(f"{stage.tokens_per_step:,}" for stage in start.batch.stages)
     words = (
-        f"A GPT-2{of_shape}: {count(start.parameters)} parameters{trained}, trained with gradients written by hand on"
+        f"A {network}: {count(start.parameters)} parameters{trained}, trained with gradients written by hand on"
         f" {data.folder} ({count(data.train_tokens)} tokens, tokenizer {data.tokenizer}, vocabulary"
         f" {count(start.vocab_size)}), in {start.precision} on {start.device}. It has done {results.steps_done(run):,} of"
         f" {start.steps:,} steps of {sizes} tokens: {results.short_text(results.tokens_seen(run))}"

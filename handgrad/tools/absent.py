@@ -113,8 +113,8 @@ def sizes_on(gpu: Gpu, config: RunConfig) -> Sizes:
 
 
 def resolve_for(gpu: Gpu, config: RunConfig, vocab_size: int, ranks: int = 1) -> Design:
-    """The design of a run on such a GPU, of which this machine needs none. The precision must be settled. (TF32 is a way to
-    multiply float32 numbers: its memory is float32's.)"""
+    """The design of a run on such a GPU, which this machine need not have. The precision must not be auto; TF32, a way to
+    multiply float32 numbers, takes the memory of float32."""
     precision = "fp32" if config.precision == "tf32" else config.precision
     return sized(replace(config, precision=precision), vocab_size, ranks, sizes_on(gpu, config))
 

@@ -1,4 +1,4 @@
-"""A certificate of a run: one small file that says what was trained on what, with the hashes to check it by."""
+"""A certificate of a run: one small file that names model, data and versions, with the hashes to check them."""
 
 import hashlib
 import json
@@ -8,7 +8,7 @@ from typing import Any
 from handgrad.audit.chain import BEGIN, CHECKPOINT, STEP, Line, canonical, checked_line, faults
 from handgrad.config import RunConfig, to_dict
 from handgrad.errors import DataError, UsageError, storage_errors
-from handgrad.jsonl import parse, record
+from handgrad.jsonl import readable_records, record
 from handgrad.parsing import parse_json
 
 KIND, FORMAT = "handgrad certificate", 1
@@ -16,7 +16,8 @@ REMEDY = "`pip install cryptography`, or leave --key out"
 
 
 def make_certificate(lines: list[Line], evaluation: list[Line]) -> Line:
-    """The content: the facts of every `begin`, first and last link, those of checkpoints with their manifests' hashes."""
+    """The content: every `begin`, the first and the last link, and each checkpoint with its link and its manifest's
+    hash."""
     sealed = {line["link"] for line in lines if line["kind"] == CHECKPOINT}
     steps = [line for line in lines if line["kind"] == STEP]
     ends = {line["link"] for line in (*steps[:1], *steps[-1:])}
@@ -50,7 +51,7 @@ def signing() -> Any:
 
 
 def open_certificate(path: Path) -> Line:
-    """The certificate in a file, once its signature, if it has one, and each link's own hash are right."""
+    """Opens a certificate; checks its signature, if it has one, and the hash of each link."""
     with storage_errors(f"reading {path}"):
         content = path.read_bytes()
     try:
@@ -68,7 +69,8 @@ def open_certificate(path: Path) -> Line:
 
 
 def check_signature(certificate: Line, path: Path) -> None:
-    """Raises `DataError` for a signature that is not by the key beside it. The certificate cannot say whose key that is."""
+    """Raises `DataError` unless the key in the certificate made its signature. The certificate cannot prove whose key it
+    is."""
     signature = certificate.get("signature")
     if signature is None:
         return
@@ -123,13 +125,8 @@ def page(certificate: Line) -> str:
 def evaluations(metrics: Path) -> list[Line]:
     """The last validation, and the last result on each task, of a run's record."""
     found: dict[str, Line] = {}
-    with storage_errors(f"reading {metrics}"):
-        content = metrics.read_bytes() if metrics.is_file() else b""
-    for line in content.split(b"\n"):
-        try:
-            entry = parse(line, "").fields
-        except DataError:  # blank, or cut by a kill
-            continue
+    for read in readable_records(metrics) if metrics.is_file() else ():
+        entry = read.fields
         if entry.get("kind") == "validation":
             found["validation loss"] = {"step": entry["step"], "name": "validation loss", "value": entry["loss"]}
         elif entry.get("kind") == "evaluation" and isinstance(entry.get("metrics"), dict):

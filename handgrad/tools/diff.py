@@ -19,8 +19,6 @@ from handgrad.run_files import CHECKPOINTS
 from handgrad.tensor_files import opened
 from handgrad.tools.record import Record
 
-DIGITS = 12  # of a hash in a line
-
 
 @dataclass(frozen=True)
 class TensorDifference:

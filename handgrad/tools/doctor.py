@@ -1,4 +1,4 @@
-"""This machine's parts: each is named and run once, and a missing one comes with its remedy."""
+"""Names and runs each part of this machine once; a missing one comes with its remedy."""
 
 import platform
 import re

@@ -67,7 +67,7 @@ def forecast(
     config = replace(config, micro_batch=fitting)
     check_shared_gradients(config, ranks)
     design = resolve_for(spec, config, vocab_size, ranks)
-    found = measured.find(name, config, ranks)
+    found = measured.find(name, config, vocab_size, ranks)
     tokens = config.batch.tokens_before(config.steps)
     speed = found.tokens_per_second if found else tokens / estimated_seconds(spec, config, design, ranks)
     seconds = tokens / speed

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from handgrad.config import RunConfig
+from handgrad.config import GPT2_VOCABULARY, RunConfig
 from handgrad.presets import MODELS
 
 LENGTH = 1024  # tokens per sample of all of them
@@ -12,7 +12,7 @@ MANY = 8  # micro-batches from which on their number no longer matters: the opti
 # Settings that change the speed; the measured runs had their defaults.
 COSTLY = (
     *("recompute", "dropout", "zero", "reduce_precision", "master_weights", "moments", "offload", "head_chunk_tokens"),
-    *("freeze", "optimizer"),
+    *("architecture", "freeze", "lora", "optimizer", "audit_every"),
     *("fp8_keep_bf16", "fp8_head", "fp8_gradients", "fp8_scaling"),
 )
 
@@ -75,14 +75,13 @@ def lost_without_table(name: str) -> str:
     return "; ".join(["the speed lost on this GPU is not measured", *elsewhere])
 
 
-def find(gpu: str, config: RunConfig, ranks: int) -> Measured | None:
-    """The measured speed of this very run: model, context, precision, micro-batch, and the settings that cost time."""
+def find(gpu: str, config: RunConfig, vocab_size: int, ranks: int) -> Measured | None:
+    """The measured speed of this very run: model, vocabulary, context, precision, micro-batch, and the settings that cost
+    time."""
     usual = RunConfig()
-    if (
-        config.sequence_length != LENGTH
-        or config.packed
-        or any(getattr(config, name) != getattr(usual, name) for name in COSTLY)
-    ):
+    if (config.sequence_length, vocab_size) != (LENGTH, GPT2_VOCABULARY) or config.packed:
+        return None
+    if any(getattr(config, name) != getattr(usual, name) for name in COSTLY):
         return None
     sizes = config.num_layers, config.num_heads, config.channels
     samples = [stage.tokens_per_step // config.sequence_length for stage in config.batch.stages]

@@ -48,7 +48,7 @@ def run_ncu(arguments: Sequence[str]) -> list[str]:
     except UsageError as error:
         output = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
         errors = [line for line in output if "==ERROR==" in line or line.startswith("handgrad: ")] or output or ["nothing"]
-        raise UsageError(f"{error}; it said: {errors[0].removeprefix('handgrad: ')}") from None
+        raise UsageError(f"{error}; it printed: {errors[0].removeprefix('handgrad: ')}") from None
 
 
 def parse(text: str) -> dict[str, Traffic]:

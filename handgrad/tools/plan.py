@@ -21,8 +21,8 @@ from handgrad.training.design import Design
 
 
 def vocabulary(config: RunConfig, *, given: bool) -> tuple[int, str]:
-    """The words of the run's data and a line about them; GPT-2's where there is no data yet. `given`: somebody named the
-    data, so that a folder without shards is an error (`DataError`), not a plan from nothing."""
+    """The size of the data's vocabulary and a line about it; GPT-2's where there is no data yet. `given`: the user named
+    the data, so a folder without shards raises `DataError`."""
     if Path(config.data).exists():
         try:
             words = open_dataset(config.data).tokenizer.vocab_size
@@ -34,8 +34,8 @@ def vocabulary(config: RunConfig, *, given: bool) -> tuple[int, str]:
 
 
 def describe_plan(config: RunConfig, vocab_size: int, ranks: int = 1, fit: int = 0) -> list[str]:
-    """The plan for this machine; memory is that of one of `ranks` equal ones. `fit`: bytes that it may take, not those that
-    are free. Raises `ConfigError` for lanes that they cannot share."""
+    """The plan for this machine, as lines; memory is that of one of `ranks` equal ranks. `fit`: bytes that the run may
+    take, instead of those that are free. Raises `ConfigError` for lanes that the ranks cannot share."""
     device = devices.resolve_device(config.device)
     config = with_tuned_gemms(with_precision(config, device), device)
     config = check(replace(config, lanes=settled_lanes(config, ranks)))
@@ -67,14 +67,14 @@ def describe_plan(config: RunConfig, vocab_size: int, ranks: int = 1, fit: int =
 
 
 def fits_line(config: RunConfig, fitting: int, available: int, there: str) -> str:
-    """The largest micro-batch that fits; 0: none does."""
+    """The line about the largest micro-batch that fits, `fitting` (0: none)."""
     whole = " (a whole step at once)" if fitting * config.lanes * config.sequence_length == config.batch.largest else ""
     advice = f"--micro-batch {fitting}{whole}" if fitting else "not even one sample at a time"
     return f"fits       {human_bytes(available)} {there} at recompute {config.recompute}: {advice}"
 
 
 def run_lines(config: RunConfig, design: Design) -> list[str]:
-    """The model and the run, with their work."""
+    """Lines about the model and the run, with their FLOPs."""
     flops_per_token = design.flops_per_token
     tokens = config.batch.tokens_before(config.steps)
     lanes = f"{config.lanes} lanes x " if config.lanes > 1 else ""

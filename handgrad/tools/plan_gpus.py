@@ -55,7 +55,7 @@ def describe_gpu(
 
 
 def fitted_to(config: RunConfig, gpu: Gpu, vocab_size: int, ranks: int) -> list[Candidate]:
-    """The run's settings by their time on so many of these GPUs, by the model of docs/planning.md."""
+    """The run's settings on `ranks` of these GPUs, fastest first by the model of docs/planning.md."""
     return candidates(
         settled(config, gpu, ranks),
         torch.device("meta"),

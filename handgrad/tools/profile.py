@@ -120,12 +120,12 @@ def profile_run(config: RunConfig, vocab_size: int, source: Source, steps: int, 
         profiler.export_chrome_trace(str(path))
         events = read_trace(path)
     spent = spent_on_gpu(events) if cuda else spent_on_cpu(events)
-    micro_steps = steps * config.micro_steps
+    per_step = config.micro_steps * max(1, config.lanes)  # one process makes those of all lanes
     idle = sum(result.skipped is not None for result in more)
     return [
         f"handgrad {handgrad.__version__}, torch {torch.__version__}, {devices.describe(device)}",
         f"run        {config.num_layers} layers, {config.channels} channels, {config.precision}, recompute"
-        f" {config.recompute}; {config.micro_steps} micro-steps of {config.micro_batch} x {config.sequence_length} tokens",
+        f" {config.recompute}; {per_step} micro-steps of {config.micro_batch} x {config.sequence_length} tokens",
         f"ceilings   {rate_text(copying, copying, 'B')} by a copy of 2 GB, {rate_text(flops, flops, 'FLOP')} by a large"
         f" {'bf16' if config.precision == 'fp8' else config.precision} product under load"
         + ("" if cuda else " (smaller ones on a CPU)"),
@@ -133,7 +133,7 @@ def profile_run(config: RunConfig, vocab_size: int, source: Source, steps: int, 
         *([f"           {idle} of the recorded steps made no update, so their AdamW did nothing"] if idle else []),
         *power_lines(sampler.summary),
         "",
-        *table(spent, recorder, micro_steps, config.micro_steps, wall_ms, ceilings),
+        *table(spent, recorder, steps * per_step, per_step, wall_ms, ceilings),
         "",
         f"{human_count(config.tokens_per_step / wall_ms * 1e3)} tokens/s",
         *([f"trace      {trace} (open it at ui.perfetto.dev)"] if trace else []),
@@ -142,7 +142,7 @@ def profile_run(config: RunConfig, vocab_size: int, source: Source, steps: int, 
 
 def one_micro_step(config: RunConfig, vocab_size: int, source: Source) -> None:
     """The step for `ncu`: after one that loads everything, a single micro-batch, its operations in ranges."""
-    config = replace(config, tokens_per_step=config.micro_batch * config.sequence_length, batch_schedule="")
+    config = replace(config, tokens_per_step=config.micro_batch * config.sequence_length, batch_schedule="", lanes=1)
     design = set_up(config, vocab_size)
     device, (state, scaling) = design.device, allocate(design)
     recorder = Recorder(design, state.plain_weights.head, torch.cuda.nvtx.range)

@@ -1,4 +1,4 @@
-"""A run as whoever checks it has it: its chain, its checkpoints, and what it was made with. Nothing is replayed here."""
+"""The record of a run, as a verifier opens it: chain, checkpoints, configuration. Nothing is replayed here."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class Record:
 
     @property
     def last_step(self) -> int:
-        """The last step with a link, or with a checkpoint at hand: not every one has a link of its own."""
+        """The last step that has a link or a checkpoint at hand; a checkpoint may have no link."""
         return max(*self.checkpoints, *(line["step"] for line in links(self.lines)), 0)
 
     def begun(self, step: int) -> Line:
@@ -74,9 +74,9 @@ class Record:
 
 
 def open_record(path: Path, signed_by: str = "") -> Record:
-    """The record in a run folder, or by a certificate with the checkpoints beside it. Raises `DataError` for a chain that
-    was edited, for a checkpoint that it does not know, and for a certificate that another key than `signed_by`, a SHA-256,
-    has signed."""
+    """Opens the record of a run folder, or of a certificate and the checkpoints beside it. Raises `DataError` for an edited
+    chain, for a checkpoint that the chain does not name, and for a certificate that a key other than `signed_by` (its
+    SHA-256) has signed."""
     if path.is_file():
         return open_certified(path, signed_by)
     if signed_by:
@@ -87,7 +87,7 @@ def open_record(path: Path, signed_by: str = "") -> Record:
 
 
 def open_certified(path: Path, signed_by: str) -> Record:
-    """The chain beside the certificate if it is there, else the links that the certificate has."""
+    """Takes the whole chain if it lies beside the certificate, else the certificate's links."""
     certificate, beside = open_certificate(path), path.parent / AUDIT_FILE
     signer = fingerprint(certificate)
     if signed_by and signed_by.lower() != signer:
@@ -105,7 +105,7 @@ def open_certified(path: Path, signed_by: str) -> Record:
 
 
 def checked(record: Record) -> Record:
-    """The record, once every checkpoint at hand is the one that the chain names."""
+    """Checks every checkpoint at hand against the chain, and returns the record."""
     if not record.begins:
         raise DataError(f"{record.path} has no link; train with --audit-every 1 to have a chain")
     seals = [line for line in record.lines if line["kind"] == CHECKPOINT]
@@ -133,20 +133,17 @@ def checked(record: Record) -> Record:
 
 
 def config_of(record: Record, step: int, elsewhere: dict[str, str]) -> RunConfig:
-    """The configuration that the run went on with after `step`. Settings that do not touch the numbers are the run's where
-    its folder tells them. `elsewhere`: where its data and initial weights lie here, if not where the run had them."""
+    """The configuration in force after `step`. Settings that do not change the numbers come from the run's folder, if it
+    has them. `elsewhere`: where data and initial weights lie on this machine, if not where the run had them."""
     stored = record.folder / CONFIG_FILE
-    free = {name: value for name, value in (read_toml(str(stored)) if stored.is_file() else {}).items() if is_free(name)}
+    told = read_toml(str(stored)) if stored.is_file() else {}
+    free = {name: value for name, value in told.items() if name in FIELDS and FIELDS[name].metadata["free"]}
     settings: dict[str, Any] = {**free, **record.begun(step)["config"], **elsewhere}
     return RunConfig(**{name: convert(name, value) for name, value in settings.items()})
 
 
-def is_free(name: str) -> bool:
-    return name in FIELDS and FIELDS[name].metadata["free"]
-
-
 def differences(record: Record, begins: Iterable[Line], config: RunConfig) -> list[str]:
-    """The device and versions of a replay on this machine that are other than the run's."""
+    """Lists how the device and the versions of this machine differ from the run's."""
     device = devices.resolve_device(config.device)
     devices.use_precision(device, config.precision)
     now = versions_of(device, plain_backend(config.backend, device, config.precision))
@@ -161,7 +158,7 @@ def differences(record: Record, begins: Iterable[Line], config: RunConfig) -> li
 
 
 def check_data(record: Record, begins: Iterable[Line], config: RunConfig) -> None:
-    """Raises `DataError` unless the data at hand are the run's, by their hashes."""
+    """Raises `DataError` unless the data at hand have the hashes of the run's."""
     dataset = open_dataset(config.data)
     now = {"data": dataset.identity, "tokenizer": dataset.tokenizer.sha256}
     for begin in begins:
@@ -174,7 +171,7 @@ def check_data(record: Record, begins: Iterable[Line], config: RunConfig) -> Non
 
 
 def check_initial(record: Record, origin: dict[str, Any] | None, init_from: str) -> None:
-    """Raises `DataError` unless the initial weights at hand are the run's, by their hashes. `origin`: of those at hand."""
+    """Raises `DataError` unless the initial weights at hand, whose `origin` this is, have the hashes of the run's."""
     then, now = (dict[str, str]((named or {}).get("sha256", {})) for named in (record.begun(0).get("init"), origin))
     if then != now:
         name = next(name for name in (*then, *now) if then.get(name) != now.get(name))

@@ -36,7 +36,7 @@ def product_flops(t: Named) -> int:
 
 
 def gradients_flops(t: Named) -> int:
-    """Of the gradients of input and weight; of a frozen weight there is none."""
+    """Both gradients of a product; a frozen weight has none."""
     rows = next(t[name] for name in ("dinp", "hidden", "dhidden") if name in t)
     return 2 * (1 + (t["dweight_acc"] is not None)) * rows.numel() * t["weight"].shape[0]
 
@@ -58,87 +58,62 @@ def polar_flops(t: Named) -> int:
 
 FORWARD, BACKWARD = "{place} products, forward", "{place} products, dgrad and wgrad"
 
+# Kernel type: its operations whose work is counted in bytes.
+MOVING = {
+    "embedding": "embedding_forward embedding_backward token_embedding_forward token_embedding_backward",
+    "layernorm forward": "layernorm_forward",
+    "layernorm backward": "layernorm_backward",
+    "RMS norm forward": "rmsnorm_forward gained_rmsnorm_forward",
+    "RMS norm backward": "rmsnorm_backward gained_rmsnorm_backward",
+    "QK-norm and rotation": "rotary_forward rotary_backward qk_norm_forward qk_norm_backward qk_norm_rotary_forward"
+    " qk_norm_rotary_backward gained_qk_norm_rotary_forward gained_qk_norm_rotary_backward",
+    "scalars and RMS norm": "mix_rmsnorm_forward mix_rmsnorm_backward",
+    "value embeddings": "value_embedding_forward value_embedding_backward",
+    "residual sum": "residual_forward",
+    "dropout": "dropout_forward dropout_backward",
+    "dropout and residual sum": "dropout_residual_forward",
+    "GELU alone": "gelu_forward gelu_backward",
+    "squared ReLU": "relu2_forward relu2_backward",
+    "SwiGLU": "swiglu_forward swiglu_backward",
+    "bias sums": "bias_backward",
+    "classifier": "classifier_forward classifier_forward_backward softcap_forward",
+    "loss and verdict": "loss_sum verdict",
+    "norm": "squared_norms",
+    "sums over lanes": "tree_sum",
+    "checksum": "checksum",
+    "digest of the state": "digest",
+    "AdamW": "adamw_update",
+    "Muon, momentum": "muon_momentum",
+    "Muon, weights": "muon_update",
+    "quantising in a pass of its own": "quantize",
+    "transposing fp8 weights": "transpose",
+    "fp8 scales": "fold_statistics update_scaling",
+}
+FORWARDS = ("linear_forward", "linear_residual_forward", "linear_gelu_forward", "linear_relu2_forward")
+BACKWARDS = ("linear_backward", "gelu_linear_backward", "relu2_linear_backward", "swiglu_linear_backward")
 # Causal attention: a query meets the keys from the start of its document to itself. Two products forward; five backward,
 # the scores once again among them, however often a kernel forms them.
 OPERATIONS = {
-    "embedding_forward": Counted("embedding"),
-    "embedding_backward": Counted("embedding"),
-    "token_embedding_forward": Counted("embedding"),
-    "token_embedding_backward": Counted("embedding"),
-    "layernorm_forward": Counted("layernorm forward"),
-    "layernorm_backward": Counted("layernorm backward"),
-    "rmsnorm_forward": Counted("RMS norm forward"),
-    "rmsnorm_backward": Counted("RMS norm backward"),
-    "rotary_forward": Counted("QK-norm and rotation"),
-    "rotary_backward": Counted("QK-norm and rotation"),
-    "qk_norm_forward": Counted("QK-norm and rotation"),
-    "qk_norm_backward": Counted("QK-norm and rotation"),
-    "qk_norm_rotary_forward": Counted("QK-norm and rotation"),
-    "qk_norm_rotary_backward": Counted("QK-norm and rotation"),
-    "gained_rmsnorm_forward": Counted("RMS norm forward"),
-    "gained_rmsnorm_backward": Counted("RMS norm backward"),
-    "gained_qk_norm_rotary_forward": Counted("QK-norm and rotation"),
-    "gained_qk_norm_rotary_backward": Counted("QK-norm and rotation"),
-    "mix_rmsnorm_forward": Counted("scalars and RMS norm"),
-    "mix_rmsnorm_backward": Counted("scalars and RMS norm"),
-    "value_embedding_forward": Counted("value embeddings"),
-    "value_embedding_backward": Counted("value embeddings"),
-    "linear_forward": Counted(FORWARD, product_flops),
-    "linear_residual_forward": Counted(FORWARD, product_flops),
-    "linear_gelu_forward": Counted(FORWARD, product_flops),
-    "linear_backward": Counted(BACKWARD, gradients_flops),
-    "linear_relu2_forward": Counted(FORWARD, product_flops),
-    "relu2_linear_backward": Counted(BACKWARD, gradients_flops),
+    **{operation: Counted(kind) for kind, operations in MOVING.items() for operation in operations.split()},
+    **dict.fromkeys(FORWARDS, Counted(FORWARD, product_flops)),
+    **dict.fromkeys(BACKWARDS, Counted(BACKWARD, gradients_flops)),
     "linear_swiglu_forward": Counted(FORWARD, lambda t: 2 * t["hidden"].numel() * t["inp"].shape[1]),
-    "swiglu_linear_backward": Counted(BACKWARD, gradients_flops),
-    "gelu_linear_backward": Counted(BACKWARD, gradients_flops),
     "attention_forward": Counted("attention forward", lambda t: 2 * pair_flops(t)),
     "attention_backward": Counted("attention backward", lambda t: 5 * pair_flops(t)),
-    "residual_forward": Counted("residual sum"),
-    "dropout_forward": Counted("dropout"),
-    "dropout_backward": Counted("dropout"),
-    "dropout_residual_forward": Counted("dropout and residual sum"),
-    "gelu_forward": Counted("GELU alone"),
-    "gelu_backward": Counted("GELU alone"),
-    "relu2_forward": Counted("squared ReLU"),
-    "relu2_backward": Counted("squared ReLU"),
-    "swiglu_forward": Counted("SwiGLU"),
-    "swiglu_backward": Counted("SwiGLU"),
-    "bias_backward": Counted("bias sums"),
-    "classifier_forward": Counted("classifier"),
-    "classifier_forward_backward": Counted("classifier"),
-    "softcap_forward": Counted("classifier"),
-    "loss_sum": Counted("loss and verdict"),
-    "verdict": Counted("loss and verdict"),
-    "squared_norms": Counted("norm"),
-    "tree_sum": Counted("sums over lanes"),
-    "checksum": Counted("checksum"),
-    "digest": Counted("digest of the state"),
-    "adamw_update": Counted("AdamW"),
-    "muon_momentum": Counted("Muon, momentum"),
     "muon_polar": Counted("Muon, polar factors", polar_flops),
-    "muon_update": Counted("Muon, weights"),
-    "quantize": Counted("quantising in a pass of its own"),
-    "transpose": Counted("transposing fp8 weights"),
-    "fold_statistics": Counted("fp8 scales"),
-    "update_scaling": Counted("fp8 scales"),
 }
 
 # Functions that the operations of a module `linear` call, by name: counted instead of the operation where one is a product.
+NONLINEARITIES = {"gelu": "GELU", "relu2": "squared ReLU", "swiglu": "SwiGLU"}
 PARTS = {
     "multiply": Counted("{place} products, {role}", lambda t: 2 * t["d"].numel() * t["a"].shape[bool(t["transpose_a"])]),
+    "bias_backward": OPERATIONS["bias_backward"],
+    **{f"{name}_{way}": OPERATIONS[f"{name}_{way}"] for name in NONLINEARITIES for way in ("forward", "backward")},
     **{
-        name: OPERATIONS[name]
-        for name in ("bias_backward", "gelu_forward", "gelu_backward", "relu2_forward", "relu2_backward")
+        f"{name}_{way}_fp8": Counted(f"{kind} to fp8, {way}")
+        for name, kind in NONLINEARITIES.items()
+        for way in ("forward", "backward")
     },
-    "swiglu_forward": OPERATIONS["swiglu_forward"],
-    "swiglu_backward": OPERATIONS["swiglu_backward"],
-    "gelu_forward_fp8": Counted("GELU to fp8, forward"),
-    "gelu_backward_fp8": Counted("GELU to fp8, backward"),
-    "relu2_forward_fp8": Counted("squared ReLU to fp8, forward"),
-    "relu2_backward_fp8": Counted("squared ReLU to fp8, backward"),
-    "swiglu_forward_fp8": Counted("SwiGLU to fp8, forward"),
-    "swiglu_backward_fp8": Counted("SwiGLU to fp8, backward"),
 }
 
 ONCE = {"gradient_inout", "logits_inout"}  # may be spoilt, or changes in its padded columns alone

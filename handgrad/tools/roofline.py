@@ -49,7 +49,7 @@ class StepTime:
 
 
 def step_time(gpu: Gpu, config: RunConfig, design: Design, ranks: int = 1) -> StepTime:
-    """Of a run whose precision is settled and whose lanes are shared by `ranks` such GPUs."""
+    """Predicts a step on `ranks` such GPUs, which share the lanes. The precision must not be auto."""
     shape, precision = design.shape, config.precision
     layers, channels, length = shape.num_layers, shape.channels, shape.sequence_length
     tokens = config.tokens_per_step / ranks
@@ -61,7 +61,8 @@ def step_time(gpu: Gpu, config: RunConfig, design: Design, ranks: int = 1) -> St
     products = tokens * product_seconds_per_token(gpu, design, precision, rate)
     kind = "bf16" if precision == "fp8" else "fp32" if precision == "tf32" else precision
     products_of_attention = 7 + 2 * (config.recompute >= WHOLE_BLOCKS)  # two forward, five backward
-    attention = products_of_attention * layers * channels * (length + 1) / (ATTENTION_SHARE * gpu.flops(kind))
+    attended = shape.num_heads * shape.head_width
+    attention = products_of_attention * layers * attended * (length + 1) / (ATTENTION_SHARE * gpu.flops(kind))
     attention *= tokens * (1 + (QUANTISING - 1) * in_fp8)
     level = config.recompute
     per_channel = (1 - in_fp8) * size * (ELEMENTS + AGAIN_ELEMENTS[level])
@@ -92,8 +93,8 @@ def fp8_share(design: Design) -> float:
 
 
 def product_seconds_per_token(gpu: Gpu, design: Design, precision: str, rate: float) -> float:
-    """Forward, input gradient and weight gradient of every product, the blocks' and the head's; of frozen ones no weight
-    gradient, and of adapters beside them nothing."""
+    """Seconds of all products of blocks and head: forward, input gradient, weight gradient. Frozen weights have no weight
+    gradient; adapters are not counted."""
     shape, size = design.shape, design.dtype.itemsize
     C, F, plain = shape.channels, shape.feed_forward, "bf16" if precision == "fp8" else precision
     gemms = design.fp8.gemms if design.fp8 else None
@@ -127,12 +128,12 @@ def optimizer_bytes(config: RunConfig, parameters: int, size: int, ranks: int) -
 
 
 def offload_seconds(gpu: Gpu, design: Design) -> float:
-    """The state on the host comes and goes at the same time."""
+    """Seconds to copy the state on the host in and out, both ways at once."""
     return design.host_plan.total_bytes / (LINK_SHARE * gpu.host_gigabytes_per_second * 1e9)
 
 
 def exchange_seconds(gpu: Gpu, config: RunConfig, parameters: int, size: int, ranks: int) -> float:
-    """Gradients leave for their rank, weights come back, as if nothing ran beside them."""
+    """Seconds to send gradients to their ranks and weights back, without overlap."""
     wire = 2 if config.reduce_precision == "bf16" else 4
     moved = parameters * (wire + size) * (ranks - 1) / ranks
     return moved / (LINK_SHARE * gpu.link_gigabytes_per_second * 1e9)

@@ -1,4 +1,4 @@
-"""Runs a sweep: a process per run, as many at once as there are GPUs; and what came of it."""
+"""Runs a sweep, a process per run and one run per GPU at a time, and collects its results."""
 
 import json
 import math
@@ -64,7 +64,7 @@ class Group:
 
     @property
     def standard_error(self) -> float | None:
-        """Of the mean: what another set of as many seeds would move it by."""
+        """Of the mean over seeds."""
         return None if self.spread is None else self.spread / math.sqrt(len(self.losses))
 
     def text(self) -> str:
@@ -167,7 +167,7 @@ def last_error(sweep: Sweep, run: SweepRun) -> str:
     with storage_errors(f"reading {path}"):
         lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
     told = [line.removeprefix("handgrad: ") for line in lines if line.startswith("handgrad: ")]
-    return (told or lines or ["it said nothing"])[-1]
+    return (told or lines or ["it printed nothing"])[-1]
 
 
 def groups_of(outcomes: list[Outcome]) -> list[Group]:
@@ -211,7 +211,7 @@ def exit_code_of(outcomes: list[Outcome]) -> int:
 
 
 def gpu_places(jobs: int | None, gpus: int, environment: Mapping[str, str]) -> list[Mapping[str, str]]:
-    """The environment of each of the runs at once: on a GPU of its own as far as there are some, else one after another."""
+    """The environment of each run that trains at the same time: one GPU each, or one run at a time without a GPU."""
     visible = environment.get("CUDA_VISIBLE_DEVICES", "")
     names = visible.split(",") if visible else [str(number) for number in range(gpus)]
     count = jobs or max(1, gpus)

@@ -19,7 +19,7 @@ from torch import Tensor
 from handgrad.files import write_durably
 from handgrad.ops.cuda import cublaslt
 from handgrad.ops.cuda.cublaslt import DGELU, GELU_AUX_BIAS, PLAIN, WORKSPACE_BYTES, Plan, Product
-from handgrad.tools.rates import gemm_flops
+from handgrad.tools.rates import gemm_flops, launch_milliseconds
 
 HEURISTICS = 16  # algorithms asked for, in all and of each family
 TURNS = 12  # single launches of every candidate, one after the other, so that all see the same clock
@@ -59,7 +59,7 @@ def candidates(plan: Plan) -> list[np.ndarray]:
     return list({tuple(words): words for words in found}.values())
 
 
-def in_turns(launches: list[Callable[[], None]]) -> list[float]:
+def alternating_milliseconds(launches: list[Callable[[], None]]) -> list[float]:
     """Median milliseconds of each launch, all at the same clock; infinite for one that the library refuses."""
     times: list[list[float]] = [[] for _ in launches]
     refused = set()
@@ -86,15 +86,9 @@ def in_turns(launches: list[Callable[[], None]]) -> list[float]:
 def sustained(launch: Callable[[], None], milliseconds: float) -> float:
     """Mean milliseconds of a launch in the second half of `SUSTAINED_SECONDS` of nothing else."""
     count = max(4, round(SUSTAINED_SECONDS / 2 * 1e3 / milliseconds))
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for _ in range(count):
         launch()
-    start.record()
-    for _ in range(count):
-        launch()
-    stop.record()
-    stop.synchronize()
-    return start.elapsed_time(stop) / count
+    return launch_milliseconds(launch, count)
 
 
 @dataclass(frozen=True)
@@ -120,7 +114,7 @@ def choose(product: Product, scratch: Tensor) -> Choice:
 
     found = candidates(plan)
     launches = [launcher(words) for words in found]
-    short = in_turns(launches)
+    short = alternating_milliseconds(launches)
     order = sorted(range(len(found)), key=lambda i: (short[i], i))
     finalists = list(dict.fromkeys([0, *order[:FINALISTS]]))
     long = {i: sustained(launches[i], short[i]) for i in finalists}

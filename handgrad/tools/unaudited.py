@@ -1,15 +1,14 @@
-"""Two runs of which one has no chain, as their folders show them: configuration, newest checkpoint, metrics.jsonl."""
+"""Two runs, one of them without a chain, compared by their folders: configuration, newest checkpoint, metrics.jsonl."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from handgrad.audit.chain import BEGIN, NUMBERS, STEP, Line
 from handgrad.checkpoint import peek
 from handgrad.config import FIELDS, RunConfig, convert, read_toml, to_dict
-from handgrad.errors import DataError, UsageError, storage_errors
+from handgrad.errors import DataError, UsageError
 from handgrad.evaluation.load import CONTEXT
-from handgrad.jsonl import Record as Fields, parse
+from handgrad.jsonl import Record as Fields, readable_records
 from handgrad.run_files import AUDIT_FILE, CONFIG_FILE, METRICS_FILE
 from handgrad.tools.record import Record
 
@@ -45,7 +44,7 @@ def folder_record(run: Path, manifest: dict[str, Any] | None) -> Record:
     settings = {name: value for name, value in read_toml(str(run / CONFIG_FILE)).items() if name in FIELDS}
     config = to_dict(RunConfig(**{name: convert(name, value) for name, value in settings.items()}))
     lines, start = list[Line](), dict[str, Any]()
-    for record in metrics(run / METRICS_FILE):
+    for record in readable_records(run / METRICS_FILE):
         if record.fields.get("kind") == "run":
             start = record.fields
         elif record.fields.get("kind") == STEP:
@@ -69,14 +68,3 @@ def step_line(record: Fields) -> Line:
     numbers = {name: record.number(name).hex() for name in NUMBERS}
     skipped = record.fields.get("skipped") is not None
     return {"kind": STEP, "step": record.count("step"), **numbers, "skipped": skipped, "state": {}}
-
-
-def metrics(path: Path) -> Iterator[Fields]:
-    """The readable lines of metrics.jsonl; a kill may have cut the last."""
-    with storage_errors(f"reading {path}"):
-        content = path.read_bytes()
-    for number, line in enumerate(content.split(b"\n"), start=1):
-        try:
-            yield parse(line, f"line {number} of {path}")
-        except DataError:
-            continue

@@ -34,8 +34,8 @@ class Span:
 
 
 def spans_of(record: Record, first: int | None, last: int | None, segments: int, seed: int) -> list[Span]:
-    """The replays to make: one from `first` to `last`, or `segments` of those between neighbouring checkpoints, drawn by
-    `seed`. Raises `UsageError`, `ConfigError` for steps that no replay reaches."""
+    """Chooses what to replay: `first` to `last`, or `segments` of the spans between neighbouring checkpoints, drawn by
+    `seed`. Raises `UsageError` or `ConfigError` for steps that no replay can reach."""
     starts = record.starts
     if not starts:
         raise UsageError(
@@ -71,8 +71,8 @@ def begins_of(record: Record, span: Span) -> list[Line]:
 
 
 def check_machine(record: Record, spans: Sequence[Span], elsewhere: dict[str, str], *, allow_changes: bool) -> list[str]:
-    """The lines about what is other here than where the run was made. Raises `DataError` for other data, and `ConfigError`
-    for another device or other versions, unless `allow_changes`."""
+    """Lists how this machine differs from the run's. Raises `DataError` for other data, and `ConfigError` for another
+    device or other versions unless `allow_changes`."""
     found = list[str]()
     for span in spans:
         config = config_of(record, span.first, elsewhere)
@@ -87,8 +87,8 @@ def check_machine(record: Record, spans: Sequence[Span], elsewhere: dict[str, st
 
 
 def replay(record: Record, span: Span, elsewhere: dict[str, str], scratch: Path, *, writes: bool) -> tuple[int, int]:
-    """Makes the steps of a span again, in the empty folder `scratch`; returns the links and the checkpoints that were
-    equal. `writes`: on the rank that prepares the folder. Raises `AuditError` for the first difference."""
+    """Repeats the steps of a span in the empty folder `scratch`; returns the number of links and of checkpoints that were
+    equal. `writes`: True on the rank that prepares the folder. Raises `AuditError` at the first difference."""
     config = quiet(config_of(record, span.first, elsewhere), scratch)
     if writes:
         prepare(record, span, scratch)
@@ -103,14 +103,14 @@ def replay(record: Record, span: Span, elsewhere: dict[str, str], scratch: Path,
 
 
 def quiet(config: RunConfig, scratch: Path) -> RunConfig:
-    """The run's configuration with nothing to watch, and a link for every step."""
+    """The run's configuration without validations, samples, saves and trackers, and with a link for every step."""
     nothing: dict[str, Any] = {"eval_tasks": "", "log_to": "", "keep_best": False, "async_save": False}
     nothing |= dict.fromkeys(("eval_every", "sample_every", "sample_tokens", "gpu_every", "save_every", "keep_every"), 0)
     return check(replace(config, out=str(scratch), audit_every=1, eval_tokens=1, keep_checkpoints=0, **nothing))
 
 
 def prepare(record: Record, span: Span, scratch: Path) -> None:
-    """Makes the folder of a run that stands at the span's beginning."""
+    """Makes the folder of a run that has stopped where the span begins."""
     (scratch / LOCK_FILE).touch()
     (scratch / CHECKPOINTS).mkdir()
     if span.first:
@@ -119,7 +119,7 @@ def prepare(record: Record, span: Span, scratch: Path) -> None:
 
 
 class Comparing:
-    """Compares a replay with its record while it goes on."""
+    """Compares a replay with its record while it runs."""
 
     def __init__(self, record: Record, span: Span, run: Run):
         self.record, self.span, self.run = record, span, run
@@ -170,13 +170,13 @@ class Comparing:
         return text
 
     def differing_numbers(self, step: int) -> list[str]:
-        """The names of the numbers that a run would take up from a checkpoint and that are not those of the replay. Not the
-        scales of fp8: on a GPU the next step may be at work on them."""
+        """Names the numbers in a checkpoint's manifest that a resumed run would read and that differ from the replay's.
+        Leaves out the scales of fp8: on a GPU the next step may already be changing them."""
         stored, mine = read_manifest(self.at_hand[step]), run_numbers(self.run.training)
         return [name for name in ("loss_window", "norm_window", "loss_scale") if stored.get(name) != mine[name]]
 
     def differing_tensors(self, step: int) -> list[tuple[str, int, int]]:
-        """(name, elements that differ, elements) of the tensors of a checkpoint that are not those of the replay."""
+        """(name, elements that differ, elements) of each tensor of a checkpoint that differs from the replay's."""
         training, source = self.run.training, checkpoint.open_checkpoint(self.at_hand[step])
         training.await_weights()
         state, names, counts, elements = training.state, list[str](), list[float](), list[int]()
@@ -203,7 +203,7 @@ def unequal(mine: Tensor, stored: Tensor) -> int:
 
 
 def holds(record: Record, spans: Sequence[Span], links: int, checkpoints: int, begun: float) -> str:
-    """The line about a record that holds."""
+    """One line about a record that passed."""
     steps = ", ".join(f"{span.first} to {span.last}" for span in spans)
     states = f" and {checkpoints} checkpoint{'s' * (checkpoints != 1)}" if checkpoints else ""
     late = record.begins[0]["step"]

@@ -17,7 +17,7 @@ import pytest
 
 from handgrad.cli import main
 from handgrad.data import prepare as preparing, stories
-from handgrad.data.pieces import deal
+from handgrad.data.pieces import split_of
 from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.data.shards import open_dataset
 from handgrad.data.tokenizer import load_tokenizer, train_bpe
@@ -85,13 +85,13 @@ def test_rows_are_dealt_out_in_blocks(tmp_path, make_text, small_units, name):
     write_rows(tmp_path / name, texts, "body")
     options = PrepareOptions(str(tmp_path / name), tmp_path / "out", "bytes", "body", workers=1, validation_fraction=0.1)
     dataset = prepare(options).dataset
-    expected = [[t for n, t in enumerate(texts) if deal(0, n, 10) == split] for split in (0, 1)]
+    expected = [[t for n, t in enumerate(texts) if split_of(0, n, 10) == split] for split in (0, 1)]
     assert [text_of(dataset, "train"), text_of(dataset, "validation")] == expected and len(expected[1]) == 10
-    assert [sum(deal(0, n, 10) for n in range(b, b + 10)) for b in range(0, 100, 10)] == [1] * 10
+    assert [sum(split_of(0, n, 10) for n in range(b, b + 10)) for b in range(0, 100, 10)] == [1] * 10
     assert (
-        len({next(i for i in range(10) if deal(0, b + i, 10)) for b in range(0, 300, 10)}) > 5
+        len({next(i for i in range(10) if split_of(0, b + i, 10)) for b in range(0, 300, 10)}) > 5
     )  # not always the same place
-    assert [deal(1, n, 10) for n in range(100)] != [deal(0, n, 10) for n in range(100)]
+    assert [split_of(1, n, 10) for n in range(100)] != [split_of(0, n, 10) for n in range(100)]
 
 
 def test_the_formats_agree_and_empty_rows_are_passed_over(tmp_path, make_text):
@@ -149,7 +149,7 @@ def test_stories_carry_their_entropy(tmp_path, small_units):
     dataset = prepare(options).dataset
     told = [stories.story(5, n) for n in range(200)]
     for number, split in enumerate(("train", "validation")):
-        mine = [story for n, story in enumerate(told) if deal(5, n, 20) == number]
+        mine = [story for n, story in enumerate(told) if split_of(5, n, 20) == number]
         assert text_of(dataset, split) == [story.text for story in mine]
         record = dataset.manifest["splits"][split]
         assert record["source_nats"] == pytest.approx(sum(story.nats for story in mine), rel=1e-12)

@@ -15,6 +15,7 @@ from handgrad.cli import main
 from handgrad.data.vocabulary import gpt2_merges, read_vocabulary, vocabulary_files
 from handgrad.errors import DataError
 from handgrad.interop import huggingface, sources
+from handgrad.interop.model_card import validation_losses
 from tests.interop.models import (
     SIZES,
     TOKENIZERS,
@@ -188,6 +189,10 @@ def test_from_a_run_to_transformers_and_back(shards: Path, tmp_path: Path, capsy
     assert "1,024 in 4 steps" in card and f"| 4 | {last:.4f} |" in card and f"`{identity}`" in card
     several = sum(record["kind"] == "validation" for record in losses) > 1
     assert several and "](curve.png)" in card and (folder / "curve.png").read_bytes().startswith(b"\x89PNG")
+    found = validation_losses(checkpoint.find(str(run)))
+    with (run / "metrics.jsonl").open("ab") as metrics:
+        metrics.write(b'{"kind": "step", "st')  # cut by a kill
+    assert len(found) > 1 and validation_losses(checkpoint.find(str(run))) == found
     assert main(["import", str(folder), "--out", back]) == 0
     capsys.readouterr()
     told = []

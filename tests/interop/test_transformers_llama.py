@@ -190,6 +190,43 @@ def test_export_gives_the_folder_back(kind: str, saved: Callable, run: Callable,
     assert f"- {kind}\n" in card and "# A Llama of" in card
 
 
+@pytest.mark.parametrize(
+    "name, content, told",
+    [
+        ("chat_template.jinja", b"\xff\xfe", "expected UTF-8 in {}, found other bytes"),
+        ("added_tokens.json", b'{"a": [1]}', "expected the added token 'a' ("),
+        ("config.json", b"\xff", "expected JSON in {}, found"),
+    ],
+)
+def test_a_damaged_file_is_named(name: str, content: bytes, told: str, saved: Callable, tmp_path: Path, capsys) -> None:
+    made = shutil.copytree(saved("llama"), tmp_path / "hf")
+    (made / name).write_bytes(content)
+    capsys.readouterr()  # of the library that made the folder
+    assert told.format(made / name) in refused(capsys, 65, "import", str(made), "--out", str(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("pad, kept", [(258, 258), (None, None), (V, None), ("258", None)])
+def test_the_padding_token_comes_back(pad: object, kept: int | None, saved: Callable, tmp_path: Path) -> None:
+    """In config.json, by which transformers leaves a row of the embedding untrained; that of generation may be another."""
+    made = shutil.copytree(saved("llama"), tmp_path / "hf")
+    content = json.loads((made / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps(content | {"pad_token_id": pad}))
+    (made / "generation_config.json").write_text('{"eos_token_id": 259, "pad_token_id": 259}')
+    for command in (
+        ["import", made, "--out", tmp_path / "run"],
+        ["export", tmp_path / "run", tmp_path / "back", "--to", "hf"],
+    ):
+        assert main([*map(str, command)]) == 0
+    assert json.loads((tmp_path / "back" / "config.json").read_text()).get("pad_token_id") == kept
+    names = {path.name for path in (tmp_path / "back").iterdir()}
+    assert names >= {path.name for path in made.iterdir()}
+    assert (tmp_path / "back" / "generation_config.json").read_bytes() == (made / "generation_config.json").read_bytes()
+    assert (
+        load(str(tmp_path / "back"), device="cpu").tokenizer.others == load(str(made), device="cpu").tokenizer.others
+        or not kept
+    )
+
+
 def test_a_tied_head_that_is_stored_is_read(saved: Callable, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     from safetensors.torch import save_file
 

@@ -222,7 +222,7 @@ def test_llmc_has_no_such_network(exported: Callable, tmp_path: Path, capsys: py
     [
         ("softcap", 30.0, "expected softcap 15.0 in"),
         ("rotary_base", 500000.0, "expected rotary_base 10000.0 in"),
-        ("techniques", "bias", "its sizes do not hold: techniques must be"),
+        ("techniques", "bias", "its sizes are invalid: techniques must be"),
         ("techniques", ["rotary"], r"expected techniques as text in"),
         ("techniques", "rotary,qk_norm", "expected the tensors of a modern network in"),
         ("techniques", f"untied_head,{NEW}", "expected a tensor blocks.0.value_embedding.weight of shape"),

@@ -3,6 +3,6 @@
 draw          inputs, outputs and accumulators for one launch
 checking      a launch, its results, the right ones, and how far these may differ
 operations    every operation in 16 or 32 bits, and those of dropout, beside the reference in float64
-fp8           operations that make and multiply fp8 numbers (fp8_swiglu: those with a SwiGLU at their end)
+fp8           operations that make and multiply fp8 numbers
 fp8_checking  quantised tensors drawn and compared
 """

@@ -27,6 +27,9 @@ class Draw:
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.full(shape, math.nan, dtype=dtype or self.dtype, device=self.device)
 
+    def empty32(self, *shape: int) -> Tensor:
+        return self.empty(*shape, dtype=torch.float32)
+
     def words(self, *shape: int) -> Tensor:
         return torch.randint(V, shape, generator=self.generator).to(self.device)
 

@@ -31,17 +31,15 @@ from handgrad.ops import CONTROLS
 from handgrad.tools.kernel_checks.checking import Compared, attempt, compare, copies, launch
 from handgrad.tools.kernel_checks.draw import Arguments, C, Draw, F, H, N, Vp
 from handgrad.tools.kernel_checks.fp8_checking import Fp8Case, Fp8Draw, numbers, product, requantized
-from handgrad.tools.kernel_checks.fp8_swiglu import fp8_swiglu, fp8_swiglu_backward
 from handgrad.tools.kernel_checks.operations import (
     CASES,
     attention,
     attention_backward,
     gelu_product_backward,
-    layernorm_backward,
     mix_rmsnorm_backward,
     qk_norm_backward,
     relu2_product_backward,
-    rmsnorm_backward,
+    swiglu_product_backward,
 )
 
 OLDEST_FP8 = (8, 9)  # compute capability of the first GPUs whose tensor cores take fp8: Ada, then Hopper
@@ -199,6 +197,38 @@ def fp8_relu2_backward(ops: ModuleType, d: Fp8Draw) -> Compared:
     yield from requantized(inp, inp.scaling.clone(), square, counted=False)
 
 
+def fp8_swiglu(ops: ModuleType, d: Fp8Draw) -> Compared:
+    """Forward: the product in 16 bits, and the fp8 rows of its SwiGLU."""
+    inp, weight = (d.operand(tensor) for tensor in d.product(2 * F, C).values())
+    for current in (False, True):
+        out, hidden, plain = d.output((N, F), E4M3, 6, columns=None, current=current), d.empty(N, 2 * F), d.empty(N, F)
+        scaling = out.scaling.clone()
+        launch(ops.linear_swiglu_forward, {"out": out, "hidden": hidden, "inp": inp, "weight": weight})
+        yield product(hidden, numbers(inp) @ numbers(weight).t())
+        ops.swiglu_forward(plain, hidden)
+        yield from requantized(out, scaling, plain)
+
+
+def fp8_swiglu_backward(ops: ModuleType, d: Fp8Draw) -> Compared:
+    """The gradient before the SwiGLU, the columns of its output, and the weight's gradient from these."""
+    for current in (False, True):
+        arguments = swiglu_product_backward(d)
+        hidden, dinp, before = arguments["hidden"], arguments["dinp"], arguments["dweight_acc"].double()
+        dout, weight = d.operand(arguments["dout"], E5M2), d.operand(arguments["weight"])
+        dhidden = d.output((N, 2 * F), E5M2, 12, current=current)
+        inp = d.output((N, F), E4M3, 5, rows=None)
+        scaling = dhidden.scaling.clone()
+        given: Arguments = {**arguments, "dhidden": dhidden, "dout": dout, "inp": inp, "weight": weight}
+        launch(ops.swiglu_linear_backward, given)
+        yield product(dinp, numbers(dout) @ numbers(weight))
+        yield product(arguments["dweight_acc"], before + numbers(dout).t() @ numbers(inp))
+        dplain, plain = d.empty(N, 2 * F), d.empty(N, F)
+        ops.swiglu_backward(dplain, dinp, hidden)
+        yield from requantized(dhidden, scaling, dplain)
+        ops.swiglu_forward(plain, hidden)
+        yield from requantized(replace(inp, rows=None), inp.scaling.clone(), plain, counted=False)
+
+
 def turn_back(operation: str, make: Callable[[Draw], Arguments], columns: torch.dtype = E4M3) -> Fp8Case:
     """A case: the gradient before queries' and keys' turn, of which all but the values are near the kernel's in place,
     and whose forms are those of its own 16-bit numbers; and the gradients of gains, where there are some."""
@@ -266,19 +296,19 @@ def beside_the_reference(operation: str, make: Callable[[Draw], Arguments]) -> F
     return lambda ops, d: compare(getattr(ops, operation), getattr(reference, operation), partial(make, d))
 
 
+NORMS, MIXED = ("layernorm", "rmsnorm", "gained_rmsnorm"), "mix_rmsnorm"
 # Line: a case, which launches the operations of a backend and yields the tensors to compare.
 FP8_CASES: dict[str, Fp8Case] = {
     "quantize to fp8": quantize,
     "transpose of fp8": transpose,
-    "layernorm_forward to fp8": fused("layernorm_forward", "out", CASES["layernorm_forward"], E4M3, 7),
-    "layernorm_backward to fp8": fused("layernorm_backward", "dresidual_inout", layernorm_backward, E5M2, 14),
-    "rmsnorm_forward to fp8": fused("rmsnorm_forward", "out", CASES["rmsnorm_forward"], E4M3, 7),
-    "rmsnorm_backward to fp8": fused("rmsnorm_backward", "dresidual_inout", rmsnorm_backward, E5M2, 14),
-    "gained_rmsnorm_forward to fp8": fused("gained_rmsnorm_forward", "out", CASES["gained_rmsnorm_forward"], E4M3, 7),
-    "gained_rmsnorm_backward to fp8": fused(
-        "gained_rmsnorm_backward", "dresidual_inout", CASES["gained_rmsnorm_backward"], E5M2, 14
-    ),
-    "mix_rmsnorm_forward to fp8": fused("mix_rmsnorm_forward", "out", CASES["mix_rmsnorm_forward"], E4M3, 7),
+    **{
+        f"{name}_forward to fp8": fused(f"{name}_forward", "out", CASES[f"{name}_forward"], E4M3, 7)
+        for name in (*NORMS, MIXED)
+    },
+    **{
+        f"{name}_backward to fp8": fused(f"{name}_backward", "dresidual_inout", CASES[f"{name}_backward"], E5M2, 14)
+        for name in NORMS
+    },
     "mix_rmsnorm_backward to fp8": fused("mix_rmsnorm_backward", "dstream_inout", mix_rmsnorm_backward, E5M2, 14),
     "attention_forward to fp8, heads of 64 channels": fused(
         "attention_forward", "out", partial(attention, heads=H), E4M3, 7

@@ -1,4 +1,4 @@
-"""Quantised tensors drawn and compared, for `fp8` and `fp8_swiglu`."""
+"""Quantised tensors drawn and compared, for `fp8`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -26,10 +26,19 @@ def statistics(inp: Tensor) -> Arguments:
     return {"mean": x.mean(1), "rstd": (x.var(1, correction=0) + 1e-5).rsqrt()}
 
 
+def layernorm_forward(d: Draw) -> Arguments:
+    made = {"out": d.empty(N, C), "mean": d.empty32(N), "rstd": d.empty32(N)}
+    return {**made, "inp": d(N, C), "weight": d(C), "bias": d(C)}
+
+
 def layernorm_backward(d: Draw) -> Arguments:
     inp = d(N, C)
     accumulators = {name: d.float32(C) for name in ("dweight_acc", "dbias_acc", "dbias_below_acc")}
     return {"dresidual_inout": d(N, C), "dout": d(N, C), "inp": inp, **statistics(inp), "weight": d(C), **accumulators}
+
+
+def rmsnorm_forward(d: Draw) -> Arguments:
+    return {"out": d.empty(N, C), "rstd": d.empty32(N), "inp": d(N, C)}
 
 
 def rmsnorm_backward(d: Draw) -> Arguments:
@@ -48,7 +57,7 @@ def mixture(d: Draw) -> Arguments:
 
 
 def mix_rmsnorm_forward(d: Draw) -> Arguments:
-    return {"mixed": d.empty(N, C), "out": d.empty(N, C), "rstd": d.empty(N, dtype=torch.float32), **mixture(d)}
+    return {"mixed": d.empty(N, C), "out": d.empty(N, C), "rstd": d.empty32(N), **mixture(d)}
 
 
 def mix_rmsnorm_backward(d: Draw) -> Arguments:
@@ -67,15 +76,12 @@ def value_embedding_backward(d: Draw) -> Arguments:
 
 
 def classifier(d: Draw) -> Arguments:
-    return {"losses": d.empty(N, dtype=torch.float32), "targets": d.words(N), "vocab_size": V}
+    return {"losses": d.empty32(N), "targets": d.words(N), "vocab_size": V}
 
 
 def classifier_backward(d: Draw) -> Arguments:
-    return {
-        **classifier(d),
-        "logits_to_dlogits_inout": d(N, Vp, scale=4),
-        "scale": torch.tensor([0.37], device=d.device),
-    }
+    scale = torch.tensor([0.37], device=d.device)
+    return {**classifier(d), "logits_to_dlogits_inout": d(N, Vp, scale=4), "scale": scale}
 
 
 def untrained(made: Arguments) -> Arguments:
@@ -123,7 +129,7 @@ def swiglu_product_backward(d: Draw) -> Arguments:
 
 def attention(d: Draw, heads: int, columns: int = 3 * C, **more: Any) -> Arguments:
     """`more`: a site of dropout, or documents."""
-    return {"out": d.empty(N, C), "lse": d.empty(B, heads, T, dtype=torch.float32), "qkv": d(N, columns), **more}
+    return {"out": d.empty(N, C), "lse": d.empty32(B, heads, T), "qkv": d(N, columns), **more}
 
 
 def attention_backward(d: Draw, heads: int, columns: int = 3 * C, **more: Any) -> Arguments:
@@ -195,7 +201,7 @@ def sums(d: Draw) -> Arguments:
 
 
 def tree(d: Draw, rows: int) -> Arguments:
-    return {"out": d.empty(2 * 4096, dtype=torch.float32), "pieces": d.float32(rows, 2 * 4096)}
+    return {"out": d.empty32(2 * 4096), "pieces": d.float32(rows, 2 * 4096)}
 
 
 # Line: the arguments by name of the operation that it launches, which its name begins with. `scratch` is added where the
@@ -206,48 +212,27 @@ CASES: Cases = {
     "embedding_backward": embedding_backward,
     "token_embedding_forward": lambda d: {"out": d.empty(N, C), "tokens": d.words(B, T), "wte": d(Vp, C)},
     "token_embedding_backward": token_embedding_backward,
-    "layernorm_forward": lambda d: {
-        "out": d.empty(N, C),
-        "mean": d.empty(N, dtype=torch.float32),
-        "rstd": d.empty(N, dtype=torch.float32),
-        "inp": d(N, C),
-        "weight": d(C),
-        "bias": d(C),
-    },
+    "layernorm_forward": layernorm_forward,
     "layernorm_backward": layernorm_backward,
-    "rmsnorm_forward": lambda d: {"out": d.empty(N, C), "rstd": d.empty(N, dtype=torch.float32), "inp": d(N, C)},
+    "rmsnorm_forward": rmsnorm_forward,
     "rmsnorm_backward": rmsnorm_backward,
     "mix_rmsnorm_forward": mix_rmsnorm_forward,
     "mix_rmsnorm_backward": mix_rmsnorm_backward,
-    "value_embedding_forward": lambda d: {
-        "qkv_inout": d(N, 3 * C),
-        "gate": d.empty(N, H, dtype=torch.float32),
-        **value_embedding(d),
-    },
+    "value_embedding_forward": lambda d: {"qkv_inout": d(N, 3 * C), "gate": d.empty32(N, H), **value_embedding(d)},
     "value_embedding_backward": value_embedding_backward,
     "rotary_forward": lambda d: {"qkv_inout": d(N, 3 * C), "num_heads": H, "length": T},
     "rotary_backward": lambda d: {"dqkv_inout": d(N, 3 * C), "num_heads": H, "length": T},
-    "qk_norm_forward": lambda d: {"qkv_inout": d(N, 3 * C), "rstd": d.empty(N, 2 * H, dtype=torch.float32)},
+    "qk_norm_forward": lambda d: {"qkv_inout": d(N, 3 * C), "rstd": d.empty32(N, 2 * H)},
     "qk_norm_backward": qk_norm_backward,
-    "qk_norm_rotary_forward": lambda d: {
-        "qkv_inout": d(N, 3 * C),
-        "rstd": d.empty(N, 2 * H, dtype=torch.float32),
-        "length": T,
-    },
+    "qk_norm_rotary_forward": lambda d: {"qkv_inout": d(N, 3 * C), "rstd": d.empty32(N, 2 * H), "length": T},
     "qk_norm_rotary_backward": lambda d: {**qk_norm_backward(d), "length": T},
     "rotary_forward, of grouped heads": lambda d: {"qkv_inout": d(N, GROUPED), "num_heads": 2, "length": T, **TURN},
     "rotary_backward, of grouped heads": lambda d: {"dqkv_inout": d(N, GROUPED), "num_heads": 2, "length": T, **TURN},
-    "gained_rmsnorm_forward": lambda d: {
-        "out": d.empty(N, C),
-        "rstd": d.empty(N, dtype=torch.float32),
-        "inp": d(N, C),
-        "gain": d(C),
-        "epsilon": 1e-5,
-    },
+    "gained_rmsnorm_forward": lambda d: {**rmsnorm_forward(d), "gain": d(C), "epsilon": 1e-5},
     "gained_rmsnorm_backward": gained_rmsnorm_backward,
     "gained_qk_norm_rotary_forward": lambda d: {
         "out": d.empty(N, GROUPED),
-        "rstd": d.empty(N, 3, dtype=torch.float32),
+        "rstd": d.empty32(N, 3),
         "epsilon": 1e-6,
         **gained_qk_norm(d),
     },
@@ -258,18 +243,8 @@ CASES: Cases = {
     "swiglu_linear_backward": swiglu_product_backward,
     "linear_forward": lambda d: {"out": d.empty(N, F), **d.product(F, C), "bias": d(F)},
     "linear_backward": product_backward,
-    "linear_residual_forward": lambda d: {
-        "out": d.empty(N, C),
-        "residual": d(N, C),
-        **d.product(C, F),
-        "bias": d(C),
-    },
-    "linear_gelu_forward": lambda d: {
-        "out": d.empty(N, F),
-        "hidden": d.empty(N, F),
-        **d.product(F, C),
-        "bias": d(F),
-    },
+    "linear_residual_forward": lambda d: {"out": d.empty(N, C), "residual": d(N, C), **d.product(C, F), "bias": d(C)},
+    "linear_gelu_forward": lambda d: {"out": d.empty(N, F), "hidden": d.empty(N, F), **d.product(F, C), "bias": d(F)},
     "gelu_linear_backward": gelu_product_backward,
     "gelu_forward": lambda d: {"out": d.empty(N, F), "inp": d(N, F)},
     "gelu_backward": lambda d: {"dhidden_inout": d(N, F), "inp": d(N, F)},
@@ -296,11 +271,7 @@ CASES: Cases = {
     "classifier_forward_backward, some untrained": lambda d: untrained(classifier_backward(d)),
     "softcap_forward": lambda d: {"logits_inout": d(N, Vp, scale=4), "softcap": 15.0},
     "loss_sum": sums,
-    "squared_norms": lambda d: {
-        "out": d.empty(16, dtype=torch.float32),
-        "flat": d.float32(15 * 4096 + 640),
-        "block_elements": 4096,
-    },
+    "squared_norms": lambda d: {"out": d.empty32(16), "flat": d.float32(15 * 4096 + 640), "block_elements": 4096},
     "tree_sum": lambda d: {**tree(d, 4), "rounded": False},
     "tree_sum, rounded": lambda d: {**tree(d, 16), "rounded": True},
     "checksum": lambda d: {"out": torch.zeros(1, dtype=torch.int64, device=d.device), "flat": d(3 * 4096 + 5)},
