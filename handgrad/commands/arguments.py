@@ -308,6 +308,10 @@ def doctor(parser: Parser) -> None:
     parser.add_argument("--model", default="", metavar="FILE", help="the model.bin of the debug state")
 
 
+def gradcheck(parser: Parser) -> None:
+    """No options: it checks the reference, on a CPU."""
+
+
 def demo(parser: Parser) -> None:
     parser.add_argument("--data", default="shards/stories", metavar="DIR", help="folder of the shards")
     parser.add_argument("--out", default="runs/demo", metavar="DIR", help="folder of the run")
@@ -336,6 +340,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
     "tune": ("freezes the fastest algorithm of each GEMM of a model on this GPU", tune),
     "profile": ("time per kernel of a run's steps, beside this machine's limits", profile),
     "doctor": ("parts of this machine: present, in use, missing; each runs once", doctor),
+    "gradcheck": ("every gradient by hand beside differences of its forward", gradcheck),
     "demo": ("the whole way in about two minutes: stories, training, a report", demo),
 }
 
@@ -361,5 +366,6 @@ EXAMPLES = {
     "tune": "handgrad tune d12 --precision fp8",
     "profile": "handgrad profile d12 --precision bf16 --trace trace.json.gz",
     "doctor": "handgrad doctor",
+    "gradcheck": "handgrad gradcheck",
     "demo": "handgrad demo --steps 500",
 }
