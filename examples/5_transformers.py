@@ -8,14 +8,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import handgrad
 
-handgrad.prepare("stories", out="shards/stories", tokenizer="bpe:512", documents=4000)
+handgrad.prepare("stories", out="shards/examples", tokenizer="bpe:512", documents=4000)
 settings = {"steps": 500, "tokens_per_step": 512, "learning_rate": 4e-3, "schedule": "linear"}
-handgrad.train("tiny", data="shards/stories", out="runs/stories", **settings, quiet=True)
-model = handgrad.load("runs/stories", device="cpu")
+handgrad.train("tiny", data="shards/examples", out="runs/examples", **settings, quiet=True)
+model = handgrad.load("runs/examples", device="cpu")
 
 # %% There: a folder with weights, config, tokenizer and model card. It was read back and compared before it got its name.
 shutil.rmtree("exported", ignore_errors=True)
-done = handgrad.export("runs/stories", "exported")
+done = handgrad.export("runs/examples", "exported")
 print(f"{done.folder}: {done.parameters_bytes:,} bytes of weights")
 
 # %% The same tokens, and the same logits up to the rounding of float32.

@@ -20,7 +20,7 @@ SHOWN = {
         r"step  50   loss (\d\.\d+)   +[\d,]+ tokens/s\n(?:.*\n)*?step 500   loss (\d\.\d+) ",
         r"    Once upon a time \w+",
         r"step 500   validation loss \d\.\d+ =+\n",
-        r"<handgrad.Training: runs/stories, 500 of 500 steps, closed>",
+        r"<handgrad.Training: runs/examples, 500 of 500 steps, closed>",
     ],
     "2_generate": [
         r"The brave girl \.\.\.['\"].*\w.*\n.*\nA kind farmer",

@@ -71,6 +71,7 @@ def parse(command: str, arguments: Sequence[str]) -> argparse.Namespace:
 
 def add_run_arguments(parser: Parser) -> None:
     """A preset or a recipe, a model size, and a flag for every field, under the heading of its group."""
+    parser.takes_one = "after a PRESET all is named: --data DIR, --out RUN, --config FILE, --init-from WEIGHTS"
     parser.usage = "%(prog)s [PRESET] [--config FILE] [--SETTING VALUE]..."
     parser.add_argument("preset", nargs="?", help=f"starting point: {presets.listed(presets.PRESETS)}")
     parser.add_argument("--config", metavar="FILE", help="TOML recipe, or the name of a shipped one (`handgrad recipes`)")
@@ -175,6 +176,7 @@ def plan(parser: Parser) -> None:
 
 def evaluate(parser: Parser) -> None:
     add_model_arguments(parser, with_fp8=True)
+    parser.takes_one = "one MODEL at a time; `handgrad report RUN RUN` compares runs"
     add_fp8_weights(parser)
     parser.add_argument("--data", default="", metavar="DIR", help="prepared shards (default without --tasks: the run's)")
     parser.number("--eval-tokens", "tokens (default: the whole split)", rule=NOT_NEGATIVE, default=0)
@@ -319,29 +321,37 @@ def demo(parser: Parser) -> None:
 
 
 COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
+    "demo": ("the whole way in about two minutes: stories, training, a report", demo),
     "prepare": ("raw text -> a folder of token shards", prepare),
     "train": ("trains the run in --out, or resumes it", train),
     "sweep": ("a run for every combination of values, and one report of all", sweep),
+    "recipes": ("the shipped recipes and launch files, listed; or one, printed", recipes),
     "plan": ("memory, speed and cost of a run, here or on GPUs elsewhere", plan),
-    "evaluate": ("loss, perplexity, bits per byte of a checkpoint; results on tasks", evaluate),
     "sample": ("text from a checkpoint, streamed; or one for each prompt", sample),
     "chat": ("a conversation with a model, streamed; a pipe: an answer a line", chat),
+    "evaluate": ("loss, perplexity, bits per byte of a checkpoint; results on tasks", evaluate),
     "export": ("a checkpoint -> transformers, PEFT, llm.c, llama.cpp; compared", export),
     "import": ("a model of transformers, the Hub, PEFT, llm.c -> a checkpoint", import_),
     "report": ("a self-contained HTML page of one or more runs", report),
     "watch": ("the report of one or more runs, live in a browser", watch),
-    "recipes": ("the shipped recipes and launch files, listed; or one, printed", recipes),
     "runs": ("a table of the runs below a folder: steps, loss, size, state", runs),
     "checkpoints": ("those of a run: listed, verified by their hashes, pruned", checkpoints),
     "verify": ("replays an audited run from checkpoints; compares every link", verify),
     "diff": ("where two runs part: settings, versions, data, link, tensors", diff),
     "certificate": ("one small file that says what a run was trained on, with hashes", certificate),
-    "bench": ("handgrad beside a PyTorch autograd twin, on this machine", bench),
-    "tune": ("freezes the fastest algorithm of each GEMM of a model on this GPU", tune),
-    "profile": ("time per kernel of a run's steps, beside this machine's limits", profile),
-    "doctor": ("parts of this machine: present, in use, missing; each runs once", doctor),
     "gradcheck": ("every gradient by hand beside differences of its forward", gradcheck),
-    "demo": ("the whole way in about two minutes: stories, training, a report", demo),
+    "doctor": ("parts of this machine: present, in use, missing; each runs once", doctor),
+    "profile": ("time per kernel of a run's steps, beside this machine's limits", profile),
+    "tune": ("freezes the fastest algorithm of each GEMM of a model on this GPU", tune),
+    "bench": ("handgrad beside a PyTorch autograd twin, on this machine", bench),
+}
+# The first command of each group, in order.
+COMMAND_GROUPS = {
+    "demo": "from text to a model",
+    "sample": "a model at work",
+    "report": "runs, while they train and after",
+    "verify": "proofs",
+    "doctor": "this machine",
 }
 
 EXAMPLES = {
