@@ -1,4 +1,4 @@
-"""docs/coming_from.md: its commands parse, its recipes exist, and a flag of another trainer is answered as the page says."""
+"""docs/coming_from.md: its commands parse, its recipes exist; another trainer's flag is answered as the page says."""
 
 import re
 import shlex
