@@ -128,6 +128,8 @@ def named_values(kind: type[T], setting: str, text: str, example: str) -> T:
     found: dict[str, Any] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, equals, value = (word.strip() for word in part.partition("="))
+        if name not in known and not equals and nearest_name(name, known) == "":
+            raise UsageError(f"{setting} must be like {example!r}, found {part!r}")
         check_choice(f"a number of {setting}", name, tuple(known))
         of_field: Any = known[name]
         try:

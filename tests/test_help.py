@@ -76,6 +76,16 @@ def test_the_first_screen(capsys: pytest.CaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
+def test_a_missing_argument_is_shown_by_an_example(command: str, capsys: pytest.CaptureFixture) -> None:
+    parser = Parser(command)
+    COMMANDS[command][1](parser)
+    if any(action.required for action in parser._actions):
+        capsys.readouterr()
+        assert main([command]) == 64
+        assert f" is missing; for example `{EXAMPLES[command]}`; " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_defaults_are_shown(command: str, capsys: pytest.CaptureFixture) -> None:
     """Every option with a default that does something says which one."""
     parser = Parser("x")

@@ -59,6 +59,7 @@ def parse(command: str, arguments: Sequence[str]) -> argparse.Namespace:
     summary, add_arguments = COMMANDS[command]
     texts = {"description": summary, "epilog": f"example: {EXAMPLES[command]}"}
     parser = Parser(f"handgrad {command}", formatter_class=Formatter, **texts)
+    parser.example = EXAMPLES[command]
     add_arguments(parser)
     namespace = parser.parse(arguments)
     namespace.arguments = list(arguments)
@@ -222,8 +223,13 @@ def import_(parser: Parser) -> None:
     parser.add_argument("--base", default="", metavar="WEIGHTS", help=under)
 
 
+def add_runs(parser: Parser) -> None:
+    which = "run folders, a folder of runs, llm.c's main.log; overlaid (default: runs)"
+    parser.add_argument("runs", nargs="*", default=["runs"], metavar="RUN", help=which)
+
+
 def report(parser: Parser) -> None:
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, a folder of runs, llm.c's main.log; overlaid")
+    add_runs(parser)
     parser.add_argument("--out", default="", metavar="FILE", help="the page, plots beside it (default: RUN/report.html)")
 
 
@@ -232,7 +238,7 @@ def recipes(parser: Parser) -> None:
 
 
 def watch(parser: Parser) -> None:
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, a folder of runs, llm.c's main.log; overlaid")
+    add_runs(parser)
     parser.number("--port", "of the page (default: 8360, or a free one)", rule=between(1, 65535))
     parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on; 0.0.0.0: for the network too")
 

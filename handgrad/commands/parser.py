@@ -37,6 +37,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, allow_abbrev=False, **kwargs)
         self.rules: dict[str, Rule] = {}
+        self.example = ""  # a command line that works, for an error
         self.takes_one = ""  # the remedy for a second argument where one stands for several
         self.left_out: dict[argparse.Action, str] = {}  # with the help that `--help` does not show
 
@@ -45,6 +46,11 @@ class Parser(argparse.ArgumentParser):
             action.help = text
 
     def error(self, message: str) -> NoReturn:
+        missing = message.removeprefix("the following arguments are required: ")
+        if missing != message and self.example:
+            raise UsageError(
+                f"{missing} is missing; for example `{self.example}`; `{self.prog} --help` lists what there is"
+            )
         raise UsageError(f"{message}; `{self.prog} --help` lists what there is")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
