@@ -31,7 +31,7 @@ handgrad.train(out="runs/sayings_frozen", freeze="wte,wpe,blocks.0", **tuning, *
 print(f"{'':22}{'sayings':>10}{'stories':>10}")
 runs = {"before": "runs/examples", "finetuned": "runs/sayings", "lower half frozen": "runs/sayings_frozen"}
 for name, run in runs.items():
-    new, old = (handgrad.evaluate(run, f"shards/{text}").loss for text in ("sayings", "stories"))
+    new, old = (handgrad.evaluate(run, shards).loss for shards in ("shards/sayings", "shards/examples"))
     print(f"{name:22}{new:10.3f}{old:10.3f}")
 
 # %% And what was frozen is still the same, bit for bit.

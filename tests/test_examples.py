@@ -62,6 +62,15 @@ def test_example(example: Path, folder: Path, launcher: Launcher) -> None:
     CHECKS[example.stem](numbers)
 
 
+def test_they_leave_the_folders_of_others_alone() -> None:
+    """The demo's, a recipe's and the tour's, which a reader has by then: theirs would be refused, or removed."""
+    texts = {path.name: path.read_text() for path in (*EXAMPLES, NOTEBOOK)}
+    for name in ("shards/stories", "runs/stories", "runs/demo", "runs/mine", '"exported"'):
+        assert not [path for path, text in texts.items() if name in text], name
+    recipe = (ROOT / "handgrad" / "recipes" / "finetune_chat_own.toml").read_text()
+    assert "--tokenizer bytes --out shards/stories-bytes" in recipe and "--out shards/stories\n" not in recipe
+
+
 def check_training(numbers: list[float]) -> None:
     first, last = numbers
     assert last < first - 2, "it learns"
