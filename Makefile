@@ -51,7 +51,7 @@ format: $(VENV)/.installed-check
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "handgrad needs Python 3.11 or newer, found $$($(PYTHON) --version); try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 64; }
-	@echo "setting up $(VENV) (once)"
+	@echo "setting up $(VENV) (once): pip fetches torch and a few libraries, which may take minutes"
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) --editable .
 	@touch $@

@@ -5,12 +5,12 @@ import handgrad
 
 SOURCE = "stories"  # built in: little stories, made by a grammar
 
-data = handgrad.prepare(SOURCE, out="shards/stories", tokenizer="bpe:512", documents=4000)
+data = handgrad.prepare(SOURCE, out="shards/examples", tokenizer="bpe:512", documents=4000)
 print(f"{data.tokens('train'):,} tokens to learn from, {data.tokens('validation'):,} to test on")
 
-# %% A run: bit for bit that of `handgrad train tiny --data shards/stories --out runs/stories --steps 500 ...`.
+# %% A run: bit for bit that of `handgrad train tiny --data shards/examples --out runs/examples --steps 500 ...`.
 settings = {"steps": 500, "tokens_per_step": 512, "learning_rate": 4e-3, "schedule": "linear"}
-run = handgrad.Training("tiny", data="shards/stories", out="runs/stories", **settings, quiet=True)
+run = handgrad.Training("tiny", data="shards/examples", out="runs/examples", **settings, quiet=True)
 print(run.model())
 
 

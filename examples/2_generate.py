@@ -6,10 +6,10 @@ from rich.text import Text
 
 import handgrad
 
-handgrad.prepare("stories", out="shards/stories", tokenizer="bpe:512", documents=4000)
+handgrad.prepare("stories", out="shards/examples", tokenizer="bpe:512", documents=4000)
 settings = {"steps": 500, "tokens_per_step": 512, "learning_rate": 4e-3, "schedule": "linear"}
-handgrad.train("tiny", data="shards/stories", out="runs/stories", **settings, quiet=True)
-model = handgrad.load("runs/stories")
+handgrad.train("tiny", data="shards/examples", out="runs/examples", **settings, quiet=True)
+model = handgrad.load("runs/examples")
 
 # %% As it comes, piece by piece.
 for piece in model.stream("One sunny morning", max_tokens=60, temperature=0.7):

@@ -5,12 +5,12 @@ import math
 
 import handgrad
 
-handgrad.prepare("stories", out="shards/stories", tokenizer="bpe:512", documents=4000)
+handgrad.prepare("stories", out="shards/examples", tokenizer="bpe:512", documents=4000)
 settings = {"steps": 500, "tokens_per_step": 512, "learning_rate": 4e-3, "schedule": "linear"}
-handgrad.train("tiny", data="shards/stories", out="runs/stories", **settings, quiet=True)
-model = handgrad.load("runs/stories")
+handgrad.train("tiny", data="shards/examples", out="runs/examples", **settings, quiet=True)
+model = handgrad.load("runs/examples")
 
-# %% On the stories that were held out: what `handgrad evaluate runs/stories` says.
+# %% On the stories that were held out: what `handgrad evaluate runs/examples` says.
 held_out = handgrad.evaluate(model)
 print(f"{held_out.tokens:,} held-out tokens: loss {held_out.loss:.4f} nats per token,")
 print(f"perplexity {held_out.perplexity:.2f}, {held_out.bits_per_byte:.3f} bits per byte\n")

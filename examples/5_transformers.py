@@ -1,4 +1,7 @@
-"""Take a model to Hugging Face's transformers, check that it computes the same there, and bring it back."""
+"""Take a model to Hugging Face's transformers, check that it computes the same there, and bring it back.
+
+It needs them: `pip install transformers`.
+"""
 
 # %% The model of 1_train.py; it is trained now if it is not there yet.
 import shutil
@@ -8,18 +11,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import handgrad
 
-handgrad.prepare("stories", out="shards/stories", tokenizer="bpe:512", documents=4000)
+handgrad.prepare("stories", out="shards/examples", tokenizer="bpe:512", documents=4000)
 settings = {"steps": 500, "tokens_per_step": 512, "learning_rate": 4e-3, "schedule": "linear"}
-handgrad.train("tiny", data="shards/stories", out="runs/stories", **settings, quiet=True)
-model = handgrad.load("runs/stories", device="cpu")
+handgrad.train("tiny", data="shards/examples", out="runs/examples", **settings, quiet=True)
+model = handgrad.load("runs/examples", device="cpu")
 
 # %% There: a folder with weights, config, tokenizer and model card. It was read back and compared before it got its name.
-shutil.rmtree("exported", ignore_errors=True)
-done = handgrad.export("runs/stories", "exported")
+EXPORTED = "runs/examples/exported"
+shutil.rmtree(EXPORTED, ignore_errors=True)
+done = handgrad.export("runs/examples", EXPORTED)
 print(f"{done.folder}: {done.parameters_bytes:,} bytes of weights")
 
 # %% The same tokens, and the same logits up to the rounding of float32.
-theirs, words = AutoModelForCausalLM.from_pretrained("exported"), AutoTokenizer.from_pretrained("exported")
+theirs, words = AutoModelForCausalLM.from_pretrained(EXPORTED), AutoTokenizer.from_pretrained(EXPORTED)
 text = "One quiet evening Tom was near the garden."
 ids = model.tokenizer.encode(text).tolist()
 print("same tokens:", words(text)["input_ids"] == ids)
@@ -35,5 +39,5 @@ print("same text:", words.decode(written[0, prompt.shape[1] :], skip_special_tok
 print(f"Once upon a time{ours}")
 
 # %% And back: any GPT-2 of transformers, from a folder or by its name on the Hub, `handgrad.load("gpt2")`.
-back = handgrad.load("exported", device="cpu")
+back = handgrad.load(EXPORTED, device="cpu")
 print("same bits after the way there and back:", bool((back.logits(ids) == model.logits(ids)).all()))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import handgrad
 from handgrad import threads
-from handgrad.commands.arguments import COMMANDS, Parser, parse
+from handgrad.commands.arguments import COMMAND_GROUPS, COMMANDS, Parser, parse
 from handgrad.errors import (
     INTERRUPTED,
     UsageError,
@@ -33,6 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not arguments:
             parser.print_help()
             return UsageError.exit_code
+        if arguments[0] == "help":
+            arguments = [*arguments[1:2], "--help"]
         command = parser.parse(arguments[:1]).command
         if command not in COMMANDS:
             near = nearest_name(command, COMMANDS)
@@ -71,13 +73,31 @@ def keep_streams() -> None:
             setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # as long as the process  # noqa: SIM115
 
 
+FIRST_STEPS = """\
+Trains GPT-2 from raw text, finetunes Llama, Qwen and SmolLM.
+Every gradient is written by hand.
+
+begin with:
+  handgrad demo                                      a model of little stories
+or, for a text of your own:
+  handgrad prepare my_text.txt --out shards/mine
+  handgrad train --data shards/mine --out runs/mine
+  handgrad sample runs/mine"""
+
+
 def top_parser() -> Parser:
+    lines = []
+    for name, (summary, _) in COMMANDS.items():
+        if name in COMMAND_GROUPS:
+            lines += ["", f"{COMMAND_GROUPS[name]}:"]
+        lines.append(f"  {name:<13}{summary}")
     parser = Parser(
         "handgrad",
-        description="Trains GPT-2 from raw text, finetunes Llama, Qwen and SmolLM.\nEvery gradient is written by hand.",
-        epilog="commands:\n" + "\n".join(f"  {name:<13}{summary}" for name, (summary, _) in COMMANDS.items()),
+        usage="handgrad COMMAND [ARGUMENTS]",
+        description=FIRST_STEPS,
+        epilog="\n".join([*lines[1:], "", "`handgrad COMMAND --help` explains one, with an example."]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"handgrad {handgrad.__version__}")
-    parser.add_argument("command", metavar="COMMAND", help="one of those below")
+    parser.add_argument("command", metavar="COMMAND", help=argparse.SUPPRESS)
     return parser

@@ -67,7 +67,7 @@ def precision_note(device: torch.device, precision: str) -> str:
     choice, reason = auto_precision(device)
     if precision == choice:
         bf16 = device.type == "cpu" and processor.multiplies_bf16()
-        return f"(auto, {reason}{', which multiplies bf16: `handgrad doctor` times both' if bf16 else ''})"
+        return f"(auto, {reason}{' that multiplies bf16 as well: `handgrad doctor` times both' if bf16 else ''})"
     slow = "; fp16 is slow on a CPU" if (device.type, precision) == ("cpu", "fp16") else ""
     return f"(auto would take {choice}, {reason}{slow})"
 

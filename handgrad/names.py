@@ -12,15 +12,17 @@ T = TypeVar("T")
 # A name of ours, and other trainers' and libraries' words for it. The first name that a command knows is suggested.
 SYNONYMS = {
     "learning_rate": "lr max_lr peak_lr",
-    "final_learning_rate_fraction": "min_lr final_lr",
-    "warmup_steps": "warmup warmup_iters",
-    "schedule": "scheduler lr_schedule lr_scheduler lr_scheduler_type",
-    "micro_batch": "batch_size bs mini_batch_size device_batch_size per_device_train_batch_size",
+    "final_learning_rate_fraction": "min_lr final_lr min_lr_ratio final_lr_frac",
+    "warmup_steps": "warmup warmup_iters num_warmup_steps",
+    "schedule": "decay_lr scheduler lr_schedule lr_scheduler lr_scheduler_type",
+    "micro_batch": "batch_size bs mini_batch_size micro_batch_size device_batch_size per_device_train_batch_size",
     "tokens_per_step": "gradient_accumulation_steps grad_accum grad_accum_steps total_batch_size",
     "batch_schedule": "batch_size_schedule rampup_batch_size step_batch_size_schedule batch_size_warmup batch_warmup",
     "packing": "pack sample_packing neat_packing padding_free",
-    "steps": "epochs epoch num_epochs num_train_epochs max_iters iters iterations num_iterations max_steps train_steps",
-    "sequence_length": "block_size context_length context context_size ctx seq_len seq_length n_ctx n_positions",
+    "steps": "epochs epoch num_epochs num_train_epochs max_iters lr_decay_iters iters"
+    " iterations num_iterations max_steps max_steps_per_epoch train_steps",
+    "sequence_length": "block_size context_length context context_size ctx seq_len seq_length sequence_len"
+    " max_seq_len n_ctx n_positions",
     "num_layers": "n_layer n_layers layers depth num_hidden_layers",
     "num_heads": "n_head n_heads heads num_attention_heads",
     "channels": "n_embd d_model hidden_size embed_dim width",
@@ -32,11 +34,13 @@ SYNONYMS = {
     "eval_tokens": "eval_iters",
     "eval_stride": "stride sliding_window_stride",
     "log_every": "log_interval logging_steps",
-    "save_every": "save_interval save_steps checkpoint_every",
+    "save_every": "save_interval save_steps checkpoint_every always_save_checkpoint",
+    "log_to": "wandb wandb_log wandb_project wandb_run_name report_to logger",
+    "lora": "adapter peft lora_r lora_rank lora_alpha lora_target_modules lora_attn_modules",
     "async_save": "async_checkpoint async_mode background_save save_behind",
-    "init_from": "finetune pretrained checkpoint",
+    "init_from": "finetune pretrained checkpoint base_model model_name_or_path",
     "data": "dataset data_dir data_path train_data",
-    "out": "out_dir output output_dir run_dir resume",
+    "out": "out_dir output output_dir run_dir",
     "device": "gpu cuda cpu",
     "gpus": "num_gpus n_gpus ngpus nproc_per_node devices",
     # of other commands than train
@@ -48,10 +52,16 @@ SYNONYMS = {
     "prompt": "start",
     "dtype": "precision bf16 fp16 fp32",
     # commands
-    "train": "finetune fine_tune sft fit resume",
+    "prepare": "tokenize tokenise preprocess",
+    "train": "finetune fine_tune sft fit resume pretrain base_train",
     "sample": "generate infer inference complete",
-    "evaluate": "eval validate",
+    "evaluate": "eval validate base_eval",
     "import": "convert download pull",
+    "export": "push upload quantize merge_lora save",
+    "report": "compare plot",
+    "runs": "list ls status",
+    "recipes": "configs presets cp",
+    "gradcheck": "check_gradients test_gpt2",
     # values
     "fp32": "float32 torch.float32 f32 float single full 32",
     "bf16": "bfloat16 torch.bfloat16 bfloat",
@@ -73,6 +83,12 @@ ELSEWHERE = {
     "in a loop of your own around Training.steps: Experiments, in docs/python.md": "early_stopping patience"
     " early_stopping_patience early_stop callbacks callback on_step hooks compute_metrics",
     "when the data are prepared: `handgrad prepare --tokenizer`": "tokenizer vocab_size vocab vocabulary",
+    "when the data are prepared: `handgrad prepare --validation-fraction`": "val_set_size validation_fraction val_split",
+    "by the same command again: a run resumes by itself": "resume resume_from resume_from_checkpoint auto_resume"
+    " auto_resume_from_checkpoints",
+    "by another command: `handgrad evaluate MODEL`": "eval_only",
+    "without a flag: the kernels compile before step 1, and nothing else does": "compile torch_compile",
+    "by the architecture: GPT-2 has biases, the modern network (m4 ... m48) none": "bias",
 }
 
 
@@ -112,6 +128,8 @@ def named_values(kind: type[T], setting: str, text: str, example: str) -> T:
     found: dict[str, Any] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, equals, value = (word.strip() for word in part.partition("="))
+        if name not in known and not equals and nearest_name(name, known) == "":
+            raise UsageError(f"{setting} must be like {example!r}, found {part!r}")
         check_choice(f"a number of {setting}", name, tuple(known))
         of_field: Any = known[name]
         try:

@@ -185,7 +185,7 @@ def test_recipes_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (["train", "tiny", "--recompute", "4"], "recompute must be 0, 1, 2 or 3"),
         (["train", "tiny", "--num-layers", "100000000"], "num_layers must be at most 1000"),
         (["train", "tiny", "--out", "a\0b"], "out must be text without NUL"),
-        (["train", "tiny", "extra"], "unknown argument 'extra'"),
+        (["train", "tiny", "extra"], "one argument too many: 'extra'; after a PRESET all is named: --data DIR"),
         (["train", "--config", "no-such.toml"], "no-such.toml does not exist"),
         (["sample", "run", "--temperature", "-1"], "--temperature"),
         (["plan", "d12", "--vocab-size", "0"], "--vocab-size"),

@@ -20,7 +20,7 @@ SHOWN = {
         r"step  50   loss (\d\.\d+)   +[\d,]+ tokens/s\n(?:.*\n)*?step 500   loss (\d\.\d+) ",
         r"    Once upon a time \w+",
         r"step 500   validation loss \d\.\d+ =+\n",
-        r"<handgrad.Training: runs/stories, 500 of 500 steps, closed>",
+        r"<handgrad.Training: runs/examples, 500 of 500 steps, closed>",
     ],
     "2_generate": [
         r"The brave girl \.\.\.['\"].*\w.*\n.*\nA kind farmer",
@@ -60,6 +60,15 @@ def test_example(example: Path, folder: Path, launcher: Launcher) -> None:
         numbers += [float(number) for number in found.groups()]
         rest = rest[found.start() + 1 :]
     CHECKS[example.stem](numbers)
+
+
+def test_they_leave_the_folders_of_others_alone() -> None:
+    """The demo's, a recipe's and the tour's, which a reader has by then: theirs would be refused, or removed."""
+    texts = {path.name: path.read_text() for path in (*EXAMPLES, NOTEBOOK)}
+    for name in ("shards/stories", "runs/stories", "runs/demo", "runs/mine", '"exported"'):
+        assert not [path for path, text in texts.items() if name in text], name
+    recipe = (ROOT / "handgrad" / "recipes" / "finetune_chat_own.toml").read_text()
+    assert "--tokenizer bytes --out shards/stories-bytes" in recipe and "--out shards/stories\n" not in recipe
 
 
 def check_training(numbers: list[float]) -> None:

@@ -6,7 +6,7 @@ import shlex
 import pytest
 
 from handgrad.cli import main
-from handgrad.commands.arguments import COMMANDS, EXAMPLES, FIRST_SETTINGS, GROUPS, Parser, flag, parse
+from handgrad.commands.arguments import COMMAND_GROUPS, COMMANDS, EXAMPLES, FIRST_SETTINGS, GROUPS, Parser, flag, parse
 from handgrad.commands.completion import command_line
 from handgrad.config import AUTO, FIELDS, PRECISIONS
 from handgrad.presets import PRESETS
@@ -54,6 +54,35 @@ def test_help_fits_a_terminal_of_80_columns(command: str, capsys: pytest.Capture
     """All but the example, which stays a line that can be copied."""
     lines = shown(capsys, *([command] if command else []), "--help").partition("\nexample: ")[0].splitlines()
     assert [line for line in lines if len(line) > 80] == []
+
+
+def test_the_first_screen(capsys: pytest.CaptureFixture) -> None:
+    """`handgrad` alone: commands to begin with that parse, then all commands by their purpose."""
+    assert main([]) == 64
+    screen = capsys.readouterr().out
+    begin, _, rest = screen.partition("\noptions:")
+    for line in (line.partition("   ")[0] for line in begin.splitlines() if line.startswith("  handgrad ")):
+        command, *words = shlex.split(line)[1:]
+        parser = Parser(command)
+        COMMANDS[command][1](parser)
+        parser.parse(words)
+    assert begin.count("\n  handgrad ") == 4
+    assert [line.split()[0] for line in rest.splitlines() if line.startswith("  ") and "--" not in line[:14]] == list(
+        COMMANDS
+    )
+    assert all(f"\n\n{heading}:\n  {first} " in rest for first, heading in COMMAND_GROUPS.items())
+    assert shown(capsys, "--help") == shown(capsys, "help") == screen
+    assert shown(capsys, "help", "plan") == shown(capsys, "plan", "--help")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_missing_argument_is_shown_by_an_example(command: str, capsys: pytest.CaptureFixture) -> None:
+    parser = Parser(command)
+    COMMANDS[command][1](parser)
+    if any(action.required for action in parser._actions):
+        capsys.readouterr()
+        assert main([command]) == 64
+        assert f" is missing; for example `{EXAMPLES[command]}`; " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -35,8 +35,9 @@ def test_the_activation(ideas: dict[str, str]) -> None:
     )
 
 
-def test_the_term_of_the_loss(ideas: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The operation with these lines in the place of its own."""
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_the_term_of_the_loss(softcap: float, ideas: dict[str, str]) -> None:
+    """The operation with these lines in the place of its own, with a cap of the logits as well."""
     source = inspect.getsource(reference.classifier_forward_backward)
     old = re.findall(r"^ +losses\[rows\] = .*\n +p = log_p.exp_\(\).*\n", source, re.M)
     assert len(old) == 1
@@ -45,11 +46,12 @@ def test_the_term_of_the_loss(ideas: dict[str, str], monkeypatch: pytest.MonkeyP
     exec(source.replace(old[0], new), names)
     logits = torch.randn(7, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).mul_(3).requires_grad_()
     targets, V = torch.arange(7), 19
-    z = logits[:, :V]
+    z = softcap * torch.tanh(logits[:, :V] / softcap) if softcap else logits[:, :V]
     expected = F.cross_entropy(z, targets, reduction="none") + 1e-4 * z.logsumexp(1) ** 2
     (gradient,) = torch.autograd.grad(expected.sum(), logits)
     losses, dlogits = torch.empty(7, dtype=torch.float64), logits.detach().clone()
-    names["classifier_forward_backward"](losses, dlogits, targets, torch.ones(1, dtype=torch.float64), vocab_size=V)
+    one = torch.ones(1, dtype=torch.float64)
+    names["classifier_forward_backward"](losses, dlogits, targets, one, vocab_size=V, softcap=softcap)
     torch.testing.assert_close((losses, dlogits), (expected.detach(), gradient), rtol=1e-12, atol=1e-14)
 
 

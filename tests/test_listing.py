@@ -15,6 +15,7 @@ import pytest
 from handgrad.cli import main
 from handgrad.config import RunConfig, to_toml
 from handgrad.errors import ConfigError, NumericsError, Preempted
+from handgrad.format import human_seconds
 from handgrad.run import lock
 from handgrad.run.listing import list_runs
 from handgrad.run.lock import take_lock
@@ -66,6 +67,32 @@ def test_the_state_follows_from_the_last_marker(last: list[dict[str, Any]], stat
     assert bool(found.reason) is (state == "failed")
     with take_lock(folder):
         assert list_runs(tmp_path)[0].state == "running"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "left"),
+    [("", 100 / 5 * 10), ("10:2048", 100 / 5 * 20), ("6:2048", 100 / (1 + 4 * 2) * 10 * 2)],
+    ids=["steps of one size", "a batch that grows later", "a batch that grew"],
+)
+def test_the_time_left_of_a_running_run(schedule: str, left: float, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Of tokens, as a batch may grow, since the last start: here after step 5, with 15 of 20 steps left to make then."""
+    start = {**RUN, "step": 5, "time": 1000.0}
+    last = {"kind": "step", "step": 10, "time": 1100.0}
+    folder = write_run(tmp_path / "run", {**RUN, "time": 3.0}, {"kind": "step", "step": 5, "time": 9.0}, start, last)
+    recipe = RunConfig(steps=20, tokens_per_step=1024, batch_schedule=schedule)
+    (folder / "config.toml").write_text(to_toml(recipe))
+    assert list_runs(tmp_path)[0].seconds_left is None, "nobody is at work"
+    with take_lock(folder):
+        (found,) = list_runs(tmp_path)
+        assert found.seconds_left == pytest.approx(left) and found.exit_code is None
+        capsys.readouterr()
+        assert main(["runs", str(tmp_path)]) == 0
+        assert (
+            capsys.readouterr().out.splitlines()[-1]
+            == f"running  run: {human_seconds(left)} left at the pace of this start"
+        )
+        (folder / "metrics.jsonl").write_text(json.dumps(start) + "\n")
+        assert list_runs(tmp_path)[0].seconds_left is None, "no step yet"
 
 
 def test_a_look_at_the_lock_refuses_no_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -244,6 +244,7 @@ def test_the_text_has_the_numbers() -> None:
     [
         ({"lora": "ranks=8"}, "a number of lora must be one of .*did you mean rank"),
         ({"lora": "rank"}, "lora must be like 'rank=16,alpha=32,on=q.v', found 'rank'"),
+        ({"lora": "8"}, "lora must be like 'rank=16,alpha=32,on=q.v', found '8'"),
         ({"lora": "rank=0"}, "lora must have a rank of 1 or more and an alpha above 0, found 'rank=0'"),
         ({"lora": "alpha=nan"}, "an alpha above 0"),
         ({"lora": "on=q+w"}, "a product of llama in lora must be one of q, k, v, o, gate, up, down"),

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from handgrad.cli import main
+from handgrad.commands.prepare import PlainProgress
 from handgrad.data.model_tokenizer import of_folder
+from handgrad.data.prepare import Progress
 from handgrad.data.shards import open_dataset
 from tests.conftest import write_text
 from tests.data.chats import CHATML, made_tokenizer, write_folder
@@ -38,6 +40,18 @@ def test_the_recommended_command_works(
     assert main([*words, *QUICK]) == 0, capsys.readouterr().err
     # The folder of the first run is taken by now.
     assert recommended(capsys, text, tokenizer, "my shards")[-1] == "runs/b"
+
+
+def test_the_time_left_is_told_once_it_is_known(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """Not from the first hundredth of the work, which the start of the workers makes slow."""
+    seconds = iter([0.0, 20.0, 40.0])
+    monkeypatch.setattr("handgrad.commands.prepare.time.monotonic", lambda: next(seconds))
+    lines = PlainProgress()
+    lines.show(Progress("tokenising", 20, 1000, "documents", 83_300))
+    lines.show(Progress("tokenising", 500, 1000, "documents", 2_500_000))
+    slow, known = capsys.readouterr().out.splitlines()
+    assert slow == "tokenising: 20 documents, 83.3k tokens, 2%"
+    assert known == "tokenising: 500 documents, 2.5M tokens, 50%, 40 s left"
 
 
 @pytest.mark.parametrize("template", [True, False])

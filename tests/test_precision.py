@@ -47,7 +47,7 @@ def test_the_note_says_what_auto_would_take(capability: dict[str, tuple[int, int
     assert devices.precision_note(CPU, "fp32") == "(auto, on a CPU)"
     for flag in ("avx512_bf16", "amx_bf16"):
         flags["flags"] = f"fma {flag}"
-        note = "(auto, on a CPU, which multiplies bf16: `handgrad doctor` times both)"
+        note = "(auto, on a CPU that multiplies bf16 as well: `handgrad doctor` times both)"
         assert devices.precision_note(CPU, "fp32") == note
     assert devices.precision_note(CUDA, "bf16") == "(auto, which this GPU computes in)"
     assert devices.precision_note(CUDA, "fp32") == "(auto would take bf16, which this GPU computes in)"

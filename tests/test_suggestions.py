@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 import handgrad
-from handgrad.commands.arguments import COMMANDS, Parser
+from handgrad.cli import main
+from handgrad.commands.arguments import COMMANDS, Parser, parse
 from handgrad.errors import UsageError
 from handgrad.names import SYNONYMS, nearest_name, plain_name
 from tests.test_commands import refused
@@ -73,6 +74,52 @@ def test_words_of_other_libraries(line: str, meant: str, capsys: pytest.CaptureF
     assert f"(did you mean {meant}?)" in refused(capsys, 64, *line.split())
 
 
+def test_all_unknown_flags_are_answered_at_once(capsys: pytest.CaptureFixture) -> None:
+    line = refused(
+        capsys, 64, *["train", "tiny", "--n_layer=4", "--device=cpu", "--max_iters", "20", "--n_layer=5", "--zzz"]
+    )
+    told = "'--n_layer' (did you mean --num-layers?), '--max_iters' (did you mean --steps?), '--zzz'"
+    assert line.startswith(f"handgrad: unknown arguments {told};")
+
+
+def test_a_setting_may_be_written_as_in_python() -> None:
+    parsed = parse("train", ["tiny", "--tokens_per_step=512", "--keep_best", "--data", "a_b", "--out=c_d"]).run_config
+    assert (parsed.tokens_per_step, parsed.keep_best, parsed.data, parsed.out) == (512, True, "a_b", "c_d")
+    assert parse("sample", ["run", "--max_tokens", "3"]).max_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (["train", "tiny", "shards/mine"], "--data DIR"),
+        (["sample", "run", "Once upon"], "one argument too many: 'Once upon'; the beginning of a text is --prompt TEXT"),
+        (["chat", "run", "Hello"], "echo TEXT | handgrad chat MODEL"),
+        (["evaluate", "run", "another"], "one MODEL at a time; `handgrad report RUN RUN` compares runs"),
+        (["train", "--init-from", "resume"], "found 'resume': a run resumes by itself, by the same command again"),
+        (["train", "tiny", "--init_from=scratch"], "found 'scratch': a run starts from nothing without it"),
+        (["train", "config/train_shakespeare_char.py"], "recipes are TOML, not programs (did you mean shakespeare-char?)"),
+    ],
+)
+def test_a_word_in_the_wrong_place(line: list[str], told: str, capsys: pytest.CaptureFixture) -> None:
+    assert told in refused(capsys, 64, *line)
+
+
+def test_the_first_run_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """Where nothing is prepared the commands that lead to it; else the one that trains on what is."""
+    monkeypatch.chdir(tmp_path)
+    line = refused(capsys, 64, "train")
+    assert (
+        "nothing is prepared in shards yet; `handgrad prepare MY_TEXT.txt --out shards/mine`, then `handgrad train" in line
+    )
+    (tmp_path / "text.txt").write_text("a few words\n" * 50)
+    assert main(["prepare", "text.txt", "--out", "shards/my text", "--workers", "1"]) == 0
+    capsys.readouterr()
+    assert "say what to train: `handgrad train --data 'shards/my text'` takes" in refused(capsys, 64, "train")
+    assert "make one: `handgrad prepare MY_TEXT.txt --out nowhere`" in refused(
+        capsys, 65, "train", "tiny", "--data", "nowhere"
+    )
+
+
 def test_words_in_python() -> None:
     for given, meant in (({"device": "cuda:1"}, "cuda"), ({"precision": "float32"}, "fp32")):
         with pytest.raises(UsageError, match=rf"\(did you mean {meant}\?\)"):
@@ -89,6 +136,11 @@ def test_words_in_python() -> None:
         ("early_stopping", "Experiments"),
         ("on_step", "Training.steps"),
         ("vocab_size", "handgrad prepare --tokenizer"),
+        ("resume", "by the same command again"),
+        ("eval_only", "handgrad evaluate MODEL"),
+        ("compile", "without a flag"),
+        ("bias", "by the architecture"),
+        ("val_set_size", "--validation-fraction"),
     ],
 )
 def test_what_is_no_setting_has_its_place(word: str, place: str, capsys: pytest.CaptureFixture) -> None:

@@ -2,18 +2,24 @@
 
 import dataclasses
 import re
+import shlex
+import shutil
 from pathlib import Path
 
 import pytest
 
 import handgrad
 from handgrad.cli import main
+from handgrad.commands.arguments import parse
 from handgrad.config import RunConfig
+from handgrad.data.model_tokenizer import of_folder
 from handgrad.data.prepare import PrepareOptions, prepare
 from handgrad.errors import ConfigError, UsageError
 from handgrad.reports import page as pages
 from handgrad.run.start import train
 from tests.conftest import write_text
+from tests.data.chats import made_tokenizer, write_folder
+from tests.interop.models import make_checkpoint
 from tests.test_commands import SMALL, refused
 from tests.test_report import make_run, start_line
 
@@ -91,6 +97,30 @@ def test_the_tokenizer_is_named_before_the_batch(
     assert not (tmp_path / "new").exists()
 
 
+def test_the_tokenizer_to_prepare_with_is_one(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Of weights whose tokenizer has no name: the option in the error, given to `prepare`, makes shards that fit."""
+    theirs, imported, own = (str(tmp_path / name) for name in ("their model", "imported", "own"))
+    text, folder = write_text(tmp_path / "text.txt"), write_folder(made_tokenizer(None), tmp_path / "somebody")
+    llama = {"architecture": "llama", "llama": "kv_heads=1,tied"}
+    weights, _ = make_checkpoint(tmp_path / "random", of_folder(folder), sizes=(2, 2, 32, 256), **llama)
+    assert main(["export", str(weights), "--to", "hf", theirs]) == 0 and main(["import", theirs, "--out", imported]) == 0
+
+    def prepared(*option: str) -> list[str]:
+        out = str(tmp_path / f"shards {len(list(tmp_path.glob('shards *')))}")
+        assert main(["prepare", str(text), *option, "--out", out, "--workers", "1"]) == 0
+        return ["--data", out]
+
+    assert main(["train", *SMALL, *prepared("--tokenizer", "bpe:280"), "--out", own]) == 0
+    others = prepared("--tokenizer", "bytes")
+    for source in (theirs, imported, own):
+        begin = ["train", "--init-from", source, "--steps", "1", "--device", "cpu", "--out", str(tmp_path / "run")]
+        line = refused(capsys, 65, *begin, *others)
+        option = shlex.split(line.partition("prepare the text with ")[2])
+        assert option == ["--tokenizer", source]
+        assert main([*begin, "--allow-changes", *prepared(*option)]) == 0
+        shutil.rmtree(tmp_path / "run")
+
+
 @pytest.mark.fault(20)
 def test_other_data_of_the_same_tokenizer(finished: RunConfig, tmp_path: Path) -> None:
     """Folders in the message, digests only in the log of a run that goes on."""
@@ -147,6 +177,12 @@ def test_a_folder_of_runs_stands_for_its_runs(
     assert "<title>seed=1 · seed=2 – handgrad</title>" in (tmp_path / "sweep" / "report.html").read_text()
     rows = handgrad.compare(tmp_path / "single", tmp_path / "sweep")
     assert [row["run"] for row in rows] == ["single", "seed=1", "seed=2"]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sweep" / "report.html").unlink()
+    (tmp_path / "sweep").rename("runs")
+    capsys.readouterr()
+    assert main(["report"]) == 0 and capsys.readouterr().out == "runs/report.html\n", "of `runs`, unless others are named"
+    assert parse("watch", []).runs == ["runs"]
 
 
 def test_a_run_is_named_by_its_folder_alone(finished: RunConfig, capsys: pytest.CaptureFixture) -> None:

@@ -59,6 +59,7 @@ def parse(command: str, arguments: Sequence[str]) -> argparse.Namespace:
     summary, add_arguments = COMMANDS[command]
     texts = {"description": summary, "epilog": f"example: {EXAMPLES[command]}"}
     parser = Parser(f"handgrad {command}", formatter_class=Formatter, **texts)
+    parser.example = EXAMPLES[command]
     add_arguments(parser)
     namespace = parser.parse(arguments)
     namespace.arguments = list(arguments)
@@ -71,6 +72,7 @@ def parse(command: str, arguments: Sequence[str]) -> argparse.Namespace:
 
 def add_run_arguments(parser: Parser) -> None:
     """A preset or a recipe, a model size, and a flag for every field, under the heading of its group."""
+    parser.takes_one = "after a PRESET all is named: --data DIR, --out RUN, --config FILE, --init-from WEIGHTS"
     parser.usage = "%(prog)s [PRESET] [--config FILE] [--SETTING VALUE]..."
     parser.add_argument("preset", nargs="?", help=f"starting point: {presets.listed(presets.PRESETS)}")
     parser.add_argument("--config", metavar="FILE", help="TOML recipe, or the name of a shipped one (`handgrad recipes`)")
@@ -175,6 +177,7 @@ def plan(parser: Parser) -> None:
 
 def evaluate(parser: Parser) -> None:
     add_model_arguments(parser, with_fp8=True)
+    parser.takes_one = "one MODEL at a time; `handgrad report RUN RUN` compares runs"
     add_fp8_weights(parser)
     parser.add_argument("--data", default="", metavar="DIR", help="prepared shards (default without --tasks: the run's)")
     parser.number("--eval-tokens", "tokens (default: the whole split)", rule=NOT_NEGATIVE, default=0)
@@ -220,8 +223,13 @@ def import_(parser: Parser) -> None:
     parser.add_argument("--base", default="", metavar="WEIGHTS", help=under)
 
 
+def add_runs(parser: Parser) -> None:
+    which = "run folders, a folder of runs, llm.c's main.log; overlaid (default: runs)"
+    parser.add_argument("runs", nargs="*", default=["runs"], metavar="RUN", help=which)
+
+
 def report(parser: Parser) -> None:
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, a folder of runs, llm.c's main.log; overlaid")
+    add_runs(parser)
     parser.add_argument("--out", default="", metavar="FILE", help="the page, plots beside it (default: RUN/report.html)")
 
 
@@ -230,7 +238,7 @@ def recipes(parser: Parser) -> None:
 
 
 def watch(parser: Parser) -> None:
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, a folder of runs, llm.c's main.log; overlaid")
+    add_runs(parser)
     add_address(parser, 8360)
 
 
@@ -318,6 +326,10 @@ def doctor(parser: Parser) -> None:
     parser.add_argument("--model", default="", metavar="FILE", help="the model.bin of the debug state")
 
 
+def gradcheck(parser: Parser) -> None:
+    """No options: it checks the reference, on a CPU."""
+
+
 def demo(parser: Parser) -> None:
     parser.add_argument("--data", default="shards/stories", metavar="DIR", help="folder of the shards")
     parser.add_argument("--out", default="runs/demo", metavar="DIR", help="folder of the run")
@@ -325,29 +337,38 @@ def demo(parser: Parser) -> None:
 
 
 COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
+    "demo": ("the whole way in about two minutes: stories, training, a report", demo),
     "prepare": ("raw text -> a folder of token shards", prepare),
     "train": ("trains the run in --out, or resumes it", train),
     "sweep": ("a run for every combination of values, and one report of all", sweep),
+    "recipes": ("the shipped recipes and launch files, listed; or one, printed", recipes),
     "plan": ("memory, speed and cost of a run, here or on GPUs elsewhere", plan),
-    "evaluate": ("loss, perplexity, bits per byte of a checkpoint; results on tasks", evaluate),
     "sample": ("text from a checkpoint, streamed; or one for each prompt", sample),
     "chat": ("a conversation with a model, streamed; a pipe: an answer a line", chat),
     "serve": ("a model over HTTP: a page to talk to it, and OpenAI's API", serve),
+    "evaluate": ("loss, perplexity, bits per byte of a checkpoint; results on tasks", evaluate),
     "export": ("a checkpoint -> transformers, PEFT, llm.c, llama.cpp; compared", export),
     "import": ("a model of transformers, the Hub, PEFT, llm.c -> a checkpoint", import_),
     "report": ("a self-contained HTML page of one or more runs", report),
     "watch": ("the report of one or more runs, live in a browser", watch),
-    "recipes": ("the shipped recipes and launch files, listed; or one, printed", recipes),
     "runs": ("a table of the runs below a folder: steps, loss, size, state", runs),
     "checkpoints": ("those of a run: listed, verified by their hashes, pruned", checkpoints),
     "verify": ("replays an audited run from checkpoints; compares every link", verify),
     "diff": ("where two runs part: settings, versions, data, link, tensors", diff),
     "certificate": ("one small file that says what a run was trained on, with hashes", certificate),
-    "bench": ("handgrad beside a PyTorch autograd twin, on this machine", bench),
-    "tune": ("freezes the fastest algorithm of each GEMM of a model on this GPU", tune),
-    "profile": ("time per kernel of a run's steps, beside this machine's limits", profile),
+    "gradcheck": ("every gradient by hand beside differences of its forward", gradcheck),
     "doctor": ("parts of this machine: present, in use, missing; each runs once", doctor),
-    "demo": ("the whole way in about two minutes: stories, training, a report", demo),
+    "profile": ("time per kernel of a run's steps, beside this machine's limits", profile),
+    "tune": ("freezes the fastest algorithm of each GEMM of a model on this GPU", tune),
+    "bench": ("handgrad beside a PyTorch autograd twin, on this machine", bench),
+}
+# The first command of each group, in order.
+COMMAND_GROUPS = {
+    "demo": "from text to a model",
+    "sample": "a model at work",
+    "report": "runs, while they train and after",
+    "verify": "proofs",
+    "doctor": "this machine",
 }
 
 EXAMPLES = {
@@ -373,5 +394,6 @@ EXAMPLES = {
     "tune": "handgrad tune d12 --precision fp8",
     "profile": "handgrad profile d12 --precision bf16 --trace trace.json.gz",
     "doctor": "handgrad doctor",
+    "gradcheck": "handgrad gradcheck",
     "demo": "handgrad demo --steps 500",
 }

@@ -27,6 +27,7 @@ def run(parsed: Namespace) -> int:
         print(f"optimizer  {masters} after {state.step} steps; to go on from there:")
         print(f"           handgrad train {sizes} --data SHARDS --out {out} --allow-changes")
     print(f"written    {out}")
-    name, tries = shlex.quote(str(out)), "sample" if template_text(found.tokenizer) is None else "chat"
-    print(f"next       handgrad {tries} {name}   or, to finetune it:   handgrad prepare FILE --tokenizer {name}")
+    name, talks = shlex.quote(str(out)), template_text(found.tokenizer) is not None
+    tries, file = ("chat", "--chat FILE") if talks else ("sample", "FILE")
+    print(f"next       handgrad {tries} {name}   or, to finetune it:   handgrad prepare {file} --tokenizer {name}")
     return 0

@@ -50,6 +50,7 @@ def add_sampling_arguments(parser: Parser, text: str) -> None:
 
 def sample(parser: Parser) -> None:
     add_model_arguments(parser)
+    parser.takes_one = "the beginning of a text is --prompt TEXT, in quotes"
     add_fp8_weights(parser)
     parser.add_argument("--prompt", metavar="TEXT", help="the beginning (default: a new document)")
     parser.add_argument("--prompt-file", metavar="FILE", help="a file with the beginning; - is standard input")
@@ -65,6 +66,7 @@ def sample(parser: Parser) -> None:
 
 def chat(parser: Parser) -> None:
     add_model_arguments(parser)
+    parser.takes_one = "what you say is asked for, or comes through a pipe: echo TEXT | handgrad chat MODEL"
     add_fp8_weights(parser)
     parser.add_argument("--system", default="", metavar="TEXT", help="the message of the system, before the conversation")
     parser.number("--max-tokens", "longest answer (default: 512)", default=512)

@@ -37,6 +37,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, allow_abbrev=False, **kwargs)
         self.rules: dict[str, Rule] = {}
+        self.example = ""  # a command line that works, for an error
         self.takes_one = ""  # the remedy for a second argument where one stands for several
         self.left_out: dict[argparse.Action, str] = {}  # with the help that `--help` does not show
 
@@ -45,6 +46,11 @@ class Parser(argparse.ArgumentParser):
             action.help = text
 
     def error(self, message: str) -> NoReturn:
+        missing = message.removeprefix("the following arguments are required: ")
+        if missing != message and self.example:
+            raise UsageError(
+                f"{missing} is missing; for example `{self.example}`; `{self.prog} --help` lists what there is"
+            )
         raise UsageError(f"{message}; `{self.prog} --help` lists what there is")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -68,19 +74,26 @@ class Parser(argparse.ArgumentParser):
             self.rules[action.dest] = rule
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """Like `parse_args`; checks the numbers, and answers an unknown flag with the nearest known one."""
-        namespace, unknown = self.parse_known_args(arguments)
+        """Like `parse_args`; checks the numbers, and answers unknown flags with the nearest known ones."""
+        namespace, unknown = self.parse_known_args([self.dashed(word) for word in arguments])
         if unknown:
-            name = unknown[0].split("=")[0]
-            if self.takes_one and not name.startswith("-"):
+            names = list(dict.fromkeys(word.split("=")[0] for word in unknown if word.startswith("-")))
+            if self.takes_one and not names:
                 raise UsageError(f"one argument too many: {unknown[0]!r}; {self.takes_one}")
             full = "--help-all" if self.left_out else "--help"
             known = [option for action in self._actions for option in action.option_strings]
-            raise UsageError(f"unknown argument {name!r}{nearest_name(name, known)}; `{self.prog} {full}` lists all")
+            told = ", ".join(f"{name!r}{nearest_name(name, known)}" for name in names or unknown[:1])
+            raise UsageError(f"unknown argument{'s' * (len(names) > 1)} {told}; `{self.prog} {full}` lists all")
         for name, rule in self.rules.items():
             if getattr(namespace, name) is not None:
                 rule.check(flag(name), getattr(namespace, name))
         return namespace
+
+    def dashed(self, word: str) -> str:
+        """--tokens_per_step=8 -> --tokens-per-step=8: a setting's name in TOML and Python is its flag as well."""
+        name, equals, value = word.partition("=")
+        option = name.replace("_", "-")
+        return option + equals + value if option in self._option_string_actions else word
 
 
 def name_of(action: argparse.Action) -> str:

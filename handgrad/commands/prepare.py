@@ -62,6 +62,9 @@ def prepare_with_progress(options: PrepareOptions) -> Prepared:
         return write_shards(options, show)
 
 
+LEAST_SHARE = 0.05  # of the work that tells the time of the rest: before it the start of the workers counts most
+
+
 class PlainProgress:
     """Prints a line every ten seconds, with the time left if the total is known."""
 
@@ -76,7 +79,9 @@ class PlainProgress:
         share = ""
         if progress.total and progress.done:
             fraction = min(1.0, progress.done / progress.total)
-            share = f", {fraction:.0%}, {(now - self.start) * (1 - fraction) / fraction:.0f} s left"
+            share = f", {fraction:.0%}"
+            if fraction >= LEAST_SHARE:
+                share += f", {(now - self.start) * (1 - fraction) / fraction:.0f} s left"
         print(
             f"{progress.phase}: {human_count(progress.done)} {progress.unit}, {human_count(progress.tokens)} tokens{share}"
         )

@@ -215,7 +215,8 @@ def open_dataset(folder: str | Path) -> Dataset:
         raise DataError(f"expected a folder of token shards, found the file {folder}; {remedy}")
     if not folder.is_dir():
         begun = folder.with_name(folder.name + ".partial").is_dir()
-        hint = "finish it by running its `handgrad prepare` again" if begun else "make one with `handgrad prepare`"
+        hint = f"make one: `handgrad prepare MY_TEXT.txt --out {shlex.quote(str(folder))}`"
+        hint = "finish it by running its `handgrad prepare` again" if begun else hint
         raise DataError(f"expected a folder of token shards, found none at {folder}; {hint}")
     with storage_errors(f"reading {folder}"):
         return _open_prepared(folder) if (folder / MANIFEST_FILE).is_file() else _open_bare(folder)

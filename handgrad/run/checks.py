@@ -1,5 +1,6 @@
 """Refusals before anything is written or allocated."""
 
+import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -73,7 +74,7 @@ def check_tokenizer(config: RunConfig, dataset: Dataset, *, allow_changes: bool)
     record = found[1].get("tokenizer") if found else None
     if not found or not isinstance(record, dict) or record.get("sha256") == dataset.tokenizer.sha256:
         return
-    spec = f"--tokenizer {found[0] if record.get('kind') == 'bpe' else record.get('kind')}"
+    spec = tokenizer_flag(record, config.out if begun else config.init_from)
     if begun is None:
         raise DataError(other_tokenizer(config.init_from, record, spec, dataset))
     if not allow_changes:
@@ -82,6 +83,16 @@ def check_tokenizer(config: RunConfig, dataset: Dataset, *, allow_changes: bool)
         if trained_on and trained_on != config.data:
             remedy += f", or the run's --data {trained_on}"
         raise ConfigError(other_tokenizer(config.out, record, remedy, dataset))
+
+
+def tokenizer_flag(record: dict[str, Any], model: str) -> str:
+    """The option of `handgrad prepare` for the tokenizer of a manifest's `record`: by its own name, or by its model's."""
+    kind = record.get("kind")
+    if kind in ("gpt2", "bytes"):
+        return f"--tokenizer {kind}"
+    if Path(model.removesuffix(f"/{BEST}")).is_dir():
+        return f"--tokenizer {shlex.quote(model)}"
+    return "the tokenizer of the weights (`handgrad import` makes a folder of them, which --tokenizer takes)"
 
 
 def other_tokenizer(source: str, record: dict[str, Any], remedy: str, dataset: Dataset) -> str:

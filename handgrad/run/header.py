@@ -39,6 +39,7 @@ def header_lines(
     samples_per_epoch = training_batches(config, dataset).samples_per_epoch
     lanes = f"{config.lanes} lanes x " if config.lanes > 1 else ""
     tokens = config.batch.tokens_before(config.steps)
+    epochs = tokens // config.sequence_length / samples_per_epoch
     backend = ops.__name__.removeprefix("handgrad.ops.").split(".")[0]
     precision = f"{config.precision} {devices.precision_note(design.device, config.precision)}"
     return [
@@ -54,7 +55,7 @@ def header_lines(
         *offload_lines(design),
         f"batch      {config.tokens_per_step} tokens a step = {lanes}{config.micro_steps} x {config.micro_batch} x"
         f" {config.sequence_length}; {config.steps} steps = {human_count(tokens)} tokens,"
-        f" {tokens // config.sequence_length / samples_per_epoch:.1f} epochs",
+        f" {epochs:{'.1f' if epochs >= 0.1 else '.1g'}} epochs",
         *batch_lines(config, design.batch),
         *warmup_lines(config),
         *packing_lines(config, dataset),

@@ -12,9 +12,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from handgrad.batch_schedule import parse_schedule
 from handgrad.config import read_toml
 from handgrad.errors import DataError, HandgradError, StorageError, storage_errors
-from handgrad.format import human_age, human_bytes, human_count
+from handgrad.format import human_age, human_bytes, human_count, human_seconds
 from handgrad.jsonl import parse
 from handgrad.run.lock import is_held
 from handgrad.run_files import CONFIG_FILE, LOCK_FILE, METRICS_FILE
@@ -45,6 +46,7 @@ class RunSummary:
     step: int = 0
     steps: int | None = None
     validation_loss: float | None = None  # the last one, nats per token
+    seconds_left: float | None = None  # of a running one
 
     def row(self, now: float) -> tuple[str, ...]:
         """Its cells in a table, in the order of `HEADINGS`."""
@@ -115,16 +117,30 @@ def figures(folder: Path) -> dict[str, Any]:
         raise DataError(f"{folder / METRICS_FILE} has no 'run' line; `handgrad train` did not get to its first step")
     marker = found["marker"]
     loss = found.get("validation", {}).get("loss")
-    state, code = state_of(marker), marker.get("code")
+    state, code = RUNNING if is_held(folder) else state_of(marker), marker.get("code")
     return {
-        "state": RUNNING if is_held(folder) else state,
+        "state": state,
         "reason": str(marker.get("reason", "")) if state == FAILED else "",
-        "exit_code": code if isinstance(code, int) and state != FINISHED else None,
+        "exit_code": code if isinstance(code, int) and state not in (FINISHED, RUNNING) else None,
         "parameters": found["run"].get("parameters"),
         "step": found.get("step", {}).get("step", 0),
         "steps": config.get("steps", found["run"].get("steps")),
         "validation_loss": loss if isinstance(loss, float) and math.isfinite(loss) else None,
+        "seconds_left": seconds_left(config, found) if state == RUNNING else None,
     }
+
+
+def seconds_left(config: dict[str, Any], found: dict[str, dict[str, Any]]) -> float | None:
+    """The seconds that the steps left will take at the pace of those since the last start, validations and saves among
+    them; None before there is one."""
+    numbers: list[Any] = [end.get(name) for end in (found["run"], found.get("step", {})) for name in ("time", "step")]
+    numbers += [config.get(name) for name in ("steps", "tokens_per_step")]
+    if not all(isinstance(number, int | float) for number in numbers):
+        return None
+    begun, first, now, last, steps, tokens_per_step = numbers
+    batch = parse_schedule(tokens_per_step, config.get("batch_schedule", ""))
+    before, done, in_all = (batch.tokens_before(step) for step in (first, last, steps))
+    return (now - begun) * (in_all - done) / (done - before) if done > before else None
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -174,6 +190,8 @@ def table(runs: list[RunSummary], width: int) -> list[str]:
         padded = (f"{cell:>{size}}" for cell, size in zip(cells, widths[1:], strict=True))
         lines.append("  ".join([f"{short:<{widths[0]}}", *padded]))
     for run in runs:
+        if run.seconds_left is not None:
+            lines.append(f"{run.state:<8} {run.name}: {human_seconds(run.seconds_left)} left at the pace of this start")
         if run.reason:
             code = "" if run.exit_code is None else f" (exit code {run.exit_code})"
             lines.append(f"{run.state:<8} {run.name}: {run.reason}{code}")

@@ -9,9 +9,15 @@ from handgrad import presets, recipes
 from handgrad.config import RunConfig, check, convert, read_toml, to_dict
 from handgrad.data.sources import holds_text, prepare_command
 from handgrad.errors import UsageError
+from handgrad.names import nearest_name
 from handgrad.run_files import CONFIG_FILE
 from handgrad.techniques import changed, settled
 
+# Other trainers' words in the place of weights.
+BEGINNINGS = {
+    "resume": "a run resumes by itself, by the same command again",
+    "scratch": "a run starts from nothing without it",
+}
 WITHOUT, WITH = "without", "with"  # settings that change the list `techniques`: no fields of their own
 
 
@@ -35,7 +41,9 @@ def run_config(preset: str, recipe_file: str, model: str, settings: Mapping[str,
         merged |= presets.model(model)
     change = {name: str(settings.get(name, "")) for name in (WITHOUT, WITH)}
     merged |= {name: convert(name, value) for name, value in settings.items() if name not in change}
-    if merged.get("init_from"):
+    if weights := merged.get("init_from"):
+        if weights in BEGINNINGS and not Path(weights).exists():
+            raise UsageError(f"init_from names the weights to start from, found {weights!r}: {BEGINNINGS[weights]}")
         sizes = sizes_of_weights(merged)
         merged = {**sizes, **({} if name or recipe_file else suited_finetuning(merged, sizes)), **merged}
     elif not name and not recipe_file and "num_layers" not in merged and "data" in merged:
@@ -45,8 +53,8 @@ def run_config(preset: str, recipe_file: str, model: str, settings: Mapping[str,
         if "out" in merged and (run / CONFIG_FILE).is_file():
             raise UsageError(f"say how to train: {run} is a run, which {resumes(run)} resumes")
         raise UsageError(
-            f"say what to train: --data DIR alone for a run that suits it, a preset ({presets.listed(presets.PRESETS)}),"
-            " --config FILE, --model NAME or --init-from WEIGHTS"
+            f"say what to train: {first_run()}; or name a preset ({presets.listed(presets.PRESETS)}), --config FILE,"
+            " --model NAME or --init-from WEIGHTS"
         )
     architecture = merged.get("architecture", RunConfig.architecture)
     if architecture == "modern":
@@ -76,10 +84,27 @@ def suited_finetuning(settings: dict[str, Any], sizes: dict[str, Any]) -> dict[s
     return chosen_finetuning(settings, sizes)
 
 
+def first_run() -> str:
+    """The command that trains a model which suits the data prepared here, or those that prepare some."""
+    from handgrad.data.shards import MANIFEST_FILE  # imports numpy, which `--help` spares
+
+    folder = Path(RunConfig.data)
+    for path in (folder, *sorted(folder.glob("*/"))):
+        if (path / MANIFEST_FILE).is_file():
+            return f"`handgrad train --data {shlex.quote(str(path))}` takes what suits these shards"
+    return (
+        f"nothing is prepared in {folder} yet; `handgrad prepare MY_TEXT.txt --out shards/mine`, then"
+        " `handgrad train --data shards/mine`, trains on a text of yours, `handgrad demo` on built-in stories"
+    )
+
+
 def refuse_path(name: str) -> None:
     """Raises `UsageError` with the command to run if `name`, in the place of a preset, is a path to a recipe, a run, shards
     or text."""
     path, start = Path(name), "a run begins with a preset"
+    if path.suffix == ".py":
+        near = nearest_name(path.stem.removeprefix("train_").replace("_", "-"), recipes.recipe_names())
+        raise UsageError(f"{start}, found {name}: recipes are TOML, not programs{near}; `handgrad recipes` lists them")
     if name in recipes.recipe_names() or (path.suffix == ".toml" and path.is_file()):
         raise UsageError(f"{start}, found a recipe: `handgrad train --config {shlex.quote(name)}`")
     if (path / CONFIG_FILE).is_file():

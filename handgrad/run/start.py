@@ -29,6 +29,7 @@ from handgrad.run.checks import (
     check_shared_gradients,
     check_tokenizer,
     other_tokenizer,
+    tokenizer_flag,
 )
 from handgrad.run.console import Shows
 from handgrad.run.folder import RunFolder, settled_lanes
@@ -118,7 +119,7 @@ def open_fitting(config: RunConfig, dataset: Dataset, *, strict: bool) -> Weight
     weights = open_weights(config.init_from, strict=strict)
     if weights.tokenizer.sha256 != dataset.tokenizer.sha256:
         record = tokenizer_record(weights.tokenizer)
-        raise DataError(other_tokenizer(config.init_from, record, "the tokenizer of the weights", dataset))
+        raise DataError(other_tokenizer(config.init_from, record, tokenizer_flag(record, config.init_from), dataset))
     shape = config.shape(weights.shape.vocab_size)
     for name in SHAPE:
         here, there = getattr(shape, name), getattr(weights.shape, name)

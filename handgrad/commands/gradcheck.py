@@ -1,0 +1,55 @@
+"""handgrad gradcheck: every gradient by hand beside central differences of its forward; names the first wrong one."""
+
+from argparse import Namespace
+
+from handgrad.errors import NumericsError
+from handgrad.tools.gradient_checks.differences import TOLERANCE
+from handgrad.tools.gradient_checks.models import check_models
+from handgrad.tools.gradient_checks.operations import Checked, check_operations
+
+
+def run(parsed: Namespace) -> int:
+    print("gradients by hand beside central differences of the forward: relative errors")
+    wrong = []
+    for checked in check_operations():
+        shown = ", ".join(f"{found.of} {found.error:.0e}" for found in checked.gradients)
+        print(f"{mark(checked)}  {checked.name}: {shown}", flush=True)
+        wrong += [checked] * bool(checked.wrong)
+    if wrong:
+        raise NumericsError(mistake(wrong[0]))
+    for checked in check_models():
+        worst = max(checked.gradients, key=lambda found: found.error)
+        count = f"{len(checked.gradients)} parameters of two layers"
+        print(f"{mark(checked)}  {checked.name}: {count}, at most {worst.error:.0e} ({worst.of})", flush=True)
+        wrong += [checked] * bool(checked.wrong)
+    if wrong:
+        raise NumericsError(wiring(wrong[0]))
+    return 0
+
+
+def mark(checked: Checked) -> str:
+    return "FAIL" if checked.wrong else "ok  "
+
+
+def mistake(checked: Checked) -> str:
+    """The operation whose backward does not belong to its forward, and a number of it."""
+    found = checked.wrong[0]
+    return (
+        f"the gradient of {found.of} from {checked.name} is not that of the forward: at {found.worst} {found.by_hand:.6g}"
+        f" by hand, {found.by_differences:.6g} by differences, a relative error of {found.error:.2g} over all (at most"
+        f" {TOLERANCE:g}); see {checked.place}"
+    )
+
+
+def wiring(checked: Checked) -> str:
+    """The part of a network, nearest to the loss, whose gradients are wrong: a mistake spoils all gradients that the
+    backward makes after it."""
+    last = checked.wrong[-1]
+    part = last.of.rpartition(".")[0]
+    names = [found.of for found in checked.wrong if found.of.rpartition(".")[0] == part]
+    right = [found.of for found in checked.gradients if found.right and found.of.rpartition(".")[0] == part]
+    return (
+        f"every operation is right, but {len(checked.wrong)} of {len(checked.gradients)} gradients of {checked.name} are"
+        f" not; nearest to the loss {', '.join(names)}; right beside them: {', '.join(right) or 'none'}; see the backward"
+        f" in {checked.place}"
+    )

@@ -1,0 +1,117 @@
+"""`handgrad gradcheck` finds every gradient right, and names the operation, or the part of a network, whose is not."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from handgrad.cli import main
+from handgrad.ops import OPERATIONS, reference
+from handgrad.tools.gradient_checks import operations
+from handgrad.tools.gradient_checks.differences import TOLERANCE, differences, slope
+
+ROOT = Path(__file__).parents[1]
+# Compositions of operations with a case of their own: the networks run them.
+COMPOSED = {
+    *("gelu_linear_backward", "relu2_linear_backward", "swiglu_linear_backward"),
+    *("qk_norm_rotary_backward", "bias_backward"),
+}
+
+
+def wrong(operation: Any, factor: float) -> Any:
+    """The operation, with its first result times `factor`."""
+
+    def changed(result: Tensor, *arguments: Any, **settings: Any) -> None:
+        operation(result, *arguments, **settings)
+        result.mul_(factor)
+
+    return changed
+
+
+def test_every_gradient_is_right(capsys: pytest.CaptureFixture) -> None:
+    assert main(["gradcheck"]) == 0
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert all(line.startswith("ok    ") for line in lines)
+    assert [line.split()[1].rstrip(":,") for line in lines[:7]] == list(operations.CASES)[:7]
+    assert [line.split()[1] for line in lines[-3:]] == ["gpt2:", "modern:", "llama:"]
+
+
+def test_every_backward_has_a_case() -> None:
+    backwards = {name for name in OPERATIONS if name.endswith("_backward")}
+    assert {name.partition(",")[0] for name in operations.CASES} == backwards - COMPOSED
+
+
+@pytest.mark.parametrize("name", operations.CASES)
+def test_a_millionth_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any result of the operation: the first, which is an input's gradient or the losses."""
+    operation = name.partition(",")[0]
+    monkeypatch.setattr(operations, "CASES", {name: operations.CASES[name]})
+    (checked,) = operations.check_operations()
+    assert not checked.wrong and max(found.error for found in checked.gradients) < TOLERANCE / 10
+    monkeypatch.setattr(reference, operation, wrong(getattr(reference, operation), 1 + 1e-6))
+    (checked,) = operations.check_operations()
+    assert checked.wrong[0].error == pytest.approx(1e-6, rel=0.01)
+
+
+def test_the_operation_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    place = operations.place_of("gelu_backward")
+    path, line = place.split(":")
+    assert (ROOT / path).read_text().splitlines()[int(line) - 1].startswith("def gelu_backward(")
+    monkeypatch.setattr(operations, "place_of", lambda name: place)
+    monkeypatch.setattr(reference, "gelu_backward", wrong(reference.gelu_backward, 1.02))
+    assert main(["gradcheck"]) == 76
+    shown = capsys.readouterr()
+    assert "FAIL  gelu_backward: inp 2e-02" in shown.out and "gpt2" not in shown.out
+    assert shown.err.startswith("handgrad: the gradient of inp from gelu_backward is not that of the forward: at [")
+    assert shown.err.endswith(f"a relative error of 0.02 over all (at most 1e-07); see {place}\n")
+
+
+def test_a_gradient_that_is_no_number_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setattr(reference, "linear_backward", wrong(reference.linear_backward, torch.nan))
+    assert main(["gradcheck"]) == 76
+    assert "the gradient of inp from linear_backward" in (err := capsys.readouterr().err) and " nan by hand" in err
+
+
+def test_the_part_of_the_network_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """Where every operation is right: here a composition of two."""
+    monkeypatch.setattr(reference, "gelu_linear_backward", wrong(reference.gelu_linear_backward, 1.01))
+    assert main(["gradcheck"]) == 76
+    shown = capsys.readouterr()
+    assert [line.split()[1] for line in shown.out.splitlines() if line.startswith("FAIL")] == ["gpt2:"]
+    found = shown.err.partition("nearest to the loss ")[2]
+    near, _, right = found.partition("; right beside them: ")
+    assert "blocks.1.fc_weight" in near and "blocks.0" not in near
+    assert right == "blocks.1.fcproj_weight, blocks.1.fcproj_bias; see the backward in handgrad/models/gpt2.py\n"
+
+
+def test_a_change_of_both_ways_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An activation of one's own needs no second program to be checked: SiLU, as docs/architecture.md has it."""
+    section = (ROOT / "docs" / "architecture.md").read_text().split("## Trying an idea")[1]
+    lines = section.split("```text\n")[1].partition("\n\n")[0].splitlines()
+
+    def forward(out: Tensor, inp: Tensor) -> None:
+        exec(lines[0], {"torch": torch, "out": out, "inp": inp})
+
+    def backward(dhidden_inout: Tensor, inp: Tensor) -> None:
+        names = {"torch": torch, "inp": inp}
+        exec("\n".join(lines[1:]), names)
+        dhidden_inout.mul_(names["slope"])
+
+    monkeypatch.setattr(operations, "CASES", {"gelu_backward": operations.CASES["gelu_backward"]})
+    monkeypatch.setattr(reference, "gelu_forward", forward)
+    assert [found.right for checked in operations.check_operations() for found in checked.gradients] == [False]
+    monkeypatch.setattr(reference, "gelu_backward", backward)
+    assert [found.right for checked in operations.check_operations() for found in checked.gradients] == [True]
+
+
+def test_differences_of_a_polynomial() -> None:
+    """x^3: 3 x^2, by h^2 too large."""
+    x = torch.tensor([[1.0, -2.0], [0.5, 3.0]], dtype=torch.float64)
+    before = x.clone()
+    found = differences(lambda: (x**3).sum().item(), x)
+    torch.testing.assert_close(found, 3 * x**2, rtol=1e-8, atol=1e-8)
+    direction = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
+    assert slope(lambda: (x**3).sum().item(), x, direction) == pytest.approx(3 + 27, rel=1e-8)
+    assert torch.equal(x, before), "set back"
