@@ -67,6 +67,14 @@ class Parser(argparse.ArgumentParser):
         if rule is not None:
             self.rules[action.dest] = rule
 
+    def text(self, flag: str, metavar: str, help: str, *, default: str | None = "") -> None:
+        """A flag with a text."""
+        self.add_argument(flag, default=default, metavar=metavar, help=help)
+
+    def switch(self, flag: str, help: str) -> None:
+        """A flag without a value."""
+        self.add_argument(flag, action="store_true", help=help)
+
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Like `parse_args`; checks the numbers, and answers an unknown flag with the nearest known one."""
         namespace, unknown = self.parse_known_args(arguments)

@@ -1,5 +1,6 @@
 """Refusals before anything is written or allocated."""
 
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,16 @@ from handgrad.run.resolve import largest_micro_batch, possible_configs, resolve
 from handgrad.run.writing import memory_bytes
 from handgrad.run_files import BEST
 from handgrad.training.design import Design
+
+
+def check_names(config: RunConfig) -> None:
+    """Refuses paths that are no UTF-8, as Linux allows them: neither the log nor safetensors takes them."""
+    for name in ("data", "out", "init_from"):
+        path = getattr(config, name)
+        try:
+            path.encode()
+        except UnicodeEncodeError:
+            raise UsageError(f"{name} must be a path in UTF-8, found {os.fsencode(path)!r}; rename the folder") from None
 
 
 def check_fits(config: RunConfig, design: Design, dataset: Dataset, ranks: int = 1, *, more_bytes: int = 0) -> None:

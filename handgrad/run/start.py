@@ -25,6 +25,7 @@ from handgrad.run import sinks
 from handgrad.run.checks import (
     check_disk,
     check_fits,
+    check_names,
     check_offload,
     check_shared_gradients,
     check_tokenizer,
@@ -48,6 +49,7 @@ def open_run(
     Raises the errors of an input or a folder that does not fit.
     """
     check(config)
+    check_names(config)
     info = find_rank_info(os.environ)
     device = devices.resolve_device(config.device, info.local_rank)
     seconds = config.join_seconds, config.silence_seconds, config.stall_seconds
