@@ -135,29 +135,15 @@ STOPPING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signa
 REPEAT_SECONDS = 1.0  # a signal that comes again sooner is the same one, on another way
 
 
-def tell(error: HandgradError) -> None:
-    """Prints the error's line on stderr, once among the processes that one launcher has started on a machine."""
-    tell_line(str(error))
-
-
-def tell_line(text: str) -> None:
-    line = f"handgrad: {text}"
-    if is_first(line):
-        print_error(line)
-
-
-def tell_note(text: str) -> None:
-    """`tell_line` of something that does not end the process."""
-    line = f"handgrad: {text}"
-    if is_first(line, ends=False):
-        print_error(line)
-
-
-def print_error(line: str) -> None:
-    try:
-        print(line, file=sys.stderr, flush=True)
-    except OSError:  # the terminal is gone
-        leave(sys.stderr)
+def tell(message: object, *, ends: bool = True) -> None:
+    """Prints an error or a text as a line on stderr, once among the processes that one launcher has started on a machine.
+    `ends`: it ends this process."""
+    line = f"handgrad: {message}"
+    if is_first(line, ends=ends):
+        try:
+            print(line, file=sys.stderr, flush=True)
+        except OSError:  # the terminal is gone
+            leave(sys.stderr)
 
 
 def leave(stream: TextIO) -> None:

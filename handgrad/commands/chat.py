@@ -12,7 +12,7 @@ from typing import Any
 
 from handgrad import devices
 from handgrad.arena import make_plan
-from handgrad.errors import DataError, tell_note
+from handgrad.errors import DataError, tell
 from handgrad.evaluation.load import LoadedModel, from_elsewhere, load_model, machine
 from handgrad.evaluation.writing import Writing
 from handgrad.format import human_bytes
@@ -56,9 +56,10 @@ def run(parsed: Namespace) -> int:
     model = load_model(weights, device, dtype, ops, fp8_buffers(weights.shape, ops, device) if parsed.fp8_weights else [])
     writing = Writing(model, dtype, with_fp8_weights(ops, model.shape, model.weights, model.views))
     if talk.template.is_plain and from_elsewhere(weights):
-        tell_note(
+        tell(
             f"{parsed.checkpoint} has no chat template, so this talks in the plain one; a base model continues text and"
-            " seldom answers: finetune it on conversations, which `handgrad prepare --chat` takes"
+            " seldom answers: finetune it on conversations, which `handgrad prepare --chat` takes",
+            ends=False,
         )
     interrupts = Interrupts()
     with interrupts.handled():
@@ -97,7 +98,7 @@ def converse(parsed: Namespace, talk: Talk, writing: Writing, options: SamplingO
         except DataError as error:
             if not terminal:
                 raise
-            tell_note(str(error))
+            tell(error, ends=False)
             continue
         if prompt.note:
             print(prompt.note, file=sys.stderr)

@@ -7,11 +7,11 @@ from typing import Any, TextIO
 
 from handgrad import checkpoint
 from handgrad.checkpoint import Checkpoint
-from handgrad.config import RunConfig, differences, to_dict, to_toml
+from handgrad.config import AUTO, STREAM, RunConfig, differences, to_dict, to_toml
 from handgrad.errors import ConfigError, DataError, UsageError, storage_errors
 from handgrad.files import sync_folder, write_durably
 from handgrad.parallel.ranks import Ranks
-from handgrad.run.failures import failed_twice, last_failure, last_save
+from handgrad.run.failures import Records, failed_twice, last_failure, records_of
 from handgrad.run.lock import take_lock
 from handgrad.run_files import CHECKPOINTS, CONFIG_FILE, LOCK_FILE, SAMPLES
 
@@ -56,18 +56,19 @@ class RunFolder:
             self.resumed, self.passed_over = checkpoint.newest(self.checkpoints, moves=not strict)
             if strict and self.resumed is not None and self.passed_over:
                 raise DataError(checkpoint.refused_strictly(self.resumed, self.passed_over))
-            failed_at = last_failure(self.path)
+            records = records_of(self.path)
+            failed_at = last_failure(records)
             self.failure = {} if failed_at is None else {"failed_at": failed_at}
-            self._leave_failing()
+            self._leave_failing(records)
             if self.resumed is None and self.passed_over:
                 raise DataError(
                     f"{self.path} has checkpoints, but none that can be used ({self.passed_over[0]}); restore one,"
                     f" or remove {self.path} to start over"
                 )
-            if self.resumed is None and (step := last_save(self.path)) is not None:
+            if self.resumed is None and "save" in records:
                 raise DataError(
-                    f"expected the checkpoint of step {step} in {self.checkpoints}, found none; restore it,"
-                    f" or remove {self.path} to start over"
+                    f"expected the checkpoint of step {records['save'].get('step')} in {self.checkpoints}, found none;"
+                    f" restore it, or remove {self.path} to start over"
                 )
             if self.resumed is not None:
                 with storage_errors(f"reading {self.checkpoints}"):
@@ -85,10 +86,10 @@ class RunFolder:
             raise
         return None if self.resumed is None else self.resumed.folder
 
-    def _leave_failing(self) -> None:
+    def _leave_failing(self, records: Records) -> None:
         """Goes back to the checkpoint before, if the last two launches from this one failed at the same step."""
         failing = self.resumed
-        if failing is None or not failed_twice(self.path, failing.step):
+        if failing is None or not failed_twice(records, failing.step):
             return
         if checkpoint.was_failing(failing.folder) or differences(failing.manifest["config"], to_dict(self.config)):
             return  # going back has not helped, or something else is tried now
@@ -134,12 +135,21 @@ class RunFolder:
         self._lock.close()
 
 
+def begun_settings(config: RunConfig) -> dict[str, Any]:
+    """What `config` leaves open and the run in `config.out` has decided: precision, packing, lanes."""
+    begun = checkpoint.peek_config(Path(config.out))
+    if begun is None:
+        return {}
+    decided = (("precision", AUTO, AUTO), ("packing", AUTO, STREAM), ("lanes", 0, 1))  # left open; before it was a setting
+    return {name: begun.get(name, older) for name, left_open, older in decided if getattr(config, name) == left_open}
+
+
 def settled_lanes(config: RunConfig, ranks: int) -> int:
     """The run's lanes: as the configuration says, or those of the run that `config.out` holds, or one for each rank.
 
     Raises `ConfigError` when the ranks cannot share them equally.
     """
-    lanes = config.lanes or lanes_of(Path(config.out)) or ranks
+    lanes = config.lanes or begun_settings(config).get("lanes") or ranks
     if lanes & (lanes - 1):
         raise ConfigError(f"expected a power of two of ranks, found {lanes}; start {1 << lanes.bit_length() - 1} processes")
     if lanes % ranks:
@@ -148,10 +158,3 @@ def settled_lanes(config: RunConfig, ranks: int) -> int:
             f"expected ranks that share the run's {lanes} lanes equally, found {ranks}; start {widths} processes"
         )
     return lanes
-
-
-def lanes_of(run: Path) -> int | None:
-    """The lanes of the run in a folder, as its newest checkpoint says; None if there is none to be read."""
-    config = checkpoint.peek_config(run)
-    lanes = None if config is None else config.get("lanes", 1)
-    return lanes if type(lanes) is int and lanes > 0 else None

@@ -1,8 +1,5 @@
 """The documents in a run's samples: how they are packed, and the batches of them."""
 
-from pathlib import Path
-
-from handgrad import checkpoint
 from handgrad.config import AUTO, MASKED, STREAM, WHOLE, RunConfig
 from handgrad.data.batches import Batches
 from handgrad.data.shards import Dataset
@@ -14,12 +11,6 @@ PACKING_TEXT = {
     MASKED: "a row is cut from the stream of documents, attention stays within each",
     WHOLE: "a row holds whole documents, attention stays within each",
 }
-
-
-def begun_packing(config: RunConfig) -> str:
-    """`config`'s packing; "auto" stays with that of the run in `config.out`, whatever data it goes on with."""
-    begun = checkpoint.peek_config(Path(config.out)) if config.packing == AUTO else None
-    return config.packing if begun is None else begun.get("packing", STREAM)
 
 
 def settled_packing(packing: str, dataset: Dataset) -> str:

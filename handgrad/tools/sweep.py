@@ -12,14 +12,13 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from handgrad.config import differences, read_toml, to_dict, to_toml
 from handgrad.errors import HandgradError, storage_errors
 from handgrad.files import write_durably
 from handgrad.format import human_seconds
-from handgrad.parallel.local import LAUNCHER, POLL_SECONDS, handled_by, send, worst_code
+from handgrad.parallel.local import LAUNCHER, POLL_SECONDS, noted_signals, send, worst_code
 from handgrad.run.listing import FINISHED, summarize
 from handgrad.run.sweep import Sweep, SweepRun
 
@@ -85,17 +84,12 @@ class Runner:
 
     def run_all(self) -> list[Outcome]:
         """The outcomes in the order of the runs."""
-        previous = handled_by(self.note)
-        try:
-            self.loop()
-        finally:
-            send([process for process, _ in self.active.values()], signal.SIGKILL)
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+        with noted_signals(self.received):
+            try:
+                self.loop()
+            finally:
+                send([process for process, _ in self.active.values()], signal.SIGKILL)
         return [self.outcomes.get(run.name, Outcome(run, None)) for run in self.sweep.runs]
-
-    def note(self, number: int, frame: FrameType | None) -> None:
-        self.received.append(number)
 
     def loop(self) -> None:
         waiting: deque[SweepRun] = deque()
