@@ -11,7 +11,7 @@ from handgrad.config import AUTO, STREAM, RunConfig, differences, to_dict, to_to
 from handgrad.errors import ConfigError, DataError, UsageError, storage_errors
 from handgrad.files import sync_folder, write_durably
 from handgrad.parallel.ranks import Ranks
-from handgrad.run.failures import Records, failed_twice, last_failure, records_of
+from handgrad.run.listing import Records, failed_twice, last_failure, records_of
 from handgrad.run.lock import take_lock
 from handgrad.run_files import CHECKPOINTS, CONFIG_FILE, LOCK_FILE, SAMPLES
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from handgrad.config import read_toml
-from handgrad.errors import DataError, HandgradError, StorageError, storage_errors
+from handgrad.errors import DataError, HandgradError, NumericsError, StorageError, storage_errors
 from handgrad.format import human_age, human_bytes, human_count
 from handgrad.jsonl import parse
 from handgrad.run.lock import is_held
@@ -27,6 +27,7 @@ FAILED = "failed"  # by an error
 
 KINDS = re.compile(rb'\{"kind": "(run|step|validation|save|end|stop)"')
 MARKERS = ("run", "end", "stop")  # the last of these in a record tells the state
+Records = dict[str, dict[str, Any]]
 HEADINGS = ("run", "model", "step", "loss", "size", "state", "written")
 
 
@@ -133,7 +134,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_toml(str(folder / CONFIG_FILE))
 
 
-def last_records(folder: Path) -> dict[str, dict[str, Any]]:
+def last_records(folder: Path) -> Records:
     """The last record of each kind, and under "marker" the last one that tells the state. Parses no others."""
     path = folder / METRICS_FILE
     if not path.is_file():
@@ -149,6 +150,28 @@ def last_records(folder: Path) -> dict[str, dict[str, Any]]:
     if markers:
         records["marker"] = records[max(markers, key=lambda kind: found[kind][1])]
     return records
+
+
+def records_of(run: Path) -> Records:
+    """`last_records`; none where there is no record, or a damaged one."""
+    try:
+        return last_records(run)
+    except DataError:
+        return {}
+
+
+def last_failure(records: Records) -> int | None:
+    """The step at which the last launch of a run ended because its numbers were not finite; None if it ended otherwise."""
+    last = records.get("marker", {})
+    failed = last.get("kind") == "stop" and last.get("code") == NumericsError.exit_code and last.get("not_finite") is True
+    return last.get("step") if failed else None
+
+
+def failed_twice(records: Records, resumed: int) -> bool:
+    """True if the last two launches ended at the same step in that way, the second one after it went on from the checkpoint
+    of step `resumed`. A launch records where the one before it failed."""
+    failed_at, launch = last_failure(records), records.get("run", {})
+    return failed_at is not None and launch.get("step") == resumed and launch.get("failed_at") == failed_at
 
 
 def state_of(marker: dict[str, Any]) -> str:

@@ -85,7 +85,7 @@ def run_lines(config: RunConfig, design: Design) -> list[str]:
         f" {config.micro_batch} x {config.sequence_length}: {human_count(tokens)} tokens,"
         f" {human_flops(tokens * flops_per_token)}",
         *(freezing_lines(config, design) if config.lora else []),
-        *batch_lines(config, design.batch),
+        *batch_lines(design.batch),
         *settings_lines(config, design),
     ]
 
