@@ -27,6 +27,11 @@ KILL_SECONDS = 30.0  # between a rank's SIGTERM, because another has failed, and
 PARENT_DEATH_SIGNAL = 1  # of prctl, Linux
 
 
+def command_line(*words: object) -> list[str]:
+    """`handgrad` with these words, by the Python at work or, as with torchrun, by PYTHON_EXEC."""
+    return [os.environ.get("PYTHON_EXEC", sys.executable), "-m", "handgrad", *map(str, words)]
+
+
 def run_ranks(
     command: Sequence[str],
     size: int,

@@ -15,7 +15,7 @@ from handgrad.data.shards import Dataset
 from handgrad.data.tokenizer import tokenizer_record
 from handgrad.errors import ConfigError, DataError, StorageError, UsageError
 from handgrad.format import human_bytes
-from handgrad.models.rows import count_parameters
+from handgrad.run.host_copy import checkpoint_rows
 from handgrad.run.packing import training_batches
 from handgrad.run.resolve import largest_micro_batch, possible_configs, resolve
 from handgrad.run.writing import memory_bytes
@@ -148,9 +148,7 @@ def most_checkpoints(config: RunConfig) -> int:
 
 def checkpoint_bytes(design: Design) -> int:
     """Weights and optimizer state."""
-    sizes = {buffer.name: buffer.dtype.itemsize for buffer in design.buffers}
-    state = sum(sizes[f"optimizer.{name}"] for name in design.optimizer.state)
-    return (sizes.get("master", sizes["parameters"]) + state) * count_parameters(design.parameters)
+    return sum(row.size_bytes for row in checkpoint_rows(design))
 
 
 def check_disk(config: RunConfig, design: Design) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from handgrad.config import read_toml
 from handgrad.errors import DataError, HandgradError, NumericsError, StorageError, storage_errors
-from handgrad.format import human_age, human_bytes, human_count
+from handgrad.format import human_age, human_bytes, human_count, table
 from handgrad.jsonl import parse
 from handgrad.run.lock import is_held
 from handgrad.run_files import CONFIG_FILE, LOCK_FILE, METRICS_FILE
@@ -185,17 +185,13 @@ def state_of(marker: dict[str, Any]) -> str:
     return WAITING if marker.get("code") in (0, 75) else FAILED
 
 
-def table(runs: list[RunSummary], width: int) -> list[str]:
+def listed(runs: list[RunSummary], width: int) -> list[str]:
     """The lines of a table that is `width` characters wide, or wider where names would lose all; below it the reasons."""
     now = time.time()
     rows = [HEADINGS, *(run.row(now) for run in runs)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    widths[0] = min(widths[0], max(12, width - sum(widths[1:]) - 2 * (len(HEADINGS) - 1)))
-    lines = []
-    for name, *cells in rows:
-        short = name if len(name) <= widths[0] else "…" + name[1 - widths[0] :]
-        padded = (f"{cell:>{size}}" for cell, size in zip(cells, widths[1:], strict=True))
-        lines.append("  ".join([f"{short:<{widths[0]}}", *padded]))
+    room = max(12, width - len(table([row[1:] for row in rows])[0]) - 2)  # for the names
+    names = [row[0] if len(row[0]) <= room else "…" + row[0][1 - room :] for row in rows]
+    lines = table([(name, *row[1:]) for name, row in zip(names, rows, strict=True)], left=1)
     for run in runs:
         if run.reason:
             code = "" if run.exit_code is None else f" (exit code {run.exit_code})"

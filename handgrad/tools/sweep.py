@@ -6,7 +6,6 @@ import os
 import signal
 import statistics
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -14,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from handgrad import format
 from handgrad.config import differences, read_toml, to_dict, to_toml
 from handgrad.errors import HandgradError, storage_errors
 from handgrad.files import write_durably
 from handgrad.format import human_seconds
-from handgrad.parallel.local import LAUNCHER, POLL_SECONDS, noted_signals, send, worst_code
+from handgrad.parallel.local import LAUNCHER, POLL_SECONDS, command_line, noted_signals, send, worst_code
 from handgrad.run.listing import FINISHED, summarize
 from handgrad.run.sweep import Sweep, SweepRun
 
@@ -129,13 +129,12 @@ class Runner:
 def start(sweep: Sweep, run: SweepRun, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Starts `handgrad train` with the run's whole configuration as its recipe."""
     recipe = sweep.folder / STARTS / f"{run.name}.toml"
-    command = [os.environ.get("PYTHON_EXEC", sys.executable), "-m", "handgrad", "train", "--config", str(recipe)]
     with storage_errors(f"writing {recipe}"):
         recipe.parent.mkdir(parents=True, exist_ok=True)
         write_durably(recipe, to_toml(run.config))
         with recipe.with_suffix(".err").open("wb") as errors:
             return subprocess.Popen(
-                command,
+                command_line("train", "--config", recipe),
                 env={**os.environ, **environment, LAUNCHER: str(os.getpid())},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -181,8 +180,7 @@ def table(groups: list[Group]) -> list[str]:
     for group in groups:
         errors = ("" if value is None else f"{value:.4f}" for value in (group.standard_error, group.spread))
         rows.append([*map(str, group.settings.values()), str(len(group.losses)), f"{group.mean:.4f}", *errors])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return format.table(rows)
 
 
 def write_results(sweep: Sweep, outcomes: list[Outcome]) -> Path:
