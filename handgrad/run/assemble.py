@@ -147,7 +147,10 @@ def bind(
     reads = ops, design.plain_ops
     if design.lora is not None:
         validation = adapted(model_ops, state.weights)  # `mean_loss` binds documents to its own
-        reads = validation, text_operations(state) if design.rounded else validation
+        reads = validation, validation
+        if design.rounded:  # text and tasks read weights in 16 bits
+            plain_ops: Any = RoundedWeights(design.plain_ops, state.views[AT_WORK])
+            reads = validation, WithAdapters(plain_ops, bound_adapters(state, state.plain_weights), state.views)
         program = with_adapters(program, {bucket.name for bucket in design.buckets})
     if sync is not None:
         program = with_sync(program, sync)
@@ -167,9 +170,3 @@ def bind(
     made = Assembly(design, state, feed, step, scaling, sync, *reads, digest)
     made.await_state()  # compiling ahead has copied it; now the host may write it
     return made
-
-
-def text_operations(state: TrainingState) -> WithAdapters:
-    """The operations of text and tasks beside frozen weights in fp8."""
-    plain_ops: Any = RoundedWeights(state.design.plain_ops, state.views[AT_WORK])
-    return WithAdapters(plain_ops, bound_adapters(state, state.plain_weights), state.views)

@@ -100,12 +100,9 @@ class RunFolder:
             why = f"the run failed at step {self.failure['failed_at']} each time it went on from it; it is now {moved}"
             self.resumed, self.passed_over = older, [*self.passed_over, f"passed over {failing.folder.name}: {why}", *lines]
 
-    def claim(self, identity: dict[str, Any], ranks: Ranks, *, allow_changes: bool) -> None:
-        """Compares what the checkpoint says of its data with the data at hand, raising `ConfigError` on a difference, and
-        writes the configuration: from here on the folder is this run's."""
-        ranks.from_rank_0(lambda: self._claim(identity, allow_changes=allow_changes), "the run's data")
-
-    def _claim(self, identity: dict[str, Any], *, allow_changes: bool) -> None:
+    def claim(self, identity: dict[str, Any], *, allow_changes: bool) -> None:
+        """Makes the folder this run's, on rank 0: writes the configuration. Raises `ConfigError` if the checkpoint was
+        trained on other data."""
         old = self.resumed.manifest.get("identity") if self.resumed else identity
         old = old if isinstance(old, dict) else {}
         changed = [f"{key}: {old.get(key)} -> {value}" for key, value in identity.items() if old.get(key) != value]

@@ -65,8 +65,10 @@ class Run:
         self.train_batches = training_batches(config, dataset)
         validated = config.sequence_length, config.eval_stride, config.packing
         self.validation_batches = validation_batches(dataset, *validated)
-        ranks.check_equal("versions and data", {**self.versions(), **self.identity()})
-        folder.claim(self.identity(), ranks, allow_changes=allow_changes)
+        self.versions = versions_of(design.device, design.plain_ops)
+        self.identity = {"data": dataset.identity, "tokenizer": dataset.tokenizer.sha256}
+        ranks.check_equal("versions and data", {**self.versions, **self.identity})
+        ranks.from_rank_0(lambda: folder.claim(self.identity, allow_changes=allow_changes), "the run's data")
 
         resumed = folder.resumed
         self.left_fp8 = LeftFp8(**({} if resumed is None else resumed.manifest.get("left_fp8", {})))
@@ -83,7 +85,7 @@ class Run:
         self.restore(resumed)
         self.log = RunLog(folder.path, config.steps, self.completed, ranks, shows, audited=bool(config.audit_every))
         self.audit = audit.Audit(config.audit_every, ranks, self.log)
-        facts = audit.facts(config, self.versions(), self.identity(), self.origin)
+        facts = audit.facts(config, self.versions, self.identity, self.origin)
         self.audit.begin(self.training, facts, resumed, allow_changes=allow_changes)
         judge = Judge(self.training.state, ranks)
         self.saves = Saves(config, folder, ranks, self.log, judge, copy, tokenizer_files(self.tokenizer), self.audit.seal)
@@ -97,13 +99,6 @@ class Run:
         if tasks is not None:
             tasks.allocate(self.training.plain_ops)
             self.memory_bytes |= tasks.plan.size_bytes
-
-    def versions(self) -> dict[str, str]:
-        """The versions that the bits depend on, beside the configuration and the data."""
-        return versions_of(self.design.device, self.design.plain_ops)
-
-    def identity(self) -> dict[str, Any]:
-        return {"data": self.dataset.identity, "tokenizer": self.tokenizer.sha256}
 
     def design_now(self) -> Design:
         """The design with the GEMMs in bf16 that have left fp8."""
@@ -129,7 +124,7 @@ class Run:
         if resumed is not None:
             load_run(resumed, self.config, self.training)
             self.completed, self.skips_in_a_row = resumed.step, resumed.manifest["skips_in_a_row"]
-            self.folder.changes += changed_versions(resumed, self.versions())
+            self.folder.changes += changed_versions(resumed, self.versions)
 
     def begin(self) -> None:
         """Logs the header, and makes up for what was due when the last process ended."""
@@ -372,8 +367,8 @@ class Run:
         """The content of a checkpoint of the completed step beside its tensors."""
         return {
             **run_facts(self.config, self.tokenizer, self.origin),
-            "versions": self.versions(),
-            "identity": self.identity(),
+            "versions": self.versions,
+            "identity": self.identity,
             **run_numbers(self.training),
             "skips_in_a_row": self.skips_in_a_row,
             "left_fp8": asdict(self.left_fp8),
