@@ -64,31 +64,24 @@ class RunLog:
         if name in self.files:
             with storage_errors(f"writing {self.folder / name}"):
                 self.files[name].write(line + "\n")
-            if name == METRICS_FILE:
-                self._check_place()
-
-    def _check_place(self) -> None:
-        """Raises `StorageError` if the run's folder is no longer where it was: the open files would take lines for ever."""
-        path, opened = self.folder / METRICS_FILE, os.fstat(self.files[METRICS_FILE].fileno())
-        try:
-            there = os.path.samestat(path.stat(), opened)
-        except FileNotFoundError:
-            there = False
-        except OSError as error:
-            raise storage_error(error, f"writing {path}") from None
-        if not there:
-            raise StorageError(
-                f"{self.folder} was moved or removed while the run trained in it; put it back, or choose another --out, and"
-                " start the run again"
-            )
+            if name == METRICS_FILE and (error := self.misplaced()):
+                raise error
 
     def misplaced(self) -> StorageError | None:
-        """The error of a folder that is no longer there, which others follow from; on rank 0."""
+        """The error of a run's folder that is no longer where it was, from which others follow: the open files would take
+        lines for ever. On rank 0."""
+        path = self.folder / METRICS_FILE
         try:
-            self._check_place()
-        except StorageError as error:
-            return error
-        return None
+            if os.path.samestat(path.stat(), os.fstat(self.files[METRICS_FILE].fileno())):
+                return None
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            return storage_error(error, f"writing {path}")
+        return StorageError(
+            f"{self.folder} was moved or removed while the run trained in it; put it back, or choose another --out, and"
+            " start the run again"
+        )
 
     def has_end(self, step: int) -> bool:
         """True if an earlier start has recorded the end of the run at `step`."""
@@ -103,9 +96,8 @@ class RunLog:
         """Sends all further records to the trackers `log_to` as well. Only rank 0 does."""
         if log_to and self.files:
             with storage_errors(f"reading {self.folder / METRICS_FILE}"), (self.folder / METRICS_FILE).open("rb") as file:
-                identity = hashlib.sha256(file.readline()).hexdigest()[
-                    :12
-                ]  # the first launch's line: the same when resumed
+                first = file.readline()  # of the first launch: the same when resumed
+            identity = hashlib.sha256(first).hexdigest()[:12]
             self.sinks = Sinks(trackers(log_to, self.folder, identity, config, completed), self.line)
 
     def set_chain_aside(self) -> Path:
