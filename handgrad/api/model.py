@@ -284,7 +284,8 @@ class Model:
         batch: int,
         talk: Talk | None = None,
     ) -> Iterator[tuple[Continuation, str]]:
-        """Writes the texts, `batch` at once: yields a text and its next piece. `talk`: of a conversation, which keeps the keys and values of its earlier turns."""
+        """Writes the texts, `batch` at once: yields a text and its next piece. `talk`: of a conversation, which keeps the
+        keys and values of its earlier turns."""
         if not texts:
             return
         devices.use_precision(self.device, self.precision)
