@@ -48,7 +48,7 @@ from handgrad.tensor_files import Row, Stored, cut, opened, read_tensor, safeten
 
 PARTIAL = ".partial"
 REMOVED = ".removed"
-DAMAGED, FAILING = "damaged", "failing"  # folders of checkpoints that are no longer used
+DAMAGED, FAILING = "damaged", "failing"  # folders of checkpoints that no run resumes from
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ def commit(final: Path, step: int, files: dict[str, Any], manifest: dict[str, An
 
 
 def _remove(folder: Path) -> None:
-    """Removes a folder; a kill in between cannot leave half of it under its name."""
+    """Removes a folder. A kill cannot leave half of it under its name."""
     if folder.is_symlink():
         raise OSError("it is a symbolic link")
     aside = folder.with_name(folder.name + REMOVED)
@@ -188,7 +188,7 @@ def _remove(folder: Path) -> None:
 
 
 def move_aside(folder: Path, place: str = DAMAGED) -> Path:
-    """Moves a folder that is no longer to be used to a `place` among the checkpoints; returns where it is now."""
+    """Moves a checkpoint into the folder `place` beside it; returns its new path."""
     aside, name, number = folder.parent / place, folder.name, 0
     aside.mkdir(exist_ok=True)
     while (moved := aside / (name if number == 0 else f"{name}.{number}")).exists():
@@ -281,7 +281,7 @@ def newest(checkpoints: Path, *, moves: bool = False, before: int | None = None)
     """The newest valid checkpoint (or None), of those `before` a step, and one line for each newer one that it skips;
     `moves`: moves those aside that are damaged, unless none is left.
 
-    Raises `OtherSchema` and `StorageError`: what cannot be read now may be the newest.
+    Raises `OtherSchema` and `StorageError`: a checkpoint that cannot be read now may be the newest.
     """
     passed_over, damaged = [], list[Path]()
     for folder in folders(checkpoints):
@@ -302,7 +302,7 @@ def newest(checkpoints: Path, *, moves: bool = False, before: int | None = None)
 
 
 def ignored(found: Checkpoint) -> list[str]:
-    """The names of what lies in and beside a run's checkpoint and belongs to none."""
+    """The names of files and folders in and beside a run's checkpoint that belong to none."""
     steps = folders(found.folder.parent)
     beside = [path for path in found.folder.parent.iterdir() if path.name not in (DAMAGED, FAILING) and path not in steps]
     names = [f"{path.name}{' (an interrupted save)' if path.name.endswith(PARTIAL) else ''}" for path in sorted(beside)]

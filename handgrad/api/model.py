@@ -81,7 +81,7 @@ class Model:
     # Numbers of given tokens.
 
     def tokens(self, text: str) -> list[int]:
-        """The document that begins with `text`: what a prompt starts with (`Tokenizer.prompt_start`), then its tokens."""
+        """The document that begins with `text`: a prompt's start (`Tokenizer.prompt_start`), then the text's tokens."""
         return document(self.tokenizer, text)
 
     def logits(self, tokens: Tokens) -> Tensor:

@@ -112,7 +112,7 @@ def lines(terminal: bool) -> Iterator[str]:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 - gives `input` its history and editing
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")  # the tokenizer names what is no text
+        sys.stdin.reconfigure(errors="surrogateescape")  # the tokenizer refuses bytes that are no text
     while sys.stdin is not None:  # as it is after `<&-`
         try:
             line = input("> ") if terminal else sys.stdin.readline()

@@ -45,15 +45,15 @@ class Parser(argparse.ArgumentParser):
             action.help = text
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; `{self.prog} --help` lists what there is")
+        raise UsageError(f"{message}; `{self.prog} --help` lists all")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """argparse's own check of `choices`, in the words of a setting's, with the nearest one."""
+        """argparse's own check of `choices`, with a setting's message and the nearest choice."""
         if action.choices is not None and value not in action.choices:
             check_choice(name_of(action), str(value), map(str, action.choices))
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        """argparse's own conversion; what is no number is refused in the words of a setting's."""
+        """argparse's own conversion, with a setting's message for text that is no number."""
         if action.type not in (int, float):
             return super()._get_value(action, arg_string)
         try:

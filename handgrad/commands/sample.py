@@ -71,7 +71,7 @@ def run(parsed: Namespace) -> int:
             write_terminal(decoder, model, texts, prompts[0]["prompt"], parsed.stop)
         else:
             if written:
-                print(f"goes on after {len(written)} of {len(prompts)} prompts", file=sys.stderr)
+                print(f"resumes after {len(written)} of {len(prompts)} prompts", file=sys.stderr)
             left = {number: text for number, text in enumerate(texts) if number not in written}
             write_lines(decoder, model, left, prompts, parsed.stop, write)
     print(speed_line(texts, time.perf_counter() - started), file=sys.stderr)

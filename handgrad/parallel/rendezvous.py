@@ -186,7 +186,7 @@ def wait_for_all(
         except (dist.DistError, RuntimeError):
             raise LostRank(
                 f"rank {info.rank} lost contact to rank 0 at {info.address}:{info.port} while waiting for others;"
-                " see what rank 0 said, and start all ranks again"
+                " read rank 0's error, and start all ranks again"
             ) from None
         if not missing:
             return start

@@ -1,4 +1,4 @@
-"""The rank that the others wait for.
+"""Finds the rank that the others wait for.
 
 On a busy machine now one rank is late, now another, for a step or for a second. So a rank is slow only in the median of a
 window of steps, and even in its fastest one; and only once it has been so in several windows in a row.

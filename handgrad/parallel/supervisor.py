@@ -1,7 +1,7 @@
 """Starts a run again after it has crashed: `handgrad train --restarts N`.
 
-A run goes on at its newest checkpoint with the bits it would have had, so that a start more costs time and nothing else. An
-error that another start cannot mend ends the run at once; so do two starts that bring no new checkpoint.
+A run resumes at its newest checkpoint with the bits of an unbroken run, so a restart costs nothing but time. An error that
+no restart can fix ends the run at once; so do two starts without a new checkpoint.
 """
 
 import signal
@@ -21,7 +21,7 @@ from handgrad.errors import (
 from handgrad.parallel.local import POLL_SECONDS, noted_signals
 
 # A mistake, damaged input, a folder of another run, a run that does not fit: the next start ends the same way. A machine
-# that computes wrongly had better not go on.
+# that computes wrongly must stop.
 MENDED_BY_NO_START = (UsageError, DataError, ConfigError, MemoryShort, HardwareError)
 FINAL = (0, INTERRUPTED, *(error.exit_code for error in MENDED_BY_NO_START))
 IDLE_STARTS = 2  # without a new checkpoint, after which the run is given up

@@ -1,4 +1,4 @@
-"""The folder of a run: who may write to it, which configuration it belongs to, and where it goes on."""
+"""The folder of a run: its lock, its configuration, the checkpoint to resume from."""
 
 import contextlib
 import shlex
@@ -20,7 +20,7 @@ class RunFolder:
     """A run folder opened for training: locked, its configuration written, its newest valid checkpoint found."""
 
     def __init__(self, config: RunConfig, ranks: Ranks, *, allow_changes: bool, strict: bool = False):
-        """Of several ranks the first one holds the folder; the others know what it found.
+        """Rank 0 opens the folder and tells the other ranks which checkpoint it found.
 
         Raises `ConfigError` if another trainer holds the folder or another configuration made it, `UsageError` if it is
         no run folder, `StorageError` if it cannot be written."""
@@ -38,7 +38,7 @@ class RunFolder:
             self.resumed = checkpoint.open_checkpoint(found)
 
     def _open(self, *, allow_changes: bool, strict: bool) -> Path | None:
-        """Takes the folder; returns the newest valid checkpoint's."""
+        """Locks the folder; returns that of the newest valid checkpoint."""
         if self.path.exists() and not self.path.is_dir():
             raise UsageError(f"--out {self.path} is a file; give a folder for the run")
         is_run = (self.path / LOCK_FILE).exists() or checkpoint.folders(self.checkpoints)  # a copy may lack the lock
@@ -47,7 +47,7 @@ class RunFolder:
         with storage_errors(f"making the run folder {self.path}"):
             self._is_new = not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = take_lock(self.path)  # first: it is what makes a folder a run folder
+            self._lock = take_lock(self.path)  # first: the lock marks a run folder
             (self.path / SAMPLES).mkdir(exist_ok=True)
             self.checkpoints.mkdir(exist_ok=True)
             sync_folder(self.path)
@@ -87,7 +87,7 @@ class RunFolder:
         return None if self.resumed is None else self.resumed.folder
 
     def _leave_failing(self, records: Records) -> None:
-        """Goes back to the checkpoint before, if the last two launches from this one failed at the same step."""
+        """Falls back to the checkpoint before if the last two launches from this one failed at the same step."""
         failing = self.resumed
         if failing is None or not failed_twice(records, failing.step):
             return
@@ -97,7 +97,7 @@ class RunFolder:
         if older is not None:
             with storage_errors(f"moving {failing.folder}"):
                 moved = checkpoint.move_aside(failing.folder, checkpoint.FAILING)
-            why = f"the run failed at step {self.failure['failed_at']} each time it went on from it; it is now {moved}"
+            why = f"the run failed at step {self.failure['failed_at']} each time it resumed from it; it is now in {moved}"
             self.resumed, self.passed_over = older, [*self.passed_over, f"passed over {failing.folder.name}: {why}", *lines]
 
     def claim(self, identity: dict[str, Any], *, allow_changes: bool) -> None:
@@ -119,21 +119,21 @@ class RunFolder:
             write_durably(self.path / CONFIG_FILE, to_toml(self.config))
 
     def close(self) -> None:
-        """Lets go of the folder. One that this start has made goes, if it was refused before the folder was a run's."""
+        """Releases the folder. Removes it if this launch made it and was refused before it claimed it."""
         if self._lock is None:
             return
         if self._is_new and not (self.path / CONFIG_FILE).exists():
             with contextlib.suppress(OSError):  # something is in it: it stays
                 for folder in (self.path / SAMPLES, self.checkpoints):
                     folder.rmdir()
-                if [path.name for path in self.path.iterdir()] == [LOCK_FILE]:  # which marks what stays as a run's
+                if [path.name for path in self.path.iterdir()] == [LOCK_FILE]:  # goes last: it marks a run folder
                     (self.path / LOCK_FILE).unlink()
                     self.path.rmdir()
         self._lock.close()
 
 
 def begun_settings(config: RunConfig) -> dict[str, Any]:
-    """What `config` leaves open and the run in `config.out` has decided: precision, packing, lanes."""
+    """Precision, packing and lanes of the run in `config.out`, where `config` leaves them open."""
     begun = checkpoint.peek_config(Path(config.out))
     if begun is None:
         return {}

@@ -35,11 +35,11 @@ class RunLog:
     def __init__(
         self, folder: Path, steps: int, completed: int, ranks: Ranks, shows: Shows = "live", *, audited: bool = False
     ):
-        """Keeps what the files say of the first `completed` steps and drops the rest. `audited`: links will come."""
+        """Keeps the lines of the first `completed` steps and drops the rest. `audited`: opens audit.jsonl."""
         self.folder, self.audited = folder, audited
         self.chain: list[dict[str, Any]] = []  # the lines of audit.jsonl that stay, on rank 0
         self.files: dict[str, TextIO] = {}
-        self.told: set[str] = set()  # what was told once
+        self.told: set[str] = set()  # events of `event_once`
         self.notes: list[str] = []  # about damaged lines of the files
         # (kind, step) of the records that exist: a resumed run makes only those that are missing.
         self.recorded: set[tuple[str, int]] = ranks.from_rank_0(lambda: self._open_all(completed), "the run's records")

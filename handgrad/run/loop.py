@@ -1,4 +1,4 @@
-"""A training run from its design to its last checkpoint: resume, step, watch, save, stop when asked."""
+"""A training run from its design to its last checkpoint: resumes, steps, validates, saves, stops."""
 
 import math
 from dataclasses import asdict
@@ -120,14 +120,14 @@ class Run:
             take(row, weights.weight(theirs)[: row.stored_rows])
 
     def restore(self, resumed: checkpoint.Checkpoint | None) -> None:
-        """Takes up a checkpoint; without one everything stays as it is."""
+        """Resumes from a checkpoint, if there is one."""
         if resumed is not None:
             load_run(resumed, self.config, self.training)
             self.completed, self.skips_in_a_row = resumed.step, resumed.manifest["skips_in_a_row"]
             self.folder.changes += changed_versions(resumed, self.versions)
 
     def begin(self) -> None:
-        """Logs the header, and makes up for what was due when the last process ended."""
+        """Logs the header, and makes the validation and the sample that were due when the last process ended."""
         source = f"weights of {self.config.init_from}, " if self.config.init_from else ""
         started = f"resumed at step {self.completed}" if self.folder.resumed else f"{source}seed {self.config.seed}"
         given = self.config, self.design, self.dataset, self.memory_bytes
@@ -155,12 +155,12 @@ class Run:
         power.sensors(self.design.device)  # loads NVML, which takes longer than a step
 
     def advance(self, until: int, on_step: OnStep | None = None, *, keeps_process: bool = False) -> None:
-        """Makes the steps that are left up to `until`, with everything that is due after each. The bits do not depend on
+        """Makes the remaining steps up to `until`, with everything that is due after each. The bits do not depend on
         where it stops.
 
         `on_step` is called with each step's number and result once they are there: on a GPU the next step may run by then.
-        What it raises is raised here after a whole step. A signal to stop becomes `Preempted`, after the step under way and
-        a save (`keeps_process`: see `StopSignals`).
+        An exception in it is raised here after a whole step. A signal to stop becomes `Preempted`, after the step under
+        way and a save (`keeps_process`: see `StopSignals`).
         """
         self.until, self.observer, self.stop_signal = until, Observer(on_step), None
         steps = range(self.completed, until)
@@ -213,7 +213,7 @@ class Run:
         )
 
     def between_steps(self) -> None:
-        """Does everything that is due, and ends the steps here if somebody asks for it."""
+        """Does everything that is due; ends the steps if a signal or the observer asks for it."""
         if self.left_fp8.due(self.completed):
             self.leave_fp8()
         if self.due(self.config.save_every):
@@ -258,8 +258,8 @@ class Run:
             self.tasks.watch(self.completed, self.training.state, self.log)
 
     def is_best(self, loss: float) -> bool:
-        """True if a loss is the lowest of a step that has, or now gets, a checkpoint. The checkpoint stands before the
-        record of the loss: a run that ends in between makes this validation again."""
+        """True if a loss is the lowest of a step that has, or now gets, a checkpoint. The checkpoint is complete before
+        the loss is recorded: a run that ends in between makes this validation again."""
         if not math.isfinite(loss) or (self.saves.best is not None and loss >= self.saves.best[1]):
             return False
         self.save()
@@ -317,7 +317,7 @@ class Run:
         self.observer.show(self.completed, result)
 
     def leave_fp8(self) -> None:
-        """Goes on with more GEMMs in bf16: under another plan, so the run is saved and taken up from there."""
+        """Continues with more GEMMs in bf16. That takes another plan, so the run saves and resumes from there."""
         if self.saves.poisoned:
             return  # nothing to take up; the next good step asks again
         parts = self.left_fp8.leave_due(self.completed)
@@ -364,7 +364,7 @@ class Run:
         self.saves.save(self.training, self.completed, self.step_seconds, self.manifest())
 
     def manifest(self) -> dict[str, Any]:
-        """The content of a checkpoint of the completed step beside its tensors."""
+        """The manifest of a checkpoint of the completed step, without its files."""
         return {
             **run_facts(self.config, self.tokenizer, self.origin),
             "versions": self.versions,

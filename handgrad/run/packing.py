@@ -36,7 +36,7 @@ def trained_tokens(batches: Batches) -> TrainedTokens | None:
 
 
 def packing_lines(config: RunConfig, dataset: Dataset) -> list[str]:
-    """The header's line about rows of which not all is trained, or whose documents do not see each other."""
+    """The header's line about packed documents, or rows with tokens that are not trained."""
     if scores_all(dataset, config.packing):
         return [f"packing    {config.packing}: {PACKING_TEXT[config.packing]}"] if config.packed else []
     in_order = Batches(dataset.splits["train"], config.sequence_length, 0, shuffle=False, packing=config.packing)

@@ -48,8 +48,8 @@ def resolve(
 
     `device` and `ops` (plain operations) are those of `config` unless given; `left_fp8` are parts of fp8 GEMMs that the run
     has moved to bf16. `sizes`: the sizes of operations that this machine cannot run, in the place of the operations; the
-    device is "meta" then, torch's name for no memory at all. Raises `UsageError` for what the device or the backend does
-    not do, and for unknown names.
+    device is then torch's "meta", which has no memory. Raises `UsageError` for settings that the device or the backend
+    does not support, and for unknown names.
     """
     device = devices.resolve_device(config.device) if device is None else device
     config = with_precision(config, device)
@@ -195,7 +195,7 @@ def resolve_fp8(
 
 
 def possible_configs(config: RunConfig) -> list[RunConfig]:
-    """The run, and of one in fp8 that may go on in bf16 that run: both have to fit."""
+    """The run, and the run in bf16 into which an fp8 run may change: both have to fit."""
     may_leave = config.precision == "fp8" and config.fp8_on_saturation == "bf16"
     return [config, replace(config, precision="bf16")] if may_leave else [config]
 

@@ -1,8 +1,8 @@
-"""The saves of a run: each state is judged, copied into host memory, and written by a thread while training goes on.
+"""The saves of a run: judges each state, copies it into host memory; a thread writes it while training continues.
 
 Every rank writes its share of the tensors. When all have written, which the exchange at the end of a step tells them, rank
 0's thread commits the checkpoint and removes old ones; a later exchange tells the others. At most one save is under way.
-Without memory for the copy, or with `async_save` off, training stands still while rank 0 writes.
+Without memory for the copy, or with `async_save` off, training waits while rank 0 writes.
 """
 
 import os
@@ -40,12 +40,12 @@ class Save:
     manifest: dict[str, Any]
     begun: float  # by `time.perf_counter`
     step_seconds: float
-    pause_seconds: float = 0.0  # training stood still
+    pause_seconds: float = 0.0  # training waited
     committing: bool = False  # all ranks have written
 
 
 class Saves:
-    """Saves the states of one run, and knows which checkpoints stand."""
+    """Saves the states of one run, and knows which checkpoints are complete."""
 
     def __init__(
         self,
@@ -58,22 +58,22 @@ class Saves:
         extra_files: dict[str, bytes],
         seal: Callable[[Path, dict[str, Any]], None],
     ):
-        """`copy`: None makes training stand still while a state is written. `extra_files`: the tokenizer's. `seal` takes
-        the folder and the manifest of a checkpoint that stands."""
+        """`copy`: None makes training wait while a state is written. `extra_files`: the tokenizer's. `seal` takes the
+        folder and the manifest of a complete checkpoint."""
         self.config, self.folder, self.ranks, self.log, self.judge = config, folder, ranks, log, judge
         self.copy, self.extra_files, self.seal = copy, extra_files, seal
-        self.last_saved = -1 if folder.resumed is None else folder.resumed.step  # of a checkpoint that stands
+        self.last_saved = -1 if folder.resumed is None else folder.resumed.step  # of a complete checkpoint
         best = partial(checkpoint.best_validated, folder.path)
         self.best: tuple[int, float] | None = ranks.from_rank_0(best, "the best checkpoint")  # (step, validation loss)
         self.poisoned = False  # the last step's loss or gradient was not finite: its state is not worth keeping
         self.pending: Save | None = None
         self.work: Future[Any] = Future()  # this rank's part of the pending save
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="save")
-        self.told_slow = self.told_wait = False  # that a stop takes too long; that a save waited for the one before
+        self.told_slow = self.told_wait = False  # said that a stop takes too long; that a save waited for the one before
 
     def save(self, training: Assembly, step: int, step_seconds: float, manifest: dict[str, Any]) -> None:
-        """Saves the state after `step`, or begins to: `wait` returns when the checkpoint stands. `manifest`: all that it
-        says of the state beside its tensors."""
+        """Saves the state after `step`, or begins to: `wait` returns when the checkpoint is complete. `manifest`: its
+        content beside the tensors."""
         if step == self.last_saved or (self.pending and step == self.pending.step):
             return
         if self.poisoned:
@@ -149,7 +149,7 @@ class Saves:
         return FAILED if self.work.exception() else DONE
 
     def look(self, everyone: Sequence[float]) -> None:
-        """Goes on with the pending save as far as all ranks are, by their `progress`."""
+        """Advances the pending save once all ranks have done their part, by their `progress`."""
         if self.pending is not None and (FAILED in everyone or BUSY not in everyone):
             self.settle()
 
@@ -185,7 +185,7 @@ class Saves:
         self.stands(save, *outcomes[0][0])
 
     def stands(self, save: Save, seconds: float, warnings: list[str]) -> None:
-        """The checkpoint is on the disk and has its name."""
+        """Logs a checkpoint that is on the disk and has its name."""
         self.last_saved = save.step
         self.seal(save.final, save.manifest)
         self.log.record("save", step=save.step, seconds=round(seconds, 3), pause_seconds=round(save.pause_seconds, 3))
@@ -209,7 +209,9 @@ class Saves:
         if self.pending is not None and self.ranks.size == 1:
             with suppress(StorageError):  # the run ends by another error
                 if not self.work.done():
-                    self.log.line(f"step {self.pending.step}: its save is still being written; the run ends when it stands")
+                    self.log.line(
+                        f"step {self.pending.step}: its save is still being written; the run ends when it is complete"
+                    )
                 self.settle()
         elif self.pending is not None and self.pending.committing:
             wait([self.work])

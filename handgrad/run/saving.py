@@ -1,4 +1,4 @@
-"""Moves the state of a run into a checkpoint and out of it, however many ranks hold it."""
+"""Saves the state of a run into a checkpoint and loads it, on any number of ranks."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -36,7 +36,7 @@ def save_state(
 ) -> Path:
     """Saves the state; returns the checkpoint's folder.
 
-    Rank 0 writes; the others send it their shards, bucket by bucket. None goes on before the checkpoint stands. Raises
+    Rank 0 writes; the others send it their shards, bucket by bucket. All wait until the checkpoint is complete. Raises
     `StorageError`, on all ranks, when the disk does not take it.
     """
     tensors = list(stored_tensors(state, ranks))
@@ -116,7 +116,7 @@ def run_numbers(training: Assembly) -> dict[str, Any]:
 
 
 def load_run(source: Checkpoint, config: RunConfig, training: Assembly) -> None:
-    """Takes up a checkpoint: its tensors and `run_numbers`, as far as they hold for the configuration. Raises
+    """Resumes from a checkpoint: loads its tensors and `run_numbers`, as far as they suit the configuration. Raises
     `ConfigError` for a state of another optimizer."""
     made_by = source.manifest["config"].get("optimizer", RunConfig.optimizer)
     if made_by != config.optimizer:
@@ -147,7 +147,7 @@ def load_state(source: Checkpoint, state: TrainingState) -> None:
 
 
 def origin_of(source: Checkpoint) -> dict[str, Any] | None:
-    """The weights that the run of a checkpoint started from, or None: opened ones, or some imported with moments."""
+    """The weights from which the run of a checkpoint started, opened or imported; None if it drew them."""
     return source.manifest.get("init") or source.manifest.get("imported")
 
 

@@ -35,7 +35,7 @@ def run_config(preset: str, recipe_file: str, model: str, settings: Mapping[str,
         merged |= presets.model(model)
     change = {name: str(settings.get(name, "")) for name in (WITHOUT, WITH)}
     merged |= {name: convert(name, value) for name, value in settings.items() if name not in change}
-    is_open = not name and not recipe_file  # `run.suited` chooses what is not given
+    is_open = not name and not recipe_file  # `run.suited` chooses the rest
     if merged.get("init_from"):
         merged = from_weights(merged, is_open=is_open)
     elif is_open and "num_layers" not in merged:

@@ -95,7 +95,7 @@ class Sink:
         """Keeps a line for the training thread to say, once."""
         if not self.warned:
             self.warned = True
-            self.warnings.put(f"log_to {self.name} {fault}; the run goes on, and metrics.jsonl has every figure")
+            self.warnings.put(f"log_to {self.name} {fault}; training continues, and metrics.jsonl has every figure")
 
     def _work(self) -> None:
         try:

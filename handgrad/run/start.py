@@ -1,4 +1,4 @@
-"""Opens a run: device, ranks, data, folder, initial weights; refuses what cannot run before anything is written."""
+"""Opens a run: device, ranks, data, folder, initial weights. Refuses an impossible run before it writes anything."""
 
 import contextlib
 import os
@@ -41,7 +41,7 @@ from handgrad.run.tasks import task_watch
 def open_run(
     config: RunConfig, *, allow_changes: bool = False, strict: bool = False, shows: Shows = "live"
 ) -> Iterator[Run]:
-    """The run in `config.out`, ready to make steps; the folder is this process's own until the end of the `with` block.
+    """The run in `config.out`, ready to make steps; this process owns the folder until the end of the `with` block.
     `strict`: resumed from the newest checkpoint, or refused; the same for the weights of `init_from`.
 
     Raises the errors of an input or a folder that does not fit.
@@ -55,7 +55,9 @@ def open_run(
         given = config
         begun = ranks.from_rank_0(lambda: begun_settings(given), "the run so far")
         config = check(with_precision(replace(config, **begun), device))
-        devices.use_precision(device, config.precision)  # refuses what the device lacks, before any data is read
+        devices.use_precision(
+            device, config.precision
+        )  # refuses a precision that the device lacks, before any data is read
         tuned = with_tuned_gemms(config, device)
         ranks.check_equal("configuration", to_dict(tuned))
         config = check(replace(tuned, lanes=ranks.from_rank_0(lambda: settled_lanes(tuned, ranks.size), "lanes")))

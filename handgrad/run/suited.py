@@ -1,4 +1,4 @@
-"""The run that suits data and machine: what `handgrad train --data DIR` takes where no preset and no sizes are given.
+"""The run that suits data and machine, for `handgrad train --data DIR` without a preset or sizes.
 
 A model as large as its tokens can teach, about twenty for each parameter (Hoffmann et al. 2022,
 https://arxiv.org/abs/2203.15556), each seen at most four times, which is nearly as good as new ones (Muennighoff et al.
@@ -66,7 +66,7 @@ def suited_settings(dataset: Dataset, device: torch.device) -> dict[str, Any]:
             if fits(config, dataset.tokenizer.vocab_size, device):
                 return settings_of(config, size, dataset, device)
     smallest = replace(fitted(sizes[0], dataset), micro_batch=1)
-    return settings_of(smallest, sizes[0], dataset, device)  # which does not fit: the run says so, with its advice
+    return settings_of(smallest, sizes[0], dataset, device)  # does not fit: the run refuses it with advice
 
 
 def fitted(size: Size, dataset: Dataset) -> RunConfig:
@@ -74,8 +74,10 @@ def fitted(size: Size, dataset: Dataset) -> RunConfig:
     length = min(size.sequence_length, power_of_two(longest_window(dataset)))
     windows = sum((shard.token_count - 1) // length for shard in dataset.splits["train"])
     samples = min(size.tokens_per_step // length, power_of_two(max(1, windows // 4)))
-    batch = {"sequence_length": length, "tokens_per_step": samples * length, "micro_batch": min(size.micro_batch, samples)}
-    return RunConfig(**{name: getattr(size, name) for name in CHOSEN_SIZES} | batch)
+    sizes: dict[str, Any] = {name: getattr(size, name) for name in CHOSEN_SIZES}
+    sizes |= {"sequence_length": length, "tokens_per_step": samples * length}
+    sizes["micro_batch"] = min(size.micro_batch, samples)
+    return RunConfig(**sizes)
 
 
 def longest_window(dataset: Dataset) -> int:
@@ -111,7 +113,7 @@ def settings_of(config: RunConfig, size: Size, dataset: Dataset, device: torch.d
 def paced(
     config: RunConfig, dataset: Dataset, device: torch.device, epochs: float, warmup_share: float, steps: float = 0
 ) -> dict[str, Any]:
-    """The number of steps, unless it is given, and what comes every so many of them."""
+    """The number of steps, unless it is given, and the intervals of validations, samples, saves and log lines."""
     training, validation = dataset.tokens("train"), dataset.tokens("validation")
     if not steps:
         steps = epochs * training / config.tokens_per_step

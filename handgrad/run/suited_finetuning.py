@@ -1,7 +1,7 @@
 """The run that suits weights: `handgrad train --init-from WEIGHTS --data DIR` without a preset or a recipe.
 
 Short rows, however long the weights' context is, small steps and three epochs. The learning rates are those of
-docs/finetuning.md: weights from elsewhere have seen much more text; a run of ours goes on at half of its rate.
+docs/finetuning.md: weights from elsewhere have seen much more text; a run of ours continues at half of its rate.
 """
 
 import os
@@ -21,7 +21,7 @@ from handgrad.run.suited import CHOSEN, fits, longest_window, paced, power_of_tw
 CPU_LIMITS, GPU_LIMITS = (512, 2048, 4), (2048, 16384, 16)
 LEARNING_RATE, ADAPTERS_LEARNING_RATE = 3e-5, 2e-4
 EPOCHS, WARMUP_SHARE = 3, 0.05
-ENDING = {"schedule": "linear", "final_learning_rate_fraction": 0.0}
+ENDING: dict[str, Any] = {"schedule": "linear", "final_learning_rate_fraction": 0.0}
 
 
 def chosen_finetuning(settings: dict[str, Any], sizes: dict[str, Any], begun: dict[str, Any] | None) -> dict[str, Any]:
@@ -67,11 +67,11 @@ def fitted(settings: dict[str, Any], sizes: dict[str, Any], dataset: Dataset | N
         tokens = rows * length
     per_lane = max(1, rows // together)
     micro = micro or min(per_lane & -per_lane, most)  # the largest power of two that divides it
-    batch = {"sequence_length": length, "tokens_per_step": tokens, "micro_batch": micro}
-    config = RunConfig(**{**sizes, **ENDING, **settings, **batch})
+    batch: dict[str, Any] = {"sequence_length": length, "tokens_per_step": tokens, "micro_batch": micro}
+    config = RunConfig(**{**sizes, **ENDING, **settings} | batch)
     if dataset is not None and "micro_batch" not in settings:
         smaller = [found for found in smaller_batches(config) if fits(found, dataset.tokenizer.vocab_size, device)]
-        config = smaller[0] if smaller else config  # which does not fit: the run says so, with its advice
+        config = smaller[0] if smaller else config  # does not fit: the run refuses it with advice
     return config
 
 
