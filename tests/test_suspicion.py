@@ -102,7 +102,7 @@ def test_a_lasting_fault_is_skipped_as_without_a_second_attempt(
     """The data or the model is at fault. The control takes every first result as it is."""
     config = dataclasses.replace(config, precision=precision)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "settle", lambda training, ranks, step, result: (result, ""))
+        patch.setattr(loop, "checked_result", lambda training, ranks, step, result: (result, ""))
         flip(patch, dict.fromkeys(range(9), 100))
         train(config)
     struck = elsewhere(config, "struck")

@@ -39,7 +39,7 @@ class RunLog:
         self.folder, self.audited = folder, audited
         self.chain: list[dict[str, Any]] = []  # the lines of audit.jsonl that stay, on rank 0
         self.files: dict[str, TextIO] = {}
-        self.told: set[str] = set()  # events of `event_once`
+        self.subjects: set[str] = set()  # of `event_once`
         self.notes: list[str] = []  # about damaged lines of the files
         # (kind, step) of the records that exist: a resumed run makes only those that are missing.
         self.recorded: set[tuple[str, int]] = ranks.from_rank_0(lambda: self._open_all(completed), "the run's records")
@@ -128,10 +128,10 @@ class RunLog:
         self.record("event", step=step, text=line)
         self.line(line)
 
-    def event_once(self, step: int, line: str) -> None:
-        """An event that would be told again and again, told the first time."""
-        if line not in self.told:
-            self.told.add(line)
+    def event_once(self, step: int, line: str, subject: str = "") -> None:
+        """Logs the first event on a subject, which is the line itself unless given."""
+        if (subject or line) not in self.subjects:
+            self.subjects.add(subject or line)
             self.event(step, line)
 
     def step(self, step: int, result: StepResult, tokens: int, tokens_seen: int) -> None:

@@ -36,7 +36,7 @@ from handgrad.run.saturation import record_fp8, watch_saturation
 from handgrad.run.saves import Saves
 from handgrad.run.saving import changed_versions, load_run, origin_of, run_facts, run_numbers, versions_of
 from handgrad.run.signals import Observer, OnStep, StopSignals, preempted
-from handgrad.run.suspicion import is_overflow, settle
+from handgrad.run.suspicion import checked_result, is_overflow
 from handgrad.run.tasks import TaskWatch
 from handgrad.run.writing import generation_plan
 from handgrad.training.design import Design
@@ -284,11 +284,11 @@ class Run:
         self.stop_signal = int(max(received)) or None
         if self.ranks.size > 1:
             self.stragglers.add(computing)
-        self.saves.look(writing)
+        self.saves.advance_together(writing)
 
     def read_result(self, step: int) -> None:
         """Waits for the result of `step`, records and shows it; makes the step again if it looks wrong."""
-        result, fault = settle(self.training, self.ranks, step, self.training.step.result(step))
+        result, fault = checked_result(self.training, self.ranks, step, self.training.step.result(step))
         self.completed, self.step_seconds = step + 1, result.elapsed_seconds
         self.log.step(self.completed, result, self.batch.tokens(step), self.batch.tokens_before(self.completed))
         self.audit.add(self.training, self.completed, result)

@@ -28,7 +28,7 @@ from handgrad.run.log import RunLog
 from handgrad.run.saving import save_state, stored_tensors
 
 BUSY, DONE, FAILED = 0.0, 1.0, 2.0  # a rank's part of the save under way
-TOLD_SECONDS = 1.0  # a shorter wait for the save before is not worth a line
+SHORT_SECONDS = 1.0  # a shorter wait for the save before is not worth a line
 
 
 @dataclass
@@ -69,7 +69,6 @@ class Saves:
         self.pending: Save | None = None
         self.work: Future[Any] = Future()  # this rank's part of the pending save
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="save")
-        self.told_slow = self.told_wait = False  # said that a stop takes too long; that a save waited for the one before
 
     def save(self, training: Assembly, step: int, step_seconds: float, manifest: dict[str, Any]) -> None:
         """Saves the state after `step`, or begins to: `wait` returns when the checkpoint is complete. `manifest`: its
@@ -92,7 +91,7 @@ class Saves:
             seconds = time.perf_counter() - save.begun
             warnings = self.ranks.from_rank_0(lambda: self.remove_old(step), "old checkpoints")
             save.pause_seconds = time.perf_counter() - save.begun
-            self.stands(save, seconds, warnings)
+            self.log_saved(save, seconds, warnings)
             return
         self.copy.take(list(stored_tensors(training.state, self.ranks)))
         self.ranks.from_rank_0(lambda: begin(final), "a checkpoint's folder")
@@ -108,10 +107,9 @@ class Saves:
         self.wait()
         waited, took = time.perf_counter() - begun, time.perf_counter() - earlier.begun
         due = self.config.save_every and step % self.config.save_every == 0  # else a stop or a best validation asks for it
-        if due and waited >= TOLD_SECONDS and not self.told_wait:
-            self.told_wait = True
+        if due and waited >= SHORT_SECONDS:
             line = f"step {step}: its save waited {waited:.1f} s for that of step {earlier.step}, which took {took:.1f} s"
-            self.log.event(step, f"{line}; a larger --save-every leaves the disk more time")
+            self.log.event_once(step, f"{line}; a larger --save-every leaves the disk more time", "a save that waited")
         return waited
 
     # On the thread.
@@ -148,17 +146,17 @@ class Saves:
             return BUSY
         return FAILED if self.work.exception() else DONE
 
-    def look(self, everyone: Sequence[float]) -> None:
+    def advance_together(self, everyone: Sequence[float]) -> None:
         """Advances the pending save once all ranks have done their part, by their `progress`."""
         if self.pending is not None and (FAILED in everyone or BUSY not in everyone):
-            self.settle()
+            self.advance()
 
     def wait(self) -> None:
         """Returns, on all ranks, when no save is under way. Raises `StorageError` if it failed on any of them."""
         while self.pending is not None:
-            self.settle()
+            self.advance()
 
-    def settle(self) -> None:
+    def advance(self) -> None:
         """Waits for the part of the pending save that is under way, on all ranks, and begins the next one."""
         save, error = self.pending, self.work.exception()
         assert save is not None
@@ -182,17 +180,16 @@ class Saves:
             self.work = self.thread.submit(self.commit, save, files) if self.ranks.is_rank_0 else finished()
             return
         self.pending = None
-        self.stands(save, *outcomes[0][0])
+        self.log_saved(save, *outcomes[0][0])
 
-    def stands(self, save: Save, seconds: float, warnings: list[str]) -> None:
+    def log_saved(self, save: Save, seconds: float, warnings: list[str]) -> None:
         """Logs a checkpoint that is on the disk and has its name."""
         self.last_saved = save.step
         self.seal(save.final, save.manifest)
         self.log.record("save", step=save.step, seconds=round(seconds, 3), pause_seconds=round(save.pause_seconds, 3))
         under_way = 0.0 if self.copy is None else seconds  # the longest that a stop may find
-        if not self.told_slow and (line := too_slow(seconds, save.step_seconds, os.environ, under_way)):
-            self.told_slow = True
-            self.log.event(save.step, line)
+        if line := too_slow(seconds, save.step_seconds, os.environ, under_way):
+            self.log.event_once(save.step, line, "a stop that takes too long")
         for warning in warnings:
             self.log.event_once(save.step, warning)
         self.log.line(f"step {save.step}: saved {save.final}")
@@ -212,7 +209,7 @@ class Saves:
                     self.log.line(
                         f"step {self.pending.step}: its save is still being written; the run ends when it is complete"
                     )
-                self.settle()
+                self.advance()
         elif self.pending is not None and self.pending.committing:
             wait([self.work])
         self.thread.shutdown(wait=self.pending is None)

@@ -48,7 +48,7 @@ def is_overflow(result: StepResult) -> bool:
     return overflow and result.loss_scale > SMALLEST_LOSS_SCALE
 
 
-def settle(training: Assembly, ranks: Ranks, step: int, result: StepResult) -> tuple[StepResult, str]:
+def checked_result(training: Assembly, ranks: Ranks, step: int, result: StepResult) -> tuple[StepResult, str]:
     """(the result of 0-based `step` that holds, a line about hardware that has failed, or nothing).
 
     A step that has made an update, one without a trained token, and a regular overflow hold as they are. Raises
