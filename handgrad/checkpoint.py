@@ -18,7 +18,7 @@ import functools
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -213,26 +213,21 @@ def prune(
     let go: a run does not end for an old checkpoint.
     """
     leftovers = [path for sign in (PARTIAL, REMOVED) for path in checkpoints.glob(f"step_*{sign}") if path.is_dir()]
-    removed = []
-    for leftover in leftovers:
-        with _warning(leftover, warn):
-            shutil.rmtree(leftover)
-            removed.append(leftover)
+    removed = [leftover for leftover in leftovers if _is_removed(leftover, shutil.rmtree, warn)]
     complete = [folder for folder in folders(checkpoints) if step_of(folder) <= newest_step and _is_complete(folder)]
     for folder in complete[keep:] if keep else []:
         if step_of(folder) != best_step and not is_major(step_of(folder), keep_every):
-            with _warning(folder, warn):
-                _remove(folder)
-                removed.append(folder)
+            removed += [folder] if _is_removed(folder, _remove, warn) else []
     return removed
 
 
-@contextlib.contextmanager
-def _warning(folder: Path, warn: Callable[[str], object]) -> Iterator[None]:
+def _is_removed(folder: Path, remove: Callable[[Path], object], warn: Callable[[str], object]) -> bool:
     try:
-        yield
+        remove(folder)
     except OSError as error:
         warn(f"could not remove {folder}: {error.strerror or error}; remove it by hand")
+        return False
+    return True
 
 
 def _is_complete(folder: Path) -> bool:

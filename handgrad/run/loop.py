@@ -35,7 +35,7 @@ from handgrad.run.resolve import resolve
 from handgrad.run.saturation import record_fp8, watch_saturation
 from handgrad.run.saves import Saves
 from handgrad.run.saving import changed_versions, load_run, origin_of, run_facts, run_numbers, versions_of
-from handgrad.run.signals import Observer, OnStep, StopSignals, preempted
+from handgrad.run.signals import OnStep, StopSignals, preempted
 from handgrad.run.suspicion import checked_result, is_overflow
 from handgrad.run.tasks import TaskWatch
 from handgrad.run.writing import generation_plan
@@ -92,7 +92,9 @@ class Run:
         self.step_lines, self.stragglers = StepLines(self.log, config, design, ranks.size), Stragglers()
         self.validation_loss: float | None = None  # the last one, in nats
         self.first_step = self.until = self.completed  # of this process, and where it stops for now
-        self.signals, self.observer = StopSignals(keeps_process=False), Observer(None)
+        self.signals = StopSignals(keeps_process=False)
+        self.on_step: OnStep | None = None
+        self.callback_error: BaseException | None = None  # kept until the run pauses: the next step may be under way
         self.stop_signal: int | None = None  # a signal that any of the ranks has received, as all of them know it
         self.step_seconds = 0.0  # of the last step
         self.memory_bytes = self.design.plan.size_bytes | generation.size_bytes
@@ -162,7 +164,7 @@ class Run:
         An exception in it is raised here after a whole step. A signal to stop becomes `Preempted`, after the step under
         way and a save (`keeps_process`: see `StopSignals`).
         """
-        self.until, self.observer, self.stop_signal = until, Observer(on_step), None
+        self.until, self.on_step, self.callback_error, self.stop_signal = until, on_step, None, None
         steps = range(self.completed, until)
         with StopSignals(keeps_process=keeps_process) as self.signals:
             for step in steps:
@@ -205,7 +207,7 @@ class Run:
         return (
             self.design.device.type != "cuda"
             or self.stop_signal is not None
-            or self.observer.raised is not None
+            or self.callback_error is not None
             or step == self.first_step
             or step + 1 == self.until
             or self.left_fp8.due(step + 1)
@@ -213,7 +215,7 @@ class Run:
         )
 
     def between_steps(self) -> None:
-        """Does everything that is due; ends the steps if a signal or the observer asks for it."""
+        """Does everything that is due; ends the steps after a signal or an exception in `on_step`."""
         if self.left_fp8.due(self.completed):
             self.leave_fp8()
         if self.due(self.config.save_every):
@@ -221,10 +223,10 @@ class Run:
         if self.completed == self.until:
             self.saves.wait()  # no step follows to be written behind
         self.watch()
-        if self.observer.raised is not None:
+        if self.callback_error is not None:
             if self.ranks.size == 1:  # of several, one may be alone with it
                 self.saves.wait()
-            raise self.observer.raised
+            raise self.callback_error
         if self.stop_signal is None and self.ranks.size == 1:  # since the end of the step
             self.stop_signal = self.signals.received
         if self.stop_signal is not None and self.completed < self.config.steps:
@@ -314,7 +316,11 @@ class Run:
             self.on_skip(result)
         else:
             self.skips_in_a_row = 0
-        self.observer.show(self.completed, result)
+        if self.on_step is not None and self.callback_error is None:
+            try:
+                self.on_step(self.completed, result)
+            except BaseException as error:
+                self.callback_error = error
 
     def leave_fp8(self) -> None:
         """Continues with more GEMMs in bf16. That takes another plan, so the run saves and resumes from there."""

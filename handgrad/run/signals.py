@@ -1,4 +1,4 @@
-"""Stops a run between steps: by a signal, or by an exception of its observer."""
+"""Stops a run between steps by a signal."""
 
 import signal
 import threading
@@ -10,22 +10,6 @@ from handgrad.errors import STOPPING, Preempted, end_interrupted, end_stopped, f
 from handgrad.training.step import StepResult
 
 OnStep = Callable[[int, StepResult], None]  # a step's number, counted from 1, and its result
-
-
-class Observer:
-    """Calls `on_step`. Keeps an exception that it raises until the run pauses: the next step may be under way and finishes
-    first."""
-
-    def __init__(self, on_step: OnStep | None):
-        self.on_step = on_step
-        self.raised: BaseException | None = None
-
-    def show(self, step: int, result: StepResult) -> None:
-        if self.on_step is not None and self.raised is None:
-            try:
-                self.on_step(step, result)
-            except BaseException as error:
-                self.raised = error
 
 
 class StopSignals:
