@@ -27,6 +27,8 @@ from handgrad.run.sinks import Sinks, trackers
 from handgrad.run_files import AUDIT_FILE, LOG_FILE, MAIN_LOG_FILE, METRICS_FILE, SAMPLES
 from handgrad.training.step import StepResult
 
+EVALUATION_OF = "evaluation of"  # before a task's name: the kind of its records in `RunLog.recorded`
+
 
 class RunLog:
     """Appends to the files of one run folder and to the console; raises `StorageError` when the disk refuses. On
@@ -187,5 +189,5 @@ class RunLog:
 def _kind_of(record: dict[str, Any]) -> str:
     """A record's kind; a training's evaluation on a task counts apart from one that was made afterwards."""
     if record["kind"] == "evaluation" and record.get("by") == IN_TRAINING:
-        return f"evaluation of {record.get('task')}"
+        return f"{EVALUATION_OF} {record.get('task')}"
     return record["kind"]
