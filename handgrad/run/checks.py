@@ -16,9 +16,9 @@ from handgrad.data.tokenizer import tokenizer_record
 from handgrad.errors import ConfigError, DataError, StorageError, UsageError
 from handgrad.format import human_bytes
 from handgrad.run.host_copy import checkpoint_rows
+from handgrad.run.memory import memory_bytes
 from handgrad.run.packing import training_batches
 from handgrad.run.resolve import largest_micro_batch, possible_configs, resolve
-from handgrad.run.writing import memory_bytes
 from handgrad.run_files import BEST
 from handgrad.training.design import Design
 

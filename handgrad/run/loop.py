@@ -29,6 +29,7 @@ from handgrad.run.header import header_lines, origin_text, run_record
 from handgrad.run.host_copy import host_copy
 from handgrad.run.judge import Judge
 from handgrad.run.log import RunLog
+from handgrad.run.memory import generation_plan
 from handgrad.run.packing import trained_tokens, training_batches
 from handgrad.run.progress import StepLines
 from handgrad.run.resolve import resolve
@@ -38,7 +39,6 @@ from handgrad.run.saving import changed_versions, load_run, origin_of, run_facts
 from handgrad.run.signals import OnStep, StopSignals, preempted
 from handgrad.run.suspicion import checked_result, is_overflow
 from handgrad.run.tasks import TaskWatch
-from handgrad.run.writing import generation_plan
 from handgrad.training.design import Design
 from handgrad.training.step import NOTHING_TRAINED, StepResult
 

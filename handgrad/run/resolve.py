@@ -26,7 +26,7 @@ from handgrad.models.rows import ActivationRow, Table, flat_elements
 from handgrad.optimizers.adamw import AdamW
 from handgrad.optimizers.muon import Muon
 from handgrad.parallel.memory import with_sharding
-from handgrad.run.writing import memory_bytes
+from handgrad.run.memory import memory_bytes
 from handgrad.training import offload
 from handgrad.training.design import Batch, Design, Guards
 from handgrad.training.schedule import Schedule
