@@ -35,10 +35,10 @@ def run_config(preset: str, recipe_file: str, model: str, settings: Mapping[str,
         merged |= presets.model(model)
     change = {name: str(settings.get(name, "")) for name in (WITHOUT, WITH)}
     merged |= {name: convert(name, value) for name, value in settings.items() if name not in change}
-    is_open = not name and not recipe_file  # `run.suited` chooses the rest
+    bare = not name and not recipe_file  # without either, `run.suited` chooses the rest
     if merged.get("init_from"):
-        merged = from_weights(merged, is_open=is_open)
-    elif is_open and "num_layers" not in merged:
+        merged = from_weights(merged, bare=bare)
+    elif bare and "num_layers" not in merged:
         check_data(merged)
         from handgrad.run.suited import chosen_settings  # imports torch, which `--help` spares
 
@@ -90,9 +90,9 @@ def resumes(run: Path) -> str:
     return f"`handgrad train --config {shlex.quote(recipe)}{f' --out {shlex.quote(str(run))}' if moved else ''}`"
 
 
-def from_weights(settings: dict[str, Any], *, is_open: bool) -> dict[str, Any]:
+def from_weights(settings: dict[str, Any], *, bare: bool) -> dict[str, Any]:
     """The settings with the model's sizes: those of the weights in `init_from`, or of the run in `out`, which resumes
-    without those weights. `is_open`: also with the rows, steps and learning rate that suit them."""
+    without those weights. `bare`: also with the rows, steps and learning rate that suit them, as nothing else gives them."""
     from handgrad import checkpoint  # imports torch, which `--help` spares
     from handgrad.interop.sources import SIZES, read_sizes, shape_fields
     from handgrad.run.suited_finetuning import chosen_finetuning
@@ -103,5 +103,5 @@ def from_weights(settings: dict[str, Any], *, is_open: bool) -> dict[str, Any]:
     sizes = {}
     if not settings.keys() >= set(SIZES):
         sizes = read_sizes(settings["init_from"]) if begun is None else shape_fields(begun)
-    chosen = chosen_finetuning(settings, sizes, begun) if is_open and not settings.get("batch_schedule") else {}
+    chosen = chosen_finetuning(settings, sizes, begun) if bare and not settings.get("batch_schedule") else {}
     return {**sizes, **chosen, **settings}

@@ -55,9 +55,7 @@ def open_run(
         given = config
         begun = ranks.from_rank_0(lambda: begun_settings(given), "the run so far")
         config = check(with_precision(replace(config, **begun), device))
-        devices.use_precision(
-            device, config.precision
-        )  # refuses a precision that the device lacks, before any data is read
+        devices.use_precision(device, config.precision)  # refuses one that the device lacks, before any data is read
         tuned = with_tuned_gemms(config, device)
         ranks.check_equal("configuration", to_dict(tuned))
         config = check(replace(tuned, lanes=ranks.from_rank_0(lambda: settled_lanes(tuned, ranks.size), "lanes")))
