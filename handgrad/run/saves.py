@@ -206,9 +206,7 @@ class Saves:
         if self.pending is not None and self.ranks.size == 1:
             with suppress(StorageError):  # the run ends by another error
                 if not self.work.done():
-                    self.log.line(
-                        f"step {self.pending.step}: its save is still being written; the run ends when it is complete"
-                    )
+                    self.log.line(f"step {self.pending.step}: its save is still being written; the run ends after it")
                 self.advance()
         elif self.pending is not None and self.pending.committing:
             wait([self.work])

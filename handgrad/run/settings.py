@@ -92,7 +92,8 @@ def resumes(run: Path) -> str:
 
 def from_weights(settings: dict[str, Any], *, bare: bool) -> dict[str, Any]:
     """The settings with the model's sizes: those of the weights in `init_from`, or of the run in `out`, which resumes
-    without those weights. `bare`: also with the rows, steps and learning rate that suit them, as nothing else gives them."""
+    without those weights. `bare`: nothing else gives rows, steps and learning rate, so those that suit come with
+    them."""
     from handgrad import checkpoint  # imports torch, which `--help` spares
     from handgrad.interop.sources import SIZES, read_sizes, shape_fields
     from handgrad.run.suited_finetuning import chosen_finetuning
