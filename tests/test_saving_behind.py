@@ -90,7 +90,7 @@ def test_a_save_that_comes_due_waits_for_the_one_before(
     config: RunConfig, disk: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The wait is told once with both times, and counts as time that training stood still."""
-    monkeypatch.setattr(saves, "TOLD_SECONDS", 0.0)
+    monkeypatch.setattr(saves, "SHORT_SECONDS", 0.0)
     waited: list[int] = []
 
     def come_due(run_saves: Saves, step: int) -> None:

@@ -91,7 +91,7 @@ def test_a_transient_fault_leaves_no_trace(
     assert made.count(FAULTY) == 3 and made.count(FAULTY + 1) == (2 if ahead else 1)
     (told,) = events(struck)
     assert told.startswith("step 7: loss ") and " and norm inf, made again loss " in told
-    assert "the first was a fault of the hardware in the gradients of rank 0; the run goes on" in told
+    assert "the first was a fault of the hardware in the gradients of rank 0; the run continues" in told
     same_state(config, struck)
 
 

@@ -106,7 +106,7 @@ def host_copy(config: RunConfig, design: Design, ranks: Ranks) -> tuple[HostCopy
     needed, free = host_memory(design, ranks)
     if needed > free:
         return None, [
-            f"saves      training waits for them: an asynchronous save needs {human_bytes(needed)} of host memory,"
+            f"saves      training waits for them: with a copy in host memory the run needs {human_bytes(needed)},"
             f" {human_bytes(free)} are free"
         ]
     copy = HostCopy(design, ranks)
