@@ -21,6 +21,11 @@ BEGIN, STEP, CHECKPOINT = "begin", "step", "checkpoint"
 LINKS = (BEGIN, STEP)
 NUMBERS = ("loss", "norm", "learning_rate")  # of a step, as hexadecimal text: exact
 FORMAT = 1
+FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # texts and objects, by kind
+    BEGIN: (("link", "previous"), ("config", "versions", "identity", "state")),
+    STEP: (("link", "previous", *NUMBERS), ("state",)),
+    CHECKPOINT: (("link", "manifest"), ()),
+}
 
 Line = dict[str, Any]
 
@@ -79,14 +84,9 @@ def checked_line(found: Record) -> Line:
     """The line, once it has the fields of its kind. Raises `DataError`."""
     kind = found.text("kind")
     found.count("step")
-    if kind == CHECKPOINT:
-        texts, objects = ("link", "manifest"), ()
-    elif kind == STEP:
-        texts, objects = ("link", "previous", *NUMBERS), ("state",)
-    elif kind == BEGIN:
-        texts, objects = ("link", "previous"), ("config", "versions", "identity", "state")
-    else:
+    if kind not in FIELDS:
         raise DataError(f"expected begin, step or checkpoint as kind, found {kind!r:.40} in {found.where}")
+    texts, objects = FIELDS[kind]
     for name in texts:
         text = found.text(name)
         if name in NUMBERS:
