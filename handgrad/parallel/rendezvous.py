@@ -33,9 +33,9 @@ OVERLAPPED_CTAS = 4  # thread blocks of a collective that runs beside kernels
 class Timeouts:
     """Seconds that ranks wait for each other, and the folder for the stacks of a rank that waited too long."""
 
-    join_seconds: float = 300  # at the start
-    silence_seconds: float = 30  # without a heartbeat
-    stall_seconds: float = 600  # in one operation
+    join_seconds: float  # at the start
+    silence_seconds: float  # without a heartbeat
+    stall_seconds: float  # in one operation
     stacks: Path | None = None
 
 
