@@ -58,6 +58,7 @@ def sample(parser: Parser) -> None:
 def chat(parser: Parser) -> None:
     add_model_arguments(parser)
     add_fp8_weights(parser)
+    parser.takes_one = "type the message at the prompt, or pipe it: echo TEXT | handgrad chat MODEL"
     parser.text("--system", "TEXT", "the message of the system, before the conversation")
     parser.number("--max-tokens", "longest answer (default: 512)", default=512)
     add_sampling_arguments(parser, "an answer")
