@@ -133,11 +133,8 @@ def wait_for_all(processes: Sequence[subprocess.Popen[bytes]], received: Sequenc
 def worst_code(codes: Sequence[int]) -> int:
     """The exit code of a command whose ranks ended with `codes`. That another rank was lost (75) says more than the signal
     that ended it, an error more than either."""
-
-    def weight(code: int) -> int:
-        return {0: 0, 75: 2, INTERRUPTED: 3}.get(code, 1 if code < 0 else 4)
-
-    worst = max(codes, key=weight)
+    severity = {0: 0, 75: 2, INTERRUPTED: 3}
+    worst = max(codes, key=lambda code: severity.get(code, 1 if code < 0 else 4))
     return 128 - worst if worst < 0 else worst
 
 
