@@ -56,9 +56,11 @@ class RunLog:
             self.chain = [line.record for line in chain]
             self.notes = [text for text in (note, other, links) if text]
             names = METRICS_FILE, MAIN_LOG_FILE, LOG_FILE, *([AUDIT_FILE] if self.audited else [])
-            # Flushed by lines: a kill loses none written.
-            self.files = {name: (self.folder / name).open("a", encoding="utf-8", buffering=1) for name in names}
+            self.files = {name: self._open(name) for name in names}
         return {(_kind_of(line.record), line.step) for line in kept}
+
+    def _open(self, name: str) -> TextIO:
+        return (self.folder / name).open("a", encoding="utf-8", buffering=1)  # by lines: a kill loses none written
 
     def _write(self, name: str, line: str) -> None:
         if name in self.files:
